@@ -1,0 +1,3 @@
+"""memjax: training that fits in memory."""
+
+from memjax import remat as remat

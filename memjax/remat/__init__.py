@@ -1,0 +1,1 @@
+"""Rematerialisation: keep little between forward and backward, recompute the rest."""

@@ -1,0 +1,35 @@
+"""Eight simulated CPU devices, strict dtype promotion, float64 available on request.
+
+The environment is set before JAX is imported: device count and barrier handling cannot be changed later.
+"""
+
+import os
+
+_FLAGS = (
+    "--xla_force_host_platform_device_count=8",
+    # XLA:CPU drops optimisation barriers and then merges recomputed values with the originals.
+    "--xla_disable_hlo_passes=cse_barrier_expander",
+)
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS]).strip()
+os.environ.setdefault("MPLBACKEND", "agg")
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def pytest_collection_modifyitems(items):
+    if jax.default_backend() == "gpu":
+        return
+    no_gpu = pytest.mark.skip(reason="needs a GPU")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(no_gpu)
+
+
+@pytest.fixture
+def x64():
+    """Double precision for one test."""
+    with jax.enable_x64(True):
+        yield
