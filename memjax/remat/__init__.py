@@ -1,1 +1,7 @@
 """Rematerialisation: keep little between forward and backward, recompute the rest."""
+
+from memjax.remat._dense_spec import DenseParams as DenseParams
+from memjax.remat._dense_spec import DenseSpec as DenseSpec
+from memjax.remat._dense_spec import DenseStatistics as DenseStatistics
+from memjax.remat.dense_block import DenseBlock as DenseBlock
+from memjax.remat.dense_block import dense_block as dense_block

@@ -1,0 +1,283 @@
+"""The dense block over one shared feature buffer, after "Memory-Efficient Implementation of DenseNets" (Pleiss et al. 2017).
+
+Features are only ever appended, so the block's output already holds the input of every layer as a prefix. Between
+forward and backward nothing else is kept (`keep="features"`), or besides it the output of every 1x1 convolution
+(`keep="convolutions"`, the paper's choice). Concatenation costs nothing, normalisation and ReLU are computed again.
+
+Three things make this cheap.
+
+* One loop body serves a run of layers: channel counts differ, so the body works on the run's widest prefix and switches
+  the excess channels off by a zero scale and shift. The program's size grows with the logarithm of the depth.
+* A channel's batch mean and variance are the same for every layer that reads it: they are computed once.
+* So their gradient can be put off, exactly. With `x_hat = (x - mean) * inv` and `y = g * x_hat + b`, layer l contributes
+  `g_l * inv * (dy_l - mean(dy_l) - x_hat * mean(dy_l * x_hat))` to dx. The first term is added to one gradient
+  buffer as it comes; of the others only the sums over layers of `g_l * mean(dy_l)` and `g_l * mean(dy_l * x_hat)`
+  are kept, two numbers per channel, and applied once, just before the layer that produced the channel runs backward.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from memjax.remat._dense_spec import (
+    DenseParams,
+    DenseSpec,
+    DenseStatistics,
+    conv1x1,
+    conv3x3,
+    dropout,
+    moments,
+    scale_shift_relu,
+    statistics_dtype,
+)
+
+# The widest prefix of a run of layers that share a loop body, against the narrowest. Larger: fewer bodies to compile,
+# more work on channels that are switched off.
+_RUN_RATIO = 1.4
+
+
+def runs(spec: DenseSpec) -> list[tuple[int, int]]:
+    """Layers as runs [start, stop) whose input widths lie within `_RUN_RATIO` of each other."""
+    result, start = [], 0
+    for i in range(1, spec.num_layers + 1):
+        if i == spec.num_layers or spec.channels(i) > _RUN_RATIO * spec.channels(start):
+            result.append((start, i))
+            start = i
+    return result
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def shared(spec: DenseSpec, keep: str, params: DenseParams, running: DenseStatistics, key, x):
+    """Features (B, H, W, out_features) and the statistics used; the latter carry no gradient."""
+    features, statistics, _ = _forward(spec, False, params, running, key, x)
+    return features, statistics
+
+
+def _vjp_forward(spec, keep, params, running, key, x):
+    features, statistics, z = _forward(spec, keep == "convolutions", params, running, key, x)
+    return (features, statistics), (params, key, features, statistics, z)
+
+
+def _vjp_backward(spec, keep, saved, cotangents):
+    d_params, dx = _backward(spec, saved, cotangents[0])
+    return d_params, None, None, dx
+
+
+shared.defvjp(_vjp_forward, _vjp_backward)
+
+
+def _prefix(x, width):
+    return lax.slice_in_dim(x, 0, width, axis=x.ndim - 1)
+
+
+def _window(x, start, width):
+    return lax.dynamic_slice_in_dim(x, start, width, axis=x.ndim - 1)
+
+
+def _write(x, update, start):
+    return lax.dynamic_update_slice_in_dim(x, update, start, axis=x.ndim - 1)
+
+
+def _layer_rows(spec: DenseSpec, array, layer, width):
+    """The first `width` rows from where `layer` begins; those past the layer's own belong to later layers."""
+    return lax.dynamic_slice_in_dim(array, spec.offset(layer), width, axis=0)
+
+
+def _normaliser(spec: DenseSpec, params: DenseParams, mean, var, layer, width):
+    """Scale, shift and inverse deviation over a prefix of `width`; zero scale and shift past the layer's own channels."""
+    inverse = lax.rsqrt(var[:width] + spec.epsilon)
+    own = jnp.arange(width) < spec.channels(layer)
+    gain = _layer_rows(spec, params.scale1, layer, width).astype(mean.dtype)
+    scale = jnp.where(own, gain * inverse, 0)
+    bias = _layer_rows(spec, params.bias1, layer, width).astype(mean.dtype)
+    shift = jnp.where(own, bias - mean[:width] * gain * inverse, 0)
+    return scale, shift, inverse
+
+
+def _kernel1(spec, params, layer, width):
+    return _layer_rows(spec, params.kernel1, layer, width)
+
+
+def _forward(spec: DenseSpec, save_z: bool, params: DenseParams, running: DenseStatistics, key, x):
+    wide = statistics_dtype(x.dtype)
+    buffer = jnp.zeros((*x.shape[:-1], spec.out_features), x.dtype)
+    buffer = _write(buffer, x, 0)
+    if spec.use_running_average:
+        mean, var = running.mean1.astype(wide), running.var1.astype(wide)
+    else:
+        # Room for the last layer's features too: nobody reads their statistics, but every layer writes alike.
+        start_mean, start_var = moments(x)
+        mean = jnp.zeros(spec.out_features, wide).at[: spec.in_features].set(start_mean)
+        var = jnp.ones(spec.out_features, wide).at[: spec.in_features].set(start_var)
+
+    def layer(width, carry, inputs):
+        buffer, mean, var = carry
+        i, own = inputs
+        scale, shift, _ = _normaliser(spec, params, mean, var, i, width)
+        hidden = scale_shift_relu(_prefix(buffer, width), scale, shift)
+        z = moments2 = None
+        if spec.bottleneck is None:
+            kernel2 = jnp.moveaxis(_layer_rows(spec, params.kernel2, i, width), 0, 2)
+        else:
+            z = conv1x1(hidden, _kernel1(spec, params, i, width))
+            moments2 = own["running"] if spec.use_running_average else moments(z)
+            inverse = lax.rsqrt(moments2[1] + spec.epsilon)
+            gain = own["scale2"].astype(wide) * inverse
+            hidden = scale_shift_relu(z, gain, own["bias2"].astype(wide) - moments2[0] * gain)
+            kernel2 = own["kernel2"]
+        new = dropout(spec, key, i, conv3x3(hidden, kernel2))
+        if not spec.use_running_average:
+            new_mean, new_var = moments(new)
+            mean = _write(mean, new_mean, spec.channels(i))
+            var = _write(var, new_var, spec.channels(i))
+        buffer = _write(buffer, new, spec.channels(i))
+        return (buffer, mean, var), (z if save_z else None, moments2)
+
+    carry, kept = (buffer, mean, var), []
+    for start, stop in runs(spec):
+        body = functools.partial(layer, spec.channels(stop - 1))
+        carry, ys = lax.scan(body, carry, _own(spec, params, running, start, stop, wide))
+        kept.append(ys)
+    buffer, mean, var = carry
+    consumed = spec.out_features - spec.growth_rate
+    mean2, var2 = (jnp.concatenate(m) for m in zip(*(ys[1] for ys in kept), strict=True)) if kept[0][1] else (None, None)
+    # One array of bottlenecks per run: joining them would hold them twice.
+    z = [ys[0] for ys in kept]
+    return buffer, DenseStatistics(mean[:consumed], var[:consumed], mean2, var2), z
+
+
+def _own(spec, params, statistics, start, stop, wide):
+    """What a loop over layers [start, stop) reads layer by layer."""
+    own = {}
+    if spec.bottleneck is not None:
+        own = {
+            "scale2": params.scale2[start:stop],
+            "bias2": params.bias2[start:stop],
+            "kernel2": params.kernel2[start:stop],
+            "running": (statistics.mean2[start:stop].astype(wide), statistics.var2[start:stop].astype(wide)),
+        }
+    return jnp.arange(start, stop), own
+
+
+def _backward(spec: DenseSpec, saved, d_features):
+    params, key, saved_features, statistics, z = saved
+    # Nothing below may start before the gradient has arrived, or recomputed values would be held until it does.
+    saved_features, d_features = lax.optimization_barrier((saved_features, d_features))
+    dtype, wide = saved_features.dtype, statistics_dtype(saved_features.dtype)
+    axes = tuple(range(saved_features.ndim - 1))
+    count = math.prod(saved_features.shape[:-1])
+    tail = jnp.zeros(spec.growth_rate, wide)
+    used_mean = jnp.concatenate([statistics.mean1.astype(wide), tail])
+    used_var = jnp.concatenate([statistics.var1.astype(wide), tail + 1])
+
+    def put_off(features, mean, var, gradient, mean_dy, mean_dy_xhat, start, width):
+        """The gradient of channels [start, start + width), all of whose consumers have run."""
+        gradient = _window(gradient, start, width).astype(wide)
+        if spec.use_running_average:
+            return gradient
+        m = _window(mean, start, width)
+        inverse = lax.rsqrt(_window(var, start, width) + spec.epsilon)
+        x_hat = (_window(features, start, width).astype(wide) - m) * inverse
+        return gradient - inverse * (_window(mean_dy, start, width) + x_hat * _window(mean_dy_xhat, start, width))
+
+    def layer(width, carry, inputs):
+        gradient, mean_dy, mean_dy_xhat, d_scale1, d_bias1, d_rows = carry
+        i, own, z = inputs
+        # A prefix and its normalisation are the same in every iteration of a loop: left alone, the compiler would compute
+        # them once, ahead of it, and hold them. They have to depend on something that changes.
+        features, mean, var, mean_dy = lax.optimization_barrier((saved_features, used_mean, used_var, mean_dy))
+        d_new = put_off(features, mean, var, gradient, mean_dy, mean_dy_xhat, spec.channels(i), spec.growth_rate)
+        d_new = dropout(spec, key, i, d_new.astype(dtype))
+
+        scale, shift, inverse = _normaliser(spec, params, mean, var, i, width)
+        prefix = _prefix(features, width)
+        hidden = scale_shift_relu(prefix, scale, shift)
+        if spec.bottleneck is None:
+            kernel2 = jnp.moveaxis(_layer_rows(spec, params.kernel2, i, width), 0, 2)
+            _, pull = jax.vjp(conv3x3, hidden, kernel2)
+            d_hidden, d_kernel = pull(d_new)
+            d_kernel = jnp.moveaxis(d_kernel, 2, 0)
+            d_own = {}
+        else:
+            kernel1 = _kernel1(spec, params, i, width)
+            if z is None:
+                z = conv1x1(hidden, kernel1)
+            dz, d_own = _bottleneck_backward(spec, own, z, d_new)
+            # In this order a library that wants a transposed operand copies the narrower one.
+            d_kernel = lax.dot_general(dz, hidden, ((axes, axes), ((), ())), preferred_element_type=wide)
+            d_kernel = d_kernel.T.astype(kernel1.dtype)
+            d_hidden = lax.dot_general(dz, kernel1.astype(dz.dtype), (((dz.ndim - 1,), (1,)), ((), ())))
+
+        dy = jnp.where(hidden > 0, d_hidden, jnp.zeros_like(d_hidden)).astype(wide)
+        x_hat = (prefix.astype(wide) - mean[:width]) * inverse
+        sum_dy, sum_dy_xhat = jnp.sum(dy, axes), jnp.sum(dy * x_hat, axes)
+        updated = _prefix(gradient, width).astype(wide) + dy * scale
+        gradient = _write(gradient, updated.astype(gradient.dtype), 0)
+        if not spec.use_running_average:
+            gain = scale / inverse / count
+            mean_dy = mean_dy.at[:width].add(gain * sum_dy)
+            mean_dy_xhat = mean_dy_xhat.at[:width].add(gain * sum_dy_xhat)
+        # Excess channels have zero gradients here, so adding leaves the later layers' rows as they are.
+        d_scale1 = _add_rows(spec, d_scale1, sum_dy_xhat, i)
+        d_bias1 = _add_rows(spec, d_bias1, sum_dy, i)
+        d_rows = _add_rows(spec, d_rows, d_kernel, i)
+        return (gradient, mean_dy, mean_dy_xhat, d_scale1, d_bias1, d_rows), d_own
+
+    row_kernel = params.kernel2 if spec.bottleneck is None else params.kernel1
+    zeros = jnp.zeros(spec.out_features, wide)
+    carry = (
+        d_features.astype(_accumulator(dtype)),
+        zeros,
+        zeros,
+        jnp.zeros_like(params.scale1),
+        jnp.zeros_like(params.bias1),
+        jnp.zeros_like(row_kernel),
+    )
+    d_owns = []
+    for (start, stop), kept in reversed(list(zip(runs(spec), z, strict=True))):
+        index, own = _own(spec, params, statistics, start, stop, wide)
+        body = functools.partial(layer, spec.channels(stop - 1))
+        carry, d_own = lax.scan(body, carry, (index, own, kept), reverse=True)
+        d_owns.insert(0, d_own)
+    gradient, mean_dy, mean_dy_xhat, d_scale1, d_bias1, d_rows = carry
+    dx = put_off(saved_features, used_mean, used_var, gradient, mean_dy, mean_dy_xhat, 0, spec.in_features)
+    if spec.bottleneck is None:
+        return DenseParams(d_scale1, d_bias1, None, None, None, d_rows), dx.astype(dtype)
+    joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *d_owns)
+    return DenseParams(d_scale1, d_bias1, d_rows, joined["scale2"], joined["bias2"], joined["kernel2"]), dx.astype(dtype)
+
+
+def _accumulator(dtype):
+    """A channel's gradient is the sum of up to one term per layer: too many for 8 bits of mantissa."""
+    return statistics_dtype(dtype)
+
+
+def _add_rows(spec, array, update, layer):
+    start = spec.offset(layer)
+    current = lax.dynamic_slice_in_dim(array, start, update.shape[0], axis=0)
+    return lax.dynamic_update_slice_in_dim(array, current + update.astype(array.dtype), start, axis=0)
+
+
+def _bottleneck_backward(spec: DenseSpec, own, z, d_new):
+    """Gradient of the 1x1 convolution's output `z`, and of the layer's second normalisation and 3x3 kernel."""
+    wide = statistics_dtype(z.dtype)
+    axes = tuple(range(z.ndim - 1))
+    count = z.size // z.shape[-1]
+    mean, var = own["running"]
+    inverse = lax.rsqrt(var + spec.epsilon)
+    gain = own["scale2"].astype(wide) * inverse
+    hidden = scale_shift_relu(z, gain, own["bias2"].astype(wide) - mean * gain)
+    _, pull = jax.vjp(conv3x3, hidden, own["kernel2"])
+    d_hidden, d_kernel2 = pull(d_new)
+    dy = jnp.where(hidden > 0, d_hidden, jnp.zeros_like(d_hidden)).astype(wide)
+    z_hat = (z.astype(wide) - mean) * inverse
+    sum_dy, sum_dy_zhat = jnp.sum(dy, axes), jnp.sum(dy * z_hat, axes)
+    dz = gain * dy
+    if not spec.use_running_average:
+        dz -= gain * (sum_dy / count + z_hat * (sum_dy_zhat / count))
+    dtype = own["scale2"].dtype
+    d_own = {"scale2": sum_dy_zhat.astype(dtype), "bias2": sum_dy.astype(dtype), "kernel2": d_kernel2}
+    return dz.astype(z.dtype), d_own

@@ -1,0 +1,115 @@
+"""What a dense block is: its static description, its parameters, and its batch statistics as arrays.
+
+Parameters of all layers are stored together. Layer `i` reads the first `c_i = in_features + i * growth_rate` channels, so
+its scales, biases and 1x1 kernel rows are the `c_i` rows that start at `offset(i)` of one long array. One array per kind
+keeps the number of leaves small, and lets one loop body serve every layer.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+KEEP = ("all", "convolutions", "features")
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseSpec:
+    """Static description of a dense block; hashable, so that it can key a compiled function."""
+
+    in_features: int
+    growth_rate: int
+    num_layers: int
+    bottleneck: int | None = 4  # width of the 1x1 convolution in units of growth_rate; None: a single 3x3
+    epsilon: float = 1e-5
+    dropout_rate: float = 0.0
+    use_running_average: bool = False  # normalise with running instead of batch statistics
+
+    @property
+    def out_features(self) -> int:
+        return self.in_features + self.num_layers * self.growth_rate
+
+    @property
+    def width(self) -> int:
+        """Channels that the 1x1 convolution produces."""
+        assert self.bottleneck is not None
+        return self.bottleneck * self.growth_rate
+
+    @property
+    def rows(self) -> int:
+        """Length of the arrays that hold one row for every (layer, input channel)."""
+        return self.offset(self.num_layers)
+
+    def channels(self, layer):
+        """Input channels of `layer` (a Python or traced integer)."""
+        return self.in_features + layer * self.growth_rate
+
+    def offset(self, layer):
+        """First row of `layer` in the arrays that hold one row for every (layer, input channel)."""
+        return layer * self.in_features + self.growth_rate * (layer * (layer - 1) // 2)
+
+
+class DenseParams(NamedTuple):
+    """Parameters of every layer of a block. R = spec.rows, L = layers, k = growth rate, w = bottleneck * k.
+
+    Without a bottleneck `kernel1`, `scale2` and `bias2` are None and `kernel2` is (R, 3, 3, k), input channel first.
+    """
+
+    scale1: Float[Array, " R"]
+    bias1: Float[Array, " R"]
+    kernel1: Float[Array, "R w"] | None
+    scale2: Float[Array, "L w"] | None
+    bias2: Float[Array, "L w"] | None
+    kernel2: Float[Array, "..."]  # (L, 3, 3, w, k), or (R, 3, 3, k)
+
+
+class DenseStatistics(NamedTuple):
+    """Mean and (biased) variance of every channel that a normalisation reads, in float32 or wider.
+
+    A channel looks the same to every later layer, so it has one mean and one variance: C = out_features - growth_rate
+    of them, for the block's inputs and for the features that some layer consumes.
+    """
+
+    mean1: Float[Array, " C"]
+    var1: Float[Array, " C"]
+    mean2: Float[Array, "L w"] | None
+    var2: Float[Array, "L w"] | None
+
+
+def statistics_dtype(dtype) -> jnp.dtype:
+    """Statistics are taken in float32, or in float64 where the input is."""
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+
+
+def moments(x: Float[Array, "*batch c"]) -> tuple[Float[Array, " c"], Float[Array, " c"]]:
+    """Per-channel mean and variance in one pass over `x`."""
+    wide = x.astype(statistics_dtype(x.dtype))
+    axes = tuple(range(x.ndim - 1))
+    mean = jnp.mean(wide, axes)
+    # Rounding may leave a tiny negative number where a channel is constant.
+    return mean, jnp.maximum(jnp.mean(jnp.square(wide), axes) - jnp.square(mean), 0)
+
+
+def scale_shift_relu(x, scale, shift):
+    """`relu(x * scale + shift)`, in the vectors' precision, rounded once to that of `x`."""
+    return jax.nn.relu(x.astype(scale.dtype) * scale + shift).astype(x.dtype)
+
+
+def conv3x3(x: Float[Array, "b h w c"], kernel: Float[Array, "3 3 c k"]) -> Float[Array, "b h w k"]:
+    return jax.lax.conv_general_dilated(
+        x, kernel.astype(x.dtype), (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+
+
+def conv1x1(x: Float[Array, "*batch c"], kernel: Float[Array, "c k"]) -> Float[Array, "*batch k"]:
+    return jax.lax.dot_general(x, kernel.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())))
+
+
+def dropout(spec: DenseSpec, key, layer, new):
+    """Drop new features of `layer`; the mask depends on `key` and `layer` alone, so that it can be had again."""
+    if spec.dropout_rate == 0.0:
+        return new
+    kept = jax.random.bernoulli(jax.random.fold_in(key, layer), 1.0 - spec.dropout_rate, new.shape)
+    return jnp.where(kept, new / (1.0 - spec.dropout_rate), jnp.zeros_like(new))

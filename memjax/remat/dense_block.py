@@ -1,0 +1,189 @@
+"""Dense blocks, the building block of DenseNets, with linear instead of quadratic activation memory.
+
+After "Memory-Efficient Implementation of DenseNets" (Pleiss et al. 2017, arXiv 1707.06990), sections 3 and 4.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from memjax.remat._dense_plain import plain
+from memjax.remat._dense_shared import shared
+from memjax.remat._dense_spec import KEEP, DenseParams, DenseSpec, DenseStatistics
+
+
+def dense_block(
+    spec: DenseSpec,
+    params: DenseParams,
+    running: DenseStatistics,
+    x: Float[Array, "b h w c"],
+    *,
+    keep: str = "features",
+    dropout_key: PRNGKeyArray | None = None,
+) -> tuple[Float[Array, "b h w o"], DenseStatistics]:
+    """A dense block as a function: `num_layers` times, append what a layer computes from all features so far.
+
+    A layer is `conv3x3(relu(norm(conv1x1(relu(norm(x))))))`, or `conv3x3(relu(norm(x)))` without a bottleneck.
+    It normalises with batch statistics, or with `running` if `spec.use_running_average`.
+
+    Args:
+      spec: the static description.
+      params: parameters of any float dtype; convolutions compute in that of `x`.
+      running: running statistics, used if `spec.use_running_average`.
+      x: (B, H, W, spec.in_features), any float dtype; statistics are float32, or float64 for float64.
+      keep: what lives from the forward to the backward pass, in elements per pixel of x, with m layers, growth rate k,
+        c0 input features and C = c0 + m k:
+
+        - `"all"`: plain autodiff, about m (c0 + m k / 2) times a small constant: quadratic in depth.
+        - `"convolutions"`: C for the features, which are also the output, and 4 k m for the 1x1 convolutions.
+          The paper's choice. Recomputes normalisation and ReLU.
+        - `"features"`: C. Recomputes the 1x1 convolutions too: about 4% more arithmetic in a DenseNet-264 step.
+      dropout_key: needed if `spec.dropout_rate` is not zero.
+
+    Returns:
+      The features (B, H, W, C), the input first, and the statistics that were used, which carry no gradient.
+
+    During the backward pass one gradient buffer of C channels in float32 (float64 for float64) exists besides what was
+    kept, and temporary arrays of one layer. `"convolutions"` and `"features"` support reverse mode only.
+
+    The compiler must not undo the recomputation. On GPU and TPU it does not. XLA:CPU does, where a block has runs of a
+    single layer, unless the program is compiled with `xla_disable_hlo_passes=cse_barrier_expander`.
+
+    Raises:
+      ValueError: for an unknown `keep`, a wrong number of channels, or a missing dropout key.
+    """
+    if keep not in KEEP:
+        raise ValueError(f"keep must be one of {', '.join(map(repr, KEEP))}, got {keep!r}.")
+    if x.ndim != 4 or x.shape[-1] != spec.in_features:
+        raise ValueError(f"x must have shape (batch, height, width, {spec.in_features}), got {x.shape}.")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"x must be floating point, got {x.dtype}; convert it with x.astype(jnp.float32).")
+    if spec.dropout_rate > 0 and dropout_key is None:
+        raise ValueError(f"dropout_rate={spec.dropout_rate} needs a dropout_key.")
+    if keep == "all":
+        return plain(spec, params, running, dropout_key, x)
+    features, statistics = shared(spec, keep, params, running, dropout_key, x)
+    return features, jax.lax.stop_gradient(statistics)
+
+
+class DenseBlock(nnx.Module):
+    """`dense_block` as a Flax NNX module that owns its parameters and running statistics.
+
+    Calling it with (B, H, W, in_features) gives (B, H, W, in_features + num_layers * growth_rate), input first.
+    `keep` changes what training keeps in memory, and nothing else: parameters, outputs and gradients are the same, so a
+    checkpoint made with one value loads with another. See `dense_block` for its values and their cost.
+
+    All running statistics are updated once per call in training mode, `new = momentum * old + (1 - momentum) * batch`,
+    with biased variances. A channel's are shared by the layers that read it, which see the same batch statistics anyway.
+
+    Args:
+      in_features: channels of the input.
+      growth_rate: channels that each layer adds (k).
+      num_layers: layers (m).
+      bottleneck: width of the 1x1 convolution in units of `growth_rate`, or None for layers of one 3x3 convolution.
+      keep: `"all"`, `"convolutions"` or `"features"`.
+      dropout_rate: share of each layer's new features dropped in training; needs a `dropout` stream in `rngs`.
+      momentum, epsilon: of the normalisations.
+      dtype: of computation and output; by default that of the input.
+      param_dtype: of the parameters.
+      rngs: for initial values (He et al. 2015, normal, fan in) and dropout.
+
+    Raises:
+      ValueError: for a size below one, a rate outside [0, 1), or an unknown `keep`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        growth_rate: int,
+        num_layers: int,
+        *,
+        bottleneck: int | None = 4,
+        keep: str = "features",
+        dropout_rate: float = 0.0,
+        momentum: float = 0.9,
+        epsilon: float = 1e-5,
+        dtype: jnp.dtype | None = None,
+        param_dtype: jnp.dtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        sizes = {"in_features": in_features, "growth_rate": growth_rate, "num_layers": num_layers}
+        if bottleneck is not None:
+            sizes["bottleneck"] = bottleneck
+        for name, value in sizes.items():
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
+        for name, rate in {"dropout_rate": dropout_rate, "momentum": momentum}.items():
+            if not 0 <= rate < 1:
+                raise ValueError(f"{name} must be at least 0 and below 1, got {rate}.")
+        if keep not in KEEP:
+            raise ValueError(f"keep must be one of {', '.join(map(repr, KEEP))}, got {keep!r}.")
+        self.in_features, self.growth_rate, self.num_layers = in_features, growth_rate, num_layers
+        self.bottleneck, self.keep = bottleneck, keep
+        self.dropout_rate, self.momentum, self.epsilon = dropout_rate, momentum, epsilon
+        self.dtype = dtype
+        self.use_running_average = self.deterministic = False
+
+        spec = self.spec
+        rows = spec.rows
+        # Input channels of the layer that a row belongs to: the fan-in of its kernel.
+        fan_in = jnp.concatenate([jnp.full(spec.channels(i), spec.channels(i)) for i in range(num_layers)])
+        deviation = jnp.sqrt(2 / fan_in.astype(param_dtype))
+        normal = lambda *shape: jax.random.normal(rngs.params(), shape, param_dtype)
+        wide = jnp.float64 if param_dtype == jnp.float64 else jnp.float32
+        self.scale1 = nnx.Param(jnp.ones(rows, param_dtype))
+        self.bias1 = nnx.Param(jnp.zeros(rows, param_dtype))
+        consumed = spec.out_features - growth_rate
+        self.mean1 = nnx.BatchStat(jnp.zeros(consumed, wide))
+        self.var1 = nnx.BatchStat(jnp.ones(consumed, wide))
+        if bottleneck is None:
+            self.kernel1 = self.scale2 = self.bias2 = self.mean2 = self.var2 = nnx.data(None)
+            self.kernel2 = nnx.Param(normal(rows, 3, 3, growth_rate) * (deviation / 3)[:, None, None, None])
+        else:
+            width = spec.width
+            self.kernel1 = nnx.Param(normal(rows, width) * deviation[:, None])
+            self.scale2 = nnx.Param(jnp.ones((num_layers, width), param_dtype))
+            self.bias2 = nnx.Param(jnp.zeros((num_layers, width), param_dtype))
+            self.kernel2 = nnx.Param(normal(num_layers, 3, 3, width, growth_rate) * (2 / (9 * width)) ** 0.5)
+            self.mean2 = nnx.BatchStat(jnp.zeros((num_layers, width), wide))
+            self.var2 = nnx.BatchStat(jnp.ones((num_layers, width), wide))
+        self.dropout_rngs = rngs.dropout.fork() if dropout_rate > 0 else nnx.data(None)
+
+    @property
+    def spec(self) -> DenseSpec:
+        """The static description of what the block computes now, in training or evaluation mode."""
+        return DenseSpec(
+            self.in_features,
+            self.growth_rate,
+            self.num_layers,
+            self.bottleneck,
+            self.epsilon,
+            0.0 if self.deterministic else self.dropout_rate,
+            self.use_running_average,
+        )
+
+    @property
+    def params(self) -> DenseParams:
+        return DenseParams(*(self._array(name) for name in DenseParams._fields))
+
+    @property
+    def running(self) -> DenseStatistics:
+        return DenseStatistics(*(self._array(name) for name in DenseStatistics._fields))
+
+    def _array(self, name: str):
+        variable = getattr(self, name)
+        return None if variable is None else variable[...]
+
+    def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w o"]:
+        spec = self.spec
+        x = x if self.dtype is None else x.astype(self.dtype)
+        key = self.dropout_rngs() if spec.dropout_rate > 0 else None
+        features, used = dense_block(spec, self.params, self.running, x, keep=self.keep, dropout_key=key)
+        if not spec.use_running_average:
+            for name, batch in used._asdict().items():
+                if batch is not None:
+                    running = getattr(self, name)
+                    new = self.momentum * running[...] + (1 - self.momentum) * batch.astype(running.dtype)
+                    running[...] = new
+        return features

@@ -1,0 +1,2 @@
+CONV_OUTPUT = "conv_output"
+DENSE_FEATURES = "dense_features"
