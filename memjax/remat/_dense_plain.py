@@ -16,14 +16,14 @@ from memjax.remat._dense_spec import (
     conv3x3,
     dropout,
     moments,
-    scale_shift_relu,
+    norm_relu,
 )
 
 
-def _norm_relu(spec: DenseSpec, x, scale, bias, running):
+def _normalise(spec: DenseSpec, x, scale, bias, running):
     mean, var = running if spec.use_running_average else moments(x)
     gain = scale.astype(mean.dtype) * jax.lax.rsqrt(var + spec.epsilon)
-    return scale_shift_relu(x, gain, bias.astype(mean.dtype) - mean * gain), (mean, var)
+    return norm_relu(x, mean, gain, bias.astype(mean.dtype)), (mean, var)
 
 
 def plain(spec: DenseSpec, params: DenseParams, running: DenseStatistics, key, x):
@@ -34,14 +34,14 @@ def plain(spec: DenseSpec, params: DenseParams, running: DenseStatistics, key, x
         c = spec.channels(i)
         rows = slice(spec.offset(i), spec.offset(i + 1))
         joined = jnp.concatenate(features, -1)
-        hidden, used1 = _norm_relu(
+        hidden, used1 = _normalise(
             spec, joined, params.scale1[rows], params.bias1[rows], (running.mean1[:c], running.var1[:c])
         )
         if i == spec.num_layers - 1:  # the last layer reads every channel that has statistics
             used = used1
         if params.kernel1 is not None:
             z = checkpoint_name(conv1x1(hidden, params.kernel1[rows]), policies.CONV_OUTPUT)
-            hidden, used2 = _norm_relu(
+            hidden, used2 = _normalise(
                 spec, z, params.scale2[i], params.bias2[i], (running.mean2[i], running.var2[i])
             )
             statistics2.append(used2)

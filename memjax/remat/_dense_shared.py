@@ -7,7 +7,7 @@ forward and backward nothing else is kept (`keep="features"`), or besides it the
 Three things make this cheap.
 
 * One loop body serves a run of layers: channel counts differ, so the body works on the run's widest prefix and switches
-  the excess channels off by a zero scale and shift. The program's size grows with the logarithm of the depth.
+  the excess channels off by a zero gain and bias. The program's size grows with the logarithm of the depth.
 * A channel's batch mean and variance are the same for every layer that reads it: they are computed once.
 * So their gradient can be put off, exactly. With `x_hat = (x - mean) * inv` and `y = g * x_hat + b`, layer l contributes
   `g_l * inv * (dy_l - mean(dy_l) - x_hat * mean(dy_l * x_hat))` to dx. The first term is added to one gradient
@@ -30,13 +30,13 @@ from memjax.remat._dense_spec import (
     conv3x3,
     dropout,
     moments,
-    scale_shift_relu,
+    norm_relu,
     statistics_dtype,
 )
 
 # The widest prefix of a run of layers that share a loop body, against the narrowest. Larger: fewer bodies to compile,
 # more work on channels that are switched off.
-_RUN_RATIO = 1.4
+_RUN_RATIO = 1.5
 
 
 def runs(spec: DenseSpec) -> list[tuple[int, int]]:
@@ -86,15 +86,13 @@ def _layer_rows(spec: DenseSpec, array, layer, width):
     return lax.dynamic_slice_in_dim(array, spec.offset(layer), width, axis=0)
 
 
-def _normaliser(spec: DenseSpec, params: DenseParams, mean, var, layer, width):
-    """Scale, shift and inverse deviation over a prefix of `width`; zero scale and shift past the layer's own channels."""
-    inverse = lax.rsqrt(var[:width] + spec.epsilon)
+def _gain_bias(spec: DenseSpec, params: DenseParams, inverse, layer):
+    """Gain and bias over a prefix of the width of `inverse`, both zero past the layer's own channels."""
+    width = inverse.shape[0]
     own = jnp.arange(width) < spec.channels(layer)
-    gain = _layer_rows(spec, params.scale1, layer, width).astype(mean.dtype)
-    scale = jnp.where(own, gain * inverse, 0)
-    bias = _layer_rows(spec, params.bias1, layer, width).astype(mean.dtype)
-    shift = jnp.where(own, bias - mean[:width] * gain * inverse, 0)
-    return scale, shift, inverse
+    gain = _layer_rows(spec, params.scale1, layer, width).astype(inverse.dtype) * inverse
+    bias = _layer_rows(spec, params.bias1, layer, width).astype(inverse.dtype)
+    return jnp.where(own, gain, 0), jnp.where(own, bias, 0)
 
 
 def _kernel1(spec, params, layer, width):
@@ -116,17 +114,16 @@ def _forward(spec: DenseSpec, save_z: bool, params: DenseParams, running: DenseS
     def layer(width, carry, inputs):
         buffer, mean, var = carry
         i, own = inputs
-        scale, shift, _ = _normaliser(spec, params, mean, var, i, width)
-        hidden = scale_shift_relu(_prefix(buffer, width), scale, shift)
+        gain, bias = _gain_bias(spec, params, lax.rsqrt(var[:width] + spec.epsilon), i)
+        hidden = norm_relu(_prefix(buffer, width), mean[:width], gain, bias)
         z = moments2 = None
         if spec.bottleneck is None:
             kernel2 = jnp.moveaxis(_layer_rows(spec, params.kernel2, i, width), 0, 2)
         else:
             z = conv1x1(hidden, _kernel1(spec, params, i, width))
             moments2 = own["running"] if spec.use_running_average else moments(z)
-            inverse = lax.rsqrt(moments2[1] + spec.epsilon)
-            gain = own["scale2"].astype(wide) * inverse
-            hidden = scale_shift_relu(z, gain, own["bias2"].astype(wide) - moments2[0] * gain)
+            gain = own["scale2"].astype(wide) * lax.rsqrt(moments2[1] + spec.epsilon)
+            hidden = norm_relu(z, moments2[0], gain, own["bias2"].astype(wide))
             kernel2 = own["kernel2"]
         new = dropout(spec, key, i, conv3x3(hidden, kernel2))
         if not spec.use_running_average:
@@ -192,9 +189,9 @@ def _backward(spec: DenseSpec, saved, d_features):
         d_new = put_off(features, mean, var, gradient, mean_dy, mean_dy_xhat, spec.channels(i), spec.growth_rate)
         d_new = dropout(spec, key, i, d_new.astype(dtype))
 
-        scale, shift, inverse = _normaliser(spec, params, mean, var, i, width)
-        prefix = _prefix(features, width)
-        hidden = scale_shift_relu(prefix, scale, shift)
+        inverse = lax.rsqrt(var[:width] + spec.epsilon)
+        gain, bias = _gain_bias(spec, params, inverse, i)
+        hidden = norm_relu(_prefix(features, width), mean[:width], gain, bias)
         if spec.bottleneck is None:
             kernel2 = jnp.moveaxis(_layer_rows(spec, params.kernel2, i, width), 0, 2)
             _, pull = jax.vjp(conv3x3, hidden, kernel2)
@@ -212,14 +209,14 @@ def _backward(spec: DenseSpec, saved, d_features):
             d_hidden = lax.dot_general(dz, kernel1.astype(dz.dtype), (((dz.ndim - 1,), (1,)), ((), ())))
 
         dy = jnp.where(hidden > 0, d_hidden, jnp.zeros_like(d_hidden)).astype(wide)
-        x_hat = (prefix.astype(wide) - mean[:width]) * inverse
-        sum_dy, sum_dy_xhat = jnp.sum(dy, axes), jnp.sum(dy * x_hat, axes)
-        updated = _prefix(gradient, width).astype(wide) + dy * scale
+        sum_dy = jnp.sum(dy, axes)
+        sum_dy_xhat = jnp.sum(dy * (_prefix(features, width).astype(wide) - mean[:width]), axes) * inverse
+        updated = _prefix(gradient, width).astype(wide) + dy * gain
         gradient = _write(gradient, updated.astype(gradient.dtype), 0)
         if not spec.use_running_average:
-            gain = scale / inverse / count
-            mean_dy = mean_dy.at[:width].add(gain * sum_dy)
-            mean_dy_xhat = mean_dy_xhat.at[:width].add(gain * sum_dy_xhat)
+            scale = gain / inverse / count
+            mean_dy = mean_dy.at[:width].add(scale * sum_dy)
+            mean_dy_xhat = mean_dy_xhat.at[:width].add(scale * sum_dy_xhat)
         # Excess channels have zero gradients here, so adding leaves the later layers' rows as they are.
         d_scale1 = _add_rows(spec, d_scale1, sum_dy_xhat, i)
         d_bias1 = _add_rows(spec, d_bias1, sum_dy, i)
@@ -269,7 +266,7 @@ def _bottleneck_backward(spec: DenseSpec, own, z, d_new):
     mean, var = own["running"]
     inverse = lax.rsqrt(var + spec.epsilon)
     gain = own["scale2"].astype(wide) * inverse
-    hidden = scale_shift_relu(z, gain, own["bias2"].astype(wide) - mean * gain)
+    hidden = norm_relu(z, mean, gain, own["bias2"].astype(wide))
     _, pull = jax.vjp(conv3x3, hidden, own["kernel2"])
     d_hidden, d_kernel2 = pull(d_new)
     dy = jnp.where(hidden > 0, d_hidden, jnp.zeros_like(d_hidden)).astype(wide)

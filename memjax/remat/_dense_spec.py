@@ -92,9 +92,9 @@ def moments(x: Float[Array, "*batch c"]) -> tuple[Float[Array, " c"], Float[Arra
     return mean, jnp.maximum(jnp.mean(jnp.square(wide), axes) - jnp.square(mean), 0)
 
 
-def scale_shift_relu(x, scale, shift):
-    """`relu(x * scale + shift)`, in the vectors' precision, rounded once to that of `x`."""
-    return jax.nn.relu(x.astype(scale.dtype) * scale + shift).astype(x.dtype)
+def norm_relu(x, mean, gain, bias):
+    """`relu((x - mean) * gain + bias)` as Flax's BatchNorm orders it, in the vectors' precision, rounded once to that of `x`."""
+    return jax.nn.relu((x.astype(gain.dtype) - mean) * gain + bias).astype(x.dtype)
 
 
 def conv3x3(x: Float[Array, "b h w c"], kernel: Float[Array, "3 3 c k"]) -> Float[Array, "b h w k"]:
