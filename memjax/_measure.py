@@ -13,16 +13,17 @@ _JITTED = type(jax.jit(lambda: None))
 
 
 def remat_compiler_options(backend: str | None = None) -> dict[str, str]:
-    """Compiler options without which recomputation saves no memory on `backend` (default: the default backend).
+    """Compiler options without which recomputation saves no memory on `backend` (None: the default one).
 
-    XLA:CPU drops the optimisation barriers that keep recomputed values apart and then merges them with the originals,
-    so on a CPU `jax.checkpoint`, and everything in memjax that recomputes, has no effect on memory by default. The
-    gradients are the same either way. To make the saving real there:
+    XLA:CPU drops the optimisation barriers that keep recomputed values apart and then merges them with the
+    originals, so on a CPU `jax.checkpoint`, and everything in memjax that recomputes, has no effect on memory
+    by default. The gradients are the same either way. To make the saving real there:
 
         step = jax.jit(step, compiler_options=memjax.remat_compiler_options())
 
-    or, for all programs of a process, set `XLA_FLAGS=--xla_disable_hlo_passes=cse_barrier_expander` before JAX starts.
-    GPUs and TPUs honour the barriers: the result is empty there. `memjax.measure` sets these options itself.
+    or, for all programs of a process, set `XLA_FLAGS=--xla_disable_hlo_passes=cse_barrier_expander` before
+    JAX starts. GPUs and TPUs honour the barriers: the result is empty there. `memjax.measure` sets these
+    options itself.
     """
     backend = jax.default_backend() if backend is None else backend
     return {"xla_disable_hlo_passes": "cse_barrier_expander"} if backend == "cpu" else {}
@@ -33,16 +34,16 @@ class Measurement:
     """What `memjax.measure` found. Bytes and seconds; None where a figure cannot be had, `notes` saying why.
 
     Attributes:
-      residual_bytes: device memory held between forward and backward: what the forward pass makes and the backward
-        pass reads, arguments and constants not included, at the moment when it is largest. Whole arrays, all devices
-        together. None if `fn` cannot be differentiated.
+      residual_bytes: device memory held between forward and backward: what the forward pass makes and the
+        backward pass reads, arguments and constants not included, at the moment when it is largest. Whole
+        arrays, all devices together. None if `fn` cannot be differentiated.
       offloaded_bytes: the same, of what is held in host memory.
       temp_bytes: the compiled program's scratch memory, residuals included (per device).
       argument_bytes: the compiled program's arguments; those it does not use are not counted (per device).
       output_bytes: the compiled program's results (per device).
       flops: the compiler's estimate for one execution. Some backends count the body of a loop once.
-      compile_seconds: tracing, lowering and compiling. Short if JAX has a trace or a persistent cache entry already.
-      peak_bytes: the largest memory of one execution, its arguments included (per device, the largest of them).
+      compile_seconds: tracing, lowering and compiling. Short if JAX has a trace or a cache entry already.
+      peak_bytes: the largest memory of one execution, its arguments included (of the device that needs most).
       notes: what could not be measured, and why.
     """
 
@@ -79,30 +80,34 @@ def measure(fn: Callable, *args: Any, compiler_options: dict[str, Any] | None = 
     """Bytes, FLOPs and compile time of `fn(*args)`.
 
     `measure(loss, params, batch)`, `measure(jax.value_and_grad(loss), params, batch)` and
-    `measure(train_step, state, batch)` report the same residual bytes as long as they differentiate the same thing:
-    if `fn` contains a backward pass, that one is measured; if not, its reverse-mode derivative with respect to all of
-    its float arguments is. If its result is a scalar float, or a tuple that begins with one, that is the loss and the
-    rest is auxiliary, as with `jax.grad(..., has_aux=True)`. The other figures are always those of `fn` itself: for the
-    temporary memory of training, measure a function that computes gradients.
+    `measure(train_step, state, batch)` report the same residual bytes as long as they differentiate the same
+    thing: if `fn` contains a backward pass, that one is measured; if not, its reverse-mode derivative with
+    respect to all of its float arguments is. If its result is a scalar float, or a tuple that begins with
+    one, that is the loss and the rest is auxiliary, as with `jax.grad(..., has_aux=True)`. The other figures
+    are always those of `fn` itself: for the temporary memory of training, measure a function that computes
+    gradients.
 
-    Nothing is executed, except once if all arguments are arrays and their devices keep memory statistics (GPUs and TPUs
-    do, CPUs do not): that gives `peak_bytes`. Donated arguments are copied first, so `args` stay valid. A device's peak
-    counter never goes down, so the figure is only known if this execution reached a new peak, and is then exact up to
-    the allocator's rounding: for true figures of several functions, measure each in a process of its own. Side effects
-    of `fn` (callbacks, prints) happen in that execution.
+    Nothing is executed, except once if all arguments are arrays and their devices keep memory statistics
+    (GPUs and TPUs do, CPUs do not): that gives `peak_bytes`. Donated arguments are copied first, so `args`
+    stay valid. A device's peak counter never goes down, so the figure is only known if this execution reached
+    a new peak, and is then exact up to the allocator's rounding: for true figures of several functions,
+    measure each in a process of its own. Side effects of `fn` (callbacks, prints) happen in that execution.
 
     Args:
       fn: a function, under `jax.jit` or not. Its own shardings, donation and compiler options are kept.
-      *args: pytrees of arrays or `jax.ShapeDtypeStruct`s (also mixed), of any dtype, typed PRNG keys included. What is
-        static is closed over or bound with `functools.partial`.
-      compiler_options: passed to the compiler. None means `remat_compiler_options()`: on a CPU rematerialisation saves
-        nothing without, and a program compiled by plain `jax.jit` there can need more memory than is reported here.
+      *args: pytrees of arrays or `jax.ShapeDtypeStruct`s (also mixed), of any dtype, typed PRNG keys
+        included. What is static is closed over or bound with `functools.partial`.
+      compiler_options: passed to the compiler. None means `remat_compiler_options()`: on a CPU
+        rematerialisation saves nothing without, and a program compiled by plain `jax.jit` there can need more
+        memory than is reported here.
 
     Raises:
       TypeError: `fn` is not callable, or a leaf of an argument is no array.
     """
     if not callable(fn):
-        raise TypeError(f"fn must be a function, got {fn!r}. Call memjax.measure(fn, *args), not measure(fn(*args)).")
+        raise TypeError(
+            f"fn must be a function, got {fn!r}. Call memjax.measure(fn, *args), not measure(fn(*args))."
+        )
     _check_arguments(args)
     jitted = fn if isinstance(fn, _JITTED) else jax.jit(fn)
     options = remat_compiler_options() if compiler_options is None else compiler_options
@@ -137,8 +142,9 @@ def _check_arguments(args: tuple) -> None:
             is_number = isinstance(leaf, (bool, int, float, complex))
             if not is_number and not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
                 raise TypeError(
-                    f"args[{position}]{jax.tree_util.keystr(path)} must be an array or a jax.ShapeDtypeStruct, got "
-                    f"{leaf!r} of type {type(leaf).__name__}. Bind what is static with functools.partial."
+                    f"args[{position}]{jax.tree_util.keystr(path)} must be an array or a "
+                    f"jax.ShapeDtypeStruct, got {leaf!r} of type {type(leaf).__name__}. "
+                    "Bind what is static with functools.partial."
                 )
 
 
@@ -165,7 +171,7 @@ def _runtime_peak(compiled, args: tuple, argument_bytes: int | None, notes: list
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         notes.append("peak_bytes unknown: abstract arguments are not executed")
         return None
-    shardings = jax.tree.leaves(compiled.input_shardings) or [jax.sharding.SingleDeviceSharding(jax.devices()[0])]
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     devices = sorted(shardings[0].addressable_devices, key=lambda device: device.id)
     if argument_bytes is None or any(_memory_stats(device) is None for device in devices):
         notes.append("peak_bytes unknown: the device keeps no memory statistics")
@@ -191,7 +197,9 @@ def _runtime_peak(compiled, args: tuple, argument_bytes: int | None, notes: list
         if peak > old["peak_bytes_in_use"]:
             peaks.append(peak - old["bytes_in_use"] + argument_bytes)
     if not peaks:
-        notes.append("peak_bytes unknown: something earlier in this process used more; measure in a fresh process")
+        notes.append(
+            "peak_bytes unknown: something earlier in this process used more; measure in a fresh process"
+        )
         return None
     return max(peaks)
 
@@ -211,5 +219,3 @@ def _scaled(value: float, base: int) -> str:
             break
         value /= base
     return f"{value:.0f} " if not prefix else f"{value:.2f} {prefix}{middle}"
-
-

@@ -1,12 +1,14 @@
 """How many bytes a traced function holds between its forward and its backward pass.
 
-JAX writes the transforms that made an equation into the equation's name stack: `jvp(...)` for the forward pass of a
-derivative, `transpose(jvp(...))` for its backward pass, the bodies of `custom_vjp` rules and of recomputation included.
-A residual is a value that the forward pass produces and a backward equation reads. Nothing is compiled or run here.
+JAX writes the transforms that made an equation into the equation's name stack: `jvp(...)` for the forward
+pass of a derivative, `transpose(jvp(...))` for its backward pass, the bodies of `custom_vjp` rules and of
+recomputation included. A residual is a value that the forward pass produces and a backward equation reads.
+Nothing is compiled or run here.
 
-Bytes are those of whole arrays (all shards together). What is not counted: arguments and constants, which exist anyhow;
-dead code; a second name for the same bytes (a reshape, a transpose, a no-op `reduce_precision`), which the compiler does
-not copy; broadcast constants, which it makes again (the zeros that `jax.nn.relu` keeps).
+Bytes are those of whole arrays (all shards together). What is not counted: arguments and constants, which
+exist anyhow; dead code; a second name for the same bytes (a reshape, a transpose, a no-op
+`reduce_precision`), which the compiler does not copy; broadcast constants, which it makes again (the zeros
+that `jax.nn.relu` keeps).
 """
 
 import math
@@ -22,7 +24,9 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 _TRANSFORM = re.compile(r"\b(jvp|transpose)\(")
 # Calls that only group equations. `custom_jvp_call` and `custom_vjp_call` stand here undifferentiated.
-_CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint"}
+_CALLS = {
+    "jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint",
+}  # fmt: skip
 # One operand in, the same elements out.
 _ALIASES = {
     "copy", "expand_dims", "name", "optimization_barrier", "pcast", "pvary", "random_unwrap", "random_wrap",
@@ -56,14 +60,15 @@ def residual_bytes(closed_jaxpr) -> ResidualBytes | None:
     passes = [_passes(stack) for stack in _stacks(jaxpr, "")]
     if not any("transpose" in transforms for transforms in passes):
         return None
-    # In the forward pass of an outer derivative everything starts with `jvp`, gradients computed on the way (a custom
-    # forward rule, the inner part of a second derivative) included. Only forward-over-reverse has no outer transpose.
+    # In the forward pass of an outer derivative everything starts with `jvp`, gradients computed on the way
+    # (a custom forward rule, the inner part of a second derivative) included. Only forward-over-reverse has
+    # no outer transpose.
     outermost = any(transforms[:1] == ["transpose"] for transforms in passes)
     return _Walk(outermost).bytes_of(jaxpr, "")
 
 
 def differentiated(closed_jaxpr, *, has_aux: bool):
-    """The jaxpr of one forward and one backward pass with respect to every float argument; None if there is none.
+    """The jaxpr of one forward and one backward pass with respect to all float arguments; None without any.
 
     With `has_aux` only the first output is differentiated.
     """
@@ -106,7 +111,7 @@ def _merge(flags: Sequence[bool], chosen: Sequence, others: Sequence) -> list:
 
 
 def _passes(stack: str) -> list[str]:
-    """The `jvp` and `transpose` of a name stack, outermost first; a linear transpose alone is no backward pass."""
+    """The `jvp` and `transpose` of a name stack, outermost first. A transpose alone is no backward pass."""
     return _TRANSFORM.findall(stack) if "jvp(" in stack else []
 
 
@@ -129,6 +134,10 @@ def _stacks(jaxpr, outer: str) -> Iterator[str]:
 
 def _nbytes(aval) -> int:
     return aval.size * aval.dtype.itemsize if hasattr(aval, "dtype") else 0
+
+
+def _on_host(aval) -> bool:
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
 
 def _is_alias(eqn) -> bool:
@@ -172,7 +181,7 @@ class _Walk:
 
             for eqn in jaxpr.eqns:
                 step, inner = next(clock), _joined(stack, eqn)
-                inputs = [read(atom) for atom in eqn.invars]
+                inputs: list[Any] = [read(atom) for atom in eqn.invars]
                 name = eqn.primitive.name
                 bodies = _bodies(eqn)
                 if self.is_backward(inner):
@@ -190,14 +199,9 @@ class _Walk:
                     if any(self.has_backward(body, inner) for body in bodies):
                         loops[step] = self.body_bytes(eqn, bodies, inner)
                     forwarded = self.forwarded(eqn, bodies, inputs)
-                    outputs = []
-                    for index, var in enumerate(eqn.outvars):
-                        if index in forwarded:
-                            outputs.append(forwarded[index])
-                            continue
-                        on_host = getattr(var.aval, "memory_space", None) == jax.memory.Space.Host
-                        outputs.append(_Value(_nbytes(var.aval), on_host, step))
-                        values.append(outputs[-1])
+                    made = {var: _Value(_nbytes(var.aval), _on_host(var.aval), step) for var in eqn.outvars}
+                    values.extend(made.values())
+                    outputs = [forwarded.get(index, made[var]) for index, var in enumerate(eqn.outvars)]
                 known.update(zip(eqn.outvars, outputs, strict=True))
             return [read(atom) for atom in jaxpr.outvars]
 
@@ -216,7 +220,7 @@ class _Walk:
         )
 
     def forwarded(self, eqn, bodies: Sequence, inputs: Sequence) -> dict[int, Any]:
-        """Outputs of a `shard_map` that are one of its inputs: its residuals include replicated parameters."""
+        """Outputs of a `shard_map` that are one of its inputs: its residuals include replicated arrays."""
         if eqn.primitive.name != "shard_map":
             return {}
         source = dict(zip(bodies[0].invars, inputs, strict=True))
@@ -230,8 +234,8 @@ class _Walk:
 def _peak(values: Sequence[_Value], loops: dict[int, ResidualBytes]) -> ResidualBytes:
     """The largest sum of live values over the steps, device and host each by itself.
 
-    A program with one backward pass holds all its residuals when that pass begins, so this is their sum; with several
-    (micro-batches one after the other) it is what they hold at once.
+    A program with one backward pass holds all its residuals when that pass begins, so this is their sum; with
+    several (micro-batches one after the other) it is what they hold at once.
     """
     peaks = []
     for on_host in (False, True):

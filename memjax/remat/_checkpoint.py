@@ -25,21 +25,24 @@ def checkpoint(
     prevent_cse: bool = True,
     static_argnums: int | tuple[int, ...] = (),
 ) -> Callable:
-    """`f`, keeping only its inputs and what `policy` names between forward and backward; the rest is recomputed.
+    """`f` that keeps its inputs and what `policy` names for the backward pass and recomputes the rest.
 
-    The same as `jax.checkpoint`, with two differences: `policy` comes from `memjax.remat.policies`, and each time `f` is
-    traced a name of the policy that no value in it has (nor in the bodies of `jit`, `scan`, `cond`, custom derivatives
-    and nested checkpoints) is an `UnmatchedNameWarning`, which lists the names there are.
+    The same as `jax.checkpoint`, with two differences: `policy` comes from `memjax.remat.policies`, and each
+    time `f` is traced a name of the policy that no value in it has (nor in the bodies of `jit`, `scan`,
+    `cond`, custom derivatives and nested checkpoints) is an `UnmatchedNameWarning`, which lists the names
+    there are.
 
-    Memory between forward and backward: the inputs of `f`, plus the bytes of every value with a saved name; the bytes of
-    values with an offloaded name are in host memory. Time: at most one more forward pass of `f`. On a CPU compile with
-    `memjax.remat_compiler_options()`, or the compiler undoes the recomputation.
+    Memory between forward and backward: the inputs of `f`, plus the bytes of every value with a saved name;
+    the bytes of values with an offloaded name are in host memory. Time: at most one more forward pass of `f`.
+    On a CPU compile with `memjax.remat_compiler_options()`, or the compiler undoes the recomputation.
 
     Args:
-      f: a function of pytrees of arrays. What it closes over (parameters, Flax modules) is differentiated as usual.
-      policy: what to keep, `policies.save("conv_output") | policies.offload("mlp_hidden")`. None: nothing but the
-        inputs.
-      prevent_cse: as in `jax.checkpoint`: False inside a `scan`, whose loop keeps forward and recomputation apart.
+      f: a function of pytrees of arrays. What it closes over (parameters, Flax modules) is differentiated
+        as usual.
+      policy: what to keep, `policies.save("conv_output") | policies.offload("mlp_hidden")`. None: nothing
+        but the inputs.
+      prevent_cse: as in `jax.checkpoint`: False inside a `scan`, whose loop keeps forward and recomputation
+        apart.
       static_argnums: positions of arguments that are no arrays, as in `jax.checkpoint`.
 
     Raises:
@@ -56,7 +59,8 @@ def checkpoint(
         )
     static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
 
-    # Called by jax.checkpoint when, and only when, it traces. `f` itself runs once; its equations are then replayed.
+    # Called by jax.checkpoint when, and only when, it traces. `f` itself runs once; its equations are then
+    # replayed.
     @functools.wraps(f)
     def checked(*args, **kwargs):
         fixed = {position % len(args) for position in static}
@@ -85,11 +89,12 @@ def _warn_of_unmatched(f: Callable, policy: NamePolicy, closed_jaxpr) -> None:
     # The call stack is JAX's here, so the warning points to where `f` is defined.
     code = getattr(inspect.unwrap(f), "__code__", None)
     where = (code.co_filename, code.co_firstlineno) if code else ("<unknown>", 1)
+    function = getattr(f, "__name__", repr(f))
     for name in sorted(policy.names - present):
         near = difflib.get_close_matches(name, present, n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         warnings.warn_explicit(
-            f"policy keeps {name!r}, but nothing in {getattr(f, '__name__', repr(f))} is called so{hint}: {occur}. "
+            f"policy keeps {name!r}, but nothing in {function} is called so{hint}: {occur}. "
             "Name the value with jax.ad_checkpoint.checkpoint_name, or leave the name out of the policy.",
             UnmatchedNameWarning,
             filename=where[0],
@@ -101,6 +106,9 @@ def _names(jaxpr) -> Iterator[str]:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "name":
             yield eqn.params["name"]
+        # The form that names take under jax_remat3, off by default up to JAX 0.12.
+        if type(eqn.params.get("_prim")).__name__ == "CheckpointName":
+            yield eqn.params["_prim"].name
         for body in jaxprs_in_params(eqn.params):
             yield from _names(getattr(body, "jaxpr", body))
 

@@ -1,15 +1,15 @@
-"""Policies for checkpointed functions: which values, by name, to save or to offload instead of recomputing them.
+"""Policies for checkpointed functions: which values to save or to offload, by name, the rest recomputed.
 
     from memjax.remat import checkpoint, policies
 
     block = checkpoint(block, policy=policies.save(policies.CONV_OUTPUT))
     block = checkpoint(block, policy=policies.save("attention_output") | policies.offload("mlp_hidden"))
 
-A value has a name if the model gave it one, `y = jax.ad_checkpoint.checkpoint_name(y, "conv_output")`, which changes
-nothing else. The constants below are the names used throughout this library and its experiments; any other string does
-as well. What a checkpointed function keeps between forward and backward is then
+A value has a name if the model gave it one, `y = jax.ad_checkpoint.checkpoint_name(y, "conv_output")`, which
+changes nothing else. The constants below are the names used throughout this library and its experiments; any
+other string does as well. What a checkpointed function keeps between forward and backward is then
 
-    its inputs + the sum of the bytes of the values with a saved name (device) + those with an offloaded name (host)
+    its inputs + the bytes of the values with a saved name (device) + those with an offloaded name (host)
 
 and everything else is computed again. `memjax.remat.checkpoint` warns of a name that no value has, where
 `jax.checkpoint` stays silent and recomputes everything.
@@ -70,7 +70,8 @@ class NamePolicy:
         return _to_jax(self)(prim, *args, **params)
 
 
-@functools.cache  # JAX compares its policies by identity: one object per policy keeps its trace caches working
+# JAX compares its policies by identity: one object per policy keeps its trace caches working.
+@functools.cache
 def _to_jax(policy: NamePolicy) -> Callable[..., Any]:
     if not policy.offloaded:
         return jax.checkpoint_policies.save_only_these_names(*sorted(policy.saved))
@@ -93,11 +94,16 @@ def save(*names: str) -> NamePolicy:
 
 
 def offload(*names: str) -> NamePolicy:
-    """Move values with these names to host memory in the forward pass and back in the backward pass, recompute the rest.
+    """Keep values with these names in host memory until the backward pass needs them, recompute the rest.
 
-    The host copy lies in the backend's `pinned_host` memory, which GPUs and TPUs have, and CPUs have in name: there the
-    copy is a second one in the same RAM, and saves nothing. Offloading works under `jax.jit`, not op by op. Moving
-    `n` bytes takes `2 n / link bandwidth`, which XLA overlaps with compute where it can.
+    The host copy lies in the backend's `pinned_host` memory, which GPUs and TPUs have, and CPUs have in name:
+    there the copy is a second one in the same RAM, and saves nothing. Moving `n` bytes out and back takes
+    `2 n / bandwidth` of the link to the host, beside compute where the compiler arranges it.
+
+    On GPUs offload from layers that run in a `jax.lax.scan`: the copy then ends with its iteration, and the
+    device memory falls by the bytes offloaded. For layers unrolled in Python, XLA:GPU may put the copies off
+    until the backward pass needs them back, which saves nothing and can need more.
+    `memjax.measure(...).temp_bytes` tells.
 
     Raises:
       TypeError: a name is not a string.
@@ -115,5 +121,7 @@ def _checked(function: str, names: tuple[str, ...]) -> frozenset[str]:
         if not name:
             raise ValueError(f"{function}() got an empty name.")
     if not names:
-        raise ValueError(f"{function}() needs at least one name. To recompute everything leave the policy out.")
+        raise ValueError(
+            f"{function}() needs at least one name. To recompute everything leave the policy out."
+        )
     return frozenset(names)
