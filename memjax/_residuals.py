@@ -30,7 +30,7 @@ _CALLS = {
 # One operand in, the same elements out.
 _ALIASES = {
     "copy", "expand_dims", "name", "optimization_barrier", "pcast", "pvary", "random_unwrap", "random_wrap",
-    "reduce_precision", "reshape", "sharding_constraint", "squeeze", "transpose",
+    "reshape", "sharding_constraint", "squeeze", "transpose",
 }  # fmt: skip
 _REMAKEABLE = {"broadcast_in_dim", "convert_element_type", "iota"}
 

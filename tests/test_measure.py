@@ -2,12 +2,17 @@
 
 import functools
 import json
+import os
+import pathlib
+import subprocess
+import sys
 
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -161,8 +166,9 @@ def test_shard_map_counts_all_shards(grad_inside):
 def test_masks_keys_and_remade_constants():
     weights, x = arrays()
     size = ROWS * WIDTH
-    # relu's residuals are a mask and zeros of full size, which are made again.
     assert residuals(lambda w, x: jax.nn.relu(x @ w[0]).sum(), weights, x) == size
+    # JAX saves the full array of twos too, which the compiler makes again.
+    assert residuals(lambda x: (jnp.sin(x) * jnp.full(x.shape, 2.0)).sum(), x) == ACTIVATION
 
     def dropout(key, w, x):
         return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x @ w[0], 0.0).sum()
@@ -191,10 +197,24 @@ def test_auxiliary_outputs_of_a_loss_are_not_differentiated():
 
 def test_dead_code_does_not_count():
     def wasteful(weights, x):
-        unused = jnp.exp(jnp.sin(net(weights, x)))
-        return loss(weights, x) + 0 * unused.shape[0]
+        unused = jax.grad(lambda weights: jnp.exp(net(weights, x)).sum())(weights)
+        return jax.tree.map(lambda g, u: g + 0 * u.size, jax.grad(loss)(weights, x), unused)
 
     assert residuals(wasteful, *arrays()) == MLP_BYTES
+
+
+def test_one_buffer_under_two_names_counts_once():
+    def f(x):
+        y = checkpoint_name(jnp.sin(x), "y")
+        return y, jnp.sin(y)
+
+    def fn(x):
+        # The policy saves y, as a `reduce_precision` that does nothing, and the product saves it reshaped.
+        y, z = memjax.remat.checkpoint(f, policy=memjax.remat.policies.save("y"))(x)
+        return (y.reshape(-1) * jnp.exp(z).reshape(-1)).sum()
+
+    _, x = arrays()
+    assert residuals(fn, x) == 2 * ACTIVATION  # y and the exponential
 
 
 def test_nnx_state():
@@ -234,8 +254,8 @@ def test_compiled_figures():
     assert measured.peak_bytes is None
 
 
-def test_rematerialisation_is_real_in_the_compiled_bytes():
-    def deep(w, x):
+def blocks(wrap):
+    def fn(w, x):
         def block(x):
             for _ in range(8):
                 x = jnp.sin(x @ w)
@@ -245,14 +265,30 @@ def test_rematerialisation_is_real_in_the_compiled_bytes():
             x = wrap(block)(x)
         return x.sum()
 
-    w, x = jnp.zeros((32, 32)), jnp.zeros((4096, 32))
-    wrap = lambda f: f  # noqa: E731
-    plain = memjax.measure(jax.grad(deep), w, x)
-    wrap = jax.checkpoint
-    kept = memjax.measure(jax.grad(lambda w, x: deep(w, x)), w, x)
-    assert kept.residual_bytes == 7 * x.nbytes
+    return jax.grad(fn), jnp.zeros((32, 32)), jnp.zeros((4096, 32))
+
+
+def test_rematerialisation_is_real_in_the_compiled_bytes():
+    _, _, x = blocks(jax.checkpoint)
+    plain, kept = memjax.measure(*blocks(lambda f: f)), memjax.measure(*blocks(jax.checkpoint))
     assert plain.residual_bytes == (64 + 63) * x.nbytes
+    assert kept.residual_bytes == 7 * x.nbytes
     assert kept.temp_bytes < 0.35 * plain.temp_bytes
+
+
+def test_rematerialisation_is_real_without_any_flags():
+    # What these tests set for their whole process, a user does not: `measure` has to.
+    code = (
+        "import jax, memjax; from tests.test_measure import blocks\n"
+        "print(*(memjax.measure(*blocks(wrap)).temp_bytes for wrap in (jax.checkpoint, lambda f: f)))"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+    root = pathlib.Path(__file__).parents[1]
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=True)
+    measured, plain = map(int, done.stdout.split())
+    assert measured < 0.35 * plain
 
 
 def test_abstract_arguments_measure_the_same():

@@ -34,7 +34,7 @@ def checkpoint(
 
     Memory between forward and backward: the inputs of `f`, plus the bytes of every value with a saved name;
     the bytes of values with an offloaded name are in host memory. Time: at most one more forward pass of `f`.
-    On a CPU compile with `memjax.remat_compiler_options()`, or the compiler undoes the recomputation.
+    On a CPU compile with `memjax.remat_compiler_options()`, or the compiler may undo the recomputation.
 
     Args:
       f: a function of pytrees of arrays. What it closes over (parameters, Flax modules) is differentiated
