@@ -205,8 +205,8 @@ def test_dead_code_does_not_count():
 
 def test_one_buffer_under_two_names_counts_once():
     def f(x):
-        y = checkpoint_name(jnp.sin(x), "y")
-        return y, jnp.sin(y)
+        y = jnp.sin(x)
+        return y, jnp.sin(checkpoint_name(y, "y"))
 
     def fn(x):
         # The policy saves y, as a `reduce_precision` that does nothing, and the product saves it reshaped.
