@@ -1,3 +1,6 @@
 """memjax: training that fits in memory."""
 
 from memjax import remat as remat
+from memjax._measure import Measurement as Measurement
+from memjax._measure import measure as measure
+from memjax._measure import remat_compiler_options as remat_compiler_options

@@ -1,5 +1,8 @@
 """Rematerialisation: keep little between forward and backward, recompute the rest."""
 
+from memjax.remat import policies as policies
+from memjax.remat._checkpoint import UnmatchedNameWarning as UnmatchedNameWarning
+from memjax.remat._checkpoint import checkpoint as checkpoint
 from memjax.remat._dense_spec import DenseParams as DenseParams
 from memjax.remat._dense_spec import DenseSpec as DenseSpec
 from memjax.remat._dense_spec import DenseStatistics as DenseStatistics

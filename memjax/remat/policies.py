@@ -1,2 +1,127 @@
+"""Policies for checkpointed functions: which values to save or to offload, by name, the rest recomputed.
+
+    from memjax.remat import checkpoint, policies
+
+    block = checkpoint(block, policy=policies.save(policies.CONV_OUTPUT))
+    block = checkpoint(block, policy=policies.save("attention_output") | policies.offload("mlp_hidden"))
+
+A value has a name if the model gave it one, `y = jax.ad_checkpoint.checkpoint_name(y, "conv_output")`, which
+changes nothing else. The constants below are the names used throughout this library and its experiments; any
+other string does as well. What a checkpointed function keeps between forward and backward is then
+
+    its inputs + the bytes of the values with a saved name (device) + those with an offloaded name (host)
+
+and everything else is computed again. `memjax.remat.checkpoint` warns of a name that no value has, where
+`jax.checkpoint` stays silent and recomputes everything.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
 CONV_OUTPUT = "conv_output"
+"""What a convolution returns, before normalisation."""
 DENSE_FEATURES = "dense_features"
+"""The features that one layer of a dense block adds."""
+BLOCK_INPUT = "block_input"
+"""What enters a residual, dense or transformer block."""
+ATTENTION_OUTPUT = "attention_output"
+"""What attention returns, before its output projection."""
+MLP_HIDDEN = "mlp_hidden"
+"""The widest activation of an MLP, before its nonlinearity."""
+
+
+@dataclass(frozen=True)
+class NamePolicy:
+    """What to keep of a checkpointed function: made by `save` and `offload`, joined with `|`.
+
+    Also a policy for `jax.checkpoint` and `flax.nnx.remat`, which do not check the names.
+    Equal policies are equal objects to JAX's trace caches too.
+
+    Raises:
+      ValueError: a name is both saved and offloaded.
+    """
+
+    saved: frozenset[str] = frozenset()
+    offloaded: frozenset[str] = frozenset()
+
+    def __post_init__(self):
+        if both := self.saved & self.offloaded:
+            raise ValueError(f"names {sorted(both)} are both saved and offloaded: choose one for each.")
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All names that the policy keeps, on the device or on the host."""
+        return self.saved | self.offloaded
+
+    def __or__(self, other: "NamePolicy") -> "NamePolicy":
+        if not isinstance(other, NamePolicy):
+            return NotImplemented
+        return NamePolicy(self.saved | other.saved, self.offloaded | other.offloaded)
+
+    def to_jax(self) -> Callable[..., Any]:
+        """The equivalent member of `jax.checkpoint_policies`."""
+        return _to_jax(self)
+
+    def __call__(self, prim, *args, **params):
+        return _to_jax(self)(prim, *args, **params)
+
+
+# JAX compares its policies by identity: one object per policy keeps its trace caches working.
+@functools.cache
+def _to_jax(policy: NamePolicy) -> Callable[..., Any]:
+    if not policy.offloaded:
+        return jax.checkpoint_policies.save_only_these_names(*sorted(policy.saved))
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=sorted(policy.saved),
+        names_which_can_be_offloaded=sorted(policy.offloaded),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+
+def save(*names: str) -> NamePolicy:
+    """Keep values with these names in device memory, recompute the rest.
+
+    Raises:
+      TypeError: a name is not a string.
+      ValueError: there is no name, or an empty one.
+    """
+    return NamePolicy(saved=_checked("save", names))
+
+
+def offload(*names: str) -> NamePolicy:
+    """Keep values with these names in host memory until the backward pass needs them, recompute the rest.
+
+    The host copy lies in the backend's `pinned_host` memory, which GPUs and TPUs have, and CPUs have in name:
+    there the copy is a second one in the same RAM, and saves nothing. Moving `n` bytes out and back takes
+    `2 n / bandwidth` of the link to the host, beside compute where the compiler arranges it.
+
+    On GPUs offload from layers that run in a `jax.lax.scan`: the copy then ends with its iteration, and the
+    device memory falls by the bytes offloaded. For layers unrolled in Python, XLA:GPU may put the copies off
+    until the backward pass needs them back, which saves nothing and can need more.
+    `memjax.measure(...).temp_bytes` tells.
+
+    Raises:
+      TypeError: a name is not a string.
+      ValueError: there is no name, or an empty one.
+    """
+    return NamePolicy(offloaded=_checked("offload", names))
+
+
+def _checked(function: str, names: tuple[str, ...]) -> frozenset[str]:
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(
+                f"{function}() takes names as strings, got {name!r}: {function}('conv_output', 'mlp_hidden')."
+            )
+        if not name:
+            raise ValueError(f"{function}() got an empty name.")
+    if not names:
+        raise ValueError(
+            f"{function}() needs at least one name. To recompute everything leave the policy out."
+        )
+    return frozenset(names)

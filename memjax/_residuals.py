@@ -1,0 +1,253 @@
+"""How many bytes a traced function holds between its forward and its backward pass.
+
+JAX writes the transforms that made an equation into the equation's name stack: `jvp(...)` for the forward
+pass of a derivative, `transpose(jvp(...))` for its backward pass, the bodies of `custom_vjp` rules and of
+recomputation included. A residual is a value that the forward pass produces and a backward equation reads.
+Nothing is compiled or run here.
+
+Bytes are those of whole arrays (all shards together). What is not counted: arguments and constants, which
+exist anyhow; dead code; a second name for the same bytes (a reshape, a transpose, a no-op
+`reduce_precision`), which the compiler does not copy; broadcast constants, which it makes again (the zeros
+that `jax.nn.relu` keeps).
+"""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal, jaxpr_as_fun, jaxprs_in_params
+from jax.interpreters.partial_eval import dce_jaxpr
+
+_TRANSFORM = re.compile(r"\b(jvp|transpose)\(")
+# Calls that only group equations. `custom_jvp_call` and `custom_vjp_call` stand here undifferentiated.
+_CALLS = {
+    "jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint",
+}  # fmt: skip
+# One operand in, the same elements out.
+_ALIASES = {
+    "copy", "expand_dims", "name", "optimization_barrier", "pcast", "pvary", "random_unwrap", "random_wrap",
+    "reshape", "sharding_constraint", "squeeze", "transpose",
+}  # fmt: skip
+_REMAKEABLE = {"broadcast_in_dim", "convert_element_type", "iota"}
+
+
+@dataclass(frozen=True)
+class ResidualBytes:
+    """Largest number of bytes held at one moment for a backward pass that is still to come."""
+
+    device: int
+    host: int
+
+
+@dataclass(eq=False)
+class _Value:
+    """One buffer made by the forward pass, with the span of steps over which the backward pass needs it."""
+
+    nbytes: int
+    on_host: bool
+    made: int
+    last_read: int = -1
+
+
+def residual_bytes(closed_jaxpr) -> ResidualBytes | None:
+    """Residuals of a function that computes gradients; None if there is no backward pass in it."""
+    jaxpr = closed_jaxpr.jaxpr
+    jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    passes = [_passes(stack) for stack in _stacks(jaxpr, "")]
+    if not any("transpose" in transforms for transforms in passes):
+        return None
+    # In the forward pass of an outer derivative everything starts with `jvp`, gradients computed on the way
+    # (a custom forward rule, the inner part of a second derivative) included. Only forward-over-reverse has
+    # no outer transpose.
+    outermost = any(transforms[:1] == ["transpose"] for transforms in passes)
+    return _Walk(outermost).bytes_of(jaxpr, "")
+
+
+def differentiated(closed_jaxpr, *, has_aux: bool):
+    """The jaxpr of one forward and one backward pass with respect to all float arguments; None without any.
+
+    With `has_aux` only the first output is differentiated.
+    """
+    in_avals = closed_jaxpr.in_avals
+    is_float = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in in_avals]
+    flat_fn = jaxpr_as_fun(closed_jaxpr)
+    outs_float = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in closed_jaxpr.out_avals]
+    if has_aux:
+        outs_float = [index == 0 and flag for index, flag in enumerate(outs_float)]
+    if not any(is_float) or not any(outs_float):
+        return None
+
+    def forward(floats: Sequence, others: Sequence):
+        merged = _merge(is_float, floats, others)
+        outs = flat_fn(*merged)
+        return _pick(outs, outs_float), _pick(outs, [not flag for flag in outs_float])
+
+    def forward_backward(args: Sequence, cotangents: Sequence):
+        floats, others = _pick(args, is_float), _pick(args, [not flag for flag in is_float])
+        outs, pullback, aux = jax.vjp(lambda floats: forward(floats, others), floats, has_aux=True)
+        return outs, aux, pullback(list(cotangents))
+
+    structs = [_struct(aval) for aval in in_avals]
+    cotangents = [_struct(aval) for aval in _pick(closed_jaxpr.out_avals, outs_float)]
+    return jax.make_jaxpr(forward_backward)(structs, cotangents)
+
+
+def _struct(aval) -> jax.ShapeDtypeStruct:
+    sharding = None if aval.sharding.mesh.empty else aval.sharding
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
+
+
+def _pick(values: Sequence, keep: Sequence[bool]) -> list:
+    return [value for value, flag in zip(values, keep, strict=True) if flag]
+
+
+def _merge(flags: Sequence[bool], chosen: Sequence, others: Sequence) -> list:
+    chosen_iter, others_iter = iter(chosen), iter(others)
+    return [next(chosen_iter) if flag else next(others_iter) for flag in flags]
+
+
+def _passes(stack: str) -> list[str]:
+    """The `jvp` and `transpose` of a name stack, outermost first. A transpose alone is no backward pass."""
+    return _TRANSFORM.findall(stack) if "jvp(" in stack else []
+
+
+def _joined(outer: str, eqn) -> str:
+    return f"{outer}/{eqn.source_info.name_stack}"
+
+
+def _bodies(eqn) -> list:
+    # Rules of a custom derivative that nobody asked for (an undifferentiated call) are functions, not jaxprs.
+    return [getattr(body, "jaxpr", body) for body in jaxprs_in_params(eqn.params)]
+
+
+def _stacks(jaxpr, outer: str) -> Iterator[str]:
+    for eqn in jaxpr.eqns:
+        stack = _joined(outer, eqn)
+        yield stack
+        for body in _bodies(eqn):
+            yield from _stacks(body, stack)
+
+
+def _nbytes(aval) -> int:
+    return aval.size * aval.dtype.itemsize if hasattr(aval, "dtype") else 0
+
+
+def _on_host(aval) -> bool:
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+
+
+def _is_alias(eqn) -> bool:
+    if eqn.primitive.name == "reduce_precision":
+        info = jnp.finfo(eqn.invars[0].aval.dtype)
+        return (eqn.params["exponent_bits"], eqn.params["mantissa_bits"]) == (info.nexp, info.nmant)
+    if eqn.primitive.name == "convert_element_type":
+        return eqn.invars[0].aval.dtype == eqn.params["new_dtype"]
+    return eqn.primitive.name in _ALIASES
+
+
+_EXISTING = object()  # an argument or a constant
+_REMADE = object()  # a broadcast constant
+
+
+class _Walk:
+    """One pass over the equations in program order, calls inlined."""
+
+    def __init__(self, outermost: bool):
+        self.outermost = outermost
+
+    def is_backward(self, stack: str) -> bool:
+        transforms = _passes(stack)
+        return transforms[:1] == ["transpose"] if self.outermost else "transpose" in transforms
+
+    def has_backward(self, jaxpr, stack: str) -> bool:
+        return any(self.is_backward(inner) for inner in _stacks(jaxpr, stack))
+
+    def bytes_of(self, jaxpr, stack: str) -> ResidualBytes:
+        values: list[_Value] = []
+        loops: dict[int, ResidualBytes] = {}  # by step: what a loop body or a shard holds while it runs
+        clock = iter(range(10**12))
+
+        def visit(jaxpr, operands: Sequence, stack: str) -> list:
+            known: dict = dict(zip(jaxpr.invars, operands, strict=True))
+
+            def read(atom):
+                if isinstance(atom, Literal):
+                    return _REMADE
+                return known.get(atom, _EXISTING)  # what is missing is a constant of the jaxpr
+
+            for eqn in jaxpr.eqns:
+                step, inner = next(clock), _joined(stack, eqn)
+                inputs: list[Any] = [read(atom) for atom in eqn.invars]
+                name = eqn.primitive.name
+                bodies = _bodies(eqn)
+                if self.is_backward(inner):
+                    for value in inputs:
+                        if isinstance(value, _Value):
+                            value.last_read = step
+                    outputs = [_EXISTING] * len(eqn.outvars)
+                elif _is_alias(eqn):
+                    outputs = inputs
+                elif name in _CALLS and len(bodies) == 1 and len(bodies[0].invars) == len(inputs):
+                    outputs = visit(bodies[0], inputs, inner)
+                elif name in _REMAKEABLE and all(value is _REMADE for value in inputs):
+                    outputs = [_REMADE] * len(eqn.outvars)
+                else:
+                    if any(self.has_backward(body, inner) for body in bodies):
+                        loops[step] = self.body_bytes(eqn, bodies, inner)
+                    forwarded = self.forwarded(eqn, bodies, inputs)
+                    made = {var: _Value(_nbytes(var.aval), _on_host(var.aval), step) for var in eqn.outvars}
+                    values.extend(made.values())
+                    outputs = [forwarded.get(index, made[var]) for index, var in enumerate(eqn.outvars)]
+                known.update(zip(eqn.outvars, outputs, strict=True))
+            return [read(atom) for atom in jaxpr.outvars]
+
+        visit(jaxpr, [_EXISTING] * len(jaxpr.invars), stack)
+        return _peak([value for value in values if value.last_read >= 0], loops)
+
+    def body_bytes(self, eqn, bodies: Sequence, stack: str) -> ResidualBytes:
+        """What a body with a whole forward and backward pass in it holds: one iteration's, every shard's."""
+        found = [self.bytes_of(body, stack) for body in bodies]
+        shards = 1
+        if eqn.primitive.name == "shard_map":
+            sizes = eqn.params["mesh"].shape
+            shards = math.prod(sizes[axis] for axis in eqn.params["newly_manual_axes"])
+        return ResidualBytes(
+            shards * max(body.device for body in found), shards * max(body.host for body in found)
+        )
+
+    def forwarded(self, eqn, bodies: Sequence, inputs: Sequence) -> dict[int, Any]:
+        """Outputs of a `shard_map` that are one of its inputs: its residuals include replicated arrays."""
+        if eqn.primitive.name != "shard_map":
+            return {}
+        source = dict(zip(bodies[0].invars, inputs, strict=True))
+        for inner in bodies[0].eqns:
+            if _is_alias(inner) and not isinstance(inner.invars[0], Literal) and inner.invars[0] in source:
+                source[inner.outvars[0]] = source[inner.invars[0]]
+        outvars = enumerate(bodies[0].outvars)
+        return {i: source[v] for i, v in outvars if not isinstance(v, Literal) and v in source}
+
+
+def _peak(values: Sequence[_Value], loops: dict[int, ResidualBytes]) -> ResidualBytes:
+    """The largest sum of live values over the steps, device and host each by itself.
+
+    A program with one backward pass holds all its residuals when that pass begins, so this is their sum; with
+    several (micro-batches one after the other) it is what they hold at once.
+    """
+    peaks = []
+    for on_host in (False, True):
+        change: dict[int, int] = {}
+        for value in values:
+            if value.on_host == on_host:
+                change[value.made] = change.get(value.made, 0) + value.nbytes
+                change[value.last_read + 1] = change.get(value.last_read + 1, 0) - value.nbytes
+        live = peak = 0
+        for step in sorted(change.keys() | loops.keys()):
+            live += change.get(step, 0)
+            body = loops.get(step, ResidualBytes(0, 0))
+            peak = max(peak, live + (body.host if on_host else body.device))
+        peaks.append(peak)
+    return ResidualBytes(*peaks)

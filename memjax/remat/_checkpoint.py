@@ -1,0 +1,135 @@
+"""`jax.checkpoint` with policies by name that are checked against the names in the function."""
+
+import difflib
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
+
+from memjax.remat.policies import NamePolicy
+
+
+class UnmatchedNameWarning(UserWarning):
+    """A policy keeps a name that no value of the checkpointed function has."""
+
+
+def checkpoint(
+    f: Callable,
+    *,
+    policy: NamePolicy | None = None,
+    prevent_cse: bool = True,
+    static_argnums: int | tuple[int, ...] = (),
+) -> Callable:
+    """`f` that keeps its inputs and what `policy` names for the backward pass and recomputes the rest.
+
+    The same as `jax.checkpoint`, with two differences: `policy` comes from `memjax.remat.policies`, and each
+    time `f` is traced a name of the policy that no value in it has (nor in the bodies of `jit`, `scan`,
+    `cond`, custom derivatives and nested checkpoints) is an `UnmatchedNameWarning`, which lists the names
+    there are.
+
+    Memory between forward and backward: the inputs of `f`, plus the bytes of every value with a saved name;
+    the bytes of values with an offloaded name are in host memory. Time: at most one more forward pass of `f`.
+    On a CPU compile with `memjax.remat_compiler_options()`, or the compiler may undo the recomputation.
+
+    Args:
+      f: a function of pytrees of arrays. What it closes over (parameters, Flax modules) is differentiated
+        as usual.
+      policy: what to keep, `policies.save("conv_output") | policies.offload("mlp_hidden")`. None: nothing
+        but the inputs.
+      prevent_cse: as in `jax.checkpoint`: False inside a `scan`, whose loop keeps forward and recomputation
+        apart.
+      static_argnums: positions of arguments that are no arrays, as in `jax.checkpoint`.
+
+    Raises:
+      TypeError: `f` is not callable, or `policy` is not from `memjax.remat.policies`.
+    """
+    if not callable(f):
+        raise TypeError(f"f must be a function, got {f!r}.")
+    if policy is None:
+        return jax.checkpoint(f, prevent_cse=prevent_cse, static_argnums=static_argnums)
+    if not isinstance(policy, NamePolicy):
+        raise TypeError(
+            f"policy must be made by memjax.remat.policies.save or offload, got {policy!r}. "
+            "For the policies of jax.checkpoint_policies use jax.checkpoint."
+        )
+    static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+
+    # Called by jax.checkpoint when, and only when, it traces. `f` itself runs once; its equations are then
+    # replayed.
+    @functools.wraps(f)
+    def checked(*args, **kwargs):
+        fixed = {position % len(args) for position in static}
+        dynamic = [arg for position, arg in enumerate(args) if position not in fixed]
+
+        def of_arrays(dynamic, kwargs):
+            rest = iter(dynamic)
+            return f(*(arg if i in fixed else next(rest) for i, arg in enumerate(args)), **kwargs)
+
+        jaxpr, out_shape = jax.make_jaxpr(of_arrays, return_shape=True)(dynamic, kwargs)
+        _warn_of_unmatched(f, policy, jaxpr)
+        outs = jaxpr_as_fun(jaxpr)(*jax.tree.leaves((dynamic, kwargs)))
+        return jax.tree.unflatten(jax.tree.structure(out_shape), outs)
+
+    return jax.checkpoint(
+        checked, prevent_cse=prevent_cse, policy=policy.to_jax(), static_argnums=static_argnums
+    )
+
+
+def _warn_of_unmatched(f: Callable, policy: NamePolicy, closed_jaxpr) -> None:
+    present = set(_names(closed_jaxpr.jaxpr))
+    if policy.names - present:
+        # Only now, for it is a second trace: names that custom derivative rules give.
+        present |= _names_when_differentiated(closed_jaxpr)
+    occur = f"the names in it are {sorted(present)}" if present else "no value in it has a name"
+    # The call stack is JAX's here, so the warning points to where `f` is defined.
+    code = getattr(inspect.unwrap(f), "__code__", None)
+    where = (code.co_filename, code.co_firstlineno) if code else ("<unknown>", 1)
+    function = getattr(f, "__name__", repr(f))
+    for name in sorted(policy.names - present):
+        near = difflib.get_close_matches(name, present, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        warnings.warn_explicit(
+            f"policy keeps {name!r}, but nothing in {function} is called so{hint}: {occur}. "
+            "Name the value with jax.ad_checkpoint.checkpoint_name, or leave the name out of the policy.",
+            UnmatchedNameWarning,
+            filename=where[0],
+            lineno=where[1],
+        )
+
+
+def _names(jaxpr) -> Iterator[str]:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "name":
+            yield eqn.params["name"]
+        # The form that names take under jax_remat3, off by default up to JAX 0.12.
+        if type(eqn.params.get("_prim")).__name__ == "CheckpointName":
+            yield eqn.params["_prim"].name
+        for body in jaxprs_in_params(eqn.params):
+            yield from _names(getattr(body, "jaxpr", body))
+
+
+def _names_when_differentiated(closed_jaxpr) -> set[str]:
+    values: list[Any] = [*closed_jaxpr.consts, *closed_jaxpr.in_avals]
+    structs = [jax.ShapeDtypeStruct(jnp.shape(value), value.dtype) for value in values]
+    constants = len(closed_jaxpr.consts)
+
+    def forward(*values):
+        floats = [index for index, value in enumerate(values) if jnp.issubdtype(value.dtype, jnp.inexact)]
+
+        def of_floats(*some):
+            merged = list(values)
+            for index, value in zip(floats, some, strict=True):
+                merged[index] = value
+            return jax.core.eval_jaxpr(closed_jaxpr.jaxpr, merged[:constants], *merged[constants:])
+
+        return jax.vjp(of_floats, *(values[index] for index in floats))[0]
+
+    try:
+        return set(_names(jax.make_jaxpr(forward)(*structs).jaxpr))
+    except (NotImplementedError, TypeError, ValueError):
+        return set()  # no derivative, so no rules; whoever differentiates it gets JAX's own error
