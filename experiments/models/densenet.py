@@ -45,6 +45,7 @@ class DenseNet(nnx.Module):
       dtype: of computation; parameters and statistics are float32.
       dropout_rate: share of each layer's new features dropped in training.
       in_channels: 3 for colour.
+      implementation: `memjax.remat.DenseBlock`'s.
       rngs: needs `params`, and `dropout` with a dropout rate.
     """
 
@@ -59,6 +60,7 @@ class DenseNet(nnx.Module):
         dtype: jnp.dtype = jnp.float32,
         dropout_rate: float = 0.0,
         in_channels: int = 3,
+        implementation: str | None = None,
         rngs: nnx.Rngs,
     ):
         if stem not in ("imagenet", "cifar"):
@@ -79,7 +81,14 @@ class DenseNet(nnx.Module):
         self.blocks, self.norms, self.transitions = nnx.List(), nnx.List(), nnx.List()
         for i, layers in enumerate(block_sizes):
             block = memjax.remat.DenseBlock(
-                channels, growth_rate, layers, keep=keep, dropout_rate=dropout_rate, dtype=dtype, rngs=rngs
+                channels,
+                growth_rate,
+                layers,
+                keep=keep,
+                dropout_rate=dropout_rate,
+                dtype=dtype,
+                implementation=implementation,
+                rngs=rngs,
             )
             self.blocks.append(block)
             channels = block.spec.out_features

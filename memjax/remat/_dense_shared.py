@@ -7,7 +7,8 @@ forward and backward nothing else is kept (`keep="features"`), or besides it the
 Three things make this cheap.
 
 * One loop body serves a run of layers: channel counts differ, so the body works on the run's widest prefix and switches
-  the excess channels off by a zero gain and bias. The program's size grows with the logarithm of the depth.
+  the excess channels off by a zero gain and bias. The program's size grows with the logarithm of the depth. Kernels that
+  take the number of channels at run time serve all layers with one body, and waste nothing.
 * A channel's batch mean and variance are the same for every layer that reads it: they are computed once.
 * So their gradient can be put off, exactly. With `x_hat = (x - mean) * inv` and `y = g * x_hat + b`, layer l contributes
   `g_l * inv * (dy_l - mean(dy_l) - x_hat * mean(dy_l * x_hat))` to dx. The first term is added to one gradient
@@ -17,16 +18,17 @@ Three things make this cheap.
 
 import functools
 import math
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from memjax.remat import _dense_triton, _dense_xla
 from memjax.remat._dense_spec import (
     DenseParams,
     DenseSpec,
     DenseStatistics,
-    conv1x1,
     conv3x3,
     dropout,
     moments,
@@ -37,10 +39,13 @@ from memjax.remat._dense_spec import (
 # The widest prefix of a run of layers that share a loop body, against the narrowest. Larger: fewer bodies to compile,
 # more work on channels that are switched off.
 _RUN_RATIO = 1.5
+_IMPLEMENTATIONS: dict[str, ModuleType] = {"xla": _dense_xla, "triton": _dense_triton}
 
 
-def runs(spec: DenseSpec) -> list[tuple[int, int]]:
-    """Layers as runs [start, stop) whose input widths lie within `_RUN_RATIO` of each other."""
+def runs(spec: DenseSpec, implementation: str) -> list[tuple[int, int]]:
+    """Layers as runs [start, stop) that share a loop body."""
+    if implementation == "triton":
+        return [(0, spec.num_layers)]
     result, start = [], 0
     for i in range(1, spec.num_layers + 1):
         if i == spec.num_layers or spec.channels(i) > _RUN_RATIO * spec.channels(start):
@@ -49,28 +54,32 @@ def runs(spec: DenseSpec) -> list[tuple[int, int]]:
     return result
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def shared(spec: DenseSpec, keep: str, params: DenseParams, running: DenseStatistics, key, x):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def shared(
+    spec: DenseSpec,
+    keep: str,
+    implementation: str,
+    params: DenseParams,
+    running: DenseStatistics,
+    key,
+    x,
+):
     """Features (B, H, W, out_features) and the statistics used; the latter carry no gradient."""
-    features, statistics, _ = _forward(spec, False, params, running, key, x)
+    features, statistics, _ = _forward(spec, False, implementation, params, running, key, x)
     return features, statistics
 
 
-def _vjp_forward(spec, keep, params, running, key, x):
-    features, statistics, z = _forward(spec, keep == "convolutions", params, running, key, x)
+def _vjp_forward(spec, keep, implementation, params, running, key, x):
+    features, statistics, z = _forward(spec, keep == "convolutions", implementation, params, running, key, x)
     return (features, statistics), (params, key, features, statistics, z)
 
 
-def _vjp_backward(spec, keep, saved, cotangents):
-    d_params, dx = _backward(spec, saved, cotangents[0])
+def _vjp_backward(spec, keep, implementation, saved, cotangents):
+    d_params, dx = _backward(spec, implementation, saved, cotangents[0])
     return d_params, None, None, dx
 
 
 shared.defvjp(_vjp_forward, _vjp_backward)
-
-
-def _prefix(x, width):
-    return lax.slice_in_dim(x, 0, width, axis=x.ndim - 1)
 
 
 def _window(x, start, width):
@@ -81,69 +90,9 @@ def _write(x, update, start):
     return lax.dynamic_update_slice_in_dim(x, update, start, axis=x.ndim - 1)
 
 
-def _layer_rows(spec: DenseSpec, array, layer, width):
-    """The first `width` rows from where `layer` begins; those past the layer's own belong to later layers."""
-    return lax.dynamic_slice_in_dim(array, spec.offset(layer), width, axis=0)
-
-
-def _gain_bias(spec: DenseSpec, params: DenseParams, inverse, layer):
-    """Gain and bias over a prefix of the width of `inverse`, both zero past the layer's own channels."""
-    width = inverse.shape[0]
-    own = jnp.arange(width) < spec.channels(layer)
-    gain = _layer_rows(spec, params.scale1, layer, width).astype(inverse.dtype) * inverse
-    bias = _layer_rows(spec, params.bias1, layer, width).astype(inverse.dtype)
-    return jnp.where(own, gain, 0), jnp.where(own, bias, 0)
-
-
-def _kernel1(spec, params, layer, width):
-    return _layer_rows(spec, params.kernel1, layer, width)
-
-
-def _forward(spec: DenseSpec, save_z: bool, params: DenseParams, running: DenseStatistics, key, x):
-    wide = statistics_dtype(x.dtype)
-    buffer = jnp.zeros((*x.shape[:-1], spec.out_features), x.dtype)
-    buffer = _write(buffer, x, 0)
-    if spec.use_running_average:
-        mean, var = running.mean1.astype(wide), running.var1.astype(wide)
-    else:
-        # Room for the last layer's features too: nobody reads their statistics, but every layer writes alike.
-        start_mean, start_var = moments(x)
-        mean = jnp.zeros(spec.out_features, wide).at[: spec.in_features].set(start_mean)
-        var = jnp.ones(spec.out_features, wide).at[: spec.in_features].set(start_var)
-
-    def layer(width, carry, inputs):
-        buffer, mean, var = carry
-        i, own = inputs
-        gain, bias = _gain_bias(spec, params, lax.rsqrt(var[:width] + spec.epsilon), i)
-        hidden = norm_relu(_prefix(buffer, width), mean[:width], gain, bias)
-        z = moments2 = None
-        if spec.bottleneck is None:
-            kernel2 = jnp.moveaxis(_layer_rows(spec, params.kernel2, i, width), 0, 2)
-        else:
-            z = conv1x1(hidden, _kernel1(spec, params, i, width))
-            moments2 = own["running"] if spec.use_running_average else moments(z)
-            gain = own["scale2"].astype(wide) * lax.rsqrt(moments2[1] + spec.epsilon)
-            hidden = norm_relu(z, moments2[0], gain, own["bias2"].astype(wide))
-            kernel2 = own["kernel2"]
-        new = dropout(spec, key, i, conv3x3(hidden, kernel2))
-        if not spec.use_running_average:
-            new_mean, new_var = moments(new)
-            mean = _write(mean, new_mean, spec.channels(i))
-            var = _write(var, new_var, spec.channels(i))
-        buffer = _write(buffer, new, spec.channels(i))
-        return (buffer, mean, var), (z if save_z else None, moments2)
-
-    carry, kept = (buffer, mean, var), []
-    for start, stop in runs(spec):
-        body = functools.partial(layer, spec.channels(stop - 1))
-        carry, ys = lax.scan(body, carry, _own(spec, params, running, start, stop, wide))
-        kept.append(ys)
-    buffer, mean, var = carry
-    consumed = spec.out_features - spec.growth_rate
-    mean2, var2 = (jnp.concatenate(m) for m in zip(*(ys[1] for ys in kept), strict=True)) if kept[0][1] else (None, None)
-    # One array of bottlenecks per run: joining them would hold them twice.
-    z = [ys[0] for ys in kept]
-    return buffer, DenseStatistics(mean[:consumed], var[:consumed], mean2, var2), z
+def _row_kernel(spec: DenseSpec, params: DenseParams):
+    """The kernel with a row for every (layer, input channel)."""
+    return params.kernel2 if spec.bottleneck is None else params.kernel1
 
 
 def _own(spec, params, statistics, start, stop, wide):
@@ -154,30 +103,77 @@ def _own(spec, params, statistics, start, stop, wide):
             "scale2": params.scale2[start:stop],
             "bias2": params.bias2[start:stop],
             "kernel2": params.kernel2[start:stop],
-            "running": (statistics.mean2[start:stop].astype(wide), statistics.var2[start:stop].astype(wide)),
+            "statistics": (statistics.mean2[start:stop].astype(wide), statistics.var2[start:stop].astype(wide)),
         }
     return jnp.arange(start, stop), own
 
 
-def _backward(spec: DenseSpec, saved, d_features):
+def _forward(spec: DenseSpec, save_z: bool, implementation: str, params, running, key, x):
+    operations = _IMPLEMENTATIONS[implementation]
+    wide = statistics_dtype(x.dtype)
+    buffer = _write(jnp.zeros((*x.shape[:-1], spec.out_features), x.dtype), x, 0)
+    if spec.use_running_average:
+        mean, var = running.mean1.astype(wide), running.var1.astype(wide)
+    else:
+        # Room for the last layer's features too: nobody reads their statistics, but every layer writes alike.
+        start_mean, start_var = moments(x)
+        mean = jnp.zeros(spec.out_features, wide).at[: spec.in_features].set(start_mean)
+        var = jnp.ones(spec.out_features, wide).at[: spec.in_features].set(start_var)
+    # Converted once: every layer's rows are read many times over.
+    rows = _row_kernel(spec, params).astype(x.dtype)
+
+    def layer(width, carry, inputs):
+        buffer, mean, var = carry
+        i, own = inputs
+        norm = _dense_xla.make_norm(spec, params, mean, var, i, width)
+        new, z, moments2 = operations.convolve(spec, rows, buffer, norm, i), None, None
+        if spec.bottleneck is not None:
+            z = new
+            moments2 = own["statistics"] if spec.use_running_average else moments(z)
+            gain = own["scale2"].astype(wide) * lax.rsqrt(moments2[1] + spec.epsilon)
+            new = conv3x3(norm_relu(z, moments2[0], gain, own["bias2"].astype(wide)), own["kernel2"])
+        new = dropout(spec, key, i, new)
+        if not spec.use_running_average:
+            new_mean, new_var = moments(new)
+            mean = _write(mean, new_mean, spec.channels(i))
+            var = _write(var, new_var, spec.channels(i))
+        buffer = _write(buffer, new, spec.channels(i))
+        return (buffer, mean, var), (z if save_z else None, moments2)
+
+    carry, kept = (buffer, mean, var), []
+    for start, stop in runs(spec, implementation):
+        body = functools.partial(layer, spec.channels(stop - 1))
+        carry, ys = lax.scan(body, carry, _own(spec, params, running, start, stop, wide))
+        kept.append(ys)
+    buffer, mean, var = carry
+    consumed = spec.out_features - spec.growth_rate
+    mean2 = var2 = None
+    if spec.bottleneck is not None:
+        mean2, var2 = (jnp.concatenate(part) for part in zip(*(ys[1] for ys in kept), strict=True))
+    # One array of bottlenecks per run: joining them would hold them twice.
+    z = [ys[0] for ys in kept]
+    return buffer, DenseStatistics(mean[:consumed], var[:consumed], mean2, var2), z
+
+
+def _backward(spec: DenseSpec, implementation: str, saved, d_features):
+    operations = _IMPLEMENTATIONS[implementation]
     params, key, saved_features, statistics, z = saved
     # Nothing below may start before the gradient has arrived, or recomputed values would be held until it does.
     saved_features, d_features = lax.optimization_barrier((saved_features, d_features))
     dtype, wide = saved_features.dtype, statistics_dtype(saved_features.dtype)
-    axes = tuple(range(saved_features.ndim - 1))
     count = math.prod(saved_features.shape[:-1])
     tail = jnp.zeros(spec.growth_rate, wide)
     used_mean = jnp.concatenate([statistics.mean1.astype(wide), tail])
     used_var = jnp.concatenate([statistics.var1.astype(wide), tail + 1])
+    rows = _row_kernel(spec, params).astype(dtype)
 
     def put_off(features, mean, var, gradient, mean_dy, mean_dy_xhat, start, width):
         """The gradient of channels [start, start + width), all of whose consumers have run."""
         gradient = _window(gradient, start, width).astype(wide)
         if spec.use_running_average:
             return gradient
-        m = _window(mean, start, width)
         inverse = lax.rsqrt(_window(var, start, width) + spec.epsilon)
-        x_hat = (_window(features, start, width).astype(wide) - m) * inverse
+        x_hat = (_window(features, start, width).astype(wide) - _window(mean, start, width)) * inverse
         return gradient - inverse * (_window(mean_dy, start, width) + x_hat * _window(mean_dy_xhat, start, width))
 
     def layer(width, carry, inputs):
@@ -188,58 +184,35 @@ def _backward(spec: DenseSpec, saved, d_features):
         features, mean, var, mean_dy = lax.optimization_barrier((saved_features, used_mean, used_var, mean_dy))
         d_new = put_off(features, mean, var, gradient, mean_dy, mean_dy_xhat, spec.channels(i), spec.growth_rate)
         d_new = dropout(spec, key, i, d_new.astype(dtype))
-
-        inverse = lax.rsqrt(var[:width] + spec.epsilon)
-        gain, bias = _gain_bias(spec, params, inverse, i)
-        hidden = norm_relu(_prefix(features, width), mean[:width], gain, bias)
-        if spec.bottleneck is None:
-            kernel2 = jnp.moveaxis(_layer_rows(spec, params.kernel2, i, width), 0, 2)
-            _, pull = jax.vjp(conv3x3, hidden, kernel2)
-            d_hidden, d_kernel = pull(d_new)
-            d_kernel = jnp.moveaxis(d_kernel, 2, 0)
-            d_own = {}
-        else:
-            kernel1 = _kernel1(spec, params, i, width)
+        norm = _dense_xla.make_norm(spec, params, mean, var, i, width)
+        d_own = {}
+        if spec.bottleneck is not None:
             if z is None:
-                z = conv1x1(hidden, kernel1)
-            dz, d_own = _bottleneck_backward(spec, own, z, d_new)
-            # In this order a library that wants a transposed operand copies the narrower one.
-            d_kernel = lax.dot_general(dz, hidden, ((axes, axes), ((), ())), preferred_element_type=wide)
-            d_kernel = d_kernel.T.astype(kernel1.dtype)
-            d_hidden = lax.dot_general(dz, kernel1.astype(dz.dtype), (((dz.ndim - 1,), (1,)), ((), ())))
-
-        dy = jnp.where(hidden > 0, d_hidden, jnp.zeros_like(d_hidden)).astype(wide)
-        sum_dy = jnp.sum(dy, axes)
-        sum_dy_xhat = jnp.sum(dy * (_prefix(features, width).astype(wide) - mean[:width]), axes) * inverse
-        updated = _prefix(gradient, width).astype(wide) + dy * gain
-        gradient = _write(gradient, updated.astype(gradient.dtype), 0)
+                z = operations.convolve(spec, rows, features, norm, i)
+            d_new, d_own = _bottleneck_backward(spec, own, z, d_new)
+        gradient, sum_dy, sum_dy_xhat, d_rows = operations.convolve_backward(
+            spec, rows, features, norm, i, d_new, gradient, d_rows
+        )
         if not spec.use_running_average:
-            scale = gain / inverse / count
+            scale = norm.gain / norm.inverse / count
             mean_dy = mean_dy.at[:width].add(scale * sum_dy)
             mean_dy_xhat = mean_dy_xhat.at[:width].add(scale * sum_dy_xhat)
-        # Excess channels have zero gradients here, so adding leaves the later layers' rows as they are.
-        d_scale1 = _add_rows(spec, d_scale1, sum_dy_xhat, i)
-        d_bias1 = _add_rows(spec, d_bias1, sum_dy, i)
-        d_rows = _add_rows(spec, d_rows, d_kernel, i)
+        d_scale1 = _dense_xla.add_rows(spec, d_scale1, sum_dy_xhat, i)
+        d_bias1 = _dense_xla.add_rows(spec, d_bias1, sum_dy, i)
         return (gradient, mean_dy, mean_dy_xhat, d_scale1, d_bias1, d_rows), d_own
 
-    row_kernel = params.kernel2 if spec.bottleneck is None else params.kernel1
-    zeros = jnp.zeros(spec.out_features, wide)
-    carry = (
-        d_features.astype(_accumulator(dtype)),
-        zeros,
-        zeros,
-        jnp.zeros_like(params.scale1),
-        jnp.zeros_like(params.bias1),
-        jnp.zeros_like(row_kernel),
-    )
-    d_owns = []
-    for (start, stop), kept in reversed(list(zip(runs(spec), z, strict=True))):
+    # A channel's gradient is the sum of up to one term per layer: too many for a narrow type.
+    gradient, zeros = d_features.astype(wide), jnp.zeros(spec.out_features, wide)
+    d_rows = jnp.zeros(rows.shape, wide)
+    carry = (gradient, zeros, zeros, jnp.zeros_like(params.scale1), jnp.zeros_like(params.bias1), d_rows)
+    d_owns: list = []
+    for (start, stop), kept in reversed(list(zip(runs(spec, implementation), z, strict=True))):
         index, own = _own(spec, params, statistics, start, stop, wide)
         body = functools.partial(layer, spec.channels(stop - 1))
         carry, d_own = lax.scan(body, carry, (index, own, kept), reverse=True)
         d_owns.insert(0, d_own)
     gradient, mean_dy, mean_dy_xhat, d_scale1, d_bias1, d_rows = carry
+    d_rows = d_rows.astype(_row_kernel(spec, params).dtype)
     dx = put_off(saved_features, used_mean, used_var, gradient, mean_dy, mean_dy_xhat, 0, spec.in_features)
     if spec.bottleneck is None:
         return DenseParams(d_scale1, d_bias1, None, None, None, d_rows), dx.astype(dtype)
@@ -247,23 +220,12 @@ def _backward(spec: DenseSpec, saved, d_features):
     return DenseParams(d_scale1, d_bias1, d_rows, joined["scale2"], joined["bias2"], joined["kernel2"]), dx.astype(dtype)
 
 
-def _accumulator(dtype):
-    """A channel's gradient is the sum of up to one term per layer: too many for 8 bits of mantissa."""
-    return statistics_dtype(dtype)
-
-
-def _add_rows(spec, array, update, layer):
-    start = spec.offset(layer)
-    current = lax.dynamic_slice_in_dim(array, start, update.shape[0], axis=0)
-    return lax.dynamic_update_slice_in_dim(array, current + update.astype(array.dtype), start, axis=0)
-
-
 def _bottleneck_backward(spec: DenseSpec, own, z, d_new):
     """Gradient of the 1x1 convolution's output `z`, and of the layer's second normalisation and 3x3 kernel."""
     wide = statistics_dtype(z.dtype)
     axes = tuple(range(z.ndim - 1))
     count = z.size // z.shape[-1]
-    mean, var = own["running"]
+    mean, var = own["statistics"]
     inverse = lax.rsqrt(var + spec.epsilon)
     gain = own["scale2"].astype(wide) * inverse
     hidden = norm_relu(z, mean, gain, own["bias2"].astype(wide))
