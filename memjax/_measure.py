@@ -37,7 +37,8 @@ class Measurement:
     Attributes:
       residual_bytes: device memory held between forward and backward: what the forward pass makes and the
         backward pass reads, arguments and constants not included, at the moment when it is largest. Whole
-        arrays, all devices together. None if `fn` cannot be differentiated.
+        arrays, all devices together. None if `fn` cannot be differentiated. This is what JAX saves: the
+        compiler may compute cheap values again instead, so `temp_bytes` can be smaller.
       offloaded_bytes: the same, of what is held in host memory.
       temp_bytes: the compiled program's scratch memory, residuals included (per device).
       argument_bytes: the compiled program's arguments; those it does not use are not counted (per device).
