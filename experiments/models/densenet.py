@@ -29,9 +29,7 @@ _COMPRESSION = 0.5
 def bc_blocks(depth: int) -> tuple[int, int, int]:
     """Block sizes of the DenseNet-BC of `depth` for 32x32 images: three equal blocks, two convolutions a layer."""
     if depth < 10 or (depth - 4) % 6:
-        raise ValueError(
-            f"depth must be 6 n + 4 with n at least 1, got {depth}; try {max(10, round((depth - 4) / 6) * 6 + 4)}."
-        )
+        raise ValueError(f"depth must be 6 n + 4 with n at least 1, got {depth}; try {max(10, round((depth - 4) / 6) * 6 + 4)}.")
     return ((depth - 4) // 6,) * 3
 
 
