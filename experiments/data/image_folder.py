@@ -20,13 +20,13 @@ _AREA, _LOG_RATIO = (0.08, 1.0), (math.log(3 / 4), math.log(4 / 3))  # of random
 def image_folder(path: Path | None, *, image_size: int, broken_log: Path | None) -> ImageData:
     """The images under `path`, read when they are asked for, as (image_size, image_size, 3).
 
-    Training: random resized crop (8 to 100% of the area, ratio 3/4 to 4/3) and horizontal flip. Test: shorter side to
-    256/224 of the size, centre crop. Names that start with a dot are left out.
+    Training: random resized crop (8 to 100% of the area, ratio 3/4 to 4/3) and horizontal flip. Test: shorter
+    side to 256/224 of the size, centre crop. Names that start with a dot are left out.
 
     Args:
       path: the tree.
       image_size: side of the examples, in pixels.
-      broken_log: None: a file that is no image, or is damaged, raises an error that names it. A path: such files are
+      broken_log: None: a file that is damaged or no image raises an error that names it. A path: such files are
         skipped, and their names appended there (`broken_files` counts them).
 
     Raises:
@@ -60,7 +60,7 @@ def broken_files(broken_log: Path) -> list[str]:
 
 
 def read_image(file: str) -> Image.Image:
-    """The whole image, decoded, as RGB. Raises ExperimentError naming the file if it is damaged or no image."""
+    """The whole image as RGB. Raises ExperimentError naming the file if it is damaged or no image."""
     try:
         with Image.open(file) as image:
             return image.convert("RGB")
@@ -123,14 +123,14 @@ class _CentreCrop(_Crop):
 
 
 def _random_box(size: tuple[int, int], rng: np.random.Generator) -> tuple[float, float, float, float]:
-    """A random part of the image, as (left, top, right, bottom); the largest centred square after ten misses."""
+    """A random part of the image, (left, top, right, bottom); after ten misses the largest centred square."""
     width, height = size
     for _ in range(10):
         area = rng.uniform(*_AREA) * width * height
         ratio = math.exp(rng.uniform(*_LOG_RATIO))
         w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < w <= width and 0 < h <= height:
-            left, top = rng.integers(0, width - w + 1), rng.integers(0, height - h + 1)
+            left, top = int(rng.integers(0, width - w + 1)), int(rng.integers(0, height - h + 1))
             return (left, top, left + w, top + h)
     side = min(width, height)
     left, top = (width - side) / 2, (height - side) / 2

@@ -1,4 +1,4 @@
-"""Streams of batches: grain pipelines over an image source, for training without end and for one pass of evaluation."""
+"""Streams of batches: grain pipelines over images, without end for training, in one pass for evaluation."""
 
 import multiprocessing
 import os
@@ -13,15 +13,15 @@ import numpy as np
 
 from experiments.harness.classification import NO_LABEL
 
-Example = dict[str, np.ndarray]
+Example = dict[str, np.ndarray | np.generic]
 
 
 @dataclass(frozen=True)
 class ImageData:
     """Images with labels, in two splits.
 
-    `train_example(item, rng)` and `test_example(item)` make an example from an item of the split: `image`, (H, W, C)
-    uint8, and `label`, int32. They may give None to skip the item. They run in the loading processes.
+    `train_example(item, rng)` and `test_example(item)` make an example from an item of the split: `image`,
+    (H, W, C) uint8, and `label`, int32; None skips the item. They run in the loading processes.
     """
 
     train: Sequence
@@ -40,7 +40,7 @@ class ImageData:
 def train_batches(data: ImageData, *, batch_size: int, seed: int, workers: int) -> grain.DatasetIterator:
     """Batches without end, each epoch in another order; this host's share of `batch_size`.
 
-    The iterator's position can be saved. Its order depends on the seed, the batch size and the number of workers.
+    The iterator's position can be saved. The order depends on the seed, the batch size and the workers.
     """
     items = _this_hosts(grain.MapDataset.source(data.train).seed(seed).shuffle().repeat())
     examples = items.random_map(data.train_example)
@@ -96,9 +96,10 @@ def _batched(
 def _start_worker(index: int, count: int) -> None:
     """Leaves Ctrl-C to the main process, and ends with it, even if that is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
 
     def end_with_parent():
+        parent = multiprocessing.parent_process()
+        assert parent is not None
         parent.join()
         os._exit(1)
 

@@ -1,4 +1,4 @@
-"""Checkpoints: the whole state of a run, written by orbax in the background, put in place in one piece, and rotated."""
+"""Checkpoints: the whole state of a run, written in the background, put in place in one piece, rotated."""
 
 import os
 from collections.abc import Mapping
@@ -41,9 +41,7 @@ class Checkpoints:
             check_resumable(saved, self._config, self._folder / str(step))
 
     def save(self, state: TrainState, data: grain.DatasetIterator, step: int) -> None:
-        """Copies the arrays to the host, then returns and writes in the background. Does nothing if `step` is saved."""
-        if step == self._manager.latest_step():
-            return
+        """Copies the arrays to the host, then returns and writes in the background."""
         self._manager.save(
             step,
             args=ocp.args.Composite(

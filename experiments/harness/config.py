@@ -1,11 +1,12 @@
 """Command lines: one frozen dataclass per experiment, parsed by tyro, saved as JSON in the run's folder.
 
-The defaults of the flags come from a preset (`--preset cpu`, `--preset gpu`, or by what the machine has), or from the
-saved configuration when a run is resumed or reported on. Explicit flags override them; unknown ones fail.
+The defaults of the flags come from a preset (`--preset cpu`, `--preset gpu`, or by what the machine has), or from
+the saved configuration when a run is resumed or reported on. Explicit flags override them; unknown ones fail.
 """
 
 import dataclasses
 import json
+import os
 import time
 import types
 import typing
@@ -28,8 +29,8 @@ class RunFlags:
     preset: Literal["auto", "cpu", "gpu"] = "auto"
     """Which defaults to start from. auto: by the machine."""
     name: str | None = None
-    """Name of the run; its files are in RUNS_DIR/NAME. Default: the experiment and the time; with --resume and
-    --report-only the newest run."""
+    """Name of the run; its files are in RUNS_DIR/NAME. Default: the experiment and the time; with --resume or
+    --report-only the newest such run."""
     runs_dir: Path = Path("runs")
     """Folder of all runs."""
     resume: bool = False
@@ -37,8 +38,8 @@ class RunFlags:
     report_only: bool = False
     """Make the tables and plots of a run again, from its records."""
     distributed: bool = False
-    """Start jax.distributed: one process per host, the cluster found by JAX or given in JAX_COORDINATOR_ADDRESS,
-    JAX_NUM_PROCESSES and JAX_PROCESS_ID. RUNS_DIR must be shared by the hosts."""
+    """Start jax.distributed: one process per host, the cluster found by JAX or given in
+    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. RUNS_DIR must be shared by the hosts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,7 @@ class RunConfig(RunFlags):
     weight_decay: float = 1e-4
     """L2 penalty on all parameters, normalisation included, added to the gradient before the momentum."""
     workers: int = 0
-    """Processes that load data. 0: load in the main process."""
+    """Processes that read and decode files; 0: the main process does. Data that is in memory needs none."""
     log_every: int = 1
     """Steps between records in metrics.jsonl."""
     checkpoint_every: int | None = None
@@ -111,10 +112,12 @@ def parse(presets: Mapping[str, Config], *, description: str, argv: Sequence[str
       argv: the flags, without the program's name.
 
     Raises:
-      ExperimentError: the values cannot be run with, or do not fit the run to resume. Unknown flags exit, as tyro does.
+      ExperimentError: the values cannot be run with, or do not fit the run to resume.
+      SystemExit: an unknown flag or a value of the wrong type, which tyro explains.
     """
     known = [flag for flag in argv if flag not in ("-h", "--help")]
     flags, _ = tyro.cli(RunFlags, args=known, return_unknown_args=True)
+    preset: Literal["auto", "cpu", "gpu"]
     if flags.distributed:
         jax.distributed.initialize()
         if flags.name is None:
@@ -136,7 +139,10 @@ def parse(presets: Mapping[str, Config], *, description: str, argv: Sequence[str
 
 
 def save(config: RunConfig, path: Path) -> None:
-    path.write_text(json.dumps(as_dict(config), indent=2) + "\n")
+    """Writes the configuration in one piece: a kill leaves the old file or the new one."""
+    rewritten = path.with_suffix(".tmp")
+    rewritten.write_text(json.dumps(as_dict(config), indent=2) + "\n")
+    os.replace(rewritten, path)
 
 
 def as_dict(config: RunConfig) -> dict:
@@ -158,13 +164,13 @@ def load(kind: type[Config], folder: Path) -> Config:
 
 
 def check_resumable(saved: Mapping, config: RunConfig, where: Path) -> None:
-    """Raises ExperimentError if the checkpoint at `where`, made with the configuration `saved`, cannot go on as `config`."""
+    """Raises ExperimentError if the checkpoint at `where`, made with `saved`, cannot be continued with `config`."""
     asked = as_dict(config)
     for field in config.fixed_by_checkpoint:
         if saved.get(field) != asked[field]:
             raise ExperimentError(
-                f"the checkpoint in {where} was made with {_flag(field)} {saved.get(field)}, not {asked[field]}; "
-                f"leave the flag out to continue it, or start another run without --resume"
+                f"the checkpoint in {where} was made with {_flag(field)} {saved.get(field)}, not "
+                f"{asked[field]}; leave the flag out to continue it, or start another run without --resume"
             )
 
 
@@ -172,7 +178,7 @@ def _flag(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def _preset_of_machine() -> str:
+def _preset_of_machine() -> Literal["cpu", "gpu"]:
     return "cpu" if jax.default_backend() == "cpu" else "gpu"
 
 

@@ -1,4 +1,4 @@
-"""Data parallelism: the batch is split over all devices along one mesh axis, everything else is replicated."""
+"""Data parallelism: the batch is split over all devices along one mesh axis, all else is replicated."""
 
 import jax
 import numpy as np
@@ -24,8 +24,8 @@ def check_batch(batch_size: int, accumulate: int, mesh: Mesh) -> None:
     """Raises ExperimentError unless every device gets the same share of every micro-batch."""
     if batch_size % (accumulate * mesh.size):
         raise ExperimentError(
-            f"--batch-size {batch_size} does not divide over {mesh.size} devices and --accumulate {accumulate}: "
-            f"it must be a multiple of {accumulate * mesh.size}"
+            f"--batch-size {batch_size} does not divide over {mesh.size} devices and --accumulate "
+            f"{accumulate}: it must be a multiple of {accumulate * mesh.size}"
         )
 
 

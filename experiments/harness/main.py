@@ -20,8 +20,10 @@ def run(
     argv: Sequence[str] | None = None,
     facts: Callable[[Config], dict[str, str]] = lambda config: {},
 ) -> int:
-    """Parses, trains, compares and reports. The result is the exit status: 0 if the run is complete, 130 if it was
-    stopped and saved, 2 if the user has something to put right, which is then printed.
+    """Parses, trains, compares and reports; the result is the exit status.
+
+    It is 0 if the run is complete, 130 if it was stopped and saved, 2 if the user has something to put right, which
+    is then printed.
 
     Args:
       presets: default configurations for "cpu" and "gpu".

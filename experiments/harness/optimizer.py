@@ -14,7 +14,7 @@ def learning_rate(config: RunConfig, total_steps: int) -> optax.Schedule:
 
 
 def sgd(config: RunConfig, total_steps: int) -> optax.GradientTransformation:
-    """`v <- m v + (g + d w)`, `w <- w - lr (g + d w + m v)`: the penalty d is part of the gradient, as in the paper."""
+    """`v <- m v + (g + d w)`, `w <- w - lr (g + d w + m v)`: the penalty d is part of the gradient."""
     return optax.chain(
         optax.add_decayed_weights(config.weight_decay),
         optax.sgd(learning_rate(config, total_steps), momentum=config.momentum, nesterov=True),

@@ -10,7 +10,7 @@ from experiments.harness import memory, records
 from experiments.harness.config import ExperimentError
 
 matplotlib.use("agg")
-from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib import pyplot as plt
 
 _MIB = 2**20
 
@@ -67,15 +67,8 @@ def _results(train: list[dict], test: list[dict], starts: list[dict], extra: dic
 
 def _memory_table(compared: dict[str, dict]) -> Table:
     table = Table(title="Memory of one training step, compiled at this run's shapes")
-    table.add_column("")
-    for heading in (
-        "saved for backward",
-        "temporary",
-        "against the largest",
-        "arguments",
-        "GFLOP",
-        "compile",
-    ):
+    table.add_column("", no_wrap=True)
+    for heading in ("kept for backward", "temporary", "share", "arguments", "compile"):
         table.add_column(heading, justify="right")
     largest = max(m["temp_bytes"] for m in compared.values())
     for name, m in compared.items():
@@ -85,7 +78,6 @@ def _memory_table(compared: dict[str, dict]) -> Table:
             _mib(m["temp_bytes"]),
             f"{m['temp_bytes'] / largest:.1%}",
             _mib(m["argument_bytes"]),
-            "unknown" if m["flops"] is None else f"{m['flops'] / 1e9:,.1f}",
             f"{m['compile_seconds']:.0f} s",
         )
     return table

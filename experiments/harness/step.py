@@ -14,7 +14,7 @@ Sums = dict[str, jax.Array]
 
 
 class Loss(Protocol):
-    """Sums over the batch's examples, float32 scalars: at least "loss" and "count", and what else is to be recorded.
+    """Sums over the batch's examples, float32 scalars: "loss" and "count", and what else is to be recorded.
 
     Divided by "count" they are means; so micro-batches, devices and padded batches add up exactly.
     """
@@ -38,7 +38,7 @@ class TrainState:
 
 def init_state(make_model: Callable[[], nnx.Module], optimizer: optax.GradientTransformation) -> TrainState:
     """The state before the first step; to be called under `jax.jit` or `jax.eval_shape`."""
-    _, params, rest = nnx.split(make_model(), nnx.Param, ...)
+    _, params, rest = nnx.split(make_model(), nnx.Param, ...)  # type: ignore[misc]
     return TrainState(jnp.zeros((), jnp.int32), params, rest, optimizer.init(params))
 
 
@@ -47,15 +47,15 @@ def train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Sums]]:
     """A function `(state, batch) -> (state, sums)`.
 
-    The batch is taken apart into `accumulate` micro-batches, each with its own batch statistics; the gradient of the
-    summed loss is added up over them and divided by the total count.
+    The batch is taken apart into `accumulate` micro-batches, each with its own batch statistics; the gradient of
+    the summed loss is added up over them and divided by the total count.
     """
     graph = _graph(make_model, train=True)
 
     def summed_loss(params, rest, batch):
         model = nnx.merge(graph, params, rest, copy=True)
         sums = loss(model, batch)
-        _, _, rest = nnx.split(model, nnx.Param, ...)
+        _, _, rest = nnx.split(model, nnx.Param, ...)  # type: ignore[misc]
         return sums["loss"], (rest, sums)
 
     gradient = jax.grad(summed_loss, has_aux=True)

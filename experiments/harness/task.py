@@ -23,7 +23,7 @@ class Task:
       test_batches: starts one pass over this host's test data, in batches of the same shapes.
       batch: shapes and dtypes of a batch of all hosts together.
       train_examples: how many there are, on all hosts.
-      compare: by name, the models whose training memory is reported: that of this run, and alternatives to it.
+      compare: by name, the models whose training memory is reported: this run's, and alternatives to it.
     """
 
     make_model: Callable[[], nnx.Module]

@@ -29,8 +29,8 @@ class Trainer:
     """One run of a task, from the start or, with `config.resume`, from the newest checkpoint.
 
     Raises:
-      ExperimentError: the batch does not divide over the devices, the folder cannot be written or holds a run already,
-        or the checkpoint is of another architecture. All before anything is compiled.
+      ExperimentError: the batch does not divide over the devices, the folder cannot be written or holds a run
+        already, or the checkpoint is of another architecture. All before anything is compiled.
     """
 
     def __init__(self, config: RunConfig, task: Task, console: Console):
@@ -55,7 +55,7 @@ class Trainer:
             configuration.save(config, config.folder / "config.json")
 
     def train(self) -> bool:
-        """Trains to the end. False if asked to stop before: then all is saved, and how to resume has been said.
+        """Trains to the end. False if asked to stop before: then all is saved, and it has said how to resume.
 
         Raises:
           ExperimentError: the loss is no longer finite, or an image cannot be read.
@@ -73,7 +73,7 @@ class Trainer:
         return done >= self._total_steps
 
     def measure(self) -> None:
-        """Compiles the training steps of `task.compare` at this run's shapes, and writes their memory to memory.json."""
+        """Compiles the training steps of `task.compare` at this run's shapes; writes memory.json."""
         found = {}
         for name, make_model in self._task.compare.items():
             with waiting(self._console, f"Compiling {name} to compare its memory"):
