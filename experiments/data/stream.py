@@ -1,0 +1,116 @@
+"""Streams of batches: grain pipelines over images, without end for training, in one pass for evaluation."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import grain
+import jax
+import numpy as np
+
+from experiments.harness.classification import NO_LABEL
+
+Example = dict[str, np.ndarray | np.generic]
+
+
+@dataclass(frozen=True)
+class ImageData:
+    """Images with labels, in two splits.
+
+    `train_example(item, rng)` and `test_example(item)` make an example from an item of the split: `image`,
+    (H, W, C) uint8, and `label`, int32; None skips the item. They run in the loading processes.
+    """
+
+    train: Sequence
+    test: Sequence
+    train_example: Callable[[object, np.random.Generator], Example | None]
+    test_example: Callable[[object], Example | None]
+    classes: Sequence[str]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @property
+    def channels(self) -> int:
+        return len(self.mean)
+
+
+def train_batches(data: ImageData, *, batch_size: int, seed: int, workers: int) -> grain.DatasetIterator:
+    """Batches without end, each epoch in another order; this host's share of `batch_size`.
+
+    The iterator's position can be saved. The order depends on the seed, the batch size and the workers.
+    """
+    items = _this_hosts(grain.MapDataset.source(data.train).seed(seed).shuffle().repeat())
+    examples = items.random_map(data.train_example)
+    return iter(_batched(examples, batch_size, workers, drop_remainder=True))
+
+
+def test_batches(data: ImageData, *, batch_size: int, workers: int) -> Iterator[Example]:
+    """One pass over the test split in batches of equal size, the last ones filled up with unlabelled zeros.
+
+    All hosts give the same number of batches.
+    """
+    hosts = jax.process_count()
+    local_batch = batch_size // hosts
+    examples = _this_hosts(grain.MapDataset.source(data.test)).map(data.test_example)
+    batches = iter(_batched(examples, batch_size, workers, drop_remainder=False))
+    # Each loading process ends with a batch of its own that may be partly filled.
+    loaders = max(workers, 1)
+    per_loader = -(-len(data.test) // (hosts * loaders))
+    shape: tuple[int, ...] | None = None
+    for _ in range(loaders * -(-per_loader // local_batch)):
+        batch = next(batches, None)
+        if batch is None:
+            if hosts == 1:
+                break
+            batch = {
+                "image": np.zeros((0, *(shape or _shape(data))), np.uint8),
+                "label": np.zeros(0, np.int32),
+            }
+        shape = batch["image"].shape[1:]
+        yield _filled_up(batch, local_batch)
+    if hasattr(batches, "close"):
+        batches.close()
+
+
+def _this_hosts(items: grain.MapDataset) -> grain.MapDataset:
+    return items[jax.process_index() :: jax.process_count()] if jax.process_count() > 1 else items
+
+
+def _batched(
+    examples: grain.MapDataset, batch_size: int, workers: int, *, drop_remainder: bool
+) -> grain.IterDataset:
+    threads = 16 if workers else 0  # worth starting only where there are files to read
+    stream = examples.to_iter_dataset(
+        grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads)
+    )
+    stream = stream.batch(batch_size // jax.process_count(), drop_remainder=drop_remainder)
+    if workers:
+        options = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=2)
+        stream = stream.mp_prefetch(options, worker_init_fn=_start_worker)
+    return stream
+
+
+def _start_worker(index: int, count: int) -> None:
+    """Leaves Ctrl-C to the main process, and ends with it, even if that is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def end_with_parent():
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def _shape(data: ImageData) -> tuple[int, ...]:
+    return next(e for e in map(data.test_example, data.test) if e is not None)["image"].shape
+
+
+def _filled_up(batch: Example, size: int) -> Example:
+    missing = size - len(batch["label"])
+    image = np.pad(batch["image"], [(0, missing), (0, 0), (0, 0), (0, 0)])
+    return {"image": image, "label": np.pad(batch["label"], (0, missing), constant_values=NO_LABEL)}

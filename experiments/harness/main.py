@@ -1,0 +1,49 @@
+"""From a command line to a finished run: what every experiment's `main` calls."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+from rich.console import Console
+
+from experiments.harness.config import Config, ExperimentError, parse
+from experiments.harness.report import report
+from experiments.harness.task import Task
+from experiments.harness.training import Trainer
+
+
+def run(
+    presets: Mapping[str, Config],
+    make_task: Callable[[Config], Task],
+    *,
+    description: str,
+    argv: Sequence[str] | None = None,
+    facts: Callable[[Config], dict[str, str]] = lambda config: {},
+) -> int:
+    """Parses, trains, compares and reports; the result is the exit status.
+
+    It is 0 if the run is complete, 130 if it was stopped and saved, 2 if the user has something to put right, which
+    is then printed.
+
+    Args:
+      presets: default configurations for "cpu" and "gpu".
+      make_task: what to train.
+      description: of the command, for `--help`.
+      argv: flags; by default those of the process.
+      facts: more lines for the report.
+    """
+    try:
+        config = parse(presets, description=description, argv=sys.argv[1:] if argv is None else argv)
+        console = Console(quiet=jax.process_index() != 0)
+        if not config.report_only:
+            trainer = Trainer(config, make_task(config), console)
+            console.print(config)
+            if not trainer.train():
+                return 130
+            trainer.measure()
+        if jax.process_index() == 0:
+            report(config.folder, console, facts(config))
+        return 0
+    except ExperimentError as error:
+        Console(stderr=True).print(f"[bold red]Error:[/] {error}", soft_wrap=True, highlight=False)
+        return 2

@@ -1,0 +1,21 @@
+"""The paper's optimizer: SGD with Nesterov momentum and an L2 penalty, on a step or a cosine schedule."""
+
+import optax
+
+from experiments.harness.config import RunConfig
+
+
+def learning_rate(config: RunConfig, total_steps: int) -> optax.Schedule:
+    """The learning rate as a function of the step."""
+    if config.schedule == "cosine":
+        return optax.cosine_decay_schedule(config.learning_rate, total_steps)
+    drops = {round(fraction * total_steps): 0.1 for fraction in config.milestones}
+    return optax.piecewise_constant_schedule(config.learning_rate, drops)
+
+
+def sgd(config: RunConfig, total_steps: int) -> optax.GradientTransformation:
+    """`v <- m v + (g + d w)`, `w <- w - lr (g + d w + m v)`: the penalty d is part of the gradient."""
+    return optax.chain(
+        optax.add_decayed_weights(config.weight_decay),
+        optax.sgd(learning_rate(config, total_steps), momentum=config.momentum, nesterov=True),
+    )

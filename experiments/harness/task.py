@@ -1,0 +1,36 @@
+"""What an experiment gives the harness to train."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import grain
+import jax
+import numpy as np
+from flax import nnx
+
+from experiments.harness.step import Loss
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, its losses and its data.
+
+    Attributes:
+      make_model: the model to train.
+      loss: of training batches; its "loss" per "count" is minimised.
+      test_loss: of test batches.
+      train_batches: this host's batches, without end.
+      test_batches: starts one pass over this host's test data, in batches of the same shapes.
+      batch: shapes and dtypes of a batch of all hosts together.
+      train_examples: how many there are, on all hosts.
+      compare: by name, the models whose training memory is reported: this run's, and alternatives to it.
+    """
+
+    make_model: Callable[[], nnx.Module]
+    loss: Loss
+    test_loss: Loss
+    train_batches: grain.DatasetIterator
+    test_batches: Callable[[], Iterator[dict[str, np.ndarray]]]
+    batch: dict[str, jax.ShapeDtypeStruct]
+    train_examples: int
+    compare: Mapping[str, Callable[[], nnx.Module]]

@@ -1,0 +1,219 @@
+"""The training loop: compile, train, evaluate, record, checkpoint, stop and resume."""
+
+import contextlib
+import functools
+import math
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+from flax import nnx
+from rich.console import Console
+
+import memjax
+from experiments.harness import config as configuration
+from experiments.harness import devices, memory, optimizer, records
+from experiments.harness.checkpoints import Checkpoints
+from experiments.harness.config import ExperimentError, RunConfig
+from experiments.harness.interrupt import Interrupt
+from experiments.harness.progress import Display, memory_in_use, waiting
+from experiments.harness.step import Sums, TrainState, eval_step, init_state, train_step
+from experiments.harness.task import Task
+
+
+class Trainer:
+    """One run of a task, from the start or, with `config.resume`, from the newest checkpoint.
+
+    Raises:
+      ExperimentError: the batch does not divide over the devices, the folder cannot be written or holds a run
+        already, or the checkpoint is of another architecture. All before anything is compiled.
+    """
+
+    def __init__(self, config: RunConfig, task: Task, console: Console):
+        self._config, self._task, self._console = config, task, console
+        mesh = self._mesh = devices.data_mesh()
+        devices.check_batch(config.batch_size, config.accumulate, mesh)
+        self._epoch_steps = task.train_examples // config.batch_size
+        if self._epoch_steps == 0:
+            raise ExperimentError(
+                f"--batch-size {config.batch_size} is more than the {task.train_examples} training examples"
+            )
+        self._total_steps = max(1, round(config.epochs * self._epoch_steps))
+        self._optimizer = optimizer.sgd(config, self._total_steps)
+        self._batch = memory.placed(task.batch, devices.batch_sharding(mesh))
+        if not config.resume and (config.folder / "config.json").exists():
+            raise ExperimentError(
+                f"{config.folder} holds a run already: add --resume, or choose another --name"
+            )
+        self._checkpoints = Checkpoints(config)
+        self._checkpoints.check()
+        if jax.process_index() == 0:
+            configuration.save(config, config.folder / "config.json")
+
+    def train(self) -> bool:
+        """Trains to the end. False if asked to stop before: then all is saved, and it has said how to resume.
+
+        Raises:
+          ExperimentError: the loss is no longer finite, or an image cannot be read.
+        """
+        done = self._checkpoints.latest_step() or 0
+        if self._config.resume:
+            self._console.print(f"Resuming at step {done}" if done else "No checkpoint yet: starting again")
+        if done < self._total_steps:
+            with Interrupt(self._console) as interrupt:
+                done = self._train_from(done, interrupt)
+        self._checkpoints.close()
+        if done < self._total_steps:
+            self._console.print(f"Stopped at step {done} of {self._total_steps}. To go on:")
+            self._console.print(f"  {self._resume_command()}", soft_wrap=True)
+        return done >= self._total_steps
+
+    def measure(self) -> None:
+        """Compiles the training steps of `task.compare` at this run's shapes; writes memory.json."""
+        found = {}
+        for name, make_model in self._task.compare.items():
+            with waiting(self._console, f"Compiling {name} to compare its memory"):
+                found[name] = memory.measure(
+                    self._jitted(make_model), self._abstract_state(make_model), self._batch
+                )
+        if jax.process_index() == 0:
+            memory.save(self._config.folder / "memory.json", found)
+
+    def _train_from(self, start: int, interrupt: Interrupt) -> int:
+        task, console = self._task, self._console
+        with waiting(console, "Restoring" if start else "Initialising"):
+            state = self._state(start)
+        with waiting(console, "Compiling the training step"):
+            begin = time.perf_counter()
+            compiled = self._jitted(task.make_model).lower(state, self._batch).compile()
+            compile_seconds = time.perf_counter() - begin
+        with waiting(console, "Compiling the evaluation step"):
+            evaluation = jax.jit(eval_step(task.make_model, task.test_loss), out_shardings=self._shared)
+            evaluate = evaluation.lower(state, self._batch).compile()
+
+        path = self._config.folder / "metrics.jsonl"
+        if jax.process_index() == 0:
+            records.keep_until(path, start)
+        else:
+            path = Path(os.devnull)
+        with contextlib.closing(records.Records(path)) as log:
+            log.append(
+                "start",
+                start,
+                compile_seconds=compile_seconds,
+                parameters=sum(p.size for p in jax.tree.leaves(state.params)),
+                devices=self._mesh.size,
+                device=jax.devices()[0].device_kind,
+                jax=jax.__version__,
+            )
+            return self._loop(state, start, compiled, evaluate, log, interrupt)
+
+    def _loop(
+        self,
+        state: TrainState,
+        start: int,
+        train: Callable,
+        evaluate: Callable,
+        log: records.Records,
+        interrupt: Interrupt,
+    ) -> int:
+        config, total = self._config, self._total_steps
+        checkpoint_every = config.checkpoint_every or self._epoch_steps
+        rate = optimizer.learning_rate(config, total)
+        logged, clock = start, time.perf_counter()
+        with Display(self._console, total_steps=total, start=start) as display:
+            for step in range(start + 1, total + 1):
+                batch = devices.put(next(self._task.train_batches), self._mesh)
+                state, sums = train(state, batch)
+                evaluating = step % self._epoch_steps == 0 or step == total
+                if step % config.log_every == 0 or evaluating:
+                    means = _means(sums)  # waits for the device
+                    if not math.isfinite(means["loss"]):
+                        raise ExperimentError(
+                            f"the loss is {means['loss']} at step {step}; try a lower --learning-rate than "
+                            f"{config.learning_rate}"
+                        )
+                    seconds = time.perf_counter() - clock
+                    speed = (step - logged) * config.batch_size / seconds
+                    log.append(
+                        "train",
+                        step,
+                        epoch=step / self._epoch_steps,
+                        **means,
+                        learning_rate=float(rate(step - 1)),
+                        seconds=seconds,
+                        examples_per_second=speed,
+                        memory_bytes=memory_in_use(),
+                    )
+                    display.step(step, loss=means["loss"], examples_per_second=speed)
+                    logged, clock = step, time.perf_counter()
+                if evaluating:
+                    means = self._evaluate(evaluate, state)
+                    log.append("test", step, epoch=step / self._epoch_steps, **means)
+                    found = "  ".join(f"{name} {value:.4g}" for name, value in means.items())
+                    display.message(f"epoch {step / self._epoch_steps:.3g}  test  {found}")
+                stopping = self._asked_to_stop(interrupt, step)
+                if step % checkpoint_every == 0 or step == total or stopping:
+                    self._checkpoints.save(state, self._task.train_batches, step)
+                if stopping:
+                    return step
+                if evaluating:
+                    clock = time.perf_counter()
+        return total
+
+    def _evaluate(self, evaluate: Callable, state: TrainState) -> dict[str, float]:
+        totals: dict[str, float] = {}
+        for batch in self._task.test_batches():
+            for name, value in evaluate(state, devices.put(batch, self._mesh)).items():
+                totals[name] = totals.get(name, 0.0) + float(value)
+        return _means(totals)
+
+    def _asked_to_stop(self, interrupt: Interrupt, step: int) -> bool:
+        if jax.process_count() == 1:
+            return interrupt.requested
+        # All hosts have to stop at the same step; agreeing on it at each would hold them up.
+        return step % self._config.log_every == 0 and interrupt.on_any_host()
+
+    @property
+    def _shared(self) -> jax.sharding.NamedSharding:
+        return devices.replicated(self._mesh)
+
+    def _jitted(self, make_model: Callable[[], nnx.Module]):
+        step = train_step(make_model, self._task.loss, self._optimizer, self._config.accumulate)
+        options = memjax.remat_compiler_options()
+        return jax.jit(step, donate_argnums=0, out_shardings=self._shared, compiler_options=options)
+
+    def _abstract_state(self, make_model: Callable[[], nnx.Module]) -> TrainState:
+        shapes = jax.eval_shape(functools.partial(init_state, make_model, self._optimizer))
+        return memory.placed(shapes, self._shared)
+
+    def _state(self, step: int) -> TrainState:
+        """That of the newest checkpoint, which is of `step`, or a new one for step 0."""
+        if step:
+            return self._checkpoints.restore(
+                self._abstract_state(self._task.make_model), self._task.train_batches
+            )
+        init = functools.partial(init_state, self._task.make_model, self._optimizer)
+        return jax.jit(init, out_shardings=self._shared)()
+
+    def _resume_command(self) -> str:
+        config = self._config
+        words = [
+            "python",
+            sys.argv[0],
+            "--resume",
+            "--name",
+            str(config.name),
+            "--runs-dir",
+            str(config.runs_dir),
+        ]
+        return shlex.join(words + ["--distributed"] * config.distributed)
+
+
+def _means(sums: Sums | dict[str, float]) -> dict[str, float]:
+    count = float(sums["count"])
+    return {name: float(value) / count for name, value in sums.items() if name != "count"}
