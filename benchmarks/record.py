@@ -1,0 +1,71 @@
+"""Where and with what a benchmark ran, its rows as JSON, and cases in processes of their own."""
+
+import datetime
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import shutil
+import subprocess
+import sys
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+_PACKAGES = ("jax", "jaxlib", "flax", "jax-triton", "triton", "torch", "torchvision", "equinox")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _accelerator() -> str | None:
+    if shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    return ", ".join(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")).strip(", ")
+
+
+def environment() -> dict:
+    """Machine, versions, date and command."""
+    return {
+        "accelerator": _accelerator(),
+        "cpu_cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "versions": {p: v for p in _PACKAGES if (v := _version(p)) is not None},
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join(["python", *(a for a in sys.argv)]),
+    }
+
+
+def save(name: str, rows: list[dict], directory: pathlib.Path = RESULTS) -> pathlib.Path:
+    """Write `rows` with the environment they were measured in to `directory/name.json`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{name}.json"
+    path.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+    return path
+
+
+def in_fresh_process(module: str, case: dict, environ: dict[str, str] | None = None, timeout: float = 900) -> dict:
+    """Run `python -m module --case JSON` and read the result from the last line it prints.
+
+    Peak memory counters never go down within a process, and compilers cache: every case gets a process.
+    """
+    command = [sys.executable, "-m", module, "--case", json.dumps(case)]
+    root = pathlib.Path(__file__).parent.parent
+    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env={**os.environ, "PYTHONPATH": path, **(environ or {})},
+        )
+    except subprocess.TimeoutExpired:
+        return {**case, "error": f"took longer than {timeout:.0f} s"}
+    if done.returncode:
+        return {**case, "error": (done.stderr.strip().splitlines() or ["no message"])[-1][:300]}
+    return {**case, **json.loads(done.stdout.strip().splitlines()[-1])}
