@@ -15,13 +15,18 @@ from memjax.remat._dense_spec import (
     conv1x1,
     conv3x3,
     dropout,
-    moments,
     norm_relu,
+    statistics_dtype,
 )
 
 
 def _normalise(spec: DenseSpec, x, scale, bias, running):
-    mean, var = running if spec.use_running_average else moments(x)
+    if spec.use_running_average:
+        mean, var = running
+    else:
+        wide, axes = x.astype(statistics_dtype(x.dtype)), tuple(range(x.ndim - 1))
+        mean = jnp.mean(wide, axes)
+        var = jnp.maximum(jnp.mean(jnp.square(wide), axes) - jnp.square(mean), 0)
     gain = scale.astype(mean.dtype) * jax.lax.rsqrt(var + spec.epsilon)
     return norm_relu(x, mean, gain, bias.astype(mean.dtype)), (mean, var)
 

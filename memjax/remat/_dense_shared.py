@@ -125,20 +125,19 @@ def _forward(spec: DenseSpec, save_z: bool, implementation: str, params, running
     def layer(width, carry, inputs):
         buffer, mean, var = carry
         i, own = inputs
-        norm = _dense_xla.make_norm(spec, params, mean, var, i, width)
-        new, z, moments2 = operations.convolve(spec, rows, buffer, norm, i), None, None
+        new, batch2 = operations.convolve(spec, params, rows, buffer, mean, var, i, width)
+        z = used2 = None
         if spec.bottleneck is not None:
-            z = new
-            moments2 = own["statistics"] if spec.use_running_average else moments(z)
-            gain = own["scale2"].astype(wide) * lax.rsqrt(moments2[1] + spec.epsilon)
-            new = conv3x3(norm_relu(z, moments2[0], gain, own["bias2"].astype(wide)), own["kernel2"])
+            z, used2 = new, own["statistics"] if spec.use_running_average else batch2
+            gain = own["scale2"].astype(wide) * lax.rsqrt(used2[1] + spec.epsilon)
+            new = conv3x3(norm_relu(z, used2[0], gain, own["bias2"].astype(wide)), own["kernel2"])
         new = dropout(spec, key, i, new)
         if not spec.use_running_average:
             new_mean, new_var = moments(new)
             mean = _write(mean, new_mean, spec.channels(i))
             var = _write(var, new_var, spec.channels(i))
         buffer = _write(buffer, new, spec.channels(i))
-        return (buffer, mean, var), (z if save_z else None, moments2)
+        return (buffer, mean, var), (z if save_z else None, used2)
 
     carry, kept = (buffer, mean, var), []
     for start, stop in runs(spec, implementation):
@@ -161,82 +160,75 @@ def _backward(spec: DenseSpec, implementation: str, saved, d_features):
     # Nothing below may start before the gradient has arrived, or recomputed values would be held until it does.
     saved_features, d_features = lax.optimization_barrier((saved_features, d_features))
     dtype, wide = saved_features.dtype, statistics_dtype(saved_features.dtype)
-    count = math.prod(saved_features.shape[:-1])
     tail = jnp.zeros(spec.growth_rate, wide)
     used_mean = jnp.concatenate([statistics.mean1.astype(wide), tail])
     used_var = jnp.concatenate([statistics.var1.astype(wide), tail + 1])
     rows = _row_kernel(spec, params).astype(dtype)
 
-    def put_off(features, mean, var, gradient, mean_dy, mean_dy_xhat, start, width):
+    def put_off(features, mean, var, total, start, width):
         """The gradient of channels [start, start + width), all of whose consumers have run."""
-        gradient = _window(gradient, start, width).astype(wide)
+        gradient = _window(total.features, start, width)
         if spec.use_running_average:
             return gradient
         inverse = lax.rsqrt(_window(var, start, width) + spec.epsilon)
         x_hat = (_window(features, start, width).astype(wide) - _window(mean, start, width)) * inverse
-        return gradient - inverse * (_window(mean_dy, start, width) + x_hat * _window(mean_dy_xhat, start, width))
+        late = _window(total.mean_dy, start, width) + x_hat * _window(total.mean_dy_xhat, start, width)
+        return gradient - inverse * late
 
-    def layer(width, carry, inputs):
-        gradient, mean_dy, mean_dy_xhat, d_scale1, d_bias1, d_rows = carry
+    def layer(width, total, inputs):
         i, own, z = inputs
         # A prefix and its normalisation are the same in every iteration of a loop: left alone, the compiler would compute
         # them once, ahead of it, and hold them. They have to depend on something that changes.
-        features, mean, var, mean_dy = lax.optimization_barrier((saved_features, used_mean, used_var, mean_dy))
-        d_new = put_off(features, mean, var, gradient, mean_dy, mean_dy_xhat, spec.channels(i), spec.growth_rate)
+        features, mean, var, mean_dy = lax.optimization_barrier((saved_features, used_mean, used_var, total.mean_dy))
+        total = total._replace(mean_dy=mean_dy)
+        d_new = put_off(features, mean, var, total, spec.channels(i), spec.growth_rate)
         d_new = dropout(spec, key, i, d_new.astype(dtype))
-        norm = _dense_xla.make_norm(spec, params, mean, var, i, width)
         d_own = {}
         if spec.bottleneck is not None:
             if z is None:
-                z = operations.convolve(spec, rows, features, norm, i)
-            d_new, d_own = _bottleneck_backward(spec, own, z, d_new)
-        gradient, sum_dy, sum_dy_xhat, d_rows = operations.convolve_backward(
-            spec, rows, features, norm, i, d_new, gradient, d_rows
-        )
-        if not spec.use_running_average:
-            scale = norm.gain / norm.inverse / count
-            mean_dy = mean_dy.at[:width].add(scale * sum_dy)
-            mean_dy_xhat = mean_dy_xhat.at[:width].add(scale * sum_dy_xhat)
-        d_scale1 = _dense_xla.add_rows(spec, d_scale1, sum_dy_xhat, i)
-        d_bias1 = _dense_xla.add_rows(spec, d_bias1, sum_dy, i)
-        return (gradient, mean_dy, mean_dy_xhat, d_scale1, d_bias1, d_rows), d_own
+                z, _ = operations.convolve(spec, params, rows, features, mean, var, i, width)
+            d_new, d_own = _bottleneck_backward(spec, operations, own, z, d_new)
+        total = operations.convolve_backward(spec, params, rows, features, mean, var, i, width, d_new, total)
+        return total, d_own
 
     # A channel's gradient is the sum of up to one term per layer: too many for a narrow type.
-    gradient, zeros = d_features.astype(wide), jnp.zeros(spec.out_features, wide)
-    d_rows = jnp.zeros(rows.shape, wide)
-    carry = (gradient, zeros, zeros, jnp.zeros_like(params.scale1), jnp.zeros_like(params.bias1), d_rows)
+    zeros = functools.partial(jnp.zeros, dtype=wide)
+    total = _dense_xla.Gradients(
+        d_features.astype(wide),
+        zeros(spec.out_features),
+        zeros(spec.out_features),
+        zeros(spec.rows),
+        zeros(spec.rows),
+        zeros(rows.shape),
+    )
     d_owns: list = []
     for (start, stop), kept in reversed(list(zip(runs(spec, implementation), z, strict=True))):
         index, own = _own(spec, params, statistics, start, stop, wide)
         body = functools.partial(layer, spec.channels(stop - 1))
-        carry, d_own = lax.scan(body, carry, (index, own, kept), reverse=True)
+        total, d_own = lax.scan(body, total, (index, own, kept), reverse=True)
         d_owns.insert(0, d_own)
-    gradient, mean_dy, mean_dy_xhat, d_scale1, d_bias1, d_rows = carry
-    d_rows = d_rows.astype(_row_kernel(spec, params).dtype)
-    dx = put_off(saved_features, used_mean, used_var, gradient, mean_dy, mean_dy_xhat, 0, spec.in_features)
+    dx = put_off(saved_features, used_mean, used_var, total, 0, spec.in_features).astype(dtype)
     if spec.bottleneck is None:
-        return DenseParams(d_scale1, d_bias1, None, None, None, d_rows), dx.astype(dtype)
-    joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *d_owns)
-    return DenseParams(d_scale1, d_bias1, d_rows, joined["scale2"], joined["bias2"], joined["kernel2"]), dx.astype(dtype)
+        gradients = DenseParams(total.scale1, total.bias1, None, None, None, total.kernel)
+    else:
+        joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *d_owns)
+        second = (joined["scale2"], joined["bias2"], joined["kernel2"])
+        gradients = DenseParams(total.scale1, total.bias1, total.kernel, *second)
+    return jax.tree.map(lambda p, g: g.astype(p.dtype), params, gradients), dx
 
 
-def _bottleneck_backward(spec: DenseSpec, own, z, d_new):
+def _bottleneck_backward(spec: DenseSpec, operations: ModuleType, own, z, d_new):
     """Gradient of the 1x1 convolution's output `z`, and of the layer's second normalisation and 3x3 kernel."""
     wide = statistics_dtype(z.dtype)
-    axes = tuple(range(z.ndim - 1))
-    count = z.size // z.shape[-1]
+    count = math.prod(z.shape[:-1])
     mean, var = own["statistics"]
     inverse = lax.rsqrt(var + spec.epsilon)
-    gain = own["scale2"].astype(wide) * inverse
-    hidden = norm_relu(z, mean, gain, own["bias2"].astype(wide))
+    gain, bias = own["scale2"].astype(wide) * inverse, own["bias2"].astype(wide)
+    hidden = norm_relu(z, mean, gain, bias)
     _, pull = jax.vjp(conv3x3, hidden, own["kernel2"])
     d_hidden, d_kernel2 = pull(d_new)
-    dy = jnp.where(hidden > 0, d_hidden, jnp.zeros_like(d_hidden)).astype(wide)
-    z_hat = (z.astype(wide) - mean) * inverse
-    sum_dy, sum_dy_zhat = jnp.sum(dy, axes), jnp.sum(dy * z_hat, axes)
-    dz = gain * dy
+    sum_dy, sum_dy_z = operations.normalise_backward_sums(z, d_hidden, mean, gain, bias)
+    dz = gain * jnp.where(hidden > 0, d_hidden, jnp.zeros_like(d_hidden)).astype(wide)
     if not spec.use_running_average:
-        dz -= gain * (sum_dy / count + z_hat * (sum_dy_zhat / count))
-    dtype = own["scale2"].dtype
-    d_own = {"scale2": sum_dy_zhat.astype(dtype), "bias2": sum_dy.astype(dtype), "kernel2": d_kernel2}
-    return dz.astype(z.dtype), d_own
+        dz -= gain * (sum_dy / count + (z.astype(wide) - mean) * (sum_dy_z * jnp.square(inverse) / count))
+    return dz.astype(z.dtype), {"scale2": sum_dy_z * inverse, "bias2": sum_dy, "kernel2": d_kernel2}

@@ -1,11 +1,11 @@
-"""A dense layer's 1x1 convolution and its gradient as two fused GPU kernels; `_dense_xla` says what they compute.
+"""What a dense layer does to the feature buffer and its gradient, as fused GPU kernels; `_dense_xla` says what they compute.
 
-Neither writes the normalised tensor. With c input channels, N outputs and M pixels, `convolve` reads M c features and
-writes M N outputs; `convolve_backward` reads M c features and M N gradients (once per `BC` channels, mostly from cache),
+No kernel writes the normalised tensor. With c input channels, N outputs and M pixels, `convolve` reads M c features and
+writes M N outputs; `convolve_backward` reads M c features and M N gradients (once per 32 channels, mostly from cache),
 and updates M c float32 gradients. The number of channels is read from memory at run time, so that one compiled kernel
 serves all layers of a block.
 
-Gradients of kernels and the sums over pixels are added up with atomics: their last bits differ from run to run.
+Sums over pixels are finished with atomics: their last bits differ from run to run.
 """
 
 import functools
@@ -15,14 +15,22 @@ import math
 import jax
 import jax.numpy as jnp
 
-from memjax.remat._dense_spec import DenseSpec
+from memjax.remat._dense_spec import DenseParams, DenseSpec
+from memjax.remat._dense_xla import Gradients
+
+_TILE = 64  # output columns of one matrix product
+
+# Pixels and channels per program, warps, stages and programs of `convolve_backward`; the fastest found on an H200.
+_BACKWARD = (64, 32, 4, 3, 528)
+# Pixels per program, column tiles per program (0: all), warps and stages of `convolve`: with many pixels and with few.
+_FORWARD_MANY, _FORWARD_FEW = (128, 0, 8, 3), (64, 0, 4, 3)
 
 
 def why_not(spec: DenseSpec, dtype) -> str | None:
     """Why these kernels cannot run a block, or None if they can."""
     if jax.default_backend() != "gpu":
         return "it needs an NVIDIA GPU"
-    if importlib.util.find_spec("jax_triton") is None:
+    if importlib.util.find_spec("jax_triton") is None or importlib.util.find_spec("triton") is None:
         return "jax-triton is not installed: pip install 'memjax[gpu]'"
     if spec.bottleneck is None:
         return "it needs layers with a bottleneck"
@@ -30,8 +38,8 @@ def why_not(spec: DenseSpec, dtype) -> str | None:
         return f"it needs bfloat16 or float16, not {jnp.dtype(dtype)}"
     if _alignment(spec) < 8:
         return "in_features and growth_rate must be multiples of 8"
-    if spec.width > 256:
-        return f"bottleneck * growth_rate must be at most 256, not {spec.width}"
+    if spec.width > 4 * _TILE:
+        return f"bottleneck * growth_rate must be at most {4 * _TILE}, not {spec.width}"
     return None
 
 
@@ -42,6 +50,7 @@ def _alignment(spec: DenseSpec) -> int:
 
 @functools.cache
 def _kernels():
+    # Imported late: Triton exists only where there is a GPU.
     from memjax.remat import _dense_triton_kernels
 
     return _dense_triton_kernels
@@ -53,79 +62,111 @@ def _where(spec: DenseSpec, layer):
     return jnp.stack([spec.channels(layer) // unit, spec.offset(layer) // unit]).astype(jnp.int32)
 
 
-def convolve(spec: DenseSpec, rows, features, norm, layer):
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def convolve(spec: DenseSpec, params: DenseParams, rows, features, mean, var, layer, width):
     import jax_triton as jt
 
     outputs = rows.shape[-1]
     pixels = features.size // features.shape[-1]
-    block, splits = (128, 1) if pixels >= 128 * 96 else (64, 4)
-    shape = (pixels, outputs) if splits == 1 else (splits, pixels, outputs)
-    z = jt.triton_call(
+    # Few pixels: more programs by giving each fewer rows and columns.
+    block, tiles, warps, stages = _FORWARD_MANY if pixels >= 128 * 256 else _FORWARD_FEW
+    tiles = tiles or _ceil_div(outputs, _TILE)
+    z, sums = jt.triton_call(
         features,
-        norm.mean,
-        norm.gain,
-        norm.bias,
+        mean,
+        var,
+        params.scale1,
+        params.bias1,
         rows,
         _where(spec, layer),
         kernel=_kernels().convolve,
-        out_shape=jax.ShapeDtypeStruct(shape, features.dtype if splits == 1 else jnp.float32),
-        grid=(_ceil_div(pixels, block), splits),
-        num_warps=8 if block == 128 else 4,
-        num_stages=3,
+        out_shape=(
+            jax.ShapeDtypeStruct((*features.shape[:-1], outputs), features.dtype),
+            jax.ShapeDtypeStruct((2, outputs), jnp.float32),
+        ),
+        zeroed_outputs=(1,),
+        grid=(_ceil_div(pixels, block), _ceil_div(outputs, tiles * _TILE)),
+        num_warps=warps,
+        num_stages=stages,
         M=pixels,
         LD=features.shape[-1],
         N=outputs,
         ALIGN=_alignment(spec),
+        EPSILON=spec.epsilon,
         BM=block,
         BK=64,
-        NT=_ceil_div(outputs, 64),
-        SPLITS=splits,
+        NT=tiles,
     )
-    if splits > 1:
-        z = jnp.sum(z, 0).astype(features.dtype)
-    return z.reshape(*features.shape[:-1], outputs)
+    first, second = sums[0] / pixels, sums[1] / pixels
+    return z, (first, jnp.maximum(second - jnp.square(first), 0))
 
 
-def convolve_backward(spec: DenseSpec, rows, features, norm, layer, d_out, gradient, d_rows):
+def convolve_backward(
+    spec: DenseSpec, params: DenseParams, rows, features, mean, var, layer, width, d_out, total: Gradients
+) -> Gradients:
     import jax_triton as jt
 
     outputs = rows.shape[-1]
     pixels = features.size // features.shape[-1]
-    width = norm.mean.shape[0]
-    block = 128
-    gradient, d_rows, sums = jt.triton_call(
+    block, channels, warps, stages, programs = _BACKWARD
+    programs = max(programs, _ceil_div(width, channels))
+    updated = jt.triton_call(
         features,
-        norm.mean,
-        norm.gain,
-        norm.bias,
+        mean,
+        var,
+        params.scale1,
+        params.bias1,
         rows,
         d_out,
         _where(spec, layer),
-        gradient,
-        d_rows,
+        *total,
         kernel=_kernels().convolve_backward,
-        out_shape=(
-            jax.ShapeDtypeStruct(gradient.shape, gradient.dtype),
-            jax.ShapeDtypeStruct(d_rows.shape, d_rows.dtype),
-            jax.ShapeDtypeStruct((2, width), jnp.float32),
-        ),
-        input_output_aliases={7: 0, 8: 1},
-        zeroed_outputs=(2,),
-        grid=(max(264, _ceil_div(width, block)),),
-        num_warps=8,
-        num_stages=2,
+        out_shape=tuple(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in total),
+        input_output_aliases={8 + i: i for i in range(len(total))},
+        grid=(programs,),
+        num_warps=warps,
+        num_stages=stages,
         M=pixels,
         LD=features.shape[-1],
         N=outputs,
-        W=width,
         ALIGN=_alignment(spec),
-        BM=64,
-        BC=block,
-        NT=_ceil_div(outputs, 64),
-        PROGRAMS=max(264, _ceil_div(width, block)),
+        EPSILON=spec.epsilon,
+        BM=block,
+        BC=channels,
+        NT=_ceil_div(outputs, _TILE),
+        PROGRAMS=programs,
+        STAGES=stages,
     )
-    return gradient, sums[0], sums[1] * norm.inverse, d_rows
+    return Gradients(*updated)
 
 
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
+def normalise_backward_sums(z, d_hidden, mean, gain, bias):
+    import jax_triton as jt
+
+    outputs = z.shape[-1]
+    pixels = z.size // outputs
+    tiles = _ceil_div(outputs, _TILE)
+    rows = _ceil_div(pixels, max(1, 528 // tiles) * 64) * 64
+    sums = jt.triton_call(
+        z,
+        d_hidden,
+        mean,
+        gain,
+        bias,
+        kernel=_kernels().normalise_backward_sums,
+        out_shape=jax.ShapeDtypeStruct((2, outputs), jnp.float32),
+        zeroed_outputs=(0,),
+        grid=(_ceil_div(pixels, rows), tiles),
+        num_warps=4,
+        num_stages=3,
+        M=pixels,
+        N=outputs,
+        ROWS=rows,
+        BM=64,
+        BN=_TILE,
+        STAGES=3,
+    )
+    return sums[0], sums[1]
