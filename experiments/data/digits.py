@@ -27,7 +27,7 @@ def digits(image_size: int) -> ImageData:
         test_example=_as_example,
         classes=[str(digit) for digit in range(10)],
         mean=(0.305,),
-        std=(0.376,),
+        std=(0.32,),
     )
 
 

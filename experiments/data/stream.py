@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import grain
 import jax
 import numpy as np
+from absl import flags
 
 from experiments.harness.classification import NO_LABEL
 
-Example = dict[str, np.ndarray | np.generic]
+Example = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ def _batched(
     )
     stream = stream.batch(batch_size // jax.process_count(), drop_remainder=drop_remainder)
     if workers:
+        flags.FLAGS.mark_as_parsed()  # grain's own settings are absl flags, which keep their defaults here
         options = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=2)
         stream = stream.mp_prefetch(options, worker_init_fn=_start_worker)
     return stream

@@ -1,7 +1,7 @@
 """Command lines: one frozen dataclass per experiment, parsed by tyro, saved as JSON in the run's folder.
 
-The defaults of the flags come from a preset (`--preset cpu`, `--preset gpu`, or by what the machine has), or from
-the saved configuration when a run is resumed or reported on. Explicit flags override them; unknown ones fail.
+The defaults of the flags come from a preset (`--preset cpu`, `--preset gpu`, or by what the machine has), or,
+when a run is resumed or reported on, from its saved configuration. Explicit flags override them.
 """
 
 import dataclasses
@@ -164,7 +164,7 @@ def load(kind: type[Config], folder: Path) -> Config:
 
 
 def check_resumable(saved: Mapping, config: RunConfig, where: Path) -> None:
-    """Raises ExperimentError if the checkpoint at `where`, made with `saved`, cannot be continued with `config`."""
+    """Raises ExperimentError if the checkpoint at `where`, made with `saved`, does not fit `config`."""
     asked = as_dict(config)
     for field in config.fixed_by_checkpoint:
         if saved.get(field) != asked[field]:

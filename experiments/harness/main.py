@@ -22,8 +22,8 @@ def run(
 ) -> int:
     """Parses, trains, compares and reports; the result is the exit status.
 
-    It is 0 if the run is complete, 130 if it was stopped and saved, 2 if the user has something to put right, which
-    is then printed.
+    It is 0 if the run is complete, 130 if it was stopped and saved, 2 if the user has something to put right,
+    which is then printed.
 
     Args:
       presets: default configurations for "cpu" and "gpu".

@@ -1,4 +1,4 @@
-"""What training takes in memory, this run beside its alternatives: compiled at the same shapes, not executed."""
+"""What training takes in memory, this run beside its alternatives, compiled at the same shapes."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -9,8 +9,8 @@ from jax.sharding import Sharding
 
 import memjax
 
-# How fast the program would run does not matter here, only its buffers. They are assigned before machine code is
-# made, and on a CPU that is what takes long: 71 instead of 106 s for a DenseNet-264 with everything kept.
+# How fast the program would run does not matter here, only its buffers. They are assigned before machine code
+# is made, and on a CPU that is what takes long: 71 instead of 106 s for a DenseNet-264 with everything kept.
 _QUICK_CPU_COMPILE = {"xla_backend_optimization_level": 0}
 
 
