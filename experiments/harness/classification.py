@@ -31,8 +31,8 @@ def classification_loss(*, mean: Sequence[float], std: Sequence[float], label_sm
         better = jnp.sum(logits > own, axis=-1)
         return {
             "loss": jnp.sum(losses * counted),
-            "top1": jnp.sum((better < 1) * counted),
-            "top5": jnp.sum((better < 5) * counted),
+            "top1": jnp.sum(jnp.where(better < 1, counted, 0)),
+            "top5": jnp.sum(jnp.where(better < 5, counted, 0)),
             "count": jnp.sum(counted),
         }
 

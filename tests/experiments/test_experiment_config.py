@@ -94,7 +94,7 @@ def test_resume_starts_from_the_saved_configuration_of_the_newest_run(tmp_path):
 def test_nothing_to_resume_or_report(tmp_path, flag):
     with pytest.raises(ExperimentError, match="nothing to"):
         parsed(flag, "--runs-dir", str(tmp_path))
-    with pytest.raises(ExperimentError, match="config.json"):
+    with pytest.raises(ExperimentError, match=r"config\.json"):
         parsed(flag, "--runs-dir", str(tmp_path), "--name", "absent")
 
 

@@ -1,4 +1,4 @@
-"""Data of the experiments: the digits, trees of images, broken files, and streams whose position can be saved."""
+"""Data of the experiments: digits, trees of images, broken files, streams whose position can be saved."""
 
 import numpy as np
 import pytest
@@ -180,5 +180,5 @@ def test_missing_and_empty_folders(tmp_path):
 
 def test_a_class_that_training_lacks(tree):
     (tree / "val" / "green").mkdir()
-    with pytest.raises(ExperimentError, match="classes that .*train lacks: green"):
+    with pytest.raises(ExperimentError, match=r"classes that .*train lacks: green"):
         image_folder(tree, image_size=16, broken_log=None)
