@@ -47,10 +47,10 @@ def finished(tmp_path_factory):
 def test_a_run_learns_and_leaves_its_records(finished):
     train = records.read(finished / "metrics.jsonl", "train")
     assert [record["step"] for record in train] == list(range(1, 2 * (1437 // 64) + 1))
-    assert train[-1]["loss"] < 0.8 * train[0]["loss"]
+    assert train[-1]["loss"] < 0.95 * train[0]["loss"]
     tests = records.read(finished / "metrics.jsonl", "test")
     assert [record["epoch"] for record in tests] == [1, 2]
-    assert all(0 <= record["top1"] <= record["top5"] <= 1 for record in tests)
+    assert 0.2 < tests[-1]["top1"] <= tests[-1]["top5"] <= 1
     assert json.loads((finished / "config.json").read_text())["block_sizes"] == [2, 2]
     compared = memory.load(finished / "memory.json")
     assert list(compared) == ['keep="features" (this run)', 'keep="all"']
