@@ -119,7 +119,7 @@ def parse(presets: Mapping[str, Config], *, description: str, argv: Sequence[str
     flags, _ = tyro.cli(RunFlags, args=known, return_unknown_args=True)
     preset: Literal["auto", "cpu", "gpu"]
     if flags.distributed:
-        jax.distributed.initialize()
+        _join_cluster()
         if flags.name is None:
             raise ExperimentError("--distributed needs --name, so that all hosts write to one folder")
     if flags.resume or flags.report_only:
@@ -176,6 +176,13 @@ def check_resumable(saved: Mapping, config: RunConfig, where: Path) -> None:
 
 def _flag(field: str) -> str:
     return "--" + field.replace("_", "-")
+
+
+def _join_cluster() -> None:
+    """JAX finds the cluster, and reads the coordinator's address; the two numbers it would not read by itself."""
+    numbers = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
+    given = {argument: int(os.environ[name]) for argument, name in numbers.items() if name in os.environ}
+    jax.distributed.initialize(**given)  # type: ignore[arg-type]
 
 
 def _preset_of_machine() -> Literal["cpu", "gpu"]:

@@ -72,7 +72,7 @@ def _memory_table(compared: dict[str, dict], devices: int) -> Table:
         "temporary: scratch memory of the compiled step",
     )
     table.add_column("", no_wrap=True)
-    for heading in ("saved", "temporary", "share", "arguments", "compile"):
+    for heading in ("saved", "temporary", "share", "inputs", "compile"):
         table.add_column(heading, justify="right")
     largest = max(m["temp_bytes"] for m in compared.values())
     for name, m in compared.items():
@@ -115,7 +115,7 @@ def _draw_memory(path: Path, compared: dict[str, dict]) -> None:
     figure, axis = plt.subplots(figsize=(6.4, 1 + 0.6 * len(names)))
     bars = axis.barh(names, temp, height=0.6)
     axis.bar_label(bars, [f"{mib:,.1f} MiB ({mib / max(temp):.0%})" for mib in temp], padding=4)
-    axis.set(xlabel="temporary memory of one training step, MiB", xlim=(0, 1.35 * max(temp)))
+    axis.set(xlabel="temporary memory of one training step, MiB", xlim=(0, 1.5 * max(temp)))
     axis.invert_yaxis()
     axis.spines[["top", "right"]].set_visible(False)
     _save(figure, path)

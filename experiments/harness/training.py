@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 from flax import nnx
+from jax.experimental import multihost_utils
 from rich.console import Console
 
 import memjax
@@ -51,6 +52,7 @@ class Trainer:
             )
         self._checkpoints = Checkpoints(config)
         self._checkpoints.check()
+        multihost_utils.sync_global_devices("all hosts have looked before one writes")
         if jax.process_index() == 0:
             configuration.save(config, config.folder / "config.json")
 

@@ -1,9 +1,10 @@
-"""A run that is killed, interrupted and resumed goes on as if nothing had happened, bit for bit."""
+"""Runs in processes of their own: killed, interrupted and resumed, bit for bit; and two that train together."""
 
 import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -31,8 +32,9 @@ FLAGS += ["--dropout-rate", "0.1", "--checkpoint-every", "7", "--no-compare"]
 MEASURED = ("seconds", "examples_per_second", "memory_bytes")  # differ from run to run
 
 
-def start(*argv) -> subprocess.Popen:
-    env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
+def start(*argv, **more_env: str) -> subprocess.Popen:
+    env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    env |= {"PYTHONPATH": str(ROOT), **more_env}
     command = [sys.executable, *argv]
     return subprocess.Popen(
         command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -84,3 +86,29 @@ def test_killed_interrupted_and_resumed_equals_unbroken(tmp_path):
     said = resumed.communicate(timeout=120)[0]
     assert resumed.returncode == 0, said
     assert curve(metrics) == expected
+
+
+def test_two_processes_train_together_and_one_writes(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        address = f"localhost:{probe.getsockname()[1]}"
+    flags = ["--runs-dir", str(tmp_path), "--name", "a", "--distributed", *FLAGS, "--epochs", "1"]
+    processes = [
+        start(
+            "experiments/densenet264.py",
+            *flags,
+            JAX_COORDINATOR_ADDRESS=address,
+            JAX_NUM_PROCESSES="2",
+            JAX_PROCESS_ID=str(i),
+            JAX_PLATFORMS="cpu",
+        )
+        for i in range(2)
+    ]
+    said = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
+    assert "2 x cpu" in said[0]
+    assert "step" not in said[1]
+    records_of_training = records.read(tmp_path / "a" / "metrics.jsonl", "train")
+    assert [record["step"] for record in records_of_training] == list(range(1, 1437 // 32 + 1))
+    (test,) = records.read(tmp_path / "a" / "metrics.jsonl", "test")
+    assert 0 < test["top1"] <= test["top5"] <= 1
