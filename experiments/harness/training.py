@@ -200,7 +200,7 @@ class Trainer:
                 self._abstract_state(self._task.make_model), self._task.train_batches
             )
         init = functools.partial(init_state, self._task.make_model, self._optimizer)
-        return jax.jit(init, out_shardings=self._shared)()
+        return jax.jit(init, out_shardings=self._shared, compiler_options=memory.quick_compile())()
 
     def _resume_command(self) -> str:
         config = self._config
