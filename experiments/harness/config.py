@@ -179,7 +179,7 @@ def _flag(field: str) -> str:
 
 
 def _join_cluster() -> None:
-    """JAX finds the cluster, or reads the coordinator's address; the two numbers it does not read by itself."""
+    """JAX finds the cluster or reads the coordinator's address; these two numbers it does not."""
     numbers = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
     given = {argument: int(os.environ[name]) for argument, name in numbers.items() if name in os.environ}
     jax.distributed.initialize(**given)  # type: ignore[arg-type]
