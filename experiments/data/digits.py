@@ -2,8 +2,6 @@
 
 import numpy as np
 from PIL import Image
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 
 from experiments.data.stream import Example, ImageData
 
@@ -16,6 +14,10 @@ def digits(image_size: int) -> ImageData:
 
     Training images are shifted by up to an eighth of their size.
     """
+    # Imported here: it takes seconds, which processes that load other data would spend too.
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
     pixels, labels = load_digits(return_X_y=True)
     images = np.stack([_enlarge(image.reshape(8, 8), image_size) for image in pixels])
     items = list(zip(images, labels.astype(np.int32), strict=True))
@@ -27,7 +29,7 @@ def digits(image_size: int) -> ImageData:
         test_example=_as_example,
         classes=[str(digit) for digit in range(10)],
         mean=(0.305,),
-        std=(0.376,),
+        std=(0.32,),
     )
 
 

@@ -26,8 +26,8 @@ def image_folder(path: Path | None, *, image_size: int, broken_log: Path | None)
     Args:
       path: the tree.
       image_size: side of the examples, in pixels.
-      broken_log: None: a file that is damaged or no image raises an error that names it. A path: such files are
-        skipped, and their names appended there (`broken_files` counts them).
+      broken_log: None: a file that is damaged or no image raises an error that names it. A path: such files
+        are skipped, and their names appended there (`broken_files` counts them).
 
     Raises:
       ExperimentError: no tree there, no images in it, or a class in val/ that train/ lacks.
@@ -104,7 +104,10 @@ class _RandomCrop(_Crop):
             (self.size, self.size), Image.Resampling.BILINEAR, box=_random_box(image.size, rng)
         )
         pixels = np.asarray(image)
-        return {"image": pixels[:, ::-1] if rng.random() < 0.5 else pixels, "label": np.int32(label)}
+        return {
+            "image": pixels[:, ::-1] if rng.random() < 0.5 else pixels,
+            "label": np.array(label, np.int32),
+        }
 
 
 class _CentreCrop(_Crop):
@@ -113,13 +116,10 @@ class _CentreCrop(_Crop):
         image = self._read(file)
         if image is None:
             return None
-        width, height = image.size
-        side = min(width, height) / _RESIZE
-        left, top = (width - side) / 2, (height - side) / 2
-        box = (left, top, left + side, top + side)
         # Cropping and resizing in one go gives the pixels of resizing first, without the border.
+        box = _centred_square(image.size, min(image.size) / _RESIZE)
         image = image.resize((self.size, self.size), Image.Resampling.BILINEAR, box=box)
-        return {"image": np.asarray(image), "label": np.int32(label)}
+        return {"image": np.asarray(image), "label": np.array(label, np.int32)}
 
 
 def _random_box(size: tuple[int, int], rng: np.random.Generator) -> tuple[float, float, float, float]:
@@ -132,8 +132,11 @@ def _random_box(size: tuple[int, int], rng: np.random.Generator) -> tuple[float,
         if 0 < w <= width and 0 < h <= height:
             left, top = int(rng.integers(0, width - w + 1)), int(rng.integers(0, height - h + 1))
             return (left, top, left + w, top + h)
-    side = min(width, height)
-    left, top = (width - side) / 2, (height - side) / 2
+    return _centred_square(size, min(width, height))
+
+
+def _centred_square(size: tuple[int, int], side: float) -> tuple[float, float, float, float]:
+    left, top = (size[0] - side) / 2, (size[1] - side) / 2
     return (left, top, left + side, top + side)
 
 

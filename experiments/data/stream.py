@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import grain
 import jax
 import numpy as np
+from absl import flags
 
 from experiments.harness.classification import NO_LABEL
 
-Example = dict[str, np.ndarray | np.generic]
+Example = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -43,54 +44,40 @@ def train_batches(data: ImageData, *, batch_size: int, seed: int, workers: int) 
     The iterator's position can be saved. The order depends on the seed, the batch size and the workers.
     """
     items = _this_hosts(grain.MapDataset.source(data.train).seed(seed).shuffle().repeat())
-    examples = items.random_map(data.train_example)
-    return iter(_batched(examples, batch_size, workers, drop_remainder=True))
+    examples = items.random_map(data.train_example).to_iter_dataset(_threads(16 if workers else 0))
+    batches = examples.batch(batch_size // jax.process_count(), drop_remainder=True)
+    if workers:
+        flags.FLAGS.mark_as_parsed()  # grain's own settings are absl flags, which keep their defaults here
+        options = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=2)
+        batches = batches.mp_prefetch(options, worker_init_fn=_start_worker)
+    return iter(batches)
 
 
 def test_batches(data: ImageData, *, batch_size: int, workers: int) -> Iterator[Example]:
     """One pass over the test split in batches of equal size, the last ones filled up with unlabelled zeros.
 
-    All hosts give the same number of batches.
+    All hosts give the same number of batches. Threads load them, `workers` times 16: starting processes for
+    each pass would take longer than a small one.
     """
-    hosts = jax.process_count()
-    local_batch = batch_size // hosts
+    local_batch = batch_size // jax.process_count()
     examples = _this_hosts(grain.MapDataset.source(data.test)).map(data.test_example)
-    batches = iter(_batched(examples, batch_size, workers, drop_remainder=False))
-    # Each loading process ends with a batch of its own that may be partly filled.
-    loaders = max(workers, 1)
-    per_loader = -(-len(data.test) // (hosts * loaders))
+    batches = iter(examples.to_iter_dataset(_threads(16 * workers)).batch(local_batch))
     shape: tuple[int, ...] | None = None
-    for _ in range(loaders * -(-per_loader // local_batch)):
+    for _ in range(-(-len(data.test) // batch_size)):
         batch = next(batches, None)
-        if batch is None:
-            if hosts == 1:
-                break
-            batch = {
-                "image": np.zeros((0, *(shape or _shape(data))), np.uint8),
-                "label": np.zeros(0, np.int32),
-            }
+        if batch is None:  # items were skipped, or this host has fewer
+            shape = shape or _shape(data)
+            batch = {"image": np.zeros((0, *shape), np.uint8), "label": np.zeros(0, np.int32)}
         shape = batch["image"].shape[1:]
         yield _filled_up(batch, local_batch)
-    if hasattr(batches, "close"):
-        batches.close()
 
 
 def _this_hosts(items: grain.MapDataset) -> grain.MapDataset:
     return items[jax.process_index() :: jax.process_count()] if jax.process_count() > 1 else items
 
 
-def _batched(
-    examples: grain.MapDataset, batch_size: int, workers: int, *, drop_remainder: bool
-) -> grain.IterDataset:
-    threads = 16 if workers else 0  # worth starting only where there are files to read
-    stream = examples.to_iter_dataset(
-        grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads)
-    )
-    stream = stream.batch(batch_size // jax.process_count(), drop_remainder=drop_remainder)
-    if workers:
-        options = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=2)
-        stream = stream.mp_prefetch(options, worker_init_fn=_start_worker)
-    return stream
+def _threads(count: int) -> grain.ReadOptions:
+    return grain.ReadOptions(num_threads=count, prefetch_buffer_size=2 * count)
 
 
 def _start_worker(index: int, count: int) -> None:

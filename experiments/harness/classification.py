@@ -15,8 +15,8 @@ NO_LABEL = -1  # of examples that only fill up a batch
 def classification_loss(*, mean: Sequence[float], std: Sequence[float], label_smoothing: float) -> Loss:
     """A loss over batches of `image`, (B, H, W, C) uint8, and `label`, (B,) int32.
 
-    Images are scaled to [0, 1] and normalised here, on the device: bytes are a quarter of what floats would cost
-    on the way from the loading processes. Sums: cross-entropy, hits among the best one and the best five, count.
+    Images are scaled to [0, 1] and normalised here, on the device: bytes are a quarter of what floats would
+    cost on the way from the loading processes. Sums: cross-entropy, hits among the best one and five, count.
     """
 
     def sums(model: nnx.Module, batch: Batch) -> Sums:
@@ -31,8 +31,8 @@ def classification_loss(*, mean: Sequence[float], std: Sequence[float], label_sm
         better = jnp.sum(logits > own, axis=-1)
         return {
             "loss": jnp.sum(losses * counted),
-            "top1": jnp.sum((better < 1) * counted),
-            "top5": jnp.sum((better < 5) * counted),
+            "top1": jnp.sum(jnp.where(better < 1, counted, 0)),
+            "top5": jnp.sum(jnp.where(better < 5, counted, 0)),
             "count": jnp.sum(counted),
         }
 

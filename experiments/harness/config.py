@@ -1,7 +1,7 @@
 """Command lines: one frozen dataclass per experiment, parsed by tyro, saved as JSON in the run's folder.
 
-The defaults of the flags come from a preset (`--preset cpu`, `--preset gpu`, or by what the machine has), or from
-the saved configuration when a run is resumed or reported on. Explicit flags override them; unknown ones fail.
+The defaults of the flags come from a preset (`--preset cpu`, `--preset gpu`, or by what the machine has), or,
+when a run is resumed or reported on, from its saved configuration. Explicit flags override them.
 """
 
 import dataclasses
@@ -119,7 +119,7 @@ def parse(presets: Mapping[str, Config], *, description: str, argv: Sequence[str
     flags, _ = tyro.cli(RunFlags, args=known, return_unknown_args=True)
     preset: Literal["auto", "cpu", "gpu"]
     if flags.distributed:
-        jax.distributed.initialize()
+        _join_cluster()
         if flags.name is None:
             raise ExperimentError("--distributed needs --name, so that all hosts write to one folder")
     if flags.resume or flags.report_only:
@@ -164,7 +164,7 @@ def load(kind: type[Config], folder: Path) -> Config:
 
 
 def check_resumable(saved: Mapping, config: RunConfig, where: Path) -> None:
-    """Raises ExperimentError if the checkpoint at `where`, made with `saved`, cannot be continued with `config`."""
+    """Raises ExperimentError if the checkpoint at `where`, made with `saved`, does not fit `config`."""
     asked = as_dict(config)
     for field in config.fixed_by_checkpoint:
         if saved.get(field) != asked[field]:
@@ -176,6 +176,13 @@ def check_resumable(saved: Mapping, config: RunConfig, where: Path) -> None:
 
 def _flag(field: str) -> str:
     return "--" + field.replace("_", "-")
+
+
+def _join_cluster() -> None:
+    """JAX finds the cluster or reads the coordinator's address; these two numbers it does not."""
+    numbers = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
+    given = {argument: int(os.environ[name]) for argument, name in numbers.items() if name in os.environ}
+    jax.distributed.initialize(**given)  # type: ignore[arg-type]
 
 
 def _preset_of_machine() -> Literal["cpu", "gpu"]:

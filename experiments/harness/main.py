@@ -1,5 +1,6 @@
 """From a command line to a finished run: what every experiment's `main` calls."""
 
+import contextlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
@@ -22,8 +23,8 @@ def run(
 ) -> int:
     """Parses, trains, compares and reports; the result is the exit status.
 
-    It is 0 if the run is complete, 130 if it was stopped and saved, 2 if the user has something to put right, which
-    is then printed.
+    It is 0 if the run is complete, 130 if it was stopped and saved, 2 if the user has something to put right,
+    which is then printed.
 
     Args:
       presets: default configurations for "cpu" and "gpu".
@@ -36,11 +37,13 @@ def run(
         config = parse(presets, description=description, argv=sys.argv[1:] if argv is None else argv)
         console = Console(quiet=jax.process_index() != 0)
         if not config.report_only:
-            trainer = Trainer(config, make_task(config), console)
-            console.print(config)
-            if not trainer.train():
-                return 130
-            trainer.measure()
+            task = make_task(config)
+            with contextlib.closing(task.train_batches):
+                trainer = Trainer(config, task, console)
+                console.print(config)
+                if not trainer.train():
+                    return 130
+                trainer.measure()
         if jax.process_index() == 0:
             report(config.folder, console, facts(config))
         return 0

@@ -1,5 +1,6 @@
 """The paper's optimizer: SGD with Nesterov momentum and an L2 penalty, on a step or a cosine schedule."""
 
+import jax.numpy as jnp
 import optax
 
 from experiments.harness.config import RunConfig
@@ -8,9 +9,12 @@ from experiments.harness.config import RunConfig
 def learning_rate(config: RunConfig, total_steps: int) -> optax.Schedule:
     """The learning rate as a function of the step."""
     if config.schedule == "cosine":
-        return optax.cosine_decay_schedule(config.learning_rate, total_steps)
-    drops = {round(fraction * total_steps): 0.1 for fraction in config.milestones}
-    return optax.piecewise_constant_schedule(config.learning_rate, drops)
+        schedule = optax.cosine_decay_schedule(config.learning_rate, total_steps)
+    else:
+        drops = {round(fraction * total_steps): 0.1 for fraction in config.milestones}
+        schedule = optax.piecewise_constant_schedule(config.learning_rate, drops)
+    # optax mixes the step with floats, which strict dtype promotion refuses for integers.
+    return lambda step: schedule(jnp.asarray(step, jnp.float32))
 
 
 def sgd(config: RunConfig, total_steps: int) -> optax.GradientTransformation:

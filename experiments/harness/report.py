@@ -34,7 +34,7 @@ def report(folder: Path, console: Console, extra: dict[str, str] | None = None) 
     _draw_curves(folder / "curves.png", train, test)
     written = ["curves.png"]
     if compared := memory.load(folder / "memory.json"):
-        console.print(_memory_table(compared))
+        console.print(_memory_table(compared, starts[-1]["devices"]))
         _draw_memory(folder / "memory.png", compared)
         written.append("memory.png")
     console.print(f"In {folder}: {', '.join(written)}", soft_wrap=True)
@@ -65,16 +65,21 @@ def _results(train: list[dict], test: list[dict], starts: list[dict], extra: dic
     return table
 
 
-def _memory_table(compared: dict[str, dict]) -> Table:
-    table = Table(title="Memory of one training step, compiled at this run's shapes")
+def _memory_table(compared: dict[str, dict], devices: int) -> Table:
+    table = Table(
+        title="Memory of one training step, MiB per device, compiled at this run's shapes",
+        caption="saved: for the backward pass, before optimisation by the compiler\n"
+        "temporary: scratch memory of the compiled step",
+    )
     table.add_column("", no_wrap=True)
-    for heading in ("kept for backward", "temporary", "share", "arguments", "compile"):
+    for heading in ("saved", "temporary", "share", "inputs", "compile"):
         table.add_column(heading, justify="right")
     largest = max(m["temp_bytes"] for m in compared.values())
     for name, m in compared.items():
+        saved = m["residual_bytes"]
         table.add_row(
             name,
-            _mib(m["residual_bytes"]),
+            _mib(None if saved is None else saved // devices),  # was measured over all devices
             _mib(m["temp_bytes"]),
             f"{m['temp_bytes'] / largest:.1%}",
             _mib(m["argument_bytes"]),
@@ -83,8 +88,8 @@ def _memory_table(compared: dict[str, dict]) -> Table:
     return table
 
 
-def _mib(count: int | None) -> str:
-    return "unknown" if count is None else f"{count / _MIB:,.1f} MiB"
+def _mib(count: float | None) -> str:
+    return "unknown" if count is None else f"{count / _MIB:,.1f}"
 
 
 def _draw_curves(path: Path, train: list[dict], test: list[dict]) -> None:
@@ -110,7 +115,7 @@ def _draw_memory(path: Path, compared: dict[str, dict]) -> None:
     figure, axis = plt.subplots(figsize=(6.4, 1 + 0.6 * len(names)))
     bars = axis.barh(names, temp, height=0.6)
     axis.bar_label(bars, [f"{mib:,.1f} MiB ({mib / max(temp):.0%})" for mib in temp], padding=4)
-    axis.set(xlabel="temporary memory of one training step, MiB", xlim=(0, 1.35 * max(temp)))
+    axis.set(xlabel="temporary memory of one training step, MiB", xlim=(0, 1.5 * max(temp)))
     axis.invert_yaxis()
     axis.spines[["top", "right"]].set_visible(False)
     _save(figure, path)

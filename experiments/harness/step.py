@@ -47,8 +47,8 @@ def train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Sums]]:
     """A function `(state, batch) -> (state, sums)`.
 
-    The batch is taken apart into `accumulate` micro-batches, each with its own batch statistics; the gradient of
-    the summed loss is added up over them and divided by the total count.
+    The batch is taken apart into `accumulate` micro-batches, each with its own batch statistics; the gradient
+    of the summed loss is added up over them and divided by the total count.
     """
     graph = _graph(make_model, train=True)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 from flax import nnx
+from jax.experimental import multihost_utils
 from rich.console import Console
 
 import memjax
@@ -51,6 +52,7 @@ class Trainer:
             )
         self._checkpoints = Checkpoints(config)
         self._checkpoints.check()
+        multihost_utils.sync_global_devices("all hosts have looked before one writes")
         if jax.process_index() == 0:
             configuration.save(config, config.folder / "config.json")
 
@@ -198,7 +200,7 @@ class Trainer:
                 self._abstract_state(self._task.make_model), self._task.train_batches
             )
         init = functools.partial(init_state, self._task.make_model, self._optimizer)
-        return jax.jit(init, out_shardings=self._shared)()
+        return jax.jit(init, out_shardings=self._shared, compiler_options=memory.quick_compile())()
 
     def _resume_command(self) -> str:
         config = self._config
