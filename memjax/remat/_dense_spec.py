@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+_TERMS = 32  # at least, that one step of `column_sums` adds up
 KEEP = ("all", "convolutions", "features")
 
 
@@ -85,15 +86,18 @@ def statistics_dtype(dtype) -> jnp.dtype:
 
 
 def column_sums(x: Float[Array, "*batch c"]) -> Float[Array, " c"]:
-    """Sums over all axes but the last, in two steps: rounding errors grow with the root of the number of pixels.
+    """Sums over all axes but the last, in steps of few terms each, so that rounding errors hardly grow with their number.
 
     In one step a compiler may add up a hundred thousand values one after the other.
     """
-    rows = math.prod(x.shape[:-1])
-    group = next((g for g in range(math.isqrt(rows), 0, -1) if rows % g == 0), 1)
-    partial = jnp.sum(x.reshape(group, rows // max(group, 1), x.shape[-1]), 1)
-    # Without the barrier the two sums are merged into one.
-    return jnp.sum(jax.lax.optimization_barrier(partial), 0)
+    rows, channels = math.prod(x.shape[:-1]), x.shape[-1]
+    x = x.reshape(rows, channels)
+    while rows > _TERMS:
+        terms = next((t for t in range(max(_TERMS, round(rows ** (1 / 3))), 1, -1) if rows % t == 0), rows)
+        rows //= terms
+        # Without the barrier the compiler merges the steps.
+        x = jax.lax.optimization_barrier(jnp.sum(x.reshape(rows, terms, channels), 1))
+    return jnp.sum(x, 0)
 
 
 def moments(x: Float[Array, "*batch c"]) -> tuple[Float[Array, " c"], Float[Array, " c"]]:
