@@ -89,10 +89,8 @@ def loss_and_gradients(
     }
     if "x" in wanted:
         carry["x"] = vary(jnp.zeros(x.shape, x.dtype), axes)
-    size = token_chunk(operands, options)
     # The first chunk starts dW instead of adding to zeros: 4 D V bytes less to write.
-    carry = step(carry, 0, size)
-    carry = for_chunks(step, carry, size, x.shape[0], size)
+    carry = for_chunks(step, carry, x.shape[0], token_chunk(operands, options))
     rows = carry.pop("rows")
     if "w" in wanted:
         carry["w"] = (carry["w"] * norm).astype(_saved(w.dtype))

@@ -89,17 +89,22 @@ def vocabulary_chunk(operands: Operands, options: Options, chunk: int | None) ->
     return min(chunk or default, columns(operands, options))
 
 
-def for_chunks(body: Callable[[Any, Any, int], Any], carry: Any, start: int, stop: int, chunk: int) -> Any:
-    """`carry = body(carry, offset, size)` over [start, stop): one loop of equal chunks, then what is left."""
-    whole = (stop - start) // chunk
-    if whole == 1:
+def for_chunks(body: Callable[[Any, Any, int], Any], carry: Any, stop: int, chunk: int) -> Any:
+    """`carry = body(carry, start, size)` over [0, stop): first what does not fill a chunk, or one chunk, then one
+    loop of equal chunks. Sums may start in the first step: the carry's structure is fixed only from then on."""
+    first = stop % chunk or min(chunk, stop)
+    carry = body(carry, 0, first)
+    rest = (stop - first) // chunk
+    if rest == 1:
+        # XLA merges matmuls that share an operand: hold the second until the first is done, or both are in memory.
+        leaf = jax.tree.leaves(carry)[0]
+        start, _ = lax.optimization_barrier((jnp.asarray(first, jnp.int32), leaf[(0,) * leaf.ndim]))
         carry = body(carry, start, chunk)
-    elif whole > 1:
+    elif rest > 1:
         carry, _ = lax.scan(
-            lambda c, i: (body(c, start + i * chunk, chunk), None), carry, jnp.arange(whole, dtype=jnp.int32)
+            lambda c, i: (body(c, first + i * chunk, chunk), None), carry, jnp.arange(rest, dtype=jnp.int32)
         )
-    rest = (stop - start) - whole * chunk
-    return body(carry, stop - rest, rest) if rest else carry
+    return carry
 
 
 def varying_axes(*arrays: Any) -> frozenset[str]:

@@ -63,8 +63,7 @@ def statistics(operands: Operands, options: Options, chunk: int | None) -> Stats
         return new if total is None else merge(total, new)
 
     size = vocabulary_chunk(operands, options, chunk)
-    first = step(None, 0, size)
-    return all_reduce(for_chunks(step, first, size, columns(operands, options), size), options)
+    return all_reduce(for_chunks(step, None, columns(operands, options), size), options)
 
 
 def result(total: Stats, options: Options) -> Result:
@@ -80,7 +79,10 @@ def gradients(
     operands: Operands, total: Stats, cotangent: Array, options: Options, wanted: frozenset[str]
 ) -> dict[str, Array]:
     """Gradients, of those of "x", "w" and "bias" that are wanted, of sum(cotangent * losses)."""
-    x, w = operands.x, operands.w
+    # Logits that both passes compute would be merged, and kept from one to the other.
+    x, cotangent = lax.optimization_barrier((operands.x, cotangent))
+    operands = operands._replace(x=x)
+    w = operands.w
     sums = accumulator(x.dtype)
     axes = varying_axes(x)
     labels = local_labels(operands, options)
@@ -109,8 +111,7 @@ def gradients(
     if "bias" in wanted and operands.bias is not None:
         carry["bias"] = vary(jnp.zeros_like(operands.bias), axes)
     size = vocabulary_chunk(operands, options, options.chunk)
-    carry = step(carry, 0, size)
-    grads = for_chunks(step, carry, size, columns(operands, options), size)
+    grads = for_chunks(step, carry, columns(operands, options), size)
     if "x" in wanted:
         grads["x"] = grads["x"].astype(x.dtype)
     return grads
