@@ -67,7 +67,7 @@ def _differentiable_tokens(options: Options, wanted: frozenset[str], operands: O
         return forward(operands)[0]
 
     def forward(operands: Operands) -> Any:
-        result, total = recompute.token_losses(operands, options)
+        result, total = _opaque(lambda operands: recompute.token_losses(operands, options), operands)
         outs = jax.tree.leaves(vary(result, varying_axes(operands.x)))
         return outs, (operands, total)
 
@@ -86,7 +86,7 @@ def _differentiable_total(options: Options, wanted: frozenset[str], operands: Op
         return jax.tree.leaves(vary(forward_grad.total_loss(operands, options), varying_axes(operands.x)))
 
     def forward(operands: Operands) -> Any:
-        rows, grads = forward_grad.loss_and_gradients(operands, options, wanted)
+        rows, grads = _opaque(lambda o: forward_grad.loss_and_gradients(o, options, wanted), operands)
         if "scale" in wanted:
             grads["scale"] = rows.loss
         result = rows._replace(loss=forward_grad.scaled_sum(operands.scale, rows.loss))
@@ -163,7 +163,8 @@ def _batch(
     return outs, [0] * len(outs)
 
 
-def _define(name: str) -> Primitive:
+def _define(name: str, jvp: Any, batch: Any) -> Primitive:
+    """A primitive that stands for the `jaxpr` it carries, but for these two rules."""
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
@@ -171,10 +172,42 @@ def _define(name: str) -> Primitive:
     mlir.register_lowering(
         primitive, mlir.lower_fun(lambda *args, jaxpr, **_: jaxpr_as_fun(jaxpr)(*args), multiple_results=True)
     )
-    ad.primitive_jvps[primitive] = partial(_jvp, primitive)
-    batching.primitive_batchers[primitive] = partial(_batch, primitive)
+    ad.primitive_jvps[primitive] = jvp
+    batching.primitive_batchers[primitive] = batch
     return primitive
 
 
-tokens_p = _define("linear_cross_entropy_tokens")
-total_p = _define("linear_cross_entropy_total")
+tokens_p = _define("linear_cross_entropy_tokens", lambda *a, **k: _jvp(tokens_p, *a, **k), lambda *a, **k: _batch(tokens_p, *a, **k))
+total_p = _define("linear_cross_entropy_total", lambda *a, **k: _jvp(total_p, *a, **k), lambda *a, **k: _batch(total_p, *a, **k))
+
+
+# Calls that partial evaluation leaves alone
+
+
+def _opaque(function: Any, *args: Any) -> Any:
+    """`function(*args)`, whole. Partial evaluation, a step of differentiation, moves what does not change from one
+    round of a scan to the next in front of it: masks and constants as large as a chunk of logits."""
+    flat, tree = jax.tree.flatten(args)
+    flat_function = lambda *flat: function(*jax.tree.unflatten(tree, flat))  # noqa: E731
+    jaxpr, shape = jax.make_jaxpr(flat_function, return_shape=True)(*flat)
+    return jax.tree.unflatten(jax.tree.structure(shape), opaque_p.bind(*flat, jaxpr=jaxpr))
+
+
+def _opaque_jvp(primals: Any, tangents: Any, *, jaxpr: Any) -> Any:
+    moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+
+    def call(*active: Array) -> Any:
+        flat = list(primals)
+        for i, a in zip(moving, active, strict=True):
+            flat[i] = a
+        return jaxpr_as_fun(jaxpr)(*flat)
+
+    return jax.jvp(call, [primals[i] for i in moving], [tangents[i] for i in moving])
+
+
+def _opaque_batch(args: Any, dims: Any, *, jaxpr: Any) -> Any:
+    outs = jax.vmap(jaxpr_as_fun(jaxpr), in_axes=tuple(dims))(*args)
+    return outs, [0] * len(outs)
+
+
+opaque_p = _define("linear_cross_entropy_forward", _opaque_jvp, _opaque_batch)
