@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from memjax._linear_cross_entropy import check, primitive, reference
-from memjax._linear_cross_entropy.forward_grad import scaled_sum
 from memjax._linear_cross_entropy.options import (
     Array,
     Operands,
@@ -143,12 +142,8 @@ def linear_cross_entropy(
         loss = result.loss
     else:
         result = _per_token(algorithm if valid.size else "full", operands._replace(scale=None), options)
-        flat_scale = scale.reshape(-1)
-        loss = (
-            jnp.where(flat_scale == 0, 0.0, flat_scale * result.loss)
-            if reduction == "none"
-            else scaled_sum(flat_scale, result.loss)
-        )
+        loss = jnp.where(valid.reshape(-1), scale.reshape(-1) * result.loss, 0.0)
+        loss = loss if reduction == "none" else loss.sum()
     loss = _psum(loss, axis_name)
     if reduction == "none":
         loss = loss.reshape(token_shape)

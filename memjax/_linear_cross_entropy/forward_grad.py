@@ -29,16 +29,11 @@ from memjax._linear_cross_entropy.options import (
 from memjax._linear_cross_entropy.recompute import local_labels, result, statistics
 
 
-def scaled_sum(scale: Array, losses: Array) -> Array:
-    """Tokens of scale zero are left out, whatever their loss."""
-    return jnp.where(scale == 0, 0.0, scale * losses).sum()
-
-
 def total_loss(operands: Operands, options: Options) -> Result:
     """The value alone needs no chunk of tokens: chunks of the vocabulary are smaller, and as fast."""
     assert operands.scale is not None
     rows = result(statistics(operands, options, None), options)
-    return rows._replace(loss=scaled_sum(operands.scale, rows.loss))
+    return rows._replace(loss=(operands.scale * rows.loss).sum())
 
 
 def loss_and_gradients(

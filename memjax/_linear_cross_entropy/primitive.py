@@ -89,7 +89,7 @@ def _differentiable_total(options: Options, wanted: frozenset[str], operands: Op
         rows, grads = _opaque(lambda o: forward_grad.loss_and_gradients(o, options, wanted), operands)
         if "scale" in wanted:
             grads["scale"] = rows.loss
-        result = rows._replace(loss=forward_grad.scaled_sum(operands.scale, rows.loss))
+        result = rows._replace(loss=(operands.scale * rows.loss).sum())
         outs = jax.tree.leaves(vary(result, varying_axes(operands.x)))
         # Cotangents must have the dtypes of what they belong to; nothing else of the operands is needed.
         like = Operands(*(None if a is None else jnp.zeros((0,), a.dtype) for a in operands))
@@ -157,14 +157,13 @@ def _batch(
     result = token_losses(flat._replace(scale=None), replace(options, chunk=chunk))
     result = jax.tree.map(lambda a: a.reshape(batch, -1), result)
     if primitive is total_p:
-        scale = flat.scale.reshape(batch, -1)
-        result = result._replace(loss=jax.vmap(forward_grad.scaled_sum)(scale, result.loss))
+        result = result._replace(loss=(flat.scale.reshape(batch, -1) * result.loss).sum(1))
     outs = jax.tree.leaves(result)
     return outs, [0] * len(outs)
 
 
-def _define(name: str, jvp: Any, batch: Any) -> Primitive:
-    """A primitive that stands for the `jaxpr` it carries, but for these two rules."""
+def _define(name: str) -> Primitive:
+    """A primitive that stands for the `jaxpr` it carries; differentiation and batching are registered apart."""
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
@@ -172,13 +171,14 @@ def _define(name: str, jvp: Any, batch: Any) -> Primitive:
     mlir.register_lowering(
         primitive, mlir.lower_fun(lambda *args, jaxpr, **_: jaxpr_as_fun(jaxpr)(*args), multiple_results=True)
     )
-    ad.primitive_jvps[primitive] = jvp
-    batching.primitive_batchers[primitive] = batch
     return primitive
 
 
-tokens_p = _define("linear_cross_entropy_tokens", lambda *a, **k: _jvp(tokens_p, *a, **k), lambda *a, **k: _batch(tokens_p, *a, **k))
-total_p = _define("linear_cross_entropy_total", lambda *a, **k: _jvp(total_p, *a, **k), lambda *a, **k: _batch(total_p, *a, **k))
+tokens_p = _define("linear_cross_entropy_tokens")
+total_p = _define("linear_cross_entropy_total")
+for _primitive in (tokens_p, total_p):
+    ad.primitive_jvps[_primitive] = partial(_jvp, _primitive)
+    batching.primitive_batchers[_primitive] = partial(_batch, _primitive)
 
 
 # Calls that partial evaluation leaves alone
@@ -210,4 +210,6 @@ def _opaque_batch(args: Any, dims: Any, *, jaxpr: Any) -> Any:
     return outs, [0] * len(outs)
 
 
-opaque_p = _define("linear_cross_entropy_forward", _opaque_jvp, _opaque_batch)
+opaque_p = _define("linear_cross_entropy_forward")
+ad.primitive_jvps[opaque_p] = _opaque_jvp
+batching.primitive_batchers[opaque_p] = _opaque_batch
