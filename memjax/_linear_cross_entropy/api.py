@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 
 class Aux(NamedTuple):
-    """What training loops log, without gradients. Counts and means are over valid tokens, whatever their weights."""
+    """What training loops log, without gradients. Counts and means are over valid tokens, whatever their
+    weights."""
 
     log_sum_exp: Array  # (...,) float32, of every token's logits
     accuracy: Array  # () share of tokens with no logit larger than the label's
@@ -35,12 +36,12 @@ class Aux(NamedTuple):
 def linear_cross_entropy(
     x: Float[Array, "... d"],
     w: Float[Array, "v d"] | Float[Array, "d v"],
-    labels: Int[Array, "..."] | Float[Array, "... v"],
+    labels: Int[Array, ...] | Float[Array, "... v"],
     *,
     layout: Literal["vd", "dv"] = "vd",
-    bias: Float[Array, "v"] | None = None,
+    bias: Float[Array, v] | None = None,
     ignore_index: int = -100,
-    weights: Float[Array, "..."] | None = None,
+    weights: Float[Array, ...] | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
@@ -52,7 +53,8 @@ def linear_cross_entropy(
     return_aux: bool = False,
     implementation: str | None = None,
 ) -> Any:
-    """Cross-entropy of `softmax(x w^T)` against `labels`, without ever holding the (tokens, vocabulary) logits.
+    """Cross-entropy of `softmax(x w^T)` against `labels`, without ever holding the (tokens, vocabulary)
+    logits.
 
     The logits are `softcap(logit_scale * (x w^T + bias))` with `softcap(l) = cap * tanh(l / cap)`. Smoothing, ignored
     tokens and the mean follow `torch.nn.functional.cross_entropy`: a valid token's loss is

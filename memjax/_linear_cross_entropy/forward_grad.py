@@ -1,9 +1,10 @@
 """The sum of scaled losses in chunks of tokens, its gradients computed in the forward pass.
 
-The cotangent of a sum is one number, so the gradients are known up to that factor as soon as a chunk's logits are
-(mgmalek, "Memory-efficient cross entropy loss"): compute the logits, overwrite them with their gradient, add to dW in
-float32, forget them. Three matmuls. Saved between forward and backward: dx and dW in the dtypes of x and w. For chunks
-of c tokens and b-byte logits the temporaries are b c V and, unless w is itself float32, 4 D V for dW.
+The cotangent of a sum is one number, so the gradients are known up to that factor as soon as a chunk's logits
+are (mgmalek, "Memory-efficient cross entropy loss"): compute the logits, overwrite them with their gradient,
+add to dW in float32, forget them. Three matmuls. Saved between forward and backward: dx and dW in the dtypes
+of x and w. For chunks of c tokens and b-byte logits the temporaries are b c V and, unless w is itself
+float32, 4 D V for dW.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def loss_and_gradients(
     sums = accumulator(x.dtype)
     axes = varying_axes(x)
     labels = local_labels(operands, options)
-    # Gradients are kept relative to the largest scale until the end: 1 / N does not fit beside them in float16.
+    # Gradients are kept relative to the largest scale until the end: 1 / N does not fit beside them in
+    # float16.
     norm = jnp.abs(scale).max()
     relative = scale / jnp.where(norm == 0, 1.0, norm)
 
@@ -68,7 +70,9 @@ def loss_and_gradients(
             new["x"] = put(carry["x"], dx)
         if "w" in wanted:
             # Float32 whatever the dtype of w: rounding every partial sum would cost more with every chunk.
-            equation, pair = ("nv,nd->vd", (d, x_chunk)) if options.layout == "vd" else ("nd,nv->vd", (x_chunk, d))
+            equation, pair = (
+                ("nv,nd->vd", (d, x_chunk)) if options.layout == "vd" else ("nd,nv->vd", (x_chunk, d))
+            )
             dw = matmul(equation, *pair, options, sums)
             new["w"] = carry["w"] + dw if "w" in carry else dw
         if "bias" in wanted:
@@ -80,7 +84,9 @@ def loss_and_gradients(
         return vary(jnp.zeros(x.shape[:1], sums), axes)
 
     carry: dict[str, Any] = {
-        "rows": Result(rows_buffer(), rows_buffer(), *((rows_buffer() if options.aux else None) for _ in "ce"))
+        "rows": Result(
+            rows_buffer(), rows_buffer(), *((rows_buffer() if options.aux else None) for _ in "ce")
+        )
     }
     if "x" in wanted:
         carry["x"] = vary(jnp.zeros(x.shape, x.dtype), axes)

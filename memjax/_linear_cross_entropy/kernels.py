@@ -1,8 +1,10 @@
-"""Triton kernels over rows of a chunk of products, through `jax_triton`: each element is read once where it can be.
+"""Triton kernels over rows of a chunk of products, through `jax_triton`: each element is read once where it
+can be.
 
-`stats_and_gradient` walks a row forwards for its log-sum-exp and then backwards, writing the gradient over the products:
-the end of the row is still in the cache when the second walk begins. `stats` and `gradient` are the halves, for rows of
-which other chunks or other devices hold a part. The arithmetic is that of `rows`; soft targets are left to it.
+`stats_and_gradient` walks a row forwards for its log-sum-exp and then backwards, writing the gradient over
+the products: the end of the row is still in the cache when the second walk begins. `stats` and `gradient` are
+the halves, for rows of which other chunks or other devices hold a part. The arithmetic is that of `rows`;
+soft targets are left to it.
 """
 
 from __future__ import annotations
@@ -164,8 +166,8 @@ def _stats_and_gradient_kernel(
     tl.store(label_out + i, at_label)
     lse = maximum + tl.log(total)
     weight = tl.load(scale + i)
-    # Every product that another thread may still need has been read: the sums above waited for all of them. But the
-    # load of the label's product is every thread's own.
+    # Every product that another thread may still need has been read: the sums above waited for all of them.
+    # But the load of the label's product is every thread's own.
     tl.debug_barrier()
     last: tl.constexpr = (WIDTH - 1) // BLOCK
     for back in tl.range(0, last + 1):

@@ -41,7 +41,8 @@ class Operands(NamedTuple):
 
 
 class Result(NamedTuple):
-    """`loss` is this device's share: summed over `axis_name` it is the loss. The rest is equal on all devices."""
+    """`loss` is this device's share: summed over `axis_name` it is the loss. The rest is equal on all
+    devices."""
 
     loss: Array  # () or (N,)
     lse: Array  # (N,)
@@ -74,8 +75,8 @@ def _power_of_two_up_to(limit: int) -> int:
 
 
 def token_chunk(operands: Operands, options: Options) -> int:
-    """Tokens per chunk: D rounded down to a power of two, so that a chunk of bf16 logits takes at most half of
-    the float32 gradient of the head, but at least 1024 on a GPU (below, that gradient's traffic exceeds its
+    """Tokens per chunk: D rounded down to a power of two, so that a chunk of bf16 logits takes at most half
+    of the float32 gradient of the head, but at least 1024 on a GPU (below, that gradient's traffic exceeds its
     matmul) and 128 elsewhere."""
     tokens, dim = operands.x.shape
     least = 1024 if options.kernels == "triton" else 128
@@ -83,20 +84,22 @@ def token_chunk(operands: Operands, options: Options) -> int:
 
 
 def vocabulary_chunk(operands: Operands, options: Options, chunk: int | None) -> int:
-    """Vocabulary entries per chunk: 8 D bytes of logits a token rounded down to a power of two, so that a chunk
-    takes at most twice the float32 gradient of x; at least 1024."""
+    """Vocabulary entries per chunk: 8 D bytes of logits a token rounded down to a power of two, so that a
+    chunk takes at most twice the float32 gradient of x; at least 1024."""
     default = max(_power_of_two_up_to(8 * operands.x.shape[1] // operands.x.dtype.itemsize), 1024)
     return min(chunk or default, columns(operands, options))
 
 
 def for_chunks(body: Callable[[Any, Any, int], Any], carry: Any, stop: int, chunk: int) -> Any:
-    """`carry = body(carry, start, size)` over [0, stop): first what does not fill a chunk, or one chunk, then one
-    loop of equal chunks. Sums may start in the first step: the carry's structure is fixed only from then on."""
+    """`carry = body(carry, start, size)` over [0, stop): first what does not fill a chunk, or one chunk, then
+    one loop of equal chunks. Sums may start in the first step: the carry's structure is fixed only from then
+    on."""
     first = stop % chunk or min(chunk, stop)
     carry = body(carry, 0, first)
     rest = (stop - first) // chunk
     if rest == 1:
-        # XLA merges matmuls that share an operand: hold the second until the first is done, or both are in memory.
+        # XLA merges matmuls that share an operand: hold the second until the first is done, or both are in
+        # memory.
         leaf = jax.tree.leaves(carry)[0]
         start, _ = lax.optimization_barrier((jnp.asarray(first, jnp.int32), leaf[(0,) * leaf.ndim]))
         carry = body(carry, start, chunk)

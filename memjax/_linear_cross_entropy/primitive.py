@@ -1,8 +1,9 @@
 """One primitive per algorithm, so that `vmap` flattens tokens where the head is shared.
 
-Under `vmap` a `custom_vjp` is batched: dW would become one gradient per example, summed afterwards, a batch of them in
-memory. `custom_vmap` would flatten instead but cannot be differentiated. So the primitives `bind`ed here have a
-batching rule of their own and, for differentiation, a rule that hands over to a `custom_vjp`:
+Under `vmap` a `custom_vjp` is batched: dW would become one gradient per example, summed afterwards, a batch
+of them in memory. `custom_vmap` would flatten instead but cannot be differentiated. So the primitives
+`bind`ed here have a batching rule of their own and, for differentiation, a rule that hands over to a
+`custom_vjp`:
 
     grad of vmap    the batching rule comes first: per-token losses of flattened tokens, one dW
     vmap of grad    the gradients are per example: plain batching of the `custom_vjp`
@@ -109,9 +110,15 @@ def _cotangents(like: Operands, grads: dict[str, Array]) -> Operands:
     return Operands(*(cast.get(name) for name in Operands._fields))
 
 
-def _jvp(primitive: Primitive, primals: Any, tangents: Any, *, jaxpr: Any, tree: Any, options: Options) -> Any:
+def _jvp(
+    primitive: Primitive, primals: Any, tangents: Any, *, jaxpr: Any, tree: Any, options: Options
+) -> Any:
     del jaxpr
-    names = [name for name, a in zip(Operands._fields, jax.tree.unflatten(tree, primals), strict=True) if a is not None]
+    names = [
+        name
+        for name, a in zip(Operands._fields, jax.tree.unflatten(tree, primals), strict=True)
+        if a is not None
+    ]
     moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero and t.dtype != jax.dtypes.float0]
     wanted = frozenset(names[i] for i in moving)
     if "targets" in wanted:
@@ -132,9 +139,7 @@ def _jvp(primitive: Primitive, primals: Any, tangents: Any, *, jaxpr: Any, tree:
 # Batching
 
 
-def _batch(
-    primitive: Primitive, args: Any, dims: Any, *, jaxpr: Any, tree: Any, options: Options
-) -> Any:
+def _batch(primitive: Primitive, args: Any, dims: Any, *, jaxpr: Any, tree: Any, options: Options) -> Any:
     del jaxpr
     batch = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
     operands = jax.tree.unflatten(tree, args)
@@ -163,7 +168,8 @@ def _batch(
 
 
 def _define(name: str) -> Primitive:
-    """A primitive that stands for the `jaxpr` it carries; differentiation and batching are registered apart."""
+    """A primitive that stands for the `jaxpr` it carries; differentiation and batching are registered
+    apart."""
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
@@ -185,8 +191,8 @@ for _primitive in (tokens_p, total_p):
 
 
 def _opaque(function: Any, *args: Any) -> Any:
-    """`function(*args)`, whole. Partial evaluation, a step of differentiation, moves what does not change from one
-    round of a scan to the next in front of it: masks and constants as large as a chunk of logits."""
+    """`function(*args)`, whole. Partial evaluation, a step of differentiation, moves what does not change
+    from one round of a scan to the next in front of it: masks and constants as large as a chunk of logits."""
     flat, tree = jax.tree.flatten(args)
     flat_function = lambda *flat: function(*jax.tree.unflatten(tree, flat))  # noqa: E731
     jaxpr, shape = jax.make_jaxpr(flat_function, return_shape=True)(*flat)

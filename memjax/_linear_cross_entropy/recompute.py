@@ -1,9 +1,10 @@
 """Per-token losses in chunks of the vocabulary, the logits computed a second time for the gradient.
 
-Forward: one pass over the vocabulary folds each chunk of logits into row statistics. Only the log-sum-exp (N float32)
-is saved. Backward: a second pass computes the chunk again, turns it into its gradient, adds its part to dx (float32)
-and writes its rows of dW, once, in the dtype of w. Four matmuls in all. For chunks of c entries of b-byte logits the
-temporaries are b N c for the chunk, 4 N D for dx, and the chunk of w and of dW (2 b c D).
+Forward: one pass over the vocabulary folds each chunk of logits into row statistics. Only the log-sum-exp (N
+  float32)
+is saved. Backward: a second pass computes the chunk again, turns it into its gradient, adds its part to dx
+(float32) and writes its rows of dW, once, in the dtype of w. Four matmuls in all. For chunks of c entries of
+b-byte logits the temporaries are b N c for the chunk, 4 N D for dx, and the chunk of w and of dW (2 b c D).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The loss with all of its logits, in plain `jax.numpy`: what every other implementation is tested against."""
+"""The loss with all of its logits, in plain `jax.numpy`: what every other implementation is tested
+against."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def full(operands: Operands, options: Options) -> Result:
     one_hot = jax.nn.one_hot(labels - first, z.shape[1], dtype=z.dtype)
     q = one_hot if targets is None else targets.astype(z.dtype)
     q = (1.0 - options.label_smoothing) * q + options.label_smoothing / options.vocabulary
-    # `lse - z` is minus the logarithm of the probability; an impossible entry that is no target costs nothing.
+    # `lse - z` is minus the logarithm of the probability; an impossible entry that is no target costs
+    # nothing.
     loss = jnp.where(q == 0, 0.0, q * (lse[:, None] - z)).sum(-1)
     z_loss = options.z_loss * lse**2
     loss = loss + (z_loss if axis is None else jnp.where(lax.axis_index(axis) == 0, z_loss, 0.0))

@@ -8,7 +8,8 @@ and its gradient in the products
 
     ((mass + 2 z_loss lse) softmax(z)_v - q_v) (1 - (z_v / cap)^2) logit_scale.
 
-All sums run over columns, so chunks of columns and devices that hold them are merged by `merge` and `all_reduce`.
+All sums run over columns, so chunks of columns and devices that hold them are merged by `merge` and
+`all_reduce`.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ def merge(a: Stats, b: Stats) -> Stats:
 
 
 def all_reduce(local: Stats, options: Options) -> Stats:
-    """Over the devices that share the vocabulary: one max and one sum. `target` stays local, since the loss is
-    returned as a share."""
+    """Over the devices that share the vocabulary: one max and one sum. `target` stays local, since the loss
+    is returned as a share."""
     if options.axis_name is None:
         return local
     maximum = lax.pmax(lax.stop_gradient(local.max), options.axis_name)

@@ -1,4 +1,5 @@
-"""The loss as one writes it down, in float64, for oracles and for the plain low-precision code to compare with."""
+"""The loss as one writes it down, in float64, for oracles and for the plain low-precision code to compare
+with."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,8 @@ IGNORED = -100
 def plain_losses(
     x, w, labels, *, layout="vd", bias=None, label_smoothing=0.0, z_loss=0.0, softcap=None, logit_scale=1.0
 ):
-    """Per-token losses through full logits in x's dtype, the softmax in at least float32. Ignored tokens: 0."""
+    """Per-token losses through full logits in x's dtype, the softmax in at least float32. Ignored tokens:
+    0."""
     z = x @ (w.T if layout == "vd" else w)
     z = z.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
     if bias is not None:
@@ -31,7 +33,9 @@ def plain(x, w, labels, *, weights=None, reduction="mean", **options):
     valid = jnp.ones(losses.shape, bool)
     if not jnp.issubdtype(labels.dtype, jnp.floating):
         valid = labels != IGNORED
-    weights = (jnp.ones_like(losses) if weights is None else weights.astype(losses.dtype)) * valid.astype(losses.dtype)
+    weights = (jnp.ones_like(losses) if weights is None else weights.astype(losses.dtype)) * valid.astype(
+        losses.dtype
+    )
     if reduction == "none":
         return losses * weights
     total = (losses * weights).sum()

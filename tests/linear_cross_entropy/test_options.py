@@ -31,7 +31,9 @@ def value_and_grads(loss, arrays, labels):
 
     def scalar(arrays):
         values = loss(labels=labels, **arrays)
-        return (values * jnp.cos(jnp.arange(values.size, dtype=values.dtype)).reshape(values.shape)).sum(), values
+        return (
+            values * jnp.cos(jnp.arange(values.size, dtype=values.dtype)).reshape(values.shape)
+        ).sum(), values
 
     (_, values), grads = jax.jit(jax.value_and_grad(scalar, has_aux=True))(arrays)
     return values, grads
@@ -191,8 +193,8 @@ def test_aux(implementation, soft):
         has_aux=True,
     )(x)
     np.testing.assert_allclose(loss, again, rtol=1e-6)
-    for aux in (aux, grad_aux):
-        np.testing.assert_allclose(aux.log_sum_exp, lse, rtol=1e-5)
-        assert aux.valid_count == valid.sum()
-        np.testing.assert_allclose(aux.accuracy, (z.argmax(-1) == best)[valid].mean(), rtol=1e-6)
-        np.testing.assert_allclose(aux.entropy, -(p * np.log(p)).sum(-1)[valid].mean(), rtol=1e-4)
+    for given in (aux, grad_aux):
+        np.testing.assert_allclose(given.log_sum_exp, lse, rtol=1e-5)
+        assert given.valid_count == valid.sum()
+        np.testing.assert_allclose(given.accuracy, (z.argmax(-1) == best)[valid].mean(), rtol=1e-6)
+        np.testing.assert_allclose(given.entropy, -(p * np.log(p)).sum(-1)[valid].mean(), rtol=1e-4)

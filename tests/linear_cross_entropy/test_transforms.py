@@ -160,7 +160,9 @@ def test_sharded(shape, implementation, grad_inside):
 def test_sharded_without_tracking(implementation):
     """`check_vma=False`, where nothing says which values differ between devices."""
     x, w, labels = example(0, 48, 8, 64)
-    loss = partial(memjax.linear_cross_entropy, implementation=implementation, axis_name="v", token_axis_name="t")
+    loss = partial(
+        memjax.linear_cross_entropy, implementation=implementation, axis_name="v", token_axis_name="t"
+    )
     function = jax.shard_map(
         loss, mesh=mesh(2, 4), in_specs=(P("t"), P("v"), P("t")), out_specs=P(), check_vma=False
     )
@@ -197,7 +199,8 @@ def test_sharded_losses_and_aux(soft):
 
 @pytest.mark.parametrize("implementation", ALGORITHMS)
 def test_vocabulary_axis_traffic(implementation):
-    """Two reductions over the vocabulary's axis in the forward pass; the head and its gradient stay where they are."""
+    """Two reductions over the vocabulary's axis in the forward pass; the head and its gradient stay where
+    they are."""
     x, w, labels = example(0, 48, 8, 64)
     function = jax.shard_map(
         partial(memjax.linear_cross_entropy, implementation=implementation, axis_name="v"),
