@@ -1,0 +1,105 @@
+"""The sum of scaled losses in chunks of tokens, its gradients computed in the forward pass.
+
+The cotangent of a sum is one number, so the gradients are known up to that factor as soon as a chunk's logits
+are (mgmalek, "Memory-efficient cross entropy loss"): compute the logits, overwrite them with their gradient,
+add to dW in float32, forget them. Three matmuls. Saved between forward and backward: dx and dW in the dtypes
+of x and w. For chunks of c tokens and b-byte logits the temporaries are b c V and, unless w is itself
+float32, 4 D V for dW.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from memjax._linear_cross_entropy import chunks
+from memjax._linear_cross_entropy.options import (
+    Array,
+    Operands,
+    Options,
+    Result,
+    accumulator,
+    for_chunks,
+    matmul,
+    token_chunk,
+    vary,
+    varying_axes,
+)
+from memjax._linear_cross_entropy.recompute import local_labels, result, statistics
+
+
+def total_loss(operands: Operands, options: Options) -> Result:
+    """The value alone needs no chunk of tokens: chunks of the vocabulary are smaller, and as fast."""
+    assert operands.scale is not None
+    rows = result(statistics(operands, options, None), options)
+    return rows._replace(loss=(operands.scale * rows.loss).sum())
+
+
+def loss_and_gradients(
+    operands: Operands, options: Options, wanted: frozenset[str]
+) -> tuple[Result, dict[str, Array]]:
+    """The result, with a loss per token, and the gradients of the scaled sum, of those wanted."""
+    x, w, bias, _, targets, scale = operands
+    assert scale is not None
+    sums = accumulator(x.dtype)
+    axes = varying_axes(x)
+    labels = local_labels(operands, options)
+    # Gradients are kept relative to the largest scale until the end: 1 / N does not fit beside them in
+    # float16.
+    norm = jnp.abs(scale).max()
+    relative = scale / jnp.where(norm == 0, 1.0, norm)
+
+    def step(carry: dict[str, Any], start: Any, size: int) -> dict[str, Any]:
+        x_chunk = lax.dynamic_slice_in_dim(x, start, size)
+        local = lax.dynamic_slice_in_dim(labels, start, size)
+        weight = lax.dynamic_slice_in_dim(relative, start, size)
+        q = None if targets is None else lax.dynamic_slice_in_dim(targets, start, size)
+        products = matmul("nd,vd->nv", x_chunk, w, options, x.dtype)
+        total, d = chunks.stats_and_gradient(products, bias, local, q, weight, options)
+
+        def put(buffer: Array | None, value: Array | None) -> Array | None:
+            if buffer is None or value is None:
+                return None
+            return lax.dynamic_update_slice_in_dim(buffer, vary(value.astype(buffer.dtype), axes), start, 0)
+
+        new = {"rows": Result(*map(put, carry["rows"], result(total, options)))}
+        if "x" in wanted:
+            dx = matmul("nv,vd->nd", d, w, options, sums) * norm
+            new["x"] = put(carry["x"], dx)
+        if "w" in wanted:
+            # Float32 whatever the dtype of w: rounding every partial sum would cost more with every chunk.
+            equation, pair = (
+                ("nv,nd->vd", (d, x_chunk)) if options.layout == "vd" else ("nd,nv->vd", (x_chunk, d))
+            )
+            dw = matmul(equation, *pair, options, sums)
+            new["w"] = carry["w"] + dw if "w" in carry else dw
+        if "bias" in wanted:
+            db = d.sum(0, dtype=sums)
+            new["bias"] = carry["bias"] + db if "bias" in carry else db
+        return new
+
+    def rows_buffer() -> Array:
+        return vary(jnp.zeros(x.shape[:1], sums), axes)
+
+    carry: dict[str, Any] = {
+        "rows": Result(
+            rows_buffer(), rows_buffer(), *((rows_buffer() if options.aux else None) for _ in "ce")
+        )
+    }
+    if "x" in wanted:
+        carry["x"] = vary(jnp.zeros(x.shape, x.dtype), axes)
+    # The first chunk starts dW instead of adding to zeros: 4 D V bytes less to write.
+    carry = for_chunks(step, carry, x.shape[0], token_chunk(operands, options))
+    rows = carry.pop("rows")
+    if "w" in wanted:
+        carry["w"] = (carry["w"] * norm).astype(_saved(w.dtype))
+    if "bias" in wanted:
+        carry["bias"] = carry["bias"] * norm
+    return rows, carry
+
+
+def _saved(dtype: Any) -> Any:
+    """What a gradient is saved in. A loss scale comes with the cotangent, too late for float16's range."""
+    return jnp.float32 if dtype == jnp.float16 else dtype

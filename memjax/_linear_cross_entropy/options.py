@@ -1,0 +1,125 @@
+"""What the implementations share: the static options, the arrays, chunk sizes, and a loop over chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Array = jax.Array
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything about one call that is known when it is traced."""
+
+    layout: str  # "vd": w is (V, D); "dv": w is (D, V)
+    vocabulary: int  # over all devices of `axis_name`
+    label_smoothing: float
+    z_loss: float
+    softcap: float | None
+    logit_scale: float
+    chunk: int | None
+    axis_name: str | tuple[str, ...] | None
+    aux: bool
+    kernels: str  # "jnp" or "triton"
+
+
+class Operands(NamedTuple):
+    """The arrays of one call, tokens flattened. `labels` are columns of the whole vocabulary, -1 for none."""
+
+    x: Array  # (N, D)
+    w: Array  # (V, D) or (D, V)
+    bias: Array | None  # (V,)
+    labels: Array  # (N,) int32; with soft targets their largest entry, used by aux only
+    targets: Array | None  # (N, V) soft targets
+    scale: Array | None  # (N,) what each token's loss is multiplied by; None where the losses are not summed
+
+
+class Result(NamedTuple):
+    """`loss` is this device's share: summed over `axis_name` it is the loss. The rest is equal on all
+    devices."""
+
+    loss: Array  # () or (N,)
+    lse: Array  # (N,)
+    correct: Array | None  # (N,) 1.0 where no logit is larger than the label's
+    entropy: Array | None  # (N,) of the predicted distribution, in nats
+
+
+def accumulator(dtype: Any) -> Any:
+    """The dtype of sums and of row statistics: float32, or float64 for float64 inputs."""
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
+
+
+def columns(operands: Operands, options: Options) -> int:
+    """Columns of the vocabulary on this device."""
+    return operands.w.shape[options.layout.index("v")]
+
+
+def matmul(equation: str, a: Array, b: Array, options: Options, dtype: Any) -> Array:
+    """`einsum` in which "vd" stands for the head, whichever way it is stored. Operands are never cast."""
+    return jnp.einsum(equation.replace("vd", options.layout), a, b, preferred_element_type=dtype)
+
+
+def head_columns(w: Array, start: Any, size: int, options: Options) -> Array:
+    """The rows of a (V, D) head, or columns of a (D, V) one, of `size` entries of the vocabulary."""
+    return lax.dynamic_slice_in_dim(w, start, size, options.layout.index("v"))
+
+
+def _power_of_two_up_to(limit: int) -> int:
+    return 1 << max(limit.bit_length() - 1, 0)
+
+
+def token_chunk(operands: Operands, options: Options) -> int:
+    """Tokens per chunk: D rounded down to a power of two, so that a chunk of bf16 logits takes at most half
+    of the float32 gradient of the head, but at least 1024 on a GPU (below, that gradient's traffic exceeds its
+    matmul) and 128 elsewhere."""
+    tokens, dim = operands.x.shape
+    least = 1024 if options.kernels == "triton" else 128
+    return min(options.chunk or max(_power_of_two_up_to(dim), least), tokens)
+
+
+def vocabulary_chunk(operands: Operands, options: Options, chunk: int | None) -> int:
+    """Vocabulary entries per chunk: 8 D bytes of logits a token rounded down to a power of two, so that a
+    chunk takes at most twice the float32 gradient of x; at least 1024."""
+    default = max(_power_of_two_up_to(8 * operands.x.shape[1] // operands.x.dtype.itemsize), 1024)
+    return min(chunk or default, columns(operands, options))
+
+
+def for_chunks(body: Callable[[Any, Any, int], Any], carry: Any, stop: int, chunk: int) -> Any:
+    """`carry = body(carry, start, size)` over [0, stop): first what does not fill a chunk, or one chunk, then
+    one loop of equal chunks. Sums may start in the first step: the carry's structure is fixed only from then
+    on."""
+    first = stop % chunk or min(chunk, stop)
+    carry = body(carry, 0, first)
+    rest = (stop - first) // chunk
+    if rest == 1:
+        # XLA merges matmuls that share an operand: hold the second until the first is done, or both are in
+        # memory.
+        leaf = jax.tree.leaves(carry)[0]
+        start, _ = lax.optimization_barrier((jnp.asarray(first, jnp.int32), leaf[(0,) * leaf.ndim]))
+        carry = body(carry, start, chunk)
+    elif rest > 1:
+        carry, _ = lax.scan(
+            lambda c, i: (body(c, first + i * chunk, chunk), None), carry, jnp.arange(rest, dtype=jnp.int32)
+        )
+    return carry
+
+
+def varying_axes(*arrays: Any) -> frozenset[str]:
+    """Mesh axes over which any of the arrays differs, inside a `shard_map` that tracks it."""
+    return frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in arrays))
+
+
+def vary(tree: Any, axes: frozenset[str]) -> Any:
+    """The same values, typed as differing over `axes`. Its transpose sums cotangents over the axes added."""
+
+    def one(a: Array) -> Array:
+        missing = tuple(sorted(axes - varying_axes(a)))
+        return lax.pcast(a, missing, to="varying") if missing else a
+
+    return jax.tree.map(one, tree)

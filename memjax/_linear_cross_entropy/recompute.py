@@ -1,0 +1,118 @@
+"""Per-token losses in chunks of the vocabulary, the logits computed a second time for the gradient.
+
+Forward: one pass over the vocabulary folds each chunk of logits into row statistics. Only the log-sum-exp (N
+  float32)
+is saved. Backward: a second pass computes the chunk again, turns it into its gradient, adds its part to dx
+(float32) and writes its rows of dW, once, in the dtype of w. Four matmuls in all. For chunks of c entries of
+b-byte logits the temporaries are b N c for the chunk, 4 N D for dx, and the chunk of w and of dW (2 b c D).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from memjax._linear_cross_entropy import chunks
+from memjax._linear_cross_entropy.options import (
+    Array,
+    Operands,
+    Options,
+    Result,
+    accumulator,
+    columns,
+    for_chunks,
+    head_columns,
+    matmul,
+    vary,
+    varying_axes,
+    vocabulary_chunk,
+)
+from memjax._linear_cross_entropy.rows import Stats, all_reduce, diagnostics, log_sum_exp, loss_share, merge
+
+
+def local_labels(operands: Operands, options: Options) -> Array:
+    """Labels counted from this device's first column."""
+    if options.axis_name is None:
+        return operands.labels
+    return operands.labels - lax.axis_index(options.axis_name) * columns(operands, options)
+
+
+def _chunk(
+    operands: Operands, labels: Array, start: Any, size: int, options: Options
+) -> tuple[Array, Array, Array | None, Array, Array | None]:
+    """What a chunk of the vocabulary needs: (w, products, bias, labels, targets), counted from `start`."""
+    w = head_columns(operands.w, start, size, options)
+    products = matmul("nd,vd->nv", operands.x, w, options, operands.x.dtype)
+    bias, targets = operands.bias, operands.targets
+    if bias is not None:
+        bias = lax.dynamic_slice_in_dim(bias, start, size)
+    if targets is not None:
+        targets = lax.dynamic_slice_in_dim(targets, start, size, 1)
+    return w, products, bias, labels - start, targets
+
+
+def statistics(operands: Operands, options: Options, chunk: int | None) -> Stats:
+    """Row statistics over the whole vocabulary, all devices'."""
+    labels = local_labels(operands, options)
+
+    def step(total: Stats | None, start: Any, size: int) -> Stats:
+        _, products, bias, local, targets = _chunk(operands, labels, start, size, options)
+        new = chunks.stats(products, bias, local, targets, options)
+        new = vary(new, varying_axes(operands.x))
+        return new if total is None else merge(total, new)
+
+    size = vocabulary_chunk(operands, options, chunk)
+    return all_reduce(for_chunks(step, None, columns(operands, options), size), options)
+
+
+def result(total: Stats, options: Options) -> Result:
+    return Result(loss_share(total, options), log_sum_exp(total), *diagnostics(total))
+
+
+def token_losses(operands: Operands, options: Options) -> tuple[Result, Stats]:
+    total = statistics(operands, options, options.chunk)
+    return result(total, options), total
+
+
+def gradients(
+    operands: Operands, total: Stats, cotangent: Array, options: Options, wanted: frozenset[str]
+) -> dict[str, Array]:
+    """Gradients, of those of "x", "w" and "bias" that are wanted, of sum(cotangent * losses)."""
+    # Logits that both passes compute would be merged, and kept from one to the other.
+    x, cotangent = lax.optimization_barrier((operands.x, cotangent))
+    operands = operands._replace(x=x)
+    w = operands.w
+    sums = accumulator(x.dtype)
+    axes = varying_axes(x)
+    labels = local_labels(operands, options)
+    lse = log_sum_exp(total)
+    vocabulary_axis = options.layout.index("v")
+
+    def step(carry: dict[str, Array], start: Any, size: int) -> dict[str, Array]:
+        w_chunk, products, bias, local, targets = _chunk(operands, labels, start, size, options)
+        d = chunks.gradient(products, bias, local, targets, lse, total.mass, cotangent, options)
+        new = dict(carry)
+        if "x" in wanted:
+            dx = matmul("nv,vd->nd", d, w_chunk, options, sums)
+            new["x"] = carry["x"] + dx if "x" in carry else dx
+        if "w" in wanted:
+            equation = "nv,nd->vd" if options.layout == "vd" else "nd,nv->vd"
+            dw = matmul(equation, *((d, x) if options.layout == "vd" else (x, d)), options, w.dtype)
+            new["w"] = lax.dynamic_update_slice_in_dim(carry["w"], dw, start, vocabulary_axis)
+        if "bias" in wanted:
+            db = d.sum(0, dtype=sums).astype(carry["bias"].dtype)
+            new["bias"] = lax.dynamic_update_slice_in_dim(carry["bias"], db, start, 0)
+        return new
+
+    carry = {}
+    if "w" in wanted:
+        carry["w"] = vary(lax.empty(w.shape, w.dtype), axes)
+    if "bias" in wanted and operands.bias is not None:
+        carry["bias"] = vary(jnp.zeros_like(operands.bias), axes)
+    size = vocabulary_chunk(operands, options, options.chunk)
+    grads = for_chunks(step, carry, columns(operands, options), size)
+    if "x" in wanted:
+        grads["x"] = grads["x"].astype(x.dtype)
+    return grads

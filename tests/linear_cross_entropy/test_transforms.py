@@ -1,0 +1,243 @@
+"""jit, vmap, checkpoint, scan, second derivatives, sharding."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import memjax
+
+from .oracle import example, plain, relative_error
+
+ALGORITHMS = ["forward_grad", "recompute"]
+
+
+def loss_of(implementation, **options):
+    return partial(memjax.linear_cross_entropy, implementation=implementation, chunk=16, **options)
+
+
+@pytest.mark.parametrize("implementation", ALGORITHMS)
+def test_transforms_compose(implementation):
+    """Inside jit, checkpoint and a scan over layers' worth of work, with a cotangent that is not one."""
+    x, w, labels = example(0, 50, 8, 33)
+
+    def scanned(loss, wrap):
+        def function(x, w):
+            def body(carry, scale):
+                return carry + jnp.sin(wrap(lambda x, w: loss(x * scale, w, labels))(x, w)), None
+
+            return jax.lax.scan(body, 0.0, jnp.array([0.5, 1.0, 2.0]))[0]
+
+        return jax.jit(jax.value_and_grad(function, argnums=(0, 1)))(x, w)
+
+    expected = scanned(plain, lambda f: f)
+    for wrap in (lambda f: f, jax.checkpoint):
+        actual = scanned(loss_of(implementation), wrap)
+        for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+            assert relative_error(a, e) < 1e-5
+
+
+@pytest.mark.parametrize("implementation", ALGORITHMS)
+def test_second_derivatives(implementation):
+    x, w, labels = example(0, 20, 6, 19)
+
+    def curvature(loss):
+        def slope(x, w):
+            gx, gw = jax.grad(lambda x, w: loss(x, w, labels), argnums=(0, 1))(x, w)
+            return (gx**2).sum() + (jnp.cos(gw)).sum()
+
+        return jax.jit(jax.grad(slope, argnums=(0, 1)))(x, w)
+
+    for a, e in zip(curvature(loss_of(implementation)), curvature(plain), strict=True):
+        assert relative_error(a, e) < 1e-4
+
+
+@pytest.mark.parametrize("implementation", ALGORITHMS)
+def test_forward_mode_raises(implementation):
+    x, w, labels = example(0, 20, 6, 19)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda x: loss_of(implementation)(x, w, labels), (x,), (x,))
+
+
+def batched_example():
+    x, w, labels = example(1, 60, 8, 33)
+    return x.reshape(4, 15, 8), w, labels.reshape(4, 15)
+
+
+@pytest.mark.parametrize("implementation", ALGORITHMS)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_vmap_over_a_shared_head(implementation, reduction):
+    if reduction == "none" and implementation == "forward_grad":
+        pytest.skip("forward_grad has no per-token losses")
+    x, w, labels = batched_example()
+    coefficients = jnp.arange(1.0, 5.0)
+
+    def value_and_grads(loss):
+        def total(x, w):
+            values = jax.vmap(lambda x, y: loss(x, w, y, reduction=reduction).sum())(x, labels)
+            return (values * coefficients).sum(), values
+
+        return jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))
+
+    actual = value_and_grads(loss_of(implementation))(x, w)
+    expected = value_and_grads(plain)(x, w)
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert relative_error(a, e) < 1e-6
+    text = value_and_grads(loss_of(implementation)).lower(x, w).as_text()
+    assert "4x33x8" not in text, "a gradient of the head per example"
+
+
+@pytest.mark.parametrize("implementation", ALGORITHMS)
+@pytest.mark.parametrize("axes", [(0, None, 0), (0, 0, 0), (None, 0, None)])
+def test_per_example_gradients(implementation, axes):
+    """vmap of grad, and vmap over heads: here a gradient of the head per example is what is asked for."""
+    x, w, labels = batched_example()
+    heads = jnp.stack([w, 2 * w, w + 1, -w])
+    arguments = [a if axis == 0 else a[0] for a, axis in zip((x, heads, labels), axes, strict=True)]
+
+    def value_and_grads(loss):
+        return jax.vmap(jax.value_and_grad(loss, argnums=(0, 1)), in_axes=axes)(*arguments)
+
+    actual, expected = value_and_grads(loss_of(implementation)), value_and_grads(plain)
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert relative_error(a, e) < 1e-5
+
+    def grad_of_sum(loss):
+        return jax.grad(lambda x, w: jax.vmap(loss, in_axes=axes)(x, w, arguments[2]).sum(), argnums=(0, 1))(
+            *arguments[:2]
+        )
+
+    for a, e in zip(grad_of_sum(loss_of(implementation)), grad_of_sum(plain), strict=True):
+        assert relative_error(a, e) < 1e-5
+
+
+def mesh(tokens, vocabulary):
+    devices = np.array(jax.devices()[: tokens * vocabulary]).reshape(tokens, vocabulary)
+    return Mesh(devices, ("t", "v"))
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("shape", [(1, 8), (8, 1), (2, 4)])
+@pytest.mark.parametrize("implementation", ["full", *ALGORITHMS])
+@pytest.mark.parametrize("grad_inside", [False, True])
+def test_sharded(shape, implementation, grad_inside):
+    """Tokens and vocabulary sharded, gradients taken outside of and inside the shard_map."""
+    x, w, labels = example(0, 48, 8, 64)
+    bias = jnp.linspace(-1, 1, 64)
+    weights = jnp.linspace(0, 2, 48)
+    options = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 3.0}
+    chunk = {"forward_grad": 5, "recompute": 3}.get(implementation)
+
+    def local(x, w, labels, bias, weights):
+        return memjax.linear_cross_entropy(
+            x, w, labels, bias=bias, weights=weights, implementation=implementation, chunk=chunk,
+            axis_name="v", token_axis_name="t", **options,
+        )  # fmt: skip
+
+    grads = partial(jax.value_and_grad, argnums=(0, 1, 3, 4))
+    specs = (P("t"), P("v"), P("t"), P("v"), P("t"))
+    grad_specs = tuple(specs[i] for i in (0, 1, 3, 4))
+    if grad_inside:
+        function = jax.shard_map(grads(local), mesh=mesh(*shape), in_specs=specs, out_specs=(P(), grad_specs))
+    else:
+        function = grads(jax.shard_map(local, mesh=mesh(*shape), in_specs=specs, out_specs=P()))
+
+    def whole(x, w, labels, bias, weights):
+        return plain(x, w, labels, bias=bias, weights=weights, **options)
+
+    arrays = (x, w, labels, bias, weights)
+    actual, expected = jax.jit(function)(*arrays), grads(whole)(*arrays)
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert a.shape == e.shape
+        assert relative_error(a, e) < 1e-5
+
+
+@pytest.mark.parametrize("implementation", ["full", *ALGORITHMS])
+def test_sharded_without_tracking(implementation):
+    """`check_vma=False`, where nothing says which values differ between devices."""
+    x, w, labels = example(0, 48, 8, 64)
+    loss = partial(
+        memjax.linear_cross_entropy, implementation=implementation, axis_name="v", token_axis_name="t"
+    )
+    function = jax.shard_map(
+        loss, mesh=mesh(2, 4), in_specs=(P("t"), P("v"), P("t")), out_specs=P(), check_vma=False
+    )
+    actual = jax.jit(jax.value_and_grad(function, argnums=(0, 1)))(x, w, labels)
+    expected = jax.value_and_grad(plain, argnums=(0, 1))(x, w, labels)
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert relative_error(a, e) < 1e-5
+
+
+@pytest.mark.parametrize("soft", [False, True])
+def test_sharded_losses_and_aux(soft):
+    x, w, labels = example(0, 24, 8, 64)
+    if soft:
+        labels = jax.random.uniform(jax.random.key(1), (24, 64))
+
+    def local(x, w, labels):
+        return memjax.linear_cross_entropy(
+            x, w, labels, reduction="none", axis_name="v", token_axis_name="t", return_aux=True, chunk=3
+        )
+
+    label_spec = P("t", "v") if soft else P("t")
+    aux_specs = type(memjax.linear_cross_entropy(x, w, labels, return_aux=True)[1])(P("t"), P(), P(), P())
+    function = jax.shard_map(
+        local, mesh=mesh(2, 4), in_specs=(P("t"), P("v"), label_spec), out_specs=(P("t"), aux_specs)
+    )
+    losses, aux = jax.jit(function)(x, w, labels)
+    expected, expected_aux = memjax.linear_cross_entropy(
+        x, w, labels, reduction="none", return_aux=True, implementation="full"
+    )
+    np.testing.assert_allclose(losses, expected, rtol=1e-5, atol=1e-6)
+    for a, e in zip(aux, expected_aux, strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ALGORITHMS)
+def test_vocabulary_axis_traffic(implementation):
+    """Two reductions over the vocabulary's axis in the forward pass; the head and its gradient stay where
+    they are."""
+    x, w, labels = example(0, 48, 8, 64)
+    function = jax.shard_map(
+        partial(memjax.linear_cross_entropy, implementation=implementation, axis_name="v"),
+        mesh=mesh(1, 8), in_specs=(P(), P("v"), P()), out_specs=P(),
+    )  # fmt: skip
+    text = jax.jit(jax.grad(function, argnums=(0, 1))).lower(x, w, labels).compile().as_text()
+    assert "all-gather" not in text
+    assert "all-to-all" not in text
+    reduced = [line for line in text.splitlines() if "all-reduce(" in line]
+    assert reduced
+    assert not [line for line in reduced if "[8,8]" in line], "dW is local"
+
+
+def test_tied_embedding_and_linen_head():
+    """The two lines a user swaps, with Flax."""
+    from flax import nnx
+
+    rngs = nnx.Rngs(0)
+    embed, head = nnx.Embed(33, 8, rngs=rngs), nnx.Linear(8, 33, rngs=rngs)
+    tokens = jax.random.randint(jax.random.key(0), (2, 10), 0, 33)
+
+    def tied(embed):
+        return memjax.linear_cross_entropy(embed(tokens), embed.embedding[...], jnp.roll(tokens, -1, 1))
+
+    def tied_plain(embed):
+        x = embed(tokens)
+        return plain(x.reshape(-1, 8), embed.embedding[...], jnp.roll(tokens, -1, 1).reshape(-1))
+
+    def linear(head):
+        kernel, bias = head.kernel[...], head.bias[...]
+        return memjax.linear_cross_entropy(embed(tokens), kernel, tokens, layout="dv", bias=bias)
+
+    def linear_plain(head):
+        log_p = jax.nn.log_softmax(head(embed(tokens)))
+        return -jnp.take_along_axis(log_p, tokens[..., None], -1).mean()
+
+    for ours, theirs, module in ((tied, tied_plain, embed), (linear, linear_plain, head)):
+        actual, expected = nnx.grad(ours)(module), nnx.grad(theirs)(module)
+        for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+            assert relative_error(a, e) < 1e-5
