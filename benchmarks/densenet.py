@@ -1,0 +1,118 @@
+"""DenseNets measured: `python -m benchmarks.densenet step | batch | depth`; every case runs in a process of its own.
+
+step: DenseNet-264 (k=48), 224x224, bfloat16, on a GPU, beside torchvision's two variants where torch is installed.
+batch: the largest batch of the same network in a given amount of GPU memory.
+depth: the paper's figures 4 and 5: DenseNet-BC (k=12), 32x32, memory (compiled) and, if asked, time against depth.
+"""
+
+import dataclasses
+import importlib.util
+from typing import Literal
+
+import tyro
+
+from benchmarks import record
+
+MODULE = "benchmarks.densenet_cases"
+Keep = Literal["all", "convolutions", "features"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Time and memory of a training step at one batch size."""
+
+    keeps: tuple[Keep, ...] = ("convolutions", "features")
+    batches: tuple[int, ...] = (64,)
+    implementations: tuple[Literal["triton", "xla"], ...] = ("triton", "xla")
+    torch: bool = True
+    name: str = "densenet264_step"
+
+    def cases(self) -> list[dict]:
+        cases: list[dict] = [
+            {"library": "jax", "keep": k, "batch": b, "implementation": i, "optimizer": o}
+            for b in self.batches
+            for k in self.keeps
+            for i in (self.implementations if k != "all" else self.implementations[:1])
+            for o in ((False, True) if i == self.implementations[0] else (False,))
+        ]
+        if self.torch and importlib.util.find_spec("torchvision") is not None:
+            cases += [{"library": "torch", "memory_efficient": e, "batch": b} for b in self.batches for e in (False, True)]
+        return cases
+
+    def rows(self) -> list[dict]:
+        return [_run(case) for case in self.cases()]
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """The largest batch, in steps of 8, whose training step (no optimizer) runs in `gib` of GPU memory."""
+
+    gib: float = 12.0
+    keeps: tuple[Keep, ...] = ("features", "convolutions")
+    torch: bool = True
+    total_gib: float = 139.8
+    name: str = "densenet264_batch"
+
+    def rows(self) -> list[dict]:
+        searched: list[dict] = [{"library": "jax", "keep": k} for k in self.keeps]
+        if self.torch and importlib.util.find_spec("torchvision") is not None:
+            searched += [{"library": "torch", "memory_efficient": e} for e in (False, True)]
+        return [row for case in searched for row in self._search(case)]
+
+    def _search(self, case: dict) -> list[dict]:
+        """Memory is linear in the batch: extrapolate from two small ones, then step down to one that fits, and up."""
+        jax = case["library"] == "jax"
+        environ = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{self.gib / self.total_gib:.4f}"} if jax else None
+        limit = {} if jax else {"limit_gib": self.gib}
+        repeats = {"repeats": 3}
+        small = [_run({**case, **repeats, "batch": b}) for b in (32, 64)]
+        slope = (small[1]["peak_bytes"] - small[0]["peak_bytes"]) / 32
+        guess = int(64 + (self.gib * 2**30 - small[1]["peak_bytes"]) / slope) // 8 * 8
+        tried: dict[int, dict] = {}
+        while guess not in tried:
+            tried[guess] = _run({**case, **repeats, **limit, "batch": guess}, environ)
+            guess += -8 if "error" in tried[guess] else 8
+        return list(tried.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Depth:
+    """Memory against depth; `time` also runs the steps."""
+
+    depths: tuple[int, ...] = (40, 100, 160, 250, 400, 502)
+    keeps: tuple[Keep, ...] = ("all", "convolutions", "features")
+    batch: int = 64
+    time: bool = False
+    largest_all: int = 160  # plain autodiff of a deeper network takes minutes to compile
+    name: str = "densenet_bc_depth"
+
+    def rows(self) -> list[dict]:
+        return [
+            _run(
+                {
+                    "library": "jax",
+                    "network": "cifar",
+                    "growth_rate": 12,
+                    "size": 32,
+                    "dtype": "float32",
+                    "depth": depth,
+                    "keep": keep,
+                    "batch": self.batch,
+                    "repeats": 3 if self.time else 0,
+                }
+            )
+            for depth in self.depths
+            for keep in self.keeps
+            if keep != "all" or depth <= self.largest_all
+        ]
+
+
+def _run(case: dict, environ: dict[str, str] | None = None) -> dict:
+    row = record.in_fresh_process(MODULE, case, environ)
+    print(row, flush=True)
+    return row
+
+
+if __name__ == "__main__":
+    what = tyro.cli(Step | Batch | Depth, description=__doc__)  # type: ignore[arg-type,var-annotated]
+    print(record.save(what.name, what.rows()))
