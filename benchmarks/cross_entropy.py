@@ -97,7 +97,7 @@ class Bench:
                 out, arrays = step(arrays)
             jax.block_until_ready(out)
             ms = (time.monotonic() - began) / self.config.repeats * 1e3
-            memory = compiled.memory_analysis()
+            memory: Any = compiled.memory_analysis()
             record = {
                 "name": name,
                 "ms": round(ms, 3),
@@ -143,7 +143,7 @@ def errors(bench: Bench) -> None:
         try:
             actual = jax.jit(function).lower(x, w, labels).compile(compiler_options)(x, w, labels)
             norms = [
-                float(np.linalg.norm(np.asarray(a, np.float64) - e) / max(np.linalg.norm(e), 1e-300))
+                float(np.linalg.norm(np.asarray(a, np.float64) - e) / np.linalg.norm(e).clip(1e-300))
                 for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
             ]
             bench.add({"name": f"error: {name}", "relative": [float(f"{n:.4g}") for n in norms]})
@@ -156,8 +156,8 @@ def errors(bench: Bench) -> None:
     report("plain bf16, rounded", both_gradients(plain), exact, xla_allow_excess_precision=False)
     for algorithm, chunks in (("forward_grad", (64, None, 4096)), ("recompute", (512, None))):
         for chunk in chunks:
-            option = {"implementation": algorithm, "chunk": chunk}
-            report(f"{algorithm} chunk={chunk}", both_gradients(functools.partial(loss, **option)), exact)
+            chunked = functools.partial(loss, implementation=algorithm, chunk=chunk)
+            report(f"{algorithm} chunk={chunk}", both_gradients(chunked), exact)
 
     # Every branch of the kernels against the same in plain jax.numpy.
     options: dict[str, Any] = {

@@ -56,55 +56,66 @@ def linear_cross_entropy(
     """Cross-entropy of `softmax(x w^T)` against `labels`, without ever holding the (tokens, vocabulary)
     logits.
 
-    The logits are `softcap(logit_scale * (x w^T + bias))` with `softcap(l) = cap * tanh(l / cap)`. Smoothing, ignored
-    tokens and the mean follow `torch.nn.functional.cross_entropy`: a valid token's loss is
+    The logits are `softcap(logit_scale * (x w^T + bias))` with `softcap(l) = cap * tanh(l / cap)`.
+    Smoothing, ignored tokens and the mean follow `torch.nn.functional.cross_entropy`: a valid token's
+    loss is
 
         lse - (1 - label_smoothing) l_label - label_smoothing mean(l) + z_loss lse^2,   lse = log sum exp l
 
     Args:
       x: (..., D) activations, bfloat16, float16, float32 or float64.
-      w: the head, of x's dtype: (V, D), or (D, V) with `layout="dv"`. A tied `nnx.Embed` holds (V, D), an `nnx.Linear` or a
-        Linen `Dense` kernel (D, V).
-      labels: (...,) integers in [0, V), or `ignore_index`; or (..., V) floating-point soft targets, which get no
-        gradient. Labels out of range raise when they are concrete; under `jit` their losses and all gradients are NaN.
+      w: the head, of x's dtype: (V, D), or (D, V) with `layout="dv"`. A tied `nnx.Embed` holds (V, D), an
+        `nnx.Linear` or a Linen `Dense` kernel (D, V).
+      labels: (...,) integers in [0, V), or `ignore_index`; or (..., V) floating-point soft targets, which
+        get no gradient. Labels out of range raise when they are concrete; under `jit` their losses and
+        all gradients are NaN.
       layout: which way `w` is stored; never guessed, since V may equal D.
       bias: (V,) added to the products.
       ignore_index: tokens with this label have no loss, no gradient, and no part in the mean.
-      weights: (...,) per token, non-negative; "mean" divides by their sum. For class weights pass `class_weights[labels]`.
+      weights: (...,) per token, non-negative; "mean" divides by their sum. For class weights pass
+        `class_weights[labels]`.
       label_smoothing: in [0, 1], spread over the whole vocabulary.
       z_loss: coefficient of `lse**2`, added to the loss of each valid token.
-      reduction: "mean" over valid tokens (0 if there are none), "sum", or "none" for losses of labels' shape, 0 where ignored.
-      chunk: tokens per chunk for "forward_grad", vocabulary entries per chunk for "recompute". By default D rounded
-        down to a power of two (at least 1024 on a GPU, 128 elsewhere), and 8 D / itemsize rounded likewise (at least 1024).
-      axis_name: inside `jax.shard_map`, the mesh axis over which the vocabulary is sharded: `w`, `bias` and soft targets
-        are this device's V / n columns, in the order of the axis; labels stay those of the whole vocabulary. `x` and
-        `labels` are the same on all its devices. One max and two sums per chunk; dW stays local.
-      token_axis_name: the mesh axis over which tokens are sharded: mean and sum are then over all of its tokens.
+      reduction: "mean" over valid tokens (0 if there are none), "sum", or "none" for losses of labels'
+        shape, 0 where ignored.
+      chunk: tokens per chunk for "forward_grad", vocabulary entries per chunk for "recompute". By default
+        D rounded down to a power of two (at least 1024 on a GPU, 128 elsewhere), and 8 D / itemsize
+        rounded likewise (at least 1024).
+      axis_name: inside `jax.shard_map`, the mesh axis over which the vocabulary is sharded: `w`, `bias`
+        and soft targets are this device's V / n columns, in the order of the axis; labels stay those of
+        the whole vocabulary. `x` and `labels` are the same on all its devices. One max and two sums per
+        chunk; dW stays local.
+      token_axis_name: the mesh axis over which tokens are sharded: mean and sum are then over all of its
+        tokens.
       return_aux: also return an `Aux`.
       implementation: None chooses "forward_grad" for "mean" and "sum", "recompute" for "none".
-        - "forward_grad": chunks of tokens, gradients in the forward pass, three matmuls. Saved for the backward pass:
-          dx and dW. Temporaries: itemsize * chunk * V, and 4 D V for dW's float32 sum (the output itself if w is float32,
-          nothing if w is not differentiated). Not for "none". Without differentiation, no gradient work.
+        - "forward_grad": chunks of tokens, gradients in the forward pass, three matmuls. Saved for the
+          backward pass: dx and dW. Temporaries: itemsize * chunk * V, and 4 D V for dW's float32 sum (the
+          output itself if w is float32, nothing if w is not differentiated). Not for "none". Without
+          differentiation, no gradient work.
         - "recompute": chunks of the vocabulary, four matmuls. Saved: x, w and N float32. Temporaries:
           itemsize * N * chunk + 4 N D + 2 * itemsize * chunk * D. Takes any cotangent.
         - "full": all logits, in float32; the plain reference.
-        "/jnp" or "/triton" appended to the first two insists on XLA's own fusions or on Triton kernels, which a GPU with
-        `jax_triton` uses by itself. Triton kernels cannot be differentiated twice; soft targets do not use them.
+        "/jnp" or "/triton" appended to the first two insists on XLA's own fusions or on Triton kernels,
+        which a GPU with `jax_triton` uses by itself. Triton kernels cannot be differentiated twice; soft
+        targets do not use them.
 
     Returns:
-      The loss in float32 (float64 for float64 inputs): () or, for "none", of labels' shape. With `return_aux` a pair
-      (loss, `Aux`).
+      The loss in float32 (float64 for float64 inputs): () or, for "none", of labels' shape. With
+      `return_aux` a pair (loss, `Aux`).
 
-    Float32 matmuls follow `jax.default_matmul_precision`; other matmuls accumulate in float32. Logits are rounded to
-    x's dtype, row statistics and dW's sum are float32. Under `jax.vmap` with an unbatched `w`, tokens are flattened
-    and "recompute" is used, so that dW is not batched. Forward-mode differentiation raises.
+    Float32 matmuls follow `jax.default_matmul_precision`; other matmuls accumulate in float32. Logits are
+    rounded to x's dtype, row statistics and dW's sum are float32. Under `jax.vmap` with an unbatched `w`,
+    tokens are flattened and "recompute" is used, so that dW is not batched. Forward-mode differentiation
+    raises.
 
     Raises:
       TypeError: an argument of the wrong kind or dtype.
-      ValueError: shapes that do not match, values out of range, an implementation that is unknown or cannot run here.
+      ValueError: shapes that do not match, values out of range, an implementation that is unknown or
+        cannot run here.
 
-    Source: mgmalek, "Memory-efficient cross entropy loss" ("forward_grad", both optimisations); Wijmans et al., "Cut your
-    losses in large-vocabulary language models", algorithms 1 to 3 ("recompute").
+    Source: mgmalek, "Memory-efficient cross entropy loss" ("forward_grad", both optimisations); Wijmans
+    et al., "Cut your losses in large-vocabulary language models", algorithms 1 to 3 ("recompute").
     """
     scalars = check.scalars(label_smoothing, z_loss, softcap, logit_scale, chunk, ignore_index)
     vocabulary = check.arrays(x, w, labels, layout, bias, weights, axis_name)
@@ -147,10 +158,7 @@ def linear_cross_entropy(
         loss = jnp.where(valid.reshape(-1), scale.reshape(-1) * result.loss, 0.0)
         loss = loss if reduction == "none" else loss.sum()
     loss = _psum(loss, axis_name)
-    if reduction == "none":
-        loss = loss.reshape(token_shape)
-    else:
-        loss = _psum(loss, token_axis_name)
+    loss = loss.reshape(token_shape) if reduction == "none" else _psum(loss, token_axis_name)
     if not return_aux:
         return loss
     return loss, _aux(result, valid, token_shape, axis_name, token_axis_name)
@@ -181,7 +189,7 @@ def _aux(result: Result, valid: Array, shape: tuple[int, ...], axis_name: Any, t
     count = _psum(valid.sum(dtype=jnp.int32), token_axis_name)
     divisor = jnp.maximum(count, 1).astype(lse.dtype)
 
-    def mean(a: Array) -> Array:
+    def mean(a: Any) -> Array:
         return _psum(jnp.where(valid.reshape(-1), a, 0.0).sum(), token_axis_name) / divisor
 
     return Aux(lse.reshape(shape), mean(correct), mean(entropy), count)

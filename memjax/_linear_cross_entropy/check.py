@@ -125,8 +125,8 @@ def integer_labels(labels: Array, ignore_index: int, vocabulary: int) -> tuple[A
     if not isinstance(wrong, jax.core.Tracer) and wrong.any():
         bad = np.asarray(labels)[np.asarray(wrong)]
         raise ValueError(
-            f"labels: expected values in [0, {vocabulary}) or ignore_index = {ignore_index}, got {int(bad[0])}"
-            f" ({bad.size} such labels)"
+            f"labels: expected values in [0, {vocabulary}) or ignore_index = {ignore_index},"
+            f" got {int(bad[0])} ({bad.size} such labels)"
         )
     return valid, jnp.where(valid & ~wrong, labels, -1), wrong
 
@@ -142,7 +142,8 @@ def implementation(name: str | None, reduction: str, dtype: Any) -> tuple[str, s
     algorithm, _, kernels = name.partition("/")
     if algorithm == "forward_grad" and reduction == "none":
         raise ValueError(
-            'implementation: "forward_grad" needs a scalar loss, but reduction="none"; use "recompute" or "full"'
+            'implementation: "forward_grad" needs a scalar loss, but reduction="none";'
+            ' use "recompute" or "full"'
         )
     reason = _no_triton(dtype)
     if kernels == "triton" and reason:

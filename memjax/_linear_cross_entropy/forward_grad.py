@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -22,6 +23,7 @@ from memjax._linear_cross_entropy.options import (
     Result,
     accumulator,
     for_chunks,
+    head_gradient,
     matmul,
     token_chunk,
     vary,
@@ -59,21 +61,16 @@ def loss_and_gradients(
         products = matmul("nd,vd->nv", x_chunk, w, options, x.dtype)
         total, d = chunks.stats_and_gradient(products, bias, local, q, weight, options)
 
-        def put(buffer: Array | None, value: Array | None) -> Array | None:
-            if buffer is None or value is None:
-                return None
+        def put(buffer: Array, value: Array) -> Array:
             return lax.dynamic_update_slice_in_dim(buffer, vary(value.astype(buffer.dtype), axes), start, 0)
 
-        new = {"rows": Result(*map(put, carry["rows"], result(total, options)))}
+        new: dict[str, Any] = {"rows": jax.tree.map(put, carry["rows"], result(total, options))}
         if "x" in wanted:
             dx = matmul("nv,vd->nd", d, w, options, sums) * norm
             new["x"] = put(carry["x"], dx)
         if "w" in wanted:
             # Float32 whatever the dtype of w: rounding every partial sum would cost more with every chunk.
-            equation, pair = (
-                ("nv,nd->vd", (d, x_chunk)) if options.layout == "vd" else ("nd,nv->vd", (x_chunk, d))
-            )
-            dw = matmul(equation, *pair, options, sums)
+            dw = head_gradient(d, x_chunk, options, sums)
             new["w"] = carry["w"] + dw if "w" in carry else dw
         if "bias" in wanted:
             db = d.sum(0, dtype=sums)

@@ -142,7 +142,8 @@ def _gradient_kernel(
     i = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     _row_gradient(
-        products + i * WIDTH, out + i * WIDTH, bias, tl.load(labels + i), tl.load(lse + i), tl.load(scale + i),
+        products + i * WIDTH, out + i * WIDTH, bias,
+        tl.load(labels + i), tl.load(lse + i), tl.load(scale + i),
         columns, WIDTH, HAS_BIAS, SCALE, CAP, KEEP, SPREAD, Z_LOSS,
     )  # fmt: skip
 

@@ -65,6 +65,13 @@ def matmul(equation: str, a: Array, b: Array, options: Options, dtype: Any) -> A
     return jnp.einsum(equation.replace("vd", options.layout), a, b, preferred_element_type=dtype)
 
 
+def head_gradient(d: Array, x: Array, options: Options, dtype: Any) -> Array:
+    """d^T x, stored as the head is."""
+    if options.layout == "vd":
+        return matmul("nv,nd->vd", d, x, options, dtype)
+    return matmul("nd,nv->vd", x, d, options, dtype)
+
+
 def head_columns(w: Array, start: Any, size: int, options: Options) -> Array:
     """The rows of a (V, D) head, or columns of a (D, V) one, of `size` entries of the vocabulary."""
     return lax.dynamic_slice_in_dim(w, start, size, options.layout.index("v"))
@@ -76,8 +83,8 @@ def _power_of_two_up_to(limit: int) -> int:
 
 def token_chunk(operands: Operands, options: Options) -> int:
     """Tokens per chunk: D rounded down to a power of two, so that a chunk of bf16 logits takes at most half
-    of the float32 gradient of the head, but at least 1024 on a GPU (below, that gradient's traffic exceeds its
-    matmul) and 128 elsewhere."""
+    of the float32 gradient of the head, but at least 1024 on a GPU (below, that gradient's traffic exceeds
+    its matmul) and 128 elsewhere."""
     tokens, dim = operands.x.shape
     least = 1024 if options.kernels == "triton" else 128
     return min(options.chunk or max(_power_of_two_up_to(dim), least), tokens)

@@ -46,7 +46,8 @@ def _bind(primitive: Primitive, operands: Operands, options: Options) -> Result:
 
 
 def _result(outs: Any, options: Options) -> Result:
-    return Result(*outs) if options.aux else Result(*outs, None, None)
+    loss, lse, *aux = outs
+    return Result(loss, lse, *(aux if options.aux else (None, None)))
 
 
 def _flat_forward(primitive: Primitive, tree: Any, options: Options, *flat: Array) -> list[Array]:
@@ -93,7 +94,7 @@ def _differentiable_total(options: Options, wanted: frozenset[str], operands: Op
         result = rows._replace(loss=(operands.scale * rows.loss).sum())
         outs = jax.tree.leaves(vary(result, varying_axes(operands.x)))
         # Cotangents must have the dtypes of what they belong to; nothing else of the operands is needed.
-        like = Operands(*(None if a is None else jnp.zeros((0,), a.dtype) for a in operands))
+        like = Operands._make(None if a is None else jnp.zeros((0,), a.dtype) for a in operands)
         return outs, (like, grads)
 
     def backward(saved: Any, cotangents: Any) -> tuple[Operands]:
@@ -107,7 +108,7 @@ def _differentiable_total(options: Options, wanted: frozenset[str], operands: Op
 
 def _cotangents(like: Operands, grads: dict[str, Array]) -> Operands:
     cast = {k: g.astype(getattr(like, k).dtype) for k, g in grads.items()}
-    return Operands(*(cast.get(name) for name in Operands._fields))
+    return Operands._make(cast.get(name) for name in Operands._fields)
 
 
 def _jvp(
@@ -123,7 +124,8 @@ def _jvp(
     wanted = frozenset(names[i] for i in moving)
     if "targets" in wanted:
         raise ValueError(
-            "labels: gradients with respect to soft targets are not computed; pass jax.lax.stop_gradient(labels)"
+            "labels: gradients with respect to soft targets are not computed;"
+            " pass jax.lax.stop_gradient(labels)"
         )
     differentiable = _differentiable_total if primitive is total_p else _differentiable_tokens
 
@@ -144,7 +146,7 @@ def _batch(primitive: Primitive, args: Any, dims: Any, *, jaxpr: Any, tree: Any,
     batch = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
     operands = jax.tree.unflatten(tree, args)
     remaining = iter(dims)
-    axes = Operands(*(None if a is None else next(remaining) for a in operands))
+    axes = Operands._make(None if a is None else next(remaining) for a in operands)
     if axes.w is not None or axes.bias is not None:
         function = _differentiable_total if primitive is total_p else _differentiable_tokens
         active = frozenset(k for k in _DIFFERENTIABLE if getattr(operands, k) is not None)

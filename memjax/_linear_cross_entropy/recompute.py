@@ -24,6 +24,7 @@ from memjax._linear_cross_entropy.options import (
     columns,
     for_chunks,
     head_columns,
+    head_gradient,
     matmul,
     vary,
     varying_axes,
@@ -98,8 +99,7 @@ def gradients(
             dx = matmul("nv,vd->nd", d, w_chunk, options, sums)
             new["x"] = carry["x"] + dx if "x" in carry else dx
         if "w" in wanted:
-            equation = "nv,nd->vd" if options.layout == "vd" else "nd,nv->vd"
-            dw = matmul(equation, *((d, x) if options.layout == "vd" else (x, d)), options, w.dtype)
+            dw = head_gradient(d, x, options, w.dtype)
             new["w"] = lax.dynamic_update_slice_in_dim(carry["w"], dw, start, vocabulary_axis)
         if "bias" in wanted:
             db = d.sum(0, dtype=sums).astype(carry["bias"].dtype)

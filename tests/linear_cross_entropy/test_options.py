@@ -39,7 +39,7 @@ def value_and_grads(loss, arrays, labels):
     return values, grads
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     implementation=st.sampled_from(IMPLEMENTATIONS),
     tokens=st.sampled_from([1, 7, 13, 32]),
@@ -193,8 +193,8 @@ def test_aux(implementation, soft):
         has_aux=True,
     )(x)
     np.testing.assert_allclose(loss, again, rtol=1e-6)
-    for given in (aux, grad_aux):
-        np.testing.assert_allclose(given.log_sum_exp, lse, rtol=1e-5)
-        assert given.valid_count == valid.sum()
-        np.testing.assert_allclose(given.accuracy, (z.argmax(-1) == best)[valid].mean(), rtol=1e-6)
-        np.testing.assert_allclose(given.entropy, -(p * np.log(p)).sum(-1)[valid].mean(), rtol=1e-4)
+    for reported in (aux, grad_aux):
+        np.testing.assert_allclose(reported.log_sum_exp, lse, rtol=1e-5)
+        assert reported.valid_count == valid.sum()
+        np.testing.assert_allclose(reported.accuracy, (z.argmax(-1) == best)[valid].mean(), rtol=1e-6)
+        np.testing.assert_allclose(reported.entropy, -(p * np.log(p)).sum(-1)[valid].mean(), rtol=1e-4)
