@@ -220,9 +220,7 @@ def main(options: Options) -> None:
     table = Table("", "", "ms", "against lax.scan", "temp MiB", "plan")
     for row in rows:
         temp = f"{row['temp'] / 2**20:.1f}"
-        table.add_row(
-            row["group"], row["name"], f"{row['ms']:.1f}", f"{row['ratio']:.2f}", temp, row.get("plan", "")
-        )
+        table.add_row(row["group"], row["name"], f"{row['ms']:.1f}", f"{row['ratio']:.2f}", temp, row.get("plan", ""))
     console.print(table)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     machine = {
@@ -231,9 +229,7 @@ def main(options: Options) -> None:
         "date": time.strftime("%Y-%m-%d"),
     }
     options.out.write_text(
-        json.dumps(
-            {**machine, "costs": dataclasses.asdict(costs), "options": str(options), "rows": rows}, indent=1
-        )
+        json.dumps({**machine, "costs": dataclasses.asdict(costs), "options": str(options), "rows": rows}, indent=1)
         + "\n"
     )
 

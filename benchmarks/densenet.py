@@ -36,7 +36,9 @@ class Step:
             for o in ((False, True) if i == self.implementations[0] else (False,))
         ]
         if self.torch and importlib.util.find_spec("torchvision") is not None:
-            cases += [{"library": "torch", "memory_efficient": e, "batch": b} for b in self.batches for e in (False, True)]
+            cases += [
+                {"library": "torch", "memory_efficient": e, "batch": b} for b in self.batches for e in (False, True)
+            ]
         return cases
 
     def rows(self) -> list[dict]:
@@ -114,5 +116,5 @@ def _run(case: dict, environ: dict[str, str] | None = None) -> dict:
 
 
 if __name__ == "__main__":
-    what = tyro.cli(Step | Batch | Depth, description=__doc__)  # type: ignore[arg-type,var-annotated]
+    what = tyro.cli(Step | Batch | Depth, description=__doc__)
     print(record.save(what.name, what.rows()))

@@ -1,9 +1,14 @@
-"""One DenseNet training step, in JAX or in torchvision, measured in this process: `python -m benchmarks.densenet_cases --case JSON`."""
+"""One DenseNet training step, in JAX or in torchvision, measured in this process.
+
+`python -m benchmarks.densenet_cases --case JSON`.
+"""
 
 import json
 import math
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
 
 def jax_step(
@@ -39,7 +44,8 @@ def jax_step(
         rngs=nnx.Rngs(0),
     )
     model = build() if repeats else nnx.eval_shape(build)
-    graph, params, state = nnx.split(model, nnx.Param, ...)
+    parts: Any = nnx.split(model, nnx.Param, ...)
+    graph, params, state = parts
     sgd = optax.sgd(0.1, momentum=0.9, nesterov=True)
     momentum = (sgd.init(params) if repeats else jax.eval_shape(sgd.init, params)) if optimizer else None
 
@@ -47,7 +53,8 @@ def jax_step(
         network = nnx.merge(graph, params, state, copy=True)
         logits = network(images)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-        return jnp.mean(losses), nnx.split(network, nnx.Param, ...)[2]
+        parts: Any = nnx.split(network, nnx.Param, ...)
+        return jnp.mean(losses), parts[2]
 
     def step(params, state, momentum, images, labels):
         (value, state), gradient = jax.value_and_grad(loss, has_aux=True)(params, state, images, labels)
@@ -60,9 +67,9 @@ def jax_step(
     labels = jax.ShapeDtypeStruct((batch,), jnp.int32)
     start = time.perf_counter()
     jitted = jax.jit(step, donate_argnums=(0, 1, 2) if optimizer else ())
-    options = remat_compiler_options() if jax.default_backend() == "cpu" else None
+    options: Any = remat_compiler_options() if jax.default_backend() == "cpu" else None
     compiled = jitted.lower(params, state, momentum, images, labels).compile(options)
-    memory = compiled.memory_analysis()
+    memory: Any = compiled.memory_analysis()
     result = {
         "compile_s": round(time.perf_counter() - start, 1),
         "temp_bytes": memory.temp_size_in_bytes,
@@ -73,13 +80,13 @@ def jax_step(
     if not repeats:
         return result
     key = jax.random.key(1)
-    images = jax.random.normal(key, images.shape, images.dtype)
-    labels = jax.random.randint(key, labels.shape, 0, classes)
+    pictures = jax.random.normal(key, images.shape, images.dtype)
+    classed = jax.random.randint(key, labels.shape, 0, classes)
     held = (params, state, momentum)
 
     def run():
         nonlocal held
-        out = compiled(*held, images, labels)
+        out = compiled(*held, pictures, classed)
         if optimizer:
             held = (out[2], out[1], out[3])
         return out[0]
@@ -146,5 +153,5 @@ def torch_step(*, memory_efficient: bool, batch: int, limit_gib: float | None = 
 
 if __name__ == "__main__":
     case = json.loads(sys.argv[sys.argv.index("--case") + 1])
-    steps = {"jax": jax_step, "torch": torch_step}
+    steps: dict[str, Callable] = {"jax": jax_step, "torch": torch_step}
     print(json.dumps(steps[case.pop("library")](**case)))

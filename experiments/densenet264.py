@@ -75,9 +75,7 @@ class DenseNetConfig(RunConfig):
                 raise ExperimentError(f"--{name} must be in [0, 1), got {rate}")
         smallest = 2 ** (len(self.block_sizes) - 1) * (4 if self.stem == "imagenet" else 1)
         if self.image_size < smallest:
-            raise ExperimentError(
-                f"--image-size must be at least {smallest} for this network, got {self.image_size}"
-            )
+            raise ExperimentError(f"--image-size must be at least {smallest} for this network, got {self.image_size}")
         if self.data == "digits" and self.skip_broken:
             raise ExperimentError("--skip-broken is for --data folder")
 

@@ -107,9 +107,7 @@ def measure(fn: Callable, *args: Any, compiler_options: dict[str, Any] | None = 
       TypeError: `fn` is not callable, or a leaf of an argument is no array.
     """
     if not callable(fn):
-        raise TypeError(
-            f"fn must be a function, got {fn!r}. Call memjax.measure(fn, *args), not measure(fn(*args))."
-        )
+        raise TypeError(f"fn must be a function, got {fn!r}. Call memjax.measure(fn, *args), not measure(fn(*args)).")
     _check_arguments(args)
     jitted = fn if isinstance(fn, _JITTED) else jax.jit(fn)
     options = remat_compiler_options() if compiler_options is None else compiler_options
@@ -199,9 +197,7 @@ def _runtime_peak(compiled, args: tuple, argument_bytes: int | None, notes: list
         if peak > old["peak_bytes_in_use"]:
             peaks.append(peak - old["bytes_in_use"] + argument_bytes)
     if not peaks:
-        notes.append(
-            "peak_bytes unknown: something earlier in this process used more; measure in a fresh process"
-        )
+        notes.append("peak_bytes unknown: something earlier in this process used more; measure in a fresh process")
         return None
     return max(peaks)
 

@@ -215,9 +215,7 @@ class _Walk:
         if eqn.primitive.name == "shard_map":
             sizes = eqn.params["mesh"].shape
             shards = math.prod(sizes[axis] for axis in eqn.params["newly_manual_axes"])
-        return ResidualBytes(
-            shards * max(body.device for body in found), shards * max(body.host for body in found)
-        )
+        return ResidualBytes(shards * max(body.device for body in found), shards * max(body.host for body in found))
 
     def forwarded(self, eqn, bodies: Sequence, inputs: Sequence) -> dict[int, Any]:
         """Outputs of a `shard_map` that are one of its inputs: its residuals include replicated arrays."""

@@ -159,7 +159,7 @@ def test_shard_map_counts_all_shards(grad_inside):
     if grad_inside:
         fn = shard(jax.grad(loss), out_specs=P())
     else:
-        fn = lambda weights, x: shard(net, out_specs=P("data"))(weights, x).sum()  # noqa: E731
+        fn = lambda weights, x: shard(net, out_specs=P("data"))(weights, x).sum()
     assert residuals(fn, *arrays()) == MLP_BYTES
 
 

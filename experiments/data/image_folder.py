@@ -100,9 +100,7 @@ class _RandomCrop(_Crop):
         image = self._read(file)
         if image is None:
             return None
-        image = image.resize(
-            (self.size, self.size), Image.Resampling.BILINEAR, box=_random_box(image.size, rng)
-        )
+        image = image.resize((self.size, self.size), Image.Resampling.BILINEAR, box=_random_box(image.size, rng))
         pixels = np.asarray(image)
         return {
             "image": pixels[:, ::-1] if rng.random() < 0.5 else pixels,

@@ -75,6 +75,4 @@ def _require_writable(folder: Path) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise ExperimentError(
-            f"cannot write checkpoints to {folder}: {error.strerror}; choose --runs-dir"
-        ) from error
+        raise ExperimentError(f"cannot write checkpoints to {folder}: {error.strerror}; choose --runs-dir") from error

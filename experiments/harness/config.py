@@ -89,9 +89,7 @@ class RunConfig(RunFlags):
             raise ExperimentError(f"--momentum must be in [0, 1), got {self.momentum}")
         if self.checkpoint_every is not None and self.checkpoint_every <= 0:
             raise ExperimentError(f"--checkpoint-every must be positive, got {self.checkpoint_every}")
-        if list(self.milestones) != sorted(set(self.milestones)) or not all(
-            0 < m < 1 for m in self.milestones
-        ):
+        if list(self.milestones) != sorted(set(self.milestones)) or not all(0 < m < 1 for m in self.milestones):
             raise ExperimentError(f"--milestones must rise between 0 and 1, got {self.milestones}")
 
     @property

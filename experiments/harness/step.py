@@ -114,7 +114,4 @@ def _graph(make_model: Callable[[], nnx.Module], *, train: bool) -> nnx.GraphDef
 
 def _micro_batches(batch: Batch, accumulate: int) -> Batch:
     """(B, ...) -> (accumulate, B / accumulate, ...), strided, so that no example changes its device."""
-    return {
-        key: jnp.moveaxis(value.reshape(-1, accumulate, *value.shape[1:]), 1, 0)
-        for key, value in batch.items()
-    }
+    return {key: jnp.moveaxis(value.reshape(-1, accumulate, *value.shape[1:]), 1, 0) for key, value in batch.items()}

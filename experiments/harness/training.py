@@ -47,9 +47,7 @@ class Trainer:
         self._optimizer = optimizer.sgd(config, self._total_steps)
         self._batch = memory.placed(task.batch, devices.batch_sharding(mesh))
         if not config.resume and (config.folder / "config.json").exists():
-            raise ExperimentError(
-                f"{config.folder} holds a run already: add --resume, or choose another --name"
-            )
+            raise ExperimentError(f"{config.folder} holds a run already: add --resume, or choose another --name")
         self._checkpoints = Checkpoints(config)
         self._checkpoints.check()
         multihost_utils.sync_global_devices("all hosts have looked before one writes")
@@ -79,9 +77,7 @@ class Trainer:
         found = {}
         for name, make_model in self._task.compare.items():
             with waiting(self._console, f"Compiling {name} to compare its memory"):
-                found[name] = memory.measure(
-                    self._jitted(make_model), self._abstract_state(make_model), self._batch
-                )
+                found[name] = memory.measure(self._jitted(make_model), self._abstract_state(make_model), self._batch)
         if jax.process_index() == 0:
             memory.save(self._config.folder / "memory.json", found)
 
@@ -196,9 +192,7 @@ class Trainer:
     def _state(self, step: int) -> TrainState:
         """That of the newest checkpoint, which is of `step`, or a new one for step 0."""
         if step:
-            return self._checkpoints.restore(
-                self._abstract_state(self._task.make_model), self._task.train_batches
-            )
+            return self._checkpoints.restore(self._abstract_state(self._task.make_model), self._task.train_batches)
         init = functools.partial(init_state, self._task.make_model, self._optimizer)
         return jax.jit(init, out_shardings=self._shared, compiler_options=memory.quick_compile())()
 

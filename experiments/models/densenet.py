@@ -1,7 +1,7 @@
 """DenseNets (Huang et al. 2017), with what training keeps in memory as an option.
 
-Sizes as published; DenseNet-264's blocks are (6, 12, 64, 48): the report that introduced it prints another second number,
-which would give 304 layers and 90.5M parameters instead of the 73M of its text.
+Sizes as published; DenseNet-264's blocks are (6, 12, 64, 48): the report that introduced it prints another second
+number, which would give 304 layers and 90.5M parameters instead of the 73M of its text.
 """
 
 import functools
@@ -29,7 +29,9 @@ _COMPRESSION = 0.5
 def bc_blocks(depth: int) -> tuple[int, int, int]:
     """Block sizes of the DenseNet-BC of `depth` for 32x32 images: three equal blocks, two convolutions a layer."""
     if depth < 10 or (depth - 4) % 6:
-        raise ValueError(f"depth must be 6 n + 4 with n at least 1, got {depth}; try {max(10, round((depth - 4) / 6) * 6 + 4)}.")
+        raise ValueError(
+            f"depth must be 6 n + 4 with n at least 1, got {depth}; try {max(10, round((depth - 4) / 6) * 6 + 4)}."
+        )
     return ((depth - 4) // 6,) * 3
 
 
@@ -74,11 +76,13 @@ class DenseNet(nnx.Module):
         )
         if stem == "imagenet":
             self.conv0 = conv(in_channels, channels, (7, 7), strides=2)
-            self.norm0 = NormRelu(channels)
+            self.norm0: NormRelu | None = NormRelu(channels)
         else:
             self.conv0 = conv(in_channels, channels, (3, 3))
             self.norm0 = nnx.data(None)
-        self.blocks, self.norms, self.transitions = nnx.List(), nnx.List(), nnx.List()
+        self.blocks: nnx.List = nnx.List()
+        self.norms: nnx.List = nnx.List()
+        self.transitions: nnx.List = nnx.List()
         for i, layers in enumerate(block_sizes):
             block = memjax.remat.DenseBlock(
                 channels,
@@ -126,7 +130,10 @@ def _at_least_float32(dtype) -> jnp.dtype:
 
 
 class NormRelu(nnx.Module):
-    """Batch normalisation, then ReLU, rounded once; `nnx.BatchNorm`'s gradient takes two more arrays of the input's size."""
+    """Batch normalisation, then ReLU, rounded once.
+
+    The gradient of `nnx.BatchNorm` takes two more arrays of the input's size.
+    """
 
     def __init__(self, channels: int, *, momentum: float = 0.9, epsilon: float = 1e-5):
         self.scale, self.bias = nnx.Param(jnp.ones(channels)), nnx.Param(jnp.zeros(channels))

@@ -66,9 +66,7 @@ def arrays(x: Any, w: Any, labels: Any, layout: Any, bias: Any, weights: Any, ax
         raise ValueError(f'layout: expected "vd" for a (V, D) head or "dv" for a (D, V) one, got {layout!r}')
     for name, a in (("x", x), ("w", w), ("bias", bias), ("weights", weights)):
         if a is not None and not jnp.issubdtype(a.dtype, jnp.floating):
-            raise TypeError(
-                f"{name}: expected a floating-point array, got {a.dtype}; convert it with .astype"
-            )
+            raise TypeError(f"{name}: expected a floating-point array, got {a.dtype}; convert it with .astype")
     if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64):
         raise TypeError(f"x: expected bfloat16, float16, float32 or float64, got {x.dtype}")
     if w.dtype != x.dtype:
@@ -95,9 +93,7 @@ def arrays(x: Any, w: Any, labels: Any, layout: Any, bias: Any, weights: Any, ax
     elif not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"labels: expected integers, or floating-point soft targets, got {labels.dtype}")
     elif labels.shape != x.shape[:-1]:
-        raise ValueError(
-            f"labels: expected shape {x.shape[:-1]} for x of shape {x.shape}, got {labels.shape}"
-        )
+        raise ValueError(f"labels: expected shape {x.shape[:-1]} for x of shape {x.shape}, got {labels.shape}")
     if bias is not None and bias.shape != (local,):
         raise ValueError(f"bias: expected shape {(local,)}, got {bias.shape}")
     if weights is not None and weights.shape != x.shape[:-1]:
@@ -118,9 +114,7 @@ def integer_labels(labels: Array, ignore_index: int, vocabulary: int) -> tuple[A
         never = vocabulary if ignore_index != vocabulary else vocabulary + 1
         labels = jnp.where(fits, labels, jnp.array(never, labels.dtype))
     labels = jnp.asarray(labels, jnp.int32)
-    valid = (
-        labels != ignore_index if _INT32.min <= ignore_index <= _INT32.max else jnp.ones(labels.shape, bool)
-    )
+    valid = labels != ignore_index if _INT32.min <= ignore_index <= _INT32.max else jnp.ones(labels.shape, bool)
     wrong = valid & ((labels < 0) | (labels >= vocabulary))
     if not isinstance(wrong, jax.core.Tracer) and wrong.any():
         bad = np.asarray(labels)[np.asarray(wrong)]
@@ -142,8 +136,7 @@ def implementation(name: str | None, reduction: str, dtype: Any) -> tuple[str, s
     algorithm, _, kernels = name.partition("/")
     if algorithm == "forward_grad" and reduction == "none":
         raise ValueError(
-            'implementation: "forward_grad" needs a scalar loss, but reduction="none";'
-            ' use "recompute" or "full"'
+            'implementation: "forward_grad" needs a scalar loss, but reduction="none"; use "recompute" or "full"'
         )
     reason = _no_triton(dtype)
     if kernels == "triton" and reason:

@@ -11,9 +11,7 @@ def _by_kernel(targets: Array | None, options: Options) -> bool:
     return options.kernels == "triton" and targets is None
 
 
-def stats(
-    products: Array, bias: Array | None, labels: Array, targets: Array | None, options: Options
-) -> Stats:
+def stats(products: Array, bias: Array | None, labels: Array, targets: Array | None, options: Options) -> Stats:
     if _by_kernel(targets, options):
         from memjax._linear_cross_entropy import kernels
 

@@ -39,9 +39,7 @@ def total_loss(operands: Operands, options: Options) -> Result:
     return rows._replace(loss=(operands.scale * rows.loss).sum())
 
 
-def loss_and_gradients(
-    operands: Operands, options: Options, wanted: frozenset[str]
-) -> tuple[Result, dict[str, Array]]:
+def loss_and_gradients(operands: Operands, options: Options, wanted: frozenset[str]) -> tuple[Result, dict[str, Array]]:
     """The result, with a loss per token, and the gradients of the scaled sum, of those wanted."""
     x, w, bias, _, targets, scale = operands
     assert scale is not None
@@ -81,9 +79,7 @@ def loss_and_gradients(
         return vary(jnp.zeros(x.shape[:1], sums), axes)
 
     carry: dict[str, Any] = {
-        "rows": Result(
-            rows_buffer(), rows_buffer(), *((rows_buffer() if options.aux else None) for _ in "ce")
-        )
+        "rows": Result(rows_buffer(), rows_buffer(), *((rows_buffer() if options.aux else None) for _ in "ce"))
     }
     if "x" in wanted:
         carry["x"] = vary(jnp.zeros(x.shape, x.dtype), axes)

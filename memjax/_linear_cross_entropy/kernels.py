@@ -157,9 +157,7 @@ def _stats_and_gradient_kernel(
     i = tl.program_id(0).to(tl.int64)
     row = products + i * WIDTH
     label = tl.load(labels + i)
-    maximum, total, plain, moment, at_label = _row_stats(
-        row, bias, label, WIDTH, BLOCK, HAS_BIAS, SCALE, CAP, SUM, AUX
-    )
+    maximum, total, plain, moment, at_label = _row_stats(row, bias, label, WIDTH, BLOCK, HAS_BIAS, SCALE, CAP, SUM, AUX)
     tl.store(max_out + i, maximum)
     tl.store(sum_out + i, total)
     tl.store(plain_out + i, plain)
@@ -235,9 +233,7 @@ def stats(products: Array, bias: Array | None, labels: Array, options: Options) 
     return _to_stats(sums, options)
 
 
-def gradient(
-    products: Array, bias: Array | None, labels: Array, lse: Array, scale: Array, options: Options
-) -> Array:
+def gradient(products: Array, bias: Array | None, labels: Array, lse: Array, scale: Array, options: Options) -> Array:
     """Written over `products`."""
     tokens, width = products.shape
     block = _block(width, TILES.gradient_block)

@@ -111,21 +111,14 @@ def _cotangents(like: Operands, grads: dict[str, Array]) -> Operands:
     return Operands._make(cast.get(name) for name in Operands._fields)
 
 
-def _jvp(
-    primitive: Primitive, primals: Any, tangents: Any, *, jaxpr: Any, tree: Any, options: Options
-) -> Any:
+def _jvp(primitive: Primitive, primals: Any, tangents: Any, *, jaxpr: Any, tree: Any, options: Options) -> Any:
     del jaxpr
-    names = [
-        name
-        for name, a in zip(Operands._fields, jax.tree.unflatten(tree, primals), strict=True)
-        if a is not None
-    ]
+    names = [name for name, a in zip(Operands._fields, jax.tree.unflatten(tree, primals), strict=True) if a is not None]
     moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero and t.dtype != jax.dtypes.float0]
     wanted = frozenset(names[i] for i in moving)
     if "targets" in wanted:
         raise ValueError(
-            "labels: gradients with respect to soft targets are not computed;"
-            " pass jax.lax.stop_gradient(labels)"
+            "labels: gradients with respect to soft targets are not computed; pass jax.lax.stop_gradient(labels)"
         )
     differentiable = _differentiable_total if primitive is total_p else _differentiable_tokens
 
@@ -196,7 +189,7 @@ def _opaque(function: Any, *args: Any) -> Any:
     """`function(*args)`, whole. Partial evaluation, a step of differentiation, moves what does not change
     from one round of a scan to the next in front of it: masks and constants as large as a chunk of logits."""
     flat, tree = jax.tree.flatten(args)
-    flat_function = lambda *flat: function(*jax.tree.unflatten(tree, flat))  # noqa: E731
+    flat_function = lambda *flat: function(*jax.tree.unflatten(tree, flat))
     jaxpr, shape = jax.make_jaxpr(flat_function, return_shape=True)(*flat)
     return jax.tree.unflatten(jax.tree.structure(shape), opaque_p.bind(*flat, jaxpr=jaxpr))
 

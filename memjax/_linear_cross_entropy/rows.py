@@ -46,9 +46,7 @@ def _finite(maximum: Array) -> Array:
     return jnp.where(maximum == -jnp.inf, 0.0, maximum)
 
 
-def stats(
-    products: Array, bias: Array | None, labels: Array, targets: Array | None, options: Options
-) -> Stats:
+def stats(products: Array, bias: Array | None, labels: Array, targets: Array | None, options: Options) -> Stats:
     """Statistics of one chunk. `labels` count from the chunk's first column; those outside match nothing."""
     z = logits(products, bias, options)
     maximum = z.max(-1)
@@ -100,9 +98,7 @@ def all_reduce(local: Stats, options: Options) -> Stats:
     maximum = lax.pmax(lax.stop_gradient(local.max), options.axis_name)
     scale = jnp.exp(local.max - _finite(maximum))
     moment = None if local.moment is None else local.moment * scale
-    summed, mass, label, moment = lax.psum(
-        (local.sum * scale, local.mass, local.label, moment), options.axis_name
-    )
+    summed, mass, label, moment = lax.psum((local.sum * scale, local.mass, local.label, moment), options.axis_name)
     return Stats(maximum, summed, local.target, mass, label, moment)
 
 

@@ -41,9 +41,7 @@ class Blocks:
 
     def advance(self, carry: Arrays, start: Any, n: int) -> Arrays:
         """The carry after `n` steps from `start` on."""
-        return _loop(
-            n, lambda carry, i: (self.step.run(self.consts, carry, self._x(start + i))[0], []), carry
-        )[0]
+        return _loop(n, lambda carry, i: (self.step.run(self.consts, carry, self._x(start + i))[0], []), carry)[0]
 
     def emit(self, carry: Arrays, start: Any, n: int) -> tuple[Arrays, Arrays]:
         """(carry, ys): the same with outputs, in the order of their rows."""
@@ -74,8 +72,7 @@ class Blocks:
         def body(pull, i):
             j = start + i
             ct_y = [
-                zeros(aval) if ct is None else at(ct, self._row(j))
-                for aval, ct in zip(y_types, ct_ys, strict=True)
+                zeros(aval) if ct is None else at(ct, self._row(j)) for aval, ct in zip(y_types, ct_ys, strict=True)
             ]
             kept_here = [at(k, i) for k in kept]
             d_consts, d_carry, d_x = backward.back(self.consts, self._x(j), kept_here, pull.carry, ct_y)

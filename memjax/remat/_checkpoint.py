@@ -75,9 +75,7 @@ def checkpoint(
         outs = jaxpr_as_fun(jaxpr)(*jax.tree.leaves((dynamic, kwargs)))
         return jax.tree.unflatten(jax.tree.structure(out_shape), outs)
 
-    return jax.checkpoint(
-        checked, prevent_cse=prevent_cse, policy=policy.to_jax(), static_argnums=static_argnums
-    )
+    return jax.checkpoint(checked, prevent_cse=prevent_cse, policy=policy.to_jax(), static_argnums=static_argnums)
 
 
 def _warn_of_unmatched(f: Callable, policy: NamePolicy, closed_jaxpr) -> None:

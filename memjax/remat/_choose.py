@@ -106,12 +106,8 @@ def _nests(length: int, budget: int, carry: int, kept: int, costs: Costs) -> Ite
     for depth, ratio in ((1, 1.01), (2, 1.08), (3, 1.25), (4, 1.5)):
         sizes = np.array(_sizes(length, ratio))
         block, *parts = np.meshgrid(*[sizes[sizes * carry <= budget]] * depth, indexing="ij", sparse=True)
-        inner = (
-            sum((part * carry for part in parts), np.int64(0)) + block * kept
-        )  # while a block is backpropagated
-        size = (
-            block * np.prod(np.broadcast_arrays(*parts), axis=0) if parts else block
-        )  # steps of an outermost part
+        inner = sum((part * carry for part in parts), np.int64(0)) + block * kept  # while a block is backpropagated
+        size = block * np.prod(np.broadcast_arrays(*parts), axis=0) if parts else block  # steps of an outermost part
         inner, size, block = np.broadcast_arrays(inner, size, block)
         # The tail: as many steps as its residuals fit, the rest being a whole number of outermost parts.
         smallest = length % size

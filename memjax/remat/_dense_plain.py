@@ -45,10 +45,12 @@ def plain(spec: DenseSpec, params: DenseParams, running: DenseStatistics, key, x
         if i == spec.num_layers - 1:  # the last layer reads every channel that has statistics
             used = used1
         if params.kernel1 is not None:
+            assert params.scale2 is not None
+            assert params.bias2 is not None
+            assert running.mean2 is not None
+            assert running.var2 is not None
             z = checkpoint_name(conv1x1(hidden, params.kernel1[rows]), policies.CONV_OUTPUT)
-            hidden, used2 = _normalise(
-                spec, z, params.scale2[i], params.bias2[i], (running.mean2[i], running.var2[i])
-            )
+            hidden, used2 = _normalise(spec, z, params.scale2[i], params.bias2[i], (running.mean2[i], running.var2[i]))
             statistics2.append(used2)
             kernel2 = params.kernel2[i]
         else:

@@ -1,4 +1,6 @@
-"""The dense block over one shared feature buffer, after "Memory-Efficient Implementation of DenseNets" (Pleiss et al. 2017).
+"""The dense block over one shared feature buffer.
+
+After "Memory-Efficient Implementation of DenseNets" (Pleiss et al. 2017, arXiv 1707.06990), sections 3 and 4.
 
 Features are only ever appended, so the block's output already holds the input of every layer as a prefix. Between
 forward and backward nothing else is kept (`keep="features"`), or besides it the output of every 1x1 convolution
@@ -6,9 +8,9 @@ forward and backward nothing else is kept (`keep="features"`), or besides it the
 
 Three things make this cheap.
 
-* One loop body serves a run of layers: channel counts differ, so the body works on the run's widest prefix and switches
-  the excess channels off by a zero gain and bias. The program's size grows with the logarithm of the depth. Kernels that
-  take the number of channels at run time serve all layers with one body, and waste nothing.
+* One loop body serves a run of layers: channel counts differ, so the body works on the run's widest prefix and
+  switches the excess channels off by a zero gain and bias. The program's size grows with the logarithm of the depth. Kernels
+  that take the number of channels at run time serve all layers with one body, and waste nothing.
 * A channel's batch mean and variance are the same for every layer that reads it: they are computed once.
 * So their gradient can be put off, exactly. With `x_hat = (x - mean) * inv` and `y = g * x_hat + b`, layer l contributes
   `g_l * inv * (dy_l - mean(dy_l) - x_hat * mean(dy_l * x_hat))` to dx. The first term is added to one gradient
@@ -103,7 +105,10 @@ def _own(spec, params, statistics, start, stop, wide):
             "scale2": params.scale2[start:stop],
             "bias2": params.bias2[start:stop],
             "kernel2": params.kernel2[start:stop],
-            "statistics": (statistics.mean2[start:stop].astype(wide), statistics.var2[start:stop].astype(wide)),
+            "statistics": (
+                statistics.mean2[start:stop].astype(wide),
+                statistics.var2[start:stop].astype(wide),
+            ),
         }
     return jnp.arange(start, stop), own
 
@@ -177,8 +182,8 @@ def _backward(spec: DenseSpec, implementation: str, saved, d_features):
 
     def layer(width, total, inputs):
         i, own, z = inputs
-        # A prefix and its normalisation are the same in every iteration of a loop: left alone, the compiler would compute
-        # them once, ahead of it, and hold them. They have to depend on something that changes.
+        # A prefix and its normalisation are the same in every iteration of a loop: left alone, the compiler would
+        # compute them once, ahead of it, and hold them. They have to depend on something that changes.
         features, mean, var, mean_dy = lax.optimization_barrier((saved_features, used_mean, used_var, total.mean_dy))
         total = total._replace(mean_dy=mean_dy)
         d_new = put_off(features, mean, var, total, spec.channels(i), spec.growth_rate)

@@ -1,7 +1,7 @@
 """What a dense block is: its static description, its parameters, and its batch statistics as arrays.
 
-Parameters of all layers are stored together. Layer `i` reads the first `c_i = in_features + i * growth_rate` channels, so
-its scales, biases and 1x1 kernel rows are the `c_i` rows that start at `offset(i)` of one long array. One array per kind
+Parameters of all layers are stored together. Layer `i` reads the first `c_i = in_features + i * growth_rate` channels,
+so its scales, biases and 1x1 kernel rows are the `c_i` rows that start at `offset(i)` of one long array. One array per kind
 keeps the number of leaves small, and lets one loop body serve every layer.
 """
 

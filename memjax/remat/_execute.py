@@ -41,9 +41,7 @@ def forward(plan: Plan, blocks: Blocks, backward: Backward, init: Arrays) -> tup
             return blocks.keep(backward, carry, start, n)
 
         if keeps.any():
-            carry, y, kept = lax.cond(
-                keep, lambda c, _: blocks.keep(backward, c, start, n), advance, carry, kept
-            )
+            carry, y, kept = lax.cond(keep, lambda c, _: blocks.keep(backward, c, start, n), advance, carry, kept)
         else:
             carry, y, kept = advance(carry, kept)
         stacks = [put(buffer, leaf, row) for buffer, leaf in zip(stacks, kept, strict=True)]
@@ -172,7 +170,4 @@ def _table(plan, blocks, backward, reback, slots, stacks, pull, d_xs, ct_ys):
 
 
 def _write(buffers: Arrays, rows: Arrays, first: Any) -> Arrays:
-    return [
-        lax.dynamic_update_slice_in_dim(buffer, new, first, 0)
-        for buffer, new in zip(buffers, rows, strict=True)
-    ]
+    return [lax.dynamic_update_slice_in_dim(buffer, new, first, 0) for buffer, new in zip(buffers, rows, strict=True)]

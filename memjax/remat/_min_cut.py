@@ -97,9 +97,7 @@ class _Flow:
                     queue.append(head)
         return level
 
-    def _path(
-        self, source: Any, sink: Any, level: dict[Any, int], untried: dict[Any, list[Any]]
-    ) -> list[Any]:
+    def _path(self, source: Any, sink: Any, level: dict[Any, int], untried: dict[Any, list[Any]]) -> list[Any]:
         path = [source]
         while path and path[-1] != sink:
             tail = path[-1]

@@ -16,9 +16,7 @@ import numpy as np
 
 from memjax.remat._schedule import CORE, INIT, Schedule
 
-ADVANCE, KEEP, BACK, REBACK = range(
-    4
-)  # REBACK: run a block again, keeping its residuals, and backpropagate it
+ADVANCE, KEEP, BACK, REBACK = range(4)  # REBACK: run a block again, keeping its residuals, and backpropagate it
 
 
 class Moves(NamedTuple):

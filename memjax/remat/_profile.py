@@ -61,9 +61,7 @@ def profile(f: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any = None)
     def gradient(consts, row, carry):
         here = blocks(consts, row)
         carry, _, kept = here.keep(backward, carry, 0, _STEPS)
-        start = Pull(
-            pick(carry, backward.wrt_carry), [jnp.zeros_like(c) for c in pick(consts, backward.wrt_consts)]
-        )
+        start = Pull(pick(carry, backward.wrt_carry), [jnp.zeros_like(c) for c in pick(consts, backward.wrt_consts)])
         ct_ys = [zeros(aval, (1,)) for aval in pick(step.y, backward.out_float[len(step.carry) :])]
         return here.back(backward, kept, 0, _STEPS, start, ct_ys)[0]
 

@@ -108,9 +108,7 @@ def _differentiable(step: Step, plan: Plan, length: int, reverse: bool) -> Calla
     def run_forward(consts, init, xs):
         chosen = _Chosen(_differentiated(consts), _differentiated(xs))
         consts, init, xs = ([argument.value for argument in group] for group in (consts, init, xs))
-        carry, ys, saved = forward(
-            plan, Blocks(step, consts, xs, length, reverse), chosen.backward(step), init
-        )
+        carry, ys, saved = forward(plan, Blocks(step, consts, xs, length, reverse), chosen.backward(step), init)
         return (carry, ys), (chosen, consts, xs, saved)
 
     def run_backward(residuals, cotangents):
@@ -123,9 +121,7 @@ def _differentiable(step: Step, plan: Plan, length: int, reverse: bool) -> Calla
         blocks = Blocks(step, consts, xs, length, reverse)
         cts = pull_back(plan, blocks, backward, saved, ct_carry, ct_ys)
         masks = (backward.wrt_consts, backward.wrt_carry, backward.wrt_x)
-        return tuple(
-            merge(ct, [None] * (len(mask) - sum(mask)), mask) for ct, mask in zip(cts, masks, strict=True)
-        )
+        return tuple(merge(ct, [None] * (len(mask) - sum(mask)), mask) for ct, mask in zip(cts, masks, strict=True))
 
     run.defvjp(run_forward, run_backward, symbolic_zeros=True)
     return run
@@ -188,9 +184,7 @@ def parse_bytes(budget: int | str) -> int:
                     return int(float(budget.removesuffix(unit)) * _UNITS[unit])
                 except ValueError:
                     break
-        raise ValueError(
-            f'budget must be bytes or a text like "64MiB" (units {", ".join(_UNITS)}), got {budget!r}'
-        )
+        raise ValueError(f'budget must be bytes or a text like "64MiB" (units {", ".join(_UNITS)}), got {budget!r}')
     if budget < 0:
         raise ValueError(f"budget must not be negative, got {budget}")
     return int(budget)

@@ -94,9 +94,7 @@ class Schedule:
         return cls(**json.loads(text))
 
     def __str__(self) -> str:
-        extra = (
-            "" if self.strategy in ("hidden", "internal") else f", internal states of {self.internal_size}"
-        )
+        extra = "" if self.strategy in ("hidden", "internal") else f", internal states of {self.internal_size}"
         ratio = self.forward_steps / self.length if self.length else 0
         return (
             f"{self.strategy} schedule: {self.length} steps, {self.slots} slots{extra}: "
@@ -154,9 +152,7 @@ def schedule(length: int, slots: int, *, strategy: Strategy = "mixed", internal_
 
 
 @functools.lru_cache(maxsize=4)
-def _counts(
-    length: int, slots: int, strategy: str, internal_size: int
-) -> HiddenCounts | InternalCounts | MixedCounts:
+def _counts(length: int, slots: int, strategy: str, internal_size: int) -> HiddenCounts | InternalCounts | MixedCounts:
     if strategy == "hidden":
         return HiddenCounts()
     if strategy == "internal":

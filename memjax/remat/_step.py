@@ -81,9 +81,7 @@ def trace_step(f: Callable[..., Any], init: Any, xs: Any) -> tuple[Step, Arrays]
         if all(new is old for new, old in zip(definite, leaves, strict=True)):
             break
         leaves = definite
-    paths = [
-        jax.tree_util.keystr(path) or "the carry" for path, _ in jax.tree_util.tree_leaves_with_path(init)
-    ]
+    paths = [jax.tree_util.keystr(path) or "the carry" for path, _ in jax.tree_util.tree_leaves_with_path(init)]
     for path, leaf, aval in zip(paths, leaves, out, strict=True):
         got = jax.typeof(leaf)
         if _essence(got) != _essence(aval):
@@ -134,9 +132,7 @@ class Backward:
         treedef = []
 
         def forward(*inputs):
-            out, vjp, rest = jax.vjp(
-                functools.partial(self._floats, inputs), pick(inputs, self.wrt), has_aux=True
-            )
+            out, vjp, rest = jax.vjp(functools.partial(self._floats, inputs), pick(inputs, self.wrt), has_aux=True)
             leaves, tree = jax.tree.flatten(vjp)
             treedef.append(tree)
             return [*merge(out, rest, self.out_float), *leaves]
@@ -148,9 +144,7 @@ class Backward:
         outs, residuals = jaxpr.outvars[:n_out], jaxpr.outvars[n_out:]
         n_consts, n_carry = len(step.consts), len(step.carry)
         consts, carry, x = np.split(np.array(jaxpr.invars, object), [n_consts, n_consts + n_carry])
-        kept = smallest_kept(
-            jaxpr, [*consts, *jaxpr.constvars], x, residuals, lambda var: max(nbytes(var.aval), 1)
-        )
+        kept = smallest_kept(jaxpr, [*consts, *jaxpr.constvars], x, residuals, lambda var: max(nbytes(var.aval), 1))
         self.kept = [var.aval for var in kept]
         self.kept_nbytes = sum(map(nbytes, self.kept))
         self._literals = list(closed.consts)

@@ -200,7 +200,7 @@ class DenseBlock(nnx.Module):
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w o"]:
         spec = self.spec
         x = x if self.dtype is None else x.astype(self.dtype)
-        key = self.dropout_rngs() if spec.dropout_rate > 0 else None
+        key = self.dropout_rngs() if self.dropout_rngs is not None and spec.dropout_rate > 0 else None
         features, used = dense_block(
             spec,
             self.params,

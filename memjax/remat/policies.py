@@ -121,7 +121,5 @@ def _checked(function: str, names: tuple[str, ...]) -> frozenset[str]:
         if not name:
             raise ValueError(f"{function}() got an empty name.")
     if not names:
-        raise ValueError(
-            f"{function}() needs at least one name. To recompute everything leave the policy out."
-        )
+        raise ValueError(f"{function}() needs at least one name. To recompute everything leave the policy out.")
     return frozenset(names)

@@ -34,7 +34,8 @@ def test_published_parameter_counts(depth, growth_rate, published):
 
 
 @pytest.mark.parametrize(
-    ("depth", "growth_rate", "millions"), [(40, 12, 0.176), (100, 12, 0.769), (160, 12, 1.739), (190, 40, 25.6), (250, 24, 15.3)]
+    ("depth", "growth_rate", "millions"),
+    [(40, 12, 0.176), (100, 12, 0.769), (160, 12, 1.739), (190, 40, 25.6), (250, 24, 15.3)],
 )
 def test_published_bc_parameter_counts(depth, growth_rate, millions):
     model = nnx.eval_shape(lambda: densenet_bc(depth, 10, growth_rate=growth_rate, rngs=nnx.Rngs(0)))

@@ -64,9 +64,7 @@ def test_values_that_cannot_be_run_with_are_named(argv, named):
 
 
 def test_saved_configuration_loads_equal(tmp_path):
-    config = parsed(
-        "--runs-dir", str(tmp_path), "--name", "a", "--data-dir", "x/y", "--milestones", "0.1", "0.9"
-    )
+    config = parsed("--runs-dir", str(tmp_path), "--name", "a", "--data-dir", "x/y", "--milestones", "0.1", "0.9")
     config.folder.mkdir()
     configuration.save(config, config.folder / "config.json")
     assert configuration.load(DenseNetConfig, config.folder) == config
@@ -102,9 +100,7 @@ def test_a_checkpoint_of_another_architecture_is_refused():
     config = parsed()
     saved = json.loads(json.dumps(configuration.as_dict(config)))
     check_resumable(saved, config, Path("here"))
-    check_resumable(
-        saved, dataclasses.replace(config, keep="all", epochs=1), Path("here")
-    )  # no shape changes
+    check_resumable(saved, dataclasses.replace(config, keep="all", epochs=1), Path("here"))  # no shape changes
     with pytest.raises(ExperimentError, match=r"here was made with --growth-rate 4, not 5"):
         check_resumable(saved, dataclasses.replace(config, growth_rate=5), Path("here"))
 
@@ -120,9 +116,7 @@ def test_step_and_cosine_schedules():
 
 
 def test_optimizer_is_nesterov_momentum_with_an_l2_penalty():
-    config = dataclasses.replace(
-        PRESETS["cpu"], schedule="step", milestones=(), learning_rate=0.1, weight_decay=0.01
-    )
+    config = dataclasses.replace(PRESETS["cpu"], schedule="step", milestones=(), learning_rate=0.1, weight_decay=0.01)
     rule = sgd(config, 10)
     weight, velocity = 1.0, 0.0
     params = np.float32(weight)

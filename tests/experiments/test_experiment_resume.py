@@ -36,9 +36,7 @@ def start(*argv, **more_env: str) -> subprocess.Popen:
     env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     env |= {"PYTHONPATH": str(ROOT), **more_env}
     command = [sys.executable, *argv]
-    return subprocess.Popen(
-        command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    return subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 def signal_at(process: subprocess.Popen, metrics: Path, step: int, number: int) -> str:

@@ -102,9 +102,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, capsys):
 
 
 def test_a_run_that_diverges_says_so_and_saves_nothing_broken(tmp_path, capsys):
-    assert (
-        start(tmp_path, "--name", "a", "--epochs", "1", "--learning-rate", "1e30", "--no-compare", *TINY) == 2
-    )
+    assert start(tmp_path, "--name", "a", "--epochs", "1", "--learning-rate", "1e30", "--no-compare", *TINY) == 2
     assert "try a lower --learning-rate" in capsys.readouterr().err
     assert records.read(tmp_path / "a" / "metrics.jsonl", "test") == []
 
@@ -126,9 +124,7 @@ def losses_on(mesh, task, steps=4):
 
 
 def test_eight_devices_train_like_one(tmp_path):
-    one, eight = (
-        losses_on(devices.data_mesh(jax.devices()[:count]), tiny_task(tmp_path)[1]) for count in (1, 8)
-    )
+    one, eight = (losses_on(devices.data_mesh(jax.devices()[:count]), tiny_task(tmp_path)[1]) for count in (1, 8))
     np.testing.assert_allclose(eight, one, rtol=2e-4)
 
 

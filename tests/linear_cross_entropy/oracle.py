@@ -33,9 +33,7 @@ def plain(x, w, labels, *, weights=None, reduction="mean", **options):
     valid = jnp.ones(losses.shape, bool)
     if not jnp.issubdtype(labels.dtype, jnp.floating):
         valid = labels != IGNORED
-    weights = (jnp.ones_like(losses) if weights is None else weights.astype(losses.dtype)) * valid.astype(
-        losses.dtype
-    )
+    weights = (jnp.ones_like(losses) if weights is None else weights.astype(losses.dtype)) * valid.astype(losses.dtype)
     if reduction == "none":
         return losses * weights
     total = (losses * weights).sum()

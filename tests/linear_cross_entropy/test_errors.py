@@ -13,9 +13,7 @@ from .oracle import example
 def call(**changes):
     x, w, labels = example(0, 12, 8, 33)
     arguments = {"x": x, "w": w, "labels": labels, **changes}
-    return memjax.linear_cross_entropy(
-        arguments.pop("x"), arguments.pop("w"), arguments.pop("labels"), **arguments
-    )
+    return memjax.linear_cross_entropy(arguments.pop("x"), arguments.pop("w"), arguments.pop("labels"), **arguments)
 
 
 @pytest.mark.parametrize(
@@ -70,9 +68,7 @@ def test_labels_out_of_range_under_jit(implementation, wrong):
     x, w, labels = example(0, 12, 8, 33)
     labels = labels.at[5].set(wrong)
     loss, dw = jax.jit(
-        jax.value_and_grad(
-            lambda w, labels: memjax.linear_cross_entropy(x, w, labels, implementation=implementation)
-        )
+        jax.value_and_grad(lambda w, labels: memjax.linear_cross_entropy(x, w, labels, implementation=implementation))
     )(w, labels)
     assert np.isnan(loss)
     assert np.isnan(np.asarray(dw)).any()

@@ -31,9 +31,7 @@ def value_and_grads(loss, arrays, labels):
 
     def scalar(arrays):
         values = loss(labels=labels, **arrays)
-        return (
-            values * jnp.cos(jnp.arange(values.size, dtype=values.dtype)).reshape(values.shape)
-        ).sum(), values
+        return (values * jnp.cos(jnp.arange(values.size, dtype=values.dtype)).reshape(values.shape)).sum(), values
 
     (_, values), grads = jax.jit(jax.value_and_grad(scalar, has_aux=True))(arrays)
     return values, grads
@@ -80,9 +78,7 @@ def test_values_and_gradients(
         )
         actual, grads = value_and_grads(loss, arrays, labels)
         assert actual.dtype == (jnp.float64 if dtype == jnp.float64 else jnp.float32)
-        assert jax.tree.map(lambda a: (a.shape, a.dtype), grads) == jax.tree.map(
-            lambda a: (a.shape, a.dtype), arrays
-        )
+        assert jax.tree.map(lambda a: (a.shape, a.dtype), grads) == jax.tree.map(lambda a: (a.shape, a.dtype), arrays)
         tolerance = TOLERANCE[dtype]
         np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance)
         for name, grad in grads.items():
@@ -100,15 +96,11 @@ def test_values_and_gradients(
 def test_matches_the_plain_loss(implementation, layout):
     x, w, labels = example(3, 50, 24, 130, layout=layout)
     grads = jax.grad(
-        lambda x, w: memjax.linear_cross_entropy(
-            x, w, labels, layout=layout, implementation=implementation, chunk=16
-        ),
+        lambda x, w: memjax.linear_cross_entropy(x, w, labels, layout=layout, implementation=implementation, chunk=16),
         argnums=(0, 1),
     )(x, w)
     with jax.enable_x64(True):
-        expected = jax.grad(lambda x, w: plain(x, w, labels, layout=layout), argnums=(0, 1))(
-            *to_float64((x, w))
-        )
+        expected = jax.grad(lambda x, w: plain(x, w, labels, layout=layout), argnums=(0, 1))(*to_float64((x, w)))
     for actual, oracle in zip(grads, expected, strict=True):
         assert relative_error(actual, oracle) < 1e-6
 
@@ -129,9 +121,9 @@ def test_all_tokens_ignored(implementation):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_no_tokens(implementation):
     x, w, labels = example(0, 0, 8, 33)
-    value, dw = jax.value_and_grad(
-        lambda w: memjax.linear_cross_entropy(x, w, labels, implementation=implementation)
-    )(w)
+    value, dw = jax.value_and_grad(lambda w: memjax.linear_cross_entropy(x, w, labels, implementation=implementation))(
+        w
+    )
     assert value == 0
     assert not np.any(np.asarray(dw))
 
@@ -183,9 +175,7 @@ def test_aux(implementation, soft):
     z = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
     lse = np.log(np.exp(z).sum(-1))
     p = np.exp(z - lse[:, None])
-    loss, aux = memjax.linear_cross_entropy(
-        x, w, given_labels, return_aux=True, implementation=implementation, chunk=7
-    )
+    loss, aux = memjax.linear_cross_entropy(x, w, given_labels, return_aux=True, implementation=implementation, chunk=7)
     (again, grad_aux), _ = jax.value_and_grad(
         lambda x: memjax.linear_cross_entropy(
             x, w, given_labels, return_aux=True, implementation=implementation, chunk=7

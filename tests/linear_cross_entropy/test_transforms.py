@@ -160,12 +160,8 @@ def test_sharded(shape, implementation, grad_inside):
 def test_sharded_without_tracking(implementation):
     """`check_vma=False`, where nothing says which values differ between devices."""
     x, w, labels = example(0, 48, 8, 64)
-    loss = partial(
-        memjax.linear_cross_entropy, implementation=implementation, axis_name="v", token_axis_name="t"
-    )
-    function = jax.shard_map(
-        loss, mesh=mesh(2, 4), in_specs=(P("t"), P("v"), P("t")), out_specs=P(), check_vma=False
-    )
+    loss = partial(memjax.linear_cross_entropy, implementation=implementation, axis_name="v", token_axis_name="t")
+    function = jax.shard_map(loss, mesh=mesh(2, 4), in_specs=(P("t"), P("v"), P("t")), out_specs=P(), check_vma=False)
     actual = jax.jit(jax.value_and_grad(function, argnums=(0, 1)))(x, w, labels)
     expected = jax.value_and_grad(plain, argnums=(0, 1))(x, w, labels)
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):

@@ -28,7 +28,9 @@ def run(spec, case, *, keep, dtype=None, implementation=None):
         return jnp.sum(features.astype(cotangent.dtype) * cotangent), (features, statistics)
 
     x = x if dtype is None else x.astype(dtype)
-    (_, (features, statistics)), (d_params, dx) = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(params, x)
+    (_, (features, statistics)), (d_params, dx) = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(
+        params, x
+    )
     return {"features": features, "statistics": statistics, "d_params": d_params, "dx": dx}
 
 
@@ -49,7 +51,12 @@ def test_equals_plain_autodiff_in_float64(x64, bottleneck, running, dropout_rate
 
 @hypothesis.settings(max_examples=6, deadline=None, derandomize=True)
 @hypothesis.given(
-    st.integers(1, 6), st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.integers(1, 6), st.sampled_from([1, 4, None])
+    st.integers(1, 6),
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(1, 6),
+    st.sampled_from([1, 4, None]),
 )
 def test_equals_plain_autodiff_for_any_size(channels, growth, layers, batch, side, bottleneck):
     hypothesis.assume(batch * side > 1)  # one pixel has no variance
@@ -150,7 +157,10 @@ def test_module_updates_running_statistics_once():
         chex.assert_trees_all_close(block.mean1[...][:8], 0.25 * batch_mean, atol=1e-6)
         reference = blocks["all"]
         for name in ("mean1", "var1", "mean2", "var2"):
-            chex.assert_trees_all_close(getattr(block, name)[...], getattr(reference, name)[...], atol=1e-5), keep
+            (
+                chex.assert_trees_all_close(getattr(block, name)[...], getattr(reference, name)[...], atol=1e-5),
+                keep,
+            )
 
 
 def test_module_evaluates_with_running_statistics_and_without_dropout():

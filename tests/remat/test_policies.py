@@ -53,9 +53,7 @@ def test_bytes_kept_and_gradients(policy, device, host):
     assert kept(f, *args) == (device, host)
     grad = jax.jit(jax.grad(lambda *args: f(*args).sum(), argnums=(0, 1, 2)))
     plain = jax.jit(jax.grad(lambda *args: block(*args).sum(), argnums=(0, 1, 2)))
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), grad(*args), plain(*args)
-    )
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), grad(*args), plain(*args))
 
 
 def test_bytes_as_jax_saves_them():
@@ -63,9 +61,7 @@ def test_bytes_as_jax_saves_them():
     args = arguments()
     for policy, device, _ in POLICIES[:5]:
         _, pullback = jax.vjp(checkpoint(block, policy=policy), *args)
-        leaves = {
-            id(leaf): leaf for leaf in jax.tree.leaves(pullback) if leaf.shape not in [a.shape for a in args]
-        }
+        leaves = {id(leaf): leaf for leaf in jax.tree.leaves(pullback) if leaf.shape not in [a.shape for a in args]}
         narrow = [leaf for leaf in jax.tree.leaves(pullback) if leaf.shape == args[2].shape]
         wide = sum(leaf.nbytes for leaf in leaves.values())
         # The input x, which has the shape of the attention output, is among them.
@@ -92,9 +88,7 @@ def test_scan_keeps_every_step():
     # Each step's input is saved too.
     assert kept(scanned, *stacked, x) == (3 * (WIDE + NARROW), 3 * NARROW)
     grad = jax.jit(jax.grad(lambda *args: scanned(*args).sum()))(*stacked, x)
-    plain = jax.grad(
-        lambda *ws: functools.reduce(lambda x, i: block(ws[0][i], ws[1][i], x), range(3), x).sum()
-    )
+    plain = jax.grad(lambda *ws: functools.reduce(lambda x, i: block(ws[0][i], ws[1][i], x), range(3), x).sum())
     np.testing.assert_allclose(grad, plain(*stacked), rtol=1e-5, atol=1e-6)
 
 
@@ -139,9 +133,7 @@ def test_nnx_module_in_a_closure():
     model = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
 
     def loss(model, x):
-        f = checkpoint(
-            lambda x: jnp.sin(checkpoint_name(model(x), "conv_output")), policy=policies.save("conv_output")
-        )
+        f = checkpoint(lambda x: jnp.sin(checkpoint_name(model(x), "conv_output")), policy=policies.save("conv_output"))
         return f(f(x)).sum()
 
     x = jnp.ones((ROWS, WIDTH))
@@ -158,9 +150,7 @@ def test_a_name_that_matches_nothing_warns_once_per_trace():
         jax.block_until_ready([grad(*arguments()), grad(*arguments())])
     assert len(caught) == 1
     message = str(caught[0].message)
-    assert (
-        "policy keeps 'mlp_hiden', but nothing in block is called so (did you mean 'mlp_hidden'?)" in message
-    )
+    assert "policy keeps 'mlp_hiden', but nothing in block is called so (did you mean 'mlp_hidden'?)" in message
     assert "['attention_output', 'mlp_hidden']" in message
     assert caught[0].filename == __file__
     with pytest.warns(UnmatchedNameWarning, match="'mlp_hiden'"):
@@ -184,9 +174,7 @@ def with_rule(x):
     return jnp.sin(x)
 
 
-with_rule.defvjp(
-    lambda x: (jnp.sin(x), checkpoint_name(jnp.cos(x), "conv_output")), lambda cos, g: (g * cos,)
-)
+with_rule.defvjp(lambda x: (jnp.sin(x), checkpoint_name(jnp.cos(x), "conv_output")), lambda cos, g: (g * cos,))
 
 
 @pytest.mark.parametrize(

@@ -82,9 +82,7 @@ def replay(plan: Schedule):
                 core = start
             else:
                 assert slot not in units
-                shared = (
-                    plan.strategy == "mixed-shared" and hidden.get(slot - 1, end_of.get(slot - 1)) == start
-                )
+                shared = plan.strategy == "mixed-shared" and hidden.get(slot - 1, end_of.get(slot - 1)) == start
                 internal[slot], units[slot] = start, units_of_internal - shared
                 end_of[slot + units[slot] - 1] = stop
         elif kind == "backward":
