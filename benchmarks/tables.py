@@ -1,0 +1,122 @@
+"""README's tables and picture, from `benchmarks/results/`: `python -m benchmarks.tables`."""
+
+import json
+import pathlib
+import re
+
+import matplotlib
+
+from benchmarks.record import RESULTS
+
+matplotlib.use("agg")
+from matplotlib import pyplot as plt  # noqa: E402
+
+ROOT = pathlib.Path(__file__).parent.parent
+_MODES = {"all": "everything kept", "convolutions": 'keep="convolutions"', "features": 'keep="features"'}
+
+
+def _load(name: str) -> tuple[dict, list[dict]] | None:
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        return None
+    data = json.loads(path.read_text())
+    return data["environment"], [row for row in data["rows"] if "error" not in row]
+
+
+def _source(environment: dict) -> str:
+    versions = ", ".join(f"{name} {v}" for name, v in environment["versions"].items() if name not in ("jaxlib", "equinox"))
+    machine = environment["accelerator"] or f"{environment['cpu_cores']} CPU cores"
+    return f"{machine}; {versions}; {environment['date']}; `{environment['command']}`."
+
+
+def _markdown(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _gib(count: int | None) -> str:
+    return "" if count is None else f"{count / 2**30:.2f}"
+
+
+def _name(row: dict) -> str:
+    if row["library"] == "torch":
+        return "torchvision, `memory_efficient=True`" if row["memory_efficient"] else "torchvision"
+    kernels = {"triton": ", fused kernels", "xla": ", XLA alone"}.get(row.get("implementation"), "")
+    return f'memjax, `keep="{row["keep"]}"`{kernels}' + (", with SGD" if row.get("optimizer") else "")
+
+
+def step_table() -> str | None:
+    if (loaded := _load("densenet264_step")) is None:
+        return None
+    environment, rows = loaded
+    body = [
+        [
+            _name(row),
+            str(row["batch"]),
+            f"{row['images_per_s']:.0f}",
+            _gib(row.get("temp_bytes")),
+            _gib(row["peak_bytes"]),
+            f"{row['compile_s']:.0f}" if "compile_s" in row else "",
+        ]
+        for row in rows
+    ]
+    header = ["DenseNet-264, k=48, 224x224, bf16", "batch", "images/s", "temp GiB", "peak GiB", "compile s"]
+    return _markdown(header, body) + "\n\n" + _source(environment)
+
+
+def batch_table() -> str | None:
+    if (loaded := _load("densenet264_batch")) is None:
+        return None
+    environment, rows = loaded
+    best: dict[str, dict] = {}
+    for row in rows:
+        if row["batch"] > best.get(_name(row), {"batch": 0})["batch"]:
+            best[_name(row)] = row
+    body = [[name, str(row["batch"]), f"{row['images_per_s']:.0f}"] for name, row in best.items()]
+    return _markdown(["largest batch in 12 GiB", "images", "images/s"], body) + "\n\n" + _source(environment)
+
+
+def depth_table() -> str | None:
+    if (loaded := _load("densenet_bc_depth")) is None:
+        return None
+    environment, rows = loaded
+    depths = sorted({row["depth"] for row in rows})
+    found = {(row["depth"], row["keep"]): row["temp_bytes"] for row in rows}
+    body = [
+        [str(depth), *(f"{found[depth, k] / 1e6:,.0f}" if (depth, k) in found else "" for k in _MODES)] for depth in depths
+    ]
+    return _markdown(["depth", *(f"{m}, MB" for m in _MODES.values())], body) + "\n\n" + _source(environment)
+
+
+def depth_picture(path: pathlib.Path) -> None:
+    loaded = _load("densenet_bc_depth")
+    if loaded is None:
+        return
+    _, rows = loaded
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for keep, label in _MODES.items():
+        line = sorted((row["depth"], row["temp_bytes"] / 1e9) for row in rows if row["keep"] == keep)
+        axes.plot(*zip(*line, strict=True), marker="o", label=label)
+    axes.set(xlabel="depth", ylabel="temporary memory of a training step, GB", ylim=(0, None))
+    axes.set_title("DenseNet-BC (k=12), 32x32, batch 64, float32")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def main() -> None:
+    readme = ROOT / "README.md"
+    text = readme.read_text()
+    for name, make in {"step": step_table, "batch": batch_table, "depth": depth_table}.items():
+        table = make()
+        if table is not None:
+            block = f"<!-- {name} -->\n{table}\n<!-- /{name} -->"
+            text = re.sub(rf"<!-- {name} -->.*?<!-- /{name} -->", lambda _, block=block: block, text, flags=re.DOTALL)
+    readme.write_text(text)
+    depth_picture(ROOT / "docs" / "densenet_memory.png")
+
+
+if __name__ == "__main__":
+    main()
