@@ -24,7 +24,9 @@ def _load(name: str) -> tuple[dict, list[dict]] | None:
 
 
 def _source(environment: dict) -> str:
-    versions = ", ".join(f"{name} {v}" for name, v in environment["versions"].items() if name not in ("jaxlib", "equinox"))
+    versions = ", ".join(
+        f"{name} {v}" for name, v in environment["versions"].items() if name not in ("jaxlib", "equinox")
+    )
     machine = environment["accelerator"] or f"{environment['cpu_cores']} CPU cores"
     return f"{machine}; {versions}; {environment['date']}; `{environment['command']}`."
 
@@ -83,7 +85,8 @@ def depth_table() -> str | None:
     depths = sorted({row["depth"] for row in rows})
     found = {(row["depth"], row["keep"]): row["temp_bytes"] for row in rows}
     body = [
-        [str(depth), *(f"{found[depth, k] / 1e6:,.0f}" if (depth, k) in found else "" for k in _MODES)] for depth in depths
+        [str(depth), *(f"{found[depth, k] / 1e6:,.0f}" if (depth, k) in found else "" for k in _MODES)]
+        for depth in depths
     ]
     return _markdown(["depth", *(f"{m}, MB" for m in _MODES.values())], body) + "\n\n" + _source(environment)
 
