@@ -2,14 +2,13 @@
 
 import json
 import pathlib
-import re
 
 import matplotlib
 
 from benchmarks.record import RESULTS
 
 matplotlib.use("agg")
-from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib import pyplot as plt
 
 ROOT = pathlib.Path(__file__).parent.parent
 _MODES = {"all": "everything kept", "convolutions": 'keep="convolutions"', "features": 'keep="features"'}
@@ -115,8 +114,9 @@ def main() -> None:
     for name, make in {"step": step_table, "batch": batch_table, "depth": depth_table}.items():
         table = make()
         if table is not None:
-            block = f"<!-- {name} -->\n{table}\n<!-- /{name} -->"
-            text = re.sub(rf"<!-- {name} -->.*?<!-- /{name} -->", lambda _, block=block: block, text, flags=re.DOTALL)
+            before, rest = text.split(f"<!-- {name} -->")
+            after = rest.split(f"<!-- /{name} -->")[1]
+            text = f"{before}<!-- {name} -->\n{table}\n<!-- /{name} -->{after}"
     readme.write_text(text)
     depth_picture(ROOT / "docs" / "densenet_memory.png")
 
