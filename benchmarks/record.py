@@ -36,7 +36,7 @@ def environment() -> dict:
         "python": platform.python_version(),
         "versions": {p: v for p in _PACKAGES if (v := _version(p)) is not None},
         "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python", *(a for a in sys.argv)]),
+        "command": " ".join(["python", "-m", f"benchmarks.{pathlib.Path(sys.argv[0]).stem}", *sys.argv[1:]]),
     }
 
 

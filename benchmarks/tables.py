@@ -42,7 +42,7 @@ def _gib(count: int | None) -> str:
 def _name(row: dict) -> str:
     if row["library"] == "torch":
         return "torchvision, `memory_efficient=True`" if row["memory_efficient"] else "torchvision"
-    kernels = {"triton": ", fused kernels", "xla": ", XLA alone"}.get(row.get("implementation"), "")
+    kernels = {"triton": ", fused kernels", "xla": ", XLA alone"}.get(row.get("implementation", ""), "")
     return f'memjax, `keep="{row["keep"]}"`{kernels}' + (", with SGD" if row.get("optimizer") else "")
 
 
