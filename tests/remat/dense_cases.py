@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from memjax.remat import DenseParams, DenseSpec, DenseStatistics
+from memjax.remat import DenseParams, DenseSpec, DenseStatistics, dense_block
 
 
 def random_block(spec: DenseSpec, shape, *, seed: int, dtype=jnp.float32):
@@ -38,3 +38,26 @@ def relative_errors(result, reference) -> dict[str, float]:
         value, exact = np.asarray(value, np.float64), np.asarray(exact, np.float64)
         errors[path] = float(np.linalg.norm(value - exact) / max(np.linalg.norm(exact), 1e-30))
     return errors
+
+
+def total_error(result, exact) -> float:
+    """Norm of the difference over norm of the reference, a tree seen as one vector, in float64."""
+    flat = lambda tree: np.concatenate([np.asarray(a, np.float64).ravel() for a in jax.tree.leaves(tree)])
+    return float(np.linalg.norm(flat(result) - flat(exact)) / np.linalg.norm(flat(exact)))
+
+
+def run_block(spec, case, *, keep, dtype=None, implementation=None):
+    """Features, statistics and gradients of a random block, with the cotangent of `case`."""
+    params, running, x, cotangent = case
+    key = jax.random.key(0)
+
+    def loss(params, x):
+        features, statistics = dense_block(
+            spec, params, running, x, keep=keep, dropout_key=key, implementation=implementation
+        )
+        return jnp.sum(features.astype(cotangent.dtype) * cotangent), (features, statistics)
+
+    x = x if dtype is None else x.astype(dtype)
+    grad = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+    (_, (features, statistics)), (d_params, dx) = grad(params, x)
+    return {"features": features, "statistics": statistics, "d_params": d_params, "dx": dx}

@@ -11,27 +11,10 @@ from hypothesis import strategies as st
 
 import memjax
 from memjax.remat import DenseBlock, DenseSpec, dense_block
-from tests.remat.dense_cases import random_block, relative_errors
+from tests.remat.dense_cases import random_block, relative_errors, total_error
+from tests.remat.dense_cases import run_block as run
 
 SAVING = ("convolutions", "features")
-
-
-def run(spec, case, *, keep, dtype=None, implementation=None):
-    """Features, statistics and gradients of a random block, with the cotangent of `case`."""
-    params, running, x, cotangent = case
-    key = jax.random.key(0)
-
-    def loss(params, x):
-        features, statistics = dense_block(
-            spec, params, running, x, keep=keep, dropout_key=key, implementation=implementation
-        )
-        return jnp.sum(features.astype(cotangent.dtype) * cotangent), (features, statistics)
-
-    x = x if dtype is None else x.astype(dtype)
-    (_, (features, statistics)), (d_params, dx) = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(
-        params, x
-    )
-    return {"features": features, "statistics": statistics, "d_params": d_params, "dx": dx}
 
 
 @pytest.mark.smoke
@@ -65,12 +48,6 @@ def test_equals_plain_autodiff_for_any_size(channels, growth, layers, batch, sid
         case = random_block(spec, (batch, side, side + 1), seed=1, dtype=jnp.float64)
         plain, saving = (run(spec, case, keep=keep) for keep in ("all", "features"))
         assert max(relative_errors(saving, plain).values()) < 1e-8
-
-
-def total_error(result, exact) -> float:
-    """Relative error of a tree seen as one vector."""
-    flat = lambda tree: np.concatenate([np.asarray(a, np.float64).ravel() for a in jax.tree.leaves(tree)])
-    return float(np.linalg.norm(flat(result) - flat(exact)) / np.linalg.norm(flat(exact)))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

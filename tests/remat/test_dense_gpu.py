@@ -1,12 +1,11 @@
-"""The fused kernels against the plain version, on a GPU: error against float32 no worse than plain bfloat16's."""
+"""The fused kernels against the plain version, on a GPU: error against float64 no worse than plain bfloat16's."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from memjax.remat import DenseSpec, dense_block
-from tests.remat.dense_cases import random_block, relative_errors
+from tests.remat.dense_cases import random_block, run_block, total_error
 
 pytestmark = pytest.mark.gpu
 
@@ -22,24 +21,17 @@ pytestmark = pytest.mark.gpu
         (DenseSpec(128, 64, 4, dropout_rate=0.2), (2, 8, 8)),
     ],
 )
-def test_kernels_are_as_accurate_as_plain_bfloat16(spec, shape, keep):
-    params, running, x, cotangent = random_block(spec, shape, seed=1)
-    key = jax.random.key(0)
-
-    def run(dtype, **options):
-        def loss(params, x):
-            features, statistics = dense_block(spec, params, running, x, dropout_key=key, **options)
-            return jnp.sum(features.astype(jnp.float32) * cotangent), (features, statistics)
-
-        grad = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
-        with jax.default_matmul_precision("highest"):
-            return jax.tree.map(lambda a: np.asarray(a, np.float64), grad(params, x.astype(dtype)))
-
-    exact = run(jnp.float32, keep="all")
-    plain = relative_errors(run(jnp.bfloat16, keep="all"), exact)
-    fused = relative_errors(run(jnp.bfloat16, keep=keep, implementation="triton"), exact)
-    for name, error in fused.items():
-        assert error <= 1.1 * plain[name] + 1e-4, (name, error, plain[name])
+def test_kernels_are_as_accurate_as_plain_bfloat16(x64, spec, shape, keep):
+    errors = {"plain": [], "fused": []}
+    for seed in range(3):
+        exact = run_block(spec, random_block(spec, shape, seed=seed, dtype=jnp.float64), keep="all")
+        case = random_block(spec, shape, seed=seed)
+        plain = run_block(spec, case, keep="all", dtype=jnp.bfloat16)
+        fused = run_block(spec, case, keep=keep, dtype=jnp.bfloat16, implementation="triton")
+        for name, result in (("plain", plain), ("fused", fused)):
+            errors[name].append([total_error(result[part], exact[part]) for part in exact])
+    plain, fused = (np.sqrt(np.mean(np.square(errors[name]), 0)) for name in ("plain", "fused"))
+    assert (fused <= 1.1 * plain + 1e-7).all(), (fused, plain)
 
 
 def test_nan_reaches_the_output():
