@@ -22,12 +22,13 @@ def remat_compiler_options(backend: str | None = None) -> dict[str, str]:
         step = jax.jit(step, compiler_options=memjax.remat_compiler_options())
 
     or, for all programs of a process, set `XLA_FLAGS=--xla_disable_hlo_passes=cse_barrier_expander` before
-    JAX starts. From JAX 0.11 on recomputation was kept without these options in what was tried (12 and 64
-    layers); they do no harm there. GPUs and TPUs honour the barriers: the result is empty for them.
+    JAX starts. From JAX 0.11 on recomputation is kept without these options, and with them XLA:CPU aborts on
+    barriers in small loops; GPUs and TPUs honour the barriers. There the result is empty.
     `memjax.measure` sets these options itself.
     """
     backend = jax.default_backend() if backend is None else backend
-    return {"xla_disable_hlo_passes": "cse_barrier_expander"} if backend == "cpu" else {}
+    needed = backend == "cpu" and jax.__version_info__ < (0, 11)
+    return {"xla_disable_hlo_passes": "cse_barrier_expander"} if needed else {}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,13 +3,14 @@
 The environment is set before JAX is imported: device count and barrier handling cannot be changed later.
 """
 
+import importlib.metadata
 import os
 import shutil
 
 _FLAGS = ["--xla_force_host_platform_device_count=8"]
-if shutil.which("nvidia-smi") is None:
-    # XLA:CPU drops optimisation barriers and then merges recomputed values with the originals. XLA:GPU keeps them until
-    # this pass removes them, and cannot do without it.
+if importlib.metadata.version("jax").startswith("0.10.") and shutil.which("nvidia-smi") is None:
+    # With JAX 0.10 XLA:CPU drops optimisation barriers and then merges recomputed values with the originals. Later ones,
+    # and XLA:GPU, cannot do without this pass.
     _FLAGS.append("--xla_disable_hlo_passes=cse_barrier_expander")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS]).strip()
 os.environ.setdefault("MPLBACKEND", "agg")

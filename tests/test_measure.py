@@ -362,6 +362,7 @@ def test_wrong_arguments_are_named():
 
 def test_compiler_options():
     assert memjax.remat_compiler_options("gpu") == {}
-    assert "cse_barrier_expander" in memjax.remat_compiler_options("cpu")["xla_disable_hlo_passes"]
+    needed = jax.__version_info__ < (0, 11)
+    assert ("xla_disable_hlo_passes" in memjax.remat_compiler_options("cpu")) == needed
     with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
         memjax.measure(loss, *arrays(), compiler_options={"no_such_option": "1"})

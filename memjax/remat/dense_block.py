@@ -52,8 +52,8 @@ def dense_block(
     During the backward pass one gradient buffer of C channels in float32 (float64 for float64) exists besides what was
     kept, and temporary arrays of one layer. `"convolutions"` and `"features"` support reverse mode only.
 
-    The compiler must not undo the recomputation. On GPU and TPU it does not. XLA:CPU does, where a block has runs of a
-    single layer, unless the program is compiled with `xla_disable_hlo_passes=cse_barrier_expander`.
+    The compiler must not undo the recomputation. Only XLA:CPU of JAX 0.10 does, where a block has runs of a single layer,
+    unless the program is compiled with `memjax.remat_compiler_options()`.
 
     Raises:
       ValueError: for an unknown `keep`, a wrong number of channels, a missing dropout key, or an implementation that is
