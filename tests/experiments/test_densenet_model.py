@@ -58,7 +58,7 @@ def temp_bytes(depth, keep) -> int:
 
 
 def test_memory_of_densenet_bc_160():
-    """Against the 7,374 MB of plain autodiff; the paper's own implementation reaches 22%, torchvision's 27%."""
+    """Shares of what plain autodiff takes; the paper reports 22%."""
     at_160 = {keep: temp_bytes(160, keep) for keep in ("all", "convolutions", "features")}
     assert at_160["convolutions"] <= 0.115 * at_160["all"]
     assert at_160["features"] <= 0.065 * at_160["all"]
