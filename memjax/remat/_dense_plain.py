@@ -8,12 +8,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from memjax.remat import policies
+from memjax.remat._dense_conv import conv1x1, conv3x3
 from memjax.remat._dense_spec import (
     DenseParams,
     DenseSpec,
     DenseStatistics,
-    conv1x1,
-    conv3x3,
     dropout,
     norm_relu,
     statistics_dtype,

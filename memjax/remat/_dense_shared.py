@@ -27,11 +27,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from memjax.remat import _dense_triton, _dense_xla
+from memjax.remat._dense_conv import conv3x3, conv3x3_backward
 from memjax.remat._dense_spec import (
     DenseParams,
     DenseSpec,
     DenseStatistics,
-    conv3x3,
     dropout,
     moments,
     norm_relu,
@@ -230,8 +230,7 @@ def _bottleneck_backward(spec: DenseSpec, operations: ModuleType, own, z, d_new)
     inverse = lax.rsqrt(var + spec.epsilon)
     gain, bias = own["scale2"].astype(wide) * inverse, own["bias2"].astype(wide)
     hidden = norm_relu(z, mean, gain, bias)
-    _, pull = jax.vjp(conv3x3, hidden, own["kernel2"])
-    d_hidden, d_kernel2 = pull(d_new)
+    d_hidden, d_kernel2 = conv3x3_backward(hidden, own["kernel2"], d_new)
     sum_dy, sum_dy_z = operations.normalise_backward_sums(z, d_hidden, mean, gain, bias)
     dz = gain * jnp.where(hidden > 0, d_hidden, jnp.zeros_like(d_hidden)).astype(wide)
     if not spec.use_running_average:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-_TERMS = 32  # at least, that one step of `column_sums` adds up
+_TERMS = 8  # at least, that one step of `column_sums` adds up
 KEEP = ("all", "convolutions", "features")
 
 
@@ -112,16 +112,6 @@ def moments(x: Float[Array, "*batch c"]) -> tuple[Float[Array, " c"], Float[Arra
 def norm_relu(x, mean, gain, bias):
     """`relu((x - mean) * gain + bias)` as Flax's BatchNorm orders it, in the vectors' precision, rounded once to that of `x`."""
     return jax.nn.relu((x.astype(gain.dtype) - mean) * gain + bias).astype(x.dtype)
-
-
-def conv3x3(x: Float[Array, "b h w c"], kernel: Float[Array, "3 3 c k"]) -> Float[Array, "b h w k"]:
-    return jax.lax.conv_general_dilated(
-        x, kernel.astype(x.dtype), (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-    )
-
-
-def conv1x1(x: Float[Array, "*batch c"], kernel: Float[Array, "c k"]) -> Float[Array, "*batch k"]:
-    return jax.lax.dot_general(x, kernel.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())))
 
 
 def dropout(spec: DenseSpec, key, layer, new):

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from memjax.remat._dense_spec import DenseParams, DenseSpec, column_sums, conv1x1, conv3x3, moments, norm_relu
+from memjax.remat._dense_conv import conv1x1, conv3x3, conv3x3_backward
+from memjax.remat._dense_spec import DenseParams, DenseSpec, column_sums, moments, norm_relu
 
 
 class Gradients(NamedTuple):
@@ -80,8 +81,7 @@ def convolve_backward(
     hidden = norm_relu(_prefix(features, width), norm.mean, norm.gain, norm.bias)
     kernel = _kernel(spec, rows, layer, width)
     if spec.bottleneck is None:
-        _, pull = jax.vjp(conv3x3, hidden, kernel)
-        d_hidden, d_kernel = pull(d_out)
+        d_hidden, d_kernel = conv3x3_backward(hidden, kernel, d_out)
         d_kernel = jnp.moveaxis(d_kernel, 2, 0).astype(wide)
     else:
         # In this order a library that wants a transposed operand copies the narrower one.

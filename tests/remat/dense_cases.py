@@ -1,5 +1,7 @@
 """Random dense blocks, and errors of results against a reference, for the tests of dense blocks."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,15 +51,23 @@ def total_error(result, exact) -> float:
 def run_block(spec, case, *, keep, dtype=None, implementation=None):
     """Features, statistics and gradients of a random block, with the cotangent of `case`."""
     params, running, x, cotangent = case
+    x = x if dtype is None else x.astype(dtype)
+    return _block_runner(spec, keep, implementation)(params, running, x, cotangent)
+
+
+@functools.cache
+def _block_runner(spec, keep, implementation):
     key = jax.random.key(0)
 
-    def loss(params, x):
-        features, statistics = dense_block(
-            spec, params, running, x, keep=keep, dropout_key=key, implementation=implementation
-        )
-        return jnp.sum(features.astype(cotangent.dtype) * cotangent), (features, statistics)
+    @jax.jit
+    def run(params, running, x, cotangent):
+        def loss(params, x):
+            features, statistics = dense_block(
+                spec, params, running, x, keep=keep, dropout_key=key, implementation=implementation
+            )
+            return jnp.sum(features.astype(cotangent.dtype) * cotangent), (features, statistics)
 
-    x = x if dtype is None else x.astype(dtype)
-    grad = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
-    (_, (features, statistics)), (d_params, dx) = grad(params, x)
-    return {"features": features, "statistics": statistics, "d_params": d_params, "dx": dx}
+        (_, (features, statistics)), gradients = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(params, x)
+        return {"features": features, "statistics": statistics, "d_params": gradients[0], "dx": gradients[1]}
+
+    return run

@@ -51,21 +51,20 @@ def test_equals_plain_autodiff_for_any_size(channels, growth, layers, batch, sid
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_rounding_errors_are_those_of_plain_autodiff(x64, dtype):
-    """Over several seeds: a single error is a random number, and plain float32 is 1e-3 off after many layers."""
-    spec = DenseSpec(24, 12, 8)
+@pytest.mark.parametrize("running", [False, True])
+def test_rounding_errors_are_those_of_plain_autodiff(x64, dtype, running):
+    """Over several seeds, and their median: a sign that flips before a ReLU makes one error a hundred times another."""
+    spec = DenseSpec(24, 12, 8, use_running_average=running)
     errors = {"all": [], "features": []}
-    for seed in range(2):
+    for seed in range(5):
         exact = run(spec, random_block(spec, (4, 8, 8), seed=seed, dtype=jnp.float64), keep="all")
         case = random_block(spec, (4, 8, 8), seed=seed)
         for keep, found in errors.items():
             result = run(spec, case, keep=keep, dtype=dtype)
-            found.append([total_error(result[name], exact[name]) for name in ("features", "d_params", "dx")])
-    plain, saving = (np.sqrt(np.mean(np.square(errors[keep]), 0)) for keep in ("all", "features"))
-    # In float32 the input's gradient comes out 1.0 to 1.4 times as far off, with batch and with running statistics: the
-    # compiler adds up convolutions over a wider prefix in another order.
-    allowed = [1.1, 1.1, 1.1 if dtype == jnp.bfloat16 else 1.5]
-    assert (saving <= allowed * plain).all(), (saving, plain)
+            found.append([total_error(result[name], exact[name]) for name in exact])
+    plain, saving = (np.array(errors[keep]) for keep in ("all", "features"))
+    close = (saving + 1e-12) / (plain + 1e-12)  # running statistics come out as they went in
+    assert (np.median(close, 0) <= 1.1).all(), close
 
 
 def test_statistics_carry_no_gradient():
