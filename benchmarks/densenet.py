@@ -5,8 +5,10 @@ batch: the largest batch of the same network in a given amount of GPU memory.
 depth: the paper's figures 4 and 5: DenseNet-BC (k=12), 32x32, memory (compiled) and, if asked, time against depth.
 """
 
+import concurrent.futures
 import dataclasses
 import importlib.util
+import tempfile
 from typing import Literal
 
 import tyro
@@ -50,8 +52,10 @@ class Batch:
     """The largest batch, in steps of 8, whose training step (no optimizer) runs in `gib` of GPU memory."""
 
     gib: float = 12.0
-    keeps: tuple[Keep, ...] = ("features", "convolutions")
+    keeps: tuple[Keep, ...] = ("features", "convolutions", "all")
     torch: bool = True
+    bracket: tuple[int, int] = (8, 1200)  # a batch that fits, and one that does not
+    parallel: int = 8  # processes that share the GPU while searching, each within its `gib`
     total_gib: float = 139.8
     name: str = "densenet264_batch"
 
@@ -59,22 +63,36 @@ class Batch:
         searched: list[dict] = [{"library": "jax", "keep": k} for k in self.keeps]
         if self.torch and importlib.util.find_spec("torchvision") is not None:
             searched += [{"library": "torch", "memory_efficient": e} for e in (False, True)]
-        return [row for case in searched for row in self._search(case)]
+        with tempfile.TemporaryDirectory() as cache:
+            return [self._search(case, cache) for case in searched]
 
-    def _search(self, case: dict) -> list[dict]:
-        """Memory is linear in the batch: extrapolate from two small ones, then step down to one that fits, and up."""
-        jax = case["library"] == "jax"
-        environ = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{self.gib / self.total_gib:.4f}"} if jax else None
-        limit = {} if jax else {"limit_gib": self.gib}
-        repeats = {"repeats": 3}
-        small = [_run({**case, **repeats, "batch": b}) for b in (32, 64)]
-        slope = (small[1]["peak_bytes"] - small[0]["peak_bytes"]) / 32
-        guess = int(64 + (self.gib * 2**30 - small[1]["peak_bytes"]) / slope) // 8 * 8
-        tried: dict[int, dict] = {}
-        while guess not in tried:
-            tried[guess] = _run({**case, **repeats, **limit, "batch": guess}, environ)
-            guess += -8 if "error" in tried[guess] else 8
-        return list(tried.values())
+    def _search(self, case: dict, cache: str) -> dict:
+        """Close in on the limit with several processes at once, then time the largest that fits, alone."""
+        if case["library"] == "jax":
+            fraction = f"{self.gib / self.total_gib:.4f}"
+            # The timed run need not compile again what the search compiled.
+            environ = {"XLA_PYTHON_CLIENT_MEM_FRACTION": fraction, "JAX_COMPILATION_CACHE_DIR": cache}
+            limit = {}
+        else:
+            environ, limit = None, {"limit_gib": self.gib}
+
+        def run(batch: int, repeats: int) -> dict:
+            return _run({**case, **limit, "batch": batch, "repeats": repeats}, environ)
+
+        fits, fails = (b // 8 for b in self.bracket)
+        while fails - fits > 1:
+            between = range(fits + 1, fails)
+            tried = sorted({between[len(between) * (i + 1) // (self.parallel + 1)] for i in range(self.parallel)})
+            with concurrent.futures.ThreadPoolExecutor(self.parallel) as pool:
+                rows = list(pool.map(lambda b: run(8 * b, 1), tried))
+            for batch, row in zip(tried, rows, strict=True):
+                if "error" not in row:
+                    fits = max(fits, batch)
+                elif any(word in row["error"] for word in ("RESOURCE_EXHAUSTED", "out of memory")):
+                    fails = min(fails, batch)
+                else:
+                    raise RuntimeError(f"{row}")
+        return {**run(8 * fits, 5), "fails": 8 * fails}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,6 @@ that the layer does not own have zero gain and bias, and so come out of the ReLU
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
