@@ -22,16 +22,17 @@ pytestmark = pytest.mark.gpu
     ],
 )
 def test_kernels_are_as_accurate_as_plain_bfloat16(x64, spec, shape, keep):
-    errors = {"plain": [], "fused": []}
-    for seed in range(3):
+    """Over several seeds, and their median: a sign that flips before a ReLU makes one error many times another."""
+    ratios = []
+    for seed in range(7):
         exact = run_block(spec, random_block(spec, shape, seed=seed, dtype=jnp.float64), keep="all")
         case = random_block(spec, shape, seed=seed)
         plain = run_block(spec, case, keep="all", dtype=jnp.bfloat16)
         fused = run_block(spec, case, keep=keep, dtype=jnp.bfloat16, implementation="triton")
-        for name, result in (("plain", plain), ("fused", fused)):
-            errors[name].append([total_error(result[part], exact[part]) for part in exact])
-    plain, fused = (np.sqrt(np.mean(np.square(errors[name]), 0)) for name in ("plain", "fused"))
-    assert (fused <= 1.1 * plain + 1e-7).all(), (fused, plain)
+        error = lambda result: np.array([total_error(result[part], exact[part]) for part in exact])  # noqa: B023
+        ratios.append((error(fused) + 1e-7) / (error(plain) + 1e-7))
+    print(dict(zip(exact, np.median(ratios, 0).round(3), strict=True)))
+    assert (np.median(ratios, 0) <= 1.1).all(), ratios
 
 
 def test_nan_reaches_the_output():
