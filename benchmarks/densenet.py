@@ -55,7 +55,7 @@ class Batch:
     keeps: tuple[Keep, ...] = ("features", "convolutions", "all")
     torch: bool = True
     bracket: tuple[int, int] = (8, 1200)  # a batch that fits, and one that does not
-    parallel: int = 8  # processes that share the GPU while searching, each within its `gib`
+    parallel: int = 4  # processes that share the GPU while searching, each within its `gib`
     total_gib: float = 139.8
     name: str = "densenet264_batch"
 

@@ -66,12 +66,14 @@ def step_table() -> str | None:
 
 
 def batch_table() -> str | None:
-    if (loaded := _load("densenet264_batch")) is None:
+    """One file per search: their brackets differ."""
+    searches = [found for path in sorted(RESULTS.glob("densenet264_batch*.json")) if (found := _load(path.stem))]
+    if not searches:
         return None
-    environment, rows = loaded
+    rows = sorted((row for _, rows in searches for row in rows), key=lambda row: -row["batch"])
     body = [[_name(row), str(row["batch"]), str(row["fails"]), f"{row['images_per_s']:.0f}"] for row in rows]
     header = ["DenseNet-264, k=48, 224x224, bf16, in 12 GiB", "largest batch", "first that fails", "images/s"]
-    return _markdown(header, body) + "\n\n" + _source(environment)
+    return _markdown(header, body) + "\n\n" + _source(searches[0][0])
 
 
 def depth_table() -> str | None:

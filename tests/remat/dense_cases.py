@@ -48,18 +48,21 @@ def total_error(result, exact) -> float:
     return float(np.linalg.norm(flat(result) - flat(exact)) / np.linalg.norm(flat(exact)))
 
 
-def run_block(spec, case, *, keep, dtype=None, implementation=None):
-    """Features, statistics and gradients of a random block, with the cotangent of `case`."""
+def run_block(spec, case, *, keep, dtype=None, implementation=None, as_written=False):
+    """Features, statistics and gradients of a random block, with the cotangent of `case`.
+
+    With `as_written` the compiler may not leave out roundings to a narrow type between two operations.
+    """
     params, running, x, cotangent = case
     x = x if dtype is None else x.astype(dtype)
-    return _block_runner(spec, keep, implementation)(params, running, x, cotangent)
+    return _block_runner(spec, keep, implementation, as_written)(params, running, x, cotangent)
 
 
 @functools.cache
-def _block_runner(spec, keep, implementation):
+def _block_runner(spec, keep, implementation, as_written):
     key = jax.random.key(0)
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False} if as_written else None)
     def run(params, running, x, cotangent):
         def loss(params, x):
             features, statistics = dense_block(

@@ -22,17 +22,27 @@ pytestmark = pytest.mark.gpu
     ],
 )
 def test_kernels_are_as_accurate_as_plain_bfloat16(x64, spec, shape, keep):
-    """Over several seeds, and their median: a sign that flips before a ReLU makes one error many times another."""
-    ratios = []
+    """Over several seeds, and their median: a sign that flips before a ReLU makes one error many times another.
+
+    Against plain bfloat16 as written, and against what the compiler makes of it: that keeps the 1x1 convolution's output in
+    float32, in twice the memory, and so rounds once less.
+    """
+    ratios = {"as written": [], "as compiled": []}
     for seed in range(7):
         exact = run_block(spec, random_block(spec, shape, seed=seed, dtype=jnp.float64), keep="all")
         case = random_block(spec, shape, seed=seed)
-        plain = run_block(spec, case, keep="all", dtype=jnp.bfloat16)
-        fused = run_block(spec, case, keep=keep, dtype=jnp.bfloat16, implementation="triton")
-        error = lambda result: np.array([total_error(result[part], exact[part]) for part in exact])  # noqa: B023
-        ratios.append((error(fused) + 1e-7) / (error(plain) + 1e-7))
-    print(dict(zip(exact, np.median(ratios, 0).round(3), strict=True)))
-    assert (np.median(ratios, 0) <= 1.1).all(), ratios
+
+        def errors(exact=exact, case=case, **how):
+            result = run_block(spec, case, dtype=jnp.bfloat16, **how)
+            return np.array([total_error(result[part], exact[part]) for part in exact])
+
+        fused = errors(keep=keep, implementation="triton")
+        for name, found in ratios.items():
+            found.append((fused + 1e-7) / (errors(keep="all", as_written=name == "as written") + 1e-7))
+    medians = {name: np.median(found, 0) for name, found in ratios.items()}
+    print(list(exact), medians)
+    assert (medians["as written"] <= 1.1).all()
+    assert (medians["as compiled"] <= 1.2).all()
 
 
 def test_nan_reaches_the_output():
