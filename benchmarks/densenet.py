@@ -53,7 +53,7 @@ class Batch:
 
     gib: float = 12.0
     keeps: tuple[Keep, ...] = ("features", "convolutions", "all")
-    torch: bool = True
+    torch: tuple[Literal["naive", "memory_efficient"], ...] = ("naive", "memory_efficient")
     bracket: tuple[int, int] = (8, 1200)  # a batch that fits, and one that does not
     parallel: int = 4  # processes that share the GPU while searching, each within its `gib`
     total_gib: float = 139.8
@@ -61,8 +61,8 @@ class Batch:
 
     def rows(self) -> list[dict]:
         searched: list[dict] = [{"library": "jax", "keep": k} for k in self.keeps]
-        if self.torch and importlib.util.find_spec("torchvision") is not None:
-            searched += [{"library": "torch", "memory_efficient": e} for e in (False, True)]
+        if importlib.util.find_spec("torchvision") is not None:
+            searched += [{"library": "torch", "memory_efficient": mode == "memory_efficient"} for mode in self.torch]
         with tempfile.TemporaryDirectory() as cache:
             return [self._search(case, cache) for case in searched]
 
