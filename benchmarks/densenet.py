@@ -8,7 +8,9 @@ depth: the paper's figures 4 and 5: DenseNet-BC (k=12), 32x32, memory (compiled)
 import concurrent.futures
 import dataclasses
 import importlib.util
+import itertools
 import tempfile
+from collections.abc import Iterator
 from typing import Literal
 
 import tyro
@@ -43,8 +45,8 @@ class Step:
             ]
         return cases
 
-    def rows(self) -> list[dict]:
-        return [_run(case) for case in self.cases()]
+    def rows(self) -> Iterator[dict]:
+        yield from map(_run, self.cases())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,12 +61,13 @@ class Batch:
     total_gib: float = 139.8
     name: str = "densenet264_batch"
 
-    def rows(self) -> list[dict]:
+    def rows(self) -> Iterator[dict]:
         searched: list[dict] = [{"library": "jax", "keep": k} for k in self.keeps]
         if importlib.util.find_spec("torchvision") is not None:
             searched += [{"library": "torch", "memory_efficient": mode == "memory_efficient"} for mode in self.torch]
         with tempfile.TemporaryDirectory() as cache:
-            return [self._search(case, cache) for case in searched]
+            for case in searched:
+                yield self._search(case, cache)
 
     def _search(self, case: dict, cache: str) -> dict:
         """Close in on the limit with several processes at once, then time the largest that fits, alone."""
@@ -108,25 +111,12 @@ class Depth:
     largest_all: int = 160  # plain autodiff of a deeper network takes minutes to compile
     name: str = "densenet_bc_depth"
 
-    def rows(self) -> list[dict]:
-        return [
-            _run(
-                {
-                    "library": "jax",
-                    "network": "cifar",
-                    "growth_rate": 12,
-                    "size": 32,
-                    "dtype": "float32",
-                    "depth": depth,
-                    "keep": keep,
-                    "batch": self.batch,
-                    "repeats": 3 if self.time else 0,
-                }
-            )
-            for depth in self.depths
-            for keep in self.keeps
-            if keep != "all" or depth <= self.largest_all
-        ]
+    def rows(self) -> Iterator[dict]:
+        for depth, keep in itertools.product(self.depths, self.keeps):
+            if keep == "all" and depth > self.largest_all:
+                continue
+            network = {"library": "jax", "network": "cifar", "growth_rate": 12, "size": 32, "dtype": "float32"}
+            yield _run({**network, "depth": depth, "keep": keep, "batch": self.batch, "repeats": 3 if self.time else 0})
 
 
 def _run(case: dict, environ: dict[str, str] | None = None) -> dict:
@@ -137,4 +127,8 @@ def _run(case: dict, environ: dict[str, str] | None = None) -> dict:
 
 if __name__ == "__main__":
     what = tyro.cli(Step | Batch | Depth, description=__doc__)
-    print(record.save(what.name, what.rows()))
+    rows = []
+    for row in what.rows():
+        rows.append(row)
+        path = record.save(what.name, rows)  # after every row: a run may be stopped
+    print(path)

@@ -75,7 +75,9 @@ def batch_table() -> str | None:
         [_name(row), str(row["batch"]), str(row["fails"] or "not tried"), f"{row['images_per_s']:.0f}"] for row in rows
     ]
     header = ["DenseNet-264, k=48, 224x224, bf16, in 12 GiB", "largest batch", "first that fails", "images/s"]
-    return _markdown(header, body) + "\n\n" + _source(searches[0][0])
+    return (
+        _markdown(header, body) + "\n\n" + _source({**searches[0][0], "command": "python -m benchmarks.densenet batch"})
+    )
 
 
 def depth_table() -> str | None:
@@ -92,18 +94,20 @@ def depth_table() -> str | None:
 
 
 def depth_picture(path: pathlib.Path) -> None:
-    loaded = _load("densenet_bc_depth")
-    if loaded is None:
+    memory, time = _load("densenet_bc_depth"), _load("densenet_bc_time")
+    if memory is None or time is None:
         return
-    _, rows = loaded
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.8), layout="constrained")
     for keep, label in _MODES.items():
-        line = sorted((row["depth"], row["temp_bytes"] / 1e9) for row in rows if row["keep"] == keep)
-        axes.plot(*zip(*line, strict=True), marker="o", label=label)
-    axes.set(xlabel="depth", ylabel="temporary memory of a training step, GB", ylim=(0, None))
-    axes.set_title("DenseNet-BC (k=12), 32x32, batch 64, float32")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+        for axes, rows, field, unit in ((left, memory[1], "temp_bytes", 1e9), (right, time[1], "ms_streamed", 1)):
+            line = sorted((row["depth"], row[field] / unit) for row in rows if row["keep"] == keep)
+            axes.plot(*zip(*line, strict=True), marker="o", label=label)
+    left.set(xlabel="depth", ylabel="temporary memory of a training step, GB", ylim=(0, None))
+    right.set(xlabel="depth", ylabel=f"ms a training step, {time[0]['accelerator']}", xlim=(0, 172), ylim=(0, None))
+    figure.suptitle("DenseNet-BC (k=12), 32x32, batch 64, float32")
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    left.legend(frameon=False)
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, dpi=130)
     plt.close(figure)
