@@ -71,9 +71,8 @@ def batch_table() -> str | None:
     if not searches:
         return None
     rows = sorted((row for _, rows in searches for row in rows), key=lambda row: -row["batch"])
-    body = [
-        [_name(row), str(row["batch"]), str(row["fails"] or "not tried"), f"{row['images_per_s']:.0f}"] for row in rows
-    ]
+    speed = lambda row: f"{row['images_per_s']:.0f}" if "images_per_s" in row else ""
+    body = [[_name(row), str(row["batch"]), str(row["fails"] or "not tried"), speed(row)] for row in rows]
     header = ["DenseNet-264, k=48, 224x224, bf16, in 12 GiB", "largest batch", "first that fails", "images/s"]
     return (
         _markdown(header, body) + "\n\n" + _source({**searches[0][0], "command": "python -m benchmarks.densenet batch"})
