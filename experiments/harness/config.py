@@ -54,16 +54,19 @@ class RunConfig(RunFlags):
     """Examples per optimizer step, over all devices and hosts."""
     accumulate: int = 1
     """Micro-batches per step: gradients are added up, memory is that of one micro-batch."""
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    """sgd: with Nesterov momentum. adamw: with gradients clipped to a global norm of 1."""
     learning_rate: float = 0.1
-    """Initial learning rate of SGD."""
+    """Initial learning rate."""
     schedule: Literal["step", "cosine"] = "step"
     """step: times 0.1 at each milestone. cosine: down to 0."""
     milestones: tuple[float, ...] = (0.5, 0.75)
     """Where the step schedule drops, as fractions of the training."""
     momentum: float = 0.9
-    """Nesterov momentum."""
+    """Nesterov momentum of SGD."""
     weight_decay: float = 1e-4
-    """L2 penalty on all parameters, normalisation included, added to the gradient before the momentum."""
+    """SGD: L2 penalty on all parameters, normalisation included, added to the gradient before the momentum. AdamW: its
+    decoupled decay."""
     workers: int = 0
     """Processes that read and decode files; 0: the main process does. Data that is in memory needs none."""
     log_every: int = 1

@@ -1,4 +1,4 @@
-"""The paper's optimizer: SGD with Nesterov momentum and an L2 penalty, on a step or a cosine schedule."""
+"""SGD with Nesterov momentum and an L2 penalty, or AdamW, on a step or a cosine schedule."""
 
 import jax.numpy as jnp
 import optax
@@ -17,8 +17,11 @@ def learning_rate(config: RunConfig, total_steps: int) -> optax.Schedule:
     return lambda step: schedule(jnp.asarray(step, jnp.float32))
 
 
-def sgd(config: RunConfig, total_steps: int) -> optax.GradientTransformation:
-    """`v <- m v + (g + d w)`, `w <- w - lr (g + d w + m v)`: the penalty d is part of the gradient."""
+def optimizer(config: RunConfig, total_steps: int) -> optax.GradientTransformation:
+    """SGD: `v <- m v + (g + d w)`, `w <- w - lr (g + d w + m v)`: the penalty d is part of the gradient."""
+    if config.optimizer == "adamw":
+        adamw = optax.adamw(learning_rate(config, total_steps), weight_decay=config.weight_decay)
+        return optax.chain(optax.clip_by_global_norm(1.0), adamw)
     return optax.chain(
         optax.add_decayed_weights(config.weight_decay),
         optax.sgd(learning_rate(config, total_steps), momentum=config.momentum, nesterov=True),

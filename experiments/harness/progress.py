@@ -45,7 +45,7 @@ class Display:
             self._live.stop()
 
     def step(self, step: int, *, loss: float, examples_per_second: float) -> None:
-        status = f"loss {loss:.4f}  {examples_per_second:.0f} images/s  {memory_in_use() / 2**20:,.0f} MiB"
+        status = f"loss {loss:.4f}  {examples_per_second:.0f} examples/s  {memory_in_use() / 2**20:,.0f} MiB"
         if self._live is not None:
             self._live.update(self._task, completed=step, status=status)
         elif time.monotonic() - self._last_plain >= _PLAIN_EVERY_S:

@@ -50,7 +50,7 @@ def _results(train: list[dict], test: list[dict], starts: list[dict], extra: dic
         "devices": f"{starts[-1]['devices']} x {starts[-1]['device']}",
         "compile time of the step": f"{starts[0]['compile_seconds']:.1f} s",
         "training time": f"{seconds:.1f} s",
-        "images/s, median": f"{speeds[len(speeds) // 2]:.0f}",
+        "examples/s, median": f"{speeds[len(speeds) // 2]:.0f}",
         "memory in use": f"{train[-1]['memory_bytes'] / _MIB:,.0f} MiB",
         "last training loss": f"{train[-1]['loss']:.4f}",
     }

@@ -17,10 +17,11 @@ from rich.console import Console
 
 import memjax
 from experiments.harness import config as configuration
-from experiments.harness import devices, memory, optimizer, records
+from experiments.harness import devices, memory, records
 from experiments.harness.checkpoints import Checkpoints
 from experiments.harness.config import ExperimentError, RunConfig
 from experiments.harness.interrupt import Interrupt
+from experiments.harness.optimizer import learning_rate, optimizer
 from experiments.harness.progress import Display, memory_in_use, waiting
 from experiments.harness.step import Sums, TrainState, eval_step, init_state, train_step
 from experiments.harness.task import Task
@@ -44,7 +45,7 @@ class Trainer:
                 f"--batch-size {config.batch_size} is more than the {task.train_examples} training examples"
             )
         self._total_steps = max(1, round(config.epochs * self._epoch_steps))
-        self._optimizer = optimizer.sgd(config, self._total_steps)
+        self._optimizer = optimizer(config, self._total_steps)
         self._batch = memory.placed(task.batch, devices.batch_sharding(mesh))
         if not config.resume and (config.folder / "config.json").exists():
             raise ExperimentError(f"{config.folder} holds a run already: add --resume, or choose another --name")
@@ -121,7 +122,7 @@ class Trainer:
     ) -> int:
         config, total = self._config, self._total_steps
         checkpoint_every = config.checkpoint_every or self._epoch_steps
-        rate = optimizer.learning_rate(config, total)
+        rate = learning_rate(config, total)
         logged, clock = start, time.perf_counter()
         with Display(self._console, total_steps=total, start=start) as display:
             for step in range(start + 1, total + 1):

@@ -12,7 +12,7 @@ import pytest
 from experiments.densenet264 import PRESETS, DenseNetConfig
 from experiments.harness import config as configuration
 from experiments.harness.config import ExperimentError, check_resumable, parse
-from experiments.harness.optimizer import learning_rate, sgd
+from experiments.harness.optimizer import learning_rate, optimizer
 
 
 def parsed(*argv) -> DenseNetConfig:
@@ -117,7 +117,7 @@ def test_step_and_cosine_schedules():
 
 def test_optimizer_is_nesterov_momentum_with_an_l2_penalty():
     config = dataclasses.replace(PRESETS["cpu"], schedule="step", milestones=(), learning_rate=0.1, weight_decay=0.01)
-    rule = sgd(config, 10)
+    rule = optimizer(config, 10)
     weight, velocity = 1.0, 0.0
     params = np.float32(weight)
     state = rule.init(params)
