@@ -14,7 +14,7 @@ from experiments.harness.config import ExperimentError
 from experiments.harness.main import run
 from experiments.models.lstm import ByteLSTM
 
-TINY = ["--length", "50", "--features", "8", "--batch-size", "32", "--epochs", "0.005", "--budget", "64KiB"]
+TINY = ["--length", "200", "--features", "8", "--batch-size", "64", "--epochs", "0.01", "--budget", "256KiB"]
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_a_run_learns_and_keeps_to_its_budget(tmp_path, capsys):
     train = records.read(tmp_path / "a" / "metrics.jsonl", "train")
     assert train[-1]["loss"] < train[0]["loss"]
     found = list(memory.load(tmp_path / "a" / "memory.json").values())
-    assert found[0]["temp_bytes"] < 0.5 * found[1]["temp_bytes"]
+    assert found[0]["temp_bytes"] < 0.7 * found[1]["temp_bytes"]
     assert "test bits per byte" in capsys.readouterr().out
 
 
