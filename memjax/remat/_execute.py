@@ -1,172 +1,190 @@
 """Running a `Plan`: the forward pass that fills slots, and the backward pass that recomputes from them.
 
-The compiled program does not depend on the length: moves are rows of a constant table that one loop reads.
-Slots are preallocated buffers that the loops carry. A slot is read before and written after the one branch of
-a move, so that XLA updates it in place. Where a table has one kind of move there is no branch.
+The compiled program does not depend on the length: moves are rows of constant tables that loops read. Slots are
+preallocated buffers that the loops carry and update in place. XLA would copy whole buffers that a branch of a `cond`
+writes to; so what runs a varying number of times, once or never included, is a loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from memjax.remat._blocks import Blocks, Pull, at, put, zeros
-from memjax.remat._plan import ADVANCE, BACK, KEEP, REBACK, Plan
-from memjax.remat._step import Arrays, Backward, pick
+from memjax.remat._blocks import Blocks, Pull, at, zeros
+from memjax.remat._plan import Plan
+from memjax.remat._step import Arrays, Backward, Step, pick
+from memjax.remat._store import Separate, Shared
+
+
+def store_of(plan: Plan, step: Step, backward: Backward) -> Separate | Shared:
+    """Where the plan's slots are."""
+    strategy = plan.schedule.strategy if plan.schedule is not None else "hidden"
+    if strategy == "mixed":
+        return Shared(step.carry, backward.kept, plan.block, plan.moves.rows)
+    residuals = plan.moves.rows - 1 if strategy == "internal" else 0
+    return Separate(step.carry, backward.kept, plan.block, plan.moves.rows, residuals)
 
 
 def forward(plan: Plan, blocks: Blocks, backward: Backward, init: Arrays) -> tuple[Arrays, Arrays, Any]:
-    """(carry, ys, what `pull_back` needs: slots, residuals of blocks, residuals of the tail)."""
+    """(carry, ys, what `pull_back` needs: slots, residuals of the tail)."""
     moves, n = plan.moves, plan.block
-    ys = [zeros(aval, (plan.length,)) for aval in blocks.step.y]
-    slots = [jnp.broadcast_to(leaf, (moves.hidden + 1, *leaf.shape)) for leaf in init]
-    stacks = [zeros(aval, (moves.internal, n)) for aval in backward.kept] if moves.internal else []
-    keeps = moves.kept >= 0
+    store = store_of(plan, blocks.step, backward)
+    keeps = bool((moves.kept >= 0).any())
 
     def body(state, move):
-        carry, slots, stacks, ys = state
-        block, slot, row, keep = move
-        start = block * n
-        slots = [put(buffer, leaf, slot) for buffer, leaf in zip(slots, carry, strict=True)]
-        kept = [at(buffer, row) for buffer in stacks]
-
-        def advance(carry, kept):
-            return *blocks.emit(carry, start, n), kept
-
-        def keep_all(carry, kept):
-            return blocks.keep(backward, carry, start, n)
-
-        if keeps.any():
-            carry, y, kept = lax.cond(keep, lambda c, _: blocks.keep(backward, c, start, n), advance, carry, kept)
+        carry, slots, ys = state
+        block, row, kept_row = move
+        slots = store.put_state(slots, row, carry)
+        if keeps:
+            carry, y, kept = blocks.keep(backward, carry, block * n, n)
+            slots = _put_kept(store, slots, kept_row, kept)
         else:
-            carry, y, kept = advance(carry, kept)
-        stacks = [put(buffer, leaf, row) for buffer, leaf in zip(stacks, kept, strict=True)]
-        return (carry, slots, stacks, _write(ys, y, blocks.first_row(start, n))), None
+            carry, y = blocks.emit(carry, block * n, n)
+        return (carry, slots, _write(ys, y, blocks.first_row(block * n, n))), None
 
-    state = (list(init), slots, stacks, ys)
+    state = (list(init), store.new(init), [zeros(aval, (plan.length,)) for aval in blocks.step.y])
     if plan.blocks:
-        table = (np.arange(plan.blocks, dtype=np.int32), moves.stored, np.maximum(moves.kept, 0), keeps)
-        state, _ = lax.scan(body, state, tuple(map(jnp.asarray, table)))
-    carry, slots, stacks, ys = state
+        table = (np.arange(plan.blocks), moves.stored, moves.kept)
+        state, _ = lax.scan(body, state, tuple(jnp.asarray(column, jnp.int32) for column in table))
+    carry, slots, ys = state
     tail: Arrays = []
     if plan.tail:
         start = plan.blocks * n
         carry, y, tail = blocks.keep(backward, carry, start, plan.tail)
         ys = _write(ys, y, blocks.first_row(start, plan.tail))
-    return carry, ys, (slots, stacks, tail)
+    return carry, ys, (slots, tail)
 
 
 def pull_back(
     plan: Plan, blocks: Blocks, backward: Backward, saved: Any, ct_carry: Arrays, ct_ys: Sequence[Any]
 ) -> tuple[Arrays, Arrays, Arrays]:
     """Cotangents of the chosen consts, of the carry's floats and of the chosen xs."""
-    slots, stacks, tail = saved
+    slots, tail = saved
     n = plan.block
     pull = Pull(ct_carry, [jnp.zeros_like(c) for c in pick(blocks.consts, backward.wrt_consts)])
     d_xs = [jnp.zeros_like(x) for x in pick(blocks.xs, backward.wrt_x)]
-    if plan.tail:
-        start = plan.blocks * n
-        pull, d_x = blocks.back(backward, tail, start, plan.tail, pull, ct_ys)
-        d_xs = _write(d_xs, d_x, blocks.first_row(start, plan.tail))
 
-    def reback(carry, start, pull):
+    def back(kept, start, steps, pull, d_xs):
+        pull, d_x = blocks.back(backward, kept, start, steps, pull, ct_ys)
+        return pull, _write(d_xs, d_x, blocks.first_row(start, steps))
+
+    def again(carry, start, pull, d_xs):
         _, _, kept = blocks.keep(backward, carry, start, n)
-        return blocks.back(backward, kept, start, n, pull, ct_ys)
+        return back(kept, start, n, pull, d_xs)
 
-    if plan.schedule is None:
-        pull, d_xs = _nest(plan, blocks, reback, slots, pull, d_xs)
-    elif len(plan.moves.rows):
-        pull, d_xs = _table(plan, blocks, backward, reback, slots, stacks, pull, d_xs, ct_ys)
+    if plan.tail:
+        pull, d_xs = back(tail, plan.blocks * n, plan.tail, pull, d_xs)
+    if plan.schedule is None and plan.blocks:
+        pull, d_xs = _nest(plan, blocks, again, slots, pull, d_xs)
+    elif plan.blocks:
+        store = store_of(plan, blocks.step, backward)
+        pull, d_xs = _table(plan, blocks, backward, store, again, back, slots, pull, d_xs)
     return pull.consts, pull.carry, d_xs
 
 
-def _nest(plan, blocks, reback, slots, pull, d_xs):
+def _nest(
+    plan: Plan, blocks: Blocks, again: Callable[..., Any], starts: Arrays, pull: Pull, d_xs: Arrays
+) -> tuple[Pull, Arrays]:
     """Nested loops: each level finds the states its parts start from, then takes them from the last on."""
     n = plan.block
 
-    def part(levels, size, carry, start, pull, d_xs):
-        """Backpropagate `size` blocks from step `start`, divided as `levels` say."""
-        if not levels:
-            pull, d_x = reback(carry, start, pull)
-            return pull, _write(d_xs, d_x, blocks.first_row(start, n))
-        count, size = levels[0], size // levels[0]
+    def parts(levels, size, starts, start, pull, d_xs):
+        """Backpropagate levels[0] parts of `size` blocks each, from step `start` on."""
 
-        def find(carry, i):
-            ahead, _ = lax.scan(
-                lambda c, b: (blocks.advance(c, start + (i * size + b) * n, n), None),
-                carry,
-                jnp.arange(size, dtype=jnp.int32),
-            )
-            return ahead, ahead
-
-        _, starts = lax.scan(find, carry, jnp.arange(count - 1, dtype=jnp.int32))
-        starts = [jnp.concatenate([first[None], rest]) for first, rest in zip(carry, starts, strict=True)]
-        return parts(levels, count, size, starts, start, pull, d_xs)
-
-    def parts(levels, count, size, starts, start, pull, d_xs):
         def body(state, i):
-            pull, d_xs = state
-            carry = [at(leaf, i) for leaf in starts]
-            return part(levels[1:], size, carry, start + i * size * n, pull, d_xs), None
+            carry, here = [at(leaf, i) for leaf in starts], start + i * size * n
+            if len(levels) == 1:
+                return again(carry, here, *state), None
+            smaller = size // levels[1]
+            return parts(levels[1:], smaller, find(carry, here, levels[1], smaller), here, *state), None
 
-        (pull, d_xs), _ = lax.scan(body, (pull, d_xs), jnp.arange(count, dtype=jnp.int32), reverse=True)
+        (pull, d_xs), _ = lax.scan(body, (pull, d_xs), jnp.arange(levels[0], dtype=jnp.int32), reverse=True)
         return pull, d_xs
 
-    if not plan.blocks:
-        return pull, d_xs
-    count = plan.levels[0]
-    return parts(plan.levels, count, plan.blocks // count, slots, 0, pull, d_xs)
+    def find(carry, start, count, size):
+        """The states that `count` parts of `size` blocks start from."""
+
+        def part(carry, i):
+            def block(carry, b):
+                return blocks.advance(carry, start + (i * size + b) * n, n), None
+
+            carry, _ = lax.scan(block, carry, jnp.arange(size, dtype=jnp.int32))
+            return carry, carry
+
+        _, rest = lax.scan(part, carry, jnp.arange(count - 1, dtype=jnp.int32))
+        return [jnp.concatenate([first[None], more]) for first, more in zip(carry, rest, strict=True)]
+
+    return parts(plan.levels, plan.blocks // plan.levels[0], starts, 0, pull, d_xs)
 
 
-def _table(plan, blocks, backward, reback, slots, stacks, pull, d_xs, ct_ys):
-    """One loop over the moves."""
-    n = plan.block
-    rows = plan.moves.rows
-    kinds = sorted(set(rows[:, 0].tolist()))
+def _table(
+    plan: Plan,
+    blocks: Blocks,
+    backward: Backward,
+    store: Separate | Shared,
+    again: Callable[..., Any],
+    back: Callable[..., Any],
+    slots: Arrays,
+    pull: Pull,
+    d_xs: Arrays,
+) -> tuple[Pull, Arrays]:
+    """A turn for every block: run forward what its row of the table says, then backpropagate the block."""
+    n, moves = plan.block, plan.moves
+    ahead = [jnp.asarray(column) for column in moves.ahead.T]
+    keeps = bool((moves.ahead[:, 2] >= 0).any())
+    stored = moves.back[:, 4] >= 0
 
-    def body(state, row):
-        slots, stacks, pull, d_xs = state
-        kind, block, source, target, residual = row
-        start = block * n
-        first = blocks.first_row(start, n)
-
-        def advance(carry, kept, pull, d_x):
-            return blocks.advance(carry, start, n), kept, pull, d_x
-
-        def keep(carry, kept, pull, d_x):
-            carry, _, kept = blocks.keep(backward, carry, start, n)
-            return carry, kept, pull, d_x
-
-        def back(carry, kept, pull, d_x):
-            return carry, kept, *blocks.back(backward, kept, start, n, pull, ct_ys)
-
-        def back_again(carry, kept, pull, d_x):
-            return carry, kept, *reback(carry, start, pull)
-
-        branches = {ADVANCE: advance, KEEP: keep, BACK: back, REBACK: back_again}
-        operands = (
-            [at(buffer, source) for buffer in slots],
-            [at(buffer, residual) for buffer in stacks],
-            pull,
-            [lax.dynamic_slice_in_dim(d, first, n, 0) for d in d_xs],
-        )
-        if len(kinds) == 1:
-            out = branches[kinds[0]](*operands)
+    def move(i, state):
+        carry, slots = state
+        block, row, kept_row = (at(column, i) for column in ahead)
+        if keeps:
+            carry, _, kept = blocks.keep(backward, carry, block * n, n)
+            slots = _put_kept(store, slots, kept_row, kept)
         else:
-            out = lax.switch(
-                jnp.asarray(np.searchsorted(kinds, range(4)))[kind], [branches[k] for k in kinds], *operands
-            )
-        carry, kept, pull, d_x = out
-        slots = [put(buffer, leaf, target) for buffer, leaf in zip(slots, carry, strict=True)]
-        stacks = [put(buffer, leaf, residual) for buffer, leaf in zip(stacks, kept, strict=True)]
-        return (slots, stacks, pull, _write(d_xs, d_x, first)), None
+            carry = blocks.advance(carry, block * n, n)
+        return carry, store.put_state(slots, row, carry)
 
-    (_, _, pull, d_xs), _ = lax.scan(body, (slots, stacks, pull, d_xs), tuple(map(jnp.asarray, rows.T)))
+    def turn(state, row):
+        slots, pull, d_xs = state
+        first, count, block, source, kept_row = row
+        carry = store.state(slots, source)
+        if len(moves.ahead):
+            carry, slots = lax.fori_loop(first, first + count, move, (carry, slots))
+
+        def from_kept(state, block, kept_row):
+            return back(store.kept(slots, kept_row), block * n, n, *state)
+
+        def from_state(state, block, carry):
+            return again(carry, block * n, *state)
+
+        if stored.any():
+            pull, d_xs = _once_if(kept_row >= 0, from_kept, (pull, d_xs), block, kept_row)
+        if not stored.all():
+            pull, d_xs = _once_if(kept_row < 0, from_state, (pull, d_xs), block, carry)
+        return (slots, pull, d_xs), None
+
+    (_, pull, d_xs), _ = lax.scan(turn, (slots, pull, d_xs), tuple(map(jnp.asarray, moves.back.T)))
     return pull, d_xs
+
+
+def _put_kept(store: Separate | Shared, slots: Arrays, row: Any, kept: Arrays) -> Arrays:
+    """Keep residuals unless `row` is negative."""
+    return _once_if(row >= 0, lambda slots, kept: store.put_kept(slots, row, kept), slots, kept)
+
+
+def _once_if(condition: Any, run: Callable[..., Any], state: Any, *operands: Any) -> Any:
+    """run(state, *operands) if the condition holds, else `state`, which is updated in place."""
+
+    def turn(i, state):
+        # XLA takes what does not depend on the turn out of the loop, where it would run whether needed or not.
+        here, _ = lax.optimization_barrier((operands, i))
+        return run(state, *here)
+
+    return lax.fori_loop(0, condition.astype(jnp.int32), turn, state)
 
 
 def _write(buffers: Arrays, rows: Arrays, first: Any) -> Arrays:

@@ -1,8 +1,7 @@
 """What a scan executes: blocks of steps, in slots by a table of moves, or in nested loops.
 
-A scan of `length` steps is cut into blocks of `block` steps and a last part, the tail, whose residuals are
-kept from the forward pass on. Either a `Schedule` over the blocks (the tail being its last one) says what to
-keep, or `levels`
+A scan of `length` steps is cut into blocks of `block` steps and a last part, the tail, whose residuals are kept from
+the forward pass on. Either a `Schedule` over the blocks (the tail being its last one) says what to keep, or `levels`
 do: (n, r, ...) means n parts of r parts of ... of one block.
 """
 
@@ -14,40 +13,49 @@ from typing import NamedTuple
 
 import numpy as np
 
-from memjax.remat._schedule import CORE, INIT, Schedule
-
-ADVANCE, KEEP, BACK, REBACK = range(4)  # REBACK: run a block again, keeping its residuals, and backpropagate it
+from memjax.remat._schedule import CORE, Schedule
 
 
 class Moves(NamedTuple):
-    """A schedule as an executor wants it.
+    """A schedule as an executor wants it: rows of constant tables, and rows of the slots that they name.
 
     Attributes:
-      stored: (blocks,) row of the slots for the state before each block of the first pass; `hidden` means
-      nowhere.
-      kept: (blocks,) row for the residuals of each block of the first pass; -1 means that they are not kept.
-      rows: (moves, 5) operation, block, slot read, slot written, row of residuals, for everything after the
-      tail.
-      hidden: slots for states; there is one more, for the working state.
-      internal: rows for residuals of blocks.
+      stored: (blocks,) row for the state before each block of the first pass.
+      kept: (blocks,) row for the residuals of each block of the first pass; -1: they are not kept.
+      ahead: (moves, 3) what runs forward after the tail: block, row for the state after it, row for its residuals or
+        -1.
+      back: (blocks, 5) how each block is backpropagated, in order: the first of the moves ahead that lead there, how
+        many they are, the block, the row of the state that the moves (or the block, to run again) start from, and the
+        row of the block's residuals or -1.
+      rows: rows in use, for states, or for states and residuals together. One more, the last, takes states that
+        nobody reads.
     """
 
     stored: np.ndarray
     kept: np.ndarray
-    rows: np.ndarray
-    hidden: int
-    internal: int
+    ahead: np.ndarray
+    back: np.ndarray
+    rows: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """See the module's docstring. Exactly one of `schedule` and `levels` is given."""
+    """See the module's docstring. Exactly one of `schedule` and `levels` is given, or neither if all is tail."""
 
     length: int
     block: int
     tail: int
     schedule: Schedule | None = None
     levels: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        if self.schedule is not None:
+            what = f"{self.schedule.strategy} schedule of {self.schedule.length} blocks in {self.schedule.slots} slots"
+        elif self.levels:
+            what = " x ".join(map(str, self.levels)) + " blocks in nested loops"
+        else:
+            what = "everything kept"
+        return f"{what}, blocks of {self.block}, the last of {self.tail}"
 
     @property
     def blocks(self) -> int:
@@ -56,21 +64,22 @@ class Plan:
 
     @functools.cached_property
     def moves(self) -> Moves:
+        """The tables of moves."""
         if self.schedule is not None:
             return _moves(self.schedule)
         n = self.levels[0] if self.levels else 0
         stored = np.full(self.blocks, n)
         if n:
             stored[:: self.blocks // n] = np.arange(n)
-        return Moves(stored, np.full(self.blocks, -1), np.zeros((0, 5), int), n, 0)
+        none = np.zeros((0, 5), np.int32)
+        return Moves(stored, np.full(self.blocks, -1), none[:, :3], none, n)
 
     @property
     def forward_steps(self) -> int:
         """Forward steps in all, the first pass included."""
         if self.schedule is not None:
             return (self.schedule.forward_steps - 1) * self.block + self.tail
-        # Each level but the first runs all but the last of its parts to find where they start; the leaf runs
-        # all.
+        # Each level but the first runs all but the last of its parts to find where they start; leaves run all.
         again = self.blocks
         above = self.levels[0] if self.levels else 0
         for level in self.levels[1:]:
@@ -84,99 +93,59 @@ class Plan:
 
         The tail's residuals are gone before the first block's are made, so the larger of the two counts.
         """
-        states = self.moves.hidden + 1 + sum(level for level in self.levels[1:])
-        leaf = self.block if self.blocks else 0
-        return states * carry + (max(self.tail, leaf) + self.moves.internal * self.block) * kept
+        states = self.moves.rows + 1 + sum(self.levels[1:])
+        working = max(self.tail, self.block if self.blocks else 0)
+        if self.schedule is not None and self.schedule.strategy == "internal":
+            working += (self.schedule.peak_slots - 1) * self.block
+        return states * carry + working * kept
 
 
 def _moves(plan: Schedule) -> Moves:
-    """Replace the schedule's stack of units by rows for states and rows for residuals, and runs by moves."""
-    loaded = _loaded_later(plan)
-    states, residuals = _Rows(), _Rows()
-    start_row = states.take()
-    row_of = {INIT if plan.strategy == "internal" else 0: start_row}  # schedule slot to state row
-    residual_of, output_of = {}, {}
+    """The schedule's actions as tables. Its slots, a stack of units, are the rows."""
+    # With "internal" the start is none of the slots, but takes the first row for states.
+    first = 1 if plan.strategy == "internal" else 0
+    spare = plan.peak_slots
     last = plan.length - 1
-    stored, kept = {0: start_row}, {}
-    rows: list[list[int]] = []
-    working, first_pass = start_row, True
-    scratch = -1
-    for i, (kind, start, stop, slot) in enumerate(plan.actions):
+    stored, kept = np.full(last, spare, np.int32), np.full(last, -1, np.int32)
+    ahead: list[tuple[int, int, int]] = []
+    back: list[tuple[int, int, int, int, int]] = []
+    if last:
+        stored[0] = 0
+    source, since, first_pass = 0, 0, True
+
+    def run(block: int, target: int, residual: int) -> None:
+        """One block forward, the state after it going to row `target`."""
+        if not first_pass:
+            ahead.append((block, target, residual))
+            return
+        kept[block] = residual
+        if block + 1 < last:
+            stored[block + 1] = target
+
+    for action, units in plan.with_units():
+        kind, start, stop, slot = action
         if kind == "load":
-            working = row_of[slot]
+            source = slot + first
         elif kind == "advance":
             for block in range(start, stop):
-                if not first_pass:
-                    rows.append([ADVANCE, block, working, scratch, 0])
-                working = scratch
+                run(block, spare, -1)
         elif kind == "store":
-            working = row_of[slot] = states.take()
+            row = slot + first
             if first_pass:
-                stored[start] = working
+                if start < last:
+                    stored[start] = row
             else:
-                rows[-1][3] = working
-        elif kind == "free":
-            states.give(row_of.pop(slot))
+                ahead[-1] = (ahead[-1][0], row, ahead[-1][2])
         elif kind == "keep" and slot != CORE:
-            residual_of[slot] = residuals.take()
-            target = scratch
-            if i in loaded:
-                target = states.take()
-                output_of[slot], row_of[loaded[i]] = loaded[i], target
-            if first_pass:
-                kept[start] = residual_of[slot]
-                if i in loaded:
-                    stored[stop] = target
-            else:
-                rows.append([KEEP, start, working, target, residual_of[slot]])
-            working = target
+            run(start, slot + units - 1 + first, slot)
         elif kind == "backward":
-            if slot == CORE:
-                if start != last:
-                    rows.append([REBACK, start, working, scratch, 0])
-            else:
-                residuals.give(residual_of[slot])
-                rows.append([BACK, start, scratch, scratch, residual_of.pop(slot)])
-                if slot in output_of:
-                    states.give(row_of.pop(output_of.pop(slot)))
-            first_pass = False
-    table = np.array(rows, np.int32).reshape(-1, 5)
-    table[:, 2:4][table[:, 2:4] == scratch] = states.most
+            if start < last:
+                back.append((since, len(ahead) - since, start, source, -1 if slot == CORE else slot))
+            since, first_pass = len(ahead), False
     return Moves(
-        np.array([stored.get(block, states.most) for block in range(last)], np.int32),
-        np.array([kept.get(block, -1) for block in range(last)], np.int32),
-        table,
-        states.most,
-        residuals.most,
+        stored,
+        kept,
+        np.array(ahead, np.int32).reshape(-1, 3),
+        np.array(back, np.int32).reshape(-1, 5),
+        spare,
     )
-
-
-def _loaded_later(plan: Schedule) -> dict[int, int]:
-    """Which "keep" actions' output states are loaded again, by index, and from which slot."""
-    found: dict[int, int] = {}
-    owner: dict[int, int] = {}  # step: the latest action that made its input state
-    for i, action in enumerate(plan.actions):
-        if action.kind == "keep":
-            owner[action.stop] = i
-        elif action.kind == "store":
-            owner.pop(action.start, None)
-        elif action.kind == "load" and action.start in owner:
-            found[owner[action.start]] = action.slot
-    return found
-
-
-class _Rows:
-    """Rows of a buffer, reused as soon as they are given back."""
-
-    def __init__(self) -> None:
-        self.free: list[int] = []
-        self.most = 0
-
-    def take(self) -> int:
-        if self.free:
-            return self.free.pop()
-        self.most += 1
-        return self.most - 1
-
-    def give(self, row: int) -> None:
-        self.free.append(row)

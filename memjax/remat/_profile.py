@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from memjax.remat._blocks import Blocks, Pull, zeros
-from memjax.remat._choose import Costs
+from memjax.remat._costs import Costs
 from memjax.remat._step import Backward, is_float, pick, trace_step
 
 _STEPS, _BLOCK = 128, 4

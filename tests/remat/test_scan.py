@@ -16,7 +16,6 @@ WAYS = [
     {"slots": 4, "strategy": "hidden"},
     {"slots": 3, "strategy": "internal"},
     {"slots": 9, "strategy": "mixed"},
-    {"slots": 9, "strategy": "mixed-shared"},
     {"budget": 400},  # a table of single steps
     {"budget": 1000},
     {"budget": "2KiB"},  # nested loops
