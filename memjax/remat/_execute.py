@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -161,11 +162,15 @@ def _table(
         def from_state(state, block, carry):
             return again(carry, block * n, *state)
 
-        if stored.any():
-            pull, d_xs = _once_if(kept_row >= 0, from_kept, (pull, d_xs), block, kept_row)
-        if not stored.all():
-            pull, d_xs = _once_if(kept_row < 0, from_state, (pull, d_xs), block, carry)
-        return (slots, pull, d_xs), None
+        state = pull, d_xs
+        if stored.all():
+            state = from_kept(state, block, kept_row)
+        elif not stored.any():
+            state = from_state(state, block, carry)
+        else:
+            state = _once_if(kept_row >= 0, from_kept, state, block, kept_row)
+            state = _once_if(kept_row < 0, from_state, state, block, carry)
+        return (slots, *state), None
 
     (_, pull, d_xs), _ = lax.scan(turn, (slots, pull, d_xs), tuple(map(jnp.asarray, moves.back.T)))
     return pull, d_xs
@@ -181,7 +186,8 @@ def _once_if(condition: Any, run: Callable[..., Any], state: Any, *operands: Any
 
     def turn(i, state):
         # XLA takes what does not depend on the turn out of the loop, where it would run whether needed or not.
-        here, _ = lax.optimization_barrier((operands, i))
+        # One barrier for each: they may vary over different axes of a mesh.
+        here = jax.tree.map(lambda operand: lax.optimization_barrier((operand, i))[0], operands)
         return run(state, *here)
 
     return lax.fori_loop(0, condition.astype(jnp.int32), turn, state)
