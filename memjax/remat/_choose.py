@@ -83,7 +83,8 @@ def _nests(size: _Sizes, costs: Costs) -> Iterator[tuple[Plan, float]]:
         more = np.where(room >= 0, room // np.maximum(outermost * kept - carry, 1), 0)
         tail = smallest + np.clip(more, 0, length // outermost) * outermost
         count = (length - tail) // outermost
-        fits = (count >= 1) & ((count + 1) * carry + np.maximum(inner, tail * kept) <= budget)
+        # A single part would be no loop: XLA might run it again before the tail's residuals are gone.
+        fits = (count >= 2) & ((count + 1) * carry + np.maximum(inner, tail * kept) <= budget)
         again = (length - tail).astype(float)  # steps run again
         above, rest = count.astype(float), outermost.astype(float)
         loops = 3 * above
@@ -110,6 +111,8 @@ def _tables(size: _Sizes, costs: Costs) -> Iterator[tuple[Plan, float]]:
         tail, parts, slots = _room(size, block)
         if slots < 1:
             return
+        if parts == 2 and block > 1:  # the same as a nest of a single part
+            continue
         slots = min(slots, parts)
         turns = HiddenCounts().count(parts, slots) - 2 * parts + 1
         seconds = _base(size, costs, block, tail, parts) + turns * _turn(costs, block)
@@ -127,7 +130,7 @@ def _mixed_tables(
     while (found := _room(size, block))[2] >= 2:
         tail, parts, slots = found
         store = Shared(step.carry, backward.kept, block, slots)
-        if parts > 1 and parts * slots <= _LARGEST_TABLE and store.keeps_types and store.rows_of_kept < slots:
+        if parts > 2 and parts * slots <= _LARGEST_TABLE and store.keeps_types and store.rows_of_kept < slots:
             plan = schedule(parts, slots, strategy="mixed", internal_size=1 + store.rows_of_kept)
             turns = plan.forward_steps - 2 * parts + 1
             seconds = _base(size, costs, block, tail, parts) + turns * _turn(costs, block)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -41,22 +40,18 @@ def forward(plan: Plan, blocks: Blocks, backward: Backward, init: Arrays) -> tup
         block, row, kept_row = move
         slots = store.put_state(slots, row, carry)
         if keeps:
-            carry, y, kept = blocks.keep(backward, carry, block * n, n)
+            carry, ys, kept = blocks.keep(backward, carry, ys, block * n, n)
             slots = _put_kept(store, slots, kept_row, kept)
         else:
-            carry, y = blocks.emit(carry, block * n, n)
-        return (carry, slots, _write(ys, y, blocks.first_row(block * n, n))), None
+            carry, ys = blocks.emit(carry, ys, block * n, n)
+        return (carry, slots, ys), None
 
     state = (list(init), store.new(init), [zeros(aval, (plan.length,)) for aval in blocks.step.y])
     if plan.blocks:
         table = (np.arange(plan.blocks), moves.stored, moves.kept)
         state, _ = lax.scan(body, state, tuple(jnp.asarray(column, jnp.int32) for column in table))
     carry, slots, ys = state
-    tail: Arrays = []
-    if plan.tail:
-        start = plan.blocks * n
-        carry, y, tail = blocks.keep(backward, carry, start, plan.tail)
-        ys = _write(ys, y, blocks.first_row(start, plan.tail))
+    carry, ys, tail = blocks.keep(backward, carry, ys, plan.blocks * n, plan.tail)
     return carry, ys, (slots, tail)
 
 
@@ -70,15 +65,13 @@ def pull_back(
     d_xs = [jnp.zeros_like(x) for x in pick(blocks.xs, backward.wrt_x)]
 
     def back(kept, start, steps, pull, d_xs):
-        pull, d_x = blocks.back(backward, kept, start, steps, pull, ct_ys)
-        return pull, _write(d_xs, d_x, blocks.first_row(start, steps))
+        return blocks.back(backward, kept, start, steps, pull, d_xs, ct_ys)
 
     def again(carry, start, pull, d_xs):
-        _, _, kept = blocks.keep(backward, carry, start, n)
+        _, _, kept = blocks.keep(backward, carry, [], start, n)
         return back(kept, start, n, pull, d_xs)
 
-    if plan.tail:
-        pull, d_xs = back(tail, plan.blocks * n, plan.tail, pull, d_xs)
+    pull, d_xs = back(tail, plan.blocks * n, plan.tail, pull, d_xs)
     if plan.schedule is None and plan.blocks:
         pull, d_xs = _nest(plan, blocks, again, slots, pull, d_xs)
     elif plan.blocks:
@@ -137,13 +130,13 @@ def _table(
     n, moves = plan.block, plan.moves
     ahead = [jnp.asarray(column) for column in moves.ahead.T]
     keeps = bool((moves.ahead[:, 2] >= 0).any())
-    stored = moves.back[:, 4] >= 0
+    stored = moves.back[:, 5] >= 0
 
     def move(i, state):
         carry, slots = state
         block, row, kept_row = (at(column, i) for column in ahead)
         if keeps:
-            carry, _, kept = blocks.keep(backward, carry, block * n, n)
+            carry, _, kept = blocks.keep(backward, carry, [], block * n, n)
             slots = _put_kept(store, slots, kept_row, kept)
         else:
             carry = blocks.advance(carry, block * n, n)
@@ -151,26 +144,25 @@ def _table(
 
     def turn(state, row):
         slots, pull, d_xs = state
-        first, count, block, source, kept_row = row
+        first, count, block, source, begin, kept_row = row
         carry = store.state(slots, source)
         if len(moves.ahead):
             carry, slots = lax.fori_loop(first, first + count, move, (carry, slots))
 
-        def from_kept(state, block, kept_row):
-            return back(store.kept(slots, kept_row), block * n, n, *state)
+        def from_kept(i, state):
+            return back(store.kept(slots, kept_row + i), (block + i) * n, n, *state)
 
-        def from_state(state, block, carry):
-            return again(carry, block * n, *state)
+        def from_state(i, state):
+            return again(store.state(slots, begin + i), (block + i) * n, *state)
 
-        state = pull, d_xs
         if stored.all():
-            state = from_kept(state, block, kept_row)
+            pull, d_xs = from_kept(0, (pull, d_xs))
         elif not stored.any():
-            state = from_state(state, block, carry)
+            pull, d_xs = again(carry, block * n, pull, d_xs)
         else:
-            state = _once_if(kept_row >= 0, from_kept, state, block, kept_row)
-            state = _once_if(kept_row < 0, from_state, state, block, carry)
-        return (slots, *state), None
+            pull, d_xs = _once_if(kept_row >= 0, from_kept, (pull, d_xs))
+            pull, d_xs = _once_if(kept_row < 0, from_state, (pull, d_xs))
+        return (slots, pull, d_xs), None
 
     (_, pull, d_xs), _ = lax.scan(turn, (slots, pull, d_xs), tuple(map(jnp.asarray, moves.back.T)))
     return pull, d_xs
@@ -178,20 +170,13 @@ def _table(
 
 def _put_kept(store: Separate | Shared, slots: Arrays, row: Any, kept: Arrays) -> Arrays:
     """Keep residuals unless `row` is negative."""
-    return _once_if(row >= 0, lambda slots, kept: store.put_kept(slots, row, kept), slots, kept)
+    return _once_if(row >= 0, lambda i, slots: store.put_kept(slots, row + i, kept), slots)
 
 
-def _once_if(condition: Any, run: Callable[..., Any], state: Any, *operands: Any) -> Any:
-    """run(state, *operands) if the condition holds, else `state`, which is updated in place."""
+def _once_if(condition: Any, run: Callable[[Any, Any], Any], state: Any) -> Any:
+    """run(0, state) if the condition holds, else `state`, which is updated in place.
 
-    def turn(i, state):
-        # XLA takes what does not depend on the turn out of the loop, where it would run whether needed or not.
-        # One barrier for each: they may vary over different axes of a mesh.
-        here = jax.tree.map(lambda operand: lax.optimization_barrier((operand, i))[0], operands)
-        return run(state, *here)
-
-    return lax.fori_loop(0, condition.astype(jnp.int32), turn, state)
-
-
-def _write(buffers: Arrays, rows: Arrays, first: Any) -> Arrays:
-    return [lax.dynamic_update_slice_in_dim(buffer, new, first, 0) for buffer, new in zip(buffers, rows, strict=True)]
+    XLA takes what does not depend on the loop's index out of the loop, where it would run whether needed or not: so
+    `run` has to add the index, 0, to those that it reads arrays with.
+    """
+    return lax.fori_loop(0, condition.astype(jnp.int32), run, state)

@@ -24,9 +24,9 @@ class Moves(NamedTuple):
       kept: (blocks,) row for the residuals of each block of the first pass; -1: they are not kept.
       ahead: (moves, 3) what runs forward after the tail: block, row for the state after it, row for its residuals or
         -1.
-      back: (blocks, 5) how each block is backpropagated, in order: the first of the moves ahead that lead there, how
-        many they are, the block, the row of the state that the moves (or the block, to run again) start from, and the
-        row of the block's residuals or -1.
+      back: (blocks, 6) how each block is backpropagated, in order: the first of the moves ahead that lead there, how
+        many they are, the block, the row of the state that the moves start from, the row of the state that the block
+        starts from, and the row of the block's residuals or -1.
       rows: rows in use, for states, or for states and residuals together. One more, the last, takes states that
         nobody reads.
     """
@@ -71,7 +71,7 @@ class Plan:
         stored = np.full(self.blocks, n)
         if n:
             stored[:: self.blocks // n] = np.arange(n)
-        none = np.zeros((0, 5), np.int32)
+        none = np.zeros((0, 6), np.int32)
         return Moves(stored, np.full(self.blocks, -1), none[:, :3], none, n)
 
     @property
@@ -108,7 +108,7 @@ def _moves(plan: Schedule) -> Moves:
     last = plan.length - 1
     stored, kept = np.full(last, spare, np.int32), np.full(last, -1, np.int32)
     ahead: list[tuple[int, int, int]] = []
-    back: list[tuple[int, int, int, int, int]] = []
+    back: list[tuple[int, ...]] = []
     if last:
         stored[0] = 0
     source, since, first_pass = 0, 0, True
@@ -140,12 +140,14 @@ def _moves(plan: Schedule) -> Moves:
             run(start, slot + units - 1 + first, slot)
         elif kind == "backward":
             if start < last:
-                back.append((since, len(ahead) - since, start, source, -1 if slot == CORE else slot))
+                count = len(ahead) - since
+                begin = ahead[-1][1] if count else source
+                back.append((since, count, start, source, begin, -1 if slot == CORE else slot))
             since, first_pass = len(ahead), False
     return Moves(
         stored,
         kept,
         np.array(ahead, np.int32).reshape(-1, 3),
-        np.array(back, np.int32).reshape(-1, 5),
+        np.array(back, np.int32).reshape(-1, 6),
         spare,
     )

@@ -116,8 +116,8 @@ def _forward_and_back(blocks: Blocks, backward: Backward, carry: Arrays, steps: 
 
     def body(state, i):
         carry, pull = state
-        carry, _, kept = blocks.keep(backward, carry, i * n, n)
-        return (carry, blocks.back(backward, kept, i * n, n, pull, ct_ys)[0]), None
+        carry, _, kept = blocks.keep(backward, carry, [], i * n, n)
+        return (carry, blocks.back(backward, kept, i * n, n, pull, [], ct_ys)[0]), None
 
     consts = [jnp.zeros_like(c) for c in pick(blocks.consts, backward.wrt_consts)]
     start = (carry, Pull(pick(carry, backward.wrt_carry), consts))

@@ -5,6 +5,7 @@ Gruslys et al. 2016, "Memory-Efficient Backpropagation Through Time".
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -112,12 +113,14 @@ def scan(
 def _differentiable(step: Step, plan: Callable[[Backward], Plan], length: int, reverse: bool) -> Callable[..., Any]:
     """The scan as a function of (consts, init, xs), flat, with a backward pass that keeps what `plan` says."""
 
-    def plain(consts, init, xs, body=step.run):
+    def plain(body, consts, init, xs):
         return lax.scan(lambda carry, x: body(consts, carry, x), init, xs, length, reverse=reverse)
+
+    step_again = jax.checkpoint(step.run)
 
     @jax.custom_vjp
     def run(consts, init, xs):
-        return plain(consts, init, xs)
+        return plain(step.run, consts, init, xs)
 
     def run_forward(consts, init, xs):
         chosen = _Chosen(step, plan, _differentiated(consts), _differentiated(xs))
@@ -127,7 +130,7 @@ def _differentiable(step: Step, plan: Callable[[Backward], Plan], length: int, r
             carry, ys, saved = forward(chosen.plan, Blocks(step, consts, xs, length, reverse), chosen.backward, init)
             return (carry, ys), saved
 
-        out, saved = differentiated_as(plain, fast)(*values)
+        out, saved = differentiated_as(functools.partial(plain, step_again), fast)(*values)
         return out, (chosen, values, saved)
 
     def run_backward(residuals, cotangents):
@@ -145,7 +148,7 @@ def _differentiable(step: Step, plan: Callable[[Backward], Plan], length: int, r
         def reference(values, saved, ct_carry, ct_ys):
             def floats(*chosen_values):
                 full = [merge(c, drop(v, m), m) for c, v, m in zip(chosen_values, values, wrt, strict=True)]
-                carry, ys = plain(*full, body=jax.checkpoint(step.run))
+                carry, ys = plain(step_again, *full)
                 wanted = [ct is not None for ct in ct_ys]
                 return pick(carry, backward.wrt_carry), pick(pick(ys, backward.out_float[n_carry:]), wanted)
 

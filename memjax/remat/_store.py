@@ -10,7 +10,7 @@ of one block, each with the steps as its first axis.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -77,25 +77,19 @@ class Shared:
         return isinstance(self.layout, _Pieces)
 
     def new(self, init: Arrays) -> Arrays:
-        return [jnp.broadcast_to(cell[:1], (self.rows + 1, *cell.shape[1:])) for cell in self.layout.pack_state(init)]
+        return [jnp.broadcast_to(cell, (self.rows + 1, *cell.shape)) for cell in self.layout.cells(init)]
 
     def put_state(self, buffers: Arrays, row: Any, state: Arrays) -> Arrays:
-        return _put_rows(buffers, row, self.layout.pack_state(state))
+        return [put(buffer, cell, row) for buffer, cell in zip(buffers, self.layout.cells(state), strict=True)]
 
     def state(self, buffers: Arrays, row: Any) -> Arrays:
-        return self.layout.unpack_state([at(buffer, row) for buffer in buffers])
+        return self.layout.state([at(buffer, row) for buffer in buffers])
 
     def put_kept(self, buffers: Arrays, row: Any, kept: Arrays) -> Arrays:
-        return _put_rows(buffers, row, self.layout.pack_kept(kept))
+        return self.layout.put_kept(buffers, row, kept)
 
     def kept(self, buffers: Arrays, row: Any) -> Arrays:
-        return self.layout.unpack_kept(
-            [lax.dynamic_slice_in_dim(buffer, row, self.layout.rows, 0) for buffer in buffers]
-        )
-
-
-def _put_rows(buffers: Arrays, row: Any, values: Arrays) -> Arrays:
-    return [lax.dynamic_update_slice_in_dim(b, value, row, 0) for b, value in zip(buffers, values, strict=True)]
+        return self.layout.kept([lax.dynamic_slice_in_dim(buffer, row, self.layout.rows, 0) for buffer in buffers])
 
 
 class _Place(NamedTuple):
@@ -109,12 +103,10 @@ class _Place(NamedTuple):
 class _Pieces:
     """A buffer for every leaf of the carry; leaves that look the same form a group, whose pieces go to any of them."""
 
-    def __init__(self, groups: list[list[int]], places: list[_Place], carry: Sequence[Any], block: int):
-        self.groups, self.places, self.carry, self.block = groups, places, carry, block
-        self.totals = [0] * len(groups)
-        for place in places:
-            self.totals[place.group] += block * place.pieces
-        self.rows = max([1, *(-(-total // len(leaves)) for total, leaves in zip(self.totals, groups, strict=True))])
+    def __init__(self, groups: list[list[int]], places: list[_Place], block: int):
+        self.groups, self.places, self.block = groups, places, block
+        totals = [sum(block * place.pieces for place in places if place.group == i) for i in range(len(groups))]
+        self.rows = max([1, *(-(-total // len(leaves)) for total, leaves in zip(totals, groups, strict=True))])
 
     @classmethod
     def fit(cls, carry: Sequence[Any], kept: Sequence[Any], block: int) -> _Pieces | None:
@@ -131,38 +123,45 @@ class _Pieces:
             places.append(_Place(group, totals[group], pieces))
             totals[group] += block * pieces
         groups = [[i for i, look in enumerate(looks) if look == kind] for kind in kinds]
-        return cls(groups, places, carry, block)
+        return cls(groups, places, block)
 
-    def pack_state(self, state: Arrays) -> Arrays:
-        return [leaf[None] for leaf in state]
+    def cells(self, state: Arrays) -> Arrays:
+        return state
 
-    def unpack_state(self, cells: Arrays) -> Arrays:
+    def state(self, cells: Arrays) -> Arrays:
         return cells
 
-    def pack_kept(self, kept: Arrays) -> Arrays:
-        """For each leaf of the carry at most `rows` pieces."""
-        of_group: list[Arrays] = [[] for _ in self.groups]
+    def put_kept(self, buffers: Arrays, row: Any, kept: Arrays) -> Arrays:
+        """Each piece by itself: laid together first, they would be copied once more."""
+        buffers = list(buffers)
         for place, leaf in zip(self.places, kept, strict=True):
             parts = jnp.split(leaf, place.pieces, axis=-1) if place.pieces > 1 else [leaf]
-            of_group[place.group] += parts
-        cells: Arrays = [None] * len(self.carry)
-        for leaves, parts in zip(self.groups, of_group, strict=True):
-            for turn, leaf in enumerate(leaves):
-                mine = _between(parts, turn * self.rows, (turn + 1) * self.rows, self.block)
-                cells[leaf] = jnp.concatenate(mine) if mine else zeros(self.carry[leaf], (0,))
-        return cells
+            for turn, part in enumerate(parts):
+                done = 0
+                for buffer, first, stop in self._rows(place, turn):
+                    here = part[done : done + stop - first]
+                    buffers[buffer] = lax.dynamic_update_slice_in_dim(buffers[buffer], here, row + first, 0)
+                    done += stop - first
+        return buffers
 
-    def unpack_kept(self, cells: Arrays) -> Arrays:
+    def kept(self, cells: Arrays) -> Arrays:
         kept = []
         for place in self.places:
             parts = []
-            for piece in range(place.pieces):
-                first = place.first + piece * self.block
-                stacks = [cells[leaf] for leaf in self.groups[place.group]]
-                mine = _between(stacks, first, first + self.block, self.rows)
-                parts.append(jnp.concatenate(mine) if len(mine) > 1 else mine[0])
+            for turn in range(place.pieces):
+                found = [cells[buffer][first:stop] for buffer, first, stop in self._rows(place, turn)]
+                parts.append(jnp.concatenate(found) if len(found) > 1 else found[0])
             kept.append(jnp.concatenate(parts, -1) if len(parts) > 1 else parts[0])
         return kept
+
+    def _rows(self, place: _Place, turn: int) -> Iterator[tuple[int, int, int]]:
+        """(leaf of the carry, first row, row after the last) for the steps of one piece, the group's rows end to end."""
+        start = place.first + turn * self.block
+        for i, leaf in enumerate(self.groups[place.group]):
+            low = max(start - i * self.rows, 0)
+            high = min(start + self.block - i * self.rows, self.rows)
+            if low < high:
+                yield leaf, low, high
 
 
 def _looks(aval: Any) -> tuple[Any, ...]:
@@ -179,36 +178,27 @@ def _pieces(whole: tuple[Any, ...], piece: tuple[Any, ...]) -> int:
     return 0 if shape[-1] % part[-1] else shape[-1] // part[-1]
 
 
-def _between(stacks: Arrays, start: int, stop: int, size: int) -> Arrays:
-    """Rows `start` to `stop` of equal stacks laid end to end, without laying them so."""
-    found = []
-    for i, stack in enumerate(stacks):
-        low, high = max(start - i * size, 0), min(stop - i * size, size)
-        if low < high:
-            found.append(stack if (low, high) == (0, size) else stack[low:high])
-    return found
-
-
 class _Words:
     """One buffer of 32-bit words: a state in a row, residuals laid end to end."""
 
     def __init__(self, carry: Sequence[Any], kept: Sequence[Any], block: int):
         self.carry = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in carry]
-        self.kept = [jax.ShapeDtypeStruct((block, *aval.shape), aval.dtype) for aval in kept]
+        self.kept_types = [jax.ShapeDtypeStruct((block, *aval.shape), aval.dtype) for aval in kept]
         self.width = max(sum(map(_count, self.carry)), 1)
-        self.rows = max(-(-sum(map(_count, self.kept)) // self.width), 1)
+        self.rows = max(-(-sum(map(_count, self.kept_types)) // self.width), 1)
 
-    def pack_state(self, state: Arrays) -> Arrays:
-        return [_to_words(state, self.width)[None]]
+    def cells(self, state: Arrays) -> Arrays:
+        return [_to_words(state, self.width)]
 
-    def unpack_state(self, cells: Arrays) -> Arrays:
+    def state(self, cells: Arrays) -> Arrays:
         return _from_words(cells[0], self.carry)
 
-    def pack_kept(self, kept: Arrays) -> Arrays:
-        return [_to_words(kept, self.rows * self.width).reshape(self.rows, self.width)]
+    def put_kept(self, buffers: Arrays, row: Any, kept: Arrays) -> Arrays:
+        words = _to_words(kept, self.rows * self.width).reshape(self.rows, self.width)
+        return [lax.dynamic_update_slice_in_dim(buffers[0], words, row, 0)]
 
-    def unpack_kept(self, cells: Arrays) -> Arrays:
-        return _from_words(cells[0].reshape(-1), self.kept)
+    def kept(self, cells: Arrays) -> Arrays:
+        return _from_words(cells[0].reshape(-1), self.kept_types)
 
 
 def _count(aval: Any) -> int:
@@ -232,7 +222,7 @@ def _leaf_to_words(leaf: Any) -> Any:
         return jax.random.key_data(leaf).reshape(-1)
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         leaf = jnp.stack([leaf.real, leaf.imag])
-    if leaf.dtype == bool:
+    if jnp.issubdtype(leaf.dtype, bool):
         leaf = leaf.astype(jnp.uint8)
     flat, size = leaf.reshape(-1), leaf.dtype.itemsize
     if size < 4:
@@ -244,13 +234,18 @@ def _leaf_to_words(leaf: Any) -> Any:
 def _leaf_from_words(words: Any, aval: Any) -> Any:
     shape, dtype = aval.shape, aval.dtype
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        found = []  # what kind of key it is can only be asked of an array
-        data = jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)) or jax.random.key_data(key), aval)
+        found = []
+
+        def ask(key):  # what kind of key it is can only be asked of an array
+            found.append(jax.random.key_impl(key))
+            return jax.random.key_data(key)
+
+        data = jax.eval_shape(ask, aval)
         return jax.random.wrap_key_data(words.reshape(data.shape), impl=found[0])
     if jnp.issubdtype(dtype, jnp.complexfloating):
         part = jax.ShapeDtypeStruct((2, *shape), jnp.finfo(dtype).dtype)
         return lax.complex(*_leaf_from_words(words, part))
-    stored = np.dtype(np.uint8) if dtype == bool else dtype
+    stored = np.dtype(np.uint8) if jnp.issubdtype(dtype, bool) else dtype
     if stored.itemsize == 8:
         words = words.reshape(-1, 2)
     flat = lax.bitcast_convert_type(words, stored).reshape(-1)
