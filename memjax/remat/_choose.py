@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -14,35 +15,49 @@ from memjax.remat._schedule import Strategy, schedule
 from memjax.remat._step import Backward, Step
 from memjax.remat._store import Shared
 
-_LARGEST_TABLE = 200_000  # entries of a dynamic program: some hundredths of a second
+_LARGEST_TABLE = 300_000  # entries of a dynamic program: some tenths of a second
+_MOST_BLOCKS = 1024  # in a table that is not asked for by `slots`: the program must not grow with the length
+_MOST_MOVES = 1 << 24  # in a table: 64 MiB of program, and of the order of a minute even for the smallest of steps
 _WORTH_IT = 0.98  # of the best time so far, for a plan of both kinds of states
 
 
 def exact(length: int, slots: int, strategy: Strategy, step: Step, backward: Backward) -> Plan:
     """The schedule for `slots` units of one carry, single steps as blocks."""
     size = 1 + Shared(step.carry, backward.kept, 1, slots).rows_of_kept
-    return Plan(length, 1, 1, schedule(length, slots, strategy=strategy, internal_size=size))
+    plan = schedule(length, slots, strategy=strategy, internal_size=size)
+    if plan.forward_steps > _MOST_MOVES:
+        raise ValueError(
+            f"slots is {slots}, with which {length} steps take {plan.forward_steps} forward steps; give more, "
+            f"{_least_slots(length)} for the hidden strategy"
+        )
+    return Plan(length, 1, 1, plan)
 
 
 def check_budget(budget: int, length: int, carry: int, kept: int) -> None:
-    """Raise ValueError where not even a single slot fits."""
-    least = Plan(length, 1, 1, schedule(length, 1, strategy="hidden"))
-    needed = least.stored_bytes(carry, kept)
-    if budget < min(needed, carry + length * kept):
+    """Raise ValueError where nothing fits that can be run."""
+    slots = _least_slots(length)
+    needed = min((slots + 1) * carry + kept, carry + length * kept)
+    if budget < needed:
         raise ValueError(
-            f"budget is {budget} bytes, but the least possible is {needed}: two carries of {carry} bytes and one "
-            f"step's residuals of {kept}. There each step runs forward {least.forward_steps / length:.1f} times on "
-            "average; give that or more"
+            f"budget is {budget} bytes, but the least possible is {needed}: {slots + 1} carries of {carry} bytes and "
+            f"one step's residuals of {kept}. There each step runs forward "
+            f"{HiddenCounts().count(length, slots) / length:.1f} times on average; give that or more"
         )
+
+
+def _least_slots(length: int) -> int:
+    """The fewest with which the table of moves has a sensible size."""
+    return next(m for m in itertools.count(1) if HiddenCounts().count(length, m) <= _MOST_MOVES)
 
 
 def choose(length: int, budget: int, step: Step, backward: Backward, costs: Costs | None) -> Plan:
     """The plan of the least predicted time within `budget` bytes."""
     costs = costs or model(step, backward.kept_nbytes)
     size = _Sizes(length, budget, step.carry_nbytes, backward.kept_nbytes)
-    plan, seconds = min([*_nests(size, costs), *_tables(size, costs)], key=lambda found: found[1])
-    for candidate in _mixed_tables(size, costs, step, backward, _WORTH_IT * seconds):
-        plan, seconds = candidate
+    found = [*_nests(size, costs), *_tables(size, costs, _MOST_BLOCKS)] or [*_tables(size, costs, length)]
+    plan, seconds = min(found, key=lambda candidate: candidate[1])
+    for mixed, _ in _mixed_tables(size, costs, step, backward, _WORTH_IT * seconds):
+        plan = mixed
     return plan
 
 
@@ -65,56 +80,85 @@ def _series(limit: int, ratio: float = 1.08) -> list[int]:
 
 
 def _nests(size: _Sizes, costs: Costs) -> Iterator[tuple[Plan, float]]:
-    """For each depth the fastest nest of equal parts, with its time; first of all, everything kept."""
-    length, budget, carry, kept = size
-    base = length * (costs.forward + costs.backward)
-    if length * kept + carry <= budget:
-        yield Plan(length, 1, length), base + length * costs.store
+    """For each depth the fastest nest of equal parts, with its time; only one that keeps everything, if that fits."""
+    if size.length * size.kept + size.carry <= size.budget:
+        step = costs.forward + costs.backward + costs.store
+        yield Plan(size.length, 1, size.length), size.length * step
         return
     for depth, ratio in ((1, 1.01), (2, 1.08), (3, 1.25), (4, 1.5)):
-        sizes = np.array(_series(length, ratio))
-        block, *parts = np.meshgrid(*[sizes[sizes * carry <= budget]] * depth, indexing="ij", sparse=True)
-        inner = sum((part * carry for part in parts), np.int64(0)) + block * kept  # while a block is backpropagated
-        outermost = block * np.prod(np.broadcast_arrays(*parts), axis=0) if parts else block  # steps of such a part
-        inner, outermost, block = np.broadcast_arrays(inner, outermost, block)
-        # The tail: as many steps as its residuals fit, the rest being a whole number of outermost parts.
-        smallest = length % outermost
-        room = budget - (length // outermost + 1) * carry - smallest * kept
+        yield from _fastest_nest(size, costs, _series(size.length, ratio), depth, tails=True)
+    # Without a tail the program is a quarter smaller: times that differ by a hundredth are the same.
+    divisors = [n for n in range(1, size.length) if size.length % n == 0]
+    for depth in (1, 2, 3):
+        for plan, seconds in _fastest_nest(size, costs, divisors, depth, tails=False):
+            yield plan, 0.99 * seconds
+
+
+def _fastest_nest(
+    size: _Sizes, costs: Costs, candidates: list[int], depth: int, *, tails: bool
+) -> Iterator[tuple[Plan, float]]:
+    """The fastest nest of `depth` levels with parts of these sizes, if any fits."""
+    length, budget, carry, kept = size
+    sizes = np.array(candidates)
+    sizes = sizes[sizes * min(carry, kept) <= budget]
+    block, *parts = (np.array(grid) for grid in np.meshgrid(*[sizes] * depth, indexing="ij"))
+    outermost = block * np.prod(parts, axis=0, dtype=np.int64)  # steps of an outermost part
+    tail = length % outermost
+    if tails:
+        # As many steps as their residuals fit, the rest being a whole number of outermost parts.
+        room = budget - (length // outermost + 1) * carry - tail * kept
         more = np.where(room >= 0, room // np.maximum(outermost * kept - carry, 1), 0)
-        tail = smallest + np.clip(more, 0, length // outermost) * outermost
-        count = (length - tail) // outermost
-        # A single part would be no loop: XLA might run it again before the tail's residuals are gone.
-        fits = (count >= 2) & ((count + 1) * carry + np.maximum(inner, tail * kept) <= budget)
-        again = (length - tail).astype(float)  # steps run again
-        above, rest = count.astype(float), outermost.astype(float)
-        loops = 3 * above
-        for part in parts:
-            rest = rest / part
-            again = again + above * (part - 1) * rest
-            loops = loops + 3 * above * part
-            above = above * part
-        several = block > 1
-        # Every block is advanced, advanced again, kept and pulled back; single steps need no loop, and no memory.
-        loops = loops + several * (2 * (length - tail) + again) / block
-        stored = tail + several * (length - tail)
-        seconds = base + again * costs.forward + loops * costs.loop + stored * costs.store
-        seconds = np.where(fits, seconds, np.inf)
+        tail = tail + np.clip(more, 0, length // outermost) * outermost
+    seconds = _nest_seconds(size, costs, block, parts, outermost, tail)
+    seconds[(tail > 0) != tails] = np.inf
+    if seconds.size and np.isfinite(seconds.min()):
         i = np.unravel_index(np.argmin(seconds), seconds.shape)
-        if np.isfinite(seconds[i]):
-            levels = [int(np.broadcast_to(part, seconds.shape)[i]) for part in parts]
-            yield Plan(length, int(block[i]), int(tail[i]), levels=(int(count[i]), *levels)), float(seconds[i])
+        levels = [int((length - tail[i]) // outermost[i]), *(int(part[i]) for part in parts)]
+        yield Plan(length, int(block[i]), int(tail[i]), levels=tuple(levels)), float(seconds[i])
 
 
-def _tables(size: _Sizes, costs: Costs) -> Iterator[tuple[Plan, float]]:
-    """The optimal schedule of hidden states over blocks, for every size of block, with its time."""
+def _nest_seconds(
+    size: _Sizes,
+    costs: Costs,
+    block: np.ndarray,
+    parts: list[np.ndarray],
+    outermost: np.ndarray,
+    tail: np.ndarray,
+) -> np.ndarray:
+    """Predicted times of nests; infinite where they do not fit."""
+    length, budget, carry, kept = size
+    count = (length - tail) // outermost
+    inner = block * kept + carry * sum(parts, np.int64(0))  # while a block is backpropagated
+    # A single part would be no loop: XLA might run it again before the tail's residuals are gone.
+    fits = (count >= 2) & ((count + 1) * carry + np.maximum(inner, tail * kept) <= budget)
+    again = (length - tail).astype(float)  # steps run again
+    above, rest = count.astype(float), outermost.astype(float)
+    loops = 3 * above
+    for part in parts:
+        rest = rest / part
+        again = again + above * (part - 1) * rest
+        loops = loops + 3 * above * part
+        above = above * part
+    several = block > 1
+    # Every block is advanced, advanced again, kept and pulled back; single steps need no loop, and no memory.
+    loops = loops + several * (2 * (length - tail) + again) / block
+    stored = tail + several * (length - tail)
+    seconds = length * (costs.forward + costs.backward)
+    return np.where(fits, seconds + again * costs.forward + loops * costs.loop + stored * costs.store, np.inf)
+
+
+def _tables(size: _Sizes, costs: Costs, most: int) -> Iterator[tuple[Plan, float]]:
+    """The optimal schedule of hidden states over at most `most` blocks, for every size of block, with its time."""
     for block in _series(size.length):
         tail, parts, slots = _room(size, block)
         if slots < 1:
             return
-        if parts == 2 and block > 1:  # the same as a nest of a single part
+        if parts > most or (parts == 2 and block > 1):  # the latter would be a nest of a single part
             continue
         slots = min(slots, parts)
         turns = HiddenCounts().count(parts, slots) - 2 * parts + 1
+        if turns > _MOST_MOVES:
+            continue
         seconds = _base(size, costs, block, tail, parts) + turns * _turn(costs, block)
         yield Plan(size.length, block, tail, schedule(parts, slots, strategy="hidden")), seconds
 
@@ -126,24 +170,31 @@ def _mixed_tables(
 
     Only where residuals are kept in rows that look like carries: words would lose how the carry is sharded.
     """
+    if limit < 1.05 * size.length * (costs.forward + costs.backward):  # nothing to gain
+        return
     block = 1
     while (found := _room(size, block))[2] >= 2:
         tail, parts, slots = found
         store = Shared(step.carry, backward.kept, block, slots)
-        if parts > 2 and parts * slots <= _LARGEST_TABLE and store.keeps_types and store.rows_of_kept < slots:
+        if (
+            2 < parts <= _MOST_BLOCKS
+            and parts * slots <= _LARGEST_TABLE
+            and store.keeps_types
+            and store.rows_of_kept < slots
+        ):
             plan = schedule(parts, slots, strategy="mixed", internal_size=1 + store.rows_of_kept)
             turns = plan.forward_steps - 2 * parts + 1
             seconds = _base(size, costs, block, tail, parts) + turns * _turn(costs, block)
             if seconds < limit:
                 candidate = Plan(size.length, block, tail, plan)
                 moves = candidate.moves
-                internal = int((moves.kept >= 0).sum() + (moves.ahead[:, 2] >= 0).sum())
+                internal = int((moves.kept >= 0).sum() + (moves.ahead_kept >= 0).sum())
                 # Residuals kept in slots are made instead of run again, and there is a loop more to a turn.
                 seconds += internal * block * costs.store + len(moves.ahead) * costs.turn
                 if seconds < limit:
                     limit = seconds
                     yield candidate, seconds
-        block *= 2
+        block *= 4
 
 
 def _room(size: _Sizes, block: int) -> tuple[int, int, int]:

@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from memjax.remat._blocks import Blocks, Pull, at, zeros
+from memjax.remat._blocks import Blocks, Pull, at, put, zeros
 from memjax.remat._plan import Plan
 from memjax.remat._step import Arrays, Backward, Step, pick
 from memjax.remat._store import Separate, Shared
@@ -24,34 +23,41 @@ def store_of(plan: Plan, step: Step, backward: Backward) -> Separate | Shared:
     """Where the plan's slots are."""
     strategy = plan.schedule.strategy if plan.schedule is not None else "hidden"
     if strategy == "mixed":
-        return Shared(step.carry, backward.kept, plan.block, plan.moves.rows)
-    residuals = plan.moves.rows - 1 if strategy == "internal" else 0
-    return Separate(step.carry, backward.kept, plan.block, plan.moves.rows, residuals)
+        return Shared(step.carry, backward.kept, plan.block, plan.rows)
+    residuals = plan.rows - 1 if strategy == "internal" else 0
+    return Separate(step.carry, backward.kept, plan.block, plan.rows, residuals)
 
 
 def forward(plan: Plan, blocks: Blocks, backward: Backward, init: Arrays) -> tuple[Arrays, Arrays, Any]:
     """(carry, ys, what `pull_back` needs: slots, residuals of the tail)."""
-    moves, n = plan.moves, plan.block
+    n = plan.block
     store = store_of(plan, blocks.step, backward)
-    keeps = bool((moves.kept >= 0).any())
 
-    def body(state, move):
+    def body(state, turn):
         carry, slots, ys = state
-        block, row, kept_row = move
-        slots = store.put_state(slots, row, carry)
-        if keeps:
+        block, row, kept_row = turn
+        if row is not None:
+            slots = store.put_state(slots, row.astype(jnp.int32), carry)
+        if kept_row is None:
+            carry, ys = blocks.emit(carry, ys, block * n, n)
+        else:
             carry, ys, kept = blocks.keep(backward, carry, ys, block * n, n)
             slots = _put_kept(store, slots, kept_row, kept)
-        else:
-            carry, ys = blocks.emit(carry, ys, block * n, n)
+        if row is None:  # of nested loops: what a part's last block leaves in its row is where the next one starts
+            slots = store.put_state(slots, block // (plan.blocks // plan.levels[0]) + 1, carry)
         return (carry, slots, ys), None
 
     state = (list(init), store.new(init), [zeros(aval, (plan.length,)) for aval in blocks.step.y])
     if plan.blocks:
-        table = (np.arange(plan.blocks), moves.stored, moves.kept)
-        state, _ = lax.scan(body, state, tuple(jnp.asarray(column, jnp.int32) for column in table))
+        row = kept_row = None
+        if plan.schedule is not None:
+            row = jnp.asarray(plan.moves.stored)
+            kept_row = jnp.asarray(plan.moves.kept) if (plan.moves.kept >= 0).any() else None
+        state, _ = lax.scan(body, state, (jnp.arange(plan.blocks, dtype=jnp.int32), row, kept_row))
     carry, slots, ys = state
-    carry, ys, tail = blocks.keep(backward, carry, ys, plan.blocks * n, plan.tail)
+    tail: Arrays = []
+    if plan.tail:
+        carry, ys, tail = blocks.keep(backward, carry, ys, plan.blocks * n, plan.tail)
     return carry, ys, (slots, tail)
 
 
@@ -71,7 +77,8 @@ def pull_back(
         _, _, kept = blocks.keep(backward, carry, [], start, n)
         return back(kept, start, n, pull, d_xs)
 
-    pull, d_xs = back(tail, plan.blocks * n, plan.tail, pull, d_xs)
+    if plan.tail:
+        pull, d_xs = back(tail, plan.blocks * n, plan.tail, pull, d_xs)
     if plan.schedule is None and plan.blocks:
         pull, d_xs = _nest(plan, blocks, again, slots, pull, d_xs)
     elif plan.blocks:
@@ -100,17 +107,15 @@ def _nest(
         return pull, d_xs
 
     def find(carry, start, count, size):
-        """The states that `count` parts of `size` blocks start from."""
+        """The states that `count` parts of `size` blocks start from: what a part's last block leaves in its row."""
 
-        def part(carry, i):
-            def block(carry, b):
-                return blocks.advance(carry, start + (i * size + b) * n, n), None
+        def block(state, b):
+            carry, starts = state
+            carry = blocks.advance(carry, start + b * n, n)
+            return (carry, [put(stack, leaf, b // size + 1) for stack, leaf in zip(starts, carry, strict=True)]), None
 
-            carry, _ = lax.scan(block, carry, jnp.arange(size, dtype=jnp.int32))
-            return carry, carry
-
-        _, rest = lax.scan(part, carry, jnp.arange(count - 1, dtype=jnp.int32))
-        return [jnp.concatenate([first[None], more]) for first, more in zip(carry, rest, strict=True)]
+        starts = [jnp.broadcast_to(leaf, (count, *leaf.shape)) for leaf in carry]
+        return lax.scan(block, (carry, starts), jnp.arange((count - 1) * size, dtype=jnp.int32))[0][1]
 
     return parts(plan.levels, plan.blocks // plan.levels[0], starts, 0, pull, d_xs)
 
@@ -128,26 +133,27 @@ def _table(
 ) -> tuple[Pull, Arrays]:
     """A turn for every block: run forward what its row of the table says, then backpropagate the block."""
     n, moves = plan.block, plan.moves
-    ahead = [jnp.asarray(column) for column in moves.ahead.T]
-    keeps = bool((moves.ahead[:, 2] >= 0).any())
-    stored = moves.back[:, 5] >= 0
-
-    def move(i, state):
-        carry, slots = state
-        block, row, kept_row = (at(column, i) for column in ahead)
-        if keeps:
-            carry, _, kept = blocks.keep(backward, carry, [], block * n, n)
-            slots = _put_kept(store, slots, kept_row, kept)
-        else:
-            carry = blocks.advance(carry, block * n, n)
-        return carry, store.put_state(slots, row, carry)
+    ahead = jnp.asarray(moves.ahead)
+    ahead_kept = jnp.asarray(moves.ahead_kept) if (moves.ahead_kept >= 0).any() else None
+    stored = moves.residuals >= 0
 
     def turn(state, row):
-        slots, pull, d_xs = state
-        first, count, block, source, begin, kept_row = row
+        slots, pull, d_xs, done = state
+        block, count, source, begin, kept_row = (column.astype(jnp.int32) for column in row)
         carry = store.state(slots, source)
+
+        def move(i, state):
+            carry, slots = state
+            start = (block - count + i) * n
+            if ahead_kept is None:
+                carry = blocks.advance(carry, start, n)
+            else:
+                carry, _, kept = blocks.keep(backward, carry, [], start, n)
+                slots = _put_kept(store, slots, at(ahead_kept, done + i), kept)
+            return carry, store.put_state(slots, at(ahead, done + i).astype(jnp.int32), carry)
+
         if len(moves.ahead):
-            carry, slots = lax.fori_loop(first, first + count, move, (carry, slots))
+            carry, slots = lax.fori_loop(0, count, move, (carry, slots))
 
         def from_kept(i, state):
             return back(store.kept(slots, kept_row + i), (block + i) * n, n, *state)
@@ -162,14 +168,17 @@ def _table(
         else:
             pull, d_xs = _once_if(kept_row >= 0, from_kept, (pull, d_xs))
             pull, d_xs = _once_if(kept_row < 0, from_state, (pull, d_xs))
-        return (slots, pull, d_xs), None
+        return (slots, pull, d_xs, done + count), None
 
-    (_, pull, d_xs), _ = lax.scan(turn, (slots, pull, d_xs), tuple(map(jnp.asarray, moves.back.T)))
+    columns = moves.turns, moves.source, moves.begin, moves.residuals
+    table = jnp.arange(plan.blocks - 1, -1, -1, dtype=jnp.int32), *map(jnp.asarray, columns)
+    (_, pull, d_xs, _), _ = lax.scan(turn, (slots, pull, d_xs, jnp.int32(0)), table)
     return pull, d_xs
 
 
 def _put_kept(store: Separate | Shared, slots: Arrays, row: Any, kept: Arrays) -> Arrays:
     """Keep residuals unless `row` is negative."""
+    row = row.astype(jnp.int32)
     return _once_if(row >= 0, lambda i, slots: store.put_kept(slots, row + i, kept), slots)
 
 

@@ -1,15 +1,16 @@
 """What a scan executes: blocks of steps, in slots by a table of moves, or in nested loops.
 
 A scan of `length` steps is cut into blocks of `block` steps and a last part, the tail, whose residuals are kept from
-the forward pass on. Either a `Schedule` over the blocks (the tail being its last one) says what to keep, or `levels`
-do: (n, r, ...) means n parts of r parts of ... of one block.
+the forward pass on (nested loops can do without). Either a `Schedule` over the blocks (the tail being its last one)
+says what to keep, or `levels` do: (n, r, ...) means n parts of r parts of ... of one block.
 """
 
 from __future__ import annotations
 
+import array
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,25 +18,30 @@ from memjax.remat._schedule import CORE, Schedule
 
 
 class Moves(NamedTuple):
-    """A schedule as an executor wants it: rows of constant tables, and rows of the slots that they name.
+    """A schedule as an executor wants it: columns of constant tables, which name rows of the slots.
+
+    The first pass runs the blocks in their order. Then they are backpropagated from the last on; before each, the
+    blocks from some kept state up to it may run again.
 
     Attributes:
       stored: (blocks,) row for the state before each block of the first pass.
       kept: (blocks,) row for the residuals of each block of the first pass; -1: they are not kept.
-      ahead: (moves, 3) what runs forward after the tail: block, row for the state after it, row for its residuals or
-        -1.
-      back: (blocks, 6) how each block is backpropagated, in order: the first of the moves ahead that lead there, how
-        many they are, the block, the row of the state that the moves start from, the row of the state that the block
-        starts from, and the row of the block's residuals or -1.
-      rows: rows in use, for states, or for states and residuals together. One more, the last, takes states that
-        nobody reads.
+      ahead: (moves,) what runs again, one block a move: row for the state after it.
+      ahead_kept: (moves,) row for its residuals or -1.
+      turns: (blocks,) in the order of the backward pass: moves ahead of a block's backpropagation.
+      source: (blocks,) row of the state that they start from.
+      begin: (blocks,) row of the state before the block.
+      residuals: (blocks,) row of the block's residuals; -1: it runs again to make them.
     """
 
     stored: np.ndarray
     kept: np.ndarray
     ahead: np.ndarray
-    back: np.ndarray
-    rows: int
+    ahead_kept: np.ndarray
+    turns: np.ndarray
+    source: np.ndarray
+    begin: np.ndarray
+    residuals: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,24 +61,25 @@ class Plan:
             what = " x ".join(map(str, self.levels)) + " blocks in nested loops"
         else:
             what = "everything kept"
-        return f"{what}, blocks of {self.block}, the last of {self.tail}"
+        return f"{what}, blocks of {self.block}" + (f", the last of {self.tail}" if self.tail else "")
 
     @property
     def blocks(self) -> int:
         """Blocks before the tail."""
         return (self.length - self.tail) // self.block
 
+    @property
+    def rows(self) -> int:
+        """Rows of the slots. One more, the last, takes states that nobody reads."""
+        if self.schedule is not None:
+            return self.schedule.peak_slots
+        return self.levels[0] if self.levels else 0
+
     @functools.cached_property
     def moves(self) -> Moves:
-        """The tables of moves."""
-        if self.schedule is not None:
-            return _moves(self.schedule)
-        n = self.levels[0] if self.levels else 0
-        stored = np.full(self.blocks, n)
-        if n:
-            stored[:: self.blocks // n] = np.arange(n)
-        none = np.zeros((0, 6), np.int32)
-        return Moves(stored, np.full(self.blocks, -1), none[:, :3], none, n)
+        """The schedule's tables."""
+        assert self.schedule is not None
+        return _moves(self.schedule)
 
     @property
     def forward_steps(self) -> int:
@@ -93,7 +100,7 @@ class Plan:
 
         The tail's residuals are gone before the first block's are made, so the larger of the two counts.
         """
-        states = self.moves.rows + 1 + sum(self.levels[1:])
+        states = self.rows + 1 + sum(self.levels[1:])
         working = max(self.tail, self.block if self.blocks else 0)
         if self.schedule is not None and self.schedule.strategy == "internal":
             working += (self.schedule.peak_slots - 1) * self.block
@@ -104,50 +111,42 @@ def _moves(plan: Schedule) -> Moves:
     """The schedule's actions as tables. Its slots, a stack of units, are the rows."""
     # With "internal" the start is none of the slots, but takes the first row for states.
     first = 1 if plan.strategy == "internal" else 0
-    spare = plan.peak_slots
-    last = plan.length - 1
-    stored, kept = np.full(last, spare, np.int32), np.full(last, -1, np.int32)
-    ahead: list[tuple[int, int, int]] = []
-    back: list[tuple[int, ...]] = []
-    if last:
-        stored[0] = 0
+    spare, last = plan.peak_slots, plan.length - 1
+    stored, kept = np.full(last, spare), np.full(last, -1)
+    stored[:1] = 0
+    ahead, ahead_kept, back = array.array("i"), array.array("i"), array.array("i")
     source, since, first_pass = 0, 0, True
-
-    def run(block: int, target: int, residual: int) -> None:
-        """One block forward, the state after it going to row `target`."""
-        if not first_pass:
-            ahead.append((block, target, residual))
-            return
-        kept[block] = residual
-        if block + 1 < last:
-            stored[block + 1] = target
-
-    for action, units in plan.with_units():
-        kind, start, stop, slot = action
+    for (kind, start, stop, slot), units in plan.with_units():
         if kind == "load":
             source = slot + first
-        elif kind == "advance":
-            for block in range(start, stop):
-                run(block, spare, -1)
+        elif kind == "advance" and not first_pass:
+            ahead.extend([spare] * (stop - start))
+            ahead_kept.extend([-1] * (stop - start))
         elif kind == "store":
-            row = slot + first
-            if first_pass:
-                if start < last:
-                    stored[start] = row
-            else:
-                ahead[-1] = (ahead[-1][0], row, ahead[-1][2])
+            if not first_pass:
+                ahead[-1] = slot + first
+            elif start < last:
+                stored[start] = slot + first
         elif kind == "keep" and slot != CORE:
-            run(start, slot + units - 1 + first, slot)
+            output = slot + units - 1 + first
+            if not first_pass:
+                ahead.append(output)
+                ahead_kept.append(slot)
+            else:
+                kept[start] = slot
+                if stop < last:
+                    stored[stop] = output
         elif kind == "backward":
             if start < last:
                 count = len(ahead) - since
-                begin = ahead[-1][1] if count else source
-                back.append((since, count, start, source, begin, -1 if slot == CORE else slot))
+                back.extend((count, source, ahead[-1] if count else source, -1 if slot == CORE else slot))
             since, first_pass = len(ahead), False
-    return Moves(
-        stored,
-        kept,
-        np.array(ahead, np.int32).reshape(-1, 3),
-        np.array(back, np.int32).reshape(-1, 6),
-        spare,
-    )
+    columns = stored, kept, ahead, ahead_kept, *np.array(back, np.int32).reshape(-1, 4).T
+    return Moves(*map(_narrow, columns))
+
+
+def _narrow(column: Any) -> np.ndarray:
+    """As an array of the smallest sufficient type: tables are part of the program."""
+    values = np.asarray(column, np.int32)
+    largest = max(np.abs(values).max(initial=0), 1)
+    return values.astype(np.result_type(np.int8, np.min_scalar_type(-largest)))
