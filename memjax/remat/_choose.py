@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -88,7 +89,8 @@ def _nests(size: _Sizes, costs: Costs) -> Iterator[tuple[Plan, float]]:
     for depth, ratio in ((1, 1.01), (2, 1.08), (3, 1.25), (4, 1.5)):
         yield from _fastest_nest(size, costs, _series(size.length, ratio), depth, tails=True)
     # Without a tail the program is a quarter smaller: times that differ by a hundredth are the same.
-    divisors = [n for n in range(1, size.length) if size.length % n == 0]
+    small = [n for n in range(1, math.isqrt(size.length) + 1) if size.length % n == 0]
+    divisors = sorted({*small, *(size.length // n for n in small)})
     for depth in (1, 2, 3):
         for plan, seconds in _fastest_nest(size, costs, divisors, depth, tails=False):
             yield plan, 0.99 * seconds

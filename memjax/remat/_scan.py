@@ -106,7 +106,12 @@ def scan(
         return choose(length, room, step, backward, costs)
 
     guarded = [list(map(_guarded, group)) for group in (step.consts, init_leaves, xs_leaves)]
-    carry, ys = _differentiable(step, plan, length, reverse)(*guarded)
+    try:
+        carry, ys = _differentiable(step, plan, length, reverse)(*guarded)
+    except TypeError as error:  # jax.vmap of jax.jvp meets the custom rule before the guard
+        if "forward-mode" not in str(error):
+            raise
+        raise TypeError(_FORWARD_MODE) from error
     return jax.tree.unflatten(step.carry_tree, carry), jax.tree.unflatten(step.y_tree, ys)
 
 
