@@ -3,7 +3,7 @@
 from memjax.remat import policies as policies
 from memjax.remat._checkpoint import UnmatchedNameWarning as UnmatchedNameWarning
 from memjax.remat._checkpoint import checkpoint as checkpoint
-from memjax.remat._choose import Costs as Costs
+from memjax.remat._costs import Costs as Costs
 from memjax.remat._dense_spec import DenseParams as DenseParams
 from memjax.remat._dense_spec import DenseSpec as DenseSpec
 from memjax.remat._dense_spec import DenseStatistics as DenseStatistics

@@ -21,17 +21,12 @@ class Pull(NamedTuple):
 class Blocks:
     """Blocks of steps of one scan over `xs` (flat), which are sliced where they are used and never copied.
 
-    `ct_ys` are the cotangents of the float outputs, each of shape (length, ...), or None for one that is
-    zero.
+    Outputs (ys, and cotangents of xs) go straight into rows of whole arrays, which the loops update in place.
     """
 
     def __init__(self, step: Step, consts: Arrays, xs: Arrays, length: int, reverse: bool):
         self.step, self.consts, self.xs = step, consts, xs
         self.length, self.reverse = length, reverse
-
-    def first_row(self, start: Any, n: int) -> Any:
-        """The first of the rows of `xs` that `n` steps from `start` on use."""
-        return self.length - start - n if self.reverse else start
 
     def _row(self, i: Any) -> Any:
         return self.length - 1 - i if self.reverse else i
@@ -39,57 +34,69 @@ class Blocks:
     def _x(self, i: Any) -> Arrays:
         return [at(x, self._row(i)) for x in self.xs]
 
+    def _write(self, stacks: Arrays, rows: Arrays, i: Any) -> Arrays:
+        return [put(stack, row, self._row(i)) for stack, row in zip(stacks, rows, strict=True)]
+
     def advance(self, carry: Arrays, start: Any, n: int) -> Arrays:
         """The carry after `n` steps from `start` on."""
         return _loop(n, lambda carry, i: (self.step.run(self.consts, carry, self._x(start + i))[0], []), carry)[0]
 
-    def emit(self, carry: Arrays, start: Any, n: int) -> tuple[Arrays, Arrays]:
-        """(carry, ys): the same with outputs, in the order of their rows."""
+    def emit(self, carry: Arrays, ys: Arrays, start: Any, n: int) -> tuple[Arrays, Arrays]:
+        """(carry, ys): the same, writing outputs."""
 
-        def body(carry, i):
-            return self.step.run(self.consts, carry, self._x(start + i))
+        def body(state, i):
+            carry, ys = state
+            carry, y = self.step.run(self.consts, carry, self._x(start + i))
+            return (carry, self._write(ys, y, start + i)), []
 
-        carry, ys = _loop(n, body, carry)
-        return carry, self._rows(ys)
+        return _loop(n, body, (carry, ys))[0]
 
-    def keep(self, backward: Backward, carry: Arrays, start: Any, n: int) -> tuple[Arrays, Arrays, Arrays]:
-        """(carry, ys, kept): the same, keeping what `back` needs."""
-        n_y = len(self.step.y)
+    def keep(self, backward: Backward, carry: Arrays, ys: Arrays, start: Any, n: int) -> tuple[Arrays, Arrays, Arrays]:
+        """(carry, ys, kept): the same, keeping what `back` needs. With no `ys` no outputs are written."""
 
-        def body(carry, i):
+        def body(state, i):
+            carry, ys = state
             carry, y, kept = backward.keep(self.consts, carry, self._x(start + i))
-            return carry, [*y, *kept]
+            return (carry, self._write(ys, y, start + i) if ys else ys), kept
 
-        carry, out = _loop(n, body, carry)
-        return carry, self._rows(out[:n_y]), out[n_y:]
+        (carry, ys), kept = _loop(n, body, (carry, ys))
+        return carry, ys, kept
 
     def back(
-        self, backward: Backward, kept: Arrays, start: Any, n: int, pull: Pull, ct_ys: Sequence[Any]
+        self,
+        backward: Backward,
+        kept: Arrays,
+        start: Any,
+        n: int,
+        pull: Pull,
+        d_xs: Arrays,
+        ct_ys: Sequence[Any],
     ) -> tuple[Pull, Arrays]:
-        """Backpropagate through `n` steps: (pull, cotangents of the chosen xs in the order of their rows)."""
+        """Backpropagate through `n` steps: (pull, cotangents of the chosen xs).
+
+        `ct_ys` are the cotangents of the float outputs, each of shape (length, ...), or None for one that is zero.
+        """
         y_types = pick(self.step.y, backward.out_float[len(self.step.carry) :])
 
-        def body(pull, i):
+        def body(state, i):
+            (ct_carry, so_far), d_xs = state
             j = start + i
             ct_y = [
                 zeros(aval) if ct is None else at(ct, self._row(j)) for aval, ct in zip(y_types, ct_ys, strict=True)
             ]
             kept_here = [at(k, i) for k in kept]
-            d_consts, d_carry, d_x = backward.back(self.consts, self._x(j), kept_here, pull.carry, ct_y)
-            return Pull(d_carry, [a + b for a, b in zip(pull.consts, d_consts, strict=True)]), d_x
+            d_consts, ct_carry, d_x = backward.back(self.consts, self._x(j), kept_here, ct_carry, ct_y)
+            so_far = [a + b for a, b in zip(so_far, d_consts, strict=True)]
+            return (Pull(ct_carry, so_far), self._write(d_xs, d_x, j)), []
 
-        pull, d_xs = _loop(n, body, pull, reverse=True)
-        return pull, self._rows(d_xs)
-
-    def _rows(self, stacked: Arrays) -> Arrays:
-        return [jnp.flip(a, 0) for a in stacked] if self.reverse else stacked
+        return _loop(n, body, (pull, d_xs), reverse=True)[0]
 
 
-def _loop(n: int, body: Any, carry: Any, *, reverse: bool = False) -> tuple[Any, Arrays]:
+def _loop(n: int, body: Any, state: Any, *, reverse: bool = False) -> tuple[Any, Arrays]:
     if n == 1:  # no loop to set up
-        carry, out = body(carry, 0)
-        return carry, [a[None] for a in out]
-    return lax.scan(body, carry, jnp.arange(n, dtype=jnp.int32), reverse=reverse)
+        state, out = body(state, 0)
+        return state, [a[None] for a in out]
+    return lax.scan(body, state, jnp.arange(n, dtype=jnp.int32), reverse=reverse)
 
 
 def at(stack: Any, i: Any) -> Any:

@@ -1,173 +1,191 @@
 """Running a `Plan`: the forward pass that fills slots, and the backward pass that recomputes from them.
 
-The compiled program does not depend on the length: moves are rows of a constant table that one loop reads.
-Slots are preallocated buffers that the loops carry. A slot is read before and written after the one branch of
-a move, so that XLA updates it in place. Where a table has one kind of move there is no branch.
+The compiled program does not depend on the length: moves are rows of constant tables that loops read. Slots are
+preallocated buffers that the loops carry and update in place. XLA would copy whole buffers that a branch of a `cond`
+writes to; so what runs a varying number of times, once or never included, is a loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from memjax.remat._blocks import Blocks, Pull, at, put, zeros
-from memjax.remat._plan import ADVANCE, BACK, KEEP, REBACK, Plan
-from memjax.remat._step import Arrays, Backward, pick
+from memjax.remat._plan import Plan
+from memjax.remat._step import Arrays, Backward, Step, pick
+from memjax.remat._store import Separate, Shared
+
+
+def store_of(plan: Plan, step: Step, backward: Backward) -> Separate | Shared:
+    """Where the plan's slots are."""
+    strategy = plan.schedule.strategy if plan.schedule is not None else "hidden"
+    if strategy == "mixed":
+        return Shared(step.carry, backward.kept, plan.block, plan.rows)
+    residuals = plan.rows - 1 if strategy == "internal" else 0
+    return Separate(step.carry, backward.kept, plan.block, plan.rows, residuals)
 
 
 def forward(plan: Plan, blocks: Blocks, backward: Backward, init: Arrays) -> tuple[Arrays, Arrays, Any]:
-    """(carry, ys, what `pull_back` needs: slots, residuals of blocks, residuals of the tail)."""
-    moves, n = plan.moves, plan.block
-    ys = [zeros(aval, (plan.length,)) for aval in blocks.step.y]
-    slots = [jnp.broadcast_to(leaf, (moves.hidden + 1, *leaf.shape)) for leaf in init]
-    stacks = [zeros(aval, (moves.internal, n)) for aval in backward.kept] if moves.internal else []
-    keeps = moves.kept >= 0
+    """(carry, ys, what `pull_back` needs: slots, residuals of the tail)."""
+    n = plan.block
+    store = store_of(plan, blocks.step, backward)
 
-    def body(state, move):
-        carry, slots, stacks, ys = state
-        block, slot, row, keep = move
-        start = block * n
-        slots = [put(buffer, leaf, slot) for buffer, leaf in zip(slots, carry, strict=True)]
-        kept = [at(buffer, row) for buffer in stacks]
-
-        def advance(carry, kept):
-            return *blocks.emit(carry, start, n), kept
-
-        def keep_all(carry, kept):
-            return blocks.keep(backward, carry, start, n)
-
-        if keeps.any():
-            carry, y, kept = lax.cond(keep, lambda c, _: blocks.keep(backward, c, start, n), advance, carry, kept)
+    def body(state, turn):
+        carry, slots, ys = state
+        block, row, kept_row = turn
+        if row is not None:
+            slots = store.put_state(slots, row.astype(jnp.int32), carry)
+        if kept_row is None:
+            carry, ys = blocks.emit(carry, ys, block * n, n)
         else:
-            carry, y, kept = advance(carry, kept)
-        stacks = [put(buffer, leaf, row) for buffer, leaf in zip(stacks, kept, strict=True)]
-        return (carry, slots, stacks, _write(ys, y, blocks.first_row(start, n))), None
+            carry, ys, kept = blocks.keep(backward, carry, ys, block * n, n)
+            slots = _put_kept(store, slots, kept_row, kept)
+        if row is None:  # of nested loops: what a part's last block leaves in its row is where the next one starts
+            slots = store.put_state(slots, block // (plan.blocks // plan.levels[0]) + 1, carry)
+        return (carry, slots, ys), None
 
-    state = (list(init), slots, stacks, ys)
+    state = (list(init), store.new(init), [zeros(aval, (plan.length,)) for aval in blocks.step.y])
     if plan.blocks:
-        table = (np.arange(plan.blocks, dtype=np.int32), moves.stored, np.maximum(moves.kept, 0), keeps)
-        state, _ = lax.scan(body, state, tuple(map(jnp.asarray, table)))
-    carry, slots, stacks, ys = state
+        row = kept_row = None
+        if plan.schedule is not None:
+            row = jnp.asarray(plan.moves.stored)
+            kept_row = jnp.asarray(plan.moves.kept) if (plan.moves.kept >= 0).any() else None
+        state, _ = lax.scan(body, state, (jnp.arange(plan.blocks, dtype=jnp.int32), row, kept_row))
+    carry, slots, ys = state
     tail: Arrays = []
     if plan.tail:
-        start = plan.blocks * n
-        carry, y, tail = blocks.keep(backward, carry, start, plan.tail)
-        ys = _write(ys, y, blocks.first_row(start, plan.tail))
-    return carry, ys, (slots, stacks, tail)
+        carry, ys, tail = blocks.keep(backward, carry, ys, plan.blocks * n, plan.tail)
+    return carry, ys, (slots, tail)
 
 
 def pull_back(
     plan: Plan, blocks: Blocks, backward: Backward, saved: Any, ct_carry: Arrays, ct_ys: Sequence[Any]
 ) -> tuple[Arrays, Arrays, Arrays]:
     """Cotangents of the chosen consts, of the carry's floats and of the chosen xs."""
-    slots, stacks, tail = saved
+    slots, tail = saved
     n = plan.block
     pull = Pull(ct_carry, [jnp.zeros_like(c) for c in pick(blocks.consts, backward.wrt_consts)])
     d_xs = [jnp.zeros_like(x) for x in pick(blocks.xs, backward.wrt_x)]
+
+    def back(kept, start, steps, pull, d_xs):
+        return blocks.back(backward, kept, start, steps, pull, d_xs, ct_ys)
+
+    def again(carry, start, pull, d_xs):
+        _, _, kept = blocks.keep(backward, carry, [], start, n)
+        return back(kept, start, n, pull, d_xs)
+
     if plan.tail:
-        start = plan.blocks * n
-        pull, d_x = blocks.back(backward, tail, start, plan.tail, pull, ct_ys)
-        d_xs = _write(d_xs, d_x, blocks.first_row(start, plan.tail))
-
-    def reback(carry, start, pull):
-        _, _, kept = blocks.keep(backward, carry, start, n)
-        return blocks.back(backward, kept, start, n, pull, ct_ys)
-
-    if plan.schedule is None:
-        pull, d_xs = _nest(plan, blocks, reback, slots, pull, d_xs)
-    elif len(plan.moves.rows):
-        pull, d_xs = _table(plan, blocks, backward, reback, slots, stacks, pull, d_xs, ct_ys)
+        pull, d_xs = back(tail, plan.blocks * n, plan.tail, pull, d_xs)
+    if plan.schedule is None and plan.blocks:
+        pull, d_xs = _nest(plan, blocks, again, slots, pull, d_xs)
+    elif plan.blocks:
+        store = store_of(plan, blocks.step, backward)
+        pull, d_xs = _table(plan, blocks, backward, store, again, back, slots, pull, d_xs)
     return pull.consts, pull.carry, d_xs
 
 
-def _nest(plan, blocks, reback, slots, pull, d_xs):
+def _nest(
+    plan: Plan, blocks: Blocks, again: Callable[..., Any], starts: Arrays, pull: Pull, d_xs: Arrays
+) -> tuple[Pull, Arrays]:
     """Nested loops: each level finds the states its parts start from, then takes them from the last on."""
     n = plan.block
 
-    def part(levels, size, carry, start, pull, d_xs):
-        """Backpropagate `size` blocks from step `start`, divided as `levels` say."""
-        if not levels:
-            pull, d_x = reback(carry, start, pull)
-            return pull, _write(d_xs, d_x, blocks.first_row(start, n))
-        count, size = levels[0], size // levels[0]
+    def parts(levels, size, starts, start, pull, d_xs):
+        """Backpropagate levels[0] parts of `size` blocks each, from step `start` on."""
 
-        def find(carry, i):
-            ahead, _ = lax.scan(
-                lambda c, b: (blocks.advance(c, start + (i * size + b) * n, n), None),
-                carry,
-                jnp.arange(size, dtype=jnp.int32),
-            )
-            return ahead, ahead
-
-        _, starts = lax.scan(find, carry, jnp.arange(count - 1, dtype=jnp.int32))
-        starts = [jnp.concatenate([first[None], rest]) for first, rest in zip(carry, starts, strict=True)]
-        return parts(levels, count, size, starts, start, pull, d_xs)
-
-    def parts(levels, count, size, starts, start, pull, d_xs):
         def body(state, i):
-            pull, d_xs = state
-            carry = [at(leaf, i) for leaf in starts]
-            return part(levels[1:], size, carry, start + i * size * n, pull, d_xs), None
+            carry, here = [at(leaf, i) for leaf in starts], start + i * size * n
+            if len(levels) == 1:
+                return again(carry, here, *state), None
+            smaller = size // levels[1]
+            return parts(levels[1:], smaller, find(carry, here, levels[1], smaller), here, *state), None
 
-        (pull, d_xs), _ = lax.scan(body, (pull, d_xs), jnp.arange(count, dtype=jnp.int32), reverse=True)
+        (pull, d_xs), _ = lax.scan(body, (pull, d_xs), jnp.arange(levels[0], dtype=jnp.int32), reverse=True)
         return pull, d_xs
 
-    if not plan.blocks:
-        return pull, d_xs
-    count = plan.levels[0]
-    return parts(plan.levels, count, plan.blocks // count, slots, 0, pull, d_xs)
+    def find(carry, start, count, size):
+        """The states that `count` parts of `size` blocks start from: what a part's last block leaves in its row."""
+
+        def block(state, b):
+            carry, starts = state
+            carry = blocks.advance(carry, start + b * n, n)
+            return (carry, [put(stack, leaf, b // size + 1) for stack, leaf in zip(starts, carry, strict=True)]), None
+
+        starts = [jnp.broadcast_to(leaf, (count, *leaf.shape)) for leaf in carry]
+        return lax.scan(block, (carry, starts), jnp.arange((count - 1) * size, dtype=jnp.int32))[0][1]
+
+    return parts(plan.levels, plan.blocks // plan.levels[0], starts, 0, pull, d_xs)
 
 
-def _table(plan, blocks, backward, reback, slots, stacks, pull, d_xs, ct_ys):
-    """One loop over the moves."""
-    n = plan.block
-    rows = plan.moves.rows
-    kinds = sorted(set(rows[:, 0].tolist()))
+def _table(
+    plan: Plan,
+    blocks: Blocks,
+    backward: Backward,
+    store: Separate | Shared,
+    again: Callable[..., Any],
+    back: Callable[..., Any],
+    slots: Arrays,
+    pull: Pull,
+    d_xs: Arrays,
+) -> tuple[Pull, Arrays]:
+    """A turn for every block: run forward what its row of the table says, then backpropagate the block."""
+    n, moves = plan.block, plan.moves
+    ahead = jnp.asarray(moves.ahead)
+    ahead_kept = jnp.asarray(moves.ahead_kept) if (moves.ahead_kept >= 0).any() else None
+    stored = moves.residuals >= 0
 
-    def body(state, row):
-        slots, stacks, pull, d_xs = state
-        kind, block, source, target, residual = row
-        start = block * n
-        first = blocks.first_row(start, n)
+    def turn(state, row):
+        slots, pull, d_xs, done = state
+        block, count, source, begin, kept_row = (column.astype(jnp.int32) for column in row)
+        carry = store.state(slots, source)
 
-        def advance(carry, kept, pull, d_x):
-            return blocks.advance(carry, start, n), kept, pull, d_x
+        def move(i, state):
+            carry, slots = state
+            start = (block - count + i) * n
+            if ahead_kept is None:
+                carry = blocks.advance(carry, start, n)
+            else:
+                carry, _, kept = blocks.keep(backward, carry, [], start, n)
+                slots = _put_kept(store, slots, at(ahead_kept, done + i), kept)
+            return carry, store.put_state(slots, at(ahead, done + i).astype(jnp.int32), carry)
 
-        def keep(carry, kept, pull, d_x):
-            carry, _, kept = blocks.keep(backward, carry, start, n)
-            return carry, kept, pull, d_x
+        if len(moves.ahead):
+            carry, slots = lax.fori_loop(0, count, move, (carry, slots))
 
-        def back(carry, kept, pull, d_x):
-            return carry, kept, *blocks.back(backward, kept, start, n, pull, ct_ys)
+        def from_kept(i, state):
+            return back(store.kept(slots, kept_row + i), (block + i) * n, n, *state)
 
-        def back_again(carry, kept, pull, d_x):
-            return carry, kept, *reback(carry, start, pull)
+        def from_state(i, state):
+            return again(store.state(slots, begin + i), (block + i) * n, *state)
 
-        branches = {ADVANCE: advance, KEEP: keep, BACK: back, REBACK: back_again}
-        operands = (
-            [at(buffer, source) for buffer in slots],
-            [at(buffer, residual) for buffer in stacks],
-            pull,
-            [lax.dynamic_slice_in_dim(d, first, n, 0) for d in d_xs],
-        )
-        if len(kinds) == 1:
-            out = branches[kinds[0]](*operands)
+        if stored.all():
+            pull, d_xs = from_kept(0, (pull, d_xs))
+        elif not stored.any():
+            pull, d_xs = again(carry, block * n, pull, d_xs)
         else:
-            out = lax.switch(
-                jnp.asarray(np.searchsorted(kinds, range(4)))[kind], [branches[k] for k in kinds], *operands
-            )
-        carry, kept, pull, d_x = out
-        slots = [put(buffer, leaf, target) for buffer, leaf in zip(slots, carry, strict=True)]
-        stacks = [put(buffer, leaf, residual) for buffer, leaf in zip(stacks, kept, strict=True)]
-        return (slots, stacks, pull, _write(d_xs, d_x, first)), None
+            pull, d_xs = _once_if(kept_row >= 0, from_kept, (pull, d_xs))
+            pull, d_xs = _once_if(kept_row < 0, from_state, (pull, d_xs))
+        return (slots, pull, d_xs, done + count), None
 
-    (_, _, pull, d_xs), _ = lax.scan(body, (slots, stacks, pull, d_xs), tuple(map(jnp.asarray, rows.T)))
+    columns = moves.turns, moves.source, moves.begin, moves.residuals
+    table = jnp.arange(plan.blocks - 1, -1, -1, dtype=jnp.int32), *map(jnp.asarray, columns)
+    (_, pull, d_xs, _), _ = lax.scan(turn, (slots, pull, d_xs, jnp.int32(0)), table)
     return pull, d_xs
 
 
-def _write(buffers: Arrays, rows: Arrays, first: Any) -> Arrays:
-    return [lax.dynamic_update_slice_in_dim(buffer, new, first, 0) for buffer, new in zip(buffers, rows, strict=True)]
+def _put_kept(store: Separate | Shared, slots: Arrays, row: Any, kept: Arrays) -> Arrays:
+    """Keep residuals unless `row` is negative."""
+    row = row.astype(jnp.int32)
+    return _once_if(row >= 0, lambda i, slots: store.put_kept(slots, row + i, kept), slots)
+
+
+def _once_if(condition: Any, run: Callable[[Any, Any], Any], state: Any) -> Any:
+    """run(0, state) if the condition holds, else `state`, which is updated in place.
+
+    XLA takes what does not depend on the loop's index out of the loop, where it would run whether needed or not: so
+    `run` has to add the index, 0, to those that it reads arrays with.
+    """
+    return lax.fori_loop(0, condition.astype(jnp.int32), run, state)

@@ -5,6 +5,7 @@ Gruslys et al. 2016, "Memory-Efficient Backpropagation Through Time".
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,12 +14,20 @@ import jax.numpy as jnp
 from jax import lax
 
 from memjax.remat._blocks import Blocks, zeros
-from memjax.remat._choose import Costs, choose, exact
+from memjax.remat._choose import check_budget, choose, exact
+from memjax.remat._costs import Costs
+from memjax.remat._derivatives import differentiated_as, reverse_only
 from memjax.remat._execute import forward, pull_back
 from memjax.remat._plan import Plan
-from memjax.remat._schedule import STRATEGIES, Strategy
-from memjax.remat._step import Backward, Step, is_float, merge, pick, trace_step
+from memjax.remat._schedule import Strategy
+from memjax.remat._step import Backward, Step, drop, is_float, merge, pick, trace_step
 
+_STRATEGIES = ("hidden", "internal", "mixed")
+_FORWARD_MODE = (
+    "memjax.remat.scan cannot be differentiated in forward mode (jax.jvp, jax.jacfwd, jax.linearize). Use "
+    "jax.lax.scan there, which keeps nothing per step then; or reverse mode: jax.grad, jax.vjp, jax.jacrev, and "
+    "jax.jvp or jax.jacfwd of those"
+)
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -37,91 +46,122 @@ def scan(
     """`jax.lax.scan(f, init, xs, length, reverse=reverse)`, differentiated in reverse within a memory budget.
 
     Args:
-      f: the step, `(carry, x) -> (carry, y)`, as for `jax.lax.scan`. What it closes over is differentiated
-      too.
-      init: the first carry: a pytree of arrays of any dtype, typed PRNG keys included.
-      xs: a pytree of arrays with the scanned axis first, or None.
+      f: the step, `(carry, x) -> (carry, y)`, as for `jax.lax.scan`. What it closes over is differentiated too.
+      init: the first carry: a pytree of arrays of any shapes and dtypes, typed PRNG keys included.
+      xs: a pytree of arrays of shape (length, ...), or None.
       length: the number of steps; needed where `xs` has no arrays.
       reverse: run from the last row of `xs` to the first.
-      slots: memory in units of one carry, the first state's included: the schedule of
-        `memjax.remat.schedule(length, slots, strategy=strategy, internal_size=...)` runs, step by step. A
-        kept internal state costs `internal_size = 1 + ceil(residual bytes of a step / bytes of a carry)`
-        units.
-      budget: memory in bytes, or a text like "64MiB". It counts all that is kept for the backward pass beyond
-        `xs`, `init`, what `f` closes over, and outputs: stored carries and residuals. The schedule of the
-        least predicted time runs. Exactly one of `slots` and `budget` is to be given.
-      strategy: what `slots` may hold: "hidden" states, "internal" states, or both ("mixed", "mixed-shared").
-      costs: times to predict with, as `memjax.remat.profile` measures them; by default a rough model of the
-      step.
+      slots: memory in units of one carry, the first state's included: exactly the schedule
+        `memjax.remat.schedule(length, slots, strategy=strategy, internal_size=a)` runs, step by step, where a kept
+        internal state takes a = 1 + ceil(r / s) units: r bytes of a step's residuals, s bytes of a carry.
+      budget: memory in bytes, or a text like "64MiB" (units B, KB, MB, GB, KiB, MiB, GiB). It counts all that is kept
+        for the backward pass beyond `xs`, `init`, what `f` closes over, and outputs: carries and residuals, those of
+        the step at work included. Of the plans that fit, the fastest by `costs` runs. Give exactly one of `slots` and
+        `budget`.
+      strategy: what `slots` may hold: "hidden" states, "internal" states, or both ("mixed").
+      costs: seconds to predict with, as `memjax.remat.profile` measures them; by default a rough model of the step.
 
     Returns:
       `(carry, ys)`, as `jax.lax.scan`.
 
-    Memory: with slots of s bytes (one carry) and residuals of r bytes per step, r being the smallest set of
-    values from which a step's backward pass follows without repeating matrix products and the like: a plain
-    scan keeps length * r. Here, blocks of L steps, each start kept: (length / L) s + L r, with one more
-    forward pass; less memory with more passes. Gradients add their own size, and the step's own working
-    memory comes on top.
+    Saved between forward and backward: `init`, `xs` and what `f` closes over, which exist anyhow, the slots, and the
+    residuals of the last steps. A step's residuals are the smallest set of values, r bytes, from which its backward
+    pass follows without repeating matrix products and the like; what depends on parameters alone is no part of them.
+
+    Memory: `jax.lax.scan` keeps length * r or more. Here `slots` carries and one step's residuals, (slots + 1) s + r;
+    or, by `budget`, blocks of L steps with the state before each: (length / L + 1) s + L r for one more forward pass,
+    and less than that for more passes. The step's own working memory and the gradients come on top.
+
+    Derivatives of the gradient exist (forward over reverse as well) and are those of `jax.lax.scan` over
+    `jax.checkpoint(f)`: they keep a few carries per step, whatever the budget.
 
     Raises:
-      ValueError: both or neither of `slots` and `budget`; a budget that nothing fits (the message says what
-        would); `xs` of different lengths, or no length at all.
-      TypeError: a carry whose structure or type changes; forward-mode differentiation (`jax.jvp`,
-        `jax.jacfwd`), for which `jax.lax.scan` needs no memory anyway.
+      ValueError: both or neither of `slots` and `budget`; a budget that nothing fits (the message gives the least
+        possible and its cost); an unknown `strategy`; `xs` of different lengths, or no length at all.
+      TypeError: a carry whose structure or type changes; forward-mode differentiation (`jax.jvp`, `jax.jacfwd`,
+        `jax.linearize`), for which `jax.lax.scan` keeps nothing per step anyway.
+
+    Source: Gruslys et al. 2016, section 3.
     """
     length = _length(xs, length)
     if (slots is None) == (budget is None):
         raise ValueError(f"give exactly one of slots and budget, got slots={slots!r} and budget={budget!r}")
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
-    if slots is not None and slots < 1:
-        raise ValueError(f"slots must be at least 1, got {slots}")
+    if strategy not in _STRATEGIES:
+        raise ValueError(f"strategy must be one of {', '.join(_STRATEGIES)}, got {strategy!r}")
+    if slots is not None and (not isinstance(slots, int) or slots < 1):
+        raise ValueError(f"slots must be a whole number of carries, at least 1, got {slots!r}")
+    room = parse_bytes(budget) if budget is not None else 0
     if length == 0:
         return lax.scan(f, init, xs, length, reverse=reverse)
 
     step, init_leaves = trace_step(f, init, xs)
-    xs_leaves = jax.tree.leaves(xs)
-    whole = Backward(step, [is_float(jax.typeof(c)) for c in step.consts], [is_float(x) for x in step.x])
-    if slots is not None:
-        plan = exact(length, slots, strategy, whole.kept_nbytes, step.carry_nbytes)
-    else:
-        assert budget is not None
-        plan = choose(length, parse_bytes(budget), step, whole, costs)
-    run = _differentiable(step, plan, length, reverse)
+    xs_leaves = [jnp.asarray(x) for x in jax.tree.leaves(xs)]
+    if slots is None:
+        everything = Backward(step, [is_float(jax.typeof(c)) for c in step.consts], [is_float(x) for x in step.x])
+        check_budget(room, length, step.carry_nbytes, everything.kept_nbytes)
+
+    def plan(backward: Backward) -> Plan:
+        if slots is not None:
+            return exact(length, slots, strategy, step, backward)
+        return choose(length, room, step, backward, costs)
+
+    guarded = [list(map(_guarded, group)) for group in (step.consts, init_leaves, xs_leaves)]
     try:
-        carry, ys = run(step.consts, init_leaves, xs_leaves)
-    except TypeError as error:
+        carry, ys = _differentiable(step, plan, length, reverse)(*guarded)
+    except TypeError as error:  # jax.vmap of jax.jvp meets the custom rule before the guard
         if "forward-mode" not in str(error):
             raise
-        raise TypeError(
-            "memjax.remat.scan cannot be differentiated in forward mode; use jax.lax.scan there, which "
-            "keeps nothing per step then. jax.vjp, jax.grad and jax.jacrev work, and jax.jacfwd of them"
-        ) from error
+        raise TypeError(_FORWARD_MODE) from error
     return jax.tree.unflatten(step.carry_tree, carry), jax.tree.unflatten(step.y_tree, ys)
 
 
-def _differentiable(step: Step, plan: Plan, length: int, reverse: bool) -> Callable[..., Any]:
+def _differentiable(step: Step, plan: Callable[[Backward], Plan], length: int, reverse: bool) -> Callable[..., Any]:
+    """The scan as a function of (consts, init, xs), flat, with a backward pass that keeps what `plan` says."""
+
+    def plain(body, consts, init, xs):
+        return lax.scan(lambda carry, x: body(consts, carry, x), init, xs, length, reverse=reverse)
+
+    step_again = jax.checkpoint(step.run)
+
     @jax.custom_vjp
     def run(consts, init, xs):
-        return lax.scan(lambda carry, x: step.run(consts, carry, x), init, xs, length, reverse=reverse)
+        return plain(step.run, consts, init, xs)
 
     def run_forward(consts, init, xs):
-        chosen = _Chosen(_differentiated(consts), _differentiated(xs))
-        consts, init, xs = ([argument.value for argument in group] for group in (consts, init, xs))
-        carry, ys, saved = forward(plan, Blocks(step, consts, xs, length, reverse), chosen.backward(step), init)
-        return (carry, ys), (chosen, consts, xs, saved)
+        chosen = _Chosen(step, plan, _differentiated(consts), _differentiated(xs))
+        values = [[argument.value for argument in group] for group in (consts, init, xs)]
+
+        def fast(consts, init, xs):
+            carry, ys, saved = forward(chosen.plan, Blocks(step, consts, xs, length, reverse), chosen.backward, init)
+            return (carry, ys), saved
+
+        out, saved = differentiated_as(functools.partial(plain, step_again), fast)(*values)
+        return out, (chosen, values, saved)
 
     def run_backward(residuals, cotangents):
-        chosen, consts, xs, saved = residuals
-        backward = chosen.backward(step)
-        ct_carry, ct_ys = cotangents
+        chosen, values, saved = residuals
+        backward, wrt = chosen.backward, chosen.wrt
         n_carry = len(step.carry)
-        ct_carry = [_instantiate(ct) for ct in pick(ct_carry, backward.wrt_carry)]
-        ct_ys = [None if _is_zero(ct) else ct for ct in pick(ct_ys, backward.out_float[n_carry:])]
-        blocks = Blocks(step, consts, xs, length, reverse)
-        cts = pull_back(plan, blocks, backward, saved, ct_carry, ct_ys)
-        masks = (backward.wrt_consts, backward.wrt_carry, backward.wrt_x)
-        return tuple(merge(ct, [None] * (len(mask) - sum(mask)), mask) for ct, mask in zip(cts, masks, strict=True))
+        ct_carry = [_instantiate(ct) for ct in pick(cotangents[0], backward.wrt_carry)]
+        ct_ys = [None if _is_zero(ct) else ct for ct in pick(cotangents[1], backward.out_float[n_carry:])]
+
+        def fast(values, saved, ct_carry, ct_ys):
+            consts, _, xs = values
+            blocks = Blocks(step, consts, xs, length, reverse)
+            return pull_back(chosen.plan, blocks, backward, saved, ct_carry, ct_ys), ()
+
+        def reference(values, saved, ct_carry, ct_ys):
+            def floats(*chosen_values):
+                full = [merge(c, drop(v, m), m) for c, v, m in zip(chosen_values, values, wrt, strict=True)]
+                carry, ys = plain(step_again, *full)
+                wanted = [ct is not None for ct in ct_ys]
+                return pick(carry, backward.wrt_carry), pick(pick(ys, backward.out_float[n_carry:]), wanted)
+
+            _, vjp = jax.vjp(floats, *map(pick, values, wrt))
+            return vjp((ct_carry, [ct for ct in ct_ys if ct is not None]))
+
+        cts, _ = differentiated_as(reference, fast)(values, saved, ct_carry, ct_ys)
+        return tuple(merge(ct, [None] * (len(mask) - sum(mask)), mask) for ct, mask in zip(cts, wrt, strict=True))
 
     run.defvjp(run_forward, run_backward, symbolic_zeros=True)
     return run
@@ -129,22 +169,23 @@ def _differentiable(step: Step, plan: Plan, length: int, reverse: bool) -> Calla
 
 @jax.tree_util.register_static
 class _Chosen:
-    """Which consts and xs a gradient is asked for; static, to go from the forward to the backward rule."""
+    """What a gradient is asked for, and how to get it; static, to go from the forward to the backward rule."""
 
-    def __init__(self, consts: list[bool], xs: list[bool]):
-        self.key = (tuple(consts), tuple(xs))
-        self._backward: Backward | None = None
-
-    def backward(self, step: Step) -> Backward:
-        if self._backward is None:
-            self._backward = Backward(step, *self.key)
-        return self._backward
+    def __init__(self, step: Step, plan: Callable[[Backward], Plan], consts: list[bool], xs: list[bool]):
+        self.key = (id(step), tuple(consts), tuple(xs))
+        self.backward = Backward(step, consts, xs)
+        self.plan = plan(self.backward)
+        self.wrt = (self.backward.wrt_consts, self.backward.wrt_carry, self.backward.wrt_x)
 
     def __hash__(self) -> int:
         return hash(self.key)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Chosen) and self.key == other.key
+
+
+def _guarded(value: Any) -> Any:
+    return reverse_only(value, _FORWARD_MODE) if is_float(jax.typeof(value)) else value
 
 
 def _differentiated(arguments: list[Any]) -> list[bool]:

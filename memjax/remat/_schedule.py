@@ -29,8 +29,7 @@ class Action(NamedTuple):
     "advance"   run steps `start` to `stop - 1` from the working state
     "store"     keep the working state, the one before step `start`, in `slot`
     "keep"      run step `start`, its internal state kept from `slot` on, or in the working core (CORE)
-    "backward"  backpropagate step `start` from the internal state in `slot` or CORE, which is free from then
-    on
+    "backward"  backpropagate step `start` from the internal state in `slot` or CORE, which is then free
     "free"      `slot` is free from now on
     """
 
@@ -59,7 +58,7 @@ class Schedule:
 
     @functools.cached_property
     def actions(self) -> tuple[Action, ...]:
-        return tuple(_actions(self))
+        return tuple(action for action, _ in self.with_units())
 
     @functools.cached_property
     def peak_slots(self) -> int:
@@ -70,19 +69,67 @@ class Schedule:
     def storage(self) -> Iterator[tuple[int, Action, int]]:
         """(forward steps so far, action, units in use after it) along the schedule."""
         kept = {} if self.strategy == "internal" else {0: 1}
-        forward_steps, core = 0, 0
-        for action, units in _with_units(self):
+        forward_steps, in_use, core = 0, len(kept), 0
+        for action, units in self.with_units():
             if action.kind == "advance":
                 forward_steps += action.stop - action.start
             elif action.kind == "keep":
                 forward_steps += 1
             if action.kind in ("store", "keep") and action.slot >= 0:
                 kept[action.slot] = units
+                in_use += units
             elif action.kind in ("free", "backward") and action.slot >= 0:
-                del kept[action.slot]
+                in_use -= kept.pop(action.slot)
             if self.strategy == "internal":
                 core = int(action.kind == "keep" and action.slot == CORE)
-            yield forward_steps, action, sum(kept.values()) + core
+            yield forward_steps, action, in_use + core
+
+    def with_units(self) -> Iterator[tuple[Action, int]]:
+        """The actions, each with the units it takes where it keeps something.
+
+        Slots are a stack of units. A segment's start state is kept in unit `home`; a kept hidden state takes the next
+        unit, and a kept internal state the next ones, the last of which is its output hidden state: the start of what
+        follows.
+        """
+        if not self.length:
+            return
+        counts = _counts(self.length, self.slots, self.strategy, self.internal_size)
+        home = INIT if self.strategy == "internal" else 0
+        at = 0  # the step before which the working state stands
+        todo: list[Any] = [(0, self.length, self.slots, home)]
+        while todo:
+            item = todo.pop()
+            if isinstance(item, Action):
+                if item.kind == "backward":
+                    at = -1  # the working state is used up
+                yield item, 0
+                continue
+            low, high, m, home = item
+            if low == high:
+                continue
+            y, kind, units = counts.split(high - low, m)
+            if at != low:
+                yield Action("load", low, low, home), 0
+            ahead = low + y if kind == "hidden" else low + y - 1
+            if ahead > low:
+                yield Action("advance", low, ahead, home), 0
+            at = low + y
+            slot = home + 1
+            if kind == "hidden":
+                yield Action("store", at, at, slot), units
+                todo.append((low, at, m, home))
+                todo.append(Action("free", at, at, slot))
+                todo.append((at, high, m - units, slot))
+            elif kind == "internal":
+                yield Action("keep", ahead, at, slot), units
+                todo.append((low, ahead, m, home))
+                todo.append(Action("backward", ahead, at, slot))
+                todo.append((at, high, m - units, home + units))
+            else:
+                yield Action("keep", high - 1, high, CORE), 0
+                yield Action("backward", high - 1, high, CORE), 0
+                at = -1
+                todo.append((low, high - 1, m, home))
 
     def to_json(self) -> str:
         """The schedule as JSON; `from_json` reads it back."""
@@ -104,9 +151,8 @@ class Schedule:
     def plot(self, ax: Any = None) -> Any:
         """Draw time (actions, downwards) against stored states, as in the paper's figure 1. Needs matplotlib.
 
-        A horizontal line is a run of forward steps, a dot in the line's height a kept hidden state, a square
-        a kept internal state, a cross a backward step; grey shows for how long a state is kept. Returns the
-        axes.
+        A blue line is a run of forward steps, a red one a backward step, a dot a kept hidden state, a square a kept
+        internal state; the grey or orange line below it shows for how long. Returns the axes.
         """
         from memjax.remat._schedule_plot import draw
 
@@ -160,56 +206,3 @@ def _counts(length: int, slots: int, strategy: str, internal_size: int) -> Hidde
     if strategy in ("mixed", "mixed-shared"):
         return MixedCounts(length, slots, internal_size, shared=strategy == "mixed-shared")
     raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
-
-
-def _actions(plan: Schedule) -> Iterator[Action]:
-    return (action for action, _ in _with_units(plan))
-
-
-def _with_units(plan: Schedule) -> Iterator[tuple[Action, int]]:
-    """The actions, each with the units it takes when it keeps something.
-
-    Slots are a stack of units. A segment's start state is kept in unit `home`; a kept hidden state takes the
-    next one,
-    and a kept internal state the next ones, the last of which is its output hidden state: the start of what
-    follows.
-    """
-    if not plan.length:
-        return
-    counts = _counts(plan.length, plan.slots, plan.strategy, plan.internal_size)
-    home = INIT if plan.strategy == "internal" else 0
-    at = 0  # the step before which the working state stands
-    todo: list[Any] = [(0, plan.length, plan.slots, home)]
-    while todo:
-        item = todo.pop()
-        if isinstance(item, Action):
-            if item.kind == "backward":
-                at = -1  # the working state is used up
-            yield item, 0
-            continue
-        low, high, m, home = item
-        if low == high:
-            continue
-        y, kind, units = counts.split(high - low, m)
-        if at != low:
-            yield Action("load", low, low, home), 0
-        ahead = low + y if kind == "hidden" else low + y - 1
-        if ahead > low:
-            yield Action("advance", low, ahead, home), 0
-        at = low + y
-        slot = home + 1
-        if kind == "hidden":
-            yield Action("store", at, at, slot), units
-            todo.append((low, at, m, home))
-            todo.append(Action("free", at, at, slot))
-            todo.append((at, high, m - units, slot))
-        elif kind == "internal":
-            yield Action("keep", ahead, at, slot), units
-            todo.append((low, ahead, m, home))
-            todo.append(Action("backward", ahead, at, slot))
-            todo.append((at, high, m - units, home + units))
-        else:
-            yield Action("keep", high - 1, high, CORE), 0
-            yield Action("backward", high - 1, high, CORE), 0
-            at = -1
-            todo.append((low, high - 1, m, home))

@@ -1,4 +1,4 @@
-"""`remat.scan` against `jax.lax.scan`: values, gradients of every order, and the whole contract."""
+"""`remat.scan` against `jax.lax.scan` in double precision: values, gradients, and the whole contract."""
 
 import functools
 
@@ -7,51 +7,261 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from scan_cases import HIDDEN, MIXED, NEST, WAYS, arguments, close, loss, lstm_step
 
-from memjax.remat import scan
+from memjax.remat import Costs, scan, schedule
+from memjax.remat._choose import choose, exact
+from memjax.remat._step import Backward, trace_step
 
-H = 3
-WAYS = [
-    {"slots": 1, "strategy": "hidden"},
-    {"slots": 4, "strategy": "hidden"},
-    {"slots": 3, "strategy": "internal"},
-    {"slots": 9, "strategy": "mixed"},
-    {"slots": 9, "strategy": "mixed-shared"},
-    {"budget": 400},  # a table of single steps
-    {"budget": 1000},
-    {"budget": "2KiB"},  # nested loops
-    {"budget": "1MiB"},  # everything is kept
-]
+pytestmark = pytest.mark.usefixtures("x64")
 
 
-def arguments(length):
-    keys = jax.random.split(jax.random.key(0), 4)
-    params = {"w": jax.random.normal(keys[0], (H, H)), "u": jax.random.normal(keys[1], (H, H))}
-    return params, jax.random.normal(keys[2], (2, H)), jax.random.normal(keys[3], (length, 2, H))
+def gradient(scan, values, **options):
+    return jax.jit(jax.value_and_grad(functools.partial(loss, scan, **options), argnums=(0, 1, 2)))(*values)
 
 
-def loss(scan, params, h, xs, **options):
-    def cell(carry, x):
-        h = jnp.tanh(carry["h"] @ params["w"] + x @ params["u"])
-        return {"h": h, "n": carry["n"] + 1}, {"y": jnp.sin(h) * x, "n": carry["n"]}
-
-    carry, ys = scan(cell, {"h": h, "n": 0}, xs, **options)
-    return (carry["h"] ** 2).sum() + (ys["y"] ** 3).sum()
-
-
-def close(got, want, tolerance=1e-12):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), got, want)
-
-
-@pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("length", [1, 2, 23])
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_gradients(way, length, reverse):
+def test_gradients(way):
+    values = arguments(23)
+    close(gradient(scan, values, **way), gradient(lax.scan, values))
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("way", [HIDDEN, MIXED, NEST], ids=str)
+def test_reverse(way):
+    values = arguments(13)
+    close(gradient(scan, values, reverse=True, **way), gradient(lax.scan, values, reverse=True))
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 3, 5])
+@pytest.mark.parametrize("way", [MIXED, {"budget": 400}], ids=str)
+def test_short(way, length):
     values = arguments(length)
+    close(gradient(scan, values, **way), gradient(lax.scan, values))
 
-    def gradient(scan, **options):
-        run = functools.partial(loss, scan, reverse=reverse, **options)
-        return jax.jit(jax.value_and_grad(run, argnums=(0, 1, 2)))(*values)
 
-    close(gradient(scan, **way), gradient(lax.scan))
+def test_choice():
+    """Costs decide: where only steps cost, both kinds of states; where loops do, nests; a tail if the length asks."""
+    step, _, backward = lstm_step(8, 4)
+    steps_alone, dear_turns = Costs(1.0, 2.0, 0.01, 0.0, 0.0), Costs(1.0, 2.0, 0.0, 0.0, 9.0)
+
+    def plan(length, carries, costs):
+        return choose(length, carries * step.carry_nbytes, step, backward, costs)
+
+    assert plan(210, 30, steps_alone).schedule.strategy == "mixed"
+    assert plan(210, 30, Costs(1.0, 2.0, 5.0, 0.0, 0.0)).schedule.strategy == "hidden"  # storing is dear
+    assert plan(2000, 60, dear_turns).levels
+    assert not plan(2000, 60, dear_turns).tail
+    assert plan(1999, 60, dear_turns).tail
+    assert plan(210, 800, dear_turns).tail == 210  # everything is kept
+    for carries in range(6, 800, 7):
+        found = plan(210, carries, None)
+        assert found.stored_bytes(step.carry_nbytes, backward.kept_nbytes) <= carries * step.carry_nbytes
+
+
+@pytest.mark.parametrize("strategy", ["hidden", "internal", "mixed"])
+@pytest.mark.parametrize("slots", [2, 11])
+def test_executes_the_schedule(strategy, slots):
+    """Forward steps, counted as they happen, and in memory that holds no more than the slots."""
+    steps = []
+
+    def cell(h, x):
+        jax.debug.callback(lambda: steps.append(1))
+        a = jnp.tanh(h * x)
+        b = jnp.sort(a)  # one more value to keep
+        return jnp.tanh(b * h), None
+
+    xs = jnp.linspace(0.5, 1.5, 29)[:, None] * jnp.ones(4)
+
+    def total(scan, h, xs, **options):
+        return scan(cell, h, xs, **options)[0].sum()
+
+    step, _ = trace_step(cell, jnp.ones(4), xs)
+    plan = exact(29, slots, strategy, step, Backward(step, [], [True]))
+    assert plan.schedule == schedule(29, slots, strategy=strategy, internal_size=plan.schedule.internal_size)
+    got = jax.jit(jax.grad(functools.partial(total, scan, slots=slots, strategy=strategy), (0, 1)))(jnp.ones(4), xs)
+    jax.effects_barrier()
+    assert len(steps) == plan.forward_steps
+    assert plan.rows <= slots
+    close(got, jax.grad(functools.partial(total, lax.scan), (0, 1))(jnp.ones(4), xs))
+    if (strategy, slots) == ("mixed", 11):
+        assert (plan.moves.residuals >= 0).any()
+        assert (plan.moves.residuals < 0).any()
+
+
+def stacked(length):
+    params, h, xs = arguments(length)
+    return params, jnp.stack([h, 2 * h]), jnp.stack([xs, xs / 2], 1)
+
+
+def vmap_of_gradient(run):
+    params, h, xs = stacked(7)
+    params = jax.tree.map(lambda w: jnp.stack([w, w / 3]), params)
+    return jax.jit(jax.vmap(jax.grad(run, (0, 1, 2)), (0, None, 1)))(params, h[0], xs)
+
+
+def gradient_of_vmap(run):
+    return jax.grad(lambda *values: jax.vmap(run, (None, 0, 1))(*values).sum(), (0, 1, 2))(*stacked(7))
+
+
+def gradient_of_gradient(run):
+    def of_gradient(*values):
+        return sum(jnp.sin(leaf).sum() for leaf in jax.tree.leaves(jax.grad(run, (0, 1, 2))(*values)))
+
+    return jax.jit(jax.grad(of_gradient, (0, 1, 2)))(*arguments(7))
+
+
+def third_derivative(run):
+    params, h, xs = arguments(5)
+
+    def again(function):
+        return lambda h: jnp.sin(jax.grad(function)(h)).sum()
+
+    return jax.jit(jax.grad(again(again(lambda h: run(params, h, xs)))))(h)
+
+
+def forward_over_reverse(run):
+    return jax.jit(jax.jacfwd(jax.jit(jax.grad(run, 1)), 1))(*arguments(7))
+
+
+def sharded(run):
+    params, h, xs = arguments(7)
+    h, xs = jnp.tile(h, (8, 1)), jnp.tile(xs, (1, 8, 1)) * jnp.arange(16.0)[:, None]
+    spec = jax.sharding.PartitionSpec
+    specs = (spec(), spec("b"), spec(None, "b"))
+    mesh = jax.make_mesh((8,), ("b",), axis_types=(jax.sharding.AxisType.Auto,))
+    outside = jax.shard_map(lambda *v: lax.psum(run(*v), "b"), mesh=mesh, in_specs=specs, out_specs=spec())
+    inside = jax.shard_map(jax.grad(run, (0, 1, 2)), mesh=mesh, in_specs=specs, out_specs=specs)
+    return jax.jit(jax.grad(outside, (0, 1, 2)))(params, h, xs), jax.jit(inside)(params, h, xs)
+
+
+def inside_scan_and_checkpoint(run):
+    params, h, xs = arguments(7)
+
+    def total(params, h, xs):
+        step = jax.checkpoint(lambda h, x: (h / 2 + run(params, h, x), None))
+        return lax.scan(step, h, jnp.stack([xs, xs / 3]))[0].sum()
+
+    return jax.jit(jax.grad(total, (0, 1, 2)))(params, h, xs)
+
+
+def inside_cond(run):
+    params, h, xs = arguments(7)
+
+    def either(h, xs):
+        return lax.cond(h.sum() > 9e9, lambda: h.sum(), lambda: run(params, h, xs))
+
+    return jax.jit(jax.grad(either, (0, 1)))(h, xs)
+
+
+@pytest.mark.parametrize("way", [MIXED, NEST], ids=str)
+@pytest.mark.parametrize(
+    "transform",
+    [
+        vmap_of_gradient,
+        gradient_of_vmap,
+        gradient_of_gradient,
+        third_derivative,
+        forward_over_reverse,
+        sharded,
+        inside_scan_and_checkpoint,
+        inside_cond,
+    ],
+)
+def test_transforms(transform, way):
+    close(transform(functools.partial(loss, scan, **way)), transform(functools.partial(loss, lax.scan)))
+
+
+def nested_in_itself(scan, **way):
+    params, h, xs = arguments(6)
+
+    def outer(h, x):
+        def inner(h, x):
+            return jnp.tanh(h @ params["w"] + x), h.sum()
+
+        return scan(inner, h, jnp.stack([x, 2 * x, x / 2, -x, x]), **way)
+
+    def total(h, xs):
+        h, ys = scan(outer, h, xs, **way)
+        return (h**2).sum() + (ys**2).sum()
+
+    return jax.jit(jax.grad(total, (0, 1)))(h, xs)
+
+
+def dropout(scan, **way):
+    """A typed key in the carry, and keys as xs: recomputed steps draw the same masks."""
+    params, h, xs = arguments(11)
+
+    def cell(carry, x):
+        h, key = carry
+        key, here = jax.random.split(key)
+        masks = jax.random.bernoulli(here, 0.7, h.shape) & jax.random.bernoulli(x["key"], 0.7, h.shape)
+        return (jnp.tanh(h @ params["w"] + x["x"]) * masks.astype(h.dtype), key), h[0]
+
+    def total(h, xs):
+        rows = {"x": xs, "key": jax.random.split(jax.random.key(5), 11)}
+        (h, key), ys = scan(cell, (h, jax.random.key(3)), rows, **way)
+        return (h**2).sum() + (ys**3).sum() + jax.random.uniform(key, dtype=h.dtype)
+
+    return jax.jit(jax.value_and_grad(total, (0, 1)))(h, xs)
+
+
+def many_types(scan, **way):
+    """bfloat16, double, complex, integer and boolean leaves, of which slots are no multiples of each other."""
+    _, h, xs = arguments(11)
+
+    def cell(carry, x):
+        low, high, z, n, even = carry
+        low = jnp.tanh(low * x.astype(low.dtype) + jnp.where(even, 1, 0).astype(low.dtype))
+        high = 0.9 * high + low.astype(high.dtype) * jnp.where(low > 0, x, 1.0)
+        z = z * jnp.exp(lax.complex(0.0 * high[0], high[0]))
+        return (low, high, z, n + 1, ~even), jnp.abs(z + 1.0)
+
+    def total(low, high, xs):
+        carry = (low, high, jnp.ones(3, jnp.complex128), 0, jnp.array([True, False, True]))
+        (low, high, *_), ys = scan(cell, carry, xs, **way)
+        return (low.astype(high.dtype) ** 2).sum() + (high**2).sum() + (ys**2).sum()
+
+    return jax.jit(jax.grad(total, (0, 1, 2)))(h.astype(jnp.bfloat16), h, xs)
+
+
+def without_xs_or_ys(scan, **way):
+    """The carry alone; a length, no xs, no ys, and a Python number that takes the step's type."""
+    params, h, _ = arguments(1)
+
+    def total(params, h):
+        carry, ys = scan(
+            lambda c, _: ((jnp.tanh(c[0] @ params["w"]) * c[1], c[1] * 0.99), None), (h, 1.0), length=9, **way
+        )
+        assert ys is None
+        return (carry[0] ** 2).sum() * carry[1]
+
+    return jax.jit(jax.grad(total, (0, 1)))(params, h)
+
+
+def only_ys(scan, **way):
+    """No carry at all, and outputs without gradients beside ones with them."""
+    params, _, xs = arguments(9)
+
+    def total(params, xs):
+        _, (ys, _) = scan(lambda _, x: (None, (jnp.tanh(x @ params["w"]), x.shape[0])), None, xs, **way)
+        return (ys**2).sum()
+
+    return jax.jit(jax.grad(total, (0, 1)))(params, xs)
+
+
+def eager(scan, **way):
+    return jax.grad(functools.partial(loss, scan, **way), (0, 1, 2))(*arguments(5))
+
+
+@pytest.mark.parametrize("way", [MIXED, NEST], ids=str)
+@pytest.mark.parametrize(
+    "case", [nested_in_itself, dropout, many_types, without_xs_or_ys, only_ys, eager], ids=lambda case: case.__name__
+)
+def test_contract(case, way):
+    close(case(scan, **way), case(lax.scan))
+
+
+def test_values_without_differentiation():
+    params, h, xs = arguments(9)
+    np.testing.assert_array_equal(loss(scan, params, h, xs, slots=2), loss(lax.scan, params, h, xs))

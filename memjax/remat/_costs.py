@@ -1,0 +1,70 @@
+"""What a step costs: times that plans are predicted with, measured or from a model of the step."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from memjax.remat._jaxpr import expensive
+from memjax.remat._step import Step, nbytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """Times to predict with, in seconds.
+
+    Attributes:
+      forward: one step forward.
+      backward: one step backward, from its residuals.
+      store: writing the residuals of one step to memory and reading them again.
+      loop: starting a loop over the steps of a block.
+      turn: a turn of a loop whose number of turns stands in a table, and moving its state to and from a slot.
+    """
+
+    forward: float
+    backward: float
+    store: float
+    loop: float
+    turn: float
+
+
+def model(step: Step, kept: int) -> Costs:
+    """Rough times from the step's operations and its `kept` bytes of residuals: only their ratios matter."""
+    eqns = step.jaxpr.eqns
+    moved = sum(_nbytes(var) for eqn in eqns for var in (*eqn.invars, *eqn.outvars))
+    flops = sum(_flops(eqn) for eqn in eqns)
+    if jax.default_backend() == "gpu":
+        heavy = sum(expensive(eqn) for eqn in eqns)
+        forward = 3e-6 * (1 + heavy) + flops / 4e13 + moved / 2e13
+        return Costs(forward, forward, store=2 * kept / 3e12, loop=5e-6, turn=1.5e-5)
+    forward = 3e-7 * len(eqns) + flops / 4e11 + moved / 6e10
+    return Costs(
+        forward,
+        2 * forward,
+        store=2 * kept / 1e10,
+        loop=1e-6,
+        turn=2e-6 + step.carry_nbytes / 1e10,
+    )
+
+
+def _nbytes(atom: Any) -> int:
+    return nbytes(atom.aval) if hasattr(atom.aval, "shape") else 0
+
+
+def _flops(eqn: Any) -> float:
+    """Of matrix products and convolutions, at any depth; nothing else matters."""
+    turns = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+    total = turns * sum(_flops(inner) for jaxpr in core.jaxprs_in_params(eqn.params) for inner in jaxpr.eqns)
+    if eqn.primitive.name == "dot_general":
+        (contract, _), _ = eqn.params["dimension_numbers"]
+        shape = eqn.invars[0].aval.shape
+        total += 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[axis] for axis in contract)
+    elif eqn.primitive.name == "conv_general_dilated":
+        kernel = eqn.invars[1].aval.shape
+        features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+        total += 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) / features
+    return total

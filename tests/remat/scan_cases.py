@@ -1,0 +1,75 @@
+"""What the tests of `remat.scan` run: a small recurrent cell with every kind of leaf, and ways to keep its states."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from memjax.remat._step import Backward, trace_step
+
+WIDTH = 3
+HIDDEN = {"slots": 4, "strategy": "hidden"}
+MIXED = {"slots": 9, "strategy": "mixed"}
+NEST = {"budget": "1KiB"}
+WAYS = [
+    {"slots": 1, "strategy": "hidden"},
+    HIDDEN,
+    {"slots": 3, "strategy": "internal"},
+    MIXED,
+    {"slots": 100},  # more than there is to keep
+    {"budget": 400},  # a table of single steps
+    {"budget": 700},
+    NEST,
+    {"budget": "2KiB"},
+    {"budget": "1MiB"},  # everything is kept
+]
+
+
+def arguments(length):
+    """(parameters, first hidden state, xs)."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = {name: jax.random.normal(key, (WIDTH, WIDTH)) for name, key in zip("wu", keys[:2], strict=True)}
+    return params, jax.random.normal(keys[2], (2, WIDTH)), jax.random.normal(keys[3], (length, 2, WIDTH))
+
+
+def loss(scan, params, h, xs, **options):
+    """Run the cell with `scan`; gradients reach closed-over values, the first carry, xs and outputs."""
+
+    def cell(carry, x):
+        h = jnp.tanh(carry["h"] @ params["w"] + x @ params["u"])
+        return {"h": h, "n": carry["n"] + 1}, {"y": jnp.sin(h) * x, "n": carry["n"]}
+
+    carry, ys = scan(cell, {"h": h, "n": 0}, xs, **options)
+    return (carry["h"] ** 2).sum() + (ys["y"] ** 3).sum()
+
+
+def lstm(params, carry, x):
+    """One step of an LSTM: residuals of three carries."""
+    h, s = carry
+    i, f, g, o = jnp.split(x @ params["wi"] + h @ params["wh"] + params["b"], 4, -1)
+    s = jax.nn.sigmoid(f) * s + jax.nn.sigmoid(i) * jnp.tanh(g)
+    return (jax.nn.sigmoid(o) * jnp.tanh(s), s), h.sum()
+
+
+def lstm_shapes(width, batch, length):
+    """(parameters, carry, xs) as shapes, in single precision."""
+
+    def floats(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    params = {"wi": floats(width, 4 * width), "wh": floats(width, 4 * width), "b": floats(4 * width)}
+    return params, (floats(batch, width),) * 2, floats(length, batch, width)
+
+
+def lstm_step(width, batch):
+    """(step, carry, how to backpropagate it) of the LSTM, all parameters and inputs differentiated."""
+    params, carry, xs = lstm_shapes(width, batch, 1)
+    params, carry, xs = jax.tree.map(lambda aval: jnp.zeros(aval.shape, aval.dtype), (params, carry, xs))
+    step, _ = trace_step(functools.partial(lstm, params), carry, xs)
+    return step, carry, Backward(step, [True] * len(step.consts), [True])
+
+
+def close(got, want, tolerance=1e-12):
+    """Assert that two trees of arrays are equal up to a tolerance, relative and absolute."""
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), got, want)
