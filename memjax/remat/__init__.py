@@ -1,6 +1,9 @@
 """Rematerialisation: keep little between forward and backward, recompute the rest."""
 
 from memjax.remat import policies as policies
+from memjax.remat._chain_schedule import BlockCost as BlockCost
+from memjax.remat._chain_schedule import ChainSchedule as ChainSchedule
+from memjax.remat._chain_schedule import chain_schedule as chain_schedule
 from memjax.remat._checkpoint import UnmatchedNameWarning as UnmatchedNameWarning
 from memjax.remat._checkpoint import checkpoint as checkpoint
 from memjax.remat._choose import Costs as Costs
