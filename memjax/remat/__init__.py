@@ -1,6 +1,8 @@
 """Rematerialisation: keep little between forward and backward, recompute the rest."""
 
 from memjax.remat import policies as policies
+from memjax.remat._chain import chain as chain
+from memjax.remat._chain import chain_costs as chain_costs
 from memjax.remat._chain_schedule import BlockCost as BlockCost
 from memjax.remat._chain_schedule import ChainSchedule as ChainSchedule
 from memjax.remat._chain_schedule import chain_schedule as chain_schedule
