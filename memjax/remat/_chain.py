@@ -6,17 +6,18 @@ memory" (rotor).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from memjax.remat._chain_block import Block, Static, after, differentiated, together
-from memjax.remat._chain_cost import estimate
+from memjax.remat._chain_cost import estimate, measured
 from memjax.remat._chain_schedule import BlockCost, ChainSchedule, Items, blocks_of, chain_schedule
+from memjax.remat._jaxpr import is_literal
 from memjax.remat._scan import parse_bytes
-from memjax.remat._step import Arrays, drop, merge, pick
+from memjax.remat._step import Arrays, drop, is_float, merge, pick
 
 
 def chain(
@@ -74,7 +75,7 @@ def chain(
     if list(blocks_of(schedule.items)) != list(range(len(traced))):
         raise ValueError(f"schedule must be of {len(traced)} blocks in order, got {schedule.items}")
     try:
-        y, aux = _run(schedule.items, traced, values, leaves)
+        y, aux = _run(schedule.items, traced, dict(enumerate(values)), leaves)
     except TypeError as error:
         if "forward-mode" not in str(error):
             raise
@@ -94,17 +95,22 @@ def chain_costs(
     x: Any,
     *,
     has_aux: bool = False,
+    measure: bool = False,
 ) -> list[BlockCost]:
-    """What each block of a chain costs, estimated from its operations: for `chain_schedule` and `chain`.
+    """What each block of a chain costs, for `chain_schedule` and `chain`: plain data, to keep.
 
     Args:
-      blocks, params, x, has_aux: as for `chain`; arrays or `jax.ShapeDtypeStruct`s. Nothing is run or compiled.
+      blocks, params, x, has_aux: as for `chain`; arrays or, without `measure`, `jax.ShapeDtypeStruct`s.
+      measure: time each distinct block where it runs (outside `jit`), instead of estimating its time from its operations:
+        FLOPs, bytes moved, operations started. Takes some seconds for each, compilation for the most part.
 
     Returns:
-      One `BlockCost` per block. All float leaves of `params` and `x` are taken to be differentiated. Seconds are rough;
-      their ratios matter. Working memory follows a model of what the compiler fuses.
+      One `BlockCost` per block. All float leaves of `params` and `x` are taken to be differentiated. The working memory is
+      that of the block compiled by itself, on one device; a block that uses mesh axes (inside `shard_map`) cannot be: there
+      it follows a rough model of what the compiler fuses.
     """
-    return _estimates(_trace(blocks, params, x, has_aux)[0])
+    traced, values, leaves = _trace(blocks, params, x, has_aux)
+    return _measured(traced, values, leaves) if measure else _estimates(traced)
 
 
 def _trace(
@@ -139,20 +145,36 @@ def _as_array(leaf: Any) -> Any:
 
 
 def _estimates(traced: Sequence[Block]) -> list[BlockCost]:
-    found = []
     known: dict[Any, BlockCost] = {}
-    given = (True,) * len(traced[0].x)  # leaves that are the chain's own input, handed on
+    for key in _with_given(traced):
+        if key not in known:
+            known[key] = estimate(*key)
+    return [known[key] for key in _with_given(traced)]
+
+
+def _measured(traced: Sequence[Block], values: Sequence[Arrays], x: Arrays) -> list[BlockCost]:
+    if any(isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)) for leaf in jax.tree.leaves((values, x))):
+        raise TypeError("measure=True runs the blocks: call chain_costs outside jit, with arrays as params and x")
+    known: dict[Any, BlockCost] = {}
+    for key, p in zip(_with_given(traced), values, strict=True):
+        if key in known:
+            x, _ = key[0].run(p, x)
+        else:
+            known[key], x = measured(*key, p, x)
+    return [known[key] for key in _with_given(traced)]
+
+
+def _with_given(traced: Sequence[Block]) -> Iterator[tuple[Block, tuple[bool, ...]]]:
+    """Each block, and which leaves of its input are the chain's own, handed on."""
+    given = (True,) * len(traced[0].x)
     for block in traced:
-        if (block, given) not in known:
-            known[block, given] = estimate(block, given)
-        found.append(known[block, given])
+        yield block, given
         xs = block.jaxpr.invars[len(block.jaxpr.invars) - len(block.x) :]
         own = {var for var, mine in zip(xs, given, strict=True) if mine}
-        given = tuple(var in own for var in block.jaxpr.outvars[: len(block.y)])
-    return found
+        given = tuple(not is_literal(var) and var in own for var in block.jaxpr.outvars[: len(block.y)])
 
 
-def _run(items: Items, traced: Sequence[Block], values: Sequence[Arrays], x: Arrays) -> tuple[Arrays, list[Arrays]]:
+def _run(items: Items, traced: Sequence[Block], values: Mapping[int, Arrays], x: Arrays) -> tuple[Arrays, list[Arrays]]:
     """(y, aux of each block): the blocks of `items`, from the first one's input."""
     found: list[Arrays] = []
     for item in items:
@@ -169,8 +191,7 @@ def _recomputed(items: Items, traced: Sequence[Block]) -> Callable[..., tuple[Ar
     """The blocks of `items`, of which only the input is kept; run again as `items` says."""
     blocks = list(blocks_of(items))
 
-    @jax.custom_vjp
-    def group(values, x):
+    def plain(values, x):
         found = []
         for i, p in zip(blocks, values, strict=True):
             x, aux = traced[i].run(p, x)
@@ -180,11 +201,11 @@ def _recomputed(items: Items, traced: Sequence[Block]) -> Callable[..., tuple[Ar
     def forward(values, x):
         leaves, tree = jax.tree.flatten((values, x), is_leaf=lambda leaf: hasattr(leaf, "perturbed"))
         arrays = [leaf.value for leaf in leaves]
-        return group.__wrapped__(*jax.tree.unflatten(tree, arrays)), (Static((differentiated(leaves), tree)), arrays)
+        return plain(*jax.tree.unflatten(tree, arrays)), (Static((differentiated(leaves), tree)), arrays)
 
     def backward(saved, cts):
         (wrt, tree), arrays = saved[0].value, saved[1]
-        y_float = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in traced[blocks[-1]].y]
+        y_float = [is_float(aval) for aval in traced[blocks[-1]].y]
         arrays, cts = after(pick(cts[0], y_float), arrays)
         fixed = drop(arrays, wrt)
 
@@ -198,5 +219,6 @@ def _recomputed(items: Items, traced: Sequence[Block]) -> Callable[..., tuple[Ar
         found = together(vjp(cts)[0])
         return jax.tree.unflatten(tree, merge(found, [None] * len(fixed), wrt))
 
+    group = jax.custom_vjp(plain)
     group.defvjp(forward, backward, symbolic_zeros=True)
     return group

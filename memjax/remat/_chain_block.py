@@ -36,13 +36,15 @@ class Block:
             if not has_aux:
                 return out, ()
             if not (isinstance(out, tuple) and len(out) == 2):
-                raise TypeError(f"with has_aux=True each block must return a pair (y, aux), got {jax.tree.structure(out)}")
+                raise TypeError(
+                    f"with has_aux=True each block must return a pair (y, aux), got {jax.tree.structure(out)}"
+                )
             return out[0], lax.stop_gradient(out[1])
 
         closed, (y, aux) = jax.make_jaxpr(with_aux, return_shape=True)(params, x)
         self.y_tree, self.aux_tree = jax.tree.structure(y), jax.tree.structure(aux)
         self.jaxpr, self.consts = closed.jaxpr, list(closed.consts)
-        n_params, n_y = len(jax.tree.leaves(params)), self.y_tree.num_leaves
+        n_params, n_y = len(jax.tree.leaves(params)), len(jax.tree.leaves(y))
         variables = [*self.jaxpr.constvars, *self.jaxpr.invars]
         self.n_p = len(self.consts) + n_params
         self.p = [var.aval for var in variables[: self.n_p]]
@@ -162,12 +164,28 @@ def after(cts: Sequence[Any], values: Any) -> tuple[Any, Arrays]:
     Cotangents that are known to be zero become zeros.
     """
     known = [isinstance(ct, jax.custom_derivatives.SymbolicZero) for ct in cts]
-    if all(known):
-        return values, [zeros(ct.aval) for ct in cts]
-    values, real = lax.optimization_barrier((values, drop(cts, known)))
-    return values, merge([zeros(ct.aval) for ct in pick(cts, known)], real, known)
+    real = drop(cts, known)
+    leaves, tree = jax.tree.flatten(values)
+    out = _barrier([*real, *leaves]) if real else [*real, *leaves]
+    cts = merge([zeros(ct.aval) for ct in pick(cts, known)], out[: len(real)], known)
+    return jax.tree.unflatten(tree, out[len(real) :]), cts
 
 
 def together(gradients: Arrays) -> Arrays:
     """The same; none can be used before all are there, so no gradient of a parameter is put off."""
-    return lax.optimization_barrier(gradients)
+    return _barrier(gradients)
+
+
+def _barrier(leaves: Arrays) -> Arrays:
+    """`jax.lax.optimization_barrier`, which would make all leaves vary over every mesh axis that one of them varies over.
+
+    Those that vary over fewer are waited for, and pass a barrier of their own.
+    """
+    kinds = [jax.typeof(leaf).manual_axis_type.varying for leaf in leaves]
+    out = list(leaves)
+    for kind in sorted(set(kinds), key=len):
+        mine = [other == kind for other in kinds]
+        waited = [other < kind for other in kinds]
+        passed = lax.optimization_barrier([*pick(leaves, mine), *pick(leaves, waited)])
+        out = merge(passed[: sum(mine)], drop(out, mine), mine)
+    return out

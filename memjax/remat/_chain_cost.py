@@ -1,223 +1,127 @@
-"""What a block costs, from its operations alone: time by FLOPs and traffic, working memory by a model of fusion.
-
-The compiler writes to memory what matrix products, reductions, loops and the like read or write; elementwise chains
-between them are one pass each. The model follows that: an elementwise value takes memory if something other than one
-elementwise operation or reduction reads it. Values live, in the order of the program, from there to their last reader.
-"""
+"""What a block costs: time from its operations or by the clock, working memory from compiling it by itself."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 
-from memjax.remat._chain_block import Block
+from memjax._measure import remat_compiler_options
+from memjax.remat._chain_block import Backward, Block
 from memjax.remat._chain_schedule import BlockCost
-from memjax.remat._step import is_float, nbytes
-
-_CALLS = frozenset(
-    ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint")
-)
-_LOOPS = frozenset(("scan", "while", "cond", "shard_map"))
-# Another name for the same bytes.
-_ALIASES = frozenset(("reshape", "squeeze", "expand_dims", "copy", "name", "optimization_barrier", "pcast", "pvary"))
-# One pass over memory, fused with its neighbours; a reduction ends such a chain.
-_REDUCTIONS = frozenset(
-    ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin")
-)
-_NOT_FUSED = frozenset(
-    (
-        *("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "custom_call", "ffi_call"),
-        *("pallas_call", "triton_kernel_call", "pure_callback", "io_callback", "fft", "sort", "cholesky", "eigh"),
-        *("triangular_solve", "lu", "qr", "svd", "reduce_window", "reduce_window_sum", "reduce_window_max"),
-        *("select_and_scatter_add", "scatter", "scatter-add", "scatter_add", "cumsum", "cumlogsumexp", "cummax"),
-        *("psum", "psum_invariant", "pmax", "pmin", "ppermute", "all_to_all", "psum_scatter", "reduce_scatter"),
-        *("all_gather", "all_gather_invariant", "random_bits", "threefry2x32", "top_k", "concatenate"),
-    )
-)
-_SOURCES = frozenset(("broadcast_in_dim", "iota"))
-
-
-class _Rates(NamedTuple):
-    """Seconds per operation started, FLOP, and byte."""
-
-    start: float
-    flop: float
-    byte: float
-
-
-_CPU, _GPU = _Rates(1e-6, 1 / 5e10, 1 / 1e10), _Rates(3e-6, 1 / 3e14, 1 / 3e12)
+from memjax.remat._program_cost import Program
+from memjax.remat._step import Arrays, is_float, nbytes
 
 
 def estimate(block: Block, given: Sequence[bool]) -> BlockCost:
-    """The cost of a block whose float inputs are all differentiated.
+    """The cost of a block whose float inputs are all differentiated. Nothing is run.
 
     `given` marks leaves of its input that are the chain's own input, handed on: they cost nothing where the block hands
     them on as well.
     """
-    backward = block.backward(tuple(is_float(aval) for aval in (*block.p, *block.x)))
+    backward = _whole(block)
     cts = [aval for aval in block.y if is_float(aval)]
-    back = jax.make_jaxpr(backward.back)(block.p, block.x, backward.kept, cts).jaxpr
-    n_dx = sum(is_float(aval) for aval in block.x)
-    forward, back = _Program(block.jaxpr), _Program(back)
-    own = {var for var, mine in zip(block.jaxpr.invars[-len(block.x) :], given, strict=True) if mine} if block.x else set()
-    outputs = [var for var in block.jaxpr.outvars[: len(block.y)] if not isinstance(var, core.Literal)]
-    handed = [var for var in outputs if var in set(block.jaxpr.invars)]
-    extra = sum(nbytes(var.aval) for var in handed if var not in own)
-    output = sum(nbytes(var.aval) for var in set(outputs) - own)
-    n_cts = len(cts)
-    return BlockCost(
-        forward=forward.seconds(),
-        backward=back.seconds(),
+    back_jaxpr = jax.make_jaxpr(backward.back)(block.p, block.x, backward.kept, cts).jaxpr
+    forward, back = Program(block.jaxpr), Program(back_jaxpr)
+    output, kept = _sizes(block, backward, given)
+    if _compiles_alone(block):
+        forward_work, back_temp = _compiled_bytes(_Text(block, backward))
+        backward_work = back_temp + _gradient_bytes(block)
+    else:
+        forward_work = forward.working_bytes([], forward.outputs)
+        n_dp = len(back.outputs) - sum(map(is_float, block.x))
+        backward_work = back.working_bytes(back.inputs[len(back.inputs) - len(cts) :], back.outputs[:n_dp])
+    return BlockCost(forward.seconds(), back.seconds(), output, kept, forward_work, backward_work)
+
+
+def measured(block: Block, given: Sequence[bool], p: Arrays, x: Arrays) -> tuple[BlockCost, Arrays]:
+    """(the cost of the block on the default device, its output): compiled and timed for these arguments."""
+    backward = _whole(block)
+    options: dict[str, Any] = dict(remat_compiler_options())
+    run = jax.jit(block._evaluate).lower(p, x).compile(compiler_options=options)
+    y, _, kept = backward.keep(p, x)
+    cts = [jnp.ones_like(leaf) for leaf in y if is_float(leaf)]
+    back = backward.back.lower(p, x, kept, cts).compile(compiler_options=options)
+    output, kept_nbytes = _sizes(block, backward, given)
+    cost = BlockCost(
+        forward=_seconds(run, p, x),
+        backward=_seconds(back, p, x, kept, cts),
         output=output,
-        kept=backward.kept_nbytes + extra,
-        forward_work=forward.working_bytes([], forward.outputs),
-        backward_work=back.working_bytes(
-            back.inputs[len(back.inputs) - n_cts :], back.outputs[: len(back.outputs) - n_dx]
-        ),
+        kept=kept_nbytes,
+        forward_work=_temporary(run),
+        backward_work=_temporary(back) + _gradient_bytes(block),
     )
+    return cost, y
 
 
-class _Operation(NamedTuple):
-    name: str
-    eqn: Any
-    inputs: list[int]
-    outputs: list[int]
+def _whole(block: Block) -> Backward:
+    return block.backward(tuple(is_float(aval) for aval in (*block.p, *block.x)))
 
 
-class _Program:
-    """A jaxpr with calls inlined and other names for the same bytes resolved; values are numbers."""
-
-    def __init__(self, jaxpr: Any):
-        self.nbytes: list[int] = []
-        self.operations: list[_Operation] = []
-        self.inputs = [self._new(var.aval) for var in (*jaxpr.constvars, *jaxpr.invars)]
-        self.outputs = self._inline(jaxpr, self.inputs)
-        self._fuse()
-
-    def _new(self, aval: Any) -> int:
-        self.nbytes.append(nbytes(aval) if hasattr(aval, "dtype") else 0)
-        return len(self.nbytes) - 1
-
-    def _inline(self, jaxpr: Any, inputs: Sequence[int]) -> list[int]:
-        value = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
-
-        def read(atom):
-            return self._new(None) if isinstance(atom, core.Literal) else value[atom]
-
-        for eqn in jaxpr.eqns:
-            name = eqn.primitive.name
-            ins = [read(atom) for atom in eqn.invars]
-            body = next(iter(core.jaxprs_in_params(eqn.params)), None) if name in _CALLS else None
-            if body is not None and len(getattr(body, "jaxpr", body).invars) == len(ins):
-                inner = getattr(body, "jaxpr", body)
-                consts = [self._new(var.aval) for var in inner.constvars]
-                outs = self._inline(inner, [*consts, *ins])
-            elif name in _ALIASES and len(ins) == len(eqn.outvars):
-                outs = ins
-            else:
-                outs = [self._new(var.aval) for var in eqn.outvars]
-                self.operations.append(_Operation(name, eqn, ins, outs))
-            value.update(zip(eqn.outvars, outs, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
-
-    def _fuse(self) -> None:
-        """Decide which values take memory, and when each is read for the last time."""
-        end = len(self.operations)
-        readers: dict[int, list[int]] = {}
-        for i, operation in enumerate(self.operations):
-            for value in set(operation.inputs):
-                readers.setdefault(value, []).append(i)
-        outputs = set(self.outputs)
-        self.stored = [False] * len(self.nbytes)
-        self.last = [-1] * len(self.nbytes)
-        for i in range(end - 1, -1, -1):
-            operation = self.operations[i]
-            for value in operation.outputs:
-                found = readers.get(value, [])
-                fused = _fusible(operation.name) and not any(_needs_operands(self.operations[j].name) for j in found)
-                one_reader = len(found) <= 1 or operation.name in _SOURCES
-                self.stored[value] = value in outputs or not (fused and one_reader)
-        for value in self.inputs:
-            self.stored[value] = True
-        for i in range(end - 1, -1, -1):
-            operation = self.operations[i]
-            runs = max([i, *(self.last[v] for v in operation.outputs if not self.stored[v])])
-            for value in operation.inputs:
-                self.last[value] = max(self.last[value], runs)
-        for value in outputs:
-            self.last[value] = end
-
-    def working_bytes(self, counted: Sequence[int], free: Sequence[int]) -> int:
-        """The most bytes at one moment: of the inputs only those `counted`, of the rest all but those `free`."""
-        free = set(free) - set(counted)
-        counted = set(counted)
-        live = peak = sum(self.nbytes[value] for value in counted)
-        ends: dict[int, list[int]] = {}
-        for value in counted:
-            ends.setdefault(self.last[value], []).append(value)
-        for i, operation in enumerate(self.operations):
-            made = [v for v in operation.outputs if self.stored[v] and v not in free]
-            new, dying = sum(self.nbytes[v] for v in made), sum(self.nbytes[v] for v in ends.get(i, []))
-            if _fusible(operation.name):  # written over an operand that is not needed any more
-                peak = max(peak, live + new - min(new, dying))
-            else:
-                peak = max(peak, live + new + self._inside(operation))
-            live += new - dying
-            for value in made:
-                if self.last[value] > i:
-                    ends.setdefault(self.last[value], []).append(value)
-                else:
-                    live -= self.nbytes[value]
-        return peak
-
-    def _inside(self, operation: _Operation) -> int:
-        """Working memory of one iteration of a loop, of a branch."""
-        programs = list(_bodies(operation))
-        return max((p.working_bytes([], []) for p in programs), default=0)
-
-    def seconds(self) -> float:
-        """A rough time on the default backend."""
-        rates = _GPU if jax.default_backend() == "gpu" else _CPU
-        total = 0.0
-        for operation in self.operations:
-            if operation.name in _LOOPS:
-                times = operation.eqn.params.get("length", 1) if operation.name == "scan" else 1
-                total += times * max((body.seconds() for body in _bodies(operation)), default=0.0)
-                continue
-            stored = [v for v in operation.outputs if self.stored[v]]
-            if stored:
-                moved = sum(self.nbytes[v] for v in (*stored, *operation.inputs))
-                total += rates.start + rates.byte * moved
-            total += rates.flop * _flops(operation.eqn)
-        return total
+def _sizes(block: Block, backward: Backward, given: Sequence[bool]) -> tuple[int, int]:
+    """Bytes of the output, and of what is kept, leaves handed on from the input counted unless they are `given`."""
+    xs = block.jaxpr.invars[len(block.jaxpr.invars) - len(block.x) :]
+    own = {var for var, mine in zip(xs, given, strict=True) if mine}
+    outputs = {var for var in block.jaxpr.outvars[: len(block.y)] if not isinstance(var, core.Literal)}
+    handed = sum(nbytes(var.aval) for var in outputs.intersection(block.jaxpr.invars) - own)
+    return sum(nbytes(var.aval) for var in outputs - own), backward.kept_nbytes + handed
 
 
-def _bodies(operation: _Operation) -> Iterator[_Program]:
-    if operation.name in _LOOPS:
-        for body in core.jaxprs_in_params(operation.eqn.params):
-            yield _Program(getattr(body, "jaxpr", body))
+def _gradient_bytes(block: Block) -> int:
+    """Of the gradients of output and input."""
+    return sum(nbytes(aval) for aval in (*block.x, *block.y) if is_float(aval))
 
 
-def _fusible(name: str) -> bool:
-    return name not in _NOT_FUSED and name not in _LOOPS and name not in _REDUCTIONS
+def _compiles_alone(block: Block) -> bool:
+    """Whether the block is a program of its own: not where it uses mesh axes, or arrays laid out over a mesh."""
+    avals = (*block.p, *block.x, *block.y)
+    laid_out = any(aval.manual_axis_type.varying or not aval.sharding.mesh.empty for aval in avals)
+    return not laid_out and not any(type(effect).__name__ == "NamedAxisEffect" for effect in block.jaxpr.effects)
 
 
-def _needs_operands(name: str) -> bool:
-    """Whether the operation reads its operands from memory."""
-    return name in _NOT_FUSED or name in _LOOPS
+class _Text:
+    """A block as a key to what was compiled before: equal if the printed program is."""
+
+    def __init__(self, block: Block, backward: Backward):
+        self.block, self.backward = block, backward
+        self.key = (str(block.jaxpr), jax.default_backend())
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Text) and self.key == other.key
 
 
-def _flops(eqn: Any) -> float:
-    size = sum(math.prod(var.aval.shape) for var in eqn.outvars if hasattr(var.aval, "shape"))
-    if eqn.primitive.name == "dot_general":
-        (contract, _), _ = eqn.params["dimension_numbers"]
-        shape = eqn.invars[0].aval.shape
-        return 2.0 * size * math.prod(shape[axis] for axis in contract)
-    if eqn.primitive.name == "conv_general_dilated":
-        kernel = eqn.invars[1].aval.shape
-        return 2.0 * size * math.prod(kernel) / kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
-    return float(size)
+@functools.lru_cache(maxsize=1024)
+def _compiled_bytes(text: _Text) -> tuple[int, int]:
+    """Temporary bytes of the forward and of the backward pass."""
+    block, backward = text.block, text.backward
+    cts = [aval for aval in block.y if is_float(aval)]
+    options: dict[str, Any] = dict(remat_compiler_options())
+    if jax.default_backend() == "cpu":
+        options["xla_backend_optimization_level"] = 0  # machine code is made after memory has been assigned
+    run = jax.jit(block._evaluate).lower(block.p, block.x)
+    back = backward.back.lower(block.p, block.x, backward.kept, cts)
+    forward_bytes, back_bytes = (_temporary(lowered.compile(compiler_options=options)) for lowered in (run, back))
+    return forward_bytes, back_bytes
+
+
+def _temporary(compiled: Any) -> int:
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def _seconds(run: Callable[..., Any], *arguments: Any) -> float:
+    """The shortest of several runs."""
+    jax.block_until_ready(run(*arguments))
+    times = []
+    for _ in range(7):
+        start = time.perf_counter()
+        jax.block_until_ready(run(*arguments))
+        times.append(time.perf_counter() - start)
+    return min(times)
