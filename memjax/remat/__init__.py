@@ -1,5 +1,6 @@
 """Rematerialisation: keep little between forward and backward, recompute the rest."""
 
+from memjax.remat import linen as linen
 from memjax.remat import policies as policies
 from memjax.remat._chain import chain as chain
 from memjax.remat._chain import chain_costs as chain_costs
@@ -12,6 +13,8 @@ from memjax.remat._choose import Costs as Costs
 from memjax.remat._dense_spec import DenseParams as DenseParams
 from memjax.remat._dense_spec import DenseSpec as DenseSpec
 from memjax.remat._dense_spec import DenseStatistics as DenseStatistics
+from memjax.remat._nnx import RNN as RNN
+from memjax.remat._nnx import Chain as Chain
 from memjax.remat._profile import profile as profile
 from memjax.remat._scan import scan as scan
 from memjax.remat._schedule import Action as Action

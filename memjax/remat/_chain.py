@@ -195,6 +195,7 @@ def _recomputed(items: Items, traced: Sequence[Block]) -> Callable[..., tuple[Ar
         found = []
         for i, p in zip(blocks, values, strict=True):
             x, aux = traced[i].run(p, x)
+            x = together(x)  # or the compiler sums residual branches up again in each block, and keeps them all
             found.append(aux)
         return x, found
 

