@@ -1,0 +1,73 @@
+"""What the RNN modules of NNX and Linen have in common: sequences in, a scan over time, sequences out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def run_cell(
+    scan: Callable[..., tuple[Any, Any]],
+    inputs: jax.Array,
+    carry: Any,
+    initial_carry: Callable[[tuple[int, ...]], Any],
+    feature_axes: int,
+    seq_lengths: Any,
+    flip_sequences: Callable[..., jax.Array],
+    *,
+    return_carry: bool,
+    time_major: bool,
+    reverse: bool,
+    keep_order: bool,
+) -> Any:
+    """Flax's `RNN.__call__` around another scan.
+
+    `scan(wrap, carry, xs, reverse)` scans `wrap(cell)` over rows of `xs`; `initial_carry(shape)` makes a carry for inputs
+    of one step.
+    """
+    time = 0 if time_major else inputs.ndim - (feature_axes + 1)
+    batch_axes = inputs.ndim - feature_axes - 1
+    length = inputs.shape[time]
+    carry = initial_carry(inputs.shape[:time] + inputs.shape[time + 1 :]) if carry is None else carry
+
+    def flip(x):
+        return flip_sequences(x, seq_lengths, num_batch_dims=batch_axes, time_major=time_major)
+
+    # Without padding the scan itself runs backwards, and the inputs are not copied.
+    backwards = reverse and seq_lengths is None
+    if reverse and not backwards:
+        inputs = flip(inputs)
+    xs = jnp.moveaxis(inputs, time, 0)
+    if seq_lengths is None or not return_carry:
+        carry, ys = scan(lambda cell: cell, carry, xs, backwards)
+    else:
+        final = (jnp.minimum(seq_lengths, length) - 1) % length
+
+        def wrap(cell):
+            def step(carry, x):
+                carry, last = carry
+                x, i = x
+                carry, y = cell(carry, x)
+                return (
+                    carry,
+                    jax.tree.map(lambda new, old: jnp.where(_like(i == final, new), new, old), carry, last),
+                ), y
+
+            return step
+
+        # Zeros of the carry's own kind.
+        start = (carry, jax.tree.map(jnp.zeros_like, carry))
+        (_, carry), ys = scan(wrap, start, (xs, jnp.arange(length, dtype=seq_lengths.dtype)), backwards)
+    outputs = jax.tree.map(lambda y: jnp.moveaxis(y, 0, time), ys)
+    if backwards and not keep_order:
+        outputs = jax.tree.map(lambda y: jnp.flip(y, time), outputs)
+    if reverse and not backwards and keep_order:
+        outputs = jax.tree.map(flip, outputs)
+    return (carry, outputs) if return_carry else outputs
+
+
+def _like(mask: jax.Array, x: jax.Array) -> jax.Array:
+    return mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim))

@@ -1,0 +1,162 @@
+"""Flax Linen modules that train within a memory budget: `RNN` for `nn.RNN`, `Chain` for `nn.Sequential`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax.core import lift
+from flax.linen.recurrent import flip_sequences
+
+from memjax.remat._chain import chain
+from memjax.remat._chain_schedule import ChainSchedule
+from memjax.remat._nnx import call
+from memjax.remat._rnn import run_cell
+from memjax.remat._scan import scan
+from memjax.remat._step import drop, merge, pick
+
+
+class RNN(nn.RNN):
+    """`flax.linen.RNN` whose backward pass keeps within a memory budget, by `memjax.remat.scan`.
+
+    Parameters, outputs and gradients are those of `nn.RNN`, dropout masks included (with `split_rngs={"dropout": True}`).
+
+    Attributes:
+      slots, budget: memory for the backward pass, as for `memjax.remat.scan`: exactly one of them.
+      cell, time_major, return_carry, reverse, keep_order, variable_broadcast, variable_carry, split_rngs: as for `nn.RNN`.
+        `time_major=True` saves a copy of the inputs. Variables that are carried are kept with each stored carry.
+        `unroll` and `variable_axes` cannot be changed.
+
+    With `seq_lengths` and `return_carry` each carry holds the last valid one as well, which takes twice the memory for it,
+    where `nn.RNN` stacks the carries of all steps.
+
+    Raises:
+      ValueError: when called, both or neither of `slots` and `budget`, and what else `memjax.remat.scan` raises.
+    """
+
+    slots: int | None = None
+    budget: int | str | None = None
+
+    def __call__(
+        self,
+        inputs: jax.Array,
+        *,
+        initial_carry: Any = None,
+        init_key: Any = None,
+        seq_lengths: Any = None,
+        return_carry: bool | None = None,
+        time_major: bool | None = None,
+        reverse: bool | None = None,
+        keep_order: bool | None = None,
+    ) -> Any:
+        options = {
+            "return_carry": self.return_carry if return_carry is None else return_carry,
+            "time_major": self.time_major if time_major is None else time_major,
+            "reverse": self.reverse if reverse is None else reverse,
+            "keep_order": self.keep_order if keep_order is None else keep_order,
+        }
+        if self.unroll != 1 or self.variable_axes:
+            raise ValueError(f"unroll and variable_axes cannot be set, got {self.unroll} and {self.variable_axes}")
+        if self.is_initializing():
+            return super().__call__(
+                inputs, initial_carry=initial_carry, init_key=init_key, seq_lengths=seq_lengths, **options
+            )
+        key = jax.random.key(0) if init_key is None else init_key
+        return run_cell(
+            self._scan,
+            inputs,
+            initial_carry,
+            lambda shape: self.cell.initialize_carry(key, shape),
+            self.cell.num_feature_axes,
+            seq_lengths,
+            flip_sequences,
+            **options,
+        )
+
+    def _scan(self, wrap: Callable[..., Any], carry: Any, xs: Any, reverse: bool) -> tuple[Any, Any]:
+        """Scan `wrap(cell)` over `xs`, as `flax.core.lift.scan` does with `jax.lax.scan`."""
+        length = len(jax.tree.leaves(xs)[0])
+
+        def transform(step_in_scope, scope, *args):
+            def inner(scope_fn, repack_fn, variables, rngs, carry, xs):
+                constant, state = variables
+                split = tuple(self.split_rngs.values())
+                one_each = [jax.tree.map(lambda rng: jax.random.split(rng, length), r) for r in pick(rngs, split)]
+                same = drop(rngs, split)
+
+                def step(carry, slices):
+                    state, inner_carry = carry
+                    one, x = slices
+                    scope = scope_fn((constant, state), tuple(merge(one, same, split)))
+                    inner_carry, y = step_in_scope(scope, inner_carry, x)
+                    return (repack_fn(scope)[0], inner_carry), y
+
+                # Flax traces its step once before it scans, which moves random streams on: for the same masks, so does this.
+                jax.eval_shape(lambda xs: step((state, carry), jax.tree.map(lambda a: a[0], xs)), (one_each, xs))
+                (state, carry), ys = scan(
+                    step, (state, carry), (one_each, xs), slots=self.slots, budget=self.budget, reverse=reverse
+                )
+                return (carry, ys), (state,)
+
+            filters = (self.variable_broadcast, self.variable_carry)
+            return lift.pack(inner, filters, filters[1:], tuple(self.split_rngs), name="scan")(scope, *args)
+
+        def step(cell, carry, x):
+            return wrap(cell)(carry, x)
+
+        return nn.transforms.lift_direct_transform(transform, (step,), self.cell, carry, xs)
+
+
+class Chain(nn.Sequential):
+    """`flax.linen.Sequential` whose backward pass keeps within a memory budget, by `memjax.remat.chain`.
+
+    Each layer is one block of the chain: what it keeps is decided for it as a whole, so a layer should be a residual or
+    transformer block rather than a single operation. Parameters, outputs and gradients are those of `nn.Sequential`,
+    running statistics included; dropout masks are others.
+
+    Attributes:
+      layers: as for `nn.Sequential`.
+      budget, schedule: as for `memjax.remat.chain`; exactly one of them.
+
+    Raises:
+      ValueError: when called, what `memjax.remat.chain` raises.
+    """
+
+    budget: int | str | None = None
+    schedule: ChainSchedule | None = None
+
+    @nn.compact
+    def __call__(self, *args: Any) -> Any:
+        if self.is_initializing():
+            x: Any = args
+            for layer in self.layers:
+                x = call(layer, x)
+            return x
+        blocks, params = zip(*map(_block, self.layers), strict=True)
+        x, found = chain(blocks, params, args, budget=self.budget, schedule=self.schedule, has_aux=True)
+        for layer, updates in zip(self.layers, found, strict=True):
+            for collection, variables in updates.items():
+                for name, value in variables.items():
+                    layer.put_variable(collection, name, value)  # type: ignore[attr-defined]
+        return x
+
+
+def _block(layer: Callable[..., Any]) -> tuple[Callable[..., Any], Any]:
+    """(`(params, x) -> (y, updated variables)`, params) of a layer."""
+    if not isinstance(layer, nn.Module):
+        return lambda params, x: (call(layer, x), {}), {}
+    scope = layer.scope
+    assert scope is not None
+    module, variables = layer.unbind()
+    mutable = [name for name in variables if name != "params" and layer.is_mutable_collection(name)]
+    rngs = {name: layer.make_rng(name) for name in scope.rngs if name != "params"}
+
+    def block(params, x):
+        variables, rngs = params
+        bound = lambda *args, **kwargs: module.apply(variables, *args, rngs=rngs, mutable=mutable, **kwargs)
+        y, updates = call(bound, x)
+        return y, dict(updates)
+
+    return block, (dict(variables), rngs)
