@@ -105,15 +105,14 @@ class MixedCounts:
         """Lower row `m` from row `m - 1`, a bound from above, to the fixed point of the recurrence, which is
         unique.
 
-        The minimum over y of g(y) + h(t - y) is reached at an end, at a y where g's slope grows, or at one
-        where h's
-        does: elsewhere a neighbour is no worse. Both are nearly piecewise linear, so there are few such
-        places, and each is one vector operation over all t.
+        The minimum over y of g(y) + h(t - y) is reached at an end, at a y where g's slope grows, or at one where h's
+        does: elsewhere a neighbour is no worse. Both are nearly piecewise linear, so there are few such places, and each
+        is one vector operation over all t.
         """
         row = self.table[m]
         length = len(row) - 1
         steps = np.arange(length + 1, dtype=np.int64)
-        before = np.empty_like(row)
+        before = np.full_like(row, -1)  # not empty: recycled memory may hold this very row
         while not np.array_equal(before, row):
             before[:] = row
             np.minimum(row[1:], steps[1:] + row[:-1], out=row[1:])
