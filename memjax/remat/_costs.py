@@ -40,7 +40,7 @@ def model(step: Step, kept: int) -> Costs:
     if jax.default_backend() == "gpu":
         heavy = sum(expensive(eqn) for eqn in eqns)
         forward = 3e-6 * (1 + heavy) + flops / 4e13 + moved / 2e13
-        return Costs(forward, forward, store=2 * kept / 3e12, loop=5e-6, turn=1.5e-5)
+        return Costs(forward, forward, store=2 * kept / 3e12, loop=7e-6, turn=1.3e-5)
     forward = 3e-7 * len(eqns) + flops / 4e11 + moved / 6e10
     return Costs(
         forward,
