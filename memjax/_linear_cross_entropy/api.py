@@ -80,7 +80,7 @@ def linear_cross_entropy(
         shape, 0 where ignored.
       chunk: tokens per chunk for "forward_grad", vocabulary entries per chunk for "recompute". By default
         D rounded down to a power of two (at least 1024 on a GPU, 128 elsewhere), and 8 D / itemsize
-        rounded likewise (at least 1024).
+        rounded likewise (at least 1024), or with Mosaic kernels to what fills the GPU.
       axis_name: inside `jax.shard_map`, the mesh axis over which the vocabulary is sharded: `w`, `bias`
         and soft targets are this device's V / n columns, in the order of the axis; labels stay those of
         the whole vocabulary. `x` and `labels` are the same on all its devices. One max and two sums per
@@ -94,20 +94,23 @@ def linear_cross_entropy(
           output itself if w is float32, nothing if w is not differentiated). Not for "none". Without
           differentiation, no gradient work.
         - "recompute": chunks of the vocabulary, four matmuls. Saved: x, w and N float32. Temporaries:
-          itemsize * N * chunk + 4 N D + 2 * itemsize * chunk * D. Takes any cotangent.
+          itemsize * N * chunk + 4 N D + 2 * itemsize * chunk * D, the last term not with Mosaic kernels, but 12 N V / 256
+          for the forward pass. Takes any cotangent.
         - "full": all logits, in float32; the plain reference.
-        "/jnp" or "/triton" appended to the first two insists on XLA's own fusions or on Triton kernels,
-        which a GPU with `jax_triton` uses by itself. Triton kernels cannot be differentiated twice; soft
-        targets do not use them.
+        "/jnp" or "/triton" appended to the first two insists on XLA's own fusions or on Triton kernels, "recompute/mosaic"
+        on matmuls in Pallas with the softmax inside. By itself a Hopper GPU uses the latter for values and for "recompute"
+        (from JAX 0.11; bfloat16 or float16, integer labels, D and V multiples of 64, and at least 256 of each and of
+        tokens), and any GPU with `jax_triton` Triton kernels for what is left, but for soft targets. Neither can be
+        differentiated twice.
 
     Returns:
       The loss in float32 (float64 for float64 inputs): () or, for "none", of labels' shape. With
       `return_aux` a pair (loss, `Aux`).
 
     Float32 matmuls follow `jax.default_matmul_precision`; other matmuls accumulate in float32. Logits are
-    rounded to x's dtype, row statistics and dW's sum are float32. Under `jax.vmap` with an unbatched `w`,
-    tokens are flattened and "recompute" is used, so that dW is not batched. Forward-mode differentiation
-    raises.
+    rounded to x's dtype (not with Mosaic kernels), row statistics and dW's sum are float32. Under `jax.vmap`
+    with an unbatched `w`, tokens are flattened and "recompute" is used, so that dW is not batched.
+    Forward-mode differentiation raises.
 
     Raises:
       TypeError: an argument of the wrong kind or dtype.
@@ -150,6 +153,7 @@ def linear_cross_entropy(
         labels.reshape(-1, labels.shape[-1]) if soft else None,
         scale.reshape(-1),
     )
+    check.suited(operands, options)
     if reduction != "none" and algorithm == "forward_grad" and valid.size:
         result = primitive.total_loss(operands, options)
         loss = result.loss

@@ -12,11 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from memjax._linear_cross_entropy.options import Array
+from memjax._linear_cross_entropy.options import Array, Operands, Options
 
 _INT32 = jnp.iinfo(jnp.int32)
-_ALGORITHMS = ("forward_grad", "recompute")
-_NAMES = ("full", *_ALGORITHMS, *(f"{a}/{k}" for a in _ALGORITHMS for k in ("jnp", "triton")))
+_NAMES = (
+    *("full", "forward_grad", "forward_grad/jnp", "forward_grad/triton"),
+    *("recompute", "recompute/jnp", "recompute/triton", "recompute/mosaic"),
+)
 
 
 def scalars(
@@ -125,8 +127,8 @@ def integer_labels(labels: Array, ignore_index: int, vocabulary: int) -> tuple[A
     return valid, jnp.where(valid & ~wrong, labels, -1), wrong
 
 
-def implementation(name: str | None, reduction: str, dtype: Any) -> tuple[str, str]:
-    """(algorithm, kernels) for what was asked, or the best that runs here."""
+def implementation(name: str | None, reduction: str, dtype: Any) -> tuple[str, tuple[str, ...]]:
+    """(algorithm, kernels to choose from) for what was asked, or the best that runs here."""
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f'reduction: expected "mean", "sum" or "none", got {reduction!r}')
     if name is None:
@@ -138,10 +140,22 @@ def implementation(name: str | None, reduction: str, dtype: Any) -> tuple[str, s
         raise ValueError(
             'implementation: "forward_grad" needs a scalar loss, but reduction="none"; use "recompute" or "full"'
         )
-    reason = _no_triton(dtype)
-    if kernels == "triton" and reason:
-        raise ValueError(f"implementation: {name!r} cannot run here: {reason}; use {algorithm!r}")
-    return algorithm, kernels or ("jnp" if reason else "triton")
+    reasons = {"mosaic": _no_mosaic(dtype), "triton": _no_triton(dtype), "jnp": None}
+    if not kernels:
+        return algorithm, tuple(k for k, reason in reasons.items() if reason is None)
+    if reasons[kernels]:
+        raise ValueError(f"implementation: {name!r} cannot run here: {reasons[kernels]}; use {algorithm!r}")
+    # Soft targets are left to jax.numpy by the Triton kernels.
+    return algorithm, ("triton", "jnp") if kernels == "triton" else (kernels,)
+
+
+def suited(operands: Operands, options: Options) -> None:
+    """That the Mosaic kernels apply, where nothing else may be used."""
+    if options.kernels == ("mosaic",):
+        from memjax._linear_cross_entropy import hopper
+
+        if reason := hopper.unsuited(operands, options):
+            raise ValueError(f'implementation: "recompute/mosaic" cannot do this: {reason}; use "recompute"')
 
 
 def _no_triton(dtype: Any) -> str | None:
@@ -152,4 +166,16 @@ def _no_triton(dtype: Any) -> str | None:
         return "jax_triton is not installed (pip install 'memjax[gpu]')"
     if dtype == jnp.float64:
         return "Triton kernels keep float32 statistics, and x is float64"
+    return None
+
+
+def _no_mosaic(dtype: Any) -> str | None:
+    """Why the Pallas kernels for Hopper GPUs cannot run, or None."""
+    capability = getattr(jax.devices()[0], "compute_capability", None)
+    if jax.default_backend() != "gpu" or capability != "9.0":
+        return f"Mosaic kernels need a Hopper GPU, and the default device is {jax.devices()[0].device_kind!r}"
+    if jax.__version_info__ < (0, 11):
+        return f"Mosaic kernels need JAX 0.11 or later, and this is {jax.__version__}"
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"Mosaic kernels take bfloat16 and float16, and x is {dtype}"
     return None

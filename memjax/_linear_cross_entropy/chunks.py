@@ -8,7 +8,7 @@ from memjax._linear_cross_entropy.rows import Stats
 
 
 def _by_kernel(targets: Array | None, options: Options) -> bool:
-    return options.kernels == "triton" and targets is None
+    return "triton" in options.kernels and targets is None
 
 
 def stats(products: Array, bias: Array | None, labels: Array, targets: Array | None, options: Options) -> Stats:

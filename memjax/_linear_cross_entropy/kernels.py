@@ -26,12 +26,14 @@ from memjax._linear_cross_entropy.rows import Stats
 
 @dataclass(frozen=True)
 class Tiles:
-    """Columns a program holds at a time, and warps that share them."""
+    """Columns a program holds at a time, warps that share them, and blocks of columns on their way to it."""
 
-    row_block: int = 16384
-    row_warps: int = 16
-    stats_block: int = 8192
-    stats_warps: int = 8
+    row_block: int = 4096
+    row_warps: int = 8
+    row_stages: int = 4
+    stats_block: int = 2048
+    stats_warps: int = 4
+    stats_stages: int = 3
     gradient_block: int = 4096
     gradient_warps: int = 8
 
@@ -52,79 +54,91 @@ def _logits(products, bias, columns, mask, HAS_BIAS: tl.constexpr, SCALE: tl.con
 
 
 @triton.jit
-def _row_stats(
-    row,
-    bias,
-    label,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    SCALE: tl.constexpr,
-    CAP: tl.constexpr,
-    SUM: tl.constexpr,
-    AUX: tl.constexpr,
-):
-    """(max, sum of exp(z - max), sum of z, sum of exp(z - max) z, z at the label or 0)."""
-    maximum = -float("inf")
-    total = 0.0
-    plain = 0.0
-    moment = 0.0
-    for start in tl.range(0, WIDTH, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        mask = columns < WIDTH
-        z = _logits(row, bias, columns, mask, HAS_BIAS, SCALE, CAP)
-        larger = tl.maximum(maximum, tl.max(z, 0))
-        finite = tl.where(larger == -float("inf"), 0.0, larger)
-        correction = tl.exp(maximum - finite)
-        e = tl.exp(z - finite)
-        total = total * correction + tl.sum(e, 0)
-        if SUM:
-            plain += tl.sum(tl.where(mask, z, 0.0), 0)
-        if AUX:
-            moment = moment * correction + tl.sum(tl.where(e == 0.0, 0.0, e * z), 0)
-        maximum = larger
-    inside = (label >= 0) & (label < WIDTH)
-    at_label = _logits(row, bias, label, inside, HAS_BIAS, SCALE, CAP)
-    return maximum, total, plain, moment, tl.where(inside, at_label, 0.0)
+def _finite(maximum):
+    """A row without any possible entry has a maximum of -inf, which must not be subtracted from itself."""
+    return tl.where(maximum == -float("inf"), 0.0, maximum)
 
 
 @triton.jit
-def _row_gradient(
-    row,
-    out,
-    bias,
-    label,
-    lse,
-    scale,
-    columns,
-    WIDTH: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    SCALE: tl.constexpr,
-    CAP: tl.constexpr,
-    KEEP: tl.constexpr,
-    SPREAD: tl.constexpr,
-    Z_LOSS: tl.constexpr,
-):
-    mask = columns < WIDTH
-    z = _logits(row, bias, columns, mask, HAS_BIAS, SCALE, CAP)
-    d = tl.exp(z - lse) * (1.0 + 2.0 * Z_LOSS * lse)
-    d = tl.where(columns == label, d - KEEP, d)
-    if SPREAD > 0.0:
-        d -= SPREAD
+def _row_stats(
+    row, bias, label,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, SCALE: tl.constexpr,
+    CAP: tl.constexpr, SUM: tl.constexpr, AUX: tl.constexpr,
+):  # fmt: skip
+    """(max, sum of exp(z - max), sum of z, sum of exp(z - max) z, z at the label or 0).
+
+    Threads keep sums of their own over the whole row, relative to the first block's maximum; waiting for one
+    another at every block costs more. Where a later maximum is so much larger that they may have overflowed,
+    they are taken again.
+    """
+    first = tl.arange(0, BLOCK)
+    reference = tl.max(_logits(row, bias, first, first < WIDTH, HAS_BIAS, SCALE, CAP), 0)
+    maximum = reference
+    total, plain, moment = 0.0, 0.0, 0.0
+    again = 1
+    while again > 0:
+        again -= 1
+        shift = _finite(reference)
+        maxima = tl.full((BLOCK,), -float("inf"), tl.float32)
+        totals = tl.zeros((BLOCK,), tl.float32)
+        plains = tl.zeros((BLOCK,), tl.float32)
+        moments = tl.zeros((BLOCK,), tl.float32)
+        for start in tl.range(0, WIDTH, BLOCK, num_stages=STAGES):
+            columns = start + tl.arange(0, BLOCK)
+            mask = columns < WIDTH
+            z = _logits(row, bias, columns, mask, HAS_BIAS, SCALE, CAP)
+            maxima = tl.maximum(maxima, z)
+            e = tl.exp(z - shift)
+            totals += e
+            if SUM:
+                plains += tl.where(mask, z, 0.0)
+            if AUX:
+                moments += tl.where(e == 0.0, 0.0, e * z)
+        maximum = tl.max(maxima, 0)
+        total, plain, moment = tl.sum(totals, 0), tl.sum(plains, 0), tl.sum(moments, 0)
+        if ((maximum > shift + 60.0) | (reference == -float("inf"))) & (reference != maximum):
+            reference = maximum
+            again = 1
+    correction = tl.exp(_finite(reference) - _finite(maximum))
+    inside = (label >= 0) & (label < WIDTH)
+    at_label = tl.where(inside, _logits(row, bias, label, inside, HAS_BIAS, SCALE, CAP), 0.0)
+    return maximum, total * correction, plain, moment * correction, at_label
+
+
+@triton.jit
+def _gradient(
+    z, hit, lse, scale,
+    SCALE: tl.constexpr, CAP: tl.constexpr, KEEP: tl.constexpr, SPREAD: tl.constexpr, Z_LOSS: tl.constexpr,
+):  # fmt: skip
+    """In the products of logits `z`; `hit` is 1 at the label."""
+    d = tl.exp(z - lse) * (1.0 + 2.0 * Z_LOSS * lse) - KEEP * hit - SPREAD
     if CAP > 0.0:
         d *= 1.0 - (z / CAP) * (z / CAP)
-    tl.store(out + columns, (d * (scale * SCALE)).to(out.dtype.element_ty), mask=mask)
+    return d * (scale * SCALE)
+
+
+@triton.jit
+def _store_gradient(
+    row, out, bias, columns, lse, scale,
+    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, KEEP: tl.constexpr,
+    SPREAD: tl.constexpr, Z_LOSS: tl.constexpr,
+):  # fmt: skip
+    """Of columns as if none was the label: comparing each with it costs as much as its exponential."""
+    mask = columns < WIDTH
+    z = _logits(row, bias, columns, mask, HAS_BIAS, SCALE, CAP)
+    d = _gradient(z, 0.0, lse, scale, SCALE, CAP, KEEP, SPREAD, Z_LOSS)
+    tl.store(out + columns, d.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _stats_kernel(
     products, bias, labels, max_out, sum_out, plain_out, moment_out, label_out,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
-    SUM: tl.constexpr, AUX: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, SCALE: tl.constexpr,
+    CAP: tl.constexpr, SUM: tl.constexpr, AUX: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64)
     maximum, total, plain, moment, at_label = _row_stats(
-        products + i * WIDTH, bias, tl.load(labels + i), WIDTH, BLOCK, HAS_BIAS, SCALE, CAP, SUM, AUX
+        products + i * WIDTH, bias, tl.load(labels + i), WIDTH, BLOCK, STAGES, HAS_BIAS, SCALE, CAP, SUM, AUX
     )
     tl.store(max_out + i, maximum)
     tl.store(sum_out + i, total)
@@ -140,24 +154,35 @@ def _gradient_kernel(
     KEEP: tl.constexpr, SPREAD: tl.constexpr, Z_LOSS: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    _row_gradient(
-        products + i * WIDTH, out + i * WIDTH, bias,
-        tl.load(labels + i), tl.load(lse + i), tl.load(scale + i),
-        columns, WIDTH, HAS_BIAS, SCALE, CAP, KEEP, SPREAD, Z_LOSS,
+    start = tl.program_id(1) * BLOCK
+    label, row_lse, weight = tl.load(labels + i), tl.load(lse + i), tl.load(scale + i)
+    row = products + i * WIDTH
+    inside = (label >= start) & (label < min(start + BLOCK, WIDTH))
+    at_label = _logits(row, bias, label, inside, HAS_BIAS, SCALE, CAP)
+    tl.debug_barrier()
+    columns = start + tl.arange(0, BLOCK)
+    _store_gradient(
+        row, out + i * WIDTH, bias, columns, row_lse, weight,
+        WIDTH, HAS_BIAS, SCALE, CAP, KEEP, SPREAD, Z_LOSS,
     )  # fmt: skip
+    tl.debug_barrier()
+    d = _gradient(at_label, 1.0, row_lse, weight, SCALE, CAP, KEEP, SPREAD, Z_LOSS)
+    tl.store(out + i * WIDTH + label, d.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _stats_and_gradient_kernel(
     products, bias, labels, scale, out, max_out, sum_out, plain_out, moment_out, label_out,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
-    SUM: tl.constexpr, AUX: tl.constexpr, KEEP: tl.constexpr, SPREAD: tl.constexpr, Z_LOSS: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, SCALE: tl.constexpr,
+    CAP: tl.constexpr, SUM: tl.constexpr, AUX: tl.constexpr, KEEP: tl.constexpr, SPREAD: tl.constexpr,
+    Z_LOSS: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64)
     row = products + i * WIDTH
     label = tl.load(labels + i)
-    maximum, total, plain, moment, at_label = _row_stats(row, bias, label, WIDTH, BLOCK, HAS_BIAS, SCALE, CAP, SUM, AUX)
+    maximum, total, plain, moment, at_label = _row_stats(
+        row, bias, label, WIDTH, BLOCK, STAGES, HAS_BIAS, SCALE, CAP, SUM, AUX
+    )
     tl.store(max_out + i, maximum)
     tl.store(sum_out + i, total)
     tl.store(plain_out + i, plain)
@@ -169,12 +194,16 @@ def _stats_and_gradient_kernel(
     # But the load of the label's product is every thread's own.
     tl.debug_barrier()
     last: tl.constexpr = (WIDTH - 1) // BLOCK
-    for back in tl.range(0, last + 1):
+    for back in tl.range(0, last + 1, num_stages=STAGES):
         columns = (last - back) * BLOCK + tl.arange(0, BLOCK)
-        _row_gradient(
-            row, out + i * WIDTH, bias, label, lse, weight,
-            columns, WIDTH, HAS_BIAS, SCALE, CAP, KEEP, SPREAD, Z_LOSS,
+        _store_gradient(
+            row, out + i * WIDTH, bias, columns, lse, weight,
+            WIDTH, HAS_BIAS, SCALE, CAP, KEEP, SPREAD, Z_LOSS,
         )  # fmt: skip
+    tl.debug_barrier()
+    inside = (label >= 0) & (label < WIDTH)
+    d = _gradient(at_label, 1.0, lse, weight, SCALE, CAP, KEEP, SPREAD, Z_LOSS)
+    tl.store(out + i * WIDTH + label, d.to(out.dtype.element_ty), mask=inside)
 
 
 def _logit_constants(bias: Array | None, options: Options) -> dict[str, Any]:
@@ -227,6 +256,7 @@ def stats(products: Array, bias: Array | None, labels: Array, options: Options) 
         num_warps=TILES.stats_warps,
         WIDTH=width,
         BLOCK=_block(width, TILES.stats_block),
+        STAGES=TILES.stats_stages,
         **_logit_constants(bias, options),
         **_stats_constants(options),
     )
@@ -265,6 +295,7 @@ def stats_and_gradient(
         num_warps=TILES.row_warps,
         WIDTH=width,
         BLOCK=_block(width, TILES.row_block),
+        STAGES=TILES.row_stages,
         **_logit_constants(bias, options),
         **_stats_constants(options),
         **_gradient_constants(options),

@@ -26,7 +26,7 @@ class Options:
     chunk: int | None
     axis_name: str | tuple[str, ...] | None
     aux: bool
-    kernels: str  # "jnp" or "triton"
+    kernels: tuple[str, ...]  # "mosaic", "triton", "jnp": the first that suits is used
 
 
 class Operands(NamedTuple):
@@ -86,7 +86,7 @@ def token_chunk(operands: Operands, options: Options) -> int:
     of the float32 gradient of the head, but at least 1024 on a GPU (below, that gradient's traffic exceeds
     its matmul) and 128 elsewhere."""
     tokens, dim = operands.x.shape
-    least = 1024 if options.kernels == "triton" else 128
+    least = 128 if options.kernels == ("jnp",) else 1024
     return min(options.chunk or max(_power_of_two_up_to(dim), least), tokens)
 
 
@@ -105,16 +105,18 @@ def for_chunks(body: Callable[[Any, Any, int], Any], carry: Any, stop: int, chun
     carry = body(carry, 0, first)
     rest = (stop - first) // chunk
     if rest == 1:
-        # XLA merges matmuls that share an operand: hold the second until the first is done, or both are in
-        # memory.
-        leaf = jax.tree.leaves(carry)[0]
-        start, _ = lax.optimization_barrier((jnp.asarray(first, jnp.int32), leaf[(0,) * leaf.ndim]))
-        carry = body(carry, start, chunk)
+        carry = body(carry, after(carry, first), chunk)
     elif rest > 1:
         carry, _ = lax.scan(
             lambda c, i: (body(c, first + i * chunk, chunk), None), carry, jnp.arange(rest, dtype=jnp.int32)
         )
     return carry
+
+
+def after(carry: Any, start: int) -> Array:
+    """`start`, known when `carry` is: XLA merges matmuls that share an operand, and would hold two chunks at once."""
+    leaf = jax.tree.leaves(carry)[0]
+    return lax.optimization_barrier((jnp.asarray(start, jnp.int32), leaf[(0,) * leaf.ndim]))[0]
 
 
 def varying_axes(*arrays: Any) -> frozenset[str]:

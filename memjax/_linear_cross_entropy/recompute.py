@@ -40,6 +40,15 @@ def local_labels(operands: Operands, options: Options) -> Array:
     return operands.labels - lax.axis_index(options.axis_name) * columns(operands, options)
 
 
+def by_mosaic(operands: Operands, options: Options) -> bool:
+    """Whether the Hopper kernels, which need no slices of the head and no chunks of logits, do it."""
+    if "mosaic" not in options.kernels:
+        return False
+    from memjax._linear_cross_entropy import hopper
+
+    return hopper.unsuited(operands, options) is None
+
+
 def _chunk(
     operands: Operands, labels: Array, start: Any, size: int, options: Options
 ) -> tuple[Array, Array, Array | None, Array, Array | None]:
@@ -57,6 +66,10 @@ def _chunk(
 def statistics(operands: Operands, options: Options, chunk: int | None) -> Stats:
     """Row statistics over the whole vocabulary, all devices'."""
     labels = local_labels(operands, options)
+    if by_mosaic(operands, options):
+        from memjax._linear_cross_entropy import hopper
+
+        return all_reduce(hopper.statistics(operands, labels, options), options)
 
     def step(total: Stats | None, start: Any, size: int) -> Stats:
         _, products, bias, local, targets = _chunk(operands, labels, start, size, options)
@@ -84,16 +97,28 @@ def gradients(
     # Logits that both passes compute would be merged, and kept from one to the other.
     x, cotangent = lax.optimization_barrier((operands.x, cotangent))
     operands = operands._replace(x=x)
+    labels = local_labels(operands, options)
+    lse = log_sum_exp(total)
     w = operands.w
     sums = accumulator(x.dtype)
     axes = varying_axes(x)
-    labels = local_labels(operands, options)
-    lse = log_sum_exp(total)
+    size = vocabulary_chunk(operands, options, options.chunk)
+    mosaic = by_mosaic(operands, options)
+    if mosaic:
+        from memjax._linear_cross_entropy import hopper
+
+        if not axes:
+            return hopper.gradients(operands, labels, lse, cotangent, options, wanted)
+        size = hopper.vocabulary_chunk(operands, options)
     vocabulary_axis = options.layout.index("v")
 
     def step(carry: dict[str, Array], start: Any, size: int) -> dict[str, Array]:
-        w_chunk, products, bias, local, targets = _chunk(operands, labels, start, size, options)
-        d = chunks.gradient(products, bias, local, targets, lse, total.mass, cotangent, options)
+        if mosaic:
+            w_chunk = head_columns(w, start, size, options)
+            d = hopper.logit_gradient(operands, labels, lse, cotangent, start, size, options)
+        else:
+            w_chunk, products, bias, local, targets = _chunk(operands, labels, start, size, options)
+            d = chunks.gradient(products, bias, local, targets, lse, total.mass, cotangent, options)
         new = dict(carry)
         if "x" in wanted:
             dx = matmul("nv,vd->nd", d, w_chunk, options, sums)
@@ -111,7 +136,6 @@ def gradients(
         carry["w"] = vary(lax.empty(w.shape, w.dtype), axes)
     if "bias" in wanted and operands.bias is not None:
         carry["bias"] = vary(jnp.zeros_like(operands.bias), axes)
-    size = vocabulary_chunk(operands, options, options.chunk)
     grads = for_chunks(step, carry, columns(operands, options), size)
     if "x" in wanted:
         grads["x"] = grads["x"].astype(x.dtype)
