@@ -14,6 +14,8 @@ if importlib.metadata.version("jax").startswith("0.10.") and shutil.which("nvidi
     _FLAGS.append("--xla_disable_hlo_passes=cse_barrier_expander")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS]).strip()
 os.environ.setdefault("MPLBACKEND", "agg")
+# Several test processes share a GPU.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
