@@ -92,6 +92,19 @@ def depth_table() -> str | None:
     return _markdown(["depth", *(f"{m}, MB" for m in _MODES.values())], body) + "\n\n" + _source(environment)
 
 
+def loss_table() -> str | None:
+    if (loaded := _load("cross_entropy")) is None:
+        return None
+    environment, rows = loaded
+    timed = [row for row in rows if row["what"] == "time" and "/" not in row["name"]]
+    name = lambda row: (
+        f"memjax, {row['name']}" if row["library"] == "jax" and "plain" not in row["name"] else row["name"]
+    )
+    body = [[name(r), f"{r['ms']:.1f}", _gib(r.get("temp_bytes")), _gib(r.get("peak_bytes"))] for r in timed]
+    header = ["8,192 tokens, D=2,304, V=256,128, bf16, forward + backward", "ms", "temp GiB", "peak with gradients, GiB"]
+    return _markdown(header, body) + "\n\n" + _source(environment)
+
+
 def depth_picture(path: pathlib.Path) -> None:
     memory, time = _load("densenet_bc_depth"), _load("densenet_bc_time")
     if memory is None or time is None:
@@ -115,7 +128,7 @@ def depth_picture(path: pathlib.Path) -> None:
 def main() -> None:
     readme = ROOT / "README.md"
     text = readme.read_text()
-    for name, make in {"step": step_table, "batch": batch_table, "depth": depth_table}.items():
+    for name, make in {"step": step_table, "batch": batch_table, "depth": depth_table, "loss": loss_table}.items():
         table = make()
         if table is not None:
             before, rest = text.split(f"<!-- {name} -->")
