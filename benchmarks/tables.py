@@ -96,12 +96,26 @@ def loss_table() -> str | None:
     if (loaded := _load("cross_entropy")) is None:
         return None
     environment, rows = loaded
-    timed = [row for row in rows if row["what"] == "time" and "/" not in row["name"]]
-    name = lambda row: (
-        f"memjax, {row['name']}" if row["library"] == "jax" and "plain" not in row["name"] else row["name"]
-    )
-    body = [[name(r), f"{r['ms']:.1f}", _gib(r.get("temp_bytes")), _gib(r.get("peak_bytes"))] for r in timed]
-    header = ["8,192 tokens, D=2,304, V=256,128, bf16, forward + backward", "ms", "temp GiB", "peak with gradients, GiB"]
+    names = {
+        "forward_grad/triton": 'memjax, `"forward_grad"` (default)',
+        "recompute": 'memjax, `"recompute"`',
+        "recompute, chunk=3072": 'memjax, `"recompute"`, `chunk=3072`',
+        "plain JAX": "plain JAX, all logits",
+        "forward only": "memjax, forward only",
+        "forward only, plain JAX": "plain JAX, forward only",
+    }
+    timed = {row["name"]: row for row in rows if row["what"] == "time"}
+    names |= {name: name for name, row in timed.items() if row["library"] == "torch"}
+    body = [
+        [label, f"{(r := timed[name])['ms']:.1f}", _gib(r.get("temp_bytes")), _gib(r.get("peak_bytes"))]
+        for name, label in names.items()
+    ]
+    header = [
+        "8,192 tokens, D=2,304, V=256,128, bf16, forward + backward",
+        "ms",
+        "temp GiB",
+        "peak with gradients, GiB",
+    ]
     return _markdown(header, body) + "\n\n" + _source(environment)
 
 
