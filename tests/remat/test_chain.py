@@ -51,11 +51,10 @@ def test_gradients(model, name):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("share", [0.5, 1.0])
-def test_gradients_within_a_budget(share):
-    blocks, params, tokens = cases.transformers(count=4)
+def test_gradients_within_a_budget():
+    blocks, params, tokens = cases.transformers(count=3)
     costs = chain_costs(blocks, params, tokens)
-    budget = int(share * chain_schedule(costs, 1 << 40).plain_nbytes)
+    budget = int(0.6 * chain_schedule(costs, 1 << 40).plain_nbytes)
     found = quick(jax.value_and_grad(lambda params: chain(blocks, params, tokens, budget=budget)))(params)
     close(found, quick(jax.value_and_grad(lambda params: plain(blocks, params, tokens)))(params))
 
