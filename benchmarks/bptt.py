@@ -1,19 +1,19 @@
 """Time and memory of one gradient of an LSTM over a long sequence, within memory budgets, beside other ways.
 
-    python -m benchmarks.bptt             # 1,000 steps, LSTM 256, batch 64, float32: a GPU, about 3 minutes
-    python -m benchmarks.bptt --length 100 --batch 4 --hidden 32 --runs 2       # a quick look on a CPU
+    python -m benchmarks.bptt                       # 1,000 steps, LSTM 256, batch 64, float32: a GPU, some 3 minutes
+    python -m benchmarks.bptt --name bptt_cpu       # the same on a CPU, some 10 minutes
+    python -m benchmarks.bptt --length 100 --batch 4 --hidden 32 --lengths 20 40 --name scratch    # a quick look
 
-Prints a table and writes JSON. "temp" is what XLA allocates beyond inputs and outputs; gradients are compared
-with `jax.lax.scan`'s. The last part runs several plans, to see what loops and branches cost.
+Writes `results/NAME.json`; `python -m benchmarks.bptt_figures` draws it. All cases run in turn, round after round, so
+that a busy machine is the same to all: times are medians, ratios medians of each round's ratios. "temp" is what XLA
+allocates beyond inputs and outputs. Gradients are compared with `jax.lax.scan`'s.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
-import pathlib
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -22,13 +22,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import tyro
+from flax import linen as nn
 from jax import lax
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks import record
 from memjax import remat
-from memjax.remat import _scan as scan_module
-from memjax.remat._plan import Plan
+
+Scan = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,15 +39,17 @@ class Options:
     length: int = 1000
     batch: int = 64
     hidden: int = 256
-    runs: int = 7
-    budgets: tuple[str, ...] = ("35.5MiB", "24.5MiB", "14.4MiB", "6.4MiB", "2.0MiB")
+    rounds: int = 7
+    budgets: tuple[str, ...] = ("35.4MiB", "24.7MiB", "14.5MiB", "6.4MiB", "2.15MiB")
     slots: tuple[int, ...] = (10, 30, 50)
-    equinox: tuple[int, ...] = (100, 50, 10)
-    plans: bool = True
-    out: pathlib.Path = pathlib.Path("benchmarks/results/bptt.json")
+    """Slots of `remat.scan`, and checkpoints of equinox's scan, which also takes 100."""
+    lengths: tuple[int, ...] = (100, 200, 400, 700, 1000)
+    """For the curves over the length."""
+    name: str = "bptt"
 
 
 def cell(params: dict[str, Any], carry: Any, x: Any) -> tuple[Any, None]:
+    """One step of an LSTM: x of shape (batch, inputs), a carry of two (batch, hidden)."""
     h, s = carry
     z = x @ params["wi"] + h @ params["wh"] + params["b"]
     i, f, g, o = jnp.split(z, 4, -1)
@@ -54,14 +57,14 @@ def cell(params: dict[str, Any], carry: Any, x: Any) -> tuple[Any, None]:
     return (jax.nn.sigmoid(o) * jnp.tanh(s), s), None
 
 
-def loss_with(scan: Callable[..., Any], params: Any, xs: Any) -> Any:
+def loss_with(scan: Scan, params: Any, xs: Any) -> Any:
     """Run the cell with `scan(f, init, xs)` and return a scalar."""
     start = jnp.zeros((xs.shape[1], params["wh"].shape[0]))
     (h, _), _ = scan(functools.partial(cell, params), (start, start), xs)
     return (h**2).sum()
 
 
-def segments(*sizes: int) -> Callable[..., Any]:
+def segments(*sizes: int) -> Scan:
     """Checkpointed scans in each other, by hand: `sizes` from the innermost on; xs sliced in place."""
 
     def scan(f, init, xs):
@@ -84,65 +87,113 @@ def segments(*sizes: int) -> Callable[..., Any]:
     return scan
 
 
+def two_level(size: int) -> Scan:
+    """The usual checkpointed scan of scans, xs reshaped into segments."""
+
+    def scan(f, init, xs):
+        xs = xs.reshape(-1, size, *xs.shape[1:])
+        return lax.scan(jax.checkpoint(lambda carry, x: lax.scan(f, carry, x)), init, xs)
+
+    return scan
+
+
+def flax_loss(params: Any, xs: Any) -> Any:
+    """The same loss with `nn.scan` over `nn.remat`."""
+
+    class Cell(nn.Module):
+        @nn.compact
+        def __call__(self, carry, x):
+            mine = {k: self.param(k, nn.initializers.zeros, v.shape) for k, v in params.items()}
+            return cell(mine, carry, x)
+
+    start = jnp.zeros((xs.shape[1], params["wh"].shape[0]))
+    run = nn.scan(nn.remat(Cell), variable_broadcast="params", split_rngs={"params": False})()
+    (h, _), _ = run.apply({"params": params}, (start, start), xs)
+    return (h**2).sum()
+
+
 def cases(options: Options) -> Iterator[tuple[str, str, Callable[..., Any]]]:
-    """(group, name, scan)."""
-    length = options.length
-    yield "plain", "jax.lax.scan", lax.scan
+    """(group, name, loss of params and xs)."""
+
+    def with_scan(scan: Scan, **more: Any) -> Callable[..., Any]:
+        return functools.partial(loss_with, functools.partial(scan, **more))
+
+    yield "plain", "jax.lax.scan", with_scan(lax.scan)
     for budget in options.budgets:
-        yield "memjax", f"budget {budget}", functools.partial(remat.scan, budget=budget)
+        yield "memjax", f"budget {budget}", with_scan(remat.scan, budget=budget)
     for slots in options.slots:
-        yield (
-            "memjax slots",
-            f"hidden, {slots} slots",
-            functools.partial(remat.scan, slots=slots, strategy="hidden"),
-        )
-    for sizes in ((10,), (20,), (25,), (40,), (100,), (10, 10), (10, 5), (5, 10), (5, 5, 5)):
-        if length % math.prod(sizes) == 0:
-            yield "nest", "segments of " + " x ".join(map(str, sizes)), segments(*sizes)
+        yield "memjax", f"hidden, {slots} slots", with_scan(remat.scan, slots=slots, strategy="hidden")
+        yield "memjax", f"mixed, {slots} slots", with_scan(remat.scan, slots=slots)
+    for sizes in ((20,), (40,), (10, 10), (5, 10), (5, 5, 5)):
+        if options.length % math.prod(sizes) == 0:
+            yield "nest", "segments of " + " x ".join(map(str, sizes)), with_scan(segments(*sizes))
+    if options.length % 25 == 0:
+        yield "two-level", "segments of 25", with_scan(two_level(25))
+    yield "flax", "nn.scan of nn.remat", flax_loss
     try:
         import equinox.internal as eqxi
     except ImportError:
         return
-    for slots in options.equinox:
-        yield (
-            "equinox",
-            f"{slots} checkpoints",
-            functools.partial(eqxi.scan, kind="checkpointed", checkpoints=slots),
-        )
+    for slots in (*options.slots, 100):
+        yield "equinox", f"{slots} checkpoints", with_scan(eqxi.scan, kind="checkpointed", checkpoints=slots)
 
 
-def plans(options: Options) -> Iterator[tuple[str, Plan]]:
-    """Different plans of much the same memory, where 1,000 steps are to run."""
-    for block in (4, 5, 8, 10, 20):
-        for slots in (12, 24, 48):
-            tail = (options.length - 1) % block + 1
-            parts = (options.length - tail) // block + 1
-            table = remat.schedule(parts, min(slots, parts), strategy="hidden")
-            yield f"table, blocks of {block}, {slots} slots", Plan(options.length, block, tail, table)
-    for levels, block in (((10, 10), 10), ((14, 14), 5), ((8, 8), 4), ((8, 5, 5), 5)):
-        tail = options.length - block * math.prod(levels)
-        if tail > 0 or block * math.prod(levels) == options.length:
-            yield f"nest {levels} of {block}", Plan(options.length, block, tail, levels=levels)
+def curves(options: Options, alpha: int) -> Iterator[tuple[str, str, int, Scan]]:
+    """(group, name, length, scan): the paper's figures 2, 6 and 7, measured; an internal state has `alpha` units."""
+    for length in options.lengths:
+        yield "figure 2", "plain", length, lax.scan
+        for slots in (10, 50, 100, 500, 1000):
+            yield "figure 2", str(slots), length, functools.partial(remat.scan, slots=slots, strategy="hidden")
+        for units in (10, 20):
+            for strategy in ("hidden", "internal", "mixed"):
+                slots = units if strategy == "internal" else units * alpha
+                scan = functools.partial(remat.scan, slots=slots, strategy=strategy)
+                yield "figure 6", f"{units} {strategy}", length, scan
+        root = math.isqrt(length)
+        yield "figure 7", "memjax", length, functools.partial(remat.scan, slots=root * alpha)
+        if length % root == 0:
+            yield "figure 7", "square root", length, segments(root)
 
 
-def measure(scan: Callable[..., Any], params: Any, xs: Any, runs: int) -> tuple[dict[str, float], Any]:
-    """Milliseconds, temp bytes and compile seconds of one gradient, and the gradient."""
-    start = time.perf_counter()
-    compiled = jax.jit(jax.value_and_grad(functools.partial(loss_with, scan))).lower(params, xs).compile()
-    compile_s = time.perf_counter() - start
-    _, gradient = jax.block_until_ready(compiled(params, xs))
-    times = []
-    for _ in range(runs):
+class Case:
+    """One compiled gradient, and the times that it took."""
+
+    def __init__(self, row: dict[str, Any], loss: Callable[..., Any], params: Any, xs: Any):
         start = time.perf_counter()
-        jax.block_until_ready(compiled(params, xs))
-        times.append(time.perf_counter() - start)
-    memory = compiled.memory_analysis()
-    assert memory is not None
-    return {
-        "ms": statistics.median(times) * 1e3,
-        "temp": memory.temp_size_in_bytes,
-        "compile_s": compile_s,
-    }, gradient
+        self.program = jax.jit(jax.value_and_grad(loss)).lower(params, xs).compile()
+        memory = self.program.memory_analysis()
+        assert memory is not None
+        self.row = {**row, "temp": memory.temp_size_in_bytes, "compile_s": time.perf_counter() - start}
+        self.arguments = params, xs
+        self.times: list[float] = []
+
+    def run(self) -> Any:
+        start = time.perf_counter()
+        _, gradient = jax.block_until_ready(self.program(*self.arguments))
+        self.times.append(time.perf_counter() - start)
+        return gradient
+
+
+def measure(found: list[Case], rounds: int) -> None:
+    """Time the cases in turn; ratios are to the first."""
+    for case in found:
+        case.run()
+        case.times.clear()
+    for _ in range(rounds):
+        for case in found:
+            case.run()
+    for case in found:
+        ratios = [mine / plain for mine, plain in zip(case.times, found[0].times, strict=True)]
+        case.row |= {"ms": statistics.median(case.times) * 1e3, "ratio": statistics.median(ratios)}
+
+
+def build(row: dict[str, Any], loss: Callable[..., Any], params: Any, xs: Any) -> list[Case]:
+    """The case, unless it fails: one failing peer must not lose the others' results."""
+    try:
+        return [Case(row, loss, params, xs)]
+    except Exception as error:
+        Console().print(f"{row} failed: {str(error)[:300]}")
+        return []
 
 
 def main(options: Options) -> None:
@@ -153,93 +204,50 @@ def main(options: Options) -> None:
         "wh": jax.random.normal(keys[1], (hidden, 4 * hidden)) * 0.05,
         "b": jnp.zeros(4 * hidden),
     }
-    xs = jax.random.normal(keys[2], (options.length, options.batch, hidden))
+    xs = jax.random.normal(keys[2], (max(options.length, *options.lengths), options.batch, hidden))
+    whole = xs[: options.length]
     start = jnp.zeros((options.batch, hidden))
-    costs = remat.profile(functools.partial(cell, params), (start, start), xs)
     console = Console(width=150)
-    console.print(jax.devices()[0].device_kind, "jax", jax.__version__, costs)
+    costs = [remat.profile(functools.partial(cell, params), (start, start), xs) for _ in range(2)]  # do they repeat?
+    rows = [{"group": "profile", "run": i, **dataclasses.asdict(cost)} for i, cost in enumerate(costs)]
+    console.print(*costs)
 
-    rows: list[dict[str, Any]] = []
-    reference: Any = None
+    found = [
+        case
+        for group, name, loss in cases(options)
+        for case in build({"group": group, "name": name, "length": options.length}, loss, params, whole)
+    ]
+    for budget in options.budgets:
+        loss = functools.partial(loss_with, functools.partial(remat.scan, budget=budget, costs=costs[0]))
+        row = {"group": "memjax", "name": f"budget {budget}, profiled", "length": options.length}
+        found += build(row, loss, params, whole)
+    reference = found[0].run()
+    for case in found:
+        off = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max() / jnp.abs(b).max()), case.run(), reference)
+        case.row["off"] = max(off.values())
+    for case in found:
+        case.times.clear()
+    measure(found, options.rounds)
 
-    def record(group: str, name: str, scan: Callable[..., Any], **more: Any) -> None:
-        nonlocal reference
-        try:
-            row, gradient = measure(scan, params, xs, options.runs)
-        except Exception as error:  # one failing peer must not lose the others' results
-            console.print(f"{group}: {name} failed: {str(error)[:300]}")
-            return
-        reference = gradient if reference is None else reference
-        off = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max() / jnp.abs(b).max()), gradient, reference)
-        plain = rows[0]["ms"] if rows else row["ms"]
-        rows.append(
-            {
-                "group": group,
-                "name": name,
-                **row,
-                "ratio": row["ms"] / plain,
-                "off": max(off.values()),
-                **more,
-            }
+    points = [
+        case
+        for group, name, length, scan in curves(options, alpha=4)
+        for case in build(
+            {"group": group, "name": name, "length": length},
+            functools.partial(loss_with, scan),
+            params,
+            xs[:length],
         )
-        console.print(
-            f"{group:13s} {name:36s} {row['ms']:8.1f} ms x{row['ms'] / plain:5.2f} "
-            f"{row['temp'] / 2**20:8.2f} MiB compile {row['compile_s']:4.1f} s "
-            f"off {max(off.values()):.0e} {more or ''}"
-        )
-
-    chosen: list[Plan] = []
-    choose = scan_module.choose
-
-    def note(*arguments: Any) -> Plan:
-        chosen.append(choose(*arguments))
-        return chosen[-1]
-
-    scan_module.choose = note  # type: ignore[assignment]
-    for group, name, scan in cases(options):
-        if group == "memjax":
-            for label, variant in ((name, scan), (f"{name}, profiled", functools.partial(scan, costs=costs))):
-                jax.eval_shape(functools.partial(loss_with, variant), params, xs)
-                plan = chosen[-1]
-                record(group, label, variant, plan=describe(plan), forward_steps=plan.forward_steps)
-        else:
-            record(group, name, scan)
-    if options.plans:
-        for name, plan in plans(options):
-            scan_module.choose = lambda *_, plan=plan: plan
-            predicted = (plan.forward_steps * costs.forward + plan.length * costs.backward) * 1e3
-            record(
-                "plan",
-                name,
-                functools.partial(remat.scan, budget=0),
-                forward_steps=plan.forward_steps,
-                floor_ms=predicted,
-            )
-    scan_module.choose = choose
-
-    table = Table("", "", "ms", "against lax.scan", "temp MiB", "plan")
-    for row in rows:
-        temp = f"{row['temp'] / 2**20:.1f}"
-        table.add_row(row["group"], row["name"], f"{row['ms']:.1f}", f"{row['ratio']:.2f}", temp, row.get("plan", ""))
-    console.print(table)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    machine = {
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-    }
-    options.out.write_text(
-        json.dumps({**machine, "costs": dataclasses.asdict(costs), "options": str(options), "rows": rows}, indent=1)
-        + "\n"
-    )
-
-
-def describe(plan: Plan) -> str:
-    """A plan in a few words."""
-    if plan.schedule is not None:
-        parts = plan.schedule
-        return f"table of {parts.length} blocks of {plan.block}, {parts.slots} slots, tail {plan.tail}"
-    return f"nest {plan.levels} of {plan.block}, tail {plan.tail}"
+    ]
+    measure(points, max(1, options.rounds // 3))
+    for case in points:
+        del case.row["ratio"]  # the lengths differ
+    for case in (*found, *points):
+        rows.append(case.row)
+        console.print("{group:10s} {name:32s} {length:6d} {ms:9.2f} ms".format(**case.row), end=" ")
+        console.print(f"x{case.row['ratio']:6.3f}" if "ratio" in case.row else " " * 7, end=" ")
+        console.print(f"{case.row['temp'] / 2**20:8.2f} MiB, compiled in {case.row['compile_s']:.1f} s")
+    record.save(options.name, rows)
 
 
 if __name__ == "__main__":
