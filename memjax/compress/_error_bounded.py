@@ -70,8 +70,8 @@ class ErrorBounded:
 
     Memory, with n values, n a multiple of 4096 or else rounded up to one: `n * capacity / 8 + n / 60` bytes, where capacity
     is `bits_per_value`, or without it the width of the dtype: the largest that any values can need. With `bits_per_value`
-    a code whose values need more has lost some, and says so: `code.overflowed`, `code.needed_bits_per_value`. Decoding
-    it gives wrong values, so that whoever sets a capacity has to look.
+    a code whose values need more has lost some, and says so: `code.overflowed`, `code.needed_bits_per_value`. It
+    decodes to NaN, all of it.
 
     Args:
       bound: positive; a number, or an array with one bound for each channel of the last axis. It is a leaf of the codec
@@ -128,6 +128,15 @@ class ErrorBounded:
     def error(self, x: Float[Array, "..."]) -> Float[Array, ""]:
         """The largest |decode(encode(x)) - x| of the finite values of `x`, as float32."""
         return largest_error(x, self.decode(self.encode(x)))
+
+    @property
+    def keeps_signs(self) -> bool:
+        """Decoded values are positive, zero or negative exactly where the values are: see `compressed`."""
+        return True
+
+    def scaled(self, deviation: Float[Array, " channels"]) -> "ErrorBounded":
+        """With the bound in units of each channel's standard deviation: see `compressed`."""
+        return dataclasses.replace(self, bound=self.bound * deviation)
 
     def _capacity(self, aval: Any) -> int:
         """Words."""

@@ -1,6 +1,6 @@
 """Encoding and decoding tiles in plain `jax.numpy`, which says what the kernels do.
 
-Temporary memory is several times that of the array: every piece of a code is an element of one scatter.
+Temporary memory is several times that of the array.
 """
 
 from typing import NamedTuple
@@ -43,8 +43,8 @@ class Stream(NamedTuple):
     before: UInt32[Array, "tiles 32 4"]
     start: UInt32[Array, "tiles 32"]
 
-    def at(self, slot: UInt32[Array, "slots tiles 32"]) -> tuple[Array, Array]:
-        """The word, and the bit in it, where each group's part of a plane begins."""
+    def at(self, slot: UInt32[Array, "..."]) -> tuple[Array, Array]:
+        """The word, and the bit in it, where each group's part of a plane begins; planes are counted from the signs."""
         bit = (slot * self.bits.sum(-1))[..., None] + self.before
         return self.start[..., None] + bit // u32(WORD), bit % u32(WORD)
 
@@ -77,32 +77,43 @@ def encode(x: Float[Array, "tiles 64 32 2"], exponent: Int32[Array, "..."], capa
     headers = count | (planes << _tiles.PLANES_SHIFT) | (signs << _tiles.SIGNS_SHIFT) | (bitmap << _tiles.BITMAP_SHIFT)
     headers = jnp.where(raw != 0, count | u32(1 << _tiles.RAW_SHIFT), headers)
 
-    coded = (raw == 0)[..., None]
-    groups = jnp.arange(GROUPS, dtype=jnp.uint32)
-    raw_words = _raw_words(x)
-    places = jnp.arange(raw_words.shape[-1], dtype=jnp.uint32)
+    coded = raw == 0
+    # In loops, for the sake of memory. Every bit is written once, so adding is merging. The zeros to begin with depend on
+    # the data, or compilers make those of all arrays at the beginning of a program.
+    out = jnp.broadcast_to(u32(needed < 0), (capacity,))
+
+    def put(out, index, words, live):
+        return out.at[jnp.where(live, index, u32(capacity)).reshape(-1)].add(words.reshape(-1), mode="drop")
+
+    def put_row(row, out):
+        index = start[..., None] + u32(row * words_per_row) + jnp.arange(words_per_row, dtype=jnp.uint32)
+        return put(out, index, jax.lax.dynamic_index_in_dim(rows, row, 1, keepdims=False), ~coded[..., None])
+
+    def put_plane(slot, out):
+        p = u32(slot) - signs[:, None, :, None]
+        plane = (((q - u32(1)) >> (p & u32(31))) & u32(1) != 0) & (q != 0)
+        is_sign = u32(slot) < signs
+        dense = compress(jnp.where(is_sign[..., None], sign, _group_words(plane)), stream.moves)
+        word, shift = stream.at(u32(slot))
+        live = (coded & (u32(slot) < planes + signs))[..., None]
+        out = put(out, word, shift_left(dense, shift), live & (stream.bits > 0))
+        spill = live & (shift + stream.bits > WORD)
+        return put(out, word + u32(1), shift_right(dense, u32(WORD) - shift), spill)
+
+    rows = _raw_words(x)
+    words_per_row = rows.shape[-1]
     stream = _stream(mask, bitmap, start)
-    p = _plane_numbers(x.dtype)
-    plane = _group_words((((q - u32(1)) >> p[:, None, None, None, None]) & u32(1) != 0) & (q != 0))
-    dense = compress(jnp.concatenate([sign[None], plane]), stream.moves)
-    word, shift = stream.at(jnp.concatenate([jnp.zeros_like(signs)[None], signs + p[:, None, None]]))
-    live = jnp.concatenate([(signs != 0)[None], planes > p[:, None, None]])[..., None] & coded
-    pieces = [
-        (start[..., None] + groups, mask, coded & (bitmap != 0)[..., None]),
-        (start[..., None] + places, raw_words, ~coded),
-        (word, shift_left(dense, shift), live & (stream.bits > 0)),
-        (word + u32(1), shift_right(dense, u32(WORD) - shift), live & (shift + stream.bits > WORD)),
-    ]
-    index = jnp.concatenate([jnp.where(live, at, u32(capacity)).reshape(-1) for at, _, live in pieces])
-    out = jnp.zeros(capacity, jnp.uint32)
-    # Every bit is written once, so adding is merging.
-    out = out.at[index].add(jnp.concatenate([word.reshape(-1) for _, word, _ in pieces]), mode="drop")
+    bitmap_at = start[..., None] + jnp.arange(GROUPS, dtype=jnp.uint32)
+    out = put(out, bitmap_at, mask, (coded & (bitmap != 0))[..., None])
+    out = jax.lax.fori_loop(0, jnp.max(planes + signs, initial=0).astype(jnp.int32), put_plane, out)
+    out = jax.lax.fori_loop(0, jnp.max(raw, initial=0).astype(jnp.int32) * ROWS, put_row, out)
     return Packed(out, headers.astype(jnp.uint16), offsets, needed)
 
 
 def decode(code: Packed, exponent: Int32[Array, "..."], dtype) -> Float[Array, "tiles 64 32 2"]:
-    """Lanes whose words were dropped come out as anything."""
+    """NaN everywhere if words were dropped."""
     lanes = read_headers(code)
+    lost = code.needed > code.words.size
 
     def get(index):
         return code.words.at[index].get(mode="fill", fill_value=0)
@@ -111,18 +122,24 @@ def decode(code: Packed, exponent: Int32[Array, "..."], dtype) -> Float[Array, "
     bitmap = get(lanes.start[..., None] + jnp.arange(GROUPS, dtype=jnp.uint32))
     mask = jnp.where((lanes.bitmap != 0)[..., None], bitmap, full[..., None])
     stream = _stream(mask, lanes.bitmap, lanes.start)
-    p = _plane_numbers(dtype)
-    word, shift = stream.at(jnp.concatenate([jnp.zeros_like(lanes.signs)[None], lanes.signs + p[:, None, None]]))
-    live = jnp.concatenate([(lanes.signs != 0)[None], lanes.planes > p[:, None, None]])[..., None]
-    dense = shift_right(get(word), shift) | shift_left(get(word + u32(1)), u32(WORD) - shift)
-    planes = _group_bits(jnp.where(live, expand(dense, stream.moves, mask), u32(0)))
-    negative = planes[0]
-    higher = jnp.sum(u32(planes[1:]) << p[:, None, None, None, None], 0, dtype=jnp.uint32)
-    q = u32(_group_bits(mask)) + higher
-    value = _tiles.to_bits(dequantize(q, negative, exponent, dtype))
+
+    def plane(slot):
+        word, shift = stream.at(slot)
+        dense = shift_right(get(word), shift) | shift_left(get(word + u32(1)), u32(WORD) - shift)
+        return expand(dense, stream.moves, mask)
+
+    def add_plane(p, q):
+        live = (u32(p) < lanes.planes)[..., None]
+        return q + (u32(_group_bits(jnp.where(live, plane(lanes.signs + u32(p)), u32(0)))) << u32(p))
+
+    negative = _group_bits(jnp.where((lanes.signs != 0)[..., None], plane(u32(0)), u32(0)))
+    most = jnp.where(lanes.raw != 0, u32(0), lanes.planes)
+    q = jax.lax.fori_loop(0, jnp.max(most, initial=0).astype(jnp.int32), add_plane, u32(_group_bits(mask)))
+    value = _tiles.to_bits(jnp.where(lost, jnp.asarray(jnp.nan, dtype), dequantize(q, negative, exponent, dtype)))
     raw = get(lanes.start[..., None] + jnp.arange(_tiles.raw_words(dtype), dtype=jnp.uint32))
+    is_raw = (lanes.raw != 0)[:, None, :, None]
     # Chosen as bits: backends may change the payload of a NaN that they choose as a number.
-    return _tiles.from_bits(jnp.where((lanes.raw != 0)[:, None, :, None], _raw_bits(raw, dtype), value), dtype)
+    return _tiles.from_bits(jnp.where(is_raw & ~lost, _raw_bits(raw, dtype), value), dtype)
 
 
 def read_headers(code: Packed) -> Lanes:
@@ -144,10 +161,6 @@ def _stream(mask, bitmap, start) -> Stream:
     bits = jax.lax.population_count(mask)
     before = jnp.cumsum(bits, -1, dtype=jnp.uint32) - bits
     return Stream(compress_moves(mask), bits, before, start + bitmap * u32(BITMAP_WORDS))
-
-
-def _plane_numbers(dtype):
-    return jnp.arange(_tiles.max_planes(dtype), dtype=jnp.uint32)
 
 
 def _places(count):
@@ -174,10 +187,9 @@ def _group_bits(words):
 
 
 def _raw_words(x):
-    bits = _tiles.to_bits(x).transpose(0, 2, 1, 3)  # tiles, lanes, rows, columns
-    if x.dtype.itemsize == 4:
-        return bits.reshape(len(x), LANES, 2 * ROWS)
-    return bits[..., 0] | (bits[..., 1] << 16)
+    """(tiles, 64, 32, words): the values of a row of a lane as words."""
+    bits = _tiles.to_bits(x)
+    return bits if x.dtype.itemsize == 4 else bits[..., :1] | (bits[..., 1:] << 16)
 
 
 def _raw_bits(words, dtype):
