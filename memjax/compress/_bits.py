@@ -1,0 +1,75 @@
+"""Operations on 32-bit words, elementwise: what the codecs pack with."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, UInt32
+
+WORD = 32
+Words = UInt32[Array, "..."]
+
+
+def u32(x) -> Words:
+    """As unsigned 32-bit integers; negative ones wrap."""
+    return lax.convert_element_type(x, jnp.uint32)
+
+
+def shift_left(x: Words, by: Words) -> Words:
+    """`x << by`, which is zero for `by` >= 32 on every backend."""
+    return jnp.where(by < WORD, x << (by & u32(WORD - 1)), u32(0))
+
+
+def shift_right(x: Words, by: Words) -> Words:
+    """`x >> by`, which is zero for `by` >= 32 on every backend."""
+    return jnp.where(by < WORD, x >> (by & u32(WORD - 1)), u32(0))
+
+
+def bit_length(x: Words) -> Words:
+    """Bits needed to write x: 0 for 0, 1 for 1, 2 for 2 and 3."""
+    return u32(WORD) - lax.clz(x)
+
+
+def pack(bits: Bool[Array, "... n"]) -> UInt32[Array, "... m"]:
+    """32 booleans a word, the first in the lowest bit; n must be a multiple of 32."""
+    bits = bits.reshape(*bits.shape[:-1], bits.shape[-1] // WORD, WORD)
+    # Distinct bits: their sum is their union.
+    return jnp.sum(u32(bits) << jnp.arange(WORD, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
+
+
+def unpack(words: UInt32[Array, "... m"]) -> Bool[Array, "... n"]:
+    """The inverse of `pack`."""
+    bits = (words[..., None] >> jnp.arange(WORD, dtype=jnp.uint32)) & u32(1)
+    return (bits != 0).reshape(*words.shape[:-1], words.shape[-1] * WORD)
+
+
+def compress_moves(mask: Words) -> list[Words]:
+    """For every step of `compress` and `expand`, the bits that move by 1, 2, 4, 8, 16 places.
+
+    Warren, "Hacker's Delight", section 7-4: the distance of a bit is the number of zeros of the mask below it; its
+    binary digits are found by parallel prefixes of exclusive ors.
+    """
+    moves = []
+    below = ~mask << 1
+    for i in range(5):
+        odd = below
+        for j in range(5):
+            odd = odd ^ (odd << (1 << j))
+        move = odd & mask
+        moves.append(move)
+        mask = mask ^ move | (move >> (1 << i))
+        below = below & ~odd
+    return moves
+
+
+def compress(x: Words, moves: list[Words]) -> Words:
+    """The bits of `x` selected by the mask of `moves`, moved together to the low end; `x` has no others set."""
+    for i, move in enumerate(moves):
+        moving = x & move
+        x = x ^ moving | (moving >> (1 << i))
+    return x
+
+
+def expand(x: Words, moves: list[Words], mask: Words) -> Words:
+    """The inverse of `compress`. Bits of `x` beyond as many as `mask` has are ignored."""
+    for i in reversed(range(5)):
+        x = (x & ~moves[i]) | ((x << (1 << i)) & moves[i])
+    return x & mask

@@ -1,0 +1,125 @@
+"""What a codec is, and the two simplest: narrower floats, and booleans as bits."""
+
+import dataclasses
+import math
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, UInt32
+
+from memjax.compress._bits import WORD, pack, unpack
+
+
+@runtime_checkable
+class Codec(Protocol):
+    """How an array is kept between forward and backward. A frozen dataclass with these methods will do.
+
+    `encode` and `decode` run under `jit`, `vmap` and `shard_map`: a code is a pytree of arrays whose shapes depend on
+    those of `x` alone, and carries with it what `decode` needs. A codec whose settings may change without recompiling
+    is a pytree itself, with those settings as leaves.
+    """
+
+    def encode(self, x: Array) -> Any:
+        """The code of `x`."""
+
+    def decode(self, code: Any) -> Array:
+        """An array of the shape and dtype of what was encoded."""
+
+    def nbytes(self, aval: Any) -> int:
+        """Bytes of the code of an array of the shape and dtype of `aval`."""
+
+    def ratio(self, x: Array) -> Float[Array, ""]:
+        """How many times smaller than `x` its code is."""
+
+    def error(self, x: Array) -> Float[Array, ""]:
+        """The largest |decode(encode(x)) - x| of the finite values of `x`, as float32."""
+
+
+def largest_error(x: Array, decoded: Array) -> Float[Array, ""]:
+    """The largest difference where both are finite, infinite where only `x` is, as float32."""
+    wide = jnp.float32 if x.dtype.itemsize < 8 else x.dtype
+    x, decoded = x.astype(wide), decoded.astype(wide)
+    difference = jnp.where(jnp.isfinite(decoded), jnp.abs(x - decoded), jnp.inf)
+    return jnp.max(jnp.where(jnp.isfinite(x), difference, 0), initial=0).astype(jnp.float32)
+
+
+def tree_nbytes(tree: Any) -> int:
+    """Bytes of the arrays, or array types, of a pytree."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+class FixedRate:
+    """`nbytes`, `ratio` and `error` of a codec whose codes are as large for all values."""
+
+    def nbytes(self, aval: Any) -> int:
+        return tree_nbytes(jax.eval_shape(self.encode, aval))  # type: ignore[attr-defined]
+
+    def ratio(self, x: Array) -> Float[Array, ""]:
+        return jnp.float32(x.size * x.dtype.itemsize / max(self.nbytes(jax.typeof(x)), 1))
+
+    def error(self, x: Array) -> Float[Array, ""]:
+        return largest_error(x, self.decode(self.encode(x)))  # type: ignore[attr-defined]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CastCode:
+    """What `Cast` keeps."""
+
+    values: Float[Array, "..."]
+    dtype: np.dtype = dataclasses.field(metadata={"static": True})
+
+
+@dataclasses.dataclass(frozen=True)
+class Cast(FixedRate):
+    """Floats kept in a narrower dtype, rounded to nearest: `size * itemsize(dtype)` bytes.
+
+    Raises:
+      TypeError: `dtype` is not a floating dtype, or what is encoded is not floating point.
+    """
+
+    dtype: Any = jnp.bfloat16
+
+    def __post_init__(self):
+        if not jnp.issubdtype(self.dtype, jnp.floating):
+            raise TypeError(f"dtype must be a floating dtype, got {self.dtype!r}: jnp.bfloat16, for one.")
+
+    def encode(self, x: Float[Array, "..."]) -> CastCode:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"x must be floating point, got {x.dtype}.")
+        return CastCode(x.astype(self.dtype), np.dtype(x.dtype))
+
+    def decode(self, code: CastCode) -> Float[Array, "..."]:
+        return code.values.astype(code.dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MaskCode:
+    """What `Mask` keeps."""
+
+    words: UInt32[Array, " words"]
+    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+
+@dataclasses.dataclass(frozen=True)
+class Mask(FixedRate):
+    """Booleans as bits, exactly: `4 * ceil(size / 32)` bytes.
+
+    Raises:
+      TypeError: what is encoded is not boolean.
+    """
+
+    def encode(self, x: Bool[Array, "..."]) -> MaskCode:
+        if x.dtype != jnp.bool_:
+            raise TypeError(f"x must be boolean, got {x.dtype}: pass x != 0, for one.")
+        flat = x.reshape(-1)
+        padding = -x.size % WORD
+        if padding:
+            flat = jnp.concatenate([flat, jnp.zeros(padding, bool)])
+        return MaskCode(pack(flat), x.shape)
+
+    def decode(self, code: MaskCode) -> Bool[Array, "..."]:
+        return unpack(code.words)[: math.prod(code.shape)].reshape(code.shape)

@@ -1,0 +1,234 @@
+"""The derivative of a flat function, its saved arrays passing through a codec.
+
+The forward pass runs what `jax.vjp` does and encodes each saved array; the backward pass runs the pullback, equation by
+equation, and decodes an array when an equation first reads it: behind a barrier on the cotangent that the equation
+reads besides, so that the compiler cannot begin earlier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from memjax.compress._codec import Codec, Mask
+from memjax.compress._inline import bind, evaluate, is_literal, read, scope
+from memjax.compress._keep import Selected, choose
+from memjax.compress._max_pool import max_pool
+from memjax.remat._blocks import zeros
+from memjax.remat._step import drop, is_float, merge, pick
+
+_REPLACE = {"reduce_window_max": max_pool}
+Arrays = list[Any]
+
+
+@jax.tree_util.register_static
+class Derivative:
+    """Of `jaxpr` with respect to the inputs in `wanted`.
+
+    Args:
+      jaxpr: of the constants and inputs together.
+      outs: which of its outputs; the others are inputs.
+      types: of its inputs.
+      wanted: which inputs to differentiate for.
+      lasting: which inputs live until the backward pass anyway.
+      selected: which saved arrays to encode.
+      signs: whether the codec keeps signs.
+    """
+
+    def __init__(
+        self,
+        jaxpr: Any,
+        outs: Sequence[bool],
+        types: Sequence[Any],
+        wanted: Sequence[bool],
+        lasting: Sequence[bool],
+        selected: Selected,
+        signs: bool,
+    ):
+        self.wanted = wanted
+        self.out_types = pick([var.aval for var in jaxpr.outvars], outs)
+        self._out_float = [is_float(aval) for aval in self.out_types]
+        n_consts = len(jaxpr.constvars)
+        trees = []
+
+        def with_residuals(*inputs):
+            def floats(chosen):
+                full = merge(chosen, drop(inputs, wanted), wanted)
+                every = evaluate(jaxpr, full[:n_consts], full[n_consts:], replace=_REPLACE, differentiable=True)
+                made = pick(every, outs)
+                return pick(made, self._out_float), drop(made, self._out_float)
+
+            chosen_outs, pullback, rest = jax.vjp(floats, pick(inputs, wanted), has_aux=True)
+            residuals, tree = jax.tree.flatten(pullback)
+            trees.append(tree)
+            return [*merge(chosen_outs, rest, self._out_float), *residuals]
+
+        traced = jax.make_jaxpr(with_residuals)(*types)
+        self._tree = trees[0]
+        in_place = lambda *inputs: evaluate(traced.jaxpr, traced.consts, inputs, differentiable=False)
+        closed = jax.make_jaxpr(in_place)(*types)
+        self._jaxpr, self._consts = closed.jaxpr, closed.consts
+        n_outs = len(self.out_types)
+        self._outs, self._residuals = self._jaxpr.outvars[:n_outs], self._jaxpr.outvars[n_outs:]
+        self._producer = {out: eqn for eqn in self._jaxpr.eqns for out in eqn.outvars}
+        self.keep = choose(self._jaxpr, self._residuals, pick(self._jaxpr.invars, lasting), selected, signs)
+
+    @property
+    def scopes(self) -> list[str]:
+        """The named scopes of the function."""
+        return sorted({scope(eqn) for eqn in self._jaxpr.eqns} - {""})
+
+    def forward(self, inputs: Arrays, codec: Codec) -> tuple[Arrays, Any]:
+        """The outputs, and what is kept for `backward`."""
+        env = dict(zip([*self._jaxpr.constvars, *self._jaxpr.invars], [*self._consts, *inputs], strict=True))
+        codes: dict[Any, Any] = {}
+        self._encode_ready(codec, env, codes)
+        for eqn in self._jaxpr.eqns:
+            env.update(zip(eqn.outvars, bind(eqn, read(env, eqn.invars)), strict=True))
+            self._encode_ready(codec, env, codes)
+        kept = [codes[var] for var in self.keep.encoded], [codes[var] for var in self.keep.masks]
+        return read(env, self._outs), (read(env, self.keep.whole), *kept)
+
+    def _encode_ready(self, codec: Codec, env: dict[Any, Any], codes: dict[Any, Any]) -> None:
+        """Encode what has just been computed. What reads it waits for its code, or all codes might be made at the end."""
+        for var in self.keep.encoded:
+            scale = self.keep.scales.get(var) if hasattr(codec, "scaled") else None
+            if var in codes or var not in env or (scale is not None and scale[0] not in env):
+                continue
+            own = codec if scale is None else codec.scaled(_deviation(env[scale[0]], scale[1]))  # type: ignore[attr-defined]
+            env[var], codes[var] = lax.optimization_barrier((env[var], _encode(own, env[var])))
+        for var in self.keep.masks:
+            if var in env and var not in codes:
+                env[var], codes[var] = lax.optimization_barrier((env[var], Mask().encode(env[var])))
+
+    def backward(self, kept: Any, codec: Codec, cotangents: Arrays) -> Arrays:
+        """Cotangents of the inputs in `wanted`."""
+        whole, codes, masks = kept
+        cotangents = [_instantiate(ct) for ct in pick(cotangents, self._out_float)]
+        types = [var.aval for var in self._residuals]
+        pullback = lambda residuals, cts: jax.tree.unflatten(self._tree, residuals)(cts)
+        traced = jax.make_jaxpr(pullback)(types, [jax.typeof(ct) for ct in cotangents])
+        in_place = lambda *inputs: evaluate(traced.jaxpr, traced.consts, inputs, differentiable=False)
+        closed = jax.make_jaxpr(in_place)(*traced.in_avals)
+
+        known = dict(zip(self._jaxpr.constvars, self._consts, strict=True))
+        known |= dict(zip(self.keep.whole, whole, strict=True))
+        stored = {var: (codec, code) for var, code in zip(self.keep.encoded, codes, strict=True)}
+        stored |= {var: (Mask(), code) for var, code in zip(self.keep.masks, masks, strict=True)}
+        restored = _Restored(self._producer, self.keep.signs, known, stored)
+        n = len(types)
+        leaves = dict(zip(closed.jaxpr.invars[:n], self._residuals, strict=True))
+        env = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        env |= dict(zip(closed.jaxpr.invars[n:], cotangents, strict=True))
+        return _run_late(closed.jaxpr, env, set(closed.jaxpr.invars[n:]), leaves, restored)
+
+
+class _Restored:
+    """The values of the forward pass's variables, decoded and computed again on demand, each once."""
+
+    def __init__(self, producer: Any, signs: dict[Any, Any], known: dict[Any, Any], stored: dict[Any, Any]):
+        self._producer, self._signs, self._known, self._stored = producer, signs, known, stored
+        self._late: set[Any] = set()
+
+    def __call__(self, atom: Any, after: Callable[[Any], Any]) -> Any:
+        """The value of a variable; `after` makes what it is computed from wait."""
+        if is_literal(atom):
+            return atom.val
+        if atom not in self._known:
+            if atom in self._stored:
+                codec, code = self._stored[atom]
+                self._known[atom] = codec.decode(after(code))
+            elif atom in self._signs:
+                source = self(self._signs[atom], after)
+                self._known[atom] = source > jnp.zeros((), source.dtype)
+            else:
+                eqn = self._producer[atom]
+                values = bind(eqn, [self._operand(operand, after) for operand in eqn.invars])
+                self._late.update(eqn.outvars)
+                for var, value in zip(eqn.outvars, values, strict=True):
+                    self._known.setdefault(var, value)
+            self._late.add(atom)
+        return self._known[atom]
+
+    def _operand(self, atom: Any, after: Callable[[Any], Any]) -> Any:
+        """Of what is computed again: behind the barrier, or the compiler sees that it has been computed before, and keeps it."""
+        value = self(atom, after)
+        if not is_literal(atom) and atom not in self._late:
+            value = self._known[atom] = after(value)
+            self._late.add(atom)
+        return value
+
+
+def _run_late(
+    jaxpr: Any, env: dict[Any, Any], cotangents: set[Any], leaves: dict[Any, Any], restored: _Restored
+) -> Arrays:
+    """The outputs of a pullback; nothing is computed before an equation that reads a cotangent needs it.
+
+    Args:
+      jaxpr: the pullback's.
+      env: values by variable: constants and cotangents.
+      cotangents: its inputs that are cotangents.
+      leaves: by input that is a residual, the variable of the forward pass.
+      restored: the value of such a variable.
+    """
+    producer = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+    late = set(cotangents)
+
+    def get(atom, after):
+        if is_literal(atom):
+            return atom.val
+        if atom not in env:
+            if atom in leaves:
+                env[atom] = restored(leaves[atom], after)
+            else:
+                run(producer[atom], after)
+        return env[atom]
+
+    def run(eqn, after):
+        for atom in eqn.invars:
+            get(atom, after)
+        env.update(zip(eqn.outvars, bind(eqn, read(env, eqn.invars)), strict=True))
+
+    for eqn in jaxpr.eqns:
+        waits_for = next((atom for atom in eqn.invars if not is_literal(atom) and atom in late), None)
+        if waits_for is None:
+            continue
+
+        def after(code, waits_for=waits_for):
+            # The cotangent goes on from the barrier too: a barrier with an unused output loses the input.
+            code, env[waits_for] = lax.optimization_barrier((code, env[waits_for]))
+            return code
+
+        late.update(eqn.outvars)
+        run(eqn, after)
+    return [get(atom, lambda code: code) for atom in jaxpr.outvars]
+
+
+def _deviation(square_root: Any, is_deviation: bool) -> Any:
+    value = square_root.reshape(-1)
+    return value if is_deviation else 1 / value
+
+
+def _instantiate(ct: Any) -> Any:
+    return zeros(ct.aval) if isinstance(ct, jax.custom_derivatives.SymbolicZero) else ct
+
+
+def _encode(codec: Codec, x: Any) -> Any:
+    """`codec.encode(x)`, with an error in place of the wrong zeros that its derivative would be."""
+
+    @jax.custom_jvp
+    def encode(x):
+        return codec.encode(x)
+
+    @encode.defjvp
+    def refuse(primals, tangents):
+        raise TypeError(
+            "memjax.compressed supports first derivatives in reverse mode only: what it saves is rounded. "
+            "Differentiate twice without it."
+        )
+
+    return encode(x)

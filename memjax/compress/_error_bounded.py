@@ -1,0 +1,178 @@
+"""The error-bounded codec: how far a value may move is given, and the space follows from the values.
+
+Jin et al. 2020, "A Novel Memory-Efficient Deep Learning Training Framework via Error-Bounded Lossy Compression". There
+a prediction, a quantiser and a Huffman code, whose sizes vary; here a quantiser whose step is a power of two, a bitmap of
+zeros and as many bits for the rest as the largest of 128 values needs (`_tiles`), in arrays of static size.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int32
+
+from memjax.compress import _reference, _tiles
+from memjax.compress._codec import largest_error, tree_nbytes
+from memjax.compress._quantize import step_exponent
+from memjax.compress._reference import Packed
+from memjax.compress._tiles import DTYPES, LANES, TILE_VALUES, Grid
+
+_MOST_WORDS = 2**31 - 1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ErrorBoundedCode:
+    """What `ErrorBounded` keeps.
+
+    Attributes:
+      packed: words and headers.
+      exponent: k of the steps 2^k: of all values, or of every channel.
+      shape, dtype: of the array.
+    """
+
+    packed: Packed
+    exponent: Int32[Array, "..."]
+    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    dtype: np.dtype = dataclasses.field(metadata={"static": True})
+
+    @property
+    def overflowed(self) -> Bool[Array, ""]:
+        """Whether values were lost because the capacity did not suffice."""
+        return self.packed.needed > self.packed.words.shape[-1]
+
+    @property
+    def needed_bits_per_value(self) -> Float[Array, ""]:
+        """The least `bits_per_value` with which nothing would have been lost."""
+        values = max(Grid.of(self.shape).tiles, 1) * TILE_VALUES
+        return self.packed.needed.astype(jnp.float32) * (32 / values)
+
+    @property
+    def raw_share(self) -> Float[Array, ""]:
+        """Share of the lanes of 128 values stored as they are, because one of them is no finite number or too many steps."""
+        return jnp.mean((self.packed.headers >> _tiles.RAW_SHIFT).astype(jnp.float32))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ErrorBounded:
+    """Every finite value decodes to one at most `bound` away, always; zeros, NaNs and infinities to themselves.
+
+    Signs are kept exactly: `decoded > 0` wherever `x > 0`, so of an activation after a ReLU it gives the mask. (A
+    negative zero decodes to zero.) Values are rounded to the middle of steps of 2^k, the largest power of two not above
+    `2 * bound`. 128 values at a time share a number of bits; if one of them is a NaN or an infinity, or more
+    than 255 steps (float32: 65,535), they are stored as they are. The error is then zero: a bound that is too small for
+    the values costs space, never precision; `code.raw_share` tells.
+
+    Memory, with n values, n a multiple of 4096 or else rounded up to one: `n * capacity / 8 + n / 60` bytes, where capacity
+    is `bits_per_value`, or without it the width of the dtype: the largest that any values can need. With `bits_per_value`
+    a code whose values need more has lost some, and says so: `code.overflowed`, `code.needed_bits_per_value`. It
+    decodes to NaN, all of it.
+
+    Args:
+      bound: positive; a number, or an array with one bound for each channel of the last axis. It is a leaf of the codec
+        as a pytree, so that a new bound does not recompile what takes the codec as an argument. Arrays are not checked:
+        one that is not positive, like bounds below 2^-125, stores everything as it is.
+      bits_per_value: of capacity, without headers; None: never overflows.
+      implementation: `"jnp"` and `"pallas"` run everywhere (`"pallas"` interpreted, for tests); `"triton"` on NVIDIA
+        GPUs. By default the fastest that runs here. Codes differ only in the order of tiles.
+
+    Raises:
+      ValueError: a bound or a capacity that is not positive, more channels' bounds than channels, or an implementation
+        that is unknown or cannot run here; encoding an array whose code could exceed 2^31 words (8 GiB).
+      TypeError: what is encoded is not bfloat16, float16 or float32.
+    """
+
+    bound: Any
+    _: dataclasses.KW_ONLY
+    bits_per_value: float | None = dataclasses.field(default=None, metadata={"static": True})
+    implementation: str | None = dataclasses.field(default=None, metadata={"static": True})
+
+    def __post_init__(self):
+        is_known = isinstance(self.bound, int | float | np.ndarray | np.generic)
+        if is_known and not (np.all(np.isfinite(self.bound)) and np.all(np.asarray(self.bound) > 0)):
+            raise ValueError(f"bound must be positive and finite, got {self.bound!r}.")
+        if self.bits_per_value is not None and not self.bits_per_value > 0:
+            raise ValueError(f"bits_per_value must be positive, got {self.bits_per_value!r}.")
+        if self.implementation not in (None, *_IMPLEMENTATIONS):
+            names = ", ".join(map(repr, _IMPLEMENTATIONS))
+            raise ValueError(f"implementation must be one of {names} or None, got {self.implementation!r}.")
+
+    def encode(self, x: Float[Array, "..."]) -> ErrorBoundedCode:
+        _check(x)
+        exponent = step_exponent(self.bound, x.dtype)
+        if exponent.shape not in ((), x.shape[-1:]):
+            raise ValueError(
+                f"bound must be a number or have one entry per channel of x, shape {x.shape[-1:]}, got {exponent.shape}."
+            )
+        packed = _encode(self._implementation(), self._capacity(x), x, exponent)
+        return ErrorBoundedCode(packed, exponent, x.shape, np.dtype(x.dtype))
+
+    def decode(self, code: ErrorBoundedCode) -> Float[Array, "..."]:
+        return _decode(self._implementation(), code)
+
+    def nbytes(self, aval: Any) -> int:
+        return tree_nbytes(jax.eval_shape(self.encode, aval))
+
+    def ratio(self, x: Float[Array, "..."]) -> Float[Array, ""]:
+        """How many times smaller than `x` its code is, headers included, capacity that is not needed left out."""
+        code = self.encode(x)
+        tiles = Grid.of(x.shape).tiles
+        headers = tiles * (2 * LANES + 4)
+        return x.size * x.dtype.itemsize / (4.0 * code.packed.needed.astype(jnp.float32) + max(headers, 1))
+
+    def error(self, x: Float[Array, "..."]) -> Float[Array, ""]:
+        """The largest |decode(encode(x)) - x| of the finite values of `x`, as float32."""
+        return largest_error(x, self.decode(self.encode(x)))
+
+    @property
+    def keeps_signs(self) -> bool:
+        """Decoded values are positive, zero or negative exactly where the values are: see `compressed`."""
+        return True
+
+    def scaled(self, deviation: Float[Array, " channels"]) -> "ErrorBounded":
+        """With the bound in units of each channel's standard deviation: see `compressed`."""
+        return dataclasses.replace(self, bound=self.bound * deviation)
+
+    def _capacity(self, aval: Any) -> int:
+        """Words."""
+        tiles = Grid.of(aval.shape).tiles
+        most = tiles * LANES * _tiles.raw_words(aval.dtype)
+        if most > _MOST_WORDS:
+            raise ValueError(f"x must have a code of at most 2^31 words, got shape {aval.shape}: encode parts of it.")
+        if self.bits_per_value is None:
+            return most
+        return min(most, math.ceil(tiles * TILE_VALUES * self.bits_per_value / 32))
+
+    def _implementation(self) -> str:
+        return self.implementation or "jnp"
+
+
+def _check(x: Any) -> None:
+    if x.dtype not in DTYPES:
+        raise TypeError(f"x must be bfloat16, float16 or float32, got {x.dtype}; convert it, or leave it as it is.")
+
+
+_IMPLEMENTATIONS = ("jnp",)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _encode(implementation: str, capacity: int, x: Array, exponent: Array) -> Packed:
+    grid = Grid.of(x.shape)
+    return _reference.encode(grid.split(x), _per_value(grid, exponent, x.shape), capacity)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _decode(implementation: str, code: ErrorBoundedCode) -> Array:
+    grid = Grid.of(code.shape)
+    tiles = _reference.decode(code.packed, _per_value(grid, code.exponent, code.shape), code.dtype)
+    return grid.join(tiles, code.shape)
+
+
+def _per_value(grid: Grid, exponent: Array, shape: tuple[int, ...]) -> Array:
+    """Exponents that broadcast against tiles."""
+    return exponent if exponent.ndim == 0 else grid.split(jnp.broadcast_to(exponent, shape))

@@ -1,0 +1,97 @@
+"""Functions of pytrees, differentiated through a codec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from memjax.compress._codec import Codec
+from memjax.compress._derivative import Derivative
+from memjax.compress._inline import is_literal
+from memjax.compress._keep import selector
+from memjax.remat._step import is_float, merge, pick
+
+
+def call_compressed(f: Callable[..., Any], lasting: Any, passing: Any, *, codec: Codec, where: Any) -> Any:
+    """`f(lasting, passing)`, differentiated through `codec`.
+
+    Args:
+      f: a function of two pytrees; their leaves that are no arrays are static.
+      lasting: what lives until the backward pass anyway, and is never encoded. So is what `f` closes over.
+      passing: what may be encoded.
+      codec: of what is encoded.
+      where: see `compressed`.
+    """
+    leaves, tree = jax.tree.flatten((lasting, passing))
+    dynamic = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
+    static = [None if flag else leaf for leaf, flag in zip(leaves, dynamic, strict=True)]
+    arrays = [jnp.asarray(leaf) for leaf in pick(leaves, dynamic)]
+
+    def flat(*arrays):
+        rest = iter(arrays)
+        full = [next(rest) if flag else leaf for leaf, flag in zip(static, dynamic, strict=True)]
+        return f(*jax.tree.unflatten(tree, full))
+
+    closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*arrays)
+    jaxpr = closed.jaxpr
+    inputs = [*closed.consts, *arrays]
+    position = {var: i for i, var in enumerate([*jaxpr.constvars, *jaxpr.invars])}
+    # An output that is an input goes round: it has nothing to do with what is saved.
+    made = [is_literal(var) or var not in position for var in jaxpr.outvars]
+    lasts = [True] * (len(closed.consts) + sum(dynamic[: len(jax.tree.leaves(lasting))]))
+    lasts += [False] * (len(inputs) - len(lasts))
+
+    outs = iter(_differentiable(jaxpr, made, lasts, codec, where)(_settings(codec), inputs))
+    every = [next(outs) if flag else inputs[position[var]] for var, flag in zip(jaxpr.outvars, made, strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(shapes), every)
+
+
+def _is_setting(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array)
+
+
+def _settings(codec: Codec) -> list[Any]:
+    """The codec's leaves that are arrays: its bound, perhaps. What is a Python number is part of the program."""
+    return [leaf for leaf in jax.tree.leaves(codec) if _is_setting(leaf)]
+
+
+def _with_settings(codec: Codec, settings: list[Any]) -> Codec:
+    leaves, tree = jax.tree.flatten(codec)
+    traced = [_is_setting(leaf) for leaf in leaves]
+    return jax.tree.unflatten(tree, merge(settings, [leaf for leaf in leaves if not _is_setting(leaf)], traced))
+
+
+def _differentiable(jaxpr: Any, made: list[bool], lasts: list[bool], codec: Codec, where: Any) -> Callable[..., Any]:
+    n_consts = len(jaxpr.constvars)
+
+    @jax.custom_vjp
+    def run(settings, inputs):
+        return pick(jax.core.eval_jaxpr(jaxpr, inputs[:n_consts], *inputs[n_consts:]), made)
+
+    def forward(settings, inputs):
+        wanted = [primal.perturbed and is_float(primal.value) for primal in inputs]
+        settings, inputs = ([primal.value for primal in group] for group in (settings, inputs))
+        types = [jax.typeof(value) for value in inputs]
+        signs = getattr(codec, "keeps_signs", False)
+        derivative = Derivative(jaxpr, made, types, wanted, lasts, selector(where), signs)
+        if where is not None and not derivative.keep.matched:
+            raise ValueError(
+                f"where={where!r} matches nothing that the backward pass reads. "
+                f"The named scopes of the function are {derivative.scopes}."
+            )
+        outs, kept = derivative.forward(inputs, _with_settings(codec, settings))
+        return outs, (derivative, settings, kept)
+
+    def backward(residuals, cotangents):
+        derivative, settings, kept = residuals
+        cts = derivative.backward(kept, _with_settings(codec, settings), cotangents)
+        others = [None] * (len(derivative.wanted) - len(cts))
+        # The bound's cotangent is where statistics will travel.
+        return [None] * len(settings), merge(cts, others, derivative.wanted)
+
+    run.defvjp(forward, backward, symbolic_zeros=True)
+    return run

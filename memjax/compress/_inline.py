@@ -1,0 +1,71 @@
+"""Evaluating jaxprs equation by equation, calls in place, so that what they keep and compute can be seen and replaced."""
+
+import contextlib
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr"}
+# Calls whose derivative is a rule of their own: in place only where nothing is differentiated any more.
+_CUSTOM = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+_TRANSFORM = re.compile(r"\w+\(|\)")
+
+
+def is_literal(atom: Any) -> bool:
+    return isinstance(atom, core.Literal)
+
+
+def scope(eqn: Any) -> str:
+    """The `jax.named_scope`s around an equation, "block/conv"; Linen modules make one each."""
+    return _TRANSFORM.sub("", str(eqn.source_info.name_stack))
+
+
+def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """The equation's outputs for these inputs, in its scope."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    name = scope(eqn)
+    with eqn.ctx.manager, jax.named_scope(name) if name else contextlib.nullcontext():
+        out = eqn.primitive.bind(*values, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def evaluate(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    inputs: Sequence[Any],
+    *,
+    replace: dict[str, Callable[..., Any]] | None = None,
+    differentiable: bool,
+) -> list[Any]:
+    """The outputs of a jaxpr, the bodies of calls evaluated in place.
+
+    Args:
+      jaxpr: of `consts` and `inputs`.
+      consts, inputs: values.
+      replace: by the name of a primitive, a function of its inputs and parameters that does the same.
+      differentiable: keep calls with a derivative rule of their own as they are.
+    """
+    calls = _CALLS if differentiable else _CALLS | _CUSTOM
+    replace = replace or {}
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
+    for eqn in jaxpr.eqns:
+        values = read(env, eqn.invars)
+        name = eqn.primitive.name
+        body = eqn.params.get(calls[name]) if name in calls else None
+        if isinstance(body, core.ClosedJaxpr):
+            with jax.named_scope(scope(eqn)) if scope(eqn) else contextlib.nullcontext():
+                outs = evaluate(body.jaxpr, body.consts, values, replace=replace, differentiable=differentiable)
+        elif name in replace:
+            outs = [replace[name](*values, **eqn.params)]
+        else:
+            outs = bind(eqn, values)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return read(env, jaxpr.outvars)
+
+
+def read(env: dict[Any, Any], atoms: Sequence[Any]) -> list[Any]:
+    """The values of variables and literals."""
+    return [atom.val if is_literal(atom) else env[atom] for atom in atoms]

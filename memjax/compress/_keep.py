@@ -1,0 +1,302 @@
+"""What to do with each value that the backward pass wants: keep it, encode it, or compute it again from others.
+
+What `jax.vjp` saves is redundant. A batch norm saves its input twice, less its mean and times two; a ReLU a mask besides
+its output, and zeros; a matrix product an input that is there anyway, cast. So large residuals are traced back, through
+operations that move no value far and that are cheap to repeat, to where they come from:
+
+    an input that is kept       computed again from it
+    constants                   computed again
+    a mask x > 0                from max(x, 0) if that is encoded by a codec that keeps signs, or else bit by bit
+    floats                      residuals that come from one array are computed again from it, and that is encoded
+    other dtypes, small arrays  kept as they are
+"""
+
+import dataclasses
+import fnmatch
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from memjax.compress._inline import is_literal, scope
+
+SMALL = 4096
+"""Arrays of fewer values are kept as they are: less than one tile of a code."""
+
+# What of an operand times, or plus, something small is worth no memory of its own.
+_AFFINE = {"add", "sub", "mul", "add_any", "neg"}
+_SAME = {"convert_element_type", "reshape", "squeeze", "expand_dims", "transpose", "copy", "stop_gradient"}
+_ENCODED = (jnp.bfloat16, jnp.float16, jnp.float32)
+
+Selected = Callable[[Sequence[Any], Any], bool]
+
+
+@dataclasses.dataclass(frozen=True)
+class Keep:
+    """Variables of a jaxpr, by what is kept of them.
+
+    Attributes:
+      whole: as they are.
+      encoded: through the codec.
+      scales: by variable in `encoded`, the inverse standard deviations of its channels, if a batch norm reads it.
+      masks: as bits.
+      signs: masks that follow from the sign of a variable in `encoded`.
+      matched: whether anything, small or large, was what the user selected.
+    """
+
+    whole: list[Any]
+    encoded: list[Any]
+    scales: dict[Any, tuple[Any, bool]]
+    masks: list[Any]
+    signs: dict[Any, Any]
+    matched: bool
+
+
+def choose(jaxpr: Any, residuals: Sequence[Any], kept_inputs: Sequence[Any], selected: Selected, signs: bool) -> Keep:
+    """What to keep, so that every one of `residuals` follows from it.
+
+    Args:
+      jaxpr: of the forward pass, calls in place.
+      residuals: variables of it.
+      kept_inputs: inputs that live until the backward pass, whatever is done here.
+      selected: of the equations that read an array, and its type, whether to encode it.
+      signs: whether decoded values have the signs of what was encoded.
+    """
+    trace = _Trace(jaxpr, kept_inputs)
+    whole: dict[Any, None] = {}
+    masks: dict[Any, None] = {}
+    floats: dict[Any, list[Any]] = {}  # residuals by where they come from
+    matched = False
+    for var in dict.fromkeys(residuals):
+        if is_literal(var):
+            continue
+        matched |= selected(trace.readers(trace.path(var)), var.aval)
+        if var.aval.size < SMALL:
+            whole[var] = None
+        elif not trace.rebuilt(var, whole):
+            if var.aval.dtype in _ENCODED:
+                floats.setdefault(trace.path(var)[-1], []).append(var)
+            elif var.aval.dtype == jnp.bool_:
+                masks[var] = None
+            else:
+                whole[var] = None
+    encoded: dict[Any, None] = {}
+    scales = {}
+    for origin, members in floats.items():
+        # A single residual is encoded itself, so that the bound is its own; several through where they come from.
+        path = trace.path(members[0], exact=len(members) == 1)
+        root = path[-1] if len(members) == 1 else origin
+        everyone = [var for member in members for var in trace.path(member)]
+        if selected(trace.readers(everyone), root.aval):
+            encoded[root] = None
+            if (scale := trace.inverse_deviation(root)) is not None:
+                scales[root] = scale
+        elif _nbytes(root) < sum(map(_nbytes, members)):
+            whole[root] = None
+        else:
+            whole.update(dict.fromkeys(members))
+            continue
+        for member in members:
+            trace.rebuild_from(member, root, whole)
+    by_sign = {}
+    if signs:
+        rectified = {trace.rectifies(var): var for var in encoded}
+        for mask in masks:
+            if (source := trace.positive(mask)) is not None and source in rectified:
+                by_sign[mask] = rectified[source]
+    masks = {mask: None for mask in masks if mask not in by_sign}
+    return Keep(list(whole), list(encoded), scales, list(masks), by_sign, matched)
+
+
+def _nbytes(var: Any) -> int:
+    return var.aval.size * var.aval.dtype.itemsize
+
+
+class _Trace:
+    """Where the values of a jaxpr come from."""
+
+    def __init__(self, jaxpr: Any, kept_inputs: Sequence[Any]):
+        self.producer = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+        self.kept_inputs = {*kept_inputs, *jaxpr.constvars}
+        self._readers: dict[Any, list[Any]] = {}
+        for eqn in jaxpr.eqns:
+            for atom in eqn.invars:
+                if not is_literal(atom):
+                    self._readers.setdefault(atom, []).append(eqn)
+
+    def readers(self, variables: Sequence[Any]) -> list[Any]:
+        """Pairs of an equation and one of the variables that it reads; what nothing reads counts where it is made."""
+        pairs = [(eqn, var) for var in dict.fromkeys(variables) for eqn in self._readers.get(var, [])]
+        return pairs or [(self.producer[var], var) for var in variables if var in self.producer]
+
+    def parent(self, var: Any) -> tuple[Any, list[Any]] | None:
+        """The array as large that `var` is a cheap function of, and the small ones besides."""
+        eqn = self.producer.get(var)
+        if eqn is None or eqn.primitive.name not in _AFFINE | _SAME:
+            return None
+        operands = [atom for atom in eqn.invars if not is_literal(atom)]
+        large = [atom for atom in operands if atom.aval.size == var.aval.size]
+        small = [atom for atom in operands if atom.aval.size * 16 <= var.aval.size]
+        for atom in list(large):
+            if self.broadcast(atom) is not None:
+                large.remove(atom)
+                small.append(atom)
+        if len(large) != 1 or len(large) + len(small) != len(operands):
+            return None
+        return large[0], small
+
+    def broadcast(self, var: Any) -> Any | None:
+        """The small array that `var` repeats, or a literal."""
+        eqn = self.producer.get(var)
+        if eqn is None or eqn.primitive.name != "broadcast_in_dim":
+            return None
+        source = eqn.invars[0]
+        return source if is_literal(source) or source.aval.size * 16 <= var.aval.size else None
+
+    def path(self, var: Any, *, exact: bool = False, to_input: bool = False) -> list[Any]:
+        """From `var` back to where it comes from.
+
+        Args:
+          var: where to begin.
+          exact: only through what changes no value.
+          to_input: also through roundings, which cannot be undone, but repeated.
+        """
+        path = [var]
+        while (found := self.parent(path[-1])) is not None:
+            source, last = found[0], path[-1]
+            if exact and self.producer[last].primitive.name not in _SAME:
+                break
+            widened = source.aval.dtype in _ENCODED and source.aval.dtype.itemsize <= last.aval.dtype.itemsize
+            if not (widened or to_input):
+                break
+            path.append(source)
+        return path
+
+    def rebuilt(self, var: Any, whole: dict[Any, None]) -> bool:
+        """Whether `var` follows from constants, inputs and small arrays; those are added to `whole`."""
+        if (narrow := self.broadcast(var)) is not None:
+            if not is_literal(narrow):
+                whole[narrow] = None
+            return True
+        if self.is_constant(var):
+            return True
+        path = self.path(var, to_input=True)
+        for i, source in enumerate(path):
+            if source in self.kept_inputs:
+                whole[source] = None
+                self._small_operands(path[:i], whole)
+                return True
+        return False
+
+    def rebuild_from(self, var: Any, root: Any, whole: dict[Any, None]) -> None:
+        """Add to `whole` what `var` follows from besides `root`."""
+        path = self.path(var)
+        self._small_operands(path[: path.index(root)], whole)
+
+    def _small_operands(self, path: Sequence[Any], whole: dict[Any, None]) -> None:
+        for var in path:
+            found = self.parent(var)
+            assert found is not None
+            for small in found[1]:
+                narrow = self.broadcast(small)
+                if not is_literal(narrow):
+                    whole[small if narrow is None else narrow] = None
+
+    def is_constant(self, var: Any) -> bool:
+        """Whether it depends on no input."""
+        pending, seen = [var], set()
+        while pending:
+            eqn = self.producer.get(pending.pop())
+            if eqn is None or eqn.effects:
+                return False
+            for atom in eqn.invars:
+                if not is_literal(atom) and atom not in seen:
+                    seen.add(atom)
+                    pending.append(atom)
+        return True
+
+    def rectifies(self, var: Any) -> Any | None:
+        """The x of which `var` has the signs of max(x, 0)."""
+        if (eqn := self.producer.get(var)) is None:
+            return None
+        name = eqn.primitive.name
+        if name == "convert_element_type" and var.aval.dtype == jnp.bfloat16:  # which reaches as far as float32
+            var = eqn.invars[0]
+        elif name == "mul":  # the square of a ReLU saves twice the ReLU
+            literals = [atom.val for atom in eqn.invars if is_literal(atom)]
+            var = next(atom for atom in eqn.invars if not is_literal(atom)) if literals and literals[0] >= 1 else var
+        return self._against_zero(var, "max")
+
+    def positive(self, var: Any) -> Any | None:
+        """The x of which `var` is x > 0."""
+        return self._against_zero(var, "gt")
+
+    def _against_zero(self, var: Any, primitive: str) -> Any | None:
+        eqn = self.producer.get(var)
+        if eqn is None or eqn.primitive.name != primitive or is_literal(eqn.invars[0]):
+            return None
+        zero = eqn.invars[1]
+        if not is_literal(zero) and (zero := self.broadcast(zero)) is None:
+            return None
+        return eqn.invars[0] if is_literal(zero) and zero.val == 0 else None
+
+    def inverse_deviation(self, root: Any) -> tuple[Any, bool] | None:
+        """The reciprocal square root that a batch norm multiplies the channels of `root` by.
+
+        A variable with one entry per channel, and whether it is the root itself instead of its reciprocal.
+        """
+        channels = root.aval.shape[-1] if root.aval.ndim else 0
+        descendants, pending = {root}, [root]
+        while pending:
+            for eqn in self._readers.get(pending.pop(), []):
+                out = eqn.outvars[0]
+                if out not in descendants and (found := self.parent(out)) is not None and found[0] in descendants:
+                    for small in found[1]:
+                        if eqn.primitive.name == "mul" and (scale := self._square_root(small, channels)) is not None:
+                            return scale
+                    descendants.add(out)
+                    pending.append(out)
+                elif eqn.primitive.name == "div" and eqn.invars[0] in descendants and not is_literal(eqn.invars[1]):
+                    scale = self._square_root(eqn.invars[1], channels)
+                    if scale is not None:
+                        return scale[0], not scale[1]
+        return None
+
+    def _square_root(self, var: Any, channels: int) -> tuple[Any, bool] | None:
+        for ancestor in self._small_ancestors(var):
+            eqn = self.producer.get(ancestor)
+            if eqn is not None and eqn.primitive.name in ("rsqrt", "sqrt") and ancestor.aval.size == channels:
+                return ancestor, eqn.primitive.name == "sqrt"
+        return None
+
+    def _small_ancestors(self, var: Any) -> Iterator[Any]:
+        pending, seen = [var], {var}
+        while pending:
+            yield (current := pending.pop())
+            eqn = self.producer.get(current)
+            if eqn is None or eqn.primitive.name not in _AFFINE | _SAME | {"rsqrt", "sqrt", "broadcast_in_dim"}:
+                continue
+            for atom in eqn.invars:
+                if not is_literal(atom) and atom not in seen:
+                    seen.add(atom)
+                    pending.append(atom)
+
+
+def selector(where: Any) -> Selected:
+    """`where` of `compressed` as a function of what reads a saved array, and of the array's type."""
+    if where is None:
+        return lambda readers, aval: True
+    if where == "conv":
+        return lambda readers, aval: any(
+            eqn.primitive.name == "conv_general_dilated" and eqn.invars[0] is var for eqn, var in readers
+        )
+    if callable(where):
+        return lambda readers, aval: any(where(scope(eqn), aval) for eqn, _ in readers)
+    return lambda readers, aval: any(matches(scope(eqn), where) for eqn, _ in readers)
+
+
+def matches(path: str, pattern: str) -> bool:
+    """Whether `pattern` matches consecutive names in `path`, "a/b/c", those of a module or of modules that contain it."""
+    parts = path.split("/")
+    runs = ("/".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1))
+    return any(fnmatch.fnmatchcase(run, pattern) for run in runs)

@@ -1,0 +1,81 @@
+"""The error-bounded quantiser: multiples of a power of two, rounded away from zero, in integer arithmetic.
+
+With step s = 2^k, a value x that is not zero has magnitude q = ceil(|x| / s) >= 1 and decodes to sign(x) (q - 1/2) s,
+half a step away at most. So zeros are exact, and the decoded value has the sign of x: of an activation after a ReLU it
+gives the exact mask. Where (q - 1/2) s is not a value of the dtype, the dtype is so coarse there that x is a multiple
+of s, and q s is exact.
+
+Integers, because the arithmetic of subnormal numbers differs between backends.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32, UInt32
+
+from memjax.compress import _tiles
+from memjax.compress._bits import shift_left, shift_right, u32
+
+# Steps 2^k for k from here on; a smaller one has no half that all backends represent. The largest:
+# half of it is a float, and hardly any float is beyond it.
+MIN_EXPONENT = -124
+_MAX_EXPONENT = {jnp.dtype(jnp.bfloat16): 127, jnp.dtype(jnp.float16): 16, jnp.dtype(jnp.float32): 127}
+# Stands for "store everything raw".
+RAW_EXPONENT = -(2**30)
+
+_MANTISSA = 23  # of a float32
+_SIGNIFICANT = {jnp.dtype(jnp.bfloat16): 8, jnp.dtype(jnp.float16): 11, jnp.dtype(jnp.float32): 24}
+_F16_LEAST = -24  # exponent of the least float16
+
+
+def step_exponent(bound: Float[Array, "..."], dtype) -> Int32[Array, "..."]:
+    """The k of the largest useful step 2^k not above 2 `bound`; `RAW_EXPONENT` for no positive, or too small, a bound."""
+    bits = lax.bitcast_convert_type(jnp.asarray(bound, jnp.float32), jnp.int32)
+    exponent = (bits >> _MANTISSA) - 126  # of 2 * bound; negative bounds give less than any that is valid
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    invalid = is_nan | (bits <= 0) | (exponent < MIN_EXPONENT)
+    return jnp.where(invalid, RAW_EXPONENT, jnp.minimum(exponent, _MAX_EXPONENT[jnp.dtype(dtype)]))
+
+
+def power_of_two(exponent: Int32[Array, "..."]) -> Float[Array, "..."]:
+    """2^k in float32, for k from -126 to 127, exactly."""
+    return lax.bitcast_convert_type((exponent + 127) << _MANTISSA, jnp.float32)
+
+
+def quantize(
+    x: Float[Array, "..."], exponent: Int32[Array, "..."]
+) -> tuple[UInt32[Array, "..."], Bool[Array, "..."], Bool[Array, "..."]]:
+    """q (0 for zeros), whether x is negative, and whether x must be stored as it is; `exponent` broadcasts."""
+    wide = _float32_bits(x)
+    negative = (wide >> 31) != 0
+    magnitude = wide & u32(0x7FFFFFFF)
+    is_normal = magnitude >> _MANTISSA != 0
+    significand = (magnitude & u32(0x7FFFFF)) | jnp.where(is_normal, u32(0x800000), u32(0))
+    # |x| = significand * 2^(power - 150)
+    power = jnp.maximum(lax.convert_element_type(magnitude >> _MANTISSA, jnp.int32), 1)
+    right = exponent + (150 - power)  # the significand of |x| / s is shifted by as much
+    by = u32(jnp.clip(right, 0, 31))
+    rounded_up = shift_right(significand + shift_left(u32(1), by) - u32(1), by)
+    # 2^23 <= significand where right < 0: far more than any q that is kept.
+    q = jnp.where(right <= 0, significand, jnp.where(right > 24, u32(significand != 0), rounded_up))
+    too_large = (right < 0) & (significand != 0) | (q > u32(_tiles.max_code(x.dtype)))
+    return q, negative & (q != 0), too_large | (magnitude >= u32(0x7F800000)) | (exponent == RAW_EXPONENT)
+
+
+def dequantize(q: UInt32[Array, "..."], negative: Bool[Array, "..."], exponent: Int32[Array, "..."], dtype):
+    """The inverse, for `q` <= `max_code(dtype)`."""
+    dtype = jnp.dtype(dtype)
+    step = power_of_two(jnp.maximum(exponent, MIN_EXPONENT))
+    has_half = q <= u32(2 ** (_SIGNIFICANT[dtype] - 1))
+    if dtype == jnp.float16:
+        has_half &= exponent > _F16_LEAST
+    value = lax.convert_element_type(q, jnp.float32) - jnp.where(has_half, jnp.float32(0.5), jnp.float32(0))
+    value = jnp.where(q == 0, jnp.float32(0), value * step)
+    return jnp.where(negative, -value, value).astype(dtype)
+
+
+def _float32_bits(x: Float[Array, "..."]) -> UInt32[Array, "..."]:
+    if x.dtype == jnp.bfloat16:
+        return _tiles.to_bits(x) << 16  # a conversion may flush subnormal numbers
+    if x.dtype == jnp.float16:
+        x = x.astype(jnp.float32)  # all of whose values are normal
+    return _tiles.to_bits(x)

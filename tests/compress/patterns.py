@@ -1,0 +1,52 @@
+"""Arrays for tests of codecs: every bit pattern, laid out so that neighbours are coded together."""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+def from_bits(bits: np.ndarray, dtype):
+    unsigned = jnp.uint32 if jnp.dtype(dtype).itemsize == 4 else jnp.uint16
+    return lax.bitcast_convert_type(jnp.asarray(bits, unsigned), dtype)
+
+
+def to_bits(x) -> np.ndarray:
+    unsigned = jnp.uint32 if x.dtype.itemsize == 4 else jnp.uint16
+    return np.asarray(lax.bitcast_convert_type(x, unsigned))
+
+
+def in_lanes(values):
+    """Flat values, a multiple of 4096, so laid out that runs of 128 are coded together."""
+    return values.reshape(-1, 32, 64, 2).transpose(0, 2, 1, 3).reshape(-1)
+
+
+def every_16_bit_pattern(dtype):
+    """All 65,536 values by magnitude, so that few lanes hold both small and large ones; then shuffled, where many do."""
+    bits = np.arange(65536, dtype=np.uint16)
+    by_magnitude = bits[np.argsort(bits & 0x7FFF, kind="stable")]
+    shuffled = np.random.default_rng(0).permutation(bits)
+    return from_bits(np.concatenate([in_lanes(by_magnitude), shuffled]), dtype)
+
+
+def random_float32_patterns(seed: int, count: int):
+    """Random bit patterns by magnitude; NaNs with payloads, infinities and subnormal numbers among them."""
+    bits = np.random.default_rng(seed).integers(0, 2**32, count, dtype=np.uint32)
+    return from_bits(in_lanes(bits[np.argsort(bits & 0x7FFFFFFF)]), jnp.float32)
+
+
+def check_bound(x, decoded, bound):
+    """Everything that `ErrorBounded` promises, for every value. The comparison is exact: float64 holds the differences."""
+    x_bits, decoded_bits = to_bits(x), to_bits(decoded)
+    exact, got = (_exactly(bits, x.dtype) for bits in (x_bits, decoded_bits))
+    finite = np.isfinite(exact)
+    assert np.abs(exact[finite] - got[finite]).max(initial=0) <= bound
+    np.testing.assert_array_equal(np.sign(got)[finite], np.sign(exact)[finite])
+    np.testing.assert_array_equal(decoded_bits[~finite], x_bits[~finite])
+
+
+def _exactly(bits, dtype) -> np.ndarray:
+    """As float64, by NumPy alone: XLA's conversions may flush subnormal numbers."""
+    if dtype == jnp.bfloat16:
+        bits = bits.astype(np.uint32) << np.uint32(16)
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        return bits.view(np.float16 if dtype == jnp.float16 else np.float32).astype(np.float64)

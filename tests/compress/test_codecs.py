@@ -1,0 +1,95 @@
+"""The fixed-rate codecs, and what all codecs have in common."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from memjax.compress import Cast, Codec, ErrorBounded, GroupQuantized, Mask
+
+CODECS = [Cast(), GroupQuantized(bits=4), ErrorBounded(0.1), ErrorBounded(0.1, bits_per_value=6)]
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@pytest.mark.parametrize("shape", [(), (0, 3), (7, 9, 11)])
+def test_codecs_keep_shape_and_dtype_in_codes_of_known_size(codec, shape):
+    assert isinstance(codec, Codec)
+    x = jax.random.normal(jax.random.key(0), shape, jnp.float32)
+    code = jax.jit(codec.encode)(x)
+    decoded = jax.jit(codec.decode)(code)
+    chex.assert_trees_all_equal_shapes_and_dtypes(decoded, x)
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(code)) == codec.nbytes(jax.typeof(x))
+    error = np.abs(np.asarray(x, np.float64) - np.asarray(decoded, np.float64)).max(initial=0)
+    np.testing.assert_allclose(codec.error(x), error, rtol=1e-6)
+
+
+def test_mask_is_exact_at_one_bit_per_value():
+    assert isinstance(Mask(), Codec)
+    for size in (0, 1, 32, 1000):
+        x = jax.random.bernoulli(jax.random.key(size), 0.3, (size,))
+        code = Mask().encode(x)
+        np.testing.assert_array_equal(Mask().decode(code), x)
+        assert code.words.size == -(-size // 32)
+    assert Mask().nbytes(jax.ShapeDtypeStruct((4, 1024), jnp.bool_)) == 512
+    assert Mask().error(x) == 0
+
+
+def test_cast_rounds_to_nearest():
+    x = jnp.float32([1.0, 1 + 2**-9, 3e38])
+    decoded = Cast(jnp.bfloat16).decode(Cast(jnp.bfloat16).encode(x))
+    np.testing.assert_array_equal(decoded, x.astype(jnp.bfloat16).astype(jnp.float32))
+    assert Cast().ratio(x) == 2
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_group_quantized_is_unbiased(bits):
+    """The mean over many seeds, within four standard errors of the value, for all but as many as chance explains."""
+    x = jnp.concatenate([jax.random.normal(jax.random.key(0), (300,)), jnp.linspace(-5, 5, 212)])
+    seeds = 1000
+    decoded = jax.vmap(lambda seed: _round_trip(GroupQuantized(bits=bits, seed=seed), x))(jnp.arange(seeds))
+    decoded, x = np.asarray(decoded, np.float64), np.asarray(x, np.float64)
+    mean, deviation = decoded.mean(0), decoded.std(0)
+    off = np.abs(mean - x) / (deviation / seeds**0.5 + 1e-6)
+    assert np.mean(off > 4) < 0.01
+    assert abs(np.mean((mean - x) / (deviation / seeds**0.5 + 1e-6))) < 4 / x.size**0.5
+    distance = np.ptp(x.reshape(-1, 256), 1).repeat(256) / (2**bits - 1)
+    assert (np.abs(decoded - x) <= distance * (1 + 1e-5) + 1e-6).all()
+
+
+def _round_trip(codec, x):
+    return codec.decode(codec.encode(x))
+
+
+def test_group_quantized_sizes_and_constants():
+    x = jnp.zeros((64, 64), jnp.bfloat16)
+    assert GroupQuantized(bits=2).nbytes(x) == 64 * 64 // 4 + 16 * 8
+    for value in (0.0, -3.5, 3e38):
+        constant = jnp.full((100,), value, jnp.float32)
+        np.testing.assert_array_equal(_round_trip(GroupQuantized(), constant), constant)
+    one_nan = jnp.zeros(600).at[300].set(jnp.nan)
+    assert list(np.isnan(_round_trip(GroupQuantized(), one_nan)).nonzero()[0][[0, -1]]) == [256, 511]
+
+
+def test_group_quantized_draws_anew_for_other_arrays_and_seeds():
+    x = jax.random.uniform(jax.random.key(0), (256,))
+    errors = [_round_trip(GroupQuantized(seed=s), x) - x for s in (0, 0, 1)]
+    np.testing.assert_array_equal(errors[0], errors[1])
+    assert (errors[0] != errors[2]).any()
+    flipped = x[::-1].at[0].add(0.0)
+    assert (_round_trip(GroupQuantized(), flipped + 1.0) != _round_trip(GroupQuantized(), x)[::-1] + 1.0).any()
+
+
+def test_refuses():
+    with pytest.raises(ValueError, match="bits must be 2, 4 or 8, got 3"):
+        GroupQuantized(bits=3)
+    with pytest.raises(ValueError, match="group_size must be a multiple of 16, got 20"):
+        GroupQuantized(group_size=20)
+    with pytest.raises(TypeError, match="dtype must be a floating dtype, got"):
+        Cast(jnp.int8)
+    with pytest.raises(TypeError, match="x must be boolean, got float32"):
+        Mask().encode(jnp.zeros(3))
+    for codec in (Cast(), GroupQuantized()):
+        with pytest.raises(TypeError, match="x must be"):
+            codec.encode(jnp.zeros(3, jnp.int32))

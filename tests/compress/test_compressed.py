@@ -1,0 +1,329 @@
+"""`compressed` functions: gradients, bytes, what is encoded and what is not, and composition with JAX's transforms."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import memjax
+from memjax import compressed
+from memjax.compress import Cast, ErrorBounded, GroupQuantized
+from memjax.remat import DenseSpec, dense_block
+from tests.compress.networks import SIZE, batch_norm, conv, errors, images, loss_of, network, parameters
+from tests.remat.dense_cases import random_block
+
+EXACT = Cast(jnp.float32)  # changes nothing, so that gradients must not either
+CODES = SIZE // 4096 * 68 + 8  # headers of a code of SIZE values
+
+
+def gradients(f, *args):
+    return jax.jit(jax.grad(loss_of(f), argnums=(0, 1)))(*args)
+
+
+@pytest.mark.smoke
+def test_gradients_are_exact_with_an_exact_codec():
+    args = parameters(), images()
+    chex.assert_trees_all_close(
+        gradients(compressed(network, EXACT, inputs=True), *args), gradients(network, *args), rtol=1e-4, atol=1e-9
+    )
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("where", [None, "conv"])
+def test_gradients_err_with_the_bound_and_values_do_not(where):
+    args = parameters(), images()
+    want = gradients(network, *args)
+    worst = []
+    for k in (-4, -8):
+        f = compressed(network, ErrorBounded(jnp.float32(2.0**k)), where=where)
+        worst.append(max(errors(gradients(f, *args), want)))
+    assert worst[1] < 0.01
+    assert 8 < worst[0] / worst[1] < 32  # proportional to the bound
+    np.testing.assert_allclose(jax.jit(f)(*args), jax.jit(network)(*args), rtol=1e-5, atol=1e-5)
+
+
+def measured(f, layers=3):
+    return memjax.measure(jax.grad(loss_of(f)), parameters(layers), images())
+
+
+def test_residual_bytes():
+    """Per layer the convolution's output and the ReLU's, which also is its mask; of max-pooling an index."""
+    layers, four_bits = 3, ErrorBounded(2**-4, bits_per_value=4)
+    code = SIZE // 2 + CODES
+    index, outside = SIZE // 4, SIZE  # the loss keeps the cosine of the output
+    small = 4096
+    plain = measured(network).residual_bytes
+    # Convolutions' outputs and all ReLUs' but the last; of that the mask as bits.
+    everything = (2 * layers - 1) * code + SIZE // 8 + index + outside
+    assert everything <= measured(compressed(network, four_bits)).residual_bytes <= everything + layers * small
+    assert plain > 9.5 * SIZE * 4 > 5 * everything
+    # Only what convolutions read, the first of which reads an argument; batch norms' inputs are kept once, and exact.
+    only_conv = (layers - 1) * code + layers * 4 * SIZE + SIZE // 8 + index + outside
+    found = measured(compressed(network, four_bits, where="conv")).residual_bytes
+    assert only_conv <= found <= only_conv + layers * small
+    with_inputs = measured(compressed(network, four_bits, inputs=True)).residual_bytes
+    assert everything + code <= with_inputs <= everything + code + layers * small
+
+
+def test_compiled_memory_grows_by_the_codes_alone():
+    f = compressed(network, ErrorBounded(2**-4, bits_per_value=4))
+    few, many = (measured(f, layers).temp_bytes for layers in (3, 9))
+    plain_few, plain_many = (measured(network, layers).temp_bytes for layers in (3, 9))
+    assert (many - few) / 6 < 1.3 * 2 * (SIZE // 2 + CODES)  # weights' gradients are in it too
+    assert (many - few) < 0.4 * (plain_many - plain_few)
+
+
+def saved(f, *args):
+    """Shapes and dtypes of what a function keeps, arguments left out."""
+    leaves = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(f, *args)[1], *args))
+    return sorted((str(leaf.dtype), leaf.size) for leaf in leaves if leaf.size >= 512)
+
+
+def test_masks_are_bits_unless_they_are_signs():
+    x = jnp.ones((64, 64))
+    relu = compressed(lambda x: jax.nn.relu(jnp.sin(x)), ErrorBounded(0.1, bits_per_value=4))
+    # sin's derivative, cos, encoded, and the mask, as bits; no zeros. The argument is no part of it.
+    assert ("bool", 4096) not in saved(relu, x)
+    assert ("float32", 4096) not in saved(relu, x)[1:]
+    assert measured_residuals(relu, x) <= 4096 // 2 + 68 + 16 + 4096 // 8
+
+    def square_of_relu(x):
+        return jnp.square(jax.nn.relu(x))
+
+    exact_signs = compressed(square_of_relu, ErrorBounded(0.1, bits_per_value=4))
+    without = compressed(square_of_relu, Cast(jnp.bfloat16))
+    assert measured_residuals(exact_signs, x) <= 4096 // 2 + 68 + 16
+    assert measured_residuals(without, x) == 4096 * 2 + 4096 // 8
+    g = jax.grad(lambda x: jnp.sum(exact_signs(x)))(jnp.linspace(-1, 1, 4096))
+    np.testing.assert_array_equal(g != 0, np.linspace(-1, 1, 4096) > 0)
+
+
+def measured_residuals(f, x):
+    return memjax.measure(jax.grad(lambda x: jnp.sum(f(x))), x).residual_bytes
+
+
+def test_parameters_integers_and_small_arrays_are_left_alone():
+    w = jax.random.normal(jax.random.key(0), (128, 128))
+    labels = jnp.arange(5000) % 128
+
+    def f(w, x):
+        return jnp.tanh(x @ w.astype(jnp.bfloat16).astype(jnp.float32))[jnp.arange(5000) % 40, labels]
+
+    x = jax.random.normal(jax.random.key(1), (40, 128))
+    wrapped = compressed(f, ErrorBounded(0.5))
+    want = jax.grad(lambda w: jnp.sum(f(w, x)))(w)
+    # tanh's derivative is all that is encoded: the arguments, cast weights and indices are exact.
+    exact_dw = jax.grad(lambda w: jnp.sum(compressed(f, EXACT)(w, x)))(w)
+    np.testing.assert_allclose(exact_dw, want, rtol=1e-5, atol=1e-6)
+    small = jax.grad(lambda x: jnp.sum(wrapped(w, x)))(x[:8])
+    np.testing.assert_allclose(small, jax.grad(lambda x: jnp.sum(f(w, x)))(x[:8]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("padding", ["SAME", "VALID"])
+@pytest.mark.parametrize(("window", "stride"), [((2, 2), (2, 2)), ((3, 3), (2, 2)), ((3, 2), (1, 3))])
+def test_max_pool_keeps_an_index(window, stride, padding):
+    """With many equal values, in bfloat16: the gradient goes to the first."""
+    x = jnp.round(jax.random.normal(jax.random.key(0), (4, 17, 19, 16)) * 2).astype(jnp.bfloat16)
+
+    def pool(x):
+        return lax.reduce_window(x, -jnp.inf, lax.max, (1, *window, 1), (1, *stride, 1), padding)
+
+    wrapped = compressed(pool, EXACT)
+    out, pull = jax.vjp(pool, x)
+    got, pull_index = jax.vjp(wrapped, x)
+    np.testing.assert_array_equal(got, out)
+    ct = jnp.round(jax.random.normal(jax.random.key(1), out.shape) * 4).astype(jnp.bfloat16)  # sums are exact
+    np.testing.assert_array_equal(pull_index(ct)[0], pull(ct)[0])
+    assert measured_residuals(wrapped, x) == out.size
+
+
+def test_batch_norm_has_the_bound_in_units_of_its_deviation():
+    """Channels of scales from 0.1 to 1000: a bound on each is one on the normalised values."""
+    scales = jnp.logspace(-1, 3, 16)
+    x = images() * scales
+    f = compressed(lambda x: negated_batch_norm(x), ErrorBounded(2**-6), inputs=True)
+    ct = images() + jax.random.normal(jax.random.key(9), x.shape)  # so that its correlation with x is the same for all
+    want = jax.grad(lambda x: jnp.sum(ct * negated_batch_norm(x)))(x)
+    got = jax.grad(lambda x: jnp.sum(ct * f(x)))(x)
+    by_channel = jnp.linalg.norm((got - want).reshape(-1, 16), axis=0) / jnp.linalg.norm(want.reshape(-1, 16), axis=0)
+    assert float(by_channel.max()) < 0.02
+    assert float(by_channel.max() / by_channel.min()) < 4
+
+
+def negated_batch_norm(x):
+    return batch_norm(jnp.negative(x), jnp.ones(16), jnp.zeros(16))
+
+
+def test_overflow_is_not_silent():
+    f = compressed(network, ErrorBounded(2**-8, bits_per_value=2))
+    assert all(np.isnan(layer["w"]).any() for layer in gradients(f, parameters(), images())[0])
+
+
+def test_the_bound_can_be_traced_and_changed_without_compiling():
+    traces = []
+
+    @jax.jit
+    def step(bound, params, x):
+        traces.append(1)
+        f = compressed(network, ErrorBounded(bound))
+        return jax.grad(lambda bound, params: loss_of(f)(params, x), argnums=(0, 1))(bound, params)
+
+    args = parameters(2), images()
+    results = [step(jnp.float32(bound), *args) for bound in (0.1, 0.001)]
+    assert len(traces) == 1
+    assert errors(results[0][1], results[1][1]) != [0.0] * 6
+    assert results[0][0] == 0
+
+
+class TestComposition:
+    """With the exact codec, against the same without it; and one pass each with ErrorBounded, which uses more of JAX."""
+
+    @staticmethod
+    def same(with_codec, args, rounding=0.02):
+        want = jax.jit(with_codec(lambda f: f))(*args)
+        got = jax.jit(with_codec(lambda f: compressed(f, EXACT, inputs=True)))(*args)
+        chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-7)
+        rounded = jax.jit(with_codec(lambda f: compressed(f, ErrorBounded(2**-10), inputs=True)))(*args)
+        assert 0 < max(errors(rounded, want)) < rounding
+
+    def test_vmap(self):
+        def per_example(wrap):
+            one = lambda w, x: jnp.mean(jnp.tanh(wrap(lambda w, x: jnp.tanh(conv(jnp.tanh(x), w)))(w, x[None])))
+            return jax.vmap(jax.grad(one), (None, 0))
+
+        self.same(per_example, (parameters(1)[0]["w"], images()[:3, :, :, :]))
+
+    def test_checkpoint(self):
+        def loss(wrap):
+            inner = lambda w, x: jax.nn.relu(conv(x, w))
+            inside = jax.checkpoint(wrap(inner))
+            around = wrap(jax.checkpoint(inner))
+            return jax.grad(lambda w, x: jnp.mean(around(w, jnp.sin(inside(w, x)))))
+
+        self.same(loss, (parameters(1)[0]["w"], images()))
+
+    @pytest.mark.parametrize("scan", [lax.scan, functools.partial(memjax.remat.scan, budget="200KiB")])
+    def test_scan(self, scan):
+        def loss(wrap):
+            def run(w, h, xs):
+                cell = wrap(lambda h, x: jnp.tanh(h @ w) + x)
+                return jnp.mean(scan(lambda h, x: (cell(h, x), None), h, xs)[0] ** 2)
+
+            return jax.grad(run, argnums=(0, 1, 2))
+
+        keys = jax.random.split(jax.random.key(0), 3)
+        w = jax.random.normal(keys[0], (64, 64)) / 16
+        self.same(loss, (w, jax.random.normal(keys[1], (64, 64)), jax.random.normal(keys[2], (6, 64, 64))))
+
+    def test_scan_inside(self):
+        def loss(wrap):
+            run = wrap(lambda w, h: lax.scan(lambda h, _: (jnp.tanh(h @ w), None), h, None, 4)[0])
+            return jax.grad(lambda w, h: jnp.mean(run(w, h) ** 2))
+
+        w = jax.random.normal(jax.random.key(0), (64, 64)) / 16
+        self.same(loss, (w, jax.random.normal(jax.random.key(1), (64, 64))))
+
+    def test_dense_block(self):
+        spec = DenseSpec(16, 8, 3)
+        params, running, x, _ = random_block(spec, (2, 16, 16), seed=0)
+
+        def loss(wrap):
+            block = wrap(lambda params, x: dense_block(spec, params, running, x)[0])
+            return jax.grad(lambda params, x: jnp.mean(jnp.sin(block(params, jnp.tanh(x)))))
+
+        self.same(loss, (params, x), rounding=0.2)
+
+    def test_shard_map(self):
+        mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+        def loss(wrap):
+            f = wrap(lambda w, x: jax.nn.relu(conv(jnp.sin(x), w)))
+            local = lambda w, x: lax.pmean(jnp.mean(jnp.sin(f(w, x))), "data")
+            spread = jax.shard_map(local, mesh=mesh, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P())
+            return jax.grad(spread, argnums=(0, 1))
+
+        self.same(loss, (parameters(1)[0]["w"], images()))
+
+    def test_closed_over_arrays_and_auxiliary_integers(self):
+        def loss(wrap):
+            def run(w, x):
+                f = wrap(lambda x, n: {"y": jnp.tanh(conv(jnp.sin(x), w)), "n": n + 1, "x": x})
+                out = f(x, jnp.int32(2))
+                return jnp.mean(out["y"] * out["n"].astype(jnp.float32) + out["x"])
+
+            return jax.grad(run, argnums=(0, 1))
+
+        self.same(loss, (parameters(1)[0]["w"], images()))
+
+
+def test_group_quantized():
+    args = parameters(), images()
+    got = gradients(compressed(network, GroupQuantized(bits=8)), *args)
+    assert max(errors(got, gradients(network, *args))) < 0.05
+
+
+def scoped(x, w):
+    with jax.named_scope("encoder"):
+        with jax.named_scope("first"):
+            x = jnp.tanh(conv(jnp.sin(x), w))
+        with jax.named_scope("second"):
+            x = jnp.tanh(conv(x, w))
+    return x
+
+
+@pytest.mark.parametrize(
+    ("where", "encoded"),
+    [
+        (None, 4),
+        ("encoder", 4),
+        ("encoder/second", 2),
+        ("first", 3),
+        (lambda path, x: path.endswith("second") and x.ndim == 4, 2),
+    ],
+)
+def test_where_chooses_scopes(where, encoded):
+    """The first saves cos x, sin x and its tanh, which the second's convolution reads as well; the second its own tanh."""
+    f = compressed(scoped, Cast(jnp.bfloat16), where=where)
+    w, x = parameters(1)[0]["w"], images()
+    kept = jax.eval_shape(lambda x, w: jax.vjp(f, x, w)[1], x, w)
+    narrow = [leaf for leaf in jax.tree.leaves(kept) if leaf.dtype == jnp.bfloat16]
+    assert len(narrow) == encoded
+
+
+def test_refuses():
+    codec = ErrorBounded(0.1)
+    with pytest.raises(TypeError, match="codec must be a codec"):
+        compressed(network, 0.1)
+    with pytest.raises(TypeError, match='where must be "conv", a pattern'):
+        compressed(network, codec, where=3)
+    with pytest.raises(TypeError, match="f_or_module must be a function or a Flax module, got 3"):
+        compressed(3, codec)
+    x = jnp.ones((64, 64))
+    with pytest.raises(ValueError, match=r"where='conv' matches nothing that the backward pass reads"):
+        jax.grad(lambda x: jnp.sum(compressed(jnp.sin, codec, where="conv")(x)))(x)
+    with pytest.raises(
+        ValueError, match=r"where='third' matches nothing .* scopes of the function are \['encoder/first',"
+    ):
+        jax.grad(lambda x: jnp.sum(compressed(scoped, codec, where="third")(x, parameters(1)[0]["w"])))(images())
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(compressed(jnp.sin, codec), (x,), (x,))
+    twice = jax.grad(lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(compressed(lambda x: jnp.sin(x) ** 3, codec)(x)))(x)))
+    with pytest.raises(TypeError, match="first derivatives in reverse mode only"):
+        twice(x)
+
+
+def test_integer_complex_and_double_precision_arrays_pass_through(x64):
+    x = jnp.linspace(-1, 1, 5000)
+    f = lambda x: jnp.abs(jnp.exp(1j * jnp.sin(x).astype(jnp.complex128)) * jnp.arange(5000).astype(jnp.complex128))
+    gradient = lambda f: jax.grad(lambda x: jnp.sum(f(x)))(x)
+    got, want = gradient(compressed(f, ErrorBounded(0.5))), gradient(f)
+    np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-9)
+
+
+def test_empty_arrays():
+    f = compressed(lambda x: jnp.sin(x) * 2, ErrorBounded(0.1))
+    assert jax.grad(lambda x: jnp.sum(f(x)))(jnp.zeros((0, 5))).shape == (0, 5)

@@ -1,0 +1,130 @@
+"""`compressed` NNX and Linen modules: same variables, same updates, same dropout, gradients within the codec's error."""
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import memjax
+from memjax import compressed
+from memjax.compress import Cast, ErrorBounded
+from tests.compress.networks import SIZE, LinenBlock, LinenNetwork, NNXNetwork, errors, images
+
+EXACT = Cast(jnp.float32)
+FOUR_BITS = ErrorBounded(2**-4, bits_per_value=4)
+
+
+def nnx_step(module):
+    """Loss, gradients, and the state afterwards: batch statistics and dropout's counters."""
+
+    @nnx.jit
+    def step(module, x):
+        return nnx.value_and_grad(lambda module: jnp.mean(jnp.square(module(x, scale=1.5))))(module)
+
+    loss, grads = step(module, images())
+    return loss, nnx.to_pure_dict(grads), nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param)))
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("where", [None, "conv", "blocks/*/norm", lambda path, module: isinstance(module, nnx.Dropout)])
+def test_nnx_module_is_the_same(where):
+    original = NNXNetwork(nnx.Rngs(0))
+    module = compressed(original, EXACT, where=where)
+    assert isinstance(module, NNXNetwork)
+    chex.assert_trees_all_equal_structs(
+        nnx.to_pure_dict(nnx.state(module)), nnx.to_pure_dict(nnx.state(NNXNetwork(nnx.Rngs(0))))
+    )
+    assert module.blocks[0].conv.kernel is original.blocks[0].conv.kernel
+    want, got = nnx_step(NNXNetwork(nnx.Rngs(0))), nnx_step(module)
+    chex.assert_trees_all_close(got[:2], want[:2], rtol=1e-3, atol=1e-6)
+    keys = lambda tree: jax.tree.map(
+        lambda x: jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x, tree
+    )
+    chex.assert_trees_all_close(keys(got[2]), keys(want[2]), rtol=1e-5, atol=1e-6)
+
+
+def test_nnx_module_saves_memory_and_keeps_its_gradients():
+    def gradient(module):
+        graph, state = nnx.split(module)
+        return jax.grad(lambda s: jnp.mean(nnx.merge(graph, s, copy=True)(images())), allow_int=True), state
+
+    kept = {}
+    for name, codec in (("plain", None), ("all", FOUR_BITS)):
+        module = NNXNetwork(nnx.Rngs(0))
+        f, state = gradient(module if codec is None else compressed(module, codec))
+        kept[name] = memjax.measure(f, state).residual_bytes
+    # Of each block its input and its convolution's output, and the masks of ReLU and dropout; an index.
+    assert kept["all"] <= 2 * (2 * (SIZE // 2 + SIZE // 60) + 2 * SIZE // 8) + SIZE // 4 + 4096
+    assert kept["plain"] > 7 * kept["all"]
+    rounded = nnx_step(compressed(NNXNetwork(nnx.Rngs(0)), ErrorBounded(2**-9)))
+    exact = nnx_step(NNXNetwork(nnx.Rngs(0)))
+    assert 0 < max(errors(rounded[1], exact[1])) < 0.01
+    chex.assert_trees_all_close(rounded[0], exact[0], rtol=1e-5)
+
+
+def test_nnx_where_that_matches_nothing():
+    with pytest.raises(ValueError, match=r"where='layers/\*' matches none of the submodules \['blocks', 'blocks/0',"):
+        compressed(NNXNetwork(nnx.Rngs(0)), EXACT, where="layers/*")
+
+
+def test_nnx_optimizer_sees_the_same_parameters():
+    module = NNXNetwork(nnx.Rngs(0))
+    wrapped = compressed(module, EXACT)
+    wrapped.blocks[0].conv.kernel[...] = jnp.zeros((3, 3, 16, 16))
+    assert (module.blocks[0].conv.kernel[...] == 0).all()
+
+
+def linen_step(module):
+    rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    variables = module.init(rngs, images(), True)
+
+    @jax.jit
+    def step(variables):
+        def loss(params):
+            full = {"params": params, "batch_stats": variables["batch_stats"]}
+            out, updates = module.apply(
+                full, images(), True, mutable=["batch_stats"], rngs={"dropout": jax.random.key(3)}
+            )
+            return jnp.mean(jnp.square(out)), updates
+
+        return jax.value_and_grad(loss, has_aux=True)(variables["params"])
+
+    (loss, updates), grads = step(variables)
+    return variables, loss, updates, grads
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda: compressed(LinenNetwork(), EXACT),
+        lambda: LinenNetwork(wrap=lambda block: compressed(block, EXACT)),
+        lambda: compressed(LinenNetwork(), EXACT, where="conv"),
+        lambda: compressed(LinenNetwork(), EXACT, where="LinenBlock_1/*"),
+        lambda: nn.Sequential([compressed(LinenNetwork(), EXACT)]).layers[0],
+    ],
+    ids=["whole", "inside a module", "conv", "pattern", "field"],
+)
+def test_linen_module_is_the_same(wrap):
+    module = wrap()
+    assert isinstance(module, LinenNetwork)
+    chex.assert_trees_all_close(linen_step(module), linen_step(LinenNetwork()), rtol=1e-3, atol=1e-6)
+
+
+def test_linen_where_that_matches_nothing():
+    with pytest.raises(
+        ValueError, match=r"where='Dense_\*' matches nothing .* scopes of the function are \['LinenNetwork"
+    ):
+        linen_step(compressed(LinenNetwork(), EXACT, where="Dense_*"))
+
+
+def test_linen_evaluation_without_dropout():
+    x = images()
+    block = LinenBlock()
+    variables = block.init(jax.random.key(0), x, False)
+    wrapped = compressed(LinenBlock(), EXACT)
+    chex.assert_trees_all_close(
+        wrapped.apply(variables, x, False), block.apply(variables, x, False), rtol=1e-5, atol=1e-6
+    )
