@@ -95,7 +95,9 @@ class Attention(nnx.Module):
         heads = lambda a: a.reshape(*a.shape[:-1], -1, self._head_dim)
         q, k, v = heads(self.query(x)), heads(self.key(x)), heads(self.value(x))
         q, k = rotate(q, self._rope_base), rotate(k, self._rope_base)
-        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        # It mixes bfloat16 with float32, which strict dtype promotion refuses.
+        with jax.numpy_dtype_promotion("standard"):
+            mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
         return self.out(mixed.reshape(x.shape))
 
 
