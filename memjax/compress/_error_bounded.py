@@ -78,8 +78,7 @@ class ErrorBounded:
         as a pytree, so that a new bound does not recompile what takes the codec as an argument. Arrays are not checked:
         one that is not positive, like bounds below 2^-125, stores everything as it is.
       bits_per_value: of capacity, without headers; None: never overflows.
-      implementation: `"jnp"` and `"pallas"` run everywhere (`"pallas"` interpreted, for tests); `"triton"` on NVIDIA
-        GPUs. By default the fastest that runs here. Codes differ only in the order of tiles.
+      implementation: `"jnp"`, which runs everywhere, or None for the fastest that runs here.
 
     Raises:
       ValueError: a bound or a capacity that is not positive, more channels' bounds than channels, or an implementation

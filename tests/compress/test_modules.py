@@ -27,7 +27,6 @@ def nnx_step(module):
     return loss, nnx.to_pure_dict(grads), nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param)))
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("where", [None, "conv", "blocks/*/norm", lambda path, module: isinstance(module, nnx.Dropout)])
 def test_nnx_module_is_the_same(where):
     original = NNXNetwork(nnx.Rngs(0))
@@ -95,7 +94,6 @@ def linen_step(module):
     return variables, loss, updates, grads
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize(
     "wrap",
     [

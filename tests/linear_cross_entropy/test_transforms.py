@@ -120,7 +120,6 @@ def mesh(tokens, vocabulary):
     return Mesh(devices, ("t", "v"))
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("shape", [(1, 8), (8, 1), (2, 4)])
 @pytest.mark.parametrize("implementation", ["full", *ALGORITHMS])
 @pytest.mark.parametrize("grad_inside", [False, True])

@@ -63,7 +63,6 @@ CALLS = [
 ]
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_nnx_options(call):
     x = inputs(call.get("time_major", False))
