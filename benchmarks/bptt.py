@@ -25,6 +25,7 @@ import tyro
 from flax import linen as nn
 from jax import lax
 from rich.console import Console
+from rich.progress import track
 
 from benchmarks import record
 from memjax import remat
@@ -45,6 +46,8 @@ class Options:
     """Slots of `remat.scan`, and checkpoints of equinox's scan, which also takes 100."""
     lengths: tuple[int, ...] = (100, 200, 400, 700, 1000)
     """For the curves over the length."""
+    long: int = 100_000
+    """Steps of one long sequence: its program is compared with that for `length` steps, and run on a GPU."""
     name: str = "bptt"
 
 
@@ -139,7 +142,11 @@ def cases(options: Options) -> Iterator[tuple[str, str, Callable[..., Any]]]:
 
 
 def curves(options: Options, alpha: int) -> Iterator[tuple[str, str, int, Scan]]:
-    """(group, name, length, scan): the paper's figures 2, 6 and 7, measured; an internal state has `alpha` units."""
+    """(group, name, length, scan): the paper's figures 2, 6 and 7, measured; an internal state has `alpha` units.
+
+    "budget" is what `remat.scan` chooses for as many bytes.
+    """
+    unit = 2 * options.batch * options.hidden * 4  # bytes of a carry
     for length in options.lengths:
         yield "figure 2", "plain", length, lax.scan
         for slots in (10, 50, 100, 500, 1000):
@@ -149,8 +156,11 @@ def curves(options: Options, alpha: int) -> Iterator[tuple[str, str, int, Scan]]
                 slots = units if strategy == "internal" else units * alpha
                 scan = functools.partial(remat.scan, slots=slots, strategy=strategy)
                 yield "figure 6", f"{units} {strategy}", length, scan
+            budget = functools.partial(remat.scan, budget=units * alpha * unit)
+            yield "figure 6", f"{units} budget", length, budget
         root = math.isqrt(length)
-        yield "figure 7", "memjax", length, functools.partial(remat.scan, slots=root * alpha)
+        yield "figure 7", "mixed", length, functools.partial(remat.scan, slots=root * alpha)
+        yield "figure 7", "budget", length, functools.partial(remat.scan, budget=root * alpha * unit)
         if length % root == 0:
             yield "figure 7", "square root", length, segments(root)
 
@@ -174,26 +184,57 @@ class Case:
         return gradient
 
 
-def measure(found: list[Case], rounds: int) -> None:
+def build(todo: list[tuple[str, str, int, Callable[..., Any]]], params: Any, xs: Any) -> list[Case]:
+    """Compile every (group, name, length, loss). One failing peer must not lose the others' results."""
+    found = []
+    for group, name, length, loss in track(todo, "Compiling"):
+        try:
+            found.append(Case({"group": group, "name": name, "length": length}, loss, params, xs[:length]))
+        except Exception as error:
+            Console().print(f"{group}, {name}, {length} steps: failed: {str(error)[:300]}")
+    return found
+
+
+def measure(found: list[Case], rounds: int, console: Console) -> list[dict[str, Any]]:
     """Time the cases in turn; ratios are to the first."""
     for case in found:
         case.run()
         case.times.clear()
-    for _ in range(rounds):
+    for _ in track(range(rounds), "Timing"):
         for case in found:
             case.run()
     for case in found:
         ratios = [mine / plain for mine, plain in zip(case.times, found[0].times, strict=True)]
         case.row |= {"ms": statistics.median(case.times) * 1e3, "ratio": statistics.median(ratios)}
+        console.print(
+            "{group:10s} {name:32s} {length:6d} {ms:9.2f} ms x{ratio:7.3f}".format(**case.row),
+            f"{case.row['temp'] / 2**20:8.2f} MiB, compiled in {case.row['compile_s']:.1f} s",
+        )
+    return [case.row for case in found]
 
 
-def build(row: dict[str, Any], loss: Callable[..., Any], params: Any, xs: Any) -> list[Case]:
-    """The case, unless it fails: one failing peer must not lose the others' results."""
-    try:
-        return [Case(row, loss, params, xs)]
-    except Exception as error:
-        Console().print(f"{row} failed: {str(error)[:300]}")
-        return []
+def long_sequences(options: Options, params: Any, console: Console) -> list[dict[str, Any]]:
+    """Size, memory and compile time of the program for short and long sequences, within one budget."""
+    loss = functools.partial(loss_with, functools.partial(remat.scan, budget="56MiB"))
+    rows = []
+    for length in (options.length, options.long):
+        xs = jax.ShapeDtypeStruct((length, options.batch, options.hidden), jnp.float32)
+        lowered = jax.jit(jax.value_and_grad(loss)).lower(params, xs)
+        start = time.perf_counter()
+        program = lowered.compile()
+        row = {"group": "long", "length": length, "compile_s": time.perf_counter() - start}
+        memory = program.memory_analysis()
+        assert memory is not None
+        row |= {"temp": memory.temp_size_in_bytes, "characters": len(program.as_text() or "")}
+        if jax.default_backend() == "gpu":
+            values = jax.random.normal(jax.random.key(1), xs.shape)
+            for _ in range(2):
+                start = time.perf_counter()
+                jax.block_until_ready(program(params, values))
+                row["ms"] = (time.perf_counter() - start) * 1e3
+        console.print(row)
+        rows.append(row)
+    return rows
 
 
 def main(options: Options) -> None:
@@ -205,49 +246,33 @@ def main(options: Options) -> None:
         "b": jnp.zeros(4 * hidden),
     }
     xs = jax.random.normal(keys[2], (max(options.length, *options.lengths), options.batch, hidden))
-    whole = xs[: options.length]
     start = jnp.zeros((options.batch, hidden))
     console = Console(width=150)
     costs = [remat.profile(functools.partial(cell, params), (start, start), xs) for _ in range(2)]  # do they repeat?
     rows = [{"group": "profile", "run": i, **dataclasses.asdict(cost)} for i, cost in enumerate(costs)]
     console.print(*costs)
 
-    found = [
-        case
-        for group, name, loss in cases(options)
-        for case in build({"group": group, "name": name, "length": options.length}, loss, params, whole)
-    ]
+    todo = [(group, name, options.length, loss) for group, name, loss in cases(options)]
     for budget in options.budgets:
-        loss = functools.partial(loss_with, functools.partial(remat.scan, budget=budget, costs=costs[0]))
-        row = {"group": "memjax", "name": f"budget {budget}, profiled", "length": options.length}
-        found += build(row, loss, params, whole)
+        scan = functools.partial(remat.scan, budget=budget, costs=costs[0])
+        todo.append(("memjax", f"budget {budget}, profiled", options.length, functools.partial(loss_with, scan)))
+    found = build(todo, params, xs)
     reference = found[0].run()
     for case in found:
         off = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max() / jnp.abs(b).max()), case.run(), reference)
         case.row["off"] = max(off.values())
-    for case in found:
-        case.times.clear()
-    measure(found, options.rounds)
-
-    points = [
-        case
-        for group, name, length, scan in curves(options, alpha=4)
-        for case in build(
-            {"group": group, "name": name, "length": length},
-            functools.partial(loss_with, scan),
-            params,
-            xs[:length],
-        )
-    ]
-    measure(points, max(1, options.rounds // 3))
-    for case in points:
-        del case.row["ratio"]  # the lengths differ
-    for case in (*found, *points):
-        rows.append(case.row)
-        console.print("{group:10s} {name:32s} {length:6d} {ms:9.2f} ms".format(**case.row), end=" ")
-        console.print(f"x{case.row['ratio']:6.3f}" if "ratio" in case.row else " " * 7, end=" ")
-        console.print(f"{case.row['temp'] / 2**20:8.2f} MiB, compiled in {case.row['compile_s']:.1f} s")
+    rows += measure(found, options.rounds, console)
+    rows += long_sequences(options, params, console)
     record.save(options.name, rows)
+
+    todo = [
+        (group, name, length, functools.partial(loss_with, scan))
+        for group, name, length, scan in curves(options, alpha=4)
+    ]
+    points = measure(build(todo, params, xs), max(1, options.rounds // 3), console)
+    for row in points:
+        del row["ratio"]  # the lengths differ
+    record.save(options.name, rows + points)
 
 
 if __name__ == "__main__":

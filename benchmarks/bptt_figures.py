@@ -1,6 +1,7 @@
-"""The paper's figures 2, 6 and 7, from theory and as measured: `python -m benchmarks.bptt_figures [NAME]`.
+"""Time against memory, and the paper's figures 2, 6 and 7: `python -m benchmarks.bptt_figures [NAME]`.
 
-Gruslys et al. 2016. Theory counts forward steps; measurements are those of `benchmarks.bptt` in `results/NAME.json`.
+Gruslys et al. 2016, from theory and as measured. Theory counts forward steps; measurements are those of
+`benchmarks.bptt` in `results/NAME.json`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,15 @@ _SLOTS = {
     "1000": "tab:cyan",
     "plain": "grey",
 }
+_GROUPS = {"plain": "k*", "flax": "s", "two-level": "^", "nest": "v", "equinox": "D-", "memjax": "o-"}
+_LABELS = {
+    "plain": "jax.lax.scan",
+    "flax": "nn.scan of nn.remat",
+    "two-level": "scan of checkpointed scans",
+    "nest": "nests by hand",
+    "equinox": "equinox, checkpointed",
+    "memjax": "memjax, budget=",
+}
 
 
 def steps(length: int, slots: int, strategy: Any, size: int = 1) -> float:
@@ -40,7 +50,7 @@ def steps(length: int, slots: int, strategy: Any, size: int = 1) -> float:
 def measured(rows: list[dict[str, Any]], group: str, name: str) -> tuple[list[int], list[float]]:
     """Lengths, and milliseconds per step."""
     found = sorted(
-        (row["length"], row["ms"] / row["length"]) for row in rows if (row["group"], row["name"]) == (group, name)
+        (row["length"], row["ms"] / row["length"]) for row in rows if (row["group"], row.get("name")) == (group, name)
     )
     return [length for length, _ in found], [ms for _, ms in found]
 
@@ -51,7 +61,7 @@ def figure_2(rows: list[dict[str, Any]], axes: Any) -> None:
         theory = [1.0 if name == "plain" else steps(t, int(name), "hidden") for t in lengths]
         axes[0].plot(lengths, theory, color=colour, label=name if name == "plain" else f"{name} slots")
         axes[1].plot(*measured(rows, "figure 2", name), "o-", color=colour)
-    axes[0].set(title="figure 2: hidden states", ylabel="forward steps per step", ylim=(0.9, 5.2))
+    axes[0].set(title="figure 2: hidden states", ylabel="forward steps per step", ylim=(0.9, 6.9))
     axes[1].set(title="measured")
 
 
@@ -61,6 +71,8 @@ def figure_6(rows: list[dict[str, Any]], axes: Any, units: int) -> None:
         slots = units if strategy == "internal" else 5 * units
         axes[0].plot(lengths, [steps(t, slots, strategy, 5) for t in lengths], color=colour, label=strategy)
         axes[1].plot(*measured(rows, "figure 6", f"{units} {strategy}"), "o-", color=colour)
+    axes[1].plot(*measured(rows, "figure 6", f"{units} budget"), "o-", color="black", label="budget of as many bytes")
+    axes[1].legend(frameon=False, fontsize="small")
     axes[0].set(title=f"figure 6: memory of {units} internal states", ylabel="forward steps per step")
     axes[1].set(title="measured")
 
@@ -82,7 +94,7 @@ def figure_7(rows: list[dict[str, Any]], axes: Any) -> None:
         cost = [steps(t, int(r), "mixed", 1 + beta) for t, r in zip(lengths, root, strict=True)]
         axes[0].plot(lengths, memory, color=colour, label=f"$\\beta$ = {beta}")
         axes[0].plot(lengths, cost, "--", color=colour)
-    for name, colour in (("memjax", "tab:blue"), ("square root", "grey")):
+    for name, colour in (("mixed", "tab:blue"), ("budget", "black"), ("square root", "grey")):
         axes[1].plot(*measured(rows, "figure 7", name), "o-", color=colour, label=name)
     axes[0].set(
         title="figure 7: memory at 2 forward steps a step (-)\nand forward steps in the memory of two levels (--)",
@@ -93,20 +105,48 @@ def figure_7(rows: list[dict[str, Any]], axes: Any) -> None:
     axes[1].legend(frameon=False, fontsize="small")
 
 
+def time_and_memory(data: dict[str, Any], name: str) -> None:
+    """All ways to run the longest sequence."""
+    rows = [row for row in data["rows"] if "ratio" in row]
+    figure, axes = plt.subplots(figsize=(6.5, 4), layout="constrained")
+    for group, style in _GROUPS.items():
+        found = [row for row in rows if row["group"] == group and "profiled" not in row["name"]]
+        if group == "memjax":
+            found = [row for row in found if row["name"].startswith("budget")]
+        line = sorted((row["temp"] / 2**20, row["ratio"]) for row in found)
+        if line:
+            axes.plot(*zip(*line, strict=True), style, label=_LABELS.get(group, group))
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="temporary memory, MiB",
+        ylabel="time relative to jax.lax.scan",
+        title=f"LSTM, {rows[0]['length']:,} steps, {data['environment']['accelerator'] or 'CPU'}",
+    )
+    ticks = [1, 2, 3, 5, 8]
+    axes.set_yticks(ticks, [str(tick) for tick in ticks], minor=False)
+    axes.minorticks_off()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize="small")
+    figure.savefig(DOCS / f"{name}_memory.png", dpi=130)
+    plt.close(figure)
+
+
 def main(name: str) -> None:
-    rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+    data = json.loads((RESULTS / f"{name}.json").read_text())
+    rows = data["rows"]
+    time_and_memory(data, name)
     figure, axes = plt.subplots(4, 2, figsize=(9, 14), layout="constrained")
     figure_2(rows, axes[0])
     figure_6(rows, axes[1], 10)
     figure_6(rows, axes[2], 20)
     figure_7(rows, axes[3])
     for pair in axes:
-        pair[0].legend(frameon=False, fontsize="small")
+        pair[0].legend(frameon=False, fontsize="small", ncols=3)
         pair[1].set(ylabel="ms per step, forward and backward", ylim=(0, None))
         for one in pair:
             one.set(xlabel="steps")
             one.spines[["top", "right"]].set_visible(False)
-    DOCS.mkdir(exist_ok=True)
     figure.savefig(DOCS / f"{name}.png", dpi=110)
     plt.close(figure)
 

@@ -23,9 +23,7 @@ def _load(name: str) -> tuple[dict, list[dict]] | None:
 
 
 def _source(environment: dict) -> str:
-    versions = ", ".join(
-        f"{name} {v}" for name, v in environment["versions"].items() if name not in ("jaxlib", "equinox")
-    )
+    versions = ", ".join(f"{name} {v}" for name, v in environment["versions"].items() if name != "jaxlib")
     machine = environment["accelerator"] or f"{environment['cpu_cores']} CPU cores"
     return f"{machine}; {versions}; {environment['date']}; `{environment['command']}`."
 
@@ -119,6 +117,29 @@ def loss_table() -> str | None:
     return _markdown(header, body) + "\n\n" + _source(environment)
 
 
+def scan_table() -> str | None:
+    if (loaded := _load("bptt")) is None:
+        return None
+    environment, rows = loaded
+    labels = {
+        "plain": lambda name: f"`{name}`",
+        "flax": lambda name: "`nn.scan` of `nn.remat`",
+        "two-level": lambda name: f"scan of checkpointed scans, {name}",
+        "nest": lambda name: f"nest by hand, {name}",
+        "equinox": lambda name: f"equinox, {name}",
+        "memjax": lambda name: f'memjax, `budget="{name.removeprefix("budget ")}"`',
+    }
+    timed = [row for row in rows if "ratio" in row and row["group"] in labels]
+    timed = [row for row in timed if row["group"] != "memjax" or row["name"].startswith("budget")]
+    body = [
+        [labels[row["group"]](row["name"]), f"{row['temp'] / 2**20:.1f}", f"{row['ms']:.1f}", f"{row['ratio']:.2f}"]
+        for row in sorted(timed, key=lambda row: -row["temp"])
+        if "profiled" not in row["name"]
+    ]
+    header = ["LSTM 256, batch 64, float32, 1,000 steps: gradient", "temp MiB", "ms", "relative"]
+    return _markdown(header, body) + "\n\n" + _source(environment)
+
+
 def depth_picture(path: pathlib.Path) -> None:
     memory, time = _load("densenet_bc_depth"), _load("densenet_bc_time")
     if memory is None or time is None:
@@ -142,7 +163,14 @@ def depth_picture(path: pathlib.Path) -> None:
 def main() -> None:
     readme = ROOT / "README.md"
     text = readme.read_text()
-    for name, make in {"step": step_table, "batch": batch_table, "depth": depth_table, "loss": loss_table}.items():
+    tables = {
+        "step": step_table,
+        "batch": batch_table,
+        "depth": depth_table,
+        "scan": scan_table,
+        "loss": loss_table,
+    }
+    for name, make in tables.items():
         table = make()
         if table is not None:
             before, rest = text.split(f"<!-- {name} -->")

@@ -177,25 +177,24 @@ def _mixed_tables(
     block = 1
     while (found := _room(size, block))[2] >= 2:
         tail, parts, slots = found
+        if tail != block:  # which takes memory of its own
+            slots -= -(-tail * size.kept // max(size.carry, 1))
         store = Shared(step.carry, backward.kept, block, slots)
         if (
             2 < parts <= _MOST_BLOCKS
+            and slots >= 2
             and parts * slots <= _LARGEST_TABLE
             and store.keeps_types
             and store.rows_of_kept < slots
         ):
             plan = schedule(parts, slots, strategy="mixed", internal_size=1 + store.rows_of_kept)
             turns = plan.forward_steps - 2 * parts + 1
-            seconds = _base(size, costs, block, tail, parts) + turns * _turn(costs, block)
+            # Every move writes residuals somewhere, whoever reads them.
+            writing = plan.forward_steps * block * costs.store / 2
+            seconds = _base(size, costs, block, tail, parts) + turns * _turn(costs, block) + writing
             if seconds < limit:
-                candidate = Plan(size.length, block, tail, plan)
-                moves = candidate.moves
-                internal = int((moves.kept >= 0).sum() + (moves.ahead_kept >= 0).sum())
-                # Residuals kept in slots are made instead of run again, and there is a loop more to a turn.
-                seconds += internal * block * costs.store + len(moves.ahead) * costs.turn
-                if seconds < limit:
-                    limit = seconds
-                    yield candidate, seconds
+                limit = seconds
+                yield Plan(size.length, block, tail, plan), seconds
         block *= 4
 
 

@@ -2,7 +2,8 @@
 
 The compiled program does not depend on the length: moves are rows of constant tables that loops read. Slots are
 preallocated buffers that the loops carry and update in place. XLA would copy whole buffers that a branch of a `cond`
-writes to; so what runs a varying number of times, once or never included, is a loop.
+writes to, and a GPU waits for the host at every branch and at every turn of a loop of unknown length: so moves are all
+alike, and those of one turn are one loop.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def store_of(plan: Plan, step: Step, backward: Backward) -> Separate | Shared:
     strategy = plan.schedule.strategy if plan.schedule is not None else "hidden"
     if strategy == "mixed":
         return Shared(step.carry, backward.kept, plan.block, plan.rows)
-    residuals = plan.rows - 1 if strategy == "internal" else 0
+    residuals = plan.rows if strategy == "internal" else 0
     return Separate(step.carry, backward.kept, plan.block, plan.rows, residuals)
 
 
@@ -42,7 +43,7 @@ def forward(plan: Plan, blocks: Blocks, backward: Backward, init: Arrays) -> tup
             carry, ys = blocks.emit(carry, ys, block * n, n)
         else:
             carry, ys, kept = blocks.keep(backward, carry, ys, block * n, n)
-            slots = _put_kept(store, slots, kept_row, kept)
+            slots = store.put_kept(slots, kept_row.astype(jnp.int32), kept)
         if row is None:  # of nested loops: what a part's last block leaves in its row is where the next one starts
             slots = store.put_state(slots, block // (plan.blocks // plan.levels[0]) + 1, carry)
         return (carry, slots, ys), None
@@ -52,12 +53,14 @@ def forward(plan: Plan, blocks: Blocks, backward: Backward, init: Arrays) -> tup
         row = kept_row = None
         if plan.schedule is not None:
             row = jnp.asarray(plan.moves.stored)
-            kept_row = jnp.asarray(plan.moves.kept) if (plan.moves.kept >= 0).any() else None
+            kept_row = jnp.asarray(plan.moves.kept) if plan.keeps_residuals else None
         state, _ = lax.scan(body, state, (jnp.arange(plan.blocks, dtype=jnp.int32), row, kept_row))
     carry, slots, ys = state
     tail: Arrays = []
     if plan.tail:
         carry, ys, tail = blocks.keep(backward, carry, ys, plan.blocks * n, plan.tail)
+        if plan.tail_among_slots:
+            slots, tail = store.put_kept(slots, plan.scrap, tail), []
     return carry, ys, (slots, tail)
 
 
@@ -77,12 +80,13 @@ def pull_back(
         _, _, kept = blocks.keep(backward, carry, [], start, n)
         return back(kept, start, n, pull, d_xs)
 
+    store = store_of(plan, blocks.step, backward)
     if plan.tail:
-        pull, d_xs = back(tail, plan.blocks * n, plan.tail, pull, d_xs)
+        kept = store.kept(slots, plan.scrap) if plan.tail_among_slots else tail
+        pull, d_xs = back(kept, plan.blocks * n, plan.tail, pull, d_xs)
     if plan.schedule is None and plan.blocks:
         pull, d_xs = _nest(plan, blocks, again, slots, pull, d_xs)
     elif plan.blocks:
-        store = store_of(plan, blocks.step, backward)
         pull, d_xs = _table(plan, blocks, backward, store, again, back, slots, pull, d_xs)
     return pull.consts, pull.carry, d_xs
 
@@ -132,60 +136,34 @@ def _table(
     d_xs: Arrays,
 ) -> tuple[Pull, Arrays]:
     """A turn for every block: run forward what its row of the table says, then backpropagate the block."""
-    n, moves = plan.block, plan.moves
-    ahead = jnp.asarray(moves.ahead)
-    ahead_kept = jnp.asarray(moves.ahead_kept) if (moves.ahead_kept >= 0).any() else None
-    stored = moves.residuals >= 0
+    n, moves, keeps = plan.block, plan.moves, plan.keeps_residuals
+    ahead, ahead_kept = jnp.asarray(moves.ahead), jnp.asarray(moves.ahead_kept)
 
     def turn(state, row):
         slots, pull, d_xs, done = state
-        block, count, source, begin, kept_row = (column.astype(jnp.int32) for column in row)
+        block, count, source, kept_row = (column.astype(jnp.int32) for column in row)
+        first = block - count + (1 if keeps else 0)  # with rows for residuals the last move is the block itself
         carry = store.state(slots, source)
 
         def move(i, state):
             carry, slots = state
-            start = (block - count + i) * n
-            if ahead_kept is None:
+            row, start = at(ahead, done + i).astype(jnp.int32), (first + i) * n
+            if not keeps:
                 carry = blocks.advance(carry, start, n)
-            else:
-                carry, _, kept = blocks.keep(backward, carry, [], start, n)
-                slots = _put_kept(store, slots, at(ahead_kept, done + i), kept)
-            return carry, store.put_state(slots, at(ahead, done + i).astype(jnp.int32), carry)
+                return carry, store.put_state(slots, row, carry)
+            carry, _, kept = blocks.keep(backward, carry, [], start, n)
+            slots = store.put_state(slots, row, carry)
+            return carry, store.put_kept(slots, at(ahead_kept, done + i).astype(jnp.int32), kept)
 
         if len(moves.ahead):
             carry, slots = lax.fori_loop(0, count, move, (carry, slots))
-
-        def from_kept(i, state):
-            return back(store.kept(slots, kept_row + i), (block + i) * n, n, *state)
-
-        def from_state(i, state):
-            return again(store.state(slots, begin + i), (block + i) * n, *state)
-
-        if stored.all():
-            pull, d_xs = from_kept(0, (pull, d_xs))
-        elif not stored.any():
-            pull, d_xs = again(carry, block * n, pull, d_xs)
+        if keeps:
+            pull, d_xs = back(store.kept(slots, kept_row), block * n, n, pull, d_xs)
         else:
-            pull, d_xs = _once_if(kept_row >= 0, from_kept, (pull, d_xs))
-            pull, d_xs = _once_if(kept_row < 0, from_state, (pull, d_xs))
+            pull, d_xs = again(carry, block * n, pull, d_xs)
         return (slots, pull, d_xs, done + count), None
 
-    columns = moves.turns, moves.source, moves.begin, moves.residuals
+    columns = moves.turns, moves.source, moves.residuals
     table = jnp.arange(plan.blocks - 1, -1, -1, dtype=jnp.int32), *map(jnp.asarray, columns)
     (_, pull, d_xs, _), _ = lax.scan(turn, (slots, pull, d_xs, jnp.int32(0)), table)
     return pull, d_xs
-
-
-def _put_kept(store: Separate | Shared, slots: Arrays, row: Any, kept: Arrays) -> Arrays:
-    """Keep residuals unless `row` is negative."""
-    row = row.astype(jnp.int32)
-    return _once_if(row >= 0, lambda i, slots: store.put_kept(slots, row + i, kept), slots)
-
-
-def _once_if(condition: Any, run: Callable[[Any, Any], Any], state: Any) -> Any:
-    """run(0, state) if the condition holds, else `state`, which is updated in place.
-
-    XLA takes what does not depend on the loop's index out of the loop, where it would run whether needed or not: so
-    `run` has to add the index, 0, to those that it reads arrays with.
-    """
-    return lax.fori_loop(0, condition.astype(jnp.int32), run, state)

@@ -21,17 +21,18 @@ class Moves(NamedTuple):
     """A schedule as an executor wants it: columns of constant tables, which name rows of the slots.
 
     The first pass runs the blocks in their order. Then they are backpropagated from the last on; before each, the
-    blocks from some kept state up to it may run again.
+    blocks from some kept state up to it may run again. What nobody reads goes to the rows after the slots, so that
+    every move is alike. Residuals have rows in schedules that may keep some: there a block that has to run again right
+    before its backpropagation is one move more, which leaves its residuals after the slots.
 
     Attributes:
       stored: (blocks,) row for the state before each block of the first pass.
-      kept: (blocks,) row for the residuals of each block of the first pass; -1: they are not kept.
+      kept: (blocks,) row for the residuals of each block of the first pass.
       ahead: (moves,) what runs again, one block a move: row for the state after it.
-      ahead_kept: (moves,) row for its residuals or -1.
+      ahead_kept: (moves,) row for its residuals.
       turns: (blocks,) in the order of the backward pass: moves ahead of a block's backpropagation.
       source: (blocks,) row of the state that they start from.
-      begin: (blocks,) row of the state before the block.
-      residuals: (blocks,) row of the block's residuals; -1: it runs again to make them.
+      residuals: (blocks,) row of the block's residuals.
     """
 
     stored: np.ndarray
@@ -40,7 +41,6 @@ class Moves(NamedTuple):
     ahead_kept: np.ndarray
     turns: np.ndarray
     source: np.ndarray
-    begin: np.ndarray
     residuals: np.ndarray
 
 
@@ -70,10 +70,26 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        """Rows of the slots. One more, the last, takes states that nobody reads."""
+        """Rows of the slots. What nobody reads goes to a row after them."""
         if self.schedule is not None:
             return self.schedule.peak_slots
         return self.levels[0] if self.levels else 0
+
+    @property
+    def keeps_residuals(self) -> bool:
+        """Whether the table has rows for residuals."""
+        return self.schedule is not None and self.schedule.strategy != "hidden"
+
+    @property
+    def scrap(self) -> int:
+        """The row after the slots for residuals."""
+        assert self.schedule is not None
+        return _scrap(self.schedule)
+
+    @property
+    def tail_among_slots(self) -> bool:
+        """Whether the tail's residuals are where, once they are used up, those of other blocks go."""
+        return self.keeps_residuals and self.tail == self.block
 
     @functools.cached_property
     def moves(self) -> Moves:
@@ -98,13 +114,21 @@ class Plan:
     def stored_bytes(self, carry: int, kept: int) -> int:
         """Bytes kept for the backward pass: states of `carry` bytes, residuals of `kept` bytes per step.
 
-        The tail's residuals are gone before the first block's are made, so the larger of the two counts.
+        The tail's residuals are gone before the first block's are made, so the larger of the two counts; unless the
+        latter have rows of their own from the start.
         """
         states = self.rows + 1 + sum(self.levels[1:])
         working = max(self.tail, self.block if self.blocks else 0)
+        if self.keeps_residuals and not self.tail_among_slots:
+            working = self.block + self.tail
         if self.schedule is not None and self.schedule.strategy == "internal":
-            working += (self.schedule.peak_slots - 1) * self.block
+            working += (self.rows - 1) * self.block
         return states * carry + working * kept
+
+
+def _scrap(plan: Schedule) -> int:
+    # With "internal" the unit of the working core is counted among the slots.
+    return plan.peak_slots - (1 if plan.strategy == "internal" else 0)
 
 
 def _moves(plan: Schedule) -> Moves:
@@ -112,7 +136,8 @@ def _moves(plan: Schedule) -> Moves:
     # With "internal" the start is none of the slots, but takes the first row for states.
     first = 1 if plan.strategy == "internal" else 0
     spare, last = plan.peak_slots, plan.length - 1
-    stored, kept = np.full(last, spare), np.full(last, -1)
+    scrap = _scrap(plan)
+    stored, kept = np.full(last, spare), np.full(last, scrap)
     stored[:1] = 0
     ahead, ahead_kept, back = array.array("i"), array.array("i"), array.array("i")
     source, since, first_pass = 0, 0, True
@@ -121,7 +146,7 @@ def _moves(plan: Schedule) -> Moves:
             source = slot + first
         elif kind == "advance" and not first_pass:
             ahead.extend([spare] * (stop - start))
-            ahead_kept.extend([-1] * (stop - start))
+            ahead_kept.extend([scrap] * (stop - start))
         elif kind == "store":
             if not first_pass:
                 ahead[-1] = slot + first
@@ -138,10 +163,12 @@ def _moves(plan: Schedule) -> Moves:
                     stored[stop] = output
         elif kind == "backward":
             if start < last:
-                count = len(ahead) - since
-                back.extend((count, source, ahead[-1] if count else source, -1 if slot == CORE else slot))
+                if slot == CORE and plan.strategy != "hidden":
+                    ahead.append(spare)
+                    ahead_kept.append(scrap)
+                back.extend((len(ahead) - since, source, scrap if slot == CORE else slot))
             since, first_pass = len(ahead), False
-    columns = stored, kept, ahead, ahead_kept, *np.array(back, np.int32).reshape(-1, 4).T
+    columns = stored, kept, ahead, ahead_kept, *np.array(back, np.int32).reshape(-1, 3).T
     return Moves(*map(_narrow, columns))
 
 

@@ -5,6 +5,9 @@ as many of them as they need: memory that serves either, as the schedules of bot
 
 All buffers are lists of arrays with the row as the first axis. Values are lists of arrays: a state, or the residuals
 of one block, each with the steps as its first axis.
+
+After the rows that the slots take there is room for one more state, or the residuals of one more block: of what is
+never read.
 """
 
 from __future__ import annotations
@@ -23,14 +26,14 @@ from memjax.remat._step import Arrays, nbytes
 
 
 class Separate:
-    """Rows for states, and `residuals` rows for residuals."""
+    """Rows for `rows` states and one more, and `residuals` rows for residuals, the last for what is never read."""
 
     def __init__(self, carry: Sequence[Any], kept: Sequence[Any], block: int, rows: int, residuals: int):
         self.carry, self.kept_types, self.block = list(carry), list(kept), block
         self.rows, self.residuals = rows, residuals
 
     def new(self, init: Arrays) -> Arrays:
-        """Buffers for `rows + 1` states, filled with `init`, and for residuals."""
+        """Buffers, with `init` for every state."""
         states = [jnp.broadcast_to(leaf, (self.rows + 1, *leaf.shape)) for leaf in init]
         if not self.residuals:
             return states
@@ -77,7 +80,8 @@ class Shared:
         return isinstance(self.layout, _Pieces)
 
     def new(self, init: Arrays) -> Arrays:
-        return [jnp.broadcast_to(cell, (self.rows + 1, *cell.shape)) for cell in self.layout.cells(init)]
+        rows = self.rows + self.rows_of_kept
+        return [jnp.broadcast_to(cell, (rows, *cell.shape)) for cell in self.layout.cells(init)]
 
     def put_state(self, buffers: Arrays, row: Any, state: Arrays) -> Arrays:
         return [put(buffer, cell, row) for buffer, cell in zip(buffers, self.layout.cells(state), strict=True)]

@@ -54,7 +54,7 @@ def test_choice():
     assert not plan(2000, 60, dear_turns).tail
     assert plan(1999, 60, dear_turns).tail
     assert plan(210, 800, dear_turns).tail == 210  # everything is kept
-    for carries in range(6, 800, 7):
+    for carries in range(6, 800, 41):
         found = plan(210, carries, None)
         assert found.stored_bytes(step.carry_nbytes, backward.kept_nbytes) <= carries * step.carry_nbytes
 
@@ -84,9 +84,10 @@ def test_executes_the_schedule(strategy, slots):
     assert len(steps) == plan.forward_steps
     assert plan.rows <= slots
     close(got, jax.grad(functools.partial(total, lax.scan), (0, 1))(jnp.ones(4), xs))
-    if (strategy, slots) == ("mixed", 11):
-        assert (plan.moves.residuals >= 0).any()
-        assert (plan.moves.residuals < 0).any()
+    if (strategy, slots) == ("mixed", 11):  # some residuals come from slots, some are made anew
+        assert len(set(plan.moves.residuals)) > 2
+        assert (plan.moves.turns == 0).any()
+        assert (plan.moves.turns > 0).any()
 
 
 def stacked(length):
@@ -126,7 +127,7 @@ def forward_over_reverse(run):
 
 def sharded(run):
     params, h, xs = arguments(7)
-    h, xs = jnp.tile(h, (8, 1)), jnp.tile(xs, (1, 8, 1)) * jnp.arange(16.0)[:, None]
+    h, xs = jnp.tile(h, (8, 1)), jnp.tile(xs, (1, 8, 1)) / jnp.arange(1.0, 17.0)[:, None]
     spec = jax.sharding.PartitionSpec
     specs = (spec(), spec("b"), spec(None, "b"))
     mesh = jax.make_mesh((8,), ("b",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -1,7 +1,6 @@
 """Memory that `remat.scan` takes, as compiled: within the budget, and a program that does not grow with the length."""
 
 import functools
-import time
 
 import jax
 import jax.numpy as jnp
@@ -100,21 +99,18 @@ def test_less_than_lax_scan():
 
 
 def test_program_does_not_grow():
-    """LSTM 256, batch 64: 100,000 steps in 64 MiB, by a program of the size of that for 1,000, compiled in 3 s."""
+    """LSTM 256, batch 64: 100,000 steps in 64 MiB, by a program of the size of that for 1,000."""
 
     def measure(length):
         lowered = compiled(lstm, *lstm_shapes(256, 64, length), budget="56MiB")
-        start = time.perf_counter(), time.process_time()
         program = lowered.compile()
-        seconds = min(time.perf_counter() - start[0], time.process_time() - start[1])
-        return program.memory_analysis().temp_size_in_bytes, len(lowered.as_text()), len(program.as_text()), seconds
+        return program.memory_analysis().temp_size_in_bytes, len(lowered.as_text()), len(program.as_text())
 
-    _, lowered, program, _ = measure(1000)
-    temp, long_lowered, long_program, seconds = measure(100_000)
+    _, lowered, program = measure(1000)
+    temp, long_lowered, long_program = measure(100_000)
     assert temp <= 64 * 2**20
     assert long_lowered <= 1.2 * lowered
     assert long_program <= 1.2 * program
-    assert seconds <= 3
 
 
 def test_a_long_scan_runs():
