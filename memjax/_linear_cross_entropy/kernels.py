@@ -1,10 +1,8 @@
-"""Triton kernels over rows of a chunk of products, through `jax_triton`: each element is read once where it
-can be.
+"""Triton kernels over rows of a chunk of products, through `jax_triton`.
 
-`stats_and_gradient` walks a row forwards for its log-sum-exp and then backwards, writing the gradient over
-the products: the end of the row is still in the cache when the second walk begins. `stats` and `gradient` are
-the halves, for rows of which other chunks or other devices hold a part. The arithmetic is that of `rows`;
-soft targets are left to it.
+`stats_and_gradient` reads every product once and writes its gradient over it: programs share a row, hold it in
+registers, and exchange their sums in between. `stats` and `gradient` are the halves, for rows of which other chunks or
+other devices hold a part. The arithmetic is that of `rows`; soft targets are left to it.
 """
 
 from __future__ import annotations
@@ -28,9 +26,8 @@ from memjax._linear_cross_entropy.rows import Stats
 class Tiles:
     """Columns a program holds at a time, warps that share them, and blocks of columns on their way to it."""
 
-    row_block: int = 4096
+    row_block: int = 16384
     row_warps: int = 8
-    row_stages: int = 4
     stats_block: int = 2048
     stats_warps: int = 4
     stats_stages: int = 3
@@ -39,24 +36,64 @@ class Tiles:
 
 
 TILES = Tiles()
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _logits(products, bias, columns, mask, HAS_BIAS: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr):
-    z = tl.load(products + columns, mask=mask, other=0.0).to(tl.float32)
+def _load(pointers, mask, MASKED: tl.constexpr):
+    if MASKED:
+        return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    return tl.load(pointers).to(tl.float32)
+
+
+@triton.jit
+def _logits(
+    products, bias, columns, mask,
+    MASKED: tl.constexpr, HAS_BIAS: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """What a few instructions an element cost is what these kernels take: only the last block of a row has a mask."""
+    z = _load(products + columns, mask, MASKED)
     if HAS_BIAS:
-        z += tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
+        z += _load(bias + columns, mask, MASKED)
     if SCALE != 1.0:
         z *= SCALE
     if CAP > 0.0:
         z = CAP * libdevice.tanh(z / CAP)
-    return tl.where(mask, z, -float("inf"))
+    if MASKED:
+        z = tl.where(mask, z, -float("inf"))
+    return z
+
+
+@triton.jit
+def _exp(z, shift):
+    """exp(z - shift) in two instructions: one multiplies and subtracts, `shift` times log2(e) being a row's number."""
+    return tl.exp2(z * LOG2E - shift * LOG2E)
 
 
 @triton.jit
 def _finite(maximum):
     """A row without any possible entry has a maximum of -inf, which must not be subtracted from itself."""
     return tl.where(maximum == -float("inf"), 0.0, maximum)
+
+
+@triton.jit
+def _add_block(
+    sums, row, bias, start, shift,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, HAS_BIAS: tl.constexpr, SCALE: tl.constexpr,
+    CAP: tl.constexpr, SUM: tl.constexpr, AUX: tl.constexpr,
+):  # fmt: skip
+    maxima, totals, plains, moments = sums
+    columns = start + tl.arange(0, BLOCK)
+    mask = columns < WIDTH
+    z = _logits(row, bias, columns, mask, MASKED, HAS_BIAS, SCALE, CAP)
+    maxima = tl.maximum(maxima, z)
+    e = _exp(z, shift)
+    totals += e
+    if SUM:
+        plains += tl.where(mask, z, 0.0)
+    if AUX:
+        moments += tl.where(e == 0.0, 0.0, e * z)
+    return maxima, totals, plains, moments
 
 
 @triton.jit
@@ -71,8 +108,9 @@ def _row_stats(
     another at every block costs more. Where a later maximum is so much larger that they may have overflowed,
     they are taken again.
     """
+    FULL: tl.constexpr = WIDTH // BLOCK * BLOCK
     first = tl.arange(0, BLOCK)
-    reference = tl.max(_logits(row, bias, first, first < WIDTH, HAS_BIAS, SCALE, CAP), 0)
+    reference = tl.max(_logits(row, bias, first, first < WIDTH, FULL == 0, HAS_BIAS, SCALE, CAP), 0)
     maximum = reference
     total, plain, moment = 0.0, 0.0, 0.0
     again = 1
@@ -83,17 +121,12 @@ def _row_stats(
         totals = tl.zeros((BLOCK,), tl.float32)
         plains = tl.zeros((BLOCK,), tl.float32)
         moments = tl.zeros((BLOCK,), tl.float32)
-        for start in tl.range(0, WIDTH, BLOCK, num_stages=STAGES):
-            columns = start + tl.arange(0, BLOCK)
-            mask = columns < WIDTH
-            z = _logits(row, bias, columns, mask, HAS_BIAS, SCALE, CAP)
-            maxima = tl.maximum(maxima, z)
-            e = tl.exp(z - shift)
-            totals += e
-            if SUM:
-                plains += tl.where(mask, z, 0.0)
-            if AUX:
-                moments += tl.where(e == 0.0, 0.0, e * z)
+        sums = maxima, totals, plains, moments
+        for start in tl.range(0, FULL, BLOCK, num_stages=STAGES):
+            sums = _add_block(sums, row, bias, start, shift, WIDTH, BLOCK, False, HAS_BIAS, SCALE, CAP, SUM, AUX)
+        if FULL < WIDTH:
+            sums = _add_block(sums, row, bias, FULL, shift, WIDTH, BLOCK, True, HAS_BIAS, SCALE, CAP, SUM, AUX)
+        maxima, totals, plains, moments = sums
         maximum = tl.max(maxima, 0)
         total, plain, moment = tl.sum(totals, 0), tl.sum(plains, 0), tl.sum(moments, 0)
         if ((maximum > shift + 60.0) | (reference == -float("inf"))) & (reference != maximum):
@@ -101,7 +134,7 @@ def _row_stats(
             again = 1
     correction = tl.exp(_finite(reference) - _finite(maximum))
     inside = (label >= 0) & (label < WIDTH)
-    at_label = tl.where(inside, _logits(row, bias, label, inside, HAS_BIAS, SCALE, CAP), 0.0)
+    at_label = tl.where(inside, _logits(row, bias, label, inside, True, HAS_BIAS, SCALE, CAP), 0.0)
     return maximum, total * correction, plain, moment * correction, at_label
 
 
@@ -110,24 +143,28 @@ def _gradient(
     z, hit, lse, scale,
     SCALE: tl.constexpr, CAP: tl.constexpr, KEEP: tl.constexpr, SPREAD: tl.constexpr, Z_LOSS: tl.constexpr,
 ):  # fmt: skip
-    """In the products of logits `z`; `hit` is 1 at the label."""
-    d = tl.exp(z - lse) * (1.0 + 2.0 * Z_LOSS * lse) - KEEP * hit - SPREAD
+    """In the products of logits `z`; `hit` is 1 at the label. Factors of whole rows come first."""
+    scale *= SCALE
+    d = _exp(z, lse) * ((1.0 + 2.0 * Z_LOSS * lse) * scale) - (KEEP * hit + SPREAD) * scale
     if CAP > 0.0:
         d *= 1.0 - (z / CAP) * (z / CAP)
-    return d * (scale * SCALE)
+    return d
 
 
 @triton.jit
 def _store_gradient(
     row, out, bias, columns, lse, scale,
-    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, KEEP: tl.constexpr,
-    SPREAD: tl.constexpr, Z_LOSS: tl.constexpr,
+    WIDTH: tl.constexpr, MASKED: tl.constexpr, HAS_BIAS: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
+    KEEP: tl.constexpr, SPREAD: tl.constexpr, Z_LOSS: tl.constexpr,
 ):  # fmt: skip
     """Of columns as if none was the label: comparing each with it costs as much as its exponential."""
     mask = columns < WIDTH
-    z = _logits(row, bias, columns, mask, HAS_BIAS, SCALE, CAP)
-    d = _gradient(z, 0.0, lse, scale, SCALE, CAP, KEEP, SPREAD, Z_LOSS)
-    tl.store(out + columns, d.to(out.dtype.element_ty), mask=mask)
+    z = _logits(row, bias, columns, mask, MASKED, HAS_BIAS, SCALE, CAP)
+    d = _gradient(z, 0.0, lse, scale, SCALE, CAP, KEEP, SPREAD, Z_LOSS).to(out.dtype.element_ty)
+    if MASKED:
+        tl.store(out + columns, d, mask=mask)
+    else:
+        tl.store(out + columns, d)
 
 
 @triton.jit
@@ -158,12 +195,12 @@ def _gradient_kernel(
     label, row_lse, weight = tl.load(labels + i), tl.load(lse + i), tl.load(scale + i)
     row = products + i * WIDTH
     inside = (label >= start) & (label < min(start + BLOCK, WIDTH))
-    at_label = _logits(row, bias, label, inside, HAS_BIAS, SCALE, CAP)
+    at_label = _logits(row, bias, label, inside, True, HAS_BIAS, SCALE, CAP)
     tl.debug_barrier()
     columns = start + tl.arange(0, BLOCK)
     _store_gradient(
         row, out + i * WIDTH, bias, columns, row_lse, weight,
-        WIDTH, HAS_BIAS, SCALE, CAP, KEEP, SPREAD, Z_LOSS,
+        WIDTH, WIDTH % BLOCK > 0, HAS_BIAS, SCALE, CAP, KEEP, SPREAD, Z_LOSS,
     )  # fmt: skip
     tl.debug_barrier()
     d = _gradient(at_label, 1.0, row_lse, weight, SCALE, CAP, KEEP, SPREAD, Z_LOSS)
@@ -171,39 +208,71 @@ def _gradient_kernel(
 
 
 @triton.jit
+def _exchange(shares, arrived, maximum, total, part, PARTS: tl.constexpr, PADDED: tl.constexpr):
+    """(max, sum) of a row from those of its parts, of which this program has one.
+
+    Only one thread asks whether all have arrived: when all do, the asking takes longer than the row.
+    """
+    high = maximum.to(tl.int32, bitcast=True).to(tl.int64) << 32
+    low = total.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    tl.store(shares + part, high | low)
+    here = tl.atomic_add(arrived, 1, sem="acq_rel") + 1
+    while here < PARTS:
+        here = tl.atomic_add(arrived, 0, sem="acquire")
+    p = tl.arange(0, PADDED)
+    # Not through the first level of cache, which may hold what was there before.
+    found = tl.load(shares + p, mask=p < PARTS, other=0, cache_modifier=".cg")
+    maxima = tl.where(p < PARTS, (found >> 32).to(tl.int32).to(tl.float32, bitcast=True), -float("inf"))
+    totals = found.to(tl.int32).to(tl.float32, bitcast=True)
+    maximum = tl.max(maxima, 0)
+    return maximum, tl.sum(totals * tl.exp(maxima - _finite(maximum)), 0)
+
+
+@triton.jit
 def _stats_and_gradient_kernel(
-    products, bias, labels, scale, out, max_out, sum_out, plain_out, moment_out, label_out,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, SCALE: tl.constexpr,
-    CAP: tl.constexpr, SUM: tl.constexpr, AUX: tl.constexpr, KEEP: tl.constexpr, SPREAD: tl.constexpr,
-    Z_LOSS: tl.constexpr,
+    products, bias, labels, scale, out, max_out, sum_out, label_out, plain_out, moment_out, shares, arrived, ticket,
+    TOKENS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, SUM: tl.constexpr, AUX: tl.constexpr,
+    KEEP: tl.constexpr, SPREAD: tl.constexpr, Z_LOSS: tl.constexpr,
 ):  # fmt: skip
-    i = tl.program_id(0).to(tl.int64)
+    """A row is shared by PARTS programs, each of which holds its part in registers: read once, written once.
+
+    Each waits for the others' sums. Which program is which part follows from the order in which they start, so that
+    those it waits for have started or are the next to start.
+    """
+    number = tl.atomic_add(ticket, 1, sem="relaxed") if PARTS > 1 else tl.program_id(0)
+    i, part = (number // PARTS).to(tl.int64), number % PARTS
     row = products + i * WIDTH
-    label = tl.load(labels + i)
-    maximum, total, plain, moment, at_label = _row_stats(
-        row, bias, label, WIDTH, BLOCK, STAGES, HAS_BIAS, SCALE, CAP, SUM, AUX
-    )
-    tl.store(max_out + i, maximum)
-    tl.store(sum_out + i, total)
-    tl.store(plain_out + i, plain)
-    tl.store(moment_out + i, moment)
-    tl.store(label_out + i, at_label)
+    columns = part * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < WIDTH
+    z = _logits(row, bias, columns, mask, WIDTH % BLOCK > 0, HAS_BIAS, SCALE, CAP)
+    label, weight = tl.load(labels + i), tl.load(scale + i)
+    inside = (label >= part * BLOCK) & (label < min((part + 1) * BLOCK, WIDTH))
+    at_label = _logits(row, bias, label, inside, True, HAS_BIAS, SCALE, CAP)
+    own = tl.max(z, 0)
+    e = _exp(z, _finite(own))
+    maximum, total = own, tl.sum(e, 0)
+    if PARTS > 1:
+        shares = shares.to(tl.pointer_type(tl.int64)) + i * PARTS
+        maximum, total = _exchange(shares, arrived + i, own, total, part, PARTS, PADDED)
     lse = maximum + tl.log(total)
-    weight = tl.load(scale + i)
-    # Every product that another thread may still need has been read: the sums above waited for all of them.
-    # But the load of the label's product is every thread's own.
+    common = (1.0 + 2.0 * Z_LOSS * lse) * (weight * SCALE)
+    d = e * (tl.exp(_finite(own) - lse) * common) - SPREAD * (weight * SCALE)
+    if CAP > 0.0:
+        d *= 1.0 - (z / CAP) * (z / CAP)
+    tl.store(out + i * WIDTH + columns, d.to(out.dtype.element_ty), mask=mask)
     tl.debug_barrier()
-    last: tl.constexpr = (WIDTH - 1) // BLOCK
-    for back in tl.range(0, last + 1, num_stages=STAGES):
-        columns = (last - back) * BLOCK + tl.arange(0, BLOCK)
-        _store_gradient(
-            row, out + i * WIDTH, bias, columns, lse, weight,
-            WIDTH, HAS_BIAS, SCALE, CAP, KEEP, SPREAD, Z_LOSS,
-        )  # fmt: skip
-    tl.debug_barrier()
-    inside = (label >= 0) & (label < WIDTH)
     d = _gradient(at_label, 1.0, lse, weight, SCALE, CAP, KEEP, SPREAD, Z_LOSS)
     tl.store(out + i * WIDTH + label, d.to(out.dtype.element_ty), mask=inside)
+    outside = (part == 0) & ((label < 0) | (label >= WIDTH))
+    tl.store(label_out + i, tl.where(inside, at_label, 0.0), mask=inside | outside)
+    tl.store(max_out + i, maximum, mask=part == 0)
+    tl.store(sum_out + i, total, mask=part == 0)
+    if SUM:
+        tl.store(plain_out + part * TOKENS + i, tl.sum(tl.where(mask, z, 0.0), 0))
+    if AUX:
+        moment = tl.sum(tl.where(e == 0.0, 0.0, e * z), 0)
+        tl.store(moment_out + part * TOKENS + i, moment * tl.exp(own - _finite(maximum)))
 
 
 def _logit_constants(bias: Array | None, options: Options) -> dict[str, Any]:
@@ -286,18 +355,30 @@ def stats_and_gradient(
 ) -> tuple[Stats, Array]:
     """For rows that are whole. The gradient is written over `products`."""
     tokens, width = products.shape
-    d, *sums = _call(
+    block = _block(width, TILES.row_block)
+    parts = triton.cdiv(width, block)
+    d, maximum, total, label, plain, moment, *_ = _call(
         _stats_and_gradient_kernel,
         (products, labels if bias is None else bias, labels, scale),
-        [jax.ShapeDtypeStruct(products.shape, products.dtype), *[_row(tokens)] * 5],
+        [
+            jax.ShapeDtypeStruct(products.shape, products.dtype),
+            *[_row(tokens)] * 3,
+            *[jax.ShapeDtypeStruct((parts, tokens), jnp.float32)] * 2,
+            jax.ShapeDtypeStruct((tokens, parts, 2), jnp.int32),
+            *[jax.ShapeDtypeStruct((n,), jnp.int32) for n in (tokens, 1)],
+        ],
         input_output_aliases={0: 0},
-        grid=(tokens,),
+        zeroed_outputs=(7, 8),
+        grid=(tokens * parts,),
         num_warps=TILES.row_warps,
+        TOKENS=tokens,
         WIDTH=width,
-        BLOCK=_block(width, TILES.row_block),
-        STAGES=TILES.row_stages,
+        BLOCK=block,
+        PARTS=parts,
+        PADDED=triton.next_power_of_2(parts),
         **_logit_constants(bias, options),
         **_stats_constants(options),
         **_gradient_constants(options),
     )
+    sums = maximum, total, plain.sum(0), moment.sum(0), label
     return _to_stats(sums, options), d

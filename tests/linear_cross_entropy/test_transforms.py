@@ -194,23 +194,32 @@ def test_sharded_losses_and_aux(soft):
 
 @pytest.mark.parametrize("implementation", ALGORITHMS)
 def test_vocabulary_axis_traffic(implementation):
-    """Two reductions over the vocabulary's axis in the forward pass; the head and its gradient stay where
-    they are."""
+    """One maximum and at most two sums over the vocabulary's axis, and dx's; the head and its gradient stay where they are."""
     x, w, labels = example(0, 48, 8, 64)
     function = jax.shard_map(
         partial(memjax.linear_cross_entropy, implementation=implementation, axis_name="v"),
         mesh=mesh(1, 8), in_specs=(P(), P("v"), P()), out_specs=P(),
     )  # fmt: skip
-    text = jax.jit(jax.grad(function, argnums=(0, 1))).lower(x, w, labels).compile().as_text()
-    assert "all-gather" not in text
-    assert "all-to-all" not in text
-    reduced = [line for line in text.splitlines() if "all-reduce(" in line]
-    assert reduced
-    assert not [line for line in reduced if "[8,8]" in line], "dW is local"
+    for argnums, dx in (((0, 1), 1), (1, 0)):
+        text = jax.jit(jax.grad(function, argnums=argnums)).lower(x, w, labels).compile().as_text()
+        assert "all-gather" not in text
+        assert "all-to-all" not in text
+        reduced = [line for line in text.splitlines() if "all-reduce(" in line]
+        assert not [line for line in reduced if "[8,8]" in line], "dW is local"
+        kinds = [line.split("to_apply=")[1].split(",")[0] for line in reduced]
+        maxima = [kind for kind in kinds if " maximum(" in computation(text, kind)]
+        assert len(maxima) == 1
+        assert 1 <= len(reduced) - len(maxima) <= 2 + dx
+
+
+def computation(text, name):
+    """The text of one computation of a compiled program."""
+    return text.split(f"\n{name} ", 1)[1].split("\n}", 1)[0]
 
 
 def test_tied_embedding_and_linen_head():
     """The two lines a user swaps, with Flax."""
+    import flax.linen as nn
     from flax import nnx
 
     rngs = nnx.Rngs(0)
@@ -236,3 +245,20 @@ def test_tied_embedding_and_linen_head():
         actual, expected = nnx.grad(ours)(module), nnx.grad(theirs)(module)
         for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
             assert relative_error(a, e) < 1e-5
+
+    dense = nn.Dense(33)
+    params = dense.init(jax.random.key(1), embed(tokens))["params"]
+
+    def linen(params):
+        return memjax.linear_cross_entropy(
+            embed(tokens), params["kernel"], tokens, layout="dv", bias=params["bias"], chunk=8
+        )
+
+    def linen_plain(params):
+        log_p = jax.nn.log_softmax(dense.apply({"params": params}, embed(tokens)))
+        return -jnp.take_along_axis(log_p, tokens[..., None], -1).mean()
+
+    for a, e in zip(
+        jax.tree.leaves(jax.grad(linen)(params)), jax.tree.leaves(jax.grad(linen_plain)(params)), strict=True
+    ):
+        assert relative_error(a, e) < 1e-5
