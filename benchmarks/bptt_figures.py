@@ -99,7 +99,7 @@ def figure_7(rows: list[dict[str, Any]], axes: Any) -> None:
     axes[0].set(
         title="figure 7: memory at 2 forward steps a step (-)\nand forward steps in the memory of two levels (--)",
         ylabel="relative to $\\sqrt{t}(1+\\beta)$; forward steps per step",
-        ylim=(0, 2.3),
+        ylim=(0, 2.5),
     )
     axes[1].set(title="measured, in the memory of two levels")
     axes[1].legend(frameon=False, fontsize="small")
