@@ -74,7 +74,7 @@ def test_modes_agree(stem):
         f, params, state = step(model)
         with jax.default_matmul_precision("highest"):
             results[keep] = jax.jit(f)(params, state, images)
-        logits = model(images)
+        logits = nnx.eval_shape(lambda model: model(images), model)
         chex.assert_shape(logits, (4, 7))
         chex.assert_type(logits, jnp.float32)
     for keep in ("convolutions", "features"):

@@ -91,9 +91,9 @@ def test_vmap_and_second_derivatives(x64):
         return jnp.sum(jnp.sin(dense_block(spec, params, running, x, keep=keep)[0]))
 
     stacked = jnp.stack([x, 2 * x])
-    mapped = jax.vmap(jax.grad(lambda x: loss(x, "features")))(stacked)
-    chex.assert_trees_all_close(mapped[1], jax.grad(lambda x: loss(x, "all"))(2 * x), rtol=1e-9)
-    twice = lambda keep: jax.grad(lambda x: jnp.sum(jnp.square(jax.grad(lambda x: loss(x, keep))(x))))(x)
+    mapped = jax.jit(jax.vmap(jax.grad(lambda x: loss(x, "features"))))(stacked)
+    chex.assert_trees_all_close(mapped[1], jax.jit(jax.grad(lambda x: loss(x, "all")))(2 * x), rtol=1e-9)
+    twice = lambda keep: jax.jit(jax.grad(lambda x: jnp.sum(jnp.square(jax.grad(lambda x: loss(x, keep))(x)))))(x)
     chex.assert_trees_all_close(twice("features"), twice("all"), rtol=1e-8)
 
 
@@ -137,7 +137,7 @@ def test_module_updates_running_statistics_once():
     x = jax.random.normal(jax.random.key(0), (4, 6, 6, 8))
     blocks = {keep: DenseBlock(8, 4, 3, keep=keep, momentum=0.75, rngs=nnx.Rngs(0)) for keep in ("all", *SAVING)}
     for keep, block in blocks.items():
-        nnx.grad(lambda block: jnp.sum(block(x)))(block)
+        nnx.jit(nnx.grad(lambda block: jnp.sum(block(x))))(block)
         batch_mean = jnp.mean(x, (0, 1, 2))
         chex.assert_trees_all_close(block.mean1[...][:8], 0.25 * batch_mean, atol=1e-6)
         reference = blocks["all"]
@@ -151,12 +151,13 @@ def test_module_updates_running_statistics_once():
 def test_module_evaluates_with_running_statistics_and_without_dropout():
     x = jax.random.normal(jax.random.key(0), (4, 6, 6, 8))
     block = DenseBlock(8, 4, 3, dropout_rate=0.5, rngs=nnx.Rngs(0, dropout=1))
-    assert not np.allclose(block(x), block(x))
+    run = nnx.jit(lambda block, x: block(x))
+    assert not np.allclose(run(block, x), run(block, x))
     block.eval()
     before = jax.tree.map(jnp.copy, nnx.state(block, nnx.BatchStat))
-    chex.assert_trees_all_equal(block(x), block(x))
+    chex.assert_trees_all_equal(run(block, x), run(block, x))
     chex.assert_trees_all_equal(nnx.state(block, nnx.BatchStat), before)
-    chex.assert_trees_all_close(block(x)[:1], block(x[:1]), atol=1e-5)
+    chex.assert_trees_all_close(run(block, x)[:1], run(block, x[:1]), atol=1e-5)
 
 
 def test_sharded_batch_gives_the_same_gradient():
