@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from memjax._jaxpr import bind, evaluate, is_literal, read, scope
 from memjax.compress._codec import Codec, Mask
-from memjax.compress._inline import bind, evaluate, is_literal, read, scope
 from memjax.compress._keep import Selected, choose
 from memjax.compress._max_pool import max_pool
 from memjax.remat._blocks import zeros

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from memjax._jaxpr import is_literal
 from memjax.compress._codec import Codec
 from memjax.compress._derivative import Derivative
-from memjax.compress._inline import is_literal
 from memjax.compress._keep import selector
 from memjax.remat._step import is_float, merge, pick
 

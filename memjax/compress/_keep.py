@@ -18,7 +18,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from memjax.compress._inline import is_literal, scope
+from memjax._jaxpr import is_literal, scope
 
 SMALL = 4096
 """Arrays of fewer values are kept as they are: less than one tile of a code."""
