@@ -11,6 +11,8 @@ from memjax.compress._compressed import compressed as compressed
 from memjax.compress._error_bounded import ErrorBounded as ErrorBounded
 from memjax.compress._error_bounded import ErrorBoundedCode as ErrorBoundedCode
 from memjax.compress._group_quantized import GroupQuantized as GroupQuantized
+from memjax.compress._inject_error import UniformError as UniformError
+from memjax.compress._inject_error import inject_error as inject_error
 from memjax.compress._layers import LADDER as LADDER
 from memjax.compress._layers import Layers as Layers
 from memjax.compress._layers import Statistics as Statistics

@@ -144,13 +144,14 @@ class Derivative:
         if isinstance(codec, Recorder):
             self._record(codec, reading.values())
             return _run_late(closed.jaxpr, env, late, leaves, restored), None
-        collector = Collector(*codec.statistics.power.shape, [cotangents, codes])
+        count, width = codec.statistics.power.shape
+        collector = Collector(count, width, [cotangents, codes])
         for i, (var, code) in encoded:
             collector.code(i, code, var.aval.shape)
 
         def see(eqn, values):
             if (reader := reading.get(id(eqn))) is not None:
-                collector.cotangent(reader.layer, values[reader.cotangent])
+                collector.cotangent(reader, values[reader.cotangent])
 
         outs = _run_late(closed.jaxpr, env, late, leaves, restored, see)
         for i, (var, _) in encoded:

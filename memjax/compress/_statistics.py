@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,11 +28,13 @@ class Reader:
     Attributes:
       layer: which array.
       cotangent: the equation's operand.
+      channels: how many values of the cotangent belong to one position, each to its own entries of the gradient.
       weight: index of the pullback's output.
     """
 
     layer: int
     cotangent: Any
+    channels: int
     weight: int
 
 
@@ -60,10 +63,20 @@ def readers(jaxpr: Any, cotangents: set[Any], origins: dict[Any, int]) -> dict[i
             if eqn.primitive.name in _PRODUCTS and stored:
                 weight = _output(eqn.outvars[0], consumers, outputs)
                 if weight is not None:
-                    found[id(eqn)] = Reader(stored[0], cts[0], weight)
+                    found[id(eqn)] = Reader(stored[0], cts[0], _channels(eqn, cts[0]), weight)
         elif stored and eqn.primitive.name in _SAME:
             origins[eqn.outvars[0]] = stored[0]
     return found
+
+
+def _channels(eqn: Any, ct: Any) -> int:
+    side, shape = int(eqn.invars[0] is not ct), ct.aval.shape
+    numbers = eqn.params["dimension_numbers"]
+    if eqn.primitive.name == "conv_general_dilated":
+        # The transposed convolution: channels stand where a convolution has examples, or a kernel its outputs.
+        return shape[numbers[side][0]]
+    contracting, batch = numbers
+    return math.prod(size for axis, size in enumerate(shape) if axis not in (*contracting[side], *batch[side]))
 
 
 def _output(var: Any, consumers: dict[Any, list[Any]], outputs: dict[Any, int]) -> int | None:
@@ -106,14 +119,15 @@ class Collector:
         part = _some(x)[0]
         self._add("nonzero", layer, jnp.mean((part != jnp.zeros((), x.dtype)).astype(jnp.float32)))
 
-    def cotangent(self, layer: int, ct: Any) -> None:
-        """Of one more reader of the array."""
+    def cotangent(self, reader: Reader, ct: Any) -> None:
+        """Of one more reader of its array."""
+        layer = reader.layer
         part, share = _some(ct)
         wide = part.astype(jnp.float32)
         at = (layer, self._seen[layer])
         self._seen[layer] += 1
         self._add("cotangent", at, jnp.mean(jnp.abs(wide)))
-        self._add("power", at, jnp.sum(jnp.square(wide)) / share)
+        self._add("power", at, jnp.sum(jnp.square(wide)) / (share * reader.channels))
 
     def sums(self, like: Statistics) -> Statistics:
         """With the type of `like`: what devices of a `shard_map` found is added up, if they share the bounds."""
