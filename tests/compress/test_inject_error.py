@@ -62,9 +62,10 @@ def test_sigma_is_as_predicted_and_errors_are_normal():
     for own, i in names.items():
         for j, name in enumerate(own):
             errors = np.stack([np.asarray(sample[name] - gradients[name], np.float64) for sample in samples])
-            sigma = errors.std()
-            assert 0.8 < predicted[i, j] / sigma < 1.2
-            assert abs(np.mean(np.abs(errors) < sigma) - 0.682) < 0.03
+            assert 0.8 < predicted[i, j] / errors.std() < 1.2
+            # Pairs of channels have deviations of their own, so that all together are a mixture of normal distributions.
+            own_sigma = errors.std((0, 1, 2), keepdims=True)
+            assert abs(np.mean(np.abs(errors) < own_sigma) - 0.682) < 0.03
 
 
 def test_error_is_uniform_within_the_bound_and_spares_zeros():
