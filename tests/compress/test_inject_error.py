@@ -50,7 +50,7 @@ def test_sigma_is_as_predicted_and_errors_are_normal():
         return jax.grad(loss_of(f))(params, x)
 
     found, gradients = exact(params, x)
-    samples = [with_errors(seed) for seed in range(4)]
+    samples = [with_errors(seed) for seed in range(24)]
     half_width = jnp.full(len(layers.names), bound)
     predicted = np.asarray(compress.predicted_sigma(found.statistics, half_width))
     names = {tuple(name.split("/")[-1] for name in own): i for i, own in enumerate(layers.weights)}
