@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from memjax import compress
+
 Batch = dict[str, jax.Array]
 Sums = dict[str, jax.Array]
 
@@ -81,12 +83,18 @@ def train_step(
             no_sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
             start = (no_gradients, state.rest, no_sums)
             (gradients, rest, sums), _ = jax.lax.scan(micro_step, start, micro_batches)
-        gradients = jax.tree.map(lambda g: g / sums["count"].astype(g.dtype), gradients)
+        gradients = compress.scale_gradient(gradients, 1 / sums["count"])
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
         return TrainState(state.step + 1, params, rest, optimizer_state), sums
 
     return step
+
+
+def parameter_count(params: nnx.State) -> int:
+    """How many numbers are trained; what adapts compression is none of them."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, compress.Layers))
+    return sum(leaf.size for leaf in leaves if not isinstance(leaf, compress.Layers))
 
 
 def eval_step(make_model: Callable[[], nnx.Module], loss: Loss) -> Callable[[TrainState, Batch], Sums]:

@@ -33,9 +33,9 @@ def transactional(
     the codes needed; the top rung stores raw values and cannot overflow. So the results are those of a run with
     enough capacity from the beginning, bit for bit.
 
-    Capacities are those of the `Layers` in the state. They are part of the compiled program: `jit` keeps one for each set of
-    capacities. They rise with overflows, and fall where a whole `window` of steps would have done with `saving` less
-    memory for codes. New ones are the rung of `LADDER` above `margin` times the need, which is
+    Capacities begin with those of the `Layers` in the state, which stay as they are. They are part of the compiled program:
+    `jit` keeps one for each set of capacities. They rise with overflows, and fall where a whole `window` of steps would
+    have done with `saving` less memory for codes. New ones are the rung of `LADDER` above `margin` times the need, which is
     known to within a rung.
 
     Reading the flag waits for the step: there is no running ahead of the device.
@@ -106,8 +106,9 @@ class Transactional:
         own, rebuild = split_layers(state)
         if not own:
             raise ValueError("state must contain the Layers that memjax.compress.layers made.")
+        given = [layers.bits_per_value for layers in own]
         if self._capacities is None:
-            self._capacities = [layers.bits_per_value for layers in own]
+            self._capacities = given
         while True:
             state = rebuild(_with_capacities(own, self._capacities))
             self._visited.add(tuple(self._capacities))
@@ -119,9 +120,10 @@ class Transactional:
             self.replays += 1
             own, rebuild = split_layers(state)
             self._capacities = self._raised(own)
+        own, rebuild = split_layers(state)
         if len(self._needs) >= self._window:
-            self._lower_capacities(split_layers(state)[0])
-        return state, out
+            self._lower_capacities(own)
+        return rebuild(_with_capacities(own, given)), out
 
     def _raised(self, own: list[Layers]) -> Capacities:
         """Capacities for all needs remembered, none lower than it is."""
