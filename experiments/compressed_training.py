@@ -35,6 +35,7 @@ from experiments.compression.report import extra_report
 from experiments.data.image_folder import image_folder
 from experiments.data.photographs import photographs
 from experiments.data.stream import ImageData, test_batches, train_batches
+from experiments.harness import devices
 from experiments.harness.classification import classification_loss
 from experiments.harness.config import ExperimentError, RunConfig
 from experiments.harness.main import run
@@ -146,6 +147,7 @@ def make_task(config: CompressedConfig) -> Task:
         batch=_batch(config),
         train_examples=len(data.train),
         compare={},
+        by_device=True,
         wrap_optimizer=functools.partial(_controlled, config) if config.compress else lambda tx: tx,
         compile_step=observed.compile_step if observed else None,
         observe=observed.observe if observed else lambda state: {},
@@ -158,7 +160,12 @@ def make_task(config: CompressedConfig) -> Task:
 
 
 def _one_batch(config: CompressedConfig, data: ImageData):
-    return train_batches(data, seed=config.seed + 1, batch_size=config.batch_size, workers=0)
+    return train_batches(data, seed=config.seed + 1, batch_size=_device_batch(config), workers=0)
+
+
+def _device_batch(config: CompressedConfig) -> int:
+    """Examples whose activations one device encodes at a time."""
+    return max(1, config.batch_size // (config.accumulate * devices.data_mesh().size))
 
 
 def _controlled(config: CompressedConfig, tx: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -188,7 +195,7 @@ def _model(config: CompressedConfig, classes: int, is_compressed: bool) -> nnx.M
 
     if not is_compressed:
         return make_net()
-    shape = (config.batch_size // config.accumulate, config.image_size, config.image_size, 3)
+    shape = (_device_batch(config), config.image_size, config.image_size, 3)
     return compressed_classifier(
         make_net,
         jax.ShapeDtypeStruct(shape, jnp.float32),

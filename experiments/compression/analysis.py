@@ -36,7 +36,7 @@ def save_analysis(
 
     batch = jax.tree.map(jnp.asarray, next_batch())
     layers = layers_of(state)
-    lossy = gradients(state.params, state.rest, batch)
+    lossy = gradients(_with_bounds(state.params, layers.bound), state.rest, batch)
     raw = gradients(_with_bounds(state.params, jnp.zeros_like(layers.bound)), state.rest, batch)
     statistics = layers_of(dataclasses.replace(state, params=raw)).statistics
     half_step = jnp.exp2(jnp.floor(jnp.log2(2 * layers.bound))) / 2
@@ -48,25 +48,51 @@ def save_analysis(
         for j, name in enumerate(names):
             error = next(leaf for path, leaf in by_path.items() if path.endswith("/" + name)).astype(np.float64)
             sigma = error.std()
+            if sigma == 0:  # nothing reaches this layer: its cotangents or its values are zero
+                continue
+            normalised = error / _own_sigma(error)
             rows.append(
                 {
-                    "layer": name.removesuffix("/kernel"),
+                    "layer": layer_name(name),
                     "shape": list(layers.shapes[i][0]),
                     "bound": float(layers.bound[i]),
                     "predicted": float(predicted[i, j]),
                     "measured": float(sigma),
                     "coefficient": float(sigma / simplified[i, j]),
-                    "within_sigma": float(np.mean(np.abs(error) < sigma)),
-                    "histogram": np.histogram(error / sigma, EDGES, density=True)[0].tolist(),
+                    "within_sigma": float(np.mean(np.abs(normalised) < 1)),
+                    "histogram": np.histogram(normalised, EDGES, density=True)[0].tolist(),
                 }
             )
-    info = {"names": layers.names, "shapes": [shape for shape, _ in layers.shapes], "rows": rows}
+    info = {
+        "names": [layer_name(name) for name in layers.names],
+        "shapes": [shape for shape, _ in layers.shapes],
+        "rows": rows,
+    }
     (folder / "analysis.json").write_text(json.dumps(info) + "\n")
 
 
+def layer_name(path: str) -> str:
+    """Of the path of its kernel."""
+    return path.removesuffix("/value").removesuffix("/kernel")
+
+
+def _own_sigma(error: np.ndarray) -> np.ndarray:
+    """Standard deviations of a gradient's errors, (..., inputs, outputs).
+
+    Channels differ in it: the mixture of their normal distributions is not normal. Here it is a product of a factor for each
+    input and one for each output.
+    """
+    squares = np.square(error)
+    by_input = squares.mean((*range(error.ndim - 2), error.ndim - 1), keepdims=True)
+    by_output = squares.mean(tuple(range(error.ndim - 1)), keepdims=True)
+    return np.sqrt(by_input * by_output / squares.mean()) + 1e-30
+
+
 def _with_bounds(params: nnx.State, bounds: jax.Array) -> nnx.State:
+    """Other bounds, and capacities that cannot overflow."""
     is_layers = lambda node: isinstance(node, compress.Layers)
-    replaced = lambda node: dataclasses.replace(node, bound=bounds) if is_layers(node) else node
+    new = {"bound": bounds, "bits_per_value": (None,) * len(bounds)}
+    replaced = lambda node: dataclasses.replace(node, **new) if is_layers(node) else node
     return jax.tree.map(replaced, params, is_leaf=is_layers)
 
 

@@ -82,7 +82,9 @@ def _compiled(config, make_model: Callable[..., nnx.Module], is_compressed: bool
         "label": jax.ShapeDtypeStruct((batch,), jnp.int32),
     }
     options = memjax.remat_compiler_options() | memory.quick_compile()
-    jitted = jax.jit(train_step(model, loss, tx, 1), donate_argnums=0, compiler_options=options)
+    jitted = jax.jit(
+        train_step(model, loss, tx, 1, mesh if mesh.size > 1 else None), donate_argnums=0, compiler_options=options
+    )
     program = jitted.lower(state, memory.placed(shapes, devices.batch_sharding(mesh))).compile()
     analysis: Any = program.memory_analysis()
     needed = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + analysis.output_size_in_bytes

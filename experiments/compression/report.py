@@ -85,10 +85,10 @@ def _draw_layers(path: Path, train: list[dict], analysis: dict) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharex=True)
     colors = plt.get_cmap("viridis")(np.linspace(0, 0.95, bits.shape[1]))
     for i, color in enumerate(colors):
-        label = f"{i}: {analysis['names'][i].removesuffix('/kernel')}"
+        label = f"{i}: {analysis['names'][i]}"
         axes[0].plot(steps, 32 / np.maximum(bits[:, i], 1e-3), color=color, lw=1, label=label)
         axes[1].plot(steps, bounds[:, i], color=color, lw=1)
-    axes[0].set(xlabel="step", ylabel="ratio to float32, by layer", yscale="log")
+    axes[0].set(xlabel="step", ylabel="ratio to float32, by layer", ylim=(0, None))
     axes[1].set(xlabel="step", ylabel="bound, by layer", yscale="log")
     for axis in axes:
         axis.grid(alpha=0.3)
@@ -106,7 +106,7 @@ def _draw_errors(path: Path, analysis: dict) -> None:
         axes[0].plot(centres, row["histogram"], color="tab:blue", lw=0.6, alpha=0.4)
     axes[0].plot(centres, np.exp(-(centres**2) / 2) / np.sqrt(2 * np.pi), "k--", lw=1.2, label="normal")
     share = np.mean([row["within_sigma"] for row in rows])
-    axes[0].set(xlabel="error of a gradient / its standard deviation", ylabel="density, a line per layer")
+    axes[0].set(xlabel="error of a gradient / standard deviation of its channels", ylabel="density, a line per layer")
     axes[0].set_title(f"{share:.1%} within one standard deviation")
     axes[0].legend()
     at = np.arange(len(rows))

@@ -26,6 +26,7 @@ class Task:
       batch: shapes and dtypes of a batch of all hosts together.
       train_examples: how many there are, on all hosts.
       compare: by name, the models whose training memory is reported: this run's, and alternatives to it.
+      by_device: whether each device computes its gradient by itself: see `train_step`.
       wrap_optimizer: makes of the configured optimizer the one that trains.
       compile_step: makes of a step `(state, batch) -> (state, sums)` and options of `jax.jit` what trains; None: `jax.jit`.
       observe: more to be recorded, from the state after a step.
@@ -40,6 +41,7 @@ class Task:
     batch: dict[str, jax.ShapeDtypeStruct]
     train_examples: int
     compare: Mapping[str, Callable[[], nnx.Module]]
+    by_device: bool = False
     wrap_optimizer: Callable[[optax.GradientTransformation], optax.GradientTransformation] = lambda tx: tx
     compile_step: Callable[..., Callable] | None = None
     observe: Callable[[TrainState], dict[str, Any]] = lambda state: {}

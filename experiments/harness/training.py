@@ -187,7 +187,8 @@ class Trainer:
         return devices.replicated(self._mesh)
 
     def _step(self, make_model: Callable[[], nnx.Module]) -> Callable:
-        return train_step(make_model, self._task.loss, self._optimizer, self._config.accumulate)
+        mesh = self._mesh if self._task.by_device and self._mesh.size > 1 else None
+        return train_step(make_model, self._task.loss, self._optimizer, self._config.accumulate, mesh)
 
     def _jit_options(self) -> dict:
         return {"out_shardings": self._shared, "compiler_options": memjax.remat_compiler_options()}

@@ -106,7 +106,7 @@ class VGG16(nnx.Module):
         self.blocks: nnx.List = nnx.List()
         for outputs, layers in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
             outputs = _scaled(outputs, width)
-            block = nnx.List()
+            block: nnx.List = nnx.List()
             for _ in range(layers):
                 block.append(Conv(inputs, outputs, 3, norm=False, dtype=dtype, rngs=rngs))
                 inputs = outputs

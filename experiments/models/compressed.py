@@ -24,7 +24,7 @@ class Compressed(nnx.Module):
         self.codec = nnx.Param(layers)
 
     def __call__(self, images: jax.Array) -> jax.Array:
-        return memjax.compressed(self.net, self.codec.get_value(), where=self.where)(images)  # type: ignore[operator]
+        return memjax.compressed(self.net, self.codec.get_value(), where=self.where)(images)
 
 
 def compressed_classifier(

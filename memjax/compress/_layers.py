@@ -34,7 +34,7 @@ class Statistics(NamedTuple):
       overflows: how many codes overflowed.
       needed: how many codes needed each rung of `LADDER`, the last entry counting those beyond.
       cotangent: means of |L|, L being the cotangent that the array is multiplied with to give a gradient.
-      power: sums of L^2 over positions and examples, means over channels.
+      power: sums of those L^2 that change one entry of the gradient, means over its entries.
     """
 
     uses: Float[Array, " n"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from memjax._jaxpr import is_literal
@@ -28,13 +29,14 @@ class Reader:
     Attributes:
       layer: which array.
       cotangent: the equation's operand.
-      channels: how many values of the cotangent belong to one position, each to its own entries of the gradient.
+      share: of the sum of L^2 that changes one entry of the gradient: one of the channels, and of the positions those where a
+        convolution's window does not reach into its padding.
       weight: index of the pullback's output.
     """
 
     layer: int
     cotangent: Any
-    channels: int
+    share: float
     weight: int
 
 
@@ -63,20 +65,35 @@ def readers(jaxpr: Any, cotangents: set[Any], origins: dict[Any, int]) -> dict[i
             if eqn.primitive.name in _PRODUCTS and stored:
                 weight = _output(eqn.outvars[0], consumers, outputs)
                 if weight is not None:
-                    found[id(eqn)] = Reader(stored[0], cts[0], _channels(eqn, cts[0]), weight)
+                    found[id(eqn)] = Reader(stored[0], cts[0], _share(eqn, cts[0]), weight)
         elif stored and eqn.primitive.name in _SAME:
             origins[eqn.outvars[0]] = stored[0]
     return found
 
 
-def _channels(eqn: Any, ct: Any) -> int:
+def _share(eqn: Any, ct: Any) -> float:
     side, shape = int(eqn.invars[0] is not ct), ct.aval.shape
     numbers = eqn.params["dimension_numbers"]
     if eqn.primitive.name == "conv_general_dilated":
         # The transposed convolution: channels stand where a convolution has examples, or a kernel its outputs.
-        return shape[numbers[side][0]]
+        return _reach(eqn) / shape[numbers[side][0]]
     contracting, batch = numbers
-    return math.prod(size for axis, size in enumerate(shape) if axis not in (*contracting[side], *batch[side]))
+    return 1 / math.prod(size for axis, size in enumerate(shape) if axis not in (*contracting[side], *batch[side]))
+
+
+def _reach(eqn: Any) -> float:
+    """Of all pairs of an output and a tap of the convolution's kernel, the share that meets a value and not padding."""
+    params, numbers = eqn.params, eqn.params["dimension_numbers"]
+    shapes = zip((eqn.invars[0], eqn.invars[1], eqn.outvars[0]), numbers, strict=True)
+    sizes = [[atom.aval.shape[axis] for axis in spec[2:]] for atom, spec in shapes]
+    windows = zip(
+        params["window_strides"], params["lhs_dilation"], params["rhs_dilation"], params["padding"], strict=True
+    )
+    share = 1.0
+    for values, taps, outputs, (stride, spread, dilation, (low, _)) in zip(*sizes, windows, strict=True):
+        at = np.arange(outputs)[:, None] * stride + np.arange(taps) * dilation - low
+        share *= np.mean((at >= 0) & (at <= (values - 1) * spread) & (at % spread == 0))
+    return float(share)
 
 
 def _output(var: Any, consumers: dict[Any, list[Any]], outputs: dict[Any, int]) -> int | None:
@@ -127,7 +144,7 @@ class Collector:
         at = (layer, self._seen[layer])
         self._seen[layer] += 1
         self._add("cotangent", at, jnp.mean(jnp.abs(wide)))
-        self._add("power", at, jnp.sum(jnp.square(wide)) / (share * reader.channels))
+        self._add("power", at, jnp.sum(jnp.square(wide)) * (reader.share / share))
 
     def sums(self, like: Statistics) -> Statistics:
         """With the type of `like`: what devices of a `shard_map` found is added up, if they share the bounds."""
