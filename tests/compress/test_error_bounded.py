@@ -27,7 +27,6 @@ def round_trip(options, x, bound):
 
 
 @pytest.mark.smoke
-@pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_bound_holds_for_every_16_bit_value(dtype):
     x = every_16_bit_pattern(dtype)
@@ -36,7 +35,6 @@ def test_bound_holds_for_every_16_bit_value(dtype):
         check_bound(x, round_trip((), x, bound)[0], float(bound))
 
 
-@pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize("bound", [1e-30, 1e-4, 2.0**-7, 0.37, 1e20])
 def test_bound_holds_for_random_float32_patterns(bound):
     bound = np.float32(bound)

@@ -28,15 +28,6 @@ def two_devices(monkeypatch):
     monkeypatch.setattr(devices, "data_mesh", lambda: mesh)
 
 
-@pytest.fixture(autouse=True)
-def quick_compile():
-    flag = "jax_disable_most_optimizations"
-    before = jax.config.read(flag)
-    jax.config.update(flag, True)
-    yield
-    jax.config.update(flag, before)
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_networks_are_those_published(name):
     net = nnx.eval_shape(lambda: MODELS[name](1000, rngs=nnx.Rngs(0)))
