@@ -20,6 +20,8 @@ def run(
     description: str,
     argv: Sequence[str] | None = None,
     facts: Callable[[Config], dict[str, str]] = lambda config: {},
+    extra_report: Callable[[Config, Console], None] = lambda config, console: None,
+    instead: Callable[[Config, Console], bool] = lambda config, console: False,
 ) -> int:
     """Parses, trains, compares and reports; the result is the exit status.
 
@@ -32,10 +34,14 @@ def run(
       description: of the command, for `--help`.
       argv: flags; by default those of the process.
       facts: more lines for the report.
+      extra_report: more tables and plots after it.
+      instead: does something else than training where the configuration asks for it, and says so by True.
     """
     try:
         config = parse(presets, description=description, argv=sys.argv[1:] if argv is None else argv)
         console = Console(quiet=jax.process_index() != 0)
+        if instead(config, console):
+            return 0
         if not config.report_only:
             task = make_task(config)
             with contextlib.closing(task.train_batches):
@@ -46,6 +52,7 @@ def run(
                 trainer.measure()
         if jax.process_index() == 0:
             report(config.folder, console, facts(config))
+            extra_report(config, console)
         return 0
     except ExperimentError as error:
         Console(stderr=True).print(f"[bold red]Error:[/] {error}", soft_wrap=True, highlight=False)

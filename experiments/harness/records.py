@@ -11,7 +11,7 @@ class Records:
     def __init__(self, path: Path):
         self._file = path.open("a", encoding="utf-8")
 
-    def append(self, kind: str, step: int, **values: float | str) -> None:
+    def append(self, kind: str, step: int, **values: float | str | list[float]) -> None:
         self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
         self._file.flush()
 

@@ -8,6 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from memjax import compress
 
 Batch = dict[str, jax.Array]
 Sums = dict[str, jax.Array]
@@ -43,12 +47,17 @@ def init_state(make_model: Callable[[], nnx.Module], optimizer: optax.GradientTr
 
 
 def train_step(
-    make_model: Callable[[], nnx.Module], loss: Loss, optimizer: optax.GradientTransformation, accumulate: int
+    make_model: Callable[[], nnx.Module],
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    accumulate: int,
+    mesh: Mesh | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Sums]]:
     """A function `(state, batch) -> (state, sums)`.
 
     The batch is taken apart into `accumulate` micro-batches, each with its own batch statistics; the gradient
-    of the summed loss is added up over them and divided by the total count.
+    of the summed loss is added up over them and divided by the total count. With a `mesh` each device computes the gradient
+    of its part of the batch by itself, with its own batch statistics, instead of letting the compiler spread one program.
     """
     graph = _graph(make_model, train=True)
 
@@ -59,6 +68,8 @@ def train_step(
         return sums["loss"], (rest, sums)
 
     gradient = jax.grad(summed_loss, has_aux=True)
+    if mesh is not None:
+        gradient = _by_device(gradient, mesh)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
         if accumulate == 1:
@@ -81,12 +92,28 @@ def train_step(
             no_sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
             start = (no_gradients, state.rest, no_sums)
             (gradients, rest, sums), _ = jax.lax.scan(micro_step, start, micro_batches)
-        gradients = jax.tree.map(lambda g: g / sums["count"].astype(g.dtype), gradients)
+        gradients = compress.scale_gradient(gradients, 1 / sums["count"])
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
         return TrainState(state.step + 1, params, rest, optimizer_state), sums
 
     return step
+
+
+def _by_device(gradient: Callable, mesh: Mesh) -> Callable:
+    def local(params, rest, batch):
+        # Parameters are shared, so that their gradients come added up.
+        gradients, (rest, sums) = gradient(params, rest, batch)
+        mean = lambda x: jax.lax.pmean(x, "data") if "data" in jax.typeof(x).manual_axis_type.varying else x
+        return gradients, (jax.tree.map(mean, rest), jax.lax.psum(sums, "data"))
+
+    return jax.shard_map(local, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P())
+
+
+def parameter_count(params: nnx.State) -> int:
+    """How many numbers are trained; what adapts compression is none of them."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, compress.Layers))
+    return sum(leaf.size for leaf in leaves if not isinstance(leaf, compress.Layers))
 
 
 def eval_step(make_model: Callable[[], nnx.Module], loss: Loss) -> Callable[[TrainState, Batch], Sums]:

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import grain
 import jax
 import numpy as np
+import optax
 from flax import nnx
 
-from experiments.harness.step import Loss
+from experiments.harness.step import Loss, TrainState
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,11 @@ class Task:
       batch: shapes and dtypes of a batch of all hosts together.
       train_examples: how many there are, on all hosts.
       compare: by name, the models whose training memory is reported: this run's, and alternatives to it.
+      by_device: whether each device computes its gradient by itself: see `train_step`.
+      wrap_optimizer: makes of the configured optimizer the one that trains.
+      compile_step: makes of a step `(state, batch) -> (state, sums)` and options of `jax.jit` what trains; None: `jax.jit`.
+      observe: more to be recorded, from the state after a step.
+      finish: called with the last state of a complete training.
     """
 
     make_model: Callable[[], nnx.Module]
@@ -34,3 +41,8 @@ class Task:
     batch: dict[str, jax.ShapeDtypeStruct]
     train_examples: int
     compare: Mapping[str, Callable[[], nnx.Module]]
+    by_device: bool = False
+    wrap_optimizer: Callable[[optax.GradientTransformation], optax.GradientTransformation] = lambda tx: tx
+    compile_step: Callable[..., Callable] | None = None
+    observe: Callable[[TrainState], dict[str, Any]] = lambda state: {}
+    finish: Callable[[TrainState], None] = lambda state: None

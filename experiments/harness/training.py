@@ -23,7 +23,7 @@ from experiments.harness.config import ExperimentError, RunConfig
 from experiments.harness.interrupt import Interrupt
 from experiments.harness.optimizer import learning_rate, optimizer
 from experiments.harness.progress import Display, memory_in_use, waiting
-from experiments.harness.step import Sums, TrainState, eval_step, init_state, train_step
+from experiments.harness.step import Sums, TrainState, eval_step, init_state, parameter_count, train_step
 from experiments.harness.task import Task
 
 
@@ -45,7 +45,7 @@ class Trainer:
                 f"--batch-size {config.batch_size} is more than the {task.train_examples} training examples"
             )
         self._total_steps = max(1, round(config.epochs * self._epoch_steps))
-        self._optimizer = optimizer(config, self._total_steps)
+        self._optimizer = task.wrap_optimizer(optimizer(config, self._total_steps))
         self._batch = memory.placed(task.batch, devices.batch_sharding(mesh))
         if not config.resume and (config.folder / "config.json").exists():
             raise ExperimentError(f"{config.folder} holds a run already: add --resume, or choose another --name")
@@ -88,7 +88,10 @@ class Trainer:
             state = self._state(start)
         with waiting(console, "Compiling the training step"):
             begin = time.perf_counter()
-            compiled = self._jitted(task.make_model).lower(state, self._batch).compile()
+            if task.compile_step is None:
+                compiled = self._jitted(task.make_model).lower(state, self._batch).compile()
+            else:
+                compiled = task.compile_step(self._step(task.make_model), **self._jit_options())
             compile_seconds = time.perf_counter() - begin
         with waiting(console, "Compiling the evaluation step"):
             evaluation = jax.jit(eval_step(task.make_model, task.test_loss), out_shardings=self._shared)
@@ -104,7 +107,7 @@ class Trainer:
                 "start",
                 start,
                 compile_seconds=compile_seconds,
-                parameters=sum(p.size for p in jax.tree.leaves(state.params)),
+                parameters=parameter_count(state.params),
                 devices=self._mesh.size,
                 device=jax.devices()[0].device_kind,
                 jax=jax.__version__,
@@ -143,6 +146,7 @@ class Trainer:
                         step,
                         epoch=step / self._epoch_steps,
                         **means,
+                        **self._task.observe(state),
                         learning_rate=float(rate(step - 1)),
                         seconds=seconds,
                         examples_per_second=speed,
@@ -162,6 +166,7 @@ class Trainer:
                     return step
                 if evaluating:
                     clock = time.perf_counter()
+        self._task.finish(state)
         return total
 
     def _evaluate(self, evaluate: Callable, state: TrainState) -> dict[str, float]:
@@ -181,10 +186,15 @@ class Trainer:
     def _shared(self) -> jax.sharding.NamedSharding:
         return devices.replicated(self._mesh)
 
+    def _step(self, make_model: Callable[[], nnx.Module]) -> Callable:
+        mesh = self._mesh if self._task.by_device and self._mesh.size > 1 else None
+        return train_step(make_model, self._task.loss, self._optimizer, self._config.accumulate, mesh)
+
+    def _jit_options(self) -> dict:
+        return {"out_shardings": self._shared, "compiler_options": memjax.remat_compiler_options()}
+
     def _jitted(self, make_model: Callable[[], nnx.Module]):
-        step = train_step(make_model, self._task.loss, self._optimizer, self._config.accumulate)
-        options = memjax.remat_compiler_options()
-        return jax.jit(step, donate_argnums=0, out_shardings=self._shared, compiler_options=options)
+        return jax.jit(self._step(make_model), donate_argnums=0, **self._jit_options())
 
     def _abstract_state(self, make_model: Callable[[], nnx.Module]) -> TrainState:
         shapes = jax.eval_shape(functools.partial(init_state, make_model, self._optimizer))

@@ -15,13 +15,14 @@ from flax import nnx
 from memjax.compress import _linen, _nnx
 from memjax.compress._codec import Codec
 from memjax.compress._function import call_compressed
+from memjax.compress._layers import Layers, Recorder
 
 F = TypeVar("F")
 
 
 def compressed(
     f_or_module: F,
-    codec: Codec,
+    codec: Codec | Layers,
     *,
     where: str | Callable[[str, Any], bool] | None = None,
     inputs: bool = False,
@@ -55,7 +56,8 @@ def compressed(
     Args:
       f_or_module: a function of pytrees of arrays (other leaves are static), or an NNX or Linen module, whose `__call__`
         is meant. An NNX module shares its variables with the result.
-      codec: for one, `memjax.compress.ErrorBounded(2**-7, bits_per_value=4)`.
+      codec: for one, `memjax.compress.ErrorBounded(2**-7, bits_per_value=4)`; or `memjax.compress.layers`, with a bound for
+        each array that training adapts.
       where: what to encode; None: everything above. "conv": what convolutions read, to which Jin et al. confine themselves.
         A pattern (`fnmatch`) for paths of submodules or parts of them, "encoder/*" or "Conv_*", or a predicate
         `where(path, x)`. For functions and Linen modules paths are `jax.named_scope`s in which an array is read (or made,
@@ -68,7 +70,7 @@ def compressed(
       TypeError: no function or module, or no codec; forward mode or second derivatives.
       ValueError: `where` matches nothing. For functions and Linen modules when differentiated.
     """
-    if not isinstance(codec, Codec):
+    if not isinstance(codec, Codec | Layers | Recorder):
         raise TypeError(f"codec must be a codec, such as memjax.compress.ErrorBounded(2**-7), got {codec!r}.")
     if where is not None and not isinstance(where, str) and not callable(where):
         raise TypeError(f'where must be "conv", a pattern, a predicate or None, got {where!r}.')

@@ -7,17 +7,19 @@ reads besides, so that the compiler cannot begin earlier.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from memjax._jaxpr import bind, evaluate, is_literal, read, scope
 from memjax.compress._codec import Codec, Mask
-from memjax.compress._inline import bind, evaluate, is_literal, read, scope
 from memjax.compress._keep import Selected, choose
+from memjax.compress._layers import AnyCodec, Layers, Recorder, Statistics
 from memjax.compress._max_pool import max_pool
+from memjax.compress._statistics import Collector, Reader, readers
 from memjax.remat._blocks import zeros
 from memjax.remat._step import drop, is_float, merge, pick
 
@@ -37,6 +39,7 @@ class Derivative:
       lasting: which inputs live until the backward pass anyway.
       selected: which saved arrays to encode.
       signs: whether the codec keeps signs.
+      names: of its inputs.
     """
 
     def __init__(
@@ -48,8 +51,10 @@ class Derivative:
         lasting: Sequence[bool],
         selected: Selected,
         signs: bool,
+        names: Sequence[str],
     ):
         self.wanted = wanted
+        self._names = pick(names, wanted)
         self.out_types = pick([var.aval for var in jaxpr.outvars], outs)
         self._out_float = [is_float(aval) for aval in self.out_types]
         n_consts = len(jaxpr.constvars)
@@ -82,8 +87,10 @@ class Derivative:
         """The named scopes of the function."""
         return sorted({scope(eqn) for eqn in self._jaxpr.eqns} - {""})
 
-    def forward(self, inputs: Arrays, codec: Codec) -> tuple[Arrays, Any]:
+    def forward(self, inputs: Arrays, codec: AnyCodec) -> tuple[Arrays, Any]:
         """The outputs, and what is kept for `backward`."""
+        if isinstance(codec, Layers | Recorder):
+            codec.check(len(self.keep.encoded))
         env = dict(zip([*self._jaxpr.constvars, *self._jaxpr.invars], [*self._consts, *inputs], strict=True))
         codes: dict[Any, Any] = {}
         self._encode_ready(codec, env, codes)
@@ -93,20 +100,22 @@ class Derivative:
         kept = [codes[var] for var in self.keep.encoded], [codes[var] for var in self.keep.masks]
         return read(env, self._outs), (read(env, self.keep.whole), *kept)
 
-    def _encode_ready(self, codec: Codec, env: dict[Any, Any], codes: dict[Any, Any]) -> None:
+    def _encode_ready(self, codec: AnyCodec, env: dict[Any, Any], codes: dict[Any, Any]) -> None:
         """Encode what has just been computed. What reads it waits for its code, or all codes might be made at the end."""
-        for var in self.keep.encoded:
-            scale = self.keep.scales.get(var) if hasattr(codec, "scaled") else None
+        for i, var in enumerate(self.keep.encoded):
+            own = _own(codec, i)
+            scale = self.keep.scales.get(var) if hasattr(own, "scaled") else None
             if var in codes or var not in env or (scale is not None and scale[0] not in env):
                 continue
-            own = codec if scale is None else codec.scaled(_deviation(env[scale[0]], scale[1]))  # type: ignore[attr-defined]
+            if scale is not None:
+                own = own.scaled(_deviation(env[scale[0]], scale[1]))  # type: ignore[attr-defined]
             env[var], codes[var] = lax.optimization_barrier((env[var], _encode(own, env[var])))
         for var in self.keep.masks:
             if var in env and var not in codes:
                 env[var], codes[var] = lax.optimization_barrier((env[var], Mask().encode(env[var])))
 
-    def backward(self, kept: Any, codec: Codec, cotangents: Arrays) -> Arrays:
-        """Cotangents of the inputs in `wanted`."""
+    def backward(self, kept: Any, codec: AnyCodec, cotangents: Arrays) -> tuple[Arrays, Statistics | None]:
+        """Cotangents of the inputs in `wanted`, and what was found out on the way, if the codec has a place for it."""
         whole, codes, masks = kept
         cotangents = [_instantiate(ct) for ct in pick(cotangents, self._out_float)]
         types = [var.aval for var in self._residuals]
@@ -117,14 +126,49 @@ class Derivative:
 
         known = dict(zip(self._jaxpr.constvars, self._consts, strict=True))
         known |= dict(zip(self.keep.whole, whole, strict=True))
-        stored = {var: (codec, code) for var, code in zip(self.keep.encoded, codes, strict=True)}
+        encoded = list(enumerate(zip(self.keep.encoded, codes, strict=True)))
+        stored: dict[Any, Any] = {var: (_own(codec, i), code) for i, (var, code) in encoded}
         stored |= {var: (Mask(), code) for var, code in zip(self.keep.masks, masks, strict=True)}
         restored = _Restored(self._producer, self.keep.signs, known, stored)
         n = len(types)
         leaves = dict(zip(closed.jaxpr.invars[:n], self._residuals, strict=True))
         env = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         env |= dict(zip(closed.jaxpr.invars[n:], cotangents, strict=True))
-        return _run_late(closed.jaxpr, env, set(closed.jaxpr.invars[n:]), leaves, restored)
+        late = set(closed.jaxpr.invars[n:])
+        if not isinstance(codec, Layers | Recorder):
+            return _run_late(closed.jaxpr, env, late, leaves, restored), None
+
+        index = {var: i for i, var in enumerate(self.keep.encoded)}
+        origins = {leaf: index[self.keep.origins[var]] for leaf, var in leaves.items() if var in self.keep.origins}
+        reading = readers(closed.jaxpr, late, origins)
+        if isinstance(codec, Recorder):
+            self._record(codec, reading.values())
+            return _run_late(closed.jaxpr, env, late, leaves, restored), None
+        count, width = codec.statistics.power.shape
+        collector = Collector(count, width, [cotangents, codes])
+        for i, (var, code) in encoded:
+            collector.code(i, code, var.aval.shape)
+
+        def see(eqn, values):
+            if (reader := reading.get(id(eqn))) is not None:
+                collector.cotangent(reader, values[reader.cotangent])
+
+        outs = _run_late(closed.jaxpr, env, late, leaves, restored, see)
+        for i, (var, _) in encoded:
+            if restored.has(var):
+                collector.decoded(i, restored(var, lambda code: code))
+        return outs, collector.sums(codec.statistics)
+
+    def _record(self, recorder: Recorder, found: Iterable[Reader]) -> None:
+        weights: list[tuple[str, ...]] = [()] * len(self.keep.encoded)
+        for reader in found:
+            weights[reader.layer] += (self._names[reader.weight],)
+        names = [own[0] if own else f"array {i}" for i, own in enumerate(weights)]
+        recorder.record(names, weights, [var.aval for var in self.keep.encoded])
+
+
+def _own(codec: AnyCodec, i: int) -> Codec:
+    return codec.layer(i) if isinstance(codec, Layers | Recorder) else codec
 
 
 class _Restored:
@@ -133,6 +177,9 @@ class _Restored:
     def __init__(self, producer: Any, signs: dict[Any, Any], known: dict[Any, Any], stored: dict[Any, Any]):
         self._producer, self._signs, self._known, self._stored = producer, signs, known, stored
         self._late: set[Any] = set()
+
+    def has(self, var: Any) -> bool:
+        return var in self._known
 
     def __call__(self, atom: Any, after: Callable[[Any], Any]) -> Any:
         """The value of a variable; `after` makes what it is computed from wait."""
@@ -164,7 +211,12 @@ class _Restored:
 
 
 def _run_late(
-    jaxpr: Any, env: dict[Any, Any], cotangents: set[Any], leaves: dict[Any, Any], restored: _Restored
+    jaxpr: Any,
+    env: dict[Any, Any],
+    cotangents: set[Any],
+    leaves: dict[Any, Any],
+    restored: _Restored,
+    see: Callable[[Any, dict[Any, Any]], None] = lambda eqn, env: None,
 ) -> Arrays:
     """The outputs of a pullback; nothing is computed before an equation that reads a cotangent needs it.
 
@@ -174,6 +226,7 @@ def _run_late(
       cotangents: its inputs that are cotangents.
       leaves: by input that is a residual, the variable of the forward pass.
       restored: the value of such a variable.
+      see: called with each equation that runs and the values known then, its operands' among them.
     """
     producer = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
     late = set(cotangents)
@@ -191,6 +244,7 @@ def _run_late(
     def run(eqn, after):
         for atom in eqn.invars:
             get(atom, after)
+        see(eqn, env)
         env.update(zip(eqn.outvars, bind(eqn, read(env, eqn.invars)), strict=True))
 
     for eqn in jaxpr.eqns:

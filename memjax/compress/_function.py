@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,14 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from memjax.compress._codec import Codec
+from memjax._jaxpr import is_literal
 from memjax.compress._derivative import Derivative
-from memjax.compress._inline import is_literal
 from memjax.compress._keep import selector
+from memjax.compress._layers import AnyCodec, Layers
+from memjax.remat._blocks import zeros
 from memjax.remat._step import is_float, merge, pick
 
 
-def call_compressed(f: Callable[..., Any], lasting: Any, passing: Any, *, codec: Codec, where: Any) -> Any:
+def call_compressed(f: Callable[..., Any], lasting: Any, passing: Any, *, codec: AnyCodec, where: Any) -> Any:
     """`f(lasting, passing)`, differentiated through `codec`.
 
     Args:
@@ -36,6 +38,7 @@ def call_compressed(f: Callable[..., Any], lasting: Any, passing: Any, *, codec:
         full = [next(rest) if flag else leaf for leaf, flag in zip(static, dynamic, strict=True)]
         return f(*jax.tree.unflatten(tree, full))
 
+    names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path((lasting, passing))]
     closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*arrays)
     jaxpr = closed.jaxpr
     inputs = [*closed.consts, *arrays]
@@ -45,27 +48,35 @@ def call_compressed(f: Callable[..., Any], lasting: Any, passing: Any, *, codec:
     lasts = [True] * (len(closed.consts) + sum(dynamic[: len(jax.tree.leaves(lasting))]))
     lasts += [False] * (len(inputs) - len(lasts))
 
-    outs = iter(_differentiable(jaxpr, made, lasts, codec, where)(_settings(codec), inputs))
+    names = [""] * len(closed.consts) + pick(names, dynamic)
+    outs = iter(_differentiable(jaxpr, made, lasts, codec, where, names)(_settings(codec), inputs))
     every = [next(outs) if flag else inputs[position[var]] for var, flag in zip(jaxpr.outvars, made, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(shapes), every)
+
+
+def _name(path: Any) -> str:
+    """Of a leaf of (lasting, passing), without what says which argument it is in."""
+    return jax.tree_util.keystr(path[1:], simple=True, separator="/")
 
 
 def _is_setting(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array)
 
 
-def _settings(codec: Codec) -> list[Any]:
+def _settings(codec: AnyCodec) -> list[Any]:
     """The codec's leaves that are arrays: its bound, perhaps. What is a Python number is part of the program."""
     return [leaf for leaf in jax.tree.leaves(codec) if _is_setting(leaf)]
 
 
-def _with_settings(codec: Codec, settings: list[Any]) -> Codec:
+def _with_settings(codec: AnyCodec, settings: list[Any]) -> AnyCodec:
     leaves, tree = jax.tree.flatten(codec)
     traced = [_is_setting(leaf) for leaf in leaves]
     return jax.tree.unflatten(tree, merge(settings, [leaf for leaf in leaves if not _is_setting(leaf)], traced))
 
 
-def _differentiable(jaxpr: Any, made: list[bool], lasts: list[bool], codec: Codec, where: Any) -> Callable[..., Any]:
+def _differentiable(
+    jaxpr: Any, made: list[bool], lasts: list[bool], codec: AnyCodec, where: Any, names: list[str]
+) -> Callable[..., Any]:
     n_consts = len(jaxpr.constvars)
 
     @jax.custom_vjp
@@ -77,7 +88,7 @@ def _differentiable(jaxpr: Any, made: list[bool], lasts: list[bool], codec: Code
         settings, inputs = ([primal.value for primal in group] for group in (settings, inputs))
         types = [jax.typeof(value) for value in inputs]
         signs = getattr(codec, "keeps_signs", False)
-        derivative = Derivative(jaxpr, made, types, wanted, lasts, selector(where), signs)
+        derivative = Derivative(jaxpr, made, types, wanted, lasts, selector(where), signs, names)
         if where is not None and not derivative.keep.matched:
             raise ValueError(
                 f"where={where!r} matches nothing that the backward pass reads. "
@@ -88,10 +99,15 @@ def _differentiable(jaxpr: Any, made: list[bool], lasts: list[bool], codec: Code
 
     def backward(residuals, cotangents):
         derivative, settings, kept = residuals
-        cts = derivative.backward(kept, _with_settings(codec, settings), cotangents)
+        own = _with_settings(codec, settings)
+        cts, statistics = derivative.backward(kept, own, cotangents)
         others = [None] * (len(derivative.wanted) - len(cts))
-        # The bound's cotangent is where statistics will travel.
-        return [None] * len(settings), merge(cts, others, derivative.wanted)
+        found: list[Any] = [None] * len(settings)
+        if statistics is not None:
+            assert isinstance(own, Layers)
+            nothing = dataclasses.replace(own, bound=zeros(jax.typeof(own.bound)), statistics=statistics)
+            found = _settings(nothing)
+        return found, merge(cts, others, derivative.wanted)
 
     run.defvjp(forward, backward, symbolic_zeros=True)
     return run

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from memjax.compress._inline import is_literal, scope
+from memjax._jaxpr import is_literal, scope
 
 SMALL = 4096
 """Arrays of fewer values are kept as they are: less than one tile of a code."""
@@ -41,6 +41,7 @@ class Keep:
       scales: by variable in `encoded`, the inverse standard deviations of its channels, if a batch norm reads it.
       masks: as bits.
       signs: masks that follow from the sign of a variable in `encoded`.
+      origins: by residual that is, or is computed again from, a variable in `encoded`, that variable.
       matched: whether anything, small or large, was what the user selected.
     """
 
@@ -49,6 +50,7 @@ class Keep:
     scales: dict[Any, tuple[Any, bool]]
     masks: list[Any]
     signs: dict[Any, Any]
+    origins: dict[Any, Any]
     matched: bool
 
 
@@ -82,6 +84,7 @@ def choose(jaxpr: Any, residuals: Sequence[Any], kept_inputs: Sequence[Any], sel
                 whole[var] = None
     encoded: dict[Any, None] = {}
     scales = {}
+    origins: dict[Any, Any] = {}
     for origin, members in floats.items():
         # A single residual is encoded itself, so that the bound is its own; several through where they come from.
         path = trace.path(members[0], exact=len(members) == 1)
@@ -89,6 +92,7 @@ def choose(jaxpr: Any, residuals: Sequence[Any], kept_inputs: Sequence[Any], sel
         everyone = [var for member in members for var in trace.path(member)]
         if selected(trace.readers(everyone), root.aval):
             encoded[root] = None
+            origins |= dict.fromkeys(members, root)
             if (scale := trace.inverse_deviation(root)) is not None:
                 scales[root] = scale
         elif _nbytes(root) < sum(map(_nbytes, members)):
@@ -105,7 +109,7 @@ def choose(jaxpr: Any, residuals: Sequence[Any], kept_inputs: Sequence[Any], sel
             if (source := trace.positive(mask)) is not None and source in rectified:
                 by_sign[mask] = rectified[source]
     masks = {mask: None for mask in masks if mask not in by_sign}
-    return Keep(list(whole), list(encoded), scales, list(masks), by_sign, matched)
+    return Keep(list(whole), list(encoded), scales, list(masks), by_sign, origins, matched)
 
 
 def _nbytes(var: Any) -> int:

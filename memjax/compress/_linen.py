@@ -8,11 +8,11 @@ import flax.core.lift
 import flax.linen as nn
 from flax.linen.transforms import lift_transform
 
-from memjax.compress._codec import Codec
 from memjax.compress._function import call_compressed
+from memjax.compress._layers import AnyCodec
 
 
-def compressed_module(module: nn.Module, codec: Codec, where: Any) -> nn.Module:
+def compressed_module(module: nn.Module, codec: AnyCodec, where: Any) -> nn.Module:
     """A module with the same variables; compressed as a whole, `where` chooses by scopes: Linen modules make one each."""
 
     def compress(function, variables=True, rngs=True):

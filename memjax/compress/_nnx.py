@@ -9,12 +9,12 @@ from typing import Any
 import jax
 from flax import nnx
 
-from memjax.compress._codec import Codec
 from memjax.compress._function import call_compressed
 from memjax.compress._keep import matches
+from memjax.compress._layers import AnyCodec
 
 
-def compressed_module(module: nnx.Module, codec: Codec, where: Any) -> nnx.Module:
+def compressed_module(module: nnx.Module, codec: AnyCodec, where: Any) -> nnx.Module:
     """A module with the same variables, that is compressed itself or whose submodules are."""
     if where is None or where == "conv":
         return _with_compressed_call(_copy(module), codec, where)
@@ -55,7 +55,7 @@ def _copy(module: nnx.Module) -> nnx.Module:
     return new
 
 
-def _with_compressed_call(module: nnx.Module, codec: Codec, where: Any) -> nnx.Module:
+def _with_compressed_call(module: nnx.Module, codec: AnyCodec, where: Any) -> nnx.Module:
     original = type(module)
 
     @functools.wraps(original.__call__)
@@ -69,7 +69,7 @@ def _with_compressed_call(module: nnx.Module, codec: Codec, where: Any) -> nnx.M
     return module
 
 
-def _call(function: Callable[..., Any], module: Any, args: Any, kwargs: Any, codec: Codec, where: Any) -> Any:
+def _call(function: Callable[..., Any], module: Any, args: Any, kwargs: Any, codec: AnyCodec, where: Any) -> Any:
     graph, state = nnx.split(module)
 
     def pure(state, passing):

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from memjax._jaxpr import is_literal
 from memjax.remat._chain_block import Block, Static, after, differentiated, together
 from memjax.remat._chain_cost import estimate, measured
 from memjax.remat._chain_schedule import BlockCost, ChainSchedule, Items, blocks_of, chain_schedule
-from memjax.remat._jaxpr import is_literal
 from memjax.remat._scan import parse_bytes
 from memjax.remat._step import Arrays, drop, is_float, merge, pick
 

@@ -14,8 +14,9 @@ from typing import Any
 import jax
 from jax import lax
 
+from memjax._jaxpr import evaluate, is_literal
 from memjax.remat._blocks import zeros
-from memjax.remat._jaxpr import Part, evaluate_inlined, is_literal
+from memjax.remat._jaxpr import Part
 from memjax.remat._min_cut import smallest_kept
 from memjax.remat._step import Arrays, drop, is_float, merge, nbytes, pick
 
@@ -56,7 +57,7 @@ class Block:
 
     def _evaluate(self, p: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
         n = len(self.consts)
-        out = evaluate_inlined(self.jaxpr, [*p[n:], *x], p[:n])
+        out = evaluate(self.jaxpr, p[:n], [*p[n:], *x], differentiable=True)
         return out[: len(self.y)], out[len(self.y) :]
 
     def run(self, p: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:

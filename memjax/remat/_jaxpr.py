@@ -1,4 +1,4 @@
-"""Evaluating parts of a jaxpr: what `remat` needs to choose what a step keeps and what it recomputes."""
+"""Parts of a jaxpr: what `remat` needs to choose what a step keeps and what it recomputes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jax.extend import core
+
+from memjax._jaxpr import bind, is_literal, read
 
 # Worth keeping rather than recomputing. Everything else is bound by memory traffic and fuses.
 _EXPENSIVE = frozenset(
@@ -42,41 +44,11 @@ _EXPENSIVE = frozenset(
 )
 
 
-def is_literal(atom: Any) -> bool:
-    return isinstance(atom, core.Literal)
-
-
 def expensive(eqn: Any) -> bool:
     """Whether the equation's outputs are worth keeping: it, or one inside it, does more than touch memory."""
     if eqn.primitive.name in _EXPENSIVE or eqn.effects:
         return True
     return any(expensive(inner) for jaxpr in core.jaxprs_in_params(eqn.params) for inner in jaxpr.eqns)
-
-
-def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """The equation's outputs for these inputs."""
-    params = eqn.primitive.get_bind_params(eqn.params)
-    with eqn.ctx.manager:
-        out = eqn.primitive.bind(*values, **params)
-    return list(out) if eqn.primitive.multiple_results else [out]
-
-
-def evaluate_inlined(jaxpr: Any, inputs: Sequence[Any], consts: Sequence[Any] = ()) -> list[Any]:
-    """The outputs of `jaxpr`, the bodies of `jit` evaluated in place, so that what they compute is seen."""
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
-    for eqn in jaxpr.eqns:
-        values = _read(env, eqn.invars)
-        if eqn.primitive.name in ("jit", "pjit"):
-            inner = eqn.params["jaxpr"]
-            outs = evaluate_inlined(inner.jaxpr, values, inner.consts)
-        else:
-            outs = bind(eqn, values)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return _read(env, jaxpr.outvars)
-
-
-def _read(env: dict[Any, Any], atoms: Sequence[Any]) -> list[Any]:
-    return [atom.val if is_literal(atom) else env[atom] for atom in atoms]
 
 
 class Part:
@@ -102,6 +74,6 @@ class Part:
     def __call__(self, values: Sequence[Any]) -> list[Any]:
         env = dict(zip(self.known, values, strict=True))
         for eqn in self.eqns:
-            for var, value in zip(eqn.outvars, bind(eqn, _read(env, eqn.invars)), strict=True):
+            for var, value in zip(eqn.outvars, bind(eqn, read(env, eqn.invars)), strict=True):
                 env.setdefault(var, value)  # a known value is not replaced by its recomputation
-        return _read(env, self.wanted)
+        return read(env, self.wanted)

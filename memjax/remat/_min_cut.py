@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
 
-from memjax.remat._jaxpr import expensive, is_literal
+from memjax._jaxpr import is_literal
+from memjax.remat._jaxpr import expensive
 
 _INFINITE = 1 << 62
 

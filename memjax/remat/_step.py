@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from memjax.remat._jaxpr import Part, evaluate_inlined
+from memjax._jaxpr import evaluate
+from memjax.remat._jaxpr import Part
 from memjax.remat._min_cut import smallest_kept
 
 Arrays = list[Any]
@@ -52,7 +53,7 @@ class Step:
 
     def run(self, consts: Sequence[Any], carry: Sequence[Any], x: Sequence[Any]) -> tuple[Arrays, Arrays]:
         """One step: (carry, y)."""
-        out = evaluate_inlined(self.jaxpr, [*carry, *x], consts)
+        out = evaluate(self.jaxpr, consts, [*carry, *x], differentiable=True)
         return out[: len(self.carry)], out[len(self.carry) :]
 
     @functools.cached_property

@@ -11,6 +11,7 @@ from jax import lax
 
 import memjax
 from memjax import compressed
+from memjax._residuals import residual_bytes
 from memjax.compress import Cast, ErrorBounded, GroupQuantized
 from memjax.remat import DenseSpec, dense_block
 from tests.compress.networks import SIZE, batch_norm, conv, errors, images, loss_of, network, parameters
@@ -35,7 +36,7 @@ def test_gradients_are_exact_with_an_exact_codec():
 @pytest.mark.smoke
 @pytest.mark.parametrize("where", [None, "conv"])
 def test_gradients_err_with_the_bound_and_values_do_not(where):
-    args = parameters(), images()
+    args = parameters(2), images()
     want = gradients(network, *args)
     worst = []
     for k in (-4, -8):
@@ -46,8 +47,21 @@ def test_gradients_err_with_the_bound_and_values_do_not(where):
     np.testing.assert_allclose(jax.jit(f)(*args), jax.jit(network)(*args), rtol=1e-5, atol=1e-5)
 
 
-def measured(f, layers=3):
-    return memjax.measure(jax.grad(loss_of(f)), parameters(layers), images())
+def kept_bytes(f, *args):
+    """Residual bytes of the gradient of a function, nothing compiled."""
+    return residual_bytes(jax.jit(jax.grad(f)).trace(*args).jaxpr).device
+
+
+def kept_by_network(f, layers):
+    return kept_bytes(loss_of(f), parameters(layers), images())
+
+
+def kept_of_sum(f, x):
+    return kept_bytes(lambda x: jnp.sum(f(x)), x)
+
+
+def temporary(f, layers):
+    return memjax.measure(jax.grad(loss_of(f)), parameters(layers), images()).temp_bytes
 
 
 def test_residual_bytes():
@@ -56,24 +70,24 @@ def test_residual_bytes():
     code = SIZE // 2 + CODES
     index, outside = SIZE // 4, SIZE  # the loss keeps the cosine of the output
     small = 4096
-    plain = measured(network).residual_bytes
+    plain = kept_by_network(network, layers)
     # Convolutions' outputs and all ReLUs' but the last; of that the mask as bits.
     everything = (2 * layers - 1) * code + SIZE // 8 + index + outside
-    assert everything <= measured(compressed(network, four_bits)).residual_bytes <= everything + layers * small
+    assert everything <= kept_by_network(compressed(network, four_bits), layers) <= everything + layers * small
     assert plain > 9.5 * SIZE * 4 > 5 * everything
     # Only what convolutions read, the first of which reads an argument; batch norms' inputs are kept once, and exact.
     only_conv = (layers - 1) * code + layers * 4 * SIZE + SIZE // 8 + index + outside
-    found = measured(compressed(network, four_bits, where="conv")).residual_bytes
+    found = kept_by_network(compressed(network, four_bits, where="conv"), layers)
     assert only_conv <= found <= only_conv + layers * small
-    with_inputs = measured(compressed(network, four_bits, inputs=True)).residual_bytes
+    with_inputs = kept_by_network(compressed(network, four_bits, inputs=True), layers)
     assert everything + code <= with_inputs <= everything + code + layers * small
 
 
 def test_compiled_memory_grows_by_the_codes_alone():
     f = compressed(network, ErrorBounded(2**-4, bits_per_value=4))
-    few, many = (measured(f, layers).temp_bytes for layers in (3, 9))
-    plain_few, plain_many = (measured(network, layers).temp_bytes for layers in (3, 9))
-    assert (many - few) / 6 < 1.3 * 2 * (SIZE // 2 + CODES)  # weights' gradients are in it too
+    few, many = (temporary(f, layers) for layers in (2, 6))
+    plain_few, plain_many = (temporary(network, layers) for layers in (2, 6))
+    assert (many - few) / 4 < 1.3 * 2 * (SIZE // 2 + CODES)  # weights' gradients are in it too
     assert (many - few) < 0.4 * (plain_many - plain_few)
 
 
@@ -89,21 +103,17 @@ def test_masks_are_bits_unless_they_are_signs():
     # sin's derivative, cos, encoded, and the mask, as bits; no zeros. The argument is no part of it.
     assert ("bool", 4096) not in saved(relu, x)
     assert ("float32", 4096) not in saved(relu, x)[1:]
-    assert measured_residuals(relu, x) <= 4096 // 2 + 68 + 16 + 4096 // 8
+    assert kept_of_sum(relu, x) <= 4096 // 2 + 68 + 16 + 4096 // 8
 
     def square_of_relu(x):
         return jnp.square(jax.nn.relu(x))
 
     exact_signs = compressed(square_of_relu, ErrorBounded(0.1, bits_per_value=4))
     without = compressed(square_of_relu, Cast(jnp.bfloat16))
-    assert measured_residuals(exact_signs, x) <= 4096 // 2 + 68 + 16
-    assert measured_residuals(without, x) == 4096 * 2 + 4096 // 8
-    g = jax.grad(lambda x: jnp.sum(exact_signs(x)))(jnp.linspace(-1, 1, 4096))
+    assert kept_of_sum(exact_signs, x) <= 4096 // 2 + 68 + 16
+    assert kept_of_sum(without, x) == 4096 * 2 + 4096 // 8
+    g = jax.jit(jax.grad(lambda x: jnp.sum(exact_signs(x))))(jnp.linspace(-1, 1, 4096))
     np.testing.assert_array_equal(g != 0, np.linspace(-1, 1, 4096) > 0)
-
-
-def measured_residuals(f, x):
-    return memjax.measure(jax.grad(lambda x: jnp.sum(f(x))), x).residual_bytes
 
 
 def test_parameters_integers_and_small_arrays_are_left_alone():
@@ -115,12 +125,12 @@ def test_parameters_integers_and_small_arrays_are_left_alone():
 
     x = jax.random.normal(jax.random.key(1), (40, 128))
     wrapped = compressed(f, ErrorBounded(0.5))
-    want = jax.grad(lambda w: jnp.sum(f(w, x)))(w)
-    # tanh's derivative is all that is encoded: the arguments, cast weights and indices are exact.
-    exact_dw = jax.grad(lambda w: jnp.sum(compressed(f, EXACT)(w, x)))(w)
-    np.testing.assert_allclose(exact_dw, want, rtol=1e-5, atol=1e-6)
-    small = jax.grad(lambda x: jnp.sum(wrapped(w, x)))(x[:8])
-    np.testing.assert_allclose(small, jax.grad(lambda x: jnp.sum(f(w, x)))(x[:8]), rtol=1e-5, atol=1e-6)
+    # tanh's derivative is all that is encoded: the arguments, cast weights and indices are exact. Not under jit, where
+    # the compiler may leave out roundings to bfloat16.
+    by_w = lambda f: jax.grad(lambda w: jnp.sum(f(w, x)))(w)
+    np.testing.assert_allclose(by_w(compressed(f, EXACT)), by_w(f), rtol=1e-5, atol=1e-6)
+    by_x = lambda f: jax.jit(jax.grad(lambda x: jnp.sum(f(w, x))))(x[:8])
+    np.testing.assert_allclose(by_x(wrapped), by_x(f), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("padding", ["SAME", "VALID"])
@@ -133,12 +143,19 @@ def test_max_pool_keeps_an_index(window, stride, padding):
         return lax.reduce_window(x, -jnp.inf, lax.max, (1, *window, 1), (1, *stride, 1), padding)
 
     wrapped = compressed(pool, EXACT)
-    out, pull = jax.vjp(pool, x)
-    got, pull_index = jax.vjp(wrapped, x)
-    np.testing.assert_array_equal(got, out)
+    out = jax.eval_shape(pool, x)
     ct = jnp.round(jax.random.normal(jax.random.key(1), out.shape) * 4).astype(jnp.bfloat16)  # sums are exact
-    np.testing.assert_array_equal(pull_index(ct)[0], pull(ct)[0])
-    assert measured_residuals(wrapped, x) == out.size
+
+    @jax.jit
+    def both(x, ct):
+        results = []
+        for f in (pool, wrapped):
+            out, pull = jax.vjp(f, x)
+            results.append((out, pull(ct)))
+        return results
+
+    chex.assert_trees_all_equal(*both(x, ct))
+    assert kept_of_sum(wrapped, x) == out.size
 
 
 def test_batch_norm_has_the_bound_in_units_of_its_deviation():
@@ -147,8 +164,7 @@ def test_batch_norm_has_the_bound_in_units_of_its_deviation():
     x = images() * scales
     f = compressed(lambda x: negated_batch_norm(x), ErrorBounded(2**-6), inputs=True)
     ct = images() + jax.random.normal(jax.random.key(9), x.shape)  # so that its correlation with x is the same for all
-    want = jax.grad(lambda x: jnp.sum(ct * negated_batch_norm(x)))(x)
-    got = jax.grad(lambda x: jnp.sum(ct * f(x)))(x)
+    want, got = (jax.jit(jax.grad(lambda x, f=f: jnp.sum(ct * f(x))))(x) for f in (negated_batch_norm, f))
     by_channel = jnp.linalg.norm((got - want).reshape(-1, 16), axis=0) / jnp.linalg.norm(want.reshape(-1, 16), axis=0)
     assert float(by_channel.max()) < 0.02
     assert float(by_channel.max() / by_channel.min()) < 4
@@ -160,7 +176,7 @@ def negated_batch_norm(x):
 
 def test_overflow_is_not_silent():
     f = compressed(network, ErrorBounded(2**-8, bits_per_value=2))
-    assert all(np.isnan(layer["w"]).any() for layer in gradients(f, parameters(), images())[0])
+    assert all(np.isnan(layer["w"]).any() for layer in gradients(f, parameters(2), images())[0])
 
 
 def test_the_bound_can_be_traced_and_changed_without_compiling():
@@ -228,7 +244,7 @@ class TestComposition:
         self.same(loss, (w, jax.random.normal(jax.random.key(1), (64, 64))))
 
     def test_dense_block(self):
-        spec = DenseSpec(16, 8, 3)
+        spec = DenseSpec(16, 8, 2)
         params, running, x, _ = random_block(spec, (2, 16, 16), seed=0)
 
         def loss(wrap):
@@ -319,7 +335,7 @@ def test_refuses():
 def test_integer_complex_and_double_precision_arrays_pass_through(x64):
     x = jnp.linspace(-1, 1, 5000)
     f = lambda x: jnp.abs(jnp.exp(1j * jnp.sin(x).astype(jnp.complex128)) * jnp.arange(5000).astype(jnp.complex128))
-    gradient = lambda f: jax.grad(lambda x: jnp.sum(f(x)))(x)
+    gradient = lambda f: jax.jit(jax.grad(lambda x: jnp.sum(f(x))))(x)
     got, want = gradient(compressed(f, ErrorBounded(0.5))), gradient(f)
     np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-8)
 

@@ -1,0 +1,216 @@
+"""Training with lossily compressed activations (Jin et al. 2020): a tenth of the space, the error of gradients under control.
+
+    python experiments/compressed_training.py
+
+On a CPU: a narrow ResNet-18 on crops of the photographs inside scikit-image and scikit-learn, in a few minutes on two cores.
+On a GPU: ResNet-50, 224x224, bf16. With images of one's own, as PATH/train/CLASS/* and PATH/val/CLASS/*:
+
+    python experiments/compressed_training.py --data folder --data-dir PATH
+
+The same without compression, to compare with, and the comparison:
+
+    python experiments/compressed_training.py --no-compress --name plain
+    python experiments/compressed_training.py --baseline plain
+
+What batches fit in 16 GiB, with and without compression, by compiling:
+
+    python experiments/compressed_training.py --fill-memory 16
+"""
+
+import functools
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from experiments.compression.analysis import save_analysis
+from experiments.compression.fill_memory import fill_memory
+from experiments.compression.observed import Observed
+from experiments.compression.report import extra_report
+from experiments.data.image_folder import image_folder
+from experiments.data.photographs import photographs
+from experiments.data.stream import ImageData, test_batches, train_batches
+from experiments.harness import devices
+from experiments.harness.classification import classification_loss
+from experiments.harness.config import ExperimentError, RunConfig
+from experiments.harness.main import run
+from experiments.harness.task import Task
+from experiments.models.classifiers import MODELS
+from experiments.models.compressed import compressed_classifier
+from memjax import compress
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressedConfig(RunConfig):
+    """The network, its images and how they are compressed."""
+
+    model: Literal["alexnet", "vgg16", "resnet18", "resnet50"] = "resnet18"
+    """As published; ResNets have batch norms."""
+    width: float = 1.0
+    """All channels times this."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of computation; parameters, statistics and logits are float32."""
+    compress: bool = True
+    """Whether activations are compressed at all."""
+    where: Literal["conv", "all"] = "conv"
+    """conv: what convolutions read, as the paper does. all: everything saved."""
+    sigma: float = 0.01
+    """Standard deviation allowed for the errors of gradients, as a share of the momentum."""
+    coefficient: float | None = None
+    """Use the paper's simplified equation 6 with this a (0.32 there). Default: the whole sum, without a coefficient."""
+    interval: int = 1000
+    """Steps between changes of the bounds, from the first change on; before it they change at steps 1, 2, 4, ..."""
+    bound: float = 2**-7
+    """Of all layers to begin with."""
+    bits_per_value: float | None = None
+    """Capacity of all layers to begin with. Default: that which cannot overflow."""
+    window: int = 100
+    """Steps whose needs decide about smaller capacities."""
+    baseline: str | None = None
+    """Name of a run without compression, to compare with in the report."""
+    fill_memory: float | None = None
+    """Instead of training: the largest batches that fit in so many GiB per device, and their speed on a GPU."""
+    label_smoothing: float = 0.0
+    """Share of each target spread over all classes, in training."""
+    data: Literal["photographs", "folder"] = "photographs"
+    """photographs: crops of those in scikit-image and scikit-learn. folder: an ImageNet-style tree."""
+    data_dir: Path | None = None
+    """The tree: train/CLASS/* and val/CLASS/*."""
+    image_size: int = 64
+    """Side of the images in pixels."""
+
+    experiment: ClassVar[str] = "compressed-training"
+    fixed_by_checkpoint: ClassVar[tuple[str, ...]] = (
+        *RunConfig.fixed_by_checkpoint,
+        *("model", "width", "compress", "where", "data", "image_size"),
+    )
+
+    def validate(self) -> None:
+        super().validate()
+        for name in ("width", "sigma", "bound", "window", "interval"):
+            if getattr(self, name) <= 0:
+                raise ExperimentError(f"--{name} must be positive, got {getattr(self, name)}")
+        for name in ("coefficient", "bits_per_value", "fill_memory"):
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
+                raise ExperimentError(f"--{name.replace('_', '-')} must be positive, got {getattr(self, name)}")
+        if self.data == "photographs" and self.image_size > 96:
+            raise ExperimentError(f"--image-size must be at most 96 for the photographs, got {self.image_size}")
+        if self.image_size < 64:
+            raise ExperimentError(f"--image-size must be at least 64 for these networks, got {self.image_size}")
+
+
+PRESETS = {
+    "cpu": CompressedConfig(
+        preset="cpu",
+        width=0.25,
+        epochs=4,
+        batch_size=32,
+        learning_rate=0.02,
+        schedule="cosine",
+        window=40,
+        interval=100,
+    ),
+    "gpu": CompressedConfig(
+        preset="gpu",
+        model="resnet50",
+        dtype="bfloat16",
+        epochs=40,
+        batch_size=256,
+        schedule="cosine",
+        interval=100,
+        log_every=4,
+    ),
+}
+
+
+def make_task(config: CompressedConfig) -> Task:
+    data = _data(config)
+    stream = {"batch_size": config.batch_size, "workers": config.workers if config.data == "folder" else 0}
+    make_model = functools.partial(_model, config, len(data.classes))
+    losses = [
+        classification_loss(mean=data.mean, std=data.std, label_smoothing=smoothing)
+        for smoothing in (config.label_smoothing, 0.0)
+    ]
+    observed = Observed(config.window) if config.compress else None
+    chosen = functools.partial(make_model, config.compress)
+    return Task(
+        make_model=chosen,
+        loss=losses[0],
+        test_loss=losses[1],
+        train_batches=train_batches(data, seed=config.seed, **stream),
+        test_batches=functools.partial(test_batches, data, **stream),
+        batch=_batch(config),
+        train_examples=len(data.train),
+        compare={},
+        by_device=True,
+        wrap_optimizer=functools.partial(_controlled, config) if config.compress else lambda tx: tx,
+        compile_step=observed.compile_step if observed else None,
+        observe=observed.observe if observed else lambda state: {},
+        finish=functools.partial(
+            save_analysis, config.folder, chosen, losses[0], lambda: next(_one_batch(config, data))
+        )
+        if config.compress
+        else lambda state: None,
+    )
+
+
+def _one_batch(config: CompressedConfig, data: ImageData):
+    return train_batches(data, seed=config.seed + 1, batch_size=_device_batch(config), workers=0)
+
+
+def _device_batch(config: CompressedConfig) -> int:
+    """Examples whose activations one device encodes at a time."""
+    return max(1, config.batch_size // (config.accumulate * devices.data_mesh().size))
+
+
+def _controlled(config: CompressedConfig, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    return compress.adaptive(tx, interval=config.interval, sigma=config.sigma, coefficient=config.coefficient)
+
+
+def _batch(config: CompressedConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    count, size = config.batch_size, config.image_size
+    return {
+        "image": jax.ShapeDtypeStruct((count, size, size, 3), jnp.uint8),
+        "label": jax.ShapeDtypeStruct((count,), jnp.int32),
+    }
+
+
+def _data(config: CompressedConfig) -> ImageData:
+    if config.data == "photographs":
+        return photographs(config.image_size)
+    return image_folder(config.data_dir, image_size=config.image_size, broken_log=None)
+
+
+def _model(config: CompressedConfig, classes: int, is_compressed: bool) -> nnx.Module:
+    dtype = jnp.dtype(config.dtype)
+
+    def make_net():
+        size = {"image_size": config.image_size, "width": config.width}
+        return MODELS[config.model](classes, **size, dtype=dtype, rngs=nnx.Rngs(config.seed))
+
+    if not is_compressed:
+        return make_net()
+    shape = (_device_batch(config), config.image_size, config.image_size, 3)
+    return compressed_classifier(
+        make_net,
+        jax.ShapeDtypeStruct(shape, jnp.float32),
+        where="conv" if config.where == "conv" else None,
+        bound=config.bound,
+        bits_per_value=config.bits_per_value,
+    )
+
+
+def _instead(config: CompressedConfig, console) -> bool:
+    if config.fill_memory is None:
+        return False
+    fill_memory(config, functools.partial(_model, classes=16), console)
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(run(PRESETS, make_task, description=__doc__, extra_report=extra_report, instead=_instead))

@@ -1,0 +1,109 @@
+"""The largest batches that fit, with and without compression, found by compiling."""
+
+import dataclasses
+import functools
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from rich.console import Console
+from rich.table import Table
+
+import memjax
+from experiments.harness import devices, memory
+from experiments.harness.classification import classification_loss
+from experiments.harness.config import ExperimentError
+from experiments.harness.optimizer import optimizer
+from experiments.harness.step import init_state, train_step
+from memjax import compress
+
+_GIB = 2**30
+_TIMED_STEPS = 20
+
+
+def fill_memory(config, make_model: Callable[..., nnx.Module], console: Console) -> None:
+    """Prints, and writes to fill_memory.json, the largest batch within `config.fill_memory` GiB per device, both ways.
+
+    The memory of a step is nearly a straight line over the batch: two programs give the line, a third one is the check of what it
+    says. On a GPU the steps are timed too. Capacities are `config.bits_per_value`, to be taken from a run; without, codes
+    need more than what they stand for.
+    """
+    limit = config.fill_memory * _GIB
+    found = {}
+    for name, is_compressed in (("uncompressed", False), ("compressed", True)):
+        step_bytes = functools.partial(_compiled, config, make_model, is_compressed)
+        small = config.batch_size
+        few, many = (step_bytes(batch)[1] for batch in (small, 2 * small))
+        per_example = (many - few) / small
+        batch = int((limit - few) / per_example + small)
+        quantum = len(jax.devices()) * (8 if batch > 64 else 1)
+        batch -= batch % quantum
+        if batch <= 0:
+            raise ExperimentError(
+                f"--fill-memory {config.fill_memory:g} GiB are less than {name} training of one example"
+            )
+        program, nbytes, state = step_bytes(batch)
+        while nbytes > limit and batch > quantum:
+            batch -= quantum
+            program, nbytes, state = step_bytes(batch)
+        found[name] = {"batch": batch, "bytes": nbytes, "bytes_per_example": per_example}
+        if jax.default_backend() == "gpu":
+            found[name]["examples_per_second"] = batch / _seconds(config, program, state, batch)
+        console.print(f"{name}: {found[name]}")
+    table = Table(
+        "", "batch", "GiB per device", "KiB per example", "examples/s", title=f"In {config.fill_memory:g} GiB"
+    )
+    for name, row in found.items():
+        speed = f"{row['examples_per_second']:.0f}" if "examples_per_second" in row else "not timed"
+        cells = f"{row['batch']}", f"{row['bytes'] / _GIB:.2f}", f"{row['bytes_per_example'] / 1024:.0f}", speed
+        table.add_row(name, *cells)
+    console.print(table)
+    config.folder.mkdir(parents=True, exist_ok=True)
+    (config.folder / "fill_memory.json").write_text(json.dumps(found, indent=2) + "\n")
+
+
+def _compiled(config, make_model: Callable[..., nnx.Module], is_compressed: bool, batch: int):
+    """The step for so many examples, its bytes per device, and its state's types."""
+    own = dataclasses.replace(config, batch_size=batch)
+    mesh = devices.data_mesh()
+    tx = optimizer(own, 1000)
+    if is_compressed:
+        tx = compress.adaptive(tx, interval=own.interval, sigma=own.sigma)
+    model = functools.partial(make_model, own, is_compressed=is_compressed)
+    loss = classification_loss(mean=(0.5,) * 3, std=(0.25,) * 3, label_smoothing=0.0)
+    state = jax.eval_shape(functools.partial(init_state, model, tx))
+    state = memory.placed(state, devices.replicated(mesh))
+    shapes = {
+        "image": jax.ShapeDtypeStruct((batch, own.image_size, own.image_size, 3), jnp.uint8),
+        "label": jax.ShapeDtypeStruct((batch,), jnp.int32),
+    }
+    options = memjax.remat_compiler_options() | memory.quick_compile()
+    jitted = jax.jit(
+        train_step(model, loss, tx, 1, mesh if mesh.size > 1 else None), donate_argnums=0, compiler_options=options
+    )
+    program = jitted.lower(state, memory.placed(shapes, devices.batch_sharding(mesh))).compile()
+    analysis: Any = program.memory_analysis()
+    needed = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + analysis.output_size_in_bytes
+    return program, needed - analysis.alias_size_in_bytes, (model, tx, mesh)
+
+
+def _seconds(config, program, parts, batch: int) -> float:
+    """Per step."""
+    model, tx, mesh = parts
+    state = jax.jit(functools.partial(init_state, model, tx), out_shardings=devices.replicated(mesh))()
+    shape = (batch, config.image_size, config.image_size, 3)
+    images = jax.random.randint(jax.random.key(0), shape, 0, 255, jnp.uint8)
+    inputs = {"image": images, "label": jnp.zeros(batch, jnp.int32)}
+    inputs = jax.device_put(inputs, devices.batch_sharding(mesh))
+    for _ in range(2):
+        state, sums = program(state, inputs)
+    jax.block_until_ready(sums)
+    begin = time.perf_counter()
+    for _ in range(_TIMED_STEPS):
+        state, sums = program(state, inputs)
+    jax.block_until_ready(sums)
+    return (time.perf_counter() - begin) / _TIMED_STEPS

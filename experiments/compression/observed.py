@@ -1,0 +1,45 @@
+"""A transactional step, and what it says of each layer."""
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from experiments.harness.step import TrainState
+from memjax import compress
+
+
+class Observed:
+    """Compiles a training step as a transaction, and records what its layers needed.
+
+    Args:
+      window: see `memjax.compress.transactional`.
+    """
+
+    def __init__(self, window: int):
+        self._window = window
+        self._run: compress.Transactional | None = None
+
+    def compile_step(self, step: Callable, **options) -> Callable:
+        self._run = compress.transactional(step, window=self._window, **options)
+        return self._run
+
+    def observe(self, state: TrainState) -> dict[str, float | list[float]]:
+        """By layer, bits per value that the last step's codes needed, and bounds; and of all together, the ratio to float32."""
+        assert self._run is not None
+        layers, last = layers_of(state), jax.device_get(state.optimizer.last[0])
+        bits = last.bits / np.maximum(last.uses, 1)
+        values = np.array([np.prod(shape) for shape, _ in layers.shapes], float)
+        return {
+            "ratio": float(32 * values.sum() / (bits * values).sum()),
+            "bits": [round(float(b), 4) for b in bits],
+            "bounds": [float(b) for b in jax.device_get(layers.bound)],
+            "replays": self._run.replays,
+            "programs": self._run.compiled,
+        }
+
+
+def layers_of(state: TrainState) -> compress.Layers:
+    """The settings of the state's compressed model."""
+    is_layers = lambda node: isinstance(node, compress.Layers)
+    return next(node for node in jax.tree.leaves(state.params, is_leaf=is_layers) if is_layers(node))

@@ -1,0 +1,125 @@
+"""Figures and tables of compressed training: ratios over training, layers, errors of gradients, the comparison."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from matplotlib import pyplot as plt
+from rich.console import Console
+from rich.table import Table
+
+from experiments.compression.analysis import EDGES
+from experiments.harness import records
+from experiments.harness.config import ExperimentError, RunConfig, load
+
+
+def extra_report(config: RunConfig, console: Console) -> None:
+    """Prints the table of sizes and accuracies, beside a baseline's if there is one; writes ratio.png, layers.png, errors.png."""
+    folder = config.folder
+    train = [record for record in records.read(folder / "metrics.jsonl", "train") if "ratio" in record]
+    if not train or not (folder / "analysis.json").exists():
+        return
+    test = records.read(folder / "metrics.jsonl", "test")
+    analysis = json.loads((folder / "analysis.json").read_text())
+    baseline = _baseline(config)
+    console.print(_table(train, test, analysis, baseline))
+    _draw_ratio(folder / "ratio.png", train, test, baseline)
+    _draw_layers(folder / "layers.png", train, analysis)
+    _draw_errors(folder / "errors.png", analysis)
+    console.print(f"In {folder}: ratio.png, layers.png, errors.png", soft_wrap=True)
+
+
+def _baseline(config) -> list[dict] | None:
+    """Test records of the run to compare with."""
+    if config.baseline is None:
+        return None
+    folder = config.runs_dir / config.baseline
+    test = records.read(folder / "metrics.jsonl", "test")
+    if not test:
+        raise ExperimentError(f"--baseline: {folder} has no records of tests")
+    other = load(type(config), folder)
+    for field in ("model", "width", "data", "image_size", "batch_size", "epochs"):
+        if getattr(other, field) != getattr(config, field):
+            raise ExperimentError(f"--baseline {config.baseline} was trained with another --{field.replace('_', '-')}")
+    return test
+
+
+def _table(train: list[dict], test: list[dict], analysis: dict, baseline: list[dict] | None) -> Table:
+    """As table 1 of Jin et al. 2020."""
+    values = sum(np.prod(shape) for shape in analysis["shapes"])
+    ratio = np.mean([record["ratio"] for record in train])
+    table = Table("", "top-1 accuracy", "saved activations", "ratio", title="Compressed activations, one batch")
+    original = "not run" if baseline is None else f"{baseline[-1]['top1']:.2%}"
+    table.add_row("float32", original, f"{4 * values / 2**20:,.2f} MiB", "1")
+    top1 = f"{test[-1]['top1']:.2%}" if test else "unknown"
+    table.add_row("compressed", top1, f"{4 * values / ratio / 2**20:,.2f} MiB", f"{ratio:.1f} ({32 / ratio:.2f} bits)")
+    table.caption = (
+        f"ratios are means over training, without headers of half a bit\n{train[-1]['replays']} steps replayed, "
+        f"{train[-1]['programs']} programs compiled"
+    )
+    return table
+
+
+def _draw_ratio(path: Path, train: list[dict], test: list[dict], baseline: list[dict] | None) -> None:
+    figure, axis = plt.subplots(figsize=(6.4, 3.8))
+    steps = [record["step"] for record in train]
+    line = axis.plot(steps, [record["ratio"] for record in train], color="tab:orange", lw=1, label="ratio")
+    axis.set(xlabel="step", ylabel="ratio to float32", ylim=(0, None))
+    axis.grid(alpha=0.3)
+    right = axis.twinx()
+    for rows, name, style in ((test, "compressed", "o-"), (baseline or [], "uncompressed", "s--")):
+        if rows:
+            at = [record["step"] for record in rows]
+            line += right.plot(
+                at, [100 * record["top1"] for record in rows], style, ms=4, label=f"test accuracy, {name}"
+            )
+    right.set(ylabel="top-1 accuracy, %", ylim=(0, 100))
+    axis.legend(handles=line, loc="lower right")
+    _save(figure, path)
+
+
+def _draw_layers(path: Path, train: list[dict], analysis: dict) -> None:
+    bits = np.array([record["bits"] for record in train])
+    bounds = np.array([record["bounds"] for record in train])
+    steps = [record["step"] for record in train]
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharex=True)
+    colors = plt.get_cmap("viridis")(np.linspace(0, 0.95, bits.shape[1]))
+    for i, color in enumerate(colors):
+        label = f"{i}: {analysis['names'][i]}"
+        axes[0].plot(steps, 32 / np.maximum(bits[:, i], 1e-3), color=color, lw=1, label=label)
+        axes[1].plot(steps, bounds[:, i], color=color, lw=1)
+    axes[0].set(xlabel="step", ylabel="ratio to float32, by layer", ylim=(0, None))
+    axes[1].set(xlabel="step", ylabel="bound, by layer", yscale="log")
+    for axis in axes:
+        axis.grid(alpha=0.3)
+    figure.legend(loc="outside right center", fontsize=6, ncols=1 + (len(colors) > 30))
+    figure.tight_layout(rect=(0, 0, 0.82, 1))
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _draw_errors(path: Path, analysis: dict) -> None:
+    rows = analysis["rows"]
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2))
+    centres = (EDGES[1:] + EDGES[:-1]) / 2
+    for row in rows:
+        axes[0].plot(centres, row["histogram"], color="tab:blue", lw=0.6, alpha=0.4)
+    axes[0].plot(centres, np.exp(-(centres**2) / 2) / np.sqrt(2 * np.pi), "k--", lw=1.2, label="normal")
+    share = np.mean([row["within_sigma"] for row in rows])
+    axes[0].set(xlabel="error of a gradient / standard deviation of its channels", ylabel="density, a line per layer")
+    axes[0].set_title(f"{share:.1%} within one standard deviation")
+    axes[0].legend()
+    at = np.arange(len(rows))
+    axes[1].plot(at, [row["measured"] for row in rows], "o", label="measured", ms=4)
+    axes[1].plot(at, [row["predicted"] for row in rows], "x", label="predicted", ms=5)
+    axes[1].set(xlabel="layer", ylabel="standard deviation of the gradient's error", yscale="log")
+    axes[1].legend()
+    for axis in axes:
+        axis.grid(alpha=0.3)
+    _save(figure, path)
+
+
+def _save(figure, path: Path) -> None:
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

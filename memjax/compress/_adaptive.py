@@ -1,0 +1,204 @@
+"""The controller: each array's bound from how far a gradient may be off, as an optax transformation."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int32
+
+from memjax.compress._layers import Layers, Statistics, split_layers
+
+_MOMENTA = ("trace", "mu")  # of optax.trace (SGD), and of Adam and its kin
+
+
+class AdaptiveState(NamedTuple):
+    """State of `adaptive`: arrays alone, to be saved like any other.
+
+    Attributes:
+      inner: of the wrapped transformation.
+      step: updates so far.
+      since: updates since the bounds were last set.
+      sums: by `Layers` among the parameters, statistics added up over these.
+      last: those of the latest update.
+    """
+
+    inner: Any
+    step: Int32[Array, ""]
+    since: Int32[Array, ""]
+    sums: tuple[Statistics, ...]
+    last: tuple[Statistics, ...]
+
+
+def predicted_sigma(
+    statistics: Statistics, half_width: Float[Array, " n"], *, coefficient: float | None = None
+) -> Float[Array, "n m"]:
+    """Standard deviation of the errors of gradients, if values are off by uniformly distributed errors.
+
+    A gradient is a sum over positions, sum_j A_j L_j, and independent errors of width +-e change it by one with variance
+    e^2 / 3 sum_j L_j^2, j running over the positions where A is not zero (Jin et al. 2020, equations 2 to 7):
+
+        sigma = e sqrt(R sum_j L_j^2 / 3)
+
+    With `coefficient` their simplification, `a mean|L| sqrt(N R) e`, N being the examples of a batch; they found a = 0.32, but
+    it depends on how cotangents are distributed, and where.
+
+    Args:
+      statistics: of one step.
+      half_width: of the errors: the bound; of `ErrorBounded` half its step, which is from half the bound to the bound.
+      coefficient: a; None: none is needed.
+    """
+    uses = jnp.maximum(statistics.uses, 1e-30)
+    share = (statistics.nonzero / uses)[:, None]
+    if coefficient is None:
+        return half_width[:, None] * jnp.sqrt(statistics.power * share / 3)
+    examples = statistics.examples[:, None]
+    return coefficient * half_width[:, None] * statistics.cotangent / uses[:, None] * jnp.sqrt(examples * share)
+
+
+def scale_gradient(gradients: Any, by: Float[Array, ""] | float) -> Any:
+    """The gradient of a loss `by` times as large: what statistics in it are no derivatives change as they must."""
+
+    def scaled(g: Any) -> Any:
+        if not isinstance(g, Layers):
+            return g * jnp.asarray(by, g.dtype)
+        found = g.statistics
+        more = found._replace(cotangent=found.cotangent * by, power=found.power * jnp.square(by))
+        return dataclasses.replace(g, statistics=more)
+
+    return jax.tree.map(scaled, gradients, is_leaf=lambda node: isinstance(node, Layers))
+
+
+def adaptive(
+    tx: optax.GradientTransformation, *, interval: int = 1000, sigma: float = 0.01, coefficient: float | None = None
+) -> optax.GradientTransformation:
+    """`tx` for the parameters, and for the `Layers` among them bounds that keep the errors of gradients small.
+
+    Every `interval` updates, and after 1, 2, 4, ... updates before the first of them, the bound of each array is set so that
+    the error of the gradients that it is multiplied into has a standard deviation of `sigma` times their mean absolute
+    momentum (Jin et al. 2020, equations 8 and 9):
+
+        bound = sigma mean|M| / sqrt(R sum_j L_j^2 / 3)
+
+    the statistics being means over the updates since the last time: see `predicted_sigma`. Of several gradients the strictest
+    counts. M is the momentum in the state of `tx` (optax's `trace`, or `mu`), or else the gradient. Arrays that are not
+    multiplied into a gradient of a weight keep their bound, as do those whose cotangents are zero.
+
+    Works under `jit` and `shard_map`: gradients have to be added up or averaged over devices, statistics along with them.
+    An averaged `sum_j L_j^2` is too large: by the square root of the number of devices bounds are too strict then.
+
+    Args:
+      tx: the optimizer; sees no `Layers`.
+      interval: updates between changes.
+      sigma: as a share of the momentum.
+      coefficient: use the simplified equation 6 with this a, such as 0.32.
+
+    Raises:
+      ValueError: `interval`, `sigma` or `coefficient` is not positive; at `init`, there are no `Layers` among the parameters, or
+        a weight of theirs is not.
+    """
+    if interval < 1:
+        raise ValueError(f"interval must be at least 1, got {interval!r}.")
+    if not sigma > 0:
+        raise ValueError(f"sigma must be positive, got {sigma!r}: 0.01, for one.")
+    if coefficient is not None and not coefficient > 0:
+        raise ValueError(f"coefficient must be positive, got {coefficient!r}: 0.32, for one.")
+
+    def init(params):
+        own, rest = _apart(params)
+        if not own:
+            raise ValueError("params must contain the Layers that memjax.compress.layers made, beside the parameters.")
+        for layers in own:
+            _weights(layers, rest)
+        zeros = lambda: tuple(jax.tree.map(jnp.zeros_like, layers.statistics) for layers in own)
+        none = lambda: jnp.zeros((), jnp.int32)
+        return AdaptiveState(tx.init(rest), none(), none(), zeros(), zeros())
+
+    def update(updates, state, params=None):
+        if params is None:
+            raise ValueError("params must be given to the update of memjax.compress.adaptive: they hold the bounds.")
+        found, gradients = _apart(updates)
+        own, rest = _apart(params)
+        new_updates, inner = tx.update(gradients, state.inner, rest)
+        last = tuple(layers.statistics for layers in found)
+        sums = jax.tree.map(jnp.add, state.sums, last)
+        step, since = state.step + 1, state.since + 1
+        due = (step % interval == 0) | ((step < interval) & (step & (step - 1) == 0))
+        magnitudes = _magnitudes(_momentum(inner, gradients))
+        changes = []
+        for layers, total in zip(own, sums, strict=True):
+            momenta = [[magnitudes[path] for path in paths] for paths in _weights(layers, rest)]
+            new = _bounds(layers.bound, total, momenta, since.astype(jnp.float32), sigma, coefficient)
+            change = jnp.where(due, new - layers.bound, jnp.zeros_like(new))
+            still = jax.tree.map(jnp.zeros_like, layers.statistics)
+            changes.append(dataclasses.replace(layers, bound=change, statistics=still))
+        sums = jax.tree.map(lambda total: jnp.where(due, jnp.zeros_like(total), total), sums)
+        since = jnp.where(due, 0, since)
+        return _with_layers(new_updates, changes), AdaptiveState(inner, step, since, sums, last)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _bounds(
+    old: Array, total: Statistics, momenta: list[list[Array]], updates: Array, sigma: float, coefficient
+) -> Array:
+    """New bounds from statistics added up over so many updates."""
+    mean = jax.tree.map(lambda found: found / updates, total)
+    per_unit = predicted_sigma(mean, jnp.ones_like(old), coefficient=coefficient)
+    rows = [jnp.stack([*own, *[jnp.float32(jnp.inf)] * (per_unit.shape[1] - len(own))]) for own in momenta]
+    allowed = sigma * jnp.stack(rows)
+    bound = jnp.min(jnp.where(per_unit > 0, allowed / jnp.maximum(per_unit, 1e-37), jnp.inf), 1)
+    return jnp.where(jnp.isfinite(bound) & (bound > 0), bound, old)
+
+
+def _apart(tree: Any) -> tuple[list[Layers], Any]:
+    """The `Layers` of a tree, and the tree with nothing in their place."""
+    own, rebuild = split_layers(tree)
+    return own, rebuild([optax.MaskedNode()] * len(own))
+
+
+def _with_layers(updates: Any, changes: list[Layers]) -> Any:
+    """`updates`, which have nothing in the place of `Layers`, with `changes` there."""
+    is_place = lambda node: isinstance(node, optax.MaskedNode)
+    rest = iter(changes)
+    return jax.tree.map(lambda node: next(rest) if is_place(node) else node, updates, is_leaf=is_place)
+
+
+def _momentum(inner: Any, gradients: Any) -> list[Any]:
+    """Trees of momenta."""
+    for name in _MOMENTA:
+        found = optax.tree_utils.tree_get_all_with_path(inner, name)
+        if found:
+            return [tree for _, tree in found]
+    return [gradients]
+
+
+def _magnitudes(trees: list[Any]) -> dict[str, Array]:
+    """Means of absolute values, by path."""
+    leaves = [pair for tree in trees for pair in jax.tree_util.tree_leaves_with_path(tree)]
+    return {_path(path): jnp.mean(jnp.abs(leaf.astype(jnp.float32))) for path, leaf in leaves}
+
+
+def _path(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _weights(layers: Layers, params: Any) -> list[list[str]]:
+    """Paths among the parameters of the weights of each array: those that end most alike."""
+    paths = [_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+
+    def alike(name, path):
+        pairs = zip(reversed(name.split("/")), reversed(path.split("/")), strict=False)
+        return next((i for i, (a, b) in enumerate(pairs) if a != b), min(name.count("/"), path.count("/")) + 1)
+
+    def find(name):
+        scores = [alike(name, path) for path in paths]
+        best = max(scores, default=0)
+        if best == 0 or scores.count(best) > 1:
+            raise ValueError(f"params must contain {name!r}, whose gradient needs a saved array; they are {paths}.")
+        return paths[scores.index(best)]
+
+    return [[find(name) for name in own] for own in layers.weights]

@@ -1,0 +1,167 @@
+"""What a backward pass finds out about each encoded array: see `Statistics`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from memjax._jaxpr import is_literal
+from memjax.compress._layers import LADDER, Statistics
+
+_PRODUCTS = ("conv_general_dilated", "dot_general")
+_SAME = {"convert_element_type", "reshape", "squeeze", "expand_dims", "transpose", "copy", "rev", "add_any"}
+_SAME |= {"psum", "psum_invariant", "pvary", "pcast"}  # which add a gradient up over devices
+_SAMPLE = 32
+"""Examples that statistics are taken from, at most about twice as many: reading all would cost a percent or so of a step."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """An equation of a pullback that multiplies an encoded array with a cotangent into the gradient of an input.
+
+    Attributes:
+      layer: which array.
+      cotangent: the equation's operand.
+      share: of the sum of L^2 that changes one entry of the gradient: one of the channels, and of the positions those where a
+        convolution's window does not reach into its padding.
+      weight: index of the pullback's output.
+    """
+
+    layer: int
+    cotangent: Any
+    share: float
+    weight: int
+
+
+def readers(jaxpr: Any, cotangents: set[Any], origins: dict[Any, int]) -> dict[int, Reader]:
+    """By `id` of an equation of the pullback `jaxpr`.
+
+    Args:
+      jaxpr: the pullback's, calls in place.
+      cotangents: its inputs that are cotangents.
+      origins: by input that comes from an encoded array, which.
+    """
+    late, origins = set(cotangents), dict(origins)
+    consumers: dict[Any, list[Any]] = {}
+    for eqn in jaxpr.eqns:
+        for atom in eqn.invars:
+            if not is_literal(atom):
+                consumers.setdefault(atom, []).append(eqn)
+    outputs = {var: i for i, var in reversed(list(enumerate(jaxpr.outvars))) if not is_literal(var)}
+    found = {}
+    for eqn in jaxpr.eqns:
+        operands = [atom for atom in eqn.invars if not is_literal(atom)]
+        cts = [atom for atom in operands if atom in late]
+        stored = [origins[atom] for atom in operands if atom in origins]
+        if cts:
+            late.update(eqn.outvars)
+            if eqn.primitive.name in _PRODUCTS and stored:
+                weight = _output(eqn.outvars[0], consumers, outputs)
+                if weight is not None:
+                    found[id(eqn)] = Reader(stored[0], cts[0], _share(eqn, cts[0]), weight)
+        elif stored and eqn.primitive.name in _SAME:
+            origins[eqn.outvars[0]] = stored[0]
+    return found
+
+
+def _share(eqn: Any, ct: Any) -> float:
+    side, shape = int(eqn.invars[0] is not ct), ct.aval.shape
+    numbers = eqn.params["dimension_numbers"]
+    if eqn.primitive.name == "conv_general_dilated":
+        # The transposed convolution: channels stand where a convolution has examples, or a kernel its outputs.
+        return _reach(eqn) / shape[numbers[side][0]]
+    contracting, batch = numbers
+    return 1 / math.prod(size for axis, size in enumerate(shape) if axis not in (*contracting[side], *batch[side]))
+
+
+def _reach(eqn: Any) -> float:
+    """Of all pairs of an output and a tap of the convolution's kernel, the share that meets a value and not padding."""
+    params, numbers = eqn.params, eqn.params["dimension_numbers"]
+    shapes = zip((eqn.invars[0], eqn.invars[1], eqn.outvars[0]), numbers, strict=True)
+    sizes = [[atom.aval.shape[axis] for axis in spec[2:]] for atom, spec in shapes]
+    windows = zip(
+        params["window_strides"], params["lhs_dilation"], params["rhs_dilation"], params["padding"], strict=True
+    )
+    share = 1.0
+    for values, taps, outputs, (stride, spread, dilation, (low, _)) in zip(*sizes, windows, strict=True):
+        at = np.arange(outputs)[:, None] * stride + np.arange(taps) * dilation - low
+        share *= np.mean((at >= 0) & (at <= (values - 1) * spread) & (at % spread == 0))
+    return float(share)
+
+
+def _output(var: Any, consumers: dict[Any, list[Any]], outputs: dict[Any, int]) -> int | None:
+    """The output that is `var`, or a sum with it."""
+    while var not in outputs:
+        following = [eqn for eqn in consumers.get(var, []) if eqn.primitive.name in _SAME]
+        if not following:
+            return None
+        var = following[0].outvars[0]
+    return outputs[var]
+
+
+class Collector:
+    """Adds up `Statistics` of one backward pass.
+
+    Args:
+      layers, width: n and m of the statistics.
+      seen: cotangents and codes. All statistics depend on all of them, though only in form: each counts once per example of a
+        `vmap` and per device then, as derivatives do.
+    """
+
+    def __init__(self, layers: int, width: int, seen: Any):
+        firsts = [jnp.ravel(x)[0] == jnp.zeros((), x.dtype) for x in jax.tree.leaves(seen) if x.size]
+        nothing = sum(jnp.where(first, jnp.float32(0), jnp.float32(0)) for first in firsts)
+        self._sums = jax.tree.map(lambda zeros: zeros + nothing, Statistics.zeros(layers, width))
+        self._seen = [0] * layers
+
+    def code(self, layer: int, code: Any, shape: Sequence[int]) -> None:
+        """What the code of an array of this shape says of itself."""
+        needed = code.needed_bits_per_value
+        # A code of exactly this size fits.
+        rung = jnp.sum(needed > jnp.asarray(LADDER) * (1 + 1e-6))
+        self._add("uses", layer, 1.0)
+        self._add("examples", layer, float(shape[0] if shape else 1))
+        self._add("bits", layer, needed)
+        self._add("overflows", layer, code.overflowed.astype(jnp.float32))
+        self._add("needed", layer, jax.nn.one_hot(rung, len(LADDER) + 1, dtype=jnp.float32))
+
+    def decoded(self, layer: int, x: Any) -> None:
+        part = _some(x)[0]
+        self._add("nonzero", layer, jnp.mean((part != jnp.zeros((), x.dtype)).astype(jnp.float32)))
+
+    def cotangent(self, reader: Reader, ct: Any) -> None:
+        """Of one more reader of its array."""
+        layer = reader.layer
+        part, share = _some(ct)
+        wide = part.astype(jnp.float32)
+        at = (layer, self._seen[layer])
+        self._seen[layer] += 1
+        self._add("cotangent", at, jnp.mean(jnp.abs(wide)))
+        self._add("power", at, jnp.sum(jnp.square(wide)) * (reader.share / share))
+
+    def sums(self, like: Statistics) -> Statistics:
+        """With the type of `like`: what devices of a `shard_map` found is added up, if they share the bounds."""
+
+        def added(found, wanted):
+            axes = tuple(jax.typeof(found).manual_axis_type.varying - jax.typeof(wanted).manual_axis_type.varying)
+            return lax.psum(found, axes) if axes else found
+
+        return jax.tree.map(added, self._sums, like)
+
+    def _add(self, field: str, at: Any, value: Any) -> None:
+        self._sums = self._sums._replace(**{field: getattr(self._sums, field).at[at].add(value)})
+
+
+def _some(x: Any) -> tuple[Any, float]:
+    """Part of the examples, and which share of them it is."""
+    if not x.ndim or x.shape[0] < 2 * _SAMPLE:
+        return x, 1.0
+    part = x[:: x.shape[0] // _SAMPLE]
+    return part, part.shape[0] / x.shape[0]

@@ -1,0 +1,167 @@
+"""Steps that an overflow cannot spoil: it changes nothing, and the step is done again with more room."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from memjax.compress._adaptive import AdaptiveState
+from memjax.compress._layers import LADDER, Layers, split_layers
+
+Capacities = list[tuple[float | None, ...]]
+
+
+def transactional(
+    step: Callable[..., tuple[Any, Any]],
+    *,
+    margin: float = 1.15,
+    window: int = 100,
+    saving: float = 0.05,
+    donate: bool = True,
+    compiler_options: dict[str, Any] | None = None,
+    **jit_options: Any,
+) -> Transactional:
+    """A training step whose codes may overflow: the step then happens again, with the same arguments and more capacity.
+
+    An overflow leaves the state as it was, all of it: parameters, optimizer, running statistics and keys. That is decided on the
+    device; the host reads one flag per step and calls the next rung of the ladder for what overflowed, as far up as
+    the codes needed; the top rung stores raw values and cannot overflow. So the results are those of a run with
+    enough capacity from the beginning, bit for bit.
+
+    Capacities begin with those of the `Layers` in the state, which stay as they are. They are part of the compiled program:
+    `jit` keeps one for each set of capacities. They rise with overflows, and fall where a whole `window` of steps would
+    have done with `saving` less memory for codes. New ones are the rung of `LADDER` above `margin` times the need, which is
+    known to within a rung.
+
+    Reading the flag waits for the step: there is no running ahead of the device.
+
+    Args:
+      step: `(state, *args) -> (state, out)`, pure; updates the state with `adaptive`, whose state it contains beside the
+        `Layers`.
+      margin: capacity over need.
+      window: steps whose needs are remembered.
+      saving: share of all codes' bytes that is worth compiling again.
+      donate: the state passed in is used up.
+      compiler_options, jit_options: of `jax.jit`.
+
+    Returns:
+      A function `(state, *args) -> (state, out)`, with attributes `replays` (how often a step was done again) and
+      `compiled` (sets of capacities so far), and `lower(state, *args)` as of `jax.jit`.
+
+    Raises:
+      ValueError: `margin` is below 1, `window` below 1 or `saving` is not between 0 and 1; called with a state that has no
+        `Layers` or no state of `adaptive`.
+    """
+    if not margin >= 1:
+        raise ValueError(f"margin must be at least 1, got {margin!r}.")
+    if window < 1:
+        raise ValueError(f"window must be at least 1, got {window!r}.")
+    if not 0 < saving < 1:
+        raise ValueError(f"saving must be between 0 and 1, got {saving!r}.")
+    return Transactional(step, margin, window, saving, donate, {"compiler_options": compiler_options, **jit_options})
+
+
+class Transactional:
+    """See `transactional`."""
+
+    def __init__(self, step, margin: float, window: int, saving: float, donate: bool, options: dict[str, Any]):
+        self._margin, self._window, self._saving = margin, window, saving
+        self._needs: list[list[np.ndarray]] = []
+        self._capacities: Capacities | None = None
+        self.replays = 0
+        self._visited: set[Any] = set()
+
+        def gated(state, *args):
+            new, out = step(state, *args)
+            last = _adaptive_state(new).last
+            overflowed = jnp.any(jnp.stack([jnp.any(found.overflows > 0) for found in last]))
+            kept = jax.tree.map(lambda before, after: jnp.where(overflowed, before, after), state, new)
+            report = {"overflowed": overflowed, "rungs": [found.rung for found in last]}
+            return kept, out, report
+
+        self._jitted = jax.jit(gated, donate_argnums=(0,) if donate else (), **options)
+
+    @property
+    def compiled(self) -> int:
+        return len(self._visited)
+
+    @property
+    def capacities(self) -> Capacities | None:
+        """Bits per value that the next step begins with, by `Layers` and array; None: those of the state."""
+        return self._capacities
+
+    @capacities.setter
+    def capacities(self, new: Capacities) -> None:
+        self._capacities = list(new)
+
+    def lower(self, state: Any, *args: Any) -> Any:
+        return self._jitted.lower(state, *args)
+
+    def __call__(self, state: Any, *args: Any) -> tuple[Any, Any]:
+        own, rebuild = split_layers(state)
+        if not own:
+            raise ValueError("state must contain the Layers that memjax.compress.layers made.")
+        given = [layers.bits_per_value for layers in own]
+        if self._capacities is None:
+            self._capacities = given
+        while True:
+            state = rebuild(_with_capacities(own, self._capacities))
+            self._visited.add(tuple(self._capacities))
+            state, out, report = self._jitted(state, *args)
+            report = jax.device_get(report)
+            self._needs.append(report["rungs"])
+            if not report["overflowed"]:
+                break
+            self.replays += 1
+            own, rebuild = split_layers(state)
+            self._capacities = self._raised(own)
+        own, rebuild = split_layers(state)
+        if len(self._needs) >= self._window:
+            self._lower_capacities(own)
+        return rebuild(_with_capacities(own, given)), out
+
+    def _raised(self, own: list[Layers]) -> Capacities:
+        """Capacities for all needs remembered, none lower than it is."""
+        wanted = self._wanted(own)
+        pairs = [zip(now, new, strict=True) for now, new in zip(self._capacities or [], wanted, strict=True)]
+        return [tuple(None if a is None or b is None else max(a, b) for a, b in group) for group in pairs]
+
+    def _lower_capacities(self, own: list[Layers]) -> None:
+        assert self._capacities is not None
+        wanted = self._wanted(own)
+        now, new = (
+            sum(layers.nbytes() for layers in _with_capacities(own, some)) for some in (self._capacities, wanted)
+        )
+        if new < (1 - self._saving) * now:
+            self._capacities = wanted
+        self._needs = []
+
+    def _wanted(self, own: list[Layers]) -> Capacities:
+        """The rungs above the needs remembered. Without one nothing is known: raw."""
+        most = [np.max(group, 0) for group in zip(*self._needs, strict=True)]
+        return [tuple(self._capacity(int(rung)) for rung in rungs) for rungs in most]
+
+    def _capacity(self, rung: int) -> float | None:
+        if not 0 <= rung < len(LADDER):
+            return None
+        # The need is at most a rung's capacity, and more than that of the rung below.
+        least = max(LADDER[rung], self._margin * LADDER[max(rung - 1, 0)])
+        above = [capacity for capacity in LADDER if capacity >= least]
+        return above[0] if above else None
+
+
+def _with_capacities(own: list[Layers], capacities: Capacities) -> list[Layers]:
+    return [dataclasses.replace(a, bits_per_value=b) for a, b in zip(own, capacities, strict=True)]
+
+
+def _adaptive_state(tree: Any) -> AdaptiveState:
+    is_state = lambda node: isinstance(node, AdaptiveState)
+    found = [node for node in jax.tree.leaves(tree, is_leaf=is_state) if is_state(node)]
+    if len(found) != 1:
+        raise ValueError(f"state must contain one state of memjax.compress.adaptive, got {len(found)}.")
+    return found[0]

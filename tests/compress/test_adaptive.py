@@ -1,0 +1,262 @@
+"""The controller and transactional steps: bounds by the paper's equations, statistics however gradients are taken, and overflows
+that leave no trace.
+"""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from memjax import compress, compressed
+from memjax.compress import LADDER, Layers
+from tests.compress.networks import conv
+
+SHAPE = (4, 8, 8, 16)
+
+
+def weights():
+    keys = jax.random.split(jax.random.key(0), 2)
+    return {f"conv{i}": 0.1 * jax.random.normal(key, (3, 3, 16, 16)) for i, key in enumerate(keys)}
+
+
+def network(params, x):
+    for i in range(2):
+        x = jax.nn.relu(conv(x, params[f"conv{i}"]))
+    return x
+
+
+def loss(codec, params, x):
+    return jnp.mean(jnp.square(compressed(network, codec, where="conv", inputs=True)(params, x) - 1))
+
+
+def batch(seed, scale=1.0):
+    return scale * jax.random.normal(jax.random.key(seed), SHAPE)
+
+
+def found_layers(**options):
+    return compress.layers(loss, weights(), batch(0), **options)
+
+
+def gradient(f):
+    """With respect to the codec, and to the weights, without which nothing is saved."""
+    return jax.jit(jax.grad(f, (0, 1)))
+
+
+def test_layers_are_found_with_their_weights():
+    layers = found_layers(bound=2**-4, bits_per_value=6)
+    assert [name.split("/")[-1] for name in layers.names] == ["conv0", "conv1"]
+    assert layers.weights == tuple((name,) for name in layers.names)
+    assert layers.shapes == ((SHAPE, np.dtype(np.float32)),) * 2
+    assert layers.nbytes() == 2 * compress.ErrorBounded(0.1, bits_per_value=6).nbytes(batch(0))
+    with pytest.raises(ValueError, match=r"settings for 2 arrays, .* but 3 are encoded"):
+        jax.grad(lambda x: jnp.sum(compressed(lambda x: jnp.sin(jnp.sin(jnp.sin(x))), layers)(x)))(batch(0))
+    with pytest.raises(ValueError, match="nothing of it is encoded"):
+        compress.layers(lambda codec, x: jnp.sum(x), batch(0))
+
+
+@pytest.mark.smoke
+def test_statistics_are_what_they_are_called():
+    layers, params, x = found_layers(bound=2**-4), weights(), batch(1)
+    got, _ = gradient(loss)(layers, params, x)
+    assert not np.any(got.bound)
+    acts = [x]
+    for i in range(1):
+        acts.append(jax.nn.relu(conv(acts[-1], params[f"conv{i}"])))
+
+    def rest(at, out):  # the loss from the at-th convolution's output on
+        for i in range(at, 2):
+            out = conv(out, params[f"conv{i}"]) if i > at else out
+            out = jax.nn.relu(out)
+        return jnp.mean(jnp.square(out - 1))
+
+    for i in range(2):
+        ct = jax.grad(lambda out, i=i: rest(i, out))(conv(acts[i], params[f"conv{i}"]))
+        # Weights are exact, so cotangents are, and zeros stay zeros.
+        # One of 16 channels; a tap at an edge of the 3x3 meets padding at one of 8 positions.
+        share = (22 / 24) ** 2 / 16
+        np.testing.assert_allclose(got.statistics.power[i, 0], share * np.sum(np.square(ct)), rtol=1e-4)
+        np.testing.assert_allclose(got.statistics.cotangent[i, 0], np.mean(np.abs(ct)), rtol=1e-4)
+        np.testing.assert_allclose(got.statistics.nonzero[i], np.mean(acts[i] != 0), rtol=1e-6)
+        code = compress.ErrorBounded(2**-4).encode(acts[i])
+        np.testing.assert_allclose(got.statistics.bits[i], code.needed_bits_per_value, rtol=1e-6)
+        rung = int(got.statistics.rung[i])
+        assert LADDER[rung - 1] < code.needed_bits_per_value <= LADDER[rung]
+    np.testing.assert_array_equal(got.statistics.examples, 4)
+    np.testing.assert_array_equal(got.statistics.overflows, 0)
+    small = dataclasses.replace(layers, bits_per_value=(None, 1.0))
+    np.testing.assert_array_equal(gradient(loss)(small, params, x)[0].statistics.overflows, [0, 1])
+
+
+def test_statistics_add_up_over_devices_and_examples():
+    layers, params, x = found_layers(bound=2**-4), weights(), jnp.concatenate([batch(i) for i in range(4)])
+    whole = gradient(loss)(layers, params, x)[0].statistics
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    in_specs = (jax.P(), jax.P(), jax.P("data"))
+
+    def of_device(codec, params, x):
+        return jax.lax.pmean(loss(codec, params, x), "data")
+
+    def inside(codec, params, x):  # gradients taken by each device; bounds and weights are shared
+        return jax.grad(of_device, (0, 1))(codec, params, x)
+
+    around = jax.grad(jax.shard_map(of_device, mesh=mesh, in_specs=in_specs, out_specs=jax.P()), (0, 1))
+    spread = jax.shard_map(inside, mesh=mesh, in_specs=in_specs, out_specs=jax.P())
+    one_by_one = jax.grad(lambda *args: jnp.mean(jax.vmap(loss, (None, None, 0))(*args)), (0, 1))
+    for take, data in ((around, x), (spread, x), (one_by_one, x.reshape(4, 4, *SHAPE[1:]))):
+        got = jax.jit(take)(layers, params, data)[0].statistics
+        np.testing.assert_allclose(got.power, whole.power, rtol=1e-3)
+        np.testing.assert_array_equal(got.uses, 4)
+        np.testing.assert_array_equal(got.examples, 16)
+        np.testing.assert_allclose(got.nonzero / got.uses, whole.nonzero, rtol=1e-5)
+        np.testing.assert_allclose(got.cotangent[:, 0] / got.uses, whole.cotangent[:, 0], rtol=1e-3)
+        np.testing.assert_array_equal(got.needed.sum(1), 4)
+        assert (got.rung >= whole.rung).all()
+
+
+def test_bounds_follow_the_equations():
+    """A quarter as many updates as the interval, so at powers of two; then at the interval."""
+    tx = compress.adaptive(optax.sgd(0.01, momentum=0.9), interval=5, sigma=0.02)
+    params = {"net": weights(), "codec": found_layers(bound=2**-3)}
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state, x):
+        gradients = jax.grad(lambda p: loss(p["codec"], p["net"], x))(params)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, gradients
+
+    plain, plain_state = optax.sgd(0.01, momentum=0.9), None
+    sums, changed = [], []
+    for i in range(1, 11):
+        before = params
+        params, state, gradients = step(params, state, batch(i))
+        plain_state = plain_state or plain.init(before["net"])
+        updates, plain_state = plain.update(gradients["net"], plain_state)
+        chex.assert_trees_all_close(params["net"], optax.apply_updates(before["net"], updates), rtol=1e-6)
+        sums.append(gradients["codec"].statistics)
+        if not np.array_equal(params["codec"].bound, before["codec"].bound):
+            changed.append(i)
+            mean = jax.tree.map(lambda *leaves: np.mean(leaves, 0), *sums)
+            momentum = [np.mean(np.abs(plain_state[0].trace[f"conv{j}"])) for j in range(2)]
+            want = 0.02 * np.array(momentum) / np.sqrt(mean.nonzero * mean.power[:, 0] / 3)
+            np.testing.assert_allclose(params["codec"].bound, want, rtol=1e-4)
+            sums = []
+    assert changed == [1, 2, 4, 5, 10]
+    assert isinstance(params["codec"], Layers)
+    assert not any(map(np.any, jax.tree.leaves(params["codec"].statistics)))
+
+
+def test_the_papers_coefficient():
+    found = compress.Statistics.zeros(1, 1)._replace(
+        uses=jnp.ones(1), examples=jnp.full(1, 64.0), nonzero=jnp.full(1, 0.25), cotangent=jnp.full((1, 1), 0.5)
+    )
+    got = compress.predicted_sigma(found, jnp.full(1, 0.125), coefficient=0.32)
+    np.testing.assert_allclose(got, 0.32 * 0.5 * np.sqrt(64 * 0.25) * 0.125, rtol=1e-6)
+
+
+def test_scaled_gradients_have_the_statistics_of_scaled_losses():
+    args = found_layers(), weights(), batch(0)
+    got, want = jax.jit(
+        lambda *args: (
+            compress.scale_gradient(jax.grad(loss, (0, 1))(*args), 0.25),
+            jax.grad(lambda *args: 0.25 * loss(*args), (0, 1))(*args),
+        )
+    )(*args)
+    chex.assert_trees_all_close(got, want, rtol=1e-5)
+
+
+def trained(steps, capacity, force=lambda step: False):
+    """Parameters, optimizer, statistics and a key after so many steps of batches of varying scale; and the replays."""
+    tx = compress.adaptive(optax.sgd(0.01, momentum=0.9), interval=16)
+    params = {"net": weights(), "codec": found_layers(bound=2**-3, bits_per_value=capacity)}
+    state = {"params": params, "optimizer": tx.init(params), "mean": jnp.zeros(16), "key": jax.random.key(0)}
+
+    def step(state, x):
+        key, own = jax.random.split(state["key"])
+        x = x * jnp.exp(jax.random.normal(own))
+        gradients = jax.grad(lambda p: loss(p["codec"], p["net"], x))(state["params"])
+        updates, optimizer = tx.update(gradients, state["optimizer"], state["params"])
+        mean = 0.9 * state["mean"] + 0.1 * jnp.mean(x, (0, 1, 2))
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "optimizer": optimizer, "mean": mean, "key": key}, jnp.mean(x)
+
+    run = compress.transactional(step, window=10**6, margin=2)
+    outs = []
+    for i in range(steps):
+        if force(i):
+            run.capacities = [(capacity,) * 2]
+        state, out = run(state, batch(i % 8))
+        outs.append(out)
+    return state, outs, run
+
+
+def values(state):
+    state = {**state, "key": jax.random.key_data(state["key"])}
+    return jax.tree.leaves(state)
+
+
+def test_capacities_follow_the_need():
+    """Up at once, to what was needed and no further; down when a window has needed less."""
+    tx = compress.adaptive(optax.sgd(0.01), interval=10**6)
+    params = {"net": weights(), "codec": found_layers(bound=2**-3, bits_per_value=1.0)}
+    state = {"params": params, "optimizer": tx.init(params)}
+    needs = []
+
+    def step(state, x):
+        gradients = jax.grad(lambda p: loss(p["codec"], p["net"], x))(state["params"])
+        _, optimizer = tx.update(gradients, state["optimizer"], state["params"])
+        return {"params": state["params"], "optimizer": optimizer}, gradients["codec"].statistics.bits
+
+    run = compress.transactional(step, window=3, donate=False)
+    for scale, replays in ((1, 1), (16, 2), (1, 2), (1, 2), (1, 2), (1, 2), (1, 2)):
+        state, bits = run(state, batch(0, scale))
+        needs.append(bits)
+        assert run.replays == replays
+        for capacity, need in zip(run.capacities[0], needs[-1] if scale > 1 else needs[0], strict=True):
+            assert capacity >= 1.02 * need  # once the margin was taken
+    for capacity, need in zip(run.capacities[0], needs[0], strict=True):
+        assert capacity < 1.3 * need
+    assert run.compiled == 3
+
+
+@pytest.mark.smoke
+def test_overflows_leave_no_trace():
+    random = np.random.default_rng(0).choice(200, 15, replace=False)
+    want, want_outs, enough = trained(200, None)
+    got, outs, run = trained(200, 0.5, force=lambda step: step in random)
+    assert enough.replays == 0
+    assert run.replays >= 15
+    assert run.compiled < 10
+    for a, b in zip(values(got), values(want), strict=True):
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(outs, want_outs)
+    assert np.isfinite(values(got)[-1]).all()
+
+
+def test_refuses():
+    for options, message in (
+        ({"interval": 0}, "interval must be at least 1, got 0"),
+        ({"sigma": 0.0}, "sigma must be positive, got 0.0"),
+        ({"coefficient": -1.0}, "coefficient must be positive, got -1.0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            compress.adaptive(optax.sgd(0.1), **options)
+    tx = compress.adaptive(optax.sgd(0.1))
+    with pytest.raises(ValueError, match="params must contain the Layers"):
+        tx.init(weights())
+    with pytest.raises(ValueError, match=r"params must contain '0/0/conv0', whose gradient .* they are \['w'\]"):
+        tx.init({"w": jnp.zeros(3), "codec": found_layers()})
+    with pytest.raises(ValueError, match=r"margin must be at least 1, got 0.5"):
+        compress.transactional(lambda state: (state, None), margin=0.5)
+    with pytest.raises(ValueError, match="window must be at least 1, got 0"):
+        compress.transactional(lambda state: (state, None), window=0)
+    with pytest.raises(ValueError, match="saving must be between 0 and 1, got 1"):
+        compress.transactional(lambda state: (state, None), saving=1)
+    with pytest.raises(ValueError, match="state must contain the Layers"):
+        compress.transactional(lambda state: (state, None))({})
+    with pytest.raises(ValueError, match=r"state must contain one state of memjax.compress.adaptive, got 0"):
+        compress.transactional(lambda state: (state, None))({"codec": found_layers()})

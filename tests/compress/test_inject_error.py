@@ -1,0 +1,89 @@
+"""The error model: what is predicted of gradients' errors, and what they are."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from memjax import compress, compressed
+from memjax.compress import UniformError
+from tests.compress.networks import conv, loss_of
+
+
+def down(x, w):
+    return lax.conv_general_dilated(x, w, (2, 2), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def network(params, x):
+    """Two layers, then two branches that read the same array, as residual networks have them."""
+    x = jax.nn.relu(conv(x, params["first"]))
+    x = jax.nn.relu(conv(x, params["second"]))
+    return conv(x, params["third"])[:, ::2, ::2] + down(x, params["shortcut"])
+
+
+def setting():
+    keys = jax.random.split(jax.random.key(0), 5)
+    shapes = {"first": (3, 3), "second": (3, 3), "third": (3, 3), "shortcut": (1, 1)}
+    params = {
+        name: jax.random.normal(key, (*size, 16, 16)) / 10
+        for key, (name, size) in zip(keys, shapes.items(), strict=False)
+    }
+    return params, jax.random.normal(keys[4], (16, 16, 16, 16))
+
+
+@pytest.mark.smoke
+def test_sigma_is_as_predicted_and_errors_are_normal():
+    params, x = setting()
+    bound = 0.05
+    by_layers = lambda codec, params, x: loss_of(compressed(network, codec, where="conv", inputs=True))(params, x)
+    layers = compress.layers(by_layers, params, x)
+
+    @jax.jit
+    def exact(params, x):
+        raw = jax.tree.map(jnp.zeros_like, layers)  # without a bound everything is stored as it is
+        return jax.grad(by_layers, (0, 1))(raw, params, x)
+
+    @jax.jit
+    def with_errors(seed):
+        f = compress.inject_error(network, bound, seed=seed, inputs=True)
+        return jax.grad(loss_of(f))(params, x)
+
+    found, gradients = exact(params, x)
+    samples = [with_errors(seed) for seed in range(24)]
+    half_width = jnp.full(len(layers.names), bound)
+    predicted = np.asarray(compress.predicted_sigma(found.statistics, half_width))
+    names = {tuple(name.split("/")[-1] for name in own): i for i, own in enumerate(layers.weights)}
+    assert {frozenset(own) for own in names} == {
+        frozenset({"first"}),
+        frozenset({"second"}),
+        frozenset({"third", "shortcut"}),
+    }
+    for own, i in names.items():
+        for j, name in enumerate(own):
+            errors = np.stack([np.asarray(sample[name] - gradients[name], np.float64) for sample in samples])
+            assert 0.8 < predicted[i, j] / errors.std() < 1.2
+            # Pairs of channels have deviations of their own, so that all together are a mixture of normal distributions.
+            own_sigma = errors.std((0, 1, 2), keepdims=True)
+            assert abs(np.mean(np.abs(errors) < own_sigma) - 0.682) < 0.03
+
+
+def test_error_is_uniform_within_the_bound_and_spares_zeros():
+    x = jnp.maximum(jax.random.normal(jax.random.key(0), (64, 512)), 0)
+    codec = UniformError(0.25, seed=3)
+    error = np.asarray(codec.decode(codec.encode(x)) - x)
+    assert (error[x == 0] == 0).all()
+    rest = error[x != 0]
+    assert np.abs(rest).max() <= 0.25 + 1e-6
+    shares = np.histogram(rest, 10, (-0.25, 0.25))[0] / rest.size
+    np.testing.assert_allclose(shares, 0.1, atol=0.01)
+    everywhere = UniformError(0.25, zeros=True)
+    assert (np.asarray(everywhere.encode(x))[x == 0] != 0).mean() > 0.99
+    assert (codec.encode(x) != UniformError(0.25, seed=4).encode(x)).any()
+
+
+def test_refuses():
+    with pytest.raises(ValueError, match="bound must be positive, got 0"):
+        compress.inject_error(network, 0)
+    with pytest.raises(TypeError, match="x must be floating point, got int32"):
+        UniformError(0.1).encode(jnp.zeros(4, jnp.int32))

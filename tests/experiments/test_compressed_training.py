@@ -1,0 +1,103 @@
+"""The four classifiers, the photographs, and a run of compressed training from the command line to its figures."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from rich.console import Console
+
+from experiments.compressed_training import PRESETS, make_task
+from experiments.compression.observed import layers_of
+from experiments.compression.report import extra_report
+from experiments.data.photographs import photographs
+from experiments.harness import devices, records
+from experiments.harness.config import parse
+from experiments.harness.main import run
+from experiments.harness.training import Trainer
+from experiments.models.classifiers import MODELS
+
+PUBLISHED = {"alexnet": 60_965_224, "vgg16": 138_357_544, "resnet18": 11_689_512, "resnet50": 25_557_032}
+
+
+@pytest.fixture(autouse=True)
+def two_devices(monkeypatch):
+    mesh = devices.data_mesh(jax.devices()[:2])
+    monkeypatch.setattr(devices, "data_mesh", lambda: mesh)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_networks_are_those_published(name):
+    net = nnx.eval_shape(lambda: MODELS[name](1000, rngs=nnx.Rngs(0)))
+    assert sum(p.size for p in jax.tree.leaves(nnx.state(net, nnx.Param))) == PUBLISHED[name]
+
+    def logits(images):
+        return MODELS[name](10, image_size=64, width=0.25, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))(images)
+
+    with jax.numpy_dtype_promotion("standard"):  # batch norms add bfloat16 to float32
+        found = jax.eval_shape(logits, jax.ShapeDtypeStruct((2, 64, 64, 3), jnp.float32))
+    assert (found.shape, found.dtype) == ((2, 10), jnp.float32)
+
+
+def test_photographs_are_apart():
+    data = photographs(64)
+    rng = np.random.default_rng(0)
+    assert len(data.classes) == 16
+    assert {int(data.test_example(item)["label"]) for item in data.test} == set(range(16))
+    seen = {}
+    for photo in range(16):
+        # Every pixel its own value: which are shown?
+        height, width = data.train_example._photos[photo].shape[:2]
+        numbers = np.arange(height * width).reshape(height, width)
+        pixels = np.stack([numbers // 2**16, numbers // 2**8 % 2**8, numbers % 2**8], -1).astype(np.uint8)
+        data.train_example._photos[photo] = pixels
+    number = lambda image: (image.astype(int) * [2**16, 2**8, 1]).sum(-1)
+    for item in data.train[::4]:
+        example = data.train_example(item, rng)
+        assert example["image"].shape == (64, 64, 3)
+        seen.setdefault(int(example["label"]), set()).update(number(example["image"]).ravel())
+    for item in data.test:
+        example = data.test_example(item)
+        assert seen[int(example["label"])].isdisjoint(number(example["image"]).ravel())
+
+
+def command(runs, *flags):
+    model = ["--model", "alexnet", "--width", "0.25", "--batch-size", "8", "--epochs", "0.012", "--schedule", "step"]
+    argv = ["--preset", "cpu", "--runs-dir", str(runs), "--name", "run", *model, *flags]
+    return run(PRESETS, make_task, description="", argv=argv, extra_report=extra_report)
+
+
+@pytest.mark.smoke
+def test_a_run_with_an_overflow_reports_and_can_be_restored(tmp_path, capsys):
+    assert command(tmp_path, "--bits-per-value", "1") == 0
+    folder = tmp_path / "run"
+    train = records.read(folder / "metrics.jsonl", "train")
+    assert [record["step"] for record in train] == [1, 2, 3]
+    assert train[-1]["replays"] >= 1
+    assert train[0]["bounds"] != train[-1]["bounds"]
+    assert len(train[0]["bits"]) == len(train[0]["bounds"]) >= 2
+    assert all(3 < record["ratio"] < 64 for record in train)
+    for name in ("curves", "ratio", "layers", "errors"):
+        assert (folder / f"{name}.png").stat().st_size > 5000
+    rows = json.loads((folder / "analysis.json").read_text())["rows"]
+    assert [row["layer"] for row in rows] == ["conv1/conv", "conv2/conv"]
+    for row in rows:
+        assert 0.5 < row["predicted"] / row["measured"] < 2
+    assert "saved activations" in capsys.readouterr().out
+
+    config = parse(PRESETS, description="", argv=["--resume", "--runs-dir", str(tmp_path), "--name", "run"])
+    restored = Trainer(config, make_task(config), Console(quiet=True))._state(3)
+    np.testing.assert_array_equal(layers_of(restored).bound, np.float32(train[-1]["bounds"]))
+    assert int(restored.optimizer.step) == 3
+
+
+def test_refuses(tmp_path, capsys):
+    for flags, message in (
+        (["--image-size", "128"], "--image-size must be at most 96 for the photographs"),
+        (["--sigma", "0"], "--sigma must be positive"),
+        (["--bits-per-value", "-1"], "--bits-per-value must be positive"),
+    ):
+        assert command(tmp_path, *flags) == 2
+        assert message in capsys.readouterr().err
