@@ -1,0 +1,1 @@
+from memjax.shard import ring as ring

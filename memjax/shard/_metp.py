@@ -1,0 +1,170 @@
+"""O = f(A B) C over a ring, and the feed-forward layer that is made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from memjax._linear_cross_entropy.options import accumulator, vary, varying_axes
+from memjax.shard import ring
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+
+def metp(
+    f: Callable[[jax.Array], jax.Array],
+    a: Float[Array, "... t d"],
+    b: Float[Array, "d f"],
+    c: Float[Array, "f e"],
+    *,
+    axis_name: str,
+) -> Float[Array, "... t e"]:
+    """`f(a b) c` of matrices spread over the p devices of a ring, with f elementwise.
+
+    Rows of A and O stay where they are. Blocks of B's columns and C's rows travel round the ring, each hop behind the
+    matmuls of a step; the backward pass circulates them again, their gradients travelling along. For t = S / p rows
+    per device no array is larger than t x F/p: of f(A B) each device holds 1/p^2.
+
+    Args:
+      f: elementwise, differentiable, without array arguments of its own; called with float32 (float64 for float64).
+      a: (..., t, D), this device's rows.
+      b: (D, F/p), this device's columns, of a's dtype.
+      c: (F/p, E), this device's rows, of a's dtype.
+      axis_name: the axis of `jax.shard_map` that is the ring.
+
+    Returns:
+      (..., t, E), this device's rows, of a's dtype. Sums over the ring are kept in float32.
+
+    Saved for the backward pass: a, b, c. Temporaries, in bytes for t rows over all leading dimensions and items of
+    k bytes: forward 4 t E + k (t F/p + 2 B), backward 4 t D + k (3 t F/p + 2 B) + 12 B, with B = (D + E) F/p entries
+    in a block. Traffic per device: k (p-1) B forward, k (p-1) B + 4 p B backward.
+
+    Raises:
+      ValueError: shapes that do not match, or outside a `jax.shard_map` over `axis_name`.
+      TypeError: dtypes that differ or are not floating-point.
+
+    Source: Liang et al., "Memory-efficient tensor parallelism for long-sequence Transformer training" (2025), abstract.
+    """
+    return _checked_product(f, a, {"b": b}, c, "c", axis_name)
+
+
+def metp_mlp(
+    x: Float[Array, "... t d"],
+    w_in: Float[Array, "d f"],
+    w_out: Float[Array, "f e"],
+    *,
+    activation: Callable[[jax.Array], jax.Array] = jax.nn.gelu,
+    w_gate: Float[Array, "d f"] | None = None,
+    axis_name: str,
+) -> Float[Array, "... t e"]:
+    """A feed-forward layer over a ring: `activation(x w_in) w_out`, or gated `(activation(x w_gate) * (x w_in)) w_out`.
+
+    SwiGLU is `activation=jax.nn.silu` with a `w_gate`. Everything else is as in `metp`, with the gate's columns
+    travelling in the same message.
+
+    Args:
+      x: (..., t, D), this device's tokens.
+      w_in, w_gate: (D, F/p), this device's columns.
+      w_out: (F/p, E), this device's rows.
+      activation: elementwise.
+      axis_name: the axis of `jax.shard_map` that is the ring.
+
+    Returns:
+      (..., t, E), this device's tokens.
+
+    Saved for the backward pass: x and the weights' local blocks.
+
+    Raises:
+      ValueError, TypeError: as `metp`.
+    """
+    if w_gate is None:
+        return _checked_product(activation, x, {"w_in": w_in}, w_out, "w_out", axis_name)
+    gated = _Gated(activation)
+    return _checked_product(gated, x, {"w_in": w_in, "w_gate": w_gate}, w_out, "w_out", axis_name)
+
+
+class _Gated:
+    def __init__(self, activation: Callable[[jax.Array], jax.Array]):
+        self.activation = activation
+
+    def __call__(self, up: jax.Array, gate: jax.Array) -> jax.Array:
+        return self.activation(gate) * up
+
+
+def _checked_product(
+    f: Callable[..., jax.Array], a: Any, columns: dict[str, Any], c: Any, c_name: str, axis_name: str
+) -> jax.Array:
+    ring.axis_size(axis_name)
+    first, *_ = columns.values()
+    for name, w in (*columns.items(), (c_name, c)):
+        if not jnp.issubdtype(w.dtype, jnp.floating) or w.dtype != a.dtype:
+            raise TypeError(f"{name}: expected the rows' floating-point dtype {a.dtype}, got {w.dtype}")
+        if w.ndim != 2:
+            raise ValueError(f"{name}: expected 2 dimensions, got shape {w.shape}")
+    if a.ndim < 2:
+        raise ValueError(f"rows: expected shape (..., t, D), got {a.shape}")
+    for name, w in columns.items():
+        if w.shape != (a.shape[-1], first.shape[1]):
+            raise ValueError(
+                f"{name}: expected shape {(a.shape[-1], first.shape[1])}, the columns that this device holds for rows of"
+                f" shape {a.shape}, got {w.shape}"
+            )
+    if c.shape[0] != first.shape[1]:
+        raise ValueError(
+            f"{c_name}: expected {first.shape[1]} rows, as many as this device holds columns of {next(iter(columns))},"
+            f" got shape {c.shape}"
+        )
+    rows = a.reshape(-1, a.shape[-1])
+    operands = (rows, tuple(columns.values()), c)
+    operands = vary(operands, varying_axes(*jax.tree.leaves(operands)))
+    return _product(f, *operands, axis_name).reshape(*a.shape[:-1], c.shape[1])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 4))
+def _product(f: Any, a: jax.Array, bs: tuple[jax.Array, ...], c: jax.Array, axis_name: str) -> jax.Array:
+    return _forward(f, a, bs, c, axis_name)[0]
+
+
+def _forward(f: Any, a: jax.Array, bs: tuple[jax.Array, ...], c: jax.Array, axis_name: str) -> tuple[jax.Array, Any]:
+    wide = accumulator(a.dtype)
+
+    def body(o: Any, block: Any, step: Any) -> tuple[jax.Array, None]:
+        bs, c = block
+        h = _elementwise(f, a.dtype)(*(a @ b for b in bs))
+        more = jnp.matmul(h, c, preferred_element_type=wide)
+        return more if o is None else o + more, None
+
+    o, _ = ring.scan(body, (bs, c), None, axis_name=axis_name)
+    return o.astype(a.dtype), (a, bs, c)
+
+
+def _backward(f: Any, axis_name: str, saved: Any, do: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array]:
+    a, bs, c = saved
+    wide = accumulator(a.dtype)
+
+    def body(da: Any, block: Any, step: Any) -> tuple[jax.Array, Any]:
+        bs, c = block
+        h, pull = jax.vjp(_elementwise(f, a.dtype), *(a @ b for b in bs))
+        dzs = pull(do @ c.T)
+        for b, dz in zip(bs, dzs, strict=True):
+            more = jnp.matmul(dz, b.T, preferred_element_type=wide)
+            da = more if da is None else da + more
+        dbs = tuple(jnp.matmul(a.T, dz, preferred_element_type=wide) for dz in dzs)
+        return da, (dbs, jnp.matmul(h.T, do, preferred_element_type=wide))
+
+    da, (dbs, dc) = ring.scan(body, (bs, c), None, axis_name=axis_name)
+    narrow = lambda d: d.astype(a.dtype)
+    return narrow(da), tuple(map(narrow, dbs)), narrow(dc)
+
+
+def _elementwise(f: Any, dtype: Any) -> Callable[..., jax.Array]:
+    wide = accumulator(dtype)
+    return lambda *z: f(*(a.astype(wide) for a in z)).astype(dtype)
+
+
+_product.defvjp(_forward, _backward)
