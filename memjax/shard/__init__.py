@@ -1,1 +1,9 @@
+"""Memory-efficient tensor parallelism for long sequences: functions to be called inside `jax.shard_map`."""
+
 from memjax.shard import ring as ring
+from memjax.shard._attention import metp_attention as metp_attention
+from memjax.shard._layout import positions as positions
+from memjax.shard._layout import unzigzag as unzigzag
+from memjax.shard._layout import zigzag as zigzag
+from memjax.shard._metp import metp as metp
+from memjax.shard._metp import metp_mlp as metp_mlp
