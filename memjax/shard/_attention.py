@@ -113,7 +113,8 @@ def _forward(options: Options, q: Array, k: Array, v: Array, segments: Array | N
 
 
 def _backward(options: Options, saved: Any, do: Array) -> tuple[Array, Array, Array, None]:
-    q, k, v, segments, o, lse = saved
+    # Nothing is recomputed before the cotangent is there.
+    (q, k, v, segments, o, lse), do = lax.optimization_barrier((saved, do))
 
     def group(q: Array, k: Array, v: Array, o: Array, do: Array, lse: Array) -> tuple[Array, ...]:
         gradients = _ring_backward(options, q, k, v, segments, o, lse, do)

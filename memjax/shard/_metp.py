@@ -131,20 +131,18 @@ def _product(f: Any, a: jax.Array, bs: tuple[jax.Array, ...], c: jax.Array, axis
 
 
 def _forward(f: Any, a: jax.Array, bs: tuple[jax.Array, ...], c: jax.Array, axis_name: str) -> tuple[jax.Array, Any]:
-    wide = accumulator(a.dtype)
-
     def body(o: Any, block: Any, step: Any) -> tuple[jax.Array, None]:
         bs, c = block
         h = _elementwise(f, a.dtype)(*(a @ b for b in bs))
-        more = jnp.matmul(h, c, preferred_element_type=wide)
-        return more if o is None else o + more, None
+        return _add_product(o, h, c), None
 
     o, _ = ring.scan(body, (bs, c), None, axis_name=axis_name)
-    return o.astype(a.dtype), (a, bs, c)
+    return _rounded(o, a.dtype), (a, bs, c)
 
 
 def _backward(f: Any, axis_name: str, saved: Any, do: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array]:
-    a, bs, c = saved
+    # Nothing is recomputed before the cotangent is there, nor merged with the forward pass and held until then.
+    (a, bs, c), do = jax.lax.optimization_barrier((saved, do))
     wide = accumulator(a.dtype)
 
     def body(da: Any, block: Any, step: Any) -> tuple[jax.Array, Any]:
@@ -152,14 +150,24 @@ def _backward(f: Any, axis_name: str, saved: Any, do: jax.Array) -> tuple[jax.Ar
         h, pull = jax.vjp(_elementwise(f, a.dtype), *(a @ b for b in bs))
         dzs = pull(do @ c.T)
         for b, dz in zip(bs, dzs, strict=True):
-            more = jnp.matmul(dz, b.T, preferred_element_type=wide)
-            da = more if da is None else da + more
+            da = _add_product(da, dz, b.T)
         dbs = tuple(jnp.matmul(a.T, dz, preferred_element_type=wide) for dz in dzs)
         return da, (dbs, jnp.matmul(h.T, do, preferred_element_type=wide))
 
-    da, (dbs, dc) = ring.scan(body, (bs, c), None, axis_name=axis_name)
     narrow = lambda d: d.astype(a.dtype)
-    return narrow(da), tuple(map(narrow, dbs)), narrow(dc)
+    da, (dbs, dc) = ring.scan(body, (bs, c), None, axis_name=axis_name)
+    return _rounded(da, a.dtype), tuple(map(narrow, dbs)), narrow(dc)
+
+
+def _add_product(sums: Any, a: jax.Array, b: jax.Array) -> tuple[jax.Array, ...]:
+    """sums + a b, in two halves of the rows: a product that is not added where it is made takes half as much."""
+    half = -(-a.shape[0] // 2)
+    products = (jnp.matmul(part, b, preferred_element_type=accumulator(a.dtype)) for part in (a[:half], a[half:]))
+    return tuple(products) if sums is None else tuple(s + more for s, more in zip(sums, products, strict=True))
+
+
+def _rounded(sums: tuple[jax.Array, ...], dtype: Any) -> jax.Array:
+    return jnp.concatenate([part.astype(dtype) for part in sums])
 
 
 def _elementwise(f: Any, dtype: Any) -> Callable[..., jax.Array]:

@@ -65,13 +65,15 @@ def scan(
         return carry, block_next, more if sums is None else _add(sums, more)
 
     state = step(init, moving, None, 0, size > 1)
+    # The barrier keeps the next hop from starting before a step is over: all blocks would be held at once.
+    state = lax.optimization_barrier(state)
     if size > 2:
-        # The barriers keep a step's hop from starting before the step: all blocks would be held at once.
-        state = lax.optimization_barrier(state)
         state, _ = lax.scan(lambda s, i: (step(*s, i, True), None), state, jnp.arange(1, size - 1, dtype=jnp.int32))
     if size > 1:
-        state = step(*lax.optimization_barrier(state), size - 1, False)
+        state = step(*state, size - 1, False)
     carry, _, sums = state
+    # So that the last sum is made in its matmul, as the others are, and not beside it in what casts it.
+    carry = lax.optimization_barrier(carry)
     if size > 1:
         sums = _hop(sums, axis_name, size)
     if last is not None:
