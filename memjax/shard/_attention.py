@@ -92,7 +92,36 @@ def metp_attention(
         softcap=check.softcap(softcap),
         head_chunks=head_chunks,
         implementation=check.implementation(implementation, q, segment_ids, window, softcap),
-        rows=max(q.shape[1] // size, _FEW_ROWS) if size > 1 else 512,
+        rows=max(q.shape[1] // size, _FEW_ROWS) if size > 1 else 4 * _FEW_ROWS,
+    )
+    operands = (q, k, v, segment_ids)
+    return _attention(options, *vary(operands, varying_axes(*jax.tree.leaves(operands))))
+
+
+def attention(
+    q: Float[Array, "b s h d"],
+    k: Float[Array, "b s k d"],
+    v: Float[Array, "b s k d"],
+    *,
+    causal: bool = False,
+    segment_ids: Int[Array, "b s"] | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "b s h d"]:
+    """Attention of a whole sequence on one device, through the kernels of `metp_attention` and with its options."""
+    check.arrays(q, k, v, segment_ids, "contiguous", 1)
+    options = Options(
+        axis_name=None,
+        causal=causal,
+        layout="contiguous",
+        window=check.window(window),
+        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+        softcap=check.softcap(softcap),
+        head_chunks=1,
+        implementation=check.implementation(implementation, q, segment_ids, window, softcap),
+        rows=4 * _FEW_ROWS,
     )
     operands = (q, k, v, segment_ids)
     return _attention(options, *vary(operands, varying_axes(*jax.tree.leaves(operands))))
@@ -222,7 +251,8 @@ class _Where:
 
     def __init__(self, options: Options, length: int, segments: Array | None):
         self._options, self._length = options, length
-        self._size, self._rank = lax.axis_size(options.axis_name), lax.axis_index(options.axis_name)
+        name = options.axis_name
+        self._size, self._rank = (1, 0) if name is None else (lax.axis_size(name), lax.axis_index(name))
         self.rows = self.source(0, segments)
 
     def source(self, step: Any, segments: Array | None) -> _Cut:

@@ -22,7 +22,7 @@ Array = jax.Array
 class Options:
     """Everything about one call that is known when it is traced."""
 
-    axis_name: str
+    axis_name: str | None  # None: one device
     causal: bool
     layout: str
     window: int | None

@@ -33,7 +33,7 @@ def scan(
     moving: Any,
     init: Any,
     *,
-    axis_name: str,
+    axis_name: str | None,
     last: Callable[[Any], tuple[Any, Any]] | None = None,
 ) -> tuple[Any, Any]:
     """Runs `body` with the block of every device of the ring in turn, hops hidden behind it.
@@ -46,7 +46,7 @@ def scan(
       moving: this device's block, a pytree of arrays of the same shapes on every device. All that moves in a hop is
         packed into one message, since small ones are slow.
       init: the carry before the first step, a pytree; it stays on the device.
-      axis_name: the axis of `jax.shard_map` that is the ring.
+      axis_name: the axis of `jax.shard_map` that is the ring; None for a ring of one device.
       last: `carry -> (carry, sums)`, more work for the own block, which runs while the sums make their last hop.
 
     Returns:
@@ -55,7 +55,7 @@ def scan(
     Raises:
       ValueError: outside a `jax.shard_map` over `axis_name`.
     """
-    size = axis_size(axis_name)
+    size = 1 if axis_name is None else axis_size(axis_name)
     if size > 1:
         _warn_without_overlap()
 
@@ -94,7 +94,7 @@ def axis_size(axis_name: Any) -> int:
         ) from None
 
 
-def _hop(tree: Any, axis_name: str, size: int) -> Any:
+def _hop(tree: Any, axis_name: Any, size: int) -> Any:
     """`tree` of the previous device, sent in one message."""
     leaves, structure = jax.tree.flatten(tree)
     if not leaves:
