@@ -194,7 +194,7 @@ def _ring_forward(options: Options, q: Array, k: Array, v: Array, segments: Arra
         def merged(rows: slice, keys: slice) -> Any:
             o, lse = carry
             new, lse_new = blocks.merge(o[:, rows], lse[:, :, rows], *attend(rows, keys))
-            return o.at[:, rows].set(new), lse.at[:, :, rows].set(lse_new)
+            return _replaced(o, new, rows, 1), _replaced(lse, lse_new, rows, 2)
 
         if carry is None:
             return attend(_ALL, _ALL, True), None
@@ -221,7 +221,7 @@ def _ring_backward(
 
         def some(rows: slice, keys: slice) -> Any:
             more, dk, dv = gradients(block, columns, rows, keys, False)
-            return dq.at[:, rows].add(more), (_filled(dk, block[0], keys), _filled(dv, block[1], keys))
+            return _replaced(dq, dq[:, rows] + more, rows, 1), (_filled(dk, block[0]), _filled(dv, block[1]))
 
         def none() -> Any:
             return dq, (jnp.zeros_like(block[0], dq.dtype), jnp.zeros_like(block[1], dq.dtype))
@@ -272,9 +272,15 @@ class _Where:
         return lax.cond(behind, lambda: some(_ALL, slice(half)), lambda: some(slice(half, None), _ALL))
 
 
-def _filled(d: Array, like: Array, keys: slice) -> Array:
-    """`d` of some keys, with zeros for the others."""
-    return d if d.shape == like.shape else jnp.zeros_like(like, d.dtype).at[:, keys].set(d)
+def _replaced(a: Array, new: Array, part: slice, axis: int) -> Array:
+    """`a` with `new` in place of a part. Not `a.at[part].set(new)`, which is a scatter."""
+    return new if part == _ALL else lax.dynamic_update_slice_in_dim(a, new, part.start or 0, axis)
+
+
+def _filled(d: Array, like: Array) -> Array:
+    """`d` of the first keys, with zeros for the others."""
+    missing = like.shape[1] - d.shape[1]
+    return d if not missing else jnp.pad(d, ((0, 0), (0, missing), (0, 0), (0, 0)))
 
 
 def _implementation(options: Options) -> Any:

@@ -19,7 +19,8 @@ Array = jax.Array
 try:
     from jax._src.cudnn import fused_attention_stablehlo as _cudnn
 
-    _FORWARD, _BACKWARD = _cudnn._dot_product_attention_fwd_p_wrapper, _cudnn._dot_product_attention_bwd_p_wrapper
+    # Below the wrappers through which XLA would partition them: inside `shard_map` there is nothing to partition.
+    _FORWARD, _BACKWARD = _cudnn._dot_product_attention_fwd_impl, _cudnn._dot_product_attention_bwd_impl
 except (ImportError, AttributeError):  # a JAX that moved them
     _FORWARD = _BACKWARD = None
 
@@ -42,7 +43,7 @@ def unsuited(q: Array, segment_ids: Any, window: Any, softcap: Any) -> str | Non
 
 def forward(options: Any, q: Array, k: Array, v: Array, rows: Any, columns: Any, diagonal: bool) -> tuple[Array, Array]:
     """As in `_attention_block`; the output is rounded to q's dtype before it is returned in float32."""
-    o, lse = _FORWARD.bind(q, k, v, *_nothing(q, 7), **_settings(options, diagonal), is_training=True)
+    o, lse = _FORWARD(q, k, v, *_nothing(q, 7), **_settings(options, diagonal), is_training=True)
     return vary((o.astype(jnp.float32), lse), varying_axes(q, k, v))
 
 
@@ -59,7 +60,7 @@ def backward(
     diagonal: bool,
 ) -> tuple[Array, Array, Array]:
     """As in `_attention_block`; gradients are rounded to q's dtype before they are returned in float32."""
-    gradients = _BACKWARD.bind(q, k, v, *_nothing(q, 7), lse, o, do, **_settings(options, diagonal))
+    gradients = _BACKWARD(q, k, v, *_nothing(q, 7), lse, o, do, **_settings(options, diagonal))
     dq, dk, dv = (a.astype(jnp.float32) for a in gradients)
     return vary((dq, dk, dv), varying_axes(q, k, v, do))
 
