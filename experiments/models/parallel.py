@@ -12,6 +12,7 @@ Weights are sharded in the same way by all: columns of what widens, rows of what
 tokens are spread and a weight is needed whole it is gathered, in both passes: never kept.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Literal
@@ -27,6 +28,7 @@ from memjax.shard import baselines
 Parallelism = Literal["none", "metp", "tp", "tp_sp", "ulysses", "ring"]
 NAMES: tuple[Parallelism, ...] = ("metp", "tp", "tp_sp", "ulysses", "ring")
 AXIS = "ring"
+_HEAD_CHUNKS = 8
 Array = jax.Array
 _MLP: dict[str, Callable[..., Array]] = {
     "metp": memjax.shard.metp_mlp,
@@ -75,7 +77,9 @@ def attend(
     elif parallelism == "ulysses":
         mixed = baselines.ulysses_attention(q, k, v, axis_name=AXIS, causal=True)
     else:
-        mixed = memjax.shard.metp_attention(q, k, v, axis_name=AXIS, causal=True)
+        # METP takes heads in turn, so that what travels stays small beside what is kept.
+        groups = math.gcd(k.shape[2], _HEAD_CHUNKS) if parallelism == "metp" else 1
+        mixed = memjax.shard.metp_attention(q, k, v, axis_name=AXIS, causal=True, head_chunks=groups)
     o = _product(parallelism, mixed.reshape(*x.shape[:2], -1), out, 0)
     if parallelism == "tp":
         return lax.psum(o, AXIS)

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 
+_LEAST_MESSAGE = 2**26  # bytes
+
+
 def metp(
     f: Callable[[jax.Array], jax.Array],
     a: Float[Array, "... t d"],
@@ -155,15 +158,46 @@ def _backward(f: Any, axis_name: str, saved: Any, do: jax.Array) -> tuple[jax.Ar
         return da, (dbs, jnp.matmul(h.T, do, preferred_element_type=wide))
 
     narrow = lambda d: d.astype(a.dtype)
-    da, (dbs, dc) = ring.scan(body, (bs, c), None, axis_name=axis_name)
-    return _rounded(da, a.dtype), tuple(map(narrow, dbs)), narrow(dc)
+    count = _pieces(a, bs, c)
+    if count == 1:
+        da, (dbs, dc) = ring.scan(body, (bs, c), None, axis_name=axis_name)
+        return _rounded(da, a.dtype), tuple(map(narrow, dbs)), narrow(dc)
+
+    def piece(da: Any, i: jax.Array) -> tuple[Any, Any]:
+        block = tuple(_piece(b, i, count, 1) for b in bs), _piece(c, i, count, 0)
+        da, sums = ring.scan(body, block, da, axis_name=axis_name)
+        return da, jax.tree.map(narrow, sums)
+
+    zeros = vary(_halves(jnp.zeros(a.shape, wide)), varying_axes(a))
+    da, (dbs, dc) = jax.lax.scan(piece, zeros, jnp.arange(count, dtype=jnp.int32))
+    joined = lambda parts: jnp.moveaxis(parts, 0, 1).reshape(parts.shape[1], -1)
+    return _rounded(da, a.dtype), tuple(map(joined, dbs)), dc.reshape(c.shape)
+
+
+def _pieces(a: jax.Array, bs: tuple[jax.Array, ...], c: jax.Array) -> int:
+    """In how many pieces, one after another, a block goes round in the backward pass: so that messages and products do not
+    exceed the sum of rows that is held anyway, while messages are large enough to be fast."""
+    wide, narrow = accumulator(a.dtype)(0).itemsize, a.dtype.itemsize
+    message = (sum(b.size for b in bs) + c.size) * (narrow + wide)
+    products = (2 * len(bs) + 1) * a.shape[0] * c.shape[0] * narrow
+    count = max(1, min((2 * message + products) // (a.size * wide), message // _LEAST_MESSAGE))
+    return next(n for n in range(count, 0, -1) if c.shape[0] % n == 0)
+
+
+def _piece(w: jax.Array, index: jax.Array, count: int, axis: int) -> jax.Array:
+    size = w.shape[axis] // count
+    return jax.lax.dynamic_slice_in_dim(w, index * size, size, axis)
 
 
 def _add_product(sums: Any, a: jax.Array, b: jax.Array) -> tuple[jax.Array, ...]:
     """sums + a b, in two halves of the rows: a product that is not added where it is made takes half as much."""
-    half = -(-a.shape[0] // 2)
-    products = (jnp.matmul(part, b, preferred_element_type=accumulator(a.dtype)) for part in (a[:half], a[half:]))
+    products = (jnp.matmul(part, b, preferred_element_type=accumulator(a.dtype)) for part in _halves(a))
     return tuple(products) if sums is None else tuple(s + more for s, more in zip(sums, products, strict=True))
+
+
+def _halves(a: jax.Array) -> tuple[jax.Array, jax.Array]:
+    half = -(-a.shape[0] // 2)
+    return a[:half], a[half:]
 
 
 def _rounded(sums: tuple[jax.Array, ...], dtype: Any) -> jax.Array:
