@@ -167,18 +167,23 @@ def _by_head_groups(
     def one(i: Array) -> tuple[Array, ...]:
         return f(*(_part(a, i, count, a.ndim - 2) for a in arrays))
 
-    groups = lax.map(one, jnp.arange(count, dtype=jnp.int32))
-    return tuple(_joined(a, axis) for a, axis in zip(groups, out_axes, strict=True))
+    def step(whole: tuple[Array, ...], i: Array) -> tuple[tuple[Array, ...], None]:
+        parts = one(i)
+        put = lambda a, part, axis: lax.dynamic_update_slice_in_dim(a, part, i * part.shape[axis], axis)
+        return tuple(put(*each) for each in zip(whole, parts, out_axes, strict=True)), None
+
+    def empty(part: Any, axis: int) -> Array:
+        return jnp.zeros((*part.shape[:axis], part.shape[axis] * count, *part.shape[axis + 1 :]), part.dtype)
+
+    # In place: stacked results would be kept beside what is made of them.
+    shapes = jax.eval_shape(one, jnp.int32(0))
+    whole = vary(tuple(map(empty, shapes, out_axes)), varying_axes(*arrays))
+    return lax.scan(step, whole, jnp.arange(count, dtype=jnp.int32))[0]
 
 
 def _part(a: Array, index: Array, count: int, axis: int) -> Array:
     size = a.shape[axis] // count
     return lax.dynamic_slice_in_dim(a, index * size, size, axis)
-
-
-def _joined(a: Array, axis: int) -> Array:
-    a = jnp.moveaxis(a, 0, axis)
-    return a.reshape(*a.shape[:axis], -1, *a.shape[axis + 2 :])
 
 
 def _ring_forward(options: Options, q: Array, k: Array, v: Array, segments: Array | None) -> tuple[Array, Array]:

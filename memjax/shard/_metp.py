@@ -134,44 +134,42 @@ def _product(f: Any, a: jax.Array, bs: tuple[jax.Array, ...], c: jax.Array, axis
 
 
 def _forward(f: Any, a: jax.Array, bs: tuple[jax.Array, ...], c: jax.Array, axis_name: str) -> tuple[jax.Array, Any]:
-    def body(o: Any, block: Any, step: Any) -> tuple[jax.Array, None]:
-        bs, c = block
-        h = _elementwise(f, a.dtype)(*(a @ b for b in bs))
-        return _add_product(o, h, c), None
+    h = _elementwise(f, len(bs), a.dtype)
 
-    o, _ = ring.scan(body, (bs, c), None, axis_name=axis_name)
+    def body(o: Any, block: Any, step: Any) -> tuple[Any, None]:
+        b, c = block
+        return _add_product(o, h(a @ b), c), None
+
+    o, _ = ring.scan(body, _block(bs, c, 0, 1), None, axis_name=axis_name)
     return _rounded(o, a.dtype), (a, bs, c)
 
 
 def _backward(f: Any, axis_name: str, saved: Any, do: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array]:
     # Nothing is recomputed before the cotangent is there, nor merged with the forward pass and held until then.
     (a, bs, c), do = jax.lax.optimization_barrier((saved, do))
-    wide = accumulator(a.dtype)
+    wide, count = accumulator(a.dtype), _pieces(a, bs, c)
 
-    def body(da: Any, block: Any, step: Any) -> tuple[jax.Array, Any]:
-        bs, c = block
-        h, pull = jax.vjp(_elementwise(f, a.dtype), *(a @ b for b in bs))
-        dzs = pull(do @ c.T)
-        for b, dz in zip(bs, dzs, strict=True):
-            da = _add_product(da, dz, b.T)
-        dbs = tuple(jnp.matmul(a.T, dz, preferred_element_type=wide) for dz in dzs)
-        return da, (dbs, jnp.matmul(h.T, do, preferred_element_type=wide))
+    def body(da: Any, block: Any, step: Any) -> tuple[Any, Any]:
+        b, c = block
+        h, pull = jax.vjp(_elementwise(f, len(bs), a.dtype), a @ b)
+        (dz,) = pull(do @ c.T)
+        db = jnp.matmul(a.T, dz, preferred_element_type=wide)
+        return _add_product(da, dz, b.T), (db, jnp.matmul(h.T, do, preferred_element_type=wide))
 
-    narrow = lambda d: d.astype(a.dtype)
-    count = _pieces(a, bs, c)
+    def piece(da: Any, i: Any) -> tuple[Any, Any]:
+        da, (db, dc) = ring.scan(body, _block(bs, c, i, count), da, axis_name=axis_name)
+        return da, (tuple(d.astype(a.dtype) for d in jnp.split(db, len(bs), 1)), dc.astype(a.dtype))
+
     if count == 1:
-        da, (dbs, dc) = ring.scan(body, (bs, c), None, axis_name=axis_name)
-        return _rounded(da, a.dtype), tuple(map(narrow, dbs)), narrow(dc)
+        da, (dbs, dc) = piece(None, 0)
+    else:
+        zeros = vary(_halves(jnp.zeros(a.shape, wide)), varying_axes(a))
+        da, (dbs, dc) = jax.lax.scan(piece, zeros, jnp.arange(count, dtype=jnp.int32))
+        dbs = tuple(jnp.moveaxis(d, 0, 1).reshape(d.shape[1], -1) for d in dbs)
+    return _rounded(da, a.dtype), dbs, dc.reshape(c.shape)
 
-    def piece(da: Any, i: jax.Array) -> tuple[Any, Any]:
-        block = tuple(_piece(b, i, count, 1) for b in bs), _piece(c, i, count, 0)
-        da, sums = ring.scan(body, block, da, axis_name=axis_name)
-        return da, jax.tree.map(narrow, sums)
 
-    zeros = vary(_halves(jnp.zeros(a.shape, wide)), varying_axes(a))
-    da, (dbs, dc) = jax.lax.scan(piece, zeros, jnp.arange(count, dtype=jnp.int32))
-    joined = lambda parts: jnp.moveaxis(parts, 0, 1).reshape(parts.shape[1], -1)
-    return _rounded(da, a.dtype), tuple(map(joined, dbs)), dc.reshape(c.shape)
+_product.defvjp(_forward, _backward)
 
 
 def _pieces(a: jax.Array, bs: tuple[jax.Array, ...], c: jax.Array) -> int:
@@ -184,15 +182,23 @@ def _pieces(a: jax.Array, bs: tuple[jax.Array, ...], c: jax.Array) -> int:
     return next(n for n in range(count, 0, -1) if c.shape[0] % n == 0)
 
 
-def _piece(w: jax.Array, index: jax.Array, count: int, axis: int) -> jax.Array:
-    size = w.shape[axis] // count
-    return jax.lax.dynamic_slice_in_dim(w, index * size, size, axis)
+def _block(bs: tuple[jax.Array, ...], c: jax.Array, index: Any, count: int) -> tuple[jax.Array, jax.Array]:
+    """One of `count` pieces of what travels: columns of each b, side by side so that they are one matmul, and rows of c."""
+    if count > 1:
+        size = c.shape[0] // count
+        bs = tuple(jax.lax.dynamic_slice_in_dim(b, index * size, size, 1) for b in bs)
+        c = jax.lax.dynamic_slice_in_dim(c, index * size, size, 0)
+    return (bs[0] if len(bs) == 1 else jnp.concatenate(bs, 1)), c
 
 
 def _add_product(sums: Any, a: jax.Array, b: jax.Array) -> tuple[jax.Array, ...]:
     """sums + a b, in two halves of the rows: a product that is not added where it is made takes half as much."""
-    products = (jnp.matmul(part, b, preferred_element_type=accumulator(a.dtype)) for part in _halves(a))
-    return tuple(products) if sums is None else tuple(s + more for s, more in zip(sums, products, strict=True))
+    top, bottom = _halves(a)
+    product = partial(jnp.matmul, preferred_element_type=accumulator(a.dtype))
+    if sums is None:
+        return product(top, b), product(bottom, b)
+    first, bottom = jax.lax.optimization_barrier((sums[0] + product(top, b), bottom))
+    return first, sums[1] + product(bottom, b)
 
 
 def _halves(a: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -204,9 +210,7 @@ def _rounded(sums: tuple[jax.Array, ...], dtype: Any) -> jax.Array:
     return jnp.concatenate([part.astype(dtype) for part in sums])
 
 
-def _elementwise(f: Any, dtype: Any) -> Callable[..., jax.Array]:
+def _elementwise(f: Any, inputs: int, dtype: Any) -> Callable[[jax.Array], jax.Array]:
+    """f of so many arrays side by side."""
     wide = accumulator(dtype)
-    return lambda *z: f(*(a.astype(wide) for a in z)).astype(dtype)
-
-
-_product.defvjp(_forward, _backward)
+    return lambda z: f(*jnp.split(z.astype(wide), inputs, 1)).astype(dtype)
