@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from memjax._linear_cross_entropy.options import vary, varying_axes
+from memjax._linear_cross_entropy.options import accumulator, vary, varying_axes
 from memjax.shard import _attention_block as blocks
 from memjax.shard import _attention_check as check
 from memjax.shard import ring
@@ -137,7 +137,8 @@ def _forward(options: Options, q: Array, k: Array, v: Array, segments: Array | N
         o, lse = _ring_forward(options, q, k, v, segments)
         return o.astype(q.dtype), lse
 
-    o, lse = _by_head_groups(options, group, (q, k, v), (2, 1))
+    lse = vary(jnp.zeros((q.shape[0], q.shape[2], q.shape[1]), accumulator(q.dtype)), varying_axes(q))
+    o, lse = _by_head_groups(options, group, (q, k, v), (q, lse))
     return o, (q, k, v, segments, o, lse)
 
 
@@ -149,7 +150,7 @@ def _backward(options: Options, saved: Any, do: Array) -> tuple[Array, Array, Ar
         gradients = _ring_backward(options, q, k, v, segments, o, lse, do)
         return tuple(a.astype(q.dtype) for a in gradients)
 
-    dq, dk, dv = _by_head_groups(options, group, (q, k, v, o, do, lse), (2, 2, 2))
+    dq, dk, dv = _by_head_groups(options, group, (q, k, v, o, do, lse), (q, k, v))
     return dq, dk, dv, None
 
 
@@ -157,28 +158,23 @@ _attention.defvjp(_forward, _backward)
 
 
 def _by_head_groups(
-    options: Options, f: Callable[..., tuple[Array, ...]], arrays: tuple[Array, ...], out_axes: tuple[int, ...]
+    options: Options, f: Callable[..., tuple[Array, ...]], arrays: tuple[Array, ...], outs: tuple[Array, ...]
 ) -> tuple[Array, ...]:
-    """`f` on one group of heads after another: axis 2 of arrays with 4 dimensions, 1 of those with 3."""
+    """`f` on one group of heads after another: axis 2 of arrays with 4 dimensions, 1 of those with 3.
+
+    The results are written over arrays of their shapes, `outs`. Stacked they would be kept beside what is made of them, and
+    zeros to write to would be made early and held.
+    """
     count = options.head_chunks
     if count == 1:
         return f(*arrays)
 
-    def one(i: Array) -> tuple[Array, ...]:
-        return f(*(_part(a, i, count, a.ndim - 2) for a in arrays))
+    def step(outs: tuple[Array, ...], i: Array) -> tuple[tuple[Array, ...], None]:
+        parts = f(*(_part(a, i, count, a.ndim - 2) for a in arrays))
+        put = lambda a, part: lax.dynamic_update_slice_in_dim(a, part, i * part.shape[a.ndim - 2], a.ndim - 2)
+        return tuple(map(put, outs, parts)), None
 
-    def step(whole: tuple[Array, ...], i: Array) -> tuple[tuple[Array, ...], None]:
-        parts = one(i)
-        put = lambda a, part, axis: lax.dynamic_update_slice_in_dim(a, part, i * part.shape[axis], axis)
-        return tuple(put(*each) for each in zip(whole, parts, out_axes, strict=True)), None
-
-    def empty(part: Any, axis: int) -> Array:
-        return jnp.zeros((*part.shape[:axis], part.shape[axis] * count, *part.shape[axis + 1 :]), part.dtype)
-
-    # In place: stacked results would be kept beside what is made of them.
-    shapes = jax.eval_shape(one, jnp.int32(0))
-    whole = vary(tuple(map(empty, shapes, out_axes)), varying_axes(*arrays))
-    return lax.scan(step, whole, jnp.arange(count, dtype=jnp.int32))[0]
+    return lax.scan(step, outs, jnp.arange(count, dtype=jnp.int32))[0]
 
 
 def _part(a: Array, index: Array, count: int, axis: int) -> Array:
