@@ -2,6 +2,7 @@
 
 from memjax import compress as compress
 from memjax import remat as remat
+from memjax import shard as shard
 from memjax._linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from memjax._measure import Measurement as Measurement
 from memjax._measure import measure as measure

@@ -1,4 +1,8 @@
-"""A decoder of the Llama family: RMSNorm before each part, rotary positions, grouped-query attention, SwiGLU."""
+"""A decoder of the Llama family: RMSNorm before each part, rotary positions, grouped-query attention, SwiGLU.
+
+On one device or data parallel as it is. With a `parallelism` the same parameters are sharded over the "ring" axis of a mesh
+("data", "ring"): `sharded_loss` runs the model inside `jax.shard_map`, and `shardings` says where parameters lie.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,6 +10,11 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import memjax
+from experiments.models import parallel
+from experiments.models.parallel import Parallelism
 
 
 @dataclass(frozen=True)
@@ -28,6 +37,8 @@ class TransformerConfig:
     """Wavelength, in tokens over 2 pi, of the slowest rotation."""
     dtype: str = "float32"
     """Of computation; parameters are float32."""
+    parallelism: Parallelism = "none"
+    """Over the "ring" axis; "none" outside of `sharded_loss`."""
 
     def __post_init__(self) -> None:
         if self.dim % (2 * self.heads):
@@ -53,11 +64,15 @@ class Transformer(nnx.Module):
         )
         self.layers = nnx.List([Layer(config, rngs=rngs) for _ in range(config.layers)])
         self.norm = RMSNorm(config.dim)
-        self._scale = config.dim**0.5
+        self._scale, self._parallelism = config.dim**0.5, config.parallelism
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """(B, T) int32 -> (B, T, dim)."""
-        x = self.embed(tokens) * jnp.asarray(self._scale, self.embed.dtype)
+        if self._parallelism == "none":
+            x = self.embed(tokens)
+        else:
+            x = parallel.embed(self._parallelism, tokens, self.head)
+        x = x * jnp.asarray(self._scale, self.embed.dtype)
         for layer in self.layers:
             x = layer(x)
         return self.norm(x)
@@ -89,9 +104,13 @@ class Attention(nnx.Module):
         self.key = linear(config.dim, config.kv_heads * config.head_dim)
         self.value = linear(config.dim, config.kv_heads * config.head_dim)
         self.out = linear(config.dim, config.dim)
-        self._head_dim, self._rope_base = config.head_dim, config.rope_base
+        self._head_dim, self._rope_base, self._parallelism = config.head_dim, config.rope_base, config.parallelism
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        if self._parallelism != "none":
+            weights = _kernel(self.query, x), _kernel(self.key, x), _kernel(self.value, x), _kernel(self.out, x)
+            turned = lambda a, where: rotate(a, self._rope_base, where)
+            return parallel.attend(self._parallelism, x, weights, self._head_dim, turned)
         heads = lambda a: a.reshape(*a.shape[:-1], -1, self._head_dim)
         q, k, v = heads(self.query(x)), heads(self.key(x)), heads(self.value(x))
         q, k = rotate(q, self._rope_base), rotate(k, self._rope_base)
@@ -108,9 +127,14 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones((dim,)))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        inverse = jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6)
-        return (wide * inverse * self.scale[...]).astype(x.dtype)
+        return _normalised(x, self.scale[...])
+
+
+@jax.checkpoint  # only x is kept, not what is float32
+def _normalised(x: jax.Array, scale: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6)
+    return (wide * inverse * scale).astype(x.dtype)
 
 
 class SwiGLU(nnx.Module):
@@ -119,17 +143,21 @@ class SwiGLU(nnx.Module):
         self.gate = linear(config.dim, config.hidden)
         self.up = linear(config.dim, config.hidden)
         self.down = linear(config.hidden, config.dim)
+        self._parallelism = config.parallelism
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        if self._parallelism != "none":
+            return parallel.mlp(self._parallelism, x, _kernel(self.gate, x), _kernel(self.up, x), _kernel(self.down, x))
         return self.down(nnx.silu(self.gate(x)) * self.up(x))
 
 
-def rotate(x: jax.Array, base: float) -> jax.Array:
+def rotate(x: jax.Array, base: float, positions: jax.Array | None = None) -> jax.Array:
     """Rotary positions (Su et al. 2021): pairs of features of (B, T, heads, head_dim) turned by angles that grow with
-    the position, so that products of queries and keys depend on its difference."""
+    the position, (T,) or 0 to T - 1, so that products of queries and keys depend on its difference."""
     half = x.shape[-1] // 2
     frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * frequencies
+    where = jnp.arange(x.shape[1], dtype=jnp.int32) if positions is None else positions
+    angles = where.astype(jnp.float32)[:, None] * frequencies
     sin, cos = jnp.sin(angles)[:, None].astype(x.dtype), jnp.cos(angles)[:, None].astype(x.dtype)
     a, b = x[..., :half], x[..., half:]
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1)
@@ -137,3 +165,42 @@ def rotate(x: jax.Array, base: float) -> jax.Array:
 
 def _linear(config: TransformerConfig, rngs: nnx.Rngs) -> Callable[[int, int], nnx.Linear]:
     return lambda inputs, outputs: nnx.Linear(inputs, outputs, use_bias=False, dtype=jnp.dtype(config.dtype), rngs=rngs)
+
+
+def _kernel(linear: nnx.Linear, x: jax.Array) -> jax.Array:
+    return linear.kernel[...].astype(x.dtype)
+
+
+def sharded_loss(model: Transformer, mesh: Mesh, tokens: jax.Array, labels: jax.Array) -> jax.Array:
+    """The sum of the cross-entropies of all tokens; parameters, tokens and labels sharded over a mesh ("data", "ring").
+
+    Args:
+      model: with a `parallelism`; its parameters are whole arrays, sharded as `shardings` says.
+      tokens, labels: (B, S) int32, in their own order.
+    """
+    name = model._parallelism
+    if parallel.layout(name) == "zigzag":
+        size = mesh.shape[parallel.AXIS]
+        tokens, labels = memjax.shard.zigzag(tokens, size), memjax.shard.zigzag(labels, size)
+    graph, params = nnx.split(model)
+    where = parallel.tokens_spec(name)
+
+    def local(params: nnx.State, tokens: jax.Array, labels: jax.Array) -> jax.Array:
+        model = nnx.merge(graph, params)
+        return parallel.loss(name, model(tokens), model.head, labels)
+
+    in_specs = (_specs(params), where, where)
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec())(params, tokens, labels)
+
+
+def shardings(tree: object, mesh: Mesh) -> object:
+    """`NamedSharding`s for a tree of parameters, or of anything with parameters in it, such as optimizer states."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), _specs(tree), is_leaf=lambda a: isinstance(a, PartitionSpec))
+
+
+def _specs(tree: object) -> object:
+    def spec(path: tuple, leaf: jax.Array) -> PartitionSpec:
+        names = tuple(str(getattr(key, "key", getattr(key, "name", ""))) for key in path)
+        return parallel.weight_spec(tuple(n for n in names if n not in ("", "value")), leaf.ndim)
+
+    return jax.tree_util.tree_map_with_path(spec, tree)

@@ -1,0 +1,11 @@
+"""Memory-efficient tensor parallelism for long sequences: functions to be called inside `jax.shard_map`."""
+
+from memjax.shard import baselines as baselines
+from memjax.shard import ring as ring
+from memjax.shard._attention import metp_attention as metp_attention
+from memjax.shard._cross_entropy import vocab_cross_entropy as vocab_cross_entropy
+from memjax.shard._layout import positions as positions
+from memjax.shard._layout import unzigzag as unzigzag
+from memjax.shard._layout import zigzag as zigzag
+from memjax.shard._metp import metp as metp
+from memjax.shard._metp import metp_mlp as metp_mlp

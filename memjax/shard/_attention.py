@@ -1,0 +1,292 @@
+"""`metp_attention`: attention over a ring, keys and values travelling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from memjax._linear_cross_entropy.options import accumulator, vary, varying_axes
+from memjax.shard import _attention_block as blocks
+from memjax.shard import _attention_check as check
+from memjax.shard import ring
+from memjax.shard._attention_block import Options, Tokens
+from memjax.shard._layout import positions
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+Array = jax.Array
+_FEW_ROWS = 128
+
+
+def metp_attention(
+    q: Float[Array, "b t h d"],
+    k: Float[Array, "b t k d"],
+    v: Float[Array, "b t k d"],
+    *,
+    axis_name: str,
+    causal: bool = False,
+    layout: str = "zigzag",
+    segment_ids: Int[Array, "b t"] | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    head_chunks: int = 1,
+    implementation: str | None = None,
+) -> Float[Array, "b t h d"]:
+    """`softmax(scale q k^T) v` of a sequence spread over the p devices of a ring: METP with f = softmax.
+
+    Queries and outputs stay. Keys and values travel, in one message a hop behind the attention to a block; what is seen
+    so far is a float32 output with the log-sum-exp of its rows, merged block by block. The backward pass circulates keys
+    and values again, their gradients travelling along. Grouped key-value heads travel as they are.
+
+    Args:
+      q: (B, T, H, D), this device's T = S / p tokens.
+      k, v: (B, T, K, D), with K a divisor of H.
+      axis_name: the axis of `jax.shard_map` that is the ring.
+      causal: tokens see only themselves and what is before them in the whole sequence.
+      layout: how the sequence lies on the ring. "zigzag": reordered by `memjax.shard.zigzag`, T even; under a causal mask
+        all devices then have the same work. "contiguous": device r holds tokens r T to (r + 1) T; under a causal mask the
+        first device waits for the last most of the time.
+      segment_ids: (B, T) integers; tokens see only those of their own id, and with a negative one (padding) nothing.
+      window: tokens see only keys less than so many positions away.
+      scale: of the products; by default 1 / sqrt(D).
+      softcap: products become `softcap * tanh(products / softcap)`.
+      head_chunks: the heads go round the ring in so many groups, one after another: buffers and sums shrink by this
+        factor, messages too.
+      implementation: of the attention to one block.
+        - "cudnn": flash attention with a float32 log-sum-exp, on GPUs, for bfloat16 and float16 without segment ids,
+          window and softcap.
+        - "jnp": plain products for some rows at a time: at most T / p or 128 of them. So of the S x S products of a head
+          a device holds T/p x T at a time: 1/p^3.
+        - None: the first that can.
+
+    Returns:
+      (B, T, H, D) of q's dtype. Rows that see nothing are zero, and have no gradient.
+
+    Saved for the backward pass: q, k, v, the output, and B H T float32. Temporaries for k bytes an item, with
+    N = B T D: forward 4 N H + 4 k N K, backward 4 N H + 4 (k + 4) N K, the whole divided by `head_chunks`, and the block's own
+    ("jnp": some times 4 B H T max(T/p, 128) / head_chunks). Traffic per device: 2 k (p-1) N K forward, with 8 p N K more backward.
+
+    Raises:
+      TypeError: dtypes that differ or are not floating-point, options of the wrong kind.
+      ValueError: shapes that do not match or divide, an implementation that cannot run here, or a call outside a
+        `jax.shard_map` over `axis_name`.
+
+    Source: Liang et al. (2025), abstract; Liu et al., "Ring attention with blockwise Transformers" (2023); the zigzag
+    order is that of Zhu's ring-flash-attention.
+    """
+    size = ring.axis_size(axis_name)
+    check.arrays(q, k, v, segment_ids, layout, head_chunks)
+    options = Options(
+        axis_name=axis_name,
+        causal=causal,
+        layout=layout,
+        window=check.window(window),
+        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+        softcap=check.softcap(softcap),
+        head_chunks=head_chunks,
+        implementation=check.implementation(implementation, q, segment_ids, window, softcap),
+        rows=max(q.shape[1] // size, _FEW_ROWS) if size > 1 else 4 * _FEW_ROWS,
+    )
+    operands = (q, k, v, segment_ids)
+    return _attention(options, *vary(operands, varying_axes(*jax.tree.leaves(operands))))
+
+
+def attention(
+    q: Float[Array, "b s h d"],
+    k: Float[Array, "b s k d"],
+    v: Float[Array, "b s k d"],
+    *,
+    causal: bool = False,
+    segment_ids: Int[Array, "b s"] | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "b s h d"]:
+    """Attention of a whole sequence on one device, through the kernels of `metp_attention` and with its options."""
+    check.arrays(q, k, v, segment_ids, "contiguous", 1)
+    options = Options(
+        axis_name=None,
+        causal=causal,
+        layout="contiguous",
+        window=check.window(window),
+        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+        softcap=check.softcap(softcap),
+        head_chunks=1,
+        implementation=check.implementation(implementation, q, segment_ids, window, softcap),
+        rows=4 * _FEW_ROWS,
+    )
+    operands = (q, k, v, segment_ids)
+    return _attention(options, *vary(operands, varying_axes(*jax.tree.leaves(operands))))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(options: Options, q: Array, k: Array, v: Array, segments: Array | None) -> Array:
+    return _forward(options, q, k, v, segments)[0]
+
+
+def _forward(options: Options, q: Array, k: Array, v: Array, segments: Array | None) -> tuple[Array, Any]:
+    def group(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        o, lse = _ring_forward(options, q, k, v, segments)
+        return o.astype(q.dtype), lse
+
+    lse = vary(jnp.zeros((q.shape[0], q.shape[2], q.shape[1]), accumulator(q.dtype)), varying_axes(q))
+    o, lse = _by_head_groups(options, group, (q, k, v), (q, lse))
+    return o, (q, k, v, segments, o, lse)
+
+
+def _backward(options: Options, saved: Any, do: Array) -> tuple[Array, Array, Array, None]:
+    # Nothing is recomputed before the cotangent is there.
+    (q, k, v, segments, o, lse), do = lax.optimization_barrier((saved, do))
+
+    def group(q: Array, k: Array, v: Array, o: Array, do: Array, lse: Array) -> tuple[Array, ...]:
+        gradients = _ring_backward(options, q, k, v, segments, o, lse, do)
+        return tuple(a.astype(q.dtype) for a in gradients)
+
+    dq, dk, dv = _by_head_groups(options, group, (q, k, v, o, do, lse), (q, k, v))
+    return dq, dk, dv, None
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _by_head_groups(
+    options: Options, f: Callable[..., tuple[Array, ...]], arrays: tuple[Array, ...], outs: tuple[Array, ...]
+) -> tuple[Array, ...]:
+    """`f` on one group of heads after another: axis 2 of arrays with 4 dimensions, 1 of those with 3.
+
+    The results are written over arrays of their shapes, `outs`. Stacked they would be kept beside what is made of them, and
+    zeros to write to would be made early and held.
+    """
+    count = options.head_chunks
+    if count == 1:
+        return f(*arrays)
+
+    def step(outs: tuple[Array, ...], i: Array) -> tuple[tuple[Array, ...], None]:
+        parts = f(*(_part(a, i, count, a.ndim - 2) for a in arrays))
+        put = lambda a, part: lax.dynamic_update_slice_in_dim(a, part, i * part.shape[a.ndim - 2], a.ndim - 2)
+        return tuple(map(put, outs, parts)), None
+
+    return lax.scan(step, outs, jnp.arange(count, dtype=jnp.int32))[0]
+
+
+def _part(a: Array, index: Array, count: int, axis: int) -> Array:
+    size = a.shape[axis] // count
+    return lax.dynamic_slice_in_dim(a, index * size, size, axis)
+
+
+def _ring_forward(options: Options, q: Array, k: Array, v: Array, segments: Array | None) -> tuple[Array, Array]:
+    where = _Where(options, q.shape[1], segments)
+
+    def body(carry: Any, block: Any, step: Any) -> tuple[Any, None]:
+        k, v, seen = block
+        columns = where.source(step, seen)
+        attend = lambda rows, keys, diagonal=False: _implementation(options).forward(
+            options, q[:, rows], k[:, keys], v[:, keys], where.rows[rows], columns[keys], diagonal
+        )
+
+        def merged(rows: slice, keys: slice) -> Any:
+            o, lse = carry
+            new, lse_new = blocks.merge(o[:, rows], lse[:, :, rows], *attend(rows, keys))
+            return _replaced(o, new, rows, 1), _replaced(lse, lse_new, rows, 2)
+
+        if carry is None:
+            return attend(_ALL, _ALL, True), None
+        return where.visible(step, merged, lambda: carry), None
+
+    return ring.scan(body, (k, v, segments), None, axis_name=options.axis_name)[0]
+
+
+def _ring_backward(
+    options: Options, q: Array, k: Array, v: Array, segments: Array | None, o: Array, lse: Array, do: Array
+) -> tuple[Array, Array, Array]:
+    where = _Where(options, q.shape[1], segments)
+
+    def gradients(block: Any, columns: _Cut, rows: slice, keys: slice, diagonal: bool) -> tuple[Array, Array, Array]:
+        k, v, _ = block
+        arrays = (q[:, rows], k[:, keys], v[:, keys], o[:, rows], lse[:, :, rows], do[:, rows])
+        return _implementation(options).backward(options, *arrays, where.rows[rows], columns[keys], diagonal)
+
+    def body(dq: Any, block: Any, step: Any) -> tuple[Any, Any]:
+        columns = where.source(step, block[2])
+        if dq is None:
+            dq, dk, dv = gradients(block, columns, _ALL, _ALL, True)
+            return dq, (dk, dv)
+
+        def some(rows: slice, keys: slice) -> Any:
+            more, dk, dv = gradients(block, columns, rows, keys, False)
+            return _replaced(dq, dq[:, rows] + more, rows, 1), (_filled(dk, block[0]), _filled(dv, block[1]))
+
+        def none() -> Any:
+            return dq, (jnp.zeros_like(block[0], dq.dtype), jnp.zeros_like(block[1], dq.dtype))
+
+        return where.visible(step, some, none)
+
+    dq, (dk, dv) = ring.scan(body, (k, v, segments), None, axis_name=options.axis_name)
+    return dq, dk, dv
+
+
+_ALL = slice(None)
+
+
+class _Cut:
+    """`Tokens`, cut by slices."""
+
+    def __init__(self, tokens: Tokens):
+        self.tokens = tokens
+
+    def __getitem__(self, part: slice) -> Tokens:
+        where, segments = self.tokens
+        return Tokens(where[part], None if segments is None else segments[:, part])
+
+
+class _Where:
+    """Where this device's tokens are, and what they can see."""
+
+    def __init__(self, options: Options, length: int, segments: Array | None):
+        self._options, self._length = options, length
+        name = options.axis_name
+        self._size, self._rank = (1, 0) if name is None else (lax.axis_size(name), lax.axis_index(name))
+        self.rows = self.source(0, segments)
+
+    def source(self, step: Any, segments: Array | None) -> _Cut:
+        """The tokens of the device whose block is here at `step`."""
+        rank = (self._rank - step) % self._size
+        return _Cut(Tokens(positions(self._length, rank, self._size, self._options.layout), segments))
+
+    def visible(self, step: Any, some: Callable[[slice, slice], Any], none: Callable[[], Any]) -> Any:
+        """`some` of the rows and keys that a causal mask lets see one another wholly, the rest being masked wholly."""
+        if not self._options.causal:
+            return some(_ALL, _ALL)
+        # Of a device behind on the ring all tokens are earlier, or with zigzag the first half is and the rest is later.
+        behind = step <= self._rank
+        if self._options.layout == "contiguous":
+            return lax.cond(behind, lambda: some(_ALL, _ALL), none)
+        half = self._length // 2
+        return lax.cond(behind, lambda: some(_ALL, slice(half)), lambda: some(slice(half, None), _ALL))
+
+
+def _replaced(a: Array, new: Array, part: slice, axis: int) -> Array:
+    """`a` with `new` in place of a part. Not `a.at[part].set(new)`, which is a scatter."""
+    return new if part == _ALL else lax.dynamic_update_slice_in_dim(a, new, part.start or 0, axis)
+
+
+def _filled(d: Array, like: Array) -> Array:
+    """`d` of the first keys, with zeros for the others."""
+    missing = like.shape[1] - d.shape[1]
+    return d if not missing else jnp.pad(d, ((0, 0), (0, missing), (0, 0), (0, 0)))
+
+
+def _implementation(options: Options) -> Any:
+    if options.implementation == "jnp":
+        return blocks
+    from memjax.shard import _attention_cudnn
+
+    return _attention_cudnn

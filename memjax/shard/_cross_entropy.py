@@ -1,0 +1,132 @@
+"""`vocab_cross_entropy`: tokens and vocabulary both spread over the same devices."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from memjax._linear_cross_entropy import linear_cross_entropy
+from memjax._linear_cross_entropy.options import accumulator, vary, varying_axes
+from memjax.shard import ring
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+Array = jax.Array
+
+
+def vocab_cross_entropy(
+    x: Float[Array, "... d"],
+    w: Float[Array, "v d"] | Float[Array, "d v"],
+    labels: Int[Array, ...],
+    *,
+    axis_name: str,
+    layout: Literal["vd", "dv"] = "vd",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    reduction: Literal["mean", "sum"] = "mean",
+    implementation: str | None = None,
+) -> Float[Array, ""]:
+    """Cross-entropy of `softmax(x w^T)` against `labels`, with this device's tokens and its part of the vocabulary.
+
+    A p-th of every device's tokens at a time is gathered, goes through `memjax.linear_cross_entropy` with the vocabulary
+    sharded, and its gradient is scattered back. The gradient of the head stays where the head is. Gradients are computed in
+    the forward pass.
+
+    Args:
+      x: (..., D), this device's tokens: different ones on every device of the axis.
+      w: this device's V / p entries of the vocabulary, in the order of the axis: (V/p, D), or (D, V/p) with layout "dv".
+      labels: (...) integers in [0, V), or `ignore_index`.
+      axis_name: the axis of `jax.shard_map` over which tokens and vocabulary are sharded.
+      reduction: "mean" over the valid tokens of all devices of the axis, or "sum".
+      layout, ignore_index, label_smoothing, z_loss, softcap, logit_scale, implementation: as in
+        `memjax.linear_cross_entropy`.
+
+    Returns:
+      The loss, () float32 (float64 for float64), the same on all devices of the axis.
+
+    Saved for the backward pass: dx and dw. Temporaries for t tokens per device: items of x for t tokens, gathered, and those of
+    `linear_cross_entropy` for t tokens and V / p entries. Traffic per device: x and dx, p-1 times.
+
+    Raises:
+      ValueError, TypeError: as `memjax.linear_cross_entropy`; outside a `jax.shard_map` over `axis_name`.
+    """
+    ring.axis_size(axis_name)
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f'reduction: expected "mean" or "sum", got {reduction!r}')
+    if labels.shape != x.shape[:-1]:
+        raise ValueError(f"labels: expected shape {x.shape[:-1]} for x of shape {x.shape}, got {labels.shape}")
+    options = {
+        "layout": layout,
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+        "z_loss": z_loss,
+        "softcap": softcap,
+        "logit_scale": logit_scale,
+        "implementation": implementation,
+    }
+    operands = (x.reshape(-1, x.shape[-1]), w, labels.reshape(-1))
+    operands = vary(operands, varying_axes(*operands) | {axis_name})
+    loss = lax.psum(_share(axis_name, tuple(options.items()), *operands), axis_name)
+    if reduction == "sum":
+        return loss
+    count = lax.psum((operands[2] != ignore_index).sum(dtype=jnp.int32), axis_name)
+    return loss / jnp.maximum(count, 1).astype(loss.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _share(axis_name: str, options: Any, x: Array, w: Array, labels: Array) -> Array:
+    """A p-th of the summed loss, so that its sum over the axis is the loss."""
+    f = partial(_loss, axis_name, dict(options))
+    return _over_chunks(axis_name, lambda x, labels: (f(x, w, labels), None, None), x, w, labels)[0]
+
+
+def _forward(axis_name: str, options: Any, x: Array, w: Array, labels: Array) -> tuple[Array, Any]:
+    f = jax.value_and_grad(partial(_loss, axis_name, dict(options)), argnums=(0, 1))
+
+    def chunk(x: Array, labels: Array) -> tuple[Array, Array, Array]:
+        loss, (dx, dw) = f(x, w, labels)
+        return loss, dx, dw
+
+    loss, dx, dw = _over_chunks(axis_name, chunk, x, w, labels)
+    return loss, (dx.reshape(x.shape), dw)
+
+
+def _backward(axis_name: str, options: Any, saved: Any, d: Array) -> tuple[Array, Array, None]:
+    dx, dw = saved
+    return (dx * d).astype(dx.dtype), (dw * d).astype(dx.dtype), None
+
+
+_share.defvjp(_forward, _backward)
+
+
+def _loss(axis_name: str, options: dict[str, Any], x: Array, w: Array, labels: Array) -> Array:
+    gather = lambda a: lax.all_gather(a, axis_name, tiled=True)
+    loss = linear_cross_entropy(gather(x), w, gather(labels), axis_name=axis_name, reduction="sum", **options)
+    return loss
+
+
+def _over_chunks(axis_name: str, f: Any, x: Array, w: Array, labels: Array) -> tuple[Array, Any, Any]:
+    """Sums of losses and of gradients of w, and the gradients of x, over p parts of the tokens."""
+    size = lax.axis_size(axis_name)
+    count = next(n for n in range(size, 0, -1) if x.shape[0] % n == 0)
+    wide = accumulator(x.dtype)
+    axes = varying_axes(x, w)
+
+    def step(sums: Any, chunk: Any) -> tuple[Any, Any]:
+        loss, dx, dw = f(*chunk)
+        loss = sums[0] + vary(loss, axes) / size
+        return (loss, None if dw is None else sums[1] + dw.astype(wide)), dx
+
+    shape = jax.eval_shape(f, x[: x.shape[0] // count], labels[: x.shape[0] // count])[2]
+    start = (jnp.zeros((), wide), None if shape is None else jnp.zeros(w.shape, wide))
+    chunks = (x.reshape(count, -1, x.shape[1]), labels.reshape(count, -1))
+    (loss, dw), dx = lax.scan(step, vary(start, axes), chunks)
+    return loss, dx, dw

@@ -1,0 +1,216 @@
+"""O = f(A B) C over a ring, and the feed-forward layer that is made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from memjax._linear_cross_entropy.options import accumulator, vary, varying_axes
+from memjax.shard import ring
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+
+_LEAST_MESSAGE = 2**26  # bytes
+
+
+def metp(
+    f: Callable[[jax.Array], jax.Array],
+    a: Float[Array, "... t d"],
+    b: Float[Array, "d f"],
+    c: Float[Array, "f e"],
+    *,
+    axis_name: str,
+) -> Float[Array, "... t e"]:
+    """`f(a b) c` of matrices spread over the p devices of a ring, with f elementwise.
+
+    Rows of A and O stay where they are. Blocks of B's columns and C's rows travel round the ring, each hop behind the
+    matmuls of a step; the backward pass circulates them again, their gradients travelling along. For t = S / p rows
+    per device no array is larger than t x F/p: of f(A B) each device holds 1/p^2.
+
+    Args:
+      f: elementwise, differentiable, without array arguments of its own; called with float32 (float64 for float64).
+      a: (..., t, D), this device's rows.
+      b: (D, F/p), this device's columns, of a's dtype.
+      c: (F/p, E), this device's rows, of a's dtype.
+      axis_name: the axis of `jax.shard_map` that is the ring.
+
+    Returns:
+      (..., t, E), this device's rows, of a's dtype. Sums over the ring are kept in float32.
+
+    Saved for the backward pass: a, b, c. Temporaries, in bytes for t rows over all leading dimensions and items of
+    k bytes: forward 4 t E + k (t F/p + 2 B), backward 4 t D + k (3 t F/p + 2 B) + 12 B, with B = (D + E) F/p entries
+    in a block. Traffic per device: k (p-1) B forward, k (p-1) B + 4 p B backward.
+
+    Raises:
+      ValueError: shapes that do not match, or outside a `jax.shard_map` over `axis_name`.
+      TypeError: dtypes that differ or are not floating-point.
+
+    Source: Liang et al., "Memory-efficient tensor parallelism for long-sequence Transformer training" (2025), abstract.
+    """
+    return _checked_product(f, a, {"b": b}, c, "c", axis_name)
+
+
+def metp_mlp(
+    x: Float[Array, "... t d"],
+    w_in: Float[Array, "d f"],
+    w_out: Float[Array, "f e"],
+    *,
+    activation: Callable[[jax.Array], jax.Array] = jax.nn.gelu,
+    w_gate: Float[Array, "d f"] | None = None,
+    axis_name: str,
+) -> Float[Array, "... t e"]:
+    """A feed-forward layer over a ring: `activation(x w_in) w_out`, or gated `(activation(x w_gate) * (x w_in)) w_out`.
+
+    SwiGLU is `activation=jax.nn.silu` with a `w_gate`. Everything else is as in `metp`, with the gate's columns
+    travelling in the same message.
+
+    Args:
+      x: (..., t, D), this device's tokens.
+      w_in, w_gate: (D, F/p), this device's columns.
+      w_out: (F/p, E), this device's rows.
+      activation: elementwise.
+      axis_name: the axis of `jax.shard_map` that is the ring.
+
+    Returns:
+      (..., t, E), this device's tokens.
+
+    Saved for the backward pass: x and the weights' local blocks.
+
+    Raises:
+      ValueError, TypeError: as `metp`.
+    """
+    if w_gate is None:
+        return _checked_product(activation, x, {"w_in": w_in}, w_out, "w_out", axis_name)
+    gated = _Gated(activation)
+    return _checked_product(gated, x, {"w_in": w_in, "w_gate": w_gate}, w_out, "w_out", axis_name)
+
+
+class _Gated:
+    def __init__(self, activation: Callable[[jax.Array], jax.Array]):
+        self.activation = activation
+
+    def __call__(self, up: jax.Array, gate: jax.Array) -> jax.Array:
+        return self.activation(gate) * up
+
+
+def _checked_product(
+    f: Callable[..., jax.Array], a: Any, columns: dict[str, Any], c: Any, c_name: str, axis_name: str
+) -> jax.Array:
+    ring.axis_size(axis_name)
+    first, *_ = columns.values()
+    for name, w in (*columns.items(), (c_name, c)):
+        if not jnp.issubdtype(w.dtype, jnp.floating) or w.dtype != a.dtype:
+            raise TypeError(f"{name}: expected the rows' floating-point dtype {a.dtype}, got {w.dtype}")
+        if w.ndim != 2:
+            raise ValueError(f"{name}: expected 2 dimensions, got shape {w.shape}")
+    if a.ndim < 2:
+        raise ValueError(f"rows: expected shape (..., t, D), got {a.shape}")
+    for name, w in columns.items():
+        if w.shape != (a.shape[-1], first.shape[1]):
+            raise ValueError(
+                f"{name}: expected shape {(a.shape[-1], first.shape[1])}, the columns that this device holds for rows of"
+                f" shape {a.shape}, got {w.shape}"
+            )
+    if c.shape[0] != first.shape[1]:
+        raise ValueError(
+            f"{c_name}: expected {first.shape[1]} rows, as many as this device holds columns of {next(iter(columns))},"
+            f" got shape {c.shape}"
+        )
+    rows = a.reshape(-1, a.shape[-1])
+    operands = (rows, tuple(columns.values()), c)
+    operands = vary(operands, varying_axes(*jax.tree.leaves(operands)))
+    return _product(f, *operands, axis_name).reshape(*a.shape[:-1], c.shape[1])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 4))
+def _product(f: Any, a: jax.Array, bs: tuple[jax.Array, ...], c: jax.Array, axis_name: str) -> jax.Array:
+    return _forward(f, a, bs, c, axis_name)[0]
+
+
+def _forward(f: Any, a: jax.Array, bs: tuple[jax.Array, ...], c: jax.Array, axis_name: str) -> tuple[jax.Array, Any]:
+    h = _elementwise(f, len(bs), a.dtype)
+
+    def body(o: Any, block: Any, step: Any) -> tuple[Any, None]:
+        b, c = block
+        return _add_product(o, h(a @ b), c), None
+
+    o, _ = ring.scan(body, _block(bs, c, 0, 1), None, axis_name=axis_name)
+    return _rounded(o, a.dtype), (a, bs, c)
+
+
+def _backward(f: Any, axis_name: str, saved: Any, do: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array]:
+    # Nothing is recomputed before the cotangent is there, nor merged with the forward pass and held until then.
+    (a, bs, c), do = jax.lax.optimization_barrier((saved, do))
+    wide, count = accumulator(a.dtype), _pieces(a, bs, c)
+
+    def body(da: Any, block: Any, step: Any) -> tuple[Any, Any]:
+        b, c = block
+        h, pull = jax.vjp(_elementwise(f, len(bs), a.dtype), a @ b)
+        (dz,) = pull(do @ c.T)
+        db = jnp.matmul(a.T, dz, preferred_element_type=wide)
+        return _add_product(da, dz, b.T), (db, jnp.matmul(h.T, do, preferred_element_type=wide))
+
+    def piece(da: Any, i: Any) -> tuple[Any, Any]:
+        da, (db, dc) = ring.scan(body, _block(bs, c, i, count), da, axis_name=axis_name)
+        return da, (tuple(d.astype(a.dtype) for d in jnp.split(db, len(bs), 1)), dc.astype(a.dtype))
+
+    if count == 1:
+        da, (dbs, dc) = piece(None, 0)
+    else:
+        zeros = vary(_halves(jnp.zeros(a.shape, wide)), varying_axes(a))
+        da, (dbs, dc) = jax.lax.scan(piece, zeros, jnp.arange(count, dtype=jnp.int32))
+        dbs = tuple(jnp.moveaxis(d, 0, 1).reshape(d.shape[1], -1) for d in dbs)
+    return _rounded(da, a.dtype), dbs, dc.reshape(c.shape)
+
+
+_product.defvjp(_forward, _backward)
+
+
+def _pieces(a: jax.Array, bs: tuple[jax.Array, ...], c: jax.Array) -> int:
+    """In how many pieces, one after another, a block goes round in the backward pass: so that messages and products do not
+    exceed the sum of rows that is held anyway, while messages are large enough to be fast."""
+    wide, narrow = accumulator(a.dtype)(0).itemsize, a.dtype.itemsize
+    message = (sum(b.size for b in bs) + c.size) * (narrow + wide)
+    products = (2 * len(bs) + 1) * a.shape[0] * c.shape[0] * narrow
+    count = max(1, min((2 * message + products) // (a.size * wide), message // _LEAST_MESSAGE))
+    return next(n for n in range(count, 0, -1) if c.shape[0] % n == 0)
+
+
+def _block(bs: tuple[jax.Array, ...], c: jax.Array, index: Any, count: int) -> tuple[jax.Array, jax.Array]:
+    """One of `count` pieces of what travels: columns of each b, side by side so that they are one matmul, and rows of c."""
+    if count > 1:
+        size = c.shape[0] // count
+        bs = tuple(jax.lax.dynamic_slice_in_dim(b, index * size, size, 1) for b in bs)
+        c = jax.lax.dynamic_slice_in_dim(c, index * size, size, 0)
+    return (bs[0] if len(bs) == 1 else jnp.concatenate(bs, 1)), c
+
+
+def _add_product(sums: Any, a: jax.Array, b: jax.Array) -> tuple[jax.Array, ...]:
+    """sums + a b, in two halves of the rows: a product that is not added where it is made takes half as much."""
+    top, bottom = _halves(a)
+    product = partial(jnp.matmul, preferred_element_type=accumulator(a.dtype))
+    if sums is None:
+        return product(top, b), product(bottom, b)
+    first, bottom = jax.lax.optimization_barrier((sums[0] + product(top, b), bottom))
+    return first, sums[1] + product(bottom, b)
+
+
+def _halves(a: jax.Array) -> tuple[jax.Array, jax.Array]:
+    half = -(-a.shape[0] // 2)
+    return a[:half], a[half:]
+
+
+def _rounded(sums: tuple[jax.Array, ...], dtype: Any) -> jax.Array:
+    return jnp.concatenate([part.astype(dtype) for part in sums])
+
+
+def _elementwise(f: Any, inputs: int, dtype: Any) -> Callable[[jax.Array], jax.Array]:
+    """f of so many arrays side by side."""
+    wide = accumulator(dtype)
+    return lambda z: f(*jnp.split(z.astype(wide), inputs, 1)).astype(dtype)

@@ -1,0 +1,97 @@
+"""The parallelisms that METP is compared with, in its style and with its kernels: local functions for `jax.shard_map`.
+
+- Megatron tensor parallelism (Shoeybi et al. 2019): `tensor_parallel_mlp`; every device holds all tokens.
+- The same with sequence parallelism outside the matmuls (Korthikanti et al. 2022): `sequence_parallel_mlp`.
+- Ulysses (Jacobs et al. 2024): `ulysses_attention`, tokens exchanged for heads.
+- Fully sharded data parallelism (Zhao et al. 2023) for what goes with Ulysses and ring attention: `gathered_mlp`.
+Ring attention (Liu et al. 2023) is `metp_attention`. Gradients are those of automatic differentiation, so what the
+matmuls take is saved; wrap the functions in `jax.checkpoint` to gather and multiply again instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from memjax.shard import ring
+from memjax.shard._attention import attention as attention
+
+Array = jax.Array
+Activation = Callable[[Array], Array]
+
+
+def tensor_parallel_mlp(
+    x: Array, w_in: Array, w_out: Array, *, activation: Activation = jax.nn.gelu, w_gate: Array | None = None, axis_name: str
+) -> Array:
+    """All tokens (..., S, D) on every device, columns of `w_in` and rows of `w_out` here; the outputs are added up.
+
+    Saved: x, and S F/p entries for each input of the activation and for its output.
+    """
+    ring.axis_size(axis_name)
+    return lax.psum(mlp(x, w_in, w_out, activation, w_gate), axis_name)
+
+
+def sequence_parallel_mlp(
+    x: Array, w_in: Array, w_out: Array, *, activation: Activation = jax.nn.gelu, w_gate: Array | None = None, axis_name: str
+) -> Array:
+    """This device's tokens (..., T, D), gathered before the matmuls and scattered after them. Saved: as above."""
+    ring.axis_size(axis_name)
+    return scattered(mlp(gathered_tokens(x, axis_name), w_in, w_out, activation, w_gate), axis_name)
+
+
+def gathered_mlp(
+    x: Array, w_in: Array, w_out: Array, *, activation: Activation = jax.nn.gelu, w_gate: Array | None = None, axis_name: str
+) -> Array:
+    """This device's tokens (..., T, D); weights are gathered whole. Saved: x, the weights, T F entries several times."""
+    ring.axis_size(axis_name)
+    columns = lambda w: None if w is None else gathered_weight(w, axis_name, 1)
+    return mlp(x, gathered_weight(w_in, axis_name, 1), gathered_weight(w_out, axis_name, 0), activation, columns(w_gate))
+
+
+def ulysses_attention(q: Array, k: Array, v: Array, *, axis_name: str, **options: Any) -> Array:
+    """Attention of a sequence that lies contiguously on p devices: p exchanges of tokens for heads, all tokens of some heads
+    on each device, and back. `options` are those of `attention`, segment ids of the whole sequence.
+
+    Key-value heads fewer than p are repeated to p.
+
+    Raises:
+      ValueError: query heads that p does not divide, or key-value heads that neither divide p nor are divided by it.
+    """
+    size = ring.axis_size(axis_name)
+    heads, kv_heads = q.shape[2], k.shape[2]
+    if heads % size:
+        raise ValueError(f"q: expected a number of heads that the {size} devices of {axis_name!r} divide, got {heads}")
+    if kv_heads % size:
+        if size % kv_heads:
+            raise ValueError(f"k: expected heads that {size} devices divide, or a divisor of them, got {kv_heads}")
+        k, v = (jnp.repeat(a, size // kv_heads, 2) for a in (k, v))
+    to_heads = lambda a: lax.all_to_all(a, axis_name, 2, 1, tiled=True)
+    o = attention(to_heads(q), to_heads(k), to_heads(v), **options)
+    return lax.all_to_all(o, axis_name, 1, 2, tiled=True)
+
+
+def mlp(x: Array, w_in: Array, w_out: Array, activation: Activation, w_gate: Array | None = None) -> Array:
+    """`activation(x w_in) w_out` or `(activation(x w_gate) * (x w_in)) w_out` on one device."""
+    # Of the elementwise part only the inputs are kept, as a fused kernel would.
+    if w_gate is None:
+        return jax.checkpoint(activation)(x @ w_in) @ w_out
+    return jax.checkpoint(lambda gate, up: activation(gate) * up)(x @ w_gate, x @ w_in) @ w_out
+
+
+def gathered_tokens(x: Array, axis_name: str) -> Array:
+    """(B, T, ...) -> (B, S, ...); its transpose scatters."""
+    return lax.all_gather(x, axis_name, axis=1, tiled=True)
+
+
+def scattered(x: Array, axis_name: str) -> Array:
+    """(B, S, ...) -> (B, T, ...), the sum over devices; its transpose gathers."""
+    return lax.psum_scatter(x, axis_name, scatter_dimension=1, tiled=True)
+
+
+def gathered_weight(w: Array, axis_name: str, axis: int) -> Array:
+    """The whole of a weight of which this device holds a part along `axis`."""
+    return lax.all_gather(w, axis_name, axis=axis, tiled=True)

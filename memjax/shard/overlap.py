@@ -1,0 +1,192 @@
+"""When hops round a ring are hidden, and what each parallelism keeps: functions of shapes, matmul rate and bandwidth.
+
+A hop is hidden if it takes no longer than the step it runs beside:
+
+    message bytes / bandwidth(message bytes) <= step FLOP / (FLOP/s)
+
+`full_overlap_tokens` solves this for the tokens per device, the paper's condition of full overlap (Liang et al. 2025,
+abstract). `measure_matmul` and `measure_link` give the two rates of the machine at hand; bandwidth grows with the message.
+
+    >>> link = Link((2**20, 2**29), (26e9, 350e9))
+    >>> full_overlap_tokens(lambda t: mlp_step(t, dim=4096, hidden=16384, size=8), 789e12, link)
+    8165
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from memjax.shard import ring
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one device does in one step of a ring."""
+
+    flops: float
+    """Of the matmuls."""
+    message_bytes: float
+    """Sent, and received."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """Bandwidth of a hop by the size of its message."""
+
+    sizes: tuple[int, ...]
+    """Bytes, rising."""
+    bandwidths: tuple[float, ...]
+    """Bytes per second."""
+
+    def bandwidth(self, size: float) -> float:
+        """Bytes per second, interpolated in the logarithm of the size; beyond the ends that of the ends."""
+        return float(np.interp(np.log(size), np.log(self.sizes), self.bandwidths))
+
+    def seconds(self, size: float) -> float:
+        return size / self.bandwidth(size)
+
+
+def mlp_step(
+    tokens: int, *, dim: int, hidden: int, size: int, gated: bool = False, itemsize: int = 2, backward: bool = False
+) -> Step:
+    """Of `metp_mlp` with (tokens, dim) per device: 2 or 3 matmuls with a block of each weight, 5 or 8 in the backward pass,
+    where float32 gradients travel with the weights."""
+    weights = 2 + gated
+    matmuls = 3 * weights - 1 if backward else weights
+    entries = weights * dim * hidden / size
+    return Step(2 * matmuls * tokens * dim * hidden / size, entries * (itemsize + 4 * backward))
+
+
+def attention_step(
+    tokens: int,
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    causal: bool = False,
+    itemsize: int = 2,
+    backward: bool = False,
+) -> Step:
+    """Of `metp_attention` with (tokens, heads, head_dim) per device: 2 matmuls, 5 in the backward pass, on half of the products
+    if zigzag and causal."""
+    products = tokens**2 / (2 if causal else 1)
+    matmuls = 5 if backward else 2
+    entries = 2 * tokens * kv_heads * head_dim
+    return Step(2 * matmuls * products * heads * head_dim, entries * (itemsize + 4 * backward))
+
+
+def hidden_share(step: Step, flops_per_second: float, link: Link) -> float:
+    """The part of a hop that its step can hide, at most 1."""
+    return min(1.0, step.flops / flops_per_second / link.seconds(step.message_bytes))
+
+
+def full_overlap_tokens(step: Callable[[int], Step], flops_per_second: float, link: Link, *, limit: int = 2**24) -> int:
+    """The fewest tokens per device with which hops are wholly hidden, for a `step` of so many tokens.
+
+    Raises:
+      ValueError: hops are not hidden with `limit` tokens either.
+    """
+    hidden = lambda tokens: hidden_share(step(tokens), flops_per_second, link) >= 1
+    if not hidden(limit):
+        raise ValueError(f"limit: hops are not hidden with {limit} tokens per device")
+    low, high = 0, limit
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if hidden(middle) else (middle, high)
+    return high
+
+
+def saved_bytes(
+    parallelism: str,
+    *,
+    tokens: int,
+    size: int,
+    dim: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    itemsize: int = 2,
+) -> float:
+    """What a device keeps of a Transformer layer between forward and backward pass, parameters aside.
+
+    The layer is that of Llama: two norms of which only the inputs are kept, flash attention, SwiGLU with its two inputs
+    and its output, weights gathered again in the backward pass.
+
+    Args:
+      parallelism: "metp", "tp", "tp_sp", "ulysses" or "ring".
+      tokens: of the whole sequence, S.
+
+    Returns, for t = S / p tokens and c = 2 D + 2 D K / H for q, k, v and the output, in items but for 4 H t bytes of
+    log-sum-exps:
+      - "metp", "ring": t (4 D + c)
+      - "ulysses": t (4 D + c + D)
+      - "tp": S (4 D + c / p + 3 F / p)
+      - "tp_sp": t (2 D) + S (2 D + c / p + 3 F / p)
+
+    Raises:
+      ValueError: another name.
+    """
+    local = tokens / size
+    mixed = 2 * dim + 2 * dim * kv_heads / heads
+    items = {
+        "metp": local * (4 * dim + mixed),
+        "ring": local * (4 * dim + mixed),
+        "ulysses": local * (5 * dim + mixed),
+        "tp": tokens * 4 * dim + local * (mixed + 3 * hidden),
+        "tp_sp": local * 2 * dim + tokens * 2 * dim + local * (mixed + 3 * hidden),
+    }
+    if parallelism not in items:
+        raise ValueError(f"parallelism: expected one of {', '.join(items)}, got {parallelism!r}")
+    return itemsize * items[parallelism] + 4 * heads * local
+
+
+def measure_matmul(size: int = 8192, dtype: Any = jnp.bfloat16) -> float:
+    """FLOP/s of square matmuls on one device, float32 accumulation."""
+    a = jnp.ones((size, size), dtype)
+    multiply = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32))
+    return 2 * size**3 / _seconds(multiply, a, a)
+
+
+def measure_link(devices: Sequence[jax.Device] | None = None, sizes: Sequence[int] = (2**20, 2**23, 2**25, 2**27, 2**29)) -> Link:
+    """Bandwidth of hops round a ring of the devices, all of them by default, by message size in bytes.
+
+    Raises:
+      ValueError: fewer than two devices.
+    """
+    found = np.asarray(jax.devices() if devices is None else devices)
+    if found.size < 2:
+        raise ValueError(f"devices: expected at least two for a ring, got {found.size}")
+    mesh = Mesh(found, ("ring",))
+    sharding = NamedSharding(mesh, PartitionSpec("ring"))
+    body = lambda carry, block, step: (block, None)
+
+    def hops(a: jax.Array) -> jax.Array:
+        return ring.scan(body, a, a, axis_name="ring")[0]
+
+    over_ring = jax.jit(jax.shard_map(hops, mesh=mesh, in_specs=PartitionSpec("ring"), out_specs=PartitionSpec("ring")))
+    bandwidths = []
+    for size in sizes:
+        make = jax.jit(lambda size=size: jnp.ones(found.size * size // 4, jnp.float32), out_shardings=sharding)
+        bandwidths.append(size * (found.size - 1) / _seconds(over_ring, make()))
+    return Link(tuple(sizes), tuple(bandwidths))
+
+
+def _seconds(f: Callable[..., Any], *args: Any, calls: int = 5, rounds: int = 5) -> float:
+    """Of one call: the median of several rounds, each of several calls in a row."""
+    jax.block_until_ready(f(*args))
+    times = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        for _ in range(calls):
+            out = f(*args)
+        jax.block_until_ready(out)
+        times.append((time.perf_counter() - begin) / calls)
+    return float(np.median(times))

@@ -1,0 +1,133 @@
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rings import FIRST, ROWS, normal, outputs_and_gradients, sharded
+
+from memjax.shard import metp, metp_mlp, ring
+
+
+def gated(x, w_in, w_gate, w_out):
+    return (jax.nn.silu(x @ w_gate) * (x @ w_in)) @ w_out
+
+
+def gated_ring(size):
+    return sharded(
+        lambda x, w_in, w_gate, w_out: metp_mlp(
+            x, w_in, w_out, activation=jax.nn.silu, w_gate=w_gate, axis_name="ring"
+        ),
+        size,
+        (ROWS, ROWS, ROWS, FIRST),
+        ROWS,
+    )
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_gated_mlp_is_that_of_one_device(x64, size):
+    x, w_in, w_gate, w_out, do = normal((2, 16, 6), (6, 24), (6, 24), (24, 5), (2, 16, 5))
+    expected = outputs_and_gradients(gated, do, x, w_in, w_gate, w_out)
+    for a, b in zip(outputs_and_gradients(gated_ring(size), do, x, w_in, w_gate, w_out), expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-10)
+
+
+def test_product_of_matrices_with_any_function(x64):
+    a, b, c, do = normal((24, 5), (5, 16), (16, 7), (24, 7))
+    f = lambda z: jnp.sin(z) * z
+    over_ring = sharded(lambda a, b, c: metp(f, a, b, c, axis_name="ring"), 4, (FIRST, ROWS, FIRST), FIRST)
+    expected = outputs_and_gradients(lambda a, b, c: f(a @ b) @ c, do, a, b, c)
+    for got, want in zip(outputs_and_gradients(over_ring, do, a, b, c), expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-10)
+
+
+def test_bfloat16_is_as_exact_as_on_one_device():
+    wide = normal((1, 64, 128), (128, 256), (128, 256), (256, 128), (1, 64, 128), dtype=jnp.float32)
+    wide = [a * scale for a, scale in zip(wide, (1, 0.1, 0.1, 0.1, 1), strict=True)]
+    *args, do = [a.astype(jnp.bfloat16) for a in wide]
+    with jax.enable_x64(True):
+        exact = outputs_and_gradients(gated, *[jnp.asarray(np.asarray(a, np.float64)) for a in (do, *args)])
+        exact = [np.asarray(a) for a in exact]
+    error = lambda got: [np.linalg.norm(np.asarray(a, np.float64) - b) for a, b in zip(got, exact, strict=True)]
+    plain = error(outputs_and_gradients(gated, do, *args))
+    for mine, theirs in zip(error(outputs_and_gradients(gated_ring(8), do, *args)), plain, strict=True):
+        assert mine <= 1.1 * theirs
+
+
+def test_no_array_is_larger_than_a_block_of_rows_by_a_block_of_columns():
+    """And what is live at a time is what the docstring says."""
+    tokens, dim, hidden, size = 4096, 64, 1024, 8
+    x, w_in, w_gate, w_out, do = (
+        jax.ShapeDtypeStruct(shape, jnp.float32)
+        for shape in ((1, tokens, dim), (dim, hidden), (dim, hidden), (hidden, dim), (1, tokens, dim))
+    )
+
+    def step(do, *args):
+        value, pull = jax.vjp(gated_ring(size), *args)
+        return value, *pull(do)
+
+    compiled = jax.jit(step).lower(do, x, w_in, w_gate, w_out).compile()
+    shapes = re.findall(r"f32\[([\d,]+)\]", compiled.as_text())
+    largest = max(np.prod([int(n) for n in shape.split(",")]) for shape in shapes)
+    tile, block, rows = tokens // size * hidden // size, 3 * dim * hidden // size, tokens // size * dim
+    assert largest <= max(2 * tile, 2 * block, rows)
+    temp = compiled.memory_analysis().temp_size_in_bytes / size
+    assert temp < 4 * (7 * tile + 5 * 2 * block + 2 * rows)
+
+
+def test_one_message_a_hop():
+    x, w_in, w_gate, w_out, do = normal((1, 16, 4), (4, 16), (4, 16), (16, 4), (1, 16, 4), dtype=np.float32)
+    forward = jax.jit(gated_ring(8)).lower(x, w_in, w_gate, w_out).as_text()
+    # In the first step and in the loop's body.
+    assert forward.count("collective_permute") == 2
+
+    def backward(*args):
+        _, pull = jax.vjp(gated_ring(8), *args)
+        return pull(do)
+
+    # The backward pass has its first step, its loop, its last step's sums, and their way home.
+    assert jax.jit(backward).lower(x, w_in, w_gate, w_out).as_text().count("collective_permute") == 4
+
+
+def test_ring_visits_every_block_and_brings_sums_home():
+    """Blocks of several dtypes in one message; device r adds (r + 1) a and b for each block (a, b)."""
+    size = 8
+
+    def local(a, b):
+        rank = jax.lax.axis_index("ring")
+
+        def sums(block):
+            a, b = block
+            return a * (rank + 1).astype(jnp.float32), b.astype(jnp.int16)
+
+        def body(seen, block, step):
+            return seen.at[block[1][0]].add(block[0][0] * (1 + jnp.float32(step))), sums(block)
+
+        start = jax.lax.pcast(jnp.zeros(size), "ring", to="varying")
+        return ring.scan(body, (a, b), start, axis_name="ring", last=lambda seen: (-seen, sums((100 * a, b))))
+
+    ranks = np.arange(size)
+    over_ring = jax.jit(sharded(local, size, (FIRST, FIRST), (FIRST, (FIRST, FIRST))))
+    seen, (weighted, counted) = over_ring(
+        jnp.asarray(ranks + 1, jnp.float32), jnp.asarray(ranks, jnp.int32)
+    )
+    steps = (ranks[:, None] - ranks) % size
+    np.testing.assert_array_equal(seen.reshape(size, size), -(ranks + 1) * (1 + steps))
+    np.testing.assert_array_equal(weighted, (ranks + 1) * (36 + 100 * (ranks + 1)))
+    np.testing.assert_array_equal(counted, 9 * ranks)
+
+
+def test_wrong_input_is_refused():
+    x, w_in, w_out = normal((1, 16, 4), (4, 16), (16, 4), dtype=np.float32)
+    with pytest.raises(ValueError, match="axis_name: no mesh axis 'ring' here; call this inside jax.shard_map"):
+        metp_mlp(x, w_in, w_out, axis_name="ring")
+    call = lambda x, w_in, w_out: sharded(
+        lambda *a: metp_mlp(*a, axis_name="ring"), 4, (ROWS, ROWS, FIRST), ROWS
+    )(x, w_in, w_out)
+    with pytest.raises(ValueError, match=r"w_out: expected 4 rows, as many as this device holds columns of w_in"):
+        call(x, w_in, w_out[:8])
+    with pytest.raises(ValueError, match=r"w_in: expected shape \(4, 4\)"):
+        call(x, w_in[:3], w_out)
+    with pytest.raises(TypeError, match="w_in: expected the rows' floating-point dtype float32, got bfloat16"):
+        call(x, w_in.astype(jnp.bfloat16), w_out)
