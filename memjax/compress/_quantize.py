@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from memjax.compress import _tiles
-from memjax.compress._bits import shift_left, shift_right, u32
+from memjax.compress._bits import Words, shift_left, shift_right, u32
 
 # Steps 2^k for k from here on; a smaller one has no half that all backends represent. The largest:
 # half of it is a float, and hardly any float is beyond it.
@@ -36,18 +36,24 @@ def step_exponent(bound: Float[Array, "..."], dtype) -> Int32[Array, "..."]:
     return jnp.where(invalid, RAW_EXPONENT, jnp.minimum(exponent, _MAX_EXPONENT[jnp.dtype(dtype)]))
 
 
-def power_of_two(exponent: Int32[Array, "..."]) -> Float[Array, "..."]:
-    """2^k in float32, for k from -126 to 127, exactly."""
-    return lax.bitcast_convert_type((exponent + 127) << _MANTISSA, jnp.float32)
+def inverse_step(exponent: Int32[Array, "..."]) -> Float[Array, "..."]:
+    """2^-k in float32, exactly, for k from `MIN_EXPONENT` to 127."""
+    smallest = jnp.int32(1 << (_MANTISSA - 1))  # 2^-127 has no normal representation
+    return lax.bitcast_convert_type(jnp.where(exponent == 127, smallest, (127 - exponent) << _MANTISSA), jnp.float32)
 
 
 def quantize(
     x: Float[Array, "..."], exponent: Int32[Array, "..."]
 ) -> tuple[UInt32[Array, "..."], Bool[Array, "..."], Bool[Array, "..."]]:
     """q (0 for zeros), whether x is negative, and whether x must be stored as it is; `exponent` broadcasts."""
-    wide = _float32_bits(x)
-    negative = (wide >> 31) != 0
-    magnitude = wide & u32(0x7FFFFFFF)
+    wide = float32_bits(x)
+    q, too_large = quantize_magnitude(wide & u32(0x7FFFFFFF), exponent)
+    too_large |= (q > u32(_tiles.max_code(x.dtype))) | (exponent == RAW_EXPONENT)
+    return q, (wide >> 31 != 0) & (q != 0), too_large
+
+
+def quantize_magnitude(magnitude: Words, exponent: Int32[Array, "..."]) -> tuple[Words, Bool[Array, "..."]]:
+    """q of float32s without sign, given as bits; and whether it is 2^23 or more, or |x| not finite: then q is anything."""
     is_normal = magnitude >> _MANTISSA != 0
     significand = (magnitude & u32(0x7FFFFF)) | jnp.where(is_normal, u32(0x800000), u32(0))
     # |x| = significand * 2^(power - 150)
@@ -55,25 +61,37 @@ def quantize(
     right = exponent + (150 - power)  # the significand of |x| / s is shifted by as much
     by = u32(jnp.clip(right, 0, 31))
     rounded_up = shift_right(significand + shift_left(u32(1), by) - u32(1), by)
-    # 2^23 <= significand where right < 0: far more than any q that is kept.
     q = jnp.where(right <= 0, significand, jnp.where(right > 24, u32(significand != 0), rounded_up))
-    too_large = (right < 0) & (significand != 0) | (q > u32(_tiles.max_code(x.dtype)))
-    return q, negative & (q != 0), too_large | (magnitude >= u32(0x7F800000)) | (exponent == RAW_EXPONENT)
+    too_large = ((right < 0) & (significand != 0)) | (q >= u32(2**23)) | (magnitude >= u32(0x7F800000))
+    return q, too_large
+
+
+def step(exponent: Int32[Array, "..."]) -> Float[Array, "..."]:
+    """2^k in float32, exactly; anything for `RAW_EXPONENT`."""
+    return lax.bitcast_convert_type((jnp.maximum(exponent, MIN_EXPONENT) + 127) << _MANTISSA, jnp.float32)
+
+
+def half_step(exponent: Int32[Array, "..."], dtype) -> Float[Array, "..."]:
+    """Half a step in steps, or 0 if the dtype has no half a step."""
+    has_half = exponent > _F16_LEAST if jnp.dtype(dtype) == jnp.float16 else exponent >= RAW_EXPONENT
+    return jnp.where(has_half, jnp.float32(0.5), jnp.float32(0))
+
+
+def last_with_half(dtype) -> int:
+    """The largest q of which q - 1/2 is as short as the significands of the dtype."""
+    return 2 ** (_SIGNIFICANT[jnp.dtype(dtype)] - 1)
 
 
 def dequantize(q: UInt32[Array, "..."], negative: Bool[Array, "..."], exponent: Int32[Array, "..."], dtype):
     """The inverse, for `q` <= `max_code(dtype)`."""
-    dtype = jnp.dtype(dtype)
-    step = power_of_two(jnp.maximum(exponent, MIN_EXPONENT))
-    has_half = q <= u32(2 ** (_SIGNIFICANT[dtype] - 1))
-    if dtype == jnp.float16:
-        has_half &= exponent > _F16_LEAST
-    value = lax.convert_element_type(q, jnp.float32) - jnp.where(has_half, jnp.float32(0.5), jnp.float32(0))
-    value = jnp.where(q == 0, jnp.float32(0), value * step)
+    half = jnp.where(q <= u32(last_with_half(dtype)), half_step(exponent, dtype), jnp.float32(0))
+    value = lax.convert_element_type(q, jnp.float32) - half
+    value = jnp.where(q == 0, jnp.float32(0), value * step(exponent))
     return jnp.where(negative, -value, value).astype(dtype)
 
 
-def _float32_bits(x: Float[Array, "..."]) -> UInt32[Array, "..."]:
+def float32_bits(x: Float[Array, "..."]) -> UInt32[Array, "..."]:
+    """Those of `x` as float32, the payloads of NaNs perhaps excepted."""
     if x.dtype == jnp.bfloat16:
         return _tiles.to_bits(x) << 16  # a conversion may flush subnormal numbers
     if x.dtype == jnp.float16:

@@ -1,24 +1,27 @@
 """How an array is cut into tiles, and what a code of a tile looks like. All that encodes and decodes agrees on this.
 
-An array is seen as a matrix of `columns` columns. If its last axis has a multiple of 64 channels and a multiple of 64
-values per channel, the columns are the channels, so that values coded together belong to two channels; if not, it
-is taken flat, 64 values a row, and padded with zeros. A tile is 64 rows by 64 columns; tiles go by columns first. It has
-32 lanes of two neighbouring columns: 128 values, in four groups of 32 rows of a column: (rows 0 to 31, first column),
-(rows 0 to 31, second), (rows 32 to 63, first), (rows 32 to 63, second).
+An array is seen as a matrix of `columns` columns. If its last axis has a multiple of 32 channels and a multiple of 128
+values per channel, the columns are the channels, so that values coded together belong to one channel; if not, it
+is taken flat, 32 values a row, and padded with zeros. A tile is 128 rows by 32 columns; tiles go by columns first, and so
+do their words, without gaps; where those of a tile begin is its `offset`.
 
-A lane is coded by itself, into `count` words of 32 bits, from low to high bits, as one of
+A column of a tile is a lane: 128 values in four groups of 32 rows, coded as one of
 
     nothing           all values are zero
-    raw               its values as they are, row by row: 64 words of 16-bit values, or 128 of 32-bit ones
-    bitmap, planes    the bitmap of values that are not zero (a word per group), left out if none is zero and something
-                      follows; then, over those values, in the order of groups and rows: a bit each for the sign,
-                      left out if all are positive, and for every plane p < `planes` bit p of `q - 1`
+    raw               its values as they are
+    bitmap, planes    pieces of bits, from low to high bits of words of 32, the last one filled up with zeros: the bitmap of
+                      values that are not zero, 32 bits a group, left out if none is zero and something follows; then,
+                      over those values, in the order of groups and rows: a bit each for the sign, left out if all are
+                      positive, and for every plane p < `planes` bit p of `q - 1`
 
-where q >= 1 is the quantised magnitude. The 16-bit header of a lane:
+where q >= 1 is the quantised magnitude. The 8-bit header of a lane:
 
-    bits 0 to 7 count   8 to 12 planes   13 signs   14 bitmap   15 raw
+    bits 0 to 4 planes   5 signs   6 bitmap   7 raw
 
-The lanes of a tile follow each other; where a tile begins is its `offset`. Tiles lie in any order, without gaps.
+The words of the lanes of a tile are interleaved in the order in which one needs them who decodes all lanes side by side,
+a piece (a group of the bitmap, of the signs, of a plane) at a time: first come the words that lanes begin in the first
+piece, by lane, then those that they begin in the second. So neighbouring lanes read and write neighbouring words. The
+raw lanes' follow, a row of 32-bit values, or two rows of 16-bit ones, at a time.
 """
 
 import dataclasses
@@ -30,21 +33,20 @@ from jaxtyping import Array, Float, UInt32
 
 from memjax.compress._bits import u32
 
-ROWS = COLUMNS = 64
+ROWS = 128
 LANES = 32
 GROUPS = 4
-LANE_VALUES = 128
-TILE_VALUES = ROWS * COLUMNS
-BITMAP_WORDS = 4
+TILE_VALUES = ROWS * LANES
 
-PLANES_SHIFT, SIGNS_SHIFT, BITMAP_SHIFT, RAW_SHIFT = 8, 13, 14, 15
+SIGNS_SHIFT, BITMAP_SHIFT, RAW_SHIFT = 5, 6, 7
+PLANES_MASK = 31
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 def raw_words(dtype) -> int:
     """Words of a raw lane."""
-    return LANE_VALUES * jnp.dtype(dtype).itemsize // 4
+    return ROWS * jnp.dtype(dtype).itemsize // 4
 
 
 def max_planes(dtype) -> int:
@@ -63,7 +65,7 @@ class Grid:
 
     Attributes:
       size: values of the array.
-      columns: a multiple of 64.
+      columns: a multiple of 32.
       by_channel: whether columns are the array's last axis.
     """
 
@@ -75,12 +77,12 @@ class Grid:
     def of(cls, shape: tuple[int, ...]) -> "Grid":
         size = math.prod(shape)
         channels = shape[-1] if shape else 1
-        by_channel = size > 0 and channels % COLUMNS == 0 and (size // channels) % ROWS == 0
-        return cls(size, channels if by_channel else COLUMNS, by_channel)
+        by_channel = size > 0 and channels % LANES == 0 and (size // channels) % ROWS == 0
+        return cls(size, channels if by_channel else LANES, by_channel)
 
     @property
     def rows(self) -> int:
-        """Rows, padding included: a multiple of 64."""
+        """Rows, padding included: a multiple of 128."""
         return -(-self.size // (self.columns * ROWS)) * ROWS
 
     @property
@@ -88,18 +90,18 @@ class Grid:
         return self.rows * self.columns // TILE_VALUES
 
     def split(self, x: Array) -> Array:
-        """(tiles, 64, 32, 2): row, lane, and the lane's column; for any dtype."""
+        """(tiles, 128, 32): row, lane; for any dtype."""
         flat = x.reshape(-1)
         padding = self.rows * self.columns - self.size
         if padding:
             flat = jnp.concatenate([flat, jnp.zeros(padding, x.dtype)])
-        split = flat.reshape(self.rows // ROWS, ROWS, self.columns // COLUMNS, LANES, 2)
-        return split.transpose(0, 2, 1, 3, 4).reshape(self.tiles, ROWS, LANES, 2)
+        split = flat.reshape(self.rows // ROWS, ROWS, self.columns // LANES, LANES)
+        return split.transpose(0, 2, 1, 3).reshape(self.tiles, ROWS, LANES)
 
     def join(self, tiles: Array, shape: tuple[int, ...]) -> Array:
         """The inverse of `split`."""
-        split = tiles.reshape(self.rows // ROWS, self.columns // COLUMNS, ROWS, LANES, 2)
-        return split.transpose(0, 2, 1, 3, 4).reshape(-1)[: self.size].reshape(shape)
+        split = tiles.reshape(self.rows // ROWS, self.columns // LANES, ROWS, LANES)
+        return split.transpose(0, 2, 1, 3).reshape(-1)[: self.size].reshape(shape)
 
 
 def to_bits(x: Float[Array, "..."]) -> UInt32[Array, "..."]:

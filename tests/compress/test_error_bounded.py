@@ -56,7 +56,7 @@ def test_values_at_and_beside_multiples_of_the_step():
     check_bound(x, round_trip((), x, np.float32(step / 2))[0], step / 2)
 
 
-@hypothesis.settings(max_examples=8, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=5, deadline=None, derandomize=True)
 @hypothesis.given(
     st.lists(st.integers(1, 70), min_size=0, max_size=3),
     st.sampled_from([jnp.bfloat16, jnp.float16, jnp.float32]),
@@ -113,12 +113,12 @@ def test_size_is_what_the_values_need():
     x = jnp.maximum(jax.random.normal(jax.random.key(0), (64, 32, 64), jnp.bfloat16), 0)
     codec = ErrorBounded(0.25)
     code = codec.encode(x)
-    lanes = np.ceil(np.asarray(x, np.float32) / 0.5).reshape(-1, 64, 32, 2).transpose(0, 2, 1, 3).reshape(-1, 128)
+    lanes = np.ceil(np.asarray(x, np.float32) / 0.5).reshape(-1, 128, 2, 32).swapaxes(1, 3).reshape(-1, 128)
     planes = np.ceil(np.log2(lanes.max(1)))
     words = 4 + np.ceil((lanes > 0).sum(1) * planes / 32)
     assert int(code.packed.needed) == words.sum()
     assert 2.3 < float(code.needed_bits_per_value) < 2.8
-    headers = x.size // 4096 * 68
+    headers = x.size // 4096 * 36
     np.testing.assert_allclose(codec.ratio(x), 2 * x.size / (4 * words.sum() + headers), rtol=1e-6)
     assert codec.nbytes(x) == 2 * x.size + headers + 8
     assert ErrorBounded(0.25, bits_per_value=3).nbytes(x) == 3 * x.size // 8 + headers + 8
@@ -190,5 +190,5 @@ def test_refuses():
             ErrorBounded(0.1).encode(jnp.zeros(4, dtype))
     with pytest.raises(ValueError, match=r"one entry per channel of x, shape \(4,\), got \(3,\)"):
         ErrorBounded(np.ones(3, np.float32)).encode(jnp.zeros((2, 4)))
-    with pytest.raises(ValueError, match=r"at most 2\^31 words"):
+    with pytest.raises(ValueError, match=r"fewer than 2\^31 values"):
         jax.eval_shape(ErrorBounded(0.1).encode, jax.ShapeDtypeStruct((2**32,), jnp.float32))

@@ -1,0 +1,182 @@
+"""The error-bounded codec on one GPU: `python -m benchmarks.codec speed`, some minutes, `python -m benchmarks.codec bound`.
+
+speed: encoding and decoding in TB/s of the array's bytes, and bits per value. First arrays of the shapes of ResNet-50's
+activations after ReLUs, rectified Gaussians; then several kinds of data at several bounds.
+bound: what `ErrorBounded` promises, checked for random float32 bit patterns, 10^9 of them per bound.
+
+`--batch 1 --seconds 0.1 --values 65536` and `--patterns 1e6 --chunk 65536` try them anywhere. Rows are saved as they come.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from rich.progress import Progress
+
+from benchmarks import record
+from memjax.compress import ErrorBounded
+from memjax.compress._codec import largest_error
+
+# Image size and channels.
+RESNET_50 = [(112, 64), (56, 64), (56, 256), (28, 512), (14, 1024), (7, 2048)]
+DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    batch: int = 256
+    values: int = 2**27
+    """Of the arrays of other kinds."""
+    seconds: float = 0.25
+    """Of timed calls for each number."""
+    dtypes: tuple[Literal["bfloat16", "float32"], ...] = ("bfloat16", "float32")
+    bounds: tuple[float, ...] = (0.25, 2.0**-5, 2.0**-9)
+    time_limit: float = 600.0
+    """Start no row after this many seconds."""
+    name: str = "codec"
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    patterns: float = 1e9
+    chunk: int = 2**26
+    bounds: tuple[float, ...] = (1e-30, 1e-4, 2.0**-7, 0.37, 1e20)
+    name: str = "codec_bound"
+
+
+def gaussian(key: Any, shape: tuple[int, ...]) -> Any:
+    return jax.random.normal(key, shape)
+
+
+def rectified(key: Any, shape: tuple[int, ...]) -> Any:
+    return jnp.maximum(gaussian(key, shape), 0)
+
+
+def sparse(key: Any, shape: tuple[int, ...]) -> Any:
+    """90% zeros."""
+    values, chance = jax.random.split(key)
+    return jnp.where(jax.random.uniform(chance, shape) < 0.1, jnp.abs(gaussian(values, shape)), 0)
+
+
+def adversarial(key: Any, shape: tuple[int, ...]) -> Any:
+    """Random bits, NaNs and infinities among them: nothing can be left out."""
+    return jax.lax.bitcast_convert_type(jax.random.bits(key, shape, jnp.uint32), jnp.float32)
+
+
+def median_seconds(call: Callable[[], Any], seconds: float) -> float:
+    """Of one call, of many under way at a time, after some that warm up."""
+    times: list[float] = []
+    jax.block_until_ready([call() for _ in range(2)])
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times) < 3:
+        began = time.perf_counter()
+        jax.block_until_ready([call() for _ in range(8)])
+        times.append((time.perf_counter() - began) / 8)
+    return statistics.median(times)
+
+
+def measure(config: Speed, make: Callable[..., Any], shape: tuple[int, ...], dtype: str, bound: float) -> dict:
+    """One row. Several arrays in turn, 400 MB or more, so that none is in a cache, and launching takes no time of its own."""
+    row = {"data": make.__name__, "shape": list(shape), "dtype": dtype, "bound": bound}
+    try:
+        copies = max(1, math.ceil(4e8 / (math.prod(shape) * DTYPES[dtype].dtype.itemsize))) if config.batch > 1 else 1
+        arrays = [make(jax.random.key(i), shape).astype(DTYPES[dtype]) for i in range(copies)]
+        codec = ErrorBounded(bound, bits_per_value=None if make is adversarial else 16)
+        encode = jax.jit(lambda arrays: [codec.encode(x) for x in arrays])
+        decode = jax.jit(lambda codes: [codec.decode(code) for code in codes])
+        codes = encode(arrays)
+        bits = float(codes[0].needed_bits_per_value) + 32 * 9 / 4096  # with headers
+        size = sum(x.nbytes for x in arrays)
+        floor = (1 + bits / 8 / arrays[0].dtype.itemsize) * size / 4.1e12
+        seconds = {
+            "encode": median_seconds(lambda: encode(arrays), config.seconds),
+            "decode": median_seconds(lambda: decode(codes), config.seconds),
+        }
+        return {
+            **row,
+            "bits_per_value": round(bits, 3),
+            "raw_share": round(float(codes[0].raw_share), 4),
+            **{f"{name}_tb_s": round(size / s / 1e12, 3) for name, s in seconds.items()},
+            "floor_tb_s": round(size / floor / 1e12, 2),
+            "error_in_bounds": round(float(jax.jit(largest_error)(arrays[0], decode(codes)[0])) / bound, 4),
+        }
+    except Exception as error:  # one case that fails must not hide the others
+        return {**row, "error": f"{type(error).__name__}: {str(error)[:300]}"}
+
+
+def speeds(config: Speed) -> Iterator[dict]:
+    for dtype in config.dtypes:
+        for size, channels in RESNET_50:
+            yield measure(config, rectified, (config.batch, size, size, channels), dtype, 0.25)
+    shape = (config.values // 64, 64)
+    for dtype, make, bound in itertools.product(
+        config.dtypes, (rectified, gaussian, sparse, adversarial), config.bounds
+    ):
+        if make is not adversarial or bound == config.bounds[0]:
+            yield measure(config, make, shape, dtype, bound)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def patterns(key: Any, count: int) -> Any:
+    """Random bits by magnitude, and those of like magnitude in one lane, so that there is something to quantise."""
+    bits = jnp.sort(jax.random.bits(key, (count,), jnp.uint32) << 1)  # the magnitudes, without the sign
+    bits = (bits >> 1) | (jax.random.bits(jax.random.fold_in(key, 1), (count,), jnp.uint32) & jnp.uint32(1 << 31))
+    return jax.lax.bitcast_convert_type(bits.reshape(-1, 32, 128).swapaxes(1, 2).reshape(-1), jnp.float32)
+
+
+@jax.jit
+def violations(x: Any, decoded: Any, bound: Any) -> Any:
+    """Values that break a promise; differences in float64, which holds them exactly."""
+    bits, decoded_bits = (jax.lax.bitcast_convert_type(a, jnp.uint32) for a in (x, decoded))
+    magnitude, decoded_magnitude = bits & jnp.uint32(0x7FFFFFFF), decoded_bits & jnp.uint32(0x7FFFFFFF)
+    is_finite = magnitude < jnp.uint32(0x7F800000)
+    far = ~(jnp.abs(x.astype(jnp.float64) - decoded.astype(jnp.float64)) <= bound.astype(jnp.float64))
+    sign = (bits >> 31 != decoded_bits >> 31) & (magnitude != 0) | ((magnitude == 0) != (decoded_magnitude == 0))
+    return jnp.sum(jnp.where(is_finite, far | sign, bits != decoded_bits), dtype=jnp.int32)
+
+
+def bounds(config: Bound) -> Iterator[dict]:
+    chunks = math.ceil(config.patterns / config.chunk)
+    with Progress() as progress:
+        task = progress.add_task("chunks", total=chunks * len(config.bounds))
+        for bound in config.bounds:
+            codec = ErrorBounded(jnp.float32(bound))
+            both = jax.jit(lambda codec, x: (lambda code: (codec.decode(code), code.raw_share))(codec.encode(x)))
+            broken, raw = 0, []
+            for chunk in range(chunks):
+                x = patterns(jax.random.key(chunk), config.chunk)
+                decoded, raw_share = both(codec, x)
+                with jax.enable_x64(True):
+                    broken += int(violations(x, decoded, np.float32(bound)))
+                raw.append(float(raw_share))
+                progress.advance(task)
+            yield {
+                "bound": bound,
+                "patterns": chunks * config.chunk,
+                "violations": broken,
+                "raw_share": round(statistics.mean(raw), 4),
+            }
+
+
+def main() -> None:
+    config = tyro.cli(Speed | Bound, description=__doc__)
+    began, rows = time.perf_counter(), []
+    for row in speeds(config) if isinstance(config, Speed) else bounds(config):
+        rows.append(row)
+        print(row, flush=True)
+        record.save(config.name, rows)
+        if isinstance(config, Speed) and time.perf_counter() - began > config.time_limit:
+            break
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Arrays with lanes of every kind, and codes compared."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from memjax.compress import _kernels, _reference, _tiles
+from memjax.compress._error_bounded import _per_value
+from memjax.compress._quantize import step_exponent
+from memjax.compress._tiles import Grid
+from tests.compress.patterns import in_lanes
+
+
+def values_of_all_kinds(dtype, tiles: int = 6, seed: int = 0) -> np.ndarray:
+    """Tiles with lanes of few and of many steps of one, all zero, half zero, with signs and without, of random bits."""
+    rng = np.random.default_rng(seed)
+    largest = np.exp2(rng.uniform(-2, 18, (tiles, 32, 1)))
+    largest[0] = np.exp2(rng.uniform(-2, 3.9, (32, 1)))  # a tile of small ones
+    values = largest * rng.random((tiles, 32, 128))
+    values = np.minimum(values, 6e4)  # float16 ends soon after
+    kind = rng.integers(0, 5, (tiles, 32, 1))
+    values = np.where(kind == 0, 0, values)
+    values = np.where((kind == 1) & (rng.random(values.shape) < 0.5), 0, values)
+    values = np.where((kind == 2) & (rng.random(values.shape) < 0.5), -values, values)
+    values[1, :5] = 16
+    values[3] = np.minimum(values[3], 256)  # steps of one: too many for a byte by one
+    values[2, 3, 7], values[2, 4, :2], values[2, 5, 9] = np.nan, (np.inf, -np.inf), -0.0
+    return in_lanes(np.asarray(jnp.asarray(values, dtype)))
+
+
+def kernels_and_reference(x, bound, capacity=None, interpret=True):
+    """Codes by both, that of the kernels with the words of its tiles in order, and their decoded values as bits."""
+    grid, exponent = Grid.of(x.shape), step_exponent(bound, x.dtype)
+    capacity = grid.tiles * 32 * _tiles.raw_words(x.dtype) if capacity is None else capacity
+
+    @jax.jit
+    def by_kernels(x, exponent):
+        code = _kernels.encode(x, exponent, capacity, interpret=interpret)
+        return code, _tiles.to_bits(_kernels.decode(code, exponent, x.shape, x.dtype, interpret=interpret))
+
+    @jax.jit
+    def by_reference(x, exponent):
+        spread = _per_value(grid, exponent, x.shape)
+        code = _reference.encode(grid.split(x), spread, capacity)
+        return code, _tiles.to_bits(grid.join(_reference.decode(code, spread, x.dtype), x.shape))
+
+    return by_kernels(x, exponent), by_reference(x, exponent)
+
+
+def check_same(x, bound, capacity=None, interpret=True):
+    (code, decoded), (expected, expected_decoded) = kernels_and_reference(x, bound, capacity, interpret)
+    np.testing.assert_array_equal(code.headers, expected.headers)
+    assert code.needed == expected.needed
+    np.testing.assert_array_equal(decoded, expected_decoded)
+    if expected.needed > expected.words.size:
+        return
+    first, count = np.asarray(expected.offsets), np.diff(np.append(expected.offsets, expected.needed))
+    # Tiles may lie in another order.
+    index = np.arange(int(expected.needed)) + np.repeat(np.asarray(code.offsets) - first, count)
+    np.testing.assert_array_equal(np.sort(index), np.arange(len(index)))
+    np.testing.assert_array_equal(np.asarray(code.words)[index], np.asarray(expected.words)[: len(index)])

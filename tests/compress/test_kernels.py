@@ -1,0 +1,49 @@
+"""The kernels, interpreted, against the plain version: the same codes and values, bit for bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from memjax.compress import ErrorBounded, _kernels
+from tests.compress.kernel_cases import check_same, values_of_all_kinds
+
+
+@pytest.mark.smoke
+def test_bfloat16_by_channel():
+    values = values_of_all_kinds(jnp.bfloat16).reshape(3, 2, 128, 32)
+    x = values.transpose(0, 2, 1, 3).reshape(3, 128, 64)  # two tiles side by side
+    check_same(jnp.asarray(x), np.exp2(np.arange(64) % 3 - 2).astype(np.float32))
+
+
+def test_float32_with_padding():
+    check_same(jnp.asarray(values_of_all_kinds(jnp.float32)[:-100]), np.float32(0.5))
+
+
+def test_float16_with_bounds_that_vary_within_lanes():
+    x = values_of_all_kinds(jnp.float16, 4).reshape(-1, 64, 16)
+    bounds = np.exp2(np.arange(16) % 5 - 1).astype(np.float32)
+    bounds[3] = 0  # of a channel that is stored as it is
+    check_same(jnp.asarray(x), bounds)
+
+
+def test_capacity_that_does_not_suffice_and_vmap():
+    x = jnp.asarray(values_of_all_kinds(jnp.bfloat16, 4))
+    check_same(x, np.float32(0.5), capacity=100)
+    encode = jax.jit(jax.vmap(lambda x: _kernels.encode(x, jnp.int32(0), 4096, interpret=True)))
+    halves = x.reshape(2, -1)
+    np.testing.assert_array_equal(encode(halves).words[0, :500], encode(halves[::-1]).words[1, :500])
+
+
+def test_empty():
+    code = _kernels.encode(jnp.zeros((0, 3), jnp.bfloat16), jnp.int32(0), 0, interpret=True)
+    assert code.needed == 0
+    assert _kernels.decode(code, jnp.int32(0), (0, 3), jnp.bfloat16, interpret=True).shape == (0, 3)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU can")
+def test_kernels_refuse_a_machine_that_cannot_run_them():
+    with pytest.raises(
+        ValueError, match='implementation must be "jnp" or None here, got "pallas": it needs an NVIDIA GPU'
+    ):
+        ErrorBounded(0.1, implementation="pallas").encode(jnp.zeros(4))

@@ -1,0 +1,28 @@
+"""The kernels on a GPU against the plain version."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.compress.kernel_cases import check_same, values_of_all_kinds
+from tests.compress.patterns import every_16_bit_pattern, random_float32_patterns
+
+pytestmark = pytest.mark.gpu
+DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_lanes_of_all_kinds(dtype):
+    values = values_of_all_kinds(dtype, 3000)
+    check_same(jnp.asarray(values), np.float32(0.5), interpret=False)
+    check_same(jnp.asarray(values[:-77]), np.float32(0.5), capacity=10**5, interpret=False)
+    bounds = np.exp2(np.arange(96) % 7 - 4).astype(np.float32)
+    check_same(jnp.asarray(values).reshape(-1, 96), bounds, interpret=False)
+    check_same(jnp.asarray(values).reshape(-1, 24), bounds[:24], interpret=False)
+
+
+@pytest.mark.parametrize("bound", [1e-30, 1e-4, 2.0**-7, 0.37, 1e20])
+def test_bit_patterns(bound):
+    check_same(random_float32_patterns(0, 2**20), np.float32(bound), interpret=False)
+    for dtype in DTYPES[:2]:
+        check_same(every_16_bit_pattern(dtype), np.float32(bound), interpret=False)
