@@ -166,8 +166,12 @@ def _overlap(case: dict, mesh: Mesh) -> dict:
                 seconds["matmuls"] = _median(jax.jit(lambda *a, g=f_alone: g(*a)), case["repeats"], x, w_in, w_out)
             hops = jax.shard_map(_hops(name), mesh=mesh, in_specs=(columns, rows), out_specs=rows)
             seconds["hops"] = _median(jax.jit(hops), case["repeats"], w_in, w_out)
-            hidden_part = (seconds["matmuls"] + seconds["hops"] - seconds["ring"]) / min(seconds["matmuls"], seconds["hops"])
-            table.append({"tokens": tokens, "pass": name, **{k: v * 1e3 for k, v in seconds.items()}, "hidden": hidden_part})
+            hidden_part = (seconds["matmuls"] + seconds["hops"] - seconds["ring"]) / min(
+                seconds["matmuls"], seconds["hops"]
+            )
+            table.append(
+                {"tokens": tokens, "pass": name, **{k: v * 1e3 for k, v in seconds.items()}, "hidden": hidden_part}
+            )
             print(table[-1], file=sys.stderr, flush=True)
     predicted = {
         name: overlap.full_overlap_tokens(lambda t, b=b: overlap.mlp_step(t, **shaped, backward=b), rate, link)
@@ -199,7 +203,9 @@ def _hops(name: str) -> Any:
         block = (w_in, w_out)
         zero = jnp.zeros(1, jnp.float32)
         touch = lambda block: block[0][0, :1].astype(jnp.float32)
-        total, _ = ring.scan(lambda carry, block, step: (carry + touch(block), None), block, touch(block), axis_name="ring")
+        total, _ = ring.scan(
+            lambda carry, block, step: (carry + touch(block), None), block, touch(block), axis_name="ring"
+        )
         if name == "forward":
             return total
         block, total = jax.lax.optimization_barrier((block, total))
@@ -215,7 +221,9 @@ def _attention(case: dict, mesh: Mesh) -> dict:
     head_dim = case["dim"] // heads
     shape = (1, tokens, heads, head_dim)
     spec = P(None, "ring")
-    make = jax.jit(lambda: jax.random.normal(jax.random.key(0), shape, jnp.bfloat16), out_shardings=NamedSharding(mesh, spec))
+    make = jax.jit(
+        lambda: jax.random.normal(jax.random.key(0), shape, jnp.bfloat16), out_shardings=NamedSharding(mesh, spec)
+    )
     q = make()
 
     def gradients(f: Any) -> Any:

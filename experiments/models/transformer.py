@@ -195,7 +195,9 @@ def sharded_loss(model: Transformer, mesh: Mesh, tokens: jax.Array, labels: jax.
 
 def shardings(tree: object, mesh: Mesh) -> object:
     """`NamedSharding`s for a tree of parameters, or of anything with parameters in it, such as optimizer states."""
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), _specs(tree), is_leaf=lambda a: isinstance(a, PartitionSpec))
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), _specs(tree), is_leaf=lambda a: isinstance(a, PartitionSpec)
+    )
 
 
 def _specs(tree: object) -> object:

@@ -95,7 +95,12 @@ class MetpAttention(nnx.Module):
             raise ValueError(f"heads: expected a divisor of dim = {dim}, got {heads}; or give head_dim")
         self._head_dim = dim // heads if head_dim is None else head_dim
         width, kv_width = heads * self._head_dim, (kv_heads or heads) * self._head_dim
-        for name, shape in (("query", (dim, width)), ("key", (dim, kv_width)), ("value", (dim, kv_width)), ("out", (width, dim))):
+        for name, shape in (
+            ("query", (dim, width)),
+            ("key", (dim, kv_width)),
+            ("value", (dim, kv_width)),
+            ("out", (width, dim)),
+        ):
             setattr(self, name, nnx.Param(_normal(rngs.params(), shape)))
         self._rotate, self._axis_name, self._dtype = rotate, axis_name, dtype
         self._layout, self._options = options.pop("layout", "zigzag"), tuple(options.items())

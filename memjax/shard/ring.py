@@ -125,7 +125,9 @@ def _unpack(message: jax.Array, like: list[jax.Array]) -> list[jax.Array]:
         words = a.dtype.itemsize // message.dtype.itemsize
         part = message[start : start + a.size * words]
         start += a.size * words
-        leaves.append(lax.bitcast_convert_type(part.reshape(*a.shape, words) if words > 1 else part.reshape(a.shape), a.dtype))
+        leaves.append(
+            lax.bitcast_convert_type(part.reshape(*a.shape, words) if words > 1 else part.reshape(a.shape), a.dtype)
+        )
     return leaves
 
 

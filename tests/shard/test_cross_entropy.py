@@ -15,7 +15,10 @@ def test_loss_is_that_of_one_device(x64, size, reduction):
     labels[0, :5] = -100
     options = {"reduction": reduction, "z_loss": 0.1, "label_smoothing": 0.2, "softcap": 3.0}
     over_ring = sharded(
-        lambda x, w, labels: vocab_cross_entropy(x, w, labels, axis_name="ring", **options), size, (ROWS, FIRST, ROWS), P()
+        lambda x, w, labels: vocab_cross_entropy(x, w, labels, axis_name="ring", **options),
+        size,
+        (ROWS, FIRST, ROWS),
+        P(),
     )
     labels = jnp.asarray(labels, jnp.int32)
     got = outputs_and_gradients(lambda x, w: over_ring(x, w, labels), do, x, w)
