@@ -5,10 +5,12 @@
   `memjax.shard.overlap` predicts;
 - attention: causal zigzag ring attention beside flash attention on one GPU with as many tokens.
 
-`--tokens 512 --dim 64 --heads 4 --hidden 128 --sizes 2 --overlap-tokens 64 --attention-tokens 256` tries it on simulated CPU devices.
+`--tokens 512 --dim 64 --heads 4 --hidden 128 --sizes 2 --overlap-tokens 64 --attention-tokens 256` tries it on
+simulated CPU devices.
 """
 
 import dataclasses
+import functools
 import json
 import os
 import statistics
@@ -140,9 +142,9 @@ def _memory(case: dict, mesh: Mesh) -> dict:
 def _overlap(case: dict, mesh: Mesh) -> dict:
     """Ring, matmuls alone and hops alone of a feed-forward layer's forward, and forward and backward pass."""
     dim, hidden, size = case["dim"], 4 * case["dim"], case["size"]
-    link, rate = overlap.measure_link(mesh.devices.reshape(-1)), overlap.measure_matmul(min(8192, 2 * dim))
+    link, rate = overlap.measure_link(list(mesh.devices.flat)), overlap.measure_matmul(min(8192, 2 * dim))
     rows, columns = P("ring"), P(None, "ring")
-    shaped = dict(dim=dim, hidden=hidden, size=size)
+    shaped = {"dim": dim, "hidden": hidden, "size": size}
     table = []
     for tokens in case["overlap_tokens"]:
         put = lambda shape, spec: jax.jit(
@@ -174,7 +176,7 @@ def _overlap(case: dict, mesh: Mesh) -> dict:
             )
             print(table[-1], file=sys.stderr, flush=True)
     predicted = {
-        name: overlap.full_overlap_tokens(lambda t, b=b: overlap.mlp_step(t, **shaped, backward=b), rate, link)
+        name: overlap.full_overlap_tokens(functools.partial(overlap.mlp_step, **shaped, backward=b), rate, link)
         for name, b in (("forward", False), ("backward", True))
     }
     return {

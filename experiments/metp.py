@@ -2,9 +2,10 @@
 
     python experiments/metp.py
 
-Trains a byte-level Transformer on the source of Python's standard library on eight devices, simulated if the machine has no
-GPUs, then measures one step with each of five parallelisms against the length of the sequences: memory, tokens a second. A few minutes on two CPU
-cores. `--find-max-length` finds, by bisection on real steps, the longest sequence that each of them can train on. Several hosts: docs/metp.md.
+Trains a byte-level Transformer on the source of Python's standard library on eight devices, simulated if the machine has
+no GPUs, then measures one step with each of five parallelisms against the length of the sequences: memory, tokens a
+second. A few minutes on two CPU cores. `--find-max-length` finds, by bisection on real steps, the longest sequence that each
+of them can train on. Several hosts: docs/metp.md.
 """
 
 import os
@@ -55,8 +56,8 @@ class MetpConfig(RunConfig):
     """The Transformer, how it is spread, and what is compared."""
 
     parallelism: Literal["metp", "tp", "tp_sp", "ulysses", "ring"] = "metp"
-    """Of the training: METP, tensor parallelism, the same with sequence parallelism, Ulysses, or ring attention, the last two with fully
-    sharded weights."""
+    """Of the training: METP, tensor parallelism, the same with sequence parallelism, Ulysses, or ring attention, the last
+    two with fully sharded weights."""
     ring: int = 0
     """Devices of a ring; the others share the batch. 0: all of them."""
     length: int = 1024
@@ -125,7 +126,7 @@ class MetpConfig(RunConfig):
 
 _adamw = functools.partial(MetpConfig, optimizer="adamw", schedule="cosine", weight_decay=0.0)
 PRESETS = {
-    "cpu": _adamw(preset="cpu", batch_size=1, learning_rate=3e-3),
+    "cpu": _adamw(preset="cpu", batch_size=1, learning_rate=1e-3),
     "gpu": _adamw(
         preset="gpu", batch_size=1, learning_rate=3e-4, length=65536, steps=50, dim=4096, layers=2, heads=32,
         dtype="bfloat16", compare_lengths=(32768, 65536, 131072),
@@ -164,7 +165,7 @@ class Training:
         args = placed(shapes, params_at), placed(jax.eval_shape(transform.init, shapes), state_at), text
         whole = NamedSharding(self.mesh, jax.sharding.PartitionSpec())
         jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=(params_at, state_at, whole))
-        self._step = jitted.lower(*args).compile(compiler_options=memjax.remat_compiler_options())
+        self._step = jitted.lower(*args).compile(compiler_options={**memjax.remat_compiler_options()})
 
     @property
     def bytes(self) -> int:

@@ -49,9 +49,15 @@ class MetpMlp(nnx.Module):
     def __call__(self, x: Array) -> Array:
         """(..., t, dim), this device's tokens."""
         dtype = x.dtype if self._dtype is None else self._dtype
-        cast = lambda w: None if w is None else w[...].astype(dtype)
-        weights = {"w_gate": cast(self.w_gate), "activation": self._activation, "axis_name": self._axis_name}
-        return metp_mlp(x.astype(dtype), cast(self.w_in), cast(self.w_out), **weights)
+        w_gate = None if self.w_gate is None else self.w_gate[...].astype(dtype)
+        return metp_mlp(
+            x.astype(dtype),
+            self.w_in[...].astype(dtype),
+            self.w_out[...].astype(dtype),
+            activation=self._activation,
+            w_gate=w_gate,
+            axis_name=self._axis_name,
+        )
 
 
 class MetpAttention(nnx.Module):
@@ -95,13 +101,9 @@ class MetpAttention(nnx.Module):
             raise ValueError(f"heads: expected a divisor of dim = {dim}, got {heads}; or give head_dim")
         self._head_dim = dim // heads if head_dim is None else head_dim
         width, kv_width = heads * self._head_dim, (kv_heads or heads) * self._head_dim
-        for name, shape in (
-            ("query", (dim, width)),
-            ("key", (dim, kv_width)),
-            ("value", (dim, kv_width)),
-            ("out", (width, dim)),
-        ):
-            setattr(self, name, nnx.Param(_normal(rngs.params(), shape)))
+        make = lambda *shape: nnx.Param(_normal(rngs.params(), shape))
+        self.query, self.key, self.value = make(dim, width), make(dim, kv_width), make(dim, kv_width)
+        self.out = make(width, dim)
         self._rotate, self._axis_name, self._dtype = rotate, axis_name, dtype
         self._layout, self._options = options.pop("layout", "zigzag"), tuple(options.items())
 

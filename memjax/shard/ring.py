@@ -64,7 +64,7 @@ def scan(
         carry, more = body(carry, block, index)
         return carry, block_next, more if sums is None else _add(sums, more)
 
-    state = step(init, moving, None, 0, size > 1)
+    state: Any = step(init, moving, None, 0, size > 1)
     # The barrier keeps the next hop from starting before a step is over: all blocks would be held at once.
     state = lax.optimization_barrier(state)
     if size > 2:

@@ -165,7 +165,7 @@ def test_wrong_input_is_refused(change, message):
 
 def test_outside_of_shard_map_it_says_so():
     q = jnp.zeros((1, 4, 1, 2))
-    with pytest.raises(ValueError, match="call this inside jax.shard_map over a mesh with that axis"):
+    with pytest.raises(ValueError, match=r"call this inside jax.shard_map over a mesh with that axis"):
         metp_attention(q, q, q, axis_name="ring")
 
 

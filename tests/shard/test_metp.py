@@ -118,7 +118,7 @@ def test_ring_visits_every_block_and_brings_sums_home():
 
 def test_wrong_input_is_refused():
     x, w_in, w_out = normal((1, 16, 4), (4, 16), (16, 4), dtype=np.float32)
-    with pytest.raises(ValueError, match="axis_name: no mesh axis 'ring' here; call this inside jax.shard_map"):
+    with pytest.raises(ValueError, match=r"axis_name: no mesh axis 'ring' here; call this inside jax.shard_map"):
         metp_mlp(x, w_in, w_out, axis_name="ring")
     call = lambda x, w_in, w_out: sharded(lambda *a: metp_mlp(*a, axis_name="ring"), 4, (ROWS, ROWS, FIRST), ROWS)(
         x, w_in, w_out
