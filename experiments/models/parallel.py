@@ -58,7 +58,11 @@ def weight_spec(path: tuple[str, ...], ndim: int) -> PartitionSpec:
 
 
 def attend(
-    parallelism: str, x: Array, weights: tuple[Array, Array, Array, Array], head_dim: int, rotate: Callable[[Array, Array], Array]
+    parallelism: str,
+    x: Array,
+    weights: tuple[Array, Array, Array, Array],
+    head_dim: int,
+    rotate: Callable[[Array, Array], Array],
 ) -> Array:
     """Causal attention with this device's columns of the query, key and value weights and rows of the output's."""
     *inputs, out = weights

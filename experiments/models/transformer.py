@@ -68,10 +68,8 @@ class Transformer(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """(B, T) int32 -> (B, T, dim)."""
-        if self._parallelism == "none":
-            x = self.embed(tokens)
-        else:
-            x = parallel.embed(self._parallelism, tokens, self.head)
+        name = self._parallelism
+        x = self.embed(tokens) if name == "none" else parallel.embed(name, tokens, self.head)
         x = x * jnp.asarray(self._scale, self.embed.dtype)
         for layer in self.layers:
             x = layer(x)
@@ -195,7 +193,9 @@ def sharded_loss(model: Transformer, mesh: Mesh, tokens: jax.Array, labels: jax.
 
 def shardings(tree: object, mesh: Mesh) -> object:
     """`NamedSharding`s for a tree of parameters, or of anything with parameters in it, such as optimizer states."""
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), _specs(tree), is_leaf=lambda a: isinstance(a, PartitionSpec))
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), _specs(tree), is_leaf=lambda a: isinstance(a, PartitionSpec)
+    )
 
 
 def _specs(tree: object) -> object:

@@ -71,7 +71,8 @@ def metp_attention(
 
     Saved for the backward pass: q, k, v, the output, and B H T float32. Temporaries for k bytes an item, with
     N = B T D: forward 4 N H + 4 k N K, backward 4 N H + 4 (k + 4) N K, the whole divided by `head_chunks`, and the block's own
-    ("jnp": some times 4 B H T max(T/p, 128) / head_chunks). Traffic per device: 2 k (p-1) N K forward, with 8 p N K more backward.
+    ("jnp": some times 4 B H T max(T/p, 128) / head_chunks). Traffic per device: 2 k (p-1) N K bytes forward, 8 p N K more
+    backward.
 
     Raises:
       TypeError: dtypes that differ or are not floating-point, options of the wrong kind.
@@ -253,7 +254,8 @@ class _Where:
     def __init__(self, options: Options, length: int, segments: Array | None):
         self._options, self._length = options, length
         name = options.axis_name
-        self._size, self._rank = (1, 0) if name is None else (lax.axis_size(name), lax.axis_index(name))
+        self._size: int = 1 if name is None else lax.axis_size(name)
+        self._rank: Any = 0 if name is None else lax.axis_index(name)
         self.rows = self.source(0, segments)
 
     def source(self, step: Any, segments: Array | None) -> _Cut:

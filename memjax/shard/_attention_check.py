@@ -14,12 +14,16 @@ from memjax.shard._layout import check_layout
 def arrays(q: Any, k: Any, v: Any, segment_ids: Any, layout: Any, head_chunks: Any) -> None:
     for name, a in (("q", q), ("k", k), ("v", v)):
         if not jnp.issubdtype(a.dtype, jnp.floating) or a.dtype != q.dtype:
-            raise TypeError(f"{name}: expected one floating-point dtype for q, k and v, got {a.dtype} beside q's {q.dtype}")
+            raise TypeError(
+                f"{name}: expected one floating-point dtype for q, k and v, got {a.dtype} beside q's {q.dtype}"
+            )
         if a.ndim != 4:
             raise ValueError(f"{name}: expected shape (batch, tokens, heads, head_dim), got {a.shape}")
     batch, tokens, heads, dim = q.shape
     if k.shape[:2] != (batch, tokens) or k.shape[3] != dim:
-        raise ValueError(f"k: expected shape {(batch, tokens, 'kv_heads', dim)} for q of shape {q.shape}, got {k.shape}")
+        raise ValueError(
+            f"k: expected shape {(batch, tokens, 'kv_heads', dim)} for q of shape {q.shape}, got {k.shape}"
+        )
     if v.shape != k.shape:
         raise ValueError(f"v: expected k's shape {k.shape}, got {v.shape}")
     kv_heads = k.shape[2]

@@ -16,13 +16,15 @@ from memjax._linear_cross_entropy.options import vary, varying_axes
 
 Array = jax.Array
 
+_FORWARD: Any = None
+_BACKWARD: Any = None
 try:
     from jax._src.cudnn import fused_attention_stablehlo as _cudnn
 
     # Below the wrappers through which XLA would partition them: inside `shard_map` there is nothing to partition.
     _FORWARD, _BACKWARD = _cudnn._dot_product_attention_fwd_impl, _cudnn._dot_product_attention_bwd_impl
-except (ImportError, AttributeError):  # a JAX that moved them
-    _FORWARD = _BACKWARD = None
+except (ImportError, AttributeError):
+    pass  # a JAX that moved them
 
 
 def unsuited(q: Array, segment_ids: Any, window: Any, softcap: Any) -> str | None:

@@ -43,9 +43,10 @@ def metp(
     Returns:
       (..., t, E), this device's rows, of a's dtype. Sums over the ring are kept in float32.
 
-    Saved for the backward pass: a, b, c. Temporaries, in bytes for t rows over all leading dimensions and items of
-    k bytes: forward 4 t E + k (t F/p + 2 B), backward 4 t D + k (3 t F/p + 2 B) + 12 B, with B = (D + E) F/p entries
-    in a block. Traffic per device: k (p-1) B forward, k (p-1) B + 4 p B backward.
+    Saved for the backward pass: a, b, c. Temporaries, in bytes for t rows over all leading dimensions, items of k bytes and
+    blocks of M = (D + E) F/p entries: forward 4 t E + 2 k (t F/p + M), backward 4 t D + (3 k t F/p + (3 k + 12) M) / n. There
+    the block goes round in n pieces, so many that the second term does not exceed the first or messages become smaller
+    than 64 MiB. Traffic per device: k (p-1) M forward, k (p-1) M + 4 p M backward.
 
     Raises:
       ValueError: shapes that do not match, or outside a `jax.shard_map` over `axis_name`.

@@ -25,7 +25,13 @@ Activation = Callable[[Array], Array]
 
 
 def tensor_parallel_mlp(
-    x: Array, w_in: Array, w_out: Array, *, activation: Activation = jax.nn.gelu, w_gate: Array | None = None, axis_name: str
+    x: Array,
+    w_in: Array,
+    w_out: Array,
+    *,
+    activation: Activation = jax.nn.gelu,
+    w_gate: Array | None = None,
+    axis_name: str,
 ) -> Array:
     """All tokens (..., S, D) on every device, columns of `w_in` and rows of `w_out` here; the outputs are added up.
 
@@ -36,7 +42,13 @@ def tensor_parallel_mlp(
 
 
 def sequence_parallel_mlp(
-    x: Array, w_in: Array, w_out: Array, *, activation: Activation = jax.nn.gelu, w_gate: Array | None = None, axis_name: str
+    x: Array,
+    w_in: Array,
+    w_out: Array,
+    *,
+    activation: Activation = jax.nn.gelu,
+    w_gate: Array | None = None,
+    axis_name: str,
 ) -> Array:
     """This device's tokens (..., T, D), gathered before the matmuls and scattered after them. Saved: as above."""
     ring.axis_size(axis_name)
@@ -44,12 +56,20 @@ def sequence_parallel_mlp(
 
 
 def gathered_mlp(
-    x: Array, w_in: Array, w_out: Array, *, activation: Activation = jax.nn.gelu, w_gate: Array | None = None, axis_name: str
+    x: Array,
+    w_in: Array,
+    w_out: Array,
+    *,
+    activation: Activation = jax.nn.gelu,
+    w_gate: Array | None = None,
+    axis_name: str,
 ) -> Array:
     """This device's tokens (..., T, D); weights are gathered whole. Saved: x, the weights, T F entries several times."""
     ring.axis_size(axis_name)
     columns = lambda w: None if w is None else gathered_weight(w, axis_name, 1)
-    return mlp(x, gathered_weight(w_in, axis_name, 1), gathered_weight(w_out, axis_name, 0), activation, columns(w_gate))
+    return mlp(
+        x, gathered_weight(w_in, axis_name, 1), gathered_weight(w_out, axis_name, 0), activation, columns(w_gate)
+    )
 
 
 def ulysses_attention(q: Array, k: Array, v: Array, *, axis_name: str, **options: Any) -> Array:

@@ -155,7 +155,9 @@ def measure_matmul(size: int = 8192, dtype: Any = jnp.bfloat16) -> float:
     return 2 * size**3 / _seconds(multiply, a, a)
 
 
-def measure_link(devices: Sequence[jax.Device] | None = None, sizes: Sequence[int] = (2**20, 2**23, 2**25, 2**27, 2**29)) -> Link:
+def measure_link(
+    devices: Sequence[jax.Device] | None = None, sizes: Sequence[int] = (2**20, 2**23, 2**25, 2**27, 2**29)
+) -> Link:
     """Bandwidth of hops round a ring of the devices, all of them by default, by message size in bytes.
 
     Raises:

@@ -64,7 +64,7 @@ def scan(
         carry, more = body(carry, block, index)
         return carry, block_next, more if sums is None else _add(sums, more)
 
-    state = step(init, moving, None, 0, size > 1)
+    state: Any = step(init, moving, None, 0, size > 1)
     # The barrier keeps the next hop from starting before a step is over: all blocks would be held at once.
     state = lax.optimization_barrier(state)
     if size > 2:
@@ -125,7 +125,9 @@ def _unpack(message: jax.Array, like: list[jax.Array]) -> list[jax.Array]:
         words = a.dtype.itemsize // message.dtype.itemsize
         part = message[start : start + a.size * words]
         start += a.size * words
-        leaves.append(lax.bitcast_convert_type(part.reshape(*a.shape, words) if words > 1 else part.reshape(a.shape), a.dtype))
+        leaves.append(
+            lax.bitcast_convert_type(part.reshape(*a.shape, words) if words > 1 else part.reshape(a.shape), a.dtype)
+        )
     return leaves
 
 

@@ -93,7 +93,9 @@ def test_bfloat16_is_as_exact_as_on_one_device():
         exact = [np.asarray(a) for a in outputs_and_gradients(lambda *x: plain(*x, causal=True), *wide)]
     error = lambda got: [np.linalg.norm(np.asarray(a, np.float64) - b) for a, b in zip(got, exact, strict=True)]
     ordinary = error(outputs_and_gradients(lambda *x: plain(*x, causal=True), do, q, k, v))
-    for mine, theirs in zip(error(outputs_and_gradients(over_ring(8, causal=True), do, q, k, v)), ordinary, strict=True):
+    for mine, theirs in zip(
+        error(outputs_and_gradients(over_ring(8, causal=True), do, q, k, v)), ordinary, strict=True
+    ):
         assert mine <= 1.1 * theirs
 
 
@@ -163,7 +165,7 @@ def test_wrong_input_is_refused(change, message):
 
 def test_outside_of_shard_map_it_says_so():
     q = jnp.zeros((1, 4, 1, 2))
-    with pytest.raises(ValueError, match="call this inside jax.shard_map over a mesh with that axis"):
+    with pytest.raises(ValueError, match=r"call this inside jax.shard_map over a mesh with that axis"):
         metp_attention(q, q, q, axis_name="ring")
 
 

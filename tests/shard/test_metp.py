@@ -109,9 +109,7 @@ def test_ring_visits_every_block_and_brings_sums_home():
 
     ranks = np.arange(size)
     over_ring = jax.jit(sharded(local, size, (FIRST, FIRST), (FIRST, (FIRST, FIRST))))
-    seen, (weighted, counted) = over_ring(
-        jnp.asarray(ranks + 1, jnp.float32), jnp.asarray(ranks, jnp.int32)
-    )
+    seen, (weighted, counted) = over_ring(jnp.asarray(ranks + 1, jnp.float32), jnp.asarray(ranks, jnp.int32))
     steps = (ranks[:, None] - ranks) % size
     np.testing.assert_array_equal(seen.reshape(size, size), -(ranks + 1) * (1 + steps))
     np.testing.assert_array_equal(weighted, (ranks + 1) * (36 + 100 * (ranks + 1)))
@@ -120,11 +118,11 @@ def test_ring_visits_every_block_and_brings_sums_home():
 
 def test_wrong_input_is_refused():
     x, w_in, w_out = normal((1, 16, 4), (4, 16), (16, 4), dtype=np.float32)
-    with pytest.raises(ValueError, match="axis_name: no mesh axis 'ring' here; call this inside jax.shard_map"):
+    with pytest.raises(ValueError, match=r"axis_name: no mesh axis 'ring' here; call this inside jax.shard_map"):
         metp_mlp(x, w_in, w_out, axis_name="ring")
-    call = lambda x, w_in, w_out: sharded(
-        lambda *a: metp_mlp(*a, axis_name="ring"), 4, (ROWS, ROWS, FIRST), ROWS
-    )(x, w_in, w_out)
+    call = lambda x, w_in, w_out: sharded(lambda *a: metp_mlp(*a, axis_name="ring"), 4, (ROWS, ROWS, FIRST), ROWS)(
+        x, w_in, w_out
+    )
     with pytest.raises(ValueError, match=r"w_out: expected 4 rows, as many as this device holds columns of w_in"):
         call(x, w_in, w_out[:8])
     with pytest.raises(ValueError, match=r"w_in: expected shape \(4, 4\)"):

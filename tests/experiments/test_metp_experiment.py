@@ -1,0 +1,77 @@
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments import metp
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["--length", "64", "--dim", "16", "--layers", "1", "--steps", "2", "--batch-size", "1", "--preset", "cpu"]
+
+
+def _losses(folder):
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_two_processes_train_as_one_does(tmp_path):
+    """A ring of eight devices over two real processes, by the collectives that CPUs have."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    flags = [*SMALL, "--runs-dir", str(tmp_path), "--name", "two", "--distributed", "--compare"]
+    environ = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COORDINATOR_ADDRESS": address,
+        "JAX_NUM_PROCESSES": "2",
+    }
+    command = [sys.executable, str(ROOT / "experiments/metp.py"), *flags]
+    processes = [
+        subprocess.Popen(command, env={**environ, "JAX_PROCESS_ID": str(i)}, stderr=subprocess.PIPE, text=True)
+        for i in (0, 1)
+    ]
+    try:
+        for process in processes:
+            assert process.wait(timeout=180) == 0, process.stderr.read()
+    finally:
+        for process in processes:
+            process.kill()
+            process.stderr.close()
+    assert (
+        metp.main(
+            [*SMALL, "--runs-dir", str(tmp_path), "--name", "one", "--compare", "metp", "--compare-lengths", "64"]
+        )
+        == 0
+    )
+    assert _losses(tmp_path / "two") == pytest.approx(_losses(tmp_path / "one"), rel=1e-4)
+    assert (tmp_path / "one/parallelisms.png").stat().st_size > 1000
+
+
+def test_longest_sequence_is_bisected(monkeypatch):
+    config = metp.MetpConfig(preset="cpu", name="x", memory_limit=1, ring=8)
+    fits = lambda config, name, length, text, steps: {"bytes": 1000 * length}
+    monkeypatch.setattr(metp, "_try", fits)
+    found = metp.find_longest(config, "metp", b"")
+    assert found % 16 == 0
+    assert 0.93 * 2**20 <= 1000 * found <= 2**20
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--ring", "3"], "--ring 3 does not divide the 8 devices"),
+        (["--length", "100"], "--length must be multiples of twice the ring, 16"),
+        (["--heads", "4"], "--heads must be a multiple of the ring"),
+        (["--compare", "dp"], "--compare takes metp, tp, tp_sp, ulysses, ring"),
+        (["--resume", "--name", "missing"], "nothing to resume"),
+    ],
+)
+def test_flags_that_do_not_fit_are_explained(flags, message, tmp_path, capsys):
+    assert metp.main([*flags, "--runs-dir", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
