@@ -68,9 +68,11 @@ def scan(
     # The barrier keeps the next hop from starting before a step is over: all blocks would be held at once.
     state = lax.optimization_barrier(state)
     if size > 2:
-        state, _ = lax.scan(lambda s, i: (step(*s, i, True), None), state, jnp.arange(1, size - 1, dtype=jnp.int32))
+        state, _ = lax.scan(
+            lambda s, i: (step(s[0], s[1], s[2], i, True), None), state, jnp.arange(1, size - 1, dtype=jnp.int32)
+        )
     if size > 1:
-        state = step(*state, size - 1, False)
+        state = step(state[0], state[1], state[2], size - 1, False)
     carry, _, sums = state
     # So that the last sum is made in its matmul, as the others are, and not beside it in what casts it.
     carry = lax.optimization_barrier(carry)

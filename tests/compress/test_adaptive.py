@@ -12,6 +12,7 @@ import optax
 import pytest
 
 from memjax import compress, compressed
+from memjax._residuals import residual_bytes
 from memjax.compress import LADDER, Layers
 from tests.compress.networks import conv
 
@@ -52,6 +53,9 @@ def test_layers_are_found_with_their_weights():
     assert layers.weights == tuple((name,) for name in layers.names)
     assert layers.shapes == ((SHAPE, np.dtype(np.float32)),) * 2
     assert layers.nbytes() == 2 * compress.ErrorBounded(0.1, bits_per_value=6).nbytes(batch(0))
+    kept = lambda codec: residual_bytes(jax.jit(jax.grad(loss, 1)).trace(codec, weights(), batch(0)).jaxpr).device
+    # Statistics cost nothing between forward and backward.
+    assert 0 <= kept(layers) - kept(compress.ErrorBounded(2**-4, bits_per_value=6)) < 64
     with pytest.raises(ValueError, match=r"settings for 2 arrays, .* but 3 are encoded"):
         jax.grad(lambda x: jnp.sum(compressed(lambda x: jnp.sin(jnp.sin(jnp.sin(x))), layers)(x)))(batch(0))
     with pytest.raises(ValueError, match="nothing of it is encoded"):
