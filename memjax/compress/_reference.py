@@ -78,7 +78,8 @@ class Reader(NamedTuple):
 
     @classmethod
     def of(cls, offsets: UInt32[Array, " tiles"]) -> "Reader":
-        none = jnp.broadcast_to(u32(0), (offsets.size, LANES))
+        # Zeros of the offsets' kind: they vary over the same devices of a `shard_map`.
+        none = jnp.broadcast_to(offsets[:, None] & u32(0), (offsets.size, LANES))
         return cls(none, none, offsets)
 
     def advance(self, bits: UInt32[Array, "tiles 4 32"]) -> tuple["Place", "Reader"]:
