@@ -155,7 +155,8 @@ class Training:
                 return total / jnp.float32(text.shape[0] * (text.shape[1] - 1))
 
             value, gradients = jax.value_and_grad(loss)(params)
-            updates, state = transform.update(gradients, state, params)
+            with jax.numpy_dtype_promotion("standard"):  # Adam mixes its integer count with floats
+                updates, state = transform.update(gradients, state, params)
             return jax.tree.map(jnp.add, params, updates), state, value
 
         placed = lambda tree, at: jax.tree.map(
