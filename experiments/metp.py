@@ -155,7 +155,8 @@ class Training:
                 return total / jnp.float32(text.shape[0] * (text.shape[1] - 1))
 
             value, gradients = jax.value_and_grad(loss)(params)
-            updates, state = transform.update(gradients, state, params)
+            with jax.numpy_dtype_promotion("standard"):  # Adam mixes its integer count with floats
+                updates, state = transform.update(gradients, state, params)
             return jax.tree.map(jnp.add, params, updates), state, value
 
         placed = lambda tree, at: jax.tree.map(
@@ -171,9 +172,7 @@ class Training:
     def bytes(self) -> int:
         """Of a device, for a step: arguments, which results replace, and temporaries."""
         memory: Any = self._step.memory_analysis()
-        # A CPU counts the temporaries of all simulated devices.
-        shared = len(self.mesh.local_devices) if jax.default_backend() == "cpu" else 1
-        return memory.argument_size_in_bytes + memory.temp_size_in_bytes // shared
+        return memory.argument_size_in_bytes + memory.temp_size_in_bytes
 
     def start(self) -> tuple[Any, Any]:
         return self._make()

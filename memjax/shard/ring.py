@@ -64,16 +64,15 @@ def scan(
         carry, more = body(carry, block, index)
         return carry, block_next, more if sums is None else _add(sums, more)
 
-    state: Any = step(init, moving, None, 0, size > 1)
     # The barrier keeps the next hop from starting before a step is over: all blocks would be held at once.
-    state = lax.optimization_barrier(state)
+    state = lax.optimization_barrier(step(init, moving, None, 0, size > 1))
     if size > 2:
         state, _ = lax.scan(
             lambda s, i: (step(s[0], s[1], s[2], i, True), None), state, jnp.arange(1, size - 1, dtype=jnp.int32)
         )
+    carry, block, sums = state
     if size > 1:
-        state = step(state[0], state[1], state[2], size - 1, False)
-    carry, _, sums = state
+        carry, _, sums = step(carry, block, sums, size - 1, False)
     # So that the last sum is made in its matmul, as the others are, and not beside it in what casts it.
     carry = lax.optimization_barrier(carry)
     if size > 1:

@@ -56,12 +56,11 @@ EVERYTHING = {"causal": True, "segment_ids": SEGMENTS, "window": 7, "softcap": 2
     ("size", "layout", "head_chunks", "options"),
     [
         (1, "zigzag", 2, EVERYTHING),
-        (2, "zigzag", 2, EVERYTHING),
         (4, "zigzag", 1, EVERYTHING),
-        (4, "contiguous", 2, {"window": 5}),
+        (2, "contiguous", 1, {"causal": True}),
+        (4, "contiguous", 2, {"window": 5, "segment_ids": SEGMENTS}),
         (8, "contiguous", 1, {"causal": True, "segment_ids": SEGMENTS}),
         (8, "zigzag", 2, EVERYTHING),
-        (8, "zigzag", 1, {"segment_ids": SEGMENTS}),
         pytest.param(8, "zigzag", 1, {"causal": True}, marks=pytest.mark.smoke),
     ],
 )

@@ -19,7 +19,7 @@ def test_mlp_is_that_of_one_device(x64, name):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize("kv_heads", [2])
 def test_ulysses_is_attention(x64, kv_heads):
     q, k, v, do = normal((2, 16, 8, 3), (2, 16, kv_heads, 3), (2, 16, kv_heads, 3), (2, 16, 8, 3))
     local = lambda *args: baselines.ulysses_attention(*args, axis_name="ring", causal=True)
