@@ -78,8 +78,9 @@ class Reader(NamedTuple):
 
     @classmethod
     def of(cls, offsets: UInt32[Array, " tiles"]) -> "Reader":
-        # Zeros of the offsets' kind: they vary over the same devices of a `shard_map`.
-        none = jnp.broadcast_to(offsets[:, None] & u32(0), (offsets.size, LANES))
+        # Zeros, since there are fewer than 2^31 words, that depend on the data: compilers make constants at the beginning of
+        # a program, and inside `shard_map` those would not vary as the data do.
+        none = jnp.broadcast_to(offsets[:, None] >> u32(31), (offsets.size, LANES))
         return cls(none, none, offsets)
 
     def advance(self, bits: UInt32[Array, "tiles 4 32"]) -> tuple["Place", "Reader"]:
@@ -186,7 +187,9 @@ def decode(code: Packed, exponent: Int32[Array, "..."], dtype) -> Float[Array, "
     bits = jax.lax.population_count(mask)
     moves = compress_moves(mask)
     most = jnp.max(lanes.planes, initial=0).astype(jnp.int32)
-    start = u32(_group_bits(mask)), jnp.zeros_like(mask), Reader.of(following)
+    # Zeros that depend on the data, as in `encode`.
+    none = jnp.broadcast_to(u32(code.needed < 0), mask.shape)
+    start = u32(_group_bits(mask)), none, Reader.of(following)
     q, negative, reader = jax.lax.fori_loop(0, most + 1, get_slot, start)
     value = dequantize(q, _group_bits(negative), exponent, dtype)
     value = _tiles.to_bits(jnp.where(lost, jnp.asarray(jnp.nan, dtype), value))
