@@ -220,6 +220,7 @@ def compare(config: MetpConfig, text: np.ndarray, console: Console) -> list[dict
     for name in config.compare:
         for length in config.compare_lengths:
             found = _try(config, name, length, text)
+            console.print(f"{name}, sequences of {length:,} bytes: {_in_words(found)}")
             rows.append({"parallelism": name, "length": length, **(found or {"failed": "out of memory"})})
         if config.find_max_length:
             rows.append({"parallelism": name, "longest": find_longest(config, name, text)})
@@ -230,10 +231,8 @@ def compare(config: MetpConfig, text: np.ndarray, console: Console) -> list[dict
 def find_longest(config: MetpConfig, name: str, text: np.ndarray) -> int:
     """Bisected to a sixteenth. 0 if the shortest does not fit."""
     unit = 2 * (config.ring or jax.device_count())
-    fits = lambda length: (
-        (found := _try(config, name, length, text, steps=1)) is not None
-        and (jax.default_backend() != "cpu" or found["bytes"] <= config.memory_limit * _MIB)
-    )
+    limit = config.memory_limit * _MIB if jax.default_backend() == "cpu" else None
+    fits = lambda length: _try(config, name, length, text, steps=1, limit=limit) is not None
     low, high = 0, 16 * unit
     while high <= config.longest and fits(high):
         low, high = high, 2 * high
@@ -246,10 +245,14 @@ def find_longest(config: MetpConfig, name: str, text: np.ndarray) -> int:
     return low
 
 
-def _try(config: MetpConfig, name: str, length: int, text: np.ndarray, steps: int = 3) -> dict | None:
-    """Bytes and tokens a second of real steps, or None if they do not fit."""
+def _try(
+    config: MetpConfig, name: str, length: int, text: np.ndarray, *, steps: int = 3, limit: int | None = None
+) -> dict | None:
+    """Bytes and tokens a second of real steps, or None if they do not fit: the device, or `limit` bytes of it."""
     try:
         training = Training(config, name, length)
+        if limit is not None and training.bytes > limit:
+            return None
         params, state = training.start()
         repeated = np.resize(text, max(len(text), length + 2))
         seconds = []
@@ -263,6 +266,12 @@ def _try(config: MetpConfig, name: str, length: int, text: np.ndarray, steps: in
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return None
+
+
+def _in_words(found: dict | None) -> str:
+    if found is None:
+        return "out of memory"
+    return f"{found['bytes'] / _MIB:,.1f} MiB, {found['tokens_per_second']:,.0f} tokens/s"
 
 
 def show(config: MetpConfig, rows: list[dict], console: Console) -> None:
