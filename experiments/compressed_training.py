@@ -58,7 +58,9 @@ class CompressedConfig(RunConfig):
     compress: bool = True
     """Whether activations are compressed at all."""
     where: Literal["conv", "all"] = "conv"
-    """conv: what convolutions read, as the paper does. all: everything saved."""
+    """conv: what convolutions read, as the paper does. all: everything else that is saved, too, in `rest_bits` bits."""
+    rest_bits: Literal[2, 4, 8] = 4
+    """Of each value that no convolution reads, evenly spaced between the least and the largest of its channel."""
     sigma: float = 0.01
     """Standard deviation allowed for the errors of gradients, as a share of the momentum."""
     coefficient: float | None = None
@@ -87,7 +89,7 @@ class CompressedConfig(RunConfig):
     experiment: ClassVar[str] = "compressed-training"
     fixed_by_checkpoint: ClassVar[tuple[str, ...]] = (
         *RunConfig.fixed_by_checkpoint,
-        *("model", "width", "compress", "where", "data", "image_size"),
+        *("model", "width", "compress", "where", "rest_bits", "data", "image_size"),
     )
 
     def validate(self) -> None:
@@ -199,7 +201,7 @@ def _model(config: CompressedConfig, classes: int, is_compressed: bool) -> nnx.M
     return compressed_classifier(
         make_net,
         jax.ShapeDtypeStruct(shape, jnp.float32),
-        where="conv" if config.where == "conv" else None,
+        rest=compress.ChannelQuantized(config.rest_bits) if config.where == "all" else None,
         bound=config.bound,
         bits_per_value=config.bits_per_value,
     )

@@ -15,39 +15,46 @@ class Compressed(nnx.Module):
 
     Args:
       net: of (B, H, W, C) images.
-      where: of `memjax.compressed`.
-      layers: its codec.
+      layers: codec of what its convolutions read.
+      rest: codec of everything else; None: left alone.
     """
 
-    def __init__(self, net: nnx.Module, *, where: str | None, layers: compress.Layers):
-        self.net, self.where = net, where
+    def __init__(self, net: nnx.Module, *, layers: compress.Layers, rest: compress.Codec | None):
+        self.net, self.rest = net, rest
         self.codec = nnx.Param(layers)
 
     def __call__(self, images: jax.Array) -> jax.Array:
-        return memjax.compressed(self.net, self.codec.get_value(), where=self.where)(images)
+        return _compressed(self.net, self.codec.get_value(), self.rest)(images)
 
 
 def compressed_classifier(
     make_net: Callable[[], nnx.Module],
     image: jax.ShapeDtypeStruct,
     *,
-    where: str | None,
+    rest: compress.Codec | None,
     bound: float,
     bits_per_value: float | None,
 ) -> Compressed:
     """The network with the settings that a gradient with batches like `image` asks for."""
     net = make_net()
-    layers = find_layers(net, image, where=where, bound=bound, bits_per_value=bits_per_value)
-    return Compressed(net, where=where, layers=layers)
+    layers = find_layers(net, image, rest=rest, bound=bound, bits_per_value=bits_per_value)
+    return Compressed(net, layers=layers, rest=rest)
 
 
-def find_layers(net: nnx.Module, image: jax.ShapeDtypeStruct, *, where: str | None, **options) -> compress.Layers:
-    """`memjax.compress.layers` of an NNX network."""
+def find_layers(
+    net: nnx.Module, image: jax.ShapeDtypeStruct, *, rest: compress.Codec | None = None, **options
+) -> compress.Layers:
+    """`memjax.compress.layers` of what an NNX network's convolutions read."""
     net.train()
-    graph, params, rest = nnx.split(net, nnx.Param, ...)  # type: ignore[misc]
+    graph, params, state = nnx.split(net, nnx.Param, ...)  # type: ignore[misc]
 
-    def total(codec, params, rest, images):
-        model = nnx.merge(graph, params, rest, copy=True)
-        return jnp.sum(memjax.compressed(model, codec, where=where)(images))
+    def total(codec, params, state, images):
+        model = nnx.merge(graph, params, state, copy=True)
+        return jnp.sum(_compressed(model, codec, rest)(images))
 
-    return compress.layers(total, params, rest, image, **options)
+    return compress.layers(total, params, state, image, **options)
+
+
+def _compressed(net: nnx.Module, codec, rest: compress.Codec | None) -> nnx.Module:
+    net = memjax.compressed(net, codec, where="conv")
+    return net if rest is None else memjax.compressed(net, rest)

@@ -103,9 +103,11 @@ class Derivative:
     def _encode_ready(self, codec: AnyCodec, env: dict[Any, Any], codes: dict[Any, Any]) -> None:
         """Encode what has just been computed. What reads it waits for its code, or all codes might be made at the end."""
         for i, var in enumerate(self.keep.encoded):
+            if var in codes or var not in env:
+                continue
             own = _own(codec, i)
             scale = self.keep.scales.get(var) if hasattr(own, "scaled") else None
-            if var in codes or var not in env or (scale is not None and scale[0] not in env):
+            if scale is not None and scale[0] not in env:
                 continue
             if scale is not None:
                 own = own.scaled(_deviation(env[scale[0]], scale[1]))  # type: ignore[attr-defined]

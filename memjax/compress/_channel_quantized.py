@@ -1,0 +1,87 @@
+"""A fixed number of bits per value, with a scale for every channel: elementwise, so that compilers fuse it with its neighbours."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, UInt8
+
+from memjax.compress._codec import FixedRate
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ChannelQuantizedCode:
+    """What `ChannelQuantized` keeps: for every channel its least value and the distance of levels, and the values' levels.
+
+    A byte holds, from its low bits on, the levels of channels c, c + n, c + 2 n, ..., n being the number of bytes of
+    a position.
+    """
+
+    levels: UInt8[Array, "... bytes"]
+    low: Float[Array, " channels"]
+    distance: Float[Array, " channels"]
+    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    dtype: np.dtype = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ChannelQuantized(FixedRate):
+    """2^bits levels between the least and the largest value of each channel of the last axis, rounded to the nearest.
+
+    For what a batch norm reads: of a Gaussian channel of a million values, 4 bits keep all but 0.2 standard deviations. An
+    error is at most half the distance of levels, `range / (2^bits - 1) / 2`, and a rounding of the dtype. A NaN, an
+    infinity or a range beyond float32's makes its channel NaN.
+
+    Encoding reads the array twice, for the ranges and for the levels. Decoding is arithmetic on single values that XLA does
+    where they are read: what reads a decoded array takes a quarter of the memory traffic that bfloat16 would, with 4 bits,
+    and no decoded array exists. So it is faster than codes of variable length, whose decoded arrays are written and read.
+
+    Memory: `bits` per value (the channels padded to whole bytes) and 8 bytes per channel.
+
+    Args:
+      bits: 2, 4 or 8.
+
+    Raises:
+      ValueError: `bits` is none of these.
+      TypeError: what is encoded is not bfloat16, float16 or float32.
+    """
+
+    bits: int = dataclasses.field(default=4, metadata={"static": True})
+
+    def __post_init__(self):
+        if self.bits not in (2, 4, 8):
+            raise ValueError(f"bits must be 2, 4 or 8, got {self.bits!r}.")
+
+    def encode(self, x: Float[Array, "..."]) -> ChannelQuantizedCode:
+        if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+            raise TypeError(f"x must be bfloat16, float16 or float32, got {x.dtype}.")
+        shape, dtype = x.shape, np.dtype(x.dtype)
+        x = x if x.ndim else x[None]
+        per_byte = 8 // self.bits
+        if padding := -x.shape[-1] % per_byte:
+            x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)])
+        rows = tuple(range(x.ndim - 1))
+        if x.size == 0:
+            low = high = jnp.zeros(x.shape[-1:], jnp.float32)
+        else:
+            low, high = (reduce(x, rows).astype(jnp.float32) for reduce in (jnp.min, jnp.max))
+        most = 2**self.bits - 1
+        distance = (high - low) / most
+        inverse = jnp.where(distance > 0, 1 / distance, 0)
+        # Not clipped: rounding cannot lead above `most` by half a level.
+        level = jnp.floor((x.astype(jnp.float32) - low) * inverse + 0.5).astype(jnp.uint8)
+        bytes_ = jnp.zeros((), jnp.uint8)
+        for i, part in enumerate(jnp.split(level, per_byte, -1)):
+            bytes_ = bytes_ | (part << np.uint8(self.bits * i))
+        return ChannelQuantizedCode(bytes_, low, distance, shape, dtype)
+
+    def decode(self, code: ChannelQuantizedCode) -> Float[Array, "..."]:
+        parts = [
+            (code.levels >> np.uint8(self.bits * i)) & np.uint8(2**self.bits - 1) for i in range(8 // self.bits)
+        ]
+        level = jnp.concatenate(parts, -1).astype(jnp.float32)
+        x = (code.low + level * code.distance).astype(code.dtype)
+        return x[..., : code.shape[-1]] if code.shape else x[0]
