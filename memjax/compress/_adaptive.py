@@ -127,14 +127,23 @@ def adaptive(
         sums = jax.tree.map(jnp.add, state.sums, last)
         step, since = state.step + 1, state.since + 1
         due = (step % interval == 0) | ((step < interval) & (step & (step - 1) == 0))
-        magnitudes = _magnitudes(_momentum(inner, gradients))
-        changes = []
-        for layers, total in zip(own, sums, strict=True):
-            momenta = [[magnitudes[path] for path in paths] for paths in _weights(layers, rest)]
-            new = _bounds(layers.bound, total, momenta, since.astype(jnp.float32), sigma, coefficient)
-            change = jnp.where(due, new - layers.bound, jnp.zeros_like(new))
-            still = jax.tree.map(jnp.zeros_like, layers.statistics)
-            changes.append(dataclasses.replace(layers, bound=change, statistics=still))
+        bounds = [layers.bound for layers in own]
+
+        def renewed():
+            magnitudes = _magnitudes(_momentum(inner, gradients))
+            momenta = [[[magnitudes[path] for path in paths] for paths in _weights(layers, rest)] for layers in own]
+            updates_since = since.astype(jnp.float32)
+            return [
+                _bounds(bound, total, magnitude, updates_since, sigma, coefficient)
+                for bound, total, magnitude in zip(bounds, sums, momenta, strict=True)
+            ]
+
+        # The momenta are as large as the parameters: they are read when they are needed.
+        new = jax.lax.cond(due, renewed, lambda: bounds)
+        changes = [
+            dataclasses.replace(layers, bound=bound - layers.bound, statistics=jax.tree.map(jnp.zeros_like, layers.statistics))
+            for layers, bound in zip(own, new, strict=True)
+        ]
         sums = jax.tree.map(lambda total: jnp.where(due, jnp.zeros_like(total), total), sums)
         since = jnp.where(due, 0, since)
         return _with_layers(new_updates, changes), AdaptiveState(inner, step, since, sums, last)

@@ -5,9 +5,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float, UInt
 
 from memjax.compress._codec import FixedRate
+
+
+_LEVELS = {2: jnp.uint2, 4: jnp.uint4, 8: jnp.uint8}
 
 
 @jax.tree_util.register_dataclass
@@ -15,14 +18,12 @@ from memjax.compress._codec import FixedRate
 class ChannelQuantizedCode:
     """What `ChannelQuantized` keeps: for every channel its least value and the distance of levels, and the values' levels.
 
-    A byte holds, from its low bits on, the levels of channels c, c + n, c + 2 n, ..., n being the number of bytes of
-    a position.
+    Levels are integers of so many bits, which XLA packs into bytes.
     """
 
-    levels: UInt8[Array, "... bytes"]
-    low: Float[Array, " channels"]
-    distance: Float[Array, " channels"]
-    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    levels: UInt[Array, "..."]
+    low: Float[Array, "*channels"]
+    distance: Float[Array, "*channels"]
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
 
 
@@ -39,7 +40,7 @@ class ChannelQuantized(FixedRate):
     where they are read: what reads a decoded array takes a quarter of the memory traffic that bfloat16 would, with 4 bits,
     and no decoded array exists. So it is faster than codes of variable length, whose decoded arrays are written and read.
 
-    Memory: `bits` per value (the channels padded to whole bytes) and 8 bytes per channel.
+    Memory: `bits` per value and 8 bytes per channel.
 
     Args:
       bits: 2, 4 or 8.
@@ -58,11 +59,6 @@ class ChannelQuantized(FixedRate):
     def encode(self, x: Float[Array, "..."]) -> ChannelQuantizedCode:
         if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
             raise TypeError(f"x must be bfloat16, float16 or float32, got {x.dtype}.")
-        shape, dtype = x.shape, np.dtype(x.dtype)
-        x = x if x.ndim else x[None]
-        per_byte = 8 // self.bits
-        if padding := -x.shape[-1] % per_byte:
-            x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)])
         rows = tuple(range(x.ndim - 1))
         if x.size == 0:
             low = high = jnp.zeros(x.shape[-1:], jnp.float32)
@@ -72,16 +68,8 @@ class ChannelQuantized(FixedRate):
         distance = (high - low) / most
         inverse = jnp.where(distance > 0, 1 / distance, 0)
         # Not clipped: rounding cannot lead above `most` by half a level.
-        level = jnp.floor((x.astype(jnp.float32) - low) * inverse + 0.5).astype(jnp.uint8)
-        bytes_ = jnp.zeros((), jnp.uint8)
-        for i, part in enumerate(jnp.split(level, per_byte, -1)):
-            bytes_ = bytes_ | (part << np.uint8(self.bits * i))
-        return ChannelQuantizedCode(bytes_, low, distance, shape, dtype)
+        level = jnp.floor((x.astype(jnp.float32) - low) * inverse + 0.5).astype(_LEVELS[self.bits])
+        return ChannelQuantizedCode(level, low, distance, np.dtype(x.dtype))
 
     def decode(self, code: ChannelQuantizedCode) -> Float[Array, "..."]:
-        parts = [
-            (code.levels >> np.uint8(self.bits * i)) & np.uint8(2**self.bits - 1) for i in range(8 // self.bits)
-        ]
-        level = jnp.concatenate(parts, -1).astype(jnp.float32)
-        x = (code.low + level * code.distance).astype(code.dtype)
-        return x[..., : code.shape[-1]] if code.shape else x[0]
+        return (code.low + code.levels.astype(jnp.float32) * code.distance).astype(code.dtype)

@@ -19,6 +19,10 @@ class Codec(Protocol):
     `encode` and `decode` run under `jit`, `vmap` and `shard_map`: a code is a pytree of arrays whose shapes depend on
     those of `x` alone, and carries with it what `decode` needs. A codec whose settings may change without recompiling
     is a pytree itself, with those settings as leaves.
+
+    Optional attributes: `elementwise`, true if decoding is arithmetic on single values: then it is left to the compiler where
+    to do it; without it codes wait for the cotangent that meets what is decoded. `keeps_signs` and `scaled`: see
+    `ErrorBounded`.
     """
 
     def encode(self, x: Array) -> Any:
@@ -47,11 +51,18 @@ def largest_error(x: Array, decoded: Array) -> Float[Array, ""]:
 
 def tree_nbytes(tree: Any) -> int:
     """Bytes of the arrays, or array types, of a pytree."""
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    return sum(math.ceil(math.prod(leaf.shape) * _bits(leaf.dtype) / 8) for leaf in jax.tree.leaves(tree))
+
+
+def _bits(dtype: Any) -> int:
+    """Of a value in memory, where integers of 2 and 4 bits are packed."""
+    return jnp.iinfo(dtype).bits if jnp.issubdtype(dtype, jnp.integer) else 8 * dtype.itemsize
 
 
 class FixedRate:
     """`nbytes`, `ratio` and `error` of a codec whose codes are as large for all values."""
+
+    elementwise = True
 
     def nbytes(self, aval: Any) -> int:
         return tree_nbytes(jax.eval_shape(self.encode, aval))  # type: ignore[attr-defined]

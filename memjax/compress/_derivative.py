@@ -183,6 +183,10 @@ class _Restored:
     def has(self, var: Any) -> bool:
         return var in self._known
 
+    def is_new(self, var: Any) -> bool:
+        """Whether its value is not the one that the forward pass computed."""
+        return var in self._late
+
     def __call__(self, atom: Any, after: Callable[[Any], Any]) -> Any:
         """The value of a variable; `after` makes what it is computed from wait."""
         if is_literal(atom):
@@ -190,7 +194,7 @@ class _Restored:
         if atom not in self._known:
             if atom in self._stored:
                 codec, code = self._stored[atom]
-                self._known[atom] = codec.decode(after(code))
+                self._known[atom] = codec.decode(code if getattr(codec, "elementwise", False) else after(code))
             elif atom in self._signs:
                 source = self(self._signs[atom], after)
                 self._known[atom] = source > jnp.zeros((), source.dtype)
@@ -204,10 +208,13 @@ class _Restored:
         return self._known[atom]
 
     def _operand(self, atom: Any, after: Callable[[Any], Any]) -> Any:
-        """Of what is computed again: behind the barrier, or the compiler sees that it has been computed before, and keeps it."""
+        """Of what is computed again: behind a barrier, or the compiler sees that it has been computed before, and keeps it.
+
+        A barrier of its own: one on cotangents besides would keep the compiler from fusing what they are computed by.
+        """
         value = self(atom, after)
         if not is_literal(atom) and atom not in self._late:
-            value = self._known[atom] = after(value)
+            value = self._known[atom] = lax.optimization_barrier(value)
             self._late.add(atom)
         return value
 
@@ -246,6 +253,12 @@ def _run_late(
     def run(eqn, after):
         for atom in eqn.invars:
             get(atom, after)
+        if eqn.primitive is lax.optimization_barrier_p and not any(atom in late for atom in eqn.invars if not is_literal(atom)):
+            # So that something is computed again: what has been already may be fused with what reads it.
+            for atom, out in zip(eqn.invars, eqn.outvars, strict=True):
+                is_new = not is_literal(atom) and atom in leaves and restored.is_new(leaves[atom])
+                env[out] = get(atom, after) if is_new else lax.optimization_barrier(get(atom, after))
+            return
         see(eqn, env)
         env.update(zip(eqn.outvars, bind(eqn, read(env, eqn.invars)), strict=True))
 

@@ -18,8 +18,9 @@ from memjax.compress._layers import LADDER, Statistics
 _PRODUCTS = ("conv_general_dilated", "dot_general")
 _SAME = {"convert_element_type", "reshape", "squeeze", "expand_dims", "transpose", "copy", "rev", "add_any"}
 _SAME |= {"psum", "psum_invariant", "pvary", "pcast"}  # which add a gradient up over devices
-_SAMPLE = 32
-"""Examples that statistics are taken from, at most about twice as many: reading all would cost a percent or so of a step."""
+_EXAMPLES, _VALUES = 32, 2048
+"""Statistics are taken from about so many examples, at most twice as many, and so many values of each: few enough to be
+added up in one small kernel. Reading all would cost a percent or so of a step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +108,10 @@ def _output(var: Any, consumers: dict[Any, list[Any]], outputs: dict[Any, int]) 
 
 
 class Collector:
-    """Adds up `Statistics` of one backward pass.
+    """Gathers `Statistics` of one backward pass.
+
+    What is known of an array are numbers and vectors by example; they are put together at the end, all at once: on a GPU the
+    number of kernels counts, each of which does next to nothing.
 
     Args:
       layers, width: n and m of the statistics.
@@ -117,51 +121,83 @@ class Collector:
 
     def __init__(self, layers: int, width: int, seen: Any):
         firsts = [jnp.ravel(x)[0] == jnp.zeros((), x.dtype) for x in jax.tree.leaves(seen) if x.size]
-        nothing = sum(jnp.where(first, jnp.float32(0), jnp.float32(0)) for first in firsts)
-        self._sums = jax.tree.map(lambda zeros: zeros + nothing, Statistics.zeros(layers, width))
-        self._seen = [0] * layers
+        self._nothing = sum(jnp.where(first, jnp.float32(0), jnp.float32(0)) for first in firsts)
+        self._layers, self._width = layers, width
+        self._codes: dict[int, tuple[Any, Any, float]] = {}
+        self._nonzero: dict[int, Any] = {}
+        self._cotangents: dict[tuple[int, int], tuple[Any, Any, float]] = {}
 
     def code(self, layer: int, code: Any, shape: Sequence[int]) -> None:
         """What the code of an array of this shape says of itself."""
-        needed = code.needed_bits_per_value
-        # A code of exactly this size fits.
-        rung = jnp.sum(needed > jnp.asarray(LADDER) * (1 + 1e-6))
-        self._add("uses", layer, 1.0)
-        self._add("examples", layer, float(shape[0] if shape else 1))
-        self._add("bits", layer, needed)
-        self._add("overflows", layer, code.overflowed.astype(jnp.float32))
-        self._add("needed", layer, jax.nn.one_hot(rung, len(LADDER) + 1, dtype=jnp.float32))
+        self._codes[layer] = code.needed_bits_per_value, code.overflowed, float(shape[0] if shape else 1)
 
     def decoded(self, layer: int, x: Any) -> None:
-        part = _some(x)[0]
-        self._add("nonzero", layer, jnp.mean((part != jnp.zeros((), x.dtype)).astype(jnp.float32)))
+        part, _ = _some(x)
+        self._nonzero[layer] = jnp.mean((part != jnp.zeros((), x.dtype)).astype(jnp.float32), 1)
 
     def cotangent(self, reader: Reader, ct: Any) -> None:
         """Of one more reader of its array."""
-        layer = reader.layer
         part, share = _some(ct)
         wide = part.astype(jnp.float32)
-        at = (layer, self._seen[layer])
-        self._seen[layer] += 1
-        self._add("cotangent", at, jnp.mean(jnp.abs(wide)))
-        self._add("power", at, jnp.sum(jnp.square(wide)) * (reader.share / share))
+        seen = sum(layer == reader.layer for layer, _ in self._cotangents)
+        means, powers = jnp.mean(jnp.abs(wide), 1), jnp.sum(jnp.square(wide), 1)
+        self._cotangents[reader.layer, seen] = means, powers, reader.share / share
 
     def sums(self, like: Statistics) -> Statistics:
         """With the type of `like`: what devices of a `shard_map` found is added up, if they share the bounds."""
 
         def added(found, wanted):
+            found = found + self._nothing
             axes = tuple(jax.typeof(found).manual_axis_type.varying - jax.typeof(wanted).manual_axis_type.varying)
             return lax.psum(found, axes) if axes else found
 
-        return jax.tree.map(added, self._sums, like)
+        return jax.tree.map(added, self._found(), like)
 
-    def _add(self, field: str, at: Any, value: Any) -> None:
-        self._sums = self._sums._replace(**{field: getattr(self._sums, field).at[at].add(value)})
+    def _found(self) -> Statistics:
+        bits, overflows, examples = (self._each(field) for field in range(3))
+        used = jnp.asarray([float(layer in self._codes) for layer in range(self._layers)], jnp.float32)
+        # A code of exactly a rung's size fits.
+        rung = jnp.sum(bits[:, None] > jnp.asarray(LADDER) * (1 + 1e-6), 1)
+        needed = jax.nn.one_hot(rung, len(LADDER) + 1, dtype=jnp.float32) * used[:, None]
+        places = [(layer, i) for layer in range(self._layers) for i in range(self._width)]
+        means, powers = ([self._cotangents[at][field] if at in self._cotangents else None for at in places] for field in (0, 1))
+        factors = [self._cotangents[at][2] if at in self._cotangents else 0.0 for at in places]
+        table = (self._layers, self._width)
+        return Statistics(
+            uses=used,
+            examples=examples,
+            nonzero=_totals([self._nonzero.get(layer) for layer in range(self._layers)], mean=True),
+            bits=bits,
+            overflows=overflows,
+            needed=needed,
+            cotangent=_totals(means, mean=True).reshape(table),
+            power=(_totals(powers, mean=False) * jnp.asarray(factors, jnp.float32)).reshape(table),
+        )
+
+    def _each(self, field: int) -> Any:
+        """Of every code."""
+        numbers = [self._codes[layer][field] if layer in self._codes else 0.0 for layer in range(self._layers)]
+        return jnp.stack([jnp.asarray(number, jnp.float32) for number in numbers])
+
+
+def _totals(vectors: Sequence[Any], *, mean: bool) -> Any:
+    """The sum, or the mean, of each vector; 0 of None."""
+    longest = max((len(vector) for vector in vectors if vector is not None), default=0)
+    rows, lengths = [], []
+    for vector in vectors:
+        vector = jnp.zeros(0, jnp.float32) if vector is None else vector
+        lengths.append(max(len(vector), 1) if mean else 1)
+        rows.append(jnp.pad(vector, (0, longest - len(vector))))
+    return jnp.sum(jnp.stack(rows), 1) / jnp.asarray(lengths, jnp.float32)
 
 
 def _some(x: Any) -> tuple[Any, float]:
-    """Part of the examples, and which share of them it is."""
-    if not x.ndim or x.shape[0] < 2 * _SAMPLE:
-        return x, 1.0
-    part = x[:: x.shape[0] // _SAMPLE]
-    return part, part.shape[0] / x.shape[0]
+    """Part of the values, (examples, values), and which share of them it is."""
+    channels = x.shape[-1] if x.ndim else 1
+    x = x.reshape(x.shape[0] if x.ndim > 1 else 1, -1)
+    examples, values = x.shape
+    stride = max(1, values // _VALUES)
+    while stride > 1 and math.gcd(stride, channels) > 1:  # or the same channels would be taken everywhere
+        stride += 1
+    part = x[:: max(1, examples // _EXAMPLES), ::stride]
+    return part, part.size / max(x.size, 1)
