@@ -95,7 +95,7 @@ def loss_table() -> str | None:
         return None
     environment, rows = loaded
     names = {
-        "forward_grad/triton": 'memjax, `"forward_grad"` (default)',
+        "forward_grad": 'memjax, `"forward_grad"` (default)',
         "recompute": 'memjax, `"recompute"`',
         "recompute, chunk=3072": 'memjax, `"recompute"`, `chunk=3072`',
         "plain JAX": "plain JAX, all logits",

@@ -8,6 +8,8 @@ import numpy as np
 from experiments.harness.step import TrainState
 from memjax import compress
 
+_HEADER_BITS = 8 * (32 + 4) / 4096  # per value, of the codes of ErrorBounded
+
 
 class Observed:
     """Compiles a training step as a transaction, and records what its layers needed.
@@ -25,10 +27,12 @@ class Observed:
         return self._run
 
     def observe(self, state: TrainState) -> dict[str, float | list[float]]:
-        """By layer, bits per value that the last step's codes needed, and bounds; and of all together, the ratio to float32."""
+        """By layer, bits per value that the last step's codes needed, and bounds; and of all together, headers included, the
+        ratio to float32.
+        """
         assert self._run is not None
         layers, last = layers_of(state), jax.device_get(state.optimizer.last[0])
-        bits = last.bits / np.maximum(last.uses, 1)
+        bits = last.bits / np.maximum(last.uses, 1) + _HEADER_BITS
         values = np.array([np.prod(shape) for shape, _ in layers.shapes], float)
         return {
             "ratio": float(32 * values.sum() / (bits * values).sum()),

@@ -54,7 +54,7 @@ def _table(train: list[dict], test: list[dict], analysis: dict, baseline: list[d
     top1 = f"{test[-1]['top1']:.2%}" if test else "unknown"
     table.add_row("compressed", top1, f"{4 * values / ratio / 2**20:,.2f} MiB", f"{ratio:.1f} ({32 / ratio:.2f} bits)")
     table.caption = (
-        f"ratios are means over training; headers, 0.07 bits a value, left out\n{train[-1]['replays']} steps replayed, "
+        f"ratios are means over training\n{train[-1]['replays']} steps replayed, "
         f"{train[-1]['programs']} programs compiled"
     )
     return table

@@ -18,9 +18,10 @@ from memjax.compress._layers import LADDER, Statistics
 _PRODUCTS = ("conv_general_dilated", "dot_general")
 _SAME = {"convert_element_type", "reshape", "squeeze", "expand_dims", "transpose", "copy", "rev", "add_any"}
 _SAME |= {"psum", "psum_invariant", "pvary", "pcast"}  # which add a gradient up over devices
-_EXAMPLES, _VALUES = 32, 2048
-"""Statistics are taken from about so many examples, at most twice as many, and so many values of each: few enough to be
-added up in one small kernel. Reading all would cost a percent or so of a step."""
+_EXAMPLES, _VALUES = 256, 2**16
+"""Statistics are taken from about so many examples and values, at most twice as many: few enough to be
+added up in one small kernel. Reading all would cost a percent or so of a step. Rather many examples than many values of each:
+late in training a few examples have most of the loss."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,9 +196,9 @@ def _some(x: Any) -> tuple[Any, float]:
     """Part of the values, (examples, values), and which share of them it is."""
     channels = x.shape[-1] if x.ndim else 1
     x = x.reshape(x.shape[0] if x.ndim > 1 else 1, -1)
-    examples, values = x.shape
-    stride = max(1, values // _VALUES)
+    every = max(1, x.shape[0] // _EXAMPLES)
+    stride = max(1, x.size // (every * _VALUES))
     while stride > 1 and math.gcd(stride, channels) > 1:  # or the same channels would be taken everywhere
         stride += 1
-    part = x[:: max(1, examples // _EXAMPLES), ::stride]
+    part = x[::every, ::stride]
     return part, part.size / max(x.size, 1)
