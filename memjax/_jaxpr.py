@@ -1,17 +1,25 @@
 """Evaluating jaxprs equation by equation, calls in place, so that what they keep and compute can be seen and replaced."""
 
 import contextlib
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr"}
 # Calls whose derivative is a rule of their own: in place only where nothing is differentiated any more.
 _CUSTOM = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 _TRANSFORM = re.compile(r"\w+\(|\)")
+
+
+def nbytes(aval: Any) -> int:
+    """Of an array of this type: integers of 2 and 4 bits are packed."""
+    bits = jnp.iinfo(aval.dtype).bits if jnp.issubdtype(aval.dtype, jnp.integer) else 8 * aval.dtype.itemsize
+    return -(-math.prod(aval.shape) * bits // 8)
 
 
 def is_literal(atom: Any) -> bool:

@@ -22,6 +22,8 @@ import jax.numpy as jnp
 from jax.extend.core import Literal, jaxpr_as_fun, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from memjax._jaxpr import nbytes
+
 _TRANSFORM = re.compile(r"\b(jvp|transpose)\(")
 # Calls that only group equations. `custom_jvp_call` and `custom_vjp_call` stand here undifferentiated.
 _CALLS = {
@@ -133,7 +135,7 @@ def _stacks(jaxpr, outer: str) -> Iterator[str]:
 
 
 def _nbytes(aval) -> int:
-    return aval.size * aval.dtype.itemsize if hasattr(aval, "dtype") else 0
+    return nbytes(aval) if hasattr(aval, "dtype") else 0
 
 
 def _on_host(aval) -> bool:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, UInt32
 
+from memjax._jaxpr import nbytes
 from memjax.compress._bits import WORD, pack, unpack
 
 
@@ -51,12 +52,7 @@ def largest_error(x: Array, decoded: Array) -> Float[Array, ""]:
 
 def tree_nbytes(tree: Any) -> int:
     """Bytes of the arrays, or array types, of a pytree."""
-    return sum(math.ceil(math.prod(leaf.shape) * _bits(leaf.dtype) / 8) for leaf in jax.tree.leaves(tree))
-
-
-def _bits(dtype: Any) -> int:
-    """Of a value in memory, where integers of 2 and 4 bits are packed."""
-    return jnp.iinfo(dtype).bits if jnp.issubdtype(dtype, jnp.integer) else 8 * dtype.itemsize
+    return sum(map(nbytes, jax.tree.leaves(tree)))
 
 
 class FixedRate:

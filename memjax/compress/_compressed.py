@@ -50,6 +50,9 @@ def compressed(
     array at a time in full. Note that `ErrorBounded` without `bits_per_value` has codes larger than the arrays: it can
     never overflow. An overflow with `bits_per_value` shows as NaN in the gradients of weights.
 
+    Wrapped twice, the outer codec gets what the inner one's `where` left: `compressed(compressed(net, codec, where="conv"),
+    ChannelQuantized(4))`.
+
     Reverse mode, once: forward mode, and a second derivative, raise. Works under and around `jit`, `vmap`, `jax.checkpoint`,
     `jax.lax.scan`, `memjax.remat.scan` and `shard_map`, inside which each device encodes its own part.
 

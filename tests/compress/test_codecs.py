@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from memjax.compress import Cast, Codec, ErrorBounded, GroupQuantized, Mask
+from memjax.compress import Cast, ChannelQuantized, Codec, ErrorBounded, GroupQuantized, Mask
 
-CODECS = [Cast(), GroupQuantized(bits=4), ErrorBounded(0.1), ErrorBounded(0.1, bits_per_value=6)]
+CODECS = [Cast(), GroupQuantized(bits=4), ChannelQuantized(bits=8), ErrorBounded(0.1), ErrorBounded(0.1, bits_per_value=6)]
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
@@ -82,15 +82,51 @@ def test_group_quantized_draws_anew_for_other_arrays_and_seeds():
     assert (_round_trip(GroupQuantized(), flipped + 1.0) != _round_trip(GroupQuantized(), x)[::-1] + 1.0).any()
 
 
+@pytest.mark.smoke
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_channel_quantized_errs_by_half_a_level(bits, dtype):
+    scales = jnp.asarray([1e-30, 1.0, 3e30, 0.0, 1.0], dtype)
+    x = (jax.random.normal(jax.random.key(0), (40, 7, 5), jnp.float32).astype(dtype) + 2) * scales
+    codec = ChannelQuantized(bits=bits)
+    got, x = np.asarray(_round_trip(codec, x), np.float64), np.asarray(x, np.float64)
+    half = np.ptp(x, (0, 1)) / (2**bits - 1) / 2
+    rounding = np.abs(x).max((0, 1)) * (2**-8 if dtype == jnp.bfloat16 else 2**-22)
+    error = np.abs(got - x).max((0, 1))
+    assert (error <= half * (1 + 1e-5) + rounding).all()
+    # All levels are used, and there are no others.
+    assert (error[[0, 1, 2, 4]] > 0.9 * half[[0, 1, 2, 4]] - rounding[[0, 1, 2, 4]]).all()
+    assert [len(np.unique(got[..., i])) for i in (1, 3)] == [min(2**bits, len(np.unique(got[..., 1]))), 1]
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_channel_quantized_takes_so_many_bits(bits):
+    """In memory, not only by its own account."""
+    aval = jax.ShapeDtypeStruct((64, 32, 48), jnp.bfloat16)
+    codec = ChannelQuantized(bits=bits)
+    levels = jax.jit(lambda x: codec.encode(x).levels).lower(aval).compile()
+    assert levels.memory_analysis().output_size_in_bytes == aval.size * bits // 8
+    assert codec.nbytes(aval) == aval.size * bits // 8 + 48 * 8
+    assert codec.ratio(jnp.zeros(aval.shape, aval.dtype)) == pytest.approx(2 * aval.size / codec.nbytes(aval))
+
+
+def test_channel_quantized_keeps_other_channels_from_a_nan():
+    for bad in (jnp.nan, jnp.inf):
+        got = _round_trip(ChannelQuantized(), jnp.ones((9, 3)).at[4, 1].set(bad))
+        assert np.isnan(got[:, 1]).all() and (got[:, [0, 2]] == 1).all()
+
+
 def test_refuses():
     with pytest.raises(ValueError, match="bits must be 2, 4 or 8, got 3"):
         GroupQuantized(bits=3)
+    with pytest.raises(ValueError, match="bits must be 2, 4 or 8, got 16"):
+        ChannelQuantized(bits=16)
     with pytest.raises(ValueError, match="group_size must be a multiple of 16, got 20"):
         GroupQuantized(group_size=20)
     with pytest.raises(TypeError, match="dtype must be a floating dtype, got"):
         Cast(jnp.int8)
     with pytest.raises(TypeError, match="x must be boolean, got float32"):
         Mask().encode(jnp.zeros(3))
-    for codec in (Cast(), GroupQuantized()):
+    for codec in (Cast(), GroupQuantized(), ChannelQuantized()):
         with pytest.raises(TypeError, match="x must be"):
             codec.encode(jnp.zeros(3, jnp.int32))

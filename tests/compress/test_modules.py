@@ -9,7 +9,7 @@ from flax import nnx
 
 import memjax
 from memjax import compressed
-from memjax.compress import Cast, ErrorBounded
+from memjax.compress import Cast, ChannelQuantized, ErrorBounded
 from tests.compress.networks import SIZE, LinenBlock, LinenNetwork, NNXNetwork, errors, images
 
 EXACT = Cast(jnp.float32)
@@ -61,6 +61,23 @@ def test_nnx_module_saves_memory_and_keeps_its_gradients():
     exact = nnx_step(NNXNetwork(nnx.Rngs(0)))
     assert 0 < max(errors(rounded[1], exact[1])) < 0.01
     chex.assert_trees_all_close(rounded[0], exact[0], rtol=1e-5)
+
+
+def test_what_convolutions_read_and_the_rest_through_different_codecs():
+    def gradient(bits):
+        module = compressed(NNXNetwork(nnx.Rngs(0)), ErrorBounded(2**-9, bits_per_value=16), where="conv")
+        if bits is not None:
+            module = compressed(module, ChannelQuantized(bits))
+        graph, state = nnx.split(module)
+        f = jax.jit(jax.grad(lambda s: jnp.mean(nnx.merge(graph, s, copy=True)(images())), allow_int=True))
+        return memjax.measure(f, state).residual_bytes, nnx_step(module)[1]
+
+    kept = {bits: gradient(bits) for bits in (None, 8, 4)}
+    # Two batch norms' inputs, float32, become so many bits each.
+    for bits in (8, 4):
+        assert kept[None][0] - kept[bits][0] == 2 * (4 * SIZE - bits * SIZE // 8 - 16 * 8)
+    assert max(errors(kept[8][1], kept[None][1])) < 0.02
+    assert 0.02 < max(errors(kept[4][1], kept[None][1])) < 0.3
 
 
 def test_nnx_where_that_matches_nothing():
