@@ -71,7 +71,7 @@ def metp_attention(
 
     Saved for the backward pass: q, k, v, the output, and B H T float32. Temporaries for k bytes an item, with
     N = B T D: forward 4 N H + 4 k N K, backward 4 N H + 4 (k + 4) N K, the whole divided by `head_chunks`, and the block's own
-    ("jnp": some times 4 B H T max(T/p, 128) / head_chunks). Traffic per device: 2 k (p-1) N K bytes forward, 8 p N K more
+    ("jnp": some times 4 B H T max(T/p, 128) / head_chunks). Traffic per device: 2 k (p-1) N K bytes forward, 8 (p-1) N K more
     backward.
 
     Raises:
@@ -148,8 +148,7 @@ def _backward(options: Options, saved: Any, do: Array) -> tuple[Array, Array, Ar
     (q, k, v, segments, o, lse), do = lax.optimization_barrier((saved, do))
 
     def group(q: Array, k: Array, v: Array, o: Array, do: Array, lse: Array) -> tuple[Array, ...]:
-        gradients = _ring_backward(options, q, k, v, segments, o, lse, do)
-        return tuple(a.astype(q.dtype) for a in gradients)
+        return _ring_backward(options, q, k, v, segments, o, lse, do)
 
     dq, dk, dv = _by_head_groups(options, group, (q, k, v, o, do, lse), (q, k, v))
     return dq, dk, dv, None
@@ -186,7 +185,7 @@ def _part(a: Array, index: Array, count: int, axis: int) -> Array:
 def _ring_forward(options: Options, q: Array, k: Array, v: Array, segments: Array | None) -> tuple[Array, Array]:
     where = _Where(options, q.shape[1], segments)
 
-    def body(carry: Any, block: Any, step: Any) -> tuple[Any, None]:
+    def body(carry: Any, block: Any, step: Any) -> Any:
         k, v, seen = block
         columns = where.source(step, seen)
         attend = lambda rows, keys, diagonal=False: _implementation(options).forward(
@@ -199,10 +198,10 @@ def _ring_forward(options: Options, q: Array, k: Array, v: Array, segments: Arra
             return _replaced(o, new, rows, 1), _replaced(lse, lse_new, rows, 2)
 
         if carry is None:
-            return attend(_ALL, _ALL, True), None
-        return where.visible(step, merged, lambda: carry), None
+            return attend(_ALL, _ALL, True)
+        return where.visible(step, merged, lambda: carry)
 
-    return ring.scan(body, (k, v, segments), None, axis_name=options.axis_name)[0]
+    return ring.scan(body, (k, v, segments), None, axis_name=options.axis_name)
 
 
 def _ring_backward(
@@ -217,9 +216,9 @@ def _ring_backward(
 
     def body(dq: Any, block: Any, step: Any) -> tuple[Any, Any]:
         columns = where.source(step, block[2])
-        if dq is None:
-            dq, dk, dv = gradients(block, columns, _ALL, _ALL, True)
-            return dq, (dk, dv)
+        if isinstance(step, int) and step == 0:  # the own block
+            more, dk, dv = gradients(block, columns, _ALL, _ALL, True)
+            return dq + more, (dk, dv)
 
         def some(rows: slice, keys: slice) -> Any:
             more, dk, dv = gradients(block, columns, rows, keys, False)
@@ -230,8 +229,9 @@ def _ring_backward(
 
         return where.visible(step, some, none)
 
-    dq, (dk, dv) = ring.scan(body, (k, v, segments), None, axis_name=options.axis_name)
-    return dq, dk, dv
+    dq = vary(jnp.zeros(q.shape, accumulator(q.dtype)), varying_axes(q, k, v))
+    dq, (dk, dv) = ring.collect(body, lambda _: (k, v, segments), dq, axis_name=options.axis_name, dtype=q.dtype)
+    return dq.astype(q.dtype), dk[0], dv[0]
 
 
 _ALL = slice(None)

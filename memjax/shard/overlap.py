@@ -168,10 +168,10 @@ def measure_link(
         raise ValueError(f"devices: expected at least two for a ring, got {found.size}")
     mesh = Mesh(found, ("ring",))
     sharding = NamedSharding(mesh, PartitionSpec("ring"))
-    body = lambda carry, block, step: (block, None)
+    body = lambda carry, block, step: block
 
     def hops(a: jax.Array) -> jax.Array:
-        return ring.scan(body, a, a, axis_name="ring")[0]
+        return ring.scan(body, a, a, axis_name="ring")
 
     over_ring = jax.jit(jax.shard_map(hops, mesh=mesh, in_specs=PartitionSpec("ring"), out_specs=PartitionSpec("ring")))
     bandwidths = []

@@ -1,17 +1,23 @@
 """A ring of devices, round which blocks travel while every device computes with the block it holds.
 
 The schedule of memory-efficient tensor parallelism (Liang et al. 2025), and of ring attention (Liu et al. 2023). At step t
-device i holds the block of device i - t, its source:
+device i holds the block of device i - t. `scan` uses the own block first:
 
-    step 0          step 1          ...   step p-1        homecoming
-    use own block   use block i-1         use block i+1   own work held back, if any
-    send it on      send it on                            sums reach their owners
+    step 0          step 1          ...   step p-1
+    use own block   use block i-1         use block i+1
+    send it on      send it on
 
 Every hop is started before a step's work and awaited after it, so that the link and the matrix units are busy together
-(double buffering: the block in use and the one that arrives). Sums that collect something from every device for each
-block (its gradient) travel with the blocks, one step behind: what arrives is added to what was just computed.
+(double buffering: the block in use and the one that arrives). `collect` also adds up something from every device for each
+block (its gradient). Those sums travel with the blocks, one step behind: what arrives is added to what was just computed. The
+own block comes last, while the sums of the others for it come home:
 
-Memory: two messages, of one block and its sums each. Traffic per device: p - 1 blocks and p sums.
+                    step 1          ...   step p-1          homecoming
+                    use block i-1         use block i+1     use own block
+    send own block  send it on            send its sums     add its sums
+
+Memory: a block and its sums twice. Traffic per device: p - 1 blocks and p - 1 sums. Not hidden is the first hop of `collect`, one
+block; if blocks go round in pieces, one after another, one piece.
 """
 
 from __future__ import annotations
@@ -29,58 +35,105 @@ Carry = TypeVar("Carry")
 
 
 def scan(
-    body: Callable[[Any, Any, Any], tuple[Any, Any]],
-    moving: Any,
-    init: Any,
-    *,
-    axis_name: str | None,
-    last: Callable[[Any], tuple[Any, Any]] | None = None,
-) -> tuple[Any, Any]:
-    """Runs `body` with the block of every device of the ring in turn, hops hidden behind it.
+    body: Callable[[Carry | Any, Any, Any], Carry], moving: Any, init: Any, *, axis_name: str | None
+) -> Carry:
+    """Runs `body` with the block of every device of the ring in turn, the own one first, hops hidden behind it.
 
     Args:
-      body: `(carry, block, step) -> (carry, sums)`. `block` is the `moving` of device `(i - step) % p`; `step` is the
-        Python integer 0 for the device's own block, and an int32 scalar, or an integer, afterwards. `sums` is a pytree
-        of arrays to be added up, for each block, over all devices, or None. It is traced three times at most, whatever
-        the size of the ring.
-      moving: this device's block, a pytree of arrays of the same shapes on every device. All that moves in a hop is
-        packed into one message, since small ones are slow.
-      init: the carry before the first step, a pytree; it stays on the device.
+      body: `(carry, block, step) -> carry`. `block` is the `moving` of device `(i - step) % p`; `step` is the Python integer 0
+        for the device's own block, and an int32 scalar, or an integer, for the others. It is traced three times at most,
+        whatever the size of the ring.
+      moving: this device's block, a pytree of arrays of the same shapes on every device.
+      init: the carry before the first call, a pytree; it stays on the device. It may have another structure than later ones.
       axis_name: the axis of `jax.shard_map` that is the ring; None for a ring of one device.
-      last: `carry -> (carry, sums)`, more work for the own block, which runs while the sums make their last hop.
 
     Returns:
-      The last carry, and the sums of all devices' `sums` for this device's own block.
+      The last carry.
 
     Raises:
       ValueError: outside a `jax.shard_map` over `axis_name`.
     """
+    size = _size(axis_name)
+    if size == 1:
+        return body(init, moving, 0)
+
+    def step(carry: Any, block: Any, index: Any) -> Any:
+        block_next = _hop(block, axis_name, size)
+        return body(carry, block, index), block_next
+
+    # The barriers keep the next hop from starting before a step is over: all blocks would be held at once.
+    state = lax.optimization_barrier(step(init, moving, 0))
+    if size > 2:
+        indices = jnp.arange(1, size - 1, dtype=jnp.int32)
+        state, _ = lax.scan(lambda state, i: (step(*state, i), None), state, indices)
+    # So that the last sum is made in its matmul, as the others are, and not beside it in what casts it.
+    return lax.optimization_barrier(body(*state, size - 1))
+
+
+def collect(
+    body: Callable[[Carry, Any, Any], tuple[Carry, Any]],
+    piece: Callable[[Any], Any],
+    init: Carry,
+    *,
+    axis_name: str | None,
+    count: int = 1,
+    dtype: Any,
+) -> tuple[Carry, Any]:
+    """Runs `body` with the block of every device of the ring in turn, the own one last, and adds up what it returns for each.
+
+    Args:
+      body: `(carry, block, step) -> (carry, sums)`. `sums` is a pytree of arrays to be added up, for each block, over all
+        devices; otherwise as for `scan`. It is traced four times at most, and `init` has the structure of later carries.
+      piece: `index -> moving`, one of `count` pieces of this device's block, which go round one after another. The first hop of
+        a piece is hidden behind the end of the one before.
+      dtype: of the sums that are returned; they travel as `body` makes them.
+
+    Returns:
+      The last carry, and the sums of all devices for this device's own block, stacked by pieces: (count, ...).
+
+    Raises:
+      ValueError: outside a `jax.shard_map` over `axis_name`.
+    """
+    size = _size(axis_name)
+
+    def step(carry: Any, block: Any, sums: Any, index: Any, onward: Any) -> Any:
+        block_next, arrived = _hop((onward, sums), axis_name, size)
+        carry, more = body(carry, block, index)
+        return carry, block_next, more if arrived is None else jax.tree.map(jnp.add, arrived, more)
+
+    def one_round(state: Any, index: Any) -> Any:
+        carry, block = state
+        own = piece(index)
+        if size == 1:
+            carry, sums = body(carry, own, 0)
+            return (carry, None), cast(sums)
+        carry, block, sums = lax.optimization_barrier(step(carry, block, None, 1, block if size > 2 else None))
+        if size > 3:
+            indices = jnp.arange(2, size - 1, dtype=jnp.int32)
+            state = carry, block, sums
+            (carry, block, sums), _ = lax.scan(lambda s, i: (step(*s, i, s[1]), None), state, indices)
+        if size > 2:
+            carry, _, sums = step(carry, block, sums, size - 1, None)
+        # Of the own block nothing is computed before, and held.
+        carry, sums, own = lax.optimization_barrier((carry, sums, own))
+        following = piece((index + 1) % count) if count > 1 else None
+        carry, block, sums = lax.optimization_barrier(step(carry, own, sums, 0, following))
+        return (carry, block), cast(sums)
+
+    cast = lambda sums: jax.tree.map(lambda a: a.astype(dtype), sums)
+    state = init, _hop(piece(0), axis_name, size) if size > 1 else None
+    if count == 1:
+        (carry, _), sums = one_round(state, 0)
+        return carry, jax.tree.map(lambda a: a[None], sums)
+    (carry, _), sums = lax.scan(one_round, state, jnp.arange(count, dtype=jnp.int32))
+    return carry, sums
+
+
+def _size(axis_name: Any) -> int:
     size = 1 if axis_name is None else axis_size(axis_name)
     if size > 1:
         _warn_without_overlap()
-
-    def step(carry: Any, block: Any, sums: Any, index: Any, onward: bool) -> tuple[Any, Any, Any]:
-        block_next, sums = _hop((block if onward else None, sums), axis_name, size)
-        carry, more = body(carry, block, index)
-        return carry, block_next, more if sums is None else _add(sums, more)
-
-    # The barrier keeps the next hop from starting before a step is over: all blocks would be held at once.
-    state = lax.optimization_barrier(step(init, moving, None, 0, size > 1))
-    if size > 2:
-        state, _ = lax.scan(
-            lambda s, i: (step(s[0], s[1], s[2], i, True), None), state, jnp.arange(1, size - 1, dtype=jnp.int32)
-        )
-    carry, block, sums = state
-    if size > 1:
-        carry, _, sums = step(carry, block, sums, size - 1, False)
-    # So that the last sum is made in its matmul, as the others are, and not beside it in what casts it.
-    carry = lax.optimization_barrier(carry)
-    if size > 1:
-        sums = _hop(sums, axis_name, size)
-    if last is not None:
-        carry, more = last(carry)
-        sums = _add(sums, more)
-    return carry, sums
+    return size
 
 
 def axis_size(axis_name: Any) -> int:
@@ -96,57 +149,26 @@ def axis_size(axis_name: Any) -> int:
 
 
 def _hop(tree: Any, axis_name: Any, size: int) -> Any:
-    """`tree` of the previous device, sent in one message."""
-    leaves, structure = jax.tree.flatten(tree)
-    if not leaves:
-        return tree
-    onward = [(i, (i + 1) % size) for i in range(size)]
-    if len(leaves) == 1:
-        return jax.tree.unflatten(structure, [lax.ppermute(leaves[0], axis_name, onward)])
-    arrived = lax.ppermute(_pack(leaves), axis_name, onward)
-    return jax.tree.unflatten(structure, _unpack(arrived, leaves))
+    """`tree` of the previous device."""
+    return lax.ppermute(tree, axis_name, [(i, (i + 1) % size) for i in range(size)])
 
 
-def _word(leaves: list[jax.Array]) -> Any:
-    """The dtype of a message: that of the leaves, or unsigned integers of the narrowest one's width."""
-    dtypes = {a.dtype for a in leaves}
-    if len(dtypes) == 1:
-        return dtypes.pop()
-    return jnp.dtype(f"uint{8 * min(d.itemsize for d in dtypes)}")
-
-
-def _pack(leaves: list[jax.Array]) -> jax.Array:
-    word = _word(leaves)
-    return jnp.concatenate([lax.bitcast_convert_type(a, word).reshape(-1) for a in leaves])
-
-
-def _unpack(message: jax.Array, like: list[jax.Array]) -> list[jax.Array]:
-    leaves, start = [], 0
-    for a in like:
-        words = a.dtype.itemsize // message.dtype.itemsize
-        part = message[start : start + a.size * words]
-        start += a.size * words
-        leaves.append(
-            lax.bitcast_convert_type(part.reshape(*a.shape, words) if words > 1 else part.reshape(a.shape), a.dtype)
-        )
-    return leaves
-
-
-def _add(a: Any, b: Any) -> Any:
-    return jax.tree.map(jnp.add, a, b)
-
+OVERLAP = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "XLA_FLAGS": "--xla_gpu_collective_permute_mode=peer"}
+"""What the environment has to hold before JAX starts for GPUs to hide hops. Peer mode has copy engines move them within a
+process; otherwise NCCL's kernel takes multiprocessors from the matmuls beside it."""
 
 _warned = False
 
 
 def _warn_without_overlap() -> None:
-    """Once per process: by default GPUs run hops after the matmuls that should hide them."""
     global _warned
-    if _warned or jax.default_backend() != "gpu" or os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+    if _warned or jax.default_backend() != "gpu":
         return
-    _warned = True
-    warnings.warn(
-        "Hops round the ring are not hidden behind compute: set the environment variable CUDA_DEVICE_MAX_CONNECTIONS=1"
-        " before JAX starts.",
-        stacklevel=3,
-    )
+    missing = [f"{name}={value}" for name, value in OVERLAP.items() if value not in os.environ.get(name, "").split()]
+    if missing:
+        _warned = True
+        warnings.warn(
+            f"Hops round the ring are not hidden behind compute: set {' and '.join(missing)} in the environment before JAX"
+            " starts.",
+            stacklevel=4,
+        )

@@ -171,11 +171,14 @@ def test_outside_of_shard_map_it_says_so():
 def test_hops_that_are_not_hidden_are_warned_of_once(monkeypatch):
     monkeypatch.setattr(ring, "_warned", False)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    body = lambda carry, block, step: (block if carry is None else carry + block, None)
-    total = lambda a: ring.scan(body, a, None, axis_name="ring")[0]
-    with pytest.warns(UserWarning, match="CUDA_DEVICE_MAX_CONNECTIONS=1"):
-        jax.eval_shape(sharded(total, 2, FIRST, FIRST), jnp.zeros(2))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        jax.eval_shape(sharded(total, 4, FIRST, FIRST), jnp.zeros(4))
+    body = lambda carry, block, step: block if carry is None else carry + block
+    total = lambda a: ring.scan(body, a, None, axis_name="ring")
+    trace = lambda size: jax.eval_shape(sharded(total, size, FIRST, FIRST), jnp.zeros(size))
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=4 --xla_gpu_collective_permute_mode=peer")
+    trace(2)  # warnings are errors here
+    monkeypatch.setenv("XLA_FLAGS", "")
+    with pytest.warns(UserWarning, match="compute: set XLA_FLAGS=--xla_gpu_collective_permute_mode=peer in the env"):
+        trace(4)
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    trace(8)

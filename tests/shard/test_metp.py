@@ -78,44 +78,46 @@ def test_no_array_is_larger_than_a_block_of_rows_by_a_block_of_columns():
     assert temp < 4 * tokens * hidden // size
 
 
-def test_one_message_a_hop():
+def test_hops_are_as_many_as_they_need_be():
     x, w_in, w_gate, w_out, do = normal((1, 16, 4), (4, 16), (4, 16), (16, 4), (1, 16, 4), dtype=np.float32)
     forward = jax.jit(gated_ring(8)).lower(x, w_in, w_gate, w_out).as_text()
-    # In the first step and in the loop's body.
-    assert forward.count("collective_permute") == 2
+    # Of two arrays, in the first step and in the loop's body.
+    assert forward.count("collective_permute") == 2 * 2
 
     def backward(*args):
         _, pull = jax.vjp(gated_ring(8), *args)
         return pull(do)
 
-    # The backward pass has its first step, its loop, its last step's sums, and their way home.
-    assert jax.jit(backward).lower(x, w_in, w_gate, w_out).as_text().count("collective_permute") == 4
+    # Before and in the first step, in the loop twice as many, in the last step the sums, and those on their way home.
+    text = jax.jit(backward).lower(x, w_in, w_gate, w_out).as_text()
+    assert text.count("collective_permute") == 2 * (1 + 1 + 2 + 1 + 1)
 
 
-def test_ring_visits_every_block_and_brings_sums_home():
-    """Blocks of several dtypes in one message; device r adds (r + 1) a and b for each block (a, b)."""
-    size = 8
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("count", [1, 3])
+def test_ring_visits_every_block_and_brings_sums_home(size, count):
+    """Blocks of two dtypes; device r adds (r + 1) a and b for each piece (a, b)."""
 
     def local(a, b):
         rank = jax.lax.axis_index("ring")
 
-        def sums(block):
-            a, b = block
-            return a * (rank + 1).astype(jnp.float32), b.astype(jnp.int16)
-
         def body(seen, block, step):
-            return seen.at[block[1][0]].add(block[0][0] * (1 + jnp.float32(step))), sums(block)
+            a, b = block
+            seen = seen.at[b[0]].add(a[0] * (1 + jnp.float32(step)))
+            return seen, (a * (rank + 1).astype(jnp.float32), b.astype(jnp.float32))
 
         start = jax.lax.pcast(jnp.zeros(size), "ring", to="varying")
-        return ring.scan(body, (a, b), start, axis_name="ring", last=lambda seen: (-seen, sums((100 * a, b))))
+        piece = lambda i: (a * jnp.float32(i + 1), b)
+        return ring.collect(body, piece, start, axis_name="ring", count=count, dtype=jnp.int32)
 
     ranks = np.arange(size)
-    over_ring = jax.jit(sharded(local, size, (FIRST, FIRST), (FIRST, (FIRST, FIRST))))
+    over_ring = jax.jit(sharded(local, size, (FIRST, FIRST), (FIRST, (ROWS, ROWS))))
     seen, (weighted, counted) = over_ring(jnp.asarray(ranks + 1, jnp.float32), jnp.asarray(ranks, jnp.int32))
+    pieces = np.arange(1, count + 1)
     steps = (ranks[:, None] - ranks) % size
-    np.testing.assert_array_equal(seen.reshape(size, size), -(ranks + 1) * (1 + steps))
-    np.testing.assert_array_equal(weighted, (ranks + 1) * (36 + 100 * (ranks + 1)))
-    np.testing.assert_array_equal(counted, 9 * ranks)
+    np.testing.assert_array_equal(seen.reshape(size, size), pieces.sum() * (ranks + 1) * (1 + steps))
+    np.testing.assert_array_equal(weighted, pieces[:, None] * (ranks + 1) * (size * (size + 1) // 2))
+    np.testing.assert_array_equal(counted, np.broadcast_to(size * ranks, (count, size)))
 
 
 def test_wrong_input_is_refused():
