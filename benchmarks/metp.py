@@ -5,21 +5,17 @@
   `memjax.shard.overlap` predicts;
 - attention: causal zigzag ring attention beside flash attention on one GPU with as many tokens.
 
-`--tokens 512 --dim 64 --heads 4 --hidden 128 --sizes 2 --overlap-tokens 64 --attention-tokens 256` tries it on
-simulated CPU devices.
+`--tokens 512 --dim 64 --heads 4 --hidden 128 --sizes 2 --overlap-tokens 64 --link-sizes 1024 4096
+--attention-tokens 256` tries it on simulated CPU devices.
 """
 
 import dataclasses
-import functools
 import json
-import os
 import statistics
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # or nothing overlaps
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +25,13 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import record
+import memjax
+from benchmarks import metp_overlap, record
 from experiments.models import parallel
 from experiments.models.transformer import Layer, TransformerConfig, _specs
-from memjax.shard import baselines, metp_attention, metp_mlp, overlap, ring
+from memjax.shard import baselines, metp_attention
+
+memjax.shard.hide_hops()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +45,10 @@ class Config:
     sizes: tuple[int, ...] = (2, 4)
     """GPUs of the rings whose memory is measured."""
     parallelisms: tuple[str, ...] = ("metp", "tp")
-    overlap_tokens: tuple[int, ...] = (4096, 16384)
+    overlap_tokens: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384)
     """Per device."""
+    link_sizes: tuple[int, ...] = (2**20, 2**23, 2**25, 2**27, 2**29)
+    """Bytes of messages whose bandwidth is measured."""
     attention_tokens: int = 131072
     """Of the whole sequence."""
     repeats: int = 8
@@ -93,7 +94,7 @@ def case(case: dict) -> dict:
     """One measurement, in its own process."""
     devices = np.asarray(jax.devices()[: case["size"]]).reshape(1, -1)
     mesh = Mesh(devices, ("data", "ring"))
-    return {"memory": _memory, "overlap": _overlap, "attention": _attention}[case["kind"]](case, mesh)
+    return {"memory": _memory, "overlap": metp_overlap.measure, "attention": _attention}[case["kind"]](case, mesh)
 
 
 def _memory(case: dict, mesh: Mesh) -> dict:
@@ -137,85 +138,6 @@ def _memory(case: dict, mesh: Mesh) -> dict:
         "output_bytes": memory.output_size_in_bytes,
         "milliseconds": seconds * 1e3,
     }
-
-
-def _overlap(case: dict, mesh: Mesh) -> dict:
-    """Ring, matmuls alone and hops alone of a feed-forward layer's forward, and forward and backward pass."""
-    dim, hidden, size = case["dim"], 4 * case["dim"], case["size"]
-    link, rate = overlap.measure_link(list(mesh.devices.flat)), overlap.measure_matmul(min(8192, 2 * dim))
-    rows, columns = P("ring"), P(None, "ring")
-    shaped = {"dim": dim, "hidden": hidden, "size": size}
-    table = []
-    for tokens in case["overlap_tokens"]:
-        put = lambda shape, spec: jax.jit(
-            lambda: jax.random.normal(jax.random.key(0), shape, jnp.bfloat16) * jnp.bfloat16(shape[0] ** -0.5),
-            out_shardings=NamedSharding(mesh, spec),
-        )()
-        x, w_in, w_out = put((size * tokens, dim), rows), put((dim, hidden), columns), put((hidden, dim), rows)
-
-        def forward(x: Any, w_in: Any, w_out: Any) -> Any:
-            return metp_mlp(x, w_in, w_out, axis_name="ring")
-
-        def both(x: Any, w_in: Any, w_out: Any) -> Any:
-            out, pull = jax.vjp(forward, x, w_in, w_out)
-            return pull(out)
-
-        for name, f, outs in (("forward", forward, rows), ("forward + backward", both, (rows, columns, rows))):
-            over_ring = jax.shard_map(f, mesh=mesh, in_specs=(rows, columns, rows), out_specs=outs)
-            seconds = {"ring": _median(jax.jit(over_ring), case["repeats"], x, w_in, w_out)}
-            with _without_hops():
-                f_alone = jax.shard_map(f, mesh=mesh, in_specs=(rows, columns, rows), out_specs=outs)
-                seconds["matmuls"] = _median(jax.jit(lambda *a, g=f_alone: g(*a)), case["repeats"], x, w_in, w_out)
-            hops = jax.shard_map(_hops(name), mesh=mesh, in_specs=(columns, rows), out_specs=rows)
-            seconds["hops"] = _median(jax.jit(hops), case["repeats"], w_in, w_out)
-            hidden_part = (seconds["matmuls"] + seconds["hops"] - seconds["ring"]) / min(
-                seconds["matmuls"], seconds["hops"]
-            )
-            table.append(
-                {"tokens": tokens, "pass": name, **{k: v * 1e3 for k, v in seconds.items()}, "hidden": hidden_part}
-            )
-            print(table[-1], file=sys.stderr, flush=True)
-    predicted = {
-        name: overlap.full_overlap_tokens(functools.partial(overlap.mlp_step, **shaped, backward=b), rate, link)
-        for name, b in (("forward", False), ("backward", True))
-    }
-    return {
-        "flops_per_second": rate,
-        "link": dict(zip(map(str, link.sizes), link.bandwidths, strict=True)),
-        "predicted_full_overlap_tokens": predicted,
-        "milliseconds": table,
-    }
-
-
-class _without_hops:
-    """The ring's steps, each with this device's own block."""
-
-    def __enter__(self) -> None:
-        self._hop = ring._hop
-        ring._hop = lambda tree, axis_name, size: jax.lax.optimization_barrier(tree)
-
-    def __exit__(self, *_: Any) -> None:
-        ring._hop = self._hop
-
-
-def _hops(name: str) -> Any:
-    """The messages of the passes without the work."""
-
-    def local(w_in: jax.Array, w_out: jax.Array) -> jax.Array:
-        block = (w_in, w_out)
-        zero = jnp.zeros(1, jnp.float32)
-        touch = lambda block: block[0][0, :1].astype(jnp.float32)
-        total, _ = ring.scan(
-            lambda carry, block, step: (carry + touch(block), None), block, touch(block), axis_name="ring"
-        )
-        if name == "forward":
-            return total
-        block, total = jax.lax.optimization_barrier((block, total))
-        wide = jax.tree.map(lambda a: a.astype(jnp.float32), block)
-        total, sums = ring.scan(lambda c, block, step: (c + touch(block), wide), block, total, axis_name="ring")
-        return total + zero + sums[0][0, :1] + sums[1][0, :1]
-
-    return local
 
 
 def _attention(case: dict, mesh: Mesh) -> dict:

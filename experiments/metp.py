@@ -10,7 +10,6 @@ of them can train on. Several hosts: docs/metp.md.
 
 import os
 
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # or GPUs do not hide hops behind matmuls
 if (
     "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
     and "JAX_NUM_PROCESSES" not in os.environ
@@ -47,6 +46,8 @@ from experiments.models.transformer import Transformer, TransformerConfig, shard
 
 matplotlib.use("agg")
 from matplotlib import pyplot as plt
+
+memjax.shard.hide_hops()
 
 _MIB = 2**20
 

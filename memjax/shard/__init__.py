@@ -12,3 +12,4 @@ from memjax.shard._metp import metp as metp
 from memjax.shard._metp import metp_mlp as metp_mlp
 from memjax.shard._nnx import MetpAttention as MetpAttention
 from memjax.shard._nnx import MetpMlp as MetpMlp
+from memjax.shard.ring import hide_hops as hide_hops

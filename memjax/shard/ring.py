@@ -34,9 +34,7 @@ from jax import lax
 Carry = TypeVar("Carry")
 
 
-def scan(
-    body: Callable[[Carry | Any, Any, Any], Carry], moving: Any, init: Any, *, axis_name: str | None
-) -> Carry:
+def scan(body: Callable[[Carry | Any, Any, Any], Carry], moving: Any, init: Any, *, axis_name: str | None) -> Carry:
     """Runs `body` with the block of every device of the ring in turn, the own one first, hops hidden behind it.
 
     Args:
@@ -99,7 +97,7 @@ def collect(
     def step(carry: Any, block: Any, sums: Any, index: Any, onward: Any) -> Any:
         block_next, arrived = _hop((onward, sums), axis_name, size)
         carry, more = body(carry, block, index)
-        return carry, block_next, more if arrived is None else jax.tree.map(jnp.add, arrived, more)
+        return carry, block_next, more if arrived is None else _add(arrived, more)
 
     def one_round(state: Any, index: Any) -> Any:
         carry, block = state
@@ -153,9 +151,26 @@ def _hop(tree: Any, axis_name: Any, size: int) -> Any:
     return lax.ppermute(tree, axis_name, [(i, (i + 1) % size) for i in range(size)])
 
 
-OVERLAP = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "XLA_FLAGS": "--xla_gpu_collective_permute_mode=peer"}
-"""What the environment has to hold before JAX starts for GPUs to hide hops. Peer mode has copy engines move them within a
-process; otherwise NCCL's kernel takes multiprocessors from the matmuls beside it."""
+def _add(a: Any, b: Any) -> Any:
+    return jax.tree.map(jnp.add, a, b)
+
+
+_ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "XLA_FLAGS": "--xla_gpu_collective_permute_mode=peer"}
+
+
+def hide_hops() -> None:
+    """Has GPUs hide hops behind compute; to be called before the first use of a device.
+
+    Sets `CUDA_DEVICE_MAX_CONNECTIONS=1`, unless it has a value, so that hops start before the matmuls beside them, and adds
+    `--xla_gpu_collective_permute_mode=peer` to `XLA_FLAGS`, unless that names a mode, so that copy engines move blocks between
+    the GPUs of a process. By default a kernel of NCCL does, on multiprocessors that the matmuls then lack, as it still does
+    between processes. Results are the same.
+    """
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    flags, flag = os.environ.get("XLA_FLAGS", ""), _ENVIRONMENT["XLA_FLAGS"]
+    if flag.split("=")[0] not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {flag}".strip()
+
 
 _warned = False
 
@@ -164,11 +179,13 @@ def _warn_without_overlap() -> None:
     global _warned
     if _warned or jax.default_backend() != "gpu":
         return
-    missing = [f"{name}={value}" for name, value in OVERLAP.items() if value not in os.environ.get(name, "").split()]
+    missing = [
+        f"{name}={value}" for name, value in _ENVIRONMENT.items() if value not in os.environ.get(name, "").split()
+    ]
     if missing:
         _warned = True
         warnings.warn(
-            f"Hops round the ring are not hidden behind compute: set {' and '.join(missing)} in the environment before JAX"
-            " starts.",
+            "Hops round the ring are not hidden behind compute: call memjax.shard.hide_hops() before the first use of a"
+            f" device, or set {' and '.join(missing)}.",
             stacklevel=4,
         )

@@ -1,5 +1,5 @@
+import os
 import re
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from rings import FIRST, ROWS, normal, outputs_and_gradients, sharded
 
-from memjax.shard import metp_attention, positions, ring, unzigzag, zigzag
+from memjax.shard import hide_hops, metp_attention, positions, ring, unzigzag, zigzag
 from memjax.shard._attention_block import merge
 
 
@@ -174,11 +174,16 @@ def test_hops_that_are_not_hidden_are_warned_of_once(monkeypatch):
     body = lambda carry, block, step: block if carry is None else carry + block
     total = lambda a: ring.scan(body, a, None, axis_name="ring")
     trace = lambda size: jax.eval_shape(sharded(total, size, FIRST, FIRST), jnp.zeros(size))
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=4 --xla_gpu_collective_permute_mode=peer")
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=4")
+    hide_hops()
+    assert os.environ["XLA_FLAGS"] == "--xla_gpu_autotune_level=4 --xla_gpu_collective_permute_mode=peer"
     trace(2)  # warnings are errors here
-    monkeypatch.setenv("XLA_FLAGS", "")
-    with pytest.warns(UserWarning, match="compute: set XLA_FLAGS=--xla_gpu_collective_permute_mode=peer in the env"):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_collective_permute_mode=private")
+    hide_hops()  # leaves what is chosen
+    with pytest.warns(
+        UserWarning, match=r"call memjax.shard.hide_hops\(\) .* or set XLA_FLAGS=--xla_gpu_coll\S+=peer\."
+    ):
         trace(4)
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
     trace(8)

@@ -1,0 +1,133 @@
+"""The longest sequence that each parallelism can train on: `python -m benchmarks.metp_longest`, three minutes on four GPUs.
+
+Real steps, optimizer and loss included, of a model of seven billion parameters cut to a few layers, all in as much memory
+per GPU; then tokens a second at the longest length that all but tensor parallelism take. The search starts at `--guesses`, so
+that few steps are tried, and takes the parallelisms side by side.
+
+`--size 8 --dim 32 --heads 8 --layers 1 --memory-gib 0.005 --guesses 8192 --grid 1024 --parallelisms metp` tries it on simulated
+CPU devices.
+"""
+
+import dataclasses
+import fcntl
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+import tyro
+
+import memjax
+from benchmarks import record
+from experiments import metp
+from experiments.data.text import standard_library
+
+memjax.shard.hide_hops()
+_KEPT = ("size", "dim", "heads", "layers", "memory_gib")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    size: int = 4
+    """GPUs of the ring."""
+    dim: int = 4096
+    heads: int = 32
+    layers: int = 2
+    memory_gib: float = 8.0
+    """Of each GPU."""
+    parallelisms: tuple[str, ...] = ("metp", "tp", "tp_sp", "ulysses", "ring")
+    guesses: tuple[int, ...] = (116736, 40960, 45056, 60416, 49152)
+    """Lengths at which the search starts, one for each parallelism."""
+    grid: int = 1024
+    """Lengths tried are multiples of it."""
+
+
+def main(config: Config) -> None:
+    base = dataclasses.asdict(config)
+    environ = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={config.size}"}
+    if record._accelerator() is not None:
+        query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits", "--id=0"]
+        total = float(subprocess.run(query, capture_output=True, text=True, check=True).stdout)
+        devices = ",".join(map(str, range(config.size)))
+        environ = {
+            "CUDA_VISIBLE_DEVICES": devices,
+            "XLA_PYTHON_CLIENT_MEM_FRACTION": str(config.memory_gib * 1024 / total),
+        }
+
+    def run(name: str, length: int, **more: object) -> dict:
+        case = {**base, "parallelism": name, "length": length, **more}
+        return record.in_fresh_process("benchmarks.metp_longest", case, environ=environ, timeout=150)
+
+    rows: list[dict] = []
+
+    def keep(found: dict) -> None:
+        rows.append({k: v for k, v in found.items() if k not in (*base, "turn", "length") or k in _KEPT})
+        print(json.dumps(rows[-1]), flush=True)
+        record.save("metp_longest", rows)
+
+    with ThreadPoolExecutor() as pool:
+        for found in pool.map(run, config.parallelisms, config.guesses):
+            keep(found)
+    others = {row["parallelism"]: row["longest"] for row in rows if row["parallelism"] != "tp" and row.get("longest")}
+    with ThreadPoolExecutor() as pool, tempfile.NamedTemporaryFile() as turn:
+        for found in pool.map(lambda name: run(name, min(others.values()), turn=turn.name), others):
+            keep(found)
+
+
+def case(case: dict) -> dict:
+    """The longest length, or the speed at one, in a process of its own."""
+    config = metp.MetpConfig(
+        preset="gpu",
+        name="longest",
+        optimizer="adamw",
+        schedule="cosine",
+        weight_decay=0.0,
+        batch_size=1,
+        dim=case["dim"],
+        layers=case["layers"],
+        heads=case["heads"],
+        dtype="bfloat16",
+    )
+    text, name, grid = standard_library().train, case["parallelism"], case["grid"]
+    limit = case["memory_gib"] * 2**30 if jax.default_backend() == "cpu" else None
+    stats = jax.local_devices()[0].memory_stats() or {}
+    result = {"bytes_limit": stats.get("bytes_limit", limit)}
+    trial = lambda length, steps: metp._try(config, name, length, text, steps=steps, limit=limit)
+    if "turn" in case:
+        return result | _speed(metp.Training(config, name, case["length"]), text, case["turn"])
+    fitting, failing = 0, np.inf
+    length = case["length"]
+    while 0 < length < failing and length != fitting:
+        if trial(length, 2) is None:
+            failing = length
+        else:
+            fitting = length
+        step = -(-length // (32 * grid)) * grid
+        length = length + step if failing == np.inf else fitting or failing - step
+    return result | {"longest": fitting, "fails": failing}
+
+
+def _speed(training: metp.Training, text: np.ndarray, turn: str) -> dict:
+    """Of the fastest of some steps, while the processes beside this one wait."""
+    seconds = []
+    with open(turn) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        params, state = training.start()
+        for step in range(5):
+            batch = training.batch(text, step)
+            begin = time.perf_counter()
+            params, state, _ = training.step(params, state, batch)
+            seconds.append(time.perf_counter() - begin)
+        fcntl.flock(file, fcntl.LOCK_UN)
+    return {"speed_at": training.length, "tokens_per_second": training.length / min(seconds)}
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--case"]:
+        print(json.dumps(case(json.loads(sys.argv[2]))))
+    else:
+        main(tyro.cli(Config, description=__doc__))

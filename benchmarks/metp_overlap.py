@@ -1,0 +1,131 @@
+"""How much of METP's communication is hidden: a feed-forward layer's passes over a ring, their matmuls alone and their hops
+alone, and the tokens per device from which on all could be hidden beside what `memjax.shard.overlap` predicts."""
+
+import contextlib
+import functools
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from memjax.shard import _metp, metp_mlp, overlap, ring
+
+
+def measure(case: dict, mesh: Mesh) -> dict:
+    """Ring, matmuls alone and hops alone of a feed-forward layer's forward and backward pass."""
+    dim, hidden, size = case["dim"], 4 * case["dim"], case["size"]
+    link = overlap.measure_link(list(mesh.devices.flat), case["link_sizes"])
+    rate = overlap.measure_matmul(min(8192, 2 * dim))
+    rows, columns = P("ring"), P(None, "ring")
+    shaped = {"dim": dim, "hidden": hidden, "size": size}
+    put = lambda shape, spec: jax.jit(
+        lambda: jax.random.normal(jax.random.key(0), shape, jnp.bfloat16) * jnp.bfloat16(shape[0] ** -0.5),
+        out_shardings=NamedSharding(mesh, spec),
+    )()
+    forward = lambda x, w_in, w_out: metp_mlp(x, w_in, w_out, axis_name="ring")
+    backward = lambda x, w_in, w_out: jax.vjp(forward, x, w_in, w_out)[1](x)
+    passes: dict[str, Any] = {"forward": (forward, rows, False), "backward": (backward, (rows, columns, rows), True)}
+    over_ring = lambda f, out: jax.shard_map(f, mesh=mesh, in_specs=(rows, columns, rows), out_specs=out)
+    table, found = [], {}
+    for tokens in case["overlap_tokens"]:
+        arrays = put((size * tokens, dim), rows), put((dim, hidden), columns), put((hidden, dim), rows)
+        for name, (f, out, back) in passes.items():
+            build = lambda f, out, arrays=arrays: jax.jit(over_ring(lambda *a: f(*a), out)).lower(*arrays).compile()
+            functions = {"ring": build(f, out)}
+            with _instead(_hop=lambda tree, axis_name, size: jax.lax.optimization_barrier(tree)):
+                functions["matmuls"] = build(f, out)
+            functions["hops"] = build(functools.partial(_hops, back), rows)
+            row: dict[str, Any] = {"tokens": tokens, "pass": name}
+            row |= {k: v * 1e3 for k, v in _in_turn(functions, case["repeats"], arrays).items()}
+            table.append(row | {"hidden": _hidden(row)})
+            print(table[-1], file=sys.stderr, flush=True)
+    for name, (_, _, back) in passes.items():
+        step = functools.partial(overlap.mlp_step, **shaped, backward=back)
+        mine = [row for row in table if row["pass"] == name]
+        predicted = overlap.full_overlap_tokens(step, rate, link)
+        found[name] = {"predicted": predicted, "measured": _crossover(mine, size)}
+    both = [
+        {"tokens": tokens, "pass": "forward + backward"}
+        | {k: sum(row[k] for row in table if row["tokens"] == tokens) for k in ("ring", "matmuls", "hops")}
+        for tokens in case["overlap_tokens"]
+    ]
+    return {
+        "flops_per_second": rate,
+        "link": dict(zip(map(str, link.sizes), link.bandwidths, strict=True)),
+        "full_overlap_tokens": found,
+        "milliseconds": table + [row | {"hidden": _hidden(row)} for row in both],
+    }
+
+
+def _hidden(row: dict) -> float:
+    return (row["matmuls"] + row["hops"] - row["ring"]) / min(row["matmuls"], row["hops"])
+
+
+def _crossover(rows: list[dict], size: int) -> float | None:
+    """Tokens per device at which a step's matmuls, p in all, take as long as a hop, p - 1 in all."""
+    surplus = [row["matmuls"] / size - row["hops"] / (size - 1) for row in rows]
+    for i, (low, high) in enumerate(itertools.pairwise(surplus)):
+        if low < 0 <= high:
+            few, many = rows[i]["tokens"], rows[i + 1]["tokens"]
+            return few + (many - few) * -low / (high - low)
+    return None
+
+
+@contextlib.contextmanager
+def _instead(**functions: Any) -> Iterator[None]:
+    """With other functions in `memjax.shard.ring`."""
+    before = {name: getattr(ring, name) for name in functions}
+    for name, f in functions.items():
+        setattr(ring, name, f)
+    yield
+    for name, f in before.items():
+        setattr(ring, name, f)
+
+
+def _hops(back: bool, x: jax.Array, w_in: jax.Array, w_out: jax.Array) -> jax.Array:
+    """The hops of a pass, piece by piece as there, without its work."""
+    bs, c = (w_in,), w_out
+    touch = lambda tree: sum(a[..., 0, :1].astype(jnp.float32) for a in jax.tree.leaves(tree))
+    block = _metp._block(bs, c, 0, 1)
+    if not back:
+        return ring.scan(lambda seen, block, step: seen + touch(block), block, touch(block), axis_name="ring")
+    count = _metp._pieces(x, bs, c)
+
+    def body(seen: Any, block: Any, step: Any) -> Any:
+        return seen + touch(block), jax.tree.map(lambda a: a.astype(jnp.float32), block)
+
+    # Sums go on as they arrive.
+    with _instead(_add=lambda arrived, more: arrived):
+        seen, sums = ring.collect(
+            body,
+            lambda i: _metp._block(bs, c, i, count),
+            touch(block),
+            axis_name="ring",
+            count=count,
+            dtype=jnp.float32,
+        )
+    return seen + touch(sums)
+
+
+def _in_turn(functions: dict[str, Any], repeats: int, args: Any, calls: int = 3) -> dict[str, float]:
+    """Seconds of a call of each: medians of rounds of several calls in a row, each begun while the first function runs, so that
+    clocks are those of a busy GPU for all."""
+    warm, times = next(iter(functions.values())), {name: [] for name in functions}
+    for f in functions.values():
+        jax.block_until_ready(f(*args))
+    for _ in range(repeats):
+        for name, f in functions.items():
+            jax.block_until_ready(warm(*args))
+            begin = time.perf_counter()
+            for _ in range(calls):
+                out = f(*args)
+            jax.block_until_ready(out)
+            times[name].append((time.perf_counter() - begin) / calls)
+    return {name: statistics.median(found) for name, found in times.items()}
