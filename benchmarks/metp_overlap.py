@@ -103,13 +103,9 @@ def _hops(back: bool, x: jax.Array, w_in: jax.Array, w_out: jax.Array) -> jax.Ar
 
     # Sums go on as they arrive.
     with _instead(_add=lambda arrived, more: arrived):
+        piece = lambda block, i: _metp._block(*block, i, count)
         seen, sums = ring.collect(
-            body,
-            lambda i: _metp._block(bs, c, i, count),
-            touch(block),
-            axis_name="ring",
-            count=count,
-            dtype=jnp.float32,
+            body, (bs, c), touch(block), axis_name="ring", dtype=jnp.float32, count=count, piece=piece
         )
     return seen + touch(sums)
 

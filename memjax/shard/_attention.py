@@ -230,7 +230,7 @@ def _ring_backward(
         return where.visible(step, some, none)
 
     dq = vary(jnp.zeros(q.shape, accumulator(q.dtype)), varying_axes(q, k, v))
-    dq, (dk, dv) = ring.collect(body, lambda _: (k, v, segments), dq, axis_name=options.axis_name, dtype=q.dtype)
+    dq, (dk, dv) = ring.collect(body, (k, v, segments), dq, axis_name=options.axis_name, dtype=q.dtype)
     return dq.astype(q.dtype), dk[0], dv[0]
 
 

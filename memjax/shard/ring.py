@@ -70,21 +70,24 @@ def scan(body: Callable[[Carry | Any, Any, Any], Carry], moving: Any, init: Any,
 
 def collect(
     body: Callable[[Carry, Any, Any], tuple[Carry, Any]],
-    piece: Callable[[Any], Any],
+    moving: Any,
     init: Carry,
     *,
     axis_name: str | None,
-    count: int = 1,
     dtype: Any,
+    count: int = 1,
+    piece: Callable[[Any, Any], Any] = lambda moving, index: moving,
 ) -> tuple[Carry, Any]:
     """Runs `body` with the block of every device of the ring in turn, the own one last, and adds up what it returns for each.
 
     Args:
       body: `(carry, block, step) -> (carry, sums)`. `sums` is a pytree of arrays to be added up, for each block, over all
         devices; otherwise as for `scan`. It is traced four times at most, and `init` has the structure of later carries.
-      piece: `index -> moving`, one of `count` pieces of this device's block, which go round one after another. The first hop of
-        a piece is hidden behind the end of the one before.
+      moving: this device's block, a pytree of arrays of the same shapes on every device.
       dtype: of the sums that are returned; they travel as `body` makes them.
+      count: blocks go round in so many pieces, one after another. The first hop of a piece is hidden behind the end of the one
+        before.
+      piece: `(moving, index) -> piece`, of which `body` is given one at a time.
 
     Returns:
       The last carry, and the sums of all devices for this device's own block, stacked by pieces: (count, ...).
@@ -101,9 +104,8 @@ def collect(
 
     def one_round(state: Any, index: Any) -> Any:
         carry, block = state
-        own = piece(index)
         if size == 1:
-            carry, sums = body(carry, own, 0)
+            carry, sums = body(carry, piece(moving, index), 0)
             return (carry, None), cast(sums)
         carry, block, sums = lax.optimization_barrier(step(carry, block, None, 1, block if size > 2 else None))
         if size > 3:
@@ -113,13 +115,13 @@ def collect(
         if size > 2:
             carry, _, sums = step(carry, block, sums, size - 1, None)
         # Of the own block nothing is computed before, and held.
-        carry, sums, own = lax.optimization_barrier((carry, sums, own))
-        following = piece((index + 1) % count) if count > 1 else None
-        carry, block, sums = lax.optimization_barrier(step(carry, own, sums, 0, following))
+        carry, sums, index, mine = lax.optimization_barrier((carry, sums, index, moving))
+        following = piece(mine, (index + 1) % count) if count > 1 else None
+        carry, block, sums = lax.optimization_barrier(step(carry, piece(mine, index), sums, 0, following))
         return (carry, block), cast(sums)
 
     cast = lambda sums: jax.tree.map(lambda a: a.astype(dtype), sums)
-    state = init, _hop(piece(0), axis_name, size) if size > 1 else None
+    state = init, _hop(piece(moving, 0), axis_name, size) if size > 1 else None
     if count == 1:
         (carry, _), sums = one_round(state, 0)
         return carry, jax.tree.map(lambda a: a[None], sums)

@@ -107,8 +107,8 @@ def test_ring_visits_every_block_and_brings_sums_home(size, count):
             return seen, (a * (rank + 1).astype(jnp.float32), b.astype(jnp.float32))
 
         start = jax.lax.pcast(jnp.zeros(size), "ring", to="varying")
-        piece = lambda i: (a * jnp.float32(i + 1), b)
-        return ring.collect(body, piece, start, axis_name="ring", count=count, dtype=jnp.int32)
+        piece = lambda block, i: (block[0] * jnp.float32(i + 1), block[1])
+        return ring.collect(body, (a, b), start, axis_name="ring", dtype=jnp.int32, count=count, piece=piece)
 
     ranks = np.arange(size)
     over_ring = jax.jit(sharded(local, size, (FIRST, FIRST), (FIRST, (ROWS, ROWS))))
