@@ -24,7 +24,6 @@ def measure(case: dict, mesh: Mesh) -> dict:
     link = overlap.measure_link(list(mesh.devices.flat), case["link_sizes"])
     rate = overlap.measure_matmul(min(8192, 2 * dim))
     rows, columns = P("ring"), P(None, "ring")
-    shaped = {"dim": dim, "hidden": hidden, "size": size}
     put = lambda shape, spec: jax.jit(
         lambda: jax.random.normal(jax.random.key(0), shape, jnp.bfloat16) * jnp.bfloat16(shape[0] ** -0.5),
         out_shardings=NamedSharding(mesh, spec),
@@ -33,7 +32,7 @@ def measure(case: dict, mesh: Mesh) -> dict:
     backward = lambda x, w_in, w_out: jax.vjp(forward, x, w_in, w_out)[1](x)
     passes: dict[str, Any] = {"forward": (forward, rows, False), "backward": (backward, (rows, columns, rows), True)}
     over_ring = lambda f, out: jax.shard_map(f, mesh=mesh, in_specs=(rows, columns, rows), out_specs=out)
-    table, found = [], {}
+    table = []
     for tokens in case["overlap_tokens"]:
         arrays = put((size * tokens, dim), rows), put((dim, hidden), columns), put((hidden, dim), rows)
         for name, (f, out, back) in passes.items():
@@ -46,26 +45,40 @@ def measure(case: dict, mesh: Mesh) -> dict:
             row |= {k: v * 1e3 for k, v in _in_turn(functions, case["repeats"], arrays).items()}
             table.append(row | {"hidden": _hidden(row)})
             print(table[-1], file=sys.stderr, flush=True)
-    for name, (_, _, back) in passes.items():
-        step = functools.partial(overlap.mlp_step, **shaped, backward=back)
-        mine = [row for row in table if row["pass"] == name]
-        predicted = overlap.full_overlap_tokens(step, rate, link)
-        found[name] = {"predicted": predicted, "measured": _crossover(mine, size)}
     both = [
         {"tokens": tokens, "pass": "forward + backward"}
         | {k: sum(row[k] for row in table if row["tokens"] == tokens) for k in ("ring", "matmuls", "hops")}
         for tokens in case["overlap_tokens"]
     ]
     return {
+        "dim": dim,
         "flops_per_second": rate,
         "link": dict(zip(map(str, link.sizes), link.bandwidths, strict=True)),
-        "full_overlap_tokens": found,
         "milliseconds": table + [row | {"hidden": _hidden(row)} for row in both],
     }
 
 
 def _hidden(row: dict) -> float:
     return (row["matmuls"] + row["hops"] - row["ring"]) / min(row["matmuls"], row["hops"])
+
+
+def full_overlap_tokens(row: dict) -> dict[str, dict[str, float | None]]:
+    """For each pass of a measured row: the tokens per device from which on hops can be hidden, as measured, and as predicted with
+    the rate of a large matmul and with the rate of the layer's own matmuls, which other work goes with."""
+    link = overlap.Link(tuple(map(int, row["link"])), tuple(row["link"].values()))
+    shaped = {"dim": row["dim"], "hidden": 4 * row["dim"], "size": row["size"]}
+    found = {}
+    for name in ("forward", "backward"):
+        mine = [r for r in row["milliseconds"] if r["pass"] == name]
+        step = functools.partial(overlap.mlp_step, **shaped, backward=name == "backward")
+        own = row["size"] * step(mine[-1]["tokens"]).flops / (mine[-1]["matmuls"] / 1e3)
+        predict = functools.partial(overlap.full_overlap_tokens, step)
+        found[name] = {
+            "measured": _crossover(mine, row["size"]),
+            "large matmul": predict(row["flops_per_second"], link),
+            "own matmuls": predict(own, link),
+        }
+    return found
 
 
 def _crossover(rows: list[dict], size: int) -> float | None:

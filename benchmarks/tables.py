@@ -1,7 +1,8 @@
-"""README's tables and picture, from `benchmarks/results/`: `python -m benchmarks.tables`."""
+"""README's tables and picture and those of `docs/metp.md`, from `benchmarks/results/`: `python -m benchmarks.tables`."""
 
 import json
 import pathlib
+from collections.abc import Callable
 
 import matplotlib
 
@@ -161,8 +162,8 @@ def depth_picture(path: pathlib.Path) -> None:
 
 
 def main() -> None:
-    readme = ROOT / "README.md"
-    text = readme.read_text()
+    from benchmarks import metp_tables
+
     tables = {
         "step": step_table,
         "batch": batch_table,
@@ -170,14 +171,21 @@ def main() -> None:
         "scan": scan_table,
         "loss": loss_table,
     }
+    _write(ROOT / "README.md", tables)
+    _write(ROOT / "docs" / "metp.md", metp_tables.TABLES)
+    depth_picture(ROOT / "docs" / "densenet_memory.png")
+
+
+def _write(page: pathlib.Path, tables: dict[str, Callable[[], str | None]]) -> None:
+    """Each table between its two comments."""
+    text = page.read_text()
     for name, make in tables.items():
         table = make()
         if table is not None:
             before, rest = text.split(f"<!-- {name} -->")
             after = rest.split(f"<!-- /{name} -->")[1]
             text = f"{before}<!-- {name} -->\n{table}\n<!-- /{name} -->{after}"
-    readme.write_text(text)
-    depth_picture(ROOT / "docs" / "densenet_memory.png")
+    page.write_text(text)
 
 
 if __name__ == "__main__":

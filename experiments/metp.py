@@ -95,6 +95,11 @@ class MetpConfig(RunConfig):
         for name in ("length", "dim", "layers", "heads", "memory_limit", "longest"):
             if getattr(self, name) < 1:
                 raise ExperimentError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        for name in ("ring", "steps"):
+            if getattr(self, name) < 0:
+                raise ExperimentError(f"--{name} must be at least 0, got {getattr(self, name)}")
+        if self.dim % (2 * self.heads):
+            raise ExperimentError(f"--dim must be a multiple of twice --heads, {2 * self.heads}, got {self.dim}")
         ring = self.ring or jax.device_count()
         if jax.device_count() % ring:
             raise ExperimentError(f"--ring {ring} does not divide the {jax.device_count()} devices")

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 import socket
@@ -5,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from experiments import metp
@@ -54,12 +56,22 @@ def test_two_processes_train_as_one_does(tmp_path):
 
 
 def test_longest_sequence_is_bisected(monkeypatch):
-    config = metp.MetpConfig(preset="cpu", name="x", memory_limit=1, ring=8)
-    fits = lambda config, name, length, text, steps, limit: {"bytes": 1000 * length} if 1000 * length <= limit else None
-    monkeypatch.setattr(metp, "_try", fits)
-    found = metp.find_longest(config, "metp", b"")
-    assert found % 16 == 0
-    assert 0.93 * 2**20 <= 1000 * found <= 2**20
+    """Real steps of what fits into a limit, by what the compiled step takes."""
+    config = dataclasses.replace(
+        metp.PRESETS["cpu"], name="x", memory_limit=1, ring=8, dim=16, layers=1, batch_size=1, longest=4096
+    )
+    tried, real = {}, metp._try
+
+    def watched(config, name, length, *args, **options):
+        tried[length] = real(config, name, length, *args, **options)
+        return tried[length]
+
+    monkeypatch.setattr(metp, "_try", watched)
+    found = metp.find_longest(config, "tp", np.arange(1000, dtype=np.uint8))
+    failed = min(length for length, result in tried.items() if result is None)
+    assert found < failed <= found + 16
+    assert tried[found]["bytes"] <= 2**20 < metp.Training(config, "tp", failed).bytes
+    assert tried[found]["tokens_per_second"] > 0
 
 
 @pytest.mark.parametrize(
@@ -69,6 +81,8 @@ def test_longest_sequence_is_bisected(monkeypatch):
         (["--length", "100"], "--length must be multiples of twice the ring, 16"),
         (["--heads", "4"], "--heads must be a multiple of the ring"),
         (["--compare", "dp"], "--compare takes metp, tp, tp_sp, ulysses, ring"),
+        (["--dim", "60"], "--dim must be a multiple of twice --heads, 16, got 60"),
+        (["--steps", "-1"], "--steps must be at least 0, got -1"),
         (["--resume", "--name", "missing"], "nothing to resume"),
     ],
 )

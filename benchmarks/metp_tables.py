@@ -1,0 +1,121 @@
+"""METP's tables in `docs/metp.md` and README, from `benchmarks/results/`; written by `python -m benchmarks.tables`."""
+
+from benchmarks.metp_overlap import full_overlap_tokens
+from benchmarks.tables import _gib, _load, _markdown, _source
+
+_NAMES = {
+    "metp": "METP",
+    "tp": "tensor parallelism",
+    "tp_sp": "tensor and sequence parallelism",
+    "ulysses": "Ulysses, weights fully sharded",
+    "ring": "ring attention, weights fully sharded",
+}
+
+
+def memory_table() -> str | None:
+    if (loaded := _load("metp")) is None:
+        return None
+    environment, rows = loaded
+    found = {(row["size"], row["parallelism"]): row for row in rows if row["kind"] == "memory"}
+    body = []
+    for size in sorted({size for size, _ in found}):
+        mine, theirs = found[size, "metp"], found[size, "tp"]
+        saved = 1 - mine["peak_bytes"] / theirs["peak_bytes"]
+        slower = mine["milliseconds"] / theirs["milliseconds"]
+        body.append(
+            [str(size), _gib(mine["peak_bytes"]), _gib(theirs["peak_bytes"]), f"{saved:.1%}", f"{slower:.2f}"],
+        )
+    header = ["GPUs", "METP, GiB", "tensor parallelism, GiB", "saved", "time, METP / TP"]
+    return _markdown(header, body) + "\n\n" + _source(environment)
+
+
+def compiled_table() -> str | None:
+    if (loaded := _load("metp_compiled")) is None:
+        return None
+    environment, rows = loaded
+    lengths = sorted({row["tokens"] for row in rows})
+    found = {(row["parallelism"], row["tokens"]): f"{row['bytes'] / 2**20:,.0f}" for row in rows}
+    names = [name for name in _NAMES if (name, lengths[0]) in found]
+    body = [[_NAMES[name], *(found[name, tokens] for tokens in lengths)] for name in names]
+    header = [f"compiled for {rows[0]['size']} {rows[0]['device']}, MiB per GPU", *(f"{n:,} tokens" for n in lengths)]
+    return _markdown(header, body) + "\n\n" + _source({**environment, "accelerator": "No GPU"})
+
+
+def longest_table() -> str | None:
+    if (loaded := _load("metp_longest")) is None:
+        return None
+    environment, rows = loaded
+    found = {row["parallelism"]: row for row in rows if "longest" in row}
+    most = found["metp"]["longest"]
+    body = [
+        [_NAMES[name], f"{row['longest']:,}", f"{row['fails']:,}", f"{most / row['longest']:.2f}"]
+        for name, row in found.items()
+    ]
+    header = ["", "longest sequence", "first that fails", "METP's / this"]
+    return _markdown(header, body) + "\n\n" + _source(environment)
+
+
+def overlap_table() -> str | None:
+    if (row := _overlap_row()) is None:
+        return None
+    environment, measured = row
+    at = {(r["tokens"], r["pass"]): r for r in measured["milliseconds"]}
+    body = [
+        [f"{tokens:,}", *(f"{at[tokens, 'forward + backward'][k]:.2f}" for k in ("matmuls", "hops", "ring"))]
+        + [f"{at[tokens, p]['hidden']:.0%}" for p in ("forward", "backward", "forward + backward")]
+        for tokens in sorted({tokens for tokens, _ in at})
+    ]
+    header = [
+        "tokens per GPU",
+        "matmuls alone, ms",
+        "hops alone, ms",
+        "ring, ms",
+        "hidden: forward",
+        "backward",
+        "both",
+    ]
+    return _markdown(header, body) + "\n\n" + _source(environment)
+
+
+def crossover_table() -> str | None:
+    if (row := _overlap_row()) is None:
+        return None
+    body = []
+    for name, found in full_overlap_tokens(row[1]).items():
+        measured = found["measured"]
+        assert measured is not None
+        predicted = [f"{found[rate]:,} ({found[rate] / measured - 1:+.0%})" for rate in ("own matmuls", "large matmul")]
+        body.append([name, f"{measured:,.0f}", *predicted])
+    header = ["pass", "measured", "predicted, rate of the layer's matmuls", "predicted, rate of one large matmul"]
+    return _markdown(header, body)
+
+
+def hops_table() -> str | None:
+    if (loaded := _load("metp_hops")) is None:
+        return None
+    environment, rows = loaded
+    body = []
+    for row in rows:
+        at = {(r["tokens"], r["pass"]): r for r in row["milliseconds"]}
+        passes = ("forward", "forward + backward")
+        most = max(tokens for tokens, _ in at)
+        cells = [f"{at[most, p]['hops']:.2f}" for p in passes] + [f"{at[most, p]['hidden']:.0%}" for p in passes]
+        body.append([row["setting"], *cells])
+    header = ["what moves blocks", "hops alone, ms: forward", "both", "hidden: forward", "both"]
+    return _markdown(header, body) + "\n\n" + _source(environment)
+
+
+def _overlap_row() -> tuple[dict, dict] | None:
+    loaded = _load("metp")
+    found = [row for row in loaded[1] if row["kind"] == "overlap"] if loaded else []
+    return (loaded[0], found[0]) if loaded and found else None
+
+
+TABLES = {
+    "memory": memory_table,
+    "compiled": compiled_table,
+    "longest": longest_table,
+    "overlap": overlap_table,
+    "crossover": crossover_table,
+    "hops": hops_table,
+}
