@@ -306,6 +306,7 @@ def show(config: MetpConfig, rows: list[dict], console: Console) -> None:
         axis.set(xscale="log", xlabel="bytes of a sequence", ylabel=label, ylim=(0, None))
         axis.set_xticks(list(lengths), [f"{n:,}" for n in lengths])
         axis.minorticks_off()
+        axis.yaxis.set_major_formatter("{x:,g}")
         axis.spines[["top", "right"]].set_visible(False)
     memory.legend(frameon=False)
     figure.tight_layout()

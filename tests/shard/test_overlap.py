@@ -1,6 +1,15 @@
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from rings import normal
 
+from experiments.models.parallel import NAMES, tokens_spec
+from experiments.models.transformer import Layer, TransformerConfig, _specs
+from memjax._linear_cross_entropy.options import vary
 from memjax.shard import overlap
 
 
@@ -33,6 +42,28 @@ def test_metp_keeps_least():
     assert kept["metp"] < (1 - 0.417) * kept["tp"]
     with pytest.raises(ValueError, match="parallelism: expected one of"):
         overlap.saved_bytes("dp", **shape)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_keeps_what_the_formula_says(name):
+    size, tokens, shape = 4, 256, {"dim": 32, "hidden": 80, "heads": 8, "kv_heads": 8}
+    mesh = jax.make_mesh((1, size), ("data", "ring"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:size])
+    config = TransformerConfig(vocabulary=1, layers=1, parallelism=name, **shape)
+    graph, params = nnx.split(Layer(config, rngs=nnx.Rngs(0)))
+    rows = P(*tokens_spec(name), None)
+
+    def local(params, x):
+        _, pull = jax.vjp(lambda params, x: nnx.merge(graph, params)(x), params, x)
+        kept = {id(a): a for a in jax.tree.leaves(pull) if a.dtype == jnp.float32}
+        return [vary(a.reshape(1, -1), frozenset({"data", "ring"})) for a in kept.values()]
+
+    over_ring = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(_specs(params), rows), out_specs=P(("data", "ring"))))
+    first, second = (over_ring(params, x) for x in normal((1, tokens, 32), (1, tokens, 32), dtype=np.float32))
+    # Of one device, without weights and positions, which do not depend on the input; the same numbers in another shape once.
+    kept = {
+        np.sort(np.asarray(a[1])).tobytes() for a, b in zip(first, second, strict=True) if not jnp.array_equal(a, b)
+    }
+    assert sum(map(len, kept)) == overlap.saved_bytes(name, tokens=tokens, size=size, itemsize=4, **shape)
 
 
 def test_the_machine_is_measured():
