@@ -77,13 +77,30 @@ def case(case: dict) -> dict:
     x = shaped((1, case["tokens"], dim), rows)
     args = x, shaped((dim, hidden), columns), shaped((hidden, dim), P("ring")), x
     lowered = jax.jit(step).trace(*args).lower(lowering_platforms=("cuda" if case["target"] else "cpu",))
-    memory: Any = lowered.compile().memory_analysis()
+    compiled = lowered.compile()
+    memory: Any = compiled.memory_analysis()
     parts = {
         "argument_bytes": memory.argument_size_in_bytes,
         "output_bytes": memory.output_size_in_bytes,
         "temp_bytes": memory.temp_size_in_bytes,
     }
-    return {"device": devices[0].device_kind, **parts, "bytes": sum(parts.values())}
+    hops = _hops(compiled.as_text())
+    schedule = {"hops": len(hops), "hops_beside_matmuls": sum(hops)}
+    return {"device": devices[0].device_kind, **parts, "bytes": sum(parts.values()), **schedule}
+
+
+def _hops(text: str) -> list[bool]:
+    """Of each hop in the scheduled program, a loop's once: whether a matmul stands between its start and its end."""
+    under_way, found = {}, []
+    for line in text.splitlines():
+        name, _, operation = line.strip().removeprefix("ROOT ").partition(" = ")
+        if "collective-permute-start(" in operation:
+            under_way[name] = False
+        elif "collective-permute-done(" in operation:
+            found.append(under_way.pop(operation.split("collective-permute-done(")[1].split(")")[0].split()[-1]))
+        elif "gemm" in name or "__cublas" in operation:
+            under_way = dict.fromkeys(under_way, True)
+    return found
 
 
 if __name__ == "__main__":

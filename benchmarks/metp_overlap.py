@@ -70,7 +70,7 @@ def full_overlap_tokens(row: dict) -> dict[str, dict[str, float | None]]:
     found = {}
     for name in ("forward", "backward"):
         mine = [r for r in row["milliseconds"] if r["pass"] == name]
-        step = functools.partial(overlap.mlp_step, **shaped, backward=name == "backward")
+        step: Any = functools.partial(overlap.mlp_step, **shaped, backward=name == "backward")
         own = row["size"] * step(mine[-1]["tokens"]).flops / (mine[-1]["matmuls"] / 1e3)
         predict = functools.partial(overlap.full_overlap_tokens, step)
         found[name] = {
@@ -116,7 +116,7 @@ def _hops(back: bool, x: jax.Array, w_in: jax.Array, w_out: jax.Array) -> jax.Ar
 
     # Sums go on as they arrive.
     with _instead(_add=lambda arrived, more: arrived):
-        piece = lambda block, i: _metp._block(*block, i, count)
+        piece = lambda block, i: _metp._block(block[0], block[1], i, count)
         seen, sums = ring.collect(
             body, (bs, c), touch(block), axis_name="ring", dtype=jnp.float32, count=count, piece=piece
         )
@@ -126,7 +126,8 @@ def _hops(back: bool, x: jax.Array, w_in: jax.Array, w_out: jax.Array) -> jax.Ar
 def _in_turn(functions: dict[str, Any], repeats: int, args: Any, calls: int = 3) -> dict[str, float]:
     """Seconds of a call of each: medians of rounds of several calls in a row, each begun while the first function runs, so that
     clocks are those of a busy GPU for all."""
-    warm, times = next(iter(functions.values())), {name: [] for name in functions}
+    warm = next(iter(functions.values()))
+    times: dict[str, list[float]] = {name: [] for name in functions}
     for f in functions.values():
         jax.block_until_ready(f(*args))
     for _ in range(repeats):

@@ -1,5 +1,7 @@
 """METP's tables in `docs/metp.md` and README, from `benchmarks/results/`; written by `python -m benchmarks.tables`."""
 
+from typing import Any
+
 from benchmarks.metp_overlap import full_overlap_tokens
 from benchmarks.tables import _gib, _load, _markdown, _source
 
@@ -82,8 +84,7 @@ def crossover_table() -> str | None:
         return None
     body = []
     for name, found in full_overlap_tokens(row[1]).items():
-        measured = found["measured"]
-        assert measured is not None
+        measured: Any = found["measured"]
         predicted = [f"{found[rate]:,} ({found[rate] / measured - 1:+.0%})" for rate in ("own matmuls", "large matmul")]
         body.append([name, f"{measured:,.0f}", *predicted])
     header = ["pass", "measured", "predicted, rate of the layer's matmuls", "predicted, rate of one large matmul"]

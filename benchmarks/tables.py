@@ -170,6 +170,7 @@ def main() -> None:
         "depth": depth_table,
         "scan": scan_table,
         "loss": loss_table,
+        "long": metp_tables.memory_table,
     }
     _write(ROOT / "README.md", tables)
     _write(ROOT / "docs" / "metp.md", metp_tables.TABLES)

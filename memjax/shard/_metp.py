@@ -157,8 +157,8 @@ def _backward(f: Any, axis_name: str, saved: Any, do: jax.Array) -> tuple[jax.Ar
         db = jnp.matmul(a.T, dz, preferred_element_type=wide)
         return _add_product(da, dz, b.T), (db, jnp.matmul(h.T, do, preferred_element_type=wide))
 
-    da = None if count == 1 else vary(_halves(jnp.zeros(a.shape, wide)), varying_axes(a))
-    piece = lambda block, i: _block(*block, i, count)
+    da: Any = None if count == 1 else vary(_halves(jnp.zeros(a.shape, wide)), varying_axes(a))
+    piece = lambda block, i: _block(block[0], block[1], i, count)
     da, (db, dc) = ring.collect(body, (bs, c), da, axis_name=axis_name, dtype=a.dtype, count=count, piece=piece)
     dbs = tuple(jnp.moveaxis(d, 0, 1).reshape(d.shape[1], -1) for d in jnp.split(db, len(bs), 2))
     return _rounded(da, a.dtype), dbs, dc.reshape(c.shape)

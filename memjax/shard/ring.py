@@ -60,12 +60,12 @@ def scan(body: Callable[[Carry | Any, Any, Any], Carry], moving: Any, init: Any,
         return body(carry, block, index), block_next
 
     # The barriers keep the next hop from starting before a step is over: all blocks would be held at once.
-    state = lax.optimization_barrier(step(init, moving, 0))
+    carry, block = lax.optimization_barrier(step(init, moving, 0))
     if size > 2:
         indices = jnp.arange(1, size - 1, dtype=jnp.int32)
-        state, _ = lax.scan(lambda state, i: (step(*state, i), None), state, indices)
+        (carry, block), _ = lax.scan(lambda s, i: (step(s[0], s[1], i), None), (carry, block), indices)
     # So that the last sum is made in its matmul, as the others are, and not beside it in what casts it.
-    return lax.optimization_barrier(body(*state, size - 1))
+    return lax.optimization_barrier(body(carry, block, size - 1))
 
 
 def collect(
@@ -82,7 +82,7 @@ def collect(
 
     Args:
       body: `(carry, block, step) -> (carry, sums)`. `sums` is a pytree of arrays to be added up, for each block, over all
-        devices; otherwise as for `scan`. It is traced four times at most, and `init` has the structure of later carries.
+        devices; otherwise as for `scan`. It is traced four times at most. With several pieces `init` has the structure of later carries.
       moving: this device's block, a pytree of arrays of the same shapes on every device.
       dtype: of the sums that are returned; they travel as `body` makes them.
       count: blocks go round in so many pieces, one after another. The first hop of a piece is hidden behind the end of the one
@@ -111,7 +111,7 @@ def collect(
         if size > 3:
             indices = jnp.arange(2, size - 1, dtype=jnp.int32)
             state = carry, block, sums
-            (carry, block, sums), _ = lax.scan(lambda s, i: (step(*s, i, s[1]), None), state, indices)
+            (carry, block, sums), _ = lax.scan(lambda s, i: (step(s[0], s[1], s[2], i, s[1]), None), state, indices)
         if size > 2:
             carry, _, sums = step(carry, block, sums, size - 1, None)
         # Of the own block nothing is computed before, and held.
