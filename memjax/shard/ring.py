@@ -82,7 +82,8 @@ def collect(
 
     Args:
       body: `(carry, block, step) -> (carry, sums)`. `sums` is a pytree of arrays to be added up, for each block, over all
-        devices; otherwise as for `scan`. It is traced four times at most. With several pieces `init` has the structure of later carries.
+        devices; otherwise as for `scan`. It is traced four times at most. With several pieces `init` has the structure of
+        later carries.
       moving: this device's block, a pytree of arrays of the same shapes on every device.
       dtype: of the sums that are returned; they travel as `body` makes them.
       count: blocks go round in so many pieces, one after another. The first hop of a piece is hidden behind the end of the one
