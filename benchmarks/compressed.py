@@ -96,7 +96,7 @@ def measure(given: dict) -> dict:
         tx = compress.adaptive(tx, interval=1000)
     make = functools.partial(_model, config, 16, is_compressed)
     loss = classification_loss(mean=(0.5,) * 3, std=(0.25,) * 3, label_smoothing=0.0)
-    seconds = {}
+    seconds: dict[str, float] = {}
     with _timed(seconds, "trace"):
         step = train_step(make, loss, tx, 1)
         state = jax.eval_shape(functools.partial(init_state, make, tx))

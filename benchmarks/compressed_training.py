@@ -80,7 +80,11 @@ def main(config: Config) -> None:
 
     for seeds in ([0], range(1, config.seeds)):
         with ThreadPoolExecutor(config.parallel) as pool:
-            list(pool.map(lambda case: run(*case), [(m, s, c) for s in seeds for m in config.models for c in (True, False)]))
+            list(
+                pool.map(
+                    lambda case: run(*case), [(m, s, c) for s in seeds for m in config.models for c in (True, False)]
+                )
+            )
 
 
 def _results(folder: pathlib.Path) -> dict:

@@ -156,9 +156,7 @@ def make_task(config: CompressedConfig) -> Task:
         wrap_optimizer=functools.partial(_controlled, config) if config.compress else lambda tx: tx,
         compile_step=observed.compile_step if observed else None,
         observe=observed.observe if observed else lambda state: {},
-        finish=functools.partial(
-            save_analysis, config.folder, exact, losses[0], lambda: next(_one_batch(config, data))
-        )
+        finish=functools.partial(save_analysis, config.folder, exact, losses[0], lambda: next(_one_batch(config, data)))
         if config.compress
         else lambda state: None,
     )

@@ -141,7 +141,9 @@ def adaptive(
         # The momenta are as large as the parameters: they are read when they are needed.
         new = jax.lax.cond(due, renewed, lambda: bounds)
         changes = [
-            dataclasses.replace(layers, bound=bound - layers.bound, statistics=jax.tree.map(jnp.zeros_like, layers.statistics))
+            dataclasses.replace(
+                layers, bound=bound - layers.bound, statistics=jax.tree.map(jnp.zeros_like, layers.statistics)
+            )
             for layers, bound in zip(own, new, strict=True)
         ]
         sums = jax.tree.map(lambda total: jnp.where(due, jnp.zeros_like(total), total), sums)

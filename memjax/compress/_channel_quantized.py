@@ -1,4 +1,4 @@
-"""A fixed number of bits per value, with a scale for every channel: elementwise, so that compilers fuse it with its neighbours."""
+"""A fixed number of bits per value, with a scale for every channel: elementwise, so that compilers fuse it with what follows."""
 
 import dataclasses
 
@@ -8,7 +8,6 @@ import numpy as np
 from jaxtyping import Array, Float, UInt
 
 from memjax.compress._codec import FixedRate
-
 
 _LEVELS = {2: jnp.uint2, 4: jnp.uint4, 8: jnp.uint8}
 

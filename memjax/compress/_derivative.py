@@ -253,7 +253,9 @@ def _run_late(
     def run(eqn, after):
         for atom in eqn.invars:
             get(atom, after)
-        if eqn.primitive is lax.optimization_barrier_p and not any(atom in late for atom in eqn.invars if not is_literal(atom)):
+        if eqn.primitive is lax.optimization_barrier_p and not any(
+            atom in late for atom in eqn.invars if not is_literal(atom)
+        ):
             # So that something is computed again: what has been already may be fused with what reads it.
             for atom, out in zip(eqn.invars, eqn.outvars, strict=True):
                 is_new = not is_literal(atom) and atom in leaves and restored.is_new(leaves[atom])

@@ -161,7 +161,9 @@ class Collector:
         rung = jnp.sum(bits[:, None] > jnp.asarray(LADDER) * (1 + 1e-6), 1)
         needed = jax.nn.one_hot(rung, len(LADDER) + 1, dtype=jnp.float32) * used[:, None]
         places = [(layer, i) for layer in range(self._layers) for i in range(self._width)]
-        means, powers = ([self._cotangents[at][field] if at in self._cotangents else None for at in places] for field in (0, 1))
+        means, powers = (
+            [self._cotangents[at][field] if at in self._cotangents else None for at in places] for field in (0, 1)
+        )
         factors = [self._cotangents[at][2] if at in self._cotangents else 0.0 for at in places]
         table = (self._layers, self._width)
         return Statistics(
