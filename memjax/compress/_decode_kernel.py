@@ -7,23 +7,19 @@ from jax import lax
 
 from memjax.compress import _lane_bits, _tiles
 from memjax.compress._bits import WORD, Words, compress_moves, expand, u32
-from memjax.compress._pallas_tile import Where, any_lane, is_group, of_group, rows_of_bytes, when
+from memjax.compress._pallas_tile import Where, any_lane, rows_of_bytes, stack, take, when
 from memjax.compress._quantize import half_step, last_with_half, step
 from memjax.compress._reference import read_headers
 from memjax.compress._tiles import GROUPS, LANES
 from memjax.compress._warp import INTEGER, two_bfloat16s
 
-_LIKELY_WORDS = 384  # of a tile: three bits a value
-
-
 def decode_tile(where: Where, words_ref, headers_ref, offsets_ref, needed_ref, exponent_ref, x_ref):
     is_complete = needed_ref[0] <= where.capacity
 
     def lose():
-        nan = _narrow(jnp.full((GROUPS, LANES), 0x7FC00000, jnp.uint32), where.layout.dtype)
-        for word in range(8):
-            for second in (False, True):
-                where.store(x_ref, rows_of_bytes(word, second), jnp.int32(0), _pair(nan, nan))
+        nan = _narrow(jnp.full((_tiles.ROWS, LANES), 0x7FC00000, jnp.uint32), where.layout.dtype)
+        rows = jnp.arange(_tiles.ROWS, dtype=jnp.int32)[:, None]
+        where.store(x_ref, rows, jnp.int32(0), _pair(nan, nan))
 
     when(is_complete, lambda: _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref))
     when(~is_complete, lose)
@@ -46,10 +42,8 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref):
     has_bitmap = lanes.bitmap != 0
     before, count = warp.before(has_bitmap)
     full = jnp.where((header == 0) | is_raw, zero, u32(2**32 - 1))
-    mask = jnp.zeros((GROUPS, LANES), jnp.uint32)
-    for g in range(GROUPS):
-        word = jnp.where(has_bitmap, get(following + before + u32(g) * count, has_bitmap), full)
-        mask = jnp.where(is_group(g), word, mask)
+    words = [get(following + before + u32(g) * count, has_bitmap) for g in range(GROUPS)]
+    mask = stack([jnp.where(has_bitmap, word, full) for word in words])
     bits = warp.ones(mask)
     moves = compress_moves(mask)
     following = following + u32(GROUPS) * count
@@ -64,17 +58,18 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref):
         rest, left, following = state
         live = jnp.where(slot == 0, lanes.signs, u32(u32(slot) <= lanes.planes)) != 0
         lengths = jnp.where(live, bits, u32(0))
-        pieces = jnp.zeros((GROUPS, LANES), jnp.uint32)
+        pieces = []
         for g in range(GROUPS):
-            length = of_group(lengths, g)
+            length = take(lengths, g)
             begins = length > left
             before, count = warp.before(begins)
             fresh = get(following + before, begins)
-            pieces = jnp.where(is_group(g), rest | warp.shift_left(fresh, left), pieces)
+            pieces.append(rest | warp.shift_left(fresh, left))
             left = jnp.where(begins, left + u32(WORD), left) - length
             # Of a new word, as many bits are left as of the lane; what was left of an old one loses as many as are used.
             rest = jnp.where(begins, warp.shift_right(fresh, u32(WORD) - left), warp.shift_right(rest, length))
             following = following + count
+        pieces = stack(pieces)
         return jnp.where(live, expand(pieces, moves, mask), u32(0)), (rest, left, following)
 
     exponents = where.exponents(exponent_ref)
@@ -100,26 +95,27 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref):
             planes = _lane_bits.increment(planes, mask)
             codes = [_lane_bits.transpose(planes[:8]), _lane_bits.transpose(planes[8:])]
 
+        second = jnp.arange(2, dtype=jnp.uint32)[:, None, None]
+
         def write(is_simple):
-            def value(carry, word, step, column, second, exponent):
-                byte = 2 * column + second
-                q = functools.reduce(jnp.add, (((c[word] >> (8 * byte)) & u32(0xFF)) << (8 * i) for i, c in enumerate(carry)))
+            def value(carry, word, step, column, exponent):
+                place = u32(8) * (u32(2 * column) + second)
+                q = functools.reduce(jnp.add, (((c[word] >> place) & u32(0xFF)) << (8 * i) for i, c in enumerate(carry)))
                 x = _value(q, exponent, layout.dtype, 7 if is_simple else count)
                 if not is_simple:
-                    x |= (sign << (u32(WORD - 1 - word - 8 * byte) - u32(2 * step))) & u32(1 << 31)
+                    x |= (sign << (u32(WORD - 1 - word) - place - u32(2 * step))) & u32(1 << 31)
                 return _narrow(x, layout.dtype)
 
             def quarter(step, carry):
                 """Of two words: what is computed at a time has to fit into registers, those of many warps."""
                 for word in range(2):
-                    for second in (False, True):
-                        rows = rows_of_bytes(word, second), 2 * step
-                        exponent = exponents(*rows)
-                        if is_simple and in_pairs:
-                            pair = [_bfloat16_pair(carry[0][word], second, exponent, warp)]
-                        else:
-                            pair = _pair(*(value(carry, word, step, column, second, exponent[column]) for column in (0, 1)))
-                        where.store(x_ref, *rows, pair)
+                    rows = rows_of_bytes(1) + word, 2 * step
+                    exponent = exponents(*rows)
+                    if is_simple and in_pairs:
+                        pair = [_bfloat16_pair(carry[0][word], second, exponent, warp)]
+                    else:
+                        pair = _pair(*(value(carry, word, step, column, exponent[column]) for column in (0, 1)))
+                    where.store(x_ref, *rows, pair)
                 return tuple((*code[2:], *code[:2]) for code in carry)
 
             lax.fori_loop(0, 4, quarter, tuple(map(tuple, codes)))
@@ -146,14 +142,16 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref):
 
 
 def _into_cache(words_ref, offset, where):
-    """Reads what is likely to be the tile's, all at once: later reads wait for each other. Returns 0."""
+    """Reads 384 words, likely all of the tile's, all at once: later reads wait for each other. Returns 0."""
     from jax.experimental.pallas import triton
 
-    index = offset + jnp.arange(LANES, dtype=jnp.int32)
     seen = jnp.zeros((LANES,), jnp.uint32)
-    for first in range(0, _LIKELY_WORDS, LANES):
-        at = index + first
-        seen = seen | triton.load(words_ref.at[at], mask=at < where.capacity, other=0)
+    for first, lines in ((0, 8), (8, 4)):
+        line = jnp.arange(lines, dtype=jnp.int32)[:, None] + first
+        at = offset + line * LANES + jnp.arange(LANES, dtype=jnp.int32)
+        loaded = triton.load(words_ref.at[at], mask=at < where.capacity, other=0)
+        for i in range(lines):
+            seen = seen | take(loaded, i)
     return jnp.max(where.warp.nothing(seen).astype(jnp.int32))
 
 
@@ -170,7 +168,7 @@ def _bfloat16_pair(word, second, exponents, warp):
     """What `_value` gives for two bytes of a word, for bfloat16; q is at most 64."""
     size = [step(exponent) for exponent in exponents]
     minus_half = [x * jnp.float32(-0.5) for x in size]
-    return warp.bfloat16_values(word, int(second), two_bfloat16s(*size), two_bfloat16s(*minus_half))
+    return warp.bfloat16_values(word, second, two_bfloat16s(*size), two_bfloat16s(*minus_half))
 
 
 def _narrow(bits, dtype):

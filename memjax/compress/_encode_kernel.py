@@ -18,7 +18,7 @@ from jax import lax
 
 from memjax.compress import _lane_bits, _tiles
 from memjax.compress._bits import WORD, Words, compress, compress_moves, u32
-from memjax.compress._pallas_tile import Where, any_lane, of_group, rows_of_bytes, when
+from memjax.compress._pallas_tile import Where, any_lane, rows_of_bytes, take, when
 from memjax.compress._quantize import RAW_EXPONENT, float32_bits, inverse_step, step
 from memjax.compress._reference import Lanes, write_headers
 from memjax.compress._tiles import GROUPS, LANE_VALUES, LANES
@@ -38,10 +38,12 @@ def encode_tile(where: Where, x_ref, exponent_ref, words_ref, headers_ref, offse
 
         def half(step, carry):
             _, latest, sign, seen = carry
+            rows = rows_of_bytes(4), 4 * step
+            loaded, exponent = where.load(x_ref, *rows), exponents(*rows)
             codes: list[Words] = []
             for word in range(4):
-                pairs = [where.load(x_ref, rows_of_bytes(word, second), 4 * step) for second in (False, True)]
-                code, seen = read(pairs, word, 4 * step, seen)
+                pairs = [[take(x, 2 * word + second) for x in loaded] for second in range(2)]
+                code, seen = read(pairs, [_of_rows(exponent, 2 * word + second) for second in range(2)], seen)
                 codes.append(code)
                 signs = _top_bytes(*pairs, warp)
                 sign = (sign >> 1) | (signs & u32(0x80808080))
@@ -50,18 +52,19 @@ def encode_tile(where: Where, x_ref, exponent_ref, words_ref, headers_ref, offse
         lower, upper, sign, seen = lax.fori_loop(0, 2, half, (no_words, no_words, no_words[0], carry))
         return lower + upper, sign, seen
 
-    def read_any(pairs, word, later, largest):
+    def steps(value, exponent):
+        q = warp.steps(value, exponent, inverse_step(exponent))
+        return jnp.where(exponent == RAW_EXPONENT, u32(0x7FFFFFFF), q) if where.layout.exponents == "value" else q
+
+    def read_any(pairs, exponent, largest):
         """Whatever is there. Seen: the largest `INTEGER` + q."""
         code = u32(0)
         for second, pair in enumerate(pairs):
-            exponent = exponents(rows_of_bytes(word, bool(second)), later)
             for column, value in enumerate(_values(pair, dtype)):
-                q = warp.steps(value, exponent[column], inverse_step(exponent[column]))
-                if where.layout.exponents == "value":
-                    q = jnp.where(exponent[column] == RAW_EXPONENT, u32(0x7FFFFFFF), q)
+                q = steps(value, exponent[second][column])
                 largest = jnp.maximum(largest, q)
                 # All of `INTEGER` but that of the lowest byte overflows.
-                code += (q << (8 * (2 * column + second)))
+                code += q << (8 * (2 * column + second))
         return code - u32(INTEGER), largest
 
     def any_codes():
@@ -77,7 +80,7 @@ def encode_tile(where: Where, x_ref, exponent_ref, words_ref, headers_ref, offse
         exponent = exponents()
         size, inverse = (two_bfloat16s(*map(f, exponent)) for f in (step, inverse_step))
 
-        def read(pairs, word, later, seen):
+        def read(pairs, _, seen):
             low, high = (warp.bfloat16_steps(pair[0], exponent, size, inverse) for pair in pairs)
             return warp.bytes_of(low, high, (0, 4, 2, 6)), seen | low | high
 
@@ -92,17 +95,18 @@ def encode_tile(where: Where, x_ref, exponent_ref, words_ref, headers_ref, offse
     *codes, sign, raw, largest = bfloat16_codes() if is_simple else any_codes()
 
     def byte_planes(byte):
-        words = []
-        for word in range(8):
+        """Those of one byte of q."""
+
+        def read(pairs, exponent, seen):
             code = u32(0)
-            for second in (False, True):
-                rows = rows_of_bytes(word, second), jnp.int32(0)
-                exponent = exponents(*rows)
-                for column, value in enumerate(_values(where.load(x_ref, *rows), dtype)):
-                    q = warp.steps(value, exponent[column], inverse_step(exponent[column]))
+            for second, pair in enumerate(pairs):
+                for column, value in enumerate(_values(pair, dtype)):
+                    q = steps(value, exponent[second][column])
                     code += ((q >> (8 * byte)) & u32(0xFF)) << (8 * (2 * column + second))
-            words.append(code)
-        return _lane_bits.transpose(words)
+            return code, seen
+
+        codes, _, _ = four_words(read, no_words[0])
+        return _lane_bits.transpose(codes)
 
     def write(q_planes):
         """Everything, from the planes of numbers of steps."""
@@ -142,7 +146,7 @@ def encode_tile(where: Where, x_ref, exponent_ref, words_ref, headers_ref, offse
         has_bitmap = bitmap != 0
         before, count = warp.before(has_bitmap)
         for g in range(GROUPS):
-            put(place + before + u32(g) * count, of_group(mask, g), has_bitmap)
+            put(place + before + u32(g) * count, take(mask, g), has_bitmap)
 
         def put_slot(slot, state):
             """The signs, slot 0, or a plane: see `_reference.Reader`."""
@@ -154,7 +158,7 @@ def encode_tile(where: Where, x_ref, exponent_ref, words_ref, headers_ref, offse
             live = jnp.where(slot == 0, signs, u32(u32(slot) <= n_planes)) != 0
             lengths = jnp.where(live, bits, u32(0))
             for g in range(GROUPS):
-                dense, length = of_group(pieces, g), of_group(lengths, g)
+                dense, length = take(pieces, g), take(lengths, g)
                 begins = length > left
                 before, count = warp.before(begins)
                 word = word | warp.shift_left(dense, u32(WORD) - left)
@@ -182,23 +186,34 @@ def encode_tile(where: Where, x_ref, exponent_ref, words_ref, headers_ref, offse
         # Compilers would write out a loop whose length they know.
         lax.fori_loop(0, warp.opaque(any_lane(u32(raw)).astype(jnp.int32) * _tiles.ROWS), put_raw, 0)
 
-    # All that follows is written only as often as it pays: compilers take long over large kernels.
-    if max_code < 256:
+    def transposed():
+        # Few planes are soon found.
         any_code = functools.reduce(jnp.bitwise_or, codes)
-        is_short = ~any_lane(u32(_any_group(any_code & u32(0xF0F0F0F0))))
-        when(is_short, lambda: write(_lane_bits.transpose(codes, 4)))
-        when(~is_short, lambda: write(_lane_bits.transpose(codes)))
+        return lax.cond(
+            any_lane(u32(_any_group(any_code & u32(0xF0F0F0F0)))),
+            lambda: _lane_bits.transpose(codes),
+            lambda: _lane_bits.transpose(codes, 4) + list(no_words),
+        )
+
+    # All that follows is written once if possible: compilers take long over large kernels.
+    if max_code < 256:
+        write(transposed())
     else:
         is_short = jnp.max(largest) < 256
-        when(is_short, lambda: write(_lane_bits.transpose(codes)))
+        when(is_short, lambda: write(transposed()))
         when(~is_short, lambda: write(byte_planes(0) + byte_planes(1)))
 
 
 def _any_group(x: Words):
-    some = of_group(x, 0)
+    some = take(x, 0)
     for g in range(1, GROUPS):
-        some = some | of_group(x, g)
+        some = some | take(x, g)
     return some != 0
+
+
+def _of_rows(exponents, index):
+    """Those of one row of all, if they vary by row."""
+    return [take(x, index) if x.ndim == 3 else x for x in exponents]
 
 
 def _top_bytes(first: list[Words], second: list[Words], warp) -> Words:

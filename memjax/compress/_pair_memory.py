@@ -121,7 +121,7 @@ def _wide(x, shape, signed=True):
 
 
 def _spread(x, shape):
-    if isinstance(x.type, ir.RankedTensorType) and len(ir.RankedTensorType(x.type).shape) < len(shape):
+    while isinstance(x.type, ir.RankedTensorType) and len(ir.RankedTensorType(x.type).shape) < len(shape):
         x = lowering._expand_dims(x, 0)
     return lowering._bcast_to(x, shape)
 

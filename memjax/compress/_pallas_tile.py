@@ -1,12 +1,12 @@
 """Where the values of a tile are, seen from a kernel."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Int32
 
 from memjax.compress import _tiles
 from memjax.compress._bits import Words, u32
@@ -125,18 +125,27 @@ class Where:
         return lambda *row: same
 
 
-def rows_of_bytes(word: int, second: bool) -> Int32[Array, "4 1"]:
-    """Group by group, the row whose two values' codes are bytes 0 and 2 of a word, or 1 and 3: see `_tiles`."""
-    return jnp.arange(GROUPS, dtype=jnp.int32)[:, None] * 16 + 8 * second + word
+def rows_of_bytes(words: int) -> Int32[Array, "rows 4 1"]:
+    """For words one after another, group by group, first the row whose two values' codes are bytes 0 and 2 of the word,
+    then that of bytes 1 and 3: see `_tiles`.
+    """
+    row = jnp.arange(2 * words, dtype=jnp.int32)[:, None, None]
+    return jnp.arange(GROUPS, dtype=jnp.int32)[:, None] * 16 + 8 * (row % 2) + row // 2
 
 
-def is_group(group: int) -> Bool[Array, "4 1"]:
-    return jnp.arange(GROUPS, dtype=jnp.int32)[:, None] == group
+def take(x: Array, index: int) -> Array:
+    """`x[index]`, which kernels have no indexing for."""
+    chosen = jnp.arange(x.shape[0], dtype=jnp.int32).reshape(-1, *[1] * (x.ndim - 1)) == index
+    return jnp.sum(jnp.where(chosen, x, jnp.zeros_like(x)), 0, dtype=x.dtype)
 
 
-def of_group(x: Array, group: int) -> Array:
-    """`x[group]`, which kernels have no indexing for."""
-    return jnp.sum(jnp.where(is_group(group), x, jnp.zeros_like(x)), 0, dtype=x.dtype)
+def stack(parts: Sequence[Array]) -> Array:
+    """`jnp.stack`."""
+    out = jnp.broadcast_to(parts[0][None], (len(parts), *parts[0].shape))
+    place = jnp.arange(len(parts), dtype=jnp.int32).reshape(-1, *[1] * parts[0].ndim)
+    for i, part in enumerate(parts):
+        out = jnp.where(place == i, part[None], out)
+    return out
 
 
 def any_lane(flags: Words) -> Array:

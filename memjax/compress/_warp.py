@@ -139,20 +139,18 @@ class Warp:
             halves.append(jnp.where(too_large | (q > u32(127)), u32(0xFFFF), u32(0x4300) + q))
         return halves[0] | (halves[1] << 16)
 
-    def bfloat16_values(self, word: Words, first: int, step: Lane, minus_half: Lane) -> Lane:
+    def bfloat16_values(self, word: Words, first: Words, step: Lane, minus_half: Lane) -> Lane:
         """max(byte * step + minus_half, 0), for bytes `first` and `first` + 2 below 128: two bfloat16s. Native only.
 
         `step` and `minus_half` hold two bfloat16s. A byte beside 0x43 is the bfloat16 128 + byte.
         """
-        step, minus_half = (jnp.broadcast_to(x, word.shape) for x in (step, minus_half))
+        shape = jnp.broadcast_shapes(word.shape, first.shape)
+        selector = u32(0x4240) + u32(0x101) * first
         return _asm(
             "{ .reg .b32 t, one, minus_128; mov.b32 one, 0x3F803F80; mov.b32 minus_128, 0xC300C300;"
-            f" prmt.b32 t, $1, 0x43434343, {0x4240 + 0x101 * first:#x}; fma.rn.bf16x2 t, t, one, minus_128;"
-            " fma.rn.relu.bf16x2 $0, t, $2, $3; }",
-            "=r,r,r,r",
-            word,
-            step,
-            minus_half,
+            " prmt.b32 t, $1, 0x43434343, $2; fma.rn.bf16x2 t, t, one, minus_128; fma.rn.relu.bf16x2 $0, t, $3, $4; }",
+            "=r,r,r,r,r",
+            *(jnp.broadcast_to(x, shape) for x in (word, selector, step, minus_half)),
         )
 
 
