@@ -132,7 +132,9 @@ def patterns(key: Any, count: int) -> Any:
     """Random bits by magnitude, and those of like magnitude in one lane, so that there is something to quantise."""
     bits = jnp.sort(jax.random.bits(key, (count,), jnp.uint32) << 1)  # the magnitudes, without the sign
     bits = (bits >> 1) | (jax.random.bits(jax.random.fold_in(key, 1), (count,), jnp.uint32) & jnp.uint32(1 << 31))
-    return jax.lax.bitcast_convert_type(bits.reshape(-1, 32, 4, 2, 2, 8).transpose(0, 2, 4, 5, 1, 3).reshape(-1), jnp.float32)
+    return jax.lax.bitcast_convert_type(
+        bits.reshape(-1, 32, 4, 2, 2, 8).transpose(0, 2, 4, 5, 1, 3).reshape(-1), jnp.float32
+    )
 
 
 @jax.jit

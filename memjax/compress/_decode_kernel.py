@@ -13,6 +13,7 @@ from memjax.compress._reference import read_headers
 from memjax.compress._tiles import GROUPS, LANES
 from memjax.compress._warp import INTEGER, two_bfloat16s
 
+
 def decode_tile(where: Where, words_ref, headers_ref, offsets_ref, needed_ref, exponent_ref, x_ref):
     is_complete = needed_ref[0] <= where.capacity
 
@@ -69,8 +70,7 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref):
             # Of a new word, as many bits are left as of the lane; what was left of an old one loses as many as are used.
             rest = jnp.where(begins, warp.shift_right(fresh, u32(WORD) - left), warp.shift_right(rest, length))
             following = following + count
-        pieces = stack(pieces)
-        return jnp.where(live, expand(pieces, moves, mask), u32(0)), (rest, left, following)
+        return jnp.where(live, expand(stack(pieces), moves, mask), u32(0)), (rest, left, following)
 
     exponents = where.exponents(exponent_ref)
     in_pairs = warp.native and layout.dtype == jnp.bfloat16 and layout.exponents != "value"
@@ -100,7 +100,9 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref):
         def write(is_simple):
             def value(carry, word, step, column, exponent):
                 place = u32(8) * (u32(2 * column) + second)
-                q = functools.reduce(jnp.add, (((c[word] >> place) & u32(0xFF)) << (8 * i) for i, c in enumerate(carry)))
+                q = functools.reduce(
+                    jnp.add, (((c[word] >> place) & u32(0xFF)) << (8 * i) for i, c in enumerate(carry))
+                )
                 x = _value(q, exponent, layout.dtype, 7 if is_simple else count)
                 if not is_simple:
                     x |= (sign << (u32(WORD - 1 - word) - place - u32(2 * step))) & u32(1 << 31)

@@ -45,7 +45,7 @@ def encode_tile(where: Where, x_ref, exponent_ref, words_ref, headers_ref, offse
                 pairs = [[take(x, 2 * word + second) for x in loaded] for second in range(2)]
                 code, seen = read(pairs, [_of_rows(exponent, 2 * word + second) for second in range(2)], seen)
                 codes.append(code)
-                signs = _top_bytes(*pairs, warp)
+                signs = _top_bytes(pairs, warp)
                 sign = (sign >> 1) | (signs & u32(0x80808080))
             return latest, tuple(codes), sign, seen
 
@@ -216,8 +216,9 @@ def _of_rows(exponents, index):
     return [take(x, index) if x.ndim == 3 else x for x in exponents]
 
 
-def _top_bytes(first: list[Words], second: list[Words], warp) -> Words:
+def _top_bytes(rows: list[list[Words]], warp) -> Words:
     """The bytes with the signs of the values of two rows, in a word's order."""
+    first, second = rows
     if len(first) == 1:
         return warp.bytes_of(first[0], second[0], (1, 5, 3, 7))
     return warp.bytes_of(*(warp.bytes_of(a, b, (3, 7, 3, 7)) for a, b in zip(first, second, strict=True)), (0, 1, 6, 7))

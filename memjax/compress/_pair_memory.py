@@ -96,15 +96,16 @@ def _(ctx, ref, start, row, distance):
 
 
 @lowering.register_lowering(_store_p)
-def _(ctx, ref, start, row, distance, *words, masked):
+def _(ctx, ref, start, row, distance, *words_and_mask, masked):
     shape = ctx.avals_in[4].shape
     start, row, distance = _values(ctx, start, row, distance)
-    *words, mask = words if masked else (*words, None)
+    words = words_and_mask[: _words(ctx.avals_in[0])]
+    value = words[0]
     if len(words) == 2:
         low, high = (_wide(word, shape, signed=False) for word in words)
-        words = [arith.ori(low, arith.shli(high, lowering._full(low.type, 32)))]
-    pointers = _pointers(ref, start, row, distance, shape, _words(ctx.avals_in[0]))
-    lowering._store(pointers, words[0], mask)
+        value = arith.ori(low, arith.shli(high, lowering._full(low.type, 32)))
+    pointers = _pointers(ref, start, row, distance, shape, len(words))
+    lowering._store(pointers, value, words_and_mask[-1] if masked else None)
     return []
 
 

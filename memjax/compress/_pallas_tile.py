@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -57,7 +58,7 @@ class Where:
     first: Int32[Array, "32"]
     column: Int32[Array, "32"]
     row_pairs: Int32[Array, ""]
-    sizes_ref: object
+    sizes_ref: Any
 
     @classmethod
     def of(cls, layout: Layout, warp: Warp, tile: Int32[Array, ""], sizes_ref) -> "Where":

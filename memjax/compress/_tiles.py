@@ -21,9 +21,10 @@ where q >= 1 is the quantised magnitude. The 8-bit header of a lane:
     bits 0 to 4 planes   5 signs   6 bitmap   7 raw
 
 The words of the lanes of a tile are interleaved in the order in which one needs them who decodes all lanes side by side,
-a piece (a group of the bitmap, of the signs, of a plane) at a time: after the bitmaps come the first words of lanes, then
-the words that they begin in the first piece, by lane, then those that they begin in the second. So neighbouring lanes read and write neighbouring words. The
-raw lanes' follow, row by row: both values of a row in a word, or a word for each.
+a piece (a group of the bitmap, of the signs, of a plane) at a time. After the bitmaps come the first words of lanes, by
+lane, then the words that lanes begin in the first piece, by lane, then those that they begin in the second. So neighbouring
+lanes read and write neighbouring words. The raw lanes' follow, row by row: both values of a row in a word, or a word for
+each.
 """
 
 import dataclasses

@@ -71,7 +71,9 @@ class Warp:
         if self.native:
             selector = sum(byte << (4 * i) for i, byte in enumerate(which))
             return _asm(f"prmt.b32 $0, $1, $2, {selector:#x};", "=r,r,r", low, high)
-        words = ((high if byte >= 4 else low) >> (8 * (byte % 4)) << (24) >> (24 - 8 * i) for i, byte in enumerate(which))
+        words = (
+            (high if byte >= 4 else low) >> (8 * (byte % 4)) << (24) >> (24 - 8 * i) for i, byte in enumerate(which)
+        )
         return functools.reduce(jnp.bitwise_or, words)
 
     def shift_left(self, word: Words, by: Words) -> Lane:
