@@ -108,22 +108,25 @@ def encode_tile(where: Where, x_ref, exponent_ref, words_ref, headers_ref, offse
         codes, _, _ = four_words(read, no_words[0])
         return _lane_bits.transpose(codes)
 
-    def write(q_planes):
-        """Everything, from the planes of numbers of steps."""
-        zero = jnp.zeros((LANES,), jnp.uint32)
-        mask = q_planes[0]
-        for plane in q_planes[1:]:
-            mask = mask | plane
-        mask = jnp.where(raw, u32(0), mask)
-        bits = warp.ones(mask)
-        total = jnp.sum(bits, 0, dtype=jnp.uint32)
-        slots = [sign & mask, *(plane & mask for plane in _lane_bits.decrement(q_planes))]
-        signs = u32(_any_group(slots[0]))
-        n_planes = zero
-        for p, plane in enumerate(slots[1:]):
+    def planes_of(q_planes):
+        """Bits that are set for values that are not zero, their signs and the planes of q - 1, and how many of these are
+        needed; from the planes of q.
+        """
+        mask = jnp.where(raw, u32(0), functools.reduce(jnp.bitwise_or, q_planes))
+        planes = [plane & mask for plane in _lane_bits.decrement(q_planes)]
+        n_planes = jnp.zeros((LANES,), jnp.uint32)
+        for p, plane in enumerate(planes):
             # For 16 and 256 one more: see `_reference.encode`.
             used = plane | (q_planes[p] & mask) if p in (4, 8) else plane
             n_planes = jnp.where(_any_group(used), u32(p + 1), n_planes)
+        return [mask, n_planes, sign & mask, *planes]
+
+    def write(planes):
+        """Everything."""
+        mask, n_planes, *slots = planes
+        bits = warp.ones(mask)
+        total = jnp.sum(bits, 0, dtype=jnp.uint32)
+        signs = u32(_any_group(slots[0]))
         most = jnp.max(n_planes.astype(jnp.int32))
         bitmap = u32((total > 0) & ((total < LANE_VALUES) | (n_planes + signs == 0)))
         coded_words = (total * (n_planes + signs) + u32(WORD - 1)) // u32(WORD) + bitmap * u32(GROUPS)
@@ -173,7 +176,7 @@ def encode_tile(where: Where, x_ref, exponent_ref, words_ref, headers_ref, offse
         has_bits = total * (n_planes + signs) != 0
         before, count = warp.before(has_bits)
         at = jnp.where(has_bits, following + before, u32(2**32 - 1))
-        state = zero, at, jnp.full((LANES,), WORD, jnp.uint32), following + count
+        state = jnp.zeros((LANES,), jnp.uint32), at, jnp.full((LANES,), WORD, jnp.uint32), following + count
         first = 1 - any_lane(signs).astype(jnp.int32)
         word, at, _, _ = lax.fori_loop(first, most + 1, put_slot, state)
         put(at, word, has_bits)
@@ -186,22 +189,22 @@ def encode_tile(where: Where, x_ref, exponent_ref, words_ref, headers_ref, offse
         # Compilers would write out a loop whose length they know.
         lax.fori_loop(0, warp.opaque(any_lane(u32(raw)).astype(jnp.int32) * _tiles.ROWS), put_raw, 0)
 
-    def transposed():
-        # Few planes are soon found.
+    def few_planes():
+        # Up to four are soon found.
         any_code = functools.reduce(jnp.bitwise_or, codes)
         return lax.cond(
             any_lane(u32(_any_group(any_code & u32(0xF0F0F0F0)))),
-            lambda: _lane_bits.transpose(codes),
-            lambda: _lane_bits.transpose(codes, 4) + list(no_words),
+            lambda: planes_of(_lane_bits.transpose(codes)),
+            lambda: planes_of(_lane_bits.transpose(codes, 4)) + list(no_words),
         )
 
-    # All that follows is written once if possible: compilers take long over large kernels.
+    # Writing is written once if possible: compilers take long over large kernels.
     if max_code < 256:
-        write(transposed())
+        write(few_planes())
     else:
         is_short = jnp.max(largest) < 256
-        when(is_short, lambda: write(transposed()))
-        when(~is_short, lambda: write(byte_planes(0) + byte_planes(1)))
+        when(is_short, lambda: write(few_planes()))
+        when(~is_short, lambda: write(planes_of(byte_planes(0) + byte_planes(1))))
 
 
 def _any_group(x: Words):
