@@ -42,9 +42,14 @@ def encode(x: Float[Array, "..."], exponent: Int32[Array, "..."], capacity: int,
 
     words, headers, offsets, needed = _call(
         encode_kernel,
-        (sizes(grid, exponent.size, capacity), x.reshape(-1), exponent.reshape(-1), jnp.zeros((1,), jnp.int32)),
+        (
+            sizes(grid, exponent.size, capacity),
+            x.reshape(-1),
+            exponent.reshape(-1),
+            jnp.zeros((1,), jnp.int32),
+        ),
         Layout.of(grid, x.dtype, exponent.size),
-        tiles,
+        grid,
         (
             jax.ShapeDtypeStruct((max(capacity, 1),), jnp.uint32),
             jax.ShapeDtypeStruct((tiles * LANES,), jnp.uint8),
@@ -74,30 +79,29 @@ def decode(
             exponent.reshape(-1),
         ),
         Layout.of(grid, dtype, exponent.size),
-        grid.tiles,
+        grid,
         jax.ShapeDtypeStruct((grid.size,), dtype),
         interpret,
     )
     return x.reshape(shape)
 
 
-def _call(of_tile, args, layout: Layout, tiles: int, out_shape, interpret: bool, **options):
+def _call(of_tile, args, layout: Layout, grid: Grid, out_shape, interpret: bool, **options):
     """`of_tile` for every tile, by a warp each, with whole arrays to index.
 
-    Compilers see nothing of the arrays but their dtype, and a number of programs that is a power of two, each of them for
-    a tile or two. So arrays of many sizes share a kernel, compiled once for all of them in a module.
+    Compilers see nothing of the arrays but their dtype, and a number of programs that is a power of two, each for a tile or
+    two. So arrays of many sizes share a kernel, compiled once for all of them in a module.
     """
-    programs = 1 << (tiles.bit_length() - 1)
+    programs = 1 << (grid.tiles.bit_length() - 1)
 
     def kernel(sizes_ref, *refs):
         first = pl.program_id(0)
 
         def one(i, carry):
-            tile = first + i * pl.num_programs(0)
-            of_tile(Where.of(layout, Warp(not interpret), tile, sizes_ref), *refs)
+            of_tile(Where.of(layout, Warp(not interpret), first + i * programs, sizes_ref), *refs)
             return carry
 
-        lax.fori_loop(0, lax.div(sizes_ref[0] - first - 1, pl.num_programs(0)) + 1, one, 0)
+        lax.fori_loop(0, lax.div(sizes_ref[0] - first - 1, programs) + 1, one, 0)
 
     if not interpret:
         from jax.experimental.pallas import triton
