@@ -73,9 +73,11 @@ def adversarial(key: Any, shape: tuple[int, ...]) -> Any:
 
 
 def median_seconds(call: Callable[[], Any], seconds: float) -> float:
-    """Of one call, of many under way at a time, after some that warm up."""
+    """Of one call, of many under way at a time, once the clock of the GPU is up."""
     times: list[float] = []
-    jax.block_until_ready([call() for _ in range(2)])
+    warm = time.perf_counter() + seconds / 2
+    while time.perf_counter() < warm:
+        jax.block_until_ready([call() for _ in range(8)])
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times) < 3:
         began = time.perf_counter()
@@ -130,7 +132,9 @@ def patterns(key: Any, count: int) -> Any:
     """Random bits by magnitude, and those of like magnitude in one lane, so that there is something to quantise."""
     bits = jnp.sort(jax.random.bits(key, (count,), jnp.uint32) << 1)  # the magnitudes, without the sign
     bits = (bits >> 1) | (jax.random.bits(jax.random.fold_in(key, 1), (count,), jnp.uint32) & jnp.uint32(1 << 31))
-    return jax.lax.bitcast_convert_type(bits.reshape(-1, 32, 128).swapaxes(1, 2).reshape(-1), jnp.float32)
+    return jax.lax.bitcast_convert_type(
+        bits.reshape(-1, 32, 4, 2, 2, 8).transpose(0, 2, 4, 5, 1, 3).reshape(-1), jnp.float32
+    )
 
 
 @jax.jit

@@ -6,35 +6,30 @@ import jax.numpy as jnp
 from jax import lax
 
 from memjax.compress import _lane_bits, _tiles
-from memjax.compress._bits import WORD, compress_moves, expand, u32
-from memjax.compress._pallas_tile import any_lane, is_group, of_group, rows_of_bytes, when
+from memjax.compress._bits import WORD, Words, compress_moves, expand, u32
+from memjax.compress._pallas_tile import Where, any_lane, rows_of_bytes, stack, take, when
 from memjax.compress._quantize import half_step, last_with_half, step
 from memjax.compress._reference import read_headers
 from memjax.compress._tiles import GROUPS, LANES
-from memjax.compress._warp import INTEGER
-
-_LIKELY_WORDS = 384  # of a tile: three bits a value
+from memjax.compress._warp import INTEGER, two_bfloat16s
 
 
-def decode_kernel(words_ref, headers_ref, offsets_ref, needed_ref, exponent_ref, x_ref, *, layout, warp):
-    from jax.experimental.pallas import program_id
-
-    tile = program_id(0)
-    where = layout.at(tile, warp)
-    is_complete = needed_ref[0] <= layout.capacity
+def decode_tile(where: Where, words_ref, headers_ref, offsets_ref, needed_ref, exponent_ref, x_ref):
+    is_complete = needed_ref[0] <= where.capacity
 
     def lose():
-        for word in range(8):
-            where.store(x_ref, rows_of_bytes(word), jnp.full((4, 4, LANES), jnp.nan, layout.dtype))
+        nan = _narrow(jnp.full((_tiles.ROWS, LANES), 0x7FC00000, jnp.uint32), where.layout.dtype)
+        rows = jnp.arange(_tiles.ROWS, dtype=jnp.int32)[:, None]
+        where.store(x_ref, rows, jnp.int32(0), _pair(nan, nan))
 
-    when(is_complete, lambda: _decode(words_ref, headers_ref, offsets_ref, exponent_ref, x_ref, tile, where, warp))
+    when(is_complete, lambda: _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref))
     when(~is_complete, lose)
 
 
-def _decode(words_ref, headers_ref, offsets_ref, exponent_ref, x_ref, tile, where, warp):
+def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref):
     from jax.experimental.pallas import triton
 
-    layout = where.layout
+    tile, layout, warp = where.tile, where.layout, where.warp
     zero = jnp.zeros((LANES,), jnp.uint32)
     header = u32(headers_ref[tile * LANES + jnp.arange(LANES, dtype=jnp.int32)])
     lanes = read_headers(header)
@@ -44,17 +39,18 @@ def _decode(words_ref, headers_ref, offsets_ref, exponent_ref, x_ref, tile, wher
         return triton.load(words_ref.at[index.astype(jnp.int32)], mask=live, other=0)
 
     offset = offsets_ref[tile]
-    following = jnp.broadcast_to(u32(offset + _into_cache(words_ref, offset, layout, warp)), (LANES,))
+    following = jnp.broadcast_to(u32(offset + _into_cache(words_ref, offset, where)), (LANES,))
     has_bitmap = lanes.bitmap != 0
     before, count = warp.before(has_bitmap)
     full = jnp.where((header == 0) | is_raw, zero, u32(2**32 - 1))
-    mask = jnp.zeros((GROUPS, LANES), jnp.uint32)
-    for g in range(GROUPS):
-        word = jnp.where(has_bitmap, get(following + before + u32(g) * count, has_bitmap), full)
-        mask = jnp.where(is_group(g), word, mask)
+    words = [get(following + before + u32(g) * count, has_bitmap) for g in range(GROUPS)]
+    mask = stack([jnp.where(has_bitmap, word, full) for word in words])
     bits = warp.ones(mask)
     moves = compress_moves(mask)
-    start = zero, zero, following + u32(GROUPS) * count
+    following = following + u32(GROUPS) * count
+    has_bits = (jnp.sum(bits, 0, dtype=jnp.uint32) != 0) & (lanes.planes + lanes.signs != 0)
+    before, count = warp.before(has_bits)
+    start = get(following + before, has_bits), jnp.full((LANES,), WORD, jnp.uint32), following + count
     has_signs = any_lane(lanes.signs)
     most = jnp.max(lanes.planes.astype(jnp.int32))
 
@@ -63,22 +59,21 @@ def _decode(words_ref, headers_ref, offsets_ref, exponent_ref, x_ref, tile, wher
         rest, left, following = state
         live = jnp.where(slot == 0, lanes.signs, u32(u32(slot) <= lanes.planes)) != 0
         lengths = jnp.where(live, bits, u32(0))
-        pieces = jnp.zeros((GROUPS, LANES), jnp.uint32)
+        pieces = []
         for g in range(GROUPS):
-            length = of_group(lengths, g)
+            length = take(lengths, g)
             begins = length > left
             before, count = warp.before(begins)
             fresh = get(following + before, begins)
-            pieces = jnp.where(is_group(g), rest | (fresh << left), pieces)
-            # Of a new word, length - left bits are used: 1 to 32 of them. Of an old one at most `left`, below 32.
-            used = (fresh >> ((length - left - u32(1)) & u32(WORD - 1))) >> 1
-            rest = jnp.where(begins, used, rest >> (length & u32(WORD - 1)))
+            pieces.append(rest | warp.shift_left(fresh, left))
             left = jnp.where(begins, left + u32(WORD), left) - length
+            # Of a new word, as many bits are left as of the lane; what was left of an old one loses as many as are used.
+            rest = jnp.where(begins, warp.shift_right(fresh, u32(WORD) - left), warp.shift_right(rest, length))
             following = following + count
-        return jnp.where(live, expand(pieces, moves, mask), u32(0)), (rest, left, following)
+        return jnp.where(live, expand(stack(pieces), moves, mask), u32(0)), (rest, left, following)
 
     exponents = where.exponents(exponent_ref)
-    in_pairs = warp.native and layout.dtype == jnp.bfloat16 and not where.exponent_varies
+    in_pairs = warp.native and layout.dtype == jnp.bfloat16 and layout.exponents != "value"
 
     def finish(count):
         def add_slot(slot, carry):
@@ -100,20 +95,29 @@ def _decode(words_ref, headers_ref, offsets_ref, exponent_ref, x_ref, tile, wher
             planes = _lane_bits.increment(planes, mask)
             codes = [_lane_bits.transpose(planes[:8]), _lane_bits.transpose(planes[8:])]
 
+        second = jnp.arange(2, dtype=jnp.uint32)[:, None, None]
+
         def write(is_simple):
+            def value(carry, word, step, column, exponent):
+                place = u32(8) * (u32(2 * column) + second)
+                q = functools.reduce(
+                    jnp.add, (((c[word] >> place) & u32(0xFF)) << (8 * i) for i, c in enumerate(carry))
+                )
+                x = _value(q, exponent, layout.dtype, 7 if is_simple else count)
+                if not is_simple:
+                    x |= (sign << (u32(WORD - 1 - word) - place - u32(2 * step))) & u32(1 << 31)
+                return _narrow(x, layout.dtype)
+
             def quarter(step, carry):
                 """Of two words: what is computed at a time has to fit into registers, those of many warps."""
                 for word in range(2):
-                    rows = rows_of_bytes(word) + 2 * step
-                    exponent = exponents(rows)
+                    rows = rows_of_bytes(1) + word, 2 * step
+                    exponent = exponents(*rows)
                     if is_simple and in_pairs:
-                        where.store(x_ref, rows, _pairs(carry[0][word], exponent, warp))
+                        pair = [_bfloat16_pair(carry[0][word], second, exponent, warp)]
                     else:
-                        q = functools.reduce(jnp.add, (_bytes(code[word]) << (8 * i) for i, code in enumerate(carry)))
-                        x = _value(q, exponent, layout.dtype, 7 if is_simple else count)
-                        if not is_simple:
-                            x |= _spread(sign, u32(WORD - 1 - word) - u32(2 * step)) & u32(1 << 31)
-                        where.store(x_ref, rows, _narrow(x, layout.dtype))
+                        pair = _pair(*(value(carry, word, step, column, exponent[column]) for column in (0, 1)))
+                    where.store(x_ref, *rows, pair)
                 return tuple((*code[2:], *code[:2]) for code in carry)
 
             lax.fori_loop(0, 4, quarter, tuple(map(tuple, codes)))
@@ -130,42 +134,27 @@ def _decode(words_ref, headers_ref, offsets_ref, exponent_ref, x_ref, tile, wher
     raw_before, raw_lanes = warp.before(is_raw)
 
     def get_raw(row, carry):
-        word = get(following + raw_before + u32(row) * raw_lanes, is_raw)
-        if layout.dtype.itemsize == 4:
-            where.store(x_ref, row, _tiles.from_bits(word, layout.dtype), is_raw)
-        else:
-            for i in range(2):
-                half = (word >> (16 * i)) & u32(0xFFFF)
-                where.store(x_ref, 2 * row + i, _tiles.from_bits(half, layout.dtype), is_raw)
+        count = 2 * layout.dtype.itemsize // 4
+        words = [get(following + raw_before + u32(count * row + i) * raw_lanes, is_raw) for i in range(count)]
+        where.store(x_ref, jnp.int32(0), row, words, is_raw)
         return carry
 
-    raw_rows = any_lane(lanes.raw).astype(jnp.int32) * _tiles.raw_words(layout.dtype)
-    lax.fori_loop(0, raw_rows, get_raw, 0)
+    # Compilers would write out a loop whose length they know.
+    lax.fori_loop(0, warp.opaque(any_lane(lanes.raw).astype(jnp.int32) * _tiles.ROWS), get_raw, 0)
 
 
-def _into_cache(words_ref, offset, layout, warp):
-    """Reads what is likely to be the tile's, all at once: later reads wait for each other. Returns 0."""
+def _into_cache(words_ref, offset, where):
+    """Reads 384 words, likely all of the tile's, all at once: later reads wait for each other. Returns 0."""
     from jax.experimental.pallas import triton
 
-    index = offset + jnp.arange(LANES, dtype=jnp.int32)
     seen = jnp.zeros((LANES,), jnp.uint32)
-    for first in range(0, _LIKELY_WORDS, LANES):
-        at = index + first
-        seen = seen | triton.load(words_ref.at[at], mask=at < layout.capacity, other=0)
-    return jnp.max(warp.nothing(seen).astype(jnp.int32))
-
-
-def _places():
-    return u32(8) * jnp.arange(4, dtype=jnp.uint32)[None, :, None]
-
-
-def _bytes(word):
-    return (word[:, None] >> _places()) & u32(0xFF)
-
-
-def _spread(word, shift):
-    """`word` shifted to the left by `shift`, 8 less for every byte."""
-    return word[:, None] << (shift - _places())
+    for first, lines in ((0, 8), (8, 4)):
+        line = jnp.arange(lines, dtype=jnp.int32)[:, None] + first
+        at = offset + line * LANES + jnp.arange(LANES, dtype=jnp.int32)
+        loaded = triton.load(words_ref.at[at], mask=at < where.capacity, other=0)
+        for i in range(lines):
+            seen = seen | take(loaded, i)
+    return jnp.max(where.warp.nothing(seen).astype(jnp.int32))
 
 
 def _value(q, exponent, dtype, planes):
@@ -177,18 +166,21 @@ def _value(q, exponent, dtype, planes):
     return lax.bitcast_convert_type(jnp.maximum(steps, jnp.float32(0)) * step(exponent), jnp.uint32)
 
 
-def _pairs(word, exponent, warp):
-    """What `_value` gives for the bytes of a word, for bfloat16, two at a time; q is at most 64."""
-    twice = lambda x: (lambda bits: (bits >> 16) | (bits & u32(0xFFFF0000)))(lax.bitcast_convert_type(x, jnp.uint32))
-    size = step(exponent)
-    low, high = warp.bfloat16_pairs(word, twice(size), twice(size * jnp.float32(-0.5)))
-    byte = jnp.arange(4, dtype=jnp.int32)[None, :, None]
-    both = jnp.where(byte < 2, low[:, None], high[:, None]) >> u32(16 * (byte % 2))
-    return _tiles.from_bits(both & u32(0xFFFF), jnp.bfloat16)
+def _bfloat16_pair(word, second, exponents, warp):
+    """What `_value` gives for two bytes of a word, for bfloat16; q is at most 64."""
+    size = [step(exponent) for exponent in exponents]
+    minus_half = [x * jnp.float32(-0.5) for x in size]
+    return warp.bfloat16_values(word, second, two_bfloat16s(*size), two_bfloat16s(*minus_half))
 
 
 def _narrow(bits, dtype):
-    """A float32 that is a value of `dtype`."""
+    """The bits of a float32 that is a value of `dtype`, as one."""
     if dtype == jnp.bfloat16:
         return _tiles.from_bits(bits >> 16, dtype)
     return lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
+
+
+def _pair(first, second) -> list[Words]:
+    """The words of two values."""
+    low, high = _tiles.to_bits(first), _tiles.to_bits(second)
+    return [low, high] if first.dtype.itemsize == 4 else [low | (high << 16)]

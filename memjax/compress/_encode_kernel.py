@@ -7,150 +7,230 @@ Tiles take places in the order in which they get that far: a sum of counts that 
 thing that may differ from run to run. Waiting for all tiles before it, by decoupled look-back, cost half of the throughput
 on an H200.
 
-Arrays of four groups of a thread's words are (4, 32), of four values of each word (4, 4, 32): with every operation written
-once for all of them, kernels are small enough for compilers.
+Arrays of four groups of a thread's words are (4, 32): with every operation written once for all of them, kernels are
+small enough for compilers.
 """
+
+import functools
 
 import jax.numpy as jnp
 from jax import lax
 
 from memjax.compress import _lane_bits, _tiles
 from memjax.compress._bits import WORD, Words, compress, compress_moves, u32
-from memjax.compress._pallas_tile import any_lane, of_group, rows_of_bytes, when
-from memjax.compress._quantize import RAW_EXPONENT, float32_bits, inverse_step
+from memjax.compress._pallas_tile import Where, any_lane, rows_of_bytes, take, when
+from memjax.compress._quantize import RAW_EXPONENT, float32_bits, inverse_step, step
 from memjax.compress._reference import Lanes, write_headers
-from memjax.compress._tiles import GROUPS, LANES, ROWS
-from memjax.compress._warp import INTEGER
+from memjax.compress._tiles import GROUPS, LANE_VALUES, LANES
+from memjax.compress._warp import INTEGER, two_bfloat16s
 
 
-def encode_kernel(x_ref, exponent_ref, _, words_ref, headers_ref, offsets_ref, needed_ref, *, layout, warp):
-    from jax.experimental.pallas import program_id, triton
+def encode_tile(where: Where, x_ref, exponent_ref, words_ref, headers_ref, offsets_ref, needed_ref):
+    from jax.experimental.pallas import triton
 
-    tile = program_id(0)
-    lane = jnp.arange(LANES, dtype=jnp.int32)
-    where = layout.at(tile, warp)
+    warp, dtype = where.warp, where.layout.dtype
     exponents = where.exponents(exponent_ref)
-    max_code = _tiles.max_code(layout.dtype)
-    places = u32(8) * jnp.arange(4, dtype=jnp.uint32)[None, :, None]  # of bytes
+    max_code = _tiles.max_code(dtype)
+    no_words = (jnp.zeros((GROUPS, LANES), jnp.uint32),) * 4
 
-    def steps(row):
-        """`INTEGER` + q, and the values as float32s' bits."""
-        wide = float32_bits(where.load(x_ref, row))
-        exponent = exponents(row)
-        q = warp.steps(wide, exponent, inverse_step(exponent))
-        return jnp.where(exponent == RAW_EXPONENT, u32(0x7FFFFFFF), q) if where.exponent_varies else q, wide
+    def four_words(read, carry):
+        """Words 0 to 3, then 4 to 7: what is loaded at a time has to fit into registers, those of many warps."""
 
-    def half(step, carry):
-        """Words 7 to 4, then 3 to 0: what is loaded at a time has to fit into registers, those of several warps."""
-        _, latest, largest, sign = carry
-        codes: list[Words] = []
-        for word in reversed(range(4)):
-            q, wide = steps(rows_of_bytes(word) + 4 * (1 - step))
-            # All of `INTEGER` but that of the lowest byte overflows.
-            codes.insert(0, jnp.sum(q << places, 1, dtype=jnp.uint32) - u32(INTEGER))
-            largest = jnp.maximum(largest, q)
-            sign = warp.append_top_bit(sign, wide)
-        return latest, tuple(codes), largest, sign
+        def half(step, carry):
+            _, latest, sign, seen = carry
+            rows = rows_of_bytes(4), 4 * step
+            loaded, exponent = where.load(x_ref, *rows), exponents(*rows)
+            codes: list[Words] = []
+            for word in range(4):
+                pairs = [[take(x, 2 * word + second) for x in loaded] for second in range(2)]
+                code, seen = read(pairs, [_of_rows(exponent, 2 * word + second) for second in range(2)], seen)
+                codes.append(code)
+                signs = _top_bytes(pairs, warp)
+                sign = (sign >> 1) | (signs & u32(0x80808080))
+            return latest, tuple(codes), sign, seen
 
-    none, nothing = jnp.zeros((GROUPS, LANES), jnp.uint32), jnp.zeros((4, 4, LANES), jnp.uint32)
-    upper, lower, largest, sign = lax.fori_loop(0, 2, half, ((none,) * 4, (none,) * 4, nothing, nothing))
-    codes = [*lower, *upper]
-    sign = jnp.sum(sign << places, 1, dtype=jnp.uint32)
-    largest = jnp.max(jnp.max(largest.astype(jnp.int32), 1), 0)
-    raw = largest > INTEGER + max_code
-    if not where.exponent_varies:
-        raw |= exponents(None) == RAW_EXPONENT
-    largest = jnp.where(raw, u32(0), u32(largest) - u32(INTEGER))
+        lower, upper, sign, seen = lax.fori_loop(0, 2, half, (no_words, no_words, no_words[0], carry))
+        return lower + upper, sign, seen
 
-    # For 16 and 256 one more: see `_reference.encode`.
-    more = u32((largest == 16) | (largest == 256))
-    n_planes = jnp.where(largest > 1, warp.bit_length(largest - u32(1)) + more, u32(0))
-    most = jnp.max(n_planes.astype(jnp.int32))
+    def steps(value, exponent):
+        q = warp.steps(value, exponent, inverse_step(exponent))
+        return jnp.where(exponent == RAW_EXPONENT, u32(0x7FFFFFFF), q) if where.layout.exponents == "value" else q
+
+    def read_any(pairs, exponent, largest):
+        """Whatever is there. Seen: the largest `INTEGER` + q."""
+        code = u32(0)
+        for second, pair in enumerate(pairs):
+            for column, value in enumerate(_values(pair, dtype)):
+                q = steps(value, exponent[second][column])
+                largest = jnp.maximum(largest, q)
+                # All of `INTEGER` but that of the lowest byte overflows.
+                code += q << (8 * (2 * column + second))
+        return code - u32(INTEGER), largest
+
+    def any_codes():
+        codes, sign, largest = four_words(read_any, no_words[0])
+        largest = jnp.max(largest.astype(jnp.int32), 0)
+        raw = largest > INTEGER + max_code
+        if where.layout.exponents != "value":
+            raw |= jnp.minimum(*exponents()) == RAW_EXPONENT
+        return *codes, sign, raw, jnp.where(raw, INTEGER, largest) - INTEGER
+
+    def bfloat16_codes():
+        """At most 127 steps, two values at a time, or `any_codes`."""
+        exponent = exponents()
+        size, inverse = (two_bfloat16s(*map(f, exponent)) for f in (step, inverse_step))
+
+        def read(pairs, _, seen):
+            low, high = (warp.bfloat16_steps(pair[0], exponent, size, inverse) for pair in pairs)
+            return warp.bytes_of(low, high, (0, 4, 2, 6)), seen | low | high
+
+        codes, sign, seen = four_words(read, no_words[0])
+        is_long = jnp.max((seen & u32(0xBC80BC80)).astype(jnp.int32), 0) != 0
+        is_long |= jnp.minimum(*exponent) == RAW_EXPONENT
+        is_long = any_lane(u32(is_long))
+        none = jnp.zeros((LANES,), jnp.int32)
+        return lax.cond(is_long, any_codes, lambda: (*codes, sign, none > 0, none))
+
+    is_simple = dtype == jnp.bfloat16 and where.layout.exponents != "value"
+    *codes, sign, raw, largest = bfloat16_codes() if is_simple else any_codes()
 
     def byte_planes(byte):
-        words = []
-        for word in range(8):
-            q, _ = steps(rows_of_bytes(word))
-            words.append(jnp.sum(((q >> (8 * byte)) & u32(0xFF)) << places, 1, dtype=jnp.uint32))
-        return _lane_bits.transpose(words)
+        """Those of one byte of q."""
 
-    def write(q_planes):
-        """Everything, from the planes of numbers of steps."""
-        zero = jnp.zeros((LANES,), jnp.uint32)
-        mask = q_planes[0]
-        for plane in q_planes[1:]:
-            mask = mask | plane
-        mask = jnp.where(raw, u32(0), mask)
+        def read(pairs, exponent, seen):
+            code = u32(0)
+            for second, pair in enumerate(pairs):
+                for column, value in enumerate(_values(pair, dtype)):
+                    q = steps(value, exponent[second][column])
+                    code += ((q >> (8 * byte)) & u32(0xFF)) << (8 * (2 * column + second))
+            return code, seen
+
+        codes, _, _ = four_words(read, no_words[0])
+        return _lane_bits.transpose(codes)
+
+    def planes_of(q_planes):
+        """Bits that are set for values that are not zero, their signs and the planes of q - 1, and how many of these are
+        needed; from the planes of q.
+        """
+        mask = jnp.where(raw, u32(0), functools.reduce(jnp.bitwise_or, q_planes))
+        planes = [plane & mask for plane in _lane_bits.decrement(q_planes)]
+        n_planes = jnp.zeros((LANES,), jnp.uint32)
+        for p, plane in enumerate(planes):
+            # For 16 and 256 one more: see `_reference.encode`.
+            used = plane | (q_planes[p] & mask) if p in (4, 8) else plane
+            n_planes = jnp.where(_any_group(used), u32(p + 1), n_planes)
+        return [mask, n_planes, sign & mask, *planes]
+
+    def write(planes):
+        """Everything."""
+        mask, n_planes, *slots = planes
         bits = warp.ones(mask)
         total = jnp.sum(bits, 0, dtype=jnp.uint32)
-        slots = [sign & mask, *(plane & mask for plane in _lane_bits.decrement(q_planes))]
-        signs = u32(jnp.max((slots[0] != 0).astype(jnp.int32), 0))
-        bitmap = u32((total > 0) & ((total < ROWS) | (n_planes + signs == 0)))
+        signs = u32(_any_group(slots[0]))
+        most = jnp.max(n_planes.astype(jnp.int32))
+        bitmap = u32((total > 0) & ((total < LANE_VALUES) | (n_planes + signs == 0)))
         coded_words = (total * (n_planes + signs) + u32(WORD - 1)) // u32(WORD) + bitmap * u32(GROUPS)
         raw_before, raw_lanes = warp.before(raw)
         coded_words = warp.total(coded_words)
-        words = coded_words + raw_lanes * u32(_tiles.raw_words(layout.dtype))
+        words = coded_words + raw_lanes * u32(_tiles.raw_words(dtype))
 
-        place = warp.fetch_add(needed_ref, jnp.max(words.astype(jnp.int32)))
-        triton.store(offsets_ref.at[tile], place)
+        place = warp.fetch_add(needed_ref, words.astype(jnp.int32))
+        lane = jnp.arange(LANES, dtype=jnp.int32)
+        triton.store(offsets_ref.at[where.tile], jnp.max(place))
         headers = write_headers(Lanes(n_planes, signs, bitmap, u32(raw)))
-        triton.store(headers_ref.at[tile * LANES + lane], headers.astype(jnp.uint8))
-        place = jnp.broadcast_to(u32(place), (LANES,))
+        triton.store(headers_ref.at[where.tile * LANES + lane], headers.astype(jnp.uint8))
+        place = u32(place)
+        fits = place + words <= u32(where.capacity)
         moves = compress_moves(mask)
 
         def put(index, word, live):
-            live &= index < u32(layout.capacity)
-            triton.store(words_ref.at[index.astype(jnp.int32)], word, mask=live)
+            triton.store(words_ref.at[index.astype(jnp.int32)], word, mask=live & fits)
 
         has_bitmap = bitmap != 0
         before, count = warp.before(has_bitmap)
         for g in range(GROUPS):
-            put(place + before + u32(g) * count, of_group(mask, g), has_bitmap)
+            put(place + before + u32(g) * count, take(mask, g), has_bitmap)
 
         def put_slot(slot, state):
             """The signs, slot 0, or a plane: see `_reference.Reader`."""
             word, at, left, following = state
-            live = jnp.where(slot == 0, signs, u32(u32(slot) <= n_planes)) != 0
             pieces = slots[0]
             for p in range(1, len(slots)):
                 pieces = jnp.where(slot == p, slots[p], pieces)
-            pieces = compress(jnp.where(live, pieces, u32(0)), moves)
+            pieces = compress(pieces, moves)
+            live = jnp.where(slot == 0, signs, u32(u32(slot) <= n_planes)) != 0
             lengths = jnp.where(live, bits, u32(0))
             for g in range(GROUPS):
-                dense, length = of_group(pieces, g), of_group(lengths, g)
+                dense, length = take(pieces, g), take(lengths, g)
                 begins = length > left
                 before, count = warp.before(begins)
-                word = word | ((dense << (u32(WORD - 1) - left)) << 1)
+                word = word | warp.shift_left(dense, u32(WORD) - left)
                 put(at, word, begins)
-                word = jnp.where(begins, dense >> left, word)
+                word = jnp.where(begins, warp.shift_right(dense, left), word)
                 at = jnp.where(begins, following + before, at)
                 left = jnp.where(begins, left + u32(WORD), left) - length
                 following = following + count
             return word, at, left, following
 
-        nowhere = jnp.full((LANES,), 2**32 - 1, jnp.uint32)
-        state = zero, nowhere, zero, place + u32(GROUPS) * count
+        following = place + u32(GROUPS) * count
+        has_bits = total * (n_planes + signs) != 0
+        before, count = warp.before(has_bits)
+        at = jnp.where(has_bits, following + before, u32(2**32 - 1))
+        state = jnp.zeros((LANES,), jnp.uint32), at, jnp.full((LANES,), WORD, jnp.uint32), following + count
         first = 1 - any_lane(signs).astype(jnp.int32)
         word, at, _, _ = lax.fori_loop(first, most + 1, put_slot, state)
-        put(at, word, at != nowhere)
+        put(at, word, has_bits)
 
         def put_raw(row, carry):
-            index = place + coded_words + raw_before + u32(row) * raw_lanes
-            put(index, where.load_words(x_ref, row), raw)
+            for i, word in enumerate(values := where.load(x_ref, jnp.int32(0), row)):
+                put(place + coded_words + raw_before + u32(len(values) * row + i) * raw_lanes, word, raw)
             return carry
 
-        raw_rows = any_lane(u32(raw)).astype(jnp.int32) * _tiles.raw_words(layout.dtype)
-        lax.fori_loop(0, raw_rows, put_raw, 0)
+        # Compilers would write out a loop whose length they know.
+        lax.fori_loop(0, warp.opaque(any_lane(u32(raw)).astype(jnp.int32) * _tiles.ROWS), put_raw, 0)
 
-    def transposed():
-        # Few planes are soon found.
+    def few_planes():
+        # Up to four are soon found.
+        any_code = functools.reduce(jnp.bitwise_or, codes)
         return lax.cond(
-            most <= 4, lambda: _lane_bits.transpose(codes, 4) + [none] * 4, lambda: _lane_bits.transpose(codes)
+            any_lane(u32(_any_group(any_code & u32(0xF0F0F0F0)))),
+            lambda: planes_of(_lane_bits.transpose(codes)),
+            lambda: planes_of(_lane_bits.transpose(codes, 4)) + list(no_words),
         )
 
-    # All that follows is written once if possible: compilers take long over large kernels.
+    # Writing is written once if possible: compilers take long over large kernels.
     if max_code < 256:
-        write(transposed())
+        write(few_planes())
     else:
-        when(most <= 8, lambda: write(transposed()))
-        when(most > 8, lambda: write(byte_planes(0) + byte_planes(1)))
+        is_short = jnp.max(largest) < 256
+        when(is_short, lambda: write(few_planes()))
+        when(~is_short, lambda: write(planes_of(byte_planes(0) + byte_planes(1))))
+
+
+def _any_group(x: Words):
+    some = take(x, 0)
+    for g in range(1, GROUPS):
+        some = some | take(x, g)
+    return some != 0
+
+
+def _of_rows(exponents, index):
+    """Those of one row of all, if they vary by row."""
+    return [take(x, index) if x.ndim == 3 else x for x in exponents]
+
+
+def _top_bytes(rows: list[list[Words]], warp) -> Words:
+    """The bytes with the signs of the values of two rows, in a word's order."""
+    first, second = rows
+    if len(first) == 1:
+        return warp.bytes_of(first[0], second[0], (1, 5, 3, 7))
+    return warp.bytes_of(*(warp.bytes_of(a, b, (3, 7, 3, 7)) for a, b in zip(first, second, strict=True)), (0, 1, 6, 7))
+
+
+def _values(pair: list[Words], dtype) -> list[Words]:
+    """The bits of both values as float32s."""
+    if dtype == jnp.bfloat16:
+        return [pair[0] << 16, pair[0] & u32(0xFFFF0000)]
+    if dtype == jnp.float16:
+        return [float32_bits(_tiles.from_bits(half, dtype)) for half in (pair[0] & u32(0xFFFF), pair[0] >> 16)]
+    return pair

@@ -4,20 +4,19 @@ values are the same, bit for bit; the order in which tiles lie in the words may 
 Pallas's Triton backend compiles them, deprecated since JAX 0.11 and still there in 0.12: Mosaic GPU has no such kernels of
 single warps, and `jax_triton` would need a second source, that no CPU can run.
 
-No temporary memory. A tile's input is read once (a raw lane's twice), its words are written
-once.
+No temporary memory. A tile's input is read once (a raw lane's twice), its words are written once. If not all words of a
+tile fit into the code, none is written.
 """
-
-import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int32
 
-from memjax.compress._decode_kernel import decode_kernel
-from memjax.compress._encode_kernel import encode_kernel
-from memjax.compress._pallas_tile import Layout
+from memjax.compress._decode_kernel import decode_tile
+from memjax.compress._encode_kernel import encode_tile
+from memjax.compress._pallas_tile import Layout, Where, sizes
 from memjax.compress._reference import Packed
 from memjax.compress._tiles import LANES, Grid
 from memjax.compress._warp import Warp
@@ -32,14 +31,25 @@ def why_not() -> str | None:
 
 def encode(x: Float[Array, "..."], exponent: Int32[Array, "..."], capacity: int, *, interpret: bool = False) -> Packed:
     """`exponent` is a scalar, or one for each channel."""
-    layout = Layout(Grid.of(x.shape), x.dtype, capacity, exponent.size)
-    tiles = layout.tiles
+    grid = Grid.of(x.shape)
+    tiles = grid.tiles
     if tiles == 0:
         none = jnp.zeros((0,), jnp.int32)
         return Packed(jnp.zeros((0,), jnp.uint32), jnp.zeros((0, LANES), jnp.uint8), none, jnp.int32(0))
+
+    def encode_kernel(where, x_ref, exponent_ref, _, *refs):
+        encode_tile(where, x_ref, exponent_ref, *refs)
+
     words, headers, offsets, needed = _call(
-        functools.partial(encode_kernel, layout=layout, warp=Warp(not interpret)),
-        layout,
+        encode_kernel,
+        (
+            sizes(grid, exponent.size, capacity),
+            x.reshape(-1),
+            exponent.reshape(-1),
+            jnp.zeros((1,), jnp.int32),
+        ),
+        Layout.of(grid, x.dtype, exponent.size),
+        grid,
         (
             jax.ShapeDtypeStruct((max(capacity, 1),), jnp.uint32),
             jax.ShapeDtypeStruct((tiles * LANES,), jnp.uint8),
@@ -47,28 +57,54 @@ def encode(x: Float[Array, "..."], exponent: Int32[Array, "..."], capacity: int,
             jax.ShapeDtypeStruct((1,), jnp.int32),
         ),
         interpret,
-        input_output_aliases={2: 3},
-    )(x.reshape(-1), exponent.reshape(-1), jnp.zeros((1,), jnp.int32))
+        input_output_aliases={3: 3},
+    )
     return Packed(words, headers.reshape(tiles, LANES), offsets, needed[0])
 
 
 def decode(
     code: Packed, exponent: Int32[Array, "..."], shape: tuple[int, ...], dtype, *, interpret: bool = False
 ) -> Array:
-    layout = Layout(Grid.of(shape), jnp.dtype(dtype), code.words.size, exponent.size)
-    if layout.tiles == 0:
+    grid = Grid.of(shape)
+    if grid.tiles == 0:
         return jnp.zeros(shape, dtype)
-    kernel = functools.partial(decode_kernel, layout=layout, warp=Warp(not interpret))
-    x = _call(kernel, layout, jax.ShapeDtypeStruct((layout.grid.size,), dtype), interpret)(
-        code.words, code.headers.reshape(-1), code.offsets, code.needed.reshape(1), exponent.reshape(-1)
+    x = _call(
+        decode_tile,
+        (
+            sizes(grid, exponent.size, code.words.size),
+            code.words,
+            code.headers.reshape(-1),
+            code.offsets,
+            code.needed.reshape(1),
+            exponent.reshape(-1),
+        ),
+        Layout.of(grid, dtype, exponent.size),
+        grid,
+        jax.ShapeDtypeStruct((grid.size,), dtype),
+        interpret,
     )
     return x.reshape(shape)
 
 
-def _call(kernel, layout: Layout, out_shape, interpret: bool, **options):
-    """With whole arrays for the kernel to index, a warp per tile."""
+def _call(of_tile, args, layout: Layout, grid: Grid, out_shape, interpret: bool, **options):
+    """`of_tile` for every tile, by a warp each, with whole arrays to index.
+
+    Compilers see nothing of the arrays but their dtype, and a number of programs that is a power of two, each for a tile or
+    two. So arrays of many sizes share a kernel, compiled once for all of them in a module.
+    """
+    programs = 1 << (grid.tiles.bit_length() - 1)
+
+    def kernel(sizes_ref, *refs):
+        first = pl.program_id(0)
+
+        def one(i, carry):
+            of_tile(Where.of(layout, Warp(not interpret), first + i * programs, sizes_ref), *refs)
+            return carry
+
+        lax.fori_loop(0, lax.div(sizes_ref[0] - first - 1, programs) + 1, one, 0)
+
     if not interpret:
         from jax.experimental.pallas import triton
 
         options["compiler_params"] = triton.CompilerParams(num_warps=1, num_stages=1)
-    return pl.pallas_call(kernel, out_shape=out_shape, grid=(layout.tiles,), interpret=interpret, **options)
+    return pl.pallas_call(kernel, out_shape=out_shape, grid=(programs,), interpret=interpret, **options)(*args)

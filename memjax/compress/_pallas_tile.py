@@ -1,44 +1,43 @@
 """Where the values of a tile are, seen from a kernel."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Int32
 
 from memjax.compress import _tiles
-from memjax.compress._bits import Words
-from memjax.compress._tiles import GROUPS, LANES, ROWS, Grid
-from memjax.compress._warp import Warp
+from memjax.compress._bits import Words, u32
+from memjax.compress._tiles import COLUMNS, GROUPS, LANES, ROWS, Grid
+from memjax.compress._warp import Pair, Warp
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Of an array, flat, and of its code. Frozen and hashable: kernels are compiled for one.
+    """What kernels are compiled for, of an array and its code; they read the rest, `sizes`, so that there are few of them.
 
     Attributes:
-      capacity: words of the code.
-      exponents: how many steps' exponents there are: one, or as many as channels.
+      is_padded: whether the last tile has values that the array has not.
+      exponents: of steps: "one", one for each "column", or one for each "value" in a lane of its own.
     """
 
-    grid: Grid
     dtype: jnp.dtype
-    capacity: int
-    exponents: int
+    is_padded: bool
+    exponents: str
 
-    @property
-    def tiles(self) -> int:
-        return self.grid.tiles
+    @classmethod
+    def of(cls, grid: Grid, dtype, exponents: int) -> "Layout":
+        varying = "column" if grid.columns % exponents == 0 else "value"
+        is_padded = grid.size != grid.tiles * _tiles.TILE_VALUES
+        return cls(jnp.dtype(dtype), is_padded, "one" if exponents == 1 else varying)
 
-    def at(self, tile: Int32[Array, ""], warp: Warp) -> "Where":
-        across = self.grid.columns // LANES
-        down, right = lax.div(tile, jnp.int32(across)), lax.rem(tile, jnp.int32(across))
-        first = warp.opaque(down * (ROWS * self.grid.columns) + right * LANES)
-        if self.grid.rows * self.grid.columns <= 2**30:
-            first &= 2**30 - 1  # so compilers know that no sum overflows, and put distances of rows into instructions
-        lane = jnp.arange(LANES, dtype=jnp.int32)
-        return Where(self, first + lane, right * LANES + lane)
+
+def sizes(grid: Grid, exponents: int, capacity: int) -> np.ndarray:
+    """What a kernel reads first."""
+    return np.array([grid.tiles, grid.columns, grid.size, exponents, capacity], np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,68 +45,108 @@ class Where:
     """Of one tile.
 
     Attributes:
-      first: indices of the values of its first row.
-      column: of the matrix.
+      tile: its number.
+      first: pairs of values before those of its first row.
+      column: even ones, of the matrix.
+      row_pairs: pairs in a row of the matrix.
+      sizes: see `sizes`.
     """
 
     layout: Layout
+    warp: Warp
+    tile: Int32[Array, ""]
     first: Int32[Array, "32"]
     column: Int32[Array, "32"]
+    row_pairs: Int32[Array, ""]
+    sizes_ref: Any
 
-    def _index(self, row: Int32[Array, "..."]):
-        """Of rows' values, and which of them the array has."""
-        index = self.first + row * self.layout.grid.columns
-        is_padded = self.layout.grid.size != self.layout.tiles * _tiles.TILE_VALUES
-        return index, index < self.layout.grid.size if is_padded else None
-
-    def load(self, ref, row: Int32[Array, "..."]) -> Array:
-        from jax.experimental.pallas import triton
-
-        index, inside = self._index(row)
-        return triton.load(ref.at[index], mask=inside, other=None if inside is None else 0)
-
-    def store(self, ref, row: Int32[Array, "..."], x: Array, live: Array | None = None) -> None:
-        from jax.experimental.pallas import triton
-
-        index, inside = self._index(row)
-        if live is not None:
-            live = jnp.broadcast_to(live, index.shape)
-            inside = live if inside is None else inside & live
-        triton.store(ref.at[index], x, mask=inside)
+    @classmethod
+    def of(cls, layout: Layout, warp: Warp, tile: Int32[Array, ""], sizes_ref) -> "Where":
+        row_pairs = lax.div(sizes_ref[1], jnp.int32(2))
+        across = lax.div(row_pairs, jnp.int32(LANES))
+        down, right = lax.div(tile, across), lax.rem(tile, across)
+        lane = jnp.arange(LANES, dtype=jnp.int32)
+        first = warp.opaque(down * (ROWS * row_pairs) + right * LANES)
+        return cls(layout, warp, tile, first + lane, right * COLUMNS + 2 * lane, row_pairs, sizes_ref)
 
     @property
-    def exponent_varies(self) -> bool:
-        """Whether within a lane: channels that are not columns."""
-        return self.layout.exponents > 1 and not self.layout.grid.by_channel
+    def capacity(self) -> Int32[Array, ""]:
+        return self.sizes_ref[4]
 
-    def exponents(self, ref) -> Callable[[Array], Int32[Array, "..."]]:
-        """Of the steps 2^k, by rows."""
-        if self.exponent_varies:
-            return lambda row: ref[lax.rem(self._index(row)[0], jnp.int32(self.layout.exponents))]
-        same = ref[self.column] if self.layout.exponents > 1 else jnp.broadcast_to(ref[0], (LANES,))
-        return lambda row: same
+    def _values(self, row, later, live=None):
+        """Of both columns, indices of values, and which of them the array has, and are live."""
+        pair = self.first + (row + later) * self.row_pairs
+        for index in (2 * pair, 2 * pair + 1):
+            inside = index < self.sizes_ref[2] if self.layout.is_padded else None
+            if live is not None:
+                live = jnp.broadcast_to(live, index.shape)
+                inside = live if inside is None else inside & live
+            yield index, inside
 
-    def load_words(self, ref, row: Int32[Array, "..."]) -> Words:
-        """Values of rows as words, or each of two rows of 16-bit values."""
-        if self.layout.dtype.itemsize == 4:
-            return _tiles.to_bits(self.load(ref, row))
-        low, high = (_tiles.to_bits(self.load(ref, 2 * row + i)) for i in range(2))
-        return low | (high << 16)
+    def _rows(self, row, later):
+        from memjax.compress._pair_memory import Rows
+
+        return Rows(self.first + later * self.row_pairs, row, self.row_pairs)
+
+    def load(self, ref, row: Int32[Array, "..."], later: Int32[Array, ""]) -> list[Words]:
+        """Of rows `row + later`, the lanes' two values: a word of both, or, if they have 32 bits, one for each."""
+        from jax.experimental.pallas import triton
+
+        if self.warp.native and not self.layout.is_padded:
+            from memjax.compress import _pair_memory
+
+            return _pair_memory.load_pairs(ref, self._rows(row, later))
+        first, second = (
+            _tiles.to_bits(triton.load(ref.at[index], mask=inside, other=None if inside is None else 0))
+            for index, inside in self._values(row, later)
+        )
+        return [first, second] if self.layout.dtype.itemsize == 4 else [first | (second << 16)]
+
+    def store(self, ref, row: Int32[Array, "..."], later: Int32[Array, ""], words: list[Words], live=None) -> None:
+        """The inverse, of the lanes that are `live`."""
+        from jax.experimental.pallas import triton
+
+        if self.warp.native and not self.layout.is_padded:
+            from memjax.compress import _pair_memory
+
+            return _pair_memory.store_pairs(ref, self._rows(row, later), words, live)
+        both = words if len(words) == 2 else [words[0] & u32(0xFFFF), words[0] >> 16]
+        for word, (index, inside) in zip(both, self._values(row, later, live), strict=True):
+            triton.store(ref.at[index], _tiles.from_bits(word, self.layout.dtype), mask=inside)
+
+    def exponents(self, ref) -> Callable[..., Pair]:
+        """Of the steps 2^k of both values of rows `row + later`."""
+        if self.layout.exponents == "value":
+            return lambda *row: tuple(ref[lax.rem(index, self.sizes_ref[3])] for index, _ in self._values(*row))
+        if self.layout.exponents == "column":
+            first = lax.rem(self.column, self.sizes_ref[3])
+            same = ref[first], ref[first + 1]
+        else:
+            same = (jnp.broadcast_to(ref[0], (LANES,)),) * 2
+        return lambda *row: same
 
 
-def rows_of_bytes(word: int) -> Int32[Array, "4 4 1"]:
-    """Group by group, the rows whose values are the bytes of a word: see `_lane_bits`."""
-    group, byte = (jnp.arange(4, dtype=jnp.int32) for _ in range(2))
-    return group[:, None, None] * 32 + byte[None, :, None] * 8 + word
+def rows_of_bytes(words: int) -> Int32[Array, "rows 4 1"]:
+    """For words one after another, group by group, first the row whose two values' codes are bytes 0 and 2 of the word,
+    then that of bytes 1 and 3: see `_tiles`.
+    """
+    row = jnp.arange(2 * words, dtype=jnp.int32)[:, None, None]
+    return jnp.arange(GROUPS, dtype=jnp.int32)[:, None] * 16 + 8 * (row % 2) + row // 2
 
 
-def is_group(group: int) -> Bool[Array, "4 1"]:
-    return jnp.arange(GROUPS, dtype=jnp.int32)[:, None] == group
+def take(x: Array, index: int) -> Array:
+    """`x[index]`, which kernels have no indexing for."""
+    chosen = jnp.arange(x.shape[0], dtype=jnp.int32).reshape(-1, *[1] * (x.ndim - 1)) == index
+    return jnp.sum(jnp.where(chosen, x, jnp.zeros_like(x)), 0, dtype=x.dtype)
 
 
-def of_group(x: Array, group: int) -> Array:
-    """`x[group]`, which kernels have no indexing for."""
-    return jnp.sum(jnp.where(is_group(group), x, jnp.zeros_like(x)), 0, dtype=x.dtype)
+def stack(parts: Sequence[Array]) -> Array:
+    """`jnp.stack`."""
+    out = jnp.broadcast_to(parts[0][None], (len(parts), *parts[0].shape))
+    place = jnp.arange(len(parts), dtype=jnp.int32).reshape(-1, *[1] * parts[0].ndim)
+    for i, part in enumerate(parts):
+        out = jnp.where(place == i, part[None], out)
+    return out
 
 
 def any_lane(flags: Words) -> Array:

@@ -24,7 +24,7 @@ from memjax.compress._bits import (
     unpack,
 )
 from memjax.compress._quantize import dequantize, quantize
-from memjax.compress._tiles import GROUPS, LANES, ROWS
+from memjax.compress._tiles import GROUPS, LANE_VALUES, LANES
 
 
 class Packed(NamedTuple):
@@ -77,11 +77,11 @@ class Reader(NamedTuple):
     next: UInt32[Array, " tiles"]
 
     @classmethod
-    def of(cls, offsets: UInt32[Array, " tiles"]) -> "Reader":
-        # Zeros, since there are fewer than 2^31 words, that depend on the data: compilers make constants at the beginning of
-        # a program, and inside `shard_map` those would not vary as the data do.
-        none = jnp.broadcast_to(offsets[:, None] >> u32(31), (offsets.size, LANES))
-        return cls(none, none, offsets)
+    def of(cls, offsets: UInt32[Array, " tiles"], has_bits: Bool[Array, "tiles 32"]) -> "Reader":
+        """In their first words, which come first of all."""
+        begins = u32(has_bits)
+        at = offsets[:, None] + jnp.cumsum(begins, -1, dtype=jnp.uint32) - begins
+        return cls(at, u32(WORD) * begins, offsets + begins.sum(-1))
 
     def advance(self, bits: UInt32[Array, "tiles 4 32"]) -> tuple["Place", "Reader"]:
         """By a piece for each group, of up to 32 bits: where they are, and where the lanes are then."""
@@ -120,7 +120,7 @@ def encode(x: Float[Array, "tiles 128 32"], exponent: Int32[Array, "..."], capac
     bits = jax.lax.population_count(mask)
     total = bits.sum(1)
     signs = u32((sign != 0).any(1))
-    bitmap = u32((total > 0) & ((total < ROWS) | (planes + signs == 0)))
+    bitmap = u32((total > 0) & ((total < LANE_VALUES) | (planes + signs == 0)))
     words = (total * (planes + signs) + u32(WORD - 1)) // u32(WORD) + bitmap * u32(GROUPS)
     coded_words = words.sum(-1)
     tile_words = coded_words + raw.sum(-1) * u32(_tiles.raw_words(x.dtype))
@@ -144,7 +144,7 @@ def encode(x: Float[Array, "tiles 128 32"], exponent: Int32[Array, "..."], capac
         lengths = jnp.where(live, bits, u32(0))
         place, reader = reader.advance(lengths)
         out = put(out, place.at, shift_left(dense, u32(WORD) - place.left), (lengths > 0) & (place.left > 0))
-        return put(out, place.fresh, dense >> place.left, place.begins != 0), reader
+        return put(out, place.fresh, shift_right(dense, place.left), place.begins != 0), reader
 
     def put_row(row, out):
         index = first_raw + u32(row) * raw.sum(-1)[:, None]
@@ -156,7 +156,8 @@ def encode(x: Float[Array, "tiles 128 32"], exponent: Int32[Array, "..."], capac
     index, following = _bitmap_places(offsets, bitmap)
     out = put(out, index, mask, jnp.broadcast_to((bitmap != 0)[:, None], index.shape))
     most = jnp.max(planes, initial=0).astype(jnp.int32)
-    out, _ = jax.lax.fori_loop(0, most + 1, put_slot, (out, Reader.of(following)))
+    reader = Reader.of(following, total * (planes + signs) != 0)
+    out, _ = jax.lax.fori_loop(0, most + 1, put_slot, (out, reader))
     out = jax.lax.fori_loop(0, jnp.max(raw, initial=0).astype(jnp.int32) * rows.shape[1], put_row, out)
     headers = write_headers(Lanes(planes, signs, bitmap, raw)).astype(jnp.uint8)
     return Packed(out, headers, offsets.astype(jnp.int32), needed)
@@ -176,7 +177,7 @@ def decode(code: Packed, exponent: Int32[Array, "..."], dtype) -> Float[Array, "
         q, negative, reader = carry
         live = jnp.where(slot == 0, lanes.signs != 0, u32(slot) <= lanes.planes)[:, None]
         place, reader = reader.advance(jnp.where(live, bits, u32(0)))
-        dense = shift_right(get(place.at), u32(WORD) - place.left) | (get(place.fresh) << place.left)
+        dense = shift_right(get(place.at), u32(WORD) - place.left) | shift_left(get(place.fresh), place.left)
         piece = jnp.where(live, expand(dense, moves, mask), u32(0))
         plane = u32(_group_bits(jnp.where(slot == 0, u32(0), piece))) << u32(jnp.maximum(slot - 1, 0))
         return q + plane, jnp.where(slot == 0, piece, negative), reader
@@ -189,7 +190,8 @@ def decode(code: Packed, exponent: Int32[Array, "..."], dtype) -> Float[Array, "
     most = jnp.max(lanes.planes, initial=0).astype(jnp.int32)
     # Zeros that depend on the data, as in `encode`.
     none = jnp.broadcast_to(u32(code.needed < 0), mask.shape)
-    start = u32(_group_bits(mask)), none, Reader.of(following)
+    has_bits = bits.sum(1) * (lanes.planes + lanes.signs) != 0
+    start = u32(_group_bits(mask)), none, Reader.of(following, has_bits)
     q, negative, reader = jax.lax.fori_loop(0, most + 1, get_slot, start)
     value = dequantize(q, _group_bits(negative), exponent, dtype)
     value = _tiles.to_bits(jnp.where(lost, jnp.asarray(jnp.nan, dtype), value))
@@ -217,17 +219,19 @@ def _group_words(bits: Bool[Array, "tiles 128 32"]) -> UInt32[Array, "tiles 4 32
 
 def _group_bits(words: UInt32[Array, "tiles 4 32"]) -> Bool[Array, "tiles 128 32"]:
     """The inverse."""
-    return unpack(words[..., None]).swapaxes(2, 3).reshape(-1, ROWS, LANES)
+    return unpack(words[..., None]).swapaxes(2, 3).reshape(-1, LANE_VALUES, LANES)
 
 
 def _raw_words(x: Float[Array, "tiles 128 32"]) -> UInt32[Array, "tiles words 32"]:
     """The values of a lane as words."""
-    bits = _tiles.to_bits(x)
-    return bits if x.dtype.itemsize == 4 else bits[:, ::2] | (bits[:, 1::2] << 16)
+    columns = _tiles.to_bits(x).reshape(-1, GROUPS, 2, 16, LANES).swapaxes(2, 3)
+    if x.dtype.itemsize == 2:
+        columns = columns[..., 0, :] | (columns[..., 1, :] << 16)
+    return columns.reshape(-1, _tiles.raw_words(x.dtype), LANES)
 
 
 def _raw_bits(words: UInt32[Array, "tiles words 32"], dtype) -> UInt32[Array, "tiles 128 32"]:
     """The inverse."""
-    if jnp.dtype(dtype).itemsize == 4:
-        return words
-    return jnp.stack([words & u32(0xFFFF), words >> 16], 2).reshape(-1, ROWS, LANES)
+    if jnp.dtype(dtype).itemsize == 2:
+        words = jnp.stack([words & u32(0xFFFF), words >> 16], 2)
+    return words.reshape(-1, GROUPS, 16, 2, LANES).swapaxes(2, 3).reshape(-1, LANE_VALUES, LANES)

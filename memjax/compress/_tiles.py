@@ -1,17 +1,19 @@
 """How an array is cut into tiles, and what a code of a tile looks like. All that encodes and decodes agrees on this.
 
-An array is seen as a matrix of `columns` columns. If its last axis has a multiple of 32 channels and a multiple of 128
-values per channel, the columns are the channels, so that values coded together belong to one channel; if not, it
-is taken flat, 32 values a row, and padded with zeros. A tile is 128 rows by 32 columns; tiles go by columns first, and so
-do their words, without gaps; where those of a tile begin is its `offset`.
+An array is seen as a matrix of `columns` columns. If its last axis has a multiple of 64 channels and a multiple of 64
+values per channel, the columns are the channels, so that values coded together belong to two neighbouring channels; if
+not, it is taken flat, 64 values a row, and padded with zeros. A tile is 64 rows by 64 columns; tiles go by columns first,
+and so do their words, without gaps; where those of a tile begin is its `offset`.
 
-A column of a tile is a lane: 128 values in four groups of 32 rows, coded as one of
+Two neighbouring columns of a tile, which one load reads, are a lane: 128 values in four groups of 16 rows. Value 8 i + j
+of a group is in its row 8 (i mod 2) + j and in column i div 2 of the two, so that the code of row j is in the bytes of a
+word as its values are in pairs. A lane is coded as one of
 
     nothing           all values are zero
     raw               its values as they are
     bitmap, planes    pieces of bits, from low to high bits of words of 32, the last one filled up with zeros: the bitmap of
                       values that are not zero, 32 bits a group, left out if none is zero and something follows; then,
-                      over those values, in the order of groups and rows: a bit each for the sign, left out if all are
+                      over those values, in order: a bit each for the sign, left out if all are
                       positive, and for every plane p < `planes` bit p of `q - 1`
 
 where q >= 1 is the quantised magnitude. The 8-bit header of a lane:
@@ -19,9 +21,10 @@ where q >= 1 is the quantised magnitude. The 8-bit header of a lane:
     bits 0 to 4 planes   5 signs   6 bitmap   7 raw
 
 The words of the lanes of a tile are interleaved in the order in which one needs them who decodes all lanes side by side,
-a piece (a group of the bitmap, of the signs, of a plane) at a time: first come the words that lanes begin in the first
-piece, by lane, then those that they begin in the second. So neighbouring lanes read and write neighbouring words. The
-raw lanes' follow, a row of 32-bit values, or two rows of 16-bit ones, at a time.
+a piece (a group of the bitmap, of the signs, of a plane) at a time. After the bitmaps come the first words of lanes, by
+lane, then the words that lanes begin in the first piece, by lane, then those that they begin in the second. So neighbouring
+lanes read and write neighbouring words. The raw lanes' follow, row by row: both values of a row in a word, or a word for
+each.
 """
 
 import dataclasses
@@ -33,10 +36,11 @@ from jaxtyping import Array, Float, UInt32
 
 from memjax.compress._bits import u32
 
-ROWS = 128
+ROWS, COLUMNS = 64, 64  # of a tile
+TILE_VALUES = ROWS * COLUMNS
 LANES = 32
+LANE_VALUES = 128
 GROUPS = 4
-TILE_VALUES = ROWS * LANES
 
 SIGNS_SHIFT, BITMAP_SHIFT, RAW_SHIFT = 5, 6, 7
 PLANES_MASK = 31
@@ -46,7 +50,7 @@ DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 def raw_words(dtype) -> int:
     """Words of a raw lane."""
-    return ROWS * jnp.dtype(dtype).itemsize // 4
+    return LANE_VALUES * jnp.dtype(dtype).itemsize // 4
 
 
 def max_planes(dtype) -> int:
@@ -65,7 +69,7 @@ class Grid:
 
     Attributes:
       size: values of the array.
-      columns: a multiple of 32.
+      columns: a multiple of 64.
       by_channel: whether columns are the array's last axis.
     """
 
@@ -77,12 +81,12 @@ class Grid:
     def of(cls, shape: tuple[int, ...]) -> "Grid":
         size = math.prod(shape)
         channels = shape[-1] if shape else 1
-        by_channel = size > 0 and channels % LANES == 0 and (size // channels) % ROWS == 0
-        return cls(size, channels if by_channel else LANES, by_channel)
+        by_channel = size > 0 and channels % COLUMNS == 0 and (size // channels) % ROWS == 0
+        return cls(size, channels if by_channel else COLUMNS, by_channel)
 
     @property
     def rows(self) -> int:
-        """Rows, padding included: a multiple of 128."""
+        """Rows, padding included: a multiple of 64."""
         return -(-self.size // (self.columns * ROWS)) * ROWS
 
     @property
@@ -90,18 +94,18 @@ class Grid:
         return self.rows * self.columns // TILE_VALUES
 
     def split(self, x: Array) -> Array:
-        """(tiles, 128, 32): row, lane; for any dtype."""
+        """(tiles, 128, 32): value of a lane, lane; for any dtype."""
         flat = x.reshape(-1)
         padding = self.rows * self.columns - self.size
         if padding:
             flat = jnp.concatenate([flat, jnp.zeros(padding, x.dtype)])
-        split = flat.reshape(self.rows // ROWS, ROWS, self.columns // LANES, LANES)
-        return split.transpose(0, 2, 1, 3).reshape(self.tiles, ROWS, LANES)
+        split = flat.reshape(self.rows // ROWS, GROUPS, 2, 8, self.columns // COLUMNS, LANES, 2)
+        return split.transpose(0, 4, 1, 6, 2, 3, 5).reshape(self.tiles, LANE_VALUES, LANES)
 
     def join(self, tiles: Array, shape: tuple[int, ...]) -> Array:
         """The inverse of `split`."""
-        split = tiles.reshape(self.rows // ROWS, self.columns // LANES, ROWS, LANES)
-        return split.transpose(0, 2, 1, 3).reshape(-1)[: self.size].reshape(shape)
+        split = tiles.reshape(self.rows // ROWS, self.columns // COLUMNS, GROUPS, 2, 2, 8, LANES)
+        return split.transpose(0, 2, 4, 5, 1, 6, 3).reshape(-1)[: self.size].reshape(shape)
 
 
 def to_bits(x: Float[Array, "..."]) -> UInt32[Array, "..."]:

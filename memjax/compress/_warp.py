@@ -5,17 +5,19 @@ Thread l holds what is at index l of the last axis of every array.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-from memjax.compress._bits import WORD, Words, u32
+from memjax.compress._bits import WORD, Words, shift_left, shift_right, u32
 from memjax.compress._quantize import quantize_magnitude
 from memjax.compress._tiles import LANES
 
 Lane = UInt32[Array, "*more 32"]
+Pair = tuple[Int32[Array, "..."], Int32[Array, "..."]]  # one for each column of a lane
 
 INTEGER = (
     0x4B000000  # the bits of the float32 2^23, from which on floats have no fraction: their low bits are an integer
@@ -28,15 +30,16 @@ class Warp:
 
     native: bool
 
-    def fetch_add(self, ref, x: Int32[Array, ""]) -> Int32[Array, ""]:
-        """`ref[0] += x`, at once; the value before."""
-        from jax.experimental.pallas import triton
-
+    def fetch_add(self, ref, x: Int32[Array, "32"]) -> Int32[Array, "32"]:
+        """`ref[0] += x`, of which all threads have the same, at once; the value before, in all threads."""
         if self.native:
-            return triton.atomic_add(ref, (0,), x)
+            from memjax.compress import _pair_memory
+
+            before = _pair_memory.fetch_add(ref, x, jnp.arange(LANES, dtype=jnp.int32) == 0)
+            return _asm("shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;", "=r,r", before).astype(jnp.int32)
         before = ref[0]
-        ref[0] = before + x
-        return before
+        ref[0] = before + jnp.max(x)
+        return jnp.broadcast_to(before, (LANES,))
 
     def opaque(self, x: Int32[Array, ""]) -> Int32[Array, ""]:
         """`x`, of which compilers know nothing. If they knew that it is a multiple of something, they would give threads
@@ -63,11 +66,23 @@ class Warp:
         """Zero, which compilers do not see."""
         return _asm("{ .reg .b32 t; clz.b32 t, $1; shr.u32 $0, t, 6; }", "=r,r", word) if self.native else word & u32(0)
 
-    def append_top_bit(self, word: Words, other: Words) -> Lane:
-        """`word << 1 | other >> 31`."""
-        if not self.native:
-            return (word << 1) | (other >> 31)
-        return _asm("shf.l.wrap.b32 $0, $1, $2, 1;", "=r,r,r", other, word)  # of which compilers make more instructions
+    def bytes_of(self, low: Words, high: Words, which: tuple[int, int, int, int]) -> Lane:
+        """A word of bytes, the lowest first; bytes 0 to 3 are those of `low`, 4 to 7 those of `high`."""
+        if self.native:
+            selector = sum(byte << (4 * i) for i, byte in enumerate(which))
+            return _asm(f"prmt.b32 $0, $1, $2, {selector:#x};", "=r,r,r", low, high)
+        words = (
+            (high if byte >= 4 else low) >> (8 * (byte % 4)) << (24) >> (24 - 8 * i) for i, byte in enumerate(which)
+        )
+        return functools.reduce(jnp.bitwise_or, words)
+
+    def shift_left(self, word: Words, by: Words) -> Lane:
+        """Zero for 32 and more."""
+        return _asm("shl.b32 $0, $1, $2;", "=r,r,r", word, by) if self.native else shift_left(word, by)
+
+    def shift_right(self, word: Words, by: Words) -> Lane:
+        """Zero for 32 and more."""
+        return _asm("shr.b32 $0, $1, $2;", "=r,r,r", word, by) if self.native else shift_right(word, by)
 
     def ones(self, word: Words) -> Lane:
         """How many bits are set."""
@@ -102,25 +117,49 @@ class Warp:
         q, too_large = quantize_magnitude(wide & u32(0x7FFFFFFF), exponent)
         return u32(INTEGER) + jnp.where(too_large, u32(2**23), q)
 
-    def bfloat16_pairs(self, word: Words, step: Lane, minus_half: Lane) -> tuple[Lane, Lane]:
-        """Two words, of bytes 0 and 1 and of bytes 2 and 3: max(byte * step + minus_half, 0), for bytes below 128, in bfloat16.
+    def bfloat16_steps(self, pair: Words, exponents: Pair, step: Lane, inverse: Lane) -> Lane:
+        """For two bfloat16s in a word: 0x4300 + ceil(|x| / 2^exponent), and if that is 128 or more, or x not finite, anything
+        that has bits beyond those of 0x437F.
 
-        `step` and `minus_half` hold two equal bfloat16s. A byte beside 0x43 is the bfloat16 128 + byte. Native only.
+        Args:
+          step: 2^exponent of both, two bfloat16s.
+          inverse: 2^-exponent.
         """
-        step, minus_half = (jnp.broadcast_to(x, word.shape) for x in (step, minus_half))
-
-        def pair(selected):
-            return _asm(
-                "{ .reg .b32 t, one, minus_128; mov.b32 one, 0x3F803F80; mov.b32 minus_128, 0xC300C300;"
-                f" prmt.b32 t, $1, 0x43434343, {selected:#x}; fma.rn.bf16x2 t, t, one, minus_128;"
-                " fma.rn.relu.bf16x2 $0, t, $2, $3; }",
-                "=r,r,r,r",
-                word,
-                step,
-                minus_half,
+        if self.native:
+            # 128 + t has no fraction. So it is t rounded to nearest, which is one less than the next larger integer if it
+            # is smaller than t. All of this is exact, and no comparison is of subnormal numbers that were not there before.
+            asm = (
+                "{ .reg .b32 x, q, low, two_128s; mov.b32 two_128s, 0x43004300; and.b32 x, $1, 0x7FFF7FFF;"
+                " fma.rn.bf16x2 q, x, $3, two_128s; sub.rn.bf16x2 low, q, two_128s; mul.rn.bf16x2 low, low, $2;"
+                " set.gt.bf16x2.bf16x2 low, x, low; add.rn.bf16x2 $0, q, low; }"
             )
+            step, inverse = (jnp.broadcast_to(x, pair.shape) for x in (step, inverse))
+            return _asm(asm, "=r,r,r,r", pair, step, inverse)
+        halves = []
+        for wide, exponent in zip((pair << 16, pair & u32(0xFFFF0000)), exponents, strict=True):
+            q, too_large = quantize_magnitude(wide & u32(0x7FFFFFFF), exponent)
+            halves.append(jnp.where(too_large | (q > u32(127)), u32(0xFFFF), u32(0x4300) + q))
+        return halves[0] | (halves[1] << 16)
 
-        return pair(0x4140), pair(0x4342)
+    def bfloat16_values(self, word: Words, first: Words, step: Lane, minus_half: Lane) -> Lane:
+        """max(byte * step + minus_half, 0), for bytes `first` and `first` + 2 below 128: two bfloat16s. Native only.
+
+        `step` and `minus_half` hold two bfloat16s. A byte beside 0x43 is the bfloat16 128 + byte.
+        """
+        shape = jnp.broadcast_shapes(word.shape, first.shape)
+        selector = u32(0x4240) + u32(0x101) * first
+        return _asm(
+            "{ .reg .b32 t, one, minus_128; mov.b32 one, 0x3F803F80; mov.b32 minus_128, 0xC300C300;"
+            " prmt.b32 t, $1, 0x43434343, $2; fma.rn.bf16x2 t, t, one, minus_128; fma.rn.relu.bf16x2 $0, t, $3, $4; }",
+            "=r,r,r,r,r",
+            *(jnp.broadcast_to(x, shape) for x in (word, selector, step, minus_half)),
+        )
+
+
+def two_bfloat16s(low: Float[Array, "..."], high: Float[Array, "..."]) -> Words:
+    """Two float32s that are bfloat16s, as these, in a word."""
+    low, high = (lax.bitcast_convert_type(x, jnp.uint32) for x in (low, high))
+    return (low >> 16) | (high & u32(0xFFFF0000))
 
 
 def _asm(code: str, constraints: str, *args: Array, dtype=jnp.int32) -> Array:

@@ -1,5 +1,7 @@
 """Arrays with lanes of every kind, and codes compared."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,21 +32,27 @@ def values_of_all_kinds(dtype, tiles: int = 6, seed: int = 0) -> np.ndarray:
 
 def kernels_and_reference(x, bound, capacity=None, interpret=True):
     """Codes by both, that of the kernels with the words of its tiles in order, and their decoded values as bits."""
-    grid, exponent = Grid.of(x.shape), step_exponent(bound, x.dtype)
-    capacity = grid.tiles * 32 * _tiles.raw_words(x.dtype) if capacity is None else capacity
+    exponent = step_exponent(bound, x.dtype)
+    capacity = Grid.of(x.shape).tiles * 32 * _tiles.raw_words(x.dtype) if capacity is None else capacity
+    return tuple(both(x, exponent) for both in _coders(x.shape, x.dtype, capacity, interpret))
+
+
+@functools.lru_cache
+def _coders(shape, dtype, capacity, interpret):
+    grid = Grid.of(shape)
 
     @jax.jit
     def by_kernels(x, exponent):
         code = _kernels.encode(x, exponent, capacity, interpret=interpret)
-        return code, _tiles.to_bits(_kernels.decode(code, exponent, x.shape, x.dtype, interpret=interpret))
+        return code, _tiles.to_bits(_kernels.decode(code, exponent, shape, dtype, interpret=interpret))
 
     @jax.jit
     def by_reference(x, exponent):
-        spread = _per_value(grid, exponent, x.shape)
+        spread = _per_value(grid, exponent, shape)
         code = _reference.encode(grid.split(x), spread, capacity)
-        return code, _tiles.to_bits(grid.join(_reference.decode(code, spread, x.dtype), x.shape))
+        return code, _tiles.to_bits(grid.join(_reference.decode(code, spread, dtype), shape))
 
-    return by_kernels(x, exponent), by_reference(x, exponent)
+    return by_kernels, by_reference
 
 
 def check_same(x, bound, capacity=None, interpret=True):

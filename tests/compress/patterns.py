@@ -17,7 +17,7 @@ def to_bits(x) -> np.ndarray:
 
 def in_lanes(values):
     """Flat values, a multiple of 4096, so laid out that runs of 128 are coded together."""
-    return values.reshape(-1, 32, 128).swapaxes(1, 2).reshape(-1)
+    return values.reshape(-1, 32, 4, 2, 2, 8).transpose(0, 2, 4, 5, 1, 3).reshape(-1)
 
 
 def every_16_bit_pattern(dtype):

@@ -113,7 +113,7 @@ def test_size_is_what_the_values_need():
     x = jnp.maximum(jax.random.normal(jax.random.key(0), (64, 32, 64), jnp.bfloat16), 0)
     codec = ErrorBounded(0.25)
     code = codec.encode(x)
-    lanes = np.ceil(np.asarray(x, np.float32) / 0.5).reshape(-1, 128, 2, 32).swapaxes(1, 3).reshape(-1, 128)
+    lanes = np.ceil(np.asarray(x, np.float32) / 0.5).reshape(-1, 64, 32, 2).swapaxes(1, 2).reshape(-1, 128)
     planes = np.ceil(np.log2(lanes.max(1)))
     words = 4 + np.ceil((lanes > 0).sum(1) * planes / 32)
     assert int(code.packed.needed) == words.sum()

@@ -1,9 +1,11 @@
 """The kernels on a GPU against the plain version."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from memjax.compress import _kernels, _tiles
 from tests.compress.kernel_cases import check_same, values_of_all_kinds
 from tests.compress.patterns import every_16_bit_pattern, random_float32_patterns
 
@@ -19,6 +21,14 @@ def test_lanes_of_all_kinds(dtype):
     bounds = np.exp2(np.arange(96) % 7 - 4).astype(np.float32)
     check_same(jnp.asarray(values).reshape(-1, 96), bounds, interpret=False)
     check_same(jnp.asarray(values).reshape(-1, 24), bounds[:24], interpret=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_vmap(dtype):
+    x = jnp.asarray(values_of_all_kinds(dtype, 9)).reshape(3, 3, 64, 64)
+    encode = lambda x: _kernels.encode(x, jnp.int32(0), 20000)
+    decode = lambda code: _tiles.to_bits(_kernels.decode(code, jnp.int32(0), x.shape[1:], dtype))
+    np.testing.assert_array_equal(jax.jit(jax.vmap(lambda x: decode(encode(x))))(x)[1], decode(encode(x[1])))
 
 
 @pytest.mark.parametrize("bound", [1e-30, 1e-4, 2.0**-7, 0.37, 1e20])
