@@ -155,6 +155,7 @@ def make_task(config: CompressedConfig) -> Task:
         by_device=True,
         wrap_optimizer=functools.partial(_controlled, config) if config.compress else lambda tx: tx,
         compile_step=observed.compile_step if observed else None,
+        settle=observed.settle if observed else lambda state: state,
         observe=observed.observe if observed else lambda state: {},
         finish=functools.partial(save_analysis, config.folder, exact, losses[0], lambda: next(_one_batch(config, data)))
         if config.compress

@@ -23,8 +23,12 @@ class Observed:
         self._run: compress.Transactional | None = None
 
     def compile_step(self, step: Callable, **options) -> Callable:
-        self._run = compress.transactional(step, window=self._window, **options)
+        self._run = compress.transactional(step, window=self._window, ahead=True, **options)
         return self._run
+
+    def settle(self, state: TrainState) -> TrainState:
+        assert self._run is not None
+        return self._run.finish(state)
 
     def observe(self, state: TrainState) -> dict[str, float | list[float]]:
         """By layer, bits per value that the last step's codes needed, and bounds; and of all together, headers included, the

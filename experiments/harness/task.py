@@ -29,6 +29,8 @@ class Task:
       by_device: whether each device computes its gradient by itself: see `train_step`.
       wrap_optimizer: makes of the configured optimizer the one that trains.
       compile_step: makes of a step `(state, batch) -> (state, sums)` and options of `jax.jit` what trains; None: `jax.jit`.
+      settle: the state, once nothing that trains may still take it back; called before it is
+        observed, tested or saved.
       observe: more to be recorded, from the state after a step.
       finish: called with the last state of a complete training.
     """
@@ -44,5 +46,6 @@ class Task:
     by_device: bool = False
     wrap_optimizer: Callable[[optax.GradientTransformation], optax.GradientTransformation] = lambda tx: tx
     compile_step: Callable[..., Callable] | None = None
+    settle: Callable[[TrainState], TrainState] = lambda state: state
     observe: Callable[[TrainState], dict[str, Any]] = lambda state: {}
     finish: Callable[[TrainState], None] = lambda state: None

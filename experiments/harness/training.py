@@ -132,7 +132,12 @@ class Trainer:
                 batch = devices.put(next(self._task.train_batches), self._mesh)
                 state, sums = train(state, batch)
                 evaluating = step % self._epoch_steps == 0 or step == total
-                if step % config.log_every == 0 or evaluating:
+                stopping = self._asked_to_stop(interrupt, step)
+                saving = step % checkpoint_every == 0 or step == total or stopping
+                logging = step % config.log_every == 0 or evaluating
+                if logging or saving:
+                    state = self._task.settle(state)
+                if logging:
                     means = _means(sums)  # waits for the device
                     if not math.isfinite(means["loss"]):
                         raise ExperimentError(
@@ -159,8 +164,7 @@ class Trainer:
                     log.append("test", step, epoch=step / self._epoch_steps, **means)
                     found = "  ".join(f"{name} {value:.4g}" for name, value in means.items())
                     display.message(f"epoch {step / self._epoch_steps:.3g}  test  {found}")
-                stopping = self._asked_to_stop(interrupt, step)
-                if step % checkpoint_every == 0 or step == total or stopping:
+                if saving:
                     self._checkpoints.save(state, self._task.train_batches, step)
                 if stopping:
                     return step

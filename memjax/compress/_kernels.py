@@ -26,6 +26,10 @@ def why_not() -> str | None:
     """Why these kernels cannot run, or None if they can."""
     if jax.default_backend() != "gpu" or "nvidia" not in jax.devices()[0].device_kind.lower():
         return "it needs an NVIDIA GPU"
+    try:
+        from memjax.compress import _pair_memory  # noqa: F401
+    except ImportError:
+        return f"it needs what Pallas is made of, which JAX {jax.__version__} has no longer"
     return None
 
 

@@ -23,6 +23,7 @@ def transactional(
     window: int = 100,
     saving: float = 0.05,
     donate: bool = True,
+    ahead: bool = False,
     compiler_options: dict[str, Any] | None = None,
     **jit_options: Any,
 ) -> Transactional:
@@ -38,7 +39,11 @@ def transactional(
     have done with `saving` less memory for codes. New ones are the rung of `LADDER` above `margin` times the need, which is
     known to within a rung.
 
-    Reading the flag waits for the step: there is no running ahead of the device.
+    Reading the flag waits for the step. With `ahead`, the flag is read when the next step is under way, so that the device
+    is never idle: if it says that the step overflowed, the next one has changed nothing either, and both are done again. So
+    the state is always that of whole steps, but of all but the last one for sure: `finish` waits for that. Of a step
+    that is done again, `out` was returned before: what follows from the forward pass is right in it, what follows from
+    the gradients is not.
 
     Args:
       step: `(state, *args) -> (state, out)`, pure; updates the state with `adaptive`, whose state it contains beside the
@@ -47,11 +52,14 @@ def transactional(
       window: steps whose needs are remembered.
       saving: share of all codes' bytes that is worth compiling again.
       donate: the state passed in is used up.
+      ahead: whether a step begins before it is known that the one before it did not overflow; its other arguments are kept
+        until then.
       compiler_options, jit_options: of `jax.jit`.
 
     Returns:
-      A function `(state, *args) -> (state, out)`, with attributes `replays` (how often a step was done again) and
-      `compiled` (sets of capacities so far), and `lower(state, *args)` as of `jax.jit`.
+      A function `(state, *args) -> (state, out)`, with attributes `replays` (how often a step overflowed) and
+      `compiled` (sets of capacities so far), and methods `finish(state)`, which gives the state after all steps, and
+      `lower(state, *args)` as of `jax.jit`, of a function that is also told, after the state, whether an earlier step overflowed.
 
     Raises:
       ValueError: `margin` is below 1, `window` below 1 or `saving` is not between 0 and 1; called with a state that has no
@@ -63,23 +71,31 @@ def transactional(
         raise ValueError(f"window must be at least 1, got {window!r}.")
     if not 0 < saving < 1:
         raise ValueError(f"saving must be between 0 and 1, got {saving!r}.")
-    return Transactional(step, margin, window, saving, donate, {"compiler_options": compiler_options, **jit_options})
+    return Transactional(
+        step, margin, window, saving, donate, ahead, {"compiler_options": compiler_options, **jit_options}
+    )
 
 
 class Transactional:
     """See `transactional`."""
 
-    def __init__(self, step, margin: float, window: int, saving: float, donate: bool, options: dict[str, Any]):
+    def __init__(
+        self, step, margin: float, window: int, saving: float, donate: bool, ahead: bool, options: dict[str, Any]
+    ):
         self._margin, self._window, self._saving = margin, window, saving
         self._needs: list[list[np.ndarray]] = []
         self._capacities: Capacities | None = None
         self.replays = 0
         self._visited: set[Any] = set()
+        self._most_under_way = 1 if ahead else 0
+        # Arguments and reports of steps that may have overflowed. Each is told of the one before it.
+        self._under_way: list[tuple[tuple, dict[str, Any]]] = []
+        self._no: Any = None
 
-        def gated(state, *args):
+        def gated(state, is_void, *args):
             new, out = step(state, *args)
             last = _adaptive_state(new).last
-            overflowed = jnp.any(jnp.stack([jnp.any(found.overflows > 0) for found in last]))
+            overflowed = is_void | jnp.any(jnp.stack([jnp.any(found.overflows > 0) for found in last]))
             kept = jax.tree.map(lambda before, after: jnp.where(overflowed, before, after), state, new)
             report = {"overflowed": overflowed, "rungs": [found.rung for found in last]}
             return kept, out, report
@@ -100,30 +116,49 @@ class Transactional:
         self._capacities = list(new)
 
     def lower(self, state: Any, *args: Any) -> Any:
-        return self._jitted.lower(state, *args)
+        return self._jitted.lower(state, jax.ShapeDtypeStruct((), bool), *args)
 
     def __call__(self, state: Any, *args: Any) -> tuple[Any, Any]:
+        return self._checked(*self._start(state, args), self._most_under_way)
+
+    def finish(self, state: Any) -> Any:
+        """The state after all steps, for sure: before it is saved, or at the end, if steps run ahead."""
+        return self._checked(state, None, 0)[0]
+
+    def _start(self, state: Any, args: tuple) -> tuple[Any, Any]:
         own, rebuild = split_layers(state)
         if not own:
             raise ValueError("state must contain the Layers that memjax.compress.layers made.")
         given = [layers.bits_per_value for layers in own]
         if self._capacities is None:
             self._capacities = given
-        while True:
-            state = rebuild(_with_capacities(own, self._capacities))
-            self._visited.add(tuple(self._capacities))
-            state, out, report = self._jitted(state, *args)
-            report = jax.device_get(report)
-            self._needs.append(report["rungs"])
-            if not report["overflowed"]:
-                break
-            self.replays += 1
-            own, rebuild = split_layers(state)
-            self._capacities = self._raised(own)
+        if self._no is None:
+            self._no = _adaptive_state(state).step < 0  # where the state is
+        is_void = self._under_way[-1][1]["overflowed"] if self._under_way else self._no
+        state = rebuild(_with_capacities(own, self._capacities))
+        self._visited.add(tuple(self._capacities))
+        state, out, report = self._jitted(state, is_void, *args)
+        self._under_way.append((args, report))
         own, rebuild = split_layers(state)
-        if len(self._needs) >= self._window:
-            self._lower_capacities(own)
         return rebuild(_with_capacities(own, given)), out
+
+    def _checked(self, state: Any, out: Any, most_under_way: int) -> tuple[Any, Any]:
+        """Until no more steps than that may have overflowed."""
+        while len(self._under_way) > most_under_way:
+            report = jax.device_get(self._under_way[0][1])
+            own = split_layers(state)[0]
+            self._needs.append(report["rungs"])
+            if report["overflowed"]:
+                self.replays += 1
+                self._capacities = self._raised(own)
+                again, self._under_way = [args for args, _ in self._under_way], []
+                for args in again:
+                    state, out = self._start(state, args)
+            else:
+                self._under_way.pop(0)
+                if len(self._needs) >= self._window:
+                    self._lower_capacities(own)
+        return state, out
 
     def _raised(self, own: list[Layers]) -> Capacities:
         """Capacities for all needs remembered, none lower than it is."""
