@@ -67,7 +67,7 @@ def _draw_ratio(path: Path, train: list[dict], test: list[dict], baseline: list[
     axis.set(xlabel="step", ylabel="ratio to float32", ylim=(0, None))
     axis.grid(alpha=0.3)
     right = axis.twinx()
-    for rows, name, style in ((test, "compressed", "o-"), (baseline or [], "uncompressed", "s--")):
+    for rows, name, style in ((test, "compressed", "o-"), (baseline or [], "uncompressed", "ks--")):
         if rows:
             at = [record["step"] for record in rows]
             line += right.plot(
