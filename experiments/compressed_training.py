@@ -60,7 +60,7 @@ class CompressedConfig(RunConfig):
     """Whether activations are compressed at all."""
     where: Literal["conv", "all"] = "conv"
     """conv: what convolutions read, as the paper does. all: everything else that is saved, too, in `rest_bits` bits."""
-    rest_bits: Literal[2, 4, 8] = 4
+    rest_bits: Literal[4, 8] = 4
     """Of each value that no convolution reads, evenly spaced between the least and the largest of its channel."""
     sigma: float = 0.01
     """Standard deviation allowed for the errors of gradients, as a share of the momentum."""

@@ -89,7 +89,7 @@ def test_group_quantized_draws_anew_for_other_arrays_and_seeds():
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_channel_quantized_errs_by_half_a_level(bits, dtype):
     scales = jnp.asarray([1e-30, 1.0, 3e30, 0.0, 1.0], dtype)
@@ -105,7 +105,7 @@ def test_channel_quantized_errs_by_half_a_level(bits, dtype):
     assert [len(np.unique(got[..., i])) for i in (1, 3)] == [min(2**bits, len(np.unique(got[..., 1]))), 1]
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bits", [4, 8])
 def test_channel_quantized_takes_so_many_bits(bits):
     """In memory, not only by its own account."""
     aval = jax.ShapeDtypeStruct((64, 32, 48), jnp.bfloat16)
@@ -123,11 +123,35 @@ def test_channel_quantized_keeps_other_channels_from_a_nan():
         assert (got[:, [0, 2]] == 1).all()
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_channel_quantized_under_transformations(bits):
+    check_transformations(bits)
+
+
+def check_transformations(bits):
+    """Levels stacked by `scan`, batched by `vmap`, transposed and sliced give what they give by themselves."""
+    codec = ChannelQuantized(bits)
+    x = jax.random.normal(jax.random.key(0), (3, 64, 20, 48))
+    alone = np.stack([jax.jit(lambda x: _round_trip(codec, x))(one) for one in x])
+
+    @jax.jit
+    def stacked(x):
+        _, codes = jax.lax.scan(lambda _, x: (None, codec.encode(x)), None, x)
+        return jax.lax.scan(lambda _, code: (None, codec.decode(code)), None, codes, reverse=True)[1]
+
+    batched = jax.jit(jax.vmap(lambda x: _round_trip(codec, x)))
+    moved = jax.jit(lambda x: codec.encode(x).levels.transpose(2, 0, 1)[5:40:3, ::2])
+    levels = np.asarray(jax.jit(lambda x: codec.encode(x).levels)(x[0]).astype(jnp.uint8))
+    np.testing.assert_array_equal(stacked(x), alone)
+    np.testing.assert_array_equal(batched(x), alone)
+    np.testing.assert_array_equal(moved(x[0]).astype(jnp.uint8), levels.transpose(2, 0, 1)[5:40:3, ::2])
+
+
 def test_refuses():
     with pytest.raises(ValueError, match="bits must be 2, 4 or 8, got 3"):
         GroupQuantized(bits=3)
-    with pytest.raises(ValueError, match="bits must be 2, 4 or 8, got 16"):
-        ChannelQuantized(bits=16)
+    with pytest.raises(ValueError, match="bits must be 4 or 8, got 2"):
+        ChannelQuantized(bits=2)
     with pytest.raises(ValueError, match="group_size must be a multiple of 16, got 20"):
         GroupQuantized(group_size=20)
     with pytest.raises(TypeError, match="dtype must be a floating dtype, got"):

@@ -1,4 +1,4 @@
-"""The kernels on a GPU against the plain version."""
+"""The kernels on a GPU against the plain version, and integers of four bits, which only XLA for GPUs packs in its own way."""
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +8,7 @@ import pytest
 from memjax.compress import _kernels, _tiles
 from tests.compress.kernel_cases import check_same, values_of_all_kinds
 from tests.compress.patterns import every_16_bit_pattern, random_float32_patterns
+from tests.compress.test_codecs import check_transformations
 
 pytestmark = pytest.mark.gpu
 DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32]
@@ -36,3 +37,8 @@ def test_bit_patterns(bound):
     check_same(random_float32_patterns(0, 2**20), np.float32(bound), interpret=False)
     for dtype in DTYPES[:2]:
         check_same(every_16_bit_pattern(dtype), np.float32(bound), interpret=False)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_packed_levels(bits):
+    check_transformations(bits)
