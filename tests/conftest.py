@@ -3,6 +3,7 @@
 The environment is set before JAX is imported: device count and barrier handling cannot be changed later.
 """
 
+import gc
 import importlib.metadata
 import os
 import shutil
@@ -23,6 +24,9 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+# Tracing makes many objects, and what was traced before stays in JAX's caches: by default Python would look through
+# all of it again and again.
+gc.set_threshold(50_000, 20, 50)
 
 
 def pytest_collection_modifyitems(items):

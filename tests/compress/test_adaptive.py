@@ -227,7 +227,6 @@ def test_capacities_follow_the_need():
     assert run.compiled == 3
 
 
-@pytest.mark.smoke
 def test_overflows_leave_no_trace():
     random = {*np.random.default_rng(0).choice(198, 13, replace=False), 198, 199}
     want, want_outs, enough = trained(200, None)
