@@ -18,7 +18,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from memjax._jaxpr import is_literal, scope
+from memjax._jaxpr import is_literal, nbytes, scope
 
 SMALL = 4096
 """Arrays of fewer values are kept as they are: less than one tile of a code."""
@@ -95,7 +95,7 @@ def choose(jaxpr: Any, residuals: Sequence[Any], kept_inputs: Sequence[Any], sel
             origins |= dict.fromkeys(members, root)
             if (scale := trace.inverse_deviation(root)) is not None:
                 scales[root] = scale
-        elif _nbytes(root) < sum(map(_nbytes, members)):
+        elif nbytes(root.aval) < sum(nbytes(var.aval) for var in members):
             whole[root] = None
         else:
             whole.update(dict.fromkeys(members))
@@ -110,10 +110,6 @@ def choose(jaxpr: Any, residuals: Sequence[Any], kept_inputs: Sequence[Any], sel
                 by_sign[mask] = rectified[source]
     masks = {mask: None for mask in masks if mask not in by_sign}
     return Keep(list(whole), list(encoded), scales, list(masks), by_sign, origins, matched)
-
-
-def _nbytes(var: Any) -> int:
-    return var.aval.size * var.aval.dtype.itemsize
 
 
 class _Trace:

@@ -14,11 +14,11 @@ from typing import Any
 import jax
 from jax import lax
 
-from memjax._jaxpr import evaluate, is_literal
+from memjax._jaxpr import evaluate, is_literal, nbytes
 from memjax.remat._blocks import zeros
 from memjax.remat._jaxpr import Part
 from memjax.remat._min_cut import smallest_kept
-from memjax.remat._step import Arrays, drop, is_float, merge, nbytes, pick
+from memjax.remat._step import Arrays, drop, is_float, merge, pick
 
 
 class Block:

@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from memjax._jaxpr import nbytes
 from memjax._measure import remat_compiler_options
 from memjax.remat._chain_block import Backward, Block
 from memjax.remat._chain_schedule import BlockCost
 from memjax.remat._program_cost import Program
-from memjax.remat._step import Arrays, is_float, nbytes
+from memjax.remat._step import Arrays, is_float
 
 
 def estimate(block: Block, given: Sequence[bool]) -> BlockCost:

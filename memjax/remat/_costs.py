@@ -9,8 +9,9 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from memjax._jaxpr import nbytes
 from memjax.remat._jaxpr import expensive
-from memjax.remat._step import Step, nbytes
+from memjax.remat._step import Step
 
 
 @dataclasses.dataclass(frozen=True)

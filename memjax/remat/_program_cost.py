@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
-from memjax.remat._step import nbytes
+from memjax._jaxpr import nbytes
 
 _CALLS = frozenset(
     ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint")

@@ -15,16 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from memjax._jaxpr import evaluate
+from memjax._jaxpr import evaluate, nbytes
 from memjax.remat._jaxpr import Part
 from memjax.remat._min_cut import smallest_kept
 
 Arrays = list[Any]
-
-
-def nbytes(aval: Any) -> int:
-    """Bytes of an array of this type; typed PRNG keys included."""
-    return int(np.prod(aval.shape, dtype=np.int64)) * aval.dtype.itemsize
 
 
 def is_float(aval: Any) -> bool:

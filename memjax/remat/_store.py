@@ -21,8 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from memjax._jaxpr import nbytes
 from memjax.remat._blocks import at, put, zeros
-from memjax.remat._step import Arrays, nbytes
+from memjax.remat._step import Arrays
 
 
 class Separate:

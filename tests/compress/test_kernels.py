@@ -41,7 +41,7 @@ def test_empty():
     assert _kernels.decode(code, jnp.int32(0), (0, 3), jnp.bfloat16, interpret=True).shape == (0, 3)
 
 
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU can")
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="refusal on machines without a GPU")
 def test_kernels_refuse_a_machine_that_cannot_run_them():
     with pytest.raises(
         ValueError, match='implementation must be "jnp" or None here, got "pallas": it needs an NVIDIA GPU'
