@@ -10,8 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
 from experiments.harness import records
 
 ROOT = Path(__file__).parents[2]
