@@ -74,15 +74,21 @@ def adversarial(key: Any, shape: tuple[int, ...]) -> Any:
 
 def median_seconds(call: Callable[[], Any], seconds: float) -> float:
     """Of one call, of many under way at a time, once the clock of the GPU is up."""
-    times: list[float] = []
+
+    def of_one(calls: int) -> float:
+        began = time.perf_counter()
+        jax.block_until_ready([call() for _ in range(calls)])
+        return (time.perf_counter() - began) / calls
+
+    # So many that waiting for the last one takes no time of its own, and that the results fit.
+    calls = max(4, min(32, round(0.02 / of_one(4))))
     warm = time.perf_counter() + seconds / 2
     while time.perf_counter() < warm:
-        jax.block_until_ready([call() for _ in range(8)])
+        of_one(calls)
     end = time.perf_counter() + seconds
+    times: list[float] = []
     while time.perf_counter() < end or len(times) < 3:
-        began = time.perf_counter()
-        jax.block_until_ready([call() for _ in range(8)])
-        times.append((time.perf_counter() - began) / 8)
+        times.append(of_one(calls))
     return statistics.median(times)
 
 

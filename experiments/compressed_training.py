@@ -3,7 +3,7 @@
     python experiments/compressed_training.py
 
 On a CPU: a narrow ResNet-18 on crops of the photographs inside scikit-image and scikit-learn, in a few minutes on two cores.
-On a GPU: ResNet-50, 224x224, bf16. With images of one's own, as PATH/train/CLASS/* and PATH/val/CLASS/*:
+On a GPU: ResNet-50 in bf16, the crops enlarged to 224x224. With images of one's own, as PATH/train/CLASS/* and PATH/val/CLASS/*:
 
     python experiments/compressed_training.py --data folder --data-dir PATH
 
@@ -85,12 +85,14 @@ class CompressedConfig(RunConfig):
     data_dir: Path | None = None
     """The tree: train/CLASS/* and val/CLASS/*."""
     image_size: int = 64
-    """Side of the images in pixels."""
+    """Side in pixels of what the network sees."""
+    crop_size: int = 64
+    """Side in pixels of the crops of photographs, which are enlarged to --image-size."""
 
     experiment: ClassVar[str] = "compressed-training"
     fixed_by_checkpoint: ClassVar[tuple[str, ...]] = (
         *RunConfig.fixed_by_checkpoint,
-        *("model", "width", "compress", "where", "rest_bits", "data", "image_size"),
+        *("model", "width", "compress", "where", "rest_bits", "data", "image_size", "crop_size"),
     )
 
     def validate(self) -> None:
@@ -101,8 +103,8 @@ class CompressedConfig(RunConfig):
         for name in ("coefficient", "bits_per_value", "fill_memory"):
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ExperimentError(f"--{name.replace('_', '-')} must be positive, got {getattr(self, name)}")
-        if self.data == "photographs" and self.image_size > 96:
-            raise ExperimentError(f"--image-size must be at most 96 for the photographs, got {self.image_size}")
+        if not 8 <= self.crop_size <= 96:
+            raise ExperimentError(f"--crop-size must be from 8 to 96, got {self.crop_size}: some photographs are small")
         if self.image_size < 64:
             raise ExperimentError(f"--image-size must be at least 64 for these networks, got {self.image_size}")
 
@@ -122,6 +124,7 @@ PRESETS = {
         preset="gpu",
         model="resnet50",
         dtype="bfloat16",
+        image_size=224,
         epochs=120,
         batch_size=256,
         schedule="cosine",
@@ -136,7 +139,7 @@ def make_task(config: CompressedConfig) -> Task:
     stream = {"batch_size": config.batch_size, "workers": config.workers if config.data == "folder" else 0}
     make_model = functools.partial(_model, config, len(data.classes))
     losses = [
-        classification_loss(mean=data.mean, std=data.std, label_smoothing=smoothing)
+        classification_loss(mean=data.mean, std=data.std, label_smoothing=smoothing, size=config.image_size)
         for smoothing in (config.label_smoothing, 0.0)
     ]
     observed = Observed(config.window) if config.compress else None
@@ -177,7 +180,7 @@ def _controlled(config: CompressedConfig, tx: optax.GradientTransformation) -> o
 
 
 def _batch(config: CompressedConfig) -> dict[str, jax.ShapeDtypeStruct]:
-    count, size = config.batch_size, config.image_size
+    count, size = config.batch_size, config.crop_size if config.data == "photographs" else config.image_size
     return {
         "image": jax.ShapeDtypeStruct((count, size, size, 3), jnp.uint8),
         "label": jax.ShapeDtypeStruct((count,), jnp.int32),
@@ -186,7 +189,7 @@ def _batch(config: CompressedConfig) -> dict[str, jax.ShapeDtypeStruct]:
 
 def _data(config: CompressedConfig) -> ImageData:
     if config.data == "photographs":
-        return photographs(config.image_size)
+        return photographs(config.crop_size)
     return image_folder(config.data_dir, image_size=config.image_size, broken_log=None)
 
 

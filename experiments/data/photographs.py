@@ -57,9 +57,9 @@ def _edge(photo: np.ndarray) -> int:
 
 
 def _grid(label: int, photo: np.ndarray, size: int) -> list[tuple[int, int, int]]:
-    """(label, top, left) of at most 16 crops, evenly over the test region."""
+    """(label, top, left) of 32 crops, evenly over the test region."""
     tops = np.linspace(0, photo.shape[0] - size, 8).astype(int)
-    lefts = np.linspace(_edge(photo), photo.shape[1] - size, 2).astype(int)
+    lefts = np.linspace(_edge(photo), photo.shape[1] - size, 4).astype(int)
     return [(label, int(top), int(left)) for top in tops for left in lefts]
 
 

@@ -12,15 +12,20 @@ from experiments.harness.step import Batch, Loss, Sums
 NO_LABEL = -1  # of examples that only fill up a batch
 
 
-def classification_loss(*, mean: Sequence[float], std: Sequence[float], label_smoothing: float) -> Loss:
+def classification_loss(
+    *, mean: Sequence[float], std: Sequence[float], label_smoothing: float, size: int | None = None
+) -> Loss:
     """A loss over batches of `image`, (B, H, W, C) uint8, and `label`, (B,) int32.
 
     Images are scaled to [0, 1] and normalised here, on the device: bytes are a quarter of what floats would
-    cost on the way from the loading processes. Sums: cross-entropy, hits among the best one and five, count.
+    cost on the way from the loading processes. Those of another size are resized to (size, size), linearly. Sums:
+    cross-entropy, hits among the best one and five, count.
     """
 
     def sums(model: nnx.Module, batch: Batch) -> Sums:
         images = (batch["image"].astype(jnp.float32) / 255 - jnp.array(mean)) / jnp.array(std)
+        if size is not None and images.shape[1:3] != (size, size):
+            images = jax.image.resize(images, (len(images), size, size, images.shape[-1]), "linear")
         logits = model(images)
         classes = logits.shape[-1]
         labels = batch["label"]

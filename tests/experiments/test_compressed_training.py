@@ -95,7 +95,7 @@ def test_a_run_with_an_overflow_reports_and_can_be_restored(tmp_path, capsys):
 
 def test_refuses(tmp_path, capsys):
     for flags, message in (
-        (["--image-size", "128"], "--image-size must be at most 96 for the photographs"),
+        (["--crop-size", "128"], "--crop-size must be from 8 to 96, got 128"),
         (["--sigma", "0"], "--sigma must be positive"),
         (["--bits-per-value", "-1"], "--bits-per-value must be positive"),
     ):
