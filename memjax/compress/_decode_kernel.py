@@ -5,13 +5,13 @@ import functools
 import jax.numpy as jnp
 from jax import lax
 
-from memjax.compress import _lane_bits, _tiles
+from memjax.compress import _dither, _lane_bits, _tiles
 from memjax.compress._bits import WORD, Words, compress_moves, expand, u32
 from memjax.compress._pallas_tile import Where, any_lane, rows_of_bytes, stack, take, when
-from memjax.compress._quantize import half_step, last_with_half, step
+from memjax.compress._quantize import middle, step
 from memjax.compress._reference import read_headers
 from memjax.compress._tiles import GROUPS, LANES
-from memjax.compress._warp import INTEGER, two_bfloat16s
+from memjax.compress._warp import two_bfloat16s
 
 
 def decode_tile(where: Where, words_ref, headers_ref, offsets_ref, needed_ref, exponent_ref, x_ref):
@@ -73,6 +73,7 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref):
         return jnp.where(live, expand(stack(pieces), moves, mask), u32(0)), (rest, left, following)
 
     exponents = where.exponents(exponent_ref)
+    dither, allowed = where.dither(), where.allowed_quarters(exponent_ref)
     in_pairs = warp.native and layout.dtype == jnp.bfloat16 and layout.exponents != "value"
 
     def finish(count):
@@ -98,32 +99,37 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref):
         second = jnp.arange(2, dtype=jnp.uint32)[:, None, None]
 
         def write(is_simple):
-            def value(carry, word, step, column, exponent):
+            def value(carry, word, step, moved, column, exponent):
                 place = u32(8) * (u32(2 * column) + second)
                 q = functools.reduce(
                     jnp.add, (((c[word] >> place) & u32(0xFF)) << (8 * i) for i, c in enumerate(carry))
                 )
-                x = _value(q, exponent, layout.dtype, 7 if is_simple else count)
+                quarters = (moved >> place) & u32(3)
+                if layout.exponents == "value":
+                    quarters = jnp.where(_dither.dithers(exponent, layout.dtype), quarters, u32(0))
+                x = _value(q, exponent, quarters, layout.dtype, 7 if is_simple else count)
                 if not is_simple:
                     x |= (sign << (u32(WORD - 1 - word) - place - u32(2 * step))) & u32(1 << 31)
                 return _narrow(x, layout.dtype)
 
             def quarter(step, carry):
                 """Of two words: what is computed at a time has to fit into registers, those of many warps."""
+                quarters = dither(step >> 1) >> u32(4 * (step & 1))
                 for word in range(2):
+                    moved = (quarters >> (2 * word)) & allowed
                     rows = rows_of_bytes(1) + word, 2 * step
                     exponent = exponents(*rows)
                     if is_simple and in_pairs:
-                        pair = [_bfloat16_pair(carry[0][word], second, exponent, warp)]
+                        pair = [_bfloat16_pair(carry[0][word], second, exponent, moved, warp)]
                     else:
-                        pair = _pair(*(value(carry, word, step, column, exponent[column]) for column in (0, 1)))
+                        pair = _pair(*(value(carry, word, step, moved, column, exponent[column]) for column in (0, 1)))
                     where.store(x_ref, *rows, pair)
                 return tuple((*code[2:], *code[:2]) for code in carry)
 
             lax.fori_loop(0, 4, quarter, tuple(map(tuple, codes)))
 
         # Two versions, for what a ReLU gives and for everything.
-        is_simple = ~has_signs & (most <= (6 if in_pairs else 7))
+        is_simple = ~has_signs & (most <= (5 if in_pairs else 7))
         when(is_simple, lambda: write(True))
         when(~is_simple, lambda: write(False))
         return state[2]
@@ -157,24 +163,23 @@ def _into_cache(words_ref, offset, where):
     return jnp.max(where.warp.nothing(seen).astype(jnp.int32))
 
 
-def _value(q, exponent, dtype, planes):
+def _value(q, exponent, quarters, dtype, planes):
     """The bits of what q, of so many planes, stands for as a float32: `_quantize.dequantize`."""
-    half = half_step(exponent, dtype)
-    if last_with_half(dtype) < 2**planes:
-        half = jnp.where(q <= u32(last_with_half(dtype)), half, jnp.float32(0))
-    steps = (lax.bitcast_convert_type(q | u32(INTEGER), jnp.float32) - jnp.float32(2.0**23)) - half
-    return lax.bitcast_convert_type(jnp.maximum(steps, jnp.float32(0)) * step(exponent), jnp.uint32)
+    value = middle(q, exponent, quarters, dtype, most=2**planes) * step(exponent)
+    return lax.bitcast_convert_type(value, jnp.uint32)
 
 
-def _bfloat16_pair(word, second, exponents, warp):
-    """What `_value` gives for two bytes of a word, for bfloat16; q is at most 64."""
+def _bfloat16_pair(word, second, exponents, moved, warp):
+    """What `_value` gives for two bytes of a word, for bfloat16; q is at most 31."""
     size = [step(exponent) for exponent in exponents]
-    minus_half = [x * jnp.float32(-0.5) for x in size]
-    return warp.bfloat16_values(word, second, two_bfloat16s(*size), two_bfloat16s(*minus_half))
+    # Of x = q + (3 - d) / 4, which is less than one for zeros: (x - 5/4) s, or, if that is not positive, (x - 3/4) s / 64.
+    factors = (1.0, -1.25, _dither.LEAST, -0.75 * _dither.LEAST)
+    scales = (two_bfloat16s(*(x * jnp.float32(factor) for x in size)) for factor in factors)
+    return warp.bfloat16_values((word << 2) + (u32(_dither.QUARTERS) - moved), second, *scales)
 
 
 def _narrow(bits, dtype):
-    """The bits of a float32 that is a value of `dtype`, as one."""
+    """A float32 by its bits as `dtype`, bits beyond cut off."""
     if dtype == jnp.bfloat16:
         return _tiles.from_bits(bits >> 16, dtype)
     return lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)

@@ -16,10 +16,10 @@ import functools
 import jax.numpy as jnp
 from jax import lax
 
-from memjax.compress import _lane_bits, _tiles
+from memjax.compress import _dither, _lane_bits, _tiles
 from memjax.compress._bits import WORD, Words, compress, compress_moves, u32
 from memjax.compress._pallas_tile import Where, any_lane, rows_of_bytes, take, when
-from memjax.compress._quantize import RAW_EXPONENT, float32_bits, inverse_step, step
+from memjax.compress._quantize import RAW_EXPONENT, float32_bits, inverse_step, step, steps_of_quarters
 from memjax.compress._reference import Lanes, write_headers
 from memjax.compress._tiles import GROUPS, LANE_VALUES, LANES
 from memjax.compress._warp import INTEGER, two_bfloat16s
@@ -32,6 +32,7 @@ def encode_tile(where: Where, x_ref, exponent_ref, words_ref, headers_ref, offse
     exponents = where.exponents(exponent_ref)
     max_code = _tiles.max_code(dtype)
     no_words = (jnp.zeros((GROUPS, LANES), jnp.uint32),) * 4
+    dither, allowed = where.dither(), where.allowed_quarters(exponent_ref)
 
     def four_words(read, carry):
         """Words 0 to 3, then 4 to 7: what is loaded at a time has to fit into registers, those of many warps."""
@@ -40,10 +41,12 @@ def encode_tile(where: Where, x_ref, exponent_ref, words_ref, headers_ref, offse
             _, latest, sign, seen = carry
             rows = rows_of_bytes(4), 4 * step
             loaded, exponent = where.load(x_ref, *rows), exponents(*rows)
+            quarters = dither(step)
             codes: list[Words] = []
             for word in range(4):
                 pairs = [[take(x, 2 * word + second) for x in loaded] for second in range(2)]
-                code, seen = read(pairs, [_of_rows(exponent, 2 * word + second) for second in range(2)], seen)
+                moved = (quarters >> (2 * word)) & allowed
+                code, seen = read(pairs, [_of_rows(exponent, 2 * word + second) for second in range(2)], moved, seen)
                 codes.append(code)
                 signs = _top_bytes(pairs, warp)
                 sign = (sign >> 1) | (signs & u32(0x80808080))
@@ -52,37 +55,47 @@ def encode_tile(where: Where, x_ref, exponent_ref, words_ref, headers_ref, offse
         lower, upper, sign, seen = lax.fori_loop(0, 2, half, (no_words, no_words, no_words[0], carry))
         return lower + upper, sign, seen
 
-    def steps(value, exponent):
-        q = warp.steps(value, exponent, inverse_step(exponent))
-        return jnp.where(exponent == RAW_EXPONENT, u32(0x7FFFFFFF), q) if where.layout.exponents == "value" else q
-
-    def read_any(pairs, exponent, largest):
-        """Whatever is there. Seen: the largest `INTEGER` + q."""
-        code = u32(0)
+    def values(pairs, exponent, moved):
+        """The q of each, and the distance of its byte."""
         for second, pair in enumerate(pairs):
             for column, value in enumerate(_values(pair, dtype)):
-                q = steps(value, exponent[second][column])
-                largest = jnp.maximum(largest, q)
-                # All of `INTEGER` but that of the lowest byte overflows.
-                code += q << (8 * (2 * column + second))
-        return code - u32(INTEGER), largest
+                own, byte = exponent[second][column], 8 * (2 * column + second)
+                quarters = (moved >> byte) & u32(3)
+                count = warp.steps(value, own - 2, inverse_step(own - 2)) - u32(INTEGER)
+                if where.layout.exponents == "value":
+                    quarters = jnp.where(_dither.dithers(own, dtype), quarters, u32(0))
+                    count = jnp.where(own == RAW_EXPONENT, u32(0x3FFFFFFF), count)
+                yield steps_of_quarters(count, quarters), byte
+
+    def read_any(pairs, exponent, moved, largest):
+        """Whatever is there. Seen: the largest q."""
+        code = u32(0)
+        for q, byte in values(pairs, exponent, moved):
+            largest = jnp.maximum(largest, q)
+            code += q << byte
+        return code, largest
 
     def any_codes():
         codes, sign, largest = four_words(read_any, no_words[0])
         largest = jnp.max(largest.astype(jnp.int32), 0)
-        raw = largest > INTEGER + max_code
+        raw = largest > max_code
         if where.layout.exponents != "value":
             raw |= jnp.minimum(*exponents()) == RAW_EXPONENT
-        return *codes, sign, raw, jnp.where(raw, INTEGER, largest) - INTEGER
+        return *codes, sign, raw, jnp.where(raw, 0, largest)
 
     def bfloat16_codes():
-        """At most 127 steps, two values at a time, or `any_codes`."""
+        """At most 127 quarters of steps, two values at a time, or `any_codes`."""
         exponent = exponents()
-        size, inverse = (two_bfloat16s(*map(f, exponent)) for f in (step, inverse_step))
+        quarter = [own - 2 for own in exponent]
+        size, inverse = (two_bfloat16s(*map(f, quarter)) for f in (step, inverse_step))
 
-        def read(pairs, _, seen):
-            low, high = (warp.bfloat16_steps(pair[0], exponent, size, inverse) for pair in pairs)
-            return warp.bytes_of(low, high, (0, 4, 2, 6)), seen | low | high
+        def read(pairs, _, moved, seen):
+            low, high = (warp.bfloat16_steps(pair[0], quarter, size, inverse) for pair in pairs)
+            counts = warp.bytes_of(low, high, (0, 4, 2, 6))
+            # As `steps_of_quarters`, four at a time.
+            is_some = (counts + u32(0x7F7F7F7F)) & u32(0x80808080)
+            bits = (is_some >> 1) - (is_some >> 7)
+            return ((counts + moved + u32(_dither.QUARTERS)) >> 2) & bits, seen | low | high
 
         codes, sign, seen = four_words(read, no_words[0])
         is_long = jnp.max((seen & u32(0xBC80BC80)).astype(jnp.int32), 0) != 0
@@ -97,12 +110,10 @@ def encode_tile(where: Where, x_ref, exponent_ref, words_ref, headers_ref, offse
     def byte_planes(byte):
         """Those of one byte of q."""
 
-        def read(pairs, exponent, seen):
+        def read(pairs, exponent, moved, seen):
             code = u32(0)
-            for second, pair in enumerate(pairs):
-                for column, value in enumerate(_values(pair, dtype)):
-                    q = steps(value, exponent[second][column])
-                    code += ((q >> (8 * byte)) & u32(0xFF)) << (8 * (2 * column + second))
+            for q, distance in values(pairs, exponent, moved):
+                code += ((q >> (8 * byte)) & u32(0xFF)) << distance
             return code, seen
 
         codes, _, _ = four_words(read, no_words[0])
@@ -116,8 +127,8 @@ def encode_tile(where: Where, x_ref, exponent_ref, words_ref, headers_ref, offse
         planes = [plane & mask for plane in _lane_bits.decrement(q_planes)]
         n_planes = jnp.zeros((LANES,), jnp.uint32)
         for p, plane in enumerate(planes):
-            # For 16 and 256 one more: see `_reference.encode`.
-            used = plane | (q_planes[p] & mask) if p in (4, 8) else plane
+            # For 16, 32 and 256 one more: see `_reference.encode`.
+            used = plane | (q_planes[p] & mask) if p in (4, 5, 8) else plane
             n_planes = jnp.where(_any_group(used), u32(p + 1), n_planes)
         return [mask, n_planes, sign & mask, *planes]
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int32
 
-from memjax.compress import _tiles
+from memjax.compress import _dither, _tiles
 from memjax.compress._bits import Words, u32
 from memjax.compress._tiles import COLUMNS, GROUPS, LANES, ROWS, Grid
 from memjax.compress._warp import Pair, Warp
@@ -124,6 +124,21 @@ class Where:
         else:
             same = (jnp.broadcast_to(ref[0], (LANES,)),) * 2
         return lambda *row: same
+
+
+    def dither(self) -> Callable[[Any], Words]:
+        """Of half a group's words, all groups': see `_dither.of_words`."""
+        lanes = _dither.of_lanes(self.tile, jnp.arange(LANES, dtype=jnp.int32))
+        group = jnp.arange(GROUPS, dtype=jnp.uint32)[:, None]
+        return lambda half: _dither.of_words(lanes, group, u32(half))
+
+    def allowed_quarters(self, ref) -> Words:
+        """Which bits of a word's quarters may be set. If exponents vary by value, all: they are to be looked at then."""
+        if self.layout.exponents == "value":
+            return u32(_dither.QUARTERS)
+        first, second = (_dither.dithers(exponent, self.layout.dtype) for exponent in self.exponents(ref)())
+        low, high = u32(_dither.QUARTERS & 0xFFFF), u32(_dither.QUARTERS & 0xFFFF0000)
+        return jnp.where(first, low, u32(0)) | jnp.where(second, high, u32(0))
 
 
 def rows_of_bytes(words: int) -> Int32[Array, "rows 4 1"]:

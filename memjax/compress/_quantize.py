@@ -1,9 +1,13 @@
 """The error-bounded quantiser: multiples of a power of two, rounded away from zero, in integer arithmetic.
 
-With step s = 2^k, a value x that is not zero has magnitude q = ceil(|x| / s) >= 1 and decodes to sign(x) (q - 1/2) s,
-half a step away at most. So zeros are exact, and the decoded value has the sign of x: of an activation after a ReLU it
-gives the exact mask. Where (q - 1/2) s is not a value of the dtype, the dtype is so coarse there that x is a multiple
-of s, and q s is exact.
+With step s = 2^k and d quarters of dither, 0 to 3, a value x that is not zero has magnitude q = ceil(|x| / s + d / 4) >= 1
+and decodes to sign(x) (q - 1/2 - d / 4) s, half a step away at most. Where that is not beyond zero, for q = 1, a little that
+is stands for it. So zeros are exact, and the decoded value has the sign of x: of an activation after a ReLU it gives the
+exact mask.
+
+Of 16-bit floats (q - 1/2 - d / 4) s may have more bits than they: bits beyond are cut off. Where even q - 1/2 has, past
+128 steps of a bfloat16, the dtype is so coarse that x is a multiple of s, or half of one below 128, and q, or with dither
+q - 1, stands for it.
 
 Integers, because the arithmetic of subnormal numbers differs between backends.
 """
@@ -12,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-from memjax.compress import _tiles
+from memjax.compress import _dither, _tiles
 from memjax.compress._bits import Words, shift_left, shift_right, u32
 
 # Steps 2^k for k from here on; a smaller one has no half that all backends represent. The largest:
@@ -43,11 +47,12 @@ def inverse_step(exponent: Int32[Array, "..."]) -> Float[Array, "..."]:
 
 
 def quantize(
-    x: Float[Array, "..."], exponent: Int32[Array, "..."]
+    x: Float[Array, "..."], exponent: Int32[Array, "..."], quarters: UInt32[Array, "..."]
 ) -> tuple[UInt32[Array, "..."], Bool[Array, "..."], Bool[Array, "..."]]:
     """q (0 for zeros), whether x is negative, and whether x must be stored as it is; `exponent` broadcasts."""
     wide = float32_bits(x)
-    q, too_large = quantize_magnitude(wide & u32(0x7FFFFFFF), exponent)
+    count, too_large = quantize_magnitude(wide & u32(0x7FFFFFFF), exponent - 2)
+    q = steps_of_quarters(count, jnp.where(_dither.dithers(exponent, x.dtype), quarters, u32(0)))
     too_large |= (q > u32(_tiles.max_code(x.dtype))) | (exponent == RAW_EXPONENT)
     return q, (wide >> 31 != 0) & (q != 0), too_large
 
@@ -66,6 +71,11 @@ def quantize_magnitude(magnitude: Words, exponent: Int32[Array, "..."]) -> tuple
     return q, too_large
 
 
+def steps_of_quarters(count: Words, quarters: Words) -> Words:
+    """q of ceil(|x| / (s / 4)): what is rounded up to quarters first is rounded up to the same steps."""
+    return jnp.where(count == 0, u32(0), (count + quarters + u32(3)) >> 2)
+
+
 def step(exponent: Int32[Array, "..."]) -> Float[Array, "..."]:
     """2^k in float32, exactly; anything for `RAW_EXPONENT`."""
     return lax.bitcast_convert_type((jnp.maximum(exponent, MIN_EXPONENT) + 127) << _MANTISSA, jnp.float32)
@@ -82,12 +92,30 @@ def last_with_half(dtype) -> int:
     return 2 ** (_SIGNIFICANT[jnp.dtype(dtype)] - 1)
 
 
-def dequantize(q: UInt32[Array, "..."], negative: Bool[Array, "..."], exponent: Int32[Array, "..."], dtype):
+def dequantize(
+    q: UInt32[Array, "..."],
+    negative: Bool[Array, "..."],
+    exponent: Int32[Array, "..."],
+    quarters: UInt32[Array, "..."],
+    dtype,
+) -> Float[Array, "..."]:
     """The inverse, for `q` <= `max_code(dtype)`."""
-    half = jnp.where(q <= u32(last_with_half(dtype)), half_step(exponent, dtype), jnp.float32(0))
-    value = lax.convert_element_type(q, jnp.float32) - half
-    value = jnp.where(q == 0, jnp.float32(0), value * step(exponent))
-    return jnp.where(negative, -value, value).astype(dtype)
+    value = middle(q, exponent, jnp.where(_dither.dithers(exponent, dtype), quarters, u32(0)), dtype) * step(exponent)
+    bits = lax.bitcast_convert_type(value, jnp.uint32) | (u32(negative) << 31)
+    if jnp.dtype(dtype) == jnp.bfloat16:
+        return _tiles.from_bits(bits >> 16, dtype)
+    return lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
+
+
+def middle(q: Words, exponent: Int32[Array, "..."], quarters: Words, dtype, *, most: int = 2**31) -> Float[Array, "..."]:
+    """In steps, what q, which is at most `most`, stands for; float32, perhaps with more bits than the dtype has."""
+    steps, moved = (lax.convert_element_type(x.astype(jnp.int32), jnp.float32) for x in (q, quarters))
+    moved = moved * jnp.float32(0.25)
+    before = half_step(exponent, dtype) + moved
+    if last_with_half(dtype) < most:
+        is_fine = q <= u32(last_with_half(dtype))
+        before = jnp.where(is_fine, before, jnp.minimum(jnp.ceil(moved), jnp.float32(1)))
+    return jnp.maximum(jnp.maximum(steps - before, (steps - moved) * jnp.float32(_dither.LEAST)), jnp.float32(0))
 
 
 def float32_bits(x: Float[Array, "..."]) -> UInt32[Array, "..."]:

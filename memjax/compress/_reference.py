@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, UInt8, UInt32
 
-from memjax.compress import _tiles
+from memjax.compress import _dither, _tiles
 from memjax.compress._bits import (
     WORD,
     Words,
@@ -107,15 +107,15 @@ class Place(NamedTuple):
 
 def encode(x: Float[Array, "tiles 128 32"], exponent: Int32[Array, "..."], capacity: int) -> Packed:
     """`exponent` broadcasts against `x`. Words past `capacity` are dropped, and counted in `needed`."""
-    q, negative, escape = quantize(x, exponent)
+    q, negative, escape = quantize(x, exponent, _dither.of_values(len(x)))
     raw = u32(escape.any(1))
     coded = raw == 0
     mask = jnp.where(coded[:, None], _group_words(q != 0), u32(0))
     sign = _group_words(negative) & mask
     largest = jnp.maximum(q.max(1), u32(1))
-    # A value of 16 has five planes, and one of 256 nine, so that four and eight mean that q has as many bits: kernels count
-    # on it.
-    planes = bit_length(largest - u32(1)) + u32((largest == 16) | (largest == 256))
+    # A value of 16 has five planes, one of 32 six, and one of 256 nine, so that four, five and eight mean that q has as many
+    # bits: kernels count on it.
+    planes = bit_length(largest - u32(1)) + u32((largest == 16) | (largest == 32) | (largest == 256))
     planes = jnp.where(coded, planes, u32(0))
     bits = jax.lax.population_count(mask)
     total = bits.sum(1)
@@ -193,7 +193,7 @@ def decode(code: Packed, exponent: Int32[Array, "..."], dtype) -> Float[Array, "
     has_bits = bits.sum(1) * (lanes.planes + lanes.signs) != 0
     start = u32(_group_bits(mask)), none, Reader.of(following, has_bits)
     q, negative, reader = jax.lax.fori_loop(0, most + 1, get_slot, start)
-    value = dequantize(q, _group_bits(negative), exponent, dtype)
+    value = dequantize(q, _group_bits(negative), exponent, _dither.of_values(len(q)), dtype)
     value = _tiles.to_bits(jnp.where(lost, jnp.asarray(jnp.nan, dtype), value))
 
     before = jnp.cumsum(lanes.raw, -1, dtype=jnp.uint32) - lanes.raw

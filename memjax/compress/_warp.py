@@ -141,18 +141,20 @@ class Warp:
             halves.append(jnp.where(too_large | (q > u32(127)), u32(0xFFFF), u32(0x4300) + q))
         return halves[0] | (halves[1] << 16)
 
-    def bfloat16_values(self, word: Words, first: Words, step: Lane, minus_half: Lane) -> Lane:
-        """max(byte * step + minus_half, 0), for bytes `first` and `first` + 2 below 128: two bfloat16s. Native only.
+    def bfloat16_values(self, word: Words, first: Words, scale: Lane, shift: Lane, low_scale: Lane, low_shift: Lane):
+        """max(x * scale + shift, x * low_scale + low_shift, 0), x being a quarter of bytes `first` and `first` + 2, which are
+        below 128: two bfloat16s. Native only.
 
-        `step` and `minus_half` hold two bfloat16s. A byte beside 0x43 is the bfloat16 128 + byte.
+        The others hold two bfloat16s. A byte beside 0x42 is the bfloat16 32 + byte / 4.
         """
         shape = jnp.broadcast_shapes(word.shape, first.shape)
         selector = u32(0x4240) + u32(0x101) * first
         return _asm(
-            "{ .reg .b32 t, one, minus_128; mov.b32 one, 0x3F803F80; mov.b32 minus_128, 0xC300C300;"
-            " prmt.b32 t, $1, 0x43434343, $2; fma.rn.bf16x2 t, t, one, minus_128; fma.rn.relu.bf16x2 $0, t, $3, $4; }",
-            "=r,r,r,r,r",
-            *(jnp.broadcast_to(x, shape) for x in (word, selector, step, minus_half)),
+            "{ .reg .b32 x, low, one, minus_32; mov.b32 one, 0x3F803F80; mov.b32 minus_32, 0xC200C200;"
+            " prmt.b32 x, $1, 0x42424242, $2; fma.rn.bf16x2 x, x, one, minus_32; fma.rn.relu.bf16x2 low, x, $5, $6;"
+            " fma.rn.bf16x2 x, x, $3, $4; max.bf16x2 $0, x, low; }",
+            "=r,r,r,r,r,r,r",
+            *(jnp.broadcast_to(x, shape) for x in (word, selector, scale, shift, low_scale, low_shift)),
         )
 
 

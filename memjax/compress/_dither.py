@@ -1,0 +1,52 @@
+"""By how many quarters of a step each value is moved before it is rounded, and moved back afterwards.
+
+Without it errors are a function of values: where neighbours are nearly equal, as in large images and behind max-pooling,
+so are their errors, and in the gradient of a convolution, a sum over all positions, these add up: to as much as fifty
+times what independent ones do, on ResNet-50 at 224x224. Moved by a random part of a step (subtractive dither: Schuchman
+1964, "Dither signals and their effect on quantization noise") they are independent of values, and what is predicted of
+sums of them holds. It costs codes that are larger by one now and then, about 5% of their size.
+
+Quarters follow from a value's place: a hash of tile, lane and group, two bits for each value.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int32, UInt32
+
+from memjax.compress import _tiles
+from memjax.compress._bits import Words, u32
+from memjax.compress._tiles import GROUPS, LANE_VALUES, LANES
+
+QUARTERS = 0x03030303  # the bits in a word of four values
+
+# Exponents of steps for which a value and half a step are a float, as is `LEAST` of a quarter of a step.
+_FROM_TO = {jnp.dtype(jnp.bfloat16): (-118, 119), jnp.dtype(jnp.float16): (-16, 7), jnp.dtype(jnp.float32): (-118, 111)}
+LEAST = 2.0**-6
+
+
+def dithers(exponent: Int32[Array, "..."], dtype) -> Bool[Array, "..."]:
+    """Whether values with steps 2^exponent are moved at all."""
+    least, most = _FROM_TO[jnp.dtype(dtype)]
+    return (exponent >= least) & (exponent <= most)
+
+
+def of_lanes(tile: Int32[Array, "..."], lane: Int32[Array, "..."]) -> Words:
+    """What `of_words` needs of a lane."""
+    x = (u32(tile) * u32(LANES) + u32(lane) + u32(1)) * u32(0x85EBCA6B)
+    return (x ^ (x >> 13)) * u32(0xC2B2AE35)
+
+
+def of_words(lanes: Words, group: Words, half: Words) -> Words:
+    """Quarters of words 0 to 3, or, of the second half, 4 to 7, of a group: bits 2 k and 2 k + 1 of bytes are word k's."""
+    x = lanes * ((u32(4) * group + u32(2) * half + u32(1)) * u32(0x9E3779B1))
+    return x ^ (x >> 16)
+
+
+def of_values(tiles: int) -> UInt32[Array, "tiles 128 32"]:
+    """0 to 3 for every value."""
+    lanes = of_lanes(jnp.arange(tiles)[:, None], jnp.arange(LANES))[:, None, None]
+    group, half = jnp.arange(GROUPS)[:, None, None], jnp.arange(2)[:, None]
+    words = of_words(lanes, u32(group), u32(half))[:, :, None, :, None]
+    byte, word = jnp.arange(4)[:, None, None, None], jnp.arange(4)[:, None]
+    shift = u32(8 * byte + 2 * word)
+    return ((words >> shift) & u32(3)).reshape(tiles, LANE_VALUES, LANES)
