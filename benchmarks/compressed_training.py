@@ -1,4 +1,4 @@
-"""Networks trained with and without compressed activations: `python -m benchmarks.compressed_training`, minutes on a GPU.
+"""Networks trained with and without compressed activations: `python -m benchmarks.compressed_training`, minutes on GPUs.
 
 `experiments/compressed_training.py` with its defaults for GPUs (crops of photographs, 16 classes, batches of 256), for each
 network and seed both ways, several side by side: accuracies, the ratio of what convolutions read to float32, mean over
@@ -30,9 +30,11 @@ _LEARNING_RATES = {"alexnet": 0.01, "vgg16": 0.01, "resnet18": 0.1, "resnet50": 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    models: tuple[str, ...] = ("resnet50", "resnet18", "vgg16", "alexnet")
+    models: tuple[str, ...] = ("vgg16", "resnet50", "resnet18", "alexnet")
     seeds: int = 3
     parallel: int = 8
+    """Runs at a time, on each GPU."""
+    gpus: int = 1
     flags: str = ""
     """More flags of the experiment."""
     time_limit: float = 900.0
@@ -44,7 +46,7 @@ def main(config: Config) -> None:
     begin, rows = time.monotonic(), []
     runs = pathlib.Path(tempfile.mkdtemp())
 
-    def run(model: str, seed: int, is_compressed: bool) -> None:
+    def run(place: int, model: str, seed: int, is_compressed: bool) -> None:
         left = config.time_limit - (time.monotonic() - begin)
         if left < 0:
             return
@@ -61,12 +63,11 @@ def main(config: Config) -> None:
                 capture_output=True,
                 text=True,
                 timeout=left + 60,
-                # What one seed compiles the others find.
                 env={
                     **os.environ,
                     "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])),
                     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-                    "JAX_COMPILATION_CACHE_DIR": str(runs / "cache"),
+                    **({"CUDA_VISIBLE_DEVICES": str(place % config.gpus)} if config.gpus > 1 else {}),
                 },
             )
             row |= _results(runs / name)
@@ -78,13 +79,10 @@ def main(config: Config) -> None:
         print(json.dumps({key: value for key, value in rows[-1].items() if key != "layers"}), flush=True)
         record.save(config.name, rows)
 
-    for seeds in ([0], range(1, config.seeds)):
-        with ThreadPoolExecutor(config.parallel) as pool:
-            list(
-                pool.map(
-                    lambda case: run(*case), [(m, s, c) for s in seeds for m in config.models for c in (True, False)]
-                )
-            )
+    # What takes longest first.
+    cases = [(m, s, c) for m in config.models for c in (True, False) for s in range(config.seeds)]
+    with ThreadPoolExecutor(config.parallel * config.gpus) as pool:
+        list(pool.map(lambda case: run(case[0], *case[1]), enumerate(cases)))
 
 
 def _results(folder: pathlib.Path) -> dict:
@@ -99,6 +97,8 @@ def _results(folder: pathlib.Path) -> dict:
     found["predicted_over_measured"] = [float(ratios.min()), float(np.median(ratios)), float(ratios.max())]
     kept = ("layer", "bound", "predicted", "measured", "within_sigma")
     found["layers"] = [{key: row[key] for key in kept} for row in layers]
+    bits = np.mean([row["bits"] for row in train], 0)
+    found["bits_by_array"] = [round(float(b), 3) for b in bits]
     return found
 
 

@@ -10,10 +10,8 @@ Quarters follow from a value's place: a hash of tile, lane and group, two bits f
 """
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Int32, UInt32
 
-from memjax.compress import _tiles
 from memjax.compress._bits import Words, u32
 from memjax.compress._tiles import GROUPS, LANE_VALUES, LANES
 

@@ -86,7 +86,7 @@ def encode_tile(where: Where, x_ref, exponent_ref, words_ref, headers_ref, offse
     def bfloat16_codes():
         """At most 127 quarters of steps, two values at a time, or `any_codes`."""
         exponent = exponents()
-        quarter = [own - 2 for own in exponent]
+        quarter = exponent[0] - 2, exponent[1] - 2
         size, inverse = (two_bfloat16s(*map(f, quarter)) for f in (step, inverse_step))
 
         def read(pairs, _, moved, seen):

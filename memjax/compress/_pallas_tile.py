@@ -125,7 +125,6 @@ class Where:
             same = (jnp.broadcast_to(ref[0], (LANES,)),) * 2
         return lambda *row: same
 
-
     def dither(self) -> Callable[[Any], Words]:
         """Of half a group's words, all groups': see `_dither.of_words`."""
         lanes = _dither.of_lanes(self.tile, jnp.arange(LANES, dtype=jnp.int32))

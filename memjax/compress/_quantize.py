@@ -107,7 +107,9 @@ def dequantize(
     return lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
 
 
-def middle(q: Words, exponent: Int32[Array, "..."], quarters: Words, dtype, *, most: int = 2**31) -> Float[Array, "..."]:
+def middle(
+    q: Words, exponent: Int32[Array, "..."], quarters: Words, dtype, *, most: int = 2**31
+) -> Float[Array, "..."]:
     """In steps, what q, which is at most `most`, stands for; float32, perhaps with more bits than the dtype has."""
     steps, moved = (lax.convert_element_type(x.astype(jnp.int32), jnp.float32) for x in (q, quarters))
     moved = moved * jnp.float32(0.25)
