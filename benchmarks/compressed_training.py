@@ -45,6 +45,7 @@ class Config:
 def main(config: Config) -> None:
     begin, rows = time.monotonic(), []
     runs = pathlib.Path(tempfile.mkdtemp())
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(config.gpus)))).split(",")
 
     def run(place: int, model: str, seed: int, is_compressed: bool) -> None:
         left = config.time_limit - (time.monotonic() - begin)
@@ -67,7 +68,7 @@ def main(config: Config) -> None:
                     **os.environ,
                     "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])),
                     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-                    **({"CUDA_VISIBLE_DEVICES": str(place % config.gpus)} if config.gpus > 1 else {}),
+                    **({"CUDA_VISIBLE_DEVICES": gpus[place % config.gpus]} if config.gpus > 1 else {}),
                 },
             )
             row |= _results(runs / name)

@@ -130,6 +130,7 @@ PRESETS = {
         schedule="cosine",
         interval=100,
         log_every=4,
+        checkpoint_every=400,  # an epoch is eight steps
     ),
 }
 
