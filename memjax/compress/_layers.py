@@ -30,6 +30,7 @@ class Statistics(NamedTuple):
       uses: how often each was used.
       examples: sizes of leading axes.
       nonzero: shares of values that are not zero.
+      magnitude: means of |x|, x being the decoded values.
       bits: bits per value that the codes needed.
       overflows: how many codes overflowed.
       needed: how many codes needed each rung of `LADDER`, the last entry counting those beyond.
@@ -40,6 +41,7 @@ class Statistics(NamedTuple):
     uses: Float[Array, " n"]
     examples: Float[Array, " n"]
     nonzero: Float[Array, " n"]
+    magnitude: Float[Array, " n"]
     bits: Float[Array, " n"]
     overflows: Float[Array, " n"]
     needed: Float[Array, "n rungs"]

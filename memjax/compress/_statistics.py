@@ -125,7 +125,7 @@ class Collector:
         self._nothing = sum(jnp.where(first, jnp.float32(0), jnp.float32(0)) for first in firsts)
         self._layers, self._width = layers, width
         self._codes: dict[int, tuple[Any, Any, float]] = {}
-        self._nonzero: dict[int, Any] = {}
+        self._decoded: dict[int, tuple[Any, Any]] = {}
         self._cotangents: dict[tuple[int, int], tuple[Any, Any, float]] = {}
 
     def code(self, layer: int, code: Any, shape: Sequence[int]) -> None:
@@ -134,7 +134,8 @@ class Collector:
 
     def decoded(self, layer: int, x: Any) -> None:
         part, _ = _some(x)
-        self._nonzero[layer] = jnp.mean((part != jnp.zeros((), x.dtype)).astype(jnp.float32), 1)
+        nonzero = jnp.mean((part != jnp.zeros((), x.dtype)).astype(jnp.float32), 1)
+        self._decoded[layer] = nonzero, jnp.mean(jnp.abs(part.astype(jnp.float32)), 1)
 
     def cotangent(self, reader: Reader, ct: Any) -> None:
         """Of one more reader of its array."""
@@ -166,10 +167,13 @@ class Collector:
         )
         factors = [self._cotangents[at][2] if at in self._cotangents else 0.0 for at in places]
         table = (self._layers, self._width)
+        pairs = [self._decoded.get(layer, (None, None)) for layer in range(self._layers)]
+        nonzero, magnitude = (_totals([pair[field] for pair in pairs], mean=True) for field in (0, 1))
         return Statistics(
             uses=used,
             examples=examples,
-            nonzero=_totals([self._nonzero.get(layer) for layer in range(self._layers)], mean=True),
+            nonzero=nonzero,
+            magnitude=magnitude,
             bits=bits,
             overflows=overflows,
             needed=needed,
