@@ -48,12 +48,15 @@ def longest_table() -> str | None:
         return None
     environment, rows = loaded
     found = {row["parallelism"]: row for row in rows if "longest" in row}
+    speeds = {row["parallelism"]: row for row in rows if "speed_at" in row}
     most = found["metp"]["longest"]
     body = [
         [_NAMES[name], f"{row['longest']:,}", f"{row['fails']:,}", f"{most / row['longest']:.2f}"]
+        + [f"{speeds[name]['tokens_per_second']:,.0f}" if name in speeds else ""]
         for name, row in found.items()
     ]
     header = ["", "longest sequence", "first that fails", "METP's / this"]
+    header += [f"tokens/s with {next(iter(speeds.values()))['speed_at']:,} tokens" if speeds else "tokens/s"]
     return _markdown(header, body) + "\n\n" + _source(environment)
 
 
