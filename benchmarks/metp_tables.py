@@ -49,10 +49,10 @@ def longest_table() -> str | None:
     environment, rows = loaded
     found = {row["parallelism"]: row for row in rows if "longest" in row}
     speeds = {row["parallelism"]: row for row in rows if "speed_at" in row}
+    speed_of = lambda name: f"{speeds[name]['tokens_per_second']:,.0f}" if name in speeds else ""
     most = found["metp"]["longest"]
     body = [
-        [_NAMES[name], f"{row['longest']:,}", f"{row['fails']:,}", f"{most / row['longest']:.2f}"]
-        + [f"{speeds[name]['tokens_per_second']:,.0f}" if name in speeds else ""]
+        [_NAMES[name], f"{row['longest']:,}", f"{row['fails']:,}", f"{most / row['longest']:.2f}", speed_of(name)]
         for name, row in found.items()
     ]
     header = ["", "longest sequence", "first that fails", "METP's / this"]

@@ -7,10 +7,11 @@ On a GPU: ResNet-50 in bf16, the crops enlarged to 224x224. With images of one's
 
     python experiments/compressed_training.py --data folder --data-dir PATH
 
-The same without compression, to compare with, and the comparison:
+The same without compression and with larger errors, to compare with, and the comparison:
 
     python experiments/compressed_training.py --no-compress --name plain
-    python experiments/compressed_training.py --baseline plain
+    python experiments/compressed_training.py --sigma 0.05 --name coarse
+    python experiments/compressed_training.py --baseline plain coarse
 
 What batches fit in 16 GiB, with and without compression, by compiling:
 
@@ -74,8 +75,8 @@ class CompressedConfig(RunConfig):
     """Capacity of all layers to begin with. Default: that which cannot overflow."""
     window: int = 100
     """Steps whose needs decide about smaller capacities."""
-    baseline: str | None = None
-    """Name of a run without compression, to compare with in the report."""
+    baseline: tuple[str, ...] = ()
+    """Names of other runs, without compression or with another --sigma, to compare with in the report."""
     fill_memory: float | None = None
     """Instead of training: the largest batches that fit in so many GiB per device, and their speed on a GPU."""
     label_smoothing: float = 0.0

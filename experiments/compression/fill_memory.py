@@ -5,11 +5,13 @@ import functools
 import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from matplotlib import pyplot as plt
 from rich.console import Console
 from rich.table import Table
 
@@ -64,6 +66,27 @@ def fill_memory(config, make_model: Callable[..., nnx.Module], console: Console)
     console.print(table)
     config.folder.mkdir(parents=True, exist_ok=True)
     (config.folder / "fill_memory.json").write_text(json.dumps(found, indent=2) + "\n")
+    _draw(config.folder / "fill_memory.png", config, found)
+    console.print(f"In {config.folder}: fill_memory.json, fill_memory.png", soft_wrap=True)
+
+
+def _draw(path: Path, config, found: dict[str, dict]) -> None:
+    """The largest batches and, if they were timed, their speeds: figure 11 of Jin et al. 2020."""
+    fields = {"batch": "largest batch", "examples_per_second": "examples/s"}
+    shown = [field for field in fields if all(field in row for row in found.values())]
+    figure, axes = plt.subplots(1, len(shown), figsize=(3.4 * len(shown), 3.2), squeeze=False)
+    for axis, field in zip(axes[0], shown, strict=True):
+        bars = axis.bar(list(found), [row[field] for row in found.values()], color=["0.6", "tab:blue"])
+        axis.bar_label(bars, fmt="{:,.0f}")
+        axis.set(ylabel=fields[field])
+        axis.margins(y=0.15)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(
+        f"{config.model} in {config.fill_memory:g} GiB, {len(jax.devices())} x {jax.devices()[0].device_kind}"
+    )
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
 
 
 def _compiled(config, make_model: Callable[..., nnx.Module], is_compressed: bool, batch: int):

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib import pyplot as plt
@@ -10,10 +11,10 @@ from rich.table import Table
 
 from experiments.compression.analysis import EDGES
 from experiments.harness import records
-from experiments.harness.config import ExperimentError, RunConfig, load
+from experiments.harness.config import ExperimentError, load
 
 
-def extra_report(config: RunConfig, console: Console) -> None:
+def extra_report(config: Any, console: Console) -> None:
     """Prints the table of sizes and accuracies, beside a baseline's if there is one; writes ratio.png, layers.png, errors.png."""
     folder = config.folder
     train = [record for record in records.read(folder / "metrics.jsonl", "train") if "ratio" in record]
@@ -21,38 +22,46 @@ def extra_report(config: RunConfig, console: Console) -> None:
         return
     test = records.read(folder / "metrics.jsonl", "test")
     analysis = json.loads((folder / "analysis.json").read_text())
-    baseline = _baseline(config)
-    console.print(_table(train, test, analysis, baseline))
-    _draw_ratio(folder / "ratio.png", train, test, baseline)
+    others = [_other(config, name) for name in config.baseline]
+    console.print(_table(config, train, test, analysis, others))
+    _draw_ratio(folder / "ratio.png", config, train, test, others)
     _draw_layers(folder / "layers.png", train, analysis)
     _draw_errors(folder / "errors.png", analysis)
     console.print(f"In {folder}: ratio.png, layers.png, errors.png", soft_wrap=True)
 
 
-def _baseline(config) -> list[dict] | None:
-    """Test records of the run to compare with."""
-    if config.baseline is None:
-        return None
-    folder = config.runs_dir / config.baseline
-    test = records.read(folder / "metrics.jsonl", "test")
+Run = tuple[str, list[dict], list[dict]]
+"""What to call it, and its records of training and of tests."""
+
+
+def _other(config, name: str) -> Run:
+    """A run to compare with."""
+    folder = config.runs_dir / name
+    train, test = (records.read(folder / "metrics.jsonl", kind) for kind in ("train", "test"))
     if not test:
         raise ExperimentError(f"--baseline: {folder} has no records of tests")
     other = load(type(config), folder)
     for field in ("model", "width", "data", "image_size", "batch_size", "epochs"):
         if getattr(other, field) != getattr(config, field):
-            raise ExperimentError(f"--baseline {config.baseline} was trained with another --{field.replace('_', '-')}")
-    return test
+            raise ExperimentError(f"--baseline {name} was trained with another --{field.replace('_', '-')}")
+    return _called(other), train, test
 
 
-def _table(train: list[dict], test: list[dict], analysis: dict, baseline: list[dict] | None) -> Table:
+def _called(config) -> str:
+    return f"sigma {config.sigma:g}" if config.compress else "float32"
+
+
+def _table(config, train: list[dict], test: list[dict], analysis: dict, others: list[Run]) -> Table:
     """As table 1 of Jin et al. 2020."""
     values = sum(np.prod(shape) for shape in analysis["shapes"])
-    ratio = np.mean([record["ratio"] for record in train])
     table = Table("", "top-1 accuracy", "saved activations", "ratio", title="Compressed activations, one batch")
-    original = "not run" if baseline is None else f"{baseline[-1]['top1']:.2%}"
-    table.add_row("float32", original, f"{4 * values / 2**20:,.2f} MiB", "1")
-    top1 = f"{test[-1]['top1']:.2%}" if test else "unknown"
-    table.add_row("compressed", top1, f"{4 * values / ratio / 2**20:,.2f} MiB", f"{ratio:.1f} ({32 / ratio:.2f} bits)")
+    for name, own_train, own_test in (*others, (_called(config), train, test)):
+        ratio = np.mean([record.get("ratio", 1) for record in own_train])
+        size = f"{4 * values / ratio / 2**20:,.2f} MiB"
+        top1 = f"{own_test[-1]['top1']:.2%}" if own_test else "unknown"
+        table.add_row(name, top1, size, f"{ratio:.1f} ({32 / ratio:.2f} bits)")
+    if "float32" not in {name for name, _, _ in others}:
+        table.add_row("float32", "not run", f"{4 * values / 2**20:,.2f} MiB", "1.0 (32.00 bits)")
     table.caption = (
         f"ratios are means over training\n{train[-1]['replays']} steps replayed, "
         f"{train[-1]['programs']} programs compiled"
@@ -60,21 +69,22 @@ def _table(train: list[dict], test: list[dict], analysis: dict, baseline: list[d
     return table
 
 
-def _draw_ratio(path: Path, train: list[dict], test: list[dict], baseline: list[dict] | None) -> None:
-    figure, axis = plt.subplots(figsize=(6.4, 3.8))
-    steps = [record["step"] for record in train]
-    line = axis.plot(steps, [record["ratio"] for record in train], color="tab:orange", lw=1, label="ratio")
-    axis.set(xlabel="step", ylabel="ratio to float32", ylim=(0, None))
-    axis.grid(alpha=0.3)
-    right = axis.twinx()
-    for rows, name, style in ((test, "compressed", "o-"), (baseline or [], "uncompressed", "ks--")):
-        if rows:
-            at = [record["step"] for record in rows]
-            line += right.plot(
-                at, [100 * record["top1"] for record in rows], style, ms=4, label=f"test accuracy, {name}"
-            )
-    right.set(ylabel="top-1 accuracy, %", ylim=(0, 100))
-    axis.legend(handles=line, loc="lower right")
+def _draw_ratio(path: Path, config, train: list[dict], test: list[dict], others: list[Run]) -> None:
+    """Ratios and accuracies of all runs, as figures 9 and 10 of Jin et al. 2020."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8))
+    for i, (name, own_train, own_test) in enumerate([(_called(config), train, test), *others]):
+        color, style = ("k", "s--") if name == "float32" else (f"C{i}", "o-")
+        compressed = [record for record in own_train if "ratio" in record]
+        if compressed:
+            at = [record["step"] for record in compressed]
+            left.plot(at, [record["ratio"] for record in compressed], color=color, lw=1, label=name)
+        at, accuracy = ([record[field] for record in own_test] for field in ("step", "top1"))
+        right.plot(at, [100 * share for share in accuracy], style, color=color, ms=3, lw=1, label=name)
+    left.set(xlabel="step", ylabel="ratio to float32", ylim=(0, None))
+    right.set(xlabel="step", ylabel="top-1 test accuracy, %", ylim=(0, 100))
+    right.legend(loc="lower right")
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
     _save(figure, path)
 
 

@@ -73,7 +73,7 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref):
         return jnp.where(live, expand(stack(pieces), moves, mask), u32(0)), (rest, left, following)
 
     exponents = where.exponents(exponent_ref)
-    dither, allowed = where.dither(), where.allowed_quarters(exponent_ref)
+    dither, allowed = where.dither(), where.allowed_eighths(exponent_ref)
     in_pairs = warp.native and layout.dtype == jnp.bfloat16 and layout.exponents != "value"
 
     def finish(count):
@@ -104,19 +104,19 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref):
                 q = functools.reduce(
                     jnp.add, (((c[word] >> place) & u32(0xFF)) << (8 * i) for i, c in enumerate(carry))
                 )
-                quarters = (moved >> place) & u32(3)
+                eighths = (moved >> place) & u32(7)
                 if layout.exponents == "value":
-                    quarters = jnp.where(_dither.dithers(exponent, layout.dtype), quarters, u32(0))
-                x = _value(q, exponent, quarters, layout.dtype, 7 if is_simple else count)
+                    eighths = jnp.where(_dither.dithers(exponent, layout.dtype), eighths, u32(0))
+                x = _value(q, exponent, eighths, layout.dtype, 7 if is_simple else count)
                 if not is_simple:
                     x |= (sign << (u32(WORD - 1 - word) - place - u32(2 * step))) & u32(1 << 31)
                 return _narrow(x, layout.dtype)
 
             def quarter(step, carry):
                 """Of two words: what is computed at a time has to fit into registers, those of many warps."""
-                quarters = dither(step >> 1) >> u32(4 * (step & 1))
+                eighths = dither(step >> 1)
                 for word in range(2):
-                    moved = (quarters >> (2 * word)) & allowed
+                    moved = _dither.of_word(eighths, 2 * (step & 1) + word) & allowed
                     rows = rows_of_bytes(1) + word, 2 * step
                     exponent = exponents(*rows)
                     if is_simple and in_pairs:
@@ -129,7 +129,7 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref):
             lax.fori_loop(0, 4, quarter, tuple(map(tuple, codes)))
 
         # Two versions, for what a ReLU gives and for everything.
-        is_simple = ~has_signs & (most <= (5 if in_pairs else 7))
+        is_simple = ~has_signs & (most <= (4 if in_pairs else 7))
         when(is_simple, lambda: write(True))
         when(~is_simple, lambda: write(False))
         return state[2]
@@ -163,19 +163,19 @@ def _into_cache(words_ref, offset, where):
     return jnp.max(where.warp.nothing(seen).astype(jnp.int32))
 
 
-def _value(q, exponent, quarters, dtype, planes):
+def _value(q, exponent, eighths, dtype, planes):
     """The bits of what q, of so many planes, stands for as a float32: `_quantize.dequantize`."""
-    value = middle(q, exponent, quarters, dtype, most=2**planes) * step(exponent)
+    value = middle(q, exponent, eighths, dtype, most=2**planes) * step(exponent)
     return lax.bitcast_convert_type(value, jnp.uint32)
 
 
 def _bfloat16_pair(word, second, exponents, moved, warp):
-    """What `_value` gives for two bytes of a word, for bfloat16; q is at most 31."""
+    """What `_value` gives for two bytes of a word, for bfloat16; q is at most 15."""
     size = [step(exponent) for exponent in exponents]
-    # Of x = q + (3 - d) / 4, which is less than one for zeros: (x - 5/4) s, or, if that is not positive, (x - 3/4) s / 64.
-    factors = (1.0, -1.25, _dither.LEAST, -0.75 * _dither.LEAST)
+    # Of x = q + (7 - d) / 8, which is less than one for zeros: (x - 11/8) s, or, if that is not positive, (x - 7/8) s / 64.
+    factors = (1.0, -1.375, _dither.LEAST, -0.875 * _dither.LEAST)
     scales = (two_bfloat16s(*(x * jnp.float32(factor) for x in size)) for factor in factors)
-    return warp.bfloat16_values((word << 2) + (u32(_dither.QUARTERS) - moved), second, *scales)
+    return warp.bfloat16_values((word << 3) + (u32(0x80808080 + _dither.EIGHTHS) - moved), second, *scales)
 
 
 def _narrow(bits, dtype):

@@ -1,4 +1,4 @@
-"""By how many quarters of a step each value is moved before it is rounded, and moved back afterwards.
+"""By how many eighths of a step each value is moved before it is rounded, and moved back afterwards.
 
 Without it errors are a function of values: where neighbours are nearly equal, as in large images and behind max-pooling,
 so are their errors, and in the gradient of a convolution, a sum over all positions, these add up: to as much as fifty
@@ -6,19 +6,19 @@ times what independent ones do, on ResNet-50 at 224x224. Moved by a random part 
 1964, "Dither signals and their effect on quantization noise") they are independent of values, and what is predicted of
 sums of them holds. It costs codes that are larger by one now and then, about 5% of their size.
 
-Quarters follow from a value's place: a hash of tile, lane and group, two bits for each value.
+Eighths follow from a value's place: three bits of a hash of tile, lane and group, of which neighbours share one.
 """
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32, UInt32
 
-from memjax.compress._bits import Words, u32
+from memjax.compress._bits import Words, rotate_right, u32
 from memjax.compress._tiles import GROUPS, LANE_VALUES, LANES
 
-QUARTERS = 0x03030303  # the bits in a word of four values
+EIGHTHS = 0x07070707  # the bits in a word of four values
 
-# Exponents of steps for which a value and half a step are a float, as is `LEAST` of a quarter of a step.
-_FROM_TO = {jnp.dtype(jnp.bfloat16): (-118, 119), jnp.dtype(jnp.float16): (-16, 7), jnp.dtype(jnp.float32): (-118, 111)}
+# Exponents of steps for which a value and half a step are a float, as is `LEAST` of an eighth of a step.
+_FROM_TO = {jnp.dtype(jnp.bfloat16): (-117, 119), jnp.dtype(jnp.float16): (-15, 7), jnp.dtype(jnp.float32): (-117, 111)}
 LEAST = 2.0**-6
 
 
@@ -35,16 +35,20 @@ def of_lanes(tile: Int32[Array, "..."], lane: Int32[Array, "..."]) -> Words:
 
 
 def of_words(lanes: Words, group: Words, half: Words) -> Words:
-    """Quarters of words 0 to 3, or, of the second half, 4 to 7, of a group: bits 2 k and 2 k + 1 of bytes are word k's."""
+    """What `of_word` needs for words 0 to 3 of a group, or, of the second half, 4 to 7."""
     x = lanes * ((u32(4) * group + u32(2) * half + u32(1)) * u32(0x9E3779B1))
     return x ^ (x >> 16)
 
 
+def of_word(words: Words, k: Words | int) -> Words:
+    """Eighths of the k-th word's four values, a byte each."""
+    return rotate_right(words, 2 * k) & u32(EIGHTHS)
+
+
 def of_values(tiles: int) -> UInt32[Array, "tiles 128 32"]:
-    """0 to 3 for every value."""
+    """0 to 7 for every value."""
     lanes = of_lanes(jnp.arange(tiles)[:, None], jnp.arange(LANES))[:, None, None]
     group, half = jnp.arange(GROUPS)[:, None, None], jnp.arange(2)[:, None]
     words = of_words(lanes, u32(group), u32(half))[:, :, None, :, None]
     byte, word = jnp.arange(4)[:, None, None, None], jnp.arange(4)[:, None]
-    shift = u32(8 * byte + 2 * word)
-    return ((words >> shift) & u32(3)).reshape(tiles, LANE_VALUES, LANES)
+    return ((of_word(words, word) >> u32(8 * byte)) & u32(7)).reshape(tiles, LANE_VALUES, LANES)

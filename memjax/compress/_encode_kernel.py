@@ -19,7 +19,7 @@ from jax import lax
 from memjax.compress import _dither, _lane_bits, _tiles
 from memjax.compress._bits import WORD, Words, compress, compress_moves, u32
 from memjax.compress._pallas_tile import Where, any_lane, rows_of_bytes, take, when
-from memjax.compress._quantize import RAW_EXPONENT, float32_bits, inverse_step, step, steps_of_quarters
+from memjax.compress._quantize import RAW_EXPONENT, float32_bits, inverse_step, step, steps_of_eighths
 from memjax.compress._reference import Lanes, write_headers
 from memjax.compress._tiles import GROUPS, LANE_VALUES, LANES
 from memjax.compress._warp import INTEGER, two_bfloat16s
@@ -32,7 +32,7 @@ def encode_tile(where: Where, x_ref, exponent_ref, words_ref, headers_ref, offse
     exponents = where.exponents(exponent_ref)
     max_code = _tiles.max_code(dtype)
     no_words = (jnp.zeros((GROUPS, LANES), jnp.uint32),) * 4
-    dither, allowed = where.dither(), where.allowed_quarters(exponent_ref)
+    dither, allowed = where.dither(), where.allowed_eighths(exponent_ref)
 
     def four_words(read, carry):
         """Words 0 to 3, then 4 to 7: what is loaded at a time has to fit into registers, those of many warps."""
@@ -41,11 +41,11 @@ def encode_tile(where: Where, x_ref, exponent_ref, words_ref, headers_ref, offse
             _, latest, sign, seen = carry
             rows = rows_of_bytes(4), 4 * step
             loaded, exponent = where.load(x_ref, *rows), exponents(*rows)
-            quarters = dither(step)
+            eighths = dither(step)
             codes: list[Words] = []
             for word in range(4):
                 pairs = [[take(x, 2 * word + second) for x in loaded] for second in range(2)]
-                moved = (quarters >> (2 * word)) & allowed
+                moved = _dither.of_word(eighths, word) & allowed
                 code, seen = read(pairs, [_of_rows(exponent, 2 * word + second) for second in range(2)], moved, seen)
                 codes.append(code)
                 signs = _top_bytes(pairs, warp)
@@ -60,12 +60,12 @@ def encode_tile(where: Where, x_ref, exponent_ref, words_ref, headers_ref, offse
         for second, pair in enumerate(pairs):
             for column, value in enumerate(_values(pair, dtype)):
                 own, byte = exponent[second][column], 8 * (2 * column + second)
-                quarters = (moved >> byte) & u32(3)
-                count = warp.steps(value, own - 2, inverse_step(own - 2)) - u32(INTEGER)
+                eighths = (moved >> byte) & u32(7)
+                count = warp.steps(value, own - 3, inverse_step(own - 3)) - u32(INTEGER)
                 if where.layout.exponents == "value":
-                    quarters = jnp.where(_dither.dithers(own, dtype), quarters, u32(0))
+                    eighths = jnp.where(_dither.dithers(own, dtype), eighths, u32(0))
                     count = jnp.where(own == RAW_EXPONENT, u32(0x3FFFFFFF), count)
-                yield steps_of_quarters(count, quarters), byte
+                yield steps_of_eighths(count, eighths), byte
 
     def read_any(pairs, exponent, moved, largest):
         """Whatever is there. Seen: the largest q."""
@@ -84,18 +84,18 @@ def encode_tile(where: Where, x_ref, exponent_ref, words_ref, headers_ref, offse
         return *codes, sign, raw, jnp.where(raw, 0, largest)
 
     def bfloat16_codes():
-        """At most 127 quarters of steps, two values at a time, or `any_codes`."""
+        """At most 127 eighths of steps, two values at a time, or `any_codes`."""
         exponent = exponents()
-        quarter = exponent[0] - 2, exponent[1] - 2
-        size, inverse = (two_bfloat16s(*map(f, quarter)) for f in (step, inverse_step))
+        eighth = exponent[0] - 3, exponent[1] - 3
+        size, inverse = (two_bfloat16s(*map(f, eighth)) for f in (step, inverse_step))
 
         def read(pairs, _, moved, seen):
-            low, high = (warp.bfloat16_steps(pair[0], quarter, size, inverse) for pair in pairs)
+            low, high = (warp.bfloat16_steps(pair[0], eighth, size, inverse) for pair in pairs)
             counts = warp.bytes_of(low, high, (0, 4, 2, 6))
-            # As `steps_of_quarters`, four at a time.
+            # As `steps_of_eighths`, four at a time.
             is_some = (counts + u32(0x7F7F7F7F)) & u32(0x80808080)
-            bits = (is_some >> 1) - (is_some >> 7)
-            return ((counts + moved + u32(_dither.QUARTERS)) >> 2) & bits, seen | low | high
+            bits = (is_some >> 2) - (is_some >> 7)
+            return ((counts + moved + u32(_dither.EIGHTHS)) >> 3) & bits, seen | low | high
 
         codes, sign, seen = four_words(read, no_words[0])
         is_long = jnp.max((seen & u32(0xBC80BC80)).astype(jnp.int32), 0) != 0
@@ -127,8 +127,8 @@ def encode_tile(where: Where, x_ref, exponent_ref, words_ref, headers_ref, offse
         planes = [plane & mask for plane in _lane_bits.decrement(q_planes)]
         n_planes = jnp.zeros((LANES,), jnp.uint32)
         for p, plane in enumerate(planes):
-            # For 16, 32 and 256 one more: see `_reference.encode`.
-            used = plane | (q_planes[p] & mask) if p in (4, 5, 8) else plane
+            # For 16 and 256 one more: see `_reference.encode`.
+            used = plane | (q_planes[p] & mask) if p in (4, 8) else plane
             n_planes = jnp.where(_any_group(used), u32(p + 1), n_planes)
         return [mask, n_planes, sign & mask, *planes]
 

@@ -131,12 +131,12 @@ class Where:
         group = jnp.arange(GROUPS, dtype=jnp.uint32)[:, None]
         return lambda half: _dither.of_words(lanes, group, u32(half))
 
-    def allowed_quarters(self, ref) -> Words:
-        """Which bits of a word's quarters may be set. If exponents vary by value, all: they are to be looked at then."""
+    def allowed_eighths(self, ref) -> Words:
+        """Which bits of a word's eighths may be set. If exponents vary by value, all: they are to be looked at then."""
         if self.layout.exponents == "value":
-            return u32(_dither.QUARTERS)
+            return u32(_dither.EIGHTHS)
         first, second = (_dither.dithers(exponent, self.layout.dtype) for exponent in self.exponents(ref)())
-        low, high = u32(_dither.QUARTERS & 0xFFFF), u32(_dither.QUARTERS & 0xFFFF0000)
+        low, high = u32(_dither.EIGHTHS & 0xFFFF), u32(_dither.EIGHTHS & 0xFFFF0000)
         return jnp.where(first, low, u32(0)) | jnp.where(second, high, u32(0))
 
 

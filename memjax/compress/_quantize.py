@@ -1,11 +1,12 @@
 """The error-bounded quantiser: multiples of a power of two, rounded away from zero, in integer arithmetic.
 
-With step s = 2^k and d quarters of dither, 0 to 3, a value x that is not zero has magnitude q = ceil(|x| / s + d / 4) >= 1
-and decodes to sign(x) (q - 1/2 - d / 4) s, half a step away at most. Where that is not beyond zero, for q = 1, a little that
+With step s = 2^k and d eighths of dither, 0 to 7, a value x that is not zero has magnitude q = ceil(|x| / s + d / 8) >= 1
+and decodes to sign(x) (q - 1/2 - d / 8) s, half a step away at most. Where that is not beyond zero, for q = 1, a little that
 is stands for it. So zeros are exact, and the decoded value has the sign of x: of an activation after a ReLU it gives the
 exact mask.
 
-Of 16-bit floats (q - 1/2 - d / 4) s may have more bits than they: bits beyond are cut off. Where even q - 1/2 has, past
+Of bfloat16s (q - 1/2 - d / 8) s may have more bits than they: bits beyond are cut off. That never passes a bfloat16, so
+from beyond |x| it does not pass |x|, and from before not |x| - s / 2, which is one too. Where even q - 1/2 has, past
 128 steps of a bfloat16, the dtype is so coarse that x is a multiple of s, or half of one below 128, and q, or with dither
 q - 1, stands for it.
 
@@ -19,9 +20,9 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 from memjax.compress import _dither, _tiles
 from memjax.compress._bits import Words, shift_left, shift_right, u32
 
-# Steps 2^k for k from here on; a smaller one has no half that all backends represent. The largest:
+# Steps 2^k for k from here on; a smaller one has no eighth whose half all backends represent. The largest:
 # half of it is a float, and hardly any float is beyond it.
-MIN_EXPONENT = -124
+MIN_EXPONENT = -121
 _MAX_EXPONENT = {jnp.dtype(jnp.bfloat16): 127, jnp.dtype(jnp.float16): 16, jnp.dtype(jnp.float32): 127}
 # Stands for "store everything raw".
 RAW_EXPONENT = -(2**30)
@@ -41,18 +42,18 @@ def step_exponent(bound: Float[Array, "..."], dtype) -> Int32[Array, "..."]:
 
 
 def inverse_step(exponent: Int32[Array, "..."]) -> Float[Array, "..."]:
-    """2^-k in float32, exactly, for k from `MIN_EXPONENT` to 127."""
+    """2^-k in float32, exactly, for k from -127 to 127."""
     smallest = jnp.int32(1 << (_MANTISSA - 1))  # 2^-127 has no normal representation
     return lax.bitcast_convert_type(jnp.where(exponent == 127, smallest, (127 - exponent) << _MANTISSA), jnp.float32)
 
 
 def quantize(
-    x: Float[Array, "..."], exponent: Int32[Array, "..."], quarters: UInt32[Array, "..."]
+    x: Float[Array, "..."], exponent: Int32[Array, "..."], eighths: UInt32[Array, "..."]
 ) -> tuple[UInt32[Array, "..."], Bool[Array, "..."], Bool[Array, "..."]]:
     """q (0 for zeros), whether x is negative, and whether x must be stored as it is; `exponent` broadcasts."""
     wide = float32_bits(x)
-    count, too_large = quantize_magnitude(wide & u32(0x7FFFFFFF), exponent - 2)
-    q = steps_of_quarters(count, jnp.where(_dither.dithers(exponent, x.dtype), quarters, u32(0)))
+    count, too_large = quantize_magnitude(wide & u32(0x7FFFFFFF), exponent - 3)
+    q = steps_of_eighths(count, jnp.where(_dither.dithers(exponent, x.dtype), eighths, u32(0)))
     too_large |= (q > u32(_tiles.max_code(x.dtype))) | (exponent == RAW_EXPONENT)
     return q, (wide >> 31 != 0) & (q != 0), too_large
 
@@ -71,14 +72,14 @@ def quantize_magnitude(magnitude: Words, exponent: Int32[Array, "..."]) -> tuple
     return q, too_large
 
 
-def steps_of_quarters(count: Words, quarters: Words) -> Words:
-    """q of ceil(|x| / (s / 4)): what is rounded up to quarters first is rounded up to the same steps."""
-    return jnp.where(count == 0, u32(0), (count + quarters + u32(3)) >> 2)
+def steps_of_eighths(count: Words, eighths: Words) -> Words:
+    """q of ceil(|x| / (s / 8)): what is rounded up to eighths first is rounded up to the same steps."""
+    return jnp.where(count == 0, u32(0), (count + eighths + u32(7)) >> 3)
 
 
 def step(exponent: Int32[Array, "..."]) -> Float[Array, "..."]:
-    """2^k in float32, exactly; anything for `RAW_EXPONENT`."""
-    return lax.bitcast_convert_type((jnp.maximum(exponent, MIN_EXPONENT) + 127) << _MANTISSA, jnp.float32)
+    """2^k in float32, exactly, for k from -126 to 127; anything for `RAW_EXPONENT`."""
+    return lax.bitcast_convert_type((jnp.maximum(exponent, -126) + 127) << _MANTISSA, jnp.float32)
 
 
 def half_step(exponent: Int32[Array, "..."], dtype) -> Float[Array, "..."]:
@@ -96,23 +97,21 @@ def dequantize(
     q: UInt32[Array, "..."],
     negative: Bool[Array, "..."],
     exponent: Int32[Array, "..."],
-    quarters: UInt32[Array, "..."],
+    eighths: UInt32[Array, "..."],
     dtype,
 ) -> Float[Array, "..."]:
     """The inverse, for `q` <= `max_code(dtype)`."""
-    value = middle(q, exponent, jnp.where(_dither.dithers(exponent, dtype), quarters, u32(0)), dtype) * step(exponent)
+    value = middle(q, exponent, jnp.where(_dither.dithers(exponent, dtype), eighths, u32(0)), dtype) * step(exponent)
     bits = lax.bitcast_convert_type(value, jnp.uint32) | (u32(negative) << 31)
     if jnp.dtype(dtype) == jnp.bfloat16:
         return _tiles.from_bits(bits >> 16, dtype)
     return lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
 
 
-def middle(
-    q: Words, exponent: Int32[Array, "..."], quarters: Words, dtype, *, most: int = 2**31
-) -> Float[Array, "..."]:
+def middle(q: Words, exponent: Int32[Array, "..."], eighths: Words, dtype, *, most: int = 2**31) -> Float[Array, "..."]:
     """In steps, what q, which is at most `most`, stands for; float32, perhaps with more bits than the dtype has."""
-    steps, moved = (lax.convert_element_type(x.astype(jnp.int32), jnp.float32) for x in (q, quarters))
-    moved = moved * jnp.float32(0.25)
+    steps, moved = (lax.convert_element_type(x.astype(jnp.int32), jnp.float32) for x in (q, eighths))
+    moved = moved * jnp.float32(0.125)
     before = half_step(exponent, dtype) + moved
     if last_with_half(dtype) < most:
         is_fine = q <= u32(last_with_half(dtype))

@@ -142,16 +142,16 @@ class Warp:
         return halves[0] | (halves[1] << 16)
 
     def bfloat16_values(self, word: Words, first: Words, scale: Lane, shift: Lane, low_scale: Lane, low_shift: Lane):
-        """max(x * scale + shift, x * low_scale + low_shift, 0), x being a quarter of bytes `first` and `first` + 2, which are
-        below 128: two bfloat16s. Native only.
+        """max(x * scale + shift, x * low_scale + low_shift, 0), x being an eighth of what bytes `first` and `first` + 2 are
+        above 128: two bfloat16s. Native only.
 
-        The others hold two bfloat16s. A byte beside 0x42 is the bfloat16 32 + byte / 4.
+        The others hold two bfloat16s. Such a byte beside 0x41 is the bfloat16 16 + (byte - 128) / 8.
         """
         shape = jnp.broadcast_shapes(word.shape, first.shape)
         selector = u32(0x4240) + u32(0x101) * first
         return _asm(
-            "{ .reg .b32 x, low, one, minus_32; mov.b32 one, 0x3F803F80; mov.b32 minus_32, 0xC200C200;"
-            " prmt.b32 x, $1, 0x42424242, $2; fma.rn.bf16x2 x, x, one, minus_32; fma.rn.relu.bf16x2 low, x, $5, $6;"
+            "{ .reg .b32 x, low, one, minus_16; mov.b32 one, 0x3F803F80; mov.b32 minus_16, 0xC180C180;"
+            " prmt.b32 x, $1, 0x41414141, $2; fma.rn.bf16x2 x, x, one, minus_16; fma.rn.relu.bf16x2 low, x, $5, $6;"
             " fma.rn.bf16x2 x, x, $3, $4; max.bf16x2 $0, x, low; }",
             "=r,r,r,r,r,r,r",
             *(jnp.broadcast_to(x, shape) for x in (word, selector, scale, shift, low_scale, low_shift)),
