@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib import pyplot as plt
+from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.table import Table
 
@@ -123,6 +124,7 @@ def _draw_errors(path: Path, analysis: dict) -> None:
     axes[1].plot(at, [row["measured"] for row in rows], "o", label="measured", ms=4)
     axes[1].plot(at, [row["predicted"] for row in rows], "x", label="predicted", ms=5)
     axes[1].set(xlabel="layer", ylabel="standard deviation of the gradient's error", yscale="log")
+    axes[1].xaxis.set_major_locator(MaxNLocator(integer=True))
     axes[1].legend()
     for axis in axes:
         axis.grid(alpha=0.3)

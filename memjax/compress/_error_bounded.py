@@ -1,8 +1,8 @@
 """The error-bounded codec: how far a value may move is given, and the space follows from the values.
 
 Jin et al. 2020, "A Novel Memory-Efficient Deep Learning Training Framework via Error-Bounded Lossy Compression". There
-a prediction, a quantiser and a Huffman code, whose sizes vary; here a quantiser whose step is a power of two, a bitmap of
-zeros and as many bits for the rest as the largest of 128 values needs (`_tiles`), in arrays of static size.
+a prediction, a quantiser and a Huffman code, whose sizes vary; here a dithered quantiser whose step is a power of two, a
+bitmap of zeros and as many bits for the rest as the largest of 128 values needs (`_tiles`), in arrays of static size.
 """
 
 import dataclasses
@@ -64,13 +64,17 @@ class ErrorBounded:
 
     Signs are kept exactly: `decoded > 0` wherever `x > 0`, so of an activation after a ReLU it gives the mask. (A
     negative zero decodes to zero.) Values are rounded to the middle of steps of 2^k, the largest power of two not above
-    `2 * bound`. 128 values at a time share a number of bits; if one of them is a NaN or an infinity, or more
-    than 255 steps (float32: 65,535), they are stored as they are. The error is then zero: a bound that is too small for
-    the values costs space, never precision; `code.raw_share` tells.
+    `2 * bound`; before it they are moved by a part of a step that follows from their place in the array, afterwards moved
+    back (subtractive dither). So errors are nearly uniform and independent of values and of each other, however alike values
+    are, unless they are smaller than half a step; and equal values in two places decode to different ones.
+
+    128 values at a time share a number of bits; if one of them is a NaN or an infinity, or more than 255 steps (float32:
+    65,535), they are stored as they are. The error is then zero: a bound that is too small for the values costs space, never
+    precision; `code.raw_share` tells.
 
     Memory, with n values, n a multiple of 4096 or else rounded up to one: `n * capacity / 8 + n / 113` bytes, where capacity
     is `bits_per_value`, or without it the width of the dtype: the largest that any values can need. A rectified Gaussian takes
-    2.66 bits a value, headers included, with a bound of a quarter of its standard deviation. With `bits_per_value`
+    2.69 bits a value, headers included, with a bound of a quarter of its standard deviation. With `bits_per_value`
     a code whose values need more has lost some, and says so: `code.overflowed`, `code.needed_bits_per_value`. It
     decodes to NaN, all of it.
 
