@@ -78,7 +78,7 @@ def adaptive(
     interval: int = 1000,
     sigma: float = 0.01,
     coefficient: float | None = None,
-    coarsest: float = 0.75,
+    coarsest: float = 0.5,
 ) -> optax.GradientTransformation:
     """`tx` for the parameters, and for the `Layers` among them bounds that keep the errors of gradients small.
 
@@ -104,8 +104,8 @@ def adaptive(
       interval: updates between changes.
       sigma: as a share of the momentum.
       coefficient: use the simplified equation 6 with this a, such as 0.32.
-      coarsest: the widest step, in mean magnitudes. Wider ones save space, and errors become larger than `sigma`: with four
-        of them twice as large on a ResNet-18, where images are large by far more.
+      coarsest: the widest step, in mean magnitudes. Wider ones save space, but what is predicted holds no longer: with four
+        of them errors are up to twice as large where images are large.
 
     Raises:
       ValueError: `interval`, `sigma`, `coefficient` or `coarsest` is not positive; at `init`, there are no `Layers` among the
@@ -118,7 +118,7 @@ def adaptive(
     if coefficient is not None and not coefficient > 0:
         raise ValueError(f"coefficient must be positive, got {coefficient!r}: 0.32, for one.")
     if not coarsest > 0:
-        raise ValueError(f"coarsest must be positive, got {coarsest!r}: 0.75, for one, or infinity.")
+        raise ValueError(f"coarsest must be positive, got {coarsest!r}: 0.5, for one, or infinity.")
 
     def init(params):
         own, rest = _apart(params)

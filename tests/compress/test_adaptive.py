@@ -149,7 +149,7 @@ def test_bounds_follow_the_equations():
             mean = jax.tree.map(lambda *leaves: np.mean(leaves, 0), *sums)
             momentum = [np.mean(np.abs(plain_state[0].trace[f"conv{j}"])) for j in range(2)]
             want = 0.02 * np.array(momentum) / np.sqrt(mean.nonzero * mean.power[:, 0] / 3)
-            widest = 0.75 / 2 * mean.magnitude / mean.nonzero
+            widest = 0.5 / 2 * mean.magnitude / mean.nonzero
             capped.update((want > widest).tolist())
             np.testing.assert_allclose(params["codec"].bound, np.minimum(want, widest), rtol=1e-4)
             sums = []

@@ -86,6 +86,11 @@ def test_a_run_with_an_overflow_reports_and_can_be_restored(tmp_path, capsys):
     for row in rows:
         assert 0.5 < row["predicted"] / row["measured"] < 2
     assert "saved activations" in capsys.readouterr().out
+    compared = ["--runs-dir", str(tmp_path), "--name", "run", "--report-only", "--baseline", "run"]
+    assert run(PRESETS, make_task, description="", argv=compared, extra_report=extra_report) == 0
+    assert capsys.readouterr().out.count("sigma 0.01") == 2
+    assert run(PRESETS, make_task, description="", argv=[*compared, "none"], extra_report=extra_report) == 2
+    assert "--baseline" in capsys.readouterr().err
 
     config = parse(PRESETS, description="", argv=["--resume", "--runs-dir", str(tmp_path), "--name", "run"])
     restored = Trainer(config, make_task(config), Console(quiet=True))._state(3)
