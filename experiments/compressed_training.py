@@ -10,7 +10,7 @@ On a GPU: ResNet-50 in bf16, the crops enlarged to 224x224. With images of one's
 The same without compression and with larger errors, to compare with, and the comparison:
 
     python experiments/compressed_training.py --no-compress --name plain
-    python experiments/compressed_training.py --sigma 0.05 --name coarse
+    python experiments/compressed_training.py --sigma 0.05 --coarsest inf --name coarse
     python experiments/compressed_training.py --baseline plain coarse
 
 What batches fit in 16 GiB, with and without compression, by compiling:
@@ -67,6 +67,8 @@ class CompressedConfig(RunConfig):
     """Standard deviation allowed for the errors of gradients, as a share of the momentum."""
     coefficient: float | None = None
     """Use the paper's simplified equation 6 with this a (0.32 there). Default: the whole sum, without a coefficient."""
+    coarsest: float = 0.5
+    """Widest step of a quantiser, in mean magnitudes of what it encodes; inf for errors that --sigma alone limits."""
     interval: int = 1000
     """Steps between changes of the bounds, from the first change on; before it they change at steps 1, 2, 4, ..."""
     bound: float = 2**-7
@@ -98,7 +100,7 @@ class CompressedConfig(RunConfig):
 
     def validate(self) -> None:
         super().validate()
-        for name in ("width", "sigma", "bound", "window", "interval"):
+        for name in ("width", "sigma", "coarsest", "bound", "window", "interval"):
             if getattr(self, name) <= 0:
                 raise ExperimentError(f"--{name} must be positive, got {getattr(self, name)}")
         for name in ("coefficient", "bits_per_value", "fill_memory"):
@@ -178,7 +180,9 @@ def _device_batch(config: CompressedConfig) -> int:
 
 
 def _controlled(config: CompressedConfig, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    return compress.adaptive(tx, interval=config.interval, sigma=config.sigma, coefficient=config.coefficient)
+    return compress.adaptive(
+        tx, interval=config.interval, sigma=config.sigma, coefficient=config.coefficient, coarsest=config.coarsest
+    )
 
 
 def _batch(config: CompressedConfig) -> dict[str, jax.ShapeDtypeStruct]:
