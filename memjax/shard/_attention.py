@@ -185,7 +185,7 @@ def _ring_forward(options: Options, q: Array, k: Array, v: Array, segments: Arra
     where = _Where(options, q, segments)
 
     def body(carry: Any, block: Any, step: Any) -> Any:
-        k, v, seen = block
+        (k, v), seen = block
         columns = where.source(step, seen)
         attend = partial(_implementation(options).forward, options)
         if carry is None:  # the own block
@@ -204,7 +204,8 @@ def _ring_forward(options: Options, q: Array, k: Array, v: Array, segments: Arra
             o, lse = _replaced(o, merged[0], half, 1), _replaced(lse, merged[1], half, 2)
         return o, lse
 
-    return ring.scan(body, (k, v, segments), None, axis_name=options.axis_name)
+    # Keys and values are one array: of two hops only one could hide behind the one kernel that attention is.
+    return ring.scan(body, (jnp.stack([k, v]), segments), None, axis_name=options.axis_name)
 
 
 def _ring_backward(
@@ -213,31 +214,32 @@ def _ring_backward(
     where = _Where(options, q, segments)
 
     def body(dq: Any, block: Any, step: Any) -> tuple[Any, Any]:
-        k, v, seen = block
+        (k, v), seen = block
         columns = where.source(step, seen)
         gradients = partial(_implementation(options).backward, options)
 
         def whole() -> tuple[Any, Any]:
             own = isinstance(step, int) and step == 0
             more, dk, dv = gradients(q, k, v, o, lse, do, where.rows, columns, own)
-            return dq + more, (dk, dv)
+            return dq + more, jnp.stack([dk, dv])
 
         if not options.causal or (isinstance(step, int) and step == 0):
             return whole()
         behind = step <= where.rank
         if options.layout == "contiguous":
-            none = lambda: (dq, (jnp.zeros_like(k, dq.dtype), jnp.zeros_like(v, dq.dtype)))
-            return lax.cond(behind, whole, none)
+            return lax.cond(behind, whole, lambda: (dq, jnp.zeros_like(block[0], dq.dtype)))
         halves = _Halves(behind)
         arrays = halves.rows(q), *halves.keys((k, v)), halves.rows(o), halves.rows(lse, 2), halves.rows(do)
         more, dk, dv = gradients(*arrays, halves.rows(where.rows), halves.keys(columns), False)
         for half, dq_half in zip(halves.of_rows, jnp.split(more, 2), strict=True):
             dq = _replaced(dq, _part(dq, half, 2, 1) + dq_half, half, 1)
-        return dq, (halves.sum_of_keys(dk), halves.sum_of_keys(dv))
+        return dq, jnp.stack([halves.sum_of_keys(dk), halves.sum_of_keys(dv)])
 
     dq = vary(jnp.zeros(q.shape, accumulator(q.dtype)), varying_axes(q, k, v))
-    dq, (dk, dv) = ring.collect(body, (k, v, segments), dq, axis_name=options.axis_name, dtype=q.dtype)
-    return dq.astype(q.dtype), dk[0], dv[0]
+    moving = jnp.stack([k, v]), segments
+    dq, sums = ring.collect(body, moving, dq, axis_name=options.axis_name, dtype=q.dtype, together=True)
+    dk, dv = sums[0]
+    return dq.astype(q.dtype), dk, dv
 
 
 class _Where:
