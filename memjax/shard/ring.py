@@ -64,6 +64,7 @@ def scan(body: Callable[[Carry | Any, Any, Any], Carry], moving: Any, init: Any,
     if size > 2:
         indices = jnp.arange(1, size - 1, dtype=jnp.int32)
         (carry, block), _ = lax.scan(lambda s, i: (step(s[0], s[1], i), None), (carry, block), indices)
+        carry, block = lax.optimization_barrier((carry, block))  # XLA inlines a loop of one step
     # So that the last sum is made in its matmul, as the others are, and not beside it in what casts it.
     return lax.optimization_barrier(body(carry, block, size - 1))
 
@@ -116,6 +117,7 @@ def collect(
             indices = jnp.arange(2, size - 1, dtype=jnp.int32)
             state = carry, block, sums
             (carry, block, sums), _ = lax.scan(lambda s, i: (step(s[0], s[1], s[2], i, s[1]), None), state, indices)
+            carry, block, sums = lax.optimization_barrier((carry, block, sums))  # as above
         if size > 2:
             carry, _, sums = step(carry, block, sums, size - 1, None)
         # Of the own block nothing is computed before, and held.
