@@ -176,7 +176,7 @@ def _by_head_groups(
     return lax.scan(step, outs, jnp.arange(count, dtype=jnp.int32))[0]
 
 
-def _part(a: Array, index: Array, count: int, axis: int) -> Array:
+def _part(a: Array, index: Any, count: int, axis: int) -> Array:
     size = a.shape[axis] // count
     return lax.dynamic_slice_in_dim(a, index * size, size, axis)
 
@@ -198,7 +198,9 @@ def _ring_forward(options: Options, q: Array, k: Array, v: Array, segments: Arra
             visible = lambda: blocks.merge(o, lse, *attend(q, k, v, where.rows, columns, False))
             return lax.cond(behind, visible, lambda: carry)
         halves = _Halves(behind)
-        new, lse_new = attend(halves.rows(q), *halves.keys((k, v)), halves.rows(where.rows), halves.keys(columns), False)
+        new, lse_new = attend(
+            halves.rows(q), *halves.keys((k, v)), halves.rows(where.rows), halves.keys(columns), False
+        )
         for half, o_half, lse_half in zip(halves.of_rows, jnp.split(new, 2), jnp.split(lse_new, 2), strict=True):
             merged = blocks.merge(_part(o, half, 2, 1), _part(lse, half, 2, 2), o_half, lse_half)
             o, lse = _replaced(o, merged[0], half, 1), _replaced(lse, merged[1], half, 2)
@@ -236,8 +238,15 @@ def _ring_backward(
         return dq, jnp.stack([halves.sum_of_keys(dk), halves.sum_of_keys(dv)])
 
     dq = vary(jnp.zeros(q.shape, accumulator(q.dtype)), varying_axes(q, k, v))
-    moving = jnp.stack([k, v]), segments
-    dq, sums = ring.collect(body, moving, dq, axis_name=options.axis_name, dtype=q.dtype, together=True)
+    dq, sums = ring.collect(
+        body,
+        (k, v, segments),
+        dq,
+        axis_name=options.axis_name,
+        dtype=q.dtype,
+        piece=lambda moving, index: (jnp.stack(moving[:2]), moving[2]),
+        together=True,
+    )
     dk, dv = sums[0]
     return dq.astype(q.dtype), dk, dv
 
@@ -271,7 +280,7 @@ class _Halves:
     def __init__(self, behind: Array):
         self._behind = behind
         self._varying = jnp.where(behind, 0, 1).astype(jnp.int32)
-        self.of_rows = self._varying, 1
+        self.of_rows: tuple[Any, Any] = self._varying, 1
 
     def rows(self, tree: Any, axis: int = 1) -> Any:
         """(B, T, ...) -> (2 B, T / 2, ...)"""

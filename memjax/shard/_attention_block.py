@@ -40,7 +40,8 @@ class Tokens(NamedTuple):
     segments: Array | None  # (B, T) int32, or float: only compared; negative for tokens that see nothing
 
     def part(self, start: Any, size: int) -> Tokens:
-        return Tokens(*(None if a is None else lax.dynamic_slice_in_dim(a, start, size, 1) for a in self))
+        cut = lambda a: lax.dynamic_slice_in_dim(a, start, size, 1)
+        return Tokens(cut(self.positions), None if self.segments is None else cut(self.segments))
 
 
 def forward(
