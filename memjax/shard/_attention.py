@@ -70,7 +70,8 @@ def metp_attention(
       (B, T, H, D) of q's dtype. Rows that see nothing are zero, and have no gradient.
 
     Saved for the backward pass: q, k, v, the output, and B H T float32. Temporaries for k bytes an item, with
-    N = B T D: forward 4 N H + 4 k N K, backward 4 N H + 4 (k + 6) N K, the whole divided by `head_chunks`, and the block's own
+    N = B T D: forward 4 N H + 6 k N K, backward 4 N H + 6 (k + 4) N K, with a causal mask in zigzag order at most
+    k N (H + 2 K) and k N (3 H + 2 K) more for halves side by side, the whole divided by `head_chunks`, and the block's own
     ("jnp": some times 4 B H T max(T/p, 128) / head_chunks). Traffic per device: 2 k (p-1) N K bytes forward, 8 (p-1) N K more
     backward.
 
