@@ -70,7 +70,8 @@ def metp_attention(
       (B, T, H, D) of q's dtype. Rows that see nothing are zero, and have no gradient.
 
     Saved for the backward pass: q, k, v, the output, and B H T float32. Temporaries for k bytes an item, with
-    N = B T D: forward 4 N H + 4 k N K, backward 4 N H + 4 (k + 6) N K, the whole divided by `head_chunks`, and the block's own
+    N = B T D: forward 4 N H + 6 k N K, backward 4 N H + 6 (k + 4) N K, with a causal mask in zigzag order at most
+    k N (H + 2 K) and k N (3 H + 2 K) more for halves side by side, the whole divided by `head_chunks`, and the block's own
     ("jnp": some times 4 B H T max(T/p, 128) / head_chunks). Traffic per device: 2 k (p-1) N K bytes forward, 8 (p-1) N K more
     backward.
 
@@ -171,119 +172,138 @@ def _by_head_groups(
 
     def step(outs: tuple[Array, ...], i: Array) -> tuple[tuple[Array, ...], None]:
         parts = f(*(_part(a, i, count, a.ndim - 2) for a in arrays))
-        put = lambda a, part: lax.dynamic_update_slice_in_dim(a, part, i * part.shape[a.ndim - 2], a.ndim - 2)
-        return tuple(map(put, outs, parts)), None
+        return tuple(_replaced(a, part, i, a.ndim - 2) for a, part in zip(outs, parts, strict=True)), None
 
     return lax.scan(step, outs, jnp.arange(count, dtype=jnp.int32))[0]
 
 
-def _part(a: Array, index: Array, count: int, axis: int) -> Array:
+def _part(a: Array, index: Any, count: int, axis: int) -> Array:
     size = a.shape[axis] // count
     return lax.dynamic_slice_in_dim(a, index * size, size, axis)
 
 
 def _ring_forward(options: Options, q: Array, k: Array, v: Array, segments: Array | None) -> tuple[Array, Array]:
-    where = _Where(options, q.shape[1], segments)
+    where = _Where(options, q, segments)
 
     def body(carry: Any, block: Any, step: Any) -> Any:
-        k, v, seen = block
+        (k, v), seen = block
         columns = where.source(step, seen)
-        attend = lambda rows, keys, diagonal=False: _implementation(options).forward(
-            options, q[:, rows], k[:, keys], v[:, keys], where.rows[rows], columns[keys], diagonal
+        attend = partial(_implementation(options).forward, options)
+        if carry is None:  # the own block
+            return attend(q, k, v, where.rows, columns, True)
+        o, lse = carry
+        if not options.causal:
+            return blocks.merge(o, lse, *attend(q, k, v, where.rows, columns, False))
+        behind = step <= where.rank
+        if options.layout == "contiguous":
+            visible = lambda: blocks.merge(o, lse, *attend(q, k, v, where.rows, columns, False))
+            return lax.cond(behind, visible, lambda: carry)
+        halves = _Halves(behind)
+        new, lse_new = attend(
+            halves.rows(q), *halves.keys((k, v)), halves.rows(where.rows), halves.keys(columns), False
         )
+        for half, o_half, lse_half in zip(halves.of_rows, jnp.split(new, 2), jnp.split(lse_new, 2), strict=True):
+            merged = blocks.merge(_part(o, half, 2, 1), _part(lse, half, 2, 2), o_half, lse_half)
+            o, lse = _replaced(o, merged[0], half, 1), _replaced(lse, merged[1], half, 2)
+        return o, lse
 
-        def merged(rows: slice, keys: slice) -> Any:
-            o, lse = carry
-            new, lse_new = blocks.merge(o[:, rows], lse[:, :, rows], *attend(rows, keys))
-            return _replaced(o, new, rows, 1), _replaced(lse, lse_new, rows, 2)
-
-        if carry is None:
-            return attend(_ALL, _ALL, True)
-        return where.visible(step, merged, lambda: carry)
-
-    return ring.scan(body, (k, v, segments), None, axis_name=options.axis_name)
+    # Keys and values are one array: of two hops only one could hide behind the one kernel that attention is.
+    return ring.scan(body, (jnp.stack([k, v]), segments), None, axis_name=options.axis_name)
 
 
 def _ring_backward(
     options: Options, q: Array, k: Array, v: Array, segments: Array | None, o: Array, lse: Array, do: Array
 ) -> tuple[Array, Array, Array]:
-    where = _Where(options, q.shape[1], segments)
-
-    def gradients(block: Any, columns: _Cut, rows: slice, keys: slice, diagonal: bool) -> tuple[Array, Array, Array]:
-        k, v, _ = block
-        arrays = (q[:, rows], k[:, keys], v[:, keys], o[:, rows], lse[:, :, rows], do[:, rows])
-        return _implementation(options).backward(options, *arrays, where.rows[rows], columns[keys], diagonal)
+    where = _Where(options, q, segments)
 
     def body(dq: Any, block: Any, step: Any) -> tuple[Any, Any]:
-        columns = where.source(step, block[2])
-        if isinstance(step, int) and step == 0:  # the own block
-            more, dk, dv = gradients(block, columns, _ALL, _ALL, True)
-            return dq + more, (dk, dv)
+        (k, v), seen = block
+        columns = where.source(step, seen)
+        gradients = partial(_implementation(options).backward, options)
 
-        def some(rows: slice, keys: slice) -> Any:
-            more, dk, dv = gradients(block, columns, rows, keys, False)
-            return _replaced(dq, dq[:, rows] + more, rows, 1), (_filled(dk, block[0]), _filled(dv, block[1]))
+        def whole() -> tuple[Any, Any]:
+            own = isinstance(step, int) and step == 0
+            more, dk, dv = gradients(q, k, v, o, lse, do, where.rows, columns, own)
+            return dq + more, jnp.stack([dk, dv])
 
-        def none() -> Any:
-            return dq, (jnp.zeros_like(block[0], dq.dtype), jnp.zeros_like(block[1], dq.dtype))
-
-        return where.visible(step, some, none)
+        if not options.causal or (isinstance(step, int) and step == 0):
+            return whole()
+        behind = step <= where.rank
+        if options.layout == "contiguous":
+            return lax.cond(behind, whole, lambda: (dq, jnp.zeros_like(block[0], dq.dtype)))
+        halves = _Halves(behind)
+        arrays = halves.rows(q), *halves.keys((k, v)), halves.rows(o), halves.rows(lse, 2), halves.rows(do)
+        more, dk, dv = gradients(*arrays, halves.rows(where.rows), halves.keys(columns), False)
+        for half, dq_half in zip(halves.of_rows, jnp.split(more, 2), strict=True):
+            dq = _replaced(dq, _part(dq, half, 2, 1) + dq_half, half, 1)
+        return dq, jnp.stack([halves.sum_of_keys(dk), halves.sum_of_keys(dv)])
 
     dq = vary(jnp.zeros(q.shape, accumulator(q.dtype)), varying_axes(q, k, v))
-    dq, (dk, dv) = ring.collect(body, (k, v, segments), dq, axis_name=options.axis_name, dtype=q.dtype)
-    return dq.astype(q.dtype), dk[0], dv[0]
-
-
-_ALL = slice(None)
-
-
-class _Cut:
-    """`Tokens`, cut by slices."""
-
-    def __init__(self, tokens: Tokens):
-        self.tokens = tokens
-
-    def __getitem__(self, part: slice) -> Tokens:
-        where, segments = self.tokens
-        return Tokens(where[part], None if segments is None else segments[:, part])
+    dq, sums = ring.collect(
+        body,
+        (k, v, segments),
+        dq,
+        axis_name=options.axis_name,
+        dtype=q.dtype,
+        piece=lambda moving, index: (jnp.stack(moving[:2]), moving[2]),
+        together=True,
+    )
+    dk, dv = sums[0]
+    return dq.astype(q.dtype), dk, dv
 
 
 class _Where:
-    """Where this device's tokens are, and what they can see."""
+    """Where this device's tokens are, and those of the blocks that come."""
 
-    def __init__(self, options: Options, length: int, segments: Array | None):
-        self._options, self._length = options, length
+    def __init__(self, options: Options, q: Array, segments: Array | None):
+        self._options, self._shape = options, q.shape[:2]
         name = options.axis_name
         self._size: int = 1 if name is None else lax.axis_size(name)
-        self._rank: Any = 0 if name is None else lax.axis_index(name)
+        self.rank: Any = 0 if name is None else lax.axis_index(name)
         self.rows = self.source(0, segments)
 
-    def source(self, step: Any, segments: Array | None) -> _Cut:
+    def source(self, step: Any, segments: Array | None) -> Tokens:
         """The tokens of the device whose block is here at `step`."""
-        rank = (self._rank - step) % self._size
-        return _Cut(Tokens(positions(self._length, rank, self._size, self._options.layout), segments))
-
-    def visible(self, step: Any, some: Callable[[slice, slice], Any], none: Callable[[], Any]) -> Any:
-        """`some` of the rows and keys that a causal mask lets see one another wholly, the rest being masked wholly."""
-        if not self._options.causal:
-            return some(_ALL, _ALL)
-        # Of a device behind on the ring all tokens are earlier, or with zigzag the first half is and the rest is later.
-        behind = step <= self._rank
-        if self._options.layout == "contiguous":
-            return lax.cond(behind, lambda: some(_ALL, _ALL), none)
-        half = self._length // 2
-        return lax.cond(behind, lambda: some(_ALL, slice(half)), lambda: some(slice(half, None), _ALL))
+        rank = (self.rank - step) % self._size
+        where = positions(self._shape[1], rank, self._size, self._options.layout)
+        return Tokens(jnp.broadcast_to(where, self._shape), segments)
 
 
-def _replaced(a: Array, new: Array, part: slice, axis: int) -> Array:
-    """`a` with `new` in place of a part. Not `a.at[part].set(new)`, which is a scatter."""
-    return new if part == _ALL else lax.dynamic_update_slice_in_dim(a, new, part.start or 0, axis)
+class _Halves:
+    """What a causal mask lets see one another of this device's rows and the keys of another one, in zigzag order.
+
+    The later half of the rows sees the earlier half of the keys. If the other device is behind on the ring the earlier rows
+    see it too; if not, the later rows see the later keys as well. Both times these are two pairs of halves, wholly visible.
+    They lie side by side in the batch: every device does the same at every step, without a branch, for which GPUs
+    wait for the host, and in a product twice as large as one of half the rows, which would keep few multiprocessors busy.
+    """
+
+    def __init__(self, behind: Array):
+        self._behind = behind
+        self._varying = jnp.where(behind, 0, 1).astype(jnp.int32)
+        self.of_rows: tuple[Any, Any] = self._varying, 1
+
+    def rows(self, tree: Any, axis: int = 1) -> Any:
+        """(B, T, ...) -> (2 B, T / 2, ...)"""
+        return jax.tree.map(lambda a: self._pair(a, 1, axis), tree)
+
+    def keys(self, tree: Any) -> Any:
+        return jax.tree.map(lambda a: self._pair(a, 0, 1), tree)
+
+    def sum_of_keys(self, d: Array) -> Array:
+        """(2 B, T / 2, ...) -> (B, T, ...)"""
+        varying, fixed = jnp.split(d, 2)
+        none = jnp.zeros_like(varying)
+        earlier, later = jnp.where(self._behind, varying, none), jnp.where(self._behind, none, varying)
+        return jnp.concatenate([earlier + fixed, later], 1)
+
+    def _pair(self, a: Array, fixed: int, axis: int) -> Array:
+        return jnp.concatenate([_part(a, self._varying, 2, axis), _part(a, fixed, 2, axis)])
 
 
-def _filled(d: Array, like: Array) -> Array:
-    """`d` of the first keys, with zeros for the others."""
-    missing = like.shape[1] - d.shape[1]
-    return d if not missing else jnp.pad(d, ((0, 0), (0, missing), (0, 0), (0, 0)))
+def _replaced(a: Array, new: Array, index: Any, axis: int) -> Array:
+    """`a` with `new` in place of the part. Not `a.at[part].set(new)`, which is a scatter."""
+    return lax.dynamic_update_slice_in_dim(a, new, index * new.shape[axis], axis)
 
 
 def _implementation(options: Options) -> Any:

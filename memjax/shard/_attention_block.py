@@ -36,12 +36,12 @@ class Options:
 class Tokens(NamedTuple):
     """What a mask needs to know of the queries or keys of a block."""
 
-    positions: Array  # (T,) int32, in the whole sequence
+    positions: Array  # (B, T) int32, in the whole sequence
     segments: Array | None  # (B, T) int32, or float: only compared; negative for tokens that see nothing
 
     def part(self, start: Any, size: int) -> Tokens:
-        cut = lambda a, axis: lax.dynamic_slice_in_dim(a, start, size, axis)
-        return Tokens(cut(self.positions, 0), None if self.segments is None else cut(self.segments, 1))
+        cut = lambda a: lax.dynamic_slice_in_dim(a, start, size, 1)
+        return Tokens(cut(self.positions), None if self.segments is None else cut(self.segments))
 
 
 def forward(
@@ -142,7 +142,7 @@ def _logits(options: Options, q: Array, k: Array) -> tuple[Array, Array | None]:
 
 def _masked(options: Options, logits: Array, rows: Tokens, columns: Tokens, diagonal: bool) -> Array:
     visible = None
-    ahead = columns.positions - rows.positions[:, None]
+    ahead = columns.positions[:, None] - rows.positions[:, :, None]
     if options.causal and diagonal:
         visible = ahead <= 0
     if options.window is not None:
@@ -150,9 +150,9 @@ def _masked(options: Options, logits: Array, rows: Tokens, columns: Tokens, diag
         visible = near if visible is None else visible & near
     if rows.segments is not None and columns.segments is not None:
         same = rows.segments[:, :, None] == columns.segments[:, None, :]
-        same = (same & (rows.segments >= 0)[:, :, None])[:, None, None]
+        same = same & (rows.segments >= 0)[:, :, None]
         visible = same if visible is None else visible & same
-    return logits if visible is None else jnp.where(visible, logits, -jnp.inf)
+    return logits if visible is None else jnp.where(visible[:, None, None], logits, -jnp.inf)
 
 
 def _row_chunk(options: Options, length: int) -> int:

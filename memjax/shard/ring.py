@@ -64,6 +64,7 @@ def scan(body: Callable[[Carry | Any, Any, Any], Carry], moving: Any, init: Any,
     if size > 2:
         indices = jnp.arange(1, size - 1, dtype=jnp.int32)
         (carry, block), _ = lax.scan(lambda s, i: (step(s[0], s[1], i), None), (carry, block), indices)
+        carry, block = lax.optimization_barrier((carry, block))  # XLA inlines a loop of one step
     # So that the last sum is made in its matmul, as the others are, and not beside it in what casts it.
     return lax.optimization_barrier(body(carry, block, size - 1))
 
@@ -77,6 +78,7 @@ def collect(
     dtype: Any,
     count: int = 1,
     piece: Callable[[Any, Any], Any] = lambda moving, index: moving,
+    together: bool = False,
 ) -> tuple[Carry, Any]:
     """Runs `body` with the block of every device of the ring in turn, the own one last, and adds up what it returns for each.
 
@@ -89,6 +91,8 @@ def collect(
       count: blocks go round in so many pieces, one after another. The first hop of a piece is hidden behind the end of the one
         before.
       piece: `(moving, index) -> piece`, of which `body` is given one at a time.
+      together: a block and the sums for the one before travel as one array, at the price of a copy. XLA has one hop under way
+        at a time: if `body` is one kernel it hides one hop, and others are waited for.
 
     Returns:
       The last carry, and the sums of all devices for this device's own block, stacked by pieces: (count, ...).
@@ -99,7 +103,7 @@ def collect(
     size = _size(axis_name)
 
     def step(carry: Any, block: Any, sums: Any, index: Any, onward: Any) -> Any:
-        block_next, arrived = _hop((onward, sums), axis_name, size)
+        block_next, arrived = (_hop_together if together else _hop)((onward, sums), axis_name, size)
         carry, more = body(carry, block, index)
         return carry, block_next, more if arrived is None else _add(arrived, more)
 
@@ -113,6 +117,7 @@ def collect(
             indices = jnp.arange(2, size - 1, dtype=jnp.int32)
             state = carry, block, sums
             (carry, block, sums), _ = lax.scan(lambda s, i: (step(s[0], s[1], s[2], i, s[1]), None), state, indices)
+            carry, block, sums = lax.optimization_barrier((carry, block, sums))  # as above
         if size > 2:
             carry, _, sums = step(carry, block, sums, size - 1, None)
         # Of the own block nothing is computed before, and held.
@@ -152,6 +157,36 @@ def axis_size(axis_name: Any) -> int:
 def _hop(tree: Any, axis_name: Any, size: int) -> Any:
     """`tree` of the previous device."""
     return lax.ppermute(tree, axis_name, [(i, (i + 1) % size) for i in range(size)])
+
+
+def _hop_together(tree: Any, axis_name: Any, size: int) -> Any:
+    leaves, structure = jax.tree.flatten(tree)
+    if len(leaves) < 2:
+        return _hop(tree, axis_name, size)
+    word = 8 * min(a.dtype.itemsize for a in leaves)
+    split = [_words(a, word) for a in leaves]
+    words = _hop(jnp.concatenate([w for parts in split for w in parts]), axis_name, size)
+    arrived, start = [], 0
+    for a, parts in zip(leaves, split, strict=True):
+        ends = [start + (i + 1) * a.size for i in range(len(parts))]
+        arrived.append(_from_words([words[end - a.size : end] for end in ends], a, word))
+        start = ends[-1]
+    return jax.tree.unflatten(structure, arrived)
+
+
+def _words(a: Any, word: int) -> list[jax.Array]:
+    """The bits of `a`, so many of every entry at a time, from the lowest on. Not a bitcast to a smaller dtype: its inverse is
+    a sum, which XLA puts into a kernel of its own."""
+    bits = lax.bitcast_convert_type(a, f"uint{8 * a.dtype.itemsize}").reshape(-1)
+    return [(bits >> bits.dtype.type(low)).astype(f"uint{word}") for low in range(0, 8 * a.dtype.itemsize, word)]
+
+
+def _from_words(words: list[jax.Array], like: Any, word: int) -> jax.Array:
+    wide = jnp.dtype(f"uint{8 * like.dtype.itemsize}")
+    bits = words[0].astype(wide)
+    for i, more in enumerate(words[1:], 1):
+        bits |= more.astype(wide) << wide.type(i * word)
+    return lax.bitcast_convert_type(bits.reshape(like.shape), like.dtype)
 
 
 def _add(a: Any, b: Any) -> Any:

@@ -115,6 +115,21 @@ def test_products_held_are_one_part_in_p_cubed(size):
     assert largest == heads * tokens**2 // size**3
 
 
+def test_a_step_is_one_hop_and_one_product_without_branches():
+    """Each way from device to device is one message, and under a causal mask all devices do the same."""
+    q = jax.ShapeDtypeStruct((1, 64, 2, 8), jnp.bfloat16)
+    f = sharded(lambda *a: metp_attention(*a, axis_name="ring", causal=True), 8, (ROWS,) * 3, ROWS)
+    forward = jax.jit(f).lower(q, q, q).as_text()
+    # In the first step and in the loop's body.
+    assert forward.count("collective_permute") == 2
+    backward = jax.jit(lambda do, *a: jax.vjp(f, *a)[1](do)).lower(q, q, q, q).as_text()
+    # Before and in the first step, in the loop, in the last step, and on the way home.
+    assert backward.count("collective_permute") == 2 + 5
+    for text in (forward, backward):
+        assert "stablehlo.case" not in text
+        assert "stablehlo.if" not in text
+
+
 def test_merge_survives_rows_that_saw_nothing():
     o, lse = jnp.ones((1, 2, 1, 3)), jnp.asarray([[[-jnp.inf, 0.0]]])
     merged, total = merge(jnp.zeros_like(o), jnp.full_like(lse, -jnp.inf), o * 0, lse)

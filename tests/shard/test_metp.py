@@ -120,6 +120,37 @@ def test_ring_visits_every_block_and_brings_sums_home(size, count):
     np.testing.assert_array_equal(counted, np.broadcast_to(size * ranks, (count, size)))
 
 
+def test_arrays_travel_together_bit_for_bit():
+    """Of several dtypes, as one message."""
+    bits = np.random.default_rng(0).integers(0, 2**32, (4, 6), np.uint32)
+    arrays = (
+        jnp.asarray(bits.view(np.float32)),
+        jnp.asarray(bits[:, :3].view(jnp.bfloat16)),
+        jnp.asarray(bits.view(np.int32)),
+    )
+    hop = jax.jit(sharded(lambda *tree: ring._hop_together(tree, "ring", 4), 4, (FIRST,) * 3, (FIRST,) * 3))
+    for a, arrived in zip(arrays, hop(*arrays), strict=True):
+        assert arrived.dtype == a.dtype
+        np.testing.assert_array_equal(np.asarray(arrived).view(np.uint8), np.roll(np.asarray(a), 1, 0).view(np.uint8))
+    assert hop.lower(*arrays).as_text().count("collective_permute") == 1
+
+
+def test_last_step_waits_for_the_loop_before_it():
+    """Else XLA, which inlines a loop of one step, computes with two blocks at once and waits for hops before it does."""
+
+    def local(a):
+        seen = ring.scan(lambda seen, block, step: (0.0 if seen is None else seen) + block, a, None, axis_name="ring")
+        return ring.collect(lambda seen, block, step: (seen + block, block), a, seen, axis_name="ring", dtype=a.dtype)
+
+    (mapped,) = jax.make_jaxpr(sharded(local, 4, FIRST, (FIRST, ROWS)))(jnp.ones((4, 4))).eqns
+    equations = mapped.params["jaxpr"].eqns
+    loops = [e for e in equations if e.primitive.name == "scan"]
+    assert len(loops) == 2
+    for loop in loops:
+        users = {e.primitive.name for e in equations if any(v is out for v in e.invars for out in loop.outvars)}
+        assert users == {"optimization_barrier"}
+
+
 def test_wrong_input_is_refused():
     x, w_in, w_out = normal((1, 16, 4), (4, 16), (16, 4), dtype=np.float32)
     with pytest.raises(ValueError, match=r"axis_name: no mesh axis 'ring' here; call this inside jax.shard_map"):
