@@ -1,7 +1,7 @@
 """By how many eighths of a step each value is moved before it is rounded, and moved back afterwards.
 
 Without it errors are a function of values: where neighbours are nearly equal, as in large images and behind max-pooling,
-so are their errors, and in the gradient of a convolution, a sum over all positions, these add up: to as much as fifty
+so are their errors, and in the gradient of a convolution, a sum over all positions, these add up: to more than fifty
 times what independent ones do, on ResNet-50 at 224x224. Moved by a random part of a step (subtractive dither: Schuchman
 1964, "Dither signals and their effect on quantization noise") they are independent of values, and what is predicted of
 sums of them holds. It costs codes that are larger by one now and then, about 5% of their size.

@@ -81,7 +81,7 @@ class ErrorBounded:
     Args:
       bound: positive; a number, or an array with one bound for each channel of the last axis. It is a leaf of the codec
         as a pytree, so that a new bound does not recompile what takes the codec as an argument. Arrays are not checked:
-        one that is not positive, like bounds below 2^-122, stores everything as it is.
+        one that is not positive, like bounds below 2^-120, stores everything as it is.
       bits_per_value: of capacity, without headers; None: never overflows.
       implementation: `"pallas"`, kernels for NVIDIA GPUs; `"jnp"`, which runs everywhere and whose temporary memory is
         several times that of the array; None: the first of the two that runs here. Values and sizes are the same, bit for

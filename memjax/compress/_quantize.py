@@ -20,9 +20,9 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 from memjax.compress import _dither, _tiles
 from memjax.compress._bits import Words, shift_left, shift_right, u32
 
-# Steps 2^k for k from here on; a smaller one has no eighth whose half all backends represent. The largest:
+# Steps 2^k for k from here on; of smaller ones not all that kernels multiply with is a normal number. The largest:
 # half of it is a float, and hardly any float is beyond it.
-MIN_EXPONENT = -121
+MIN_EXPONENT = -119
 _MAX_EXPONENT = {jnp.dtype(jnp.bfloat16): 127, jnp.dtype(jnp.float16): 16, jnp.dtype(jnp.float32): 127}
 # Stands for "store everything raw".
 RAW_EXPONENT = -(2**30)
