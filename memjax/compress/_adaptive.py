@@ -104,8 +104,7 @@ def adaptive(
       interval: updates between changes.
       sigma: as a share of the momentum.
       coefficient: use the simplified equation 6 with this a, such as 0.32.
-      coarsest: the widest step, in mean magnitudes. Wider ones save space, but what is predicted holds no longer: with four
-        of them errors are up to twice as large where images are large.
+      coarsest: the widest step, in mean magnitudes. Wider ones save space, but what is predicted holds no longer.
 
     Raises:
       ValueError: `interval`, `sigma`, `coefficient` or `coarsest` is not positive; at `init`, there are no `Layers` among the

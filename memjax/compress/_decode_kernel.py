@@ -106,7 +106,7 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref):
                 )
                 eighths = (moved >> place) & u32(7)
                 if layout.exponents == "value":
-                    eighths = jnp.where(_dither.dithers(exponent, layout.dtype), eighths, u32(0))
+                    eighths = _dither.allowed(eighths, exponent, layout.dtype)
                 x = _value(q, exponent, eighths, layout.dtype, 7 if is_simple else count)
                 if not is_simple:
                     x |= (sign << (u32(WORD - 1 - word) - place - u32(2 * step))) & u32(1 << 31)

@@ -4,7 +4,7 @@ Without it errors are a function of values: where neighbours are nearly equal, a
 so are their errors, and in the gradient of a convolution, a sum over all positions, these add up: to more than fifty
 times what independent ones do, on ResNet-50 at 224x224. Moved by a random part of a step (subtractive dither: Schuchman
 1964, "Dither signals and their effect on quantization noise") they are independent of values, and what is predicted of
-sums of them holds. It costs codes that are larger by one now and then, about 5% of their size.
+sums of them holds. It costs codes that are larger by one now and then.
 
 Eighths follow from a value's place: three bits of a hash of tile, lane and group, of which neighbours share one.
 """
@@ -26,6 +26,11 @@ def dithers(exponent: Int32[Array, "..."], dtype) -> Bool[Array, "..."]:
     """Whether values with steps 2^exponent are moved at all."""
     least, most = _FROM_TO[jnp.dtype(dtype)]
     return (exponent >= least) & (exponent <= most)
+
+
+def allowed(eighths: Words, exponent: Int32[Array, "..."], dtype) -> Words:
+    """`eighths`, or zero for values that are not moved."""
+    return jnp.where(dithers(exponent, dtype), eighths, u32(0))
 
 
 def of_lanes(tile: Int32[Array, "..."], lane: Int32[Array, "..."]) -> Words:

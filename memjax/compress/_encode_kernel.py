@@ -63,7 +63,7 @@ def encode_tile(where: Where, x_ref, exponent_ref, words_ref, headers_ref, offse
                 eighths = (moved >> byte) & u32(7)
                 count = warp.steps(value, own - 3, inverse_step(own - 3)) - u32(INTEGER)
                 if where.layout.exponents == "value":
-                    eighths = jnp.where(_dither.dithers(own, dtype), eighths, u32(0))
+                    eighths = _dither.allowed(eighths, own, dtype)
                     count = jnp.where(own == RAW_EXPONENT, u32(0x3FFFFFFF), count)
                 yield steps_of_eighths(count, eighths), byte
 

@@ -53,7 +53,7 @@ def quantize(
     """q (0 for zeros), whether x is negative, and whether x must be stored as it is; `exponent` broadcasts."""
     wide = float32_bits(x)
     count, too_large = quantize_magnitude(wide & u32(0x7FFFFFFF), exponent - 3)
-    q = steps_of_eighths(count, jnp.where(_dither.dithers(exponent, x.dtype), eighths, u32(0)))
+    q = steps_of_eighths(count, _dither.allowed(eighths, exponent, x.dtype))
     too_large |= (q > u32(_tiles.max_code(x.dtype))) | (exponent == RAW_EXPONENT)
     return q, (wide >> 31 != 0) & (q != 0), too_large
 
@@ -101,7 +101,7 @@ def dequantize(
     dtype,
 ) -> Float[Array, "..."]:
     """The inverse, for `q` <= `max_code(dtype)`."""
-    value = middle(q, exponent, jnp.where(_dither.dithers(exponent, dtype), eighths, u32(0)), dtype) * step(exponent)
+    value = middle(q, exponent, _dither.allowed(eighths, exponent, dtype), dtype) * step(exponent)
     bits = lax.bitcast_convert_type(value, jnp.uint32) | (u32(negative) << 31)
     if jnp.dtype(dtype) == jnp.bfloat16:
         return _tiles.from_bits(bits >> 16, dtype)
