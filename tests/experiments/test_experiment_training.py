@@ -138,6 +138,19 @@ class Plain(nnx.Module):
         return self.linear(images.reshape(images.shape[0], -1))
 
 
+def test_images_of_another_size_are_resized():
+    """Linearly: a ramp stays one, but for its ends."""
+    seen = []
+    ramp = np.broadcast_to(np.arange(0, 160, 10, dtype=np.uint8)[None, None, :, None], (2, 16, 16, 1))
+    batch = {"image": jnp.asarray(ramp), "label": jnp.zeros(2, jnp.int32)}
+    model = lambda images: seen.append(images) or jnp.zeros((2, 3))
+    for size in (16, 32):
+        classification_loss(mean=(0.0,), std=(1.0,), label_smoothing=0.0, size=size)(model, batch)
+    assert [images.shape for images in seen] == [(2, 16, 16, 1), (2, 32, 32, 1)]
+    inner = np.asarray(seen[1])[:, :, 1:-1, 0] * 255
+    np.testing.assert_allclose(inner, np.broadcast_to(np.arange(2.5, 150, 5), inner.shape), rtol=1e-5)
+
+
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 def test_accumulated_gradients_are_those_of_the_whole_batch(label_smoothing):
     rng = np.random.default_rng(0)
