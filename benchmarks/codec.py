@@ -102,7 +102,7 @@ def measure(config: Speed, make: Callable[..., Any], shape: tuple[int, ...], dty
         encode = jax.jit(lambda arrays: [codec.encode(x) for x in arrays])
         decode = jax.jit(lambda codes: [codec.decode(code) for code in codes])
         codes = encode(arrays)
-        bits = float(codes[0].needed_bits_per_value) + 32 * 9 / 4096  # with headers
+        bits = 8 * arrays[0].dtype.itemsize / float(jax.jit(codec.ratio)(arrays[0]))  # with headers
         size = sum(x.nbytes for x in arrays)
         floor = (1 + bits / 8 / arrays[0].dtype.itemsize) * size / 4.1e12
         seconds = {
