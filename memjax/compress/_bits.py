@@ -23,11 +23,6 @@ def shift_right(x: Words, by: Words) -> Words:
     return jnp.where(by < WORD, x >> (by & u32(WORD - 1)), u32(0))
 
 
-def rotate_right(x: Words, by: Words | int) -> Words:
-    """The low `by` bits, fewer than 32, go to the top."""
-    return (x >> u32(by)) | (x << (u32(WORD) - u32(by) & u32(WORD - 1)))
-
-
 def bit_length(x: Words) -> Words:
     """Bits needed to write x: 0 for 0, 1 for 1, 2 for 2 and 3."""
     return u32(WORD) - lax.clz(x)

@@ -72,70 +72,90 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref):
             following = following + count
         return jnp.where(live, expand(stack(pieces), moves, mask), u32(0)), (rest, left, following)
 
-    exponents = where.exponents(exponent_ref)
-    dither, allowed = where.dither(), where.allowed_eighths(exponent_ref)
+    exponents, dither = where.exponents(exponent_ref), where.dither(exponent_ref)
     in_pairs = warp.native and layout.dtype == jnp.bfloat16 and layout.exponents != "value"
+    none = jnp.zeros((GROUPS, LANES), jnp.uint32)
+    second = jnp.arange(2, dtype=jnp.uint32)[:, None, None]
 
-    def finish(count):
+    def get_planes(count):
+        """Signs, that many planes of q, and where the tile's other words are."""
+
         def add_slot(slot, carry):
             state, slots = carry
             pieces, state = get_slot(slot, state)
             return state, tuple(jnp.where(slot == p, pieces, old) for p, old in enumerate(slots))
 
-        none = jnp.zeros((GROUPS, LANES), jnp.uint32)
         first = 1 - has_signs.astype(jnp.int32)
         state, (sign, *planes) = lax.fori_loop(first, most + 1, add_slot, (start, (none,) * (count + 1)))
+        return sign, _lane_bits.increment(planes, mask), state[2]
 
-        def bytes_of(planes):
-            planes = _lane_bits.increment(planes, mask) + [none] * (8 - len(planes))
-            return _lane_bits.transpose(planes)
+    def quarters(write, words):
+        """Of two words: what is computed at a time has to fit into registers, those of many warps. `write` gets rows, the
+        number of a word, and that word of each of `words`.
+        """
 
-        if count == 8:
-            codes = [lax.cond(most <= 4, lambda: bytes_of(planes[:4]), lambda: bytes_of(planes))]
-        else:
-            planes = _lane_bits.increment(planes, mask)
-            codes = [_lane_bits.transpose(planes[:8]), _lane_bits.transpose(planes[8:])]
+        def quarter(step, carry):
+            for word in range(2):
+                write((rows_of_bytes(1) + word, 2 * step), 2 * step + word, [of_all[word] for of_all in carry])
+            return tuple((*of_all[2:], *of_all[:2]) for of_all in carry)
 
-        second = jnp.arange(2, dtype=jnp.uint32)[:, None, None]
+        lax.fori_loop(0, 4, quarter, tuple(map(tuple, words)))
+
+    def finish_pairs():
+        """Of bfloat16s without signs, q below 16: what most ReLUs give, two at a time."""
+        _, planes, following = get_planes(4)
+        # Bytes of 128 + 8 q + 7 - d.
+        words = _lane_bits.transpose([*(~plane for plane in dither), *planes, ~none])
+        size = [step(exponent) for exponent in exponents()]
+        # Of 16 + q + (7 - d) / 8: q - 1/2 - d / 8 steps, or, if these are not positive, a little of q - d / 8.
+        factors = (1.0, -17.375, _dither.LEAST, -16.875 * _dither.LEAST)
+        scales = [two_bfloat16s(*(x * jnp.float32(factor) for x in size)) for factor in factors]
+        for word in range(8):
+            pair = warp.bfloat16_values(words[word], second, *scales)
+            where.store(x_ref, rows_of_bytes(1) + word % 2, jnp.int32(word - word % 2), [pair])
+        return following
+
+    def finish(count):
+        sign, planes, following = get_planes(count)
+        codes = [_lane_bits.transpose(planes[i : i + 8]) for i in range(0, count, 8)]
 
         def write(is_simple):
-            def value(carry, word, step, moved, column, exponent):
-                place = u32(8) * (u32(2 * column) + second)
-                q = functools.reduce(
-                    jnp.add, (((c[word] >> place) & u32(0xFF)) << (8 * i) for i, c in enumerate(carry))
-                )
-                eighths = (moved >> place) & u32(7)
-                if layout.exponents == "value":
-                    eighths = _dither.allowed(eighths, exponent, layout.dtype)
-                x = _value(q, exponent, eighths, layout.dtype, 7 if is_simple else count)
-                if not is_simple:
-                    x |= (sign << (u32(WORD - 1 - word) - place - u32(2 * step))) & u32(1 << 31)
-                return _narrow(x, layout.dtype)
+            def write_word(rows, number, words):
+                moved, *carry = words
+                exponent = exponents(*rows)
 
-            def quarter(step, carry):
-                """Of two words: what is computed at a time has to fit into registers, those of many warps."""
-                eighths = dither(step >> 1)
-                for word in range(2):
-                    moved = _dither.of_word(eighths, 2 * (step & 1) + word) & allowed
-                    rows = rows_of_bytes(1) + word, 2 * step
-                    exponent = exponents(*rows)
-                    if is_simple and in_pairs:
-                        pair = [_bfloat16_pair(carry[0][word], second, exponent, moved, warp)]
-                    else:
-                        pair = _pair(*(value(carry, word, step, moved, column, exponent[column]) for column in (0, 1)))
-                    where.store(x_ref, *rows, pair)
-                return tuple((*code[2:], *code[:2]) for code in carry)
+                def value(column, exponent):
+                    place = u32(8) * (u32(2 * column) + second)
+                    q = functools.reduce(
+                        jnp.add, (((c >> place) & u32(0xFF)) << (8 * i) for i, c in enumerate(carry))
+                    )
+                    eighths = (moved >> place) & u32(7)
+                    if layout.exponents == "value":
+                        eighths = _dither.allowed(eighths, exponent, layout.dtype)
+                    x = _value(q, exponent, eighths, layout.dtype, 7 if is_simple else count)
+                    if not is_simple:
+                        x |= (sign << (u32(WORD - 1) - place - u32(number))) & u32(1 << 31)
+                    return _narrow(x, layout.dtype)
 
-            lax.fori_loop(0, 4, quarter, tuple(map(tuple, codes)))
+                where.store(x_ref, *rows, _pair(*(value(column, exponent[column]) for column in (0, 1))))
 
-        # Two versions, for what a ReLU gives and for everything.
-        is_simple = ~has_signs & (most <= (4 if in_pairs else 7))
-        when(is_simple, lambda: write(True))
-        when(~is_simple, lambda: write(False))
-        return state[2]
+            quarters(write_word, [_lane_bits.transpose(dither), *codes])
 
-    is_long = _tiles.max_code(layout.dtype) > 255
-    following = lax.cond(most <= 8, lambda: finish(8), lambda: finish(16)) if is_long else finish(8)
+        if in_pairs:
+            write(False)
+        else:
+            # Two versions, for what a ReLU gives and for everything.
+            is_simple = ~has_signs & (most <= 7)
+            when(is_simple, lambda: write(True))
+            when(~is_simple, lambda: write(False))
+        return following
+
+    if _tiles.max_code(layout.dtype) > 255:
+        following = lax.cond(most <= 8, lambda: finish(8), lambda: finish(16))
+    elif in_pairs:
+        following = lax.cond(~has_signs & (most <= 4), finish_pairs, lambda: finish(8))
+    else:
+        following = finish(8)
 
     raw_before, raw_lanes = warp.before(is_raw)
 
@@ -167,15 +187,6 @@ def _value(q, exponent, eighths, dtype, planes):
     """The bits of what q, of so many planes, stands for as a float32: `_quantize.dequantize`."""
     value = middle(q, exponent, eighths, dtype, most=2**planes) * step(exponent)
     return lax.bitcast_convert_type(value, jnp.uint32)
-
-
-def _bfloat16_pair(word, second, exponents, moved, warp):
-    """What `_value` gives for two bytes of a word, for bfloat16; q is at most 15."""
-    size = [step(exponent) for exponent in exponents]
-    # Of x = q + (7 - d) / 8, which is less than one for zeros: (x - 11/8) s, or, if that is not positive, (x - 7/8) s / 64.
-    factors = (1.0, -1.375, _dither.LEAST, -0.875 * _dither.LEAST)
-    scales = (two_bfloat16s(*(x * jnp.float32(factor) for x in size)) for factor in factors)
-    return warp.bfloat16_values((word << 3) + (u32(0x80808080 + _dither.EIGHTHS) - moved), second, *scales)
 
 
 def _narrow(bits, dtype):

@@ -6,16 +6,16 @@ times what independent ones do, on ResNet-50 at 224x224. Moved by a random part 
 1964, "Dither signals and their effect on quantization noise") they are independent of values, and what is predicted of
 sums of them holds. It costs codes that are larger by one now and then.
 
-Eighths follow from a value's place: three bits of a hash of tile, lane and group, of which neighbours share one.
+Eighths follow from a value's place: as its code they are planes of bits (`_tiles`), three hashes of tile, lane and group.
 """
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32, UInt32
 
-from memjax.compress._bits import Words, rotate_right, u32
+from memjax.compress._bits import Words, u32, unpack
 from memjax.compress._tiles import GROUPS, LANE_VALUES, LANES
 
-EIGHTHS = 0x07070707  # the bits in a word of four values
+PLANES = 3  # of bits
 
 # Exponents of steps for which a value and half a step are a float, as is `LEAST` of an eighth of a step.
 _FROM_TO = {jnp.dtype(jnp.bfloat16): (-117, 119), jnp.dtype(jnp.float16): (-15, 7), jnp.dtype(jnp.float32): (-117, 111)}
@@ -33,27 +33,18 @@ def allowed(eighths: Words, exponent: Int32[Array, "..."], dtype) -> Words:
     return jnp.where(dithers(exponent, dtype), eighths, u32(0))
 
 
-def of_lanes(tile: Int32[Array, "..."], lane: Int32[Array, "..."]) -> Words:
-    """What `of_words` needs of a lane."""
-    x = (u32(tile) * u32(LANES) + u32(lane) + u32(1)) * u32(0x85EBCA6B)
-    return (x ^ (x >> 13)) * u32(0xC2B2AE35)
-
-
-def of_words(lanes: Words, group: Words, half: Words) -> Words:
-    """What `of_word` needs for words 0 to 3 of a group, or, of the second half, 4 to 7."""
-    x = lanes * ((u32(4) * group + u32(2) * half + u32(1)) * u32(0x9E3779B1))
-    return x ^ (x >> 16)
-
-
-def of_word(words: Words, k: Words | int) -> Words:
-    """Eighths of the k-th word's four values, a byte each."""
-    return rotate_right(words, 2 * k) & u32(EIGHTHS)
+def planes(tile: Int32[Array, "..."], lane: Int32[Array, "..."], group: Int32[Array, "..."]) -> list[Words]:
+    """Bits 0, 1 and 2 of the eighths of a group's 32 values, a bit of a word each."""
+    x = ((u32(tile) * u32(LANES) + u32(lane)) * u32(GROUPS) + u32(group)) * u32(0x85EBCA6B)
+    x = (x ^ (x >> 15)) * u32(0xC2B2AE35)
+    first = x ^ (x >> 16)
+    second, third = first * u32(0x9E3779B1), first * u32(0x7FEB352D)
+    return [first, second ^ (second >> 15), third ^ (third >> 15)]
 
 
 def of_values(tiles: int) -> UInt32[Array, "tiles 128 32"]:
     """0 to 7 for every value."""
-    lanes = of_lanes(jnp.arange(tiles)[:, None], jnp.arange(LANES))[:, None, None]
-    group, half = jnp.arange(GROUPS)[:, None, None], jnp.arange(2)[:, None]
-    words = of_words(lanes, u32(group), u32(half))[:, :, None, :, None]
-    byte, word = jnp.arange(4)[:, None, None, None], jnp.arange(4)[:, None]
-    return ((of_word(words, word) >> u32(8 * byte)) & u32(7)).reshape(tiles, LANE_VALUES, LANES)
+    tile, group = jnp.arange(tiles)[:, None, None], jnp.arange(GROUPS)[:, None]
+    words = planes(tile, jnp.arange(LANES), group)
+    eighths = sum(u32(unpack(word[..., None])) << p for p, word in enumerate(words))
+    return eighths.swapaxes(2, 3).reshape(tiles, LANE_VALUES, LANES)

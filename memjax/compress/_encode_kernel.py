@@ -1,7 +1,7 @@
 """The kernel that encodes a tile: one warp, a lane of 128 values to a thread, one pass over the input.
 
-Values become numbers of steps, four to a word; from these planes (`_lane_bits`), how many words the tile needs, and,
-once it has got a place for them, its words. What differs between lanes are distances of shifts.
+Values become codes, four to a word; from these planes (`_lane_bits`), how many words the tile needs, and, once it has got a
+place for them, its words. What differs between lanes are distances of shifts.
 
 Tiles take places in the order in which they get that far: a sum of counts that all of them add to. That order is the one
 thing that may differ from run to run. Waiting for all tiles before it, by decoupled look-back, cost half of the throughput
@@ -19,7 +19,7 @@ from jax import lax
 from memjax.compress import _dither, _lane_bits, _tiles
 from memjax.compress._bits import WORD, Words, compress, compress_moves, u32
 from memjax.compress._pallas_tile import Where, any_lane, rows_of_bytes, take, when
-from memjax.compress._quantize import RAW_EXPONENT, float32_bits, inverse_step, step, steps_of_eighths
+from memjax.compress._quantize import RAW_EXPONENT, float32_bits, inverse_step
 from memjax.compress._reference import Lanes, write_headers
 from memjax.compress._tiles import GROUPS, LANE_VALUES, LANES
 from memjax.compress._warp import INTEGER, two_bfloat16s
@@ -31,110 +31,110 @@ def encode_tile(where: Where, x_ref, exponent_ref, words_ref, headers_ref, offse
     warp, dtype = where.warp, where.layout.dtype
     exponents = where.exponents(exponent_ref)
     max_code = _tiles.max_code(dtype)
-    no_words = (jnp.zeros((GROUPS, LANES), jnp.uint32),) * 4
-    dither, allowed = where.dither(), where.allowed_eighths(exponent_ref)
+    none = jnp.zeros((GROUPS, LANES), jnp.uint32)
+    dither = where.dither(exponent_ref)
+    magnitude_bits = u32(0x7FFFFFFF if dtype.itemsize == 4 else 0x7FFF7FFF)
 
     def four_words(read, carry):
-        """Words 0 to 3, then 4 to 7: what is loaded at a time has to fit into registers, those of many warps."""
+        """Words 0 to 3, then 4 to 7, of the codes of values: what is loaded at a time has to fit into registers, those of
+        many warps. Also two planes: of values that are not zero, and of signs.
+        """
 
         def half(step, carry):
-            _, latest, sign, seen = carry
+            _, latest, some, sign, seen = carry
             rows = rows_of_bytes(4), 4 * step
             loaded, exponent = where.load(x_ref, *rows), exponents(*rows)
-            eighths = dither(step)
             codes: list[Words] = []
             for word in range(4):
                 pairs = [[take(x, 2 * word + second) for x in loaded] for second in range(2)]
-                moved = _dither.of_word(eighths, word) & allowed
-                code, seen = read(pairs, [_of_rows(exponent, 2 * word + second) for second in range(2)], moved, seen)
+                magnitudes = [[x & magnitude_bits for x in pair] for pair in pairs]
+                own = [_of_rows(exponent, 2 * word + second) for second in range(2)]
+                code, seen = read(magnitudes, own, (step, word), seen)
                 codes.append(code)
-                signs = _top_bytes(pairs, warp)
-                sign = (sign >> 1) | (signs & u32(0x80808080))
-            return latest, tuple(codes), sign, seen
+                # Of all but zeros the sum sets the bit that was the sign's.
+                is_some = _top_bytes([[x + magnitude_bits for x in pair] for pair in magnitudes], warp)
+                some = (some >> 1) | (is_some & u32(0x80808080))
+                sign = (sign >> 1) | (_top_bytes(pairs, warp) & u32(0x80808080))
+            return latest, tuple(codes), some, sign, seen
 
-        lower, upper, sign, seen = lax.fori_loop(0, 2, half, (no_words, no_words, no_words[0], carry))
-        return lower + upper, sign, seen
+        lower, upper, some, sign, seen = lax.fori_loop(0, 2, half, ((none,) * 4, (none,) * 4, none, none, carry))
+        return lower + upper, some, sign, seen
 
-    def values(pairs, exponent, moved):
-        """The q of each, and the distance of its byte."""
-        for second, pair in enumerate(pairs):
+    def values(magnitudes, exponent, moved):
+        """The q - 1 of each, and the distance of its byte."""
+        for second, pair in enumerate(magnitudes):
             for column, value in enumerate(_values(pair, dtype)):
                 own, byte = exponent[second][column], 8 * (2 * column + second)
                 eighths = (moved >> byte) & u32(7)
-                count = warp.steps(value, own - 3, inverse_step(own - 3)) - u32(INTEGER)
+                count = warp.eighths(value, own, inverse_step(own - 3)) - u32(INTEGER)
                 if where.layout.exponents == "value":
                     eighths = _dither.allowed(eighths, own, dtype)
                     count = jnp.where(own == RAW_EXPONENT, u32(0x3FFFFFFF), count)
-                yield steps_of_eighths(count, eighths), byte
+                yield (count + eighths) >> 3, byte
 
-    def read_any(pairs, exponent, moved, largest):
-        """Whatever is there. Seen: the largest q."""
-        code = u32(0)
-        for q, byte in values(pairs, exponent, moved):
-            largest = jnp.maximum(largest, q)
-            code += q << byte
-        return code, largest
+    def read_any(byte):
+        """One byte of codes, whatever they are. Seen: the largest code."""
+        all_moved = _lane_bits.transpose(dither)
 
-    def any_codes():
-        codes, sign, largest = four_words(read_any, no_words[0])
+        def read(magnitudes, exponent, place, largest):
+            step, word = place
+            code = u32(0)
+            for q, distance in values(magnitudes, exponent, jnp.where(step == 0, *all_moved[word::4])):
+                largest = jnp.maximum(largest, q)
+                code += ((q >> (8 * byte)) & u32(0xFF)) << distance
+            return code, largest
+
+        return read
+
+    def any_planes():
+        codes, some, sign, largest = four_words(read_any(0), none)
         largest = jnp.max(largest.astype(jnp.int32), 0)
-        raw = largest > max_code
+        raw = largest >= max_code
         if where.layout.exponents != "value":
             raw |= jnp.minimum(*exponents()) == RAW_EXPONENT
-        return *codes, sign, raw, jnp.where(raw, 0, largest)
+        return *_lane_bits.transpose(codes), some, sign, raw, jnp.where(raw, 0, largest)
 
-    def bfloat16_codes():
-        """At most 127 eighths of steps, two values at a time, or `any_codes`."""
+    def bfloat16_planes():
+        """Of codes below 17, two values at a time, or `any_planes`."""
         exponent = exponents()
-        eighth = exponent[0] - 3, exponent[1] - 3
-        size, inverse = (two_bfloat16s(*map(f, eighth)) for f in (step, inverse_step))
+        inverse = two_bfloat16s(*(inverse_step(k - 3) for k in exponent))
 
-        def read(pairs, _, moved, seen):
-            low, high = (warp.bfloat16_steps(pair[0], eighth, size, inverse) for pair in pairs)
-            counts = warp.bytes_of(low, high, (0, 4, 2, 6))
-            # As `steps_of_eighths`, four at a time.
-            is_some = (counts + u32(0x7F7F7F7F)) & u32(0x80808080)
-            bits = (is_some >> 2) - (is_some >> 7)
-            return ((counts + moved + u32(_dither.EIGHTHS)) >> 3) & bits, seen | low | high
+        def read(magnitudes, _, __, seen):
+            low, high = (warp.bfloat16_eighths(pair[0], exponent, inverse) for pair in magnitudes)
+            return warp.bytes_of(low, high, (0, 4, 2, 6)), seen | low | high
 
-        codes, sign, seen = four_words(read, no_words[0])
+        codes, some, sign, seen = four_words(read, none)
         is_long = jnp.max((seen & u32(0xBC80BC80)).astype(jnp.int32), 0) != 0
         is_long |= jnp.minimum(*exponent) == RAW_EXPONENT
         is_long = any_lane(u32(is_long))
-        none = jnp.zeros((LANES,), jnp.int32)
-        return lax.cond(is_long, any_codes, lambda: (*codes, sign, none > 0, none))
+
+        def short():
+            eighths = _lane_bits.transpose(codes)
+            # Dither is added to the lowest planes, of which no more is needed than what it adds to the others.
+            carry = _lane_bits.carries(eighths[: _dither.PLANES], dither)
+            planes = _lane_bits.increment(eighths[_dither.PLANES :], carry)
+            zero = jnp.zeros((LANES,), jnp.int32)
+            return *planes, *(none,) * _dither.PLANES, some, sign, zero > 0, zero
+
+        return lax.cond(is_long, any_planes, short)
 
     is_simple = dtype == jnp.bfloat16 and where.layout.exponents != "value"
-    *codes, sign, raw, largest = bfloat16_codes() if is_simple else any_codes()
+    *planes, some, sign, raw, largest = bfloat16_planes() if is_simple else any_planes()
+    mask = jnp.where(raw, u32(0), some)
 
-    def byte_planes(byte):
-        """Those of one byte of q."""
-
-        def read(pairs, exponent, moved, seen):
-            code = u32(0)
-            for q, distance in values(pairs, exponent, moved):
-                code += ((q >> (8 * byte)) & u32(0xFF)) << distance
-            return code, seen
-
-        codes, _, _ = four_words(read, no_words[0])
-        return _lane_bits.transpose(codes)
-
-    def planes_of(q_planes):
-        """Bits that are set for values that are not zero, their signs and the planes of q - 1, and how many of these are
-        needed; from the planes of q.
-        """
-        mask = jnp.where(raw, u32(0), functools.reduce(jnp.bitwise_or, q_planes))
-        planes = [plane & mask for plane in _lane_bits.decrement(q_planes)]
-        n_planes = jnp.zeros((LANES,), jnp.uint32)
+    def needed_of(planes):
+        """How many of these planes are needed."""
+        count = jnp.zeros((LANES,), jnp.uint32)
         for p, plane in enumerate(planes):
-            # For 16 and 256 one more: see `_reference.encode`.
-            used = plane | (q_planes[p] & mask) if p in (4, 8) else plane
-            n_planes = jnp.where(_any_group(used), u32(p + 1), n_planes)
-        return [mask, n_planes, sign & mask, *planes]
+            if p in (4, 8):  # for 16 and 256 one more: see `_reference.encode`
+                plane = plane | functools.reduce(jnp.bitwise_and, planes[:p])
+            count = jnp.where(_any_group(plane & mask), u32(p + 1), count)
+        return count
 
     def write(planes):
         """Everything."""
-        mask, n_planes, *slots = planes
+        slots = [plane & mask for plane in (sign, *planes)]
+        n_planes = needed_of(planes)
         bits = warp.ones(mask)
         total = jnp.sum(bits, 0, dtype=jnp.uint32)
         signs = u32(_any_group(slots[0]))
@@ -200,22 +200,13 @@ def encode_tile(where: Where, x_ref, exponent_ref, words_ref, headers_ref, offse
         # Compilers would write out a loop whose length they know.
         lax.fori_loop(0, warp.opaque(any_lane(u32(raw)).astype(jnp.int32) * _tiles.ROWS), put_raw, 0)
 
-    def few_planes():
-        # Up to four are soon found.
-        any_code = functools.reduce(jnp.bitwise_or, codes)
-        return lax.cond(
-            any_lane(u32(_any_group(any_code & u32(0xF0F0F0F0)))),
-            lambda: planes_of(_lane_bits.transpose(codes)),
-            lambda: planes_of(_lane_bits.transpose(codes, 4)) + list(no_words),
-        )
-
     # Writing is written once if possible: compilers take long over large kernels.
     if max_code < 256:
-        write(few_planes())
+        write(planes)
     else:
-        is_short = jnp.max(largest) < 256
-        when(is_short, lambda: write(few_planes()))
-        when(~is_short, lambda: write(planes_of(byte_planes(0) + byte_planes(1))))
+        is_short = jnp.max(largest) < 255
+        when(is_short, lambda: write(planes))
+        when(~is_short, lambda: write([*planes, *_lane_bits.transpose(four_words(read_any(1), none)[0])]))
 
 
 def _any_group(x: Words):

@@ -6,46 +6,42 @@ swaps transpose: plane p's word has in bit 8 i + j, that is for row 8 i + j, bit
 
 from collections.abc import Sequence
 
+import jax.numpy as jnp
+
 from memjax.compress._bits import Words, u32
 
 _LOW = {4: 0x0F0F0F0F, 2: 0x33333333, 1: 0x55555555}
 
 
-def transpose(words: Sequence[Words], used: int = 8) -> list[Words]:
-    """Planes of eight words of bytes, and the inverse.
-
-    Args:
-      used: 4 if the upper half of every byte is zero: then four planes.
-    """
-    if used == 4:
-        return _rounds([words[j] | (words[j + 4] << 4) for j in range(4)], (2, 1))
-    return _rounds(list(words), (4, 2, 1))
-
-
-def _rounds(words: list[Words], distances: Sequence[int]) -> list[Words]:
-    for distance in distances:
-        low, high = u32(_LOW[distance]), u32(0xFFFFFFFF ^ _LOW[distance])
-        for j in range(len(words)):
+def transpose(words: Sequence[Words]) -> list[Words]:
+    """Planes of eight words of bytes, and the inverse; of fewer, the others are zero."""
+    words = [*words, *[jnp.zeros_like(words[0])] * (8 - len(words))]
+    for distance, low in _LOW.items():
+        for j in range(8):
             if not j & distance:
                 a, b = words[j], words[j + distance]
-                words[j] = (a & low) | ((b & low) << distance)
-                words[j + distance] = ((a >> distance) & low) | (b & high)
+                words[j] = _where(u32(low), a, b << distance)
+                words[j + distance] = _where(u32(low), a >> distance, b)
     return words
 
 
-def decrement(planes: Sequence[Words]) -> list[Words]:
-    """Planes of q - 1 from those of q, where q is not zero."""
-    borrow, out = u32(0xFFFFFFFF), []
-    for plane in planes:
-        out.append(plane ^ borrow)
-        borrow = borrow & (plane ^ u32(0xFFFFFFFF))
-    return out
+def _where(mask: Words, a: Words, b: Words) -> Words:
+    """Bits of `a` where those of `mask` are set, elsewhere those of `b`: one instruction of a GPU."""
+    return b ^ ((a ^ b) & mask)
 
 
-def increment(planes: Sequence[Words], mask: Words) -> list[Words]:
-    """Planes of q from those of q - 1 where `mask` is set; elsewhere they stay."""
-    carry, out = mask, []
+def increment(planes: Sequence[Words], carry: Words) -> list[Words]:
+    """Planes of numbers that are larger by one where `carry` is set; what does not fit is lost."""
+    out = []
     for plane in planes:
         out.append(plane ^ carry)
         carry = plane & carry
     return out
+
+
+def carries(planes: Sequence[Words], others: Sequence[Words]) -> Words:
+    """Where the sum of two numbers has one bit more than they."""
+    carry = planes[0] & others[0]
+    for a, b in zip(planes[1:], others[1:], strict=True):
+        carry = (a & b) | (carry & (a | b))
+    return carry

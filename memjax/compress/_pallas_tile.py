@@ -125,19 +125,16 @@ class Where:
             same = (jnp.broadcast_to(ref[0], (LANES,)),) * 2
         return lambda *row: same
 
-    def dither(self) -> Callable[[Any], Words]:
-        """Of half a group's words, all groups': see `_dither.of_words`."""
-        lanes = _dither.of_lanes(self.tile, jnp.arange(LANES, dtype=jnp.int32))
-        group = jnp.arange(GROUPS, dtype=jnp.uint32)[:, None]
-        return lambda half: _dither.of_words(lanes, group, u32(half))
-
-    def allowed_eighths(self, ref) -> Words:
-        """Which bits of a word's eighths may be set. If exponents vary by value, all: they are to be looked at then."""
+    def dither(self, exponent_ref) -> list[Words]:
+        """Planes of eighths. If exponents vary by value, these are still to be looked at."""
+        group = jnp.arange(GROUPS, dtype=jnp.int32)[:, None]
+        planes = _dither.planes(self.tile, jnp.arange(LANES, dtype=jnp.int32), group)
         if self.layout.exponents == "value":
-            return u32(_dither.EIGHTHS)
-        first, second = (_dither.dithers(exponent, self.layout.dtype) for exponent in self.exponents(ref)())
-        low, high = u32(_dither.EIGHTHS & 0xFFFF), u32(_dither.EIGHTHS & 0xFFFF0000)
-        return jnp.where(first, low, u32(0)) | jnp.where(second, high, u32(0))
+            return planes
+        # The first column's values are the lower half of a plane.
+        exponents, halves = self.exponents(exponent_ref)(), (u32(0xFFFF), u32(0xFFFF0000))
+        first, second = (_dither.allowed(half, k, self.layout.dtype) for half, k in zip(halves, exponents, strict=True))
+        return [plane & (first | second) for plane in planes]
 
 
 def rows_of_bytes(words: int) -> Int32[Array, "rows 4 1"]:

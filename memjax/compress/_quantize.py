@@ -1,14 +1,13 @@
 """The error-bounded quantiser: multiples of a power of two, rounded away from zero, in integer arithmetic.
 
-With step s = 2^k and d eighths of dither, 0 to 7, a value x that is not zero has magnitude q = ceil(|x| / s + d / 8) >= 1
-and decodes to sign(x) (q - 1/2 - d / 8) s, half a step away at most. Where that is not beyond zero, for q = 1, a little that
-is stands for it. So zeros are exact, and the decoded value has the sign of x: of an activation after a ReLU it gives the
-exact mask.
+With step s = 2^k, a value x that is not zero has c whole eighths of a step: c <= 8 |x| / s <= c + 1, of two such c that
+which is even. With d eighths of dither, 0 to 7, its magnitude is q = 1 + floor((c + d) / 8), and it decodes to
+sign(x) (q - 1/2 - d / 8) s, half a step away at most. Where that is not beyond zero, for q = 1, a little that is stands for
+it. So zeros are exact, and the decoded value has the sign of x: of an activation after a ReLU it gives the exact mask.
 
 Of bfloat16s (q - 1/2 - d / 8) s may have more bits than they: bits beyond are cut off. That never passes a bfloat16, so
 from beyond |x| it does not pass |x|, and from before not |x| - s / 2, which is one too. Where even q - 1/2 has, past
-128 steps of a bfloat16, the dtype is so coarse that x is a multiple of s, or half of one below 128, and q, or with dither
-q - 1, stands for it.
+128 steps of a bfloat16, the dtype is so coarse that x is a multiple of s, or half of one below 128, and q - 1 stands for it.
 
 Integers, because the arithmetic of subnormal numbers differs between backends.
 """
@@ -18,12 +17,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from memjax.compress import _dither, _tiles
-from memjax.compress._bits import Words, shift_left, shift_right, u32
+from memjax.compress._bits import Words, u32
 
 # Steps 2^k for k from here on; of smaller ones not all that kernels multiply with is a normal number. The largest:
-# half of it is a float, and hardly any float is beyond it.
+# half of it, of a bfloat16 sixteen times it, is a float, and hardly any float is beyond it.
 MIN_EXPONENT = -119
-_MAX_EXPONENT = {jnp.dtype(jnp.bfloat16): 127, jnp.dtype(jnp.float16): 16, jnp.dtype(jnp.float32): 127}
+_MAX_EXPONENT = {jnp.dtype(jnp.bfloat16): 123, jnp.dtype(jnp.float16): 16, jnp.dtype(jnp.float32): 127}
 # Stands for "store everything raw".
 RAW_EXPONENT = -(2**30)
 
@@ -52,29 +51,25 @@ def quantize(
 ) -> tuple[UInt32[Array, "..."], Bool[Array, "..."], Bool[Array, "..."]]:
     """q (0 for zeros), whether x is negative, and whether x must be stored as it is; `exponent` broadcasts."""
     wide = float32_bits(x)
-    count, too_large = quantize_magnitude(wide & u32(0x7FFFFFFF), exponent - 3)
-    q = steps_of_eighths(count, _dither.allowed(eighths, exponent, x.dtype))
+    magnitude = wide & u32(0x7FFFFFFF)
+    count, too_large = whole_eighths(magnitude, exponent)
+    q = jnp.where(magnitude == 0, u32(0), ((count + _dither.allowed(eighths, exponent, x.dtype)) >> 3) + u32(1))
     too_large |= (q > u32(_tiles.max_code(x.dtype))) | (exponent == RAW_EXPONENT)
     return q, (wide >> 31 != 0) & (q != 0), too_large
 
 
-def quantize_magnitude(magnitude: Words, exponent: Int32[Array, "..."]) -> tuple[Words, Bool[Array, "..."]]:
-    """q of float32s without sign, given as bits; and whether it is 2^23 or more, or |x| not finite: then q is anything."""
+def whole_eighths(magnitude: Words, exponent: Int32[Array, "..."]) -> tuple[Words, Bool[Array, "..."]]:
+    """c of float32s without sign, given as bits; and whether it is 2^23 or more, or |x| not finite: then c is anything."""
     is_normal = magnitude >> _MANTISSA != 0
     significand = (magnitude & u32(0x7FFFFF)) | jnp.where(is_normal, u32(0x800000), u32(0))
     # |x| = significand * 2^(power - 150)
     power = jnp.maximum(lax.convert_element_type(magnitude >> _MANTISSA, jnp.int32), 1)
-    right = exponent + (150 - power)  # the significand of |x| / s is shifted by as much
+    right = exponent + (147 - power)  # the significand of 8 |x| / s is shifted by as much
     by = u32(jnp.clip(right, 0, 31))
-    rounded_up = shift_right(significand + shift_left(u32(1), by) - u32(1), by)
-    q = jnp.where(right <= 0, significand, jnp.where(right > 24, u32(significand != 0), rounded_up))
-    too_large = ((right < 0) & (significand != 0)) | (q >= u32(2**23)) | (magnitude >= u32(0x7F800000))
-    return q, too_large
-
-
-def steps_of_eighths(count: Words, eighths: Words) -> Words:
-    """q of ceil(|x| / (s / 8)): what is rounded up to eighths first is rounded up to the same steps."""
-    return jnp.where(count == 0, u32(0), (count + eighths + u32(7)) >> 3)
+    count = significand >> by
+    count -= u32(count << by == significand) & count & u32(1)
+    too_large = ((right < 0) & (significand != 0)) | (count >= u32(2**23)) | (magnitude >= u32(0x7F800000))
+    return count, too_large
 
 
 def step(exponent: Int32[Array, "..."]) -> Float[Array, "..."]:
@@ -82,15 +77,11 @@ def step(exponent: Int32[Array, "..."]) -> Float[Array, "..."]:
     return lax.bitcast_convert_type((jnp.maximum(exponent, -126) + 127) << _MANTISSA, jnp.float32)
 
 
-def half_step(exponent: Int32[Array, "..."], dtype) -> Float[Array, "..."]:
-    """Half a step in steps, or 0 if the dtype has no half a step."""
-    has_half = exponent > _F16_LEAST if jnp.dtype(dtype) == jnp.float16 else exponent >= RAW_EXPONENT
-    return jnp.where(has_half, jnp.float32(0.5), jnp.float32(0))
-
-
-def last_with_half(dtype) -> int:
-    """The largest q of which q - 1/2 is as short as the significands of the dtype."""
-    return 2 ** (_SIGNIFICANT[jnp.dtype(dtype)] - 1)
+def _has_half(q: Words, exponent: Int32[Array, "..."], dtype, most: int) -> Bool[Array, "..."]:
+    """Whether (q - 1/2) s, q at most `most`, is a number of the dtype."""
+    last = 2 ** (_SIGNIFICANT[jnp.dtype(dtype)] - 1)
+    is_short = q <= u32(last) if last < most else exponent >= RAW_EXPONENT
+    return is_short & (exponent > _F16_LEAST) if jnp.dtype(dtype) == jnp.float16 else is_short
 
 
 def dequantize(
@@ -112,10 +103,7 @@ def middle(q: Words, exponent: Int32[Array, "..."], eighths: Words, dtype, *, mo
     """In steps, what q, which is at most `most`, stands for; float32, perhaps with more bits than the dtype has."""
     steps, moved = (lax.convert_element_type(x.astype(jnp.int32), jnp.float32) for x in (q, eighths))
     moved = moved * jnp.float32(0.125)
-    before = half_step(exponent, dtype) + moved
-    if last_with_half(dtype) < most:
-        is_fine = q <= u32(last_with_half(dtype))
-        before = jnp.where(is_fine, before, jnp.minimum(jnp.ceil(moved), jnp.float32(1)))
+    before = jnp.where(_has_half(q, exponent, dtype, most), jnp.float32(0.5) + moved, jnp.float32(1))
     return jnp.maximum(jnp.maximum(steps - before, (steps - moved) * jnp.float32(_dither.LEAST)), jnp.float32(0))
 
 

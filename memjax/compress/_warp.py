@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from memjax.compress._bits import WORD, Words, shift_left, shift_right, u32
-from memjax.compress._quantize import quantize_magnitude
+from memjax.compress._quantize import whole_eighths
 from memjax.compress._tiles import LANES
 
 Lane = UInt32[Array, "*more 32"]
@@ -98,60 +98,52 @@ class Warp:
             return jnp.broadcast_to(jnp.sum(x, -1, dtype=jnp.uint32, keepdims=True), x.shape)
         return _asm("redux.sync.add.u32 $0, $1, 0xffffffff;", "=r,r", x)
 
-    def steps(self, wide: Words, exponent: Int32[Array, "..."], inverse: Float[Array, "..."]) -> Lane:
-        """`INTEGER` + ceil(|x| / 2^exponent); if that is 2^23 or more, or |x| not finite, anything that is more than that.
+    def eighths(self, magnitude: Words, exponent: Int32[Array, "..."], inverse: Float[Array, "..."]) -> Lane:
+        """`INTEGER` + c of `whole_eighths`; if that is 2^23 or more, or x not finite, anything that is more than that.
 
         Args:
-          wide: the bits of x as a float32.
-          inverse: 2^-exponent.
+          magnitude: the bits of |x| as a float32.
+          inverse: of an eighth of a step.
         """
         if self.native:
-            x = lax.bitcast_convert_type(wide, jnp.float32)
-            inverse = jnp.broadcast_to(inverse, x.shape)
-            two_23 = jnp.full(x.shape, 2.0**23, jnp.float32)
-            # The sign is taken off by the multiplication, for free. It is exact, but for subnormal quotients, whose ceiling
-            # stays 1.
-            asm = "{ .reg .f32 t; abs.f32 t, $1; mul.rp.f32 t, t, $2; add.rp.f32 $0, t, $3; }"
-            rounded = _asm(asm, "=f,f,f,f", x, inverse, two_23, dtype=jnp.float32)
+            # A float from 2^23 on has no fraction: 2^23 - 1/2 + t, rounded to nearest, is 2^23 + c.
+            asm = "{ .reg .f32 t; fma.rn.f32 t, $1, $2, 0f4AFFFFFF; max.NaN.f32 $0, t, 0f4B000000; }"
+            x = lax.bitcast_convert_type(magnitude, jnp.float32)
+            rounded = _asm(asm, "=f,f,f", x, jnp.broadcast_to(inverse, x.shape), dtype=jnp.float32)
             return lax.bitcast_convert_type(rounded, jnp.uint32)
-        q, too_large = quantize_magnitude(wide & u32(0x7FFFFFFF), exponent)
-        return u32(INTEGER) + jnp.where(too_large, u32(2**23), q)
+        count, too_large = whole_eighths(magnitude, exponent)
+        return u32(INTEGER) + jnp.where(too_large, u32(2**23), count)
 
-    def bfloat16_steps(self, pair: Words, exponents: Pair, step: Lane, inverse: Lane) -> Lane:
-        """For two bfloat16s in a word: 0x4300 + ceil(|x| / 2^exponent), and if that is 128 or more, or x not finite, anything
+    def bfloat16_eighths(self, magnitudes: Words, exponents: Pair, inverse: Lane) -> Lane:
+        """For two bfloat16s in a word: 0x4300 + c of `whole_eighths`, and if that is 128 or more, or x not finite, anything
         that has bits beyond those of 0x437F.
 
         Args:
-          step: 2^exponent of both, two bfloat16s.
-          inverse: 2^-exponent.
+          inverse: of an eighth of a step, of both, two bfloat16s.
         """
         if self.native:
-            # 128 + t has no fraction. So it is t rounded to nearest, which is one less than the next larger integer if it
-            # is smaller than t. All of this is exact, and no comparison is of subnormal numbers that were not there before.
+            # As above, with 128 for 2^23.
             asm = (
-                "{ .reg .b32 x, q, low, two_128s; mov.b32 two_128s, 0x43004300; and.b32 x, $1, 0x7FFF7FFF;"
-                " fma.rn.bf16x2 q, x, $3, two_128s; sub.rn.bf16x2 low, q, two_128s; mul.rn.bf16x2 low, low, $2;"
-                " set.gt.bf16x2.bf16x2 low, x, low; add.rn.bf16x2 $0, q, low; }"
+                "{ .reg .b32 t, shift, least; mov.b32 shift, 0x42FF42FF; mov.b32 least, 0x43004300;"
+                " fma.rn.bf16x2 t, $1, $2, shift; max.NaN.bf16x2 $0, t, least; }"
             )
-            step, inverse = (jnp.broadcast_to(x, pair.shape) for x in (step, inverse))
-            return _asm(asm, "=r,r,r,r", pair, step, inverse)
+            return _asm(asm, "=r,r,r", magnitudes, jnp.broadcast_to(inverse, magnitudes.shape))
         halves = []
-        for wide, exponent in zip((pair << 16, pair & u32(0xFFFF0000)), exponents, strict=True):
-            q, too_large = quantize_magnitude(wide & u32(0x7FFFFFFF), exponent)
-            halves.append(jnp.where(too_large | (q > u32(127)), u32(0xFFFF), u32(0x4300) + q))
+        for magnitude, exponent in zip((magnitudes << 16, magnitudes & u32(0xFFFF0000)), exponents, strict=True):
+            count, too_large = whole_eighths(magnitude, exponent)
+            halves.append(jnp.where(too_large | (count > u32(127)), u32(0xFFFF), u32(0x4300) + count))
         return halves[0] | (halves[1] << 16)
 
     def bfloat16_values(self, word: Words, first: Words, scale: Lane, shift: Lane, low_scale: Lane, low_shift: Lane):
-        """max(x * scale + shift, x * low_scale + low_shift, 0), x being an eighth of what bytes `first` and `first` + 2 are
-        above 128: two bfloat16s. Native only.
+        """max(x * scale + shift, x * low_scale + low_shift, 0), where x is 16 and an eighth of what bytes `first` and
+        `first` + 2 are above 128: two bfloat16s. Native only.
 
-        The others hold two bfloat16s. Such a byte beside 0x41 is the bfloat16 16 + (byte - 128) / 8.
+        The others hold two bfloat16s. Such a byte beside 0x41 is the bfloat16 x.
         """
         shape = jnp.broadcast_shapes(word.shape, first.shape)
         selector = u32(0x4240) + u32(0x101) * first
         return _asm(
-            "{ .reg .b32 x, low, one, minus_16; mov.b32 one, 0x3F803F80; mov.b32 minus_16, 0xC180C180;"
-            " prmt.b32 x, $1, 0x41414141, $2; fma.rn.bf16x2 x, x, one, minus_16; fma.rn.relu.bf16x2 low, x, $5, $6;"
+            "{ .reg .b32 x, low; prmt.b32 x, $1, 0x41414141, $2; fma.rn.relu.bf16x2 low, x, $5, $6;"
             " fma.rn.bf16x2 x, x, $3, $4; max.bf16x2 $0, x, low; }",
             "=r,r,r,r,r,r,r",
             *(jnp.broadcast_to(x, shape) for x in (word, selector, scale, shift, low_scale, low_shift)),

@@ -105,14 +105,14 @@ def test_errors_of_equal_values_do_not_add_up():
     """
     steps = np.random.default_rng(0).uniform(1, 8, 64)
     x = jnp.asarray(np.broadcast_to(steps[:, None, None], (64, 64, 64)), jnp.float32)
-    errors = np.asarray(jax.vmap(lambda x: round_trip((), x, 0.5)[0])(x) - x, np.float64)
+    errors = np.asarray(round_trip((), x, 0.5)[0] - x, np.float64)
     of_one = errors.mean((1, 2))
     np.testing.assert_allclose(np.mean(errors**2), 1 / 12, rtol=0.1)
     assert np.mean(of_one**2) < 2 / 12 / 64
     assert abs(of_one.mean()) < 0.02
     centred = errors - of_one[:, None, None]
     for neighbour in (np.roll(centred, 1, 1), np.roll(centred, 1, 2), np.roll(centred, 7, 1)):
-        assert abs(np.mean(centred * neighbour)) < 0.02 * np.mean(centred**2)
+        assert abs(np.mean(centred * neighbour)) < 0.01 * np.mean(centred**2)
     # Values that are small beside a step cannot err downwards by as much as upwards.
     small = jnp.full((64, 64, 64), 1e-3, jnp.float32)
     assert 0 < np.mean(round_trip((), small, 0.5)[0] - small) < 0.2
@@ -136,7 +136,8 @@ def test_size_is_what_the_values_need():
     grid = Grid.of(x.shape)
     eighths = np.asarray(grid.join(_dither.of_values(grid.tiles), x.shape))
     x32 = np.asarray(x, np.float32)
-    q = np.where(x32 > 0, np.ceil(x32 / 0.5 + eighths / 8), 0)
+    whole = np.rint(np.maximum(x32 / 0.5 * 8 - 0.5, 0))  # numpy's halves go to even numbers, too
+    q = np.where(x32 > 0, 1 + (whole + eighths) // 8, 0)
     lanes = q.reshape(-1, 64, 32, 2).swapaxes(1, 2).reshape(-1, 128)
     planes = np.ceil(np.log2(lanes.max(1)))
     words = 4 + np.ceil((lanes > 0).sum(1) * planes / 32)
