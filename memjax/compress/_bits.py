@@ -71,5 +71,5 @@ def compress(x: Words, moves: list[Words]) -> Words:
 def expand(x: Words, moves: list[Words], mask: Words) -> Words:
     """The inverse of `compress`. Bits of `x` beyond as many as `mask` has are ignored."""
     for i in reversed(range(5)):
-        x = (x & ~moves[i]) | ((x << (1 << i)) & moves[i])
+        x = x ^ ((x ^ (x << (1 << i))) & moves[i])
     return x & mask

@@ -8,7 +8,7 @@ from jax import lax
 from memjax.compress import _dither, _lane_bits, _tiles
 from memjax.compress._bits import WORD, Words, compress_moves, expand, u32
 from memjax.compress._pallas_tile import Where, any_lane, rows_of_bytes, stack, take, when
-from memjax.compress._quantize import middle, step
+from memjax.compress._quantize import has_half, middle, step
 from memjax.compress._reference import read_headers
 from memjax.compress._tiles import GROUPS, LANES
 from memjax.compress._warp import two_bfloat16s
@@ -72,90 +72,92 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref):
             following = following + count
         return jnp.where(live, expand(stack(pieces), moves, mask), u32(0)), (rest, left, following)
 
-    exponents, dither = where.exponents(exponent_ref), where.dither(exponent_ref)
-    in_pairs = warp.native and layout.dtype == jnp.bfloat16 and layout.exponents != "value"
+    exponents = where.exponents(exponent_ref)
+    in_pairs = warp.native and layout.dtype == jnp.bfloat16
     none = jnp.zeros((GROUPS, LANES), jnp.uint32)
     second = jnp.arange(2, dtype=jnp.uint32)[:, None, None]
 
-    def get_planes(count):
-        """Signs, that many planes of q, and where the tile's other words are."""
-
-        def add_slot(slot, carry):
-            state, slots = carry
-            pieces, state = get_slot(slot, state)
-            return state, tuple(jnp.where(slot == p, pieces, old) for p, old in enumerate(slots))
-
-        first = 1 - has_signs.astype(jnp.int32)
-        state, (sign, *planes) = lax.fori_loop(first, most + 1, add_slot, (start, (none,) * (count + 1)))
-        return sign, _lane_bits.increment(planes, mask), state[2]
-
-    def quarters(write, words):
-        """Of two words: what is computed at a time has to fit into registers, those of many warps. `write` gets rows, the
-        number of a word, and that word of each of `words`.
-        """
-
-        def quarter(step, carry):
-            for word in range(2):
-                write((rows_of_bytes(1) + word, 2 * step), 2 * step + word, [of_all[word] for of_all in carry])
-            return tuple((*of_all[2:], *of_all[:2]) for of_all in carry)
-
-        lax.fori_loop(0, 4, quarter, tuple(map(tuple, words)))
-
-    def finish_pairs():
-        """Of bfloat16s without signs, q below 16: what most ReLUs give, two at a time."""
-        _, planes, following = get_planes(4)
-        # Bytes of 128 + 8 q + 7 - d.
-        words = _lane_bits.transpose([*(~plane for plane in dither), *planes, ~none])
+    def finish_few():
+        """Of q below 16 without signs: what most ReLUs give."""
+        planes, state = [], start
+        for slot in range(1, 5):
+            # Written out four times: to choose a plane by its number, in a loop, takes longer.
+            get = functools.partial(get_slot, jnp.int32(slot), state)
+            plane, state = lax.cond(slot <= most, get, lambda state=state: (none, state))
+            planes.append(plane)
+        # Bytes of 128 + 8 q + 7 - d, which as numbers are 16 + q + (7 - d) / 8: q - 1/2 - d / 8 steps, or, if these are not
+        # positive, a little of q - d / 8.
+        eighths = (~plane for plane in where.dither(exponent_ref))
+        words = _lane_bits.transpose([*eighths, *_lane_bits.increment(planes, mask), ~none], warp)
         size = [step(exponent) for exponent in exponents()]
-        # Of 16 + q + (7 - d) / 8: q - 1/2 - d / 8 steps, or, if these are not positive, a little of q - d / 8.
-        factors = (1.0, -17.375, _dither.LEAST, -16.875 * _dither.LEAST)
-        scales = [two_bfloat16s(*(x * jnp.float32(factor) for x in size)) for factor in factors]
+        shifts, scales = (17.375, 16.875), (1.0, _dither.LEAST)
+        if in_pairs:
+            factors = (*scales, *(-shift * scale for shift, scale in zip(shifts, scales, strict=True)))
+            pairs = [two_bfloat16s(*(x * jnp.float32(factor) for x in size)) for factor in factors]
         for word in range(8):
-            pair = warp.bfloat16_values(words[word], second, *scales)
-            where.store(x_ref, rows_of_bytes(1) + word % 2, jnp.int32(word - word % 2), [pair])
-        return following
+            rows = rows_of_bytes(1) + word % 2, jnp.int32(word - word % 2)
+            if in_pairs:
+                where.store(x_ref, *rows, [warp.bfloat16_values(words[word], second, *pairs)])
+                continue
+            values = []
+            for column in range(2):
+                x = warp.float_of_byte(words[word], u32(2 * column) + second)
+                x, low = ((x - shift) * (size[column] * scale) for shift, scale in zip(shifts, scales, strict=True))
+                bits = lax.bitcast_convert_type(jnp.maximum(jnp.maximum(x, low), 0.0), jnp.uint32)
+                values.append(_narrow(bits, layout.dtype))
+            where.store(x_ref, *rows, _pair(*values))
+        return state[2]
 
     def finish(count):
-        sign, planes, following = get_planes(count)
-        codes = [_lane_bits.transpose(planes[i : i + 8]) for i in range(0, count, 8)]
+        def add_slot(slot, carry):
+            slots, state = carry
+            pieces, state = get_slot(slot, state)
+            return tuple(jnp.where(slot == p, pieces, old) for p, old in enumerate(slots)), state
 
-        def write(is_simple):
-            def write_word(rows, number, words):
-                moved, *carry = words
+        first = 1 - has_signs.astype(jnp.int32)
+        (sign, *planes), state = lax.fori_loop(first, most + 1, add_slot, ((none,) * (count + 1), start))
+        planes = _lane_bits.increment(planes, mask)
+
+        def finish_group(group, carry):
+            """One at a time: all that is computed has to fit into registers, those of many warps."""
+            signs, *bits = (take(x, group) for x in (sign, *planes))
+            eighths = [take(x, group) for x in where.dither(exponent_ref)]
+            parts = eighths, *(bits[i : i + 8] for i in range(0, count, 8))
+            words = tuple(tuple(_lane_bits.transpose(part, warp)) for part in parts)
+
+            def finish_word(word, carry):
+                rows = jnp.arange(2, dtype=jnp.int32)[:, None] * 8, 16 * group + word
                 exponent = exponents(*rows)
 
                 def value(column, exponent):
-                    place = u32(8) * (u32(2 * column) + second)
-                    q = functools.reduce(
-                        jnp.add, (((c >> place) & u32(0xFF)) << (8 * i) for i, c in enumerate(carry))
-                    )
-                    eighths = (moved >> place) & u32(7)
+                    place = u32(8) * (u32(2 * column) + jnp.arange(2, dtype=jnp.uint32)[:, None])
+                    d, *bytes_of_q = ((words[0] >> place) & u32(0xFF) for words in carry)
+                    q = functools.reduce(jnp.add, (byte << (8 * i) for i, byte in enumerate(bytes_of_q)))
                     if layout.exponents == "value":
-                        eighths = _dither.allowed(eighths, exponent, layout.dtype)
-                    x = _value(q, exponent, eighths, layout.dtype, 7 if is_simple else count)
-                    if not is_simple:
-                        x |= (sign << (u32(WORD - 1) - place - u32(number))) & u32(1 << 31)
-                    return _narrow(x, layout.dtype)
+                        d = _dither.allowed(d, exponent, layout.dtype)
+                    x = _value(q, exponent, d, layout.dtype, count)
+                    sign = (signs << (u32(WORD - 1) - u32(word) - place)) & u32(1 << 31)
+                    return _narrow(x | sign, layout.dtype)
 
                 where.store(x_ref, *rows, _pair(*(value(column, exponent[column]) for column in (0, 1))))
+                return tuple((*words[1:], words[0]) for words in carry)
 
-            quarters(write_word, [_lane_bits.transpose(dither), *codes])
+            lax.fori_loop(0, 8, finish_word, words)
+            return carry
 
-        if in_pairs:
-            write(False)
-        else:
-            # Two versions, for what a ReLU gives and for everything.
-            is_simple = ~has_signs & (most <= 7)
-            when(is_simple, lambda: write(True))
-            when(~is_simple, lambda: write(False))
-        return following
+        lax.fori_loop(0, GROUPS, finish_group, 0)
+        return state[2]
 
-    if _tiles.max_code(layout.dtype) > 255:
-        following = lax.cond(most <= 8, lambda: finish(8), lambda: finish(16))
-    elif in_pairs:
-        following = lax.cond(~has_signs & (most <= 4), finish_pairs, lambda: finish(8))
+    def finish_any():
+        if _tiles.max_planes(layout.dtype) == 8:
+            return finish(8)
+        return lax.cond(most <= 8, lambda: finish(8), lambda: finish(16))
+
+    if layout.exponents == "value":
+        following = finish_any()
     else:
-        following = finish(8)
+        has_halves = jnp.min(jnp.minimum(*(u32(has_half(k, layout.dtype)) for k in exponents())).astype(jnp.int32))
+        following = lax.cond(~has_signs & (most <= 4) & (has_halves != 0), finish_few, finish_any)
 
     raw_before, raw_lanes = warp.before(is_raw)
 

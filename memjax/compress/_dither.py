@@ -46,5 +46,5 @@ def of_values(tiles: int) -> UInt32[Array, "tiles 128 32"]:
     """0 to 7 for every value."""
     tile, group = jnp.arange(tiles)[:, None, None], jnp.arange(GROUPS)[:, None]
     words = planes(tile, jnp.arange(LANES), group)
-    eighths = sum(u32(unpack(word[..., None])) << p for p, word in enumerate(words))
-    return eighths.swapaxes(2, 3).reshape(tiles, LANE_VALUES, LANES)
+    bits = [u32(unpack(word[..., None])) << p for p, word in enumerate(words)]
+    return sum(bits[1:], bits[0]).swapaxes(2, 3).reshape(tiles, LANE_VALUES, LANES)

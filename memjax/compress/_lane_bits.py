@@ -8,26 +8,22 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from memjax.compress._bits import Words, u32
+from memjax.compress._bits import Words
+from memjax.compress._warp import Warp
 
 _LOW = {4: 0x0F0F0F0F, 2: 0x33333333, 1: 0x55555555}
 
 
-def transpose(words: Sequence[Words]) -> list[Words]:
+def transpose(words: Sequence[Words], warp: Warp) -> list[Words]:
     """Planes of eight words of bytes, and the inverse; of fewer, the others are zero."""
     words = [*words, *[jnp.zeros_like(words[0])] * (8 - len(words))]
     for distance, low in _LOW.items():
         for j in range(8):
             if not j & distance:
                 a, b = words[j], words[j + distance]
-                words[j] = _where(u32(low), a, b << distance)
-                words[j + distance] = _where(u32(low), a >> distance, b)
+                words[j] = warp.choose(low, a, b << distance)
+                words[j + distance] = warp.choose(low, a >> distance, b)
     return words
-
-
-def _where(mask: Words, a: Words, b: Words) -> Words:
-    """Bits of `a` where those of `mask` are set, elsewhere those of `b`: one instruction of a GPU."""
-    return b ^ ((a ^ b) & mask)
 
 
 def increment(planes: Sequence[Words], carry: Words) -> list[Words]:

@@ -160,6 +160,13 @@ def stack(parts: Sequence[Array]) -> Array:
     return out
 
 
+def any_group(x: Words):
+    some = take(x, 0)
+    for g in range(1, GROUPS):
+        some = some | take(x, g)
+    return some != 0
+
+
 def any_lane(flags: Words) -> Array:
     return jnp.max(flags.astype(jnp.int32)) > 0
 

@@ -77,11 +77,9 @@ def step(exponent: Int32[Array, "..."]) -> Float[Array, "..."]:
     return lax.bitcast_convert_type((jnp.maximum(exponent, -126) + 127) << _MANTISSA, jnp.float32)
 
 
-def _has_half(q: Words, exponent: Int32[Array, "..."], dtype, most: int) -> Bool[Array, "..."]:
-    """Whether (q - 1/2) s, q at most `most`, is a number of the dtype."""
-    last = 2 ** (_SIGNIFICANT[jnp.dtype(dtype)] - 1)
-    is_short = q <= u32(last) if last < most else exponent >= RAW_EXPONENT
-    return is_short & (exponent > _F16_LEAST) if jnp.dtype(dtype) == jnp.float16 else is_short
+def has_half(exponent: Int32[Array, "..."], dtype) -> Bool[Array, "..."]:
+    """Whether half a step is a number of the dtype."""
+    return exponent > (_F16_LEAST if jnp.dtype(dtype) == jnp.float16 else RAW_EXPONENT)
 
 
 def dequantize(
@@ -103,7 +101,10 @@ def middle(q: Words, exponent: Int32[Array, "..."], eighths: Words, dtype, *, mo
     """In steps, what q, which is at most `most`, stands for; float32, perhaps with more bits than the dtype has."""
     steps, moved = (lax.convert_element_type(x.astype(jnp.int32), jnp.float32) for x in (q, eighths))
     moved = moved * jnp.float32(0.125)
-    before = jnp.where(_has_half(q, exponent, dtype, most), jnp.float32(0.5) + moved, jnp.float32(1))
+    is_fine, last = has_half(exponent, dtype), 2 ** (_SIGNIFICANT[jnp.dtype(dtype)] - 1)
+    if last < most:  # past it not even q - 1/2 is as short as significands
+        is_fine &= q <= u32(last)
+    before = jnp.where(is_fine, jnp.float32(0.5) + moved, jnp.float32(1))
     return jnp.maximum(jnp.maximum(steps - before, (steps - moved) * jnp.float32(_dither.LEAST)), jnp.float32(0))
 
 

@@ -6,6 +6,7 @@ Thread l holds what is at index l of the last axis of every array.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -66,15 +67,16 @@ class Warp:
         """Zero, which compilers do not see."""
         return _asm("{ .reg .b32 t; clz.b32 t, $1; shr.u32 $0, t, 6; }", "=r,r", word) if self.native else word & u32(0)
 
-    def bytes_of(self, low: Words, high: Words, which: tuple[int, int, int, int]) -> Lane:
-        """A word of bytes, the lowest first; bytes 0 to 3 are those of `low`, 4 to 7 those of `high`."""
+    def bytes_of(self, words: Sequence[Words], which: tuple[int, int, int, int]) -> Lane:
+        """A word of bytes, the lowest first; bytes 0 to 3 are those of the first of two words, 4 to 7 those of the second."""
+        low, high = words
         if self.native:
             selector = sum(byte << (4 * i) for i, byte in enumerate(which))
             return _asm(f"prmt.b32 $0, $1, $2, {selector:#x};", "=r,r,r", low, high)
-        words = (
-            (high if byte >= 4 else low) >> (8 * (byte % 4)) << (24) >> (24 - 8 * i) for i, byte in enumerate(which)
+        bytes_ = (
+            (high if byte >= 4 else low) >> (8 * (byte % 4)) << 24 >> (24 - 8 * i) for i, byte in enumerate(which)
         )
-        return functools.reduce(jnp.bitwise_or, words)
+        return functools.reduce(jnp.bitwise_or, bytes_)
 
     def shift_left(self, word: Words, by: Words) -> Lane:
         """Zero for 32 and more."""
@@ -98,23 +100,27 @@ class Warp:
             return jnp.broadcast_to(jnp.sum(x, -1, dtype=jnp.uint32, keepdims=True), x.shape)
         return _asm("redux.sync.add.u32 $0, $1, 0xffffffff;", "=r,r", x)
 
-    def eighths(self, magnitude: Words, exponent: Int32[Array, "..."], inverse: Float[Array, "..."]) -> Lane:
+    def eighths(self, wide: Words, exponent: Int32[Array, "..."], inverse: Float[Array, "..."]) -> Lane:
         """`INTEGER` + c of `whole_eighths`; if that is 2^23 or more, or x not finite, anything that is more than that.
 
         Args:
-          magnitude: the bits of |x| as a float32.
+          wide: the bits of x as a float32.
           inverse: of an eighth of a step.
         """
         if self.native:
-            # A float from 2^23 on has no fraction: 2^23 - 1/2 + t, rounded to nearest, is 2^23 + c.
-            asm = "{ .reg .f32 t; fma.rn.f32 t, $1, $2, 0f4AFFFFFF; max.NaN.f32 $0, t, 0f4B000000; }"
-            x = lax.bitcast_convert_type(magnitude, jnp.float32)
+            # A float from 2^23 on has no fraction: 2^23 - 1/2 + t, rounded to nearest, is 2^23 + c. The product is exact
+            # where it matters.
+            asm = (
+                "{ .reg .f32 t; abs.f32 t, $1; mul.rn.f32 t, t, $2; add.rn.f32 t, t, 0f4AFFFFFF;"
+                " max.NaN.f32 $0, t, 0f4B000000; }"
+            )
+            x = lax.bitcast_convert_type(wide, jnp.float32)
             rounded = _asm(asm, "=f,f,f", x, jnp.broadcast_to(inverse, x.shape), dtype=jnp.float32)
             return lax.bitcast_convert_type(rounded, jnp.uint32)
-        count, too_large = whole_eighths(magnitude, exponent)
+        count, too_large = whole_eighths(wide & u32(0x7FFFFFFF), exponent)
         return u32(INTEGER) + jnp.where(too_large, u32(2**23), count)
 
-    def bfloat16_eighths(self, magnitudes: Words, exponents: Pair, inverse: Lane) -> Lane:
+    def bfloat16_eighths(self, pair: Words, exponents: Pair, inverse: Lane) -> Lane:
         """For two bfloat16s in a word: 0x4300 + c of `whole_eighths`, and if that is 128 or more, or x not finite, anything
         that has bits beyond those of 0x437F.
 
@@ -124,17 +130,64 @@ class Warp:
         if self.native:
             # As above, with 128 for 2^23.
             asm = (
-                "{ .reg .b32 t, shift, least; mov.b32 shift, 0x42FF42FF; mov.b32 least, 0x43004300;"
-                " fma.rn.bf16x2 t, $1, $2, shift; max.NaN.bf16x2 $0, t, least; }"
+                "{ .reg .b32 t, shift, least; mov.b32 shift, 0x42FF42FF; mov.b32 least, 0x43004300; abs.bf16x2 t, $1;"
+                " mul.rn.bf16x2 t, t, $2; add.rn.bf16x2 t, t, shift; max.NaN.bf16x2 $0, t, least; }"
             )
-            return _asm(asm, "=r,r,r", magnitudes, jnp.broadcast_to(inverse, magnitudes.shape))
+            return _asm(asm, "=r,r,r", pair, jnp.broadcast_to(inverse, pair.shape))
         halves = []
-        for magnitude, exponent in zip((magnitudes << 16, magnitudes & u32(0xFFFF0000)), exponents, strict=True):
-            count, too_large = whole_eighths(magnitude, exponent)
+        for wide, exponent in zip((pair << 16, pair & u32(0xFFFF0000)), exponents, strict=True):
+            count, too_large = whole_eighths(wide & u32(0x7FFFFFFF), exponent)
             halves.append(jnp.where(too_large | (count > u32(127)), u32(0xFFFF), u32(0x4300) + count))
         return halves[0] | (halves[1] << 16)
 
-    def bfloat16_values(self, word: Words, first: Words, scale: Lane, shift: Lane, low_scale: Lane, low_shift: Lane):
+    def flags(self, values: Sequence[Sequence[Words]]) -> Lane:
+        """Which of some float32s are not zero: bits 0, 1, ... and, of the second list, 8, 9, ... Of NaNs it says anything."""
+        places = [8 * i + j for i, row in enumerate(values) for j in range(len(row))]
+        all_values = [x for row in values for x in row]
+        if not self.native:
+            return functools.reduce(
+                jnp.bitwise_or, (u32(x & u32(0x7FFFFFFF) != 0) << i for i, x in zip(places, all_values, strict=True))
+            )
+        # Even the least float times 2^150 is more than one; from 2^23 on a float's low bits are an integer.
+        steps = (
+            f" abs.f32 f, ${i}; mul.rn.sat.f32 f, f, 0f7F000000; mul.rn.sat.f32 f, f, 0f4B000000;"
+            f" fma.rn.f32 sum, f, 0f{(127 + place) << 23:08X}, sum;"
+            for i, place in enumerate(places, 1)
+        )
+        asm = f"{{ .reg .f32 f, sum; mov.f32 sum, 0f4B000000;{''.join(steps)} mov.b32 $0, sum; }}"
+        floats = (lax.bitcast_convert_type(x, jnp.float32) for x in all_values)
+        return _asm(asm, "=r" + len(places) * ",f", *floats)
+
+    def bfloat16_flags(self, pairs: Sequence[Words]) -> Lane:
+        """Of four words of two bfloat16s, which are not zero: bits 0 to 3 and 16 to 19; others of the upper bytes are set."""
+        if self.native:
+            # Multiplied by 16, 8 has no bits there.
+            steps = (f" set.neu.bf16x2.bf16x2 f, ${i}, zero; fma.rn.bf16x2 x, x, two, f;" for i in (4, 3, 2, 1))
+            asm = (
+                "{ .reg .b32 x, f, zero, two; mov.b32 zero, 0; mov.b32 two, 0x40004000; mov.b32 x, 0x41004100;"
+                f"{''.join(steps)} mov.b32 $0, x; }}"
+            )
+            return _asm(asm, "=r,r,r,r,r", *pairs)
+        low, high = u32(0x7FFF), u32(0x7FFF0000)
+        flags = (u32(x & low != 0) | (u32(x & high != 0) << 16) for x in pairs)
+        return functools.reduce(jnp.bitwise_or, (flag << i for i, flag in enumerate(flags)))
+
+    def choose(self, mask: int, a: Words, b: Words) -> Lane:
+        """Bits of `a` where those of `mask` are set, elsewhere those of `b`."""
+        if self.native:
+            return _asm(f"lop3.b32 $0, $1, $2, {mask:#x}, 0xE4;", "=r,r,r", a, b)
+        return b ^ ((a ^ b) & u32(mask))
+
+    def float_of_byte(self, word: Words, index: Words) -> Float[Array, "*more 32"]:
+        """16, and an eighth of what a word's byte, from 128 on, is above 128."""
+        if self.native:
+            shape = jnp.broadcast_shapes(word.shape, index.shape)
+            args = (jnp.broadcast_to(x, shape) for x in (word, u32(0x4055) + u32(0x100) * index))
+            return _asm("prmt.b32 $0, $1, 0x41, $2;", "=f,r,r", *args, dtype=jnp.float32)
+        bits = (((word >> (u32(8) * index)) & u32(0xFF)) << 16) | u32(0x41000000)
+        return lax.bitcast_convert_type(bits, jnp.float32)
+
+    def bfloat16_values(self, word: Words, first: Words, scale: Lane, low_scale: Lane, shift: Lane, low_shift: Lane):
         """max(x * scale + shift, x * low_scale + low_shift, 0), where x is 16 and an eighth of what bytes `first` and
         `first` + 2 are above 128: two bfloat16s. Native only.
 
@@ -143,10 +196,10 @@ class Warp:
         shape = jnp.broadcast_shapes(word.shape, first.shape)
         selector = u32(0x4240) + u32(0x101) * first
         return _asm(
-            "{ .reg .b32 x, low; prmt.b32 x, $1, 0x41414141, $2; fma.rn.relu.bf16x2 low, x, $5, $6;"
-            " fma.rn.bf16x2 x, x, $3, $4; max.bf16x2 $0, x, low; }",
+            "{ .reg .b32 x, low; prmt.b32 x, $1, 0x41414141, $2; fma.rn.relu.bf16x2 low, x, $4, $6;"
+            " fma.rn.bf16x2 x, x, $3, $5; max.bf16x2 $0, x, low; }",
             "=r,r,r,r,r,r,r",
-            *(jnp.broadcast_to(x, shape) for x in (word, selector, scale, shift, low_scale, low_shift)),
+            *(jnp.broadcast_to(x, shape) for x in (word, selector, scale, low_scale, shift, low_shift)),
         )
 
 
