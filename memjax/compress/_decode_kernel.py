@@ -77,50 +77,69 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref):
     none = jnp.zeros((GROUPS, LANES), jnp.uint32)
     second = jnp.arange(2, dtype=jnp.uint32)[:, None, None]
 
-    def finish_few():
-        """Of q below 16 without signs: what most ReLUs give."""
-        planes, state = [], start
-        for slot in range(1, 5):
-            # Written out four times: to choose a plane by its number, in a loop, takes longer.
-            get = functools.partial(get_slot, jnp.int32(slot), state)
-            plane, state = lax.cond(slot <= most, get, lambda state=state: (none, state))
-            planes.append(plane)
-        # Bytes of 128 + 8 q + 7 - d, which as numbers are 16 + q + (7 - d) / 8: q - 1/2 - d / 8 steps, or, if these are not
-        # positive, a little of q - d / 8.
-        eighths = (~plane for plane in where.dither(exponent_ref))
-        words = _lane_bits.transpose([*eighths, *_lane_bits.increment(planes, mask), ~none], warp)
-        size = [step(exponent) for exponent in exponents()]
-        shifts, scales = (17.375, 16.875), (1.0, _dither.LEAST)
-        if in_pairs:
-            factors = (*scales, *(-shift * scale for shift, scale in zip(shifts, scales, strict=True)))
-            pairs = [two_bfloat16s(*(x * jnp.float32(factor) for x in size)) for factor in factors]
-        for word in range(8):
-            rows = rows_of_bytes(1) + word % 2, jnp.int32(word - word % 2)
-            if in_pairs:
-                where.store(x_ref, *rows, [warp.bfloat16_values(words[word], second, *pairs)])
-                continue
-            values = []
-            for column in range(2):
-                x = warp.float_of_byte(words[word], u32(2 * column) + second)
-                x, low = ((x - shift) * (size[column] * scale) for shift, scale in zip(shifts, scales, strict=True))
-                bits = lax.bitcast_convert_type(jnp.maximum(jnp.maximum(x, low), 0.0), jnp.uint32)
-                values.append(_narrow(bits, layout.dtype))
-            where.store(x_ref, *rows, _pair(*values))
-        return state[2]
+    def get_planes(count):
+        """Of signs, and that many of q; and where the tile's other words are."""
 
-    def finish(count):
         def add_slot(slot, carry):
             slots, state = carry
             pieces, state = get_slot(slot, state)
             return tuple(jnp.where(slot == p, pieces, old) for p, old in enumerate(slots)), state
 
         first = 1 - has_signs.astype(jnp.int32)
-        (sign, *planes), state = lax.fori_loop(first, most + 1, add_slot, ((none,) * (count + 1), start))
-        planes = _lane_bits.increment(planes, mask)
+        (signs, *planes), state = lax.fori_loop(first, most + 1, add_slot, ((none,) * (count + 1), start))
+        return signs, _lane_bits.increment(planes, mask), state[2]
+
+    def finish_few():
+        """Of q below 16, at coarse bounds most."""
+        signs, planes, following = get_planes(4)
+        # Bytes of 128 + 8 q + 7 - d, which as numbers are 16 + q + (7 - d) / 8: q - 1/2 - d / 8 steps, or, if these are not
+        # positive, a little of q - d / 8.
+        eighths = (~plane for plane in where.dither(exponent_ref))
+        words = _lane_bits.transpose([*eighths, *planes, ~none], warp)
+        size = [step(exponent) for exponent in exponents()]
+        shifts, scales = (17.375, 16.875), (1.0, _dither.LEAST)
+        if in_pairs:
+            factors = (*scales, *(-shift * scale for shift, scale in zip(shifts, scales, strict=True)))
+            pairs = [two_bfloat16s(*(x * jnp.float32(factor) for x in size)) for factor in factors]
+
+        def value(word, column):
+            x = warp.float_of_byte(word, u32(2 * column) + second)
+            x, low = ((x - shift) * (size[column] * scale) for shift, scale in zip(shifts, scales, strict=True))
+            return _narrow(lax.bitcast_convert_type(jnp.maximum(jnp.maximum(x, low), 0.0), jnp.uint32), layout.dtype)
+
+        def values(word):
+            if in_pairs:
+                return [warp.bfloat16_values(word, second, *pairs)]
+            return _pair(*(value(word, column) for column in range(2)))
+
+        def write_positive():
+            for i, word in enumerate(words):
+                where.store(x_ref, rows_of_bytes(1) + i % 2, jnp.int32(i - i % 2), values(word))
+
+        def write_any():
+            def write_word(i, carry):
+                pair, (word, *others) = values(carry[0]), carry
+                # To bit 15 the signs of the first column, to bit 31 those of the second, which are 16 places higher.
+                of_both = signs << (u32(15 - i) - 8 * second)
+                if len(pair) == 2:
+                    bits = [(of_both << 16) & u32(1 << 31), of_both & u32(1 << 31)]
+                else:
+                    bits = [of_both & u32(0x80008000)]
+                where.store(x_ref, rows_of_bytes(1), i, [x | sign for x, sign in zip(pair, bits, strict=True)])
+                return *others, word
+
+            lax.fori_loop(0, 8, write_word, tuple(words))
+
+        when(has_signs, write_any)
+        when(~has_signs, write_positive)
+        return following
+
+    def finish(count):
+        signs, planes, following = get_planes(count)
 
         def finish_group(group, carry):
             """One at a time: all that is computed has to fit into registers, those of many warps."""
-            signs, *bits = (take(x, group) for x in (sign, *planes))
+            own_signs, *bits = (take(x, group) for x in (signs, *planes))
             eighths = [take(x, group) for x in where.dither(exponent_ref)]
             parts = eighths, *(bits[i : i + 8] for i in range(0, count, 8))
             words = tuple(tuple(_lane_bits.transpose(part, warp)) for part in parts)
@@ -136,7 +155,7 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref):
                     if layout.exponents == "value":
                         d = _dither.allowed(d, exponent, layout.dtype)
                     x = _value(q, exponent, d, layout.dtype, count)
-                    sign = (signs << (u32(WORD - 1) - u32(word) - place)) & u32(1 << 31)
+                    sign = (own_signs << (u32(WORD - 1) - u32(word) - place)) & u32(1 << 31)
                     return _narrow(x | sign, layout.dtype)
 
                 where.store(x_ref, *rows, _pair(*(value(column, exponent[column]) for column in (0, 1))))
@@ -146,7 +165,7 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref):
             return carry
 
         lax.fori_loop(0, GROUPS, finish_group, 0)
-        return state[2]
+        return following
 
     def finish_any():
         if _tiles.max_planes(layout.dtype) == 8:
@@ -157,7 +176,7 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref):
         following = finish_any()
     else:
         has_halves = jnp.min(jnp.minimum(*(u32(has_half(k, layout.dtype)) for k in exponents())).astype(jnp.int32))
-        following = lax.cond(~has_signs & (most <= 4) & (has_halves != 0), finish_few, finish_any)
+        following = lax.cond((most <= 4) & (has_halves != 0), finish_few, finish_any)
 
     raw_before, raw_lanes = warp.before(is_raw)
 
