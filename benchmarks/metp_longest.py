@@ -40,7 +40,7 @@ class Config:
     memory_gib: float = 8.0
     """Of each GPU."""
     parallelisms: tuple[str, ...] = ("metp", "tp", "tp_sp", "ulysses", "ring")
-    guesses: tuple[int, ...] = (116736, 40960, 45056, 60416, 49152)
+    guesses: tuple[int, ...] = (112640, 49152, 47104, 58368, 51200)
     """Lengths at which the search starts, one for each parallelism."""
     grid: int = 1024
     """Lengths tried are multiples of it."""
