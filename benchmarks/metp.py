@@ -5,6 +5,8 @@
   `memjax.shard.overlap` predicts;
 - attention: causal zigzag ring attention beside flash attention on one GPU with as many tokens.
 
+Each in a file of its own, `benchmarks/results/metp_memory.json` and so on.
+
 `--tokens 512 --dim 64 --heads 4 --hidden 128 --sizes 2 --overlap-tokens 64 --link-sizes 1024 4096
 --attention-tokens 256` tries it on simulated CPU devices.
 """
@@ -42,6 +44,7 @@ class Config:
     dim: int = 4096
     heads: int = 32
     hidden: int = 11008
+    kinds: tuple[str, ...] = ("memory", "overlap", "attention")
     sizes: tuple[int, ...] = (2, 4)
     """GPUs of the rings whose memory is measured."""
     parallelisms: tuple[str, ...] = ("metp", "tp")
@@ -54,11 +57,11 @@ class Config:
     repeats: int = 8
     time_limit: float = 120.0
     """Start nothing after this many seconds."""
-    name: str = "metp"
 
 
 def main(config: Config) -> None:
-    begin, rows = time.monotonic(), []
+    begin = time.monotonic()
+    rows: dict[str, list[dict]] = {kind: [] for kind in config.kinds}
     late = lambda: time.monotonic() - begin > config.time_limit
     base = dataclasses.asdict(config)
     gpu = record._accelerator() is not None
@@ -72,11 +75,12 @@ def main(config: Config) -> None:
         return record.in_fresh_process("benchmarks.metp", case, environ=environ, timeout=90)
 
     def keep(found: dict) -> None:
-        rows.append({key: value for key, value in found.items() if key not in base or key in ("tokens", "dim")})
-        print(json.dumps(rows[-1]), flush=True)
-        record.save(config.name, rows)
+        row = {key: value for key, value in found.items() if key not in base or key in ("tokens", "dim")}
+        rows[row["kind"]].append(row)
+        print(json.dumps(row), flush=True)
+        record.save(f"metp_{row['kind']}", rows[row["kind"]])
 
-    for size in sorted(config.sizes):
+    for size in sorted(config.sizes) if "memory" in config.kinds else ():
         # Rings that fit side by side run side by side.
         with ThreadPoolExecutor(max(most // size, 1)) as pool:
             jobs = [
@@ -86,7 +90,7 @@ def main(config: Config) -> None:
             for job in jobs:
                 keep(job.result())
     for kind in ("overlap", "attention"):
-        if not late():
+        if kind in config.kinds and not late():
             keep(run(kind, most))
 
 

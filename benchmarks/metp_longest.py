@@ -1,7 +1,8 @@
 """The longest sequence that each parallelism can train on: `python -m benchmarks.metp_longest`, three minutes on four GPUs.
 
 Real steps, optimizer and loss included, of a model of seven billion parameters cut to a few layers, all in as much memory
-per GPU; then tokens a second at the longest length that all but tensor parallelism take. The search starts at `--guesses`, so
+per GPU; then tokens a second at the longest length that all but tensor parallelism take, with METP also of steps that use the
+memory it leaves: nothing of feed-forward layers multiplied again, all heads at once. The search starts at `--guesses`, so
 that few steps are tried, and takes the parallelisms side by side.
 
 `--size 8 --dim 32 --heads 8 --layers 1 --memory-gib 0.005 --guesses 8192 --grid 1024 --parallelisms metp` tries it on simulated
@@ -28,6 +29,7 @@ from experiments.data.text import standard_library
 
 memjax.shard.hide_hops()
 _KEPT = ("size", "dim", "heads", "layers", "memory_gib")
+_SPACIOUS = {"recompute": False, "head_chunks": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Config:
     memory_gib: float = 8.0
     """Of each GPU."""
     parallelisms: tuple[str, ...] = ("metp", "tp", "tp_sp", "ulysses", "ring")
-    guesses: tuple[int, ...] = (112640, 49152, 47104, 58368, 51200)
+    guesses: tuple[int, ...] = (122880, 49152, 49152, 58368, 53248)
     """Lengths at which the search starts, one for each parallelism."""
     grid: int = 1024
     """Lengths tried are multiples of it."""
@@ -74,7 +76,8 @@ def main(config: Config) -> None:
             keep(found)
     others = {row["parallelism"]: row["longest"] for row in rows if row["parallelism"] != "tp" and row.get("longest")}
     with ThreadPoolExecutor() as pool, tempfile.NamedTemporaryFile() as turn:
-        for found in pool.map(lambda name: run(name, min(others.values()), turn=turn.name), others):
+        cases: list[tuple[str, dict]] = [(name, {}) for name in others] + [("metp", _SPACIOUS)] * ("metp" in others)
+        for found in pool.map(lambda case: run(case[0], min(others.values()), turn=turn.name, **case[1]), cases):
             keep(found)
 
 
@@ -91,6 +94,7 @@ def case(case: dict) -> dict:
         layers=case["layers"],
         heads=case["heads"],
         dtype="bfloat16",
+        **{key: case[key] for key in _SPACIOUS if key in case},
     )
     text, name, grid = standard_library().train, case["parallelism"], case["grid"]
     limit = case["memory_gib"] * 2**30 if jax.default_backend() == "cpu" else None

@@ -15,10 +15,10 @@ _NAMES = {
 
 
 def memory_table() -> str | None:
-    if (loaded := _load("metp")) is None:
+    if (loaded := _load("metp_memory")) is None:
         return None
     environment, rows = loaded
-    found = {(row["size"], row["parallelism"]): row for row in rows if row["kind"] == "memory"}
+    found = {(row["size"], row["parallelism"]): row for row in rows}
     body = []
     for size in sorted({size for size, _ in found}):
         mine, theirs = found[size, "metp"], found[size, "tp"]
@@ -48,13 +48,15 @@ def longest_table() -> str | None:
         return None
     environment, rows = loaded
     found = {row["parallelism"]: row for row in rows if "longest" in row}
-    speeds = {row["parallelism"]: row for row in rows if "speed_at" in row}
-    speed_of = lambda name: f"{speeds[name]['tokens_per_second']:,.0f}" if name in speeds else ""
+    speeds = {(row["parallelism"], row.get("recompute", True)): row for row in rows if "speed_at" in row}
+    speed_of = lambda *key: f"{speeds[key]['tokens_per_second']:,.0f}" if key in speeds else ""
     most = found["metp"]["longest"]
     body = [
-        [_NAMES[name], f"{row['longest']:,}", f"{row['fails']:,}", f"{most / row['longest']:.2f}", speed_of(name)]
+        [_NAMES[name], f"{row['longest']:,}", f"{row['fails']:,}", f"{most / row['longest']:.2f}", speed_of(name, True)]
         for name, row in found.items()
     ]
+    if ("metp", False) in speeds:
+        body.insert(1, ["METP with what memory it leaves", "", "", "", speed_of("metp", False)])
     header = ["", "longest sequence", "first that fails", "METP's / this"]
     header += [f"tokens/s with {next(iter(speeds.values()))['speed_at']:,} tokens" if speeds else "tokens/s"]
     return _markdown(header, body) + "\n\n" + _source(environment)
@@ -110,9 +112,8 @@ def hops_table() -> str | None:
 
 
 def _overlap_row() -> tuple[dict, dict] | None:
-    loaded = _load("metp")
-    found = [row for row in loaded[1] if row["kind"] == "overlap"] if loaded else []
-    return (loaded[0], found[0]) if loaded and found else None
+    loaded = _load("metp_overlap")
+    return (loaded[0], loaded[1][0]) if loaded else None
 
 
 TABLES = {

@@ -73,6 +73,10 @@ class MetpConfig(RunConfig):
     """Of queries, keys and values."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of computation; parameters are float32."""
+    head_chunks: int = 8
+    """Groups of heads that METP's attention takes in turn: fewer take more memory and less time."""
+    recompute: bool = True
+    """METP's feed-forward layers multiply again in the backward pass: `--no-recompute` takes more memory and less time."""
     compare: tuple[str, ...] = parallel.NAMES
     """What is measured beside one another; none: no comparison."""
     compare_lengths: tuple[int, ...] = (512, 1024, 2048)
@@ -92,7 +96,7 @@ class MetpConfig(RunConfig):
             raise ExperimentError("--resume: these short runs keep no checkpoints; start another")
         if unknown := set(self.compare) - set(parallel.NAMES):
             raise ExperimentError(f"--compare takes {', '.join(parallel.NAMES)}, got {', '.join(sorted(unknown))}")
-        for name in ("length", "dim", "layers", "heads", "memory_limit", "longest"):
+        for name in ("length", "dim", "layers", "heads", "head_chunks", "memory_limit", "longest"):
             if getattr(self, name) < 1:
                 raise ExperimentError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
         for name in ("ring", "steps"):
@@ -122,8 +126,15 @@ class MetpConfig(RunConfig):
             "heads": self.heads,
             "kv_heads": self.heads,
             "hidden": 4 * self.dim,
+            "head_chunks": self.head_chunks,
         }
-        return TransformerConfig(vocabulary=BYTES, dtype=self.dtype, parallelism=parallelism, **sizes)  # type: ignore[arg-type]
+        return TransformerConfig(
+            vocabulary=BYTES,
+            dtype=self.dtype,
+            parallelism=parallelism,  # type: ignore[arg-type]
+            recompute=self.recompute,
+            **sizes,
+        )
 
     def mesh(self) -> Mesh:
         ring = self.ring or jax.device_count()

@@ -28,7 +28,6 @@ from memjax.shard import baselines
 Parallelism = Literal["none", "metp", "tp", "tp_sp", "ulysses", "ring"]
 NAMES: tuple[Parallelism, ...] = ("metp", "tp", "tp_sp", "ulysses", "ring")
 AXIS = "ring"
-_HEAD_CHUNKS = 8
 Array = jax.Array
 _MLP: dict[str, Callable[..., Array]] = {
     "metp": memjax.shard.metp_mlp,
@@ -63,6 +62,7 @@ def attend(
     weights: tuple[Array, Array, Array, Array],
     head_dim: int,
     rotate: Callable[[Array, Array], Array],
+    head_chunks: int,
 ) -> Array:
     """Causal attention with this device's columns of the query, key and value weights and rows of the output's."""
     *inputs, out = weights
@@ -81,8 +81,7 @@ def attend(
     elif parallelism == "ulysses":
         mixed = baselines.ulysses_attention(q, k, v, axis_name=AXIS, causal=True)
     else:
-        # METP takes heads in turn, so that what travels stays small beside what is kept.
-        groups = math.gcd(k.shape[2], _HEAD_CHUNKS) if parallelism == "metp" else 1
+        groups = math.gcd(k.shape[2], head_chunks) if parallelism == "metp" else 1
         mixed = memjax.shard.metp_attention(q, k, v, axis_name=AXIS, causal=True, head_chunks=groups)
     o = _product(parallelism, mixed.reshape(*x.shape[:2], -1), out, 0)
     if parallelism == "tp":
@@ -90,22 +89,23 @@ def attend(
     return baselines.scattered(o, AXIS) if parallelism == "tp_sp" else o
 
 
-def mlp(parallelism: str, x: Array, gate: Array, up: Array, down: Array) -> Array:
+def mlp(parallelism: str, x: Array, gate: Array, up: Array, down: Array, recompute: bool) -> Array:
     """SwiGLU."""
     f = partial(_MLP[parallelism], activation=jax.nn.silu, axis_name=AXIS)
+    if parallelism == "metp":
+        f = partial(f, recompute=recompute)
     call = lambda x, gate, up, down: f(x, up, down, w_gate=gate)
     # What gathers, gathers again in the backward pass; METP saves no more than this by itself.
     return (jax.checkpoint(call) if parallelism in ("ulysses", "ring") else call)(x, gate, up, down)
 
 
 def embed(parallelism: str, tokens: Array, table: Array) -> Array:
-    """Rows of a table of which this device holds V / p."""
+    """Rows of a table of which this device holds V / p, as a product: bytes are few and often the same, so a gather's transpose
+    would have all rows added to a few places, one after another, and rounded each time."""
+    rows = lambda tokens, table: jax.nn.one_hot(tokens, table.shape[0], dtype=table.dtype) @ table
     if parallelism != "tp":
-        return jax.checkpoint(lambda table: baselines.gathered_weight(table, AXIS, 0)[tokens])(table)
-    local = tokens - lax.axis_index(AXIS) * table.shape[0]
-    mine = (local >= 0) & (local < table.shape[0])
-    rows = jnp.where(mine[..., None], table[jnp.where(mine, local, 0)], jnp.zeros((), table.dtype))
-    return lax.psum(rows, AXIS)
+        return jax.checkpoint(lambda table: rows(tokens, baselines.gathered_weight(table, AXIS, 0)))(table)
+    return lax.psum(jax.checkpoint(rows)(tokens - lax.axis_index(AXIS) * table.shape[0], table), AXIS)
 
 
 def loss(parallelism: str, x: Array, table: Array, labels: Array) -> Array:

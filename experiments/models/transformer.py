@@ -39,6 +39,10 @@ class TransformerConfig:
     """Of computation; parameters are float32."""
     parallelism: Parallelism = "none"
     """Over the "ring" axis; "none" outside of `sharded_loss`."""
+    head_chunks: int = 8
+    """Groups of heads, at most, that METP's attention takes in turn, so that what travels stays small beside what is kept."""
+    recompute: bool = True
+    """Whether METP's feed-forward layers multiply again in the backward pass; False for where memory is to spare."""
 
     def __post_init__(self) -> None:
         if self.dim % (2 * self.heads):
@@ -102,13 +106,14 @@ class Attention(nnx.Module):
         self.key = linear(config.dim, config.kv_heads * config.head_dim)
         self.value = linear(config.dim, config.kv_heads * config.head_dim)
         self.out = linear(config.dim, config.dim)
-        self._head_dim, self._rope_base, self._parallelism = config.head_dim, config.rope_base, config.parallelism
+        self._head_dim, self._rope_base = config.head_dim, config.rope_base
+        self._parallelism, self._head_chunks = config.parallelism, config.head_chunks
 
     def __call__(self, x: jax.Array) -> jax.Array:
         if self._parallelism != "none":
             weights = _kernel(self.query, x), _kernel(self.key, x), _kernel(self.value, x), _kernel(self.out, x)
             turned = lambda a, where: rotate(a, self._rope_base, where)
-            return parallel.attend(self._parallelism, x, weights, self._head_dim, turned)
+            return parallel.attend(self._parallelism, x, weights, self._head_dim, turned, self._head_chunks)
         heads = lambda a: a.reshape(*a.shape[:-1], -1, self._head_dim)
         q, k, v = heads(self.query(x)), heads(self.key(x)), heads(self.value(x))
         q, k = rotate(q, self._rope_base), rotate(k, self._rope_base)
@@ -141,11 +146,12 @@ class SwiGLU(nnx.Module):
         self.gate = linear(config.dim, config.hidden)
         self.up = linear(config.dim, config.hidden)
         self.down = linear(config.hidden, config.dim)
-        self._parallelism = config.parallelism
+        self._parallelism, self._recompute = config.parallelism, config.recompute
 
     def __call__(self, x: jax.Array) -> jax.Array:
         if self._parallelism != "none":
-            return parallel.mlp(self._parallelism, x, _kernel(self.gate, x), _kernel(self.up, x), _kernel(self.down, x))
+            weights = _kernel(self.gate, x), _kernel(self.up, x), _kernel(self.down, x)
+            return parallel.mlp(self._parallelism, x, *weights, self._recompute)
         return self.down(nnx.silu(self.gate(x)) * self.up(x))
 
 

@@ -64,6 +64,7 @@ def metp_mlp(
     *,
     activation: Callable[[jax.Array], jax.Array] = jax.nn.gelu,
     w_gate: Float[Array, "d f"] | None = None,
+    recompute: bool = True,
     axis_name: str,
 ) -> Float[Array, "... t e"]:
     """A feed-forward layer over a ring: `activation(x w_in) w_out`, or gated `(activation(x w_gate) * (x w_in)) w_out`.
@@ -76,20 +77,22 @@ def metp_mlp(
       w_in, w_gate: (D, F/p), this device's columns.
       w_out: (F/p, E), this device's rows.
       activation: elementwise.
+      recompute: multiply x by `w_in` and `w_gate` again in the backward pass. False, for where memory is to spare: the products
+        are kept, t F entries for each of the two weights, and blocks go round whole in the backward pass too (n = 1).
       axis_name: the axis of `jax.shard_map` that is the ring.
 
     Returns:
       (..., t, E), this device's tokens.
 
-    Saved for the backward pass: x and the weights' local blocks.
+    Saved for the backward pass: x and the weights' local blocks, and unless `recompute` the products.
 
     Raises:
       ValueError, TypeError: as `metp`.
     """
     if w_gate is None:
-        return _checked_product(activation, x, {"w_in": w_in}, w_out, "w_out", axis_name)
+        return _checked_product(activation, x, {"w_in": w_in}, w_out, "w_out", axis_name, recompute)
     gated = _Gated(activation)
-    return _checked_product(gated, x, {"w_in": w_in, "w_gate": w_gate}, w_out, "w_out", axis_name)
+    return _checked_product(gated, x, {"w_in": w_in, "w_gate": w_gate}, w_out, "w_out", axis_name, recompute)
 
 
 class _Gated:
@@ -101,7 +104,13 @@ class _Gated:
 
 
 def _checked_product(
-    f: Callable[..., jax.Array], a: Any, columns: dict[str, Any], c: Any, c_name: str, axis_name: str
+    f: Callable[..., jax.Array],
+    a: Any,
+    columns: dict[str, Any],
+    c: Any,
+    c_name: str,
+    axis_name: str,
+    recompute: bool = True,
 ) -> jax.Array:
     ring.axis_size(axis_name)
     first, *_ = columns.values()
@@ -126,36 +135,52 @@ def _checked_product(
     rows = a.reshape(-1, a.shape[-1])
     operands = (rows, tuple(columns.values()), c)
     operands = vary(operands, varying_axes(*jax.tree.leaves(operands)))
-    return _product(f, *operands, axis_name).reshape(*a.shape[:-1], c.shape[1])
+    return _product(f, *operands, axis_name, recompute).reshape(*a.shape[:-1], c.shape[1])
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 4))
-def _product(f: Any, a: jax.Array, bs: tuple[jax.Array, ...], c: jax.Array, axis_name: str) -> jax.Array:
-    return _forward(f, a, bs, c, axis_name)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0, 4, 5))
+def _product(
+    f: Any, a: jax.Array, bs: tuple[jax.Array, ...], c: jax.Array, axis_name: str, recompute: bool
+) -> jax.Array:
+    return _forward(f, a, bs, c, axis_name, True)[0]
 
 
-def _forward(f: Any, a: jax.Array, bs: tuple[jax.Array, ...], c: jax.Array, axis_name: str) -> tuple[jax.Array, Any]:
+def _forward(
+    f: Any, a: jax.Array, bs: tuple[jax.Array, ...], c: jax.Array, axis_name: str, recompute: bool
+) -> tuple[jax.Array, Any]:
     h = _elementwise(f, len(bs), a.dtype)
 
-    def body(o: Any, block: Any, step: Any) -> Any:
-        b, c = block
-        return _add_product(o, h(a @ b), c)
+    def body(carry: Any, block: Any, step: Any) -> Any:
+        (o, products), (b, c) = carry, block
+        z = a @ b
+        if not recompute:
+            products = jax.lax.dynamic_update_index_in_dim(products, z, step, 0)
+        return _add_product(o, h(z), c), products
 
-    o: Any = ring.scan(body, _block(bs, c, 0, 1), None, axis_name=axis_name)
-    return _rounded(o, a.dtype), (a, bs, c)
+    products = None
+    if not recompute:
+        shape = ring.axis_size(axis_name), a.shape[0], len(bs) * c.shape[0]
+        products = vary(jnp.zeros(shape, a.dtype), varying_axes(a))
+    o, products = ring.scan(body, _block(bs, c, 0, 1), (None, products), axis_name=axis_name)
+    return _rounded(o, a.dtype), (a, bs, c, products)
 
 
-def _backward(f: Any, axis_name: str, saved: Any, do: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array]:
+def _backward(
+    f: Any, axis_name: str, recompute: bool, saved: Any, do: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array]:
     # Nothing is recomputed before the cotangent is there, nor merged with the forward pass and held until then.
-    (a, bs, c), do = jax.lax.optimization_barrier((saved, do))
-    wide, count = accumulator(a.dtype), _pieces(a, bs, c)
+    (a, bs, c, products), do = jax.lax.optimization_barrier((saved, do))
+    wide, count = accumulator(a.dtype), _pieces(a, bs, c) if recompute else 1
 
     def body(da: Any, block: Any, step: Any) -> tuple[Any, Any]:
         b, c = block
-        h, pull = jax.vjp(_elementwise(f, len(bs), a.dtype), a @ b)
+        z = a @ b if recompute else jax.lax.dynamic_index_in_dim(products, step, 0, keepdims=False)
+        h, pull = jax.vjp(_elementwise(f, len(bs), a.dtype), z)
         (dz,) = pull(do @ c.T)
+        # Both are made once, in one kernel: in the kernels that slice them XLA would compute them again.
+        h, dz = jax.lax.optimization_barrier((h, dz))
         db = jnp.matmul(a.T, dz, preferred_element_type=wide)
-        return _add_product(da, dz, b.T), (db, jnp.matmul(h.T, do, preferred_element_type=wide))
+        return _add_product(da, dz, b.T, made=True), (db, jnp.matmul(h.T, do, preferred_element_type=wide))
 
     da: Any = None if count == 1 else vary(_halves(jnp.zeros(a.shape, wide)), varying_axes(a))
     piece = lambda block, i: _block(block[0], block[1], i, count)
@@ -186,14 +211,19 @@ def _block(bs: tuple[jax.Array, ...], c: jax.Array, index: Any, count: int) -> t
     return (bs[0] if len(bs) == 1 else jnp.concatenate(bs, 1)), c
 
 
-def _add_product(sums: Any, a: jax.Array, b: jax.Array) -> tuple[jax.Array, ...]:
-    """sums + a b, in two halves of the rows: a product that is not added where it is made takes half as much."""
-    top, bottom = _halves(a)
+def _add_product(sums: Any, a: jax.Array, b: jax.Array, made: bool = False) -> tuple[jax.Array, ...]:
+    """sums + a b, in two halves of the rows: a product that is not added where it is made takes half as much. `made`: a is an
+    array, of which the second half is cut out after the first is multiplied."""
     product = partial(jnp.matmul, preferred_element_type=accumulator(a.dtype))
-    if sums is None:
-        return product(top, b), product(bottom, b)
-    first, bottom = jax.lax.optimization_barrier((sums[0] + product(top, b), bottom))
-    return first, sums[1] + product(bottom, b)
+    top, bottom = _halves(a)
+    first = product(top, b) if sums is None else sums[0] + product(top, b)
+    if made:
+        first, a = jax.lax.optimization_barrier((first, a))
+        bottom = _halves(a)[1]
+    elif sums is not None:
+        first, bottom = jax.lax.optimization_barrier((first, bottom))
+    second = product(bottom, b)
+    return first, second if sums is None else sums[1] + second
 
 
 def _halves(a: jax.Array) -> tuple[jax.Array, jax.Array]:

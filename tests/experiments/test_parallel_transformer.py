@@ -16,14 +16,16 @@ def _plain(model, tokens, labels):
     return linear_cross_entropy(model(tokens), model.head, labels, reduction="sum", implementation="full")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_loss_and_gradients_are_those_of_one_device(name):
+@pytest.mark.parametrize(
+    ("name", "options"), [*((name, {}) for name in NAMES), ("metp", {"recompute": False, "head_chunks": 1})]
+)
+def test_loss_and_gradients_are_those_of_one_device(name, options):
     """On a mesh of two by four devices; parameters and gradients sharded."""
     mesh = jax.make_mesh((2, 4), ("data", "ring"), axis_types=(AxisType.Auto,) * 2)
     text = np.random.default_rng(0).integers(0, 32, (2, 17))
     tokens, labels = jnp.asarray(text[:, :-1], jnp.int32), jnp.asarray(text[:, 1:], jnp.int32)
     one = Transformer(TransformerConfig(**SIZES), rngs=nnx.Rngs(0))
-    model = Transformer(TransformerConfig(**SIZES, parallelism=name), rngs=nnx.Rngs(0))
+    model = Transformer(TransformerConfig(**SIZES, parallelism=name, **options), rngs=nnx.Rngs(0))
     graph, params = nnx.split(model)
     placed = jax.device_put(params, shardings(params, mesh))
 

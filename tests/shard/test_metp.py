@@ -13,10 +13,10 @@ def gated(x, w_in, w_gate, w_out):
     return (jax.nn.silu(x @ w_gate) * (x @ w_in)) @ w_out
 
 
-def gated_ring(size):
+def gated_ring(size, recompute=True):
     return sharded(
         lambda x, w_in, w_gate, w_out: metp_mlp(
-            x, w_in, w_out, activation=jax.nn.silu, w_gate=w_gate, axis_name="ring"
+            x, w_in, w_out, activation=jax.nn.silu, w_gate=w_gate, recompute=recompute, axis_name="ring"
         ),
         size,
         (ROWS, ROWS, ROWS, FIRST),
@@ -25,11 +25,12 @@ def gated_ring(size):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_gated_mlp_is_that_of_one_device(x64, size):
+@pytest.mark.parametrize(("size", "recompute"), [(1, True), (2, True), (4, True), (8, True), (1, False), (4, False)])
+def test_gated_mlp_is_that_of_one_device(x64, size, recompute):
     x, w_in, w_gate, w_out, do = normal((2, 16, 6), (6, 24), (6, 24), (24, 5), (2, 16, 5))
     expected = outputs_and_gradients(gated, do, x, w_in, w_gate, w_out)
-    for a, b in zip(outputs_and_gradients(gated_ring(size), do, x, w_in, w_gate, w_out), expected, strict=True):
+    got = outputs_and_gradients(gated_ring(size, recompute), do, x, w_in, w_gate, w_out)
+    for a, b in zip(got, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-10)
 
 
@@ -76,6 +77,22 @@ def test_no_array_is_larger_than_a_block_of_rows_by_a_block_of_columns():
     assert temp < 4 * (7 * tile + 5 * 2 * block + 2 * rows)
     # All temporaries together are less than the one array that tensor parallelism would hold.
     assert temp < 4 * tokens * hidden // size
+
+
+def test_kept_products_are_not_multiplied_again():
+    shapes = {"x": (1, 16, 4), "w_in": (4, 24), "w_gate": (4, 24), "w_out": (24, 4)}
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes.values()]
+
+    def saved_and_matmuls(recompute):
+        pull = jax.eval_shape(lambda *args: jax.vjp(gated_ring(8, recompute), *args)[1], *arrays)
+        do = jax.ShapeDtypeStruct(shapes["x"], jnp.float32)
+        text = jax.jit(lambda pull, do: pull(do)).lower(pull, do).as_text()
+        return sum(a.size for a in jax.tree.leaves(pull)), text.count("stablehlo.dot_general")
+
+    inputs, matmuls = saved_and_matmuls(True)
+    assert inputs == sum(np.prod(shape) for shape in shapes.values())
+    # One less in the first step, the loop's, the last one and that with the own block.
+    assert saved_and_matmuls(False) == (inputs + 16 * 2 * 24, matmuls - 4)
 
 
 def test_hops_are_as_many_as_they_need_be():
