@@ -26,6 +26,7 @@ class MetpMlp(nnx.Module):
 
     Args:
       activation: elementwise; with `gated=True` of the gate, so SwiGLU is `jax.nn.silu` with a gate.
+      recompute: see `metp_mlp`.
       axis_name: the mesh axis that is the ring.
       dtype: of computation; None: that of the input.
     """
@@ -37,6 +38,7 @@ class MetpMlp(nnx.Module):
         *,
         activation: Callable[[Array], Array] = jax.nn.gelu,
         gated: bool = False,
+        recompute: bool = True,
         axis_name: str = "ring",
         dtype: Any = None,
         rngs: nnx.Rngs,
@@ -44,7 +46,8 @@ class MetpMlp(nnx.Module):
         self.w_in = nnx.Param(_normal(rngs.params(), (dim, hidden)))
         self.w_gate = nnx.Param(_normal(rngs.params(), (dim, hidden))) if gated else nnx.data(None)
         self.w_out = nnx.Param(_normal(rngs.params(), (hidden, dim)))
-        self._activation, self._axis_name, self._dtype = activation, axis_name, dtype
+        self._activation, self._recompute = activation, recompute
+        self._axis_name, self._dtype = axis_name, dtype
 
     def __call__(self, x: Array) -> Array:
         """(..., t, dim), this device's tokens."""
@@ -56,6 +59,7 @@ class MetpMlp(nnx.Module):
             self.w_out[...].astype(dtype),
             activation=self._activation,
             w_gate=w_gate,
+            recompute=self._recompute,
             axis_name=self._axis_name,
         )
 
