@@ -8,7 +8,7 @@ from jax import lax
 from memjax.compress import _dither, _lane_bits, _tiles
 from memjax.compress._bits import WORD, Words, compress_moves, expand, u32
 from memjax.compress._pallas_tile import Where, any_lane, rows_of_bytes, stack, take, when
-from memjax.compress._quantize import has_half, middle, step
+from memjax.compress._quantize import middle, step
 from memjax.compress._reference import read_headers
 from memjax.compress._tiles import GROUPS, LANES
 from memjax.compress._warp import two_bfloat16s
@@ -89,50 +89,71 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref):
         (signs, *planes), state = lax.fori_loop(first, most + 1, add_slot, ((none,) * (count + 1), start))
         return signs, _lane_bits.increment(planes, mask), state[2]
 
-    def finish_few():
-        """Of q below 16, at coarse bounds most."""
-        signs, planes, following = get_planes(4)
-        # Bytes of 128 + 8 q + 7 - d, which as numbers are 16 + q + (7 - d) / 8: q - 1/2 - d / 8 steps, or, if these are not
-        # positive, a little of q - d / 8.
-        eighths = (~plane for plane in where.dither(exponent_ref))
-        words = _lane_bits.transpose([*eighths, *planes, ~none], warp)
+    def numbers_of(planes):
+        """Of 8 q + 7 - d: q - 1/2 - d / 8 steps, or, if these are not positive, a little of q - d / 8."""
+        return *(~plane for plane in where.dither(exponent_ref)), *planes
+
+    def finish_shortest():
+        """Of q below 16 without signs: what most ReLUs give. Written out: loops take longer."""
+        planes, state = [], start
+        for slot in range(1, 5):
+            get = functools.partial(get_slot, jnp.int32(slot), state)
+            plane, state = lax.cond(slot <= most, get, lambda state=state: (none, state))
+            planes.append(plane)
+        numbers = numbers_of(_lane_bits.increment(planes, mask))
+        words, values = of_short_pairs(numbers) if in_pairs else of_floats((*numbers, none))
+        for i, word in enumerate(words):
+            where.store(x_ref, rows_of_bytes(1) + i % 2, jnp.int32(i - i % 2), values(word, i))
+        return state[2]
+
+    def finish_short():
+        """Of q below 32."""
+        signs, planes, following = get_planes(5)
+        numbers = numbers_of(planes)
+        words, values = of_pairs(numbers) if in_pairs else of_floats(numbers)
+
+        def write_word(i, carry):
+            pair, (word, *others) = values(carry[0], i), carry
+            # To bit 15 the signs of the first column, to bit 31 those of the second, which are 16 places higher.
+            of_both = signs << (u32(15 - i) - 8 * second)
+            bits = [(of_both << 16) & u32(1 << 31), of_both & u32(1 << 31)]
+            bits = bits if len(pair) == 2 else [of_both & u32(0x80008000)]
+            where.store(x_ref, rows_of_bytes(1), i, [x | sign for x, sign in zip(pair, bits, strict=True)])
+            return *others, word
+
+        lax.fori_loop(0, 8, write_word, tuple(words))
+        return following
+
+    def of_floats(numbers):
         size = [step(exponent) for exponent in exponents()]
-        shifts, scales = (17.375, 16.875), (1.0, _dither.LEAST)
-        if in_pairs:
-            factors = (*scales, *(-shift * scale for shift, scale in zip(shifts, scales, strict=True)))
-            pairs = [two_bfloat16s(*(x * jnp.float32(factor) for x in size)) for factor in factors]
 
         def value(word, column):
             x = warp.float_of_byte(word, u32(2 * column) + second)
-            x, low = ((x - shift) * (size[column] * scale) for shift, scale in zip(shifts, scales, strict=True))
+            x, low = (x - (2.0**20 + 1.375)) * size[column], (x - (2.0**20 + 0.875)) * (size[column] * _dither.LEAST)
             return _narrow(lax.bitcast_convert_type(jnp.maximum(jnp.maximum(x, low), 0.0), jnp.uint32), layout.dtype)
 
-        def values(word):
-            if in_pairs:
-                return [warp.bfloat16_values(word, second, *pairs)]
-            return _pair(*(value(word, column) for column in range(2)))
+        return _lane_bits.transpose(numbers, warp), lambda word, _: _pair(*(value(word, column) for column in range(2)))
 
-        def write_positive():
-            for i, word in enumerate(words):
-                where.store(x_ref, rows_of_bytes(1) + i % 2, jnp.int32(i - i % 2), values(word))
+    def scales_of(*factors):
+        return tuple(two_bfloat16s(*(step(k) * jnp.float32(factor) for k in exponents())) for factor in factors)
 
-        def write_any():
-            def write_word(i, carry):
-                pair, (word, *others) = values(carry[0]), carry
-                # To bit 15 the signs of the first column, to bit 31 those of the second, which are 16 places higher.
-                of_both = signs << (u32(15 - i) - 8 * second)
-                if len(pair) == 2:
-                    bits = [(of_both << 16) & u32(1 << 31), of_both & u32(1 << 31)]
-                else:
-                    bits = [of_both & u32(0x80008000)]
-                where.store(x_ref, rows_of_bytes(1), i, [x | sign for x, sign in zip(pair, bits, strict=True)])
-                return *others, word
+    def of_short_pairs(numbers):
+        """Below 128: bytes of 128 more are 16 more as numbers."""
+        scales = scales_of(1.0, _dither.LEAST, -17.375, -16.875 * _dither.LEAST)
+        words = _lane_bits.transpose([*numbers[:7], ~none], warp)
+        return words, lambda word, _: [warp.bfloat16_values(word, second, *scales)]
 
-            lax.fori_loop(0, 8, write_word, tuple(words))
+    def of_pairs(numbers):
+        """The last bit apart."""
+        scales = scales_of(*(factor * scale for scale in (1.0, _dither.LEAST) for factor in (2.0, 0.125)))
+        scales = *scales[:2], *scales_of(-1.375), *scales[2:], *scales_of(-0.875 * _dither.LEAST)
+        words = _lane_bits.transpose([*numbers[1:], ~none], warp)
 
-        when(has_signs, write_any)
-        when(~has_signs, write_positive)
-        return following
+        def values(word, i):
+            odd = (numbers[0] >> u32(i)) & u32(0x01010101)
+            return [warp.bfloat16_values_of_two(word, odd, second, scales)]
+
+        return words, values
 
     def finish(count):
         signs, planes, following = get_planes(count)
@@ -175,8 +196,14 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref):
     if layout.exponents == "value":
         following = finish_any()
     else:
-        has_halves = jnp.min(jnp.minimum(*(u32(has_half(k, layout.dtype)) for k in exponents())).astype(jnp.int32))
-        following = lax.cond((most <= 4) & (has_halves != 0), finish_few, finish_any)
+        # All factors are normal numbers, and half a step is a number of the dtype.
+        are_usual = jnp.min(jnp.minimum(*exponents())) > (-24 if layout.dtype == jnp.float16 else -110)
+        is_short = (most <= 5) & are_usual
+        following = lax.cond(
+            is_short & (most <= 4) & ~has_signs,
+            finish_shortest,
+            lambda: lax.cond(is_short, finish_short, finish_any),
+        )
 
     raw_before, raw_lanes = warp.before(is_raw)
 

@@ -1,9 +1,10 @@
 """The error-bounded quantiser: multiples of a power of two, rounded away from zero, in integer arithmetic.
 
 With step s = 2^k, a value x that is not zero has c whole eighths of a step: c <= 8 |x| / s <= c + 1, of two such c that
-which is even. With d eighths of dither, 0 to 7, its magnitude is q = 1 + floor((c + d) / 8), and it decodes to
-sign(x) (q - 1/2 - d / 8) s, half a step away at most. Where that is not beyond zero, for q = 1, a little that is stands for
-it. So zeros are exact, and the decoded value has the sign of x: of an activation after a ReLU it gives the exact mask.
+which is even, or for bfloat16s the larger one if it is a multiple of four. With d eighths of dither, 0 to 7, its magnitude is
+q = 1 + floor((c + d) / 8), and it decodes to sign(x) (q - 1/2 - d / 8) s, half a step away at most. Where that is not beyond
+zero, for q = 1, a little that is stands for it. So zeros are exact, and the decoded value has the sign of x: of an activation
+after a ReLU it gives the exact mask.
 
 Of bfloat16s (q - 1/2 - d / 8) s may have more bits than they: bits beyond are cut off. That never passes a bfloat16, so
 from beyond |x| it does not pass |x|, and from before not |x| - s / 2, which is one too. Where even q - 1/2 has, past
@@ -52,13 +53,13 @@ def quantize(
     """q (0 for zeros), whether x is negative, and whether x must be stored as it is; `exponent` broadcasts."""
     wide = float32_bits(x)
     magnitude = wide & u32(0x7FFFFFFF)
-    count, too_large = whole_eighths(magnitude, exponent)
+    count, too_large = whole_eighths(magnitude, exponent, x.dtype)
     q = jnp.where(magnitude == 0, u32(0), ((count + _dither.allowed(eighths, exponent, x.dtype)) >> 3) + u32(1))
     too_large |= (q > u32(_tiles.max_code(x.dtype))) | (exponent == RAW_EXPONENT)
     return q, (wide >> 31 != 0) & (q != 0), too_large
 
 
-def whole_eighths(magnitude: Words, exponent: Int32[Array, "..."]) -> tuple[Words, Bool[Array, "..."]]:
+def whole_eighths(magnitude: Words, exponent: Int32[Array, "..."], dtype) -> tuple[Words, Bool[Array, "..."]]:
     """c of float32s without sign, given as bits; and whether it is 2^23 or more, or |x| not finite: then c is anything."""
     is_normal = magnitude >> _MANTISSA != 0
     significand = (magnitude & u32(0x7FFFFF)) | jnp.where(is_normal, u32(0x800000), u32(0))
@@ -67,7 +68,8 @@ def whole_eighths(magnitude: Words, exponent: Int32[Array, "..."]) -> tuple[Word
     right = exponent + (147 - power)  # the significand of 8 |x| / s is shifted by as much
     by = u32(jnp.clip(right, 0, 31))
     count = significand >> by
-    count -= u32(count << by == significand) & count & u32(1)
+    step = u32(4 if jnp.dtype(dtype) == jnp.bfloat16 else 2)
+    count -= u32((count << by == significand) & (count & (step - u32(1)) != 0))
     too_large = ((right < 0) & (significand != 0)) | (count >= u32(2**23)) | (magnitude >= u32(0x7F800000))
     return count, too_large
 
@@ -75,11 +77,6 @@ def whole_eighths(magnitude: Words, exponent: Int32[Array, "..."]) -> tuple[Word
 def step(exponent: Int32[Array, "..."]) -> Float[Array, "..."]:
     """2^k in float32, exactly, for k from -126 to 127; anything for `RAW_EXPONENT`."""
     return lax.bitcast_convert_type((jnp.maximum(exponent, -126) + 127) << _MANTISSA, jnp.float32)
-
-
-def has_half(exponent: Int32[Array, "..."], dtype) -> Bool[Array, "..."]:
-    """Whether half a step is a number of the dtype."""
-    return exponent > (_F16_LEAST if jnp.dtype(dtype) == jnp.float16 else RAW_EXPONENT)
 
 
 def dequantize(
@@ -101,7 +98,9 @@ def middle(q: Words, exponent: Int32[Array, "..."], eighths: Words, dtype, *, mo
     """In steps, what q, which is at most `most`, stands for; float32, perhaps with more bits than the dtype has."""
     steps, moved = (lax.convert_element_type(x.astype(jnp.int32), jnp.float32) for x in (q, eighths))
     moved = moved * jnp.float32(0.125)
-    is_fine, last = has_half(exponent, dtype), 2 ** (_SIGNIFICANT[jnp.dtype(dtype)] - 1)
+    # Half a step is a number of the dtype.
+    is_fine = exponent > (_F16_LEAST if jnp.dtype(dtype) == jnp.float16 else RAW_EXPONENT)
+    last = 2 ** (_SIGNIFICANT[jnp.dtype(dtype)] - 1)
     if last < most:  # past it not even q - 1/2 is as short as significands
         is_fine &= q <= u32(last)
     before = jnp.where(is_fine, jnp.float32(0.5) + moved, jnp.float32(1))

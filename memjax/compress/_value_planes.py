@@ -27,8 +27,8 @@ class ValuePlanes(NamedTuple):
     Attributes:
       some, signs: of values that are not zero, and of negative ones.
       are_few: whether q - 1 is at most 32, and `few` gives its planes.
-      few, all: planes of q - 1, of values that are not zero, and which lanes have to be stored as they are. Of 5 or 6, and
-        as many as a code can have.
+      few, all: planes of q - 1, of values that are not zero, six and as many as a code can have, and which lanes have to be
+        stored as they are.
     """
 
     some: Words
@@ -73,7 +73,9 @@ def value_planes(where: Where, x_ref, exponent_ref) -> ValuePlanes:
                 columns = []
                 for column in range(2):
                     own = [exponent[word][second][column] for second in range(2)]
-                    counts = [warp.eighths(values[word][i][column], k, inverse_step(k - 3)) for i, k in enumerate(own)]
+                    counts = [
+                        warp.eighths(values[word][i][column], k, inverse_step(k - 3), dtype) for i, k in enumerate(own)
+                    ]
                     if by_value:
                         counts = [
                             jnp.where(k == RAW_EXPONENT, u32(0xFFFFFFFF), x) for k, x in zip(own, counts, strict=True)
@@ -90,14 +92,21 @@ def value_planes(where: Where, x_ref, exponent_ref) -> ValuePlanes:
         return read
 
     def read_pairs(pairs, _, carry):
-        """`read_byte(0)` for bfloat16s, two at a time: of numbers below 128, and bits that are set in others."""
-        words, (seen, bits) = [], carry
-        for [first], [second] in pairs:
-            counts = [warp.bfloat16_eighths(x, exponents(), inverse_of_pairs) for x in (first, second)]
+        """`read_byte(0)` for bfloat16s, two at a time: of numbers below 256 halves, and a plane of the rest. Carried, too: bits
+        that are set in larger ones.
+        """
+        words, (odd, seen, bits) = [], carry
+        first, second = ([word[i][0] for word in pairs] for i in range(2))
+        quarters = [[warp.bfloat16_quarters(x, exponents(), inverse_of_pairs) for x in row] for row in (first, second)]
+        for i in range(len(pairs)):
+            counts = [row[i] for row in quarters]
             words.append(warp.bytes_of(counts, (0, 4, 2, 6)))
-            seen, bits = seen | counts[0] | counts[1], bits | first | second
-        flags = [warp.bfloat16_flags([word[i][0] for word in pairs]) for i in range(2)]
-        return words, warp.bytes_of(flags, (0, 4, 2, 6)), (seen, bits)
+            seen, bits = seen | counts[0] | counts[1], bits | first[i] | second[i]
+        rows = zip((first, second), quarters, strict=True)
+        odds = [warp.bfloat16_odds(*row, exponents(), inverse_of_pairs) for row in rows]
+        odd = (odd >> 4) | (warp.bytes_of(odds, (0, 4, 2, 6)) << 4)
+        flags = [warp.bfloat16_flags(row) for row in (first, second)]
+        return words, warp.bytes_of(flags, (0, 4, 2, 6)), (odd, seen, bits)
 
     def read_signs(pairs, _, carry):
         return [none] * len(pairs), _top_bits(pairs, warp), carry
@@ -121,8 +130,8 @@ def value_planes(where: Where, x_ref, exponent_ref) -> ValuePlanes:
 
     in_pairs = dtype == jnp.bfloat16 and not by_value
     if in_pairs:
-        inverse_of_pairs = two_bfloat16s(*(inverse_step(k - 3) for k in exponents()))
-        words, some, (seen, bits) = each_word(read_pairs, (none, none), at_a_time=4)
+        inverse_of_pairs = two_bfloat16s(*(inverse_step(k - 2) for k in exponents()))
+        words, some, (odd, seen, bits) = each_word(read_pairs, (none, none, none), at_a_time=4)
     else:
         words, some, (seen, bits) = each_word(read_byte(0), (none, none))
     is_long = has(seen, 0xBC80BC80 if in_pairs else ~INTEGER & 0xFFFFFF00)
@@ -136,8 +145,8 @@ def value_planes(where: Where, x_ref, exponent_ref) -> ValuePlanes:
     most_planes = _tiles.max_planes(dtype)
 
     def few():
-        planes = moved(_lane_bits.transpose(words, warp)[: 7 if in_pairs else 8])
-        return planes, jnp.zeros((LANES,), jnp.bool_)
+        eighths = _lane_bits.transpose(words, warp)
+        return moved([odd, *eighths[:7]] if in_pairs else eighths), jnp.zeros((LANES,), jnp.bool_)
 
     def all_():
         eighths: list[Words] = []

@@ -100,32 +100,36 @@ class Warp:
             return jnp.broadcast_to(jnp.sum(x, -1, dtype=jnp.uint32, keepdims=True), x.shape)
         return _asm("redux.sync.add.u32 $0, $1, 0xffffffff;", "=r,r", x)
 
-    def eighths(self, wide: Words, exponent: Int32[Array, "..."], inverse: Float[Array, "..."]) -> Lane:
+    def eighths(self, wide: Words, exponent: Int32[Array, "..."], inverse: Float[Array, "..."], dtype) -> Lane:
         """`INTEGER` + c of `whole_eighths`; if that is 2^23 or more, or x not finite, anything that is more than that.
 
         Args:
           wide: the bits of x as a float32.
           inverse: of an eighth of a step.
+          dtype: of x.
         """
-        if self.native:
-            # A float from 2^23 on has no fraction: 2^23 - 1/2 + t, rounded to nearest, is 2^23 + c. The product is exact
-            # where it matters.
-            asm = (
-                "{ .reg .f32 t; abs.f32 t, $1; mul.rn.f32 t, t, $2; add.rn.f32 t, t, 0f4AFFFFFF;"
-                " max.NaN.f32 $0, t, 0f4B000000; }"
+        if not self.native:
+            count, too_large = whole_eighths(wide & u32(0x7FFFFFFF), exponent, dtype)
+            return u32(INTEGER) + jnp.where(too_large, u32(2**23), count)
+        # A float from 2^23 on has no fraction: 2^23 - 1/2 + t, rounded to nearest, is 2^23 + c. The product is exact where it
+        # matters.
+        rounded = "add.rn.f32 n, t, 0f4AFFFFFF; max.NaN.f32 n, n, 0f4B000000;"
+        if dtype == jnp.bfloat16:  # quarters first, as of pairs
+            rounded = (
+                f"mul.rn.f32 t, t, 0f3F000000; {rounded} sub.rn.f32 n, n, 0f4B000000; sub.rn.f32 t, t, n;"
+                " set.gt.f32.f32 t, t, 0f3F000000; fma.rn.f32 n, n, 0f40000000, t; add.rn.f32 n, n, 0f4B000000;"
             )
-            x = lax.bitcast_convert_type(wide, jnp.float32)
-            rounded = _asm(asm, "=f,f,f", x, jnp.broadcast_to(inverse, x.shape), dtype=jnp.float32)
-            return lax.bitcast_convert_type(rounded, jnp.uint32)
-        count, too_large = whole_eighths(wide & u32(0x7FFFFFFF), exponent)
-        return u32(INTEGER) + jnp.where(too_large, u32(2**23), count)
+        asm = f"{{ .reg .f32 t, n; abs.f32 t, $1; mul.rn.f32 t, t, $2; {rounded} mov.f32 $0, n; }}"
+        x = lax.bitcast_convert_type(wide, jnp.float32)
+        count = _asm(asm, "=f,f,f", x, jnp.broadcast_to(inverse, x.shape), dtype=jnp.float32)
+        return lax.bitcast_convert_type(count, jnp.uint32)
 
-    def bfloat16_eighths(self, pair: Words, exponents: Pair, inverse: Lane) -> Lane:
-        """For two bfloat16s in a word: 0x4300 + c of `whole_eighths`, and if that is 128 or more, or x not finite, anything
+    def bfloat16_quarters(self, pair: Words, exponents: Pair, inverse: Lane) -> Lane:
+        """For two bfloat16s in a word: 0x4300 + c / 2 of `whole_eighths`, and if that is 128 or more, or x not finite, anything
         that has bits beyond those of 0x437F.
 
         Args:
-          inverse: of an eighth of a step, of both, two bfloat16s.
+          inverse: of a quarter of a step, of both, two bfloat16s.
         """
         if self.native:
             # As above, with 128 for 2^23.
@@ -136,9 +140,29 @@ class Warp:
             return _asm(asm, "=r,r,r", pair, jnp.broadcast_to(inverse, pair.shape))
         halves = []
         for wide, exponent in zip((pair << 16, pair & u32(0xFFFF0000)), exponents, strict=True):
-            count, too_large = whole_eighths(wide & u32(0x7FFFFFFF), exponent)
-            halves.append(jnp.where(too_large | (count > u32(127)), u32(0xFFFF), u32(0x4300) + count))
+            count, too_large = whole_eighths(wide & u32(0x7FFFFFFF), exponent, jnp.bfloat16)
+            halves.append(jnp.where(too_large | (count > u32(255)), u32(0xFFFF), u32(0x4300) + (count >> 1)))
         return halves[0] | (halves[1] << 16)
+
+    def bfloat16_odds(self, pairs: Sequence[Words], quarters: Sequence[Words], exponents: Pair, inverse: Lane) -> Lane:
+        """Of four words of two bfloat16s, which c are odd, where they are below 256: bits as of `bfloat16_flags`."""
+        if self.native:
+            # Whether more than half a quarter is left.
+            steps = (
+                f" abs.bf16x2 t, ${i}; mul.rn.bf16x2 t, t, $9; sub.rn.bf16x2 c, ${i + 4}, base; sub.rn.bf16x2 t, t, c;"
+                " set.gt.bf16x2.bf16x2 t, t, half; fma.rn.bf16x2 x, x, two, t;"
+                for i in (4, 3, 2, 1)
+            )
+            asm = (
+                "{ .reg .b32 x, t, c, base, half, two; mov.b32 base, 0x43004300; mov.b32 half, 0x3F003F00;"
+                f" mov.b32 two, 0x40004000; mov.b32 x, 0x41004100;{''.join(steps)} mov.b32 $0, x; }}"
+            )
+            return _asm(asm, "=r" + 9 * ",r", *pairs, *quarters, jnp.broadcast_to(inverse, pairs[0].shape))
+        odds = u32(0)
+        for i, pair in enumerate(pairs):
+            for place, wide, k in zip((i, 16 + i), (pair << 16, pair & u32(0xFFFF0000)), exponents, strict=True):
+                odds |= (whole_eighths(wide & u32(0x7FFFFFFF), k, jnp.bfloat16)[0] & u32(1)) << place
+        return odds
 
     def flags(self, values: Sequence[Sequence[Words]]) -> Lane:
         """Which of some float32s are not zero: bits 0, 1, ... and, of the second list, 8, 9, ... Of NaNs it says anything."""
@@ -179,13 +203,12 @@ class Warp:
         return b ^ ((a ^ b) & u32(mask))
 
     def float_of_byte(self, word: Words, index: Words) -> Float[Array, "*more 32"]:
-        """16, and an eighth of what a word's byte, from 128 on, is above 128."""
+        """2^20, and an eighth of a word's byte."""
         if self.native:
             shape = jnp.broadcast_shapes(word.shape, index.shape)
-            args = (jnp.broadcast_to(x, shape) for x in (word, u32(0x4055) + u32(0x100) * index))
-            return _asm("prmt.b32 $0, $1, 0x41, $2;", "=f,r,r", *args, dtype=jnp.float32)
-        bits = (((word >> (u32(8) * index)) & u32(0xFF)) << 16) | u32(0x41000000)
-        return lax.bitcast_convert_type(bits, jnp.float32)
+            args = (jnp.broadcast_to(x, shape) for x in (word, u32(0x5460) + index))
+            return _asm("prmt.b32 $0, $1, 0x4980, $2;", "=f,r,r", *args, dtype=jnp.float32)
+        return lax.bitcast_convert_type(((word >> (u32(8) * index)) & u32(0xFF)) | u32(0x49800000), jnp.float32)
 
     def bfloat16_values(self, word: Words, first: Words, scale: Lane, low_scale: Lane, shift: Lane, low_shift: Lane):
         """max(x * scale + shift, x * low_scale + low_shift, 0), where x is 16 and an eighth of what bytes `first` and
@@ -193,14 +216,39 @@ class Warp:
 
         The others hold two bfloat16s. Such a byte beside 0x41 is the bfloat16 x.
         """
-        shape = jnp.broadcast_shapes(word.shape, first.shape)
-        selector = u32(0x4240) + u32(0x101) * first
         return _asm(
             "{ .reg .b32 x, low; prmt.b32 x, $1, 0x41414141, $2; fma.rn.relu.bf16x2 low, x, $4, $6;"
             " fma.rn.bf16x2 x, x, $3, $5; max.bf16x2 $0, x, low; }",
             "=r,r,r,r,r,r,r",
-            *(jnp.broadcast_to(x, shape) for x in (word, selector, scale, low_scale, shift, low_shift)),
+            *_alike(word, _pair_of_bytes(first), scale, low_scale, shift, low_shift),
         )
+
+    def bfloat16_values_of_two(self, word: Words, odd: Words, first: Words, scales: tuple[Lane, ...]):
+        """max(x a + b, x c + d, 0), where x is an eighth of a number: half of it is what bytes `first` and `first` + 2 of
+        `word` are above 128, the rest what these bytes of `odd` are. Native only.
+
+        Args:
+          scales: 2 a, a / 8, b, 2 c, c / 8, d, each two bfloat16s.
+        """
+        # 8, of a byte beside 0x41, and 16, of one beside 0x43, make up for each other.
+        return _asm(
+            "{ .reg .b32 x, y, low, shift; mov.b32 shift, 0xC1C0C1C0; prmt.b32 x, $1, 0x41414141, $3;"
+            " prmt.b32 y, $2, 0x43434343, $3; add.rn.bf16x2 x, x, shift; fma.rn.bf16x2 low, x, $7, $9;"
+            " fma.rn.relu.bf16x2 low, y, $8, low; fma.rn.bf16x2 x, x, $4, $6; fma.rn.bf16x2 x, y, $5, x;"
+            " max.bf16x2 $0, x, low; }",
+            "=r" + 9 * ",r",
+            *_alike(word, odd, _pair_of_bytes(first), *scales),
+        )
+
+
+def _pair_of_bytes(first: Words) -> Words:
+    """To take bytes `first` and `first` + 2 of a word as the lower ones of two halves."""
+    return u32(0x4240) + u32(0x101) * first
+
+
+def _alike(*args: Words) -> list[Words]:
+    shape = jnp.broadcast_shapes(*(x.shape for x in args))
+    return [jnp.broadcast_to(x, shape) for x in args]
 
 
 def two_bfloat16s(low: Float[Array, "..."], high: Float[Array, "..."]) -> Words:
