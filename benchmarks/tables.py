@@ -1,4 +1,4 @@
-"""README's tables and picture and those of `docs/metp.md`, from `benchmarks/results/`: `python -m benchmarks.tables`."""
+"""README's tables and picture and those of `docs/`, from `benchmarks/results/`: `python -m benchmarks.tables`."""
 
 import json
 import pathlib
@@ -162,7 +162,7 @@ def depth_picture(path: pathlib.Path) -> None:
 
 
 def main() -> None:
-    from benchmarks import metp_tables
+    from benchmarks import compress_tables, metp_tables
 
     tables = {
         "step": step_table,
@@ -170,10 +170,12 @@ def main() -> None:
         "depth": depth_table,
         "scan": scan_table,
         "loss": loss_table,
+        "training": compress_tables.training_table,
         "long": metp_tables.memory_table,
     }
     _write(ROOT / "README.md", tables)
     _write(ROOT / "docs" / "metp.md", metp_tables.TABLES)
+    _write(ROOT / "docs" / "compress.md", compress_tables.TABLES)
     depth_picture(ROOT / "docs" / "densenet_memory.png")
 
 

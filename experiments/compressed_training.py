@@ -20,6 +20,7 @@ What batches fit in 16 GiB, with and without compression, by compiling:
 
 import dataclasses
 import functools
+import itertools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,14 +165,16 @@ def make_task(config: CompressedConfig) -> Task:
         compile_step=observed.compile_step if observed else None,
         settle=observed.settle if observed else lambda state: state,
         observe=observed.observe if observed else lambda state: {},
-        finish=functools.partial(save_analysis, config.folder, exact, losses[0], lambda: next(_one_batch(config, data)))
+        finish=functools.partial(save_analysis, config.folder, exact, losses[0], lambda: _batches(config, data, 8))
         if config.compress
         else lambda state: None,
     )
 
 
-def _one_batch(config: CompressedConfig, data: ImageData):
-    return train_batches(data, seed=config.seed + 1, batch_size=_device_batch(config), workers=0)
+def _batches(config: CompressedConfig, data: ImageData, most: int):
+    return itertools.islice(
+        train_batches(data, seed=config.seed + 1, batch_size=_device_batch(config), workers=0), most
+    )
 
 
 def _device_batch(config: CompressedConfig) -> int:

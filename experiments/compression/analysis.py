@@ -2,8 +2,9 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +19,17 @@ EDGES = np.linspace(-4, 4, 65)  # of histograms, in standard deviations
 
 
 def save_analysis(
-    folder: Path, make_model: Callable[[], nnx.Module], loss: Loss, next_batch: Callable[[], Batch], state: TrainState
+    folder: Path,
+    make_model: Callable[[], nnx.Module],
+    loss: Loss,
+    batches: Callable[[], Iterable[Batch]],
+    state: TrainState,
 ) -> None:
     """Writes analysis.json: of each convolution's gradient the standard deviation of its error, predicted and measured.
 
-    The error is the difference between gradients from compressed and from raw activations, of one batch.
+    The error is the difference between gradients from compressed and from raw activations. Both deviations are root mean
+    squares over some batches: in a single one the errors of a layer's weights have so much in common that their deviation
+    scatters.
     """
     graph = nnx.graphdef(nnx.eval_shape(make_model))
 
@@ -34,41 +41,61 @@ def save_analysis(
 
         return jax.grad(mean_loss)(params)
 
-    batch = jax.tree.map(jnp.asarray, next_batch())
     layers = layers_of(state)
-    lossy = gradients(_with_bounds(state.params, layers.bound), state.rest, batch)
-    raw = gradients(_with_bounds(state.params, jnp.zeros_like(layers.bound)), state.rest, batch)
-    statistics = layers_of(dataclasses.replace(state, params=raw)).statistics
     half_step = jnp.exp2(jnp.floor(jnp.log2(2 * layers.bound))) / 2
-    predicted = np.asarray(compress.predicted_sigma(statistics, half_step))
-    simplified = np.asarray(compress.predicted_sigma(statistics, half_step, coefficient=1.0))
-    by_path = _by_path(jax.tree.map(jnp.subtract, lossy, raw))
+    found: dict[tuple[int, int], list[_Error]] = {}
+    for numbers in batches():
+        batch = jax.tree.map(jnp.asarray, numbers)
+        lossy = gradients(_with_bounds(state.params, layers.bound), state.rest, batch)
+        raw = gradients(_with_bounds(state.params, jnp.zeros_like(layers.bound)), state.rest, batch)
+        statistics = layers_of(dataclasses.replace(state, params=raw)).statistics
+        predicted = np.asarray(compress.predicted_sigma(statistics, half_step))
+        simplified = np.asarray(compress.predicted_sigma(statistics, half_step, coefficient=1.0))
+        by_path = _by_path(jax.tree.map(jnp.subtract, lossy, raw))
+        for i, names in enumerate(layers.weights):
+            for j, name in enumerate(names):
+                error = next(leaf for path, leaf in by_path.items() if path.endswith("/" + name)).astype(np.float64)
+                if error.any():  # else nothing reaches this layer: its cotangents or its values are zero
+                    normalised = error / _own_sigma(error)
+                    counts = np.histogram(normalised, EDGES)[0] / error.size
+                    of_batch = _Error(
+                        predicted[i, j], error.std(), simplified[i, j], np.mean(np.abs(normalised) < 1), counts
+                    )
+                    found.setdefault((i, j), []).append(of_batch)
     rows = []
-    for i, names in enumerate(layers.weights):
-        for j, name in enumerate(names):
-            error = next(leaf for path, leaf in by_path.items() if path.endswith("/" + name)).astype(np.float64)
-            sigma = error.std()
-            if sigma == 0:  # nothing reaches this layer: its cotangents or its values are zero
-                continue
-            normalised = error / _own_sigma(error)
-            rows.append(
-                {
-                    "layer": layer_name(name),
-                    "shape": list(layers.shapes[i][0]),
-                    "bound": float(layers.bound[i]),
-                    "predicted": float(predicted[i, j]),
-                    "measured": float(sigma),
-                    "coefficient": float(sigma / simplified[i, j]),
-                    "within_sigma": float(np.mean(np.abs(normalised) < 1)),
-                    "histogram": np.histogram(normalised, EDGES, density=True)[0].tolist(),
-                }
-            )
+    for (i, j), errors in sorted(found.items()):
+        sigma, predicted_sigma, simple = (
+            float(np.sqrt(np.mean(np.square(values))))
+            for values in zip(*((error.measured, error.predicted, error.simplified) for error in errors), strict=True)
+        )
+        rows.append(
+            {
+                "layer": layer_name(layers.weights[i][j]),
+                "shape": list(layers.shapes[i][0]),
+                "bound": float(layers.bound[i]),
+                "predicted": predicted_sigma,
+                "measured": sigma,
+                "coefficient": sigma / simple,
+                "within_sigma": float(np.mean([error.within_sigma for error in errors])),
+                "histogram": (np.mean([error.counts for error in errors], 0) / np.diff(EDGES)).tolist(),
+            }
+        )
     info = {
         "names": [layer_name(name) for name in layers.names],
         "shapes": [shape for shape, _ in layers.shapes],
         "rows": rows,
     }
     (folder / "analysis.json").write_text(json.dumps(info) + "\n")
+
+
+class _Error(NamedTuple):
+    """Of a gradient, in one batch."""
+
+    predicted: float
+    measured: float
+    simplified: float
+    within_sigma: float
+    counts: np.ndarray
 
 
 def layer_name(path: str) -> str:

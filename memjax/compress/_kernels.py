@@ -24,8 +24,11 @@ from memjax.compress._warp import Warp
 
 def why_not() -> str | None:
     """Why these kernels cannot run, or None if they can."""
-    if jax.default_backend() != "gpu" or "nvidia" not in jax.devices()[0].device_kind.lower():
+    device = jax.devices()[0]
+    if jax.default_backend() != "gpu" or "nvidia" not in device.device_kind.lower():
         return "it needs an NVIDIA GPU"
+    if float(device.compute_capability) < 9:
+        return f"it needs an NVIDIA GPU of compute capability 9.0, this one has {device.compute_capability}"
     try:
         from memjax.compress import _pair_memory  # noqa: F401
     except ImportError:

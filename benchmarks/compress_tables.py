@@ -1,0 +1,79 @@
+"""Tables of compressed activations, in `docs/compress.md` and README, from results: `python -m benchmarks.tables`."""
+
+import statistics
+from typing import Any
+
+from benchmarks.tables import _gib, _load, _markdown, _source
+
+_NETWORKS = {"alexnet": "AlexNet", "vgg16": "VGG-16", "resnet18": "ResNet-18", "resnet50": "ResNet-50"}
+_CASES = {
+    "plain": "nothing compressed",
+    "conv": "what convolutions read, error-bounded",
+    "all": "the rest, too, in four bits a value",
+}
+
+
+def training_table() -> str | None:
+    if (loaded := _load("compressed_training")) is None:
+        return None
+    environment, rows = loaded
+    body = []
+    for model, name in _NETWORKS.items():
+        plain, compressed = ([r for r in rows if r["model"] == model and r["compressed"] is c] for c in (False, True))
+        ratios = [row["predicted_over_measured"] for row in compressed]
+        line = [name, _accuracy(plain), _accuracy(compressed)]
+        if compressed:
+            middle = f"{min(r[0] for r in ratios):.2f} to {max(r[2] for r in ratios):.2f}"
+            median = statistics.median(r[1] for r in ratios)
+            line += [f"{statistics.mean(r['ratio'] for r in compressed):.1f}", f"{median:.2f} ({middle})"]
+        body.append([*line, *[""] * (5 - len(line))])
+    steps = {row["steps"] for row in rows}
+    header = [
+        f"{'/'.join(map(str, sorted(steps)))} steps at batch 256",
+        "top-1, plain (seeds)",
+        "top-1, compressed",
+        "float32 / code",
+        "sigma of a layer's gradient, predicted / measured: median (range)",
+    ]
+    return _markdown(header, body) + "\n\n" + _source(environment)
+
+
+def _accuracy(rows: list[dict[str, Any]]) -> str:
+    if not rows:
+        return "not finished"
+    return f"{100 * statistics.mean(row['top1'] for row in rows):.1f}% ({len(rows)})"
+
+
+def step_table() -> str | None:
+    if (loaded := _load("compressed")) is None:
+        return None
+    environment, rows = loaded
+    body = []
+    for model, name in _NETWORKS.items():
+        found = {row["case"]: row for row in rows if row["model"] == model}
+        for case, label in _CASES.items():
+            if (row := found.get(case)) is not None:
+                relative = row["milliseconds"] / found["plain"]["milliseconds"]
+                sizes = [_gib(row["temp_bytes"]), _gib(row["peak_bytes"])]
+                body.append([f"{name}, {label}", f"{row['milliseconds']:.1f}", f"{relative:.2f}", *sizes])
+    header = ["training step, batch 256 of 224x224, bf16", "ms", "relative", "temp GiB", "peak GiB"]
+    return _markdown(header, body) + "\n\n" + _source(environment)
+
+
+def codec_table() -> str | None:
+    if (loaded := _load("codec")) is None:
+        return None
+    environment, rows = loaded
+    body = [
+        [
+            f"{row['data']}, {'x'.join(map(str, row['shape']))}, {row['dtype']}",
+            f"{row['bits_per_value']:.2f}",
+            *(f"{row[key]:.2f}" for key in ("encode_tb_s", "decode_tb_s", "floor_tb_s")),
+        ]
+        for row in rows
+    ]
+    header = ["values, bound 1/4", "bits a value", "encode, TB/s", "decode, TB/s", "all of the memory's bandwidth"]
+    return _markdown(header, body) + "\n\n" + _source(environment)
+
+
+TABLES = {"training": training_table, "steps": step_table, "codec": codec_table}
