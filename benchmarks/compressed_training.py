@@ -46,6 +46,8 @@ def main(config: Config) -> None:
     begin, rows = time.monotonic(), []
     runs = pathlib.Path(tempfile.mkdtemp())
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(config.gpus)))).split(",")
+    if len(gpus) < config.gpus:
+        raise SystemExit(f"--gpus {config.gpus} is more than CUDA_VISIBLE_DEVICES has: {','.join(gpus)!r}.")
 
     def run(place: int, model: str, seed: int, is_compressed: bool) -> None:
         left = config.time_limit - (time.monotonic() - begin)

@@ -102,7 +102,8 @@ def mlp(parallelism: str, x: Array, gate: Array, up: Array, down: Array, recompu
 def embed(parallelism: str, tokens: Array, table: Array) -> Array:
     """Rows of a table of which this device holds V / p, as a product: bytes are few and often the same, so a gather's transpose
     would have all rows added to a few places, one after another, and rounded each time."""
-    rows = lambda tokens, table: jax.nn.one_hot(tokens, table.shape[0], dtype=table.dtype) @ table
+    one_hot = lambda tokens, table: jax.nn.one_hot(tokens, table.shape[0], dtype=table.dtype)
+    rows = lambda tokens, table: jnp.matmul(one_hot(tokens, table), table, precision="highest")  # exact
     if parallelism != "tp":
         return jax.checkpoint(lambda table: rows(tokens, baselines.gathered_weight(table, AXIS, 0)))(table)
     return lax.psum(jax.checkpoint(rows)(tokens - lax.axis_index(AXIS) * table.shape[0], table), AXIS)

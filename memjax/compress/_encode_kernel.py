@@ -34,7 +34,7 @@ def encode_tile(where: Where, x_ref, exponent_ref, words_ref, headers_ref, offse
         """How many of these planes are needed."""
         count = jnp.zeros((LANES,), jnp.uint32)
         for p, plane in enumerate(planes):
-            if p in (4, 8):  # for 16 and 256 one more: see `_reference.encode`
+            if p in (4, 5, 8):  # for 16, 32 and 256 one more: see `_reference.encode`
                 plane = plane | functools.reduce(jnp.bitwise_and, planes[:p])
             count = jnp.where(any_group(plane & mask), u32(p + 1), count)
         return count

@@ -174,7 +174,7 @@ def _encode(implementation: str, capacity: int, x: Array, exponent: Array) -> Pa
     if implementation == "pallas":
         return _kernels.encode(x, exponent, capacity)
     grid = Grid.of(x.shape)
-    return _reference.encode(grid.split(x), _per_value(grid, exponent, x.shape), capacity)
+    return _reference.encode(grid.split(x), _per_value(grid, exponent), capacity)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -182,10 +182,13 @@ def _decode(implementation: str, code: ErrorBoundedCode) -> Array:
     if implementation == "pallas":
         return _kernels.decode(code.packed, code.exponent, code.shape, code.dtype)
     grid = Grid.of(code.shape)
-    tiles = _reference.decode(code.packed, _per_value(grid, code.exponent, code.shape), code.dtype)
+    tiles = _reference.decode(code.packed, _per_value(grid, code.exponent), code.dtype)
     return grid.join(tiles, code.shape)
 
 
-def _per_value(grid: Grid, exponent: Array, shape: tuple[int, ...]) -> Array:
-    """Exponents that broadcast against tiles."""
-    return exponent if exponent.ndim == 0 else grid.split(jnp.broadcast_to(exponent, shape))
+def _per_value(grid: Grid, exponent: Array) -> Array:
+    """Exponents that broadcast against tiles; those of padding as if channels went on."""
+    if exponent.ndim == 0:
+        return exponent
+    padded = dataclasses.replace(grid, size=grid.rows * grid.columns)
+    return padded.split(jnp.resize(exponent, (padded.size,)))

@@ -28,7 +28,7 @@ def why_not() -> str | None:
     if jax.default_backend() != "gpu" or "nvidia" not in device.device_kind.lower():
         return "it needs an NVIDIA GPU"
     if float(device.compute_capability) < 9:
-        return f"it needs an NVIDIA GPU of compute capability 9.0, this one has {device.compute_capability}"
+        return f"it needs an NVIDIA GPU of compute capability 9.0 or later, this one has {device.compute_capability}"
     try:
         from memjax.compress import _pair_memory  # noqa: F401
     except ImportError:

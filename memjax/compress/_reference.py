@@ -113,9 +113,9 @@ def encode(x: Float[Array, "tiles 128 32"], exponent: Int32[Array, "..."], capac
     mask = jnp.where(coded[:, None], _group_words(q != 0), u32(0))
     sign = _group_words(negative) & mask
     largest = jnp.maximum(q.max(1), u32(1))
-    # A value of 16 has five planes, and one of 256 nine, so that four and eight mean that q has as many bits: kernels count
-    # on it.
-    planes = bit_length(largest - u32(1)) + u32((largest == 16) | (largest == 256))
+    # A value of 16 has five planes, one of 32 six, and one of 256 nine, so that four, five and eight mean that q has as many
+    # bits: kernels count on it.
+    planes = bit_length(largest - u32(1)) + u32((largest == 16) | (largest == 32) | (largest == 256))
     planes = jnp.where(coded, planes, u32(0))
     bits = jax.lax.population_count(mask)
     total = bits.sum(1)

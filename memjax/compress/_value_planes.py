@@ -126,7 +126,7 @@ def value_planes(where: Where, x_ref, exponent_ref) -> ValuePlanes:
 
     def has(word, bits):
         """Which lanes have some of these bits."""
-        return jnp.max((word & u32(bits)).astype(jnp.int32), 0) != 0
+        return any_group(word & u32(bits))
 
     in_pairs = dtype == jnp.bfloat16 and not by_value
     if in_pairs:

@@ -13,16 +13,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-from memjax.compress._bits import WORD, Words, shift_left, shift_right, u32
+from memjax.compress._bits import Words, shift_left, shift_right, u32
 from memjax.compress._quantize import whole_eighths
 from memjax.compress._tiles import LANES
 
 Lane = UInt32[Array, "*more 32"]
 Pair = tuple[Int32[Array, "..."], Int32[Array, "..."]]  # one for each column of a lane
 
-INTEGER = (
-    0x4B000000  # the bits of the float32 2^23, from which on floats have no fraction: their low bits are an integer
-)
+# The bits of the float32 2^23, from which on floats have no fraction: their low bits are an integer.
+INTEGER = 0x4B000000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,10 +89,6 @@ class Warp:
         """How many bits are set."""
         return _asm("popc.b32 $0, $1;", "=r,r", word) if self.native else lax.population_count(word)
 
-    def bit_length(self, word: Words) -> Lane:
-        """Bits needed to write a word."""
-        return u32(WORD) - (_asm("clz.b32 $0, $1;", "=r,r", word) if self.native else lax.clz(word))
-
     def total(self, x: Lane) -> Lane:
         """The sum over all threads, in each."""
         if not self.native:
@@ -101,7 +96,7 @@ class Warp:
         return _asm("redux.sync.add.u32 $0, $1, 0xffffffff;", "=r,r", x)
 
     def eighths(self, wide: Words, exponent: Int32[Array, "..."], inverse: Float[Array, "..."], dtype) -> Lane:
-        """`INTEGER` + c of `whole_eighths`; if that is 2^23 or more, or x not finite, anything that is more than that.
+        """`INTEGER` + c of `whole_eighths`; if c is 2^23 or more, or x not finite, anything from `INTEGER` + 2^23 on.
 
         Args:
           wide: the bits of x as a float32.

@@ -26,6 +26,9 @@ def values_of_all_kinds(dtype, tiles: int = 6, seed: int = 0) -> np.ndarray:
     values = np.where((kind == 2) & (rng.random(values.shape) < 0.5), -values, values)
     values[1, :5] = 16
     values[3] = np.minimum(values[3], 256)  # steps of one: too many for a byte by one
+    values[4:5] = rng.uniform(30.3, 31.1, values[4:5].shape)  # nearly as many as five planes hold, and one more
+    values[5:6] = rng.uniform(0, 20, values[5:6].shape)
+    values[5:6, 7, 70] *= -1  # alone
     values[2, 3, 7], values[2, 4, :2], values[2, 5, 9] = np.nan, (np.inf, -np.inf), -0.0
     return in_lanes(np.asarray(jnp.asarray(values, dtype)))
 
@@ -48,7 +51,7 @@ def _coders(shape, dtype, capacity, interpret):
 
     @jax.jit
     def by_reference(x, exponent):
-        spread = _per_value(grid, exponent, shape)
+        spread = _per_value(grid, exponent)
         code = _reference.encode(grid.split(x), spread, capacity)
         return code, _tiles.to_bits(grid.join(_reference.decode(code, spread, dtype), shape))
 
