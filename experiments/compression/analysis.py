@@ -28,8 +28,8 @@ def save_analysis(
     """Writes analysis.json: of each convolution's gradient the standard deviation of its error, predicted and measured.
 
     The error is the difference between gradients from compressed and from raw activations. Both deviations are root mean
-    squares over some batches: in a single one the errors of a layer's weights have so much in common that their deviation
-    scatters.
+    squares over the batches that reach a layer: in a single one the errors of its weights have so much in common that their
+    deviation scatters.
     """
     graph = nnx.graphdef(nnx.eval_shape(make_model))
 
@@ -44,8 +44,8 @@ def save_analysis(
     layers = layers_of(state)
     half_step = jnp.exp2(jnp.floor(jnp.log2(2 * layers.bound))) / 2
     found: dict[tuple[int, int], list[_Error]] = {}
-    for numbers in batches():
-        batch = jax.tree.map(jnp.asarray, numbers)
+    for on_host in batches():
+        batch = jax.tree.map(jnp.asarray, on_host)
         lossy = gradients(_with_bounds(state.params, layers.bound), state.rest, batch)
         raw = gradients(_with_bounds(state.params, jnp.zeros_like(layers.bound)), state.rest, batch)
         statistics = layers_of(dataclasses.replace(state, params=raw)).statistics

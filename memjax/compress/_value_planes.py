@@ -112,6 +112,7 @@ def value_planes(where: Where, x_ref, exponent_ref) -> ValuePlanes:
         return [none] * len(pairs), _top_bits(pairs, warp), carry
 
     def read_allowed(_, exponent, carry):
+        """Which values may be moved, for bounds that vary within lanes: rare, so what is loaded in vain does no harm."""
         flags = none
         for word, second, column in itertools.product(range(len(exponent)), range(2), range(2)):
             place = u32(1 << (8 * (2 * column + second) + word))

@@ -64,7 +64,7 @@ def test_float32s_are_counted(exponent):
         near = (rng.normal(size=10000) * np.exp2(exponent + rng.uniform(-6, 20, 10000))).astype(np.float32)
         whole = (np.arange(1, 4001) * np.exp2(exponent - 3.0)).astype(np.float32)
     special = np.array([0, -0.0, 1e-45, -1e-45, np.inf, -np.inf, np.nan, 3.4e38], np.float32)
-    wide = bits(np.concatenate([near, whole, special, special * np.float32(1e-7)]))[: 4 * 3504]
+    wide = bits(np.concatenate([near, whole, special, special * np.float32(1e-7)]))
     inverse = inverse_step(jnp.int32(exponent - 3))
     here, there = (np.asarray(w.eighths(wide, exponent, inverse, jnp.float32)) for w in (HERE, NATIVE))
     is_large = here >= INTEGER + 2**23
@@ -115,7 +115,7 @@ def test_values_are_those_of_the_quantiser(exponent):
 
 def test_bytes_and_bits_of_words():
     a, b = np.random.default_rng(0).integers(0, 2**32, (2, 100), dtype=np.uint32)
-    for which in ((0, 4, 2, 6), (1, 5, 3, 7), (0, 1, 4, 5), (3, 7, 3, 7)):
+    for which in ((0, 4, 2, 6), (1, 5, 3, 7), (0, 1, 4, 5), (3, 7, 3, 7), (0, 1, 6, 7), (1, 5, 1, 5), (2, 6, 2, 6)):
         np.testing.assert_array_equal(NATIVE.bytes_of((a, b), which), HERE.bytes_of((a, b), which))
     for mask in (0x0F0F0F0F, 0x33333333, 0x55555555):
         np.testing.assert_array_equal(NATIVE.choose(mask, a, b), (a & mask) | (b & (mask ^ 0xFFFFFFFF)))
