@@ -305,8 +305,10 @@ class _Halves:
 
 
 def _selected(first: Array, a: Array, b: Array) -> Array:
-    """For each entry of `first` a or b, stacked, in one kernel. Concatenations, and slices at places that are computed, XLA copies
-    at a third of the memory's speed."""
+    """For each entry of `first` a or b, stacked, in one kernel.
+
+    Concatenations, and slices at places that are computed, XLA copies at a third of the memory's speed.
+    """
     return jnp.where(first.reshape(-1, *[1] * a.ndim), a, b)
 
 
