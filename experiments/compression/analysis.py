@@ -39,7 +39,8 @@ def save_analysis(
             sums = loss(nnx.merge(graph, params, rest, copy=True), batch)
             return sums["loss"] / sums["count"]
 
-        return jax.grad(mean_loss)(params)
+        with jax.default_matmul_precision("highest"):  # GPUs round what convolutions read, and that adds up, too
+            return jax.grad(mean_loss)(params)
 
     layers = layers_of(state)
     half_step = jnp.exp2(jnp.floor(jnp.log2(2 * layers.bound))) / 2
