@@ -23,9 +23,9 @@ def training_table() -> str | None:
         ratios = [row["predicted_over_measured"] for row in compressed]
         line = [name, _accuracy(plain), _accuracy(compressed)]
         if compressed:
-            middle = f"{min(r[0] for r in ratios):.2f} to {max(r[2] for r in ratios):.2f}"
+            extremes = f"{min(r[0] for r in ratios):.2f} to {max(r[2] for r in ratios):.2f}"
             median = statistics.median(r[1] for r in ratios)
-            line += [f"{statistics.mean(r['ratio'] for r in compressed):.1f}", f"{median:.2f} ({middle})"]
+            line += [f"{statistics.mean(r['ratio'] for r in compressed):.1f}", f"{median:.2f} ({extremes})"]
         body.append([*line, *[""] * (5 - len(line))])
     steps = {row["steps"] for row in rows}
     header = [
