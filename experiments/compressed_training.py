@@ -165,16 +165,15 @@ def make_task(config: CompressedConfig) -> Task:
         compile_step=observed.compile_step if observed else None,
         settle=observed.settle if observed else lambda state: state,
         observe=observed.observe if observed else lambda state: {},
-        finish=functools.partial(save_analysis, config.folder, exact, losses[0], lambda: _batches(config, data, 8))
+        finish=functools.partial(save_analysis, config.folder, exact, losses[0], lambda: _batches(config, data))
         if config.compress
         else lambda state: None,
     )
 
 
-def _batches(config: CompressedConfig, data: ImageData, most: int):
-    return itertools.islice(
-        train_batches(data, seed=config.seed + 1, batch_size=_device_batch(config), workers=0), most
-    )
+def _batches(config: CompressedConfig, data: ImageData):
+    """Some, for `save_analysis`."""
+    return itertools.islice(train_batches(data, seed=config.seed + 1, batch_size=_device_batch(config), workers=0), 8)
 
 
 def _device_batch(config: CompressedConfig) -> int:
