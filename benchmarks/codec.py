@@ -102,7 +102,8 @@ def measure(config: Speed, make: Callable[..., Any], shape: tuple[int, ...], dty
         encode = jax.jit(lambda arrays: [codec.encode(x) for x in arrays])
         decode = jax.jit(lambda codes: [codec.decode(code) for code in codes])
         codes = encode(arrays)
-        bits = 8 * arrays[0].dtype.itemsize / float(jax.jit(codec.ratio)(arrays[0]))  # with headers
+        headers = sum(x.nbytes for x in (codes[0].packed.headers, codes[0].packed.offsets))
+        bits = float(codes[0].needed_bits_per_value) + 8 * headers / arrays[0].size
         size = sum(x.nbytes for x in arrays)
         floor = (1 + bits / 8 / arrays[0].dtype.itemsize) * size / 4.1e12
         seconds = {
@@ -135,12 +136,15 @@ def speeds(config: Speed) -> Iterator[dict]:
 
 @functools.partial(jax.jit, static_argnums=1)
 def patterns(key: Any, count: int) -> Any:
-    """Random bits by magnitude, and those of like magnitude in one lane, so that there is something to quantise."""
-    bits = jnp.sort(jax.random.bits(key, (count,), jnp.uint32) << 1)  # the magnitudes, without the sign
-    bits = (bits >> 1) | (jax.random.bits(jax.random.fold_in(key, 1), (count,), jnp.uint32) & jnp.uint32(1 << 31))
-    return jax.lax.bitcast_convert_type(
-        bits.reshape(-1, 32, 4, 2, 2, 8).transpose(0, 2, 4, 5, 1, 3).reshape(-1), jnp.float32
-    )
+    """Random bits by magnitude, and those of like magnitude in one lane, so that there is something to quantise. Of a tile's
+    values a half, one in 32 or in 4,096, or none are negative.
+    """
+    of_magnitude, of_sign, of_tile = jax.random.split(key, 3)
+    bits = jnp.sort(jax.random.bits(of_magnitude, (count,), jnp.uint32) << 1)  # the magnitudes, without the sign
+    bits = (bits >> 1).reshape(-1, 32, 4, 2, 2, 8).transpose(0, 2, 4, 5, 1, 3).reshape(-1, 4096)
+    most = jax.random.choice(of_tile, jnp.uint32([1 << 31, 1 << 27, 1 << 20, 0]), (len(bits), 1))
+    is_negative = jax.random.bits(of_sign, bits.shape, jnp.uint32) < most
+    return jax.lax.bitcast_convert_type(bits | (is_negative.astype(jnp.uint32) << 31), jnp.float32).reshape(-1)
 
 
 @jax.jit
