@@ -1,5 +1,7 @@
 """Operations on 32-bit words, elementwise: what the codecs pack with."""
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, UInt32
@@ -41,35 +43,47 @@ def unpack(words: UInt32[Array, "... m"]) -> Bool[Array, "... n"]:
     return (bits != 0).reshape(*words.shape[:-1], words.shape[-1] * WORD)
 
 
-def compress_moves(mask: Words) -> list[Words]:
-    """For every step of `compress` and `expand`, the bits that move by 1, 2, 4, 8, 16 places.
+class Moves(NamedTuple):
+    """Which bits move by 1, 2, 4, 8, 16 places, in `compress` down and in `expand` up.
+
+    Attributes:
+      high, low: these bits, and where they are after moving down.
+      dense: the mask of all bits when they are together.
+    """
+
+    high: list[Words]
+    low: list[Words]
+    dense: Words
+
+
+def moves_of(mask: Words) -> Moves:
+    """Those that `compress` a mask's bits.
 
     Warren, "Hacker's Delight", section 7-4: the distance of a bit is the number of zeros of the mask below it; its
     binary digits are found by parallel prefixes of exclusive ors.
     """
-    moves = []
+    high, low = [], []
     below = ~mask << 1
     for i in range(5):
         odd = below
         for j in range(5):
             odd = odd ^ (odd << (1 << j))
-        move = odd & mask
-        moves.append(move)
-        mask = mask ^ move | (move >> (1 << i))
+        high.append(odd & mask)
+        low.append(high[i] >> (1 << i))
+        mask = mask ^ high[i] | low[i]
         below = below & ~odd
-    return moves
+    return Moves(high, low, mask)
 
 
-def compress(x: Words, moves: list[Words]) -> Words:
-    """The bits of `x` selected by the mask of `moves`, moved together to the low end; `x` has no others set."""
-    for i, move in enumerate(moves):
-        moving = x & move
-        x = x ^ moving | (moving >> (1 << i))
-    return x
+def compress(x: Words, moves: Moves) -> Words:
+    """The bits of `x` selected by the mask of `moves`, moved together to the low end."""
+    for i, low in enumerate(moves.low):
+        x = (x & ~low) | ((x >> (1 << i)) & low)  # what has moved away stays, too, where it will not be looked at
+    return x & moves.dense
 
 
-def expand(x: Words, moves: list[Words], mask: Words) -> Words:
+def expand(x: Words, moves: Moves, mask: Words) -> Words:
     """The inverse of `compress`. Bits of `x` beyond as many as `mask` has are ignored."""
     for i in reversed(range(5)):
-        x = x ^ ((x ^ (x << (1 << i))) & moves[i])
+        x = x ^ ((x ^ (x << (1 << i))) & moves.high[i])
     return x & mask

@@ -10,27 +10,12 @@ Eighths follow from a value's place: as its code they are planes of bits (`_tile
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32, UInt32
+from jaxtyping import Array, Int32, UInt32
 
 from memjax.compress._bits import Words, u32, unpack
 from memjax.compress._tiles import GROUPS, LANE_VALUES, LANES
 
 PLANES = 3  # of bits
-
-# Exponents of steps for which a value and half a step are a float, as is `LEAST` of an eighth of a step.
-_FROM_TO = {jnp.dtype(jnp.bfloat16): (-117, 119), jnp.dtype(jnp.float16): (-15, 7), jnp.dtype(jnp.float32): (-117, 111)}
-LEAST = 2.0**-6
-
-
-def dithers(exponent: Int32[Array, "..."], dtype) -> Bool[Array, "..."]:
-    """Whether values with steps 2^exponent are moved at all."""
-    least, most = _FROM_TO[jnp.dtype(dtype)]
-    return (exponent >= least) & (exponent <= most)
-
-
-def allowed(eighths: Words, exponent: Int32[Array, "..."], dtype) -> Words:
-    """`eighths`, or zero for values that are not moved."""
-    return jnp.where(dithers(exponent, dtype), eighths, u32(0))
 
 
 def planes(tile: Int32[Array, "..."], lane: Int32[Array, "..."], group: Int32[Array, "..."]) -> list[Words]:

@@ -17,107 +17,108 @@ import jax.numpy as jnp
 from jax import lax
 
 from memjax.compress import _tiles
-from memjax.compress._bits import WORD, compress, compress_moves, u32
-from memjax.compress._pallas_tile import Where, any_group, any_lane, take, when
+from memjax.compress._bits import WORD, compress, moves_of, u32
+from memjax.compress._pallas_tile import Where, any_lane, any_of, take, when
 from memjax.compress._reference import Lanes, write_headers
 from memjax.compress._tiles import GROUPS, LANE_VALUES, LANES
-from memjax.compress._value_planes import value_planes
+from memjax.compress._value_planes import FEW, value_planes
+
+# Of raw lanes, at once.
+_RAW_ROWS = 16
 
 
 def encode_tile(where: Where, x_ref, exponent_ref, words_ref, headers_ref, offsets_ref, needed_ref):
-    from jax.experimental.pallas import triton
-
-    warp, dtype = where.warp, where.layout.dtype
     of_values = value_planes(where, x_ref, exponent_ref)
 
-    def needed_of(planes, mask):
-        """How many of these planes are needed."""
-        count = jnp.zeros((LANES,), jnp.uint32)
-        for p, plane in enumerate(planes):
-            if p in (4, 5, 8):  # for 16, 32 and 256 one more: see `_reference.encode`
-                plane = plane | functools.reduce(jnp.bitwise_and, planes[:p])
-            count = jnp.where(any_group(plane & mask), u32(p + 1), count)
-        return count
+    def write(coded, is_unrolled):
+        _write(where, coded, of_values.signs, is_unrolled, x_ref, words_ref, headers_ref, offsets_ref, needed_ref)
 
-    def write(planes, raw):
-        """Everything."""
-        mask = jnp.where(raw, u32(0), of_values.some)
-        negative, n_planes = of_values.signs & mask, needed_of(planes, mask)
-        bits = warp.ones(mask)
-        total = jnp.sum(bits, 0, dtype=jnp.uint32)
-        signs = u32(any_group(negative))
-        most = jnp.max(n_planes.astype(jnp.int32))
-        bitmap = u32((total > 0) & ((total < LANE_VALUES) | (n_planes + signs == 0)))
-        coded_words = (total * (n_planes + signs) + u32(WORD - 1)) // u32(WORD) + bitmap * u32(GROUPS)
-        raw_before, raw_lanes = warp.before(raw)
-        coded_words = warp.total(coded_words)
-        words = coded_words + raw_lanes * u32(_tiles.raw_words(dtype))
+    if _tiles.max_planes(where.layout.dtype) == FEW:
+        write(of_values.few, True)
+    else:
+        when(of_values.is_all, lambda: write(of_values.few, True))
+        when(~of_values.is_all, lambda: write(of_values.all(), False))
 
-        place = warp.fetch_add(needed_ref, words.astype(jnp.int32))
-        lane = jnp.arange(LANES, dtype=jnp.int32)
-        triton.store(offsets_ref.at[where.tile], jnp.max(place))
-        headers = write_headers(Lanes(n_planes, signs, bitmap, u32(raw)))
-        triton.store(headers_ref.at[where.tile * LANES + lane], headers.astype(jnp.uint8))
-        place = u32(place)
-        fits = place + words <= u32(where.capacity)
-        moves = compress_moves(mask)
 
-        def put(index, word, live):
-            triton.store(words_ref.at[index.astype(jnp.int32)], word, mask=live & fits)
+def _write(where, coded, signs, is_unrolled, x_ref, words_ref, headers_ref, offsets_ref, needed_ref):
+    from jax.experimental.pallas import triton
 
-        has_bitmap = bitmap != 0
-        before, count = warp.before(has_bitmap)
+    warp, dtype, (planes, some, raw) = where.warp, where.layout.dtype, coded
+    mask = jnp.where(raw, u32(0), some)
+    negative, n_planes = signs & mask, jnp.zeros((LANES,), jnp.uint32)
+    for p, plane in enumerate(planes):
+        n_planes = jnp.where(any_of(plane & mask), u32(p + 1), n_planes)
+    bits = warp.ones(mask)
+    total = jnp.sum(bits, 0, dtype=jnp.uint32)
+    signs = u32(any_of(negative))
+    most = jnp.max(n_planes.astype(jnp.int32))
+    bitmap = u32((total > 0) & ((total < LANE_VALUES) | (n_planes + signs == 0)))
+    coded_words = (total * (n_planes + signs) + u32(WORD - 1)) // u32(WORD) + bitmap * u32(GROUPS)
+    raw_before, raw_lanes = warp.before(raw)
+    coded_words = warp.total(coded_words)
+    words = coded_words + raw_lanes * u32(_tiles.raw_words(dtype))
+
+    place = warp.fetch_add(needed_ref, words.astype(jnp.int32))
+    lane = jnp.arange(LANES, dtype=jnp.int32)
+    triton.store(offsets_ref.at[where.tile], jnp.max(place))
+    headers = write_headers(Lanes(n_planes, signs, bitmap, u32(raw)))
+    triton.store(headers_ref.at[where.tile * LANES + lane], headers.astype(jnp.uint8))
+    place = u32(place)
+    fits = place + words <= u32(where.capacity)
+    moves = moves_of(mask)
+
+    def put(index, word, live):
+        where.store_words(words_ref, index, word, live & fits)
+
+    has_bitmap = bitmap != 0
+    before, count = warp.before(has_bitmap)
+    for g in range(GROUPS):
+        put(place + before + u32(g) * count, take(mask, g), has_bitmap)
+
+    def put_slot(pieces, needed, state):
+        """The signs or a plane, of lanes that need it: see `_reference.Reader`."""
+        word, at, left, following = state
+        pieces, lengths = compress(pieces, moves), jnp.where(needed, bits, u32(0))
         for g in range(GROUPS):
-            put(place + before + u32(g) * count, take(mask, g), has_bitmap)
+            dense, length = take(pieces, g), take(lengths, g)
+            begins = length > left
+            before, count = warp.before(begins)
+            word = word | warp.shift_left(dense, u32(WORD) - left)
+            put(at, word, begins)
+            word = jnp.where(begins, warp.shift_right(dense, left), word)
+            at = jnp.where(begins, following + before, at)
+            left = jnp.where(begins, left + u32(WORD), left) - length
+            following = following + count
+        return word, at, left, following
 
-        def put_slot(pieces, needed, state):
-            """The signs or a plane, of lanes that need it: see `_reference.Reader`."""
-            word, at, left, following = state
-            pieces, lengths = compress(pieces, moves), jnp.where(needed, bits, u32(0))
-            for g in range(GROUPS):
-                dense, length = take(pieces, g), take(lengths, g)
-                begins = length > left
-                before, count = warp.before(begins)
-                word = word | warp.shift_left(dense, u32(WORD) - left)
-                put(at, word, begins)
-                word = jnp.where(begins, warp.shift_right(dense, left), word)
-                at = jnp.where(begins, following + before, at)
-                left = jnp.where(begins, left + u32(WORD), left) - length
-                following = following + count
-            return word, at, left, following
+    following = place + u32(GROUPS) * count
+    has_bits = total * (n_planes + signs) != 0
+    before, count = warp.before(has_bits)
+    at = jnp.where(has_bits, following + before, u32(2**32 - 1))
+    state = jnp.zeros((LANES,), jnp.uint32), at, jnp.full((LANES,), WORD, jnp.uint32), following + count
+    state = lax.cond(any_lane(signs), lambda: put_slot(negative, signs != 0, state), lambda: state)
+    if is_unrolled:
+        for p, plane in enumerate(planes):
+            put_plane = functools.partial(put_slot, plane, u32(p) < n_planes, state)
+            state = lax.cond(p < most, put_plane, lambda state=state: state)
+    else:
 
-        def put_plane(p, carry):
+        def put_next(p, carry):
             (plane, *others), state = carry
             # Planes move up: to choose one by its number takes longer.
-            return (*others, plane), put_slot(plane & mask, u32(p) < n_planes, state)
+            return (*others, plane), put_slot(plane, u32(p) < n_planes, state)
 
-        following = place + u32(GROUPS) * count
-        has_bits = total * (n_planes + signs) != 0
-        before, count = warp.before(has_bits)
-        at = jnp.where(has_bits, following + before, u32(2**32 - 1))
-        state = jnp.zeros((LANES,), jnp.uint32), at, jnp.full((LANES,), WORD, jnp.uint32), following + count
-        state = lax.cond(any_lane(signs), lambda: put_slot(negative, signs != 0, state), lambda: state)
-        _, (word, at, _, _) = lax.fori_loop(0, most, put_plane, (tuple(planes), state))
-        put(at, word, has_bits)
+        _, state = lax.fori_loop(0, most, put_next, (tuple(planes), state))
+    word, at, _, _ = state
+    put(at, word, has_bits)
 
-        def put_raw(row, carry):
-            for i, word in enumerate(values := where.load(x_ref, jnp.int32(0), row)):
-                put(place + coded_words + raw_before + u32(len(values) * row + i) * raw_lanes, word, raw)
-            return carry
+    def put_raw(i, carry):
+        """Some rows, for loads take long, one or many at once."""
+        row = jnp.arange(_RAW_ROWS, dtype=jnp.int32)[:, None]
+        for j, words in enumerate(values := where.load(x_ref, row, _RAW_ROWS * i)):
+            before = u32(len(values) * (row + _RAW_ROWS * i) + j) * raw_lanes
+            put(place + coded_words + raw_before + before, words, jnp.broadcast_to(raw, words.shape))
+        return carry
 
-        # Compilers would write out a loop whose length they know.
-        lax.fori_loop(0, warp.opaque(any_lane(u32(raw)).astype(jnp.int32) * _tiles.ROWS), put_raw, 0)
-
-    most_planes = _tiles.max_planes(dtype)
-    if most_planes == 8:
-        # Writing is written once if possible: compilers take long over large kernels.
-        none = jnp.zeros((GROUPS, LANES), jnp.uint32)
-
-        def few():
-            planes, raw = of_values.few()
-            return (planes + [none] * most_planes)[:most_planes], raw
-
-        write(*lax.cond(of_values.are_few, few, of_values.all))
-    else:
-        when(of_values.are_few, lambda: write(*of_values.few()))
-        when(~of_values.are_few, lambda: write(*of_values.all()))
+    # Compilers would write out a loop whose length they know.
+    lax.fori_loop(0, warp.opaque(any_lane(u32(raw)).astype(jnp.int32) * (_tiles.ROWS // _RAW_ROWS)), put_raw, 0)

@@ -68,8 +68,8 @@ class ErrorBounded:
     back (subtractive dither). So errors are nearly uniform and independent of values and of each other, however alike values
     are, unless they are smaller than half a step; and equal values in two places decode to different ones.
 
-    128 values at a time share a number of bits; if one of them is a NaN or an infinity, or more than 255 steps (float32:
-    65,535), they are stored as they are. The error is then zero: a bound that is too small for the values costs space, never
+    128 values at a time share a number of bits; if one of them is a NaN or an infinity, or more than 256 steps (float32:
+    65,536), they are stored as they are. The error is then zero: a bound that is too small for the values costs space, never
     precision; `code.raw_share` tells.
 
     Memory, with n values, n a multiple of 4096 or else rounded up to one: `n * capacity / 8 + n / 113` bytes, where capacity
@@ -81,7 +81,8 @@ class ErrorBounded:
     Args:
       bound: positive; a number, or an array with one bound for each channel of the last axis. It is a leaf of the codec
         as a pytree, so that a new bound does not recompile what takes the codec as an argument. Arrays are not checked:
-        one that is not positive, like bounds below 2^-120, stores everything as it is.
+        one that is not positive, like bounds below 2^-113 (float16: 2^-14), stores everything as it is; those above 2^118
+        (float16: 64, float32: 2^110) are as these.
       bits_per_value: of capacity, without headers; None: never overflows.
       implementation: `"pallas"`, kernels for NVIDIA GPUs; `"jnp"`, which runs everywhere and whose temporary memory is
         several times that of the array; None: the first of the two that runs here. Values and sizes are the same, bit for

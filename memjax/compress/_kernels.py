@@ -8,9 +8,10 @@ No temporary memory. A tile's input is read once (a raw lane's twice), its words
 tile fit into the code, none is written.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int32
 
@@ -44,11 +45,8 @@ def encode(x: Float[Array, "..."], exponent: Int32[Array, "..."], capacity: int,
         none = jnp.zeros((0,), jnp.int32)
         return Packed(jnp.zeros((0,), jnp.uint32), jnp.zeros((0, LANES), jnp.uint8), none, jnp.int32(0))
 
-    def encode_kernel(where, x_ref, exponent_ref, _, *refs):
-        encode_tile(where, x_ref, exponent_ref, *refs)
-
     words, headers, offsets, needed = _call(
-        encode_kernel,
+        _encode_tile,
         (
             sizes(grid, exponent.size, capacity),
             x.reshape(-1),
@@ -93,25 +91,35 @@ def decode(
     return x.reshape(shape)
 
 
+def _encode_tile(where, x_ref, exponent_ref, _, *refs):
+    encode_tile(where, x_ref, exponent_ref, *refs)
+
+
 def _call(of_tile, args, layout: Layout, grid: Grid, out_shape, interpret: bool, **options):
     """`of_tile` for every tile, by a warp each, with whole arrays to index.
 
-    Compilers see nothing of the arrays but their dtype, and a number of programs that is a power of two, each for a tile or
-    two. So arrays of many sizes share a kernel, compiled once for all of them in a module.
+    Neither JAX nor compilers see anything of the arrays but their dtype: those of any size share a kernel, traced once, and
+    compiled once in a module. What kernels are given is where an array begins, by a block of one value, for there nothing
+    checks what is beyond. Interpreted ones are given the array.
     """
-    programs = 1 << (grid.tiles.bit_length() - 1)
 
-    def kernel(sizes_ref, *refs):
-        first = pl.program_id(0)
-
-        def one(i, carry):
-            of_tile(Where.of(layout, Warp(not interpret), first + i * programs, sizes_ref), *refs)
-            return carry
-
-        lax.fori_loop(0, lax.div(sizes_ref[0] - first - 1, programs) + 1, one, 0)
+    def whole(x):
+        return pl.BlockSpec((pl.Element(x.size if interpret else 1),), lambda _: (0,))
 
     if not interpret:
         from jax.experimental.pallas import triton
 
         options["compiler_params"] = triton.CompilerParams(num_warps=1, num_stages=1)
-    return pl.pallas_call(kernel, out_shape=out_shape, grid=(programs,), interpret=interpret, **options)(*args)
+    specs = {"in_specs": [*map(whole, args)], "out_specs": jax.tree.map(whole, out_shape)}
+    kernel = _kernel(of_tile, layout, interpret)
+    return pl.pallas_call(kernel, out_shape=out_shape, grid=(grid.tiles,), interpret=interpret, **specs, **options)(
+        *args
+    )
+
+
+@functools.cache
+def _kernel(of_tile, layout: Layout, interpret: bool):
+    def kernel(sizes_ref, *refs):
+        of_tile(Where.of(layout, Warp(not interpret), pl.program_id(0), sizes_ref), *refs)
+
+    return kernel

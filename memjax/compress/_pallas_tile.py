@@ -37,7 +37,7 @@ class Layout:
 
 def sizes(grid: Grid, exponents: int, capacity: int) -> np.ndarray:
     """What a kernel reads first."""
-    return np.array([grid.tiles, grid.columns, grid.size, exponents, capacity], np.int32)
+    return np.array([grid.columns, grid.size, exponents, capacity], np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Where:
 
     @classmethod
     def of(cls, layout: Layout, warp: Warp, tile: Int32[Array, ""], sizes_ref) -> "Where":
-        row_pairs = lax.div(sizes_ref[1], jnp.int32(2))
+        row_pairs = lax.div(sizes_ref[0], jnp.int32(2))
         across = lax.div(row_pairs, jnp.int32(LANES))
         down, right = lax.div(tile, across), lax.rem(tile, across)
         lane = jnp.arange(LANES, dtype=jnp.int32)
@@ -71,13 +71,13 @@ class Where:
 
     @property
     def capacity(self) -> Int32[Array, ""]:
-        return self.sizes_ref[4]
+        return self.sizes_ref[3]
 
     def _values(self, row, later, live=None):
         """Of both columns, indices of values, and which of them the array has, and are live."""
         pair = self.first + (row + later) * self.row_pairs
         for index in (2 * pair, 2 * pair + 1):
-            inside = index < self.sizes_ref[2] if self.layout.is_padded else None
+            inside = index < self.sizes_ref[1] if self.layout.is_padded else None
             if live is not None:
                 live = jnp.broadcast_to(live, index.shape)
                 inside = live if inside is None else inside & live
@@ -114,35 +114,58 @@ class Where:
         for word, (index, inside) in zip(both, self._values(row, later, live), strict=True):
             triton.store(ref.at[index], _tiles.from_bits(word, self.layout.dtype), mask=inside)
 
+    def load_words(self, ref, index: Words, live) -> Words:
+        """`ref[index]` where `live`, elsewhere zero."""
+        from jax.experimental.pallas import triton
+
+        index = index.astype(jnp.int32)
+        if self.warp.native:
+            from memjax.compress import _pair_memory
+
+            return _pair_memory.load_words(ref, index, live)
+        return triton.load(ref.at[index], mask=live, other=0)
+
+    def prefetch(self, ref, index: Int32[Array, "32"]) -> None:
+        """Bring the words around `ref[index]`, or the last ones, nearer, without waiting."""
+        if self.warp.native:
+            from memjax.compress import _pair_memory
+
+            _pair_memory.prefetch(ref, jnp.minimum(index, self.capacity - 1))
+
+    def store_words(self, ref, index: Words, word: Words, live) -> None:
+        """`ref[index] = word` where `live`."""
+        from jax.experimental.pallas import triton
+
+        index = index.astype(jnp.int32)
+        if self.warp.native:
+            from memjax.compress import _pair_memory
+
+            return _pair_memory.store_words(ref, index, word, live)
+        triton.store(ref.at[index], word, mask=live)
+
     def exponents(self, ref) -> Callable[..., Pair]:
         """Of the steps 2^k of both values of rows `row + later`."""
         if self.layout.exponents == "value":
-            return lambda *row: tuple(ref[lax.rem(index, self.sizes_ref[3])] for index, _ in self._values(*row))
+            return lambda *row: tuple(ref[lax.rem(index, self.sizes_ref[2])] for index, _ in self._values(*row))
         if self.layout.exponents == "column":
-            first = lax.rem(self.column, self.sizes_ref[3])
+            first = lax.rem(self.column, self.sizes_ref[2])
             same = ref[first], ref[first + 1]
         else:
             same = (jnp.broadcast_to(ref[0], (LANES,)),) * 2
         return lambda *row: same
 
-    def dither(self, exponent_ref) -> list[Words]:
-        """Planes of eighths. If exponents vary by value, these are still to be looked at."""
+    def dither(self) -> list[Words]:
+        """Planes of eighths."""
         group = jnp.arange(GROUPS, dtype=jnp.int32)[:, None]
-        planes = _dither.planes(self.tile, jnp.arange(LANES, dtype=jnp.int32), group)
-        if self.layout.exponents == "value":
-            return planes
-        # The first column's values are the lower half of a plane.
-        exponents, halves = self.exponents(exponent_ref)(), (u32(0xFFFF), u32(0xFFFF0000))
-        first, second = (_dither.allowed(half, k, self.layout.dtype) for half, k in zip(halves, exponents, strict=True))
-        return [plane & (first | second) for plane in planes]
+        return _dither.planes(self.tile, jnp.arange(LANES, dtype=jnp.int32), group)
 
 
-def rows_of_bytes(words: int) -> Int32[Array, "rows 4 1"]:
+def rows_of_bytes(words: int, groups: int = GROUPS) -> Int32[Array, "rows groups 1"]:
     """For words one after another, group by group, first the row whose two values' codes are bytes 0 and 2 of the word,
     then that of bytes 1 and 3: see `_tiles`.
     """
     row = jnp.arange(2 * words, dtype=jnp.int32)[:, None, None]
-    return jnp.arange(GROUPS, dtype=jnp.int32)[:, None] * 16 + 8 * (row % 2) + row // 2
+    return jnp.arange(groups, dtype=jnp.int32)[:, None] * 16 + 8 * (row % 2) + row // 2
 
 
 def take(x: Array, index: int) -> Array:
@@ -160,9 +183,10 @@ def stack(parts: Sequence[Array]) -> Array:
     return out
 
 
-def any_group(x: Words):
+def any_of(x: Words):
+    """Whether any group's word of a lane is not zero."""
     some = take(x, 0)
-    for g in range(1, GROUPS):
+    for g in range(1, x.shape[0]):
         some = some | take(x, g)
     return some != 0
 

@@ -15,8 +15,8 @@ from memjax.compress._bits import (
     Words,
     bit_length,
     compress,
-    compress_moves,
     expand,
+    moves_of,
     pack,
     shift_left,
     shift_right,
@@ -107,16 +107,12 @@ class Place(NamedTuple):
 
 def encode(x: Float[Array, "tiles 128 32"], exponent: Int32[Array, "..."], capacity: int) -> Packed:
     """`exponent` broadcasts against `x`. Words past `capacity` are dropped, and counted in `needed`."""
-    q, negative, escape = quantize(x, exponent, _dither.of_values(len(x)))
+    p, is_some, negative, escape = quantize(x, exponent, _dither.of_values(len(x)))
     raw = u32(escape.any(1))
     coded = raw == 0
-    mask = jnp.where(coded[:, None], _group_words(q != 0), u32(0))
+    mask = jnp.where(coded[:, None], _group_words(is_some), u32(0))
     sign = _group_words(negative) & mask
-    largest = jnp.maximum(q.max(1), u32(1))
-    # A value of 16 has five planes, one of 32 six, and one of 256 nine, so that four, five and eight mean that q has as many
-    # bits: kernels count on it.
-    planes = bit_length(largest - u32(1)) + u32((largest == 16) | (largest == 32) | (largest == 256))
-    planes = jnp.where(coded, planes, u32(0))
+    planes = jnp.where(coded, bit_length(jnp.where(is_some, p, u32(0)).max(1)), u32(0))
     bits = jax.lax.population_count(mask)
     total = bits.sum(1)
     signs = u32((sign != 0).any(1))
@@ -138,7 +134,7 @@ def encode(x: Float[Array, "tiles 128 32"], exponent: Int32[Array, "..."], capac
     def put_slot(slot, carry):
         """The signs, slot 0, or plane slot - 1."""
         out, reader = carry
-        plane = _group_words((((q - u32(1)) >> u32(slot - 1)) & u32(1) != 0) & (q != 0)) & mask
+        plane = _group_words((p >> u32(jnp.maximum(slot - 1, 0))) & u32(1) != 0) & mask
         live = jnp.where(slot == 0, signs != 0, u32(slot) <= planes)[:, None]
         dense = compress(jnp.where(live, jnp.where(slot == 0, sign, plane), u32(0)), moves)
         lengths = jnp.where(live, bits, u32(0))
@@ -150,7 +146,7 @@ def encode(x: Float[Array, "tiles 128 32"], exponent: Int32[Array, "..."], capac
         index = first_raw + u32(row) * raw.sum(-1)[:, None]
         return put(out, index, jax.lax.dynamic_index_in_dim(rows, row, 1, keepdims=False), ~coded)
 
-    moves = compress_moves(mask)
+    moves = moves_of(mask)
     rows = _raw_words(x)
     first_raw = (offsets + coded_words)[:, None] + jnp.cumsum(raw, -1, dtype=jnp.uint32) - raw
     index, following = _bitmap_places(offsets, bitmap)
@@ -174,26 +170,26 @@ def decode(code: Packed, exponent: Int32[Array, "..."], dtype) -> Float[Array, "
 
     def get_slot(slot, carry):
         """The signs, slot 0, or plane slot - 1."""
-        q, negative, reader = carry
+        p, negative, reader = carry
         live = jnp.where(slot == 0, lanes.signs != 0, u32(slot) <= lanes.planes)[:, None]
         place, reader = reader.advance(jnp.where(live, bits, u32(0)))
         dense = shift_right(get(place.at), u32(WORD) - place.left) | shift_left(get(place.fresh), place.left)
         piece = jnp.where(live, expand(dense, moves, mask), u32(0))
         plane = u32(_group_bits(jnp.where(slot == 0, u32(0), piece))) << u32(jnp.maximum(slot - 1, 0))
-        return q + plane, jnp.where(slot == 0, piece, negative), reader
+        return p + plane, jnp.where(slot == 0, piece, negative), reader
 
     full = jnp.where((headers == 0) | (lanes.raw != 0), u32(0), ~u32(0))
     index, following = _bitmap_places(u32(code.offsets), lanes.bitmap)
     mask = jnp.where((lanes.bitmap != 0)[:, None], get(index), full[:, None])
     bits = jax.lax.population_count(mask)
-    moves = compress_moves(mask)
+    moves = moves_of(mask)
     most = jnp.max(lanes.planes, initial=0).astype(jnp.int32)
     # Zeros that depend on the data, as in `encode`.
     none = jnp.broadcast_to(u32(code.needed < 0), mask.shape)
     has_bits = bits.sum(1) * (lanes.planes + lanes.signs) != 0
-    start = u32(_group_bits(mask)), none, Reader.of(following, has_bits)
-    q, negative, reader = jax.lax.fori_loop(0, most + 1, get_slot, start)
-    value = dequantize(q, _group_bits(negative), exponent, _dither.of_values(len(q)), dtype)
+    start = u32(_group_bits(none)), none, Reader.of(following, has_bits)
+    p, negative, reader = jax.lax.fori_loop(0, most + 1, get_slot, start)
+    value = dequantize(p, _group_bits(mask), _group_bits(negative), exponent, _dither.of_values(len(p)), dtype)
     value = _tiles.to_bits(jnp.where(lost, jnp.asarray(jnp.nan, dtype), value))
 
     before = jnp.cumsum(lanes.raw, -1, dtype=jnp.uint32) - lanes.raw

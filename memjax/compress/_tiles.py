@@ -14,9 +14,9 @@ word as its values are in pairs. A lane is coded as one of
     bitmap, planes    pieces of bits, from low to high bits of words of 32, the last one filled up with zeros: the bitmap of
                       values that are not zero, 32 bits a group, left out if none is zero and something follows; then,
                       over those values, in order: a bit each for the sign, left out if all are
-                      positive, and for every plane p < `planes` bit p of `q - 1`
+                      positive, and for every one of `planes` planes a bit of the quantised magnitude, the lowest first
 
-where q >= 1 is the quantised magnitude. The 8-bit header of a lane:
+The 8-bit header of a lane:
 
     bits 0 to 4 planes   5 signs   6 bitmap   7 raw
 
@@ -59,7 +59,7 @@ def max_planes(dtype) -> int:
 
 
 def max_code(dtype) -> int:
-    """The largest quantised magnitude of a lane that is not raw."""
+    """The largest quantised magnitude in a lane that is not raw."""
     return 2 ** max_planes(dtype) - 1
 
 

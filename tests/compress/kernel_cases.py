@@ -26,7 +26,7 @@ def values_of_all_kinds(dtype, tiles: int = 6, seed: int = 0) -> np.ndarray:
     values = np.where((kind == 2) & (rng.random(values.shape) < 0.5), -values, values)
     values[1, :5] = 16
     values[3] = np.minimum(values[3], 256)  # steps of one: too many for a byte by one
-    values[4:5] = rng.uniform(30.3, 31.1, values[4:5].shape)  # nearly as many as five planes hold, and one more
+    values[4:5] = rng.uniform(30.3, 32.1, values[4:5].shape)  # nearly as many as five planes hold, and more
     values[5:6] = rng.uniform(0, 20, values[5:6].shape)
     values[5:6, 7, 86] *= -1  # alone, and of the second column
     values[2, 3, 7], values[2, 4, :2], values[2, 5, 9] = np.nan, (np.inf, -np.inf), -0.0

@@ -40,13 +40,20 @@ def _instruction(name: str, *args):
         bytes_ = [(word >> np.uint32(8 * i)) & np.uint32(0xFF) for word in args[:2] for i in range(4)]
         picks = [(args[2] >> np.uint32(4 * i)) & np.uint32(0xF) for i in range(4)]
         return sum(np.choose(pick, bytes_).astype(np.uint32) << np.uint32(8 * i) for i, pick in enumerate(picks))
+    if kind == "cvt":
+        assert options == ["rz", "relu", "bf16x2", "f32"], name
+        high, low = (np.where(x >> np.uint32(31), np.uint32(0), x) for x in args)
+        return (high & np.uint32(0xFFFF0000)) | (low >> np.uint32(16))
     if "bf16x2" in options:
         halves = [_bfloat16_pair([x << np.uint32(16), x & np.uint32(0xFFFF0000)][i] for x in args) for i in range(2)]
         low, high = (_rounded_to_bfloat16(_float(kind, options, *half)) for half in halves)
         return (low >> np.uint32(16)) | high
     assert "f32" in options, name
-    result = _float(kind, options, *(np.asarray(x).view(np.float32).astype(np.float64) for x in args))
-    return np.asarray(result, np.float32).view(np.uint32)
+    floats = [np.asarray(x).view(np.float32).astype(np.float64) for x in args]
+    if options[0] == "rp":
+        assert kind == "fma", name
+        return _rounded_up(floats[0] * floats[1], floats[2]).view(np.uint32)
+    return np.asarray(_float(kind, options, *floats), np.float32).view(np.uint32)
 
 
 def _minterm(abc, i: int):
@@ -61,21 +68,21 @@ def _bfloat16_pair(words):
 
 def _float(kind: str, options: list[str], *x):
     """Exact, or in float64, which is exact enough: what is rounded is never near a tie that is not one."""
+    assert options[0] in ("rn", "bf16x2", "f32"), options
     operations = {
-        "abs": lambda a: np.abs(a),
-        "add": lambda a, b: a + b,
-        "sub": lambda a, b: a - b,
-        "mul": lambda a, b: a * b,
         "fma": lambda a, b, c: a * b + c,
-        "max": lambda a, b: np.maximum(a, b) if "NaN" in options else np.fmax(a, b),
-        "set": lambda a, b: ((a > b) if "gt" in options else (a != b)).astype(np.float64),
+        "max": lambda a, b: np.fmax(a, b),
     }
-    result = operations[kind](*x)
-    if "relu" in options:
-        result = np.fmax(result, 0)
-    if "sat" in options:
-        result = np.where(np.isnan(result), 0, np.clip(result, 0, 1))
-    return result
+    return operations[kind](*x)
+
+
+def _rounded_up(a, b):
+    """a + b as a float32."""
+    total = a + b
+    rest = (a - (total - (total - a))) + (b - (total - a))  # what float64 lost
+    rounded = total.astype(np.float32)
+    is_below = (rounded < total) | ((rounded == total) & (rest > 0))
+    return np.where(is_below, np.nextafter(rounded, np.float32(np.inf)), rounded)
 
 
 def _rounded_to_bfloat16(x: np.ndarray) -> np.ndarray:

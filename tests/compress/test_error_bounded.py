@@ -136,11 +136,10 @@ def test_size_is_what_the_values_need():
     grid = Grid.of(x.shape)
     eighths = np.asarray(grid.join(_dither.of_values(grid.tiles), x.shape))
     x32 = np.asarray(x, np.float32)
-    whole = np.rint(np.maximum(x32 / 0.5 * 8 - 0.5, 0))  # numpy's halves go to even numbers, too
-    q = np.where(x32 > 0, 1 + (whole + eighths) // 8, 0)
-    lanes = q.reshape(-1, 64, 32, 2).swapaxes(1, 2).reshape(-1, 128)
-    planes = np.ceil(np.log2(lanes.max(1)))
-    words = 4 + np.ceil((lanes > 0).sum(1) * planes / 32)
+    p = np.where(x32 > 0, (np.ceil(x32 / 0.5 * 8) + eighths) // 8, 0)
+    some, lanes = (a.reshape(-1, 64, 32, 2).swapaxes(1, 2).reshape(-1, 128) for a in (x32 > 0, p))
+    planes = np.ceil(np.log2(lanes.max(1) + 1))
+    words = 4 + np.ceil(some.sum(1) * planes / 32)
     assert int(code.packed.needed) == words.sum()
     assert 2.3 < float(code.needed_bits_per_value) < 2.8
     headers = x.size // 4096 * 36
