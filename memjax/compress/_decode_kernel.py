@@ -8,14 +8,11 @@ from jax import lax
 
 from memjax.compress import _lane_bits, _tiles
 from memjax.compress._bits import WORD, Words, expand, moves_of, u32
-from memjax.compress._pallas_tile import Where, any_lane, rows_of_bytes, stack, take, when
+from memjax.compress._pallas_tile import RAW_ROWS, Where, any_lane, rows_of_bytes, stack, take, when
 from memjax.compress._quantize import LEAST, middle, step
 from memjax.compress._reference import read_headers
 from memjax.compress._tiles import GROUPS, LANES
-from memjax.compress._warp import two_bfloat16s
-
-# Of raw lanes, at once.
-_RAW_ROWS = 16
+from memjax.compress._warp import scales_of_bfloat16_values
 
 
 def decode_tile(where: Where, words_ref, headers_ref, offsets_ref, needed_ref, exponent_ref, x_ref):
@@ -102,13 +99,13 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref):
         words = _lane_bits.transpose([*numbers, *[~none] * in_pairs], warp)
         second, steps = jnp.arange(2, dtype=jnp.uint32)[:, None, None], [step(k) for k in exponents()]
         if in_pairs:
-            scales = [two_bfloat16s(*(x * jnp.float32(s) for x in steps)) for s in (1, -16.5, 2 * LEAST, -32 * LEAST)]
+            scales = scales_of_bfloat16_values(steps)
         for i, word in enumerate(words):
             if in_pairs:
                 values = [warp.bfloat16_values(word, second, scales)]
             else:
                 numbers = (warp.float_of_byte(word, u32(2 * column) + second) for column in range(2))
-                values = _pair(*(_value(x, s, layout.dtype) for x, s in zip(numbers, steps, strict=True)))
+                values = _pair(*(value_of(x, s, layout.dtype) for x, s in zip(numbers, steps, strict=True)))
             where.store(x_ref, rows_of_bytes(1) + i % 2, jnp.int32(i - i % 2), values)
         return state[2]
 
@@ -131,7 +128,7 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref):
                     values = [warp.bfloat16_values_of_halves(halves, [x * jnp.float32(2.0**-11) for x in steps])]
                 else:
                     numbers = (warp.float_of_half(halves, column) for column in range(2))
-                    values = _pair(*(_value(x, s, layout.dtype) for x, s in zip(numbers, steps, strict=True)))
+                    values = _pair(*(value_of(x, s, layout.dtype) for x, s in zip(numbers, steps, strict=True)))
                 signs_of_words = [sign] if len(values) == 1 else [sign << 16, sign & u32(1 << 31)]
                 values = [value | sign for value, sign in zip(values, signs_of_words, strict=True)]
                 where.store(x_ref, jnp.int32(8 * (which[0] % 2) + i), 16 * group, values)
@@ -201,15 +198,15 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref):
 
     def get_raw(i, carry):
         """Some rows, for loads take long, one or many at once."""
-        row, count = jnp.arange(_RAW_ROWS, dtype=jnp.int32)[:, None], 2 * layout.dtype.itemsize // 4
-        live = jnp.broadcast_to(is_raw, (_RAW_ROWS, LANES))
-        before = [u32(count * (row + _RAW_ROWS * i) + j) * raw_lanes for j in range(count)]
+        row, count = jnp.arange(RAW_ROWS, dtype=jnp.int32)[:, None], 2 * layout.dtype.itemsize // 4
+        live = jnp.broadcast_to(is_raw, (RAW_ROWS, LANES))
+        before = [u32(count * (row + RAW_ROWS * i) + j) * raw_lanes for j in range(count)]
         words = [get(following + raw_before + x, live) for x in before]
-        where.store(x_ref, row, _RAW_ROWS * i, words, live)
+        where.store(x_ref, row, RAW_ROWS * i, words, live)
         return carry
 
     # Compilers would write out a loop whose length they know.
-    lax.fori_loop(0, warp.opaque(any_lane(lanes.raw).astype(jnp.int32) * (_tiles.ROWS // _RAW_ROWS)), get_raw, 0)
+    lax.fori_loop(0, warp.opaque(any_lane(lanes.raw).astype(jnp.int32) * (_tiles.ROWS // RAW_ROWS)), get_raw, 0)
 
 
 def _into_cache(words_ref, offset, where):
@@ -224,7 +221,7 @@ def _into_cache(words_ref, offset, where):
     return jnp.max(where.warp.nothing(seen).astype(jnp.int32))
 
 
-def _value(number, step, dtype):
+def value_of(number, step, dtype):
     """The `middle` of a number that is 4 or more, 2^23 greater, or zero for 2^23; times a step, as `dtype`."""
     value = jnp.maximum((number - (2.0**23 + 4)) * (step * 0.125), (number - 2.0**23) * (step * (LEAST / 4)))
     return _narrow(lax.bitcast_convert_type(value, jnp.uint32), dtype)

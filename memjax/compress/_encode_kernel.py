@@ -1,4 +1,5 @@
-"""The kernel that encodes a tile: one warp, a lane of 128 values to a thread, one pass over the input.
+"""The kernel that encodes a tile: one warp, a lane of 128 values to a thread. What is not negative, and in float32
+at most 256 steps, is read once.
 
 From the planes of values (`_value_planes`) follows how many words the tile needs, and, once it has got a place for them, its
 words. What differs between lanes are distances of shifts.
@@ -18,13 +19,10 @@ from jax import lax
 
 from memjax.compress import _tiles
 from memjax.compress._bits import WORD, compress, moves_of, u32
-from memjax.compress._pallas_tile import Where, any_lane, any_of, take, when
+from memjax.compress._pallas_tile import RAW_ROWS, Where, any_lane, any_of, take, when
 from memjax.compress._reference import Lanes, write_headers
 from memjax.compress._tiles import GROUPS, LANE_VALUES, LANES
 from memjax.compress._value_planes import FEW, value_planes
-
-# Of raw lanes, at once.
-_RAW_ROWS = 16
 
 
 def encode_tile(where: Where, x_ref, exponent_ref, words_ref, headers_ref, offsets_ref, needed_ref):
@@ -114,11 +112,11 @@ def _write(where, coded, signs, is_unrolled, x_ref, words_ref, headers_ref, offs
 
     def put_raw(i, carry):
         """Some rows, for loads take long, one or many at once."""
-        row = jnp.arange(_RAW_ROWS, dtype=jnp.int32)[:, None]
-        for j, words in enumerate(values := where.load(x_ref, row, _RAW_ROWS * i)):
-            before = u32(len(values) * (row + _RAW_ROWS * i) + j) * raw_lanes
+        row = jnp.arange(RAW_ROWS, dtype=jnp.int32)[:, None]
+        for j, words in enumerate(values := where.load(x_ref, row, RAW_ROWS * i)):
+            before = u32(len(values) * (row + RAW_ROWS * i) + j) * raw_lanes
             put(place + coded_words + raw_before + before, words, jnp.broadcast_to(raw, words.shape))
         return carry
 
     # Compilers would write out a loop whose length they know.
-    lax.fori_loop(0, warp.opaque(any_lane(u32(raw)).astype(jnp.int32) * (_tiles.ROWS // _RAW_ROWS)), put_raw, 0)
+    lax.fori_loop(0, warp.opaque(any_lane(u32(raw)).astype(jnp.int32) * (_tiles.ROWS // RAW_ROWS)), put_raw, 0)

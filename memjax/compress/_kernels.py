@@ -4,8 +4,8 @@ values are the same, bit for bit; the order in which tiles lie in the words may 
 Pallas's Triton backend compiles them, deprecated since JAX 0.11 and still there in 0.12: Mosaic GPU has no such kernels of
 single warps, and `jax_triton` would need a second source, that no CPU can run.
 
-No temporary memory. A tile's input is read once (a raw lane's twice), its words are written once. If not all words of a
-tile fit into the code, none is written.
+No temporary memory. A tile's input is read once, or twice with raw lanes or negative values in it, and its words are written
+once. If not all words of a tile fit into the code, none is written.
 """
 
 import functools

@@ -14,6 +14,8 @@ from memjax.compress._bits import Words, u32
 from memjax.compress._tiles import COLUMNS, GROUPS, LANES, ROWS, Grid
 from memjax.compress._warp import Pair, Warp
 
+RAW_ROWS = 16  # of raw lanes, copied at once
+
 
 @dataclasses.dataclass(frozen=True)
 class Layout:

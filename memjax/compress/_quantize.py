@@ -1,4 +1,4 @@
-"""The error-bounded quantiser: multiples of a power of two, rounded away from zero, in integer arithmetic.
+"""The error-bounded quantiser: multiples of a power of two, with dither, in integer arithmetic.
 
 With step s = 2^k, the magnitude of a value x is c eighths of a step, rounded up: c - 1 < 8 |x| / s <= c. With e eighths of
 dither, 0 to 7, x is coded as its sign and p = floor((c + e) / 8), and decoded to sign(x) (p + 3/8 - e / 8) s, half a step away at
@@ -7,7 +7,8 @@ the sign of x: of an activation after a ReLU it gives the exact mask.
 
 Of bfloat16s (p + 3/8 - e / 8) s may have more bits than they: bits beyond are cut off. That never passes a bfloat16, so
 from beyond |x| it does not pass |x|, and from before not |x| - s / 2, which is one too up to 128 steps. From there on x is a
-multiple of s, and p stands for it.
+multiple of s, and p stands for it. Where |x| is a whole number of eighths, as all bfloat16s of 16 steps and more are, errors
+have a mean below zero: see `ErrorBounded`.
 
 Integers, because the arithmetic of subnormal numbers differs between backends.
 """
@@ -22,7 +23,8 @@ from memjax.compress._bits import Words, u32
 # What stands for values whose middle is not beyond zero, in steps. The next bfloat16 after an eighth is more than that away.
 LEAST = 2.0**-11
 # Steps 2^k: from where the least that is computed with, a quarter of `LEAST`, is a normal number, of float16s where `LEAST` is
-# a number, to where all that codes can stand for is finite. For larger bounds, that is the step; for smaller ones there is none.
+# a number, to where all that codes can stand for is finite, with one to spare. For larger bounds, the last is the step; for
+# smaller ones there is none.
 _EXPONENTS = {
     jnp.dtype(jnp.bfloat16): (-112, 119),
     jnp.dtype(jnp.float16): (-13, 7),
@@ -98,7 +100,7 @@ def dequantize(
 def middle(number: Words, dtype) -> Float[Array, "..."]:
     """In steps, what 8 p + 7 - e stands for; float32, perhaps with more bits than the dtype has."""
     if jnp.dtype(dtype) == jnp.bfloat16:
-        # Past 128 steps an eighth to three more than p: they will be cut off.
+        # From 128 steps on up to three eighths more than p: they will be cut off.
         number = jnp.where(number >= u32(8 * 128), number | u32(4), number)
     eighths = lax.convert_element_type(number.astype(jnp.int32), jnp.float32)
     return jnp.maximum((eighths - 4) * jnp.float32(0.125), jnp.float32(LEAST))

@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from memjax.compress._bits import Words, shift_left, shift_right, u32
-from memjax.compress._quantize import eighths_of_steps, middle
+from memjax.compress._quantize import LEAST, eighths_of_steps, middle
 from memjax.compress._tiles import LANES
 
 Lane = UInt32[Array, "*more 32"]
@@ -157,7 +157,7 @@ class Warp:
         bfloat16s. Native only.
 
         Args:
-          scales: a, b, c, d, each two bfloat16s.
+          scales: a, b, c, d, each two bfloat16s: `scales_of_bfloat16_values`.
         """
         # Such a byte beside 0x41 is the bfloat16 x.
         return _asm(
@@ -171,6 +171,11 @@ class Warp:
 def _alike(*args: Words) -> list[Words]:
     shape = jnp.broadcast_shapes(*(x.shape for x in args))
     return [jnp.broadcast_to(x, shape) for x in args]
+
+
+def scales_of_bfloat16_values(steps: Sequence[Float[Array, "..."]]) -> list[Words]:
+    """With which `Warp.bfloat16_values` are the `middle` times a step, of numbers that are 0, or 4 or more."""
+    return [two_bfloat16s(*(x * jnp.float32(s) for x in steps)) for s in (1, -16.5, 2 * LEAST, -32 * LEAST)]
 
 
 def two_bfloat16s(low: Float[Array, "..."], high: Float[Array, "..."]) -> Words:

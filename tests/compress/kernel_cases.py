@@ -24,6 +24,7 @@ def values_of_all_kinds(dtype, tiles: int = 6, seed: int = 0) -> np.ndarray:
     values = np.where(kind == 0, 0, values)
     values = np.where((kind == 1) & (rng.random(values.shape) < 0.5), 0, values)
     values = np.where((kind == 2) & (rng.random(values.shape) < 0.5), -values, values)
+    values[0] = np.abs(values[0])
     values[1, :5] = 16
     values[3] = np.minimum(values[3], 256)  # steps of one: too many for a byte by one
     values[4:5] = rng.uniform(30.3, 32.1, values[4:5].shape)  # nearly as many as five planes hold, and more

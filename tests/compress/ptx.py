@@ -4,8 +4,6 @@ import re
 
 import numpy as np
 
-_SIGN, _REST = np.uint32(0x80008000), np.uint32(0x7FFF7FFF)
-
 
 def run(code: str, constraints: str, *args, dtype=np.int32) -> np.ndarray:
     """In place of `_warp._asm`: instructions without predicates on registers of 32 bits, each operand an array."""
@@ -68,7 +66,7 @@ def _bfloat16_pair(words):
 
 def _float(kind: str, options: list[str], *x):
     """Exact, or in float64, which is exact enough: what is rounded is never near a tie that is not one."""
-    assert options[0] in ("rn", "bf16x2", "f32"), options
+    assert options[0] in ("rn", "bf16x2"), options
     operations = {
         "fma": lambda a, b, c: a * b + c,
         "max": lambda a, b: np.fmax(a, b),

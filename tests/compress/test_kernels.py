@@ -13,7 +13,17 @@ from tests.compress.kernel_cases import check_same, values_of_all_kinds
 def test_bfloat16_by_channel():
     tiles = values_of_all_kinds(jnp.bfloat16).reshape(3, 2, 64, 64)
     x = tiles.transpose(0, 2, 1, 3).reshape(3, 64, 128)  # two tiles side by side
-    check_same(jnp.asarray(x), np.exp2(np.arange(128) % 3 - 2).astype(np.float32))
+    bounds = np.exp2(np.arange(128) % 3 - 2).astype(np.float32)
+    bounds[[5, 70]] = 0, np.nan  # stored as they are, and their neighbours with them
+    check_same(jnp.asarray(x), bounds)
+
+
+def test_few_steps_without_signs_and_the_ends_of_exponents():
+    x = jnp.asarray(np.abs(values_of_all_kinds(jnp.bfloat16, 4)[:4096]))
+    check_same(x, np.float32(1))
+    for exponent in (-112, 119):
+        scale = jnp.asarray(2.0**exponent, jnp.bfloat16)
+        check_same(x * scale, np.float32(2.0 ** (exponent - 1)))
 
 
 def test_float32_with_padding():

@@ -20,6 +20,7 @@ def test_lanes_of_all_kinds(dtype):
     check_same(jnp.asarray(values), np.float32(0.5), interpret=False)
     check_same(jnp.asarray(values[:-77]), np.float32(0.5), capacity=10**5, interpret=False)
     bounds = np.exp2(np.arange(96) % 7 - 4).astype(np.float32)
+    check_same(jnp.asarray(values).reshape(-1, 128), np.resize(bounds, 128), interpret=False)
     check_same(jnp.asarray(values).reshape(-1, 96), bounds, interpret=False)
     check_same(jnp.asarray(values).reshape(-1, 24), bounds[:24], interpret=False)
 
