@@ -1,7 +1,5 @@
 """Bytes of compiled gradients of chains: the budget is kept, and used; and what compiling costs."""
 
-import time
-
 import chain_cases as cases
 import jax
 import jax.numpy as jnp
@@ -72,19 +70,17 @@ def test_converted_parameters_are_not_kept():
     assert temp(chain, blocks, params, x, budget="400KiB") < 5 * width * width * 4 < count * width * width * 4
 
 
-def test_equal_blocks_compile_no_slower_than_plain_autodiff():
+def test_equal_blocks_are_lowered_once():
+    """So compilers get no more to do than from plain autodiff, though blocks are computed again."""
     blocks, params, x = cases.transformers(count=5)
     schedule = chain_schedule(chain_costs(blocks, params, x), 85_000)
     assert schedule.seconds > 1.2 * schedule.plain_seconds
 
-    def seconds(run, **options):
-        start = time.perf_counter()
+    def lines(run, **options):
         lowered = jax.jit(jax.grad(lambda params: run(blocks, params, x, **options))).lower(params)
-        lowered.compile()
-        return time.perf_counter() - start
+        return len(lowered.as_text().splitlines())
 
-    ours, plainly = seconds(chain, schedule=schedule), seconds(plain)
-    assert ours < 1.5 * plainly  # 0.5 to 0.9 of it on an idle machine
+    assert lines(chain, schedule=schedule) < lines(plain)
 
 
 @pytest.mark.parametrize("name", ["mlp", "convolution"])
