@@ -102,8 +102,7 @@ def measure(config: Speed, make: Callable[..., Any], shape: tuple[int, ...], dty
         encode = jax.jit(lambda arrays: [codec.encode(x) for x in arrays])
         decode = jax.jit(lambda codes: [codec.decode(code) for code in codes])
         codes = encode(arrays)
-        headers = sum(x.nbytes for x in (codes[0].packed.headers, codes[0].packed.offsets))
-        bits = float(codes[0].needed_bits_per_value) + 8 * headers / arrays[0].size
+        bits = 8 * float(codes[0].needed_nbytes) / arrays[0].size
         size = sum(x.nbytes for x in arrays)
         floor = (1 + bits / 8 / arrays[0].dtype.itemsize) * size / 4.1e12
         seconds = {

@@ -1,6 +1,7 @@
 """Tables of compressed activations, in `docs/compress.md` and README, from results: `python -m benchmarks.tables`."""
 
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks.tables import _gib, _load, _markdown, _source
@@ -46,34 +47,31 @@ def _accuracy(rows: list[dict[str, Any]]) -> str:
 
 
 def step_table() -> str | None:
-    if (loaded := _load("compressed")) is None:
-        return None
-    environment, rows = loaded
-    body = []
-    for model, name in _NETWORKS.items():
-        found = {row["case"]: row for row in rows if row["model"] == model}
-        for case, label in _CASES.items():
-            if (row := found.get(case)) is not None:
-                milliseconds = row.get("milliseconds") or row["milliseconds_transactional"]
-                relative = milliseconds / found["plain"]["milliseconds"]
-                body.append([f"{name}, {label}", f"{milliseconds:.1f}", f"{relative:.2f}"])
-    return (
-        _markdown(["training step, batch 256 of 224x224, bf16", "ms", "relative"], body) + "\n\n" + _source(environment)
-    )
+    def cells(row: dict[str, Any], plain: dict[str, Any]) -> list[str]:
+        milliseconds = row.get("milliseconds") or row["milliseconds_transactional"]
+        return [f"{milliseconds:.1f}", f"{milliseconds / plain['milliseconds']:.2f}"]
+
+    return _table_of_cases("compressed", _CASES, ["ms", "relative"], cells)
 
 
 def memory_table() -> str | None:
-    if (loaded := _load("compressed_before")) is None:
+    cases = {case: label for case, label in _CASES.items() if case != "settle"}
+    cells = lambda row, _: [_gib(row["temp_bytes"]), _gib(row["peak_bytes"])]
+    return _table_of_cases("compressed_before", cases, ["temp GiB", "peak GiB"], cells)
+
+
+def _table_of_cases(
+    results: str, cases: dict[str, str], header: list[str], cells: Callable[[dict, dict], list[str]]
+) -> str | None:
+    """A line for each network and case that has a row; `cells` of it and the network's plain row."""
+    if (loaded := _load(results)) is None:
         return None
     environment, rows = loaded
     body = []
     for model, name in _NETWORKS.items():
         found = {row["case"]: row for row in rows if row["model"] == model}
-        for case, label in _CASES.items():
-            if case != "settle" and (row := found.get(case)) is not None:
-                body.append([f"{name}, {label}", _gib(row["temp_bytes"]), _gib(row["peak_bytes"])])
-    header = ["training step, batch 256 of 224x224, bf16", "temp GiB", "peak GiB"]
-    return _markdown(header, body) + "\n\n" + _source(environment)
+        body += [[f"{name}, {cases[case]}", *cells(found[case], found["plain"])] for case in cases if case in found]
+    return _markdown(["training step, batch 256 of 224x224, bf16", *header], body) + "\n\n" + _source(environment)
 
 
 def codec_table() -> str | None:

@@ -34,9 +34,7 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref):
     lanes = read_headers(header)
     is_raw = lanes.raw != 0
 
-    def get(index, live):
-        return where.load_words(words_ref, index, live)
-
+    get = functools.partial(where.load_words, words_ref)
     offset = offsets_ref[tile]
     following = jnp.broadcast_to(u32(offset + _into_cache(words_ref, offset, where)), (LANES,))
     has_bitmap = lanes.bitmap != 0
@@ -81,7 +79,7 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref):
         at_least = third | functools.reduce(jnp.bitwise_or, planes)
         third = third | ~at_least
         if layout.dtype == jnp.bfloat16 and len(planes) == 8:
-            third = third | planes[7]
+            third = third | planes[7]  # past 128 steps, see `middle`
         return [first & at_least & mask, second & at_least & mask, third & mask, *planes]
 
     def get_planes(count, state):

@@ -52,6 +52,11 @@ class ErrorBoundedCode:
         return self.packed.needed.astype(jnp.float32) * (32 / values)
 
     @property
+    def needed_nbytes(self) -> Float[Array, ""]:
+        """Bytes, headers included, capacity that is not needed left out."""
+        return 4.0 * self.packed.needed.astype(jnp.float32) + Grid.of(self.shape).tiles * (LANES + 4)
+
+    @property
     def raw_share(self) -> Float[Array, ""]:
         """Share of the lanes of 128 values stored as they are, because one of them is no finite number or too many steps."""
         return jnp.mean((self.packed.headers >> _tiles.RAW_SHIFT).astype(jnp.float32))
@@ -130,10 +135,7 @@ class ErrorBounded:
 
     def ratio(self, x: Float[Array, "..."]) -> Float[Array, ""]:
         """How many times smaller than `x` its code is, headers included, capacity that is not needed left out."""
-        code = self.encode(x)
-        tiles = Grid.of(x.shape).tiles
-        headers = tiles * (LANES + 4)
-        return x.size * x.dtype.itemsize / (4.0 * code.packed.needed.astype(jnp.float32) + max(headers, 1))
+        return x.size * x.dtype.itemsize / jnp.maximum(self.encode(x).needed_nbytes, 1)
 
     def error(self, x: Float[Array, "..."]) -> Float[Array, ""]:
         """The largest |decode(encode(x)) - x| of the finite values of `x`, as float32."""

@@ -31,7 +31,7 @@ def why_not() -> str | None:
     if float(device.compute_capability) < 9:
         return f"it needs an NVIDIA GPU of compute capability 9.0 or later, this one has {device.compute_capability}"
     try:
-        from memjax.compress import _pair_memory  # noqa: F401
+        from memjax.compress import _kernel_memory  # noqa: F401
     except ImportError:
         return f"it needs what Pallas is made of, which JAX {jax.__version__} has no longer"
     return None

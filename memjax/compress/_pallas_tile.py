@@ -86,7 +86,7 @@ class Where:
             yield index, inside
 
     def _rows(self, row, later):
-        from memjax.compress._pair_memory import Rows
+        from memjax.compress._kernel_memory import Rows
 
         return Rows(self.first + later * self.row_pairs, row, self.row_pairs)
 
@@ -95,9 +95,9 @@ class Where:
         from jax.experimental.pallas import triton
 
         if self.warp.native and not self.layout.is_padded:
-            from memjax.compress import _pair_memory
+            from memjax.compress import _kernel_memory
 
-            return _pair_memory.load_pairs(ref, self._rows(row, later))
+            return _kernel_memory.load_pairs(ref, self._rows(row, later))
         first, second = (
             _tiles.to_bits(triton.load(ref.at[index], mask=inside, other=None if inside is None else 0))
             for index, inside in self._values(row, later)
@@ -109,9 +109,9 @@ class Where:
         from jax.experimental.pallas import triton
 
         if self.warp.native and not self.layout.is_padded:
-            from memjax.compress import _pair_memory
+            from memjax.compress import _kernel_memory
 
-            return _pair_memory.store_pairs(ref, self._rows(row, later), words, live)
+            return _kernel_memory.store_pairs(ref, self._rows(row, later), words, live)
         both = words if len(words) == 2 else [words[0] & u32(0xFFFF), words[0] >> 16]
         for word, (index, inside) in zip(both, self._values(row, later, live), strict=True):
             triton.store(ref.at[index], _tiles.from_bits(word, self.layout.dtype), mask=inside)
@@ -122,17 +122,17 @@ class Where:
 
         index = index.astype(jnp.int32)
         if self.warp.native:
-            from memjax.compress import _pair_memory
+            from memjax.compress import _kernel_memory
 
-            return _pair_memory.load_words(ref, index, live)
+            return _kernel_memory.load_words(ref, index, live)
         return triton.load(ref.at[index], mask=live, other=0)
 
     def prefetch(self, ref, index: Int32[Array, "32"]) -> None:
         """Bring the words around `ref[index]`, or the last ones, nearer, without waiting."""
         if self.warp.native:
-            from memjax.compress import _pair_memory
+            from memjax.compress import _kernel_memory
 
-            _pair_memory.prefetch(ref, jnp.minimum(index, self.capacity - 1))
+            _kernel_memory.prefetch(ref, jnp.minimum(index, self.capacity - 1))
 
     def store_words(self, ref, index: Words, word: Words, live) -> None:
         """`ref[index] = word` where `live`."""
@@ -140,9 +140,9 @@ class Where:
 
         index = index.astype(jnp.int32)
         if self.warp.native:
-            from memjax.compress import _pair_memory
+            from memjax.compress import _kernel_memory
 
-            return _pair_memory.store_words(ref, index, word, live)
+            return _kernel_memory.store_words(ref, index, word, live)
         triton.store(ref.at[index], word, mask=live)
 
     def exponents(self, ref) -> Callable[..., Pair]:

@@ -9,7 +9,6 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool
@@ -60,28 +59,27 @@ def value_planes(where: Where, x_ref, exponent_ref) -> ValuePlanes:
     warp, dtype = where.warp, where.layout.dtype
     exponents, by_value = where.exponents(exponent_ref), where.layout.exponents == "value"
 
-    def of_groups(read, carry):
-        """Arrays that `read` makes of the words of bytes of some groups, two rows each, for all groups; and a carry.
+    none = jnp.zeros((_AT_A_TIME, LANES), jnp.uint32)
+
+    def of_groups(read, count, carry):
+        """So many arrays that `read` makes of the words of bytes of some groups, two rows each, for all groups; and a carry.
 
         Some at a time, for what is loaded has to fit into registers, those of many warps.
         """
-        at_a_time = _AT_A_TIME
-        none = jnp.zeros((at_a_time, LANES), jnp.uint32)
-        rows = rows_of_bytes(8, at_a_time)
+        rows, steps = rows_of_bytes(8, _AT_A_TIME), GROUPS // _AT_A_TIME
 
         def some_groups(step, state):
             latest, carry = state
-            later = at_a_time * _tiles.ROWS // GROUPS * step
+            later = _tiles.ROWS // steps * step
             loaded, exponent = where.load(x_ref, rows, later), exponents(rows, later)
             each = [([take(x, row) for x in loaded], _of_row(exponent, row)) for row in range(16)]
             new, carry = read([each[i : i + 2] for i in range(0, 16, 2)], carry)
             return (*latest[1:], tuple(new)), carry
 
-        shapes, _ = jax.eval_shape(lambda: some_groups(jnp.int32(0), (((),), carry)))
-        latest = (tuple(none for _ in shapes[-1]),) * (GROUPS // at_a_time)
-        latest, carry = lax.fori_loop(0, warp.opaque(jnp.int32(GROUPS // at_a_time)), some_groups, (latest, carry))
-        parts = zip(*latest, strict=True)
-        return [stack([take(part, i) for part in of_one for i in range(at_a_time)]) for of_one in parts], carry
+        state = ((none,) * count,) * steps, carry
+        parts, carry = lax.fori_loop(0, warp.opaque(jnp.int32(steps)), some_groups, state)
+        each_array = zip(*parts, strict=True)
+        return [stack([take(part, i) for part in of_one for i in range(_AT_A_TIME)]) for of_one in each_array], carry
 
     def read(byte, count):
         """So many planes of the numbers of eighths of steps, from this byte on. And all bits that are set in these numbers, and
@@ -107,18 +105,17 @@ def value_planes(where: Where, x_ref, exponent_ref) -> ValuePlanes:
                 upper.append(warp.bytes_of(both, (1, 5, 3, 7)))
             return (_lane_bits.transpose(lower, warp) + _lane_bits.transpose(upper, warp))[:count], (seen, bits)
 
-        none = jnp.zeros((_AT_A_TIME, LANES), jnp.uint32)
-        planes, (seen, bits) = of_groups(read_groups, (none, none))
+        planes, (seen, bits) = of_groups(read_groups, count, (none, none))
         return planes, seen, bits
 
     def read_signs():
         def read_groups(words, carry):
-            bits = jnp.zeros((_AT_A_TIME, LANES), jnp.uint32)
+            bits = none
             for (first, _), (second, _) in words:
                 bits = (bits >> 1) | (_top_bits(first, second, warp) & u32(0x80808080))
             return [bits], carry
 
-        return of_groups(read_groups, ())[0][0]
+        return of_groups(read_groups, 1, ())[0][0]
 
     def coded(eighths, seen):
         """Of these planes of eighths, if no more are needed."""

@@ -33,9 +33,9 @@ class Warp:
     def fetch_add(self, ref, x: Int32[Array, "32"]) -> Int32[Array, "32"]:
         """`ref[0] += x`, of which all threads have the same, at once; the value before, in all threads."""
         if self.native:
-            from memjax.compress import _pair_memory
+            from memjax.compress import _kernel_memory
 
-            before = _pair_memory.fetch_add(ref, x, jnp.arange(LANES, dtype=jnp.int32) == 0)
+            before = _kernel_memory.fetch_add(ref, x, jnp.arange(LANES, dtype=jnp.int32) == 0)
             return _asm("shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;", "=r,r", before).astype(jnp.int32)
         before = ref[0]
         ref[0] = before + jnp.max(x)
