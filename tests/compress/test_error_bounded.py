@@ -118,6 +118,16 @@ def test_errors_of_equal_values_do_not_add_up():
     assert 0 < np.mean(round_trip((), small, 0.5)[0] - small) < 0.2
 
 
+@pytest.mark.parametrize(
+    ("dtype", "first", "mean"), [("float32", 64, 0), *(("bfloat16", 4**i, -(4.0**i) / 256) for i in (1, 2, 3))]
+)
+def test_errors_have_the_mean_that_the_dtype_gives_them(dtype, first, mean):
+    """Of values of `first` steps of one to twice as many: what the docstring says of bfloat16s."""
+    x = jnp.asarray(np.random.default_rng(0).uniform(first, 2 * first, (64, 64, 64)), dtype)
+    errors = np.asarray(round_trip((), x, 0.5)[0], np.float64) - np.asarray(x, np.float64)
+    np.testing.assert_allclose(errors.mean(), mean, atol=0.004)
+
+
 @pytest.mark.parametrize("shape", [(2, 32, 128), (5, 7, 24)])
 def test_bound_per_channel(shape):
     bounds = np.exp2(np.random.default_rng(0).uniform(-9, 1, shape[-1])).astype(np.float32)
