@@ -2,25 +2,27 @@
 
 For each network, batches of 256 natural images of 224x224 in bfloat16, SGD with momentum, every case in a process of its own:
 
-- settle: some adaptive steps at a capacity that cannot overflow, for the bounds; with these, steps from the beginning again,
-  as the other cases take them, for the capacities;
 - plain: nothing compressed;
-- conv: what convolutions read, error-bounded; and all: the rest, too, in four bits a value.
+- settle: trained to the middle of 1,000 steps, adaptive, at capacities that cannot overflow; then timed;
+- conv: from the state that settle ended with, at the capacities that its last steps needed, what convolutions read,
+  error-bounded; and all: the rest, too, in four bits a value.
 
 Milliseconds are of the compiled step, one after the other, and of `memjax.compress.transactional`, which looks whether
-steps overflowed while the next ones run. `--batch 8 --size 64 --models resnet18 --steps 2` tries it anywhere.
+steps overflowed while the next ones run. `--batch 8 --size 64 --models resnet18 --settle 4 --steps 2` tries it anywhere.
 """
 
 import contextlib
 import dataclasses
 import fcntl
 import functools
+import itertools
 import json
 import os
 import pathlib
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -29,11 +31,14 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several proce
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import tyro
 
 from benchmarks import record
 
 _WARM = 40  # steps, one and a half seconds: the clocks of an idle GPU are low
+_ALL_STEPS = 1000  # of the schedule
+_LEARNING_RATES = {"alexnet": 0.01, "vgg16": 0.01, "resnet18": 0.1, "resnet50": 0.1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +48,8 @@ class Config:
     batch: int = 256
     size: int = 224
     """Side of the images in pixels."""
-    settle: int = 33
-    """Steps before bounds are taken."""
+    settle: int = 520
+    """Steps before any are timed. Bounds change at powers of two."""
     steps: int = 40
     """That are timed."""
     time_limit: float = 540.0
@@ -54,12 +59,12 @@ class Config:
 
 def main(config: Config) -> None:
     begin, rows = time.monotonic(), []
-    lock = str(pathlib.Path(tempfile.mkdtemp()) / "lock")
+    folder = pathlib.Path(tempfile.mkdtemp())
 
     def run(case: str, model: str, **more: Any) -> dict:
         if time.monotonic() - begin > config.time_limit:
             return {"model": model, "case": case, "error": "no time left"}
-        given = {**dataclasses.asdict(config), "case": case, "model": model, "lock": lock, **more}
+        given = {**dataclasses.asdict(config), "case": case, "model": model, "folder": str(folder), **more}
         found = record.in_fresh_process("benchmarks.compressed", given)
         row = {key: value for key, value in found.items() if key not in given or key in ("case", "model", "batch")}
         rows.append(row)
@@ -75,10 +80,9 @@ def main(config: Config) -> None:
             found = settled.result()
             if "error" in found:
                 return
-            given = {"bounds": found["bounds"], "bits": found["capacities"]}
             for case in config.cases:
                 if case != "plain":
-                    pool.submit(run, case, model, **given)
+                    pool.submit(run, case, model, bits=found["capacities"])
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(both, config.models))
@@ -93,98 +97,115 @@ def measure(given: dict) -> dict:
 
     case, is_compressed = given["case"], given["case"] != "plain"
     own: dict[str, Any] = {"model": given["model"], "batch_size": given["batch"], "image_size": given["size"]}
-    config = dataclasses.replace(PRESETS["gpu"], **own, where="all" if case == "all" else "conv", learning_rate=0.02)
-    tx = optimizer(config, 1000)
+    own |= {"where": "all" if case == "all" else "conv", "learning_rate": _LEARNING_RATES[given["model"]]}
+    config = dataclasses.replace(PRESETS["gpu"], **own)
+    tx = optimizer(config, _ALL_STEPS)
     if is_compressed:
-        tx = compress.adaptive(tx, interval=1000)
+        tx = compress.adaptive(tx, interval=_ALL_STEPS)
     make = functools.partial(_model, config, 16, is_compressed)
     loss = classification_loss(mean=(0.5,) * 3, std=(0.25,) * 3, label_smoothing=0.0)
-    seconds: dict[str, float] = {}
+    lock, seconds = pathlib.Path(given["folder"]) / "lock", {}
+    init = jax.jit(functools.partial(init_state, make, tx))
     with _timed(seconds, "trace"):
         step = train_step(make, loss, tx, 1)
-        state = jax.eval_shape(functools.partial(init_state, make, tx))
+        state = jax.eval_shape(init)
         if is_compressed:
             step = compress.transactional(step, window=10**9, ahead=True)
             if case != "settle":
                 step.capacities = [tuple(given["bits"])]
-                state = _with_settings(state, given["bits"])
+                state = _with_capacities(state, given["bits"])
             program = step.lower(state, _batch(given))
         else:
             program = jax.jit(step, donate_argnums=0).lower(state, _batch(given))
-    with _lock(given["lock"], fcntl.LOCK_SH), _timed(seconds, "compile"):
+    with _lock(lock, fcntl.LOCK_SH), _timed(seconds, "compile"):
         compiled = program.compile()
-    with _lock(given["lock"], fcntl.LOCK_EX):
-        return _time(given, compiled, step if is_compressed else None, make, tx) | {"seconds": seconds}
+    with _lock(lock, fcntl.LOCK_EX):
+        found = {"temp_bytes": compiled.memory_analysis().temp_size_in_bytes, "seconds": seconds}
+        if case == "plain":
+            found["milliseconds"] = _milliseconds(compiled, init(), given)[1]
+        elif case == "settle":
+            found |= _settle(given, step, init())
+        else:
+            found |= _time(given, compiled, step, _restored(given, init))
+        statistics = jax.local_devices()[0].memory_stats()
+        return found | {"peak_bytes": statistics["peak_bytes_in_use"] if statistics else None}
 
 
-def _time(given: dict, compiled: Any, run: Any, make: Any, tx: Any) -> dict:
+def _settle(given: dict, run: Any, state: Any) -> dict:
+    """Trains, saves the state, and finds capacities."""
     from experiments.compression.observed import layers_of
-    from experiments.harness.step import init_state
 
-    settling = given["case"] == "settle"
-    temp = compiled.memory_analysis().temp_size_in_bytes
-    state = jax.jit(functools.partial(init_state, make, tx))()
-    if run is not None and not settling:
-        state = _with_settings(state, given["bits"], given["bounds"])
-    images = _images(given)
-    found: dict[str, Any] = {"temp_bytes": temp}
-    if not settling:
-        once = compiled if run is None else lambda state, batch: compiled(state, jnp.zeros((), bool), batch)
-        state, milliseconds = _milliseconds(once, state, images, given["steps"])
-        found["milliseconds"] = milliseconds
-    if run is not None:
-        state, each = _milliseconds(run, state, images, given["settle"] if settling else given["steps"])
-        state = run.finish(state)
-        if settling:
-            bounds = [float(b) for b in layers_of(state).bound]
-            state = _with_settings(jax.jit(functools.partial(init_state, make, tx))(), [None] * len(bounds), bounds)
-            run._needs = []
-            state = run.finish(_milliseconds(run, state, images, 2 * given["steps"] + _WARM)[0])
-        layers, last = layers_of(state), jax.device_get(state.optimizer.last[0])
-        bits = np.asarray(last.bits)
-        values = np.array([np.prod(shape) for shape, _ in layers.shapes], float)
-        found |= {
-            "milliseconds_transactional": each,
-            "replays": run.replays,
-            "bits": [round(float(b), 3) for b in bits],
-            "bits_per_value": float((bits * values).sum() / values.sum()),
-            "values": values.sum(),
-            "bounds": [float(b) for b in layers.bound],
-        }
-        if settling:
-            run._lower_capacities([layers])
-            found["capacities"] = list(run.capacities[0])
-    statistics = jax.local_devices()[0].memory_stats()
-    found["peak_bytes"] = statistics["peak_bytes_in_use"] if statistics else None
-    return found
+    for batch in _images(given, given["settle"]):
+        state, _ = run(state, batch)
+    state = run.finish(state)
+    run._needs = []
+    state, milliseconds = _milliseconds(run, state, given)
+    state = run.finish(state)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(_saved(given), state)
+    run._lower_capacities([layers_of(state)])
+    found = {"milliseconds_transactional": milliseconds, "capacities": list(run.capacities[0])}
+    return found | _codes(state)
 
 
-def _milliseconds(step: Any, state: Any, images: list[Any], count: int) -> tuple[Any, float]:
+def _time(given: dict, compiled: Any, run: Any, state: Any) -> dict:
+    from experiments.compression.observed import layers_of
+
+    state = _with_capacities(state, given["bits"])
+    state, milliseconds = _milliseconds(lambda s, batch: compiled(s, jnp.zeros((), bool), batch), state, given)
+    state, transactional = _milliseconds(run, state, given)
+    state = run.finish(state)
+    found = {"milliseconds": milliseconds, "milliseconds_transactional": transactional, "replays": run.replays}
+    return found | _codes(state) | {"code_bytes": layers_of(_with_capacities(state, given["bits"])).nbytes()}
+
+
+def _codes(state: Any) -> dict:
+    """What the codes of the last step needed, and for which bounds."""
+    from experiments.compression.observed import layers_of
+
+    layers, bits = layers_of(state), np.asarray(jax.device_get(state.optimizer.last[0].bits))
+    values = np.array([np.prod(shape) for shape, _ in layers.shapes], float)
+    return {
+        "bits": [round(float(b), 3) for b in bits],
+        "bits_per_value": float((bits * values).sum() / values.sum()),
+        "values": values.sum(),
+        "bounds": [float(b) for b in layers.bound],
+    }
+
+
+def _saved(given: dict) -> pathlib.Path:
+    return pathlib.Path(given["folder"]) / given["model"]
+
+
+def _restored(given: dict, init: Any) -> Any:
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(_saved(given), jax.tree.map(placed, jax.eval_shape(init)))
+
+
+def _milliseconds(step: Any, state: Any, given: dict) -> tuple[Any, float]:
     """Of a step, after some that are not counted."""
+    images = list(_images(given, 2))
     for i in range(_WARM):
-        state, sums = _first_two(step(state, images[i % len(images)]))
+        state, sums = _first_two(step(state, images[i % 2]))
     jax.block_until_ready(sums)
     begin = time.perf_counter()
-    for i in range(count):
-        state, sums = _first_two(step(state, images[i % len(images)]))
+    for i in range(given["steps"]):
+        state, sums = _first_two(step(state, images[i % 2]))
     jax.block_until_ready(sums)
-    return state, 1e3 * (time.perf_counter() - begin) / count
+    return state, 1e3 * (time.perf_counter() - begin) / given["steps"]
 
 
 def _first_two(results: tuple) -> tuple:
     return results[0], results[1]  # a transaction's program also reports
 
 
-def _with_settings(state: Any, bits: list[float | None], bounds: list[float] | None = None) -> Any:
+def _with_capacities(state: Any, bits: list[float | None]) -> Any:
     from memjax import compress
 
-    def changed(node: Any) -> Any:
-        if not isinstance(node, compress.Layers):
-            return node
-        bound = node.bound if bounds is None else jnp.asarray(bounds, jnp.float32)
-        return dataclasses.replace(node, bits_per_value=tuple(bits), bound=bound)
-
     is_layers = lambda node: isinstance(node, compress.Layers)
+    changed = lambda node: dataclasses.replace(node, bits_per_value=tuple(bits)) if is_layers(node) else node
     return dataclasses.replace(state, params=jax.tree.map(changed, state.params, is_leaf=is_layers))
 
 
@@ -196,20 +217,20 @@ def _batch(given: dict) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-def _images(given: dict) -> list[dict[str, jax.Array]]:
+def _images(given: dict, count: int) -> Iterator[dict[str, jax.Array]]:
     """Batches of crops of photographs, enlarged."""
     from experiments.data.photographs import photographs
     from experiments.data.stream import train_batches
 
-    source = min(96, given["size"])
-    batches = train_batches(photographs(source), seed=0, batch_size=given["batch"], workers=0)
-    size = (given["batch"], given["size"], given["size"], 3)
+    batches = train_batches(photographs(min(96, given["size"])), seed=0, batch_size=given["batch"], workers=0)
+    for batch in itertools.islice(batches, count):
+        yield {"image": _enlarged(batch["image"], given["size"]), "label": jnp.asarray(batch["label"])}
 
-    def enlarged(batch: dict) -> dict[str, jax.Array]:
-        images = jax.image.resize(jnp.asarray(batch["image"], jnp.float32), size, "bicubic")
-        return {"image": jnp.clip(images, 0, 255).astype(jnp.uint8), "label": jnp.asarray(batch["label"])}
 
-    return [enlarged(batch) for batch, _ in zip(batches, range(4), strict=False)]
+@functools.partial(jax.jit, static_argnums=1)
+def _enlarged(images: jax.Array, size: int) -> jax.Array:
+    enlarged = jax.image.resize(images.astype(jnp.float32), (len(images), size, size, 3), "bicubic")
+    return jnp.clip(enlarged, 0, 255).astype(jnp.uint8)
 
 
 @contextlib.contextmanager
@@ -220,7 +241,7 @@ def _timed(seconds: dict, name: str):
 
 
 @contextlib.contextmanager
-def _lock(path: str, kind: int):
+def _lock(path: pathlib.Path, kind: int):
     """Many compile at a time, which tries kernels on the GPU, or one is timed. What is traced meanwhile disturbs nobody."""
     with open(path, "w") as file:
         fcntl.flock(file, kind)
