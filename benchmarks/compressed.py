@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import fcntl
 import functools
+import gc
 import itertools
 import json
 import os
@@ -113,7 +114,6 @@ def measure(given: dict) -> dict:
             step = compress.transactional(step, window=10**9, ahead=True)
             if case != "settle":
                 step.capacities = [tuple(given["bits"])]
-                state = _with_capacities(state, given["bits"])
             program = step.lower(state, _batch(given))
         else:
             program = jax.jit(step, donate_argnums=0).lower(state, _batch(given))
@@ -151,12 +151,11 @@ def _settle(given: dict, run: Any, state: Any) -> dict:
 def _time(given: dict, compiled: Any, run: Any, state: Any) -> dict:
     from experiments.compression.observed import layers_of
 
-    state = _with_capacities(state, given["bits"])
     state, milliseconds = _milliseconds(lambda s, batch: compiled(s, jnp.zeros((), bool), batch), state, given)
     state, transactional = _milliseconds(run, state, given)
     state = run.finish(state)
     found = {"milliseconds": milliseconds, "milliseconds_transactional": transactional, "replays": run.replays}
-    return found | _codes(state) | {"code_bytes": layers_of(_with_capacities(state, given["bits"])).nbytes()}
+    return found | _codes(state) | {"code_bytes": _code_bytes(layers_of(state), given["bits"])}
 
 
 def _codes(state: Any) -> dict:
@@ -190,6 +189,8 @@ def _milliseconds(step: Any, state: Any, given: dict) -> tuple[Any, float]:
     for i in range(_WARM):
         state, sums = _first_two(step(state, images[i % 2]))
     jax.block_until_ready(sums)
+    gc.collect()
+    gc.freeze()  # as the experiments do
     begin = time.perf_counter()
     for i in range(given["steps"]):
         state, sums = _first_two(step(state, images[i % 2]))
@@ -201,12 +202,8 @@ def _first_two(results: tuple) -> tuple:
     return results[0], results[1]  # a transaction's program also reports
 
 
-def _with_capacities(state: Any, bits: list[float | None]) -> Any:
-    from memjax import compress
-
-    is_layers = lambda node: isinstance(node, compress.Layers)
-    changed = lambda node: dataclasses.replace(node, bits_per_value=tuple(bits)) if is_layers(node) else node
-    return dataclasses.replace(state, params=jax.tree.map(changed, state.params, is_leaf=is_layers))
+def _code_bytes(layers: Any, bits: list[float | None]) -> int:
+    return dataclasses.replace(layers, bits_per_value=tuple(bits)).nbytes()
 
 
 def _batch(given: dict) -> dict[str, jax.ShapeDtypeStruct]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import math
 import os
 import shlex
@@ -131,6 +132,11 @@ class Trainer:
             for step in range(start + 1, total + 1):
                 batch = devices.put(next(self._task.train_batches), self._mesh)
                 state, sums = train(state, batch)
+                if step == start + 1:
+                    # What tracing made are millions of objects. The collector would look through them all now and then,
+                    # which takes it longer than steps do.
+                    gc.collect()
+                    gc.freeze()
                 evaluating = step % self._epoch_steps == 0 or step == total
                 stopping = self._asked_to_stop(interrupt, step)
                 saving = step % checkpoint_every == 0 or step == total or stopping

@@ -92,15 +92,18 @@ class Transactional:
         self._under_way: list[tuple[tuple, dict[str, Any]]] = []
         self._no: Any = None
 
-        def gated(state, is_void, *args):
-            new, out = step(state, *args)
+        def gated(state, capacities, is_void, *args):
+            given = _capacities_of(state)
+            new, out = step(_with_capacities(state, capacities), *args)
             last = _adaptive_state(new).last
             overflowed = is_void | jnp.any(jnp.stack([jnp.any(found.overflows > 0) for found in last]))
+            new = _with_capacities(new, given)
             kept = jax.tree.map(lambda before, after: jnp.where(overflowed, before, after), state, new)
             report = {"overflowed": overflowed, "rungs": [found.rung for found in last]}
             return kept, out, report
 
-        self._jitted = jax.jit(gated, donate_argnums=(0,) if donate else (), **options)
+        # Capacities are put into the state where it is traced: states are large trees, and every step would rebuild them.
+        self._jitted = jax.jit(gated, static_argnums=1, donate_argnums=(0,) if donate else (), **options)
 
     @property
     def compiled(self) -> int:
@@ -116,7 +119,8 @@ class Transactional:
         self._capacities = list(new)
 
     def lower(self, state: Any, *args: Any) -> Any:
-        return self._jitted.lower(state, jax.ShapeDtypeStruct((), bool), *args)
+        capacities = self._capacities or _capacities_of(state)
+        return self._jitted.lower(state, tuple(capacities), jax.ShapeDtypeStruct((), bool), *args)
 
     def __call__(self, state: Any, *args: Any) -> tuple[Any, Any]:
         return self._checked(*self._start(state, args), self._most_under_way)
@@ -126,49 +130,43 @@ class Transactional:
         return self._checked(state, None, 0)[0]
 
     def _start(self, state: Any, args: tuple) -> tuple[Any, Any]:
-        own, rebuild = split_layers(state)
-        if not own:
-            raise ValueError("state must contain the Layers that memjax.compress.layers made.")
-        given = [layers.bits_per_value for layers in own]
         if self._capacities is None:
-            self._capacities = given
+            self._capacities = _capacities_of(state)
         if self._no is None:
             self._no = _adaptive_state(state).step < 0  # where the state is
         is_void = self._under_way[-1][1]["overflowed"] if self._under_way else self._no
-        state = rebuild(_with_capacities(own, self._capacities))
-        self._visited.add(tuple(self._capacities))
-        state, out, report = self._jitted(state, is_void, *args)
+        capacities = tuple(self._capacities)
+        self._visited.add(capacities)
+        state, out, report = self._jitted(state, capacities, is_void, *args)
         self._under_way.append((args, report))
-        own, rebuild = split_layers(state)
-        return rebuild(_with_capacities(own, given)), out
+        return state, out
 
     def _checked(self, state: Any, out: Any, most_under_way: int) -> tuple[Any, Any]:
         """Until no more steps than that may have overflowed."""
         while len(self._under_way) > most_under_way:
             report = jax.device_get(self._under_way[0][1])
-            own = split_layers(state)[0]
             self._needs.append(report["rungs"])
             if report["overflowed"]:
                 self.replays += 1
-                self._capacities = self._raised(own)
+                self._capacities = self._raised()
                 again, self._under_way = [args for args, _ in self._under_way], []
                 for args in again:
                     state, out = self._start(state, args)
             else:
                 self._under_way.pop(0)
                 if len(self._needs) >= self._window:
-                    self._lower_capacities(own)
+                    self._lower_capacities(split_layers(state)[0])
         return state, out
 
-    def _raised(self, own: list[Layers]) -> Capacities:
+    def _raised(self) -> Capacities:
         """Capacities for all needs remembered, none lower than it is."""
-        wanted = self._wanted(own)
+        wanted = self._wanted()
         pairs = [zip(now, new, strict=True) for now, new in zip(self._capacities or [], wanted, strict=True)]
         return [tuple(None if a is None or b is None else max(a, b) for a, b in group) for group in pairs]
 
     def _lower_capacities(self, own: list[Layers]) -> None:
         assert self._capacities is not None
-        wanted = self._wanted(own)
+        wanted = self._wanted()
         now, new = (
             sum(layers.nbytes() for layers in _with_capacities(own, some)) for some in (self._capacities, wanted)
         )
@@ -176,7 +174,7 @@ class Transactional:
             self._capacities = wanted
         self._needs = []
 
-    def _wanted(self, own: list[Layers]) -> Capacities:
+    def _wanted(self) -> Capacities:
         """The rungs above the needs remembered. Without one nothing is known: raw."""
         most = [np.max(group, 0) for group in zip(*self._needs, strict=True)]
         return [tuple(self._capacity(int(rung)) for rung in rungs) for rungs in most]
@@ -190,8 +188,17 @@ class Transactional:
         return above[0] if above else None
 
 
-def _with_capacities(own: list[Layers], capacities: Capacities) -> list[Layers]:
-    return [dataclasses.replace(a, bits_per_value=b) for a, b in zip(own, capacities, strict=True)]
+def _capacities_of(tree: Any) -> Capacities:
+    own = split_layers(tree)[0]
+    if not own:
+        raise ValueError("state must contain the Layers that memjax.compress.layers made.")
+    return [layers.bits_per_value for layers in own]
+
+
+def _with_capacities(tree: Any, capacities: Capacities) -> Any:
+    """The tree with `Layers` of these capacities."""
+    own, rebuild = split_layers(tree)
+    return rebuild([dataclasses.replace(a, bits_per_value=b) for a, b in zip(own, capacities, strict=True)])
 
 
 def _adaptive_state(tree: Any) -> AdaptiveState:
