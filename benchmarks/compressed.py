@@ -114,6 +114,7 @@ def measure(given: dict) -> dict:
             step = compress.transactional(step, window=10**9, ahead=True)
             if case != "settle":
                 step.capacities = [tuple(given["bits"])]
+                state = _placed(state)
             program = step.lower(state, _batch(given))
         else:
             program = jax.jit(step, donate_argnums=0).lower(state, _batch(given))
@@ -176,11 +177,15 @@ def _saved(given: dict) -> pathlib.Path:
     return pathlib.Path(given["folder"]) / given["model"]
 
 
-def _restored(given: dict, init: Any) -> Any:
+def _placed(tree: Any) -> Any:
+    """Of arrays of this device, as those of a checkpoint are: else it would be another program."""
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)
+
+
+def _restored(given: dict, init: Any) -> Any:
     with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(_saved(given), jax.tree.map(placed, jax.eval_shape(init)))
+        return checkpointer.restore(_saved(given), _placed(jax.eval_shape(init)))
 
 
 def _milliseconds(step: Any, state: Any, given: dict) -> tuple[Any, float]:

@@ -34,6 +34,8 @@ class Config:
     seeds: int = 3
     parallel: int = 8
     """Runs at a time, on each GPU."""
+    plain: bool = True
+    """Whether networks are trained without compression, too. What that gives depends on no codec."""
     gpus: int = 1
     flags: str = ""
     """More flags of the experiment."""
@@ -70,6 +72,7 @@ def main(config: Config) -> None:
                     **os.environ,
                     "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])),
                     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+                    "JAX_COMPILATION_CACHE_DIR": str(runs / "compiled"),
                     **({"CUDA_VISIBLE_DEVICES": gpus[place % config.gpus]} if config.gpus > 1 else {}),
                 },
             )
@@ -82,8 +85,9 @@ def main(config: Config) -> None:
         print(json.dumps({key: value for key, value in rows[-1].items() if key != "layers"}), flush=True)
         record.save(config.name, rows)
 
-    # What takes longest first.
-    cases = [(m, s, c) for m in config.models for c in (True, False) for s in range(config.seeds)]
+    # Compiled programs are shared: seed by seed, and of each what takes longest first.
+    ways = (True, False) if config.plain else (True,)
+    cases = [(m, s, c) for s in range(config.seeds) for c in ways for m in config.models]
     with ThreadPoolExecutor(config.parallel * config.gpus) as pool:
         list(pool.map(lambda case: run(case[0], *case[1]), enumerate(cases)))
 

@@ -120,7 +120,9 @@ class Transactional:
 
     def lower(self, state: Any, *args: Any) -> Any:
         capacities = self._capacities or _capacities_of(state)
-        return self._jitted.lower(state, tuple(capacities), jax.ShapeDtypeStruct((), bool), *args)
+        place = getattr(_adaptive_state(state).step, "sharding", None)
+        is_void = jax.ShapeDtypeStruct((), bool, sharding=place)
+        return self._jitted.lower(state, tuple(capacities), is_void, *args)
 
     def __call__(self, state: Any, *args: Any) -> tuple[Any, Any]:
         return self._checked(*self._start(state, args), self._most_under_way)
