@@ -16,9 +16,12 @@ _CASES = {
 
 
 def training_table() -> str | None:
-    if (loaded := _load("compressed_training")) is None:
+    """Runs without compression, and with it where there are no later ones, are those of before."""
+    if (loaded := _load("compressed_training")) is None or (older := _load("compressed_training_before")) is None:
         return None
     environment, rows = loaded
+    later = {row["model"] for row in rows}
+    rows = rows + [row for row in older[1] if "error" not in row and not (row["compressed"] and row["model"] in later)]
     body = []
     for model, name in _NETWORKS.items():
         plain, compressed = ([r for r in rows if r["model"] == model and r["compressed"] is c] for c in (False, True))
@@ -37,7 +40,7 @@ def training_table() -> str | None:
         "float32 / code",
         "sigma of a layer's gradient, predicted / measured: median (range)",
     ]
-    return _markdown(header, body) + "\n\n" + _source(environment)
+    return "\n\n".join([_markdown(header, body), _source(environment), f"Before: {_source(older[0])}"])
 
 
 def _accuracy(rows: list[dict[str, Any]]) -> str:
@@ -56,8 +59,11 @@ def step_table() -> str | None:
 
 def memory_table() -> str | None:
     cases = {case: label for case, label in _CASES.items() if case != "settle"}
-    cells = lambda row, _: [_gib(row["temp_bytes"]), _gib(row["peak_bytes"])]
-    return _table_of_cases("compressed_before", cases, ["temp GiB", "peak GiB"], cells)
+
+    def cells(row: dict[str, Any], plain: dict[str, Any]) -> list[str]:
+        return [_gib(row["temp_bytes"]), _gib(row["peak_bytes"]), f"{row['peak_bytes'] / plain['peak_bytes']:.1%}"]
+
+    return _table_of_cases("compressed", cases, ["temp GiB", "peak GiB", "of the uncompressed peak"], cells)
 
 
 def _table_of_cases(

@@ -173,7 +173,8 @@ def make_task(config: CompressedConfig) -> Task:
 
 def _batches(config: CompressedConfig, data: ImageData):
     """Some, for `save_analysis`."""
-    return itertools.islice(train_batches(data, seed=config.seed + 1, batch_size=_device_batch(config), workers=0), 8)
+    size = min(64, _device_batch(config))  # in float32, with room for whatever codes need
+    return itertools.islice(train_batches(data, seed=config.seed + 1, batch_size=size, workers=0), 8)
 
 
 def _device_batch(config: CompressedConfig) -> int:

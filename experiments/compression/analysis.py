@@ -117,9 +117,9 @@ def _own_sigma(error: np.ndarray) -> np.ndarray:
 
 
 def _with_bounds(params: nnx.State, bounds: jax.Array) -> nnx.State:
-    """Other bounds, and capacities that cannot overflow."""
+    """Other bounds, capacities that cannot overflow, and statistics of all values."""
     is_layers = lambda node: isinstance(node, compress.Layers)
-    new = {"bound": bounds, "bits_per_value": (None,) * len(bounds)}
+    new = {"bound": bounds, "bits_per_value": (None,) * len(bounds), "samples": None}
     replaced = lambda node: dataclasses.replace(node, **new) if is_layers(node) else node
     return jax.tree.map(replaced, params, is_leaf=is_layers)
 

@@ -146,8 +146,7 @@ class Derivative:
         if isinstance(codec, Recorder):
             self._record(codec, reading.values())
             return _run_late(closed.jaxpr, env, late, leaves, restored), None
-        count, width = codec.statistics.power.shape
-        collector = Collector(count, width, [cotangents, codes])
+        collector = Collector(codec.statistics, codec.samples, [cotangents, codes])
         for i, (var, code) in encoded:
             collector.code(i, code, var.aval.shape)
 
@@ -159,7 +158,7 @@ class Derivative:
         for i, (var, _) in encoded:
             if restored.has(var):
                 collector.decoded(i, restored(var, lambda code: code))
-        return outs, collector.sums(codec.statistics)
+        return outs, collector.sums()
 
     def _record(self, recorder: Recorder, found: Iterable[Reader]) -> None:
         weights: list[tuple[str, ...]] = [()] * len(self.keep.encoded)

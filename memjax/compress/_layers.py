@@ -76,6 +76,7 @@ class Layers:
       names: of each.
       weights: names of the inputs whose gradients each is multiplied into.
       shapes: of each, with its dtype.
+      samples: from how many values of an array, and of a cotangent, statistics are taken, about; None: all.
     """
 
     bound: Float[Array, " n"]
@@ -85,6 +86,7 @@ class Layers:
     names: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     weights: tuple[tuple[str, ...], ...] = dataclasses.field(metadata={"static": True})
     shapes: tuple[tuple[tuple[int, ...], np.dtype], ...] = dataclasses.field(metadata={"static": True})
+    samples: int | None = dataclasses.field(default=2**16, metadata={"static": True})
 
     def layer(self, i: int) -> ErrorBounded:
         """The codec of the i-th array."""
@@ -138,6 +140,7 @@ def layers(
     *args: Any,
     bound: float = 2**-7,
     bits_per_value: float | None = None,
+    samples: int | None = 2**16,
     argnums: int | tuple[int, ...] = 0,
 ) -> Layers:
     """The codec with settings for each array that the gradient of `f(codec, *args)` encodes; nothing is computed.
@@ -148,12 +151,17 @@ def layers(
       *args: arrays or `jax.ShapeDtypeStruct`s.
       bound: of all to begin with.
       bits_per_value: capacity of all to begin with; None: that which cannot overflow.
+      samples: statistics are taken from about so many values of each array. Late in training few values have most of the
+        power of a large array's cotangents: what so many say of it is right on average, over many steps. None: all are read,
+        exact in every step, for a few hundredths of its time.
       argnums: of `args`, those that training differentiates for.
 
     Raises:
-      ValueError: nothing is encoded, or `bound` is not positive.
+      ValueError: nothing is encoded, or `bound` or `samples` is not positive.
     """
     ErrorBounded(bound, bits_per_value=bits_per_value)  # refuses what it must
+    if samples is not None and samples < 1:
+        raise ValueError(f"samples must be positive, or None for all values, got {samples!r}.")
     recorder = Recorder()
     numbers = (argnums,) if isinstance(argnums, int) else argnums
     has_aux = isinstance(jax.eval_shape(lambda *args: f(Recorder(), *args), *args), tuple)
@@ -170,6 +178,7 @@ def layers(
         names=names,
         weights=weights,
         shapes=tuple((tuple(aval.shape), np.dtype(aval.dtype)) for aval in avals),
+        samples=samples,
     )
 
 

@@ -18,10 +18,9 @@ from memjax.compress._layers import LADDER, Statistics
 _PRODUCTS = ("conv_general_dilated", "dot_general")
 _SAME = {"convert_element_type", "reshape", "squeeze", "expand_dims", "transpose", "copy", "rev", "add_any"}
 _SAME |= {"psum", "psum_invariant", "pvary", "pcast"}  # which add a gradient up over devices
-_EXAMPLES, _VALUES = 256, 2**16
-"""Statistics are taken from about so many examples and values, at most twice as many: few enough to be
-added up in one small kernel. Reading all would cost a percent or so of a step. Rather many examples than many values of each:
-late in training a few examples have most of the loss."""
+_EXAMPLES = 256
+"""Samples are taken from about so many, at most twice as many: rather from many than many of each, for late in training a
+few examples have most of the loss. The usual number of samples is few enough to be added up in one small kernel."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,15 +114,17 @@ class Collector:
     number of kernels counts, each of which does next to nothing.
 
     Args:
-      layers, width: n and m of the statistics.
+      like: the statistics to be found, in type.
+      samples: see `Layers`.
       seen: cotangents and codes. All statistics depend on all of them, though only in form: each counts once per example of a
         `vmap` and per device then, as derivatives do.
     """
 
-    def __init__(self, layers: int, width: int, seen: Any):
+    def __init__(self, like: Statistics, samples: int | None, seen: Any):
         firsts = [jnp.ravel(x)[0] == jnp.zeros((), x.dtype) for x in jax.tree.leaves(seen) if x.size]
         self._nothing = sum(jnp.where(first, jnp.float32(0), jnp.float32(0)) for first in firsts)
-        self._layers, self._width = layers, width
+        self._like, self._samples = like, samples
+        self._layers, self._width = like.power.shape
         self._codes: dict[int, tuple[Any, Any, float]] = {}
         self._decoded: dict[int, tuple[Any, Any]] = {}
         self._cotangents: dict[tuple[int, int], tuple[Any, Any, float]] = {}
@@ -133,27 +134,27 @@ class Collector:
         self._codes[layer] = code.needed_bits_per_value, code.overflowed, float(shape[0] if shape else 1)
 
     def decoded(self, layer: int, x: Any) -> None:
-        part, _ = _some(x)
+        part, _ = _some(x, self._samples)
         nonzero = jnp.mean((part != jnp.zeros((), x.dtype)).astype(jnp.float32), 1)
         self._decoded[layer] = nonzero, jnp.mean(jnp.abs(part.astype(jnp.float32)), 1)
 
     def cotangent(self, reader: Reader, ct: Any) -> None:
         """Of one more reader of its array."""
-        part, share = _some(ct)
+        part, share = _some(ct, self._samples)
         wide = part.astype(jnp.float32)
         seen = sum(layer == reader.layer for layer, _ in self._cotangents)
         means, powers = jnp.mean(jnp.abs(wide), 1), jnp.sum(jnp.square(wide), 1)
         self._cotangents[reader.layer, seen] = means, powers, reader.share / share
 
-    def sums(self, like: Statistics) -> Statistics:
-        """With the type of `like`: what devices of a `shard_map` found is added up, if they share the bounds."""
+    def sums(self) -> Statistics:
+        """What devices of a `shard_map` found is added up, if they share the bounds."""
 
         def added(found, wanted):
             found = found + self._nothing
             axes = tuple(jax.typeof(found).manual_axis_type.varying - jax.typeof(wanted).manual_axis_type.varying)
             return lax.psum(found, axes) if axes else found
 
-        return jax.tree.map(added, self._found(), like)
+        return jax.tree.map(added, self._found(), self._like)
 
     def _found(self) -> Statistics:
         bits, overflows, examples = (self._each(field) for field in range(3))
@@ -198,12 +199,14 @@ def _totals(vectors: Sequence[Any], *, mean: bool) -> Any:
     return jnp.sum(jnp.stack(rows), 1) / jnp.asarray(lengths, jnp.float32)
 
 
-def _some(x: Any) -> tuple[Any, float]:
+def _some(x: Any, samples: int | None) -> tuple[Any, float]:
     """Part of the values, (examples, values), and which share of them it is."""
     channels = x.shape[-1] if x.ndim else 1
     x = x.reshape(x.shape[0] if x.ndim > 1 else 1, -1)
+    if samples is None:
+        return x, 1.0
     every = max(1, x.shape[0] // _EXAMPLES)
-    stride = max(1, x.size // (every * _VALUES))
+    stride = max(1, x.size // (every * samples))
     while stride > 1 and math.gcd(stride, channels) > 1:  # or the same channels would be taken everywhere
         stride += 1
     part = x[::every, ::stride]

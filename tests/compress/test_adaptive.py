@@ -97,6 +97,21 @@ def test_statistics_are_what_they_are_called():
     np.testing.assert_array_equal(gradient(loss)(small, params, x)[0].statistics.overflows, [0, 1])
 
 
+def test_statistics_are_of_so_many_samples():
+    layers, params, x = found_layers(bound=2**-4, samples=None), weights(), batch(1)
+    exact, few, one = (
+        gradient(loss)(dataclasses.replace(layers, samples=samples), params, x)[0].statistics
+        for samples in (None, 512, 1)
+    )
+    np.testing.assert_allclose(exact.power, gradient(loss)(found_layers(bound=2**-4), params, x)[0].statistics.power)
+    assert not np.any(few.power == exact.power)
+    np.testing.assert_allclose(few.power, exact.power, rtol=0.3)  # of 512 of 4,096 values
+    assert np.all(np.isfinite(one.power))
+    assert not np.any(one.power == few.power)
+    with pytest.raises(ValueError, match=r"samples must be positive.*got 0"):
+        found_layers(samples=0)
+
+
 def test_statistics_add_up_over_devices_and_examples():
     layers, params, x = found_layers(bound=2**-4), weights(), jnp.concatenate([batch(i) for i in range(4)])
     whole = gradient(loss)(layers, params, x)[0].statistics
