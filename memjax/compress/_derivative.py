@@ -13,13 +13,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import jaxprs_in_params
 
 from memjax._jaxpr import bind, evaluate, is_literal, read, scope
 from memjax.compress._codec import Codec, Mask
 from memjax.compress._keep import Selected, choose
 from memjax.compress._layers import AnyCodec, Layers, Recorder, Statistics
 from memjax.compress._max_pool import max_pool
-from memjax.compress._statistics import Collector, Reader, readers
+from memjax.compress._statistics import PRODUCTS, Collector, Reader, readers
 from memjax.remat._blocks import zeros
 from memjax.remat._step import drop, is_float, merge, pick
 
@@ -93,15 +94,23 @@ class Derivative:
             codec.check(len(self.keep.encoded))
         env = dict(zip([*self._jaxpr.constvars, *self._jaxpr.invars], [*self._consts, *inputs], strict=True))
         codes: dict[Any, Any] = {}
-        self._encode_ready(codec, env, codes)
+        fused: list[Any] = []  # what has codes that nothing waits for yet
+        self._encode_ready(codec, env, codes, fused)
         for eqn in self._jaxpr.eqns:
+            if eqn.primitive.name in PRODUCTS or any(True for _ in jaxprs_in_params(eqn.params)):
+                _wait(eqn.invars, env, codes, fused)
             env.update(zip(eqn.outvars, bind(eqn, read(env, eqn.invars)), strict=True))
-            self._encode_ready(codec, env, codes)
+            self._encode_ready(codec, env, codes, fused)
+        _wait(self._outs, env, codes, fused)
         kept = [codes[var] for var in self.keep.encoded], [codes[var] for var in self.keep.masks]
         return read(env, self._outs), (read(env, self.keep.whole), *kept)
 
-    def _encode_ready(self, codec: AnyCodec, env: dict[Any, Any], codes: dict[Any, Any]) -> None:
-        """Encode what has just been computed. What reads it waits for its code, or all codes might be made at the end."""
+    def _encode_ready(self, codec: AnyCodec, env: dict[Any, Any], codes: dict[Any, Any], fused: list[Any]) -> None:
+        """Encode what has just been computed. What reads it waits for its code, or all codes might be made at the end.
+
+        Of an elementwise codec, only the next product or call waits: the compiler makes the code where a batch norm reads the
+        array anyway.
+        """
         for i, var in enumerate(self.keep.encoded):
             if var in codes or var not in env:
                 continue
@@ -111,7 +120,11 @@ class Derivative:
                 continue
             if scale is not None:
                 own = own.scaled(_deviation(env[scale[0]], scale[1]))  # type: ignore[attr-defined]
-            env[var], codes[var] = lax.optimization_barrier((env[var], _encode(own, env[var])))
+            codes[var] = _encode(own, env[var])
+            if getattr(own, "elementwise", False):
+                fused.append(var)
+            else:
+                env[var], codes[var] = lax.optimization_barrier((env[var], codes[var]))
         for var in self.keep.masks:
             if var in env and var not in codes:
                 env[var], codes[var] = lax.optimization_barrier((env[var], Mask().encode(env[var])))
@@ -166,6 +179,17 @@ class Derivative:
             weights[reader.layer] += (self._names[reader.weight],)
         names = [own[0] if own else f"array {i}" for i, own in enumerate(weights)]
         recorder.record(names, weights, [var.aval for var in self.keep.encoded])
+
+
+def _wait(readers: Sequence[Any], env: dict[Any, Any], codes: dict[Any, Any], fused: list[Any]) -> None:
+    """The largest of `readers`, variables that are about to be read, waits for the codes of what is `fused`."""
+    variables = [atom for atom in readers if not is_literal(atom)]
+    if not fused or not variables:
+        return
+    var = max(variables, key=lambda var: var.aval.size)
+    env[var], made = lax.optimization_barrier((env[var], [codes[own] for own in fused]))
+    codes.update(zip(fused, made, strict=True))
+    fused.clear()
 
 
 def _own(codec: AnyCodec, i: int) -> Codec:

@@ -15,7 +15,7 @@ from jax import lax
 from memjax._jaxpr import is_literal
 from memjax.compress._layers import LADDER, Statistics
 
-_PRODUCTS = ("conv_general_dilated", "dot_general")
+PRODUCTS = ("conv_general_dilated", "dot_general")
 _SAME = {"convert_element_type", "reshape", "squeeze", "expand_dims", "transpose", "copy", "rev", "add_any"}
 _SAME |= {"psum", "psum_invariant", "pvary", "pcast"}  # which add a gradient up over devices
 _EXAMPLES = 256
@@ -63,7 +63,7 @@ def readers(jaxpr: Any, cotangents: set[Any], origins: dict[Any, int]) -> dict[i
         stored = [origins[atom] for atom in operands if atom in origins]
         if cts:
             late.update(eqn.outvars)
-            if eqn.primitive.name in _PRODUCTS and stored:
+            if eqn.primitive.name in PRODUCTS and stored:
                 weight = _output(eqn.outvars[0], consumers, outputs)
                 if weight is not None:
                     found[id(eqn)] = Reader(stored[0], cts[0], _share(eqn, cts[0]), weight)
