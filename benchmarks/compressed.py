@@ -105,7 +105,7 @@ def measure(given: dict) -> dict:
         tx = compress.adaptive(tx, interval=_ALL_STEPS)
     make = functools.partial(_model, config, 16, is_compressed)
     loss = classification_loss(mean=(0.5,) * 3, std=(0.25,) * 3, label_smoothing=0.0)
-    lock, seconds = pathlib.Path(given["folder"]) / "lock", {}
+    lock, seconds = pathlib.Path(given["folder"]) / "lock", dict[str, float]()
     init = jax.jit(functools.partial(init_state, make, tx))
     with _timed(seconds, "trace"):
         step = train_step(make, loss, tx, 1)

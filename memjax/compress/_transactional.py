@@ -116,7 +116,7 @@ class Transactional:
 
     @capacities.setter
     def capacities(self, new: Capacities) -> None:
-        self._capacities = list(new)
+        self._capacities = [tuple(group) for group in new]
 
     def lower(self, state: Any, *args: Any) -> Any:
         capacities = self._capacities or _capacities_of(state)
