@@ -128,7 +128,10 @@ class Trainer:
         checkpoint_every = config.checkpoint_every or self._epoch_steps
         rate = learning_rate(config, total)
         logged, clock = start, time.perf_counter()
-        with Display(self._console, total_steps=total, start=start) as display:
+        with (
+            Display(self._console, total_steps=total, start=start) as display,
+            contextlib.ExitStack() as at_the_end,
+        ):
             for step in range(start + 1, total + 1):
                 batch = devices.put(next(self._task.train_batches), self._mesh)
                 state, sums = train(state, batch)
@@ -137,6 +140,7 @@ class Trainer:
                     # which takes it longer than steps do.
                     gc.collect()
                     gc.freeze()
+                    at_the_end.callback(gc.unfreeze)
                 evaluating = step % self._epoch_steps == 0 or step == total
                 stopping = self._asked_to_stop(interrupt, step)
                 saving = step % checkpoint_every == 0 or step == total or stopping
