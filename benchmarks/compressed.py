@@ -195,7 +195,7 @@ def _milliseconds(step: Any, state: Any, given: dict) -> tuple[Any, float]:
         state, sums = _first_two(step(state, images[i % 2]))
     jax.block_until_ready(sums)
     gc.collect()
-    gc.freeze()  # as the experiments do
+    gc.freeze()
     begin = time.perf_counter()
     for i in range(given["steps"]):
         state, sums = _first_two(step(state, images[i % 2]))

@@ -137,8 +137,7 @@ class Trainer:
                 state, sums = train(state, batch)
                 if step == start + 1:
                     # What tracing made are millions of objects. The collector would look through them all now and then,
-                    # which takes it longer than steps do.
-                    gc.collect()
+                    # which takes it longer than steps do. Nor is it asked to once before, for that takes seconds, too.
                     gc.freeze()
                     at_the_end.callback(gc.unfreeze)
                 evaluating = step % self._epoch_steps == 0 or step == total
