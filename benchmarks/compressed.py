@@ -36,10 +36,10 @@ import orbax.checkpoint as ocp
 import tyro
 
 from benchmarks import record
+from benchmarks.compressed_training import LEARNING_RATES
 
 _WARM = 40  # steps, one and a half seconds: the clocks of an idle GPU are low
 _ALL_STEPS = 1000  # of the schedule
-_LEARNING_RATES = {"alexnet": 0.01, "vgg16": 0.01, "resnet18": 0.1, "resnet50": 0.1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,13 +59,17 @@ class Config:
 
 
 def main(config: Config) -> None:
+    with tempfile.TemporaryDirectory() as folder:  # of the lock, and the states that settle saves
+        _run_all(config, folder)
+
+
+def _run_all(config: Config, folder: str) -> None:
     begin, rows = time.monotonic(), []
-    folder = pathlib.Path(tempfile.mkdtemp())
 
     def run(case: str, model: str, **more: Any) -> dict:
         if time.monotonic() - begin > config.time_limit:
             return {"model": model, "case": case, "error": "no time left"}
-        given = {**dataclasses.asdict(config), "case": case, "model": model, "folder": str(folder), **more}
+        given = {**dataclasses.asdict(config), "case": case, "model": model, "folder": folder, **more}
         found = record.in_fresh_process("benchmarks.compressed", given)
         row = {key: value for key, value in found.items() if key not in given or key in ("case", "model", "batch")}
         rows.append(row)
@@ -98,7 +102,7 @@ def measure(given: dict) -> dict:
 
     case, is_compressed = given["case"], given["case"] != "plain"
     own: dict[str, Any] = {"model": given["model"], "batch_size": given["batch"], "image_size": given["size"]}
-    own |= {"where": "all" if case == "all" else "conv", "learning_rate": _LEARNING_RATES[given["model"]]}
+    own |= {"where": "all" if case == "all" else "conv", "learning_rate": LEARNING_RATES[given["model"]]}
     config = dataclasses.replace(PRESETS["gpu"], **own)
     tx = optimizer(config, _ALL_STEPS)
     if is_compressed:
@@ -156,7 +160,8 @@ def _time(given: dict, compiled: Any, run: Any, state: Any) -> dict:
     state, transactional = _milliseconds(run, state, given)
     state = run.finish(state)
     found = {"milliseconds": milliseconds, "milliseconds_transactional": transactional, "replays": run.replays}
-    return found | _codes(state) | {"code_bytes": _code_bytes(layers_of(state), given["bits"])}
+    room = dataclasses.replace(layers_of(state), bits_per_value=tuple(given["bits"]))
+    return found | _codes(state) | {"code_bytes": room.nbytes()}
 
 
 def _codes(state: Any) -> dict:
@@ -205,10 +210,6 @@ def _milliseconds(step: Any, state: Any, given: dict) -> tuple[Any, float]:
 
 def _first_two(results: tuple) -> tuple:
     return results[0], results[1]  # a transaction's program also reports
-
-
-def _code_bytes(layers: Any, bits: list[float | None]) -> int:
-    return dataclasses.replace(layers, bits_per_value=tuple(bits)).nbytes()
 
 
 def _batch(given: dict) -> dict[str, jax.ShapeDtypeStruct]:

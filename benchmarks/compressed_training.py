@@ -25,7 +25,7 @@ from benchmarks import record
 from experiments.harness import records
 
 _ROOT = pathlib.Path(__file__).parent.parent
-_LEARNING_RATES = {"alexnet": 0.01, "vgg16": 0.01, "resnet18": 0.1, "resnet50": 0.1}
+LEARNING_RATES = {"alexnet": 0.01, "vgg16": 0.01, "resnet18": 0.1, "resnet50": 0.1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ def main(config: Config) -> None:
             return
         name = f"{model}-{seed}-{'compressed' if is_compressed else 'plain'}"
         own = ["--name", name, "--runs-dir", str(runs), "--model", model, "--seed", str(seed), "--window", "1000000"]
-        own += ["--learning-rate", str(_LEARNING_RATES[model]), *shlex.split(config.flags)]
+        own += ["--learning-rate", str(LEARNING_RATES[model]), *shlex.split(config.flags)]
         own += [] if is_compressed else ["--no-compress"]
         row = {"model": model, "seed": seed, "compressed": is_compressed}
         try:
