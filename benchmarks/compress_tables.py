@@ -16,7 +16,7 @@ _CASES = {
 
 
 def training_table() -> str | None:
-    """Runs without compression, and with it where there are no later ones, are those of before."""
+    """Runs without compression, and those of networks that have no later ones, are older."""
     if (loaded := _load("compressed_training")) is None or (older := _load("compressed_training_before")) is None:
         return None
     environment, rows = loaded
@@ -40,7 +40,8 @@ def training_table() -> str | None:
         "float32 / code",
         "sigma of a layer's gradient, predicted / measured: median (range)",
     ]
-    return "\n\n".join([_markdown(header, body), _source(environment), f"Before: {_source(older[0])}"])
+    others = ", ".join(["Without compression", *(name for model, name in _NETWORKS.items() if model not in later)])
+    return "\n\n".join([_markdown(header, body), _source(environment), f"{others}: {_source(older[0])}"])
 
 
 def _accuracy(rows: list[dict[str, Any]]) -> str:
@@ -54,7 +55,7 @@ def step_table() -> str | None:
         milliseconds = row.get("milliseconds") or row["milliseconds_transactional"]
         return [f"{milliseconds:.1f}", f"{milliseconds / plain['milliseconds']:.2f}"]
 
-    return _table_of_cases("compressed", _CASES, ["ms", "relative"], cells)
+    return _table_of_cases(_CASES, ["ms", "relative"], cells)
 
 
 def memory_table() -> str | None:
@@ -63,14 +64,12 @@ def memory_table() -> str | None:
     def cells(row: dict[str, Any], plain: dict[str, Any]) -> list[str]:
         return [_gib(row["temp_bytes"]), _gib(row["peak_bytes"]), f"{row['peak_bytes'] / plain['peak_bytes']:.1%}"]
 
-    return _table_of_cases("compressed", cases, ["temp GiB", "peak GiB", "of the uncompressed peak"], cells)
+    return _table_of_cases(cases, ["temp GiB", "peak GiB", "of the uncompressed peak"], cells)
 
 
-def _table_of_cases(
-    results: str, cases: dict[str, str], header: list[str], cells: Callable[[dict, dict], list[str]]
-) -> str | None:
+def _table_of_cases(cases: dict[str, str], header: list[str], cells: Callable[[dict, dict], list[str]]) -> str | None:
     """A line for each network and case that has a row; `cells` of it and the network's plain row."""
-    if (loaded := _load(results)) is None:
+    if (loaded := _load("compressed")) is None:
         return None
     environment, rows = loaded
     body = []

@@ -153,7 +153,7 @@ def layers(
       bits_per_value: capacity of all to begin with; None: that which cannot overflow.
       samples: statistics are taken from about so many values of each array. Late in training few values have most of the
         power of a large array's cotangents: what so many say of it is right on average, over many steps. None: all are read,
-        exact in every step, for a few hundredths of its time.
+        once more in every step, and statistics are exact.
       argnums: of `args`, those that training differentiates for.
 
     Raises:
