@@ -80,19 +80,21 @@ def _table_of_cases(cases: dict[str, str], header: list[str], cells: Callable[[d
 
 
 def codec_table() -> str | None:
-    if (loaded := _load("codec")) is None:
-        return None
-    environment, rows = loaded
+    """Of one run for each dtype."""
+    files = [loaded for name in ("codec", "codec_float32") if (loaded := _load(name)) is not None]
     body = [
         [
             f"{row['data']}, {'x'.join(map(str, row['shape']))}, {row['dtype']}",
             f"{row['bits_per_value']:.2f}",
-            *(f"{row[key]:.2f}" for key in ("encode_tb_s", "decode_tb_s", "floor_tb_s")),
+            *(f"{row[key]:.2f}" for key in ("encode_tb_s", "decode_tb_s", "decode_without_signs_tb_s", "floor_tb_s")),
         ]
+        for _, rows in files
         for row in rows
     ]
-    header = ["values, bound 1/4", "bits a value", "encode, TB/s", "decode, TB/s", "all of the memory's bandwidth"]
-    return _markdown(header, body) + "\n\n" + _source(environment)
+    header = ["values, bound 1/4", "bits a value", "encode, TB/s", "decode", "without signs", "all of the bandwidth"]
+    return (
+        "\n\n".join([_markdown(header, body), *(_source(environment) for environment, _ in files)]) if files else None
+    )
 
 
 TABLES = {"training": training_table, "steps": step_table, "memory": memory_table, "codec": codec_table}

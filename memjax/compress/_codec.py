@@ -24,7 +24,8 @@ class Codec(Protocol):
     Optional attributes: `elementwise`, true if encoding and decoding are arithmetic on single values, reductions aside: then it
     is left to the compiler where to do it, so that both may be part of what reads the array anyway, encoding before the next
     convolution, product or call. Without it what reads an array waits for its code, and the code for the cotangent that meets
-    what is decoded. `keeps_signs` and `scaled`: see `ErrorBounded`.
+    what is decoded. `keeps_signs`, true if what is encoded and what is decoded are zero, positive and negative alike: then
+    the mask of a ReLU follows from what is decoded. `without_signs` and `scaled`: see `ErrorBounded`.
     """
 
     def encode(self, x: Array) -> Any:

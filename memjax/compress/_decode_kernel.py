@@ -6,7 +6,7 @@ import itertools
 import jax.numpy as jnp
 from jax import lax
 
-from memjax.compress import _lane_bits, _tiles
+from memjax.compress import _dither, _lane_bits, _tiles
 from memjax.compress._bits import WORD, Words, expand, moves_of, u32
 from memjax.compress._pallas_tile import RAW_ROWS, Where, any_lane, rows_of_bytes, stack, take, when
 from memjax.compress._quantize import LEAST, middle, step
@@ -15,7 +15,9 @@ from memjax.compress._tiles import GROUPS, LANES
 from memjax.compress._warp import scales_of_bfloat16_values
 
 
-def decode_tile(where: Where, words_ref, headers_ref, offsets_ref, needed_ref, exponent_ref, x_ref):
+def decode_tile(
+    where: Where, words_ref, headers_ref, offsets_ref, needed_ref, exponent_ref, x_ref, *, keeps_signs: bool
+):
     is_complete = needed_ref[0] <= where.capacity
 
     def lose():
@@ -23,11 +25,11 @@ def decode_tile(where: Where, words_ref, headers_ref, offsets_ref, needed_ref, e
         rows = jnp.arange(_tiles.ROWS, dtype=jnp.int32)[:, None]
         where.store(x_ref, rows, jnp.int32(0), _pair(nan, nan))
 
-    when(is_complete, lambda: _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref))
+    when(is_complete, lambda: _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref, keeps_signs))
     when(~is_complete, lose)
 
 
-def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref):
+def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref, keeps_signs):
     tile, layout, warp = where.tile, where.layout, where.warp
     zero = jnp.zeros((LANES,), jnp.uint32)
     header = u32(headers_ref[tile * LANES + jnp.arange(LANES, dtype=jnp.int32)])
@@ -71,16 +73,24 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref):
 
     exponents = where.exponents(exponent_ref)
     in_pairs = warp.native and layout.dtype == jnp.bfloat16
+    value_of = functools.partial(_value_of, dtype=layout.dtype, keeps_signs=keeps_signs)
     none = jnp.zeros((GROUPS, LANES), jnp.uint32)
 
     def numbers_of(planes):
-        """Planes of the numbers that values are the `middle` of, but 4 for smaller ones; zero for zeros."""
-        first, second, third = (~plane for plane in where.dither())
-        at_least = third | functools.reduce(jnp.bitwise_or, planes)
-        third = third | ~at_least
+        """Planes of the numbers that values are the `middle` of. With signs half the parts of a step instead of fewer, and 0 for
+        zeros; without, one more than half instead of half, which is for zeros.
+        """
+        *low, half = (~plane for plane in where.dither())
+        above = functools.reduce(jnp.bitwise_or, planes)
+        if keeps_signs:
+            at_least = half | above
+            low, half = [plane & at_least for plane in low], half | ~at_least
+        else:
+            low[0] = low[0] | (half & ~functools.reduce(jnp.bitwise_or, [*low[1:], above]))
         if layout.dtype == jnp.bfloat16 and len(planes) == 8:
-            third = third | planes[7]  # past 128 steps, see `middle`
-        return [first & at_least & mask, second & at_least & mask, third & mask, *planes]
+            half = half | planes[7]  # past 128 steps, see `middle`
+        half = half & mask if keeps_signs else half | ~mask
+        return [*(plane & mask for plane in low), half, *planes]
 
     def get_planes(count, state):
         """`numbers_of` that many planes, the first ones after `state`. Written out: loops take longer."""
@@ -97,13 +107,13 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref):
         words = _lane_bits.transpose([*numbers, *[~none] * in_pairs], warp)
         second, steps = jnp.arange(2, dtype=jnp.uint32)[:, None, None], [step(k) for k in exponents()]
         if in_pairs:
-            scales = scales_of_bfloat16_values(steps)
+            scales = scales_of_bfloat16_values(steps, keeps_signs)
         for i, word in enumerate(words):
             if in_pairs:
                 values = [warp.bfloat16_values(word, second, scales)]
             else:
                 numbers = (warp.float_of_byte(word, u32(2 * column) + second) for column in range(2))
-                values = _pair(*(value_of(x, s, layout.dtype) for x, s in zip(numbers, steps, strict=True)))
+                values = _pair(*(value_of(x, s) for x, s in zip(numbers, steps, strict=True)))
             where.store(x_ref, rows_of_bytes(1) + i % 2, jnp.int32(i - i % 2), values)
         return state[2]
 
@@ -117,18 +127,18 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref):
             """One at a time: all that is computed has to fit into registers, those of many warps."""
             *planes, signs = groups[0]
             lower = _lane_bits.transpose(planes[:8], warp)
-            upper = _lane_bits.transpose([*planes[8:], *[zero] * 4, *[signs] * signed], warp)
+            upper = _lane_bits.transpose([*planes[8:], *[zero] * (15 - len(planes)), *[signs] * signed], warp)
             for i, which in itertools.product(range(8), ((0, 4, 2, 6), (1, 5, 3, 7))):
                 halves, sign = warp.bytes_of((lower[i], upper[i]), which), zero
                 if signed:
                     halves, sign = halves & u32(0x7FFF7FFF), halves & u32(0x80008000)
                 if layout.dtype == jnp.bfloat16:
-                    values = [warp.bfloat16_values_of_halves(halves, [x * jnp.float32(2.0**-11) for x in steps])]
+                    values = [warp.bfloat16_values_of_halves(halves, steps, keeps_signs)]
                 else:
                     numbers = (warp.float_of_half(halves, column) for column in range(2))
-                    values = _pair(*(value_of(x, s, layout.dtype) for x, s in zip(numbers, steps, strict=True)))
+                    values = _pair(*(value_of(x, s) for x, s in zip(numbers, steps, strict=True)))
                 signs_of_words = [sign] if len(values) == 1 else [sign << 16, sign & u32(1 << 31)]
-                values = [value | sign for value, sign in zip(values, signs_of_words, strict=True)]
+                values = [value ^ sign for value, sign in zip(values, signs_of_words, strict=True)]
                 where.store(x_ref, jnp.int32(8 * (which[0] % 2) + i), 16 * group, values)
             return *groups[1:], groups[0]
 
@@ -160,9 +170,10 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref):
                     place = u32(8) * (u32(2 * column) + jnp.arange(2, dtype=jnp.uint32)[:, None])
                     bytes_ = (((words[0] >> place) & u32(0xFF)) << (8 * i) for i, words in enumerate(carry))
                     number = functools.reduce(jnp.add, bytes_)
-                    x = jnp.where(number == 0, 0, middle(number, layout.dtype)) * step(exponent[column])
+                    x = middle(number, layout.dtype, keeps_signs=keeps_signs)
+                    x = (jnp.where(number == 0, 0, x) if keeps_signs else x) * step(exponent[column])
                     sign = (own_signs << (u32(WORD - 1) - u32(word) - place)) & u32(1 << 31)
-                    return _narrow(lax.bitcast_convert_type(x, jnp.uint32) | sign, layout.dtype)
+                    return _narrow(lax.bitcast_convert_type(x, jnp.uint32) ^ sign, layout.dtype)
 
                 where.store(x_ref, *rows, _pair(value(0), value(1)))
                 return tuple((*words[1:], words[0]) for words in carry)
@@ -181,7 +192,7 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref):
     if layout.exponents == "value":
         following = finish_any()
     else:
-        is_eight = (most <= 8) & (jnp.maximum(*exponents()).max() < 110)  # 2^12 steps are a float
+        is_eight = (most <= 8) & (jnp.maximum(*exponents()).max() < 107)  # 2^20 steps are a float
         following = lax.cond(
             is_eight,
             lambda: lax.cond(
@@ -219,9 +230,12 @@ def _into_cache(words_ref, offset, where):
     return jnp.max(where.warp.nothing(seen).astype(jnp.int32))
 
 
-def value_of(number, step, dtype):
-    """The `middle` of a number that is 4 or more, 2^23 greater, or zero for 2^23; times a step, as `dtype`."""
-    value = jnp.maximum((number - (2.0**23 + 4)) * (step * 0.125), (number - 2.0**23) * (step * (LEAST / 4)))
+def _value_of(number, step, dtype, keeps_signs):
+    """The `middle` of one of `numbers_of`, 2^23 greater, times a step, as `dtype`."""
+    half = 1 << (_dither.planes_of(dtype) - 1)
+    value = (number - (2.0**23 + half)) * (step * (0.5 / half))
+    if keeps_signs:
+        value = jnp.maximum(value, (number - 2.0**23) * (step * (LEAST / half)))
     return _narrow(lax.bitcast_convert_type(value, jnp.uint32), dtype)
 
 

@@ -20,7 +20,7 @@ from memjax.compress._codec import Codec, Mask
 from memjax.compress._keep import Selected, choose
 from memjax.compress._layers import AnyCodec, Layers, Recorder, Statistics
 from memjax.compress._max_pool import max_pool
-from memjax.compress._statistics import PRODUCTS, Collector, Reader, readers
+from memjax.compress._statistics import PRODUCTS, Collector, Reader, only_multiplied, readers
 from memjax.remat._blocks import zeros
 from memjax.remat._step import drop, is_float, merge, pick
 
@@ -141,21 +141,25 @@ class Derivative:
 
         known = dict(zip(self._jaxpr.constvars, self._consts, strict=True))
         known |= dict(zip(self.keep.whole, whole, strict=True))
-        encoded = list(enumerate(zip(self.keep.encoded, codes, strict=True)))
-        stored: dict[Any, Any] = {var: (_own(codec, i), code) for i, (var, code) in encoded}
-        stored |= {var: (Mask(), code) for var, code in zip(self.keep.masks, masks, strict=True)}
-        restored = _Restored(self._producer, self.keep.signs, known, stored)
         n = len(types)
         leaves = dict(zip(closed.jaxpr.invars[:n], self._residuals, strict=True))
+        late = set(closed.jaxpr.invars[n:])
+        origins = {leaf: self.keep.origins[var] for leaf, var in leaves.items() if var in self.keep.origins}
+        multiplied = only_multiplied(closed.jaxpr, late, origins)
+        encoded = list(enumerate(zip(self.keep.encoded, codes, strict=True)))
+        stored: dict[Any, Any] = {}
+        for i, (var, code) in encoded:
+            own = _own(codec, i)
+            stored[var] = own.without_signs() if var in multiplied and hasattr(own, "without_signs") else own, code
+        stored |= {var: (Mask(), code) for var, code in zip(self.keep.masks, masks, strict=True)}
+        restored = _Restored(self._producer, self.keep.signs, known, stored)
         env = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         env |= dict(zip(closed.jaxpr.invars[n:], cotangents, strict=True))
-        late = set(closed.jaxpr.invars[n:])
         if not isinstance(codec, Layers | Recorder):
             return _run_late(closed.jaxpr, env, late, leaves, restored), None
 
         index = {var: i for i, var in enumerate(self.keep.encoded)}
-        origins = {leaf: index[self.keep.origins[var]] for leaf, var in leaves.items() if var in self.keep.origins}
-        reading = readers(closed.jaxpr, late, origins)
+        reading = readers(closed.jaxpr, late, {leaf: index[var] for leaf, var in origins.items()})
         if isinstance(codec, Recorder):
             self._record(codec, reading.values())
             return _run_late(closed.jaxpr, env, late, leaves, restored), None
@@ -219,8 +223,9 @@ class _Restored:
                 codec, code = self._stored[atom]
                 self._known[atom] = codec.decode(code if getattr(codec, "elementwise", False) else after(code))
             elif atom in self._signs:
+                # Of a ReLU's output; a codec without signs may have made it negative, but not zero.
                 source = self(self._signs[atom], after)
-                self._known[atom] = source > jnp.zeros((), source.dtype)
+                self._known[atom] = jnp.abs(source) > jnp.zeros((), source.dtype)
             else:
                 eqn = self._producer[atom]
                 values = bind(eqn, [self._operand(operand, after) for operand in eqn.invars])

@@ -70,10 +70,15 @@ class ErrorBounded:
     Signs are kept exactly: `decoded > 0` wherever `x > 0`, so of an activation after a ReLU it gives the mask. (A
     negative zero decodes to zero.) Values are rounded to the middle of steps of 2^k, the largest power of two not above
     `2 * bound`; before it they are moved by a part of a step that follows from their place in the array, afterwards moved
-    back (subtractive dither). So errors are nearly uniform and independent of values and of each other, however alike values
-    are, unless they are smaller than half a step; and equal values in two places decode to different ones. Bfloat16s are
-    coarse beside an eighth of a step, by which they are moved: their errors have a mean, towards zero, of a 64th of a step
-    from 4 steps on, of a 16th from 16 on, of a quarter from 64 on.
+    back (subtractive dither), by sixteenths of a step, of narrow floats eighths. So errors are nearly uniform and independent of
+    values and of each other, however alike values are; and equal values in two places decode to different ones. Bfloat16s are
+    coarse beside an eighth of a step: their errors have a mean, towards zero, of a 64th of a step from 4 steps on, of a 16th
+    from 16 on, of a quarter from 64 on.
+
+    Values smaller than half a step can be moved down by half a step only if signs are not kept: with `keeps_signs` what they
+    decode to is too large on average, by up to an eighth of a step. Without it some of them decode to numbers of the other sign,
+    and errors have a mean of at most a 256th of a step, of narrow floats a 64th; `decoded != 0` is the mask then.
+    `memjax.compressed` decodes so what is multiplied with cotangents, the inputs of convolutions and matrix products.
 
     128 values at a time share a number of bits; if one of them is a NaN or an infinity, or 256 steps, with dither sometimes
     255 (float32: 65,536), they are stored as they are. The error is then zero: a bound that is too small for the values costs
@@ -91,6 +96,8 @@ class ErrorBounded:
         one that is not positive, like bounds below 2^-113 (float16: 2^-14), stores everything as it is; those above 2^118
         (float16: 64, float32: 2^110) are as these.
       bits_per_value: of capacity, without headers; None: never overflows.
+      keeps_signs: whether decoded values have the signs of values; if not, those of values below half a step may have the
+        other, so that errors have no mean. Codes are the same.
       implementation: `"pallas"`, kernels for NVIDIA GPUs; `"jnp"`, which runs everywhere and whose temporary memory is
         several times that of the array; None: the first of the two that runs here. Values and sizes are the same, bit for
         bit; kernels may put the parts of a code in another order, and another each time. They are for one device: call
@@ -105,6 +112,7 @@ class ErrorBounded:
     bound: Any
     _: dataclasses.KW_ONLY
     bits_per_value: float | None = dataclasses.field(default=None, metadata={"static": True})
+    keeps_signs: bool = dataclasses.field(default=True, metadata={"static": True})
     implementation: str | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __post_init__(self):
@@ -128,7 +136,7 @@ class ErrorBounded:
         return ErrorBoundedCode(packed, exponent, x.shape, np.dtype(x.dtype))
 
     def decode(self, code: ErrorBoundedCode) -> Float[Array, "..."]:
-        return _decode(self._implementation(), code)
+        return _decode(self._implementation(), self.keeps_signs, code)
 
     def nbytes(self, aval: Any) -> int:
         return tree_nbytes(jax.eval_shape(self.encode, aval))
@@ -141,10 +149,9 @@ class ErrorBounded:
         """The largest |decode(encode(x)) - x| of the finite values of `x`, as float32."""
         return largest_error(x, self.decode(self.encode(x)))
 
-    @property
-    def keeps_signs(self) -> bool:
-        """Decoded values are positive, zero or negative exactly where the values are: see `compressed`."""
-        return True
+    def without_signs(self) -> "ErrorBounded":
+        """What decodes the same codes with errors that have no mean."""
+        return dataclasses.replace(self, keeps_signs=False)
 
     def scaled(self, deviation: Float[Array, " channels"]) -> "ErrorBounded":
         """With the bound in units of each channel's standard deviation: see `compressed`."""
@@ -182,12 +189,12 @@ def _encode(implementation: str, capacity: int, x: Array, exponent: Array) -> Pa
     return _reference.encode(grid.split(x), _per_value(grid, exponent), capacity)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _decode(implementation: str, code: ErrorBoundedCode) -> Array:
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _decode(implementation: str, keeps_signs: bool, code: ErrorBoundedCode) -> Array:
     if implementation == "pallas":
-        return _kernels.decode(code.packed, code.exponent, code.shape, code.dtype)
+        return _kernels.decode(code.packed, code.exponent, code.shape, code.dtype, keeps_signs=keeps_signs)
     grid = Grid.of(code.shape)
-    tiles = _reference.decode(code.packed, _per_value(grid, code.exponent), code.dtype)
+    tiles = _reference.decode(code.packed, _per_value(grid, code.exponent), code.dtype, keeps_signs=keeps_signs)
     return grid.join(tiles, code.shape)
 
 

@@ -68,13 +68,19 @@ def encode(x: Float[Array, "..."], exponent: Int32[Array, "..."], capacity: int,
 
 
 def decode(
-    code: Packed, exponent: Int32[Array, "..."], shape: tuple[int, ...], dtype, *, interpret: bool = False
+    code: Packed,
+    exponent: Int32[Array, "..."],
+    shape: tuple[int, ...],
+    dtype,
+    *,
+    keeps_signs: bool = True,
+    interpret: bool = False,
 ) -> Array:
     grid = Grid.of(shape)
     if grid.tiles == 0:
         return jnp.zeros(shape, dtype)
     x = _call(
-        decode_tile,
+        _decode_tile if keeps_signs else _decode_tile_without_signs,
         (
             sizes(grid, exponent.size, code.words.size),
             code.words,
@@ -93,6 +99,14 @@ def decode(
 
 def _encode_tile(where, x_ref, exponent_ref, _, *refs):
     encode_tile(where, x_ref, exponent_ref, *refs)
+
+
+def _decode_tile(where, *refs):
+    decode_tile(where, *refs, keeps_signs=True)
+
+
+def _decode_tile_without_signs(where, *refs):
+    decode_tile(where, *refs, keeps_signs=False)
 
 
 def _call(of_tile, args, layout: Layout, grid: Grid, out_shape, interpret: bool, **options):

@@ -157,9 +157,10 @@ class Where:
         return lambda *row: same
 
     def dither(self) -> list[Words]:
-        """Planes of eighths."""
+        """Planes of parts of steps."""
         group = jnp.arange(GROUPS, dtype=jnp.int32)[:, None]
-        return _dither.planes(self.tile, jnp.arange(LANES, dtype=jnp.int32), group)
+        count = _dither.planes_of(self.layout.dtype)
+        return _dither.planes(count, self.tile, jnp.arange(LANES, dtype=jnp.int32), group)
 
 
 def rows_of_bytes(words: int, groups: int = GROUPS) -> Int32[Array, "rows groups 1"]:

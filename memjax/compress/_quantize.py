@@ -1,9 +1,13 @@
 """The error-bounded quantiser: multiples of a power of two, with dither, in integer arithmetic.
 
-With step s = 2^k, the magnitude of a value x is c eighths of a step, rounded up: c - 1 < 8 |x| / s <= c. With e eighths of
-dither, 0 to 7, x is coded as its sign and p = floor((c + e) / 8), and decoded to sign(x) (p + 3/8 - e / 8) s, half a step away at
-most. Where that is not beyond zero, for p = 0, a little that is stands for it. So zeros are exact, and the decoded value has
-the sign of x: of an activation after a ReLU it gives the exact mask.
+A step s = 2^k has n parts, sixteenths for float32s and eighths for narrower floats. The magnitude of a value x is c parts,
+rounded up: c - 1 < n |x| / s <= c. With e parts of dither, 0 to n - 1, x is coded as its sign and p = floor((c + e) / n), and
+decoded to sign(x) (p + 1/2 - (e + 1) / n) s, half a step away at most. Where that is not beyond zero, for p = 0,
+
+    signs are kept      a little that is stands for it: the decoded value has the sign of x
+    signs are not kept  it stands, so that errors have no mean whatever x is; but 1/n for zero
+
+So zeros are exact both ways, and nothing else decodes to zero: of an activation after a ReLU either gives the exact mask.
 
 Of bfloat16s (p + 3/8 - e / 8) s may have more bits than they: bits beyond are cut off. That never passes a bfloat16, so
 from beyond |x| it does not pass |x|, and from before not |x| - s / 2, which is one too up to 128 steps. From there on x is a
@@ -17,10 +21,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-from memjax.compress import _tiles
+from memjax.compress import _dither, _tiles
 from memjax.compress._bits import Words, u32
 
-# What stands for values whose middle is not beyond zero, in steps. The next bfloat16 after an eighth is more than that away.
+# What stands for values whose middle is not beyond zero, in steps, where signs are kept: less than a part.
 LEAST = 2.0**-11
 # Steps 2^k: from where the least that is computed with, a quarter of `LEAST`, is a normal number, of float16s where `LEAST` is
 # a number, to where all that codes can stand for is finite, with one to spare. For larger bounds, the last is the step; for
@@ -52,23 +56,25 @@ def inverse_step(exponent: Int32[Array, "..."]) -> Float[Array, "..."]:
 
 
 def quantize(
-    x: Float[Array, "..."], exponent: Int32[Array, "..."], eighths: UInt32[Array, "..."]
+    x: Float[Array, "..."], exponent: Int32[Array, "..."], dither: UInt32[Array, "..."]
 ) -> tuple[UInt32[Array, "..."], Bool[Array, "..."], Bool[Array, "..."], Bool[Array, "..."]]:
     """p, whether x is not zero, whether it is negative, and whether it must be stored as it is; `exponent` broadcasts."""
-    wide = float32_bits(x)
-    count, too_large = eighths_of_steps(wide & u32(0x7FFFFFFF), exponent)
-    p = (count + eighths) >> 3
+    wide, planes = float32_bits(x), _dither.planes_of(x.dtype)
+    count, too_large = parts_of_steps(wide & u32(0x7FFFFFFF), exponent - planes)
+    p = (count + dither) >> planes
     too_large |= (p > u32(_tiles.max_code(x.dtype))) | (exponent == RAW_EXPONENT)
     return p, count != 0, (wide >> 31 != 0) & (count != 0), too_large
 
 
-def eighths_of_steps(magnitude: Words, exponent: Int32[Array, "..."]) -> tuple[Words, Bool[Array, "..."]]:
-    """c of float32s without sign, given as bits; and whether it is more than 2^23, or |x| not finite: then c is anything."""
+def parts_of_steps(magnitude: Words, exponent: Int32[Array, "..."]) -> tuple[Words, Bool[Array, "..."]]:
+    """How many times 2^`exponent` float32s are, rounded up; without sign, given as bits. And whether that is more than 2^23, or
+    |x| not finite: then it is anything.
+    """
     is_normal = magnitude >> _MANTISSA != 0
     significand = (magnitude & u32(0x7FFFFF)) | jnp.where(is_normal, u32(0x800000), u32(0))
     # |x| = significand * 2^(power - 150)
     power = jnp.maximum(lax.convert_element_type(magnitude >> _MANTISSA, jnp.int32), 1)
-    right = exponent + (147 - power)  # the significand of 8 |x| / s is shifted by as much
+    right = exponent + (150 - power)  # what the significand is shifted by
     by = u32(jnp.clip(right, 0, 31))
     count = significand >> by
     count += u32(count << by != significand)
@@ -86,24 +92,32 @@ def dequantize(
     is_some: Bool[Array, "..."],
     negative: Bool[Array, "..."],
     exponent: Int32[Array, "..."],
-    eighths: UInt32[Array, "..."],
+    dither: UInt32[Array, "..."],
     dtype,
+    *,
+    keeps_signs: bool,
 ) -> Float[Array, "..."]:
     """The inverse, for `p` <= `max_code(dtype)`."""
-    value = middle(p * u32(8) + (u32(7) - eighths), dtype) * step(exponent)
-    bits = jnp.where(is_some, lax.bitcast_convert_type(value, jnp.uint32) | (u32(negative) << 31), u32(0))
+    parts = 1 << _dither.planes_of(dtype)
+    number = p * u32(parts) + (u32(parts - 1) - dither)
+    if not keeps_signs:
+        number = jnp.where(number == u32(parts // 2), number + u32(1), number)
+    value = middle(number, dtype, keeps_signs=keeps_signs) * step(exponent)
+    bits = jnp.where(is_some, lax.bitcast_convert_type(value, jnp.uint32) ^ (u32(negative) << 31), u32(0))
     if jnp.dtype(dtype) == jnp.bfloat16:
         return _tiles.from_bits(bits >> 16, dtype)
     return lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
 
 
-def middle(number: Words, dtype) -> Float[Array, "..."]:
-    """In steps, what 8 p + 7 - e stands for; float32, perhaps with more bits than the dtype has."""
+def middle(number: Words, dtype, *, keeps_signs: bool) -> Float[Array, "..."]:
+    """In steps, what n p + n - 1 - e stands for; float32, perhaps with more bits than the dtype has."""
+    half = 1 << (_dither.planes_of(dtype) - 1)
     if jnp.dtype(dtype) == jnp.bfloat16:
         # From 128 steps on up to three eighths more than p: they will be cut off.
         number = jnp.where(number >= u32(8 * 128), number | u32(4), number)
-    eighths = lax.convert_element_type(number.astype(jnp.int32), jnp.float32)
-    return jnp.maximum((eighths - 4) * jnp.float32(0.125), jnp.float32(LEAST))
+    parts = lax.convert_element_type(number.astype(jnp.int32), jnp.float32)
+    value = (parts - half) * jnp.float32(0.5 / half)
+    return jnp.maximum(value, jnp.float32(LEAST)) if keeps_signs else value
 
 
 def float32_bits(x: Float[Array, "..."]) -> UInt32[Array, "..."]:

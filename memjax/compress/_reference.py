@@ -107,7 +107,7 @@ class Place(NamedTuple):
 
 def encode(x: Float[Array, "tiles 128 32"], exponent: Int32[Array, "..."], capacity: int) -> Packed:
     """`exponent` broadcasts against `x`. Words past `capacity` are dropped, and counted in `needed`."""
-    p, is_some, negative, escape = quantize(x, exponent, _dither.of_values(len(x)))
+    p, is_some, negative, escape = quantize(x, exponent, _dither.of_values(len(x), x.dtype))
     raw = u32(escape.any(1))
     coded = raw == 0
     mask = jnp.where(coded[:, None], _group_words(is_some), u32(0))
@@ -159,7 +159,9 @@ def encode(x: Float[Array, "tiles 128 32"], exponent: Int32[Array, "..."], capac
     return Packed(out, headers, offsets.astype(jnp.int32), needed)
 
 
-def decode(code: Packed, exponent: Int32[Array, "..."], dtype) -> Float[Array, "tiles 128 32"]:
+def decode(
+    code: Packed, exponent: Int32[Array, "..."], dtype, *, keeps_signs: bool = True
+) -> Float[Array, "tiles 128 32"]:
     """NaN everywhere if words were dropped."""
     headers = u32(code.headers)
     lanes = read_headers(headers)
@@ -189,7 +191,8 @@ def decode(code: Packed, exponent: Int32[Array, "..."], dtype) -> Float[Array, "
     has_bits = bits.sum(1) * (lanes.planes + lanes.signs) != 0
     start = u32(_group_bits(none)), none, Reader.of(following, has_bits)
     p, negative, reader = jax.lax.fori_loop(0, most + 1, get_slot, start)
-    value = dequantize(p, _group_bits(mask), _group_bits(negative), exponent, _dither.of_values(len(p)), dtype)
+    dither = _dither.of_values(len(p), dtype)
+    value = dequantize(p, _group_bits(mask), _group_bits(negative), exponent, dither, dtype, keeps_signs=keeps_signs)
     value = _tiles.to_bits(jnp.where(lost, jnp.asarray(jnp.nan, dtype), value))
 
     before = jnp.cumsum(lanes.raw, -1, dtype=jnp.uint32) - lanes.raw

@@ -72,6 +72,30 @@ def readers(jaxpr: Any, cotangents: set[Any], origins: dict[Any, int]) -> dict[i
     return found
 
 
+def only_multiplied(jaxpr: Any, cotangents: set[Any], origins: dict[Any, Any]) -> set[Any]:
+    """Those of the encoded arrays that the pullback multiplies with cotangents, and does nothing else with.
+
+    Args:
+      jaxpr, cotangents: see `readers`.
+      origins: by input that comes from an encoded array, that array.
+    """
+    late, stored, others = set(cotangents), dict(origins), set()
+    for eqn in jaxpr.eqns:
+        operands = [atom for atom in eqn.invars if not is_literal(atom)]
+        own = [stored[atom] for atom in operands if atom in stored]
+        name = eqn.primitive.name
+        if any(atom in late for atom in operands):
+            late.update(eqn.outvars)
+            if len(own) > 1 or name not in (*PRODUCTS, "mul"):
+                others.update(own)
+        elif own and name in _SAME:
+            stored[eqn.outvars[0]] = own[0]
+        else:
+            others.update(own)
+    others.update(stored[atom] for atom in jaxpr.outvars if not is_literal(atom) and atom in stored)
+    return set(origins.values()) - others
+
+
 def _share(eqn: Any, ct: Any) -> float:
     side, shape = int(eqn.invars[0] is not ct), ct.aval.shape
     numbers = eqn.params["dimension_numbers"]

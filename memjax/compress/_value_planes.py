@@ -1,7 +1,7 @@
 """From a tile's values to planes of bits: their magnitudes (`_quantize`), with dither (`_dither`), in the order of a lane's
 values (`_lane_bits`).
 
-Values become numbers of eighths of steps; two bytes of them at a time are gathered, four to a word. Dither is added to
+Values become numbers of parts of steps; two bytes of them at a time are gathered, four to a word. Dither is added to
 their planes.
 """
 
@@ -57,6 +57,7 @@ class ValuePlanes(NamedTuple):
 def value_planes(where: Where, x_ref, exponent_ref) -> ValuePlanes:
     """Of a tile, read once; a second time if there are negative values, and by `all`, twice."""
     warp, dtype = where.warp, where.layout.dtype
+    dither_planes = _dither.planes_of(dtype)
     exponents, by_value = where.exponents(exponent_ref), where.layout.exponents == "value"
 
     none = jnp.zeros((_AT_A_TIME, LANES), jnp.uint32)
@@ -82,7 +83,7 @@ def value_planes(where: Where, x_ref, exponent_ref) -> ValuePlanes:
         return [stack([take(part, i) for part in of_one for i in range(_AT_A_TIME)]) for of_one in each_array], carry
 
     def read(byte, count):
-        """So many planes of the numbers of eighths of steps, from this byte on. And all bits that are set in these numbers, and
+        """So many planes of the numbers of parts of steps, from this byte on. And all bits that are set in these numbers, and
         in values.
         """
 
@@ -92,7 +93,7 @@ def value_planes(where: Where, x_ref, exponent_ref) -> ValuePlanes:
                 both = []
                 for values, exponent in rows:
                     counts = [
-                        warp.eighths(x, k, inverse_step(k - 3))
+                        warp.parts(x, k - dither_planes, inverse_step(k - dither_planes))
                         for x, k in zip(_magnitudes(values, dtype), exponent, strict=True)
                     ]
                     if by_value:
@@ -117,20 +118,20 @@ def value_planes(where: Where, x_ref, exponent_ref) -> ValuePlanes:
 
         return of_groups(read_groups, 1, ())[0][0]
 
-    def coded(eighths, seen):
-        """Of these planes of eighths, if no more are needed."""
+    def coded(parts, seen):
+        """Of these planes of parts, if no more are needed."""
         *planes, too_many = _lane_bits.increment(
-            [*eighths[_dither.PLANES :], jnp.zeros_like(eighths[0])],
-            _lane_bits.carries(eighths[: _dither.PLANES], where.dither()),
+            [*parts[dither_planes:], jnp.zeros_like(parts[0])],
+            _lane_bits.carries(parts[:dither_planes], where.dither()),
         )
-        some = functools.reduce(jnp.bitwise_or, eighths)
-        beyond = seen & u32(~INTEGER & 0xFFFFFFFF & -(1 << len(eighths)))
+        some = functools.reduce(jnp.bitwise_or, parts)
+        beyond = seen & u32(~INTEGER & 0xFFFFFFFF & -(1 << len(parts)))
         return Coded(planes, some, is_raw | any_of(too_many & some) | any_of(beyond))
 
-    last = _tiles.max_planes(dtype) + _dither.PLANES
-    eighths, seen, bits = read(0, FEW + _dither.PLANES)
+    last = _tiles.max_planes(dtype) + dither_planes
+    parts, seen, bits = read(0, FEW + dither_planes)
     is_raw = jnp.zeros((LANES,), jnp.bool_) if by_value else jnp.minimum(*exponents()) == RAW_EXPONENT
-    few = coded(eighths, seen)
+    few = coded(parts, seen)
 
     def all_():
         return coded(read(0, 16)[0] + read(2, last - 16)[0], seen)

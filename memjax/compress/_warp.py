@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from memjax.compress._bits import Words, shift_left, shift_right, u32
-from memjax.compress._quantize import LEAST, eighths_of_steps, middle
+from memjax.compress._quantize import LEAST, middle, parts_of_steps
 from memjax.compress._tiles import LANES
 
 Lane = UInt32[Array, "*more 32"]
@@ -95,15 +95,16 @@ class Warp:
             return jnp.broadcast_to(jnp.sum(x, -1, dtype=jnp.uint32, keepdims=True), x.shape)
         return _asm("redux.sync.add.u32 $0, $1, 0xffffffff;", "=r,r", x)
 
-    def eighths(self, magnitude: Words, exponent: Int32[Array, "..."], inverse: Float[Array, "..."]) -> Lane:
-        """`INTEGER` + c of `eighths_of_steps`; if c is 2^23 or more, or x not finite, anything that has bits beyond.
+    def parts(self, magnitude: Words, exponent: Int32[Array, "..."], inverse: Float[Array, "..."]) -> Lane:
+        """`INTEGER` + c of `parts_of_steps`; if c is 2^23 or more, or x not finite, anything that has bits beyond.
 
         Args:
           magnitude: the bits of |x| as a float32.
-          inverse: of an eighth of a step.
+          exponent: k of a part, 2^k.
+          inverse: 2^-k.
         """
         if not self.native:
-            count, too_large = eighths_of_steps(magnitude, exponent)
+            count, too_large = parts_of_steps(magnitude, exponent)
             return u32(INTEGER) + jnp.where(too_large, u32(2**23), count)
         # A float from 2^23 on has no fraction.
         x = lax.bitcast_convert_type(magnitude, jnp.float32)
@@ -131,40 +132,54 @@ class Warp:
             return _asm(code, "=f,r", word, dtype=jnp.float32)
         return lax.bitcast_convert_type((word >> (16 * half)) & u32(0xFFFF) | u32(INTEGER), jnp.float32)
 
-    def bfloat16_values_of_halves(self, word: Words, sizes: tuple[Lane, Lane]) -> Lane:
-        """Of numbers in both halves of a word, each 0 or 4 or more: `middle` times a step as a bfloat16, bits beyond cut off; of
-        0, 0.
+    def bfloat16_values_of_halves(self, word: Words, steps: Sequence[Lane], keeps_signs: bool) -> Lane:
+        """Of numbers in both halves of a word: `middle` times a step as a bfloat16, bits beyond cut off. With signs numbers are
+        0, of which that is 0, or 4 or more.
 
         Args:
-          sizes: 2^-11 of both steps, float32s.
+          steps: of both, float32s.
         """
-        if self.native:
+        if self.native and keeps_signs:
             # 2^23 + 1, and 256 times the number, that is 2^-8 more than the number, which goes with the bits beyond.
+            sizes = [x * jnp.float32(2.0**-11) for x in steps]
             shifts = (size * -(2.0**23 + 1024) for size in sizes)
             asm = (
                 "{ .reg .f32 x, y; prmt.b32 x, $1, 0x4B01, 0x5104; prmt.b32 y, $1, 0x4B01, 0x5324; fma.rn.f32 x, x, $2, $4;"
                 " fma.rn.f32 y, y, $3, $5; cvt.rz.relu.bf16x2.f32 $0, y, x; }"
             )
             return _asm(asm, "=r,r,f,f,f,f", word, *(jnp.broadcast_to(x, word.shape) for x in (*sizes, *shifts)))
+        if self.native:
+            sizes = [x * jnp.float32(0.125) for x in steps]
+            shifts = (size * -(2.0**23 + 4) for size in sizes)
+            asm = (
+                "{ .reg .f32 x, y; prmt.b32 x, $1, 0x4B00, 0x5410; prmt.b32 y, $1, 0x4B00, 0x5432; fma.rn.f32 x, x, $2, $4;"
+                " fma.rn.f32 y, y, $3, $5; cvt.rz.bf16x2.f32 $0, y, x; }"
+            )
+            return _asm(asm, "=r,r,f,f,f,f", word, *(jnp.broadcast_to(x, word.shape) for x in (*sizes, *shifts)))
         values = []
-        for number, size in zip((word & u32(0xFFFF), word >> 16), sizes, strict=True):
-            value = lax.bitcast_convert_type(middle(number, jnp.bfloat16) * (size * 2.0**11), jnp.uint32)
-            values.append(jnp.where(number == 0, u32(0), value))
+        for number, step in zip((word & u32(0xFFFF), word >> 16), steps, strict=True):
+            value = middle(number, jnp.bfloat16, keeps_signs=keeps_signs) * step
+            value = lax.bitcast_convert_type(value, jnp.uint32)
+            values.append(jnp.where(number == 0, u32(0), value) if keeps_signs else value)
         return (values[0] >> 16) | (values[1] & u32(0xFFFF0000))
 
-    def bfloat16_values(self, word: Words, first: Words, scales: tuple[Lane, ...]) -> Lane:
-        """max(x a + b, x c + d), where x is 16 and an eighth of what bytes `first` and `first` + 2 are above 128: two
-        bfloat16s. Native only.
+    def bfloat16_values(self, word: Words, first: Words, scales: Sequence[Lane]) -> Lane:
+        """max(x a + b, x c + d), or without c and d x a + b, where x is 16 and an eighth of what bytes `first` and `first` + 2
+        are above 128: two bfloat16s. Native only.
 
         Args:
-          scales: a, b, c, d, each two bfloat16s: `scales_of_bfloat16_values`.
+          scales: a, b, and perhaps c, d, each two bfloat16s: `scales_of_bfloat16_values`.
         """
         # Such a byte beside 0x41 is the bfloat16 x.
+        args = _alike(word, u32(0x4240) + u32(0x101) * first, *scales)
+        if len(scales) == 2:
+            asm = "{ .reg .b32 x; prmt.b32 x, $1, 0x41414141, $2; fma.rn.bf16x2 $0, x, $3, $4; }"
+            return _asm(asm, "=r,r,r,r,r", *args)
         return _asm(
             "{ .reg .b32 x, y; prmt.b32 x, $1, 0x41414141, $2; fma.rn.bf16x2 y, x, $5, $6;"
             " fma.rn.bf16x2 x, x, $3, $4; max.bf16x2 $0, x, y; }",
             "=r,r,r,r,r,r,r",
-            *_alike(word, u32(0x4240) + u32(0x101) * first, *scales),
+            *args,
         )
 
 
@@ -173,9 +188,10 @@ def _alike(*args: Words) -> list[Words]:
     return [jnp.broadcast_to(x, shape) for x in args]
 
 
-def scales_of_bfloat16_values(steps: Sequence[Float[Array, "..."]]) -> list[Words]:
-    """With which `Warp.bfloat16_values` are the `middle` times a step, of numbers that are 0, or 4 or more."""
-    return [two_bfloat16s(*(x * jnp.float32(s) for x in steps)) for s in (1, -16.5, 2 * LEAST, -32 * LEAST)]
+def scales_of_bfloat16_values(steps: Sequence[Float[Array, "..."]], keeps_signs: bool) -> list[Words]:
+    """With which `Warp.bfloat16_values` are the `middle` times a step; with signs, of numbers that are 0, or 4 or more."""
+    scales = (1, -16.5, 2 * LEAST, -32 * LEAST) if keeps_signs else (1, -16.5)
+    return [two_bfloat16s(*(x * jnp.float32(s) for x in steps)) for s in scales]
 
 
 def two_bfloat16s(low: Float[Array, "..."], high: Float[Array, "..."]) -> Words:

@@ -35,7 +35,9 @@ def values_of_all_kinds(dtype, tiles: int = 6, seed: int = 0) -> np.ndarray:
 
 
 def kernels_and_reference(x, bound, capacity=None, interpret=True):
-    """Codes by both, that of the kernels with the words of its tiles in order, and their decoded values as bits."""
+    """Codes by both, that of the kernels with the words of its tiles in order, and their decoded values as bits, with signs and
+    without.
+    """
     exponent = step_exponent(bound, x.dtype)
     capacity = Grid.of(x.shape).tiles * 32 * _tiles.raw_words(x.dtype) if capacity is None else capacity
     return tuple(both(x, exponent) for both in _coders(x.shape, x.dtype, capacity, interpret))
@@ -48,13 +50,15 @@ def _coders(shape, dtype, capacity, interpret):
     @jax.jit
     def by_kernels(x, exponent):
         code = _kernels.encode(x, exponent, capacity, interpret=interpret)
-        return code, _tiles.to_bits(_kernels.decode(code, exponent, shape, dtype, interpret=interpret))
+        decode = functools.partial(_kernels.decode, code, exponent, shape, dtype, interpret=interpret)
+        return code, [_tiles.to_bits(decode(keeps_signs=keeps)) for keeps in (True, False)]
 
     @jax.jit
     def by_reference(x, exponent):
         spread = _per_value(grid, exponent)
         code = _reference.encode(grid.split(x), spread, capacity)
-        return code, _tiles.to_bits(grid.join(_reference.decode(code, spread, dtype), shape))
+        decode = functools.partial(_reference.decode, code, spread, dtype)
+        return code, [_tiles.to_bits(grid.join(decode(keeps_signs=keeps), shape)) for keeps in (True, False)]
 
     return by_kernels, by_reference
 
@@ -63,7 +67,8 @@ def check_same(x, bound, capacity=None, interpret=True):
     (code, decoded), (expected, expected_decoded) = kernels_and_reference(x, bound, capacity, interpret)
     np.testing.assert_array_equal(code.headers, expected.headers)
     assert code.needed == expected.needed
-    np.testing.assert_array_equal(decoded, expected_decoded)
+    for own, expected_own in zip(decoded, expected_decoded, strict=True):
+        np.testing.assert_array_equal(own, expected_own)
     if expected.needed > expected.words.size:
         return
     first, count = np.asarray(expected.offsets), np.diff(np.append(expected.offsets, expected.needed))

@@ -39,8 +39,8 @@ def _instruction(name: str, *args):
         picks = [(args[2] >> np.uint32(4 * i)) & np.uint32(0xF) for i in range(4)]
         return sum(np.choose(pick, bytes_).astype(np.uint32) << np.uint32(8 * i) for i, pick in enumerate(picks))
     if kind == "cvt":
-        assert options == ["rz", "relu", "bf16x2", "f32"], name
-        high, low = (np.where(x >> np.uint32(31), np.uint32(0), x) for x in args)
+        assert options in (["rz", "relu", "bf16x2", "f32"], ["rz", "bf16x2", "f32"]), name
+        high, low = (np.where(x >> np.uint32(31), np.uint32(0), x) if "relu" in options else x for x in args)
         return (high & np.uint32(0xFFFF0000)) | (low >> np.uint32(16))
     if "bf16x2" in options:
         halves = [_bfloat16_pair([x << np.uint32(16), x & np.uint32(0xFFFF0000)][i] for x in args) for i in range(2)]

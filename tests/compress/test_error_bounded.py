@@ -27,34 +27,42 @@ def round_trip(options, x, bound):
     return codec.decode(code), code
 
 
+@jax.jit
+def both_ways(x, bound):
+    codec = ErrorBounded(bound)
+    code = codec.encode(x)
+    return codec.decode(code), codec.without_signs().decode(code)
+
+
+def check_both_ways(x, bound):
+    kept, free = both_ways(x, np.float32(bound))
+    check_bound(x, kept, float(np.float32(bound)))
+    check_bound(x, free, float(np.float32(bound)), keeps_signs=False)
+
+
 @pytest.mark.smoke
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_bound_holds_for_every_16_bit_value(dtype):
     x = every_16_bit_pattern(dtype)
     for bound in BOUNDS:
-        bound = np.float32(bound)
-        check_bound(x, round_trip((), x, bound)[0], float(bound))
+        check_both_ways(x, bound)
 
 
 @pytest.mark.parametrize("bound", [1e-30, 1e-4, 2.0**-7, 0.37, 1e20])
 def test_bound_holds_for_random_float32_patterns(bound):
-    bound = np.float32(bound)
     for seed in range(2):
-        x = random_float32_patterns(seed, 2**18)
-        check_bound(x, round_trip((), x, bound)[0], float(bound))
+        check_both_ways(random_float32_patterns(seed, 2**18), bound)
         # Magnitudes near the step, where quantising does something.
         rng = np.random.default_rng(seed)
-        near = in_lanes(np.exp2(np.sort(rng.uniform(-6, 18, 2**17))) * rng.choice([-1, 1], 2**17) * float(bound))
-        near = jnp.asarray(near, jnp.float32)
-        check_bound(near, round_trip((), near, bound)[0], float(bound))
+        near = np.exp2(np.sort(rng.uniform(-6, 18, 2**17))) * rng.choice([-1, 1], 2**17) * float(np.float32(bound))
+        check_both_ways(jnp.asarray(in_lanes(near), jnp.float32), bound)
 
 
 def test_values_at_and_beside_multiples_of_the_step():
     step = 2.0**-6
     multiples = np.arange(-300, 301) * np.float32(step)
     beside = [np.nextafter(multiples, np.float32(side)) for side in (-np.inf, np.inf)]
-    x = jnp.asarray(np.stack([multiples, *beside]))
-    check_bound(x, round_trip((), x, np.float32(step / 2))[0], step / 2)
+    check_both_ways(jnp.asarray(np.stack([multiples, *beside])), step / 2)
 
 
 @hypothesis.settings(max_examples=5, deadline=None, derandomize=True)
@@ -100,22 +108,49 @@ def test_lanes_of_every_width_and_kind():
 
 
 def test_errors_of_equal_values_do_not_add_up():
-    """64 arrays, each of one value: with eighths of dither the mean of errors is a sawtooth eight times as fine, and its
-    square a 64th of what it would be without. Between neighbours errors are hardly correlated.
+    """64 arrays, each of one value: with sixteenths of dither the mean of errors is a sawtooth 16 times as fine, and its
+    square a 256th of what it would be without. Between neighbours errors are hardly correlated.
     """
     steps = np.random.default_rng(0).uniform(1, 8, 64)
     x = jnp.asarray(np.broadcast_to(steps[:, None, None], (64, 64, 64)), jnp.float32)
     errors = np.asarray(round_trip((), x, 0.5)[0] - x, np.float64)
     of_one = errors.mean((1, 2))
     np.testing.assert_allclose(np.mean(errors**2), 1 / 12, rtol=0.1)
-    assert np.mean(of_one**2) < 2 / 12 / 64
+    assert np.mean(of_one**2) < 2 / 12 / 256
     assert abs(of_one.mean()) < 0.02
     centred = errors - of_one[:, None, None]
     for neighbour in (np.roll(centred, 1, 1), np.roll(centred, 1, 2), np.roll(centred, 7, 1)):
         assert abs(np.mean(centred * neighbour)) < 0.01 * np.mean(centred**2)
-    # Values that are small beside a step cannot err downwards by as much as upwards.
-    small = jnp.full((64, 64, 64), 1e-3, jnp.float32)
-    assert 0 < np.mean(round_trip((), small, 0.5)[0] - small) < 0.2
+
+
+@pytest.mark.parametrize(("dtype", "parts"), [("float32", 16), ("bfloat16", 8), ("float16", 8)])
+def test_errors_of_small_values_have_no_mean_without_signs(dtype, parts):
+    """Of values of a 32nd of a step to half of one; with signs those of the smallest have one of up to an eighth."""
+    exact = np.arange(1, 17) / 32
+    x = jnp.asarray(np.broadcast_to(exact, (2**14, 16)), dtype)
+    codec = ErrorBounded(0.5)
+    code = codec.encode(x)
+    kept, free = (np.asarray(one.decode(code), np.float64) for one in (codec, codec.without_signs()))
+    assert (kept > 0).all()
+    assert (free != 0).all()
+    assert (free < 0).any()
+    for decoded, keeps_signs in ((kept, True), (free, False)):
+        check_bound(x, jnp.asarray(decoded, dtype), 0.5, keeps_signs)
+    # By parts: a value is known to be in one, and stands for its middle.
+    bias_kept, bias_free = ((decoded.mean(0) - (np.ceil(exact * parts) - 0.5) / parts) for decoded in (kept, free))
+    assert 0.08 < bias_kept[0] < 0.125
+    np.testing.assert_allclose(bias_free, 1 / parts**2, atol=0.01)
+
+
+@pytest.mark.smoke
+def test_without_signs_zeros_and_special_values_are_exact():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(8, 64, 64)) * (rng.random((8, 64, 64)) < 0.7)
+    x[0, :3, 5], x[0, 9, 9] = (np.inf, -np.inf, np.nan), -0.0
+    x = jnp.asarray(x, jnp.float32)
+    codec = ErrorBounded(0.3).without_signs()
+    decoded = codec.decode(codec.encode(x))
+    check_bound(x, decoded, 0.3, keeps_signs=False)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +179,7 @@ def test_size_is_what_the_values_need():
     codec = ErrorBounded(0.25)
     code = codec.encode(x)
     grid = Grid.of(x.shape)
-    eighths = np.asarray(grid.join(_dither.of_values(grid.tiles), x.shape))
+    eighths = np.asarray(grid.join(_dither.of_values(grid.tiles, x.dtype), x.shape))
     x32 = np.asarray(x, np.float32)
     p = np.where(x32 > 0, (np.ceil(x32 / 0.5 * 8) + eighths) // 8, 0)
     some, lanes = (a.reshape(-1, 64, 32, 2).swapaxes(1, 2).reshape(-1, 128) for a in (x32 > 0, p))

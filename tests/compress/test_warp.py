@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from memjax.compress import _warp
-from memjax.compress._decode_kernel import value_of
+from memjax.compress._decode_kernel import _value_of
 from memjax.compress._quantize import dequantize, inverse_step, step
 from memjax.compress._warp import INTEGER, Warp, scales_of_bfloat16_values
 from tests.compress import ptx
@@ -19,8 +19,8 @@ def instructions(monkeypatch):
 
 
 def check_counted(magnitude, exponent):
-    inverse = inverse_step(jnp.int32(exponent - 3))
-    here, there = (np.asarray(w.eighths(magnitude, jnp.int32(exponent), inverse)) for w in (HERE, NATIVE))
+    part = jnp.int32(exponent - 3)
+    here, there = (np.asarray(w.parts(magnitude, part, inverse_step(part))) for w in (HERE, NATIVE))
     is_large = here >= INTEGER + 2**23
     np.testing.assert_array_equal(there[~is_large], here[~is_large])
     assert (there[is_large] & (~INTEGER & 0xFF800000)).all()
@@ -47,39 +47,54 @@ def test_float32s_are_counted(exponent):
     check_counted(np.concatenate([near, *around, special]).view(np.uint32), exponent)
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("exponent", [-112, -7, 0, 3, 109])
-def test_values_are_those_of_the_quantiser(exponent):
-    """All magnitudes and all eighths of dither, of the instructions for pairs and for single float32s; and zeros."""
-    p, e = (x.reshape(-1) for x in np.meshgrid(np.arange(256, dtype=np.uint32), np.arange(8, dtype=np.uint32)))
-    is_some = (p > 0) | (e < 7)  # the others do not come up, their number stands for zero
-    k = jnp.int32(exponent)
-    expected, wide = (
-        np.asarray(dequantize(jnp.asarray(p), is_some, p < 0, k, jnp.asarray(e), dtype))
-        for dtype in (jnp.bfloat16, jnp.float32)
-    )
-    expected = expected.view(np.uint16)
-    numbers = 8 * p + 7 - e
-    numbers = np.where(is_some & (numbers < 4), 4, numbers)
-    assert (expected[numbers > 0] > 0).all()
+def numbers_and_values(dtype, exponent, keeps_signs):
+    """Of all magnitudes and all dither: the numbers that kernels have, the values of the quantiser, and which are short."""
+    parts = 16 if dtype == jnp.float32 else 8
+    p, e = (x.reshape(-1) for x in np.meshgrid(np.arange(256, dtype=np.uint32), np.arange(parts, dtype=np.uint32)))
+    is_some = (p > 0) | (e < parts - 1)  # the others do not come up, their number stands for zero, with signs
+    dither, k = jnp.asarray(e), jnp.int32(exponent)
+    values = dequantize(jnp.asarray(p), is_some, p < 0, k, dither, dtype, keeps_signs=keeps_signs)
+    numbers = parts * p + parts - 1 - e
+    if keeps_signs:
+        numbers = np.where(is_some & (numbers < parts // 2), parts // 2, numbers)
+    else:
+        numbers = np.where(is_some, np.where(numbers == parts // 2, parts // 2 + 1, numbers), parts // 2)
+    if dtype == jnp.bfloat16:
+        numbers = np.where(numbers >= 1024, numbers | 4, numbers)
+    values = np.asarray(values)
+    assert ((values != 0) == is_some).all()
+    assert not keeps_signs or (values[is_some] > 0).all()
+    return numbers, values.view(np.uint32 if dtype == jnp.float32 else np.uint16), p < 16
 
-    word = np.where(numbers >= 1024, numbers | 4, numbers)
-    word = word | (word[::-1] << 16)
-    sizes = (step(k) * jnp.float32(2.0**-11),) * 2
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("keeps_signs", [True, False])
+@pytest.mark.parametrize("exponent", [-112, -7, 0, 3, 106])
+def test_bfloat16_values_are_those_of_the_quantiser(exponent, keeps_signs):
+    """All magnitudes and all eighths of dither, of the instructions for pairs; and zeros."""
+    numbers, expected, is_short = numbers_and_values(jnp.bfloat16, exponent, keeps_signs)
+    steps = (step(jnp.int32(exponent)),) * 2
+    word = numbers | (numbers[::-1] << 16)
     for warp in (HERE, NATIVE):
-        got = np.asarray(warp.bfloat16_values_of_halves(word, sizes))
+        got = np.asarray(warp.bfloat16_values_of_halves(word, steps, keeps_signs))
         np.testing.assert_array_equal(got & 0xFFFF, expected)
         np.testing.assert_array_equal(got[::-1] >> 16, expected)
 
-    is_short = p < 16
     word = (numbers[is_short] & 0x7F) | 0x80
     word = word | (word[::-1] << 16)
-    scales = [np.asarray(scale) for scale in scales_of_bfloat16_values((step(k), step(k)))]
+    scales = [np.asarray(scale) for scale in scales_of_bfloat16_values(steps, keeps_signs)]
     for first in range(2):
         got = np.asarray(NATIVE.bfloat16_values(word << (8 * first), np.uint32(first), scales))
         np.testing.assert_array_equal(got & 0xFFFF, expected[is_short])
         np.testing.assert_array_equal(got[::-1] >> 16, expected[is_short])
 
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("keeps_signs", [True, False])
+@pytest.mark.parametrize("exponent", [-112, -7, 0, 3, 109])
+def test_float32_values_are_those_of_the_quantiser(exponent, keeps_signs):
+    """All magnitudes and all sixteenths of dither; and zeros."""
+    numbers, expected, _ = numbers_and_values(jnp.float32, exponent, keeps_signs)
     for warp in (HERE, NATIVE):
         for index in range(4):
             got = warp.float_of_byte((numbers & 0xFF) << (8 * index), np.uint32(index))
@@ -87,7 +102,8 @@ def test_values_are_those_of_the_quantiser(exponent):
         for half in range(2):
             got = np.asarray(warp.float_of_half(numbers << (16 * half), half))
             np.testing.assert_array_equal(got, 2.0**23 + numbers)
-    np.testing.assert_array_equal(value_of(jnp.asarray(got), step(k), jnp.float32).view(jnp.float32), wide)
+    values = _value_of(jnp.asarray(got), step(jnp.int32(exponent)), jnp.dtype(jnp.float32), keeps_signs)
+    np.testing.assert_array_equal(np.asarray(values).view(np.uint32), expected)
 
 
 def test_bytes_and_bits_of_words():
