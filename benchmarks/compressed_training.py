@@ -79,6 +79,8 @@ def main(config: Config) -> None:
             row |= _results(runs / name)
         except subprocess.CalledProcessError as error:
             row["error"] = (error.stderr or error.stdout).strip()[-300:]
+            seen = records.read(runs / name / "metrics.jsonl", "train")[-3:]
+            row["last"] = [{key: one.get(key) for key in ("step", "loss", "replays")} for one in seen]
         except subprocess.TimeoutExpired:
             row["error"] = "no time left"
         rows.append(row | {"seconds": round(time.monotonic() - begin, 1)})

@@ -68,7 +68,7 @@ class CompressedConfig(RunConfig):
     """Standard deviation allowed for the errors of gradients, as a share of the momentum."""
     coefficient: float | None = None
     """Use the paper's simplified equation 6 with this a (0.32 there). Default: the whole sum, without a coefficient."""
-    coarsest: float = 0.5
+    coarsest: float = 1.0
     """Widest step of a quantiser, in mean magnitudes of what it encodes; inf for errors that --sigma alone limits."""
     interval: int = 1000
     """Steps between changes of the bounds, from the first change on; before it they change at steps 1, 2, 4, ..."""

@@ -78,7 +78,7 @@ def adaptive(
     interval: int = 1000,
     sigma: float = 0.01,
     coefficient: float | None = None,
-    coarsest: float = 0.5,
+    coarsest: float = 1.0,
 ) -> optax.GradientTransformation:
     """`tx` for the parameters, and for the `Layers` among them bounds that keep the errors of gradients small.
 
@@ -92,9 +92,10 @@ def adaptive(
     counts. M is the momentum in the state of `tx` (optax's `trace`, or `mu`), or else the gradient. Arrays that are not
     multiplied into a gradient of a weight keep their bound, as do those whose cotangents are zero.
 
-    Errors are independent, as the equations have them, of values that are larger than half a step: only these can be moved
-    down as well as up (`ErrorBounded`). So no step, which is at most twice the bound, is wider than `coarsest` mean
-    magnitudes of the values that are not zero.
+    The equations have errors that are independent. Those of equal values are nearly (`ErrorBounded`): they have a mean of up to a
+    32nd of a step, of narrow floats a 16th, which adds up where many values are alike, in the first layers of networks for
+    large images, the more the wider steps are beside values. So no step, which is at most twice the bound, is wider than
+    `coarsest` mean magnitudes of the values that are not zero.
 
     Works under `jit` and `shard_map`: gradients have to be added up or averaged over devices, statistics along with them.
     An averaged `sum_j L_j^2` is too large: by the square root of the number of devices bounds are too strict then.
@@ -104,7 +105,7 @@ def adaptive(
       interval: updates between changes.
       sigma: as a share of the momentum.
       coefficient: use the simplified equation 6 with this a, such as 0.32.
-      coarsest: the widest step, in mean magnitudes. Wider ones save space, but what is predicted holds no longer.
+      coarsest: the widest step, in mean magnitudes. Wider ones save space, but what is predicted of first layers holds less.
 
     Raises:
       ValueError: `interval`, `sigma`, `coefficient` or `coarsest` is not positive; at `init`, there are no `Layers` among the
@@ -117,7 +118,7 @@ def adaptive(
     if coefficient is not None and not coefficient > 0:
         raise ValueError(f"coefficient must be positive, got {coefficient!r}: 0.32, for one.")
     if not coarsest > 0:
-        raise ValueError(f"coarsest must be positive, got {coarsest!r}: 0.5, for one, or infinity.")
+        raise ValueError(f"coarsest must be positive, got {coarsest!r}: 1, for one, or infinity.")
 
     def init(params):
         own, rest = _apart(params)
