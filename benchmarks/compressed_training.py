@@ -32,6 +32,7 @@ LEARNING_RATES = {"alexnet": 0.01, "vgg16": 0.01, "resnet18": 0.1, "resnet50": 0
 class Config:
     models: tuple[str, ...] = ("vgg16", "resnet50", "resnet18", "alexnet")
     seeds: int = 3
+    first_seed: int = 0
     parallel: int = 8
     """Runs at a time, on each GPU."""
     plain: bool = True
@@ -89,7 +90,8 @@ def main(config: Config) -> None:
 
     # Compiled programs are shared: seed by seed, and of each what takes longest first.
     ways = (True, False) if config.plain else (True,)
-    cases = [(m, s, c) for s in range(config.seeds) for c in ways for m in config.models]
+    seeds = range(config.first_seed, config.first_seed + config.seeds)
+    cases = [(m, s, c) for s in seeds for c in ways for m in config.models]
     with ThreadPoolExecutor(config.parallel * config.gpus) as pool:
         list(pool.map(lambda case: run(case[0], *case[1]), enumerate(cases)))
 

@@ -142,7 +142,7 @@ def test_statistics_add_up_over_devices_and_examples():
 
 def test_bounds_follow_the_equations():
     """A quarter as many updates as the interval, so at powers of two; then at the interval."""
-    tx = compress.adaptive(optax.sgd(0.01, momentum=0.9), interval=5, sigma=0.02)
+    tx = compress.adaptive(optax.sgd(0.01, momentum=0.9), interval=5, sigma=0.02, coarsest=0.5)
     params = {"net": weights(), "codec": found_layers(bound=2**-3)}
     state = tx.init(params)
 
