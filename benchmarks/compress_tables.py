@@ -16,23 +16,30 @@ _CASES = {
 
 
 def training_table() -> str | None:
-    """Runs without compression, and those of networks that have no later ones, are older."""
-    if (loaded := _load("compressed_training")) is None or (older := _load("compressed_training_before")) is None:
+    """Runs with compression of one file; those without, which depend on no codec, of others."""
+    names = ("compressed_training", "compressed_training_before", "compressed_training_alexnet")
+    files = [loaded for name in names if (loaded := _load(name)) is not None]
+    if len(files) < len(names):
         return None
-    environment, rows = loaded
-    later = {row["model"] for row in rows}
-    rows = rows + [row for row in older[1] if "error" not in row and not (row["compressed"] and row["model"] in later)]
+    compressed_rows = [row for row in files[0][1] if row["compressed"] and "error" not in row]
+    plain_rows = [row for _, rows in files for row in rows if not row["compressed"] and "error" not in row]
     body = []
     for model, name in _NETWORKS.items():
-        plain, compressed = ([r for r in rows if r["model"] == model and r["compressed"] is c] for c in (False, True))
+        plain, compressed = ([r for r in rows if r["model"] == model] for rows in (plain_rows, compressed_rows))
+        if not compressed:
+            continue
         ratios = [row["predicted_over_measured"] for row in compressed]
-        line = [name, _accuracy(plain), _accuracy(compressed)]
-        if compressed:
-            extremes = f"{min(r[0] for r in ratios):.2f} to {max(r[2] for r in ratios):.2f}"
-            median = statistics.median(r[1] for r in ratios)
-            line += [f"{statistics.mean(r['ratio'] for r in compressed):.1f}", f"{median:.2f} ({extremes})"]
-        body.append([*line, *[""] * (5 - len(line))])
-    steps = {row["steps"] for row in rows}
+        extremes = f"{min(r[0] for r in ratios):.2f} to {max(r[2] for r in ratios):.2f}"
+        body.append(
+            [
+                name,
+                _accuracy(plain),
+                _accuracy(compressed),
+                f"{statistics.mean(r['ratio'] for r in compressed):.1f}",
+                f"{statistics.median(r[1] for r in ratios):.2f} ({extremes})",
+            ]
+        )
+    steps = {row["steps"] for row in compressed_rows}
     header = [
         f"{'/'.join(map(str, sorted(steps)))} steps at batch 256",
         "top-1, plain (seeds)",
@@ -40,14 +47,15 @@ def training_table() -> str | None:
         "float32 / code",
         "sigma of a layer's gradient, predicted / measured: median (range)",
     ]
-    others = ", ".join(["Without compression", *(name for model, name in _NETWORKS.items() if model not in later)])
-    return "\n\n".join([_markdown(header, body), _source(environment), f"{others}: {_source(older[0])}"])
+    sources = [_source(files[0][0]), *(f"Without compression: {_source(environment)}" for environment, _ in files[1:])]
+    return "\n\n".join([_markdown(header, body), *sources])
 
 
 def _accuracy(rows: list[dict[str, Any]]) -> str:
-    if not rows:
-        return "not finished"
-    return f"{100 * statistics.mean(row['top1'] for row in rows):.1f}% ({len(rows)})"
+    """The mean, and its standard error."""
+    top1 = [100 * row["top1"] for row in rows]
+    error = f" ± {statistics.stdev(top1) / len(top1) ** 0.5:.1f}" if len(top1) > 1 else ""
+    return f"{statistics.mean(top1):.1f}{error}% ({len(top1)})" if top1 else "not run"
 
 
 def step_table() -> str | None:
