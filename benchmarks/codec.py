@@ -101,7 +101,7 @@ def measure(config: Speed, make: Callable[..., Any], shape: tuple[int, ...], dty
         codec = ErrorBounded(bound, bits_per_value=None if make is adversarial else 16)
         encode = jax.jit(lambda arrays: [codec.encode(x) for x in arrays])
         decoders = {"decode": codec.decode, "decode_without_signs": codec.without_signs().decode}
-        decode = {name: jax.jit(functools.partial(_each, decode)) for name, decode in decoders.items()}
+        decode = {name: jax.jit(functools.partial(_each, of_one)) for name, of_one in decoders.items()}
         codes = encode(arrays)
         bits = 8 * float(codes[0].needed_nbytes) / arrays[0].size
         size = sum(x.nbytes for x in arrays)

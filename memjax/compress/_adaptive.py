@@ -92,10 +92,10 @@ def adaptive(
     counts. M is the momentum in the state of `tx` (optax's `trace`, or `mu`), or else the gradient. Arrays that are not
     multiplied into a gradient of a weight keep their bound, as do those whose cotangents are zero.
 
-    The equations have errors that are independent. Those of equal values are nearly (`ErrorBounded`): they have a mean of up to a
-    32nd of a step, of narrow floats a 16th, which adds up where many values are alike, in the first layers of networks for
-    large images, the more the wider steps are beside values. So no step, which is at most twice the bound, is wider than
-    `coarsest` mean magnitudes of the values that are not zero.
+    The equations have errors without a mean. Those of equal values have a small one (`ErrorBounded`), which adds up where many
+    values are alike, in the first layers of networks for large images, the more the wider steps are beside values. So no step,
+    which is at most twice the bound, is wider than `coarsest` mean magnitudes of the values that are not zero. They are taken
+    from decoded values, which wide steps enlarge: a `coarsest` of 4 or more limits nothing.
 
     Works under `jit` and `shard_map`: gradients have to be added up or averaged over devices, statistics along with them.
     An averaged `sum_j L_j^2` is too large: by the square root of the number of devices bounds are too strict then.
@@ -105,7 +105,7 @@ def adaptive(
       interval: updates between changes.
       sigma: as a share of the momentum.
       coefficient: use the simplified equation 6 with this a, such as 0.32.
-      coarsest: the widest step, in mean magnitudes. Wider ones save space, but what is predicted of first layers holds less.
+      coarsest: the widest step, in mean magnitudes. Wider ones save space, but what is predicted is too small for first layers.
 
     Raises:
       ValueError: `interval`, `sigma`, `coefficient` or `coarsest` is not positive; at `init`, there are no `Layers` among the

@@ -21,11 +21,12 @@ class Codec(Protocol):
     those of `x` alone, and carries with it what `decode` needs. A codec whose settings may change without recompiling
     is a pytree itself, with those settings as leaves.
 
-    Optional attributes: `elementwise`, true if encoding and decoding are arithmetic on single values, reductions aside: then it
-    is left to the compiler where to do it, so that both may be part of what reads the array anyway, encoding before the next
-    convolution, product or call. Without it what reads an array waits for its code, and the code for the cotangent that meets
-    what is decoded. `keeps_signs`, true if what is encoded and what is decoded are zero, positive and negative alike: then
-    the mask of a ReLU follows from what is decoded. `without_signs` and `scaled`: see `ErrorBounded`.
+    What reads an array waits for its code, and the code for the cotangent that meets what is decoded.
+
+    Optional attributes: `elementwise`, true if decoding is arithmetic on single values: then it is left to the compiler where to
+    do it, so that it may be part of what reads the array, and codes wait for nothing. `keeps_zeros`, true if decoded values
+    are zero exactly where the values are: then the mask of a ReLU follows from what is decoded. `without_signs` and `scaled`: see
+    `ErrorBounded`.
     """
 
     def encode(self, x: Array) -> Any:

@@ -13,14 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import jaxprs_in_params
 
 from memjax._jaxpr import bind, evaluate, is_literal, read, scope
 from memjax.compress._codec import Codec, Mask
 from memjax.compress._keep import Selected, choose
 from memjax.compress._layers import AnyCodec, Layers, Recorder, Statistics
 from memjax.compress._max_pool import max_pool
-from memjax.compress._statistics import PRODUCTS, Collector, Reader, only_multiplied, readers
+from memjax.compress._statistics import Collector, Reader, only_in_gradients, readers
 from memjax.remat._blocks import zeros
 from memjax.remat._step import drop, is_float, merge, pick
 
@@ -39,7 +38,7 @@ class Derivative:
       wanted: which inputs to differentiate for.
       lasting: which inputs live until the backward pass anyway.
       selected: which saved arrays to encode.
-      signs: whether the codec keeps signs.
+      zeros: whether the codec keeps zeros, and makes no others.
       names: of its inputs.
     """
 
@@ -51,7 +50,7 @@ class Derivative:
         wanted: Sequence[bool],
         lasting: Sequence[bool],
         selected: Selected,
-        signs: bool,
+        zeros: bool,
         names: Sequence[str],
     ):
         self.wanted = wanted
@@ -81,7 +80,7 @@ class Derivative:
         n_outs = len(self.out_types)
         self._outs, self._residuals = self._jaxpr.outvars[:n_outs], self._jaxpr.outvars[n_outs:]
         self._producer = {out: eqn for eqn in self._jaxpr.eqns for out in eqn.outvars}
-        self.keep = choose(self._jaxpr, self._residuals, pick(self._jaxpr.invars, lasting), selected, signs)
+        self.keep = choose(self._jaxpr, self._residuals, pick(self._jaxpr.invars, lasting), selected, zeros)
 
     @property
     def scopes(self) -> list[str]:
@@ -94,23 +93,15 @@ class Derivative:
             codec.check(len(self.keep.encoded))
         env = dict(zip([*self._jaxpr.constvars, *self._jaxpr.invars], [*self._consts, *inputs], strict=True))
         codes: dict[Any, Any] = {}
-        fused: list[Any] = []  # what has codes that nothing waits for yet
-        self._encode_ready(codec, env, codes, fused)
+        self._encode_ready(codec, env, codes)
         for eqn in self._jaxpr.eqns:
-            if eqn.primitive.name in PRODUCTS or any(True for _ in jaxprs_in_params(eqn.params)):
-                _wait(eqn.invars, env, codes, fused)
             env.update(zip(eqn.outvars, bind(eqn, read(env, eqn.invars)), strict=True))
-            self._encode_ready(codec, env, codes, fused)
-        _wait(self._outs, env, codes, fused)
+            self._encode_ready(codec, env, codes)
         kept = [codes[var] for var in self.keep.encoded], [codes[var] for var in self.keep.masks]
         return read(env, self._outs), (read(env, self.keep.whole), *kept)
 
-    def _encode_ready(self, codec: AnyCodec, env: dict[Any, Any], codes: dict[Any, Any], fused: list[Any]) -> None:
-        """Encode what has just been computed. What reads it waits for its code, or all codes might be made at the end.
-
-        Of an elementwise codec, only the next product or call waits: the compiler makes the code where a batch norm reads the
-        array anyway.
-        """
+    def _encode_ready(self, codec: AnyCodec, env: dict[Any, Any], codes: dict[Any, Any]) -> None:
+        """Encode what has just been computed. What reads it waits for its code, or all codes might be made at the end."""
         for i, var in enumerate(self.keep.encoded):
             if var in codes or var not in env:
                 continue
@@ -120,11 +111,7 @@ class Derivative:
                 continue
             if scale is not None:
                 own = own.scaled(_deviation(env[scale[0]], scale[1]))  # type: ignore[attr-defined]
-            codes[var] = _encode(own, env[var])
-            if getattr(own, "elementwise", False):
-                fused.append(var)
-            else:
-                env[var], codes[var] = lax.optimization_barrier((env[var], codes[var]))
+            env[var], codes[var] = lax.optimization_barrier((env[var], _encode(own, env[var])))
         for var in self.keep.masks:
             if var in env and var not in codes:
                 env[var], codes[var] = lax.optimization_barrier((env[var], Mask().encode(env[var])))
@@ -145,14 +132,14 @@ class Derivative:
         leaves = dict(zip(closed.jaxpr.invars[:n], self._residuals, strict=True))
         late = set(closed.jaxpr.invars[n:])
         origins = {leaf: self.keep.origins[var] for leaf, var in leaves.items() if var in self.keep.origins}
-        multiplied = only_multiplied(closed.jaxpr, late, origins)
+        without_signs = only_in_gradients(closed.jaxpr, late, origins)
         encoded = list(enumerate(zip(self.keep.encoded, codes, strict=True)))
         stored: dict[Any, Any] = {}
         for i, (var, code) in encoded:
             own = _own(codec, i)
-            stored[var] = own.without_signs() if var in multiplied and hasattr(own, "without_signs") else own, code
+            stored[var] = own.without_signs() if var in without_signs and hasattr(own, "without_signs") else own, code
         stored |= {var: (Mask(), code) for var, code in zip(self.keep.masks, masks, strict=True)}
-        restored = _Restored(self._producer, self.keep.signs, known, stored)
+        restored = _Restored(self._producer, self.keep.nonzero, known, stored)
         env = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         env |= dict(zip(closed.jaxpr.invars[n:], cotangents, strict=True))
         if not isinstance(codec, Layers | Recorder):
@@ -185,17 +172,6 @@ class Derivative:
         recorder.record(names, weights, [var.aval for var in self.keep.encoded])
 
 
-def _wait(readers: Sequence[Any], env: dict[Any, Any], codes: dict[Any, Any], fused: list[Any]) -> None:
-    """The largest of `readers`, variables that are about to be read, waits for the codes of what is `fused`."""
-    variables = [atom for atom in readers if not is_literal(atom)]
-    if not fused or not variables:
-        return
-    var = max(variables, key=lambda var: var.aval.size)
-    env[var], made = lax.optimization_barrier((env[var], [codes[own] for own in fused]))
-    codes.update(zip(fused, made, strict=True))
-    fused.clear()
-
-
 def _own(codec: AnyCodec, i: int) -> Codec:
     return codec.layer(i) if isinstance(codec, Layers | Recorder) else codec
 
@@ -203,8 +179,8 @@ def _own(codec: AnyCodec, i: int) -> Codec:
 class _Restored:
     """The values of the forward pass's variables, decoded and computed again on demand, each once."""
 
-    def __init__(self, producer: Any, signs: dict[Any, Any], known: dict[Any, Any], stored: dict[Any, Any]):
-        self._producer, self._signs, self._known, self._stored = producer, signs, known, stored
+    def __init__(self, producer: Any, nonzero: dict[Any, Any], known: dict[Any, Any], stored: dict[Any, Any]):
+        self._producer, self._nonzero, self._known, self._stored = producer, nonzero, known, stored
         self._late: set[Any] = set()
 
     def has(self, var: Any) -> bool:
@@ -222,9 +198,9 @@ class _Restored:
             if atom in self._stored:
                 codec, code = self._stored[atom]
                 self._known[atom] = codec.decode(code if getattr(codec, "elementwise", False) else after(code))
-            elif atom in self._signs:
-                # Of a ReLU's output; a codec without signs may have made it negative, but not zero.
-                source = self(self._signs[atom], after)
+            elif atom in self._nonzero:
+                # Of a ReLU's output, which may have been decoded without signs, but not to zero. Of a NaN the mask is false.
+                source = self(self._nonzero[atom], after)
                 self._known[atom] = jnp.abs(source) > jnp.zeros((), source.dtype)
             else:
                 eqn = self._producer[atom]

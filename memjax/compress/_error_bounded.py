@@ -67,18 +67,20 @@ class ErrorBoundedCode:
 class ErrorBounded:
     """Every finite value decodes to one at most `bound` away, always; zeros, NaNs and infinities to themselves.
 
-    Signs are kept exactly: `decoded > 0` wherever `x > 0`, so of an activation after a ReLU it gives the mask. (A
-    negative zero decodes to zero.) Values are rounded to the middle of steps of 2^k, the largest power of two not above
-    `2 * bound`; before it they are moved by a part of a step that follows from their place in the array, afterwards moved
-    back (subtractive dither), by sixteenths of a step, of narrow floats eighths. So errors are nearly uniform and independent of
-    values and of each other, however alike values are; and equal values in two places decode to different ones. Bfloat16s are
-    coarse beside an eighth of a step: their errors have a mean, towards zero, of a 64th of a step from 4 steps on, of a 16th
-    from 16 on, of a quarter from 64 on.
+    Signs are kept exactly, unless `keeps_signs` is False: `decoded > 0` wherever `x > 0`, so of an activation after a ReLU it
+    gives the mask. (A negative zero decodes to zero.) Values are rounded to the middle of steps of 2^k, the largest power of two
+    not above `2 * bound`; before it they are moved by a part of a step that follows from their place in the array, afterwards
+    moved back (subtractive dither), by sixteenths of a step, of narrow floats eighths. So errors are nearly uniform and
+    independent of values and of each other, however alike values are; and equal values in two places decode to different ones.
+    Bfloat16s are coarse beside an eighth of a step: their errors have a mean, towards zero, of a 64th of a step from 4 steps on,
+    of a 16th from 16 on, of a quarter from 64 on.
 
-    Values smaller than half a step can be moved down by half a step only if signs are not kept: with `keeps_signs` what they
-    decode to is too large on average, by up to an eighth of a step. Without it some of them decode to numbers of the other sign,
-    and errors have a mean of at most a 256th of a step, of narrow floats a 64th; `decoded != 0` is the mask then.
-    `memjax.compressed` decodes so what is multiplied with cotangents, the inputs of convolutions and matrix products.
+    Errors of a value, over places, have a mean of at most half a part of a step, for what is known of the value is the part
+    that it is in. But values smaller than half a step can be moved down by half a step only if signs are not kept: with
+    signs what they decode to is too large on average, by up to 0.16 steps. Without signs some of them decode to numbers of the
+    other sign, and the mean is at most 9/256 of a step, of narrow floats 5/64; `decoded != 0` is the mask then.
+    `memjax.compressed` decodes so what the backward pass multiplies into gradients of weights, if that is all it does with an
+    array.
 
     128 values at a time share a number of bits; if one of them is a NaN or an infinity, or 256 steps, with dither sometimes
     255 (float32: 65,536), they are stored as they are. The error is then zero: a bound that is too small for the values costs
@@ -97,7 +99,7 @@ class ErrorBounded:
         (float16: 64, float32: 2^110) are as these.
       bits_per_value: of capacity, without headers; None: never overflows.
       keeps_signs: whether decoded values have the signs of values; if not, those of values below half a step may have the
-        other, so that errors have no mean. Codes are the same.
+        other, and errors have hardly any mean. Codes are the same.
       implementation: `"pallas"`, kernels for NVIDIA GPUs; `"jnp"`, which runs everywhere and whose temporary memory is
         several times that of the array; None: the first of the two that runs here. Values and sizes are the same, bit for
         bit; kernels may put the parts of a code in another order, and another each time. They are for one device: call
@@ -150,8 +152,13 @@ class ErrorBounded:
         return largest_error(x, self.decode(self.encode(x)))
 
     def without_signs(self) -> "ErrorBounded":
-        """What decodes the same codes with errors that have no mean."""
+        """What decodes the same codes with errors that have hardly any mean: see `keeps_signs`."""
         return dataclasses.replace(self, keeps_signs=False)
+
+    @property
+    def keeps_zeros(self) -> bool:
+        """Decoded values are zero exactly where the values are, with signs or without: see `compressed`."""
+        return True
 
     def scaled(self, deviation: Float[Array, " channels"]) -> "ErrorBounded":
         """With the bound in units of each channel's standard deviation: see `compressed`."""

@@ -87,8 +87,8 @@ def _differentiable(
         wanted = [primal.perturbed and is_float(primal.value) for primal in inputs]
         settings, inputs = ([primal.value for primal in group] for group in (settings, inputs))
         types = [jax.typeof(value) for value in inputs]
-        signs = getattr(codec, "keeps_signs", False)
-        derivative = Derivative(jaxpr, made, types, wanted, lasts, selector(where), signs, names)
+        zeros_kept = getattr(codec, "keeps_zeros", False)
+        derivative = Derivative(jaxpr, made, types, wanted, lasts, selector(where), zeros_kept, names)
         if where is not None and not derivative.keep.matched:
             raise ValueError(
                 f"where={where!r} matches nothing that the backward pass reads. "

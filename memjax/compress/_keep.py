@@ -6,7 +6,7 @@ operations that move no value far and that are cheap to repeat, to where they co
 
     an input that is kept       computed again from it
     constants                   computed again
-    a mask x > 0                from max(x, 0) if that is encoded by a codec that keeps signs, or else bit by bit
+    a mask x > 0                from max(x, 0) if that is encoded by a codec that keeps zeros, or else bit by bit
     floats                      residuals that come from one array are computed again from it, and that is encoded
     other dtypes, small arrays  kept as they are
 """
@@ -40,7 +40,7 @@ class Keep:
       encoded: through the codec.
       scales: by variable in `encoded`, the inverse standard deviations of its channels, if a batch norm reads it.
       masks: as bits.
-      signs: masks that follow from the sign of a variable in `encoded`.
+      nonzero: masks of what is not zero in a variable in `encoded`.
       origins: by residual that is, or is computed again from, a variable in `encoded`, that variable.
       matched: whether anything, small or large, was what the user selected.
     """
@@ -49,12 +49,12 @@ class Keep:
     encoded: list[Any]
     scales: dict[Any, tuple[Any, bool]]
     masks: list[Any]
-    signs: dict[Any, Any]
+    nonzero: dict[Any, Any]
     origins: dict[Any, Any]
     matched: bool
 
 
-def choose(jaxpr: Any, residuals: Sequence[Any], kept_inputs: Sequence[Any], selected: Selected, signs: bool) -> Keep:
+def choose(jaxpr: Any, residuals: Sequence[Any], kept_inputs: Sequence[Any], selected: Selected, zeros: bool) -> Keep:
     """What to keep, so that every one of `residuals` follows from it.
 
     Args:
@@ -62,7 +62,7 @@ def choose(jaxpr: Any, residuals: Sequence[Any], kept_inputs: Sequence[Any], sel
       residuals: variables of it.
       kept_inputs: inputs that live until the backward pass, whatever is done here.
       selected: of the equations that read an array, and its type, whether to encode it.
-      signs: whether decoded values have the signs of what was encoded.
+      zeros: whether decoded values are zero exactly where what was encoded is.
     """
     trace = _Trace(jaxpr, kept_inputs)
     whole: dict[Any, None] = {}
@@ -102,14 +102,14 @@ def choose(jaxpr: Any, residuals: Sequence[Any], kept_inputs: Sequence[Any], sel
             continue
         for member in members:
             trace.rebuild_from(member, root, whole)
-    by_sign = {}
-    if signs:
+    nonzero = {}
+    if zeros:
         rectified = {trace.rectifies(var): var for var in encoded}
         for mask in masks:
             if (source := trace.positive(mask)) is not None and source in rectified:
-                by_sign[mask] = rectified[source]
-    masks = {mask: None for mask in masks if mask not in by_sign}
-    return Keep(list(whole), list(encoded), scales, list(masks), by_sign, origins, matched)
+                nonzero[mask] = rectified[source]
+    masks = {mask: None for mask in masks if mask not in nonzero}
+    return Keep(list(whole), list(encoded), scales, list(masks), nonzero, origins, matched)
 
 
 class _Trace:

@@ -101,7 +101,7 @@ class Layers:
             )
 
     @property
-    def keeps_signs(self) -> bool:
+    def keeps_zeros(self) -> bool:
         return True
 
     def nbytes(self) -> int:
@@ -117,7 +117,7 @@ class Layers:
 class Recorder:
     """Stands for the codec while `layers` traces: notes what is encoded."""
 
-    keeps_signs = True
+    keeps_zeros = True
 
     def __init__(self) -> None:
         self.found: list[tuple[str, tuple[str, ...], Any]] = []

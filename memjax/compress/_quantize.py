@@ -5,7 +5,7 @@ rounded up: c - 1 < n |x| / s <= c. With e parts of dither, 0 to n - 1, x is cod
 decoded to sign(x) (p + 1/2 - (e + 1) / n) s, half a step away at most. Where that is not beyond zero, for p = 0,
 
     signs are kept      a little that is stands for it: the decoded value has the sign of x
-    signs are not kept  it stands, so that errors have no mean whatever x is; but 1/n for zero
+    signs are not kept  it stands, so that errors have no mean over a part; but of a middle of zero, 1/n
 
 So zeros are exact both ways, and nothing else decodes to zero: of an activation after a ReLU either gives the exact mask.
 
@@ -26,7 +26,7 @@ from memjax.compress._bits import Words, u32
 
 # What stands for values whose middle is not beyond zero, in steps, where signs are kept: less than a part.
 LEAST = 2.0**-11
-# Steps 2^k: from where the least that is computed with, a quarter of `LEAST`, is a normal number, of float16s where `LEAST` is
+# Steps 2^k: from where the least that is computed with, an eighth of `LEAST`, is a normal number, of float16s where `LEAST` is
 # a number, to where all that codes can stand for is finite, with one to spare. For larger bounds, the last is the step; for
 # smaller ones there is none.
 _EXPONENTS = {

@@ -14,8 +14,9 @@ from jax import lax
 
 from memjax._jaxpr import is_literal
 from memjax.compress._layers import LADDER, Statistics
+from memjax.remat._step import is_float
 
-PRODUCTS = ("conv_general_dilated", "dot_general")
+_PRODUCTS = ("conv_general_dilated", "dot_general")
 _SAME = {"convert_element_type", "reshape", "squeeze", "expand_dims", "transpose", "copy", "rev", "add_any"}
 _SAME |= {"psum", "psum_invariant", "pvary", "pcast"}  # which add a gradient up over devices
 _EXAMPLES = 256
@@ -50,11 +51,7 @@ def readers(jaxpr: Any, cotangents: set[Any], origins: dict[Any, int]) -> dict[i
       origins: by input that comes from an encoded array, which.
     """
     late, origins = set(cotangents), dict(origins)
-    consumers: dict[Any, list[Any]] = {}
-    for eqn in jaxpr.eqns:
-        for atom in eqn.invars:
-            if not is_literal(atom):
-                consumers.setdefault(atom, []).append(eqn)
+    consumers = _consumers(jaxpr)
     outputs = {var: i for i, var in reversed(list(enumerate(jaxpr.outvars))) if not is_literal(var)}
     found = {}
     for eqn in jaxpr.eqns:
@@ -63,7 +60,7 @@ def readers(jaxpr: Any, cotangents: set[Any], origins: dict[Any, int]) -> dict[i
         stored = [origins[atom] for atom in operands if atom in origins]
         if cts:
             late.update(eqn.outvars)
-            if eqn.primitive.name in PRODUCTS and stored:
+            if eqn.primitive.name in _PRODUCTS and stored:
                 weight = _output(eqn.outvars[0], consumers, outputs)
                 if weight is not None:
                     found[id(eqn)] = Reader(stored[0], cts[0], _share(eqn, cts[0]), weight)
@@ -72,28 +69,47 @@ def readers(jaxpr: Any, cotangents: set[Any], origins: dict[Any, int]) -> dict[i
     return found
 
 
-def only_multiplied(jaxpr: Any, cotangents: set[Any], origins: dict[Any, Any]) -> set[Any]:
-    """Those of the encoded arrays that the pullback multiplies with cotangents, and does nothing else with.
+def only_in_gradients(jaxpr: Any, cotangents: set[Any], origins: dict[Any, Any]) -> set[Any]:
+    """Those of the encoded arrays that the pullback multiplies with cotangents into its outputs, by convolutions and matrix
+    products, and does nothing else with. Outputs are linear in them.
 
     Args:
       jaxpr, cotangents: see `readers`.
       origins: by input that comes from an encoded array, that array.
     """
     late, stored, others = set(cotangents), dict(origins), set()
+    consumers = _consumers(jaxpr)
+
+    def ends_in_outputs(var):
+        return all(
+            eqn.primitive.name in _SAME and all(map(ends_in_outputs, eqn.outvars)) for eqn in consumers.get(var, [])
+        )
+
     for eqn in jaxpr.eqns:
         operands = [atom for atom in eqn.invars if not is_literal(atom)]
         own = [stored[atom] for atom in operands if atom in stored]
-        name = eqn.primitive.name
-        if any(atom in late for atom in operands):
+        name, out = eqn.primitive.name, eqn.outvars[0]
+        is_late = any(atom in late for atom in operands)
+        if is_late:
             late.update(eqn.outvars)
-            if len(own) > 1 or name not in (*PRODUCTS, "mul"):
-                others.update(own)
-        elif own and name in _SAME:
-            stored[eqn.outvars[0]] = own[0]
+        if is_late and name in _PRODUCTS and ends_in_outputs(out):
+            continue
+        if not is_late and name in _SAME and len(own) == len(operands) == 1 and is_float(out.aval):
+            stored[out] = own[0]
         else:
             others.update(own)
     others.update(stored[atom] for atom in jaxpr.outvars if not is_literal(atom) and atom in stored)
     return set(origins.values()) - others
+
+
+def _consumers(jaxpr: Any) -> dict[Any, list[Any]]:
+    """The equations that read each variable."""
+    consumers: dict[Any, list[Any]] = {}
+    for eqn in jaxpr.eqns:
+        for atom in eqn.invars:
+            if not is_literal(atom):
+                consumers.setdefault(atom, []).append(eqn)
+    return consumers
 
 
 def _share(eqn: Any, ct: Any) -> float:

@@ -91,17 +91,7 @@ def test_compiled_memory_grows_by_the_codes_alone():
     assert (many - few) < 0.4 * (plain_many - plain_few)
 
 
-def test_the_next_convolution_waits_for_elementwise_codes():
-    """And not what the codes are of: a batch norm reads that, and compilers can make the code in the same pass."""
-    layers = 4
-    f = compressed(network, ChannelQuantized(4))
-    forward = jax.make_jaxpr(lambda params: jax.vjp(lambda params: f(params, images()), params)[0])(parameters(layers))
-    waiting = {out for eqn in forward.eqns if eqn.primitive.name == "optimization_barrier" for out in eqn.outvars}
-    convolutions = [eqn for eqn in forward.eqns if eqn.primitive.name == "conv_general_dilated"]
-    assert len(convolutions) == layers
-    assert all(eqn.invars[0] in waiting for eqn in convolutions[1:])
-    assert not any(eqn.primitive.name == "reduce_sum" and set(eqn.invars) & waiting for eqn in forward.eqns)
-
+def test_what_convolutions_do_not_read_leaves_memory_when_it_has_a_code():
     both = compressed(compressed(network, ErrorBounded(2**-4, bits_per_value=4), where="conv"), ChannelQuantized(4))
     few, many = (temporary(both, count) for count in (2, 6))
     assert (many - few) / 4 < 5.5 * SIZE  # 8.5 without waiting, 12 of the network as it is
@@ -130,6 +120,57 @@ def test_masks_are_bits_unless_they_are_signs():
     assert kept_of_sum(without, x) == 4096 * 2 + 4096 // 8
     g = jax.jit(jax.grad(lambda x: jnp.sum(exact_signs(x))))(jnp.linspace(-1, 1, 4096))
     np.testing.assert_array_equal(g != 0, np.linspace(-1, 1, 4096) > 0)
+
+
+@jax.custom_vjp
+def product_with_a_rule_of_its_own(r, w):
+    return r @ w
+
+
+product_with_a_rule_of_its_own.defvjp(
+    lambda r, w: (r @ w, (r, w)), lambda kept, ct: (ct @ kept[1].T, jnp.sqrt(jnp.abs(kept[0].T @ ct)))
+)
+
+USES = {
+    "product": (lambda r, w: r @ w, False),
+    "two products": (lambda r, w: r @ w + 2 * (r @ w), False),
+    "convolution": (
+        lambda r, w: lax.conv_general_dilated(
+            r.reshape(1, 8, 8, 64), w.reshape(1, 1, 64, 64), (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        ),
+        False,
+    ),
+    "product and logarithm": (lambda r, w: (r @ w).sum() + jnp.log(r + 1).sum(), True),
+    "elementwise product": (lambda r, w: r * w[0, 0], True),
+    "square root of a gradient": (product_with_a_rule_of_its_own, True),
+    "checkpoint inside": (jax.checkpoint(lambda r, w: jnp.tanh(r @ w)), True),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_what_is_only_multiplied_into_gradients_is_decoded_without_signs(use, monkeypatch):
+    f, keeps_signs = USES[use]
+    decode, seen = ErrorBounded.decode, []
+
+    def noted(self, code):
+        seen.append(self.keeps_signs)
+        return decode(self, code)
+
+    monkeypatch.setattr(ErrorBounded, "decode", noted)
+    x, w = jax.random.normal(jax.random.key(0), (64, 64)), jnp.ones((64, 64))
+    wrapped = compressed(lambda x, w: f(jax.nn.relu(x + 1), w).sum(), ErrorBounded(0.1))
+    jax.eval_shape(jax.grad(wrapped, 1 if not use.startswith("product and") else (0, 1)), x, w)
+    assert seen
+    assert keeps_signs in seen
+    if not keeps_signs:
+        assert not any(seen)
+
+
+def test_masks_of_nan_are_false():
+    x = jnp.linspace(-1, 1, 4096).at[7].set(jnp.nan)
+    f = lambda x: jnp.sum(jnp.where(jnp.isnan(x), 0, jnp.square(jax.nn.relu(x))))
+    wanted, got = (jax.grad(g)(x) for g in (f, compressed(f, ErrorBounded(0.1))))
+    np.testing.assert_array_equal(jnp.isnan(got), jnp.isnan(wanted))
 
 
 def test_parameters_integers_and_small_arrays_are_left_alone():

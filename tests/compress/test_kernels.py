@@ -26,8 +26,11 @@ def test_few_steps_without_signs_and_the_ends_of_exponents():
         check_same(x * scale, np.float32(2.0 ** (exponent - 1)))
 
 
-def test_float32_with_padding():
-    check_same(jnp.asarray(values_of_all_kinds(jnp.float32)[:-100]), np.float32(0.5))
+def test_float32_with_padding_and_the_ends_of_exponents():
+    x = jnp.asarray(values_of_all_kinds(jnp.float32)[:-100])
+    check_same(x, np.float32(0.5))
+    for exponent in (-112, 111):
+        check_same(x * jnp.float32(2.0**exponent), np.float32(2.0 ** (exponent - 1)))
 
 
 def test_float16_with_bounds_that_vary_within_lanes():
