@@ -170,8 +170,7 @@ def bounds(config: Bound) -> Iterator[dict]:
         task = progress.add_task("chunks", total=chunks * len(config.bounds))
         for bound in config.bounds:
             codec = ErrorBounded(jnp.float32(bound))
-            encode = jax.jit(lambda codec, x: codec.encode(x))
-            decode = jax.jit(lambda codec, code: codec.decode(code))
+            encode, decode = jax.jit(ErrorBounded.encode), jax.jit(ErrorBounded.decode)
             broken, raw = [0, 0], []
             for chunk in range(chunks):
                 x = patterns(jax.random.key(chunk), config.chunk)

@@ -35,8 +35,8 @@ class ChannelQuantized(FixedRate):
     error is at most half the distance of levels, `range / (2^bits - 1) / 2`, and a rounding of the dtype. A NaN, an
     infinity or a range beyond float32's makes its channel NaN.
 
-    Encoding reads the array twice, for the ranges and for the levels, once of it together with a batch norm that reads it, too.
-    Decoding is arithmetic on single values, which XLA does where they are read: no decoded array is written.
+    Encoding reads the array twice, for the ranges and for the levels. Decoding is arithmetic on single values, which XLA does
+    where they are read: no decoded array is written.
 
     Memory: `bits` per value and 8 bytes per channel.
 

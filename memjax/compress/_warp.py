@@ -139,21 +139,17 @@ class Warp:
         Args:
           steps: of both, float32s.
         """
-        if self.native and keeps_signs:
-            # 2^23 + 1, and 256 times the number, that is 2^-8 more than the number, which goes with the bits beyond.
-            sizes = [x * jnp.float32(2.0**-11) for x in steps]
-            shifts = (size * -(2.0**23 + 1024) for size in sizes)
-            asm = (
-                "{ .reg .f32 x, y; prmt.b32 x, $1, 0x4B01, 0x5104; prmt.b32 y, $1, 0x4B01, 0x5324; fma.rn.f32 x, x, $2, $4;"
-                " fma.rn.f32 y, y, $3, $5; cvt.rz.relu.bf16x2.f32 $0, y, x; }"
-            )
-            return _asm(asm, "=r,r,f,f,f,f", word, *(jnp.broadcast_to(x, word.shape) for x in (*sizes, *shifts)))
         if self.native:
-            sizes = [x * jnp.float32(0.125) for x in steps]
-            shifts = (size * -(2.0**23 + 4) for size in sizes)
+            unit, zero, first, second, convert = 0.125, 4, "0x4B00, 0x5410", "0x4B00, 0x5432", "cvt.rz.bf16x2.f32"
+            if keeps_signs:
+                # 2^23 + 1, and 256 times the number, that is 2^-8 more than the number, which goes with the bits beyond.
+                unit, zero, first, second = 2.0**-11, 1024, "0x4B01, 0x5104", "0x4B01, 0x5324"
+                convert = "cvt.rz.relu.bf16x2.f32"
+            sizes = [x * jnp.float32(unit) for x in steps]
+            shifts = (size * -(2.0**23 + zero) for size in sizes)
             asm = (
-                "{ .reg .f32 x, y; prmt.b32 x, $1, 0x4B00, 0x5410; prmt.b32 y, $1, 0x4B00, 0x5432; fma.rn.f32 x, x, $2, $4;"
-                " fma.rn.f32 y, y, $3, $5; cvt.rz.bf16x2.f32 $0, y, x; }"
+                f"{{ .reg .f32 x, y; prmt.b32 x, $1, {first}; prmt.b32 y, $1, {second}; fma.rn.f32 x, x, $2, $4;"
+                f" fma.rn.f32 y, y, $3, $5; {convert} $0, y, x; }}"
             )
             return _asm(asm, "=r,r,f,f,f,f", word, *(jnp.broadcast_to(x, word.shape) for x in (*sizes, *shifts)))
         values = []
