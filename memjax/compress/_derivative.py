@@ -156,7 +156,8 @@ class Derivative:
 
         def see(eqn, values):
             if (reader := reading.get(id(eqn))) is not None:
-                collector.cotangent(reader, values[reader.cotangent])
+                x = restored(self.keep.encoded[reader.layer], lambda code: code)
+                collector.cotangent(reader, values[reader.cotangent], x)
 
         outs = _run_late(closed.jaxpr, env, late, leaves, restored, see)
         for i, (var, _) in encoded:

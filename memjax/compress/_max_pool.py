@@ -32,10 +32,6 @@ class _Window(NamedTuple):
     strides: tuple[int, ...]
     padding: tuple[tuple[int, int], ...]
 
-    def offsets(self):
-        """Positions in the window, in the order of memory."""
-        return itertools.product(*map(range, self.size))
-
 
 def _least(dtype) -> Any:
     return np.asarray(-np.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min, dtype)
@@ -52,26 +48,43 @@ def _indexed(x, window: _Window):
 
 
 def _forward(x, window: _Window):
-    out = _plain(x, window)
-    padded = lax.pad(x, _least(x.dtype), [(low, high, 0) for low, high in window.padding])
-    index = jnp.zeros(out.shape, jnp.uint8)
-    found = jnp.zeros(out.shape, bool)
-    for i, offset in enumerate(window.offsets()):
-        stop = [at + (n - 1) * s + 1 for at, n, s in zip(offset, out.shape, window.strides, strict=True)]
-        here = lax.slice(padded, offset, stop, window.strides) == out
-        index = jnp.where(here & ~found, jnp.uint8(i), index)
-        found |= here
+    """The maxima and where they are, in one pass."""
+    if any(k > s for k, s in zip(window.size, window.strides, strict=True)):
+        x = lax.optimization_barrier(x)  # or the compiler would compute it once for every window that it is in
+    shape = jax.eval_shape(lambda: _plain(x, window)).shape
+    x = lax.pad(x, _least(x.dtype), [(low, high, 0) for low, high in window.padding])
+    out = index = None
+    for i, offset in enumerate(itertools.product(*map(range, window.size))):
+        stop = [at + (n - 1) * s + 1 if n else at for at, n, s in zip(offset, shape, window.strides, strict=True)]
+        here = lax.slice(x, offset, stop, window.strides)
+        if out is None:
+            out, index = here, jnp.zeros(shape, jnp.uint8)
+        else:
+            is_next = (out == out) & ~(here <= out)  # the first NaN, if there is any
+            out, index = jnp.where(is_next, here, out), jnp.where(is_next, jnp.uint8(i), index)
     return out, index
 
 
 def _backward(window: _Window, index, ct):
-    total = jnp.zeros((), ct.dtype)
-    for i, offset in enumerate(window.offsets()):
-        # Where an output's maximum is at this offset of its window; places of windows are `stride` apart.
-        sizes = zip(offset, ct.shape, window.strides, window.padding, window.shape, strict=True)
-        edges = [(at - low, n + low - at - (m - 1) * s - 1, s - 1) for at, m, s, (low, _), n in sizes]
-        part = jnp.where(index == i, ct, jnp.zeros((), ct.dtype))
-        total = total + lax.pad(part, jnp.zeros((), ct.dtype), edges)
+    """Windows begin every `stride`: inputs as far behind such a beginning, their `place`, have alike neighbours.
+
+    The window that begins there has them at offset `place`, the one before it at `place` + stride, and so on.
+    """
+    zero, total = jnp.zeros((), ct.dtype), jnp.zeros(window.shape, ct.dtype)
+    lows = [low for low, _ in window.padding]
+    # So many windows begin before the input's end, whether there are outputs for all of them or not.
+    begun = [-(-(n + low) // s) for n, low, s in zip(window.shape, lows, window.strides, strict=True)]
+    for place in itertools.product(*map(range, window.strides)):
+        earlier = [range(-(-(k - at) // s)) for at, k, s in zip(place, window.size, window.strides, strict=True)]
+        part = jnp.zeros(begun, ct.dtype)
+        for back in itertools.product(*earlier):
+            offset = [at + s * b for at, s, b in zip(place, window.strides, back, strict=True)]
+            i = jnp.uint8(np.ravel_multi_index(offset, window.size))
+            edges = [(b, n - m - b, 0) for b, n, m in zip(back, begun, ct.shape, strict=True)]
+            part = part + lax.pad(jnp.where(index == i, ct, zero), zero, edges)
+        sizes = zip(place, lows, begun, window.shape, window.strides, strict=True)
+        edges = [(at - low, n + low - at - (q - 1) * s - 1, s - 1) for at, low, q, n, s in sizes]
+        total = total + lax.pad(part, zero, edges)
     return (total,)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -174,17 +174,19 @@ class Collector:
         self._codes[layer] = code.needed_bits_per_value, code.overflowed, float(shape[0] if shape else 1)
 
     def decoded(self, layer: int, x: Any) -> None:
-        part, _ = _some(x, self._samples)
-        nonzero = jnp.mean((part != jnp.zeros((), x.dtype)).astype(jnp.float32), 1)
-        self._decoded[layer] = nonzero, jnp.mean(jnp.abs(part.astype(jnp.float32)), 1)
+        """What is read of an array, if nothing has been said of that by `cotangent`."""
+        if layer not in self._decoded:
+            [found] = _found_in([x], self._samples)
+            self._decoded[layer] = found.nonzero, found.magnitude
 
-    def cotangent(self, reader: Reader, ct: Any) -> None:
-        """Of one more reader of its array."""
-        part, share = _some(ct, self._samples)
-        wide = part.astype(jnp.float32)
-        seen = sum(layer == reader.layer for layer, _ in self._cotangents)
-        means, powers = jnp.mean(jnp.abs(wide), 1), jnp.sum(jnp.square(wide), 1)
-        self._cotangents[reader.layer, seen] = means, powers, reader.share / share
+    def cotangent(self, reader: Reader, ct: Any, x: Any) -> None:
+        """Of one more reader of its array, and what it reads."""
+        layer = reader.layer
+        found, *rest = _found_in([ct] if layer in self._decoded else [ct, x], self._samples)
+        for of_read in rest:
+            self._decoded[layer] = of_read.nonzero, of_read.magnitude
+        seen = sum(other == layer for other, _ in self._cotangents)
+        self._cotangents[layer, seen] = found.magnitude, found.power, reader.share / found.share
 
     def sums(self) -> Statistics:
         """What devices of a `shard_map` found is added up, if they share the bounds."""
@@ -237,6 +239,40 @@ def _totals(vectors: Sequence[Any], *, mean: bool) -> Any:
         lengths.append(max(len(vector), 1) if mean else 1)
         rows.append(jnp.pad(vector, (0, longest - len(vector))))
     return jnp.sum(jnp.stack(rows), 1) / jnp.asarray(lengths, jnp.float32)
+
+
+class _Found(NamedTuple):
+    """In some of an array's values, by example.
+
+    Attributes:
+      nonzero: their share that is not zero.
+      magnitude: their mean magnitude.
+      power: the sum of their squares.
+      share: of all values, how many these are.
+    """
+
+    nonzero: Any
+    magnitude: Any
+    power: Any
+    share: float
+
+
+def _found_in(arrays: Sequence[Any], samples: int | None) -> list[_Found]:
+    """Of samples as rows of one matrix: that makes one kernel."""
+    parts = [_some(x, samples) for x in arrays]
+    widest = max(part.shape[1] for part, _ in parts)
+    rows = [jnp.pad(part.astype(jnp.float32), ((0, 0), (0, widest - part.shape[1]))) for part, _ in parts]
+    groups = [rows] if samples is not None else [[row] for row in rows]
+    found = []
+    for group in groups:
+        x = jnp.concatenate(group)
+        sums = [jnp.sum(of, 1) for of in ((x != 0).astype(jnp.float32), jnp.abs(x), jnp.square(x))]
+        ends = np.cumsum([len(row) for row in group])[:-1]
+        found += zip(*(jnp.split(total, ends) for total in sums), strict=True)
+    return [
+        _Found(nonzero / max(part.shape[1], 1), magnitude / max(part.shape[1], 1), power, share)
+        for (part, share), (nonzero, magnitude, power) in zip(parts, found, strict=True)
+    ]
 
 
 def _some(x: Any, samples: int | None) -> tuple[Any, float]:
