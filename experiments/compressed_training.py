@@ -64,6 +64,8 @@ class CompressedConfig(RunConfig):
     """conv: what convolutions read, as the paper does. all: everything else that is saved, too, in `rest_bits` bits."""
     rest_bits: Literal[4, 8] = 4
     """Of each value that no convolution reads, evenly spaced between the least and the largest of its channel."""
+    rest_every: int = 4
+    """Of so many examples one is measured for the least and the largest values; 1 for errors with a bound."""
     sigma: float = 0.01
     """Standard deviation allowed for the errors of gradients, as a share of the momentum."""
     coefficient: float | None = None
@@ -96,14 +98,14 @@ class CompressedConfig(RunConfig):
     experiment: ClassVar[str] = "compressed-training"
     fixed_by_checkpoint: ClassVar[tuple[str, ...]] = (
         *RunConfig.fixed_by_checkpoint,
-        *("model", "width", "compress", "where", "rest_bits", "data", "image_size", "crop_size"),
+        *("model", "width", "compress", "where", "rest_bits", "rest_every", "data", "image_size", "crop_size"),
     )
 
     def validate(self) -> None:
         super().validate()
-        for name in ("width", "sigma", "coarsest", "bound", "window", "interval"):
+        for name in ("width", "sigma", "coarsest", "bound", "window", "interval", "rest_every"):
             if getattr(self, name) <= 0:
-                raise ExperimentError(f"--{name} must be positive, got {getattr(self, name)}")
+                raise ExperimentError(f"--{name.replace('_', '-')} must be positive, got {getattr(self, name)}")
         for name in ("coefficient", "bits_per_value", "fill_memory"):
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ExperimentError(f"--{name.replace('_', '-')} must be positive, got {getattr(self, name)}")
@@ -215,7 +217,7 @@ def _model(config: CompressedConfig, classes: int, is_compressed: bool) -> nnx.M
     return compressed_classifier(
         make_net,
         jax.ShapeDtypeStruct(shape, jnp.float32),
-        rest=compress.ChannelQuantized(config.rest_bits) if config.where == "all" else None,
+        rest=compress.ChannelQuantized(config.rest_bits, config.rest_every) if config.where == "all" else None,
         bound=config.bound,
         bits_per_value=config.bits_per_value,
     )

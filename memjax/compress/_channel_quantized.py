@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, UInt
 
 from memjax.compress._codec import FixedRate
 
+_FEWEST = 16  # examples that are measured, of as many or more
 _LEVELS = {4: jnp.uint4, 8: jnp.uint8}  # XLA has two bits, too, but cannot transpose them on GPUs
 
 
@@ -28,6 +29,22 @@ class ChannelQuantizedCode:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class MeasuredChannels:
+    """Encodes an array whose channels' least values, and the distances of their levels, are known."""
+
+    low: Float[Array, "*channels"]
+    distance: Float[Array, "*channels"]
+    bits: int = dataclasses.field(metadata={"static": True})
+
+    def encode(self, x: Float[Array, "..."]) -> ChannelQuantizedCode:
+        inverse = jnp.where(self.distance > 0, 1 / self.distance, 0)
+        level = jnp.floor((x.astype(jnp.float32) - self.low) * inverse + 0.5)
+        level = jnp.clip(level, 0, 2**self.bits - 1).astype(_LEVELS[self.bits])
+        return ChannelQuantizedCode(level, self.low, self.distance, np.dtype(x.dtype))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class ChannelQuantized(FixedRate):
     """2^bits levels between the least and the largest value of each channel of the last axis, rounded to the nearest.
 
@@ -35,39 +52,49 @@ class ChannelQuantized(FixedRate):
     error is at most half the distance of levels, `range / (2^bits - 1) / 2`, and a rounding of the dtype. A NaN, an
     infinity or a range beyond float32's makes its channel NaN.
 
-    Encoding reads the array twice, for the ranges and for the levels. Decoding is arithmetic on single values, which XLA does
-    where they are read: no decoded array is written.
+    Encoding reads the array for the ranges, and makes the levels where a batch norm normalises its input, or else reads it
+    again. Decoding is arithmetic on single values, which XLA does where they are read: no decoded array is written.
+
+    To read less, measure the ranges of every 4th example, say: they are widened by an eighth on either side, and what is
+    beyond is moved to the nearest level, so that there is no bound; a NaN or an infinity among the others becomes any level.
 
     Memory: `bits` per value and 8 bytes per channel.
 
     Args:
       bits: 4 or 8.
+      every: of how many examples, the first axis, one is measured; of fewer than 32 all are, and never fewer than 16.
 
     Raises:
-      ValueError: `bits` is none of these.
+      ValueError: `bits` or `every` is none of these.
       TypeError: what is encoded is not bfloat16, float16 or float32.
     """
 
     bits: int = dataclasses.field(default=4, metadata={"static": True})
+    every: int = dataclasses.field(default=1, metadata={"static": True})
 
     def __post_init__(self):
         if self.bits not in _LEVELS:
             raise ValueError(f"bits must be 4 or 8, got {self.bits!r}.")
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            raise ValueError(f"every must be a positive integer, got {self.every!r}.")
 
-    def encode(self, x: Float[Array, "..."]) -> ChannelQuantizedCode:
+    def measured(self, x: Float[Array, "..."]) -> "MeasuredChannels":
+        """What a value's code depends on besides the value: all that encoding reads the whole array for."""
         if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
             raise TypeError(f"x must be bfloat16, float16 or float32, got {x.dtype}.")
         rows = tuple(range(x.ndim - 1))
         if x.size == 0:
             low = high = jnp.zeros(x.shape[-1:], jnp.float32)
         else:
-            low, high = (reduce(x, rows).astype(jnp.float32) for reduce in (jnp.min, jnp.max))
-        most = 2**self.bits - 1
-        distance = (high - low) / most
-        inverse = jnp.where(distance > 0, 1 / distance, 0)
-        # Not clipped: rounding cannot lead above `most` by half a level.
-        level = jnp.floor((x.astype(jnp.float32) - low) * inverse + 0.5).astype(_LEVELS[self.bits])
-        return ChannelQuantizedCode(level, low, distance, np.dtype(x.dtype))
+            every = min(self.every, len(x) // _FEWEST) if rows else 1
+            part = x[::every] if every > 1 else x
+            low, high = (reduce(part, rows).astype(jnp.float32) for reduce in (jnp.min, jnp.max))
+            if every > 1:
+                low, high = low - (high - low) / 8, high + (high - low) / 8
+        return MeasuredChannels(low, (high - low) / (2**self.bits - 1), self.bits)
+
+    def encode(self, x: Float[Array, "..."]) -> ChannelQuantizedCode:
+        return self.measured(x).encode(x)
 
     def decode(self, code: ChannelQuantizedCode) -> Float[Array, "..."]:
         return (code.low + code.levels.astype(jnp.float32) * code.distance).astype(code.dtype)

@@ -13,13 +13,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import jaxprs_in_params
 
 from memjax._jaxpr import bind, evaluate, is_literal, read, scope
 from memjax.compress._codec import Codec, Mask
 from memjax.compress._keep import Selected, choose
 from memjax.compress._layers import AnyCodec, Layers, Recorder, Statistics
 from memjax.compress._max_pool import max_pool
-from memjax.compress._statistics import Collector, Reader, only_in_gradients, readers
+from memjax.compress._readers import PRODUCTS, Reader, only_in_gradients, readers
+from memjax.compress._statistics import Collector
 from memjax.remat._blocks import zeros
 from memjax.remat._step import drop, is_float, merge, pick
 
@@ -93,23 +95,36 @@ class Derivative:
             codec.check(len(self.keep.encoded))
         env = dict(zip([*self._jaxpr.constvars, *self._jaxpr.invars], [*self._consts, *inputs], strict=True))
         codes: dict[Any, Any] = {}
-        self._encode_ready(codec, env, codes)
+        beside: list[Any] = []  # what has codes that nothing waits for yet
+        self._encode_ready(codec, env, codes, beside)
         for eqn in self._jaxpr.eqns:
+            if eqn.primitive.name in PRODUCTS or any(True for _ in jaxprs_in_params(eqn.params)):
+                _wait(eqn.invars, env, codes, beside)
             env.update(zip(eqn.outvars, bind(eqn, read(env, eqn.invars)), strict=True))
-            self._encode_ready(codec, env, codes)
+            self._encode_ready(codec, env, codes, beside)
+        _wait(self._outs, env, codes, beside)
         kept = [codes[var] for var in self.keep.encoded], [codes[var] for var in self.keep.masks]
         return read(env, self._outs), (read(env, self.keep.whole), *kept)
 
-    def _encode_ready(self, codec: AnyCodec, env: dict[Any, Any], codes: dict[Any, Any]) -> None:
-        """Encode what has just been computed. What reads it waits for its code, or all codes might be made at the end."""
+    def _encode_ready(self, codec: AnyCodec, env: dict[Any, Any], codes: dict[Any, Any], beside: list[Any]) -> None:
+        """Encode what has just been computed. What reads it waits for its code, or all codes might be made at the end.
+
+        Of what a batch norm reads, a code in which values are by themselves but for what was `measured` of all of them is made
+        in the passes that the batch norm makes: measured in that of its means, and the rest in that which normalises, which waits
+        for what was measured. Then only the next product or call waits for the code.
+        """
         for i, var in enumerate(self.keep.encoded):
             if var in codes or var not in env:
                 continue
-            own = _own(codec, i)
-            scale = self.keep.scales.get(var) if hasattr(own, "scaled") else None
-            if scale is not None and scale[0] not in env:
-                continue
-            if scale is not None:
+            own, scale = _own(codec, i), self.keep.scales.get(var)
+            if scale is not None and (hasattr(own, "scaled") or hasattr(own, "measured")):
+                if scale[0] not in env:
+                    continue
+                if hasattr(own, "measured"):
+                    env[scale[0]], own = lax.optimization_barrier((env[scale[0]], own.measured(env[var])))
+                    codes[var] = _encode(own, env[var])
+                    beside.append(var)
+                    continue
                 own = own.scaled(_deviation(env[scale[0]], scale[1]))  # type: ignore[attr-defined]
             env[var], codes[var] = lax.optimization_barrier((env[var], _encode(own, env[var])))
         for var in self.keep.masks:
@@ -171,6 +186,16 @@ class Derivative:
             weights[reader.layer] += (self._names[reader.weight],)
         names = [own[0] if own else f"array {i}" for i, own in enumerate(weights)]
         recorder.record(names, weights, [var.aval for var in self.keep.encoded])
+
+
+def _wait(readers: Sequence[Any], env: dict[Any, Any], codes: dict[Any, Any], beside: list[Any]) -> None:
+    """The largest of `readers`, variables that are about to be read, waits for the codes of what is `beside`."""
+    variables = [atom for atom in readers if not is_literal(atom)]
+    if beside and variables:
+        var = max(variables, key=lambda var: var.aval.size)
+        env[var], made = lax.optimization_barrier((env[var], [codes[own] for own in beside]))
+        codes.update(zip(beside, made, strict=True))
+        beside.clear()
 
 
 def _own(codec: AnyCodec, i: int) -> Codec:

@@ -53,15 +53,12 @@ def _forward(x, window: _Window):
         x = lax.optimization_barrier(x)  # or the compiler would compute it once for every window that it is in
     shape = jax.eval_shape(lambda: _plain(x, window)).shape
     x = lax.pad(x, _least(x.dtype), [(low, high, 0) for low, high in window.padding])
-    out = index = None
+    out, index = jnp.full(shape, _least(x.dtype)), jnp.zeros(shape, jnp.uint8)
     for i, offset in enumerate(itertools.product(*map(range, window.size))):
         stop = [at + (n - 1) * s + 1 if n else at for at, n, s in zip(offset, shape, window.strides, strict=True)]
         here = lax.slice(x, offset, stop, window.strides)
-        if out is None:
-            out, index = here, jnp.zeros(shape, jnp.uint8)
-        else:
-            is_next = (out == out) & ~(here <= out)  # the first NaN, if there is any
-            out, index = jnp.where(is_next, here, out), jnp.where(is_next, jnp.uint8(i), index)
+        is_next = (out == out) & ~(here <= out)  # the first NaN, if there is any
+        out, index = jnp.where(is_next, here, out), jnp.where(is_next, jnp.uint8(i), index)
     return out, index
 
 

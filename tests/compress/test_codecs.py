@@ -123,6 +123,22 @@ def test_channel_quantized_keeps_other_channels_from_a_nan():
         assert (got[:, [0, 2]] == 1).all()
 
 
+def test_channel_quantized_can_measure_every_so_manieth_example():
+    x = jax.random.uniform(jax.random.key(0), (64, 50, 3))
+    x = x.at[5, 7, 1].set(9.0)  # not measured
+    got = _round_trip(ChannelQuantized(every=4), x)
+    low, high = (reduce(x[::4], (0, 1)) for reduce in (jnp.min, jnp.max))
+    half = 1.25 * (high - low) / 15 / 2
+    error = jnp.abs(got - x).at[5, 7, 1].set(0)
+    assert (error.max((0, 1)) <= half + 1e-6).all()
+    assert (error.max((0, 1)) > 0.9 * half).all()
+    assert got[5, 7, 1] == pytest.approx(float((high + (high - low) / 8)[1]))
+    # Of few examples all are measured.
+    few = ChannelQuantized(every=4).encode(x[:31])
+    chex.assert_trees_all_equal(few, ChannelQuantized().encode(x[:31]))
+    assert len(np.unique(ChannelQuantized(every=4).encode(x[:32]).low - few.low)) == 3  # of every second
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_channel_quantized_under_transformations(bits):
     check_transformations(bits)
@@ -152,6 +168,8 @@ def test_refuses():
         GroupQuantized(bits=3)
     with pytest.raises(ValueError, match="bits must be 4 or 8, got 2"):
         ChannelQuantized(bits=2)
+    with pytest.raises(ValueError, match="every must be a positive integer, got 0"):
+        ChannelQuantized(every=0)
     with pytest.raises(ValueError, match="group_size must be a multiple of 16, got 20"):
         GroupQuantized(group_size=20)
     with pytest.raises(TypeError, match="dtype must be a floating dtype, got"):
