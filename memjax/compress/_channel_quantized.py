@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, UInt
 
 from memjax.compress._codec import FixedRate
 
-_FEWEST = 16  # examples that are measured, of as many or more
+_EXAMPLES, _VALUES = 16, 8192  # of a channel, that are measured, of as many or more
 _LEVELS = {4: jnp.uint4, 8: jnp.uint8}  # XLA has two bits, too, but cannot transpose them on GPUs
 
 
@@ -62,7 +62,7 @@ class ChannelQuantized(FixedRate):
 
     Args:
       bits: 4 or 8.
-      every: of how many examples, the first axis, one is measured; of fewer than 32 all are, and never fewer than 16.
+      every: of how many examples, the first axis, one is measured, or of fewer, for 16 examples and 8192 values of a channel.
 
     Raises:
       ValueError: `bits` or `every` is none of these.
@@ -86,7 +86,7 @@ class ChannelQuantized(FixedRate):
         if x.size == 0:
             low = high = jnp.zeros(x.shape[-1:], jnp.float32)
         else:
-            every = min(self.every, len(x) // _FEWEST) if rows else 1
+            every = min(self.every, len(x) // _EXAMPLES, x[..., 0].size // _VALUES) if rows else 1
             part = x[::every] if every > 1 else x
             low, high = (reduce(part, rows).astype(jnp.float32) for reduce in (jnp.min, jnp.max))
             if every > 1:

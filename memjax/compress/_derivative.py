@@ -83,6 +83,7 @@ class Derivative:
         self._outs, self._residuals = self._jaxpr.outvars[:n_outs], self._jaxpr.outvars[n_outs:]
         self._producer = {out: eqn for eqn in self._jaxpr.eqns for out in eqn.outvars}
         self.keep = choose(self._jaxpr, self._residuals, pick(self._jaxpr.invars, lasting), selected, zeros)
+        self._packed = _packed(self._jaxpr, self.keep.masks, self._producer)
 
     @property
     def scopes(self) -> list[str]:
@@ -98,7 +99,7 @@ class Derivative:
         beside: list[Any] = []  # what has codes that nothing waits for yet
         self._encode_ready(codec, env, codes, beside)
         for eqn in self._jaxpr.eqns:
-            if eqn.primitive.name in PRODUCTS or any(True for _ in jaxprs_in_params(eqn.params)):
+            if _is_pass(eqn):
                 _wait(eqn.invars, env, codes, beside)
             env.update(zip(eqn.outvars, bind(eqn, read(env, eqn.invars)), strict=True))
             self._encode_ready(codec, env, codes, beside)
@@ -111,18 +112,20 @@ class Derivative:
 
         Of what a batch norm reads, a code in which values are by themselves but for what was `measured` of all of them is made
         in the passes that the batch norm makes: measured in that of its means, and the rest in that which normalises, which waits
-        for what was measured. Then only the next product or call waits for the code.
+        for what was measured. Then only the next product or call waits for the code. Not where that pass packs masks: on a GPU
+        it would take ten times as long.
         """
         for i, var in enumerate(self.keep.encoded):
             if var in codes or var not in env:
                 continue
             own, scale = _own(codec, i), self.keep.scales.get(var)
-            if scale is not None and (hasattr(own, "scaled") or hasattr(own, "measured")):
+            is_beside = hasattr(own, "measured") and var not in self._packed
+            if scale is not None and (is_beside or hasattr(own, "scaled")):
                 if scale[0] not in env:
                     continue
-                if hasattr(own, "measured"):
-                    env[scale[0]], own = lax.optimization_barrier((env[scale[0]], own.measured(env[var])))
-                    codes[var] = _encode(own, env[var])
+                if is_beside:
+                    env[scale[0]], measured = lax.optimization_barrier((env[scale[0]], own.measured(env[var])))  # type: ignore[attr-defined]
+                    codes[var] = _encode(measured, env[var])
                     beside.append(var)
                     continue
                 own = own.scaled(_deviation(env[scale[0]], scale[1]))  # type: ignore[attr-defined]
@@ -186,6 +189,28 @@ class Derivative:
             weights[reader.layer] += (self._names[reader.weight],)
         names = [own[0] if own else f"array {i}" for i, own in enumerate(weights)]
         recorder.record(names, weights, [var.aval for var in self.keep.encoded])
+
+
+def _packed(jaxpr: Any, masks: Iterable[Any], producer: dict[Any, Any]) -> set[Any]:
+    """The large arrays of which bits are packed, of `masks` or in `jaxpr` already, and what those are computed of in one pass."""
+    pending, found = list(masks), set[Any]()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "reduce_sum" and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.integer):
+            pending += eqn.invars
+    while pending:
+        var = pending.pop()
+        if is_literal(var) or var in found:
+            continue
+        found.add(var)
+        eqn = producer.get(var)
+        if eqn is not None and not _is_pass(eqn) and eqn.primitive is not lax.optimization_barrier_p:
+            pending += [atom for atom in eqn.invars if atom.aval.size * 16 > var.aval.size]
+    return found
+
+
+def _is_pass(eqn: Any) -> bool:
+    """Whether a compiler fuses it with nothing, or next to nothing, that comes after it."""
+    return eqn.primitive.name in PRODUCTS or any(True for _ in jaxprs_in_params(eqn.params))
 
 
 def _wait(readers: Sequence[Any], env: dict[Any, Any], codes: dict[Any, Any], beside: list[Any]) -> None:
