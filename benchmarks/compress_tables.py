@@ -7,6 +7,7 @@ from typing import Any
 from benchmarks.tables import _gib, _load, _markdown, _source
 
 _NETWORKS = {"alexnet": "AlexNet", "vgg16": "VGG-16", "resnet18": "ResNet-18", "resnet50": "ResNet-50"}
+_STEPS = ("compressed_vgg16", "compressed", "compressed_all")
 _CASES = {
     "plain": "nothing compressed",
     "settle": "what convolutions read, error-bounded, with room for whatever it needs",
@@ -76,15 +77,20 @@ def memory_table() -> str | None:
 
 
 def _table_of_cases(cases: dict[str, str], header: list[str], cells: Callable[[dict, dict], list[str]]) -> str | None:
-    """A line for each network and case that has a row; `cells` of it and the network's plain row."""
-    if (loaded := _load("compressed")) is None:
-        return None
-    environment, rows = loaded
+    """A line for each network and case that has a row, in the last file that has it; `cells` of it and the file's plain row."""
+    files = [loaded for name in _STEPS if (loaded := _load(name)) is not None]
     body = []
-    for model, name in _NETWORKS.items():
-        found = {row["case"]: row for row in rows if row["model"] == model}
-        body += [[f"{name}, {cases[case]}", *cells(found[case], found["plain"])] for case in cases if case in found]
-    return _markdown(["training step, batch 256 of 224x224, bf16", *header], body) + "\n\n" + _source(environment)
+    for i, (_, rows) in enumerate(files):
+        again = {(row["model"], row["case"]) for _, later in files[i + 1 :] for row in later if row["case"] != "plain"}
+        for model, name in _NETWORKS.items():
+            found = {row["case"]: row for row in rows if row["model"] == model and (model, row["case"]) not in again}
+            shown = [case for case in cases if case in found]
+            if shown != ["plain"]:
+                body += [[f"{name}, {cases[case]}", *cells(found[case], found["plain"])] for case in shown]
+    header = ["training step, batch 256 of 224x224, bf16", *header]
+    return (
+        "\n\n".join([_markdown(header, body), *(_source(environment) for environment, _ in files)]) if files else None
+    )
 
 
 def codec_table() -> str | None:

@@ -6,6 +6,7 @@ from memjax.compress._adaptive import predicted_sigma as predicted_sigma
 from memjax.compress._adaptive import scale_gradient as scale_gradient
 from memjax.compress._channel_quantized import ChannelQuantized as ChannelQuantized
 from memjax.compress._channel_quantized import ChannelQuantizedCode as ChannelQuantizedCode
+from memjax.compress._channel_quantized import MeasuredChannels as MeasuredChannels
 from memjax.compress._codec import Cast as Cast
 from memjax.compress._codec import Codec as Codec
 from memjax.compress._codec import Mask as Mask

@@ -26,7 +26,7 @@ class Codec(Protocol):
     Optional attributes: `elementwise`, true if decoding is arithmetic on single values: then it is left to the compiler where to
     do it, so that it may be part of what reads the array, and codes wait for nothing. `keeps_zeros`, true if decoded values
     are zero exactly where the values are: then the mask of a ReLU follows from what is decoded. `without_signs` and `scaled`: see
-    `ErrorBounded`.
+    `ErrorBounded`; `measured`: see `ChannelQuantized`.
     """
 
     def encode(self, x: Array) -> Any:

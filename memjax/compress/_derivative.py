@@ -111,9 +111,8 @@ class Derivative:
         """Encode what has just been computed. What reads it waits for its code, or all codes might be made at the end.
 
         Of what a batch norm reads, a code in which values are by themselves but for what was `measured` of all of them is made
-        in the passes that the batch norm makes: measured in that of its means, and the rest in that which normalises, which waits
-        for what was measured. Then only the next product or call waits for the code. Not where that pass packs masks: on a GPU
-        it would take ten times as long.
+        in the pass in which the batch norm normalises: that waits for what is measured, and only the next product or call for
+        the code. Not where that pass packs masks: on a GPU it would take ten times as long.
         """
         for i, var in enumerate(self.keep.encoded):
             if var in codes or var not in env:
