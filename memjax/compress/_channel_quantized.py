@@ -1,6 +1,7 @@
 """A fixed number of bits per value, with a scale for every channel: elementwise, so that compilers fuse it with what follows."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +87,7 @@ class ChannelQuantized(FixedRate):
         if x.size == 0:
             low = high = jnp.zeros(x.shape[-1:], jnp.float32)
         else:
-            every = min(self.every, len(x) // _EXAMPLES, x[..., 0].size // _VALUES) if rows else 1
+            every = min(self.every, len(x) // _EXAMPLES, math.prod(x.shape[:-1]) // _VALUES) if rows else 1
             part = x[::every] if every > 1 else x
             low, high = (reduce(part, rows).astype(jnp.float32) for reduce in (jnp.min, jnp.max))
             if every > 1:

@@ -96,23 +96,26 @@ class Derivative:
             codec.check(len(self.keep.encoded))
         env = dict(zip([*self._jaxpr.constvars, *self._jaxpr.invars], [*self._consts, *inputs], strict=True))
         codes: dict[Any, Any] = {}
-        beside: list[Any] = []  # what has codes that nothing waits for yet
+        beside: dict[Any, set[Any]] = {}  # by what has a code that nothing waits for yet, what should
         self._encode_ready(codec, env, codes, beside)
         for eqn in self._jaxpr.eqns:
             if _is_pass(eqn):
                 _wait(eqn.invars, env, codes, beside)
             env.update(zip(eqn.outvars, bind(eqn, read(env, eqn.invars)), strict=True))
             self._encode_ready(codec, env, codes, beside)
+        beside = {var: {out for out in self._outs if not is_literal(out)} for var in beside}
         _wait(self._outs, env, codes, beside)
         kept = [codes[var] for var in self.keep.encoded], [codes[var] for var in self.keep.masks]
         return read(env, self._outs), (read(env, self.keep.whole), *kept)
 
-    def _encode_ready(self, codec: AnyCodec, env: dict[Any, Any], codes: dict[Any, Any], beside: list[Any]) -> None:
+    def _encode_ready(
+        self, codec: AnyCodec, env: dict[Any, Any], codes: dict[Any, Any], beside: dict[Any, set[Any]]
+    ) -> None:
         """Encode what has just been computed. What reads it waits for its code, or all codes might be made at the end.
 
         Of what a batch norm reads, a code in which values are by themselves but for what was `measured` of all of them is made
-        in the pass in which the batch norm normalises: that waits for what is measured, and only the next product or call for
-        the code. Not where that pass packs masks: on a GPU it would take ten times as long.
+        in the pass in which the batch norm normalises: that waits for what is measured, and only products and calls that
+        read what comes of it for the code. Not where that pass packs masks: on a GPU it would take ten times as long.
         """
         for i, var in enumerate(self.keep.encoded):
             if var in codes or var not in env:
@@ -125,7 +128,7 @@ class Derivative:
                 if is_beside:
                     env[scale[0]], measured = lax.optimization_barrier((env[scale[0]], own.measured(env[var])))  # type: ignore[attr-defined]
                     codes[var] = _encode(measured, env[var])
-                    beside.append(var)
+                    beside[var] = _computed_of(var, self._jaxpr)
                     continue
                 own = own.scaled(_deviation(env[scale[0]], scale[1]))  # type: ignore[attr-defined]
             env[var], codes[var] = lax.optimization_barrier((env[var], _encode(own, env[var])))
@@ -212,14 +215,25 @@ def _is_pass(eqn: Any) -> bool:
     return eqn.primitive.name in PRODUCTS or any(True for _ in jaxprs_in_params(eqn.params))
 
 
-def _wait(readers: Sequence[Any], env: dict[Any, Any], codes: dict[Any, Any], beside: list[Any]) -> None:
-    """The largest of `readers`, variables that are about to be read, waits for the codes of what is `beside`."""
+def _computed_of(var: Any, jaxpr: Any) -> set[Any]:
+    """`var`, and what is computed of it before products and calls."""
+    found = {var}
+    for eqn in jaxpr.eqns:
+        if not _is_pass(eqn) and any(atom in found for atom in eqn.invars if not is_literal(atom)):
+            found.update(eqn.outvars)
+    return found
+
+
+def _wait(readers: Sequence[Any], env: dict[Any, Any], codes: dict[Any, Any], beside: dict[Any, set[Any]]) -> None:
+    """The largest of `readers`, variables that are about to be read, waits for codes of what they are computed of."""
     variables = [atom for atom in readers if not is_literal(atom)]
-    if beside and variables:
+    made = [own for own, computed in beside.items() if not computed.isdisjoint(variables)]
+    if made:
         var = max(variables, key=lambda var: var.aval.size)
-        env[var], made = lax.optimization_barrier((env[var], [codes[own] for own in beside]))
-        codes.update(zip(beside, made, strict=True))
-        beside.clear()
+        env[var], done = lax.optimization_barrier((env[var], [codes[own] for own in made]))
+        codes.update(zip(made, done, strict=True))
+        for own in made:
+            del beside[own]
 
 
 def _own(codec: AnyCodec, i: int) -> Codec:
