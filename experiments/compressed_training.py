@@ -98,7 +98,7 @@ class CompressedConfig(RunConfig):
     experiment: ClassVar[str] = "compressed-training"
     fixed_by_checkpoint: ClassVar[tuple[str, ...]] = (
         *RunConfig.fixed_by_checkpoint,
-        *("model", "width", "compress", "where", "rest_bits", "rest_every", "data", "image_size", "crop_size"),
+        *("model", "width", "compress", "where", "rest_bits", "data", "image_size", "crop_size"),
     )
 
     def validate(self) -> None:

@@ -80,7 +80,10 @@ class ChannelQuantized(FixedRate):
             raise ValueError(f"every must be a positive integer, got {self.every!r}.")
 
     def measured(self, x: Float[Array, "..."]) -> "MeasuredChannels":
-        """What a value's code depends on besides the value: all that encoding reads the whole array for."""
+        """What a value's code depends on besides the value: all that encoding reads the whole array for.
+
+        Of what a batch norm reads, it is what this gives that encodes, where the batch norm normalises.
+        """
         if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
             raise TypeError(f"x must be bfloat16, float16 or float32, got {x.dtype}.")
         rows = tuple(range(x.ndim - 1))
@@ -90,8 +93,12 @@ class ChannelQuantized(FixedRate):
             every = min(self.every, len(x) // _EXAMPLES, math.prod(x.shape[:-1]) // _VALUES) if rows else 1
             part = x[::every] if every > 1 else x
             low, high = (reduce(part, rows).astype(jnp.float32) for reduce in (jnp.min, jnp.max))
+            more = (high - low) / 8
             if every > 1:
-                low, high = low - (high - low) / 8, high + (high - low) / 8
+                most = float(jnp.finfo(x.dtype).max)  # or the outermost levels could be infinite
+                low, high = (
+                    jnp.where(jnp.isfinite(more), jnp.clip(end, -most, most), end) for end in (low - more, high + more)
+                )
         return MeasuredChannels(low, (high - low) / (2**self.bits - 1), self.bits)
 
     def encode(self, x: Float[Array, "..."]) -> ChannelQuantizedCode:

@@ -26,7 +26,8 @@ class Codec(Protocol):
     Optional attributes: `elementwise`, true if decoding is arithmetic on single values: then it is left to the compiler where to
     do it, so that it may be part of what reads the array, and codes wait for nothing. `keeps_zeros`, true if decoded values
     are zero exactly where the values are: then the mask of a ReLU follows from what is decoded. `without_signs` and `scaled`: see
-    `ErrorBounded`; `measured`: see `ChannelQuantized`.
+    `ErrorBounded`. `measured(x)`, something whose `encode(x)` gives what the codec's does by arithmetic on single values: it is
+    called instead for what a batch norm reads, and only what comes of the batch norm waits for the code.
     """
 
     def encode(self, x: Array) -> Any:

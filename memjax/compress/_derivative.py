@@ -83,7 +83,7 @@ class Derivative:
         self._outs, self._residuals = self._jaxpr.outvars[:n_outs], self._jaxpr.outvars[n_outs:]
         self._producer = {out: eqn for eqn in self._jaxpr.eqns for out in eqn.outvars}
         self.keep = choose(self._jaxpr, self._residuals, pick(self._jaxpr.invars, lasting), selected, zeros)
-        self._packed = _packed(self._jaxpr, self.keep.masks, self._producer)
+        self._packed = _ancestors_of_bits(self._jaxpr, self.keep.masks, self._producer)
 
     @property
     def scopes(self) -> list[str]:
@@ -193,8 +193,8 @@ class Derivative:
         recorder.record(names, weights, [var.aval for var in self.keep.encoded])
 
 
-def _packed(jaxpr: Any, masks: Iterable[Any], producer: dict[Any, Any]) -> set[Any]:
-    """The large arrays of which bits are packed, of `masks` or in `jaxpr` already, and what those are computed of in one pass."""
+def _ancestors_of_bits(jaxpr: Any, masks: Iterable[Any], producer: dict[Any, Any]) -> set[Any]:
+    """`masks`, and what integers in `jaxpr` are sums of, as packed bits are; and what these are computed of in one pass."""
     pending, found = list(masks), set[Any]()
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "reduce_sum" and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.integer):
@@ -224,9 +224,9 @@ def _computed_of(var: Any, jaxpr: Any) -> set[Any]:
     return found
 
 
-def _wait(readers: Sequence[Any], env: dict[Any, Any], codes: dict[Any, Any], beside: dict[Any, set[Any]]) -> None:
-    """The largest of `readers`, variables that are about to be read, waits for codes of what they are computed of."""
-    variables = [atom for atom in readers if not is_literal(atom)]
+def _wait(operands: Sequence[Any], env: dict[Any, Any], codes: dict[Any, Any], beside: dict[Any, set[Any]]) -> None:
+    """The largest of `operands`, variables that are about to be read, waits for codes of what they are computed of."""
+    variables = [atom for atom in operands if not is_literal(atom)]
     made = [own for own, computed in beside.items() if not computed.isdisjoint(variables)]
     if made:
         var = max(variables, key=lambda var: var.aval.size)

@@ -34,6 +34,8 @@ class _Window(NamedTuple):
 
 
 def _least(dtype) -> Any:
+    if dtype == jnp.bool_:
+        return np.asarray(False)
     return np.asarray(-np.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min, dtype)
 
 
@@ -52,13 +54,17 @@ def _forward(x, window: _Window):
     if any(k > s for k, s in zip(window.size, window.strides, strict=True)):
         x = lax.optimization_barrier(x)  # or the compiler would compute it once for every window that it is in
     shape = jax.eval_shape(lambda: _plain(x, window)).shape
+    if 0 in shape:
+        return _plain(x, window), jnp.zeros(shape, jnp.uint8)
     x = lax.pad(x, _least(x.dtype), [(low, high, 0) for low, high in window.padding])
-    out, index = jnp.full(shape, _least(x.dtype)), jnp.zeros(shape, jnp.uint8)
-    for i, offset in enumerate(itertools.product(*map(range, window.size))):
-        stop = [at + (n - 1) * s + 1 if n else at for at, n, s in zip(offset, shape, window.strides, strict=True)]
-        here = lax.slice(x, offset, stop, window.strides)
-        is_next = (out == out) & ~(here <= out)  # the first NaN, if there is any
-        out, index = jnp.where(is_next, here, out), jnp.where(is_next, jnp.uint8(i), index)
+    values = []
+    for offset in itertools.product(*map(range, window.size)):
+        stop = [at + (n - 1) * s + 1 for at, n, s in zip(offset, shape, window.strides, strict=True)]
+        values.append(lax.slice(x, offset, stop, window.strides))
+    out, index = values[0], jnp.zeros_like(values[0], jnp.uint8)
+    for i, value in enumerate(values[1:], 1):
+        is_next = (out == out) & ~(value <= out)  # the first NaN, if there is any
+        out, index = jnp.maximum(out, value), jnp.where(is_next, jnp.uint8(i), index)
     return out, index
 
 
@@ -71,7 +77,9 @@ def _backward(window: _Window, index, ct):
     lows = [low for low, _ in window.padding]
     # So many windows begin before the input's end, whether there are outputs for all of them or not.
     begun = [-(-(n + low) // s) for n, low, s in zip(window.shape, lows, window.strides, strict=True)]
-    for place in itertools.product(*map(range, window.strides)):
+    if 0 in begun:
+        return (total,)
+    for place in itertools.product(*(range(min(k, s)) for k, s in zip(window.size, window.strides, strict=True))):
         earlier = [range(-(-(k - at) // s)) for at, k, s in zip(place, window.size, window.strides, strict=True)]
         part = jnp.zeros(begun, ct.dtype)
         for back in itertools.product(*earlier):

@@ -130,11 +130,13 @@ class _Found(NamedTuple):
 
 
 def _found_in(arrays: Sequence[Any], samples: int | None) -> list[_Found]:
-    """Of samples as rows of one matrix: that makes one kernel."""
+    """Of samples, as rows of one matrix: that makes one kernel."""
     parts = [_some(x, samples) for x in arrays]
-    widest = max(part.shape[1] for part, _ in parts)
-    rows = [jnp.pad(part.astype(jnp.float32), ((0, 0), (0, widest - part.shape[1]))) for part, _ in parts]
-    groups = [rows] if samples is not None else [[row] for row in rows]
+    rows = [part.astype(jnp.float32) for part, _ in parts]
+    groups = [[row] for row in rows]
+    if samples is not None:
+        widest = max(row.shape[1] for row in rows)
+        groups = [[jnp.pad(row, ((0, 0), (0, widest - row.shape[1]))) for row in rows]]
     found: list[Any] = []
     for group in groups:
         x = jnp.concatenate(group)
