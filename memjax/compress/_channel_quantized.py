@@ -93,11 +93,12 @@ class ChannelQuantized(FixedRate):
             every = min(self.every, len(x) // _EXAMPLES, math.prod(x.shape[:-1]) // _VALUES) if rows else 1
             part = x[::every] if every > 1 else x
             low, high = (reduce(part, rows).astype(jnp.float32) for reduce in (jnp.min, jnp.max))
-            more = (high - low) / 8
             if every > 1:
-                most = float(jnp.finfo(x.dtype).max)  # or the outermost levels could be infinite
+                # The outermost levels stay finite in the array's dtype, unless what was measured is not.
+                more, largest = (high - low) / 8, float(jnp.finfo(x.dtype).max)
                 low, high = (
-                    jnp.where(jnp.isfinite(more), jnp.clip(end, -most, most), end) for end in (low - more, high + more)
+                    jnp.where(jnp.isfinite(more), jnp.clip(end, -largest, largest), end)
+                    for end in (low - more, high + more)
                 )
         return MeasuredChannels(low, (high - low) / (2**self.bits - 1), self.bits)
 
