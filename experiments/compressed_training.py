@@ -64,8 +64,8 @@ class CompressedConfig(RunConfig):
     """conv: what convolutions read, as the paper does. all: everything else that is saved, too, in `rest_bits` bits."""
     rest_bits: Literal[4, 8] = 4
     """Of each value that no convolution reads, evenly spaced between the least and the largest of its channel."""
-    rest_every: int = 4
-    """Of so many examples one is measured for the least and the largest values; 1 for errors with a bound."""
+    rest_samples: int | None = 8192
+    """So many of each channel's values are measured for the least and the largest; None: all, for errors with a bound."""
     sigma: float = 0.01
     """Standard deviation allowed for the errors of gradients, as a share of the momentum."""
     coefficient: float | None = None
@@ -103,10 +103,10 @@ class CompressedConfig(RunConfig):
 
     def validate(self) -> None:
         super().validate()
-        for name in ("width", "sigma", "coarsest", "bound", "window", "interval", "rest_every"):
+        for name in ("width", "sigma", "coarsest", "bound", "window", "interval"):
             if getattr(self, name) <= 0:
                 raise ExperimentError(f"--{name.replace('_', '-')} must be positive, got {getattr(self, name)}")
-        for name in ("coefficient", "bits_per_value", "fill_memory"):
+        for name in ("coefficient", "bits_per_value", "fill_memory", "rest_samples"):
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ExperimentError(f"--{name.replace('_', '-')} must be positive, got {getattr(self, name)}")
         if not 8 <= self.crop_size <= 96:
@@ -217,7 +217,7 @@ def _model(config: CompressedConfig, classes: int, is_compressed: bool) -> nnx.M
     return compressed_classifier(
         make_net,
         jax.ShapeDtypeStruct(shape, jnp.float32),
-        rest=compress.ChannelQuantized(config.rest_bits, config.rest_every) if config.where == "all" else None,
+        rest=compress.ChannelQuantized(config.rest_bits, config.rest_samples) if config.where == "all" else None,
         bound=config.bound,
         bits_per_value=config.bits_per_value,
     )

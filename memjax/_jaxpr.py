@@ -3,7 +3,7 @@
 import contextlib
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -45,7 +45,6 @@ def evaluate(
     consts: Sequence[Any],
     inputs: Sequence[Any],
     *,
-    replace: dict[str, Callable[..., Any]] | None = None,
     differentiable: bool,
 ) -> list[Any]:
     """The outputs of a jaxpr, the bodies of calls evaluated in place.
@@ -53,11 +52,9 @@ def evaluate(
     Args:
       jaxpr: of `consts` and `inputs`.
       consts, inputs: values.
-      replace: by the name of a primitive, a function of its inputs and parameters that does the same.
       differentiable: keep calls with a derivative rule of their own as they are.
     """
     calls = _CALLS if differentiable else _CALLS | _CUSTOM
-    replace = replace or {}
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
     for eqn in jaxpr.eqns:
         values = read(env, eqn.invars)
@@ -65,9 +62,7 @@ def evaluate(
         body = eqn.params.get(calls[name]) if name in calls else None
         if isinstance(body, core.ClosedJaxpr):
             with jax.named_scope(scope(eqn)) if scope(eqn) else contextlib.nullcontext():
-                outs = evaluate(body.jaxpr, body.consts, values, replace=replace, differentiable=differentiable)
-        elif name in replace:
-            outs = [replace[name](*values, **eqn.params)]
+                outs = evaluate(body.jaxpr, body.consts, values, differentiable=differentiable)
         else:
             outs = bind(eqn, values)
         env.update(zip(eqn.outvars, outs, strict=True))

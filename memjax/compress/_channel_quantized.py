@@ -10,7 +10,6 @@ from jaxtyping import Array, Float, UInt
 
 from memjax.compress._codec import FixedRate
 
-_EXAMPLES, _VALUES = 16, 8192  # of a channel, that are measured, of as many or more
 _LEVELS = {4: jnp.uint4, 8: jnp.uint8}  # XLA has two bits, too, but cannot transpose them on GPUs
 
 
@@ -56,28 +55,31 @@ class ChannelQuantized(FixedRate):
     Encoding reads the array for the ranges, and makes the levels where a batch norm normalises its input, or else reads it
     again. Decoding is arithmetic on single values, which XLA does where they are read: no decoded array is written.
 
-    To read less, measure the ranges of every 4th example, say: they are widened by an eighth on either side, and what is
-    beyond is moved to the nearest level, so that there is no bound; a NaN or an infinity among the others becomes any level.
+    To read less, measure the ranges of 8192 `samples` of a channel, say: ranges are widened by a sixteenth on either side, and
+    what is beyond is moved to the nearest level, so that there is no bound; a NaN or an infinity among the others becomes
+    any level. Samples are of all examples, the first axis, for these differ more than the positions within one.
 
     Memory: `bits` per value and 8 bytes per channel.
 
     Args:
       bits: 4 or 8.
-      every: of how many examples, the first axis, one is measured, or of fewer, for 16 examples and 8192 values of a channel.
+      samples: how many values of a channel are measured, or a few more; None: all.
 
     Raises:
-      ValueError: `bits` or `every` is none of these.
+      ValueError: `bits` or `samples` is none of these.
       TypeError: what is encoded is not bfloat16, float16 or float32.
     """
 
     bits: int = dataclasses.field(default=4, metadata={"static": True})
-    every: int = dataclasses.field(default=1, metadata={"static": True})
+    samples: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __post_init__(self):
         if self.bits not in _LEVELS:
             raise ValueError(f"bits must be 4 or 8, got {self.bits!r}.")
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
-            raise ValueError(f"every must be a positive integer, got {self.every!r}.")
+        if self.samples is not None and (
+            isinstance(self.samples, bool) or not isinstance(self.samples, int) or self.samples < 1
+        ):
+            raise ValueError(f"samples must be a positive integer or None, got {self.samples!r}.")
 
     def measured(self, x: Float[Array, "..."]) -> "MeasuredChannels":
         """What a value's code depends on besides the value: all that encoding reads the whole array for.
@@ -86,16 +88,15 @@ class ChannelQuantized(FixedRate):
         """
         if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
             raise TypeError(f"x must be bfloat16, float16 or float32, got {x.dtype}.")
-        rows = tuple(range(x.ndim - 1))
         if x.size == 0:
             low = high = jnp.zeros(x.shape[-1:], jnp.float32)
         else:
-            every = min(self.every, len(x) // _EXAMPLES, math.prod(x.shape[:-1]) // _VALUES) if rows else 1
-            part = x[::every] if every > 1 else x
+            part = x if self.samples is None else _spread(x, self.samples)
+            rows = tuple(range(part.ndim - 1))
             low, high = (reduce(part, rows).astype(jnp.float32) for reduce in (jnp.min, jnp.max))
-            if every > 1:
+            if part.size < x.size:
                 # The outermost levels stay finite in the array's dtype, unless what was measured is not.
-                more, largest = (high - low) / 8, float(jnp.finfo(x.dtype).max)
+                more, largest = (high - low) / 16, float(jnp.finfo(x.dtype).max)
                 low, high = (
                     jnp.where(jnp.isfinite(more), jnp.clip(end, -largest, largest), end)
                     for end in (low - more, high + more)
@@ -107,3 +108,14 @@ class ChannelQuantized(FixedRate):
 
     def decode(self, code: ChannelQuantizedCode) -> Float[Array, "..."]:
         return (code.low + code.levels.astype(jnp.float32) * code.distance).astype(code.dtype)
+
+
+def _spread(x: Float[Array, "..."], samples: int) -> Float[Array, "..."]:
+    """At least `samples` values of each channel, if there are, as many of each example and evenly spaced in it."""
+    if x.ndim < 2:
+        return x
+    examples = len(x) if x.ndim > 2 else 1
+    positions = math.prod(x.shape[:-1]) // examples
+    # An odd distance: an even one would often be found in the same columns of all rows.
+    distance = (max(positions // -(-samples // examples), 1) - 1) | 1
+    return x if distance == 1 else x.reshape(examples, positions, x.shape[-1])[:, distance // 2 :: distance]

@@ -20,6 +20,7 @@ from memjax.compress._codec import Codec, Mask
 from memjax.compress._keep import Selected, choose
 from memjax.compress._layers import AnyCodec, Layers, Recorder, Statistics
 from memjax.compress._max_pool import max_pool
+from memjax.compress._pool_first import evaluate_pools_first
 from memjax.compress._readers import PRODUCTS, Reader, only_in_gradients, readers
 from memjax.compress._statistics import Collector
 from memjax.remat._blocks import zeros
@@ -62,10 +63,13 @@ class Derivative:
         n_consts = len(jaxpr.constvars)
         trees = []
 
+        with_calls = lambda *inputs: evaluate(jaxpr, inputs[:n_consts], inputs[n_consts:], differentiable=True)
+        flat = jax.make_jaxpr(with_calls)(*types)
+
         def with_residuals(*inputs):
             def floats(chosen):
                 full = merge(chosen, drop(inputs, wanted), wanted)
-                every = evaluate(jaxpr, full[:n_consts], full[n_consts:], replace=_REPLACE, differentiable=True)
+                every = evaluate_pools_first(flat.jaxpr, flat.consts, full, replace=_REPLACE)
                 made = pick(every, outs)
                 return pick(made, self._out_float), drop(made, self._out_float)
 

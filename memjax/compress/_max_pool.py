@@ -71,26 +71,35 @@ def _forward(x, window: _Window):
 def _backward(window: _Window, index, ct):
     """Windows begin every `stride`: inputs as far behind such a beginning, their `place`, have alike neighbours.
 
-    The window that begins there has them at offset `place`, the one before it at `place` + stride, and so on.
+    The window that begins there has them at offset `place`, the one before it at `place` + stride, and so on. So there is
+    an array for every place, with an element for every beginning; the gradient is all of them, woven into one another.
     """
-    zero, total = jnp.zeros((), ct.dtype), jnp.zeros(window.shape, ct.dtype)
     lows = [low for low, _ in window.padding]
     # So many windows begin before the input's end, whether there are outputs for all of them or not.
     begun = [-(-(n + low) // s) for n, low, s in zip(window.shape, lows, window.strides, strict=True)]
-    if 0 in begun:
-        return (total,)
-    for place in itertools.product(*(range(min(k, s)) for k, s in zip(window.size, window.strides, strict=True))):
+    if 0 in (*begun, *ct.shape):
+        return (jnp.zeros(window.shape, ct.dtype),)
+    zero, places = jnp.zeros((), ct.dtype), []
+    for place in itertools.product(*map(range, window.strides)):
         earlier = [range(-(-(k - at) // s)) for at, k, s in zip(place, window.size, window.strides, strict=True)]
-        part = jnp.zeros(begun, ct.dtype)
+        total = jnp.zeros(begun, ct.dtype)
         for back in itertools.product(*earlier):
             offset = [at + s * b for at, s, b in zip(place, window.strides, back, strict=True)]
             i = jnp.uint8(np.ravel_multi_index(offset, window.size))
             edges = [(b, n - m - b, 0) for b, n, m in zip(back, begun, ct.shape, strict=True)]
-            part = part + lax.pad(jnp.where(index == i, ct, zero), zero, edges)
-        sizes = zip(place, lows, begun, window.shape, window.strides, strict=True)
-        edges = [(at - low, n + low - at - (q - 1) * s - 1, s - 1) for at, low, q, n, s in sizes]
-        total = total + lax.pad(part, zero, edges)
-    return (total,)
+            total = total + lax.pad(jnp.where(index == i, ct, zero), zero, edges)
+        places.append(total)
+    if any(k > s for k, s in zip(window.size, window.strides, strict=True)):
+        places = lax.optimization_barrier(places)  # or all would be computed for every element of the gradient
+    strided = [axis for axis, s in enumerate(window.strides) if s > 1]
+    woven = jnp.stack(places).reshape(*(window.strides[axis] for axis in strided), *begun)
+    for axis in reversed(
+        strided
+    ):  # one by one: JAX does not reshape several axes of an explicitly sharded array at once
+        left = strided.index(axis)
+        woven = jnp.moveaxis(woven, left, left + 1 + axis)
+        woven = lax.collapse(woven, left + axis, left + axis + 2)
+    return (lax.slice(woven, lows, [low + n for low, n in zip(lows, window.shape, strict=True)]),)
 
 
 _indexed.defvjp(_forward, _backward)

@@ -1,5 +1,7 @@
 """The fixed-rate codecs, and what all codecs have in common."""
 
+import math
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -7,6 +9,7 @@ import numpy as np
 import pytest
 
 from memjax.compress import Cast, ChannelQuantized, Codec, ErrorBounded, GroupQuantized, Mask
+from memjax.compress._channel_quantized import _spread
 
 CODECS = [
     Cast(),
@@ -123,21 +126,34 @@ def test_channel_quantized_keeps_other_channels_from_a_nan():
         assert (got[:, [0, 2]] == 1).all()
 
 
-def test_channel_quantized_can_measure_every_so_manieth_example():
-    x = jax.random.uniform(jax.random.key(0), (64, 512, 3))
+def test_channel_quantized_can_measure_samples():
+    codec = ChannelQuantized(samples=1000)
+    x = jax.random.uniform(jax.random.key(0), (64, 20, 24, 3))
     ends = jnp.clip(x * 131008 - 65504, -65504, 65504).astype(jnp.float16)
-    assert jnp.isfinite(_round_trip(ChannelQuantized(every=4), ends)).all()
-    x = x.at[5, 7, 1].set(9.0)  # not measured
-    got = _round_trip(ChannelQuantized(every=4), x)
-    low, high = (reduce(x[::4], (0, 1)) for reduce in (jnp.min, jnp.max))
-    half = 1.25 * (high - low) / 15 / 2
-    error = jnp.abs(got - x).at[5, 7, 1].set(0)
-    assert (error.max((0, 1)) <= half + 1e-6).all()
-    assert (error.max((0, 1)) > 0.9 * half).all()
-    assert got[5, 7, 1] == pytest.approx(float((high + (high - low) / 8)[1]))
-    # Of few examples, and of few values, all are measured.
-    for few in (x[:31], x[:, :255]):
-        chex.assert_trees_all_equal(ChannelQuantized(every=4).encode(few), ChannelQuantized().encode(few))
+    assert jnp.isfinite(_round_trip(codec, ends)).all()
+    x = x.at[5, 7, 1, 1].set(9.0)  # not measured: 16 of an example's 480 values are, those at 14, 43, 72, ...
+    got = _round_trip(codec, x)
+    measured = x.reshape(64, 480, 3)[:, 14::29]
+    low, high = (reduce(measured, (0, 1)) for reduce in (jnp.min, jnp.max))
+    half = 1.125 * (high - low) / 15 / 2
+    error = jnp.abs(got - x).at[5, 7, 1, 1].set(0)
+    assert (error.max((0, 1, 2)) <= half + 1e-6).all()
+    assert (error.max((0, 1, 2)) > 0.9 * half).all()
+    assert got[5, 7, 1, 1] == pytest.approx(float((high + (high - low) / 16)[1]))
+
+
+@pytest.mark.parametrize("shape", [(900, 3), (10, 90, 3), (999, 1, 3), (9, 10, 10, 3), (5,), (1, 1), (0, 4, 2), (2, 0)])
+def test_channel_quantized_measures_all_of_little(shape):
+    x = jax.random.normal(jax.random.key(1), shape)
+    chex.assert_trees_all_equal(ChannelQuantized(samples=1000).encode(x), ChannelQuantized().encode(x))
+
+
+@pytest.mark.parametrize("shape", [(9000, 3), (10, 300, 3), (2, 3, 9000, 3)])
+def test_channel_quantized_measures_as_much_as_it_is_asked_for(shape):
+    for samples in (1, 7, 400, 1000, 1001):
+        measured = _spread(jnp.arange(math.prod(shape)).reshape(shape), samples)
+        assert samples <= measured.size // 3 <= 3 * max(samples, shape[0])
+        assert len(np.unique(measured)) == measured.size
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -169,8 +185,8 @@ def test_refuses():
         GroupQuantized(bits=3)
     with pytest.raises(ValueError, match="bits must be 4 or 8, got 2"):
         ChannelQuantized(bits=2)
-    with pytest.raises(ValueError, match="every must be a positive integer, got 0"):
-        ChannelQuantized(every=0)
+    with pytest.raises(ValueError, match="samples must be a positive integer or None, got 0"):
+        ChannelQuantized(samples=0)
     with pytest.raises(ValueError, match="group_size must be a multiple of 16, got 20"):
         GroupQuantized(group_size=20)
     with pytest.raises(TypeError, match="dtype must be a floating dtype, got"):

@@ -71,12 +71,12 @@ def test_residual_bytes():
     index, outside = SIZE // 4, SIZE  # the loss keeps the cosine of the output
     small = 4096
     plain = kept_by_network(network, layers)
-    # Convolutions' outputs and all ReLUs' but the last; of that the mask as bits.
-    everything = (2 * layers - 1) * code + SIZE // 8 + index + outside
+    # Convolutions' outputs and all ReLUs' but the last; of that, which is made after pooling, the mask as bits.
+    everything = (2 * layers - 1) * code + SIZE // 4 // 8 + index + outside
     assert everything <= kept_by_network(compressed(network, four_bits), layers) <= everything + layers * small
     assert plain > 9.5 * SIZE * 4 > 5 * everything
     # Only what convolutions read, the first of which reads an argument; batch norms' inputs are kept once, and exact.
-    only_conv = (layers - 1) * code + layers * 4 * SIZE + SIZE // 8 + index + outside
+    only_conv = (layers - 1) * code + layers * 4 * SIZE + SIZE // 4 // 8 + index + outside
     found = kept_by_network(compressed(network, four_bits, where="conv"), layers)
     assert only_conv <= found <= only_conv + layers * small
     with_inputs = kept_by_network(compressed(network, four_bits, inputs=True), layers)

@@ -1,0 +1,85 @@
+"""ReLUs that come before max-pooling are made after it."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from memjax.compress._max_pool import max_pool
+from memjax.compress._pool_first import evaluate_pools_first
+
+
+def pool(x, size=3, stride=2, padding=(1, 1)):
+    return lax.reduce_window(x, -jnp.inf, lax.max, (1, size), (1, stride), ((0, 0), padding))
+
+
+@jax.custom_jvp
+def straight_through(x):
+    return jnp.maximum(x, 0)
+
+
+straight_through.defjvp(lambda primals, tangents: (straight_through(*primals), *tangents))
+
+
+def relu_then_pool(x, pool=pool):
+    return jnp.sin(pool(jax.nn.relu(jnp.cos(x))))
+
+
+def indexed_pool(x):
+    """Its gradients of NaNs are where these are; those of JAX's are not."""
+    shape = {"window_dimensions": (1, 3), "window_strides": (1, 2), "padding": ((0, 0), (1, 1))}
+    return max_pool(x, **shape, base_dilation=(1, 1), window_dilation=(1, 1))
+
+
+def sizes_of_relus(f, x):
+    """Of the arrays that zero bounds below."""
+    moved = jax.make_jaxpr(evaluated(jax.make_jaxpr(f)(x)))(x)
+    return [eqn.invars[0].aval.size for eqn in moved.eqns if eqn.primitive.name == "custom_jvp_call"]
+
+
+def evaluated(flat, **replace):
+    return lambda x: evaluate_pools_first(flat.jaxpr, flat.consts, [x], replace=replace)[0]
+
+
+X = jnp.round(4 * jax.random.normal(jax.random.key(0), (3, 17))) / 4
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_values_and_gradients_are_the_same(dtype):
+    x = X.astype(dtype).at[0].set(jnp.pi).at[1, 5].set(jnp.nan).at[2, 3:9].set(jnp.pi / 2)
+    results = []
+    moved = evaluated(jax.make_jaxpr(relu_then_pool)(x), reduce_window_max=max_pool)
+    for f in (functools.partial(relu_then_pool, pool=indexed_pool), moved):
+        out, pullback = jax.vjp(f, x)
+        results.append((out, pullback(jnp.arange(1, out.size + 1, dtype=dtype).reshape(out.shape))))
+    (out, [ct]), (moved, [moved_ct]) = results
+    for a, b in ((out, moved), (ct, moved_ct)):
+        np.testing.assert_array_equal(a.astype(jnp.float32), b.astype(jnp.float32))
+
+
+def test_relus_are_of_what_was_pooled():
+    assert sizes_of_relus(relu_then_pool, X) == [3 * 9]
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: pool(straight_through(x)),
+        lambda x: pool(relu := jax.nn.relu(x)) + relu[:, ::2],
+        lambda x: (relu := jax.nn.relu(x)) + pool(relu, 1, 1, (0, 0)),
+        lambda x: pool(jax.nn.relu(x), 1, 2, (1, 0)),  # the first window is all padding
+        lambda x: pool(jax.nn.relu(x), 2, 2, (0, 3)),
+        lambda x: pool(jax.nn.relu6(x)),
+        lambda x: jnp.cumsum(jax.nn.relu(x)),
+        lambda x: jax.nn.relu(x),
+    ],
+)
+def test_others_stay_where_they_are(f):
+    flat = jax.make_jaxpr(f)(X)
+    before = [eqn.invars[0].aval.size for eqn in flat.eqns if eqn.primitive.name == "custom_jvp_call"]
+    assert sizes_of_relus(f, X) == before
+    chex.assert_trees_all_equal(jax.jit(evaluated(flat))(X), jax.jit(f)(X))
