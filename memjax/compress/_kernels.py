@@ -21,6 +21,7 @@ from memjax.compress._pallas_tile import Layout, Where, sizes
 from memjax.compress._reference import Packed
 from memjax.compress._tiles import LANES, Grid
 from memjax.compress._warp import Warp
+from memjax.compress._whole_arrays import call
 
 
 def why_not() -> str | None:
@@ -110,25 +111,9 @@ def _decode_tile_without_signs(where, *refs):
 
 
 def _call(of_tile, args, layout: Layout, grid: Grid, out_shape, interpret: bool, **options):
-    """`of_tile` for every tile, by a warp each, with whole arrays to index.
-
-    Neither JAX nor compilers see anything of the arrays but their dtype: those of any size share a kernel, traced once, and
-    compiled once in a module. What kernels are given is where an array begins, by a block of one value, for there nothing
-    checks what is beyond. Interpreted ones are given the array.
-    """
-
-    def whole(x):
-        return pl.BlockSpec((pl.Element(x.size if interpret else 1),), lambda _: (0,))
-
-    if not interpret:
-        from jax.experimental.pallas import triton
-
-        options["compiler_params"] = triton.CompilerParams(num_warps=1, num_stages=1)
-    specs = {"in_specs": [*map(whole, args)], "out_specs": jax.tree.map(whole, out_shape)}
+    """`of_tile` for every tile, by a warp each."""
     kernel = _kernel(of_tile, layout, interpret)
-    return pl.pallas_call(kernel, out_shape=out_shape, grid=(grid.tiles,), interpret=interpret, **specs, **options)(
-        *args
-    )
+    return call(kernel, args, out_shape, programs=grid.tiles, warps=1, interpret=interpret, **options)
 
 
 @functools.cache

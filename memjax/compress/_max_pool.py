@@ -11,6 +11,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
+from memjax._linear_cross_entropy.options import accumulator
+from memjax.compress._kernels import why_not
+from memjax.compress._max_pool_kernel import Axis, Plan, max_pool_gradient, windows_of
+
+_FEW = 64  # values in windows for which the kernel is compiled, with all of them written out
+
 
 def max_pool(x: Float[Array, "..."], *, window_dimensions, window_strides, padding, base_dilation, window_dilation):
     """What the primitive `reduce_window_max` computes, with the same gradient: to the first of equal values.
@@ -51,7 +57,7 @@ def _indexed(x, window: _Window):
 
 def _forward(x, window: _Window):
     """The maxima and where they are, in one pass."""
-    if any(k > s for k, s in zip(window.size, window.strides, strict=True)):
+    if _overlap(window):
         x = lax.optimization_barrier(x)  # or the compiler would compute it once for every window that it is in
     shape = jax.eval_shape(lambda: _plain(x, window)).shape
     if 0 in shape:
@@ -69,27 +75,32 @@ def _forward(x, window: _Window):
 
 
 def _backward(window: _Window, index, ct):
+    few = math.prod(window.shape) < 2**31 and math.prod(window.size) <= _FEW
+    in_one_piece = all(axis is None for axis in jax.typeof(ct).sharding.spec)
+    if _overlap(window) and few and in_one_piece and 0 not in ct.shape and why_not() is None:
+        plan = plan_of(axes_of(window, ct.shape))
+        return (max_pool_gradient(plan, index, ct).reshape(window.shape),)
+    return _woven(window, index, ct)
+
+
+def _woven(window: _Window, index, ct):
     """Windows begin every `stride`: inputs as far behind such a beginning, their `place`, have alike neighbours.
 
     The window that begins there has them at offset `place`, the one before it at `place` + stride, and so on. So there is
     an array for every place, with an element for every beginning; the gradient is all of them, woven into one another.
     """
-    lows = [low for low, _ in window.padding]
-    # So many windows begin before the input's end, whether there are outputs for all of them or not.
-    begun = [-(-(n + low) // s) for n, low, s in zip(window.shape, lows, window.strides, strict=True)]
-    if 0 in (*begun, *ct.shape):
+    axes = axes_of(window, ct.shape)
+    if any(axis.begun == 0 or axis.outputs == 0 for axis in axes):
         return (jnp.zeros(window.shape, ct.dtype),)
-    zero, places = jnp.zeros((), ct.dtype), []
+    wide, places = ct.astype(accumulator(ct.dtype)), []
+    zero, begun = jnp.zeros((), wide.dtype), [axis.begun for axis in axes]
     for place in itertools.product(*map(range, window.strides)):
-        earlier = [range(-(-(k - at) // s)) for at, k, s in zip(place, window.size, window.strides, strict=True)]
-        total = jnp.zeros(begun, ct.dtype)
-        for back in itertools.product(*earlier):
-            offset = [at + s * b for at, s, b in zip(place, window.strides, back, strict=True)]
-            i = jnp.uint8(np.ravel_multi_index(offset, window.size))
-            edges = [(b, n - m - b, 0) for b, n, m in zip(back, begun, ct.shape, strict=True)]
-            total = total + lax.pad(jnp.where(index == i, ct, zero), zero, edges)
-        places.append(total)
-    if any(k > s for k, s in zip(window.size, window.strides, strict=True)):
+        total = jnp.zeros(begun, wide.dtype)
+        for back, i in windows_of(place, axes):
+            edges = [(b, axis.begun - axis.outputs - b, 0) for b, axis in zip(back, axes, strict=True)]
+            total = total + lax.pad(jnp.where(index == jnp.uint8(i), wide, zero), zero, edges)
+        places.append(total.astype(ct.dtype))
+    if _overlap(window):
         places = lax.optimization_barrier(places)  # or all would be computed for every element of the gradient
     strided = [axis for axis, s in enumerate(window.strides) if s > 1]
     woven = jnp.stack(places).reshape(*(window.strides[axis] for axis in strided), *begun)
@@ -99,7 +110,25 @@ def _backward(window: _Window, index, ct):
         left = strided.index(axis)
         woven = jnp.moveaxis(woven, left, left + 1 + axis)
         woven = lax.collapse(woven, left + axis, left + axis + 2)
-    return (lax.slice(woven, lows, [low + n for low, n in zip(lows, window.shape, strict=True)]),)
+    ends = [axis.low + axis.inputs for axis in axes]
+    return (lax.slice(woven, [axis.low for axis in axes], ends),)
+
+
+def _overlap(window: _Window) -> bool:
+    return any(k > s for k, s in zip(window.size, window.strides, strict=True))
+
+
+def axes_of(window: _Window, outputs: tuple[int, ...]) -> list[Axis]:
+    by_axis = zip(*window, outputs, strict=True)
+    return [Axis(n, m, -(-(n + low) // s), k, s, low) for n, k, s, (low, _), m in by_axis]
+
+
+def plan_of(axes: list[Axis]) -> Plan:
+    is_whole = lambda axis: axis.size == axis.stride == 1 and axis.low == 0 and axis.inputs == axis.outputs
+    first = next((i for i, axis in enumerate(axes) if not is_whole(axis)), 0)
+    last = next((i for i in reversed(range(len(axes))) if not is_whole(axes[i])), len(axes) - 1)
+    outer, inner = (math.prod(axis.inputs for axis in others) for others in (axes[:first], axes[last + 1 :]))
+    return Plan(outer, tuple(axes[first : last + 1]), inner)
 
 
 _indexed.defvjp(_forward, _backward)

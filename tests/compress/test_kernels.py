@@ -60,3 +60,15 @@ def test_kernels_refuse_a_machine_that_cannot_run_them():
         ValueError, match='implementation must be "jnp" or None here, got "pallas": it needs an NVIDIA GPU'
     ):
         ErrorBounded(0.1, implementation="pallas").encode(jnp.zeros(4))
+
+
+def test_kernels_are_typed_inside_a_shard_map():
+    """Interpreted, JAX cannot run them there; on GPUs see `test_kernels_gpu`."""
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def there_and_back(x):
+        code = _kernels.encode(x, jnp.int32(0), 20000)
+        return _kernels.decode(code, jnp.int32(0), x.shape, x.dtype)
+
+    spread = jax.shard_map(there_and_back, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d"))
+    assert jax.eval_shape(spread, jnp.ones((64, 4096))).shape == (64, 4096)

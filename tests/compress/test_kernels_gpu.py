@@ -33,6 +33,18 @@ def test_vmap(dtype):
     np.testing.assert_array_equal(jax.jit(jax.vmap(lambda x: decode(encode(x))))(x)[1], decode(encode(x[1])))
 
 
+def test_shard_map():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jnp.asarray(values_of_all_kinds(jnp.bfloat16, 9)).reshape(-1, 64)
+
+    def there_and_back(x):
+        code = _kernels.encode(x, jnp.int32(0), 20000)
+        return _kernels.decode(code, jnp.int32(0), x.shape, x.dtype)
+
+    spread = jax.shard_map(there_and_back, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d"))
+    np.testing.assert_array_equal(*(_tiles.to_bits(jax.jit(f)(x)) for f in (spread, there_and_back)))
+
+
 @pytest.mark.parametrize("bound", [1e-30, 1e-4, 2.0**-7, 0.37, 1e20])
 def test_bit_patterns(bound):
     check_same(random_float32_patterns(0, 2**20), np.float32(bound), interpret=False)

@@ -1,5 +1,7 @@
 """The ends of max-pooling that keeps indices; with `compressed` around it, see `test_compressed`."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,8 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from memjax.compress._max_pool import max_pool
+from memjax.compress._max_pool import _forward, _Window, _woven, axes_of, max_pool, plan_of
+from memjax.compress._max_pool_kernel import max_pool_gradient
 
 
 def pools(size, strides, padding):
@@ -39,6 +42,34 @@ def test_values_and_gradients_are_those_of_the_primitive(shape, size, strides, p
         out, pull = jax.vjp(pool, x)
         results.append((out, pull(jnp.arange(out.size, dtype=out.dtype).reshape(out.shape))))
     chex.assert_trees_all_equal(*results)
+
+
+KERNEL_CASES = [
+    ((2, 9, 40, 24), (1, 3, 3, 1), (1, 2, 2, 1), ((0, 0), (1, 1), (1, 1), (0, 0))),
+    ((1, 12, 5, 3), (1, 3, 2, 1), (1, 1, 3, 1), ((0, 0), (0, 2), (1, 1), (0, 0))),
+    ((300, 7), (4, 1), (3, 1), ((2, 1), (0, 0))),
+    ((3, 40), (1, 5), (1, 2), ((0, 0), (4, 4))),
+    ((7, 6, 5), (3, 3, 3), (2, 2, 2), ((1, 1), (1, 1), (1, 1))),
+    ((1,), (2,), (1,), ((1, 0),)),
+]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("shape", "size", "strides", "padding"), KERNEL_CASES)
+def test_the_kernel_of_the_gradient(shape, size, strides, padding, dtype):
+    check_kernel(shape, size, strides, padding, dtype, interpret=True)
+
+
+def check_kernel(shape, size, strides, padding, dtype, interpret):
+    """Against what XLA makes of the same sums, in the same order."""
+    window = _Window(shape, size, strides, padding)
+    x = jnp.round(2 * jax.random.normal(jax.random.key(0), shape)).astype(dtype)
+    out, index = _forward(x, window)
+    ct = jax.random.normal(jax.random.key(1), out.shape).astype(dtype)
+    [wanted] = jax.jit(functools.partial(_woven, window))(index, ct)
+    plan = plan_of(axes_of(window, out.shape))
+    got = jax.jit(functools.partial(max_pool_gradient, plan, interpret=interpret))(index, ct)
+    np.testing.assert_array_equal(got.astype(jnp.float32), wanted.reshape(-1).astype(jnp.float32))
 
 
 def test_signed_zeros_and_nans():
