@@ -2,10 +2,12 @@
 
 For each network, batches of 256 natural images of 224x224 in bfloat16, SGD with momentum, every case in a process of its own:
 
-- plain: nothing compressed;
 - settle: trained to the middle of 1,000 steps, adaptive, at capacities that cannot overflow; then timed;
+- plain: with the parameters that settle ended with, nothing compressed;
 - conv: from the state that settle ended with, at the capacities that its last steps needed, what convolutions read,
   error-bounded; and all: the rest, too, in four bits a value.
+
+All from the same parameters: a GPU at its power limit takes longer for some numbers than for others.
 
 Milliseconds are of the compiled step, one after the other, and of `memjax.compress.transactional`, which looks whether
 steps overflowed while the next ones run. `--batch 8 --size 64 --models resnet18 --settle 4 --steps 2` tries it anywhere.
@@ -49,6 +51,8 @@ class Config:
     batch: int = 256
     size: int = 224
     """Side of the images in pixels."""
+    smallest: int = 4096
+    """Arrays of fewer values are left alone."""
     settle: int = 520
     """Steps before any are timed. Bounds change at powers of two."""
     steps: int = 40
@@ -71,26 +75,26 @@ def _run_all(config: Config, folder: str) -> None:
             return {"model": model, "case": case, "error": "no time left"}
         given = {**dataclasses.asdict(config), "case": case, "model": model, "folder": folder, **more}
         found = record.in_fresh_process("benchmarks.compressed", given)
-        row = {key: value for key, value in found.items() if key not in given or key in ("case", "model", "batch")}
+        row = {
+            key: value
+            for key, value in found.items()
+            if key not in given or key in ("case", "model", "batch", "smallest")
+        }
         rows.append(row)
         print(json.dumps(row)[:1500], flush=True)
         record.save(config.name, rows)
         return row
 
-    def both(model: str) -> None:
+    def all_cases(model: str) -> None:
+        settled = run("settle", model)
+        if "error" in settled:
+            return
         with ThreadPoolExecutor() as pool:
-            settled = pool.submit(run, "settle", model)
-            if "plain" in config.cases:
-                pool.submit(run, "plain", model)
-            found = settled.result()
-            if "error" in found:
-                return
             for case in config.cases:
-                if case != "plain":
-                    pool.submit(run, case, model, bits=found["capacities"])
+                pool.submit(run, case, model, bits=settled["capacities"])
 
     with ThreadPoolExecutor() as pool:
-        list(pool.map(both, config.models))
+        list(pool.map(all_cases, config.models))
 
 
 def measure(given: dict) -> dict:
@@ -102,11 +106,13 @@ def measure(given: dict) -> dict:
 
     case, is_compressed = given["case"], given["case"] != "plain"
     own: dict[str, Any] = {"model": given["model"], "batch_size": given["batch"], "image_size": given["size"]}
+    own |= {"smallest": given["smallest"]}
     own |= {"where": "all" if case == "all" else "conv", "learning_rate": LEARNING_RATES[given["model"]]}
     config = dataclasses.replace(PRESETS["gpu"], **own)
-    tx = optimizer(config, _ALL_STEPS)
-    if is_compressed:
-        tx = compress.adaptive(tx, interval=_ALL_STEPS)
+    plain_tx = optimizer(config, _ALL_STEPS)
+    adaptive = compress.adaptive(plain_tx, interval=_ALL_STEPS)
+    compressed_init = jax.jit(functools.partial(init_state, functools.partial(_model, config, 16, True), adaptive))
+    tx = adaptive if is_compressed else plain_tx
     make = functools.partial(_model, config, 16, is_compressed)
     loss = classification_loss(mean=(0.5,) * 3, std=(0.25,) * 3, label_smoothing=0.0)
     lock, seconds = pathlib.Path(given["folder"]) / "lock", dict[str, float]()
@@ -121,17 +127,18 @@ def measure(given: dict) -> dict:
                 state = _placed(state)
             program = step.lower(state, _batch(given))
         else:
-            program = jax.jit(step, donate_argnums=0).lower(state, _batch(given))
+            program = jax.jit(step, donate_argnums=0).lower(_placed(state), _batch(given))
     with _lock(lock, fcntl.LOCK_SH), _timed(seconds, "compile"):
         compiled = program.compile()
     with _lock(lock, fcntl.LOCK_EX):
         found = {"temp_bytes": compiled.memory_analysis().temp_size_in_bytes, "seconds": seconds}
         if case == "plain":
-            found["milliseconds"] = _milliseconds(compiled, init(), given)[1]
+            state = _uncompressed(_restored(given, compressed_init), plain_tx)
+            found["milliseconds"] = _milliseconds(compiled, state, given)[1]
         elif case == "settle":
             found |= _settle(given, step, init())
         else:
-            found |= _time(given, compiled, step, _restored(given, init))
+            found |= _time(given, compiled, step, _restored(given, compressed_init))
         statistics = jax.local_devices()[0].memory_stats()
         return found | {"peak_bytes": statistics["peak_bytes_in_use"] if statistics else None}
 
@@ -140,16 +147,22 @@ def _settle(given: dict, run: Any, state: Any) -> dict:
     """Trains, saves the state, and finds capacities."""
     from experiments.compression.observed import layers_of
 
-    for batch in _images(given, given["settle"]):
-        state, _ = run(state, batch)
+    losses = []
+    for i, batch in enumerate(_images(given, given["settle"])):
+        state, sums = run(state, batch)
+        if i % 20 == 0:
+            losses.append(sums["loss"] / sums["count"])
     state = run.finish(state)
+    losses = [round(float(loss), 3) for loss in losses]
+    if not np.isfinite(losses).all():
+        raise FloatingPointError(f"the training that settles diverged: {losses}")
     run._needs = []
     state, milliseconds = _milliseconds(run, state, given)
     state = run.finish(state)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(_saved(given), state)
     run._lower_capacities([layers_of(state)])
-    found = {"milliseconds_transactional": milliseconds, "capacities": list(run.capacities[0])}
+    found = {"losses": losses, "milliseconds_transactional": milliseconds, "capacities": list(run.capacities[0])}
     return found | _codes(state)
 
 
@@ -191,6 +204,12 @@ def _placed(tree: Any) -> Any:
 def _restored(given: dict, init: Any) -> Any:
     with ocp.StandardCheckpointer() as checkpointer:
         return checkpointer.restore(_saved(given), _placed(jax.eval_shape(init)))
+
+
+def _uncompressed(state: Any, tx: Any) -> Any:
+    """Of a state of training with compression, what the same network without it needs."""
+    params, rest = state.params["net"], state.rest["net"]
+    return dataclasses.replace(state, params=params, rest=rest, optimizer=jax.jit(tx.init)(params))
 
 
 def _milliseconds(step: Any, state: Any, given: dict) -> tuple[Any, float]:

@@ -66,6 +66,8 @@ class CompressedConfig(RunConfig):
     """Of each value that no convolution reads, evenly spaced between the least and the largest of its channel."""
     rest_samples: int | None = 8192
     """So many of each channel's values are measured for the least and the largest; None: all, for errors with a bound."""
+    smallest: int = 4096
+    """Arrays of fewer values, of a device's batch, are left alone: codes of small ones take long for what they save."""
     sigma: float = 0.01
     """Standard deviation allowed for the errors of gradients, as a share of the momentum."""
     coefficient: float | None = None
@@ -98,7 +100,7 @@ class CompressedConfig(RunConfig):
     experiment: ClassVar[str] = "compressed-training"
     fixed_by_checkpoint: ClassVar[tuple[str, ...]] = (
         *RunConfig.fixed_by_checkpoint,
-        *("model", "width", "compress", "where", "rest_bits", "data", "image_size", "crop_size"),
+        *("model", "width", "compress", "where", "rest_bits", "smallest", "data", "image_size", "crop_size"),
     )
 
     def validate(self) -> None:
@@ -220,6 +222,7 @@ def _model(config: CompressedConfig, classes: int, is_compressed: bool) -> nnx.M
         rest=compress.ChannelQuantized(config.rest_bits, config.rest_samples) if config.where == "all" else None,
         bound=config.bound,
         bits_per_value=config.bits_per_value,
+        smallest=config.smallest,
     )
 
 

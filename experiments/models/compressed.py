@@ -17,14 +17,15 @@ class Compressed(nnx.Module):
       net: of (B, H, W, C) images.
       layers: codec of what its convolutions read.
       rest: codec of everything else; None: left alone.
+      smallest: number of values below which an array is left alone.
     """
 
-    def __init__(self, net: nnx.Module, *, layers: compress.Layers, rest: compress.Codec | None):
-        self.net, self.rest = net, rest
+    def __init__(self, net: nnx.Module, *, layers: compress.Layers, rest: compress.Codec | None, smallest: int):
+        self.net, self.rest, self.smallest = net, rest, smallest
         self.codec = nnx.Param(layers)
 
     def __call__(self, images: jax.Array) -> jax.Array:
-        return _compressed(self.net, self.codec.get_value(), self.rest)(images)
+        return _compressed(self.net, self.codec.get_value(), self.rest, self.smallest)(images)
 
 
 def compressed_classifier(
@@ -34,15 +35,16 @@ def compressed_classifier(
     rest: compress.Codec | None,
     bound: float,
     bits_per_value: float | None,
+    smallest: int,
 ) -> Compressed:
     """The network with the settings that a gradient with batches like `image` asks for."""
     net = make_net()
-    layers = find_layers(net, image, rest=rest, bound=bound, bits_per_value=bits_per_value)
-    return Compressed(net, layers=layers, rest=rest)
+    layers = find_layers(net, image, rest=rest, smallest=smallest, bound=bound, bits_per_value=bits_per_value)
+    return Compressed(net, layers=layers, rest=rest, smallest=smallest)
 
 
 def find_layers(
-    net: nnx.Module, image: jax.ShapeDtypeStruct, *, rest: compress.Codec | None = None, **options
+    net: nnx.Module, image: jax.ShapeDtypeStruct, *, rest: compress.Codec | None = None, smallest: int = 0, **options
 ) -> compress.Layers:
     """`memjax.compress.layers` of what an NNX network's convolutions read."""
     net.train()
@@ -50,11 +52,11 @@ def find_layers(
 
     def total(codec, params, state, images):
         model = nnx.merge(graph, params, state, copy=True)
-        return jnp.sum(_compressed(model, codec, rest)(images))
+        return jnp.sum(_compressed(model, codec, rest, smallest)(images))
 
     return compress.layers(total, params, state, image, **options)
 
 
-def _compressed(net: nnx.Module, codec, rest: compress.Codec | None) -> nnx.Module:
-    net = memjax.compressed(net, codec, where="conv")
-    return net if rest is None else memjax.compressed(net, rest)
+def _compressed(net: nnx.Module, codec, rest: compress.Codec | None, smallest: int) -> nnx.Module:
+    net = memjax.compressed(net, codec, where="conv", smallest=smallest)
+    return net if rest is None else memjax.compressed(net, rest, smallest=smallest)

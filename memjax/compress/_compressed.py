@@ -15,6 +15,7 @@ from flax import nnx
 from memjax.compress import _linen, _nnx
 from memjax.compress._codec import Codec
 from memjax.compress._function import call_compressed
+from memjax.compress._keep import SMALL, Which
 from memjax.compress._layers import Layers, Recorder
 
 F = TypeVar("F")
@@ -26,6 +27,7 @@ def compressed(
     *,
     where: str | Callable[[str, Any], bool] | None = None,
     inputs: bool = False,
+    smallest: int = SMALL,
 ) -> F:
     """The same function or module, its saved arrays passing through `codec` between forward and backward pass.
 
@@ -36,7 +38,7 @@ def compressed(
 
     - arrays that several saved ones are cheap functions of are saved once, in their place (a batch norm's input, which
       is otherwise saved twice);
-    - bfloat16, float16 and float32 arrays of 4096 values or more are encoded, when computed, and decoded when a
+    - bfloat16, float16 and float32 arrays of 4096 values, or `smallest`, or more are encoded, when computed, and decoded when a
       cotangent arrives that needs them, one at a time. What a batch norm reads is encoded with the bound in
       units of each channel's standard deviation, if the codec has such a bound;
     - boolean arrays are kept as bits, or not at all where they are the sign of something encoded (a ReLU before a
@@ -68,19 +70,24 @@ def compressed(
         submodule, each of which is then compressed by itself.
       inputs: of a function, also encode its arguments, as if it were a module: for functions of values that nothing else
         keeps. A module's arguments, except its variables, are always encoded.
+      smallest: number of values below which an array is not encoded; at least 4096. A GPU takes a certain time for any code,
+        however small: leaving alone what is small beside the rest saves time for little memory.
 
     Raises:
       TypeError: no function or module, or no codec; forward mode or second derivatives.
-      ValueError: `where` matches nothing. For functions and Linen modules when differentiated.
+      ValueError: `smallest` is negative; `where` matches nothing. For functions and Linen modules when differentiated.
     """
     if not isinstance(codec, Codec | Layers | Recorder):
         raise TypeError(f"codec must be a codec, such as memjax.compress.ErrorBounded(2**-7), got {codec!r}.")
     if where is not None and not isinstance(where, str) and not callable(where):
         raise TypeError(f'where must be "conv", a pattern, a predicate or None, got {where!r}.')
+    if isinstance(smallest, bool) or not isinstance(smallest, int) or smallest < 0:
+        raise ValueError(f"smallest must be a number of values, 0 or more, got {smallest!r}.")
+    which = Which(where, max(smallest, SMALL))
     if isinstance(f_or_module, nnx.Module):
-        return _nnx.compressed_module(f_or_module, codec, where)  # type: ignore[return-value]
+        return _nnx.compressed_module(f_or_module, codec, which)  # type: ignore[return-value]
     if isinstance(f_or_module, nn.Module):
-        return _linen.compressed_module(f_or_module, codec, where)  # type: ignore[return-value]
+        return _linen.compressed_module(f_or_module, codec, which)  # type: ignore[return-value]
     if not callable(f_or_module) or isinstance(f_or_module, type):
         raise TypeError(f"f_or_module must be a function or a Flax module, got {f_or_module!r}.")
     f = f_or_module
@@ -89,6 +96,6 @@ def compressed(
     def wrapped(*args, **kwargs):
         call = lambda lasting, passing: f(*(passing if inputs else lasting)[0], **(passing if inputs else lasting)[1])
         groups = ((), (args, kwargs)) if inputs else ((args, kwargs), ())
-        return call_compressed(call, *groups, codec=codec, where=where)
+        return call_compressed(call, *groups, codec=codec, which=which)
 
     return wrapped  # type: ignore[return-value]

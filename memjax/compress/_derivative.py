@@ -17,7 +17,7 @@ from jax.extend.core import jaxprs_in_params
 
 from memjax._jaxpr import bind, evaluate, is_literal, read, scope
 from memjax.compress._codec import Codec, Mask
-from memjax.compress._keep import Selected, choose
+from memjax.compress._keep import Which, choose
 from memjax.compress._layers import AnyCodec, Layers, Recorder, Statistics
 from memjax.compress._max_pool import max_pool
 from memjax.compress._pool_first import evaluate_pools_first
@@ -40,7 +40,7 @@ class Derivative:
       types: of its inputs.
       wanted: which inputs to differentiate for.
       lasting: which inputs live until the backward pass anyway.
-      selected: which saved arrays to encode.
+      which: of the saved arrays to encode.
       zeros: whether the codec keeps zeros, and makes no others.
       names: of its inputs.
     """
@@ -52,7 +52,7 @@ class Derivative:
         types: Sequence[Any],
         wanted: Sequence[bool],
         lasting: Sequence[bool],
-        selected: Selected,
+        which: Which,
         zeros: bool,
         names: Sequence[str],
     ):
@@ -86,7 +86,7 @@ class Derivative:
         n_outs = len(self.out_types)
         self._outs, self._residuals = self._jaxpr.outvars[:n_outs], self._jaxpr.outvars[n_outs:]
         self._producer = {out: eqn for eqn in self._jaxpr.eqns for out in eqn.outvars}
-        self.keep = choose(self._jaxpr, self._residuals, pick(self._jaxpr.invars, lasting), selected, zeros)
+        self.keep = choose(self._jaxpr, self._residuals, pick(self._jaxpr.invars, lasting), which, zeros)
         self._packed = _ancestors_of_bits(self._jaxpr, self.keep.masks, self._producer)
 
     @property

@@ -12,13 +12,13 @@ import numpy as np
 
 from memjax._jaxpr import is_literal
 from memjax.compress._derivative import Derivative
-from memjax.compress._keep import selector
+from memjax.compress._keep import Which
 from memjax.compress._layers import AnyCodec, Layers
 from memjax.remat._blocks import zeros
 from memjax.remat._step import is_float, merge, pick
 
 
-def call_compressed(f: Callable[..., Any], lasting: Any, passing: Any, *, codec: AnyCodec, where: Any) -> Any:
+def call_compressed(f: Callable[..., Any], lasting: Any, passing: Any, *, codec: AnyCodec, which: Which) -> Any:
     """`f(lasting, passing)`, differentiated through `codec`.
 
     Args:
@@ -26,7 +26,7 @@ def call_compressed(f: Callable[..., Any], lasting: Any, passing: Any, *, codec:
       lasting: what lives until the backward pass anyway, and is never encoded. So is what `f` closes over.
       passing: what may be encoded.
       codec: of what is encoded.
-      where: see `compressed`.
+      which: of the saved arrays to encode.
     """
     leaves, tree = jax.tree.flatten((lasting, passing))
     dynamic = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
@@ -49,7 +49,7 @@ def call_compressed(f: Callable[..., Any], lasting: Any, passing: Any, *, codec:
     lasts += [False] * (len(inputs) - len(lasts))
 
     names = [""] * len(closed.consts) + pick(names, dynamic)
-    outs = iter(_differentiable(jaxpr, made, lasts, codec, where, names)(_settings(codec), inputs))
+    outs = iter(_differentiable(jaxpr, made, lasts, codec, which, names)(_settings(codec), inputs))
     every = [next(outs) if flag else inputs[position[var]] for var, flag in zip(jaxpr.outvars, made, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(shapes), every)
 
@@ -75,7 +75,7 @@ def _with_settings(codec: AnyCodec, settings: list[Any]) -> AnyCodec:
 
 
 def _differentiable(
-    jaxpr: Any, made: list[bool], lasts: list[bool], codec: AnyCodec, where: Any, names: list[str]
+    jaxpr: Any, made: list[bool], lasts: list[bool], codec: AnyCodec, which: Which, names: list[str]
 ) -> Callable[..., Any]:
     n_consts = len(jaxpr.constvars)
 
@@ -88,10 +88,10 @@ def _differentiable(
         settings, inputs = ([primal.value for primal in group] for group in (settings, inputs))
         types = [jax.typeof(value) for value in inputs]
         zeros_kept = getattr(codec, "keeps_zeros", False)
-        derivative = Derivative(jaxpr, made, types, wanted, lasts, selector(where), zeros_kept, names)
-        if where is not None and not derivative.keep.matched:
+        derivative = Derivative(jaxpr, made, types, wanted, lasts, which, zeros_kept, names)
+        if which.where is not None and not derivative.keep.matched:
             raise ValueError(
-                f"where={where!r} matches nothing that the backward pass reads. "
+                f"where={which.where!r} matches nothing that the backward pass reads. "
                 f"The named scopes of the function are {derivative.scopes}."
             )
         outs, kept = derivative.forward(inputs, _with_settings(codec, settings))

@@ -13,7 +13,7 @@ operations that move no value far and that are cheap to repeat, to where they co
 
 import dataclasses
 import fnmatch
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,14 +21,35 @@ import jax.numpy as jnp
 from memjax._jaxpr import is_literal, nbytes, scope
 
 SMALL = 4096
-"""Arrays of fewer values are kept as they are: less than one tile of a code."""
+"""Arrays of fewer values are kept as they are, masks too: less than one tile of a code."""
 
 # What of an operand times, or plus, something small is worth no memory of its own.
 _AFFINE = {"add", "sub", "mul", "add_any", "neg"}
 _SAME = {"convert_element_type", "reshape", "squeeze", "expand_dims", "transpose", "copy", "stop_gradient"}
 _ENCODED = (jnp.bfloat16, jnp.float16, jnp.float32)
 
-Selected = Callable[[Sequence[Any], Any], bool]
+
+@dataclasses.dataclass(frozen=True)
+class Which:
+    """What to encode.
+
+    Attributes:
+      where: see `compressed`.
+      smallest: number of values of an array below which it is left alone.
+    """
+
+    where: Any = None
+    smallest: int = SMALL
+
+    def matches(self, readers: Sequence[Any], aval: Any) -> bool:
+        """`where`, for pairs of an equation and the variable that it reads, and the type of what they read."""
+        if self.where is None:
+            return True
+        if self.where == "conv":
+            return any(eqn.primitive.name == "conv_general_dilated" and eqn.invars[0] is var for eqn, var in readers)
+        if callable(self.where):
+            return any(self.where(scope(eqn), aval) for eqn, _ in readers)
+        return any(matches(scope(eqn), self.where) for eqn, _ in readers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,14 +75,14 @@ class Keep:
     matched: bool
 
 
-def choose(jaxpr: Any, residuals: Sequence[Any], kept_inputs: Sequence[Any], selected: Selected, zeros: bool) -> Keep:
+def choose(jaxpr: Any, residuals: Sequence[Any], kept_inputs: Sequence[Any], which: Which, zeros: bool) -> Keep:
     """What to keep, so that every one of `residuals` follows from it.
 
     Args:
       jaxpr: of the forward pass, calls in place.
       residuals: variables of it.
       kept_inputs: inputs that live until the backward pass, whatever is done here.
-      selected: of the equations that read an array, and its type, whether to encode it.
+      which: of the arrays to encode.
       zeros: whether decoded values are zero exactly where what was encoded is.
     """
     trace = _Trace(jaxpr, kept_inputs)
@@ -72,7 +93,7 @@ def choose(jaxpr: Any, residuals: Sequence[Any], kept_inputs: Sequence[Any], sel
     for var in dict.fromkeys(residuals):
         if is_literal(var):
             continue
-        matched |= selected(trace.readers(trace.path(var)), var.aval)
+        matched |= which.matches(trace.readers(trace.path(var)), var.aval)
         if var.aval.size < SMALL:
             whole[var] = None
         elif not trace.rebuilt(var, whole):
@@ -90,7 +111,7 @@ def choose(jaxpr: Any, residuals: Sequence[Any], kept_inputs: Sequence[Any], sel
         path = trace.path(members[0], exact=len(members) == 1)
         root = path[-1] if len(members) == 1 else origin
         everyone = [var for member in members for var in trace.path(member)]
-        if selected(trace.readers(everyone), root.aval):
+        if root.aval.size >= which.smallest and which.matches(trace.readers(everyone), root.aval):
             encoded[root] = None
             origins |= dict.fromkeys(members, root)
             if (scale := trace.inverse_deviation(root)) is not None:
@@ -280,19 +301,6 @@ class _Trace:
                 if not is_literal(atom) and atom not in seen:
                     seen.add(atom)
                     pending.append(atom)
-
-
-def selector(where: Any) -> Selected:
-    """`where` of `compressed` as a function of what reads a saved array, and of the array's type."""
-    if where is None:
-        return lambda readers, aval: True
-    if where == "conv":
-        return lambda readers, aval: any(
-            eqn.primitive.name == "conv_general_dilated" and eqn.invars[0] is var for eqn, var in readers
-        )
-    if callable(where):
-        return lambda readers, aval: any(where(scope(eqn), aval) for eqn, _ in readers)
-    return lambda readers, aval: any(matches(scope(eqn), where) for eqn, _ in readers)
 
 
 def matches(path: str, pattern: str) -> bool:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import flax.core.lift
 import flax.linen as nn
 from flax.linen.transforms import lift_transform
 
 from memjax.compress._function import call_compressed
+from memjax.compress._keep import Which
 from memjax.compress._layers import AnyCodec
 
 
-def compressed_module(module: nn.Module, codec: AnyCodec, where: Any) -> nn.Module:
-    """A module with the same variables; compressed as a whole, `where` chooses by scopes: Linen modules make one each."""
+def compressed_module(module: nn.Module, codec: AnyCodec, which: Which) -> nn.Module:
+    """A module with the same variables; compressed as a whole, `which` chooses by scopes: Linen modules make one each."""
 
     def compress(function, variables=True, rngs=True):
         def inner(scope_of, repack, variable_groups, rng_groups, *args, **kwargs):
@@ -23,7 +22,7 @@ def compressed_module(module: nn.Module, codec: AnyCodec, where: Any) -> nn.Modu
                 out = function(scope, *args, **kwargs)
                 return out, repack(scope)
 
-            return call_compressed(pure, (variable_groups, rng_groups), (args, kwargs), codec=codec, where=where)
+            return call_compressed(pure, (variable_groups, rng_groups), (args, kwargs), codec=codec, which=which)
 
         return flax.core.lift.pack(inner, (variables,), (variables,), (rngs,), name="compressed", enable_kwargs=True)
 

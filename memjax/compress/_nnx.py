@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -10,14 +11,16 @@ import jax
 from flax import nnx
 
 from memjax.compress._function import call_compressed
-from memjax.compress._keep import matches
+from memjax.compress._keep import Which, matches
 from memjax.compress._layers import AnyCodec
 
 
-def compressed_module(module: nnx.Module, codec: AnyCodec, where: Any) -> nnx.Module:
+def compressed_module(module: nnx.Module, codec: AnyCodec, which: Which) -> nnx.Module:
     """A module with the same variables, that is compressed itself or whose submodules are."""
+    where = which.where
     if where is None or where == "conv":
-        return _with_compressed_call(_copy(module), codec, where)
+        return _with_compressed_call(_copy(module), codec, which)
+    inside = dataclasses.replace(which, where=None)
     wanted = where if callable(where) else lambda path, module: matches(path, where)
     paths: list[str] = []
     matched: list[str] = []
@@ -32,7 +35,7 @@ def compressed_module(module: nnx.Module, codec: AnyCodec, where: Any) -> nnx.Mo
             seen[id(node)] = new = _copy(node)
             if path and callable(node) and wanted(name, node):
                 matched.append(name)
-                return _with_compressed_call(new, codec, None)  # what is inside is compressed with it
+                return _with_compressed_call(new, codec, inside)  # what is inside is compressed with it
             for key, value in vars(node).items():
                 vars(new)[key] = rebuild(value, (*path, key), seen)
             return new
@@ -55,12 +58,12 @@ def _copy(module: nnx.Module) -> nnx.Module:
     return new
 
 
-def _with_compressed_call(module: nnx.Module, codec: AnyCodec, where: Any) -> nnx.Module:
+def _with_compressed_call(module: nnx.Module, codec: AnyCodec, which: Which) -> nnx.Module:
     original = type(module)
 
     @functools.wraps(original.__call__)
     def call(self, *args, **kwargs):
-        return _call(original.__call__, self, args, kwargs, codec, where)
+        return _call(original.__call__, self, args, kwargs, codec, which)
 
     name = original.__name__
     # Of the same name: what names a module after its class finds the same.
@@ -69,7 +72,7 @@ def _with_compressed_call(module: nnx.Module, codec: AnyCodec, where: Any) -> nn
     return module
 
 
-def _call(function: Callable[..., Any], module: Any, args: Any, kwargs: Any, codec: AnyCodec, where: Any) -> Any:
+def _call(function: Callable[..., Any], module: Any, args: Any, kwargs: Any, codec: AnyCodec, which: Which) -> Any:
     graph, state = nnx.split(module)
 
     def pure(state, passing):
@@ -83,7 +86,7 @@ def _call(function: Callable[..., Any], module: Any, args: Any, kwargs: Any, cod
         updates = [None if old is new else new for old, new in zip(before, after, strict=True)]
         return out, updates
 
-    out, updates = call_compressed(pure, state, (args, kwargs), codec=codec, where=where)
+    out, updates = call_compressed(pure, state, (args, kwargs), codec=codec, which=which)
     leaves, tree = jax.tree.flatten(state)
     if any(update is not None for update in updates):
         new = [old if update is None else update for old, update in zip(leaves, updates, strict=True)]

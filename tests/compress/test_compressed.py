@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import memjax
-from memjax import compressed
+from memjax import compress, compressed
 from memjax._residuals import residual_bytes
 from memjax.compress import Cast, ChannelQuantized, ErrorBounded, GroupQuantized
 from memjax.remat import DenseSpec, dense_block
@@ -81,6 +81,26 @@ def test_residual_bytes():
     assert only_conv <= found <= only_conv + layers * small
     with_inputs = kept_by_network(compressed(network, four_bits, inputs=True), layers)
     assert everything + code <= with_inputs <= everything + code + layers * small
+
+
+def test_arrays_of_less_than_the_smallest_are_kept_as_they_are():
+    def f(w, x):
+        y = jnp.sin(conv(jnp.sin(x), w))[:, ::2, ::2]
+        return conv(jnp.sin(y), w)
+
+    def codec(smallest):
+        arrays = lambda own, w, x: jnp.sum(compressed(f, own, where="conv", smallest=smallest)(w, x))
+        return compress.layers(arrays, parameters(1)[0]["w"], images()).shapes
+
+    both = [(8, 16, 16, 16), (8, 8, 8, 16)]
+    assert [shape for shape, _ in codec(0)] == both
+    assert [shape for shape, _ in codec(SIZE // 4)] == both
+    assert [shape for shape, _ in codec(SIZE // 4 + 1)] == both[:1]
+    with pytest.raises(ValueError, match="nothing of it is encoded"):
+        codec(SIZE + 1)
+    # Of what is left alone, too, one array is kept for several.
+    alone = compressed(network, ErrorBounded(2**-4), smallest=SIZE + 1)
+    assert kept_by_network(alone, 3) < kept_by_network(network, 3) / 1.3
 
 
 def test_compiled_memory_grows_by_the_codes_alone():
@@ -329,6 +349,9 @@ def test_refuses():
         compressed(network, 0.1)
     with pytest.raises(TypeError, match='where must be "conv", a pattern'):
         compressed(network, codec, where=3)
+    for smallest in (-1, 2.5, True):
+        with pytest.raises(ValueError, match=f"smallest must be a number of values, 0 or more, got {smallest}"):
+            compressed(network, codec, smallest=smallest)
     with pytest.raises(TypeError, match="f_or_module must be a function or a Flax module, got 3"):
         compressed(3, codec)
     x = jnp.ones((64, 64))

@@ -9,7 +9,7 @@ from flax import nnx
 
 import memjax
 from memjax import compressed
-from memjax.compress import Cast, ChannelQuantized, ErrorBounded
+from memjax.compress import Cast, ChannelQuantized, ErrorBounded, GroupQuantized
 from tests.compress.networks import SIZE, LinenBlock, LinenNetwork, NNXNetwork, errors, images
 
 EXACT = Cast(jnp.float32)
@@ -61,6 +61,20 @@ def test_nnx_module_saves_memory_and_keeps_its_gradients():
     exact = nnx_step(NNXNetwork(nnx.Rngs(0)))
     assert 0 < max(errors(rounded[1], exact[1])) < 0.01
     chex.assert_trees_all_close(rounded[0], exact[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("where", [None, "conv", "blocks/*"])
+def test_smallest_of_modules(where):
+    """Codes of two bits change gradients a lot."""
+    nnx_where, linen_where = where, {"blocks/*": "LinenBlock_*"}.get(where, where)
+    for smallest, least, most in ((SIZE, 0.3, 10), (SIZE + 1, 0, 1e-5)):
+        wrap = lambda module, where, smallest=smallest: compressed(
+            module, GroupQuantized(2), where=where, smallest=smallest
+        )
+        got = nnx_step(wrap(NNXNetwork(nnx.Rngs(0)), nnx_where))[1], linen_step(wrap(LinenNetwork(), linen_where))[3]
+        want = nnx_step(NNXNetwork(nnx.Rngs(0)))[1], linen_step(LinenNetwork())[3]
+        for own, exact in zip(got, want, strict=True):
+            assert least <= max(errors(own, exact)) <= most
 
 
 def test_what_convolutions_read_and_the_rest_through_different_codecs():
