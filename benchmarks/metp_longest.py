@@ -1,8 +1,8 @@
 """The longest sequence that each parallelism can train on: `python -m benchmarks.metp_longest`, three minutes on four GPUs.
 
 Real steps, optimizer and loss included, of a model of seven billion parameters cut to a few layers, all in as much memory
-per GPU; then tokens a second at the longest length that all but tensor parallelism take, with METP also of steps that use the
-memory it leaves: nothing of feed-forward layers multiplied again, all heads at once. The search starts at `--guesses`, so
+per GPU; then tokens a second at the longest length that all but tensor parallelism take, of METP as it is in the search and as
+`experiments/metp.py --spend auto` would have it, in the memory that it leaves. The search starts at `--guesses`, so
 that few steps are tried, and takes the parallelisms side by side.
 
 `--size 8 --dim 32 --heads 8 --layers 1 --memory-gib 0.005 --guesses 8192 --grid 1024 --parallelisms metp` tries it on simulated
@@ -29,7 +29,6 @@ from experiments.data.text import standard_library
 
 memjax.shard.hide_hops()
 _KEPT = ("size", "dim", "heads", "layers", "memory_gib")
-_SPACIOUS = {"recompute": False, "head_chunks": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +75,9 @@ def main(config: Config) -> None:
             keep(found)
     others = {row["parallelism"]: row["longest"] for row in rows if row["parallelism"] != "tp" and row.get("longest")}
     with ThreadPoolExecutor() as pool, tempfile.NamedTemporaryFile() as turn:
-        cases: list[tuple[str, dict]] = [(name, {}) for name in others] + [("metp", _SPACIOUS)] * ("metp" in others)
+        cases: list[tuple[str, dict]] = [(name, {}) for name in others] + [("metp", {"spend": "auto"})] * (
+            "metp" in others
+        )
         for found in pool.map(lambda case: run(case[0], min(others.values()), turn=turn.name, **case[1]), cases):
             keep(found)
 
@@ -94,7 +95,7 @@ def case(case: dict) -> dict:
         layers=case["layers"],
         heads=case["heads"],
         dtype="bfloat16",
-        **{key: case[key] for key in _SPACIOUS if key in case},
+        spend=case.get("spend", "time"),
     )
     text, name, grid = standard_library().train, case["parallelism"], case["grid"]
     limit = case["memory_gib"] * 2**30 if jax.default_backend() == "cpu" else None
@@ -105,10 +106,10 @@ def case(case: dict) -> dict:
         with open(case["turn"]) as file:
             # While one measures no other compiles: XLA tries kernels out on the same GPUs.
             fcntl.flock(file, fcntl.LOCK_SH)
-            training = metp.Training(config, name, case["length"])
+            training = metp.Training.fitting(config, name, case["length"])
             fcntl.flock(file, fcntl.LOCK_UN)
             fcntl.flock(file, fcntl.LOCK_EX)
-            return result | _speed(training, text)
+            return result | {"spent": training.config.spend} | _speed(training, text)
     fitting, failing = 0, np.inf
     length = case["length"]
     while 0 < length < failing and length != fitting:

@@ -48,15 +48,23 @@ def longest_table() -> str | None:
         return None
     environment, rows = loaded
     found = {row["parallelism"]: row for row in rows if "longest" in row}
-    speeds = {(row["parallelism"], row.get("recompute", True)): row for row in rows if "speed_at" in row}
+    # Of a run before --spend, rows have what it stands for.
+    spend = lambda row: row.get("spend", "time" if row.get("recompute", True) else "auto")
+    speeds = {(row["parallelism"], spend(row)): row for row in rows if "speed_at" in row}
     speed_of = lambda *key: f"{speeds[key]['tokens_per_second']:,.0f}" if key in speeds else ""
     most = found["metp"]["longest"]
     body = [
-        [_NAMES[name], f"{row['longest']:,}", f"{row['fails']:,}", f"{most / row['longest']:.2f}", speed_of(name, True)]
+        [
+            _NAMES[name],
+            f"{row['longest']:,}",
+            f"{row['fails']:,}",
+            f"{most / row['longest']:.2f}",
+            speed_of(name, "time"),
+        ]
         for name, row in found.items()
     ]
-    if ("metp", False) in speeds:
-        body.insert(1, ["METP with what memory it leaves", "", "", "", speed_of("metp", False)])
+    if ("metp", "auto") in speeds:
+        body.insert(1, ["METP with what memory it leaves", "", "", "", speed_of("metp", "auto")])
     header = ["", "longest sequence", "first that fails", "METP's / this"]
     header += [f"tokens/s with {next(iter(speeds.values()))['speed_at']:,} tokens" if speeds else "tokens/s"]
     return _markdown(header, body) + "\n\n" + _source(environment)

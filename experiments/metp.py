@@ -31,6 +31,7 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from rich.console import Console
 from rich.table import Table
@@ -50,6 +51,10 @@ from matplotlib import pyplot as plt
 memjax.shard.hide_hops()
 
 _MIB = 2**20
+_SPENT: dict[str, dict[str, Any]] = {
+    "memory": {"recompute": False, "head_chunks": 1},
+    "time": {"recompute": True, "head_chunks": 8},
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,10 +78,9 @@ class MetpConfig(RunConfig):
     """Of queries, keys and values."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of computation; parameters are float32."""
-    head_chunks: int = 8
-    """Groups of heads that METP's attention takes in turn: fewer take more memory and less time."""
-    recompute: bool = True
-    """METP's feed-forward layers multiply again in the backward pass: `--no-recompute` takes more memory and less time."""
+    spend: Literal["auto", "memory", "time"] = "time"
+    """Of METP. memory: its feed-forward layers multiply nothing again in the backward pass, its attention takes all heads at
+    once. time: they multiply again, and heads go in eight groups. auto: memory while a device has enough, or else time."""
     compare: tuple[str, ...] = parallel.NAMES
     """What is measured beside one another; none: no comparison."""
     compare_lengths: tuple[int, ...] = (512, 1024, 2048)
@@ -96,7 +100,7 @@ class MetpConfig(RunConfig):
             raise ExperimentError("--resume: these short runs keep no checkpoints; start another")
         if unknown := set(self.compare) - set(parallel.NAMES):
             raise ExperimentError(f"--compare takes {', '.join(parallel.NAMES)}, got {', '.join(sorted(unknown))}")
-        for name in ("length", "dim", "layers", "heads", "head_chunks", "memory_limit", "longest"):
+        for name in ("length", "dim", "layers", "heads", "memory_limit", "longest"):
             if getattr(self, name) < 1:
                 raise ExperimentError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
         for name in ("ring", "steps"):
@@ -126,13 +130,12 @@ class MetpConfig(RunConfig):
             "heads": self.heads,
             "kv_heads": self.heads,
             "hidden": 4 * self.dim,
-            "head_chunks": self.head_chunks,
+            **_SPENT[self.spend],
         }
         return TransformerConfig(
             vocabulary=BYTES,
             dtype=self.dtype,
             parallelism=parallelism,  # type: ignore[arg-type]
-            recompute=self.recompute,
             **sizes,
         )
 
@@ -146,13 +149,21 @@ PRESETS = {
     "cpu": _adamw(preset="cpu", batch_size=1, learning_rate=1e-3),
     "gpu": _adamw(
         preset="gpu", batch_size=1, learning_rate=3e-4, length=65536, steps=50, dim=4096, layers=2, heads=32,
-        dtype="bfloat16", compare_lengths=(32768, 65536, 131072),
+        dtype="bfloat16", compare_lengths=(32768, 65536, 131072), spend="auto",
     ),
 }  # fmt: skip
 
 
+def variants(config: MetpConfig, parallelism: str) -> list[MetpConfig]:
+    """What the setting auto stands for, the fastest first."""
+    if config.spend != "auto":
+        return [config]
+    spent: tuple[Literal["memory", "time"], ...] = ("memory", "time") if parallelism == "metp" else ("time",)
+    return [dataclasses.replace(config, spend=one) for one in spent]
+
+
 class Training:
-    """A model with its optimizer, sharded, and its compiled step."""
+    """A model with its optimizer, sharded, and its compiled step. `config.spend` is "memory" or "time"."""
 
     def __init__(self, config: MetpConfig, parallelism: str, length: int):
         self.config, self.mesh, self.length = config, config.mesh(), length
@@ -185,6 +196,17 @@ class Training:
         jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=(params_at, state_at, whole))
         self._step = jitted.lower(*args).compile(compiler_options={**memjax.remat_compiler_options()})
 
+    @classmethod
+    def fitting(cls, config: MetpConfig, parallelism: str, length: int) -> "Training":
+        """The fastest of the `variants` that takes no more memory than a device has; if none does, the smallest."""
+        limits = [(device.memory_stats() or {}).get("bytes_limit", math.inf) for device in jax.local_devices()]
+        for variant in variants(config, parallelism):
+            training = cls(variant, parallelism, length)
+            # All processes have to choose the same.
+            if multihost_utils.process_allgather(np.asarray(training.bytes <= min(limits))).all():
+                break
+        return training
+
     @property
     def bytes(self) -> int:
         """Of a device, for a step: arguments, which results replace, and temporaries."""
@@ -208,7 +230,7 @@ class Training:
 
 
 def train(config: MetpConfig, text: np.ndarray, console: Console) -> None:
-    training = Training(config, config.parallelism, config.length)
+    training = Training.fitting(config, config.parallelism, config.length)
     params, state = training.start()
     with contextlib.closing(_log(config)) as log:
         for step in range(config.steps):
@@ -247,6 +269,7 @@ def compare(config: MetpConfig, text: np.ndarray, console: Console) -> list[dict
 
 def find_longest(config: MetpConfig, name: str, text: np.ndarray) -> int:
     """Bisected to a sixteenth. 0 if the shortest does not fit."""
+    config = variants(config, name)[-1]  # that which takes least
     unit = 2 * (config.ring or jax.device_count())
     limit = config.memory_limit * _MIB if jax.default_backend() == "cpu" else None
     fits = lambda length: _try(config, name, length, text, steps=1, limit=limit) is not None
@@ -266,6 +289,15 @@ def _try(
     config: MetpConfig, name: str, length: int, text: np.ndarray, *, steps: int = 3, limit: int | None = None
 ) -> dict | None:
     """Bytes and tokens a second of real steps, or None if they do not fit: the device, or `limit` bytes of it."""
+    for variant in variants(config, name):
+        if (found := _try_variant(variant, name, length, text, steps, limit)) is not None:
+            return found | ({"spent": variant.spend} if name == "metp" else {})
+    return None
+
+
+def _try_variant(
+    config: MetpConfig, name: str, length: int, text: np.ndarray, steps: int, limit: int | None
+) -> dict | None:
     try:
         training = Training(config, name, length)
         if limit is not None and training.bytes > limit:

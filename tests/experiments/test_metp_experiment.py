@@ -55,6 +55,18 @@ def test_two_processes_train_as_one_does(tmp_path):
     assert (tmp_path / "one/parallelisms.png").stat().st_size > 1000
 
 
+def test_memory_is_spent_while_there_is_enough():
+    config = dataclasses.replace(metp.PRESETS["cpu"], name="x", ring=8, dim=64, layers=1, batch_size=1, spend="auto")
+    memory, time = metp.variants(config, "metp")
+    bytes_of = [metp.Training(variant, "metp", 1024).bytes for variant in (memory, time)]
+    assert bytes_of[0] > 1.1 * bytes_of[1]
+    assert metp.Training.fitting(config, "metp", 1024).config.spend == "memory"  # nothing limits it here
+    text = np.arange(2000, dtype=np.uint8)
+    for limit, spent in ((bytes_of[0], "memory"), (bytes_of[0] - 1, "time"), (bytes_of[1] - 1, None)):
+        found = metp._try(config, "metp", 1024, text, steps=1, limit=limit)
+        assert (found and found["spent"]) == spent
+
+
 def test_longest_sequence_is_bisected(monkeypatch):
     """Real steps of what fits into a limit, by what the compiled step takes."""
     config = dataclasses.replace(
