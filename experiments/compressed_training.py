@@ -108,6 +108,8 @@ class CompressedConfig(RunConfig):
         for name in ("width", "sigma", "coarsest", "bound", "window", "interval"):
             if getattr(self, name) <= 0:
                 raise ExperimentError(f"--{name.replace('_', '-')} must be positive, got {getattr(self, name)}")
+        if self.smallest < 0:
+            raise ExperimentError(f"--smallest must be at least 0, got {self.smallest}")
         for name in ("coefficient", "bits_per_value", "fill_memory", "rest_samples"):
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ExperimentError(f"--{name.replace('_', '-')} must be positive, got {getattr(self, name)}")

@@ -197,13 +197,13 @@ class Training:
         self._step = jitted.lower(*args).compile(compiler_options={**memjax.remat_compiler_options()})
 
     @classmethod
-    def fitting(cls, config: MetpConfig, parallelism: str, length: int) -> "Training":
-        """The fastest of the `variants` that takes no more memory than a device has; if none does, the smallest."""
+    def fitting(cls, config: MetpConfig, parallelism: str, length: int, limit: float = math.inf) -> "Training":
+        """The fastest of the `variants` that takes no more memory than a device has, or `limit`; if none does, the smallest."""
         limits = [(device.memory_stats() or {}).get("bytes_limit", math.inf) for device in jax.local_devices()]
         for variant in variants(config, parallelism):
             training = cls(variant, parallelism, length)
             # All processes have to choose the same.
-            if multihost_utils.process_allgather(np.asarray(training.bytes <= min(limits))).all():
+            if multihost_utils.process_allgather(np.asarray(training.bytes <= min(limit, *limits))).all():
                 break
         return training
 

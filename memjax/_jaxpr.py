@@ -3,7 +3,7 @@
 import contextlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -31,11 +31,18 @@ def scope(eqn: Any) -> str:
     return _TRANSFORM.sub("", str(eqn.source_info.name_stack))
 
 
+@contextlib.contextmanager
+def inside(eqn: Any) -> Iterator[None]:
+    """In an equation's scope, and with its settings."""
+    name = scope(eqn)
+    with eqn.ctx.manager, jax.named_scope(name) if name else contextlib.nullcontext():
+        yield
+
+
 def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     """The equation's outputs for these inputs, in its scope."""
     params = eqn.primitive.get_bind_params(eqn.params)
-    name = scope(eqn)
-    with eqn.ctx.manager, jax.named_scope(name) if name else contextlib.nullcontext():
+    with inside(eqn):
         out = eqn.primitive.bind(*values, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
 

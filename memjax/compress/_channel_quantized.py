@@ -58,13 +58,14 @@ class ChannelQuantized(FixedRate):
 
     To read less, measure the ranges of 8192 `samples` of a channel, say: ranges are widened by a sixteenth on either side, and
     what is beyond is moved to the nearest level, so that there is no bound; a NaN or an infinity among the others becomes
-    any level. Samples are of all examples, the first axis, for these differ more than the positions within one.
+    any level. Samples are of all examples, the first of three axes or more, for these differ more than the positions within
+    one, and evenly spaced there. All is measured where positions are sharded explicitly.
 
     Memory: `bits` per value and 8 bytes per channel.
 
     Args:
       bits: 4 or 8.
-      samples: how many values of a channel are measured, or a few more; None: all.
+      samples: how many values of a channel are measured, up to three times as many, and one of each example at least; None: all.
 
     Raises:
       ValueError: `bits` or `samples` is none of these.
@@ -125,4 +126,8 @@ def _spread(x: Float[Array, "..."], samples: int) -> Float[Array, "..."]:
     positions = math.prod(x.shape[:-1]) // examples
     # An odd distance: an even one would often be found in the same columns of all rows.
     distance = (max(positions // -(-samples // examples), 1) - 1) | 1
-    return x if distance == 1 else x.reshape(examples, positions, x.shape[-1])[:, distance // 2 :: distance]
+    sharded = jax.typeof(x).sharding.spec[1:-1] if x.ndim > 2 else jax.typeof(x).sharding.spec[:1]
+    if distance == 1 or any(axis is not None for axis in sharded):
+        return x
+    x = x.reshape(examples, positions, x.shape[-1])
+    return lax.slice_in_dim(x, distance // 2, None, distance, axis=1)

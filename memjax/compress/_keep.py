@@ -270,7 +270,9 @@ class _Trace:
         descendants, pending = {root}, [root]
         while pending:
             for eqn in self._readers.get(pending.pop(), []):
-                out = eqn.outvars[0]
+                out = eqn.outvars[0] if eqn.outvars else None
+                if out is None:  # a debug callback
+                    continue
                 if out not in descendants and (found := self.parent(out)) is not None and found[0] in descendants:
                     for small in found[1]:
                         if eqn.primitive.name == "mul" and (scale := self._square_root(small, channels)) is not None:

@@ -22,10 +22,11 @@ def max_pool(x: Float[Array, "..."], *, window_dimensions, window_strides, paddi
     """What the primitive `reduce_window_max` computes, with the same gradient: to the first of equal values.
 
     Keeps an index into the window, uint8, for every output: exact, whatever else is compressed. Windows of more than 256
-    values and dilated ones keep the input.
+    values, dilated ones, and what is cut off instead of padded keep the input.
     """
     window = _Window(x.shape, tuple(window_dimensions), tuple(window_strides), tuple(map(tuple, padding)))
-    if math.prod(window.size) > 256 or any(d != 1 for d in (*base_dilation, *window_dilation)):
+    is_dilated = any(d != 1 for d in (*base_dilation, *window_dilation))
+    if is_dilated or math.prod(window.size) > 256 or any(edge < 0 for pair in window.padding for edge in pair):
         return _plain(x, window, tuple(base_dilation), tuple(window_dilation))
     return _indexed(x, window)
 
@@ -75,12 +76,21 @@ def _forward(x, window: _Window):
 
 
 def _backward(window: _Window, index, ct):
-    few = math.prod(window.shape) < 2**31 and math.prod(window.size) <= _FEW
-    in_one_piece = all(axis is None for axis in jax.typeof(ct).sharding.spec)
-    if _overlap(window) and few and in_one_piece and 0 not in ct.shape and why_not() is None:
-        plan = plan_of(axes_of(window, ct.shape))
-        return (max_pool_gradient(plan, index, ct).reshape(window.shape),)
-    return _woven(window, index, ct)
+    woven = functools.partial(_woven, window)
+    if not (_overlap(window) and 0 not in ct.shape and why_not() is None and _is_in_one_piece(ct)):
+        return woven(index, ct)
+    plan = plan_of(axes_of(window, ct.shape))
+    if plan.inputs >= 2**31 or math.prod(window.size) > _FEW or plan.share_of_lanes < 0.5:
+        return woven(index, ct)
+    by_kernel = lambda index, ct: (max_pool_gradient(plan, index, ct).reshape(window.shape),)
+    return lax.platform_dependent(index, ct, cuda=by_kernel, default=woven)
+
+
+def _is_in_one_piece(x) -> bool:
+    """Whether no compiler has to find out how to spread a kernel over devices."""
+    mesh = jax.sharding.get_abstract_mesh()
+    is_whole = jax.device_count() == 1 or (not mesh.empty and set(mesh.manual_axes) == set(mesh.axis_names))
+    return is_whole and all(axis is None for axis in jax.typeof(x).sharding.spec)
 
 
 def _woven(window: _Window, index, ct):
@@ -91,11 +101,12 @@ def _woven(window: _Window, index, ct):
     """
     axes = axes_of(window, ct.shape)
     if any(axis.begun == 0 or axis.outputs == 0 for axis in axes):
-        return (jnp.zeros(window.shape, ct.dtype),)
+        none = [(0, axis.inputs - axis.outputs, 0) for axis in axes]
+        return (lax.pad(jnp.zeros_like(ct), jnp.zeros((), ct.dtype), none),)
     wide, places = ct.astype(accumulator(ct.dtype)), []
     zero, begun = jnp.zeros((), wide.dtype), [axis.begun for axis in axes]
     for place in itertools.product(*map(range, window.strides)):
-        total = jnp.zeros(begun, wide.dtype)
+        total = lax.pad(jnp.zeros_like(wide), zero, [(0, axis.begun - axis.outputs, 0) for axis in axes])
         for back, i in windows_of(place, axes):
             edges = [(b, axis.begun - axis.outputs - b, 0) for b, axis in zip(back, axes, strict=True)]
             total = total + lax.pad(jnp.where(index == jnp.uint8(i), wide, zero), zero, edges)

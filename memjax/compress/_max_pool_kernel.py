@@ -23,7 +23,7 @@ _BLOCK, _WARPS = 1024, 4
 
 
 class Axis(NamedTuple):
-    """Of the arrays of a max-pooling, one along which windows are larger than one, or further apart.
+    """Of the arrays of a max-pooling.
 
     Attributes:
       inputs, outputs: elements of the input and of the output.
@@ -57,6 +57,11 @@ class Plan(NamedTuple):
         return -(-self.axes[-1].begun * self.inner // _BLOCK)
 
     @property
+    def share_of_lanes(self) -> float:
+        """Of blocks, that have a window to add to."""
+        return self.axes[-1].begun * self.inner / (self.blocks * _BLOCK)
+
+    @property
     def inputs(self) -> int:
         return self.outer * math.prod(axis.inputs for axis in self.axes) * self.inner
 
@@ -83,7 +88,7 @@ def max_pool_gradient(
 
 @functools.cache
 def _kernel(plan: Plan):
-    """Each program adds up `_BLOCK` windows' neighbours for all places: see `_max_pool._backward`."""
+    """Each program adds up `_BLOCK` windows' neighbours for all places: see `_max_pool._woven`."""
 
     def kernel(index_ref, ct_ref, out_ref):
         from jax.experimental.pallas import triton

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from memjax.compress import Cast, ChannelQuantized, Codec, ErrorBounded, GroupQuantized, Mask
 from memjax.compress._channel_quantized import _spread
@@ -152,8 +153,23 @@ def test_channel_quantized_measures_all_of_little(shape):
 def test_channel_quantized_measures_as_much_as_it_is_asked_for(shape):
     for samples in (1, 7, 400, 1000, 1001):
         measured = _spread(jnp.arange(math.prod(shape)).reshape(shape), samples)
-        assert samples <= measured.size // 3 <= 3 * max(samples, shape[0])
+        assert samples <= measured.size // 3 <= 3 * max(samples, shape[0] if len(shape) > 2 else 1)
         assert len(np.unique(measured)) == measured.size
+
+
+@pytest.mark.parametrize("spec", [("d",), (None, "d"), (None, None, "d"), (None, None, None, "d"), ("d", "e")])
+def test_channel_quantized_of_explicitly_sharded_arrays(spec):
+    mesh = jax.make_mesh((2, 2), ("d", "e"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
+    x = jax.random.normal(jax.random.key(0), (8, 64, 64, 4))
+    codec = ChannelQuantized(samples=1000)
+    for array in (x, x.reshape(-1, 4)):
+        with jax.set_mesh(mesh):
+            placed = jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec[: array.ndim])))
+            code = jax.jit(codec.encode)(placed)
+        positions = spec[1:3] if array.ndim > 2 else spec[:1]
+        whole = any(axis is not None for axis in positions)
+        alone = (ChannelQuantized() if whole else codec).encode(array)
+        chex.assert_trees_all_equal(jax.device_get(code), jax.device_get(alone))
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -72,6 +72,21 @@ def check_kernel(shape, size, strides, padding, dtype, interpret):
     np.testing.assert_array_equal(got.astype(jnp.float32), wanted.reshape(-1).astype(jnp.float32))
 
 
+def test_what_is_cut_off():
+    plain, pool = pools((3,), (2,), ((-2, 0),))
+    x = jax.random.normal(jax.random.key(0), (9,))
+    np.testing.assert_array_equal(plain(x), pool(x))
+
+
+def test_plan():
+    window = _Window((256, 112, 112, 64), (1, 3, 3, 1), (1, 2, 2, 1), ((0, 0), (1, 1), (1, 1), (0, 0)))
+    plan = plan_of(axes_of(window, (256, 56, 56, 64)))
+    assert (plan.outer, [axis.begun for axis in plan.axes], plan.inner) == (256, [57, 57], 64)
+    assert plan.share_of_lanes == 57 * 64 / 4096
+    first = _Window((256, 64, 112, 112), (1, 1, 3, 3), (1, 1, 2, 2), ((0, 0), (0, 0), (1, 1), (1, 1)))
+    assert plan_of(axes_of(first, (256, 64, 56, 56))).share_of_lanes < 0.1
+
+
 def test_signed_zeros_and_nans():
     plain, pool = pools((2,), (2,), ((0, 0),))
     x = jnp.array([-0.0, 0.0, 0.0, -0.0, jnp.nan, 1.0, 1.0, jnp.nan])
@@ -81,9 +96,12 @@ def test_signed_zeros_and_nans():
     np.testing.assert_array_equal(pull(jnp.ones(4))[0][4:], [1, 0, 0, 1])  # to the NaN
 
 
-def test_explicit_sharding():
+@pytest.mark.parametrize(
+    ("size", "strides", "padding"), [(3, 2, (1, 1)), (2, 3, (0, 0)), (1, 2, (0, 0)), (9, 1, (0, 0))]
+)
+def test_explicit_sharding(size, strides, padding):
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
-    plain, pool = pools((1, 3, 3, 1), (1, 2, 2, 1), ((0, 0), (1, 1), (1, 1), (0, 0)))
+    plain, pool = pools((1, size, size, 1), (1, strides, strides, 1), ((0, 0), padding, padding, (0, 0)))
     with jax.set_mesh(mesh):
         x = jax.device_put(jax.random.normal(jax.random.key(0), (4, 8, 8, 2)), NamedSharding(mesh, PartitionSpec("d")))
         wanted, got = (jax.grad(lambda x, f=f: jnp.sum(f(jnp.tanh(x))))(x) for f in (plain, pool))

@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 from jax import lax
 
+from memjax import compressed
+from memjax._jaxpr import scope
+from memjax.compress import Cast
 from memjax.compress._max_pool import max_pool
 from memjax.compress._pool_first import evaluate_pools_first
 
@@ -23,6 +26,16 @@ def straight_through(x):
 
 
 straight_through.defjvp(lambda primals, tangents: (straight_through(*primals), *tangents))
+
+
+@jax.custom_jvp
+def underivable(x):
+    return jnp.round(x)
+
+
+@underivable.defjvp
+def _(primals, tangents):
+    raise NotImplementedError
 
 
 def relu_then_pool(x, pool=pool):
@@ -65,6 +78,28 @@ def test_relus_are_of_what_was_pooled():
     assert sizes_of_relus(relu_then_pool, X) == [3 * 9]
 
 
+def test_names_stay_and_equations_without_outputs_run():
+    seen = []
+
+    def f(x):
+        jax.debug.callback(lambda x: seen.append(float(x)), x[0, 0])
+        with jax.named_scope("act"):
+            x = jax.nn.relu(jnp.sin(x))
+        with jax.named_scope("pool"):
+            return jnp.sin(pool(x))
+
+    def names(f):
+        kinds = ("custom_jvp_call", "reduce_window_max")
+        return [scope(eqn) for eqn in jax.make_jaxpr(f)(X).eqns if eqn.primitive.name in kinds]
+
+    assert names(f) == ["act", "pool"]
+    assert names(evaluated(jax.make_jaxpr(f)(X))) == ["pool", "act"]
+    plain, own = (jax.grad(lambda x, f=f: jnp.sum(f(x)))(X) for f in (f, compressed(f, Cast(jnp.float32))))
+    jax.effects_barrier()
+    chex.assert_trees_all_close(plain, own)
+    assert seen == [float(X[0, 0])] * 2
+
+
 @pytest.mark.parametrize(
     "f",
     [
@@ -73,7 +108,11 @@ def test_relus_are_of_what_was_pooled():
         lambda x: (relu := jax.nn.relu(x)) + pool(relu, 1, 1, (0, 0)),
         lambda x: pool(jax.nn.relu(x), 1, 2, (1, 0)),  # the first window is all padding
         lambda x: pool(jax.nn.relu(x), 2, 2, (0, 3)),
+        lambda x: lax.reduce_window(jax.nn.relu(x), -jnp.inf, lax.max, (1, 2), (1, 1), "VALID", base_dilation=(1, 2)),
+        lambda x: lax.reduce_window(jax.nn.relu(x), -jnp.inf, lax.max, (1, 2), (1, 1), "SAME", window_dilation=(1, 2)),
+        lambda x: pool(jax.nn.relu(x[:, :0]), 2, 1, (1, 1)),
         lambda x: pool(jax.nn.relu6(x)),
+        lambda x: pool(underivable(x)),
         lambda x: jnp.cumsum(jax.nn.relu(x)),
         lambda x: jax.nn.relu(x),
     ],

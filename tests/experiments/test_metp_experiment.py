@@ -61,6 +61,7 @@ def test_memory_is_spent_while_there_is_enough():
     bytes_of = [metp.Training(variant, "metp", 1024).bytes for variant in (memory, time)]
     assert bytes_of[0] > 1.1 * bytes_of[1]
     assert metp.Training.fitting(config, "metp", 1024).config.spend == "memory"  # nothing limits it here
+    assert metp.Training.fitting(config, "metp", 1024, limit=bytes_of[0] - 1).config.spend == "time"
     text = np.arange(2000, dtype=np.uint8)
     for limit, spent in ((bytes_of[0], "memory"), (bytes_of[0] - 1, "time"), (bytes_of[1] - 1, None)):
         found = metp._try(config, "metp", 1024, text, steps=1, limit=limit)
