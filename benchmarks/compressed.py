@@ -106,8 +106,11 @@ def measure(given: dict) -> dict:
 
     case, is_compressed = given["case"], given["case"] != "plain"
     own: dict[str, Any] = {"model": given["model"], "batch_size": given["batch"], "image_size": given["size"]}
-    own |= {"smallest": given["smallest"]}
-    own |= {"where": "all" if case == "all" else "conv", "learning_rate": LEARNING_RATES[given["model"]]}
+    own |= {
+        "smallest": given["smallest"],
+        "where": "all" if case == "all" else "conv",
+        "learning_rate": LEARNING_RATES[given["model"]],
+    }
     config = dataclasses.replace(PRESETS["gpu"], **own)
     plain_tx = optimizer(config, _ALL_STEPS)
     adaptive = compress.adaptive(plain_tx, interval=_ALL_STEPS)

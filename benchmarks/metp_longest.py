@@ -75,10 +75,8 @@ def main(config: Config) -> None:
             keep(found)
     others = {row["parallelism"]: row["longest"] for row in rows if row["parallelism"] != "tp" and row.get("longest")}
     with ThreadPoolExecutor() as pool, tempfile.NamedTemporaryFile() as turn:
-        cases: list[tuple[str, dict]] = [(name, {}) for name in others] + [("metp", {"spend": "auto"})] * (
-            "metp" in others
-        )
-        for found in pool.map(lambda case: run(case[0], min(others.values()), turn=turn.name, **case[1]), cases):
+        cases = [(name, "time") for name in others] + [(name, "auto") for name in others if name == "metp"]
+        for found in pool.map(lambda case: run(case[0], min(others.values()), turn=turn.name, spend=case[1]), cases):
             keep(found)
 
 
@@ -106,7 +104,7 @@ def case(case: dict) -> dict:
         with open(case["turn"]) as file:
             # While one measures no other compiles: XLA tries kernels out on the same GPUs.
             fcntl.flock(file, fcntl.LOCK_SH)
-            training = metp.Training.fitting(config, name, case["length"])
+            training = metp.Training.fitting(config, name, case["length"], limit or np.inf)
             fcntl.flock(file, fcntl.LOCK_UN)
             fcntl.flock(file, fcntl.LOCK_EX)
             return result | {"spent": training.config.spend} | _speed(training, text)

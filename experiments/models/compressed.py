@@ -44,7 +44,7 @@ def compressed_classifier(
 
 
 def find_layers(
-    net: nnx.Module, image: jax.ShapeDtypeStruct, *, rest: compress.Codec | None = None, smallest: int = 0, **options
+    net: nnx.Module, image: jax.ShapeDtypeStruct, *, rest: compress.Codec | None, smallest: int, **options
 ) -> compress.Layers:
     """`memjax.compress.layers` of what an NNX network's convolutions read."""
     net.train()

@@ -115,9 +115,8 @@ def _woven(window: _Window, index, ct):
         places = lax.optimization_barrier(places)  # or all would be computed for every element of the gradient
     strided = [axis for axis, s in enumerate(window.strides) if s > 1]
     woven = jnp.stack(places).reshape(*(window.strides[axis] for axis in strided), *begun)
-    for axis in reversed(
-        strided
-    ):  # one by one: JAX does not reshape several axes of an explicitly sharded array at once
+    # One by one: JAX does not reshape several axes of an explicitly sharded array at once.
+    for axis in reversed(strided):
         left = strided.index(axis)
         woven = jnp.moveaxis(woven, left, left + 1 + axis)
         woven = lax.collapse(woven, left + axis, left + axis + 2)
