@@ -8,7 +8,8 @@ from benchmarks.tables import _gib, _load, _markdown, _source
 
 _NETWORKS = {"alexnet": "AlexNet", "vgg16": "VGG-16", "resnet18": "ResNet-18", "resnet50": "ResNet-50"}
 # Rows of VGG-16 in `compressed` are of a training that diverged: its codes were of NaNs, as they are.
-_STEPS = {"compressed_vgg16": "vgg16", "compressed": "resnet50"}
+_STEPS = {"compressed_vgg16": "vgg16", "compressed": "resnet50", "compressed_large": "resnet50"}
+_LEFT_ALONE = {"compressed_large": "; arrays of fewer than 2^24 values left alone"}
 _CASES = {
     "plain": "nothing compressed",
     "settle": "what convolutions read, error-bounded, with room for whatever it needs",
@@ -18,13 +19,11 @@ _CASES = {
 
 
 def training_table() -> str | None:
-    """Runs with compression of one file; those without, which depend on no codec, of others."""
-    names = ("compressed_training", "compressed_training_before", "compressed_training_alexnet")
-    files = [loaded for name in names if (loaded := _load(name)) is not None]
-    if len(files) < len(names):
+    if (loaded := _load("compressed_training")) is None:
         return None
-    compressed_rows = [row for row in files[0][1] if row["compressed"] and "error" not in row]
-    plain_rows = [row for _, rows in files for row in rows if not row["compressed"] and "error" not in row]
+    environment, all_rows = loaded
+    compressed_rows = [row for row in all_rows if row["compressed"]]
+    plain_rows = [row for row in all_rows if not row["compressed"]]
     body = []
     for model, name in _NETWORKS.items():
         plain, compressed = ([r for r in rows if r["model"] == model] for rows in (plain_rows, compressed_rows))
@@ -49,8 +48,7 @@ def training_table() -> str | None:
         "float32 / code",
         "sigma of a layer's gradient, predicted / measured: median (range)",
     ]
-    sources = [_source(files[0][0]), *(f"Without compression: {_source(environment)}" for environment, _ in files[1:])]
-    return "\n\n".join([_markdown(header, body), *sources])
+    return _markdown(header, body) + "\n\n" + _source(environment)
 
 
 def _accuracy(rows: list[dict[str, Any]]) -> str:
@@ -79,14 +77,14 @@ def memory_table() -> str | None:
 
 def _table_of_cases(cases: dict[str, str], header: list[str], cells: Callable[[dict, dict], list[str]]) -> str | None:
     """A line for each file's network and case that has a row; `cells` of it and the plain row in the same file."""
-    files = [(*loaded, model) for name, model in _STEPS.items() if (loaded := _load(name)) is not None]
+    files = [(*loaded, name, model) for name, model in _STEPS.items() if (loaded := _load(name)) is not None]
     body = []
-    for _, rows, model in files:
+    for _, rows, name, model in files:
         found = {row["case"]: row for row in rows if row["model"] == model}
         body += [
-            [f"{_NETWORKS[model]}, {cases[case]}", *cells(found[case], found["plain"])]
+            [f"{_NETWORKS[model]}, {cases[case]}{_LEFT_ALONE.get(name, '')}", *cells(found[case], found["plain"])]
             for case in cases
-            if case in found
+            if case in found and (case != "plain" or name not in _LEFT_ALONE)
         ]
     header = ["training step, batch 256 of 224x224, bf16", *header]
     return (

@@ -38,7 +38,7 @@ import orbax.checkpoint as ocp
 import tyro
 
 from benchmarks import record
-from benchmarks.compressed_training import LEARNING_RATES
+from benchmarks.compressed_training import RECIPES
 
 _WARM = 40  # steps, one and a half seconds: the clocks of an idle GPU are low
 _ALL_STEPS = 1000  # of the schedule
@@ -99,6 +99,7 @@ def _run_all(config: Config, folder: str) -> None:
 
 def measure(given: dict) -> dict:
     from experiments.compressed_training import PRESETS, _model
+    from experiments.compression.controlled import controlled
     from experiments.harness.classification import classification_loss
     from experiments.harness.optimizer import optimizer
     from experiments.harness.step import init_state, train_step
@@ -109,11 +110,11 @@ def measure(given: dict) -> dict:
     own |= {
         "smallest": given["smallest"],
         "where": "all" if case == "all" else "conv",
-        "learning_rate": LEARNING_RATES[given["model"]],
     }
+    own |= RECIPES[given["model"]]
     config = dataclasses.replace(PRESETS["gpu"], **own)
     plain_tx = optimizer(config, _ALL_STEPS)
-    adaptive = compress.adaptive(plain_tx, interval=_ALL_STEPS)
+    adaptive = controlled(dataclasses.replace(config, interval=_ALL_STEPS), _ALL_STEPS)
     compressed_init = jax.jit(functools.partial(init_state, functools.partial(_model, config, 16, True), adaptive))
     tx = adaptive if is_compressed else plain_tx
     make = functools.partial(_model, config, 16, is_compressed)

@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.table import Table
 
 import memjax
+from experiments.compression.controlled import controlled
 from experiments.harness import devices, memory
 from experiments.harness.classification import classification_loss
 from experiments.harness.config import ExperimentError
 from experiments.harness.optimizer import optimizer
 from experiments.harness.step import init_state, train_step
-from memjax import compress
 
 _GIB = 2**30
 _TIMED_STEPS = 20
@@ -93,9 +93,7 @@ def _compiled(config, make_model: Callable[..., nnx.Module], is_compressed: bool
     """The step for so many examples, its bytes per device, and its state's types."""
     own = dataclasses.replace(config, batch_size=batch)
     mesh = devices.data_mesh()
-    tx = optimizer(own, 1000)
-    if is_compressed:
-        tx = compress.adaptive(tx, interval=own.interval, sigma=own.sigma)
+    tx = (controlled if is_compressed else optimizer)(own, 1000)
     model = functools.partial(make_model, own, is_compressed=is_compressed)
     loss = classification_loss(mean=(0.5,) * 3, std=(0.25,) * 3, label_smoothing=0.0)
     state = jax.eval_shape(functools.partial(init_state, model, tx))

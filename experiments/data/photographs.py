@@ -1,6 +1,7 @@
 """Photographs that come with scikit-image and scikit-learn: which one is a crop from?"""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image
@@ -13,15 +14,16 @@ _OF_SKIMAGE = (
     *("hubble_deep_field", "immunohistochemistry", "moon", "retina", "rocket"),
 )
 _OF_SKLEARN = ("china.jpg", "flower.jpg")
-_TRAIN_WIDTH = 0.65  # share of a photograph's width; the rest is for testing
 _PER_CLASS = 128  # training crops of an epoch
+_GRID = (16, 8)  # test crops of a photograph, downwards and across
 
 
 def photographs(image_size: int) -> ImageData:
     """Crops of (image_size, image_size, 3) pixels from 16 photographs, each a class.
 
-    Training: anywhere in the left 65% of a photograph, flipped at random. Test: on a grid in the rest of it, so that no pixel
-    is in both.
+    Each photograph is cut into upright stripes, those for training at the edges and between those for testing, so that most
+    of what test crops show has been seen beside them, and no pixel is in both. Training: anywhere in a stripe, flipped at
+    random. Test: 128 of a photograph on a grid.
 
     Args:
       image_size: side of the crops; up to 96, since some photographs are small.
@@ -51,15 +53,31 @@ def _rgb(pixels: np.ndarray) -> np.ndarray:
     return np.asarray(Image.fromarray(pixels).convert("RGB"))
 
 
-def _edge(photo: np.ndarray) -> int:
-    """Where the test region begins."""
-    return round(photo.shape[1] * _TRAIN_WIDTH)
+@dataclass(frozen=True)
+class _Stripes:
+    """Where crops of a photograph may begin, in columns."""
+
+    train: np.ndarray
+    test: np.ndarray
+
+
+def _stripes(width: int, size: int) -> _Stripes:
+    """Test stripes an eighth wider than crops; those for training, one more, at least half as wide again if they can be."""
+    test_width = size + size // 8
+    tests = max(1, (width - size * 3 // 2) // (test_width + size * 3 // 2))
+    edges = np.linspace(0, width - tests * test_width, tests + 2).astype(int)
+    begins = edges[:-1] + test_width * np.arange(tests + 1)  # of training stripes
+    ends = edges[1:] + test_width * np.arange(tests + 1)
+    train = [np.arange(begin, end - size + 1) for begin, end in zip(begins, ends, strict=True)]
+    test = [np.arange(end, begin - size + 1) for end, begin in zip(ends[:-1], begins[1:], strict=True)]
+    return _Stripes(np.concatenate(train), np.concatenate(test))
 
 
 def _grid(label: int, photo: np.ndarray, size: int) -> list[tuple[int, int, int]]:
-    """(label, top, left) of 32 crops, evenly over the test region."""
-    tops = np.linspace(0, photo.shape[0] - size, 8).astype(int)
-    lefts = np.linspace(_edge(photo), photo.shape[1] - size, 4).astype(int)
+    """(label, top, left) of crops, evenly over the test stripes."""
+    tops = np.linspace(0, photo.shape[0] - size, _GRID[0]).astype(int)
+    lefts = _stripes(photo.shape[1], size).test
+    lefts = lefts[np.linspace(0, len(lefts) - 1, _GRID[1]).astype(int)]
     return [(label, int(top), int(left)) for top in tops for left in lefts]
 
 
@@ -79,10 +97,14 @@ class _GridCrop(_Crop):
 
 
 class _RandomCrop(_Crop):
+    def __init__(self, photos: list[np.ndarray], size: int):
+        super().__init__(photos, size)
+        self._lefts = [_stripes(photo.shape[1], size).train for photo in photos]
+
     def __call__(self, item, rng: np.random.Generator) -> Example:
         label, _ = item
         photo = self._photos[label]
         top = int(rng.integers(0, photo.shape[0] - self._size + 1))
-        left = int(rng.integers(0, _edge(photo) - self._size + 1))
+        left = int(rng.choice(self._lefts[label]))
         example = self._crop(label, top, left)
         return example | {"image": example["image"][:, ::-1]} if rng.random() < 0.5 else example

@@ -55,9 +55,11 @@ class RunConfig(RunFlags):
     accumulate: int = 1
     """Micro-batches per step: gradients are added up, memory is that of one micro-batch."""
     optimizer: Literal["sgd", "adamw"] = "sgd"
-    """sgd: with Nesterov momentum. adamw: with gradients clipped to a global norm of 1."""
+    """sgd: with Nesterov momentum."""
     learning_rate: float = 0.1
-    """Initial learning rate."""
+    """The highest learning rate."""
+    warmup: float = 0.0
+    """Share of the training in which the learning rate rises from 0, linearly."""
     schedule: Literal["step", "cosine"] = "step"
     """step: times 0.1 at each milestone. cosine: down to 0."""
     milestones: tuple[float, ...] = (0.5, 0.75)
@@ -67,6 +69,8 @@ class RunConfig(RunFlags):
     weight_decay: float = 1e-4
     """SGD: L2 penalty on all parameters, normalisation included, added to the gradient before the momentum. AdamW: its
     decoupled decay."""
+    clip: float | None = None
+    """Gradients of a larger global norm are scaled down to it. Default: 1 for adamw, and sgd takes them as they are."""
     workers: int = 0
     """Processes that read and decode files; 0: the main process does. Data that is in memory needs none."""
     log_every: int = 1
@@ -88,6 +92,10 @@ class RunConfig(RunFlags):
         for field in ("workers", "weight_decay", "seed"):
             if getattr(self, field) < 0:
                 raise ExperimentError(f"{_flag(field)} must not be negative, got {getattr(self, field)}")
+        if self.clip is not None and not self.clip > 0:
+            raise ExperimentError(f"--clip must be positive, got {self.clip}")
+        if not 0 <= self.warmup < 1:
+            raise ExperimentError(f"--warmup must be in [0, 1), got {self.warmup}")
         if not 0 <= self.momentum < 1:
             raise ExperimentError(f"--momentum must be in [0, 1), got {self.momentum}")
         if self.checkpoint_every is not None and self.checkpoint_every <= 0:

@@ -13,16 +13,31 @@ def learning_rate(config: RunConfig, total_steps: int) -> optax.Schedule:
     else:
         drops = {round(fraction * total_steps): 0.1 for fraction in config.milestones}
         schedule = optax.piecewise_constant_schedule(config.learning_rate, drops)
-    # optax mixes the step with floats, which strict dtype promotion refuses for integers.
-    return lambda step: schedule(jnp.asarray(step, jnp.float32))
+    warmup = max(1, round(config.warmup * total_steps))
+
+    def rate(step):
+        step = jnp.asarray(step, jnp.float32)  # strict dtype promotion refuses integers beside optax's floats
+        return schedule(step) * jnp.minimum(1.0, (step + 1) / warmup)
+
+    return rate
 
 
-def optimizer(config: RunConfig, total_steps: int) -> optax.GradientTransformation:
-    """SGD: `v <- m v + (g + d w)`, `w <- w - lr (g + d w + m v)`: the penalty d is part of the gradient."""
+def clipping(config: RunConfig) -> optax.GradientTransformation | None:
+    """What is done to gradients first, if anything."""
+    norm = 1.0 if config.clip is None and config.optimizer == "adamw" else config.clip
+    return None if norm is None else optax.clip_by_global_norm(norm)
+
+
+def optimizer(config: RunConfig, total_steps: int, *, clipped: bool = False) -> optax.GradientTransformation:
+    """SGD: `v <- m v + (g + d w)`, `w <- w - lr (g + d w + m v)`: the penalty d is part of the gradient.
+
+    Args:
+      clipped: whether gradients come as `clipping` makes them; else it comes first.
+    """
+    rate, clip = learning_rate(config, total_steps), None if clipped else clipping(config)
     if config.optimizer == "adamw":
-        adamw = optax.adamw(learning_rate(config, total_steps), weight_decay=config.weight_decay)
-        return optax.chain(optax.clip_by_global_norm(1.0), adamw)
-    return optax.chain(
-        optax.add_decayed_weights(config.weight_decay),
-        optax.sgd(learning_rate(config, total_steps), momentum=config.momentum, nesterov=True),
-    )
+        rules = [optax.adamw(rate, weight_decay=config.weight_decay)]
+    else:
+        penalty = optax.add_decayed_weights(config.weight_decay)
+        rules = [penalty, optax.sgd(rate, momentum=config.momentum, nesterov=True)]
+    return optax.chain(*([] if clip is None else [clip]), *rules)

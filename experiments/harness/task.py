@@ -27,7 +27,7 @@ class Task:
       train_examples: how many there are, on all hosts.
       compare: by name, the models whose training memory is reported: this run's, and alternatives to it.
       by_device: whether each device computes its gradient by itself: see `train_step`.
-      wrap_optimizer: makes of the configured optimizer the one that trains.
+      optimizer: of a training of so many steps; None: as the flags say.
       compile_step: makes of a step `(state, batch) -> (state, sums)` and options of `jax.jit` what trains; None: `jax.jit`.
       settle: the state, once nothing that trains may still take it back; called before it is
         observed, tested or saved.
@@ -44,7 +44,7 @@ class Task:
     train_examples: int
     compare: Mapping[str, Callable[[], nnx.Module]]
     by_device: bool = False
-    wrap_optimizer: Callable[[optax.GradientTransformation], optax.GradientTransformation] = lambda tx: tx
+    optimizer: Callable[[int], optax.GradientTransformation] | None = None
     compile_step: Callable[..., Callable] | None = None
     settle: Callable[[TrainState], TrainState] = lambda state: state
     observe: Callable[[TrainState], dict[str, Any]] = lambda state: {}

@@ -46,7 +46,8 @@ class Trainer:
                 f"--batch-size {config.batch_size} is more than the {task.train_examples} training examples"
             )
         self._total_steps = max(1, round(config.epochs * self._epoch_steps))
-        self._optimizer = task.wrap_optimizer(optimizer(config, self._total_steps))
+        make_optimizer = task.optimizer or functools.partial(optimizer, config)
+        self._optimizer = make_optimizer(self._total_steps)
         self._batch = memory.placed(task.batch, devices.batch_sharding(mesh))
         if not config.resume and (config.folder / "config.json").exists():
             raise ExperimentError(f"{config.folder} holds a run already: add --resume, or choose another --name")

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-_HE = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
+_HE = functools.partial(nnx.initializers.variance_scaling, 2.0, distribution="normal")
 
 
 class Conv(nnx.Module):
@@ -40,7 +40,8 @@ class Conv(nnx.Module):
             padding=padding,
             feature_group_count=groups,
             use_bias=not norm,
-            kernel_init=_HE,
+            # Without a norm after it a convolution has to keep the scale of what it reads, forwards.
+            kernel_init=_HE("fan_out" if norm else "fan_in"),
             dtype=dtype,
             rngs=rngs,
         )

@@ -24,6 +24,7 @@ class AdaptiveState(NamedTuple):
       since: updates since the bounds were last set.
       sums: by `Layers` among the parameters, statistics added up over these.
       last: those of the latest update.
+      clip: of the transformation that scales gradients.
     """
 
     inner: Any
@@ -31,6 +32,7 @@ class AdaptiveState(NamedTuple):
     since: Int32[Array, ""]
     sums: tuple[Statistics, ...]
     last: tuple[Statistics, ...]
+    clip: Any = ()
 
 
 def predicted_sigma(
@@ -79,6 +81,7 @@ def adaptive(
     sigma: float = 0.01,
     coefficient: float | None = None,
     coarsest: float = 1.0,
+    clip: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformation:
     """`tx` for the parameters, and for the `Layers` among them bounds that keep the errors of gradients small.
 
@@ -97,6 +100,9 @@ def adaptive(
     which is at most twice the bound, is wider than `coarsest` mean magnitudes of the values that are not zero. They are taken
     from decoded values, which wide steps enlarge: a `coarsest` of 4 or more limits nothing.
 
+    Gradients that are clipped by their norm have smaller errors. So give what clips them as `clip`, not as a part of `tx`,
+    where it would make the momentum smaller without these errors, and bounds stricter by what it scales gradients with.
+
     Works under `jit` and `shard_map`: gradients have to be added up or averaged over devices, statistics along with them.
     An averaged `sum_j L_j^2` is too large: by the square root of the number of devices bounds are too strict then.
 
@@ -106,6 +112,8 @@ def adaptive(
       sigma: as a share of the momentum.
       coefficient: use the simplified equation 6 with this a, such as 0.32.
       coarsest: the widest step, in mean magnitudes. Wider ones save space, but what is predicted is too small for first layers.
+      clip: applied to gradients before `tx`, scaling all of them alike: `optax.clip_by_global_norm(1.0)`, for one. Statistics are
+        scaled by what it makes of their global norm.
 
     Raises:
       ValueError: `interval`, `sigma`, `coefficient` or `coarsest` is not positive; at `init`, there are no `Layers` among the
@@ -128,13 +136,17 @@ def adaptive(
             _weights(layers, rest)
         zeros = lambda: tuple(jax.tree.map(jnp.zeros_like, layers.statistics) for layers in own)
         none = lambda: jnp.zeros((), jnp.int32)
-        return AdaptiveState(tx.init(rest), none(), none(), zeros(), zeros())
+        clipped = clip.init(rest) if clip is not None else ()
+        return AdaptiveState(tx.init(rest), none(), none(), zeros(), zeros(), clipped)
 
     def update(updates, state, params=None):
         if params is None:
             raise ValueError("params must be given to the update of memjax.compress.adaptive: they hold the bounds.")
-        found, gradients = _apart(updates)
         own, rest = _apart(params)
+        clipped = state.clip
+        if clip is not None:
+            updates, clipped = _clipped(updates, clip, clipped, rest)
+        found, gradients = _apart(updates)
         new_updates, inner = tx.update(gradients, state.inner, rest)
         last = tuple(layers.statistics for layers in found)
         sums = jax.tree.map(jnp.add, state.sums, last)
@@ -161,9 +173,19 @@ def adaptive(
         ]
         sums = jax.tree.map(lambda total: jnp.where(due, jnp.zeros_like(total), total), sums)
         since = jnp.where(due, 0, since)
-        return _with_layers(new_updates, changes), AdaptiveState(inner, step, since, sums, last)
+        return _with_layers(new_updates, changes), AdaptiveState(inner, step, since, sums, last, clipped)
 
     return optax.GradientTransformation(init, update)
+
+
+def _clipped(updates: Any, clip: optax.GradientTransformation, state: Any, params: Any) -> tuple[Any, Any]:
+    """Gradients that `clip` has scaled, with statistics scaled along."""
+    own, before = _apart(updates)
+    after, state = clip.update(before, state, params)
+    norms = [optax.tree_utils.tree_norm(gradients).astype(jnp.float32) for gradients in (after, before)]
+    scale = norms[0] / norms[1]
+    scale = jnp.where(jnp.isfinite(scale), scale, 1)
+    return _with_layers(after, [scale_gradient(layers, scale) for layers in own]), state
 
 
 def _bounds(

@@ -195,6 +195,46 @@ def test_scaled_gradients_have_the_statistics_of_scaled_losses():
     chex.assert_trees_all_close(got, want, rtol=1e-5)
 
 
+def stepped(tx, by=1.0, steps=3):
+    """Parameters after so many steps of a loss `by` times as large."""
+    params = {"net": weights(), "codec": found_layers(bound=2**-3)}
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state, x):
+        gradients = jax.grad(lambda p: by * loss(p["codec"], p["net"], x))(params)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for i in range(steps):
+        params, state = step(params, state, batch(i))
+    return params
+
+
+def test_errors_are_clipped_with_gradients():
+    sgd, clip = optax.sgd(0.01, momentum=0.9), optax.clip_by_global_norm(1e-3)
+    first = [stepped(tx, steps=1)["net"] for tx in map(compress.adaptive, (optax.chain(clip, sgd), sgd))]
+    chex.assert_trees_all_close(stepped(compress.adaptive(sgd, clip=clip), steps=1)["net"], first[0], rtol=1e-5)
+    assert not np.allclose(*(net["conv0"] for net in first), rtol=1e-5)
+    whole = stepped(compress.adaptive(sgd, clip=clip))
+    # Of gradients that all are clipped only the direction counts.
+    chex.assert_trees_all_close(whole, stepped(compress.adaptive(sgd, clip=clip), by=100.0), rtol=1e-3)
+    # Another scale is that of the loss.
+    scaled = stepped(compress.adaptive(sgd, clip=optax.scale(0.25)))
+    chex.assert_trees_all_close(scaled, stepped(compress.adaptive(sgd), by=0.25), rtol=1e-5)
+    # As a part of `tx` it makes bounds stricter.
+    inside = stepped(compress.adaptive(optax.chain(optax.scale(0.25), sgd), coarsest=jnp.inf), steps=1)
+    own = stepped(compress.adaptive(sgd, clip=optax.scale(0.25), coarsest=jnp.inf), steps=1)
+    np.testing.assert_allclose(inside["codec"].bound, own["codec"].bound / 4, rtol=1e-5)
+
+
+def test_nothing_to_clip():
+    """Gradients of zero, of which no scale can be found."""
+    found = stepped(compress.adaptive(optax.sgd(0.01), clip=optax.clip_by_global_norm(1.0)), by=0.0)
+    chex.assert_trees_all_close(found["net"], weights())
+    assert np.isfinite(found["codec"].bound).all()
+
+
 def trained(steps, capacity, force=lambda step: False, ahead=False):
     """Parameters, optimizer, statistics and a key after so many steps of batches of varying scale; and the replays."""
     tx = compress.adaptive(optax.sgd(0.01, momentum=0.9), interval=16)

@@ -41,8 +41,9 @@ def test_networks_are_those_published(name):
     assert (found.shape, found.dtype) == ((2, 10), jnp.float32)
 
 
-def test_photographs_are_apart():
-    data = photographs(64)
+@pytest.mark.parametrize("size", [8, 64, 96])
+def test_photographs_are_apart(size):
+    data = photographs(size)
     rng = np.random.default_rng(0)
     assert len(data.classes) == 16
     assert {int(data.test_example(item)["label"]) for item in data.test} == set(range(16))
@@ -56,10 +57,11 @@ def test_photographs_are_apart():
     number = lambda image: (image.astype(int) * [2**16, 2**8, 1]).sum(-1)
     for item in data.train[::4]:
         example = data.train_example(item, rng)
-        assert example["image"].shape == (64, 64, 3)
+        assert example["image"].shape == (size, size, 3)
         seen.setdefault(int(example["label"]), set()).update(number(example["image"]).ravel())
     for item in data.test:
         example = data.test_example(item)
+        assert example["image"].shape == (size, size, 3)
         assert seen[int(example["label"])].isdisjoint(number(example["image"]).ravel())
 
 

@@ -5,6 +5,8 @@ import json
 import os
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -12,7 +14,7 @@ import pytest
 from experiments.densenet264 import PRESETS, DenseNetConfig
 from experiments.harness import config as configuration
 from experiments.harness.config import ExperimentError, check_resumable, parse
-from experiments.harness.optimizer import learning_rate, optimizer
+from experiments.harness.optimizer import clipping, learning_rate, optimizer
 
 
 def parsed(*argv) -> DenseNetConfig:
@@ -52,6 +54,8 @@ def test_unknown_flags_and_values_exit(argv, capsys):
         (("--epochs", "-1"), "--epochs"),
         (("--milestones", "0.7", "0.3"), "--milestones"),
         (("--momentum", "1"), "--momentum"),
+        (("--warmup", "1"), r"--warmup must be in \[0, 1\), got 1"),
+        (("--clip", "0"), "--clip must be positive, got 0"),
         (("--dropout-rate", "1"), "--dropout-rate"),
         (("--checkpoint-every", "0"), "--checkpoint-every"),
         (("--image-size", "7"), "--image-size must be at least 8"),
@@ -113,6 +117,8 @@ def test_step_and_cosine_schedules():
     )
     cosine = learning_rate(dataclasses.replace(config, schedule="cosine"), 100)
     np.testing.assert_allclose([cosine(s) for s in (0, 50, 100)], [0.1, 0.05, 0], atol=1e-8)
+    warm = learning_rate(dataclasses.replace(config, warmup=0.1), 100)
+    np.testing.assert_allclose([warm(s) for s in (0, 4, 9, 10, 51)], [0.01, 0.05, 0.1, 0.1, 0.01], rtol=1e-6)
 
 
 def test_optimizer_is_nesterov_momentum_with_an_l2_penalty():
@@ -128,3 +134,18 @@ def test_optimizer_is_nesterov_momentum_with_an_l2_penalty():
         velocity = 0.9 * velocity + penalised
         weight -= 0.1 * (penalised + 0.9 * velocity)
         np.testing.assert_allclose(params, weight, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_clipping_comes_first(name):
+    config = dataclasses.replace(PRESETS["cpu"], optimizer=name, clip=0.5, weight_decay=0.01)
+    params, gradients = jnp.array([1.0, -2.0]), jnp.array([3.0, 4.0])
+
+    @jax.numpy_dtype_promotion("standard")  # optax's Adam
+    def updates(rule, gradients):
+        return rule.update(gradients, rule.init(params), params)[0]
+
+    want = updates(optimizer(config, 10, clipped=True), gradients / 10)
+    np.testing.assert_allclose(updates(optimizer(config, 10), gradients), want, rtol=1e-6)
+    free = dataclasses.replace(config, clip=None)
+    assert (clipping(free) is None) == (name == "sgd")

@@ -1,0 +1,170 @@
+"""Does compression cost accuracy? `python -m benchmarks.compressed_seeds`, four minutes on a GPU: many trainings, a seed each.
+
+Single trainings end up to two points apart, so small differences take many. For each seed the same initial parameters and the
+same batches of crops of photographs (as many as steps, in another order for each seed), by the recipe of
+`benchmarks.compressed_training`:
+
+- plain: nothing compressed;
+- raw: the compressed program, with bounds too small for any code but the values themselves, so that only the program differs;
+- compressed: what convolutions read, bounds set as in the experiment.
+
+All seeds share their programs, compiled once, at capacities that cannot overflow. Reported are test accuracies and losses with
+their standard errors, and those of differences from plain, seed by seed. `--model resnet18 --width 0.25 --size 64 --batch 16
+--steps 4 --seconds 60` tries it anywhere.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import statistics
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import record
+from benchmarks.compressed_training import RECIPES
+
+_Kind = Literal["plain", "raw", "compressed"]
+_MEASURED = ("top1", "test_loss", "train_loss")
+_CROP = 64  # pixels, enlarged to `size`
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    model: Literal["alexnet", "vgg16", "resnet18", "resnet50"] = "resnet18"
+    kinds: tuple[_Kind, ...] = ("plain", "raw", "compressed")
+    size: int = 112
+    """Side of the images in pixels."""
+    width: float = 1.0
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    batch: int = 256
+    steps: int = 640
+    """Of each training."""
+    sigma: float = 0.01
+    coarsest: float = 1.0
+    gpus: int = 1
+    """Each with seeds of its own."""
+    seconds: float = 200.0
+    """No seed is begun that would end later."""
+    name: str = "compressed_seeds"
+
+
+def main(config: Config) -> None:
+    def rows_of(gpu: int) -> list[dict]:
+        environ = {"CUDA_VISIBLE_DEVICES": str(gpu)} if config.gpus > 1 else {}
+        found = record.in_fresh_process(
+            "benchmarks.compressed_seeds", dataclasses.asdict(config) | {"first": gpu}, environ
+        )
+        return found.get("rows", [found])
+
+    with ThreadPoolExecutor(config.gpus) as pool:
+        rows = [row for found in pool.map(rows_of, range(config.gpus)) for row in found]
+    record.save(
+        config.name, [{"model": config.model, "size": config.size, "dtype": config.dtype} | row for row in rows]
+    )
+    failed = [row["error"] for row in rows if "error" in row]
+    if failed:
+        raise SystemExit(f"failed: {failed}")
+    Console(width=130).print(_table(config, rows))
+
+
+def _table(config: Config, rows: list[dict]) -> Table:
+    """Means over seeds, and of differences from the first kind."""
+    columns = ["", "seeds", *(title for name in _MEASURED for title in (name.replace("_", " "), "difference"))]
+    table = Table(*columns, title=f"{config.model}: means and their standard errors")
+    by = {kind: {row["seed"]: row for row in rows if row["kind"] == kind} for kind in config.kinds}
+    seeds = sorted(set.intersection(*(set(found) for found in by.values())))
+    first = by[config.kinds[0]]
+    for kind, found in by.items():
+        cells = []
+        for name in _MEASURED:
+            cells.append(_mean([found[seed][name] for seed in seeds]))
+            cells.append("" if found is first else _mean([found[seed][name] - first[seed][name] for seed in seeds]))
+        table.add_row(kind, str(len(seeds)), *cells)
+    return table
+
+
+def _mean(values: list[float]) -> str:
+    if len(values) < 2:
+        return ", ".join(f"{v:.4f}" for v in values)
+    return f"{statistics.mean(values):.4f} ± {statistics.stdev(values) / len(values) ** 0.5:.4f}"
+
+
+def measure(given: dict) -> list[dict]:
+    """Rows of as many seeds as there is time for."""
+    from experiments.compressed_training import PRESETS, _model
+    from experiments.compression.controlled import controlled
+    from experiments.data.photographs import photographs
+    from experiments.data.stream import test_batches, train_batches
+    from experiments.harness.classification import classification_loss
+    from experiments.harness.optimizer import optimizer
+    from experiments.harness.step import eval_step, init_state, train_step
+
+    begin = time.monotonic()
+    data = photographs(_CROP)
+    loss = classification_loss(mean=data.mean, std=data.std, label_smoothing=0.0, size=given["size"])
+    own = {"model": given["model"], "batch_size": given["batch"], "image_size": given["size"]}
+    own |= {key: given[key] for key in ("width", "dtype", "sigma", "coarsest")} | RECIPES[given["model"]]
+    base: Any = dataclasses.replace(PRESETS["gpu"], **own)
+    raw = dataclasses.replace(base, sigma=1e-30, bound=1e-30)
+    batch = {
+        "image": jax.ShapeDtypeStruct((given["batch"], _CROP, _CROP, 3), jnp.uint8),
+        "label": jax.ShapeDtypeStruct((given["batch"],), jnp.int32),
+    }
+
+    def compiled(kind: str) -> tuple[Any, ...]:
+        config = raw if kind == "raw" else base
+        tx = (optimizer if kind == "plain" else controlled)(config, given["steps"])
+        make = lambda seed: _model(dataclasses.replace(config, seed=seed), 16, kind != "plain")
+        init = jax.jit(lambda seed: init_state(lambda: make(jax.random.key(seed)), tx)).lower(jnp.int32(0))
+        state = init.out_info
+        step = jax.jit(train_step(lambda: make(0), loss, tx, 1), donate_argnums=0).lower(state, batch)
+        test = jax.jit(eval_step(lambda: make(0), loss)).lower(state, batch)
+        return init.compile(), step.compile(), test.compile()
+
+    with ThreadPoolExecutor() as pool:
+        programs = dict(zip(given["kinds"], pool.map(compiled, given["kinds"]), strict=True))
+    on_device = functools.partial(jax.tree.map, jnp.asarray)
+    stream = {"batch_size": given["batch"], "workers": 0}
+    batches = train_batches(data, seed=given["first"], **stream)
+    train = [on_device(next(batches)) for _ in range(given["steps"])]
+    tests = [on_device(one) for one in test_batches(data, **stream)]
+    rows: list[dict] = []
+    seed, longest = given["first"], 0.0
+    while not rows or time.monotonic() - begin + longest < given["seconds"]:
+        started = time.monotonic()
+        order = np.random.default_rng(seed).permutation(given["steps"])
+        for kind, (init, step, test) in programs.items():
+            state, sums = init(jnp.int32(seed)), []
+            for i in order:
+                state, found = step(state, train[i])
+                sums.append(found)
+            ended, tested = (_means(of) for of in (sums[-64:], [test(state, one) for one in tests]))
+            row = {"top1": tested["top1"], "test_loss": tested["loss"], "train_loss": ended["loss"]}
+            rows.append({"seed": seed, "kind": kind} | row)
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+        seed += given["gpus"]
+        longest = max(longest, time.monotonic() - started)
+    return rows
+
+
+def _means(sums: list[dict]) -> dict[str, float]:
+    total = {name: float(sum(float(one[name]) for one in sums)) for name in sums[0]}
+    return {name: value / total["count"] for name, value in total.items()}
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if sys.argv[1:2] == ["--case"]:
+        print(json.dumps({"rows": measure(json.loads(sys.argv[2]))}))
+    else:
+        main(tyro.cli(Config, description=__doc__))
