@@ -116,6 +116,7 @@ def adaptive(
         scaled by what it makes of their global norm.
 
     Raises:
+      TypeError: `clip` is a number, say, instead of a transformation.
       ValueError: `interval`, `sigma`, `coefficient` or `coarsest` is not positive; at `init`, there are no `Layers` among the
         parameters, or a weight of theirs is not.
     """
@@ -127,6 +128,8 @@ def adaptive(
         raise ValueError(f"coefficient must be positive, got {coefficient!r}: 0.32, for one.")
     if not coarsest > 0:
         raise ValueError(f"coarsest must be positive, got {coarsest!r}: 1, for one, or infinity.")
+    if not isinstance(clip, optax.GradientTransformation | None):
+        raise TypeError(f"clip must be a transformation, optax.clip_by_global_norm(1.0), for one; got {clip!r}.")
 
     def init(params):
         own, rest = _apart(params)

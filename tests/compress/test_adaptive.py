@@ -312,6 +312,8 @@ def test_refuses():
     ):
         with pytest.raises(ValueError, match=message):
             compress.adaptive(optax.sgd(0.1), **options)
+    with pytest.raises(TypeError, match=r"clip must be a transformation, optax.clip_by_global_norm\(1.0\), .* got 1.0"):
+        compress.adaptive(optax.sgd(0.1), clip=1.0)
     tx = compress.adaptive(optax.sgd(0.1))
     with pytest.raises(ValueError, match="params must contain the Layers"):
         tx.init(weights())

@@ -139,13 +139,19 @@ def test_optimizer_is_nesterov_momentum_with_an_l2_penalty():
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_clipping_comes_first(name):
     config = dataclasses.replace(PRESETS["cpu"], optimizer=name, clip=0.5, weight_decay=0.01)
-    params, gradients = jnp.array([1.0, -2.0]), jnp.array([3.0, 4.0])
+    params, large, small = jnp.array([1.0, -2.0]), jnp.array([3.0, 4.0]), jnp.array([0.1, -0.2])
 
     @jax.numpy_dtype_promotion("standard")  # optax's Adam
-    def updates(rule, gradients):
-        return rule.update(gradients, rule.init(params), params)[0]
+    def second_update(rule, *gradients):
+        """A first one of Adam's has the same size whatever the gradient's."""
+        state = rule.init(params)
+        for one in gradients:
+            updates, state = rule.update(one, state, params)
+        return updates
 
-    want = updates(optimizer(config, 10, clipped=True), gradients / 10)
-    np.testing.assert_allclose(updates(optimizer(config, 10), gradients), want, rtol=1e-6)
+    free_rule = optimizer(config, 10, clipped=True)
+    want = second_update(free_rule, large / 10, small)
+    np.testing.assert_allclose(second_update(optimizer(config, 10), large, small), want, rtol=1e-6)
+    assert not np.allclose(second_update(free_rule, large, small), want, rtol=1e-2)
     free = dataclasses.replace(config, clip=None)
     assert (clipping(free) is None) == (name == "sgd")
