@@ -4,12 +4,12 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.compressed import Config
 from benchmarks.tables import _gib, _load, _markdown, _source
 
 _NETWORKS = {"alexnet": "AlexNet", "vgg16": "VGG-16", "resnet18": "ResNet-18", "resnet50": "ResNet-50"}
 # Rows of VGG-16 in `compressed` are of a training that diverged: its codes were of NaNs, as they are.
 _STEPS = {"compressed_vgg16": "vgg16", "compressed": "resnet50", "compressed_large": "resnet50"}
-_LEFT_ALONE = {"compressed_large": "; arrays of fewer than 2^24 values left alone"}
 _CASES = {
     "plain": "nothing compressed",
     "settle": "what convolutions read, error-bounded, with room for whatever it needs",
@@ -77,19 +77,26 @@ def memory_table() -> str | None:
 
 def _table_of_cases(cases: dict[str, str], header: list[str], cells: Callable[[dict, dict], list[str]]) -> str | None:
     """A line for each file's network and case that has a row; `cells` of it and the plain row in the same file."""
-    files = [(*loaded, name, model) for name, model in _STEPS.items() if (loaded := _load(name)) is not None]
+    files = [(*loaded, model) for name, model in _STEPS.items() if (loaded := _load(name)) is not None]
     body = []
-    for _, rows, name, model in files:
+    for _, rows, model in files:
         found = {row["case"]: row for row in rows if row["model"] == model}
         body += [
-            [f"{_NETWORKS[model]}, {cases[case]}{_LEFT_ALONE.get(name, '')}", *cells(found[case], found["plain"])]
+            [f"{_NETWORKS[model]}, {cases[case]}{_left_alone(found[case])}", *cells(found[case], found["plain"])]
             for case in cases
-            if case in found and (case != "plain" or name not in _LEFT_ALONE)
+            if case in found
         ]
     header = ["training step, batch 256 of 224x224, bf16", *header]
-    return (
-        "\n\n".join([_markdown(header, body), *(_source(environment) for environment, *_ in files)]) if files else None
-    )
+    sources = dict.fromkeys(_source(environment) for environment, *_ in files)  # one run may have written several files
+    return "\n\n".join([_markdown(header, body), *sources]) if files else None
+
+
+def _left_alone(row: dict[str, Any]) -> str:
+    """Unless it is next to nothing. Older rows do not say."""
+    smallest = row.get("smallest", Config.smallest)
+    if row["case"] == "plain" or smallest == Config.smallest:
+        return ""
+    return f"; arrays of fewer than {smallest:,} values left alone"
 
 
 def codec_table() -> str | None:

@@ -107,11 +107,7 @@ def measure(given: dict) -> dict:
 
     case, is_compressed = given["case"], given["case"] != "plain"
     own: dict[str, Any] = {"model": given["model"], "batch_size": given["batch"], "image_size": given["size"]}
-    own |= {
-        "smallest": given["smallest"],
-        "where": "all" if case == "all" else "conv",
-    }
-    own |= RECIPES[given["model"]]
+    own |= {"smallest": given["smallest"], "where": "all" if case == "all" else "conv"} | RECIPES[given["model"]]
     config = dataclasses.replace(PRESETS["gpu"], **own)
     plain_tx = optimizer(config, _ALL_STEPS)
     adaptive = controlled(dataclasses.replace(config, interval=_ALL_STEPS), _ALL_STEPS)

@@ -49,8 +49,6 @@ class Config:
     batch: int = 256
     steps: int = 640
     """Of each training."""
-    sigma: float = 0.01
-    coarsest: float = 1.0
     gpus: int = 1
     """Each with seeds of its own."""
     seconds: float = 200.0
@@ -61,9 +59,8 @@ class Config:
 def main(config: Config) -> None:
     def rows_of(gpu: int) -> list[dict]:
         environ = {"CUDA_VISIBLE_DEVICES": str(gpu)} if config.gpus > 1 else {}
-        found = record.in_fresh_process(
-            "benchmarks.compressed_seeds", dataclasses.asdict(config) | {"first": gpu}, environ
-        )
+        given = dataclasses.asdict(config) | {"first": gpu}
+        found = record.in_fresh_process("benchmarks.compressed_seeds", given, environ, timeout=config.seconds + 600)
         return found.get("rows", [found])
 
     with ThreadPoolExecutor(config.gpus) as pool:
@@ -113,7 +110,7 @@ def measure(given: dict) -> list[dict]:
     data = photographs(_CROP)
     loss = classification_loss(mean=data.mean, std=data.std, label_smoothing=0.0, size=given["size"])
     own = {"model": given["model"], "batch_size": given["batch"], "image_size": given["size"]}
-    own |= {key: given[key] for key in ("width", "dtype", "sigma", "coarsest")} | RECIPES[given["model"]]
+    own |= {key: given[key] for key in ("width", "dtype")} | RECIPES[given["model"]]
     base: Any = dataclasses.replace(PRESETS["gpu"], **own)
     raw = dataclasses.replace(base, sigma=1e-30, bound=1e-30)
     batch = {
