@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import itertools
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -33,15 +34,16 @@ from flax import nnx
 from experiments.compression.analysis import save_analysis
 from experiments.compression.controlled import controlled
 from experiments.compression.fill_memory import fill_memory
-from experiments.compression.observed import Observed
+from experiments.compression.observed import Images, Observed
 from experiments.compression.report import extra_report
 from experiments.data.image_folder import image_folder
 from experiments.data.photographs import photographs
 from experiments.data.stream import ImageData, test_batches, train_batches
 from experiments.harness import devices
-from experiments.harness.classification import classification_loss
+from experiments.harness.classification import Prepare, classification_loss
 from experiments.harness.config import ExperimentError, RunConfig
 from experiments.harness.main import run
+from experiments.harness.step import Batch
 from experiments.harness.task import Task
 from experiments.models.classifiers import MODELS
 from experiments.models.compressed import compressed_classifier
@@ -156,7 +158,8 @@ def make_task(config: CompressedConfig) -> Task:
         classification_loss(mean=data.mean, std=data.std, label_smoothing=smoothing, size=config.image_size)
         for smoothing in (config.label_smoothing, 0.0)
     ]
-    observed = Observed(config.window) if config.compress else None
+    images = _images(config)
+    observed = Observed(config.window, images) if config.compress else None
     chosen = functools.partial(make_model, config.compress)
     # bfloat16 rounds gradients by more than compression changes them; errors are looked at in float32.
     exact = functools.partial(_model, dataclasses.replace(config, dtype="float32"), len(data.classes), True)
@@ -174,16 +177,22 @@ def make_task(config: CompressedConfig) -> Task:
         compile_step=observed.compile_step if observed else None,
         settle=observed.settle if observed else lambda state: state,
         observe=observed.observe if observed else lambda state: {},
-        finish=functools.partial(save_analysis, config.folder, exact, losses[0], lambda: _batches(config, data))
+        finish=functools.partial(save_analysis, config.folder, exact, losses[0], lambda: _batches(config, data), images)
         if config.compress
         else lambda state: None,
     )
 
 
-def _batches(config: CompressedConfig, data: ImageData):
-    """Some, for `save_analysis`."""
-    size = min(64, _device_batch(config))  # in float32, with room for whatever codes need
-    return itertools.islice(train_batches(data, seed=config.seed + 1, batch_size=size, workers=0), 8)
+def _batches(config: CompressedConfig, data: ImageData) -> Iterator[list[Batch]]:
+    """Some, for `save_analysis`, of a device's size, each in parts: they are in float32, with room for whatever codes need."""
+    size = min(64, _device_batch(config))
+    parts = train_batches(data, seed=config.seed + 1, batch_size=size, workers=0)
+    return (list(itertools.islice(parts, _device_batch(config) // size)) for _ in range(8))
+
+
+def _images(config: CompressedConfig) -> Images:
+    count, size = _device_batch(config), _batch(config)["image"].shape[1]
+    return Images(values=count * config.image_size**2 * 3, nbytes=count * size**2 * 3)
 
 
 def _device_batch(config: CompressedConfig) -> int:
@@ -217,7 +226,8 @@ def _model(config: CompressedConfig, classes: int, is_compressed: bool) -> nnx.M
     shape = (_device_batch(config), config.image_size, config.image_size, 3)
     return compressed_classifier(
         make_net,
-        jax.ShapeDtypeStruct(shape, jnp.float32),
+        jax.ShapeDtypeStruct(shape, jnp.uint8),
+        Prepare(mean=(0.5,) * 3, std=(0.25,) * 3),
         rest=compress.ChannelQuantized(config.rest_bits, config.rest_samples) if config.where == "all" else None,
         bound=config.bound,
         bits_per_value=config.bits_per_value,

@@ -1,6 +1,7 @@
 """A transactional step, and what it says of each layer."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -11,15 +12,28 @@ from memjax import compress
 _HEADER_BITS = 8 * (32 + 4) / 4096  # per value, of the codes of ErrorBounded
 
 
+class Images(NamedTuple):
+    """What the first convolution reads follows from bytes, which are kept in its place.
+
+    Attributes:
+      values: that it reads.
+      nbytes: that these follow from.
+    """
+
+    values: int
+    nbytes: int
+
+
 class Observed:
     """Compiles a training step as a transaction, and records what its layers needed.
 
     Args:
       window: see `memjax.compress.transactional`.
+      images: of a device's batch.
     """
 
-    def __init__(self, window: int):
-        self._window = window
+    def __init__(self, window: int, images: Images):
+        self._window, self._images = window, images
         self._run: compress.Transactional | None = None
 
     def compile_step(self, step: Callable, **options) -> Callable:
@@ -31,15 +45,16 @@ class Observed:
         return self._run.finish(state)
 
     def observe(self, state: TrainState) -> dict[str, float | list[float]]:
-        """By layer, bits per value that the last step's codes needed, and bounds; and of all together, headers included, the
-        ratio to float32.
+        """By layer, bits per value that the last step's codes needed, and bounds; and of all together, headers and the bytes of
+        images included, the ratio to float32.
         """
         assert self._run is not None
         layers, last = layers_of(state), jax.device_get(state.optimizer.last[0])
         bits = last.bits / np.maximum(last.uses, 1) + _HEADER_BITS
         values = np.array([np.prod(shape) for shape, _ in layers.shapes], float)
+        kept_bits = (bits * values).sum() + 8 * self._images.nbytes
         return {
-            "ratio": float(32 * values.sum() / (bits * values).sum()),
+            "ratio": float(32 * (values.sum() + self._images.values) / kept_bits),
             "bits": [round(float(b), 4) for b in bits],
             "bounds": [float(b) for b in jax.device_get(layers.bound)],
             "replays": self._run.replays,

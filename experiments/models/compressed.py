@@ -25,26 +25,49 @@ class Compressed(nnx.Module):
         self.codec = nnx.Param(layers)
 
     def __call__(self, images: jax.Array) -> jax.Array:
-        return _compressed(self.net, self.codec.get_value(), self.rest, self.smallest)(images)
+        return self.from_bytes(images, _as_they_are)
+
+    def from_bytes(self, images: jax.Array, prepare: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """Of `prepare(images)`: what the first convolution reads is not saved, but made again from the images."""
+        return _compressed(_Prepared(self.net, prepare), self.codec.get_value(), self.rest, self.smallest)(images)
+
+
+class _Prepared(nnx.Module):
+    def __init__(self, net: nnx.Module, prepare: Callable[[jax.Array], jax.Array]):
+        self.net, self.prepare = net, prepare
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        return self.net(self.prepare(images))
+
+
+def _as_they_are(images: jax.Array) -> jax.Array:
+    return images
 
 
 def compressed_classifier(
     make_net: Callable[[], nnx.Module],
     image: jax.ShapeDtypeStruct,
+    prepare: Callable[[jax.Array], jax.Array],
     *,
     rest: compress.Codec | None,
     bound: float,
     bits_per_value: float | None,
     smallest: int,
 ) -> Compressed:
-    """The network with the settings that a gradient with batches like `image` asks for."""
+    """The network with the settings that a gradient with batches like `prepare(image)` asks for."""
     net = make_net()
-    layers = find_layers(net, image, rest=rest, smallest=smallest, bound=bound, bits_per_value=bits_per_value)
+    layers = find_layers(net, image, prepare, rest=rest, smallest=smallest, bound=bound, bits_per_value=bits_per_value)
     return Compressed(net, layers=layers, rest=rest, smallest=smallest)
 
 
 def find_layers(
-    net: nnx.Module, image: jax.ShapeDtypeStruct, *, rest: compress.Codec | None, smallest: int, **options
+    net: nnx.Module,
+    image: jax.ShapeDtypeStruct,
+    prepare: Callable[[jax.Array], jax.Array],
+    *,
+    rest: compress.Codec | None,
+    smallest: int,
+    **options,
 ) -> compress.Layers:
     """`memjax.compress.layers` of what an NNX network's convolutions read."""
     net.train()
@@ -52,7 +75,7 @@ def find_layers(
 
     def total(codec, params, state, images):
         model = nnx.merge(graph, params, state, copy=True)
-        return jnp.sum(_compressed(model, codec, rest, smallest)(images))
+        return jnp.sum(_compressed(_Prepared(model, prepare), codec, rest, smallest)(images))
 
     return compress.layers(total, params, state, image, **options)
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from memjax.compress._layers import Layers, Statistics, split_layers
 
 _MOMENTA = ("trace", "mu")  # of optax.trace (SGD), and of Adam and its kin
+# Half of a step of `ErrorBounded` is a power of two, from half of what would do to all of it, on a logarithmic scale evenly. Of
+# that the mean square is 3 / (8 log 2). So of this many times what would do it is 1.
+_WIDER = (8 / 3 * math.log(2)) ** 0.5
 
 
 class AdaptiveState(NamedTuple):
@@ -50,7 +55,8 @@ def predicted_sigma(
 
     Args:
       statistics: of one step.
-      half_width: of the errors: the bound; of `ErrorBounded` half its step, which is from half the bound to the bound.
+      half_width: of the errors: the bound; of `ErrorBounded` half its step, which is from half the bound to the bound. Bounds
+        that `adaptive` has set are half a step.
       coefficient: a; None: none is needed.
     """
     uses = jnp.maximum(statistics.uses, 1e-30)
@@ -86,14 +92,16 @@ def adaptive(
     """`tx` for the parameters, and for the `Layers` among them bounds that keep the errors of gradients small.
 
     Every `interval` updates, and after 1, 2, 4, ... updates before the first of them, the bound of each array is set so that
-    the error of the gradients that it is multiplied into has a standard deviation of `sigma` times their mean absolute
+    the error of the gradients that it is multiplied into has a standard deviation of about `sigma` times their mean absolute
     momentum (Jin et al. 2020, equations 8 and 9):
 
         bound = sigma mean|M| / sqrt(R sum_j L_j^2 / 3)
 
-    the statistics being means over the updates since the last time: see `predicted_sigma`. Of several gradients the strictest
-    counts. M is the momentum in the state of `tx` (optax's `trace`, or `mu`), or else the gradient. Arrays that are not
-    multiplied into a gradient of a weight keep their bound, as do those whose cotangents are zero.
+    the statistics being means over the updates since the last time: see `predicted_sigma`. Steps are powers of two, so bounds
+    are, too, the nearest ones: of one array the deviation is 0.68 to 1.36 times `sigma`, and over many arrays the mean of its
+    square is that of `sigma`. Of several gradients of an array the strictest counts. M is the momentum in the state of `tx`
+    (optax's `trace`, or `mu`), or else the gradient. Arrays that are not multiplied into a gradient of a weight keep their
+    bound, as do those whose cotangents are zero.
 
     The equations have errors without a mean. Those of equal values have a small one (`ErrorBounded`), which adds up where many
     values are alike, in the first layers of networks for large images, the more the wider steps are beside values. So no step,
@@ -109,7 +117,7 @@ def adaptive(
     Args:
       tx: the optimizer; sees no `Layers`.
       interval: updates between changes.
-      sigma: as a share of the momentum.
+      sigma: as a share of the momentum; the root of the mean square over arrays.
       coefficient: use the simplified equation 6 with this a, such as 0.32.
       coarsest: the widest step, in mean magnitudes. Wider ones save space, but what is predicted is too small for first layers.
       clip: applied to gradients before `tx`, scaling all of them alike: `optax.clip_by_global_norm(1.0)`, for one. Statistics are
@@ -206,11 +214,16 @@ def _bounds(
     rows = [jnp.stack([*own, *[jnp.float32(jnp.inf)] * (per_unit.shape[1] - len(own))]) for own in momenta]
     allowed = sigma * jnp.stack(rows)
     bound = jnp.min(jnp.where(per_unit > 0, allowed / jnp.maximum(per_unit, 1e-37), jnp.inf), 1)
-    bound = jnp.where(jnp.isfinite(bound) & (bound > 0), bound, old)
     # Neither statistic is positive without a use.
     widest = coarsest / 2 * mean.magnitude / jnp.maximum(mean.nonzero, 1e-30)
-    is_read = jnp.max(per_unit, 1) > 0
-    return jnp.where(is_read & (widest > 0), jnp.minimum(bound, widest), bound)
+    widest = jnp.where(widest > 0, widest, jnp.inf)
+    is_set = jnp.isfinite(bound) & (bound > 0)
+    return jnp.where(is_set, _power_of_two(jnp.minimum(_WIDER * bound, widest)), old)
+
+
+def _power_of_two(x: Array) -> Array:
+    """The largest one that is not above `x`, of float32s; zero for what is no normal number."""
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & 0x7F800000, jnp.float32)
 
 
 def _apart(tree: Any) -> tuple[list[Layers], Any]:

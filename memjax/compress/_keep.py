@@ -5,6 +5,7 @@ its output, and zeros; a matrix product an input that is there anyway, cast. So 
 operations that move no value far and that are cheap to repeat, to where they come from:
 
     an input that is kept       computed again from it
+    integers, as of images      computed again from them: nothing is differentiated by them, so they are data, which is smaller
     constants                   computed again
     a mask x > 0                from max(x, 0) if that is encoded by a codec that keeps zeros, or else bit by bit
     floats                      residuals that come from one array are computed again from it, and that is encoded
@@ -26,6 +27,23 @@ SMALL = 4096
 # What of an operand times, or plus, something small is worth no memory of its own.
 _AFFINE = {"add", "sub", "mul", "add_any", "neg"}
 _SAME = {"convert_element_type", "reshape", "squeeze", "expand_dims", "transpose", "copy", "stop_gradient"}
+# What is made of integers with these alone is computed again: bytes scaled to floats, resized, classes as unit vectors. Not
+# random numbers, which take long.
+_COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "select_n", "max", "min", "clamp"}
+_MOVES = {
+    "broadcast_in_dim",
+    "iota",
+    "slice",
+    "dynamic_slice",
+    "split",
+    "gather",
+    "pad",
+    "concatenate",
+    "rev",
+    "pvary",
+    "pcast",
+}
+_OF_INTEGERS = _AFFINE | _SAME | _COMPARISONS | _MOVES | {"div", "square", "integer_pow", "dot_general", "reduce_sum"}
 _ENCODED = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
@@ -194,12 +212,16 @@ class _Trace:
         return path
 
     def rebuilt(self, var: Any, whole: dict[Any, None]) -> bool:
-        """Whether `var` follows from constants, inputs and small arrays; those are added to `whole`."""
+        """Whether `var` follows from constants, integers, inputs that are kept and small arrays; these are added to `whole`."""
         if (narrow := self.broadcast(var)) is not None:
             if not is_literal(narrow):
                 whole[narrow] = None
             return True
         if self.is_constant(var):
+            return True
+        integers = self.of_integers(var)
+        if integers is not None and sum(nbytes(source.aval) for source in integers) < nbytes(var.aval):
+            whole.update(dict.fromkeys(integers))
             return True
         path = self.path(var, to_input=True)
         for i, source in enumerate(path):
@@ -235,6 +257,25 @@ class _Trace:
                     seen.add(atom)
                     pending.append(atom)
         return True
+
+    def of_integers(self, var: Any) -> list[Any] | None:
+        """The inputs, integers and small ones that are kept, that `var` follows from by what is cheap; None: from others, too."""
+        pending, seen, found = [var], {var}, list[Any]()
+        while pending:
+            source = pending.pop()
+            eqn = self.producer.get(source)
+            if eqn is None:
+                is_small = source in self.kept_inputs and source.aval.size * 16 <= var.aval.size
+                if not is_small and not jnp.issubdtype(source.aval.dtype, jnp.integer):
+                    return None
+                found.append(source)
+            elif eqn.primitive.name in _OF_INTEGERS and not eqn.effects:
+                new = [atom for atom in eqn.invars if not is_literal(atom) and atom not in seen]
+                seen.update(new)
+                pending += new
+            elif not self.is_constant(source):
+                return None
+        return found
 
     def rectifies(self, var: Any) -> Any | None:
         """The x of which `var` has the signs of max(x, 0)."""

@@ -161,19 +161,53 @@ def test_bounds_follow_the_equations():
         updates, plain_state = plain.update(gradients["net"], plain_state)
         chex.assert_trees_all_close(params["net"], optax.apply_updates(before["net"], updates), rtol=1e-6)
         sums.append(gradients["codec"].statistics)
-        if not np.array_equal(params["codec"].bound, before["codec"].bound):
+        if not state.since:
             changed.append(i)
             mean = jax.tree.map(lambda *leaves: np.mean(leaves, 0), *sums)
             momentum = [np.mean(np.abs(plain_state[0].trace[f"conv{j}"])) for j in range(2)]
             want = 0.02 * np.array(momentum) / np.sqrt(mean.nonzero * mean.power[:, 0] / 3)
             widest = 0.5 / 2 * mean.magnitude / mean.nonzero
+            # The nearest power of two: of what lies evenly on a logarithmic scale the square is that of `want` on average.
+            want *= np.sqrt(8 / 3 * np.log(2))
             capped.update((want > widest).tolist())
-            np.testing.assert_allclose(params["codec"].bound, np.minimum(want, widest), rtol=1e-4)
+            np.testing.assert_array_equal(params["codec"].bound, 2.0 ** np.floor(np.log2(np.minimum(want, widest))))
             sums = []
+        else:
+            np.testing.assert_array_equal(params["codec"].bound, before["codec"].bound)
     assert changed == [1, 2, 4, 5, 10]
     assert capped == {False, True}
     assert isinstance(params["codec"], Layers)
     assert not any(map(np.any, jax.tree.leaves(params["codec"].statistics)))
+
+
+def test_sigma_is_the_root_mean_square_over_arrays():
+    """Of a hundred arrays whose cotangents have all sizes."""
+    count, sigma = 100, 0.02
+    power = 2.0 ** (0.02 + 2 * np.arange(count) / 25).astype(np.float32)
+    ones = jnp.ones(count, jnp.float32)
+    found = compress.Statistics.zeros(count, 1)._replace(uses=ones, examples=ones, nonzero=ones, power=power[:, None])
+    one = found_layers()
+    names = [f"w{i}" for i in range(count)]
+    layers = Layers(
+        ones,
+        found._replace(power=jnp.zeros((count, 1))),
+        bits_per_value=(None,) * count,
+        names=tuple(names),
+        weights=tuple((name,) for name in names),
+        shapes=one.shapes[:1] * count,
+    )
+    tx = compress.adaptive(optax.sgd(1.0, momentum=0.9), sigma=sigma, coarsest=jnp.inf)
+    params = {"net": dict.fromkeys(names, jnp.ones(())), "codec": layers}
+    gradients = {
+        "net": dict.fromkeys(names, jnp.full((), -0.5)),
+        "codec": dataclasses.replace(layers, statistics=found),
+    }
+    updates, _ = tx.update(gradients, tx.init(params), params)
+    bound = np.asarray(optax.apply_updates(params, updates)["codec"].bound)
+    realised = np.asarray(compress.predicted_sigma(found, jnp.asarray(bound)))[:, 0] / 0.5
+    np.testing.assert_allclose(np.sqrt(np.mean(realised**2)), sigma, rtol=0.02)
+    assert 0.67 < (realised / sigma).min() < 0.72
+    assert 1.3 < (realised / sigma).max() < 1.37
 
 
 def test_the_papers_coefficient():
