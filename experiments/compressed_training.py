@@ -46,7 +46,7 @@ from experiments.harness.main import run
 from experiments.harness.step import Batch
 from experiments.harness.task import Task
 from experiments.models.classifiers import MODELS
-from experiments.models.compressed import compressed_classifier
+from experiments.models.compressed import Compressed, compressed_classifier
 from memjax import compress
 
 
@@ -162,7 +162,7 @@ def make_task(config: CompressedConfig) -> Task:
     observed = Observed(config.window, images) if config.compress else None
     chosen = functools.partial(make_model, config.compress)
     # bfloat16 rounds gradients by more than compression changes them; errors are looked at in float32.
-    exact = functools.partial(_model, dataclasses.replace(config, dtype="float32"), len(data.classes), True)
+    exact = functools.partial(_compressed, dataclasses.replace(config, dtype="float32"), len(data.classes))
     return Task(
         make_model=chosen,
         loss=losses[0],
@@ -183,11 +183,10 @@ def make_task(config: CompressedConfig) -> Task:
     )
 
 
-def _batches(config: CompressedConfig, data: ImageData) -> Iterator[list[Batch]]:
-    """Some, for `save_analysis`, of a device's size, each in parts: they are in float32, with room for whatever codes need."""
-    size = min(64, _device_batch(config))
-    parts = train_batches(data, seed=config.seed + 1, batch_size=size, workers=0)
-    return (list(itertools.islice(parts, _device_batch(config) // size)) for _ in range(8))
+def _batches(config: CompressedConfig, data: ImageData) -> Iterator[Batch]:
+    """Some, for `save_analysis`."""
+    size = min(64, _device_batch(config))  # in float32, with room for whatever codes need
+    return itertools.islice(train_batches(data, seed=config.seed + 1, batch_size=size, workers=0), 8)
 
 
 def _images(config: CompressedConfig) -> Images:
@@ -215,17 +214,18 @@ def _data(config: CompressedConfig) -> ImageData:
 
 
 def _model(config: CompressedConfig, classes: int, is_compressed: bool) -> nnx.Module:
-    dtype = jnp.dtype(config.dtype)
+    return _compressed(config, classes) if is_compressed else _network(config, classes)
 
-    def make_net():
-        size = {"image_size": config.image_size, "width": config.width}
-        return MODELS[config.model](classes, **size, dtype=dtype, rngs=nnx.Rngs(config.seed))
 
-    if not is_compressed:
-        return make_net()
+def _network(config: CompressedConfig, classes: int) -> nnx.Module:
+    size = {"image_size": config.image_size, "width": config.width}
+    return MODELS[config.model](classes, **size, dtype=jnp.dtype(config.dtype), rngs=nnx.Rngs(config.seed))
+
+
+def _compressed(config: CompressedConfig, classes: int) -> Compressed:
     shape = (_device_batch(config), config.image_size, config.image_size, 3)
     return compressed_classifier(
-        make_net,
+        functools.partial(_network, config, classes),
         jax.ShapeDtypeStruct(shape, jnp.uint8),
         Prepare(mean=(0.5,) * 3, std=(0.25,) * 3),
         rest=compress.ChannelQuantized(config.rest_bits, config.rest_samples) if config.where == "all" else None,

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 
 from experiments.compression.observed import Images, layers_of
 from experiments.harness.step import Batch, Loss, TrainState
+from experiments.models.compressed import Compressed
 from memjax import compress
 
 EDGES = np.linspace(-4, 4, 65)  # of histograms, in standard deviations
@@ -21,77 +23,76 @@ EDGES = np.linspace(-4, 4, 65)  # of histograms, in standard deviations
 
 def save_analysis(
     folder: Path,
-    make_model: Callable[[], nnx.Module],
+    make_model: Callable[[], Compressed],
     loss: Loss,
-    batches: Callable[[], Iterable[Sequence[Batch]]],
+    batches: Callable[[], Iterable[Batch]],
     images: Images,
     state: TrainState,
 ) -> None:
     """Writes analysis.json: of each convolution's gradient the standard deviation of its error, predicted and measured.
 
-    The error is the difference between gradients from compressed and from raw activations, means over a batch. Both deviations
-    are root mean squares over the batches that reach a layer: in a single one the errors of its weights have so much in common
-    that their deviation scatters.
+    The error is the difference between gradients from compressed and from raw activations. Both deviations are root mean
+    squares over the batches that reach a layer: in a single one the errors of its weights have so much in common that their
+    deviation scatters. Histograms are of errors divided by what is the deviation of each for itself: mixtures of normal
+    distributions are not normal.
 
     Args:
       folder: to write to.
       make_model: with compression.
       loss: of training.
-      batches: each in parts of equal size, of which a gradient is the mean.
+      batches: to take gradients of.
       images: what stands for what the first convolution reads.
       state: of training.
     """
     graph = nnx.graphdef(nnx.eval_shape(make_model))
-
+    squares = nnx.graphdef(nnx.eval_shape(lambda: _Uncompressed(make_model().net)))
     layers = layers_of(state)
-    weights = {name for names in layers.weights for name in names}
+    names = {name for own in layers.weights for name in own}
 
-    @jax.jit
-    def gradients(params, rest, batch):
-        """Of convolutions, by name, and statistics."""
-
+    def gradients_of(graph, params, rest, batch):
         def mean_loss(params):
             sums = loss(nnx.merge(graph, params, rest, copy=True), batch)
             return sums["loss"] / sums["count"]
 
         with jax.default_matmul_precision("highest"):  # GPUs round what convolutions read, and that adds up, too
-            found = jax.grad(mean_loss)(params)
-        by_path = _by_path(found)
-        own = {
-            name: next(leaf for path, leaf in by_path.items() if f"/{path}".endswith(f"/{name}")) for name in weights
-        }
-        return own, layers_of(dataclasses.replace(state, params=found)).statistics
+            return jax.grad(mean_loss)(params)
+
+    @jax.jit
+    def gradients(params, rest, batch):
+        """Of convolutions, by name, and statistics."""
+        found = gradients_of(graph, params, rest, batch)
+        return _by_name(found, names), layers_of(dataclasses.replace(state, params=found)).statistics
+
+    @jax.jit
+    def variances(params, rest, batch):
+        """Of the errors of these gradients, relative to each other, by name."""
+        return _by_name(gradients_of(squares, {"net": params["net"]}, {"net": rest["net"]}, batch), names)
 
     half_step = jnp.exp2(jnp.floor(jnp.log2(2 * layers.bound))) / 2
-
-    def errors_of(batch):
-        """Of gradients, and two predictions of their deviations."""
+    found: dict[tuple[int, int], list[_Error]] = {}
+    for on_host in batches():
+        batch = jax.tree.map(jnp.asarray, on_host)
         lossy, _ = gradients(_with_bounds(state.params, layers.bound), state.rest, batch)
         raw, statistics = gradients(_with_bounds(state.params, jnp.zeros_like(layers.bound)), state.rest, batch)
-        predicted = [compress.predicted_sigma(statistics, half_step, coefficient=a) for a in (None, 1.0)]
-        return jax.tree.map(jnp.subtract, lossy, raw), predicted
-
-    found: dict[tuple[int, int], list[_Error]] = {}
-    for parts in batches():
-        of_parts = [errors_of(jax.tree.map(jnp.asarray, part)) for part in parts]
-        errors = jax.device_get(jax.tree.map(lambda *own: sum(own) / len(own), *[own for own, _ in of_parts]))
-        # Errors of parts are independent.
-        predicted, simplified = np.sqrt(np.mean(np.square([sigmas for _, sigmas in of_parts]), 0) / len(parts))
-        for i, names in enumerate(layers.weights):
-            for j, name in enumerate(names):
+        variance = jax.device_get(variances(state.params, state.rest, batch))
+        predicted = np.asarray(compress.predicted_sigma(statistics, half_step))
+        simplified = np.asarray(compress.predicted_sigma(statistics, half_step, coefficient=1.0))
+        errors = jax.device_get(jax.tree.map(jnp.subtract, lossy, raw))
+        for i, own in enumerate(layers.weights):
+            for j, name in enumerate(own):
                 error = errors[name].astype(np.float64)
                 if error.any():  # else nothing reaches this layer: its cotangents or its values are zero
-                    normalised = error / _own_sigma(error)
-                    counts = np.histogram(normalised, EDGES)[0] / error.size
+                    normalised = _normalised(error, variance[name])
+                    counts = np.histogram(normalised, EDGES)[0] / normalised.size
                     of_batch = _Error(
                         predicted[i, j], error.std(), simplified[i, j], np.mean(np.abs(normalised) < 1), counts
                     )
                     found.setdefault((i, j), []).append(of_batch)
     rows = []
-    for (i, j), errors in sorted(found.items()):
+    for (i, j), of_batches in sorted(found.items()):
         sigma, predicted_sigma, simple = (
             float(np.sqrt(np.mean(np.square(values))))
-            for values in zip(*((error.measured, error.predicted, error.simplified) for error in errors), strict=True)
+            for values in zip(*((one.measured, one.predicted, one.simplified) for one in of_batches), strict=True)
         )
         rows.append(
             {
@@ -101,8 +102,8 @@ def save_analysis(
                 "predicted": predicted_sigma,
                 "measured": sigma,
                 "coefficient": sigma / simple,
-                "within_sigma": float(np.mean([error.within_sigma for error in errors])),
-                "histogram": (np.mean([error.counts for error in errors], 0) / np.diff(EDGES)).tolist(),
+                "within_sigma": float(np.mean([one.within_sigma for one in of_batches])),
+                "histogram": (np.mean([one.counts for one in of_batches], 0) / np.diff(EDGES)).tolist(),
             }
         )
     info = {
@@ -128,16 +129,47 @@ def layer_name(path: str) -> str:
     return path.removeprefix("net/").removesuffix("/value").removesuffix("/kernel")
 
 
-def _own_sigma(error: np.ndarray) -> np.ndarray:
-    """Standard deviations of a gradient's errors, (..., inputs, outputs).
+class _Uncompressed(nnx.Module):
+    """The network without compression, the gradients of whose convolutions are the variances of their errors.
 
-    Channels differ in it: the mixture of their normal distributions is not normal. Here it is a product of a factor for each
-    input and one for each output.
+    An error is a sum over positions of independent errors of what is read, where it is not zero, times cotangents.
     """
-    squares = np.square(error)
-    by_input = squares.mean((*range(error.ndim - 2), error.ndim - 1), keepdims=True)
-    by_output = squares.mean(tuple(range(error.ndim - 1)), keepdims=True)
-    return np.sqrt(by_input * by_output / squares.mean()) + 1e-30
+
+    def __init__(self, net: nnx.Module):
+        self.net = net
+        for _, module in nnx.iter_modules(net):
+            if isinstance(module, nnx.Conv):
+                module.conv_general_dilated = _with_squares
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        return self.net(images)
+
+
+def _with_squares(x: jax.Array, kernel: jax.Array, *args, **kwargs) -> jax.Array:
+    """A convolution in whose kernel's gradient squares of cotangents are added up where x is not zero."""
+
+    plain = lambda x, kernel: lax.conv_general_dilated(x, kernel, *args, **kwargs)
+    convolve = jax.custom_vjp(plain)
+
+    def forward(x, kernel):
+        return plain(x, kernel), (x, kernel)
+
+    def backward(kept, cotangent):
+        x, kernel = kept
+        [by_x] = jax.vjp(lambda x: plain(x, kernel), x)[1](cotangent)
+        nonzero = (x != 0).astype(x.dtype)
+        [by_kernel] = jax.vjp(lambda kernel: plain(nonzero, kernel), kernel)[1](jnp.square(cotangent))
+        return by_x, by_kernel
+
+    convolve.defvjp(forward, backward)
+    return convolve(x, kernel)
+
+
+def _normalised(error: np.ndarray, variance: np.ndarray) -> np.ndarray:
+    """Errors in units of their deviations, as far as these are known: all times the same, they have a mean square of one."""
+    has_any = variance > 0
+    normalised = error[has_any] / np.sqrt(variance[has_any], dtype=np.float64)
+    return normalised / np.sqrt(np.mean(np.square(normalised)))
 
 
 def _with_bounds(params: nnx.State, bounds: jax.Array) -> nnx.State:
@@ -148,6 +180,8 @@ def _with_bounds(params: nnx.State, bounds: jax.Array) -> nnx.State:
     return jax.tree.map(replaced, params, is_leaf=is_layers)
 
 
-def _by_path(tree) -> dict[str, jax.Array]:
+def _by_name(tree: nnx.State, names: Iterable[str]) -> dict[str, jax.Array]:
+    """The leaves whose paths end so."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+    by_path = {f"/{jax.tree_util.keystr(path, simple=True, separator='/')}": leaf for path, leaf in leaves}
+    return {name: next(leaf for path, leaf in by_path.items() if path.endswith(f"/{name}")) for name in names}

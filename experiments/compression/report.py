@@ -117,7 +117,7 @@ def _draw_errors(path: Path, analysis: dict) -> None:
         axes[0].plot(centres, row["histogram"], color="tab:blue", lw=0.6, alpha=0.4)
     axes[0].plot(centres, np.exp(-(centres**2) / 2) / np.sqrt(2 * np.pi), "k--", lw=1.2, label="normal")
     share = np.mean([row["within_sigma"] for row in rows])
-    axes[0].set(xlabel="error of a gradient / standard deviation of its channels", ylabel="density, a line per layer")
+    axes[0].set(xlabel="error of a gradient / its standard deviation", ylabel="density, a line per layer")
     axes[0].set_title(f"{share:.1%} within one standard deviation")
     axes[0].legend()
     at = np.arange(len(rows))
