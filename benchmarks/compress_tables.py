@@ -8,8 +8,9 @@ from benchmarks.compressed import Config
 from benchmarks.tables import _gib, _load, _markdown, _source
 
 _NETWORKS = {"alexnet": "AlexNet", "vgg16": "VGG-16", "resnet18": "ResNet-18", "resnet50": "ResNet-50"}
-# Rows of VGG-16 in `compressed` are of a training that diverged: its codes were of NaNs, as they are.
+# A file for each network; rows of VGG-16 in `compressed` are of a training that diverged.
 _STEPS = {"compressed_vgg16": "vgg16", "compressed": "resnet50", "compressed_large": "resnet50"}
+_SEEDS = ("compressed_seeds", "compressed_seeds_resnet50")
 _CASES = {
     "plain": "nothing compressed",
     "settle": "what convolutions read, error-bounded, with room for whatever it needs",
@@ -21,7 +22,9 @@ _CASES = {
 def training_table() -> str | None:
     if (loaded := _load("compressed_training")) is None:
         return None
-    environment, all_rows = loaded
+    # What is trained without compression does not change with it: those rows may be of a run of their own.
+    files = [loaded, *filter(None, [_load("compressed_training_plain")])]
+    all_rows = [row for _, rows in files for row in rows]
     compressed_rows = [row for row in all_rows if row["compressed"]]
     plain_rows = [row for row in all_rows if not row["compressed"]]
     body = []
@@ -48,7 +51,7 @@ def training_table() -> str | None:
         "float32 / code",
         "sigma of a layer's gradient, predicted / measured: median (range)",
     ]
-    return _markdown(header, body) + "\n\n" + _source(environment)
+    return "\n\n".join([_markdown(header, body), *dict.fromkeys(_source(environment) for environment, _ in files)])
 
 
 def _accuracy(rows: list[dict[str, Any]]) -> str:
@@ -56,6 +59,36 @@ def _accuracy(rows: list[dict[str, Any]]) -> str:
     top1 = [100 * row["top1"] for row in rows]
     error = f" ± {statistics.stdev(top1) / len(top1) ** 0.5:.1f}" if len(top1) > 1 else ""
     return f"{statistics.mean(top1):.1f}{error}% ({len(top1)})" if top1 else "not run"
+
+
+def seeds_table() -> str | None:
+    """Of `compressed_seeds`: accuracies, and differences from what is not compressed, seed by seed."""
+    files = [loaded for name in _SEEDS if (loaded := _load(name)) is not None]
+    body = []
+    for _, rows in files:
+        top1: dict[str, dict[int, float]] = {}
+        for row in rows:
+            top1.setdefault(row["kind"], {})[row["seed"]] = 100 * row["top1"]
+        seeds = sorted(set.intersection(*map(set, top1.values())))
+        less_plain = {
+            kind: _mean_and_error([found[seed] - top1["plain"][seed] for seed in seeds]) for kind, found in top1.items()
+        }
+        size = rows[0]["size"]
+        body.append(
+            [
+                f"{_NETWORKS[rows[0]['model']]}, {size}x{size}, {len(seeds)} seeds",
+                f"{_mean_and_error([top1['plain'][seed] for seed in seeds])}%",
+                less_plain.get("raw", ""),
+                less_plain["compressed"],
+            ]
+        )
+    header = ["", "top-1, plain", "codes of the values themselves, less plain", "compressed, less plain"]
+    sources = [_source(environment) for environment, _ in files]
+    return "\n\n".join([_markdown(header, body), *sources]) if files else None
+
+
+def _mean_and_error(values: list[float]) -> str:
+    return f"{statistics.mean(values):.2f} ± {statistics.stdev(values) / len(values) ** 0.5:.2f}"
 
 
 def step_table() -> str | None:
@@ -117,4 +150,10 @@ def codec_table() -> str | None:
     )
 
 
-TABLES = {"training": training_table, "steps": step_table, "memory": memory_table, "codec": codec_table}
+TABLES = {
+    "training": training_table,
+    "seeds": seeds_table,
+    "steps": step_table,
+    "memory": memory_table,
+    "codec": codec_table,
+}

@@ -48,9 +48,7 @@ def longest_table() -> str | None:
         return None
     environment, rows = loaded
     found = {row["parallelism"]: row for row in rows if "longest" in row}
-    # Of a run before --spend, rows have what it stands for.
-    spend = lambda row: row.get("spend", "time" if row.get("recompute", True) else "auto")
-    speeds = {(row["parallelism"], spend(row)): row for row in rows if "speed_at" in row}
+    speeds = {(row["parallelism"], row["spend"]): row for row in rows if "speed_at" in row}
     speed_of = lambda *key: f"{speeds[key]['tokens_per_second']:,.0f}" if key in speeds else ""
     most = found["metp"]["longest"]
     body = [

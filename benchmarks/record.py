@@ -25,6 +25,8 @@ def _accelerator() -> str | None:
     if shutil.which("nvidia-smi") is None:
         return None
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        query.append(f"--id={visible}")
     return ", ".join(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")).strip(", ")
 
 

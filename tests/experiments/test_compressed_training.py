@@ -10,6 +10,7 @@ from flax import nnx
 from rich.console import Console
 
 from experiments.compressed_training import PRESETS, make_task
+from experiments.compression.analysis import _normalised
 from experiments.compression.observed import layers_of
 from experiments.compression.report import extra_report
 from experiments.data.photographs import photographs
@@ -102,6 +103,19 @@ def test_a_run_with_an_overflow_reports_and_can_be_restored(tmp_path, capsys):
     restored = Trainer(config, make_task(config), Console(quiet=True))._state(3)
     np.testing.assert_array_equal(layers_of(restored).bound, np.float32(train[-1]["bounds"]))
     assert int(restored.optimizer.step) == 3
+
+
+def test_errors_in_units_of_their_deviations():
+    """Those whose deviations are rounding errors are left out."""
+    rng = np.random.default_rng(0)
+    variance = rng.uniform(0.01, 100, (3, 3, 40, 50)).astype(np.float32)
+    error = rng.normal(size=variance.shape) * np.sqrt(variance) * 1e-6
+    variance[..., :5, :] = rng.uniform(-1, 1, (3, 3, 5, 50)) ** 9 * 1e-9
+    error[..., :5, :] = 1e-9
+    normalised = _normalised(error, variance)
+    assert normalised.size == 3 * 3 * 35 * 50
+    np.testing.assert_allclose(np.mean(np.abs(normalised) < 1), 0.683, atol=0.01)
+    np.testing.assert_allclose(np.std(normalised), 1, rtol=1e-3)
 
 
 def test_refuses(tmp_path, capsys):
