@@ -44,8 +44,8 @@ def compressed(
     - boolean arrays are kept as bits, or not at all where they are the sign of something encoded (a ReLU before a
       convolution, with `ErrorBounded`);
     - of max-pooling the index of each maximum is kept, uint8, whatever `where` says;
-    - constants are not kept; nor is what follows from smaller integer arrays by cheap operations, images from bytes or unit vectors
-      from classes: it is computed again from these, which training keeps anyway. So give a module bytes, and normalise inside;
+    - constants are not kept; nor is what follows from smaller integer arrays by cheap operations, as floats do from images of
+      bytes: it is computed again from these, which training keeps anyway. So let a module have bytes, and normalise inside it;
     - parameters and other variables of a module, what a function closes over, a function's arguments, integer, complex and
       float64 arrays, and small ones are left alone.
 
