@@ -10,7 +10,7 @@ from benchmarks.tables import _gib, _load, _markdown, _source
 _NETWORKS = {"alexnet": "AlexNet", "vgg16": "VGG-16", "resnet18": "ResNet-18", "resnet50": "ResNet-50"}
 # A file for each network; rows of VGG-16 in `compressed` are of a training that diverged.
 _STEPS = {"compressed_vgg16": "vgg16", "compressed": "resnet50", "compressed_large": "resnet50"}
-_SEEDS = ("compressed_seeds", "compressed_seeds_resnet50")
+_SEEDS = ("compressed_seeds", "compressed_seeds_resnet50", "compressed_seeds_alexnet")
 _CASES = {
     "plain": "nothing compressed",
     "settle": "what convolutions read, error-bounded, with room for whatever it needs",

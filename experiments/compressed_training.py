@@ -118,6 +118,8 @@ class CompressedConfig(RunConfig):
                 raise ExperimentError(f"--{name.replace('_', '-')} must be positive, got {getattr(self, name)}")
         if not 8 <= self.crop_size <= 96:
             raise ExperimentError(f"--crop-size must be from 8 to 96, got {self.crop_size}: some photographs are small")
+        if self.data == "photographs" and self.crop_size > self.image_size:
+            raise ExperimentError(f"--crop-size {self.crop_size} must be at most --image-size {self.image_size}")
         if self.image_size < 64:
             raise ExperimentError(f"--image-size must be at least 64 for these networks, got {self.image_size}")
 
@@ -223,11 +225,11 @@ def _network(config: CompressedConfig, classes: int) -> nnx.Module:
 
 
 def _compressed(config: CompressedConfig, classes: int) -> Compressed:
-    shape = (_device_batch(config), config.image_size, config.image_size, 3)
+    image = _batch(config)["image"]
     return compressed_classifier(
         functools.partial(_network, config, classes),
-        jax.ShapeDtypeStruct(shape, jnp.uint8),
-        Prepare(mean=(0.5,) * 3, std=(0.25,) * 3),
+        jax.ShapeDtypeStruct((_device_batch(config), *image.shape[1:]), image.dtype),
+        Prepare(mean=(0.5,) * 3, std=(0.25,) * 3, size=config.image_size),
         rest=compress.ChannelQuantized(config.rest_bits, config.rest_samples) if config.where == "all" else None,
         bound=config.bound,
         bits_per_value=config.bits_per_value,

@@ -68,7 +68,7 @@ def save_analysis(
         """Of the errors of these gradients, relative to each other, by name."""
         return _by_name(gradients_of(squares, {"net": params["net"]}, {"net": rest["net"]}, batch), names)
 
-    half_step = jnp.exp2(jnp.floor(jnp.log2(2 * layers.bound))) / 2
+    half_step = jnp.asarray(np.ldexp(np.float32(1), np.frexp(layers.bound)[1] - 1))
     found: dict[tuple[int, int], list[_Error]] = {}
     for on_host in batches():
         batch = jax.tree.map(jnp.asarray, on_host)

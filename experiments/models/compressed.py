@@ -14,7 +14,7 @@ class Compressed(nnx.Module):
     """A network and, as a parameter of its own, the `Layers` of its compressed call.
 
     Args:
-      net: of (B, H, W, C) images.
+      net: of (B, H, W, C) floats.
       layers: codec of what its convolutions read.
       rest: codec of everything else; None: left alone.
       smallest: number of values below which an array is left alone.
@@ -24,11 +24,13 @@ class Compressed(nnx.Module):
         self.net, self.rest, self.smallest = net, rest, smallest
         self.codec = nnx.Param(layers)
 
-    def __call__(self, images: jax.Array) -> jax.Array:
-        return self.from_bytes(images, _as_they_are)
-
     def from_bytes(self, images: jax.Array, prepare: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """Of `prepare(images)`: what the first convolution reads is not saved, but made again from the images."""
+        """Of `prepare(images)`: what the first convolution reads is not saved, but made again from the images.
+
+        Args:
+          images: (B, H, W, C) uint8.
+          prepare: gives the floats that the network reads; of no fewer pixels.
+        """
         return _compressed(_Prepared(self.net, prepare), self.codec.get_value(), self.rest, self.smallest)(images)
 
 
@@ -38,10 +40,6 @@ class _Prepared(nnx.Module):
 
     def __call__(self, images: jax.Array) -> jax.Array:
         return self.net(self.prepare(images))
-
-
-def _as_they_are(images: jax.Array) -> jax.Array:
-    return images
 
 
 def compressed_classifier(

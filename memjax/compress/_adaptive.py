@@ -216,14 +216,14 @@ def _bounds(
     bound = jnp.min(jnp.where(per_unit > 0, allowed / jnp.maximum(per_unit, 1e-37), jnp.inf), 1)
     # Neither statistic is positive without a use.
     widest = coarsest / 2 * mean.magnitude / jnp.maximum(mean.nonzero, 1e-30)
-    widest = jnp.where(widest > 0, widest, jnp.inf)
-    is_set = jnp.isfinite(bound) & (bound > 0)
-    return jnp.where(is_set, _power_of_two(jnp.minimum(_WIDER * bound, widest)), old)
+    new = _power_of_two(jnp.where(widest > 0, jnp.minimum(_WIDER * bound, widest), _WIDER * bound))
+    return jnp.where(jnp.isfinite(new) & (new > 0), new, old)
 
 
 def _power_of_two(x: Array) -> Array:
-    """The largest one that is not above `x`, of float32s; zero for what is no normal number."""
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & 0x7F800000, jnp.float32)
+    """The largest one that is not above `x`, as float32; zero for what is no normal number."""
+    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+    return lax.bitcast_convert_type(bits & 0x7F800000, jnp.float32)
 
 
 def _apart(tree: Any) -> tuple[list[Layers], Any]:

@@ -5,7 +5,7 @@ its output, and zeros; a matrix product an input that is there anyway, cast. So 
 operations that move no value far and that are cheap to repeat, to where they come from:
 
     an input that is kept       computed again from it
-    integers, as of images      computed again from them: nothing is differentiated by them, so they are data, which is smaller
+    smaller integers            computed again from them, if that is cheap: they are data, as images are, which is there anyway
     constants                   computed again
     a mask x > 0                from max(x, 0) if that is encoded by a codec that keeps zeros, or else bit by bit
     floats                      residuals that come from one array are computed again from it, and that is encoded
@@ -220,7 +220,7 @@ class _Trace:
         if self.is_constant(var):
             return True
         integers = self.of_integers(var)
-        if integers is not None and sum(nbytes(source.aval) for source in integers) < nbytes(var.aval):
+        if integers is not None and sum(nbytes(source.aval) for source in integers) < _kept_nbytes(var.aval):
             whole.update(dict.fromkeys(integers))
             return True
         path = self.path(var, to_input=True)
@@ -259,14 +259,16 @@ class _Trace:
         return True
 
     def of_integers(self, var: Any) -> list[Any] | None:
-        """The inputs, integers and small ones that are kept, that `var` follows from by what is cheap; None: from others, too."""
+        """The inputs that `var` follows from by what is cheap: integers and kept vectors, but no matrices, or all layers of a
+        network would be computed again. None if there are others.
+        """
         pending, seen, found = [var], {var}, list[Any]()
         while pending:
             source = pending.pop()
             eqn = self.producer.get(source)
             if eqn is None:
-                is_small = source in self.kept_inputs and source.aval.size * 16 <= var.aval.size
-                if not is_small and not jnp.issubdtype(source.aval.dtype, jnp.integer):
+                is_vector = source in self.kept_inputs and source.aval.size == max(source.aval.shape, default=1)
+                if not is_vector and not jnp.issubdtype(source.aval.dtype, jnp.integer):
                     return None
                 found.append(source)
             elif eqn.primitive.name in _OF_INTEGERS and not eqn.effects:
@@ -344,6 +346,11 @@ class _Trace:
                 if not is_literal(atom) and atom not in seen:
                     seen.add(atom)
                     pending.append(atom)
+
+
+def _kept_nbytes(aval: Any) -> int:
+    """Without a codec: masks are packed."""
+    return aval.size // 8 if aval.dtype == jnp.bool_ else nbytes(aval)
 
 
 def matches(path: str, pattern: str) -> bool:

@@ -190,6 +190,19 @@ def test_what_follows_from_integers_is_computed_again(inputs):
     assert kept <= pixels.nbytes + labels.nbytes + 1000  # 55,296 and 120,000 bytes follow from these
 
 
+def test_layers_of_a_network_of_integers_are_not_computed_again():
+    def f(weights, pixels):
+        x = pixels.astype(jnp.float32) / 255
+        for w in weights:
+            x = jax.nn.relu(x @ w)
+        return jnp.sum(x**2)
+
+    args = [jnp.eye(16)] * 4, jnp.ones((1024, 16), jnp.uint8)
+    products = [str(jax.jit(jax.grad(g)).trace(*args).jaxpr).count("dot_general") for g in (f, compressed(f, EXACT))]
+    assert products[0] == products[1]
+    chex.assert_trees_all_close(jax.grad(compressed(f, EXACT))(*args), jax.grad(f)(*args), rtol=1e-5)
+
+
 def test_integers_that_are_larger_than_what_follows_are_not_kept():
     def f(w, ids):
         return jnp.sum(w * jnp.sum(ids, 1).astype(jnp.float32)) ** 2

@@ -121,6 +121,7 @@ def test_errors_in_units_of_their_deviations():
 def test_refuses(tmp_path, capsys):
     for flags, message in (
         (["--crop-size", "128"], "--crop-size must be from 8 to 96, got 128"),
+        (["--crop-size", "96"], "--crop-size 96 must be at most --image-size 64"),
         (["--sigma", "0"], "--sigma must be positive"),
         (["--bits-per-value", "-1"], "--bits-per-value must be positive"),
     ):
