@@ -100,7 +100,8 @@ def _draw_layers(path: Path, train: list[dict], analysis: dict) -> None:
         axes[0].plot(steps, 32 / np.maximum(bits[:, i], 1e-3), color=color, lw=1, label=label)
         axes[1].plot(steps, bounds[:, i], color=color, lw=1)
     axes[0].set(xlabel="step", ylabel="ratio to float32, by layer", ylim=(0, None))
-    axes[1].set(xlabel="step", ylabel="bound, by layer", yscale="log")
+    axes[1].set(xlabel="step", ylabel="bound, by layer")
+    axes[1].set_yscale("log", base=2)  # as they are
     for axis in axes:
         axis.grid(alpha=0.3)
     figure.legend(loc="outside right center", fontsize=6, ncols=1 + (len(colors) > 30))
