@@ -26,6 +26,7 @@ SMALL = 4096
 
 # What of an operand times, or plus, something small is worth no memory of its own.
 _AFFINE = {"add", "sub", "mul", "add_any", "neg"}
+_AFFINE |= {"one_minus_square"}  # of tanh, whose derivative it is in JAX 0.12
 _SAME = {"convert_element_type", "reshape", "squeeze", "expand_dims", "transpose", "copy", "stop_gradient"}
 # What is made of integers with these alone is computed again: bytes scaled to floats, resized, classes as unit vectors. Not
 # random numbers, which take long.
