@@ -217,7 +217,8 @@ def _bounds(
     # Neither statistic is positive without a use.
     widest = coarsest / 2 * mean.magnitude / jnp.maximum(mean.nonzero, 1e-30)
     new = _power_of_two(jnp.where(widest > 0, jnp.minimum(_WIDER * bound, widest), _WIDER * bound))
-    return jnp.where(jnp.isfinite(new) & (new > 0), new, old)
+    is_read = jnp.isfinite(bound)
+    return jnp.where(is_read & jnp.isfinite(new) & (new > 0), new, old)
 
 
 def _power_of_two(x: Array) -> Array:

@@ -180,34 +180,49 @@ def test_bounds_follow_the_equations():
     assert not any(map(np.any, jax.tree.leaves(params["codec"].statistics)))
 
 
-def test_sigma_is_the_root_mean_square_over_arrays():
-    """Of a hundred arrays whose cotangents have all sizes."""
-    count, sigma = 100, 0.02
-    power = 2.0 ** (0.02 + 2 * np.arange(count) / 25).astype(np.float32)
-    ones = jnp.ones(count, jnp.float32)
-    found = compress.Statistics.zeros(count, 1)._replace(uses=ones, examples=ones, nonzero=ones, power=power[:, None])
-    one = found_layers()
-    names = [f"w{i}" for i in range(count)]
+def bounds_after_an_update(found, **options):
+    """Of arrays with these statistics, the momentum of whose gradients is a half; before it they are 0.3."""
+    ones, names = jnp.ones_like(found.uses), [f"w{i}" for i in range(len(found.uses))]
     layers = Layers(
-        ones,
-        found._replace(power=jnp.zeros((count, 1))),
-        bits_per_value=(None,) * count,
+        0.3 * ones,
+        jax.tree.map(jnp.zeros_like, found),
+        bits_per_value=(None,) * len(names),
         names=tuple(names),
         weights=tuple((name,) for name in names),
-        shapes=one.shapes[:1] * count,
+        shapes=((SHAPE, np.dtype(np.float32)),) * len(names),
     )
-    tx = compress.adaptive(optax.sgd(1.0, momentum=0.9), sigma=sigma, coarsest=jnp.inf)
+    tx = compress.adaptive(optax.sgd(1.0, momentum=0.9), **options)
     params = {"net": dict.fromkeys(names, jnp.ones(())), "codec": layers}
     gradients = {
         "net": dict.fromkeys(names, jnp.full((), -0.5)),
         "codec": dataclasses.replace(layers, statistics=found),
     }
     updates, _ = tx.update(gradients, tx.init(params), params)
-    bound = np.asarray(optax.apply_updates(params, updates)["codec"].bound)
+    return np.asarray(optax.apply_updates(params, updates)["codec"].bound)
+
+
+def statistics_of(power):
+    """Of arrays of ones that are used once."""
+    ones = jnp.ones(len(power), jnp.float32)
+    of_ones = {"uses": ones, "examples": ones, "nonzero": ones, "magnitude": ones}
+    return compress.Statistics.zeros(len(power), 1)._replace(**of_ones, power=jnp.asarray(power)[:, None])
+
+
+def test_sigma_is_the_root_mean_square_over_arrays():
+    """Of a hundred arrays whose cotangents have all sizes."""
+    sigma = 0.02
+    found = statistics_of(2.0 ** (0.02 + 2 * np.arange(100) / 25).astype(np.float32))
+    bound = bounds_after_an_update(found, sigma=sigma, coarsest=jnp.inf)
     realised = np.asarray(compress.predicted_sigma(found, jnp.asarray(bound)))[:, 0] / 0.5
     np.testing.assert_allclose(np.sqrt(np.mean(realised**2)), sigma, rtol=0.02)
     assert 0.67 < (realised / sigma).min() < 0.72
     assert 1.3 < (realised / sigma).max() < 1.37
+
+
+@pytest.mark.parametrize("coarsest", [1.0, np.inf])
+def test_bounds_of_what_has_no_cotangents_stay(coarsest):
+    bound = bounds_after_an_update(statistics_of(np.float32([0, 1])), sigma=0.02, coarsest=coarsest)
+    np.testing.assert_array_equal(bound, np.float32([0.3, 2**-6]))
 
 
 def test_the_papers_coefficient():
