@@ -229,7 +229,7 @@ def _compressed(config: CompressedConfig, classes: int) -> Compressed:
     return compressed_classifier(
         functools.partial(_network, config, classes),
         jax.ShapeDtypeStruct((_device_batch(config), *image.shape[1:]), image.dtype),
-        Prepare(mean=(0.5,) * 3, std=(0.25,) * 3, size=config.image_size),
+        Prepare(mean=(0.5,) * 3, std=(0.25,) * 3, size=config.image_size),  # of which only sizes matter here
         rest=compress.ChannelQuantized(config.rest_bits, config.rest_samples) if config.where == "all" else None,
         bound=config.bound,
         bits_per_value=config.bits_per_value,

@@ -54,20 +54,6 @@ def compressed_classifier(
 ) -> Compressed:
     """The network with the settings that a gradient with batches like `prepare(image)` asks for."""
     net = make_net()
-    layers = find_layers(net, image, prepare, rest=rest, smallest=smallest, bound=bound, bits_per_value=bits_per_value)
-    return Compressed(net, layers=layers, rest=rest, smallest=smallest)
-
-
-def find_layers(
-    net: nnx.Module,
-    image: jax.ShapeDtypeStruct,
-    prepare: Callable[[jax.Array], jax.Array],
-    *,
-    rest: compress.Codec | None,
-    smallest: int,
-    **options,
-) -> compress.Layers:
-    """`memjax.compress.layers` of what an NNX network's convolutions read."""
     net.train()
     graph, params, state = nnx.split(net, nnx.Param, ...)  # type: ignore[misc]
 
@@ -75,7 +61,8 @@ def find_layers(
         model = nnx.merge(graph, params, state, copy=True)
         return jnp.sum(_compressed(_Prepared(model, prepare), codec, rest, smallest)(images))
 
-    return compress.layers(total, params, state, image, **options)
+    layers = compress.layers(total, params, state, image, bound=bound, bits_per_value=bits_per_value)
+    return Compressed(net, layers=layers, rest=rest, smallest=smallest)
 
 
 def _compressed(net: nnx.Module, codec, rest: compress.Codec | None, smallest: int) -> nnx.Module:
