@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.compressed import Config
+from benchmarks.record import mean_and_error
 from benchmarks.tables import _gib, _load, _markdown, _source
 
 _NETWORKS = {"alexnet": "AlexNet", "vgg16": "VGG-16", "resnet18": "ResNet-18", "resnet50": "ResNet-50"}
@@ -55,10 +56,7 @@ def training_table() -> str | None:
 
 
 def _accuracy(rows: list[dict[str, Any]]) -> str:
-    """The mean, and its standard error."""
-    top1 = [100 * row["top1"] for row in rows]
-    error = f" ± {statistics.stdev(top1) / len(top1) ** 0.5:.1f}" if len(top1) > 1 else ""
-    return f"{statistics.mean(top1):.1f}{error}% ({len(top1)})" if top1 else "not run"
+    return f"{mean_and_error([100 * row['top1'] for row in rows], 1)}% ({len(rows)})" if rows else "not run"
 
 
 def seeds_table() -> str | None:
@@ -71,13 +69,14 @@ def seeds_table() -> str | None:
             top1.setdefault(row["kind"], {})[row["seed"]] = 100 * row["top1"]
         seeds = sorted(set.intersection(*map(set, top1.values())))
         less_plain = {
-            kind: _mean_and_error([found[seed] - top1["plain"][seed] for seed in seeds]) for kind, found in top1.items()
+            kind: mean_and_error([found[seed] - top1["plain"][seed] for seed in seeds], 2)
+            for kind, found in top1.items()
         }
         size = rows[0]["size"]
         body.append(
             [
                 f"{_NETWORKS[rows[0]['model']]}, {size}x{size}, {len(seeds)} seeds",
-                f"{_mean_and_error([top1['plain'][seed] for seed in seeds])}%",
+                f"{mean_and_error([top1['plain'][seed] for seed in seeds], 2)}%",
                 less_plain.get("raw", ""),
                 less_plain["compressed"],
             ]
@@ -85,10 +84,6 @@ def seeds_table() -> str | None:
     header = ["", "top-1, plain", "codes of the values themselves, less plain", "compressed, less plain"]
     sources = [_source(environment) for environment, _ in files]
     return "\n\n".join([_markdown(header, body), *sources]) if files else None
-
-
-def _mean_and_error(values: list[float]) -> str:
-    return f"{statistics.mean(values):.2f} ± {statistics.stdev(values) / len(values) ** 0.5:.2f}"
 
 
 def step_table() -> str | None:

@@ -17,7 +17,6 @@ import dataclasses
 import functools
 import json
 import os
-import statistics
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -84,16 +83,14 @@ def _table(config: Config, rows: list[dict]) -> Table:
     for kind, found in by.items():
         cells = []
         for name in _MEASURED:
-            cells.append(_mean([found[seed][name] for seed in seeds]))
-            cells.append("" if found is first else _mean([found[seed][name] - first[seed][name] for seed in seeds]))
+            cells.append(record.mean_and_error([found[seed][name] for seed in seeds], 4))
+            cells.append(
+                ""
+                if found is first
+                else record.mean_and_error([found[seed][name] - first[seed][name] for seed in seeds], 4)
+            )
         table.add_row(kind, str(len(seeds)), *cells)
     return table
-
-
-def _mean(values: list[float]) -> str:
-    if len(values) < 2:
-        return ", ".join(f"{v:.4f}" for v in values)
-    return f"{statistics.mean(values):.4f} ± {statistics.stdev(values) / len(values) ** 0.5:.4f}"
 
 
 def measure(given: dict) -> list[dict]:

@@ -1,4 +1,4 @@
-"""Where and with what a benchmark ran, its rows as JSON, and cases in processes of their own."""
+"""Where and with what a benchmark ran, its rows as JSON, and cases in processes of their own; and means of rows."""
 
 import datetime
 import importlib.metadata
@@ -7,6 +7,7 @@ import os
 import pathlib
 import platform
 import shutil
+import statistics
 import subprocess
 import sys
 
@@ -48,6 +49,12 @@ def save(name: str, rows: list[dict], directory: pathlib.Path = RESULTS) -> path
     path = directory / f"{name}.json"
     path.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
     return path
+
+
+def mean_and_error(values: list[float], digits: int) -> str:
+    """The mean and its standard error, if there is more than one."""
+    error = f" ± {statistics.stdev(values) / len(values) ** 0.5:.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{error}"
 
 
 def in_fresh_process(module: str, case: dict, environ: dict[str, str] | None = None, timeout: float = 900) -> dict:
