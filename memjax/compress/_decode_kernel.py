@@ -10,7 +10,7 @@ from memjax.compress import _dither, _lane_bits, _tiles
 from memjax.compress._bits import WORD, Words, expand, moves_of, u32
 from memjax.compress._pallas_tile import RAW_ROWS, Where, any_lane, rows_of_bytes, stack, take, when
 from memjax.compress._quantize import LEAST, middle, step
-from memjax.compress._reference import read_headers
+from memjax.compress._reference import columns_without, read_headers
 from memjax.compress._tiles import GROUPS, LANES
 from memjax.compress._warp import scales_of_bfloat16_values
 
@@ -39,14 +39,14 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref, kee
     get = functools.partial(where.load_words, words_ref)
     offset = offsets_ref[tile]
     following = jnp.broadcast_to(u32(offset + _into_cache(words_ref, offset, where)), (LANES,))
-    has_bitmap = lanes.bitmap != 0
-    before, count = warp.before(has_bitmap)
-    full = jnp.where((header == 0) | is_raw, zero, u32(2**32 - 1))
-    words = [get(following + before + u32(g) * count, has_bitmap) for g in range(GROUPS)]
-    mask = stack([jnp.where(has_bitmap, word, full) for word in words])
+    words = []
+    for has_words in (lanes.bitmaps.any, lanes.bitmaps.both):
+        before, count = warp.before(has_words)
+        words += [get(following + before, has_words), get(following + count + before, has_words)]
+        following = following + u32(2) * count
+    mask = stack(lanes.bitmaps.unpack(words, columns_without(header), warp))
     bits = warp.ones(mask)
     moves = moves_of(mask)
-    following = following + u32(GROUPS) * count
     has_bits = (jnp.sum(bits, 0, dtype=jnp.uint32) != 0) & (lanes.planes + lanes.signs != 0)
     before, count = warp.before(has_bits)
     start = get(following + before, has_bits), jnp.full((LANES,), WORD, jnp.uint32), following + count
@@ -187,7 +187,7 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref, kee
     def finish_any():
         if _tiles.max_planes(layout.dtype) == 8:
             return finish(8)
-        return lax.cond(most <= 8, lambda: finish(8), lambda: finish(16))
+        return lax.cond(most <= 8, lambda: finish(8), lambda: finish(15))
 
     if layout.exponents == "value":
         following = finish_any()

@@ -18,10 +18,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from memjax.compress import _tiles
+from memjax.compress._bitmaps import Bitmaps
 from memjax.compress._bits import WORD, compress, moves_of, u32
 from memjax.compress._pallas_tile import RAW_ROWS, Where, any_lane, any_of, take, when
 from memjax.compress._reference import Lanes, write_headers
-from memjax.compress._tiles import GROUPS, LANE_VALUES, LANES
+from memjax.compress._tiles import GROUPS, LANES
 from memjax.compress._value_planes import FEW, value_planes
 
 
@@ -50,8 +51,9 @@ def _write(where, coded, signs, is_unrolled, x_ref, words_ref, headers_ref, offs
     total = jnp.sum(bits, 0, dtype=jnp.uint32)
     signs = u32(any_of(negative))
     most = jnp.max(n_planes.astype(jnp.int32))
-    bitmap = u32((total > 0) & ((total < LANE_VALUES) | (n_planes + signs == 0)))
-    coded_words = (total * (n_planes + signs) + u32(WORD - 1)) // u32(WORD) + bitmap * u32(GROUPS)
+    groups = [take(mask, g) for g in range(GROUPS)]
+    bitmaps = Bitmaps.of(groups, n_planes + signs)
+    coded_words = (total * (n_planes + signs) + u32(WORD - 1)) // u32(WORD) + bitmaps.words
     raw_before, raw_lanes = warp.before(raw)
     coded_words = warp.total(coded_words)
     words = coded_words + raw_lanes * u32(_tiles.raw_words(dtype))
@@ -59,7 +61,7 @@ def _write(where, coded, signs, is_unrolled, x_ref, words_ref, headers_ref, offs
     place = warp.fetch_add(needed_ref, words.astype(jnp.int32))
     lane = jnp.arange(LANES, dtype=jnp.int32)
     triton.store(offsets_ref.at[where.tile], jnp.max(place))
-    headers = write_headers(Lanes(n_planes, signs, bitmap, u32(raw)))
+    headers = write_headers(Lanes(n_planes, signs, bitmaps, u32(raw)))
     triton.store(headers_ref.at[where.tile * LANES + lane], headers.astype(jnp.uint8))
     place = u32(place)
     fits = place + words <= u32(where.capacity)
@@ -68,10 +70,12 @@ def _write(where, coded, signs, is_unrolled, x_ref, words_ref, headers_ref, offs
     def put(index, word, live):
         where.store_words(words_ref, index, word, live & fits)
 
-    has_bitmap = bitmap != 0
-    before, count = warp.before(has_bitmap)
-    for g in range(GROUPS):
-        put(place + before + u32(g) * count, take(mask, g), has_bitmap)
+    following, packed = place, bitmaps.pack(groups, warp)
+    for has_words, pair in ((bitmaps.any, packed[:2]), (bitmaps.both, packed[2:])):
+        before, count = warp.before(has_words)
+        for word in pair:
+            put(following + before, word, has_words)
+            following = following + count
 
     def put_slot(pieces, needed, state):
         """The signs or a plane, of lanes that need it: see `_reference.Reader`."""
@@ -89,7 +93,6 @@ def _write(where, coded, signs, is_unrolled, x_ref, words_ref, headers_ref, offs
             following = following + count
         return word, at, left, following
 
-    following = place + u32(GROUPS) * count
     has_bits = total * (n_planes + signs) != 0
     before, count = warp.before(has_bits)
     at = jnp.where(has_bits, following + before, u32(2**32 - 1))

@@ -59,7 +59,7 @@ class ErrorBoundedCode:
     @property
     def raw_share(self) -> Float[Array, ""]:
         """Share of the lanes of 128 values stored as they are, because one of them is no finite number or too many steps."""
-        return jnp.mean((self.packed.headers >> _tiles.RAW_SHIFT).astype(jnp.float32))
+        return jnp.mean((self.packed.headers == _tiles.RAW).astype(jnp.float32))
 
 
 @jax.tree_util.register_dataclass
@@ -83,7 +83,7 @@ class ErrorBounded:
     array.
 
     128 values at a time share a number of bits; if one of them is a NaN or an infinity, or 256 steps, with dither sometimes
-    255 (float32: 65,536), they are stored as they are. The error is then zero: a bound that is too small for the values costs
+    255 (float32: 32,768), they are stored as they are. The error is then zero: a bound that is too small for the values costs
     space, never precision; `code.raw_share` tells.
 
     Memory, with n values, n a multiple of 4096 or else rounded up to one: `n * capacity / 8 + n / 113` bytes, where capacity

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, UInt8, UInt32
 
 from memjax.compress import _dither, _tiles
+from memjax.compress._bitmaps import Bitmaps
 from memjax.compress._bits import (
     WORD,
     Words,
@@ -25,6 +26,9 @@ from memjax.compress._bits import (
 )
 from memjax.compress._quantize import dequantize, quantize
 from memjax.compress._tiles import GROUPS, LANE_VALUES, LANES
+from memjax.compress._warp import Warp
+
+_WARP = Warp(native=False)
 
 
 class Packed(NamedTuple):
@@ -44,23 +48,28 @@ class Lanes(NamedTuple):
 
     planes: UInt32[Array, "..."]
     signs: UInt32[Array, "..."]
-    bitmap: UInt32[Array, "..."]
+    bitmaps: Bitmaps
     raw: UInt32[Array, "..."]
 
 
 def read_headers(header: Words) -> Lanes:
-    return Lanes(
-        header & u32(_tiles.PLANES_MASK),
-        (header >> _tiles.SIGNS_SHIFT) & u32(1),
-        (header >> _tiles.BITMAP_SHIFT) & u32(1),
-        header >> _tiles.RAW_SHIFT,
-    )
+    flag = lambda bit: (header & u32(bit)) != 0
+    bitmaps = Bitmaps(flag(_tiles.FIRST_BITMAP), flag(_tiles.SECOND_BITMAP), flag(_tiles.OTHERS_ZERO))
+    signs, raw = flag(_tiles.SIGNS), header == u32(_tiles.RAW)
+    return Lanes(header & u32(_tiles.PLANES), u32(signs), bitmaps, u32(raw))
+
+
+def columns_without(header: Words) -> Words:
+    """What columns without a bitmap are in the masks of lanes. Of raw lanes, zero."""
+    return jnp.where((header == 0) | ((header & u32(_tiles.OTHERS_ZERO)) != 0), u32(0), u32(2**32 - 1))
 
 
 def write_headers(lanes: Lanes) -> Words:
     """The inverse of `read_headers`."""
-    flags = (lanes.signs << _tiles.SIGNS_SHIFT) | (lanes.bitmap << _tiles.BITMAP_SHIFT)
-    return jnp.where(lanes.raw != 0, u32(1 << _tiles.RAW_SHIFT), lanes.planes | flags)
+    flags = lanes.signs != 0, *lanes.bitmaps
+    bits = _tiles.SIGNS, _tiles.FIRST_BITMAP, _tiles.SECOND_BITMAP, _tiles.OTHERS_ZERO
+    coded = sum((u32(flag) * u32(bit) for flag, bit in zip(flags, bits, strict=True)), lanes.planes)
+    return jnp.where(lanes.raw != 0, u32(_tiles.RAW), coded)
 
 
 class Reader(NamedTuple):
@@ -116,8 +125,8 @@ def encode(x: Float[Array, "tiles 128 32"], exponent: Int32[Array, "..."], capac
     bits = jax.lax.population_count(mask)
     total = bits.sum(1)
     signs = u32((sign != 0).any(1))
-    bitmap = u32((total > 0) & ((total < LANE_VALUES) | (planes + signs == 0)))
-    words = (total * (planes + signs) + u32(WORD - 1)) // u32(WORD) + bitmap * u32(GROUPS)
+    bitmaps = Bitmaps.of([mask[:, g] for g in range(GROUPS)], planes + signs)
+    words = (total * (planes + signs) + u32(WORD - 1)) // u32(WORD) + bitmaps.words
     coded_words = words.sum(-1)
     tile_words = coded_words + raw.sum(-1) * u32(_tiles.raw_words(x.dtype))
     ends = jnp.cumsum(tile_words, dtype=jnp.uint32)
@@ -149,13 +158,13 @@ def encode(x: Float[Array, "tiles 128 32"], exponent: Int32[Array, "..."], capac
     moves = moves_of(mask)
     rows = _raw_words(x)
     first_raw = (offsets + coded_words)[:, None] + jnp.cumsum(raw, -1, dtype=jnp.uint32) - raw
-    index, following = _bitmap_places(offsets, bitmap)
-    out = put(out, index, mask, jnp.broadcast_to((bitmap != 0)[:, None], index.shape))
+    index, live, following = _bitmap_places(offsets, bitmaps)
+    out = put(out, index, jnp.stack(bitmaps.pack([mask[:, g] for g in range(GROUPS)], _WARP), 1), live)
     most = jnp.max(planes, initial=0).astype(jnp.int32)
     reader = Reader.of(following, total * (planes + signs) != 0)
     out, _ = jax.lax.fori_loop(0, most + 1, put_slot, (out, reader))
     out = jax.lax.fori_loop(0, jnp.max(raw, initial=0).astype(jnp.int32) * rows.shape[1], put_row, out)
-    headers = write_headers(Lanes(planes, signs, bitmap, raw)).astype(jnp.uint8)
+    headers = write_headers(Lanes(planes, signs, bitmaps, raw)).astype(jnp.uint8)
     return Packed(out, headers, offsets.astype(jnp.int32), needed)
 
 
@@ -180,9 +189,10 @@ def decode(
         plane = u32(_group_bits(jnp.where(slot == 0, u32(0), piece))) << u32(jnp.maximum(slot - 1, 0))
         return p + plane, jnp.where(slot == 0, piece, negative), reader
 
-    full = jnp.where((headers == 0) | (lanes.raw != 0), u32(0), ~u32(0))
-    index, following = _bitmap_places(u32(code.offsets), lanes.bitmap)
-    mask = jnp.where((lanes.bitmap != 0)[:, None], get(index), full[:, None])
+    index, live, following = _bitmap_places(u32(code.offsets), lanes.bitmaps)
+    words = jnp.where(live, get(index), u32(0))
+    words_of_groups = [words[:, g] for g in range(GROUPS)]
+    mask = jnp.stack(lanes.bitmaps.unpack(words_of_groups, columns_without(headers), _WARP), 1)
     bits = jax.lax.population_count(mask)
     moves = moves_of(mask)
     most = jnp.max(lanes.planes, initial=0).astype(jnp.int32)
@@ -203,12 +213,15 @@ def decode(
     return _tiles.from_bits(jnp.where(is_raw & ~lost, _raw_bits(get(index), dtype), value), dtype)
 
 
-def _bitmap_places(offsets, bitmap):
-    """(tiles, 4, 32): the words that hold bitmaps. And the first ones of tiles behind them."""
-    count = bitmap.sum(-1)
-    before = jnp.cumsum(bitmap, -1, dtype=jnp.uint32) - bitmap
-    group = jnp.arange(GROUPS, dtype=jnp.uint32)[:, None]
-    return (offsets[:, None] + before)[:, None] + group * count[:, None, None], offsets + u32(GROUPS) * count
+def _bitmap_places(offsets, bitmaps: Bitmaps):
+    """(tiles, 4, 32): the words that hold bitmaps, and whether they do. And the first ones of tiles behind them."""
+    indices, lives = [], []
+    for live in (bitmaps.any, bitmaps.any, bitmaps.both, bitmaps.both):
+        one = u32(live)
+        indices.append(offsets[:, None] + jnp.cumsum(one, -1, dtype=jnp.uint32) - one)
+        lives.append(live)
+        offsets = offsets + one.sum(-1, dtype=jnp.uint32)
+    return jnp.stack(indices, 1), jnp.stack(lives, 1), offsets
 
 
 def _group_words(bits: Bool[Array, "tiles 128 32"]) -> UInt32[Array, "tiles 4 32"]:

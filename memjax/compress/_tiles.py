@@ -11,17 +11,19 @@ word as its values are in pairs. A lane is coded as one of
 
     nothing           all values are zero
     raw               its values as they are
-    bitmap, planes    pieces of bits, from low to high bits of words of 32, the last one filled up with zeros: the bitmap of
-                      values that are not zero, 32 bits a group, left out if none is zero and something follows; then,
-                      over those values, in order: a bit each for the sign, left out if all are
+    bitmaps, planes   pieces of bits, from low to high bits of words of 32, the last one filled up with zeros: bitmaps of
+                      values that are not zero, of one column or both (`_bitmaps`), left out if none is zero and something
+                      follows; then, over those values, in order: a bit each for the sign, left out if all are
                       positive, and for every one of `planes` planes a bit of the quantised magnitude, the lowest first
 
 The 8-bit header of a lane:
 
-    bits 0 to 4 planes   5 signs   6 bitmap   7 raw
+    bits 0 to 3 planes   4 signs   5, 6 bitmaps of the first and the second column   7 a column without bitmap is zero
+
+A raw lane's is bit 7 alone.
 
 The words of the lanes of a tile are interleaved in the order in which one needs them who decodes all lanes side by side,
-a piece (a group of the bitmap, of the signs, of a plane) at a time. After the bitmaps come the first words of lanes, by
+a piece (a word of the bitmaps, a group of the signs, of a plane) at a time. After the bitmaps come the first words of lanes, by
 lane, then the words that lanes begin in the first piece, by lane, then those that they begin in the second. So neighbouring
 lanes read and write neighbouring words. The raw lanes' follow, row by row: both values of a row in a word, or a word for
 each.
@@ -42,8 +44,8 @@ LANES = 32
 LANE_VALUES = 128
 GROUPS = 4
 
-SIGNS_SHIFT, BITMAP_SHIFT, RAW_SHIFT = 5, 6, 7
-PLANES_MASK = 31
+PLANES, SIGNS, FIRST_BITMAP, SECOND_BITMAP, OTHERS_ZERO = 15, 16, 32, 64, 128
+RAW = 128
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
@@ -55,7 +57,7 @@ def raw_words(dtype) -> int:
 
 def max_planes(dtype) -> int:
     """Planes beyond which a lane is stored raw. Past 2^8 a 16-bit float is so near its own step that raw is as short."""
-    return 16 if jnp.dtype(dtype).itemsize == 4 else 8
+    return 15 if jnp.dtype(dtype).itemsize == 4 else 8
 
 
 def max_code(dtype) -> int:

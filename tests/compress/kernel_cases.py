@@ -30,8 +30,15 @@ def values_of_all_kinds(dtype, tiles: int = 6, seed: int = 0) -> np.ndarray:
     values[4:5] = rng.uniform(30.3, 32.1, values[4:5].shape)  # nearly as many as five planes hold, and more
     values[5:6] = rng.uniform(0, 20, values[5:6].shape)
     values[5:6, 7, 86] *= -1  # alone, and of the second column
+    values[5:6, 8:26] *= columns_of_all_kinds(rng)
     values[2, 3, 7], values[2, 4, :2], values[2, 5, 9] = np.nan, (np.inf, -np.inf), -0.0
     return in_lanes(np.asarray(jnp.asarray(values, dtype)))
+
+
+def columns_of_all_kinds(rng: np.random.Generator) -> np.ndarray:
+    """(18, 128): of lanes' columns zeros, ones and both, in all combinations, twice."""
+    kinds = np.stack([np.zeros((4, 16)), np.ones((4, 16)), rng.integers(0, 2, (4, 16))])
+    return np.stack([np.stack([first, second], 1).reshape(128) for first in kinds for second in kinds] * 2)
 
 
 def kernels_and_reference(x, bound, capacity=None, interpret=True):

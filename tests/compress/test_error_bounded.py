@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from memjax.compress import ErrorBounded, _dither
 from memjax.compress._tiles import Grid
+from tests.compress.kernel_cases import columns_of_all_kinds
 from tests.compress.patterns import check_bound, every_16_bit_pattern, in_lanes, random_float32_patterns, to_bits
 
 # From below the least subnormal bfloat16 to beyond the largest; powers of two and not.
@@ -46,6 +47,21 @@ def test_bound_holds_for_every_16_bit_value(dtype):
     x = every_16_bit_pattern(dtype)
     for bound in BOUNDS:
         check_both_ways(x, bound)
+
+
+def test_only_columns_that_are_zero_here_and_there_have_bitmaps():
+    is_some = np.zeros((32, 128), bool)
+    is_some[:18] = columns_of_all_kinds(np.random.default_rng(0))
+    is_some = is_some.reshape(32, 4, 2, 16)
+    some, every = is_some.any((1, 3)), is_some.all((1, 3))
+    bitmaps = (some & ~every).sum(1)
+    bitmaps[every.any(1) & ~some.all(1)] = 1  # which of the two it is has to be said
+    x = in_lanes(np.where(is_some, 5.0, 0).reshape(-1)).reshape(64, 64)
+    needed = 2 * bitmaps + -(-3 * is_some.sum((1, 2, 3)) // 32)  # five steps: three bits, whatever the dither
+    for dtype in (jnp.bfloat16, jnp.float32):
+        decoded, code = round_trip((), jnp.asarray(x, dtype), 0.5)
+        assert code.packed.needed == needed.sum()
+        np.testing.assert_array_equal(decoded != 0, x != 0)
 
 
 @pytest.mark.parametrize("bound", [1e-30, 1e-4, 2.0**-7, 0.37, 1e20])
