@@ -11,6 +11,12 @@ from benchmarks.tables import _gib, _load, _markdown, _source
 _NETWORKS = {"alexnet": "AlexNet", "vgg16": "VGG-16", "resnet18": "ResNet-18", "resnet50": "ResNet-50"}
 # A file for each network; rows of VGG-16 in `compressed` are of a training that diverged.
 _STEPS = {"compressed_vgg16": "vgg16", "compressed": "resnet50", "compressed_large": "resnet50"}
+_TRAININGS = (
+    "compressed_training",
+    "compressed_training_alexnet",
+    "compressed_training_resnet50",
+    "compressed_training_plain",
+)
 _SEEDS = ("compressed_seeds", "compressed_seeds_resnet50", "compressed_seeds_alexnet")
 _CASES = {
     "plain": "nothing compressed",
@@ -21,11 +27,10 @@ _CASES = {
 
 
 def training_table() -> str | None:
-    if (loaded := _load("compressed_training")) is None:
+    files = [loaded for name in _TRAININGS if (loaded := _load(name)) is not None]
+    all_rows = [row for _, rows in files for row in rows if "error" not in row]
+    if not all_rows:
         return None
-    # What is trained without compression does not change with it: those rows may be of a run of their own.
-    files = [loaded, *filter(None, [_load("compressed_training_plain")])]
-    all_rows = [row for _, rows in files for row in rows]
     compressed_rows = [row for row in all_rows if row["compressed"]]
     plain_rows = [row for row in all_rows if not row["compressed"]]
     body = []

@@ -28,10 +28,10 @@ _ROOT = pathlib.Path(__file__).parent.parent
 # Beside the experiment's defaults. Without batch norms gradients are now and then so large that training has to begin anew.
 # The wider steps may be, the smaller codes are, and the larger the errors of first layers that are not predicted.
 RECIPES: dict[str, dict[str, float]] = {
-    "alexnet": {"learning_rate": 0.01},
-    "vgg16": {"learning_rate": 0.02, "clip": 1.0, "coarsest": 2.0},
+    "alexnet": {"clip": 1.0},
+    "vgg16": {"learning_rate": 0.02, "clip": 1.0},
     "resnet18": {"coarsest": 0.75},
-    "resnet50": {"coarsest": 1.25},
+    "resnet50": {},
 }
 
 

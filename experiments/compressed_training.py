@@ -55,8 +55,7 @@ class CompressedConfig(RunConfig):
     """The network, its images and how they are compressed."""
 
     model: Literal["alexnet", "vgg16", "resnet18", "resnet50"] = "resnet18"
-    """As published. ResNets have batch norms; of the others AlexNet wants a --learning-rate of 0.01, VGG-16 0.02 and
-    --clip 1."""
+    """As published. Those without batch norms want --clip 1, VGG-16 a --learning-rate of 0.02."""
     width: float = 1.0
     """All channels times this."""
     dtype: Literal["float32", "bfloat16"] = "float32"
