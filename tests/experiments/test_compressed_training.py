@@ -1,5 +1,6 @@
 """The four classifiers, the photographs, and a run of compressed training from the command line to its figures."""
 
+import dataclasses
 import json
 
 import jax
@@ -9,16 +10,18 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
-from experiments.compressed_training import PRESETS, make_task
+from experiments.compressed_training import PRESETS, CompressedConfig, _model, make_task
 from experiments.compression.analysis import _normalised
 from experiments.compression.observed import layers_of
 from experiments.compression.report import extra_report
 from experiments.data.photographs import photographs
 from experiments.harness import devices, records
+from experiments.harness.classification import classification_loss
 from experiments.harness.config import parse
 from experiments.harness.main import run
 from experiments.harness.training import Trainer
 from experiments.models.classifiers import MODELS
+from memjax._residuals import differentiated, residual_bytes
 
 PUBLISHED = {"alexnet": 60_965_224, "vgg16": 138_357_544, "resnet18": 11_689_512, "resnet50": 25_557_032}
 
@@ -40,6 +43,27 @@ def test_networks_are_those_published(name):
     with jax.numpy_dtype_promotion("standard"):  # batch norms add bfloat16 to float32
         found = jax.eval_shape(logits, jax.ShapeDtypeStruct((2, 64, 64, 3), jnp.float32))
     assert (found.shape, found.dtype) == ((2, 10), jnp.float32)
+
+
+def test_resnet50_saves_a_fifteenth_of_what_it_does_in_float32():
+    """With the bits that values which convolutions read need in training (`results/compressed_training_resnet50.json`)."""
+    config = dataclasses.replace(PRESETS["gpu"], batch_size=16, where="all", bits_per_value=2.75, dtype="float32")
+    assert 15 * _saved_bytes(config, is_compressed=True) < _saved_bytes(config, is_compressed=False)
+
+
+def _saved_bytes(config: CompressedConfig, is_compressed: bool) -> int:
+    """Between the passes, for eight images: the half of one of two devices."""
+    graph, *parts = nnx.split(nnx.eval_shape(lambda: _model(config, 16, is_compressed)), nnx.Param, ...)
+    loss = classification_loss(mean=(0.5,) * 3, std=(0.25,) * 3, label_smoothing=0.0, size=config.image_size)
+    image, label = jax.ShapeDtypeStruct((8, 64, 64, 3), jnp.uint8), jax.ShapeDtypeStruct((8,), jnp.int32)
+
+    def of_parts(params, others, image, label):
+        net = nnx.merge(graph, params, others)
+        net.train()
+        return loss(net, {"image": image, "label": label})["loss"]
+
+    jaxpr = jax.make_jaxpr(of_parts)(*parts, image, label)
+    return residual_bytes(differentiated(jaxpr, has_aux=False)).device
 
 
 @pytest.mark.parametrize("size", [8, 64, 96])
