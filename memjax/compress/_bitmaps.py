@@ -21,7 +21,7 @@ class Bitmaps(NamedTuple):
 
     Attributes:
       first, second: whether the column has a bitmap.
-      others_zero: whether a column without is zero, rather than without zeros; not set where neither has one.
+      others_zero: whether a column without is zero, rather than without zeros; where neither has one it is set of raw lanes only.
     """
 
     first: Bool[Array, "..."]
