@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 
-_LEAST_MESSAGE = 3 * 2**24  # bytes
+_LEAST_MESSAGE = 3 * 2**25  # bytes
 
 
 def metp(
@@ -46,7 +46,7 @@ def metp(
     Saved for the backward pass: a, b, c. Temporaries, in bytes for t rows over all leading dimensions, items of k bytes and
     blocks of M = (D + E) F/p entries: forward 4 t E + 2 k (t F/p + M), backward 4 t D + (3 k t F/p + (3 k + 12) M) / n. There
     the block goes round in n pieces, so many that the second term does not exceed the first or messages become smaller
-    than 48 MiB. Traffic per device: k (p-1) M forward, (k + 4) (p-1) M backward and k M / n if n > 1.
+    than 96 MiB. Traffic per device: k (p-1) M forward, (k + 4) (p-1) M backward and k M / n if n > 1.
 
     Raises:
       ValueError: shapes that do not match, or outside a `jax.shard_map` over `axis_name`.
@@ -150,18 +150,22 @@ def _forward(
 ) -> tuple[jax.Array, Any]:
     h = _elementwise(f, len(bs), a.dtype)
 
-    def body(carry: Any, block: Any, step: Any) -> Any:
-        (o, products), (b, c) = carry, block
+    def multiply(carry: Any, block: Any, step: Any) -> Any:
+        (o, products), (b, _) = carry, block
         z = a @ b
         if not recompute:
             products = jax.lax.dynamic_update_index_in_dim(products, z, step, 0)
+        return o, products, z
+
+    def add(carry: Any, block: Any, step: Any) -> Any:
+        (o, products, z), (_, c) = carry, block
         return _add_product(o, h(z), c), products
 
     products = None
     if not recompute:
         shape = ring.axis_size(axis_name), a.shape[0], len(bs) * c.shape[0]
         products = vary(jnp.zeros(shape, a.dtype), varying_axes(a))
-    o, products = ring.scan(body, _block(bs, c, 0, 1), (None, products), axis_name=axis_name)
+    o, products = ring.scan((multiply, add), _block(bs, c, 0, 1), (None, products), axis_name=axis_name)
     return _rounded(o, a.dtype), (a, bs, c, products)
 
 
@@ -172,19 +176,26 @@ def _backward(
     (a, bs, c, products), do = jax.lax.optimization_barrier((saved, do))
     wide, count = accumulator(a.dtype), _pieces(a, bs, c) if recompute else 1
 
-    def body(da: Any, block: Any, step: Any) -> tuple[Any, Any]:
+    def multiply(da: Any, block: Any, step: Any) -> Any:
         b, c = block
         z = a @ b if recompute else jax.lax.dynamic_index_in_dim(products, step, 0, keepdims=False)
         h, pull = jax.vjp(_elementwise(f, len(bs), a.dtype), z)
         (dz,) = pull(do @ c.T)
-        # Both are made once, in one kernel: in the kernels that slice them XLA would compute them again.
-        h, dz = jax.lax.optimization_barrier((h, dz))
+        return da, *jax.lax.optimization_barrier((h, dz))  # both in one kernel
+
+    def add(carry: Any, block: Any, step: Any) -> Any:
+        (da, h, dz), (b, _) = carry, block
+        return _add_product(da, dz, b.T), h, dz
+
+    def of_weights(carry: Any, block: Any, step: Any) -> tuple[Any, Any]:
+        da, h, dz = carry
         db = jnp.matmul(a.T, dz, preferred_element_type=wide)
-        return _add_product(da, dz, b.T, made=True), (db, jnp.matmul(h.T, do, preferred_element_type=wide))
+        return da, (db, jnp.matmul(h.T, do, preferred_element_type=wide))
 
     da: Any = None if count == 1 else vary(_halves(jnp.zeros(a.shape, wide)), varying_axes(a))
     piece = lambda block, i: _block(block[0], block[1], i, count)
-    da, (db, dc) = ring.collect(body, (bs, c), da, axis_name=axis_name, dtype=a.dtype, count=count, piece=piece)
+    parts = multiply, add, of_weights
+    da, (db, dc) = ring.collect(parts, (bs, c), da, axis_name=axis_name, dtype=a.dtype, count=count, piece=piece)
     dbs = tuple(jnp.moveaxis(d, 0, 1).reshape(d.shape[1], -1) for d in jnp.split(db, len(bs), 2))
     return _rounded(da, a.dtype), dbs, dc.reshape(c.shape)
 
@@ -211,18 +222,15 @@ def _block(bs: tuple[jax.Array, ...], c: jax.Array, index: Any, count: int) -> t
     return (bs[0] if len(bs) == 1 else jnp.concatenate(bs, 1)), c
 
 
-def _add_product(sums: Any, a: jax.Array, b: jax.Array, made: bool = False) -> tuple[jax.Array, ...]:
-    """sums + a b, in two halves of the rows: a product that is not added where it is made takes half as much. `made`: a is an
-    array, of which the second half is cut out after the first is multiplied."""
+def _add_product(sums: Any, a: jax.Array, b: jax.Array) -> tuple[jax.Array, ...]:
+    """sums + a b, in two halves of the rows: a product that is not added where it is made takes half as much."""
     product = partial(jnp.matmul, preferred_element_type=accumulator(a.dtype))
-    top, bottom = _halves(a)
-    first = product(top, b) if sums is None else sums[0] + product(top, b)
-    if made:
-        first, a = jax.lax.optimization_barrier((first, a))
-        bottom = _halves(a)[1]
-    elif sums is not None:
-        first, bottom = jax.lax.optimization_barrier((first, bottom))
-    second = product(bottom, b)
+    # Made once, in one kernel: in the kernels that slice it XLA would compute it again.
+    a = jax.lax.optimization_barrier(a)
+    first = product(_halves(a)[0], b)
+    first = first if sums is None else sums[0] + first
+    first, a = jax.lax.optimization_barrier((first, a))
+    second = product(_halves(a)[1], b)
     return first, second if sums is None else sums[1] + second
 
 

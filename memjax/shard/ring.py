@@ -24,23 +24,24 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-Carry = TypeVar("Carry")
-
-
-def scan(body: Callable[[Carry | Any, Any, Any], Carry], moving: Any, init: Any, *, axis_name: str | None) -> Carry:
+def scan(
+    body: Callable[..., Any] | Sequence[Callable[..., Any]], moving: Any, init: Any, *, axis_name: str | None
+) -> Any:
     """Runs `body` with the block of every device of the ring in turn, the own one first, hops hidden behind it.
 
     Args:
       body: `(carry, block, step) -> carry`. `block` is the `moving` of device `(i - step) % p`; `step` is the Python integer 0
-        for the device's own block, and an int32 scalar, or an integer, for the others. It is traced three times at most,
-        whatever the size of the ring.
+        for the device's own block, and an int32 scalar, or an integer, for the others. It is traced five times at most,
+        whatever the size of the ring. Several functions are called one after another, each with what the one before returned:
+        beside each one array hops, beside the last all that are left. XLA has one hop under way at a time, and if left to
+        itself puts some beside less than they take.
       moving: this device's block, a pytree of arrays of the same shapes on every device.
       init: the carry before the first call, a pytree; it stays on the device. It may have another structure than later ones.
       axis_name: the axis of `jax.shard_map` that is the ring; None for a ring of one device.
@@ -51,41 +52,37 @@ def scan(body: Callable[[Carry | Any, Any, Any], Carry], moving: Any, init: Any,
     Raises:
       ValueError: outside a `jax.shard_map` over `axis_name`.
     """
-    size = _size(axis_name)
+    size, parts = _size(axis_name), _parts(body)
     if size == 1:
-        return body(init, moving, 0)
+        return _beside(parts, init, moving, 0)[0]
 
     def step(carry: Any, block: Any, index: Any) -> Any:
-        block_next = _hop(block, axis_name, size)
-        return body(carry, block, index), block_next
+        return _beside(parts, carry, block, index, block, lambda tree: _hop(tree, axis_name, size))
 
     # The barriers keep the next hop from starting before a step is over: all blocks would be held at once.
-    carry, block = lax.optimization_barrier(step(init, moving, 0))
-    if size > 2:
-        indices = jnp.arange(1, size - 1, dtype=jnp.int32)
-        (carry, block), _ = lax.scan(lambda s, i: (step(s[0], s[1], i), None), (carry, block), indices)
-        carry, block = lax.optimization_barrier((carry, block))  # XLA inlines a loop of one step
+    state = lax.optimization_barrier(step(init, moving, 0))
+    carry, block = _in_pairs(step, state, 1, size - 1)
     # So that the last sum is made in its matmul, as the others are, and not beside it in what casts it.
-    return lax.optimization_barrier(body(carry, block, size - 1))
+    return lax.optimization_barrier(_beside(parts, carry, block, size - 1)[0])
 
 
 def collect(
-    body: Callable[[Carry, Any, Any], tuple[Carry, Any]],
+    body: Callable[..., Any] | Sequence[Callable[..., Any]],
     moving: Any,
-    init: Carry,
+    init: Any,
     *,
     axis_name: str | None,
     dtype: Any,
     count: int = 1,
     piece: Callable[[Any, Any], Any] = lambda moving, index: moving,
     together: bool = False,
-) -> tuple[Carry, Any]:
+) -> tuple[Any, Any]:
     """Runs `body` with the block of every device of the ring in turn, the own one last, and adds up what it returns for each.
 
     Args:
-      body: `(carry, block, step) -> (carry, sums)`. `sums` is a pytree of arrays to be added up, for each block, over all
-        devices; otherwise as for `scan`. It is traced four times at most. With several pieces `init` has the structure of
-        later carries.
+      body: `(carry, block, step) -> (carry, sums)`, or several functions of which the last one is such. `sums` is a pytree of
+        arrays to be added up, for each block, over all devices; they hop before the arrays of the block. Otherwise as for
+        `scan`. It is traced six times at most. With several pieces `init` has the structure of later carries.
       moving: this device's block, a pytree of arrays of the same shapes on every device.
       dtype: of the sums that are returned; they travel as `body` makes them.
       count: blocks go round in so many pieces, one after another. The first hop of a piece is hidden behind the end of the one
@@ -100,24 +97,21 @@ def collect(
     Raises:
       ValueError: outside a `jax.shard_map` over `axis_name`.
     """
-    size = _size(axis_name)
+    size, parts = _size(axis_name), _parts(body)
+    hop = lambda tree: (_hop_together if together else _hop)(tree, axis_name, size)
 
     def step(carry: Any, block: Any, sums: Any, index: Any, onward: Any) -> Any:
-        block_next, arrived = (_hop_together if together else _hop)((onward, sums), axis_name, size)
-        carry, more = body(carry, block, index)
+        (carry, more), (arrived, block_next) = _beside(parts, carry, block, index, (sums, onward), hop)
         return carry, block_next, more if arrived is None else _add(arrived, more)
 
     def one_round(state: Any, index: Any) -> Any:
         carry, block = state
         if size == 1:
-            carry, sums = body(carry, piece(moving, index), 0)
+            carry, sums = _beside(parts, carry, piece(moving, index), 0)[0]
             return (carry, None), cast(sums)
         carry, block, sums = lax.optimization_barrier(step(carry, block, None, 1, block if size > 2 else None))
-        if size > 3:
-            indices = jnp.arange(2, size - 1, dtype=jnp.int32)
-            state = carry, block, sums
-            (carry, block, sums), _ = lax.scan(lambda s, i: (step(s[0], s[1], s[2], i, s[1]), None), state, indices)
-            carry, block, sums = lax.optimization_barrier((carry, block, sums))  # as above
+        go_on = lambda carry, block, sums, index: step(carry, block, sums, index, block)
+        carry, block, sums = _in_pairs(go_on, (carry, block, sums), 2, size - 1)
         if size > 2:
             carry, _, sums = step(carry, block, sums, size - 1, None)
         # Of the own block nothing is computed before, and held.
@@ -133,6 +127,38 @@ def collect(
         return carry, jax.tree.map(lambda a: a[None], sums)
     (carry, _), sums = lax.scan(one_round, state, jnp.arange(count, dtype=jnp.int32))
     return carry, sums
+
+
+def _parts(body: Any) -> Sequence[Callable[..., Any]]:
+    return [body] if callable(body) else body
+
+
+def _beside(parts: Any, carry: Any, block: Any, index: Any, tree: Any = (), hop: Any = None) -> tuple[Any, Any]:
+    """What the parts of a body return, called in turn while `tree` hops, and the tree that arrives."""
+    *firsts, last = parts
+    leaves, structure = jax.tree.flatten(tree)
+    arrived: list[Any] = []
+    for part in firsts:
+        now, leaves = leaves[:1], leaves[1:]
+        comes = hop(now) if now else []
+        carry = part(carry, block, index)
+        if now:  # nothing of the next part, nor its hop, begins before
+            carry, comes, leaves = lax.optimization_barrier((carry, comes, leaves))
+        arrived += comes
+    arrived += hop(leaves) if leaves else []
+    return last(carry, block, index), jax.tree.unflatten(structure, arrived)
+
+
+def _in_pairs(step: Callable[..., Any], state: Any, begin: int, end: int) -> Any:
+    """Steps `begin` to `end`, two by two: a loop of single steps would copy every block that arrives to where the one before was,
+    and send it on only then. With two, each has its place."""
+    whole = lambda *args: lax.optimization_barrier(step(*args))
+    if begin < end and (end - begin) % 2 == 1:
+        state, begin = whole(*state, begin), begin + 1
+    if begin < end:
+        indices = jnp.arange(begin, end, 2, dtype=jnp.int32)
+        state, _ = lax.scan(lambda s, i: (whole(*whole(*s, i), i + 1), None), state, indices)
+    return state
 
 
 def _size(axis_name: Any) -> int:
@@ -194,20 +220,25 @@ def _add(a: Any, b: Any) -> Any:
 
 
 _ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "XLA_FLAGS": "--xla_gpu_collective_permute_mode=peer"}
+_SUMS_IN_MATMULS = "--xla_gpu_enable_triton_gemm=false"
 
 
 def hide_hops() -> None:
     """Has GPUs hide hops behind compute; to be called before the first use of a device.
 
-    Sets `CUDA_DEVICE_MAX_CONNECTIONS=1`, unless it has a value, so that hops start before the matmuls beside them, and adds
-    `--xla_gpu_collective_permute_mode=peer` to `XLA_FLAGS`, unless that names a mode, so that copy engines move blocks between
-    the GPUs of a process. By default a kernel of NCCL does, on multiprocessors that the matmuls then lack, as it still does
-    between processes. Results are the same.
+    Sets `CUDA_DEVICE_MAX_CONNECTIONS=1`, unless it has a value, so that hops start before the matmuls beside them, and adds to
+    `XLA_FLAGS`, unless they name these flags:
+
+    - `--xla_gpu_collective_permute_mode=peer`: copy engines move blocks between the GPUs of a process. By default a kernel of
+      NCCL does, on multiprocessors that the matmuls then lack, as it still does between processes.
+    - `--xla_gpu_enable_triton_gemm=false`: matmuls are cuBLAS's, which add what they make to the sums so far. XLA's own add only
+      to arguments of a loop; other sums take a pass over memory and an array more. This holds for all of the program.
     """
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    flags, flag = os.environ.get("XLA_FLAGS", ""), _ENVIRONMENT["XLA_FLAGS"]
-    if flag.split("=")[0] not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {flag}".strip()
+    for flag in (_ENVIRONMENT["XLA_FLAGS"], _SUMS_IN_MATMULS):
+        flags = os.environ.get("XLA_FLAGS", "")
+        if flag.split("=")[0] not in flags:
+            os.environ["XLA_FLAGS"] = f"{flags} {flag}".strip()
 
 
 _warned = False
