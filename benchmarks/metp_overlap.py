@@ -20,7 +20,8 @@ from memjax.shard import _metp, metp_mlp, overlap, ring
 
 def measure(case: dict, mesh: Mesh) -> dict:
     """Ring, matmuls alone and hops alone of a feed-forward layer's forward and backward pass."""
-    dim, hidden, size = case["dim"], 4 * case["dim"], case["size"]
+    dim, size, steps = case["dim"], case["size"], case["steps"]
+    hidden = 4 * dim * size // steps  # of which a device holds as much as in a ring of so many steps
     link = overlap.measure_link(list(mesh.devices.flat), case["link_sizes"])
     rate = overlap.measure_matmul(min(8192, 2 * dim))
     rows, columns = P("ring"), P(None, "ring")
@@ -37,10 +38,11 @@ def measure(case: dict, mesh: Mesh) -> dict:
         arrays = put((size * tokens, dim), rows), put((dim, hidden), columns), put((hidden, dim), rows)
         for name, (f, out, back) in passes.items():
             build = lambda f, out, arrays=arrays: jax.jit(over_ring(lambda *a: f(*a), out)).lower(*arrays).compile()
-            functions = {"ring": build(f, out)}
-            with _instead(_hop=lambda tree, axis_name, size: jax.lax.optimization_barrier(tree)):
-                functions["matmuls"] = build(f, out)
-            functions["hops"] = build(functools.partial(_hops, back), rows)
+            with ring_of(steps, size):
+                functions = {"ring": build(f, out)}
+                with _instead(_hop=lambda tree, axis_name, size: jax.lax.optimization_barrier(tree)):
+                    functions["matmuls"] = build(f, out)
+                functions["hops"] = build(functools.partial(_hops, back), rows)
             row: dict[str, Any] = {"tokens": tokens, "pass": name}
             row |= {k: v * 1e3 for k, v in _in_turn(functions, case["repeats"], arrays).items()}
             table.append(row | {"hidden": _hidden(row)})
@@ -66,15 +68,16 @@ def full_overlap_tokens(row: dict) -> dict[str, dict[str, float | None]]:
     """For each pass of a measured row: the tokens per device from which on hops can be hidden, as measured, and as predicted with
     the rate of a large matmul and with the rate of the layer's own matmuls, which other work goes with."""
     link = overlap.Link(tuple(map(int, row["link"])), tuple(row["link"].values()))
-    shaped = {"dim": row["dim"], "hidden": 4 * row["dim"], "size": row["size"]}
+    steps = row.get("steps", row["size"])
+    shaped = {"dim": row["dim"], "hidden": 4 * row["dim"], "size": steps}
     found = {}
     for name in ("forward", "backward"):
         mine = [r for r in row["milliseconds"] if r["pass"] == name]
         step: Any = functools.partial(overlap.mlp_step, **shaped, backward=name == "backward")
-        own = row["size"] * step(mine[-1]["tokens"]).flops / (mine[-1]["matmuls"] / 1e3)
+        own = steps * step(mine[-1]["tokens"]).flops / (mine[-1]["matmuls"] / 1e3)
         predict = functools.partial(overlap.full_overlap_tokens, step)
         found[name] = {
-            "measured": _crossover(mine, row["size"]),
+            "measured": _crossover(mine, steps),
             "large matmul": predict(row["flops_per_second"], link),
             "own matmuls": predict(own, link),
         }
@@ -89,6 +92,15 @@ def _crossover(rows: list[dict], size: int) -> float | None:
             few, many = rows[i]["tokens"], rows[i + 1]["tokens"]
             return few + (many - few) * -low / (high - low)
     return None
+
+
+@contextlib.contextmanager
+def ring_of(steps: int, size: int) -> Iterator[None]:
+    """A ring of so many steps on `size` devices, between which its blocks go to and fro if they are fewer."""
+    pairs = [(i, (i + 1) % size) for i in range(size)]
+    hop = lambda tree, axis_name, size: jax.lax.ppermute(tree, axis_name, pairs)
+    with _instead(_size=lambda axis_name: steps, _hop=hop) if steps != size else contextlib.nullcontext():
+        yield
 
 
 @contextlib.contextmanager

@@ -207,8 +207,7 @@ def _ring_forward(options: Options, q: Array, k: Array, v: Array, segments: Arra
             o, lse = _replaced(o, merged[0], half, 1), _replaced(lse, merged[1], half, 2)
         return o, lse
 
-    # Keys and values are one array: of two hops only one could hide behind the one kernel that attention is.
-    return ring.scan(body, (_selected(jnp.arange(2) == 0, k, v), segments), None, axis_name=options.axis_name)
+    return ring.scan(body, ((k, v), segments), None, axis_name=options.axis_name)
 
 
 def _ring_backward(
@@ -224,32 +223,23 @@ def _ring_backward(
         def whole() -> tuple[Any, Any]:
             own = isinstance(step, int) and step == 0
             more, dk, dv = gradients(q, k, v, o, lse, do, where.rows, columns, own)
-            return dq + more, jnp.stack([dk, dv])
+            return dq + more, (dk, dv)
 
         if not options.causal or (isinstance(step, int) and step == 0):
             return whole()
         behind = step <= where.rank
         if options.layout == "contiguous":
-            return lax.cond(behind, whole, lambda: (dq, jnp.zeros_like(block[0], dq.dtype)))
+            return lax.cond(behind, whole, lambda: (dq, (jnp.zeros_like(k, dq.dtype), jnp.zeros_like(v, dq.dtype))))
         halves = _Halves(behind)
         arrays = halves.rows(q), *halves.keys((k, v)), halves.rows(o), halves.rows(lse, 2), halves.rows(do)
         more, dk, dv = gradients(*arrays, halves.rows(where.rows), halves.keys(columns), False)
         for half, dq_half in zip(halves.of_rows, jnp.split(more, 2), strict=True):
             dq = _replaced(dq, _part(dq, half, 2, 1) + dq_half, half, 1)
-        return dq, jnp.stack([halves.sum_of_keys(dk), halves.sum_of_keys(dv)])
+        return dq, (halves.sum_of_keys(dk), halves.sum_of_keys(dv))
 
     dq = vary(jnp.zeros(q.shape, accumulator(q.dtype)), varying_axes(q, k, v))
-    dq, sums = ring.collect(
-        body,
-        (k, v, segments),
-        dq,
-        axis_name=options.axis_name,
-        dtype=q.dtype,
-        piece=lambda moving, index: (_selected(jnp.arange(2) == 0, *moving[:2]), moving[2]),
-        together=True,
-    )
-    dk, dv = sums[0]
-    return dq.astype(q.dtype), dk, dv
+    dq, (dk, dv) = ring.collect(body, ((k, v), segments), dq, axis_name=options.axis_name, dtype=q.dtype)
+    return dq.astype(q.dtype), dk[0], dv[0]
 
 
 class _Where:

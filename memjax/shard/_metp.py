@@ -150,22 +150,18 @@ def _forward(
 ) -> tuple[jax.Array, Any]:
     h = _elementwise(f, len(bs), a.dtype)
 
-    def multiply(carry: Any, block: Any, step: Any) -> Any:
-        (o, products), (b, _) = carry, block
+    def body(carry: Any, block: Any, step: Any) -> Any:
+        (o, products), (b, c) = carry, block
         z = a @ b
         if not recompute:
             products = jax.lax.dynamic_update_index_in_dim(products, z, step, 0)
-        return o, products, z
-
-    def add(carry: Any, block: Any, step: Any) -> Any:
-        (o, products, z), (_, c) = carry, block
         return _add_product(o, h(z), c), products
 
     products = None
     if not recompute:
         shape = ring.axis_size(axis_name), a.shape[0], len(bs) * c.shape[0]
         products = vary(jnp.zeros(shape, a.dtype), varying_axes(a))
-    o, products = ring.scan((multiply, add), _block(bs, c, 0, 1), (None, products), axis_name=axis_name)
+    o, products = ring.scan(body, _block(bs, c, 0, 1), (None, products), axis_name=axis_name)
     return _rounded(o, a.dtype), (a, bs, c, products)
 
 
@@ -176,26 +172,23 @@ def _backward(
     (a, bs, c, products), do = jax.lax.optimization_barrier((saved, do))
     wide, count = accumulator(a.dtype), _pieces(a, bs, c) if recompute else 1
 
-    def multiply(da: Any, block: Any, step: Any) -> Any:
+    def of_rows(da: Any, block: Any, step: Any) -> Any:
         b, c = block
         z = a @ b if recompute else jax.lax.dynamic_index_in_dim(products, step, 0, keepdims=False)
         h, pull = jax.vjp(_elementwise(f, len(bs), a.dtype), z)
         (dz,) = pull(do @ c.T)
-        return da, *jax.lax.optimization_barrier((h, dz))  # both in one kernel
-
-    def add(carry: Any, block: Any, step: Any) -> Any:
-        (da, h, dz), (b, _) = carry, block
+        h, dz = jax.lax.optimization_barrier((h, dz))  # both in one kernel
         return _add_product(da, dz, b.T), h, dz
 
-    def of_weights(carry: Any, block: Any, step: Any) -> tuple[Any, Any]:
+    def of_block(carry: Any, block: Any, step: Any) -> tuple[Any, Any]:
         da, h, dz = carry
         db = jnp.matmul(a.T, dz, preferred_element_type=wide)
         return da, (db, jnp.matmul(h.T, do, preferred_element_type=wide))
 
     da: Any = None if count == 1 else vary(_halves(jnp.zeros(a.shape, wide)), varying_axes(a))
     piece = lambda block, i: _block(block[0], block[1], i, count)
-    parts = multiply, add, of_weights
-    da, (db, dc) = ring.collect(parts, (bs, c), da, axis_name=axis_name, dtype=a.dtype, count=count, piece=piece)
+    body = of_rows, of_block
+    da, (db, dc) = ring.collect(body, (bs, c), da, axis_name=axis_name, dtype=a.dtype, count=count, piece=piece)
     dbs = tuple(jnp.moveaxis(d, 0, 1).reshape(d.shape[1], -1) for d in jnp.split(db, len(bs), 2))
     return _rounded(da, a.dtype), dbs, dc.reshape(c.shape)
 

@@ -24,24 +24,21 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-def scan(
-    body: Callable[..., Any] | Sequence[Callable[..., Any]], moving: Any, init: Any, *, axis_name: str | None
-) -> Any:
+
+def scan(body: Callable[[Any, Any, Any], Any], moving: Any, init: Any, *, axis_name: str | None) -> Any:
     """Runs `body` with the block of every device of the ring in turn, the own one first, hops hidden behind it.
 
     Args:
       body: `(carry, block, step) -> carry`. `block` is the `moving` of device `(i - step) % p`; `step` is the Python integer 0
         for the device's own block, and an int32 scalar, or an integer, for the others. It is traced five times at most,
-        whatever the size of the ring. Several functions are called one after another, each with what the one before returned:
-        beside each one array hops, beside the last all that are left. XLA has one hop under way at a time, and if left to
-        itself puts some beside less than they take.
+        whatever the size of the ring.
       moving: this device's block, a pytree of arrays of the same shapes on every device.
       init: the carry before the first call, a pytree; it stays on the device. It may have another structure than later ones.
       axis_name: the axis of `jax.shard_map` that is the ring; None for a ring of one device.
@@ -52,22 +49,23 @@ def scan(
     Raises:
       ValueError: outside a `jax.shard_map` over `axis_name`.
     """
-    size, parts = _size(axis_name), _parts(body)
+    size = _size(axis_name)
     if size == 1:
-        return _beside(parts, init, moving, 0)[0]
+        return body(init, moving, 0)
 
     def step(carry: Any, block: Any, index: Any) -> Any:
-        return _beside(parts, carry, block, index, block, lambda tree: _hop(tree, axis_name, size))
+        block_next = _hop(block, axis_name, size)
+        return body(carry, block, index), block_next
 
     # The barriers keep the next hop from starting before a step is over: all blocks would be held at once.
     state = lax.optimization_barrier(step(init, moving, 0))
     carry, block = _in_pairs(step, state, 1, size - 1)
     # So that the last sum is made in its matmul, as the others are, and not beside it in what casts it.
-    return lax.optimization_barrier(_beside(parts, carry, block, size - 1)[0])
+    return lax.optimization_barrier(body(carry, block, size - 1))
 
 
 def collect(
-    body: Callable[..., Any] | Sequence[Callable[..., Any]],
+    body: Callable[[Any, Any, Any], Any] | tuple[Callable[[Any, Any, Any], Any], Callable[[Any, Any, Any], Any]],
     moving: Any,
     init: Any,
     *,
@@ -75,21 +73,19 @@ def collect(
     dtype: Any,
     count: int = 1,
     piece: Callable[[Any, Any], Any] = lambda moving, index: moving,
-    together: bool = False,
 ) -> tuple[Any, Any]:
     """Runs `body` with the block of every device of the ring in turn, the own one last, and adds up what it returns for each.
 
     Args:
-      body: `(carry, block, step) -> (carry, sums)`, or several functions of which the last one is such. `sums` is a pytree of
-        arrays to be added up, for each block, over all devices; they hop before the arrays of the block. Otherwise as for
-        `scan`. It is traced six times at most. With several pieces `init` has the structure of later carries.
+      body: `(carry, block, step) -> (carry, sums)`. `sums` is a pytree of arrays to be added up, for each block, over all
+        devices; otherwise as for `scan`. It is traced six times at most. With several pieces `init` has the structure of later
+        carries. Two functions are called one after another, the second with what the first returned: beside the first the sums
+        hop, beside the second the block. Beside one function both do.
       moving: this device's block, a pytree of arrays of the same shapes on every device.
       dtype: of the sums that are returned; they travel as `body` makes them.
       count: blocks go round in so many pieces, one after another. The first hop of a piece is hidden behind the end of the one
         before.
       piece: `(moving, index) -> piece`, of which `body` is given one at a time.
-      together: a block and the sums for the one before travel as one array, at the price of a copy. XLA has one hop under way
-        at a time: if `body` is one kernel it hides one hop, and others are waited for.
 
     Returns:
       The last carry, and the sums of all devices for this device's own block, stacked by pieces: (count, ...).
@@ -97,17 +93,26 @@ def collect(
     Raises:
       ValueError: outside a `jax.shard_map` over `axis_name`.
     """
-    size, parts = _size(axis_name), _parts(body)
-    hop = lambda tree: (_hop_together if together else _hop)(tree, axis_name, size)
+    size = _size(axis_name)
+    first, second = (None, body) if callable(body) else body
+
+    def work(carry: Any, block: Any, index: Any) -> Any:
+        return second(carry if first is None else first(carry, block, index), block, index)
 
     def step(carry: Any, block: Any, sums: Any, index: Any, onward: Any) -> Any:
-        (carry, more), (arrived, block_next) = _beside(parts, carry, block, index, (sums, onward), hop)
+        arrived = _hop(sums, axis_name, size)
+        if first is not None:
+            carry = first(carry, block, index)
+            if sums is not None:
+                carry, arrived, onward = lax.optimization_barrier((carry, arrived, onward))
+        block_next = _hop(onward, axis_name, size)
+        carry, more = second(carry, block, index)
         return carry, block_next, more if arrived is None else _add(arrived, more)
 
     def one_round(state: Any, index: Any) -> Any:
         carry, block = state
         if size == 1:
-            carry, sums = _beside(parts, carry, piece(moving, index), 0)[0]
+            carry, sums = work(carry, piece(moving, index), 0)
             return (carry, None), cast(sums)
         carry, block, sums = lax.optimization_barrier(step(carry, block, None, 1, block if size > 2 else None))
         go_on = lambda carry, block, sums, index: step(carry, block, sums, index, block)
@@ -127,26 +132,6 @@ def collect(
         return carry, jax.tree.map(lambda a: a[None], sums)
     (carry, _), sums = lax.scan(one_round, state, jnp.arange(count, dtype=jnp.int32))
     return carry, sums
-
-
-def _parts(body: Any) -> Sequence[Callable[..., Any]]:
-    return [body] if callable(body) else body
-
-
-def _beside(parts: Any, carry: Any, block: Any, index: Any, tree: Any = (), hop: Any = None) -> tuple[Any, Any]:
-    """What the parts of a body return, called in turn while `tree` hops, and the tree that arrives."""
-    *firsts, last = parts
-    leaves, structure = jax.tree.flatten(tree)
-    arrived: list[Any] = []
-    for part in firsts:
-        now, leaves = leaves[:1], leaves[1:]
-        comes = hop(now) if now else []
-        carry = part(carry, block, index)
-        if now:  # nothing of the next part, nor its hop, begins before
-            carry, comes, leaves = lax.optimization_barrier((carry, comes, leaves))
-        arrived += comes
-    arrived += hop(leaves) if leaves else []
-    return last(carry, block, index), jax.tree.unflatten(structure, arrived)
 
 
 def _in_pairs(step: Callable[..., Any], state: Any, begin: int, end: int) -> Any:
@@ -185,42 +170,12 @@ def _hop(tree: Any, axis_name: Any, size: int) -> Any:
     return lax.ppermute(tree, axis_name, [(i, (i + 1) % size) for i in range(size)])
 
 
-def _hop_together(tree: Any, axis_name: Any, size: int) -> Any:
-    leaves, structure = jax.tree.flatten(tree)
-    if len(leaves) < 2:
-        return _hop(tree, axis_name, size)
-    word = 8 * min(a.dtype.itemsize for a in leaves)
-    split = [_words(a, word) for a in leaves]
-    words = _hop(jnp.concatenate([w for parts in split for w in parts]), axis_name, size)
-    arrived, start = [], 0
-    for a, parts in zip(leaves, split, strict=True):
-        ends = [start + (i + 1) * a.size for i in range(len(parts))]
-        arrived.append(_from_words([words[end - a.size : end] for end in ends], a, word))
-        start = ends[-1]
-    return jax.tree.unflatten(structure, arrived)
-
-
-def _words(a: Any, word: int) -> list[jax.Array]:
-    """The bits of `a`, so many of every entry at a time, from the lowest on. Not a bitcast to a smaller dtype: its inverse is
-    a sum, which XLA puts into a kernel of its own."""
-    bits = lax.bitcast_convert_type(a, f"uint{8 * a.dtype.itemsize}").reshape(-1)
-    return [(bits >> bits.dtype.type(low)).astype(f"uint{word}") for low in range(0, 8 * a.dtype.itemsize, word)]
-
-
-def _from_words(words: list[jax.Array], like: Any, word: int) -> jax.Array:
-    wide = jnp.dtype(f"uint{8 * like.dtype.itemsize}")
-    bits = words[0].astype(wide)
-    for i, more in enumerate(words[1:], 1):
-        bits |= more.astype(wide) << wide.type(i * word)
-    return lax.bitcast_convert_type(bits.reshape(like.shape), like.dtype)
-
-
 def _add(a: Any, b: Any) -> Any:
     return jax.tree.map(jnp.add, a, b)
 
 
 _ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "XLA_FLAGS": "--xla_gpu_collective_permute_mode=peer"}
-_SUMS_IN_MATMULS = "--xla_gpu_enable_triton_gemm=false"
+_MORE_FLAGS = "--xla_gpu_collective_permute_combine_threshold_bytes=1073741824", "--xla_gpu_enable_triton_gemm=false"
 
 
 def hide_hops() -> None:
@@ -231,11 +186,13 @@ def hide_hops() -> None:
 
     - `--xla_gpu_collective_permute_mode=peer`: copy engines move blocks between the GPUs of a process. By default a kernel of
       NCCL does, on multiprocessors that the matmuls then lack, as it still does between processes.
+    - `--xla_gpu_collective_permute_combine_threshold_bytes=1073741824`: arrays that move at the same time are one hop. XLA has
+      one under way at a time, and for each the hosts' threads wait for one another, up to a tenth of a millisecond.
     - `--xla_gpu_enable_triton_gemm=false`: matmuls are cuBLAS's, which add what they make to the sums so far. XLA's own add only
       to arguments of a loop; other sums take a pass over memory and an array more. This holds for all of the program.
     """
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    for flag in (_ENVIRONMENT["XLA_FLAGS"], _SUMS_IN_MATMULS):
+    for flag in (_ENVIRONMENT["XLA_FLAGS"], *_MORE_FLAGS):
         flags = os.environ.get("XLA_FLAGS", "")
         if flag.split("=")[0] not in flags:
             os.environ["XLA_FLAGS"] = f"{flags} {flag}".strip()

@@ -141,21 +141,6 @@ def test_ring_visits_every_block_and_brings_sums_home(size, count):
     np.testing.assert_array_equal(counted, np.broadcast_to(size * ranks, (count, size)))
 
 
-def test_arrays_travel_together_bit_for_bit():
-    """Of several dtypes, as one message."""
-    bits = np.random.default_rng(0).integers(0, 2**32, (4, 6), np.uint32)
-    arrays = (
-        jnp.asarray(bits.view(np.float32)),
-        jnp.asarray(bits[:, :3].view(jnp.bfloat16)),
-        jnp.asarray(bits.view(np.int32)),
-    )
-    hop = jax.jit(sharded(lambda *tree: ring._hop_together(tree, "ring", 4), 4, (FIRST,) * 3, (FIRST,) * 3))
-    for a, arrived in zip(arrays, hop(*arrays), strict=True):
-        assert arrived.dtype == a.dtype
-        np.testing.assert_array_equal(np.asarray(arrived).view(np.uint8), np.roll(np.asarray(a), 1, 0).view(np.uint8))
-    assert hop.lower(*arrays).as_text().count("collective_permute") == 1
-
-
 def equations(jaxpr):
     for equation in jaxpr.eqns:
         yield equation
@@ -186,25 +171,25 @@ def test_a_step_waits_for_the_one_before(size):
         assert {made_by[v] for v in carried if v.aval.shape} == {"optimization_barrier"}
 
 
-def test_arrays_hop_beside_a_part_of_the_body_each():
-    """A part waits for the hop beside the one before: its arrays passed the barrier at which the hop's arrived."""
+def test_sums_hop_beside_the_first_of_two_functions_and_the_block_beside_the_second():
+    def local(a):
+        first = lambda seen, block, step: (seen, jnp.sin(block))
+        second = lambda carry, block, step: (carry[0] + carry[1], jnp.cos(block))
+        return ring.collect((first, second), a, jnp.zeros_like(a), axis_name="ring", dtype=a.dtype)
 
-    def local(a, b):
-        first = lambda seen, block, step: (0.0 if seen is None else seen, jnp.sin(block[0]))
-        second = lambda carry, block, step: carry[0] + carry[1] * jnp.cos(block[1])
-        return ring.scan((first, second), (a, b), None, axis_name="ring")
-
-    over_ring = sharded(local, 2, (FIRST, FIRST), FIRST)
-    a, b = normal((2, 3), (2, 3), dtype=np.float32)
-    np.testing.assert_allclose(over_ring(a, b), np.tile((np.sin(a) * np.cos(b)).sum(0), (2, 1)), rtol=1e-6)
-    (mapped,) = jax.make_jaxpr(over_ring)(a, b).eqns
-    names = [e.primitive.name for e in mapped.params["jaxpr"].eqns]
+    over_ring = sharded(local, 4, FIRST, (FIRST, ROWS))
+    (a,) = normal((4, 3), dtype=np.float32)
+    seen, sums = over_ring(a)
+    np.testing.assert_allclose(seen, np.tile(np.sin(a).sum(0), (4, 1)), rtol=1e-5)
+    np.testing.assert_allclose(sums[0], 4 * np.cos(a), rtol=1e-5)
+    (mapped,) = jax.make_jaxpr(over_ring)(a).eqns
+    equations = mapped.params["jaxpr"].eqns
+    names = [e.primitive.name for e in equations]
     order = [name for name in names if name in ("ppermute", "sin", "cos", "optimization_barrier")]
-    step = ["ppermute", "sin", "optimization_barrier", "ppermute", "cos", "optimization_barrier"]
-    assert order == [*step, "sin", "cos", "optimization_barrier"]
-    first_hop, _ = (e for e in mapped.params["jaxpr"].eqns if e.primitive.name == "ppermute")
-    barrier = next(e for e in mapped.params["jaxpr"].eqns if e.primitive.name == "optimization_barrier")
-    assert first_hop.outvars[0] in barrier.invars
+    wait = "optimization_barrier"
+    without_sums, without_block = ["sin", "ppermute", "cos"], ["ppermute", "sin", wait, "cos"]
+    both = ["ppermute", "sin", wait, "ppermute", "cos"]
+    assert order == ["ppermute", *without_sums, wait, *both, wait, *without_block, wait, *without_block, wait]
 
 
 def test_no_block_is_copied_from_step_to_step():
