@@ -9,8 +9,8 @@ from benchmarks.record import mean_and_error
 from benchmarks.tables import _gib, _load, _markdown, _source
 
 _NETWORKS = {"alexnet": "AlexNet", "vgg16": "VGG-16", "resnet18": "ResNet-18", "resnet50": "ResNet-50"}
-# A file for each network; rows of VGG-16 in `compressed` are of a training that diverged.
-_STEPS = {"compressed_vgg16": "vgg16", "compressed": "resnet50", "compressed_large": "resnet50"}
+# A file for each row of bars.
+_STEPS = {"compressed_vgg16": "vgg16", "compressed_resnet50": "resnet50", "compressed_large": "resnet50"}
 _TRAININGS = (
     "compressed_training",
     "compressed_training_alexnet",

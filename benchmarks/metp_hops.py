@@ -1,6 +1,7 @@
-"""What moves METP's blocks, and how much of it is hidden: `python -m benchmarks.metp_hops`, a minute and a half on four GPUs.
+"""What moves METP's blocks, and how much of it is hidden: `python -m benchmarks.metp_hops`, two minutes.
 
-`benchmarks.metp_overlap` under one setting of XLA, CUDA and NCCL after another, each in a process of its own.
+`benchmarks.metp_overlap` under one setting of XLA, CUDA and NCCL after another, each in a process of its own. `--sizes 2 --steps 8`
+has two GPUs stand in for a ring of eight.
 """
 
 import dataclasses
@@ -10,14 +11,14 @@ import tyro
 
 from benchmarks import metp, record
 
-_PRIVATE = "--xla_gpu_collective_permute_mode=private"  # XLA's default: NCCL
+_NCCL = "--xla_gpu_collective_permute_mode=private"  # XLA's default
 SETTINGS: dict[str, dict[str, str]] = {
-    "copy engines": {},
-    "copy engines, any order of starts": {"CUDA_DEVICE_MAX_CONNECTIONS": "8"},
-    "NCCL": {"XLA_FLAGS": _PRIVATE},
-    "NCCL, any order of starts": {"XLA_FLAGS": _PRIVATE, "CUDA_DEVICE_MAX_CONNECTIONS": "8"},
-    "NCCL, 4 channels": {"XLA_FLAGS": f"{_PRIVATE} --xla_gpu_nccl_p2p_max_nchannels=4"},
-    "NCCL's copies": {"XLA_FLAGS": _PRIVATE, "NCCL_P2P_USE_CUDA_MEMCPY": "1"},
+    "copy engines, as `hide_hops` sets them": {},
+    "a hop for every array": {"XLA_FLAGS": "--xla_gpu_collective_permute_combine_threshold_bytes=0"},
+    "sums beside matmuls that XLA makes": {"XLA_FLAGS": "--xla_gpu_enable_triton_gemm=true"},
+    "any order of starts": {"CUDA_DEVICE_MAX_CONNECTIONS": "8"},
+    "NCCL": {"XLA_FLAGS": _NCCL},
+    "NCCL, any order of starts": {"XLA_FLAGS": _NCCL, "CUDA_DEVICE_MAX_CONNECTIONS": "8"},
 }
 
 
@@ -28,7 +29,8 @@ def main(config: metp.Config) -> None:
         flags = " ".join(filter(None, [setting.get("XLA_FLAGS"), simulated.get("XLA_FLAGS")]))
         case = {**base, "kind": "overlap", "size": size}
         found = record.in_fresh_process("benchmarks.metp", case, environ={**setting, "XLA_FLAGS": flags}, timeout=60)
-        rows.append({"setting": name, "environment": setting} | {k: v for k, v in found.items() if k not in base})
+        kept = {k: v for k, v in found.items() if k not in base or k == "steps"}
+        rows.append({"setting": name, "environment": setting} | kept)
         print(json.dumps(rows[-1]), flush=True)
         record.save("metp_hops", rows)
 

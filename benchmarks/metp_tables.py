@@ -15,10 +15,10 @@ _NAMES = {
 
 
 def memory_table() -> str | None:
-    if (loaded := _load("metp_memory")) is None:
+    files = [loaded for name in ("metp_memory_2", "metp_memory") if (loaded := _load(name)) is not None]
+    if not files:
         return None
-    environment, rows = loaded
-    found = {(row["size"], row["parallelism"]): row for row in rows}
+    found = {(row["size"], row["parallelism"]): row for _, rows in files for row in rows}
     body = []
     for size in sorted({size for size, _ in found}):
         mine, theirs = found[size, "metp"], found[size, "tp"]
@@ -28,7 +28,7 @@ def memory_table() -> str | None:
             [str(size), _gib(mine["peak_bytes"]), _gib(theirs["peak_bytes"]), f"{saved:.1%}", f"{slower:.2f}"],
         )
     header = ["GPUs", "METP, GiB", "tensor parallelism, GiB", "saved", "time, METP / TP"]
-    return _markdown(header, body) + "\n\n" + _source(environment)
+    return "\n\n".join([_markdown(header, body), *(_source(environment) for environment, _ in files)])
 
 
 def compiled_table() -> str | None:
@@ -110,15 +110,15 @@ def hops_table() -> str | None:
     for row in rows:
         at = {(r["tokens"], r["pass"]): r for r in row["milliseconds"]}
         passes = ("forward", "forward + backward")
-        most = max(tokens for tokens, _ in at)
-        cells = [f"{at[most, p]['hops']:.2f}" for p in passes] + [f"{at[most, p]['hidden']:.0%}" for p in passes]
-        body.append([row["setting"], *cells])
-    header = ["what moves blocks", "hops alone, ms: forward", "both", "hidden: forward", "both"]
+        least = min(tokens for tokens, _ in at)
+        cells = [f"{at[least, p]['hops']:.2f}" for p in passes] + [f"{at[least, p]['hidden']:.0%}" for p in passes]
+        body.append([row["setting"], *cells, f"{at[least, passes[1]]['ring']:.2f}"])
+    header = ["setting", "hops alone, ms: forward", "both", "hidden: forward", "both", "ring, ms: both"]
     return _markdown(header, body) + "\n\n" + _source(environment)
 
 
 def _overlap_row() -> tuple[dict, dict] | None:
-    loaded = _load("metp_overlap")
+    loaded = _load("metp_overlap_8")
     return (loaded[0], loaded[1][0]) if loaded else None
 
 

@@ -43,10 +43,10 @@ def metp(
     Returns:
       (..., t, E), this device's rows, of a's dtype. Sums over the ring are kept in float32.
 
-    Saved for the backward pass: a, b, c. Temporaries, in bytes for t rows over all leading dimensions, items of k bytes and
-    blocks of M = (D + E) F/p entries: forward 4 t E + 2 k (t F/p + M), backward 4 t D + (3 k t F/p + (3 k + 12) M) / n. There
-    the block goes round in n pieces, so many that the second term does not exceed the first or messages become smaller
-    than 96 MiB. Traffic per device: k (p-1) M forward, (k + 4) (p-1) M backward and k M / n if n > 1.
+    Saved for the backward pass: a, b, c. Temporaries (on GPUs with `hide_hops`), in bytes for t rows over all leading
+    dimensions, items of k bytes and blocks of M = (D + E) F/p entries: forward 4 t E + 2 k (t F/p + M), backward
+    4 t D + (3 k t F/p + (3 k + 12) M) / n. There the block goes round in n pieces, so many that the second term does not exceed
+    the first or messages become smaller than 96 MiB. Traffic per device: k (p-1) M forward, (k + 4) (p-1) M backward and k M / n if n > 1.
 
     Raises:
       ValueError: shapes that do not match, or outside a `jax.shard_map` over `axis_name`.

@@ -187,7 +187,7 @@ def hide_hops() -> None:
     - `--xla_gpu_collective_permute_mode=peer`: copy engines move blocks between the GPUs of a process. By default a kernel of
       NCCL does, on multiprocessors that the matmuls then lack, as it still does between processes.
     - `--xla_gpu_collective_permute_combine_threshold_bytes=1073741824`: arrays that move at the same time are one hop. XLA has
-      one under way at a time, and for each the hosts' threads wait for one another, up to a tenth of a millisecond.
+      one under way at a time, and at each the host's threads wait for one another.
     - `--xla_gpu_enable_triton_gemm=false`: matmuls are cuBLAS's, which add what they make to the sums so far. XLA's own add only
       to arguments of a loop; other sums take a pass over memory and an array more. This holds for all of the program.
     """
