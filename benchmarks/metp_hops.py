@@ -1,7 +1,7 @@
 """What moves METP's blocks, and how much of it is hidden: `python -m benchmarks.metp_hops`, two minutes.
 
-`benchmarks.metp_overlap` under one setting of XLA, CUDA and NCCL after another, each in a process of its own. `--sizes 2 --steps 8`
-has two GPUs stand in for a ring of eight.
+`benchmarks.metp_overlap` under one setting of XLA, CUDA and NCCL after another, each in a process of its own. With
+`--sizes 2 --steps 8` two GPUs stand in for a ring of eight.
 """
 
 import dataclasses

@@ -46,7 +46,8 @@ def metp(
     Saved for the backward pass: a, b, c. Temporaries (on GPUs with `hide_hops`), in bytes for t rows over all leading
     dimensions, items of k bytes and blocks of M = (D + E) F/p entries: forward 4 t E + 2 k (t F/p + M), backward
     4 t D + (3 k t F/p + (3 k + 12) M) / n. There the block goes round in n pieces, so many that the second term does not exceed
-    the first or messages become smaller than 96 MiB. Traffic per device: k (p-1) M forward, (k + 4) (p-1) M backward and k M / n if n > 1.
+    the first or messages become smaller than 96 MiB. Traffic per device: k (p-1) M forward, (k + 4) (p-1) M backward and
+    k M / n if n > 1.
 
     Raises:
       ValueError: shapes that do not match, or outside a `jax.shard_map` over `axis_name`.
@@ -177,7 +178,7 @@ def _backward(
         z = a @ b if recompute else jax.lax.dynamic_index_in_dim(products, step, 0, keepdims=False)
         h, pull = jax.vjp(_elementwise(f, len(bs), a.dtype), z)
         (dz,) = pull(do @ c.T)
-        h, dz = jax.lax.optimization_barrier((h, dz))  # both in one kernel
+        h, dz = jax.lax.optimization_barrier((h, dz))  # made once, both in one kernel
         return _add_product(da, dz, b.T), h, dz
 
     def of_block(carry: Any, block: Any, step: Any) -> tuple[Any, Any]:
