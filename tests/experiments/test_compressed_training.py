@@ -32,6 +32,7 @@ def two_devices(monkeypatch):
     monkeypatch.setattr(devices, "data_mesh", lambda: mesh)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", MODELS)
 def test_networks_are_those_published(name):
     net = nnx.eval_shape(lambda: MODELS[name](1000, rngs=nnx.Rngs(0)))
@@ -103,7 +104,6 @@ def command(runs, *flags):
     return run(PRESETS, make_task, description="", argv=argv, extra_report=extra_report)
 
 
-@pytest.mark.smoke
 def test_a_run_with_an_overflow_reports_and_can_be_restored(tmp_path, capsys):
     assert command(tmp_path, "--bits-per-value", "1") == 0
     folder = tmp_path / "run"
