@@ -100,9 +100,8 @@ def _hops(text: str) -> list[bool]:
             under_way[name] = False
         elif "collective-permute-done(" in operation:
             found.append(under_way.pop(operation.split("collective-permute-done(")[1].split(")")[0].split()[-1]))
-        elif (
-            "gemm" in name or "__cublas" in operation or name.startswith("%dynamic_slice_fusion")
-        ):  # of a matmul's rows
+        elif "gemm" in name or "__cublas" in operation or name.startswith("%dynamic_slice_fusion"):
+            # The last are matmuls, too, of a part of the rows.
             under_way = dict.fromkeys(under_way, True)
     return found
 

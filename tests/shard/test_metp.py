@@ -156,11 +156,10 @@ def test_a_step_waits_for_the_one_before(size):
         seen = ring.scan(lambda seen, block, step: (0.0 if seen is None else seen) + block, a, None, axis_name="ring")
         return ring.collect(lambda seen, block, step: (seen + block, block), a, seen, axis_name="ring", dtype=a.dtype)
 
-    traced = jax.make_jaxpr(sharded(local, size, FIRST, (FIRST, ROWS)))(jnp.ones((size, 4)))
-    (mapped,) = traced.eqns
-    made_by = {out: e.primitive.name for e in equations(mapped.params["jaxpr"]) for out in e.outvars}
-    hops = [e for e in equations(mapped.params["jaxpr"]) if e.primitive.name == "ppermute"]
-    loops = [e for e in equations(mapped.params["jaxpr"]) if e.primitive.name == "scan"]
+    (mapped,) = jax.make_jaxpr(sharded(local, size, FIRST, (FIRST, ROWS)))(jnp.ones((size, 4))).eqns
+    found = list(equations(mapped.params["jaxpr"]))
+    made_by = {out: e.primitive.name for e in found for out in e.outvars}
+    hops, loops = ([e for e in found if e.primitive.name == name] for name in ("ppermute", "scan"))
     # All that leaves a loop's body passed a barrier, and so did what hops, but for the block that `collect` begins with.
     taken = [made_by.get(e.invars[0], "argument") for e in hops]
     assert set(taken) == {"argument", "optimization_barrier", "scan", "ppermute"} - ({"scan"} if size == 4 else set())
@@ -183,10 +182,9 @@ def test_sums_hop_beside_the_first_of_two_functions_and_the_block_beside_the_sec
     np.testing.assert_allclose(seen, np.tile(np.sin(a).sum(0), (4, 1)), rtol=1e-5)
     np.testing.assert_allclose(sums[0], 4 * np.cos(a), rtol=1e-5)
     (mapped,) = jax.make_jaxpr(over_ring)(a).eqns
-    equations = mapped.params["jaxpr"].eqns
-    names = [e.primitive.name for e in equations]
-    order = [name for name in names if name in ("ppermute", "sin", "cos", "optimization_barrier")]
+    names = [e.primitive.name for e in mapped.params["jaxpr"].eqns]
     wait = "optimization_barrier"
+    order = [name for name in names if name in ("ppermute", "sin", "cos", wait)]
     without_sums, without_block = ["sin", "ppermute", "cos"], ["ppermute", "sin", wait, "cos"]
     both = ["ppermute", "sin", wait, "ppermute", "cos"]
     assert order == ["ppermute", *without_sums, wait, *both, wait, *without_block, wait, *without_block, wait]
