@@ -3,7 +3,7 @@
 import contextlib
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -45,6 +45,28 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     with inside(eqn):
         out = eqn.primitive.bind(*values, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def axis_sizes(jaxpr: Any) -> dict[str, int]:
+    """Sizes of the named axes that the collectives of a program run over; to be asked where these names are known."""
+    names = {effect.name for effect in jaxpr.effects if hasattr(effect, "name")}
+    return {name: jax.lax.axis_size(name) for name in sorted(names, key=str)}
+
+
+def trace(f: Callable[..., Any], types: Sequence[Any], axes: dict[str, int]) -> Any:
+    """The program of `f` for arguments of these types, with the named axes `axes`.
+
+    A rule of a custom derivative may run where the names of a surrounding `jax.vmap` or `jax.shard_map` are no longer known.
+    """
+    return jax.make_jaxpr(f, axis_env=[(name, size) for name, size in axes.items() if not _is_known(name)])(*types)
+
+
+def _is_known(axis_name: str) -> bool:
+    try:
+        jax.lax.axis_size(axis_name)
+    except NameError:
+        return False
+    return True
 
 
 def evaluate(

@@ -1,0 +1,148 @@
+"""Arguments of any kind as the arrays in them, so that JAX can trace a function that was not written for `jax.jit`."""
+
+import functools
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+from flax import nnx
+
+_JAX_JIT = type(jax.jit(lambda: None))
+
+
+def is_jitted(fn: Any) -> bool:
+    """Whether `fn` traces itself: it comes from `jax.jit`, a variant of it in Flax NNX, or is a step of memjax's own."""
+    kind = type(fn)
+    alike = kind.__module__.startswith(("flax.nnx.", "memjax.")) and hasattr(kind, "trace") and hasattr(kind, "lower")
+    return isinstance(fn, _JAX_JIT) or alike
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether `leaf` is traced. Everything else is static, Python's numbers included."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        return leaf.dtype.kind not in "OSUMm"  # objects, texts and dates
+    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+
+
+def is_nnx(value: Any) -> bool:
+    """Whether `value` is an object that Flax NNX can update in place."""
+    return isinstance(value, nnx.Pytree | nnx.Variable)
+
+
+class Parts:
+    """Arguments taken apart into `arrays`, a variable that several NNX objects share only once, and what is static."""
+
+    def __init__(self, args: tuple, kwargs: dict[str, Any]):
+        self._structure: Any
+        self._leaves, self._structure = jax.tree.flatten((args, kwargs), is_leaf=is_nnx)
+        objects = [leaf for leaf in self._leaves if is_nnx(leaf)]
+        self._graph, state = nnx.split(objects)
+        plain = [leaf for leaf in self._leaves if not is_nnx(leaf)]
+        self._value_structure: Any
+        self._values, self._value_structure = jax.tree.flatten((plain, state))
+        self.arrays = [value for value in self._values if is_array(value)]
+
+    def rebuild(self, arrays: Sequence) -> tuple[tuple, dict[str, Any], list]:
+        """(args, kwargs, the NNX objects among them) with other arrays. The objects are new: those given stay."""
+        given = iter(arrays)
+        values = [next(given) if is_array(value) else value for value in self._values]
+        plain, state = self._value_structure.unflatten(values)
+        objects = nnx.merge(self._graph, state)
+        plain_left, objects_left = iter(plain), iter(objects)
+        leaves = [next(objects_left if is_nnx(leaf) else plain_left) for leaf in self._leaves]
+        args, kwargs = self._structure.unflatten(leaves)
+        return args, kwargs, objects
+
+
+def of_arrays(fn: Callable, parts: Parts) -> Callable[[Sequence], tuple[Any, list]]:
+    """`fn` as a function of `parts.arrays`. It gives the arrays of the result and all that `fn` changes in place.
+
+    Items of a tuple stay apart, so that a loss is still told from what comes with it.
+    """
+
+    def run(arrays: Sequence) -> tuple[Any, list]:
+        args, kwargs, objects = parts.rebuild(arrays)
+        out = fn(*args, **kwargs)
+        unchanged = {id(array) for array in arrays}
+        updates = [leaf for leaf in _arrays(objects) if id(leaf) not in unchanged]
+        if isinstance(out, _Updated):
+            out, updates = out.result, updates + _arrays(out.updates)
+        return tuple(map(_arrays, out)) if isinstance(out, tuple) else _arrays(out), updates
+
+    return run
+
+
+def _arrays(tree: Any) -> Any:
+    if is_array(tree):
+        return tree
+    leaves = jax.tree.leaves(tree, is_leaf=is_nnx)
+    states = [nnx.split(leaf)[1] if is_nnx(leaf) else leaf for leaf in leaves]
+    return [leaf for leaf in jax.tree.leaves(states) if is_array(leaf)]
+
+
+def unbound(fn: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Callable, tuple, dict[str, Any]]:
+    """The function behind a module, a method or a `functools.partial`; what it is bound to joins the arguments.
+
+    Closed over, a module's variables would be constants of the program, and its updates would be lost.
+    """
+    while True:
+        if isinstance(fn, nn.Module):
+            fn, args, kwargs = _linen(fn, "__call__", args, kwargs)
+        elif isinstance(fn, types.MethodType) and _is_linen_method(fn):
+            module: Any = fn.__self__
+            fn, args, kwargs = _linen(module, fn.__name__, args, kwargs)
+        elif isinstance(fn, types.MethodType) and (is_jitted(fn.__func__) or _has_state(fn.__self__)):
+            fn, args = fn.__func__, (fn.__self__, *args)
+        elif isinstance(fn, functools.partial) and _binds_state(fn):
+            fn, args, kwargs = fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}
+        elif not is_jitted(fn) and _has_state(fn):
+            fn, args = type(fn).__call__, (fn, *args)
+        else:
+            return fn, args, kwargs
+
+
+def _has_state(value: Any) -> bool:
+    """Whether `value` is an NNX object, or another pytree that holds arrays."""
+    return is_nnx(value) or any(map(is_array, jax.tree.leaves(value)))
+
+
+def _binds_state(partial: functools.partial) -> bool:
+    bound = jax.tree.leaves((partial.args, partial.keywords), is_leaf=is_nnx)
+    return (
+        is_jitted(partial.func)
+        or isinstance(partial, jax.tree_util.Partial)
+        or any(map(is_nnx, bound))
+        or unbound(partial.func, (), {})[0] is not partial.func
+    )
+
+
+def _is_linen_method(method: types.MethodType) -> bool:
+    module = method.__self__
+    return isinstance(module, nn.Module) and module.scope is not None and not hasattr(nn.Module, method.__name__)
+
+
+class _Updated:
+    """A result, and the new values of variables that come with it."""
+
+    def __init__(self, result: Any, updates: Any):
+        self.result, self.updates = result, updates
+
+
+def _linen(module: nn.Module, method: str, args: tuple, kwargs: dict[str, Any]) -> tuple[Callable, tuple, dict]:
+    if module.scope is None:
+        raise TypeError(
+            f"fn must be a Linen module bound to variables, got {type(module).__name__} without: "
+            "call measure(module.bind(variables), ...) or measure(module.apply, variables, ...)"
+        )
+    rngs = {name: rng.as_jax_rng() for name, rng in module.scope.rngs.items()}
+    mutable = module.scope.mutable
+    detached, variables = module.unbind()
+
+    def apply(variables: Any, rngs: dict, *args: Any, **kwargs: Any) -> Any:
+        out = detached.apply(variables, *args, rngs=rngs, mutable=mutable, method=method, **kwargs)
+        return _Updated(*out) if mutable is not False else out
+
+    return apply, (variables, rngs, *args), kwargs

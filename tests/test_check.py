@@ -1,0 +1,114 @@
+"""The checks of arguments that all packages share."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from memjax import _check
+
+
+@pytest.mark.parametrize(
+    ("given", "bytes_"),
+    [
+        (0, 0),
+        (12, 12),
+        (12.0, 12),
+        (np.int64(7), 7),
+        ("12", 12),
+        ("12MiB", 12 * 2**20),
+        ("12mib", 12 * 2**20),
+        (" 12 MiB ", 12 * 2**20),
+        ("1.5GB", 1_500_000_000),
+        ("12G", 12 * 2**30),
+        ("1e3 KiB", 1000 * 2**10),
+        ("min", "min"),
+    ],
+)
+def test_byte_counts_are_read(given, bytes_):
+    assert _check.byte_count("budget", given, words=("min",)) == bytes_
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "",
+        "MiB",
+        "infMiB",
+        "nan",
+        "abc",
+        "-3MiB",
+        "1e300GiB",
+        "0.1",
+        0.5,
+        -1,
+        float("inf"),
+        float("nan"),
+        True,
+        None,
+        [1],
+        b"1",
+    ],
+)
+def test_other_byte_counts_are_refused(given):
+    with pytest.raises((TypeError, ValueError), match="budget must be a number of bytes or a text like"):
+        _check.byte_count("budget", given)
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (5 * 2**40, "5.00 TiB")])
+def test_bytes_are_readable(count, text):
+    assert _check.readable_bytes(count) == text
+
+
+def test_integers():
+    assert _check.integer("slots", np.int64(2), least=1) == 2
+    assert type(_check.integer("slots", np.int64(2))) is int
+    for bad in (True, 2.0, "2", None, jnp.ones(2, int)):
+        with pytest.raises(TypeError, match="slots must be an integer"):
+            _check.integer("slots", bad)
+    with pytest.raises(ValueError, match="slots must be an integer of at least 1, got 0: keep one"):
+        _check.integer("slots", 0, least=1, fix="keep one")
+    with pytest.raises(TypeError, match="known when tracing"):
+        jax.jit(lambda n: _check.integer("slots", n))(3)
+
+
+def test_numbers():
+    assert _check.number("bound", np.float32(0.5), positive=True) == 0.5
+    for bad in ("8", None, True, [1.0], jnp.ones(3)):
+        with pytest.raises(TypeError, match="bound must be a finite number"):
+            _check.number("bound", bad)
+    for bad in (float("nan"), float("inf"), 2.0):
+        with pytest.raises(ValueError, match=r"bound must be a finite number in \[0, 1\], got"):
+            _check.number("bound", bad, least=0, most=1)
+
+
+def test_flags_choices_arrays_and_functions():
+    assert _check.flag("causal", np.bool_(True)) is True
+    with pytest.raises(TypeError, match="causal must be True or False, got 'no'"):
+        _check.flag("causal", "no")
+    assert _check.choice("strategy", None, (None, "mixed")) is None
+    with pytest.raises(ValueError, match="strategy must be one of None, 'mixed', got 'other'"):
+        _check.choice("strategy", "other", (None, "mixed"))
+    with pytest.raises(TypeError, match="x must be an array, got None"):
+        _check.array("x", None)
+    with pytest.raises(TypeError, match=r"x must be a floating-point array, got an array of int32\[3\]"):
+        _check.array("x", jnp.ones(3, jnp.int32), floating=True)
+    with pytest.raises(TypeError, match="f must be a function, got 3"):
+        _check.function("f", 3)
+
+
+def test_axis_names():
+    mesh = jax.make_mesh((4,), ("ring",), axis_types=(jax.sharding.AxisType.Auto,))
+    sizes = []
+
+    def noted(x):
+        sizes.append(_check.axis_size("axis_name", "ring"))
+        return x
+
+    jax.shard_map(noted, mesh=mesh, in_specs=P("ring"), out_specs=P("ring"))(jnp.ones(4))
+    assert sizes == [4]
+    with pytest.raises(ValueError, match=r"axis_name must be an axis of the mesh.*got 'rong': call this inside"):
+        _check.axis_size("axis_name", "rong")
+    with pytest.raises(TypeError, match="axis_name must be the name of one mesh axis, got 3"):
+        _check.axis_size("axis_name", 3)
