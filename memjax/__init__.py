@@ -1,10 +1,45 @@
-"""memjax: training that fits in memory."""
+"""memjax: training that fits in memory, with composable transforms for JAX and Flax.
 
-from memjax import compress as compress
-from memjax import remat as remat
-from memjax import shard as shard
-from memjax._linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
-from memjax._measure import Measurement as Measurement
-from memjax._measure import measure as measure
-from memjax._measure import remat_compiler_options as remat_compiler_options
-from memjax.compress import compressed as compressed
+Functions:
+  measure: bytes, FLOPs and compile time of a function, and what it holds for its backward pass.
+  compressed: a function or Flax module whose saved activations go through a lossy code.
+  linear_cross_entropy: the loss of a language model without its logits in memory.
+  remat_compiler_options: compiler options without which a CPU with JAX 0.10 saves nothing by recomputing.
+
+Classes:
+  Measurement: what `measure` returns.
+
+Packages:
+  remat: recomputation by budget and by name: checkpoint, scan, chain, dense blocks, RNNs.
+  compress: codecs, bounds that follow training, steps that survive an overflow.
+  shard: tensor parallelism that keeps tokens where they are, inside `jax.shard_map`.
+
+Constants:
+  __version__: the version of the installed package.
+"""
+
+import importlib.metadata
+
+from memjax import compress, remat, shard
+from memjax._linear_cross_entropy import linear_cross_entropy
+from memjax._measure import measure, remat_compiler_options
+from memjax._measurement import Measurement
+from memjax.compress import compressed
+
+__all__ = [
+    "Measurement",
+    "__version__",
+    "compress",
+    "compressed",
+    "linear_cross_entropy",
+    "measure",
+    "remat",
+    "remat_compiler_options",
+    "shard",
+]
+
+try:
+    __version__ = importlib.metadata.version("memjax")
+except importlib.metadata.PackageNotFoundError:  # a checkout on the path, not installed
+    __version__ = "unknown"
+del importlib

@@ -1,15 +1,18 @@
 """What a function costs in memory, compute and compile time, mostly without running it."""
 
-import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
+from memjax import _check as check
+from memjax._arguments import Parts, is_jitted, of_arrays, unbound
+from memjax._clear_errors import option_errors, refuse_leaks, trace_errors
+from memjax._measurement import Measurement
 from memjax._residuals import differentiated, residual_bytes
 
-_JITTED = type(jax.jit(lambda: None))
+_BACKENDS = ("cpu", "gpu", "tpu", "cuda", "rocm")
 
 
 def remat_compiler_options(backend: str | None = None) -> dict[str, str]:
@@ -25,62 +28,18 @@ def remat_compiler_options(backend: str | None = None) -> dict[str, str]:
     JAX starts. From JAX 0.11 on recomputation is kept without these options, and with them XLA:CPU aborts on
     barriers in small loops; GPUs and TPUs honour the barriers. There the result is empty.
     `memjax.measure` sets these options itself.
+
+    Raises:
+      ValueError: `backend` is no name of a backend.
     """
+    check.choice("backend", backend, (None, *dict.fromkeys((*_BACKENDS, jax.default_backend()))))
     backend = jax.default_backend() if backend is None else backend
     needed = backend == "cpu" and jax.__version_info__ < (0, 11)
     return {"xla_disable_hlo_passes": "cse_barrier_expander"} if needed else {}
 
 
-@dataclasses.dataclass(frozen=True)
-class Measurement:
-    """What `memjax.measure` found. Bytes and seconds; None where a figure cannot be had, `notes` saying why.
-
-    Attributes:
-      residual_bytes: device memory held between forward and backward: what the forward pass makes and the
-        backward pass reads, arguments and constants not included, at the moment when it is largest. Whole
-        arrays, all devices together. None if `fn` cannot be differentiated. This is what JAX saves: the
-        compiler may compute cheap values again instead, so `temp_bytes` can be smaller.
-      offloaded_bytes: the same, of what is held in host memory.
-      temp_bytes: the compiled program's scratch memory, residuals included (per device).
-      argument_bytes: the compiled program's arguments; those it does not use are not counted (per device).
-      output_bytes: the compiled program's results (per device).
-      flops: the compiler's estimate for one execution. Some backends count the body of a loop once.
-      compile_seconds: tracing, lowering and compiling. Short if JAX has a trace or a cache entry already.
-      peak_bytes: the largest memory of one execution, its arguments included (of the device that needs most).
-      notes: what could not be measured, and why.
-    """
-
-    residual_bytes: int | None
-    offloaded_bytes: int | None
-    temp_bytes: int | None
-    argument_bytes: int | None
-    output_bytes: int | None
-    flops: float | None
-    compile_seconds: float
-    peak_bytes: int | None
-    notes: tuple[str, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as plain data, ready for `json.dumps`."""
-        return dataclasses.asdict(self) | {"notes": list(self.notes)}
-
-    def __str__(self) -> str:
-        rows = [
-            ("residual", _bytes(self.residual_bytes)),
-            ("offloaded to host", _bytes(self.offloaded_bytes)),
-            ("temp (compiled)", _bytes(self.temp_bytes)),
-            ("arguments", _bytes(self.argument_bytes)),
-            ("outputs", _bytes(self.output_bytes)),
-            ("peak of one run", _bytes(self.peak_bytes)),
-            ("compute", "unknown" if self.flops is None else f"{_scaled(self.flops, 1000)}FLOP"),
-            ("compile time", f"{self.compile_seconds:.2f} s"),
-        ]
-        lines = [f"{label:<18} {value}" for label, value in rows]
-        return "\n".join(lines + [f"note: {note}" for note in self.notes])
-
-
-def measure(fn: Callable, *args: Any, compiler_options: dict[str, Any] | None = None) -> Measurement:
-    """Bytes, FLOPs and compile time of `fn(*args)`.
+def measure(fn: Callable, *args: Any, compiler_options: dict[str, Any] | None = None, **kwargs: Any) -> Measurement:
+    """Bytes, FLOPs and compile time of `fn(*args, **kwargs)`.
 
     `measure(loss, params, batch)`, `measure(jax.value_and_grad(loss), params, batch)` and
     `measure(train_step, state, batch)` report the same residual bytes as long as they differentiate the same
@@ -90,6 +49,10 @@ def measure(fn: Callable, *args: Any, compiler_options: dict[str, Any] | None = 
     are always those of `fn` itself: for the temporary memory of training, measure a function that computes
     gradients.
 
+    Flax NNX objects (modules, optimizers, `nnx.Rngs`) can be arguments. What `fn` changes in them in place
+    belongs to the program, as outputs; the objects themselves are not changed. A function under `nnx.jit`
+    returns whatever state `nnx.jit` makes it return, so its `output_bytes` can include unchanged variables.
+
     Nothing is executed, except once if all arguments are arrays and their devices keep memory statistics
     (GPUs and TPUs do, CPUs do not): that gives `peak_bytes`. Donated arguments are copied first, so `args`
     stay valid. A device's peak counter never goes down, so the figure is only known if this execution reached
@@ -97,30 +60,46 @@ def measure(fn: Callable, *args: Any, compiler_options: dict[str, Any] | None = 
     measure each in a process of its own. Side effects of `fn` (callbacks, prints) happen in that execution.
 
     Args:
-      fn: a function, under `jax.jit` or not. Its own shardings, donation and compiler options are kept.
+      fn: a function, under `jax.jit`, `nnx.jit` or neither; an NNX module, a Linen module that is bound to its
+        variables, a method of either, or another callable pytree, whose arrays are then arguments too. The
+        shardings, donation and compiler options of a jitted function are kept.
       *args: pytrees of arrays or `jax.ShapeDtypeStruct`s (also mixed), of any dtype, typed PRNG keys
-        included. What is static is closed over or bound with `functools.partial`.
+        included. Other leaves (texts, functions, Python's numbers, modules of Linen) stay as they are if `fn`
+        is not jitted; if it is, they have to be among its static arguments.
       compiler_options: passed to the compiler. None means `remat_compiler_options()`: on a CPU
         rematerialisation may save nothing without (see there), and a program compiled by plain `jax.jit`
         can then need more memory than is reported here.
+      **kwargs: like `args`.
 
     Raises:
-      TypeError: `fn` is not callable, or a leaf of an argument is no array.
+      TypeError: `fn` is not a function, or JAX cannot trace it with these arguments.
+      ValueError: the compiler does not know an option.
     """
-    if not callable(fn):
-        raise TypeError(f"fn must be a function, got {fn!r}. Call memjax.measure(fn, *args), not measure(fn(*args)).")
-    _check_arguments(args)
-    jitted = fn if isinstance(fn, _JITTED) else jax.jit(fn)
-    options = remat_compiler_options() if compiler_options is None else compiler_options
+    check.function("fn", fn, "call memjax.measure(fn, *args), not memjax.measure(fn(*args))")
+    if compiler_options is not None and not isinstance(compiler_options, Mapping):
+        raise check.fail(TypeError, "compiler_options", "a dict of names and values, or None", compiler_options)
+    options = remat_compiler_options() if compiler_options is None else dict(compiler_options)
+    fn, args, kwargs = unbound(fn, args, kwargs)
+    parts = Parts(args, kwargs)
+    if jitted := is_jitted(fn):
+        program: Any = fn
+    else:
+        program, args, kwargs = jax.jit(of_arrays(fn, parts)), (parts.arrays,), {}
     notes: list[str] = []
 
     start = time.perf_counter()
-    traced = jitted.trace(*args)
-    compiled = traced.lower().compile(compiler_options=options or None)
+    with trace_errors(fn):
+        stage = program.trace(*args, **kwargs)
+    refuse_leaks(fn, _of_jax(stage))
+    lowered = stage.lower()
+    with option_errors(options):
+        compiled = lowered.compile(compiler_options=options or None)
     compile_seconds = time.perf_counter() - start
 
-    residuals = _residuals(traced, notes)
-    memory = compiled.memory_analysis()
+    traced, executable = _of_jax(stage), _of_jax(compiled)
+    result = _differentiable(stage.out_info, has_updates=not jitted or traced is not stage)
+    residuals = _residuals(traced.jaxpr, result, notes)
+    memory = executable.memory_analysis()
     if memory is None:
         notes.append("compiled bytes unknown: the backend gives no memory analysis")
     argument_bytes = None if memory is None else memory.argument_size_in_bytes
@@ -130,34 +109,32 @@ def measure(fn: Callable, *args: Any, compiler_options: dict[str, Any] | None = 
         temp_bytes=None if memory is None else memory.temp_size_in_bytes,
         argument_bytes=argument_bytes,
         output_bytes=None if memory is None else memory.output_size_in_bytes,
-        flops=(compiled.cost_analysis() or {}).get("flops"),
+        flops=(executable.cost_analysis() or {}).get("flops"),
         compile_seconds=compile_seconds,
-        peak_bytes=_runtime_peak(compiled, args, argument_bytes, notes),
+        peak_bytes=_runtime_peak(compiled, args, kwargs, parts, argument_bytes, notes),
         notes=tuple(notes),
     )
 
 
-def _check_arguments(args: tuple) -> None:
-    for position, arg in enumerate(args):
-        for path, leaf in jax.tree_util.tree_leaves_with_path(arg):
-            is_number = isinstance(leaf, (bool, int, float, complex))
-            if not is_number and not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-                raise TypeError(
-                    f"args[{position}]{jax.tree_util.keystr(path)} must be an array or a "
-                    f"jax.ShapeDtypeStruct, got {leaf!r} of type {type(leaf).__name__}. "
-                    "Bind what is static with functools.partial."
-                )
+def _differentiable(out: Any, *, has_updates: bool) -> list[bool]:
+    """Which of a program's flat results are differentiated if it has no backward pass of its own.
+
+    With `has_updates` new values of variables come with the result: after it, or before it if there are three parts.
+    """
+    result = out if not has_updates else out[2] if len(out) == 3 else out[0]
+    first = result[0] if isinstance(result, tuple) and result else result
+    is_loss = getattr(first, "shape", None) == () and jax.numpy.issubdtype(first.dtype, jax.numpy.floating)
+    flags = [index == 0 or not is_loss for index in range(len(jax.tree.leaves(result)))]
+    rest = [False] * (len(jax.tree.leaves(out)) - len(flags))
+    return rest + flags if has_updates and len(out) == 3 else flags + rest
 
 
-def _residuals(traced, notes: list[str]):
-    found = residual_bytes(traced.jaxpr)
+def _residuals(jaxpr, result: Sequence[bool], notes: list[str]):
+    found = residual_bytes(jaxpr)
     if found is not None:
         return found
-    out = traced.out_info
-    first = out[0] if isinstance(out, tuple) and out else out
-    is_loss = getattr(first, "shape", None) == () and jax.numpy.issubdtype(first.dtype, jax.numpy.floating)
     try:
-        both = differentiated(traced.jaxpr, has_aux=is_loss)
+        both = differentiated(jaxpr, result)
     except (NotImplementedError, TypeError, ValueError) as error:
         notes.append(f"residual bytes unknown: fn cannot be differentiated: {str(error).splitlines()[0]}")
         return None
@@ -167,26 +144,26 @@ def _residuals(traced, notes: list[str]):
     return residual_bytes(both)
 
 
-def _runtime_peak(compiled, args: tuple, argument_bytes: int | None, notes: list[str]) -> int | None:
-    leaves = jax.tree.leaves(args)
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+def _runtime_peak(
+    compiled, args: tuple, kwargs: dict, parts: Parts, argument_bytes: int | None, notes: list[str]
+) -> int | None:
+    if any(isinstance(array, jax.ShapeDtypeStruct) for array in parts.arrays):
         notes.append("peak_bytes unknown: abstract arguments are not executed")
         return None
-    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    devices = sorted(shardings[0].addressable_devices, key=lambda device: device.id)
-    if argument_bytes is None or any(_memory_stats(device) is None for device in devices):
+    executable = _of_jax(compiled)
+    shardings = jax.tree.leaves((executable.input_shardings, executable.output_shardings))
+    devices = sorted(shardings[0].addressable_devices if shardings else (), key=lambda device: device.id)
+    if argument_bytes is None or not devices or any(_memory_stats(device) is None for device in devices):
         notes.append("peak_bytes unknown: the device keeps no memory statistics")
         return None
-
-    def own(info, leaf):
-        # The baseline below counts what lies on the device already, so host arrays have to be there too.
-        on_device = isinstance(leaf, jax.Array)
-        return leaf.copy() if on_device and info.donated else leaf if on_device else jax.device_put(leaf)
-
-    owned = jax.block_until_ready(jax.tree.map(own, compiled.args_info[0], args))
+    inputs = _own_inputs(compiled, args, kwargs, parts)
+    if inputs is None:
+        notes.append("peak_bytes unknown: fn has arguments that are not among those given here, or are static")
+        return None
+    args, kwargs = jax.block_until_ready(inputs)
     before = [_memory_stats(device) for device in devices]
     try:
-        jax.block_until_ready(compiled(*owned))
+        jax.block_until_ready(compiled(*args, **kwargs))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -203,18 +180,31 @@ def _runtime_peak(compiled, args: tuple, argument_bytes: int | None, notes: list
     return max(peaks)
 
 
+def _own_inputs(compiled, args: tuple, kwargs: dict, parts: Parts) -> tuple[tuple, dict[str, Any]] | None:
+    """Arguments that one execution may donate and update; None if the program takes others."""
+
+    def own(donated: bool, leaf: Any) -> Any:
+        # The baseline counts what lies on the device already, so host arrays have to be there too.
+        on_device = isinstance(leaf, jax.Array)
+        return leaf.copy() if on_device and donated else leaf if on_device else jax.device_put(leaf)
+
+    executable = _of_jax(compiled)
+    if executable is compiled:
+        if executable.in_tree != jax.tree.structure((args, kwargs)):
+            return None
+        return jax.tree.map(lambda info, leaf: own(info.donated, leaf), executable.args_info, (args, kwargs))
+    infos = jax.tree.leaves(executable.args_info)
+    if len(infos) != len(parts.arrays):
+        return None
+    # Which array a variable of Flax NNX becomes is not told, so one that is donated means a copy of all.
+    donated = any(info.donated for info in infos)
+    return parts.rebuild([own(donated, array) for array in parts.arrays])[:2]
+
+
+def _of_jax(stage: Any) -> Any:
+    """JAX's own stage, which Flax NNX wraps in one of the same kind."""
+    return getattr(stage, "traced", getattr(stage, "compiled", stage))
+
+
 def _memory_stats(device) -> Any:
     return device.memory_stats()
-
-
-def _bytes(count: int | None) -> str:
-    return "unknown" if count is None else f"{_scaled(count, 1024)}B"
-
-
-def _scaled(value: float, base: int) -> str:
-    middle = "i" if base == 1024 else ""
-    for prefix in ("", "k" if base == 1000 else "K", "M", "G", "T", "P"):
-        if abs(value) < base or prefix == "P":
-            break
-        value /= base
-    return f"{value:.0f} " if not prefix else f"{value:.2f} {prefix}{middle}"

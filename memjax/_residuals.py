@@ -28,11 +28,12 @@ _TRANSFORM = re.compile(r"\b(jvp|transpose)\(")
 # Calls that only group equations. `custom_jvp_call` and `custom_vjp_call` stand here undifferentiated.
 _CALLS = {
     "jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint",
+    "RematTraced",
 }  # fmt: skip
 # One operand in, the same elements out.
 _ALIASES = {
-    "copy", "expand_dims", "name", "optimization_barrier", "pcast", "pvary", "random_unwrap", "random_wrap",
-    "reshape", "sharding_constraint", "squeeze", "transpose",
+    "CheckpointName", "CheckpointNameFwd", "copy", "expand_dims", "name", "optimization_barrier", "pcast", "pvary",
+    "random_unwrap", "random_wrap", "reshape", "sharding_constraint", "squeeze", "transpose",
 }  # fmt: skip
 _REMAKEABLE = {"broadcast_in_dim", "convert_element_type", "iota"}
 
@@ -69,17 +70,18 @@ def residual_bytes(closed_jaxpr) -> ResidualBytes | None:
     return _Walk(outermost).bytes_of(jaxpr, "")
 
 
-def differentiated(closed_jaxpr, *, has_aux: bool):
+def differentiated(closed_jaxpr, result: Sequence[bool]):
     """The jaxpr of one forward and one backward pass with respect to all float arguments; None without any.
 
-    With `has_aux` only the first output is differentiated.
+    Of the outputs those are differentiated that `result` marks and that are floats.
     """
     in_avals = closed_jaxpr.in_avals
     is_float = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in in_avals]
     flat_fn = jaxpr_as_fun(closed_jaxpr)
-    outs_float = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in closed_jaxpr.out_avals]
-    if has_aux:
-        outs_float = [index == 0 and flag for index, flag in enumerate(outs_float)]
+    outs_float = [
+        flag and jnp.issubdtype(aval.dtype, jnp.inexact)
+        for aval, flag in zip(closed_jaxpr.out_avals, result, strict=True)
+    ]
     if not any(is_float) or not any(outs_float):
         return None
 
@@ -121,9 +123,15 @@ def _joined(outer: str, eqn) -> str:
     return f"{outer}/{eqn.source_info.name_stack}"
 
 
+def _name(eqn) -> str:
+    """What the equation does. JAX's newer kind of primitives has one name for all, and a class for each."""
+    return type(eqn.params["_prim"]).__name__ if "_prim" in eqn.params else eqn.primitive.name
+
+
 def _bodies(eqn) -> list:
     # Rules of a custom derivative that nobody asked for (an undifferentiated call) are functions, not jaxprs.
-    return [getattr(body, "jaxpr", body) for body in jaxprs_in_params(eqn.params)]
+    params = eqn.params["_prim"].params if "_prim" in eqn.params else eqn.params
+    return [getattr(body, "jaxpr", body) for body in jaxprs_in_params(params)]
 
 
 def _stacks(jaxpr, outer: str) -> Iterator[str]:
@@ -143,12 +151,12 @@ def _on_host(aval) -> bool:
 
 
 def _is_alias(eqn) -> bool:
-    if eqn.primitive.name == "reduce_precision":
+    if _name(eqn) == "reduce_precision":
         info = jnp.finfo(eqn.invars[0].aval.dtype)
         return (eqn.params["exponent_bits"], eqn.params["mantissa_bits"]) == (info.nexp, info.nmant)
-    if eqn.primitive.name == "convert_element_type":
+    if _name(eqn) == "convert_element_type":
         return eqn.invars[0].aval.dtype == eqn.params["new_dtype"]
-    return eqn.primitive.name in _ALIASES
+    return _name(eqn) in _ALIASES
 
 
 _EXISTING = object()  # an argument or a constant
@@ -184,7 +192,7 @@ class _Walk:
             for eqn in jaxpr.eqns:
                 step, inner = next(clock), _joined(stack, eqn)
                 inputs: list[Any] = [read(atom) for atom in eqn.invars]
-                name = eqn.primitive.name
+                name = _name(eqn)
                 bodies = _bodies(eqn)
                 if self.is_backward(inner):
                     for value in inputs:
@@ -214,14 +222,14 @@ class _Walk:
         """What a body with a whole forward and backward pass in it holds: one iteration's, every shard's."""
         found = [self.bytes_of(body, stack) for body in bodies]
         shards = 1
-        if eqn.primitive.name == "shard_map":
+        if _name(eqn) == "shard_map":
             sizes = eqn.params["mesh"].shape
             shards = math.prod(sizes[axis] for axis in eqn.params["newly_manual_axes"])
         return ResidualBytes(shards * max(body.device for body in found), shards * max(body.host for body in found))
 
     def forwarded(self, eqn, bodies: Sequence, inputs: Sequence) -> dict[int, Any]:
         """Outputs of a `shard_map` that are one of its inputs: its residuals include replicated arrays."""
-        if eqn.primitive.name != "shard_map":
+        if _name(eqn) != "shard_map":
             return {}
         source = dict(zip(bodies[0].invars, inputs, strict=True))
         for inner in bodies[0].eqns:

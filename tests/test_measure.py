@@ -352,17 +352,12 @@ def test_nothing_runs_without_memory_statistics():
     assert not ran
 
 
-def test_wrong_arguments_are_named():
-    weights, x = arrays()
-    with pytest.raises(TypeError, match=r"fn must be a function, got Array"):
-        memjax.measure(loss(weights, x))
-    with pytest.raises(TypeError, match=r"args\[1\]\['mode'\] must be an array.*'train' of type str"):
-        memjax.measure(loss, weights, {"x": x, "mode": "train"})
+def test_a_result_for_a_function_is_refused():
+    with pytest.raises(TypeError, match=r"fn must be a function, got an array of float32"):
+        memjax.measure(loss(*arrays()))
 
 
 def test_compiler_options():
     assert memjax.remat_compiler_options("gpu") == {}
     needed = jax.__version_info__ < (0, 11)
     assert ("xla_disable_hlo_passes" in memjax.remat_compiler_options("cpu")) == needed
-    with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
-        memjax.measure(loss, *arrays(), compiler_options={"no_such_option": "1"})

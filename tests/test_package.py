@@ -1,0 +1,79 @@
+"""What every public name of the packages owes its users: a docstring, a line in `help`, annotations that can be evaluated."""
+
+import importlib.metadata
+import inspect
+import pathlib
+import re
+import tomllib
+import types
+import typing
+
+import pytest
+
+import memjax
+import memjax.compress
+import memjax.remat
+import memjax.shard
+
+ROOT = pathlib.Path(__file__).parents[1]
+PACKAGES = [memjax, memjax.compress, memjax.remat, memjax.shard]
+NAMES = [(package, name) for package in PACKAGES for name in vars(package) if not name.startswith("_")]
+each_name = pytest.mark.parametrize(
+    ("package", "name"), NAMES, ids=[f"{package.__name__}.{name}" for package, name in NAMES]
+)
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
+def test_all_has_the_public_names_and_no_other(package):
+    public = {name for name in vars(package) if not name.startswith("_")}
+    assert {name for name in package.__all__ if name != "__version__"} == public
+    assert all(hasattr(package, name) for name in package.__all__)
+    assert len(package.__all__) == len(set(package.__all__))
+
+
+@each_name
+def test_every_name_has_a_docstring_and_a_line_in_help(package, name):
+    value = getattr(package, name)
+    if inspect.isclass(value) or inspect.isroutine(value) or inspect.ismodule(value):
+        own = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
+        assert own
+        assert not own.startswith(f"{name}("), "this is what dataclasses and named tuples write of themselves"
+    assert re.search(rf"^\W*{name}\b.*\w{{3}}", package.__doc__, re.MULTILINE), f"help({package.__name__}) has no line"
+
+
+def callables(value):
+    """A function, or the methods and properties that a class of memjax defines itself."""
+    if inspect.isroutine(value):
+        yield value
+    elif inspect.isclass(value):
+        yield value
+        for owner in value.__mro__:
+            if not owner.__module__.startswith("memjax"):
+                continue
+            for name, member in vars(owner).items():
+                member = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+                is_public = not name.startswith("_") or name in ("__init__", "__call__")
+                if is_public and isinstance(member, types.FunctionType):
+                    yield member
+
+
+@each_name
+def test_annotations_can_be_evaluated(package, name):
+    for function in callables(getattr(package, name)):
+        typing.get_type_hints(function)
+
+
+@pytest.mark.smoke
+def test_version_is_the_one_of_the_metadata():
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert memjax.__version__ == importlib.metadata.version("memjax") == declared
+
+
+def test_pictures_of_the_readme_can_be_seen_from_anywhere():
+    places = re.findall(r"!\[[^]]*\]\(([^)]*)\)", (ROOT / "README.md").read_text())
+    home = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+    start = home.replace("github.com", "raw.githubusercontent.com") + "/main/"
+    assert places
+    for place in places:
+        assert place.startswith(start)
+        assert (ROOT / place.removeprefix(start)).is_file()
