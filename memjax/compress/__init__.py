@@ -1,24 +1,70 @@
-"""Lossy compression of what training keeps between forward and backward."""
+"""Lossy compression of what training keeps between forward and backward.
 
-from memjax.compress._adaptive import AdaptiveState as AdaptiveState
-from memjax.compress._adaptive import adaptive as adaptive
-from memjax.compress._adaptive import predicted_sigma as predicted_sigma
-from memjax.compress._adaptive import scale_gradient as scale_gradient
-from memjax.compress._channel_quantized import ChannelQuantized as ChannelQuantized
-from memjax.compress._channel_quantized import ChannelQuantizedCode as ChannelQuantizedCode
-from memjax.compress._channel_quantized import MeasuredChannels as MeasuredChannels
-from memjax.compress._codec import Cast as Cast
-from memjax.compress._codec import Codec as Codec
-from memjax.compress._codec import Mask as Mask
-from memjax.compress._compressed import compressed as compressed
-from memjax.compress._error_bounded import ErrorBounded as ErrorBounded
-from memjax.compress._error_bounded import ErrorBoundedCode as ErrorBoundedCode
-from memjax.compress._group_quantized import GroupQuantized as GroupQuantized
-from memjax.compress._inject_error import UniformError as UniformError
-from memjax.compress._inject_error import inject_error as inject_error
-from memjax.compress._layers import LADDER as LADDER
-from memjax.compress._layers import Layers as Layers
-from memjax.compress._layers import Statistics as Statistics
-from memjax.compress._layers import layers as layers
-from memjax.compress._transactional import Transactional as Transactional
-from memjax.compress._transactional import transactional as transactional
+compressed            a function or Flax module whose saved arrays pass through a codec
+DEFAULT               the codec if none is given: 8 bits per value, for any finite values
+Codec                 the methods that a codec has
+BlockQuantized        4 or 8 bits per value, a range for each channel of a block of positions
+BlockQuantizedCode    what `BlockQuantized` keeps
+ChannelQuantized      4 or 8 bits per value, a range for each channel
+ChannelQuantizedCode  what `ChannelQuantized` keeps
+MeasuredChannels      a `ChannelQuantized` whose ranges are known
+GroupQuantized        2, 4 or 8 bits per value, unbiased, a range for each group of neighbours
+ErrorBounded          as many bits as an error bound needs; zeros cost next to nothing
+ErrorBoundedCode      what `ErrorBounded` keeps
+Cast                  a narrower floating dtype
+Mask                  booleans as bits
+CapacityWarning       codes needed more bits than they had; gradients are NaN
+layers                an `ErrorBounded` for each saved array, with a bound that training adapts
+Layers                what `layers` returns: a codec that is trained beside the parameters
+Statistics            what the backward pass finds out about each saved array
+LADDER                the capacities that `transactional` chooses from
+adaptive              an optimizer that also sets the bounds of `Layers`
+AdaptiveState         the state of `adaptive`
+predicted_sigma       the predicted error of gradients
+scale_gradient        scales gradients and the statistics among them
+transactional         a training step that an overflow cannot spoil
+Transactional         what `transactional` returns
+inject_error          a function or module with random errors in place of a codec, for experiments
+UniformError          the codec of `inject_error`
+"""
+
+from memjax.compress._adaptive import AdaptiveState, adaptive, predicted_sigma, scale_gradient
+from memjax.compress._block_quantized import DEFAULT, BlockQuantized, BlockQuantizedCode
+from memjax.compress._channel_quantized import ChannelQuantized, ChannelQuantizedCode, MeasuredChannels
+from memjax.compress._codec import Cast, Codec, Mask
+from memjax.compress._compressed import compressed
+from memjax.compress._error_bounded import ErrorBounded, ErrorBoundedCode
+from memjax.compress._group_quantized import GroupQuantized
+from memjax.compress._inject_error import UniformError, inject_error
+from memjax.compress._layers import LADDER, Layers, Statistics, layers
+from memjax.compress._overflow import CapacityWarning
+from memjax.compress._transactional import Transactional, transactional
+
+__all__ = [
+    "DEFAULT",
+    "LADDER",
+    "AdaptiveState",
+    "BlockQuantized",
+    "BlockQuantizedCode",
+    "CapacityWarning",
+    "Cast",
+    "ChannelQuantized",
+    "ChannelQuantizedCode",
+    "Codec",
+    "ErrorBounded",
+    "ErrorBoundedCode",
+    "GroupQuantized",
+    "Layers",
+    "Mask",
+    "MeasuredChannels",
+    "Statistics",
+    "Transactional",
+    "UniformError",
+    "adaptive",
+    "compressed",
+    "inject_error",
+    "layers",
+    "predicted_sigma",
+    "scale_gradient",
+    "transactional",
+]

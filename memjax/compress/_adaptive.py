@@ -12,6 +12,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from memjax import _check
 from memjax.compress._layers import Layers, Statistics, split_layers
 
 _MOMENTA = ("trace", "mu")  # of optax.trace (SGD), and of Adam and its kin
@@ -59,6 +60,9 @@ def predicted_sigma(
         that `adaptive` has set are half a step.
       coefficient: a; None: none is needed.
     """
+    if not isinstance(statistics, Statistics):
+        raise _check.fail(TypeError, "statistics", "those of memjax.compress.Layers", statistics)
+    _check.array("half_width", half_width, ndim=1)
     uses = jnp.maximum(statistics.uses, 1e-30)
     share = (statistics.nonzero / uses)[:, None]
     if coefficient is None:
@@ -69,6 +73,9 @@ def predicted_sigma(
 
 def scale_gradient(gradients: Any, by: Float[Array, ""] | float) -> Any:
     """The gradient of a loss `by` times as large: what statistics in it are no derivatives change as they must."""
+
+    if not isinstance(by, jax.Array):
+        by = _check.number("by", by)
 
     def scaled(g: Any) -> Any:
         if not isinstance(g, Layers):
@@ -128,16 +135,17 @@ def adaptive(
       ValueError: `interval`, `sigma`, `coefficient` or `coarsest` is not positive; at `init`, there are no `Layers` among the
         parameters, or a weight of theirs is not.
     """
-    if interval < 1:
-        raise ValueError(f"interval must be at least 1, got {interval!r}.")
-    if not sigma > 0:
-        raise ValueError(f"sigma must be positive, got {sigma!r}: 0.01, for one.")
-    if coefficient is not None and not coefficient > 0:
-        raise ValueError(f"coefficient must be positive, got {coefficient!r}: 0.32, for one.")
-    if not coarsest > 0:
-        raise ValueError(f"coarsest must be positive, got {coarsest!r}: 1, for one, or infinity.")
+    if not isinstance(tx, optax.GradientTransformation):
+        raise _check.fail(TypeError, "tx", "a gradient transformation", tx, "pass optax.sgd(0.1), for example")
+    _check.integer("interval", interval, least=1)
+    _check.number("sigma", sigma, positive=True, fix="0.01 is the default")
+    if coefficient is not None:
+        _check.number("coefficient", coefficient, positive=True, fix="0.32 is the paper's")
+    if coarsest != math.inf:
+        _check.number("coarsest", coarsest, positive=True, fix="1 is the default, infinity no limit")
     if not isinstance(clip, optax.GradientTransformation | None):
-        raise TypeError(f"clip must be a transformation, optax.clip_by_global_norm(1.0), for one; got {clip!r}.")
+        fix = "pass optax.clip_by_global_norm(1.0), for example"
+        raise _check.fail(TypeError, "clip", "a gradient transformation or None", clip, fix)
 
     def init(params):
         own, rest = _apart(params)

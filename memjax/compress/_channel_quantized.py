@@ -9,9 +9,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, UInt
 
-from memjax.compress._codec import FixedRate
+from memjax import _check
+from memjax.compress._codec import FixedRate, check_code, check_floats
+from memjax.compress._levels import from_levels, levels_between, to_levels
 
-_LEVELS = {4: jnp.uint4, 8: jnp.uint8}  # XLA has two bits, too, but cannot transpose them on GPUs
+LEVELS = {4: jnp.uint4, 8: jnp.uint8}  # XLA has two bits, too, but cannot transpose them on GPUs
 
 
 @jax.tree_util.register_dataclass
@@ -38,9 +40,7 @@ class MeasuredChannels:
     bits: int = dataclasses.field(metadata={"static": True})
 
     def encode(self, x: Float[Array, "..."]) -> ChannelQuantizedCode:
-        inverse = jnp.where(self.distance > 0, 1 / self.distance, 0)
-        level = jnp.floor((x.astype(jnp.float32) - self.low) * inverse + 0.5)
-        level = jnp.clip(level, 0, 2**self.bits - 1).astype(_LEVELS[self.bits])
+        level = to_levels(x, self.low, self.distance, self.bits, 0.5).astype(LEVELS[self.bits])
         return ChannelQuantizedCode(level, self.low, self.distance, np.dtype(x.dtype))
 
 
@@ -50,8 +50,8 @@ class ChannelQuantized(FixedRate):
     """2^bits levels between the least and the largest value of each channel of the last axis, rounded to the nearest.
 
     For what a batch norm reads: of a Gaussian channel of a million values, 4 bits keep all but 0.2 standard deviations. An
-    error is at most half the distance of levels, `range / (2^bits - 1) / 2`, and a rounding of the dtype. A NaN, an
-    infinity or a range beyond float32's makes its channel NaN.
+    error is at most half the distance of levels, `range / (2^bits - 1) / 2`, and a rounding of the dtype. A NaN or an
+    infinity makes its channel NaN.
 
     Encoding reads the array for the ranges, and makes the levels where a batch norm normalises its input, or else reads it
     again. Decoding is arithmetic on single values, which XLA does where they are read: no decoded array is written.
@@ -76,46 +76,46 @@ class ChannelQuantized(FixedRate):
     samples: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __post_init__(self):
-        if self.bits not in _LEVELS:
-            raise ValueError(f"bits must be 4 or 8, got {self.bits!r}.")
-        if self.samples is not None and (
-            isinstance(self.samples, bool) or not isinstance(self.samples, int) or self.samples < 1
-        ):
-            raise ValueError(f"samples must be a positive integer or None, got {self.samples!r}.")
+        object.__setattr__(self, "bits", _check.integer("bits", self.bits))
+        if self.bits not in LEVELS:
+            raise ValueError(f"bits must be 4 or 8, got {self.bits!r}")
+        if self.samples is not None:
+            samples = _check.integer("samples", self.samples, least=1, what="None or an integer")
+            object.__setattr__(self, "samples", samples)
 
     def measured(self, x: Float[Array, "..."]) -> "MeasuredChannels":
         """What a value's code depends on besides the value: all that encoding reads the whole array for.
 
         Of what a batch norm reads, it is what this gives that encodes, where the batch norm normalises.
         """
-        if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-            raise TypeError(f"x must be bfloat16, float16 or float32, got {x.dtype}.")
+        check_floats(x)
         if x.size == 0:
             low = high = jnp.zeros(x.shape[-1:], jnp.float32)
         else:
             part = x if self.samples is None else _spread(x, self.samples)
-            low, high = (end.astype(jnp.float32) for end in _ends(part))
+            low, high = (end.astype(jnp.float32) for end in ends(part, tuple(range(part.ndim - 1))))
             if part.size < x.size:
                 # The outermost levels stay finite in the array's dtype, unless what was measured is not.
-                more, largest = (high - low) / 16, float(jnp.finfo(x.dtype).max)
+                more, largest = high / 16 - low / 16, float(jnp.finfo(x.dtype).max)
                 low, high = (
                     jnp.where(jnp.isfinite(more), jnp.clip(end, -largest, largest), end)
                     for end in (low - more, high + more)
                 )
-        return MeasuredChannels(low, (high - low) / (2**self.bits - 1), self.bits)
+        return MeasuredChannels(*levels_between(low, high, self.bits), self.bits)
 
     def encode(self, x: Float[Array, "..."]) -> ChannelQuantizedCode:
         return self.measured(x).encode(x)
 
     def decode(self, code: ChannelQuantizedCode) -> Float[Array, "..."]:
-        return (code.low + code.levels.astype(jnp.float32) * code.distance).astype(code.dtype)
+        check_code(self, code, ChannelQuantizedCode)
+        return from_levels(code.levels, code.low, code.distance).astype(code.dtype)
 
 
-def _ends(x: Float[Array, "..."]) -> tuple[Array, Array]:
-    """The least and the largest of each channel's values: in one reduction, of whose stages a GPU makes a kernel each."""
+def ends(x: Float[Array, "..."], axes: tuple[int, ...]) -> tuple[Array, Array]:
+    """The least and the largest value over `axes`: in one reduction, of whose stages a GPU makes a kernel each."""
     inf = np.asarray(np.inf, x.dtype)
     both = lambda a, b: (lax.min(a[0], b[0]), lax.max(a[1], b[1]))
-    return lax.reduce((x, x), (inf, -inf), both, range(x.ndim - 1))
+    return lax.reduce((x, x), (inf, -inf), both, axes)
 
 
 def _spread(x: Float[Array, "..."], samples: int) -> Float[Array, "..."]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, UInt32
 
+from memjax import _check
 from memjax._jaxpr import nbytes
 from memjax.compress._bits import WORD, pack, unpack
 
@@ -44,6 +45,46 @@ class Codec(Protocol):
 
     def error(self, x: Array) -> Float[Array, ""]:
         """The largest |decode(encode(x)) - x| of the finite values of `x`, as float32."""
+
+
+_BOUND = "a positive finite number, or an array of one for each channel"
+
+
+def check_floats(x: Any) -> None:
+    """That `x` is an array of a dtype that quantisers take."""
+    _check.array("x", x)
+    if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise TypeError(f"x must be bfloat16, float16 or float32, got {x.dtype}: convert it, or leave it as it is")
+
+
+def check_code(codec: Any, code: Any, *kinds: type) -> None:
+    """That `code` is one that `codec` makes."""
+    if not isinstance(code, kinds):
+        raise _check.fail(TypeError, "code", f"what {type(codec).__name__}.encode returns", code)
+
+
+def check_bound(bound: Any) -> None:
+    """That a bound that is known is positive and finite. As a leaf of a pytree a bound may also be a placeholder of any type."""
+    if isinstance(bound, str | bytes | dict | list | tuple | complex):
+        raise _check.fail(TypeError, "bound", _BOUND, bound)
+    is_number = isinstance(bound, int | float | np.ndarray | np.generic) and not isinstance(bound, bool)
+    if is_number and not (np.all(np.isfinite(bound)) and np.all(np.asarray(bound) > 0)):
+        raise ValueError(f"bound must be {_BOUND}, got {bound!r}")
+
+
+def bound_of(bound: Any) -> Array:
+    """The bound that an array is encoded with."""
+    is_number = isinstance(bound, int | float) and not isinstance(bound, bool)
+    if not is_number and not isinstance(bound, jax.Array | np.ndarray | np.generic):
+        raise _check.fail(TypeError, "bound", _BOUND, bound)
+    return jnp.asarray(bound, jnp.float32)
+
+
+def check_seed(seed: Any) -> None:
+    """That a random key can be made of `seed`."""
+    is_array = isinstance(seed, jax.Array | np.ndarray)
+    if not (is_array and seed.shape == () and jnp.issubdtype(seed.dtype, jnp.integer)):
+        _check.integer("seed", seed)
 
 
 def largest_error(x: Array, decoded: Array) -> Float[Array, ""]:
@@ -94,15 +135,19 @@ class Cast(FixedRate):
     dtype: Any = jnp.bfloat16
 
     def __post_init__(self):
-        if not jnp.issubdtype(self.dtype, jnp.floating):
-            raise TypeError(f"dtype must be a floating dtype, got {self.dtype!r}: jnp.bfloat16, for one.")
+        try:
+            is_floating = self.dtype is not None and jnp.issubdtype(jnp.dtype(self.dtype), jnp.floating)
+        except TypeError:
+            is_floating = False
+        if not is_floating:
+            raise _check.fail(TypeError, "dtype", "a floating dtype", self.dtype, "pass jnp.bfloat16, for example")
 
     def encode(self, x: Float[Array, "..."]) -> CastCode:
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"x must be floating point, got {x.dtype}.")
+        _check.array("x", x, floating=True)
         return CastCode(x.astype(self.dtype), np.dtype(x.dtype))
 
     def decode(self, code: CastCode) -> Float[Array, "..."]:
+        check_code(self, code, CastCode)
         return code.values.astype(code.dtype)
 
 
@@ -124,8 +169,9 @@ class Mask(FixedRate):
     """
 
     def encode(self, x: Bool[Array, "..."]) -> MaskCode:
+        _check.array("x", x)
         if x.dtype != jnp.bool_:
-            raise TypeError(f"x must be boolean, got {x.dtype}: pass x != 0, for one.")
+            raise TypeError(f"x must be boolean, got {x.dtype}: pass x != 0, for example")
         flat = x.reshape(-1)
         padding = -x.size % WORD
         if padding:
@@ -133,4 +179,5 @@ class Mask(FixedRate):
         return MaskCode(pack(flat), x.shape)
 
     def decode(self, code: MaskCode) -> Bool[Array, "..."]:
+        check_code(self, code, MaskCode)
         return unpack(code.words)[: math.prod(code.shape)].reshape(code.shape)

@@ -15,15 +15,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import jaxprs_in_params
 
-from memjax._jaxpr import bind, evaluate, is_literal, read, scope
+from memjax._jaxpr import bind, evaluate, is_literal, read, scope, trace
 from memjax.compress._codec import Codec, Mask
 from memjax.compress._keep import Which, choose
 from memjax.compress._layers import AnyCodec, Layers, Recorder, Statistics
 from memjax.compress._max_pool import max_pool
+from memjax.compress._overflow import warn_of_overflow
 from memjax.compress._pool_first import evaluate_pools_first
 from memjax.compress._readers import PRODUCTS, Reader, only_in_gradients, readers
 from memjax.compress._statistics import Collector
 from memjax.remat._blocks import zeros
+from memjax.remat._derivatives import without_derivative
 from memjax.remat._step import drop, is_float, merge, pick
 
 _REPLACE = {"reduce_window_max": max_pool}
@@ -42,7 +44,9 @@ class Derivative:
       lasting: which inputs live until the backward pass anyway.
       which: of the saved arrays to encode.
       zeros: whether the codec keeps zeros, and makes no others.
+      code_nbytes: see `choose`.
       names: of its inputs.
+      axes: sizes of the named axes that its collectives run over.
     """
 
     def __init__(
@@ -54,8 +58,11 @@ class Derivative:
         lasting: Sequence[bool],
         which: Which,
         zeros: bool,
+        code_nbytes: Callable[[Any], int] | None,
         names: Sequence[str],
+        axes: dict[str, int],
     ):
+        self._axes = axes
         self.wanted = wanted
         self._names = pick(names, wanted)
         self.out_types = pick([var.aval for var in jaxpr.outvars], outs)
@@ -64,7 +71,7 @@ class Derivative:
         trees = []
 
         with_calls = lambda *inputs: evaluate(jaxpr, inputs[:n_consts], inputs[n_consts:], differentiable=True)
-        flat = jax.make_jaxpr(with_calls)(*types)
+        flat = trace(with_calls, types, axes)
 
         def with_residuals(*inputs):
             def floats(chosen):
@@ -78,16 +85,23 @@ class Derivative:
             trees.append(tree)
             return [*merge(chosen_outs, rest, self._out_float), *residuals]
 
-        traced = jax.make_jaxpr(with_residuals)(*types)
+        traced = trace(with_residuals, types, axes)
         self._tree = trees[0]
-        in_place = lambda *inputs: evaluate(traced.jaxpr, traced.consts, inputs, differentiable=False)
-        closed = jax.make_jaxpr(in_place)(*types)
+        closed = _calls_in_place(traced, axes)
         self._jaxpr, self._consts = closed.jaxpr, closed.consts
         n_outs = len(self.out_types)
         self._outs, self._residuals = self._jaxpr.outvars[:n_outs], self._jaxpr.outvars[n_outs:]
         self._producer = {out: eqn for eqn in self._jaxpr.eqns for out in eqn.outvars}
-        self.keep = choose(self._jaxpr, self._residuals, pick(self._jaxpr.invars, lasting), which, zeros)
+        self.keep = choose(self._jaxpr, self._residuals, pick(self._jaxpr.invars, lasting), which, zeros, code_nbytes)
         self._packed = _ancestors_of_bits(self._jaxpr, self.keep.masks, self._producer)
+        # Now, not when cotangents arrive: a `jax.vmap` around has taken its axis name away by then.
+        self._cotangent_types = [_cotangent_type(aval) for aval in pick(self.out_types, self._out_float)]
+        self._pullback = self._trace_pullback(self._cotangent_types)
+
+    def _name(self, var: Any) -> str:
+        """What an encoded array is called in messages: where it is made, and its type."""
+        where = scope(self._producer[var]) if var in self._producer else "an input"
+        return f"{where or self._producer[var].primitive.name} {var.aval.str_short()}"
 
     @property
     def scopes(self) -> list[str]:
@@ -109,6 +123,8 @@ class Derivative:
             self._encode_ready(codec, env, codes, beside)
         beside = {var: {out for out in self._outs if not is_literal(out)} for var in beside}
         _wait(self._outs, env, codes, beside)
+        if not isinstance(codec, Layers | Recorder):  # whose overflows are counted, and lead to another try
+            warn_of_overflow([self._name(var) for var in self.keep.encoded], [codes[var] for var in self.keep.encoded])
         kept = [codes[var] for var in self.keep.encoded], [codes[var] for var in self.keep.masks]
         return read(env, self._outs), (read(env, self.keep.whole), *kept)
 
@@ -144,15 +160,12 @@ class Derivative:
         """Cotangents of the inputs in `wanted`, and what was found out on the way, if the codec has a place for it."""
         whole, codes, masks = kept
         cotangents = [_instantiate(ct) for ct in pick(cotangents, self._out_float)]
-        types = [var.aval for var in self._residuals]
-        pullback = lambda residuals, cts: jax.tree.unflatten(self._tree, residuals)(cts)
-        traced = jax.make_jaxpr(pullback)(types, [jax.typeof(ct) for ct in cotangents])
-        in_place = lambda *inputs: evaluate(traced.jaxpr, traced.consts, inputs, differentiable=False)
-        closed = jax.make_jaxpr(in_place)(*traced.in_avals)
+        given = [_definite(jax.typeof(ct)) for ct in cotangents]
+        closed = self._pullback if given == self._cotangent_types else self._trace_pullback(given)
 
         known = dict(zip(self._jaxpr.constvars, self._consts, strict=True))
         known |= dict(zip(self.keep.whole, whole, strict=True))
-        n = len(types)
+        n = len(self._residuals)
         leaves = dict(zip(closed.jaxpr.invars[:n], self._residuals, strict=True))
         late = set(closed.jaxpr.invars[n:])
         origins = {leaf: self.keep.origins[var] for leaf, var in leaves.items() if var in self.keep.origins}
@@ -189,12 +202,34 @@ class Derivative:
                 collector.decoded(i, restored(var, lambda code: code))
         return outs, collector.sums()
 
+    def _trace_pullback(self, cotangents: Sequence[Any]) -> Any:
+        """The program from residuals and cotangents of these types to cotangents of the inputs."""
+        pullback = lambda residuals, cts: jax.tree.unflatten(self._tree, residuals)(cts)
+        types = [var.aval for var in self._residuals]
+        return _calls_in_place(trace(pullback, [types, list(cotangents)], self._axes), self._axes)
+
     def _record(self, recorder: Recorder, found: Iterable[Reader]) -> None:
         weights: list[tuple[str, ...]] = [()] * len(self.keep.encoded)
         for reader in found:
             weights[reader.layer] += (self._names[reader.weight],)
         names = [own[0] if own else f"array {i}" for i, own in enumerate(weights)]
         recorder.record(names, weights, [var.aval for var in self.keep.encoded])
+
+
+def _calls_in_place(closed: Any, axes: dict[str, int]) -> Any:
+    """The same program with the bodies of its calls in their place."""
+    in_place = lambda *inputs: evaluate(closed.jaxpr, closed.consts, inputs, differentiable=False)
+    return trace(in_place, closed.in_avals, axes)
+
+
+def _cotangent_type(aval: Any) -> Any:
+    """The type that the cotangent of a value of this type has."""
+    return _definite(aval.to_ct_aval())
+
+
+def _definite(aval: Any) -> Any:
+    """The type without weakness, which says nothing about an array."""
+    return aval.update(weak_type=False)
 
 
 def _ancestors_of_bits(jaxpr: Any, masks: Iterable[Any], producer: dict[Any, Any]) -> set[Any]:
@@ -362,16 +397,10 @@ def _instantiate(ct: Any) -> Any:
 
 def _encode(codec: Codec, x: Any) -> Any:
     """`codec.encode(x)`, with an error in place of the wrong zeros that its derivative would be."""
-
-    @jax.custom_jvp
-    def encode(x):
-        return codec.encode(x)
-
-    @encode.defjvp
-    def refuse(primals, tangents):
-        raise TypeError(
+    return codec.encode(
+        without_derivative(
+            x,
             "memjax.compressed supports first derivatives in reverse mode only: what it saves is rounded. "
-            "Differentiate twice without it."
+            "Differentiate twice without it.",
         )
-
-    return encode(x)
+    )

@@ -15,11 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
+from memjax import _check
 from memjax.compress import _kernels, _reference, _tiles
-from memjax.compress._codec import largest_error, tree_nbytes
+from memjax.compress._codec import bound_of, check_bound, check_code, check_floats, largest_error
 from memjax.compress._quantize import step_exponent
 from memjax.compress._reference import Packed
-from memjax.compress._tiles import DTYPES, LANES, TILE_VALUES, Grid
+from memjax.compress._sharded import ShardedCode, decode_parts, encode_parts, explicit_spec
+from memjax.compress._tiles import LANES, TILE_VALUES, Grid
 
 _MOST_VALUES = 2**31 - TILE_VALUES  # so that places of values and words fit into 32 bits
 
@@ -101,9 +103,9 @@ class ErrorBounded:
       keeps_signs: whether decoded values have the signs of values; if not, those of values below half a step may have the
         other, and errors have hardly any mean. Codes are the same.
       implementation: `"pallas"`, kernels for NVIDIA GPUs; `"jnp"`, which runs everywhere and whose temporary memory is
-        several times that of the array; None: the first of the two that runs here. Values and sizes are the same, bit for
-        bit; kernels may put the parts of a code in another order, and another each time. They are for one device: call
-        them in `shard_map`.
+        that of the array and of its code, and a few MiB; None: the first of the two that runs here. Values and sizes are
+        the same, bit for bit; kernels may put the parts of a code in another order, and another each time. They are for
+        one device: call them in `shard_map`.
 
     Raises:
       ValueError: a bound or a capacity that is not positive, more channels' bounds than channels, or an implementation
@@ -118,33 +120,42 @@ class ErrorBounded:
     implementation: str | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __post_init__(self):
-        is_known = isinstance(self.bound, int | float | np.ndarray | np.generic)
-        if is_known and not (np.all(np.isfinite(self.bound)) and np.all(np.asarray(self.bound) > 0)):
-            raise ValueError(f"bound must be positive and finite, got {self.bound!r}.")
-        if self.bits_per_value is not None and not self.bits_per_value > 0:
-            raise ValueError(f"bits_per_value must be positive, got {self.bits_per_value!r}.")
-        if self.implementation not in (None, *_IMPLEMENTATIONS):
-            names = ", ".join(map(repr, _IMPLEMENTATIONS))
-            raise ValueError(f"implementation must be one of {names} or None, got {self.implementation!r}.")
+        check_bound(self.bound)
+        if self.bits_per_value is not None:
+            _check.number("bits_per_value", self.bits_per_value, positive=True)
+        _check.flag("keeps_signs", self.keeps_signs)
+        _check.choice("implementation", self.implementation, (None, *_IMPLEMENTATIONS))
 
-    def encode(self, x: Float[Array, "..."]) -> ErrorBoundedCode:
-        _check(x)
-        exponent = step_exponent(self.bound, x.dtype)
+    def encode(self, x: Float[Array, "..."]) -> ErrorBoundedCode | ShardedCode:
+        check_floats(x)
+        exponent = step_exponent(bound_of(self.bound), x.dtype)
         if exponent.shape not in ((), x.shape[-1:]):
             raise ValueError(
                 f"bound must be a number or have one entry per channel of x, shape {x.shape[-1:]}, got {exponent.shape}."
             )
-        packed = _encode(self._implementation(), self._capacity(x), x, exponent)
-        return ErrorBoundedCode(packed, exponent, x.shape, np.dtype(x.dtype))
+        implementation = self._implementation()
 
-    def decode(self, code: ErrorBoundedCode) -> Float[Array, "..."]:
-        return _decode(self._implementation(), self.keeps_signs, code)
+        def encode(x, exponent):
+            packed = _encode(implementation, self._capacity(x), x, exponent)
+            return ErrorBoundedCode(packed, exponent, x.shape, np.dtype(x.dtype))
+
+        spec = explicit_spec(x)
+        return encode(x, exponent) if spec is None else encode_parts(encode, x, exponent, spec)
+
+    def decode(self, code: ErrorBoundedCode | ShardedCode) -> Float[Array, "..."]:
+        check_code(self, code, ErrorBoundedCode, ShardedCode)
+        decode = functools.partial(_decode, self._implementation(), self.keeps_signs)
+        return decode_parts(decode, code) if isinstance(code, ShardedCode) else decode(code)
 
     def nbytes(self, aval: Any) -> int:
-        return tree_nbytes(jax.eval_shape(self.encode, aval))
+        if not hasattr(aval, "shape"):
+            raise _check.fail(TypeError, "aval", "an array or the type of one", aval)
+        tiles = Grid.of(aval.shape).tiles
+        return 4 * self._capacity(aval) + tiles * (LANES + 4) + 4 + 4 * max(np.size(self.bound), 1)
 
     def ratio(self, x: Float[Array, "..."]) -> Float[Array, ""]:
         """How many times smaller than `x` its code is, headers included, capacity that is not needed left out."""
+        check_floats(x)
         return x.size * x.dtype.itemsize / jnp.maximum(self.encode(x).needed_nbytes, 1)
 
     def error(self, x: Float[Array, "..."]) -> Float[Array, ""]:
@@ -178,11 +189,6 @@ class ErrorBounded:
         if self.implementation == "pallas" and (reason := _kernels.why_not()):
             raise ValueError(f'implementation must be "jnp" or None here, got "pallas": {reason}.')
         return self.implementation or ("jnp" if _kernels.why_not() else "pallas")
-
-
-def _check(x: Any) -> None:
-    if x.dtype not in DTYPES:
-        raise TypeError(f"x must be bfloat16, float16 or float32, got {x.dtype}; convert it, or leave it as it is.")
 
 
 _IMPLEMENTATIONS = ("jnp", "pallas")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from memjax._jaxpr import is_literal
+from memjax._jaxpr import axis_sizes, is_literal, nbytes
 from memjax.compress._derivative import Derivative
 from memjax.compress._keep import Which
-from memjax.compress._layers import AnyCodec, Layers
+from memjax.compress._layers import AnyCodec, Layers, Recorder
 from memjax.remat._blocks import zeros
+from memjax.remat._derivatives import reverse_only
 from memjax.remat._step import is_float, merge, pick
+
+_FORWARD_MODE = (
+    "memjax.compressed cannot be differentiated in forward mode (jax.jvp, jax.jacfwd, jax.linearize), which saves nothing "
+    "that could be compressed. Call the function itself there, without memjax.compressed; or use reverse mode: jax.grad, "
+    "jax.vjp or jax.jacrev"
+)
 
 
 def call_compressed(f: Callable[..., Any], lasting: Any, passing: Any, *, codec: AnyCodec, which: Which) -> Any:
@@ -49,7 +57,14 @@ def call_compressed(f: Callable[..., Any], lasting: Any, passing: Any, *, codec:
     lasts += [False] * (len(inputs) - len(lasts))
 
     names = [""] * len(closed.consts) + pick(names, dynamic)
-    outs = iter(_differentiable(jaxpr, made, lasts, codec, which, names)(_settings(codec), inputs))
+    run = _differentiable(jaxpr, made, lasts, codec, which, names, axis_sizes(closed))
+    guarded = [reverse_only(value, _FORWARD_MODE) if is_float(jax.typeof(value)) else value for value in inputs]
+    try:
+        outs = iter(run(_settings(codec), guarded))
+    except TypeError as error:  # jax.vmap of jax.jvp meets the custom rule before the guard
+        if "forward-mode" not in str(error):
+            raise
+        raise TypeError(_FORWARD_MODE) from error
     every = [next(outs) if flag else inputs[position[var]] for var, flag in zip(jaxpr.outvars, made, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(shapes), every)
 
@@ -75,7 +90,13 @@ def _with_settings(codec: AnyCodec, settings: list[Any]) -> AnyCodec:
 
 
 def _differentiable(
-    jaxpr: Any, made: list[bool], lasts: list[bool], codec: AnyCodec, which: Which, names: list[str]
+    jaxpr: Any,
+    made: list[bool],
+    lasts: list[bool],
+    codec: AnyCodec,
+    which: Which,
+    names: list[str],
+    axes: dict[str, int],
 ) -> Callable[..., Any]:
     n_consts = len(jaxpr.constvars)
 
@@ -88,11 +109,21 @@ def _differentiable(
         settings, inputs = ([primal.value for primal in group] for group in (settings, inputs))
         types = [jax.typeof(value) for value in inputs]
         zeros_kept = getattr(codec, "keeps_zeros", False)
-        derivative = Derivative(jaxpr, made, types, wanted, lasts, which, zeros_kept, names)
+        # Codes of `Layers` say what they need, so they are made even where they are larger.
+        code_nbytes = None if isinstance(codec, Layers | Recorder) else codec.nbytes
+        derivative = Derivative(jaxpr, made, types, wanted, lasts, which, zeros_kept, code_nbytes, names, axes)
         if which.where is not None and not derivative.keep.matched:
             raise ValueError(
                 f"where={which.where!r} matches nothing that the backward pass reads. "
                 f"The named scopes of the function are {derivative.scopes}."
+            )
+        if code_nbytes is not None and derivative.keep.refused and not derivative.keep.encoded:
+            largest = max((var.aval for var in derivative.keep.refused), key=nbytes)
+            warnings.warn(
+                f"memjax.compressed leaves everything as it is: the code of {largest.str_short()} would take "
+                f"{code_nbytes(largest):,} bytes and the array takes {nbytes(largest):,}. Give {type(codec).__name__} fewer "
+                f"bits per value, or leave the codec out for the default.",
+                stacklevel=2,
             )
         outs, kept = derivative.forward(inputs, _with_settings(codec, settings))
         return outs, (derivative, settings, kept)

@@ -1,7 +1,5 @@
 """Errors on purpose: what gradients become if saved values are off at random, to check what is predicted of them."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -10,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from memjax.compress._codec import FixedRate
+from memjax import _check
+from memjax.compress._codec import FixedRate, bound_of, check_bound, check_seed
 from memjax.compress._compressed import compressed
 
 F = TypeVar("F")
@@ -36,19 +35,19 @@ class UniformError(FixedRate):
     zeros: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def __post_init__(self):
-        if isinstance(self.bound, int | float) and not self.bound > 0:
-            raise ValueError(f"bound must be positive, got {self.bound!r}.")
+        check_bound(self.bound)
+        _check.flag("zeros", self.zeros)
 
-    def encode(self, x: Float[Array, ...]) -> Float[Array, ...]:
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"x must be floating point, got {x.dtype}.")
+    def encode(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        _check.array("x", x, floating=True)
+        check_seed(self.seed)
         wide = x.astype(jnp.float32)
         checksum = jnp.sum(jax.lax.bitcast_convert_type(wide, jnp.uint32), dtype=jnp.uint32)
         key = jax.random.fold_in(jax.random.key(self.seed), checksum)
-        error = jnp.asarray(self.bound, jnp.float32) * jax.random.uniform(key, x.shape, minval=-1, maxval=1)
+        error = bound_of(self.bound) * jax.random.uniform(key, x.shape, minval=-1, maxval=1)
         return jnp.where((wide == 0) & (not self.zeros), wide, wide + error).astype(x.dtype)
 
-    def decode(self, code: Float[Array, ...]) -> Float[Array, ...]:
+    def decode(self, code: Float[Array, "..."]) -> Float[Array, "..."]:
         return code
 
 

@@ -5,21 +5,25 @@ its output, and zeros; a matrix product an input that is there anyway, cast. So 
 operations that move no value far and that are cheap to repeat, to where they come from:
 
     an input that is kept       computed again from it
+    parameters                  computed again, if only moved or cast; kept, if computed of parameters otherwise: never encoded
     smaller integers            computed again from them, if that is cheap: they are data, as images are, which is there anyway
     constants                   computed again
     a mask x > 0                from max(x, 0) if that is encoded by a codec that keeps zeros, or else bit by bit
     floats                      residuals that come from one array are computed again from it, and that is encoded
+    statistics                  kept as they are: the sums of a softmax, the deviations of a norm, one for many values
     other dtypes, small arrays  kept as they are
 """
 
 import dataclasses
 import fnmatch
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax.extend.core import jaxprs_in_params
 
 from memjax._jaxpr import is_literal, nbytes, scope
+from memjax.compress._readers import PRODUCTS
 
 SMALL = 4096
 """Arrays of fewer values are kept as they are, masks too: less than one tile of a code."""
@@ -44,6 +48,21 @@ _MOVES = {
     "pvary",
     "pcast",
 }
+# What changes no value but by rounding: of parameters, parameters again.
+_MOVED = _SAME | _MOVES | {"reduce_precision", "dynamic_update_slice", "sharding_constraint", "reshard"}
+# Of these operands values are moved; the others say where to.
+_DATA_OPERANDS = {"dynamic_slice": 1, "dynamic_update_slice": 2, "gather": 1}
+_CALLS_OF_ONE_BODY = {
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "checkpoint",
+    "remat2",
+    "shard_map",
+    "custom_vmap_call",
+}
+_MANY = 16  # times as many values as a statistic has
 _OF_INTEGERS = _AFFINE | _SAME | _COMPARISONS | _MOVES | {"div", "square", "integer_pow", "dot_general", "reduce_sum"}
 _ENCODED = (jnp.bfloat16, jnp.float16, jnp.float32)
 
@@ -83,6 +102,7 @@ class Keep:
       nonzero: masks of what is not zero in a variable in `encoded`.
       origins: by residual that is, or is computed again from, a variable in `encoded`, that variable.
       matched: whether anything, small or large, was what the user selected.
+      refused: what would have been encoded if its code were not larger.
     """
 
     whole: list[Any]
@@ -92,9 +112,17 @@ class Keep:
     nonzero: dict[Any, Any]
     origins: dict[Any, Any]
     matched: bool
+    refused: list[Any]
 
 
-def choose(jaxpr: Any, residuals: Sequence[Any], kept_inputs: Sequence[Any], which: Which, zeros: bool) -> Keep:
+def choose(
+    jaxpr: Any,
+    residuals: Sequence[Any],
+    kept_inputs: Sequence[Any],
+    which: Which,
+    zeros: bool,
+    code_nbytes: Callable[[Any], int] | None,
+) -> Keep:
     """What to keep, so that every one of `residuals` follows from it.
 
     Args:
@@ -103,6 +131,7 @@ def choose(jaxpr: Any, residuals: Sequence[Any], kept_inputs: Sequence[Any], whi
       kept_inputs: inputs that live until the backward pass, whatever is done here.
       which: of the arrays to encode.
       zeros: whether decoded values are zero exactly where what was encoded is.
+      code_nbytes: bytes of the code of an array of this type; None: arrays are encoded even if codes are larger.
     """
     trace = _Trace(jaxpr, kept_inputs)
     whole: dict[Any, None] = {}
@@ -123,6 +152,7 @@ def choose(jaxpr: Any, residuals: Sequence[Any], kept_inputs: Sequence[Any], whi
             else:
                 whole[var] = None
     encoded: dict[Any, None] = {}
+    refused: list[Any] = []
     scales = {}
     origins: dict[Any, Any] = {}
     for origin, members in floats.items():
@@ -130,7 +160,12 @@ def choose(jaxpr: Any, residuals: Sequence[Any], kept_inputs: Sequence[Any], whi
         path = trace.path(members[0], exact=len(members) == 1)
         root = path[-1] if len(members) == 1 else origin
         everyone = [var for member in members for var in trace.path(member)]
-        if root.aval.size >= which.smallest and which.matches(trace.readers(everyone), root.aval):
+        wanted = root.aval.size >= which.smallest and which.matches(trace.readers(everyone), root.aval)
+        wanted = wanted and not is_statistic(root, trace.producer)
+        if wanted and code_nbytes is not None and code_nbytes(root.aval) > nbytes(root.aval):
+            wanted = False
+            refused.append(root)
+        if wanted:
             encoded[root] = None
             origins |= dict.fromkeys(members, root)
             if (scale := trace.inverse_deviation(root)) is not None:
@@ -149,7 +184,7 @@ def choose(jaxpr: Any, residuals: Sequence[Any], kept_inputs: Sequence[Any], whi
             if (source := trace.positive(mask)) is not None and source in rectified:
                 nonzero[mask] = rectified[source]
     masks = {mask: None for mask in masks if mask not in nonzero}
-    return Keep(list(whole), list(encoded), scales, list(masks), nonzero, origins, matched)
+    return Keep(list(whole), list(encoded), scales, list(masks), nonzero, origins, matched, refused)
 
 
 class _Trace:
@@ -158,6 +193,7 @@ class _Trace:
     def __init__(self, jaxpr: Any, kept_inputs: Sequence[Any]):
         self.producer = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
         self.kept_inputs = {*kept_inputs, *jaxpr.constvars}
+        self._parameters = self._computed_of_parameters(jaxpr)
         self._readers: dict[Any, list[Any]] = {}
         for eqn in jaxpr.eqns:
             for atom in eqn.invars:
@@ -220,6 +256,9 @@ class _Trace:
             return True
         if self.is_constant(var):
             return True
+        if (sources := self.moved_from(var)) is not None:
+            whole.update(dict.fromkeys(sources))
+            return True
         integers = self.of_integers(var)
         if integers is not None and sum(nbytes(source.aval) for source in integers) < _kept_nbytes(var.aval):
             whole.update(dict.fromkeys(integers))
@@ -258,6 +297,55 @@ class _Trace:
                     seen.add(atom)
                     pending.append(atom)
         return True
+
+    def moved_from(self, var: Any) -> list[Any] | None:
+        """The parameters that `var` follows from by slicing, reshaping, transposing and casting, and the small arrays that say
+        which parts; None if it is computed of anything else.
+        """
+        pending, seen, found = [var], {var}, list[Any]()
+        while pending:
+            source = pending.pop()
+            eqn = self.producer.get(source)
+            if source in self.kept_inputs:
+                found.append(source)
+            elif eqn is None:
+                return None
+            elif eqn.primitive.name in _MOVED and not eqn.effects:
+                count = _DATA_OPERANDS.get(eqn.primitive.name, len(eqn.invars))
+                data, places = eqn.invars[:count], eqn.invars[count:]
+                found += [atom for atom in places if not is_literal(atom) and not self.is_constant(atom)]
+                new = [atom for atom in data if not is_literal(atom) and atom not in seen]
+                seen.update(new)
+                pending += new
+            elif source in self._parameters or self._moved_in_body(eqn, eqn.outvars.index(source)):
+                found.append(source)
+            elif not self.is_constant(source):
+                return None
+        others = [source for source in found if source not in self.kept_inputs]
+        return found if sum(nbytes(source.aval) for source in others) <= nbytes(var.aval) else [var]
+
+    def _moved_in_body(self, eqn: Any, index: int) -> bool:
+        """Whether a loop or a call only moves values of kept inputs to this output, as a scan over layers does to its weights."""
+        operands = _moved_to_operands(eqn, index)
+        return operands is not None and all(is_literal(atom) or self.moved_from(atom) is not None for atom in operands)
+
+    def _computed_of_parameters(self, jaxpr: Any) -> set[Any]:
+        """What is computed of kept floating-point inputs and constants alone, weights that are normalised for one.
+
+        Of a function all of whose inputs are kept, nothing: which of them are parameters is not known.
+        """
+        if all(var in self.kept_inputs for var in jaxpr.invars):
+            return set()
+        is_parameter = lambda var: var in self.kept_inputs and jnp.issubdtype(var.aval.dtype, jnp.floating)
+        others = {var for var in [*jaxpr.constvars, *jaxpr.invars] if not is_parameter(var)}
+        made: dict[Any, None] = {}
+        for eqn in jaxpr.eqns:
+            operands = [atom for atom in eqn.invars if not is_literal(atom)]
+            if eqn.effects or any(atom in others for atom in operands):
+                others.update(eqn.outvars)
+            else:
+                made.update(dict.fromkeys(eqn.outvars))
+        return set(made)
 
     def of_integers(self, var: Any) -> list[Any] | None:
         """The inputs that `var` follows from by what is cheap: integers and kept vectors, but no matrices, or all layers of a
@@ -347,6 +435,83 @@ class _Trace:
                 if not is_literal(atom) and atom not in seen:
                     seen.add(atom)
                     pending.append(atom)
+
+
+def is_statistic(var: Any, producer: dict[Any, Any]) -> bool:
+    """Whether `var` is computed, value by value, of sums or maxima over many values of a larger array.
+
+    An error of the sum of a softmax, or of a norm's deviation, is one of all values that are divided by it, and what it is for
+    is `_MANY` times as large: it is kept as it is.
+
+    Args:
+      var: a variable of a program.
+      producer: the equation that makes each variable of that program.
+    """
+    pending, seen = [var], {var}
+    while pending:
+        current = pending.pop()
+        eqn = producer.get(current)
+        if eqn is None or eqn.primitive.name in PRODUCTS:
+            continue
+        operands = [atom for atom in eqn.invars if not is_literal(atom)]
+        many = _MANY * max(current.aval.size, 1)
+        if eqn.primitive.name.startswith(("reduce_", "arg")) and any(atom.aval.size >= many for atom in operands):
+            return True
+        if (body := _body_of(eqn)) is not None:
+            inner = body.outvars[eqn.outvars.index(current)]
+            if not is_literal(inner) and is_statistic(inner, {out: e for e in body.eqns for out in e.outvars}):
+                return True
+        elif any(out.aval.size >= many for out in eqn.outvars):  # a kernel that gives a log-sum-exp beside its result
+            return True
+        elif all(atom.aval.size <= current.aval.size for atom in operands):
+            new = [atom for atom in operands if atom.aval.size == current.aval.size and atom not in seen]
+            seen.update(new)
+            pending += new
+    return False
+
+
+def _body_of(eqn: Any) -> Any:
+    """The program inside a scan or a call, with an output for each of the equation's; None for other equations."""
+    if eqn.primitive.name != "scan" and eqn.primitive.name not in _CALLS_OF_ONE_BODY:
+        return None
+    closed = next(iter(jaxprs_in_params(eqn.params)))
+    return getattr(closed, "jaxpr", closed)
+
+
+def _moved_to_operands(eqn: Any, index: int) -> list[Any] | None:
+    """The operands whose values a loop's or call's body only moves to its output `index`; None if it does anything else."""
+    body, changing = _body_of(eqn), set[Any]()
+    if body is None:
+        return None
+    if eqn.primitive.name == "scan":
+        # Told by shapes, for JAX 0.12 names these numbers otherwise: what is scanned over, or stacked, has an axis more outside.
+        same = lambda outer, inner: sum(a.aval.ndim == b.aval.ndim for a, b in zip(outer, inner, strict=True))
+        carried = same(eqn.outvars, body.outvars)
+        constants = same(eqn.invars, body.invars) - carried
+        if index < carried:
+            return None
+        changing = set(body.invars[constants : constants + carried])
+    producer = {out: inner for inner in body.eqns for out in inner.outvars}
+    operand = dict(zip(body.invars, eqn.invars, strict=True))
+    pending, found = [body.outvars[index]], list[Any]()
+    while pending:
+        source = pending.pop()
+        if is_literal(source) or source in body.constvars:
+            continue
+        if source in operand:
+            if source in changing:
+                return None
+            found.append(operand[source])
+            continue
+        inner = producer[source]
+        if inner.primitive.name in _MOVED and not inner.effects:
+            pending += inner.invars[: _DATA_OPERANDS.get(inner.primitive.name, len(inner.invars))]
+        else:
+            deeper = _moved_to_operands(inner, inner.outvars.index(source))
+            if deeper is None:
+                return None
+            pending += deeper
+    return found or None
 
 
 def _kept_nbytes(aval: Any) -> int:

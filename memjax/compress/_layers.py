@@ -8,7 +8,7 @@ a scan, examples of a `vmap` and devices; so every statistic is one that makes s
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from memjax import _check
 from memjax.compress._codec import Codec, tree_nbytes
 from memjax.compress._error_bounded import ErrorBounded
 
@@ -61,7 +62,7 @@ class Statistics(NamedTuple):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Layers:
     """A codec for `compressed`: `ErrorBounded` with settings of its own for each array, as `layers` finds them.
 
@@ -87,6 +88,17 @@ class Layers:
     weights: tuple[tuple[str, ...], ...] = dataclasses.field(metadata={"static": True})
     shapes: tuple[tuple[tuple[int, ...], np.dtype], ...] = dataclasses.field(metadata={"static": True})
     samples: int | None = dataclasses.field(default=2**16, metadata={"static": True})
+
+    def __repr__(self) -> str:
+        """A line for each array: its name, shape, bound and capacity."""
+        known = not isinstance(self.bound, jax.core.Tracer) and hasattr(self.bound, "shape")
+        bounds = [f"{bound:.3g}" for bound in np.asarray(self.bound).tolist()] if known else ["?"] * len(self.names)
+        bits = ["raw" if b is None else f"{b:.3g} bits" for b in self.bits_per_value]
+        rows = zip(self.names, self.shapes, bounds, bits, strict=True)
+        lines = [
+            f"  {name or '(unnamed)'}: {dtype}{list(shape)}, bound {b}, {c}" for name, (shape, dtype), b, c in rows
+        ]
+        return "\n".join([f"Layers({len(self.names)} arrays, samples={self.samples})", *lines])
 
     def layer(self, i: int) -> ErrorBounded:
         """The codec of the i-th array."""
@@ -159,11 +171,16 @@ def layers(
     Raises:
       ValueError: nothing is encoded, or `bound` or `samples` is not positive.
     """
-    ErrorBounded(bound, bits_per_value=bits_per_value)  # refuses what it must
-    if samples is not None and samples < 1:
-        raise ValueError(f"samples must be positive, or None for all values, got {samples!r}.")
+    _check.function("f", f)
+    _check.number("bound", bound, positive=True)
+    ErrorBounded(1.0, bits_per_value=bits_per_value)  # refuses what it must
+    if samples is not None:
+        _check.integer("samples", samples, least=1, what="None or an integer")
     recorder = Recorder()
-    numbers = (argnums,) if isinstance(argnums, int) else argnums
+    positions = argnums if isinstance(argnums, Sequence) and not isinstance(argnums, str) else (argnums,)
+    numbers = tuple(
+        _check.integer("argnums", position, what="the position of an argument, or several") for position in positions
+    )
     has_aux = isinstance(jax.eval_shape(lambda *args: f(Recorder(), *args), *args), tuple)
     gradient = jax.grad(lambda *args: f(recorder, *args), numbers, has_aux=has_aux, allow_int=True)
     jax.eval_shape(gradient, *args)

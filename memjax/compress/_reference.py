@@ -11,19 +11,8 @@ from jaxtyping import Array, Bool, Float, Int32, UInt8, UInt32
 
 from memjax.compress import _dither, _tiles
 from memjax.compress._bitmaps import Bitmaps
-from memjax.compress._bits import (
-    WORD,
-    Words,
-    bit_length,
-    compress,
-    expand,
-    moves_of,
-    pack,
-    shift_left,
-    shift_right,
-    u32,
-    unpack,
-)
+from memjax.compress._bits import WORD, Words, bit_length, pack, shift_left, shift_right, u32, unpack
+from memjax.compress._bits_in_loops import compress, expand, moves_of, running_sum
 from memjax.compress._quantize import dequantize, quantize
 from memjax.compress._tiles import GROUPS, LANE_VALUES, LANES
 from memjax.compress._warp import Warp
@@ -89,20 +78,25 @@ class Reader(NamedTuple):
     def of(cls, offsets: UInt32[Array, " tiles"], has_bits: Bool[Array, "tiles 32"]) -> "Reader":
         """In their first words, which come first of all."""
         begins = u32(has_bits)
-        at = offsets[:, None] + jnp.cumsum(begins, -1, dtype=jnp.uint32) - begins
+        at = offsets[:, None] + running_sum(begins) - begins
         return cls(at, u32(WORD) * begins, offsets + begins.sum(-1))
 
     def advance(self, bits: UInt32[Array, "tiles 4 32"]) -> tuple["Place", "Reader"]:
         """By a piece for each group, of up to 32 bits: where they are, and where the lanes are then."""
-        at, left, following = self
-        places = []
-        for group in range(GROUPS):
-            begins = u32(bits[:, group] > left)
-            fresh = following[:, None] + jnp.cumsum(begins, -1, dtype=jnp.uint32) - begins
-            places.append((at, left, begins, fresh))
-            at, left = jnp.where(begins != 0, fresh, at), left + u32(WORD) * begins - bits[:, group]
-            following = following + jnp.sum(begins, -1, dtype=jnp.uint32)
-        return Place(*(jnp.stack(array, 1) for array in zip(*places, strict=True))), Reader(at, left, following)
+
+        def one_group(reader, bits):
+            at, left, following = reader
+            begins = u32(bits > left)
+            fresh = following[:, None] + running_sum(begins) - begins
+            reader = Reader(
+                jnp.where(begins != 0, fresh, at),
+                left + u32(WORD) * begins - bits,
+                following + jnp.sum(begins, -1, dtype=jnp.uint32),
+            )
+            return reader, Place(at, left, begins, fresh)
+
+        reader, places = jax.lax.scan(one_group, self, bits.swapaxes(0, 1))
+        return Place(*(array.swapaxes(0, 1) for array in places)), reader
 
 
 class Place(NamedTuple):
@@ -157,7 +151,7 @@ def encode(x: Float[Array, "tiles 128 32"], exponent: Int32[Array, "..."], capac
 
     moves = moves_of(mask)
     rows = _raw_words(x)
-    first_raw = (offsets + coded_words)[:, None] + jnp.cumsum(raw, -1, dtype=jnp.uint32) - raw
+    first_raw = (offsets + coded_words)[:, None] + running_sum(raw) - raw
     index, live, following = _bitmap_places(offsets, bitmaps)
     out = put(out, index, jnp.stack(bitmaps.pack([mask[:, g] for g in range(GROUPS)], _WARP), 1), live)
     most = jnp.max(planes, initial=0).astype(jnp.int32)
@@ -205,7 +199,7 @@ def decode(
     value = dequantize(p, _group_bits(mask), _group_bits(negative), exponent, dither, dtype, keeps_signs=keeps_signs)
     value = _tiles.to_bits(jnp.where(lost, jnp.asarray(jnp.nan, dtype), value))
 
-    before = jnp.cumsum(lanes.raw, -1, dtype=jnp.uint32) - lanes.raw
+    before = running_sum(lanes.raw) - lanes.raw
     row = jnp.arange(_tiles.raw_words(dtype), dtype=jnp.uint32)[:, None]
     index = (reader.next[:, None] + before)[:, None] + row * lanes.raw.sum(-1)[:, None, None]
     is_raw = (lanes.raw != 0)[:, None]
@@ -215,13 +209,10 @@ def decode(
 
 def _bitmap_places(offsets, bitmaps: Bitmaps):
     """(tiles, 4, 32): the words that hold bitmaps, and whether they do. And the first ones of tiles behind them."""
-    indices, lives = [], []
-    for live in (bitmaps.any, bitmaps.any, bitmaps.both, bitmaps.both):
-        one = u32(live)
-        indices.append(offsets[:, None] + jnp.cumsum(one, -1, dtype=jnp.uint32) - one)
-        lives.append(live)
-        offsets = offsets + one.sum(-1, dtype=jnp.uint32)
-    return jnp.stack(indices, 1), jnp.stack(lives, 1), offsets
+    live = jnp.stack([bitmaps.any, bitmaps.any, bitmaps.both, bitmaps.both], 1)
+    one = u32(live).reshape(len(live), GROUPS * LANES)
+    ends = offsets[:, None] + running_sum(one)
+    return (ends - one).reshape(live.shape), live, ends[:, -1]
 
 
 def _group_words(bits: Bool[Array, "tiles 128 32"]) -> UInt32[Array, "tiles 4 32"]:

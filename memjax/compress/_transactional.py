@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from memjax import _check
 from memjax.compress._adaptive import AdaptiveState
 from memjax.compress._layers import LADDER, Layers, split_layers
 
@@ -65,12 +66,13 @@ def transactional(
       ValueError: `margin` is below 1, `window` below 1 or `saving` is not between 0 and 1; called with a state that has no
         `Layers` or no state of `adaptive`.
     """
-    if not margin >= 1:
-        raise ValueError(f"margin must be at least 1, got {margin!r}.")
-    if window < 1:
-        raise ValueError(f"window must be at least 1, got {window!r}.")
-    if not 0 < saving < 1:
-        raise ValueError(f"saving must be between 0 and 1, got {saving!r}.")
+    _check.function("step", step, "(state, *args) -> (state, out)")
+    _check.number("margin", margin, least=1)
+    _check.integer("window", window, least=1)
+    if not 0 < _check.number("saving", saving) < 1:
+        raise ValueError(f"saving must be a number between 0 and 1, got {saving!r}")
+    _check.flag("donate", donate)
+    _check.flag("ahead", ahead)
     return Transactional(
         step, margin, window, saving, donate, ahead, {"compiler_options": compiler_options, **jit_options}
     )
@@ -94,7 +96,11 @@ class Transactional:
 
         def gated(state, capacities, is_void, *args):
             given = _capacities_of(state)
-            new, out = step(_with_capacities(state, capacities), *args)
+            roomy = _with_capacities(state, capacities)
+            new, out = step(roomy, *args)
+            before, after = str(jax.tree.structure(roomy)), str(jax.tree.structure(new))
+            if before != after:
+                raise ValueError(f"step must return a state of the structure that it gets, {before}, got {after}")
             last = _adaptive_state(new).last
             overflowed = is_void | jnp.any(jnp.stack([jnp.any(found.overflows > 0) for found in last]))
             new = _with_capacities(new, given)
@@ -104,6 +110,9 @@ class Transactional:
 
         # Capacities are put into the state where it is traced: states are large trees, and every step would rebuild them.
         self._jitted = jax.jit(gated, static_argnums=1, donate_argnums=(0,) if donate else (), **options)
+
+    def __repr__(self) -> str:
+        return f"Transactional(replays={self.replays}, compiled={self.compiled}, capacities={self._capacities})"
 
     @property
     def compiled(self) -> int:
@@ -118,11 +127,15 @@ class Transactional:
     def capacities(self, new: Capacities) -> None:
         self._capacities = [tuple(group) for group in new]
 
-    def lower(self, state: Any, *args: Any) -> Any:
+    def trace(self, state: Any, *args: Any) -> Any:
+        """The step as the next call will run it, traced as by `jax.jit(step).trace`."""
         capacities = self._capacities or _capacities_of(state)
         place = getattr(_adaptive_state(state).step, "sharding", None)
         is_void = jax.ShapeDtypeStruct((), bool, sharding=place)
-        return self._jitted.lower(state, tuple(capacities), is_void, *args)
+        return self._jitted.trace(state, tuple(capacities), is_void, *args)
+
+    def lower(self, state: Any, *args: Any) -> Any:
+        return self.trace(state, *args).lower()
 
     def __call__(self, state: Any, *args: Any) -> tuple[Any, Any]:
         return self._checked(*self._start(state, args), self._most_under_way)

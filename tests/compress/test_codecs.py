@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from memjax.compress import Cast, ChannelQuantized, Codec, ErrorBounded, GroupQuantized, Mask
+from memjax.compress import BlockQuantized, Cast, ChannelQuantized, Codec, ErrorBounded, GroupQuantized, Mask
 from memjax.compress._channel_quantized import _spread
 
 CODECS = [
     Cast(),
+    BlockQuantized(bits=8),
     GroupQuantized(bits=4),
     ChannelQuantized(bits=8),
     ErrorBounded(0.1),
@@ -31,7 +32,7 @@ def test_codecs_keep_shape_and_dtype_in_codes_of_known_size(codec, shape):
     chex.assert_trees_all_equal_shapes_and_dtypes(decoded, x)
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(code)) == codec.nbytes(jax.typeof(x))
     error = np.abs(np.asarray(x, np.float64) - np.asarray(decoded, np.float64)).max(initial=0)
-    np.testing.assert_allclose(largest, error, rtol=1e-6)
+    np.testing.assert_allclose(largest, error, rtol=1e-6, atol=2**-21)  # values up to 4, one program or two
 
 
 def test_mask_is_exact_at_one_bit_per_value():
@@ -201,7 +202,7 @@ def test_refuses():
         GroupQuantized(bits=3)
     with pytest.raises(ValueError, match="bits must be 4 or 8, got 2"):
         ChannelQuantized(bits=2)
-    with pytest.raises(ValueError, match="samples must be a positive integer or None, got 0"):
+    with pytest.raises(ValueError, match="samples must be None or an integer of at least 1, got 0"):
         ChannelQuantized(samples=0)
     with pytest.raises(ValueError, match="group_size must be a multiple of 16, got 20"):
         GroupQuantized(group_size=20)
@@ -212,3 +213,59 @@ def test_refuses():
     for codec in (Cast(), GroupQuantized(), ChannelQuantized()):
         with pytest.raises(TypeError, match="x must be"):
             codec.encode(jnp.zeros(3, jnp.int32))
+
+
+@pytest.mark.parametrize(
+    "codec", [BlockQuantized(4), BlockQuantized(8), ChannelQuantized(8), GroupQuantized(8)], ids=repr
+)
+def test_quantisers_take_any_finite_values(codec):
+    """Finite values decode to finite ones, at most a distance of levels away, however large or small they are."""
+    key = jax.random.key(0)
+    x = jax.random.normal(key, (4, 64, 32)) * 10.0 ** jax.random.randint(key, (4, 1, 32), -44, 38).astype(jnp.float32)
+    largest = float(jnp.finfo(jnp.float32).max)
+    x = jnp.clip(x, -largest, largest).at[0, :2, 0].set(jnp.array([largest, -largest])).at[1, :, 1].set(largest)
+    got = np.asarray(_round_trip(codec, x), np.float64)
+    assert np.isfinite(got).all()
+    wide = np.asarray(x, np.float64)
+    assert (np.abs(got - wide) <= np.ptp(wide) / (2**codec.bits - 1) * (1 + 1e-5)).all()
+
+
+def test_block_quantized_has_ranges_of_its_own_for_examples_channels_and_stretches():
+    """A part that is 1000 times as large leaves the others as they are."""
+    codec = BlockQuantized(8, block=64)
+    x = jax.random.normal(jax.random.key(0), (4, 256, 16))
+    plain = jnp.abs(_round_trip(codec, x) - x).max()
+    for place in (np.s_[1], np.s_[:, :, 3], np.s_[2, 64:128]):
+        loud = x.at[place].multiply(1000)
+        off = jnp.abs(_round_trip(codec, loud) - loud).at[place].set(0)
+        assert off.max() <= plain
+    assert codec.nbytes(x) == x.size + 2 * 4 * x.size // 64
+    # Few positions: blocks along memory; and lengths that nothing divides.
+    for shape in ((5000,), (3, 4096), (7, 4099), (1, 1, 4096), (2, 1021, 5)):
+        x = jax.random.normal(jax.random.key(1), shape)
+        assert codec.nbytes(x) <= 1.3 * x.size
+        assert jnp.abs(_round_trip(codec, x) - x).max() < 0.02
+
+
+def test_block_quantized_keeps_other_blocks_from_a_nan():
+    x = jnp.ones((2, 128, 4))
+    for bad in (jnp.nan, jnp.inf, -jnp.inf):
+        got = _round_trip(BlockQuantized(8, block=64), x.at[1, 70, 2].set(bad))
+        assert np.isnan(got[1, 64:, 2]).all()
+        assert np.isnan(got).sum() == 64
+
+
+@pytest.mark.parametrize("spec", [("d",), (("d", "e"),), ("d", None, "e"), (None, "d")])
+@pytest.mark.parametrize(
+    "codec",
+    [ErrorBounded(2**-6), ErrorBounded(np.full(64, 2**-6, np.float32)), BlockQuantized(8), GroupQuantized(8)],
+    ids=["bound", "bounds", "block", "group"],
+)
+def test_codecs_of_explicitly_sharded_arrays(codec, spec):
+    mesh = jax.make_mesh((2, 2), ("d", "e"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
+    x = jax.random.normal(jax.random.key(0), (4, 64, 64))
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+        got = jax.jit(lambda x: _round_trip(codec, x))(placed)
+        assert jax.typeof(got) == jax.typeof(placed)
+    assert jnp.abs(jax.device_get(got) - x).max() <= (2**-6 if isinstance(codec, ErrorBounded) else 0.05)

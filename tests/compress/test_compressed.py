@@ -1,8 +1,11 @@
 """`compressed` functions: gradients, bytes, what is encoded and what is not, and composition with JAX's transforms."""
 
 import functools
+import re
+from contextlib import nullcontext
 
 import chex
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +15,7 @@ from jax import lax
 import memjax
 from memjax import compress, compressed
 from memjax._residuals import residual_bytes
-from memjax.compress import Cast, ChannelQuantized, ErrorBounded, GroupQuantized
+from memjax.compress import Cast, ChannelQuantized, ErrorBounded, GroupQuantized, _overflow
 from memjax.remat import DenseSpec, dense_block
 from tests.compress.networks import SIZE, batch_norm, conv, errors, images, loss_of, network, parameters
 from tests.remat.dense_cases import random_block
@@ -40,7 +43,7 @@ def test_gradients_err_with_the_bound_and_values_do_not(where):
     want = gradients(network, *args)
     worst = []
     for k in (-4, -8):
-        f = compressed(network, ErrorBounded(jnp.float32(2.0**k)), where=where)
+        f = compressed(network, ErrorBounded(jnp.float32(2.0**k), bits_per_value=28), where=where)
         worst.append(max(errors(gradients(f, *args), want)))
     assert worst[1] < 0.01
     assert 8 < worst[0] / worst[1] < 32  # proportional to the bound
@@ -99,7 +102,7 @@ def test_arrays_of_less_than_the_smallest_are_kept_as_they_are():
     with pytest.raises(ValueError, match="nothing of it is encoded"):
         codec(SIZE + 1)
     # Of what is left alone, too, one array is kept for several.
-    alone = compressed(network, ErrorBounded(2**-4), smallest=SIZE + 1)
+    alone = compressed(network, ErrorBounded(2**-4, bits_per_value=28), smallest=SIZE + 1)
     assert kept_by_network(alone, 3) < kept_by_network(network, 3) / 1.3
 
 
@@ -145,7 +148,7 @@ def test_masks_are_bits_unless_they_are_signs():
 def test_masks_of_nan_are_false():
     x = jnp.linspace(-1, 1, 4096).at[7].set(jnp.nan)
     f = lambda x: jnp.sum(jnp.where(jnp.isnan(x), 0, jnp.square(jax.nn.relu(x))))
-    wanted, got = (jax.grad(g)(x) for g in (f, compressed(f, ErrorBounded(0.1))))
+    wanted, got = (jax.grad(g)(x) for g in (f, compressed(f, ErrorBounded(0.1, bits_per_value=28))))
     np.testing.assert_array_equal(jnp.isnan(got), jnp.isnan(wanted))
 
 
@@ -157,7 +160,7 @@ def test_parameters_integers_and_small_arrays_are_left_alone():
         return jnp.tanh(x @ w.astype(jnp.bfloat16).astype(jnp.float32))[jnp.arange(5000) % 40, labels]
 
     x = jax.random.normal(jax.random.key(1), (40, 128))
-    wrapped = compressed(f, ErrorBounded(0.5))
+    wrapped = compressed(f, ErrorBounded(0.5, bits_per_value=28))
     # tanh's derivative is all that is encoded: the arguments, cast weights and indices are exact. Not under jit, where
     # the compiler may leave out roundings to bfloat16.
     by_w = lambda f: jax.grad(lambda w: jnp.sum(f(w, x)))(w)
@@ -195,7 +198,7 @@ def test_batch_norm_has_the_bound_in_units_of_its_deviation():
     """Channels of scales from 0.1 to 1000: a bound on each is one on the normalised values."""
     scales = jnp.logspace(-1, 3, 16)
     x = images() * scales
-    f = compressed(lambda x: negated_batch_norm(x), ErrorBounded(2**-6), inputs=True)
+    f = compressed(lambda x: negated_batch_norm(x), ErrorBounded(2**-6, bits_per_value=28), inputs=True)
     ct = images() + jax.random.normal(jax.random.key(9), x.shape)  # so that its correlation with x is the same for all
     want, got = (jax.jit(jax.grad(lambda x, f=f: jnp.sum(ct * f(x))))(x) for f in (negated_batch_norm, f))
     by_channel = jnp.linalg.norm((got - want).reshape(-1, 16), axis=0) / jnp.linalg.norm(want.reshape(-1, 16), axis=0)
@@ -207,9 +210,96 @@ def negated_batch_norm(x):
     return batch_norm(jnp.negative(x), jnp.ones(16), jnp.zeros(16))
 
 
-def test_overflow_is_not_silent():
-    f = compressed(network, ErrorBounded(2**-8, bits_per_value=2))
-    assert all(np.isnan(layer["w"]).any() for layer in gradients(f, parameters(2), images())[0])
+@pytest.mark.parametrize(
+    "around", [lambda f: f, jax.checkpoint, lambda f: lambda w, x: jax.vmap(f, (None, 0))(w, x[:, None])]
+)
+def test_an_overflow_is_said_once_with_the_bits_needed(around, monkeypatch):
+    monkeypatch.setattr(_overflow, "_said", set())
+    f = around(compressed(lambda w, x: jnp.tanh(conv(jnp.tanh(x), w)), ErrorBounded(2**-8, bits_per_value=2)))
+    args = parameters(1)[0]["w"], images()
+    gradient = jax.jit(jax.grad(lambda w, x: jnp.sum(jnp.sin(f(w, x)))))
+
+    def overflowed(*args):
+        assert np.isnan(gradient(*args)).any()
+        jax.effects_barrier()
+
+    with pytest.warns(compress.CapacityWarning, match=r"bits_per_value=\d+\.\d or more") as said:
+        overflowed(*args)
+    assert len(said) == 1
+    enough = float(re.search(r"bits_per_value=(\d+\.\d) or more", str(said[0].message))[1])
+    overflowed(*args)  # a second warning would be an error
+    roomy = around(compressed(lambda w, x: jnp.tanh(conv(jnp.tanh(x), w)), ErrorBounded(2**-8, bits_per_value=enough)))
+    assert np.isfinite(jax.jit(jax.grad(lambda w, x: jnp.sum(jnp.sin(roomy(w, x)))))(*args)).all()
+
+
+def test_codes_that_would_be_larger_are_not_used():
+    """Exact gradients, no more bytes than without, and a warning when nothing at all is encoded."""
+    f = lambda x: jnp.sum(jnp.sin(jnp.exp(x)))
+    x = jnp.linspace(-1, 1, 8192)
+    for codec in (
+        ChannelQuantized(4),
+        ErrorBounded(2**-7),
+        GroupQuantized(8, group_size=16, seed=1),
+        Cast(jnp.float32),
+    ):
+        wrapped = compressed(f, codec)
+        larger = codec.nbytes(x) > x.nbytes
+        with pytest.warns(UserWarning, match="leaves everything as it is: the code of") if larger else nullcontext():
+            assert kept_bytes(wrapped, x) <= kept_bytes(f, x)
+            if larger:
+                chex.assert_trees_all_close(jax.grad(wrapped)(x), jax.grad(f)(x), rtol=1e-6)
+
+
+class TestParameters:
+    """Whatever is done to parameters before they meet an activation, a code that is off by half leaves dx exact."""
+
+    @staticmethod
+    def check(f, w, x, **options):
+        """f(w, x), linear in x, saves w alone for dx."""
+        off = ErrorBounded(0.5, bits_per_value=12)
+        by_x = lambda f: jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(f(w, x)))))(x)
+        chex.assert_trees_all_close(by_x(compressed(f, off, **options)), by_x(f), rtol=1e-4, atol=1e-5)
+
+    w = jax.random.normal(jax.random.key(0), (4, 64, 128))
+    x = jax.random.normal(jax.random.key(1), (96, 64))
+
+    @pytest.mark.parametrize(
+        "part",
+        [
+            lambda w: w[1],
+            lambda w: w[jnp.int32(2)],
+            lambda w: jnp.split(w, 4)[3][0],
+            lambda w: w.transpose(0, 2, 1)[0].T,
+            lambda w: w.reshape(64, 4, 128)[:, 2],
+            lambda w: jnp.concatenate([w[0, :32], w[1, 32:]]),
+            lambda w: w[:, ::-1][0].astype(jnp.bfloat16).astype(jnp.float32),
+            lambda w: jnp.take(w, jnp.arange(3, 67) % 64, axis=1)[2],
+        ],
+    )
+    def test_moved_or_cast(self, part):
+        self.check(lambda w, x: x @ part(w), self.w, self.x)
+
+    def test_in_a_scan_over_layers(self):
+        def f(w, x):
+            body = lambda x, w: (x @ w.astype(jnp.bfloat16).astype(jnp.float32), None)
+            return lax.scan(body, x, w[:, :, :64] / 8)[0]
+
+        self.check(f, self.w, self.x, inputs=1)
+        self.check(lambda w, x: lax.scan(lambda x, w: (x @ w[:, :64].T, None), x, w)[0], self.w / 8, self.x)
+
+    def test_computed_of_parameters_alone(self):
+        """A weight norm: what is an activation is said."""
+        norm = lambda w: w[0] * lax.rsqrt(jnp.sum(w[0] ** 2, 0))
+        for inputs in (1, "x", -1, (1,), ["x"]):
+            self.check(lambda w, x: x @ norm(w), self.w, self.x, inputs=inputs)
+
+    def test_activations_are_encoded_where_they_are_named(self):
+        f = lambda w, x: jnp.tanh(x @ w[0]) @ w[1].T
+        made_before = lambda inputs: (
+            lambda w, x: jnp.sum(compressed(f, Cast(jnp.bfloat16), inputs=inputs)(w, jnp.sin(x)))
+        )
+        alone, named = (kept_bytes(made_before(inputs), self.w, self.x) for inputs in (False, 1))
+        assert alone - named == self.x.nbytes // 2  # the cosine is kept either way
 
 
 def test_the_bound_can_be_traced_and_changed_without_compiling():
@@ -218,7 +308,7 @@ def test_the_bound_can_be_traced_and_changed_without_compiling():
     @jax.jit
     def step(bound, params, x):
         traces.append(1)
-        f = compressed(network, ErrorBounded(bound))
+        f = compressed(network, ErrorBounded(bound, bits_per_value=28))
         return jax.grad(lambda bound, params: loss_of(f)(params, x), argnums=(0, 1))(bound, params)
 
     args = parameters(2), images()
@@ -236,7 +326,9 @@ class TestComposition:
         want = jax.jit(with_codec(lambda f: f))(*args)
         got = jax.jit(with_codec(lambda f: compressed(f, EXACT, inputs=True)))(*args)
         chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-7)
-        rounded = jax.jit(with_codec(lambda f: compressed(f, ErrorBounded(2**-10), inputs=True)))(*args)
+        rounded = jax.jit(with_codec(lambda f: compressed(f, ErrorBounded(2**-10, bits_per_value=28), inputs=True)))(
+            *args
+        )
         assert 0 < max(errors(rounded, want)) < rounding
 
     def test_vmap(self):
@@ -344,13 +436,26 @@ def test_where_chooses_scopes(where, encoded):
 
 
 def test_refuses():
-    codec = ErrorBounded(0.1)
-    with pytest.raises(TypeError, match="codec must be a codec"):
-        compressed(network, 0.1)
+    codec = ErrorBounded(0.1, bits_per_value=28)
+    for bad in (0.1, None, "8 bits", ErrorBounded):
+        with pytest.raises(TypeError, match=r"codec must be a codec, got .*: pass memjax"):
+            compressed(network, bad)
+    with pytest.raises(
+        TypeError, match=r"f_or_module must be a function or a Flax module, got .*: make an instance first"
+    ):
+        compressed(nn.Dense)
+    for bad in (2.5, [1.5], None, {1}):
+        with pytest.raises(TypeError, match="inputs must be True, False, or positions and names of arguments, got"):
+            compressed(network, inputs=bad)
+    for bad in (2, -3, "images", (0, "y")):
+        with pytest.raises(ValueError, match=r"inputs must be positions and names of arguments, got .* a call with 2"):
+            compressed(network, inputs=bad)(parameters(1), images())
+    with pytest.raises(ValueError, match=r"inputs must be left out for a module, got True: its arguments are always"):
+        compressed(nn.Dense(3), inputs=True)
     with pytest.raises(TypeError, match='where must be "conv", a pattern'):
         compressed(network, codec, where=3)
     for smallest in (-1, 2.5, True):
-        with pytest.raises(ValueError, match=f"smallest must be a number of values, 0 or more, got {smallest}"):
+        with pytest.raises((TypeError, ValueError), match=f"smallest must be a number of values.* got {smallest}"):
             compressed(network, codec, smallest=smallest)
     with pytest.raises(TypeError, match="f_or_module must be a function or a Flax module, got 3"):
         compressed(3, codec)
@@ -361,8 +466,12 @@ def test_refuses():
         ValueError, match=r"where='third' matches nothing .* scopes of the function are \['encoder/first',"
     ):
         jax.grad(lambda x: jnp.sum(compressed(scoped, codec, where="third")(x, parameters(1)[0]["w"])))(images())
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(compressed(jnp.sin, codec), (x,), (x,))
+    forward = lambda x: jax.jvp(compressed(jnp.sin, codec), (x,), (x,))
+    for f in (forward, jax.jit(forward), lambda x: jax.vmap(forward)(x[None]), jax.jacfwd(compressed(jnp.sin, codec))):
+        with pytest.raises(TypeError, match=r"cannot be differentiated in forward mode .* use reverse mode"):
+            f(x)
+    with pytest.raises(TypeError, match="cannot be differentiated in forward mode"):
+        jax.linearize(compressed(jnp.sin, codec), x)[1](x)
     twice = jax.grad(lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(compressed(lambda x: jnp.sin(x) ** 3, codec)(x)))(x)))
     with pytest.raises(TypeError, match="first derivatives in reverse mode only"):
         twice(x)
@@ -372,10 +481,46 @@ def test_integer_complex_and_double_precision_arrays_pass_through(x64):
     x = jnp.linspace(-1, 1, 5000)
     f = lambda x: jnp.abs(jnp.exp(1j * jnp.sin(x).astype(jnp.complex128)) * jnp.arange(5000).astype(jnp.complex128))
     gradient = lambda f: jax.jit(jax.grad(lambda x: jnp.sum(f(x))))(x)
-    got, want = gradient(compressed(f, ErrorBounded(0.5))), gradient(f)
+    got, want = gradient(compressed(f, ErrorBounded(0.5, bits_per_value=28))), gradient(f)
     np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-8)
 
 
 def test_empty_arrays():
-    f = compressed(lambda x: jnp.sin(x) * 2, ErrorBounded(0.1))
+    f = compressed(lambda x: jnp.sin(x) * 2, ErrorBounded(0.1, bits_per_value=28))
     assert jax.grad(lambda x: jnp.sum(f(x)))(jnp.zeros((0, 5))).shape == (0, 5)
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_collectives_over_an_axis_of_vmap(jit):
+    """A batch norm over the examples of a vmap: the axis has no name any more where the backward pass is traced."""
+
+    def normalised(x):
+        centred = x - jax.lax.pmean(x, "batch")
+        return jnp.tanh(centred * jax.lax.rsqrt(jax.lax.pmean(centred**2, "batch") + 1e-5))
+
+    def loss(f, x):
+        return jit(lambda x: jnp.sum(jax.vmap(f, axis_name="batch")(x) ** 2))(x)
+
+    x = jax.random.normal(jax.random.key(0), (3, 64, 96))
+    got = jax.grad(lambda x: loss(compressed(normalised, EXACT, inputs=True), x))(x)
+    chex.assert_trees_all_close(got, jax.grad(lambda x: loss(normalised, x))(x), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_statistics_of_many_values_are_exact(scanned):
+    """The sums of a softmax over 128 keys, more than 4096 of them, are kept as they are; what they are sums of is not."""
+
+    def attend(x):
+        scores = jnp.einsum("bqd,bkd->bqk", x, x) * 2
+        return jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(scores), x)
+
+    def f(x):
+        return lax.scan(lambda x, _: (attend(x), None), x, None, length=2)[0] if scanned else attend(x)
+
+    x = jax.random.normal(jax.random.key(0), (40, 128, 8))
+    saved_by = lambda f: saved(f, x)
+    coarse = saved_by(compressed(f, compress.BlockQuantized(4), inputs=True))
+    statistics = 40 * 128 * (2 if scanned else 1)
+    assert ("float32", statistics) in coarse
+    assert ("uint4", statistics) not in coarse
+    assert any(dtype == "uint4" and size >= 40 * 128 * 128 for dtype, size in coarse)

@@ -263,14 +263,14 @@ def test_vmap():
 
 @pytest.mark.parametrize("bound", [0, 0.0, -1.0, float("nan"), float("inf"), np.array([0.1, 0.0])])
 def test_refuses_bounds(bound):
-    with pytest.raises(ValueError, match="bound must be positive and finite, got"):
+    with pytest.raises(ValueError, match=r"bound must be a positive finite number, .* got"):
         ErrorBounded(bound)
 
 
 def test_refuses():
-    with pytest.raises(ValueError, match="bits_per_value must be positive, got 0"):
+    with pytest.raises(ValueError, match="bits_per_value must be a positive finite number, got 0"):
         ErrorBounded(0.1, bits_per_value=0)
-    with pytest.raises(ValueError, match="implementation must be one of 'jnp'"):
+    with pytest.raises(ValueError, match="implementation must be one of None, 'jnp'"):
         ErrorBounded(0.1, implementation="cuda")
     for dtype in (jnp.int32, jnp.complex64):
         with pytest.raises(TypeError, match="x must be bfloat16, float16 or float32, got"):

@@ -57,7 +57,7 @@ def test_nnx_module_saves_memory_and_keeps_its_gradients():
     # Of each block its input and its convolution's output, and the masks of ReLU and dropout; an index.
     assert kept["all"] <= 2 * (2 * (SIZE // 2 + SIZE // 113) + 2 * SIZE // 8) + SIZE // 4 + 4096
     assert kept["plain"] > 7 * kept["all"]
-    rounded = nnx_step(compressed(NNXNetwork(nnx.Rngs(0)), ErrorBounded(2**-9)))
+    rounded = nnx_step(compressed(NNXNetwork(nnx.Rngs(0)), ErrorBounded(2**-9, bits_per_value=28)))
     exact = nnx_step(NNXNetwork(nnx.Rngs(0)))
     assert 0 < max(errors(rounded[1], exact[1])) < 0.01
     chex.assert_trees_all_close(rounded[0], exact[0], rtol=1e-5)

@@ -33,7 +33,7 @@ def test_what_follows_from_integers_is_computed_again(inputs):
     pixels = jax.random.randint(key, (4, 24, 24, 3), 0, 256, jnp.uint8)
     labels = jax.random.randint(key, (300,), 0, 100, jnp.int16)
     params = {"conv": jnp.ones((3, 3, 3, 8), jnp.bfloat16), "classes": jnp.ones((100, 5))}
-    g = compressed(f, ErrorBounded(0.5), inputs=inputs)
+    g = compressed(f, ErrorBounded(0.5, bits_per_value=12), inputs=inputs)
     for own, wanted in zip(
         *(jax.tree.leaves(jax.jit(jax.grad(h))(params, pixels, labels)) for h in (g, f)), strict=True
     ):

@@ -45,7 +45,7 @@ def test_what_is_only_multiplied_into_gradients_is_decoded_without_signs(use, mo
 
     monkeypatch.setattr(ErrorBounded, "decode", noted)
     x, w = jax.random.normal(jax.random.key(0), (64, 64)), jnp.ones((64, 64))
-    wrapped = compressed(lambda x, w: f(jax.nn.relu(x + 1), w).sum(), ErrorBounded(0.1))
+    wrapped = compressed(lambda x, w: f(jax.nn.relu(x + 1), w).sum(), ErrorBounded(0.1, bits_per_value=28))
     jax.eval_shape(jax.grad(wrapped, (0, 1)), x, w)
     assert seen
     assert any(seen) == keeps_signs

@@ -1,0 +1,43 @@
+"""Evenly spaced levels between a least and a largest value, for floats of any size.
+
+A range beyond float32's largest value, from -3e38 to 3e38, is kept at half its size. Its distance of levels is negative, which
+tells it from others.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, UInt
+
+_LARGEST = float(jnp.finfo(jnp.float32).max)
+# Distances below this have no inverse in float32.
+_LEAST_DISTANCE = 2.0**-125
+
+
+def levels_between(low: Float[Array, "..."], high: Float[Array, "..."], bits: int) -> tuple[Array, Array]:
+    """What `to_levels` and `from_levels` need of 2^bits levels from `low` to `high`, float32: the lowest, and the distance.
+
+    The distance is NaN if `low` or `high` is not finite.
+    """
+    fits = jnp.isfinite(high - low)
+    scale = jnp.where(fits, 1.0, 0.5)
+    low, high = low * scale, high * scale
+    distance = (high - low) / (2**bits - 1) * jnp.where(fits, 1.0, -1.0)
+    return low, jnp.where(jnp.isfinite(low) & jnp.isfinite(high), distance, jnp.nan)
+
+
+def to_levels(
+    x: Float[Array, "..."], low: Float[Array, "..."], distance: Float[Array, "..."], bits: int, offset: Array | float
+) -> Float[Array, "..."]:
+    """floor((x - low) / distance + offset), between 0 and 2^bits - 1, as float32; zero where the distance is (nearly) zero."""
+    size = jnp.abs(distance)
+    inverse = jnp.where(size >= _LEAST_DISTANCE, 1 / size, 0)
+    scale = jnp.where(distance < 0, 0.5, 1.0)
+    level = jnp.floor((x.astype(jnp.float32) * scale - low) * inverse + offset)
+    return jnp.clip(level, 0, 2**bits - 1)
+
+
+def from_levels(
+    levels: UInt[Array, "..."], low: Float[Array, "..."], distance: Float[Array, "..."]
+) -> Float[Array, "..."]:
+    """low + level * distance, float32; NaN where the distance is NaN."""
+    x = (low + levels.astype(jnp.float32) * jnp.abs(distance)) * jnp.where(distance < 0, 2.0, 1.0)
+    return jnp.clip(x, -_LARGEST, _LARGEST)
