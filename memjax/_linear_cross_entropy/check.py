@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-import math
-import numbers
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
+from memjax import _check
 from memjax._linear_cross_entropy.options import Array, Operands, Options
 
-_INT32 = jnp.iinfo(jnp.int32)
+_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
 _NAMES = (
     *("full", "forward_grad", "forward_grad/jnp", "forward_grad/triton"),
     *("recompute", "recompute/jnp", "recompute/triton", "recompute/mosaic"),
@@ -25,126 +23,133 @@ def scalars(
     label_smoothing: Any, z_loss: Any, softcap: Any, logit_scale: Any, chunk: Any, ignore_index: Any
 ) -> dict[str, Any]:
     """The options that must be Python numbers, as such."""
-    smoothing = _number("label_smoothing", label_smoothing)
-    if not 0 <= smoothing <= 1:
-        raise ValueError(f"label_smoothing: expected a number in [0, 1], got {smoothing}")
-    cap = None if softcap is None else _number("softcap", softcap)
-    if cap is not None and cap <= 0:
-        raise ValueError(f"softcap: expected a positive number, or None for no cap, got {cap}")
-    if not _is_integer(ignore_index):
-        raise TypeError(f"ignore_index: expected an integer, got {ignore_index!r}")
-    if chunk is not None and not _is_integer(chunk):
-        raise TypeError(f"chunk: expected a positive integer, or None for the default, got {chunk!r}")
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk: expected a positive integer, or None for the default, got {chunk}")
+    _check.integer("ignore_index", ignore_index)
+    none = "pass None for no cap"
     return {
-        "label_smoothing": smoothing,
-        "z_loss": _number("z_loss", z_loss),
-        "softcap": cap,
-        "logit_scale": _number("logit_scale", logit_scale),
-        "chunk": None if chunk is None else int(chunk),
+        "label_smoothing": _check.number("label_smoothing", label_smoothing, least=0, most=1),
+        "z_loss": _check.number("z_loss", z_loss),
+        "softcap": None if softcap is None else _check.number("softcap", softcap, positive=True, fix=none),
+        "logit_scale": _check.number("logit_scale", logit_scale, fix="for a traced scale, multiply x by it"),
+        "chunk": None if chunk is None else _check.integer("chunk", chunk, least=1, fix="or None for the default"),
     }
 
 
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+def axes(name: str, value: Any) -> tuple[str, ...]:
+    """The mesh axes of an `axis_name`, all of a surrounding `jax.shard_map`."""
+    if value is None:
+        return ()
+    found = value if isinstance(value, tuple) else (value,)
+    if not found:
+        raise _check.fail(ValueError, name, "None, the name of a mesh axis or a tuple of such names", value)
+    for axis in found:
+        _check.axis_size(name, axis)
+    return found
 
 
-def _number(name: str, value: Any) -> float:
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        hint = "; for a traced scale, multiply x by it" if name == "logit_scale" else ""
-        raise TypeError(f"{name}: expected a Python number, got {type(value).__name__} {value}{hint}")
-    if not math.isfinite(value):
-        raise ValueError(f"{name}: expected a finite number, got {value}")
-    return float(value)
-
-
-def arrays(x: Any, w: Any, labels: Any, layout: Any, bias: Any, weights: Any, axis_name: Any) -> int:
-    """Shapes and dtypes; returns the size of the vocabulary over all devices."""
-    for name, a in (("x", x), ("w", w), ("labels", labels), ("bias", bias), ("weights", weights)):
-        if a is not None and not isinstance(a, jax.Array | np.ndarray):
-            raise TypeError(f"{name}: expected an array, got {type(a).__name__}")
+def arrays(x: Any, w: Any, labels: Any, layout: Any, bias: Any, weights: Any, class_weights: Any, devices: int) -> int:
+    """Shapes and dtypes; returns the size of the vocabulary over all `devices` that share it."""
+    for name, a in (("x", x), ("w", w), ("labels", labels)):
+        _check.array(name, a)
+    given = (("x", x), ("w", w), ("bias", bias), ("weights", weights), ("class_weights", class_weights))
+    for name, a in given:
+        if a is not None:
+            _check.array(name, a, floating=True)
     if layout not in ("vd", "dv"):
-        raise ValueError(f'layout: expected "vd" for a (V, D) head or "dv" for a (D, V) one, got {layout!r}')
-    for name, a in (("x", x), ("w", w), ("bias", bias), ("weights", weights)):
-        if a is not None and not jnp.issubdtype(a.dtype, jnp.floating):
-            raise TypeError(f"{name}: expected a floating-point array, got {a.dtype}; convert it with .astype")
-    if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64):
-        raise TypeError(f"x: expected bfloat16, float16, float32 or float64, got {x.dtype}")
+        raise _check.fail(ValueError, "layout", '"vd" for a (V, D) head or "dv" for a (D, V) one', layout)
+    if x.dtype not in _DTYPES:
+        raise _check.fail(TypeError, "x", "of bfloat16, float16, float32 or float64", x)
     if w.dtype != x.dtype:
-        raise TypeError(f"w: expected x's dtype {x.dtype}, got {w.dtype}; pass w.astype(x.dtype)")
-    if w.ndim != 2:
-        raise ValueError(f"w: expected 2 dimensions, got shape {w.shape}")
-    if x.ndim < 1:
-        raise ValueError("x: expected shape (..., D), got ()")
+        raise _check.fail(TypeError, "w", f"of x's dtype {x.dtype}", w, "pass w.astype(x.dtype)")
+    _check.array("w", w, ndim=2, fix="pass the head's matrix, (V, D), or (D, V) with layout='dv'")
+    if x.ndim < 1 or x.shape[-1] < 1:
+        raise _check.fail(ValueError, "x", "of shape (..., D) with D at least 1", x)
     dim, local = w.shape[layout.index("d")], w.shape[layout.index("v")]
     if x.shape[-1] != dim:
         other = "dv" if layout == "vd" else "vd"
-        hint = f'; is w stored the other way (layout="{other}")?' if x.shape[-1] == local else ""
-        raise ValueError(
-            f'w: with layout="{layout}" its shape {w.shape} has D = {dim}, but x has shape {x.shape}{hint}'
-        )
+        stored = f'if it is stored the other way, pass layout="{other}"' if x.shape[-1] == local else ""
+        wanted = f"{'of shape (V, D)' if layout == 'vd' else 'of shape (D, V)'} with x's D = {x.shape[-1]}"
+        raise _check.fail(ValueError, "w", wanted, w, stored)
     if local < 1:
-        raise ValueError(f"w: expected at least one vocabulary entry, got shape {w.shape}")
+        raise _check.fail(ValueError, "w", "a head with at least one vocabulary entry", w)
+    tokens = x.shape[:-1]
     if jnp.issubdtype(labels.dtype, jnp.floating):
-        if labels.shape != (*x.shape[:-1], local):
-            raise ValueError(
-                f"labels: soft targets must have shape {(*x.shape[:-1], local)}, got {labels.shape}"
-                "; for one class per token pass integers"
-            )
+        if labels.shape != (*tokens, local):
+            wanted = f"integers of shape {tokens} or soft targets of shape {(*tokens, local)}"
+            raise _check.fail(ValueError, "labels", wanted, labels)
     elif not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise TypeError(f"labels: expected integers, or floating-point soft targets, got {labels.dtype}")
-    elif labels.shape != x.shape[:-1]:
-        raise ValueError(f"labels: expected shape {x.shape[:-1]} for x of shape {x.shape}, got {labels.shape}")
+        raise _check.fail(TypeError, "labels", "integers, or floating-point soft targets", labels)
+    elif labels.shape != tokens:
+        raise _check.fail(ValueError, "labels", f"of shape {tokens}, one for each token of x", labels)
     if bias is not None and bias.shape != (local,):
-        raise ValueError(f"bias: expected shape {(local,)}, got {bias.shape}")
-    if weights is not None and weights.shape != x.shape[:-1]:
-        raise ValueError(
-            f"weights: expected one per token, shape {x.shape[:-1]}, got {weights.shape}"
-            "; for weights per class pass class_weights[labels]"
-        )
-    return local if axis_name is None else local * lax.axis_size(axis_name)
+        raise _check.fail(ValueError, "bias", f"of shape {(local,)}, one for each vocabulary entry of w", bias)
+    if weights is not None and weights.shape != tokens:
+        hint = "for weights of classes, pass class_weights"
+        raise _check.fail(ValueError, "weights", f"of shape {tokens}, one for each token", weights, hint)
+    if class_weights is not None and class_weights.shape != (devices * local,):
+        wanted = f"of shape {(devices * local,)}, one for each entry of the whole vocabulary"
+        raise _check.fail(ValueError, "class_weights", wanted, class_weights)
+    return devices * local
 
 
-def integer_labels(labels: Array, ignore_index: int, vocabulary: int) -> tuple[Array, Array, Array]:
-    """(valid, labels as int32 with -1 for ignored ones, out of range), checked now if they are concrete."""
-    wide = jnp.iinfo(labels.dtype)
-    if wide.max > _INT32.max:
-        fits = labels <= jnp.array(_INT32.max, labels.dtype)
-        if wide.min < _INT32.min:
-            fits = fits & (labels >= _INT32.min)
-        never = vocabulary if ignore_index != vocabulary else vocabulary + 1
-        labels = jnp.where(fits, labels, jnp.array(never, labels.dtype))
-    labels = jnp.asarray(labels, jnp.int32)
-    valid = labels != ignore_index if _INT32.min <= ignore_index <= _INT32.max else jnp.ones(labels.shape, bool)
-    wrong = valid & ((labels < 0) | (labels >= vocabulary))
+def sharded(
+    axes: tuple[str, ...], token_axes: tuple[str, ...], x: Any, w: Any, labels: Any, bias: Any, soft: bool
+) -> None:
+    """That what is to differ between devices does."""
+    for axis in axes:
+        _check.sharded("w", w, axis)
+        if bias is not None:
+            _check.sharded("bias", bias, axis)
+        if soft:
+            _check.sharded("labels", labels, axis)
+    for axis in token_axes:
+        if axis not in jax.typeof(labels).manual_axis_type.varying:
+            _check.sharded("x", x, axis)
+
+
+def integer_labels(labels: Array | np.ndarray, ignore_index: int, vocabulary: int) -> tuple[Any, Any, Any]:
+    """(valid, labels as int32 with -1 for ignored ones, out of range), checked now if they are concrete.
+
+    All comparisons are made in the labels' own dtype, NumPy's by NumPy: what is cast first wraps.
+    """
+    info = jnp.iinfo(labels.dtype)
+    xnp: Any = np if isinstance(labels, np.ndarray) else jnp
+    typed = lambda value: xnp.asarray(value, labels.dtype)
+    nowhere = xnp.zeros(labels.shape, bool)
+    valid = labels != typed(ignore_index) if info.min <= ignore_index <= info.max else ~nowhere
+    wrong = nowhere
+    if info.min < 0:
+        wrong = wrong | (labels < typed(0))
+    if vocabulary <= info.max:
+        wrong = wrong | (labels >= typed(vocabulary))
+    wrong = valid & wrong
     if not isinstance(wrong, jax.core.Tracer) and wrong.any():
         bad = np.asarray(labels)[np.asarray(wrong)]
+        where = tuple(int(i) for i in np.argwhere(np.asarray(wrong))[0])
         raise ValueError(
-            f"labels: expected values in [0, {vocabulary}) or ignore_index = {ignore_index},"
-            f" got {int(bad[0])} ({bad.size} such labels)"
+            f"labels must be in [0, {vocabulary}) or equal to ignore_index = {ignore_index}, got {int(bad[0])} at {where}"
+            f" ({bad.size} such labels): mend them, or pass ignore_index={int(bad[0])} to leave these tokens out"
         )
-    return valid, jnp.where(valid & ~wrong, labels, -1), wrong
+    hard = xnp.where(valid & ~wrong, labels, typed(0)).astype(xnp.int32)
+    return valid, xnp.where(valid & ~wrong, hard, xnp.int32(-1)), wrong
 
 
-def implementation(name: str | None, reduction: str, dtype: Any) -> tuple[str, tuple[str, ...]]:
-    """(algorithm, kernels to choose from) for what was asked, or the best that runs here."""
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f'reduction: expected "mean", "sum" or "none", got {reduction!r}')
-    if name is None:
-        name = "recompute" if reduction == "none" else "forward_grad"
-    if name not in _NAMES:
-        raise ValueError(f"implementation: expected None or one of {', '.join(_NAMES)}, got {name!r}")
-    algorithm, _, kernels = name.partition("/")
+def implementation(name: str | None, reduction: Any, dtype: Any) -> tuple[str | None, tuple[str, ...]]:
+    """(algorithm, kernels to choose from) for what was asked; None is for the best algorithm."""
+    _check.choice("reduction", reduction, ("mean", "sum", "none"))
+    _check.choice("implementation", name, (None, *_NAMES))
+    algorithm, _, kernels = (name or "").partition("/")
     if algorithm == "forward_grad" and reduction == "none":
         raise ValueError(
-            'implementation: "forward_grad" needs a scalar loss, but reduction="none"; use "recompute" or "full"'
+            f'implementation must be "recompute" or "full" with reduction="none", got {name!r}: its gradients are computed'
+            " with the loss, for the sum of all losses"
         )
     reasons = {"mosaic": _no_mosaic(dtype), "triton": _no_triton(dtype), "jnp": None}
     if not kernels:
-        return algorithm, tuple(k for k, reason in reasons.items() if reason is None)
+        return algorithm or None, tuple(k for k, reason in reasons.items() if reason is None)
     if reasons[kernels]:
-        raise ValueError(f"implementation: {name!r} cannot run here: {reasons[kernels]}; use {algorithm!r}")
+        raise ValueError(
+            f"implementation must be one that runs here, got {name!r}: {reasons[kernels]}; use {algorithm!r}"
+        )
     # Soft targets are left to jax.numpy by the Triton kernels.
     return algorithm, ("triton", "jnp") if kernels == "triton" else (kernels,)
 
@@ -155,7 +160,9 @@ def suited(operands: Operands, options: Options) -> None:
         from memjax._linear_cross_entropy import hopper
 
         if reason := hopper.unsuited(operands, options):
-            raise ValueError(f'implementation: "recompute/mosaic" cannot do this: {reason}; use "recompute"')
+            raise ValueError(
+                f'implementation must be one that can do this, got "recompute/mosaic": {reason}; use "recompute"'
+            )
 
 
 def _no_triton(dtype: Any) -> str | None:

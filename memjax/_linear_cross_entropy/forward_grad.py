@@ -25,6 +25,7 @@ from memjax._linear_cross_entropy.options import (
     for_chunks,
     head_gradient,
     matmul,
+    scaled,
     token_chunk,
     vary,
     varying_axes,
@@ -36,12 +37,12 @@ def total_loss(operands: Operands, options: Options) -> Result:
     """The value alone needs no chunk of tokens: chunks of the vocabulary are smaller, and as fast."""
     assert operands.scale is not None
     rows = result(statistics(operands, options, None), options)
-    return rows._replace(loss=(operands.scale * rows.loss).sum())
+    return rows._replace(loss=scaled(operands.scale, rows.loss).sum())
 
 
 def loss_and_gradients(operands: Operands, options: Options, wanted: frozenset[str]) -> tuple[Result, dict[str, Array]]:
     """The result, with a loss per token, and the gradients of the scaled sum, of those wanted."""
-    x, w, bias, _, targets, scale = operands
+    x, w, bias, _, targets, scale, class_weights = operands
     assert scale is not None
     sums = accumulator(x.dtype)
     axes = varying_axes(x)
@@ -57,7 +58,7 @@ def loss_and_gradients(operands: Operands, options: Options, wanted: frozenset[s
         weight = lax.dynamic_slice_in_dim(relative, start, size)
         q = None if targets is None else lax.dynamic_slice_in_dim(targets, start, size)
         products = matmul("nd,vd->nv", x_chunk, w, options, x.dtype)
-        total, d = chunks.stats_and_gradient(products, bias, local, q, weight, options)
+        total, d = chunks.stats_and_gradient(products, bias, local, q, class_weights, weight, options)
 
         def put(buffer: Array, value: Array) -> Array:
             return lax.dynamic_update_slice_in_dim(buffer, vary(value.astype(buffer.dtype), axes), start, 0)
@@ -68,7 +69,9 @@ def loss_and_gradients(operands: Operands, options: Options, wanted: frozenset[s
             new["x"] = put(carry["x"], dx)
         if "w" in wanted:
             # Float32 whatever the dtype of w: rounding every partial sum would cost more with every chunk.
-            dw = head_gradient(d, x_chunk, options, sums)
+            # 0 times NaN is NaN: tokens without a gradient are left out of the product.
+            counted = jnp.where(weight[:, None] == 0, 0, x_chunk)
+            dw = head_gradient(d, counted, options, sums)
             new["w"] = carry["w"] + dw if "w" in carry else dw
         if "bias" in wanted:
             db = d.sum(0, dtype=sums)

@@ -39,6 +39,8 @@ def unsuited(operands: Operands, options: Options) -> str | None:
         return f"it takes bfloat16 and float16, and x is {operands.x.dtype}"
     if operands.targets is not None:
         return "it takes integer labels, not soft targets"
+    if operands.class_weights is not None:
+        return "it takes no class weights beside smoothing or a z-loss"
     if dim % ALIGNMENT or width % ALIGNMENT:
         return f"it needs D and V, here and on each device, that {ALIGNMENT} divides, got D = {dim} and V = {width}"
     if min(tokens, dim, width) < _LEAST:

@@ -152,6 +152,15 @@ def _gradient(
 
 
 @triton.jit
+def _counted(d, scale):
+    """0 for a token that does not count: its logits may be NaN, which a scale of 0 does not undo. `scale` is the row's, so
+    that the rows that count branch around it."""
+    if scale == 0.0:
+        d = tl.zeros_like(d)
+    return d
+
+
+@triton.jit
 def _store_gradient(
     row, out, bias, columns, lse, scale,
     WIDTH: tl.constexpr, MASKED: tl.constexpr, HAS_BIAS: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
@@ -160,7 +169,8 @@ def _store_gradient(
     """Of columns as if none was the label: comparing each with it costs as much as its exponential."""
     mask = columns < WIDTH
     z = _logits(row, bias, columns, mask, MASKED, HAS_BIAS, SCALE, CAP)
-    d = _gradient(z, 0.0, lse, scale, SCALE, CAP, KEEP, SPREAD, Z_LOSS).to(out.dtype.element_ty)
+    d = _gradient(z, 0.0, lse, scale, SCALE, CAP, KEEP, SPREAD, Z_LOSS)
+    d = _counted(d, scale).to(out.dtype.element_ty)
     if MASKED:
         tl.store(out + columns, d, mask=mask)
     else:
@@ -204,7 +214,7 @@ def _gradient_kernel(
     )  # fmt: skip
     tl.debug_barrier()
     d = _gradient(at_label, 1.0, row_lse, weight, SCALE, CAP, KEEP, SPREAD, Z_LOSS)
-    tl.store(out + i * WIDTH + label, d.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + i * WIDTH + label, d.to(out.dtype.element_ty), mask=inside & (weight != 0.0))
 
 
 @triton.jit
@@ -260,10 +270,11 @@ def _stats_and_gradient_kernel(
     d = e * (tl.exp(_finite(own) - lse) * common) - SPREAD * (weight * SCALE)
     if CAP > 0.0:
         d *= 1.0 - (z / CAP) * (z / CAP)
+    d = _counted(d, weight)
     tl.store(out + i * WIDTH + columns, d.to(out.dtype.element_ty), mask=mask)
     tl.debug_barrier()
     d = _gradient(at_label, 1.0, lse, weight, SCALE, CAP, KEEP, SPREAD, Z_LOSS)
-    tl.store(out + i * WIDTH + label, d.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + i * WIDTH + label, d.to(out.dtype.element_ty), mask=inside & (weight != 0.0))
     outside = (part == 0) & ((label < 0) | (label >= WIDTH))
     tl.store(label_out + i, tl.where(inside, at_label, 0.0), mask=inside | outside)
     tl.store(max_out + i, maximum, mask=part == 0)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 Array = jax.Array
 
@@ -27,6 +28,7 @@ class Options:
     axis_name: str | tuple[str, ...] | None
     aux: bool
     kernels: tuple[str, ...]  # "mosaic", "triton", "jnp": the first that suits is used
+    choose: bool = False  # whether the gradients of a sum may be those of "recompute", where that is faster
 
 
 class Operands(NamedTuple):
@@ -38,6 +40,7 @@ class Operands(NamedTuple):
     labels: Array  # (N,) int32; with soft targets their largest entry, used by aux only
     targets: Array | None  # (N, V) soft targets
     scale: Array | None  # (N,) what each token's loss is multiplied by; None where the losses are not summed
+    class_weights: Array | None  # (V,) factors of the targets; None where they are already part of `scale`
 
 
 class Result(NamedTuple):
@@ -53,6 +56,23 @@ class Result(NamedTuple):
 def accumulator(dtype: Any) -> Any:
     """The dtype of sums and of row statistics: float32, or float64 for float64 inputs."""
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
+
+
+@jax.custom_jvp
+def scaled(scale: Array, losses: Array) -> Array:
+    """scale * losses, and 0 wherever the scale is 0: an ignored token's loss may be NaN."""
+    return jnp.where(scale == 0, 0.0, scale * losses)
+
+
+def _scaled_jvp(primals: tuple[Array, Array], tangents: tuple[Any, Any]) -> tuple[Array, Array]:
+    """A scale of 0 still has a derivative, the token's loss."""
+    (scale, losses), (d_scale, d_losses) = primals, tangents
+    still = [isinstance(d, SymbolicZero) for d in tangents]
+    d = jnp.zeros_like(losses) if still[1] else jnp.where(scale == 0, 0.0, scale * d_losses)
+    return scaled(scale, losses), d if still[0] else d + d_scale * losses
+
+
+scaled.defjvp(_scaled_jvp, symbolic_zeros=True)
 
 
 def columns(operands: Operands, options: Options) -> int:

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-from memjax._linear_cross_entropy import forward_grad, recompute
-from memjax._linear_cross_entropy.options import Array, Operands, Options, Result, vary, varying_axes
+from memjax._linear_cross_entropy import choice, forward_grad, recompute
+from memjax._linear_cross_entropy.options import Array, Operands, Options, Result, scaled, vary, varying_axes
 
 _DIFFERENTIABLE = ("x", "w", "bias", "scale")
 _PER_TOKEN = ("x", "labels", "targets", "scale")
@@ -91,7 +91,7 @@ def _differentiable_total(options: Options, wanted: frozenset[str], operands: Op
         rows, grads = _opaque(lambda o: forward_grad.loss_and_gradients(o, options, wanted), operands)
         if "scale" in wanted:
             grads["scale"] = rows.loss
-        result = rows._replace(loss=(operands.scale * rows.loss).sum())
+        result = rows._replace(loss=scaled(operands.scale, rows.loss).sum())
         outs = jax.tree.leaves(vary(result, varying_axes(operands.x)))
         # Cotangents must have the dtypes of what they belong to; nothing else of the operands is needed.
         like = Operands._make(None if a is None else jnp.zeros((0,), a.dtype) for a in operands)
@@ -106,6 +106,13 @@ def _differentiable_total(options: Options, wanted: frozenset[str], operands: Op
     return loss(operands)
 
 
+def _differentiable_total_by_recompute(options: Options, wanted: frozenset[str], operands: Operands) -> Any:
+    per_token = _differentiable_tokens(options, wanted - {"scale"}, operands._replace(scale=None))
+    result = _result(per_token, options)
+    loss = scaled(operands.scale, result.loss).sum()
+    return jax.tree.leaves(result._replace(loss=loss))
+
+
 def _cotangents(like: Operands, grads: dict[str, Array]) -> Operands:
     cast = {k: g.astype(getattr(like, k).dtype) for k, g in grads.items()}
     return Operands._make(cast.get(name) for name in Operands._fields)
@@ -116,11 +123,18 @@ def _jvp(primitive: Primitive, primals: Any, tangents: Any, *, jaxpr: Any, tree:
     names = [name for name, a in zip(Operands._fields, jax.tree.unflatten(tree, primals), strict=True) if a is not None]
     moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero and t.dtype != jax.dtypes.float0]
     wanted = frozenset(names[i] for i in moving)
-    if "targets" in wanted:
-        raise ValueError(
-            "labels: gradients with respect to soft targets are not computed; pass jax.lax.stop_gradient(labels)"
-        )
-    differentiable = _differentiable_total if primitive is total_p else _differentiable_tokens
+    for name, argument in (("targets", "labels"), ("class_weights", "class_weights")):
+        if name in wanted:
+            raise ValueError(
+                f"{argument} must not be differentiated, got a gradient with respect to it: its gradient is not computed;"
+                f" pass jax.lax.stop_gradient({argument})"
+            )
+    differentiable = _differentiable_tokens
+    if primitive is total_p:
+        operands = jax.tree.unflatten(tree, primals)
+        mosaic = recompute.by_mosaic(operands, options)
+        later = options.choose and choice.recompute_is_faster(operands, options, mosaic, wanted)
+        differentiable = _differentiable_total_by_recompute if later else _differentiable_total
 
     def call(*active: Array) -> Any:
         flat = list(primals)
@@ -157,7 +171,7 @@ def _batch(primitive: Primitive, args: Any, dims: Any, *, jaxpr: Any, tree: Any,
     result = token_losses(flat._replace(scale=None), replace(options, chunk=chunk))
     result = jax.tree.map(lambda a: a.reshape(batch, -1), result)
     if primitive is total_p:
-        result = result._replace(loss=(flat.scale.reshape(batch, -1) * result.loss).sum(1))
+        result = result._replace(loss=scaled(flat.scale.reshape(batch, -1), result.loss).sum(1))
     outs = jax.tree.leaves(result)
     return outs, [0] * len(outs)
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from memjax._linear_cross_entropy import chunks
+from memjax._linear_cross_entropy import choice, chunks
 from memjax._linear_cross_entropy.options import (
     Array,
     Operands,
@@ -32,6 +32,8 @@ from memjax._linear_cross_entropy.options import (
 )
 from memjax._linear_cross_entropy.rows import Stats, all_reduce, diagnostics, log_sum_exp, loss_share, merge
 
+_BEYOND_ALL_LOGITS = 1e30
+
 
 def local_labels(operands: Operands, options: Options) -> Array:
     """Labels counted from this device's first column."""
@@ -46,21 +48,25 @@ def by_mosaic(operands: Operands, options: Options) -> bool:
         return False
     from memjax._linear_cross_entropy import hopper
 
-    return hopper.unsuited(operands, options) is None
+    if hopper.unsuited(operands, options) is not None:
+        return False
+    return "triton" not in options.kernels or choice.mosaic_is_faster(operands, options)
 
 
 def _chunk(
     operands: Operands, labels: Array, start: Any, size: int, options: Options
-) -> tuple[Array, Array, Array | None, Array, Array | None]:
-    """What a chunk of the vocabulary needs: (w, products, bias, labels, targets), counted from `start`."""
+) -> tuple[Array, Array, tuple[Array | None, Array, Array | None, Array | None]]:
+    """What a chunk of the vocabulary needs: (w, products, (bias, labels, targets, class weights)), counted from `start`."""
     w = head_columns(operands.w, start, size, options)
     products = matmul("nd,vd->nv", operands.x, w, options, operands.x.dtype)
-    bias, targets = operands.bias, operands.targets
+    bias, targets, class_weights = operands.bias, operands.targets, operands.class_weights
     if bias is not None:
         bias = lax.dynamic_slice_in_dim(bias, start, size)
     if targets is not None:
         targets = lax.dynamic_slice_in_dim(targets, start, size, 1)
-    return w, products, bias, labels - start, targets
+    if class_weights is not None:
+        class_weights = lax.dynamic_slice_in_dim(class_weights, start, size)
+    return w, products, (bias, labels - start, targets, class_weights)
 
 
 def statistics(operands: Operands, options: Options, chunk: int | None) -> Stats:
@@ -72,8 +78,8 @@ def statistics(operands: Operands, options: Options, chunk: int | None) -> Stats
         return all_reduce(hopper.statistics(operands, labels, options), options)
 
     def step(total: Stats | None, start: Any, size: int) -> Stats:
-        _, products, bias, local, targets = _chunk(operands, labels, start, size, options)
-        new = chunks.stats(products, bias, local, targets, options)
+        _, products, others = _chunk(operands, labels, start, size, options)
+        new = chunks.stats(products, *others, options)
         new = vary(new, varying_axes(operands.x))
         return new if total is None else merge(total, new)
 
@@ -96,9 +102,12 @@ def gradients(
     """Gradients, of those of "x", "w" and "bias" that are wanted, of sum(cotangent * losses)."""
     # Logits that both passes compute would be merged, and kept from one to the other.
     x, cotangent = lax.optimization_barrier((operands.x, cotangent))
+    # 0 times NaN is NaN: tokens without a gradient are left out of the products.
+    x = jnp.where(cotangent[:, None] == 0, 0, x)
     operands = operands._replace(x=x)
     labels = local_labels(operands, options)
-    lse = log_sum_exp(total)
+    # Such that their softmax is 0: kernels multiply it by the cotangent.
+    lse = jnp.where(cotangent == 0, _BEYOND_ALL_LOGITS, log_sum_exp(total))
     w = operands.w
     sums = accumulator(x.dtype)
     axes = varying_axes(x)
@@ -117,12 +126,14 @@ def gradients(
             w_chunk = head_columns(w, start, size, options)
             d = hopper.logit_gradient(operands, labels, lse, cotangent, start, size, options)
         else:
-            w_chunk, products, bias, local, targets = _chunk(operands, labels, start, size, options)
-            d = chunks.gradient(products, bias, local, targets, lse, total.mass, cotangent, options)
+            w_chunk, products, others = _chunk(operands, labels, start, size, options)
+            d = chunks.gradient(products, *others, lse, total.mass, cotangent, options)
         new = dict(carry)
         if "x" in wanted:
             dx = matmul("nv,vd->nd", d, w_chunk, options, sums)
             new["x"] = carry["x"] + dx if "x" in carry else dx
+            # The chunk's rows of w are let go of before those of dW are made.
+            d, new["x"] = lax.optimization_barrier((d, new["x"]))
         if "w" in wanted:
             dw = head_gradient(d, x, options, w.dtype)
             new["w"] = lax.dynamic_update_slice_in_dim(carry["w"], dw, start, vocabulary_axis)

@@ -3,19 +3,24 @@ against."""
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from memjax._linear_cross_entropy.options import Array, Operands, Options, Result, accumulator, matmul
+from memjax._linear_cross_entropy.rows import targets_of
 
 
-def full(operands: Operands, options: Options) -> Result:
-    """Per-token losses, differentiated by JAX. Holds the logits, in float32, and their gradient."""
-    x, w, bias, labels, targets, _ = operands
-    z = matmul("nd,vd->nv", x, w, options, accumulator(x.dtype))
-    if bias is not None:
-        z = z + bias.astype(z.dtype)
+def full(operands: Operands, options: Options, counted: Array) -> Result:
+    """Per-token losses, differentiated by JAX. Holds the logits, in float32, and their gradient.
+
+    Tokens that are not `counted` have no part in gradients, whatever their activations.
+    """
+    x, w, bias, labels, targets, _, class_weights = operands
+    z = _linear(options, x, w, bias, counted)
     z = z * options.logit_scale
     if options.softcap is not None:
         z = options.softcap * jnp.tanh(z / options.softcap)
@@ -25,9 +30,7 @@ def full(operands: Operands, options: Options) -> Result:
     lse = maximum + jnp.log(_psum(jnp.exp(z - maximum[:, None]).sum(-1), axis))
 
     first = 0 if axis is None else lax.axis_index(axis) * z.shape[1]
-    one_hot = jax.nn.one_hot(labels - first, z.shape[1], dtype=z.dtype)
-    q = one_hot if targets is None else targets.astype(z.dtype)
-    q = (1.0 - options.label_smoothing) * q + options.label_smoothing / options.vocabulary
+    q = targets_of(labels - first, targets, class_weights, z.shape[1], z.dtype, options)
     # `lse - z` is minus the logarithm of the probability; an impossible entry that is no target costs
     # nothing.
     loss = jnp.where(q == 0, 0.0, q * (lse[:, None] - z)).sum(-1)
@@ -36,10 +39,26 @@ def full(operands: Operands, options: Options) -> Result:
     if not options.aux:
         return Result(loss, lse, None, None)
 
+    one_hot = jax.nn.one_hot(labels - first, z.shape[1], dtype=z.dtype)
     at_label = _psum(jnp.where(one_hot > 0, z, 0.0).sum(-1), axis)
     p = jnp.exp(z - lse[:, None])
     entropy = _psum(jnp.where(p == 0, 0.0, p * (lse[:, None] - z)).sum(-1), axis)
     return Result(loss, lse, (at_label >= maximum).astype(z.dtype), entropy)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _linear(options: Options, x: Array, w: Array, bias: Array | None, counted: Array) -> Array:
+    z = matmul("nd,vd->nv", x, w, options, accumulator(x.dtype))
+    return z if bias is None else z + bias.astype(z.dtype)
+
+
+@_linear.defjvp
+def _linear_jvp(options: Options, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    """Its transpose multiplies by rows of x, and 0 times NaN is NaN: rows that do not count are left out."""
+    (x, w, bias, counted), (dx, dw, d_bias, _) = primals, tangents
+    moved = _linear(options, dx, w, d_bias, counted)
+    moved = moved + _linear(options, jnp.where(counted[:, None], x, 0), dw, None, counted)
+    return _linear(options, x, w, bias, counted), jnp.where(counted[:, None], moved, 0.0)
 
 
 def _pmax(a: Array, axis: str | tuple[str, ...] | None) -> Array:

@@ -1,6 +1,6 @@
 """The arithmetic on a chunk of products x w^T, row by row, in plain `jax.numpy`.
 
-With z = softcap(logit_scale (x w^T + bias)) and targets q (one-hot or soft, smoothed), a token's loss is
+With z = softcap(logit_scale (x w^T + bias)) and targets q (one-hot or soft, smoothed, weighted), a token's loss is
 
     mass * lse - sum_v q_v z_v + z_loss * lse^2,        lse = log sum_v exp(z_v),  mass = sum_v q_v,
 
@@ -14,7 +14,7 @@ All sums run over columns, so chunks of columns and devices that hold them are m
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -28,7 +28,7 @@ class Stats(NamedTuple):
     max: Array
     sum: Array  # of exp(z - max)
     target: Array  # of q z
-    mass: Array | None  # of q, for soft targets (1 otherwise)
+    mass: Array | None  # of q, for soft targets and weighted classes (1 otherwise)
     label: Array | None  # z at the label, for aux
     moment: Array | None  # of exp(z - max) z, for aux
 
@@ -41,12 +41,29 @@ def logits(products: Array, bias: Array | None, options: Options) -> Array:
     return z if options.softcap is None else options.softcap * jnp.tanh(z / options.softcap)
 
 
+def targets_of(
+    labels: Array, targets: Array | None, class_weights: Array | None, width: int, dtype: Any, options: Options
+) -> Array:
+    """(N, width) what each column's logit is to be multiplied by: the smoothed targets, times the classes' weights."""
+    if targets is None:
+        targets = lax.broadcasted_iota(jnp.int32, (labels.shape[0], width), 1) == labels[:, None]
+    q = (1.0 - options.label_smoothing) * targets.astype(dtype) + options.label_smoothing / options.vocabulary
+    return q if class_weights is None else q * class_weights.astype(dtype)
+
+
 def _finite(maximum: Array) -> Array:
     """Rows without any possible entry have a maximum of -inf, which must not be subtracted from itself."""
     return jnp.where(maximum == -jnp.inf, 0.0, maximum)
 
 
-def stats(products: Array, bias: Array | None, labels: Array, targets: Array | None, options: Options) -> Stats:
+def stats(
+    products: Array,
+    bias: Array | None,
+    labels: Array,
+    targets: Array | None,
+    class_weights: Array | None,
+    options: Options,
+) -> Stats:
     """Statistics of one chunk. `labels` count from the chunk's first column; those outside match nothing."""
     z = logits(products, bias, options)
     maximum = z.max(-1)
@@ -61,12 +78,12 @@ def stats(products: Array, bias: Array | None, labels: Array, targets: Array | N
     mass = None
     keep = 1.0 - options.label_smoothing
     spread = options.label_smoothing / options.vocabulary
-    if targets is None:
+    if targets is None and class_weights is None:
         target = keep * label if keep != 1.0 else label
         if spread:
             target = target + spread * z.sum(-1)
     else:
-        q = keep * targets.astype(z.dtype) + spread
+        q = targets_of(labels, targets, class_weights, width, z.dtype, options)
         # A target of exactly zero asks nothing of a logit of -inf.
         target = jnp.where(q == 0, 0.0, q * z).sum(-1)
         mass = q.sum(-1)
@@ -130,23 +147,25 @@ def gradient(
     bias: Array | None,
     labels: Array,
     targets: Array | None,
+    class_weights: Array | None,
     lse: Array,
     mass: Array | None,
     scale: Array,
     options: Options,
 ) -> Array:
-    """`scale` times the gradient in the products, in their shape and dtype."""
+    """`scale` times the gradient in the products, in their shape and dtype; 0 where the scale is, whatever the products."""
     z = logits(products, bias, options)
     weight = (1.0 if mass is None else mass) + 2.0 * options.z_loss * lse
     d = weight[:, None] * jnp.exp(z - lse[:, None])
     keep = 1.0 - options.label_smoothing
-    if targets is None:
+    if targets is None and class_weights is None:
         column = lax.broadcasted_iota(jnp.int32, products.shape, 1)
         d = d - jnp.where(column == labels[:, None], keep, 0.0).astype(z.dtype)
+        if options.label_smoothing:
+            d = d - options.label_smoothing / options.vocabulary
     else:
-        d = d - keep * targets.astype(z.dtype)
-    if options.label_smoothing:
-        d = d - options.label_smoothing / options.vocabulary
+        d = d - targets_of(labels, targets, class_weights, products.shape[1], z.dtype, options)
     if options.softcap is not None:
         d = d * (1.0 - (z / options.softcap) ** 2)
-    return (d * (scale * options.logit_scale)[:, None]).astype(products.dtype)
+    d = jnp.where(scale[:, None] == 0, 0.0, d * (scale * options.logit_scale)[:, None])
+    return d.astype(products.dtype)

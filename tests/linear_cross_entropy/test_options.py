@@ -188,3 +188,85 @@ def test_aux(implementation, soft):
         assert reported.valid_count == valid.sum()
         np.testing.assert_allclose(reported.accuracy, (z.argmax(-1) == best)[valid].mean(), rtol=1e-6)
         np.testing.assert_allclose(reported.entropy, -(p * np.log(p)).sum(-1)[valid].mean(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("sign", [jnp.nan, 1e38])
+def test_tokens_that_do_not_count_may_hold_anything(implementation, reduction, sign):
+    """Ignored ones and those of weight zero: the values, the other gradients and weights' are as with zeros in their place."""
+    if reduction == "none" and implementation.startswith("forward_grad"):
+        implementation = "recompute/jnp"
+    x, w, labels = example(0, 14, 8, 33)
+    labels = labels.at[3].set(IGNORED).at[5].set(7)
+    weights = jnp.linspace(0.5, 1.0, 14).at[5].set(0.0)
+    bias = jnp.linspace(0.0, 120.0, 33)  # a softmax of zeros in place of the logits would overflow
+    bad = x.at[3].set(sign).at[5].set(-sign)
+
+    def loss(x, w, bias):
+        return memjax.linear_cross_entropy(
+            x,
+            w,
+            labels,
+            bias=bias,
+            weights=weights,
+            implementation=implementation,
+            reduction=reduction,
+            chunk=5,
+            z_loss=0.1,
+        ).sum()
+
+    value, grads = jax.value_and_grad(loss, (0, 1, 2))(bad, w, bias)
+    expected, expected_grads = jax.value_and_grad(loss, (0, 1, 2))(x, w, bias)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    assert not np.any(np.asarray(grads[0])[[3, 5]])
+    for got, want in zip(grads, expected_grads, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_weight_of_zero_has_a_derivative(implementation):
+    """That of a sum is the token's loss."""
+    x, w, labels = example(0, 14, 8, 33, ignored=0.0)
+    weights = jnp.ones(14).at[5].set(0.0)
+    loss = lambda weights, **options: memjax.linear_cross_entropy(x, w, labels, weights=weights, chunk=5, **options)
+    slope = jax.grad(lambda weights: loss(weights, reduction="sum", implementation=implementation))(weights)
+    np.testing.assert_allclose(slope, loss(jnp.ones(14), reduction="none"), rtol=1e-5)
+
+
+def torch_cross_entropy(x, w, labels, class_weights, smoothing, reduction):
+    """`torch.nn.functional.cross_entropy(x @ w.T, labels, weight=, label_smoothing=)` as its documentation has it: a part for
+    the label and one for all classes, each with the weights of its classes; the mean divides by the weights of the labels."""
+    log_p = jax.nn.log_softmax(x @ w.T)
+    if jnp.issubdtype(labels.dtype, jnp.floating):
+        targets = labels * (1 - smoothing) + smoothing / log_p.shape[1]
+        losses = -(class_weights * targets * log_p).sum(-1)
+        return {"none": losses, "sum": losses.sum(), "mean": losses.mean()}[reduction]
+    valid = labels != IGNORED
+    label = jnp.where(valid, labels, 0)
+    of_label = -class_weights[label] * jnp.take_along_axis(log_p, label[:, None], 1)[:, 0]
+    of_all = -(class_weights * log_p).sum(-1) / log_p.shape[1]
+    losses = jnp.where(valid, (1 - smoothing) * of_label + smoothing * of_all, 0.0)
+    divisor = jnp.where(valid, class_weights[label], 0.0).sum()
+    return {"none": losses, "sum": losses.sum(), "mean": losses.sum() / divisor}[reduction]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("reduction", "smoothing"), [("mean", 0.0), ("mean", 0.3), ("sum", 0.3), ("none", 0.3)])
+@pytest.mark.parametrize("soft", [False, True])
+def test_class_weights_are_torchs(x64, implementation, reduction, smoothing, soft):
+    if reduction == "none" and implementation.startswith("forward_grad"):
+        implementation = "recompute/jnp"
+    x, w, labels = example(0, 14, 8, 33, dtype=jnp.float64)
+    if soft:
+        labels = jax.nn.softmax(jax.random.normal(jax.random.key(3), (14, 33), jnp.float64))
+    class_weights = jnp.linspace(0.0, 3.0, 33)
+    ours = lambda x, w: memjax.linear_cross_entropy(
+        x, w, labels, class_weights=class_weights, label_smoothing=smoothing, reduction=reduction,
+        implementation=implementation, chunk=5,
+    )  # fmt: skip
+    theirs = lambda x, w: torch_cross_entropy(x, w, labels, class_weights, smoothing, reduction)
+    np.testing.assert_allclose(ours(x, w), theirs(x, w), rtol=1e-12)
+    slopes = lambda f: jax.grad(lambda x, w: jnp.cos(f(x, w)).sum(), (0, 1))(x, w)
+    for got, want in zip(slopes(ours), slopes(theirs), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-12)

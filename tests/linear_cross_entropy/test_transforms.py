@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import memjax
@@ -155,18 +155,6 @@ def test_sharded(shape, implementation, grad_inside):
         assert relative_error(a, e) < 1e-5
 
 
-@pytest.mark.parametrize("implementation", ["full", *ALGORITHMS])
-def test_sharded_without_tracking(implementation):
-    """`check_vma=False`, where nothing says which values differ between devices."""
-    x, w, labels = example(0, 48, 8, 64)
-    loss = partial(memjax.linear_cross_entropy, implementation=implementation, axis_name="v", token_axis_name="t")
-    function = jax.shard_map(loss, mesh=mesh(2, 4), in_specs=(P("t"), P("v"), P("t")), out_specs=P(), check_vma=False)
-    actual = jax.jit(jax.value_and_grad(function, argnums=(0, 1)))(x, w, labels)
-    expected = jax.value_and_grad(plain, argnums=(0, 1))(x, w, labels)
-    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert relative_error(a, e) < 1e-5
-
-
 @pytest.mark.parametrize("soft", [False, True])
 def test_sharded_losses_and_aux(soft):
     x, w, labels = example(0, 24, 8, 64)
@@ -262,3 +250,103 @@ def test_tied_embedding_and_linen_head():
         jax.tree.leaves(jax.grad(linen)(params)), jax.tree.leaves(jax.grad(linen_plain)(params)), strict=True
     ):
         assert relative_error(a, e) < 1e-5
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("implementation", ["full", *ALGORITHMS])
+@pytest.mark.parametrize("grad_inside", [False, True])
+def test_sharded_with_and_without_tracking(check_vma, implementation, grad_inside):
+    """Without tracking a gradient taken inside is that of the sum of all devices' losses, as of any `psum`, and what is
+    replicated gets only the device's part of it."""
+    x, w, labels = example(0, 48, 8, 64)
+    loss = partial(memjax.linear_cross_entropy, implementation=implementation, axis_name="v", token_axis_name="t")
+    place = partial(jax.shard_map, mesh=mesh(2, 4), in_specs=(P("t"), P("v"), P("t")), check_vma=check_vma)
+    if not grad_inside:
+        function = jax.grad(place(loss, out_specs=P()), argnums=(0, 1))
+    elif check_vma:
+        function = place(jax.grad(loss, argnums=(0, 1)), out_specs=(P("t"), P("v")))
+    else:
+
+        def summed(x, w, labels):
+            dx, dw = jax.grad(loss, argnums=(0, 1))(x, w, labels)
+            return jax.lax.psum(dx, "v") / 8, jax.lax.psum(dw, "t") / 8
+
+        function = place(summed, out_specs=(P("t"), P("v")))
+    expected = jax.grad(plain, argnums=(0, 1))(x, w, labels)
+    for a, e in zip(jax.jit(function)(x, w, labels), expected, strict=True):
+        assert relative_error(a, e) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        ((P(), P(), P(), P()), r"w must be sharded over the mesh axis 'v', got .* the same on all of its 4 devices"),
+        ((P(), P("v"), P(), P()), "bias must be sharded over the mesh axis 'v'"),
+        ((P(), P("v"), P(), P("v")), "x must be sharded over the mesh axis 't'"),
+    ],
+)
+def test_what_must_be_sharded_and_is_not_is_refused(specs, message):
+    x, w, labels = example(0, 48, 8, 64)
+    loss = lambda x, w, labels, bias: memjax.linear_cross_entropy(
+        x, w, labels, bias=bias, axis_name="v", token_axis_name="t"
+    )
+    bias = jnp.zeros(64 if specs[1] == specs[3] else 16)
+    with pytest.raises(ValueError, match=message):
+        jax.shard_map(loss, mesh=mesh(2, 4), in_specs=specs, out_specs=P())(x, w, labels, bias)
+
+
+@pytest.mark.parametrize("implementation", ALGORITHMS)
+@pytest.mark.parametrize(
+    ("of_x", "of_w", "of_labels"),
+    [
+        (P("t"), P(), P("t")),
+        (P(), P(), P()),
+        (P(("t", "v")), P(), P("t")),
+        (P("t", "v"), P(), P()),
+        (P("t"), P("v"), P("t")),
+    ],
+)
+def test_explicit_mesh(implementation, of_x, of_w, of_labels):
+    """Arrays whose types say how they are sharded: values, gradients and losses of tokens, and where the gradients are."""
+    x, w, labels = example(0, 48, 8, 64)
+    x, labels = x.reshape(8, 6, 8), labels.reshape(8, 6)
+    weights, bias = jnp.linspace(0.0, 1.0, 48).reshape(8, 6), jnp.linspace(-1.0, 1.0, 64)
+    options = {"label_smoothing": 0.1}
+    explicit = jax.make_mesh((2, 2), ("t", "v"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
+    loss = lambda x, w, labels: memjax.linear_cross_entropy(
+        x, w, labels, weights=weights, bias=bias, implementation=implementation, **options
+    )
+    expected = jax.value_and_grad(
+        lambda x, w: plain(x.reshape(48, 8), w, labels.reshape(48), weights=weights.reshape(48), bias=bias, **options),
+        argnums=(0, 1),
+    )(x, w)
+    with jax.set_mesh(explicit):
+        arrays = [
+            jax.device_put(a, NamedSharding(explicit, spec)) for a, spec in ((x, of_x), (w, of_w), (labels, of_labels))
+        ]
+        actual = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(*arrays)
+        assert [jax.typeof(g) for g in actual[1]] == [jax.typeof(a) for a in arrays[:2]]
+        losses, aux = memjax.linear_cross_entropy(*arrays, reduction="none", return_aux=True)
+        assert tuple(jax.typeof(losses).sharding.spec) == tuple(jax.typeof(arrays[0]).sharding.spec)[:2]
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert relative_error(jax.device_get(a), e) < 1e-5
+    np.testing.assert_allclose(
+        jax.device_get(losses).reshape(48), plain(x.reshape(48, 8), w, labels.reshape(48), reduction="none"), rtol=1e-5
+    )
+    assert jax.device_get(aux.valid_count) == (labels != -100).sum()
+
+
+@pytest.mark.parametrize(
+    ("of_x", "of_w", "message"),
+    [
+        (P(None, "t"), P(), r"x must be whole along D, not sharded over \('t',\)"),
+        (P("t"), P(None, "v"), r"w must be whole along D, not sharded over \('v',\), got .*: gather it"),
+        (P("t"), P("t"), r"w must be whole over the mesh axes of the tokens, \('t',\), not sharded over \('t',\)"),
+    ],
+)
+def test_what_an_explicit_mesh_cannot_do_is_refused(of_x, of_w, message):
+    x, w, labels = example(0, 48, 8, 64)
+    explicit = jax.make_mesh((2, 2), ("t", "v"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
+    x, w = (jax.device_put(a, NamedSharding(explicit, spec)) for a, spec in ((x, of_x), (w, of_w)))
+    with jax.set_mesh(explicit), pytest.raises(ValueError, match=message):
+        memjax.linear_cross_entropy(x, w, labels)

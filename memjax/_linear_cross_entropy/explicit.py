@@ -1,0 +1,110 @@
+"""The loss of arrays that an explicit mesh shards: `jax.shard_map` over the axes that their types name.
+
+With `AxisType.Explicit` arrays' types say how they are sharded, and JAX refuses operations of which it does not know how the
+result would be. What the loss needs is known: tokens are independent but for one sum, and the vocabulary is what `axis_name`
+is for. So the axes that shard tokens become `token_axis_name`, those that shard the vocabulary `axis_name`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from memjax import _check
+from memjax._linear_cross_entropy import check
+from memjax._linear_cross_entropy.options import Array
+
+Axes = tuple[str, ...]
+
+
+def placed(*arrays: Any) -> bool:
+    """Whether the type of any of them is of an explicit mesh."""
+    return any(bool(_mesh(a).explicit_axes) for a in arrays if isinstance(a, jax.Array))
+
+
+def over_shards(
+    loss: Callable[..., Any], aux: Callable[..., Any], x: Array, w: Array, labels: Any, options: dict[str, Any]
+) -> Any:
+    """`loss`, called with every device's shards. `aux` makes a tree like the one of diagnostics."""
+    layout, bias = options["layout"], options["bias"]
+    weights, class_weights = options["weights"], options["class_weights"]
+    if options["axis_name"] is None:
+        check.arrays(x, w, labels, layout, bias, weights, class_weights, 1)
+    *tokens, features = _axes(x)
+    token_axes = tuple(axis for axes in tokens for axis in axes)
+    of_w = dict(zip(layout, _axes(w), strict=True))
+    if features:
+        fix = "shard only its tokens, with jax.sharding.reshard"
+        raise _check.fail(ValueError, "x", f"whole along D, not sharded over {features}", x, fix)
+    fix = "gather it with jax.sharding.reshard(w, jax.sharding.PartitionSpec())"
+    if of_w["d"]:
+        raise _check.fail(ValueError, "w", f"whole along D, not sharded over {of_w['d']}", w, fix)
+    if set(of_w["v"]) & set(token_axes):
+        wanted = f"whole over the mesh axes of the tokens, {token_axes}, not sharded over {of_w['v']}"
+        raise _check.fail(ValueError, "w", wanted, w, fix)
+    of_tokens = PartitionSpec(*map(_entry, tokens))
+    vocabulary = _entry(of_w["v"])
+    specs = {
+        "x": PartitionSpec(*of_tokens, None),
+        "w": PartitionSpec(*(vocabulary if name == "v" else None for name in layout)),
+        "labels": of_tokens if labels.ndim < x.ndim else PartitionSpec(*of_tokens, vocabulary),
+        "bias": PartitionSpec(vocabulary),
+        "weights": of_tokens,
+        "class_weights": PartitionSpec(None),
+    }
+    arrays = {
+        "x": x,
+        "w": w,
+        "labels": labels,
+        **{name: options[name] for name in ("bias", "weights", "class_weights")},
+    }
+    arrays = {name: a for name, a in arrays.items() if a is not None}
+    mesh = next(_mesh(a) for a in arrays.values() if placed(a))
+    arrays = {name: _following(a, mesh, specs[name]) for name, a in arrays.items()}
+    others = {name: option for name, option in options.items() if name not in arrays}
+    others["token_axis_name"] = _joined(others["token_axis_name"], token_axes)
+    others["axis_name"] = _joined(others["axis_name"], of_w["v"])
+
+    out = of_tokens if options["reduction"] == "none" else PartitionSpec()
+    return jax.shard_map(
+        lambda arrays: loss(**arrays, **others),
+        mesh=mesh,
+        in_specs=({name: specs[name] for name in arrays},),
+        out_specs=(out, aux(of_tokens, PartitionSpec())) if options["return_aux"] else out,
+        axis_names=set(mesh.explicit_axes),
+    )(arrays)
+
+
+def _mesh(a: Any) -> Any:
+    return jax.typeof(a).sharding.mesh
+
+
+def _axes(a: Array) -> list[Axes]:
+    """The mesh axes over which each dimension is sharded, as its type says."""
+    spec = jax.typeof(a).sharding.spec
+    entries = [*spec, *[None] * (a.ndim - len(spec))]
+    return [_as_axes(entry) for entry in entries]
+
+
+def _entry(axes: Axes) -> Any:
+    """As a `PartitionSpec` has it."""
+    return None if not axes else axes[0] if len(axes) == 1 else axes
+
+
+def _joined(given: Any, axes: Axes) -> Any:
+    given = () if given is None else given if isinstance(given, tuple) else (given,)
+    return (*given, *axes) or None
+
+
+def _following(a: Any, mesh: Any, spec: PartitionSpec) -> Any:
+    """Arrays beside x and w are sharded as those are."""
+    if isinstance(a, jax.Array) and _axes(a) != [_as_axes(entry) for entry in spec]:
+        return jax.sharding.reshard(a, NamedSharding(mesh, spec))
+    return a
+
+
+def _as_axes(entry: Any) -> Axes:
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)

@@ -1,0 +1,68 @@
+"""The default implementation, against what was measured."""
+
+import json
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import memjax
+from benchmarks import record
+from benchmarks.cross_entropy_choice import Shape, operands_and_options
+from memjax._linear_cross_entropy import choice, hopper
+
+from .oracle import example, plain, relative_error
+
+SHAPE = ("tokens", "dim", "vocabulary", "dtype", "wanted")
+
+
+def measured():
+    """{shape: {implementation: row}}"""
+    found = {}
+    for row in json.loads((record.RESULTS / "cross_entropy_choice.json").read_text())["rows"]:
+        if "ms" in row:
+            found.setdefault(Shape(*(row[name] for name in SHAPE)), {})[row["implementation"]] = row
+    return found
+
+
+def chosen(shape):
+    operands, options = operands_and_options(shape)
+    mosaic = hopper.unsuited(operands, options) is None and choice.mosaic_is_faster(operands, options)
+    recompute = choice.recompute_is_faster(operands, options, mosaic, frozenset(shape.wanted))
+    return ("recompute/mosaic" if mosaic else "recompute/triton") if recompute else "forward_grad/triton"
+
+
+def test_the_default_is_within_3_percent_of_the_fastest_that_holds_no_logits():
+    rows = measured()
+    assert len(rows) >= 10
+    for shape, by_name in rows.items():
+        fastest = min(row["ms"] for name, row in by_name.items() if name != "full")
+        assert by_name[chosen(shape)]["ms"] <= 1.03 * fastest, shape
+
+
+def test_predictions_are_near_what_was_measured():
+    for shape, by_name in measured().items():
+        for model in choice.COSTS:
+            if row := by_name.get("forward_grad/triton" if model == "forward_grad" else model):
+                predicted = choice.milliseconds(model, *operands_and_options(shape), frozenset(shape.wanted))
+                assert 0.75 <= predicted / row["ms"] <= 1.25, (model, shape)
+
+
+@pytest.mark.parametrize("options", [{}, {"return_aux": True}, {"chunk": 16}])
+def test_a_sum_by_recomputation_is_the_same(monkeypatch, options):
+    """What a GPU would choose for some shapes, forced here; a chunk counts tokens, so that with one nothing is chosen."""
+    asked = []
+    monkeypatch.setattr(choice, "recompute_is_faster", lambda *args: asked.append(args) or True)
+    x, w, labels = example(0, 50, 8, 33)
+    weights = jnp.linspace(0.0, 2.0, 50)
+    loss = lambda f: lambda x, w, weights: jnp.sin(jax.tree.leaves(f(x, w, labels, weights=weights))[0])
+    ours = partial(memjax.linear_cross_entropy, **options)
+    actual = jax.jit(jax.value_and_grad(loss(ours), argnums=(0, 1, 2)))(x, w, weights)
+    expected = jax.value_and_grad(loss(plain), argnums=(0, 1, 2))(x, w, weights)
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert relative_error(a, e) < 1e-5
+    assert bool(asked) == ("chunk" not in options)
+    x = x.at[labels == -100].set(jnp.nan)
+    assert np.isfinite(jax.grad(loss(ours), argnums=1)(x, w, weights)).all()
