@@ -1,24 +1,64 @@
-"""Rematerialisation: keep little between forward and backward, recompute the rest."""
+"""Rematerialisation: keep little between forward and backward, recompute the rest.
 
-from memjax.remat import linen as linen
-from memjax.remat import policies as policies
-from memjax.remat._chain import chain as chain
-from memjax.remat._chain import chain_costs as chain_costs
-from memjax.remat._chain_schedule import BlockCost as BlockCost
-from memjax.remat._chain_schedule import ChainSchedule as ChainSchedule
-from memjax.remat._chain_schedule import chain_schedule as chain_schedule
-from memjax.remat._checkpoint import UnmatchedNameWarning as UnmatchedNameWarning
-from memjax.remat._checkpoint import checkpoint as checkpoint
-from memjax.remat._costs import Costs as Costs
-from memjax.remat._dense_spec import DenseParams as DenseParams
-from memjax.remat._dense_spec import DenseSpec as DenseSpec
-from memjax.remat._dense_spec import DenseStatistics as DenseStatistics
-from memjax.remat._nnx import RNN as RNN
-from memjax.remat._nnx import Chain as Chain
-from memjax.remat._profile import profile as profile
-from memjax.remat._scan import scan as scan
-from memjax.remat._schedule import Action as Action
-from memjax.remat._schedule import Schedule as Schedule
-from memjax.remat._schedule import schedule as schedule
-from memjax.remat.dense_block import DenseBlock as DenseBlock
-from memjax.remat.dense_block import dense_block as dense_block
+checkpoint            a function or Flax module that keeps its inputs and named values, and recomputes the rest
+policies              which named values a checkpoint saves on the device or offloads to the host
+UnmatchedNameWarning  a policy names values that the function does not have
+scan                  `jax.lax.scan` within a memory budget
+schedule              the optimal schedule for a number of equal steps, as data
+Schedule              what `schedule` returns: steps, slots and actions, printable
+Action                one action of a schedule
+profile               measures a step, so that `scan` predicts with real costs
+Costs                 the seconds that `profile` measured
+chain                 unequal blocks one after the other within a memory budget
+chain_costs           the time and memory of each block of a chain
+chain_schedule        the optimal schedule for unequal blocks, as data
+BlockCost             the costs of one block
+ChainSchedule         what `chain_schedule` returns, printable
+RNN                   `nnx.RNN` within a memory budget
+Chain                 `nnx.Sequential` within a memory budget
+linen                 `RNN` and `Chain` for Linen
+dense_block           a block of a DenseNet in memory that is linear in its depth
+DenseBlock            the same as an NNX module
+DenseSpec             the sizes of a dense block
+DenseParams           the parameters of a dense block
+DenseStatistics       the running statistics of a dense block
+
+On a CPU compile with `memjax.remat_compiler_options()`, or the compiler may undo the recomputation.
+"""
+
+from memjax.remat import linen, policies
+from memjax.remat._chain import chain, chain_costs
+from memjax.remat._chain_schedule import BlockCost, ChainSchedule, chain_schedule
+from memjax.remat._checkpoint import UnmatchedNameWarning, checkpoint
+from memjax.remat._costs import Costs
+from memjax.remat._dense_spec import DenseParams, DenseSpec, DenseStatistics
+from memjax.remat._nnx import RNN, Chain
+from memjax.remat._profile import profile
+from memjax.remat._scan import scan
+from memjax.remat._schedule import Action, Schedule, schedule
+from memjax.remat.dense_block import DenseBlock, dense_block
+
+__all__ = [
+    "RNN",
+    "Action",
+    "BlockCost",
+    "Chain",
+    "ChainSchedule",
+    "Costs",
+    "DenseBlock",
+    "DenseParams",
+    "DenseSpec",
+    "DenseStatistics",
+    "Schedule",
+    "UnmatchedNameWarning",
+    "chain",
+    "chain_costs",
+    "chain_schedule",
+    "checkpoint",
+    "dense_block",
+    "linen",
+    "policies",
+    "profile",
+    "scan",
+    "schedule",
+]

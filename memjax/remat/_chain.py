@@ -6,18 +6,24 @@ memory" (rotor).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
+from memjax import _check
 from memjax._jaxpr import is_literal
 from memjax.remat._chain_block import Block, Static, after, differentiated, together
 from memjax.remat._chain_cost import estimate, measured
 from memjax.remat._chain_schedule import BlockCost, ChainSchedule, Items, blocks_of, chain_schedule
-from memjax.remat._scan import parse_bytes
-from memjax.remat._step import Arrays, drop, is_float, merge, pick
+from memjax.remat._derivatives import reverse_only
+from memjax.remat._step import Arrays, as_arrays, drop, is_float, merge, pick
+
+_FORWARD_MODE = (
+    "memjax.remat.chain cannot be differentiated in forward mode (jax.jvp, jax.jacfwd, jax.linearize). Call the blocks one "
+    "after the other there (nnx.Sequential, nn.Sequential), which keeps nothing then; or use reverse mode: jax.grad, "
+    "jax.vjp, jax.jacrev, and jax.jacfwd of those"
+)
 
 
 def chain(
@@ -37,9 +43,9 @@ def chain(
         equal ones (the same function, parameters and input of the same shapes) are traced once.
       params: the parameters of each block: pytrees of arrays of any dtype.
       x: the first block's input, a pytree of arrays of any dtype, typed PRNG keys included.
-      budget: memory in bytes, or a text like "12GiB": for all that exists at one moment of the forward or backward pass
-        beyond `x`, the parameters and their gradients. The working memory of single blocks is included, as it is
-        estimated. Whole arrays are counted (inside `shard_map` those of one device).
+      budget: memory in bytes, or a text like "12GiB", or "min" for the least possible: for all that exists at one moment of
+        the forward or backward pass beyond `x`, the parameters and their gradients. The working memory of single blocks
+        is included, as each takes it compiled by itself; inside `shard_map` all is that of one device.
       schedule: what to keep, as `chain_schedule` found it. Exactly one of `budget` and `schedule` is to be given.
       costs: of each block, with `budget`: by default `chain_costs(blocks, params, x)`, an estimate from their operations;
         `chain_costs(..., measure=True)` measures.
@@ -65,24 +71,26 @@ def chain(
         raise ValueError(f"give exactly one of budget and schedule, got budget={budget!r} and schedule={schedule!r}")
     if costs is not None and budget is None:
         raise ValueError("costs decide what fits a budget: give budget as well, or leave costs out")
+    if budget is not None:
+        budget = _check.byte_count("budget", budget, words=("min",))
+    elif not isinstance(schedule, ChainSchedule):
+        raise _check.fail(TypeError, "schedule", "a ChainSchedule", schedule, "chain_schedule finds one")
     traced, values, leaves = _trace(blocks, params, x, has_aux)
     if schedule is None:
         assert budget is not None
         costs = _estimates(traced) if costs is None else costs
         if len(costs) != len(traced):
             raise ValueError(f"costs must have one entry per block, got {len(costs)} for {len(traced)} blocks")
-        schedule = chain_schedule(costs, parse_bytes(budget))
+        schedule = chain_schedule(costs, budget)
     if list(blocks_of(schedule.items)) != list(range(len(traced))):
         raise ValueError(f"schedule must be of {len(traced)} blocks in order, got {schedule.items}")
+    guarded = {i: [reverse_only(value, _FORWARD_MODE) for value in p] for i, p in enumerate(values)}
     try:
-        y, aux = _run(schedule.items, traced, dict(enumerate(values)), leaves)
-    except TypeError as error:
+        y, aux = _run(schedule.items, traced, guarded, [reverse_only(leaf, _FORWARD_MODE) for leaf in leaves])
+    except TypeError as error:  # jax.vmap of jax.jvp meets a block's rule before the guard
         if "forward-mode" not in str(error):
             raise
-        raise TypeError(
-            "memjax.remat.chain cannot be differentiated in forward mode; call the blocks one after the other there, which "
-            "keeps nothing then. jax.vjp, jax.grad and jax.jacrev work, and jax.jacfwd of them"
-        ) from error
+        raise TypeError(_FORWARD_MODE) from error
     y = jax.tree.unflatten(traced[-1].y_tree, y)
     if not has_aux:
         return y
@@ -106,8 +114,8 @@ def chain_costs(
 
     Returns:
       One `BlockCost` per block. All float leaves of `params` and `x` are taken to be differentiated. The working memory is
-      that of the block compiled by itself, on one device; a block that uses mesh axes (inside `shard_map`) cannot be: there
-      it follows a rough model of what the compiler fuses.
+      that of the block compiled by itself, inside `shard_map` for as many local devices as its mesh has. Where there are
+      fewer, or a block uses axes of `jax.vmap`, it follows a rough model of what the compiler fuses.
     """
     traced, values, leaves = _trace(blocks, params, x, has_aux)
     return _measured(traced, values, leaves) if measure else _estimates(traced)
@@ -117,22 +125,28 @@ def _trace(
     blocks: Sequence[Callable[[Any, Any], Any]], params: Sequence[Any], x: Any, has_aux: bool
 ) -> tuple[list[Block], list[Arrays], Arrays]:
     """The blocks, each with the values of its `p`, and the leaves of the input."""
+    for name, value, wanted in (("blocks", blocks, "functions"), ("params", params, "pytrees")):
+        if isinstance(value, str | jax.Array) or not isinstance(value, Iterable):
+            raise _check.fail(TypeError, name, f"a sequence of {wanted}, one for each block", value)
     blocks, params = list(blocks), list(params)
     if not blocks:
-        raise ValueError("blocks is empty: a chain has at least one block")
+        raise ValueError("blocks must have at least one function, got none")
+    for i, f in enumerate(blocks):
+        _check.function(f"blocks[{i}]", f)
+    _check.flag("has_aux", has_aux)
     if len(blocks) != len(params):
         raise ValueError(f"params must have one entry per block, got {len(params)} for {len(blocks)} blocks")
     known: dict[Any, Block] = {}
     traced, values = [], []
-    x = jax.tree.map(_as_array, x)
+    x = as_arrays("x", x)
     state = jax.tree.map(jax.typeof, x)
-    for f, p in zip(blocks, params, strict=True):
-        p = jax.tree.map(_as_array, p)
+    for i, (f, p) in enumerate(zip(blocks, params, strict=True)):
+        p = as_arrays(f"params[{i}]", p)
         p_leaves, p_tree = jax.tree.flatten(p)
         x_types, x_tree = jax.tree.flatten(state)
         key = (f, p_tree, tuple(map(jax.typeof, p_leaves)), x_tree, tuple(x_types))
         if key not in known:
-            known[key] = Block(f, p, state, has_aux)
+            known[key] = _traced(i, f, p, state, has_aux)
         block = known[key]
         traced.append(block)
         values.append([*block.consts, *p_leaves])
@@ -140,8 +154,14 @@ def _trace(
     return traced, values, jax.tree.leaves(x)
 
 
-def _as_array(leaf: Any) -> Any:
-    return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.asarray(leaf)
+def _traced(index: int, f: Callable[[Any, Any], Any], params: Any, x: Any, has_aux: bool) -> Block:
+    try:
+        return Block(f, params, x, has_aux)
+    except (TypeError, ValueError) as error:
+        if type(error) not in (TypeError, ValueError):  # JAX's own, which explain themselves
+            raise
+        types = jax.tree.map(lambda aval: aval.str_short(), x)
+        raise type(error)(f"blocks[{index}] must take params[{index}] and an input of {types}: {error}") from error
 
 
 def _estimates(traced: Sequence[Block]) -> list[BlockCost]:

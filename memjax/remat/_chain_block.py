@@ -51,6 +51,9 @@ class Block:
         self.p = [var.aval for var in variables[: self.n_p]]
         self.x = [var.aval for var in variables[self.n_p :]]
         self.y, self.aux = list(closed.out_avals[:n_y]), list(closed.out_avals[n_y:])
+        self._backwards: dict[
+            tuple[bool, ...], Backward
+        ] = {}  # not a cache that outlives the block, with its constants
         self._run = jax.jit(self._evaluate)
         self._kept = jax.custom_vjp(self._run)
         self._kept.defvjp(self._keep, self._back, symbolic_zeros=True)
@@ -68,10 +71,11 @@ class Block:
         """(y, aux). Differentiating it keeps what the backward pass needs."""
         return self._kept(p, x)
 
-    @functools.cache  # noqa: B019 - as long-lived as the block
     def backward(self, wrt: tuple[bool, ...]) -> Backward:
         """How to differentiate the block with respect to the leaves of (p, x) that are chosen."""
-        return Backward(self, wrt)
+        if wrt not in self._backwards:
+            self._backwards[wrt] = Backward(self, wrt)
+        return self._backwards[wrt]
 
     def _keep(self, p: Arrays, x: Arrays) -> tuple[tuple[Arrays, Arrays], Any]:
         wrt = differentiated([*p, *x])
@@ -158,7 +162,7 @@ class Static:
 
 def differentiated(leaves: Sequence[Any]) -> tuple[bool, ...]:
     """Which arguments of a forward rule with symbolic zeros a gradient is asked for."""
-    return tuple(bool(leaf.perturbed) and is_float(leaf.value) for leaf in leaves)
+    return tuple(bool(leaf.perturbed) and is_float(jax.typeof(leaf.value)) for leaf in leaves)
 
 
 def after(cts: Sequence[Any], values: Any) -> tuple[Any, Arrays]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,8 +15,11 @@ from memjax._jaxpr import nbytes
 from memjax._measure import remat_compiler_options
 from memjax.remat._chain_block import Backward, Block
 from memjax.remat._chain_schedule import BlockCost
+from memjax.remat._compiled_bytes import bytes_of, compile_alone, constants, temporary
 from memjax.remat._program_cost import Program
 from memjax.remat._step import Arrays, is_float
+
+_MOST_COMPILED = 1024
 
 
 def estimate(block: Block, given: Sequence[bool]) -> BlockCost:
@@ -27,17 +30,19 @@ def estimate(block: Block, given: Sequence[bool]) -> BlockCost:
     """
     backward = _whole(block)
     cts = [aval for aval in block.y if is_float(aval)]
-    back_jaxpr = jax.make_jaxpr(backward.back)(block.p, block.x, backward.kept, cts).jaxpr
-    forward, back = Program(block.jaxpr), Program(back_jaxpr)
+    run = jax.make_jaxpr(block._evaluate)(block.p, block.x)
+    pull = jax.make_jaxpr(backward.back)(block.p, block.x, backward.kept, cts)
+    forward, back = Program(run.jaxpr), Program(pull.jaxpr)
     output, kept = _sizes(block, backward, given)
-    if _compiles_alone(block):
-        forward_work, back_temp = _compiled_bytes(_Text(block, backward))
+    compiled = _compiled_bytes(run, pull)
+    if compiled is not None:
+        forward_work, back_temp, standing = compiled
         backward_work = back_temp + _gradient_bytes(block)
     else:
-        forward_work = forward.working_bytes([], forward.outputs)
+        forward_work, standing = forward.working_bytes([], forward.outputs), 0
         n_dp = len(back.outputs) - sum(map(is_float, block.x))
         backward_work = back.working_bytes(back.inputs[len(back.inputs) - len(cts) :], back.outputs[:n_dp])
-    return BlockCost(forward.seconds(), back.seconds(), output, kept, forward_work, backward_work)
+    return BlockCost(forward.seconds(), back.seconds(), output, kept, forward_work, backward_work, standing)
 
 
 def measured(block: Block, given: Sequence[bool], p: Arrays, x: Arrays) -> tuple[BlockCost, Arrays]:
@@ -49,13 +54,15 @@ def measured(block: Block, given: Sequence[bool], p: Arrays, x: Arrays) -> tuple
     cts = [jnp.ones_like(leaf) for leaf in y if is_float(leaf)]
     back = backward.back.lower(p, x, kept, cts).compile(compiler_options=options)
     output, kept_nbytes = _sizes(block, backward, given)
+    forward_work, back_temp, standing = _bytes(run, back)
     cost = BlockCost(
         forward=_seconds(run, p, x),
         backward=_seconds(back, p, x, kept, cts),
         output=output,
         kept=kept_nbytes,
-        forward_work=_temporary(run),
-        backward_work=_temporary(back) + _gradient_bytes(block),
+        forward_work=forward_work,
+        backward_work=back_temp + _gradient_bytes(block),
+        standing=standing,
     )
     return cost, y
 
@@ -78,43 +85,27 @@ def _gradient_bytes(block: Block) -> int:
     return sum(nbytes(aval) for aval in (*block.x, *block.y) if is_float(aval))
 
 
-def _compiles_alone(block: Block) -> bool:
-    """Whether the block is a program of its own: not where it uses mesh axes, or arrays laid out over a mesh."""
-    avals = (*block.p, *block.x, *block.y)
-    laid_out = any(aval.manual_axis_type.varying or not aval.sharding.mesh.empty for aval in avals)
-    return not laid_out and not any(type(effect).__name__ == "NamedAxisEffect" for effect in block.jaxpr.effects)
+_compiled: dict[tuple[str, str], tuple[int, int, int] | None] = {}
+"""Bytes by backend and digest of what was compiled: blocks, and what they close over, must not outlive their trace."""
 
 
-class _Text:
-    """A block as a key to what was compiled before: equal if the printed program is."""
-
-    def __init__(self, block: Block, backward: Backward):
-        self.block, self.backward = block, backward
-        self.key = (str(block.jaxpr), jax.default_backend())
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Text) and self.key == other.key
+def _compiled_bytes(run: Any, pull: Any) -> tuple[int, int, int] | None:
+    """Temporary bytes of the forward and of the backward pass, and what of them stands; None if they have no program."""
+    text = f"{run}\n{pull}\n{run.in_avals} {pull.in_avals}"
+    key = (jax.default_backend(), hashlib.sha256(text.encode()).hexdigest())
+    if key not in _compiled:
+        programs = compile_alone(run), compile_alone(pull)
+        if len(_compiled) == _MOST_COMPILED:
+            _compiled.pop(next(iter(_compiled)))
+        _compiled[key] = None if None in programs else _bytes(*programs)
+    return _compiled[key]
 
 
-@functools.lru_cache(maxsize=1024)
-def _compiled_bytes(text: _Text) -> tuple[int, int]:
-    """Temporary bytes of the forward and of the backward pass."""
-    block, backward = text.block, text.backward
-    cts = [aval for aval in block.y if is_float(aval)]
-    options: dict[str, Any] = dict(remat_compiler_options())
-    if jax.default_backend() == "cpu":
-        options["xla_backend_optimization_level"] = 0  # machine code is made after memory has been assigned
-    run = jax.jit(block._evaluate).lower(block.p, block.x)
-    back = backward.back.lower(block.p, block.x, backward.kept, cts)
-    forward_bytes, back_bytes = (_temporary(lowered.compile(compiler_options=options)) for lowered in (run, back))
-    return forward_bytes, back_bytes
-
-
-def _temporary(compiled: Any) -> int:
-    return compiled.memory_analysis().temp_size_in_bytes
+def _bytes(run: Any, pull: Any) -> tuple[int, int, int]:
+    """What of them stands is one of both, where they are of one type."""
+    standing = [constants(program) for program in (run, pull)]
+    works = [temporary(program) - bytes_of(types) for program, types in zip((run, pull), standing, strict=True)]
+    return max(works[0], 0), max(works[1], 0), bytes_of(standing[0] | standing[1])
 
 
 def _seconds(run: Callable[..., Any], *arguments: Any) -> float:

@@ -3,7 +3,7 @@
 Beaumont et al. 2019, "Optimal checkpointing for heterogeneous chains: how to train deep neural networks with limited
 memory" (rotor). For each block the forward pass keeps all that its backward pass needs, or the block is part of a group
 of which only the input is kept: when the backward pass gets there, the group is run again, by a schedule of its own.
-Costs in, a schedule out: nothing here needs JAX.
+Costs in, a schedule out.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from memjax._check import byte_count, fail, integer, number, readable_bytes
+from memjax.remat._schedule import json_fields
 
 _STEPS = 500  # units of memory that a budget is divided into
 _WORK = 1e9  # elements that the dynamic program may visit before it takes fewer units
@@ -31,6 +34,8 @@ class BlockCost(NamedTuple):
       forward_work: bytes that the forward pass needs besides its input and output.
       backward_work: bytes that the backward pass needs besides the input and what is kept: gradients of output and input,
         and what is temporary. Gradients of parameters are not counted.
+      standing: bytes of arrays that depend on no input, such as indices: the compiler may make them before anything else,
+        and hold them throughout, whatever runs. Blocks of equal costs are taken to have the same ones.
     """
 
     forward: float
@@ -39,8 +44,10 @@ class BlockCost(NamedTuple):
     kept: int
     forward_work: int = 0
     backward_work: int = 0
+    standing: int = 0
 
 
+_FIELDS = BlockCost._fields
 Items = tuple[Any, ...]  # of int (this block keeps all) and Items (a group of which the input is kept)
 
 
@@ -68,8 +75,8 @@ class ChainSchedule:
 
     @classmethod
     def from_json(cls, text: str) -> ChainSchedule:
-        """The schedule that `to_json` wrote."""
-        fields = json.loads(text)
+        """The schedule that `to_json` wrote; ValueError for any other text."""
+        fields = json_fields(text, "ChainSchedule", [field.name for field in dataclasses.fields(cls)])
         return cls(**fields | {"items": _as_tuples(fields["items"])})
 
     def __str__(self) -> str:
@@ -80,13 +87,13 @@ class ChainSchedule:
         )
 
 
-def chain_schedule(costs: Sequence[BlockCost], budget: int) -> ChainSchedule:
+def chain_schedule(costs: Sequence[BlockCost], budget: int | str) -> ChainSchedule:
     """The schedule of the least time that stays within a budget.
 
     Args:
       costs: one per block, in order.
-      budget: bytes for all that exists at one moment of the forward or backward pass, beyond the chain's input, its
-        parameters and their gradients.
+      budget: bytes, or a text like "12GiB", for all that exists at one moment of the forward or backward pass, beyond the
+        chain's input, its parameters and their gradients. "min": the schedule of the least memory.
 
     Returns:
       A `ChainSchedule`. It is optimal for sizes rounded up to a 500th of the budget (fewer steps, down to a 150th, for
@@ -96,40 +103,59 @@ def chain_schedule(costs: Sequence[BlockCost], budget: int) -> ChainSchedule:
       Equal stretches of the chain are solved once; 300 equal blocks take a second, 300 different ones some ten.
 
     Raises:
-      ValueError: no blocks, a negative cost, or a budget below the least possible, which the message states.
+      ValueError: no blocks, a cost that is negative or not finite, or a budget below the least possible, which the message
+        states.
+      TypeError: what is no `BlockCost`, or a budget that is neither bytes nor text.
     """
-    costs = [BlockCost(*cost) for cost in costs]
-    if not costs:
-        raise ValueError("costs is empty: a chain has at least one block")
-    for index, cost in enumerate(costs):
-        if min(cost) < 0:
-            raise ValueError(f"costs[{index}] has a negative entry: {cost}")
+    room = byte_count("budget", budget, words=("min",))
+    costs = _checked(costs)
     everything = tuple(range(len(costs)))
     plain_seconds, plain_nbytes = predict(everything, costs)
 
     def result(items: Items) -> ChainSchedule:
         return ChainSchedule(items, *predict(items, costs), plain_seconds, plain_nbytes)
 
-    if plain_nbytes <= budget:
+    if room != "min" and plain_nbytes <= room:
         return result(everything)
     least = result(_Least(costs).items(0, len(costs)))
-    if least.nbytes > budget:
+    if room == "min":
+        return least
+    if least.nbytes > room:
         raise ValueError(
-            f"budget is {budget} bytes, but the least possible is {least.nbytes}, at "
-            f"{_ratio(least.seconds, least.plain_seconds)} of the time that everything kept takes, with {plain_nbytes}. "
-            "Give a larger budget, or divide the largest block"
+            f"budget is {readable_bytes(room)}, but the least possible is {readable_bytes(least.nbytes)}, at "
+            f"{_ratio(least.seconds, least.plain_seconds)} of the time that everything kept takes, with "
+            f'{readable_bytes(plain_nbytes)}: give a larger budget, "min" for the least, or divide the largest block'
         )
     best = least
-    fastest = _Fastest(costs, budget)
+    fastest = _Fastest(costs, room - _standing(costs))
     slower, faster = 0, len(fastest.amounts)  # by bisection: the bytes grow with the units, all but exactly
     while slower < faster:
         middle = (slower + faster) // 2
         found = result(fastest.items(fastest.amounts[middle]))
-        if found.nbytes <= budget:
+        if found.nbytes <= room:
             best, slower = min(best, found, key=lambda schedule: schedule.seconds), middle + 1
         else:
             faster = middle
     return best
+
+
+def _checked(costs: Sequence[BlockCost]) -> list[BlockCost]:
+    """The costs, as `BlockCost`s of Python numbers."""
+    if not isinstance(costs, Sequence) or isinstance(costs, str):
+        raise fail(TypeError, "costs", "a sequence of BlockCost, one for each block", costs, "see chain_costs")
+    if not costs:
+        raise ValueError("costs must have one entry for each block, got none: a chain has at least one block")
+    found = []
+    for index, cost in enumerate(costs):
+        name = f"costs[{index}]"
+        if not isinstance(cost, tuple | list) or not 4 <= len(cost) <= len(BlockCost._fields):
+            raise fail(TypeError, name, "a BlockCost (forward, backward, output, kept, ...)", cost)
+        forward, backward = (number(f"{name}.{_FIELDS[i]}", cost[i], least=0) for i in range(2))
+        sizes = [
+            integer(f"{name}.{_FIELDS[i]}", cost[i], least=0, what="a number of bytes") for i in range(2, len(cost))
+        ]
+        found.append(BlockCost(forward, backward, *sizes))
+    return found
 
 
 def predict(items: Items, costs: Sequence[BlockCost]) -> tuple[float, int]:
@@ -157,8 +183,12 @@ def predict(items: Items, costs: Sequence[BlockCost]) -> tuple[float, int]:
                 held -= costs[last(item)].output
                 visit(item, held)
 
-    visit(items, 0)
+    visit(items, _standing(costs))
     return seconds, peak
+
+
+def _standing(costs: Sequence[BlockCost]) -> int:
+    return sum(cost.standing for cost in set(costs))
 
 
 def blocks_of(item: Any) -> Iterator[int]:

@@ -4,13 +4,15 @@ import difflib
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
 
+from memjax import _check
+from memjax.remat._checkpoint_modules import wrapped
 from memjax.remat.policies import NamePolicy
 
 
@@ -38,26 +40,38 @@ def checkpoint(
 
     Args:
       f: a function of pytrees of arrays. What it closes over (parameters, Flax modules) is differentiated
-        as usual.
+        as usual. Or a Flax module or class of modules, Linen or NNX: the result is one of the same kind with the
+        same variables, whose `__call__` is checkpointed. A class of Linen is named as by `nn.remat`; an instance of
+        NNX shares its variables with the one given.
       policy: what to keep, `policies.save("conv_output") | policies.offload("mlp_hidden")`. None: nothing
         but the inputs.
       prevent_cse: as in `jax.checkpoint`: False inside a `scan`, whose loop keeps forward and recomputation
         apart.
-      static_argnums: positions of arguments that are no arrays, as in `jax.checkpoint`.
+      static_argnums: positions of arguments that are no arrays, as in `jax.checkpoint`; of a module's `__call__`, `self`
+        is position 0, as in `nn.remat`.
 
     Raises:
-      TypeError: `f` is not callable, or `policy` is not from `memjax.remat.policies`.
+      TypeError: `f` is not callable, `policy` is not from `memjax.remat.policies`, or a position is no integer; for
+        NNX, when called, a module among the arguments.
     """
-    if not callable(f):
-        raise TypeError(f"f must be a function, got {f!r}.")
+    _check.function("f", f)
+    _check.flag("prevent_cse", prevent_cse)
+    if policy is not None and not isinstance(policy, NamePolicy):
+        fix = "for the policies of jax.checkpoint_policies use jax.checkpoint"
+        raise _check.fail(TypeError, "policy", "made by memjax.remat.policies.save or offload", policy, fix)
+    given = static_argnums if isinstance(static_argnums, Sequence) else (static_argnums,)
+    static = tuple(_check.integer("static_argnums", position, what="positions of arguments") for position in given)
+    wrap = functools.partial(_checkpoint, policy=policy, prevent_cse=prevent_cse)
+    module = wrapped(wrap, f, static)
+    return wrap(f, static_argnums=static) if module is None else module
+
+
+def _checkpoint(
+    f: Callable, *, policy: NamePolicy | None, prevent_cse: bool, static_argnums: tuple[int, ...]
+) -> Callable:
+    static = static_argnums
     if policy is None:
-        return jax.checkpoint(f, prevent_cse=prevent_cse, static_argnums=static_argnums)
-    if not isinstance(policy, NamePolicy):
-        raise TypeError(
-            f"policy must be made by memjax.remat.policies.save or offload, got {policy!r}. "
-            "For the policies of jax.checkpoint_policies use jax.checkpoint."
-        )
-    static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+        return jax.checkpoint(f, prevent_cse=prevent_cse, static_argnums=static)
 
     # Called by jax.checkpoint when, and only when, it traces. `f` itself runs once; its equations are then
     # replayed.
@@ -75,7 +89,7 @@ def checkpoint(
         outs = jaxpr_as_fun(jaxpr)(*jax.tree.leaves((dynamic, kwargs)))
         return jax.tree.unflatten(jax.tree.structure(out_shape), outs)
 
-    return jax.checkpoint(checked, prevent_cse=prevent_cse, policy=policy.to_jax(), static_argnums=static_argnums)
+    return jax.checkpoint(checked, prevent_cse=prevent_cse, policy=policy.to_jax(), static_argnums=static)
 
 
 def _warn_of_unmatched(f: Callable, policy: NamePolicy, closed_jaxpr) -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from memjax._check import readable_bytes
 from memjax.remat._costs import Costs, model
 from memjax.remat._forward_counts import HiddenCounts
 from memjax.remat._plan import Plan
@@ -22,8 +23,25 @@ _MOST_MOVES = 1 << 24  # in a table: 64 MiB of program, and of the order of a mi
 _WORTH_IT = 0.98  # of the best time so far, for a plan of both kinds of states
 
 
-def exact(length: int, slots: int, strategy: Strategy, step: Step, backward: Backward) -> Plan:
-    """The schedule for `slots` units of one carry, single steps as blocks."""
+def exact(
+    length: int, slots: int, strategy: Strategy | None, step: Step, backward: Backward, costs: Costs | None
+) -> Plan:
+    """The schedule for `slots` units of one carry, single steps as blocks; without a strategy the fastest one's."""
+    if strategy is not None:
+        return _exact(length, slots, strategy, step, backward)
+    plan = _exact(length, slots, "hidden", step, backward)
+    # Both kinds of states only where rows of residuals look like carries, as words would lose how the carry is sharded,
+    # and where the schedule is found in no time. Internal states alone are counted in another unit.
+    store = Shared(step.carry, backward.kept, 1, slots)
+    useful = min(slots, (1 + store.rows_of_kept) * length)
+    if not store.keeps_types or length * useful > _LARGEST_TABLE:
+        return plan
+    costs = costs or model(step, backward.kept_nbytes)
+    mixed = _exact(length, slots, "mixed", step, backward)
+    return min(plan, mixed, key=lambda candidate: _exact_seconds(candidate, costs))
+
+
+def _exact(length: int, slots: int, strategy: Strategy, step: Step, backward: Backward) -> Plan:
     size = 1 + Shared(step.carry, backward.kept, 1, slots).rows_of_kept
     plan = schedule(length, slots, strategy=strategy, internal_size=size)
     if plan.forward_steps > _MOST_MOVES:
@@ -34,16 +52,31 @@ def exact(length: int, slots: int, strategy: Strategy, step: Step, backward: Bac
     return Plan(length, 1, 1, plan)
 
 
-def check_budget(budget: int, length: int, carry: int, kept: int) -> None:
-    """Raise ValueError where nothing fits that can be run."""
+def _exact_seconds(plan: Plan, costs: Costs) -> float:
+    """Predicted time of a schedule over single steps."""
+    assert plan.schedule is not None
+    steps = plan.length * (costs.forward + costs.backward)
+    again = plan.schedule.forward_steps - plan.length
+    if not plan.keeps_residuals:
+        return steps + again * (costs.forward + costs.turn)
+    # Every step that runs again writes residuals to a row, whoever reads them, and every backward step reads a row.
+    return steps + again * (costs.forward + costs.turn + costs.store / 2) + plan.length * (costs.turn + costs.store)
+
+
+def check_budget(budget: int | str | None, length: int, carry: int, kept: int) -> int:
+    """The bytes to plan with; ValueError where nothing fits that can be run. "min" is the least for which there is a plan."""
     slots = _least_slots(length)
     needed = min((slots + 1) * carry + kept, carry + length * kept)
+    if budget == "min":
+        return needed
+    assert isinstance(budget, int)
     if budget < needed:
         raise ValueError(
-            f"budget is {budget} bytes, but the least possible is {needed}: {slots + 1} carries of {carry} bytes and "
-            f"one step's residuals of {kept}. There each step runs forward "
-            f"{HiddenCounts().count(length, slots) / length:.1f} times on average; give that or more"
+            f"budget is {readable_bytes(budget)}, but the least possible is {needed} bytes: {slots + 1} carries of "
+            f"{readable_bytes(carry)} and one step's residuals of {readable_bytes(kept)}. There each step runs forward "
+            f'{HiddenCounts().count(length, slots) / length:.1f} times on average; give that or more, or "min"'
         )
+    return budget
 
 
 def _least_slots(length: int) -> int:

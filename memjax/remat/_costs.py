@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from memjax._check import number
 from memjax._jaxpr import nbytes
 from memjax.remat._jaxpr import expensive
 from memjax.remat._step import Step
@@ -24,6 +25,9 @@ class Costs:
       store: writing the residuals of one step to memory and reading them again.
       loop: starting a loop over the steps of a block.
       turn: a turn of a loop whose number of turns stands in a table, and moving its state to and from a slot.
+
+    Raises:
+      ValueError: a time that is negative or not finite.
     """
 
     forward: float
@@ -31,6 +35,10 @@ class Costs:
     store: float
     loop: float
     turn: float
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            number(field.name, getattr(self, field.name), least=0)
 
 
 def model(step: Step, kept: int) -> Costs:
@@ -41,7 +49,7 @@ def model(step: Step, kept: int) -> Costs:
     if jax.default_backend() == "gpu":
         heavy = sum(expensive(eqn) for eqn in eqns)
         forward = 3e-6 * (1 + heavy) + flops / 4e13 + moved / 2e13
-        return Costs(forward, forward, store=2 * kept / 3e12, loop=7e-6, turn=1.3e-5)
+        return Costs(forward, forward, store=6e-6 + 2 * kept / 3e12, loop=7e-6, turn=1.3e-5)
     forward = 3e-7 * len(eqns) + flops / 4e11 + moved / 6e10
     return Costs(
         forward,

@@ -10,7 +10,7 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from memjax.remat._step import merge, pick
+from memjax.remat._step import is_float, merge, pick
 
 
 def differentiated_as(reference: Callable[..., Any], fast: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,8 +56,30 @@ batching.defvectorized(_reverse_only_p)
 ad.deflinear2(_reverse_only_p, lambda ct, _, *, message: [ct])
 
 
+_without_derivative_p = core.Primitive("without_derivative")
+"""The identity on values that must not be differentiated."""
+
+
+def _refuse_tangents(*_: Any, message: str) -> Any:
+    raise TypeError(message)
+
+
+_without_derivative_p.def_impl(lambda value, *, message: value)
+_without_derivative_p.def_abstract_eval(lambda value, *, message: value)
+mlir.register_lowering(_without_derivative_p, lambda _, value, *, message: [value])
+batching.defvectorized(_without_derivative_p)
+ad.primitive_jvps[_without_derivative_p] = _refuse_tangents
+
+
+def without_derivative(value: Any, message: str) -> Any:
+    """`value`, of which every kind of differentiation raises TypeError with `message`."""
+    return _without_derivative_p.bind(value, message=message)
+
+
 def reverse_only(value: Any, message: str) -> Any:
-    """`value`, of which forward-mode differentiation raises TypeError with `message`."""
+    """`value`, of which forward-mode differentiation raises TypeError with `message`; what is no float as it is."""
+    if not is_float(jax.typeof(value)):
+        return value
 
     @jax.custom_jvp
     def identity(value):

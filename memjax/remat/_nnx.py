@@ -47,7 +47,7 @@ class RNN(nnx.RNN):
         return_carry: bool = False,
         reverse: bool = False,
         keep_order: bool = False,
-        broadcast_rngs: nnx.filterlib.Filter = None,
+        broadcast_rngs: Any = None,
         rngs: nnx.Rngs | bool = True,
     ):
         super().__init__(

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from memjax import _check
 from memjax.remat._blocks import Blocks, Pull, zeros
 from memjax.remat._costs import Costs
-from memjax.remat._step import Arrays, Backward, is_float, pick, trace_step
+from memjax.remat._step import Arrays, Backward, as_arrays, is_float, pick, trace_step
 from memjax.remat._store import Separate
 
 _BLOCK = 8  # steps of a block whose residuals are kept
@@ -41,8 +42,16 @@ def profile(f: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any = None)
     starting a program and a busy machine count for little.
 
     Raises:
-      TypeError: a carry whose structure or type changes.
+      TypeError: what is no concrete array; a carry whose structure or type changes.
+      ValueError: no row in `xs`.
     """
+    _check.function("f", f)
+    for name, tree in (("init", init), ("xs", xs)):
+        for leaf in jax.tree.leaves(as_arrays(name, tree)):
+            if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
+                raise _check.fail(TypeError, name, "concrete arrays", leaf, "profile runs f: call it outside jit")
+    if any(not jnp.ndim(leaf) or not len(leaf) for leaf in jax.tree.leaves(xs)):
+        raise _check.fail(ValueError, "xs", "arrays with at least one row", xs, "a few rows will do")
     step, carry = trace_step(f, init, xs)
     backward = Backward(step, [is_float(jax.typeof(c)) for c in step.consts], [False] * len(step.x))
     rows = [jnp.asarray(x) for x in jax.tree.leaves(xs)]

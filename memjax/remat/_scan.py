@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from memjax import _check
 from memjax.remat._blocks import Blocks, zeros
 from memjax.remat._choose import check_budget, choose, exact
 from memjax.remat._costs import Costs
@@ -20,15 +21,14 @@ from memjax.remat._derivatives import differentiated_as, reverse_only
 from memjax.remat._execute import forward, pull_back
 from memjax.remat._plan import Plan
 from memjax.remat._schedule import Strategy
-from memjax.remat._step import Backward, Step, drop, is_float, merge, pick, trace_step
+from memjax.remat._step import Arrays, Backward, Step, as_arrays, drop, is_float, merge, pick, trace_step
 
-_STRATEGIES = ("hidden", "internal", "mixed")
+_STRATEGIES = (None, "hidden", "internal", "mixed")
 _FORWARD_MODE = (
     "memjax.remat.scan cannot be differentiated in forward mode (jax.jvp, jax.jacfwd, jax.linearize). Use "
-    "jax.lax.scan there, which keeps nothing per step then; or reverse mode: jax.grad, jax.vjp, jax.jacrev, and "
-    "jax.jvp or jax.jacfwd of those"
+    "jax.lax.scan there (nnx.RNN, nn.RNN), which keeps nothing per step then; or reverse mode: jax.grad, jax.vjp, "
+    "jax.jacrev, and jax.jvp or jax.jacfwd of those"
 )
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def scan(
@@ -40,7 +40,7 @@ def scan(
     reverse: bool = False,
     slots: int | None = None,
     budget: int | str | None = None,
-    strategy: Strategy = "mixed",
+    strategy: Strategy | None = None,
     costs: Costs | None = None,
 ) -> tuple[Any, Any]:
     """`jax.lax.scan(f, init, xs, length, reverse=reverse)`, differentiated in reverse within a memory budget.
@@ -53,12 +53,15 @@ def scan(
       reverse: run from the last row of `xs` to the first.
       slots: memory in units of one carry, the first state's included: exactly the schedule
         `memjax.remat.schedule(length, slots, strategy=strategy, internal_size=a)` runs, step by step, where a kept
-        internal state takes a = 1 + ceil(r / s) units: r bytes of a step's residuals, s bytes of a carry.
-      budget: memory in bytes, or a text like "64MiB" (units B, KB, MB, GB, KiB, MiB, GiB). It counts all that is kept
+        internal state takes a = 1 + ceil(r / s) units: r bytes of a step's residuals, s bytes of a carry. What `f` hands
+        on unchanged is no part of the carry here: it is taken as closed over, and given back as it is.
+      budget: memory in bytes, or a text like "64MiB", or "min": the least possible. It counts all that is kept
         for the backward pass beyond `xs`, `init`, what `f` closes over, and outputs: carries and residuals, those of
         the step at work included. Of the plans that fit, the fastest by `costs` runs. Give exactly one of `slots` and
         `budget`.
-      strategy: what `slots` may hold: "hidden" states, "internal" states, or both ("mixed").
+      strategy: what `slots` may hold: "hidden" states, "internal" states (of which each takes one slot, whatever its size),
+        or both ("mixed"). None: "hidden" or "mixed", whichever is predicted to be faster, and "hidden" where residuals
+        cannot be cut into arrays like the carry's leaves.
       costs: seconds to predict with, as `memjax.remat.profile` measures them; by default a rough model of the step.
 
     Returns:
@@ -77,42 +80,61 @@ def scan(
 
     Raises:
       ValueError: both or neither of `slots` and `budget`; a budget that nothing fits (the message gives the least
-        possible and its cost); an unknown `strategy`; `xs` of different lengths, or no length at all.
-      TypeError: a carry whose structure or type changes; forward-mode differentiation (`jax.jvp`, `jax.jacfwd`,
-        `jax.linearize`), for which `jax.lax.scan` keeps nothing per step anyway.
+        possible and its cost); a `strategy`, `slots`, `length` or `budget` out of range; `xs` of different lengths, or
+        no length at all.
+      TypeError: what is no array in `init` or `xs`; a carry whose structure or type changes; forward-mode
+        differentiation (`jax.jvp`, `jax.jacfwd`, `jax.linearize`), for which `jax.lax.scan` keeps nothing per step
+        anyway.
 
     Source: Gruslys et al. 2016, section 3.
     """
+    _check.function("f", f)
+    init, xs = as_arrays("init", init), as_arrays("xs", xs)
     length = _length(xs, length)
     if (slots is None) == (budget is None):
         raise ValueError(f"give exactly one of slots and budget, got slots={slots!r} and budget={budget!r}")
-    if strategy not in _STRATEGIES:
-        raise ValueError(f"strategy must be one of {', '.join(_STRATEGIES)}, got {strategy!r}")
-    if slots is not None and (not isinstance(slots, int) or slots < 1):
-        raise ValueError(f"slots must be a whole number of carries, at least 1, got {slots!r}")
-    room = parse_bytes(budget) if budget is not None else 0
+    _check.choice("strategy", strategy, _STRATEGIES)
+    if slots is not None:
+        slots = _check.integer("slots", slots, least=1, what="a number of carries")
+    if budget is not None:
+        budget = _check.byte_count("budget", budget, words=("min",))
+    if costs is not None and not isinstance(costs, Costs):
+        raise _check.fail(
+            TypeError, "costs", "a memjax.remat.Costs or None", costs, "memjax.remat.profile measures them"
+        )
+    init, xs = as_arrays("init", init), as_arrays("xs", xs)
     if length == 0:
         return lax.scan(f, init, xs, length, reverse=reverse)
 
     step, init_leaves = trace_step(f, init, xs)
+    carry_tree, moving, constant = step.carry_tree, step.moving, drop(init_leaves, step.moving)
+    if constant:
+
+        def smaller(carry: Arrays, x: Any) -> tuple[Arrays, Any]:
+            carry, y = f(jax.tree.unflatten(carry_tree, merge(carry, constant, moving)), x)
+            return pick(jax.tree.leaves(carry), moving), y
+
+        step, init_leaves = trace_step(smaller, pick(init_leaves, moving), xs)
     xs_leaves = [jnp.asarray(x) for x in jax.tree.leaves(xs)]
+    room = 0
     if slots is None:
         everything = Backward(step, [is_float(jax.typeof(c)) for c in step.consts], [is_float(x) for x in step.x])
-        check_budget(room, length, step.carry_nbytes, everything.kept_nbytes)
+        room = check_budget(budget, length, step.carry_nbytes, everything.kept_nbytes)
 
     def plan(backward: Backward) -> Plan:
         if slots is not None:
-            return exact(length, slots, strategy, step, backward)
+            return exact(length, slots, strategy, step, backward, costs)
         return choose(length, room, step, backward, costs)
 
-    guarded = [list(map(_guarded, group)) for group in (step.consts, init_leaves, xs_leaves)]
+    groups = (step.consts, init_leaves, xs_leaves)
+    guarded = [[reverse_only(value, _FORWARD_MODE) for value in group] for group in groups]
     try:
         carry, ys = _differentiable(step, plan, length, reverse)(*guarded)
     except TypeError as error:  # jax.vmap of jax.jvp meets the custom rule before the guard
         if "forward-mode" not in str(error):
             raise
         raise TypeError(_FORWARD_MODE) from error
-    return jax.tree.unflatten(step.carry_tree, carry), jax.tree.unflatten(step.y_tree, ys)
+    return jax.tree.unflatten(carry_tree, merge(carry, constant, moving)), jax.tree.unflatten(step.y_tree, ys)
 
 
 def _differentiable(step: Step, plan: Callable[[Backward], Plan], length: int, reverse: bool) -> Callable[..., Any]:
@@ -129,7 +151,8 @@ def _differentiable(step: Step, plan: Callable[[Backward], Plan], length: int, r
 
     def run_forward(consts, init, xs):
         chosen = _Chosen(step, plan, _differentiated(consts), _differentiated(xs))
-        values = [[argument.value for argument in group] for group in (consts, init, xs)]
+        # jax.linearize hands Python numbers on as they are.
+        values = [[jnp.asarray(argument.value) for argument in group] for group in (consts, init, xs)]
 
         def fast(consts, init, xs):
             carry, ys, saved = forward(chosen.plan, Blocks(step, consts, xs, length, reverse), chosen.backward, init)
@@ -184,12 +207,8 @@ class _Chosen:
         return isinstance(other, _Chosen) and self.key == other.key
 
 
-def _guarded(value: Any) -> Any:
-    return reverse_only(value, _FORWARD_MODE) if is_float(jax.typeof(value)) else value
-
-
 def _differentiated(arguments: list[Any]) -> list[bool]:
-    return [argument.perturbed and is_float(argument.value) for argument in arguments]
+    return [argument.perturbed and is_float(jax.typeof(argument.value)) for argument in arguments]
 
 
 def _is_zero(ct: Any) -> bool:
@@ -207,25 +226,10 @@ def _length(xs: Any, length: int | None) -> int:
             raise ValueError(f"xs{jax.tree_util.keystr(path)} has no axis to scan over: it is a scalar")
         lengths[f"xs{jax.tree_util.keystr(path)}"] = jnp.shape(leaf)[0]
     if length is not None:
-        lengths["length"] = int(length)
+        lengths["length"] = _check.integer("length", length, least=0, what="a number of steps")
     if not lengths:
-        raise ValueError("scan needs a length: xs has no arrays, and length is None")
+        raise ValueError("length must be given where xs has no arrays, got None")
     if len(set(lengths.values())) > 1:
         given = ", ".join(f"{name}: {n}" for name, n in lengths.items())
         raise ValueError(f"xs and length must agree on the number of steps, got {given}")
     return next(iter(lengths.values()))
-
-
-def parse_bytes(budget: int | str) -> int:
-    """Bytes from a number or a text like "64MiB" or "1.5GB"."""
-    if isinstance(budget, str):
-        for unit in sorted(_UNITS, key=len, reverse=True):
-            if budget.endswith(unit):
-                try:
-                    return int(float(budget.removesuffix(unit)) * _UNITS[unit])
-                except ValueError:
-                    break
-        raise ValueError(f'budget must be bytes or a text like "64MiB" (units {", ".join(_UNITS)}), got {budget!r}')
-    if budget < 0:
-        raise ValueError(f"budget must not be negative, got {budget}")
-    return int(budget)

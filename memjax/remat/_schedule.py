@@ -1,7 +1,7 @@
 """Optimal schedules for backpropagation through a chain of equal steps within a number of memory slots.
 
 Gruslys et al. 2016, "Memory-Efficient Backpropagation Through Time" (NeurIPS). A schedule is plain data: what
-to run, what to keep and where, in order. Nothing here needs JAX.
+to run, what to keep and where, in order.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import json
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
+from memjax import _check
 from memjax.remat._forward_counts import HiddenCounts, InternalCounts, MixedCounts
 
 Strategy = Literal["hidden", "internal", "mixed", "mixed-shared"]
+_MOST_ENTRIES = 50_000_000  # of a table of both kinds of states: 400 MB
 STRATEGIES = ("hidden", "internal", "mixed", "mixed-shared")
 
 INIT = -1  # the state the whole chain starts from, where it is not one of the slots ("internal")
@@ -137,8 +139,16 @@ class Schedule:
 
     @classmethod
     def from_json(cls, text: str) -> Schedule:
-        """The schedule that `to_json` wrote."""
-        return cls(**json.loads(text))
+        """The schedule that `to_json` wrote; ValueError for any other text."""
+        fields = json_fields(text, "Schedule", [field.name for field in dataclasses.fields(cls)])
+        plan = schedule(
+            fields["length"], fields["slots"], strategy=fields["strategy"], internal_size=fields["internal_size"]
+        )
+        if plan.forward_steps != fields["forward_steps"]:
+            raise _check.fail(
+                ValueError, "forward_steps", f"{plan.forward_steps} as for this schedule", fields["forward_steps"]
+            )
+        return plan
 
     def __str__(self) -> str:
         extra = "" if self.strategy in ("hidden", "internal") else f", internal states of {self.internal_size}"
@@ -183,18 +193,31 @@ def schedule(length: int, slots: int, *, strategy: Strategy = "mixed", internal_
 
     Source: Gruslys et al. 2016, section 3, equations 2, 4, 8, 9 and 10.
     """
-    if length < 0:
-        raise ValueError(f"length must be at least 0, got {length}")
-    if slots < 1:
-        raise ValueError(f"slots must be at least 1, got {slots}: the working state needs one")
+    _check.choice("strategy", strategy, STRATEGIES)
+    length = _check.integer("length", length, least=0, what="a number of steps")
+    slots = _check.integer("slots", slots, least=1, what="units of memory", fix="the working state needs one")
     least = 2 if strategy == "mixed-shared" else 1
-    if internal_size < least:
+    fix = "it includes the output hidden state" + (', and with "mixed-shared" the input as well' if least == 2 else "")
+    internal_size = _check.integer("internal_size", internal_size, least=least, what="units of memory", fix=fix)
+    entries = (length + 1) * (min(slots, internal_size * length + 1) + 1)
+    if strategy in ("mixed", "mixed-shared") and entries > _MOST_ENTRIES:
         raise ValueError(
-            f"internal_size must be at least {least} for {strategy!r} (it includes the output hidden "
-            f'state, and with "mixed-shared" the input as well), got {internal_size}'
+            f"length and slots must give a table of at most {_MOST_ENTRIES:,} entries for {strategy!r}, got length={length} "
+            f'and slots={slots}: use "hidden" or "internal", which need no table, or blocks of several steps'
         )
     forward_steps = _counts(length, slots, strategy, internal_size).count(length, slots) if length else 0
     return Schedule(length, slots, strategy, internal_size, forward_steps)
+
+
+def json_fields(text: str, kind: str, names: list[str]) -> dict[str, Any]:
+    """The fields of a dataclass written as JSON."""
+    try:
+        fields = json.loads(text)
+    except (TypeError, ValueError):
+        fields = None
+    if not isinstance(fields, dict) or set(fields) != set(names):
+        raise _check.fail(ValueError, "text", f"what {kind}.to_json wrote", text)
+    return fields
 
 
 @functools.lru_cache(maxsize=4)
@@ -203,6 +226,4 @@ def _counts(length: int, slots: int, strategy: str, internal_size: int) -> Hidde
         return HiddenCounts()
     if strategy == "internal":
         return InternalCounts()
-    if strategy in ("mixed", "mixed-shared"):
-        return MixedCounts(length, slots, internal_size, shared=strategy == "mixed-shared")
-    raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
+    return MixedCounts(length, slots, internal_size, shared=strategy == "mixed-shared")

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from memjax import _check
 from memjax._jaxpr import evaluate, nbytes
 from memjax.remat._jaxpr import Part
 from memjax.remat._min_cut import smallest_kept
@@ -50,6 +51,13 @@ class Step:
         """One step: (carry, y)."""
         out = evaluate(self.jaxpr, consts, [*carry, *x], differentiable=True)
         return out[: len(self.carry)], out[len(self.carry) :]
+
+    @functools.cached_property
+    def moving(self) -> list[bool]:
+        """Which leaves of the carry change from step to step: the others come out as they went in."""
+        n = len(self.carry)
+        inputs, outputs = self.jaxpr.invars[:n], self.jaxpr.outvars[:n]
+        return [given is not returned for given, returned in zip(inputs, outputs, strict=True)]
 
     @functools.cached_property
     def carry_nbytes(self) -> int:
@@ -106,6 +114,20 @@ def _as_strong_as(leaf: Any, aval: Any) -> Any:
     if jax.typeof(leaf).weak_type and not (aval.weak_type and aval.dtype == leaf.dtype):
         return jax.lax.convert_element_type(leaf, aval.dtype)
     return leaf
+
+
+def as_arrays(name: str, tree: Any) -> Any:
+    """The tree, its leaves as arrays; types of arrays as they are."""
+
+    def convert(path: Any, leaf: Any) -> Any:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        if isinstance(leaf, bool | int | float | complex) or (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+            return jnp.asarray(leaf)
+        where = f"{name}{jax.tree_util.keystr(path)}"
+        raise _check.fail(TypeError, where, "an array or a number", leaf, "close over what is no array")
+
+    return jax.tree_util.tree_map_with_path(convert, tree)
 
 
 class Backward:

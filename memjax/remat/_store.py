@@ -60,7 +60,7 @@ class Shared:
 
     Where every residual is made of pieces that look like a leaf of the carry (the sum going into the gates of an LSTM:
     four hidden states side by side), the rows keep the carry's types, and with them its sharding. Otherwise they hold
-    words of 32 bits.
+    words of 32 bits, residuals of 2 and 4 bits packed.
     """
 
     def __init__(self, carry: Sequence[Any], kept: Sequence[Any], block: int, rows: int):
@@ -170,7 +170,7 @@ class _Pieces:
 
 
 def _looks(aval: Any) -> tuple[Any, ...]:
-    return aval.shape, aval.dtype, aval.manual_axis_type.varying
+    return aval.shape, aval.dtype, _varying(aval)
 
 
 def _pieces(whole: tuple[Any, ...], piece: tuple[Any, ...]) -> int:
@@ -183,43 +183,86 @@ def _pieces(whole: tuple[Any, ...], piece: tuple[Any, ...]) -> int:
     return 0 if shape[-1] % part[-1] else shape[-1] // part[-1]
 
 
+class _Leaf(NamedTuple):
+    """The type of an array, and the mesh axes of a surrounding `shard_map` that its values differ along."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    varying: frozenset[str]
+
+
 class _Words:
-    """One buffer of 32-bit words: a state in a row, residuals laid end to end."""
+    """Buffers of 32-bit words: a state in a row, residuals laid end to end.
+
+    Inside `shard_map` each set of mesh axes that values vary over has a buffer of its own, as a value cannot be made to
+    vary over fewer. Where the carry has nothing of such a set, its buffer is as wide as residuals need it, beyond the slots.
+    """
 
     def __init__(self, carry: Sequence[Any], kept: Sequence[Any], block: int):
-        self.carry = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in carry]
-        self.kept_types = [jax.ShapeDtypeStruct((block, *aval.shape), aval.dtype) for aval in kept]
-        self.width = max(sum(map(_count, self.carry)), 1)
-        self.rows = max(-(-sum(map(_count, self.kept_types)) // self.width), 1)
+        self.carry = [_Leaf(aval.shape, aval.dtype, _varying(aval)) for aval in carry]
+        self.kept_types = [_Leaf((block, *aval.shape), aval.dtype, _varying(aval)) for aval in kept]
+        kinds = sorted({leaf.varying for leaf in (*self.carry, *self.kept_types)}, key=sorted)
+        self.kinds = kinds or [frozenset[str]()]
+        states = [self._words(self.carry, kind) for kind in self.kinds]
+        residuals = [self._words(self.kept_types, kind) for kind in self.kinds]
+        self.rows = max(-(-sum(residuals) // max(sum(states), 1)), 1)
+        needed = [-(-words // self.rows) for words in residuals]
+        self.widths = [max(pair) for pair in zip(states, needed, strict=True)]
+
+    @staticmethod
+    def _words(leaves: Sequence[_Leaf], kind: frozenset[str]) -> int:
+        return sum(_count(leaf) for leaf in leaves if leaf.varying == kind)
 
     def cells(self, state: Arrays) -> Arrays:
-        return [_to_words(state, self.width)]
+        return self._to_words(state, self.carry, 1)
 
     def state(self, cells: Arrays) -> Arrays:
-        return _from_words(cells[0], self.carry)
+        return self._from_words(cells, self.carry)
 
     def put_kept(self, buffers: Arrays, row: Any, kept: Arrays) -> Arrays:
-        words = _to_words(kept, self.rows * self.width).reshape(self.rows, self.width)
-        return [lax.dynamic_update_slice_in_dim(buffers[0], words, row, 0)]
+        words = self._to_words(kept, self.kept_types, self.rows)
+        words = [flat.reshape(self.rows, width) for flat, width in zip(words, self.widths, strict=True)]
+        return [
+            lax.dynamic_update_slice_in_dim(buffer, new, row, 0) for buffer, new in zip(buffers, words, strict=True)
+        ]
 
     def kept(self, cells: Arrays) -> Arrays:
-        return _from_words(cells[0].reshape(-1), self.kept_types)
+        return self._from_words([cell.reshape(-1) for cell in cells], self.kept_types)
+
+    def _to_words(self, leaves: Arrays, types: Sequence[_Leaf], rows: int) -> Arrays:
+        """One array of words for each kind."""
+        found = []
+        for kind, width in zip(self.kinds, self.widths, strict=True):
+            words = [_leaf_to_words(leaf) for leaf, type_ in zip(leaves, types, strict=True) if type_.varying == kind]
+            room = jnp.zeros(rows * width - sum(map(len, words)), jnp.uint32)
+            found.append(jnp.concatenate([*words, lax.pcast(room, tuple(kind), to="varying") if kind else room]))
+        return found
+
+    def _from_words(self, words: Arrays, types: Sequence[_Leaf]) -> Arrays:
+        start = [0] * len(self.kinds)
+        found = []
+        for leaf in types:
+            kind = self.kinds.index(leaf.varying)
+            stop = start[kind] + _count(leaf)
+            found.append(_leaf_from_words(words[kind][start[kind] : stop], leaf.shape, leaf.dtype))
+            start[kind] = stop
+        return found
+
+
+def _varying(aval: Any) -> frozenset[str]:
+    return frozenset(aval.manual_axis_type.varying)
 
 
 def _count(aval: Any) -> int:
     """Words of an array, the last one padded."""
-    return -(-nbytes(aval) // 4)
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return -(-nbytes(aval) // 4)
+    return -(-math.prod(aval.shape) * jax.dtypes.itemsize_bits(_stored(aval.dtype)) // 32)
 
 
-def _to_words(leaves: Arrays, total: int) -> Any:
-    words = [_leaf_to_words(leaf) for leaf in leaves]
-    room = total - sum(len(w) for w in words)
-    return jnp.concatenate([*words, jnp.zeros(room, jnp.uint32)])
-
-
-def _from_words(words: Any, avals: Sequence[Any]) -> Arrays:
-    ends = np.cumsum([_count(aval) for aval in avals])
-    return [_leaf_from_words(words[end - _count(aval) : end], aval) for aval, end in zip(avals, ends, strict=True)]
+def _stored(dtype: Any) -> Any:
+    """The type whose bits are kept."""
+    return np.dtype(np.uint8) if jnp.issubdtype(dtype, bool) else dtype
 
 
 def _leaf_to_words(leaf: Any) -> Any:
@@ -227,17 +270,15 @@ def _leaf_to_words(leaf: Any) -> Any:
         return jax.random.key_data(leaf).reshape(-1)
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         leaf = jnp.stack([leaf.real, leaf.imag])
-    if jnp.issubdtype(leaf.dtype, bool):
-        leaf = leaf.astype(jnp.uint8)
-    flat, size = leaf.reshape(-1), leaf.dtype.itemsize
-    if size < 4:
-        per_word = 4 // size
+    leaf = leaf.astype(_stored(leaf.dtype))
+    flat, bits = leaf.reshape(-1), jax.dtypes.itemsize_bits(leaf.dtype)
+    if bits < 32:
+        per_word = 32 // bits
         flat = jnp.pad(flat, (0, -flat.size % per_word)).reshape(-1, per_word)
     return lax.bitcast_convert_type(flat, jnp.uint32).reshape(-1)
 
 
-def _leaf_from_words(words: Any, aval: Any) -> Any:
-    shape, dtype = aval.shape, aval.dtype
+def _leaf_from_words(words: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         found = []
 
@@ -245,13 +286,12 @@ def _leaf_from_words(words: Any, aval: Any) -> Any:
             found.append(jax.random.key_impl(key))
             return jax.random.key_data(key)
 
-        data = jax.eval_shape(ask, aval)
+        data = jax.eval_shape(ask, jax.ShapeDtypeStruct(shape, dtype))
         return jax.random.wrap_key_data(words.reshape(data.shape), impl=found[0])
     if jnp.issubdtype(dtype, jnp.complexfloating):
-        part = jax.ShapeDtypeStruct((2, *shape), jnp.finfo(dtype).dtype)
-        return lax.complex(*_leaf_from_words(words, part))
-    stored = np.dtype(np.uint8) if jnp.issubdtype(dtype, bool) else dtype
-    if stored.itemsize == 8:
+        return lax.complex(*_leaf_from_words(words, (2, *shape), jnp.finfo(dtype).dtype))
+    stored = _stored(dtype)
+    if jax.dtypes.itemsize_bits(stored) == 64:
         words = words.reshape(-1, 2)
     flat = lax.bitcast_convert_type(words, stored).reshape(-1)
     return flat[: math.prod(shape)].reshape(shape).astype(dtype)

@@ -12,6 +12,12 @@ from memjax.remat import _dense_triton
 from memjax.remat._dense_plain import plain
 from memjax.remat._dense_shared import shared
 from memjax.remat._dense_spec import KEEP, DenseParams, DenseSpec, DenseStatistics
+from memjax.remat._derivatives import reverse_only
+
+_FORWARD_MODE = (
+    "a dense block cannot be differentiated in forward mode (jax.jvp, jax.jacfwd, jax.linearize) unless keep is 'all', which "
+    "keeps nothing then; or use reverse mode: jax.grad, jax.vjp, jax.jacrev"
+)
 
 
 def dense_block(
@@ -71,7 +77,13 @@ def dense_block(
     if keep == "all":
         return plain(spec, params, running, dropout_key, x)
     implementation = _choose(implementation, spec, x.dtype)
-    features, statistics = shared(spec, keep, implementation, params, running, dropout_key, x)
+    params, x = jax.tree.map(lambda leaf: reverse_only(leaf, _FORWARD_MODE), (params, x))
+    try:
+        features, statistics = shared(spec, keep, implementation, params, running, dropout_key, x)
+    except TypeError as error:  # jax.vmap of jax.jvp meets the custom rule before the guard
+        if "forward-mode" not in str(error):
+            raise
+        raise TypeError(_FORWARD_MODE) from error
     return features, jax.lax.stop_gradient(statistics)
 
 

@@ -17,6 +17,8 @@ from memjax.remat._rnn import run_cell
 from memjax.remat._scan import scan
 from memjax.remat._step import drop, merge, pick
 
+__all__ = ["RNN", "Chain"]
+
 
 class RNN(nn.RNN):
     """`flax.linen.RNN` whose backward pass keeps within a memory budget, by `memjax.remat.scan`.

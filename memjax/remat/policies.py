@@ -22,6 +22,19 @@ from typing import Any
 
 import jax
 
+from memjax import _check
+
+__all__ = [
+    "ATTENTION_OUTPUT",
+    "BLOCK_INPUT",
+    "CONV_OUTPUT",
+    "DENSE_FEATURES",
+    "MLP_HIDDEN",
+    "NamePolicy",
+    "offload",
+    "save",
+]
+
 CONV_OUTPUT = "conv_output"
 """What a convolution returns, before normalisation."""
 DENSE_FEATURES = "dense_features"
@@ -48,7 +61,11 @@ class NamePolicy:
     saved: frozenset[str] = frozenset()
     offloaded: frozenset[str] = frozenset()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
+        for name in ("saved", "offloaded"):
+            names = getattr(self, name)
+            if not isinstance(names, frozenset) or not all(isinstance(value, str) for value in names):
+                raise _check.fail(TypeError, name, "a frozenset of names", names, "policies.save and offload make one")
         if both := self.saved & self.offloaded:
             raise ValueError(f"names {sorted(both)} are both saved and offloaded: choose one for each.")
 
@@ -104,6 +121,11 @@ def offload(*names: str) -> NamePolicy:
     device memory falls by the bytes offloaded. For layers unrolled in Python, XLA:GPU may put the copies off
     until the backward pass needs them back, which saves nothing and can need more.
     `memjax.measure(...).temp_bytes` tells.
+
+    XLA:GPU as of JAX 0.11.0 read what a scan's layers had offloaded in the wrong order in the backward pass, without a
+    word (XLA 46231). With JAX 0.11.2 on an H200, gradients are those without offload in `lax.scan`, forwards and reversed,
+    and in unrolled layers; in scans of scans and with `unroll=2` XLA stops with an internal error while compiling, and no
+    wrong gradient was seen. `tests/remat/test_offload_gpu.py` compares them: run it before trusting another version.
 
     Raises:
       TypeError: a name is not a string.

@@ -1,6 +1,7 @@
 """`remat.chain` against the blocks one after the other: values, gradients of every order, and the whole contract."""
 
 import functools
+import gc
 
 import chain_cases as cases
 import jax
@@ -10,7 +11,7 @@ import pytest
 from chain_cases import close, plain
 from jax.sharding import PartitionSpec
 
-from memjax.remat import BlockCost, ChainSchedule, chain, chain_costs, chain_schedule
+from memjax.remat import BlockCost, ChainSchedule, chain, chain_costs, chain_schedule, schedule
 
 
 def items(*items):
@@ -238,12 +239,21 @@ def test_frozen_parameters_cost_no_arithmetic():
     assert ours < 1.05 * plainly  # elementwise values are computed again
 
 
-def test_forward_mode_says_what_to_use_instead():
-    blocks, params, x = cases.mlps()
-    with pytest.raises(
-        TypeError, match=r"memjax\.remat\.chain cannot be differentiated in forward mode; call the blocks"
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_forward_mode_says_what_to_use_instead(wrap):
+    blocks, params, x = cases.mlps(count=2)
+
+    def f(x):
+        return chain(blocks, params, x, budget="1MiB")
+
+    for run in (
+        lambda: jax.jvp(f, (x,), (x,)),
+        lambda: jax.jacfwd(f)(x),
+        lambda: jax.linearize(f, x)[1](x),
+        lambda: jax.vmap(lambda t: jax.jvp(f, (x,), (t,))[1])(x[None]),
     ):
-        jax.jvp(lambda x: chain(blocks, params, x, schedule=SCHEDULES["nested"]), (x,), (x,))
+        with pytest.raises(TypeError, match=r"forward mode .* Call the blocks one after the other"):
+            wrap(run)()
 
 
 @pytest.mark.parametrize(
@@ -251,10 +261,10 @@ def test_forward_mode_says_what_to_use_instead():
     [
         ({}, ValueError, "exactly one of budget and schedule"),
         ({"budget": 1, "schedule": SCHEDULES["kept"]}, ValueError, "exactly one of budget and schedule"),
-        ({"budget": "12 gigs"}, ValueError, "budget must be bytes or a text"),
-        ({"budget": 1}, ValueError, r"budget is 1 bytes, but the least possible is \d+, at [\d.]+ of the time"),
+        ({"budget": "12 gigs"}, ValueError, "budget must be a number of bytes or a text"),
+        ({"budget": 1}, ValueError, r"budget is 1 B, but the least possible is [\d.]+ KiB, at [\d.]+ of the time"),
         ({"budget": 1, "params": []}, ValueError, "params must have one entry per block, got 0 for 6 blocks"),
-        ({"budget": 1, "blocks": [], "params": []}, ValueError, "blocks is empty"),
+        ({"budget": 1, "blocks": [], "params": []}, ValueError, "blocks must have at least one function, got none"),
         ({"schedule": items(0, 1)}, ValueError, "schedule must be of 6 blocks in order"),
         ({"schedule": items(1, 0, 2, 3, 4, 5)}, ValueError, "schedule must be of 6 blocks in order"),
         (
@@ -262,6 +272,16 @@ def test_forward_mode_says_what_to_use_instead():
             ValueError,
             "costs must have one entry per block, got 1 for 6",
         ),
+        ({"budget": "infGiB"}, ValueError, "budget must be a number of bytes"),
+        ({"budget": float("nan")}, ValueError, "budget must be a number of bytes"),
+        ({"budget": b"1MiB"}, TypeError, "budget must be a number of bytes"),
+        ({"schedule": schedule(6, 2)}, TypeError, "schedule must be a ChainSchedule, got Schedule"),
+        ({"budget": 1, "blocks": [3] * 6}, TypeError, r"blocks\[0\] must be a function, got 3"),
+        ({"budget": 1, "blocks": None}, TypeError, "blocks must be a sequence of functions"),
+        ({"budget": 1, "params": ["a"] * 6}, TypeError, r"params\[0\] must be an array or a number, got 'a'"),
+        ({"budget": 1, "x": "abc"}, TypeError, "x must be an array or a number, got 'abc'"),
+        ({"budget": 1, "costs": [1] * 6}, TypeError, r"costs\[0\] must be a BlockCost"),
+        ({"budget": 1, "has_aux": "yes"}, TypeError, "has_aux must be True or False, got 'yes'"),
         ({"schedule": SCHEDULES["kept"], "costs": []}, ValueError, "costs decide what fits a budget"),
         ({"schedule": SCHEDULES["kept"], "has_aux": True}, TypeError, r"each block must return a pair \(y, aux\)"),
     ],
@@ -271,6 +291,39 @@ def test_bad_arguments(change, error, said):
     arguments = {"blocks": blocks, "params": params, "x": x} | change
     with pytest.raises(error, match=said):
         chain(**arguments)
+
+
+def test_a_block_that_cannot_be_traced_is_named():
+    blocks, params, _ = cases.mlps(width=4)
+    with pytest.raises(
+        TypeError, match=r"blocks\[0\] must take params\[0\] and an input of float32\[2,7\]: .*dot_general"
+    ):
+        chain(blocks, params, jnp.ones((2, 7), jnp.float32), budget="1MiB")
+
+
+def test_nothing_traced_stays_alive():
+    """Blocks may close over large constants, also of a gradient that has run."""
+
+    def once():
+        big = jnp.ones((256, 256))
+
+        def block(p, x):
+            return jnp.tanh(x @ p) + big[0, 0] + big.sum() * 0
+
+        def loss(p, budget):
+            return chain([block] * 3, [p] * 3, jnp.ones((4, 8)), budget=budget).sum()
+
+        for budget in ("1MiB", "min"):
+            jax.jit(jax.grad(lambda p: loss(p, budget)))(jnp.eye(8))  # noqa: B023
+
+    def held():
+        jax.clear_caches()
+        gc.collect()
+        return sum(array.nbytes for array in jax.live_arrays())
+
+    before = held()
+    once()
+    assert held() - before < 256 * 256 * 4
 
 
 def test_measured_costs_are_those_of_the_machine():

@@ -150,11 +150,9 @@ def test_unequal_blocks_of_many_bytes_use_their_budget(n):
 
 def test_a_budget_below_the_least_possible_says_what_is():
     costs = random_costs(3, 30)
-    with pytest.raises(
-        ValueError, match=r"budget is 1 bytes, but the least possible is (\d+), at [\d.]+ of the time"
-    ) as error:
+    with pytest.raises(ValueError, match=r"budget is 1 B, but the least possible is [\d.]+ \w+, at [\d.]+ of the time"):
         chain_schedule(costs, 1)
-    least = int(str(error.value).split("least possible is ")[1].split(",")[0])
+    least = chain_schedule(costs, "min").nbytes
     assert chain_schedule(costs, least).nbytes == least
     with pytest.raises(ValueError, match="least possible"):
         chain_schedule(costs, least - 1)
@@ -177,7 +175,32 @@ def test_schedules_are_data():
     assert "kept, and [recomputed from the input]: 0-1 [2 [3] 4] 5" in str(small)
 
 
-@pytest.mark.parametrize(("costs", "said"), [([], "costs is empty"), ([BlockCost(1, 1, -1, 1)], r"costs\[0\]")])
+@pytest.mark.parametrize(
+    ("costs", "said"),
+    [
+        ([], "costs must have one entry for each block, got none"),
+        ([BlockCost(1, 1, -1, 1)], r"costs\[0\].output must be a number of bytes of at least 0, got -1"),
+        ([BlockCost(1, float("nan"), 1, 1)], r"costs\[0\].backward must be a finite number .* got nan"),
+        ([BlockCost(1, 1, 1, float("nan"))], r"costs\[0\].kept must be a number of bytes"),
+        ([(1, 1)], r"costs\[0\] must be a BlockCost"),
+        (None, "costs must be a sequence of BlockCost"),
+    ],
+)
 def test_bad_costs(costs, said):
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises((TypeError, ValueError), match=said):
         chain_schedule(costs, 10)
+
+
+def test_arrays_that_stand_count_once_for_equal_blocks():
+    costs = [BlockCost(1, 2, 10, 30, 5, 40)] * 3
+    standing = [cost._replace(standing=7) for cost in costs]
+    assert chain_schedule(standing, "min").nbytes == chain_schedule(costs, "min").nbytes + 7
+    assert chain_schedule(standing, 1000).nbytes == chain_schedule(costs, 1000).nbytes + 7
+    for budget in range(chain_schedule(standing, "min").nbytes, 150):
+        assert chain_schedule(standing, budget).nbytes <= budget
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "nonsense", None])
+def test_texts_that_are_no_schedule(text):
+    with pytest.raises(ValueError, match=r"text must be what ChainSchedule.to_json wrote"):
+        ChainSchedule.from_json(text)

@@ -4,9 +4,10 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from memjax.remat import scan
+from memjax.remat import Costs, profile, scan
 
 XS = jnp.ones((40, 2))
 
@@ -21,11 +22,10 @@ def step(h, x):
     [
         ({}, "exactly one of slots and budget, got slots=None and budget=None"),
         ({"slots": 3, "budget": 100}, "exactly one of slots and budget, got slots=3 and budget=100"),
-        ({"slots": 0}, "slots must be a whole number of carries, at least 1, got 0"),
-        ({"slots": 2.5}, "slots must be a whole number of carries, at least 1, got 2.5"),
-        ({"slots": 3, "strategy": "both"}, "strategy must be one of hidden, internal, mixed, got 'both'"),
-        ({"budget": -1}, "budget must not be negative, got -1"),
-        ({"budget": "64 megs"}, 'budget must be bytes or a text like "64MiB"'),
+        ({"slots": 0}, "slots must be a number of carries of at least 1, got 0"),
+        ({"slots": 3, "strategy": "both"}, "strategy must be one of None, 'hidden', 'internal', 'mixed', got 'both'"),
+        ({"budget": -1}, "whole, finite and not negative, got -1"),
+        ({"budget": "64 megs"}, 'budget must be a number of bytes or a text like "64MiB"'),
         ({"budget": "xMiB"}, "got 'xMiB'"),
         ({"slots": 3, "length": 39}, "xs and length must agree on the number of steps, got xs: 40, length: 39"),
         ({"slots": 3, "length": -1}, "length"),
@@ -36,8 +36,65 @@ def test_options(options, message):
         scan(step, jnp.ones(2), XS, **options)
 
 
+@pytest.mark.parametrize(
+    "budget", ["infMiB", "1e300GiB", "abc", float("inf"), float("nan"), 0.5, -3, [1], b"64MiB", True]
+)
+def test_budgets_that_are_no_number_of_bytes(budget):
+    with pytest.raises((TypeError, ValueError), match="budget must be a number of bytes or a text like"):
+        scan(step, jnp.ones(2), XS, budget=budget)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: scan(None, jnp.ones(2), XS, slots=2), "f must be a function, got None"),
+        (lambda: scan(step, "abc", XS, slots=2), "init must be an array or a number, got 'abc'"),
+        (lambda: scan(step, {"a": None, "b": "x"}, XS, slots=2), r"init\['b'\] must be an array or a number, got 'x'"),
+        (lambda: scan(step, jnp.ones(2), ["x"], slots=2), r"xs\[0\] must be an array or a number"),
+        (lambda: scan(step, jnp.ones(2), XS, slots=True), "slots must be a number of carries"),
+        (lambda: scan(step, jnp.ones(2), XS, slots=2.5), "slots must be a number of carries of at least 1, got 2.5"),
+        (lambda: scan(step, jnp.ones(2), XS, slots="3"), "slots must be a number of carries"),
+        (lambda: scan(step, jnp.ones(2), XS, slots=2, length=True), "length must be a number of steps"),
+        (lambda: scan(step, jnp.ones(2), None, slots=2, length=2.7), "length must be a number of steps"),
+        (lambda: scan(step, jnp.ones(2), None, slots=2, length="3"), "length must be a number of steps"),
+        (
+            lambda: jax.jit(lambda n: scan(step, jnp.ones(2), None, n, slots=2))(3),
+            "length must be a number of steps known when tracing",
+        ),
+        (lambda: scan(step, jnp.ones(2), XS, slots=2, costs=3), "costs must be a memjax.remat.Costs or None"),
+        (lambda: Costs(1.0, float("nan"), 0.0, 0.0, 0.0), "backward must be a finite number .* got nan"),
+        (lambda: Costs(1.0, 1.0, -1.0, 0.0, 0.0), "store must be a finite number"),
+        (lambda: Costs(None, 1.0, 1.0, 0.0, 0.0), "forward must be a finite number"),
+        (lambda: profile(step, jnp.ones(2), XS[:0]), "xs must be arrays with at least one row"),
+        (lambda: profile(step, jax.ShapeDtypeStruct((2,), "float32"), XS), "init must be concrete arrays"),
+        (lambda: jax.jit(lambda h: profile(step, h, XS))(jnp.ones(2)), "init must be concrete arrays"),
+    ],
+)
+def test_arguments(call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
+
+
+def test_integers_of_numpy():
+    got = jax.grad(lambda h: scan(step, h, XS, np.int32(40), slots=np.int64(3))[0].sum())(jnp.ones(2))
+    assert jnp.isfinite(got).all()
+
+
+def test_least_budget():
+    text = {}
+    for budget in ("min", 1):
+        try:
+            jax.grad(lambda h: scan(step, h, XS, budget=budget)[0].sum())(jnp.ones(2))  # noqa: B023
+        except ValueError as error:
+            text[budget] = str(error)
+    assert list(text) == [1]
+    assert "min" in text[1]
+
+
 def test_budget_below_the_least():
-    with pytest.raises(ValueError, match=r"budget is 10 bytes, but the least possible is (\d+): .* 20.5 times") as info:
+    with pytest.raises(
+        ValueError, match=r"budget is 10 B, but the least possible is (\d+) bytes: .* 20.5 times"
+    ) as info:
         scan(step, jnp.ones(2), XS, budget=10)
     least = int(re.search(r"possible is (\d+)", str(info.value))[1])
     jax.grad(lambda h: scan(step, h, XS, budget=least)[0].sum())(jnp.ones(2))  # it is enough
@@ -57,7 +114,7 @@ def test_too_few_slots_for_the_length():
     [
         ({"a": jnp.ones(3), "b": jnp.ones(4)}, "must agree on the number of steps, got xs['a']: 3, xs['b']: 4"),
         ((jnp.ones(3), 1.0), "xs[1] has no axis to scan over: it is a scalar"),
-        (None, "scan needs a length: xs has no arrays, and length is None"),
+        (None, "length must be given where xs has no arrays, got None"),
     ],
 )
 def test_xs(xs, message):

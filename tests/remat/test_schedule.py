@@ -189,16 +189,24 @@ def test_plot():
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        ((-1, 3), {}, "length must be at least 0, got -1"),
-        ((5, 0), {}, "slots must be at least 1, got 0"),
-        ((5, 2), {"internal_size": 0}, "internal_size must be at least 1"),
+        ((-1, 3), {}, "length must be a number of steps of at least 0, got -1"),
+        ((5, 0), {}, "slots must be units of memory of at least 1, got 0"),
+        ((5, 2), {"internal_size": 0}, "internal_size must be units of memory of at least 1"),
         (
             (5, 2),
             {"strategy": "both"},
-            "strategy must be one of hidden, internal, mixed, mixed-shared, got 'both'",
+            "strategy must be one of 'hidden', 'internal', 'mixed', 'mixed-shared', got 'both'",
         ),
+        (("10", 3), {}, "length must be a number of steps"),
+        ((10, None), {}, "slots must be units of memory"),
+        ((10, float("nan")), {}, "slots must be units of memory"),
+        ((float("inf"), 3), {}, "length must be a number of steps"),
+        ((10, True), {}, "slots must be units of memory"),
+        ((10, 3), {"internal_size": 1.5}, "internal_size must be units of memory"),
+        ((10, 3), {"internal_size": None}, "internal_size must be units of memory"),
+        ((10_000_000, 1000), {}, "length and slots must give a table of at most 50,000,000 entries"),
     ],
 )
 def test_refuses(arguments, options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         schedule(*arguments, **options)
