@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Float, Int
 
+from memjax import _check
 from memjax._linear_cross_entropy.options import accumulator, vary, varying_axes
 from memjax.shard import _attention_block as blocks
 from memjax.shard import _attention_check as check
 from memjax.shard import ring
 from memjax.shard._attention_block import Options, Tokens
 from memjax.shard._layout import positions
-
-if TYPE_CHECKING:
-    from jaxtyping import Float, Int
 
 Array = jax.Array
 _FEW_ROWS = 128
@@ -53,7 +52,8 @@ def metp_attention(
       layout: how the sequence lies on the ring. "zigzag": reordered by `memjax.shard.zigzag`, T even; under a causal mask
         all devices then have the same work. "contiguous": device r holds tokens r T to (r + 1) T; under a causal mask the
         first device waits for the last most of the time.
-      segment_ids: (B, T) integers; tokens see only those of their own id, and with a negative one (padding) nothing.
+      segment_ids: (B, T) integers; tokens see only those of their own id. Those with a negative one (padding) see nothing,
+        are not seen, and may hold anything.
       window: tokens see only keys less than so many positions away.
       scale: of the products; by default 1 / sqrt(D).
       softcap: products become `softcap * tanh(products / softcap)`.
@@ -77,27 +77,28 @@ def metp_attention(
 
     Raises:
       TypeError: dtypes that differ or are not floating-point, options of the wrong kind.
-      ValueError: shapes that do not match or divide, an implementation that cannot run here, or a call outside a
+      ValueError: shapes that do not match or divide, options out of range, an implementation that cannot run here, q, k or v
+        that are the same on all devices (where `shard_map` tracks it: not with `check_vma=False`), or a call outside a
         `jax.shard_map` over `axis_name`.
 
     Source: Liang et al. (2025), abstract; Liu et al., "Ring attention with blockwise Transformers" (2023); the zigzag
     order is that of Zhu's ring-flash-attention.
     """
-    size = ring.axis_size(axis_name)
-    check.arrays(q, k, v, segment_ids, layout, head_chunks)
-    options = Options(
-        axis_name=axis_name,
+    size = _check.axis_size("axis_name", axis_name)
+    given = check.options(
         causal=causal,
         layout=layout,
-        window=check.window(window),
-        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
-        softcap=check.softcap(softcap),
+        window=window,
+        scale=scale,
+        softcap=softcap,
         head_chunks=head_chunks,
-        implementation=check.implementation(implementation, q, segment_ids, window, softcap),
-        rows=max(q.shape[1] // size, _FEW_ROWS) if size > 1 else 4 * _FEW_ROWS,
+        implementation=implementation,
     )
-    operands = (q, k, v, segment_ids)
-    return _attention(options, *vary(operands, varying_axes(*jax.tree.leaves(operands))))
+    check.arrays(q, k, v, segment_ids, given["layout"], given["head_chunks"])
+    for name, a in (("q", q), ("k", k), ("v", v)):
+        _check.sharded(name, a, axis_name)
+    rows = max(q.shape[1] // size, _FEW_ROWS) if size > 1 else 4 * _FEW_ROWS
+    return _of_tokens(axis_name, rows, given, q, k, v, segment_ids)
 
 
 def attention(
@@ -113,20 +114,29 @@ def attention(
     implementation: str | None = None,
 ) -> Float[Array, "b s h d"]:
     """Attention of a whole sequence on one device, through the kernels of `metp_attention` and with its options."""
-    check.arrays(q, k, v, segment_ids, "contiguous", 1)
-    options = Options(
-        axis_name=None,
-        causal=causal,
-        layout="contiguous",
-        window=check.window(window),
-        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
-        softcap=check.softcap(softcap),
-        head_chunks=1,
-        implementation=check.implementation(implementation, q, segment_ids, window, softcap),
-        rows=4 * _FEW_ROWS,
+    given = check.options(
+        causal=causal, layout="contiguous", window=window, scale=scale, softcap=softcap, implementation=implementation
     )
+    check.arrays(q, k, v, segment_ids, given["layout"], given["head_chunks"])
+    return _of_tokens(None, 4 * _FEW_ROWS, given, q, k, v, segment_ids)
+
+
+def _of_tokens(
+    axis_name: str | None, rows: int, given: dict[str, Any], q: Array, k: Array, v: Array, segment_ids: Array | None
+) -> Array:
+    if given["scale"] is None:
+        given["scale"] = q.shape[-1] ** -0.5
+    given["implementation"] = check.implementation(
+        given["implementation"], q, segment_ids, given["window"], given["softcap"]
+    )
+    if segment_ids is not None:
+        # Padding may hold anything, and 0 times NaN is NaN.
+        seen = (segment_ids >= 0)[:, :, None, None]
+        q, k, v = (jnp.where(seen, a, 0) for a in (q, k, v))
     operands = (q, k, v, segment_ids)
-    return _attention(options, *vary(operands, varying_axes(*jax.tree.leaves(operands))))
+    return _attention(
+        Options(axis_name=axis_name, rows=rows, **given), *vary(operands, varying_axes(*jax.tree.leaves(operands)))
+    )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Float, Int
 
-from memjax._linear_cross_entropy import linear_cross_entropy
+from memjax import _check
+from memjax._linear_cross_entropy.api import prepared, share
 from memjax._linear_cross_entropy.options import accumulator, vary, varying_axes
-from memjax.shard import ring
-
-if TYPE_CHECKING:
-    from jaxtyping import Float, Int
 
 Array = jax.Array
 
@@ -22,7 +20,7 @@ Array = jax.Array
 def vocab_cross_entropy(
     x: Float[Array, "... d"],
     w: Float[Array, "v d"] | Float[Array, "d v"],
-    labels: Int[Array, ...],
+    labels: Int[Array, " ..."],
     *,
     axis_name: str,
     layout: Literal["vd", "dv"] = "vd",
@@ -55,51 +53,58 @@ def vocab_cross_entropy(
     Saved for the backward pass: dx and dw. Temporaries for t tokens per device: items of x for t tokens, gathered, and those of
     `linear_cross_entropy` for t tokens and V / p entries. Traffic per device: x and dx, p-1 times.
 
+    With `jax.shard_map(check_vma=False)` values are right, and gradients taken outside of it. Taken inside, they are p times as
+    large, as those of any function that ends in a `psum`: divide them by p.
+
     Raises:
-      ValueError, TypeError: as `memjax.linear_cross_entropy`; outside a `jax.shard_map` over `axis_name`.
+      ValueError, TypeError: as `memjax.linear_cross_entropy`; outside a `jax.shard_map` over `axis_name`; x or w that JAX
+        knows to be the same on all devices, which it does not with `check_vma=False`.
     """
-    ring.axis_size(axis_name)
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f'reduction: expected "mean" or "sum", got {reduction!r}')
-    if labels.shape != x.shape[:-1]:
-        raise ValueError(f"labels: expected shape {x.shape[:-1]} for x of shape {x.shape}, got {labels.shape}")
+    size = _check.axis_size("axis_name", axis_name)
+    _check.choice("reduction", reduction, ("mean", "sum"))
     options = {
+        "axis_name": axis_name,
         "layout": layout,
         "ignore_index": ignore_index,
         "label_smoothing": label_smoothing,
         "z_loss": z_loss,
         "softcap": softcap,
         "logit_scale": logit_scale,
+        "reduction": "sum",
         "implementation": implementation,
     }
+    if not jnp.issubdtype(_check.array("labels", labels).dtype, jnp.integer):
+        raise _check.fail(TypeError, "labels", "integers", labels, "soft targets go to memjax.linear_cross_entropy")
+    valid = prepared(x, w, labels, **options).valid
+    _check.sharded("x", x, axis_name)
     operands = (x.reshape(-1, x.shape[-1]), w, labels.reshape(-1))
     operands = vary(operands, varying_axes(*operands) | {axis_name})
-    loss = lax.psum(_share(axis_name, tuple(options.items()), *operands), axis_name)
+    loss = lax.psum(_share(size, tuple(options.items()), *operands), axis_name)
     if reduction == "sum":
         return loss
-    count = lax.psum((operands[2] != ignore_index).sum(dtype=jnp.int32), axis_name)
+    count = lax.psum(valid.sum(dtype=jnp.int32), axis_name)
     return loss / jnp.maximum(count, 1).astype(loss.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _share(axis_name: str, options: Any, x: Array, w: Array, labels: Array) -> Array:
-    """A p-th of the summed loss, so that its sum over the axis is the loss."""
-    f = partial(_loss, axis_name, dict(options))
-    return _over_chunks(axis_name, lambda x, labels: (f(x, w, labels), None, None), x, w, labels)[0]
+def _share(size: int, options: Any, x: Array, w: Array, labels: Array) -> Array:
+    """This device's share of the summed loss, so that its sum over the axis is the loss."""
+    f = partial(_gathered_share, dict(options))
+    return _over_chunks(size, lambda x, labels: (f(x, w, labels), None, None), x, w, labels)[0]
 
 
-def _forward(axis_name: str, options: Any, x: Array, w: Array, labels: Array) -> tuple[Array, Any]:
-    f = jax.value_and_grad(partial(_loss, axis_name, dict(options)), argnums=(0, 1))
+def _forward(size: int, options: Any, x: Array, w: Array, labels: Array) -> tuple[Array, Any]:
+    f = jax.value_and_grad(partial(_gathered_share, dict(options)), argnums=(0, 1))
 
     def chunk(x: Array, labels: Array) -> tuple[Array, Array, Array]:
         loss, (dx, dw) = f(x, w, labels)
         return loss, dx, dw
 
-    loss, dx, dw = _over_chunks(axis_name, chunk, x, w, labels)
+    loss, dx, dw = _over_chunks(size, chunk, x, w, labels)
     return loss, (dx.reshape(x.shape), dw)
 
 
-def _backward(axis_name: str, options: Any, saved: Any, d: Array) -> tuple[Array, Array, None]:
+def _backward(size: int, options: Any, saved: Any, d: Array) -> tuple[Array, Array, None]:
     dx, dw = saved
     return (dx * d).astype(dx.dtype), (dw * d).astype(dx.dtype), None
 
@@ -107,22 +112,22 @@ def _backward(axis_name: str, options: Any, saved: Any, d: Array) -> tuple[Array
 _share.defvjp(_forward, _backward)
 
 
-def _loss(axis_name: str, options: dict[str, Any], x: Array, w: Array, labels: Array) -> Array:
-    gather = lambda a: lax.all_gather(a, axis_name, tiled=True)
-    loss = linear_cross_entropy(gather(x), w, gather(labels), axis_name=axis_name, reduction="sum", **options)
-    return loss
+def _gathered_share(options: dict[str, Any], x: Array, w: Array, labels: Array) -> Array:
+    """The share of all devices' tokens that falls to this device's columns. No sum over the axis is differentiated: see
+    `share`."""
+    gather = lambda a: lax.all_gather(a, options["axis_name"], tiled=True)
+    return share(prepared(gather(x), w, gather(labels), **options)).loss
 
 
-def _over_chunks(axis_name: str, f: Any, x: Array, w: Array, labels: Array) -> tuple[Array, Any, Any]:
+def _over_chunks(size: int, f: Any, x: Array, w: Array, labels: Array) -> tuple[Array, Any, Any]:
     """Sums of losses and of gradients of w, and the gradients of x, over p parts of the tokens."""
-    size = lax.axis_size(axis_name)
     count = next(n for n in range(size, 0, -1) if x.shape[0] % n == 0)
     wide = accumulator(x.dtype)
     axes = varying_axes(x, w)
 
     def step(sums: Any, chunk: Any) -> tuple[Any, Any]:
         loss, dx, dw = f(*chunk)
-        loss = sums[0] + vary(loss, axes) / size
+        loss = sums[0] + vary(loss, axes)
         return (loss, None if dw is None else sums[1] + dw.astype(wide)), dx
 
     shape = jax.eval_shape(f, x[: x.shape[0] // count], labels[: x.shape[0] // count])[2]

@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from memjax import _check
+
 LAYOUTS = ("zigzag", "contiguous")
 
 
 def zigzag(a: Any, size: int, *, axis: int = 1) -> Any:
-    """Reorders a whole sequence so that, cut into `size` equal parts, part r holds the r-th of 2 size chunks and the r-th
-    from the end.
+    """Reorders a whole sequence so that, cut into `size` equal parts, part r holds its chunks r and 2 size - 1 - r of 2 size.
 
     Under a causal mask every device then has the same number of keys to attend to. Tokens, labels, positions and segment
     ids are reordered alike, before they are sharded.
@@ -23,15 +24,21 @@ def zigzag(a: Any, size: int, *, axis: int = 1) -> Any:
       size: devices of the ring.
       axis: that of the sequence.
 
+    Returns:
+      An array of the same kind, shape and dtype.
+
     Raises:
-      ValueError: a length that does not divide.
+      ValueError: a length that does not divide, or an axis that `a` does not have.
+      TypeError: something else than an array, or integers.
     """
-    return _take(a, zigzag_order(_length(a, axis, size), size), axis)
+    axis, size = _checked(a, axis, size)
+    return _take(a, zigzag_order(a.shape[axis], size), axis)
 
 
 def unzigzag(a: Any, size: int, *, axis: int = 1) -> Any:
-    """The inverse of `zigzag`: a whole sequence in its own order again."""
-    return _take(a, np.argsort(zigzag_order(_length(a, axis, size), size)), axis)
+    """The inverse of `zigzag`, with its arguments: a whole sequence in its own order again."""
+    axis, size = _checked(a, axis, size)
+    return _take(a, np.argsort(zigzag_order(a.shape[axis], size)), axis)
 
 
 def zigzag_order(length: int, size: int) -> np.ndarray:
@@ -41,29 +48,58 @@ def zigzag_order(length: int, size: int) -> np.ndarray:
 
 
 def positions(length: int, rank: Any, size: int, layout: str) -> jax.Array:
-    """Positions, in the whole sequence, of the `length` tokens of device `rank`: (length,) int32."""
-    check_layout(layout)
+    """Positions, in the whole sequence, of the `length` tokens of device `rank`: (length,) int32.
+
+    Args:
+      length: tokens per device, an even number with layout "zigzag".
+      rank: which device of the ring, from 0: an integer, or a traced one such as `jax.lax.axis_index(axis_name)`.
+      size: devices of the ring.
+      layout: "zigzag" or "contiguous", as in `metp_attention`.
+
+    Raises:
+      ValueError: a number out of range, an odd length, or another layout.
+      TypeError: something else than integers.
+    """
+    _check.choice("layout", layout, LAYOUTS)
+    length, size = _check.integer("length", length, least=1), _check.integer("size", size, least=1)
+    if layout == "zigzag" and length % 2:
+        fix = "make the sequence a multiple of twice the devices, or use the contiguous layout"
+        raise _check.fail(ValueError, "length", 'an even number with layout="zigzag"', length, fix)
+    rank = _checked_rank(rank, size)
     local = jnp.arange(length, dtype=jnp.int32)
-    rank = jnp.asarray(rank, jnp.int32)
     if layout == "contiguous":
         return rank * length + local
     half = length // 2
     return jnp.where(local < half, rank * half + local, (2 * size - 2 - rank) * half + local)
 
 
-def check_layout(layout: Any) -> None:
-    if layout not in LAYOUTS:
-        raise ValueError(f'layout: expected "zigzag" or "contiguous", got {layout!r}')
+def _checked_rank(rank: Any, size: int) -> jax.Array:
+    wanted = f"an integer in [0, {size})"
+    if isinstance(rank, jax.Array):
+        if rank.shape != () or not jnp.issubdtype(rank.dtype, jnp.integer):
+            raise _check.fail(TypeError, "rank", wanted, rank)
+        if isinstance(rank, jax.core.Tracer):
+            return rank.astype(jnp.int32)
+    whole = _check.integer("rank", rank)
+    if not 0 <= whole < size:
+        raise _check.fail(ValueError, "rank", wanted, whole)
+    return jnp.asarray(whole, jnp.int32)
 
 
-def _length(a: Any, axis: int, size: int) -> int:
-    length = a.shape[axis]
-    if length % (2 * size):
-        raise ValueError(
-            f"a: expected a length along axis {axis} that is a multiple of 2 size = {2 * size}, got {length}; pad the"
-            " sequence, with segment id -1 for what is added"
+def _checked(a: Any, axis: Any, size: Any) -> tuple[int, int]:
+    _check.array("a", a)
+    size, given = _check.integer("size", size, least=1), _check.integer("axis", axis)
+    if not -a.ndim <= given < a.ndim:
+        raise _check.fail(ValueError, "axis", f"one of the {a.ndim} axes of a of shape {a.shape}", given)
+    if a.shape[given] % (2 * size):
+        raise _check.fail(
+            ValueError,
+            "a",
+            f"of a length along axis {given} that is a multiple of 2 size = {2 * size}",
+            a,
+            "pad the sequence, with segment id -1 for what is added",
         )
-    return length
+    return given, size
 
 
 def _take(a: Any, order: np.ndarray, axis: int) -> Any:

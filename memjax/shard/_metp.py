@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
+from memjax import _check
 from memjax._linear_cross_entropy.options import accumulator, vary, varying_axes
 from memjax.shard import ring
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float
-
+from memjax.shard._elementwise import check_elementwise
 
 _LEAST_MESSAGE = 3 * 2**25  # bytes
 
@@ -50,12 +49,13 @@ def metp(
     k M / n if n > 1.
 
     Raises:
-      ValueError: shapes that do not match, or outside a `jax.shard_map` over `axis_name`.
+      ValueError: shapes that do not match, an f that is not elementwise, b or c that are the same on all devices (where
+        `shard_map` tracks it: not with `check_vma=False`), or a call outside a `jax.shard_map` over `axis_name`.
       TypeError: dtypes that differ or are not floating-point.
 
     Source: Liang et al., "Memory-efficient tensor parallelism for long-sequence Transformer training" (2025), abstract.
     """
-    return _checked_product(f, a, {"b": b}, c, "c", axis_name)
+    return _checked_product(f, ("f", f), "a", a, {"b": b}, c, "c", axis_name)
 
 
 def metp_mlp(
@@ -90,10 +90,9 @@ def metp_mlp(
     Raises:
       ValueError, TypeError: as `metp`.
     """
-    if w_gate is None:
-        return _checked_product(activation, x, {"w_in": w_in}, w_out, "w_out", axis_name, recompute)
-    gated = _Gated(activation)
-    return _checked_product(gated, x, {"w_in": w_in, "w_gate": w_gate}, w_out, "w_out", axis_name, recompute)
+    columns = {"w_in": w_in} if w_gate is None else {"w_in": w_in, "w_gate": w_gate}
+    f = activation if w_gate is None else _Gated(activation)
+    return _checked_product(f, ("activation", activation), "x", x, columns, w_out, "w_out", axis_name, recompute)
 
 
 class _Gated:
@@ -106,6 +105,8 @@ class _Gated:
 
 def _checked_product(
     f: Callable[..., jax.Array],
+    f_argument: tuple[str, Any],
+    a_name: str,
     a: Any,
     columns: dict[str, Any],
     c: Any,
@@ -113,26 +114,33 @@ def _checked_product(
     axis_name: str,
     recompute: bool = True,
 ) -> jax.Array:
-    ring.axis_size(axis_name)
+    _check.axis_size("axis_name", axis_name)
+    _check.flag("recompute", recompute)
+    check_elementwise(*f_argument)
+    _check.array(a_name, a, floating=True)
+    _check.local(a_name, a)
     first, *_ = columns.values()
     for name, w in (*columns.items(), (c_name, c)):
-        if not jnp.issubdtype(w.dtype, jnp.floating) or w.dtype != a.dtype:
-            raise TypeError(f"{name}: expected the rows' floating-point dtype {a.dtype}, got {w.dtype}")
-        if w.ndim != 2:
-            raise ValueError(f"{name}: expected 2 dimensions, got shape {w.shape}")
-    if a.ndim < 2:
-        raise ValueError(f"rows: expected shape (..., t, D), got {a.shape}")
-    for name, w in columns.items():
-        if w.shape != (a.shape[-1], first.shape[1]):
-            raise ValueError(
-                f"{name}: expected shape {(a.shape[-1], first.shape[1])}, the columns that this device holds for rows of"
-                f" shape {a.shape}, got {w.shape}"
+        _check.array(name, w, ndim=2, floating=True)
+        if w.dtype != a.dtype:
+            raise _check.fail(
+                TypeError, name, f"of {a_name}'s dtype {a.dtype}", w, f"pass {name}.astype({a_name}.dtype)"
             )
-    if c.shape[0] != first.shape[1]:
-        raise ValueError(
-            f"{c_name}: expected {first.shape[1]} rows, as many as this device holds columns of {next(iter(columns))},"
-            f" got shape {c.shape}"
-        )
+        _check.sharded(name, w, axis_name)
+    if a.ndim < 2 or 0 in a.shape:
+        raise _check.fail(ValueError, a_name, "of shape (..., t, D) with at least one row and column", a)
+    for name, w in columns.items():
+        if w.shape != (a.shape[-1], first.shape[1]) or not w.shape[1]:
+            raise _check.fail(
+                ValueError,
+                name,
+                f"of shape {(a.shape[-1], first.shape[1] or 1)}, the columns that this device holds for {a_name} of shape"
+                f" {a.shape}",
+                w,
+            )
+    if c.shape[0] != first.shape[1] or not c.shape[1]:
+        wanted = f"of {first.shape[1]} rows, as many as this device holds columns of {next(iter(columns))}"
+        raise _check.fail(ValueError, c_name, wanted, c)
     rows = a.reshape(-1, a.shape[-1])
     operands = (rows, tuple(columns.values()), c)
     operands = vary(operands, varying_axes(*jax.tree.leaves(operands)))
@@ -160,7 +168,7 @@ def _forward(
 
     products = None
     if not recompute:
-        shape = ring.axis_size(axis_name), a.shape[0], len(bs) * c.shape[0]
+        shape = jax.lax.axis_size(axis_name), a.shape[0], len(bs) * c.shape[0]
         products = vary(jnp.zeros(shape, a.dtype), varying_axes(a))
     o, products = ring.scan(body, _block(bs, c, 0, 1), (None, products), axis_name=axis_name)
     return _rounded(o, a.dtype), (a, bs, c, products)

@@ -6,16 +6,37 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from memjax.shard import baselines, ring
+from memjax import _check
+from memjax.shard import baselines
 from memjax.shard._attention import metp_attention
+from memjax.shard._attention_check import options as attention_options
+from memjax.shard._elementwise import check_elementwise
 from memjax.shard._layout import positions
 from memjax.shard._metp import metp_mlp
 
 Array = jax.Array
+_OPTIONS = ("causal", "layout", "window", "scale", "softcap", "head_chunks", "implementation")
 _normal = nnx.initializers.lecun_normal()
+
+
+def _check_common(axis_name: Any, dtype: Any, rngs: Any) -> None:
+    if not isinstance(axis_name, str) or not axis_name:
+        raise _check.fail(TypeError, "axis_name", "the name of one mesh axis", axis_name)
+    if dtype is not None and not _is_floating(dtype):
+        raise _check.fail(TypeError, "dtype", "a floating-point dtype or None", dtype)
+    if not isinstance(rngs, nnx.Rngs):
+        raise _check.fail(TypeError, "rngs", "flax.nnx.Rngs", rngs, "pass nnx.Rngs(0)")
+
+
+def _is_floating(dtype: Any) -> bool:
+    try:
+        return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        return False
 
 
 class MetpMlp(nnx.Module):
@@ -25,10 +46,14 @@ class MetpMlp(nnx.Module):
     `w_out` (hidden, dim), by rows. See `metp_mlp` for what is saved.
 
     Args:
+      dim, hidden: features of tokens and of the layer between, F.
       activation: elementwise; with `gated=True` of the gate, so SwiGLU is `jax.nn.silu` with a gate.
       recompute: see `metp_mlp`.
       axis_name: the mesh axis that is the ring.
       dtype: of computation; None: that of the input.
+
+    Raises:
+      ValueError, TypeError: arguments of another kind or out of range.
     """
 
     def __init__(
@@ -43,6 +68,10 @@ class MetpMlp(nnx.Module):
         dtype: Any = None,
         rngs: nnx.Rngs,
     ):
+        dim, hidden = _check.integer("dim", dim, least=1), _check.integer("hidden", hidden, least=1)
+        check_elementwise("activation", activation)
+        gated, recompute = _check.flag("gated", gated), _check.flag("recompute", recompute)
+        _check_common(axis_name, dtype, rngs)
         self.w_in = nnx.Param(_normal(rngs.params(), (dim, hidden)))
         self.w_gate = nnx.Param(_normal(rngs.params(), (dim, hidden))) if gated else nnx.data(None)
         self.w_out = nnx.Param(_normal(rngs.params(), (hidden, dim)))
@@ -50,7 +79,8 @@ class MetpMlp(nnx.Module):
         self._axis_name, self._dtype = axis_name, dtype
 
     def __call__(self, x: Array) -> Array:
-        """(..., t, dim), this device's tokens."""
+        """(..., t, dim), this device's tokens, to their outputs of the same shape."""
+        _check.array("x", x, floating=True)
         dtype = x.dtype if self._dtype is None else self._dtype
         w_gate = None if self.w_gate is None else self.w_gate[...].astype(dtype)
         return metp_mlp(
@@ -71,7 +101,8 @@ class MetpAttention(nnx.Module):
     to be sharded by columns; `out` (heads * head_dim, dim), by rows. They are gathered for their matmuls, in both passes.
 
     Args:
-      kv_heads: by default as many as heads.
+      dim, heads: features of tokens, and heads of queries.
+      kv_heads: a divisor of `heads`; by default as many as heads.
       head_dim: by default dim / heads.
       rotate: applied to queries and keys, (B, t, heads, head_dim) and their positions: none by default.
       dropout_rate: must be 0. A block's weights are never held and are computed again in the backward pass on other
@@ -79,7 +110,8 @@ class MetpAttention(nnx.Module):
       options: of `metp_attention`: causal, layout, window, softcap, head_chunks and the others.
 
     Raises:
-      ValueError: dropout, or heads that do not divide.
+      ValueError: dropout, heads that do not divide, or options out of range.
+      TypeError: arguments of another kind, or an option that `metp_attention` does not have.
     """
 
     def __init__(
@@ -96,15 +128,31 @@ class MetpAttention(nnx.Module):
         rngs: nnx.Rngs,
         **options: Any,
     ):
-        if dropout_rate:
-            raise ValueError(
-                f"dropout_rate: expected 0, got {dropout_rate}: attention over a ring computes its weights again in the"
-                " backward pass, where the same dropout cannot be drawn; put dropout after the attention"
+        if _check.number("dropout_rate", dropout_rate):
+            reason = (
+                "attention over a ring computes its weights again in the backward pass, where the same dropout cannot"
             )
+            raise _check.fail(
+                ValueError, "dropout_rate", "0", dropout_rate, f"{reason} be drawn; put dropout after the attention"
+            )
+        dim, heads = _check.integer("dim", dim, least=1), _check.integer("heads", heads, least=1)
+        kv_heads = heads if kv_heads is None else _check.integer("kv_heads", kv_heads, least=1)
+        if heads % kv_heads:
+            raise _check.fail(ValueError, "kv_heads", f"a divisor of heads = {heads}", kv_heads)
         if head_dim is None and dim % heads:
-            raise ValueError(f"heads: expected a divisor of dim = {dim}, got {heads}; or give head_dim")
-        self._head_dim = dim // heads if head_dim is None else head_dim
-        width, kv_width = heads * self._head_dim, (kv_heads or heads) * self._head_dim
+            raise _check.fail(ValueError, "heads", f"a divisor of dim = {dim}", heads, "or pass head_dim")
+        self._head_dim = dim // heads if head_dim is None else _check.integer("head_dim", head_dim, least=1)
+        if rotate is not None:
+            _check.function("rotate", rotate, "pass f(q, positions), or None for none")
+        _check_common(axis_name, dtype, rngs)
+        if unknown := options.keys() - _OPTIONS:
+            wanted = f"options of metp_attention: {', '.join(_OPTIONS)}"
+            raise _check.fail(TypeError, "options", wanted, sorted(unknown)[0], "see its docstring")
+        options = {k: v for k, v in attention_options(**options).items() if k in options}
+        if kv_heads % options.get("head_chunks", 1):
+            wanted = f"a divisor of the {kv_heads} key-value heads"
+            raise _check.fail(ValueError, "head_chunks", wanted, options["head_chunks"])
+        width, kv_width = heads * self._head_dim, kv_heads * self._head_dim
         make = lambda *shape: nnx.Param(_normal(rngs.params(), shape))
         self.query, self.key, self.value = make(dim, width), make(dim, kv_width), make(dim, kv_width)
         self.out = make(width, dim)
@@ -112,18 +160,21 @@ class MetpAttention(nnx.Module):
         self._layout, self._options = options.pop("layout", "zigzag"), tuple(options.items())
 
     def __call__(self, x: Array, segment_ids: Array | None = None) -> Array:
-        """(B, t, dim) and (B, t), this device's tokens in the layout."""
-        size = ring.axis_size(self._axis_name)
+        """(B, t, dim) and (B, t), this device's tokens in the layout, to their outputs (B, t, dim)."""
+        _check.array("x", x, ndim=3, floating=True, fix="pass (batch, tokens, dim)")
+        size = _check.axis_size("axis_name", self._axis_name)
         x = x.astype(x.dtype if self._dtype is None else self._dtype)
         heads = lambda a: a.reshape(*a.shape[:2], -1, self._head_dim)
-        q, k, v = (heads(self._product(x, w, 1)) for w in (self.query, self.key, self.value))
+        q, k, v = (heads(self._product(x, name, 1)) for name in ("query", "key", "value"))
         if self._rotate is not None:
             where = positions(x.shape[1], lax.axis_index(self._axis_name), size, self._layout)
             q, k = self._rotate(q, where), self._rotate(k, where)
         place: dict[str, Any] = {"axis_name": self._axis_name, "layout": self._layout, "segment_ids": segment_ids}
         mixed = metp_attention(q, k, v, **place, **dict(self._options))
-        return self._product(mixed.reshape(*x.shape[:2], -1), self.out, 0)
+        return self._product(mixed.reshape(*x.shape[:2], -1), "out", 0)
 
-    def _product(self, x: Array, w: nnx.Param, axis: int) -> Array:
+    def _product(self, x: Array, name: str, axis: int) -> Array:
+        w = getattr(self, name)
+        _check.sharded(name, w[...], self._axis_name)
         f = lambda x, w: x @ baselines.gathered_weight(w, self._axis_name, axis)
         return jax.checkpoint(f)(x, w[...].astype(x.dtype))

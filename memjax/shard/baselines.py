@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from memjax.shard import ring
+from memjax import _check
 from memjax.shard._attention import attention as attention
 
 Array = jax.Array
@@ -37,7 +37,7 @@ def tensor_parallel_mlp(
 
     Saved: x, and S F/p entries for each input of the activation and for its output.
     """
-    ring.axis_size(axis_name)
+    _check_mlp(x, w_in, w_out, w_gate, activation, axis_name)
     return lax.psum(mlp(x, w_in, w_out, activation, w_gate), axis_name)
 
 
@@ -51,7 +51,8 @@ def sequence_parallel_mlp(
     axis_name: str,
 ) -> Array:
     """This device's tokens (..., T, D), gathered before the matmuls and scattered after them. Saved: as above."""
-    ring.axis_size(axis_name)
+    _check_mlp(x, w_in, w_out, w_gate, activation, axis_name)
+    _check.sharded("x", x, axis_name)
     return scattered(mlp(gathered_tokens(x, axis_name), w_in, w_out, activation, w_gate), axis_name)
 
 
@@ -65,7 +66,7 @@ def gathered_mlp(
     axis_name: str,
 ) -> Array:
     """This device's tokens (..., T, D); weights are gathered whole. Saved: x, the weights, T F entries several times."""
-    ring.axis_size(axis_name)
+    _check_mlp(x, w_in, w_out, w_gate, activation, axis_name)
     columns = lambda w: None if w is None else gathered_weight(w, axis_name, 1)
     return mlp(
         x, gathered_weight(w_in, axis_name, 1), gathered_weight(w_out, axis_name, 0), activation, columns(w_gate)
@@ -73,25 +74,46 @@ def gathered_mlp(
 
 
 def ulysses_attention(q: Array, k: Array, v: Array, *, axis_name: str, **options: Any) -> Array:
-    """Attention of a sequence that lies contiguously on p devices: p exchanges of tokens for heads, all tokens of some heads
-    on each device, and back. `options` are those of `attention`, segment ids of the whole sequence.
+    """Attention of a sequence that lies contiguously on p devices, which exchange tokens for heads and back.
+
+    In between each device has all tokens of some heads. `options` are those of `attention`, segment ids of the whole sequence.
 
     Key-value heads fewer than p are repeated to p.
 
     Raises:
       ValueError: query heads that p does not divide, or key-value heads that neither divide p nor are divided by it.
     """
-    size = ring.axis_size(axis_name)
+    size = _check.axis_size("axis_name", axis_name)
+    for name, a in (("q", q), ("k", k), ("v", v)):
+        _check.array(name, a, ndim=4, floating=True, fix="pass (batch, tokens, heads, head_dim)")
+        _check.sharded(name, a, axis_name)
     heads, kv_heads = q.shape[2], k.shape[2]
-    if heads % size:
-        raise ValueError(f"q: expected a number of heads that the {size} devices of {axis_name!r} divide, got {heads}")
-    if kv_heads % size:
-        if size % kv_heads:
-            raise ValueError(f"k: expected heads that {size} devices divide, or a divisor of them, got {kv_heads}")
+    if heads % size or not heads:
+        raise _check.fail(ValueError, "q", f"of heads that the {size} devices of {axis_name!r} divide", q)
+    if kv_heads % size or not kv_heads:
+        if not kv_heads or size % kv_heads:
+            raise _check.fail(ValueError, "k", f"of heads that {size} devices divide, or a divisor of them", k)
         k, v = (jnp.repeat(a, size // kv_heads, 2) for a in (k, v))
     to_heads = lambda a: lax.all_to_all(a, axis_name, 2, 1, tiled=True)
     o = attention(to_heads(q), to_heads(k), to_heads(v), **options)
     return lax.all_to_all(o, axis_name, 1, 2, tiled=True)
+
+
+def _check_mlp(x: Any, w_in: Any, w_out: Any, w_gate: Any, activation: Any, axis_name: Any) -> None:
+    _check.axis_size("axis_name", axis_name)
+    _check.function("activation", activation)
+    _check.array("x", x, floating=True)
+    _check.local("x", x)
+    if x.ndim < 2:
+        raise _check.fail(ValueError, "x", "of shape (..., tokens, D)", x)
+    for name, w in (("w_in", w_in), ("w_gate", w_gate), ("w_out", w_out)):
+        if w is not None:
+            _check.array(name, w, ndim=2, floating=True)
+            _check.sharded(name, w, axis_name)
+    if w_in.shape != (x.shape[-1], w_out.shape[0]):
+        raise _check.fail(ValueError, "w_in", f"of shape {(x.shape[-1], w_out.shape[0])}, as x and w_out are", w_in)
+    if w_gate is not None and w_gate.shape != w_in.shape:
+        raise _check.fail(ValueError, "w_gate", f"of w_in's shape {w_in.shape}", w_gate)
 
 
 def mlp(x: Array, w_in: Array, w_out: Array, activation: Activation, w_gate: Array | None = None) -> Array:

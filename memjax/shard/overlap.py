@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from memjax import _check
 from memjax.shard import ring
 
 _ROUNDS = 4
@@ -38,6 +39,10 @@ class Step:
     message_bytes: float
     """Sent, and received."""
 
+    def __post_init__(self) -> None:
+        _check.number("flops", self.flops, positive=True)
+        _check.number("message_bytes", self.message_bytes, positive=True)
+
 
 @dataclass(frozen=True)
 class Link:
@@ -48,19 +53,43 @@ class Link:
     bandwidths: tuple[float, ...]
     """Bytes per second."""
 
+    def __post_init__(self) -> None:
+        for name in ("sizes", "bandwidths"):
+            values = getattr(self, name)
+            if not isinstance(values, tuple | list) or not values:
+                raise _check.fail(TypeError, name, "a tuple of at least one number", values)
+            for value in values:
+                _check.number(name, value, positive=True)
+        if len(self.bandwidths) != len(self.sizes):
+            raise _check.fail(
+                ValueError, "bandwidths", f"{len(self.sizes)} numbers, one for each size", self.bandwidths
+            )
+        if any(a >= b for a, b in zip(self.sizes, self.sizes[1:], strict=False)):
+            raise _check.fail(ValueError, "sizes", "rising", self.sizes)
+
     def bandwidth(self, size: float) -> float:
         """Bytes per second, interpolated in the logarithm of the size; beyond the ends that of the ends."""
+        _check.number("size", size, positive=True)
         return float(np.interp(np.log(size), np.log(self.sizes), self.bandwidths))
 
     def seconds(self, size: float) -> float:
+        """Seconds that a message of so many bytes takes."""
         return size / self.bandwidth(size)
 
 
 def mlp_step(
     tokens: int, *, dim: int, hidden: int, size: int, gated: bool = False, itemsize: int = 2, backward: bool = False
 ) -> Step:
-    """Of `metp_mlp` with (tokens, dim) per device: 2 or 3 matmuls with a block of each weight, 5 or 8 in the backward pass,
-    where float32 gradients travel with the weights."""
+    """What a device does in a step of `metp_mlp` with (tokens, dim) per device.
+
+    These are 2 or 3 matmuls with a block of each weight, 5 or 8 in the backward pass, where float32 gradients travel with
+    the weights.
+
+    Raises:
+      ValueError, TypeError: numbers that are not positive integers, flags that are not booleans.
+    """
+    _positive(tokens=tokens, dim=dim, hidden=hidden, size=size, itemsize=itemsize)
+    gated, backward = _check.flag("gated", gated), _check.flag("backward", backward)
     weights = 2 + gated
     matmuls = 3 * weights - 1 if backward else weights
     entries = weights * dim * hidden / size
@@ -77,8 +106,15 @@ def attention_step(
     itemsize: int = 2,
     backward: bool = False,
 ) -> Step:
-    """Of `metp_attention` with (tokens, heads, head_dim) per device: 2 matmuls, 5 in the backward pass, on half of the products
-    if zigzag and causal."""
+    """What a device does in a step of `metp_attention` with (tokens, heads, head_dim) per device.
+
+    These are 2 matmuls, 5 in the backward pass, on half of the products if zigzag and causal.
+
+    Raises:
+      ValueError, TypeError: numbers that are not positive integers, flags that are not booleans.
+    """
+    _positive(tokens=tokens, heads=heads, kv_heads=kv_heads, head_dim=head_dim, itemsize=itemsize)
+    causal, backward = _check.flag("causal", causal), _check.flag("backward", backward)
     products = tokens**2 / (2 if causal else 1)
     matmuls = 5 if backward else 2
     entries = 2 * tokens * kv_heads * head_dim
@@ -87,6 +123,13 @@ def attention_step(
 
 def hidden_share(step: Step, flops_per_second: float, link: Link) -> float:
     """The part of a hop that its step can hide, at most 1."""
+    if not isinstance(step, Step):
+        raise _check.fail(
+            TypeError, "step", "a memjax.shard.overlap.Step", step, "mlp_step and attention_step make them"
+        )
+    _check.number("flops_per_second", flops_per_second, positive=True)
+    if not isinstance(link, Link):
+        raise _check.fail(TypeError, "link", "a memjax.shard.overlap.Link", link, "measure_link makes one")
     return min(1.0, step.flops / flops_per_second / link.seconds(step.message_bytes))
 
 
@@ -94,11 +137,15 @@ def full_overlap_tokens(step: Callable[[int], Step], flops_per_second: float, li
     """The fewest tokens per device with which hops are wholly hidden, for a `step` of so many tokens.
 
     Raises:
-      ValueError: hops are not hidden with `limit` tokens either.
+      ValueError: hops are not hidden with `limit` tokens either, or numbers are out of range.
+      TypeError: arguments of another kind.
     """
+    _check.function("step", step, "pass a function of the tokens per device, such as one that calls mlp_step")
+    _positive(limit=limit)
     hidden = lambda tokens: hidden_share(step(tokens), flops_per_second, link) >= 1
     if not hidden(limit):
-        raise ValueError(f"limit: hops are not hidden with {limit} tokens per device")
+        wanted = "a number of tokens per device with which hops are hidden"
+        raise _check.fail(ValueError, "limit", wanted, limit, "raise it, if the link is fast enough at all")
     low, high = 0, limit
     while high - low > 1:
         middle = (low + high) // 2
@@ -134,8 +181,10 @@ def saved_bytes(
       - "tp_sp": t (2 D) + S (2 D + c / p + 3 F / p)
 
     Raises:
-      ValueError: another name.
+      ValueError, TypeError: another name, or numbers that are not positive integers.
     """
+    _check.choice("parallelism", parallelism, ("metp", "ring", "ulysses", "tp", "tp_sp"))
+    _positive(tokens=tokens, size=size, dim=dim, hidden=hidden, heads=heads, kv_heads=kv_heads, itemsize=itemsize)
     local = tokens / size
     mixed = 2 * dim + 2 * dim * kv_heads / heads
     items = {
@@ -145,13 +194,12 @@ def saved_bytes(
         "tp": tokens * 4 * dim + local * (mixed + 3 * hidden),
         "tp_sp": local * 2 * dim + tokens * 2 * dim + local * (mixed + 3 * hidden),
     }
-    if parallelism not in items:
-        raise ValueError(f"parallelism: expected one of {', '.join(items)}, got {parallelism!r}")
     return itemsize * items[parallelism] + 4 * heads * local
 
 
 def measure_matmul(size: int = 8192, dtype: Any = jnp.bfloat16) -> float:
     """FLOP/s of square matmuls on one device, float32 accumulation."""
+    _positive(size=size)
     # Of random numbers: GPUs multiply ones faster, drawing less power.
     a = jax.random.normal(jax.random.key(0), (size, size)).astype(dtype)
     multiply = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32))
@@ -164,11 +212,16 @@ def measure_link(
     """Bandwidth of hops round a ring of the devices, all of them by default, by message size in bytes.
 
     Raises:
-      ValueError: fewer than two devices.
+      ValueError, TypeError: fewer than two devices, or sizes that are not positive multiples of 4.
     """
+    if not isinstance(sizes, Sequence) or isinstance(sizes, str) or not sizes:
+        raise _check.fail(TypeError, "sizes", "a sequence of at least one number of bytes", sizes)
+    for size in sizes:
+        if _check.integer("sizes", size, least=4, what="multiples of 4 bytes") % 4:
+            raise _check.fail(ValueError, "sizes", "multiples of 4 bytes", size)
     found = np.asarray(jax.devices() if devices is None else devices)
     if found.size < 2:
-        raise ValueError(f"devices: expected at least two for a ring, got {found.size}")
+        raise _check.fail(ValueError, "devices", "at least two for a ring", found.size)
     mesh = Mesh(found, ("ring",))
     sharding = NamedSharding(mesh, PartitionSpec("ring"))
 
@@ -187,8 +240,13 @@ def measure_link(
     return Link(tuple(sizes), tuple(bandwidths))
 
 
+def _positive(**numbers: Any) -> None:
+    for name, value in numbers.items():
+        _check.integer(name, value, least=1)
+
+
 def _seconds(f: Callable[..., Any], *args: Any, calls: int = 5, rounds: int = 5) -> float:
-    """Of one call: the median of several rounds, each of several calls in a row."""
+    """Time of one call: the median of several rounds, each of several calls in a row."""
     jax.block_until_ready(f(*args))
     times = []
     for _ in range(rounds):

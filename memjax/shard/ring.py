@@ -31,6 +31,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from memjax import _check
+
 
 def scan(body: Callable[[Any, Any, Any], Any], moving: Any, init: Any, *, axis_name: str | None) -> Any:
     """Runs `body` with the block of every device of the ring in turn, the own one first, hops hidden behind it.
@@ -147,22 +149,10 @@ def _in_pairs(step: Callable[..., Any], state: Any, begin: int, end: int) -> Any
 
 
 def _size(axis_name: Any) -> int:
-    size = 1 if axis_name is None else axis_size(axis_name)
+    size = 1 if axis_name is None else _check.axis_size("axis_name", axis_name)
     if size > 1:
         _warn_without_overlap()
     return size
-
-
-def axis_size(axis_name: Any) -> int:
-    """Devices along the axis. Raises ValueError outside a `jax.shard_map` over it."""
-    if not isinstance(axis_name, str):
-        raise TypeError(f"axis_name: expected the name of one mesh axis, got {axis_name!r}")
-    try:
-        return lax.axis_size(axis_name)
-    except NameError:
-        raise ValueError(
-            f"axis_name: no mesh axis {axis_name!r} here; call this inside jax.shard_map over a mesh with that axis"
-        ) from None
 
 
 def _hop(tree: Any, axis_name: Any, size: int) -> Any:

@@ -202,14 +202,16 @@ def test_no_block_is_copied_from_step_to_step():
 
 def test_wrong_input_is_refused():
     x, w_in, w_out = normal((1, 16, 4), (4, 16), (16, 4), dtype=np.float32)
-    with pytest.raises(ValueError, match=r"axis_name: no mesh axis 'ring' here; call this inside jax.shard_map"):
+    with pytest.raises(
+        ValueError, match=r"axis_name must be an axis of the mesh .* got 'ring': call this inside jax.shard_map"
+    ):
         metp_mlp(x, w_in, w_out, axis_name="ring")
     call = lambda x, w_in, w_out: sharded(lambda *a: metp_mlp(*a, axis_name="ring"), 4, (ROWS, ROWS, FIRST), ROWS)(
         x, w_in, w_out
     )
-    with pytest.raises(ValueError, match=r"w_out: expected 4 rows, as many as this device holds columns of w_in"):
+    with pytest.raises(ValueError, match=r"w_out must be of 4 rows, as many as this device holds columns of w_in"):
         call(x, w_in, w_out[:8])
-    with pytest.raises(ValueError, match=r"w_in: expected shape \(4, 4\)"):
+    with pytest.raises(ValueError, match=r"w_in must be of shape \(4, 4\)"):
         call(x, w_in[:3], w_out)
-    with pytest.raises(TypeError, match="w_in: expected the rows' floating-point dtype float32, got bfloat16"):
+    with pytest.raises(TypeError, match="w_in must be of x's dtype float32, got an array of bfloat16"):
         call(x, w_in.astype(jnp.bfloat16), w_out)

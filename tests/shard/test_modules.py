@@ -32,6 +32,6 @@ def test_modules_are_those_of_one_device():
 def test_dropout_is_refused_with_the_reason():
     with pytest.raises(ValueError, match="computes its weights again in the backward pass"):
         MetpAttention(8, 2, dropout_rate=0.1, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="heads: expected a divisor of dim = 8, got 3"):
+    with pytest.raises(ValueError, match="heads must be a divisor of dim = 8, got 3"):
         MetpAttention(8, 3, rngs=nnx.Rngs(0))
     assert jnp.isfinite(MetpMlp(8, 4, rngs=nnx.Rngs(0)).w_in[...]).all()

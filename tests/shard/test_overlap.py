@@ -26,7 +26,9 @@ def test_condition_of_full_overlap_is_where_hop_and_step_take_the_same_time():
     attention = lambda t: overlap.attention_step(t, heads=32, kv_heads=8, head_dim=128, causal=True)
     assert overlap.full_overlap_tokens(attention, rate, link) == 2 * 8000 // 4
     assert overlap.hidden_share(step(4000), rate, link) == pytest.approx(0.5)
-    with pytest.raises(ValueError, match="limit: hops are not hidden with 100 tokens"):
+    with pytest.raises(
+        ValueError, match="limit must be a number of tokens per device with which hops are hidden, got 100"
+    ):
         overlap.full_overlap_tokens(step, rate, link, limit=100)
 
 
@@ -40,7 +42,7 @@ def test_metp_keeps_least():
     kept = {name: overlap.saved_bytes(name, **shape) for name in ("metp", "ring", "ulysses", "tp", "tp_sp")}
     assert kept["metp"] == kept["ring"] < kept["ulysses"] < kept["tp_sp"] < kept["tp"]
     assert kept["metp"] < (1 - 0.417) * kept["tp"]
-    with pytest.raises(ValueError, match="parallelism: expected one of"):
+    with pytest.raises(ValueError, match="parallelism must be one of"):
         overlap.saved_bytes("dp", **shape)
 
 
@@ -71,5 +73,5 @@ def test_the_machine_is_measured():
     link = overlap.measure_link(jax.devices()[:2], sizes=(2**10, 2**12))
     assert link.sizes == (2**10, 2**12)
     assert min(link.bandwidths) > 0
-    with pytest.raises(ValueError, match="devices: expected at least two"):
+    with pytest.raises(ValueError, match="devices must be at least two"):
         overlap.measure_link(jax.devices()[:1])

@@ -1,0 +1,206 @@
+"""Wrong arguments: what is raised, and that it names the argument, what it got and what it must be."""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from rings import FIRST, ROWS, normal, sharded
+
+from memjax.shard import (
+    MetpAttention,
+    MetpMlp,
+    metp,
+    metp_attention,
+    metp_mlp,
+    overlap,
+    positions,
+    unzigzag,
+    vocab_cross_entropy,
+    zigzag,
+)
+
+X, W_IN, W_OUT = normal((1, 16, 4), (4, 16), (16, 4), dtype=np.float32)
+(Q,) = normal((1, 16, 4, 8), dtype=np.float32)
+LINK = overlap.Link((1, 2), (1.0, 1.0))
+STEP = overlap.Step(1.0, 1.0)
+
+
+def mlp(**changes):
+    def local(x, w_in, w_out):
+        arguments = {"x": x, "w_in": w_in, "w_out": w_out, "axis_name": "ring", **changes}
+        return metp_mlp(arguments.pop("x"), arguments.pop("w_in"), arguments.pop("w_out"), **arguments)
+
+    return sharded(local, 2, (ROWS, ROWS, FIRST), ROWS)(X, W_IN, W_OUT)
+
+
+def product(f):
+    return sharded(lambda *args: metp(f, *args, axis_name="ring"), 2, (ROWS, ROWS, FIRST), ROWS)(X, W_IN, W_OUT)
+
+
+def attend(**changes):
+    def local(q):
+        arguments = {"q": q, "k": q, "v": q, "axis_name": "ring", **changes}
+        return metp_attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
+
+    return sharded(local, 2, ROWS, ROWS)(Q)
+
+
+def loss(**changes):
+    def local(x, w):
+        arguments = {"x": x, "w": w, "labels": jnp.zeros(x.shape[:2], jnp.int32), "axis_name": "ring", **changes}
+        return vocab_cross_entropy(arguments.pop("x"), arguments.pop("w"), arguments.pop("labels"), **arguments)
+
+    return sharded(local, 2, (ROWS, FIRST), jax.sharding.PartitionSpec())(X, W_OUT)
+
+
+make_mlp = partial(MetpMlp, rngs=nnx.Rngs(0))
+make_attention = partial(MetpAttention, rngs=nnx.Rngs(0))
+mlp_step = partial(overlap.mlp_step, **{"tokens": 1, "dim": 2, "hidden": 4, "size": 1})
+attention_step = partial(overlap.attention_step, **{"tokens": 1, "heads": 2, "kv_heads": 2, "head_dim": 4})
+saved = partial(overlap.saved_bytes, "tp", **{"tokens": 8, "size": 2, "dim": 4, "hidden": 8, "heads": 2, "kv_heads": 2})
+
+CALLS = [
+    (mlp, {"x": None}, "x must be an array, got None"),
+    (mlp, {"w_in": "text"}, "w_in must be an array, got 'text'"),
+    (mlp, {"w_gate": "text"}, "w_gate must be an array, got 'text'"),
+    (mlp, {"x": jnp.zeros((1, 0, 4))}, "x must be of shape"),
+    (mlp, {"x": jnp.zeros(4)}, "x must be of shape"),
+    (mlp, {"activation": None}, "activation must be a function, got None"),
+    (mlp, {"activation": jax.nn.softmax}, "activation must be an elementwise function"),
+    (mlp, {"activation": lambda z: z[:1]}, "activation must be an elementwise function"),
+    (mlp, {"recompute": 1}, "recompute must be True or False, got 1"),
+    (mlp, {"axis_name": "rang"}, "axis_name must be an axis of the mesh .* got 'rang'"),
+    (mlp, {"axis_name": None}, "axis_name must be the name of one mesh axis, got None"),
+    (product, {"f": "gelu"}, "f must be a function, got 'gelu'"),
+    (product, {"f": 3}, "f must be a function, got 3"),
+    (product, {"f": lambda z: None}, "f must be an elementwise function"),
+    (product, {"f": lambda a, b: a}, "f must be an elementwise function"),
+    (product, {"f": lambda z: jnp.cumsum(z, 0)}, "f must be an elementwise function"),
+    (product, {"f": lambda z: z.T.reshape(z.shape)}, "f must be an elementwise function"),
+    (product, {"f": lambda z: z / jnp.linalg.norm(z)}, "f must be an elementwise function"),
+    (attend, {"q": None}, "q must be an array, got None"),
+    (attend, {"k": jnp.zeros((1, 8, 8))}, "k must be an array of 4 dimensions"),
+    (attend, {"v": jnp.zeros((1, 8, 4, 8), int)}, "v must be a floating-point array"),
+    (attend, {"softcap": "8"}, "softcap must be a positive finite number, got '8'"),
+    (attend, {"softcap": math.inf}, "softcap must be a positive finite number, got inf"),
+    (attend, {"softcap": -1}, "softcap must be a positive finite number, got -1"),
+    (attend, {"scale": "8"}, "scale must be a finite number, got '8'"),
+    (attend, {"scale": math.inf}, "scale must be a finite number, got inf"),
+    (attend, {"scale": True}, "scale must be a finite number, got True"),
+    (attend, {"causal": "no"}, "causal must be True or False, got 'no'"),
+    (attend, {"causal": None}, "causal must be True or False, got None"),
+    (attend, {"window": 0}, "window must be an integer of at least 1, got 0"),
+    (attend, {"window": True}, "window must be an integer of at least 1, got True"),
+    (attend, {"head_chunks": 3}, "head_chunks must be a divisor of the 4"),
+    (attend, {"head_chunks": "2"}, "head_chunks must be an integer"),
+    (attend, {"layout": "zig"}, "layout must be one of 'zigzag', 'contiguous', got 'zig'"),
+    (attend, {"implementation": "flash"}, "implementation must be one of .* got 'flash'"),
+    (attend, {"segment_ids": [0]}, "segment_ids must be an array"),
+    (attend, {"axis_name": "rang"}, "axis_name must be an axis of the mesh"),
+    (loss, {"x": None}, "x must be an array, got None"),
+    (loss, {"labels": None}, "labels must be an array, got None"),
+    (loss, {"labels": jnp.zeros((1, 8, 8))}, "labels must be integers"),
+    (loss, {"reduction": "none"}, "reduction must be one of 'mean', 'sum', got 'none'"),
+    (loss, {"softcap": math.inf}, "softcap must be a positive finite number"),
+    (loss, {"axis_name": "rang"}, "axis_name must be an axis of the mesh"),
+    (positions, {"length": 3, "rank": 0, "size": 8, "layout": "zigzag"}, "length must be an even number"),
+    (positions, {"length": 4, "rank": -1, "size": 8, "layout": "contiguous"}, r"rank must be an integer in \[0, 8\)"),
+    (positions, {"length": 4, "rank": 8, "size": 8, "layout": "contiguous"}, r"rank must be an integer in \[0, 8\)"),
+    (positions, {"length": "4", "rank": 0, "size": 8, "layout": "zigzag"}, "length must be an integer"),
+    (positions, {"length": 4, "rank": None, "size": 8, "layout": "zigzag"}, "rank must be an integer"),
+    (positions, {"length": 4, "rank": 0.5, "size": 8, "layout": "zigzag"}, "rank must be an integer"),
+    (positions, {"length": 4, "rank": jnp.zeros(2), "size": 8, "layout": "zigzag"}, "rank must be an integer"),
+    (positions, {"length": 4, "rank": 0, "size": 0, "layout": "zigzag"}, "size must be an integer of at least 1"),
+    (positions, {"length": 4, "rank": 0, "size": 2, "layout": None}, "layout must be one of"),
+    (make_mlp, {"dim": -1, "hidden": 8}, "dim must be an integer of at least 1, got -1"),
+    (make_mlp, {"dim": "16", "hidden": 8}, "dim must be an integer of at least 1, got '16'"),
+    (make_mlp, {"dim": 16, "hidden": 0}, "hidden must be an integer of at least 1"),
+    (make_mlp, {"dim": 16, "hidden": 8, "activation": None}, "activation must be a function"),
+    (make_mlp, {"dim": 16, "hidden": 8, "gated": "no"}, "gated must be True or False, got 'no'"),
+    (make_mlp, {"dim": 16, "hidden": 8, "axis_name": 3}, "axis_name must be the name of one mesh axis"),
+    (make_mlp, {"dim": 16, "hidden": 8, "dtype": "int32"}, "dtype must be a floating-point dtype"),
+    (make_mlp, {"dim": 16, "hidden": 8, "rngs": None}, "rngs must be flax.nnx.Rngs"),
+    (make_attention, {"dim": 16, "heads": 0}, "heads must be an integer of at least 1"),
+    (make_attention, {"dim": 16, "heads": 4, "kv_heads": 3}, "kv_heads must be a divisor of heads = 4, got 3"),
+    (make_attention, {"dim": 16, "heads": 4, "kv_heads": 0}, "kv_heads must be an integer of at least 1"),
+    (make_attention, {"dim": 16, "heads": 4, "head_dim": 0}, "head_dim must be an integer of at least 1"),
+    (make_attention, {"dim": 16, "heads": 4, "layout": "zig"}, "layout must be one of"),
+    (make_attention, {"dim": 16, "heads": 4, "rotate": 3}, "rotate must be a function"),
+    (make_attention, {"dim": 16, "heads": 4, "scale": "8"}, "scale must be a finite number"),
+    (make_attention, {"dim": 16, "heads": 4, "head_chunks": 3}, "head_chunks must be a divisor"),
+    (make_attention, {"dim": 16, "heads": 4, "casual": True}, "options must be options of metp_attention.*'casual'"),
+    (make_attention, {"dim": 16, "heads": 4, "dropout_rate": "0"}, "dropout_rate must be a finite number"),
+    (saved, {"tokens": -1}, "tokens must be an integer of at least 1, got -1"),
+    (saved, {"size": None}, "size must be an integer of at least 1, got None"),
+    (overlap.measure_link, {"sizes": ()}, "sizes must be a sequence of at least one"),
+    (overlap.measure_link, {"sizes": (-8,)}, "sizes must be multiples of 4 bytes of at least 4, got -8"),
+    (overlap.measure_matmul, {"size": -1}, "size must be an integer of at least 1, got -1"),
+    (mlp_step, {"size": 0}, "size must be an integer of at least 1, got 0"),
+    (mlp_step, {"gated": "no"}, "gated must be True or False"),
+    (attention_step, {"tokens": 0}, "tokens must be an integer of at least 1"),
+    (overlap.Link, {"sizes": (), "bandwidths": ()}, "sizes must be a tuple of at least one number"),
+    (overlap.Link, {"sizes": (2, 1), "bandwidths": (1.0, 1.0)}, "sizes must be rising"),
+    (overlap.Link, {"sizes": (1, 2), "bandwidths": (1.0,)}, "bandwidths must be 2 numbers"),
+    (overlap.Link, {"sizes": (1,), "bandwidths": (0.0,)}, "bandwidths must be a positive finite number"),
+    (overlap.Step, {"flops": None, "message_bytes": 1.0}, "flops must be a positive finite number"),
+    (overlap.hidden_share, {"step": 3, "flops_per_second": 1.0, "link": LINK}, "step must be .*Step"),
+    (overlap.hidden_share, {"step": STEP, "flops_per_second": 0, "link": LINK}, "flops_per_second must be a positive"),
+    (overlap.hidden_share, {"step": STEP, "flops_per_second": 1.0, "link": 1e9}, "link must be .*Link"),
+    (overlap.full_overlap_tokens, {"step": 3, "flops_per_second": 1.0, "link": LINK}, "step must be a function"),
+    *(
+        (reorder, {"a": a, "size": size, "axis": axis}, message)
+        for reorder in (zigzag, unzigzag)
+        for a, size, axis, message in (
+            (None, 8, 1, "a must be an array, got None"),
+            ("abc", 8, 1, "a must be an array, got 'abc'"),
+            (np.zeros((1, 32)), -1, 1, "size must be an integer of at least 1, got -1"),
+            (np.zeros((1, 32)), 0, 1, "size must be an integer of at least 1, got 0"),
+            (np.zeros((1, 32)), "8", 1, "size must be an integer of at least 1, got '8'"),
+            (np.zeros((1, 32)), 8.0, 1, "size must be an integer of at least 1, got 8.0"),
+            (np.zeros((1, 32)), 8, "1", "axis must be an integer, got '1'"),
+            (np.zeros((1, 32)), 8, 5, "axis must be one of the 2 axes"),
+            (np.zeros((1, 31)), 8, 1, "a must be of a length along axis 1 that is a multiple of 2 size = 16"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("f", "changes", "message"), CALLS, ids=[f"{i} {message[:40]}" for i, (*_, message) in enumerate(CALLS)]
+)
+def test_is_refused(f, changes, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        f(**changes)
+
+
+@pytest.mark.parametrize(
+    "name", ["gelu", "relu", "silu", "tanh", "leaky_relu", "elu", "softplus", "hard_swish", "mish"]
+)
+def test_activations_are_elementwise(name):
+    MetpMlp(2, 2, activation=getattr(jax.nn, name), rngs=nnx.Rngs(0))
+
+
+def test_a_traced_option_is_refused():
+    with pytest.raises(TypeError, match="causal must be True or False"):
+        jax.jit(lambda causal: attend(causal=causal))(True)
+    with pytest.raises(TypeError, match="scale must be a finite number known when tracing"):
+        jax.jit(lambda scale: attend(scale=scale))(1.0)
+
+
+def test_padding_may_hold_anything():
+    q, do = normal((1, 16, 4, 8), (1, 16, 4, 8), dtype=np.float32)
+    ids = jnp.where(jnp.arange(16) < 12, 0, -1)[None]
+    over_ring = sharded(
+        lambda q, ids: metp_attention(q, q, q, segment_ids=ids, layout="contiguous", axis_name="ring"),
+        2,
+        (ROWS, ROWS),
+        ROWS,
+    )
+    slope = jax.jit(jax.grad(lambda q: (over_ring(q, ids) * do).sum()))
+    got, expected = slope(q.at[:, 12:].set(jnp.nan)), slope(q)
+    np.testing.assert_array_equal(got, expected)
+    assert not np.any(np.asarray(got)[:, 12:])
