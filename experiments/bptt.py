@@ -19,9 +19,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from experiments.data.text import standard_library, test_windows, train_windows, windows
+from experiments.data.text import check_windows, standard_library, test_windows, train_windows, windows
 from experiments.harness import records
-from experiments.harness.config import ExperimentError, RunConfig
+from experiments.harness.config import RunConfig
+from experiments.harness.errors import ExperimentError
 from experiments.harness.main import run
 from experiments.harness.task import Task
 from experiments.models.lstm import ByteLSTM
@@ -59,6 +60,7 @@ PRESETS = {
 
 def make_task(config: BpttConfig) -> Task:
     text = standard_library()
+    check_windows(text, config.length, config.batch_size)
     shape = {"length": config.length, "batch_size": config.batch_size}
     make_model = functools.partial(_model, config.features, config.seed)
     batch = {"text": jax.ShapeDtypeStruct((config.batch_size, config.length + 1), jnp.uint8)}
@@ -97,7 +99,7 @@ def _check_budget(make_model: Callable[[], nnx.Module], batch: dict[str, jax.Sha
 
     try:
         jax.eval_shape(loss, batch["text"])
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise ExperimentError(f"--budget: {error}") from error
 
 

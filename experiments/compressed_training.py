@@ -36,12 +36,13 @@ from experiments.compression.controlled import controlled
 from experiments.compression.fill_memory import fill_memory
 from experiments.compression.observed import Images, Observed
 from experiments.compression.report import extra_report
-from experiments.data.image_folder import image_folder
+from experiments.data.image_folder import broken_log, image_folder, skipped
 from experiments.data.photographs import photographs
 from experiments.data.stream import ImageData, test_batches, train_batches
 from experiments.harness import devices
 from experiments.harness.classification import Prepare, classification_loss
-from experiments.harness.config import ExperimentError, RunConfig
+from experiments.harness.config import RunConfig
+from experiments.harness.errors import ExperimentError
 from experiments.harness.main import run
 from experiments.harness.step import Batch
 from experiments.harness.task import Task
@@ -94,12 +95,15 @@ class CompressedConfig(RunConfig):
     """photographs: crops of those in scikit-image and scikit-learn. folder: an ImageNet-style tree."""
     data_dir: Path | None = None
     """The tree: train/CLASS/* and val/CLASS/*."""
+    skip_broken: bool = False
+    """Count and skip files that cannot be read as images, instead of stopping with an error."""
     image_size: int = 64
     """Side in pixels of what the network sees."""
     crop_size: int = 64
     """Side in pixels of the crops of photographs, which are enlarged to --image-size."""
 
     experiment: ClassVar[str] = "compressed-training"
+    may_be_infinite: ClassVar[tuple[str, ...]] = ("coarsest",)
     fixed_by_checkpoint: ClassVar[tuple[str, ...]] = (
         *RunConfig.fixed_by_checkpoint,
         *("model", "width", "compress", "where", "rest_bits", "smallest", "data", "image_size", "crop_size"),
@@ -119,6 +123,12 @@ class CompressedConfig(RunConfig):
             raise ExperimentError(f"--crop-size must be from 8 to 96, got {self.crop_size}: some photographs are small")
         if self.data == "photographs" and self.crop_size > self.image_size:
             raise ExperimentError(f"--crop-size {self.crop_size} must be at most --image-size {self.image_size}")
+        if self.data == "photographs" and (self.skip_broken or self.data_dir is not None):
+            raise ExperimentError("--skip-broken and --data-dir are for --data folder, which is missing")
+        if not 0 <= self.label_smoothing < 1:
+            raise ExperimentError(f"--label-smoothing must be in [0, 1), got {self.label_smoothing}")
+        if self.image_size > 4096:
+            raise ExperimentError(f"--image-size must be at most 4096, got {self.image_size}")
         if self.image_size < 64:
             raise ExperimentError(f"--image-size must be at least 64 for these networks, got {self.image_size}")
 
@@ -184,6 +194,11 @@ def make_task(config: CompressedConfig) -> Task:
     )
 
 
+def facts(config: CompressedConfig) -> dict[str, str]:
+    """What only this experiment has to report."""
+    return skipped(config.folder) if config.skip_broken else {}
+
+
 def _batches(config: CompressedConfig, data: ImageData) -> Iterator[Batch]:
     """Some, for `save_analysis`."""
     size = min(64, _device_batch(config))  # in float32, with room for whatever codes need
@@ -211,7 +226,8 @@ def _batch(config: CompressedConfig) -> dict[str, jax.ShapeDtypeStruct]:
 def _data(config: CompressedConfig) -> ImageData:
     if config.data == "photographs":
         return photographs(config.crop_size)
-    return image_folder(config.data_dir, image_size=config.image_size, broken_log=None)
+    log = broken_log(config.folder) if config.skip_broken else None
+    return image_folder(config.data_dir, image_size=config.image_size, broken_log=log)
 
 
 def _model(config: CompressedConfig, classes: int, is_compressed: bool) -> nnx.Module:
@@ -244,4 +260,4 @@ def _instead(config: CompressedConfig, console) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(run(PRESETS, make_task, description=__doc__, extra_report=extra_report, instead=_instead))
+    sys.exit(run(PRESETS, make_task, description=__doc__, facts=facts, extra_report=extra_report, instead=_instead))

@@ -19,21 +19,20 @@ from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
-import matplotlib
 from flax import nnx
+from matplotlib import pyplot as plt
 from rich.console import Console
 
 import memjax
-from experiments.data.text import BYTES, standard_library, test_windows, train_windows, windows
-from experiments.harness import records
-from experiments.harness.config import ExperimentError, RunConfig, parse
+from experiments.data.text import BYTES, check_windows, standard_library, test_windows, train_windows, windows
+from experiments.harness import files, plots, records
+from experiments.harness.config import RunConfig, parse
+from experiments.harness.console import exit_status, output
+from experiments.harness.errors import ExperimentError
 from experiments.harness.main import run
 from experiments.harness.step import Loss
 from experiments.harness.task import Task
 from experiments.models.transformer import Transformer, TransformerConfig
-
-matplotlib.use("agg")
-from matplotlib import pyplot as plt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,6 +107,7 @@ PRESETS = {
 
 def make_task(config: CrossEntropyConfig) -> Task:
     text = standard_library()
+    check_windows(text, config.length, config.batch_size)
     shape = {"length": config.length, "batch_size": config.batch_size}
     loss = memjax_loss(config.loss_chunk) if config.loss == "memjax" else plain_loss
     return Task(
@@ -206,7 +206,7 @@ def draw_chunks(rows: list[dict], title: str, path: Path) -> None:
     axes[1][0].set_ylabel("ms, loss and gradients")
     axes[0][-1].legend(frameon=False)
     figure.suptitle(title)
-    _save(figure, path)
+    plots.save(figure, path)
 
 
 # The two trainings
@@ -231,45 +231,40 @@ def compare_losses(config: CrossEntropyConfig, other: CrossEntropyConfig, consol
     gap.set(xlabel="step", ylabel="difference")
     for axis in (curves, gap):
         axis.spines[["top", "right"]].set_visible(False)
-    _save(figure, config.folder / "losses.png")
+    plots.save(figure, config.folder / "losses.png")
     console.print(f"In {config.folder}: losses.png", soft_wrap=True)
-
-
-def _save(figure, path: Path) -> None:
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status is that of the harness: 0 complete, 130 stopped and saved, 2 something to put right."""
-    argv = sys.argv[1:] if argv is None else list(argv)
-    console = Console(quiet=jax.process_index() != 0)
-    try:
-        config = parse(PRESETS, description=__doc__ or "", argv=argv)
-        once = functools.partial(run, PRESETS, make_task, description=__doc__ or "")
-        if status := once(argv=[*argv, "--name", str(config.name)]):
+    flags = sys.argv[1:] if argv is None else list(argv)
+    return exit_status(functools.partial(_main, flags))
+
+
+def _main(argv: list[str]) -> int:
+    config = parse(PRESETS, description=__doc__ or "", argv=argv)
+    console = output()
+    once = functools.partial(run, PRESETS, make_task, description=__doc__ or "")
+    if status := once(argv=[*argv, "--name", str(config.name)]):
+        return status
+    if config.compare and config.loss == "memjax":
+        other = dataclasses.replace(config, name=f"{config.name}-plain", loss="plain")
+        flags = [flag for flag in argv if flag != "--resume"]
+        if config.resume and (other.folder / "config.json").exists():
+            flags.append("--resume")
+        if status := once(argv=[*flags, "--name", str(other.name), "--loss", "plain"]):
             return status
-        if config.compare and config.loss == "memjax":
-            other = dataclasses.replace(config, name=f"{config.name}-plain", loss="plain")
-            flags = [flag for flag in argv if flag != "--resume"]
-            if config.resume and (other.folder / "config.json").exists():
-                flags.append("--resume")
-            if status := once(argv=[*flags, "--name", str(other.name), "--loss", "plain"]):
-                return status
-            if jax.process_index() == 0:
-                compare_losses(config, other, console)
-        if config.figure_dims and jax.process_index() == 0:
-            path = config.folder / "chunks.json"
-            if not config.report_only:
-                path.write_text(json.dumps(chunk_rows(config, console), indent=1) + "\n")
-            title = f"{config.figure_tokens:,} tokens, vocabulary {config.figure_vocabulary:,}, {config.dtype}"
-            draw_chunks(json.loads(path.read_text()), title, config.folder / "chunks.png")
-            console.print(f"In {config.folder}: chunks.png", soft_wrap=True)
-        return 0
-    except ExperimentError as error:
-        Console(stderr=True).print(f"[bold red]Error:[/] {error}", soft_wrap=True, highlight=False)
-        return 2
+        if jax.process_index() == 0:
+            compare_losses(config, other, console)
+    if config.figure_dims and jax.process_index() == 0:
+        path = config.folder / "chunks.json"
+        if not config.report_only:
+            files.write_text(path, json.dumps(chunk_rows(config, console), indent=1) + "\n")
+        title = f"{config.figure_tokens:,} tokens, vocabulary {config.figure_vocabulary:,}, {config.dtype}"
+        rows = files.read_json(path, list, "have it made again with --resume")
+        draw_chunks(rows, title, config.folder / "chunks.png")
+        console.print(f"In {config.folder}: chunks.png", soft_wrap=True)
+    return 0
 
 
 if __name__ == "__main__":

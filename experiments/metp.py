@@ -28,25 +28,24 @@ from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
+from matplotlib import pyplot as plt
 from rich.console import Console
 from rich.table import Table
 
 import memjax
 from experiments.data.text import BYTES, standard_library
 from experiments.harness import config as configs
-from experiments.harness import records
-from experiments.harness.config import ExperimentError, RunConfig, parse
+from experiments.harness import files, plots, records
+from experiments.harness.config import RunConfig, parse
+from experiments.harness.console import exit_status, output
+from experiments.harness.errors import ExperimentError
 from experiments.harness.optimizer import optimizer
 from experiments.models import parallel
 from experiments.models.transformer import Transformer, TransformerConfig, sharded_loss, shardings
-
-matplotlib.use("agg")
-from matplotlib import pyplot as plt
 
 memjax.shard.hide_hops()
 
@@ -248,8 +247,6 @@ def train(config: MetpConfig, text: np.ndarray, console: Console) -> None:
 
 def _log(config: MetpConfig) -> records.Records:
     main = jax.process_index() == 0
-    if main:
-        records.keep_until(config.folder / "metrics.jsonl", -1)
     return records.Records(config.folder / "metrics.jsonl" if main else type(config.folder)(os.devnull))
 
 
@@ -352,21 +349,26 @@ def show(config: MetpConfig, rows: list[dict], console: Console) -> None:
         axis.yaxis.set_major_formatter("{x:,g}")
         axis.spines[["top", "right"]].set_visible(False)
     memory.legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(config.folder / "parallelisms.png", dpi=150)
-    plt.close(figure)
+    plots.save(figure, config.folder / "parallelisms.png")
     console.print(table)
     console.print(f"In {config.folder}: metrics.jsonl, parallelisms.json, parallelisms.png", soft_wrap=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status: 0 complete, 2 something to put right."""
-    try:
-        config = parse(PRESETS, description=__doc__ or "", argv=sys.argv[1:] if argv is None else argv)
-        console = Console(quiet=jax.process_index() != 0)
-        path = config.folder / "parallelisms.json"
-        if not config.report_only:
-            config.folder.mkdir(parents=True, exist_ok=True)
+    flags = sys.argv[1:] if argv is None else list(argv)
+    return exit_status(functools.partial(_main, flags))
+
+
+def _main(argv: list[str]) -> int:
+    config = parse(PRESETS, description=__doc__ or "", argv=argv)
+    console = output()
+    path = config.folder / "parallelisms.json"
+    if not config.report_only:
+        with files.locked(config.folder) if jax.process_index() == 0 else contextlib.nullcontext():
+            if (config.folder / "config.json").exists():
+                raise ExperimentError(f"{config.folder} holds a run already: choose another --name")
+            multihost_utils.sync_global_devices("all hosts have looked before one writes")
             if jax.process_index() == 0:
                 configs.save(config, config.folder / "config.json")
             text = standard_library().train
@@ -374,13 +376,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 train(config, text, console)
             rows = compare(config, text, console)
             if jax.process_index() == 0:
-                path.write_text(json.dumps(rows, indent=1) + "\n")
-        if jax.process_index() == 0 and config.compare:
-            show(config, json.loads(path.read_text()), console)
-        return 0
-    except ExperimentError as error:
-        Console(stderr=True).print(f"[bold red]Error:[/] {error}", soft_wrap=True, highlight=False)
-        return 2
+                files.write_text(path, json.dumps(rows, indent=1) + "\n")
+    if jax.process_index() == 0 and config.compare:
+        show(config, files.read_json(path, list, "measure again under another --name"), console)
+    return 0
 
 
 if __name__ == "__main__":

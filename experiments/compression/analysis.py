@@ -14,6 +14,7 @@ from flax import nnx
 from jax import lax
 
 from experiments.compression.observed import Images, layers_of
+from experiments.harness import files
 from experiments.harness.step import Batch, Loss, TrainState
 from experiments.models.compressed import Compressed
 from memjax import compress
@@ -111,7 +112,7 @@ def save_analysis(
         "values": images.values + sum(math.prod(shape) for shape, _ in layers.shapes),
         "rows": rows,
     }
-    (folder / "analysis.json").write_text(json.dumps(info) + "\n")
+    files.write_text(folder / "analysis.json", json.dumps(info) + "\n")
 
 
 class _Error(NamedTuple):

@@ -17,9 +17,9 @@ from rich.table import Table
 
 import memjax
 from experiments.compression.controlled import controlled
-from experiments.harness import devices, memory
+from experiments.harness import devices, files, memory, plots
 from experiments.harness.classification import classification_loss
-from experiments.harness.config import ExperimentError
+from experiments.harness.errors import ExperimentError
 from experiments.harness.optimizer import optimizer
 from experiments.harness.step import init_state, train_step
 
@@ -34,6 +34,8 @@ def fill_memory(config, make_model: Callable[..., nnx.Module], console: Console)
     says. On a GPU the steps are timed too. Capacities are `config.bits_per_value`, to be taken from a run; without, codes
     need more than what they stand for.
     """
+    with files.writing(config.folder):
+        config.folder.mkdir(parents=True, exist_ok=True)
     limit = config.fill_memory * _GIB
     found = {}
     for name, is_compressed in (("uncompressed", False), ("compressed", True)):
@@ -64,8 +66,7 @@ def fill_memory(config, make_model: Callable[..., nnx.Module], console: Console)
         cells = f"{row['batch']}", f"{row['bytes'] / _GIB:.2f}", f"{row['bytes_per_example'] / 1024:.0f}", speed
         table.add_row(name, *cells)
     console.print(table)
-    config.folder.mkdir(parents=True, exist_ok=True)
-    (config.folder / "fill_memory.json").write_text(json.dumps(found, indent=2) + "\n")
+    files.write_text(config.folder / "fill_memory.json", json.dumps(found, indent=2) + "\n")
     _draw(config.folder / "fill_memory.png", config, found)
     console.print(f"In {config.folder}: fill_memory.json, fill_memory.png", soft_wrap=True)
 
@@ -84,9 +85,7 @@ def _draw(path: Path, config, found: dict[str, dict]) -> None:
     figure.suptitle(
         f"{config.model} in {config.fill_memory:g} GiB, {len(jax.devices())} x {jax.devices()[0].device_kind}"
     )
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    plots.save(figure, path)
 
 
 def _compiled(config, make_model: Callable[..., nnx.Module], is_compressed: bool, batch: int):

@@ -1,6 +1,5 @@
 """Figures and tables of compressed training: ratios over training, layers, errors of gradients, the comparison."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.compression.analysis import EDGES
-from experiments.harness import records
-from experiments.harness.config import ExperimentError, load
+from experiments.harness import files, plots, records
+from experiments.harness.config import load
+from experiments.harness.errors import ExperimentError
 
 
 def extra_report(config: Any, console: Console) -> None:
@@ -22,7 +22,9 @@ def extra_report(config: Any, console: Console) -> None:
     if not train or not (folder / "analysis.json").exists():
         return
     test = records.read(folder / "metrics.jsonl", "test")
-    analysis = json.loads((folder / "analysis.json").read_text())
+    analysis = files.read_json(folder / "analysis.json", dict, "train again under another --name, or put back a copy")
+    if missing := sorted({"names", "rows", "values"} - set(analysis)):
+        raise ExperimentError(f"{folder / 'analysis.json'} is damaged: it lacks {', '.join(missing)}")
     others = [_other(config, name) for name in config.baseline]
     console.print(_table(config, train, test, analysis, others))
     _draw_ratio(folder / "ratio.png", config, train, test, others)
@@ -86,7 +88,7 @@ def _draw_ratio(path: Path, config, train: list[dict], test: list[dict], others:
     right.legend(loc="lower right")
     for axis in (left, right):
         axis.grid(alpha=0.3)
-    _save(figure, path)
+    plots.save(figure, path)
 
 
 def _draw_layers(path: Path, train: list[dict], analysis: dict) -> None:
@@ -105,9 +107,7 @@ def _draw_layers(path: Path, train: list[dict], analysis: dict) -> None:
     for axis in axes:
         axis.grid(alpha=0.3)
     figure.legend(loc="outside right center", fontsize=6, ncols=1 + (len(colors) > 30))
-    figure.tight_layout(rect=(0, 0, 0.82, 1))
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    plots.save(figure, path, rect=(0, 0, 0.82, 1))
 
 
 def _draw_errors(path: Path, analysis: dict) -> None:
@@ -129,10 +129,4 @@ def _draw_errors(path: Path, analysis: dict) -> None:
     axes[1].legend()
     for axis in axes:
         axis.grid(alpha=0.3)
-    _save(figure, path)
-
-
-def _save(figure, path: Path) -> None:
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    plots.save(figure, path)

@@ -1,9 +1,5 @@
 """Streams of batches: grain pipelines over images, without end for training, in one pass for evaluation."""
 
-import multiprocessing
-import os
-import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +8,7 @@ import jax
 import numpy as np
 from absl import flags
 
+from experiments.harness import children
 from experiments.harness.classification import NO_LABEL
 
 Example = dict[str, np.ndarray]
@@ -81,16 +78,7 @@ def _threads(count: int) -> grain.ReadOptions:
 
 
 def _start_worker(index: int, count: int) -> None:
-    """Leaves Ctrl-C to the main process, and ends with it, even if that is killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-    def end_with_parent():
-        parent = multiprocessing.parent_process()
-        assert parent is not None
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    children.begin()
 
 
 def _shape(data: ImageData) -> tuple[int, ...]:

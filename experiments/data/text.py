@@ -10,7 +10,7 @@ import grain
 import jax
 import numpy as np
 
-from experiments.harness.config import ExperimentError
+from experiments.harness.errors import ExperimentError
 
 # Not the library's own code, or not on every machine.
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3"}
@@ -74,6 +74,15 @@ def test_windows(text: Text, *, length: int, batch_size: int) -> Iterator[dict[s
     for start in range(0, count, batch_size):
         own = range(start + jax.process_index(), start + batch_size, jax.process_count())
         yield {"text": np.stack([_window(text.test, i * length, length) for i in own])}
+
+
+def check_windows(text: Text, length: int, batch_size: int) -> None:
+    """Raises ExperimentError unless both splits have enough windows of `length` bytes for a batch."""
+    for data, use in ((text.train, "train on"), (text.test, "test on")):
+        if windows(data, length) < batch_size:
+            raise ExperimentError(
+                f"--batch-size {batch_size} windows of --length {length} bytes are more than the {data.size} bytes to {use}"
+            )
 
 
 def windows(data: np.ndarray, length: int) -> int:

@@ -4,22 +4,23 @@ The defaults of the flags come from a preset (`--preset cpu`, `--preset gpu`, or
 when a run is resumed or reported on, from its saved configuration. Explicit flags override them.
 """
 
+import contextlib
 import dataclasses
 import json
+import math
 import os
 import time
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Literal
 
 import jax
 import tyro
 
-
-class ExperimentError(ValueError):
-    """Something the user of an experiment can put right; shown without a traceback."""
+from experiments.harness import files
+from experiments.harness.errors import ExperimentError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,11 +82,22 @@ class RunConfig(RunFlags):
     """How many checkpoints stay on disk."""
 
     experiment: ClassVar[str]
-    # A checkpoint fixes these: parameter shapes and the order of the data depend on them.
-    fixed_by_checkpoint: ClassVar[tuple[str, ...]] = ("seed", "batch_size", "workers")
+    # A checkpoint fixes these: parameter shapes, the optimizer's state and the order of the data depend on them.
+    fixed_by_checkpoint: ClassVar[tuple[str, ...]] = ("seed", "batch_size", "workers", "optimizer")
+    may_be_infinite: ClassVar[tuple[str, ...]] = ()
 
     def validate(self) -> None:
         """Raises ExperimentError for values that no experiment can run with."""
+        for field, value in vars(self).items():
+            for one in value if isinstance(value, tuple) else (value,):
+                if isinstance(one, float) and not (math.isfinite(one) or (one > 0 and field in self.may_be_infinite)):
+                    raise ExperimentError(f"{_flag(field)} must be a finite number, got {one}")
+        if self.name is not None and ("/" in self.name or self.name in (".", "..")):
+            raise ExperimentError(f"--name must be the name of a folder in --runs-dir, got {self.name!r}")
+        if self.seed >= 2**31:
+            raise ExperimentError(f"--seed must be less than 2**31, got {self.seed}")
+        if self.workers > 1000:
+            raise ExperimentError(f"--workers must be at most 1000, got {self.workers}")
         for field in ("epochs", "batch_size", "accumulate", "log_every", "keep_checkpoints", "learning_rate"):
             if getattr(self, field) <= 0:
                 raise ExperimentError(f"{_flag(field)} must be positive, got {getattr(self, field)}")
@@ -149,9 +161,7 @@ def parse(presets: Mapping[str, Config], *, description: str, argv: Sequence[str
 
 def save(config: RunConfig, path: Path) -> None:
     """Writes the configuration in one piece: a kill leaves the old file or the new one."""
-    rewritten = path.with_suffix(".tmp")
-    rewritten.write_text(json.dumps(as_dict(config), indent=2) + "\n")
-    os.replace(rewritten, path)
+    files.write_text(path, json.dumps(as_dict(config), indent=2) + "\n")
 
 
 def as_dict(config: RunConfig) -> dict:
@@ -161,15 +171,27 @@ def as_dict(config: RunConfig) -> dict:
 
 
 def load(kind: type[Config], folder: Path) -> Config:
-    """The configuration saved in the run's folder."""
-    saved = json.loads((folder / "config.json").read_text())
+    """The configuration saved in the run's folder.
+
+    Raises:
+      ExperimentError: it is damaged, or of another version.
+    """
+    path = folder / "config.json"
+    fix = f"put back a copy{_copy_in_checkpoints(folder)}, or start another run"
+    saved = files.read_json(path, dict, fix)
     hints = typing.get_type_hints(kind)
     known = {f.name for f in dataclasses.fields(kind)}
     if unknown := sorted(set(saved) - known):
-        raise ExperimentError(f"{folder / 'config.json'} has fields this version does not know: {unknown}")
+        raise ExperimentError(f"{path} has fields that this version does not know ({', '.join(unknown)}): {fix}")
     # The folder may have been moved since, and these two are what is asked for now, not then.
     moved = {"runs_dir": folder.parent, "name": folder.name, "resume": False, "report_only": False}
-    return kind(**{key: _convert(hints[key])(value) for key, value in saved.items()} | moved)
+    values = {}
+    for key, value in saved.items():
+        try:
+            values[key] = _converted(hints[key], value)
+        except TypeError:
+            raise ExperimentError(f"{path} is damaged ({key} cannot be {value!r}): {fix}") from None
+    return kind(**values | moved)
 
 
 def check_resumable(saved: Mapping, config: RunConfig, where: Path) -> None:
@@ -183,6 +205,14 @@ def check_resumable(saved: Mapping, config: RunConfig, where: Path) -> None:
             )
 
 
+def changed_flags(saved: Mapping, config: RunConfig) -> list[str]:
+    """The flags, with their values, in which `config` differs from a saved one."""
+    asked = as_dict(config)
+    of_the_call = {field.name for field in dataclasses.fields(RunFlags)}
+    changed = [field for field in asked if field not in of_the_call and asked[field] != saved.get(field)]
+    return [f"{_flag(field)} {asked[field]} (was {saved.get(field)})" for field in changed]
+
+
 def _flag(field: str) -> str:
     return "--" + field.replace("_", "-")
 
@@ -190,8 +220,18 @@ def _flag(field: str) -> str:
 def _join_cluster() -> None:
     """JAX finds the cluster or reads the coordinator's address; these two numbers it does not."""
     numbers = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
-    given = {argument: int(os.environ[name]) for argument, name in numbers.items() if name in os.environ}
-    jax.distributed.initialize(**given)  # type: ignore[arg-type]
+    given = {}
+    for argument, name in numbers.items():
+        if name in os.environ:
+            if not os.environ[name].isdecimal():
+                raise ExperimentError(f"{name} must be a number, got {os.environ[name]!r}")
+            given[argument] = int(os.environ[name])
+    try:
+        jax.distributed.initialize(**given)  # type: ignore[arg-type]
+    except (ValueError, RuntimeError) as error:
+        raise ExperimentError(
+            f"--distributed found no cluster ({error}): set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID"
+        ) from error
 
 
 def _preset_of_machine() -> Literal["cpu", "gpu"]:
@@ -212,10 +252,28 @@ def _find_run(experiment: str, flags: RunFlags) -> Path:
     return max(runs, key=lambda path: path.stat().st_mtime).parent
 
 
-def _convert(hint) -> Callable:
-    """How to make a JSON value into the type of a field."""
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    for option, convert in ((Path, Path), (tuple, tuple)):
-        if any(option in (o, typing.get_origin(o)) for o in options):
-            return lambda value: None if value is None else convert(value)
-    return lambda value: value
+def _copy_in_checkpoints(folder: Path) -> str:
+    """Where a copy of the configuration is, in words, if it is anywhere."""
+    copies = folder.glob("checkpoints/*/config/metadata")
+    newest = max(copies, key=lambda path: path.stat().st_mtime, default=None)
+    return "" if newest is None else f" (there is one in {newest})"
+
+
+def _converted(hint: typing.Any, value: typing.Any) -> typing.Any:
+    """A JSON value as the type of a field. Raises TypeError if it is none of that type."""
+    options = typing.get_args(hint)
+    if isinstance(hint, types.UnionType):
+        for option in options:
+            with contextlib.suppress(TypeError):
+                return _converted(option, value)
+    elif typing.get_origin(hint) is Literal and value in options:
+        return value
+    elif typing.get_origin(hint) is tuple and isinstance(value, list):
+        return tuple(_converted(options[0], one) for one in value)  # all tuples here are of one type
+    elif hint is Path and isinstance(value, str):
+        return Path(value)
+    elif (hint is float and type(value) in (int, float)) or (
+        hint in (bool, int, str, types.NoneType) and type(value) is hint
+    ):
+        return value
+    raise TypeError

@@ -7,7 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 from rich.console import Console
 
-from experiments.harness.config import Config, ExperimentError, parse
+from experiments.harness.comparison import Comparison
+from experiments.harness.config import Config, parse
+from experiments.harness.console import exit_status, output
+from experiments.harness.progress import waiting
 from experiments.harness.report import report
 from experiments.harness.task import Task
 from experiments.harness.training import Trainer
@@ -37,23 +40,31 @@ def run(
       extra_report: more tables and plots after it.
       instead: does something else than training where the configuration asks for it, and says so by True.
     """
-    try:
+
+    def body() -> int:
         config = parse(presets, description=description, argv=sys.argv[1:] if argv is None else argv)
-        console = Console(quiet=jax.process_index() != 0)
+        console = output()
         if instead(config, console):
             return 0
         if not config.report_only:
             task = make_task(config)
-            with contextlib.closing(task.train_batches):
-                trainer = Trainer(config, task, console)
+            with (
+                contextlib.closing(task.train_batches),
+                Trainer(config, task, console) as trainer,
+                Comparison(config, make_task, begins=bool(task.compare)) as comparison,
+            ):
                 console.print(config)
+                if comparison.running:
+                    console.print(f"For the table of memory another process compiles {', '.join(task.compare)}")
                 if not trainer.train():
                     return 130
-                trainer.measure()
+                with waiting(console, "Waiting for the table of memory"):
+                    compared = comparison.done()
+                if not compared:
+                    trainer.measure()
         if jax.process_index() == 0:
             report(config.folder, console, facts(config))
             extra_report(config, console)
         return 0
-    except ExperimentError as error:
-        Console(stderr=True).print(f"[bold red]Error:[/] {error}", soft_wrap=True, highlight=False)
-        return 2
+
+    return exit_status(body)

@@ -10,6 +10,7 @@ from types import TracebackType
 import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 _PLAIN_EVERY_S = 10.0
 
@@ -60,7 +61,7 @@ class Display:
 def waiting(console: Console, what: str) -> Iterator[None]:
     """Says what takes long, and afterwards how long it took."""
     start = time.perf_counter()
-    with console.status(what) if console.is_terminal else contextlib.nullcontext():
+    with console.status(Text(what)) if console.is_terminal else contextlib.nullcontext():
         yield
     console.print(f"{what}: {time.perf_counter() - start:.1f} s")
 

@@ -2,15 +2,12 @@
 
 from pathlib import Path
 
-import matplotlib
+from matplotlib import pyplot as plt
 from rich.console import Console
 from rich.table import Table
 
-from experiments.harness import memory, records
-from experiments.harness.config import ExperimentError
-
-matplotlib.use("agg")
-from matplotlib import pyplot as plt
+from experiments.harness import memory, plots, records
+from experiments.harness.errors import ExperimentError
 
 _MIB = 2**20
 
@@ -23,13 +20,18 @@ def report(folder: Path, console: Console, extra: dict[str, str] | None = None) 
       extra: more lines for the table of results.
 
     Raises:
-      ExperimentError: there are no records yet.
+      ExperimentError: there are no records yet, or they are damaged.
     """
-    train = records.read(folder / "metrics.jsonl", "train")
-    test = records.read(folder / "metrics.jsonl", "test")
-    starts = records.read(folder / "metrics.jsonl", "start")
+    path = folder / "metrics.jsonl"
+    train = records.read(path, "train", numbers=("epoch", "loss", "seconds", "examples_per_second", "memory_bytes"))
+    test = records.read(path, "test", numbers=("epoch", "loss"))
+    starts = records.read(path, "start", numbers=("devices", "parameters", "compile_seconds"))
     if not train:
-        raise ExperimentError(f"nothing to report: {folder / 'metrics.jsonl'} has no training records")
+        raise ExperimentError(f"nothing to report: {path} has no training records")
+    if not starts:
+        raise ExperimentError(
+            f"{path} is damaged (its first line, of the start, is missing): put back a copy of the file"
+        )
     console.print(_results(train, test, starts, extra or {}))
     _draw_curves(folder / "curves.png", train, test)
     written = ["curves.png"]
@@ -47,7 +49,7 @@ def _results(train: list[dict], test: list[dict], starts: list[dict], extra: dic
     rows = {
         "steps": f"{train[-1]['step']} (epoch {train[-1]['epoch']:.3g})",
         "parameters": f"{starts[-1]['parameters']:,}",
-        "devices": f"{starts[-1]['devices']} x {starts[-1]['device']}",
+        "devices": f"{starts[-1]['devices']} x {starts[-1].get('device', 'unknown')}",
         "compile time of the step": f"{starts[0]['compile_seconds']:.1f} s",
         "training time": f"{seconds:.1f} s",
         "examples/s, median": f"{speeds[len(speeds) // 2]:.0f}",
@@ -69,7 +71,8 @@ def _memory_table(compared: dict[str, dict], devices: int) -> Table:
     table = Table(
         title="Memory of one training step, MiB per device, compiled at this run's shapes",
         caption="saved: for the backward pass, before optimisation by the compiler\n"
-        "temporary: scratch memory of the compiled step",
+        "temporary: scratch memory of the compiled step\n"
+        "compile: on a CPU with low priority, beside the training",
     )
     table.add_column("", no_wrap=True)
     for heading in ("saved", "temporary", "share", "inputs", "compile"):
@@ -106,7 +109,7 @@ def _draw_curves(path: Path, train: list[dict], test: list[dict]) -> None:
         axis.grid(alpha=0.3)
         axis.legend()
     axes[0][0].set_yscale("log")
-    _save(figure, path)
+    plots.save(figure, path)
 
 
 def _draw_memory(path: Path, compared: dict[str, dict]) -> None:
@@ -118,10 +121,4 @@ def _draw_memory(path: Path, compared: dict[str, dict]) -> None:
     axis.set(xlabel="temporary memory of one training step, MiB", xlim=(0, 1.5 * max(temp)))
     axis.invert_yaxis()
     axis.spines[["top", "right"]].set_visible(False)
-    _save(figure, path)
-
-
-def _save(figure, path: Path) -> None:
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    plots.save(figure, path)

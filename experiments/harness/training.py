@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 
 import jax
 from flax import nnx
@@ -18,9 +19,10 @@ from rich.console import Console
 
 import memjax
 from experiments.harness import config as configuration
-from experiments.harness import devices, memory, records
-from experiments.harness.checkpoints import Checkpoints
-from experiments.harness.config import ExperimentError, RunConfig
+from experiments.harness import devices, files, memory, records
+from experiments.harness.checkpoints import Checkpoints, Restored
+from experiments.harness.config import RunConfig
+from experiments.harness.errors import ExperimentError
 from experiments.harness.interrupt import Interrupt
 from experiments.harness.optimizer import learning_rate, optimizer
 from experiments.harness.progress import Display, memory_in_use, waiting
@@ -29,11 +31,14 @@ from experiments.harness.task import Task
 
 
 class Trainer:
-    """One run of a task, from the start or, with `config.resume`, from the newest checkpoint.
+    """A context with one run of a task, from the start or, with `config.resume`, from the newest checkpoint.
+
+    Inside it no other process can write to the run's folder.
 
     Raises:
-      ExperimentError: the batch does not divide over the devices, the folder cannot be written or holds a run
-        already, or the checkpoint is of another architecture. All before anything is compiled.
+      ExperimentError: the batch does not divide over the devices, the folder cannot be written, is in use or holds a run
+        already, its records are damaged, or the checkpoint is of another architecture. All before anything is compiled,
+        and before any file of the run is changed.
     """
 
     def __init__(self, config: RunConfig, task: Task, console: Console):
@@ -46,16 +51,36 @@ class Trainer:
                 f"--batch-size {config.batch_size} is more than the {task.train_examples} training examples"
             )
         self._total_steps = max(1, round(config.epochs * self._epoch_steps))
+        if self._total_steps >= 2**31:
+            raise ExperimentError(
+                f"--epochs {config.epochs:g} are more than 2**31 steps of --batch-size {config.batch_size}"
+            )
         make_optimizer = task.optimizer or functools.partial(optimizer, config)
         self._optimizer = make_optimizer(self._total_steps)
         self._batch = memory.placed(task.batch, devices.batch_sharding(mesh))
-        if not config.resume and (config.folder / "config.json").exists():
-            raise ExperimentError(f"{config.folder} holds a run already: add --resume, or choose another --name")
-        self._checkpoints = Checkpoints(config)
-        self._checkpoints.check()
-        multihost_utils.sync_global_devices("all hosts have looked before one writes")
-        if jax.process_index() == 0:
-            configuration.save(config, config.folder / "config.json")
+
+    def __enter__(self) -> "Trainer":
+        config = self._config
+        with contextlib.ExitStack() as stack:
+            with devices.refusing_together():
+                if jax.process_index() == 0:
+                    stack.enter_context(files.locked(config.folder))
+                if not config.resume and (config.folder / "config.json").exists():
+                    raise ExperimentError(f"{config.folder} holds a run already: add --resume, or choose another --name")
+                records.read(self._records)
+            self._checkpoints = stack.enter_context(Checkpoints(config, self._console))
+            self._checkpoints.check()
+            multihost_utils.sync_global_devices("all hosts have looked before one writes")
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None and issubclass(kind, KeyboardInterrupt):
+            self._console.print("Stopped at once. To go on from the newest checkpoint, if there is one:")
+            self._console.print(f"  {self._resume_command()}", soft_wrap=True)
+        self._open.close()
 
     def train(self) -> bool:
         """Trains to the end. False if asked to stop before: then all is saved, and it has said how to resume.
@@ -63,13 +88,15 @@ class Trainer:
         Raises:
           ExperimentError: the loss is no longer finite, or an image cannot be read.
         """
-        done = self._checkpoints.latest_step() or 0
-        if self._config.resume:
-            self._console.print(f"Resuming at step {done}" if done else "No checkpoint yet: starting again")
-        if done < self._total_steps:
-            with Interrupt(self._console) as interrupt:
-                done = self._train_from(done, interrupt)
-        self._checkpoints.close()
+        with Interrupt(self._console) as interrupt:
+            with waiting(self._console, "Restoring" if self._config.resume else "Initialising"):
+                state, done = self._begin()
+            if self._config.resume:
+                self._console.print(f"Resuming at step {done}" if done else "No checkpoint yet: starting again")
+            if done < self._total_steps:
+                done = self._train_from(state, done, interrupt)
+            del state  # its memory may be needed for what comes next
+            self._checkpoints.wait()
         if done < self._total_steps:
             self._console.print(f"Stopped at step {done} of {self._total_steps}. To go on:")
             self._console.print(f"  {self._resume_command()}", soft_wrap=True)
@@ -84,10 +111,22 @@ class Trainer:
         if jax.process_index() == 0:
             memory.save(self._config.folder / "memory.json", found)
 
-    def _train_from(self, start: int, interrupt: Interrupt) -> int:
+    def _begin(self) -> Restored:
+        """The state to go on from. From here on the run's configuration is this one."""
+        restored = self._restored() if self._config.resume else None
+        if restored is None:
+            init = functools.partial(init_state, self._task.make_model, self._optimizer)
+            state = jax.jit(init, out_shardings=self._shared, compiler_options=memory.quick_compile())()
+            restored = Restored(state, 0)
+        if jax.process_index() == 0:
+            configuration.save(self._config, self._config.folder / "config.json")
+        return restored
+
+    def _restored(self) -> Restored | None:
+        return self._checkpoints.restore(self._abstract_state(self._task.make_model), self._task.train_batches)
+
+    def _train_from(self, state: TrainState, start: int, interrupt: Interrupt) -> int:
         task, console = self._task, self._console
-        with waiting(console, "Restoring" if start else "Initialising"):
-            state = self._state(start)
         with waiting(console, "Compiling the training step"):
             begin = time.perf_counter()
             if task.compile_step is None:
@@ -99,7 +138,7 @@ class Trainer:
             evaluation = jax.jit(eval_step(task.make_model, task.test_loss), out_shardings=self._shared)
             evaluate = evaluation.lower(state, self._batch).compile()
 
-        path = self._config.folder / "metrics.jsonl"
+        path = self._records
         if jax.process_index() == 0:
             records.keep_until(path, start)
         else:
@@ -197,6 +236,10 @@ class Trainer:
         return step % self._config.log_every == 0 and interrupt.on_any_host()
 
     @property
+    def _records(self) -> Path:
+        return self._config.folder / "metrics.jsonl"
+
+    @property
     def _shared(self) -> jax.sharding.NamedSharding:
         return devices.replicated(self._mesh)
 
@@ -213,13 +256,6 @@ class Trainer:
     def _abstract_state(self, make_model: Callable[[], nnx.Module]) -> TrainState:
         shapes = jax.eval_shape(functools.partial(init_state, make_model, self._optimizer))
         return memory.placed(shapes, self._shared)
-
-    def _state(self, step: int) -> TrainState:
-        """That of the newest checkpoint, which is of `step`, or a new one for step 0."""
-        if step:
-            return self._checkpoints.restore(self._abstract_state(self._task.make_model), self._task.train_batches)
-        init = functools.partial(init_state, self._task.make_model, self._optimizer)
-        return jax.jit(init, out_shardings=self._shared, compiler_options=memory.quick_compile())()
 
     def _resume_command(self) -> str:
         config = self._config

@@ -10,7 +10,7 @@ from experiments.bptt import PRESETS, facts, make_task
 from experiments.data import text as text_source
 from experiments.data.text import standard_library, train_windows, windows
 from experiments.harness import memory, records
-from experiments.harness.config import ExperimentError
+from experiments.harness.errors import ExperimentError
 from experiments.harness.main import run
 from experiments.models.lstm import ByteLSTM
 

@@ -71,7 +71,7 @@ def _jaxpr_of_loss(config: CompressedConfig, is_compressed: bool):
         return loss(net, {"image": image, "label": label})["loss"]
 
     jaxpr = jax.make_jaxpr(of_parts)(*parts, image, label)
-    return differentiated(jaxpr, has_aux=False)
+    return differentiated(jaxpr, [True] * len(jaxpr.out_avals))
 
 
 @pytest.mark.parametrize("size", [8, 64, 96])
@@ -131,7 +131,9 @@ def test_a_run_with_an_overflow_reports_and_can_be_restored(tmp_path, capsys):
     assert "--baseline" in capsys.readouterr().err
 
     config = parse(PRESETS, description="", argv=["--resume", "--runs-dir", str(tmp_path), "--name", "run"])
-    restored = Trainer(config, make_task(config), Console(quiet=True))._state(3)
+    with Trainer(config, make_task(config), Console(quiet=True)) as trainer:
+        restored, step = trainer._restored()
+    assert step == 3
     np.testing.assert_array_equal(layers_of(restored).bound, np.float32(train[-1]["bounds"]))
     assert int(restored.optimizer.step) == 3
 

@@ -13,7 +13,8 @@ import pytest
 
 from experiments.densenet264 import PRESETS, DenseNetConfig
 from experiments.harness import config as configuration
-from experiments.harness.config import ExperimentError, check_resumable, parse
+from experiments.harness.config import check_resumable, parse
+from experiments.harness.errors import ExperimentError
 from experiments.harness.optimizer import clipping, learning_rate, optimizer
 
 
@@ -59,7 +60,13 @@ def test_unknown_flags_and_values_exit(argv, capsys):
         (("--dropout-rate", "1"), "--dropout-rate"),
         (("--checkpoint-every", "0"), "--checkpoint-every"),
         (("--image-size", "7"), "--image-size must be at least 8"),
-        (("--skip-broken",), "--skip-broken is for --data folder"),
+        (("--skip-broken",), "--skip-broken and --data-dir are for --data folder"),
+        (("--data-dir", "x"), "--skip-broken and --data-dir are for --data folder"),
+        (("--name", "../a"), "--name must be the name of a folder in --runs-dir, got '../a'"),
+        (("--seed", "2147483648"), r"--seed must be less than 2\*\*31"),
+        (("--epochs", "nan"), "--epochs must be a finite number, got nan"),
+        (("--learning-rate", "inf"), "--learning-rate must be a finite number, got inf"),
+        (("--image-size", "100000000"), "--image-size must be at most 4096"),
     ],
 )
 def test_values_that_cannot_be_run_with_are_named(argv, named):
@@ -68,7 +75,19 @@ def test_values_that_cannot_be_run_with_are_named(argv, named):
 
 
 def test_saved_configuration_loads_equal(tmp_path):
-    config = parsed("--runs-dir", str(tmp_path), "--name", "a", "--data-dir", "x/y", "--milestones", "0.1", "0.9")
+    config = parsed(
+        "--runs-dir",
+        str(tmp_path),
+        "--name",
+        "a",
+        "--data",
+        "folder",
+        "--data-dir",
+        "x/y",
+        "--milestones",
+        "0.1",
+        "0.9",
+    )
     config.folder.mkdir()
     configuration.save(config, config.folder / "config.json")
     assert configuration.load(DenseNetConfig, config.folder) == config

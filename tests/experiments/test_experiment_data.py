@@ -1,15 +1,19 @@
 """Data of the experiments: digits, trees of images, broken files, streams whose position can be saved."""
 
+import os
+import struct
+import zlib
+
 import numpy as np
 import pytest
 from PIL import Image
 
 from experiments.data.digits import digits
-from experiments.data.image_folder import _AREA, _random_box, broken_files, image_folder
+from experiments.data.image_folder import _AREA, _random_box, broken_files, image_folder, read_image
 from experiments.data.stream import test_batches as one_pass
 from experiments.data.stream import train_batches
 from experiments.harness.classification import NO_LABEL
-from experiments.harness.config import ExperimentError
+from experiments.harness.errors import ExperimentError
 
 
 @pytest.fixture
@@ -170,7 +174,7 @@ def test_missing_and_empty_folders(tmp_path):
     with pytest.raises(ExperimentError, match="train does not exist"):
         load(tmp_path)
     (tmp_path / "train").mkdir()
-    with pytest.raises(ExperimentError, match="train is empty"):
+    with pytest.raises(ExperimentError, match="train has no folder"):
         load(tmp_path)
     (tmp_path / "train" / "a").mkdir()
     (tmp_path / "val" / "a").mkdir(parents=True)
@@ -182,3 +186,107 @@ def test_a_class_that_training_lacks(tree):
     (tree / "val" / "green").mkdir()
     with pytest.raises(ExperimentError, match=r"classes that .*train lacks: green"):
         image_folder(tree, image_size=16, broken_log=None)
+
+
+def greys(dtype):
+    """256 values, evenly spaced over 16 bits, in a square."""
+    return np.linspace(0, 65535, 256).round().reshape(16, 16).astype(dtype)
+
+
+@pytest.mark.parametrize("extension", ["png", "tiff", "pgm"])
+def test_grey_images_of_16_bits_keep_their_greys(tmp_path, extension):
+    file = tmp_path / f"ramp.{extension}"
+    Image.fromarray(greys(np.uint16)).save(file)
+    want = np.broadcast_to(np.arange(256).reshape(16, 16, 1), (16, 16, 3))
+    np.testing.assert_array_equal(np.asarray(read_image(str(file))), want)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+def test_images_of_an_unknown_range_are_refused(tree, tmp_path, dtype):
+    file = tree / "train" / "red" / "0.tiff"
+    Image.fromarray(greys(dtype)).save(file)
+    with pytest.raises(ExperimentError, match=r"red/0\.tiff.*nobody knows what is white"):
+        read_image(str(file))
+    log = tmp_path / "broken_files.txt"
+    data = image_folder(tree, image_size=16, broken_log=log)
+    assert [data.train_example(item, np.random.default_rng(0)) is None for item in data.train].count(True) == 1
+    assert broken_files(log) == [str(file)]
+
+
+def png_of(width, height) -> bytes:
+    """A black PNG of one bit per pixel, as small as a bomb is."""
+
+    def chunk(kind, content):
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    rows = zlib.compress(bytes((width // 8 + 1) * height), 9)
+    header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+def a_bomb(folder):
+    (folder / "bomb.png").write_bytes(png_of(20_000, 20_000))
+    return folder / "bomb.png"
+
+
+def a_loop(folder):
+    (folder / "loop.png").symlink_to("loop.png")
+    return folder / "loop.png"
+
+
+def a_loop_among_classes(folder):
+    (folder.parent / "loop").symlink_to("loop")
+    return folder.parent / "loop"
+
+
+def a_dangling_link(folder):
+    (folder / "gone.png").symlink_to("nowhere.png")
+    return folder / "gone.png"
+
+
+def a_name_of_other_bytes(folder):
+    file = os.fsencode(folder) + b"/caf\xe9.png"
+    with open(file, "wb") as opened:
+        opened.write(b"nothing")
+    return os.fsdecode(file)
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize("make", [a_bomb, a_loop, a_loop_among_classes, a_dangling_link, a_name_of_other_bytes])
+def test_files_that_harm_are_named_or_skipped_and_counted(tree, tmp_path, make, split):
+    file = str(make(tree / split / "red"))
+
+    def examples(log):
+        data = image_folder(tree, image_size=16, broken_log=log)
+        rng = np.random.default_rng(0)
+        read = (lambda item: data.train_example(item, rng)) if split == "train" else data.test_example
+        return [read(item) for item in (data.train if split == "train" else data.test)]
+
+    with pytest.raises(ExperimentError, match="--skip-broken") as caught:
+        examples(None)
+    assert file in str(caught.value)
+    log = tmp_path / "broken_files.txt"
+    assert examples(log).count(None) == 1
+    assert broken_files(log) == [file.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")]
+
+
+def test_a_broken_file_in_a_loading_process_may_have_any_name(tree, tmp_path):
+    a_name_of_other_bytes(tree / "train" / "red")
+    log = tmp_path / "broken_files.txt"
+    for skipped in (log, None):
+        batches = train_batches(image_folder(tree, image_size=16, broken_log=skipped), batch_size=20, seed=0, workers=1)
+        if skipped is None:
+            with pytest.raises(ExperimentError, match="cannot read image"):
+                [next(batches) for _ in range(2)]
+        else:
+            assert [next(batches)["label"].size for _ in range(2)] == [20, 20]
+        batches.close()
+    assert len(broken_files(log)) == 1
+
+
+def test_nothing_but_links_that_lead_nowhere(tmp_path):
+    for split in ("train", "val"):
+        (tmp_path / split).mkdir()
+        a_loop(tmp_path / split)
+    with pytest.raises(ExperimentError, match="train has no folder"):
+        image_folder(tmp_path, image_size=16, broken_log=None)

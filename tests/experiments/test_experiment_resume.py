@@ -95,6 +95,7 @@ def test_two_processes_train_together_and_one_writes(tmp_path):
             JAX_NUM_PROCESSES="2",
             JAX_PROCESS_ID=str(i),
             JAX_PLATFORMS="cpu",
+            JAX_ENABLE_COMPILATION_CACHE="0",  # both have to compile, or neither
         )
         for i in range(2)
     ]
@@ -106,3 +107,25 @@ def test_two_processes_train_together_and_one_writes(tmp_path):
     assert [record["step"] for record in records_of_training] == list(range(1, 1437 // 32 + 1))
     (test,) = records.read(tmp_path / "a" / "metrics.jsonl", "test")
     assert 0 < test["top1"] <= test["top5"] <= 1
+
+
+def children_of(pid: int) -> list[int]:
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in found]
+
+
+def test_a_killed_run_takes_what_compiles_its_comparison_with_it(tmp_path):
+    flags = [*FLAGS[:-1], "--epochs", "1000"]  # with the comparison
+    run = start("experiments/densenet264.py", "--runs-dir", str(tmp_path), "--name", "a", *flags)
+    said = ""
+    while "another process compiles" not in said:
+        said = run.stdout.readline()
+        assert said
+    children = children_of(run.pid)
+    assert children
+    run.kill()
+    run.communicate(timeout=60)
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{child}").exists() for child in children):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from rich.console import Console
 
 import memjax
 from experiments import densenet264
@@ -16,7 +17,7 @@ from experiments.densenet264 import PRESETS, make_task
 from experiments.harness import devices, memory, records
 from experiments.harness.checkpoints import Checkpoints
 from experiments.harness.classification import NO_LABEL, classification_loss
-from experiments.harness.config import ExperimentError
+from experiments.harness.errors import ExperimentError
 from experiments.harness.main import run
 from experiments.harness.step import eval_step, init_state, train_step
 
@@ -98,7 +99,7 @@ def test_errors_come_before_training_and_without_a_traceback(finished, capsys, a
 def test_a_folder_that_cannot_be_written(tmp_path, capsys):
     (tmp_path / "a").write_text("a file where the run's folder should be")
     assert start(tmp_path, "--name", "a", *TINY) == 2
-    assert "cannot write checkpoints" in capsys.readouterr().err
+    assert f"cannot write {tmp_path / 'a'}" in capsys.readouterr().err
 
 
 def test_a_run_that_diverges_says_so_and_saves_nothing_broken(tmp_path, capsys):
@@ -235,11 +236,10 @@ def test_checkpoints_are_rotated_and_restore_everything(tmp_path):
     rule = optax.sgd(0.1, momentum=0.9)
     state = jax.jit(lambda: init_state(task.make_model, rule))()
     step = jax.jit(train_step(task.make_model, task.loss, rule, 1), donate_argnums=0)
-    checkpoints = Checkpoints(config)
-    for number in range(1, 4):
-        state, _ = step(state, next(task.train_batches))
-        checkpoints.save(state, task.train_batches, number)
-    checkpoints.close()
+    with Checkpoints(config, Console(quiet=True)) as checkpoints:
+        for number in range(1, 4):
+            state, _ = step(state, next(task.train_batches))
+            checkpoints.save(state, task.train_batches, number)
     kept = {path.name for path in (config.folder / "checkpoints").iterdir()}
     assert {"2", "3"} <= kept
     assert "1" not in kept
@@ -248,9 +248,9 @@ def test_checkpoints_are_rotated_and_restore_everything(tmp_path):
     _, fresh = tiny_task(tmp_path)
     one_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     like = memory.placed(jax.eval_shape(lambda: init_state(task.make_model, rule)), one_device)
-    again = Checkpoints(config)
-    restored = again.restore(like, fresh.train_batches)
-    again.close()
+    with Checkpoints(config, Console(quiet=True)) as again:
+        restored, found_step = again.restore(like, fresh.train_batches)
+    assert found_step == 3
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
         if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
@@ -276,10 +276,8 @@ def test_records_forget_later_steps_and_cut_lines(tmp_path):
 def test_config_is_checked_against_the_checkpoint_itself(tmp_path):
     config, task = tiny_task(tmp_path)
     rule = optax.sgd(0.1)
-    checkpoints = Checkpoints(config)
-    checkpoints.save(init_state(task.make_model, rule), task.train_batches, 1)
-    checkpoints.close()
-    other = Checkpoints(dataclasses.replace(config, growth_rate=3))
-    with pytest.raises(ExperimentError, match="--growth-rate 2, not 3"):
+    with Checkpoints(config, Console(quiet=True)) as checkpoints:
+        checkpoints.save(init_state(task.make_model, rule), task.train_batches, 1)
+    other = Checkpoints(dataclasses.replace(config, growth_rate=3), Console(quiet=True))
+    with other, pytest.raises(ExperimentError, match="--growth-rate 2, not 3"):
         other.check()
-    other.close()

@@ -32,6 +32,7 @@ def test_two_processes_train_as_one_does(tmp_path):
         "JAX_PLATFORMS": "cpu",
         "JAX_COORDINATOR_ADDRESS": address,
         "JAX_NUM_PROCESSES": "2",
+        "JAX_ENABLE_COMPILATION_CACHE": "0",  # both have to compile, or neither
     }
     command = [sys.executable, str(ROOT / "experiments/metp.py"), *flags]
     processes = [
