@@ -161,6 +161,30 @@ def depth_picture(path: pathlib.Path) -> None:
     plt.close(figure)
 
 
+def public_table() -> str | None:
+    if (loaded := _load("public_models")) is None:
+        return None
+    environment, rows = loaded
+    signed = lambda difference: f"{difference['mean']:+.4f} ± {difference['error']:.4f}"
+    body = [
+        [
+            row["model"].replace("_", " "),
+            f"{sum(t['final'] for t in row['trainings'] if t['kind'] == 'plain') / row['seeds']:.4f}",
+            signed(row["compressed_less_plain"]),
+            signed(row["reordered_less_plain"]),
+            f"{max(g[at]['compressed'] for g in row['gradients'] for at in ('first', 'last')):.1%}",
+            f"{row['compressed']['residual_bytes'] / row['plain']['residual_bytes']:.0%}",
+        ]
+        for row in rows
+    ]
+    header = [
+        f"{rows[0]['steps']} steps, {rows[0]['seeds']} paired seeds",
+        *("final loss, plain", "compressed, less plain", "other data order, less plain"),
+        *("gradient's error", "bytes kept"),
+    ]
+    return f"{_markdown(header, body)}\n\n{_source(environment)}"
+
+
 def main() -> None:
     from benchmarks import compress_tables, metp_tables
 
@@ -170,6 +194,7 @@ def main() -> None:
         "depth": depth_table,
         "scan": scan_table,
         "loss": loss_table,
+        "public": public_table,
         "training": compress_tables.training_table,
         "long": metp_tables.memory_table,
     }

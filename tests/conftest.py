@@ -3,22 +3,34 @@
 The environment is set before JAX is imported: device count and barrier handling cannot be changed later.
 """
 
+import atexit
 import gc
 import importlib.metadata
 import os
 import shutil
+import tempfile
 
 # Nearly all of the time goes into compiling programs that run once: leave LLVM's optimisations out. What XLA itself
 # does, and with it every memory figure, stays as it is.
 _FLAGS = ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"]
-if importlib.metadata.version("jax").startswith("0.10.") and shutil.which("nvidia-smi") is None:
-    # With JAX 0.10 XLA:CPU drops optimisation barriers and then merges recomputed values with the originals. Later ones,
-    # and XLA:GPU, cannot do without this pass.
-    _FLAGS.append("--xla_disable_hlo_passes=cse_barrier_expander")
+if importlib.metadata.version("jax").startswith("0.10."):
+    # The newer of two generators of code takes twice as long. Later versions have no other.
+    _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+    if shutil.which("nvidia-smi") is None:
+        # With JAX 0.10 XLA:CPU drops optimisation barriers and then merges recomputed values with the originals. Later
+        # ones, and XLA:GPU, cannot do without this pass.
+        _FLAGS.append("--xla_disable_hlo_passes=cse_barrier_expander")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS]).strip()
 os.environ.setdefault("MPLBACKEND", "agg")
 # Several test processes share a GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    # A program is compiled once, whichever test process, or process that a test starts, needs it first.
+    _CACHE = tempfile.mkdtemp(prefix="memjax-tests-")
+    atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
@@ -27,6 +39,10 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 # Tracing makes many objects, and what was traced before stays in JAX's caches: by default Python would look through
 # all of it again and again.
 gc.set_threshold(50_000, 20, 50)
+
+
+def pytest_report_header():
+    return "All tests take about 12 minutes on two idle cores; those marked smoke take about one."
 
 
 def pytest_collection_modifyitems(items):
