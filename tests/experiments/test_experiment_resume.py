@@ -31,7 +31,8 @@ MEASURED = ("seconds", "examples_per_second", "memory_bytes")  # differ from run
 
 
 def start(*argv, **more_env: str) -> subprocess.Popen:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_backend_optimization_level=0", **more_env}
+    one_device = os.environ["XLA_FLAGS"].replace("--xla_force_host_platform_device_count=8", "")
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": one_device, **more_env}
     command = [sys.executable, *argv]
     return subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
@@ -82,23 +83,28 @@ def test_killed_interrupted_and_resumed_equals_unbroken(tmp_path):
     assert curve(metrics) == expected
 
 
-def test_two_processes_train_together_and_one_writes(tmp_path):
+def start_two(flags: list[str], more_flags_of_second: list[str]) -> list[subprocess.Popen]:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         address = f"localhost:{probe.getsockname()[1]}"
-    flags = ["--runs-dir", str(tmp_path), "--name", "a", "--distributed", *FLAGS, "--epochs", "1"]
-    processes = [
+    return [
         start(
             "experiments/densenet264.py",
             *flags,
+            "--distributed",
+            *more,
             JAX_COORDINATOR_ADDRESS=address,
             JAX_NUM_PROCESSES="2",
             JAX_PROCESS_ID=str(i),
             JAX_PLATFORMS="cpu",
             JAX_ENABLE_COMPILATION_CACHE="0",  # both have to compile, or neither
         )
-        for i in range(2)
+        for i, more in enumerate([[], more_flags_of_second])
     ]
+
+
+def test_two_processes_train_together_and_one_writes(tmp_path):
+    processes = start_two(["--runs-dir", str(tmp_path), "--name", "a", *FLAGS, "--epochs", "1"], [])
     said = [process.communicate(timeout=120)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], said
     assert "2 x cpu" in said[0]
@@ -107,6 +113,16 @@ def test_two_processes_train_together_and_one_writes(tmp_path):
     assert [record["step"] for record in records_of_training] == list(range(1, 1437 // 32 + 1))
     (test,) = records.read(tmp_path / "a" / "metrics.jsonl", "test")
     assert 0 < test["top1"] <= test["top5"] <= 1
+
+
+def test_what_one_process_refuses_ends_both(tmp_path):
+    (tmp_path / "file").touch()
+    processes = start_two(["--runs-dir", str(tmp_path), "--name", "a", *FLAGS], ["--runs-dir", str(tmp_path / "file")])
+    said = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2], said
+    assert "another process of this run has stopped" in said[0]
+    assert f"cannot write {tmp_path / 'file'}" in said[1]
+    assert not (tmp_path / "a" / "config.json").exists()
 
 
 def children_of(pid: int) -> list[int]:
