@@ -24,9 +24,9 @@ from rich.console import Console
 from benchmarks import record
 from benchmarks.bptt import Case, cell
 from memjax import remat
-from memjax.remat._choose import exact
-from memjax.remat._step import Backward, trace_step
-from memjax.remat._store import Shared
+from memjax.remat._scan.choose import exact
+from memjax.remat._scan.step import Backward, trace_step
+from memjax.remat._scan.store import Shared
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,7 @@ from rich.progress import Progress
 
 from benchmarks import record
 from memjax.compress import ErrorBounded
-from memjax.compress._codec import largest_error
+from memjax.compress._codecs.codec import largest_error
 
 # Image size and channels.
 RESNET_50 = [(112, 64), (56, 64), (56, 256), (28, 512), (14, 1024), (7, 2048)]

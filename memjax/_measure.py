@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 
-from memjax import _check as check
-from memjax._arguments import Parts, is_jitted, of_arrays, unbound
-from memjax._clear_errors import option_errors, refuse_leaks, trace_errors
+from memjax._core import check
+from memjax._core.arguments import Parts, is_jitted, of_arrays, unbound
+from memjax._core.clear_errors import option_errors, refuse_leaks, trace_errors
 from memjax._measurement import Measurement
 from memjax._residuals import differentiated, residual_bytes
 

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from memjax._check import readable_bytes
+from memjax._core.check import readable_bytes
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -20,22 +20,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal, jaxpr_as_fun, jaxprs_in_params
-from jax.interpreters.partial_eval import dce_jaxpr
 
-from memjax._jaxpr import nbytes
+from memjax._core.compat import name_stack, parameters, primitive_name, without_dead_code
+from memjax._core.jaxpr import nbytes
+from memjax._core.primitives import ALIASES, CALLS, SOURCES
 
 _TRANSFORM = re.compile(r"\b(jvp|transpose)\(")
-# Calls that only group equations. `custom_jvp_call` and `custom_vjp_call` stand here undifferentiated.
-_CALLS = {
-    "jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint",
-    "RematTraced",
-}  # fmt: skip
 # One operand in, the same elements out.
-_ALIASES = {
-    "CheckpointName", "CheckpointNameFwd", "copy", "expand_dims", "name", "optimization_barrier", "pcast", "pvary",
-    "random_unwrap", "random_wrap", "reshape", "sharding_constraint", "squeeze", "transpose",
-}  # fmt: skip
-_REMAKEABLE = {"broadcast_in_dim", "convert_element_type", "iota"}
+_ALIASES = ALIASES | {"transpose", "sharding_constraint", "random_wrap", "random_unwrap"}
+_REMAKEABLE = SOURCES | {"convert_element_type"}
 
 
 @dataclass(frozen=True)
@@ -59,7 +52,7 @@ class _Value:
 def residual_bytes(closed_jaxpr) -> ResidualBytes | None:
     """Residuals of a function that computes gradients; None if there is no backward pass in it."""
     jaxpr = closed_jaxpr.jaxpr
-    jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    jaxpr = without_dead_code(jaxpr)
     passes = [_passes(stack) for stack in _stacks(jaxpr, "")]
     if not any("transpose" in transforms for transforms in passes):
         return None
@@ -120,17 +113,12 @@ def _passes(stack: str) -> list[str]:
 
 
 def _joined(outer: str, eqn) -> str:
-    return f"{outer}/{eqn.source_info.name_stack}"
-
-
-def _name(eqn) -> str:
-    """What the equation does. JAX's newer kind of primitives has one name for all, and a class for each."""
-    return type(eqn.params["_prim"]).__name__ if "_prim" in eqn.params else eqn.primitive.name
+    return f"{outer}/{name_stack(eqn)}"
 
 
 def _bodies(eqn) -> list:
     # Rules of a custom derivative that nobody asked for (an undifferentiated call) are functions, not jaxprs.
-    params = eqn.params["_prim"].params if "_prim" in eqn.params else eqn.params
+    params = parameters(eqn)
     return [getattr(body, "jaxpr", body) for body in jaxprs_in_params(params)]
 
 
@@ -151,12 +139,12 @@ def _on_host(aval) -> bool:
 
 
 def _is_alias(eqn) -> bool:
-    if _name(eqn) == "reduce_precision":
+    if primitive_name(eqn) == "reduce_precision":
         info = jnp.finfo(eqn.invars[0].aval.dtype)
         return (eqn.params["exponent_bits"], eqn.params["mantissa_bits"]) == (info.nexp, info.nmant)
-    if _name(eqn) == "convert_element_type":
+    if primitive_name(eqn) == "convert_element_type":
         return eqn.invars[0].aval.dtype == eqn.params["new_dtype"]
-    return _name(eqn) in _ALIASES
+    return primitive_name(eqn) in _ALIASES
 
 
 _EXISTING = object()  # an argument or a constant
@@ -192,7 +180,7 @@ class _Walk:
             for eqn in jaxpr.eqns:
                 step, inner = next(clock), _joined(stack, eqn)
                 inputs: list[Any] = [read(atom) for atom in eqn.invars]
-                name = _name(eqn)
+                name = primitive_name(eqn)
                 bodies = _bodies(eqn)
                 if self.is_backward(inner):
                     for value in inputs:
@@ -201,7 +189,7 @@ class _Walk:
                     outputs = [_EXISTING] * len(eqn.outvars)
                 elif _is_alias(eqn):
                     outputs = inputs
-                elif name in _CALLS and len(bodies) == 1 and len(bodies[0].invars) == len(inputs):
+                elif name in CALLS and len(bodies) == 1 and len(bodies[0].invars) == len(inputs):
                     outputs = visit(bodies[0], inputs, inner)
                 elif name in _REMAKEABLE and all(value is _REMADE for value in inputs):
                     outputs = [_REMADE] * len(eqn.outvars)
@@ -222,14 +210,14 @@ class _Walk:
         """What a body with a whole forward and backward pass in it holds: one iteration's, every shard's."""
         found = [self.bytes_of(body, stack) for body in bodies]
         shards = 1
-        if _name(eqn) == "shard_map":
+        if primitive_name(eqn) == "shard_map":
             sizes = eqn.params["mesh"].shape
             shards = math.prod(sizes[axis] for axis in eqn.params["newly_manual_axes"])
         return ResidualBytes(shards * max(body.device for body in found), shards * max(body.host for body in found))
 
     def forwarded(self, eqn, bodies: Sequence, inputs: Sequence) -> dict[int, Any]:
         """Outputs of a `shard_map` that are one of its inputs: its residuals include replicated arrays."""
-        if _name(eqn) != "shard_map":
+        if primitive_name(eqn) != "shard_map":
             return {}
         source = dict(zip(bodies[0].invars, inputs, strict=True))
         for inner in bodies[0].eqns:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from memjax import _check
+from memjax._core import check
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ from memjax import _check
     ],
 )
 def test_byte_counts_are_read(given, bytes_):
-    assert _check.byte_count("budget", given, words=("min",)) == bytes_
+    assert check.byte_count("budget", given, words=("min",)) == bytes_
 
 
 @pytest.mark.parametrize(
@@ -53,49 +53,49 @@ def test_byte_counts_are_read(given, bytes_):
 )
 def test_other_byte_counts_are_refused(given):
     with pytest.raises((TypeError, ValueError), match="budget must be a number of bytes or a text like"):
-        _check.byte_count("budget", given)
+        check.byte_count("budget", given)
 
 
 @pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (5 * 2**40, "5.00 TiB")])
 def test_bytes_are_readable(count, text):
-    assert _check.readable_bytes(count) == text
+    assert check.readable_bytes(count) == text
 
 
 def test_integers():
-    assert _check.integer("slots", np.int64(2), least=1) == 2
-    assert type(_check.integer("slots", np.int64(2))) is int
+    assert check.integer("slots", np.int64(2), least=1) == 2
+    assert type(check.integer("slots", np.int64(2))) is int
     for bad in (True, 2.0, "2", None, jnp.ones(2, int)):
         with pytest.raises(TypeError, match="slots must be an integer"):
-            _check.integer("slots", bad)
+            check.integer("slots", bad)
     with pytest.raises(ValueError, match="slots must be an integer of at least 1, got 0: keep one"):
-        _check.integer("slots", 0, least=1, fix="keep one")
+        check.integer("slots", 0, least=1, fix="keep one")
     with pytest.raises(TypeError, match="known when tracing"):
-        jax.jit(lambda n: _check.integer("slots", n))(3)
+        jax.jit(lambda n: check.integer("slots", n))(3)
 
 
 def test_numbers():
-    assert _check.number("bound", np.float32(0.5), positive=True) == 0.5
+    assert check.number("bound", np.float32(0.5), positive=True) == 0.5
     for bad in ("8", None, True, [1.0], jnp.ones(3)):
         with pytest.raises(TypeError, match="bound must be a finite number"):
-            _check.number("bound", bad)
+            check.number("bound", bad)
     for bad in (float("nan"), float("inf"), 2.0):
         with pytest.raises(ValueError, match=r"bound must be a finite number in \[0, 1\], got"):
-            _check.number("bound", bad, least=0, most=1)
+            check.number("bound", bad, least=0, most=1)
 
 
 def test_flags_choices_arrays_and_functions():
-    assert _check.flag("causal", np.bool_(True)) is True
+    assert check.flag("causal", np.bool_(True)) is True
     with pytest.raises(TypeError, match="causal must be True or False, got 'no'"):
-        _check.flag("causal", "no")
-    assert _check.choice("strategy", None, (None, "mixed")) is None
+        check.flag("causal", "no")
+    assert check.choice("strategy", None, (None, "mixed")) is None
     with pytest.raises(ValueError, match="strategy must be one of None, 'mixed', got 'other'"):
-        _check.choice("strategy", "other", (None, "mixed"))
+        check.choice("strategy", "other", (None, "mixed"))
     with pytest.raises(TypeError, match="x must be an array, got None"):
-        _check.array("x", None)
+        check.array("x", None)
     with pytest.raises(TypeError, match=r"x must be a floating-point array, got an array of int32\[3\]"):
-        _check.array("x", jnp.ones(3, jnp.int32), floating=True)
+        check.array("x", jnp.ones(3, jnp.int32), floating=True)
     with pytest.raises(TypeError, match="f must be a function, got 3"):
-        _check.function("f", 3)
+        check.function("f", 3)
 
 
 def test_axis_names():
@@ -103,12 +103,12 @@ def test_axis_names():
     sizes = []
 
     def noted(x):
-        sizes.append(_check.axis_size("axis_name", "ring"))
+        sizes.append(check.axis_size("axis_name", "ring"))
         return x
 
     jax.shard_map(noted, mesh=mesh, in_specs=P("ring"), out_specs=P("ring"))(jnp.ones(4))
     assert sizes == [4]
     with pytest.raises(ValueError, match=r"axis_name must be an axis of the mesh.*got 'rong': call this inside"):
-        _check.axis_size("axis_name", "rong")
+        check.axis_size("axis_name", "rong")
     with pytest.raises(TypeError, match="axis_name must be the name of one mesh axis, got 3"):
-        _check.axis_size("axis_name", 3)
+        check.axis_size("axis_name", 3)

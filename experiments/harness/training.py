@@ -66,7 +66,9 @@ class Trainer:
                 if jax.process_index() == 0:
                     stack.enter_context(files.locked(config.folder))
                 if not config.resume and (config.folder / "config.json").exists():
-                    raise ExperimentError(f"{config.folder} holds a run already: add --resume, or choose another --name")
+                    raise ExperimentError(
+                        f"{config.folder} holds a run already: add --resume, or choose another --name"
+                    )
                 records.read(self._records)
             self._checkpoints = stack.enter_context(Checkpoints(config, self._console))
             self._checkpoints.check()

@@ -11,18 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Float, Int
 
-from memjax import _check
+from memjax._core import check as _check
+from memjax._core.arrays import accumulator, vary, varying_axes
 from memjax._linear_cross_entropy import check, explicit, primitive, reference
-from memjax._linear_cross_entropy.options import (
-    Array,
-    Operands,
-    Options,
-    Result,
-    accumulator,
-    scaled,
-    vary,
-    varying_axes,
-)
+from memjax._linear_cross_entropy.options import Array, Operands, Options, Result, scaled
 
 
 class Aux(NamedTuple):

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from memjax import _check
+from memjax._core import check
+from memjax._core.compat import is_tracer, varying
 from memjax._linear_cross_entropy.options import Array, Operands, Options
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
@@ -23,14 +24,14 @@ def scalars(
     label_smoothing: Any, z_loss: Any, softcap: Any, logit_scale: Any, chunk: Any, ignore_index: Any
 ) -> dict[str, Any]:
     """The options that must be Python numbers, as such."""
-    _check.integer("ignore_index", ignore_index)
+    check.integer("ignore_index", ignore_index)
     none = "pass None for no cap"
     return {
-        "label_smoothing": _check.number("label_smoothing", label_smoothing, least=0, most=1),
-        "z_loss": _check.number("z_loss", z_loss),
-        "softcap": None if softcap is None else _check.number("softcap", softcap, positive=True, fix=none),
-        "logit_scale": _check.number("logit_scale", logit_scale, fix="for a traced scale, multiply x by it"),
-        "chunk": None if chunk is None else _check.integer("chunk", chunk, least=1, fix="or None for the default"),
+        "label_smoothing": check.number("label_smoothing", label_smoothing, least=0, most=1),
+        "z_loss": check.number("z_loss", z_loss),
+        "softcap": None if softcap is None else check.number("softcap", softcap, positive=True, fix=none),
+        "logit_scale": check.number("logit_scale", logit_scale, fix="for a traced scale, multiply x by it"),
+        "chunk": None if chunk is None else check.integer("chunk", chunk, least=1, fix="or None for the default"),
     }
 
 
@@ -40,54 +41,54 @@ def axes(name: str, value: Any) -> tuple[str, ...]:
         return ()
     found = value if isinstance(value, tuple) else (value,)
     if not found:
-        raise _check.fail(ValueError, name, "None, the name of a mesh axis or a tuple of such names", value)
+        raise check.fail(ValueError, name, "None, the name of a mesh axis or a tuple of such names", value)
     for axis in found:
-        _check.axis_size(name, axis)
+        check.axis_size(name, axis)
     return found
 
 
 def arrays(x: Any, w: Any, labels: Any, layout: Any, bias: Any, weights: Any, class_weights: Any, devices: int) -> int:
     """Shapes and dtypes; returns the size of the vocabulary over all `devices` that share it."""
     for name, a in (("x", x), ("w", w), ("labels", labels)):
-        _check.array(name, a)
+        check.array(name, a)
     given = (("x", x), ("w", w), ("bias", bias), ("weights", weights), ("class_weights", class_weights))
     for name, a in given:
         if a is not None:
-            _check.array(name, a, floating=True)
+            check.array(name, a, floating=True)
     if layout not in ("vd", "dv"):
-        raise _check.fail(ValueError, "layout", '"vd" for a (V, D) head or "dv" for a (D, V) one', layout)
+        raise check.fail(ValueError, "layout", '"vd" for a (V, D) head or "dv" for a (D, V) one', layout)
     if x.dtype not in _DTYPES:
-        raise _check.fail(TypeError, "x", "of bfloat16, float16, float32 or float64", x)
+        raise check.fail(TypeError, "x", "of bfloat16, float16, float32 or float64", x)
     if w.dtype != x.dtype:
-        raise _check.fail(TypeError, "w", f"of x's dtype {x.dtype}", w, "pass w.astype(x.dtype)")
-    _check.array("w", w, ndim=2, fix="pass the head's matrix, (V, D), or (D, V) with layout='dv'")
+        raise check.fail(TypeError, "w", f"of x's dtype {x.dtype}", w, "pass w.astype(x.dtype)")
+    check.array("w", w, ndim=2, fix="pass the head's matrix, (V, D), or (D, V) with layout='dv'")
     if x.ndim < 1 or x.shape[-1] < 1:
-        raise _check.fail(ValueError, "x", "of shape (..., D) with D at least 1", x)
+        raise check.fail(ValueError, "x", "of shape (..., D) with D at least 1", x)
     dim, local = w.shape[layout.index("d")], w.shape[layout.index("v")]
     if x.shape[-1] != dim:
         other = "dv" if layout == "vd" else "vd"
         stored = f'if it is stored the other way, pass layout="{other}"' if x.shape[-1] == local else ""
         wanted = f"{'of shape (V, D)' if layout == 'vd' else 'of shape (D, V)'} with x's D = {x.shape[-1]}"
-        raise _check.fail(ValueError, "w", wanted, w, stored)
+        raise check.fail(ValueError, "w", wanted, w, stored)
     if local < 1:
-        raise _check.fail(ValueError, "w", "a head with at least one vocabulary entry", w)
+        raise check.fail(ValueError, "w", "a head with at least one vocabulary entry", w)
     tokens = x.shape[:-1]
     if jnp.issubdtype(labels.dtype, jnp.floating):
         if labels.shape != (*tokens, local):
             wanted = f"integers of shape {tokens} or soft targets of shape {(*tokens, local)}"
-            raise _check.fail(ValueError, "labels", wanted, labels)
+            raise check.fail(ValueError, "labels", wanted, labels)
     elif not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise _check.fail(TypeError, "labels", "integers, or floating-point soft targets", labels)
+        raise check.fail(TypeError, "labels", "integers, or floating-point soft targets", labels)
     elif labels.shape != tokens:
-        raise _check.fail(ValueError, "labels", f"of shape {tokens}, one for each token of x", labels)
+        raise check.fail(ValueError, "labels", f"of shape {tokens}, one for each token of x", labels)
     if bias is not None and bias.shape != (local,):
-        raise _check.fail(ValueError, "bias", f"of shape {(local,)}, one for each vocabulary entry of w", bias)
+        raise check.fail(ValueError, "bias", f"of shape {(local,)}, one for each vocabulary entry of w", bias)
     if weights is not None and weights.shape != tokens:
         hint = "for weights of classes, pass class_weights"
-        raise _check.fail(ValueError, "weights", f"of shape {tokens}, one for each token", weights, hint)
+        raise check.fail(ValueError, "weights", f"of shape {tokens}, one for each token", weights, hint)
     if class_weights is not None and class_weights.shape != (devices * local,):
         wanted = f"of shape {(devices * local,)}, one for each entry of the whole vocabulary"
-        raise _check.fail(ValueError, "class_weights", wanted, class_weights)
+        raise check.fail(ValueError, "class_weights", wanted, class_weights)
     return devices * local
 
 
@@ -96,14 +97,14 @@ def sharded(
 ) -> None:
     """That what is to differ between devices does."""
     for axis in axes:
-        _check.sharded("w", w, axis)
+        check.sharded("w", w, axis)
         if bias is not None:
-            _check.sharded("bias", bias, axis)
+            check.sharded("bias", bias, axis)
         if soft:
-            _check.sharded("labels", labels, axis)
+            check.sharded("labels", labels, axis)
     for axis in token_axes:
-        if axis not in jax.typeof(labels).manual_axis_type.varying:
-            _check.sharded("x", x, axis)
+        if axis not in varying(jax.typeof(labels)):
+            check.sharded("x", x, axis)
 
 
 def integer_labels(labels: Array | np.ndarray, ignore_index: int, vocabulary: int) -> tuple[Any, Any, Any]:
@@ -122,7 +123,7 @@ def integer_labels(labels: Array | np.ndarray, ignore_index: int, vocabulary: in
     if vocabulary <= info.max:
         wrong = wrong | (labels >= typed(vocabulary))
     wrong = valid & wrong
-    if not isinstance(wrong, jax.core.Tracer) and wrong.any():
+    if not is_tracer(wrong) and wrong.any():
         bad = np.asarray(labels)[np.asarray(wrong)]
         where = tuple(int(i) for i in np.argwhere(np.asarray(wrong))[0])
         raise ValueError(
@@ -135,8 +136,8 @@ def integer_labels(labels: Array | np.ndarray, ignore_index: int, vocabulary: in
 
 def implementation(name: str | None, reduction: Any, dtype: Any) -> tuple[str | None, tuple[str, ...]]:
     """(algorithm, kernels to choose from) for what was asked; None is for the best algorithm."""
-    _check.choice("reduction", reduction, ("mean", "sum", "none"))
-    _check.choice("implementation", name, (None, *_NAMES))
+    check.choice("reduction", reduction, ("mean", "sum", "none"))
+    check.choice("implementation", name, (None, *_NAMES))
     algorithm, _, kernels = (name or "").partition("/")
     if algorithm == "forward_grad" and reduction == "none":
         raise ValueError(

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from memjax import _check
+from memjax._core import check as _check
 from memjax._linear_cross_entropy import check
 from memjax._linear_cross_entropy.options import Array
 

@@ -15,20 +15,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from memjax._core.arrays import accumulator, vary, varying_axes
 from memjax._linear_cross_entropy import chunks
 from memjax._linear_cross_entropy.options import (
     Array,
     Operands,
     Options,
     Result,
-    accumulator,
     for_chunks,
     head_gradient,
     matmul,
     scaled,
     token_chunk,
-    vary,
-    varying_axes,
 )
 from memjax._linear_cross_entropy.recompute import local_labels, result, statistics
 

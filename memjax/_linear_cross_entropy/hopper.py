@@ -15,6 +15,7 @@ from jax import lax
 from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
 
+from memjax._core.arrays import vary, varying_axes
 from memjax._linear_cross_entropy import hopper_logits
 from memjax._linear_cross_entropy.hopper_matmul import (
     ALIGNMENT,
@@ -26,7 +27,7 @@ from memjax._linear_cross_entropy.hopper_matmul import (
     staging,
     store,
 )
-from memjax._linear_cross_entropy.options import Array, Operands, Options, columns, vary, varying_axes
+from memjax._linear_cross_entropy.options import Array, Operands, Options, columns
 from memjax._linear_cross_entropy.rows import Stats
 
 _LEAST = 256  # of every dimension: a tile

@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 from jax.extend import backend
 
+from memjax._core.compat import varying_like
 from memjax._linear_cross_entropy.options import Array
 
 plgpu: Any = mosaic_gpu  # its interface differs between versions of JAX
@@ -231,10 +232,10 @@ def matmul(
         grid=(multiprocessors() // _CLUSTER,), grid_names=("pair",), cluster=(_CLUSTER,), cluster_names=("cluster",),
         num_threads=groups + 1, thread_name="group",
     )  # fmt: skip
-    axes = jax.typeof(a.array).manual_axis_type
+    like = jax.typeof(a.array)
     call = pl.kernel(
         lambda *refs: pl.run_scoped(partial(kernel, *refs), *shared, collective_axes="group"),
-        out_type=tuple(jax.ShapeDtypeStruct(*out, manual_axis_type=axes) for out in outputs),
+        out_type=tuple(varying_like(like, *out) for out in outputs),
         mesh=mesh,
         compiler_params=plgpu.CompilerParams(
             approx_math=True,

@@ -18,7 +18,8 @@ import triton.language as tl
 from jax.custom_batching import sequential_vmap
 from triton.language.extra import libdevice
 
-from memjax._linear_cross_entropy.options import Array, Options, vary, varying_axes
+from memjax._core.arrays import vary, varying_axes
+from memjax._linear_cross_entropy.options import Array, Options
 from memjax._linear_cross_entropy.rows import Stats
 
 

@@ -53,11 +53,6 @@ class Result(NamedTuple):
     entropy: Array | None  # (N,) of the predicted distribution, in nats
 
 
-def accumulator(dtype: Any) -> Any:
-    """The dtype of sums and of row statistics: float32, or float64 for float64 inputs."""
-    return jnp.float64 if dtype == jnp.float64 else jnp.float32
-
-
 @jax.custom_jvp
 def scaled(scale: Array, losses: Array) -> Array:
     """scale * losses, and 0 wherever the scale is 0: an ignored token's loss may be NaN."""
@@ -137,18 +132,3 @@ def after(carry: Any, start: int) -> Array:
     """`start`, known when `carry` is: XLA merges matmuls that share an operand, and would hold two chunks at once."""
     leaf = jax.tree.leaves(carry)[0]
     return lax.optimization_barrier((jnp.asarray(start, jnp.int32), leaf[(0,) * leaf.ndim]))[0]
-
-
-def varying_axes(*arrays: Any) -> frozenset[str]:
-    """Mesh axes over which any of the arrays differs, inside a `shard_map` that tracks it."""
-    return frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in arrays))
-
-
-def vary(tree: Any, axes: frozenset[str]) -> Any:
-    """The same values, typed as differing over `axes`. Its transpose sums cotangents over the axes added."""
-
-    def one(a: Array) -> Array:
-        missing = tuple(sorted(axes - varying_axes(a)))
-        return lax.pcast(a, missing, to="varying") if missing else a
-
-    return jax.tree.map(one, tree)

@@ -20,8 +20,9 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
+from memjax._core.arrays import vary, varying_axes
 from memjax._linear_cross_entropy import choice, forward_grad, recompute
-from memjax._linear_cross_entropy.options import Array, Operands, Options, Result, scaled, vary, varying_axes
+from memjax._linear_cross_entropy.options import Array, Operands, Options, Result, scaled
 
 _DIFFERENTIABLE = ("x", "w", "bias", "scale")
 _PER_TOKEN = ("x", "labels", "targets", "scale")

@@ -14,20 +14,18 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from memjax._core.arrays import accumulator, vary, varying_axes
 from memjax._linear_cross_entropy import choice, chunks
 from memjax._linear_cross_entropy.options import (
     Array,
     Operands,
     Options,
     Result,
-    accumulator,
     columns,
     for_chunks,
     head_columns,
     head_gradient,
     matmul,
-    vary,
-    varying_axes,
     vocabulary_chunk,
 )
 from memjax._linear_cross_entropy.rows import Stats, all_reduce, diagnostics, log_sum_exp, loss_share, merge

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from memjax._linear_cross_entropy.options import Array, Operands, Options, Result, accumulator, matmul
+from memjax._core.arrays import accumulator
+from memjax._linear_cross_entropy.options import Array, Operands, Options, Result, matmul
 from memjax._linear_cross_entropy.rows import targets_of
 
 

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from memjax._linear_cross_entropy.options import Array, Options, accumulator
+from memjax._core.arrays import accumulator
+from memjax._linear_cross_entropy.options import Array, Options
 
 
 class Stats(NamedTuple):

@@ -28,17 +28,17 @@ inject_error          a function or module with random errors in place of a code
 UniformError          the codec of `inject_error`
 """
 
-from memjax.compress._adaptive import AdaptiveState, adaptive, predicted_sigma, scale_gradient
-from memjax.compress._block_quantized import DEFAULT, BlockQuantized, BlockQuantizedCode
-from memjax.compress._channel_quantized import ChannelQuantized, ChannelQuantizedCode, MeasuredChannels
-from memjax.compress._codec import Cast, Codec, Mask
-from memjax.compress._compressed import compressed
-from memjax.compress._error_bounded import ErrorBounded, ErrorBoundedCode
-from memjax.compress._group_quantized import GroupQuantized
-from memjax.compress._inject_error import UniformError, inject_error
-from memjax.compress._layers import LADDER, Layers, Statistics, layers
-from memjax.compress._overflow import CapacityWarning
-from memjax.compress._transactional import Transactional, transactional
+from memjax.compress._codecs.block_quantized import DEFAULT, BlockQuantized, BlockQuantizedCode
+from memjax.compress._codecs.channel_quantized import ChannelQuantized, ChannelQuantizedCode, MeasuredChannels
+from memjax.compress._codecs.codec import Cast, Codec, Mask
+from memjax.compress._codecs.group_quantized import GroupQuantized
+from memjax.compress._error_bounded.error_bounded import ErrorBounded, ErrorBoundedCode
+from memjax.compress._training.adaptive import AdaptiveState, adaptive, predicted_sigma, scale_gradient
+from memjax.compress._training.inject_error import UniformError, inject_error
+from memjax.compress._training.layers import LADDER, Layers, Statistics, layers
+from memjax.compress._training.transactional import Transactional, transactional
+from memjax.compress._transform.compressed import compressed
+from memjax.compress._transform.overflow import CapacityWarning
 
 __all__ = [
     "DEFAULT",

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
 
-from memjax import _check
+from memjax._core import check
+from memjax._core.compat import eval_jaxpr
 from memjax.remat._checkpoint_modules import wrapped
 from memjax.remat.policies import NamePolicy
 
@@ -54,13 +55,13 @@ def checkpoint(
       TypeError: `f` is not callable, `policy` is not from `memjax.remat.policies`, or a position is no integer; for
         NNX, when called, a module among the arguments.
     """
-    _check.function("f", f)
-    _check.flag("prevent_cse", prevent_cse)
+    check.function("f", f)
+    check.flag("prevent_cse", prevent_cse)
     if policy is not None and not isinstance(policy, NamePolicy):
         fix = "for the policies of jax.checkpoint_policies use jax.checkpoint"
-        raise _check.fail(TypeError, "policy", "made by memjax.remat.policies.save or offload", policy, fix)
+        raise check.fail(TypeError, "policy", "made by memjax.remat.policies.save or offload", policy, fix)
     given = static_argnums if isinstance(static_argnums, Sequence) else (static_argnums,)
-    static = tuple(_check.integer("static_argnums", position, what="positions of arguments") for position in given)
+    static = tuple(check.integer("static_argnums", position, what="positions of arguments") for position in given)
     wrap = functools.partial(_checkpoint, policy=policy, prevent_cse=prevent_cse)
     module = wrapped(wrap, f, static)
     return wrap(f, static_argnums=static) if module is None else module
@@ -137,7 +138,7 @@ def _names_when_differentiated(closed_jaxpr) -> set[str]:
             merged = list(values)
             for index, value in zip(floats, some, strict=True):
                 merged[index] = value
-            return jax.core.eval_jaxpr(closed_jaxpr.jaxpr, merged[:constants], *merged[constants:])
+            return eval_jaxpr(closed_jaxpr.jaxpr, merged[:constants], merged[constants:])
 
         return jax.vjp(of_floats, *(values[index] for index in floats))[0]
 

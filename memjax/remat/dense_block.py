@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from memjax.remat import _dense_triton
-from memjax.remat._dense_plain import plain
-from memjax.remat._dense_shared import shared
-from memjax.remat._dense_spec import KEEP, DenseParams, DenseSpec, DenseStatistics
-from memjax.remat._derivatives import reverse_only
+from memjax._core.derivatives import reverse_only
+from memjax.remat._dense import triton
+from memjax.remat._dense.plain import plain
+from memjax.remat._dense.shared import shared
+from memjax.remat._dense.spec import KEEP, DenseParams, DenseSpec, DenseStatistics
 
 _FORWARD_MODE = (
     "a dense block cannot be differentiated in forward mode (jax.jvp, jax.jacfwd, jax.linearize) unless keep is 'all', which "
@@ -90,7 +90,7 @@ def dense_block(
 def _choose(implementation: str | None, spec: DenseSpec, dtype) -> str:
     if implementation not in (None, "xla", "triton"):
         raise ValueError(f"implementation must be 'xla', 'triton' or None, got {implementation!r}.")
-    reason = _dense_triton.why_not(spec, dtype)
+    reason = triton.why_not(spec, dtype)
     if implementation == "triton" and reason is not None:
         raise ValueError(f"implementation='triton' cannot run here: {reason}. Leave it out, or use 'xla'.")
     if implementation is None:

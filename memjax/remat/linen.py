@@ -10,12 +10,12 @@ import jax
 from flax.core import lift
 from flax.linen.recurrent import flip_sequences
 
-from memjax.remat._chain import chain
-from memjax.remat._chain_schedule import ChainSchedule
-from memjax.remat._nnx import call
-from memjax.remat._rnn import run_cell
-from memjax.remat._scan import scan
-from memjax.remat._step import drop, merge, pick
+from memjax._core.lists import drop, merge, pick
+from memjax.remat._chain.chain import chain
+from memjax.remat._chain.schedule import ChainSchedule
+from memjax.remat._flax.nnx import call
+from memjax.remat._flax.rnn import run_cell
+from memjax.remat._scan.scan import scan
 
 __all__ = ["RNN", "Chain"]
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from memjax import _check
+from memjax._core import check
 
 __all__ = [
     "ATTENTION_OUTPUT",
@@ -65,7 +65,7 @@ class NamePolicy:
         for name in ("saved", "offloaded"):
             names = getattr(self, name)
             if not isinstance(names, frozenset) or not all(isinstance(value, str) for value in names):
-                raise _check.fail(TypeError, name, "a frozenset of names", names, "policies.save and offload make one")
+                raise check.fail(TypeError, name, "a frozenset of names", names, "policies.save and offload make one")
         if both := self.saved & self.offloaded:
             raise ValueError(f"names {sorted(both)} are both saved and offloaded: choose one for each.")
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Float, Int
 
-from memjax import _check
-from memjax._linear_cross_entropy.options import accumulator, vary, varying_axes
+from memjax._core import check as _check
+from memjax._core.arrays import accumulator, vary, varying_axes
 from memjax.shard import _attention_block as blocks
 from memjax.shard import _attention_check as check
 from memjax.shard import ring

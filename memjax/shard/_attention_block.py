@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from memjax._linear_cross_entropy.options import accumulator
+from memjax._core.arrays import accumulator
 
 Array = jax.Array
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from memjax._linear_cross_entropy.options import vary, varying_axes
+from memjax._core.arrays import vary, varying_axes
 
 Array = jax.Array
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Float, Int
 
-from memjax import _check
+from memjax._core import check
+from memjax._core.arrays import accumulator, vary, varying_axes
 from memjax._linear_cross_entropy.api import prepared, share
-from memjax._linear_cross_entropy.options import accumulator, vary, varying_axes
 
 Array = jax.Array
 
@@ -60,8 +60,8 @@ def vocab_cross_entropy(
       ValueError, TypeError: as `memjax.linear_cross_entropy`; outside a `jax.shard_map` over `axis_name`; x or w that JAX
         knows to be the same on all devices, which it does not with `check_vma=False`.
     """
-    size = _check.axis_size("axis_name", axis_name)
-    _check.choice("reduction", reduction, ("mean", "sum"))
+    size = check.axis_size("axis_name", axis_name)
+    check.choice("reduction", reduction, ("mean", "sum"))
     options = {
         "axis_name": axis_name,
         "layout": layout,
@@ -73,10 +73,10 @@ def vocab_cross_entropy(
         "reduction": "sum",
         "implementation": implementation,
     }
-    if not jnp.issubdtype(_check.array("labels", labels).dtype, jnp.integer):
-        raise _check.fail(TypeError, "labels", "integers", labels, "soft targets go to memjax.linear_cross_entropy")
+    if not jnp.issubdtype(check.array("labels", labels).dtype, jnp.integer):
+        raise check.fail(TypeError, "labels", "integers", labels, "soft targets go to memjax.linear_cross_entropy")
     valid = prepared(x, w, labels, **options).valid
-    _check.sharded("x", x, axis_name)
+    check.sharded("x", x, axis_name)
     operands = (x.reshape(-1, x.shape[-1]), w, labels.reshape(-1))
     operands = vary(operands, varying_axes(*operands) | {axis_name})
     loss = lax.psum(_share(size, tuple(options.items()), *operands), axis_name)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxprs_in_params
 
-from memjax import _check
+from memjax._core import check
 
 _SHAPE = (3, 5)
 _MIXING = (
@@ -21,19 +21,19 @@ _MIXING = (
 
 def check_elementwise(name: str, f: Callable[..., Any]) -> None:
     """That `f` of an array gives one of its shape, each entry made of that at the same place."""
-    _check.function(name, f, "pass one such as jax.nn.gelu")
+    check.function(name, f, "pass one such as jax.nn.gelu")
     wanted = "an elementwise function of one array"
     blocks = "it sees only blocks of rows and columns"
     struct = jax.ShapeDtypeStruct(_SHAPE, jnp.float32)
     try:
         jaxpr, out = jax.make_jaxpr(f, return_shape=True)(struct)
     except TypeError as error:
-        raise TypeError(f"{name} must be {wanted}, got {_check.shown(f)} that raises {error}") from error
+        raise TypeError(f"{name} must be {wanted}, got {check.shown(f)} that raises {error}") from error
     if not isinstance(out, jax.ShapeDtypeStruct) or out.shape != _SHAPE:
-        raise ValueError(f"{name} must be {wanted}, got {_check.shown(f)} that returns {out} for {_SHAPE}: {blocks}")
+        raise ValueError(f"{name} must be {wanted}, got {check.shown(f)} that returns {out} for {_SHAPE}: {blocks}")
     for primitive in _mixing(jaxpr.jaxpr):
         raise ValueError(
-            f"{name} must be {wanted}, got {_check.shown(f)} that combines entries of different places ({primitive}): {blocks}"
+            f"{name} must be {wanted}, got {check.shown(f)} that combines entries of different places ({primitive}): {blocks}"
         )
 
 

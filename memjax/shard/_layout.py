@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from memjax import _check
+from memjax._core import check
+from memjax._core.compat import is_tracer
 
 LAYOUTS = ("zigzag", "contiguous")
 
@@ -60,11 +61,11 @@ def positions(length: int, rank: Any, size: int, layout: str) -> jax.Array:
       ValueError: a number out of range, an odd length, or another layout.
       TypeError: something else than integers.
     """
-    _check.choice("layout", layout, LAYOUTS)
-    length, size = _check.integer("length", length, least=1), _check.integer("size", size, least=1)
+    check.choice("layout", layout, LAYOUTS)
+    length, size = check.integer("length", length, least=1), check.integer("size", size, least=1)
     if layout == "zigzag" and length % 2:
         fix = "make the sequence a multiple of twice the devices, or use the contiguous layout"
-        raise _check.fail(ValueError, "length", 'an even number with layout="zigzag"', length, fix)
+        raise check.fail(ValueError, "length", 'an even number with layout="zigzag"', length, fix)
     rank = _checked_rank(rank, size)
     local = jnp.arange(length, dtype=jnp.int32)
     if layout == "contiguous":
@@ -77,22 +78,22 @@ def _checked_rank(rank: Any, size: int) -> jax.Array:
     wanted = f"an integer in [0, {size})"
     if isinstance(rank, jax.Array):
         if rank.shape != () or not jnp.issubdtype(rank.dtype, jnp.integer):
-            raise _check.fail(TypeError, "rank", wanted, rank)
-        if isinstance(rank, jax.core.Tracer):
+            raise check.fail(TypeError, "rank", wanted, rank)
+        if is_tracer(rank):
             return rank.astype(jnp.int32)
-    whole = _check.integer("rank", rank)
+    whole = check.integer("rank", rank)
     if not 0 <= whole < size:
-        raise _check.fail(ValueError, "rank", wanted, whole)
+        raise check.fail(ValueError, "rank", wanted, whole)
     return jnp.asarray(whole, jnp.int32)
 
 
 def _checked(a: Any, axis: Any, size: Any) -> tuple[int, int]:
-    _check.array("a", a)
-    size, given = _check.integer("size", size, least=1), _check.integer("axis", axis)
+    check.array("a", a)
+    size, given = check.integer("size", size, least=1), check.integer("axis", axis)
     if not -a.ndim <= given < a.ndim:
-        raise _check.fail(ValueError, "axis", f"one of the {a.ndim} axes of a of shape {a.shape}", given)
+        raise check.fail(ValueError, "axis", f"one of the {a.ndim} axes of a of shape {a.shape}", given)
     if a.shape[given] % (2 * size):
-        raise _check.fail(
+        raise check.fail(
             ValueError,
             "a",
             f"of a length along axis {given} that is a multiple of 2 size = {2 * size}",

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from memjax import _check
-from memjax._linear_cross_entropy.options import accumulator, vary, varying_axes
+from memjax._core import check
+from memjax._core.arrays import accumulator, vary, varying_axes
 from memjax.shard import ring
 from memjax.shard._elementwise import check_elementwise
 
@@ -114,24 +114,24 @@ def _checked_product(
     axis_name: str,
     recompute: bool = True,
 ) -> jax.Array:
-    _check.axis_size("axis_name", axis_name)
-    _check.flag("recompute", recompute)
+    check.axis_size("axis_name", axis_name)
+    check.flag("recompute", recompute)
     check_elementwise(*f_argument)
-    _check.array(a_name, a, floating=True)
-    _check.local(a_name, a)
+    check.array(a_name, a, floating=True)
+    check.local(a_name, a)
     first, *_ = columns.values()
     for name, w in (*columns.items(), (c_name, c)):
-        _check.array(name, w, ndim=2, floating=True)
+        check.array(name, w, ndim=2, floating=True)
         if w.dtype != a.dtype:
-            raise _check.fail(
+            raise check.fail(
                 TypeError, name, f"of {a_name}'s dtype {a.dtype}", w, f"pass {name}.astype({a_name}.dtype)"
             )
-        _check.sharded(name, w, axis_name)
+        check.sharded(name, w, axis_name)
     if a.ndim < 2 or 0 in a.shape:
-        raise _check.fail(ValueError, a_name, "of shape (..., t, D) with at least one row and column", a)
+        raise check.fail(ValueError, a_name, "of shape (..., t, D) with at least one row and column", a)
     for name, w in columns.items():
         if w.shape != (a.shape[-1], first.shape[1]) or not w.shape[1]:
-            raise _check.fail(
+            raise check.fail(
                 ValueError,
                 name,
                 f"of shape {(a.shape[-1], first.shape[1] or 1)}, the columns that this device holds for {a_name} of shape"
@@ -140,7 +140,7 @@ def _checked_product(
             )
     if c.shape[0] != first.shape[1] or not c.shape[1]:
         wanted = f"of {first.shape[1]} rows, as many as this device holds columns of {next(iter(columns))}"
-        raise _check.fail(ValueError, c_name, wanted, c)
+        raise check.fail(ValueError, c_name, wanted, c)
     rows = a.reshape(-1, a.shape[-1])
     operands = (rows, tuple(columns.values()), c)
     operands = vary(operands, varying_axes(*jax.tree.leaves(operands)))

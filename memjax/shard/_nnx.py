@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from memjax import _check
+from memjax._core import check
 from memjax.shard import baselines
 from memjax.shard._attention import metp_attention
 from memjax.shard._attention_check import options as attention_options
@@ -25,11 +25,11 @@ _normal = nnx.initializers.lecun_normal()
 
 def _check_common(axis_name: Any, dtype: Any, rngs: Any) -> None:
     if not isinstance(axis_name, str) or not axis_name:
-        raise _check.fail(TypeError, "axis_name", "the name of one mesh axis", axis_name)
+        raise check.fail(TypeError, "axis_name", "the name of one mesh axis", axis_name)
     if dtype is not None and not _is_floating(dtype):
-        raise _check.fail(TypeError, "dtype", "a floating-point dtype or None", dtype)
+        raise check.fail(TypeError, "dtype", "a floating-point dtype or None", dtype)
     if not isinstance(rngs, nnx.Rngs):
-        raise _check.fail(TypeError, "rngs", "flax.nnx.Rngs", rngs, "pass nnx.Rngs(0)")
+        raise check.fail(TypeError, "rngs", "flax.nnx.Rngs", rngs, "pass nnx.Rngs(0)")
 
 
 def _is_floating(dtype: Any) -> bool:
@@ -68,9 +68,9 @@ class MetpMlp(nnx.Module):
         dtype: Any = None,
         rngs: nnx.Rngs,
     ):
-        dim, hidden = _check.integer("dim", dim, least=1), _check.integer("hidden", hidden, least=1)
+        dim, hidden = check.integer("dim", dim, least=1), check.integer("hidden", hidden, least=1)
         check_elementwise("activation", activation)
-        gated, recompute = _check.flag("gated", gated), _check.flag("recompute", recompute)
+        gated, recompute = check.flag("gated", gated), check.flag("recompute", recompute)
         _check_common(axis_name, dtype, rngs)
         self.w_in = nnx.Param(_normal(rngs.params(), (dim, hidden)))
         self.w_gate = nnx.Param(_normal(rngs.params(), (dim, hidden))) if gated else nnx.data(None)
@@ -80,7 +80,7 @@ class MetpMlp(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         """(..., t, dim), this device's tokens, to their outputs of the same shape."""
-        _check.array("x", x, floating=True)
+        check.array("x", x, floating=True)
         dtype = x.dtype if self._dtype is None else self._dtype
         w_gate = None if self.w_gate is None else self.w_gate[...].astype(dtype)
         return metp_mlp(
@@ -128,30 +128,30 @@ class MetpAttention(nnx.Module):
         rngs: nnx.Rngs,
         **options: Any,
     ):
-        if _check.number("dropout_rate", dropout_rate):
+        if check.number("dropout_rate", dropout_rate):
             reason = (
                 "attention over a ring computes its weights again in the backward pass, where the same dropout cannot"
             )
-            raise _check.fail(
+            raise check.fail(
                 ValueError, "dropout_rate", "0", dropout_rate, f"{reason} be drawn; put dropout after the attention"
             )
-        dim, heads = _check.integer("dim", dim, least=1), _check.integer("heads", heads, least=1)
-        kv_heads = heads if kv_heads is None else _check.integer("kv_heads", kv_heads, least=1)
+        dim, heads = check.integer("dim", dim, least=1), check.integer("heads", heads, least=1)
+        kv_heads = heads if kv_heads is None else check.integer("kv_heads", kv_heads, least=1)
         if heads % kv_heads:
-            raise _check.fail(ValueError, "kv_heads", f"a divisor of heads = {heads}", kv_heads)
+            raise check.fail(ValueError, "kv_heads", f"a divisor of heads = {heads}", kv_heads)
         if head_dim is None and dim % heads:
-            raise _check.fail(ValueError, "heads", f"a divisor of dim = {dim}", heads, "or pass head_dim")
-        self._head_dim = dim // heads if head_dim is None else _check.integer("head_dim", head_dim, least=1)
+            raise check.fail(ValueError, "heads", f"a divisor of dim = {dim}", heads, "or pass head_dim")
+        self._head_dim = dim // heads if head_dim is None else check.integer("head_dim", head_dim, least=1)
         if rotate is not None:
-            _check.function("rotate", rotate, "pass f(q, positions), or None for none")
+            check.function("rotate", rotate, "pass f(q, positions), or None for none")
         _check_common(axis_name, dtype, rngs)
         if unknown := options.keys() - _OPTIONS:
             wanted = f"options of metp_attention: {', '.join(_OPTIONS)}"
-            raise _check.fail(TypeError, "options", wanted, sorted(unknown)[0], "see its docstring")
+            raise check.fail(TypeError, "options", wanted, sorted(unknown)[0], "see its docstring")
         options = {k: v for k, v in attention_options(**options).items() if k in options}
         if kv_heads % options.get("head_chunks", 1):
             wanted = f"a divisor of the {kv_heads} key-value heads"
-            raise _check.fail(ValueError, "head_chunks", wanted, options["head_chunks"])
+            raise check.fail(ValueError, "head_chunks", wanted, options["head_chunks"])
         width, kv_width = heads * self._head_dim, kv_heads * self._head_dim
         make = lambda *shape: nnx.Param(_normal(rngs.params(), shape))
         self.query, self.key, self.value = make(dim, width), make(dim, kv_width), make(dim, kv_width)
@@ -161,8 +161,8 @@ class MetpAttention(nnx.Module):
 
     def __call__(self, x: Array, segment_ids: Array | None = None) -> Array:
         """(B, t, dim) and (B, t), this device's tokens in the layout, to their outputs (B, t, dim)."""
-        _check.array("x", x, ndim=3, floating=True, fix="pass (batch, tokens, dim)")
-        size = _check.axis_size("axis_name", self._axis_name)
+        check.array("x", x, ndim=3, floating=True, fix="pass (batch, tokens, dim)")
+        size = check.axis_size("axis_name", self._axis_name)
         x = x.astype(x.dtype if self._dtype is None else self._dtype)
         heads = lambda a: a.reshape(*a.shape[:2], -1, self._head_dim)
         q, k, v = (heads(self._product(x, name, 1)) for name in ("query", "key", "value"))
@@ -175,6 +175,6 @@ class MetpAttention(nnx.Module):
 
     def _product(self, x: Array, name: str, axis: int) -> Array:
         w = getattr(self, name)
-        _check.sharded(name, w[...], self._axis_name)
+        check.sharded(name, w[...], self._axis_name)
         f = lambda x, w: x @ baselines.gathered_weight(w, self._axis_name, axis)
         return jax.checkpoint(f)(x, w[...].astype(x.dtype))

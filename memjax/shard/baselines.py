@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from memjax import _check
+from memjax._core import check
 from memjax.shard._attention import attention as attention
 
 Array = jax.Array
@@ -52,7 +52,7 @@ def sequence_parallel_mlp(
 ) -> Array:
     """This device's tokens (..., T, D), gathered before the matmuls and scattered after them. Saved: as above."""
     _check_mlp(x, w_in, w_out, w_gate, activation, axis_name)
-    _check.sharded("x", x, axis_name)
+    check.sharded("x", x, axis_name)
     return scattered(mlp(gathered_tokens(x, axis_name), w_in, w_out, activation, w_gate), axis_name)
 
 
@@ -83,16 +83,16 @@ def ulysses_attention(q: Array, k: Array, v: Array, *, axis_name: str, **options
     Raises:
       ValueError: query heads that p does not divide, or key-value heads that neither divide p nor are divided by it.
     """
-    size = _check.axis_size("axis_name", axis_name)
+    size = check.axis_size("axis_name", axis_name)
     for name, a in (("q", q), ("k", k), ("v", v)):
-        _check.array(name, a, ndim=4, floating=True, fix="pass (batch, tokens, heads, head_dim)")
-        _check.sharded(name, a, axis_name)
+        check.array(name, a, ndim=4, floating=True, fix="pass (batch, tokens, heads, head_dim)")
+        check.sharded(name, a, axis_name)
     heads, kv_heads = q.shape[2], k.shape[2]
     if heads % size or not heads:
-        raise _check.fail(ValueError, "q", f"of heads that the {size} devices of {axis_name!r} divide", q)
+        raise check.fail(ValueError, "q", f"of heads that the {size} devices of {axis_name!r} divide", q)
     if kv_heads % size or not kv_heads:
         if not kv_heads or size % kv_heads:
-            raise _check.fail(ValueError, "k", f"of heads that {size} devices divide, or a divisor of them", k)
+            raise check.fail(ValueError, "k", f"of heads that {size} devices divide, or a divisor of them", k)
         k, v = (jnp.repeat(a, size // kv_heads, 2) for a in (k, v))
     to_heads = lambda a: lax.all_to_all(a, axis_name, 2, 1, tiled=True)
     o = attention(to_heads(q), to_heads(k), to_heads(v), **options)
@@ -100,20 +100,20 @@ def ulysses_attention(q: Array, k: Array, v: Array, *, axis_name: str, **options
 
 
 def _check_mlp(x: Any, w_in: Any, w_out: Any, w_gate: Any, activation: Any, axis_name: Any) -> None:
-    _check.axis_size("axis_name", axis_name)
-    _check.function("activation", activation)
-    _check.array("x", x, floating=True)
-    _check.local("x", x)
+    check.axis_size("axis_name", axis_name)
+    check.function("activation", activation)
+    check.array("x", x, floating=True)
+    check.local("x", x)
     if x.ndim < 2:
-        raise _check.fail(ValueError, "x", "of shape (..., tokens, D)", x)
+        raise check.fail(ValueError, "x", "of shape (..., tokens, D)", x)
     for name, w in (("w_in", w_in), ("w_gate", w_gate), ("w_out", w_out)):
         if w is not None:
-            _check.array(name, w, ndim=2, floating=True)
-            _check.sharded(name, w, axis_name)
+            check.array(name, w, ndim=2, floating=True)
+            check.sharded(name, w, axis_name)
     if w_in.shape != (x.shape[-1], w_out.shape[0]):
-        raise _check.fail(ValueError, "w_in", f"of shape {(x.shape[-1], w_out.shape[0])}, as x and w_out are", w_in)
+        raise check.fail(ValueError, "w_in", f"of shape {(x.shape[-1], w_out.shape[0])}, as x and w_out are", w_in)
     if w_gate is not None and w_gate.shape != w_in.shape:
-        raise _check.fail(ValueError, "w_gate", f"of w_in's shape {w_in.shape}", w_gate)
+        raise check.fail(ValueError, "w_gate", f"of w_in's shape {w_in.shape}", w_gate)
 
 
 def mlp(x: Array, w_in: Array, w_out: Array, activation: Activation, w_gate: Array | None = None) -> Array:

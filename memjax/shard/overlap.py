@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from memjax import _check
+from memjax._core import check
 from memjax.shard import ring
 
 _ROUNDS = 4
@@ -40,8 +40,8 @@ class Step:
     """Sent, and received."""
 
     def __post_init__(self) -> None:
-        _check.number("flops", self.flops, positive=True)
-        _check.number("message_bytes", self.message_bytes, positive=True)
+        check.number("flops", self.flops, positive=True)
+        check.number("message_bytes", self.message_bytes, positive=True)
 
 
 @dataclass(frozen=True)
@@ -57,19 +57,17 @@ class Link:
         for name in ("sizes", "bandwidths"):
             values = getattr(self, name)
             if not isinstance(values, tuple | list) or not values:
-                raise _check.fail(TypeError, name, "a tuple of at least one number", values)
+                raise check.fail(TypeError, name, "a tuple of at least one number", values)
             for value in values:
-                _check.number(name, value, positive=True)
+                check.number(name, value, positive=True)
         if len(self.bandwidths) != len(self.sizes):
-            raise _check.fail(
-                ValueError, "bandwidths", f"{len(self.sizes)} numbers, one for each size", self.bandwidths
-            )
+            raise check.fail(ValueError, "bandwidths", f"{len(self.sizes)} numbers, one for each size", self.bandwidths)
         if any(a >= b for a, b in zip(self.sizes, self.sizes[1:], strict=False)):
-            raise _check.fail(ValueError, "sizes", "rising", self.sizes)
+            raise check.fail(ValueError, "sizes", "rising", self.sizes)
 
     def bandwidth(self, size: float) -> float:
         """Bytes per second, interpolated in the logarithm of the size; beyond the ends that of the ends."""
-        _check.number("size", size, positive=True)
+        check.number("size", size, positive=True)
         return float(np.interp(np.log(size), np.log(self.sizes), self.bandwidths))
 
     def seconds(self, size: float) -> float:
@@ -89,7 +87,7 @@ def mlp_step(
       ValueError, TypeError: numbers that are not positive integers, flags that are not booleans.
     """
     _positive(tokens=tokens, dim=dim, hidden=hidden, size=size, itemsize=itemsize)
-    gated, backward = _check.flag("gated", gated), _check.flag("backward", backward)
+    gated, backward = check.flag("gated", gated), check.flag("backward", backward)
     weights = 2 + gated
     matmuls = 3 * weights - 1 if backward else weights
     entries = weights * dim * hidden / size
@@ -114,7 +112,7 @@ def attention_step(
       ValueError, TypeError: numbers that are not positive integers, flags that are not booleans.
     """
     _positive(tokens=tokens, heads=heads, kv_heads=kv_heads, head_dim=head_dim, itemsize=itemsize)
-    causal, backward = _check.flag("causal", causal), _check.flag("backward", backward)
+    causal, backward = check.flag("causal", causal), check.flag("backward", backward)
     products = tokens**2 / (2 if causal else 1)
     matmuls = 5 if backward else 2
     entries = 2 * tokens * kv_heads * head_dim
@@ -124,12 +122,12 @@ def attention_step(
 def hidden_share(step: Step, flops_per_second: float, link: Link) -> float:
     """The part of a hop that its step can hide, at most 1."""
     if not isinstance(step, Step):
-        raise _check.fail(
+        raise check.fail(
             TypeError, "step", "a memjax.shard.overlap.Step", step, "mlp_step and attention_step make them"
         )
-    _check.number("flops_per_second", flops_per_second, positive=True)
+    check.number("flops_per_second", flops_per_second, positive=True)
     if not isinstance(link, Link):
-        raise _check.fail(TypeError, "link", "a memjax.shard.overlap.Link", link, "measure_link makes one")
+        raise check.fail(TypeError, "link", "a memjax.shard.overlap.Link", link, "measure_link makes one")
     return min(1.0, step.flops / flops_per_second / link.seconds(step.message_bytes))
 
 
@@ -140,12 +138,12 @@ def full_overlap_tokens(step: Callable[[int], Step], flops_per_second: float, li
       ValueError: hops are not hidden with `limit` tokens either, or numbers are out of range.
       TypeError: arguments of another kind.
     """
-    _check.function("step", step, "pass a function of the tokens per device, such as one that calls mlp_step")
+    check.function("step", step, "pass a function of the tokens per device, such as one that calls mlp_step")
     _positive(limit=limit)
     hidden = lambda tokens: hidden_share(step(tokens), flops_per_second, link) >= 1
     if not hidden(limit):
         wanted = "a number of tokens per device with which hops are hidden"
-        raise _check.fail(ValueError, "limit", wanted, limit, "raise it, if the link is fast enough at all")
+        raise check.fail(ValueError, "limit", wanted, limit, "raise it, if the link is fast enough at all")
     low, high = 0, limit
     while high - low > 1:
         middle = (low + high) // 2
@@ -183,7 +181,7 @@ def saved_bytes(
     Raises:
       ValueError, TypeError: another name, or numbers that are not positive integers.
     """
-    _check.choice("parallelism", parallelism, ("metp", "ring", "ulysses", "tp", "tp_sp"))
+    check.choice("parallelism", parallelism, ("metp", "ring", "ulysses", "tp", "tp_sp"))
     _positive(tokens=tokens, size=size, dim=dim, hidden=hidden, heads=heads, kv_heads=kv_heads, itemsize=itemsize)
     local = tokens / size
     mixed = 2 * dim + 2 * dim * kv_heads / heads
@@ -215,13 +213,13 @@ def measure_link(
       ValueError, TypeError: fewer than two devices, or sizes that are not positive multiples of 4.
     """
     if not isinstance(sizes, Sequence) or isinstance(sizes, str) or not sizes:
-        raise _check.fail(TypeError, "sizes", "a sequence of at least one number of bytes", sizes)
+        raise check.fail(TypeError, "sizes", "a sequence of at least one number of bytes", sizes)
     for size in sizes:
-        if _check.integer("sizes", size, least=4, what="multiples of 4 bytes") % 4:
-            raise _check.fail(ValueError, "sizes", "multiples of 4 bytes", size)
+        if check.integer("sizes", size, least=4, what="multiples of 4 bytes") % 4:
+            raise check.fail(ValueError, "sizes", "multiples of 4 bytes", size)
     found = np.asarray(jax.devices() if devices is None else devices)
     if found.size < 2:
-        raise _check.fail(ValueError, "devices", "at least two for a ring", found.size)
+        raise check.fail(ValueError, "devices", "at least two for a ring", found.size)
     mesh = Mesh(found, ("ring",))
     sharding = NamedSharding(mesh, PartitionSpec("ring"))
 
@@ -242,7 +240,7 @@ def measure_link(
 
 def _positive(**numbers: Any) -> None:
     for name, value in numbers.items():
-        _check.integer(name, value, least=1)
+        check.integer(name, value, least=1)
 
 
 def _seconds(f: Callable[..., Any], *args: Any, calls: int = 5, rounds: int = 5) -> float:

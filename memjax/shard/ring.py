@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from memjax import _check
+from memjax._core import check
 
 
 def scan(body: Callable[[Any, Any, Any], Any], moving: Any, init: Any, *, axis_name: str | None) -> Any:
@@ -149,7 +149,7 @@ def _in_pairs(step: Callable[..., Any], state: Any, begin: int, end: int) -> Any
 
 
 def _size(axis_name: Any) -> int:
-    size = 1 if axis_name is None else _check.axis_size("axis_name", axis_name)
+    size = 1 if axis_name is None else check.axis_size("axis_name", axis_name)
     if size > 1:
         _warn_without_overlap()
     return size

@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from memjax.compress import _kernels, _reference, _tiles
-from memjax.compress._error_bounded import _per_value
-from memjax.compress._quantize import step_exponent
-from memjax.compress._tiles import Grid
+from memjax.compress._error_bounded import reference
+from memjax.compress._error_bounded import tiles as _tiles
+from memjax.compress._error_bounded.error_bounded import _per_value
+from memjax.compress._error_bounded.kernels import launch
+from memjax.compress._error_bounded.quantize import step_exponent
+from memjax.compress._error_bounded.tiles import Grid
 from tests.compress.patterns import in_lanes
 
 
@@ -56,15 +58,15 @@ def _coders(shape, dtype, capacity, interpret):
 
     @jax.jit
     def by_kernels(x, exponent):
-        code = _kernels.encode(x, exponent, capacity, interpret=interpret)
-        decode = functools.partial(_kernels.decode, code, exponent, shape, dtype, interpret=interpret)
+        code = launch.encode(x, exponent, capacity, interpret=interpret)
+        decode = functools.partial(launch.decode, code, exponent, shape, dtype, interpret=interpret)
         return code, [_tiles.to_bits(decode(keeps_signs=keeps)) for keeps in (True, False)]
 
     @jax.jit
     def by_reference(x, exponent):
         spread = _per_value(grid, exponent)
-        code = _reference.encode(grid.split(x), spread, capacity)
-        decode = functools.partial(_reference.decode, code, spread, dtype)
+        code = reference.encode(grid.split(x), spread, capacity)
+        decode = functools.partial(reference.decode, code, spread, dtype)
         return code, [_tiles.to_bits(grid.join(decode(keeps_signs=keeps), shape)) for keeps in (True, False)]
 
     return by_kernels, by_reference

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from memjax import compressed
-from memjax._jaxpr import evaluate, is_literal
+from memjax._core.jaxpr import evaluate, is_literal
 from memjax.compress import ChannelQuantized
-from memjax.compress._codec import FixedRate
+from memjax.compress._codecs.codec import FixedRate
 from tests.compress.networks import batch_norm, conv, images
 
 ONES, ZEROS = jnp.ones(16), jnp.zeros(16)

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from memjax.compress import BlockQuantized, Cast, ChannelQuantized, Codec, ErrorBounded, GroupQuantized, Mask
-from memjax.compress._channel_quantized import _spread
+from memjax.compress._codecs.channel_quantized import _spread
 
 CODECS = [
     Cast(),

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from memjax.compress import ErrorBounded, _kernels
+from memjax.compress import ErrorBounded
+from memjax.compress._error_bounded.kernels import launch
 from tests.compress.kernel_cases import check_same, values_of_all_kinds
 
 
@@ -44,15 +45,15 @@ def test_float16_with_bounds_that_vary_within_lanes():
 def test_capacity_that_does_not_suffice_and_vmap():
     x = jnp.asarray(values_of_all_kinds(jnp.bfloat16, 4))
     check_same(x, np.float32(0.5), capacity=1000)
-    encode = jax.jit(jax.vmap(lambda x: _kernels.encode(x, jnp.int32(0), 4096, interpret=True)))
+    encode = jax.jit(jax.vmap(lambda x: launch.encode(x, jnp.int32(0), 4096, interpret=True)))
     halves = x.reshape(2, -1)
     np.testing.assert_array_equal(encode(halves).words[0, :500], encode(halves[::-1]).words[1, :500])
 
 
 def test_empty():
-    code = _kernels.encode(jnp.zeros((0, 3), jnp.bfloat16), jnp.int32(0), 0, interpret=True)
+    code = launch.encode(jnp.zeros((0, 3), jnp.bfloat16), jnp.int32(0), 0, interpret=True)
     assert code.needed == 0
-    assert _kernels.decode(code, jnp.int32(0), (0, 3), jnp.bfloat16, interpret=True).shape == (0, 3)
+    assert launch.decode(code, jnp.int32(0), (0, 3), jnp.bfloat16, interpret=True).shape == (0, 3)
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="refusal on machines without a GPU")
@@ -68,8 +69,8 @@ def test_kernels_are_typed_inside_a_shard_map():
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def there_and_back(x):
-        code = _kernels.encode(x, jnp.int32(0), 20000)
-        return _kernels.decode(code, jnp.int32(0), x.shape, x.dtype)
+        code = launch.encode(x, jnp.int32(0), 20000)
+        return launch.decode(code, jnp.int32(0), x.shape, x.dtype)
 
     spread = jax.shard_map(there_and_back, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d"))
     assert jax.eval_shape(spread, jnp.ones((64, 4096))).shape == (64, 4096)

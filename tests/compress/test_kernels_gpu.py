@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from memjax.compress import _kernels, _tiles
+from memjax.compress._error_bounded import tiles
+from memjax.compress._error_bounded.kernels import launch
 from tests.compress.kernel_cases import check_same, values_of_all_kinds
 from tests.compress.patterns import every_16_bit_pattern, random_float32_patterns
 from tests.compress.test_codecs import check_transformations
@@ -28,8 +29,8 @@ def test_lanes_of_all_kinds(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_vmap(dtype):
     x = jnp.asarray(values_of_all_kinds(dtype, 9)).reshape(3, 3, 64, 64)
-    encode = lambda x: _kernels.encode(x, jnp.int32(0), 20000)
-    decode = lambda code: _tiles.to_bits(_kernels.decode(code, jnp.int32(0), x.shape[1:], dtype))
+    encode = lambda x: launch.encode(x, jnp.int32(0), 20000)
+    decode = lambda code: tiles.to_bits(launch.decode(code, jnp.int32(0), x.shape[1:], dtype))
     np.testing.assert_array_equal(jax.jit(jax.vmap(lambda x: decode(encode(x))))(x)[1], decode(encode(x[1])))
 
 
@@ -38,11 +39,11 @@ def test_shard_map():
     x = jnp.asarray(values_of_all_kinds(jnp.bfloat16, 9)).reshape(-1, 64)
 
     def there_and_back(x):
-        code = _kernels.encode(x, jnp.int32(0), 20000)
-        return _kernels.decode(code, jnp.int32(0), x.shape, x.dtype)
+        code = launch.encode(x, jnp.int32(0), 20000)
+        return launch.decode(code, jnp.int32(0), x.shape, x.dtype)
 
     spread = jax.shard_map(there_and_back, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P("d"))
-    np.testing.assert_array_equal(*(_tiles.to_bits(jax.jit(f)(x)) for f in (spread, there_and_back)))
+    np.testing.assert_array_equal(*(tiles.to_bits(jax.jit(f)(x)) for f in (spread, there_and_back)))
 
 
 @pytest.mark.parametrize("bound", [1e-30, 1e-4, 2.0**-7, 0.37, 1e20])

@@ -10,10 +10,10 @@ import pytest
 from jax import lax
 
 from memjax import compressed
-from memjax._jaxpr import scope
+from memjax._core.compat import scope
 from memjax.compress import Cast
-from memjax.compress._max_pool import max_pool
-from memjax.compress._pool_first import evaluate_pools_first
+from memjax.compress._transform.max_pool import max_pool
+from memjax.compress._transform.pool_first import evaluate_pools_first
 
 
 def pool(x, size=3, stride=2, padding=(1, 1), **dilation):

@@ -4,10 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from memjax.compress import _warp
-from memjax.compress._decode_kernel import _value_of
-from memjax.compress._quantize import dequantize, inverse_step, step
-from memjax.compress._warp import INTEGER, Warp, scales_of_bfloat16_values
+from memjax.compress._error_bounded import warp as _warp
+from memjax.compress._error_bounded.kernels.decode import _value_of
+from memjax.compress._error_bounded.quantize import dequantize, inverse_step, step
+from memjax.compress._error_bounded.warp import INTEGER, Warp, scales_of_bfloat16_values
 from tests.compress import ptx
 
 HERE, NATIVE = Warp(False), Warp(True)

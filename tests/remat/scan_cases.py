@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from memjax.remat._step import Backward, trace_step
+from memjax.remat._scan.step import Backward, trace_step
 
 WIDTH = 3
 HIDDEN = {"slots": 4, "strategy": "hidden"}

@@ -7,7 +7,7 @@ import pytest
 from chain_cases import plain
 
 from memjax.remat import chain, chain_costs, chain_schedule
-from memjax.remat._program_cost import Program
+from memjax.remat._chain.program_cost import Program
 
 SLACK = 4096  # bytes of scalars and alignment
 

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from memjax.remat import BlockCost, ChainSchedule, chain_schedule
-from memjax.remat._chain_schedule import predict
-from memjax.remat._forward_counts import HiddenCounts
+from memjax.remat._chain.schedule import predict
+from memjax.remat._scan.forward_counts import HiddenCounts
 
 
 def random_costs(seed, n, *, largest=6):

@@ -10,8 +10,8 @@ from jax import lax
 from scan_cases import HIDDEN, MIXED, NEST, WAYS, arguments, close, loss, lstm_step
 
 from memjax.remat import Costs, scan, schedule
-from memjax.remat._choose import choose, exact
-from memjax.remat._step import Backward, trace_step
+from memjax.remat._scan.choose import choose, exact
+from memjax.remat._scan.step import Backward, trace_step
 
 pytestmark = pytest.mark.usefixtures("x64")
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memjax.remat import Schedule, schedule
-from memjax.remat._schedule import CORE, INIT
+from memjax.remat._scan.schedule import CORE, INIT
 
 # Minimal forward steps, found by exhaustive search and dynamic programming outside this project:
 # (strategy, length, slots, internal size): steps.

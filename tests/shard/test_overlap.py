@@ -9,7 +9,7 @@ from rings import normal
 
 from experiments.models.parallel import NAMES, tokens_spec
 from experiments.models.transformer import Layer, TransformerConfig, _specs
-from memjax._linear_cross_entropy.options import vary
+from memjax._core.arrays import vary
 from memjax.shard import overlap
 
 

@@ -1,0 +1,1 @@
+"""What all packages need, and no user sees."""

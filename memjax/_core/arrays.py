@@ -1,0 +1,43 @@
+"""Types of arrays: what carries a gradient, what sums are kept in, and over which mesh axes values differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from memjax._core.compat import varying
+
+
+def is_float(aval: Any) -> bool:
+    """Whether the type carries a gradient."""
+    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
+
+
+def accumulator(dtype: Any) -> Any:
+    """The dtype of sums and of row statistics: float32, or float64 for float64 inputs."""
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
+
+
+def zeros(aval: Any, leading: tuple[int, ...] = ()) -> Any:
+    """Zeros of a type, with leading dimensions; varying over the same mesh axes inside `shard_map`."""
+    value = jnp.zeros((*leading, *aval.shape), aval.dtype)
+    axes = tuple(varying(aval))
+    return lax.pcast(value, axes, to="varying") if axes else value
+
+
+def varying_axes(*arrays: Any) -> frozenset[str]:
+    """Mesh axes over which any of the arrays differs, inside a `shard_map` that tracks it."""
+    return frozenset().union(*(varying(jax.typeof(a)) for a in arrays))
+
+
+def vary(tree: Any, axes: frozenset[str]) -> Any:
+    """The same values, typed as differing over `axes`. Its transpose sums cotangents over the axes added."""
+
+    def one(a: Array) -> Array:
+        missing = tuple(sorted(axes - varying_axes(a)))
+        return lax.pcast(a, missing, to="varying") if missing else a
+
+    return jax.tree.map(one, tree)

@@ -1,0 +1,179 @@
+"""Checks of arguments, so that every package words its errors alike: "name must be ..., got ...: fix"."""
+
+import math
+import numbers
+import operator
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from memjax._core.compat import is_tracer, varying
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_BYTES = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def shown(value: Any) -> str:
+    """`value` as an error message shows it: short, with its type where the value alone may mislead."""
+    if isinstance(value, jax.Array | np.ndarray):
+        return f"an array of {value.dtype}{list(value.shape)}"
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return f"the type {value.dtype}{list(value.shape)} of an array"
+    text = repr(value)
+    if len(text) > 100:
+        text = f"{text[:97]}..."
+    return (
+        text
+        if value is None or isinstance(value, type | str | int | float | complex)
+        else f"{text} ({type(value).__name__})"
+    )
+
+
+def fail(kind: type[Exception], name: str, wanted: str, value: Any, fix: str = "") -> Exception:
+    """The exception to raise: "name must be `wanted`, got `value`: fix"."""
+    return kind(f"{name} must be {wanted}, got {shown(value)}" + (f": {fix}" if fix else ""))
+
+
+def function(name: str, value: Any, fix: str = "") -> Callable[..., Any]:
+    if not callable(value):
+        raise fail(TypeError, name, "a function", value, fix)
+    return value
+
+
+def flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise fail(TypeError, name, "True or False", value)
+    return bool(value)
+
+
+def choice(name: str, value: Any, options: Sequence[Any]) -> Any:
+    """One of a few strings, or None where that is among `options`."""
+    if not any(value is option or (isinstance(value, str) and value == option) for option in options):
+        raise fail(ValueError, name, f"one of {', '.join(map(repr, options))}", value)
+    return value
+
+
+def integer(name: str, value: Any, *, least: int | None = None, what: str = "an integer", fix: str = "") -> int:
+    """A Python int from anything that is a concrete integer (NumPy's included), booleans left out."""
+    wanted = what if least is None else f"{what} of at least {least}"
+    if is_tracer(value):
+        raise fail(TypeError, name, f"{what} known when tracing", value, fix or "mark it static, or close over it")
+    if isinstance(value, bool | np.bool_):
+        raise fail(TypeError, name, wanted, value, fix)
+    try:
+        whole = operator.index(value)
+    except TypeError:
+        raise fail(TypeError, name, wanted, value, fix) from None
+    if least is not None and whole < least:
+        raise fail(ValueError, name, wanted, value, fix)
+    return whole
+
+
+def number(
+    name: str,
+    value: Any,
+    *,
+    positive: bool = False,
+    least: float | None = None,
+    most: float | None = None,
+    fix: str = "",
+) -> float:
+    """A finite Python float from a concrete real number, booleans left out."""
+    wanted = "a positive finite number" if positive else "a finite number"
+    if least is not None or most is not None:
+        wanted += f" in [{'-inf' if least is None else least}, {'inf' if most is None else most}]"
+    if is_tracer(value):
+        raise fail(TypeError, name, f"{wanted} known when tracing", value, fix)
+    concrete = isinstance(value, jax.Array | np.ndarray) and value.shape == ()
+    if isinstance(value, bool | np.bool_) or not (isinstance(value, numbers.Real) or concrete):
+        raise fail(TypeError, name, wanted, value, fix)
+    real = float(value)
+    low, high = -math.inf if least is None else least, math.inf if most is None else most
+    if not math.isfinite(real) or (positive and real <= 0) or not low <= real <= high:
+        raise fail(ValueError, name, wanted, value, fix)
+    return real
+
+
+def array(name: str, value: Any, *, ndim: int | None = None, floating: bool = False, fix: str = "") -> Any:
+    """An array of JAX or NumPy, as it is."""
+    if not isinstance(value, jax.Array | np.ndarray | np.generic):
+        raise fail(TypeError, name, "an array", value, fix or "pass jnp.asarray(...) of numbers")
+    if floating and not jnp.issubdtype(value.dtype, jnp.floating):
+        raise fail(TypeError, name, "a floating-point array", value, fix or "convert it with .astype")
+    if ndim is not None and np.ndim(value) != ndim:
+        raise fail(ValueError, name, f"an array of {ndim} dimensions", value, fix)
+    return value
+
+
+def axis_size(name: str, value: Any) -> int:
+    """The number of devices along a mesh axis that a surrounding `jax.shard_map` has made manual."""
+    if not isinstance(value, str) or not value:
+        raise fail(TypeError, name, "the name of one mesh axis", value)
+    try:
+        return jax.lax.axis_size(value)
+    except NameError:
+        raise ValueError(
+            f"{name} must be an axis of the mesh of a surrounding jax.shard_map, got {value!r}: "
+            "call this inside jax.shard_map over a mesh with that axis"
+        ) from None
+
+
+def sharded(name: str, value: Any, axis_name: str) -> None:
+    """That `value` is a part of its own on every device of the axis, as far as JAX can tell: `shard_map(check_vma=False)`
+    tracks nothing, and there this finds nothing."""
+    local(name, value)
+    size = jax.lax.axis_size(axis_name)
+    tracked = axis_name in varying(jax.typeof(jax.lax.axis_index(axis_name)))
+    if size > 1 and tracked and axis_name not in varying(jax.typeof(value)):
+        raise ValueError(
+            f"{name} must be sharded over the mesh axis {axis_name!r}, got {shown(value)} that is the same on all of its"
+            f" {size} devices: give it a PartitionSpec with {axis_name!r} in the in_specs of jax.shard_map, or where equal"
+            f" parts are meant jax.lax.pcast({name}, {axis_name!r}, to='varying')"
+        )
+
+
+def local(name: str, value: Any) -> None:
+    """That `value` is this device's own array: that no axis of an explicit mesh, which a surrounding `jax.shard_map` has left
+    out, shards it still."""
+    axes = [axis for axis in jax.typeof(value).sharding.spec if axis is not None]
+    if axes:
+        raise ValueError(
+            f"{name} must be this device's own array, got {shown(value)} that the explicit mesh axes {axes} shard: make"
+            " these axes manual too, with the axis_names of jax.shard_map"
+        )
+
+
+def byte_count(name: str, value: Any, *, words: Sequence[str] = ()) -> Any:
+    """Bytes from a number or a text like "64MiB", "1.5 GB" or "12G" (2^30 bytes), or one of `words` as it is."""
+    also = "".join(f", or {word!r}" for word in words)
+    wanted = f'a number of bytes or a text like "64MiB", "1.5GB" or "12G"{also}'
+    if isinstance(value, str):
+        if value in words:
+            return value
+        match = _BYTES.fullmatch(value)
+        if match is None or match[2].lower() not in _UNITS:
+            raise fail(ValueError, name, wanted, value)
+        count = float(match[1]) * _UNITS[match[2].lower()]
+        if count >= 2**63 or count < 1:
+            raise fail(ValueError, name, f"{wanted}, from 1 byte to 8 EiB", value)
+        return int(count)
+    if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Real):
+        raise fail(TypeError, name, wanted, value)
+    count = float(value)
+    if not math.isfinite(count) or count < 0 or count >= 2**63 or count != int(count):
+        raise fail(ValueError, name, f"{wanted}; whole, finite and not negative", value)
+    return int(count)
+
+
+def readable_bytes(count: float) -> str:
+    """A number of bytes as people read it: "1.50 MiB", "312 B"."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(count) < 1024 or unit == "TiB":
+            break
+        count /= 1024
+    return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"

@@ -1,0 +1,71 @@
+"""What JAX keeps changing, each behind one function: a release that moves or renames something is work in this file.
+
+The private modules of JAX that kernels are made with are imported in two more places, for each is an import of much that
+may be missing: `memjax.compress._error_bounded.kernels.kernel_memory` and `memjax.shard._attention_cudnn`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.interpreters.partial_eval import dce_jaxpr
+
+_TRANSFORM = re.compile(r"\w+\(|\)")
+
+
+def varying(aval: Any) -> frozenset[str]:
+    """Mesh axes over which values of this type differ, inside a `jax.shard_map` that tracks it."""
+    return frozenset(aval.manual_axis_type.varying)
+
+
+def varying_like(aval: Any, shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
+    """A type of that shape and dtype whose values differ over the same mesh axes."""
+    return jax.ShapeDtypeStruct(tuple(shape), dtype, manual_axis_type=aval.manual_axis_type)
+
+
+def parameters(eqn: Any) -> dict[str, Any]:
+    """What an equation is parametrised by."""
+    return eqn.params["_prim"].params if "_prim" in eqn.params else eqn.params
+
+
+def primitive_name(eqn: Any) -> str:
+    """What an equation does. JAX's newer kind of primitives has one name for all, and a class for each."""
+    return type(eqn.params["_prim"]).__name__ if "_prim" in eqn.params else eqn.primitive.name
+
+
+def name_stack(eqn: Any) -> str:
+    """The named scopes and transformations that an equation was traced in: "jvp(block)/conv"."""
+    return str(eqn.source_info.name_stack)
+
+
+def scope(eqn: Any) -> str:
+    """The `jax.named_scope`s around an equation, "block/conv"; Linen modules make one each."""
+    return _TRANSFORM.sub("", name_stack(eqn))
+
+
+def settings(eqn: Any) -> contextlib.AbstractContextManager[Any]:
+    """A context with the settings that an equation was traced with."""
+    return eqn.ctx.manager
+
+
+def eval_jaxpr(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+    """The outputs of a program, calls as they are."""
+    return jax.core.eval_jaxpr(jaxpr, consts, *inputs)
+
+
+def without_dead_code(jaxpr: Any) -> Any:
+    """The program without equations that no output depends on."""
+    return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
+
+
+def is_tracer(value: Any) -> bool:
+    return isinstance(value, jax.core.Tracer)
+
+
+def names_an_axis(effect: Any) -> bool:
+    """Whether the effect is that of a collective over a named axis."""
+    return type(effect).__name__ == "NamedAxisEffect"

@@ -1,0 +1,93 @@
+"""Derivatives of what has none of its own: a function takes another's, and forward mode is refused with a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
+
+from memjax._core.arrays import is_float
+from memjax._core.lists import merge, pick
+
+
+def differentiated_as(reference: Callable[..., Any], fast: Callable[..., Any]) -> Callable[..., Any]:
+    """`fast`, which returns (out, extra), with the derivatives of `reference`, which returns `out`; `extra` has none.
+
+    This is for derivatives of derivatives. What `fast` does to save memory, loops of varying length included, need
+    not be differentiable, and nothing of it is kept for a second backward pass.
+    """
+
+    @jax.custom_jvp
+    def run(*arguments):
+        return fast(*arguments)
+
+    def rule(primals, tangents):
+        out, extra = run(*primals)
+        leaves, tree = jax.tree.flatten(primals)
+        given = jax.tree.leaves(tangents)
+        moving = [not isinstance(tangent, SymbolicZero) for tangent in given]
+
+        def of_moving(values):
+            rest = [leaf for leaf, moves in zip(leaves, moving, strict=True) if not moves]
+            return reference(*jax.tree.unflatten(tree, merge(values, rest, moving)))
+
+        _, tangent = jax.jvp(of_moving, (pick(leaves, moving),), (pick(given, moving),))
+        return (out, extra), (tangent, zero_from_primal(extra, symbolic_zeros=True))
+
+    run.defjvp(rule, symbolic_zeros=True)
+    return run
+
+
+_reverse_only_p = core.Primitive("reverse_only")
+"""The identity on tangents, of which only the transpose can be evaluated."""
+
+
+def _refuse(*_: Any, message: str, **__: Any) -> Any:
+    raise TypeError(message)
+
+
+_reverse_only_p.def_impl(_refuse)
+_reverse_only_p.def_abstract_eval(lambda tangent, *, message: tangent)
+mlir.register_lowering(_reverse_only_p, lambda _, *__, message: _refuse(message=message))
+batching.defvectorized(_reverse_only_p)
+ad.deflinear2(_reverse_only_p, lambda ct, _, *, message: [ct])
+
+
+_without_derivative_p = core.Primitive("without_derivative")
+"""The identity on values that must not be differentiated."""
+
+
+def _refuse_tangents(*_: Any, message: str) -> Any:
+    raise TypeError(message)
+
+
+_without_derivative_p.def_impl(lambda value, *, message: value)
+_without_derivative_p.def_abstract_eval(lambda value, *, message: value)
+mlir.register_lowering(_without_derivative_p, lambda _, value, *, message: [value])
+batching.defvectorized(_without_derivative_p)
+ad.primitive_jvps[_without_derivative_p] = _refuse_tangents
+
+
+def without_derivative(value: Any, message: str) -> Any:
+    """`value`, of which every kind of differentiation raises TypeError with `message`."""
+    return _without_derivative_p.bind(value, message=message)
+
+
+def reverse_only(value: Any, message: str) -> Any:
+    """`value`, of which forward-mode differentiation raises TypeError with `message`; what is no float as it is."""
+    if not is_float(jax.typeof(value)):
+        return value
+
+    @jax.custom_jvp
+    def identity(value):
+        return value
+
+    @identity.defjvp
+    def _(primals, tangents):
+        return primals[0], _reverse_only_p.bind(tangents[0], message=message)
+
+    return identity(value)

@@ -1,0 +1,24 @@
+"""Flat lists of arrays, split by a mask and put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+Arrays = list[Any]
+
+
+def pick(values: Sequence[Any], mask: Sequence[bool]) -> Arrays:
+    """The values where `mask` is true."""
+    return [value for value, chosen in zip(values, mask, strict=True) if chosen]
+
+
+def drop(values: Sequence[Any], mask: Sequence[bool]) -> Arrays:
+    """The values where `mask` is false."""
+    return [value for value, chosen in zip(values, mask, strict=True) if not chosen]
+
+
+def merge(chosen: Sequence[Any], others: Sequence[Any], mask: Sequence[bool]) -> Arrays:
+    """The list of which `pick` gave `chosen` and `drop` gave `others`."""
+    chosen_iter, other_iter = iter(chosen), iter(others)
+    return [next(chosen_iter if mine else other_iter) for mine in mask]

@@ -1,0 +1,85 @@
+"""What the primitives of a JAX program are, by name: products, loops, calls, views, elementwise operations.
+
+Every table of names in memjax is here, so that a primitive that JAX adds or renames is added in one place. The names are
+those of JAX 0.10 to 0.12 (`jax.lax`, `jax.checkpoint`, `jax.custom_jvp`, Pallas, jax-triton); where versions differ, both
+are here.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from jax.extend.core import jaxprs_in_params
+
+# What computes.
+PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
+RAGGED_PRODUCTS = frozenset(("ragged_dot", "ragged_dot_general"))
+KERNELS = frozenset(("custom_call", "ffi_call", "pallas_call", "triton_kernel_call"))
+CALLBACKS = frozenset(("pure_callback", "io_callback"))
+DECOMPOSITIONS = frozenset(("cholesky", "triangular_solve", "lu", "qr", "svd", "eigh", "eig"))
+COLLECTIVES = frozenset(
+    (
+        *("psum", "psum_invariant", "pmax", "pmin", "ppermute", "all_to_all", "psum_scatter", "reduce_scatter"),
+        *("all_gather", "all_gather_invariant"),
+    )
+)
+RANDOM = frozenset(("random_bits", "threefry2x32"))
+WINDOWS = frozenset(("reduce_window", "reduce_window_sum", "select_and_scatter_add"))
+SCATTERS = frozenset(("scatter", "scatter-add", "scatter_add"))
+REDUCTIONS = frozenset(
+    ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin")
+)
+COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "select_n", "max", "min", "clamp"))
+# Linear in each operand. "one_minus_square" is the derivative of tanh in JAX 0.12.
+AFFINE = frozenset(("add", "sub", "mul", "add_any", "neg", "one_minus_square"))
+
+# What holds programs.
+LOOPS = frozenset(("scan", "while", "cond"))
+# Calls that only group equations, by the parameter that holds them.
+PLAIN_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr"}
+# Calls with a derivative of their own: no more than calls where nothing is differentiated.
+CUSTOM_CALLS = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+CHECKPOINTS = frozenset(("checkpoint", "remat2", "RematTraced"))
+CALLS = frozenset(("core_call", *PLAIN_CALLS, *CUSTOM_CALLS, *CHECKPOINTS))
+# Calls whose operands and results are those of their one body, differentiated or not.
+CALLS_OF_ONE_BODY = (CALLS - CUSTOM_CALLS.keys()) | {"shard_map", "custom_vmap_call"}
+
+# What moves values. A view has the elements of its one operand, in the same order but for a transposition.
+REPLICATIONS = frozenset(("pvary", "pcast"))
+NAMES = frozenset(("name", "CheckpointName", "CheckpointNameFwd"))
+RESHAPES = frozenset(("reshape", "squeeze", "expand_dims", "copy"))
+VIEWS = RESHAPES | {"transpose", "convert_element_type"}
+ALIASES = RESHAPES | NAMES | REPLICATIONS | {"optimization_barrier"}
+SOURCES = frozenset(("broadcast_in_dim", "iota"))
+MOVES = SOURCES | REPLICATIONS | frozenset(("slice", "dynamic_slice", "split", "gather", "pad", "concatenate", "rev"))
+
+EXPENSIVE = (
+    PRODUCTS | RAGGED_PRODUCTS | KERNELS | CALLBACKS | DECOMPOSITIONS | COLLECTIVES | RANDOM | WINDOWS | LOOPS
+) | {"fft", "sort"}
+"""Worth keeping rather than recomputing. Everything else is bound by memory traffic and fuses."""
+
+WHOLE_OPERANDS = (
+    (EXPENSIVE - LOOPS) | SCATTERS | {"reduce_window_max", "cumsum", "cumlogsumexp", "cummax", "top_k", "concatenate"}
+)
+"""A compiler writes the operands of these to memory: it fuses nothing into them."""
+
+
+def expensive(eqn: Any) -> bool:
+    """Whether the equation's outputs are worth keeping: it, or one inside it, does more than touch memory."""
+    if eqn.primitive.name in EXPENSIVE or eqn.effects:
+        return True
+    return any(expensive(inner) for jaxpr in jaxprs_in_params(eqn.params) for inner in jaxpr.eqns)
+
+
+def product_flops(eqn: Any) -> float:
+    """Of a matrix product or convolution; 0 for every other equation."""
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        shape = eqn.invars[0].aval.shape
+        return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[axis] for axis in contracted)
+    if eqn.primitive.name == "conv_general_dilated":
+        kernel = eqn.invars[1].aval.shape
+        features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+        return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) / features
+    return 0.0

@@ -1,0 +1,1 @@
+"""Codecs of a fixed rate, and what all codecs share."""

@@ -1,0 +1,146 @@
+"""The default codec: a fixed number of bits per value, with a range for each channel of a few hundred neighbouring positions."""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, UInt
+
+from memjax._core import check
+from memjax.compress._codecs.channel_quantized import LEVELS, ends
+from memjax.compress._codecs.codec import FixedRate, check_code, check_floats
+from memjax.compress._codecs.levels import from_levels, levels_between, to_levels
+
+_FEWEST = 32  # values that share a range, if the array has so many
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BlockQuantizedCode:
+    """What `BlockQuantized` keeps.
+
+    Attributes:
+      levels: in the array's shape; levels of four bits are XLA's own, two to a byte.
+      low, distance: for each channel of each block, the least value and the distance of levels, float32.
+      view: the shape that the array is seen in, which `low` and `distance` broadcast against.
+      dtype: of the array.
+    """
+
+    levels: UInt[Array, "..."]
+    low: Float[Array, "..."]
+    distance: Float[Array, "..."]
+    view: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    dtype: np.dtype = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MeasuredBlocks:
+    """Encodes an array whose ranges are known: arithmetic on single values."""
+
+    low: Float[Array, "..."]
+    distance: Float[Array, "..."]
+    view: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    bits: int = dataclasses.field(metadata={"static": True})
+
+    def encode(self, x: Float[Array, "..."]) -> BlockQuantizedCode:
+        level = to_levels(_as(x, self.view), self.low, self.distance, self.bits, 0.5)
+        level = _as(level.astype(LEVELS[self.bits]), x.shape)
+        return BlockQuantizedCode(level, self.low, self.distance, self.view, np.dtype(x.dtype))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BlockQuantized(FixedRate):
+    """2^bits levels between the least and the largest value of each channel of every block of neighbouring positions.
+
+    Channels are the last axis, positions the others; a block lies within one example (the first of three axes or more) if
+    an example has 32 positions or more. So neither a channel, nor an example, nor a stretch of a sequence that is
+    larger than the rest makes the rest coarse. Arrays with fewer than 32 positions are cut into blocks along memory.
+    A block has the number of positions nearest to `block` that divides them evenly.
+
+    The code cannot overflow: every finite value decodes to a finite one, at most half the distance of levels away
+    (`range / (2^bits - 1) / 2`, and a rounding of the dtype). Values are rounded to the nearest level. A NaN or an infinity makes
+    its channel of its block NaN.
+
+    Encoding reads the array for the ranges and once more for the levels. Decoding is arithmetic on single values, which
+    XLA does where they are read: no decoded array is written.
+
+    Memory: `bits` per value, and 64 bits for each channel of a block: 8.25 or 4.25 bits per value at blocks of 256.
+
+    Args:
+      bits: 4 or 8.
+      block: positions that share a range, about; at least 32.
+
+    Raises:
+      ValueError: `bits` or `block` is none of these.
+      TypeError: `bits` or `block` is no integer; what is encoded is not bfloat16, float16 or float32.
+    """
+
+    bits: int = dataclasses.field(default=8, metadata={"static": True})
+    block: int = dataclasses.field(default=256, metadata={"static": True})
+
+    def __post_init__(self):
+        object.__setattr__(self, "bits", check.integer("bits", self.bits))
+        if self.bits not in LEVELS:
+            raise ValueError(f"bits must be 4 or 8, got {self.bits!r}")
+        object.__setattr__(self, "block", check.integer("block", self.block, least=_FEWEST))
+
+    def measured(self, x: Float[Array, "..."]) -> MeasuredBlocks:
+        """The ranges, which are all that encoding reads the whole array for."""
+        check_floats(x)
+        view = _view_of(jax.typeof(x), self.block)
+        low, high = (jnp.expand_dims(end.astype(jnp.float32), view.axes) for end in ends(_as(x, view.shape), view.axes))
+        return MeasuredBlocks(*levels_between(low, high, self.bits), view.shape, self.bits)
+
+    def encode(self, x: Float[Array, "..."]) -> BlockQuantizedCode:
+        return self.measured(x).encode(x)
+
+    def decode(self, code: BlockQuantizedCode) -> Float[Array, "..."]:
+        check_code(self, code, BlockQuantizedCode)
+        x = from_levels(_as(code.levels, code.view), code.low, code.distance)
+        return _as(x.astype(code.dtype), code.levels.shape)
+
+
+DEFAULT = BlockQuantized(8)
+"""What `memjax.compressed` uses if no codec is given: 8 bits per value, at a fixed rate, for any finite values."""
+
+
+class _View(NamedTuple):
+    """A shape with as many values, and the axes over which values share a range."""
+
+    shape: tuple[int, ...]
+    axes: tuple[int, ...]
+
+
+def _view_of(aval: Any, block: int) -> _View:
+    shape = aval.shape
+    if aval.size == 0 or not shape:
+        return _View((aval.size, 1), (1,))
+    if any(axis is not None for axis in aval.sharding.spec):
+        # Axes that lie on several devices are left as they are: all positions of an example share a range.
+        return _View(shape, tuple(range(1, len(shape) - 1)) or (0,))
+    channels = shape[-1] if len(shape) > 1 else 1
+    positions = aval.size // channels
+    per_example = positions // shape[0] if len(shape) > 2 else positions
+    if per_example >= _FEWEST:
+        length = _nearest_divisor(per_example, block)
+    elif positions >= _FEWEST:
+        length = _nearest_divisor(positions, block)
+    else:
+        channels, length = 1, _nearest_divisor(aval.size, block)
+    return _View((aval.size // (length * channels), length, channels), (1,))
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    """The divisor of `number`, of `_FEWEST` or more if there is one, whose ratio to `wanted` is nearest to one."""
+    small = [i for i in range(1, math.isqrt(number) + 1) if number % i == 0]
+    divisors = {*small, *(number // i for i in small)}
+    return min((d for d in divisors if d >= min(_FEWEST, number)), key=lambda d: abs(math.log(d / wanted)))
+
+
+def _as(x: Array, shape: tuple[int, ...]) -> Array:
+    return x if x.shape == shape else x.reshape(shape)

@@ -1,0 +1,183 @@
+"""What a codec is, and the two simplest: narrower floats, and booleans as bits."""
+
+import dataclasses
+import math
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, UInt32
+
+from memjax._core import check
+from memjax._core.jaxpr import nbytes
+from memjax.compress._codecs.bits import WORD, pack, unpack
+
+
+@runtime_checkable
+class Codec(Protocol):
+    """How an array is kept between forward and backward. A frozen dataclass with these methods will do.
+
+    `encode` and `decode` run under `jit`, `vmap` and `shard_map`: a code is a pytree of arrays whose shapes depend on
+    those of `x` alone, and carries with it what `decode` needs. A codec whose settings may change without recompiling
+    is a pytree itself, with those settings as leaves.
+
+    What reads an array waits for its code, and the code for the cotangent that meets what is decoded.
+
+    Optional attributes: `elementwise`, true if decoding is arithmetic on single values: then it is left to the compiler where to
+    do it, so that it may be part of what reads the array, and codes wait for nothing. `keeps_zeros`, true if decoded values
+    are zero exactly where the values are: then the mask of a ReLU follows from what is decoded. `without_signs` and `scaled`: see
+    `ErrorBounded`. `measured(x)`, something whose `encode(x)` gives what the codec's does by arithmetic on single values: it is
+    called instead for what a batch norm reads, and only what comes of the batch norm waits for the code.
+    """
+
+    def encode(self, x: Array) -> Any:
+        """The code of `x`."""
+
+    def decode(self, code: Any) -> Array:
+        """An array of the shape and dtype of what was encoded."""
+
+    def nbytes(self, aval: Any) -> int:
+        """Bytes of the code of an array of the shape and dtype of `aval`."""
+
+    def ratio(self, x: Array) -> Float[Array, ""]:
+        """How many times smaller than `x` its code is."""
+
+    def error(self, x: Array) -> Float[Array, ""]:
+        """The largest |decode(encode(x)) - x| of the finite values of `x`, as float32."""
+
+
+_BOUND = "a positive finite number, or an array of one for each channel"
+
+
+def check_floats(x: Any) -> None:
+    """That `x` is an array of a dtype that quantisers take."""
+    check.array("x", x)
+    if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise TypeError(f"x must be bfloat16, float16 or float32, got {x.dtype}: convert it, or leave it as it is")
+
+
+def check_code(codec: Any, code: Any, *kinds: type) -> None:
+    """That `code` is one that `codec` makes."""
+    if not isinstance(code, kinds):
+        raise check.fail(TypeError, "code", f"what {type(codec).__name__}.encode returns", code)
+
+
+def check_bound(bound: Any) -> None:
+    """That a bound that is known is positive and finite. As a leaf of a pytree a bound may also be a placeholder of any type."""
+    if isinstance(bound, str | bytes | dict | list | tuple | complex):
+        raise check.fail(TypeError, "bound", _BOUND, bound)
+    is_number = isinstance(bound, int | float | np.ndarray | np.generic) and not isinstance(bound, bool)
+    if is_number and not (np.all(np.isfinite(bound)) and np.all(np.asarray(bound) > 0)):
+        raise ValueError(f"bound must be {_BOUND}, got {bound!r}")
+
+
+def bound_of(bound: Any) -> Array:
+    """The bound that an array is encoded with."""
+    is_number = isinstance(bound, int | float) and not isinstance(bound, bool)
+    if not is_number and not isinstance(bound, jax.Array | np.ndarray | np.generic):
+        raise check.fail(TypeError, "bound", _BOUND, bound)
+    return jnp.asarray(bound, jnp.float32)
+
+
+def check_seed(seed: Any) -> None:
+    """That a random key can be made of `seed`."""
+    is_array = isinstance(seed, jax.Array | np.ndarray)
+    if not (is_array and seed.shape == () and jnp.issubdtype(seed.dtype, jnp.integer)):
+        check.integer("seed", seed)
+
+
+def largest_error(x: Array, decoded: Array) -> Float[Array, ""]:
+    """The largest difference where both are finite, infinite where only `x` is, as float32."""
+    wide = jnp.float32 if x.dtype.itemsize < 8 else x.dtype
+    x, decoded = x.astype(wide), decoded.astype(wide)
+    difference = jnp.where(jnp.isfinite(decoded), jnp.abs(x - decoded), jnp.inf)
+    return jnp.max(jnp.where(jnp.isfinite(x), difference, 0), initial=0).astype(jnp.float32)
+
+
+def tree_nbytes(tree: Any) -> int:
+    """Bytes of the arrays, or array types, of a pytree."""
+    return sum(map(nbytes, jax.tree.leaves(tree)))
+
+
+class FixedRate:
+    """`nbytes`, `ratio` and `error` of a codec whose codes are as large for all values."""
+
+    elementwise = True
+
+    def nbytes(self, aval: Any) -> int:
+        return tree_nbytes(jax.eval_shape(self.encode, aval))  # type: ignore[attr-defined]
+
+    def ratio(self, x: Array) -> Float[Array, ""]:
+        return jnp.float32(x.size * x.dtype.itemsize / max(self.nbytes(jax.typeof(x)), 1))
+
+    def error(self, x: Array) -> Float[Array, ""]:
+        return largest_error(x, self.decode(self.encode(x)))  # type: ignore[attr-defined]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CastCode:
+    """What `Cast` keeps."""
+
+    values: Float[Array, "..."]
+    dtype: np.dtype = dataclasses.field(metadata={"static": True})
+
+
+@dataclasses.dataclass(frozen=True)
+class Cast(FixedRate):
+    """Floats kept in a narrower dtype, rounded to nearest: `size * itemsize(dtype)` bytes.
+
+    Raises:
+      TypeError: `dtype` is not a floating dtype, or what is encoded is not floating point.
+    """
+
+    dtype: Any = jnp.bfloat16
+
+    def __post_init__(self):
+        try:
+            is_floating = self.dtype is not None and jnp.issubdtype(jnp.dtype(self.dtype), jnp.floating)
+        except TypeError:
+            is_floating = False
+        if not is_floating:
+            raise check.fail(TypeError, "dtype", "a floating dtype", self.dtype, "pass jnp.bfloat16, for example")
+
+    def encode(self, x: Float[Array, "..."]) -> CastCode:
+        check.array("x", x, floating=True)
+        return CastCode(x.astype(self.dtype), np.dtype(x.dtype))
+
+    def decode(self, code: CastCode) -> Float[Array, "..."]:
+        check_code(self, code, CastCode)
+        return code.values.astype(code.dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MaskCode:
+    """What `Mask` keeps."""
+
+    words: UInt32[Array, " words"]
+    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+
+@dataclasses.dataclass(frozen=True)
+class Mask(FixedRate):
+    """Booleans as bits, exactly: `4 * ceil(size / 32)` bytes.
+
+    Raises:
+      TypeError: what is encoded is not boolean.
+    """
+
+    def encode(self, x: Bool[Array, "..."]) -> MaskCode:
+        check.array("x", x)
+        if x.dtype != jnp.bool_:
+            raise TypeError(f"x must be boolean, got {x.dtype}: pass x != 0, for example")
+        flat = x.reshape(-1)
+        padding = -x.size % WORD
+        if padding:
+            flat = jnp.concatenate([flat, jnp.zeros(padding, bool)])
+        return MaskCode(pack(flat), x.shape)
+
+    def decode(self, code: MaskCode) -> Bool[Array, "..."]:
+        check_code(self, code, MaskCode)
+        return unpack(code.words)[: math.prod(code.shape)].reshape(code.shape)

@@ -1,0 +1,1 @@
+"""`ErrorBounded`: its quantiser, its format, and a reference in plain JAX."""

@@ -1,0 +1,42 @@
+"""By how many parts of a step each value is moved before it is rounded, and moved back afterwards.
+
+Without it errors are a function of values: where neighbours are nearly equal, as in large images and behind max-pooling,
+so are their errors, and in the gradient of a convolution, a sum over all positions, these add up: to more than fifty
+times what independent ones do, on ResNet-50 at 224x224. Moved by a random part of a step (subtractive dither: Schuchman
+1964, "Dither signals and their effect on quantization noise") they are independent of values, and what is predicted of
+sums of them holds. It costs codes that are larger by one now and then.
+
+How many follows from a value's place: as its code they are planes of bits (`_tiles`), hashes of tile, lane and group. Parts are
+sixteenths for float32s, and eighths for narrower floats, which have no bits for more. Errors of equal values have a mean of up
+to half a part, so the fewer there are, the more is left of what dither is for.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int32, UInt32
+
+from memjax.compress._codecs.bits import Words, u32, unpack
+from memjax.compress._error_bounded.tiles import GROUPS, LANE_VALUES, LANES
+
+_FACTORS = (0x9E3779B1, 0x7FEB352D, 0xB5297A4D)
+
+
+def planes_of(dtype) -> int:
+    """Planes of bits; a step has two to that power parts."""
+    return 4 if jnp.dtype(dtype).itemsize == 4 else 3
+
+
+def planes(count: int, tile: Int32[Array, "..."], lane: Int32[Array, "..."], group: Int32[Array, "..."]) -> list[Words]:
+    """The lowest bits of the parts of a group's 32 values, a bit of a word each."""
+    x = ((u32(tile) * u32(LANES) + u32(lane)) * u32(GROUPS) + u32(group)) * u32(0x85EBCA6B)
+    x = (x ^ (x >> 15)) * u32(0xC2B2AE35)
+    first = x ^ (x >> 16)
+    others = (first * u32(factor) for factor in _FACTORS[: count - 1])
+    return [first, *(word ^ (word >> 15) for word in others)]
+
+
+def of_values(tiles: int, dtype) -> UInt32[Array, "tiles 128 32"]:
+    """0 to 7, or 15, for every value."""
+    tile, group = jnp.arange(tiles)[:, None, None], jnp.arange(GROUPS)[:, None]
+    words = planes(planes_of(dtype), tile, jnp.arange(LANES), group)
+    bits = [u32(unpack(word[..., None])) << p for p, word in enumerate(words)]
+    return sum(bits[1:], bits[0]).swapaxes(2, 3).reshape(tiles, LANE_VALUES, LANES)

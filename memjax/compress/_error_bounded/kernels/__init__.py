@@ -1,0 +1,1 @@
+"""The kernels of `ErrorBounded`, in Pallas."""

@@ -1,0 +1,208 @@
+"""Where the values of a tile are, seen from a kernel."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Int32
+
+from memjax.compress._codecs.bits import Words, u32
+from memjax.compress._error_bounded import dither as _dither
+from memjax.compress._error_bounded import tiles
+from memjax.compress._error_bounded.tiles import COLUMNS, GROUPS, LANES, ROWS, Grid
+from memjax.compress._error_bounded.warp import Pair, Warp
+
+RAW_ROWS = 16  # of raw lanes, copied at once
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """What kernels are compiled for, of an array and its code; they read the rest, `sizes`, so that there are few of them.
+
+    Attributes:
+      is_padded: whether the last tile has values that the array has not.
+      exponents: of steps: "one", one for each "column", or one for each "value" in a lane of its own.
+    """
+
+    dtype: jnp.dtype
+    is_padded: bool
+    exponents: str
+
+    @classmethod
+    def of(cls, grid: Grid, dtype, exponents: int) -> "Layout":
+        varying = "column" if grid.columns % exponents == 0 else "value"
+        is_padded = grid.size != grid.tiles * tiles.TILE_VALUES
+        return cls(jnp.dtype(dtype), is_padded, "one" if exponents == 1 else varying)
+
+
+def sizes(grid: Grid, exponents: int, capacity: int) -> np.ndarray:
+    """What a kernel reads first."""
+    return np.array([grid.columns, grid.size, exponents, capacity], np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Where:
+    """Of one tile.
+
+    Attributes:
+      tile: its number.
+      first: pairs of values before those of its first row.
+      column: even ones, of the matrix.
+      row_pairs: pairs in a row of the matrix.
+      sizes: see `sizes`.
+    """
+
+    layout: Layout
+    warp: Warp
+    tile: Int32[Array, ""]
+    first: Int32[Array, "32"]
+    column: Int32[Array, "32"]
+    row_pairs: Int32[Array, ""]
+    sizes_ref: Any
+
+    @classmethod
+    def of(cls, layout: Layout, warp: Warp, tile: Int32[Array, ""], sizes_ref) -> "Where":
+        row_pairs = lax.div(sizes_ref[0], jnp.int32(2))
+        across = lax.div(row_pairs, jnp.int32(LANES))
+        down, right = lax.div(tile, across), lax.rem(tile, across)
+        lane = jnp.arange(LANES, dtype=jnp.int32)
+        first = warp.opaque(down * (ROWS * row_pairs) + right * LANES)
+        return cls(layout, warp, tile, first + lane, right * COLUMNS + 2 * lane, row_pairs, sizes_ref)
+
+    @property
+    def capacity(self) -> Int32[Array, ""]:
+        return self.sizes_ref[3]
+
+    def _values(self, row, later, live=None):
+        """Of both columns, indices of values, and which of them the array has, and are live."""
+        pair = self.first + (row + later) * self.row_pairs
+        for index in (2 * pair, 2 * pair + 1):
+            inside = index < self.sizes_ref[1] if self.layout.is_padded else None
+            if live is not None:
+                live = jnp.broadcast_to(live, index.shape)
+                inside = live if inside is None else inside & live
+            yield index, inside
+
+    def _rows(self, row, later):
+        from memjax.compress._error_bounded.kernels.kernel_memory import Rows
+
+        return Rows(self.first + later * self.row_pairs, row, self.row_pairs)
+
+    def load(self, ref, row: Int32[Array, "..."], later: Int32[Array, ""]) -> list[Words]:
+        """Of rows `row + later`, the lanes' two values: a word of both, or, if they have 32 bits, one for each."""
+        from jax.experimental.pallas import triton
+
+        if self.warp.native and not self.layout.is_padded:
+            from memjax.compress._error_bounded.kernels import kernel_memory
+
+            return kernel_memory.load_pairs(ref, self._rows(row, later))
+        first, second = (
+            tiles.to_bits(triton.load(ref.at[index], mask=inside, other=None if inside is None else 0))
+            for index, inside in self._values(row, later)
+        )
+        return [first, second] if self.layout.dtype.itemsize == 4 else [first | (second << 16)]
+
+    def store(self, ref, row: Int32[Array, "..."], later: Int32[Array, ""], words: list[Words], live=None) -> None:
+        """The inverse, of the lanes that are `live`."""
+        from jax.experimental.pallas import triton
+
+        if self.warp.native and not self.layout.is_padded:
+            from memjax.compress._error_bounded.kernels import kernel_memory
+
+            return kernel_memory.store_pairs(ref, self._rows(row, later), words, live)
+        both = words if len(words) == 2 else [words[0] & u32(0xFFFF), words[0] >> 16]
+        for word, (index, inside) in zip(both, self._values(row, later, live), strict=True):
+            triton.store(ref.at[index], tiles.from_bits(word, self.layout.dtype), mask=inside)
+
+    def load_words(self, ref, index: Words, live) -> Words:
+        """`ref[index]` where `live`, elsewhere zero."""
+        from jax.experimental.pallas import triton
+
+        index = index.astype(jnp.int32)
+        if self.warp.native:
+            from memjax.compress._error_bounded.kernels import kernel_memory
+
+            return kernel_memory.load_words(ref, index, live)
+        return triton.load(ref.at[index], mask=live, other=0)
+
+    def prefetch(self, ref, index: Int32[Array, "32"]) -> None:
+        """Bring the words around `ref[index]`, or the last ones, nearer, without waiting."""
+        if self.warp.native:
+            from memjax.compress._error_bounded.kernels import kernel_memory
+
+            kernel_memory.prefetch(ref, jnp.minimum(index, self.capacity - 1))
+
+    def store_words(self, ref, index: Words, word: Words, live) -> None:
+        """`ref[index] = word` where `live`."""
+        from jax.experimental.pallas import triton
+
+        index = index.astype(jnp.int32)
+        if self.warp.native:
+            from memjax.compress._error_bounded.kernels import kernel_memory
+
+            return kernel_memory.store_words(ref, index, word, live)
+        triton.store(ref.at[index], word, mask=live)
+
+    def exponents(self, ref) -> Callable[..., Pair]:
+        """Of the steps 2^k of both values of rows `row + later`."""
+        if self.layout.exponents == "value":
+            return lambda *row: tuple(ref[lax.rem(index, self.sizes_ref[2])] for index, _ in self._values(*row))
+        if self.layout.exponents == "column":
+            first = lax.rem(self.column, self.sizes_ref[2])
+            same = ref[first], ref[first + 1]
+        else:
+            same = (jnp.broadcast_to(ref[0], (LANES,)),) * 2
+        return lambda *row: same
+
+    def dither(self) -> list[Words]:
+        """Planes of parts of steps."""
+        group = jnp.arange(GROUPS, dtype=jnp.int32)[:, None]
+        count = _dither.planes_of(self.layout.dtype)
+        return _dither.planes(count, self.tile, jnp.arange(LANES, dtype=jnp.int32), group)
+
+
+def rows_of_bytes(words: int, groups: int = GROUPS) -> Int32[Array, "rows groups 1"]:
+    """For words one after another, group by group, first the row whose two values' codes are bytes 0 and 2 of the word,
+    then that of bytes 1 and 3: see `tiles`.
+    """
+    row = jnp.arange(2 * words, dtype=jnp.int32)[:, None, None]
+    return jnp.arange(groups, dtype=jnp.int32)[:, None] * 16 + 8 * (row % 2) + row // 2
+
+
+def take(x: Array, index: int) -> Array:
+    """`x[index]`, which kernels have no indexing for."""
+    chosen = jnp.arange(x.shape[0], dtype=jnp.int32).reshape(-1, *[1] * (x.ndim - 1)) == index
+    return jnp.sum(jnp.where(chosen, x, jnp.zeros_like(x)), 0, dtype=x.dtype)
+
+
+def stack(parts: Sequence[Array]) -> Array:
+    """`jnp.stack`."""
+    out = jnp.broadcast_to(parts[0][None], (len(parts), *parts[0].shape))
+    place = jnp.arange(len(parts), dtype=jnp.int32).reshape(-1, *[1] * parts[0].ndim)
+    for i, part in enumerate(parts):
+        out = jnp.where(place == i, part[None], out)
+    return out
+
+
+def any_of(x: Words):
+    """Whether any group's word of a lane is not zero."""
+    some = take(x, 0)
+    for g in range(1, x.shape[0]):
+        some = some | take(x, g)
+    return some != 0
+
+
+def any_lane(flags: Words) -> Array:
+    return jnp.max(flags.astype(jnp.int32)) > 0
+
+
+def when(condition: Array, f) -> None:
+    """`f()` for its effects."""
+
+    def branch():
+        f()
+
+    lax.cond(condition, branch, lambda: None)

@@ -1,0 +1,130 @@
+"""The error-bounded quantiser: multiples of a power of two, with dither, in integer arithmetic.
+
+A step s = 2^k has n parts, sixteenths for float32s and eighths for narrower floats. The magnitude of a value x is c parts,
+rounded up: c - 1 < n |x| / s <= c. With e parts of dither, 0 to n - 1, x is coded as its sign and p = floor((c + e) / n), and
+decoded to sign(x) (p + 1/2 - (e + 1) / n) s, half a step away at most. Where that is not beyond zero, for p = 0,
+
+    signs are kept      a little that is stands for it: the decoded value has the sign of x
+    signs are not kept  it stands, so that errors have no mean over a part; but of a middle of zero, 1/n
+
+So zeros are exact both ways, and nothing else decodes to zero: of an activation after a ReLU either gives the exact mask.
+
+Of bfloat16s (p + 3/8 - e / 8) s may have more bits than they: bits beyond are cut off. That never passes a bfloat16, so
+from beyond |x| it does not pass |x|, and from before not |x| - s / 2, which is one too up to 128 steps. From there on x is a
+multiple of s, and p stands for it. Where |x| is a whole number of eighths, as all bfloat16s of 16 steps and more are, errors
+have a mean below zero: see `ErrorBounded`.
+
+Integers, because the arithmetic of subnormal numbers differs between backends.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32, UInt32
+
+from memjax.compress._codecs.bits import Words, u32
+from memjax.compress._error_bounded import dither as _dither
+from memjax.compress._error_bounded import tiles
+
+# What stands for values whose middle is not beyond zero, in steps, where signs are kept: less than a part.
+LEAST = 2.0**-11
+# Steps 2^k: from where the least that is computed with, an eighth of `LEAST`, is a normal number, of float16s where `LEAST` is
+# a number, to where all that codes can stand for is finite, with one to spare. For larger bounds, the last is the step; for
+# smaller ones there is none.
+_EXPONENTS = {
+    jnp.dtype(jnp.bfloat16): (-112, 119),
+    jnp.dtype(jnp.float16): (-13, 7),
+    jnp.dtype(jnp.float32): (-112, 111),
+}
+# Stands for "store everything raw".
+RAW_EXPONENT = -(2**30)
+
+_MANTISSA = 23  # of a float32
+
+
+def step_exponent(bound: Float[Array, "..."], dtype) -> Int32[Array, "..."]:
+    """The k of the largest useful step 2^k not above 2 `bound`; `RAW_EXPONENT` for no positive, or too small, a bound."""
+    least, most = _EXPONENTS[jnp.dtype(dtype)]
+    bits = lax.bitcast_convert_type(jnp.asarray(bound, jnp.float32), jnp.int32)
+    exponent = (bits >> _MANTISSA) - 126  # of 2 * bound; negative bounds give less than any that is valid
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    invalid = is_nan | (bits <= 0) | (exponent < least)
+    return jnp.where(invalid, RAW_EXPONENT, jnp.minimum(exponent, most))
+
+
+def inverse_step(exponent: Int32[Array, "..."]) -> Float[Array, "..."]:
+    """2^-k in float32, exactly, for k from -127 to 126."""
+    return lax.bitcast_convert_type((127 - exponent) << _MANTISSA, jnp.float32)
+
+
+def quantize(
+    x: Float[Array, "..."], exponent: Int32[Array, "..."], dither: UInt32[Array, "..."]
+) -> tuple[UInt32[Array, "..."], Bool[Array, "..."], Bool[Array, "..."], Bool[Array, "..."]]:
+    """p, whether x is not zero, whether it is negative, and whether it must be stored as it is; `exponent` broadcasts."""
+    wide, planes = float32_bits(x), _dither.planes_of(x.dtype)
+    count, too_large = parts_of_steps(wide & u32(0x7FFFFFFF), exponent - planes)
+    p = (count + dither) >> planes
+    too_large |= (p > u32(tiles.max_code(x.dtype))) | (exponent == RAW_EXPONENT)
+    return p, count != 0, (wide >> 31 != 0) & (count != 0), too_large
+
+
+def parts_of_steps(magnitude: Words, exponent: Int32[Array, "..."]) -> tuple[Words, Bool[Array, "..."]]:
+    """How many times 2^`exponent` float32s are, rounded up; without sign, given as bits. And whether that is more than 2^23, or
+    |x| not finite: then it is anything.
+    """
+    is_normal = magnitude >> _MANTISSA != 0
+    significand = (magnitude & u32(0x7FFFFF)) | jnp.where(is_normal, u32(0x800000), u32(0))
+    # |x| = significand * 2^(power - 150)
+    power = jnp.maximum(lax.convert_element_type(magnitude >> _MANTISSA, jnp.int32), 1)
+    right = exponent + (150 - power)  # what the significand is shifted by
+    by = u32(jnp.clip(right, 0, 31))
+    count = significand >> by
+    count += u32(count << by != significand)
+    too_large = ((right < 0) & (significand != 0)) | (count > u32(2**23)) | (magnitude >= u32(0x7F800000))
+    return count, too_large
+
+
+def step(exponent: Int32[Array, "..."]) -> Float[Array, "..."]:
+    """2^k in float32, exactly, for k from -126 to 127; anything for `RAW_EXPONENT`."""
+    return lax.bitcast_convert_type((jnp.maximum(exponent, -126) + 127) << _MANTISSA, jnp.float32)
+
+
+def dequantize(
+    p: UInt32[Array, "..."],
+    is_some: Bool[Array, "..."],
+    negative: Bool[Array, "..."],
+    exponent: Int32[Array, "..."],
+    dither: UInt32[Array, "..."],
+    dtype,
+    *,
+    keeps_signs: bool,
+) -> Float[Array, "..."]:
+    """The inverse, for `p` <= `max_code(dtype)`."""
+    parts = 1 << _dither.planes_of(dtype)
+    number = p * u32(parts) + (u32(parts - 1) - dither)
+    if not keeps_signs:
+        number = jnp.where(number == u32(parts // 2), number + u32(1), number)
+    value = middle(number, dtype, keeps_signs=keeps_signs) * step(exponent)
+    bits = jnp.where(is_some, lax.bitcast_convert_type(value, jnp.uint32) ^ (u32(negative) << 31), u32(0))
+    if jnp.dtype(dtype) == jnp.bfloat16:
+        return tiles.from_bits(bits >> 16, dtype)
+    return lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
+
+
+def middle(number: Words, dtype, *, keeps_signs: bool) -> Float[Array, "..."]:
+    """In steps, what n p + n - 1 - e stands for; float32, perhaps with more bits than the dtype has."""
+    half = 1 << (_dither.planes_of(dtype) - 1)
+    if jnp.dtype(dtype) == jnp.bfloat16:
+        # From 128 steps on up to three eighths more than p: they will be cut off.
+        number = jnp.where(number >= u32(8 * 128), number | u32(4), number)
+    parts = lax.convert_element_type(number.astype(jnp.int32), jnp.float32)
+    value = (parts - half) * jnp.float32(0.5 / half)
+    return jnp.maximum(value, jnp.float32(LEAST)) if keeps_signs else value
+
+
+def float32_bits(x: Float[Array, "..."]) -> UInt32[Array, "..."]:
+    """Those of `x` as float32, the payloads of NaNs perhaps excepted."""
+    if x.dtype == jnp.bfloat16:
+        return tiles.to_bits(x) << 16  # a conversion may flush subnormal numbers
+    if x.dtype == jnp.float16:
+        x = x.astype(jnp.float32)  # all of whose values are normal
+    return tiles.to_bits(x)

@@ -1,0 +1,122 @@
+"""How an array is cut into tiles, and what a code of a tile looks like. All that encodes and decodes agrees on this.
+
+An array is seen as a matrix of `columns` columns. If its last axis has a multiple of 64 channels and a multiple of 64
+values per channel, the columns are the channels, so that values coded together belong to two neighbouring channels; if
+not, it is taken flat, 64 values a row, and padded with zeros. A tile is 64 rows by 64 columns; tiles go by columns first,
+and so do their words, without gaps; where those of a tile begin is its `offset`.
+
+Two neighbouring columns of a tile, which one load reads, are a lane: 128 values in four groups of 16 rows. Value 8 i + j
+of a group is in its row 8 (i mod 2) + j and in column i div 2 of the two, so that the code of row j is in the bytes of a
+word as its values are in pairs. A lane is coded as one of
+
+    nothing           all values are zero
+    raw               its values as they are
+    bitmaps, planes   pieces of bits, from low to high bits of words of 32, the last one filled up with zeros: bitmaps of
+                      values that are not zero, of one column or both (`_bitmaps`), left out if none is zero and something
+                      follows; then, over those values, in order: a bit each for the sign, left out if all are
+                      positive, and for every one of `planes` planes a bit of the quantised magnitude, the lowest first
+
+The 8-bit header of a lane:
+
+    bits 0 to 3 planes   4 signs   5, 6 bitmaps of the first and the second column   7 a column without bitmap is zero
+
+A raw lane's is bit 7 alone.
+
+The words of the lanes of a tile are interleaved in the order in which one needs them who decodes all lanes side by side,
+a piece (a word of the bitmaps, a group of the signs, of a plane) at a time. After the bitmaps come the first words of lanes, by
+lane, then the words that lanes begin in the first piece, by lane, then those that they begin in the second. So neighbouring
+lanes read and write neighbouring words. The raw lanes' follow, row by row: both values of a row in a word, or a word for
+each.
+"""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, UInt32
+
+from memjax.compress._codecs.bits import u32
+
+ROWS, COLUMNS = 64, 64  # of a tile
+TILE_VALUES = ROWS * COLUMNS
+LANES = 32
+LANE_VALUES = 128
+GROUPS = 4
+
+PLANES, SIGNS, FIRST_BITMAP, SECOND_BITMAP, OTHERS_ZERO = 15, 16, 32, 64, 128
+RAW = 128
+
+DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+
+
+def raw_words(dtype) -> int:
+    """Words of a raw lane."""
+    return LANE_VALUES * jnp.dtype(dtype).itemsize // 4
+
+
+def max_planes(dtype) -> int:
+    """Planes beyond which a lane is stored raw. Past 2^8 a 16-bit float is so near its own step that raw is as short."""
+    return 15 if jnp.dtype(dtype).itemsize == 4 else 8
+
+
+def max_code(dtype) -> int:
+    """The largest quantised magnitude in a lane that is not raw."""
+    return 2 ** max_planes(dtype) - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """The matrix that an array is seen as.
+
+    Attributes:
+      size: values of the array.
+      columns: a multiple of 64.
+      by_channel: whether columns are the array's last axis.
+    """
+
+    size: int
+    columns: int
+    by_channel: bool
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...]) -> "Grid":
+        size = math.prod(shape)
+        channels = shape[-1] if shape else 1
+        by_channel = size > 0 and channels % COLUMNS == 0 and (size // channels) % ROWS == 0
+        return cls(size, channels if by_channel else COLUMNS, by_channel)
+
+    @property
+    def rows(self) -> int:
+        """Rows, padding included: a multiple of 64."""
+        return -(-self.size // (self.columns * ROWS)) * ROWS
+
+    @property
+    def tiles(self) -> int:
+        return self.rows * self.columns // TILE_VALUES
+
+    def split(self, x: Array) -> Array:
+        """(tiles, 128, 32): value of a lane, lane; for any dtype."""
+        flat = x.reshape(-1)
+        padding = self.rows * self.columns - self.size
+        if padding:
+            flat = jnp.concatenate([flat, jnp.zeros(padding, x.dtype)])
+        split = flat.reshape(self.rows // ROWS, GROUPS, 2, 8, self.columns // COLUMNS, LANES, 2)
+        return split.transpose(0, 4, 1, 6, 2, 3, 5).reshape(self.tiles, LANE_VALUES, LANES)
+
+    def join(self, tiles: Array, shape: tuple[int, ...]) -> Array:
+        """The inverse of `split`."""
+        split = tiles.reshape(self.rows // ROWS, self.columns // COLUMNS, GROUPS, 2, 2, 8, LANES)
+        return split.transpose(0, 2, 4, 5, 1, 6, 3).reshape(-1)[: self.size].reshape(shape)
+
+
+def to_bits(x: Float[Array, "..."]) -> UInt32[Array, "..."]:
+    """The bits of `x`, as the low bits of a word."""
+    unsigned = jnp.uint32 if x.dtype.itemsize == 4 else jnp.uint16
+    return u32(lax.bitcast_convert_type(x, unsigned))
+
+
+def from_bits(bits: UInt32[Array, "..."], dtype) -> Float[Array, "..."]:
+    """The inverse of `to_bits`."""
+    unsigned = jnp.uint32 if jnp.dtype(dtype).itemsize == 4 else jnp.uint16
+    return lax.bitcast_convert_type(bits.astype(unsigned), dtype)

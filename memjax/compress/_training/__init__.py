@@ -1,0 +1,1 @@
+"""Bounds that follow training, and steps that survive an overflow."""

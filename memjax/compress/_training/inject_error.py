@@ -1,0 +1,77 @@
+"""Errors on purpose: what gradients become if saved values are off at random, to check what is predicted of them."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from memjax._core import check
+from memjax.compress._codecs.codec import FixedRate, bound_of, check_bound, check_seed
+from memjax.compress._transform.compressed import compressed
+
+F = TypeVar("F")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class UniformError(FixedRate):
+    """A codec that saves no memory: adds to each value that is not zero an error, uniform in [-bound, bound].
+
+    Args:
+      bound: positive, a number or an array of one.
+      seed: of the errors, together with the values: different arrays get different ones.
+      zeros: whether zeros get errors too.
+
+    Raises:
+      ValueError: `bound` is not positive.
+      TypeError: what is encoded is not floating point.
+    """
+
+    bound: Any
+    seed: Any = 0
+    zeros: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    def __post_init__(self):
+        check_bound(self.bound)
+        check.flag("zeros", self.zeros)
+
+    def encode(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        check.array("x", x, floating=True)
+        check_seed(self.seed)
+        wide = x.astype(jnp.float32)
+        checksum = jnp.sum(jax.lax.bitcast_convert_type(wide, jnp.uint32), dtype=jnp.uint32)
+        key = jax.random.fold_in(jax.random.key(self.seed), checksum)
+        error = bound_of(self.bound) * jax.random.uniform(key, x.shape, minval=-1, maxval=1)
+        return jnp.where((wide == 0) & (not self.zeros), wide, wide + error).astype(x.dtype)
+
+    def decode(self, code: Float[Array, "..."]) -> Float[Array, "..."]:
+        return code
+
+
+def inject_error(
+    f_or_module: F,
+    bound: float | Float[Array, ""],
+    *,
+    seed: Any = 0,
+    zeros: bool = False,
+    where: str | Callable[[str, Any], bool] | None = "conv",
+    inputs: bool = False,
+) -> F:
+    """`compressed` with random errors in place of a codec's: uniform in [-bound, bound], and none for zeros.
+
+    The model of errors of Jin et al. 2020, section 3: with it the errors of gradients are normally distributed, their standard
+    deviation that of `predicted_sigma`. No memory is saved.
+
+    Args:
+      f_or_module, where, inputs: as of `compressed`; by default what convolutions read.
+      bound: positive.
+      seed: another one, other errors; an integer, which may be traced.
+      zeros: give zeros errors too, as the paper does in its figure 6a.
+
+    Raises:
+      ValueError, TypeError: those of `compressed`; `bound` is not positive.
+    """
+    return compressed(f_or_module, UniformError(bound, seed, zeros), where=where, inputs=inputs)

@@ -1,0 +1,127 @@
+"""`memjax.compressed`: any function or Flax module, with what it saves for the backward pass in a fraction of the space.
+
+After Jin et al. 2020, "A Novel Memory-Efficient Deep Learning Training Framework via Error-Bounded Lossy Compression".
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import flax.linen as nn
+from flax import nnx
+
+from memjax._core import check
+from memjax.compress._codecs.block_quantized import DEFAULT
+from memjax.compress._codecs.codec import Codec
+from memjax.compress._training.layers import Layers, Recorder
+from memjax.compress._transform import linen
+from memjax.compress._transform import nnx as _nnx
+from memjax.compress._transform.activations import activations, joined, split
+from memjax.compress._transform.function import call_compressed
+from memjax.compress._transform.keep import SMALL, Which
+
+F = TypeVar("F")
+
+
+def compressed(
+    f_or_module: F,
+    codec: Codec | Layers = DEFAULT,
+    *,
+    where: str | Callable[[str, Any], bool] | None = None,
+    inputs: bool | int | str | Sequence[int | str] = False,
+    smallest: int = SMALL,
+) -> F:
+    """The same function or module, its saved arrays passing through `codec` between forward and backward pass.
+
+    Values are those of the original, gradients are computed from decoded arrays. Variables, their names and
+    the module's signature do not change: a checkpoint of one loads in the other.
+
+    The default codec takes 8 bits per value for any finite values and cannot overflow (`memjax.compress.DEFAULT`).
+
+    Parameters are exact: whatever follows from a function's arguments or a module's variables by slicing, reshaping,
+    transposing or casting is computed again or kept, and so is what a module computes of its variables alone.
+
+    What `jax.vjp` saves is treated as follows.
+
+    - If several saved arrays are cheap functions of one array, that one is saved in their place (a batch norm's
+      input, which is otherwise saved twice).
+    - bfloat16, float16 and float32 arrays of 4096 values, or `smallest`, or more are encoded when they are computed, and
+      decoded when a cotangent arrives that needs them, one at a time. What a batch norm reads is encoded with the bound in
+      units of each channel's standard deviation, if the codec has such a bound. An array whose code would be larger is
+      kept as it is; if that holds for all of them, a warning says so when tracing.
+    - Boolean arrays are kept as bits, or not at all where they are the sign of something encoded (a ReLU before a
+      convolution, with `ErrorBounded`).
+    - Max-pooling keeps the index of each maximum, uint8, whatever `where` says.
+    - Constants are not kept; nor is what follows from smaller integer arrays by cheap operations, as floats do from images of
+      bytes: it is computed again from these, which training keeps anyway. So let a module have bytes, and normalise inside it.
+    - Parameters and other variables of a module, what a function closes over, a function's arguments, integer, complex and
+      float64 arrays, and small ones are left alone.
+
+    Memory between forward and backward: the sum of `codec.nbytes` over the encoded arrays, and of the rest. Besides, one
+    array at a time in full.
+
+    `ErrorBounded` with `bits_per_value` has codes that can overflow: gradients are NaN then, and the host issues a
+    `memjax.compress.CapacityWarning`, once, with the bits that were needed. `memjax.compress.transactional` repeats such steps.
+
+    Wrapped twice, the outer codec gets what the inner one's `where` left: `compressed(compressed(net, codec, where="conv"),
+    ChannelQuantized(4))`.
+
+    Reverse mode, once: forward mode, and a second derivative, raise. Works under and around `jit`, `vmap`, `jax.checkpoint`,
+    `jax.lax.scan`, `memjax.remat.scan` and `shard_map`, inside which each device encodes its own part.
+
+    Source: Jin et al. 2020, section 3.
+
+    Args:
+      f_or_module: a function of pytrees of arrays (other leaves are static), or an NNX or Linen module, whose `__call__`
+        is meant. An NNX module shares its variables with the result.
+      codec: `memjax.compress.DEFAULT`, 8 bits per value; or another codec, `memjax.compress.ErrorBounded(2**-7,
+        bits_per_value=9)` for one; or `memjax.compress.layers`, with a bound for each array that training adapts.
+      where: what to encode; None: everything above. "conv": what convolutions read, to which Jin et al. confine themselves.
+        A pattern (`fnmatch`) for paths of submodules or parts of them, "encoder/*" or "Conv_*", or a predicate
+        `where(path, x)`. For functions and Linen modules paths are `jax.named_scope`s in which an array is read (or made,
+        if the forward pass does not read it), and x is its type; for NNX modules paths of submodules, and x the
+        submodule, each of which is then compressed by itself.
+      inputs: which arguments of a function are activations, to be encoded like what is computed of them: their positions or
+        names, one or several (`inputs=1` for `f(params, x)`), True for all, False for none, since a caller mostly keeps
+        them anyway. The other arguments, parameters among them, are never encoded. A module's arguments, except its
+        variables, are always activations.
+      smallest: number of values below which an array is not encoded; at least 4096. A GPU takes a certain time for any code,
+        however small: leaving alone what is small beside the rest saves time for little memory.
+
+    Raises:
+      TypeError: no function or module, or no codec; forward mode or second derivatives.
+      ValueError: `smallest` is negative; `inputs` names no argument; `where` matches nothing. For functions and Linen modules
+        when called or differentiated.
+    """
+    if isinstance(codec, type) or not isinstance(codec, Codec | Layers | Recorder):
+        raise check.fail(
+            TypeError, "codec", "a codec", codec, "pass memjax.compress.BlockQuantized(8), or leave it out"
+        )
+    if where == "" or not (where is None or isinstance(where, str) or callable(where)):
+        raise check.fail(TypeError, "where", '"conv", a pattern, a predicate or None', where)
+    which = Which(where, max(check.integer("smallest", smallest, least=0, what="a number of values"), SMALL))
+    if isinstance(f_or_module, nnx.Module | nn.Module) and inputs is not False:
+        raise check.fail(ValueError, "inputs", "left out for a module", inputs, "its arguments are always activations")
+    if isinstance(f_or_module, nnx.Module):
+        return _nnx.compressed_module(f_or_module, codec, which)  # type: ignore[return-value]
+    if isinstance(f_or_module, nn.Module):
+        return linen.compressed_module(f_or_module, codec, which)  # type: ignore[return-value]
+    if isinstance(f_or_module, type) or not callable(f_or_module):
+        fix = "make an instance first" if isinstance(f_or_module, type) else ""
+        raise check.fail(TypeError, "f_or_module", "a function or a Flax module", f_or_module, fix)
+    f = f_or_module
+    named = activations(f, inputs)
+
+    @functools.wraps(f)
+    def wrapped(*args, **kwargs):
+        chosen = named(args, kwargs)
+
+        def call(lasting, passing):
+            args, kwargs = joined(lasting, passing, chosen)
+            return f(*args, **kwargs)
+
+        return call_compressed(call, *split(args, kwargs, chosen), codec=codec, which=which)
+
+    return wrapped  # type: ignore[return-value]

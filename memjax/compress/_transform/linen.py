@@ -1,0 +1,36 @@
+"""Linen modules whose calls are differentiated through a codec: same fields, same variables, same names."""
+
+from __future__ import annotations
+
+import flax.core.lift
+import flax.linen as nn
+from flax.linen.transforms import lift_transform
+
+from memjax.compress._training.layers import AnyCodec
+from memjax.compress._transform.function import call_compressed
+from memjax.compress._transform.keep import Which
+
+
+def compressed_module(module: nn.Module, codec: AnyCodec, which: Which) -> nn.Module:
+    """A module with the same variables; compressed as a whole, `which` chooses by scopes: Linen modules make one each."""
+
+    def compress(function, variables=True, rngs=True):
+        def inner(scope_of, repack, variable_groups, rng_groups, *args, **kwargs):
+            def pure(lasting, passing):
+                args, kwargs = passing
+                scope = scope_of(*lasting)
+                out = function(scope, *args, **kwargs)
+                return out, repack(scope)
+
+            return call_compressed(pure, (variable_groups, rng_groups), (args, kwargs), codec=codec, which=which)
+
+        return flax.core.lift.pack(inner, (variables,), (variables,), (rngs,), name="compressed", enable_kwargs=True)
+
+    original = type(module)
+    new = lift_transform(compress, original)
+    # Linen names submodules after their classes.
+    new.__name__, new.__qualname__, new.__module__ = original.__name__, original.__qualname__, original.__module__
+    # Inside another module's call `module` is registered there already: it is that object which has to change.
+    result = module if module.parent is not None else module.clone()
+    object.__setattr__(result, "__class__", new)
+    return result

@@ -1,0 +1,144 @@
+"""Max-pooling that keeps where each maximum was, a byte per output, instead of its whole input."""
+
+import functools
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+from memjax._core.arrays import accumulator
+from memjax.compress._error_bounded.kernels.launch import why_not
+from memjax.compress._transform.max_pool_kernel import Axis, Plan, max_pool_gradient, windows_of
+
+_FEW = 64  # values in windows for which the kernel is compiled, with all of them written out
+
+
+def max_pool(x: Float[Array, "..."], *, window_dimensions, window_strides, padding, base_dilation, window_dilation):
+    """What the primitive `reduce_window_max` computes, with the same gradient: to the first of equal values.
+
+    Keeps an index into the window, uint8, for every output: exact, whatever else is compressed. Windows of more than 256
+    values, dilated ones, and what is cut off instead of padded keep the input.
+    """
+    window = _Window(x.shape, tuple(window_dimensions), tuple(window_strides), tuple(map(tuple, padding)))
+    is_dilated = any(d != 1 for d in (*base_dilation, *window_dilation))
+    if is_dilated or math.prod(window.size) > 256 or any(edge < 0 for pair in window.padding for edge in pair):
+        return _plain(x, window, tuple(base_dilation), tuple(window_dilation))
+    return _indexed(x, window)
+
+
+class _Window(NamedTuple):
+    """The input's shape, and by axis the window's size, strides and padding."""
+
+    shape: tuple[int, ...]
+    size: tuple[int, ...]
+    strides: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+
+
+def _least(dtype) -> Any:
+    if dtype == jnp.bool_:
+        return np.asarray(False)
+    return np.asarray(-np.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min, dtype)
+
+
+def _plain(x, window: _Window, base_dilation=None, window_dilation=None):
+    shape = (window.size, window.strides, window.padding, base_dilation, window_dilation)
+    return lax.reduce_window(x, _least(x.dtype), lax.max, *shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _indexed(x, window: _Window):
+    return _plain(x, window)
+
+
+def _forward(x, window: _Window):
+    """The maxima and where they are, in one pass."""
+    if _overlap(window):
+        x = lax.optimization_barrier(x)  # or the compiler would compute it once for every window that it is in
+    shape = jax.eval_shape(lambda: _plain(x, window)).shape
+    if 0 in shape:
+        return _plain(x, window), jnp.zeros(shape, jnp.uint8)
+    x = lax.pad(x, _least(x.dtype), [(low, high, 0) for low, high in window.padding])
+    values = []
+    for offset in itertools.product(*map(range, window.size)):
+        stop = [at + (n - 1) * s + 1 for at, n, s in zip(offset, shape, window.strides, strict=True)]
+        values.append(lax.slice(x, offset, stop, window.strides))
+    out, index = values[0], jnp.zeros_like(values[0], jnp.uint8)
+    for i, value in enumerate(values[1:], 1):
+        is_next = (out == out) & ~(value <= out)  # the first NaN, if there is any
+        out, index = jnp.maximum(out, value), jnp.where(is_next, jnp.uint8(i), index)
+    return out, index
+
+
+def _backward(window: _Window, index, ct):
+    woven = functools.partial(_woven, window)
+    if not (_overlap(window) and 0 not in ct.shape and why_not() is None and _is_in_one_piece(ct)):
+        return woven(index, ct)
+    plan = plan_of(axes_of(window, ct.shape))
+    if plan.inputs >= 2**31 or math.prod(window.size) > _FEW or plan.share_of_lanes < 0.5:
+        return woven(index, ct)
+    by_kernel = lambda index, ct: (max_pool_gradient(plan, index, ct).reshape(window.shape),)
+    return lax.platform_dependent(index, ct, cuda=by_kernel, default=woven)
+
+
+def _is_in_one_piece(x) -> bool:
+    """Whether no compiler has to find out how to spread a kernel over devices."""
+    mesh = jax.sharding.get_abstract_mesh()
+    is_whole = jax.device_count() == 1 or (not mesh.empty and set(mesh.manual_axes) == set(mesh.axis_names))
+    return is_whole and all(axis is None for axis in jax.typeof(x).sharding.spec)
+
+
+def _woven(window: _Window, index, ct):
+    """Windows begin every `stride`: inputs as far behind such a beginning, their `place`, have alike neighbours.
+
+    The window that begins there has them at offset `place`, the one before it at `place` + stride, and so on. So there is
+    an array for every place, with an element for every beginning; the gradient is all of them, woven into one another.
+    """
+    axes = axes_of(window, ct.shape)
+    if any(axis.begun == 0 or axis.outputs == 0 for axis in axes):
+        none = [(0, axis.inputs - axis.outputs, 0) for axis in axes]
+        return (lax.pad(jnp.zeros_like(ct), jnp.zeros((), ct.dtype), none),)
+    wide, places = ct.astype(accumulator(ct.dtype)), []
+    zero, begun = jnp.zeros((), wide.dtype), [axis.begun for axis in axes]
+    for place in itertools.product(*map(range, window.strides)):
+        total = lax.pad(jnp.zeros_like(wide), zero, [(0, axis.begun - axis.outputs, 0) for axis in axes])
+        for back, i in windows_of(place, axes):
+            edges = [(b, axis.begun - axis.outputs - b, 0) for b, axis in zip(back, axes, strict=True)]
+            total = total + lax.pad(jnp.where(index == jnp.uint8(i), wide, zero), zero, edges)
+        places.append(total.astype(ct.dtype))
+    if _overlap(window):
+        places = lax.optimization_barrier(places)  # or all would be computed for every element of the gradient
+    strided = [axis for axis, s in enumerate(window.strides) if s > 1]
+    woven = jnp.stack(places).reshape(*(window.strides[axis] for axis in strided), *begun)
+    # One by one: JAX does not reshape several axes of an explicitly sharded array at once.
+    for axis in reversed(strided):
+        left = strided.index(axis)
+        woven = jnp.moveaxis(woven, left, left + 1 + axis)
+        woven = lax.collapse(woven, left + axis, left + axis + 2)
+    ends = [axis.low + axis.inputs for axis in axes]
+    return (lax.slice(woven, [axis.low for axis in axes], ends),)
+
+
+def _overlap(window: _Window) -> bool:
+    return any(k > s for k, s in zip(window.size, window.strides, strict=True))
+
+
+def axes_of(window: _Window, outputs: tuple[int, ...]) -> list[Axis]:
+    by_axis = zip(*window, outputs, strict=True)
+    return [Axis(n, m, -(-(n + low) // s), k, s, low) for n, k, s, (low, _), m in by_axis]
+
+
+def plan_of(axes: list[Axis]) -> Plan:
+    is_whole = lambda axis: axis.size == axis.stride == 1 and axis.low == 0 and axis.inputs == axis.outputs
+    first = next((i for i, axis in enumerate(axes) if not is_whole(axis)), 0)
+    last = next((i for i in reversed(range(len(axes))) if not is_whole(axes[i])), len(axes) - 1)
+    outer, inner = (math.prod(axis.inputs for axis in others) for others in (axes[:first], axes[last + 1 :]))
+    return Plan(outer, tuple(axes[first : last + 1]), inner)
+
+
+_indexed.defvjp(_forward, _backward)

@@ -1,0 +1,139 @@
+"""What a pullback multiplies with cotangents into gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from memjax._core.arrays import is_float
+from memjax._core.jaxpr import is_literal
+from memjax._core.primitives import PRODUCTS, REPLICATIONS, VIEWS
+
+# A gradient is still that gradient after these; collectives add it up over devices.
+_SAME = VIEWS | REPLICATIONS | {"rev", "add_any", "psum", "psum_invariant"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """An equation of a pullback that multiplies an encoded array with a cotangent into the gradient of an input.
+
+    Attributes:
+      layer: which array.
+      cotangent: the equation's operand.
+      share: of the sum of L^2 that changes one entry of the gradient: one of the channels, and of the positions those where a
+        convolution's window does not reach into its padding.
+      weight: index of the pullback's output.
+    """
+
+    layer: int
+    cotangent: Any
+    share: float
+    weight: int
+
+
+def readers(jaxpr: Any, cotangents: set[Any], origins: dict[Any, int]) -> dict[int, Reader]:
+    """By `id` of an equation of the pullback `jaxpr`.
+
+    Args:
+      jaxpr: the pullback's, calls in place.
+      cotangents: its inputs that are cotangents.
+      origins: by input that comes from an encoded array, which.
+    """
+    late, origins = set(cotangents), dict(origins)
+    consumers = _consumers(jaxpr)
+    outputs = {var: i for i, var in reversed(list(enumerate(jaxpr.outvars))) if not is_literal(var)}
+    found = {}
+    for eqn in jaxpr.eqns:
+        operands = [atom for atom in eqn.invars if not is_literal(atom)]
+        cts = [atom for atom in operands if atom in late]
+        stored = [origins[atom] for atom in operands if atom in origins]
+        if cts:
+            late.update(eqn.outvars)
+            if eqn.primitive.name in PRODUCTS and stored:
+                weight = _output(eqn.outvars[0], consumers, outputs)
+                if weight is not None:
+                    found[id(eqn)] = Reader(stored[0], cts[0], _share(eqn, cts[0]), weight)
+        elif stored and eqn.primitive.name in _SAME:
+            origins[eqn.outvars[0]] = stored[0]
+    return found
+
+
+def only_in_gradients(jaxpr: Any, cotangents: set[Any], origins: dict[Any, Any]) -> set[Any]:
+    """Those of the encoded arrays that the pullback multiplies with cotangents into its outputs, by convolutions and matrix
+    products, and does nothing else with. Outputs are linear in them.
+
+    Args:
+      jaxpr, cotangents: see `readers`.
+      origins: by input that comes from an encoded array, that array.
+    """
+    late, stored, others = set(cotangents), dict(origins), set()
+    consumers = _consumers(jaxpr)
+
+    def ends_in_outputs(var):
+        return all(
+            eqn.primitive.name in _SAME and all(map(ends_in_outputs, eqn.outvars)) for eqn in consumers.get(var, [])
+        )
+
+    for eqn in jaxpr.eqns:
+        operands = [atom for atom in eqn.invars if not is_literal(atom)]
+        own = [stored[atom] for atom in operands if atom in stored]
+        name, out = eqn.primitive.name, eqn.outvars[0]
+        is_late = any(atom in late for atom in operands)
+        if is_late:
+            late.update(eqn.outvars)
+        if is_late and name in PRODUCTS and ends_in_outputs(out):
+            continue
+        if not is_late and name in _SAME and len(own) == len(operands) == 1 and is_float(out.aval):
+            stored[out] = own[0]
+        else:
+            others.update(own)
+    others.update(stored[atom] for atom in jaxpr.outvars if not is_literal(atom) and atom in stored)
+    return set(origins.values()) - others
+
+
+def _consumers(jaxpr: Any) -> dict[Any, list[Any]]:
+    """The equations that read each variable."""
+    consumers: dict[Any, list[Any]] = {}
+    for eqn in jaxpr.eqns:
+        for atom in eqn.invars:
+            if not is_literal(atom):
+                consumers.setdefault(atom, []).append(eqn)
+    return consumers
+
+
+def _share(eqn: Any, ct: Any) -> float:
+    side, shape = int(eqn.invars[0] is not ct), ct.aval.shape
+    numbers = eqn.params["dimension_numbers"]
+    if eqn.primitive.name == "conv_general_dilated":
+        # The transposed convolution: channels stand where a convolution has examples, or a kernel its outputs.
+        return _reach(eqn) / shape[numbers[side][0]]
+    contracting, batch = numbers
+    return 1 / math.prod(size for axis, size in enumerate(shape) if axis not in (*contracting[side], *batch[side]))
+
+
+def _reach(eqn: Any) -> float:
+    """Of all pairs of an output and a tap of the convolution's kernel, the share that meets a value and not padding."""
+    params, numbers = eqn.params, eqn.params["dimension_numbers"]
+    shapes = zip((eqn.invars[0], eqn.invars[1], eqn.outvars[0]), numbers, strict=True)
+    sizes = [[atom.aval.shape[axis] for axis in spec[2:]] for atom, spec in shapes]
+    windows = zip(
+        params["window_strides"], params["lhs_dilation"], params["rhs_dilation"], params["padding"], strict=True
+    )
+    share = 1.0
+    for values, taps, outputs, (stride, spread, dilation, (low, _)) in zip(*sizes, windows, strict=True):
+        at = np.arange(outputs)[:, None] * stride + np.arange(taps) * dilation - low
+        share *= np.mean((at >= 0) & (at <= (values - 1) * spread) & (at % spread == 0))
+    return float(share)
+
+
+def _output(var: Any, consumers: dict[Any, list[Any]], outputs: dict[Any, int]) -> int | None:
+    """The output that is `var`, or a sum with it."""
+    while var not in outputs:
+        following = [eqn for eqn in consumers.get(var, []) if eqn.primitive.name in _SAME]
+        if not following:
+            return None
+        var = following[0].outvars[0]
+    return outputs[var]

@@ -1,0 +1,1 @@
+"""`chain`: unequal blocks within a memory budget."""

@@ -1,0 +1,199 @@
+"""One block of a chain, traced once: run it, run it keeping what its backward pass needs, run it backwards.
+
+All on flat lists of arrays. `p` are the leaves of the block's parameters and what it closes over, which exist anyhow; `x`
+are those of its input, which the chain holds for as long as they are needed. Of what the block computes, the smallest set
+is kept from which the backward pass follows without repeating matrix products and the like.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from memjax._core.arrays import is_float, zeros
+from memjax._core.compat import varying
+from memjax._core.jaxpr import evaluate, is_literal, nbytes
+from memjax._core.lists import Arrays, drop, merge, pick
+from memjax._core.min_cut import smallest_kept
+from memjax._core.partition import Part
+
+
+class Block:
+    """`f(params, x) -> y`, or `-> (y, aux)`; float leaves of y carry gradients, aux does not.
+
+    Attributes:
+      jaxpr: of (p, x) to (y, aux).
+      consts: values of what `f` closes over; with the leaves of the parameters behind them they are `p`.
+      p, x, y, aux: types of the leaves.
+      y_tree, aux_tree: to give the user's structure back.
+    """
+
+    def __init__(self, f: Callable[..., Any], params: Any, x: Any, has_aux: bool):
+        def with_aux(params, x):
+            out = f(params, x)
+            if not has_aux:
+                return out, ()
+            if not (isinstance(out, tuple) and len(out) == 2):
+                raise TypeError(
+                    f"with has_aux=True each block must return a pair (y, aux), got {jax.tree.structure(out)}"
+                )
+            return out[0], lax.stop_gradient(out[1])
+
+        closed, (y, aux) = jax.make_jaxpr(with_aux, return_shape=True)(params, x)
+        self.y_tree, self.aux_tree = jax.tree.structure(y), jax.tree.structure(aux)
+        self.jaxpr, self.consts = closed.jaxpr, list(closed.consts)
+        n_params, n_y = len(jax.tree.leaves(params)), len(jax.tree.leaves(y))
+        variables = [*self.jaxpr.constvars, *self.jaxpr.invars]
+        self.n_p = len(self.consts) + n_params
+        self.p = [var.aval for var in variables[: self.n_p]]
+        self.x = [var.aval for var in variables[self.n_p :]]
+        self.y, self.aux = list(closed.out_avals[:n_y]), list(closed.out_avals[n_y:])
+        self._backwards: dict[
+            tuple[bool, ...], Backward
+        ] = {}  # not a cache that outlives the block, with its constants
+        self._run = jax.jit(self._evaluate)
+        self._kept = jax.custom_vjp(self._run)
+        self._kept.defvjp(self._keep, self._back, symbolic_zeros=True)
+
+    def _evaluate(self, p: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
+        n = len(self.consts)
+        out = evaluate(self.jaxpr, p[:n], [*p[n:], *x], differentiable=True)
+        return out[: len(self.y)], out[len(self.y) :]
+
+    def run(self, p: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
+        """(y, aux). Not to be differentiated."""
+        return self._run(p, x)
+
+    def kept(self, p: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
+        """(y, aux). Differentiating it keeps what the backward pass needs."""
+        return self._kept(p, x)
+
+    def backward(self, wrt: tuple[bool, ...]) -> Backward:
+        """How to differentiate the block with respect to the leaves of (p, x) that are chosen."""
+        if wrt not in self._backwards:
+            self._backwards[wrt] = Backward(self, wrt)
+        return self._backwards[wrt]
+
+    def _keep(self, p: Arrays, x: Arrays) -> tuple[tuple[Arrays, Arrays], Any]:
+        wrt = differentiated([*p, *x])
+        p, x = [leaf.value for leaf in p], [leaf.value for leaf in x]
+        y, aux, kept = self.backward(wrt).keep(p, x)
+        saved = together([*y, *kept])  # what is kept are these arrays, not others that the compiler finds as good
+        y, kept = saved[: len(y)], saved[len(y) :]
+        return (y, aux), (Static(wrt), p, x, kept)
+
+    def _back(self, saved: Any, cts: Any) -> tuple[Arrays, Arrays]:
+        wrt, p, x, kept = saved
+        backward = self.backward(wrt.value)
+        cts = pick(cts[0], backward.y_float)
+        (p, x, kept), cts = after(cts, (p, x, kept))
+        found = together(backward.back(p, x, kept, cts))
+        found = merge(found, [None] * (len(wrt.value) - len(found)), wrt.value)
+        return found[: self.n_p], found[self.n_p :]
+
+
+class Backward:
+    """A block's derivative with respect to chosen leaves of (p, x).
+
+    Attributes:
+      kept: types of what `keep` returns for `back`. `forward_jaxpr` and `back_jaxpr` are for counting.
+      kept_nbytes: bytes held for the backward pass: the kept values and the outputs, without the input.
+    """
+
+    def __init__(self, block: Block, wrt: tuple[bool, ...]):
+        self.block, self.wrt = block, wrt
+        self.y_float = [is_float(aval) for aval in block.y]
+        treedef = []
+
+        def forward(*inputs):
+            y, vjp, rest = jax.vjp(functools.partial(self._floats, inputs), pick(inputs, wrt), has_aux=True)
+            leaves, tree = jax.tree.flatten(vjp)
+            treedef.append(tree)
+            y_rest, aux = rest
+            return [*merge(y, y_rest, self.y_float), *aux, *leaves]
+
+        closed = jax.make_jaxpr(forward)(*block.p, *block.x)
+        self._vjp_tree, jaxpr = treedef[0], closed.jaxpr
+        p, x = jaxpr.invars[: block.n_p], jaxpr.invars[block.n_p :]
+        n_y, n_out = len(block.y), len(block.y) + len(block.aux)
+        outs, residuals = jaxpr.outvars[:n_out], jaxpr.outvars[n_out:]
+        self._literals = list(closed.consts)
+        known = [*jaxpr.constvars, *p, *x]
+        kept = smallest_kept(jaxpr, jaxpr.constvars, [*p, *x], residuals, lambda var: max(nbytes(var.aval), 1))
+        self.kept = [var.aval for var in kept]
+        ours = {var for var in (*kept, *outs[:n_y]) if not is_literal(var)} - set(known)
+        self.kept_nbytes = sum(nbytes(var.aval) for var in ours)
+        self._keep = Part(jaxpr, known, [*outs, *kept], effects=True)
+        self._rebuild = Part(jaxpr, [*known, *kept], residuals, effects=False)
+        self.keep, self.back = jax.jit(self._keep_flat), jax.jit(self._back_flat)
+
+    def _floats(self, inputs: Sequence[Any], chosen: Sequence[Any]) -> tuple[Arrays, tuple[Arrays, Arrays]]:
+        full = merge(chosen, drop(inputs, self.wrt), self.wrt)
+        y, aux = self.block._evaluate(full[: self.block.n_p], full[self.block.n_p :])
+        return pick(y, self.y_float), (drop(y, self.y_float), aux)
+
+    def _keep_flat(self, p: Arrays, x: Arrays) -> tuple[Arrays, Arrays, Arrays]:
+        out = self._keep([*self._literals, *p, *x])
+        n_y = len(self.block.y)
+        n_out = n_y + len(self.block.aux)
+        return out[:n_y], out[n_y:n_out], out[n_out:]
+
+    def _back_flat(self, p: Arrays, x: Arrays, kept: Arrays, cts: Arrays) -> Arrays:
+        residuals = self._rebuild([*self._literals, *p, *x, *kept])
+        return jax.tree.unflatten(self._vjp_tree, residuals)(list(cts))[0]
+
+
+@jax.tree_util.register_static
+class Static:
+    """A hashable value that travels from a forward to a backward rule."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Static) and self.value == other.value
+
+
+def differentiated(leaves: Sequence[Any]) -> tuple[bool, ...]:
+    """Which arguments of a forward rule with symbolic zeros a gradient is asked for."""
+    return tuple(bool(leaf.perturbed) and is_float(jax.typeof(leaf.value)) for leaf in leaves)
+
+
+def after(cts: Sequence[Any], values: Any) -> tuple[Any, Arrays]:
+    """(values, cts): the values may only be used once the gradients are there, so nothing is recomputed early.
+
+    Cotangents that are known to be zero become zeros.
+    """
+    known = [isinstance(ct, jax.custom_derivatives.SymbolicZero) for ct in cts]
+    real = drop(cts, known)
+    leaves, tree = jax.tree.flatten(values)
+    out = _barrier([*real, *leaves]) if real else [*real, *leaves]
+    cts = merge([zeros(ct.aval) for ct in pick(cts, known)], out[: len(real)], known)
+    return jax.tree.unflatten(tree, out[len(real) :]), cts
+
+
+def together(arrays: Arrays) -> Arrays:
+    """The same; none can be used before all are there, so no gradient of a parameter is put off."""
+    return _barrier(arrays)
+
+
+def _barrier(leaves: Arrays) -> Arrays:
+    """`jax.lax.optimization_barrier`, which would make all leaves vary over every mesh axis that one of them varies over.
+
+    Those that vary over fewer are waited for, and pass a barrier of their own.
+    """
+    kinds = [varying(jax.typeof(leaf)) for leaf in leaves]
+    out = list(leaves)
+    for kind in sorted(set(kinds), key=len):
+        mine = [other == kind for other in kinds]
+        waited = [other < kind for other in kinds]
+        passed = lax.optimization_barrier([*pick(leaves, mine), *pick(leaves, waited)])
+        out = merge(passed[: sum(mine)], drop(out, mine), mine)
+    return out

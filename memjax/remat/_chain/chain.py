@@ -1,0 +1,247 @@
+"""A chain of blocks whose backward pass keeps within a memory budget, at the least recomputation.
+
+Beaumont et al. 2019, "Optimal checkpointing for heterogeneous chains: how to train deep neural networks with limited
+memory" (rotor).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from memjax._core import check
+from memjax._core.arrays import is_float
+from memjax._core.derivatives import reverse_only
+from memjax._core.jaxpr import is_literal
+from memjax._core.lists import Arrays, drop, merge, pick
+from memjax.remat._chain.block import Block, Static, after, differentiated, together
+from memjax.remat._chain.cost import estimate, measured
+from memjax.remat._chain.schedule import BlockCost, ChainSchedule, Items, blocks_of, chain_schedule
+from memjax.remat._scan.step import as_arrays
+
+_FORWARD_MODE = (
+    "memjax.remat.chain cannot be differentiated in forward mode (jax.jvp, jax.jacfwd, jax.linearize). Call the blocks one "
+    "after the other there (nnx.Sequential, nn.Sequential), which keeps nothing then; or use reverse mode: jax.grad, "
+    "jax.vjp, jax.jacrev, and jax.jacfwd of those"
+)
+
+
+def chain(
+    blocks: Sequence[Callable[[Any, Any], Any]],
+    params: Sequence[Any],
+    x: Any,
+    *,
+    budget: int | str | None = None,
+    schedule: ChainSchedule | None = None,
+    costs: Sequence[BlockCost] | None = None,
+    has_aux: bool = False,
+) -> Any:
+    """`for f, p in zip(blocks, params): x = f(p, x)`, differentiated in reverse within a memory budget.
+
+    Args:
+      blocks: functions `(params, x) -> x`. What they close over is differentiated too. Blocks may differ in everything;
+        equal ones (the same function, parameters and input of the same shapes) are traced once.
+      params: the parameters of each block: pytrees of arrays of any dtype.
+      x: the first block's input, a pytree of arrays of any dtype, typed PRNG keys included.
+      budget: memory in bytes, or a text like "12GiB", or "min" for the least possible: for all that exists at one moment of
+        the forward or backward pass beyond `x`, the parameters and their gradients. The working memory of single blocks
+        is included, as each takes it compiled by itself; inside `shard_map` all is that of one device.
+      schedule: what to keep, as `chain_schedule` found it. Exactly one of `budget` and `schedule` is to be given.
+      costs: of each block, with `budget`: by default `chain_costs(blocks, params, x)`, an estimate from their operations;
+        `chain_costs(..., measure=True)` measures.
+      has_aux: the blocks return `(x, aux)`, as for `jax.grad`: aux carries no gradient, and does not count.
+
+    Returns:
+      The last block's output; with `has_aux`, a pair of it and the list of what the blocks returned besides.
+
+    Memory: a block of which everything is kept holds its output and the smallest set of values from which its backward
+    pass follows without repeating matrix products and the like; a group of blocks of which the input is kept holds that,
+    and when the backward pass gets there is run again, by a schedule of its own. `chain_schedule` decides. Recomputation
+    waits for the gradient that needs it, and gradients of parameters are not put off. On a CPU compile with
+    `memjax.remat_compiler_options()`, or the compiler may undo the recomputation.
+
+    For many equal blocks with stacked parameters `memjax.remat.scan` is quicker to compile.
+
+    Raises:
+      ValueError: both or neither of `budget` and `schedule`; a budget below the least possible (the message states it, and
+        the time there); lengths that disagree.
+      TypeError: with `has_aux`, a block that returns no pair; forward-mode differentiation (`jax.jvp`, `jax.jacfwd`).
+    """
+    if (budget is None) == (schedule is None):
+        raise ValueError(f"give exactly one of budget and schedule, got budget={budget!r} and schedule={schedule!r}")
+    if costs is not None and budget is None:
+        raise ValueError("costs decide what fits a budget: give budget as well, or leave costs out")
+    if budget is not None:
+        budget = check.byte_count("budget", budget, words=("min",))
+    elif not isinstance(schedule, ChainSchedule):
+        raise check.fail(TypeError, "schedule", "a ChainSchedule", schedule, "chain_schedule finds one")
+    traced, values, leaves = _trace(blocks, params, x, has_aux)
+    if schedule is None:
+        assert budget is not None
+        costs = _estimates(traced) if costs is None else costs
+        if len(costs) != len(traced):
+            raise ValueError(f"costs must have one entry per block, got {len(costs)} for {len(traced)} blocks")
+        schedule = chain_schedule(costs, budget)
+    if list(blocks_of(schedule.items)) != list(range(len(traced))):
+        raise ValueError(f"schedule must be of {len(traced)} blocks in order, got {schedule.items}")
+    guarded = {i: [reverse_only(value, _FORWARD_MODE) for value in p] for i, p in enumerate(values)}
+    try:
+        y, aux = _run(schedule.items, traced, guarded, [reverse_only(leaf, _FORWARD_MODE) for leaf in leaves])
+    except TypeError as error:  # jax.vmap of jax.jvp meets a block's rule before the guard
+        if "forward-mode" not in str(error):
+            raise
+        raise TypeError(_FORWARD_MODE) from error
+    y = jax.tree.unflatten(traced[-1].y_tree, y)
+    if not has_aux:
+        return y
+    return y, [jax.tree.unflatten(block.aux_tree, found) for block, found in zip(traced, aux, strict=True)]
+
+
+def chain_costs(
+    blocks: Sequence[Callable[[Any, Any], Any]],
+    params: Sequence[Any],
+    x: Any,
+    *,
+    has_aux: bool = False,
+    measure: bool = False,
+) -> list[BlockCost]:
+    """What each block of a chain costs, for `chain_schedule` and `chain`: plain data, to keep.
+
+    Args:
+      blocks, params, x, has_aux: as for `chain`; arrays or, without `measure`, `jax.ShapeDtypeStruct`s.
+      measure: time each distinct block where it runs (outside `jit`), instead of estimating its time from its operations:
+        FLOPs, bytes moved, operations started. Takes some seconds for each, compilation for the most part.
+
+    Returns:
+      One `BlockCost` per block. All float leaves of `params` and `x` are taken to be differentiated. The working memory is
+      that of the block compiled by itself, inside `shard_map` for as many local devices as its mesh has. Where there are
+      fewer, or a block uses axes of `jax.vmap`, it follows a rough model of what the compiler fuses.
+    """
+    traced, values, leaves = _trace(blocks, params, x, has_aux)
+    return _measured(traced, values, leaves) if measure else _estimates(traced)
+
+
+def _trace(
+    blocks: Sequence[Callable[[Any, Any], Any]], params: Sequence[Any], x: Any, has_aux: bool
+) -> tuple[list[Block], list[Arrays], Arrays]:
+    """The blocks, each with the values of its `p`, and the leaves of the input."""
+    for name, value, wanted in (("blocks", blocks, "functions"), ("params", params, "pytrees")):
+        if isinstance(value, str | jax.Array) or not isinstance(value, Iterable):
+            raise check.fail(TypeError, name, f"a sequence of {wanted}, one for each block", value)
+    blocks, params = list(blocks), list(params)
+    if not blocks:
+        raise ValueError("blocks must have at least one function, got none")
+    for i, f in enumerate(blocks):
+        check.function(f"blocks[{i}]", f)
+    check.flag("has_aux", has_aux)
+    if len(blocks) != len(params):
+        raise ValueError(f"params must have one entry per block, got {len(params)} for {len(blocks)} blocks")
+    known: dict[Any, Block] = {}
+    traced, values = [], []
+    x = as_arrays("x", x)
+    state = jax.tree.map(jax.typeof, x)
+    for i, (f, p) in enumerate(zip(blocks, params, strict=True)):
+        p = as_arrays(f"params[{i}]", p)
+        p_leaves, p_tree = jax.tree.flatten(p)
+        x_types, x_tree = jax.tree.flatten(state)
+        key = (f, p_tree, tuple(map(jax.typeof, p_leaves)), x_tree, tuple(x_types))
+        if key not in known:
+            known[key] = _traced(i, f, p, state, has_aux)
+        block = known[key]
+        traced.append(block)
+        values.append([*block.consts, *p_leaves])
+        state = jax.tree.unflatten(block.y_tree, block.y)
+    return traced, values, jax.tree.leaves(x)
+
+
+def _traced(index: int, f: Callable[[Any, Any], Any], params: Any, x: Any, has_aux: bool) -> Block:
+    try:
+        return Block(f, params, x, has_aux)
+    except (TypeError, ValueError) as error:
+        if type(error) not in (TypeError, ValueError):  # JAX's own, which explain themselves
+            raise
+        types = jax.tree.map(lambda aval: aval.str_short(), x)
+        raise type(error)(f"blocks[{index}] must take params[{index}] and an input of {types}: {error}") from error
+
+
+def _estimates(traced: Sequence[Block]) -> list[BlockCost]:
+    known: dict[Any, BlockCost] = {}
+    for key in _with_given(traced):
+        if key not in known:
+            known[key] = estimate(*key)
+    return [known[key] for key in _with_given(traced)]
+
+
+def _measured(traced: Sequence[Block], values: Sequence[Arrays], x: Arrays) -> list[BlockCost]:
+    if any(isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)) for leaf in jax.tree.leaves((values, x))):
+        raise TypeError("measure=True runs the blocks: call chain_costs outside jit, with arrays as params and x")
+    known: dict[Any, BlockCost] = {}
+    for key, p in zip(_with_given(traced), values, strict=True):
+        if key in known:
+            x, _ = key[0].run(p, x)
+        else:
+            known[key], x = measured(*key, p, x)
+    return [known[key] for key in _with_given(traced)]
+
+
+def _with_given(traced: Sequence[Block]) -> Iterator[tuple[Block, tuple[bool, ...]]]:
+    """Each block, and which leaves of its input are the chain's own, handed on."""
+    given = (True,) * len(traced[0].x)
+    for block in traced:
+        yield block, given
+        xs = block.jaxpr.invars[len(block.jaxpr.invars) - len(block.x) :]
+        own = {var for var, mine in zip(xs, given, strict=True) if mine}
+        given = tuple(not is_literal(var) and var in own for var in block.jaxpr.outvars[: len(block.y)])
+
+
+def _run(items: Items, traced: Sequence[Block], values: Mapping[int, Arrays], x: Arrays) -> tuple[Arrays, list[Arrays]]:
+    """(y, aux of each block): the blocks of `items`, from the first one's input."""
+    found: list[Arrays] = []
+    for item in items:
+        if isinstance(item, int):
+            x, aux = traced[item].kept(values[item], x)
+            found.append(aux)
+        else:
+            x, more = _recomputed(item, traced)([values[i] for i in blocks_of(item)], x)
+            found += more
+    return x, found
+
+
+def _recomputed(items: Items, traced: Sequence[Block]) -> Callable[..., tuple[Arrays, list[Arrays]]]:
+    """The blocks of `items`, of which only the input is kept; run again as `items` says."""
+    blocks = list(blocks_of(items))
+
+    def plain(values, x):
+        found = []
+        for i, p in zip(blocks, values, strict=True):
+            x, aux = traced[i].run(p, x)
+            x = together(x)  # or the compiler sums residual branches up again in each block, and keeps them all
+            found.append(aux)
+        return x, found
+
+    def forward(values, x):
+        leaves, tree = jax.tree.flatten((values, x), is_leaf=lambda leaf: hasattr(leaf, "perturbed"))
+        arrays = [leaf.value for leaf in leaves]
+        return plain(*jax.tree.unflatten(tree, arrays)), (Static((differentiated(leaves), tree)), arrays)
+
+    def backward(saved, cts):
+        (wrt, tree), arrays = saved[0].value, saved[1]
+        y_float = [is_float(aval) for aval in traced[blocks[-1]].y]
+        arrays, cts = after(pick(cts[0], y_float), arrays)
+        fixed = drop(arrays, wrt)
+
+        def run(chosen):
+            values, x = jax.tree.unflatten(tree, merge(chosen, fixed, wrt))
+            by_block = dict(zip(blocks, values, strict=True))
+            y, _ = _run(items, traced, by_block, x)
+            return pick(y, y_float)
+
+        _, vjp = jax.vjp(run, pick(arrays, wrt))
+        found = together(vjp(cts)[0])
+        return jax.tree.unflatten(tree, merge(found, [None] * len(fixed), wrt))
+
+    group = jax.custom_vjp(plain)
+    group.defvjp(forward, backward, symbolic_zeros=True)
+    return group

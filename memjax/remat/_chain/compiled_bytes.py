@@ -1,0 +1,112 @@
+"""Temporary memory of a program compiled by itself, on the devices of a surrounding `jax.shard_map` where there is one."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+
+from memjax._core.compat import names_an_axis, varying
+from memjax._measure import remat_compiler_options
+
+_INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
+_ARRAY = re.compile(r"([a-z]+)(\d*)\w*\[([\d,]*)\]")
+_OPERAND = re.compile(r"%?([\w.\-]+)")
+_SAME_BYTES = frozenset(("bitcast", "tuple", "get-tuple-element", "opt-barrier"))
+_NOT_CONSTANT = frozenset(
+    ("parameter", "partition-id", "replica-id", "rng", "rng-get-and-update-state", "infeed", "recv")
+)
+
+
+def compile_alone(closed: Any) -> Any | None:
+    """The program that a closed jaxpr is by itself, for one device's arrays inside `shard_map`; None if it is none.
+
+    A jaxpr traced inside `shard_map` over all axes of a mesh is compiled for as many local devices, its values split as
+    they are there. What is laid out over a mesh otherwise, or uses axes of `jax.vmap`, is no program of its own.
+    """
+    options: dict[str, Any] = dict(remat_compiler_options())
+    if jax.default_backend() == "cpu":
+        options["xla_backend_optimization_level"] = 0  # machine code is made after memory has been assigned
+    named = any(names_an_axis(effect) for effect in closed.jaxpr.effects)
+    avals = [aval for aval in (*closed.in_avals, *closed.out_avals) if hasattr(aval, "sharding")]
+    meshes = {aval.sharding.mesh for aval in avals if not aval.sharding.mesh.empty}
+    run = jaxpr_as_fun(closed)
+    if not meshes and not named:
+        return jax.jit(run).lower(*closed.in_avals).compile(compiler_options=options)
+    (mesh,) = meshes if len(meshes) == 1 else (None,)
+    manual = jax.sharding.AxisType.Manual
+    if mesh is None or mesh.size > jax.local_device_count() or set(mesh.axis_types) != {manual}:
+        return None
+
+    def axes_of(aval: Any) -> tuple[str, ...]:
+        return tuple(sorted(varying(aval)))
+
+    def spec(aval: Any) -> Any:
+        return jax.sharding.PartitionSpec(axes_of(aval))
+
+    def whole(aval: Any) -> Any:  # each device's array is a row
+        return jax.ShapeDtypeStruct((math.prod(mesh.shape[axis] for axis in axes_of(aval)), *aval.shape), aval.dtype)
+
+    def rows(*values: Any) -> list[Any]:
+        return [out[None] for out in run(*(value[0] for value in values))]
+
+    devices = np.array(jax.local_devices()[: mesh.size]).reshape(mesh.axis_sizes)
+    outside = jax.sharding.AbstractMesh((), ())
+    with jax.sharding.use_abstract_mesh(outside):
+        split = jax.shard_map(
+            rows,
+            mesh=jax.sharding.Mesh(devices, mesh.axis_names),
+            in_specs=tuple(map(spec, closed.in_avals)),
+            out_specs=[spec(aval) for aval in closed.out_avals],
+            check_vma=any(map(varying, avals)),
+        )
+        return jax.jit(split).lower(*map(whole, closed.in_avals)).compile(compiler_options=options)
+
+
+def temporary(program: Any) -> int:
+    """Bytes of a compiled program's scratch memory."""
+    return program.memory_analysis().temp_size_in_bytes
+
+
+def constants(program: Any) -> Counter[str]:
+    """Arrays that depend on no argument, by type: the compiler may make them before anything else, and hold them.
+
+    Indices that the backward pass of a maximum over windows compares with, for one, which a CPU holds as five arrays.
+    """
+    text = program.as_text() or ""
+    entry = text[text.find("\nENTRY") :].split("\n}", 1)[0].splitlines()[2:]
+    types: dict[str, str] = {}  # of constants; those that are other names for a constant are called as that one
+    root: dict[str, str] = {}
+    found: set[str] = set()
+    for line in entry:
+        match = _INSTRUCTION.match(line)
+        if match is None:
+            continue
+        name, type_, operation, rest = match.groups()
+        operands = [operand for operand in _OPERAND.findall(rest.split(")", 1)[0]) if operand in root]
+        everything = [part for part in rest.split(")", 1)[0].split(",") if part.strip()]
+        if operation == "constant":
+            root[name] = ""  # not scratch memory, but part of the program
+        elif operation not in _NOT_CONSTANT and len(operands) == len(everything):
+            root[name] = root[operands[0]] if operation in _SAME_BYTES and operands else name
+            types[name] = type_
+        else:
+            found.update(root[operand] for operand in operands)
+    return Counter(types[name] for name in found if name)
+
+
+def bytes_of(types: Counter[str]) -> int:
+    """Bytes of arrays, written as the compiler writes their types."""
+    return sum(count * _array_bytes(type_) for type_, count in types.items())
+
+
+def _array_bytes(type_: str) -> int:
+    return sum(
+        -(-math.prod(map(int, filter(None, shape.split(",")))) * (int(bits) if bits else 8) // 8)
+        for _, bits, shape in _ARRAY.findall(type_)
+    )

@@ -1,0 +1,165 @@
+"""What a program costs, from its jaxpr alone: time by FLOPs and traffic, working memory by a model of fusion.
+
+The compiler writes to memory what matrix products, reductions, loops and the like read or write; elementwise chains
+between them are one pass each. The model follows that: an elementwise value takes memory if something other than one
+elementwise operation or reduction reads it. Values live, in the order of the program, from there to their last reader.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core
+
+from memjax._core.jaxpr import nbytes
+from memjax._core.primitives import ALIASES, CALLS, LOOPS, REDUCTIONS, SOURCES, WHOLE_OPERANDS, product_flops
+
+_LOOPS = LOOPS | {"shard_map"}
+
+
+class _Rates(NamedTuple):
+    """Seconds per operation started, FLOP, and byte."""
+
+    start: float
+    flop: float
+    byte: float
+
+
+_CPU, _GPU = _Rates(1e-6, 1 / 5e10, 1 / 1e10), _Rates(3e-6, 1 / 3e14, 1 / 3e12)
+
+
+class _Operation(NamedTuple):
+    name: str
+    eqn: Any
+    inputs: list[int]
+    outputs: list[int]
+
+
+class Program:
+    """A jaxpr with calls inlined and other names for the same bytes resolved; values are numbers."""
+
+    def __init__(self, jaxpr: Any):
+        self.nbytes: list[int] = []
+        self.operations: list[_Operation] = []
+        self.inputs = [self._new(var.aval) for var in (*jaxpr.constvars, *jaxpr.invars)]
+        self.outputs = self._inline(jaxpr, self.inputs)
+        self._fuse()
+
+    def _new(self, aval: Any) -> int:
+        self.nbytes.append(nbytes(aval) if hasattr(aval, "dtype") else 0)
+        return len(self.nbytes) - 1
+
+    def _inline(self, jaxpr: Any, inputs: Sequence[int]) -> list[int]:
+        value = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
+
+        def read(atom):
+            return self._new(None) if isinstance(atom, core.Literal) else value[atom]
+
+        for eqn in jaxpr.eqns:
+            name = eqn.primitive.name
+            ins = [read(atom) for atom in eqn.invars]
+            body = next(iter(core.jaxprs_in_params(eqn.params)), None) if name in CALLS else None
+            if body is not None and len(getattr(body, "jaxpr", body).invars) == len(ins):
+                inner = getattr(body, "jaxpr", body)
+                consts = [self._new(var.aval) for var in inner.constvars]
+                outs = self._inline(inner, [*consts, *ins])
+            elif name in ALIASES and len(ins) == len(eqn.outvars):
+                outs = ins
+            else:
+                outs = [self._new(var.aval) for var in eqn.outvars]
+                self.operations.append(_Operation(name, eqn, ins, outs))
+            value.update(zip(eqn.outvars, outs, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _fuse(self) -> None:
+        """Decide which values take memory, and when each is read for the last time."""
+        end = len(self.operations)
+        readers: dict[int, list[int]] = {}
+        for i, operation in enumerate(self.operations):
+            for value in set(operation.inputs):
+                readers.setdefault(value, []).append(i)
+        outputs = set(self.outputs)
+        self.stored = [False] * len(self.nbytes)
+        self.last = [-1] * len(self.nbytes)
+        for i in range(end - 1, -1, -1):
+            operation = self.operations[i]
+            for value in operation.outputs:
+                found = readers.get(value, [])
+                fused = _fusible(operation.name) and not any(_needs_operands(self.operations[j].name) for j in found)
+                one_reader = len(found) <= 1 or operation.name in SOURCES
+                self.stored[value] = value in outputs or not (fused and one_reader)
+        for value in self.inputs:
+            self.stored[value] = True
+        for i in range(end - 1, -1, -1):
+            operation = self.operations[i]
+            runs = max([i, *(self.last[v] for v in operation.outputs if not self.stored[v])])
+            for value in operation.inputs:
+                self.last[value] = max(self.last[value], runs)
+        for value in outputs:
+            self.last[value] = end
+
+    def working_bytes(self, counted: Sequence[int], free: Sequence[int]) -> int:
+        """The most bytes at one moment: of the inputs only those `counted`, of the rest all but those `free`."""
+        uncounted = set(free) - set(counted)
+        live = peak = sum(self.nbytes[value] for value in set(counted))
+        ends: dict[int, list[int]] = {}
+        for value in set(counted):
+            ends.setdefault(self.last[value], []).append(value)
+        for i, operation in enumerate(self.operations):
+            made = [v for v in operation.outputs if self.stored[v] and v not in uncounted]
+            new, dying = sum(self.nbytes[v] for v in made), sum(self.nbytes[v] for v in ends.get(i, []))
+            if _fusible(operation.name):  # written over an operand that is not needed any more
+                peak = max(peak, live + new - min(new, dying))
+            else:
+                peak = max(peak, live + new + self._inside(operation))
+            live += new - dying
+            for value in made:
+                if self.last[value] > i:
+                    ends.setdefault(self.last[value], []).append(value)
+                else:
+                    live -= self.nbytes[value]
+        return peak
+
+    def _inside(self, operation: _Operation) -> int:
+        """Working memory of one iteration of a loop, of a branch."""
+        programs = list(_bodies(operation))
+        return max((p.working_bytes([], []) for p in programs), default=0)
+
+    def seconds(self) -> float:
+        """A rough time on the default backend."""
+        rates = _GPU if jax.default_backend() == "gpu" else _CPU
+        total = 0.0
+        for operation in self.operations:
+            if operation.name in _LOOPS:
+                times = operation.eqn.params.get("length", 1) if operation.name == "scan" else 1
+                total += times * max((body.seconds() for body in _bodies(operation)), default=0.0)
+                continue
+            stored = [v for v in operation.outputs if self.stored[v]]
+            if stored:
+                moved = sum(self.nbytes[v] for v in (*stored, *operation.inputs))
+                total += rates.start + rates.byte * moved
+            total += rates.flop * _flops(operation.eqn)
+        return total
+
+
+def _bodies(operation: _Operation) -> Iterator[Program]:
+    if operation.name in _LOOPS:
+        for body in core.jaxprs_in_params(operation.eqn.params):
+            yield Program(getattr(body, "jaxpr", body))
+
+
+def _fusible(name: str) -> bool:
+    return name not in WHOLE_OPERANDS and name not in _LOOPS and name not in REDUCTIONS
+
+
+def _needs_operands(name: str) -> bool:
+    """Whether the operation reads its operands from memory."""
+    return name in WHOLE_OPERANDS or name in _LOOPS
+
+
+def _flops(eqn: Any) -> float:
+    size = sum(math.prod(var.aval.shape) for var in eqn.outvars if hasattr(var.aval, "shape"))
+    return product_flops(eqn) or float(size)

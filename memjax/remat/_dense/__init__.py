@@ -1,0 +1,1 @@
+"""`dense_block`: the dense connectivity of DenseNets in memory linear in depth."""

@@ -1,0 +1,238 @@
+"""The dense block over one shared feature buffer.
+
+After "Memory-Efficient Implementation of DenseNets" (Pleiss et al. 2017, arXiv 1707.06990), sections 3 and 4.
+
+Features are only ever appended, so the block's output already holds the input of every layer as a prefix. Between
+forward and backward nothing else is kept (`keep="features"`), or besides it the output of every 1x1 convolution
+(`keep="convolutions"`, the paper's choice). Concatenation costs nothing, normalisation and ReLU are computed again.
+
+Three things make this cheap.
+
+* One loop body serves a run of layers: channel counts differ, so the body works on the run's widest prefix and
+  switches the excess channels off by a zero gain and bias. The program's size grows with the logarithm of the depth. Kernels
+  that take the number of channels at run time serve all layers with one body, and waste nothing.
+* A channel's batch mean and variance are the same for every layer that reads it: they are computed once.
+* So their gradient can be put off, exactly. With `x_hat = (x - mean) * inv` and `y = g * x_hat + b`, layer l contributes
+  `g_l * inv * (dy_l - mean(dy_l) - x_hat * mean(dy_l * x_hat))` to dx. The first term is added to one gradient
+  buffer as it comes; of the others only the sums over layers of `g_l * mean(dy_l)` and `g_l * mean(dy_l * x_hat)`
+  are kept, two numbers per channel, and applied once, just before the layer that produced the channel runs backward.
+"""
+
+import functools
+import math
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from memjax.remat._dense import triton, xla
+from memjax.remat._dense.conv import conv3x3, conv3x3_backward
+from memjax.remat._dense.spec import (
+    DenseParams,
+    DenseSpec,
+    DenseStatistics,
+    dropout,
+    moments,
+    norm_relu,
+    statistics_dtype,
+)
+
+# The widest prefix of a run of layers that share a loop body, against the narrowest. Larger: fewer bodies to compile,
+# more work on channels that are switched off.
+_RUN_RATIO = 1.5
+_IMPLEMENTATIONS: dict[str, ModuleType] = {"xla": xla, "triton": triton}
+
+
+def runs(spec: DenseSpec, implementation: str) -> list[tuple[int, int]]:
+    """Layers as runs [start, stop) that share a loop body."""
+    if implementation == "triton":
+        return [(0, spec.num_layers)]
+    result, start = [], 0
+    for i in range(1, spec.num_layers + 1):
+        if i == spec.num_layers or spec.channels(i) > _RUN_RATIO * spec.channels(start):
+            result.append((start, i))
+            start = i
+    return result
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def shared(
+    spec: DenseSpec,
+    keep: str,
+    implementation: str,
+    params: DenseParams,
+    running: DenseStatistics,
+    key,
+    x,
+):
+    """Features (B, H, W, out_features) and the statistics used; the latter carry no gradient."""
+    features, statistics, _ = _forward(spec, False, implementation, params, running, key, x)
+    return features, statistics
+
+
+def _vjp_forward(spec, keep, implementation, params, running, key, x):
+    features, statistics, z = _forward(spec, keep == "convolutions", implementation, params, running, key, x)
+    return (features, statistics), (params, key, features, statistics, z)
+
+
+def _vjp_backward(spec, keep, implementation, saved, cotangents):
+    d_params, dx = _backward(spec, implementation, saved, cotangents[0])
+    return d_params, None, None, dx
+
+
+shared.defvjp(_vjp_forward, _vjp_backward)
+
+
+def _window(x, start, width):
+    return lax.dynamic_slice_in_dim(x, start, width, axis=x.ndim - 1)
+
+
+def _write(x, update, start):
+    return lax.dynamic_update_slice_in_dim(x, update, start, axis=x.ndim - 1)
+
+
+def _row_kernel(spec: DenseSpec, params: DenseParams):
+    """The kernel with a row for every (layer, input channel)."""
+    return params.kernel2 if spec.bottleneck is None else params.kernel1
+
+
+def _own(spec, params, statistics, start, stop, wide):
+    """What a loop over layers [start, stop) reads layer by layer."""
+    own = {}
+    if spec.bottleneck is not None:
+        own = {
+            "scale2": params.scale2[start:stop],
+            "bias2": params.bias2[start:stop],
+            "kernel2": params.kernel2[start:stop],
+            "statistics": (
+                statistics.mean2[start:stop].astype(wide),
+                statistics.var2[start:stop].astype(wide),
+            ),
+        }
+    return jnp.arange(start, stop), own
+
+
+def _forward(spec: DenseSpec, save_z: bool, implementation: str, params, running, key, x):
+    operations = _IMPLEMENTATIONS[implementation]
+    wide = statistics_dtype(x.dtype)
+    buffer = _write(jnp.zeros((*x.shape[:-1], spec.out_features), x.dtype), x, 0)
+    if spec.use_running_average:
+        mean, var = running.mean1.astype(wide), running.var1.astype(wide)
+    else:
+        # Room for the last layer's features too: nobody reads their statistics, but every layer writes alike.
+        start_mean, start_var = moments(x)
+        mean = jnp.zeros(spec.out_features, wide).at[: spec.in_features].set(start_mean)
+        var = jnp.ones(spec.out_features, wide).at[: spec.in_features].set(start_var)
+    # Converted once: every layer's rows are read many times over.
+    rows = _row_kernel(spec, params).astype(x.dtype)
+
+    def layer(width, carry, inputs):
+        buffer, mean, var = carry
+        i, own = inputs
+        new, batch2 = operations.convolve(spec, params, rows, buffer, mean, var, i, width)
+        z = used2 = None
+        if spec.bottleneck is not None:
+            z, used2 = new, own["statistics"] if spec.use_running_average else batch2
+            gain = own["scale2"].astype(wide) * lax.rsqrt(used2[1] + spec.epsilon)
+            new = conv3x3(norm_relu(z, used2[0], gain, own["bias2"].astype(wide)), own["kernel2"])
+        new = dropout(spec, key, i, new)
+        if not spec.use_running_average:
+            new_mean, new_var = moments(new)
+            mean = _write(mean, new_mean, spec.channels(i))
+            var = _write(var, new_var, spec.channels(i))
+        buffer = _write(buffer, new, spec.channels(i))
+        return (buffer, mean, var), (z if save_z else None, used2)
+
+    carry, kept = (buffer, mean, var), []
+    for start, stop in runs(spec, implementation):
+        body = functools.partial(layer, spec.channels(stop - 1))
+        carry, ys = lax.scan(body, carry, _own(spec, params, running, start, stop, wide))
+        kept.append(ys)
+    buffer, mean, var = carry
+    consumed = spec.out_features - spec.growth_rate
+    mean2 = var2 = None
+    if spec.bottleneck is not None:
+        mean2, var2 = (jnp.concatenate(part) for part in zip(*(ys[1] for ys in kept), strict=True))
+    # One array of bottlenecks per run: joining them would hold them twice.
+    z = [ys[0] for ys in kept]
+    return buffer, DenseStatistics(mean[:consumed], var[:consumed], mean2, var2), z
+
+
+def _backward(spec: DenseSpec, implementation: str, saved, d_features):
+    operations = _IMPLEMENTATIONS[implementation]
+    params, key, saved_features, statistics, z = saved
+    # Nothing below may start before the gradient has arrived, or recomputed values would be held until it does.
+    saved_features, d_features = lax.optimization_barrier((saved_features, d_features))
+    dtype, wide = saved_features.dtype, statistics_dtype(saved_features.dtype)
+    tail = jnp.zeros(spec.growth_rate, wide)
+    used_mean = jnp.concatenate([statistics.mean1.astype(wide), tail])
+    used_var = jnp.concatenate([statistics.var1.astype(wide), tail + 1])
+    rows = _row_kernel(spec, params).astype(dtype)
+
+    def put_off(features, mean, var, total, start, width):
+        """The gradient of channels [start, start + width), all of whose consumers have run."""
+        gradient = _window(total.features, start, width)
+        if spec.use_running_average:
+            return gradient
+        inverse = lax.rsqrt(_window(var, start, width) + spec.epsilon)
+        x_hat = (_window(features, start, width).astype(wide) - _window(mean, start, width)) * inverse
+        late = _window(total.mean_dy, start, width) + x_hat * _window(total.mean_dy_xhat, start, width)
+        return gradient - inverse * late
+
+    def layer(width, total, inputs):
+        i, own, z = inputs
+        # A prefix and its normalisation are the same in every iteration of a loop: left alone, the compiler would
+        # compute them once, ahead of it, and hold them. They have to depend on something that changes.
+        features, mean, var, mean_dy = lax.optimization_barrier((saved_features, used_mean, used_var, total.mean_dy))
+        total = total._replace(mean_dy=mean_dy)
+        d_new = put_off(features, mean, var, total, spec.channels(i), spec.growth_rate)
+        d_new = dropout(spec, key, i, d_new.astype(dtype))
+        d_own = {}
+        if spec.bottleneck is not None:
+            if z is None:
+                z, _ = operations.convolve(spec, params, rows, features, mean, var, i, width)
+            d_new, d_own = _bottleneck_backward(spec, operations, own, z, d_new)
+        total = operations.convolve_backward(spec, params, rows, features, mean, var, i, width, d_new, total)
+        return total, d_own
+
+    # A channel's gradient is the sum of up to one term per layer: too many for a narrow type.
+    zeros = functools.partial(jnp.zeros, dtype=wide)
+    total = xla.Gradients(
+        d_features.astype(wide),
+        zeros(spec.out_features),
+        zeros(spec.out_features),
+        zeros(spec.rows),
+        zeros(spec.rows),
+        zeros(rows.shape),
+    )
+    d_owns: list = []
+    for (start, stop), kept in reversed(list(zip(runs(spec, implementation), z, strict=True))):
+        index, own = _own(spec, params, statistics, start, stop, wide)
+        body = functools.partial(layer, spec.channels(stop - 1))
+        total, d_own = lax.scan(body, total, (index, own, kept), reverse=True)
+        d_owns.insert(0, d_own)
+    dx = put_off(saved_features, used_mean, used_var, total, 0, spec.in_features).astype(dtype)
+    if spec.bottleneck is None:
+        gradients = DenseParams(total.scale1, total.bias1, None, None, None, total.kernel)
+    else:
+        joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *d_owns)
+        second = (joined["scale2"], joined["bias2"], joined["kernel2"])
+        gradients = DenseParams(total.scale1, total.bias1, total.kernel, *second)
+    return jax.tree.map(lambda p, g: g.astype(p.dtype), params, gradients), dx
+
+
+def _bottleneck_backward(spec: DenseSpec, operations: ModuleType, own, z, d_new):
+    """Gradient of the 1x1 convolution's output `z`, and of the layer's second normalisation and 3x3 kernel."""
+    wide = statistics_dtype(z.dtype)
+    count = math.prod(z.shape[:-1])
+    mean, var = own["statistics"]
+    inverse = lax.rsqrt(var + spec.epsilon)
+    gain, bias = own["scale2"].astype(wide) * inverse, own["bias2"].astype(wide)
+    hidden = norm_relu(z, mean, gain, bias)
+    d_hidden, d_kernel2 = conv3x3_backward(hidden, own["kernel2"], d_new)
+    sum_dy, sum_dy_z = operations.normalise_backward_sums(z, d_hidden, mean, gain, bias)
+    dz = gain * jnp.where(hidden > 0, d_hidden, jnp.zeros_like(d_hidden)).astype(wide)
+    if not spec.use_running_average:
+        dz -= gain * (sum_dy / count + (z.astype(wide) - mean) * (sum_dy_z * jnp.square(inverse) / count))
+    return dz.astype(z.dtype), {"scale2": sum_dy_z * inverse, "bias2": sum_dy, "kernel2": d_kernel2}

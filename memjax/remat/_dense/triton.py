@@ -1,0 +1,172 @@
+"""What a dense layer does to the feature buffer and its gradient, as fused GPU kernels; `xla` says what they compute.
+
+No kernel writes the normalised tensor. With c input channels, N outputs and M pixels, `convolve` reads M c features and
+writes M N outputs; `convolve_backward` reads M c features and M N gradients (once per 32 channels, mostly from cache),
+and updates M c float32 gradients. The number of channels is read from memory at run time, so that one compiled kernel
+serves all layers of a block.
+
+Sums over pixels are finished with atomics: their last bits differ from run to run.
+"""
+
+import functools
+import importlib.util
+import math
+
+import jax
+import jax.numpy as jnp
+
+from memjax.remat._dense.spec import DenseParams, DenseSpec
+from memjax.remat._dense.xla import Gradients
+
+_TILE = 64  # output columns of one matrix product
+
+# Pixels and channels per program, warps, stages and programs of `convolve_backward`; the fastest of six tried on an H200.
+_BACKWARD = (64, 32, 4, 3, 528)
+# Pixels per program, column tiles per program (0: all), warps and stages of `convolve`: with many pixels and with few.
+_FORWARD_MANY, _FORWARD_FEW = (128, 0, 8, 3), (64, 0, 4, 3)
+
+
+def why_not(spec: DenseSpec, dtype) -> str | None:
+    """Why these kernels cannot run a block, or None if they can."""
+    if jax.default_backend() != "gpu":
+        return "it needs an NVIDIA GPU"
+    if importlib.util.find_spec("jax_triton") is None or importlib.util.find_spec("triton") is None:
+        return "jax-triton is not installed: pip install 'memjax[gpu]'"
+    if spec.bottleneck is None:
+        return "it needs layers with a bottleneck"
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it needs bfloat16 or float16, not {jnp.dtype(dtype)}"
+    if _alignment(spec) < 8:
+        return "in_features and growth_rate must be multiples of 8"
+    if spec.width > 4 * _TILE:
+        return f"bottleneck * growth_rate must be at most {4 * _TILE}, not {spec.width}"
+    return None
+
+
+def _alignment(spec: DenseSpec) -> int:
+    """A power of two that divides the channels of every layer: what lets the kernels load 16 bytes at a time."""
+    return math.gcd(spec.in_features, spec.growth_rate, 16)
+
+
+@functools.cache
+def _kernels():
+    # Imported late: Triton exists only where there is a GPU.
+    from memjax.remat._dense import triton_kernels
+
+    return triton_kernels
+
+
+def _where(spec: DenseSpec, layer):
+    """Channels of `layer` and its first row, in units of the alignment."""
+    unit = _alignment(spec)
+    return jnp.stack([spec.channels(layer) // unit, spec.offset(layer) // unit]).astype(jnp.int32)
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def convolve(spec: DenseSpec, params: DenseParams, rows, features, mean, var, layer, width):
+    import jax_triton as jt
+
+    outputs = rows.shape[-1]
+    pixels = features.size // features.shape[-1]
+    # Few pixels: more programs by giving each fewer rows and columns.
+    block, tiles, warps, stages = _FORWARD_MANY if pixels >= 128 * 256 else _FORWARD_FEW
+    tiles = tiles or _ceil_div(outputs, _TILE)
+    z, sums = jt.triton_call(
+        features,
+        mean,
+        var,
+        params.scale1,
+        params.bias1,
+        rows,
+        _where(spec, layer),
+        kernel=_kernels().convolve,
+        out_shape=(
+            jax.ShapeDtypeStruct((*features.shape[:-1], outputs), features.dtype),
+            jax.ShapeDtypeStruct((2, outputs), jnp.float32),
+        ),
+        zeroed_outputs=(1,),
+        grid=(_ceil_div(pixels, block), _ceil_div(outputs, tiles * _TILE)),
+        num_warps=warps,
+        num_stages=stages,
+        M=pixels,
+        LD=features.shape[-1],
+        N=outputs,
+        ALIGN=_alignment(spec),
+        EPSILON=spec.epsilon,
+        BM=block,
+        BK=64,
+        NT=tiles,
+    )
+    first, second = sums[0] / pixels, sums[1] / pixels
+    return z, (first, jnp.maximum(second - jnp.square(first), 0))
+
+
+def convolve_backward(
+    spec: DenseSpec, params: DenseParams, rows, features, mean, var, layer, width, d_out, total: Gradients
+) -> Gradients:
+    import jax_triton as jt
+
+    outputs = rows.shape[-1]
+    pixels = features.size // features.shape[-1]
+    block, channels, warps, stages, programs = _BACKWARD
+    programs = max(programs, _ceil_div(width, channels))
+    updated = jt.triton_call(
+        features,
+        mean,
+        var,
+        params.scale1,
+        params.bias1,
+        rows,
+        d_out,
+        _where(spec, layer),
+        *total,
+        kernel=_kernels().convolve_backward,
+        out_shape=tuple(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in total),
+        input_output_aliases={8 + i: i for i in range(len(total))},
+        grid=(programs,),
+        num_warps=warps,
+        num_stages=stages,
+        M=pixels,
+        LD=features.shape[-1],
+        N=outputs,
+        ALIGN=_alignment(spec),
+        EPSILON=spec.epsilon,
+        BM=block,
+        BC=channels,
+        NT=_ceil_div(outputs, _TILE),
+        PROGRAMS=programs,
+        STAGES=stages,
+    )
+    return Gradients(*updated)
+
+
+def normalise_backward_sums(z, d_hidden, mean, gain, bias):
+    import jax_triton as jt
+
+    outputs = z.shape[-1]
+    pixels = z.size // outputs
+    tiles = _ceil_div(outputs, _TILE)
+    rows = _ceil_div(pixels, max(1, 528 // tiles) * 64) * 64
+    sums = jt.triton_call(
+        z,
+        d_hidden,
+        mean,
+        gain,
+        bias,
+        kernel=_kernels().normalise_backward_sums,
+        out_shape=jax.ShapeDtypeStruct((2, outputs), jnp.float32),
+        zeroed_outputs=(0,),
+        grid=(_ceil_div(pixels, rows), tiles),
+        num_warps=4,
+        num_stages=3,
+        M=pixels,
+        N=outputs,
+        ROWS=rows,
+        BM=64,
+        BN=_TILE,
+        STAGES=3,
+    )
+    return sums[0], sums[1]

@@ -1,0 +1,108 @@
+"""What a dense layer does to the feature buffer and its gradient, in plain JAX, over a prefix of static width.
+
+The first convolution is the 1x1 of a bottleneck layer, or the only 3x3 of a layer without one. Channels of the prefix
+that the layer does not own have zero gain and bias, and so come out of the ReLU as zeros.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from memjax.remat._dense.conv import conv1x1, conv3x3, conv3x3_backward
+from memjax.remat._dense.spec import DenseParams, DenseSpec, column_sums, moments, norm_relu
+
+
+class Gradients(NamedTuple):
+    """What the backward pass of a block adds up, layer after layer. C = out_features, R = rows, wide: float32 or more."""
+
+    features: Float[Array, "b h w C"]  # dy * gain over the layers so far
+    mean_dy: Float[Array, " C"]  # scale * mean(dy) over the layers so far: the part that is put off
+    mean_dy_xhat: Float[Array, " C"]  # scale * mean(dy * x_hat), likewise
+    scale1: Float[Array, " R"]
+    bias1: Float[Array, " R"]
+    kernel: Float[Array, "R ..."]
+
+
+class Norm(NamedTuple):
+    """A layer's first normalisation over a prefix: `x_hat = (x - mean) * inverse`, `y = (x - mean) * gain + bias`."""
+
+    mean: Float[Array, " width"]
+    inverse: Float[Array, " width"]
+    gain: Float[Array, " width"]
+    bias: Float[Array, " width"]
+
+
+def _layer_rows(spec: DenseSpec, array, layer, width):
+    """The first `width` rows from where `layer` begins; those past the layer's own belong to later layers."""
+    return lax.dynamic_slice_in_dim(array, spec.offset(layer), width, axis=0)
+
+
+def _add_rows(spec: DenseSpec, array, update, layer):
+    """`array` with `update` added to the rows from where `layer` begins."""
+    current = _layer_rows(spec, array, layer, update.shape[0])
+    return lax.dynamic_update_slice_in_dim(array, current + update, spec.offset(layer), axis=0)
+
+
+def _prefix(features, width):
+    return lax.slice_in_dim(features, 0, width, axis=features.ndim - 1)
+
+
+def _norm(spec: DenseSpec, params: DenseParams, mean, var, layer, width) -> Norm:
+    inverse = lax.rsqrt(var[:width] + spec.epsilon)
+    own = jnp.arange(width) < spec.channels(layer)
+    gain = _layer_rows(spec, params.scale1, layer, width).astype(inverse.dtype) * inverse
+    bias = _layer_rows(spec, params.bias1, layer, width).astype(inverse.dtype)
+    return Norm(mean[:width], inverse, jnp.where(own, gain, 0), jnp.where(own, bias, 0))
+
+
+def _kernel(spec: DenseSpec, rows, layer, width):
+    kernel = _layer_rows(spec, rows, layer, width)
+    return jnp.moveaxis(kernel, 0, 2) if spec.bottleneck is None else kernel
+
+
+def convolve(spec: DenseSpec, params: DenseParams, rows, features, mean, var, layer, width):
+    """Output of the first convolution of `layer`, with its mean and variance."""
+    norm = _norm(spec, params, mean, var, layer, width)
+    hidden = norm_relu(_prefix(features, width), norm.mean, norm.gain, norm.bias)
+    out = (conv3x3 if spec.bottleneck is None else conv1x1)(hidden, _kernel(spec, rows, layer, width))
+    return out, moments(out)
+
+
+def convolve_backward(
+    spec: DenseSpec, params: DenseParams, rows, features, mean, var, layer, width, d_out, total: Gradients
+) -> Gradients:
+    """`total` with what `layer` adds to it, given the gradient of its first convolution's output."""
+    axes = tuple(range(features.ndim - 1))
+    wide = mean.dtype
+    norm = _norm(spec, params, mean, var, layer, width)
+    hidden = norm_relu(_prefix(features, width), norm.mean, norm.gain, norm.bias)
+    kernel = _kernel(spec, rows, layer, width)
+    if spec.bottleneck is None:
+        d_hidden, d_kernel = conv3x3_backward(hidden, kernel, d_out)
+        d_kernel = jnp.moveaxis(d_kernel, 2, 0).astype(wide)
+    else:
+        # In this order a library that wants a transposed operand copies the narrower one.
+        d_kernel = lax.dot_general(d_out, hidden, ((axes, axes), ((), ()))).T.astype(wide)
+        d_hidden = lax.dot_general(d_out, kernel.astype(d_out.dtype), (((d_out.ndim - 1,), (1,)), ((), ())))
+    dy = jnp.where(hidden > 0, d_hidden, jnp.zeros_like(d_hidden)).astype(wide)
+    sum_dy = column_sums(dy)
+    sum_dy_xhat = column_sums(dy * (_prefix(features, width).astype(wide) - norm.mean)) * norm.inverse
+    updated = _prefix(total.features, width) + dy * norm.gain
+    # Not the gain, which is zero for channels that are not the layer's: there the sums are zero too.
+    scale = _layer_rows(spec, params.scale1, layer, width).astype(wide) * (features.shape[-1] / features.size)
+    return Gradients(
+        lax.dynamic_update_slice_in_dim(total.features, updated, 0, axis=features.ndim - 1),
+        total.mean_dy.at[:width].add(scale * sum_dy),
+        total.mean_dy_xhat.at[:width].add(scale * sum_dy_xhat),
+        _add_rows(spec, total.scale1, sum_dy_xhat, layer),
+        _add_rows(spec, total.bias1, sum_dy, layer),
+        _add_rows(spec, total.kernel, d_kernel, layer),
+    )
+
+
+def normalise_backward_sums(z, d_hidden, mean, gain, bias):
+    """Per-channel sums of `dy` and `dy * (z - mean)`, where `dy` is `d_hidden` masked by the ReLU after the normalisation."""
+    dy = jnp.where(norm_relu(z, mean, gain, bias) > 0, d_hidden, jnp.zeros_like(d_hidden)).astype(mean.dtype)
+    return column_sums(dy), column_sums(dy * (z.astype(mean.dtype) - mean))

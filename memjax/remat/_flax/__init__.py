@@ -1,0 +1,1 @@
+"""`RNN` and `Chain` as Flax modules."""

@@ -1,0 +1,186 @@
+"""Flax NNX modules that train within a memory budget: `RNN` for `nnx.RNN`, `Chain` for `nnx.Sequential`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+from flax.nnx.nn.recurrent import flip_sequences
+from jaxtyping import Array
+
+from memjax.remat._chain.chain import chain
+from memjax.remat._chain.schedule import ChainSchedule
+from memjax.remat._flax.rnn import run_cell
+from memjax.remat._scan.scan import scan
+
+
+class RNN(nnx.RNN):
+    """`flax.nnx.RNN` whose backward pass keeps within a memory budget, by `memjax.remat.scan`.
+
+    Parameters, outputs and gradients are those of `nnx.RNN`, dropout masks included, and a checkpoint of one loads into
+    the other.
+
+    Args:
+      cell: any NNX cell, `(carry, x) -> (carry, y)`. Its `nnx.Param` variables are the same at every step; other state
+        (counts of random streams, running statistics) goes from step to step, and is kept with each stored carry.
+      slots, budget: memory for the backward pass, as for `memjax.remat.scan`: exactly one of them.
+      time_major, return_carry, reverse, keep_order, broadcast_rngs, rngs: as for `nnx.RNN`. `time_major=True` saves a copy
+        of the inputs.
+
+    Calling it takes `nnx.RNN`'s arguments. With `seq_lengths` and `return_carry` each carry holds the last valid one as
+    well, which takes twice the memory for it, where `nnx.RNN` stacks the carries of all steps.
+
+    Raises:
+      ValueError: both or neither of `slots` and `budget`; when called, what `memjax.remat.scan` raises, and a cell that
+        adds or removes variables.
+    """
+
+    def __init__(
+        self,
+        cell: nnx.RNNCellBase,
+        *,
+        slots: int | None = None,
+        budget: int | str | None = None,
+        time_major: bool = False,
+        return_carry: bool = False,
+        reverse: bool = False,
+        keep_order: bool = False,
+        broadcast_rngs: Any = None,
+        rngs: nnx.Rngs | bool = True,
+    ):
+        super().__init__(
+            cell,
+            time_major=time_major,
+            return_carry=return_carry,
+            reverse=reverse,
+            keep_order=keep_order,
+            broadcast_rngs=broadcast_rngs,
+            rngs=rngs,
+        )
+        if (slots is None) == (budget is None):
+            raise ValueError(f"give exactly one of slots and budget, got slots={slots!r} and budget={budget!r}")
+        self.slots, self.budget = slots, budget
+
+    def __call__(
+        self,
+        inputs: Array,
+        *,
+        initial_carry: Any = None,
+        seq_lengths: Array | None = None,
+        return_carry: bool | None = None,
+        time_major: bool | None = None,
+        reverse: bool | None = None,
+        keep_order: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | None = None,
+    ) -> Any:
+        rngs = self.rngs if rngs is None else rngs
+        return run_cell(
+            self._scan,
+            inputs,
+            initial_carry,
+            lambda shape: self.cell.initialize_carry(shape, rngs.carry.fork() if isinstance(rngs, nnx.Rngs) else rngs),
+            self.cell.num_feature_axes,
+            seq_lengths,
+            flip_sequences,
+            return_carry=self.return_carry if return_carry is None else return_carry,
+            time_major=self.time_major if time_major is None else time_major,
+            reverse=self.reverse if reverse is None else reverse,
+            keep_order=self.keep_order if keep_order is None else keep_order,
+        )
+
+    def _scan(self, wrap: Callable[..., Any], carry: Any, xs: Any, reverse: bool) -> tuple[Any, Any]:
+        """Scan `wrap(cell)` over `xs`, the cell's state going along."""
+        fixed = nnx.Any(nnx.Param, nnx.RngKey, nnx.All(nnx.RngState, self.broadcast_rngs))
+
+        @nnx.split_rngs(splits=1, only=self.broadcast_rngs, squeeze=True)
+        def run(cell, carry):
+            graph, constant, state = nnx.split(cell, fixed, ...)  # type: ignore[misc]
+
+            def step(carry, x):
+                state, inner = carry
+                copy = nnx.merge(graph, constant, state, copy=True)
+                inner, y = wrap(copy)(inner, x)
+                after, _, state = nnx.split(copy, fixed, ...)  # type: ignore[misc]
+                if after != graph:
+                    raise ValueError("cell must not add or remove variables while it runs; create them beforehand")
+                return (state, inner), y
+
+            (state, carry), ys = scan(step, (state, carry), xs, slots=self.slots, budget=self.budget, reverse=reverse)
+            nnx.update(cell, state)
+            return carry, ys
+
+        return run(self.cell, carry)
+
+
+class Chain(nnx.Sequential):
+    """`flax.nnx.Sequential` whose backward pass keeps within a memory budget, by `memjax.remat.chain`.
+
+    Each layer is one block of the chain: what it keeps is decided for it as a whole, so a layer should be a residual or
+    transformer block rather than a single operation. Parameters, outputs and gradients are those of `nnx.Sequential`,
+    running statistics and dropout included, and a checkpoint of one loads into the other.
+
+    Args:
+      *layers: modules and functions, each called with the output of the one before: a tuple as its arguments, a dict as
+        its keyword arguments, anything else as its one argument.
+      budget, schedule: as for `memjax.remat.chain`; exactly one of them.
+
+    Raises:
+      ValueError: both or neither of `budget` and `schedule`; when called, layers that share state other than parameters,
+        and what `memjax.remat.chain` raises.
+    """
+
+    def __init__(
+        self,
+        *layers: Callable[..., Any],
+        budget: int | str | None = None,
+        schedule: ChainSchedule | None = None,
+    ):
+        super().__init__(*layers)
+        if (budget is None) == (schedule is None):
+            raise ValueError(
+                f"give exactly one of budget and schedule, got budget={budget!r} and schedule={schedule!r}"
+            )
+        self.budget, self.schedule = budget, schedule
+
+    def __call__(self, *args: Any) -> Any:  # type: ignore[override]
+        known: dict[Any, Callable[..., Any]] = {}
+        blocks, params = [], []
+        for layer in self.layers:
+            graph, *state = nnx.split(layer, nnx.Param, ...) if isinstance(layer, nnx.Module) else (layer, {}, {})
+            blocks.append(known.setdefault(graph, _block(graph)))
+            params.append(tuple(state))
+        alone = sum(len(jax.tree.leaves(rest)) for _, rest in params)
+        if alone != len(jax.tree.leaves(_rest(self))):
+            raise ValueError(
+                "layers share state other than parameters; give each its own (nnx.Rngs.fork makes streams)"
+            )
+        x, found = chain(blocks, params, args, budget=self.budget, schedule=self.schedule, has_aux=True)
+        for layer, rest in zip(self.layers, found, strict=True):
+            if isinstance(layer, nnx.Module):
+                nnx.update(layer, rest)
+        return x
+
+
+def _block(graph: Any) -> Callable[..., Any]:
+    """One layer as `(params, x) -> (y, state afterwards)`; `graph` describes a module, or is a function."""
+
+    def block(params, x):
+        layer = nnx.merge(graph, *params, copy=True) if isinstance(graph, nnx.GraphDef) else graph
+        y = call(layer, x)
+        return y, _rest(layer) if isinstance(layer, nnx.Module) else {}
+
+    return block
+
+
+def _rest(module: nnx.Module) -> Any:
+    """All state but parameters."""
+    return nnx.state(module, nnx.Not(nnx.Param))
+
+
+def call(layer: Callable[..., Any], x: Any) -> Any:
+    """How `Sequential` hands on what the layer before gave."""
+    if isinstance(x, tuple):
+        return layer(*x)
+    return layer(**x) if isinstance(x, Mapping) else layer(x)

@@ -1,0 +1,1 @@
+"""`scan` and `schedule`: equal steps within a memory budget."""

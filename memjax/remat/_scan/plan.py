@@ -1,0 +1,179 @@
+"""What a scan executes: blocks of steps, in slots by a table of moves, or in nested loops.
+
+A scan of `length` steps is cut into blocks of `block` steps and a last part, the tail, whose residuals are kept from
+the forward pass on (nested loops can do without). Either a `Schedule` over the blocks (the tail being its last one)
+says what to keep, or `levels` do: (n, r, ...) means n parts of r parts of ... of one block.
+"""
+
+from __future__ import annotations
+
+import array
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from memjax.remat._scan.schedule import CORE, Schedule
+
+
+class Moves(NamedTuple):
+    """A schedule as an executor wants it: columns of constant tables, which name rows of the slots.
+
+    The first pass runs the blocks in their order. Then they are backpropagated from the last on; before each, the
+    blocks from some kept state up to it may run again. What nobody reads goes to the rows after the slots, so that
+    every move is alike. Residuals have rows in schedules that may keep some: there a block that has to run again right
+    before its backpropagation is one move more, which leaves its residuals after the slots.
+
+    Attributes:
+      stored: (blocks,) row for the state before each block of the first pass.
+      kept: (blocks,) row for the residuals of each block of the first pass.
+      ahead: (moves,) what runs again, one block a move: row for the state after it.
+      ahead_kept: (moves,) row for its residuals.
+      turns: (blocks,) in the order of the backward pass: moves ahead of a block's backpropagation.
+      source: (blocks,) row of the state that they start from.
+      residuals: (blocks,) row of the block's residuals.
+    """
+
+    stored: np.ndarray
+    kept: np.ndarray
+    ahead: np.ndarray
+    ahead_kept: np.ndarray
+    turns: np.ndarray
+    source: np.ndarray
+    residuals: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """See the module's docstring. Exactly one of `schedule` and `levels` is given, or neither if all is tail."""
+
+    length: int
+    block: int
+    tail: int
+    schedule: Schedule | None = None
+    levels: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        if self.schedule is not None:
+            what = f"{self.schedule.strategy} schedule of {self.schedule.length} blocks in {self.schedule.slots} slots"
+        elif self.levels:
+            what = " x ".join(map(str, self.levels)) + " blocks in nested loops"
+        else:
+            what = "everything kept"
+        return f"{what}, blocks of {self.block}" + (f", the last of {self.tail}" if self.tail else "")
+
+    @property
+    def blocks(self) -> int:
+        """Blocks before the tail."""
+        return (self.length - self.tail) // self.block
+
+    @property
+    def rows(self) -> int:
+        """Rows of the slots. What nobody reads goes to a row after them."""
+        if self.schedule is not None:
+            return self.schedule.peak_slots
+        return self.levels[0] if self.levels else 0
+
+    @property
+    def keeps_residuals(self) -> bool:
+        """Whether the table has rows for residuals."""
+        return self.schedule is not None and self.schedule.strategy != "hidden"
+
+    @property
+    def scrap(self) -> int:
+        """The row after the slots for residuals."""
+        assert self.schedule is not None
+        return _scrap(self.schedule)
+
+    @property
+    def tail_among_slots(self) -> bool:
+        """Whether the tail's residuals are where, once they are used up, those of other blocks go."""
+        return self.keeps_residuals and self.tail == self.block
+
+    @functools.cached_property
+    def moves(self) -> Moves:
+        """The schedule's tables."""
+        assert self.schedule is not None
+        return _moves(self.schedule)
+
+    @property
+    def forward_steps(self) -> int:
+        """Forward steps in all, the first pass included."""
+        if self.schedule is not None:
+            return (self.schedule.forward_steps - 1) * self.block + self.tail
+        # Each level but the first runs all but the last of its parts to find where they start; leaves run all.
+        again = self.blocks
+        above = self.levels[0] if self.levels else 0
+        for level in self.levels[1:]:
+            size = self.blocks // (above * level)
+            again += above * (level - 1) * size
+            above *= level
+        return self.length + again * self.block
+
+    def stored_bytes(self, carry: int, kept: int) -> int:
+        """Bytes kept for the backward pass: states of `carry` bytes, residuals of `kept` bytes per step.
+
+        The tail's residuals are gone before the first block's are made, so the larger of the two counts; unless the
+        latter have rows of their own from the start.
+        """
+        states = self.rows + 1 + sum(self.levels[1:])
+        working = max(self.tail, self.block if self.blocks else 0)
+        if self.keeps_residuals and not self.tail_among_slots:
+            working = self.block + self.tail
+        if self.schedule is not None and self.schedule.strategy == "internal":
+            working += (self.rows - 1) * self.block
+        return states * carry + working * kept
+
+
+def _scrap(plan: Schedule) -> int:
+    # With "internal" the unit of the working core is counted among the slots.
+    return plan.peak_slots - (1 if plan.strategy == "internal" else 0)
+
+
+def _moves(plan: Schedule) -> Moves:
+    """The schedule's actions as tables. Its slots, a stack of units, are the rows."""
+    # With "internal" the start is none of the slots, but takes the first row for states.
+    first = 1 if plan.strategy == "internal" else 0
+    spare, last = plan.peak_slots, plan.length - 1
+    scrap = _scrap(plan)
+    stored, kept = np.full(last, spare), np.full(last, scrap)
+    stored[:1] = 0
+    ahead, ahead_kept, back = array.array("i"), array.array("i"), array.array("i")
+    source, since, first_pass = 0, 0, True
+    for (kind, start, stop, slot), units in plan.with_units():
+        if kind == "load":
+            source = slot + first
+        elif kind == "advance" and not first_pass:
+            ahead.extend([spare] * (stop - start))
+            ahead_kept.extend([scrap] * (stop - start))
+        elif kind == "store":
+            if not first_pass:
+                ahead[-1] = slot + first
+            elif start < last:
+                stored[start] = slot + first
+        elif kind == "keep" and slot != CORE:
+            output = slot + units - 1 + first
+            if not first_pass:
+                ahead.append(output)
+                ahead_kept.append(slot)
+            else:
+                kept[start] = slot
+                if stop < last:
+                    stored[stop] = output
+        elif kind == "backward":
+            if start < last:
+                if slot == CORE and plan.strategy != "hidden":
+                    ahead.append(spare)
+                    ahead_kept.append(scrap)
+                back.extend((len(ahead) - since, source, scrap if slot == CORE else slot))
+            since, first_pass = len(ahead), False
+    columns = stored, kept, ahead, ahead_kept, *np.array(back, np.int32).reshape(-1, 3).T
+    return Moves(*map(_narrow, columns))
+
+
+def _narrow(column: Any) -> np.ndarray:
+    """As an array of the smallest sufficient type: tables are part of the program."""
+    values = np.asarray(column, np.int32)
+    largest = max(np.abs(values).max(initial=0), 1)
+    return values.astype(np.result_type(np.int8, np.min_scalar_type(-largest)))

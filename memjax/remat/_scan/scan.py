@@ -1,0 +1,237 @@
+"""`jax.lax.scan` whose backward pass keeps within a memory budget, at the least recomputation.
+
+Gruslys et al. 2016, "Memory-Efficient Backpropagation Through Time".
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from memjax._core import check
+from memjax._core.arrays import is_float, zeros
+from memjax._core.derivatives import differentiated_as, reverse_only
+from memjax._core.lists import Arrays, drop, merge, pick
+from memjax.remat._scan.blocks import Blocks
+from memjax.remat._scan.choose import check_budget, choose, exact
+from memjax.remat._scan.costs import Costs
+from memjax.remat._scan.execute import forward, pull_back
+from memjax.remat._scan.plan import Plan
+from memjax.remat._scan.schedule import Strategy
+from memjax.remat._scan.step import Backward, Step, as_arrays, trace_step
+
+_STRATEGIES = (None, "hidden", "internal", "mixed")
+_FORWARD_MODE = (
+    "memjax.remat.scan cannot be differentiated in forward mode (jax.jvp, jax.jacfwd, jax.linearize). Use "
+    "jax.lax.scan there (nnx.RNN, nn.RNN), which keeps nothing per step then; or reverse mode: jax.grad, jax.vjp, "
+    "jax.jacrev, and jax.jvp or jax.jacfwd of those"
+)
+
+
+def scan(
+    f: Callable[[Any, Any], tuple[Any, Any]],
+    init: Any,
+    xs: Any = None,
+    length: int | None = None,
+    *,
+    reverse: bool = False,
+    slots: int | None = None,
+    budget: int | str | None = None,
+    strategy: Strategy | None = None,
+    costs: Costs | None = None,
+) -> tuple[Any, Any]:
+    """`jax.lax.scan(f, init, xs, length, reverse=reverse)`, differentiated in reverse within a memory budget.
+
+    Args:
+      f: the step, `(carry, x) -> (carry, y)`, as for `jax.lax.scan`. What it closes over is differentiated too.
+      init: the first carry: a pytree of arrays of any shapes and dtypes, typed PRNG keys included.
+      xs: a pytree of arrays of shape (length, ...), or None.
+      length: the number of steps; needed where `xs` has no arrays.
+      reverse: run from the last row of `xs` to the first.
+      slots: memory in units of one carry, the first state's included: exactly the schedule
+        `memjax.remat.schedule(length, slots, strategy=strategy, internal_size=a)` runs, step by step, where a kept
+        internal state takes a = 1 + ceil(r / s) units: r bytes of a step's residuals, s bytes of a carry. What `f` hands
+        on unchanged is no part of the carry here: it is taken as closed over, and given back as it is.
+      budget: memory in bytes, or a text like "64MiB", or "min": the least possible. It counts all that is kept
+        for the backward pass beyond `xs`, `init`, what `f` closes over, and outputs: carries and residuals, those of
+        the step at work included. Of the plans that fit, the fastest by `costs` runs. Give exactly one of `slots` and
+        `budget`.
+      strategy: what `slots` may hold: "hidden" states, "internal" states (of which each takes one slot, whatever its size),
+        or both ("mixed"). None: "hidden" or "mixed", whichever is predicted to be faster, and "hidden" where residuals
+        cannot be cut into arrays like the carry's leaves.
+      costs: seconds to predict with, as `memjax.remat.profile` measures them; by default a rough model of the step.
+
+    Returns:
+      `(carry, ys)`, as `jax.lax.scan`.
+
+    Saved between forward and backward: `init`, `xs` and what `f` closes over, which exist anyhow, the slots, and the
+    residuals of the last steps. A step's residuals are the smallest set of values, r bytes, from which its backward
+    pass follows without repeating matrix products and the like; what depends on parameters alone is no part of them.
+
+    Memory: `jax.lax.scan` keeps length * r or more. Here `slots` carries and one step's residuals, (slots + 1) s + r;
+    or, by `budget`, blocks of L steps with the state before each: (length / L + 1) s + L r for one more forward pass,
+    and less than that for more passes. The step's own working memory and the gradients come on top.
+
+    Derivatives of the gradient exist (forward over reverse as well) and are those of `jax.lax.scan` over
+    `jax.checkpoint(f)`: they keep a few carries per step, whatever the budget.
+
+    Raises:
+      ValueError: both or neither of `slots` and `budget`; a budget that nothing fits (the message gives the least
+        possible and its cost); a `strategy`, `slots`, `length` or `budget` out of range; `xs` of different lengths, or
+        no length at all.
+      TypeError: what is no array in `init` or `xs`; a carry whose structure or type changes; forward-mode
+        differentiation (`jax.jvp`, `jax.jacfwd`, `jax.linearize`), for which `jax.lax.scan` keeps nothing per step
+        anyway.
+
+    Source: Gruslys et al. 2016, section 3.
+    """
+    check.function("f", f)
+    init, xs = as_arrays("init", init), as_arrays("xs", xs)
+    length = _length(xs, length)
+    if (slots is None) == (budget is None):
+        raise ValueError(f"give exactly one of slots and budget, got slots={slots!r} and budget={budget!r}")
+    check.choice("strategy", strategy, _STRATEGIES)
+    if slots is not None:
+        slots = check.integer("slots", slots, least=1, what="a number of carries")
+    if budget is not None:
+        budget = check.byte_count("budget", budget, words=("min",))
+    if costs is not None and not isinstance(costs, Costs):
+        raise check.fail(
+            TypeError, "costs", "a memjax.remat.Costs or None", costs, "memjax.remat.profile measures them"
+        )
+    init, xs = as_arrays("init", init), as_arrays("xs", xs)
+    if length == 0:
+        return lax.scan(f, init, xs, length, reverse=reverse)
+
+    step, init_leaves = trace_step(f, init, xs)
+    carry_tree, moving, constant = step.carry_tree, step.moving, drop(init_leaves, step.moving)
+    if constant:
+
+        def smaller(carry: Arrays, x: Any) -> tuple[Arrays, Any]:
+            carry, y = f(jax.tree.unflatten(carry_tree, merge(carry, constant, moving)), x)
+            return pick(jax.tree.leaves(carry), moving), y
+
+        step, init_leaves = trace_step(smaller, pick(init_leaves, moving), xs)
+    xs_leaves = [jnp.asarray(x) for x in jax.tree.leaves(xs)]
+    room = 0
+    if slots is None:
+        everything = Backward(step, [is_float(jax.typeof(c)) for c in step.consts], [is_float(x) for x in step.x])
+        room = check_budget(budget, length, step.carry_nbytes, everything.kept_nbytes)
+
+    def plan(backward: Backward) -> Plan:
+        if slots is not None:
+            return exact(length, slots, strategy, step, backward, costs)
+        return choose(length, room, step, backward, costs)
+
+    groups = (step.consts, init_leaves, xs_leaves)
+    guarded = [[reverse_only(value, _FORWARD_MODE) for value in group] for group in groups]
+    try:
+        carry, ys = _differentiable(step, plan, length, reverse)(*guarded)
+    except TypeError as error:  # jax.vmap of jax.jvp meets the custom rule before the guard
+        if "forward-mode" not in str(error):
+            raise
+        raise TypeError(_FORWARD_MODE) from error
+    return jax.tree.unflatten(carry_tree, merge(carry, constant, moving)), jax.tree.unflatten(step.y_tree, ys)
+
+
+def _differentiable(step: Step, plan: Callable[[Backward], Plan], length: int, reverse: bool) -> Callable[..., Any]:
+    """The scan as a function of (consts, init, xs), flat, with a backward pass that keeps what `plan` says."""
+
+    def plain(body, consts, init, xs):
+        return lax.scan(lambda carry, x: body(consts, carry, x), init, xs, length, reverse=reverse)
+
+    step_again = jax.checkpoint(step.run)
+
+    @jax.custom_vjp
+    def run(consts, init, xs):
+        return plain(step.run, consts, init, xs)
+
+    def run_forward(consts, init, xs):
+        chosen = _Chosen(step, plan, _differentiated(consts), _differentiated(xs))
+        # jax.linearize hands Python numbers on as they are.
+        values = [[jnp.asarray(argument.value) for argument in group] for group in (consts, init, xs)]
+
+        def fast(consts, init, xs):
+            carry, ys, saved = forward(chosen.plan, Blocks(step, consts, xs, length, reverse), chosen.backward, init)
+            return (carry, ys), saved
+
+        out, saved = differentiated_as(functools.partial(plain, step_again), fast)(*values)
+        return out, (chosen, values, saved)
+
+    def run_backward(residuals, cotangents):
+        chosen, values, saved = residuals
+        backward, wrt = chosen.backward, chosen.wrt
+        n_carry = len(step.carry)
+        ct_carry = [_instantiate(ct) for ct in pick(cotangents[0], backward.wrt_carry)]
+        ct_ys = [None if _is_zero(ct) else ct for ct in pick(cotangents[1], backward.out_float[n_carry:])]
+
+        def fast(values, saved, ct_carry, ct_ys):
+            consts, _, xs = values
+            blocks = Blocks(step, consts, xs, length, reverse)
+            return pull_back(chosen.plan, blocks, backward, saved, ct_carry, ct_ys), ()
+
+        def reference(values, saved, ct_carry, ct_ys):
+            def floats(*chosen_values):
+                full = [merge(c, drop(v, m), m) for c, v, m in zip(chosen_values, values, wrt, strict=True)]
+                carry, ys = plain(step_again, *full)
+                wanted = [ct is not None for ct in ct_ys]
+                return pick(carry, backward.wrt_carry), pick(pick(ys, backward.out_float[n_carry:]), wanted)
+
+            _, vjp = jax.vjp(floats, *map(pick, values, wrt))
+            return vjp((ct_carry, [ct for ct in ct_ys if ct is not None]))
+
+        cts, _ = differentiated_as(reference, fast)(values, saved, ct_carry, ct_ys)
+        return tuple(merge(ct, [None] * (len(mask) - sum(mask)), mask) for ct, mask in zip(cts, wrt, strict=True))
+
+    run.defvjp(run_forward, run_backward, symbolic_zeros=True)
+    return run
+
+
+@jax.tree_util.register_static
+class _Chosen:
+    """What a gradient is asked for, and how to get it; static, to go from the forward to the backward rule."""
+
+    def __init__(self, step: Step, plan: Callable[[Backward], Plan], consts: list[bool], xs: list[bool]):
+        self.key = (id(step), tuple(consts), tuple(xs))
+        self.backward = Backward(step, consts, xs)
+        self.plan = plan(self.backward)
+        self.wrt = (self.backward.wrt_consts, self.backward.wrt_carry, self.backward.wrt_x)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Chosen) and self.key == other.key
+
+
+def _differentiated(arguments: list[Any]) -> list[bool]:
+    return [argument.perturbed and is_float(jax.typeof(argument.value)) for argument in arguments]
+
+
+def _is_zero(ct: Any) -> bool:
+    return isinstance(ct, jax.custom_derivatives.SymbolicZero)
+
+
+def _instantiate(ct: Any) -> Any:
+    return zeros(ct.aval) if _is_zero(ct) else ct
+
+
+def _length(xs: Any, length: int | None) -> int:
+    lengths = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(xs):
+        if not jnp.ndim(leaf):
+            raise ValueError(f"xs{jax.tree_util.keystr(path)} has no axis to scan over: it is a scalar")
+        lengths[f"xs{jax.tree_util.keystr(path)}"] = jnp.shape(leaf)[0]
+    if length is not None:
+        lengths["length"] = check.integer("length", length, least=0, what="a number of steps")
+    if not lengths:
+        raise ValueError("length must be given where xs has no arrays, got None")
+    if len(set(lengths.values())) > 1:
+        given = ", ".join(f"{name}: {n}" for name, n in lengths.items())
+        raise ValueError(f"xs and length must agree on the number of steps, got {given}")
+    return next(iter(lengths.values()))

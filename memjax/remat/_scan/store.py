@@ -1,0 +1,295 @@
+"""Where a table of moves keeps states and residuals: preallocated rows that are written in place.
+
+`Separate` has rows for states and rows for residuals. `Shared` has rows of one state's size, and puts residuals into
+as many of them as they need: memory that serves either, as the schedules of both kinds of states count it.
+
+All buffers are lists of arrays with the row as the first axis. Values are lists of arrays: a state, or the residuals
+of one block, each with the steps as its first axis.
+
+After the rows that the slots take there is room for one more state, or the residuals of one more block: of what is
+never read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from memjax._core.arrays import zeros
+from memjax._core.compat import varying
+from memjax._core.jaxpr import nbytes
+from memjax._core.lists import Arrays
+from memjax.remat._scan.blocks import at, put
+
+
+class Separate:
+    """Rows for `rows` states and one more, and `residuals` rows for residuals, the last for what is never read."""
+
+    def __init__(self, carry: Sequence[Any], kept: Sequence[Any], block: int, rows: int, residuals: int):
+        self.carry, self.kept_types, self.block = list(carry), list(kept), block
+        self.rows, self.residuals = rows, residuals
+
+    def new(self, init: Arrays) -> Arrays:
+        """Buffers, with `init` for every state."""
+        states = [jnp.broadcast_to(leaf, (self.rows + 1, *leaf.shape)) for leaf in init]
+        if not self.residuals:
+            return states
+        return states + [zeros(aval, (self.residuals, self.block)) for aval in self.kept_types]
+
+    def put_state(self, buffers: Arrays, row: Any, state: Arrays) -> Arrays:
+        n = len(self.carry)
+        return [*map(put, buffers[:n], state, [row] * n), *buffers[n:]]
+
+    def state(self, buffers: Arrays, row: Any) -> Arrays:
+        return [at(buffer, row) for buffer in buffers[: len(self.carry)]]
+
+    def put_kept(self, buffers: Arrays, row: Any, kept: Arrays) -> Arrays:
+        n = len(self.carry)
+        return [*buffers[:n], *map(put, buffers[n:], kept, [row] * len(kept))]
+
+    def kept(self, buffers: Arrays, row: Any) -> Arrays:
+        return [at(buffer, row) for buffer in buffers[len(self.carry) :]]
+
+
+class Shared:
+    """Rows that hold one state each, or a part of a block's residuals.
+
+    Where every residual is made of pieces that look like a leaf of the carry (the sum going into the gates of an LSTM:
+    four hidden states side by side), the rows keep the carry's types, and with them its sharding. Otherwise they hold
+    words of 32 bits, residuals of 2 and 4 bits packed.
+    """
+
+    def __init__(self, carry: Sequence[Any], kept: Sequence[Any], block: int, rows: int):
+        self.rows, self.block = rows, block
+        self.layout: _Pieces | _Words = _Words(carry, kept, block)
+        pieces = _Pieces.fit(carry, kept, block)
+        if pieces is not None and pieces.rows <= self.layout.rows:
+            self.layout = pieces
+
+    @property
+    def rows_of_kept(self) -> int:
+        """Rows that the residuals of one block take."""
+        return self.layout.rows
+
+    @property
+    def keeps_types(self) -> bool:
+        """Whether rows look like the carry."""
+        return isinstance(self.layout, _Pieces)
+
+    def new(self, init: Arrays) -> Arrays:
+        rows = self.rows + self.rows_of_kept
+        return [jnp.broadcast_to(cell, (rows, *cell.shape)) for cell in self.layout.cells(init)]
+
+    def put_state(self, buffers: Arrays, row: Any, state: Arrays) -> Arrays:
+        return [put(buffer, cell, row) for buffer, cell in zip(buffers, self.layout.cells(state), strict=True)]
+
+    def state(self, buffers: Arrays, row: Any) -> Arrays:
+        return self.layout.state([at(buffer, row) for buffer in buffers])
+
+    def put_kept(self, buffers: Arrays, row: Any, kept: Arrays) -> Arrays:
+        return self.layout.put_kept(buffers, row, kept)
+
+    def kept(self, buffers: Arrays, row: Any) -> Arrays:
+        return self.layout.kept([lax.dynamic_slice_in_dim(buffer, row, self.layout.rows, 0) for buffer in buffers])
+
+
+class _Place(NamedTuple):
+    """A residual as `pieces` pieces side by side along the last axis of each step, from `first` on in its group."""
+
+    group: int
+    first: int
+    pieces: int
+
+
+class _Pieces:
+    """A buffer for every leaf of the carry; leaves that look the same form a group, whose pieces go to any of them."""
+
+    def __init__(self, groups: list[list[int]], places: list[_Place], block: int):
+        self.groups, self.places, self.block = groups, places, block
+        totals = [sum(block * place.pieces for place in places if place.group == i) for i in range(len(groups))]
+        self.rows = max([1, *(-(-total // len(leaves)) for total, leaves in zip(totals, groups, strict=True))])
+
+    @classmethod
+    def fit(cls, carry: Sequence[Any], kept: Sequence[Any], block: int) -> _Pieces | None:
+        """The layout, or None where some residual is not made of pieces like the carry's leaves."""
+        looks = [_looks(aval) for aval in carry]
+        kinds = list(dict.fromkeys(looks))
+        totals = [0] * len(kinds)
+        places = []
+        for aval in kept:
+            found = ((group, _pieces(_looks(aval), kind)) for group, kind in enumerate(kinds))
+            group, pieces = next((pair for pair in found if pair[1]), (0, 0))
+            if not pieces:
+                return None
+            places.append(_Place(group, totals[group], pieces))
+            totals[group] += block * pieces
+        groups = [[i for i, look in enumerate(looks) if look == kind] for kind in kinds]
+        return cls(groups, places, block)
+
+    def cells(self, state: Arrays) -> Arrays:
+        return state
+
+    def state(self, cells: Arrays) -> Arrays:
+        return cells
+
+    def put_kept(self, buffers: Arrays, row: Any, kept: Arrays) -> Arrays:
+        """Each piece by itself: laid together first, they would be copied once more."""
+        buffers = list(buffers)
+        for place, leaf in zip(self.places, kept, strict=True):
+            parts = jnp.split(leaf, place.pieces, axis=-1) if place.pieces > 1 else [leaf]
+            for turn, part in enumerate(parts):
+                done = 0
+                for buffer, first, stop in self._rows(place, turn):
+                    here = part[done : done + stop - first]
+                    buffers[buffer] = lax.dynamic_update_slice_in_dim(buffers[buffer], here, row + first, 0)
+                    done += stop - first
+        return buffers
+
+    def kept(self, cells: Arrays) -> Arrays:
+        kept = []
+        for place in self.places:
+            parts = []
+            for turn in range(place.pieces):
+                found = [cells[buffer][first:stop] for buffer, first, stop in self._rows(place, turn)]
+                parts.append(jnp.concatenate(found) if len(found) > 1 else found[0])
+            kept.append(jnp.concatenate(parts, -1) if len(parts) > 1 else parts[0])
+        return kept
+
+    def _rows(self, place: _Place, turn: int) -> Iterator[tuple[int, int, int]]:
+        """(leaf of the carry, first row, row after the last) for the steps of one piece, the group's rows end to end."""
+        start = place.first + turn * self.block
+        for i, leaf in enumerate(self.groups[place.group]):
+            low = max(start - i * self.rows, 0)
+            high = min(start + self.block - i * self.rows, self.rows)
+            if low < high:
+                yield leaf, low, high
+
+
+def _looks(aval: Any) -> tuple[Any, ...]:
+    return aval.shape, aval.dtype, varying(aval)
+
+
+def _pieces(whole: tuple[Any, ...], piece: tuple[Any, ...]) -> int:
+    """How many of `piece` side by side look like `whole`; 0 if it cannot be cut so."""
+    if whole == piece:
+        return 1
+    (shape, *rest), (part, *other) = whole, piece
+    if rest != other or len(shape) != len(part) or shape[:-1] != part[:-1] or 0 in (*shape, *part):
+        return 0
+    return 0 if shape[-1] % part[-1] else shape[-1] // part[-1]
+
+
+class _Leaf(NamedTuple):
+    """The type of an array, and the mesh axes of a surrounding `shard_map` that its values differ along."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    varying: frozenset[str]
+
+
+class _Words:
+    """Buffers of 32-bit words: a state in a row, residuals laid end to end.
+
+    Inside `shard_map` each set of mesh axes that values vary over has a buffer of its own, as a value cannot be made to
+    vary over fewer. Where the carry has nothing of such a set, its buffer is as wide as residuals need it, beyond the slots.
+    """
+
+    def __init__(self, carry: Sequence[Any], kept: Sequence[Any], block: int):
+        self.carry = [_Leaf(aval.shape, aval.dtype, varying(aval)) for aval in carry]
+        self.kept_types = [_Leaf((block, *aval.shape), aval.dtype, varying(aval)) for aval in kept]
+        kinds = sorted({leaf.varying for leaf in (*self.carry, *self.kept_types)}, key=sorted)
+        self.kinds = kinds or [frozenset[str]()]
+        states = [self._words(self.carry, kind) for kind in self.kinds]
+        residuals = [self._words(self.kept_types, kind) for kind in self.kinds]
+        self.rows = max(-(-sum(residuals) // max(sum(states), 1)), 1)
+        needed = [-(-words // self.rows) for words in residuals]
+        self.widths = [max(pair) for pair in zip(states, needed, strict=True)]
+
+    @staticmethod
+    def _words(leaves: Sequence[_Leaf], kind: frozenset[str]) -> int:
+        return sum(_count(leaf) for leaf in leaves if leaf.varying == kind)
+
+    def cells(self, state: Arrays) -> Arrays:
+        return self._to_words(state, self.carry, 1)
+
+    def state(self, cells: Arrays) -> Arrays:
+        return self._from_words(cells, self.carry)
+
+    def put_kept(self, buffers: Arrays, row: Any, kept: Arrays) -> Arrays:
+        words = self._to_words(kept, self.kept_types, self.rows)
+        words = [flat.reshape(self.rows, width) for flat, width in zip(words, self.widths, strict=True)]
+        return [
+            lax.dynamic_update_slice_in_dim(buffer, new, row, 0) for buffer, new in zip(buffers, words, strict=True)
+        ]
+
+    def kept(self, cells: Arrays) -> Arrays:
+        return self._from_words([cell.reshape(-1) for cell in cells], self.kept_types)
+
+    def _to_words(self, leaves: Arrays, types: Sequence[_Leaf], rows: int) -> Arrays:
+        """One array of words for each kind."""
+        found = []
+        for kind, width in zip(self.kinds, self.widths, strict=True):
+            words = [_leaf_to_words(leaf) for leaf, type_ in zip(leaves, types, strict=True) if type_.varying == kind]
+            room = jnp.zeros(rows * width - sum(map(len, words)), jnp.uint32)
+            found.append(jnp.concatenate([*words, lax.pcast(room, tuple(kind), to="varying") if kind else room]))
+        return found
+
+    def _from_words(self, words: Arrays, types: Sequence[_Leaf]) -> Arrays:
+        start = [0] * len(self.kinds)
+        found = []
+        for leaf in types:
+            kind = self.kinds.index(leaf.varying)
+            stop = start[kind] + _count(leaf)
+            found.append(_leaf_from_words(words[kind][start[kind] : stop], leaf.shape, leaf.dtype))
+            start[kind] = stop
+        return found
+
+
+def _count(aval: Any) -> int:
+    """Words of an array, the last one padded."""
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return -(-nbytes(aval) // 4)
+    return -(-math.prod(aval.shape) * jax.dtypes.itemsize_bits(_stored(aval.dtype)) // 32)
+
+
+def _stored(dtype: Any) -> Any:
+    """The type whose bits are kept."""
+    return np.dtype(np.uint8) if jnp.issubdtype(dtype, bool) else dtype
+
+
+def _leaf_to_words(leaf: Any) -> Any:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(leaf).reshape(-1)
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        leaf = jnp.stack([leaf.real, leaf.imag])
+    leaf = leaf.astype(_stored(leaf.dtype))
+    flat, bits = leaf.reshape(-1), jax.dtypes.itemsize_bits(leaf.dtype)
+    if bits < 32:
+        per_word = 32 // bits
+        flat = jnp.pad(flat, (0, -flat.size % per_word)).reshape(-1, per_word)
+    return lax.bitcast_convert_type(flat, jnp.uint32).reshape(-1)
+
+
+def _leaf_from_words(words: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        found = []
+
+        def ask(key):  # what kind of key it is can only be asked of an array
+            found.append(jax.random.key_impl(key))
+            return jax.random.key_data(key)
+
+        data = jax.eval_shape(ask, jax.ShapeDtypeStruct(shape, dtype))
+        return jax.random.wrap_key_data(words.reshape(data.shape), impl=found[0])
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return lax.complex(*_leaf_from_words(words, (2, *shape), jnp.finfo(dtype).dtype))
+    stored = _stored(dtype)
+    if jax.dtypes.itemsize_bits(stored) == 64:
+        words = words.reshape(-1, 2)
+    flat = lax.bitcast_convert_type(words, stored).reshape(-1)
+    return flat[: math.prod(shape)].reshape(shape).astype(dtype)
