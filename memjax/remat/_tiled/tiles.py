@@ -147,8 +147,9 @@ class Tiles:
 
     def _start(self, aval: Any, axis: int | None) -> Any:
         """What results are written into, or sums begin with."""
-        if axis is None and self._sum_dtype is not None and is_float(aval):
-            aval = aval.update(dtype=jnp.promote_types(aval.dtype, self._sum_dtype))
+        if axis is None and self._sum_dtype is not None and jnp.issubdtype(aval.dtype, jnp.floating):
+            if jnp.finfo(self._sum_dtype).bits > jnp.finfo(aval.dtype).bits:
+                aval = aval.update(dtype=self._sum_dtype)
         return zeros(aval)
 
 
