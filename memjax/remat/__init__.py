@@ -1,6 +1,7 @@
 """Rematerialisation: keep little between forward and backward, recompute the rest.
 
 tiled                 a function of sequences that runs tile by tile in both passes
+attention_in_groups   attention of a layer, one group of heads at a time in both passes
 checkpoint            a function or Flax module that keeps its inputs and named values, and recomputes the rest
 policies              which named values a checkpoint saves on the device or offloads to the host
 UnmatchedNameWarning  a policy names values that the function does not have
@@ -37,6 +38,7 @@ from memjax.remat._scan.costs import Costs
 from memjax.remat._scan.profile import profile
 from memjax.remat._scan.scan import scan
 from memjax.remat._scan.schedule import Action, Schedule, schedule
+from memjax.remat._tiled.heads import attention_in_groups
 from memjax.remat._tiled.tiled import tiled
 from memjax.remat.dense_block import DenseBlock, dense_block
 
@@ -53,6 +55,7 @@ __all__ = [
     "DenseStatistics",
     "Schedule",
     "UnmatchedNameWarning",
+    "attention_in_groups",
     "chain",
     "chain_costs",
     "chain_schedule",

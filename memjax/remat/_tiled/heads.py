@@ -1,0 +1,207 @@
+"""Attention of one layer in groups of heads, projections included, so that one group's arrays exist at a time.
+
+UPipe (Ghadia et al. 2026, "Untied Ulysses") takes heads in groups over several GPUs; here it is one GPU, or any attention
+that works head by head, over several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Shaped
+
+from memjax._core import check
+from memjax._core.arrays import is_float, vary, varying_axes, zeros
+from memjax._core.barriers import barrier
+from memjax._core.closures import Hoisted
+from memjax._core.derivatives import reverse_only
+from memjax._core.lists import Arrays, drop, merge, pick
+from memjax.remat._tiled.tiled import tiled
+
+Attend = Callable[[Array, Array, Array], Array]
+
+_FORWARD_MODE = (
+    "memjax.remat.attention_in_groups cannot be differentiated in forward mode (jax.jvp, jax.jacfwd, jax.linearize): use "
+    "reverse mode there (jax.grad, jax.vjp, jax.jacrev), or attention without it"
+)
+
+
+def attention_in_groups(
+    x: Float[Array, "B T D"],
+    query: Float[Array, "D N H"],
+    key: Float[Array, "D K H"],
+    value: Float[Array, "D K H"],
+    out: Float[Array, "N H D"],
+    *,
+    groups: int | None = None,
+    tile: int | None = None,
+    norm: Callable[[Array], Array] | None = None,
+    rotary: Callable[[Array, Array], Array] | None = None,
+    positions: Shaped[Array, T] | Shaped[Array, "B T"] | None = None,
+    attend: Attend | None = None,
+) -> Float[Array, "B T D"]:
+    """`x` plus multi-head attention to it, computed for one group of heads after the other in both passes.
+
+    x + sum over groups of attend(rotary(h query), rotary(h key), h value) out, with h = norm(x). Queries, keys, values and
+    outputs exist for one group at a time, and what leads to them for one tile of positions at a time (`tiled`).
+
+    Args:
+      x: B sequences of T positions.
+      query, key, value, out: kernels of N query heads and K heads of keys and values, H features each; N is a multiple of K.
+        Their shapes are those of `nnx.MultiHeadAttention`.
+      groups: in how many groups the heads are taken, a divisor of K. None: K.
+      tile: positions per tile of projections; see `tiled`.
+      norm: applied to x before the projections. What it closes over (a scale) is differentiated.
+      rotary: applied to queries and keys of shape (B, t, heads, H), with the positions of the tile, of shape (t,) or (B, t).
+      positions: what `rotary` is given. None: 0 to T - 1; over a ring pass those of `memjax.shard.positions`.
+      attend: attention of queries (B, T, N / groups, H) to keys and values (B, T, K / groups, H). None: causal, by
+        `jax.nn.dot_product_attention`, with cuDNN on a GPU where it can. For windows, segments, or over a ring:
+        `functools.partial(memjax.shard.metp_attention, ...)`.
+
+    Returns:
+      an array like x.
+
+    Saved between forward and backward: x alone, and the kernels. Memory beside x, the cotangent of the result and the
+    gradient of x, in the backward pass: one group's queries, outputs and their cotangents, 4 B T N H / groups values, keys and
+    values and theirs, 4 B T K H / groups, and the work of `attend`. Time: one more forward pass.
+
+    Raises:
+      ValueError: kernels that do not fit x or each other, or `groups` that does not divide K.
+      TypeError: an argument of the wrong kind; forward-mode differentiation.
+
+    Source: Ghadia et al. 2026, "Untied Ulysses: Memory-Efficient Context Parallelism via Headwise Chunking".
+    """
+    groups = _checked(x, query, key, value, out, groups)
+    for name, f in (("norm", norm), ("rotary", rotary), ("attend", attend)):
+        if f is not None:
+            check.function(name, f)
+    if positions is None:
+        positions = jnp.arange(x.shape[1], dtype=jnp.int32)
+    if positions.shape not in (x.shape[1:2], x.shape[:2]):
+        raise check.fail(ValueError, "positions", f"of shape {x.shape[1:2]} or {x.shape[:2]}", positions)
+    x, positions = vary((x, lax.stop_gradient(positions)), varying_axes(x, positions))
+    in_groups = lambda kernel, axis: jnp.moveaxis(
+        kernel.reshape(*kernel.shape[:axis], groups, -1, *kernel.shape[axis + 1 :]), axis, 0
+    )
+    kernels = vary([*(in_groups(kernel, 1) for kernel in (query, key, value)), in_groups(out, 0)], varying_axes(x))
+    layer = _Layer(norm, rotary, _causal if attend is None else attend, tile, kernels, x, positions)
+    guarded = [reverse_only(leaf, _FORWARD_MODE) for leaf in (*vary(layer.constants, varying_axes(x)), *kernels, x)]
+    n = len(layer.constants)
+    return layer(guarded[:n], guarded[n:-1], guarded[-1], positions)
+
+
+class _Layer:
+    """The sum over groups, with its derivative.
+
+    Attributes:
+      constants: what the functions close over.
+    """
+
+    def __init__(
+        self,
+        norm: Callable[[Array], Array] | None,
+        rotary: Callable[[Array, Array], Array] | None,
+        attend: Attend,
+        tile: int | None,
+        kernels: Arrays,
+        x: Array,
+        positions: Array,
+    ):
+        self._tile, self._positions_axis = tile, positions.ndim - 1
+
+        def project(query, key, value, x, positions):
+            h = x if norm is None else norm(x)
+            q, k, v = (jnp.einsum("btd,dnh->btnh", h, kernel.astype(h.dtype)) for kernel in (query, key, value))
+            return (q, k, v) if rotary is None else (rotary(q, positions), rotary(k, positions), v)
+
+        group = [jax.typeof(kernel).update(shape=kernel.shape[1:]) for kernel in kernels]
+        self._project = Hoisted(project, *group[:3], x, positions)
+        self._attend = Hoisted(attend, *jax.eval_shape(project, *group[:3], x, positions))
+        self.constants = [*self._project.constants, *self._attend.constants]
+        self._run = jax.custom_vjp(self._forward)
+        self._run.defvjp(self._keep, self._back)
+
+    def __call__(self, constants: Arrays, kernels: Arrays, x: Array, positions: Array) -> Array:
+        return self._run(constants, kernels, x, positions)
+
+    def _forward(self, constants: Arrays, kernels: Arrays, x: Array, positions: Array) -> Array:
+        def add(out, y, o):
+            return y + _outward(out, o, y.dtype)
+
+        def step(y, kernels):
+            o, _ = self._heads(constants, kernels[:3], x, positions)
+            return tiled(add, (None, 1, 1), 1, tile=self._tile)(kernels[3], y, o), None
+
+        return lax.scan(step, x, kernels)[0]
+
+    def _keep(self, constants: Arrays, kernels: Arrays, x: Array, positions: Array) -> tuple[Array, Any]:
+        return self._forward(constants, kernels, x, positions), (constants, kernels, x, positions)
+
+    def _back(self, kept: Any, dy: Array) -> tuple[Arrays, Arrays, Array, None]:
+        constants, kernels, x, positions = kept
+        dy, x = barrier([dy, x])
+        floats = [is_float(jax.typeof(value)) for value in constants]
+
+        def group(some, kernels, x):
+            o, x = self._heads(merge(some, drop(constants, floats), floats), kernels[:3], x, positions)
+            project = lambda out, o: _outward(out, o, x.dtype)
+            return tiled(project, (None, 1), 1, tile=self._tile)(kernels[3], o), x
+
+        def step(carry, kernels):
+            sums, dx = carry
+            _, pull = jax.vjp(group, pick(constants, floats), kernels, x)
+            # The second result is x, whose cotangent is the gradient of x so far: this group's is added to it in place.
+            d_constants, d_kernels, dx = pull((dy, dx))
+            return ([a + b for a, b in zip(sums, d_constants, strict=True)], dx), d_kernels
+
+        zero = [zeros(jax.typeof(value)) for value in pick(constants, floats)]
+        (sums, dx), d_kernels = lax.scan(step, (zero, dy), kernels)
+        return merge(sums, [None] * (len(constants) - len(sums)), floats), d_kernels, dx, None
+
+    def _heads(self, constants: Arrays, kernels: Arrays, x: Array, positions: Array) -> tuple[Array, Array]:
+        """One group's outputs, and x."""
+        n = len(self._project.constants)
+
+        def project(kernels, x, positions):
+            return (*self._project(constants[:n], *kernels, x, positions), x)
+
+        axes = (None, 1, self._positions_axis)
+        q, k, v, x = tiled(project, axes, 1, tile=self._tile)(kernels, x, positions)
+        return self._attend(constants[n:], q, k, v), x
+
+
+def _outward(out: Array, o: Array, dtype: Any) -> Array:
+    return jnp.einsum("btnh,nhd->btd", o, out.astype(o.dtype)).astype(dtype)
+
+
+def _causal(q: Array, k: Array, v: Array) -> Array:
+    fits = q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
+    implementation = "cudnn" if fits and jax.default_backend() == "gpu" else None
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+
+
+def _checked(x: Any, query: Any, key: Any, value: Any, out: Any, groups: Any) -> int:
+    """The number of groups. Raises ValueError or TypeError where arguments do not fit."""
+    check.array("x", x, ndim=3, floating=True)
+    for name, kernel in (("query", query), ("key", key), ("value", value), ("out", out)):
+        check.array(name, kernel, ndim=3, floating=True)
+    (dim, heads, features), kv_heads = query.shape, key.shape[1]
+    if dim != x.shape[2]:
+        raise check.fail(ValueError, "query", f"of shape ({x.shape[2]}, N, H), as x has {x.shape[2]} features", query)
+    if heads % kv_heads if kv_heads else True:
+        raise check.fail(ValueError, "key", f"of shape (D, K, H) with K a divisor of the {heads} query heads", key)
+    for name, kernel, shape in (
+        ("key", key, (dim, kv_heads, features)),
+        ("value", value, (dim, kv_heads, features)),
+        ("out", out, (heads, features, dim)),
+    ):
+        if kernel.shape != shape:
+            raise check.fail(ValueError, name, f"of shape {shape}, to fit x and query", kernel)
+    groups = kv_heads if groups is None else check.integer("groups", groups, least=1, what="a number of groups")
+    if kv_heads % groups:
+        raise check.fail(ValueError, "groups", f"a divisor of the {kv_heads} heads of keys and values", groups)
+    return groups
