@@ -11,7 +11,7 @@ from scan_cases import HIDDEN, MIXED, NEST, WAYS, arguments, close, loss, lstm_s
 
 from memjax.remat import Costs, scan, schedule
 from memjax.remat._scan.choose import choose, exact
-from memjax.remat._scan.step import Backward, trace_step
+from memjax.remat._scan.step import StepBackward, trace_step
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -98,7 +98,7 @@ def test_executes_the_schedule(strategy, slots):
         return scan(cell, h, xs, **options)[0].sum()
 
     step, _ = trace_step(cell, jnp.ones(4), xs)
-    plan = exact(29, slots, strategy, step, Backward(step, [], [True]), None)
+    plan = exact(29, slots, strategy, step, StepBackward(step, [], [True]), None)
     assert plan.schedule == schedule(29, slots, strategy=strategy, internal_size=plan.schedule.internal_size)
     got = jax.jit(jax.grad(functools.partial(total, scan, slots=slots, strategy=strategy), (0, 1)))(jnp.ones(4), xs)
     jax.effects_barrier()

@@ -15,7 +15,7 @@ from memjax._core.arrays import is_float, zeros
 from memjax._core.lists import Arrays, pick
 from memjax.remat._scan.blocks import Blocks, Pull
 from memjax.remat._scan.costs import Costs
-from memjax.remat._scan.step import Backward, as_arrays, trace_step
+from memjax.remat._scan.step import StepBackward, as_arrays, trace_step
 from memjax.remat._scan.store import Separate
 
 _BLOCK = 8  # steps of a block whose residuals are kept
@@ -55,7 +55,7 @@ def profile(f: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any = None)
     if any(not jnp.ndim(leaf) or not len(leaf) for leaf in jax.tree.leaves(xs)):
         raise check.fail(ValueError, "xs", "arrays with at least one row", xs, "a few rows will do")
     step, carry = trace_step(f, init, xs)
-    backward = Backward(step, [is_float(jax.typeof(c)) for c in step.consts], [False] * len(step.x))
+    backward = StepBackward(step, [is_float(jax.typeof(c)) for c in step.consts], [False] * len(step.x))
     rows = [jnp.asarray(x) for x in jax.tree.leaves(xs)]
     ways = [_advance, _in_pairs, _in_turns, _one_by_one, _by_blocks]
 
@@ -88,11 +88,11 @@ def profile(f: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any = None)
     )
 
 
-def _advance(blocks: Blocks, backward: Backward, carry: Arrays, steps: int, count: Any) -> Any:
+def _advance(blocks: Blocks, backward: StepBackward, carry: Arrays, steps: int, count: Any) -> Any:
     return blocks.advance(carry, 0, steps)
 
 
-def _in_pairs(blocks: Blocks, backward: Backward, carry: Arrays, steps: int, count: Any) -> Any:
+def _in_pairs(blocks: Blocks, backward: StepBackward, carry: Arrays, steps: int, count: Any) -> Any:
     """A loop for every second step."""
 
     def body(carry, i):
@@ -101,7 +101,7 @@ def _in_pairs(blocks: Blocks, backward: Backward, carry: Arrays, steps: int, cou
     return lax.scan(body, carry, jnp.arange(steps // 2, dtype=jnp.int32))[0]
 
 
-def _in_turns(blocks: Blocks, backward: Backward, carry: Arrays, steps: int, count: Any) -> Any:
+def _in_turns(blocks: Blocks, backward: StepBackward, carry: Arrays, steps: int, count: Any) -> Any:
     """Through a loop whose number of turns the compiler does not know, every state going to a slot."""
     store = Separate(blocks.step.carry, backward.kept, 1, 3, 0)
 
@@ -113,15 +113,15 @@ def _in_turns(blocks: Blocks, backward: Backward, carry: Arrays, steps: int, cou
     return lax.fori_loop(0, count, turn, (carry, store.new(carry)))
 
 
-def _one_by_one(blocks: Blocks, backward: Backward, carry: Arrays, steps: int, count: Any) -> Any:
+def _one_by_one(blocks: Blocks, backward: StepBackward, carry: Arrays, steps: int, count: Any) -> Any:
     return _forward_and_back(blocks, backward, carry, steps, 1)
 
 
-def _by_blocks(blocks: Blocks, backward: Backward, carry: Arrays, steps: int, count: Any) -> Any:
+def _by_blocks(blocks: Blocks, backward: StepBackward, carry: Arrays, steps: int, count: Any) -> Any:
     return _forward_and_back(blocks, backward, carry, steps, _BLOCK)
 
 
-def _forward_and_back(blocks: Blocks, backward: Backward, carry: Arrays, steps: int, n: int) -> Any:
+def _forward_and_back(blocks: Blocks, backward: StepBackward, carry: Arrays, steps: int, n: int) -> Any:
     """Run and backpropagate `n` steps at a time, always forwards."""
     ct_ys = [zeros(aval, (blocks.length,)) for aval in pick(blocks.step.y, backward.out_float[len(carry) :])]
 

@@ -23,7 +23,7 @@ from memjax.remat._scan.costs import Costs
 from memjax.remat._scan.execute import forward, pull_back
 from memjax.remat._scan.plan import Plan
 from memjax.remat._scan.schedule import Strategy
-from memjax.remat._scan.step import Backward, Step, as_arrays, trace_step
+from memjax.remat._scan.step import Step, StepBackward, as_arrays, trace_step
 
 _STRATEGIES = (None, "hidden", "internal", "mixed")
 _FORWARD_MODE = (
@@ -120,10 +120,10 @@ def scan(
     xs_leaves = [jnp.asarray(x) for x in jax.tree.leaves(xs)]
     room = 0
     if slots is None:
-        everything = Backward(step, [is_float(jax.typeof(c)) for c in step.consts], [is_float(x) for x in step.x])
+        everything = StepBackward(step, [is_float(jax.typeof(c)) for c in step.consts], [is_float(x) for x in step.x])
         room = check_budget(budget, length, step.carry_nbytes, everything.kept_nbytes)
 
-    def plan(backward: Backward) -> Plan:
+    def plan(backward: StepBackward) -> Plan:
         if slots is not None:
             return exact(length, slots, strategy, step, backward, costs)
         return choose(length, room, step, backward, costs)
@@ -139,7 +139,7 @@ def scan(
     return jax.tree.unflatten(carry_tree, merge(carry, constant, moving)), jax.tree.unflatten(step.y_tree, ys)
 
 
-def _differentiable(step: Step, plan: Callable[[Backward], Plan], length: int, reverse: bool) -> Callable[..., Any]:
+def _differentiable(step: Step, plan: Callable[[StepBackward], Plan], length: int, reverse: bool) -> Callable[..., Any]:
     """The scan as a function of (consts, init, xs), flat, with a backward pass that keeps what `plan` says."""
 
     def plain(body, consts, init, xs):
@@ -196,9 +196,9 @@ def _differentiable(step: Step, plan: Callable[[Backward], Plan], length: int, r
 class _Chosen:
     """What a gradient is asked for, and how to get it; static, to go from the forward to the backward rule."""
 
-    def __init__(self, step: Step, plan: Callable[[Backward], Plan], consts: list[bool], xs: list[bool]):
+    def __init__(self, step: Step, plan: Callable[[StepBackward], Plan], consts: list[bool], xs: list[bool]):
         self.key = (id(step), tuple(consts), tuple(xs))
-        self.backward = Backward(step, consts, xs)
+        self.backward = StepBackward(step, consts, xs)
         self.plan = plan(self.backward)
         self.wrt = (self.backward.wrt_consts, self.backward.wrt_carry, self.backward.wrt_x)
 
