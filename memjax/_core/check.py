@@ -1,5 +1,6 @@
 """Checks of arguments, so that every package words its errors alike: "name must be ..., got ...: fix"."""
 
+import json
 import math
 import numbers
 import operator
@@ -108,6 +109,38 @@ def array(name: str, value: Any, *, ndim: int | None = None, floating: bool = Fa
     if ndim is not None and np.ndim(value) != ndim:
         raise fail(ValueError, name, f"an array of {ndim} dimensions", value, fix)
     return value
+
+
+def arrays(name: str, tree: Any) -> Any:
+    """A pytree of arrays and numbers with all of its leaves as JAX arrays; `jax.ShapeDtypeStruct`s stay."""
+
+    def convert(path: Any, leaf: Any) -> Any:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        if isinstance(leaf, bool | int | float | complex) or (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+            return jnp.asarray(leaf)
+        where = f"{name}{jax.tree_util.keystr(path)}"
+        raise fail(TypeError, where, "an array or a number", leaf, "close over what is no array")
+
+    return jax.tree_util.tree_map_with_path(convert, tree)
+
+
+def exactly_one(**options: Any) -> None:
+    """That one of these options is not None, and only one."""
+    if sum(value is not None for value in options.values()) != 1:
+        values = " and ".join(f"{name}={value!r}" for name, value in options.items())
+        raise ValueError(f"give exactly one of {' and '.join(options)}, got {values}")
+
+
+def json_fields(kind: str, text: Any, names: Sequence[str]) -> dict[str, Any]:
+    """The fields of a dataclass from the JSON that its `to_json` wrote."""
+    try:
+        fields = json.loads(text)
+    except (TypeError, ValueError):
+        fields = None
+    if not isinstance(fields, dict) or set(fields) != set(names):
+        raise fail(ValueError, "text", f"what {kind}.to_json wrote", text)
+    return fields
 
 
 def axis_size(name: str, value: Any) -> int:

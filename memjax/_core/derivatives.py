@@ -11,7 +11,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from memjax._core.arrays import is_float
-from memjax._core.lists import merge, pick
+from memjax._core.lists import drop, merge, pick
 
 
 def differentiated_as(reference: Callable[..., Any], fast: Callable[..., Any]) -> Callable[..., Any]:
@@ -28,14 +28,14 @@ def differentiated_as(reference: Callable[..., Any], fast: Callable[..., Any]) -
     def rule(primals, tangents):
         out, extra = run(*primals)
         leaves, tree = jax.tree.flatten(primals)
-        given = jax.tree.leaves(tangents)
-        moving = [not isinstance(tangent, SymbolicZero) for tangent in given]
+        directions = jax.tree.leaves(tangents)
+        moving = [not isinstance(tangent, SymbolicZero) for tangent in directions]
+        fixed = drop(leaves, moving)
 
         def of_moving(values):
-            rest = [leaf for leaf, moves in zip(leaves, moving, strict=True) if not moves]
-            return reference(*jax.tree.unflatten(tree, merge(values, rest, moving)))
+            return reference(*jax.tree.unflatten(tree, merge(values, fixed, moving)))
 
-        _, tangent = jax.jvp(of_moving, (pick(leaves, moving),), (pick(given, moving),))
+        _, tangent = jax.jvp(of_moving, (pick(leaves, moving),), (pick(directions, moving),))
         return (out, extra), (tangent, zero_from_primal(extra, symbolic_zeros=True))
 
     run.defjvp(rule, symbolic_zeros=True)
@@ -91,3 +91,18 @@ def reverse_only(value: Any, message: str) -> Any:
         return primals[0], _reverse_only_p.bind(tangents[0], message=message)
 
     return identity(value)
+
+
+def refusing_forward_mode(f: Callable[..., Any], message: str) -> Callable[..., Any]:
+    """`f`, of which forward-mode differentiation with respect to its arguments raises TypeError with `message`."""
+
+    def run(*arguments: Any) -> Any:
+        guarded = jax.tree.map(lambda leaf: reverse_only(leaf, message), arguments)
+        try:
+            return f(*guarded)
+        except TypeError as error:  # jax.vmap of jax.jvp meets the custom rules of `f` before the guard
+            if "forward-mode" not in str(error):
+                raise
+            raise TypeError(message) from error
+
+    return run

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from memjax.remat import BlockCost, ChainSchedule, chain_schedule
-from memjax.remat._chain.schedule import predict
+from memjax.remat._chain.items import predict
 from memjax.remat._scan.forward_counts import HiddenCounts
 
 

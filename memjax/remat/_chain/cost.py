@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,11 +14,12 @@ from memjax._core.arrays import is_float
 from memjax._core.backward import Backward
 from memjax._core.jaxpr import nbytes
 from memjax._core.lists import Arrays
+from memjax._core.timing import seconds
 from memjax._measure import remat_compiler_options
 from memjax.remat._chain.block import Block
 from memjax.remat._chain.compiled_bytes import bytes_of, compile_alone, constants, temporary
+from memjax.remat._chain.items import BlockCost
 from memjax.remat._chain.program_cost import Program
-from memjax.remat._chain.schedule import BlockCost
 
 _MOST_COMPILED = 1024
 
@@ -59,8 +59,8 @@ def measured(block: Block, given: Sequence[bool], p: Arrays, x: Arrays) -> tuple
     output, kept_nbytes = _sizes(block, backward, given)
     forward_work, back_temp, standing = _bytes(run, back)
     cost = BlockCost(
-        forward=_seconds(run, p, x),
-        backward=_seconds(back, [*p, *x], kept, cts),
+        forward=_fastest(run, p, x),
+        backward=_fastest(back, [*p, *x], kept, cts),
         output=output,
         kept=kept_nbytes,
         forward_work=forward_work,
@@ -111,12 +111,6 @@ def _bytes(run: Any, pull: Any) -> tuple[int, int, int]:
     return max(works[0], 0), max(works[1], 0), bytes_of(standing[0] | standing[1])
 
 
-def _seconds(run: Callable[..., Any], *arguments: Any) -> float:
-    """The shortest of several runs."""
-    jax.block_until_ready(run(*arguments))
-    times = []
-    for _ in range(7):
-        start = time.perf_counter()
-        jax.block_until_ready(run(*arguments))
-        times.append(time.perf_counter() - start)
-    return min(times)
+def _fastest(run: Callable[..., Any], *arguments: Any) -> float:
+    """The shortest of several runs after a first one."""
+    return min([seconds(run, *arguments) for _ in range(8)][1:])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +12,10 @@ from jax import lax
 from memjax._core import check
 from memjax._core.arrays import is_float, zeros
 from memjax._core.lists import Arrays, pick
+from memjax._core.timing import seconds
 from memjax.remat._scan.blocks import Blocks, Pull
 from memjax.remat._scan.costs import Costs
-from memjax.remat._scan.step import StepBackward, as_arrays, trace_step
+from memjax.remat._scan.step import StepBackward, trace_step
 from memjax.remat._scan.store import Separate
 
 _BLOCK = 8  # steps of a block whose residuals are kept
@@ -49,7 +49,7 @@ def profile(f: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any = None)
     """
     check.function("f", f)
     for name, tree in (("init", init), ("xs", xs)):
-        for leaf in jax.tree.leaves(as_arrays(name, tree)):
+        for leaf in jax.tree.leaves(check.arrays(name, tree)):
             if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
                 raise check.fail(TypeError, name, "concrete arrays", leaf, "profile runs f: call it outside jit")
     if any(not jnp.ndim(leaf) or not len(leaf) for leaf in jax.tree.leaves(xs)):
@@ -67,15 +67,15 @@ def profile(f: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any = None)
         return lambda: compiled(step.consts, rows, carry, steps)
 
     probe = program(_advance, 2 * _BLOCK)
-    _seconds(probe)
-    once = min(_seconds(probe) for _ in range(3)) / (2 * _BLOCK)
+    seconds(probe)
+    once = min(seconds(probe) for _ in range(3)) / (2 * _BLOCK)
     short = _BLOCK * max(1, min(16, round(_SECONDS / once / 4 / _BLOCK)))
     long = 4 * short
     pairs = [(program(way, short), program(way, long)) for way in ways]
     for pair in pairs:
         for run in pair:
-            _seconds(run)
-    taken = [[(_seconds(a), _seconds(b)) for a, b in pairs] for _ in range(_REPETITIONS)]
+            seconds(run)
+    taken = [[(seconds(a), seconds(b)) for a, b in pairs] for _ in range(_REPETITIONS)]
     fastest = [tuple(map(min, zip(*column, strict=True))) for column in zip(*taken, strict=True)]
     flat, in_pairs, in_turns, single, blocks = ((b - a) / (long - short) for a, b in fastest)
     loop = max(2 * (in_pairs - flat), 0.0)
@@ -133,9 +133,3 @@ def _forward_and_back(blocks: Blocks, backward: StepBackward, carry: Arrays, ste
     consts = [jnp.zeros_like(c) for c in pick(blocks.consts, backward.wrt_consts)]
     start = (carry, Pull(pick(carry, backward.wrt_carry), consts))
     return lax.scan(body, start, jnp.arange(steps // n, dtype=jnp.int32))[0]
-
-
-def _seconds(run: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(run())
-    return time.perf_counter() - start

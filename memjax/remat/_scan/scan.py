@@ -15,7 +15,7 @@ from jax import lax
 
 from memjax._core import check
 from memjax._core.arrays import is_float, zeros
-from memjax._core.derivatives import differentiated_as, reverse_only
+from memjax._core.derivatives import differentiated_as, refusing_forward_mode
 from memjax._core.lists import Arrays, drop, merge, pick
 from memjax.remat._scan.blocks import Blocks
 from memjax.remat._scan.choose import check_budget, choose, exact
@@ -23,7 +23,7 @@ from memjax.remat._scan.costs import Costs
 from memjax.remat._scan.execute import forward, pull_back
 from memjax.remat._scan.plan import Plan
 from memjax.remat._scan.schedule import Strategy
-from memjax.remat._scan.step import Step, StepBackward, as_arrays, trace_step
+from memjax.remat._scan.step import Step, StepBackward, trace_step
 
 _STRATEGIES = (None, "hidden", "internal", "mixed")
 _FORWARD_MODE = (
@@ -91,20 +91,14 @@ def scan(
     Source: Gruslys et al. 2016, section 3.
     """
     check.function("f", f)
-    init, xs = as_arrays("init", init), as_arrays("xs", xs)
+    init, xs = check.arrays("init", init), check.arrays("xs", xs)
     length = _length(xs, length)
-    if (slots is None) == (budget is None):
-        raise ValueError(f"give exactly one of slots and budget, got slots={slots!r} and budget={budget!r}")
+    slots, budget = check_memory(slots, budget)
     check.choice("strategy", strategy, _STRATEGIES)
-    if slots is not None:
-        slots = check.integer("slots", slots, least=1, what="a number of carries")
-    if budget is not None:
-        budget = check.byte_count("budget", budget, words=("min",))
     if costs is not None and not isinstance(costs, Costs):
         raise check.fail(
             TypeError, "costs", "a memjax.remat.Costs or None", costs, "memjax.remat.profile measures them"
         )
-    init, xs = as_arrays("init", init), as_arrays("xs", xs)
     if length == 0:
         return lax.scan(f, init, xs, length, reverse=reverse)
 
@@ -128,15 +122,17 @@ def scan(
             return exact(length, slots, strategy, step, backward, costs)
         return choose(length, room, step, backward, costs)
 
-    groups = (step.consts, init_leaves, xs_leaves)
-    guarded = [[reverse_only(value, _FORWARD_MODE) for value in group] for group in groups]
-    try:
-        carry, ys = _differentiable(step, plan, length, reverse)(*guarded)
-    except TypeError as error:  # jax.vmap of jax.jvp meets the custom rule before the guard
-        if "forward-mode" not in str(error):
-            raise
-        raise TypeError(_FORWARD_MODE) from error
+    run = refusing_forward_mode(_differentiable(step, plan, length, reverse), _FORWARD_MODE)
+    carry, ys = run(step.consts, init_leaves, xs_leaves)
     return jax.tree.unflatten(carry_tree, merge(carry, constant, moving)), jax.tree.unflatten(step.y_tree, ys)
+
+
+def check_memory(slots: int | None, budget: int | str | None) -> tuple[int | None, int | str | None]:
+    """`slots` and `budget`, of which exactly one is given, as Python numbers."""
+    check.exactly_one(slots=slots, budget=budget)
+    if slots is not None:
+        return check.integer("slots", slots, least=1, what="a number of carries"), None
+    return None, check.byte_count("budget", budget, words=("min",))
 
 
 def _differentiable(step: Step, plan: Callable[[StepBackward], Plan], length: int, reverse: bool) -> Callable[..., Any]:

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from memjax._core import check
 from memjax._core.arrays import is_float
 from memjax._core.backward import Backward
 from memjax._core.compat import varying
@@ -108,20 +107,6 @@ def _as_strong_as(leaf: Any, aval: Any) -> Any:
     if jax.typeof(leaf).weak_type and not (aval.weak_type and aval.dtype == leaf.dtype):
         return jax.lax.convert_element_type(leaf, aval.dtype)
     return leaf
-
-
-def as_arrays(name: str, tree: Any) -> Any:
-    """The tree, its leaves as arrays; types of arrays as they are."""
-
-    def convert(path: Any, leaf: Any) -> Any:
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            return leaf
-        if isinstance(leaf, bool | int | float | complex) or (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-            return jnp.asarray(leaf)
-        where = f"{name}{jax.tree_util.keystr(path)}"
-        raise check.fail(TypeError, where, "an array or a number", leaf, "close over what is no array")
-
-    return jax.tree_util.tree_map_with_path(convert, tree)
 
 
 class StepBackward(Backward):
