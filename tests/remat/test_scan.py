@@ -10,6 +10,7 @@ from jax import lax
 from scan_cases import HIDDEN, MIXED, NEST, WAYS, arguments, close, loss, lstm_step
 
 from memjax.remat import Costs, scan, schedule
+from memjax.remat._scan import choose as choose_module
 from memjax.remat._scan.choose import choose, exact
 from memjax.remat._scan.step import StepBackward, trace_step
 
@@ -57,6 +58,25 @@ def test_choice():
     for carries in range(6, 800, 41):
         found = plan(210, carries, None)
         assert found.stored_bytes(step.carry_nbytes, backward.kept_nbytes) <= carries * step.carry_nbytes
+
+
+def test_steps_that_cost_nothing(monkeypatch):
+    """The search ends where no block is too large for the budget, and none is predicted to take any time."""
+    calls = []
+    room = choose_module._room
+
+    def counted(size, block):
+        calls.append(block)
+        assert len(calls) < 100
+        return room(size, block)
+
+    monkeypatch.setattr(choose_module, "_room", counted)
+
+    def total(h):
+        carry, _ = scan(lambda carry, _: ((0.0, 0.0), ()), (h, 0.0), length=5, budget="1MiB")
+        return sum(carry)
+
+    assert jax.grad(total)(1.0) == 0
 
 
 def test_default_strategy():

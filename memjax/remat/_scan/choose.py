@@ -205,10 +205,10 @@ def _mixed_tables(
 
     Only where residuals are kept in rows that look like carries: words would lose how the carry is sharded.
     """
-    if limit < 1.05 * size.length * (costs.forward + costs.backward):  # nothing to gain
+    if limit <= 1.05 * size.length * (costs.forward + costs.backward):  # nothing to gain
         return
     block = 1
-    while (found := _room(size, block))[2] >= 2:
+    while block <= size.length and (found := _room(size, block))[2] >= 2:
         tail, parts, slots = found
         if tail != block:  # which takes memory of its own
             slots -= -(-tail * size.kept // max(size.carry, 1))
