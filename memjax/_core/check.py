@@ -82,12 +82,14 @@ def number(
     positive: bool = False,
     least: float | None = None,
     most: float | None = None,
+    below: float | None = None,
     fix: str = "",
 ) -> float:
     """A finite Python float from a concrete real number, booleans left out."""
     wanted = "a positive finite number" if positive else "a finite number"
-    if least is not None or most is not None:
-        wanted += f" in [{'-inf' if least is None else least}, {'inf' if most is None else most}]"
+    if (least, most, below) != (None, None, None):
+        end = f"{'inf' if most is None else most}]" if below is None else f"{below})"
+        wanted += f" in [{'-inf' if least is None else least}, {end}"
     if is_tracer(value):
         raise fail(TypeError, name, f"{wanted} known when tracing", value, fix)
     concrete = isinstance(value, jax.Array | np.ndarray) and value.shape == ()
@@ -95,7 +97,12 @@ def number(
         raise fail(TypeError, name, wanted, value, fix)
     real = float(value)
     low, high = -math.inf if least is None else least, math.inf if most is None else most
-    if not math.isfinite(real) or (positive and real <= 0) or not low <= real <= high:
+    if (
+        not math.isfinite(real)
+        or (positive and real <= 0)
+        or not low <= real <= high
+        or (below is not None and real >= below)
+    ):
         raise fail(ValueError, name, wanted, value, fix)
     return real
 
@@ -117,10 +124,13 @@ def arrays(name: str, tree: Any) -> Any:
     def convert(path: Any, leaf: Any) -> Any:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
-        if isinstance(leaf, bool | int | float | complex) or (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-            return jnp.asarray(leaf)
         where = f"{name}{jax.tree_util.keystr(path)}"
-        raise fail(TypeError, where, "an array or a number", leaf, "close over what is no array")
+        if not (isinstance(leaf, bool | int | float | complex) or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))):
+            raise fail(TypeError, where, "an array or a number", leaf, "close over what is no array")
+        try:
+            return jnp.asarray(leaf)
+        except OverflowError:
+            raise fail(ValueError, where, "a number that an array can hold", leaf) from None
 
     return jax.tree_util.tree_map_with_path(convert, tree)
 
@@ -141,6 +151,25 @@ def json_fields(kind: str, text: Any, names: Sequence[str]) -> dict[str, Any]:
     if not isinstance(fields, dict) or set(fields) != set(names):
         raise fail(ValueError, "text", f"what {kind}.to_json wrote", text)
     return fields
+
+
+def float_dtype(name: str, value: Any) -> Any:
+    """A dtype of floating-point numbers, as it is."""
+    try:
+        known = value is not None and not np.ndim(value) and jnp.issubdtype(jnp.dtype(value), jnp.floating)
+    except TypeError:
+        known = False
+    if not known:
+        raise fail(TypeError, name, "a floating-point dtype", value, "such as jnp.float32")
+    return value
+
+
+def prng_key(name: str, value: Any) -> Any:
+    """A random key of JAX, typed or of the old kind, as it is."""
+    array = isinstance(value, jax.Array)
+    if not array or not (jnp.issubdtype(value.dtype, jax.dtypes.prng_key) or value.dtype == jnp.uint32):
+        raise fail(TypeError, name, "a random key", value, "jax.random.key(seed) makes one")
+    return value
 
 
 def axis_size(name: str, value: Any) -> int:

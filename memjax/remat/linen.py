@@ -13,7 +13,7 @@ from flax.linen.recurrent import flip_sequences
 from memjax._core.lists import drop, merge, pick
 from memjax.remat._chain.chain import chain
 from memjax.remat._chain.schedule import ChainSchedule
-from memjax.remat._flax.nnx import call
+from memjax.remat._flax.layers import call, check_layers
 from memjax.remat._flax.rnn import run_cell
 from memjax.remat._scan.scan import scan
 
@@ -131,6 +131,7 @@ class Chain(nn.Sequential):
 
     @nn.compact
     def __call__(self, *args: Any) -> Any:
+        check_layers(self.layers, nn.Module)
         if self.is_initializing():
             x: Any = args
             for layer in self.layers:

@@ -20,7 +20,7 @@ from memjax._core.lists import Arrays, drop, merge, pick
 from memjax.remat._chain.block import Block, Static, after, differentiated, together
 from memjax.remat._chain.cost import estimate, measured
 from memjax.remat._chain.items import BlockCost, Items, blocks_of
-from memjax.remat._chain.schedule import ChainSchedule, chain_schedule
+from memjax.remat._chain.schedule import ChainSchedule, chain_schedule, checked_costs
 
 _FORWARD_MODE = (
     "memjax.remat.chain cannot be differentiated in forward mode (jax.jvp, jax.jacfwd, jax.linearize). Call the blocks one "
@@ -76,7 +76,7 @@ def chain(
     traced, values, leaves = _trace(blocks, params, x, has_aux)
     if schedule is None:
         assert budget is not None
-        costs = _estimates(traced) if costs is None else costs
+        costs = _estimates(traced) if costs is None else checked_costs(costs)
         if len(costs) != len(traced):
             raise ValueError(f"costs must have one entry per block, got {len(costs)} for {len(traced)} blocks")
         schedule = chain_schedule(costs, budget)
@@ -120,6 +120,7 @@ def chain_costs(
       that of the block compiled by itself, inside `shard_map` for as many local devices as its mesh has. Where there are
       fewer, or a block uses axes of `jax.vmap`, it follows a rough model of what the compiler fuses.
     """
+    check.flag("measure", measure)
     traced, values, leaves = _trace(blocks, params, x, has_aux)
     return _measured(traced, values, leaves) if measure else _estimates(traced)
 

@@ -79,7 +79,7 @@ def chain_schedule(costs: Sequence[BlockCost], budget: int | str) -> ChainSchedu
       TypeError: what is no `BlockCost`, or a budget that is neither bytes nor text.
     """
     room = check.byte_count("budget", budget, words=("min",))
-    costs = _checked(costs)
+    costs = checked_costs(costs)
     everything = tuple(range(len(costs)))
     plain_seconds, plain_nbytes = predict(everything, costs)
 
@@ -110,7 +110,7 @@ def chain_schedule(costs: Sequence[BlockCost], budget: int | str) -> ChainSchedu
     return best
 
 
-def _checked(costs: Sequence[BlockCost]) -> list[BlockCost]:
+def checked_costs(costs: Sequence[BlockCost]) -> list[BlockCost]:
     """The costs, as `BlockCost`s of Python numbers."""
     if not isinstance(costs, Sequence) or isinstance(costs, str):
         raise check.fail(TypeError, "costs", "a sequence of BlockCost, one for each block", costs, "see chain_costs")

@@ -95,6 +95,7 @@ def scan(
     length = _length(xs, length)
     slots, budget = check_memory(slots, budget)
     check.choice("strategy", strategy, _STRATEGIES)
+    check.flag("reverse", reverse)
     if costs is not None and not isinstance(costs, Costs):
         raise check.fail(
             TypeError, "costs", "a memjax.remat.Costs or None", costs, "memjax.remat.profile measures them"
@@ -220,14 +221,15 @@ def _instantiate(ct: Any) -> Any:
 def _length(xs: Any, length: int | None) -> int:
     lengths = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(xs):
-        if not jnp.ndim(leaf):
-            raise ValueError(f"xs{jax.tree_util.keystr(path)} has no axis to scan over: it is a scalar")
-        lengths[f"xs{jax.tree_util.keystr(path)}"] = jnp.shape(leaf)[0]
+        name = f"xs{jax.tree_util.keystr(path)}"
+        if not leaf.ndim:
+            raise check.fail(ValueError, name, "an array with a leading axis to scan over", leaf)
+        lengths[name] = len(leaf)
     if length is not None:
         lengths["length"] = check.integer("length", length, least=0, what="a number of steps")
     if not lengths:
         raise ValueError("length must be given where xs has no arrays, got None")
     if len(set(lengths.values())) > 1:
-        given = ", ".join(f"{name}: {n}" for name, n in lengths.items())
-        raise ValueError(f"xs and length must agree on the number of steps, got {given}")
+        counts = ", ".join(f"{name}: {n}" for name, n in lengths.items())
+        raise ValueError(f"xs and length must agree on the number of steps, got {counts}")
     return next(iter(lengths.values()))
