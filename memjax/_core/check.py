@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from memjax._core.arrays import as_array
 from memjax._core.compat import is_tracer, varying
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -128,7 +129,7 @@ def arrays(name: str, tree: Any) -> Any:
         if not (isinstance(leaf, bool | int | float | complex) or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))):
             raise fail(TypeError, where, "an array or a number", leaf, "close over what is no array")
         try:
-            return jnp.asarray(leaf)
+            return as_array(leaf)
         except OverflowError:
             raise fail(ValueError, where, "a number that an array can hold", leaf) from None
 

@@ -384,3 +384,18 @@ def test_what_a_step_hands_on_unchanged_is_no_part_of_the_carry():
 def test_values_without_differentiation():
     params, h, xs = arguments(9)
     np.testing.assert_array_equal(loss(scan, params, h, xs, slots=2), loss(lax.scan, params, h, xs))
+
+
+@pytest.mark.parametrize("way", [HIDDEN, MIXED, {"budget": "1MiB"}], ids=str)
+def test_inputs_are_not_copied(way):
+    """Outside jit the backward pass reads the arrays that it was given."""
+    params, h, xs = arguments(20)
+    _, vjp = jax.vjp(lambda *values: loss(scan, *values, **way), params, h, xs)
+    held = [leaf for leaf in jax.tree.leaves(vjp) if isinstance(leaf, jax.Array)]
+    inputs = jax.tree.leaves((params, xs))
+    assert all(any(leaf is x for leaf in held) for x in inputs)
+    assert not [leaf for leaf in held if any(leaf is not x and _equal(leaf, x) for x in inputs)]
+
+
+def _equal(a, b):
+    return a.shape == b.shape and a.dtype == b.dtype and bool((a == b).all())

@@ -10,11 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from memjax._core import check
-from memjax._core.arrays import is_float, zeros
+from memjax._core.arrays import as_array, is_float, zeros
 from memjax._core.derivatives import differentiated_as, refusing_forward_mode
 from memjax._core.lists import Arrays, drop, merge, pick
 from memjax.remat._scan.blocks import Blocks
@@ -112,7 +111,7 @@ def scan(
             return pick(jax.tree.leaves(carry), moving), y
 
         step, init_leaves = trace_step(smaller, pick(init_leaves, moving), xs)
-    xs_leaves = [jnp.asarray(x) for x in jax.tree.leaves(xs)]
+    xs_leaves = jax.tree.leaves(xs)
     room = 0
     if slots is None:
         everything = StepBackward(step, [is_float(jax.typeof(c)) for c in step.consts], [is_float(x) for x in step.x])
@@ -151,7 +150,7 @@ def _differentiable(step: Step, plan: Callable[[StepBackward], Plan], length: in
     def run_forward(consts, init, xs):
         chosen = _Chosen(step, plan, _differentiated(consts), _differentiated(xs))
         # jax.linearize hands Python numbers on as they are.
-        values = [[jnp.asarray(argument.value) for argument in group] for group in (consts, init, xs)]
+        values = [[as_array(argument.value) for argument in group] for group in (consts, init, xs)]
 
         def fast(consts, init, xs):
             carry, ys, saved = forward(chosen.plan, Blocks(step, consts, xs, length, reverse), chosen.backward, init)

@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from memjax._core.arrays import is_float
+from memjax._core.arrays import as_array, is_float
 from memjax._core.backward import Backward
 from memjax._core.compat import varying
 from memjax._core.jaxpr import evaluate, nbytes
@@ -63,7 +62,7 @@ def trace_step(f: Callable[..., Any], init: Any, xs: Any) -> tuple[Step, Arrays]
 
     Raises TypeError where `f` gives back a carry of another structure or type than it got.
     """
-    init = jax.tree.map(jnp.asarray, init)
+    init = jax.tree.map(as_array, init)
     x = jax.eval_shape(lambda xs: jax.tree.map(lambda a: a[0], xs), xs)
     leaves, tree = jax.tree.flatten(init)
     for _ in range(3):  # a weakly typed carry (a Python number) takes the type that the step gives back
