@@ -76,6 +76,10 @@ def scan(
     or, by `budget`, blocks of L steps with the state before each: (length / L + 1) s + L r for one more forward pass,
     and less than that for more passes. The step's own working memory and the gradients come on top.
 
+    Not supported, where `jax.lax.scan` has it: forward-mode differentiation; `unroll`, as the schedule decides which steps
+    form a loop; a traced `length`, also with `jax.disable_jit`. The texts of errors differ from those of `jax.lax.scan`,
+    and the program is no single `scan` equation: with JAX 0.10 an undifferentiated call is a `custom_vjp_call`.
+
     Derivatives of the gradient exist (forward over reverse as well) and are those of `jax.lax.scan` over
     `jax.checkpoint(f)`: they keep a few carries per step, whatever the budget.
 
