@@ -55,7 +55,7 @@ def measured(block: Block, given: Sequence[bool], p: Arrays, x: Arrays) -> tuple
     out, kept = backward.keep([*p, *x])
     y = out[: len(block.y)]
     cts = [jnp.ones_like(leaf) for leaf in y if is_float(leaf)]
-    back = backward.back.lower([*p, *x], kept, cts).compile(compiler_options=options)
+    back = backward.back.lower([*p, *x], kept, cts).compile(compiler_options=options)  # type: ignore[attr-defined]  # jitted
     output, kept_nbytes = _sizes(block, backward, given)
     forward_work, back_temp, standing = _bytes(run, back)
     cost = BlockCost(
