@@ -6,12 +6,12 @@ import flax.core.lift
 import flax.linen as nn
 from flax.linen.transforms import lift_transform
 
-from memjax.compress._training.layers import AnyCodec
+from memjax.compress._transform.array_codecs import ArrayCodecs
 from memjax.compress._transform.function import call_compressed
-from memjax.compress._transform.keep import Which
+from memjax.compress._transform.keep.which import Which
 
 
-def compressed_module(module: nn.Module, codec: AnyCodec, which: Which) -> nn.Module:
+def compressed_module(module: nn.Module, codecs: ArrayCodecs, which: Which) -> nn.Module:
     """A module with the same variables; compressed as a whole, `which` chooses by scopes: Linen modules make one each."""
 
     def compress(function, variables=True, rngs=True):
@@ -22,7 +22,7 @@ def compressed_module(module: nn.Module, codec: AnyCodec, which: Which) -> nn.Mo
                 out = function(scope, *args, **kwargs)
                 return out, repack(scope)
 
-            return call_compressed(pure, (variable_groups, rng_groups), (args, kwargs), codec=codec, which=which)
+            return call_compressed(pure, (variable_groups, rng_groups), (args, kwargs), codecs=codecs, which=which)
 
         return flax.core.lift.pack(inner, (variables,), (variables,), (rngs,), name="compressed", enable_kwargs=True)
 
