@@ -120,6 +120,6 @@ def compressed(
             args, kwargs = joined(lasting, passing, chosen)
             return f(*args, **kwargs)
 
-        return call_compressed(call, *split(args, kwargs, chosen), codecs=codecs, which=which)
+        return call_compressed(call, *split(args, kwargs, chosen), user=f, codecs=codecs, which=which)
 
     return wrapped  # type: ignore[return-value]

@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from memjax._core.arguments import is_array
 from memjax._core.arrays import is_float
+from memjax._core.clear_errors import value_errors
 from memjax._core.compat import eval_jaxpr
 from memjax._core.derivatives import reverse_only
 from memjax._core.jaxpr import axis_sizes, is_literal, nbytes
-from memjax._core.lists import Arrays, merge, pick
+from memjax._core.lists import Arrays, drop, merge, pick
 from memjax.compress._transform.array_codecs import ArrayCodecs
 from memjax.compress._transform.derivative import Derivative
 from memjax.compress._transform.keep.choose import Keep
@@ -27,27 +29,34 @@ _FORWARD_MODE = (
 )
 
 
-def call_compressed(f: Callable[..., Any], lasting: Any, passing: Any, *, codecs: ArrayCodecs, which: Which) -> Any:
+def call_compressed(
+    f: Callable[..., Any], lasting: Any, passing: Any, *, user: Any, codecs: ArrayCodecs, which: Which
+) -> Any:
     """`f(lasting, passing)`, differentiated through codecs.
 
     Args:
-      f: a function of two pytrees; their leaves that are no arrays are static.
+      f: a function of two pytrees. Leaves of these, and of its result, that are no arrays are left as they are.
       lasting: what lives until the backward pass anyway, and is never encoded. So is what `f` closes over.
       passing: what may be encoded.
+      user: what the user calls, for errors.
       codecs: of what is encoded.
       which: of the saved arrays to encode.
     """
     leaves, tree = jax.tree.flatten((lasting, passing))
-    dynamic = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
-    static = [None if flag else leaf for leaf, flag in zip(leaves, dynamic, strict=True)]
+    dynamic = [_is_dynamic(leaf) for leaf in leaves]
     arrays = [jnp.asarray(leaf) for leaf in pick(leaves, dynamic)]
+    static_result = []
 
     def flat(*arrays):
-        rest = iter(arrays)
-        full = [next(rest) if flag else leaf for leaf, flag in zip(static, dynamic, strict=True)]
-        return f(*jax.tree.unflatten(tree, full))
+        out = f(*jax.tree.unflatten(tree, merge(arrays, drop(leaves, dynamic), dynamic)))
+        out_leaves, out_tree = jax.tree.flatten(out)
+        out_dynamic = [_is_dynamic(leaf) for leaf in out_leaves]
+        static_result.append((out_tree, out_dynamic, drop(out_leaves, out_dynamic)))
+        return pick(out_leaves, out_dynamic)
 
-    closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*arrays)
+    with value_errors("f_or_module", user):
+        closed = jax.make_jaxpr(flat)(*arrays)
+    [(out_tree, out_dynamic, out_static)] = static_result
     inputs = [*closed.consts, *arrays]
     position = {var: i for i, var in enumerate([*closed.jaxpr.constvars, *closed.jaxpr.invars])}
     # An output that is an input goes round: it has nothing to do with what is saved.
@@ -68,7 +77,12 @@ def call_compressed(f: Callable[..., Any], lasting: Any, passing: Any, *, codecs
     every = [
         next(outs) if flag else inputs[position[var]] for var, flag in zip(closed.jaxpr.outvars, made, strict=True)
     ]
-    return jax.tree.unflatten(jax.tree.structure(shapes), every)
+    return jax.tree.unflatten(out_tree, merge(every, out_static, out_dynamic))
+
+
+def _is_dynamic(leaf: Any) -> bool:
+    """Whether a leaf is traced; numbers are not."""
+    return isinstance(leaf, jax.Array | np.ndarray) and is_array(leaf)
 
 
 def _name(path: Any) -> str:

@@ -81,12 +81,16 @@ def _call(function: Callable[..., Any], module: Any, args: Any, kwargs: Any, cod
         out = function(own, *args, **kwargs)
         new_graph, new_state = nnx.split(own)
         if new_graph != graph:
-            raise ValueError("a compressed module must not gain or lose variables or submodules while it is called.")
+            raise ValueError(
+                f"f_or_module must be a module whose calls change the values of its variables alone, but a call of "
+                f"{type(module).__name__} adds, removes or replaces variables, submodules or other attributes: "
+                "make them in __init__, and change a variable by variable[...] = value"
+            )
         before, after = jax.tree.leaves(state), jax.tree.leaves(new_state)
         updates = [None if old is new else new for old, new in zip(before, after, strict=True)]
         return out, updates
 
-    out, updates = call_compressed(pure, state, (args, kwargs), codecs=codecs, which=which)
+    out, updates = call_compressed(pure, state, (args, kwargs), user=type(module), codecs=codecs, which=which)
     leaves, tree = jax.tree.flatten(state)
     if any(update is not None for update in updates):
         new = [old if update is None else update for old, update in zip(leaves, updates, strict=True)]
