@@ -33,8 +33,8 @@ class ArrayCodec:
     def __init__(self, codec: Any):
         self.encode, self.decode = codec.encode, codec.decode
         self.elementwise = getattr(codec, "elementwise", False)
-        self.measured = getattr(codec, "measured", None)
-        self.scaled = getattr(codec, "scaled", None)
+        self.measured: Any = getattr(codec, "measured", None)
+        self.scaled: Any = getattr(codec, "scaled", None)
         self.without_signs = getattr(codec, "without_signs", lambda: codec)
 
 
