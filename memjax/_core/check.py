@@ -1,10 +1,11 @@
 """Checks of arguments, so that every package words its errors alike: "name must be ..., got ...: fix"."""
 
+import inspect
 import math
 import numbers
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -39,10 +40,44 @@ def fail(kind: type[Exception], name: str, wanted: str, value: Any, fix: str = "
     return kind(f"{name} must be {wanted}, got {shown(value)}" + (f": {fix}" if fix else ""))
 
 
-def function(name: str, value: Any, fix: str = "") -> Callable[..., Any]:
-    if not callable(value):
-        raise fail(TypeError, name, "a function", value, fix)
+def function(name: str, value: Any, fix: str = "", *, arguments: int | None = None) -> Callable[..., Any]:
+    """A function; with `arguments`, one that can be called with so many positional arguments."""
+    wanted = "a function" if arguments is None else f"a function of {arguments} arguments"
+    if not callable(value) or (arguments is not None and not _takes(value, arguments)):
+        raise fail(TypeError, name, wanted, value, fix)
     return value
+
+
+def _takes(f: Callable[..., Any], arguments: int) -> bool:
+    try:
+        inspect.signature(f).bind(*[None] * arguments)
+    except TypeError:
+        return False
+    except ValueError:  # a built-in function without a signature
+        return True
+    return True
+
+
+def one_of(**options: Any) -> None:
+    """That exactly one of the options is not None."""
+    if sum(value is not None for value in options.values()) != 1:
+        values = " and ".join(f"{name}={shown(value)}" for name, value in options.items())
+        raise ValueError(f"give exactly one of {' and '.join(options)}, got {values}")
+
+
+def compiler_options(value: Any) -> None:
+    fix = "pass what memjax.remat_compiler_options() gives, for example"
+    wanted = "None or a dict of names and values (text, bool, int or float)"
+    if value is not None and not isinstance(value, Mapping):
+        raise fail(TypeError, "compiler_options", wanted, value, fix)
+    if any(not isinstance(k, str) or not isinstance(v, str | int | float) for k, v in (value or {}).items()):
+        raise fail(TypeError, "compiler_options", wanted, value, fix)
+
+
+def method(name: str, value: Any, method: str, wanted: str, fix: str) -> None:
+    """That `value` is an object, not a class, that has the method."""
+    if isinstance(value, type) or not hasattr(value, method):
+        raise fail(TypeError, name, wanted, value, fix)
 
 
 def flag(name: str, value: Any) -> bool:
@@ -99,9 +134,16 @@ def number(
     return real
 
 
+def is_array(value: Any) -> bool:
+    """Whether `value` is an array of JAX, or one of NumPy that is not of objects, texts or dates."""
+    return isinstance(value, jax.Array) or (
+        isinstance(value, np.ndarray | np.generic) and value.dtype.kind not in "OSUMm"
+    )
+
+
 def array(name: str, value: Any, *, ndim: int | None = None, floating: bool = False, fix: str = "") -> Any:
     """An array of JAX or NumPy, as it is."""
-    if not isinstance(value, jax.Array | np.ndarray | np.generic):
+    if not is_array(value):
         raise fail(TypeError, name, "an array", value, fix or "pass jnp.asarray(...) of numbers")
     if floating and not jnp.issubdtype(value.dtype, jnp.floating):
         raise fail(TypeError, name, "a floating-point array", value, fix or "convert it with .astype")

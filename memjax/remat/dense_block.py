@@ -8,12 +8,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from memjax._core import check
 from memjax._core.derivatives import reverse_only
 from memjax.remat._dense import triton
 from memjax.remat._dense.plain import plain
 from memjax.remat._dense.shared import shared
-from memjax.remat._dense.spec import KEEP, DenseParams, DenseSpec, DenseStatistics
+from memjax.remat._dense.spec import KEEP, DenseParams, DenseSpec, DenseStatistics, check_rate
 
+_IMPLEMENTATIONS = (None, "xla", "triton")
 _FORWARD_MODE = (
     "a dense block cannot be differentiated in forward mode (jax.jvp, jax.jacfwd, jax.linearize) unless keep is 'all', which "
     "keeps nothing then; or use reverse mode: jax.grad, jax.vjp, jax.jacrev"
@@ -66,8 +68,8 @@ def dense_block(
         unknown or cannot run here.
       TypeError: if `x` is not floating point.
     """
-    if keep not in KEEP:
-        raise ValueError(f"keep must be one of {', '.join(map(repr, KEEP))}, got {keep!r}.")
+    check.choice("keep", keep, KEEP)
+    check.array("x", x)
     if x.ndim != 4 or x.shape[-1] != spec.in_features:
         raise ValueError(f"x must have shape (batch, height, width, {spec.in_features}), got {x.shape}.")
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -88,8 +90,7 @@ def dense_block(
 
 
 def _choose(implementation: str | None, spec: DenseSpec, dtype) -> str:
-    if implementation not in (None, "xla", "triton"):
-        raise ValueError(f"implementation must be 'xla', 'triton' or None, got {implementation!r}.")
+    check.choice("implementation", implementation, _IMPLEMENTATIONS)
     reason = triton.why_not(spec, dtype)
     if implementation == "triton" and reason is not None:
         raise ValueError(f"implementation='triton' cannot run here: {reason}. Leave it out, or use 'xla'.")
@@ -142,17 +143,12 @@ class DenseBlock(nnx.Module):
         implementation: str | None = None,
         rngs: nnx.Rngs,
     ):
-        sizes = {"in_features": in_features, "growth_rate": growth_rate, "num_layers": num_layers}
-        if bottleneck is not None:
-            sizes["bottleneck"] = bottleneck
-        for name, value in sizes.items():
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}.")
-        for name, rate in {"dropout_rate": dropout_rate, "momentum": momentum}.items():
-            if not 0 <= rate < 1:
-                raise ValueError(f"{name} must be at least 0 and below 1, got {rate}.")
-        if keep not in KEEP:
-            raise ValueError(f"keep must be one of {', '.join(map(repr, KEEP))}, got {keep!r}.")
+        DenseSpec(in_features, growth_rate, num_layers, bottleneck, epsilon, dropout_rate)  # refuses what it must
+        check_rate("momentum", momentum)
+        check.choice("keep", keep, KEEP)
+        check.choice("implementation", implementation, _IMPLEMENTATIONS)
+        if not isinstance(rngs, nnx.Rngs):
+            raise check.fail(TypeError, "rngs", "flax.nnx.Rngs", rngs, "pass nnx.Rngs(0), for example")
         self.in_features, self.growth_rate, self.num_layers = in_features, growth_rate, num_layers
         self.bottleneck, self.keep = bottleneck, keep
         self.dropout_rate, self.momentum, self.epsilon = dropout_rate, momentum, epsilon

@@ -41,7 +41,9 @@ def operands_and_options(shape):
     """Those of a call on a GPU, as far as the model asks for them."""
     x, w = (jax.ShapeDtypeStruct((n, shape.dim), shape.dtype) for n in (shape.tokens, shape.vocabulary))
     operands = Operands(x, w, *[None] * (len(Operands._fields) - 2))
-    return operands, Options("vd", shape.vocabulary, 0.0, 0.0, None, 1.0, None, None, False, ("mosaic", "triton", "jnp"))
+    return operands, Options(
+        "vd", shape.vocabulary, 0.0, 0.0, None, 1.0, None, None, False, ("mosaic", "triton", "jnp")
+    )
 
 
 def chosen(shape):

@@ -69,14 +69,12 @@ def chain(
         the time there); lengths that disagree.
       TypeError: with `has_aux`, a block that returns no pair; forward-mode differentiation (`jax.jvp`, `jax.jacfwd`).
     """
-    if (budget is None) == (schedule is None):
-        raise ValueError(f"give exactly one of budget and schedule, got budget={budget!r} and schedule={schedule!r}")
-    if costs is not None and budget is None:
-        raise ValueError("costs decide what fits a budget: give budget as well, or leave costs out")
-    if budget is not None:
-        budget = check.byte_count("budget", budget, words=("min",))
-    elif not isinstance(schedule, ChainSchedule):
-        raise check.fail(TypeError, "schedule", "a ChainSchedule", schedule, "chain_schedule finds one")
+    budget = check_memory(budget, schedule)
+    if costs is not None:
+        if budget is None:
+            raise ValueError("costs decide what fits a budget: give budget as well, or leave costs out")
+        if not isinstance(costs, Sequence):
+            raise check.fail(TypeError, "costs", "a sequence of BlockCosts", costs, "chain_costs makes them")
     traced, values, leaves = _trace(blocks, params, x, has_aux)
     if schedule is None:
         assert budget is not None
@@ -119,8 +117,19 @@ def chain_costs(
       that of the block compiled by itself, inside `shard_map` for as many local devices as its mesh has. Where there are
       fewer, or a block uses axes of `jax.vmap`, it follows a rough model of what the compiler fuses.
     """
+    check.flag("measure", measure)
     traced, values, leaves = _trace(blocks, params, x, has_aux)
     return _measured(traced, values, leaves) if measure else _estimates(traced)
+
+
+def check_memory(budget: Any, schedule: Any) -> int | str | None:
+    """Exactly one of them; the budget as a number."""
+    check.one_of(budget=budget, schedule=schedule)
+    if budget is not None:
+        return check.byte_count("budget", budget, words=("min",))
+    if not isinstance(schedule, ChainSchedule):
+        raise check.fail(TypeError, "schedule", "a ChainSchedule", schedule, "chain_schedule finds one")
+    return None
 
 
 def _trace(

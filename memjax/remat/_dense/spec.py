@@ -7,11 +7,13 @@ keeps the number of leaves small, and lets one loop body serve every layer.
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+from memjax._core import check
 
 _TERMS = 8  # at least, that one step of `column_sums` adds up
 KEEP = ("all", "convolutions", "features")
@@ -28,6 +30,14 @@ class DenseSpec:
     epsilon: float = 1e-5
     dropout_rate: float = 0.0
     use_running_average: bool = False  # normalise with running instead of batch statistics
+
+    def __post_init__(self) -> None:
+        for name in ("in_features", "growth_rate", "num_layers", "bottleneck"):
+            if name != "bottleneck" or self.bottleneck is not None:
+                check.integer(name, getattr(self, name), least=1)
+        check.number("epsilon", self.epsilon, least=0)
+        check_rate("dropout_rate", self.dropout_rate)
+        check.flag("use_running_average", self.use_running_average)
 
     @property
     def out_features(self) -> int:
@@ -51,6 +61,11 @@ class DenseSpec:
     def offset(self, layer):
         """First row of `layer` in the arrays that hold one row for every (layer, input channel)."""
         return layer * self.in_features + self.growth_rate * (layer * (layer - 1) // 2)
+
+
+def check_rate(name: str, rate: Any) -> None:
+    if not 0 <= check.number(name, rate) < 1:
+        raise ValueError(f"{name} must be at least 0 and below 1, got {rate}.")
 
 
 class DenseParams(NamedTuple):

@@ -10,10 +10,12 @@ from flax import nnx
 from flax.nnx.nn.recurrent import flip_sequences
 from jaxtyping import Array
 
+from memjax._core import check
 from memjax.remat._chain.chain import chain
+from memjax.remat._chain.chain import check_memory as check_chain_memory
 from memjax.remat._chain.schedule import ChainSchedule
-from memjax.remat._flax.rnn import run_cell
-from memjax.remat._scan.scan import scan
+from memjax.remat._flax.rnn import check_flags, run_cell
+from memjax.remat._scan.scan import check_memory, scan
 
 
 class RNN(nnx.RNN):
@@ -50,6 +52,9 @@ class RNN(nnx.RNN):
         broadcast_rngs: Any = None,
         rngs: nnx.Rngs | bool = True,
     ):
+        check.method("cell", cell, "initialize_carry", "a Flax NNX cell", "pass nnx.GRUCell(...), for example")
+        check_flags(time_major=time_major, return_carry=return_carry, reverse=reverse, keep_order=keep_order)
+        check_memory(slots, budget)
         super().__init__(
             cell,
             time_major=time_major,
@@ -59,8 +64,6 @@ class RNN(nnx.RNN):
             broadcast_rngs=broadcast_rngs,
             rngs=rngs,
         )
-        if (slots is None) == (budget is None):
-            raise ValueError(f"give exactly one of slots and budget, got slots={slots!r} and budget={budget!r}")
         self.slots, self.budget = slots, budget
 
     def __call__(
@@ -137,11 +140,9 @@ class Chain(nnx.Sequential):
         budget: int | str | None = None,
         schedule: ChainSchedule | None = None,
     ):
+        check_layers(layers)
+        check_chain_memory(budget, schedule)
         super().__init__(*layers)
-        if (budget is None) == (schedule is None):
-            raise ValueError(
-                f"give exactly one of budget and schedule, got budget={budget!r} and schedule={schedule!r}"
-            )
         self.budget, self.schedule = budget, schedule
 
     def __call__(self, *args: Any) -> Any:  # type: ignore[override]
@@ -177,6 +178,14 @@ def _block(graph: Any) -> Callable[..., Any]:
 def _rest(module: nnx.Module) -> Any:
     """All state but parameters."""
     return nnx.state(module, nnx.Not(nnx.Param))
+
+
+def check_layers(layers: Any) -> None:
+    """That each layer can be called."""
+    for i, layer in enumerate(layers):
+        if isinstance(layer, type) or not callable(layer):
+            fix = "make an instance first" if isinstance(layer, type) else "pass the layers one by one"
+            raise check.fail(TypeError, f"layers[{i}]", "a module or a function", layer, fix)
 
 
 def call(layer: Callable[..., Any], x: Any) -> Any:

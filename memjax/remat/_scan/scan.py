@@ -90,16 +90,12 @@ def scan(
 
     Source: Gruslys et al. 2016, section 3.
     """
-    check.function("f", f)
+    check.function("f", f, "f(carry, x) returns (carry, y)", arguments=2)
+    check.flag("reverse", reverse)
     init, xs = as_arrays("init", init), as_arrays("xs", xs)
     length = _length(xs, length)
-    if (slots is None) == (budget is None):
-        raise ValueError(f"give exactly one of slots and budget, got slots={slots!r} and budget={budget!r}")
+    slots, budget = check_memory(slots, budget)
     check.choice("strategy", strategy, _STRATEGIES)
-    if slots is not None:
-        slots = check.integer("slots", slots, least=1, what="a number of carries")
-    if budget is not None:
-        budget = check.byte_count("budget", budget, words=("min",))
     if costs is not None and not isinstance(costs, Costs):
         raise check.fail(
             TypeError, "costs", "a memjax.remat.Costs or None", costs, "memjax.remat.profile measures them"
@@ -219,6 +215,14 @@ def _is_zero(ct: Any) -> bool:
 
 def _instantiate(ct: Any) -> Any:
     return zeros(ct.aval) if _is_zero(ct) else ct
+
+
+def check_memory(slots: Any, budget: Any) -> tuple[int | None, int | str | None]:
+    """Exactly one of them, as a number."""
+    check.one_of(slots=slots, budget=budget)
+    if slots is not None:
+        return check.integer("slots", slots, least=1, what="a number of carries"), None
+    return None, check.byte_count("budget", budget, words=("min",))
 
 
 def _length(xs: Any, length: int | None) -> int:

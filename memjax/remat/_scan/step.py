@@ -118,7 +118,9 @@ def as_arrays(name: str, tree: Any) -> Any:
     def convert(path: Any, leaf: Any) -> Any:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
-        if isinstance(leaf, bool | int | float | complex) or (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+        is_text = isinstance(leaf, np.ndarray | np.generic) and not check.is_array(leaf)
+        is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not is_text
+        if isinstance(leaf, bool | int | float | complex) or is_array:
             return jnp.asarray(leaf)
         where = f"{name}{jax.tree_util.keystr(path)}"
         raise check.fail(TypeError, where, "an array or a number", leaf, "close over what is no array")
