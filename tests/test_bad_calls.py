@@ -46,9 +46,9 @@ def rnn(**changes):
 
 
 def linen_rnn(**changes):
-    """Refused already when its variables are made."""
     arguments = {"cell": nn.GRUCell(4), "slots": 2, **changes}
-    return remat.linen.RNN(arguments.pop("cell"), **arguments).init(jax.random.key(0), jnp.ones((2, 6, 4)))
+    model, x = remat.linen.RNN(arguments.pop("cell"), **arguments), jnp.ones((2, 6, 4))
+    return model.apply(model.init(jax.random.key(0), x), x)
 
 
 def layers_of_chain(**changes):
@@ -58,7 +58,8 @@ def layers_of_chain(**changes):
 
 def linen_chain(**changes):
     arguments = {"layers": [nn.Dense(4)], "budget": "1MiB", **changes}
-    return remat.linen.Chain(arguments.pop("layers"), **arguments).init(jax.random.key(0), X)
+    model = remat.linen.Chain(arguments.pop("layers"), **arguments)
+    return model.apply(model.init(jax.random.key(0), X), X)
 
 
 def dense_block(**changes):

@@ -42,9 +42,10 @@ def fail(kind: type[Exception], name: str, wanted: str, value: Any, fix: str = "
 
 def function(name: str, value: Any, fix: str = "", *, arguments: int | None = None) -> Callable[..., Any]:
     """A function; with `arguments`, one that can be called with so many positional arguments."""
-    wanted = "a function" if arguments is None else f"a function of {arguments} arguments"
-    if not callable(value) or (arguments is not None and not _takes(value, arguments)):
-        raise fail(TypeError, name, wanted, value, fix)
+    if not callable(value):
+        raise fail(TypeError, name, "a function", value, fix)
+    if arguments is not None and not _takes(value, arguments):
+        raise fail(TypeError, name, f"a function of {arguments} arguments", value, fix)
     return value
 
 

@@ -13,11 +13,10 @@ from flax.linen.recurrent import flip_sequences
 from memjax._core import check
 from memjax._core.lists import drop, merge, pick
 from memjax.remat._chain.chain import chain
-from memjax.remat._chain.chain import check_memory as check_chain_memory
 from memjax.remat._chain.schedule import ChainSchedule
 from memjax.remat._flax.nnx import call, check_layers
 from memjax.remat._flax.rnn import check_flags, run_cell
-from memjax.remat._scan.scan import check_memory, scan
+from memjax.remat._scan.scan import scan
 
 __all__ = ["RNN", "Chain"]
 
@@ -64,7 +63,6 @@ class RNN(nn.RNN):
         check.method(
             "cell", self.cell, "initialize_carry", "a Flax Linen cell", "pass nn.GRUCell(features), for example"
         )
-        check_memory(self.slots, self.budget)
         check_flags(**options)
         if self.unroll != 1 or self.variable_axes:
             raise ValueError(f"unroll and variable_axes cannot be set, got {self.unroll} and {self.variable_axes}")
@@ -139,7 +137,6 @@ class Chain(nn.Sequential):
     @nn.compact
     def __call__(self, *args: Any) -> Any:
         check_layers(self.layers)
-        check_chain_memory(self.budget, self.schedule)
         if self.is_initializing():
             x: Any = args
             for layer in self.layers:
