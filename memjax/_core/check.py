@@ -66,6 +66,19 @@ def one_of(**options: Any) -> None:
         raise ValueError(f"give exactly one of {' and '.join(options)}, got {values}")
 
 
+def dtype(name: str, value: Any, *, floating: bool = False) -> Any:
+    """What numpy takes for a dtype, as such; None is none."""
+    wanted = "a floating-point dtype" if floating else "a dtype"
+    fix = "pass jnp.float32, for example"
+    try:
+        known = None if value is None else jnp.dtype(value)
+    except TypeError:
+        known = None
+    if known is None or (floating and not jnp.issubdtype(known, jnp.floating)):
+        raise fail(TypeError, name, wanted, value, fix)
+    return known
+
+
 def compiler_options(value: Any) -> None:
     fix = "pass what memjax.remat_compiler_options() gives, for example"
     wanted = "None or a dict of names and values (text, bool, int or float)"
@@ -73,12 +86,6 @@ def compiler_options(value: Any) -> None:
         raise fail(TypeError, "compiler_options", wanted, value, fix)
     if any(not isinstance(k, str) or not isinstance(v, str | int | float) for k, v in (value or {}).items()):
         raise fail(TypeError, "compiler_options", wanted, value, fix)
-
-
-def method(name: str, value: Any, method: str, wanted: str, fix: str) -> None:
-    """That `value` is an object, not a class, that has the method."""
-    if isinstance(value, type) or not hasattr(value, method):
-        raise fail(TypeError, name, wanted, value, fix)
 
 
 def flag(name: str, value: Any) -> bool:

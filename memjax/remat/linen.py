@@ -15,7 +15,7 @@ from memjax._core.lists import drop, merge, pick
 from memjax.remat._chain.chain import chain
 from memjax.remat._chain.schedule import ChainSchedule
 from memjax.remat._flax.nnx import call, check_layers
-from memjax.remat._flax.rnn import check_flags, run_cell
+from memjax.remat._flax.rnn import check_flags, check_inputs, run_cell
 from memjax.remat._scan.scan import scan
 
 __all__ = ["RNN", "Chain"]
@@ -60,9 +60,11 @@ class RNN(nn.RNN):
             "reverse": self.reverse if reverse is None else reverse,
             "keep_order": self.keep_order if keep_order is None else keep_order,
         }
-        check.method(
-            "cell", self.cell, "initialize_carry", "a Flax Linen cell", "pass nn.GRUCell(features), for example"
-        )
+        if not (isinstance(self.cell, nn.Module) and hasattr(self.cell, "num_feature_axes")):
+            raise check.fail(
+                TypeError, "cell", "a Flax Linen cell", self.cell, "pass nn.GRUCell(features), for example"
+            )
+        check_inputs(inputs, self.cell.num_feature_axes)
         check_flags(**options)
         if self.unroll != 1 or self.variable_axes:
             raise ValueError(f"unroll and variable_axes cannot be set, got {self.unroll} and {self.variable_axes}")

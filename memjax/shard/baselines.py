@@ -38,6 +38,9 @@ def tensor_parallel_mlp(
     """All tokens (..., S, D) on every device, columns of `w_in` and rows of `w_out` here; the outputs are added up.
 
     Saved: x, and S F/p entries for each input of the activation and for its output.
+
+    With `jax.shard_map(check_vma=False)` values are right, and gradients taken outside of it. Taken inside, they are p times as
+    large, as those of any function that ends in a `psum`: divide them by p. The gradient of x is then this device's part of it.
     """
     _check_mlp(x, w_in, w_out, w_gate, activation, axis_name)
     return lax.psum(mlp(x, w_in, w_out, activation, w_gate), axis_name)

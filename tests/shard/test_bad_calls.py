@@ -19,6 +19,7 @@ from memjax.shard import (
     metp_mlp,
     overlap,
     positions,
+    ring,
     unzigzag,
     vocab_cross_entropy,
     zigzag,
@@ -52,6 +53,16 @@ def baseline(name, **changes):
 def ulysses(**options):
     local = lambda q: baselines.ulysses_attention(q, q, q, axis_name="ring", **options)
     return sharded(local, 2, ROWS, ROWS)(Q)
+
+
+def ring_scan(**changes):
+    arguments = {"body": lambda carry, block, step: carry + block, "moving": X, **changes}
+    return ring.scan(arguments.pop("body"), arguments.pop("moving"), 0.0, axis_name=None)
+
+
+def ring_collect(**changes):
+    arguments = {"body": lambda carry, block, step: (carry, block), "moving": X, "dtype": "float32", **changes}
+    return ring.collect(arguments.pop("body"), arguments.pop("moving"), 0.0, axis_name=None, **arguments)
 
 
 def product(f):
@@ -113,6 +124,18 @@ CALLS = [
             ({"axis_name": "rang"}, "axis_name must be an axis of the mesh .* got 'rang'"),
         )
     ),
+    (ring_scan, {"body": None}, "body must be a function, got None"),
+    (ring_scan, {"body": lambda carry: carry}, "body must be a function of 3 arguments, got"),
+    (ring_scan, {"moving": "text"}, "moving must be an array, got 'text'"),
+    (ring_collect, {"body": None}, "body must be a function, or a pair of functions, got None"),
+    (ring_collect, {"body": (3, 4)}, "body must be a function, got 3"),
+    (ring_collect, {"moving": [1.0]}, "moving must be an array, got 1.0"),
+    (ring_collect, {"dtype": None}, "dtype must be a dtype, got None"),
+    (ring_collect, {"dtype": "abc"}, "dtype must be a dtype, got 'abc'"),
+    (ring_collect, {"count": 0}, "count must be a number of pieces of at least 1, got 0"),
+    (ring_collect, {"count": 1.5}, "count must be a number of pieces of at least 1, got 1.5"),
+    (overlap.measure_matmul, {"dtype": int}, "dtype must be a floating-point dtype, got"),
+    (overlap.measure_link, {"devices": [1, 2]}, "devices must be devices of JAX, got"),
     (ulysses, {"layout": "zigzag"}, "options must be options of attention: causal.*, got 'layout'"),
     (ulysses, {"nonsense": 1}, "options must be options of attention: causal.*, got 'nonsense'"),
     (attend, {"q": None}, "q must be an array, got None"),
@@ -183,6 +206,11 @@ CALLS = [
     (overlap.hidden_share, {"step": 3, "flops_per_second": 1.0, "link": LINK}, "step must be .*Step"),
     (overlap.hidden_share, {"step": STEP, "flops_per_second": 0, "link": LINK}, "flops_per_second must be a positive"),
     (overlap.hidden_share, {"step": STEP, "flops_per_second": 1.0, "link": 1e9}, "link must be .*Link"),
+    (
+        overlap.full_overlap_tokens,
+        {"step": lambda: STEP, "flops_per_second": 1.0, "link": LINK},
+        "step must be a function of 1 arguments, got",
+    ),
     (overlap.full_overlap_tokens, {"step": 3, "flops_per_second": 1.0, "link": LINK}, "step must be a function"),
     *(
         (reorder, {"a": a, "size": size, "axis": axis}, message)

@@ -176,6 +176,9 @@ def adaptive(
         if clip is not None:
             updates, clipped = _clipped(updates, clip, clipped, rest)
         found, gradients = _apart(updates)
+        if len(found) != len(own):
+            wanted = f"as many Layers as params has, {len(own)}"
+            raise check.fail(ValueError, "updates", wanted, len(found), "differentiate with respect to the Layers, too")
         new_updates, inner = tx.update(gradients, state.inner, rest)
         last = tuple(layers.statistics for layers in found)
         sums = jax.tree.map(jnp.add, state.sums, last)

@@ -52,7 +52,8 @@ class RNN(nnx.RNN):
         broadcast_rngs: Any = None,
         rngs: nnx.Rngs | bool = True,
     ):
-        check.method("cell", cell, "initialize_carry", "a Flax NNX cell", "pass nnx.GRUCell(...), for example")
+        if not (isinstance(cell, nnx.Module) and hasattr(cell, "num_feature_axes")):
+            raise check.fail(TypeError, "cell", "a Flax NNX cell", cell, "pass nnx.GRUCell(...), for example")
         check_flags(time_major=time_major, return_carry=return_carry, reverse=reverse, keep_order=keep_order)
         check_memory(slots, budget)
         super().__init__(
@@ -181,7 +182,9 @@ def _rest(module: nnx.Module) -> Any:
 
 
 def check_layers(layers: Any) -> None:
-    """That each layer can be called."""
+    """That there are layers, and that each can be called."""
+    if not layers:
+        raise check.fail(ValueError, "layers", "at least one module or function", layers)
     for i, layer in enumerate(layers):
         if isinstance(layer, type) or not callable(layer):
             fix = "make an instance first" if isinstance(layer, type) else "pass the layers one by one"

@@ -31,11 +31,7 @@ def run_cell(
     of one step.
     """
     check_flags(time_major=time_major, return_carry=return_carry, reverse=reverse, keep_order=keep_order)
-    check.array("inputs", inputs)
-    if inputs.ndim < feature_axes + 1:
-        raise check.fail(
-            ValueError, "inputs", f"an array of at least {feature_axes + 1} axes, time and features", inputs
-        )
+    check_inputs(inputs, feature_axes)
     if seq_lengths is not None:
         batch = inputs.shape[1 : inputs.ndim - feature_axes] if time_major else inputs.shape[: -feature_axes - 1]
         if not jnp.issubdtype(check.array("seq_lengths", seq_lengths).dtype, jnp.integer) or seq_lengths.shape != batch:
@@ -79,6 +75,13 @@ def run_cell(
     if reverse and not backwards and keep_order:
         outputs = jax.tree.map(flip, outputs)
     return (carry, outputs) if return_carry else outputs
+
+
+def check_inputs(inputs: Any, feature_axes: int) -> None:
+    if check.array("inputs", inputs).ndim < feature_axes + 1:
+        raise check.fail(
+            ValueError, "inputs", f"an array of at least {feature_axes + 1} axes, time and features", inputs
+        )
 
 
 def check_flags(**flags: Any) -> None:
