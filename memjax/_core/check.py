@@ -5,7 +5,7 @@ import math
 import numbers
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -41,10 +41,52 @@ def fail(kind: type[Exception], name: str, wanted: str, value: Any, fix: str = "
     return kind(f"{name} must be {wanted}, got {shown(value)}" + (f": {fix}" if fix else ""))
 
 
-def function(name: str, value: Any, fix: str = "") -> Callable[..., Any]:
+def function(name: str, value: Any, fix: str = "", *, arguments: int | None = None) -> Callable[..., Any]:
+    """A function; with `arguments`, one that can be called with so many positional arguments."""
     if not callable(value):
         raise fail(TypeError, name, "a function", value, fix)
+    if arguments is not None and not _takes(value, arguments):
+        raise fail(TypeError, name, f"a function of {arguments} arguments", value, fix)
     return value
+
+
+def _takes(f: Callable[..., Any], arguments: int) -> bool:
+    try:
+        inspect.signature(f).bind(*[None] * arguments)
+    except TypeError:
+        return False
+    except ValueError:  # a built-in function without a signature
+        return True
+    return True
+
+
+def one_of(**options: Any) -> None:
+    """That exactly one of the options is not None."""
+    if sum(value is not None for value in options.values()) != 1:
+        values = " and ".join(f"{name}={shown(value)}" for name, value in options.items())
+        raise ValueError(f"give exactly one of {' and '.join(options)}, got {values}")
+
+
+def dtype(name: str, value: Any, *, floating: bool = False) -> Any:
+    """What numpy takes for a dtype, as such; None is none."""
+    wanted = "a floating-point dtype" if floating else "a dtype"
+    fix = "pass jnp.float32, for example"
+    try:
+        known = None if value is None else jnp.dtype(value)
+    except TypeError:
+        known = None
+    if known is None or (floating and not jnp.issubdtype(known, jnp.floating)):
+        raise fail(TypeError, name, wanted, value, fix)
+    return known
+
+
+def compiler_options(value: Any) -> None:
+    fix = "pass what memjax.remat_compiler_options() gives, for example"
+    wanted = "None or a dict of names and values (text, bool, int or float)"
+    if value is not None and not isinstance(value, Mapping):
+        raise fail(TypeError, "compiler_options", wanted, value, fix)
+    if any(not isinstance(k, str) or not isinstance(v, str | int | float) for k, v in (value or {}).items()):
+        raise fail(TypeError, "compiler_options", wanted, value, fix)
 
 
 def flag(name: str, value: Any) -> bool:
@@ -108,9 +150,16 @@ def number(
     return real
 
 
+def is_array(value: Any) -> bool:
+    """Whether `value` is an array of JAX, or one of NumPy that is not of objects, texts or dates."""
+    return isinstance(value, jax.Array) or (
+        isinstance(value, np.ndarray | np.generic) and value.dtype.kind not in "OSUMm"
+    )
+
+
 def array(name: str, value: Any, *, ndim: int | None = None, floating: bool = False, fix: str = "") -> Any:
     """An array of JAX or NumPy, as it is."""
-    if not isinstance(value, jax.Array | np.ndarray | np.generic):
+    if not is_array(value):
         raise fail(TypeError, name, "an array", value, fix or "pass jnp.asarray(...) of numbers")
     if floating and not jnp.issubdtype(value.dtype, jnp.floating):
         raise fail(TypeError, name, "a floating-point array", value, fix or "convert it with .astype")

@@ -13,8 +13,9 @@ from memjax._core.derivatives import refusing_forward_mode
 from memjax.remat._dense import triton
 from memjax.remat._dense.plain import plain
 from memjax.remat._dense.shared import shared
-from memjax.remat._dense.spec import KEEP, DenseParams, DenseSpec, DenseStatistics
+from memjax.remat._dense.spec import KEEP, DenseParams, DenseSpec, DenseStatistics, check_rate
 
+_IMPLEMENTATIONS = (None, "xla", "triton")
 _FORWARD_MODE = (
     "a dense block cannot be differentiated in forward mode (jax.jvp, jax.jacfwd, jax.linearize) unless keep is 'all', which "
     "keeps nothing then; or use reverse mode: jax.grad, jax.vjp, jax.jacrev"

@@ -99,6 +99,8 @@ def compressed(
     codecs = array_codecs(codec)
     if where == "" or not (where is None or isinstance(where, str) or callable(where)):
         raise check.fail(TypeError, "where", '"conv", a pattern, a predicate or None', where)
+    if callable(where):
+        check.function("where", where, "where(scope, type) says whether to encode what is read there", arguments=2)
     which = Which(where, max(check.integer("smallest", smallest, least=0, what="a number of values"), SMALL))
     if isinstance(f_or_module, nnx.Module | nn.Module) and inputs is not False:
         raise check.fail(ValueError, "inputs", "left out for a module", inputs, "its arguments are always activations")

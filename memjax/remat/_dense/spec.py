@@ -73,6 +73,11 @@ class DenseSpec:
         return layer * self.in_features + self.growth_rate * (layer * (layer - 1) // 2)
 
 
+def check_rate(name: str, rate: Any) -> None:
+    if not 0 <= check.number(name, rate) < 1:
+        raise ValueError(f"{name} must be at least 0 and below 1, got {rate}.")
+
+
 class DenseParams(NamedTuple):
     """Parameters of every layer of a block. R = spec.rows, L = layers, k = growth rate, w = bottleneck * k.
 

@@ -47,7 +47,7 @@ def profile(f: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any = None)
       TypeError: what is no concrete array; a carry whose structure or type changes.
       ValueError: no row in `xs`.
     """
-    check.function("f", f)
+    check.function("f", f, "f(carry, x) returns (carry, y)", arguments=2)
     for name, tree in (("init", init), ("xs", xs)):
         for leaf in jax.tree.leaves(check.arrays(name, tree)):
             if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):

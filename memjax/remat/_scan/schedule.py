@@ -39,6 +39,11 @@ class Schedule:
     internal_size: int
     forward_steps: int
 
+    def __post_init__(self) -> None:
+        check.choice("strategy", self.strategy, STRATEGIES)
+        for name, least in (("length", 0), ("slots", 1), ("internal_size", 1), ("forward_steps", 0)):
+            check.integer(name, getattr(self, name), least=least)
+
     @functools.cached_property
     def actions(self) -> tuple[Action, ...]:
         return tuple(action for action, _ in self.with_units())
