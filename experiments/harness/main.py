@@ -60,10 +60,10 @@ def run(
                     console.print(f"For the table of memory another process compiles {', '.join(task.compare)}")
                 if not trainer.train():
                     return 130
-                with waiting(console, "Waiting for the table of memory"):
-                    compared = comparison.done()
-                if not compared:
-                    trainer.measure()
+                still = comparison.running
+                with waiting(console, "Waiting for the table of memory") if still else contextlib.nullcontext():
+                    compared = comparison.result()
+                trainer.save_memory(trainer.compare() if compared is None else compared)
                 afterwards(config, console)
         if jax.process_index() == 0:
             report(config.folder, console, facts(config))

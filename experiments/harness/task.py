@@ -30,7 +30,8 @@ class Task:
       steps: optimizer steps to train for; None: as `--epochs` says.
       test_loss: loss of test batches.
       test_batches: starts one pass over the test data, in batches like those of training; None: nothing is tested.
-      compare: by name, the models whose training memory is reported: this run's, and alternatives to it.
+      name: of this run in the table of memory; None: there is none.
+      compare: by name, alternatives to this run's model; their training memory is compiled for the table.
       layout: where the state and batches lie; by default the batch is split over all devices.
       by_device: whether each device computes its gradient by itself: see `train_step`.
       optimizer: makes the optimizer, from the number of steps; None: as the flags say.
@@ -53,6 +54,7 @@ class Task:
     steps: int | None = None
     test_loss: Loss | None = None
     test_batches: Callable[[], Iterator[dict[str, np.ndarray]]] | None = None
+    name: str | None = None
     compare: Mapping[str, Callable[[], nnx.Module]] = field(default_factory=dict)
     layout: Layout = field(default_factory=lambda: devices.data_parallel(devices.data_mesh()))
     by_device: bool = False

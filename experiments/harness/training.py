@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,6 +25,7 @@ from experiments.harness.checkpoints import Checkpoints, Restored
 from experiments.harness.config import RunConfig
 from experiments.harness.errors import ExperimentError
 from experiments.harness.interrupt import Interrupt
+from experiments.harness.memory import Measurements
 from experiments.harness.optimizer import learning_rate, optimizer
 from experiments.harness.progress import Display, memory_in_use, waiting
 from experiments.harness.step import Sums, TrainState, eval_step, init_state, train_step
@@ -58,6 +60,7 @@ class Trainer:
         make_optimizer = task.optimizer or functools.partial(optimizer, config)
         self._optimizer = make_optimizer(self._total_steps)
         self._batch = memory.placed(task.batch, task.layout.batch)
+        self._trained: memjax.Measurement | None = None
 
     def __enter__(self) -> "Trainer":
         config = self._config
@@ -98,15 +101,23 @@ class Trainer:
             self._console.print(f"  {self._resume_command()}", soft_wrap=True)
         return done >= self._total_steps
 
-    def measure(self) -> None:
-        """Compiles the training steps of `task.compare` at this run's shapes; writes memory.json."""
-        measured = {}
-        for name, make_model in self._task.compare.items():
-            with waiting(self._console, f"Compiling {name} to compare its memory"):
-                state = self._abstract_state(make_model)
-                measured[name] = memory.measure(self._jitted(make_model, state), state, self._batch)
+    def compare(self) -> Measurements:
+        """Compiles the training steps of `task.compare` at this run's shapes."""
+        return {name: self._measured(name, make_model) for name, make_model in self._task.compare.items()}
+
+    def save_memory(self, compared: Measurements) -> None:
+        """Writes memory.json: this run's training step, as it was compiled, and what it is compared with."""
+        name = self._task.name
+        if name is None:
+            return
+        trained = self._trained or self._measured(name, self._task.make_model)  # nothing was left to train
         if jax.process_index() == 0:
-            memory.save(self._config.folder / "memory.json", measured)
+            memory.save(self._config.folder / "memory.json", {name: trained, **compared})
+
+    def _measured(self, name: str, make_model: Callable[[], nnx.Module]) -> memjax.Measurement:
+        with waiting(self._console, f"Compiling {name} to compare its memory"):
+            state = self._abstract_state(make_model)
+            return memory.measure(self._jitted(make_model, state), state, self._batch)
 
     def _begin(self) -> Restored:
         """The state to go on from. From here on the run's configuration is this one."""
@@ -128,10 +139,13 @@ class Trainer:
         with waiting(console, "Compiling the training step"):
             begin = time.perf_counter()
             if task.compile_step is None:
-                compiled = self._compiled(state)
+                traced, compiled = self._compiled(state)
+                compile_seconds = time.perf_counter() - begin
+                if task.name is not None:
+                    self._trained = memory.of_compiled(traced, compiled, compile_seconds)
             else:
                 compiled = task.compile_step(self._step(task.make_model), **self._jit_options(state))
-            compile_seconds = time.perf_counter() - begin
+                compile_seconds = time.perf_counter() - begin
         evaluate = None
         if task.test_batches is not None:
             assert task.test_loss is not None
@@ -268,13 +282,14 @@ class Trainer:
     def _jitted(self, make_model: Callable[[], nnx.Module], state: TrainState):
         return jax.jit(self._step(make_model), donate_argnums=0, **self._jit_options(state))
 
-    def _compiled(self, state: TrainState) -> Callable:
-        """The step of the first model that fits on the devices, or of the last."""
+    def _compiled(self, state: TrainState) -> tuple[Any, Any]:
+        """The step of the first model that fits on the devices, or of the last: traced, and compiled."""
         for make_model in (self._task.make_model, *self._task.smaller_models):
-            compiled = self._jitted(make_model, state).lower(state, self._batch).compile()
+            traced = self._jitted(make_model, state).trace(state, self._batch)
+            compiled = traced.lower().compile()
             if devices.fits(compiled):
                 break
-        return compiled
+        return traced, compiled
 
     def _abstract_state(self, make_model: Callable[[], nnx.Module]) -> TrainState:
         shapes = jax.eval_shape(functools.partial(init_state, make_model, self._optimizer))
