@@ -123,9 +123,9 @@ def measure(given: dict) -> list[dict]:
         init = jax.jit(lambda seed: init_state(lambda: make(jax.random.key(seed)), tx)).lower(jnp.int32(0))
         state = init.out_info
         step = train_step(lambda: make(0), loss, tx, 1, scale=compress.scale_gradient)
-        step = jax.jit(step, donate_argnums=0).lower(state, batch)
+        lowered = jax.jit(step, donate_argnums=0).lower(state, batch)
         test = jax.jit(eval_step(lambda: make(0), loss)).lower(state, batch)
-        return init.compile(), step.compile(), test.compile()
+        return init.compile(), lowered.compile(), test.compile()
 
     with ThreadPoolExecutor() as pool:
         programs = dict(zip(given["kinds"], pool.map(compiled, given["kinds"]), strict=True))

@@ -199,8 +199,15 @@ def _only_compare(config: MetpConfig, console: Console) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status is that of the harness: 0 complete, 130 stopped and saved, 2 something to put right."""
-    hooks = {"instead": _only_compare, "afterwards": _compare, "extra_report": _show}
-    return run(PRESETS, make_task, description=__doc__ or "", argv=argv, **hooks)
+    return run(
+        PRESETS,
+        make_task,
+        description=__doc__ or "",
+        argv=argv,
+        instead=_only_compare,
+        afterwards=_compare,
+        extra_report=_show,
+    )
 
 
 if __name__ == "__main__":
