@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.compressed import Config
+from benchmarks.markdown import gib, load, source, table
 from benchmarks.record import mean_and_error
-from benchmarks.tables import _gib, _load, _markdown, _source
 
 _NETWORKS = {"alexnet": "AlexNet", "vgg16": "VGG-16", "resnet18": "ResNet-18", "resnet50": "ResNet-50"}
 # A file for each row of bars.
@@ -27,7 +27,7 @@ _CASES = {
 
 
 def training_table() -> str | None:
-    files = [loaded for name in _TRAININGS if (loaded := _load(name)) is not None]
+    files = [loaded for name in _TRAININGS if (loaded := load(name)) is not None]
     all_rows = [row for _, rows in files for row in rows if "error" not in row]
     if not all_rows:
         return None
@@ -57,7 +57,7 @@ def training_table() -> str | None:
         "float32 / code",
         "sigma of a layer's gradient, predicted / measured: median (range)",
     ]
-    return "\n\n".join([_markdown(header, body), *dict.fromkeys(_source(environment) for environment, _ in files)])
+    return "\n\n".join([table(header, body), *dict.fromkeys(source(environment) for environment, _ in files)])
 
 
 def _accuracy(rows: list[dict[str, Any]]) -> str:
@@ -66,7 +66,7 @@ def _accuracy(rows: list[dict[str, Any]]) -> str:
 
 def seeds_table() -> str | None:
     """Of `compressed_seeds`: accuracies, and differences from what is not compressed, seed by seed."""
-    files = [loaded for name in _SEEDS if (loaded := _load(name)) is not None]
+    files = [loaded for name in _SEEDS if (loaded := load(name)) is not None]
     body = []
     for _, rows in files:
         top1: dict[str, dict[int, float]] = {}
@@ -87,8 +87,8 @@ def seeds_table() -> str | None:
             ]
         )
     header = ["", "top-1, plain", "codes of the values themselves, less plain", "compressed, less plain"]
-    sources = [_source(environment) for environment, _ in files]
-    return "\n\n".join([_markdown(header, body), *sources]) if files else None
+    sources = [source(environment) for environment, _ in files]
+    return "\n\n".join([table(header, body), *sources]) if files else None
 
 
 def step_table() -> str | None:
@@ -103,14 +103,14 @@ def memory_table() -> str | None:
     cases = {case: label for case, label in _CASES.items() if case != "settle"}
 
     def cells(row: dict[str, Any], plain: dict[str, Any]) -> list[str]:
-        return [_gib(row["temp_bytes"]), _gib(row["peak_bytes"]), f"{row['peak_bytes'] / plain['peak_bytes']:.1%}"]
+        return [gib(row["temp_bytes"]), gib(row["peak_bytes"]), f"{row['peak_bytes'] / plain['peak_bytes']:.1%}"]
 
     return _table_of_cases(cases, ["temp GiB", "peak GiB", "of the uncompressed peak"], cells)
 
 
 def _table_of_cases(cases: dict[str, str], header: list[str], cells: Callable[[dict, dict], list[str]]) -> str | None:
     """A line for each file's network and case that has a row; `cells` of it and the plain row in the same file."""
-    files = [(*loaded, model) for name, model in _STEPS.items() if (loaded := _load(name)) is not None]
+    files = [(*loaded, model) for name, model in _STEPS.items() if (loaded := load(name)) is not None]
     body = []
     for _, rows, model in files:
         found = {row["case"]: row for row in rows if row["model"] == model}
@@ -120,8 +120,8 @@ def _table_of_cases(cases: dict[str, str], header: list[str], cells: Callable[[d
             if case in found
         ]
     header = ["training step, batch 256 of 224x224, bf16", *header]
-    sources = dict.fromkeys(_source(environment) for environment, *_ in files)  # one run may have written several files
-    return "\n\n".join([_markdown(header, body), *sources]) if files else None
+    sources = dict.fromkeys(source(environment) for environment, *_ in files)  # one run may have written several files
+    return "\n\n".join([table(header, body), *sources]) if files else None
 
 
 def _left_alone(row: dict[str, Any]) -> str:
@@ -134,7 +134,7 @@ def _left_alone(row: dict[str, Any]) -> str:
 
 def codec_table() -> str | None:
     """Of one run for each dtype."""
-    files = [loaded for name in ("codec", "codec_float32") if (loaded := _load(name)) is not None]
+    files = [loaded for name in ("codec", "codec_float32") if (loaded := load(name)) is not None]
     body = [
         [
             f"{row['data']}, {'x'.join(map(str, row['shape']))}, {row['dtype']}",
@@ -145,9 +145,7 @@ def codec_table() -> str | None:
         for row in rows
     ]
     header = ["values, bound 1/4", "bits a value", "encode, TB/s", "decode", "without signs", "all of the bandwidth"]
-    return (
-        "\n\n".join([_markdown(header, body), *(_source(environment) for environment, _ in files)]) if files else None
-    )
+    return "\n\n".join([table(header, body), *(source(environment) for environment, _ in files)]) if files else None
 
 
 TABLES = {

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from benchmarks.markdown import gib, load, source, table
 from benchmarks.metp_overlap import full_overlap_tokens
-from benchmarks.tables import _gib, _load, _markdown, _source
 
 _NAMES = {
     "metp": "METP",
@@ -15,7 +15,7 @@ _NAMES = {
 
 
 def memory_table() -> str | None:
-    files = [loaded for name in ("metp_memory_2", "metp_memory") if (loaded := _load(name)) is not None]
+    files = [loaded for name in ("metp_memory_2", "metp_memory") if (loaded := load(name)) is not None]
     if not files:
         return None
     found = {(row["size"], row["parallelism"]): row for _, rows in files for row in rows}
@@ -25,14 +25,14 @@ def memory_table() -> str | None:
         saved = 1 - mine["peak_bytes"] / theirs["peak_bytes"]
         slower = mine["milliseconds"] / theirs["milliseconds"]
         body.append(
-            [str(size), _gib(mine["peak_bytes"]), _gib(theirs["peak_bytes"]), f"{saved:.1%}", f"{slower:.2f}"],
+            [str(size), gib(mine["peak_bytes"]), gib(theirs["peak_bytes"]), f"{saved:.1%}", f"{slower:.2f}"],
         )
     header = ["GPUs", "METP, GiB", "tensor parallelism, GiB", "saved", "time, METP / TP"]
-    return "\n\n".join([_markdown(header, body), *(_source(environment) for environment, _ in files)])
+    return "\n\n".join([table(header, body), *(source(environment) for environment, _ in files)])
 
 
 def compiled_table() -> str | None:
-    if (loaded := _load("metp_compiled")) is None:
+    if (loaded := load("metp_compiled")) is None:
         return None
     environment, rows = loaded
     lengths = sorted({row["tokens"] for row in rows})
@@ -40,11 +40,11 @@ def compiled_table() -> str | None:
     names = [name for name in _NAMES if (name, lengths[0]) in found]
     body = [[_NAMES[name], *(found[name, tokens] for tokens in lengths)] for name in names]
     header = [f"compiled for {rows[0]['size']} {rows[0]['device']}, MiB per GPU", *(f"{n:,} tokens" for n in lengths)]
-    return _markdown(header, body) + "\n\n" + _source({**environment, "accelerator": "No GPU"})
+    return table(header, body) + "\n\n" + source({**environment, "accelerator": "No GPU"})
 
 
 def longest_table() -> str | None:
-    if (loaded := _load("metp_longest")) is None:
+    if (loaded := load("metp_longest")) is None:
         return None
     environment, rows = loaded
     found = {row["parallelism"]: row for row in rows if "longest" in row}
@@ -65,7 +65,7 @@ def longest_table() -> str | None:
         body.insert(1, ["METP with what memory it leaves", "", "", "", speed_of("metp", "auto")])
     header = ["", "longest sequence", "first that fails", "METP's / this"]
     header += [f"tokens/s with {next(iter(speeds.values()))['speed_at']:,} tokens" if speeds else "tokens/s"]
-    return _markdown(header, body) + "\n\n" + _source(environment)
+    return table(header, body) + "\n\n" + source(environment)
 
 
 def overlap_table() -> str | None:
@@ -87,7 +87,7 @@ def overlap_table() -> str | None:
         "backward",
         "both",
     ]
-    return _markdown(header, body) + "\n\n" + _source(environment)
+    return table(header, body) + "\n\n" + source(environment)
 
 
 def crossover_table() -> str | None:
@@ -99,11 +99,11 @@ def crossover_table() -> str | None:
         predicted = [f"{found[rate]:,} ({found[rate] / measured - 1:+.0%})" for rate in ("own matmuls", "large matmul")]
         body.append([name, f"{measured:,.0f}", *predicted])
     header = ["pass", "measured", "predicted, rate of the layer's matmuls", "predicted, rate of one large matmul"]
-    return _markdown(header, body)
+    return table(header, body)
 
 
 def hops_table() -> str | None:
-    if (loaded := _load("metp_hops")) is None:
+    if (loaded := load("metp_hops")) is None:
         return None
     environment, rows = loaded
     body = []
@@ -114,11 +114,11 @@ def hops_table() -> str | None:
         cells = [f"{at[least, p]['hops']:.2f}" for p in passes] + [f"{at[least, p]['hidden']:.0%}" for p in passes]
         body.append([row["setting"], *cells, f"{at[least, passes[1]]['ring']:.2f}"])
     header = ["setting", "hops alone, ms: forward", "both", "hidden: forward", "both", "ring, ms: both"]
-    return _markdown(header, body) + "\n\n" + _source(environment)
+    return table(header, body) + "\n\n" + source(environment)
 
 
 def _overlap_row() -> tuple[dict, dict] | None:
-    loaded = _load("metp_overlap_8")
+    loaded = load("metp_overlap_8")
     return (loaded[0], loaded[1][0]) if loaded else None
 
 

@@ -1,11 +1,12 @@
 """README's tables and picture and those of `docs/`, from `benchmarks/results/`: `python -m benchmarks.tables`."""
 
-import json
 import pathlib
 from collections.abc import Callable
 
 import matplotlib
 
+from benchmarks import compress_tables, metp_tables
+from benchmarks.markdown import gib, load, source, table
 from benchmarks.record import RESULTS
 
 matplotlib.use("agg")
@@ -13,29 +14,6 @@ from matplotlib import pyplot as plt
 
 ROOT = pathlib.Path(__file__).parent.parent
 _MODES = {"all": "everything kept", "convolutions": 'keep="convolutions"', "features": 'keep="features"'}
-
-
-def _load(name: str) -> tuple[dict, list[dict]] | None:
-    path = RESULTS / f"{name}.json"
-    if not path.exists():
-        return None
-    data = json.loads(path.read_text())
-    return data["environment"], [row for row in data["rows"] if "error" not in row]
-
-
-def _source(environment: dict) -> str:
-    versions = ", ".join(f"{name} {v}" for name, v in environment["versions"].items() if name != "jaxlib")
-    machine = environment["accelerator"] or f"{environment['cpu_cores']} CPU cores"
-    return f"{machine}; {versions}; {environment['date']}; `{environment['command']}`."
-
-
-def _markdown(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _gib(count: int | None) -> str:
-    return "" if count is None else f"{count / 2**30:.2f}"
 
 
 def _name(row: dict) -> str:
@@ -46,7 +24,7 @@ def _name(row: dict) -> str:
 
 
 def step_table() -> str | None:
-    if (loaded := _load("densenet264_step")) is None:
+    if (loaded := load("densenet264_step")) is None:
         return None
     environment, rows = loaded
     body = [
@@ -54,32 +32,30 @@ def step_table() -> str | None:
             _name(row),
             str(row["batch"]),
             f"{row['images_per_s']:.0f}",
-            _gib(row.get("temp_bytes")),
-            _gib(row["peak_bytes"]),
+            gib(row.get("temp_bytes")),
+            gib(row["peak_bytes"]),
             f"{row['compile_s']:.0f}" if "compile_s" in row else "",
         ]
         for row in rows
     ]
     header = ["DenseNet-264, k=48, 224x224, bf16", "batch", "images/s", "temp GiB", "peak GiB", "compile s"]
-    return _markdown(header, body) + "\n\n" + _source(environment)
+    return table(header, body) + "\n\n" + source(environment)
 
 
 def batch_table() -> str | None:
     """One file per search: their brackets differ."""
-    searches = [found for path in sorted(RESULTS.glob("densenet264_batch*.json")) if (found := _load(path.stem))]
+    searches = [found for path in sorted(RESULTS.glob("densenet264_batch*.json")) if (found := load(path.stem))]
     if not searches:
         return None
     rows = sorted((row for _, rows in searches for row in rows), key=lambda row: -row["batch"])
     speed = lambda row: f"{row['images_per_s']:.0f}" if "images_per_s" in row else ""
     body = [[_name(row), str(row["batch"]), str(row["fails"] or "not tried"), speed(row)] for row in rows]
     header = ["DenseNet-264, k=48, 224x224, bf16, in 12 GiB", "largest batch", "first that fails", "images/s"]
-    return (
-        _markdown(header, body) + "\n\n" + _source({**searches[0][0], "command": "python -m benchmarks.densenet batch"})
-    )
+    return table(header, body) + "\n\n" + source({**searches[0][0], "command": "python -m benchmarks.densenet batch"})
 
 
 def depth_table() -> str | None:
-    if (loaded := _load("densenet_bc_depth")) is None:
+    if (loaded := load("densenet_bc_depth")) is None:
         return None
     environment, rows = loaded
     depths = sorted({row["depth"] for row in rows})
@@ -88,11 +64,11 @@ def depth_table() -> str | None:
         [str(depth), *(f"{found[depth, k] / 1e6:,.0f}" if (depth, k) in found else "" for k in _MODES)]
         for depth in depths
     ]
-    return _markdown(["depth", *(f"{m}, MB" for m in _MODES.values())], body) + "\n\n" + _source(environment)
+    return table(["depth", *(f"{m}, MB" for m in _MODES.values())], body) + "\n\n" + source(environment)
 
 
 def loss_table() -> str | None:
-    if (loaded := _load("cross_entropy")) is None:
+    if (loaded := load("cross_entropy")) is None:
         return None
     environment, rows = loaded
     names = {
@@ -106,7 +82,7 @@ def loss_table() -> str | None:
     timed = {row["name"]: row for row in rows if row["what"] == "time"}
     names |= {name: name for name, row in timed.items() if row["library"] == "torch"}
     body = [
-        [label, f"{(r := timed[name])['ms']:.1f}", _gib(r.get("temp_bytes")), _gib(r.get("peak_bytes"))]
+        [label, f"{(r := timed[name])['ms']:.1f}", gib(r.get("temp_bytes")), gib(r.get("peak_bytes"))]
         for name, label in names.items()
     ]
     header = [
@@ -115,11 +91,11 @@ def loss_table() -> str | None:
         "temp GiB",
         "peak with gradients, GiB",
     ]
-    return _markdown(header, body) + "\n\n" + _source(environment)
+    return table(header, body) + "\n\n" + source(environment)
 
 
 def scan_table() -> str | None:
-    if (loaded := _load("bptt")) is None:
+    if (loaded := load("bptt")) is None:
         return None
     environment, rows = loaded
     labels = {
@@ -138,11 +114,11 @@ def scan_table() -> str | None:
         if "profiled" not in row["name"]
     ]
     header = ["LSTM 256, batch 64, float32, 1,000 steps: gradient", "temp MiB", "ms", "relative"]
-    return _markdown(header, body) + "\n\n" + _source(environment)
+    return table(header, body) + "\n\n" + source(environment)
 
 
 def depth_picture(path: pathlib.Path) -> None:
-    memory, time = _load("densenet_bc_depth"), _load("densenet_bc_time")
+    memory, time = load("densenet_bc_depth"), load("densenet_bc_time")
     if memory is None or time is None:
         return
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.8), layout="constrained")
@@ -162,7 +138,7 @@ def depth_picture(path: pathlib.Path) -> None:
 
 
 def public_table() -> str | None:
-    if (loaded := _load("public_models")) is None:
+    if (loaded := load("public_models")) is None:
         return None
     environment, rows = loaded
     signed = lambda difference: f"{difference['mean']:+.4f} ± {difference['error']:.4f}"
@@ -182,12 +158,10 @@ def public_table() -> str | None:
         *("final loss, plain", "compressed, less plain", "other data order, less plain"),
         *("gradient's error", "bytes kept"),
     ]
-    return f"{_markdown(header, body)}\n\n{_source(environment)}"
+    return f"{table(header, body)}\n\n{source(environment)}"
 
 
 def main() -> None:
-    from benchmarks import compress_tables, metp_tables
-
     tables = {
         "step": step_table,
         "batch": batch_table,
@@ -208,11 +182,11 @@ def _write(page: pathlib.Path, tables: dict[str, Callable[[], str | None]]) -> N
     """Each table between its two comments."""
     text = page.read_text()
     for name, make in tables.items():
-        table = make()
-        if table is not None:
-            before, rest = text.split(f"<!-- {name} -->")
-            after = rest.split(f"<!-- /{name} -->")[1]
-            text = f"{before}<!-- {name} -->\n{table}\n<!-- /{name} -->{after}"
+        made = make()
+        if made is not None:
+            before, old = text.split(f"<!-- {name} -->")
+            after = old.split(f"<!-- /{name} -->")[1]
+            text = f"{before}<!-- {name} -->\n{made}\n<!-- /{name} -->{after}"
     page.write_text(text)
 
 
