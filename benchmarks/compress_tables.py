@@ -26,8 +26,10 @@ _CASES = {
 _DEFAULTS = {
     "plain": "nothing compressed",
     "compressed(model)": "`compressed(model)`: 8 bits",
-    "ErrorBounded(2**-5, bits_per_value=12), where=conv": "inputs of convolutions, `ErrorBounded(2**-5, bits_per_value=12)`",
-    "ErrorBounded(2**-5, bits_per_value=12), where=conv; ChannelQuantized(4) for the rest": "and the rest in `ChannelQuantized(4)`",
+    (
+        _CONV := "ErrorBounded(2**-5, bits_per_value=12), where=conv"
+    ): "inputs of convolutions in `ErrorBounded(2**-5)`, 12 bits",
+    f"{_CONV}; ChannelQuantized(4) for the rest": "and the rest in `ChannelQuantized(4)`",
 }
 
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from benchmarks.metp_overlap import full_overlap_tokens
 from benchmarks.markdown import Tables, bare_table, gib, load, table
+from benchmarks.metp_overlap import full_overlap_tokens
 
 _NAMES = {
     "metp": "METP",
@@ -84,7 +84,9 @@ def crossover_table() -> str:
     body = []
     for name, crossing in full_overlap_tokens(_overlap_row()[1]).items():
         measured: Any = crossing["measured"]
-        predicted = [f"{crossing[rate]:,} ({crossing[rate] / measured - 1:+.0%})" for rate in ("own matmuls", "large matmul")]
+        predicted = [
+            f"{crossing[rate]:,} ({crossing[rate] / measured - 1:+.0%})" for rate in ("own matmuls", "large matmul")
+        ]
         body.append([name, f"{measured:,.0f}", *predicted])
     header = ["pass", "measured", "predicted, rate of the layer's matmuls", "predicted, rate of one large matmul"]
     return bare_table(header, body)

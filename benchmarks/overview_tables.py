@@ -38,27 +38,45 @@ def savings() -> list[Saving]:
     return [
         saving(
             ("DenseNet-264, batch 64", "torchvision", "`remat.DenseBlock`", "dense-block"),
-            torch, block, "peak_bytes", "ms_streamed",
+            torch,
+            block,
+            "peak_bytes",
+            "ms_streamed",
         ),
         saving(
             ("LSTM, 1,000 steps", "`jax.lax.scan`", "`remat.scan`", "scan"),
-            scans["jax.lax.scan"], scans["budget 14.5MiB"], "temp", "ms",
+            scans["jax.lax.scan"],
+            scans["budget 14.5MiB"],
+            "temp",
+            "ms",
         ),
         saving(
             ("loss, vocabulary 256,128", "all logits", "`linear_cross_entropy`", "linear-cross-entropy"),
-            losses["plain JAX"], losses["forward_grad"], "temp_bytes", "ms",
+            losses["plain JAX"],
+            losses["forward_grad"],
+            "temp_bytes",
+            "ms",
         ),
         saving(
             ("public ResNet-50, batch 256", "plain", "`compressed(model)`", "compress"),
-            default[0], default[1], "temp_mib", "ms",
+            default[0],
+            default[1],
+            "temp_mib",
+            "ms",
         ),
         saving(
             ("ResNet-50, batch 256", "plain", "`compressed`, adaptive bounds", "compress"),
-            resnet["plain"], resnet["all"], "peak_bytes", "milliseconds",
+            resnet["plain"],
+            resnet["all"],
+            "peak_bytes",
+            "milliseconds",
         ),
         saving(
             ("7B layer, 65,536 tokens, each of 2 GPUs", "tensor parallelism", "`shard`", "metp"),
-            ring["tp"], ring["metp"], "peak_bytes", "milliseconds",
+            ring["tp"],
+            ring["metp"],
+            "peak_bytes",
+            "milliseconds",
         ),
     ]
 

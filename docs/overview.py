@@ -14,7 +14,7 @@ from matplotlib import pyplot as plt
 from benchmarks.overview_tables import savings, size
 from memjax import remat
 
-LAYERS, SLOTS, CODE = 24, 6, 0.3
+LAYERS, SLOTS, CODE = 24, 7, 0.3
 GREY, BLUE, ORANGE = "0.6", "tab:blue", "tab:orange"
 
 
@@ -43,8 +43,8 @@ def recomputed() -> tuple[list[float], list[float]]:
 def sketch(axes) -> None:
     axes.fill_between(*everything_kept(1), color=GREY, alpha=0.25, lw=0)
     axes.plot(*everything_kept(1), color=GREY, label="everything kept")
-    axes.plot(*everything_kept(CODE), color=ORANGE, label="kept in fewer bits (`compressed`)")
-    axes.plot(*recomputed(), color=BLUE, drawstyle="steps-post", label="some kept, the rest recomputed (`remat`)")
+    axes.plot(*everything_kept(CODE), color=ORANGE, label="kept in fewer bits: compress")
+    axes.plot(*recomputed(), color=BLUE, drawstyle="steps-post", label="some kept, the rest recomputed: remat")
     axes.axvline(LAYERS, color="0.8", lw=0.8, zorder=0)
     axes.text(LAYERS - 1, LAYERS + 0.6, "forward", ha="right", color="0.4")
     axes.text(LAYERS + 1, LAYERS + 0.6, "backward", color="0.4")
@@ -59,8 +59,12 @@ def measured(axes) -> None:
         share = row.gib / row.plain_gib
         axes.barh(place, 1, color=GREY, alpha=0.3, height=0.62)
         axes.barh(place, share, color=BLUE, height=0.62)
-        axes.text(share + 0.015, place, f"{size(row.gib)}, {row.ms / row.plain_ms:.2f} x the time", va="center", fontsize=8.5)
-        axes.text(1.015, place, f"{row.plain}:\n{size(row.plain_gib)}".replace("`", ""), va="center", fontsize=8, color="0.35")
+        axes.text(
+            share + 0.015, place, f"{size(row.gib)}, {row.ms / row.plain_ms:.2f} x the time", va="center", fontsize=8.5
+        )
+        axes.text(
+            1.015, place, f"{row.plain}:\n{size(row.plain_gib)}".replace("`", ""), va="center", fontsize=8, color="0.35"
+        )
     labels = [f"{row.what}\n{row.tool}".replace("`", "") for row in rows]
     axes.set_yticks(range(len(rows)), labels, fontsize=8.5)
     axes.set(xlim=(0, 1.3), xticks=[0, 0.25, 0.5, 0.75, 1], xticklabels=["0", "25%", "50%", "75%", "100%"])
