@@ -1,5 +1,8 @@
 """README and docs: their code runs, their links lead somewhere, their tables are those of the results, and the site builds."""
 
+import dataclasses
+import functools
+import inspect
 import os
 import pathlib
 import re
@@ -90,6 +93,14 @@ def test_commands_name_files_and_flags_that_exist(page):
         shlex.split(command, comments=True)
 
 
+def named(name):
+    """What `memjax.…` stands for. A function may hide the module that it is in from attribute access."""
+    package, _, attribute = name.rpartition(".")
+    if package in sys.modules and hasattr(sys.modules[package], attribute):
+        return getattr(sys.modules[package], attribute)
+    return functools.reduce(getattr, name.split(".")[1:], memjax)
+
+
 def slugs(page):
     """The anchors of a page's headings, as GitHub and the site make them."""
     text = re.sub(r"^```.*?^```", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
@@ -121,29 +132,32 @@ def test_names_exist(page):
     """What a page calls `memjax.…` in code is there. CHANGELOG may speak of what is gone."""
     if page == "CHANGELOG.md":
         pytest.skip("speaks of what is gone, too")
-    for name in re.findall(r"(?<![\w/.])memjax((?:\.[A-Za-z]\w*)+)", text_of(page)):
-        value = memjax
-        for part in name[1:].split("."):
-            if part in ("py", "git"):
-                break
-            value = getattr(value, part)
+    for name in re.findall(r"(?<![\w/.])memjax(?:\.[A-Za-z]\w*)+", text_of(page)):
+        assert named(name) is not None
 
 
 def test_reference_has_every_public_name_once():
     reference = "\n".join(text_of(page) for page in DOCS if page.startswith("docs/reference/"))
     documented = re.findall(r"^::: (memjax[\w.]*)", reference, re.MULTILINE)
     assert len(documented) == len(set(documented))
-    found = set()
-    for name in documented:
-        value = memjax
-        for part in name.split(".")[1:]:
-            value = getattr(value, part)
-        found.add(id(value))
+    found = {id(named(name)) for name in documented}
+    pages = {"__version__", "remat", "compress", "shard"}  # of which the packages have pages of their own
     for package in (memjax, memjax.remat, memjax.compress, memjax.shard):
-        missing = [
-            name for name in package.__all__ if name != "__version__" and id(getattr(package, name)) not in found
-        ]
+        missing = [name for name in package.__all__ if name not in pages and id(getattr(package, name)) not in found]
         assert missing == [], f"docs/reference/ lacks them, of {package.__name__}"
+
+
+def test_docstrings_describe_parameters_that_exist():
+    """The site takes names before a colon as they are: several may share a line."""
+    for package in (memjax, memjax.remat, memjax.compress, memjax.shard):
+        for name, value in ((name, getattr(package, name)) for name in package.__all__):
+            section = re.search(r"^Args:\n((?:  .*\n|\n)*)", f"{inspect.getdoc(value)}\n", re.MULTILINE)
+            if section and (inspect.isclass(value) or inspect.isroutine(value)):
+                entries = re.findall(r"^  (\*{0,2}\w[\w, *]*):", section[1], re.MULTILINE)
+                described = {word.strip("* ") for entry in entries for word in entry.split(",")}
+                function = value if dataclasses.is_dataclass(value) or inspect.isroutine(value) else value.__init__
+                parameters = set(inspect.signature(function).parameters)
+                assert described <= parameters, f"{package.__name__}.{name}"
 
 
 @pytest.mark.parametrize("page", tables.PAGES)
