@@ -7,6 +7,7 @@ import os
 import pathlib
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -178,8 +179,8 @@ def test_architecture_names_what_is_there():
 
 def test_site_builds_without_warnings(tmp_path):
     pytest.importorskip("zensical", reason="needs the extra 'docs'")
-    config = (ROOT / "mkdocs.yml").read_text().replace("docs_dir: docs", f"docs_dir: {ROOT / 'docs'}")
-    config = config.replace("paths: [.]", f"paths: [{ROOT}]")
+    config = (ROOT / "mkdocs.yml").read_text().replace("paths: [.]", f"paths: [{ROOT}]")
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
     (tmp_path / "mkdocs.yml").write_text(config)
     command = [sys.executable, "-m", "zensical", "build", "--strict"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
