@@ -97,7 +97,7 @@ def results_table(pages: str) -> str:
         ]
         for row in savings()
     ]
-    header = ["one training step", "without memjax", "with memjax", "memory", "time"]
+    header = ["training step or gradient", "without memjax", "with memjax", "memory", "time"]
     environment = load("densenet264_step")[0]
     return f"{bare_table(header, body)}\n\n{machine(environment)}, JAX {environment['versions']['jax']}."
 
