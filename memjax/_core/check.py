@@ -1,5 +1,6 @@
 """Checks of arguments, so that every package words its errors alike: "name must be ..., got ...: fix"."""
 
+import inspect
 import json
 import math
 import numbers

@@ -13,7 +13,7 @@ from memjax._core.derivatives import refusing_forward_mode
 from memjax.remat._dense import triton
 from memjax.remat._dense.plain import plain
 from memjax.remat._dense.shared import shared
-from memjax.remat._dense.spec import KEEP, DenseParams, DenseSpec, DenseStatistics, check_rate
+from memjax.remat._dense.spec import KEEP, DenseParams, DenseSpec, DenseStatistics
 
 _IMPLEMENTATIONS = (None, "xla", "triton")
 _FORWARD_MODE = (

@@ -15,7 +15,7 @@ from memjax._core.lists import drop, merge, pick
 from memjax.remat._chain.chain import chain
 from memjax.remat._chain.schedule import ChainSchedule
 from memjax.remat._flax.layers import call, check_layers
-from memjax.remat._flax.rnn import run_cell
+from memjax.remat._flax.rnn import check_flags, check_inputs, run_cell
 from memjax.remat._scan.scan import scan
 
 __all__ = ["RNN", "Chain"]

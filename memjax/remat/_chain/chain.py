@@ -125,16 +125,6 @@ def chain_costs(
     return _measured(traced, values, leaves) if measure else _estimates(traced)
 
 
-def check_memory(budget: Any, schedule: Any) -> int | str | None:
-    """Exactly one of them; the budget as a number."""
-    check.one_of(budget=budget, schedule=schedule)
-    if budget is not None:
-        return check.byte_count("budget", budget, words=("min",))
-    if not isinstance(schedule, ChainSchedule):
-        raise check.fail(TypeError, "schedule", "a ChainSchedule", schedule, "chain_schedule finds one")
-    return None
-
-
 def _trace(
     blocks: Sequence[Callable[[Any, Any], Any]], params: Sequence[Any], x: Any, has_aux: bool
 ) -> tuple[list[Block], list[Arrays], Arrays]:

@@ -221,14 +221,6 @@ def _instantiate(ct: Any) -> Any:
     return zeros(ct.aval) if _is_zero(ct) else ct
 
 
-def check_memory(slots: Any, budget: Any) -> tuple[int | None, int | str | None]:
-    """Exactly one of them, as a number."""
-    check.one_of(slots=slots, budget=budget)
-    if slots is not None:
-        return check.integer("slots", slots, least=1, what="a number of carries"), None
-    return None, check.byte_count("budget", budget, words=("min",))
-
-
 def _length(xs: Any, length: int | None) -> int:
     lengths = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(xs):
