@@ -61,13 +61,6 @@ def _takes(f: Callable[..., Any], arguments: int) -> bool:
     return True
 
 
-def one_of(**options: Any) -> None:
-    """That exactly one of the options is not None."""
-    if sum(value is not None for value in options.values()) != 1:
-        values = " and ".join(f"{name}={shown(value)}" for name, value in options.items())
-        raise ValueError(f"give exactly one of {' and '.join(options)}, got {values}")
-
-
 def dtype(name: str, value: Any, *, floating: bool = False) -> Any:
     """What numpy takes for a dtype, as such; None is none."""
     wanted = "a floating-point dtype" if floating else "a dtype"
@@ -189,7 +182,7 @@ def arrays(name: str, tree: Any) -> Any:
 def exactly_one(**options: Any) -> None:
     """That one of these options is not None, and only one."""
     if sum(value is not None for value in options.values()) != 1:
-        values = " and ".join(f"{name}={value!r}" for name, value in options.items())
+        values = " and ".join(f"{name}={shown(value)}" for name, value in options.items())
         raise ValueError(f"give exactly one of {' and '.join(options)}, got {values}")
 
 

@@ -9,6 +9,7 @@ float32, 4 D V for dW.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -52,7 +53,7 @@ def loss_and_gradients(operands: Operands, options: Options, wanted: frozenset[s
     relative = scale / jnp.where(norm == 0, 1.0, norm)
 
     def step(carry: dict[str, Any], start: Any, size: int) -> dict[str, Any]:
-        part = lambda a: None if a is None else lax.dynamic_slice_in_dim(a, start, size)
+        part: Callable[[Any], Any] = lambda a: None if a is None else lax.dynamic_slice_in_dim(a, start, size)
         x_chunk, weight = part(x), part(relative)
         products = matmul("nd,vd->nv", x_chunk, w, options, x.dtype)
         chunk = Chunk(products, bias, part(labels), part(targets), class_weights)
