@@ -109,10 +109,10 @@ def test_functions_of_so_many_arguments():
 
 
 def test_one_of_two_options():
-    check.one_of(slots=3, budget=None)
+    check.exactly_one(slots=3, budget=None)
     for slots, budget in ((None, None), (3, "1MiB")):
         with pytest.raises(ValueError, match=f"give exactly one of slots and budget, got slots={slots} and budget="):
-            check.one_of(slots=slots, budget=budget)
+            check.exactly_one(slots=slots, budget=budget)
 
 
 @pytest.mark.parametrize("bad", ["fast", 3, True, [], {1: 2}, {"flag": None}])

@@ -7,6 +7,7 @@ may be missing: `memjax.compress._error_bounded.kernels.kernel_memory` and `memj
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import jax
 from jax.interpreters.partial_eval import dce_jaxpr
 
+# Frames of these are not the user's.
+_LIBRARIES = tuple(f"{os.sep}{name}{os.sep}" for name in ("jax", "flax", "memjax", "optax"))
 _TRANSFORM = re.compile(r"\w+\(|\)")
 
 
@@ -77,3 +80,24 @@ def is_tracer(value: Any) -> bool:
 def names_an_axis(effect: Any) -> bool:
     """Whether the effect is that of a collective over a named axis."""
     return type(effect).__name__ == "NamedAxisEffect"
+
+
+def source_line(eqn: Any) -> str:
+    """Where the user's code makes an equation: "model.py:12 (norm)"; empty where that is not known."""
+    traceback = eqn.source_info.traceback
+    for frame in reversed(traceback.frames if traceback is not None else []):
+        if not any(part in frame.file_name for part in _LIBRARIES):
+            return f"{os.path.basename(frame.file_name)}:{frame.line_num} ({frame.function_name})"
+    return ""
+
+
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many are carried.
+
+    Told by shapes, for JAX 0.12 names these numbers otherwise: what is scanned over, or stacked, has an axis more outside.
+    """
+    body = eqn.params["jaxpr"]
+    body = getattr(body, "jaxpr", body)
+    same = lambda outer, inner: sum(a.aval.ndim == b.aval.ndim for a, b in zip(outer, inner, strict=True))
+    carried = same(eqn.outvars, body.outvars)
+    return same(eqn.invars, body.invars) - carried, carried

@@ -1,5 +1,6 @@
 """Rematerialisation: keep little between forward and backward, recompute the rest.
 
+tiled                 a function of sequences that runs tile by tile in both passes
 checkpoint            a function or Flax module that keeps its inputs and named values, and recomputes the rest
 policies              which named values a checkpoint saves on the device or offloads to the host
 UnmatchedNameWarning  a policy names values that the function does not have
@@ -38,6 +39,7 @@ from memjax.remat._scan.costs import Costs
 from memjax.remat._scan.profile import profile
 from memjax.remat._scan.scan import scan
 from memjax.remat._scan.schedule import Schedule, schedule
+from memjax.remat._tiled.tiled import tiled
 from memjax.remat.dense_block import DenseBlock, dense_block
 
 __all__ = [
@@ -63,4 +65,5 @@ __all__ = [
     "profile",
     "scan",
     "schedule",
+    "tiled",
 ]

@@ -1,0 +1,1 @@
+"""`tiled`: functions of sequences, tile by tile, in both passes."""

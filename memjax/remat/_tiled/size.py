@@ -1,0 +1,38 @@
+"""How many positions a tile has where the caller does not say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+# Rows of matrix products in a tile. A tile adds to the gradients of the parameters, which reads and writes them: about
+# 12 bytes a parameter, beside 6 FLOPs for each row and parameter. At 8,192 rows that is 5% of the time of an H200's
+# products, and at 512 rows 2% of a CPU's.
+_ROWS = {"gpu": 8192, "tpu": 8192}
+_ROWS_ELSEWHERE = 512
+_MULTIPLE = 128  # of which GPUs like rows to be
+
+
+def default_tile(length: int, shapes: Sequence[tuple[int, ...]], axes: Sequence[int]) -> int:
+    """Positions per tile, tiles as equal as can be.
+
+    Args:
+      length: the number of positions.
+      shapes: of the arrays with positions.
+      axes: where they have them. The dimensions before are taken for examples, which multiply the rows.
+    """
+    examples = max([math.prod(shape[:axis]) for shape, axis in zip(shapes, axes, strict=True)], default=1)
+    rows = _ROWS.get(jax.default_backend(), _ROWS_ELSEWHERE)
+    wanted = max(1, rows // max(examples, 1))
+    tiles = -(-length // wanted)
+    tile = -(-length // max(tiles, 1))
+    if tiles > 1 and tile > _MULTIPLE:
+        tile = -(-tile // _MULTIPLE) * _MULTIPLE
+    return max(1, min(tile, length))
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
+    return tuple(value.shape)

@@ -1,0 +1,314 @@
+"""`tiled`: a function of sequences that runs tile by tile, in both passes.
+
+Arctic Long Sequence Training (Bekman et al. 2025, "TiledMLP") runs feed-forward layers so; here it is any function in which
+positions do not mix, which is checked.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from memjax._core import check as _check
+from memjax._core.arrays import vary, varying_axes
+from memjax._core.derivatives import reverse_only
+from memjax._core.jaxpr import evaluate
+from memjax._core.lists import Arrays, drop, merge, pick
+from memjax._core.position_rules import walk
+from memjax._core.positions import Mixed, Positions, State, Summed, check_same, check_same_constants, shared
+from memjax.remat._tiled.modules import wrapped_module
+from memjax.remat._tiled.size import default_tile
+from memjax.remat._tiled.tiles import Tiles
+
+_FORWARD_MODE = (
+    "memjax.remat.tiled cannot be differentiated in forward mode (jax.jvp, jax.jacfwd, jax.linearize), which keeps nothing "
+    "for later. Use the function without it there; or reverse mode: jax.grad, jax.vjp, jax.jacrev"
+)
+
+
+def tiled(
+    f: Callable[..., Any],
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    *,
+    tile: int | None = None,
+    sum_dtype: Any | None = jnp.float32,
+    check: bool = True,
+) -> Callable[..., Any]:
+    """`f`, run on tiles of the mapped axes one after the other, in the forward and in the backward pass.
+
+    For functions of long sequences in which positions do not depend on each other: feed-forward layers, projections,
+    norms over features, rotary embeddings, a loss. What `f` computes on the way exists for one tile at a time.
+
+    Args:
+      f: a function of pytrees, whose mapped arrays keep their axis: it is called with tiles of shape (..., tile, ...). What it
+        closes over is shared, and differentiated as usual. Or a Flax module or class of modules, Linen or NNX: the result is
+        one of the same kind with the same variables, which are shared; `in_axes` are then those of the arguments of
+        `__call__`, without `self`.
+      in_axes: which axis of each argument holds positions, as in `jax.vmap`: an integer, None for arguments that all tiles
+        share, or a tuple with a pytree prefix for each argument. All mapped axes have the same length. Keyword arguments are
+        shared; what is no array is static.
+      out_axes: which axis of each result holds positions; None for results that are sums over positions (a loss), which are
+        added up.
+      tile: positions per tile. The length need not be a multiple of it. None: 8,192 rows of a matrix product on GPUs and
+        TPUs, 512 elsewhere, tiles as equal as can be.
+      sum_dtype: gradients of shared arrays and results with `out_axes=None` are added up in this dtype, or in their own if
+        that has more bits. None: always in their own.
+      check: refuse `f` if it mixes positions. The check reads the program of `f` and runs nothing. False: the caller knows
+        better.
+
+    Returns:
+      a function with the signature of `f` and, up to rounding, its results and gradients.
+
+    Saved between forward and backward: the arguments alone; the backward pass runs `f` again. With T positions, t a tile, a
+    bytes per position that `f` keeps or works with, w bytes of shared arrays and g bytes of their gradients in `sum_dtype`:
+    t a + g beside arguments and results, where `f` alone takes T a. The gradient of an argument is written over the cotangent
+    of a result of the same type, where that is not needed any more. Time: one more forward pass.
+
+    Raises:
+      ValueError: when called, `f` mixes positions (the message names the operation and its source line), mapped axes are
+        missing or of different lengths, or `in_axes` and `out_axes` do not fit.
+      TypeError: an argument of the wrong kind; forward-mode differentiation.
+
+    Source: Bekman et al. 2025, "Arctic Long Sequence Training", section 3.1, for feed-forward layers.
+    """
+    options = _Options(in_axes, out_axes, tile, sum_dtype, check)
+    module = wrapped_module(functools.partial(_tiled, options=options), f)
+    if module is not None:
+        return module
+    _check.function("f", f)
+    return _tiled(f, options=options)
+
+
+class _Options:
+    def __init__(self, in_axes: Any, out_axes: Any, tile: Any, sum_dtype: Any, checked: Any):
+        if tile is not None:
+            tile = _check.integer("tile", tile, least=1, what="a number of positions")
+        if sum_dtype is not None:
+            try:
+                sum_dtype = jnp.dtype(sum_dtype)
+            except TypeError:
+                sum_dtype = np.dtype(object)
+            if not jnp.issubdtype(sum_dtype, jnp.floating):
+                raise _check.fail(TypeError, "sum_dtype", "a floating dtype or None", sum_dtype)
+        for name, axes in (("in_axes", in_axes), ("out_axes", out_axes)):
+            for axis in jax.tree.leaves(axes):
+                _check.integer(name, axis, what="integers and None")
+        if isinstance(in_axes, list):
+            in_axes = tuple(in_axes)
+        self.in_axes, self.out_axes, self.tile, self.sum_dtype = in_axes, out_axes, tile, sum_dtype
+        self.check = _check.flag("check", checked)
+
+
+def _tiled(f: Callable[..., Any], options: _Options, leading: int = 0) -> Callable[..., Any]:
+    """`f` tiled; its first `leading` arguments are shared, whatever `options.in_axes` say, which are of the others."""
+
+    @functools.wraps(f)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        axes = options.in_axes
+        if isinstance(axes, tuple):
+            if len(axes) != len(args) - leading:
+                wanted = f"a tuple of one entry for each of the {len(args) - leading} arguments"
+                raise _check.fail(ValueError, "in_axes", wanted, axes)
+        else:
+            axes = (axes,) * (len(args) - leading)
+        axes = ((None,) * leading + axes, None)
+        leaf_axes = _per_leaf("in_axes", axes, (args, kwargs))
+        return _call(f, (args, kwargs), leaf_axes, options)
+
+    return run
+
+
+def _call(f: Callable[..., Any], arguments: Any, leaf_axes: list[int | None], options: _Options) -> Any:
+    leaves, tree = jax.tree.flatten(arguments)
+    paths = [_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(arguments)]
+    mapped: list[bool] = []
+    axes: list[int] = []
+    length: int | None = None
+    for i, (leaf, axis) in enumerate(zip(leaves, leaf_axes, strict=True)):
+        mapped.append(axis is not None)
+        if axis is None:
+            continue
+        if not isinstance(leaf, jax.Array | np.ndarray):
+            raise _check.fail(TypeError, paths[i], "an array, as in_axes gives it an axis", leaf)
+        if not -leaf.ndim <= axis < leaf.ndim:
+            raise _check.fail(ValueError, "in_axes", f"axes of {paths[i]}, {_check.shown(leaf)}", axis)
+        axes.append(axis % leaf.ndim)
+        size = leaf.shape[axis]
+        if length is not None and size != length:
+            raise _check.fail(ValueError, paths[i], f"{length} long along axis {axis}, as those before", leaf)
+        length = size
+    if length is None:
+        raise _check.fail(ValueError, "in_axes", "an axis for at least one array", options.in_axes)
+    arrays = [jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in pick(leaves, mapped)]
+    others = drop(leaves, mapped)
+    dynamic = [isinstance(leaf, jax.Array | np.ndarray) for leaf in others]
+    static = drop(others, dynamic)
+    # Sums over devices wait for the last tile: what is shared is made to vary as what is mapped does.
+    given = vary([jnp.asarray(leaf) for leaf in pick(others, dynamic)], varying_axes(*arrays))
+
+    def flat(shared_leaves: Arrays, tiles: Arrays) -> tuple[Arrays, Any]:
+        full = merge(tiles, merge(shared_leaves, static, dynamic), mapped)
+        args, kwargs = jax.tree.unflatten(tree, full)
+        return f(*args, **kwargs)
+
+    if length == 0:
+        return flat(given, arrays)
+    shapes = [array.shape for array in arrays]
+    tile = min(options.tile, length) if options.tile is not None else default_tile(length, shapes, axes)
+    programs = {size: _Program(flat, given, arrays, axes, size) for size in {tile, length % tile or tile}}
+    program = programs[tile]
+    out_axes = _per_leaf("out_axes", options.out_axes, program.out_tree_example())
+    out_axes = program.checked_axes(out_axes, tile)
+    if options.check:
+        _refuse_mixing(f, flat, given, arrays, axes, out_axes, tile, length, programs)
+
+    constants: Arrays = []
+    for each in programs.values():
+        each.take(constants)
+    guarded = [
+        reverse_only(value, _FORWARD_MODE) for value in (*vary(constants, varying_axes(*arrays)), *given, *arrays)
+    ]
+    count = len(constants)
+
+    def body(shared_values: Arrays, tiles: Arrays) -> Arrays:
+        size = tiles[0].shape[axes[0]]
+        return programs[size](shared_values[:count], shared_values[count:], tiles)
+
+    types = [
+        aval if axis is None else aval.update(shape=(*aval.shape[:axis], length, *aval.shape[axis + 1 :]))
+        for aval, axis in zip(program.out_types, out_axes, strict=True)
+    ]
+    tiles = Tiles(body, axes, out_axes, types, length, tile, options.sum_dtype)
+    outs = tiles(guarded[: count + len(given)], guarded[count + len(given) :])
+    return jax.tree.unflatten(program.out_tree, outs)
+
+
+def _path(path: Any) -> str:
+    """The name of a leaf of (arguments, keyword arguments)."""
+    return f"argument {jax.tree_util.keystr(path[1:2], simple=True)}{jax.tree_util.keystr(path[2:])}"
+
+
+class _Program:
+    """`flat` traced for tiles of `size` positions."""
+
+    def __init__(self, flat: Callable[..., Any], given: Arrays, arrays: Arrays, axes: Sequence[int], size: int):
+        self.closed, shapes = jax.make_jaxpr(flat, return_shape=True)(given, _resized(arrays, axes, size))
+        self.out_tree = jax.tree.structure(shapes)
+        self.out_types = [aval.update(weak_type=False) for aval in self.closed.out_avals]
+        self._positions: list[int] = []
+
+    def out_tree_example(self) -> Any:
+        return jax.tree.unflatten(self.out_tree, self.out_types)
+
+    def checked_axes(self, out_axes: list[int | None], tile: int) -> list[int | None]:
+        """Not negative, and of dimensions that are there and as long as a tile."""
+        found: list[int | None] = []
+        for aval, axis in zip(self.out_types, out_axes, strict=True):
+            if axis is None:
+                if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+                    raise _check.fail(
+                        ValueError, "out_axes", f"axes of keys, which cannot be added, {aval.str_short()}", axis
+                    )
+                found.append(None)
+                continue
+            if not -aval.ndim <= axis < aval.ndim:
+                raise _check.fail(ValueError, "out_axes", f"axes of the results, here {aval.str_short()}", axis)
+            axis %= aval.ndim
+            if aval.shape[axis] != tile:
+                wanted = f"the axes that hold positions ({tile} in a tile), here of {aval.str_short()}"
+                raise _check.fail(ValueError, "out_axes", wanted, axis, "None adds results of tiles up")
+            found.append(axis)
+        return found
+
+    def take(self, constants: Arrays) -> None:
+        """Adds the program's constants to `constants`, each array once."""
+        for value in self.closed.consts:
+            known = [i for i, other in enumerate(constants) if other is value]
+            if not known:
+                constants.append(value if isinstance(value, jax.Array) else jnp.asarray(value))
+                known = [len(constants) - 1]
+            self._positions.append(known[0])
+
+    def __call__(self, constants: Arrays, given: Arrays, tiles: Arrays) -> Arrays:
+        own = [constants[i] for i in self._positions]
+        return evaluate(self.closed.jaxpr, own, [*given, *tiles], differentiable=True)
+
+
+def _resized(arrays: Arrays, axes: Sequence[int], size: int) -> list[Any]:
+    """The types of tiles of `size` positions."""
+    return [
+        jax.typeof(array).update(shape=(*array.shape[:axis], size, *array.shape[axis + 1 :]), weak_type=False)
+        for array, axis in zip(arrays, axes, strict=True)
+    ]
+
+
+def _refuse_mixing(
+    f: Callable[..., Any],
+    flat: Callable[..., Any],
+    given: Arrays,
+    arrays: Arrays,
+    axes: Sequence[int],
+    out_axes: Sequence[int | None],
+    tile: int,
+    length: int,
+    programs: dict[int, _Program],
+) -> None:
+    """Raises ValueError if `f` mixes positions."""
+    lengths = (tile, length) if 1 < tile < length else (max(length, 2), 2 * max(length, 2))
+    name = getattr(f, "__qualname__", None) or repr(f)
+    try:
+        first, second = (
+            programs[size] if size in programs else _Program(flat, given, arrays, axes, size) for size in lengths
+        )
+        for size, program in zip(lengths, (first, second), strict=True):
+            states: list[State] = [shared(value.shape) for value in given]
+            states += [Positions(axis, 1) for axis in axes]
+            found = walk(program.closed.jaxpr, states, size, may_sum=None in out_axes)
+            for i, (state, axis) in enumerate(zip(found, out_axes, strict=True)):
+                _check_result(i, state, axis)
+        check_same(first.closed.jaxpr, second.closed.jaxpr)
+        check_same_constants(first.closed.consts, second.closed.consts)
+    except Mixed as reason:
+        raise ValueError(
+            f"f must not mix positions, got {name}, in which {reason}. Take that part out of it; if it is exact tile by tile "
+            "all the same, use check=False"
+        ) from None
+
+
+def _check_result(index: int, state: State, axis: int | None) -> None:
+    if axis is None:
+        if not isinstance(state, Summed):
+            what = (
+                "has positions"
+                if isinstance(state, Positions)
+                else "does not depend on positions: tiles would add it again"
+            )
+            raise Mixed(f"result {index}, which is to be added up (out_axes=None), {what}")
+    elif isinstance(state, Summed):
+        raise Mixed(f"result {index} is a sum over positions, which needs out_axes=None")
+    elif isinstance(state, Positions):
+        if state != Positions(axis, 1):
+            raise Mixed(f"result {index} has its positions in dimension {state.dim}, not {axis}")
+    elif state.uneven[axis]:
+        raise Mixed(f"result {index} differs from position to position but does not depend on the mapped arguments")
+
+
+def _per_leaf(name: str, axes: Any, tree: Any) -> list[int | None]:
+    """The axis of each leaf of `tree`, from a prefix of it in which None is an axis, too."""
+    is_none = lambda x: x is None
+    out: list[int | None] = []
+
+    def spread(axis: Any, subtree: Any) -> None:
+        out.extend([axis] * len(jax.tree.leaves(subtree)))
+
+    try:
+        jax.tree.map(spread, axes, tree, is_leaf=is_none)
+    except ValueError as error:
+        raise ValueError(f"{name} must be a pytree prefix of what it describes, got {axes!r}: {error}") from None
+    return out

@@ -1,0 +1,200 @@
+"""A function of tiles, run over all tiles of its arguments in both passes, results written in place.
+
+Nothing but the arguments is kept for the backward pass. Loops slice arrays where they lie and write into rows of whole
+arrays, for an array that a loop is given in pieces (`jax.lax.map` over a transposed copy) exists twice. An array that has
+been read is written over where a result of the same type is due: in the backward pass the cotangent of a result by that of
+an argument.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from memjax._core.arrays import is_float, zeros
+from memjax._core.barriers import barrier
+from memjax._core.lists import Arrays, drop, merge, pick
+
+Body = Callable[[Arrays, Arrays], Arrays]
+"""From shared arrays and tiles to tiles of results and summands of sums."""
+
+
+class Tiles:
+    """`body`, run over tiles of its arguments.
+
+    Args:
+      body: of (shared, tiles).
+      in_axes: where the arguments have positions.
+      out_axes: where the results have them; None for results that are sums over positions.
+      out_types: of the whole results.
+      length: the number of positions.
+      tile: how many a tile has; the last one may have fewer.
+      sum_dtype: sums of floats are kept in this dtype, or in their own if that is None or has more bits.
+    """
+
+    def __init__(
+        self,
+        body: Body,
+        in_axes: Sequence[int],
+        out_axes: Sequence[int | None],
+        out_types: Sequence[Any],
+        length: int,
+        tile: int,
+        sum_dtype: Any | None,
+    ):
+        self._body, self._in_axes, self._out_axes = body, list(in_axes), list(out_axes)
+        self._out_types, self._length, self._tile, self._sum_dtype = list(out_types), length, tile, sum_dtype
+        self._out_float = [is_float(aval) for aval in out_types]
+        self._run = jax.custom_vjp(self._forward)
+        self._run.defvjp(self._keep, self._back, symbolic_zeros=True)
+
+    def __call__(self, shared: Arrays, arrays: Arrays) -> Arrays:
+        """The results for whole arrays."""
+        return self._run(shared, arrays)
+
+    def _forward(self, shared: Arrays, arrays: Arrays) -> Arrays:
+        over = _written_over(self._out_types, self._out_axes, arrays, self._in_axes)
+        buffers = [
+            arrays[over[i]] if i in over else self._start(aval, axis)
+            for i, (aval, axis) in enumerate(zip(self._out_types, self._out_axes, strict=True))
+        ]
+        source = {array: result for result, array in over.items()}
+
+        def one(start, size, buffers):
+            tiles = [
+                _cut(buffers[source[i]] if i in source else array, start, size, axis)
+                for i, (array, axis) in enumerate(zip(arrays, self._in_axes, strict=True))
+            ]
+            outs = self._body(shared, tiles)
+            return [
+                _add(buffer, out) if axis is None else _put(buffer, out, start, axis)
+                for buffer, out, axis in zip(buffers, outs, self._out_axes, strict=True)
+            ]
+
+        buffers = self._over_tiles(one, buffers)
+        return [buffer.astype(aval.dtype) for buffer, aval in zip(buffers, self._out_types, strict=True)]
+
+    def _keep(self, shared: Any, arrays: Any) -> tuple[Arrays, Any]:
+        wanted = [[primal.perturbed and is_float(primal.value) for primal in group] for group in (shared, arrays)]
+        shared, arrays = ([primal.value for primal in group] for group in (shared, arrays))
+        return self._forward(shared, arrays), (shared, arrays, _Static((tuple(wanted[0]), tuple(wanted[1]))))
+
+    def _back(self, kept: Any, cotangents: Any) -> tuple[Arrays, Arrays]:
+        shared, arrays, (shared_wanted, arrays_wanted) = kept[0], kept[1], kept[2].value
+        types = pick(self._out_types, self._out_float)
+        axes = pick(self._out_axes, self._out_float)
+        cotangents = pick(cotangents, self._out_float)
+        known = [not isinstance(ct, SymbolicZero) for ct in cotangents]
+        # Recomputation waits for the cotangents, or a compiler begins it as soon as the arguments exist.
+        floats = [is_float(jax.typeof(array)) for array in arrays]
+        given = pick(cotangents, known)
+        waited = barrier([*given, *pick(arrays, floats)])
+        given, arrays = waited[: len(given)], merge(waited[len(given) :], drop(arrays, floats), floats)
+
+        targets, target_axes = pick(arrays, arrays_wanted), pick(self._in_axes, arrays_wanted)
+        over = _written_over(list(map(jax.typeof, targets)), target_axes, given, pick(axes, known))
+        source = {cotangent: target for target, cotangent in over.items()}
+        buffers = [given[over[i]] if i in over else zeros(jax.typeof(target)) for i, target in enumerate(targets)]
+        sums = [self._start(jax.typeof(value), None) for value in pick(shared, shared_wanted)]
+
+        def one(start, size, state):
+            sums, buffers = state
+            tiles = [_cut(array, start, size, axis) for array, axis in zip(arrays, self._in_axes, strict=True)]
+            of_tile = [
+                ct if axis is None else _cut(buffers[source[i]] if i in source else ct, start, size, axis)
+                for i, (ct, axis) in enumerate(zip(given, pick(axes, known), strict=True))
+            ]
+            nothing = [
+                zeros(aval if axis is None else aval.update(shape=_with(aval.shape, axis, size)))
+                for aval, axis in zip(drop(types, known), drop(axes, known), strict=True)
+            ]
+
+            def float_results(some_shared, some_tiles):
+                outs = self._body(
+                    merge(some_shared, drop(shared, shared_wanted), shared_wanted),
+                    merge(some_tiles, drop(tiles, arrays_wanted), arrays_wanted),
+                )
+                return pick(outs, self._out_float)
+
+            _, pull = jax.vjp(float_results, pick(shared, shared_wanted), pick(tiles, arrays_wanted))
+            d_shared, d_tiles = pull(merge(of_tile, nothing, known))
+            sums = [_add(total, d) for total, d in zip(sums, d_shared, strict=True)]
+            buffers = [_put(b, d, start, axis) for b, d, axis in zip(buffers, d_tiles, target_axes, strict=True)]
+            return sums, buffers
+
+        sums, buffers = self._over_tiles(one, (sums, buffers))
+        sums = [total.astype(value.dtype) for total, value in zip(sums, pick(shared, shared_wanted), strict=True)]
+        return (
+            merge(sums, [None] * (len(shared) - len(sums)), shared_wanted),
+            merge(buffers, [None] * (len(arrays) - len(buffers)), arrays_wanted),
+        )
+
+    def _over_tiles(self, one: Callable[[Any, int, Any], Any], state: Any) -> Any:
+        """`state = one(start, size, state)` for each tile."""
+        full, last = divmod(self._length, self._tile)
+        if full == 1:
+            state = one(0, self._tile, state)
+        elif full > 1:
+            starts = jnp.arange(full, dtype=jnp.int32) * self._tile
+            state, _ = lax.scan(lambda state, start: (one(start, self._tile, state), None), state, starts)
+        return one(full * self._tile, last, state) if last else state
+
+    def _start(self, aval: Any, axis: int | None) -> Any:
+        """What results are written into, or sums begin with."""
+        if axis is None and self._sum_dtype is not None and jnp.issubdtype(aval.dtype, jnp.floating):
+            if jnp.finfo(self._sum_dtype).bits > jnp.finfo(aval.dtype).bits:
+                aval = aval.update(dtype=self._sum_dtype)
+        return zeros(aval)
+
+
+@functools.partial(jax.tree_util.register_static)
+class _Static:
+    """What is known when a program is traced, among what is kept for the backward pass."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Static) and self.value == other.value
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+
+def _written_over(
+    types: Sequence[Any], axes: Sequence[int | None], arrays: Sequence[Any], array_axes: Sequence[int | None]
+) -> dict[int, int]:
+    """By result, the array of the same type and axis that it may be written over: each array once."""
+    over: dict[int, int] = {}
+    for i, (aval, axis) in enumerate(zip(types, axes, strict=True)):
+        for j, (array, array_axis) in enumerate(zip(arrays, array_axes, strict=True)):
+            if axis is not None and axis == array_axis and j not in over.values() and _same(aval, jax.typeof(array)):
+                over[i] = j
+                break
+    return over
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a.update(weak_type=False) == b.update(weak_type=False)
+
+
+def _with(shape: Sequence[int], axis: int, size: int) -> tuple[int, ...]:
+    return (*shape[:axis], size, *shape[axis + 1 :])
+
+
+def _cut(array: Any, start: Any, size: int, axis: int) -> Any:
+    return lax.dynamic_slice_in_dim(array, start, size, axis)
+
+
+def _put(buffer: Any, tile: Any, start: Any, axis: int) -> Any:
+    return lax.dynamic_update_slice_in_dim(buffer, tile.astype(buffer.dtype), start, axis)
+
+
+def _add(total: Any, summand: Any) -> Any:
+    return total + summand.astype(total.dtype)
