@@ -15,7 +15,7 @@ from jax import lax
 
 from memjax._core.arrays import is_float, zeros
 from memjax._core.backward import Backward
-from memjax._core.compat import varying
+from memjax._core.barriers import barrier
 from memjax._core.jaxpr import evaluate
 from memjax._core.lists import Arrays, drop, merge, pick
 
@@ -125,26 +125,11 @@ def after(cts: Sequence[Any], values: Any) -> tuple[Any, Arrays]:
     known = [isinstance(ct, jax.custom_derivatives.SymbolicZero) for ct in cts]
     real = drop(cts, known)
     leaves, tree = jax.tree.flatten(values)
-    out = _barrier([*real, *leaves]) if real else [*real, *leaves]
+    out = barrier([*real, *leaves]) if real else [*real, *leaves]
     cts = merge([zeros(ct.aval) for ct in pick(cts, known)], out[: len(real)], known)
     return jax.tree.unflatten(tree, out[len(real) :]), cts
 
 
 def together(arrays: Arrays) -> Arrays:
     """The same; none can be used before all are there, so no gradient of a parameter is put off."""
-    return _barrier(arrays)
-
-
-def _barrier(leaves: Arrays) -> Arrays:
-    """`jax.lax.optimization_barrier`, which would make all leaves vary over every mesh axis that one of them varies over.
-
-    Those that vary over fewer are waited for, and pass a barrier of their own.
-    """
-    kinds = [varying(jax.typeof(leaf)) for leaf in leaves]
-    out = list(leaves)
-    for kind in sorted(set(kinds), key=len):
-        mine = [other == kind for other in kinds]
-        waited = [other < kind for other in kinds]
-        passed = lax.optimization_barrier([*pick(leaves, mine), *pick(leaves, waited)])
-        out = merge(passed[: sum(mine)], drop(out, mine), mine)
-    return out
+    return barrier(arrays)
