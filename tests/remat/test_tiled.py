@@ -387,7 +387,7 @@ def test_errors(options, message):
 def test_other_errors():
     with pytest.raises(TypeError, match="f must be a function, got 3"):
         tiled(3)
-    with pytest.raises(TypeError, match="argument 0 must be an array, as in_axes gives it an axis, got 1.0"):
+    with pytest.raises(TypeError, match=r"argument 0 must be an array, as in_axes gives it an axis, got 1\.0"):
         tiled(jnp.sin)(1.0)
     with pytest.raises(TypeError, match="cannot be differentiated in forward mode"):
         jax.jvp(tiled(jnp.sin), (jnp.ones(3),), (jnp.ones(3),))
