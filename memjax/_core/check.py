@@ -169,7 +169,7 @@ def arrays(name: str, tree: Any) -> Any:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
         where = f"{name}{jax.tree_util.keystr(path)}"
-        if not (isinstance(leaf, bool | int | float | complex) or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))):
+        if not (isinstance(leaf, bool | int | float | complex) or is_array(leaf)):
             raise fail(TypeError, where, "an array or a number", leaf, "close over what is no array")
         try:
             return as_array(leaf)

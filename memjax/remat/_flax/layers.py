@@ -12,9 +12,13 @@ def check_layers(layers: Any, module: type) -> None:
     """That all layers are functions or instances of modules."""
     if isinstance(layers, str) or not isinstance(layers, Sequence):
         raise check.fail(TypeError, "layers", "a sequence of modules and functions", layers)
+    if not layers:
+        raise check.fail(ValueError, "layers", "at least one module or function", layers)
     for i, layer in enumerate(layers):
-        if not callable(layer) or (isinstance(layer, type) and issubclass(layer, module)):
-            raise check.fail(TypeError, f"layers[{i}]", "a module or a function", layer)
+        is_class = isinstance(layer, type) and issubclass(layer, module)
+        if is_class or not callable(layer):
+            fix = "make an instance first" if is_class else ""
+            raise check.fail(TypeError, f"layers[{i}]", "a module or a function", layer, fix)
 
 
 def call(layer: Callable[..., Any], x: Any) -> Any:

@@ -53,7 +53,7 @@ class RNN(nnx.RNN):
         broadcast_rngs: Any = None,
         rngs: nnx.Rngs | bool = True,
     ):
-        if not isinstance(cell, nnx.Module):
+        if not (isinstance(cell, nnx.Module) and hasattr(cell, "num_feature_axes")):
             raise check.fail(TypeError, "cell", "an NNX recurrent cell", cell, "such as nnx.LSTMCell(...)")
         self.slots, self.budget = check_memory(slots, budget)
         super().__init__(

@@ -93,7 +93,7 @@ def scan(
 
     Source: Gruslys et al. 2016, section 3.
     """
-    check.function("f", f)
+    check.function("f", f, arguments=2)
     init, xs = check.arrays("init", init), check.arrays("xs", xs)
     length = _length(xs, length)
     slots, budget = check_memory(slots, budget)
