@@ -118,7 +118,7 @@ def measure(given: dict) -> dict:
     lock, seconds = pathlib.Path(given["folder"]) / "lock", dict[str, float]()
     init = jax.jit(functools.partial(init_state, make, tx))
     with _timed(seconds, "trace"):
-        step = train_step(make, loss, tx, 1, scale=compress.scale_gradient)
+        step = train_step(make, loss, tx, 1)
         state = jax.eval_shape(init)
         if is_compressed:
             step = compress.transactional(step, window=10**9, ahead=True)

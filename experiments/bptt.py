@@ -69,12 +69,14 @@ def make_task(config: BpttConfig) -> Task:
         make_model=functools.partial(make_model, config.budget),
         loss=_loss,
         test_loss=_loss,
-        train_batches=train_windows(text, length=config.length, batch_size=config.batch_size, seed=config.seed),
+        train_batches=train_windows(text, seed=config.seed, **shape),
         test_batches=functools.partial(test_windows, text, **shape),
         batch=batch,
         train_examples=windows(text.train, config.length),
-        name=f"remat.scan, {config.budget} (this run)",
-        compare={"jax.lax.scan": functools.partial(make_model, None)},
+        compare={
+            f"remat.scan, {config.budget} (this run)": functools.partial(make_model, config.budget),
+            "jax.lax.scan": functools.partial(make_model, None),
+        },
     )
 
 

@@ -114,10 +114,11 @@ def make_task(config: CrossEntropyConfig) -> Task:
         make_model=lambda: Transformer(config.transformer(), rngs=nnx.Rngs(config.seed)),
         loss=loss,
         test_loss=loss,
-        train_batches=train_windows(text, length=config.length, batch_size=config.batch_size, seed=config.seed),
+        train_batches=train_windows(text, seed=config.seed, **shape),
         test_batches=functools.partial(test_windows, text, **shape),
         batch={"text": jax.ShapeDtypeStruct((config.batch_size, config.length + 1), jnp.uint8)},
         train_examples=windows(text.train, config.length),
+        compare={},
     )
 
 

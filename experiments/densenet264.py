@@ -106,6 +106,7 @@ def make_task(config: DenseNetConfig) -> Task:
     make_model = functools.partial(_model, config, data)
     stream = {"batch_size": config.batch_size, "workers": config.workers if config.data == "folder" else 0}
     size = config.image_size
+    keeps = dict.fromkeys((config.keep, "all") if config.compare else (config.keep,))
     return Task(
         make_model=functools.partial(make_model, config.keep),
         loss=classification_loss(mean=data.mean, std=data.std, label_smoothing=config.label_smoothing),
@@ -117,8 +118,10 @@ def make_task(config: DenseNetConfig) -> Task:
             "label": jax.ShapeDtypeStruct((config.batch_size,), jnp.int32),
         },
         train_examples=len(data.train),
-        name=f'keep="{config.keep}" (this run)',
-        compare={'keep="all"': functools.partial(make_model, "all")} if config.compare and config.keep != "all" else {},
+        compare={
+            f'keep="{keep}"' + " (this run)" * (keep == config.keep): functools.partial(make_model, keep)
+            for keep in keeps
+        },
     )
 
 

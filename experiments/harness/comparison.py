@@ -4,20 +4,18 @@ import contextlib
 import multiprocessing
 import os
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 
 import jax
 from rich.console import Console
 
 from experiments.harness import children
 from experiments.harness.config import Config
-from experiments.harness.memory import Measurements
 from experiments.harness.task import Task
 from experiments.harness.training import Trainer
 
 
 class Comparison:
-    """A context in which another process compiles a task's comparison, with low priority.
+    """A context in which another process compiles a task's comparison, with low priority, and writes memory.json.
 
     For a network without loops a CPU takes minutes, which need not be added to those of the training. On other devices and with
     several hosts nothing is started: their memory is for training, and the comparison follows it.
@@ -30,11 +28,9 @@ class Comparison:
 
     def __init__(self, config: Config, make_task: Callable[[Config], Task], *, begins: bool):
         self._process: multiprocessing.process.BaseProcess | None = None
-        self._measured: Connection
         if begins and jax.default_backend() == "cpu" and jax.process_count() == 1:
             spawn = multiprocessing.get_context("spawn")
-            self._measured, there = spawn.Pipe(duplex=False)
-            self._process = spawn.Process(target=_compare, args=(config, make_task, there), daemon=True)
+            self._process = spawn.Process(target=_compare, args=(config, make_task), daemon=True)
 
     def __enter__(self) -> "Comparison":
         if self._process is not None:
@@ -50,17 +46,17 @@ class Comparison:
     def running(self) -> bool:
         return self._process is not None and self._process.is_alive()
 
-    def result(self) -> Measurements | None:
-        """Waits for the process. None if there is none, or if it failed: then it is still to be compared."""
+    def done(self) -> bool:
+        """Waits for the process. False if there is none, or if it failed: then it is still to be compared."""
         if self._process is None:
-            return None
-        self._process.join()  # what it sends is far less than a pipe holds
-        return self._measured.recv() if self._process.exitcode == 0 else None
+            return False
+        self._process.join()
+        return self._process.exitcode == 0
 
 
-def _compare(config: Config, make_task: Callable[[Config], Task], result: Connection) -> None:
+def _compare(config: Config, make_task: Callable[[Config], Task]) -> None:
     children.begin()
     os.nice(10)
     task = make_task(config)
     with contextlib.closing(task.train_batches):
-        result.send(Trainer(config, task, Console(quiet=True)).compare())
+        Trainer(config, task, Console(quiet=True)).measure()

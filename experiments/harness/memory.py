@@ -4,16 +4,14 @@ import functools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
+from jax.sharding import Sharding
 
 import memjax
 from experiments.harness import files
 from experiments.harness.errors import ExperimentError
-from memjax._residuals import residual_bytes
 
-Measurements = Mapping[str, memjax.Measurement]
 _NUMBERS = ("temp_bytes", "argument_bytes", "compile_seconds")
 
 
@@ -24,22 +22,6 @@ def quick_compile() -> dict:
     a DenseNet-264 with everything kept compiles in 60 instead of 106 s, to the same temporary memory.
     """
     return {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
-
-
-def of_compiled(traced: Any, compiled: Any, compile_seconds: float) -> memjax.Measurement:
-    """What `memjax.measure` says of a training step, from the program that trains."""
-    memory, residuals = compiled.memory_analysis(), residual_bytes(traced.jaxpr)
-    return memjax.Measurement(
-        residual_bytes=None if residuals is None else residuals.device,
-        offloaded_bytes=None if residuals is None else residuals.host,
-        temp_bytes=memory.temp_size_in_bytes,
-        argument_bytes=memory.argument_size_in_bytes,
-        output_bytes=memory.output_size_in_bytes,
-        flops=(compiled.cost_analysis() or {}).get("flops"),
-        compile_seconds=compile_seconds,
-        peak_bytes=None,
-        notes=(),
-    )
 
 
 def measure(step: Callable, *args) -> memjax.Measurement:
@@ -61,15 +43,12 @@ def _simple_fusions() -> dict:
     return option
 
 
-def placed(tree, shardings):
-    """Shapes and dtypes of a tree of arrays, as they are with `shardings`: one for all, or a tree that begins the same."""
-    with_sharding = lambda sharding, part: jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), part
-    )
-    return jax.tree.map(with_sharding, shardings, tree)
+def placed(tree, sharding: Sharding):
+    """Shapes and dtypes of a tree of arrays, as they are with `sharding`."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
-def save(path: Path, measurements: Measurements) -> None:
+def save(path: Path, measurements: Mapping[str, memjax.Measurement]) -> None:
     files.write_text(path, json.dumps({name: m.to_dict() for name, m in measurements.items()}, indent=2) + "\n")
 
 

@@ -72,7 +72,7 @@ def _memory_table(compared: dict[str, dict], devices: int) -> Table:
         title="Memory of one training step, MiB per device, compiled at this run's shapes",
         caption="saved: for the backward pass, before optimisation by the compiler\n"
         "temporary: scratch memory of the compiled step\n"
-        "compile: on a CPU, alternatives without optimisation and beside the training",
+        "compile: on a CPU with low priority, beside the training",
     )
     table.add_column("", no_wrap=True)
     for heading in ("saved", "temporary", "share", "inputs", "compile"):
