@@ -87,7 +87,7 @@ def encode(x: Float[Array, "..."], exponent: Int32[Array, "..."], capacity: int)
     def encode_tile(carry, tile):
         all_words, offset = carry
         raw_bits = tiles.lanes(lax.dynamic_slice(matrix, grid.corner(tile), (tiles.ROWS, tiles.COLUMNS)))
-        numbers = lax.map(lambda group: _number(*group, dtype), (raw_bits, *_of_groups(grid, exponent, tile, dtype)))
+        numbers = lax.map(lambda group: _number(group, dtype), (raw_bits, *_of_groups(grid, exponent, tile, dtype)))
         raw = jnp.any(numbers == _RAW, (0, 1))
         mask = jnp.where(raw, u32(0), jnp.sum((numbers & u32(1)) << _VALUE, 1, dtype=jnp.uint32))
         numbers = jnp.where(raw, u32(0), numbers >> 1)
@@ -166,7 +166,7 @@ def decode(
 
         numbers, reader = lax.fori_loop(0, reader.slots, get_slot, (jnp.zeros_like(ranks), reader))
         parts = numbers, is_some, *_of_groups(grid, exponent, tile, dtype)
-        values = lax.map(lambda group: _value(*group, dtype, keeps_signs), parts)
+        values = lax.map(lambda group: _value(group, dtype, keeps_signs), parts)
 
         def get_raw(_, values):
             live = jnp.broadcast_to(lanes.raw != 0, (tiles.raw_words(dtype), LANES))
@@ -275,14 +275,16 @@ def _of_groups(grid: Grid, exponent: Array, tile: Array, dtype) -> tuple[Array, 
     return jnp.broadcast_to(exponents, (GROUPS, *exponents.shape[1:])), _dither.of_tile(tile, dtype)
 
 
-def _number(bits: Array, exponent: Array, dither: Array, dtype) -> UInt32[Array, "32 32"]:
+def _number(group: tuple[Array, Array, Array], dtype) -> UInt32[Array, "32 32"]:
     """Of values by their bits: whether they are not zero, whether they are negative, and p, from the lowest bit on; or `_RAW`."""
+    bits, exponent, dither = group
     p, is_some, negative, escapes = quantize(tiles.from_bits(bits, dtype), exponent, dither)
     return jnp.where(escapes, _RAW, u32(is_some) | (u32(negative) << 1) | (p << 2))
 
 
-def _value(number: Array, is_some: Array, exponent: Array, dither: Array, dtype, keeps_signs: bool) -> Array:
+def _value(group: tuple[Array, Array, Array, Array], dtype, keeps_signs: bool) -> Array:
     """The bits of values, from the numbers above without their lowest bit."""
+    number, is_some, exponent, dither = group
     value = dequantize(
         number >> 1, is_some != 0, number & u32(1) != 0, exponent, dither, dtype, keeps_signs=keeps_signs
     )
