@@ -25,7 +25,7 @@ from benchmarks import record
 from benchmarks.bptt import Case, cell
 from memjax import remat
 from memjax.remat._scan.choose import exact
-from memjax.remat._scan.step import Backward, trace_step
+from memjax.remat._scan.step import StepBackward, trace_step
 from memjax.remat._scan.store import Shared
 
 
@@ -81,7 +81,7 @@ def ways(options: Options, kind: Cell, params: Any, xs: Any) -> Iterator[tuple[d
     yield {"strategy": "jax.lax.scan"}, lax.scan
     start = kind.start(options.batch, options.hidden)
     step, _ = trace_step(functools.partial(kind.step, params), start, xs)
-    backward = Backward(step, [True] * len(step.consts), [False])
+    backward = StepBackward(step, [True] * len(step.consts), [False])
     size = 1 + Shared(step.carry, backward.kept, 1, 1).rows_of_kept
     for slots in options.slots:
         plan = exact(options.length, slots, None, step, backward, None)

@@ -1,15 +1,14 @@
-"""Tables of compressed activations, in `docs/compress.md` and README, from results: `python -m benchmarks.tables`."""
+"""The tables of compressed activations in `docs/benchmarks/compress.md`."""
 
 import statistics
-from collections.abc import Callable
 from typing import Any
 
 from benchmarks.compressed import Config
+from benchmarks.markdown import Tables, gib, load, table
 from benchmarks.record import mean_and_error
-from benchmarks.tables import _gib, _load, _markdown, _source
 
 _NETWORKS = {"alexnet": "AlexNet", "vgg16": "VGG-16", "resnet18": "ResNet-18", "resnet50": "ResNet-50"}
-# A file for each row of bars.
+# A file for each network's steps.
 _STEPS = {"compressed_vgg16": "vgg16", "compressed_resnet50": "resnet50", "compressed_large": "resnet50"}
 _TRAININGS = (
     "compressed_training",
@@ -20,24 +19,60 @@ _TRAININGS = (
 _SEEDS = ("compressed_seeds", "compressed_seeds_resnet50", "compressed_seeds_alexnet")
 _CASES = {
     "plain": "nothing compressed",
-    "settle": "what convolutions read, error-bounded, with room for whatever it needs",
-    "conv": "what convolutions read, error-bounded",
-    "all": "the rest, too, in four bits a value",
+    "settle": "inputs of convolutions, with room for any code",
+    "conv": "inputs of convolutions",
+    "all": "and the rest in 4 bits",
+}
+_DEFAULTS = {
+    "plain": "nothing compressed",
+    "compressed(model)": "`compressed(model)`: 8 bits",
+    (
+        _CONV := "ErrorBounded(2**-5, bits_per_value=12), where=conv"
+    ): "inputs of convolutions in `ErrorBounded(2**-5)`, 12 bits",
+    f"{_CONV}; ChannelQuantized(4) for the rest": "and the rest in `ChannelQuantized(4)`",
 }
 
 
-def training_table() -> str | None:
-    files = [loaded for name in _TRAININGS if (loaded := _load(name)) is not None]
-    all_rows = [row for _, rows in files for row in rows if "error" not in row]
-    if not all_rows:
-        return None
-    compressed_rows = [row for row in all_rows if row["compressed"]]
-    plain_rows = [row for row in all_rows if not row["compressed"]]
+def default_table() -> str:
+    environment, rows = load("compressed_default")
+    cases = {row["case"]: row for row in rows}
+    body = [
+        [label, f"{cases[case]['ms']:.1f}", f"{cases[case]['temp_mib']:,.0f}", f"{cases[case]['gradient_error']:.1%}"]
+        for case, label in _DEFAULTS.items()
+    ]
+    return table(["public ResNet-50", "ms", "temp MiB", "error of the gradient"], body, [environment], "default")
+
+
+def public_table() -> str:
+    environment, rows = load("public_models")
+    signed = lambda difference: f"{difference['mean']:+.4f} ± {difference['error']:.4f}"
+    body = [
+        [
+            row["model"].replace("_", " "),
+            f"{sum(t['final'] for t in row['trainings'] if t['kind'] == 'plain') / row['seeds']:.4f}",
+            signed(row["compressed_less_plain"]),
+            signed(row["reordered_less_plain"]),
+            f"{max(g[at]['compressed'] for g in row['gradients'] for at in ('first', 'last')):.1%}",
+            f"{row['compressed']['residual_bytes'] / row['plain']['residual_bytes']:.0%}",
+        ]
+        for row in rows
+    ]
+    header = [
+        "model",
+        *("final loss, plain", "compressed, less plain", "other data order, less plain"),
+        *("largest error of the gradient", "bytes kept"),
+    ]
+    return table(header, body, [environment], "public")
+
+
+def training_table() -> str:
+    files = [load(name) for name in _TRAININGS]
+    all_rows = [row for _, rows in files for row in rows]
     body = []
     for model, name in _NETWORKS.items():
-        plain, compressed = ([r for r in rows if r["model"] == model] for rows in (plain_rows, compressed_rows))
-        if not compressed:
-            continue
+        plain, compressed = (
+            [r for r in all_rows if r["model"] == model and bool(r["compressed"]) == kind] for kind in (False, True)
+        )
         ratios = [row["predicted_over_measured"] for row in compressed]
         extremes = f"{min(r[0] for r in ratios):.2f} to {max(r[2] for r in ratios):.2f}"
         body.append(
@@ -49,24 +84,23 @@ def training_table() -> str | None:
                 f"{statistics.median(r[1] for r in ratios):.2f} ({extremes})",
             ]
         )
-    steps = {row["steps"] for row in compressed_rows}
     header = [
-        f"{'/'.join(map(str, sorted(steps)))} steps at batch 256",
+        "network",
         "top-1, plain (seeds)",
-        "top-1, compressed",
+        "top-1, compressed (seeds)",
         "float32 / code",
-        "sigma of a layer's gradient, predicted / measured: median (range)",
+        "error of a layer's gradient, predicted / measured: median (range)",
     ]
-    return "\n\n".join([_markdown(header, body), *dict.fromkeys(_source(environment) for environment, _ in files)])
+    return table(header, body, [environment for environment, _ in files], "training")
 
 
 def _accuracy(rows: list[dict[str, Any]]) -> str:
     return f"{mean_and_error([100 * row['top1'] for row in rows], 1)}% ({len(rows)})" if rows else "not run"
 
 
-def seeds_table() -> str | None:
-    """Of `compressed_seeds`: accuracies, and differences from what is not compressed, seed by seed."""
-    files = [loaded for name in _SEEDS if (loaded := _load(name)) is not None]
+def seeds_table() -> str:
+    """Accuracies of `compressed_seeds`, and differences from what is not compressed, seed by seed."""
+    files = [load(name) for name in _SEEDS]
     body = []
     for _, rows in files:
         top1: dict[str, dict[int, float]] = {}
@@ -74,8 +108,8 @@ def seeds_table() -> str | None:
             top1.setdefault(row["kind"], {})[row["seed"]] = 100 * row["top1"]
         seeds = sorted(set.intersection(*map(set, top1.values())))
         less_plain = {
-            kind: mean_and_error([found[seed] - top1["plain"][seed] for seed in seeds], 2)
-            for kind, found in top1.items()
+            kind: mean_and_error([by_seed[seed] - top1["plain"][seed] for seed in seeds], 2)
+            for kind, by_seed in top1.items()
         }
         size = rows[0]["size"]
         body.append(
@@ -86,55 +120,45 @@ def seeds_table() -> str | None:
                 less_plain["compressed"],
             ]
         )
-    header = ["", "top-1, plain", "codes of the values themselves, less plain", "compressed, less plain"]
-    sources = [_source(environment) for environment, _ in files]
-    return "\n\n".join([_markdown(header, body), *sources]) if files else None
+    header = ["network", "top-1, plain", "exact codes, less plain", "compressed, less plain"]
+    return table(header, body, [environment for environment, _ in files], "seeds")
 
 
-def step_table() -> str | None:
-    def cells(row: dict[str, Any], plain: dict[str, Any]) -> list[str]:
-        milliseconds = row.get("milliseconds") or row["milliseconds_transactional"]
-        return [f"{milliseconds:.1f}", f"{milliseconds / plain['milliseconds']:.2f}"]
-
-    return _table_of_cases(_CASES, ["ms", "relative"], cells)
-
-
-def memory_table() -> str | None:
-    cases = {case: label for case, label in _CASES.items() if case != "settle"}
-
-    def cells(row: dict[str, Any], plain: dict[str, Any]) -> list[str]:
-        return [_gib(row["temp_bytes"]), _gib(row["peak_bytes"]), f"{row['peak_bytes'] / plain['peak_bytes']:.1%}"]
-
-    return _table_of_cases(cases, ["temp GiB", "peak GiB", "of the uncompressed peak"], cells)
-
-
-def _table_of_cases(cases: dict[str, str], header: list[str], cells: Callable[[dict, dict], list[str]]) -> str | None:
-    """A line for each file's network and case that has a row; `cells` of it and the plain row in the same file."""
-    files = [(*loaded, model) for name, model in _STEPS.items() if (loaded := _load(name)) is not None]
+def steps_table() -> str:
+    """Time and memory of a training step. One run may have written several files."""
+    files = [(*load(name), model) for name, model in _STEPS.items()]
     body = []
     for _, rows, model in files:
-        found = {row["case"]: row for row in rows if row["model"] == model}
-        body += [
-            [f"{_NETWORKS[model]}, {cases[case]}{_left_alone(found[case])}", *cells(found[case], found["plain"])]
-            for case in cases
-            if case in found
-        ]
-    header = ["training step, batch 256 of 224x224, bf16", *header]
-    sources = dict.fromkeys(_source(environment) for environment, *_ in files)  # one run may have written several files
-    return "\n\n".join([_markdown(header, body), *sources]) if files else None
+        cases = {row["case"]: row for row in rows if row["model"] == model}
+        plain = cases["plain"]
+        for case, label in _CASES.items():
+            row = cases[case]
+            milliseconds = row.get("milliseconds") or row["milliseconds_transactional"]
+            body.append(
+                [
+                    f"{_NETWORKS[model]}, {label}{_left_alone(row)}",
+                    f"{milliseconds:.1f}",
+                    f"{milliseconds / plain['milliseconds']:.2f}",
+                    gib(row["temp_bytes"]),
+                    gib(row["peak_bytes"]),
+                    f"{row['peak_bytes'] / plain['peak_bytes']:.0%}",
+                ]
+            )
+    header = ["training step", "ms", "time, relative", "temp GiB", "peak GiB", "peak, relative"]
+    return table(header, body, [environment for environment, *_ in files], "steps")
 
 
 def _left_alone(row: dict[str, Any]) -> str:
-    """Unless it is next to nothing. Older rows do not say."""
+    """Which arrays are too small to be encoded, if the default says something else. Older rows do not say."""
     smallest = row.get("smallest", Config.smallest)
     if row["case"] == "plain" or smallest == Config.smallest:
         return ""
-    return f"; arrays of fewer than {smallest:,} values left alone"
+    return f"; `smallest={smallest}`"
 
 
-def codec_table() -> str | None:
-    """Of one run for each dtype."""
-    files = [loaded for name in ("codec", "codec_float32") if (loaded := _load(name)) is not None]
+def codec_table() -> str:
+    """One run for each dtype."""
+    files = [load(name) for name in ("codec", "codec_float32")]
     body = [
         [
             f"{row['data']}, {'x'.join(map(str, row['shape']))}, {row['dtype']}",
@@ -144,16 +168,15 @@ def codec_table() -> str | None:
         for _, rows in files
         for row in rows
     ]
-    header = ["values, bound 1/4", "bits a value", "encode, TB/s", "decode", "without signs", "all of the bandwidth"]
-    return (
-        "\n\n".join([_markdown(header, body), *(_source(environment) for environment, _ in files)]) if files else None
-    )
+    header = ["values", "bits a value", "encode, TB/s", "decode", "decode without signs", "at full bandwidth"]
+    return table(header, body, [environment for environment, _ in files], "codec")
 
 
-TABLES = {
+TABLES: Tables = {
+    "default": default_table,
+    "public": public_table,
     "training": training_table,
     "seeds": seeds_table,
-    "steps": step_table,
-    "memory": memory_table,
+    "steps": steps_table,
     "codec": codec_table,
 }

@@ -1,9 +1,9 @@
-"""METP's tables in `docs/metp.md` and README, from `benchmarks/results/`; written by `python -m benchmarks.tables`."""
+"""The tables of `memjax.shard` in `docs/benchmarks/metp.md`."""
 
 from typing import Any
 
+from benchmarks.markdown import Tables, bare_table, gib, load, table
 from benchmarks.metp_overlap import full_overlap_tokens
-from benchmarks.tables import _gib, _load, _markdown, _source
 
 _NAMES = {
     "metp": "METP",
@@ -14,43 +14,35 @@ _NAMES = {
 }
 
 
-def memory_table() -> str | None:
-    files = [loaded for name in ("metp_memory_2", "metp_memory") if (loaded := _load(name)) is not None]
-    if not files:
-        return None
-    found = {(row["size"], row["parallelism"]): row for _, rows in files for row in rows}
+def memory_table() -> str:
+    files = [load(name) for name in ("metp_memory_2", "metp_memory")]
+    layers = {(row["size"], row["parallelism"]): row for _, rows in files for row in rows}
     body = []
-    for size in sorted({size for size, _ in found}):
-        mine, theirs = found[size, "metp"], found[size, "tp"]
-        saved = 1 - mine["peak_bytes"] / theirs["peak_bytes"]
-        slower = mine["milliseconds"] / theirs["milliseconds"]
-        body.append(
-            [str(size), _gib(mine["peak_bytes"]), _gib(theirs["peak_bytes"]), f"{saved:.1%}", f"{slower:.2f}"],
-        )
-    header = ["GPUs", "METP, GiB", "tensor parallelism, GiB", "saved", "time, METP / TP"]
-    return "\n\n".join([_markdown(header, body), *(_source(environment) for environment, _ in files)])
+    for size in sorted({size for size, _ in layers}):
+        metp, tensor = layers[size, "metp"], layers[size, "tp"]
+        saved = 1 - metp["peak_bytes"] / tensor["peak_bytes"]
+        slower = metp["milliseconds"] / tensor["milliseconds"]
+        body.append([str(size), gib(metp["peak_bytes"]), gib(tensor["peak_bytes"]), f"{saved:.1%}", f"{slower:.2f}"])
+    header = ["GPUs", "METP, GiB", "tensor parallelism, GiB", "saved", "time, METP / tensor parallelism"]
+    return table(header, body, [environment for environment, _ in files], "memory")
 
 
-def compiled_table() -> str | None:
-    if (loaded := _load("metp_compiled")) is None:
-        return None
-    environment, rows = loaded
+def compiled_table() -> str:
+    environment, rows = load("metp_compiled")
     lengths = sorted({row["tokens"] for row in rows})
-    found = {(row["parallelism"], row["tokens"]): f"{row['bytes'] / 2**20:,.0f}" for row in rows}
-    names = [name for name in _NAMES if (name, lengths[0]) in found]
-    body = [[_NAMES[name], *(found[name, tokens] for tokens in lengths)] for name in names]
-    header = [f"compiled for {rows[0]['size']} {rows[0]['device']}, MiB per GPU", *(f"{n:,} tokens" for n in lengths)]
-    return _markdown(header, body) + "\n\n" + _source({**environment, "accelerator": "No GPU"})
+    sizes = {(row["parallelism"], row["tokens"]): f"{row['bytes'] / 2**20:,.0f}" for row in rows}
+    names = [name for name in _NAMES if (name, lengths[0]) in sizes]
+    body = [[_NAMES[name], *(sizes[name, tokens] for tokens in lengths)] for name in names]
+    header = [f"MiB per GPU, {rows[0]['size']} {rows[0]['device']}", *(f"{n:,} tokens" for n in lengths)]
+    return table(header, body, [{**environment, "accelerator": "No GPU"}], "compiled")
 
 
-def longest_table() -> str | None:
-    if (loaded := _load("metp_longest")) is None:
-        return None
-    environment, rows = loaded
-    found = {row["parallelism"]: row for row in rows if "longest" in row}
+def longest_table() -> str:
+    environment, rows = load("metp_longest")
+    searches = {row["parallelism"]: row for row in rows if "longest" in row}
     speeds = {(row["parallelism"], row["spend"]): row for row in rows if "speed_at" in row}
     speed_of = lambda *key: f"{speeds[key]['tokens_per_second']:,.0f}" if key in speeds else ""
-    most = found["metp"]["longest"]
+    most = searches["metp"]["longest"]
     body = [
         [
             _NAMES[name],
@@ -59,19 +51,17 @@ def longest_table() -> str | None:
             f"{most / row['longest']:.2f}",
             speed_of(name, "time"),
         ]
-        for name, row in found.items()
+        for name, row in searches.items()
     ]
     if ("metp", "auto") in speeds:
         body.insert(1, ["METP with what memory it leaves", "", "", "", speed_of("metp", "auto")])
-    header = ["", "longest sequence", "first that fails", "METP's / this"]
+    header = ["parallelism", "longest sequence", "first that fails", "METP's / this"]
     header += [f"tokens/s with {next(iter(speeds.values()))['speed_at']:,} tokens" if speeds else "tokens/s"]
-    return _markdown(header, body) + "\n\n" + _source(environment)
+    return table(header, body, [environment], "longest")
 
 
-def overlap_table() -> str | None:
-    if (row := _overlap_row()) is None:
-        return None
-    environment, measured = row
+def overlap_table() -> str:
+    environment, measured = _overlap_row()
     at = {(r["tokens"], r["pass"]): r for r in measured["milliseconds"]}
     body = [
         [f"{tokens:,}", *(f"{at[tokens, 'forward + backward'][k]:.2f}" for k in ("matmuls", "hops", "ring"))]
@@ -87,25 +77,23 @@ def overlap_table() -> str | None:
         "backward",
         "both",
     ]
-    return _markdown(header, body) + "\n\n" + _source(environment)
+    return table(header, body, [environment], "overlap")
 
 
-def crossover_table() -> str | None:
-    if (row := _overlap_row()) is None:
-        return None
+def crossover_table() -> str:
     body = []
-    for name, found in full_overlap_tokens(row[1]).items():
-        measured: Any = found["measured"]
-        predicted = [f"{found[rate]:,} ({found[rate] / measured - 1:+.0%})" for rate in ("own matmuls", "large matmul")]
+    for name, crossing in full_overlap_tokens(_overlap_row()[1]).items():
+        measured: Any = crossing["measured"]
+        predicted = [
+            f"{crossing[rate]:,} ({crossing[rate] / measured - 1:+.0%})" for rate in ("own matmuls", "large matmul")
+        ]
         body.append([name, f"{measured:,.0f}", *predicted])
     header = ["pass", "measured", "predicted, rate of the layer's matmuls", "predicted, rate of one large matmul"]
-    return _markdown(header, body)
+    return bare_table(header, body)
 
 
-def hops_table() -> str | None:
-    if (loaded := _load("metp_hops")) is None:
-        return None
-    environment, rows = loaded
+def hops_table() -> str:
+    environment, rows = load("metp_hops")
     body = []
     for row in rows:
         at = {(r["tokens"], r["pass"]): r for r in row["milliseconds"]}
@@ -114,15 +102,15 @@ def hops_table() -> str | None:
         cells = [f"{at[least, p]['hops']:.2f}" for p in passes] + [f"{at[least, p]['hidden']:.0%}" for p in passes]
         body.append([row["setting"], *cells, f"{at[least, passes[1]]['ring']:.2f}"])
     header = ["setting", "hops alone, ms: forward", "both", "hidden: forward", "both", "ring, ms: both"]
-    return _markdown(header, body) + "\n\n" + _source(environment)
+    return table(header, body, [environment], "hops")
 
 
-def _overlap_row() -> tuple[dict, dict] | None:
-    loaded = _load("metp_overlap_8")
-    return (loaded[0], loaded[1][0]) if loaded else None
+def _overlap_row() -> tuple[dict[str, Any], dict[str, Any]]:
+    environment, rows = load("metp_overlap_8")
+    return environment, rows[0]
 
 
-TABLES = {
+TABLES: Tables = {
     "memory": memory_table,
     "compiled": compiled_table,
     "longest": longest_table,

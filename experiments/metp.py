@@ -5,7 +5,7 @@
 Trains a byte-level Transformer on the source of Python's standard library on eight devices, simulated if the machine has
 no GPUs, then measures one step with each of five parallelisms against the length of the sequences: memory, tokens a
 second. A few minutes on two CPU cores. `--find-max-length` finds, by bisection on real steps, the longest sequence that each
-of them can train on. Several hosts: docs/metp.md.
+of them can train on. Several hosts: docs/guides/metp.md.
 """
 
 import os

@@ -1,10 +1,12 @@
 """What a function costs in memory, compute and compile time, mostly without running it."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import flax.linen as nn
 import jax
+from flax import nnx
 
 from memjax._core import check
 from memjax._core.arguments import Parts, is_jitted, of_arrays, unbound
@@ -76,8 +78,9 @@ def measure(fn: Callable, *args: Any, compiler_options: dict[str, Any] | None = 
       ValueError: the compiler does not know an option.
     """
     check.function("fn", fn, "call memjax.measure(fn, *args), not memjax.measure(fn(*args))")
-    if compiler_options is not None and not isinstance(compiler_options, Mapping):
-        raise check.fail(TypeError, "compiler_options", "a dict of names and values, or None", compiler_options)
+    if isinstance(fn, type) and issubclass(fn, nn.Module | nnx.Module):
+        raise check.fail(TypeError, "fn", "a function or a module", fn, "make an instance first")
+    check.compiler_options(compiler_options)
     options = remat_compiler_options() if compiler_options is None else dict(compiler_options)
     fn, args, kwargs = unbound(fn, args, kwargs)
     parts = Parts(args, kwargs)

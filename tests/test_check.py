@@ -94,8 +94,31 @@ def test_flags_choices_arrays_and_functions():
         check.array("x", None)
     with pytest.raises(TypeError, match=r"x must be a floating-point array, got an array of int32\[3\]"):
         check.array("x", jnp.ones(3, jnp.int32), floating=True)
+    with pytest.raises(TypeError, match=r"x must be an array, got an array of <U1\[2\]: pass jnp.asarray"):
+        check.array("x", np.array(["a", "b"]))
     with pytest.raises(TypeError, match="f must be a function, got 3"):
         check.function("f", 3)
+
+
+def test_functions_of_so_many_arguments():
+    for good in (lambda a, b: a, lambda a, b, c=1: a, lambda *args: args, jax.jit(lambda a, b: a), max):
+        assert check.function("f", good, arguments=2) is good
+    for bad in (lambda a: a, lambda a, b, c: a, lambda a, *, b: a, jax.jit(lambda a: a)):
+        with pytest.raises(TypeError, match=r"f must be a function of 2 arguments, got .*: as scan has it"):
+            check.function("f", bad, "as scan has it", arguments=2)
+
+
+def test_one_of_two_options():
+    check.exactly_one(slots=3, budget=None)
+    for slots, budget in ((None, None), (3, "1MiB")):
+        with pytest.raises(ValueError, match=f"give exactly one of slots and budget, got slots={slots} and budget="):
+            check.exactly_one(slots=slots, budget=budget)
+
+
+@pytest.mark.parametrize("bad", ["fast", 3, True, [], {1: 2}, {"flag": None}])
+def test_compiler_options_are_names_with_values(bad):
+    with pytest.raises(TypeError, match="compiler_options must be None or a dict of names and values"):
+        check.compiler_options(bad)
 
 
 def test_axis_names():

@@ -312,7 +312,7 @@ def test_options_that_do_not_exist():
     x = inputs()
     with pytest.raises(ValueError, match=r"compiler_options must be options that the compiler knows.*no_such_option"):
         memjax.measure(jnp.sin, x, compiler_options={"no_such_option": "1"})
-    with pytest.raises(TypeError, match=r"compiler_options must be a dict of names and values, or None, got 'fast'"):
+    with pytest.raises(TypeError, match=r"compiler_options must be None or a dict of names and values .*, got 'fast'"):
         memjax.measure(jnp.sin, x, compiler_options="fast")
     for backend in ("CPU", "nonsense", 1, True, b"cpu"):
         with pytest.raises(ValueError, match=r"backend must be one of None, 'cpu', 'gpu', 'tpu', .*, got "):

@@ -7,8 +7,9 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import numpy as np
 from flax import nnx
+
+from memjax._core import check
 
 _JAX_JIT = type(jax.jit(lambda: None))
 
@@ -22,9 +23,7 @@ def is_jitted(fn: Any) -> bool:
 
 def is_array(leaf: Any) -> bool:
     """Whether `leaf` is traced. Everything else is static, Python's numbers included."""
-    if isinstance(leaf, np.ndarray | np.generic):
-        return leaf.dtype.kind not in "OSUMm"  # objects, texts and dates
-    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+    return check.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 def is_nnx(value: Any) -> bool:

@@ -16,6 +16,11 @@ def is_float(aval: Any) -> bool:
     return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
 
 
+def as_array(value: Any) -> Array:
+    """The value as a JAX array; one that is such an array is not copied, as `jnp.asarray` does where it is differentiated."""
+    return value if isinstance(value, jax.Array) else jnp.asarray(value)
+
+
 def accumulator(dtype: Any) -> Any:
     """The dtype of sums and of row statistics: float32, or float64 for float64 inputs."""
     return jnp.float64 if dtype == jnp.float64 else jnp.float32

@@ -1,16 +1,19 @@
 """Checks of arguments, so that every package words its errors alike: "name must be ..., got ...: fix"."""
 
+import inspect
+import json
 import math
 import numbers
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from memjax._core.arrays import as_array
 from memjax._core.compat import is_tracer, varying
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -39,10 +42,45 @@ def fail(kind: type[Exception], name: str, wanted: str, value: Any, fix: str = "
     return kind(f"{name} must be {wanted}, got {shown(value)}" + (f": {fix}" if fix else ""))
 
 
-def function(name: str, value: Any, fix: str = "") -> Callable[..., Any]:
+def function(name: str, value: Any, fix: str = "", *, arguments: int | None = None) -> Callable[..., Any]:
+    """A function; with `arguments`, one that can be called with so many positional arguments."""
     if not callable(value):
         raise fail(TypeError, name, "a function", value, fix)
+    if arguments is not None and not _takes(value, arguments):
+        raise fail(TypeError, name, f"a function of {arguments} arguments", value, fix)
     return value
+
+
+def _takes(f: Callable[..., Any], arguments: int) -> bool:
+    try:
+        inspect.signature(f).bind(*[None] * arguments)
+    except TypeError:
+        return False
+    except ValueError:  # a built-in function without a signature
+        return True
+    return True
+
+
+def dtype(name: str, value: Any, *, floating: bool = False) -> Any:
+    """What numpy takes for a dtype, as such; None is none."""
+    wanted = "a floating-point dtype" if floating else "a dtype"
+    fix = "pass jnp.float32, for example"
+    try:
+        known = None if value is None else jnp.dtype(value)
+    except TypeError:
+        known = None
+    if known is None or (floating and not jnp.issubdtype(known, jnp.floating)):
+        raise fail(TypeError, name, wanted, value, fix)
+    return known
+
+
+def compiler_options(value: Any) -> None:
+    fix = "pass what memjax.remat_compiler_options() gives, for example"
+    wanted = "None or a dict of names and values (text, bool, int or float)"
+    if value is not None and not isinstance(value, Mapping):
+        raise fail(TypeError, "compiler_options", wanted, value, fix)
+    if any(not isinstance(k, str) or not isinstance(v, str | int | float) for k, v in (value or {}).items()):
+        raise fail(TypeError, "compiler_options", wanted, value, fix)
 
 
 def flag(name: str, value: Any) -> bool:
@@ -81,12 +119,14 @@ def number(
     positive: bool = False,
     least: float | None = None,
     most: float | None = None,
+    below: float | None = None,
     fix: str = "",
 ) -> float:
     """A finite Python float from a concrete real number, booleans left out."""
     wanted = "a positive finite number" if positive else "a finite number"
-    if least is not None or most is not None:
-        wanted += f" in [{'-inf' if least is None else least}, {'inf' if most is None else most}]"
+    if (least, most, below) != (None, None, None):
+        end = f"{'inf' if most is None else most}]" if below is None else f"{below})"
+        wanted += f" in [{'-inf' if least is None else least}, {end}"
     if is_tracer(value):
         raise fail(TypeError, name, f"{wanted} known when tracing", value, fix)
     concrete = isinstance(value, jax.Array | np.ndarray) and value.shape == ()
@@ -94,19 +134,85 @@ def number(
         raise fail(TypeError, name, wanted, value, fix)
     real = float(value)
     low, high = -math.inf if least is None else least, math.inf if most is None else most
-    if not math.isfinite(real) or (positive and real <= 0) or not low <= real <= high:
+    if (
+        not math.isfinite(real)
+        or (positive and real <= 0)
+        or not low <= real <= high
+        or (below is not None and real >= below)
+    ):
         raise fail(ValueError, name, wanted, value, fix)
     return real
 
 
+def is_array(value: Any) -> bool:
+    """Whether `value` is an array of JAX, or one of NumPy that is not of objects, texts or dates."""
+    return isinstance(value, jax.Array) or (
+        isinstance(value, np.ndarray | np.generic) and value.dtype.kind not in "OSUMm"
+    )
+
+
 def array(name: str, value: Any, *, ndim: int | None = None, floating: bool = False, fix: str = "") -> Any:
     """An array of JAX or NumPy, as it is."""
-    if not isinstance(value, jax.Array | np.ndarray | np.generic):
+    if not is_array(value):
         raise fail(TypeError, name, "an array", value, fix or "pass jnp.asarray(...) of numbers")
     if floating and not jnp.issubdtype(value.dtype, jnp.floating):
         raise fail(TypeError, name, "a floating-point array", value, fix or "convert it with .astype")
     if ndim is not None and np.ndim(value) != ndim:
         raise fail(ValueError, name, f"an array of {ndim} dimensions", value, fix)
+    return value
+
+
+def arrays(name: str, tree: Any) -> Any:
+    """A pytree of arrays and numbers with all of its leaves as JAX arrays; `jax.ShapeDtypeStruct`s stay."""
+
+    def convert(path: Any, leaf: Any) -> Any:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        where = f"{name}{jax.tree_util.keystr(path)}"
+        if not (isinstance(leaf, bool | int | float | complex) or is_array(leaf)):
+            raise fail(TypeError, where, "an array or a number", leaf, "close over what is no array")
+        try:
+            return as_array(leaf)
+        except OverflowError:
+            raise fail(ValueError, where, "a number that an array can hold", leaf) from None
+
+    return jax.tree_util.tree_map_with_path(convert, tree)
+
+
+def exactly_one(**options: Any) -> None:
+    """That one of these options is not None, and only one."""
+    if sum(value is not None for value in options.values()) != 1:
+        values = " and ".join(f"{name}={shown(value)}" for name, value in options.items())
+        raise ValueError(f"give exactly one of {' and '.join(options)}, got {values}")
+
+
+def json_fields(kind: str, text: Any, names: Sequence[str]) -> dict[str, Any]:
+    """The fields of a dataclass from the JSON that its `to_json` wrote."""
+    try:
+        fields = json.loads(text)
+    except (TypeError, ValueError):
+        fields = None
+    if not isinstance(fields, dict) or set(fields) != set(names):
+        raise fail(ValueError, "text", f"what {kind}.to_json wrote", text)
+    return fields
+
+
+def float_dtype(name: str, value: Any) -> Any:
+    """A dtype of floating-point numbers, as it is."""
+    try:
+        known = value is not None and not np.ndim(value) and jnp.issubdtype(jnp.dtype(value), jnp.floating)
+    except TypeError:
+        known = False
+    if not known:
+        raise fail(TypeError, name, "a floating-point dtype", value, "such as jnp.float32")
+    return value
+
+
+def prng_key(name: str, value: Any) -> Any:
+    """A random key of JAX, typed or of the old kind, as it is."""
+    array = isinstance(value, jax.Array)
+    if not array or not (jnp.issubdtype(value.dtype, jax.dtypes.prng_key) or value.dtype == jnp.uint32):
+        raise fail(TypeError, name, "a random key", value, "jax.random.key(seed) makes one")
     return value
 
 

@@ -15,12 +15,26 @@ _NEEDS_VALUES = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
+_SHAPES = "Shapes must be 1D sequences of concrete values"
 _WANTED = "a function that JAX can trace"
 _LEAK_FIX = "it uses an array that an earlier trace left in a list, an attribute or a global; return it instead"
 _VALUE_FIX = (
     "it needs the value of an array for `if`, float(), np.asarray or a shape; use jax.numpy and jax.lax, or "
     "give the value as a Python number (of a jitted function as a static argument)"
 )
+
+
+@contextlib.contextmanager
+def value_errors(name: str, fn: Any) -> Iterator[None]:
+    """Says of the argument `name`, which is `fn`, that it needs the value of what JAX traces, if that is why tracing fails."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:  # which those of `_NEEDS_VALUES` are
+        said = str(error)
+        is_unhashable = "unhashable type" in said and "Tracer" in said
+        if not (isinstance(error, _NEEDS_VALUES) or is_unhashable or said.startswith(_SHAPES)):
+            raise
+        raise _because(error, check.fail(TypeError, name, _WANTED, fn, _VALUE_FIX)) from error
 
 
 @contextlib.contextmanager
@@ -36,7 +50,7 @@ def trace_errors(fn: Callable) -> Iterator[None]:
         raise _because(error, check.fail(TypeError, "fn", _WANTED, fn, _VALUE_FIX)) from error
     except TypeError as error:
         said = str(error)
-        if said.startswith("Shapes must be 1D sequences of concrete values"):
+        if said.startswith(_SHAPES):
             raise _because(error, check.fail(TypeError, "fn", _WANTED, fn, _VALUE_FIX)) from error
         if not said.startswith(("Error interpreting argument to", "Cannot interpret value of type")):
             raise

@@ -50,6 +50,14 @@ def scope(eqn: Any) -> str:
     return _TRANSFORM.sub("", name_stack(eqn))
 
 
+def nested(eqn: Any, outer: Any) -> Any:
+    """The equation of a call's body as it is in place of the call `outer`: also in the scopes of that. None: as it is."""
+    if outer is None:
+        return eqn
+    both = outer.source_info.name_stack + eqn.source_info.name_stack
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=both))
+
+
 def settings(eqn: Any) -> contextlib.AbstractContextManager[Any]:
     """A context with the settings that an equation was traced with."""
     return eqn.ctx.manager

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from memjax._core.arrays import is_float
-from memjax._core.lists import merge, pick
+from memjax._core.lists import drop, merge, pick
 
 
 def differentiated_as(reference: Callable[..., Any], fast: Callable[..., Any]) -> Callable[..., Any]:
@@ -28,14 +29,14 @@ def differentiated_as(reference: Callable[..., Any], fast: Callable[..., Any]) -
     def rule(primals, tangents):
         out, extra = run(*primals)
         leaves, tree = jax.tree.flatten(primals)
-        given = jax.tree.leaves(tangents)
-        moving = [not isinstance(tangent, SymbolicZero) for tangent in given]
+        directions = jax.tree.leaves(tangents)
+        moving = [not isinstance(tangent, SymbolicZero) for tangent in directions]
+        fixed = drop(leaves, moving)
 
         def of_moving(values):
-            rest = [leaf for leaf, moves in zip(leaves, moving, strict=True) if not moves]
-            return reference(*jax.tree.unflatten(tree, merge(values, rest, moving)))
+            return reference(*jax.tree.unflatten(tree, merge(values, fixed, moving)))
 
-        _, tangent = jax.jvp(of_moving, (pick(leaves, moving),), (pick(given, moving),))
+        _, tangent = jax.jvp(of_moving, (pick(leaves, moving),), (pick(directions, moving),))
         return (out, extra), (tangent, zero_from_primal(extra, symbolic_zeros=True))
 
     run.defjvp(rule, symbolic_zeros=True)
@@ -77,6 +78,59 @@ def without_derivative(value: Any, message: str) -> Any:
     return _without_derivative_p.bind(value, message=message)
 
 
+def only_transposed(tangent: Any, message: str) -> Any:
+    """`tangent`, which reverse mode transposes; evaluating it, as forward mode does, raises TypeError with `message`."""
+    return _reverse_only_p.bind(tangent, message=message)
+
+
+def forward_mode_message(name: str, instead: str = "") -> str:
+    """Why `name` refuses forward mode, and what to use."""
+    other = f", or {instead}" if instead else ""
+    modes = "jax.jvp, jax.jacfwd, jax.linearize"
+    reverse = "jax.grad, jax.vjp, jax.jacrev"
+    return f"{name} cannot be differentiated in forward mode ({modes}): use reverse mode ({reverse}){other}"
+
+
+@contextlib.contextmanager
+def forward_mode_errors(message: str) -> Iterator[None]:
+    """Says `message` where `jax.vmap` of `jax.jvp` meets a `jax.custom_vjp` before it evaluates a tangent."""
+    try:
+        yield
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise TypeError(message) from error
+
+
+def without_forward_mode(f: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """`f`, a function of pytrees with a `jax.custom_vjp`, of which forward mode alone raises a TypeError that calls it `name`.
+
+    Forward mode over reverse mode stays: only the tangents of `f` itself are refused, not those of its backward pass.
+    """
+
+    message = forward_mode_message(name)
+
+    @jax.custom_jvp
+    def run(*arguments):
+        return f(*arguments)
+
+    def rule(primals, tangents):
+        leaves, tree = jax.tree.flatten(primals)
+        tangents = jax.tree.leaves(tangents)
+        moving = [not isinstance(tangent, SymbolicZero) for tangent in tangents]
+
+        def of_moving(values):
+            fixed = [leaf for leaf, moves in zip(leaves, moving, strict=True) if not moves]
+            return f(*jax.tree.unflatten(tree, merge(values, fixed, moving)))
+
+        tangents = [only_transposed(tangent, message) for tangent in pick(tangents, moving)]
+        with forward_mode_errors(message):
+            return jax.jvp(of_moving, (pick(leaves, moving),), (tangents,))
+
+    run.defjvp(rule, symbolic_zeros=True)
+    return run
+
+
 def reverse_only(value: Any, message: str) -> Any:
     """`value`, of which forward-mode differentiation raises TypeError with `message`; what is no float as it is."""
     if not is_float(jax.typeof(value)):
@@ -88,6 +142,21 @@ def reverse_only(value: Any, message: str) -> Any:
 
     @identity.defjvp
     def _(primals, tangents):
-        return primals[0], _reverse_only_p.bind(tangents[0], message=message)
+        return primals[0], only_transposed(tangents[0], message)
 
     return identity(value)
+
+
+def refusing_forward_mode(f: Callable[..., Any], message: str) -> Callable[..., Any]:
+    """`f`, of which forward-mode differentiation with respect to its arguments raises TypeError with `message`."""
+
+    def run(*arguments: Any) -> Any:
+        guarded = jax.tree.map(lambda leaf: reverse_only(leaf, message), arguments)
+        try:
+            return f(*guarded)
+        except TypeError as error:  # jax.vmap of jax.jvp meets the custom rules of `f` before the guard
+            if "forward-mode" not in str(error):
+                raise
+            raise TypeError(message) from error
+
+    return run

@@ -87,7 +87,7 @@ class Walk:
 
         Raises Mixed.
         """
-        env = {var: shared(var.aval.shape) for var in jaxpr.constvars}
+        env: dict[Any, State] = {var: shared(var.aval.shape) for var in jaxpr.constvars}
         env |= dict(zip(jaxpr.invars, states, strict=True))
         for eqn in jaxpr.eqns:
             env.update(

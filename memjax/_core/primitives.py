@@ -136,8 +136,14 @@ def expensive(eqn: Any) -> bool:
     return any(expensive(inner) for jaxpr in jaxprs_in_params(eqn.params) for inner in jaxpr.eqns)
 
 
-def product_flops(eqn: Any) -> float:
-    """Of a matrix product or convolution; 0 for every other equation."""
+def flops(eqn: Any) -> float:
+    """The FLOPs of matrix products and convolutions in an equation, at any depth; loops of unknown length count once."""
+    turns = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+    inside = sum(flops(inner) for jaxpr in jaxprs_in_params(eqn.params) for inner in jaxpr.eqns)
+    return turns * inside + _product_flops(eqn)
+
+
+def _product_flops(eqn: Any) -> float:
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
         shape = eqn.invars[0].aval.shape

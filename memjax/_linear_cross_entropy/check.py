@@ -39,12 +39,14 @@ def axes(name: str, value: Any) -> tuple[str, ...]:
     """The mesh axes of an `axis_name`, all of a surrounding `jax.shard_map`."""
     if value is None:
         return ()
-    found = value if isinstance(value, tuple) else (value,)
-    if not found:
+    names = value if isinstance(value, tuple) else (value,)
+    if not names:
         raise check.fail(ValueError, name, "None, the name of a mesh axis or a tuple of such names", value)
-    for axis in found:
+    for axis in names:
         check.axis_size(name, axis)
-    return found
+    if len(set(names)) < len(names):
+        raise check.fail(ValueError, name, "different mesh axes", value)
+    return names
 
 
 def arrays(x: Any, w: Any, labels: Any, layout: Any, bias: Any, weights: Any, class_weights: Any, devices: int) -> int:
@@ -96,6 +98,11 @@ def sharded(
     axes: tuple[str, ...], token_axes: tuple[str, ...], x: Any, w: Any, labels: Any, bias: Any, soft: bool
 ) -> None:
     """That what is to differ between devices does."""
+    if set(axes) & set(token_axes):
+        wanted = f"other mesh axes than axis_name's {axes}, over which all devices have the same tokens"
+        raise check.fail(
+            ValueError, "token_axis_name", wanted, token_axes, "memjax.shard.vocab_cross_entropy shards both"
+        )
     for axis in axes:
         check.sharded("w", w, axis)
         if bias is not None:
@@ -158,7 +165,7 @@ def implementation(name: str | None, reduction: Any, dtype: Any) -> tuple[str | 
 def suited(operands: Operands, options: Options) -> None:
     """That the Mosaic kernels apply, where nothing else may be used."""
     if options.kernels == ("mosaic",):
-        from memjax._linear_cross_entropy import hopper
+        from memjax._linear_cross_entropy.mosaic import hopper
 
         if reason := hopper.unsuited(operands, options):
             raise ValueError(

@@ -9,6 +9,7 @@ float32, 4 D V for dW.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from memjax._core.arrays import accumulator, vary, varying_axes
 from memjax._linear_cross_entropy import chunks
 from memjax._linear_cross_entropy.options import (
     Array,
+    Chunk,
     Operands,
     Options,
     Result,
@@ -51,12 +53,11 @@ def loss_and_gradients(operands: Operands, options: Options, wanted: frozenset[s
     relative = scale / jnp.where(norm == 0, 1.0, norm)
 
     def step(carry: dict[str, Any], start: Any, size: int) -> dict[str, Any]:
-        x_chunk = lax.dynamic_slice_in_dim(x, start, size)
-        local = lax.dynamic_slice_in_dim(labels, start, size)
-        weight = lax.dynamic_slice_in_dim(relative, start, size)
-        q = None if targets is None else lax.dynamic_slice_in_dim(targets, start, size)
+        part: Callable[[Any], Any] = lambda a: None if a is None else lax.dynamic_slice_in_dim(a, start, size)
+        x_chunk, weight = part(x), part(relative)
         products = matmul("nd,vd->nv", x_chunk, w, options, x.dtype)
-        total, d = chunks.stats_and_gradient(products, bias, local, q, class_weights, weight, options)
+        chunk = Chunk(products, bias, part(labels), part(targets), class_weights)
+        total, d = chunks.stats_and_gradient(chunk, weight, options)
 
         def put(buffer: Array, value: Array) -> Array:
             return lax.dynamic_update_slice_in_dim(buffer, vary(value.astype(buffer.dtype), axes), start, 0)

@@ -43,6 +43,16 @@ class Operands(NamedTuple):
     class_weights: Array | None  # (V,) factors of the targets; None where they are already part of `scale`
 
 
+class Chunk(NamedTuple):
+    """Products of some tokens with some columns of the head, and what belongs to these tokens and columns."""
+
+    products: Array  # (n, c), in x's dtype
+    bias: Array | None  # (c,)
+    labels: Array  # (n,), counted from the chunk's first column; those outside match nothing
+    targets: Array | None  # (n, c)
+    class_weights: Array | None  # (c,)
+
+
 class Result(NamedTuple):
     """`loss` is this device's share: summed over `axis_name` it is the loss. The rest is equal on all
     devices."""

@@ -21,11 +21,13 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from memjax._core.arrays import vary, varying_axes
+from memjax._core.derivatives import forward_mode_errors, forward_mode_message, only_transposed
 from memjax._linear_cross_entropy import choice, forward_grad, recompute
 from memjax._linear_cross_entropy.options import Array, Operands, Options, Result, scaled
 
 _DIFFERENTIABLE = ("x", "w", "bias", "scale")
 _PER_TOKEN = ("x", "labels", "targets", "scale")
+_FORWARD_MODE = forward_mode_message("memjax.linear_cross_entropy", 'implementation="full", which holds all logits')
 
 
 def token_losses(operands: Operands, options: Options) -> Result:
@@ -143,7 +145,9 @@ def _jvp(primitive: Primitive, primals: Any, tangents: Any, *, jaxpr: Any, tree:
             flat[i] = a
         return tuple(differentiable(options, wanted, jax.tree.unflatten(tree, flat)))
 
-    return jax.jvp(call, [primals[i] for i in moving], [tangents[i] for i in moving])
+    tangents = [only_transposed(tangents[i], _FORWARD_MODE) for i in moving]
+    with forward_mode_errors(_FORWARD_MODE):
+        return jax.jvp(call, [primals[i] for i in moving], tangents)
 
 
 # Batching

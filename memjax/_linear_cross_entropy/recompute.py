@@ -18,6 +18,7 @@ from memjax._core.arrays import accumulator, vary, varying_axes
 from memjax._linear_cross_entropy import choice, chunks
 from memjax._linear_cross_entropy.options import (
     Array,
+    Chunk,
     Operands,
     Options,
     Result,
@@ -44,41 +45,33 @@ def by_mosaic(operands: Operands, options: Options) -> bool:
     """Whether the Hopper kernels, which need no slices of the head and no chunks of logits, do it."""
     if "mosaic" not in options.kernels:
         return False
-    from memjax._linear_cross_entropy import hopper
+    from memjax._linear_cross_entropy.mosaic import hopper
 
     if hopper.unsuited(operands, options) is not None:
         return False
     return "triton" not in options.kernels or choice.mosaic_is_faster(operands, options)
 
 
-def _chunk(
-    operands: Operands, labels: Array, start: Any, size: int, options: Options
-) -> tuple[Array, Array, tuple[Array | None, Array, Array | None, Array | None]]:
-    """What a chunk of the vocabulary needs: (w, products, (bias, labels, targets, class weights)), counted from `start`."""
+def _chunk(operands: Operands, labels: Array, start: Any, size: int, options: Options) -> tuple[Array, Chunk]:
+    """The columns of the head from `start` on, and the chunk that they make."""
     w = head_columns(operands.w, start, size, options)
     products = matmul("nd,vd->nv", operands.x, w, options, operands.x.dtype)
-    bias, targets, class_weights = operands.bias, operands.targets, operands.class_weights
-    if bias is not None:
-        bias = lax.dynamic_slice_in_dim(bias, start, size)
-    if targets is not None:
-        targets = lax.dynamic_slice_in_dim(targets, start, size, 1)
-    if class_weights is not None:
-        class_weights = lax.dynamic_slice_in_dim(class_weights, start, size)
-    return w, products, (bias, labels - start, targets, class_weights)
+    part = lambda a, axis=0: None if a is None else lax.dynamic_slice_in_dim(a, start, size, axis)
+    targets, class_weights = part(operands.targets, 1), part(operands.class_weights)
+    return w, Chunk(products, part(operands.bias), labels - start, targets, class_weights)
 
 
 def statistics(operands: Operands, options: Options, chunk: int | None) -> Stats:
     """Row statistics over the whole vocabulary, all devices'."""
     labels = local_labels(operands, options)
     if by_mosaic(operands, options):
-        from memjax._linear_cross_entropy import hopper
+        from memjax._linear_cross_entropy.mosaic import hopper
 
         return all_reduce(hopper.statistics(operands, labels, options), options)
 
     def step(total: Stats | None, start: Any, size: int) -> Stats:
-        _, products, others = _chunk(operands, labels, start, size, options)
-        new = chunks.stats(products, *others, options)
-        new = vary(new, varying_axes(operands.x))
+        _, chunk = _chunk(operands, labels, start, size, options)
+        new = vary(chunks.stats(chunk, options), varying_axes(operands.x))
         return new if total is None else merge(total, new)
 
     size = vocabulary_chunk(operands, options, chunk)
@@ -112,7 +105,7 @@ def gradients(
     size = vocabulary_chunk(operands, options, options.chunk)
     mosaic = by_mosaic(operands, options)
     if mosaic:
-        from memjax._linear_cross_entropy import hopper
+        from memjax._linear_cross_entropy.mosaic import hopper
 
         if not axes:
             return hopper.gradients(operands, labels, lse, cotangent, options, wanted)
@@ -124,8 +117,8 @@ def gradients(
             w_chunk = head_columns(w, start, size, options)
             d = hopper.logit_gradient(operands, labels, lse, cotangent, start, size, options)
         else:
-            w_chunk, products, others = _chunk(operands, labels, start, size, options)
-            d = chunks.gradient(products, *others, lse, total.mass, cotangent, options)
+            w_chunk, chunk = _chunk(operands, labels, start, size, options)
+            d = chunks.gradient(chunk, lse, total.mass, cotangent, options)
         new = dict(carry)
         if "x" in wanted:
             dx = matmul("nv,vd->nd", d, w_chunk, options, sums)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from memjax._core.arrays import accumulator
-from memjax._linear_cross_entropy.options import Array, Options
+from memjax._linear_cross_entropy.options import Array, Chunk, Options
 
 
 class Stats(NamedTuple):
@@ -57,15 +57,8 @@ def _finite(maximum: Array) -> Array:
     return jnp.where(maximum == -jnp.inf, 0.0, maximum)
 
 
-def stats(
-    products: Array,
-    bias: Array | None,
-    labels: Array,
-    targets: Array | None,
-    class_weights: Array | None,
-    options: Options,
-) -> Stats:
-    """Statistics of one chunk. `labels` count from the chunk's first column; those outside match nothing."""
+def stats(chunk: Chunk, options: Options) -> Stats:
+    products, bias, labels, targets, class_weights = chunk
     z = logits(products, bias, options)
     maximum = z.max(-1)
     exponentials = jnp.exp(z - _finite(maximum)[:, None])
@@ -143,18 +136,9 @@ def diagnostics(total: Stats) -> tuple[Array | None, Array | None]:
     return correct, log_sum_exp(total) - total.moment / total.sum
 
 
-def gradient(
-    products: Array,
-    bias: Array | None,
-    labels: Array,
-    targets: Array | None,
-    class_weights: Array | None,
-    lse: Array,
-    mass: Array | None,
-    scale: Array,
-    options: Options,
-) -> Array:
+def gradient(chunk: Chunk, lse: Array, mass: Array | None, scale: Array, options: Options) -> Array:
     """`scale` times the gradient in the products, in their shape and dtype; 0 where the scale is, whatever the products."""
+    products, bias, labels, targets, class_weights = chunk
     z = logits(products, bias, options)
     weight = (1.0 if mass is None else mass) + 2.0 * options.z_loss * lse
     d = weight[:, None] * jnp.exp(z - lse[:, None])

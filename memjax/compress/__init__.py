@@ -34,10 +34,10 @@ from memjax.compress._codecs.codec import Cast, Codec, Mask
 from memjax.compress._codecs.group_quantized import GroupQuantized
 from memjax.compress._error_bounded.error_bounded import ErrorBounded, ErrorBoundedCode
 from memjax.compress._training.adaptive import AdaptiveState, adaptive, predicted_sigma, scale_gradient
-from memjax.compress._training.inject_error import UniformError, inject_error
 from memjax.compress._training.layers import LADDER, Layers, Statistics, layers
 from memjax.compress._training.transactional import Transactional, transactional
 from memjax.compress._transform.compressed import compressed
+from memjax.compress._transform.inject_error import UniformError, inject_error
 from memjax.compress._transform.overflow import CapacityWarning
 
 __all__ = [

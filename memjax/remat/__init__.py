@@ -30,14 +30,16 @@ On a CPU compile with `memjax.remat_compiler_options()`, or the compiler may und
 
 from memjax.remat import linen, policies
 from memjax.remat._chain.chain import chain, chain_costs
-from memjax.remat._chain.schedule import BlockCost, ChainSchedule, chain_schedule
+from memjax.remat._chain.items import BlockCost
+from memjax.remat._chain.schedule import ChainSchedule, chain_schedule
 from memjax.remat._checkpoint import UnmatchedNameWarning, checkpoint
 from memjax.remat._dense.spec import DenseParams, DenseSpec, DenseStatistics
 from memjax.remat._flax.nnx import RNN, Chain
+from memjax.remat._scan.actions import Action
 from memjax.remat._scan.costs import Costs
 from memjax.remat._scan.profile import profile
 from memjax.remat._scan.scan import scan
-from memjax.remat._scan.schedule import Action, Schedule, schedule
+from memjax.remat._scan.schedule import Schedule, schedule
 from memjax.remat._tiled.heads import attention_in_groups
 from memjax.remat._tiled.tiled import tiled
 from memjax.remat.dense_block import DenseBlock, dense_block

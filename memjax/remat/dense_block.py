@@ -8,12 +8,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from memjax._core.derivatives import reverse_only
+from memjax._core import check
+from memjax._core.derivatives import refusing_forward_mode
 from memjax.remat._dense import triton
 from memjax.remat._dense.plain import plain
 from memjax.remat._dense.shared import shared
 from memjax.remat._dense.spec import KEEP, DenseParams, DenseSpec, DenseStatistics
 
+_IMPLEMENTATIONS = (None, "xla", "triton")
 _FORWARD_MODE = (
     "a dense block cannot be differentiated in forward mode (jax.jvp, jax.jacfwd, jax.linearize) unless keep is 'all', which "
     "keeps nothing then; or use reverse mode: jax.grad, jax.vjp, jax.jacrev"
@@ -66,33 +68,38 @@ def dense_block(
         unknown or cannot run here.
       TypeError: if `x` is not floating point.
     """
-    if keep not in KEEP:
-        raise ValueError(f"keep must be one of {', '.join(map(repr, KEEP))}, got {keep!r}.")
+    check.choice("keep", keep, KEEP)
+    check.choice("implementation", implementation, (None, "xla", "triton"))
+    for name, value, kind in (
+        ("spec", spec, DenseSpec),
+        ("params", params, DenseParams),
+        ("running", running, DenseStatistics),
+    ):
+        if not isinstance(value, kind):
+            raise check.fail(TypeError, name, f"a {kind.__name__}", value)
+    check.array("x", x, floating=True)
     if x.ndim != 4 or x.shape[-1] != spec.in_features:
-        raise ValueError(f"x must have shape (batch, height, width, {spec.in_features}), got {x.shape}.")
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"x must be floating point, got {x.dtype}; convert it with x.astype(jnp.float32).")
-    if spec.dropout_rate > 0 and dropout_key is None:
-        raise ValueError(f"dropout_rate={spec.dropout_rate} needs a dropout_key.")
+        raise check.fail(ValueError, "x", f"an array of shape (batch, height, width, {spec.in_features})", x)
+    if dropout_key is not None:
+        check.prng_key("dropout_key", dropout_key)
+    elif spec.dropout_rate > 0:
+        fix = f"spec.dropout_rate is {spec.dropout_rate}"
+        raise check.fail(ValueError, "dropout_key", "a random key", dropout_key, fix)
     if keep == "all":
         return plain(spec, params, running, dropout_key, x)
-    implementation = _choose(implementation, spec, x.dtype)
-    params, x = jax.tree.map(lambda leaf: reverse_only(leaf, _FORWARD_MODE), (params, x))
-    try:
-        features, statistics = shared(spec, keep, implementation, params, running, dropout_key, x)
-    except TypeError as error:  # jax.vmap of jax.jvp meets the custom rule before the guard
-        if "forward-mode" not in str(error):
-            raise
-        raise TypeError(_FORWARD_MODE) from error
+
+    def run(params: DenseParams, x: Array) -> tuple[Array, DenseStatistics]:
+        return shared(spec, keep, chosen, params, running, dropout_key, x)
+
+    chosen = _choose(implementation, spec, x.dtype)
+    features, statistics = refusing_forward_mode(run, _FORWARD_MODE)(params, x)
     return features, jax.lax.stop_gradient(statistics)
 
 
 def _choose(implementation: str | None, spec: DenseSpec, dtype) -> str:
-    if implementation not in (None, "xla", "triton"):
-        raise ValueError(f"implementation must be 'xla', 'triton' or None, got {implementation!r}.")
     reason = triton.why_not(spec, dtype)
     if implementation == "triton" and reason is not None:
-        raise ValueError(f"implementation='triton' cannot run here: {reason}. Leave it out, or use 'xla'.")
+        raise ValueError(f"implementation must be 'xla' or None here, got 'triton': {reason}")
     if implementation is None:
         # A program partitioned over several devices can split XLA's operations, not a kernel.
         return "triton" if reason is None and jax.device_count() == 1 else "xla"
@@ -142,47 +149,44 @@ class DenseBlock(nnx.Module):
         implementation: str | None = None,
         rngs: nnx.Rngs,
     ):
-        sizes = {"in_features": in_features, "growth_rate": growth_rate, "num_layers": num_layers}
-        if bottleneck is not None:
-            sizes["bottleneck"] = bottleneck
-        for name, value in sizes.items():
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}.")
-        for name, rate in {"dropout_rate": dropout_rate, "momentum": momentum}.items():
-            if not 0 <= rate < 1:
-                raise ValueError(f"{name} must be at least 0 and below 1, got {rate}.")
-        if keep not in KEEP:
-            raise ValueError(f"keep must be one of {', '.join(map(repr, KEEP))}, got {keep!r}.")
-        self.in_features, self.growth_rate, self.num_layers = in_features, growth_rate, num_layers
-        self.bottleneck, self.keep = bottleneck, keep
-        self.dropout_rate, self.momentum, self.epsilon = dropout_rate, momentum, epsilon
+        spec = DenseSpec(in_features, growth_rate, num_layers, bottleneck, epsilon, dropout_rate)
+        check.choice("keep", keep, KEEP)
+        check.choice("implementation", implementation, (None, "xla", "triton"))
+        momentum = check.number("momentum", momentum, least=0, below=1)
+        check.float_dtype("param_dtype", param_dtype)
+        if dtype is not None:
+            check.float_dtype("dtype", dtype)
+        if not isinstance(rngs, nnx.Rngs):
+            raise check.fail(TypeError, "rngs", "an nnx.Rngs", rngs, "such as nnx.Rngs(0)")
+        self.in_features, self.growth_rate, self.num_layers = spec.in_features, spec.growth_rate, spec.num_layers
+        self.bottleneck, self.keep = spec.bottleneck, keep
+        self.dropout_rate, self.momentum, self.epsilon = spec.dropout_rate, momentum, spec.epsilon
         self.dtype, self.implementation = dtype, implementation
         self.use_running_average = self.deterministic = False
 
-        spec = self.spec
         rows = spec.rows
         # Input channels of the layer that a row belongs to: the fan-in of its kernel.
-        fan_in = jnp.concatenate([jnp.full(spec.channels(i), spec.channels(i)) for i in range(num_layers)])
+        fan_in = jnp.concatenate([jnp.full(spec.channels(i), spec.channels(i)) for i in range(spec.num_layers)])
         deviation = jnp.sqrt(2 / fan_in.astype(param_dtype))
         normal = lambda *shape: jax.random.normal(rngs.params(), shape, param_dtype)
         wide = jnp.float64 if param_dtype == jnp.float64 else jnp.float32
         self.scale1 = nnx.Param(jnp.ones(rows, param_dtype))
         self.bias1 = nnx.Param(jnp.zeros(rows, param_dtype))
-        consumed = spec.out_features - growth_rate
+        consumed = spec.out_features - spec.growth_rate
         self.mean1 = nnx.BatchStat(jnp.zeros(consumed, wide))
         self.var1 = nnx.BatchStat(jnp.ones(consumed, wide))
-        if bottleneck is None:
+        if spec.bottleneck is None:
             self.kernel1 = self.scale2 = self.bias2 = self.mean2 = self.var2 = nnx.data(None)
-            self.kernel2 = nnx.Param(normal(rows, 3, 3, growth_rate) * (deviation / 3)[:, None, None, None])
+            self.kernel2 = nnx.Param(normal(rows, 3, 3, spec.growth_rate) * (deviation / 3)[:, None, None, None])
         else:
             width = spec.width
             self.kernel1 = nnx.Param(normal(rows, width) * deviation[:, None])
-            self.scale2 = nnx.Param(jnp.ones((num_layers, width), param_dtype))
-            self.bias2 = nnx.Param(jnp.zeros((num_layers, width), param_dtype))
-            self.kernel2 = nnx.Param(normal(num_layers, 3, 3, width, growth_rate) * (2 / (9 * width)) ** 0.5)
-            self.mean2 = nnx.BatchStat(jnp.zeros((num_layers, width), wide))
-            self.var2 = nnx.BatchStat(jnp.ones((num_layers, width), wide))
-        self.dropout_rngs = rngs.dropout.fork() if dropout_rate > 0 else nnx.data(None)
+            self.scale2 = nnx.Param(jnp.ones((spec.num_layers, width), param_dtype))
+            self.bias2 = nnx.Param(jnp.zeros((spec.num_layers, width), param_dtype))
+            self.kernel2 = nnx.Param(normal(spec.num_layers, 3, 3, width, spec.growth_rate) * (2 / (9 * width)) ** 0.5)
+            self.mean2 = nnx.BatchStat(jnp.zeros((spec.num_layers, width), wide))
+            self.var2 = nnx.BatchStat(jnp.ones((spec.num_layers, width), wide))
+        self.dropout_rngs = rngs.dropout.fork() if spec.dropout_rate > 0 else nnx.data(None)
 
     @property
     def spec(self) -> DenseSpec:
@@ -211,6 +215,7 @@ class DenseBlock(nnx.Module):
 
     def __call__(self, x: Float[Array, "b h w c"]) -> Float[Array, "b h w o"]:
         spec = self.spec
+        check.array("x", x)
         x = x if self.dtype is None else x.astype(self.dtype)
         key = self.dropout_rngs() if self.dropout_rngs is not None and spec.dropout_rate > 0 else None
         features, used = dense_block(

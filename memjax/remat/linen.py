@@ -10,11 +10,12 @@ import jax
 from flax.core import lift
 from flax.linen.recurrent import flip_sequences
 
+from memjax._core import check
 from memjax._core.lists import drop, merge, pick
 from memjax.remat._chain.chain import chain
 from memjax.remat._chain.schedule import ChainSchedule
-from memjax.remat._flax.nnx import call
-from memjax.remat._flax.rnn import run_cell
+from memjax.remat._flax.layers import call, check_layers
+from memjax.remat._flax.rnn import check_flags, check_inputs, run_cell
 from memjax.remat._scan.scan import scan
 
 __all__ = ["RNN", "Chain"]
@@ -59,6 +60,12 @@ class RNN(nn.RNN):
             "reverse": self.reverse if reverse is None else reverse,
             "keep_order": self.keep_order if keep_order is None else keep_order,
         }
+        if not (isinstance(self.cell, nn.Module) and hasattr(self.cell, "num_feature_axes")):
+            raise check.fail(
+                TypeError, "cell", "a Flax Linen cell", self.cell, "pass nn.GRUCell(features), for example"
+            )
+        check_inputs(inputs, self.cell.num_feature_axes)
+        check_flags(**options)
         if self.unroll != 1 or self.variable_axes:
             raise ValueError(f"unroll and variable_axes cannot be set, got {self.unroll} and {self.variable_axes}")
         if self.is_initializing():
@@ -131,6 +138,7 @@ class Chain(nn.Sequential):
 
     @nn.compact
     def __call__(self, *args: Any) -> Any:
+        check_layers(self.layers, nn.Module)
         if self.is_initializing():
             x: Any = args
             for layer in self.layers:

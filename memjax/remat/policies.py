@@ -67,7 +67,7 @@ class NamePolicy:
             if not isinstance(names, frozenset) or not all(isinstance(value, str) for value in names):
                 raise check.fail(TypeError, name, "a frozenset of names", names, "policies.save and offload make one")
         if both := self.saved & self.offloaded:
-            raise ValueError(f"names {sorted(both)} are both saved and offloaded: choose one for each.")
+            raise ValueError(f"names must be saved or offloaded, got {sorted(both)} for both: choose one for each")
 
     @property
     def names(self) -> frozenset[str]:
@@ -135,13 +135,12 @@ def offload(*names: str) -> NamePolicy:
 
 
 def _checked(function: str, names: tuple[str, ...]) -> frozenset[str]:
+    example = f"{function}('conv_output', 'mlp_hidden')"
     for name in names:
         if not isinstance(name, str):
-            raise TypeError(
-                f"{function}() takes names as strings, got {name!r}: {function}('conv_output', 'mlp_hidden')."
-            )
+            raise check.fail(TypeError, "names", "strings", name, example)
         if not name:
-            raise ValueError(f"{function}() got an empty name.")
+            raise check.fail(ValueError, "names", "strings that are not empty", name, example)
     if not names:
-        raise ValueError(f"{function}() needs at least one name. To recompute everything leave the policy out.")
+        raise ValueError(f"names must be at least one, got none: {example}, or no policy to recompute everything")
     return frozenset(names)

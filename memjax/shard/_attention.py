@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 
 from memjax._core import check as _check
 from memjax._core.arrays import accumulator, vary, varying_axes
+from memjax._core.derivatives import without_forward_mode
 from memjax.shard import _attention_block as blocks
 from memjax.shard import _attention_check as check
 from memjax.shard import ring
@@ -134,9 +135,9 @@ def _of_tokens(
         seen = (segment_ids >= 0)[:, :, None, None]
         q, k, v = (jnp.where(seen, a, 0) for a in (q, k, v))
     operands = (q, k, v, segment_ids)
-    return _attention(
-        Options(axis_name=axis_name, rows=rows, **given), *vary(operands, varying_axes(*jax.tree.leaves(operands)))
-    )
+    attend = partial(_attention, Options(axis_name=axis_name, rows=rows, **given))
+    operands = vary(operands, varying_axes(*jax.tree.leaves(operands)))
+    return without_forward_mode(attend, "memjax.shard.metp_attention")(*operands)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 
 from memjax._core import check
 from memjax._core.arrays import accumulator, vary, varying_axes
+from memjax._core.derivatives import without_forward_mode
 from memjax._linear_cross_entropy.api import prepared, share
 
 Array = jax.Array
@@ -79,7 +80,8 @@ def vocab_cross_entropy(
     check.sharded("x", x, axis_name)
     operands = (x.reshape(-1, x.shape[-1]), w, labels.reshape(-1))
     operands = vary(operands, varying_axes(*operands) | {axis_name})
-    loss = lax.psum(_share(size, tuple(options.items()), *operands), axis_name)
+    share_of = without_forward_mode(partial(_share, size, tuple(options.items())), "memjax.shard.vocab_cross_entropy")
+    loss = lax.psum(share_of(*operands), axis_name)
     if reduction == "sum":
         return loss
     count = lax.psum(valid.sum(dtype=jnp.int32), axis_name)

@@ -31,6 +31,10 @@ def check_elementwise(name: str, f: Callable[..., Any]) -> None:
         raise TypeError(f"{name} must be {wanted}, got {check.shown(f)} that raises {error}") from error
     if not isinstance(out, jax.ShapeDtypeStruct) or out.shape != _SHAPE:
         raise ValueError(f"{name} must be {wanted}, got {check.shown(f)} that returns {out} for {_SHAPE}: {blocks}")
+    if not jnp.issubdtype(out.dtype, jnp.floating):
+        raise TypeError(
+            f"{name} must be {wanted}, got {check.shown(f)} that returns {out.dtype}: return floating-point numbers"
+        )
     for primitive in _mixing(jaxpr.jaxpr):
         raise ValueError(
             f"{name} must be {wanted}, got {check.shown(f)} that combines entries of different places ({primitive}): {blocks}"

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from memjax._core import check
 from memjax._core.arrays import accumulator, vary, varying_axes
+from memjax._core.derivatives import without_forward_mode
 from memjax.shard import ring
 from memjax.shard._elementwise import check_elementwise
 
@@ -144,7 +145,9 @@ def _checked_product(
     rows = a.reshape(-1, a.shape[-1])
     operands = (rows, tuple(columns.values()), c)
     operands = vary(operands, varying_axes(*jax.tree.leaves(operands)))
-    return _product(f, *operands, axis_name, recompute).reshape(*a.shape[:-1], c.shape[1])
+    product = lambda *operands: _product(f, *operands, axis_name, recompute)
+    o = without_forward_mode(product, "memjax.shard.metp and metp_mlp")(*operands)
+    return o.reshape(*a.shape[:-1], c.shape[1])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 4, 5))

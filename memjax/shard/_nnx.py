@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
@@ -26,17 +25,10 @@ _normal = nnx.initializers.lecun_normal()
 def _check_common(axis_name: Any, dtype: Any, rngs: Any) -> None:
     if not isinstance(axis_name, str) or not axis_name:
         raise check.fail(TypeError, "axis_name", "the name of one mesh axis", axis_name)
-    if dtype is not None and not _is_floating(dtype):
-        raise check.fail(TypeError, "dtype", "a floating-point dtype or None", dtype)
+    if dtype is not None:
+        check.dtype("dtype", dtype, floating=True)
     if not isinstance(rngs, nnx.Rngs):
         raise check.fail(TypeError, "rngs", "flax.nnx.Rngs", rngs, "pass nnx.Rngs(0)")
-
-
-def _is_floating(dtype: Any) -> bool:
-    try:
-        return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-    except TypeError:
-        return False
 
 
 class MetpMlp(nnx.Module):

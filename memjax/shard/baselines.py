@@ -19,9 +19,11 @@ from jax import lax
 
 from memjax._core import check
 from memjax.shard._attention import attention as attention
+from memjax.shard._elementwise import check_elementwise
 
 Array = jax.Array
 Activation = Callable[[Array], Array]
+_ATTENTION_OPTIONS = ("causal", "segment_ids", "window", "scale", "softcap", "implementation")
 
 
 def tensor_parallel_mlp(
@@ -36,6 +38,9 @@ def tensor_parallel_mlp(
     """All tokens (..., S, D) on every device, columns of `w_in` and rows of `w_out` here; the outputs are added up.
 
     Saved: x, and S F/p entries for each input of the activation and for its output.
+
+    With `jax.shard_map(check_vma=False)` values are right, and gradients taken outside of it. Taken inside, they are p times as
+    large, as those of any function that ends in a `psum`: divide them by p. The gradient of x is then this device's part of it.
     """
     _check_mlp(x, w_in, w_out, w_gate, activation, axis_name)
     return lax.psum(mlp(x, w_in, w_out, activation, w_gate), axis_name)
@@ -94,6 +99,9 @@ def ulysses_attention(q: Array, k: Array, v: Array, *, axis_name: str, **options
         if not kv_heads or size % kv_heads:
             raise check.fail(ValueError, "k", f"of heads that {size} devices divide, or a divisor of them", k)
         k, v = (jnp.repeat(a, size // kv_heads, 2) for a in (k, v))
+    if unknown := options.keys() - _ATTENTION_OPTIONS:
+        wanted = f"options of attention: {', '.join(_ATTENTION_OPTIONS)}"
+        raise check.fail(TypeError, "options", wanted, sorted(unknown)[0], "layout and groups of heads are METP's")
     to_heads = lambda a: lax.all_to_all(a, axis_name, 2, 1, tiled=True)
     o = attention(to_heads(q), to_heads(k), to_heads(v), **options)
     return lax.all_to_all(o, axis_name, 1, 2, tiled=True)
@@ -101,13 +109,13 @@ def ulysses_attention(q: Array, k: Array, v: Array, *, axis_name: str, **options
 
 def _check_mlp(x: Any, w_in: Any, w_out: Any, w_gate: Any, activation: Any, axis_name: Any) -> None:
     check.axis_size("axis_name", axis_name)
-    check.function("activation", activation)
+    check_elementwise("activation", activation)
     check.array("x", x, floating=True)
     check.local("x", x)
     if x.ndim < 2:
         raise check.fail(ValueError, "x", "of shape (..., tokens, D)", x)
     for name, w in (("w_in", w_in), ("w_gate", w_gate), ("w_out", w_out)):
-        if w is not None:
+        if w is not None or name != "w_gate":
             check.array(name, w, ndim=2, floating=True)
             check.sharded(name, w, axis_name)
     if w_in.shape != (x.shape[-1], w_out.shape[0]):

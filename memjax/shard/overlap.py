@@ -138,7 +138,7 @@ def full_overlap_tokens(step: Callable[[int], Step], flops_per_second: float, li
       ValueError: hops are not hidden with `limit` tokens either, or numbers are out of range.
       TypeError: arguments of another kind.
     """
-    check.function("step", step, "pass a function of the tokens per device, such as one that calls mlp_step")
+    check.function("step", step, "step(tokens per device) returns a Step, as mlp_step does", arguments=1)
     _positive(limit=limit)
     hidden = lambda tokens: hidden_share(step(tokens), flops_per_second, link) >= 1
     if not hidden(limit):
@@ -198,6 +198,7 @@ def saved_bytes(
 def measure_matmul(size: int = 8192, dtype: Any = jnp.bfloat16) -> float:
     """FLOP/s of square matmuls on one device, float32 accumulation."""
     _positive(size=size)
+    check.dtype("dtype", dtype, floating=True)
     # Of random numbers: GPUs multiply ones faster, drawing less power.
     a = jax.random.normal(jax.random.key(0), (size, size)).astype(dtype)
     multiply = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32))
@@ -217,10 +218,13 @@ def measure_link(
     for size in sizes:
         if check.integer("sizes", size, least=4, what="multiples of 4 bytes") % 4:
             raise check.fail(ValueError, "sizes", "multiples of 4 bytes", size)
-    found = np.asarray(jax.devices() if devices is None else devices)
-    if found.size < 2:
-        raise check.fail(ValueError, "devices", "at least two for a ring", found.size)
-    mesh = Mesh(found, ("ring",))
+    ring_devices = np.asarray(jax.devices() if devices is None else devices)
+    if ring_devices.size < 2:
+        raise check.fail(ValueError, "devices", "at least two for a ring", ring_devices.size)
+    for device in ring_devices.flat:
+        if not isinstance(device, jax.Device):
+            raise check.fail(TypeError, "devices", "devices of JAX", device, "pass jax.devices(), for example")
+    mesh = Mesh(ring_devices, ("ring",))
     sharding = NamedSharding(mesh, PartitionSpec("ring"))
 
     def hops(a: jax.Array) -> jax.Array:
@@ -233,8 +237,8 @@ def measure_link(
     over_ring = jax.jit(jax.shard_map(hops, mesh=mesh, in_specs=PartitionSpec("ring"), out_specs=PartitionSpec("ring")))
     bandwidths = []
     for size in sizes:
-        make = jax.jit(lambda size=size: jnp.ones(found.size * size // 4, jnp.float32), out_shardings=sharding)
-        bandwidths.append(size * (found.size - 1) * _ROUNDS / _seconds(over_ring, make()))
+        make = jax.jit(lambda size=size: jnp.ones(ring_devices.size * size // 4, jnp.float32), out_shardings=sharding)
+        bandwidths.append(size * (ring_devices.size - 1) * _ROUNDS / _seconds(over_ring, make()))
     return Link(tuple(sizes), tuple(bandwidths))
 
 

@@ -52,6 +52,8 @@ def scan(body: Callable[[Any, Any, Any], Any], moving: Any, init: Any, *, axis_n
       ValueError: outside a `jax.shard_map` over `axis_name`.
     """
     size = _size(axis_name)
+    check.function("body", body, "body(carry, block, step) returns the carry", arguments=3)
+    _check_moving(moving)
     if size == 1:
         return body(init, moving, 0)
 
@@ -96,7 +98,14 @@ def collect(
       ValueError: outside a `jax.shard_map` over `axis_name`.
     """
     size = _size(axis_name)
+    _check_moving(moving)
+    check.dtype("dtype", dtype)
+    check.integer("count", count, least=1, what="a number of pieces")
+    if not callable(body) and not (isinstance(body, tuple) and len(body) == 2):
+        raise check.fail(TypeError, "body", "a function, or a pair of functions", body)
     first, second = (None, body) if callable(body) else body
+    for f in (second,) if first is None else (first, second):
+        check.function("body", f, "body(carry, block, step) returns (carry, sums)", arguments=3)
 
     def work(carry: Any, block: Any, index: Any) -> Any:
         return second(carry if first is None else first(carry, block, index), block, index)
@@ -153,6 +162,11 @@ def _size(axis_name: Any) -> int:
     if size > 1:
         _warn_without_overlap()
     return size
+
+
+def _check_moving(moving: Any) -> None:
+    for leaf in jax.tree.leaves(moving):
+        check.array("moving", leaf, fix="pass a pytree of this device's arrays")
 
 
 def _hop(tree: Any, axis_name: Any, size: int) -> Any:

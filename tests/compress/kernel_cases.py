@@ -8,7 +8,6 @@ import numpy as np
 
 from memjax.compress._error_bounded import reference
 from memjax.compress._error_bounded import tiles as _tiles
-from memjax.compress._error_bounded.error_bounded import _per_value
 from memjax.compress._error_bounded.kernels import launch
 from memjax.compress._error_bounded.quantize import step_exponent
 from memjax.compress._error_bounded.tiles import Grid
@@ -54,8 +53,6 @@ def kernels_and_reference(x, bound, capacity=None, interpret=True):
 
 @functools.lru_cache
 def _coders(shape, dtype, capacity, interpret):
-    grid = Grid.of(shape)
-
     @jax.jit
     def by_kernels(x, exponent):
         code = launch.encode(x, exponent, capacity, interpret=interpret)
@@ -64,10 +61,9 @@ def _coders(shape, dtype, capacity, interpret):
 
     @jax.jit
     def by_reference(x, exponent):
-        spread = _per_value(grid, exponent)
-        code = reference.encode(grid.split(x), spread, capacity)
-        decode = functools.partial(reference.decode, code, spread, dtype)
-        return code, [_tiles.to_bits(grid.join(decode(keeps_signs=keeps), shape)) for keeps in (True, False)]
+        code = reference.encode(x, exponent, capacity)
+        decode = functools.partial(reference.decode, code, exponent, shape, dtype)
+        return code, [_tiles.to_bits(decode(keeps_signs=keeps)) for keeps in (True, False)]
 
     return by_kernels, by_reference
 

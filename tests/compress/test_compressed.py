@@ -486,6 +486,18 @@ def test_integer_complex_and_double_precision_arrays_pass_through(x64):
     np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-8)
 
 
+def test_constants_among_what_is_saved():
+    """The padding of an associative scan."""
+
+    def f(w, x):
+        by, start = jnp.exp(-(jnp.sin(x * w) ** 2)), jnp.cos(x)
+        return jnp.sum(lax.associative_scan(lambda a, b: (b[0] * a[0], b[0] * a[1] + b[1]), (by, start), axis=1)[1])
+
+    x = jax.random.normal(jax.random.key(0), (64, 128))
+    got, want = (jax.jit(jax.grad(g))(jnp.float32(2), x) for g in (compressed(f), f))
+    np.testing.assert_allclose(got, want, rtol=0.02)
+
+
 def test_empty_arrays():
     f = compressed(lambda x: jnp.sin(x) * 2, ErrorBounded(0.1, bits_per_value=28))
     assert jax.grad(lambda x: jnp.sum(f(x)))(jnp.zeros((0, 5))).shape == (0, 5)

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import strategies as st
 
 from memjax.compress import ErrorBounded
-from memjax.compress._error_bounded import dither
-from memjax.compress._error_bounded.tiles import Grid
+from memjax.compress._error_bounded import dither, tiles
 from tests.compress.kernel_cases import columns_of_all_kinds
 from tests.compress.patterns import check_bound, every_16_bit_pattern, in_lanes, random_float32_patterns, to_bits
 
@@ -197,8 +196,8 @@ def test_size_is_what_the_values_need():
     x = jnp.maximum(jax.random.normal(jax.random.key(0), (64, 32, 64), jnp.bfloat16), 0)
     codec = ErrorBounded(0.25)
     code = codec.encode(x)
-    grid = Grid.of(x.shape)
-    eighths = np.asarray(grid.join(dither.of_values(grid.tiles, x.dtype), x.shape))
+    eighths = [tiles.rows(dither.of_tile(jnp.int32(tile), x.dtype)) for tile in range(x.size // tiles.TILE_VALUES)]
+    eighths = np.concatenate(eighths).reshape(x.shape)
     x32 = np.asarray(x, np.float32)
     p = np.where(x32 > 0, (np.ceil(x32 / 0.5 * 8) + eighths) // 8, 0)
     some, lanes = (a.reshape(-1, 64, 32, 2).swapaxes(1, 2).reshape(-1, 128) for a in (x32 > 0, p))

@@ -10,8 +10,8 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from memjax.compress._transform.max_pool import _forward, _Window, _woven, axes_of, max_pool, plan_of
-from memjax.compress._transform.max_pool_kernel import max_pool_gradient
+from memjax.compress._transform.pooling.max_pool import _forward, _Window, _woven, axes_of, max_pool, plan_of
+from memjax.compress._transform.pooling.max_pool_kernel import max_pool_gradient
 
 
 def pools(size, strides, padding):

@@ -11,9 +11,10 @@ from jax import lax
 
 from memjax import compressed
 from memjax._core.compat import scope
+from memjax._core.jaxpr import calls_in_place
 from memjax.compress import Cast
-from memjax.compress._transform.max_pool import max_pool
-from memjax.compress._transform.pool_first import evaluate_pools_first
+from memjax.compress._transform.pooling.max_pool import max_pool
+from memjax.compress._transform.pooling.pool_first import evaluate_pools_first
 
 
 def pool(x, size=3, stride=2, padding=(1, 1), **dilation):
@@ -55,7 +56,7 @@ def sizes_of_relus(f, x):
 
 
 def evaluated(flat, **replace):
-    return lambda x: evaluate_pools_first(flat.jaxpr, flat.consts, [x], replace=replace)[0]
+    return lambda x: evaluate_pools_first(calls_in_place(flat, differentiable=True), [x], replace=replace)[0]
 
 
 X = jnp.round(4 * jax.random.normal(jax.random.key(0), (3, 17))) / 4

@@ -1,7 +1,9 @@
 """The default implementation, against what was measured."""
 
 import json
+import pathlib
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,22 +11,39 @@ import numpy as np
 import pytest
 
 import memjax
-from benchmarks import record
-from benchmarks.cross_entropy_choice import Shape, operands_and_options
-from memjax._linear_cross_entropy import choice, hopper
+from memjax._linear_cross_entropy import choice
+from memjax._linear_cross_entropy.mosaic import hopper
+from memjax._linear_cross_entropy.options import Operands, Options
 
 from .oracle import example, plain, relative_error
 
-SHAPE = ("tokens", "dim", "vocabulary", "dtype", "wanted")
+RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks/results/cross_entropy_choice.json"
+
+
+class Shape(NamedTuple):
+    tokens: int
+    dim: int
+    vocabulary: int
+    dtype: str
+    wanted: str  # arrays that are differentiated: "xw", or "x" for a frozen head
 
 
 def measured():
     """{shape: {implementation: row}}"""
-    found = {}
-    for row in json.loads((record.RESULTS / "cross_entropy_choice.json").read_text())["rows"]:
+    rows = {}
+    for row in json.loads(RESULTS.read_text())["rows"]:
         if "ms" in row:
-            found.setdefault(Shape(*(row[name] for name in SHAPE)), {})[row["implementation"]] = row
-    return found
+            rows.setdefault(Shape(*(row[name] for name in Shape._fields)), {})[row["implementation"]] = row
+    return rows
+
+
+def operands_and_options(shape):
+    """Those of a call on a GPU, as far as the model asks for them."""
+    x, w = (jax.ShapeDtypeStruct((n, shape.dim), shape.dtype) for n in (shape.tokens, shape.vocabulary))
+    operands = Operands(x, w, *[None] * (len(Operands._fields) - 2))
+    return operands, Options(
+        "vd", shape.vocabulary, 0.0, 0.0, None, 1.0, None, None, False, ("mosaic", "triton", "jnp")
+    )
 
 
 def chosen(shape):

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import memjax
 
@@ -144,3 +146,27 @@ def test_soft_targets_are_not_differentiated_silently(implementation):
     with pytest.raises(ValueError, match="stop_gradient"):
         jax.grad(loss, argnums=1)(x, targets)
     assert jax.grad(loss)(x, targets).shape == x.shape
+
+
+@pytest.mark.parametrize("implementation", [None, "recompute"])
+@pytest.mark.parametrize("jit", [False, True])
+def test_forward_mode_is_refused(implementation, jit):
+    x, w, labels = example(0, 12, 8, 33)
+    loss = lambda x: memjax.linear_cross_entropy(x, w, labels, implementation=implementation)
+    directional = lambda x: jax.jvp(loss, (x,), (x,))
+    with pytest.raises(TypeError, match=r"linear_cross_entropy cannot be differentiated in forward mode .*\"full\""):
+        (jax.jit(directional) if jit else directional)(x)
+
+
+def test_mesh_axes_are_named_once():
+    x, w, labels = example(0, 12, 8, 32)
+    ring = jax.make_mesh((2,), ("ring",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+    def run(**axes):
+        loss = lambda x, w, labels: memjax.linear_cross_entropy(x, w, labels, **axes)
+        return jax.shard_map(loss, mesh=ring, in_specs=(P("ring"), P("ring"), P("ring")), out_specs=P())(x, w, labels)
+
+    with pytest.raises(ValueError, match=r"axis_name must be different mesh axes, got \('ring', 'ring'\)"):
+        run(axis_name=("ring", "ring"))
+    with pytest.raises(ValueError, match="token_axis_name must be other mesh axes than axis_name's"):
+        run(axis_name="ring", token_axis_name="ring")

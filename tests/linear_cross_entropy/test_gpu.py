@@ -77,3 +77,29 @@ def test_rows_whose_largest_logits_come_late(implementation, late):
     expected = jax.jit(loss, static_argnums=2)(x, w, f"{implementation}/jnp")
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert relative_error(a, e) < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "kernels"), [("forward_grad", "triton"), ("recompute", "triton"), ("recompute", "mosaic")]
+)
+@pytest.mark.parametrize("bad", [jnp.nan, 1e38])
+def test_tokens_that_do_not_count_may_hold_anything(algorithm, kernels, bad):
+    """Ignored ones and those of weight zero: the value and the other gradients are as with ordinary numbers in their place."""
+    if reason := missing(kernels):
+        pytest.skip(reason)
+    x, w, labels = example(0, 777, 320, 1088, dtype=jnp.bfloat16)
+    labels = labels.at[3].set(-100).at[5].set(7)
+    weights = jnp.linspace(0.5, 1.0, 777).at[5].set(0.0)
+
+    def loss(x, w):
+        return memjax.linear_cross_entropy(
+            x, w, labels, weights=weights, chunk=320, z_loss=0.1, implementation=f"{algorithm}/{kernels}"
+        )
+
+    both = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    value, (dx, dw) = both(x.at[3].set(bad).at[5].set(-bad), w)
+    expected, (expected_dx, expected_dw) = both(x, w)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    assert not np.any(np.asarray(dx, np.float32)[[3, 5]])
+    assert relative_error(dx, expected_dx) < 1e-3
+    assert relative_error(dw, expected_dw) < 1e-3

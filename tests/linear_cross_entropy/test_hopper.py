@@ -21,7 +21,8 @@ TOKENS, DIM, CLASSES, CHUNK = 261, 256, 320, 256
 def _interpreted(monkeypatch):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from memjax._linear_cross_entropy import hopper, hopper_matmul
+    from memjax._linear_cross_entropy.mosaic import hopper
+    from memjax._linear_cross_entropy.mosaic import matmul as mosaic_matmul
 
     def add_input_gradient(dx, d, operands, start, options):
         """What the interpreter cannot: adding in memory."""
@@ -30,7 +31,7 @@ def _interpreted(monkeypatch):
 
     monkeypatch.setattr(hopper, "_add_input_gradient", add_input_gradient)
     monkeypatch.setattr(check, "_no_mosaic", lambda dtype: None)
-    monkeypatch.setattr(hopper_matmul, "multiprocessors", lambda: 4)
+    monkeypatch.setattr(mosaic_matmul, "multiprocessors", lambda: 4)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         yield
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from memjax.remat._scan.step import Backward, trace_step
+from memjax.remat._scan.step import StepBackward, trace_step
 
 WIDTH = 3
 HIDDEN = {"slots": 4, "strategy": "hidden"}
@@ -67,7 +67,7 @@ def lstm_step(width, batch):
     params, carry, xs = lstm_shapes(width, batch, 1)
     params, carry, xs = jax.tree.map(lambda aval: jnp.zeros(aval.shape, aval.dtype), (params, carry, xs))
     step, _ = trace_step(functools.partial(lstm, params), carry, xs)
-    return step, carry, Backward(step, [True] * len(step.consts), [True])
+    return step, carry, StepBackward(step, [True] * len(step.consts), [True])
 
 
 def close(got, want, tolerance=1e-12):

@@ -365,3 +365,14 @@ def test_costs_leave_parameters_out():
     blocks, params, x = cases.mlps(batch=2)
     assert all(cost.kept < 2 * 8 * 5 * 4 * 2 for cost in chain_costs(blocks, params, x))
     np.testing.assert_allclose(chain(blocks, params, x, budget="1MiB"), plain(blocks, params, x), rtol=1e-5, atol=1e-6)
+
+
+def test_inputs_are_not_copied():
+    """Outside jit the backward pass reads the arrays that it was given."""
+    blocks, params, x = cases.mlps()
+    _, vjp = jax.vjp(lambda params, x: chain(blocks, params, x, schedule=SCHEDULES["kept"]), params, x)
+    held = [leaf for leaf in jax.tree.leaves(vjp) if isinstance(leaf, jax.Array)]
+    for leaf in jax.tree.leaves((params, x)):
+        same = [value for value in held if value.shape == leaf.shape and bool((value == leaf).all())]
+        assert same
+        assert all(value is leaf for value in same)

@@ -4,12 +4,13 @@ import dataclasses
 import heapq
 import itertools
 import random
-import time
 
 import pytest
 
 from memjax.remat import BlockCost, ChainSchedule, chain_schedule
-from memjax.remat._chain.schedule import predict
+from memjax.remat._chain import least_time
+from memjax.remat._chain.items import predict
+from memjax.remat._chain.least_time import LeastTime
 from memjax.remat._scan.forward_counts import HiddenCounts
 
 
@@ -158,12 +159,23 @@ def test_a_budget_below_the_least_possible_says_what_is():
         chain_schedule(costs, least - 1)
 
 
-def test_speed():
-    """Three hundred equal blocks, and a hundred different ones."""
-    start = time.perf_counter()
-    chain_schedule([BlockCost(1, 2, 1 << 20, 5 << 20, 3 << 20, 6 << 20)] * 300, 300 << 20)
-    chain_schedule([cost._replace(kept=cost.kept << 16) for cost in random_costs(0, 100)], 16 << 20)
-    assert time.perf_counter() - start < 20  # about 2, on an idle machine
+def test_equal_stretches_are_solved_once():
+    """What takes the time is a row of the table for each different stretch of blocks."""
+    equal = [BlockCost(1, 2, 1 << 20, 5 << 20, 3 << 20, 6 << 20)] * 300
+    assert LeastTime(equal, 300 << 20).segments == 300
+    period = random_costs(0, 12)
+    assert LeastTime(period, 1 << 10).segments == 12 * 13 // 2
+    assert LeastTime(period * 5, 1 << 10).segments == 12 * 60 - 12 * 11 // 2  # of each length up to 12 starts
+
+
+def test_work_is_bounded(monkeypatch):
+    """More different blocks share fewer units of memory, down to a number that schedules still follow from."""
+    monkeypatch.setattr(least_time, "_WORK", 1e5)
+    costs, budget = random_costs(0, 40), 1 << 20
+    found = LeastTime(costs, budget)
+    assert found.segments == 40 * 41 // 2
+    assert budget / found.unit <= 150
+    assert chain_schedule(costs, "min").nbytes <= chain_schedule(costs, 1 << 8).nbytes <= 1 << 8
 
 
 def test_schedules_are_data():

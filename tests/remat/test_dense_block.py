@@ -173,11 +173,11 @@ def test_sharded_batch_gives_the_same_gradient():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"growth_rate": 0}, "growth_rate must be at least 1, got 0"),
-        ({"num_layers": 0}, "num_layers must be at least 1"),
+        ({"growth_rate": 0}, "growth_rate must be a number of channels or layers of at least 1, got 0"),
+        ({"num_layers": 0}, "num_layers must be .* of at least 1, got 0"),
         ({"keep": "everything"}, "keep must be one of 'all', 'convolutions', 'features', got 'everything'"),
-        ({"dropout_rate": 1.0}, "dropout_rate must be at least 0 and below 1"),
-        ({"bottleneck": 0}, "bottleneck must be at least 1"),
+        ({"dropout_rate": 1.0}, r"dropout_rate must be a finite number in \[0, 1\), got 1.0"),
+        ({"bottleneck": 0}, "bottleneck must be .* of at least 1, got 0"),
     ],
 )
 def test_module_refuses(change, message):
@@ -189,14 +189,16 @@ def test_module_refuses(change, message):
 def test_function_refuses():
     spec = DenseSpec(4, 2, 2)
     params, running, x, _ = random_block(spec, (1, 4, 4), seed=5)
-    with pytest.raises(ValueError, match=r"x must have shape \(batch, height, width, 4\), got"):
+    with pytest.raises(ValueError, match=r"x must be an array of shape \(batch, height, width, 4\), got"):
         dense_block(spec, params, running, x[..., :3])
-    with pytest.raises(TypeError, match="x must be floating point, got int32"):
+    with pytest.raises(TypeError, match="x must be a floating-point array, got an array of int32"):
         dense_block(spec, params, running, x.astype(jnp.int32))
     with pytest.raises(ValueError, match="implementation must be"):
         dense_block(spec, params, running, x, implementation="cuda")
     if jax.default_backend() != "gpu":
-        with pytest.raises(ValueError, match="implementation='triton' cannot run here: it needs an NVIDIA GPU"):
+        with pytest.raises(
+            ValueError, match="implementation must be 'xla' or None here, got 'triton': it needs an NVIDIA GPU"
+        ):
             dense_block(spec, params, running, x, implementation="triton")
-    with pytest.raises(ValueError, match=r"dropout_rate=0.5 needs a dropout_key"):
+    with pytest.raises(ValueError, match="dropout_key must be a random key, got None"):
         dense_block(DenseSpec(4, 2, 2, dropout_rate=0.5), params, running, x)

@@ -231,13 +231,13 @@ def test_equal_policies_are_one_to_jax():
 
 
 def test_wrong_arguments():
-    with pytest.raises(TypeError, match=r"save\(\) takes names as strings, got \['a'\]"):
+    with pytest.raises(TypeError, match=r"names must be strings, got \['a'\]"):
         policies.save(["a"])
-    with pytest.raises(ValueError, match=r"offload\(\) needs at least one name"):
+    with pytest.raises(ValueError, match="names must be at least one, got none"):
         policies.offload()
-    with pytest.raises(ValueError, match="empty name"):
+    with pytest.raises(ValueError, match="names must be strings that are not empty"):
         policies.save("")
-    with pytest.raises(ValueError, match=r"\['a'\] are both saved and offloaded"):
+    with pytest.raises(ValueError, match=r"names must be saved or offloaded, got \['a'\] for both"):
         policies.save("a") | policies.offload("a", "b")
     with pytest.raises(TypeError):
         policies.save("a") | "b"

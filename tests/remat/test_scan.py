@@ -10,8 +10,9 @@ from jax import lax
 from scan_cases import HIDDEN, MIXED, NEST, WAYS, arguments, close, loss, lstm_step
 
 from memjax.remat import Costs, scan, schedule
+from memjax.remat._scan import choose as choose_module
 from memjax.remat._scan.choose import choose, exact
-from memjax.remat._scan.step import Backward, trace_step
+from memjax.remat._scan.step import StepBackward, trace_step
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -59,6 +60,25 @@ def test_choice():
         assert found.stored_bytes(step.carry_nbytes, backward.kept_nbytes) <= carries * step.carry_nbytes
 
 
+def test_steps_that_cost_nothing(monkeypatch):
+    """The search ends where no block is too large for the budget, and none is predicted to take any time."""
+    calls = []
+    room = choose_module._room
+
+    def counted(size, block):
+        calls.append(block)
+        assert len(calls) < 100
+        return room(size, block)
+
+    monkeypatch.setattr(choose_module, "_room", counted)
+
+    def total(h):
+        carry, _ = scan(lambda carry, _: ((0.0, 0.0), ()), (h, 0.0), length=5, budget="1MiB")
+        return sum(carry)
+
+    assert jax.grad(total)(1.0) == 0
+
+
 def test_default_strategy():
     """Of hidden states and both kinds the one whose time, predicted from the schedule itself, is least."""
     step, _, backward = lstm_step(8, 4)
@@ -98,7 +118,7 @@ def test_executes_the_schedule(strategy, slots):
         return scan(cell, h, xs, **options)[0].sum()
 
     step, _ = trace_step(cell, jnp.ones(4), xs)
-    plan = exact(29, slots, strategy, step, Backward(step, [], [True]), None)
+    plan = exact(29, slots, strategy, step, StepBackward(step, [], [True]), None)
     assert plan.schedule == schedule(29, slots, strategy=strategy, internal_size=plan.schedule.internal_size)
     got = jax.jit(jax.grad(functools.partial(total, scan, slots=slots, strategy=strategy), (0, 1)))(jnp.ones(4), xs)
     jax.effects_barrier()
@@ -364,3 +384,18 @@ def test_what_a_step_hands_on_unchanged_is_no_part_of_the_carry():
 def test_values_without_differentiation():
     params, h, xs = arguments(9)
     np.testing.assert_array_equal(loss(scan, params, h, xs, slots=2), loss(lax.scan, params, h, xs))
+
+
+@pytest.mark.parametrize("way", [HIDDEN, MIXED, {"budget": "1MiB"}], ids=str)
+def test_inputs_are_not_copied(way):
+    """Outside jit the backward pass reads the arrays that it was given."""
+    params, h, xs = arguments(20)
+    _, vjp = jax.vjp(lambda *values: loss(scan, *values, **way), params, h, xs)
+    held = [leaf for leaf in jax.tree.leaves(vjp) if isinstance(leaf, jax.Array)]
+    inputs = jax.tree.leaves((params, xs))
+    assert all(any(leaf is x for leaf in held) for x in inputs)
+    assert not [leaf for leaf in held if any(leaf is not x and _equal(leaf, x) for x in inputs)]
+
+
+def _equal(a, b):
+    return a.shape == b.shape and a.dtype == b.dtype and bool((a == b).all())

@@ -113,7 +113,7 @@ def test_too_few_slots_for_the_length():
     ("xs", "message"),
     [
         ({"a": jnp.ones(3), "b": jnp.ones(4)}, "must agree on the number of steps, got xs['a']: 3, xs['b']: 4"),
-        ((jnp.ones(3), 1.0), "xs[1] has no axis to scan over: it is a scalar"),
+        ((jnp.ones(3), 1.0), "xs[1] must be an array with a leading axis to scan over, got an array of float"),
         (None, "length must be given where xs has no arrays, got None"),
     ],
 )

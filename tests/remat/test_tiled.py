@@ -70,7 +70,11 @@ def test_any_length_tile_and_axis(length, tile, axis):
 
 
 def test_sums_are_added_up(x64):
-    p, x, labels = parameters(), normal(9, EXAMPLES, LENGTH, DIM), jnp.arange(EXAMPLES * LENGTH).reshape(EXAMPLES, -1) % DIM
+    p, x, labels = (
+        parameters(),
+        normal(9, EXAMPLES, LENGTH, DIM),
+        jnp.arange(EXAMPLES * LENGTH).reshape(EXAMPLES, -1) % DIM,
+    )
 
     def loss(p, x, labels):
         logits = feed_forward(p, x)
@@ -105,7 +109,11 @@ def test_what_it_closes_over_is_differentiated(x64):
 
 
 def test_positions_and_keys_are_arguments(x64):
-    x, positions, keys = normal(9, EXAMPLES, LENGTH, DIM), jnp.arange(LENGTH), jax.random.split(jax.random.key(0), LENGTH)
+    x, positions, keys = (
+        normal(9, EXAMPLES, LENGTH, DIM),
+        jnp.arange(LENGTH),
+        jax.random.split(jax.random.key(0), LENGTH),
+    )
 
     def rotate_and_drop(x, positions, keys, rate=0.5):
         angle = positions[:, None].astype(x.dtype) / 10 ** jnp.arange(DIM // 2, dtype=x.dtype)
@@ -217,9 +225,9 @@ def test_memory_is_that_of_one_tile():
     # What is kept and worked with is about 2 + 6 * 4 arrays like x; a tile has a 32nd of it.
     assert plain > 12 * x.nbytes
     assert run < 0.15 * plain
-    assert memjax.measure(lambda p, x: gradients(tiled(feed_forward, (None, 1), 1, tile=128), p, x), p, x).residual_bytes < (
-        1.2 * (x.nbytes + sum(leaf.nbytes for leaf in p.values()))
-    )
+    assert memjax.measure(
+        lambda p, x: gradients(tiled(feed_forward, (None, 1), 1, tile=128), p, x), p, x
+    ).residual_bytes < (1.2 * (x.nbytes + sum(leaf.nbytes for leaf in p.values())))
 
 
 def test_unrolled_layers_take_no_more_than_their_inputs():
@@ -291,7 +299,9 @@ def test_the_operation_and_its_source_line_are_named():
         return x / jnp.max(x, 1, keepdims=True)
 
     line = sharpen.__code__.co_firstlineno + 1
-    with pytest.raises(ValueError, match=rf"sharpen, in which reduce_max is over positions, at test_tiled.py:{line} \("):
+    with pytest.raises(
+        ValueError, match=rf"sharpen, in which reduce_max is over positions, at test_tiled.py:{line} \("
+    ):
         tiled(sharpen, 1, 1, tile=4)(normal(9, EXAMPLES, LENGTH, DIM))
 
 
@@ -377,7 +387,7 @@ def test_errors(options, message):
 def test_other_errors():
     with pytest.raises(TypeError, match="f must be a function, got 3"):
         tiled(3)
-    with pytest.raises(TypeError, match="argument 0 must be an array, as in_axes gives it an axis, got 1.0"):
+    with pytest.raises(TypeError, match=r"argument 0 must be an array, as in_axes gives it an axis, got 1\.0"):
         tiled(jnp.sin)(1.0)
     with pytest.raises(TypeError, match="cannot be differentiated in forward mode"):
         jax.jvp(tiled(jnp.sin), (jnp.ones(3),), (jnp.ones(3),))

@@ -13,11 +13,13 @@ from rings import FIRST, ROWS, normal, sharded
 from memjax.shard import (
     MetpAttention,
     MetpMlp,
+    baselines,
     metp,
     metp_attention,
     metp_mlp,
     overlap,
     positions,
+    ring,
     unzigzag,
     vocab_cross_entropy,
     zigzag,
@@ -35,6 +37,32 @@ def mlp(**changes):
         return metp_mlp(arguments.pop("x"), arguments.pop("w_in"), arguments.pop("w_out"), **arguments)
 
     return sharded(local, 2, (ROWS, ROWS, FIRST), ROWS)(X, W_IN, W_OUT)
+
+
+def baseline(name, **changes):
+    x_spec = jax.sharding.PartitionSpec() if name == "tensor_parallel_mlp" else ROWS
+
+    def local(x, w_in, w_out):
+        arguments = {"x": x, "w_in": w_in, "w_out": w_out, "axis_name": "ring", **changes}
+        f = getattr(baselines, name)
+        return f(arguments.pop("x"), arguments.pop("w_in"), arguments.pop("w_out"), **arguments)
+
+    return sharded(local, 2, (x_spec, ROWS, FIRST), x_spec)(X, W_IN, W_OUT)
+
+
+def ulysses(**options):
+    local = lambda q: baselines.ulysses_attention(q, q, q, axis_name="ring", **options)
+    return sharded(local, 2, ROWS, ROWS)(Q)
+
+
+def ring_scan(**changes):
+    arguments = {"body": lambda carry, block, step: carry + block, "moving": X, **changes}
+    return ring.scan(arguments.pop("body"), arguments.pop("moving"), 0.0, axis_name=None)
+
+
+def ring_collect(**changes):
+    arguments = {"body": lambda carry, block, step: (carry, block), "moving": X, "dtype": "float32", **changes}
+    return ring.collect(arguments.pop("body"), arguments.pop("moving"), 0.0, axis_name=None, **arguments)
 
 
 def product(f):
@@ -82,6 +110,34 @@ CALLS = [
     (product, {"f": lambda z: jnp.cumsum(z, 0)}, "f must be an elementwise function"),
     (product, {"f": lambda z: z.T.reshape(z.shape)}, "f must be an elementwise function"),
     (product, {"f": lambda z: z / jnp.linalg.norm(z)}, "f must be an elementwise function"),
+    (product, {"f": lambda z: z > 0}, "f must be an elementwise function .* that returns bool"),
+    *(
+        (partial(baseline, name), changes, message)
+        for name in ("tensor_parallel_mlp", "sequence_parallel_mlp", "gathered_mlp")
+        for changes, message in (
+            ({"x": None}, "x must be an array, got None"),
+            ({"w_in": None}, "w_in must be an array, got None"),
+            ({"w_out": None}, "w_out must be an array, got None"),
+            ({"w_gate": "text"}, "w_gate must be an array, got 'text'"),
+            ({"activation": jax.nn.softmax}, "activation must be an elementwise function"),
+            ({"activation": lambda z: None}, "activation must be an elementwise function"),
+            ({"axis_name": "rang"}, "axis_name must be an axis of the mesh .* got 'rang'"),
+        )
+    ),
+    (ring_scan, {"body": None}, "body must be a function, got None"),
+    (ring_scan, {"body": lambda carry: carry}, "body must be a function of 3 arguments, got"),
+    (ring_scan, {"moving": "text"}, "moving must be an array, got 'text'"),
+    (ring_collect, {"body": None}, "body must be a function, or a pair of functions, got None"),
+    (ring_collect, {"body": (3, 4)}, "body must be a function, got 3"),
+    (ring_collect, {"moving": [1.0]}, "moving must be an array, got 1.0"),
+    (ring_collect, {"dtype": None}, "dtype must be a dtype, got None"),
+    (ring_collect, {"dtype": "abc"}, "dtype must be a dtype, got 'abc'"),
+    (ring_collect, {"count": 0}, "count must be a number of pieces of at least 1, got 0"),
+    (ring_collect, {"count": 1.5}, "count must be a number of pieces of at least 1, got 1.5"),
+    (overlap.measure_matmul, {"dtype": int}, "dtype must be a floating-point dtype, got"),
+    (overlap.measure_link, {"devices": [1, 2]}, "devices must be devices of JAX, got"),
+    (ulysses, {"layout": "zigzag"}, "options must be options of attention: causal.*, got 'layout'"),
+    (ulysses, {"nonsense": 1}, "options must be options of attention: causal.*, got 'nonsense'"),
     (attend, {"q": None}, "q must be an array, got None"),
     (attend, {"k": jnp.zeros((1, 8, 8))}, "k must be an array of 4 dimensions"),
     (attend, {"v": jnp.zeros((1, 8, 4, 8), int)}, "v must be a floating-point array"),
@@ -150,6 +206,11 @@ CALLS = [
     (overlap.hidden_share, {"step": 3, "flops_per_second": 1.0, "link": LINK}, "step must be .*Step"),
     (overlap.hidden_share, {"step": STEP, "flops_per_second": 0, "link": LINK}, "flops_per_second must be a positive"),
     (overlap.hidden_share, {"step": STEP, "flops_per_second": 1.0, "link": 1e9}, "link must be .*Link"),
+    (
+        overlap.full_overlap_tokens,
+        {"step": lambda: STEP, "flops_per_second": 1.0, "link": LINK},
+        "step must be a function of 1 arguments, got",
+    ),
     (overlap.full_overlap_tokens, {"step": 3, "flops_per_second": 1.0, "link": LINK}, "step must be a function"),
     *(
         (reorder, {"a": a, "size": size, "axis": axis}, message)
@@ -189,6 +250,45 @@ def test_a_traced_option_is_refused():
         jax.jit(lambda causal: attend(causal=causal))(True)
     with pytest.raises(TypeError, match="scale must be a finite number known when tracing"):
         jax.jit(lambda scale: attend(scale=scale))(1.0)
+
+
+OVER_RING = {
+    "metp_mlp": (lambda x: metp_mlp(x, x[0].T, x[0], axis_name="ring"), (1, 16, 4), ROWS),
+    "metp_attention": (lambda q: metp_attention(q, q, q, axis_name="ring"), Q.shape, ROWS),
+    "vocab_cross_entropy": (
+        lambda x: vocab_cross_entropy(x, x[0], jnp.zeros(x.shape[:2], jnp.int32), axis_name="ring"),
+        (1, 16, 4),
+        jax.sharding.PartitionSpec(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OVER_RING)
+@pytest.mark.parametrize("transform", ["jvp", "jit of jvp", "vmap of jvp", "linearize"])
+def test_forward_mode_is_refused(name, transform):
+    """Eagerly too, where JAX itself says "unhashable type"."""
+    local, shape, out = OVER_RING[name]
+    f = sharded(local, 2, ROWS, out)
+    (a,) = normal(shape, dtype=np.float32)
+    call = {
+        "jvp": lambda: jax.jvp(f, (a,), (a,)),
+        "jit of jvp": lambda: jax.jit(lambda a: jax.jvp(f, (a,), (a,)))(a),
+        "vmap of jvp": lambda: jax.jit(jax.vmap(lambda t: jax.jvp(f, (a,), (t,))[1]))(a[None]),
+        "linearize": lambda: jax.linearize(f, a)[1](a),
+    }[transform]
+    with pytest.raises(TypeError, match=f"{name} cannot be differentiated in forward mode .*use reverse mode"):
+        call()
+
+
+@pytest.mark.parametrize("name", OVER_RING)
+def test_forward_mode_over_reverse_mode_is_not_refused(name):
+    local, shape, out = OVER_RING[name]
+    f = sharded(local, 2, ROWS, out)
+    a, b = normal(shape, shape, dtype=np.float32)
+    slope = jax.grad(lambda a: jnp.sin(f(a)).sum())
+    directional = jax.jit(lambda a, b: jax.jvp(slope, (a,), (b,))[1])(a, b)
+    reverse = jax.jit(jax.grad(lambda a: jnp.vdot(slope(a), b)))(a)
+    np.testing.assert_allclose(directional, reverse, rtol=1e-3, atol=1e-4)
 
 
 def test_padding_may_hold_anything():

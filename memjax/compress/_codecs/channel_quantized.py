@@ -40,6 +40,14 @@ class MeasuredChannels:
     bits: int = dataclasses.field(metadata={"static": True})
 
     def encode(self, x: Float[Array, "..."]) -> ChannelQuantizedCode:
+        check.array("x", x, floating=True)
+        if self.bits not in LEVELS:
+            raise check.fail(ValueError, "bits", f"one of {', '.join(map(str, LEVELS))}", self.bits)
+        for name in ("low", "distance"):
+            shape = check.array(name, getattr(self, name)).shape
+            if shape not in ((), x.shape[-1:]):
+                wanted = f"of shape {x.shape[-1:]}, one number for each channel of x"
+                raise check.fail(ValueError, name, wanted, getattr(self, name))
         level = to_levels(x, self.low, self.distance, self.bits, 0.5).astype(LEVELS[self.bits])
         return ChannelQuantizedCode(level, self.low, self.distance, np.dtype(x.dtype))
 

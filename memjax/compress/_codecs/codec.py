@@ -106,6 +106,8 @@ class FixedRate:
     elementwise = True
 
     def nbytes(self, aval: Any) -> int:
+        if not (hasattr(aval, "shape") and hasattr(aval, "dtype")):
+            raise check.fail(TypeError, "aval", "an array or the type of one", aval, "pass jax.typeof(x)")
         return tree_nbytes(jax.eval_shape(self.encode, aval))  # type: ignore[attr-defined]
 
     def ratio(self, x: Array) -> Float[Array, ""]:

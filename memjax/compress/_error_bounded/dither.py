@@ -14,8 +14,8 @@ to half a part, so the fewer there are, the more is left of what dither is for.
 import jax.numpy as jnp
 from jaxtyping import Array, Int32, UInt32
 
-from memjax.compress._codecs.bits import Words, u32, unpack
-from memjax.compress._error_bounded.tiles import GROUPS, LANE_VALUES, LANES
+from memjax.compress._codecs.bits import WORD, Words, u32
+from memjax.compress._error_bounded.tiles import GROUPS, LANES
 
 _FACTORS = (0x9E3779B1, 0x7FEB352D, 0xB5297A4D)
 
@@ -34,9 +34,9 @@ def planes(count: int, tile: Int32[Array, "..."], lane: Int32[Array, "..."], gro
     return [first, *(word ^ (word >> 15) for word in others)]
 
 
-def of_values(tiles: int, dtype) -> UInt32[Array, "tiles 128 32"]:
-    """0 to 7, or 15, for every value."""
-    tile, group = jnp.arange(tiles)[:, None, None], jnp.arange(GROUPS)[:, None]
+def of_tile(tile: Int32[Array, ""], dtype) -> UInt32[Array, "4 32 32"]:
+    """0 to 7, or 15, for every value: see `tiles.lanes`."""
+    group, value = jnp.arange(GROUPS)[:, None], jnp.arange(WORD, dtype=jnp.uint32)[:, None]
     words = planes(planes_of(dtype), tile, jnp.arange(LANES), group)
-    bits = [u32(unpack(word[..., None])) << p for p, word in enumerate(words)]
-    return sum(bits[1:], bits[0]).swapaxes(2, 3).reshape(tiles, LANE_VALUES, LANES)
+    bits = [((word[:, None] >> value) & u32(1)) << p for p, word in enumerate(words)]
+    return sum(bits[1:], bits[0])

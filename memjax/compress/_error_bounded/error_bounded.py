@@ -200,22 +200,11 @@ _IMPLEMENTATIONS = ("jnp", "pallas")
 def _encode(implementation: str, capacity: int, x: Array, exponent: Array) -> Packed:
     if implementation == "pallas":
         return launch.encode(x, exponent, capacity)
-    grid = Grid.of(x.shape)
-    return reference.encode(grid.split(x), _per_value(grid, exponent), capacity)
+    return reference.encode(x, exponent, capacity)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _decode(implementation: str, keeps_signs: bool, code: ErrorBoundedCode) -> Array:
     if implementation == "pallas":
         return launch.decode(code.packed, code.exponent, code.shape, code.dtype, keeps_signs=keeps_signs)
-    grid = Grid.of(code.shape)
-    tiles = reference.decode(code.packed, _per_value(grid, code.exponent), code.dtype, keeps_signs=keeps_signs)
-    return grid.join(tiles, code.shape)
-
-
-def _per_value(grid: Grid, exponent: Array) -> Array:
-    """Exponents that broadcast against tiles; those of padding as if channels went on."""
-    if exponent.ndim == 0:
-        return exponent
-    padded = dataclasses.replace(grid, size=grid.rows * grid.columns)
-    return padded.split(jnp.resize(exponent, (padded.size,)))
+    return reference.decode(code.packed, code.exponent, code.shape, code.dtype, keeps_signs=keeps_signs)

@@ -1,24 +1,31 @@
-"""Encoding and decoding tiles in plain `jax.numpy`, which says what the kernels do.
+"""Encoding and decoding in plain `jax.numpy`, which says what the kernels do: a loop over tiles.
 
-Temporary memory is several times that of the array.
+The loop's body works on arrays of the size of a tile, whatever the size of the array. So temporary memory is small, and XLA
+compiles what is the same for arrays of all shapes once in a program. Values are quantised a group at a time because XLA does
+not fuse operations across the borders of loops: elsewhere it would quantise again for everything that reads the numbers.
+
+The words of a tile are written and read in rows of one word for each lane, or for some lanes only, whose words then have no
+gaps between them. See `tiles`.
 """
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt8, UInt32
 
-from memjax.compress._codecs.bits import WORD, Words, bit_length, pack, shift_left, shift_right, u32, unpack
+from memjax.compress._codecs.bits import WORD, Words, bit_length, shift_left, shift_right, u32
 from memjax.compress._error_bounded import dither as _dither
 from memjax.compress._error_bounded import tiles
 from memjax.compress._error_bounded.bitmaps import Bitmaps
-from memjax.compress._error_bounded.bits_in_loops import compress, expand, moves_of, running_sum
 from memjax.compress._error_bounded.quantize import dequantize, quantize
-from memjax.compress._error_bounded.tiles import GROUPS, LANE_VALUES, LANES
+from memjax.compress._error_bounded.tiles import GROUPS, LANES, Grid
 from memjax.compress._error_bounded.warp import Warp
 
 _WARP = Warp(native=False)
+_VALUE = np.arange(WORD, dtype=np.uint32)[:, None]  # of a group
+_RAW = np.uint32(2**32 - 1)
 
 
 class Packed(NamedTuple):
@@ -62,180 +69,239 @@ def write_headers(lanes: Lanes) -> Words:
     return jnp.where(lanes.raw != 0, u32(tiles.RAW), coded)
 
 
-class Reader(NamedTuple):
-    """Where in its words each lane is.
+def encode(x: Float[Array, "..."], exponent: Int32[Array, "..."], capacity: int) -> Packed:
+    """`exponent` is a scalar, or one for each channel. Words past `capacity` are dropped, and counted in `needed`."""
+    grid, dtype = Grid.of(x.shape), x.dtype
+    if grid.tiles == 0:
+        no_offsets = jnp.zeros((0,), jnp.int32)
+        return Packed(jnp.zeros((capacity,), jnp.uint32), jnp.zeros((0, LANES), jnp.uint8), no_offsets, jnp.int32(0))
+    matrix = grid.matrix(lax.bitcast_convert_type(x, tiles.unsigned(dtype)))  # floats might lose the payloads of NaNs
 
-    Attributes:
-      at: the word that the lane is in.
-      left: its bits from here on.
-      next: of the tile, the first word that no lane has begun.
-    """
+    most = LANES * tiles.raw_words(dtype)
 
-    at: UInt32[Array, "tiles 32"]
-    left: UInt32[Array, "tiles 32"]
-    next: UInt32[Array, " tiles"]
+    def put(words, index, live, values):
+        """Into the words of a tile. Every bit is written once, so adding is merging."""
+        index = jnp.where(live, index, u32(most)).reshape(-1)
+        return words.at[index].add(values.reshape(-1), mode="drop")
 
-    @classmethod
-    def of(cls, offsets: UInt32[Array, " tiles"], has_bits: Bool[Array, "tiles 32"]) -> "Reader":
-        """In their first words, which come first of all."""
-        begins = u32(has_bits)
-        at = offsets[:, None] + running_sum(begins) - begins
-        return cls(at, u32(WORD) * begins, offsets + begins.sum(-1))
+    def encode_tile(carry, tile):
+        all_words, offset = carry
+        raw_bits = tiles.lanes(lax.dynamic_slice(matrix, grid.corner(tile), (tiles.ROWS, tiles.COLUMNS)))
+        numbers = lax.map(lambda group: _number(group, dtype), (raw_bits, *_of_groups(grid, exponent, tile, dtype)))
+        raw = jnp.any(numbers == _RAW, (0, 1))
+        mask = jnp.where(raw, u32(0), jnp.sum((numbers & u32(1)) << _VALUE, 1, dtype=jnp.uint32))
+        numbers = jnp.where(raw, u32(0), numbers >> 1)
+        signs = jnp.max(numbers & u32(1), (0, 1))
+        planes = bit_length(jnp.max(numbers, (0, 1)) >> 1)
+        bitmaps = Bitmaps.of(list(mask), planes + signs)
+        lanes = Lanes(planes, signs, bitmaps, u32(raw))
+        ranks = _ranks(mask)
 
-    def advance(self, bits: UInt32[Array, "tiles 4 32"]) -> tuple["Place", "Reader"]:
-        """By a piece for each group, of up to 32 bits: where they are, and where the lanes are then."""
+        packed = jnp.stack(bitmaps.pack(list(mask), _WARP))
+        has_bitmaps, place, following = _bitmap_places(bitmaps)
+        words = put(jnp.zeros((most,), jnp.uint32), place, has_bitmaps, packed)
+        reader = Reader.of(lanes, mask, following)
 
-        def one_group(reader, bits):
-            at, left, following = reader
-            begins = u32(bits > left)
-            fresh = following[:, None] + running_sum(begins) - begins
-            reader = Reader(
-                jnp.where(begins != 0, fresh, at),
-                left + u32(WORD) * begins - bits,
-                following + jnp.sum(begins, -1, dtype=jnp.uint32),
-            )
-            return reader, Place(at, left, begins, fresh)
+        def put_slot(slot, carry):
+            words, reader = carry
+            place, reader = reader.advance(slot)
+            dense = jnp.sum(((numbers >> u32(slot)) & u32(1)) << ranks, 1, dtype=jnp.uint32)
+            index = jnp.stack([place.latest, place.fresh])
+            live = jnp.stack([dense != 0, place.begins])
+            parts = jnp.stack([shift_left(dense, place.used), shift_right(dense, u32(WORD) - place.used)])
+            return put(words, index, live, parts), reader
 
-        reader, places = jax.lax.scan(one_group, self, bits.swapaxes(0, 1))
-        return Place(*(array.swapaxes(0, 1) for array in places)), reader
+        words, reader = lax.fori_loop(0, reader.slots, put_slot, (words, reader))
 
+        def put_raw(_, carry):
+            words, following = carry
+            rows = _raw_words(u32(raw_bits), dtype)
+            live = jnp.broadcast_to(raw, rows.shape)
+            place, following = _places(live, following)
+            return put(words, place, live, rows), following
 
-class Place(NamedTuple):
-    """Where pieces are: the last `left` bits of words `at`, and, if they are longer, the first of words `fresh`."""
+        words, count = lax.fori_loop(0, jnp.any(raw).astype(jnp.int32), put_raw, (words, reader.next))
+        place = jnp.arange(most, dtype=jnp.uint32)
+        index = jnp.where(place < count, offset + place, u32(capacity))
+        all_words = all_words.at[index].add(words, mode="drop")
+        return (all_words, offset + count), (write_headers(lanes).astype(jnp.uint8), offset)
 
-    at: UInt32[Array, "tiles 4 32"]
-    left: UInt32[Array, "tiles 4 32"]
-    begins: UInt32[Array, "tiles 4 32"]
-    fresh: UInt32[Array, "tiles 4 32"]
-
-
-def encode(x: Float[Array, "tiles 128 32"], exponent: Int32[Array, "..."], capacity: int) -> Packed:
-    """`exponent` broadcasts against `x`. Words past `capacity` are dropped, and counted in `needed`."""
-    p, is_some, negative, escape = quantize(x, exponent, _dither.of_values(len(x), x.dtype))
-    raw = u32(escape.any(1))
-    coded = raw == 0
-    mask = jnp.where(coded[:, None], _group_words(is_some), u32(0))
-    sign = _group_words(negative) & mask
-    planes = jnp.where(coded, bit_length(jnp.where(is_some, p, u32(0)).max(1)), u32(0))
-    bits = jax.lax.population_count(mask)
-    total = bits.sum(1)
-    signs = u32((sign != 0).any(1))
-    bitmaps = Bitmaps.of([mask[:, g] for g in range(GROUPS)], planes + signs)
-    words = (total * (planes + signs) + u32(WORD - 1)) // u32(WORD) + bitmaps.words
-    coded_words = words.sum(-1)
-    tile_words = coded_words + raw.sum(-1) * u32(tiles.raw_words(x.dtype))
-    ends = jnp.cumsum(tile_words, dtype=jnp.uint32)
-    offsets = ends - tile_words
-    needed = tile_words.sum().astype(jnp.int32)
-
-    # In loops, for the sake of memory and of the time to compile. Every bit is written once, so adding is merging. The zeros
-    # to begin with depend on the data, or compilers make those of all arrays at the beginning of a program.
-    out = jnp.broadcast_to(u32(needed < 0), (capacity,))
-
-    def put(out, index, words, live):
-        return out.at[jnp.where(live, index, u32(capacity)).reshape(-1)].add(words.reshape(-1), mode="drop")
-
-    def put_slot(slot, carry):
-        """The signs, slot 0, or plane slot - 1."""
-        out, reader = carry
-        plane = _group_words((p >> u32(jnp.maximum(slot - 1, 0))) & u32(1) != 0) & mask
-        live = jnp.where(slot == 0, signs != 0, u32(slot) <= planes)[:, None]
-        dense = compress(jnp.where(live, jnp.where(slot == 0, sign, plane), u32(0)), moves)
-        lengths = jnp.where(live, bits, u32(0))
-        place, reader = reader.advance(lengths)
-        out = put(out, place.at, shift_left(dense, u32(WORD) - place.left), (lengths > 0) & (place.left > 0))
-        return put(out, place.fresh, shift_right(dense, place.left), place.begins != 0), reader
-
-    def put_row(row, out):
-        index = first_raw + u32(row) * raw.sum(-1)[:, None]
-        return put(out, index, jax.lax.dynamic_index_in_dim(rows, row, 1, keepdims=False), ~coded)
-
-    moves = moves_of(mask)
-    rows = _raw_words(x)
-    first_raw = (offsets + coded_words)[:, None] + running_sum(raw) - raw
-    index, live, following = _bitmap_places(offsets, bitmaps)
-    out = put(out, index, jnp.stack(bitmaps.pack([mask[:, g] for g in range(GROUPS)], _WARP), 1), live)
-    most = jnp.max(planes, initial=0).astype(jnp.int32)
-    reader = Reader.of(following, total * (planes + signs) != 0)
-    out, _ = jax.lax.fori_loop(0, most + 1, put_slot, (out, reader))
-    out = jax.lax.fori_loop(0, jnp.max(raw, initial=0).astype(jnp.int32) * rows.shape[1], put_row, out)
-    headers = write_headers(Lanes(planes, signs, bitmaps, raw)).astype(jnp.uint8)
-    return Packed(out, headers, offsets.astype(jnp.int32), needed)
+    # Zero, which compilers do not see: they make constants of all arrays at the beginning of a program.
+    zero = lax.clz(u32(matrix[0, 0])) >> 6
+    start = jnp.broadcast_to(zero, (capacity,)), zero
+    (words, needed), (headers, offsets) = lax.scan(encode_tile, start, jnp.arange(grid.tiles, dtype=jnp.int32))
+    return Packed(words, headers, offsets.astype(jnp.int32), needed.astype(jnp.int32))
 
 
 def decode(
-    code: Packed, exponent: Int32[Array, "..."], dtype, *, keeps_signs: bool = True
-) -> Float[Array, "tiles 128 32"]:
+    code: Packed, exponent: Int32[Array, "..."], shape: tuple[int, ...], dtype, *, keeps_signs: bool = True
+) -> Float[Array, "..."]:
     """NaN everywhere if words were dropped."""
-    headers = u32(code.headers)
-    lanes = read_headers(headers)
+    grid = Grid.of(shape)
+    if grid.tiles == 0:
+        return jnp.zeros(shape, dtype)
     lost = code.needed > code.words.size
 
-    def get(index):
-        return code.words.at[index].get(mode="fill", fill_value=0)
+    def decode_tile(tile, matrix):
+        header = u32(code.headers[tile])
+        lanes = read_headers(header)
+        place = u32(code.offsets[tile]) + jnp.arange(LANES * tiles.raw_words(dtype), dtype=jnp.uint32)
+        words = code.words.at[place].get(mode="fill", fill_value=0)
 
-    def get_slot(slot, carry):
-        """The signs, slot 0, or plane slot - 1."""
-        p, negative, reader = carry
-        live = jnp.where(slot == 0, lanes.signs != 0, u32(slot) <= lanes.planes)[:, None]
-        place, reader = reader.advance(jnp.where(live, bits, u32(0)))
-        dense = shift_right(get(place.at), u32(WORD) - place.left) | shift_left(get(place.fresh), place.left)
-        piece = jnp.where(live, expand(dense, moves, mask), u32(0))
-        plane = u32(_group_bits(jnp.where(slot == 0, u32(0), piece))) << u32(jnp.maximum(slot - 1, 0))
-        return p + plane, jnp.where(slot == 0, piece, negative), reader
+        def get(index, live):
+            return jnp.where(live, words.at[index].get(mode="fill", fill_value=0), u32(0))
 
-    index, live, following = _bitmap_places(u32(code.offsets), lanes.bitmaps)
-    words = jnp.where(live, get(index), u32(0))
-    words_of_groups = [words[:, g] for g in range(GROUPS)]
-    mask = jnp.stack(lanes.bitmaps.unpack(words_of_groups, columns_without(headers), _WARP), 1)
-    bits = jax.lax.population_count(mask)
-    moves = moves_of(mask)
-    most = jnp.max(lanes.planes, initial=0).astype(jnp.int32)
+        has_bitmaps, place, following = _bitmap_places(lanes.bitmaps)
+        packed = list(get(place, has_bitmaps))
+        mask = jnp.stack(lanes.bitmaps.unpack(packed, columns_without(header), _WARP))
+        is_some, ranks = (mask[:, None] >> _VALUE) & u32(1), _ranks(mask)
+        reader = Reader.of(lanes, mask, following)
+
+        def get_slot(slot, carry):
+            numbers, reader = carry
+            place, reader = reader.advance(slot)
+            dense = shift_right(get(place.latest, place.live), place.used)
+            dense |= shift_left(get(place.fresh, place.begins), u32(WORD) - place.used)
+            return numbers | (((dense[:, None] >> ranks) & is_some) << u32(slot)), reader
+
+        numbers, reader = lax.fori_loop(0, reader.slots, get_slot, (jnp.zeros_like(ranks), reader))
+        parts = numbers, is_some, *_of_groups(grid, exponent, tile, dtype)
+        values = lax.map(lambda group: _value(group, dtype, keeps_signs), parts)
+
+        def get_raw(_, values):
+            live = jnp.broadcast_to(lanes.raw != 0, (tiles.raw_words(dtype), LANES))
+            return jnp.where(lanes.raw != 0, _raw_bits(get(_places(live, reader.next)[0], live), dtype), values)
+
+        values = lax.fori_loop(0, jnp.max(lanes.raw).astype(jnp.int32), get_raw, values)
+        # Chosen as bits: backends may change the payload of a NaN that they choose as a number.
+        values = jnp.where(lost, tiles.to_bits(jnp.asarray(jnp.nan, dtype)), values)
+        return lax.dynamic_update_slice(matrix, tiles.rows(values).astype(matrix.dtype), grid.corner(tile))
+
     # Zeros that depend on the data, as in `encode`.
-    none = jnp.broadcast_to(u32(code.needed < 0), mask.shape)
-    has_bits = bits.sum(1) * (lanes.planes + lanes.signs) != 0
-    start = u32(_group_bits(none)), none, Reader.of(following, has_bits)
-    p, negative, reader = jax.lax.fori_loop(0, most + 1, get_slot, start)
-    dither = _dither.of_values(len(p), dtype)
-    value = dequantize(p, _group_bits(mask), _group_bits(negative), exponent, dither, dtype, keeps_signs=keeps_signs)
-    value = tiles.to_bits(jnp.where(lost, jnp.asarray(jnp.nan, dtype), value))
-
-    before = running_sum(lanes.raw) - lanes.raw
-    row = jnp.arange(tiles.raw_words(dtype), dtype=jnp.uint32)[:, None]
-    index = (reader.next[:, None] + before)[:, None] + row * lanes.raw.sum(-1)[:, None, None]
-    is_raw = (lanes.raw != 0)[:, None]
-    # Chosen as bits: backends may change the payload of a NaN that they choose as a number.
-    return tiles.from_bits(jnp.where(is_raw & ~lost, _raw_bits(get(index), dtype), value), dtype)
+    zero = (lax.clz(u32(code.headers[0, 0])) >> 6).astype(tiles.unsigned(dtype))
+    matrix = lax.fori_loop(0, grid.tiles, decode_tile, jnp.broadcast_to(zero, (grid.rows, grid.columns)))
+    return lax.bitcast_convert_type(matrix.reshape(-1)[: grid.size].reshape(shape), dtype)
 
 
-def _bitmap_places(offsets, bitmaps: Bitmaps):
-    """(tiles, 4, 32): the words that hold bitmaps, and whether they do. And the first ones of tiles behind them."""
-    live = jnp.stack([bitmaps.any, bitmaps.any, bitmaps.both, bitmaps.both], 1)
-    one = u32(live).reshape(len(live), GROUPS * LANES)
-    ends = offsets[:, None] + running_sum(one)
-    return (ends - one).reshape(live.shape), live, ends[:, -1]
+class Reader(NamedTuple):
+    """Where in its words each lane of a tile is.
+
+    Attributes:
+      lanes: what they have.
+      lengths: bits of a piece, that is of a group's signs or of a plane of them.
+      used: bits of the latest word that are used.
+      latest: the latest word that the lane has begun.
+      next: the first word that no lane has begun.
+    """
+
+    lanes: Lanes
+    lengths: UInt32[Array, "4 32"]
+    used: UInt32[Array, "32"]
+    latest: UInt32[Array, "32"]
+    next: UInt32[Array, ""]
+
+    @classmethod
+    def of(cls, lanes: Lanes, mask: UInt32[Array, "4 32"], following: UInt32[Array, ""]) -> "Reader":
+        """In their first words, which come first of all."""
+        lengths = lax.population_count(mask)
+        has_bits = jnp.sum(lengths, 0, dtype=jnp.uint32) * (lanes.planes + lanes.signs) != 0
+        [first], following = _places(has_bits[None], following)
+        return cls(lanes, lengths, jnp.zeros_like(first), first, following)
+
+    @property
+    def slots(self) -> Int32[Array, ""]:
+        """How many there are: the signs, and the planes of the lane that has most."""
+        return jnp.max(self.lanes.planes).astype(jnp.int32) + 1
+
+    def advance(self, slot: Array) -> tuple["Place", "Reader"]:
+        """By the signs, slot 0, or plane slot - 1: where the pieces of the groups are, and where the lanes are then."""
+        live = jnp.where(slot == 0, self.lanes.signs != 0, u32(slot) <= self.lanes.planes)
+        lengths = jnp.where(live, self.lengths, u32(0))
+        begin = self.used + _before(lengths)
+        end = begin + lengths
+        # How many words the lane begins before, if it begins one when a bit needs it.
+        words = lambda bits: (jnp.maximum(bits, u32(1)) - u32(1)) // u32(WORD)
+        begins = words(end) > words(begin)
+        fresh, following = _places(begins, self.next)
+        latest = [self.latest]
+        for group in range(GROUPS):
+            latest.append(jnp.where(begins[group], fresh[group], latest[-1]))
+        place = Place(live, jnp.stack(latest[:-1]), begin - u32(WORD) * words(begin), begins, fresh)
+        used = end[-1] - u32(WORD) * words(end[-1])
+        return place, self._replace(used=used, latest=latest[-1], next=following)
 
 
-def _group_words(bits: Bool[Array, "tiles 128 32"]) -> UInt32[Array, "tiles 4 32"]:
-    """A bit per row of a group, the first in the lowest."""
-    return pack(bits.reshape(-1, GROUPS, WORD, LANES).swapaxes(2, 3))[..., 0]
+class Place(NamedTuple):
+    """Where the pieces of a slot are: behind the `used` bits of words `latest`, and in words `fresh` if they begin some.
+
+    Attributes:
+      live: whether the lane has the slot.
+    """
+
+    live: Bool[Array, "32"]
+    latest: UInt32[Array, "4 32"]
+    used: UInt32[Array, "4 32"]
+    begins: Bool[Array, "4 32"]
+    fresh: UInt32[Array, "4 32"]
 
 
-def _group_bits(words: UInt32[Array, "tiles 4 32"]) -> Bool[Array, "tiles 128 32"]:
-    """The inverse."""
-    return unpack(words[..., None]).swapaxes(2, 3).reshape(-1, LANE_VALUES, LANES)
+def _bitmap_places(bitmaps: Bitmaps) -> tuple[Bool[Array, "4 32"], UInt32[Array, "4 32"], UInt32[Array, ""]]:
+    """Which lanes have the four words of bitmaps, where, and the word that follows them: they come first of all."""
+    live = jnp.stack([bitmaps.any, bitmaps.any, bitmaps.both, bitmaps.both])
+    return live, *_places(live, u32(0))
 
 
-def _raw_words(x: Float[Array, "tiles 128 32"]) -> UInt32[Array, "tiles words 32"]:
-    """The values of a lane as words."""
-    columns = tiles.to_bits(x).reshape(-1, GROUPS, 2, 16, LANES).swapaxes(2, 3)
-    if x.dtype.itemsize == 2:
-        columns = columns[..., 0, :] | (columns[..., 1, :] << 16)
-    return columns.reshape(-1, tiles.raw_words(x.dtype), LANES)
+def _places(live: Bool[Array, "rows 32"], following: UInt32[Array, ""]) -> tuple[UInt32[Array, "rows 32"], Array]:
+    """Where the words of rows are, if lanes that are not live have none; and the word that follows them."""
+    flags = u32(live)
+    in_row = jnp.sum(flags, 1, dtype=jnp.uint32)
+    return following + _before(in_row)[:, None] + _before(flags.T).T, following + jnp.sum(in_row, dtype=jnp.uint32)
 
 
-def _raw_bits(words: UInt32[Array, "tiles words 32"], dtype) -> UInt32[Array, "tiles 128 32"]:
+def _before(x: UInt32[Array, "rows ..."]) -> UInt32[Array, "rows ..."]:
+    """Sums over the rows before each: of all pairs, which compiles faster than a tree of sums."""
+    is_before = np.tri(len(x), k=-1, dtype=bool).reshape(len(x), len(x), *[1] * (x.ndim - 1))
+    return jnp.sum(jnp.where(is_before, x, u32(0)), 1, dtype=jnp.uint32)
+
+
+def _ranks(mask: UInt32[Array, "4 32"]) -> UInt32[Array, "4 32 32"]:
+    """How many values of the mask come before each value of a group."""
+    return lax.population_count(mask[:, None] & ((u32(1) << _VALUE) - u32(1)))
+
+
+def _of_groups(grid: Grid, exponent: Array, tile: Array, dtype) -> tuple[Array, Array]:
+    """For each group of a tile the exponents of its values (those of padding as if channels went on), and the dither."""
+    exponents = exponent if exponent.ndim == 0 else tiles.lanes(exponent[grid.index(tile) % exponent.size])
+    return jnp.broadcast_to(exponents, (GROUPS, *exponents.shape[1:])), _dither.of_tile(tile, dtype)
+
+
+def _number(group: tuple[Array, Array, Array], dtype) -> UInt32[Array, "32 32"]:
+    """Of values by their bits: whether they are not zero, whether they are negative, and p, from the lowest bit on; or `_RAW`."""
+    bits, exponent, dither = group
+    p, is_some, negative, escapes = quantize(tiles.from_bits(bits, dtype), exponent, dither)
+    return jnp.where(escapes, _RAW, u32(is_some) | (u32(negative) << 1) | (p << 2))
+
+
+def _value(group: tuple[Array, Array, Array, Array], dtype, keeps_signs: bool) -> Array:
+    """The bits of values, from the numbers above without their lowest bit."""
+    number, is_some, exponent, dither = group
+    value = dequantize(
+        number >> 1, is_some != 0, number & u32(1) != 0, exponent, dither, dtype, keeps_signs=keeps_signs
+    )
+    return tiles.to_bits(value)
+
+
+def _raw_words(bits: UInt32[Array, "4 32 32"], dtype) -> UInt32[Array, "words 32"]:
+    """The values of a lane, by their bits, as words."""
+    columns = bits.reshape(GROUPS, 2, 16, LANES)
+    if jnp.dtype(dtype).itemsize == 2:
+        return (columns[:, 0] | (columns[:, 1] << 16)).reshape(-1, LANES)
+    return columns.swapaxes(1, 2).reshape(-1, LANES)
+
+
+def _raw_bits(words: UInt32[Array, "words 32"], dtype) -> UInt32[Array, "4 32 32"]:
     """The inverse."""
     if jnp.dtype(dtype).itemsize == 2:
-        words = jnp.stack([words & u32(0xFFFF), words >> 16], 2)
-    return words.reshape(-1, GROUPS, 16, 2, LANES).swapaxes(2, 3).reshape(-1, LANE_VALUES, LANES)
+        words = words.reshape(GROUPS, 16, LANES)
+        return jnp.concatenate([words & u32(0xFFFF), words >> 16], 1)
+    return words.reshape(GROUPS, 16, 2, LANES).swapaxes(1, 2).reshape(GROUPS, WORD, LANES)

@@ -31,10 +31,11 @@ each.
 
 import dataclasses
 import math
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, UInt32
+from jaxtyping import Array, Float, Int32, Shaped, UInt, UInt32
 
 from memjax.compress._codecs.bits import u32
 
@@ -95,28 +96,45 @@ class Grid:
     def tiles(self) -> int:
         return self.rows * self.columns // TILE_VALUES
 
-    def split(self, x: Array) -> Array:
-        """(tiles, 128, 32): value of a lane, lane; for any dtype."""
+    def matrix(self, x: Array) -> Array:
+        """(rows, columns): `x`, and zeros."""
         flat = x.reshape(-1)
-        padding = self.rows * self.columns - self.size
-        if padding:
+        if padding := self.rows * self.columns - self.size:
             flat = jnp.concatenate([flat, jnp.zeros(padding, x.dtype)])
-        split = flat.reshape(self.rows // ROWS, GROUPS, 2, 8, self.columns // COLUMNS, LANES, 2)
-        return split.transpose(0, 4, 1, 6, 2, 3, 5).reshape(self.tiles, LANE_VALUES, LANES)
+        return flat.reshape(self.rows, self.columns)
 
-    def join(self, tiles: Array, shape: tuple[int, ...]) -> Array:
-        """The inverse of `split`."""
-        split = tiles.reshape(self.rows // ROWS, self.columns // COLUMNS, GROUPS, 2, 2, 8, LANES)
-        return split.transpose(0, 2, 4, 5, 1, 6, 3).reshape(-1)[: self.size].reshape(shape)
+    def corner(self, tile: Int32[Array, ""]) -> tuple[Array, Array]:
+        """The row and the column of a tile's first value."""
+        across = jnp.int32(self.columns // COLUMNS)
+        return lax.div(tile, across) * ROWS, lax.rem(tile, across) * COLUMNS
+
+    def index(self, tile: Int32[Array, ""]) -> Int32[Array, "64 64"]:
+        """Where in memory the values of a tile are."""
+        row, column = self.corner(tile)
+        down, right = (jnp.arange(length, dtype=jnp.int32) for length in (ROWS, COLUMNS))
+        return (row + down[:, None]) * self.columns + column + right
+
+
+def lanes(tile: Shaped[Array, "64 64"]) -> Shaped[Array, "4 32 32"]:
+    """Groups, a group's values, and lanes."""
+    return tile.reshape(GROUPS, 16, LANES, 2).transpose(0, 3, 1, 2).reshape(GROUPS, LANES, LANES)
+
+
+def rows(values: Shaped[Array, "4 32 32"]) -> Shaped[Array, "64 64"]:
+    """The inverse of `lanes`."""
+    return values.reshape(GROUPS, 2, 16, LANES).transpose(0, 2, 3, 1).reshape(ROWS, COLUMNS)
+
+
+def unsigned(dtype) -> Any:
+    """The dtype of the bits of a float."""
+    return jnp.uint32 if jnp.dtype(dtype).itemsize == 4 else jnp.uint16
 
 
 def to_bits(x: Float[Array, "..."]) -> UInt32[Array, "..."]:
     """The bits of `x`, as the low bits of a word."""
-    unsigned = jnp.uint32 if x.dtype.itemsize == 4 else jnp.uint16
-    return u32(lax.bitcast_convert_type(x, unsigned))
+    return u32(lax.bitcast_convert_type(x, unsigned(x.dtype)))
 
 
-def from_bits(bits: UInt32[Array, "..."], dtype) -> Float[Array, "..."]:
+def from_bits(bits: UInt[Array, "..."], dtype) -> Float[Array, "..."]:
     """The inverse of `to_bits`."""
-    unsigned = jnp.uint32 if jnp.dtype(dtype).itemsize == 4 else jnp.uint16
-    return lax.bitcast_convert_type(bits.astype(unsigned), dtype)
+    return lax.bitcast_convert_type(bits.astype(unsigned(dtype)), dtype)

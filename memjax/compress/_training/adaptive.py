@@ -63,6 +63,11 @@ def predicted_sigma(
     if not isinstance(statistics, Statistics):
         raise check.fail(TypeError, "statistics", "those of memjax.compress.Layers", statistics)
     check.array("half_width", half_width, ndim=1)
+    if half_width.shape != statistics.uses.shape:
+        wanted = f"of shape {statistics.uses.shape}, a number for each array"
+        raise check.fail(ValueError, "half_width", wanted, half_width)
+    if coefficient is not None:
+        check.number("coefficient", coefficient, positive=True, fix="0.32 is the paper's")
     uses = jnp.maximum(statistics.uses, 1e-30)
     share = (statistics.nonzero / uses)[:, None]
     if coefficient is None:
@@ -76,9 +81,12 @@ def scale_gradient(gradients: Any, by: Float[Array, ""] | float) -> Any:
 
     if not isinstance(by, jax.Array):
         by = check.number("by", by)
+    elif by.shape != ():
+        raise check.fail(ValueError, "by", "one number", by)
 
     def scaled(g: Any) -> Any:
         if not isinstance(g, Layers):
+            check.array("gradients", g, fix="pass a pytree of arrays and Layers")
             return g * jnp.asarray(by, g.dtype)
         found = g.statistics
         more = found._replace(cotangent=found.cotangent * by, power=found.power * jnp.square(by))
@@ -161,11 +169,16 @@ def adaptive(
     def update(updates, state, params=None):
         if params is None:
             raise ValueError("params must be given to the update of memjax.compress.adaptive: they hold the bounds.")
+        if not isinstance(state, AdaptiveState):
+            raise check.fail(TypeError, "state", "an AdaptiveState", state, "pass what init returned")
         own, rest = _apart(params)
         clipped = state.clip
         if clip is not None:
             updates, clipped = _clipped(updates, clip, clipped, rest)
         found, gradients = _apart(updates)
+        if len(found) != len(own):
+            wanted = f"as many Layers as params has, {len(own)}"
+            raise check.fail(ValueError, "updates", wanted, len(found), "differentiate with respect to the Layers, too")
         new_updates, inner = tx.update(gradients, state.inner, rest)
         last = tuple(layers.statistics for layers in found)
         sums = jax.tree.map(jnp.add, state.sums, last)

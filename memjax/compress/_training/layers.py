@@ -182,6 +182,9 @@ def layers(
     numbers = tuple(
         _check.integer("argnums", position, what="the position of an argument, or several") for position in positions
     )
+    if not all(0 <= number < len(args) for number in numbers):
+        raise _check.fail(ValueError, "argnums", f"positions among the {len(args)} arguments of f", argnums)
+    _check.function("f", f, "f(codec, *args) takes the codec and what follows", arguments=1 + len(args))
     has_aux = isinstance(jax.eval_shape(lambda *args: f(Recorder(), *args), *args), tuple)
     gradient = jax.grad(lambda *args: f(recorder, *args), numbers, has_aux=has_aux, allow_int=True)
     jax.eval_shape(gradient, *args)

@@ -73,6 +73,9 @@ def transactional(
         raise ValueError(f"saving must be a number between 0 and 1, got {saving!r}")
     check.flag("donate", donate)
     check.flag("ahead", ahead)
+    check.compiler_options(compiler_options)
+    for name in jit_options.keys() & {"static_argnums", "static_argnames", "donate_argnums", "donate_argnames"}:
+        raise check.fail(TypeError, name, "left out", jit_options[name], "bind what is static with functools.partial")
     return Transactional(
         step, margin, window, saving, donate, ahead, {"compiler_options": compiler_options, **jit_options}
     )

@@ -15,12 +15,13 @@ from flax import nnx
 from memjax._core import check
 from memjax.compress._codecs.block_quantized import DEFAULT
 from memjax.compress._codecs.codec import Codec
-from memjax.compress._training.layers import Layers, Recorder
+from memjax.compress._training.layers import Layers
 from memjax.compress._transform import linen
 from memjax.compress._transform import nnx as _nnx
 from memjax.compress._transform.activations import activations, joined, split
+from memjax.compress._transform.array_codecs import array_codecs
 from memjax.compress._transform.function import call_compressed
-from memjax.compress._transform.keep import SMALL, Which
+from memjax.compress._transform.keep.which import SMALL, Which
 
 F = TypeVar("F")
 
@@ -95,19 +96,18 @@ def compressed(
       ValueError: `smallest` is negative; `inputs` names no argument; `where` matches nothing. For functions and Linen modules
         when called or differentiated.
     """
-    if isinstance(codec, type) or not isinstance(codec, Codec | Layers | Recorder):
-        raise check.fail(
-            TypeError, "codec", "a codec", codec, "pass memjax.compress.BlockQuantized(8), or leave it out"
-        )
+    codecs = array_codecs(codec)
     if where == "" or not (where is None or isinstance(where, str) or callable(where)):
         raise check.fail(TypeError, "where", '"conv", a pattern, a predicate or None', where)
+    if callable(where):
+        check.function("where", where, "where(scope, type) says whether to encode what is read there", arguments=2)
     which = Which(where, max(check.integer("smallest", smallest, least=0, what="a number of values"), SMALL))
     if isinstance(f_or_module, nnx.Module | nn.Module) and inputs is not False:
         raise check.fail(ValueError, "inputs", "left out for a module", inputs, "its arguments are always activations")
     if isinstance(f_or_module, nnx.Module):
-        return _nnx.compressed_module(f_or_module, codec, which)  # type: ignore[return-value]
+        return _nnx.compressed_module(f_or_module, codecs, which)  # type: ignore[return-value]
     if isinstance(f_or_module, nn.Module):
-        return linen.compressed_module(f_or_module, codec, which)  # type: ignore[return-value]
+        return linen.compressed_module(f_or_module, codecs, which)  # type: ignore[return-value]
     if isinstance(f_or_module, type) or not callable(f_or_module):
         fix = "make an instance first" if isinstance(f_or_module, type) else ""
         raise check.fail(TypeError, "f_or_module", "a function or a Flax module", f_or_module, fix)
@@ -122,6 +122,6 @@ def compressed(
             args, kwargs = joined(lasting, passing, chosen)
             return f(*args, **kwargs)
 
-        return call_compressed(call, *split(args, kwargs, chosen), codec=codec, which=which)
+        return call_compressed(call, *split(args, kwargs, chosen), user=f, codecs=codecs, which=which)
 
     return wrapped  # type: ignore[return-value]

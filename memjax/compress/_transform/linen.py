@@ -6,13 +6,15 @@ import flax.core.lift
 import flax.linen as nn
 from flax.linen.transforms import lift_transform
 
-from memjax.compress._training.layers import AnyCodec
+from memjax.compress._transform.array_codecs import ArrayCodecs
 from memjax.compress._transform.function import call_compressed
-from memjax.compress._transform.keep import Which
+from memjax.compress._transform.keep.which import Which
 
 
-def compressed_module(module: nn.Module, codec: AnyCodec, which: Which) -> nn.Module:
+def compressed_module(module: nn.Module, codecs: ArrayCodecs, which: Which) -> nn.Module:
     """A module with the same variables; compressed as a whole, `which` chooses by scopes: Linen modules make one each."""
+
+    original = type(module)
 
     def compress(function, variables=True, rngs=True):
         def inner(scope_of, repack, variable_groups, rng_groups, *args, **kwargs):
@@ -22,11 +24,11 @@ def compressed_module(module: nn.Module, codec: AnyCodec, which: Which) -> nn.Mo
                 out = function(scope, *args, **kwargs)
                 return out, repack(scope)
 
-            return call_compressed(pure, (variable_groups, rng_groups), (args, kwargs), codec=codec, which=which)
+            variables_and_keys = variable_groups, rng_groups
+            return call_compressed(pure, variables_and_keys, (args, kwargs), user=original, codecs=codecs, which=which)
 
         return flax.core.lift.pack(inner, (variables,), (variables,), (rngs,), name="compressed", enable_kwargs=True)
 
-    original = type(module)
     new = lift_transform(compress, original)
     # Linen names submodules after their classes.
     new.__name__, new.__qualname__, new.__module__ = original.__name__, original.__qualname__, original.__module__

@@ -10,16 +10,16 @@ from typing import Any
 import jax
 from flax import nnx
 
-from memjax.compress._training.layers import AnyCodec
+from memjax.compress._transform.array_codecs import ArrayCodecs
 from memjax.compress._transform.function import call_compressed
-from memjax.compress._transform.keep import Which, matches
+from memjax.compress._transform.keep.which import Which, matches
 
 
-def compressed_module(module: nnx.Module, codec: AnyCodec, which: Which) -> nnx.Module:
+def compressed_module(module: nnx.Module, codecs: ArrayCodecs, which: Which) -> nnx.Module:
     """A module with the same variables, that is compressed itself or whose submodules are."""
     where = which.where
     if where is None or where == "conv":
-        return _with_compressed_call(_copy(module), codec, which)
+        return _with_compressed_call(_copy(module), codecs, which)
     inside = dataclasses.replace(which, where=None)
     wanted = where if callable(where) else lambda path, module: matches(path, where)
     paths: list[str] = []
@@ -35,7 +35,7 @@ def compressed_module(module: nnx.Module, codec: AnyCodec, which: Which) -> nnx.
             seen[id(node)] = new = _copy(node)
             if path and callable(node) and wanted(name, node):
                 matched.append(name)
-                return _with_compressed_call(new, codec, inside)  # what is inside is compressed with it
+                return _with_compressed_call(new, codecs, inside)  # what is inside is compressed with it
             for key, value in vars(node).items():
                 vars(new)[key] = rebuild(value, (*path, key), seen)
             return new
@@ -58,12 +58,12 @@ def _copy(module: nnx.Module) -> nnx.Module:
     return new
 
 
-def _with_compressed_call(module: nnx.Module, codec: AnyCodec, which: Which) -> nnx.Module:
+def _with_compressed_call(module: nnx.Module, codecs: ArrayCodecs, which: Which) -> nnx.Module:
     original = type(module)
 
     @functools.wraps(original.__call__)
     def call(self, *args, **kwargs):
-        return _call(original.__call__, self, args, kwargs, codec, which)
+        return _call(original.__call__, self, args, kwargs, codecs, which)
 
     name = original.__name__
     # Of the same name: what names a module after its class finds the same.
@@ -72,7 +72,7 @@ def _with_compressed_call(module: nnx.Module, codec: AnyCodec, which: Which) -> 
     return module
 
 
-def _call(function: Callable[..., Any], module: Any, args: Any, kwargs: Any, codec: AnyCodec, which: Which) -> Any:
+def _call(function: Callable[..., Any], module: Any, args: Any, kwargs: Any, codecs: ArrayCodecs, which: Which) -> Any:
     graph, state = nnx.split(module)
 
     def pure(state, passing):
@@ -81,12 +81,16 @@ def _call(function: Callable[..., Any], module: Any, args: Any, kwargs: Any, cod
         out = function(own, *args, **kwargs)
         new_graph, new_state = nnx.split(own)
         if new_graph != graph:
-            raise ValueError("a compressed module must not gain or lose variables or submodules while it is called.")
+            raise ValueError(
+                f"f_or_module must be a module whose calls change the values of its variables alone, but a call of "
+                f"{type(module).__name__} adds, removes or replaces variables, submodules or other attributes: "
+                "make them in __init__, and change a variable by variable[...] = value"
+            )
         before, after = jax.tree.leaves(state), jax.tree.leaves(new_state)
         updates = [None if old is new else new for old, new in zip(before, after, strict=True)]
         return out, updates
 
-    out, updates = call_compressed(pure, state, (args, kwargs), codec=codec, which=which)
+    out, updates = call_compressed(pure, state, (args, kwargs), user=type(module), codecs=codecs, which=which)
     leaves, tree = jax.tree.flatten(state)
     if any(update is not None for update in updates):
         new = [old if update is None else update for old, update in zip(leaves, updates, strict=True)]

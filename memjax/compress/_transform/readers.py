@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from memjax._core.arrays import is_float
-from memjax._core.jaxpr import is_literal
+from memjax._core.jaxpr import Program, consumers, is_literal, variables
 from memjax._core.primitives import PRODUCTS, REPLICATIONS, VIEWS
 
 # A gradient is still that gradient after these; collectives add it up over devices.
@@ -34,74 +34,63 @@ class Reader:
     weight: int
 
 
-def readers(jaxpr: Any, cotangents: set[Any], origins: dict[Any, int]) -> dict[int, Reader]:
-    """By `id` of an equation of the pullback `jaxpr`.
+def readers(pullback: Program, cotangents: set[Any], origins: dict[Any, int]) -> dict[int, Reader]:
+    """The readers among the equations of a pullback, by their `id`.
 
     Args:
-      jaxpr: the pullback's, calls in place.
+      pullback: its program, calls in place.
       cotangents: its inputs that are cotangents.
       origins: by input that comes from an encoded array, which.
     """
     late, origins = set(cotangents), dict(origins)
-    consumers = _consumers(jaxpr)
-    outputs = {var: i for i, var in reversed(list(enumerate(jaxpr.outvars))) if not is_literal(var)}
-    found = {}
-    for eqn in jaxpr.eqns:
-        operands = [atom for atom in eqn.invars if not is_literal(atom)]
-        cts = [atom for atom in operands if atom in late]
-        stored = [origins[atom] for atom in operands if atom in origins]
+    consumer = consumers(pullback)
+    outputs = {var: i for i, var in reversed(list(enumerate(pullback.outvars))) if not is_literal(var)}
+    readers: dict[int, Reader] = {}
+    for eqn in pullback.eqns:
+        operands = variables(eqn.invars)
+        cts = [var for var in operands if var in late]
+        stored = [origins[var] for var in operands if var in origins]
         if cts:
             late.update(eqn.outvars)
             if eqn.primitive.name in PRODUCTS and stored:
-                weight = _output(eqn.outvars[0], consumers, outputs)
+                weight = _output(eqn.outvars[0], consumer, outputs)
                 if weight is not None:
-                    found[id(eqn)] = Reader(stored[0], cts[0], _share(eqn, cts[0]), weight)
+                    readers[id(eqn)] = Reader(stored[0], cts[0], _share(eqn, cts[0]), weight)
         elif stored and eqn.primitive.name in _SAME:
             origins[eqn.outvars[0]] = stored[0]
-    return found
+    return readers
 
 
-def only_in_gradients(jaxpr: Any, cotangents: set[Any], origins: dict[Any, Any]) -> set[Any]:
-    """Those of the encoded arrays that the pullback multiplies with cotangents into its outputs, by convolutions and matrix
-    products, and does nothing else with. Outputs are linear in them.
+def only_in_gradients(pullback: Program, cotangents: set[Any], origins: dict[Any, Any]) -> set[Any]:
+    """The encoded arrays that a pullback multiplies with cotangents into its outputs, by convolutions and matrix products, and
+    does nothing else with. Outputs are linear in them.
 
     Args:
-      jaxpr, cotangents: see `readers`.
+      pullback, cotangents: see `readers`.
       origins: by input that comes from an encoded array, that array.
     """
-    late, stored, others = set(cotangents), dict(origins), set()
-    consumers = _consumers(jaxpr)
+    late, stored, read_otherwise = set(cotangents), dict(origins), set()
+    consumer = consumers(pullback)
 
     def ends_in_outputs(var):
         return all(
-            eqn.primitive.name in _SAME and all(map(ends_in_outputs, eqn.outvars)) for eqn in consumers.get(var, [])
+            eqn.primitive.name in _SAME and all(map(ends_in_outputs, eqn.outvars)) for eqn in consumer.get(var, [])
         )
 
-    for eqn in jaxpr.eqns:
-        operands = [atom for atom in eqn.invars if not is_literal(atom)]
-        own = [stored[atom] for atom in operands if atom in stored]
-        name, out = eqn.primitive.name, eqn.outvars[0]
-        is_late = any(atom in late for atom in operands)
+    for eqn in pullback.eqns:
+        operands, name = variables(eqn.invars), eqn.primitive.name
+        arrays = [stored[var] for var in operands if var in stored]
+        is_late = not late.isdisjoint(operands)
         if is_late:
             late.update(eqn.outvars)
-        if is_late and name in PRODUCTS and ends_in_outputs(out):
+        if is_late and name in PRODUCTS and ends_in_outputs(eqn.outvars[0]):
             continue
-        if not is_late and name in _SAME and len(own) == len(operands) == 1 and is_float(out.aval):
-            stored[out] = own[0]
+        if not is_late and name in _SAME and len(arrays) == len(operands) == 1 and is_float(eqn.outvars[0].aval):
+            stored[eqn.outvars[0]] = arrays[0]
         else:
-            others.update(own)
-    others.update(stored[atom] for atom in jaxpr.outvars if not is_literal(atom) and atom in stored)
-    return set(origins.values()) - others
-
-
-def _consumers(jaxpr: Any) -> dict[Any, list[Any]]:
-    """The equations that read each variable."""
-    consumers: dict[Any, list[Any]] = {}
-    for eqn in jaxpr.eqns:
-        for atom in eqn.invars:
-            if not is_literal(atom):
-                consumers.setdefault(atom, []).append(eqn)
-    return consumers
+            read_otherwise.update(arrays)
+    read_otherwise.update(stored[var] for var in variables(pullback.outvars) if var in stored)
+    return set(origins.values()) - read_otherwise
 
 
 def _share(eqn: Any, ct: Any) -> float:
@@ -129,10 +118,10 @@ def _reach(eqn: Any) -> float:
     return float(share)
 
 
-def _output(var: Any, consumers: dict[Any, list[Any]], outputs: dict[Any, int]) -> int | None:
+def _output(var: Any, consumer: dict[Any, list[Any]], outputs: dict[Any, int]) -> int | None:
     """The output that is `var`, or a sum with it."""
     while var not in outputs:
-        following = [eqn for eqn in consumers.get(var, []) if eqn.primitive.name in _SAME]
+        following = [eqn for eqn in consumer.get(var, []) if eqn.primitive.name in _SAME]
         if not following:
             return None
         var = following[0].outvars[0]

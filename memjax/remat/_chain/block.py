@@ -7,7 +7,6 @@ is kept from which the backward pass follows without repeating matrix products a
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,11 +14,10 @@ import jax
 from jax import lax
 
 from memjax._core.arrays import is_float, zeros
-from memjax._core.compat import varying
-from memjax._core.jaxpr import evaluate, is_literal, nbytes
+from memjax._core.backward import Backward
+from memjax._core.barriers import barrier
+from memjax._core.jaxpr import evaluate
 from memjax._core.lists import Arrays, drop, merge, pick
-from memjax._core.min_cut import smallest_kept
-from memjax._core.partition import Part
 
 
 class Block:
@@ -52,16 +50,19 @@ class Block:
         self.p = [var.aval for var in variables[: self.n_p]]
         self.x = [var.aval for var in variables[self.n_p :]]
         self.y, self.aux = list(closed.out_avals[:n_y]), list(closed.out_avals[n_y:])
-        self._backwards: dict[
-            tuple[bool, ...], Backward
-        ] = {}  # not a cache that outlives the block, with its constants
-        self._run = jax.jit(self._evaluate)
+        self.y_float = [is_float(aval) for aval in self.y]
+        self._backwards: dict[tuple[bool, ...], Backward] = {}  # no cache that outlives the block, with its constants
+        self._run = jax.jit(self.evaluate)
         self._kept = jax.custom_vjp(self._run)
         self._kept.defvjp(self._keep, self._back, symbolic_zeros=True)
 
-    def _evaluate(self, p: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
+    def _flat(self, inputs: Arrays) -> Arrays:
         n = len(self.consts)
-        out = evaluate(self.jaxpr, p[:n], [*p[n:], *x], differentiable=True)
+        return evaluate(self.jaxpr, inputs[:n], inputs[n:], differentiable=True)
+
+    def evaluate(self, p: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
+        """(y, aux), traced into the program that calls it."""
+        out = self._flat([*p, *x])
         return out[: len(self.y)], out[len(self.y) :]
 
     def run(self, p: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
@@ -75,76 +76,26 @@ class Block:
     def backward(self, wrt: tuple[bool, ...]) -> Backward:
         """How to differentiate the block with respect to the leaves of (p, x) that are chosen."""
         if wrt not in self._backwards:
-            self._backwards[wrt] = Backward(self, wrt)
+            out_float = [*self.y_float, *[False] * len(self.aux)]
+            backward = self._backwards[wrt] = Backward(self._flat, [*self.p, *self.x], wrt, out_float)
+            # Programs of their own: equal blocks share them.
+            backward.keep, backward.back = jax.jit(backward.keep), jax.jit(backward.back)  # type: ignore[method-assign]
         return self._backwards[wrt]
 
     def _keep(self, p: Arrays, x: Arrays) -> tuple[tuple[Arrays, Arrays], Any]:
         wrt = differentiated([*p, *x])
         p, x = [leaf.value for leaf in p], [leaf.value for leaf in x]
-        y, aux, kept = self.backward(wrt).keep(p, x)
-        saved = together([*y, *kept])  # what is kept are these arrays, not others that the compiler finds as good
-        y, kept = saved[: len(y)], saved[len(y) :]
-        return (y, aux), (Static(wrt), p, x, kept)
+        out, kept = self.backward(wrt).keep([*p, *x])
+        n = len(self.y)
+        saved = together([*out[:n], *kept])  # what is kept are these arrays, not others that the compiler finds as good
+        return (saved[:n], out[n:]), (Static(wrt), p, x, saved[n:])
 
     def _back(self, saved: Any, cts: Any) -> tuple[Arrays, Arrays]:
         wrt, p, x, kept = saved
-        backward = self.backward(wrt.value)
-        cts = pick(cts[0], backward.y_float)
-        (p, x, kept), cts = after(cts, (p, x, kept))
-        found = together(backward.back(p, x, kept, cts))
-        found = merge(found, [None] * (len(wrt.value) - len(found)), wrt.value)
-        return found[: self.n_p], found[self.n_p :]
-
-
-class Backward:
-    """A block's derivative with respect to chosen leaves of (p, x).
-
-    Attributes:
-      kept: types of what `keep` returns for `back`. `forward_jaxpr` and `back_jaxpr` are for counting.
-      kept_nbytes: bytes held for the backward pass: the kept values and the outputs, without the input.
-    """
-
-    def __init__(self, block: Block, wrt: tuple[bool, ...]):
-        self.block, self.wrt = block, wrt
-        self.y_float = [is_float(aval) for aval in block.y]
-        treedef = []
-
-        def forward(*inputs):
-            y, vjp, rest = jax.vjp(functools.partial(self._floats, inputs), pick(inputs, wrt), has_aux=True)
-            leaves, tree = jax.tree.flatten(vjp)
-            treedef.append(tree)
-            y_rest, aux = rest
-            return [*merge(y, y_rest, self.y_float), *aux, *leaves]
-
-        closed = jax.make_jaxpr(forward)(*block.p, *block.x)
-        self._vjp_tree, jaxpr = treedef[0], closed.jaxpr
-        p, x = jaxpr.invars[: block.n_p], jaxpr.invars[block.n_p :]
-        n_y, n_out = len(block.y), len(block.y) + len(block.aux)
-        outs, residuals = jaxpr.outvars[:n_out], jaxpr.outvars[n_out:]
-        self._literals = list(closed.consts)
-        known = [*jaxpr.constvars, *p, *x]
-        kept = smallest_kept(jaxpr, jaxpr.constvars, [*p, *x], residuals, lambda var: max(nbytes(var.aval), 1))
-        self.kept = [var.aval for var in kept]
-        ours = {var for var in (*kept, *outs[:n_y]) if not is_literal(var)} - set(known)
-        self.kept_nbytes = sum(nbytes(var.aval) for var in ours)
-        self._keep = Part(jaxpr, known, [*outs, *kept], effects=True)
-        self._rebuild = Part(jaxpr, [*known, *kept], residuals, effects=False)
-        self.keep, self.back = jax.jit(self._keep_flat), jax.jit(self._back_flat)
-
-    def _floats(self, inputs: Sequence[Any], chosen: Sequence[Any]) -> tuple[Arrays, tuple[Arrays, Arrays]]:
-        full = merge(chosen, drop(inputs, self.wrt), self.wrt)
-        y, aux = self.block._evaluate(full[: self.block.n_p], full[self.block.n_p :])
-        return pick(y, self.y_float), (drop(y, self.y_float), aux)
-
-    def _keep_flat(self, p: Arrays, x: Arrays) -> tuple[Arrays, Arrays, Arrays]:
-        out = self._keep([*self._literals, *p, *x])
-        n_y = len(self.block.y)
-        n_out = n_y + len(self.block.aux)
-        return out[:n_y], out[n_y:n_out], out[n_out:]
-
-    def _back_flat(self, p: Arrays, x: Arrays, kept: Arrays, cts: Arrays) -> Arrays:
-        residuals = self._rebuild([*self._literals, *p, *x, *kept])
-        return jax.tree.unflatten(self._vjp_tree, residuals)(list(cts))[0]
+        (p, x, kept), cts = after(pick(cts[0], self.y_float), (p, x, kept))
+        cts = together(self.backward(wrt.value).back([*p, *x], kept, cts))
+        cts = merge(cts, [None] * (len(wrt.value) - len(cts)), wrt.value)
+        return cts[: self.n_p], cts[self.n_p :]
 
 
 @jax.tree_util.register_static
@@ -174,26 +125,11 @@ def after(cts: Sequence[Any], values: Any) -> tuple[Any, Arrays]:
     known = [isinstance(ct, jax.custom_derivatives.SymbolicZero) for ct in cts]
     real = drop(cts, known)
     leaves, tree = jax.tree.flatten(values)
-    out = _barrier([*real, *leaves]) if real else [*real, *leaves]
+    out = barrier([*real, *leaves]) if real else [*real, *leaves]
     cts = merge([zeros(ct.aval) for ct in pick(cts, known)], out[: len(real)], known)
     return jax.tree.unflatten(tree, out[len(real) :]), cts
 
 
 def together(arrays: Arrays) -> Arrays:
     """The same; none can be used before all are there, so no gradient of a parameter is put off."""
-    return _barrier(arrays)
-
-
-def _barrier(leaves: Arrays) -> Arrays:
-    """`jax.lax.optimization_barrier`, which would make all leaves vary over every mesh axis that one of them varies over.
-
-    Those that vary over fewer are waited for, and pass a barrier of their own.
-    """
-    kinds = [varying(jax.typeof(leaf)) for leaf in leaves]
-    out = list(leaves)
-    for kind in sorted(set(kinds), key=len):
-        mine = [other == kind for other in kinds]
-        waited = [other < kind for other in kinds]
-        passed = lax.optimization_barrier([*pick(leaves, mine), *pick(leaves, waited)])
-        out = merge(passed[: sum(mine)], drop(out, mine), mine)
-    return out
+    return barrier(arrays)

@@ -6,6 +6,7 @@ memory" (rotor).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,13 +14,13 @@ import jax
 
 from memjax._core import check
 from memjax._core.arrays import is_float
-from memjax._core.derivatives import reverse_only
+from memjax._core.derivatives import refusing_forward_mode
 from memjax._core.jaxpr import is_literal
 from memjax._core.lists import Arrays, drop, merge, pick
 from memjax.remat._chain.block import Block, Static, after, differentiated, together
 from memjax.remat._chain.cost import estimate, measured
-from memjax.remat._chain.schedule import BlockCost, ChainSchedule, Items, blocks_of, chain_schedule
-from memjax.remat._scan.step import as_arrays
+from memjax.remat._chain.items import BlockCost, Items, blocks_of
+from memjax.remat._chain.schedule import ChainSchedule, chain_schedule, checked_costs
 
 _FORWARD_MODE = (
     "memjax.remat.chain cannot be differentiated in forward mode (jax.jvp, jax.jacfwd, jax.linearize). Call the blocks one "
@@ -69,34 +70,34 @@ def chain(
         the time there); lengths that disagree.
       TypeError: with `has_aux`, a block that returns no pair; forward-mode differentiation (`jax.jvp`, `jax.jacfwd`).
     """
-    if (budget is None) == (schedule is None):
-        raise ValueError(f"give exactly one of budget and schedule, got budget={budget!r} and schedule={schedule!r}")
+    budget, schedule = check_memory(budget, schedule)
     if costs is not None and budget is None:
         raise ValueError("costs decide what fits a budget: give budget as well, or leave costs out")
-    if budget is not None:
-        budget = check.byte_count("budget", budget, words=("min",))
-    elif not isinstance(schedule, ChainSchedule):
-        raise check.fail(TypeError, "schedule", "a ChainSchedule", schedule, "chain_schedule finds one")
     traced, values, leaves = _trace(blocks, params, x, has_aux)
     if schedule is None:
         assert budget is not None
-        costs = _estimates(traced) if costs is None else costs
+        costs = _estimates(traced) if costs is None else checked_costs(costs)
         if len(costs) != len(traced):
             raise ValueError(f"costs must have one entry per block, got {len(costs)} for {len(traced)} blocks")
         schedule = chain_schedule(costs, budget)
     if list(blocks_of(schedule.items)) != list(range(len(traced))):
         raise ValueError(f"schedule must be of {len(traced)} blocks in order, got {schedule.items}")
-    guarded = {i: [reverse_only(value, _FORWARD_MODE) for value in p] for i, p in enumerate(values)}
-    try:
-        y, aux = _run(schedule.items, traced, guarded, [reverse_only(leaf, _FORWARD_MODE) for leaf in leaves])
-    except TypeError as error:  # jax.vmap of jax.jvp meets a block's rule before the guard
-        if "forward-mode" not in str(error):
-            raise
-        raise TypeError(_FORWARD_MODE) from error
+    run = refusing_forward_mode(functools.partial(_run, schedule.items, traced), _FORWARD_MODE)
+    y, aux = run(dict(enumerate(values)), leaves)
     y = jax.tree.unflatten(traced[-1].y_tree, y)
     if not has_aux:
         return y
     return y, [jax.tree.unflatten(block.aux_tree, found) for block, found in zip(traced, aux, strict=True)]
+
+
+def check_memory(budget: Any, schedule: Any) -> tuple[int | str | None, ChainSchedule | None]:
+    """`budget` in bytes and `schedule`, of which exactly one is given."""
+    check.exactly_one(budget=budget, schedule=schedule)
+    if budget is not None:
+        return check.byte_count("budget", budget, words=("min",)), None
+    if not isinstance(schedule, ChainSchedule):
+        raise check.fail(TypeError, "schedule", "a ChainSchedule", schedule, "chain_schedule finds one")
+    return None, schedule
 
 
 def chain_costs(
@@ -119,6 +120,7 @@ def chain_costs(
       that of the block compiled by itself, inside `shard_map` for as many local devices as its mesh has. Where there are
       fewer, or a block uses axes of `jax.vmap`, it follows a rough model of what the compiler fuses.
     """
+    check.flag("measure", measure)
     traced, values, leaves = _trace(blocks, params, x, has_aux)
     return _measured(traced, values, leaves) if measure else _estimates(traced)
 
@@ -140,10 +142,10 @@ def _trace(
         raise ValueError(f"params must have one entry per block, got {len(params)} for {len(blocks)} blocks")
     known: dict[Any, Block] = {}
     traced, values = [], []
-    x = as_arrays("x", x)
+    x = check.arrays("x", x)
     state = jax.tree.map(jax.typeof, x)
     for i, (f, p) in enumerate(zip(blocks, params, strict=True)):
-        p = as_arrays(f"params[{i}]", p)
+        p = check.arrays(f"params[{i}]", p)
         p_leaves, p_tree = jax.tree.flatten(p)
         x_types, x_tree = jax.tree.flatten(state)
         key = (f, p_tree, tuple(map(jax.typeof, p_leaves)), x_tree, tuple(x_types))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,13 +11,15 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from memjax._core.arrays import is_float
+from memjax._core.backward import Backward
 from memjax._core.jaxpr import nbytes
 from memjax._core.lists import Arrays
+from memjax._core.timing import seconds
 from memjax._measure import remat_compiler_options
-from memjax.remat._chain.block import Backward, Block
+from memjax.remat._chain.block import Block
 from memjax.remat._chain.compiled_bytes import bytes_of, compile_alone, constants, temporary
+from memjax.remat._chain.items import BlockCost
 from memjax.remat._chain.program_cost import Program
-from memjax.remat._chain.schedule import BlockCost
 
 _MOST_COMPILED = 1024
 
@@ -31,8 +32,8 @@ def estimate(block: Block, given: Sequence[bool]) -> BlockCost:
     """
     backward = _whole(block)
     cts = [aval for aval in block.y if is_float(aval)]
-    run = jax.make_jaxpr(block._evaluate)(block.p, block.x)
-    pull = jax.make_jaxpr(backward.back)(block.p, block.x, backward.kept, cts)
+    run = jax.make_jaxpr(block.evaluate)(block.p, block.x)
+    pull = jax.make_jaxpr(backward.back)([*block.p, *block.x], backward.kept, cts)
     forward, back = Program(run.jaxpr), Program(pull.jaxpr)
     output, kept = _sizes(block, backward, given)
     compiled = _compiled_bytes(run, pull)
@@ -50,15 +51,16 @@ def measured(block: Block, given: Sequence[bool], p: Arrays, x: Arrays) -> tuple
     """(the cost of the block on the default device, its output): compiled and timed for these arguments."""
     backward = _whole(block)
     options: dict[str, Any] = dict(remat_compiler_options())
-    run = jax.jit(block._evaluate).lower(p, x).compile(compiler_options=options)
-    y, _, kept = backward.keep(p, x)
+    run = jax.jit(block.evaluate).lower(p, x).compile(compiler_options=options)
+    out, kept = backward.keep([*p, *x])
+    y = out[: len(block.y)]
     cts = [jnp.ones_like(leaf) for leaf in y if is_float(leaf)]
-    back = backward.back.lower(p, x, kept, cts).compile(compiler_options=options)
+    back = backward.back.lower([*p, *x], kept, cts).compile(compiler_options=options)  # type: ignore[attr-defined]  # jitted
     output, kept_nbytes = _sizes(block, backward, given)
     forward_work, back_temp, standing = _bytes(run, back)
     cost = BlockCost(
-        forward=_seconds(run, p, x),
-        backward=_seconds(back, p, x, kept, cts),
+        forward=_fastest(run, p, x),
+        backward=_fastest(back, [*p, *x], kept, cts),
         output=output,
         kept=kept_nbytes,
         forward_work=forward_work,
@@ -78,7 +80,7 @@ def _sizes(block: Block, backward: Backward, given: Sequence[bool]) -> tuple[int
     own = {var for var, mine in zip(xs, given, strict=True) if mine}
     outputs = {var for var in block.jaxpr.outvars[: len(block.y)] if not isinstance(var, core.Literal)}
     handed = sum(nbytes(var.aval) for var in outputs.intersection(block.jaxpr.invars) - own)
-    return sum(nbytes(var.aval) for var in outputs - own), backward.kept_nbytes + handed
+    return sum(nbytes(var.aval) for var in outputs - own), backward.nbytes_with(len(block.y)) + handed
 
 
 def _gradient_bytes(block: Block) -> int:
@@ -109,12 +111,6 @@ def _bytes(run: Any, pull: Any) -> tuple[int, int, int]:
     return max(works[0], 0), max(works[1], 0), bytes_of(standing[0] | standing[1])
 
 
-def _seconds(run: Callable[..., Any], *arguments: Any) -> float:
-    """The shortest of several runs."""
-    jax.block_until_ready(run(*arguments))
-    times = []
-    for _ in range(7):
-        start = time.perf_counter()
-        jax.block_until_ready(run(*arguments))
-        times.append(time.perf_counter() - start)
-    return min(times)
+def _fastest(run: Callable[..., Any], *arguments: Any) -> float:
+    """The shortest of several runs after a first one."""
+    return min([seconds(run, *arguments) for _ in range(8)][1:])

@@ -15,7 +15,7 @@ import jax
 from jax.extend import core
 
 from memjax._core.jaxpr import nbytes
-from memjax._core.primitives import ALIASES, CALLS, LOOPS, REDUCTIONS, SOURCES, WHOLE_OPERANDS, product_flops
+from memjax._core.primitives import ALIASES, CALLS, LOOPS, REDUCTIONS, SOURCES, WHOLE_OPERANDS, flops
 
 _LOOPS = LOOPS | {"shard_map"}
 
@@ -141,7 +141,8 @@ class Program:
             if stored:
                 moved = sum(self.nbytes[v] for v in (*stored, *operation.inputs))
                 total += rates.start + rates.byte * moved
-            total += rates.flop * _flops(operation.eqn)
+            elements = sum(math.prod(v.aval.shape) for v in operation.eqn.outvars if hasattr(v.aval, "shape"))
+            total += rates.flop * (flops(operation.eqn) or elements)
         return total
 
 
@@ -158,8 +159,3 @@ def _fusible(name: str) -> bool:
 def _needs_operands(name: str) -> bool:
     """Whether the operation reads its operands from memory."""
     return name in WHOLE_OPERANDS or name in _LOOPS
-
-
-def _flops(eqn: Any) -> float:
-    size = sum(math.prod(var.aval.shape) for var in eqn.outvars if hasattr(var.aval, "shape"))
-    return product_flops(eqn) or float(size)

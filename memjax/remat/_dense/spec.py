@@ -7,11 +7,13 @@ keeps the number of leaves small, and lets one loop body serve every layer.
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+from memjax._core import check
 
 _TERMS = 8  # at least, that one step of `column_sums` adds up
 KEEP = ("all", "convolutions", "features")
@@ -28,6 +30,24 @@ class DenseSpec:
     epsilon: float = 1e-5
     dropout_rate: float = 0.0
     use_running_average: bool = False  # normalise with running instead of batch statistics
+
+    def __post_init__(self) -> None:
+        values: dict[str, Any] = {
+            name: check.integer(name, getattr(self, name), least=1, what="a number of channels or layers")
+            for name in ("in_features", "growth_rate", "num_layers")
+        }
+        if self.bottleneck is not None:
+            values["bottleneck"] = check.integer("bottleneck", self.bottleneck, least=1, what="None or a multiple")
+        values["epsilon"] = check.number("epsilon", self.epsilon, least=0)
+        values["dropout_rate"] = check.number("dropout_rate", self.dropout_rate, least=0, below=1)
+        values["use_running_average"] = check.flag("use_running_average", self.use_running_average)
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        if self.rows * (self.width if self.bottleneck else self.growth_rate) >= 2**40:
+            raise ValueError(
+                f"in_features, growth_rate and num_layers must give fewer than {2**40} parameters, got {self.in_features}, "
+                f"{self.growth_rate} and {self.num_layers}"
+            )
 
     @property
     def out_features(self) -> int:
@@ -51,6 +71,11 @@ class DenseSpec:
     def offset(self, layer):
         """First row of `layer` in the arrays that hold one row for every (layer, input channel)."""
         return layer * self.in_features + self.growth_rate * (layer * (layer - 1) // 2)
+
+
+def check_rate(name: str, rate: Any) -> None:
+    if not 0 <= check.number(name, rate) < 1:
+        raise ValueError(f"{name} must be at least 0 and below 1, got {rate}.")
 
 
 class DenseParams(NamedTuple):

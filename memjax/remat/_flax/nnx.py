@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,10 +10,13 @@ from flax import nnx
 from flax.nnx.nn.recurrent import flip_sequences
 from jaxtyping import Array
 
+from memjax._core import check
 from memjax.remat._chain.chain import chain
+from memjax.remat._chain.chain import check_memory as check_memory_of_chain
 from memjax.remat._chain.schedule import ChainSchedule
+from memjax.remat._flax.layers import call, check_layers
 from memjax.remat._flax.rnn import run_cell
-from memjax.remat._scan.scan import scan
+from memjax.remat._scan.scan import check_memory, scan
 
 
 class RNN(nnx.RNN):
@@ -50,6 +53,9 @@ class RNN(nnx.RNN):
         broadcast_rngs: Any = None,
         rngs: nnx.Rngs | bool = True,
     ):
+        if not (isinstance(cell, nnx.Module) and hasattr(cell, "num_feature_axes")):
+            raise check.fail(TypeError, "cell", "an NNX recurrent cell", cell, "such as nnx.LSTMCell(...)")
+        self.slots, self.budget = check_memory(slots, budget)
         super().__init__(
             cell,
             time_major=time_major,
@@ -59,9 +65,6 @@ class RNN(nnx.RNN):
             broadcast_rngs=broadcast_rngs,
             rngs=rngs,
         )
-        if (slots is None) == (budget is None):
-            raise ValueError(f"give exactly one of slots and budget, got slots={slots!r} and budget={budget!r}")
-        self.slots, self.budget = slots, budget
 
     def __call__(
         self,
@@ -137,12 +140,9 @@ class Chain(nnx.Sequential):
         budget: int | str | None = None,
         schedule: ChainSchedule | None = None,
     ):
+        check_layers(layers, nnx.Module)
+        self.budget, self.schedule = check_memory_of_chain(budget, schedule)
         super().__init__(*layers)
-        if (budget is None) == (schedule is None):
-            raise ValueError(
-                f"give exactly one of budget and schedule, got budget={budget!r} and schedule={schedule!r}"
-            )
-        self.budget, self.schedule = budget, schedule
 
     def __call__(self, *args: Any) -> Any:  # type: ignore[override]
         known: dict[Any, Callable[..., Any]] = {}
@@ -177,10 +177,3 @@ def _block(graph: Any) -> Callable[..., Any]:
 def _rest(module: nnx.Module) -> Any:
     """All state but parameters."""
     return nnx.state(module, nnx.Not(nnx.Param))
-
-
-def call(layer: Callable[..., Any], x: Any) -> Any:
-    """How `Sequential` hands on what the layer before gave."""
-    if isinstance(x, tuple):
-        return layer(*x)
-    return layer(**x) if isinstance(x, Mapping) else layer(x)

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from memjax._core import check
+
 
 def run_cell(
     scan: Callable[..., tuple[Any, Any]],
@@ -28,6 +30,12 @@ def run_cell(
     `scan(wrap, carry, xs, reverse)` scans `wrap(cell)` over rows of `xs`; `initial_carry(shape)` makes a carry for inputs
     of one step.
     """
+    check_flags(time_major=time_major, return_carry=return_carry, reverse=reverse, keep_order=keep_order)
+    check_inputs(inputs, feature_axes)
+    if seq_lengths is not None:
+        batch = inputs.shape[1 : inputs.ndim - feature_axes] if time_major else inputs.shape[: -feature_axes - 1]
+        if not jnp.issubdtype(check.array("seq_lengths", seq_lengths).dtype, jnp.integer) or seq_lengths.shape != batch:
+            raise check.fail(TypeError, "seq_lengths", f"integers of shape {batch}, one for each sequence", seq_lengths)
     time = 0 if time_major else inputs.ndim - (feature_axes + 1)
     batch_axes = inputs.ndim - feature_axes - 1
     length = inputs.shape[time]
@@ -67,6 +75,18 @@ def run_cell(
     if reverse and not backwards and keep_order:
         outputs = jax.tree.map(flip, outputs)
     return (carry, outputs) if return_carry else outputs
+
+
+def check_inputs(inputs: Any, feature_axes: int) -> None:
+    if check.array("inputs", inputs).ndim < feature_axes + 1:
+        raise check.fail(
+            ValueError, "inputs", f"an array of at least {feature_axes + 1} axes, time and features", inputs
+        )
+
+
+def check_flags(**flags: Any) -> None:
+    for name, value in flags.items():
+        check.flag(name, value)
 
 
 def _like(mask: jax.Array, x: jax.Array) -> jax.Array:

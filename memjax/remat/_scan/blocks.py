@@ -10,7 +10,7 @@ from jax import lax
 
 from memjax._core.arrays import zeros
 from memjax._core.lists import Arrays, pick
-from memjax.remat._scan.step import Backward, Step
+from memjax.remat._scan.step import Step, StepBackward
 
 
 class Pull(NamedTuple):
@@ -53,12 +53,15 @@ class Blocks:
 
         return _loop(n, body, (carry, ys))[0]
 
-    def keep(self, backward: Backward, carry: Arrays, ys: Arrays, start: Any, n: int) -> tuple[Arrays, Arrays, Arrays]:
+    def keep(
+        self, backward: StepBackward, carry: Arrays, ys: Arrays, start: Any, n: int
+    ) -> tuple[Arrays, Arrays, Arrays]:
         """(carry, ys, kept): the same, keeping what `back` needs. With no `ys` no outputs are written."""
 
         def body(state, i):
             carry, ys = state
-            carry, y, kept = backward.keep(self.consts, carry, self._x(start + i))
+            out, kept = backward.keep([*self.consts, *carry, *self._x(start + i)])
+            carry, y = out[: len(carry)], out[len(carry) :]
             return (carry, self._write(ys, y, start + i) if ys else ys), kept
 
         (carry, ys), kept = _loop(n, body, (carry, ys))
@@ -66,7 +69,7 @@ class Blocks:
 
     def back(
         self,
-        backward: Backward,
+        backward: StepBackward,
         kept: Arrays,
         start: Any,
         n: int,
@@ -79,6 +82,8 @@ class Blocks:
         `ct_ys` are the cotangents of the float outputs, each of shape (length, ...), or None for one that is zero.
         """
         y_types = pick(self.step.y, backward.out_float[len(self.step.carry) :])
+        n_consts = len(pull.consts)
+        n_before_x = n_consts + len(pull.carry)
 
         def body(state, i):
             (ct_carry, so_far), d_xs = state
@@ -87,8 +92,9 @@ class Blocks:
                 zeros(aval) if ct is None else at(ct, self._row(j)) for aval, ct in zip(y_types, ct_ys, strict=True)
             ]
             kept_here = [at(k, i) for k in kept]
-            d_consts, ct_carry, d_x = backward.back(self.consts, self._x(j), kept_here, ct_carry, ct_y)
-            so_far = [a + b for a, b in zip(so_far, d_consts, strict=True)]
+            cts = backward.back([*self.consts, *self._x(j)], kept_here, [*ct_carry, *ct_y])
+            so_far = [a + b for a, b in zip(so_far, cts[:n_consts], strict=True)]
+            ct_carry, d_x = cts[n_consts:n_before_x], cts[n_before_x:]
             return (Pull(ct_carry, so_far), self._write(d_xs, d_x, j)), []
 
         return _loop(n, body, (pull, d_xs), reverse=True)[0]

@@ -14,7 +14,7 @@ from memjax.remat._scan.costs import Costs, model
 from memjax.remat._scan.forward_counts import HiddenCounts
 from memjax.remat._scan.plan import Plan
 from memjax.remat._scan.schedule import Strategy, schedule
-from memjax.remat._scan.step import Backward, Step
+from memjax.remat._scan.step import Step, StepBackward
 from memjax.remat._scan.store import Shared
 
 _LARGEST_TABLE = 300_000  # entries of a dynamic program: some tenths of a second
@@ -24,7 +24,7 @@ _WORTH_IT = 0.98  # of the best time so far, for a plan of both kinds of states
 
 
 def exact(
-    length: int, slots: int, strategy: Strategy | None, step: Step, backward: Backward, costs: Costs | None
+    length: int, slots: int, strategy: Strategy | None, step: Step, backward: StepBackward, costs: Costs | None
 ) -> Plan:
     """The schedule for `slots` units of one carry, single steps as blocks; without a strategy the fastest one's."""
     if strategy is not None:
@@ -41,7 +41,7 @@ def exact(
     return min(plan, mixed, key=lambda candidate: _exact_seconds(candidate, costs))
 
 
-def _exact(length: int, slots: int, strategy: Strategy, step: Step, backward: Backward) -> Plan:
+def _exact(length: int, slots: int, strategy: Strategy, step: Step, backward: StepBackward) -> Plan:
     size = 1 + Shared(step.carry, backward.kept, 1, slots).rows_of_kept
     plan = schedule(length, slots, strategy=strategy, internal_size=size)
     if plan.forward_steps > _MOST_MOVES:
@@ -84,7 +84,7 @@ def _least_slots(length: int) -> int:
     return next(m for m in itertools.count(1) if HiddenCounts().count(length, m) <= _MOST_MOVES)
 
 
-def choose(length: int, budget: int, step: Step, backward: Backward, costs: Costs | None) -> Plan:
+def choose(length: int, budget: int, step: Step, backward: StepBackward, costs: Costs | None) -> Plan:
     """The plan of the least predicted time within `budget` bytes."""
     costs = costs or model(step, backward.kept_nbytes)
     size = _Sizes(length, budget, step.carry_nbytes, backward.kept_nbytes)
@@ -199,16 +199,16 @@ def _tables(size: _Sizes, costs: Costs, most: int) -> Iterator[tuple[Plan, float
 
 
 def _mixed_tables(
-    size: _Sizes, costs: Costs, step: Step, backward: Backward, limit: float
+    size: _Sizes, costs: Costs, step: Step, backward: StepBackward, limit: float
 ) -> Iterator[tuple[Plan, float]]:
     """Schedules of both kinds of states over blocks that take less than `limit`, ever faster.
 
     Only where residuals are kept in rows that look like carries: words would lose how the carry is sharded.
     """
-    if limit < 1.05 * size.length * (costs.forward + costs.backward):  # nothing to gain
+    if limit <= 1.05 * size.length * (costs.forward + costs.backward):  # nothing to gain
         return
     block = 1
-    while (found := _room(size, block))[2] >= 2:
+    while block <= size.length and (found := _room(size, block))[2] >= 2:
         tail, parts, slots = found
         if tail != block:  # which takes memory of its own
             slots -= -(-tail * size.kept // max(size.carry, 1))

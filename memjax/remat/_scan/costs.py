@@ -6,11 +6,10 @@ import dataclasses
 from typing import Any
 
 import jax
-from jax.extend import core
 
 from memjax._core.check import number
 from memjax._core.jaxpr import nbytes
-from memjax._core.primitives import expensive, product_flops
+from memjax._core.primitives import expensive, flops
 from memjax.remat._scan.step import Step
 
 
@@ -44,12 +43,12 @@ def model(step: Step, kept: int) -> Costs:
     """Rough times from the step's operations and its `kept` bytes of residuals: only their ratios matter."""
     eqns = step.jaxpr.eqns
     moved = sum(_nbytes(var) for eqn in eqns for var in (*eqn.invars, *eqn.outvars))
-    flops = sum(_flops(eqn) for eqn in eqns)
+    total_flops = sum(map(flops, eqns))
     if jax.default_backend() == "gpu":
         heavy = sum(expensive(eqn) for eqn in eqns)
-        forward = 3e-6 * (1 + heavy) + flops / 4e13 + moved / 2e13
+        forward = 3e-6 * (1 + heavy) + total_flops / 4e13 + moved / 2e13
         return Costs(forward, forward, store=6e-6 + 2 * kept / 3e12, loop=7e-6, turn=1.3e-5)
-    forward = 3e-7 * len(eqns) + flops / 4e11 + moved / 6e10
+    forward = 3e-7 * len(eqns) + total_flops / 4e11 + moved / 6e10
     return Costs(
         forward,
         2 * forward,
@@ -61,10 +60,3 @@ def model(step: Step, kept: int) -> Costs:
 
 def _nbytes(atom: Any) -> int:
     return nbytes(atom.aval) if hasattr(atom.aval, "shape") else 0
-
-
-def _flops(eqn: Any) -> float:
-    """Of matrix products and convolutions, at any depth; nothing else matters."""
-    turns = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-    inside = sum(_flops(inner) for jaxpr in core.jaxprs_in_params(eqn.params) for inner in jaxpr.eqns)
-    return turns * inside + product_flops(eqn)

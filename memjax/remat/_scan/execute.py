@@ -18,11 +18,11 @@ from memjax._core.arrays import zeros
 from memjax._core.lists import Arrays, pick
 from memjax.remat._scan.blocks import Blocks, Pull, at, put
 from memjax.remat._scan.plan import Plan
-from memjax.remat._scan.step import Backward, Step
+from memjax.remat._scan.step import Step, StepBackward
 from memjax.remat._scan.store import Separate, Shared
 
 
-def store_of(plan: Plan, step: Step, backward: Backward) -> Separate | Shared:
+def store_of(plan: Plan, step: Step, backward: StepBackward) -> Separate | Shared:
     """Where the plan's slots are."""
     strategy = plan.schedule.strategy if plan.schedule is not None else "hidden"
     if strategy == "mixed":
@@ -31,7 +31,7 @@ def store_of(plan: Plan, step: Step, backward: Backward) -> Separate | Shared:
     return Separate(step.carry, backward.kept, plan.block, plan.rows, residuals)
 
 
-def forward(plan: Plan, blocks: Blocks, backward: Backward, init: Arrays) -> tuple[Arrays, Arrays, Any]:
+def forward(plan: Plan, blocks: Blocks, backward: StepBackward, init: Arrays) -> tuple[Arrays, Arrays, Any]:
     """(carry, ys, what `pull_back` needs: slots, residuals of the tail)."""
     n = plan.block
     store = store_of(plan, blocks.step, backward)
@@ -67,7 +67,7 @@ def forward(plan: Plan, blocks: Blocks, backward: Backward, init: Arrays) -> tup
 
 
 def pull_back(
-    plan: Plan, blocks: Blocks, backward: Backward, saved: Any, ct_carry: Arrays, ct_ys: Sequence[Any]
+    plan: Plan, blocks: Blocks, backward: StepBackward, saved: Any, ct_carry: Arrays, ct_ys: Sequence[Any]
 ) -> tuple[Arrays, Arrays, Arrays]:
     """Cotangents of the chosen consts, of the carry's floats and of the chosen xs."""
     slots, tail = saved
@@ -129,7 +129,7 @@ def _nest(
 def _table(
     plan: Plan,
     blocks: Blocks,
-    backward: Backward,
+    backward: StepBackward,
     store: Separate | Shared,
     again: Callable[..., Any],
     back: Callable[..., Any],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +12,10 @@ from jax import lax
 from memjax._core import check
 from memjax._core.arrays import is_float, zeros
 from memjax._core.lists import Arrays, pick
+from memjax._core.timing import seconds
 from memjax.remat._scan.blocks import Blocks, Pull
 from memjax.remat._scan.costs import Costs
-from memjax.remat._scan.step import Backward, as_arrays, trace_step
+from memjax.remat._scan.step import StepBackward, trace_step
 from memjax.remat._scan.store import Separate
 
 _BLOCK = 8  # steps of a block whose residuals are kept
@@ -47,15 +47,15 @@ def profile(f: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any = None)
       TypeError: what is no concrete array; a carry whose structure or type changes.
       ValueError: no row in `xs`.
     """
-    check.function("f", f)
+    check.function("f", f, "f(carry, x) returns (carry, y)", arguments=2)
     for name, tree in (("init", init), ("xs", xs)):
-        for leaf in jax.tree.leaves(as_arrays(name, tree)):
+        for leaf in jax.tree.leaves(check.arrays(name, tree)):
             if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
                 raise check.fail(TypeError, name, "concrete arrays", leaf, "profile runs f: call it outside jit")
     if any(not jnp.ndim(leaf) or not len(leaf) for leaf in jax.tree.leaves(xs)):
         raise check.fail(ValueError, "xs", "arrays with at least one row", xs, "a few rows will do")
     step, carry = trace_step(f, init, xs)
-    backward = Backward(step, [is_float(jax.typeof(c)) for c in step.consts], [False] * len(step.x))
+    backward = StepBackward(step, [is_float(jax.typeof(c)) for c in step.consts], [False] * len(step.x))
     rows = [jnp.asarray(x) for x in jax.tree.leaves(xs)]
     ways = [_advance, _in_pairs, _in_turns, _one_by_one, _by_blocks]
 
@@ -67,15 +67,15 @@ def profile(f: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any = None)
         return lambda: compiled(step.consts, rows, carry, steps)
 
     probe = program(_advance, 2 * _BLOCK)
-    _seconds(probe)
-    once = min(_seconds(probe) for _ in range(3)) / (2 * _BLOCK)
+    seconds(probe)
+    once = min(seconds(probe) for _ in range(3)) / (2 * _BLOCK)
     short = _BLOCK * max(1, min(16, round(_SECONDS / once / 4 / _BLOCK)))
     long = 4 * short
     pairs = [(program(way, short), program(way, long)) for way in ways]
     for pair in pairs:
         for run in pair:
-            _seconds(run)
-    taken = [[(_seconds(a), _seconds(b)) for a, b in pairs] for _ in range(_REPETITIONS)]
+            seconds(run)
+    taken = [[(seconds(a), seconds(b)) for a, b in pairs] for _ in range(_REPETITIONS)]
     fastest = [tuple(map(min, zip(*column, strict=True))) for column in zip(*taken, strict=True)]
     flat, in_pairs, in_turns, single, blocks = ((b - a) / (long - short) for a, b in fastest)
     loop = max(2 * (in_pairs - flat), 0.0)
@@ -88,11 +88,11 @@ def profile(f: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any = None)
     )
 
 
-def _advance(blocks: Blocks, backward: Backward, carry: Arrays, steps: int, count: Any) -> Any:
+def _advance(blocks: Blocks, backward: StepBackward, carry: Arrays, steps: int, count: Any) -> Any:
     return blocks.advance(carry, 0, steps)
 
 
-def _in_pairs(blocks: Blocks, backward: Backward, carry: Arrays, steps: int, count: Any) -> Any:
+def _in_pairs(blocks: Blocks, backward: StepBackward, carry: Arrays, steps: int, count: Any) -> Any:
     """A loop for every second step."""
 
     def body(carry, i):
@@ -101,7 +101,7 @@ def _in_pairs(blocks: Blocks, backward: Backward, carry: Arrays, steps: int, cou
     return lax.scan(body, carry, jnp.arange(steps // 2, dtype=jnp.int32))[0]
 
 
-def _in_turns(blocks: Blocks, backward: Backward, carry: Arrays, steps: int, count: Any) -> Any:
+def _in_turns(blocks: Blocks, backward: StepBackward, carry: Arrays, steps: int, count: Any) -> Any:
     """Through a loop whose number of turns the compiler does not know, every state going to a slot."""
     store = Separate(blocks.step.carry, backward.kept, 1, 3, 0)
 
@@ -113,15 +113,15 @@ def _in_turns(blocks: Blocks, backward: Backward, carry: Arrays, steps: int, cou
     return lax.fori_loop(0, count, turn, (carry, store.new(carry)))
 
 
-def _one_by_one(blocks: Blocks, backward: Backward, carry: Arrays, steps: int, count: Any) -> Any:
+def _one_by_one(blocks: Blocks, backward: StepBackward, carry: Arrays, steps: int, count: Any) -> Any:
     return _forward_and_back(blocks, backward, carry, steps, 1)
 
 
-def _by_blocks(blocks: Blocks, backward: Backward, carry: Arrays, steps: int, count: Any) -> Any:
+def _by_blocks(blocks: Blocks, backward: StepBackward, carry: Arrays, steps: int, count: Any) -> Any:
     return _forward_and_back(blocks, backward, carry, steps, _BLOCK)
 
 
-def _forward_and_back(blocks: Blocks, backward: Backward, carry: Arrays, steps: int, n: int) -> Any:
+def _forward_and_back(blocks: Blocks, backward: StepBackward, carry: Arrays, steps: int, n: int) -> Any:
     """Run and backpropagate `n` steps at a time, always forwards."""
     ct_ys = [zeros(aval, (blocks.length,)) for aval in pick(blocks.step.y, backward.out_float[len(carry) :])]
 
@@ -133,9 +133,3 @@ def _forward_and_back(blocks: Blocks, backward: Backward, carry: Arrays, steps: 
     consts = [jnp.zeros_like(c) for c in pick(blocks.consts, backward.wrt_consts)]
     start = (carry, Pull(pick(carry, backward.wrt_carry), consts))
     return lax.scan(body, start, jnp.arange(steps // n, dtype=jnp.int32))[0]
-
-
-def _seconds(run: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(run())
-    return time.perf_counter() - start

@@ -10,12 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from memjax._core import check
-from memjax._core.arrays import is_float, zeros
-from memjax._core.derivatives import differentiated_as, reverse_only
+from memjax._core.arrays import as_array, is_float, zeros
+from memjax._core.derivatives import differentiated_as, refusing_forward_mode
 from memjax._core.lists import Arrays, drop, merge, pick
 from memjax.remat._scan.blocks import Blocks
 from memjax.remat._scan.choose import check_budget, choose, exact
@@ -23,7 +22,7 @@ from memjax.remat._scan.costs import Costs
 from memjax.remat._scan.execute import forward, pull_back
 from memjax.remat._scan.plan import Plan
 from memjax.remat._scan.schedule import Strategy
-from memjax.remat._scan.step import Backward, Step, as_arrays, trace_step
+from memjax.remat._scan.step import Step, StepBackward, trace_step
 
 _STRATEGIES = (None, "hidden", "internal", "mixed")
 _FORWARD_MODE = (
@@ -77,6 +76,10 @@ def scan(
     or, by `budget`, blocks of L steps with the state before each: (length / L + 1) s + L r for one more forward pass,
     and less than that for more passes. The step's own working memory and the gradients come on top.
 
+    Not supported, where `jax.lax.scan` has it: forward-mode differentiation; `unroll`, as the schedule decides which steps
+    form a loop; a traced `length`, also with `jax.disable_jit`. The texts of errors differ from those of `jax.lax.scan`,
+    and the program is no single `scan` equation: with JAX 0.10 an undifferentiated call is a `custom_vjp_call`.
+
     Derivatives of the gradient exist (forward over reverse as well) and are those of `jax.lax.scan` over
     `jax.checkpoint(f)`: they keep a few carries per step, whatever the budget.
 
@@ -90,21 +93,16 @@ def scan(
 
     Source: Gruslys et al. 2016, section 3.
     """
-    check.function("f", f)
-    init, xs = as_arrays("init", init), as_arrays("xs", xs)
+    check.function("f", f, arguments=2)
+    init, xs = check.arrays("init", init), check.arrays("xs", xs)
     length = _length(xs, length)
-    if (slots is None) == (budget is None):
-        raise ValueError(f"give exactly one of slots and budget, got slots={slots!r} and budget={budget!r}")
+    slots, budget = check_memory(slots, budget)
     check.choice("strategy", strategy, _STRATEGIES)
-    if slots is not None:
-        slots = check.integer("slots", slots, least=1, what="a number of carries")
-    if budget is not None:
-        budget = check.byte_count("budget", budget, words=("min",))
+    check.flag("reverse", reverse)
     if costs is not None and not isinstance(costs, Costs):
         raise check.fail(
             TypeError, "costs", "a memjax.remat.Costs or None", costs, "memjax.remat.profile measures them"
         )
-    init, xs = as_arrays("init", init), as_arrays("xs", xs)
     if length == 0:
         return lax.scan(f, init, xs, length, reverse=reverse)
 
@@ -117,29 +115,31 @@ def scan(
             return pick(jax.tree.leaves(carry), moving), y
 
         step, init_leaves = trace_step(smaller, pick(init_leaves, moving), xs)
-    xs_leaves = [jnp.asarray(x) for x in jax.tree.leaves(xs)]
+    xs_leaves = jax.tree.leaves(xs)
     room = 0
     if slots is None:
-        everything = Backward(step, [is_float(jax.typeof(c)) for c in step.consts], [is_float(x) for x in step.x])
+        everything = StepBackward(step, [is_float(jax.typeof(c)) for c in step.consts], [is_float(x) for x in step.x])
         room = check_budget(budget, length, step.carry_nbytes, everything.kept_nbytes)
 
-    def plan(backward: Backward) -> Plan:
+    def plan(backward: StepBackward) -> Plan:
         if slots is not None:
             return exact(length, slots, strategy, step, backward, costs)
         return choose(length, room, step, backward, costs)
 
-    groups = (step.consts, init_leaves, xs_leaves)
-    guarded = [[reverse_only(value, _FORWARD_MODE) for value in group] for group in groups]
-    try:
-        carry, ys = _differentiable(step, plan, length, reverse)(*guarded)
-    except TypeError as error:  # jax.vmap of jax.jvp meets the custom rule before the guard
-        if "forward-mode" not in str(error):
-            raise
-        raise TypeError(_FORWARD_MODE) from error
+    run = refusing_forward_mode(_differentiable(step, plan, length, reverse), _FORWARD_MODE)
+    carry, ys = run(step.consts, init_leaves, xs_leaves)
     return jax.tree.unflatten(carry_tree, merge(carry, constant, moving)), jax.tree.unflatten(step.y_tree, ys)
 
 
-def _differentiable(step: Step, plan: Callable[[Backward], Plan], length: int, reverse: bool) -> Callable[..., Any]:
+def check_memory(slots: int | None, budget: int | str | None) -> tuple[int | None, int | str | None]:
+    """`slots` and `budget`, of which exactly one is given, as Python numbers."""
+    check.exactly_one(slots=slots, budget=budget)
+    if slots is not None:
+        return check.integer("slots", slots, least=1, what="a number of carries"), None
+    return None, check.byte_count("budget", budget, words=("min",))
+
+
+def _differentiable(step: Step, plan: Callable[[StepBackward], Plan], length: int, reverse: bool) -> Callable[..., Any]:
     """The scan as a function of (consts, init, xs), flat, with a backward pass that keeps what `plan` says."""
 
     def plain(body, consts, init, xs):
@@ -154,7 +154,7 @@ def _differentiable(step: Step, plan: Callable[[Backward], Plan], length: int, r
     def run_forward(consts, init, xs):
         chosen = _Chosen(step, plan, _differentiated(consts), _differentiated(xs))
         # jax.linearize hands Python numbers on as they are.
-        values = [[jnp.asarray(argument.value) for argument in group] for group in (consts, init, xs)]
+        values = [[as_array(argument.value) for argument in group] for group in (consts, init, xs)]
 
         def fast(consts, init, xs):
             carry, ys, saved = forward(chosen.plan, Blocks(step, consts, xs, length, reverse), chosen.backward, init)
@@ -196,9 +196,9 @@ def _differentiable(step: Step, plan: Callable[[Backward], Plan], length: int, r
 class _Chosen:
     """What a gradient is asked for, and how to get it; static, to go from the forward to the backward rule."""
 
-    def __init__(self, step: Step, plan: Callable[[Backward], Plan], consts: list[bool], xs: list[bool]):
+    def __init__(self, step: Step, plan: Callable[[StepBackward], Plan], consts: list[bool], xs: list[bool]):
         self.key = (id(step), tuple(consts), tuple(xs))
-        self.backward = Backward(step, consts, xs)
+        self.backward = StepBackward(step, consts, xs)
         self.plan = plan(self.backward)
         self.wrt = (self.backward.wrt_consts, self.backward.wrt_carry, self.backward.wrt_x)
 
@@ -224,14 +224,15 @@ def _instantiate(ct: Any) -> Any:
 def _length(xs: Any, length: int | None) -> int:
     lengths = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(xs):
-        if not jnp.ndim(leaf):
-            raise ValueError(f"xs{jax.tree_util.keystr(path)} has no axis to scan over: it is a scalar")
-        lengths[f"xs{jax.tree_util.keystr(path)}"] = jnp.shape(leaf)[0]
+        name = f"xs{jax.tree_util.keystr(path)}"
+        if not leaf.ndim:
+            raise check.fail(ValueError, name, "an array with a leading axis to scan over", leaf)
+        lengths[name] = len(leaf)
     if length is not None:
         lengths["length"] = check.integer("length", length, least=0, what="a number of steps")
     if not lengths:
         raise ValueError("length must be given where xs has no arrays, got None")
     if len(set(lengths.values())) > 1:
-        given = ", ".join(f"{name}: {n}" for name, n in lengths.items())
-        raise ValueError(f"xs and length must agree on the number of steps, got {given}")
+        counts = ", ".join(f"{name}: {n}" for name, n in lengths.items())
+        raise ValueError(f"xs and length must agree on the number of steps, got {counts}")
     return next(iter(lengths.values()))

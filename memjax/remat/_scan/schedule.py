@@ -10,35 +10,16 @@ import dataclasses
 import functools
 import json
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from memjax._core import check
+from memjax.remat._scan.actions import CORE, INIT, Action
 from memjax.remat._scan.forward_counts import HiddenCounts, InternalCounts, MixedCounts
+from memjax.remat._scan.schedule_plot import draw
 
 Strategy = Literal["hidden", "internal", "mixed", "mixed-shared"]
 _MOST_ENTRIES = 50_000_000  # of a table of both kinds of states: 400 MB
 STRATEGIES = ("hidden", "internal", "mixed", "mixed-shared")
-
-INIT = -1  # the state the whole chain starts from, where it is not one of the slots ("internal")
-CORE = -2  # the working core: one internal state, used up by the backward step that follows
-
-
-class Action(NamedTuple):
-    """One move of the machine: a working hidden state, a working core and the slots.
-
-    kind        meaning
-    "load"      the working state becomes the state before step `start`, kept in `slot`
-    "advance"   run steps `start` to `stop - 1` from the working state
-    "store"     keep the working state, the one before step `start`, in `slot`
-    "keep"      run step `start`, its internal state kept from `slot` on, or in the working core (CORE)
-    "backward"  backpropagate step `start` from the internal state in `slot` or CORE, which is then free
-    "free"      `slot` is free from now on
-    """
-
-    kind: str
-    start: int
-    stop: int
-    slot: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +38,11 @@ class Schedule:
     strategy: Strategy
     internal_size: int
     forward_steps: int
+
+    def __post_init__(self) -> None:
+        check.choice("strategy", self.strategy, STRATEGIES)
+        for name, least in (("length", 0), ("slots", 1), ("internal_size", 1), ("forward_steps", 0)):
+            check.integer(name, getattr(self, name), least=least)
 
     @functools.cached_property
     def actions(self) -> tuple[Action, ...]:
@@ -140,7 +126,7 @@ class Schedule:
     @classmethod
     def from_json(cls, text: str) -> Schedule:
         """The schedule that `to_json` wrote; ValueError for any other text."""
-        fields = json_fields(text, "Schedule", [field.name for field in dataclasses.fields(cls)])
+        fields = check.json_fields("Schedule", text, [field.name for field in dataclasses.fields(cls)])
         plan = schedule(
             fields["length"], fields["slots"], strategy=fields["strategy"], internal_size=fields["internal_size"]
         )
@@ -164,9 +150,7 @@ class Schedule:
         A blue line is a run of forward steps, a red one a backward step, a dot a kept hidden state, a square a kept
         internal state; the grey or orange line below it shows for how long. Returns the axes.
         """
-        from memjax.remat._scan.schedule_plot import draw
-
-        return draw(self, ax)
+        return draw(self.actions, str(self), start_in_slot=self.strategy != "internal", ax=ax)
 
 
 def schedule(length: int, slots: int, *, strategy: Strategy = "mixed", internal_size: int = 1) -> Schedule:
@@ -207,17 +191,6 @@ def schedule(length: int, slots: int, *, strategy: Strategy = "mixed", internal_
         )
     forward_steps = _counts(length, slots, strategy, internal_size).count(length, slots) if length else 0
     return Schedule(length, slots, strategy, internal_size, forward_steps)
-
-
-def json_fields(text: str, kind: str, names: list[str]) -> dict[str, Any]:
-    """The fields of a dataclass written as JSON."""
-    try:
-        fields = json.loads(text)
-    except (TypeError, ValueError):
-        fields = None
-    if not isinstance(fields, dict) or set(fields) != set(names):
-        raise check.fail(ValueError, "text", f"what {kind}.to_json wrote", text)
-    return fields
 
 
 @functools.lru_cache(maxsize=4)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
-if TYPE_CHECKING:
-    from memjax.remat._scan.schedule import Schedule
+from memjax.remat._scan.actions import Action
 
 
-def draw(plan: Schedule, ax: Any = None) -> Any:
-    """Actions downwards, steps to the right; returns the axes."""
+def draw(actions: Iterable[Action], title: str, *, start_in_slot: bool, ax: Any = None) -> Any:
+    """Actions downwards, steps to the right; returns the axes. `start_in_slot`: the first state takes slot 0."""
     from matplotlib import pyplot as plt
 
     if ax is None:
         _, ax = plt.subplots(figsize=(7, 7))
-    kept_since = {} if plan.strategy == "internal" else {0: (0, 0, "hidden")}
+    kept_since = {0: (0, 0, "hidden")} if start_in_slot else {}
     forward, backward, hidden, internal, lives = [], [], [], [], []
     row = 0
-    for action in plan.actions:
+    for action in actions:
         if action.kind == "advance":
             forward.append((row, action.start, action.stop))
             row += 1
@@ -53,6 +53,6 @@ def draw(plan: Schedule, ax: Any = None) -> Any:
     ax.invert_yaxis()
     ax.set_xlabel("step")
     ax.set_ylabel("action")
-    ax.set_title(str(plan), fontsize="small")
+    ax.set_title(title, fontsize="small")
     ax.legend(loc="lower right", fontsize="small")
     return ax

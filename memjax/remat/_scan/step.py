@@ -12,16 +12,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from memjax._core import check
-from memjax._core.arrays import is_float
+from memjax._core.arrays import as_array, is_float
+from memjax._core.backward import Backward
 from memjax._core.compat import varying
 from memjax._core.jaxpr import evaluate, nbytes
-from memjax._core.lists import Arrays, drop, merge, pick
-from memjax._core.min_cut import smallest_kept
-from memjax._core.partition import Part
+from memjax._core.lists import Arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +62,7 @@ def trace_step(f: Callable[..., Any], init: Any, xs: Any) -> tuple[Step, Arrays]
 
     Raises TypeError where `f` gives back a carry of another structure or type than it got.
     """
-    init = jax.tree.map(jnp.asarray, init)
+    init = jax.tree.map(as_array, init)
     x = jax.eval_shape(lambda xs: jax.tree.map(lambda a: a[0], xs), xs)
     leaves, tree = jax.tree.flatten(init)
     for _ in range(3):  # a weakly typed carry (a Python number) takes the type that the step gives back
@@ -112,82 +108,23 @@ def _as_strong_as(leaf: Any, aval: Any) -> Any:
     return leaf
 
 
-def as_arrays(name: str, tree: Any) -> Any:
-    """The tree, its leaves as arrays; types of arrays as they are."""
-
-    def convert(path: Any, leaf: Any) -> Any:
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            return leaf
-        if isinstance(leaf, bool | int | float | complex) or (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-            return jnp.asarray(leaf)
-        where = f"{name}{jax.tree_util.keystr(path)}"
-        raise check.fail(TypeError, where, "an array or a number", leaf, "close over what is no array")
-
-    return jax.tree_util.tree_map_with_path(convert, tree)
-
-
-class Backward:
-    """How to differentiate a `Step` for chosen consts and inputs, keeping the fewest bytes per step.
-
-    Attributes:
-      kept: types of what `keep` returns for `back`, one step's worth.
-      kept_nbytes: their bytes.
-    """
+class StepBackward(Backward):
+    """How to differentiate a `Step` with respect to some of its consts and inputs, and all floats of its carry."""
 
     def __init__(self, step: Step, wrt_consts: Sequence[bool], wrt_x: Sequence[bool]):
         self.step = step
-        self.wrt_consts = list(wrt_consts)
+        self.wrt_consts, self.wrt_x = list(wrt_consts), list(wrt_x)
         self.wrt_carry = [is_float(aval) for aval in step.carry]
-        self.wrt_x = list(wrt_x)
-        self.wrt = [*self.wrt_consts, *self.wrt_carry, *self.wrt_x]
-        self.out_float = [is_float(aval) for aval in (*step.carry, *step.y)]
+        sizes = len(step.consts), len(step.carry), len(step.x)
 
-        avals = [*map(jax.typeof, step.consts), *step.carry, *step.x]
-        treedef = []
+        def mask(*group: bool) -> list[bool]:
+            return [value for value, size in zip(group, sizes, strict=True) for _ in range(size)]
 
-        def forward(*inputs):
-            out, vjp, rest = jax.vjp(functools.partial(self._floats, inputs), pick(inputs, self.wrt), has_aux=True)
-            leaves, tree = jax.tree.flatten(vjp)
-            treedef.append(tree)
-            return [*merge(out, rest, self.out_float), *leaves]
-
-        closed = jax.make_jaxpr(forward)(*avals)
-        self._vjp_tree = treedef[0]
-        jaxpr = closed.jaxpr
-        n_out = len(self.out_float)
-        outs, residuals = jaxpr.outvars[:n_out], jaxpr.outvars[n_out:]
-        n_consts, n_carry = len(step.consts), len(step.carry)
-        consts, carry, x = np.split(np.array(jaxpr.invars, object), [n_consts, n_consts + n_carry])
-        kept = smallest_kept(jaxpr, [*consts, *jaxpr.constvars], x, residuals, lambda var: max(nbytes(var.aval), 1))
-        self.kept = [var.aval for var in kept]
-        self.kept_nbytes = sum(map(nbytes, self.kept))
-        self._literals = list(closed.consts)
-        known = [*jaxpr.constvars, *consts]
-        self._keep = Part(jaxpr, [*known, *carry, *x], [*outs, *kept], effects=True)
-        self._rebuild = Part(jaxpr, [*known, *x, *kept], residuals, effects=False)
-
-    def _floats(self, inputs: Sequence[Any], chosen: Sequence[Any]) -> tuple[Arrays, Arrays]:
-        step = self.step
-        full = merge(chosen, drop(inputs, self.wrt), self.wrt)
-        n_consts, n_carry = len(step.consts), len(step.carry)
-        carry, y = step.run(full[:n_consts], full[n_consts : n_consts + n_carry], full[n_consts + n_carry :])
-        return pick([*carry, *y], self.out_float), drop([*carry, *y], self.out_float)
-
-    def keep(self, consts: Arrays, carry: Arrays, x: Arrays) -> tuple[Arrays, Arrays, Arrays]:
-        """One step forward: (carry, y, kept)."""
-        out = self._keep([*self._literals, *consts, *carry, *x])
-        n_carry, n_out = len(self.step.carry), len(self.out_float)
-        return out[:n_carry], out[n_carry:n_out], out[n_out:]
-
-    def back(
-        self, consts: Arrays, x: Arrays, kept: Arrays, ct_carry: Arrays, ct_y: Arrays
-    ) -> tuple[Arrays, Arrays, Arrays]:
-        """One step backward: cotangents of the chosen consts, of the carry's floats, and of the chosen x.
-
-        `ct_carry` and `ct_y` hold cotangents of the float leaves only.
-        """
-        residuals = self._rebuild([*self._literals, *consts, *x, *kept])
-        vjp = jax.tree.unflatten(self._vjp_tree, residuals)
-        (cts,) = vjp([*ct_carry, *ct_y])
-        n_consts, n_carry = sum(self.wrt_consts), sum(self.wrt_carry)
-        return cts[:n_consts], cts[n_consts : n_consts + n_carry], cts[n_consts + n_carry :]
+        super().__init__(
+            lambda inputs: evaluate(step.jaxpr, inputs[: sizes[0]], inputs[sizes[0] :], differentiable=True),
+            [*map(jax.typeof, step.consts), *step.carry, *step.x],
+            [*self.wrt_consts, *self.wrt_carry, *self.wrt_x],
+            [is_float(aval) for aval in (*step.carry, *step.y)],
+            invariant=mask(True, False, False),
+            lost=mask(False, True, False),
+        )

@@ -28,7 +28,8 @@ def wrapped_module(tile: Wrap, target: Any) -> Any | None:
         @functools.wraps(run)
         def results(variables, *args, **kwargs):
             out, after = run(variables, *args, **kwargs)
-            if jax.tree.structure(after) != jax.tree.structure(variables):
+            before: Any = jax.tree.structure(variables)
+            if before != jax.tree.structure(after):
                 raise _CreatesVariables
             if any(a is not b for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(variables), strict=True)):
                 raise ValueError(

@@ -147,9 +147,9 @@ class Tiles:
 
     def _start(self, aval: Any, axis: int | None) -> Any:
         """What results are written into, or sums begin with."""
-        if axis is None and self._sum_dtype is not None and jnp.issubdtype(aval.dtype, jnp.floating):
-            if jnp.finfo(self._sum_dtype).bits > jnp.finfo(aval.dtype).bits:
-                aval = aval.update(dtype=self._sum_dtype)
+        is_sum = axis is None and self._sum_dtype is not None and jnp.issubdtype(aval.dtype, jnp.floating)
+        if is_sum and jnp.finfo(self._sum_dtype).bits > jnp.finfo(aval.dtype).bits:
+            aval = aval.update(dtype=self._sum_dtype)
         return zeros(aval)
 
 

@@ -41,6 +41,8 @@ class UniformError(FixedRate):
     def encode(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         check.array("x", x, floating=True)
         check_seed(self.seed)
+        if jnp.ndim(self.bound):
+            raise check.fail(ValueError, "bound", "one positive number", self.bound)
         wide = x.astype(jnp.float32)
         checksum = jnp.sum(jax.lax.bitcast_convert_type(wide, jnp.uint32), dtype=jnp.uint32)
         key = jax.random.fold_in(jax.random.key(self.seed), checksum)

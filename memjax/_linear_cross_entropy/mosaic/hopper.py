@@ -1,6 +1,6 @@
 """Both algorithms on Hopper GPUs, where three of our own matmuls do what takes matmuls and passes over memory elsewhere.
 
-Logits are turned into statistics, or into their gradient, in the matmul that makes them (`hopper_logits`). The other
+Logits are turned into statistics, or into their gradient, in the matmul that makes them (`logits`). The other
 two read windows of the head and write into dx and dW in place, where XLA would copy a slice in and a slice out.
 """
 
@@ -16,8 +16,8 @@ from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
 
 from memjax._core.arrays import vary, varying_axes
-from memjax._linear_cross_entropy import hopper_logits
-from memjax._linear_cross_entropy.hopper_matmul import (
+from memjax._linear_cross_entropy.mosaic import logits
+from memjax._linear_cross_entropy.mosaic.matmul import (
     ALIGNMENT,
     Operand,
     Tile,
@@ -53,7 +53,7 @@ def statistics(operands: Operands, labels: Array, options: Options) -> Stats:
     """Of this device's columns, from the first of which `labels` count, as below."""
 
     def call(operands: Operands) -> Stats:
-        stats = hopper_logits.statistics(_whole_rows(operands), options)
+        stats = logits.statistics(_whole_rows(operands), options)
         return jax.tree.map(lambda a: a[: operands.x.shape[0]], stats)
 
     return _launch(call, operands, labels, options)
@@ -68,7 +68,7 @@ def logit_gradient(
         tokens = operands.x.shape[0]
         operands = _whole_rows(operands)
         lse, scale = (jnp.pad(a, (0, operands.x.shape[0] - tokens)) for a in (lse, scale))
-        return hopper_logits.logit_gradient(operands, lse, scale, start, size, options)[:tokens]
+        return logits.logit_gradient(operands, lse, scale, start, size, options)[:tokens]
 
     return _launch(call, operands, labels, options, lse, scale, jnp.asarray(start, jnp.int32))
 
@@ -122,7 +122,7 @@ def _gradients(
         db = jax.new_ref(jnp.zeros(bias.shape, bias.dtype))
 
     def one_chunk(start: Any, size: int) -> None:
-        d = hopper_logits.logit_gradient(operands, lse, scale, start, size, options)
+        d = logits.logit_gradient(operands, lse, scale, start, size, options)
         if dw is not None:
             _write_head_gradient(dw, d, x, norm, start, options)
         if dx is not None:
@@ -174,7 +174,7 @@ def _add_input_gradient(dx: Any, d: Array, operands: Operands, start: Any, optio
 
     matmul(
         Operand(d, 1),
-        hopper_logits.head(operands, options, contract_vocabulary=True),
+        logits.head(operands, options, contract_vocabulary=True),
         epilogue,
         shape=(tokens, dim, d.shape[1]),
         start=start,

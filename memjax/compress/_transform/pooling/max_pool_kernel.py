@@ -1,6 +1,6 @@
 """The gradient of max-pooling as a kernel, in Pallas, for windows that overlap: every element written once, none read again.
 
-XLA's version of the same sums writes an array for each place (`_max_pool._woven`) and reads all of them again.
+XLA's version of the same sums writes an array for each place (`max_pool._woven`) and reads all of them again.
 """
 
 import functools
@@ -88,7 +88,7 @@ def max_pool_gradient(
 
 @functools.cache
 def _kernel(plan: Plan):
-    """Each program adds up `_BLOCK` windows' neighbours for all places: see `_max_pool._woven`."""
+    """Each program adds up `_BLOCK` windows' neighbours for all places: see `max_pool._woven`."""
 
     def kernel(index_ref, ct_ref, out_ref):
         from jax.experimental.pallas import triton

@@ -10,24 +10,24 @@ from typing import Any
 import jax
 
 from memjax._core.arrays import is_float
-from memjax._core.jaxpr import bind, evaluate, inside, is_literal, read
+from memjax._core.jaxpr import Program, bind, calls_in_place, consumers, inside, is_literal, read, same_program
 
 _POOLING = "reduce_window_max"
 
 
 def evaluate_pools_first(
-    jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], *, replace: dict[str, Callable[..., Any]]
+    program: Program, inputs: Sequence[Any], *, replace: dict[str, Callable[..., Any]]
 ) -> list[Any]:
-    """The outputs of a jaxpr without calls.
+    """The outputs of a program whose only calls are those with a derivative of their own.
 
     Args:
-      jaxpr: of `consts` and `inputs`.
-      consts, inputs: values.
+      program: see `calls_in_place`.
+      inputs: values.
       replace: by the name of a primitive, a function of its inputs and parameters that does the same.
     """
-    relus = _relus_before_pooling(jaxpr)
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
-    for eqn in jaxpr.eqns:
+    relus = _relus_before_pooling(program)
+    env = dict(zip([*program.constvars, *program.invars], [*program.consts, *inputs], strict=True))
+    for eqn in program.eqns:
         values = read(env, eqn.invars)
         name, first = eqn.primitive.name, eqn.invars[0] if eqn.invars else None
         if eqn.outvars and eqn.outvars[0] in relus:
@@ -41,28 +41,24 @@ def evaluate_pools_first(
             with inside(relus[first]):
                 outs = [jax.nn.relu(outs[0])]
         env.update(zip(eqn.outvars, outs, strict=True))
-    return read(env, jaxpr.outvars)
+    return read(env, program.outvars)
 
 
-def _relus_before_pooling(jaxpr: Any) -> dict[Any, Any]:
-    """By output those that only a max-pooling reads."""
-    readers: dict[Any, list[Any]] = {var: [None] for var in jaxpr.outvars if not is_literal(var)}
-    for eqn in jaxpr.eqns:
-        for atom in eqn.invars:
-            if not is_literal(atom):
-                readers.setdefault(atom, []).append(eqn)
-    found = {}
-    for eqn in jaxpr.eqns:
+def _relus_before_pooling(program: Program) -> dict[Any, Any]:
+    """The ReLUs that only a max-pooling reads, by their outputs."""
+    readers = consumers(program)
+    relus = {}
+    for eqn in program.eqns:
         if eqn.primitive.name == "custom_jvp_call" and len(eqn.outvars) == 1:
             [out] = eqn.outvars
-            mine = readers.get(out, [])
-            if len(mine) == 1 and mine[0] is not None and _is_pooling(mine[0]) and _is_relu(eqn):
-                found[out] = eqn
-    return found
+            pools = [_is_pooling(reader) for reader in readers.get(out, [])]
+            if pools == [True] and not any(out is var for var in program.outvars) and _is_relu(eqn):
+                relus[out] = eqn
+    return relus
 
 
 def _is_pooling(eqn: Any) -> bool:
-    """Maxima of windows none of which is all padding: of such a one the ReLU would no longer be minus infinity."""
+    """Whether it takes maxima of windows none of which is all padding, for of that a ReLU would make zero."""
     if eqn.primitive.name != _POOLING or any(d != 1 for d in eqn.params["base_dilation"]):
         return False
     if any(d != 1 for d in eqn.params["window_dilation"]):
@@ -76,17 +72,16 @@ def _is_pooling(eqn: Any) -> bool:
 
 
 def _is_relu(eqn: Any) -> bool:
-    """Whether it has the values and the derivative of `jax.nn.relu`, told by what these are computed by."""
+    """Whether the equation has the value and the derivative of `jax.nn.relu`: the same program for both together."""
     if len(eqn.invars) != 1 or not is_float(eqn.invars[0].aval):
         return False
+    body = calls_in_place(eqn.params["call_jaxpr"], differentiable=False)
+    if [inner.primitive.name for inner in body.eqns] != ["max"]:
+        return False  # before its derivative is asked for
     aval = eqn.invars[0].aval
-    with_calls = jax.make_jaxpr(jax.nn.relu)(aval)
-    in_place = lambda x: evaluate(with_calls.jaxpr, with_calls.consts, [x], differentiable=True)
-    [relu] = jax.make_jaxpr(in_place)(aval).eqns
-    if str(eqn.params["call_jaxpr"]) != str(relu.params["call_jaxpr"]):
-        return False
-    own, known = (
-        jax.make_jaxpr(lambda x, t, one=one: jax.jvp(lambda x: bind(one, [x])[0], (x,), (t,)))(aval, aval)
-        for one in (eqn, relu)
-    )
-    return str(own) == str(known)
+
+    def derivative(f):
+        traced = jax.make_jaxpr(lambda x, tangent: jax.jvp(f, (x,), (tangent,)))(aval, aval)
+        return calls_in_place(traced, differentiable=False)
+
+    return same_program(derivative(lambda x: bind(eqn, [x])[0]), derivative(jax.nn.relu))

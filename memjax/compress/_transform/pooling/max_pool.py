@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from memjax._core.arrays import accumulator
 from memjax.compress._error_bounded.kernels.launch import why_not
-from memjax.compress._transform.max_pool_kernel import Axis, Plan, max_pool_gradient, windows_of
+from memjax.compress._transform.pooling.max_pool_kernel import Axis, Plan, max_pool_gradient, windows_of
 
 _FEW = 64  # values in windows for which the kernel is compiled, with all of them written out
 

@@ -1,42 +1,16 @@
-"""Triton kernels over rows of a chunk of products, through `jax_triton`.
+"""What runs on the GPU: Triton kernels over rows of a chunk of products.
 
-`stats_and_gradient` reads every product once and writes its gradient over it: programs share a row, hold it in
-registers, and exchange their sums in between. `stats` and `gradient` are the halves, for rows of which other chunks or
-other devices hold a part. The arithmetic is that of `rows`; soft targets are left to it.
+`stats_and_gradient_kernel` reads every product once and writes its gradient over it: programs share a row, hold it in
+registers, and exchange their sums in between. `stats_kernel` and `gradient_kernel` are the halves, for rows of which other
+chunks or other devices hold a part. The arithmetic is that of `rows`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
-import jax
-import jax.numpy as jnp
-import jax_triton
 import triton
 import triton.language as tl
-from jax.custom_batching import sequential_vmap
 from triton.language.extra import libdevice
 
-from memjax._core.arrays import vary, varying_axes
-from memjax._linear_cross_entropy.options import Array, Options
-from memjax._linear_cross_entropy.rows import Stats
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Columns a program holds at a time, warps that share them, and blocks of columns on their way to it."""
-
-    row_block: int = 16384
-    row_warps: int = 8
-    stats_block: int = 2048
-    stats_warps: int = 4
-    stats_stages: int = 3
-    gradient_block: int = 4096
-    gradient_warps: int = 8
-
-
-TILES = Tiles()
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
@@ -179,7 +153,7 @@ def _store_gradient(
 
 
 @triton.jit
-def _stats_kernel(
+def stats_kernel(
     products, bias, labels, max_out, sum_out, plain_out, moment_out, label_out,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, SCALE: tl.constexpr,
     CAP: tl.constexpr, SUM: tl.constexpr, AUX: tl.constexpr,
@@ -196,7 +170,7 @@ def _stats_kernel(
 
 
 @triton.jit
-def _gradient_kernel(
+def gradient_kernel(
     products, bias, labels, lse, scale, out,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
     KEEP: tl.constexpr, SPREAD: tl.constexpr, Z_LOSS: tl.constexpr,
@@ -240,7 +214,7 @@ def _exchange(shares, arrived, maximum, total, part, PARTS: tl.constexpr, PADDED
 
 
 @triton.jit
-def _stats_and_gradient_kernel(
+def stats_and_gradient_kernel(
     products, bias, labels, scale, out, max_out, sum_out, label_out, plain_out, moment_out, shares, arrived, ticket,
     TOKENS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
     HAS_BIAS: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, SUM: tl.constexpr, AUX: tl.constexpr,
@@ -285,112 +259,3 @@ def _stats_and_gradient_kernel(
     if AUX:
         moment = tl.sum(tl.where(e == 0.0, 0.0, e * z), 0)
         tl.store(moment_out + part * TOKENS + i, moment * tl.exp(own - _finite(maximum)))
-
-
-def _logit_constants(bias: Array | None, options: Options) -> dict[str, Any]:
-    return {"HAS_BIAS": bias is not None, "SCALE": options.logit_scale, "CAP": options.softcap or 0.0}
-
-
-def _stats_constants(options: Options) -> dict[str, Any]:
-    return {"SUM": options.label_smoothing > 0, "AUX": options.aux}
-
-
-def _gradient_constants(options: Options) -> dict[str, Any]:
-    keep, spread = 1.0 - options.label_smoothing, options.label_smoothing / options.vocabulary
-    return {"KEEP": keep, "SPREAD": spread, "Z_LOSS": options.z_loss}
-
-
-def _block(width: int, most: int) -> int:
-    return min(most, triton.next_power_of_2(width))
-
-
-def _call(kernel: Any, arrays: tuple[Array, ...], out: Any, **settings: Any) -> Any:
-    """One launch; under `vmap` one after another, since a kernel knows only rows."""
-
-    @sequential_vmap
-    def launch(*arrays: Array) -> Any:
-        return jax_triton.triton_call(*arrays, kernel=kernel, out_shape=out, **settings)
-
-    return vary(launch(*arrays), varying_axes(*arrays))
-
-
-def _row(tokens: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((tokens,), jnp.float32)
-
-
-def _to_stats(sums: Any, options: Options) -> Stats:
-    maximum, total, plain, moment, label = sums
-    target = label
-    if options.label_smoothing:
-        spread = options.label_smoothing / options.vocabulary
-        target = (1.0 - options.label_smoothing) * label + spread * plain
-    return Stats(maximum, total, target, None, *((label, moment) if options.aux else (None, None)))
-
-
-def stats(products: Array, bias: Array | None, labels: Array, options: Options) -> Stats:
-    tokens, width = products.shape
-    sums = _call(
-        _stats_kernel,
-        (products, labels if bias is None else bias, labels),
-        [_row(tokens)] * 5,
-        grid=(tokens,),
-        num_warps=TILES.stats_warps,
-        WIDTH=width,
-        BLOCK=_block(width, TILES.stats_block),
-        STAGES=TILES.stats_stages,
-        **_logit_constants(bias, options),
-        **_stats_constants(options),
-    )
-    return _to_stats(sums, options)
-
-
-def gradient(products: Array, bias: Array | None, labels: Array, lse: Array, scale: Array, options: Options) -> Array:
-    """Written over `products`."""
-    tokens, width = products.shape
-    block = _block(width, TILES.gradient_block)
-    return _call(
-        _gradient_kernel,
-        (products, labels if bias is None else bias, labels, lse, scale),
-        jax.ShapeDtypeStruct(products.shape, products.dtype),
-        input_output_aliases={0: 0},
-        grid=(tokens, triton.cdiv(width, block)),
-        num_warps=TILES.gradient_warps,
-        WIDTH=width,
-        BLOCK=block,
-        **_logit_constants(bias, options),
-        **_gradient_constants(options),
-    )
-
-
-def stats_and_gradient(
-    products: Array, bias: Array | None, labels: Array, scale: Array, options: Options
-) -> tuple[Stats, Array]:
-    """For rows that are whole. The gradient is written over `products`."""
-    tokens, width = products.shape
-    block = _block(width, TILES.row_block)
-    parts = triton.cdiv(width, block)
-    d, maximum, total, label, plain, moment, *_ = _call(
-        _stats_and_gradient_kernel,
-        (products, labels if bias is None else bias, labels, scale),
-        [
-            jax.ShapeDtypeStruct(products.shape, products.dtype),
-            *[_row(tokens)] * 3,
-            *[jax.ShapeDtypeStruct((parts, tokens), jnp.float32)] * 2,
-            jax.ShapeDtypeStruct((tokens, parts, 2), jnp.int32),
-            *[jax.ShapeDtypeStruct((n,), jnp.int32) for n in (tokens, 1)],
-        ],
-        input_output_aliases={0: 0},
-        zeroed_outputs=(7, 8),
-        grid=(tokens * parts,),
-        num_warps=TILES.row_warps,
-        TOKENS=tokens,
-        WIDTH=width,
-        BLOCK=block,
-        PARTS=parts,
-        PADDED=triton.next_power_of_2(parts),
-        **_logit_constants(bias, options),
-        **_stats_constants(options),
-        **_gradient_constants(options),
-    )
-    sums = maximum, total, plain.sum(0), moment.sum(0), label
-    return _to_stats(sums, options), d

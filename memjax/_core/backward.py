@@ -1,0 +1,82 @@
+"""The derivative of a flat function in two passes, with the fewest bytes kept between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from memjax._core.jaxpr import is_literal, nbytes
+from memjax._core.lists import Arrays, drop, merge, pick
+from memjax._core.min_cut import smallest_kept
+from memjax._core.partition import Part
+
+
+class Backward:
+    """The derivative of `f`, from a list of arrays to a list of arrays, with respect to some of its inputs.
+
+    What is kept is the smallest set of values from which the residuals follow without repeating matrix products and the
+    like. Inputs that are there again in the backward pass are never kept.
+
+    Args:
+      f: the function, traced once more.
+      inputs: types of its inputs.
+      wrt: which inputs to differentiate with respect to.
+      out_float: which outputs carry a gradient.
+      invariant: which inputs are the same at every call; what depends on them alone is never kept. None: no input.
+      lost: which inputs are not there in the backward pass. None: no input.
+
+    Attributes:
+      kept: types of what `keep` returns for `back`.
+      kept_nbytes: their bytes.
+    """
+
+    def __init__(
+        self,
+        f: Callable[[Arrays], Arrays],
+        inputs: Sequence[Any],
+        wrt: Sequence[bool],
+        out_float: Sequence[bool],
+        *,
+        invariant: Sequence[bool] | None = None,
+        lost: Sequence[bool] | None = None,
+    ):
+        self.wrt, self.out_float = list(wrt), list(out_float)
+        invariant = [False] * len(inputs) if invariant is None else invariant
+        lost = [False] * len(inputs) if lost is None else lost
+
+        def forward(*values):
+            def floats(chosen):
+                out = f(merge(chosen, drop(values, self.wrt), self.wrt))
+                return pick(out, self.out_float), drop(out, self.out_float)
+
+            out, vjp, others = jax.vjp(floats, pick(values, self.wrt), has_aux=True)
+            residuals, self._vjp_tree = jax.tree.flatten(vjp)
+            return [*merge(out, others, self.out_float), *residuals]
+
+        closed = jax.make_jaxpr(forward)(*inputs)
+        jaxpr, self._consts = closed.jaxpr, list(closed.consts)
+        available, n_out = drop(jaxpr.invars, lost), len(self.out_float)
+        self._outs, residuals = jaxpr.outvars[:n_out], jaxpr.outvars[n_out:]
+        constant = [*jaxpr.constvars, *pick(jaxpr.invars, invariant)]
+        self._kept = smallest_kept(jaxpr, constant, available, residuals, lambda var: max(nbytes(var.aval), 1))
+        self._keep = Part(jaxpr, [*jaxpr.constvars, *jaxpr.invars], [*self._outs, *self._kept], effects=True)
+        self._rebuild = Part(jaxpr, [*jaxpr.constvars, *available, *self._kept], residuals, effects=False)
+        self.kept = [var.aval for var in self._kept]
+        self.kept_nbytes = sum(map(nbytes, self.kept))
+
+    def keep(self, inputs: Arrays) -> tuple[Arrays, Arrays]:
+        """(outputs, kept)."""
+        out = self._keep([*self._consts, *inputs])
+        return out[: len(self._outs)], out[len(self._outs) :]
+
+    def back(self, available: Arrays, kept: Arrays, cts: Arrays) -> Arrays:
+        """Cotangents of the chosen inputs, from the inputs that are not lost and those of the outputs with a gradient."""
+        residuals = self._rebuild([*self._consts, *available, *kept])
+        return jax.tree.unflatten(self._vjp_tree, residuals)(list(cts))[0]
+
+    def nbytes_with(self, outputs: int) -> int:
+        """Bytes of the kept values and the first `outputs` outputs together, without those that are inputs."""
+        held = {var for var in (*self._kept, *self._outs[:outputs]) if not is_literal(var)}
+        return sum(nbytes(var.aval) for var in held.difference(self._keep.known))

@@ -1,0 +1,1 @@
+"""The kernels for Hopper GPUs, in Pallas: matmuls with the softmax inside."""

@@ -1,0 +1,1 @@
+"""The Triton kernels over rows of products, launched through `jax_triton`."""

@@ -1,0 +1,36 @@
+"""What follows from smaller integer arrays by cheap operations, as floats do from images of bytes, is computed again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from memjax._core.jaxpr import Walk, nbytes
+from memjax._core.primitives import AFFINE, COMPARISONS, MOVES
+from memjax.compress._transform.keep.origins import UNCHANGED, Origins
+
+# Bytes scaled to floats, images resized, classes as unit vectors. Not random numbers, which take long.
+_CHEAP = AFFINE | UNCHANGED | COMPARISONS | MOVES | {"div", "square", "integer_pow", "dot_general", "reduce_sum"}
+
+
+def integer_sources(var: Any, origins: Origins, kept_inputs: set[Any]) -> list[Any] | None:
+    """The inputs that `var` follows from cheaply, if they take less memory: integers and kept vectors.
+
+    None if there are others. Matrices are others, or all layers of a network would be computed again.
+    """
+    walk, sources = Walk([var]), list[Any]()
+    for source in walk:
+        eqn = origins.producer.get(source)
+        if eqn is None:
+            is_vector = source in kept_inputs and source.aval.size == max(source.aval.shape, default=1)
+            if not is_vector and not jnp.issubdtype(source.aval.dtype, jnp.integer):
+                return None
+            sources.append(source)
+        elif eqn.primitive.name in _CHEAP and not eqn.effects:
+            walk.add(eqn.invars)
+        elif source not in origins.constants:
+            return None
+    # Without a codec masks are packed.
+    kept = var.aval.size // 8 if var.aval.dtype == jnp.bool_ else nbytes(var.aval)
+    return sources if sum(nbytes(source.aval) for source in sources) < kept else None

@@ -1,0 +1,42 @@
+"""The mask of a ReLU follows from what a codec that keeps zeros decodes of the ReLU's output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax.numpy as jnp
+
+from memjax._core.jaxpr import is_literal, variables
+from memjax.compress._transform.keep.origins import Origins
+
+
+def masks_of_nonzero(masks: Iterable[Any], encoded: Iterable[Any], origins: Origins) -> dict[Any, Any]:
+    """By mask x > 0 the variable of `encoded` that is zero exactly where the mask is false."""
+    rectified = {_rectified(var, origins): var for var in encoded}
+    sources = {mask: _against_zero(mask, "gt", origins) for mask in masks}
+    return {mask: rectified[x] for mask, x in sources.items() if x is not None and x in rectified}
+
+
+def _rectified(var: Any, origins: Origins) -> Any | None:
+    """The x for which `var` has the signs of max(x, 0)."""
+    if (eqn := origins.producer.get(var)) is None:
+        return None
+    name = eqn.primitive.name
+    if name == "convert_element_type" and var.aval.dtype == jnp.bfloat16:  # which reaches as far as float32
+        var = eqn.invars[0]
+    elif name == "mul":  # the square of a ReLU saves twice the ReLU
+        literals = [atom.val for atom in eqn.invars if is_literal(atom)]
+        var = variables(eqn.invars)[0] if literals and literals[0] >= 1 else var
+    return _against_zero(var, "max", origins)
+
+
+def _against_zero(var: Any, primitive: str, origins: Origins) -> Any | None:
+    """The x for which `var` is `primitive` of x and 0."""
+    eqn = origins.producer.get(var)
+    if eqn is None or eqn.primitive.name != primitive or is_literal(eqn.invars[0]):
+        return None
+    zero = eqn.invars[1]
+    if not is_literal(zero) and (zero := origins.repeated(zero)) is None:
+        return None
+    return eqn.invars[0] if is_literal(zero) and zero.val == 0 else None

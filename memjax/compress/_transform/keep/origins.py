@@ -1,0 +1,92 @@
+"""From a value back to the array that it is a cheap function of.
+
+What `jax.vjp` saves is often a scaled, shifted, reshaped or cast copy of something else that it saves, too. The way back
+goes through equations with one large operand; their small operands, a batch norm's mean for one, are kept beside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from memjax._core.jaxpr import Program, consumers, is_literal, producers, variables
+from memjax._core.primitives import AFFINE, VIEWS
+
+ENCODED = (jnp.bfloat16, jnp.float16, jnp.float32)
+"""The dtypes that codecs take."""
+UNCHANGED = VIEWS | {"stop_gradient"}
+"""Primitives whose output is their operand, but for its shape and a rounding."""
+_MANY = 16  # times as large as a small operand is the array that it is combined with
+
+
+class Origins:
+    """Where the values of a program come from.
+
+    Attributes:
+      producer: the equation that makes each variable.
+      consumers: the equations that read each variable.
+      constants: variables that depend on no input.
+    """
+
+    def __init__(self, program: Program):
+        self.producer, self.consumers = producers(program), consumers(program)
+        self.constants: set[Any] = set()
+        for eqn in program.eqns:
+            if not eqn.effects and self.constants.issuperset(variables(eqn.invars)):
+                self.constants.update(eqn.outvars)
+
+    def parent(self, var: Any) -> tuple[Any, list[Any]] | None:
+        """The array as large as `var` that it is a cheap function of, and the small operands of that function."""
+        eqn = self.producer.get(var)
+        if eqn is None or eqn.primitive.name not in AFFINE | UNCHANGED:
+            return None
+        operands = variables(eqn.invars)
+        small = [atom for atom in operands if _is_small(atom, var) or self.repeated(atom) is not None]
+        large = [atom for atom in operands if atom.aval.size == var.aval.size and atom not in small]
+        if len(large) != 1 or len(large) + len(small) != len(operands):
+            return None
+        return large[0], small
+
+    def repeated(self, var: Any) -> Any | None:
+        """The small array, or the literal, that `var` repeats; None if it repeats nothing."""
+        eqn = self.producer.get(var)
+        if eqn is None or eqn.primitive.name != "broadcast_in_dim":
+            return None
+        source = eqn.invars[0]
+        return source if is_literal(source) or _is_small(source, var) else None
+
+    def path(self, var: Any, *, exact: bool = False, to_input: bool = False) -> list[Any]:
+        """From `var` back to where it comes from.
+
+        Args:
+          var: where to begin.
+          exact: only through what changes no value.
+          to_input: also through roundings, which cannot be undone, but repeated.
+        """
+        path = [var]
+        while (step := self.parent(path[-1])) is not None:
+            source, last = step[0], path[-1]
+            if exact and self.producer[last].primitive.name not in UNCHANGED:
+                break
+            is_narrower = source.aval.dtype in ENCODED and source.aval.dtype.itemsize <= last.aval.dtype.itemsize
+            if not (is_narrower or to_input):
+                break
+            path.append(source)
+        return path
+
+    def small_operands(self, path: Sequence[Any]) -> list[Any]:
+        """What else has to be kept to follow a path, as `path` returns it, from its end."""
+        steps = [self.parent(var) for var in path[:-1]]
+        repeated = [(small, self.repeated(small)) for step in steps if step is not None for small in step[1]]
+        return variables(small if source is None else source for small, source in repeated)
+
+    def uses(self, those: Sequence[Any]) -> list[tuple[Any, Any]]:
+        """Pairs of an equation and the one of `those` variables that it reads; what nothing reads counts where it is made."""
+        pairs = [(eqn, var) for var in dict.fromkeys(those) for eqn in self.consumers.get(var, [])]
+        return pairs or [(self.producer[var], var) for var in those if var in self.producer]
+
+
+def _is_small(operand: Any, var: Any) -> bool:
+    return operand.aval.size * _MANY <= var.aval.size

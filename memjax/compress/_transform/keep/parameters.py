@@ -1,0 +1,113 @@
+"""What follows from parameters is exact: computed again from them by moving and casting, or kept as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from memjax._core.jaxpr import Program, Walk, is_literal, nbytes, producers, variables
+from memjax._core.primitives import MOVES
+from memjax.compress._transform.keep.bodies import body_of
+from memjax.compress._transform.keep.origins import UNCHANGED, Origins
+
+# What changes no value but by rounding: of parameters, parameters again.
+_MOVED = UNCHANGED | MOVES | {"reduce_precision", "dynamic_update_slice", "sharding_constraint", "reshard"}
+# Of these operands values are moved; the others say where to.
+_DATA_OPERANDS = {"dynamic_slice": 1, "dynamic_update_slice": 2, "gather": 1}
+
+
+class Parameters:
+    """Which values of a program are parameters, moved, cast or computed of each other.
+
+    Args:
+      program: of the forward pass, calls in place.
+      origins: of its values.
+      kept_inputs: inputs that live until the backward pass anyway, and constants.
+    """
+
+    def __init__(self, program: Program, origins: Origins, kept_inputs: set[Any]):
+        self._origins, self._kept_inputs = origins, kept_inputs
+        self._computed = _computed_of_parameters(program, kept_inputs) - origins.constants
+
+    def sources(self, var: Any) -> list[Any] | None:
+        """What `var` follows from by slicing, reshaping, transposing and casting: parameters, what is computed of parameters
+        alone, and the small arrays that say which parts. None if it is computed of anything else.
+        """
+        walk, sources = Walk([var]), list[Any]()
+        for source in walk:
+            eqn = self._origins.producer.get(source)
+            if source in self._kept_inputs:
+                sources.append(source)
+            elif eqn is None:
+                return None
+            elif _is_moved(eqn):
+                data, places = _data_and_places(eqn)
+                sources += [atom for atom in variables(places) if atom not in self._origins.constants]
+                walk.add(data)
+            elif source in self._computed or self._is_moved_in_body(eqn, eqn.outvars.index(source)):
+                sources.append(source)
+            elif source not in self._origins.constants:
+                return None
+        computed = sum(nbytes(source.aval) for source in sources if source not in self._kept_inputs)
+        return sources if computed <= nbytes(var.aval) else [var]
+
+    def _is_moved_in_body(self, eqn: Any, index: int) -> bool:
+        """Whether a loop or a call only moves values of kept inputs to this output, as a scan over layers does to its weights."""
+        operands = _moved_to_output(eqn, index)
+        return operands is not None and all(is_literal(atom) or self.sources(atom) is not None for atom in operands)
+
+
+def _is_moved(eqn: Any) -> bool:
+    return eqn.primitive.name in _MOVED and not eqn.effects
+
+
+def _data_and_places(eqn: Any) -> tuple[list[Any], list[Any]]:
+    """The operands whose values an equation moves, and those that say where to."""
+    count = _DATA_OPERANDS.get(eqn.primitive.name, len(eqn.invars))
+    return eqn.invars[:count], eqn.invars[count:]
+
+
+def _computed_of_parameters(program: Program, kept_inputs: set[Any]) -> set[Any]:
+    """What is computed of kept floating-point inputs and constants alone, weights that are normalised for one.
+
+    If all inputs of a function are kept, this is empty: which of them are parameters is not known.
+    """
+    if kept_inputs.issuperset(program.invars):
+        return set()
+    is_parameter = lambda var: var in kept_inputs and jnp.issubdtype(var.aval.dtype, jnp.floating)
+    others = {var for var in [*program.constvars, *program.invars] if not is_parameter(var)}
+    computed: set[Any] = set()
+    for eqn in program.eqns:
+        depends = eqn.effects or not others.isdisjoint(variables(eqn.invars))
+        (others if depends else computed).update(eqn.outvars)
+    return computed
+
+
+def _moved_to_output(eqn: Any, index: int) -> list[Any] | None:
+    """The operands whose values a loop's or call's body only moves to its output `index`; None if it does anything else."""
+    body, changing = body_of(eqn), set[Any]()
+    if body is None:
+        return None
+    if eqn.primitive.name == "scan":
+        # Told by shapes, for JAX 0.12 names these numbers otherwise: what is scanned over, or stacked, has an axis more outside.
+        same = lambda outer, inner: sum(a.aval.ndim == b.aval.ndim for a, b in zip(outer, inner, strict=True))
+        carried = same(eqn.outvars, body.outvars)
+        constants = same(eqn.invars, body.invars) - carried
+        if index < carried:
+            return None
+        changing = set(body.invars[constants : constants + carried])
+    producer, operand = producers(body), dict(zip(body.invars, eqn.invars, strict=True))
+    walk, operands = Walk([body.outvars[index]]), list[Any]()
+    for source in walk:
+        if source in changing:
+            return None
+        if source in operand:
+            operands.append(operand[source])
+        elif source in producer:  # else it is a constant
+            inner = producer[source]
+            deeper = _data_and_places(inner)[0] if _is_moved(inner) else None
+            if deeper is None and (deeper := _moved_to_output(inner, inner.outvars.index(source))) is None:
+                return None
+            walk.add(deeper)
+    return operands or None

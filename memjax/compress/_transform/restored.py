@@ -1,0 +1,75 @@
+"""The values of the forward pass in the backward pass: kept, decoded, or computed again on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from memjax._core.jaxpr import bind, is_literal
+
+Barrier = Callable[[Any], Any]
+"""Makes a value wait for a cotangent."""
+
+
+class Restored:
+    """The values of the forward pass's variables, each decoded or computed again once.
+
+    Args:
+      producer: the equation that makes each variable.
+      nonzero: masks, and for each the variable that is zero where the mask is false.
+      kept: values of what is kept as it is.
+      codes: by variable with a code, what decodes it, the code, and whether that is elementwise.
+    """
+
+    def __init__(
+        self,
+        producer: dict[Any, Any],
+        nonzero: dict[Any, Any],
+        kept: dict[Any, Any],
+        codes: dict[Any, tuple[Callable[[Any], Any], Any, bool]],
+    ):
+        self._producer, self._nonzero, self._values, self._codes = producer, nonzero, kept, codes
+        self._new: set[Any] = set()
+
+    def has(self, var: Any) -> bool:
+        return var in self._values
+
+    def is_new(self, var: Any) -> bool:
+        """Whether its value is not the one that the forward pass computed."""
+        return var in self._new
+
+    def value(self, atom: Any, barrier: Barrier) -> Any:
+        """The value of a variable. Codes, unless decoding is elementwise, wait behind `barrier`."""
+        if is_literal(atom):
+            return atom.val
+        if atom not in self._values:
+            if atom in self._codes:
+                decode, code, is_elementwise = self._codes[atom]
+                self._values[atom] = decode(code if is_elementwise else barrier(code))
+            elif atom in self._nonzero:
+                # The output of a ReLU may have been decoded without signs, but not to zero. The mask of a NaN is false.
+                source = self.value(self._nonzero[atom], barrier)
+                self._values[atom] = jnp.abs(source) > jnp.zeros((), source.dtype)
+            else:
+                eqn = self._producer[atom]
+                outs = bind(eqn, [self._operand(operand, barrier) for operand in eqn.invars])
+                self._new.update(eqn.outvars)
+                for var, out in zip(eqn.outvars, outs, strict=True):
+                    self._values.setdefault(var, out)
+            self._new.add(atom)
+        return self._values[atom]
+
+    def _operand(self, atom: Any, barrier: Barrier) -> Any:
+        """An operand of what is computed again: behind a barrier, or the compiler sees that it has been computed before, and
+        keeps it.
+
+        The barrier is another one: if it held cotangents as well, what these are computed by could not be fused.
+        """
+        value = self.value(atom, barrier)
+        if not is_literal(atom) and atom not in self._new:
+            value = self._values[atom] = lax.optimization_barrier(value)
+            self._new.add(atom)
+        return value

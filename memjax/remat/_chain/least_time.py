@@ -1,0 +1,134 @@
+"""The schedules of a chain that take the least time, for every amount of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from memjax.remat._chain.items import BlockCost, Items, forward_peaks
+
+_STEPS = 500  # units of memory that a budget is divided into
+_FEWEST_STEPS = 150
+_WORK = 1e9  # elements that the dynamic program may visit before it takes fewer units
+
+
+class LeastTime:
+    """The schedules of the least time for every number of units of memory.
+
+    C(s, t, m), the time that blocks s to t - 1 spend on running again within m units, the paper's equations 1 and 2:
+    min(C(s + 1, t, m - kept_s), min over k of (F_s + ... + F_{k-1} + C(k, t, m - output_{k-1}) + C(s, k, m))).
+    """
+
+    def __init__(self, costs: Sequence[BlockCost], budget: int):
+        self.costs, n = costs, len(costs)
+        same = _first_equal(costs)
+        self.segments = sum(int(same[s, t - s - 1] == s) for s in range(n) for t in range(s + 1, n + 1))
+        steps = int(np.clip(_WORK / (self.segments * n / 3), _FEWEST_STEPS, _STEPS))
+        self.unit = _unit(costs, budget, steps)
+        fits = budget // self.unit
+        self.most = fits if self.unit == 1 else fits * 3 // 2
+        self.forward = np.concatenate([[0.0], np.cumsum([cost.forward for cost in costs])])
+        self.peaks = [_rises(forward_peaks(costs, s)) for s in range(n)]
+        self.rows = np.full((self.segments, self.most + 1), np.inf)
+        self.moved: dict[tuple[int, int], int] = {}  # (row, units): the row, moved by so many units, in `after`
+        self.after = np.full((self.segments, self.most + 1), np.inf)
+        self.row = np.zeros((n, n + 1), np.int64)
+        self.row_after = np.zeros((n, n + 1), np.int64)  # of C(s, t, m - output_{s-1})
+        known = 0
+        for length in range(1, n + 1):
+            for s in range(n - length + 1):
+                t, twin = s + length, int(same[s, length - 1])
+                if twin == s:
+                    self.rows[known] = self._times(s, t, slice(None)).min(0)
+                    self.row[s, t] = known
+                    known += 1
+                else:
+                    self.row[s, t] = self.row[twin, twin + length]
+                if s:
+                    self.row_after[s, t] = self._move(int(self.row[s, t]), self._units(costs[s - 1].output))
+
+    def _units(self, nbytes: int) -> int:
+        return min(-(-nbytes // self.unit), self.most + 1)
+
+    def _move(self, row: int, units: int) -> int:
+        key = (row, units)
+        if key not in self.moved:
+            index = self.moved[key] = len(self.moved)
+            if index == len(self.after):
+                self.after = np.concatenate([self.after, np.full_like(self.after, np.inf)])
+            self.after[index, units:] = self.rows[row, : self.most + 1 - units]
+        return self.moved[key]
+
+    def _times(self, s: int, t: int, units: slice) -> np.ndarray:
+        """(choices, units): block s keeps all; then for k = s + 1, ... the blocks before k do not."""
+        here, gradient = self.costs[s], self.costs[t - 1].output
+        memory = np.arange(self.most + 1)[units]
+        times = np.full((t - s, len(memory)), np.inf)
+        left = memory - self._units(here.kept)
+        enough = max(here.kept + gradient + here.forward_work, here.kept + here.backward_work)
+        fits = memory >= self._units(enough)
+        if t == s + 1:
+            times[0, fits] = 0.0
+            return times
+        times[0, fits] = self.rows[self.row[s + 1, t], left[fits]]
+        np.add(self.after[self.row_after[s + 1 : t, t], units], self.rows[self.row[s, s + 1 : t], units], out=times[1:])
+        times[1:] += (self.forward[s + 1 : t] - self.forward[s])[:, None]
+        for first, peak in self.peaks[s]:
+            times[1 + first :, memory < self._units(gradient + peak)] = np.inf
+        return times
+
+    @property
+    def amounts(self) -> list[int]:
+        """The numbers of units, rising, at each of which a faster schedule becomes possible."""
+        times = self.rows[self.row[0, len(self.costs)]]
+        return np.nonzero(times < np.concatenate([[np.inf], times[:-1]]))[0].tolist()
+
+    def items(self, units: int) -> Items:
+        """The fastest schedule within `units`."""
+        return self._items(0, len(self.costs), units)
+
+    def _items(self, s: int, t: int, units: int) -> Items:
+        found: list[Any] = []
+        while s < t:
+            choice = int(np.argmin(self._times(s, t, slice(units, units + 1))))
+            if choice:
+                k = s + choice
+                found.append(self._items(s, k, units))
+                units -= self._units(self.costs[k - 1].output)
+                s = k
+            else:
+                found.append(s)
+                units -= self._units(self.costs[s].kept)
+                s += 1
+        return tuple(found)
+
+
+def _rises(values: np.ndarray) -> list[tuple[int, int]]:
+    """(index, value) where a sequence that never falls takes a new value."""
+    at = np.nonzero(np.diff(values, prepend=-1))[0]
+    return list(zip(at.tolist(), values[at].tolist(), strict=True))
+
+
+def _first_equal(costs: Sequence[BlockCost]) -> np.ndarray:
+    """(n, n): entry (s, l - 1) is the first start of a stretch of `l` blocks that costs the same as that from s."""
+    n = len(costs)
+    kinds = np.array([{cost: i for i, cost in reversed(list(enumerate(costs)))}[cost] for cost in costs])
+    common = np.zeros((n + 1, n + 1), np.int64)  # blocks that the chains from i and from j have in common
+    for i in range(n - 1, -1, -1):
+        common[i, :n] = np.where(kinds == kinds[i], common[i + 1, 1:] + 1, 0)
+    found = np.tile(np.arange(n)[:, None], (1, n))
+    for s in range(n):
+        for earlier in range(s - 1, -1, -1):
+            found[s, : common[earlier, s]] = earlier
+    return found
+
+
+def _unit(costs: Sequence[BlockCost], budget: int, steps: int) -> int:
+    """Bytes of one unit: of the sizes that divide the budget finely enough the one that rounding up wastes least with."""
+    smallest = -(-budget // steps)
+    units = np.unique(np.linspace(smallest, 2 * smallest, 64).astype(np.int64)) if smallest > 1 else np.array([1])
+    sizes = np.array([size for cost in costs for size in (cost.output, cost.kept)])
+    waste = (-sizes[None, :] % units[:, None]).sum(1)
+    return int(units[np.argmin(waste)])

@@ -1,0 +1,28 @@
+"""Layers of a `Sequential`: what they may be, and how one hands on what the layer before gave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from memjax._core import check
+
+
+def check_layers(layers: Any, module: type) -> None:
+    """That all layers are functions or instances of modules."""
+    if isinstance(layers, str) or not isinstance(layers, Sequence):
+        raise check.fail(TypeError, "layers", "a sequence of modules and functions", layers)
+    if not layers:
+        raise check.fail(ValueError, "layers", "at least one module or function", layers)
+    for i, layer in enumerate(layers):
+        is_class = isinstance(layer, type) and issubclass(layer, module)
+        if is_class or not callable(layer):
+            fix = "make an instance first" if is_class else ""
+            raise check.fail(TypeError, f"layers[{i}]", "a module or a function", layer, fix)
+
+
+def call(layer: Callable[..., Any], x: Any) -> Any:
+    """The output of a layer: a tuple gives its arguments, a dict its keyword arguments, anything else its one argument."""
+    if isinstance(x, tuple):
+        return layer(*x)
+    return layer(**x) if isinstance(x, Mapping) else layer(x)

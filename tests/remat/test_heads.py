@@ -1,0 +1,115 @@
+"""Attention in groups of heads against the same attention at once, in float64."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+
+import memjax
+from memjax.remat import attention_in_groups
+
+EXAMPLES, LENGTH, DIM, HEADS, KV_HEADS, FEATURES = 2, 11, 16, 4, 2, 4
+
+
+def attend(q, k, v, bias=0.0):
+    k, v = (jnp.repeat(a, q.shape[2] // k.shape[2], 2) for a in (k, v))
+    logits = jnp.einsum("btnh,bsnh->bnts", q, k) + bias
+    seen = jnp.tril(jnp.ones(logits.shape[-2:], bool))
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(jnp.where(seen, logits, -jnp.inf)), v)
+
+
+def rotary(x, positions):
+    angle = positions[..., None].astype(x.dtype) / 10 ** jnp.arange(FEATURES // 2, dtype=x.dtype)
+    cos, sin = jnp.cos(angle)[..., None, :], jnp.sin(angle)[..., None, :]
+    a, b = jnp.split(x, 2, -1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def norm(x, scale):
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * scale
+
+
+def arguments():
+    keys = iter(jax.random.split(jax.random.key(0), 9))
+    normal = lambda *shape: jax.random.normal(next(keys), shape, jnp.result_type(float)) * 0.4
+    query, key, value = normal(DIM, HEADS, FEATURES), normal(DIM, KV_HEADS, FEATURES), normal(DIM, KV_HEADS, FEATURES)
+    bias = normal(LENGTH, LENGTH)
+    return normal(EXAMPLES, LENGTH, DIM), query, key, value, normal(HEADS, FEATURES, DIM), 1 + normal(DIM), bias
+
+
+def at_once(x, query, key, value, out, scale, bias):
+    q, k, v = (jnp.einsum("btd,dnh->btnh", norm(x, scale), kernel) for kernel in (query, key, value))
+    positions = jnp.arange(LENGTH)
+    o = attend(rotary(q, positions), rotary(k, positions), v, bias)
+    return x + jnp.einsum("btnh,nhd->btd", o, out)
+
+
+def in_groups(x, query, key, value, out, scale, bias, groups=None):
+    return attention_in_groups(
+        *(x, query, key, value, out),
+        groups=groups,
+        tile=4,
+        norm=lambda x: norm(x, scale),
+        rotary=rotary,
+        attend=functools.partial(attend, bias=bias),
+    )
+
+
+def gradients(f, *args):
+    return jax.grad(lambda args: jnp.sum(jnp.sin(f(*args))))(args)
+
+
+def close(actual, expected):
+    chex.assert_trees_all_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("groups", [None, 1, 2])
+def test_equals_attention_at_once(x64, groups):
+    """What the functions close over, a scale and a bias, is differentiated as well."""
+    args, run = arguments(), functools.partial(in_groups, groups=groups)
+    close(jax.jit(run)(*args), at_once(*args))
+    close(jax.jit(functools.partial(gradients, run))(*args), gradients(at_once, *args))
+
+
+def test_composes(x64):
+    """With checkpoints, and schedules over layers."""
+    x, *layer = arguments()
+    close(jax.jit(functools.partial(gradients, jax.checkpoint(in_groups)))(x, *layer), gradients(at_once, x, *layer))
+    layers = jax.tree.map(lambda a: jnp.stack([a, 0.9 * a, 1.1 * a]), tuple(layer))
+
+    def stack(f, x, layers):
+        return memjax.remat.scan(lambda x, layer: (f(x, *layer), None), x, layers, slots=2)[0]
+
+    run, plain = functools.partial(stack, in_groups), functools.partial(stack, at_once)
+    close(
+        jax.jit(functools.partial(gradients, run))(x, layers), jax.jit(functools.partial(gradients, plain))(x, layers)
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": None}, "x must be an array, got None"),
+        ({"query": (DIM + 1, HEADS, FEATURES)}, "query must be of shape .16, N, H., as x has 16 features, got"),
+        ({"key": (DIM, 3, FEATURES)}, "key must be of shape .* with K a divisor of the 4 query heads, got"),
+        ({"value": (DIM, 1, FEATURES)}, "value must be of shape .16, 2, 4., to fit x and query, got"),
+        ({"out": (FEATURES, HEADS, DIM + 1)}, "out must be of shape .4, 4, 16., to fit x and query, got"),
+        ({"groups": 3}, "groups must be a divisor of the 2 heads of keys and values, got 3"),
+        ({"groups": 1.5}, "groups must be a number of groups of at least 1, got 1.5"),
+        ({"norm": 3}, "norm must be a function, got 3"),
+        ({"positions": (3,)}, "positions must be of shape .*, got an array"),
+    ],
+)
+def test_errors(change, message):
+    values = dict(zip(("x", "query", "key", "value", "out"), arguments(), strict=False))
+    values |= {name: jnp.ones(value) if isinstance(value, tuple) else value for name, value in change.items()}
+    with pytest.raises((ValueError, TypeError), match=message):
+        attention_in_groups(**values)
+
+
+def test_forward_mode_is_refused():
+    x, *layer = arguments()
+    with pytest.raises(TypeError, match="attention_in_groups cannot be differentiated in forward mode"):
+        jax.jvp(lambda x: in_groups(x, *layer), (x,), (x,))

@@ -1,0 +1,221 @@
+"""Wrong arguments of `measure`, `remat` and `compress`: what is raised names the argument, what it got and what it must be.
+
+Those of `shard` and of `linear_cross_entropy` are beside their tests.
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import memjax
+from memjax import compress, remat
+
+X = jnp.ones((8, 4))
+STEP = lambda carry, x: (carry + x, carry)
+NET = lambda w, x: jnp.tanh(x @ w).sum()
+WITH_CODEC = lambda codec, w, x: memjax.compressed(NET, codec)(w, x)
+W, BATCH = jnp.ones((64, 64)), jnp.ones((128, 64))
+SETTINGS = compress.layers(WITH_CODEC, W, BATCH)
+SCHEDULE = {"length": 10, "slots": 3, "strategy": "mixed", "internal_size": 1, "forward_steps": 20}
+SPEC = {"in_features": 4, "growth_rate": 2, "num_layers": 2}
+
+
+def scan(**changes):
+    arguments = {"f": STEP, "init": jnp.zeros(4), "xs": X, "slots": 3, **changes}
+    return remat.scan(arguments.pop("f"), arguments.pop("init"), arguments.pop("xs"), **arguments)
+
+
+def chain(**changes):
+    arguments = {"budget": "1MiB", **changes}
+    return remat.chain([lambda p, x: x * p] * 2, [1.0, 2.0], X, **arguments)
+
+
+def chain_costs(**changes):
+    return remat.chain_costs([lambda p, x: x * p] * 2, [1.0, 2.0], X, **changes)
+
+
+def rnn(**changes):
+    arguments = {"cell": nnx.GRUCell(4, 4, rngs=nnx.Rngs(0)), "slots": 2, **changes}
+    call = {name: arguments.pop(name) for name in ("seq_lengths",) if name in arguments}
+    inputs = arguments.pop("inputs", jnp.ones((2, 6, 4)))
+    return remat.RNN(arguments.pop("cell"), **arguments)(inputs, **call)
+
+
+def linen_rnn(**changes):
+    arguments = {"cell": nn.GRUCell(4), "slots": 2, **changes}
+    model, x = remat.linen.RNN(arguments.pop("cell"), **arguments), jnp.ones((2, 6, 4))
+    return model.apply(model.init(jax.random.key(0), x), x)
+
+
+def layers_of_chain(**changes):
+    arguments = {"layers": [nnx.Linear(4, 4, rngs=nnx.Rngs(0))], "budget": "1MiB", **changes}
+    return remat.Chain(*arguments.pop("layers"), **arguments)(X)
+
+
+def linen_chain(**changes):
+    arguments = {"layers": [nn.Dense(4)], "budget": "1MiB", **changes}
+    model = remat.linen.Chain(arguments.pop("layers"), **arguments)
+    return model.apply(model.init(jax.random.key(0), X), X)
+
+
+def dense_block(**changes):
+    x = changes.pop("x", jnp.ones((1, 4, 4, 4)))
+    return remat.DenseBlock(**{**SPEC, "rngs": nnx.Rngs(0), **changes})(x)
+
+
+def compressed(**changes):
+    return jax.grad(memjax.compressed(NET, **changes))(W, BATCH)
+
+
+def layers(**changes):
+    arguments = {"f": WITH_CODEC, "args": (W, BATCH), **changes}
+    return compress.layers(arguments.pop("f"), *arguments.pop("args"), **arguments)
+
+
+def adaptive(state):
+    params = {"w": W, "codec": SETTINGS}
+    return compress.adaptive(optax.sgd(0.1)).update(params, state, params)
+
+
+def transactional(**changes):
+    return compress.transactional(lambda state: (state, 0.0), **changes)
+
+
+def predicted_sigma(**changes):
+    return compress.predicted_sigma(SETTINGS.statistics, **{"half_width": SETTINGS.bound, **changes})
+
+
+def scale_gradient(**changes):
+    arguments = {"gradients": {"w": W}, "by": 2.0, **changes}
+    return compress.scale_gradient(arguments["gradients"], arguments["by"])
+
+
+def measured_channels(**changes):
+    ranges = {"low": jnp.zeros(64), "distance": jnp.ones(64), "bits": 4, **changes}
+    return compress.MeasuredChannels(**ranges).encode(BATCH)
+
+
+def uniform_error(**changes):
+    return compress.UniformError(**changes).encode(BATCH)
+
+
+CALLS = [
+    (memjax.measure, {"fn": nnx.Linear}, "fn must be a function or a module, got .*make an instance first"),
+    (memjax.measure, {"fn": nn.Dense}, "fn must be a function or a module, got .*make an instance first"),
+    (memjax.measure, {"fn": NET, "compiler_options": {1: 2}}, "compiler_options must be None or a dict"),
+    (memjax.measure, {"fn": NET, "compiler_options": {"flag": None}}, "compiler_options must be None or a dict"),
+    (scan, {"f": lambda carry: carry}, "f must be a function of 2 arguments, got"),
+    (scan, {"reverse": "no"}, "reverse must be True or False, got 'no'"),
+    (scan, {"reverse": jnp.ones(2)}, "reverse must be True or False, got an array"),
+    (scan, {"init": np.array("a")}, "init must be an array or a number, got an array of <U1"),
+    (scan, {"xs": np.array(["a", "b"])}, "xs must be an array or a number, got an array of <U1"),
+    (scan, {"budget": "1MiB"}, "give exactly one of slots and budget, got slots=3 and budget='1MiB'"),
+    (remat.profile, {"f": lambda carry: carry, "init": X}, "f must be a function of 2 arguments, got"),
+    *(
+        (remat.Schedule, {**SCHEDULE, name: value}, f"{name} must be .* got")
+        for name, value in (
+            ("length", None),
+            ("length", -1),
+            ("slots", "3"),
+            ("slots", 0),
+            ("strategy", "fast"),
+            ("internal_size", 0),
+            ("forward_steps", None),
+        )
+    ),
+    (chain, {"costs": 1}, r"costs must be a sequence of BlockCost, .*got 1"),
+    (chain, {"costs": remat.BlockCost}, r"costs must be a sequence of BlockCost, .*got"),
+    (chain, {"budget": None}, "give exactly one of budget and schedule, got budget=None and schedule=None"),
+    (chain_costs, {"measure": "no"}, "measure must be True or False, got 'no'"),
+    (rnn, {"cell": None}, "cell must be an NNX recurrent cell, got None"),
+    (rnn, {"cell": nnx.GRUCell}, "cell must be an NNX recurrent cell, got"),
+    (rnn, {"cell": nnx.Linear(4, 4, rngs=nnx.Rngs(0))}, "cell must be an NNX recurrent cell, got"),
+    (rnn, {"time_major": "no"}, "time_major must be True or False, got 'no'"),
+    (rnn, {"return_carry": 1}, "return_carry must be True or False, got 1"),
+    (rnn, {"slots": True}, "slots must be a number of carries of at least 1, got True"),
+    (rnn, {"slots": None}, "give exactly one of slots and budget, got slots=None and budget=None"),
+    (rnn, {"inputs": None}, "inputs must be an array, got None"),
+    (rnn, {"inputs": jnp.ones(4)}, "inputs must be an array of at least 2 axes"),
+    (rnn, {"seq_lengths": "a"}, "seq_lengths must be an array, got 'a'"),
+    (rnn, {"seq_lengths": jnp.ones(3, int)}, r"seq_lengths must be integers of shape \(2,\)"),
+    (rnn, {"seq_lengths": jnp.ones(2)}, r"seq_lengths must be integers of shape \(2,\)"),
+    (linen_rnn, {"cell": nn.GRUCell}, "cell must be a Flax Linen cell, got"),
+    (linen_rnn, {"cell": nn.Dense(4)}, "cell must be a Flax Linen cell, got"),
+    (linen_rnn, {"cell": nnx.GRUCell(4, 4, rngs=nnx.Rngs(0))}, "cell must be a Flax Linen cell, got"),
+    (rnn, {"cell": nn.GRUCell(4)}, "cell must be an NNX recurrent cell, got"),
+    (linen_chain, {"layers": []}, "layers must be at least one module or function"),
+    (linen_rnn, {"slots": 0}, "slots must be a number of carries of at least 1, got 0"),
+    (linen_rnn, {"slots": None, "budget": "12MX"}, "budget must be a number of bytes .* got '12MX'"),
+    (linen_rnn, {"slots": None}, "give exactly one of slots and budget"),
+    (linen_rnn, {"time_major": "no"}, "time_major must be True or False, got 'no'"),
+    (layers_of_chain, {"layers": [None]}, r"layers\[0\] must be a module or a function, got None"),
+    (layers_of_chain, {"layers": [jnp.tanh, nnx.Linear]}, r"layers\[1\] must be .*make an instance first"),
+    (layers_of_chain, {"budget": "12MX"}, "budget must be a number of bytes .* got '12MX'"),
+    (layers_of_chain, {"budget": None, "schedule": 3}, "schedule must be a ChainSchedule, got 3"),
+    (linen_chain, {"layers": [nn.Dense]}, r"layers\[0\] must be .*make an instance first"),
+    (linen_chain, {"layers": [3]}, r"layers\[0\] must be a module or a function, got 3"),
+    (linen_chain, {"budget": float("nan")}, "budget must be a number of bytes .* got nan"),
+    (linen_chain, {"budget": None}, "give exactly one of budget and schedule"),
+    *(
+        (build, {**SPEC, name: value}, f"{name} must be .* got")
+        for build in (remat.DenseSpec, dense_block)
+        for name, value in (
+            ("in_features", None),
+            ("in_features", "4"),
+            ("growth_rate", True),
+            ("growth_rate", 0),
+            ("num_layers", 2.5),
+            ("bottleneck", -1),
+            ("epsilon", "1"),
+            ("epsilon", float("nan")),
+            ("dropout_rate", 1.0),
+            ("dropout_rate", None),
+        )
+    ),
+    (remat.DenseSpec, {**SPEC, "use_running_average": "no"}, "use_running_average must be True or False, got 'no'"),
+    (dense_block, {"keep": "everything"}, "keep must be one of 'all', 'convolutions', 'features', got 'everything'"),
+    (dense_block, {"implementation": "fast"}, "implementation must be one of None, 'xla', 'triton', got 'fast'"),
+    (dense_block, {"rngs": 3}, "rngs must be an nnx.Rngs, got 3"),
+    (dense_block, {"x": None}, "x must be an array, got None"),
+    (compressed, {"where": lambda scope: True}, "where must be a function of 2 arguments, got"),
+    (compress.Cast().nbytes, {"aval": "text"}, "aval must be an array or the type of one, got 'text'"),
+    (compress.GroupQuantized().nbytes, {"aval": None}, "aval must be an array or the type of one, got None"),
+    (measured_channels, {"low": None}, "low must be an array, got None"),
+    (measured_channels, {"distance": jnp.ones(12)}, r"distance must be of shape \(64,\)"),
+    (measured_channels, {"bits": 5}, "bits must be one of 4, 8, got 5"),
+    (uniform_error, {"bound": jnp.ones(3)}, "bound must be one positive number, got an array"),
+    (layers, {"f": lambda codec: 1.0}, "f must be a function of 3 arguments, got"),
+    (layers, {"args": (W,)}, "f must be a function of 2 arguments, got"),
+    (layers, {"argnums": 7}, "argnums must be positions among the 2 arguments of f, got 7"),
+    (adaptive, {"state": 3}, "state must be an AdaptiveState, got 3"),
+    (transactional, {"compiler_options": "fast"}, "compiler_options must be None or a dict"),
+    (transactional, {"compiler_options": []}, "compiler_options must be None or a dict"),
+    (transactional, {"static_argnums": 0}, "static_argnums must be left out, got 0"),
+    (predicted_sigma, {"half_width": jnp.ones(99)}, r"half_width must be of shape \(\d,\)"),
+    (predicted_sigma, {"coefficient": "a"}, "coefficient must be a positive finite number, got 'a'"),
+    (predicted_sigma, {"coefficient": float("nan")}, "coefficient must be a positive finite number, got nan"),
+    (scale_gradient, {"gradients": {"w": "text"}}, "gradients must be an array, got 'text'"),
+    (scale_gradient, {"by": jnp.ones(3)}, "by must be one number, got an array"),
+]
+
+
+@pytest.mark.parametrize(
+    ("f", "changes", "message"), CALLS, ids=[f"{i} {message[:40]}" for i, (*_, message) in enumerate(CALLS)]
+)
+def test_is_refused(f, changes, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        f(**changes)
+
+
+@pytest.mark.parametrize("f", [scan, chain, chain_costs, rnn, linen_rnn, layers_of_chain, linen_chain, dense_block])
+def test_the_calls_of_remat_are_right_as_they_stand(f):
+    f()
+
+
+@pytest.mark.parametrize("f", [compressed, layers, transactional, predicted_sigma, scale_gradient, measured_channels])
+def test_the_calls_of_compress_are_right_as_they_stand(f):
+    f()
