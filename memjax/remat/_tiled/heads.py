@@ -180,8 +180,8 @@ def _outward(out: Array, o: Array, dtype: Any) -> Array:
 
 def _causal(q: Array, k: Array, v: Array) -> Array:
     fits = q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
-    implementation = "cudnn" if fits and jax.default_backend() == "gpu" else None
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+    cudnn = fits and jax.default_backend() == "gpu"
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn" if cudnn else None)
 
 
 def _checked(x: Any, query: Any, key: Any, value: Any, out: Any, groups: Any) -> int:
