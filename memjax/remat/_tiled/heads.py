@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float
 
 from memjax._core import check
 from memjax._core.arrays import is_float, vary, varying_axes, zeros
@@ -57,7 +57,7 @@ def attention_in_groups(
       tile: positions per tile of projections; see `tiled`.
       norm: applied to x before the projections. What it closes over (a scale) is differentiated.
       rotary: applied to queries and keys of shape (B, t, heads, H), with the positions of the tile, of shape (t,) or (B, t).
-      positions: what `rotary` is given. None: 0 to T - 1; over a ring pass those of `memjax.shard.positions`.
+      positions: of shape (T,) or (B, T), what `rotary` is given. None: 0 to T - 1; over a ring pass those of `memjax.shard.positions`.
       attend: attention of queries (B, T, N / groups, H) to keys and values (B, T, K / groups, H). None: causal, by
         `jax.nn.dot_product_attention`, with cuDNN on a GPU where it can. For windows, segments, or over a ring:
         `functools.partial(memjax.shard.metp_attention, ...)`.
