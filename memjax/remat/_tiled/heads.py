@@ -41,7 +41,7 @@ def attention_in_groups(
     tile: int | None = None,
     norm: Callable[[Array], Array] | None = None,
     rotary: Callable[[Array, Array], Array] | None = None,
-    positions: Shaped[Array, T] | Shaped[Array, "B T"] | None = None,
+    positions: Array | None = None,
     attend: Attend | None = None,
 ) -> Float[Array, "B T D"]:
     """`x` plus multi-head attention to it, computed for one group of heads after the other in both passes.
@@ -57,7 +57,8 @@ def attention_in_groups(
       tile: positions per tile of projections; see `tiled`.
       norm: applied to x before the projections. What it closes over (a scale) is differentiated.
       rotary: applied to queries and keys of shape (B, t, heads, H), with the positions of the tile, of shape (t,) or (B, t).
-      positions: of shape (T,) or (B, T), what `rotary` is given. None: 0 to T - 1; over a ring pass those of `memjax.shard.positions`.
+      positions: of shape (T,) or (B, T), what `rotary` is given. None: 0 to T - 1; over a ring pass those of
+        `memjax.shard.positions`.
       attend: attention of queries (B, T, N / groups, H) to keys and values (B, T, K / groups, H). None: causal, by
         `jax.nn.dot_product_attention`, with cuDNN on a GPU where it can. For windows, segments, or over a ring:
         `functools.partial(memjax.shard.metp_attention, ...)`.
