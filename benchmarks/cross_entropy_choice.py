@@ -69,7 +69,7 @@ SMOKE = (Shape(64, 32, 129), Shape(96, 16, 256, "float32"), Shape(64, 32, 256, w
 @dataclasses.dataclass(frozen=True)
 class Config:
     turns: int = 7
-    """Of each implementation, after one that is not counted."""
+    """How often each implementation is timed, after one call that is not counted."""
     turn_ms: float = 30.0
     """A turn's least time: as many calls in a row."""
     full_gib: float = 48.0

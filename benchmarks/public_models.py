@@ -54,7 +54,7 @@ class Config:
     models: tuple[str, ...] = tuple(CASES)
     seeds: int = 8
     steps: int = 400
-    """Of each training."""
+    """How many steps each training has."""
     seconds: float = 210.0
     """Divided among the models: no seed after a model's first two is begun that would end later."""
     smoke: bool = False
@@ -189,7 +189,7 @@ def _train(case: Case, programs: _Programs, kind: str, seed: int, steps: int) ->
     gradient = programs.gradients["compressed" if kind == "compressed" else "plain"]
 
     def errors() -> dict[str, float]:
-        """Of two batches that are not trained on."""
+        """Errors of gradients, on two batches that are not trained on."""
         own, compressed = (programs.gradients[name](params, rest, *given(steps))[1] for name in _WRAPS)
         other = programs.gradients["plain"](params, rest, *given(steps + 1))[1]
         return {

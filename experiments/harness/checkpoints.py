@@ -131,7 +131,7 @@ class Checkpoints:
             self._manager.wait_until_finished()
 
     def _steps(self) -> list[int]:
-        """Of all checkpoints, the newest first."""
+        """The steps of all checkpoints, the newest first."""
         return sorted(self._manager.all_steps(), reverse=True)
 
     def _saved_config(self, step: int) -> Mapping:
@@ -233,7 +233,7 @@ def _state_sums(state: TrainState) -> dict[str, int]:
 
 
 def _data_sums(position: object) -> list[int]:
-    """Of the positions of all hosts."""
+    """The checksums of the positions of all hosts."""
     return [int(x) for x in multihost_utils.process_allgather(np.uint32(_sum_of_json(position))).reshape(-1)]
 
 

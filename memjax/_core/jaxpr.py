@@ -17,7 +17,7 @@ from memjax._core.primitives import CUSTOM_CALLS, PLAIN_CALLS
 
 
 def nbytes(aval: Any) -> int:
-    """Of an array of this type: integers of 2 and 4 bits are packed; typed PRNG keys included."""
+    """The bytes of an array of this type. Integers of 2 and 4 bits are packed; typed PRNG keys are included."""
     bits = jnp.iinfo(aval.dtype).bits if jnp.issubdtype(aval.dtype, jnp.integer) else 8 * aval.dtype.itemsize
     return -(-math.prod(aval.shape) * bits // 8)
 

@@ -67,7 +67,7 @@ def _iota(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
 
 
 def _uneven(states: Sequence[State], shapes: Sequence[Sequence[int]], out: Sequence[int]) -> Shared:
-    """Of elementwise functions: dimensions along which any operand differs."""
+    """The state of an elementwise result: it differs along the dimensions along which any operand differs."""
     uneven = [False] * len(out)
     for state, shape in zip(states, shapes, strict=True):
         if isinstance(state, Shared) and len(shape) == len(out):
@@ -128,7 +128,7 @@ def _elementwise(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
 
 
 def _linear(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
-    """Of sums over positions: what may be done to each tile's sum before they are added up."""
+    """The state after an elementwise operation on sums over positions. It must be linear: each tile applies it."""
     name = primitive_name(eqn)
     summed = [isinstance(state, Summed) for state in states]
     positions = any(isinstance(state, Positions) for state in states)
@@ -188,7 +188,7 @@ def _reduce(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
 
 
 def _along(parameter: str) -> Rule:
-    """Of what works along one dimension and leaves the others alone."""
+    """The rule for operations along one dimension, which leave the others alone."""
 
     def rule(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
         along = eqn.params[parameter]
@@ -202,7 +202,7 @@ def _along(parameter: str) -> Rule:
 
 
 def _last(count: int) -> Rule:
-    """Of what works on the last dimensions."""
+    """The rule for operations on the last dimensions."""
 
     def rule(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
         place = _one_place(walk, eqn, states)
@@ -236,7 +236,7 @@ def _pad(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
 
 
 def _slice(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
-    """Of slices that take all positions: the size of that dimension stays."""
+    """The rule for slices, which must take all positions."""
     state = states[0]
     if any(not isinstance(index, Shared) for index in states[1:]) or not isinstance(state, Positions):
         raise reason(eqn, "is at a place that depends on the position")
@@ -358,7 +358,7 @@ def _scatter(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
 
 
 def _random(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
-    """Of keys, one for each position: dimensions are added or taken away behind."""
+    """The rule for keys, one for each position: dimensions are added or removed behind the positions."""
     (state,) = states
     assert isinstance(state, Positions)
     return [state]

@@ -276,7 +276,7 @@ def _of_groups(grid: Grid, exponent: Array, tile: Array, dtype) -> tuple[Array, 
 
 
 def _number(group: tuple[Array, Array, Array], dtype) -> UInt32[Array, "32 32"]:
-    """Of values by their bits: whether they are not zero, whether they are negative, and p, from the lowest bit on; or `_RAW`."""
+    """What is known of each value, from the lowest bit on: whether it is not zero, whether it is negative, and p; or `_RAW`."""
     bits, exponent, dither = group
     p, is_some, negative, escapes = quantize(tiles.from_bits(bits, dtype), exponent, dither)
     return jnp.where(escapes, _RAW, u32(is_some) | (u32(negative) << 1) | (p << 2))

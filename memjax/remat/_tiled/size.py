@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
@@ -32,7 +31,3 @@ def default_tile(length: int, shapes: Sequence[tuple[int, ...]], axes: Sequence[
     if tiles > 1 and tile > _MULTIPLE:
         tile = -(-tile // _MULTIPLE) * _MULTIPLE
     return max(1, min(tile, length))
-
-
-def shape_of(value: Any) -> tuple[int, ...]:
-    return tuple(value.shape)
