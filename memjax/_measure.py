@@ -1,18 +1,15 @@
 """What a function costs in memory, compute and compile time, mostly without running it."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import flax.linen as nn
 import jax
-from flax import nnx
 
 from memjax._core import check
-from memjax._core.arguments import Parts, is_jitted, of_arrays, unbound
-from memjax._core.clear_errors import option_errors, refuse_leaks, trace_errors
+from memjax._core.clear_errors import option_errors
 from memjax._measurement import Measurement
-from memjax._residuals import differentiated, residual_bytes
+from memjax._program import Program, gradient, of_jax, traced
 
 _BACKENDS = ("cpu", "gpu", "tpu", "cuda", "rocm")
 
@@ -77,89 +74,50 @@ def measure(fn: Callable, *args: Any, compiler_options: dict[str, Any] | None = 
       TypeError: `fn` is not a function, or JAX cannot trace it with these arguments.
       ValueError: the compiler does not know an option.
     """
-    check.function("fn", fn, "call memjax.measure(fn, *args), not memjax.measure(fn(*args))")
-    if isinstance(fn, type) and issubclass(fn, nn.Module | nnx.Module):
-        raise check.fail(TypeError, "fn", "a function or a module", fn, "make an instance first")
     check.compiler_options(compiler_options)
     options = remat_compiler_options() if compiler_options is None else dict(compiler_options)
-    fn, args, kwargs = unbound(fn, args, kwargs)
-    parts = Parts(args, kwargs)
-    if jitted := is_jitted(fn):
-        program: Any = fn
-    else:
-        program, args, kwargs = jax.jit(of_arrays(fn, parts)), (parts.arrays,), {}
     notes: list[str] = []
 
     start = time.perf_counter()
-    with trace_errors(fn):
-        stage = program.trace(*args, **kwargs)
-    refuse_leaks(fn, _of_jax(stage))
-    lowered = stage.lower()
+    program = traced("measure", fn, args, kwargs)
+    lowered = program.stage.lower()
     with option_errors(options):
         compiled = lowered.compile(compiler_options=options or None)
     compile_seconds = time.perf_counter() - start
 
-    traced, executable = _of_jax(stage), _of_jax(compiled)
-    result = _differentiable(stage.out_info, has_updates=not jitted or traced is not stage)
-    residuals = _residuals(traced.jaxpr, result, notes)
+    executable = of_jax(compiled)
+    found = gradient(program)
+    if isinstance(found, str):
+        notes.append(f"residual bytes unknown: {found}")
+    held = None if isinstance(found, str) else found.residuals
     memory = executable.memory_analysis()
     if memory is None:
         notes.append("compiled bytes unknown: the backend gives no memory analysis")
     argument_bytes = None if memory is None else memory.argument_size_in_bytes
     return Measurement(
-        residual_bytes=None if residuals is None else residuals.device,
-        offloaded_bytes=None if residuals is None else residuals.host,
+        residual_bytes=None if held is None else held.device.nbytes,
+        offloaded_bytes=None if held is None else held.host.nbytes,
         temp_bytes=None if memory is None else memory.temp_size_in_bytes,
         argument_bytes=argument_bytes,
         output_bytes=None if memory is None else memory.output_size_in_bytes,
         flops=(executable.cost_analysis() or {}).get("flops"),
         compile_seconds=compile_seconds,
-        peak_bytes=_runtime_peak(compiled, args, kwargs, parts, argument_bytes, notes),
+        peak_bytes=_runtime_peak(compiled, program, argument_bytes, notes),
         notes=tuple(notes),
     )
 
 
-def _differentiable(out: Any, *, has_updates: bool) -> list[bool]:
-    """Which of a program's flat results are differentiated if it has no backward pass of its own.
-
-    With `has_updates` new values of variables come with the result: after it, or before it if there are three parts.
-    """
-    result = out if not has_updates else out[2] if len(out) == 3 else out[0]
-    first = result[0] if isinstance(result, tuple) and result else result
-    is_loss = getattr(first, "shape", None) == () and jax.numpy.issubdtype(first.dtype, jax.numpy.floating)
-    flags = [index == 0 or not is_loss for index in range(len(jax.tree.leaves(result)))]
-    rest = [False] * (len(jax.tree.leaves(out)) - len(flags))
-    return rest + flags if has_updates and len(out) == 3 else flags + rest
-
-
-def _residuals(jaxpr, result: Sequence[bool], notes: list[str]):
-    found = residual_bytes(jaxpr)
-    if found is not None:
-        return found
-    try:
-        both = differentiated(jaxpr, result)
-    except (NotImplementedError, TypeError, ValueError) as error:
-        notes.append(f"residual bytes unknown: fn cannot be differentiated: {str(error).splitlines()[0]}")
-        return None
-    if both is None:
-        notes.append("residual bytes unknown: fn has no float argument or no float result to differentiate")
-        return None
-    return residual_bytes(both)
-
-
-def _runtime_peak(
-    compiled, args: tuple, kwargs: dict, parts: Parts, argument_bytes: int | None, notes: list[str]
-) -> int | None:
-    if any(isinstance(array, jax.ShapeDtypeStruct) for array in parts.arrays):
+def _runtime_peak(compiled, program: Program, argument_bytes: int | None, notes: list[str]) -> int | None:
+    if any(isinstance(array, jax.ShapeDtypeStruct) for array in program.parts.arrays):
         notes.append("peak_bytes unknown: abstract arguments are not executed")
         return None
-    executable = _of_jax(compiled)
+    executable = of_jax(compiled)
     shardings = jax.tree.leaves((executable.input_shardings, executable.output_shardings))
     devices = sorted(shardings[0].addressable_devices if shardings else (), key=lambda device: device.id)
     if argument_bytes is None or not devices or any(_memory_stats(device) is None for device in devices):
         notes.append("peak_bytes unknown: the device keeps no memory statistics")
         return None
-    inputs = _own_inputs(compiled, args, kwargs, parts)
+    inputs = _own_inputs(compiled, program)
     if inputs is None:
         notes.append("peak_bytes unknown: fn has arguments that are not among those given here, or are static")
         return None
@@ -183,7 +141,7 @@ def _runtime_peak(
     return max(peaks)
 
 
-def _own_inputs(compiled, args: tuple, kwargs: dict, parts: Parts) -> tuple[tuple, dict[str, Any]] | None:
+def _own_inputs(compiled, program: Program) -> tuple[tuple, dict[str, Any]] | None:
     """Arguments that one execution may donate and update; None if the program takes others."""
 
     def own(donated: bool, leaf: Any) -> Any:
@@ -191,7 +149,8 @@ def _own_inputs(compiled, args: tuple, kwargs: dict, parts: Parts) -> tuple[tupl
         on_device = isinstance(leaf, jax.Array)
         return leaf.copy() if on_device and donated else leaf if on_device else jax.device_put(leaf)
 
-    executable = _of_jax(compiled)
+    executable = of_jax(compiled)
+    args, kwargs, parts = program.args, program.kwargs, program.parts
     if executable is compiled:
         if executable.in_tree != jax.tree.structure((args, kwargs)):
             return None
@@ -202,11 +161,6 @@ def _own_inputs(compiled, args: tuple, kwargs: dict, parts: Parts) -> tuple[tupl
     # Which array a variable of Flax NNX becomes is not told, so one that is donated means a copy of all.
     donated = any(info.donated for info in infos)
     return parts.rebuild([own(donated, array) for array in parts.arrays])[:2]
-
-
-def _of_jax(stage: Any) -> Any:
-    """JAX's own stage, which Flax NNX wraps in one of the same kind."""
-    return getattr(stage, "traced", getattr(stage, "compiled", stage))
 
 
 def _memory_stats(device) -> Any:

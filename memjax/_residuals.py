@@ -14,7 +14,7 @@ that `jax.nn.relu` keeps).
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -31,25 +31,63 @@ _ALIASES = ALIASES | {"transpose", "sharding_constraint", "random_wrap", "random
 _REMAKEABLE = SOURCES | {"convert_element_type"}
 
 
-@dataclass(frozen=True)
-class ResidualBytes:
-    """Largest number of bytes held at one moment for a backward pass that is still to come."""
+@dataclass(eq=False)
+class Equation:
+    """An equation of the forward pass with what it reads and makes: `Value`s, or `EXISTING` or `REMADE`."""
 
-    device: int
-    host: int
+    eqn: Any
+    outer: tuple
+    inputs: list
+    outputs: list
 
 
 @dataclass(eq=False)
-class _Value:
-    """One buffer made by the forward pass, with the span of steps over which the backward pass needs it."""
+class Value:
+    """One buffer made by the forward pass, with the span of steps over which the backward pass needs it.
 
+    Attributes:
+      nbytes, on_host: how large it is, and where.
+      made: the step that makes it.
+      made_by: the equation that makes it, the calls and loops around it before it.
+      index: which of that equation's outputs it is.
+      program: all equations of the forward pass that it belongs to.
+      readers: the equations of the backward pass that read it, those around each before it, and which input of it this is.
+      last_read: the step of the last of them.
+    """
+
+    aval: Any
     nbytes: int
     on_host: bool
     made: int
+    made_by: tuple
+    index: int
+    program: list[Equation]
+    readers: list[tuple[tuple, int]] = field(default_factory=list)
     last_read: int = -1
 
 
-def residual_bytes(closed_jaxpr) -> ResidualBytes | None:
+@dataclass(frozen=True)
+class Held:
+    """What is held at the moment when it is most for a backward pass that is still to come.
+
+    Attributes:
+      nbytes: all bytes together.
+      values: each array, and how many of it there are: a shard's, on every device.
+    """
+
+    nbytes: int = 0
+    values: tuple[tuple[Value, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """What is held in device memory, and what in host memory."""
+
+    device: Held
+    host: Held
+
+
+def residuals(closed_jaxpr) -> Residuals | None:
     """Residuals of a function that computes gradients; None if there is no backward pass in it."""
     jaxpr = closed_jaxpr.jaxpr
     jaxpr = without_dead_code(jaxpr)
@@ -60,7 +98,7 @@ def residual_bytes(closed_jaxpr) -> ResidualBytes | None:
     # (a custom forward rule, the inner part of a second derivative) included. Only forward-over-reverse has
     # no outer transpose.
     outermost = any(transforms[:1] == ["transpose"] for transforms in passes)
-    return _Walk(outermost).bytes_of(jaxpr, "")
+    return _Walk(outermost).held(jaxpr, "", ())
 
 
 def differentiated(closed_jaxpr, result: Sequence[bool]):
@@ -147,8 +185,8 @@ def _is_alias(eqn) -> bool:
     return primitive_name(eqn) in _ALIASES
 
 
-_EXISTING = object()  # an argument or a constant
-_REMADE = object()  # a broadcast constant
+EXISTING = object()  # an argument or a constant
+REMADE = object()  # a broadcast constant
 
 
 class _Walk:
@@ -164,18 +202,19 @@ class _Walk:
     def has_backward(self, jaxpr, stack: str) -> bool:
         return any(self.is_backward(inner) for inner in _stacks(jaxpr, stack))
 
-    def bytes_of(self, jaxpr, stack: str) -> ResidualBytes:
-        values: list[_Value] = []
-        loops: dict[int, ResidualBytes] = {}  # by step: what a loop body or a shard holds while it runs
+    def held(self, jaxpr, stack: str, outer: tuple) -> Residuals:
+        values: list[Value] = []
+        program: list[Equation] = []
+        loops: dict[int, Residuals] = {}  # by step: what a loop body or a shard holds while it runs
         clock = iter(range(10**12))
 
-        def visit(jaxpr, operands: Sequence, stack: str) -> list:
+        def visit(jaxpr, operands: Sequence, stack: str, outer: tuple) -> list:
             known: dict = dict(zip(jaxpr.invars, operands, strict=True))
 
             def read(atom):
                 if isinstance(atom, Literal):
-                    return _REMADE
-                return known.get(atom, _EXISTING)  # what is missing is a constant of the jaxpr
+                    return REMADE
+                return known.get(atom, EXISTING)  # what is missing is a constant of the jaxpr
 
             for eqn in jaxpr.eqns:
                 step, inner = next(clock), _joined(stack, eqn)
@@ -183,37 +222,48 @@ class _Walk:
                 name = primitive_name(eqn)
                 bodies = _bodies(eqn)
                 if self.is_backward(inner):
-                    for value in inputs:
-                        if isinstance(value, _Value):
+                    for index, value in enumerate(inputs):
+                        if isinstance(value, Value):
                             value.last_read = step
-                    outputs = [_EXISTING] * len(eqn.outvars)
+                            value.readers.append(((*outer, eqn), index))
+                    outputs = [EXISTING] * len(eqn.outvars)
                 elif _is_alias(eqn):
                     outputs = inputs
                 elif name in CALLS and len(bodies) == 1 and len(bodies[0].invars) == len(inputs):
-                    outputs = visit(bodies[0], inputs, inner)
-                elif name in _REMAKEABLE and all(value is _REMADE for value in inputs):
-                    outputs = [_REMADE] * len(eqn.outvars)
+                    outputs = visit(bodies[0], inputs, inner, (*outer, eqn))
+                elif name in _REMAKEABLE and all(value is REMADE for value in inputs):
+                    outputs = [REMADE] * len(eqn.outvars)
                 else:
                     if any(self.has_backward(body, inner) for body in bodies):
-                        loops[step] = self.body_bytes(eqn, bodies, inner)
+                        loops[step] = self.held_in_body(eqn, bodies, inner, (*outer, eqn))
                     forwarded = self.forwarded(eqn, bodies, inputs)
-                    made = {var: _Value(_nbytes(var.aval), _on_host(var.aval), step) for var in eqn.outvars}
-                    values.extend(made.values())
-                    outputs = [forwarded.get(index, made[var]) for index, var in enumerate(eqn.outvars)]
+                    made = [
+                        Value(var.aval, _nbytes(var.aval), _on_host(var.aval), step, (*outer, eqn), index, program)
+                        for index, var in enumerate(eqn.outvars)
+                    ]
+                    values.extend(made)
+                    outputs = [forwarded.get(index, value) for index, value in enumerate(made)]
+                    program.append(Equation(eqn, outer, inputs, outputs))
                 known.update(zip(eqn.outvars, outputs, strict=True))
             return [read(atom) for atom in jaxpr.outvars]
 
-        visit(jaxpr, [_EXISTING] * len(jaxpr.invars), stack)
-        return _peak([value for value in values if value.last_read >= 0], loops)
+        visit(jaxpr, [EXISTING] * len(jaxpr.invars), stack, outer)
+        read = [value for value in values if value.last_read >= 0]
+        device = _peak(
+            [value for value in read if not value.on_host], {step: held.device for step, held in loops.items()}
+        )
+        host = _peak([value for value in read if value.on_host], {step: held.host for step, held in loops.items()})
+        return Residuals(device, host)
 
-    def body_bytes(self, eqn, bodies: Sequence, stack: str) -> ResidualBytes:
+    def held_in_body(self, eqn, bodies: Sequence, stack: str, outer: tuple) -> Residuals:
         """What a body with a whole forward and backward pass in it holds: one iteration's, every shard's."""
-        found = [self.bytes_of(body, stack) for body in bodies]
+        found = [self.held(body, stack, outer) for body in bodies]
         shards = 1
         if primitive_name(eqn) == "shard_map":
             sizes = eqn.params["mesh"].shape
             shards = math.prod(sizes[axis] for axis in eqn.params["newly_manual_axes"])
-        return ResidualBytes(shards * max(body.device for body in found), shards * max(body.host for body in found))
+        most = lambda held: _times(shards, max(held, key=lambda one: one.nbytes))
+        return Residuals(most([body.device for body in found]), most([body.host for body in found]))
 
     def forwarded(self, eqn, bodies: Sequence, inputs: Sequence) -> dict[int, Any]:
         """Outputs of a `shard_map` that are one of its inputs: its residuals include replicated arrays."""
@@ -227,23 +277,25 @@ class _Walk:
         return {i: source[v] for i, v in outvars if not isinstance(v, Literal) and v in source}
 
 
-def _peak(values: Sequence[_Value], loops: dict[int, ResidualBytes]) -> ResidualBytes:
-    """The largest sum of live values over the steps, device and host each by itself.
+def _times(count: int, held: Held) -> Held:
+    return Held(count * held.nbytes, tuple((value, count * number) for value, number in held.values))
+
+
+def _peak(values: Sequence[Value], loops: dict[int, Held]) -> Held:
+    """The largest sum of live values over the steps.
 
     A program with one backward pass holds all its residuals when that pass begins, so this is their sum; with
     several (micro-batches one after the other) it is what they hold at once.
     """
-    peaks = []
-    for on_host in (False, True):
-        change: dict[int, int] = {}
-        for value in values:
-            if value.on_host == on_host:
-                change[value.made] = change.get(value.made, 0) + value.nbytes
-                change[value.last_read + 1] = change.get(value.last_read + 1, 0) - value.nbytes
-        live = peak = 0
-        for step in sorted(change.keys() | loops.keys()):
-            live += change.get(step, 0)
-            body = loops.get(step, ResidualBytes(0, 0))
-            peak = max(peak, live + (body.host if on_host else body.device))
-        peaks.append(peak)
-    return ResidualBytes(*peaks)
+    change: dict[int, int] = {}
+    for value in values:
+        change[value.made] = change.get(value.made, 0) + value.nbytes
+        change[value.last_read + 1] = change.get(value.last_read + 1, 0) - value.nbytes
+    live = peak = at = 0
+    for step in sorted(change.keys() | loops.keys()):
+        live += change.get(step, 0)
+        total = live + loops.get(step, Held()).nbytes
+        if total > peak:
+            peak, at = total, step
+    alive = [(value, 1) for value in values if value.made <= at <= value.last_read]
+    return Held(peak, (*alive, *loops.get(at, Held()).values)) if peak else Held()

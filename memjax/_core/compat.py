@@ -7,16 +7,23 @@ may be missing: `memjax.compress._error_bounded.kernels.kernel_memory` and `memj
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.interpreters.partial_eval import dce_jaxpr
 
+
+def _folder(package: str) -> str:
+    spec = importlib.util.find_spec(package)
+    return os.path.dirname(spec.origin) + os.sep if spec is not None and spec.origin else f"{os.sep}{package}{os.sep}"
+
+
 # Frames of these are not the user's.
-_LIBRARIES = tuple(f"{os.sep}{name}{os.sep}" for name in ("jax", "flax", "memjax", "optax"))
+_LIBRARIES = tuple(_folder(package) for package in ("jax", "flax", "memjax", "optax"))
 _TRANSFORM = re.compile(r"\w+\(|\)")
 
 
@@ -82,12 +89,30 @@ def names_an_axis(effect: Any) -> bool:
     return type(effect).__name__ == "NamedAxisEffect"
 
 
+class Frame(NamedTuple):
+    """A line of Python, in a function ("Block.__call__")."""
+
+    file: str
+    line: int
+    function: str
+
+
+def user_frames(frames: Sequence[Frame]) -> list[Frame]:
+    """Those that are not in JAX, Flax, optax or memjax."""
+    return [frame for frame in frames if not frame.file.startswith((*_LIBRARIES, "<frozen"))]
+
+
+def frames(eqn: Any) -> list[Frame]:
+    """The user's lines that make an equation, the outermost first. Within a body they begin where its trace began."""
+    traceback = eqn.source_info.traceback
+    raw = [] if traceback is None else traceback.frames
+    return user_frames([Frame(frame.file_name, frame.line_num, frame.function_name) for frame in reversed(raw)])
+
+
 def source_line(eqn: Any) -> str:
     """Where the user's code makes an equation: "model.py:12 (norm)"; empty where that is not known."""
-    traceback = eqn.source_info.traceback
-    for frame in reversed(traceback.frames if traceback is not None else []):
-        if not any(part in frame.file_name for part in _LIBRARIES):
-            return f"{os.path.basename(frame.file_name)}:{frame.line_num} ({frame.function_name})"
+    for frame in frames(eqn):
+        return f"{os.path.basename(frame.file)}:{frame.line} ({frame.function})"
     return ""
 
 

@@ -1,0 +1,95 @@
+"""The module path of an equation, or of an instruction of a compiled program: "Model/layers_3/mlp".
+
+Linen modules and `jax.named_scope` write paths into name stacks, among the names of transforms and of what JAX itself
+makes of calls and loops. Those are left out. Where a stack has no scope, the path is that of the user's functions which
+made the equation, by its traceback: "layer/attention"; a method `__call__` is named by its class.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from memjax._core.compat import Frame, frames, name_stack
+
+# jit(silu), transpose(jvp(Model)): the first is no scope, the last has one.
+_JIT = re.compile(r"\bp?jit\([^()]*\)")
+_TRANSFORM = re.compile(r"\w+\(|\)")
+_BRANCH = re.compile(r"branch_\d+_fun$")
+_MACHINERY = frozenset(
+    ("closed_call", "rematted_computation", "checkpoint", "custom_jvp_call", "custom_vjp_call", "shard_map")
+)
+_LOOPS = frozenset(("body", "cond"))
+_LOCALS = "<locals>."
+
+
+def scopes(stack: str) -> tuple[str, ...]:
+    """The scopes in a name stack, "transpose(jvp(Model))/while/body/mlp" for example."""
+    parts = [part for part in _TRANSFORM.sub("", _JIT.sub("", stack)).split("/") if part]
+    found: list[str] = []
+    for before, part, after in zip(["", *parts], parts, [*parts[1:], ""], strict=False):
+        of_loop = part == "while" or (before == "while" and part in _LOOPS)
+        of_branch = _BRANCH.match(part) or (part == "cond" and _BRANCH.match(after))
+        # Linen's lifted transforms have a scope of their own: "Block_0.<lambda>".
+        if not (of_loop or of_branch or part in _MACHINERY or "<" in part):
+            found.append(part)
+    return tuple(found)
+
+
+class Paths:
+    """Paths in the programs of one function.
+
+    Args:
+      f: the function; its own frame, and what calls it, are in no path.
+    """
+
+    def __init__(self, f: Any):
+        while hasattr(f, "__wrapped__"):
+            f = f.__wrapped__
+        code = getattr(f, "__code__", None)
+        self._root = None if code is None else (code.co_filename, code.co_qualname)
+        self.name = getattr(f, "__name__", type(f).__name__)
+
+    def of(self, eqns: Sequence[Any]) -> str:
+        """The path of the last of `eqns`; those before are the calls and loops around it, the outermost first."""
+        stack = "/".join(name_stack(eqn) for eqn in eqns)
+        return self.joined(scopes(stack), [frame for eqn in eqns for frame in frames(eqn)])
+
+    def joined(self, found: Sequence[str], lines: Sequence[Frame]) -> str:
+        """The path of scopes; without any, of the functions of `lines`."""
+        return "/".join(_without_repeats(found) or self._functions(lines)) or self.name
+
+    def _functions(self, lines: Sequence[Frame]) -> list[str]:
+        own = [index for index, frame in enumerate(lines) if (frame.file, frame.function) == self._root]
+        names = [_function(frame.function) for frame in lines[own[-1] + 1 if own else 0 :]]
+        return _without_repeats([name for name in names if name])
+
+
+def line_of(eqns: Sequence[Any]) -> str:
+    """The innermost line of the user's that makes the last of `eqns`: "model.py:12"."""
+    for eqn in reversed(eqns):
+        for frame in reversed(frames(eqn)):
+            return f"{os.path.basename(frame.file)}:{frame.line}"
+    return ""
+
+
+def _function(name: str) -> str:
+    """What a function is called in a path; nothing for a lambda, a comprehension or the code of a module."""
+    name = name.rpartition(_LOCALS)[2]
+    if "<" in name:
+        return ""
+    return name.removesuffix(".__call__")
+
+
+def _without_repeats(parts: Sequence[str]) -> list[str]:
+    """A trace within a trace repeats what is around it: a, b, a, b, c is a, b, c."""
+    kept: list[str] = []
+    for part in parts:
+        kept.append(part)
+        for size in range(len(kept) // 2, 0, -1):
+            if kept[-size:] == kept[-2 * size : -size]:
+                del kept[-size:]
+                break
+    return kept

@@ -1,0 +1,102 @@
+"""A function and its arguments as the program that JAX traces from them, and the program of its gradient."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax import nnx
+
+from memjax._core import check
+from memjax._core.arguments import Parts, is_jitted, of_arrays, unbound
+from memjax._core.clear_errors import refuse_leaks, trace_errors
+from memjax._residuals import Residuals, differentiated, residuals
+
+
+@dataclass(frozen=True)
+class Program:
+    """What tracing `fn(*args, **kwargs)` gave.
+
+    Attributes:
+      stage: the traced stage; Flax NNX may have wrapped it.
+      args, kwargs: those of the jitted function that was traced.
+      parts: the arrays among the arguments.
+      result: which of the program's flat results are differentiated if it has no backward pass of its own.
+    """
+
+    stage: Any
+    args: tuple
+    kwargs: dict[str, Any]
+    parts: Parts
+    result: list[bool]
+
+    @property
+    def jaxpr(self) -> Any:
+        return of_jax(self.stage).jaxpr
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The program with a backward pass: the function's own, or its derivative's.
+
+    Attributes:
+      jaxpr: the program.
+      is_own: whether it is the function's own.
+      residuals: what it holds between the passes.
+    """
+
+    jaxpr: Any
+    is_own: bool
+    residuals: Residuals
+
+
+def traced(name: str, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Program:
+    """The program of `fn`, for the public function `name`. It raises what that says of `fn`."""
+    check.function("fn", fn, f"call memjax.{name}(fn, *args), not memjax.{name}(fn(*args))")
+    if isinstance(fn, type) and issubclass(fn, nn.Module | nnx.Module):
+        raise check.fail(TypeError, "fn", "a function or a module", fn, "make an instance first")
+    fn, args, kwargs = unbound(fn, args, kwargs)
+    parts = Parts(args, kwargs)
+    if jitted := is_jitted(fn):
+        program: Any = fn
+    else:
+        program, args, kwargs = jax.jit(of_arrays(fn, parts)), (parts.arrays,), {}
+    with trace_errors(fn):
+        stage = program.trace(*args, **kwargs)
+    refuse_leaks(fn, of_jax(stage))
+    result = _differentiable(stage.out_info, has_updates=not jitted or of_jax(stage) is not stage)
+    return Program(stage, args, kwargs, parts, result)
+
+
+def gradient(program: Program) -> Gradient | str:
+    """The program with a backward pass, or why there is none."""
+    found = residuals(program.jaxpr)
+    if found is not None:
+        return Gradient(program.jaxpr, True, found)
+    try:
+        both = differentiated(program.jaxpr, program.result)
+    except (NotImplementedError, TypeError, ValueError) as error:
+        return f"fn cannot be differentiated: {str(error).splitlines()[0]}"
+    found = None if both is None else residuals(both)
+    if found is None:
+        return "fn has no float argument or no float result to differentiate"
+    return Gradient(both, False, found)
+
+
+def of_jax(stage: Any) -> Any:
+    """JAX's own stage, which Flax NNX wraps in one of the same kind."""
+    return getattr(stage, "traced", getattr(stage, "compiled", stage))
+
+
+def _differentiable(out: Any, *, has_updates: bool) -> list[bool]:
+    """Which of a program's flat results are differentiated if it has no backward pass of its own.
+
+    With `has_updates` new values of variables come with the result: after it, or before it if there are three parts.
+    """
+    result: Sequence | Any = out if not has_updates else out[2] if len(out) == 3 else out[0]
+    first = result[0] if isinstance(result, tuple) and result else result
+    is_loss = getattr(first, "shape", None) == () and jax.numpy.issubdtype(first.dtype, jax.numpy.floating)
+    flags = [index == 0 or not is_loss for index in range(len(jax.tree.leaves(result)))]
+    rest = [False] * (len(jax.tree.leaves(out)) - len(flags))
+    return rest + flags if has_updates and len(out) == 3 else flags + rest
