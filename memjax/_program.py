@@ -1,6 +1,6 @@
 """A function and its arguments as the program that JAX traces from them, and the program of its gradient."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,8 +94,8 @@ def _differentiable(out: Any, *, has_updates: bool) -> list[bool]:
 
     With `has_updates` new values of variables come with the result: after it, or before it if there are three parts.
     """
-    result: Sequence | Any = out if not has_updates else out[2] if len(out) == 3 else out[0]
-    first = result[0] if isinstance(result, tuple) and result else result
+    result = out if not has_updates else out[2] if len(out) == 3 else out[0]
+    first: Any = result[0] if isinstance(result, tuple) and result else result
     is_loss = getattr(first, "shape", None) == () and jax.numpy.issubdtype(first.dtype, jax.numpy.floating)
     flags = [index == 0 or not is_loss for index in range(len(jax.tree.leaves(result)))]
     rest = [False] * (len(jax.tree.leaves(out)) - len(flags))

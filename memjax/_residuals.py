@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal, jaxpr_as_fun, jaxprs_in_params
 
-from memjax._core.compat import name_stack, parameters, primitive_name, without_dead_code
+from memjax._core.compat import name_stack, parameters, primitive_name, scan_counts, without_dead_code
 from memjax._core.jaxpr import nbytes
 from memjax._core.primitives import ALIASES, CALLS, SOURCES
 
@@ -99,6 +99,17 @@ def residuals(closed_jaxpr) -> Residuals | None:
     # no outer transpose.
     outermost = any(transforms[:1] == ["transpose"] for transforms in passes)
     return _Walk(outermost).held(jaxpr, "", ())
+
+
+def iteration(equation: Equation) -> tuple[list[Equation], list]:
+    """One turn of a scan of the forward pass: its equations, and the body's outputs. A carry is a value of its own."""
+    body = _bodies(equation.eqn)[0]
+    constants, carries = scan_counts(equation.eqn)
+    forward, place = _Forward(_Walk(True)), (*equation.outer, equation.eqn)
+    operands = list(equation.inputs)
+    for index in range(carries):
+        operands[constants + index] = forward.value(body.invars[constants + index].aval, -1, place, index)
+    return forward.program, forward.visit(body, operands, "", place)
 
 
 def differentiated(closed_jaxpr, result: Sequence[bool]):
@@ -203,57 +214,15 @@ class _Walk:
         return any(self.is_backward(inner) for inner in _stacks(jaxpr, stack))
 
     def held(self, jaxpr, stack: str, outer: tuple) -> Residuals:
-        values: list[Value] = []
-        program: list[Equation] = []
-        loops: dict[int, Residuals] = {}  # by step: what a loop body or a shard holds while it runs
-        clock = iter(range(10**12))
-
-        def visit(jaxpr, operands: Sequence, stack: str, outer: tuple) -> list:
-            known: dict = dict(zip(jaxpr.invars, operands, strict=True))
-
-            def read(atom):
-                if isinstance(atom, Literal):
-                    return REMADE
-                return known.get(atom, EXISTING)  # what is missing is a constant of the jaxpr
-
-            for eqn in jaxpr.eqns:
-                step, inner = next(clock), _joined(stack, eqn)
-                inputs: list[Any] = [read(atom) for atom in eqn.invars]
-                name = primitive_name(eqn)
-                bodies = _bodies(eqn)
-                if self.is_backward(inner):
-                    for index, value in enumerate(inputs):
-                        if isinstance(value, Value):
-                            value.last_read = step
-                            value.readers.append(((*outer, eqn), index))
-                    outputs = [EXISTING] * len(eqn.outvars)
-                elif _is_alias(eqn):
-                    outputs = inputs
-                elif name in CALLS and len(bodies) == 1 and len(bodies[0].invars) == len(inputs):
-                    outputs = visit(bodies[0], inputs, inner, (*outer, eqn))
-                elif name in _REMAKEABLE and all(value is REMADE for value in inputs):
-                    outputs = [REMADE] * len(eqn.outvars)
-                else:
-                    if any(self.has_backward(body, inner) for body in bodies):
-                        loops[step] = self.held_in_body(eqn, bodies, inner, (*outer, eqn))
-                    forwarded = self.forwarded(eqn, bodies, inputs)
-                    made = [
-                        Value(var.aval, _nbytes(var.aval), _on_host(var.aval), step, (*outer, eqn), index, program)
-                        for index, var in enumerate(eqn.outvars)
-                    ]
-                    values.extend(made)
-                    outputs = [forwarded.get(index, value) for index, value in enumerate(made)]
-                    program.append(Equation(eqn, outer, inputs, outputs))
-                known.update(zip(eqn.outvars, outputs, strict=True))
-            return [read(atom) for atom in jaxpr.outvars]
-
-        visit(jaxpr, [EXISTING] * len(jaxpr.invars), stack, outer)
-        read = [value for value in values if value.last_read >= 0]
-        device = _peak(
-            [value for value in read if not value.on_host], {step: held.device for step, held in loops.items()}
+        found = _Forward(self)
+        found.visit(jaxpr, [EXISTING] * len(jaxpr.invars), stack, outer)
+        read = [value for value in found.values if value.last_read >= 0]
+        device = {step: held.device for step, held in found.loops.items()}
+        host = {step: held.host for step, held in found.loops.items()}
+        return Residuals(
+            _peak([value for value in read if not value.on_host], device),
+            _peak([value for value in read if value.on_host], host),
         )
-        host = _peak([value for value in read if value.on_host], {step: held.host for step, held in loops.items()})
-        return Residuals(device, host)
 
     def held_in_body(self, eqn, bodies: Sequence, stack: str, outer: tuple) -> Residuals:
         """What a body with a whole forward and backward pass in it holds: one iteration's, every shard's."""
@@ -275,6 +244,60 @@ class _Walk:
                 source[inner.outvars[0]] = source[inner.invars[0]]
         outvars = enumerate(bodies[0].outvars)
         return {i: source[v] for i, v in outvars if not isinstance(v, Literal) and v in source}
+
+
+class _Forward:
+    """The forward pass of one program: its equations, calls inlined, and what they make."""
+
+    def __init__(self, walk: _Walk):
+        self.walk = walk
+        self.values: list[Value] = []
+        self.program: list[Equation] = []
+        self.loops: dict[int, Residuals] = {}  # by step: what a loop body or a shard holds while it runs
+        self.clock = iter(range(10**12))
+
+    def visit(self, jaxpr, operands: Sequence, stack: str, outer: tuple) -> list:
+        """Walk through a jaxpr; its outputs for these operands."""
+        known: dict = dict(zip(jaxpr.invars, operands, strict=True))
+
+        def read(atom):
+            if isinstance(atom, Literal):
+                return REMADE
+            return known.get(atom, EXISTING)  # what is missing is a constant of the jaxpr
+
+        for eqn in jaxpr.eqns:
+            outputs = self.outputs(eqn, [read(atom) for atom in eqn.invars], stack, outer)
+            known.update(zip(eqn.outvars, outputs, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def outputs(self, eqn, inputs: list[Any], stack: str, outer: tuple) -> list:
+        step, inner, place = next(self.clock), _joined(stack, eqn), (*outer, eqn)
+        name = primitive_name(eqn)
+        bodies = _bodies(eqn)
+        if self.walk.is_backward(inner):
+            for index, value in enumerate(inputs):
+                if isinstance(value, Value):
+                    value.last_read = step
+                    value.readers.append((place, index))
+            return [EXISTING] * len(eqn.outvars)
+        if _is_alias(eqn):
+            return inputs
+        if name in CALLS and len(bodies) == 1 and len(bodies[0].invars) == len(inputs):
+            return self.visit(bodies[0], inputs, inner, place)
+        if name in _REMAKEABLE and all(value is REMADE for value in inputs):
+            return [REMADE] * len(eqn.outvars)
+        if any(self.walk.has_backward(body, inner) for body in bodies):
+            self.loops[step] = self.walk.held_in_body(eqn, bodies, inner, place)
+        forwarded = self.walk.forwarded(eqn, bodies, inputs)
+        made = [self.value(var.aval, step, place, index) for index, var in enumerate(eqn.outvars)]
+        outputs = [forwarded.get(index, value) for index, value in enumerate(made)]
+        self.program.append(Equation(eqn, outer, inputs, outputs))
+        return outputs
+
+    def value(self, aval, step: int, place: tuple, index: int) -> Value:
+        made = Value(aval, _nbytes(aval), _on_host(aval), step, place, index, self.program)
+        self.values.append(made)
+        return made
 
 
 def _times(count: int, held: Held) -> Held:

@@ -1,0 +1,216 @@
+"""What `memjax.explain` returns: plain data, printed as a table, drawn, and written as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from memjax._core import check
+
+
+@dataclasses.dataclass(frozen=True)
+class Remedy:
+    """A way to keep fewer bytes.
+
+    Attributes:
+      kind: "free", "recompute", "offload", "fused loss", "8 bits" or "dtype".
+      saves: residual bytes; with "recompute", those of the other rows of the same module included.
+      milliseconds: estimated time that it costs in each step.
+      flops: what is computed once more.
+      is_exact: whether gradients stay as they are.
+      how: what to write.
+    """
+
+    kind: str
+    saves: int
+    milliseconds: float
+    flops: float
+    is_exact: bool
+    how: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Alike arrays that are kept between the forward and the backward pass.
+
+    Attributes:
+      path: the module that makes them; "layers[0..31]/mlp" stands for 32 modules.
+      bytes: of all of them together.
+      count: how many there are. Turns of a loop count.
+      share: of all residual bytes.
+      shape, dtype: of one of them.
+      producer: the operation that makes it.
+      readers: the operations of the backward pass that read it, with their modules where those are others.
+      source: the line of the user's code that makes it.
+      remedies: what would remove it, exact ones first, the cheapest for what they save before others.
+    """
+
+    path: str
+    bytes: int
+    count: int
+    share: float
+    shape: tuple[int, ...]
+    dtype: str
+    producer: str
+    readers: tuple[str, ...]
+    source: str
+    remedies: tuple[Remedy, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class PeakRow:
+    """What a module has alive at the peak of the compiled program.
+
+    Attributes:
+      path: the module.
+      kind: "residual", "forward", "backward", "recomputed", "workspace" or "other".
+      bytes, count: of how many buffers.
+    """
+
+    path: str
+    kind: str
+    bytes: int
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Peak:
+    """The moment at which the compiled program has most temporary bytes alive.
+
+    Attributes:
+      bytes: those bytes, by a walk over the scheduled program; arguments, outputs and constants not included.
+      temp_bytes: the compiler's own figure, how much it reserves.
+      rows: who holds them.
+      difference: from the residual bytes to `bytes`, step by step: (what, bytes).
+      instruction: the one that runs then.
+    """
+
+    bytes: int
+    temp_bytes: int
+    rows: tuple[PeakRow, ...]
+    difference: tuple[tuple[str, int], ...]
+    instruction: str
+
+    @property
+    def ratio(self) -> float:
+        """Bytes of the walk over those of the compiler."""
+        return self.bytes / self.temp_bytes if self.temp_bytes else 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """Bytes alive over the compiled program, by module.
+
+    Attributes:
+      modules: their paths, the largest at the peak first.
+      instructions: positions in the schedule.
+      bytes: for each module, the bytes at these positions.
+      backward: the position where the backward pass begins.
+    """
+
+    modules: tuple[str, ...]
+    instructions: tuple[int, ...]
+    bytes: tuple[tuple[int, ...], ...]
+    backward: int
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Explanation:
+    """Where the activation memory of a training step goes: what `memjax.explain` found.
+
+    `print` gives a table. `plot` draws the memory over the step. `to_json` and `from_json` keep it.
+
+    Attributes:
+      rows: what is kept in device memory between the passes, the largest first.
+      offloaded: the same of host memory.
+      residual_bytes: the sum over `rows`. The same as `memjax.measure(...).residual_bytes`.
+      offloaded_bytes: the sum over `offloaded`.
+      peak: what is alive when the compiled program needs most; None if the compiler does not tell.
+      timeline: what is alive over the whole program; None likewise.
+      warnings: what is probably not as it was meant.
+      notes: what could not be found out, and why.
+    """
+
+    rows: tuple[Row, ...]
+    offloaded: tuple[Row, ...]
+    residual_bytes: int
+    offloaded_bytes: int
+    peak: Peak | None
+    timeline: Timeline | None
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        """All of it as JSON."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Explanation:
+        """What `to_json` wrote.
+
+        Raises:
+          ValueError: `text` is something else.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        fields = check.json_fields("Explanation", text, names)
+        try:
+            return cls(
+                rows=tuple(map(_row, fields["rows"])),
+                offloaded=tuple(map(_row, fields["offloaded"])),
+                residual_bytes=fields["residual_bytes"],
+                offloaded_bytes=fields["offloaded_bytes"],
+                peak=None if fields["peak"] is None else _peak(fields["peak"]),
+                timeline=None if fields["timeline"] is None else Timeline(**_tuples(fields["timeline"])),
+                warnings=tuple(fields["warnings"]),
+                notes=tuple(fields["notes"]),
+            )
+        except (TypeError, KeyError) as error:
+            raise check.fail(ValueError, "text", "what Explanation.to_json wrote", text) from error
+
+    def plot(self, path: Any) -> None:
+        """Draw the memory over the step, stacked by module, into a file: the forward slope, the peak, the backward slope.
+
+        Needs matplotlib.
+
+        Args:
+          path: where to, "memory.png" for example; the ending says in which format.
+
+        Raises:
+          ValueError: the compiled program is not known (`notes` says why).
+        """
+        if self.timeline is None or self.peak is None:
+            raise ValueError(f"explanation must have a timeline, got none: {'; '.join(self.notes)}")
+        from memjax._explain.picture import draw
+
+        draw(self, path)
+
+    def __repr__(self) -> str:
+        largest = self.rows[0].path if self.rows else "nothing"
+        return f"Explanation({check.readable_bytes(self.residual_bytes)} of residuals in {len(self.rows)} rows, most in {largest})"
+
+    def __str__(self) -> str:
+        from memjax._explain.table import as_text
+
+        return as_text(self)
+
+    def __rich__(self) -> Any:
+        from memjax._explain.table import as_rich
+
+        return as_rich(self)
+
+
+def _tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _tuples(item) for name, item in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _row(fields: dict[str, Any]) -> Row:
+    row = Row(**_tuples(fields))
+    return dataclasses.replace(row, remedies=tuple(Remedy(**remedy) for remedy in fields["remedies"]))
+
+
+def _peak(fields: dict[str, Any]) -> Peak:
+    peak = Peak(**_tuples(fields))
+    return dataclasses.replace(peak, rows=tuple(PeakRow(**row) for row in fields["rows"]))
