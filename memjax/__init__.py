@@ -1,12 +1,14 @@
 """memjax: training that fits in memory, with composable transforms for JAX and Flax.
 
 Functions:
+  explain: where the activation memory of a training step goes, module by module, and what would save it.
   measure: bytes, FLOPs and compile time of a function, and what it holds for its backward pass.
   compressed: a function or Flax module whose saved activations go through a lossy code.
   linear_cross_entropy: the loss of a language model without its logits in memory.
   remat_compiler_options: compiler options without which a CPU with JAX 0.10 saves nothing by recomputing.
 
 Classes:
+  Explanation: what `explain` returns.
   Measurement: what `measure` returns.
 
 Packages:
@@ -21,16 +23,19 @@ Constants:
 import importlib.metadata
 
 from memjax import compress, remat, shard
+from memjax._explain import Explanation, explain
 from memjax._linear_cross_entropy import linear_cross_entropy
 from memjax._measure import measure, remat_compiler_options
 from memjax._measurement import Measurement
 from memjax.compress import compressed
 
 __all__ = [
+    "Explanation",
     "Measurement",
     "__version__",
     "compress",
     "compressed",
+    "explain",
     "linear_cross_entropy",
     "measure",
     "remat",

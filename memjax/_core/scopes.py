@@ -51,15 +51,24 @@ class Paths:
         code = getattr(f, "__code__", None)
         self._root = None if code is None else (code.co_filename, code.co_qualname)
         self.name = getattr(f, "__name__", type(f).__name__)
+        self._known: dict[tuple, tuple[Sequence[Any], str]] = {}
 
     def of(self, eqns: Sequence[Any]) -> str:
         """The path of the last of `eqns`; those before are the calls and loops around it, the outermost first."""
-        stack = "/".join(name_stack(eqn) for eqn in eqns)
-        return self.joined(scopes(stack), [frame for eqn in eqns for frame in frames(eqn)])
+        key = tuple(map(id, eqns))
+        if key not in self._known:  # which keeps the equations, so that their ids stay theirs
+            stack = "/".join(name_stack(eqn) for eqn in eqns)
+            lines = [frame for eqn in eqns for frame in frames(eqn)]
+            self._known[key] = eqns, self.joined(scopes(stack), lines)
+        return self._known[key][1]
+
+    def has_scopes(self, eqns: Sequence[Any]) -> bool:
+        """Whether the path is one of scopes."""
+        return bool(scopes("/".join(name_stack(eqn) for eqn in eqns)))
 
     def joined(self, found: Sequence[str], lines: Sequence[Frame]) -> str:
-        """The path of scopes; without any, of the functions of `lines`."""
-        return "/".join(_without_repeats(found) or self._functions(lines)) or self.name
+        """The path of scopes; without any, of the functions of `lines`: of the function itself, its name. Empty without both."""
+        return "/".join(_without_repeats(found) or self._functions(lines)) or (self.name if lines else "")
 
     def _functions(self, lines: Sequence[Frame]) -> list[str]:
         own = [index for index, frame in enumerate(lines) if (frame.file, frame.function) == self._root]

@@ -14,8 +14,9 @@ class Remedy:
     """A way to keep fewer bytes.
 
     Attributes:
-      kind: "free", "recompute", "offload", "fused loss", "8 bits" or "dtype".
-      saves: residual bytes; with "recompute", those of the other rows of the same module included.
+      kind: "fused loss"; "free" (a cheap function of what is kept anyway: no product is computed again); "recompute";
+        "offload"; "8 bits"; "dtype".
+      saves: residual bytes. A module's other rows are included where the remedy is for the module as a whole.
       milliseconds: estimated time that it costs in each step.
       flops: what is computed once more.
       is_exact: whether gradients stay as they are.
@@ -187,7 +188,8 @@ class Explanation:
 
     def __repr__(self) -> str:
         largest = self.rows[0].path if self.rows else "nothing"
-        return f"Explanation({check.readable_bytes(self.residual_bytes)} of residuals in {len(self.rows)} rows, most in {largest})"
+        held = check.readable_bytes(self.residual_bytes)
+        return f"Explanation({held} of residuals in {len(self.rows)} rows, most in {largest})"
 
     def __str__(self) -> str:
         from memjax._explain.table import as_text

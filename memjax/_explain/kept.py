@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,11 @@ class Pass:
     program: list[Equation]
     turns: int
     kept: dict[Value, list[tuple]] = field(default_factory=dict)
+
+    @functools.cached_property
+    def makers(self) -> dict[Value, Equation]:
+        """The equation that makes each value."""
+        return {value: equation for equation in self.program for value in equation.outputs if isinstance(value, Value)}
 
 
 @dataclass(eq=False)
@@ -73,7 +79,9 @@ def kept_arrays(held: Held) -> list[Kept]:
         return Kept(value, nbytes, count, _innermost(value.made_by, value.index), forward)
 
     return [
-        resolved(value, value.nbytes * number, [chain for reader in value.readers for chain in _reading(*reader)], number, 1)
+        resolved(
+            value, value.nbytes * number, [chain for reader in value.readers for chain in _reading(*reader)], number, 1
+        )
         for value, number in held.values
     ]
 

@@ -1,0 +1,6 @@
+"""Where activation memory goes: what is kept between the passes, and what is alive at the compiled peak."""
+
+from memjax._explain.explain import explain
+from memjax._explain.explanation import Explanation
+
+__all__ = ["Explanation", "explain"]

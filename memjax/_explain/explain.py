@@ -1,0 +1,126 @@
+"""`memjax.explain`: where the activation memory of a training step goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import jaxpr_as_fun
+
+from memjax._core import check
+from memjax._core.clear_errors import option_errors
+from memjax._core.compat import primitive_name
+from memjax._core.scopes import Paths
+from memjax._explain.estimate import Rates, rates
+from memjax._explain.explanation import Explanation, Peak, Row, Timeline
+from memjax._explain.hlo import parse
+from memjax._explain.kept import kept_arrays
+from memjax._explain.logits import Logits, fused_loss, logits_in
+from memjax._explain.nnx_scopes import nnx_scopes
+from memjax._explain.peak import peak_of
+from memjax._explain.remedies import remedies
+from memjax._explain.rows import Group, groups
+from memjax._explain.warn import warnings_of
+from memjax._measure import remat_compiler_options
+from memjax._program import Gradient, Program, gradient, of_jax, traced
+
+
+def explain(fn: Callable, *args: Any, compiler_options: dict[str, Any] | None = None, **kwargs: Any) -> Explanation:
+    """Where the activation memory of `fn(*args, **kwargs)` goes, module by module, and what would save it.
+
+    `fn` is a loss or a training step over any model; `memjax.measure` says which derivative is meant where `fn` has no
+    backward pass of its own. It is traced and compiled, and never run.
+
+        print(memjax.explain(loss, params, batch))
+
+    Two questions are answered. What does the forward pass keep for the backward pass (`rows`)? These are the bytes of
+    `memjax.measure(...).residual_bytes`, array by array. And what is alive when the compiled program needs most (`peak`)?
+    The compiler fuses, schedules and frees, so this can be less than the residuals, or more; `peak.difference` leads from
+    one to the other.
+
+    Paths are those of Linen's and NNX's modules and of `jax.named_scope`; elsewhere those of the functions that make an
+    array. Flax NNX modules get scopes while `fn` is traced; a jitted function that was traced before has none then, and
+    paths of methods instead.
+
+    Args:
+      fn: as in `memjax.measure`.
+      *args: as in `memjax.measure`: `jax.ShapeDtypeStruct`s do.
+      compiler_options: as in `memjax.measure`.
+      **kwargs: like `args`.
+
+    Returns:
+      An `Explanation`: print it, draw it with `plot`, keep it with `to_json`.
+
+    Raises:
+      TypeError: `fn` is not a function, or JAX cannot trace it with these arguments.
+      ValueError: `fn` cannot be differentiated, or the compiler does not know an option.
+    """
+    check.compiler_options(compiler_options)
+    options = remat_compiler_options() if compiler_options is None else dict(compiler_options)
+    with nnx_scopes():
+        program = traced("explain", fn, args, kwargs)
+        found = gradient(program)
+    if isinstance(found, str):
+        raise check.fail(ValueError, "fn", "a loss or a training step", fn, found)
+    paths = Paths(fn)
+    arrays = kept_arrays(found.residuals.device)
+    on_host = kept_arrays(found.residuals.host)
+    residual_bytes, offloaded_bytes = found.residuals.device.nbytes, found.residuals.host.nbytes
+    logits, alike = logits_in(arrays), groups(arrays, paths)
+    of = rates()
+    notes: list[str] = []
+    peak, timeline = _compiled(program, found, paths, options, residual_bytes, notes)
+    return Explanation(
+        rows=tuple(_row(group, residual_bytes, paths, logits, of) for group in alike),
+        offloaded=tuple(_row(group, offloaded_bytes, paths, [], None) for group in groups(on_host, paths)),
+        residual_bytes=residual_bytes,
+        offloaded_bytes=offloaded_bytes,
+        peak=peak,
+        timeline=timeline,
+        warnings=warnings_of([program.jaxpr, found.jaxpr], alike, logits, paths, residual_bytes),
+        notes=tuple(notes),
+    )
+
+
+def _row(group: Group, whole: int, paths: Paths, logits: Sequence[Logits], of: Rates | None) -> Row:
+    readers: dict[str, None] = {}
+    for array in group.arrays:
+        for place in array.readers:
+            where, name = paths.of(place), primitive_name(place[-1])
+            readers[name if where in group.paths else f"{name} in {where}"] = None
+    aval = group.arrays[0].value.aval
+    return Row(
+        path=group.path,
+        bytes=group.nbytes,
+        count=sum(array.count for array in group.arrays),
+        share=group.nbytes / whole if whole else 0.0,
+        shape=tuple(aval.shape),
+        dtype=str(aval.dtype),
+        producer=group.producer,
+        readers=tuple(readers),
+        source=group.source,
+        remedies=() if of is None else (*fused_loss(group, list(logits)), *remedies(group, paths, whole, of)),
+    )
+
+
+def _compiled(
+    program: Program, found: Gradient, paths: Paths, options: dict[str, Any], residual_bytes: int, notes: list[str]
+) -> tuple[Peak | None, Timeline | None]:
+    if found.is_own:
+        lowered = program.stage.lower()
+    else:
+        types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, **_sharding(aval)) for aval in found.jaxpr.in_avals]
+        lowered = jax.jit(jaxpr_as_fun(found.jaxpr)).lower(*types)
+    with option_errors(options):
+        compiled = of_jax(lowered.compile(compiler_options=options or None))
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    module = parse(text or "")
+    if memory is None or not module.is_scheduled:
+        notes.append("peak unknown: the backend gives no memory analysis, or no schedule of its program")
+        return None, None
+    return peak_of(module, paths, residual_bytes, memory.temp_size_in_bytes)
+
+
+def _sharding(aval: Any) -> dict[str, Any]:
+    return {} if aval.sharding.mesh.empty else {"sharding": aval.sharding}

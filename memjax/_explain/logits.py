@@ -1,0 +1,111 @@
+"""Logits: what a log-softmax over a product with the vocabulary's matrix makes, and what a loss without them keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from memjax._core.compat import primitive_name
+from memjax._core.primitives import ELEMENTWISE
+from memjax._explain.explanation import Remedy
+from memjax._explain.kept import Kept, Pass
+from memjax._explain.rows import Group
+from memjax._linear_cross_entropy import linear_cross_entropy
+from memjax._program import gradient, traced
+from memjax._residuals import Equation, Value
+
+_HOW = "memjax.linear_cross_entropy(hidden, head, labels) in place of the logits and their loss"
+
+
+@dataclass(frozen=True)
+class Logits:
+    """A log-softmax of a product.
+
+    Attributes:
+      forward: the pass it is in.
+      shape: of the logits.
+      product: the equation that makes them.
+    """
+
+    forward: Pass
+    shape: tuple[int, ...]
+    product: Equation
+
+    def holds(self, array: Kept) -> bool:
+        """Whether the array is one of the copies of the logits."""
+        return array.forward is self.forward and tuple(array.value.aval.shape) == self.shape
+
+
+def logits_in(arrays: list[Kept]) -> list[Logits]:
+    """The logits of the passes that these arrays are made in."""
+    found = []
+    for forward in {id(array.forward): array.forward for array in arrays}.values():
+        for equation in forward.program:
+            if primitive_name(equation.eqn) != "log":
+                continue
+            total = _maker(forward, equation.inputs[0], "reduce_sum")
+            exponential = None if total is None else _maker(forward, total.inputs[0], "exp")
+            product = None if exponential is None else _product(forward, exponential)
+            if product is not None and exponential is not None:
+                found.append(Logits(forward, tuple(exponential.eqn.outvars[0].aval.shape), product))
+    return found
+
+
+def fused_loss(group: Group, logits: list[Logits]) -> list[Remedy]:
+    """The remedy for a row of logits."""
+    array = group.arrays[0]
+    for one in logits:
+        if not one.holds(array):
+            continue
+        instead = _instead(one)
+        if instead is None:
+            continue
+        kept = sum(value.nbytes for value in one.forward.kept if tuple(value.aval.shape) == one.shape)
+        saves = one.forward.turns * (kept - instead)
+        if saves > 0:
+            return [Remedy("fused loss", saves, 0.0, 0.0, True, _HOW)]
+    return []
+
+
+def _instead(logits: Logits) -> int | None:
+    """Bytes that the loss keeps beyond what is kept beside the logits."""
+    x, w = (atom.aval for atom in logits.product.eqn.invars)
+    (contracted, _), _ = logits.product.eqn.params["dimension_numbers"]
+    if len(contracted) != 1 or x.shape[contracted[0]] != x.shape[-1] or len(w.shape) != 2:
+        return None
+    vocabulary = logits.shape[-1]
+    tokens, features = x.size // x.shape[-1], x.shape[-1]
+    types = [jax.ShapeDtypeStruct((tokens, features), x.dtype), jax.ShapeDtypeStruct((features, vocabulary), w.dtype)]
+    labels = jnp.zeros(tokens, jnp.int32)
+    found = gradient(traced("explain", lambda x, w: linear_cross_entropy(x, w, labels), tuple(types), {}))
+    if isinstance(found, str):
+        return None
+    hidden = logits.product.inputs[0]
+    readers = logits.forward.kept.get(hidden, []) if isinstance(hidden, Value) else []
+    alone = readers and all(primitive_name(reader[-1]) == "dot_general" for reader in readers)
+    return found.residuals.device.nbytes - (hidden.nbytes if alone else 0)
+
+
+def _maker(forward: Pass, value: Any, name: str) -> Equation | None:
+    equation = forward.makers.get(value) if isinstance(value, Value) else None
+    return equation if equation is not None and primitive_name(equation.eqn) == name else None
+
+
+def _product(forward: Pass, equation: Equation) -> Equation | None:
+    """The product behind elementwise operations."""
+    shape = equation.eqn.outvars[0].aval.shape
+    pending, seen = list(equation.inputs), set()
+    while pending:
+        value = pending.pop()
+        before = forward.makers.get(value) if isinstance(value, Value) else None
+        if before is None or value in seen or value.aval.shape != shape:
+            continue
+        seen.add(value)
+        if primitive_name(before.eqn) == "dot_general":
+            return before
+        if primitive_name(before.eqn) in ELEMENTWISE:
+            pending += before.inputs
+    return None

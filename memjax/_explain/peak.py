@@ -1,0 +1,210 @@
+"""The peak of a compiled program: which modules hold what then, and why that is not what the forward pass keeps."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from memjax._core.compat import user_frames
+from memjax._core.scopes import Paths, scopes
+from memjax._explain.explanation import Peak, PeakRow, Timeline
+from memjax._explain.hlo import Computation, Instruction, Module
+from memjax._explain.live import Buffer, Live, Made, live, roots
+from memjax._explain.rows import collapsed, template
+
+_BACKWARD = re.compile(r"\btranspose\(")
+_POINTS = 400
+_MODULES = 9
+_UPDATES = frozenset(("dynamic-update-slice", "scatter"))
+
+
+def peak_of(module: Module, paths: Paths, residual_bytes: int, temp_bytes: int) -> tuple[Peak, Timeline]:
+    """The peak and what leads to it."""
+    found = live(module)
+    origins = _Origins(module, paths)
+    change = np.zeros(2 * len(found.instructions) + 2, np.int64)
+    for buffer in found.buffers:
+        change[buffer.first] += buffer.nbytes
+        change[buffer.last] -= buffer.nbytes
+    alive = np.cumsum(change)
+    at = int(alive.argmax())
+    held = [buffer for buffer in found.buffers if buffer.first <= at < buffer.last]
+    names = {id(buffer): origins.path(buffer) for buffer in found.buffers}
+    kinds = {id(buffer): origins.kind(buffer) for buffer in found.buffers}
+
+    rows: dict[tuple[str, str], list[Buffer]] = {}
+    for buffer in held:
+        rows.setdefault((template(names[id(buffer)]), kinds[id(buffer)]), []).append(buffer)
+    made = [
+        PeakRow(collapsed([names[id(buffer)] for buffer in some]), kind, sum(one.nbytes for one in some), len(some))
+        for (_, kind), some in rows.items()
+    ]
+    by_kind: dict[str, int] = {}
+    for row in made:
+        by_kind[row.kind] = by_kind.get(row.kind, 0) + row.bytes
+    kept = sum(buffer.nbytes for buffer in found.buffers if kinds[id(buffer)] == "residual")
+    position = min(at // 2, len(found.instructions) - 1)
+    peak = Peak(
+        bytes=int(alive[at]),
+        temp_bytes=temp_bytes,
+        rows=tuple(sorted(made, key=lambda row: -row.bytes)),
+        difference=_difference(residual_bytes, kept, by_kind),
+        instruction=found.instructions[position].name if found.instructions else "",
+    )
+    return peak, _timeline(found, names, at)
+
+
+def _difference(residual_bytes: int, kept: int, by_kind: dict[str, int]) -> tuple[tuple[str, int], ...]:
+    at_peak = by_kind.get("residual", 0)
+    steps = [
+        ("kept between the passes, as JAX saves it", residual_bytes),
+        (
+            "saved by the compiler: fused, computed again, or held in a result"
+            if kept <= residual_bytes
+            else "added by the compiler: copies and conversions that it keeps",
+            kept - residual_bytes,
+        ),
+        ("not alive at the peak", at_peak - kept),
+        ("of the forward pass, no residual", by_kind.get("forward", 0)),
+        ("of the backward pass: gradients and cotangents", by_kind.get("backward", 0)),
+        ("computed again in the backward pass", by_kind.get("recomputed", 0)),
+        ("workspace of kernels", by_kind.get("workspace", 0)),
+        ("of no pass: optimizer, copies, loop state", by_kind.get("other", 0)),
+    ]
+    return tuple(step for step in steps if step[1])
+
+
+class _Origins:
+    """Where buffers come from."""
+
+    def __init__(self, module: Module, paths: Paths):
+        self.module, self.paths = module, paths
+
+    def path(self, buffer: Buffer) -> str:
+        """The path of what fills the buffer: in a loop what is written into it, not what it starts with."""
+        writers = [self.writer(made) for made in buffer.makers]
+        updates = [self.path_at(*writer) for writer in writers if writer is not None]
+        plain = [
+            self.path_at(made.instruction, made.computation)
+            for made, writer in zip(buffer.makers, writers, strict=True)
+            if writer is None
+        ]
+        found = [path for path in updates if path] or [path for path in plain if path and path != self.paths.name]
+        if found:
+            return max(found, key=lambda path: path.count("/")) if updates else found[0]
+        near = [self.near(made) for made in buffer.makers]
+        readers = [self.path_at(reader, None) for reader in buffer.readers]
+        return next((path for path in (*near, *readers) if path), "") or next(filter(None, plain), "")
+
+    def path_at(self, instruction: Instruction, computation: Computation | None) -> str:
+        name = instruction.op_name.split(";")[0]
+        if not name and not instruction.frame and computation is not None and instruction.opcode == "fusion":
+            inner = self.module.computations[instruction.called["calls"]]
+            return next(filter(None, (self.path_at(one, None) for one in reversed(inner.instructions.values()))), "")
+        lines = user_frames(self.module.frames.get(instruction.frame, []))
+        if not name and not lines:
+            return ""
+        return self.paths.joined(scopes(name.rpartition("/")[0]), lines)
+
+    def near(self, made: Made) -> str:
+        """The path of what an instruction without one reads, and of what that reads."""
+        pending, seen = [made.instruction], set[str]()
+        while pending:
+            instruction = pending.pop(0)
+            if instruction.name in seen or len(seen) > 20:
+                continue
+            seen.add(instruction.name)
+            if path := self.path_at(instruction, made.computation):
+                return path
+            pending += [made.computation.instructions[name] for name in instruction.operands]
+        return ""
+
+    def writer(self, made: Made) -> tuple[Instruction, Computation] | None:
+        """What an update in place writes; None if the instruction is none."""
+        instruction, computation = made.instruction, made.computation
+        operands: Sequence[str] = ()
+        if instruction.opcode == "fusion":
+            computation = self.module.computations[instruction.called["calls"]]
+            operands = instruction.operands
+            outputs = roots(computation)
+            instruction = outputs[min(made.index, len(outputs) - 1)]
+            while instruction.opcode == "bitcast":
+                instruction = computation.instructions[instruction.operands[0]]
+        if instruction.opcode not in _UPDATES:
+            return None
+        position = 1 if instruction.opcode == "dynamic-update-slice" else len(instruction.operands) - 1
+        written = computation.instructions[instruction.operands[position]]
+        while written.opcode in ("bitcast", "copy") and not written.op_name:
+            written = computation.instructions[written.operands[0]]
+        if written.opcode == "parameter" and operands:
+            return made.computation.instructions[operands[written.number]], made.computation
+        return written, computation
+
+    def kind(self, buffer: Buffer) -> str:
+        if any(_is_workspace(made) for made in buffer.makers):
+            return "workspace"
+        names = [name for made in buffer.makers if (name := self.op_name(made))]
+        if not names:
+            return "other"
+        backward = [bool(_BACKWARD.search(name)) for name in names]
+        if any("rematted_computation" in name for name in names) and any(backward):
+            return "recomputed"
+        if all(backward):
+            return "backward"
+        if not any("jvp(" in name for name in names):
+            return "other"
+        read_later = any(_BACKWARD.search(reader.op_name) for reader in buffer.readers)
+        return "residual" if read_later else "forward"
+
+    def op_name(self, made: Made) -> str:
+        if made.instruction.op_name or made.instruction.opcode != "fusion":
+            return made.instruction.op_name
+        inner = self.module.computations[made.instruction.called["calls"]]
+        return next((one.op_name for one in reversed(inner.instructions.values()) if one.op_name), "")
+
+
+def _is_workspace(made: Made) -> bool:
+    """Bytes beside the result of a kernel."""
+    arrays = made.instruction.arrays
+    array = arrays[made.index]
+    is_bytes = array.dtype in ("s8", "u8") and len(array.shape) == 1
+    return made.instruction.opcode == "custom-call" and is_bytes and len(arrays) > 1 and made.index == len(arrays) - 1
+
+
+def _timeline(found: Live, names: dict[int, str], at: int) -> Timeline:
+    """What is alive over the program, the modules with most at the peak apart and the rest together."""
+    steps = 2 * len(found.instructions) + 2
+    totals: dict[str, int] = {}
+    for buffer in found.buffers:
+        if buffer.first <= at < buffer.last:
+            name = template(names[id(buffer)])
+            totals[name] = totals.get(name, 0) + buffer.nbytes
+    largest = sorted(totals, key=lambda name: -totals[name])[:_MODULES]
+    series = {name: np.zeros(steps, np.int64) for name in (*largest, "")}
+    members: dict[str, list[str]] = {name: [] for name in largest}
+    for buffer in found.buffers:
+        name = template(names[id(buffer)])
+        if name in members:
+            members[name].append(names[id(buffer)])
+        line = series[name if name in members else ""]
+        line[buffer.first] += buffer.nbytes
+        line[buffer.last] -= buffer.nbytes
+    for line in series.values():
+        np.cumsum(line, out=line)
+    # The largest moment of each stretch, so that no peak falls between two points.
+    whole = np.sum(list(series.values()), axis=0)
+    edges = np.unique(np.linspace(0, steps, min(_POINTS, steps) + 1).astype(int))
+    points = [int(first + whole[first:end].argmax()) for first, end in itertools.pairwise(edges)]
+    backward = next(
+        (index for index, one in enumerate(found.instructions) if _BACKWARD.search(one.op_name)),
+        len(found.instructions),
+    )
+    return Timeline(
+        modules=(*(collapsed(members[name]) for name in largest), "other"),
+        instructions=tuple(point // 2 for point in points),
+        bytes=tuple(tuple(int(series[name][point]) for point in points) for name in (*largest, "")),
+        backward=backward,
+    )

@@ -1,0 +1,166 @@
+"""What would remove an array that is kept, what it saves, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from memjax._core.compat import primitive_name
+from memjax._core.primitives import PRODUCTS, flops
+from memjax._core.scopes import Paths, line_of
+from memjax._explain.estimate import Rates, seconds
+from memjax._explain.explanation import Remedy
+from memjax._explain.kept import Pass
+from memjax._explain.rows import Group, collapsed
+from memjax._residuals import Equation, Value
+from memjax.compress import DEFAULT
+
+# One checkpoint round nearly everything keeps nothing, and computes everything at once: the peak is then there.
+_MOST = 0.6
+_OFFLOADS = 1 << 20
+_MORE = 1.05
+_KEEPS_PRODUCTS = "dots_saveable"
+_NARROW = {"float64": "float32", "float32": "bfloat16"}
+
+
+def remedies(group: Group, paths: Paths, residual_bytes: int, of: Rates) -> tuple[Remedy, ...]:
+    """For the arrays of a row: exact ones first, what costs least for a byte saved before others."""
+    exact = sorted(_checkpoints(group, paths, residual_bytes, of), key=_price)
+    # Each that follows has to save more, for it costs more.
+    worth: list[Remedy] = []
+    for remedy in exact:
+        if not worth or remedy.saves > _MORE * worth[-1].saves:
+            worth.append(remedy)
+    return (*worth, *_offload(group, of), *_narrower(group, of))
+
+
+def _price(remedy: Remedy) -> tuple[float, int]:
+    return remedy.milliseconds / remedy.saves, -remedy.saves
+
+
+def _checkpoints(group: Group, paths: Paths, residual_bytes: int, of: Rates) -> Iterator[Remedy]:
+    """`jax.checkpoint` round the module, or one of those around it; keeping the results of products, or nothing."""
+    depth = min(path.count("/") + 1 for path in group.paths)
+    for size in range(depth, 0, -1):
+        prefixes = dict.fromkeys("/".join(path.split("/")[:size]) for path in group.paths)
+        passes = {id(array.forward): array.forward for array in group.arrays}.values()
+        regions = {id(forward): _regions(forward, prefixes, paths) for forward in passes}
+        for kind in ("free", "recompute"):
+            saves, cost, work, instances, removed = 0, 0.0, 0.0, 0, set()
+            for forward in passes:
+                found = _checkpointed(forward, regions[id(forward)], prefixes, paths, keeps_products=kind == "free")
+                new = [
+                    value for value in found.inputs if value not in forward.kept and value.program is forward.program
+                ]
+                saves += forward.turns * (_nbytes(found.dropped) - _nbytes(new))
+                cost += forward.turns * seconds((equation.eqn for equation in found.equations), of)
+                work += forward.turns * sum(flops(equation.eqn) for equation in found.equations)
+                instances += forward.turns * len(regions[id(forward)])
+                removed |= found.dropped
+            too_much = instances == 1 and saves > _MOST * residual_bytes
+            if saves > 0 and not too_much and all(array.value in removed for array in group.arrays):
+                how = "jax.checkpoint" + (
+                    f"(policy=jax.checkpoint_policies.{_KEEPS_PRODUCTS})" if kind == "free" else ""
+                )
+                times = f", {instances} times" if instances > 1 else ""
+                how += f" (or nn.remat, nnx.remat) round {collapsed(list(prefixes))}{times}"
+                yield Remedy(kind, saves, 1000 * cost, work, True, how)
+
+
+def _offload(group: Group, of: Rates) -> list[Remedy]:
+    if group.nbytes < _OFFLOADS:
+        return []
+    how = "name it with jax.ad_checkpoint.checkpoint_name, and memjax.remat.checkpoint(policy=policies.offload(name))"
+    return [Remedy("offload", group.nbytes, 1000 * 2 * group.nbytes / of.link, 0.0, True, how)]
+
+
+def _narrower(group: Group, of: Rates) -> list[Remedy]:
+    aval = group.arrays[0].value.aval
+    found = []
+    if jnp.issubdtype(aval.dtype, jnp.floating):
+        code = min(DEFAULT.nbytes(aval), aval.dtype.itemsize * aval.size)
+        saves = group.nbytes - sum(array.count for array in group.arrays) * code
+        if saves > 0:
+            cost = 1000 * 2 * group.nbytes / of.nbytes
+            found.append(Remedy("8 bits", saves, cost, 0.0, False, f"memjax.compressed round {group.path}"))
+        narrow = _NARROW.get(str(aval.dtype))
+        if narrow is not None:
+            how = f"compute {group.path} in {narrow}"
+            found.append(Remedy("dtype", group.nbytes // 2, 0.0, 0.0, False, how))
+    return found
+
+
+@dataclass(frozen=True)
+class _Checkpointed:
+    """What checkpoints change: what is no longer kept, what they need instead, and the equations that run again."""
+
+    dropped: set[Value]
+    inputs: set[Value]
+    equations: list[Equation]
+
+
+def _regions(forward: Pass, prefixes: Iterable[str], paths: Paths) -> list[dict[Value, Equation]]:
+    """What each call of the modules makes, and how. A path of functions is the same for every call of them."""
+    regions: list[dict[Value, Equation]] = []
+    for prefix in prefixes:
+        first: Any = None
+        for equation in forward.program:
+            place = (*equation.outer, equation.eqn)
+            path = paths.of(place)
+            if not _inside(path, prefix):
+                continue
+            key = (path, line_of(place), equation.eqn.primitive, *(str(var.aval) for var in equation.eqn.outvars))
+            if first is None or (key == first and not paths.has_scopes(place)):
+                first = key
+                regions.append({})
+            regions[-1].update((value, equation) for value in equation.outputs if isinstance(value, Value))
+    return regions
+
+
+def _inside(path: str, prefix: str) -> bool:
+    return path == prefix or path.startswith(f"{prefix}/")
+
+
+def _checkpointed(
+    forward: Pass,
+    regions: Sequence[dict[Value, Equation]],
+    prefixes: Iterable[str],
+    paths: Paths,
+    *,
+    keeps_products: bool,
+) -> _Checkpointed:
+    """The effect of a checkpoint round each region."""
+    home = {value: region for region in regions for value in region}
+    stays = lambda value: keeps_products and primitive_name(forward.makers[value].eqn) in PRODUCTS
+    read_inside = lambda readers: all(
+        any(_inside(paths.of(reader), prefix) for prefix in prefixes) for reader in readers
+    )
+    dropped = {
+        value for value, readers in forward.kept.items() if value in home and not stays(value) and read_inside(readers)
+    }
+    # What one call makes can be what the next begins with.
+    while True:
+        inputs: set[Value] = set()
+        equations: dict[int, Equation] = {}
+        pending, seen = list(dropped), set(dropped)
+        while pending:
+            region = home[value := pending.pop()]
+            equations[id(region[value])] = region[value]
+            for read in region[value].inputs:
+                if not isinstance(read, Value) or read in seen:
+                    continue
+                if home.get(read) is region and not stays(read):
+                    seen.add(read)
+                    pending.append(read)
+                else:
+                    inputs.add(read)
+        if not inputs & dropped:
+            return _Checkpointed(dropped, inputs, list(equations.values()))
+        dropped -= inputs
+
+
+def _nbytes(values: Iterable[Value]) -> int:
+    return sum(value.nbytes for value in values)

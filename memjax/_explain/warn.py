@@ -1,0 +1,167 @@
+"""What costs people days: checkpoints that do nothing, copies that nobody asked for, logits."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import Literal, jaxprs_in_params
+
+from memjax._core.check import readable_bytes
+from memjax._core.compat import name_stack, parameters, primitive_name
+from memjax._core.jaxpr import nbytes
+from memjax._core.primitives import CHECKPOINTS, NAMES
+from memjax._core.scopes import Paths
+from memjax._explain.logits import Logits
+from memjax._explain.rows import Group
+
+_SHARE = 0.02
+_UNROLLED = 8
+_SMALL = 1 << 10
+_LARGER = {"broadcast_in_dim": "repeated", "pad": "padded"}
+
+
+def warnings_of(
+    programs: Sequence[Any], groups: Sequence[Group], logits: Sequence[Logits], paths: Paths, residual_bytes: int
+) -> tuple[str, ...]:
+    """All warnings, those of checkpoints first. `programs` are the function's own, and the one with a backward pass."""
+    large = [group for group in groups if group.nbytes >= _SHARE * residual_bytes]
+    found = [
+        *_unmatched(programs),
+        *_useless(programs[-1], paths),
+        *_copies(large),
+        *_logits(large, logits),
+        *_unrolled(groups, residual_bytes),
+    ]
+    return tuple(dict.fromkeys(found))
+
+
+def _all(jaxpr: Any, outer: tuple = ()) -> Iterator[tuple]:
+    """Each equation, with those around it before it."""
+    for eqn in jaxpr.eqns:
+        yield (*outer, eqn)
+        for body in jaxprs_in_params(parameters(eqn)):
+            yield from _all(getattr(body, "jaxpr", body), (*outer, eqn))
+
+
+def _unmatched(programs: Sequence[Any]) -> Iterator[str]:
+    """Names in policies that no value has."""
+    wanted: set[str] = set()
+    present: set[str] = set()
+    for program in programs:
+        for place in _all(program.jaxpr):
+            eqn = place[-1]
+            if primitive_name(eqn) in CHECKPOINTS:
+                wanted |= _names(parameters(eqn).get("policy"))
+            if primitive_name(eqn) in NAMES:
+                held = eqn.params.get("_prim", None)
+                present.add(held.name if held is not None else eqn.params["name"])
+    for name in sorted(wanted - present):
+        near = difflib.get_close_matches(name, present, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        there = f"the names are {sorted(present)}" if present else "no value has a name"
+        yield (
+            f"a checkpoint's policy names {name!r}, but nothing is called so{hint}: {there}. "
+            "Name the value with jax.ad_checkpoint.checkpoint_name."
+        )
+
+
+def _names(policy: Any, depth: int = 4) -> set[str]:
+    """The names that a policy was made with: in its attributes, or in what its function closes over."""
+    if isinstance(policy, set | frozenset | list | tuple):
+        return {name for item in policy for name in ([item] if isinstance(item, str) else _names(item, depth - 1))}
+    if policy is None or depth == 0:
+        return set()
+    if isinstance(getattr(policy, "names", None), frozenset):
+        return set(policy.names)
+    cells = [cell.cell_contents for cell in getattr(policy, "__closure__", None) or ()]
+    return {name for cell in cells if not isinstance(cell, str) for name in _names(cell, depth - 1)}
+
+
+def _useless(program: Any, paths: Paths) -> Iterator[str]:
+    """Checkpoints that keep as much as they compute again."""
+    for place in _all(program.jaxpr):
+        eqn = place[-1]
+        if primitive_name(eqn) not in CHECKPOINTS or "transpose(" not in "/".join(map(name_stack, place)):
+            continue
+        body = next(jaxprs_in_params(parameters(eqn)))
+        body = getattr(body, "jaxpr", body)
+        again = {var for inner in body.eqns if _again(inner) for var in inner.outvars}
+        first = {var for inner in body.eqns if _again(inner) for var in _variables(inner)} & set(body.invars)
+        late = {var for inner in body.eqns if not _again(inner) for var in _variables(inner)}
+        instead = sum(nbytes(var.aval) for var in again & late)
+        kept = sum(nbytes(var.aval) for var in first)
+        if not again:
+            yield (
+                f"the checkpoint round {paths.of(place)} computes nothing again: its policy keeps everything that "
+                "the backward pass reads. Without it the program is the same."
+            )
+        elif instead <= kept and kept >= _SMALL:
+            yield (
+                f"the checkpoint round {paths.of(place)} keeps {readable_bytes(kept)} to compute {readable_bytes(instead)} "
+                "again: it saves nothing. Put it round more."
+            )
+
+
+def _again(eqn: Any) -> bool:
+    return "rematted_computation" in name_stack(eqn)
+
+
+def _variables(eqn: Any) -> set[Any]:
+    return {atom for atom in eqn.invars if not isinstance(atom, Literal)}
+
+
+def _copies(groups: Sequence[Group]) -> Iterator[str]:
+    """Wider copies, and copies of parts or of repeated parts."""
+    for group in groups:
+        place = group.arrays[0].place
+        eqn, aval = place[-1], group.arrays[0].value.aval
+        name = primitive_name(eqn)
+        before = eqn.invars[0].aval if eqn.invars and not isinstance(eqn.invars[0], Literal) else None
+        if before is None or not hasattr(before, "dtype"):
+            continue
+        size = f"{readable_bytes(group.nbytes)} at {group.source}, in {group.path}"
+        if name == "convert_element_type" and _is_wider(aval.dtype, before.dtype):
+            yield (
+                f"{size}: kept as {aval.dtype}, though it is a copy of {before.dtype}. "
+                f"Keep the {before.dtype}, and convert where it is used."
+            )
+        elif name in _LARGER and aval.size > before.size > 1:
+            yield (
+                f"{size}: kept as {list(aval.shape)}, {_LARGER[name]} from {list(before.shape)}. "
+                "Keep the smaller, and do this where it is used."
+            )
+
+
+def _is_wider(new: Any, old: Any) -> bool:
+    floating = jnp.issubdtype(new, jnp.floating) and jnp.issubdtype(old, jnp.floating)
+    return floating and jnp.dtype(new).itemsize > jnp.dtype(old).itemsize
+
+
+def _logits(groups: Sequence[Group], logits: Sequence[Logits]) -> Iterator[str]:
+    for one in logits:
+        held = sum(array.nbytes for group in groups for array in group.arrays if one.holds(array))
+        if held:
+            yield (
+                f"logits of shape {list(one.shape)} are kept: {readable_bytes(held)}. "
+                "memjax.linear_cross_entropy has the same loss without them."
+            )
+
+
+def _unrolled(groups: Sequence[Group], residual_bytes: int) -> Iterator[str]:
+    """Many layers of the same shapes, each a part of the program of its own."""
+    layers: dict[str, int] = {}
+    for group in groups:
+        numbers = [part for part in group.path.split("/") if ".." in part]
+        times = len(set(group.paths))
+        if times >= _UNROLLED and numbers:
+            where = group.path.split(numbers[0])[0] + numbers[0]
+            layers[where] = layers.get(where, 0) + group.nbytes
+    for where, held in layers.items():
+        if held > residual_bytes / 2:
+            yield (
+                f"{where} are unrolled: jax.lax.scan (nn.scan, nnx.scan) over stacked parameters compiles once, and "
+                "with jax.checkpoint in its body frees what a layer computes again."
+            )
