@@ -2,7 +2,7 @@
 
 The rules are those of XLA's buffer assignment: views and tuples make no buffer; a loop's state is one buffer from its start
 to its end; `dynamic-update-slice`, in fusions too, writes into its operand; what an elementwise instruction reads for the
-last time may become its result; and a temporary buffer takes the place of a result of at least its size where that is not
+last time may become its result, if it has its shape; and a temporary buffer takes the place of a result of at least its size where that is not
 yet, or no longer, needed. Offsets are not assigned, so gaps between buffers do not count.
 """
 
@@ -37,7 +37,7 @@ _NO_SHARING = frozenset(
 
 @dataclass(eq=False)
 class Made:
-    """An array where it is made: the instruction, which of its arrays, and its computation's other instructions."""
+    """An array where it is made or read: the instruction, which of its arrays, and its computation."""
 
     instruction: Instruction
     index: int
@@ -60,7 +60,7 @@ class Buffer:
     first: int = 1 << 60
     last: int = 0
     makers: list[Made] = field(default_factory=list)
-    readers: list[Instruction] = field(default_factory=list)
+    readers: list[Made] = field(default_factory=list)
     is_temporary: bool = True
 
 
@@ -117,6 +117,7 @@ class _Walk:
         self.module = module
         self.order: list[Instruction] = []
         self._joined: list[int] = []
+        self._shapes: list[tuple[int, ...]] = []
         self._buffers: list[Buffer | None] = []
         self._sharing: list[tuple[int, int, int]] = []
 
@@ -129,6 +130,7 @@ class _Walk:
             made = [Made(instruction, index, computation)]
             leaves.append(len(self._joined))
             self._joined.append(leaves[-1])
+            self._shapes.append(array.shape)
             self._buffers.append(Buffer(array.nbytes, step, step + 1, made, [], temporary))
         return leaves
 
@@ -167,7 +169,7 @@ class _Walk:
             known[instruction.name] = self.result(instruction, computation, operands, arguments)
         last = known.get(computation.root, [])
         for leaf in last:
-            self._use(leaf, None)
+            self._use(leaf)
         return last
 
     def result(
@@ -192,7 +194,7 @@ class _Walk:
             return self._control(instruction, computation, operands)
         leaves = self.fresh(instruction, computation)
         for leaf in flat:
-            self._use(leaf, instruction)
+            self._use(leaf, Made(instruction, 0, computation))
         self.order.append(instruction)
         if opcode.endswith("-start"):
             self._start(instruction, operands, leaves)
@@ -224,11 +226,11 @@ class _Walk:
                 for leaf, new in zip(results, self.run(self.module.computations[name], [operand]), strict=False):
                     self.join(leaf, new)
         for leaf in results:
-            self._use(leaf, instruction)
+            self._use(leaf, Made(instruction, 0, computation))
         self.order.append(instruction)
         return results
 
-    def _use(self, leaf: int, reader: Instruction | None) -> None:
+    def _use(self, leaf: int, reader: Made | None = None) -> None:
         buffer = self.buffer(leaf)
         buffer.last = max(buffer.last, 2 * len(self.order) + 1)
         if reader is not None:
@@ -265,11 +267,15 @@ class _Walk:
                     continue
                 for number in through.get(index, ()):
                     if number < len(operands) and operands[number]:
-                        self._sharing.append((len(self.order) - 1, leaf, operands[number][0]))
+                        self._may_share(leaf, operands[number][0])
         elif instruction.opcode not in _NO_SHARING:
             for operand in operands:
                 if leaves and operand:
-                    self._sharing.append((len(self.order) - 1, leaves[0], operand[0]))
+                    self._may_share(leaves[0], operand[0])
+
+    def _may_share(self, leaf: int, operand: int) -> None:
+        if self._shapes[leaf] == self._shapes[operand]:
+            self._sharing.append((len(self.order) - 1, leaf, operand))
 
     def share(self) -> None:
         """Let results take the place of operands of the same size that are read for the last time."""

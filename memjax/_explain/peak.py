@@ -11,7 +11,7 @@ import numpy as np
 from memjax._core.compat import user_frames
 from memjax._core.scopes import Paths, scopes
 from memjax._explain.explanation import Peak, PeakRow, Timeline
-from memjax._explain.hlo import Computation, Instruction, Module
+from memjax._explain.hlo import Instruction, Module
 from memjax._explain.live import Buffer, Live, Made, live, roots
 from memjax._explain.rows import collapsed, template
 
@@ -86,43 +86,42 @@ class _Origins:
     def path(self, buffer: Buffer) -> str:
         """The path of what fills the buffer: in a loop what is written into it, not what it starts with."""
         writers = [self.writer(made) for made in buffer.makers]
-        updates = [self.path_at(*writer) for writer in writers if writer is not None]
+        updates = [self.path_at(writer) for writer in writers if writer is not None]
         plain = [
-            self.path_at(made.instruction, made.computation)
+            self.path_at(made.instruction)
             for made, writer in zip(buffer.makers, writers, strict=True)
             if writer is None
         ]
         found = [path for path in updates if path] or [path for path in plain if path and path != self.paths.name]
         if found:
             return max(found, key=lambda path: path.count("/")) if updates else found[0]
-        near = [self.near(made) for made in buffer.makers]
-        readers = [self.path_at(reader, None) for reader in buffer.readers]
-        return next((path for path in (*near, *readers) if path), "") or next(filter(None, plain), "")
+        near = (self.near(made) for made in (*buffer.makers, *buffer.readers))
+        return next(filter(None, near), "") or next(filter(None, plain), "")
 
-    def path_at(self, instruction: Instruction, computation: Computation | None) -> str:
+    def path_at(self, instruction: Instruction) -> str:
         name = instruction.op_name.split(";")[0]
-        if not name and not instruction.frame and computation is not None and instruction.opcode == "fusion":
+        if not name and not instruction.frame and instruction.opcode == "fusion":
             inner = self.module.computations[instruction.called["calls"]]
-            return next(filter(None, (self.path_at(one, None) for one in reversed(inner.instructions.values()))), "")
+            return next(filter(None, (self.path_at(one) for one in reversed(inner.instructions.values()))), "")
         lines = user_frames(self.module.frames.get(instruction.frame, []))
         if not name and not lines:
             return ""
         return self.paths.joined(scopes(name.rpartition("/")[0]), lines)
 
     def near(self, made: Made) -> str:
-        """The path of what an instruction without one reads, and of what that reads."""
+        """The path of what an instruction reads, and of what that reads."""
         pending, seen = [made.instruction], set[str]()
         while pending:
             instruction = pending.pop(0)
             if instruction.name in seen or len(seen) > 20:
                 continue
             seen.add(instruction.name)
-            if path := self.path_at(instruction, made.computation):
+            if path := self.path_at(instruction):
                 return path
             pending += [made.computation.instructions[name] for name in instruction.operands]
         return ""
 
-    def writer(self, made: Made) -> tuple[Instruction, Computation] | None:
+    def writer(self, made: Made) -> Instruction | None:
         """What an update in place writes; None if the instruction is none."""
         instruction, computation = made.instruction, made.computation
         operands: Sequence[str] = ()
@@ -140,8 +139,8 @@ class _Origins:
         while written.opcode in ("bitcast", "copy") and not written.op_name:
             written = computation.instructions[written.operands[0]]
         if written.opcode == "parameter" and operands:
-            return made.computation.instructions[operands[written.number]], made.computation
-        return written, computation
+            return made.computation.instructions[operands[written.number]]
+        return written
 
     def kind(self, buffer: Buffer) -> str:
         if any(_is_workspace(made) for made in buffer.makers):
@@ -156,7 +155,7 @@ class _Origins:
             return "backward"
         if not any("jvp(" in name for name in names):
             return "other"
-        read_later = any(_BACKWARD.search(reader.op_name) for reader in buffer.readers)
+        read_later = any(_BACKWARD.search(self.op_name(reader)) for reader in buffer.readers)
         return "residual" if read_later else "forward"
 
     def op_name(self, made: Made) -> str:

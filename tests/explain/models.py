@@ -199,7 +199,7 @@ def layer(w, x):
 
 
 def llama(checkpoint=jax.checkpoint, layers=4):
-    shapes = {name: (WIDTH, 4, WIDTH // 4) for name in "qkv"} | {"o": (4, WIDTH // 4, WIDTH)}
+    shapes = dict.fromkeys("qkv", (WIDTH, 4, WIDTH // 4)) | {"o": (4, WIDTH // 4, WIDTH)}
     shapes |= {"gate": (WIDTH, 96), "up": (WIDTH, 96), "down": (96, WIDTH), "norm1": (WIDTH,), "norm2": (WIDTH,)}
     weights = {name: jnp.ones((layers, *shape)) for name, shape in shapes.items()}
     embedding, tokens = jnp.ones((VOCABULARY, WIDTH)), jnp.zeros((BATCH, TOKENS), jnp.int32)
