@@ -109,6 +109,12 @@ def frames(eqn: Any) -> list[Frame]:
     return user_frames([Frame(frame.file_name, frame.line_num, frame.function_name) for frame in reversed(raw)])
 
 
+def call_site(eqn: Any) -> tuple[Any, ...]:
+    """Where in the code an equation is made, exactly: the same again only if that code runs again."""
+    traceback = eqn.source_info.traceback
+    return () if traceback is None else tuple(zip(*traceback.raw_frames(), strict=True))
+
+
 def source_line(eqn: Any) -> str:
     """Where the user's code makes an equation: "model.py:12 (norm)"; empty where that is not known."""
     for frame in frames(eqn):

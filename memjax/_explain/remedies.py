@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 
-from memjax._core.compat import primitive_name
+from memjax._core.compat import call_site, primitive_name
 from memjax._core.primitives import PRODUCTS, flops
-from memjax._core.scopes import Paths, line_of
+from memjax._core.scopes import Paths
 from memjax._explain.estimate import Rates, seconds
 from memjax._explain.explanation import Remedy
 from memjax._explain.kept import Pass
@@ -51,7 +53,7 @@ def _checkpoints(group: Group, paths: Paths, residual_bytes: int, of: Rates) -> 
         for kind in ("free", "recompute"):
             saves, cost, work, instances, removed = 0, 0.0, 0.0, 0, set()
             for forward in passes:
-                found = _checkpointed(forward, regions[id(forward)], prefixes, paths, keeps_products=kind == "free")
+                found = _checkpointed(forward, regions[id(forward)], paths, keeps_products=kind == "free")
                 new = [
                     value for value in found.inputs if value not in forward.kept and value.program is forward.program
                 ]
@@ -102,45 +104,62 @@ class _Checkpointed:
     equations: list[Equation]
 
 
-def _regions(forward: Pass, prefixes: Iterable[str], paths: Paths) -> list[dict[Value, Equation]]:
-    """What each call of the modules makes, and how. A path of functions is the same for every call of them."""
-    regions: list[dict[Value, Equation]] = []
+@dataclass(eq=False)
+class _Region:
+    """One call of a module: its path, what it makes and how, and whether no other call has this path."""
+
+    path: str
+    makers: dict[Value, Equation]
+    is_only: bool
+
+
+def _regions(forward: Pass, prefixes: Iterable[str], paths: Paths) -> list[_Region]:
+    """Each call of the modules."""
+    regions: list[_Region] = []
     for prefix in prefixes:
-        first: Any = None
-        for equation in forward.program:
-            place = (*equation.outer, equation.eqn)
-            path = paths.of(place)
-            if not _inside(path, prefix):
-                continue
-            key = (path, line_of(place), equation.eqn.primitive, *(str(var.aval) for var in equation.eqn.outvars))
-            if first is None or (key == first and not paths.has_scopes(place)):
-                first = key
-                regions.append({})
-            regions[-1].update((value, equation) for value in equation.outputs if isinstance(value, Value))
+        places = [(equation, (*equation.outer, equation.eqn)) for equation in forward.program]
+        inside = [(equation, place) for equation, place in places if _inside(paths.of(place), prefix)]
+        is_only = any(paths.has_scopes(place) for _, place in inside)
+        for equation, starts in zip((one for one, _ in inside), _starts([place for _, place in inside]), strict=True):
+            if not regions or regions[-1].path != prefix or (starts and not is_only):
+                regions.append(_Region(prefix, {}, is_only))
+            regions[-1].makers.update((value, equation) for value in equation.outputs if isinstance(value, Value))
     return regions
+
+
+def _starts(places: Sequence[tuple]) -> list[bool]:
+    """Which equations begin a call of a function whose calls all have the same path: where its first line comes again.
+
+    The first line may itself be run several times in a call: as often as it is run more than most lines are.
+    """
+    sites = [tuple(map(call_site, place)) for place in places]
+    counts = Counter(sites)
+    usual = Counter(counts.values()).most_common(1)[0][0] if counts else 1
+    every = max(1, round(counts[sites[0]] / usual)) if sites else 1
+    seen = itertools.count()
+    return [site == sites[0] and next(seen) % every == 0 for site in sites]
 
 
 def _inside(path: str, prefix: str) -> bool:
     return path == prefix or path.startswith(f"{prefix}/")
 
 
-def _checkpointed(
-    forward: Pass,
-    regions: Sequence[dict[Value, Equation]],
-    prefixes: Iterable[str],
-    paths: Paths,
-    *,
-    keeps_products: bool,
-) -> _Checkpointed:
+def _checkpointed(forward: Pass, regions: Sequence[_Region], paths: Paths, *, keeps_products: bool) -> _Checkpointed:
     """The effect of a checkpoint round each region."""
-    home = {value: region for region in regions for value in region}
+    home = {value: region for region in regions for value in region.makers}
     stays = lambda value: keeps_products and primitive_name(forward.makers[value].eqn) in PRODUCTS
-    read_inside = lambda readers: all(
-        any(_inside(paths.of(reader), prefix) for prefix in prefixes) for reader in readers
-    )
-    dropped = {
-        value for value, readers in forward.kept.items() if value in home and not stays(value) and read_inside(readers)
-    }
+    # Read by another call: whose backward pass reads it cannot be told where calls have the same path.
+    shared: set[Value] = set()
+    for equation in forward.program:
+        own = home.get(next((out for out in equation.outputs if isinstance(out, Value)), None))
+        shared |= {read for read in equation.inputs if isinstance(read, Value) and home.get(read) is not own}
+
+    def read_by_itself(value: Value) -> bool:
+        region = home[value]
+        inside = all(_inside(paths.of(reader), region.path) for reader in forward.kept[value])
+        return inside and (region.is_only or value not in shared)
+
+    dropped = {value for value in forward.kept if value in home and not stays(value) and read_by_itself(value)}
     # What one call makes can be what the next begins with.
     while True:
         inputs: set[Value] = set()
@@ -148,8 +167,9 @@ def _checkpointed(
         pending, seen = list(dropped), set(dropped)
         while pending:
             region = home[value := pending.pop()]
-            equations[id(region[value])] = region[value]
-            for read in region[value].inputs:
+            equation = region.makers[value]
+            equations[id(equation)] = equation
+            for read in equation.inputs:
                 if not isinstance(read, Value) or read in seen:
                     continue
                 if home.get(read) is region and not stays(read):
