@@ -32,8 +32,9 @@ def scopes(stack: str) -> tuple[str, ...]:
     for before, part, after in zip(["", *parts], parts, [*parts[1:], ""], strict=False):
         of_loop = part == "while" or (before == "while" and part in _LOOPS)
         of_branch = _BRANCH.match(part) or (part == "cond" and _BRANCH.match(after))
-        # Linen's lifted transforms have a scope of their own, "Block_0.<lambda>", and so has jnp.einsum, "ij,jk->ik".
-        if not (of_loop or of_branch or part in _MACHINERY or "<" in part or "->" in part):
+        # Linen's lifted transforms have scopes of their own, "Cell_0.scan_fn/Cell_0", and so has jnp.einsum, "ij,jk->ik".
+        lifted = "<" in part or part.partition(".")[0] == after != part
+        if not (of_loop or of_branch or lifted or part in _MACHINERY or "->" in part):
             found.append(part)
     return tuple(found)
 

@@ -20,7 +20,7 @@ from memjax._explain.logits import Logits, fused_loss, logits_in
 from memjax._explain.nnx_scopes import nnx_scopes
 from memjax._explain.peak import peak_of
 from memjax._explain.remedies import remedies
-from memjax._explain.rows import Group, groups
+from memjax._explain.rows import Group, collapsed, groups, template
 from memjax._explain.warn import warnings_of
 from memjax._measure import remat_compiler_options
 from memjax._program import Gradient, Program, gradient, of_jax, traced
@@ -84,11 +84,12 @@ def explain(fn: Callable, *args: Any, compiler_options: dict[str, Any] | None = 
 
 
 def _row(group: Group, whole: int, paths: Paths, logits: Sequence[Logits], of: Rates | None) -> Row:
-    readers: dict[str, None] = {}
+    readers: dict[tuple[str, str], list[str]] = {}
     for array in group.arrays:
         for place in array.readers:
-            where, name = paths.of(place), primitive_name(place[-1])
-            readers[name if where in group.paths else f"{name} in {where}"] = None
+            where = paths.of(place)
+            readers.setdefault((primitive_name(place[-1]), template(where)), []).append(where)
+    own = template(group.paths[0])
     aval = group.arrays[0].value.aval
     return Row(
         path=group.path,
@@ -98,9 +99,9 @@ def _row(group: Group, whole: int, paths: Paths, logits: Sequence[Logits], of: R
         shape=tuple(aval.shape),
         dtype=str(aval.dtype),
         producer=group.producer,
-        readers=tuple(readers),
+        readers=tuple(name if at == own else f"{name} in {collapsed(where)}" for (name, at), where in readers.items()),
         source=group.source,
-        remedies=() if of is None else (*fused_loss(group, list(logits)), *remedies(group, paths, whole, of)),
+        remedies=() if of is None else (*fused_loss(group, logits), *remedies(group, paths, whole, of)),
     )
 
 

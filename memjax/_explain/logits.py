@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from memjax._core.compat import primitive_name
-from memjax._core.primitives import ELEMENTWISE
+from memjax._core.primitives import ELEMENTWISE, SOURCES
 from memjax._explain.explanation import Remedy
 from memjax._explain.kept import Kept, Pass
 from memjax._explain.rows import Group
@@ -17,6 +18,7 @@ from memjax._linear_cross_entropy import linear_cross_entropy
 from memjax._program import gradient, traced
 from memjax._residuals import Equation, Value
 
+_DEPTH = 4
 _HOW = "memjax.linear_cross_entropy(hidden, head, labels) in place of the logits and their loss"
 
 
@@ -27,20 +29,20 @@ class Logits:
     Attributes:
       forward: the pass it is in.
       shape: of the logits.
-      product: the equation that makes them.
+      saves: bytes that `linear_cross_entropy` does not keep; some of them are other copies of the logits.
     """
 
     forward: Pass
     shape: tuple[int, ...]
-    product: Equation
+    saves: int
 
     def holds(self, array: Kept) -> bool:
         """Whether the array is one of the copies of the logits."""
         return array.forward is self.forward and tuple(array.value.aval.shape) == self.shape
 
 
-def logits_in(arrays: list[Kept]) -> list[Logits]:
-    """The logits of the passes that these arrays are made in."""
+def logits_in(arrays: Sequence[Kept]) -> list[Logits]:
+    """The logits of the passes that these arrays are made in, where a loss without them would keep less."""
     found = []
     for forward in {id(array.forward): array.forward for array in arrays}.values():
         for equation in forward.program:
@@ -49,49 +51,53 @@ def logits_in(arrays: list[Kept]) -> list[Logits]:
             total = _maker(forward, equation.inputs[0], "reduce_sum")
             exponential = None if total is None else _maker(forward, total.inputs[0], "exp")
             product = None if exponential is None else _product(forward, exponential)
-            if product is not None and exponential is not None:
-                found.append(Logits(forward, tuple(exponential.eqn.outvars[0].aval.shape), product))
+            instead = None if product is None else _instead(forward, product)
+            if product is None or instead is None:
+                continue
+            shape = tuple(product.eqn.outvars[0].aval.shape)
+            kept = sum(value.nbytes for value in forward.kept if tuple(value.aval.shape) == shape)
+            if kept > instead:
+                found.append(Logits(forward, shape, forward.turns * (kept - instead)))
     return found
 
 
-def fused_loss(group: Group, logits: list[Logits]) -> list[Remedy]:
+def fused_loss(group: Group, logits: Sequence[Logits]) -> list[Remedy]:
     """The remedy for a row of logits."""
-    array = group.arrays[0]
     for one in logits:
-        if not one.holds(array):
-            continue
-        instead = _instead(one)
-        if instead is None:
-            continue
-        kept = sum(value.nbytes for value in one.forward.kept if tuple(value.aval.shape) == one.shape)
-        saves = one.forward.turns * (kept - instead)
-        if saves > 0:
-            return [Remedy("fused loss", saves, 0.0, 0.0, True, _HOW)]
+        if one.holds(group.arrays[0]):
+            return [Remedy("fused loss", one.saves, 0.0, 0.0, True, _HOW)]
     return []
 
 
-def _instead(logits: Logits) -> int | None:
+def _instead(forward: Pass, product: Equation) -> int | None:
     """Bytes that the loss keeps beyond what is kept beside the logits."""
-    x, w = (atom.aval for atom in logits.product.eqn.invars)
-    (contracted, _), _ = logits.product.eqn.params["dimension_numbers"]
-    if len(contracted) != 1 or x.shape[contracted[0]] != x.shape[-1] or len(w.shape) != 2:
+    x, w = (atom.aval for atom in product.eqn.invars)
+    (contracted, _), _ = product.eqn.params["dimension_numbers"]
+    if tuple(contracted) != (x.ndim - 1,) or w.ndim != 2:
         return None
-    vocabulary = logits.shape[-1]
+    vocabulary = product.eqn.outvars[0].aval.shape[-1]
     tokens, features = x.size // x.shape[-1], x.shape[-1]
-    types = [jax.ShapeDtypeStruct((tokens, features), x.dtype), jax.ShapeDtypeStruct((features, vocabulary), w.dtype)]
+    types = [jax.ShapeDtypeStruct((tokens, features), x.dtype), jax.ShapeDtypeStruct((vocabulary, features), w.dtype)]
     labels = jnp.zeros(tokens, jnp.int32)
     found = gradient(traced("explain", lambda x, w: linear_cross_entropy(x, w, labels), tuple(types), {}))
     if isinstance(found, str):
         return None
-    hidden = logits.product.inputs[0]
-    readers = logits.forward.kept.get(hidden, []) if isinstance(hidden, Value) else []
+    hidden = product.inputs[0]
+    readers = forward.kept.get(hidden, []) if isinstance(hidden, Value) else []
     alone = readers and all(primitive_name(reader[-1]) == "dot_general" for reader in readers)
     return found.residuals.device.nbytes - (hidden.nbytes if alone else 0)
 
 
 def _maker(forward: Pass, value: Any, name: str) -> Equation | None:
-    equation = forward.makers.get(value) if isinstance(value, Value) else None
-    return equation if equation is not None and primitive_name(equation.eqn) == name else None
+    """The equation of that name behind elementwise operations; `keepdims` is a broadcast."""
+    for _ in range(_DEPTH):
+        equation = forward.makers.get(value) if isinstance(value, Value) else None
+        if equation is None or primitive_name(equation.eqn) == name:
+            return equation
+        if primitive_name(equation.eqn) not in ELEMENTWISE | SOURCES:
+            return None
+        value = equation.inputs[0]
+    return None
 
 
 def _product(forward: Pass, equation: Equation) -> Equation | None:

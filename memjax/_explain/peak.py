@@ -18,6 +18,7 @@ from memjax._explain.rows import collapsed, template
 _BACKWARD = re.compile(r"\btranspose\(")
 _POINTS = 400
 _MODULES = 9
+_NEAR = 20
 _UPDATES = frozenset(("dynamic-update-slice", "scatter"))
 
 
@@ -95,8 +96,8 @@ class _Origins:
         found = [path for path in updates if path] or [path for path in plain if path and path != self.paths.name]
         if found:
             return max(found, key=lambda path: path.count("/")) if updates else found[0]
-        near = (self.near(made) for made in (*buffer.makers, *buffer.readers))
-        return next(filter(None, near), "") or next(filter(None, plain), "")
+        near = self.near(buffer)
+        return next(filter(None, plain), "") if near is None else self.path_at(near)
 
     def path_at(self, instruction: Instruction) -> str:
         name = instruction.op_name.split(";")[0]
@@ -108,18 +109,19 @@ class _Origins:
             return ""
         return self.paths.joined(scopes(name.rpartition("/")[0]), lines)
 
-    def near(self, made: Made) -> str:
-        """The path of what an instruction reads, and of what that reads."""
-        pending, seen = [made.instruction], set[str]()
-        while pending:
-            instruction = pending.pop(0)
-            if instruction.name in seen or len(seen) > 20:
-                continue
-            seen.add(instruction.name)
-            if path := self.path_at(instruction):
-                return path
-            pending += [made.computation.instructions[name] for name in instruction.operands]
-        return ""
+    def near(self, buffer: Buffer) -> Instruction | None:
+        """The nearest instruction with a path among what is read to make the buffer, or to be made of it."""
+        for made in (*buffer.makers, *buffer.readers):
+            pending, seen = [made.instruction], set[str]()
+            while pending and len(seen) < _NEAR:
+                instruction = pending.pop(0)
+                if instruction.name in seen:
+                    continue
+                seen.add(instruction.name)
+                if self.path_at(instruction):
+                    return instruction
+                pending += [made.computation.instructions[name] for name in instruction.operands]
+        return None
 
     def writer(self, made: Made) -> Instruction | None:
         """What an update in place writes; None if the instruction is none."""
@@ -145,23 +147,24 @@ class _Origins:
     def kind(self, buffer: Buffer) -> str:
         if any(_is_workspace(made) for made in buffer.makers):
             return "workspace"
-        names = [name for made in buffer.makers if (name := self.op_name(made))]
-        if not names:
-            return "other"
+        names = [name for made in buffer.makers if (name := self.op_name(made.instruction))]
+        if not names and (near := self.near(buffer)) is not None:
+            names = [self.op_name(near)]
+        names = [name for name in names if name]
         backward = [bool(_BACKWARD.search(name)) for name in names]
         if any("rematted_computation" in name for name in names) and any(backward):
             return "recomputed"
-        if all(backward):
+        if backward and all(backward):
             return "backward"
         if not any("jvp(" in name for name in names):
             return "other"
-        read_later = any(_BACKWARD.search(self.op_name(reader)) for reader in buffer.readers)
+        read_later = any(_BACKWARD.search(self.op_name(reader.instruction)) for reader in buffer.readers)
         return "residual" if read_later else "forward"
 
-    def op_name(self, made: Made) -> str:
-        if made.instruction.op_name or made.instruction.opcode != "fusion":
-            return made.instruction.op_name
-        inner = self.module.computations[made.instruction.called["calls"]]
+    def op_name(self, instruction: Instruction) -> str:
+        if instruction.op_name or instruction.opcode != "fusion":
+            return instruction.op_name
+        inner = self.module.computations[instruction.called["calls"]]
         return next((one.op_name for one in reversed(inner.instructions.values()) if one.op_name), "")
 
 
@@ -191,19 +194,20 @@ def _timeline(found: Live, names: dict[int, str], at: int) -> Timeline:
         line = series[name if name in members else ""]
         line[buffer.first] += buffer.nbytes
         line[buffer.last] -= buffer.nbytes
-    for line in series.values():
-        np.cumsum(line, out=line)
+    series = {name: np.cumsum(line)[::2] for name, line in series.items()}
     # The largest moment of each stretch, so that no peak falls between two points.
     whole = np.sum(list(series.values()), axis=0)
-    edges = np.unique(np.linspace(0, steps, min(_POINTS, steps) + 1).astype(int))
+    edges = np.unique(np.linspace(0, steps // 2, min(_POINTS, steps // 2) + 1).astype(int))
     points = [int(first + whole[first:end].argmax()) for first, end in itertools.pairwise(edges)]
-    backward = next(
-        (index for index, one in enumerate(found.instructions) if _BACKWARD.search(one.op_name)),
-        len(found.instructions),
-    )
     return Timeline(
         modules=(*(collapsed(members[name]) for name in largest), "other"),
-        instructions=tuple(point // 2 for point in points),
+        instructions=tuple(points),
         bytes=tuple(tuple(int(series[name][point]) for point in points) for name in (*largest, "")),
-        backward=backward,
+        backward=_turn(found),
     )
+
+
+def _turn(found: Live) -> int:
+    """Where the backward pass begins: the scheduler puts some of it before, and some of the forward pass after."""
+    later = np.cumsum([1 if _BACKWARD.search(one.op_name) else -("jvp(" in one.op_name) for one in found.instructions])
+    return int(later.argmin()) + 1 if len(later) else 0

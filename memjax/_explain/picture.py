@@ -29,11 +29,17 @@ def draw(explanation: Explanation, path: Any) -> None:
         "the peak", (0, peak.bytes / _MIB), xytext=(2, 2), textcoords="offset points", fontsize=8, color="0.3"
     )
     axes.annotate(
-        "backward pass", (timeline.backward, 0), xytext=(2, 2), textcoords="offset points", fontsize=8, color="0.3"
+        "backward pass",
+        (timeline.backward, 1),
+        xycoords=("data", "axes fraction"),
+        xytext=(3, -10),
+        textcoords="offset points",
+        fontsize=8,
+        color="0.3",
     )
     axes.set(xlabel="instruction of the compiled program", ylabel="temporary memory, MiB", ylim=(0, None))
     axes.margins(x=0)
-    axes.set_ylim(0, 1.08 * peak.bytes / _MIB)
+    axes.set_ylim(0, 1.12 * peak.bytes / _MIB)
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper", fontsize=7, frameon=False)
     figure.savefig(path, dpi=150)

@@ -6,7 +6,6 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -24,7 +23,7 @@ from memjax.compress import DEFAULT
 _MOST = 0.6
 _OFFLOADS = 1 << 20
 _MORE = 1.05
-_KEEPS_PRODUCTS = "dots_saveable"
+_LEAST = 0.5
 _NARROW = {"float64": "float32", "float32": "bfloat16"}
 
 
@@ -46,12 +45,19 @@ def _price(remedy: Remedy) -> tuple[float, int]:
 def _checkpoints(group: Group, paths: Paths, residual_bytes: int, of: Rates) -> Iterator[Remedy]:
     """`jax.checkpoint` round the module, or one of those around it; keeping the results of products, or nothing."""
     depth = min(path.count("/") + 1 for path in group.paths)
+    passes = list({id(array.forward): array.forward for array in group.arrays}.values())
+    loops = {paths.of(forward.program[0].outer) for forward in passes if forward.turns > 1}
     for size in range(depth, 0, -1):
-        prefixes = dict.fromkeys("/".join(path.split("/")[:size]) for path in group.paths)
-        passes = {id(array.forward): array.forward for array in group.arrays}.values()
+        prefixes = list(dict.fromkeys("/".join(path.split("/")[:size]) for path in group.paths))
+        # What is around a loop cannot be checkpointed in its body, nor what the function does outside of any other.
+        if paths.name in prefixes or any(_inside(loop, one) and loop != one for loop in loops for one in prefixes):
+            return
+        where = collapsed(prefixes)
+        where = f"the body of the loop in {where}" if loops & set(prefixes) else where
         regions = {id(forward): _regions(forward, prefixes, paths) for forward in passes}
+        instances = sum(forward.turns * len(regions[id(forward)]) for forward in passes)
         for kind in ("free", "recompute"):
-            saves, cost, work, instances, removed = 0, 0.0, 0.0, 0, set()
+            saves, cost, work, removed = 0, 0.0, 0.0, set()
             for forward in passes:
                 found = _checkpointed(forward, regions[id(forward)], paths, keeps_products=kind == "free")
                 new = [
@@ -60,15 +66,13 @@ def _checkpoints(group: Group, paths: Paths, residual_bytes: int, of: Rates) -> 
                 saves += forward.turns * (_nbytes(found.dropped) - _nbytes(new))
                 cost += forward.turns * seconds((equation.eqn for equation in found.equations), of)
                 work += forward.turns * sum(flops(equation.eqn) for equation in found.equations)
-                instances += forward.turns * len(regions[id(forward)])
                 removed |= found.dropped
             too_much = instances == 1 and saves > _MOST * residual_bytes
-            if saves > 0 and not too_much and all(array.value in removed for array in group.arrays):
-                how = "jax.checkpoint" + (
-                    f"(policy=jax.checkpoint_policies.{_KEEPS_PRODUCTS})" if kind == "free" else ""
-                )
+            helps = saves > _LEAST * group.nbytes and all(array.value in removed for array in group.arrays)
+            if helps and not too_much:
+                policy = "(policy=jax.checkpoint_policies.dots_saveable)" if kind == "free" else ""
                 times = f", {instances} times" if instances > 1 else ""
-                how += f" (or nn.remat, nnx.remat) round {collapsed(list(prefixes))}{times}"
+                how = f"jax.checkpoint{policy} (or nn.remat, nnx.remat) round {where}{times}"
                 yield Remedy(kind, saves, 1000 * cost, work, True, how)
 
 
@@ -119,7 +123,8 @@ def _regions(forward: Pass, prefixes: Iterable[str], paths: Paths) -> list[_Regi
     for prefix in prefixes:
         places = [(equation, (*equation.outer, equation.eqn)) for equation in forward.program]
         inside = [(equation, place) for equation, place in places if _inside(paths.of(place), prefix)]
-        is_only = any(paths.has_scopes(place) for _, place in inside)
+        is_body = bool(inside) and forward.turns > 1 and paths.of(inside[0][0].outer) == prefix
+        is_only = is_body or any(paths.has_scopes(place) for _, place in inside)
         for equation, starts in zip((one for one, _ in inside), _starts([place for _, place in inside]), strict=True):
             if not regions or regions[-1].path != prefix or (starts and not is_only):
                 regions.append(_Region(prefix, {}, is_only))
@@ -151,7 +156,7 @@ def _checkpointed(forward: Pass, regions: Sequence[_Region], paths: Paths, *, ke
     # Read by another call: whose backward pass reads it cannot be told where calls have the same path.
     shared: set[Value] = set()
     for equation in forward.program:
-        own = home.get(next((out for out in equation.outputs if isinstance(out, Value)), None))
+        own = next((home.get(out) for out in equation.outputs if isinstance(out, Value)), None)
         shared |= {read for read in equation.inputs if isinstance(read, Value) and home.get(read) is not own}
 
     def read_by_itself(value: Value) -> bool:
