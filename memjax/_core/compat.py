@@ -110,7 +110,7 @@ def frames(eqn: Any) -> list[Frame]:
 
 
 def call_site(eqn: Any) -> tuple[Any, ...]:
-    """Where in the code an equation is made, exactly: the same again only if that code runs again."""
+    """Where an equation is made, exactly: code objects, and positions in them. The same again if that code runs again."""
     traceback = eqn.source_info.traceback
     return () if traceback is None else tuple(zip(*traceback.raw_frames(), strict=True))
 

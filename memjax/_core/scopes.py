@@ -7,12 +7,13 @@ made the equation, by its traceback: "layer/attention"; a method `__call__` is n
 
 from __future__ import annotations
 
+import dis
 import os
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from memjax._core.compat import Frame, frames, name_stack
+from memjax._core.compat import Frame, call_site, frames, name_stack
 
 # jit(silu), transpose(jvp(Model)): the first is no scope, the last has one.
 _JIT = re.compile(r"\bp?jit\([^()]*\)")
@@ -83,6 +84,17 @@ def line_of(eqns: Sequence[Any]) -> str:
         for frame in reversed(frames(eqn)):
             return f"{os.path.basename(frame.file)}:{frame.line}"
     return ""
+
+
+def runs_in_loop(eqns: Sequence[Any], function: str) -> bool:
+    """Whether the code that makes an equation is in a loop of Python in the function of that name in its path."""
+    return any(
+        jump.opname.startswith("JUMP_BACKWARD") and jump.argval <= position <= jump.offset
+        for eqn in eqns
+        for code, position in call_site(eqn)
+        if _function(code.co_qualname) == function
+        for jump in dis.get_instructions(code)
+    )
 
 
 def _function(name: str) -> str:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from memjax._core.compat import call_site, primitive_name
 from memjax._core.primitives import PRODUCTS, flops
-from memjax._core.scopes import Paths
+from memjax._core.scopes import Paths, runs_in_loop
 from memjax._explain.estimate import Rates, seconds
 from memjax._explain.explanation import Remedy
 from memjax._explain.kept import Pass
@@ -124,7 +124,8 @@ def _regions(forward: Pass, prefixes: Iterable[str], paths: Paths) -> list[_Regi
         places = [(equation, (*equation.outer, equation.eqn)) for equation in forward.program]
         inside = [(equation, place) for equation, place in places if _inside(paths.of(place), prefix)]
         is_body = bool(inside) and forward.turns > 1 and paths.of(inside[0][0].outer) == prefix
-        is_only = is_body or any(paths.has_scopes(place) for _, place in inside)
+        function = prefix.rpartition("/")[2]
+        is_only = is_body or any(paths.has_scopes(place) or runs_in_loop(place, function) for _, place in inside[:1])
         for equation, starts in zip((one for one, _ in inside), _starts([place for _, place in inside]), strict=True):
             if not regions or regions[-1].path != prefix or (starts and not is_only):
                 regions.append(_Region(prefix, {}, is_only))

@@ -32,10 +32,12 @@ def groups(arrays: Iterable[Kept], paths: Paths) -> list[Group]:
     """The groups, the largest first."""
     found: dict[tuple, list[tuple[str, Kept]]] = {}
     for array in arrays:
-        path = paths.of(array.place)
+        # What a library's function makes under `jax.checkpoint` has no line of the user's: its readers have.
+        near = next((place for place in (array.place, *array.readers) if paths.of(place)), array.place)
+        path, line = paths.of(near), line_of(near)
         producer = primitive_name(array.place[-1])
         aval = array.value.aval
-        key = (template(path), aval.shape, str(aval.dtype), producer, line_of(array.place), array.forward.turns)
+        key = (template(path), aval.shape, str(aval.dtype), producer, line, array.forward.turns)
         found.setdefault(key, []).append((path, array))
     made = [
         Group(

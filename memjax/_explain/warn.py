@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from memjax._core.compat import name_stack, parameters, primitive_name
 from memjax._core.jaxpr import nbytes
 from memjax._core.primitives import CHECKPOINTS, NAMES
 from memjax._core.scopes import Paths
+from memjax._explain.kept import Kept
 from memjax._explain.logits import Logits
 from memjax._explain.rows import Group
 
@@ -30,7 +32,7 @@ def warnings_of(
     large = [group for group in groups if group.nbytes >= _SHARE * residual_bytes]
     found = [
         *_unmatched(programs),
-        *_useless(programs[-1], paths),
+        *_useless([array for group in groups for array in group.arrays], paths),
         *_copies(large),
         *_logits(large, logits),
         *_unrolled(groups, residual_bytes),
@@ -74,39 +76,52 @@ def _names(policy: Any, depth: int = 4) -> set[str]:
         return {name for item in policy for name in ([item] if isinstance(item, str) else _names(item, depth - 1))}
     if policy is None or depth == 0:
         return set()
-    if isinstance(getattr(policy, "names", None), frozenset):
-        return set(policy.names)
     cells = [cell.cell_contents for cell in getattr(policy, "__closure__", None) or ()]
+    cells += list(getattr(policy, "__dict__", {}).values())
     return {name for cell in cells if not isinstance(cell, str) for name in _names(cell, depth - 1)}
 
 
-def _useless(program: Any, paths: Paths) -> Iterator[str]:
-    """Checkpoints that keep as much as they compute again."""
-    for place in _all(program.jaxpr):
+def _useless(arrays: Sequence[Kept], paths: Paths) -> Iterator[str]:
+    """Checkpoints that keep as much, only to compute something again, as that would take."""
+    places = {
+        id(eqn): reader[: index + 1]
+        for array in arrays
+        for reader in array.readers
+        for index, eqn in enumerate(reader)
+        if primitive_name(eqn) in CHECKPOINTS
+    }
+    for place in places.values():
         eqn = place[-1]
-        if primitive_name(eqn) not in CHECKPOINTS or "transpose(" not in "/".join(map(name_stack, place)):
-            continue
         body = next(jaxprs_in_params(parameters(eqn)))
         body = getattr(body, "jaxpr", body)
-        again = {var for inner in body.eqns if _again(inner) for var in inner.outvars}
-        first = {var for inner in body.eqns if _again(inner) for var in _variables(inner)} & set(body.invars)
-        late = {var for inner in body.eqns if not _again(inner) for var in _variables(inner)}
+        again = {var for inner in body.eqns if _again((inner,)) for var in inner.outvars}
+        late = {var for inner in body.eqns if not _again((inner,)) for var in _variables(inner)}
         instead = sum(nbytes(var.aval) for var in again & late)
-        kept = sum(nbytes(var.aval) for var in first)
+        only_for_this = lambda reader, eqn=eqn: any(part is eqn for part in reader) and _again(reader)
+        kept = sum(array.value.nbytes for array in arrays if all(map(only_for_this, array.readers)))
+        where = _around([paths.of((*place, inner)) for inner in body.eqns]) or paths.of(place)
         if not again:
             yield (
-                f"the checkpoint round {paths.of(place)} computes nothing again: its policy keeps everything that "
+                f"the checkpoint round {where} computes nothing again: its policy keeps everything that "
                 "the backward pass reads. Without it the program is the same."
             )
         elif instead <= kept and kept >= _SMALL:
             yield (
-                f"the checkpoint round {paths.of(place)} keeps {readable_bytes(kept)} to compute {readable_bytes(instead)} "
+                f"the checkpoint round {where} keeps {readable_bytes(kept)} to compute {readable_bytes(instead)} "
                 "again: it saves nothing. Put it round more."
             )
 
 
-def _again(eqn: Any) -> bool:
-    return "rematted_computation" in name_stack(eqn)
+def _around(paths: Sequence[str]) -> str:
+    """The path of what all these are in."""
+    columns = itertools.takewhile(
+        lambda column: len(set(column)) == 1, zip(*(path.split("/") for path in paths), strict=False)
+    )
+    return "/".join(column[0] for column in columns)
+
+
+def _again(place: Sequence[Any]) -> bool:
+    return any("rematted_computation" in name_stack(eqn) for eqn in place)
 
 
 def _variables(eqn: Any) -> set[Any]:
@@ -155,13 +170,13 @@ def _unrolled(groups: Sequence[Group], residual_bytes: int) -> Iterator[str]:
     layers: dict[str, int] = {}
     for group in groups:
         numbers = [part for part in group.path.split("/") if ".." in part]
-        times = len(set(group.paths))
-        if times >= _UNROLLED and numbers:
-            where = group.path.split(numbers[0])[0] + numbers[0]
+        times = sum(array.forward.turns == 1 for array in group.arrays)
+        if times >= _UNROLLED and times == len(group.arrays):
+            where = group.path.split(numbers[0])[0] + numbers[0] if numbers else group.path
             layers[where] = layers.get(where, 0) + group.nbytes
     for where, held in layers.items():
         if held > residual_bytes / 2:
             yield (
-                f"{where} are unrolled: jax.lax.scan (nn.scan, nnx.scan) over stacked parameters compiles once, and "
+                f"{where} is unrolled: jax.lax.scan (nn.scan, nnx.scan) over stacked parameters compiles one layer, and "
                 "with jax.checkpoint in its body frees what a layer computes again."
             )

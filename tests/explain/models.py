@@ -164,7 +164,7 @@ class NnxTransformer(nnx.Module):
 
 def nnx_transformer():
     model = NnxTransformer(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, optax.sgd(1e-3, momentum=0.9), wrt=nnx.Param)
 
     @nnx.jit
     def step(model, optimizer, tokens):
@@ -235,7 +235,7 @@ def unet():
             for features in (8, 16):
                 x = nn.silu(nn.GroupNorm(4)(nn.Conv(features, (3, 3))(x)))
                 kept.append(x)
-                x = nn.avg_pool(x, (2, 2), (2, 2))
+                x = nn.max_pool(x, (2, 2), (2, 2))
             x = nn.silu(nn.Conv(32, (3, 3))(x))
             for features in (16, 8):
                 x = nn.ConvTranspose(features, (2, 2), (2, 2))(x)
