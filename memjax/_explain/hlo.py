@@ -81,12 +81,14 @@ class Module:
       computations: by name.
       entry: the name of the first.
       is_scheduled: whether instructions are in the order in which they run.
+      is_of_gpu: whether a GPU's compiler wrote it.
       frames: for each number of a stack frame its lines, the outermost first.
     """
 
     computations: dict[str, Computation]
     entry: str
     is_scheduled: bool
+    is_of_gpu: bool
     frames: dict[int, list[Frame]]
 
 
@@ -115,7 +117,8 @@ def parse(text: str) -> Module:
             current.root = instruction.name if match[1] else current.root
     for computation in computations.values():
         computation.root = computation.root or next(reversed(computation.instructions), "")
-    return Module(computations, entry, "is_scheduled=true" in (lines[0] if lines else ""), _frames(tables))
+    is_scheduled = "is_scheduled=true" in (lines[0] if lines else "")
+    return Module(computations, entry, is_scheduled, '"operation_queue_id"' in text, _frames(tables))
 
 
 def elements(instruction: Instruction) -> list[slice]:

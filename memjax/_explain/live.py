@@ -2,7 +2,7 @@
 
 The rules are those of XLA's buffer assignment: views and tuples make no buffer; a loop's state is one buffer from its start
 to its end; `dynamic-update-slice`, in fusions too, writes into its operand; what an elementwise instruction reads for the
-last time may become its result, if it has its shape; and a temporary buffer takes the place of a result of at least its
+last time may become its result, if it has its shape (on GPUs, its size); and a temporary buffer takes the place of a result of at least its
 size where that is not yet, or no longer, needed. Offsets are not assigned, so gaps between buffers do not count.
 """
 
@@ -274,7 +274,7 @@ class _Walk:
                     self._may_share(leaves[0], operand[0])
 
     def _may_share(self, leaf: int, operand: int) -> None:
-        if self._shapes[leaf] == self._shapes[operand]:
+        if self._shapes[leaf] == self._shapes[operand] or self.module.is_of_gpu:
             self._sharing.append((len(self.order) - 1, leaf, operand))
 
     def share(self) -> None:
