@@ -44,7 +44,7 @@ class Row:
       producer: the operation that makes it.
       readers: the operations of the backward pass that read it, with their modules where those are others.
       source: the line of the user's code that makes it.
-      remedies: what would remove it, exact ones first, the cheapest for what they save before others.
+      remedies: what would remove it, exact ones first, the cheapest before others; each checkpoint that follows saves more.
     """
 
     path: str

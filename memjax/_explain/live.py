@@ -2,8 +2,9 @@
 
 The rules are those of XLA's buffer assignment: views and tuples make no buffer; a loop's state is one buffer from its start
 to its end; `dynamic-update-slice`, in fusions too, writes into its operand; what an elementwise instruction reads for the
-last time may become its result, if it has its shape (on GPUs, its size); and a temporary buffer takes the place of a result of at least its
-size where that is not yet, or no longer, needed. Offsets are not assigned, so gaps between buffers do not count.
+last time may become its result, if it has its shape (on GPUs, its size); and a temporary buffer takes the place of a result
+of at least its size where that is not yet, or no longer, needed. Offsets are not assigned, so gaps between buffers do not
+count.
 """
 
 from __future__ import annotations

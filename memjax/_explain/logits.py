@@ -27,18 +27,18 @@ class Logits:
     """A log-softmax of a product.
 
     Attributes:
-      forward: the pass it is in.
       shape: of the logits.
-      saves: bytes that `linear_cross_entropy` does not keep; some of them are other copies of the logits.
+      copies: the logits, and what follows from them element by element.
+      saves: bytes that `linear_cross_entropy` does not keep.
     """
 
-    forward: Pass
     shape: tuple[int, ...]
+    copies: frozenset[Value]
     saves: int
 
     def holds(self, array: Kept) -> bool:
         """Whether the array is one of the copies of the logits."""
-        return array.forward is self.forward and tuple(array.value.aval.shape) == self.shape
+        return array.value in self.copies
 
 
 def logits_in(arrays: Sequence[Kept]) -> list[Logits]:
@@ -54,11 +54,23 @@ def logits_in(arrays: Sequence[Kept]) -> list[Logits]:
             instead = None if product is None else _instead(forward, product)
             if product is None or instead is None:
                 continue
-            shape = tuple(product.eqn.outvars[0].aval.shape)
-            kept = sum(value.nbytes for value in forward.kept if tuple(value.aval.shape) == shape)
+            copies = _copies(forward, product)
+            kept = sum(value.nbytes for value in copies.intersection(forward.kept))
             if kept > instead:
-                found.append(Logits(forward, shape, forward.turns * (kept - instead)))
+                shape = tuple(product.eqn.outvars[0].aval.shape)
+                found.append(Logits(shape, copies, forward.turns * (kept - instead)))
     return found
+
+
+def _copies(forward: Pass, product: Equation) -> frozenset[Value]:
+    """What the product makes, and what follows from it element by element."""
+    found = {value for value in product.outputs if isinstance(value, Value)}
+    elements = product.eqn.outvars[0].aval.size
+    for equation in forward.program:
+        follows = primitive_name(equation.eqn) in ELEMENTWISE and any(read in found for read in equation.inputs)
+        if follows and equation.eqn.outvars[0].aval.size == elements:
+            found.update(value for value in equation.outputs if isinstance(value, Value))
+    return frozenset(found)
 
 
 def fused_loss(group: Group, logits: Sequence[Logits]) -> list[Remedy]:

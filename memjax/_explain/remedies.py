@@ -28,18 +28,14 @@ _NARROW = {"float64": "float32", "float32": "bfloat16"}
 
 
 def remedies(group: Group, paths: Paths, residual_bytes: int, of: Rates) -> tuple[Remedy, ...]:
-    """For the arrays of a row: exact ones first, what costs least for a byte saved before others."""
-    exact = sorted(_checkpoints(group, paths, residual_bytes, of), key=_price)
-    # Each that follows has to save more, for it costs more.
+    """For the arrays of a row: exact ones first, the cheapest before others; each checkpoint that follows saves more."""
     worth: list[Remedy] = []
-    for remedy in exact:
+    for remedy in sorted(
+        _checkpoints(group, paths, residual_bytes, of), key=lambda one: (one.milliseconds, -one.saves)
+    ):
         if not worth or remedy.saves > _MORE * worth[-1].saves:
             worth.append(remedy)
     return (*worth, *_offload(group, of), *_narrower(group, of))
-
-
-def _price(remedy: Remedy) -> tuple[float, int]:
-    return remedy.milliseconds / remedy.saves, -remedy.saves
 
 
 def _checkpoints(group: Group, paths: Paths, residual_bytes: int, of: Rates) -> Iterator[Remedy]:
