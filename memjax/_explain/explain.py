@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,14 +12,14 @@ from memjax._core import check
 from memjax._core.clear_errors import option_errors
 from memjax._core.compat import primitive_name
 from memjax._core.scopes import Paths
-from memjax._explain.estimate import Rates, rates
-from memjax._explain.explanation import Explanation, Peak, Row, Timeline
+from memjax._explain.estimate import rates
+from memjax._explain.explanation import Explanation, Peak, Remedy, Row, Timeline
 from memjax._explain.hlo import parse
 from memjax._explain.kept import kept_arrays
-from memjax._explain.logits import Logits, fused_loss, logits_in
+from memjax._explain.logits import fused_loss, logits_in
 from memjax._explain.nnx_scopes import nnx_scopes
 from memjax._explain.peak import peak_of
-from memjax._explain.remedies import remedies
+from memjax._explain.remedies import Remedies
 from memjax._explain.rows import Group, collapsed, groups, template
 from memjax._explain.warn import warnings_of
 from memjax._measure import remat_compiler_options
@@ -68,12 +68,14 @@ def explain(fn: Callable, *args: Any, compiler_options: dict[str, Any] | None = 
     on_host = kept_arrays(found.residuals.host)
     residual_bytes, offloaded_bytes = found.residuals.device.nbytes, found.residuals.host.nbytes
     logits, alike = logits_in(arrays), groups(arrays, paths)
-    of = rates()
+    remedies = Remedies(paths, residual_bytes, rates())
     notes: list[str] = []
     peak, timeline = _compiled(program, found, paths, options, residual_bytes, notes)
     return Explanation(
-        rows=tuple(_row(group, residual_bytes, paths, logits, of) for group in alike),
-        offloaded=tuple(_row(group, offloaded_bytes, paths, [], None) for group in groups(on_host, paths)),
+        rows=tuple(
+            _row(group, residual_bytes, paths, (*fused_loss(group, logits), *remedies.of(group))) for group in alike
+        ),
+        offloaded=tuple(_row(group, offloaded_bytes, paths) for group in groups(on_host, paths)),
         residual_bytes=residual_bytes,
         offloaded_bytes=offloaded_bytes,
         peak=peak,
@@ -83,7 +85,7 @@ def explain(fn: Callable, *args: Any, compiler_options: dict[str, Any] | None = 
     )
 
 
-def _row(group: Group, whole: int, paths: Paths, logits: Sequence[Logits], of: Rates | None) -> Row:
+def _row(group: Group, whole: int, paths: Paths, remedies: tuple[Remedy, ...] = ()) -> Row:
     readers: dict[tuple[str, str], list[str]] = {}
     for array in group.arrays:
         for place in array.readers:
@@ -101,7 +103,7 @@ def _row(group: Group, whole: int, paths: Paths, logits: Sequence[Logits], of: R
         producer=group.producer,
         readers=tuple(name if at == own else f"{name} in {collapsed(where)}" for (name, at), where in readers.items()),
         source=group.source,
-        remedies=() if of is None else (*fused_loss(group, logits), *remedies(group, paths, whole, of)),
+        remedies=remedies,
     )
 
 

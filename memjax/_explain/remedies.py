@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax.numpy as jnp
 
@@ -27,49 +27,82 @@ _LEAST = 0.5
 _NARROW = {"float64": "float32", "float32": "bfloat16"}
 
 
-def remedies(group: Group, paths: Paths, residual_bytes: int, of: Rates) -> tuple[Remedy, ...]:
-    """For the arrays of a row: exact ones first, the cheapest before others; each checkpoint that follows saves more."""
-    worth: list[Remedy] = []
-    for remedy in sorted(
-        _checkpoints(group, paths, residual_bytes, of), key=lambda one: (one.milliseconds, -one.saves)
-    ):
-        if not worth or remedy.saves > _MORE * worth[-1].saves:
-            worth.append(remedy)
-    return (*worth, *_offload(group, of), *_narrower(group, of))
+class Remedies:
+    """Remedies for the rows of one function.
 
+    Args:
+      paths: of its modules.
+      residual_bytes: all it keeps.
+      of: the rates of the device.
+    """
 
-def _checkpoints(group: Group, paths: Paths, residual_bytes: int, of: Rates) -> Iterator[Remedy]:
-    """`jax.checkpoint` round the module, or one of those around it; keeping the results of products, or nothing."""
-    depth = min(path.count("/") + 1 for path in group.paths)
-    passes = list({id(array.forward): array.forward for array in group.arrays}.values())
-    loops = {paths.of(forward.program[0].outer) for forward in passes if forward.turns > 1}
-    for size in range(depth, 0, -1):
-        prefixes = list(dict.fromkeys("/".join(path.split("/")[:size]) for path in group.paths))
-        # What is around a loop cannot be checkpointed in its body, nor what the function does outside of any other.
-        if paths.name in prefixes or any(_inside(loop, one) and loop != one for loop in loops for one in prefixes):
-            return
-        where = collapsed(prefixes)
-        where = f"the body of the loop in {where}" if loops & set(prefixes) else where
-        regions = {id(forward): _regions(forward, prefixes, paths) for forward in passes}
-        instances = sum(forward.turns * len(regions[id(forward)]) for forward in passes)
+    def __init__(self, paths: Paths, residual_bytes: int, of: Rates):
+        self._paths, self._residual_bytes, self._of = paths, residual_bytes, of
+        self._effects: dict[tuple, dict[str, _Effect]] = {}
+
+    def of(self, group: Group) -> tuple[Remedy, ...]:
+        """For the arrays of a row: exact ones first, the cheapest before others; each checkpoint that follows saves more."""
+        worth: list[Remedy] = []
+        for remedy in sorted(self._checkpoints(group), key=lambda one: (one.milliseconds, -one.saves)):
+            if not worth or remedy.saves > _MORE * worth[-1].saves:
+                worth.append(remedy)
+        return (*worth, *_offload(group, self._of), *_narrower(group, self._of))
+
+    def _checkpoints(self, group: Group) -> Iterator[Remedy]:
+        """`jax.checkpoint` round the module, or one of those around it; keeping the results of products, or nothing."""
+        depth = min(path.count("/") + 1 for path in group.paths)
+        passes = list({id(array.forward): array.forward for array in group.arrays}.values())
+        loops = {self._paths.of(forward.program[0].outer) for forward in passes if forward.turns > 1}
+        for size in range(depth, 0, -1):
+            prefixes = tuple(dict.fromkeys("/".join(path.split("/")[:size]) for path in group.paths))
+            # What is around a loop cannot be checkpointed in its body, nor what the function does outside of any other.
+            if self._paths.name in prefixes or any(
+                _inside(loop, one) and loop != one for loop in loops for one in prefixes
+            ):
+                return
+            where = collapsed(prefixes)
+            where = f"the body of the loop in {where}" if loops & set(prefixes) else where
+            for kind, effect in self._effect(prefixes, passes).items():
+                too_much = effect.instances == 1 and effect.saves > _MOST * self._residual_bytes
+                removes = all(array.value in effect.removed for array in group.arrays)
+                if effect.saves > _LEAST * group.nbytes and removes and not too_much:
+                    policy = "(policy=jax.checkpoint_policies.dots_saveable)" if kind == "free" else ""
+                    times = f", {effect.instances} times" if effect.instances > 1 else ""
+                    how = f"jax.checkpoint{policy} (or nn.remat, nnx.remat) round {where}{times}"
+                    yield Remedy(kind, effect.saves, 1000 * effect.seconds, effect.flops, True, how)
+
+    def _effect(self, prefixes: tuple[str, ...], passes: Sequence[Pass]) -> dict[str, _Effect]:
+        """What checkpoints round these modules do, by kind. Rows of one module ask for the same."""
+        key = (prefixes, *map(id, passes))
+        if key in self._effects:
+            return self._effects[key]
+        regions = [(forward, _regions(forward, prefixes, self._paths)) for forward in passes]
+        self._effects[key] = {}
         for kind in ("free", "recompute"):
-            saves, cost, work, removed = 0, 0.0, 0.0, set()
-            for forward in passes:
-                found = _checkpointed(forward, regions[id(forward)], paths, keeps_products=kind == "free")
+            effect = _Effect(instances=sum(forward.turns * len(calls) for forward, calls in regions))
+            for forward, calls in regions:
+                found = _checkpointed(forward, calls, self._paths, keeps_products=kind == "free")
                 new = [
                     value for value in found.inputs if value not in forward.kept and value.program is forward.program
                 ]
-                saves += forward.turns * (_nbytes(found.dropped) - _nbytes(new))
-                cost += forward.turns * seconds((equation.eqn for equation in found.equations), of)
-                work += forward.turns * sum(flops(equation.eqn) for equation in found.equations)
-                removed |= found.dropped
-            too_much = instances == 1 and saves > _MOST * residual_bytes
-            helps = saves > _LEAST * group.nbytes and all(array.value in removed for array in group.arrays)
-            if helps and not too_much:
-                policy = "(policy=jax.checkpoint_policies.dots_saveable)" if kind == "free" else ""
-                times = f", {instances} times" if instances > 1 else ""
-                how = f"jax.checkpoint{policy} (or nn.remat, nnx.remat) round {where}{times}"
-                yield Remedy(kind, saves, 1000 * cost, work, True, how)
+                eqns = [equation.eqn for equation in found.equations]
+                effect.saves += forward.turns * (_nbytes(found.dropped) - _nbytes(new))
+                effect.seconds += forward.turns * seconds(eqns, self._of)
+                effect.flops += forward.turns * sum(map(flops, eqns))
+                effect.removed |= found.dropped
+            self._effects[key][kind] = effect
+        return self._effects[key]
+
+
+@dataclass
+class _Effect:
+    """What checkpoints round modules save and cost, what is no longer kept, and how many there are."""
+
+    instances: int
+    saves: int = 0
+    seconds: float = 0.0
+    flops: float = 0.0
+    removed: set[Value] = field(default_factory=set)
 
 
 def _offload(group: Group, of: Rates) -> list[Remedy]:
@@ -113,17 +146,23 @@ class _Region:
     is_only: bool
 
 
-def _regions(forward: Pass, prefixes: Iterable[str], paths: Paths) -> list[_Region]:
-    """Each call of the modules."""
+def _regions(forward: Pass, prefixes: Sequence[str], paths: Paths) -> list[_Region]:
+    """Each call of the modules at these paths, which are of one length."""
+    size = prefixes[0].count("/") + 1
+    inside: dict[str, list[tuple[Equation, tuple]]] = {prefix: [] for prefix in prefixes}
+    for equation in forward.program:
+        place = (*equation.outer, equation.eqn)
+        prefix = "/".join(paths.of(place).split("/")[:size])
+        if prefix in inside:
+            inside[prefix].append((equation, place))
     regions: list[_Region] = []
-    for prefix in prefixes:
-        places = [(equation, (*equation.outer, equation.eqn)) for equation in forward.program]
-        inside = [(equation, place) for equation, place in places if _inside(paths.of(place), prefix)]
-        is_body = bool(inside) and forward.turns > 1 and paths.of(inside[0][0].outer) == prefix
+    for prefix, found in inside.items():
         function = prefix.rpartition("/")[2]
-        is_only = is_body or any(paths.has_scopes(place) or runs_in_loop(place, function) for _, place in inside[:1])
-        for equation, starts in zip((one for one, _ in inside), _starts([place for _, place in inside]), strict=True):
-            if not regions or regions[-1].path != prefix or (starts and not is_only):
+        is_body = bool(found) and forward.turns > 1 and paths.of(found[0][0].outer) == prefix
+        is_only = is_body or any(paths.has_scopes(place) or runs_in_loop(place, function) for _, place in found[:1])
+        starts = [False] * len(found) if is_only else _starts([place for _, place in found])
+        for (equation, _), begins in zip(found, starts, strict=True):
+            if not regions or regions[-1].path != prefix or begins:
                 regions.append(_Region(prefix, {}, is_only))
             regions[-1].makers.update((value, equation) for value in equation.outputs if isinstance(value, Value))
     return regions
