@@ -15,7 +15,7 @@ class Remedy:
 
     Attributes:
       kind: "fused loss"; "free" (a cheap function of what is kept anyway: no product is computed again); "recompute";
-        "offload"; "8 bits"; "dtype".
+        "tile"; "offload"; "8 bits"; "dtype".
       saves: residual bytes. A module's other rows are included where the remedy is for the module as a whole.
       milliseconds: estimated time that it costs in each step.
       flops: what is computed once more.

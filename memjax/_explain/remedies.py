@@ -16,6 +16,7 @@ from memjax._explain.estimate import Rates, seconds
 from memjax._explain.explanation import Remedy
 from memjax._explain.kept import Pass
 from memjax._explain.rows import Group, collapsed
+from memjax._explain.tile import by_position
 from memjax._residuals import Equation, Value
 from memjax.compress import DEFAULT
 
@@ -46,7 +47,7 @@ class Remedies:
         for remedy in sorted(self._checkpoints(group), key=lambda one: (one.milliseconds, -one.saves)):
             if not worth or remedy.saves > _MORE * worth[-1].saves:
                 worth.append(remedy)
-        return (*worth, *_offload(group, self._of), *_narrower(group, self._of))
+        return (*worth, *self._tiled(group), *_offload(group, self._of), *_narrower(group, self._of))
 
     def _checkpoints(self, group: Group) -> Iterator[Remedy]:
         """`jax.checkpoint` round the module, or one of those around it; keeping the results of products, or nothing."""
@@ -71,6 +72,20 @@ class Remedies:
                     how = f"jax.checkpoint{policy} (or nn.remat, nnx.remat) round {where}{times}"
                     yield Remedy(kind, effect.saves, 1000 * effect.seconds, effect.flops, True, how)
 
+    def _tiled(self, group: Group) -> Iterator[Remedy]:
+        """The smallest module around that treats positions alone: what a checkpoint saves, and no peak while it runs again."""
+        depth = min(path.count("/") + 1 for path in group.paths)
+        passes = list({id(array.forward): array.forward for array in group.arrays}.values())
+        for size in range(depth, 0, -1):
+            prefixes = tuple(dict.fromkeys("/".join(path.split("/")[:size]) for path in group.paths))
+            if self._paths.name in prefixes:
+                return
+            effect = self._effect(prefixes, passes)["recompute"]
+            if effect.is_by_position and all(array.value in effect.removed for array in group.arrays):
+                how = f"memjax.remat.tiled round {collapsed(prefixes)}"
+                yield Remedy("tile", effect.saves, 1000 * effect.seconds, effect.flops, True, how)
+                return
+
     def _effect(self, prefixes: tuple[str, ...], passes: Sequence[Pass]) -> dict[str, _Effect]:
         """What checkpoints round these modules do, by kind. Rows of one module ask for the same."""
         key = (prefixes, *map(id, passes))
@@ -80,6 +95,7 @@ class Remedies:
         self._effects[key] = {}
         for kind in ("free", "recompute"):
             effect = _Effect(instances=sum(forward.turns * len(calls) for forward, calls in regions))
+            effect.is_by_position = all(by_position(call.equations()) for _, calls in regions for call in calls)
             for forward, calls in regions:
                 found = _checkpointed(forward, calls, self._paths, keeps_products=kind == "free")
                 new = [
@@ -103,6 +119,7 @@ class _Effect:
     seconds: float = 0.0
     flops: float = 0.0
     removed: set[Value] = field(default_factory=set)
+    is_by_position: bool = False
 
 
 def _offload(group: Group, of: Rates) -> list[Remedy]:
@@ -144,6 +161,10 @@ class _Region:
     path: str
     makers: dict[Value, Equation]
     is_only: bool
+
+    def equations(self) -> list[Equation]:
+        """In their order."""
+        return list({id(equation): equation for equation in self.makers.values()}.values())
 
 
 def _regions(forward: Pass, prefixes: Sequence[str], paths: Paths) -> list[_Region]:

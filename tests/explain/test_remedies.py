@@ -66,6 +66,19 @@ def test_llama_in_a_scan(monkeypatch):
     assert remedy.saves == pytest.approx(plain - kept(*models.llama(checkpoint=lambda f: f)), rel=0.1)
 
 
+def test_tiles_of_the_sequence(monkeypatch):
+    f, args = models.llama(checkpoint=lambda f: f)
+    explanation = memjax.explain(f, *args)
+    tiles = {remedy for row in explanation.rows for remedy in row.remedies if remedy.kind == "tile"}
+    assert {remedy.how for remedy in tiles} == {
+        "memjax.remat.tiled round layer/feed_forward"
+    }  # attention mixes positions
+    plain = kept(f, args)
+    tiled = memjax.remat.tiled(models.feed_forward, in_axes=(None, 1), out_axes=1, tile=8)
+    monkeypatch.setattr(models, "feed_forward", tiled)
+    assert tiles.pop().saves == pytest.approx(plain - kept(*models.llama(checkpoint=lambda f: f)), rel=0.1)
+
+
 def test_plain_classes_that_share_a_path(monkeypatch):
     f, args = models.pytree()
     explanation = memjax.explain(f, *args)
