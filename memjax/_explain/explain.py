@@ -12,14 +12,14 @@ from memjax._core import check
 from memjax._core.clear_errors import option_errors
 from memjax._core.compat import primitive_name
 from memjax._core.scopes import Paths
-from memjax._explain.estimate import rates
+from memjax._explain.compiled.hlo import parse
+from memjax._explain.compiled.peak import peak_of
 from memjax._explain.explanation import Explanation, Peak, Remedy, Row, Timeline
-from memjax._explain.hlo import parse
 from memjax._explain.kept import kept_arrays
-from memjax._explain.logits import fused_loss, logits_in
 from memjax._explain.nnx_scopes import nnx_scopes
-from memjax._explain.peak import peak_of
-from memjax._explain.remedies import Remedies
+from memjax._explain.remedy.estimate import rates
+from memjax._explain.remedy.logits import fused_loss, logits_in
+from memjax._explain.remedy.remedies import Remedies
 from memjax._explain.rows import Group, collapsed, groups, template
 from memjax._explain.warn import warnings_of
 from memjax._measure import remat_compiler_options

@@ -16,7 +16,7 @@ from memjax._core.jaxpr import nbytes
 from memjax._core.primitives import CHECKPOINTS, NAMES
 from memjax._core.scopes import Paths
 from memjax._explain.kept import Kept
-from memjax._explain.logits import Logits
+from memjax._explain.remedy.logits import Logits
 from memjax._explain.rows import Group
 
 _SHARE = 0.02

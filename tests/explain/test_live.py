@@ -2,8 +2,8 @@
 
 import pytest
 
-from memjax._explain.hlo import parse
-from memjax._explain.live import live
+from memjax._explain.compiled.hlo import parse
+from memjax._explain.compiled.live import live
 
 KIB = 1024
 HEAD = "HloModule m, is_scheduled=true, entry_computation_layout={(f32[256]{0})->f32[]}\n\n"

@@ -1,0 +1,1 @@
+"""What would remove an array that is kept."""
