@@ -1,8 +1,12 @@
 """What `explain` takes, and how it refuses the rest."""
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import memjax
 from memjax._core.scopes import scopes
@@ -27,6 +31,34 @@ def test_losses_gradients_and_steps_keep_the_same():
 def test_auxiliary_results_are_not_differentiated():
     explanation = memjax.explain(lambda w, x: (loss(w, x), jnp.exp(w)), W, X)
     assert [row.producer for row in explanation.rows] == ["cos"]
+
+
+def test_what_is_offloaded_has_rows_of_its_own():
+    layer = memjax.remat.checkpoint(
+        lambda w, x: jnp.sin(checkpoint_name(jnp.sin(x @ w), "hidden")), policy=memjax.remat.policies.offload("hidden")
+    )
+
+    def two(w, x):
+        return jnp.mean(layer(w, layer(w, x)))
+
+    explanation, measured = memjax.explain(two, W, X), memjax.measure(two, W, X)
+    assert explanation.offloaded_bytes == measured.offloaded_bytes == 2 * 64 * 32 * 4
+    assert sum(row.bytes for row in explanation.offloaded) == explanation.offloaded_bytes
+    assert sum(row.bytes for row in explanation.rows) == explanation.residual_bytes == measured.residual_bytes
+    assert "Offloaded to the host: 16.00 KiB" in str(explanation)
+
+
+def test_a_table_needs_no_other_package():
+    """matplotlib is an extra: only the picture imports it. (Flax imports rich.)"""
+    program = (
+        "import sys, jax, jax.numpy as jnp, memjax\n"
+        "x = jax.ShapeDtypeStruct((8, 8), jnp.float32)\n"
+        "print(memjax.explain(lambda x: jnp.sum(jnp.sin(x @ x)), x))\n"
+        "assert 'matplotlib' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "Kept between the passes: 256 B" in done.stdout
 
 
 def test_several_devices_hold_their_shards():
