@@ -24,8 +24,8 @@ class Codec(Protocol):
 
     What reads an array waits for its code, and the code for the cotangent that meets what is decoded.
 
-    Optional attributes: `elementwise`, true if decoding is arithmetic on single values: then it is left to the compiler where to
-    do it, so that it may be part of what reads the array, and codes wait for nothing. `keeps_zeros`, true if decoded values
+    Optional attributes: `elementwise`, true if decoding is arithmetic on single values: then on a GPU codes wait for nothing,
+    and the compiler makes decoding a part of what reads the array. `keeps_zeros`, true if decoded values
     are zero exactly where the values are: then the mask of a ReLU follows from what is decoded. `without_signs` and `scaled`: see
     `ErrorBounded`. `measured(x)`, something whose `encode(x)` gives what the codec's does by arithmetic on single values: it is
     called instead for what a batch norm reads, and only what comes of the batch norm waits for the code.

@@ -24,7 +24,7 @@ class ArrayCodec:
 
     Attributes:
       encode, decode: of the codec.
-      elementwise: whether decoding is arithmetic on single values, which the compiler may fuse into what reads them.
+      waits: see `waits`.
       measured: gives an elementwise encoder from an array, or is None.
       scaled: gives the codec with its bound in units of each channel's standard deviation, or is None.
       without_signs: gives what decodes the same codes where signs do not matter.
@@ -32,10 +32,19 @@ class ArrayCodec:
 
     def __init__(self, codec: Any):
         self.encode, self.decode = codec.encode, codec.decode
-        self.elementwise = getattr(codec, "elementwise", False)
+        self.waits = waits(codec)
         self.measured: Any = getattr(codec, "measured", None)
         self.scaled: Any = getattr(codec, "scaled", None)
         self.without_signs = getattr(codec, "without_signs", lambda: codec)
+
+
+def waits(codec: Any) -> bool:
+    """Whether a code is decoded no earlier than a cotangent meets the array.
+
+    On a GPU, decoding that is arithmetic on single values becomes part of what reads the array, which waiting would keep
+    from being fused. XLA:CPU decodes it in the forward pass if it may, and keeps what it decodes.
+    """
+    return jax.default_backend() != "gpu" or not getattr(codec, "elementwise", False)
 
 
 class ArrayCodecs:

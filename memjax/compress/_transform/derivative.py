@@ -18,7 +18,7 @@ from memjax._core.jaxpr import Program, bind, calls_in_place, is_literal, produc
 from memjax._core.lists import Arrays, drop, merge, pick
 from memjax.compress._codecs.codec import Mask
 from memjax.compress._training.layers import Statistics
-from memjax.compress._transform.array_codecs import ArrayCodecs
+from memjax.compress._transform.array_codecs import ArrayCodecs, waits
 from memjax.compress._transform.encoder import Encoder, variables_of_packing
 from memjax.compress._transform.keep.choose import choose
 from memjax.compress._transform.keep.which import Which
@@ -134,11 +134,13 @@ class Derivative:
         encoded, keep = self.keep.encoded, self.keep
         origins = {var: keep.origins[source] for var, source in residuals.items() if source in keep.origins}
         without_signs = only_in_gradients(pullback, late, origins)
-        stored: dict[Any, Any] = {var: (Mask().decode, code, True) for var, code in zip(keep.masks, masks, strict=True)}
+        stored: dict[Any, Any] = {
+            var: (Mask().decode, code, waits(Mask())) for var, code in zip(keep.masks, masks, strict=True)
+        }
         for i, (var, code) in enumerate(zip(encoded, codes, strict=True)):
             codec = codecs.codec(i)
             decode = codec.without_signs().decode if var in without_signs else codec.decode
-            stored[var] = decode, code, codec.elementwise
+            stored[var] = decode, code, codec.waits
         known = dict(zip(self._program.constvars, self._program.consts, strict=True))
         known |= dict(zip(keep.whole, whole, strict=True))
         restored = Restored(self._producer, keep.nonzero, known, stored)

@@ -21,7 +21,7 @@ class Restored:
       producer: the equation that makes each variable.
       nonzero: masks, and for each the variable that is zero where the mask is false.
       kept: values of what is kept as it is.
-      codes: by variable with a code, what decodes it, the code, and whether that is elementwise.
+      codes: by variable with a code, what decodes it, the code, and whether that waits.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class Restored:
         return var in self._new
 
     def value(self, atom: Any, barrier: Barrier) -> Any:
-        """The value of a variable. Codes, unless decoding is elementwise, wait behind `barrier`."""
+        """The value of a variable. Codes that wait do so behind `barrier`."""
         if is_literal(atom):
             return atom.val
         if atom not in self._values:
             if atom in self._codes:
-                decode, code, is_elementwise = self._codes[atom]
-                self._values[atom] = decode(code if is_elementwise else barrier(code))
+                decode, code, waits = self._codes[atom]
+                self._values[atom] = decode(barrier(code) if waits else code)
             elif atom in self._nonzero:
                 # The output of a ReLU may have been decoded without signs, but not to zero. The mask of a NaN is false.
                 source = self.value(self._nonzero[atom], barrier)
