@@ -196,7 +196,10 @@ def test_size_is_what_the_values_need():
     x = jnp.maximum(jax.random.normal(jax.random.key(0), (64, 32, 64), jnp.bfloat16), 0)
     codec = ErrorBounded(0.25)
     code = codec.encode(x)
-    eighths = [tiles.rows(dither.of_tile(jnp.int32(tile), x.dtype)) for tile in range(x.size // tiles.TILE_VALUES)]
+    tile = lambda number: jnp.stack(
+        [dither.of_group(jnp.int32(number), group, x.dtype) for group in range(tiles.GROUPS)]
+    )
+    eighths = [tiles.rows(tile(number)) for number in range(x.size // tiles.TILE_VALUES)]
     eighths = np.concatenate(eighths).reshape(x.shape)
     x32 = np.asarray(x, np.float32)
     p = np.where(x32 > 0, (np.ceil(x32 / 0.5 * 8) + eighths) // 8, 0)

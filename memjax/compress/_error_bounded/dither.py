@@ -34,9 +34,8 @@ def planes(count: int, tile: Int32[Array, "..."], lane: Int32[Array, "..."], gro
     return [first, *(word ^ (word >> 15) for word in others)]
 
 
-def of_tile(tile: Int32[Array, ""], dtype) -> UInt32[Array, "4 32 32"]:
+def of_group(tile: Int32[Array, ""], group: Int32[Array, ""], dtype) -> UInt32[Array, "32 32"]:
     """0 to 7, or 15, for every value: see `tiles.lanes`."""
-    group, value = jnp.arange(GROUPS)[:, None], jnp.arange(WORD, dtype=jnp.uint32)[:, None]
-    words = planes(planes_of(dtype), tile, jnp.arange(LANES), group)
-    bits = [((word[:, None] >> value) & u32(1)) << p for p, word in enumerate(words)]
+    words, value = planes(planes_of(dtype), tile, jnp.arange(LANES), group), jnp.arange(WORD, dtype=jnp.uint32)[:, None]
+    bits = [((word >> value) & u32(1)) << p for p, word in enumerate(words)]
     return sum(bits[1:], bits[0])

@@ -104,10 +104,10 @@ class ErrorBounded:
       bits_per_value: of capacity, without headers; None: never overflows.
       keeps_signs: whether decoded values have the signs of values; if not, those of values below half a step may have the
         other, and errors have hardly any mean. Codes are the same.
-      implementation: `"pallas"`, kernels for NVIDIA GPUs; `"jnp"`, which runs everywhere and whose temporary memory is
-        that of the array and of its code, and a few MiB; None: the first of the two that runs here. Values and sizes are
-        the same, bit for bit; kernels may put the parts of a code in another order, and another each time. They are for
-        one device: call them in `shard_map`.
+      implementation: `"pallas"`, kernels for NVIDIA GPUs; `"jnp"`, which runs everywhere, and whose temporary memory on a CPU
+        is that of the array (twice that to encode one that is padded) and 100 KiB; None: the first of the two that runs
+        here. Values and sizes are the same, bit for bit; kernels may put the parts of a code in another order, and another
+        each time. They are for one device: call them in `shard_map`.
 
     Raises:
       ValueError: a bound or a capacity that is not positive, more channels' bounds than channels, or an implementation

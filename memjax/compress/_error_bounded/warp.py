@@ -4,6 +4,7 @@ in `jax.numpy`.
 Thread l holds what is at index l of the last axis of every array.
 """
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -72,10 +73,16 @@ class Warp:
         if self.native:
             selector = sum(byte << (4 * i) for i, byte in enumerate(which))
             return _asm(f"prmt.b32 $0, $1, $2, {selector:#x};", "=r,r,r", low, high)
-        bytes_ = (
-            (high if byte >= 4 else low) >> (8 * (byte % 4)) << 24 >> (24 - 8 * i) for i, byte in enumerate(which)
-        )
-        return functools.reduce(jnp.bitwise_or, bytes_)
+        masks: collections.Counter[tuple[int, int]] = (
+            collections.Counter()
+        )  # of those that come from the same word and move as far
+        for i, byte in enumerate(which):
+            masks[byte // 4, i - byte % 4] += 0xFF << (8 * i)
+        parts = []
+        for (word, up), mask in masks.items():
+            moved = words[word] << (8 * up) if up > 0 else words[word] >> (-8 * up)
+            parts.append(moved & u32(mask))
+        return functools.reduce(jnp.bitwise_or, parts)
 
     def shift_left(self, word: Words, by: Words) -> Lane:
         """Zero for 32 and more."""
