@@ -4,13 +4,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import flax.linen as nn
 import jax
-from flax import nnx
 
 from memjax._core import check
 from memjax._core.arguments import Parts, is_jitted, of_arrays, unbound
-from memjax._core.clear_errors import option_errors, refuse_leaks, trace_errors
+from memjax._core.clear_errors import call_errors, option_errors, refuse_leaks, trace_errors
 from memjax._measurement import Measurement
 from memjax._residuals import differentiated, residual_bytes
 
@@ -78,8 +76,8 @@ def measure(fn: Callable, *args: Any, compiler_options: dict[str, Any] | None = 
       ValueError: the compiler does not know an option.
     """
     check.function("fn", fn, "call memjax.measure(fn, *args), not memjax.measure(fn(*args))")
-    if isinstance(fn, type) and issubclass(fn, nn.Module | nnx.Module):
-        raise check.fail(TypeError, "fn", "a function or a module", fn, "make an instance first")
+    if isinstance(fn, jax.stages.Compiled | jax.stages.Lowered):
+        raise check.fail(TypeError, "fn", "a function", fn, "pass what was jitted; measure compiles it")
     check.compiler_options(compiler_options)
     options = remat_compiler_options() if compiler_options is None else dict(compiler_options)
     fn, args, kwargs = unbound(fn, args, kwargs)
@@ -91,7 +89,7 @@ def measure(fn: Callable, *args: Any, compiler_options: dict[str, Any] | None = 
     notes: list[str] = []
 
     start = time.perf_counter()
-    with trace_errors(fn):
+    with call_errors("fn", fn, {"arguments": (*args, *kwargs.values())}), trace_errors(fn):
         stage = program.trace(*args, **kwargs)
     refuse_leaks(fn, _of_jax(stage))
     lowered = stage.lower()

@@ -1,7 +1,9 @@
 """What tracing and compiling a user's function can raise, said so that the user knows what to change."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+import inspect
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import flax
@@ -15,6 +17,9 @@ _NEEDS_VALUES = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
+_OWN = re.compile(
+    r"[\w.\[\]']+ (must|cannot) |(budget is|give exactly one of|arguments of) "
+)  # how memjax's own errors begin
 _SHAPES = "Shapes must be 1D sequences of concrete values"
 _WANTED = "a function that JAX can trace"
 _LEAK_FIX = "it uses an array that an earlier trace left in a list, an attribute or a global; return it instead"
@@ -35,6 +40,53 @@ def value_errors(name: str, fn: Any) -> Iterator[None]:
         if not (isinstance(error, _NEEDS_VALUES) or is_unhashable or said.startswith(_SHAPES)):
             raise
         raise _because(error, check.fail(TypeError, name, _WANTED, fn, _VALUE_FIX)) from error
+
+
+@contextlib.contextmanager
+def call_errors(name: str, f: Any, given: dict[str, Any]) -> Iterator[None]:
+    """Says of the argument `name`, which is `f`, that it was called with what is `given`, and why it failed.
+
+    What JAX has a type of error for, and what memjax refuses, is said well enough already.
+    """
+    try:
+        with value_errors(name, f):
+            yield
+    except (TypeError, ValueError, AttributeError, IndexError) as error:
+        said = str(error)
+        if type(error) not in (TypeError, ValueError, AttributeError, IndexError) or _OWN.match(said):
+            raise
+        kind = ValueError if isinstance(error, ValueError) else TypeError
+        takes = " and ".join(f"{what} of {_types(value)}" for what, value in given.items())
+        raise kind(
+            f"{name} must take {takes}, got {check.shown(f)} that raises {type(error).__name__}: {said}"
+        ) from error
+
+
+def _types(tree: Any) -> str:
+    short = lambda leaf: jax.typeof(leaf).str_short() if check.is_array(leaf) else check.shown(leaf)
+    text = " ".join(
+        str(jax.tree.map(lambda leaf: leaf.str_short() if hasattr(leaf, "str_short") else short(leaf), tree)).split()
+    )
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+@contextlib.contextmanager
+def argument_errors(f: Any, args: Sequence, kwargs: dict[str, Any], static: Sequence[int], fix: str) -> Iterator[None]:
+    """Names the argument of `f` that has a leaf which is neither array nor number, if that is what JAX refuses.
+
+    Positions in `static` are left out.
+    """
+    try:
+        yield
+    except TypeError as error:
+        names = [*inspect.signature(f).parameters] if callable(f) else []
+        fixed = {position % max(len(args), 1) for position in static}
+        named = {names[i] if i < len(names) else f"argument {i}": arg for i, arg in enumerate(args) if i not in fixed}
+        for path, leaf in jax.tree_util.tree_leaves_with_path({**named, **kwargs}):
+            if not (check.is_number_or_array(leaf) or hasattr(leaf, "__jax_array__")):
+                name = f"{path[0].key}{jax.tree_util.keystr(path[1:])}"
+                raise check.fail(TypeError, name, "an array or a number", leaf, fix) from error
+        raise
 
 
 @contextlib.contextmanager

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
 
 from memjax._core import check
+from memjax._core.clear_errors import argument_errors
 from memjax._core.compat import eval_jaxpr
-from memjax.remat._checkpoint_modules import wrapped
+from memjax.remat._checkpoint_modules import NO_ARRAY, wrapped
 from memjax.remat.policies import NamePolicy
 
 
@@ -55,7 +56,6 @@ def checkpoint(
       TypeError: `f` is not callable, `policy` is not from `memjax.remat.policies`, or a position is no integer; for
         NNX, when called, a module among the arguments.
     """
-    check.function("f", f)
     check.flag("prevent_cse", prevent_cse)
     if policy is not None and not isinstance(policy, NamePolicy):
         fix = "for the policies of jax.checkpoint_policies use jax.checkpoint"
@@ -64,7 +64,16 @@ def checkpoint(
     static = tuple(check.integer("static_argnums", position, what="positions of arguments") for position in given)
     wrap = functools.partial(_checkpoint, policy=policy, prevent_cse=prevent_cse)
     module = wrapped(wrap, f, static)
-    return wrap(f, static_argnums=static) if module is None else module
+    if module is not None:
+        return module
+    run = wrap(check.function("f", f), static_argnums=static)
+
+    @functools.wraps(f)
+    def explained(*args, **kwargs):
+        with argument_errors(f, args, kwargs, static, NO_ARRAY):
+            return run(*args, **kwargs)
+
+    return explained
 
 
 def _checkpoint(

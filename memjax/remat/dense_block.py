@@ -64,8 +64,8 @@ def dense_block(
     unless the program is compiled with `memjax.remat_compiler_options()`.
 
     Raises:
-      ValueError: for an unknown `keep`, a wrong number of channels, a missing dropout key, or an implementation that is
-        unknown or cannot run here.
+      ValueError: for an unknown `keep`, a wrong number of channels, arrays of other shapes than `spec` has, a missing dropout
+        key, or an implementation that is unknown or cannot run here.
       TypeError: if `x` is not floating point.
     """
     check.choice("keep", keep, KEEP)
@@ -77,6 +77,8 @@ def dense_block(
     ):
         if not isinstance(value, kind):
             raise check.fail(TypeError, name, f"a {kind.__name__}", value)
+    spec.check_params(params)
+    spec.check_running(running)
     check.array("x", x, floating=True)
     if x.ndim != 4 or x.shape[-1] != spec.in_features:
         raise check.fail(ValueError, "x", f"an array of shape (batch, height, width, {spec.in_features})", x)
@@ -153,9 +155,9 @@ class DenseBlock(nnx.Module):
         check.choice("keep", keep, KEEP)
         check.choice("implementation", implementation, (None, "xla", "triton"))
         momentum = check.number("momentum", momentum, least=0, below=1)
-        check.float_dtype("param_dtype", param_dtype)
+        check.dtype("param_dtype", param_dtype, floating=True)
         if dtype is not None:
-            check.float_dtype("dtype", dtype)
+            check.dtype("dtype", dtype, floating=True)
         if not isinstance(rngs, nnx.Rngs):
             raise check.fail(TypeError, "rngs", "an nnx.Rngs", rngs, "such as nnx.Rngs(0)")
         self.in_features, self.growth_rate, self.num_layers = spec.in_features, spec.growth_rate, spec.num_layers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -66,13 +66,15 @@ class RNN(nn.RNN):
             )
         check_inputs(inputs, self.cell.num_feature_axes)
         check_flags(**options)
+        if not isinstance(self.split_rngs, Mapping):
+            raise check.fail(TypeError, "split_rngs", "a dict of names and flags", self.split_rngs)
         if self.unroll != 1 or self.variable_axes:
-            raise ValueError(f"unroll and variable_axes cannot be set, got {self.unroll} and {self.variable_axes}")
+            raise ValueError(f"unroll and variable_axes must be left out, got {self.unroll} and {self.variable_axes}")
         if self.is_initializing():
             return super().__call__(
                 inputs, initial_carry=initial_carry, init_key=init_key, seq_lengths=seq_lengths, **options
             )
-        key = jax.random.key(0) if init_key is None else init_key
+        key = jax.random.key(0) if init_key is None else check.prng_key("init_key", init_key)
         return run_cell(
             self._scan,
             inputs,

@@ -56,7 +56,7 @@ def test_layers_are_found_with_their_weights():
     kept = lambda codec: residual_bytes(jax.jit(jax.grad(loss, 1)).trace(codec, weights(), batch(0)).jaxpr).device
     # Statistics cost nothing between forward and backward.
     assert 0 <= kept(layers) - kept(compress.ErrorBounded(2**-4, bits_per_value=6)) < 64
-    with pytest.raises(ValueError, match=r"settings for 2 arrays, .* but 3 are encoded"):
+    with pytest.raises(ValueError, match=r"settings for the 3 arrays that are encoded, got settings for 2"):
         jax.grad(lambda x: jnp.sum(compressed(lambda x: jnp.sin(jnp.sin(jnp.sin(x))), layers)(x)))(batch(0))
     with pytest.raises(ValueError, match="nothing of it is encoded"):
         compress.layers(lambda codec, x: jnp.sum(x), batch(0))
@@ -370,7 +370,7 @@ def test_refuses():
         tx.init(weights())
     with pytest.raises(ValueError, match=r"params must contain '0/0/conv0', whose gradient .* they are \['w'\]"):
         tx.init({"w": jnp.zeros(3), "codec": found_layers()})
-    with pytest.raises(ValueError, match=r"margin must be a finite number in \[1, inf\], got 0.5"):
+    with pytest.raises(ValueError, match=r"margin must be a finite number in \[1, inf\), got 0.5"):
         compress.transactional(lambda state: (state, None), margin=0.5)
     with pytest.raises(ValueError, match="window must be an integer of at least 1, got 0"):
         compress.transactional(lambda state: (state, None), window=0)

@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, UInt
 
 from memjax._core import check
+from memjax._core.compat import is_tracer
 from memjax.compress._codecs.codec import FixedRate, check_code, check_floats
 from memjax.compress._codecs.levels import from_levels, levels_between, to_levels
 
@@ -41,13 +42,15 @@ class MeasuredChannels:
 
     def encode(self, x: Float[Array, "..."]) -> ChannelQuantizedCode:
         check.array("x", x, floating=True)
-        if self.bits not in LEVELS:
+        if check.integer("bits", self.bits) not in LEVELS:
             raise check.fail(ValueError, "bits", f"one of {', '.join(map(str, LEVELS))}", self.bits)
         for name in ("low", "distance"):
-            shape = check.array(name, getattr(self, name)).shape
+            shape = check.array(name, getattr(self, name), floating=True).shape
             if shape not in ((), x.shape[-1:]):
                 wanted = f"of shape {x.shape[-1:]}, one number for each channel of x"
                 raise check.fail(ValueError, name, wanted, getattr(self, name))
+        if not is_tracer(self.distance) and np.any(np.asarray(self.distance) < 0):
+            raise check.fail(ValueError, "distance", "of no negative number", self.distance)
         level = to_levels(x, self.low, self.distance, self.bits, 0.5).astype(LEVELS[self.bits])
         return ChannelQuantizedCode(level, self.low, self.distance, np.dtype(x.dtype))
 

@@ -67,6 +67,10 @@ def check_bound(bound: Any) -> None:
     """That a bound that is known is positive and finite. As a leaf of a pytree a bound may also be a placeholder of any type."""
     if isinstance(bound, str | bytes | dict | list | tuple | complex):
         raise check.fail(TypeError, "bound", _BOUND, bound)
+    if isinstance(bound, np.ndarray | np.generic | jax.Array) and (
+        not check.is_array(bound) or bound.dtype == jnp.bool_
+    ):
+        raise check.fail(TypeError, "bound", _BOUND, bound)
     is_number = isinstance(bound, int | float | np.ndarray | np.generic) and not isinstance(bound, bool)
     if is_number and not (np.all(np.isfinite(bound)) and np.all(np.asarray(bound) > 0)):
         raise ValueError(f"bound must be {_BOUND}, got {bound!r}")
@@ -111,6 +115,7 @@ class FixedRate:
         return tree_nbytes(jax.eval_shape(self.encode, aval))  # type: ignore[attr-defined]
 
     def ratio(self, x: Array) -> Float[Array, ""]:
+        check.array("x", x)
         return jnp.float32(x.size * x.dtype.itemsize / max(self.nbytes(jax.typeof(x)), 1))
 
     def error(self, x: Array) -> Float[Array, ""]:
@@ -137,12 +142,7 @@ class Cast(FixedRate):
     dtype: Any = jnp.bfloat16
 
     def __post_init__(self):
-        try:
-            is_floating = self.dtype is not None and jnp.issubdtype(jnp.dtype(self.dtype), jnp.floating)
-        except TypeError:
-            is_floating = False
-        if not is_floating:
-            raise check.fail(TypeError, "dtype", "a floating dtype", self.dtype, "pass jnp.bfloat16, for example")
+        check.dtype("dtype", self.dtype, floating=True, fix="pass jnp.bfloat16, for example")
 
     def encode(self, x: Float[Array, "..."]) -> CastCode:
         check.array("x", x, floating=True)

@@ -62,7 +62,7 @@ def predicted_sigma(
     """
     if not isinstance(statistics, Statistics):
         raise check.fail(TypeError, "statistics", "those of memjax.compress.Layers", statistics)
-    check.array("half_width", half_width, ndim=1)
+    check.array("half_width", half_width, ndim=1, floating=True)
     if half_width.shape != statistics.uses.shape:
         wanted = f"of shape {statistics.uses.shape}, a number for each array"
         raise check.fail(ValueError, "half_width", wanted, half_width)

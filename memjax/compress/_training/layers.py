@@ -17,12 +17,16 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from memjax._core import check as _check
+from memjax._core.clear_errors import call_errors
 from memjax._core.compat import is_tracer
 from memjax.compress._codecs.codec import Codec, tree_nbytes
 from memjax.compress._error_bounded.error_bounded import ErrorBounded
 
 LADDER = tuple(0.5 * 1.125**i for i in range(36))
 """Capacities in bits per value. Above its top, 31 bits, only what cannot overflow."""
+
+
+_MADE_BY = "make it with memjax.compress.layers from the function that is trained"
 
 
 class Statistics(NamedTuple):
@@ -90,9 +94,18 @@ class Layers:
     shapes: tuple[tuple[tuple[int, ...], np.dtype], ...] = dataclasses.field(metadata={"static": True})
     samples: int | None = dataclasses.field(default=2**16, metadata={"static": True})
 
+    def __post_init__(self) -> None:
+        for name in ("names", "bits_per_value", "weights", "shapes"):
+            given = getattr(self, name)
+            if not isinstance(given, tuple) or len(given) != len(self.names):
+                raise _check.fail(TypeError, name, "a tuple with an entry for each array", given, _MADE_BY)
+        for bits in self.bits_per_value:
+            check_bits(bits)
+        check_samples(self.samples)
+
     def __repr__(self) -> str:
         """A line for each array: its name, shape, bound and capacity."""
-        known = not is_tracer(self.bound) and hasattr(self.bound, "shape")
+        known = _check.is_array(self.bound) and not is_tracer(self.bound) and self.bound.shape == (len(self.names),)
         bounds = [f"{bound:.3g}" for bound in np.asarray(self.bound).tolist()] if known else ["?"] * len(self.names)
         bits = ["raw" if b is None else f"{b:.3g} bits" for b in self.bits_per_value]
         rows = zip(self.names, self.shapes, bounds, bits, strict=True)
@@ -106,12 +119,17 @@ class Layers:
         return ErrorBounded(self.bound[i], bits_per_value=self.bits_per_value[i])
 
     def check(self, found: int) -> None:
-        """Raises ValueError if a call encodes another number of arrays."""
+        """Raises ValueError if a call encodes another number of arrays, TypeError if there are not as many bounds."""
         if found != len(self.names):
+            wanted = f"one with settings for the {found} arrays that are encoded"
             raise ValueError(
-                f"codec has settings for {len(self.names)} arrays, {list(self.names)}, but {found} are encoded: make it "
-                f"with memjax.compress.layers from the function that is trained."
+                f"codec must be {wanted}, got settings for {len(self.names)}, {list(self.names)}: {_MADE_BY}"
             )
+        if not _check.is_array(self.bound) or (self.bound.shape, self.bound.dtype) != ((found,), jnp.float32):
+            raise _check.fail(TypeError, "bound", f"a float32 array of {found} bounds", self.bound, _MADE_BY)
+        shapes = [getattr(a, "shape", None) for a in jax.tree.leaves(self.statistics)]
+        if not isinstance(self.statistics, Statistics) or any(not shape or shape[0] != found for shape in shapes):
+            raise _check.fail(TypeError, "statistics", f"Statistics of {found} arrays", self.statistics, _MADE_BY)
 
     @property
     def keeps_zeros(self) -> bool:
@@ -174,20 +192,20 @@ def layers(
     """
     _check.function("f", f)
     _check.number("bound", bound, positive=True)
-    ErrorBounded(1.0, bits_per_value=bits_per_value)  # refuses what it must
-    if samples is not None:
-        _check.integer("samples", samples, least=1, what="None or an integer")
+    check_bits(bits_per_value)
+    check_samples(samples)
     recorder = Recorder()
     positions = argnums if isinstance(argnums, Sequence) and not isinstance(argnums, str) else (argnums,)
     numbers = tuple(
         _check.integer("argnums", position, what="the position of an argument, or several") for position in positions
     )
-    if not all(0 <= number < len(args) for number in numbers):
+    if not numbers or not all(0 <= number < len(args) for number in numbers):
         raise _check.fail(ValueError, "argnums", f"positions among the {len(args)} arguments of f", argnums)
     _check.function("f", f, "f(codec, *args) takes the codec and what follows", arguments=1 + len(args))
-    has_aux = isinstance(jax.eval_shape(lambda *args: f(Recorder(), *args), *args), tuple)
-    gradient = jax.grad(lambda *args: f(recorder, *args), numbers, has_aux=has_aux, allow_int=True)
-    jax.eval_shape(gradient, *args)
+    with call_errors("f", f, {"the codec": "one", "the arguments": args}):
+        has_aux = isinstance(jax.eval_shape(lambda *args: f(Recorder(), *args), *args), tuple)
+        gradient = jax.grad(lambda *args: f(recorder, *args), numbers, has_aux=has_aux, allow_int=True)
+        jax.eval_shape(gradient, *args)
     if not recorder.found:
         raise ValueError("f must call something compressed with the codec that it gets; nothing of it is encoded.")
     names, weights, avals = zip(*recorder.found, strict=True)
@@ -201,6 +219,17 @@ def layers(
         shapes=tuple((tuple(aval.shape), np.dtype(aval.dtype)) for aval in avals),
         samples=samples,
     )
+
+
+def check_bits(bits_per_value: Any) -> None:
+    """That it is a capacity, or None for one that cannot overflow."""
+    if bits_per_value is not None:
+        _check.number("bits_per_value", bits_per_value, positive=True)
+
+
+def check_samples(samples: Any) -> None:
+    if samples is not None:
+        _check.integer("samples", samples, least=1, what="None or an integer")
 
 
 def split_layers(tree: Any) -> tuple[list[Layers], Callable[[list[Any]], Any]]:

@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from memjax._core import check
+from memjax._core.clear_errors import argument_errors, call_errors
 from memjax.compress._training.adaptive import AdaptiveState
-from memjax.compress._training.layers import LADDER, Layers, split_layers
+from memjax.compress._training.layers import LADDER, Layers, check_bits, split_layers
 
+_STEP = "(state, *args) -> (state, out)"
 Capacities = list[tuple[float | None, ...]]
 
 
@@ -64,15 +66,9 @@ def transactional(
 
     Raises:
       ValueError: `margin` is below 1, `window` below 1 or `saving` is not between 0 and 1; called with a state that has no
-        `Layers` or no state of `adaptive`.
+        `Layers` or no state of `adaptive`, or a step that returns a state of another structure.
+      TypeError: options of the wrong kind; when called, a step that returns no pair, or arrays of other types in the state.
     """
-    check.function("step", step, "(state, *args) -> (state, out)")
-    check.number("margin", margin, least=1)
-    check.integer("window", window, least=1)
-    if not 0 < check.number("saving", saving) < 1:
-        raise ValueError(f"saving must be a number between 0 and 1, got {saving!r}")
-    check.flag("donate", donate)
-    check.flag("ahead", ahead)
     check.compiler_options(compiler_options)
     for name in jit_options.keys() & {"static_argnums", "static_argnames", "donate_argnums", "donate_argnames"}:
         raise check.fail(TypeError, name, "left out", jit_options[name], "bind what is static with functools.partial")
@@ -87,7 +83,15 @@ class Transactional:
     def __init__(
         self, step, margin: float, window: int, saving: float, donate: bool, ahead: bool, options: dict[str, Any]
     ):
+        check.function("step", step, _STEP)
+        check.number("margin", margin, least=1)
+        check.integer("window", window, least=1)
+        if not 0 < check.number("saving", saving) < 1:
+            raise ValueError(f"saving must be a number between 0 and 1, got {saving!r}")
+        check.flag("donate", donate)
+        check.flag("ahead", ahead)
         self._margin, self._window, self._saving = margin, window, saving
+        self._step = step
         self._needs: list[list[np.ndarray]] = []
         self._capacities: Capacities | None = None
         self.replays = 0
@@ -100,10 +104,21 @@ class Transactional:
         def gated(state, capacities, is_void, *args):
             given = _capacities_of(state)
             roomy = _with_capacities(state, capacities)
-            new, out = step(roomy, *args)
+            with call_errors("step", step, {"the state": roomy, "arguments": args}):
+                result = step(roomy, *args)
+            if not (isinstance(result, tuple | list) and len(result) == 2):
+                raise check.fail(TypeError, "step", "a function that returns a pair", result, _STEP)
+            new, out = result
             before, after = str(jax.tree.structure(roomy)), str(jax.tree.structure(new))
             if before != after:
                 raise ValueError(f"step must return a state of the structure that it gets, {before}, got {after}")
+            for (path, old), leaf in zip(jax.tree_util.tree_leaves_with_path(roomy), jax.tree.leaves(new), strict=True):
+                old, leaf = jax.typeof(old), jax.typeof(leaf)
+                if (old.shape, old.dtype) != (leaf.shape, leaf.dtype):
+                    name = f"state{jax.tree_util.keystr(path)}"
+                    raise TypeError(
+                        f"step must return {name} of the type that it gets, {old.str_short()}, got {leaf.str_short()}"
+                    )
             last = _adaptive_state(new).last
             overflowed = is_void | jnp.any(jnp.stack([jnp.any(found.overflows > 0) for found in last]))
             new = _with_capacities(new, given)
@@ -128,6 +143,11 @@ class Transactional:
 
     @capacities.setter
     def capacities(self, new: Capacities) -> None:
+        if not isinstance(new, list) or not all(isinstance(group, tuple | list) for group in new):
+            wanted = "a list with a tuple of bits per value for each Layers"
+            raise check.fail(TypeError, "capacities", wanted, new)
+        for bits in (bits for group in new for bits in group):
+            check_bits(bits)
         self._capacities = [tuple(group) for group in new]
 
     def trace(self, state: Any, *args: Any) -> Any:
@@ -155,7 +175,8 @@ class Transactional:
         is_void = self._under_way[-1][1]["overflowed"] if self._under_way else self._no
         capacities = tuple(self._capacities)
         self._visited.add(capacities)
-        state, out, report = self._jitted(state, capacities, is_void, *args)
+        with argument_errors(self._step, (state, *args), {}, (), "bind what is no array with functools.partial"):
+            state, out, report = self._jitted(state, capacities, is_void, *args)
         self._under_way.append((args, report))
         return state, out
 

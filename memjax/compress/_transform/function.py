@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from memjax._core import check
 from memjax._core.arguments import is_array
 from memjax._core.arrays import is_float
-from memjax._core.clear_errors import value_errors
+from memjax._core.clear_errors import call_errors
 from memjax._core.compat import eval_jaxpr
 from memjax._core.derivatives import reverse_only
 from memjax._core.jaxpr import axis_sizes, is_literal, nbytes
@@ -54,7 +55,9 @@ def call_compressed(
         static_result.append((out_tree, out_dynamic, drop(out_leaves, out_dynamic)))
         return pick(out_leaves, out_dynamic)
 
-    with value_errors("f_or_module", user):
+    # A module's variables are not what a caller gives.
+    given = passing if isinstance(user, type) else (lasting, passing)
+    with call_errors("f_or_module", user, {"arguments": given}):
         closed = jax.make_jaxpr(flat)(*arrays)
     [(out_tree, out_dynamic, out_static)] = static_result
     inputs = [*closed.consts, *arrays]
@@ -106,9 +109,9 @@ def _differentiable(
         types = [jax.typeof(value) for value in inputs]
         derivative = Derivative(closed, made, types, wanted, lasting, which, codecs, names, axes)
         if which.where is not None and not derivative.keep.matched:
-            raise ValueError(
-                f"where={which.where!r} matches nothing that the backward pass reads. "
-                f"The named scopes of the function are {derivative.scopes}."
+            fix = f"the named scopes of the function are {derivative.scopes}"
+            raise check.fail(
+                ValueError, "where", "a match for something that the backward pass reads", which.where, fix
             )
         _warn_if_nothing_is_encoded(derivative.keep, codecs)
         outs, kept = derivative.forward(inputs, codecs.with_settings(settings))

@@ -50,7 +50,7 @@ class UniformError(FixedRate):
         return jnp.where((wide == 0) & (not self.zeros), wide, wide + error).astype(x.dtype)
 
     def decode(self, code: Float[Array, "..."]) -> Float[Array, "..."]:
-        return code
+        return check.array("code", code)
 
 
 def inject_error(

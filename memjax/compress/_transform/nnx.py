@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from memjax._core import check
 from memjax.compress._transform.array_codecs import ArrayCodecs
 from memjax.compress._transform.function import call_compressed
 from memjax.compress._transform.keep.which import Which, matches
@@ -47,7 +48,7 @@ def compressed_module(module: nnx.Module, codecs: ArrayCodecs, which: Which) -> 
 
     new = rebuild(module, (), {})
     if not matched:
-        raise ValueError(f"where={where!r} matches none of the submodules {paths}.")
+        raise check.fail(ValueError, "where", f"a match for one of the submodules {paths}", where)
     return new
 
 

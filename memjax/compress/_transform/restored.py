@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from memjax._core import check
 from memjax._core.jaxpr import bind, is_literal
 
 Barrier = Callable[[Any], Any]
@@ -48,7 +49,11 @@ class Restored:
         if atom not in self._values:
             if atom in self._codes:
                 decode, code, is_elementwise = self._codes[atom]
-                self._values[atom] = decode(code if is_elementwise else barrier(code))
+                decoded = decode(code if is_elementwise else barrier(code))
+                if not check.is_array(decoded) or (decoded.shape, decoded.dtype) != (atom.aval.shape, atom.aval.dtype):
+                    wanted = f"one that decodes to what it was given, {atom.aval.str_short()}"
+                    raise check.fail(TypeError, "codec", wanted, decoded, "return that from its decode")
+                self._values[atom] = decoded
             elif atom in self._nonzero:
                 # The output of a ReLU may have been decoded without signs, but not to zero. The mask of a NaN is false.
                 source = self.value(self._nonzero[atom], barrier)

@@ -14,6 +14,7 @@ import jax
 
 from memjax._core import check
 from memjax._core.arrays import is_float
+from memjax._core.clear_errors import call_errors
 from memjax._core.derivatives import refusing_forward_mode
 from memjax._core.jaxpr import is_literal
 from memjax._core.lists import Arrays, drop, merge, pick
@@ -150,22 +151,13 @@ def _trace(
         x_types, x_tree = jax.tree.flatten(state)
         key = (f, p_tree, tuple(map(jax.typeof, p_leaves)), x_tree, tuple(x_types))
         if key not in known:
-            known[key] = _traced(i, f, p, state, has_aux)
+            with call_errors(f"blocks[{i}]", f, {f"params[{i}]": p, "an input": state}):
+                known[key] = Block(f, p, state, has_aux)
         block = known[key]
         traced.append(block)
         values.append([*block.consts, *p_leaves])
         state = jax.tree.unflatten(block.y_tree, block.y)
     return traced, values, jax.tree.leaves(x)
-
-
-def _traced(index: int, f: Callable[[Any, Any], Any], params: Any, x: Any, has_aux: bool) -> Block:
-    try:
-        return Block(f, params, x, has_aux)
-    except (TypeError, ValueError) as error:
-        if type(error) not in (TypeError, ValueError):  # JAX's own, which explain themselves
-            raise
-        types = jax.tree.map(lambda aval: aval.str_short(), x)
-        raise type(error)(f"blocks[{index}] must take params[{index}] and an input of {types}: {error}") from error
 
 
 def _estimates(traced: Sequence[Block]) -> list[BlockCost]:

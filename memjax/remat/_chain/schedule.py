@@ -40,6 +40,15 @@ class ChainSchedule:
     plain_seconds: float
     plain_nbytes: int
 
+    def __post_init__(self) -> None:
+        if not self.items or not _are_items(self.items):
+            wanted = "a tuple of numbers of blocks, and of such tuples"
+            raise check.fail(TypeError, "items", wanted, self.items, "chain_schedule finds them")
+        for name in ("seconds", "plain_seconds"):
+            check.number(name, getattr(self, name), least=0)
+        for name in ("nbytes", "plain_nbytes"):
+            check.integer(name, getattr(self, name), least=0, what="a number of bytes")
+
     def to_json(self) -> str:
         """The schedule as JSON; `from_json` reads it back."""
         return json.dumps(dataclasses.asdict(self))
@@ -128,6 +137,10 @@ def checked_costs(costs: Sequence[BlockCost]) -> list[BlockCost]:
         ]
         found.append(BlockCost(forward, backward, *sizes))
     return found
+
+
+def _are_items(items: Any) -> bool:
+    return isinstance(items, tuple) and all(type(item) is int or (item and _are_items(item)) for item in items)
 
 
 def _as_tuples(items: Any) -> Any:

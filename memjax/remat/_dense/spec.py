@@ -7,6 +7,7 @@ keeps the number of leaves small, and lets one loop body serve every layer.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -64,6 +65,22 @@ class DenseSpec:
         """Length of the arrays that hold one row for every (layer, input channel)."""
         return self.offset(self.num_layers)
 
+    def check_params(self, params: Any) -> None:
+        """That they have the shapes of this block."""
+        rows, layers, growth = self.rows, self.num_layers, self.growth_rate
+        if self.bottleneck is None:
+            shapes = [(rows,), (rows,), None, None, None, (rows, 3, 3, growth)]
+        else:
+            width = self.width
+            shapes = [(rows,), (rows,), (rows, width), (layers, width), (layers, width), (layers, 3, 3, width, growth)]
+        _check_shapes("params", params, shapes)
+
+    def check_running(self, running: Any) -> None:
+        """That they have the shapes of this block."""
+        inputs = (self.out_features - self.growth_rate,)
+        between = None if self.bottleneck is None else (self.num_layers, self.width)
+        _check_shapes("running", running, (inputs, inputs, between, between))
+
     def channels(self, layer):
         """Input channels of `layer` (a Python or traced integer)."""
         return self.in_features + layer * self.growth_rate
@@ -71,6 +88,15 @@ class DenseSpec:
     def offset(self, layer):
         """First row of `layer` in the arrays that hold one row for every (layer, input channel)."""
         return layer * self.in_features + self.growth_rate * (layer * (layer - 1) // 2)
+
+
+def _check_shapes(name: str, arrays: Any, shapes: Sequence[tuple[int, ...] | None]) -> None:
+    for field, a, shape in zip(arrays._fields, arrays, shapes, strict=True):
+        wanted = "None without a bottleneck" if shape is None else f"of shape {shape}, as spec has it"
+        if shape is not None:
+            check.array(f"{name}.{field}", a, floating=True)
+        if (None if a is None else a.shape) != shape:
+            raise check.fail(ValueError, f"{name}.{field}", wanted, a)
 
 
 def check_rate(name: str, rate: Any) -> None:

@@ -56,6 +56,10 @@ class RNN(nnx.RNN):
         if not (isinstance(cell, nnx.Module) and hasattr(cell, "num_feature_axes")):
             raise check.fail(TypeError, "cell", "an NNX recurrent cell", cell, "such as nnx.LSTMCell(...)")
         self.slots, self.budget = check_memory(slots, budget)
+        try:
+            nnx.filterlib.to_predicate(broadcast_rngs)
+        except (TypeError, ValueError):
+            raise check.fail(TypeError, "broadcast_rngs", "a filter of flax.nnx", broadcast_rngs) from None
         super().__init__(
             cell,
             time_major=time_major,
@@ -79,6 +83,8 @@ class RNN(nnx.RNN):
         rngs: nnx.Rngs | nnx.RngStream | None = None,
     ) -> Any:
         rngs = self.rngs if rngs is None else rngs
+        if not isinstance(rngs, nnx.Rngs | nnx.RngStream | None):
+            raise check.fail(TypeError, "rngs", "an nnx.Rngs or nnx.RngStream", rngs, "such as nnx.Rngs(0)")
         return run_cell(
             self._scan,
             inputs,

@@ -15,6 +15,7 @@ import jax
 
 from memjax._core.arrays import as_array, is_float
 from memjax._core.backward import Backward
+from memjax._core.clear_errors import call_errors
 from memjax._core.compat import varying
 from memjax._core.jaxpr import evaluate, nbytes
 from memjax._core.lists import Arrays
@@ -66,7 +67,9 @@ def trace_step(f: Callable[..., Any], init: Any, xs: Any) -> tuple[Step, Arrays]
     x = jax.eval_shape(lambda xs: jax.tree.map(lambda a: a[0], xs), xs)
     leaves, tree = jax.tree.flatten(init)
     for _ in range(3):  # a weakly typed carry (a Python number) takes the type that the step gives back
-        closed, shapes = jax.make_jaxpr(f, return_shape=True)(jax.tree.unflatten(tree, leaves), x)
+        carry = jax.tree.unflatten(tree, leaves)
+        with call_errors("f", f, {"a carry": carry, "an x": x}):
+            closed, shapes = jax.make_jaxpr(f, return_shape=True)(carry, x)
         if not (isinstance(shapes, tuple) and len(shapes) == 2):
             raise TypeError(f"f must return a pair (carry, y), got {jax.tree.structure(shapes)}")
         out_tree, y_tree = (jax.tree.structure(shape) for shape in shapes)

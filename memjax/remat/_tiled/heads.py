@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 from memjax._core import check
 from memjax._core.arrays import is_float, vary, varying_axes, zeros
 from memjax._core.barriers import barrier
+from memjax._core.clear_errors import call_errors
 from memjax._core.closures import Hoisted
 from memjax._core.derivatives import reverse_only
 from memjax._core.lists import Arrays, drop, merge, pick
@@ -82,7 +83,7 @@ def attention_in_groups(
             check.function(name, f)
     if positions is None:
         positions = jnp.arange(x.shape[1], dtype=jnp.int32)
-    if positions.shape not in (x.shape[1:2], x.shape[:2]):
+    if check.array("positions", positions).shape not in (x.shape[1:2], x.shape[:2]):
         raise check.fail(ValueError, "positions", f"of shape {x.shape[1:2]} or {x.shape[:2]}", positions)
     x, positions = vary((x, lax.stop_gradient(positions)), varying_axes(x, positions))
     in_groups = lambda kernel, axis: jnp.moveaxis(
@@ -115,13 +116,17 @@ class _Layer:
         self._tile, self._positions_axis = tile, positions.ndim - 1
 
         def project(query, key, value, x, positions):
-            h = x if norm is None else norm(x)
+            h = x if norm is None else _like("norm", norm, x)
             q, k, v = (jnp.einsum("btd,dnh->btnh", h, kernel.astype(h.dtype)) for kernel in (query, key, value))
-            return (q, k, v) if rotary is None else (rotary(q, positions), rotary(k, positions), v)
+            if rotary is not None:
+                q, k = (_like("rotary", rotary, a, positions) for a in (q, k))
+            return q, k, v
 
         group = [jax.typeof(kernel).update(shape=kernel.shape[1:]) for kernel in kernels]
         self._project = Hoisted(project, *group[:3], x, positions)
-        self._attend = Hoisted(attend, *jax.eval_shape(project, *group[:3], x, positions))
+        self._attend = Hoisted(
+            lambda *qkv: _like("attend", attend, *qkv), *jax.eval_shape(project, *group[:3], x, positions)
+        )
         self.constants = [*self._project.constants, *self._attend.constants]
         self._run = jax.custom_vjp(self._forward)
         self._run.defvjp(self._keep, self._back)
@@ -173,6 +178,15 @@ class _Layer:
         axes = (None, 1, self._positions_axis)
         q, k, v, x = tiled(project, axes, 1, tile=self._tile)(kernels, x, positions)
         return self._attend(constants[n:], q, k, v), x
+
+
+def _like(name: str, f: Callable[..., Array], a: Array, *others: Array) -> Array:
+    """`f(a, *others)`, which is to be of the shape of `a`."""
+    with call_errors(name, f, {f"array {i + 1}": value for i, value in enumerate((a, *others))}):
+        out = f(a, *others)
+    if check.array(f"the result of {name}", out).shape != a.shape:
+        raise check.fail(ValueError, f"the result of {name}", f"of shape {a.shape}", out)
+    return out
 
 
 def _outward(out: Array, o: Array, dtype: Any) -> Array:

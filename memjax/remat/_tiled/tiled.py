@@ -16,6 +16,7 @@ import numpy as np
 
 from memjax._core import check as _check
 from memjax._core.arrays import vary, varying_axes
+from memjax._core.clear_errors import call_errors
 from memjax._core.derivatives import reverse_only
 from memjax._core.jaxpr import evaluate
 from memjax._core.lists import Arrays, drop, merge, pick
@@ -90,12 +91,7 @@ class _Options:
         if tile is not None:
             tile = _check.integer("tile", tile, least=1, what="a number of positions")
         if sum_dtype is not None:
-            try:
-                sum_dtype = jnp.dtype(sum_dtype)
-            except TypeError:
-                sum_dtype = np.dtype(object)
-            if not jnp.issubdtype(sum_dtype, jnp.floating):
-                raise _check.fail(TypeError, "sum_dtype", "a floating dtype or None", sum_dtype)
+            sum_dtype = _check.dtype("sum_dtype", sum_dtype, floating=True, fix="or None for the arrays' own")
         for name, axes in (("in_axes", in_axes), ("out_axes", out_axes)):
             for axis in jax.tree.leaves(axes):
                 _check.integer(name, axis, what="integers and None")
@@ -161,7 +157,7 @@ def _call(f: Callable[..., Any], arguments: Any, leaf_axes: list[int | None], op
         return flat(given, arrays)
     shapes = [array.shape for array in arrays]
     tile = min(options.tile, length) if options.tile is not None else default_tile(length, shapes, axes)
-    programs = {size: _Program(flat, given, arrays, axes, size) for size in {tile, length % tile or tile}}
+    programs = {size: _Program(f, flat, given, arrays, axes, size) for size in {tile, length % tile or tile}}
     program = programs[tile]
     out_axes = _per_leaf("out_axes", options.out_axes, program.out_tree_example())
     out_axes = program.checked_axes(out_axes, tile)
@@ -197,8 +193,10 @@ def _path(path: Any) -> str:
 class _Program:
     """`flat` traced for tiles of `size` positions."""
 
-    def __init__(self, flat: Callable[..., Any], given: Arrays, arrays: Arrays, axes: Sequence[int], size: int):
-        self.closed, shapes = jax.make_jaxpr(flat, return_shape=True)(given, _resized(arrays, axes, size))
+    def __init__(self, f: Any, flat: Callable[..., Any], given: Arrays, arrays: Arrays, axes: Sequence[int], size: int):
+        tiles = _resized(arrays, axes, size)
+        with call_errors("f", f, {"tiles": tiles}):
+            self.closed, shapes = jax.make_jaxpr(flat, return_shape=True)(given, tiles)
         self.out_tree = jax.tree.structure(shapes)
         self.out_types = [aval.update(weak_type=False) for aval in self.closed.out_avals]
         self._positions: list[int] = []
@@ -264,7 +262,7 @@ def _refuse_mixing(
     name = getattr(f, "__qualname__", None) or repr(f)
     try:
         first, second = (
-            programs[size] if size in programs else _Program(flat, given, arrays, axes, size) for size in lengths
+            programs[size] if size in programs else _Program(f, flat, given, arrays, axes, size) for size in lengths
         )
         for size, program in zip(lengths, (first, second), strict=True):
             states: list[State] = [shared(value.shape) for value in given]
