@@ -84,8 +84,9 @@ def linear_cross_entropy(
         rounded likewise (at least 1024), or with Mosaic kernels to what fills the GPU.
       axis_name: inside `jax.shard_map`, the mesh axis over which the vocabulary is sharded: `w`, `bias`
         and soft targets are this device's V / n columns, in the order of the axis; labels stay those of
-        the whole vocabulary. `x` and `labels` are the same on all its devices. One max and two sums per
-        chunk; dW stays local. A `w` or `bias` that JAX knows to be the same on all devices is refused.
+        the whole vocabulary. `x`, `labels`, `weights` and `class_weights` are the same on all its devices. One max and
+        two sums per chunk; dW stays local. A `w` or `bias` that JAX knows to be the same on all devices is refused, and so
+        are tokens that it takes to differ: gather them with `jax.lax.all_gather(..., to="invarying")`.
       token_axis_name: the mesh axis over which tokens are sharded: mean and sum are then over all of its
         tokens.
       return_aux: also return an `Aux`.
@@ -153,6 +154,7 @@ def linear_cross_entropy(
         aux = lambda of_tokens, scalar: Aux(of_tokens, scalar, scalar, scalar)
         return explicit.over_shards(linear_cross_entropy, aux, x, w, labels, options)
     call = prepared(x, w, labels, **options)
+    check.same_on_all(axis_name, x=x, labels=labels, weights=weights, class_weights=class_weights)
     result = share(call)
     loss = _psum(result.loss, axis_name)
     loss = loss.reshape(x.shape[:-1]) if reduction == "none" else _psum(loss, token_axis_name)

@@ -114,6 +114,14 @@ def sharded(
             check.sharded("x", x, axis)
 
 
+def same_on_all(axis_name: Any, **given: Any) -> None:
+    """That the devices which share a vocabulary have the same tokens. Soft targets are a part of it."""
+    for axis in axes("axis_name", axis_name):
+        for name, a in given.items():
+            if name != "labels" or jnp.issubdtype(a.dtype, jnp.integer):
+                check.same(name, a, axis)
+
+
 def integer_labels(labels: Array | np.ndarray, ignore_index: int, vocabulary: int) -> tuple[Any, Any, Any]:
     """(valid, labels as int32 with -1 for ignored ones, out of range), checked now if they are concrete.
 

@@ -58,8 +58,8 @@ def vocab_cross_entropy(
     large, as those of any function that ends in a `psum`: divide them by p.
 
     Raises:
-      ValueError, TypeError: as `memjax.linear_cross_entropy`; outside a `jax.shard_map` over `axis_name`; x or w that JAX
-        knows to be the same on all devices, which it does not with `check_vma=False`.
+      ValueError, TypeError: as `memjax.linear_cross_entropy`; outside a `jax.shard_map` over `axis_name`; x, w or labels that
+        JAX knows to be the same on all devices, which it does not with `check_vma=False`.
     """
     size = check.axis_size("axis_name", axis_name)
     check.choice("reduction", reduction, ("mean", "sum"))
@@ -78,6 +78,7 @@ def vocab_cross_entropy(
         raise check.fail(TypeError, "labels", "integers", labels, "soft targets go to memjax.linear_cross_entropy")
     valid = prepared(x, w, labels, **options).valid
     check.sharded("x", x, axis_name)
+    check.sharded("labels", labels, axis_name)
     operands = (x.reshape(-1, x.shape[-1]), w, labels.reshape(-1))
     operands = vary(operands, varying_axes(*operands) | {axis_name})
     share_of = without_forward_mode(partial(_share, size, tuple(options.items())), "memjax.shard.vocab_cross_entropy")

@@ -27,7 +27,7 @@ def check_elementwise(name: str, f: Callable[..., Any]) -> None:
     struct = jax.ShapeDtypeStruct(_SHAPE, jnp.float32)
     try:
         jaxpr, out = jax.make_jaxpr(f, return_shape=True)(struct)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise TypeError(f"{name} must be {wanted}, got {check.shown(f)} that raises {error}") from error
     if not isinstance(out, jax.ShapeDtypeStruct) or out.shape != _SHAPE:
         raise ValueError(f"{name} must be {wanted}, got {check.shown(f)} that returns {out} for {_SHAPE}: {blocks}")

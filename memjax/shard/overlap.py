@@ -112,6 +112,8 @@ def attention_step(
       ValueError, TypeError: numbers that are not positive integers, flags that are not booleans.
     """
     _positive(tokens=tokens, heads=heads, kv_heads=kv_heads, head_dim=head_dim, itemsize=itemsize)
+    if heads % kv_heads:
+        raise check.fail(ValueError, "kv_heads", f"a divisor of heads = {heads}", kv_heads)
     causal, backward = check.flag("causal", causal), check.flag("backward", backward)
     products = tokens**2 / (2 if causal else 1)
     matmuls = 5 if backward else 2

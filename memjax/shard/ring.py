@@ -32,6 +32,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from memjax._core import check
+from memjax._core.clear_errors import call_errors
 
 
 def scan(body: Callable[[Any, Any, Any], Any], moving: Any, init: Any, *, axis_name: str | None) -> Any:
@@ -54,6 +55,7 @@ def scan(body: Callable[[Any, Any, Any], Any], moving: Any, init: Any, *, axis_n
     size = _size(axis_name)
     check.function("body", body, "body(carry, block, step) returns the carry", arguments=3)
     _check_moving(moving)
+    body = _explained(body)
     if size == 1:
         return body(init, moving, 0)
 
@@ -101,11 +103,13 @@ def collect(
     _check_moving(moving)
     check.dtype("dtype", dtype)
     check.integer("count", count, least=1, what="a number of pieces")
+    check.function("piece", piece, "piece(moving, index) returns a part", arguments=2)
     if not callable(body) and not (isinstance(body, tuple) and len(body) == 2):
         raise check.fail(TypeError, "body", "a function, or a pair of functions", body)
     first, second = (None, body) if callable(body) else body
     for f in (second,) if first is None else (first, second):
         check.function("body", f, "body(carry, block, step) returns (carry, sums)", arguments=3)
+    first, second = None if first is None else _explained(first), _explained(second, pair=True)
 
     def work(carry: Any, block: Any, index: Any) -> Any:
         return second(carry if first is None else first(carry, block, index), block, index)
@@ -167,6 +171,19 @@ def _size(axis_name: Any) -> int:
 def _check_moving(moving: Any) -> None:
     for leaf in jax.tree.leaves(moving):
         check.array("moving", leaf, fix="pass a pytree of this device's arrays")
+
+
+def _explained(body: Callable[..., Any], *, pair: bool = False) -> Callable[..., Any]:
+    """`body` with errors that say what it was called with."""
+
+    def call(carry: Any, block: Any, step: Any) -> Any:
+        with call_errors("body", body, {"a carry": carry, "a block": block}):
+            out = body(carry, block, step)
+        if pair and not (isinstance(out, tuple) and len(out) == 2):
+            raise check.fail(TypeError, "body", "a function that returns (carry, sums)", out)
+        return out
+
+    return call
 
 
 def _hop(tree: Any, axis_name: Any, size: int) -> Any:

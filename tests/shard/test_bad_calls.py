@@ -79,7 +79,8 @@ def attend(**changes):
 
 def loss(**changes):
     def local(x, w):
-        arguments = {"x": x, "w": w, "labels": jnp.zeros(x.shape[:2], jnp.int32), "axis_name": "ring", **changes}
+        labels = (0 * x[..., 0]).astype(jnp.int32)
+        arguments = {"x": x, "w": w, "labels": labels, "axis_name": "ring", **changes}
         return vocab_cross_entropy(arguments.pop("x"), arguments.pop("w"), arguments.pop("labels"), **arguments)
 
     return sharded(local, 2, (ROWS, FIRST), jax.sharding.PartitionSpec())(X, W_OUT)
@@ -134,6 +135,17 @@ CALLS = [
     (ring_collect, {"dtype": "abc"}, "dtype must be a dtype, got 'abc'"),
     (ring_collect, {"count": 0}, "count must be a number of pieces of at least 1, got 0"),
     (ring_collect, {"count": 1.5}, "count must be a number of pieces of at least 1, got 1.5"),
+    (ring_scan, {"body": lambda carry, block, step: carry + None}, "body must take a carry of .* raises TypeError"),
+    (ring_collect, {"body": lambda carry, block, step: None}, "body must be a function that returns .*carry, sums"),
+    (ring_collect, {"piece": None}, "piece must be a function, got None"),
+    (ring_collect, {"piece": lambda moving: moving}, "piece must be a function of 2 arguments, got"),
+    (mlp, {"activation": jnp.linalg.inv}, "activation must be an elementwise function .* raises"),
+    (baselines.gathered_tokens, {"x": X, "axis_name": "rang"}, "axis_name must be an axis of the mesh"),
+    (baselines.scattered, {"x": X, "axis_name": "rang"}, "axis_name must be an axis of the mesh"),
+    (baselines.gathered_weight, {"w": X, "axis_name": "rang", "axis": 0}, "axis_name must be an axis of the mesh"),
+    (baselines.mlp, {"x": X, "w_in": None, "w_out": W_OUT, "activation": jnp.tanh}, "w_in must be an array, got None"),
+    (baselines.mlp, {"x": X, "w_in": W_IN, "w_out": W_OUT, "activation": "gelu"}, "activation must be a function, got"),
+    (overlap.attention_step, {"tokens": 1, "heads": 2, "kv_heads": 3, "head_dim": 4}, "kv_heads must be a divisor"),
     (overlap.measure_matmul, {"dtype": int}, "dtype must be a floating-point dtype, got"),
     (overlap.measure_link, {"devices": [1, 2]}, "devices must be devices of JAX, got"),
     (ulysses, {"layout": "zigzag"}, "options must be options of attention: causal.*, got 'layout'"),
@@ -186,6 +198,7 @@ CALLS = [
     (make_attention, {"dim": 16, "heads": 4, "head_dim": 0}, "head_dim must be an integer of at least 1"),
     (make_attention, {"dim": 16, "heads": 4, "layout": "zig"}, "layout must be one of"),
     (make_attention, {"dim": 16, "heads": 4, "rotate": 3}, "rotate must be a function"),
+    (make_attention, {"dim": 16, "heads": 4, "rotate": jnp.tanh}, "rotate must be a function of 2 arguments"),
     (make_attention, {"dim": 16, "heads": 4, "scale": "8"}, "scale must be a finite number"),
     (make_attention, {"dim": 16, "heads": 4, "head_chunks": 3}, "head_chunks must be a divisor"),
     (make_attention, {"dim": 16, "heads": 4, "casual": True}, "options must be options of metp_attention.*'casual'"),
@@ -256,7 +269,7 @@ OVER_RING = {
     "metp_mlp": (lambda x: metp_mlp(x, x[0].T, x[0], axis_name="ring"), (1, 16, 4), ROWS),
     "metp_attention": (lambda q: metp_attention(q, q, q, axis_name="ring"), Q.shape, ROWS),
     "vocab_cross_entropy": (
-        lambda x: vocab_cross_entropy(x, x[0], jnp.zeros(x.shape[:2], jnp.int32), axis_name="ring"),
+        lambda x: vocab_cross_entropy(x, x[0], (0 * x[..., 0]).astype(jnp.int32), axis_name="ring"),
         (1, 16, 4),
         jax.sharding.PartitionSpec(),
     ),
