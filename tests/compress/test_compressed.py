@@ -467,7 +467,7 @@ def test_refuses():
         jax.grad(lambda x: jnp.sum(compressed(jnp.sin, codec, where="conv")(x)))(x)
     with pytest.raises(
         ValueError,
-        match=r"where must be a match for something .* got 'third' .* scopes of the function are \['encoder/first',",
+        match=r"where must be a match for something .* got 'third': .* scopes of the function are \['encoder/first',",
     ):
         jax.grad(lambda x: jnp.sum(compressed(scoped, codec, where="third")(x, parameters(1)[0]["w"])))(images())
     forward = lambda x: jax.jvp(compressed(jnp.sin, codec), (x,), (x,))

@@ -144,7 +144,7 @@ def test_linen_module_is_the_same(wrap):
 def test_linen_where_that_matches_nothing():
     with pytest.raises(
         ValueError,
-        match=r"where must be a match for something .* got 'Dense_\*' .* scopes of the function are \['LinenNetwork",
+        match=r"where must be a match for something .* got 'Dense_\*': .* scopes of the function are \['LinenNetwork",
     ):
         linen_step(compressed(LinenNetwork(), EXACT, where="Dense_*"))
 

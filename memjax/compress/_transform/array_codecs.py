@@ -52,7 +52,7 @@ class ArrayCodecs:
 
     def __init__(self, codec: Any):
         self._codec = codec
-        self._nbytes: dict[Any, float] = {}
+        self._nbytes: dict[Any, int] = {}
         self.name = type(codec).__name__
         self.keeps_zeros = bool(getattr(codec, "keeps_zeros", False))
 
@@ -60,10 +60,10 @@ class ArrayCodecs:
         """The codec of the i-th array."""
         return ArrayCodec(self._codec)
 
-    def nbytes(self, aval: Any) -> float:
+    def nbytes(self, aval: Any) -> int:
         """Bytes of the code of an array of this type."""
         if aval not in self._nbytes:  # which most codecs trace themselves for
-            self._nbytes[aval] = check.number("codec.nbytes", self._codec.nbytes(aval), least=0)
+            self._nbytes[aval] = int(check.number("codec.nbytes", self._codec.nbytes(aval), least=0))
         return self._nbytes[aval]
 
     def check_count(self, arrays: int) -> None:

@@ -68,6 +68,7 @@ class DenseSpec:
     def check_params(self, params: Any) -> None:
         """That they have the shapes of this block."""
         rows, layers, growth = self.rows, self.num_layers, self.growth_rate
+        shapes: list[tuple[int, ...] | None]
         if self.bottleneck is None:
             shapes = [(rows,), (rows,), None, None, None, (rows, 3, 3, growth)]
         else:
