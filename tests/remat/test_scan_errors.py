@@ -29,6 +29,7 @@ def step(h, x):
         ({"budget": "xMiB"}, "got 'xMiB'"),
         ({"slots": 3, "length": 39}, "xs and length must agree on the number of steps, got xs: 40, length: 39"),
         ({"slots": 3, "length": -1}, "length"),
+        ({"slots": 3, "unroll": -1}, "unroll must be True, False or a number of steps of at least 0, got -1"),
     ],
 )
 def test_options(options, message):
@@ -60,6 +61,11 @@ def test_budgets_that_are_no_number_of_bytes(budget):
         (
             lambda: jax.jit(lambda n: scan(step, jnp.ones(2), None, n, slots=2))(3),
             "length must be a number of steps known when tracing",
+        ),
+        (lambda: scan(step, jnp.ones(2), XS, slots=2, unroll=1.5), "unroll must be True, False or a number of steps"),
+        (
+            lambda: jax.jit(lambda n: scan(step, jnp.ones(2), XS, slots=2, unroll=n))(3),
+            "unroll must be True, False or a number of steps known when tracing",
         ),
         (lambda: scan(step, jnp.ones(2), XS, slots=2, costs=3), "costs must be a memjax.remat.Costs or None"),
         (lambda: Costs(1.0, float("nan"), 0.0, 0.0, 0.0), "backward must be a finite number .* got nan"),
