@@ -28,9 +28,9 @@ class RNN(nn.RNN):
 
     Attributes:
       slots, budget: memory for the backward pass, as for `memjax.remat.scan`: exactly one of them.
-      cell, time_major, return_carry, reverse, keep_order, variable_broadcast, variable_carry, split_rngs: as for `nn.RNN`.
-        `time_major=True` saves a copy of the inputs. Variables that are carried are kept with each stored carry.
-        `unroll` and `variable_axes` cannot be changed.
+      cell, time_major, return_carry, reverse, keep_order, unroll, variable_broadcast, variable_carry, split_rngs: as for
+        `nn.RNN`. `time_major=True` saves a copy of the inputs. Variables that are carried are kept with each stored carry.
+        `variable_axes` cannot be changed.
 
     With `seq_lengths` and `return_carry` each carry holds the last valid one as well, which takes twice the memory for it,
     where `nn.RNN` stacks the carries of all steps.
@@ -68,8 +68,8 @@ class RNN(nn.RNN):
         check_flags(**options)
         if not isinstance(self.split_rngs, Mapping):
             raise check.fail(TypeError, "split_rngs", "a dict of names and flags", self.split_rngs)
-        if self.unroll != 1 or self.variable_axes:
-            raise ValueError(f"unroll and variable_axes must be left out, got {self.unroll} and {self.variable_axes}")
+        if self.variable_axes:
+            raise ValueError(f"variable_axes cannot be set, got {self.variable_axes}")
         if self.is_initializing():
             return super().__call__(
                 inputs, initial_carry=initial_carry, init_key=init_key, seq_lengths=seq_lengths, **options
@@ -107,7 +107,13 @@ class RNN(nn.RNN):
                 # Flax traces its step once before it scans, which moves random streams on: for the same masks, so does this.
                 jax.eval_shape(lambda xs: step((state, carry), jax.tree.map(lambda a: a[0], xs)), (one_each, xs))
                 (state, carry), ys = scan(
-                    step, (state, carry), (one_each, xs), slots=self.slots, budget=self.budget, reverse=reverse
+                    step,
+                    (state, carry),
+                    (one_each, xs),
+                    slots=self.slots,
+                    budget=self.budget,
+                    reverse=reverse,
+                    unroll=self.unroll,
                 )
                 return (carry, ys), (state,)
 

@@ -34,6 +34,33 @@ def test_reverse(way):
     close(gradient(scan, values, reverse=True, **way), gradient(lax.scan, values, reverse=True))
 
 
+@pytest.mark.parametrize("unroll", [2, 0], ids=str)
+@pytest.mark.parametrize("way", [HIDDEN, MIXED, NEST], ids=str)
+def test_unroll(way, unroll):
+    values = arguments(13)
+    close(gradient(scan, values, unroll=unroll, reverse=True, **way), gradient(lax.scan, values, reverse=True))
+
+
+def test_whiles_left_by_unroll():
+    """As many loops, and as large a program, as with `jax.lax.scan` where steps simply follow each other."""
+
+    def program(scan, differentiated, *arguments, **options):
+        run = lambda h: scan(lambda h, x: (jnp.sin(h * x), None), h, jnp.ones(12), None, *arguments, **options)[0]
+        return jax.jit(jax.grad(run) if differentiated else run).lower(1.0).as_text("hlo")
+
+    for unroll in (False, True, 0, 1, 5, 12, 99):
+        for way in (HIDDEN, MIXED, NEST):
+            ours, jaxs = (program(s, False, False, unroll, **o) for s, o in ((scan, way), (lax.scan, {})))
+            assert ours.count(" while(") == jaxs.count(" while(")
+            assert ours.count(" call(") == jaxs.count(" call(")
+    loops = [program(scan, True, unroll=unroll, budget="1MiB").count(" while(") for unroll in (1, 4, True)]
+    assert loops == [2, 2, 0]  # all is kept: a loop forward and one back
+    blocks = [program(scan, True, unroll=unroll, budget=80) for unroll in (1, True)]
+    assert blocks[1].count(" while(") < blocks[0].count(" while(")
+    slots = [program(scan, True, unroll=unroll, slots=3, strategy="hidden") for unroll in (1, True)]
+    assert slots[1].count(" while(") == slots[0].count(" while(") - 1  # the forward pass
+
+
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 5])
 @pytest.mark.parametrize("way", [MIXED, {"budget": 400}], ids=str)
 def test_short(way, length):

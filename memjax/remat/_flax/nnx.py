@@ -29,8 +29,8 @@ class RNN(nnx.RNN):
       cell: any NNX cell, `(carry, x) -> (carry, y)`. Its `nnx.Param` variables are the same at every step; other state
         (counts of random streams, running statistics) goes from step to step, and is kept with each stored carry.
       slots, budget: memory for the backward pass, as for `memjax.remat.scan`: exactly one of them.
-      time_major, return_carry, reverse, keep_order, broadcast_rngs, rngs: as for `nnx.RNN`. `time_major=True` saves a copy
-        of the inputs.
+      time_major, return_carry, reverse, keep_order, unroll, broadcast_rngs, rngs: as for `nnx.RNN`. `time_major=True` saves
+        a copy of the inputs.
 
     Calling it takes `nnx.RNN`'s arguments. With `seq_lengths` and `return_carry` each carry holds the last valid one as
     well, which takes twice the memory for it, where `nnx.RNN` stacks the carries of all steps.
@@ -50,6 +50,7 @@ class RNN(nnx.RNN):
         return_carry: bool = False,
         reverse: bool = False,
         keep_order: bool = False,
+        unroll: int = 1,
         broadcast_rngs: Any = None,
         rngs: nnx.Rngs | bool = True,
     ):
@@ -66,6 +67,7 @@ class RNN(nnx.RNN):
             return_carry=return_carry,
             reverse=reverse,
             keep_order=keep_order,
+            unroll=unroll,
             broadcast_rngs=broadcast_rngs,
             rngs=rngs,
         )
@@ -116,7 +118,9 @@ class RNN(nnx.RNN):
                     raise ValueError("cell must not add or remove variables while it runs; create them beforehand")
                 return (state, inner), y
 
-            (state, carry), ys = scan(step, (state, carry), xs, slots=self.slots, budget=self.budget, reverse=reverse)
+            (state, carry), ys = scan(
+                step, (state, carry), xs, None, reverse, self.unroll, slots=self.slots, budget=self.budget
+            )
             nnx.update(cell, state)
             return carry, ys
 

@@ -56,7 +56,8 @@ def forward(plan: Plan, blocks: Blocks, backward: StepBackward, init: Arrays) ->
         if plan.schedule is not None:
             row = jnp.asarray(plan.moves.stored)
             kept_row = jnp.asarray(plan.moves.kept) if plan.keeps_residuals else None
-        state, _ = lax.scan(body, state, (jnp.arange(plan.blocks, dtype=jnp.int32), row, kept_row))
+        turns = jnp.arange(plan.blocks, dtype=jnp.int32), row, kept_row
+        state, _ = lax.scan(body, state, turns, unroll=blocks.unroll if n == 1 else 1)
     carry, slots, ys = state
     tail: Arrays = []
     if plan.tail:

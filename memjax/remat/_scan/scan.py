@@ -37,14 +37,15 @@ def scan(
     init: Any,
     xs: Any = None,
     length: int | None = None,
-    *,
     reverse: bool = False,
+    unroll: int | bool = 1,
+    *,
     slots: int | None = None,
     budget: int | str | None = None,
     strategy: Strategy | None = None,
     costs: Costs | None = None,
 ) -> tuple[Any, Any]:
-    """`jax.lax.scan(f, init, xs, length, reverse=reverse)`, differentiated in reverse within a memory budget.
+    """`jax.lax.scan(f, init, xs, length, reverse, unroll)`, differentiated in reverse within a memory budget.
 
     Args:
       f: the step, `(carry, x) -> (carry, y)`, as for `jax.lax.scan`. What it closes over is differentiated too.
@@ -52,6 +53,8 @@ def scan(
       xs: a pytree of arrays of shape (length, ...), or None.
       length: the number of steps; needed where `xs` has no arrays.
       reverse: run from the last row of `xs` to the first.
+      unroll: how many steps one turn of a loop takes, as for `jax.lax.scan`, wherever steps simply follow each other: in the
+        forward pass and in blocks. The steps that a schedule for `slots` repeats, and backpropagates, stay one to a turn.
       slots: memory in units of one carry, the first state's included: exactly the schedule
         `memjax.remat.schedule(length, slots, strategy=strategy, internal_size=a)` runs, step by step, where a kept
         internal state takes a = 1 + ceil(r / s) units: r bytes of a step's residuals, s bytes of a carry. What `f` hands
@@ -76,16 +79,16 @@ def scan(
     or, by `budget`, blocks of L steps with the state before each: (length / L + 1) s + L r for one more forward pass,
     and less than that for more passes. The step's own working memory and the gradients come on top.
 
-    Not supported, where `jax.lax.scan` has it: forward-mode differentiation; `unroll`, as the schedule decides which steps
-    form a loop; a traced `length`, also with `jax.disable_jit`. The texts of errors differ from those of `jax.lax.scan`,
-    and the program is no single `scan` equation: with JAX 0.10 an undifferentiated call is a `custom_vjp_call`.
+    Not supported, where `jax.lax.scan` has it: forward-mode differentiation; a traced `length`, also with
+    `jax.disable_jit`. Some texts of errors differ from those of `jax.lax.scan`, and the program is no single `scan`
+    equation: with JAX 0.10 an undifferentiated call is a `custom_vjp_call`.
 
     Derivatives of the gradient exist (forward over reverse as well) and are those of `jax.lax.scan` over
     `jax.checkpoint(f)`: they keep a few carries per step, whatever the budget.
 
     Raises:
       ValueError: both or neither of `slots` and `budget`; a budget that nothing fits (the message gives the least
-        possible and its cost); a `strategy`, `slots`, `length` or `budget` out of range; `xs` of different lengths, or
+        possible and its cost); a `strategy`, `slots`, `length`, `unroll` or `budget` out of range; `xs` of different lengths, or
         no length at all.
       TypeError: what is no array in `init` or `xs`; a carry whose structure or type changes; forward-mode
         differentiation (`jax.jvp`, `jax.jacfwd`, `jax.linearize`), for which `jax.lax.scan` keeps nothing per step
@@ -99,12 +102,14 @@ def scan(
     slots, budget = check_memory(slots, budget)
     check.choice("strategy", strategy, _STRATEGIES)
     check.flag("reverse", reverse)
+    if not isinstance(unroll, bool):
+        unroll = check.integer("unroll", unroll, least=0, what="True, False or a number of steps")
     if costs is not None and not isinstance(costs, Costs):
         raise check.fail(
             TypeError, "costs", "a memjax.remat.Costs or None", costs, "memjax.remat.profile measures them"
         )
     if length == 0:
-        return lax.scan(f, init, xs, length, reverse=reverse)
+        return lax.scan(f, init, xs, length, reverse, unroll)
 
     step, init_leaves = trace_step(f, init, xs)
     carry_tree, moving, constant = step.carry_tree, step.moving, drop(init_leaves, step.moving)
@@ -126,7 +131,7 @@ def scan(
             return exact(length, slots, strategy, step, backward, costs)
         return choose(length, room, step, backward, costs)
 
-    run = refusing_forward_mode(_differentiable(step, plan, length, reverse), _FORWARD_MODE)
+    run = refusing_forward_mode(_differentiable(step, plan, length, reverse, unroll), _FORWARD_MODE)
     carry, ys = run(step.consts, init_leaves, xs_leaves)
     return jax.tree.unflatten(carry_tree, merge(carry, constant, moving)), jax.tree.unflatten(step.y_tree, ys)
 
@@ -139,11 +144,13 @@ def check_memory(slots: int | None, budget: int | str | None) -> tuple[int | Non
     return None, check.byte_count("budget", budget, words=("min",))
 
 
-def _differentiable(step: Step, plan: Callable[[StepBackward], Plan], length: int, reverse: bool) -> Callable[..., Any]:
+def _differentiable(
+    step: Step, plan: Callable[[StepBackward], Plan], length: int, reverse: bool, unroll: int | bool
+) -> Callable[..., Any]:
     """The scan as a function of (consts, init, xs), flat, with a backward pass that keeps what `plan` says."""
 
     def plain(body, consts, init, xs):
-        return lax.scan(lambda carry, x: body(consts, carry, x), init, xs, length, reverse=reverse)
+        return lax.scan(lambda carry, x: body(consts, carry, x), init, xs, length, reverse, unroll)
 
     step_again = jax.checkpoint(step.run)
 
@@ -157,7 +164,8 @@ def _differentiable(step: Step, plan: Callable[[StepBackward], Plan], length: in
         values = [[as_array(argument.value) for argument in group] for group in (consts, init, xs)]
 
         def fast(consts, init, xs):
-            carry, ys, saved = forward(chosen.plan, Blocks(step, consts, xs, length, reverse), chosen.backward, init)
+            blocks = Blocks(step, consts, xs, length, reverse, unroll)
+            carry, ys, saved = forward(chosen.plan, blocks, chosen.backward, init)
             return (carry, ys), saved
 
         out, saved = differentiated_as(functools.partial(plain, step_again), fast)(*values)
@@ -172,7 +180,7 @@ def _differentiable(step: Step, plan: Callable[[StepBackward], Plan], length: in
 
         def fast(values, saved, ct_carry, ct_ys):
             consts, _, xs = values
-            blocks = Blocks(step, consts, xs, length, reverse)
+            blocks = Blocks(step, consts, xs, length, reverse, unroll)
             return pull_back(chosen.plan, blocks, backward, saved, ct_carry, ct_ys), ()
 
         def reference(values, saved, ct_carry, ct_ys):

@@ -70,25 +70,15 @@ def trace_step(f: Callable[..., Any], init: Any, xs: Any) -> tuple[Step, Arrays]
         carry = jax.tree.unflatten(tree, leaves)
         with call_errors("f", f, {"a carry": carry, "an x": x}):
             closed, shapes = jax.make_jaxpr(f, return_shape=True)(carry, x)
-        if not (isinstance(shapes, tuple) and len(shapes) == 2):
-            raise TypeError(f"f must return a pair (carry, y), got {jax.tree.structure(shapes)}")
-        out_tree, y_tree = (jax.tree.structure(shape) for shape in shapes)
-        if out_tree != tree:  # type: ignore[operator]
-            raise TypeError(f"f must return a carry of the structure it got, {tree}, but returned {out_tree}")
+        if not (isinstance(shapes, tuple) and len(shapes) == 2) or jax.tree.structure(shapes[0]) != tree:  # type: ignore[operator]
+            raise _of_jax(f, init, xs)
         out = closed.out_avals[: len(leaves)]
         definite = [_as_strong_as(leaf, aval) for leaf, aval in zip(leaves, out, strict=True)]
         if all(new is old for new, old in zip(definite, leaves, strict=True)):
             break
         leaves = definite
-    paths = [jax.tree_util.keystr(path) or "the carry" for path, _ in jax.tree_util.tree_leaves_with_path(init)]
-    for path, leaf, aval in zip(paths, leaves, out, strict=True):
-        got = jax.typeof(leaf)
-        if _essence(got) != _essence(aval):
-            raise TypeError(
-                f"f must return a carry of the type it got: {path} went in as {got.str_short()} and came "
-                f"out as {aval.str_short()}; convert it inside f, or change init (inside shard_map, "
-                f"jax.lax.pcast it)"
-            )
+    if any(_essence(jax.typeof(leaf)) != _essence(aval) for leaf, aval in zip(leaves, out, strict=True)):
+        raise _of_jax(f, init, xs)
     step = Step(
         jaxpr=closed.jaxpr,
         consts=list(closed.consts),
@@ -96,9 +86,19 @@ def trace_step(f: Callable[..., Any], init: Any, xs: Any) -> tuple[Step, Arrays]
         x=jax.tree.leaves(x),
         y=list(closed.out_avals[len(leaves) :]),
         carry_tree=tree,
-        y_tree=y_tree,
+        y_tree=jax.tree.structure(shapes[1]),
     )
     return step, leaves
+
+
+def _of_jax(f: Callable[..., Any], init: Any, xs: Any) -> Exception:
+    """What `jax.lax.scan` raises for a step that returns no carry like the one it got: it says which part differs, and how."""
+    try:
+        with jax.disable_jit(False):
+            jax.lax.scan(f, init, xs, None if jax.tree.leaves(xs) else 1)
+    except TypeError as error:
+        return error
+    return TypeError("f must return (carry, y) with a carry of the structure and types that it got")
 
 
 def _essence(aval: Any) -> tuple[Any, ...]:
