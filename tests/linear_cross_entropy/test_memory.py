@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import memjax
-
-from .oracle import example, plain, relative_error, to_float64
+from tests.linear_cross_entropy.oracle import example, plain, relative_error, to_float64
 
 N, D, V = 2048, 256, 32000
 

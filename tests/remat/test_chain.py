@@ -3,15 +3,15 @@
 import functools
 import gc
 
-import chain_cases as cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from chain_cases import close, plain
 from jax.sharding import PartitionSpec
 
 from memjax.remat import BlockCost, ChainSchedule, chain, chain_costs, chain_schedule, schedule
+from tests.remat import chain_cases as cases
+from tests.remat.chain_cases import close, plain
 
 
 def items(*items):

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from scan_cases import HIDDEN, MIXED, NEST, WAYS, arguments, close, loss, lstm_step
 
 from memjax.remat import Costs, scan, schedule
 from memjax.remat._scan import choose as choose_module
 from memjax.remat._scan.choose import choose, exact
 from memjax.remat._scan.step import StepBackward, trace_step
+from tests.remat.scan_cases import HIDDEN, MIXED, NEST, WAYS, arguments, close, loss, lstm_step
 
 pytestmark = pytest.mark.usefixtures("x64")
 

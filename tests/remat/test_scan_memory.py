@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
-from scan_cases import close, lstm, lstm_shapes, lstm_step
 
 from memjax.remat import scan
+from tests.remat.scan_cases import close, lstm, lstm_shapes, lstm_step
 
 # Beyond the budget and one working step: alignment, loop counters, tables of moves, and a few arrays of one step's size
 # that XLA holds twice.

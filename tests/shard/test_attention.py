@@ -5,10 +5,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rings import FIRST, ROWS, normal, outputs_and_gradients, sharded
 
 from memjax.shard import hide_hops, metp_attention, positions, ring, unzigzag, zigzag
 from memjax.shard._attention_block import merge
+from tests.shard.rings import FIRST, ROWS, normal, outputs_and_gradients, sharded
 
 
 def plain(q, k, v, *, causal=False, segment_ids=None, window=None, scale=None, softcap=None):

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from rings import FIRST, ROWS, normal, sharded
 
 from memjax.shard import (
     MetpAttention,
@@ -24,6 +23,7 @@ from memjax.shard import (
     vocab_cross_entropy,
     zigzag,
 )
+from tests.shard.rings import FIRST, ROWS, normal, sharded
 
 X, W_IN, W_OUT = normal((1, 16, 4), (4, 16), (16, 4), dtype=np.float32)
 (Q,) = normal((1, 16, 4, 8), dtype=np.float32)

@@ -5,12 +5,12 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from rings import normal
 
 from experiments.models.parallel import NAMES, tokens_spec
 from experiments.models.transformer import Layer, TransformerConfig, _specs
 from memjax._core.arrays import vary
 from memjax.shard import overlap
+from tests.shard.rings import normal
 
 
 def test_condition_of_full_overlap_is_where_hop_and_step_take_the_same_time():
