@@ -88,8 +88,6 @@ def loss(**changes):
 make_mlp = partial(MetpMlp, rngs=nnx.Rngs(0))
 make_attention = partial(MetpAttention, rngs=nnx.Rngs(0))
 mlp_step = partial(overlap.mlp_step, **{"tokens": 1, "dim": 2, "hidden": 4, "size": 1})
-attention_step = partial(overlap.attention_step, **{"tokens": 1, "heads": 2, "kv_heads": 2, "head_dim": 4})
-saved = partial(overlap.saved_bytes, "tp", **{"tokens": 8, "size": 2, "dim": 4, "hidden": 8, "heads": 2, "kv_heads": 2})
 
 CALLS = [
     (mlp, {"x": None}, "x must be an array, got None"),
@@ -190,14 +188,13 @@ CALLS = [
     (make_attention, {"dim": 16, "heads": 4, "head_chunks": 3}, "head_chunks must be a divisor"),
     (make_attention, {"dim": 16, "heads": 4, "casual": True}, "options must be options of metp_attention.*'casual'"),
     (make_attention, {"dim": 16, "heads": 4, "dropout_rate": "0"}, "dropout_rate must be a finite number"),
-    (saved, {"tokens": -1}, "tokens must be an integer of at least 1, got -1"),
-    (saved, {"size": None}, "size must be an integer of at least 1, got None"),
     (overlap.measure_link, {"sizes": ()}, "sizes must be a sequence of at least one"),
     (overlap.measure_link, {"sizes": (-8,)}, "sizes must be multiples of 4 bytes of at least 4, got -8"),
     (overlap.measure_matmul, {"size": -1}, "size must be an integer of at least 1, got -1"),
     (mlp_step, {"size": 0}, "size must be an integer of at least 1, got 0"),
+    (mlp_step, {"tokens": -1}, "tokens must be an integer of at least 1, got -1"),
+    (mlp_step, {"size": None}, "size must be an integer of at least 1, got None"),
     (mlp_step, {"gated": "no"}, "gated must be True or False"),
-    (attention_step, {"tokens": 0}, "tokens must be an integer of at least 1"),
     (overlap.Link, {"sizes": (), "bandwidths": ()}, "sizes must be a tuple of at least one number"),
     (overlap.Link, {"sizes": (2, 1), "bandwidths": (1.0, 1.0)}, "sizes must be rising"),
     (overlap.Link, {"sizes": (1, 2), "bandwidths": (1.0,)}, "bandwidths must be 2 numbers"),
