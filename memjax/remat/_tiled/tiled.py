@@ -19,8 +19,9 @@ from memjax._core.arrays import vary, varying_axes
 from memjax._core.derivatives import reverse_only
 from memjax._core.jaxpr import evaluate
 from memjax._core.lists import Arrays, drop, merge, pick
-from memjax._core.position_rules import walk
-from memjax._core.positions import Mixed, Positions, State, Summed, check_same, check_same_constants, shared
+from memjax._core.positions.lengths import check_same, check_same_constants
+from memjax._core.positions.rules import walk
+from memjax._core.positions.walk import Mixed, Positions, State, Summed, shared
 from memjax.remat._tiled.modules import wrapped_module
 from memjax.remat._tiled.size import default_tile
 from memjax.remat._tiled.tiles import Tiles
