@@ -21,8 +21,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal, jaxpr_as_fun, jaxprs_in_params
 
+from memjax._core.arrays import is_float
 from memjax._core.compat import name_stack, parameters, primitive_name, without_dead_code
 from memjax._core.jaxpr import nbytes
+from memjax._core.lists import drop, merge, pick
 from memjax._core.primitives import ALIASES, CALLS, SOURCES
 
 _TRANSFORM = re.compile(r"\b(jvp|transpose)\(")
@@ -68,43 +70,28 @@ def differentiated(closed_jaxpr, result: Sequence[bool]):
 
     Of the outputs those are differentiated that `result` marks and that are floats.
     """
-    in_avals = closed_jaxpr.in_avals
-    is_float = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in in_avals]
-    flat_fn = jaxpr_as_fun(closed_jaxpr)
-    outs_float = [
-        flag and jnp.issubdtype(aval.dtype, jnp.inexact)
-        for aval, flag in zip(closed_jaxpr.out_avals, result, strict=True)
-    ]
-    if not any(is_float) or not any(outs_float):
+    in_float = [is_float(aval) for aval in closed_jaxpr.in_avals]
+    out_float = [marked and is_float(aval) for aval, marked in zip(closed_jaxpr.out_avals, result, strict=True)]
+    if not any(in_float) or not any(out_float):
         return None
-
-    def forward(floats: Sequence, others: Sequence):
-        merged = _merge(is_float, floats, others)
-        outs = flat_fn(*merged)
-        return _pick(outs, outs_float), _pick(outs, [not flag for flag in outs_float])
+    flat_fn = jaxpr_as_fun(closed_jaxpr)
 
     def forward_backward(args: Sequence, cotangents: Sequence):
-        floats, others = _pick(args, is_float), _pick(args, [not flag for flag in is_float])
-        outs, pullback, aux = jax.vjp(lambda floats: forward(floats, others), floats, has_aux=True)
+        def of_floats(floats):
+            outs = flat_fn(*merge(floats, drop(args, in_float), in_float))
+            return pick(outs, out_float), drop(outs, out_float)
+
+        outs, pullback, aux = jax.vjp(of_floats, pick(args, in_float), has_aux=True)
         return outs, aux, pullback(list(cotangents))
 
-    structs = [_struct(aval) for aval in in_avals]
-    cotangents = [_struct(aval) for aval in _pick(closed_jaxpr.out_avals, outs_float)]
+    structs = [_struct(aval) for aval in closed_jaxpr.in_avals]
+    cotangents = [_struct(aval) for aval in pick(closed_jaxpr.out_avals, out_float)]
     return jax.make_jaxpr(forward_backward)(structs, cotangents)
 
 
 def _struct(aval) -> jax.ShapeDtypeStruct:
     sharding = None if aval.sharding.mesh.empty else aval.sharding
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
-
-
-def _pick(values: Sequence, keep: Sequence[bool]) -> list:
-    return [value for value, flag in zip(values, keep, strict=True) if flag]
-
-
-def _merge(flags: Sequence[bool], chosen: Sequence, others: Sequence) -> list:
-    chosen_iter, others_iter = iter(chosen), iter(others)
-    return [next(chosen_iter) if flag else next(others_iter) for flag in flags]
 
 
 def _passes(stack: str) -> list[str]:
@@ -128,10 +115,6 @@ def _stacks(jaxpr, outer: str) -> Iterator[str]:
         yield stack
         for body in _bodies(eqn):
             yield from _stacks(body, stack)
-
-
-def _nbytes(aval) -> int:
-    return nbytes(aval) if hasattr(aval, "dtype") else 0
 
 
 def _on_host(aval) -> bool:
@@ -197,7 +180,7 @@ class _Walk:
                     if any(self.has_backward(body, inner) for body in bodies):
                         loops[step] = self.body_bytes(eqn, bodies, inner)
                     forwarded = self.forwarded(eqn, bodies, inputs)
-                    made = {var: _Value(_nbytes(var.aval), _on_host(var.aval), step) for var in eqn.outvars}
+                    made = {var: _Value(nbytes(var.aval), _on_host(var.aval), step) for var in eqn.outvars}
                     values.extend(made.values())
                     outputs = [forwarded.get(index, made[var]) for index, var in enumerate(eqn.outvars)]
                 known.update(zip(eqn.outvars, outputs, strict=True))

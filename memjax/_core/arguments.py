@@ -15,7 +15,7 @@ _JAX_JIT = type(jax.jit(lambda: None))
 
 
 def is_jitted(fn: Any) -> bool:
-    """Whether `fn` traces itself: it comes from `jax.jit`, a variant of it in Flax NNX, or is a step of memjax's own."""
+    """Whether `fn` traces itself: it comes from `jax.jit`, from a variant of it in Flax NNX, or is a step of memjax."""
     kind = type(fn)
     alike = kind.__module__.startswith(("flax.nnx.", "memjax.")) and hasattr(kind, "trace") and hasattr(kind, "lower")
     return isinstance(fn, _JAX_JIT) or alike
@@ -46,8 +46,8 @@ class Parts:
 
     def rebuild(self, arrays: Sequence) -> tuple[tuple, dict[str, Any], list]:
         """(args, kwargs, the NNX objects among them) with other arrays. The objects are new: those given stay."""
-        given = iter(arrays)
-        values = [next(given) if is_array(value) else value for value in self._values]
+        remaining = iter(arrays)
+        values = [next(remaining) if is_array(value) else value for value in self._values]
         plain, state = self._value_structure.unflatten(values)
         objects = nnx.merge(self._graph, state)
         plain_left, objects_left = iter(plain), iter(objects)

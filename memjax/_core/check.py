@@ -62,11 +62,11 @@ def _takes(f: Callable[..., Any], arguments: int) -> bool:
 
 
 def dtype(name: str, value: Any, *, floating: bool = False) -> Any:
-    """What numpy takes for a dtype, as such; None is none."""
+    """A dtype from what NumPy takes for one. None and arrays are refused."""
     wanted = "a floating-point dtype" if floating else "a dtype"
     fix = "pass jnp.float32, for example"
     try:
-        known = None if value is None else jnp.dtype(value)
+        known = None if value is None or is_array(value) else jnp.dtype(value)
     except TypeError:
         known = None
     if known is None or (floating and not jnp.issubdtype(known, jnp.floating)):
@@ -180,7 +180,7 @@ def arrays(name: str, tree: Any) -> Any:
 
 
 def exactly_one(**options: Any) -> None:
-    """That one of these options is not None, and only one."""
+    """Raises unless one of these options is not None, and only one."""
     if sum(value is not None for value in options.values()) != 1:
         values = " and ".join(f"{name}={shown(value)}" for name, value in options.items())
         raise ValueError(f"give exactly one of {' and '.join(options)}, got {values}")
@@ -195,17 +195,6 @@ def json_fields(kind: str, text: Any, names: Sequence[str]) -> dict[str, Any]:
     if not isinstance(fields, dict) or set(fields) != set(names):
         raise fail(ValueError, "text", f"what {kind}.to_json wrote", text)
     return fields
-
-
-def float_dtype(name: str, value: Any) -> Any:
-    """A dtype of floating-point numbers, as it is."""
-    try:
-        known = value is not None and not np.ndim(value) and jnp.issubdtype(jnp.dtype(value), jnp.floating)
-    except TypeError:
-        known = False
-    if not known:
-        raise fail(TypeError, name, "a floating-point dtype", value, "such as jnp.float32")
-    return value
 
 
 def prng_key(name: str, value: Any) -> Any:
@@ -230,8 +219,7 @@ def axis_size(name: str, value: Any) -> int:
 
 
 def sharded(name: str, value: Any, axis_name: str) -> None:
-    """That `value` is a part of its own on every device of the axis, as far as JAX can tell: `shard_map(check_vma=False)`
-    tracks nothing, and there this finds nothing."""
+    """Raises if JAX knows that `value` is the same on all devices of the axis. With `check_vma=False` it does not know."""
     local(name, value)
     size = jax.lax.axis_size(axis_name)
     tracked = axis_name in varying(jax.typeof(jax.lax.axis_index(axis_name)))
@@ -244,8 +232,7 @@ def sharded(name: str, value: Any, axis_name: str) -> None:
 
 
 def local(name: str, value: Any) -> None:
-    """That `value` is this device's own array: that no axis of an explicit mesh, which a surrounding `jax.shard_map` has left
-    out, shards it still."""
+    """Raises if an axis of an explicit mesh, which a surrounding `jax.shard_map` has left out, still shards `value`."""
     axes = [axis for axis in jax.typeof(value).sharding.spec if axis is not None]
     if axes:
         raise ValueError(

@@ -29,7 +29,7 @@ def value_errors(name: str, fn: Any) -> Iterator[None]:
     """Says of the argument `name`, which is `fn`, that it needs the value of what JAX traces, if that is why tracing fails."""
     try:
         yield
-    except (TypeError, ValueError) as error:  # which those of `_NEEDS_VALUES` are
+    except (TypeError, ValueError, IndexError) as error:  # which those of `_NEEDS_VALUES` are
         said = str(error)
         is_unhashable = "unhashable type" in said and "Tracer" in said
         if not (isinstance(error, _NEEDS_VALUES) or is_unhashable or said.startswith(_SHAPES)):
@@ -39,19 +39,17 @@ def value_errors(name: str, fn: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def trace_errors(fn: Callable) -> Iterator[None]:
+    """Says why `fn` cannot be traced, where the user can change that."""
     try:
-        yield
+        with value_errors("fn", fn):
+            yield
     except flax.errors.TraceContextError as error:
         fix = "it changes a Flax NNX object that it closes over; make the object an argument"
         raise _because(error, check.fail(TypeError, "fn", _WANTED, fn, fix)) from error
     except jax.errors.UnexpectedTracerError as error:
         raise _because(error, check.fail(TypeError, "fn", _WANTED, fn, _LEAK_FIX)) from error
-    except _NEEDS_VALUES as error:
-        raise _because(error, check.fail(TypeError, "fn", _WANTED, fn, _VALUE_FIX)) from error
     except TypeError as error:
         said = str(error)
-        if said.startswith(_SHAPES):
-            raise _because(error, check.fail(TypeError, "fn", _WANTED, fn, _VALUE_FIX)) from error
         if not said.startswith(("Error interpreting argument to", "Cannot interpret value of type")):
             raise
         raise TypeError(

@@ -17,7 +17,9 @@ from memjax._core.primitives import CUSTOM_CALLS, PLAIN_CALLS
 
 
 def nbytes(aval: Any) -> int:
-    """The bytes of an array of this type. Integers of 2 and 4 bits are packed; typed PRNG keys are included."""
+    """The bytes of an array of this type, 0 for what is no array. Integers of 2 and 4 bits are packed; PRNG keys are included."""
+    if not hasattr(aval, "dtype"):
+        return 0
     bits = jnp.iinfo(aval.dtype).bits if jnp.issubdtype(aval.dtype, jnp.integer) else 8 * aval.dtype.itemsize
     return -(-math.prod(aval.shape) * bits // 8)
 
@@ -66,7 +68,7 @@ class Walk:
 
 @contextlib.contextmanager
 def inside(eqn: Any) -> Iterator[None]:
-    """In an equation's scope, and with its settings."""
+    """Enters an equation's scope and settings."""
     name = scope(eqn)
     with settings(eqn), jax.named_scope(name) if name else contextlib.nullcontext():
         yield
@@ -189,7 +191,7 @@ def calls_in_place(closed: Any, *, differentiable: bool) -> Program:
 
 
 def same_program(one: Program, other: Program) -> bool:
-    """Whether two programs without constants do the same by the same equations."""
+    """Whether two programs have no constants and the same equations."""
     if one.consts or other.consts or len(one.eqns) != len(other.eqns):
         return False
     names: dict[Any, Any] = {}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
 
-from memjax._core.jaxpr import is_literal
+from memjax._core.jaxpr import variables
 from memjax._core.primitives import expensive
 
 _INFINITE = 1 << 62
@@ -29,8 +29,7 @@ def smallest_kept(
     """Variables of `jaxpr`, fewest bytes in all, from which every `wanted` one follows cheaply.
 
     Args:
-      jaxpr: straight-line equations. Inputs not named below (the carry) can be kept, but are not there of
-      themselves.
+      jaxpr: straight-line equations. Inputs that are not named below (the carry) are lost unless they are kept.
       invariant: inputs that are the same for every step; what depends on them alone is never kept.
       again: inputs that are there again in the backward pass; what follows from them cheaply is never kept.
       wanted: what has to be recomputable.
@@ -44,7 +43,7 @@ def smallest_kept(
             graph.edge("source", (var, "in"), _INFINITE)
             graph.edge((var, "in"), (var, "out"), nbytes(var))
     for eqn in jaxpr.eqns:
-        inputs = {atom for atom in eqn.invars if not is_literal(atom)}
+        inputs = set(variables(eqn.invars))
         if not eqn.effects and inputs <= invariant:
             invariant.update(eqn.outvars)
             free.update(eqn.outvars)
@@ -57,8 +56,8 @@ def smallest_kept(
                     graph.edge("source", (var, "in"), _INFINITE)
                 for atom in inputs - free:
                     graph.edge((atom, "out"), (var, "in"), _INFINITE)
-    for var in wanted:
-        if not is_literal(var) and var not in free:
+    for var in variables(wanted):
+        if var not in free:
             graph.edge((var, "out"), "sink", _INFINITE)
     near = graph.near_side("source", "sink")
     return [node[0] for node in near if node[-1] == "in" and (node[0], "out") not in near]

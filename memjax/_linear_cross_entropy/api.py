@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Float, Int
 
 from memjax._core import check as _check
-from memjax._core.arrays import accumulator, vary, varying_axes
+from memjax._core.arrays import accumulator, as_array, vary, varying_axes
 from memjax._linear_cross_entropy import check, explicit, primitive, reference
 from memjax._linear_cross_entropy.options import Array, Operands, Options, Result, scaled
 
@@ -209,15 +209,15 @@ def prepared(
         **scalars,
     )
     # NumPy's arrays become JAX's, as in `jax.numpy`.
-    x, w, bias, weights, class_weights = jax.tree.map(jnp.asarray, (x, w, bias, weights, class_weights))
+    x, w, bias, weights, class_weights = jax.tree.map(as_array, (x, w, bias, weights, class_weights))
     token_shape = x.shape[:-1]
     sums = accumulator(x.dtype)
     if soft:
-        labels = jnp.asarray(labels)
+        labels = as_array(labels)
         valid = jnp.ones(token_shape, bool)
         hard = _largest_target(labels, axis_name) if return_aux else jnp.full(token_shape, -1, jnp.int32)
     else:
-        valid, hard, wrong = jax.tree.map(jnp.asarray, check.integer_labels(labels, ignore_index, vocabulary))
+        valid, hard, wrong = map(as_array, check.integer_labels(labels, ignore_index, vocabulary))
 
     scale = valid.astype(sums)
     if weights is not None:

@@ -1,8 +1,8 @@
 """The loss of arrays that an explicit mesh shards: `jax.shard_map` over the axes that their types name.
 
-With `AxisType.Explicit` arrays' types say how they are sharded, and JAX refuses operations of which it does not know how the
-result would be. What the loss needs is known: tokens are independent but for one sum, and the vocabulary is what `axis_name`
-is for. So the axes that shard tokens become `token_axis_name`, those that shard the vocabulary `axis_name`.
+With `AxisType.Explicit` arrays' types say how they are sharded, and JAX refuses operations where it cannot tell how the result
+would be sharded. For the loss this is known: tokens are independent but for one sum, and `axis_name` shards the vocabulary. So
+the axes that shard tokens become `token_axis_name`, and those that shard the vocabulary `axis_name`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Axes = tuple[str, ...]
 
 
 def placed(*arrays: Any) -> bool:
-    """Whether the type of any of them is of an explicit mesh."""
+    """Whether an explicit mesh holds any of the arrays."""
     return any(bool(_mesh(a).explicit_axes) for a in arrays if isinstance(a, jax.Array))
 
 
@@ -90,13 +90,13 @@ def _axes(a: Array) -> list[Axes]:
 
 
 def _entry(axes: Axes) -> Any:
-    """As a `PartitionSpec` has it."""
+    """The axes as an entry of a `PartitionSpec`."""
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
-def _joined(given: Any, axes: Axes) -> Any:
-    given = () if given is None else given if isinstance(given, tuple) else (given,)
-    return (*given, *axes) or None
+def _joined(option: Any, axes: Axes) -> Any:
+    """An option such as `axis_name`, with `axes` added."""
+    return (*_as_axes(option), *axes) or None
 
 
 def _following(a: Any, mesh: Any, spec: PartitionSpec) -> Any:

@@ -102,7 +102,7 @@ def merge(a: Stats, b: Stats) -> Stats:
 
 
 def all_reduce(local: Stats, options: Options) -> Stats:
-    """Over the devices that share the vocabulary: one max and one sum. `target` stays local, since the loss
+    """Statistics of all devices that share the vocabulary, by one max and one sum. `target` stays local, since the loss
     is returned as a share."""
     if options.axis_name is None:
         return local

@@ -60,8 +60,8 @@ def checkpoint(
     if policy is not None and not isinstance(policy, NamePolicy):
         fix = "for the policies of jax.checkpoint_policies use jax.checkpoint"
         raise check.fail(TypeError, "policy", "made by memjax.remat.policies.save or offload", policy, fix)
-    given = static_argnums if isinstance(static_argnums, Sequence) else (static_argnums,)
-    static = tuple(check.integer("static_argnums", position, what="positions of arguments") for position in given)
+    positions = static_argnums if isinstance(static_argnums, Sequence) else (static_argnums,)
+    static = tuple(check.integer("static_argnums", position, what="positions of arguments") for position in positions)
     wrap = functools.partial(_checkpoint, policy=policy, prevent_cse=prevent_cse)
     module = wrapped(wrap, f, static)
     return wrap(f, static_argnums=static) if module is None else module
@@ -82,8 +82,8 @@ def _checkpoint(
         dynamic = [arg for position, arg in enumerate(args) if position not in fixed]
 
         def of_arrays(dynamic, kwargs):
-            rest = iter(dynamic)
-            return f(*(arg if i in fixed else next(rest) for i, arg in enumerate(args)), **kwargs)
+            remaining = iter(dynamic)
+            return f(*(arg if i in fixed else next(remaining) for i, arg in enumerate(args)), **kwargs)
 
         jaxpr, out_shape = jax.make_jaxpr(of_arrays, return_shape=True)(dynamic, kwargs)
         _warn_of_unmatched(f, policy, jaxpr)

@@ -69,7 +69,7 @@ def dense_block(
       TypeError: if `x` is not floating point.
     """
     check.choice("keep", keep, KEEP)
-    check.choice("implementation", implementation, (None, "xla", "triton"))
+    check.choice("implementation", implementation, _IMPLEMENTATIONS)
     for name, value, kind in (
         ("spec", spec, DenseSpec),
         ("params", params, DenseParams),
@@ -151,11 +151,11 @@ class DenseBlock(nnx.Module):
     ):
         spec = DenseSpec(in_features, growth_rate, num_layers, bottleneck, epsilon, dropout_rate)
         check.choice("keep", keep, KEEP)
-        check.choice("implementation", implementation, (None, "xla", "triton"))
+        check.choice("implementation", implementation, _IMPLEMENTATIONS)
         momentum = check.number("momentum", momentum, least=0, below=1)
-        check.float_dtype("param_dtype", param_dtype)
+        check.dtype("param_dtype", param_dtype, floating=True)
         if dtype is not None:
-            check.float_dtype("dtype", dtype)
+            check.dtype("dtype", dtype, floating=True)
         if not isinstance(rngs, nnx.Rngs):
             raise check.fail(TypeError, "rngs", "an nnx.Rngs", rngs, "such as nnx.Rngs(0)")
         self.in_features, self.growth_rate, self.num_layers = spec.in_features, spec.growth_rate, spec.num_layers

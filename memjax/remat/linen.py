@@ -145,8 +145,8 @@ class Chain(nn.Sequential):
                 x = call(layer, x)
             return x
         blocks, params = zip(*map(_block, self.layers), strict=True)
-        x, found = chain(blocks, params, args, budget=self.budget, schedule=self.schedule, has_aux=True)
-        for layer, updates in zip(self.layers, found, strict=True):
+        x, all_updates = chain(blocks, params, args, budget=self.budget, schedule=self.schedule, has_aux=True)
+        for layer, updates in zip(self.layers, all_updates, strict=True):
             for collection, variables in updates.items():
                 for name, value in variables.items():
                     layer.put_variable(collection, name, value)  # type: ignore[attr-defined]

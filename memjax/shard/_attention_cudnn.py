@@ -44,7 +44,7 @@ def unsuited(q: Array, segment_ids: Any, window: Any, softcap: Any) -> str | Non
 
 
 def forward(options: Any, q: Array, k: Array, v: Array, rows: Any, columns: Any, diagonal: bool) -> tuple[Array, Array]:
-    """As in `_attention_block`; the output is rounded to q's dtype before it is returned in float32."""
+    """(o, lse), as `_attention_block` gives it, but o is rounded to q's dtype before it is returned in float32."""
     o, lse = _FORWARD(q, k, v, *_nothing(q, 7), **_settings(options, diagonal), is_training=True)
     return vary((o.astype(jnp.float32), lse), varying_axes(q, k, v))
 
@@ -61,14 +61,14 @@ def backward(
     columns: Any,
     diagonal: bool,
 ) -> tuple[Array, Array, Array]:
-    """As in `_attention_block`; gradients are rounded to q's dtype before they are returned in float32."""
+    """(dq, dk, dv), as `_attention_block` gives them, but rounded to q's dtype before they are returned in float32."""
     gradients = _BACKWARD(q, k, v, *_nothing(q, 7), lse, o, do, **_settings(options, diagonal))
     dq, dk, dv = (a.astype(jnp.float32) for a in gradients)
     return vary((dq, dk, dv), varying_axes(q, k, v, do))
 
 
 def _nothing(q: Array, count: int) -> list[Array]:
-    """In place of bias, lengths, offsets and page tables."""
+    """Empty arrays that stand for bias, lengths, offsets and page tables."""
     return [jnp.zeros(0, q.dtype)] * count
 
 

@@ -1,4 +1,4 @@
-"""Whether a function is elementwise, read off its program."""
+"""The check that a function is elementwise, which reads its program."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MIXING = (
 
 
 def check_elementwise(name: str, f: Callable[..., Any]) -> None:
-    """That `f` of an array gives one of its shape, each entry made of that at the same place."""
+    """Raises unless `f` of an array gives one of its shape, each entry made of the entry at the same place."""
     check.function(name, f, "pass one such as jax.nn.gelu")
     wanted = "an elementwise function of one array"
     blocks = "it sees only blocks of rows and columns"

@@ -35,9 +35,9 @@ class Step:
     """What one device does in one step of a ring."""
 
     flops: float
-    """Of the matmuls."""
+    """FLOPs of the matmuls."""
     message_bytes: float
-    """Sent, and received."""
+    """Bytes that are sent, and as many received."""
 
     def __post_init__(self) -> None:
         check.number("flops", self.flops, positive=True)
@@ -49,7 +49,7 @@ class Link:
     """Bandwidth of a hop by the size of its message."""
 
     sizes: tuple[int, ...]
-    """Bytes, rising."""
+    """Sizes of messages in bytes, rising."""
     bandwidths: tuple[float, ...]
     """Bytes per second."""
 
@@ -66,7 +66,7 @@ class Link:
             raise check.fail(ValueError, "sizes", "rising", self.sizes)
 
     def bandwidth(self, size: float) -> float:
-        """Bytes per second, interpolated in the logarithm of the size; beyond the ends that of the ends."""
+        """Bytes per second for a size, interpolated in its logarithm; constant beyond the ends."""
         check.number("size", size, positive=True)
         return float(np.interp(np.log(size), np.log(self.sizes), self.bandwidths))
 

@@ -45,7 +45,7 @@ class Tiling:
 
     @property
     def rows(self) -> int:
-        """Of a pair of blocks."""
+        """Rows of a pair of blocks."""
         return 64 * self.warpgroups * _CLUSTER
 
     def grid(self, rows: int, columns: int) -> tuple[int, int]:

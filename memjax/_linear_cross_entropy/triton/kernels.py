@@ -118,7 +118,7 @@ def _gradient(
     z, hit, lse, scale,
     SCALE: tl.constexpr, CAP: tl.constexpr, KEEP: tl.constexpr, SPREAD: tl.constexpr, Z_LOSS: tl.constexpr,
 ):  # fmt: skip
-    """In the products of logits `z`; `hit` is 1 at the label. Factors of whole rows come first."""
+    """The gradient in the products of logits `z`; `hit` is 1 at the label. Factors of whole rows come first."""
     scale *= SCALE
     d = _exp(z, lse) * ((1.0 + 2.0 * Z_LOSS * lse) * scale) - (KEEP * hit + SPREAD) * scale
     if CAP > 0.0:
@@ -141,7 +141,7 @@ def _store_gradient(
     WIDTH: tl.constexpr, MASKED: tl.constexpr, HAS_BIAS: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
     KEEP: tl.constexpr, SPREAD: tl.constexpr, Z_LOSS: tl.constexpr,
 ):  # fmt: skip
-    """Of columns as if none was the label: comparing each with it costs as much as its exponential."""
+    """Stores the gradient as if no column was the label: comparing each with it costs as much as its exponential."""
     mask = columns < WIDTH
     z = _logits(row, bias, columns, mask, MASKED, HAS_BIAS, SCALE, CAP)
     d = _gradient(z, 0.0, lse, scale, SCALE, CAP, KEEP, SPREAD, Z_LOSS)

@@ -111,7 +111,7 @@ def gradient(chunk: Chunk, lse: Array, mass: Array | None, scale: Array, options
 
 
 def stats_and_gradient(chunk: Chunk, scale: Array, options: Options) -> tuple[Stats, Array]:
-    """For rows that are whole. The gradient is written over the products."""
+    """Statistics and gradient of rows that are whole. The gradient is written over the products."""
     products, bias, labels, *_ = chunk
     tokens, width = products.shape
     block = _block(width, TILES.row_block)

@@ -47,9 +47,9 @@ class LeastMemory:
 
     def items(self, s: int, t: int) -> Items:
         """The schedule for blocks `s` to `t - 1`."""
-        found: list[Any] = []
+        items: list[Any] = []
         while s < t:
             k = int(self.split[s, t])
-            found.append(self.items(s, k) if k else s)
+            items.append(self.items(s, k) if k else s)
             s = k or s + 1
-        return tuple(found)
+        return tuple(items)

@@ -90,19 +90,19 @@ class LeastTime:
         return self._items(0, len(self.costs), units)
 
     def _items(self, s: int, t: int, units: int) -> Items:
-        found: list[Any] = []
+        items: list[Any] = []
         while s < t:
             choice = int(np.argmin(self._times(s, t, slice(units, units + 1))))
             if choice:
                 k = s + choice
-                found.append(self._items(s, k, units))
+                items.append(self._items(s, k, units))
                 units -= self._units(self.costs[k - 1].output)
                 s = k
             else:
-                found.append(s)
+                items.append(s)
                 units -= self._units(self.costs[s].kept)
                 s += 1
-        return tuple(found)
+        return tuple(items)
 
 
 def _rises(values: np.ndarray) -> list[tuple[int, int]]:
@@ -118,11 +118,11 @@ def _first_equal(costs: Sequence[BlockCost]) -> np.ndarray:
     common = np.zeros((n + 1, n + 1), np.int64)  # blocks that the chains from i and from j have in common
     for i in range(n - 1, -1, -1):
         common[i, :n] = np.where(kinds == kinds[i], common[i + 1, 1:] + 1, 0)
-    found = np.tile(np.arange(n)[:, None], (1, n))
+    first = np.tile(np.arange(n)[:, None], (1, n))
     for s in range(n):
         for earlier in range(s - 1, -1, -1):
-            found[s, : common[earlier, s]] = earlier
-    return found
+            first[s, : common[earlier, s]] = earlier
+    return first
 
 
 def _unit(costs: Sequence[BlockCost], budget: int, steps: int) -> int:

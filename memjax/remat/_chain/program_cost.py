@@ -49,7 +49,7 @@ class Program:
         self._fuse()
 
     def _new(self, aval: Any) -> int:
-        self.nbytes.append(nbytes(aval) if hasattr(aval, "dtype") else 0)
+        self.nbytes.append(nbytes(aval))
         return len(self.nbytes) - 1
 
     def _inline(self, jaxpr: Any, inputs: Sequence[int]) -> list[int]:
@@ -84,12 +84,11 @@ class Program:
         outputs = set(self.outputs)
         self.stored = [False] * len(self.nbytes)
         self.last = [-1] * len(self.nbytes)
-        for i in range(end - 1, -1, -1):
-            operation = self.operations[i]
+        for operation in self.operations:
             for value in operation.outputs:
-                found = readers.get(value, [])
-                fused = _fusible(operation.name) and not any(_needs_operands(self.operations[j].name) for j in found)
-                one_reader = len(found) <= 1 or operation.name in SOURCES
+                reading = [self.operations[i].name for i in readers.get(value, [])]
+                fused = _fusible(operation.name) and not any(map(_needs_operands, reading))
+                one_reader = len(reading) <= 1 or operation.name in SOURCES
                 self.stored[value] = value in outputs or not (fused and one_reader)
         for value in self.inputs:
             self.stored[value] = True
@@ -114,7 +113,8 @@ class Program:
             if _fusible(operation.name):  # written over an operand that is not needed any more
                 peak = max(peak, live + new - min(new, dying))
             else:
-                peak = max(peak, live + new + self._inside(operation))
+                inside = (body.working_bytes([], []) for body in _bodies(operation))
+                peak = max(peak, live + new + max(inside, default=0))
             live += new - dying
             for value in made:
                 if self.last[value] > i:
@@ -122,11 +122,6 @@ class Program:
                 else:
                     live -= self.nbytes[value]
         return peak
-
-    def _inside(self, operation: _Operation) -> int:
-        """Working memory of one iteration of a loop, of a branch."""
-        programs = list(_bodies(operation))
-        return max((p.working_bytes([], []) for p in programs), default=0)
 
     def seconds(self) -> float:
         """A rough time on the default backend."""
@@ -147,13 +142,14 @@ class Program:
 
 
 def _bodies(operation: _Operation) -> Iterator[Program]:
+    """One iteration of a loop, or each branch."""
     if operation.name in _LOOPS:
         for body in core.jaxprs_in_params(operation.eqn.params):
             yield Program(getattr(body, "jaxpr", body))
 
 
 def _fusible(name: str) -> bool:
-    return name not in WHOLE_OPERANDS and name not in _LOOPS and name not in REDUCTIONS
+    return not _needs_operands(name) and name not in REDUCTIONS
 
 
 def _needs_operands(name: str) -> bool:

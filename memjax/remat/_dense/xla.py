@@ -1,7 +1,7 @@
 """What a dense layer does to the feature buffer and its gradient, in plain JAX, over a prefix of static width.
 
 The first convolution is the 1x1 of a bottleneck layer, or the only 3x3 of a layer without one. Channels of the prefix
-that the layer does not own have zero gain and bias, and so come out of the ReLU as zeros.
+that the layer does not read have zero gain and bias, and so come out of the ReLU as zeros.
 """
 
 from typing import NamedTuple
@@ -51,10 +51,10 @@ def _prefix(features, width):
 
 def _norm(spec: DenseSpec, params: DenseParams, mean, var, layer, width) -> Norm:
     inverse = lax.rsqrt(var[:width] + spec.epsilon)
-    own = jnp.arange(width) < spec.channels(layer)
+    is_read = jnp.arange(width) < spec.channels(layer)
     gain = _layer_rows(spec, params.scale1, layer, width).astype(inverse.dtype) * inverse
     bias = _layer_rows(spec, params.bias1, layer, width).astype(inverse.dtype)
-    return Norm(mean[:width], inverse, jnp.where(own, gain, 0), jnp.where(own, bias, 0))
+    return Norm(mean[:width], inverse, jnp.where(is_read, gain, 0), jnp.where(is_read, bias, 0))
 
 
 def _kernel(spec: DenseSpec, rows, layer, width):

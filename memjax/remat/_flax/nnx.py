@@ -148,18 +148,18 @@ class Chain(nnx.Sequential):
         known: dict[Any, Callable[..., Any]] = {}
         blocks, params = [], []
         for layer in self.layers:
-            graph, *state = nnx.split(layer, nnx.Param, ...) if isinstance(layer, nnx.Module) else (layer, {}, {})
+            graph, *states = nnx.split(layer, nnx.Param, ...) if isinstance(layer, nnx.Module) else (layer, {}, {})
             blocks.append(known.setdefault(graph, _block(graph)))
-            params.append(tuple(state))
-        alone = sum(len(jax.tree.leaves(rest)) for _, rest in params)
-        if alone != len(jax.tree.leaves(_rest(self))):
+            params.append(tuple(states))
+        counted_alone = sum(len(jax.tree.leaves(state)) for _, state in params)
+        if counted_alone != len(jax.tree.leaves(_without_params(self))):
             raise ValueError(
                 "layers share state other than parameters; give each its own (nnx.Rngs.fork makes streams)"
             )
-        x, found = chain(blocks, params, args, budget=self.budget, schedule=self.schedule, has_aux=True)
-        for layer, rest in zip(self.layers, found, strict=True):
+        x, states = chain(blocks, params, args, budget=self.budget, schedule=self.schedule, has_aux=True)
+        for layer, state in zip(self.layers, states, strict=True):
             if isinstance(layer, nnx.Module):
-                nnx.update(layer, rest)
+                nnx.update(layer, state)
         return x
 
 
@@ -169,11 +169,11 @@ def _block(graph: Any) -> Callable[..., Any]:
     def block(params, x):
         layer = nnx.merge(graph, *params, copy=True) if isinstance(graph, nnx.GraphDef) else graph
         y = call(layer, x)
-        return y, _rest(layer) if isinstance(layer, nnx.Module) else {}
+        return y, _without_params(layer) if isinstance(layer, nnx.Module) else {}
 
     return block
 
 
-def _rest(module: nnx.Module) -> Any:
+def _without_params(module: nnx.Module) -> Any:
     """All state but parameters."""
     return nnx.state(module, nnx.Not(nnx.Param))

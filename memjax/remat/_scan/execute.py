@@ -1,9 +1,9 @@
 """Running a `Plan`: the forward pass that fills slots, and the backward pass that recomputes from them.
 
-The compiled program does not depend on the length: moves are rows of constant tables that loops read. Slots are
-preallocated buffers that the loops carry and update in place. XLA would copy whole buffers that a branch of a `cond`
-writes to, and a GPU waits for the host at every branch and at every turn of a loop of unknown length: so moves are all
-alike, and those of one turn are one loop.
+The size of the compiled program does not depend on the length: moves are rows of constant tables that loops read. Slots
+are preallocated buffers that the loops carry and update in place. All moves are alike, and the moves of one turn are one loop,
+for two reasons: XLA would copy whole buffers that a branch of a `cond` writes to, and a GPU waits for the host at every branch
+and at every turn of a loop of unknown length.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def forward(plan: Plan, blocks: Blocks, backward: StepBackward, init: Arrays) ->
         else:
             carry, ys, kept = blocks.keep(backward, carry, ys, block * n, n)
             slots = store.put_kept(slots, kept_row.astype(jnp.int32), kept)
-        if row is None:  # of nested loops: what a part's last block leaves in its row is where the next one starts
+        if row is None:  # nested loops: what a part's last block leaves in its row is where the next one starts
             slots = store.put_state(slots, block // (plan.blocks // plan.levels[0]) + 1, carry)
         return (carry, slots, ys), None
 
@@ -78,7 +78,7 @@ def pull_back(
     def back(kept, start, steps, pull, d_xs):
         return blocks.back(backward, kept, start, steps, pull, d_xs, ct_ys)
 
-    def again(carry, start, pull, d_xs):
+    def recompute_and_back(carry, start, pull, d_xs):
         _, _, kept = blocks.keep(backward, carry, [], start, n)
         return back(kept, start, n, pull, d_xs)
 
@@ -87,14 +87,14 @@ def pull_back(
         kept = store.kept(slots, plan.scrap) if plan.tail_among_slots else tail
         pull, d_xs = back(kept, plan.blocks * n, plan.tail, pull, d_xs)
     if plan.schedule is None and plan.blocks:
-        pull, d_xs = _nest(plan, blocks, again, slots, pull, d_xs)
+        pull, d_xs = _nest(plan, blocks, recompute_and_back, slots, pull, d_xs)
     elif plan.blocks:
-        pull, d_xs = _table(plan, blocks, backward, store, again, back, slots, pull, d_xs)
+        pull, d_xs = _table(plan, blocks, backward, store, recompute_and_back, back, slots, pull, d_xs)
     return pull.consts, pull.carry, d_xs
 
 
 def _nest(
-    plan: Plan, blocks: Blocks, again: Callable[..., Any], starts: Arrays, pull: Pull, d_xs: Arrays
+    plan: Plan, blocks: Blocks, recompute_and_back: Callable[..., Any], starts: Arrays, pull: Pull, d_xs: Arrays
 ) -> tuple[Pull, Arrays]:
     """Nested loops: each level finds the states its parts start from, then takes them from the last on."""
     n = plan.block
@@ -103,11 +103,11 @@ def _nest(
         """Backpropagate levels[0] parts of `size` blocks each, from step `start` on."""
 
         def body(state, i):
-            carry, here = [at(leaf, i) for leaf in starts], start + i * size * n
+            carry, first = [at(leaf, i) for leaf in starts], start + i * size * n
             if len(levels) == 1:
-                return again(carry, here, *state), None
+                return recompute_and_back(carry, first, *state), None
             smaller = size // levels[1]
-            return parts(levels[1:], smaller, find(carry, here, levels[1], smaller), here, *state), None
+            return parts(levels[1:], smaller, find(carry, first, levels[1], smaller), first, *state), None
 
         (pull, d_xs), _ = lax.scan(body, (pull, d_xs), jnp.arange(levels[0], dtype=jnp.int32), reverse=True)
         return pull, d_xs
@@ -131,7 +131,7 @@ def _table(
     blocks: Blocks,
     backward: StepBackward,
     store: Separate | Shared,
-    again: Callable[..., Any],
+    recompute_and_back: Callable[..., Any],
     back: Callable[..., Any],
     slots: Arrays,
     pull: Pull,
@@ -162,7 +162,7 @@ def _table(
         if keeps:
             pull, d_xs = back(store.kept(slots, kept_row), block * n, n, pull, d_xs)
         else:
-            pull, d_xs = again(carry, block * n, pull, d_xs)
+            pull, d_xs = recompute_and_back(carry, block * n, pull, d_xs)
         return (slots, pull, d_xs, done + count), None
 
     columns = moves.turns, moves.source, moves.residuals

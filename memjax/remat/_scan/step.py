@@ -49,7 +49,7 @@ class Step:
         """Which leaves of the carry change from step to step: the others come out as they went in."""
         n = len(self.carry)
         inputs, outputs = self.jaxpr.invars[:n], self.jaxpr.outvars[:n]
-        return [given is not returned for given, returned in zip(inputs, outputs, strict=True)]
+        return [received is not returned for received, returned in zip(inputs, outputs, strict=True)]
 
     @functools.cached_property
     def carry_nbytes(self) -> int:

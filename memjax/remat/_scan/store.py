@@ -1,13 +1,11 @@
 """Where a table of moves keeps states and residuals: preallocated rows that are written in place.
 
 `Separate` has rows for states and rows for residuals. `Shared` has rows of one state's size, and puts residuals into
-as many of them as they need: memory that serves either, as the schedules of both kinds of states count it.
+as many of them as they need: that is how the schedules of both kinds of states count memory.
 
-All buffers are lists of arrays with the row as the first axis. Values are lists of arrays: a state, or the residuals
-of one block, each with the steps as its first axis.
-
-After the rows that the slots take there is room for one more state, or the residuals of one more block: of what is
-never read.
+Buffers are lists of arrays whose first axis is the row. Values are lists of arrays: a state, or the residuals of one block,
+whose first axis is the step. After the rows of the slots there is room for one more state, or for the residuals of one more
+block. What is never read goes there.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from memjax._core.arrays import zeros
+from memjax._core.arrays import vary, zeros
 from memjax._core.compat import varying
 from memjax._core.jaxpr import nbytes
 from memjax._core.lists import Arrays
@@ -29,7 +27,7 @@ from memjax.remat._scan.blocks import at, put
 
 
 class Separate:
-    """Rows for `rows` states and one more, and `residuals` rows for residuals, the last for what is never read."""
+    """`rows` rows for states and one more, and `residuals` rows for residuals, of which nobody reads the last."""
 
     def __init__(self, carry: Sequence[Any], kept: Sequence[Any], block: int, rows: int, residuals: int):
         self.carry, self.kept_types, self.block = list(carry), list(kept), block
@@ -123,10 +121,10 @@ class _Pieces:
         totals = [0] * len(kinds)
         places = []
         for aval in kept:
-            found = ((group, _pieces(_looks(aval), kind)) for group, kind in enumerate(kinds))
-            group, pieces = next((pair for pair in found if pair[1]), (0, 0))
-            if not pieces:
+            counts = [_pieces(_looks(aval), kind) for kind in kinds]
+            if not any(counts):
                 return None
+            group, pieces = next((i, count) for i, count in enumerate(counts) if count)
             places.append(_Place(group, totals[group], pieces))
             totals[group] += block * pieces
         groups = [[i for i, look in enumerate(looks) if look == kind] for kind in kinds]
@@ -139,16 +137,16 @@ class _Pieces:
         return cells
 
     def put_kept(self, buffers: Arrays, row: Any, kept: Arrays) -> Arrays:
-        """Each piece by itself: laid together first, they would be copied once more."""
+        """Writes each piece by itself: laid together first, they would be copied once more."""
         buffers = list(buffers)
         for place, leaf in zip(self.places, kept, strict=True):
             parts = jnp.split(leaf, place.pieces, axis=-1) if place.pieces > 1 else [leaf]
             for turn, part in enumerate(parts):
-                done = 0
+                written = 0
                 for buffer, first, stop in self._rows(place, turn):
-                    here = part[done : done + stop - first]
-                    buffers[buffer] = lax.dynamic_update_slice_in_dim(buffers[buffer], here, row + first, 0)
-                    done += stop - first
+                    steps = part[written : written + stop - first]
+                    buffers[buffer] = lax.dynamic_update_slice_in_dim(buffers[buffer], steps, row + first, 0)
+                    written += stop - first
         return buffers
 
     def kept(self, cells: Arrays) -> Arrays:
@@ -156,8 +154,8 @@ class _Pieces:
         for place in self.places:
             parts = []
             for turn in range(place.pieces):
-                found = [cells[buffer][first:stop] for buffer, first, stop in self._rows(place, turn)]
-                parts.append(jnp.concatenate(found) if len(found) > 1 else found[0])
+                steps = [cells[buffer][first:stop] for buffer, first, stop in self._rows(place, turn)]
+                parts.append(jnp.concatenate(steps) if len(steps) > 1 else steps[0])
             kept.append(jnp.concatenate(parts, -1) if len(parts) > 1 else parts[0])
         return kept
 
@@ -179,8 +177,8 @@ def _pieces(whole: tuple[Any, ...], piece: tuple[Any, ...]) -> int:
     """How many of `piece` side by side look like `whole`; 0 if it cannot be cut so."""
     if whole == piece:
         return 1
-    (shape, *rest), (part, *other) = whole, piece
-    if rest != other or len(shape) != len(part) or shape[:-1] != part[:-1] or 0 in (*shape, *part):
+    (shape, *kind), (part, *part_kind) = whole, piece
+    if kind != part_kind or len(shape) != len(part) or shape[:-1] != part[:-1] or 0 in (*shape, *part):
         return 0
     return 0 if shape[-1] % part[-1] else shape[-1] // part[-1]
 
@@ -196,8 +194,8 @@ class _Leaf(NamedTuple):
 class _Words:
     """Buffers of 32-bit words: a state in a row, residuals laid end to end.
 
-    Inside `shard_map` each set of mesh axes that values vary over has a buffer of its own, as a value cannot be made to
-    vary over fewer. Where the carry has nothing of such a set, its buffer is as wide as residuals need it, beyond the slots.
+    Inside `shard_map` each set of mesh axes that values vary over has its own buffer, as a value cannot be made to
+    vary over fewer axes. Where no leaf of the carry varies so, the buffer is as wide as residuals need it, beyond the slots.
     """
 
     def __init__(self, carry: Sequence[Any], kept: Sequence[Any], block: int):
@@ -233,22 +231,22 @@ class _Words:
 
     def _to_words(self, leaves: Arrays, types: Sequence[_Leaf], rows: int) -> Arrays:
         """One array of words for each kind."""
-        found = []
+        by_kind = []
         for kind, width in zip(self.kinds, self.widths, strict=True):
             words = [_leaf_to_words(leaf) for leaf, type_ in zip(leaves, types, strict=True) if type_.varying == kind]
-            room = jnp.zeros(rows * width - sum(map(len, words)), jnp.uint32)
-            found.append(jnp.concatenate([*words, lax.pcast(room, tuple(kind), to="varying") if kind else room]))
-        return found
+            padding = jnp.zeros(rows * width - sum(map(len, words)), jnp.uint32)
+            by_kind.append(jnp.concatenate([*words, vary(padding, kind)]))
+        return by_kind
 
     def _from_words(self, words: Arrays, types: Sequence[_Leaf]) -> Arrays:
         start = [0] * len(self.kinds)
-        found = []
+        leaves = []
         for leaf in types:
             kind = self.kinds.index(leaf.varying)
             stop = start[kind] + _count(leaf)
-            found.append(_leaf_from_words(words[kind][start[kind] : stop], leaf.shape, leaf.dtype))
+            leaves.append(_leaf_from_words(words[kind][start[kind] : stop], leaf.shape, leaf.dtype))
             start[kind] = stop
-        return found
+        return leaves
 
 
 def _count(aval: Any) -> int:
@@ -278,14 +276,14 @@ def _leaf_to_words(leaf: Any) -> Any:
 
 def _leaf_from_words(words: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        found = []
+        kinds = []
 
-        def ask(key):  # what kind of key it is can only be asked of an array
-            found.append(jax.random.key_impl(key))
+        def ask(key):  # the kind of a key can only be asked of an array
+            kinds.append(jax.random.key_impl(key))
             return jax.random.key_data(key)
 
         data = jax.eval_shape(ask, jax.ShapeDtypeStruct(shape, dtype))
-        return jax.random.wrap_key_data(words.reshape(data.shape), impl=found[0])
+        return jax.random.wrap_key_data(words.reshape(data.shape), impl=kinds[0])
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return lax.complex(*_leaf_from_words(words, (2, *shape), jnp.finfo(dtype).dtype))
     stored = _stored(dtype)

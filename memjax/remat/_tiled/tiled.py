@@ -151,7 +151,7 @@ def _call(f: Callable[..., Any], arguments: Any, leaf_axes: list[int | None], op
     dynamic = [isinstance(leaf, jax.Array | np.ndarray) for leaf in others]
     static = drop(others, dynamic)
     # Sums over devices wait for the last tile: what is shared is made to vary as what is mapped does.
-    given = vary([jnp.asarray(leaf) for leaf in pick(others, dynamic)], varying_axes(*arrays))
+    shared_arrays = vary([jnp.asarray(leaf) for leaf in pick(others, dynamic)], varying_axes(*arrays))
 
     def flat(shared_leaves: Arrays, tiles: Arrays) -> tuple[Arrays, Any]:
         full = merge(tiles, merge(shared_leaves, static, dynamic), mapped)
@@ -159,21 +159,22 @@ def _call(f: Callable[..., Any], arguments: Any, leaf_axes: list[int | None], op
         return f(*args, **kwargs)
 
     if length == 0:
-        return flat(given, arrays)
+        return flat(shared_arrays, arrays)
     shapes = [array.shape for array in arrays]
     tile = min(options.tile, length) if options.tile is not None else default_tile(length, shapes, axes)
-    programs = {size: _Program(flat, given, arrays, axes, size) for size in {tile, length % tile or tile}}
+    programs = {size: _Program(flat, shared_arrays, arrays, axes, size) for size in {tile, length % tile or tile}}
     program = programs[tile]
     out_axes = _per_leaf("out_axes", options.out_axes, program.out_tree_example())
     out_axes = program.checked_axes(out_axes, tile)
     if options.check:
-        _refuse_mixing(f, flat, given, arrays, axes, out_axes, tile, length, programs)
+        _refuse_mixing(f, flat, shared_arrays, arrays, axes, out_axes, tile, length, programs)
 
     constants: Arrays = []
     for each in programs.values():
         each.take(constants)
     guarded = [
-        reverse_only(value, _FORWARD_MODE) for value in (*vary(constants, varying_axes(*arrays)), *given, *arrays)
+        reverse_only(value, _FORWARD_MODE)
+        for value in (*vary(constants, varying_axes(*arrays)), *shared_arrays, *arrays)
     ]
     count = len(constants)
 
@@ -186,7 +187,7 @@ def _call(f: Callable[..., Any], arguments: Any, leaf_axes: list[int | None], op
         for aval, axis in zip(program.out_types, out_axes, strict=True)
     ]
     tiles = Tiles(body, axes, out_axes, types, length, tile, options.sum_dtype)
-    outs = tiles(guarded[: count + len(given)], guarded[count + len(given) :])
+    outs = tiles(guarded[: count + len(shared_arrays)], guarded[count + len(shared_arrays) :])
     return jax.tree.unflatten(program.out_tree, outs)
 
 
@@ -198,8 +199,8 @@ def _path(path: Any) -> str:
 class _Program:
     """`flat` traced for tiles of `size` positions."""
 
-    def __init__(self, flat: Callable[..., Any], given: Arrays, arrays: Arrays, axes: Sequence[int], size: int):
-        self.closed, shapes = jax.make_jaxpr(flat, return_shape=True)(given, _resized(arrays, axes, size))
+    def __init__(self, flat: Callable[..., Any], shared_arrays: Arrays, arrays: Arrays, axes: Sequence[int], size: int):
+        self.closed, shapes = jax.make_jaxpr(flat, return_shape=True)(shared_arrays, _resized(arrays, axes, size))
         self.out_tree = jax.tree.structure(shapes)
         self.out_types = [aval.update(weak_type=False) for aval in self.closed.out_avals]
         self._positions: list[int] = []
@@ -209,14 +210,14 @@ class _Program:
 
     def checked_axes(self, out_axes: list[int | None], tile: int) -> list[int | None]:
         """Not negative, and of dimensions that are there and as long as a tile."""
-        found: list[int | None] = []
+        checked: list[int | None] = []
         for aval, axis in zip(self.out_types, out_axes, strict=True):
             if axis is None:
                 if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
                     raise _check.fail(
                         ValueError, "out_axes", f"axes of keys, which cannot be added, {aval.str_short()}", axis
                     )
-                found.append(None)
+                checked.append(None)
                 continue
             if not -aval.ndim <= axis < aval.ndim:
                 raise _check.fail(ValueError, "out_axes", f"axes of the results, here {aval.str_short()}", axis)
@@ -224,8 +225,8 @@ class _Program:
             if aval.shape[axis] != tile:
                 wanted = f"the axes that hold positions ({tile} in a tile), here of {aval.str_short()}"
                 raise _check.fail(ValueError, "out_axes", wanted, axis, "None adds results of tiles up")
-            found.append(axis)
-        return found
+            checked.append(axis)
+        return checked
 
     def take(self, constants: Arrays) -> None:
         """Adds the program's constants to `constants`, each array once."""
@@ -236,9 +237,9 @@ class _Program:
                 known = [len(constants) - 1]
             self._positions.append(known[0])
 
-    def __call__(self, constants: Arrays, given: Arrays, tiles: Arrays) -> Arrays:
-        own = [constants[i] for i in self._positions]
-        return evaluate(self.closed.jaxpr, own, [*given, *tiles], differentiable=True)
+    def __call__(self, constants: Arrays, shared_arrays: Arrays, tiles: Arrays) -> Arrays:
+        program_constants = [constants[i] for i in self._positions]
+        return evaluate(self.closed.jaxpr, program_constants, [*shared_arrays, *tiles], differentiable=True)
 
 
 def _resized(arrays: Arrays, axes: Sequence[int], size: int) -> list[Any]:
@@ -252,7 +253,7 @@ def _resized(arrays: Arrays, axes: Sequence[int], size: int) -> list[Any]:
 def _refuse_mixing(
     f: Callable[..., Any],
     flat: Callable[..., Any],
-    given: Arrays,
+    shared_arrays: Arrays,
     arrays: Arrays,
     axes: Sequence[int],
     out_axes: Sequence[int | None],
@@ -265,13 +266,14 @@ def _refuse_mixing(
     name = getattr(f, "__qualname__", None) or repr(f)
     try:
         first, second = (
-            programs[size] if size in programs else _Program(flat, given, arrays, axes, size) for size in lengths
+            programs[size] if size in programs else _Program(flat, shared_arrays, arrays, axes, size)
+            for size in lengths
         )
         for size, program in zip(lengths, (first, second), strict=True):
-            states: list[State] = [shared(value.shape) for value in given]
+            states: list[State] = [shared(value.shape) for value in shared_arrays]
             states += [Positions(axis, 1) for axis in axes]
-            found = walk(program.closed.jaxpr, states, size, may_sum=None in out_axes)
-            for i, (state, axis) in enumerate(zip(found, out_axes, strict=True)):
+            states_out = walk(program.closed.jaxpr, states, size, may_sum=None in out_axes)
+            for i, (state, axis) in enumerate(zip(states_out, out_axes, strict=True)):
                 _check_result(i, state, axis)
         check_same(first.closed.jaxpr, second.closed.jaxpr)
         check_same_constants(first.closed.consts, second.closed.consts)
