@@ -19,10 +19,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal, jaxpr_as_fun, jaxprs_in_params
+from jax.extend.core import Literal, jaxpr_as_fun
 
 from memjax._core.arrays import is_float
-from memjax._core.compat import name_stack, parameters, primitive_name, without_dead_code
+from memjax._core.compat import bodies, name_stack, primitive_name, without_dead_code
 from memjax._core.jaxpr import nbytes
 from memjax._core.lists import drop, merge, pick
 from memjax._core.primitives import ALIASES, CALLS, SOURCES
@@ -103,17 +103,11 @@ def _joined(outer: str, eqn) -> str:
     return f"{outer}/{name_stack(eqn)}"
 
 
-def _bodies(eqn) -> list:
-    # Rules of a custom derivative that nobody asked for (an undifferentiated call) are functions, not jaxprs.
-    params = parameters(eqn)
-    return [getattr(body, "jaxpr", body) for body in jaxprs_in_params(params)]
-
-
 def _stacks(jaxpr, outer: str) -> Iterator[str]:
     for eqn in jaxpr.eqns:
         stack = _joined(outer, eqn)
         yield stack
-        for body in _bodies(eqn):
+        for body in bodies(eqn):
             yield from _stacks(body, stack)
 
 
@@ -164,7 +158,7 @@ class _Walk:
                 step, inner = next(clock), _joined(stack, eqn)
                 inputs: list[Any] = [read(atom) for atom in eqn.invars]
                 name = primitive_name(eqn)
-                bodies = _bodies(eqn)
+                inside = bodies(eqn)
                 if self.is_backward(inner):
                     for value in inputs:
                         if isinstance(value, _Value):
@@ -172,14 +166,14 @@ class _Walk:
                     outputs = [_EXISTING] * len(eqn.outvars)
                 elif _is_alias(eqn):
                     outputs = inputs
-                elif name in CALLS and len(bodies) == 1 and len(bodies[0].invars) == len(inputs):
-                    outputs = visit(bodies[0], inputs, inner)
+                elif name in CALLS and len(inside) == 1 and len(inside[0].invars) == len(inputs):
+                    outputs = visit(inside[0], inputs, inner)
                 elif name in _REMAKEABLE and all(value is _REMADE for value in inputs):
                     outputs = [_REMADE] * len(eqn.outvars)
                 else:
-                    if any(self.has_backward(body, inner) for body in bodies):
-                        loops[step] = self.body_bytes(eqn, bodies, inner)
-                    forwarded = self.forwarded(eqn, bodies, inputs)
+                    if any(self.has_backward(body, inner) for body in inside):
+                        loops[step] = self.body_bytes(eqn, inner)
+                    forwarded = self.forwarded(eqn, inputs)
                     made = {var: _Value(nbytes(var.aval), _on_host(var.aval), step) for var in eqn.outvars}
                     values.extend(made.values())
                     outputs = [forwarded.get(index, made[var]) for index, var in enumerate(eqn.outvars)]
@@ -189,24 +183,25 @@ class _Walk:
         visit(jaxpr, [_EXISTING] * len(jaxpr.invars), stack)
         return _peak([value for value in values if value.last_read >= 0], loops)
 
-    def body_bytes(self, eqn, bodies: Sequence, stack: str) -> ResidualBytes:
+    def body_bytes(self, eqn, stack: str) -> ResidualBytes:
         """What a body with a whole forward and backward pass in it holds: one iteration's, every shard's."""
-        found = [self.bytes_of(body, stack) for body in bodies]
+        held = [self.bytes_of(body, stack) for body in bodies(eqn)]
         shards = 1
         if primitive_name(eqn) == "shard_map":
             sizes = eqn.params["mesh"].shape
             shards = math.prod(sizes[axis] for axis in eqn.params["newly_manual_axes"])
-        return ResidualBytes(shards * max(body.device for body in found), shards * max(body.host for body in found))
+        return ResidualBytes(shards * max(body.device for body in held), shards * max(body.host for body in held))
 
-    def forwarded(self, eqn, bodies: Sequence, inputs: Sequence) -> dict[int, Any]:
+    def forwarded(self, eqn, inputs: Sequence) -> dict[int, Any]:
         """Outputs of a `shard_map` that are one of its inputs: its residuals include replicated arrays."""
         if primitive_name(eqn) != "shard_map":
             return {}
-        source = dict(zip(bodies[0].invars, inputs, strict=True))
-        for inner in bodies[0].eqns:
+        (body,) = bodies(eqn)
+        source = dict(zip(body.invars, inputs, strict=True))
+        for inner in body.eqns:
             if _is_alias(inner) and not isinstance(inner.invars[0], Literal) and inner.invars[0] in source:
                 source[inner.outvars[0]] = source[inner.invars[0]]
-        outvars = enumerate(bodies[0].outvars)
+        outvars = enumerate(body.outvars)
         return {i: source[v] for i, v in outvars if not isinstance(v, Literal) and v in source}
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
 # Frames of these are not the user's.
@@ -38,6 +39,12 @@ def parameters(eqn: Any) -> dict[str, Any]:
 def primitive_name(eqn: Any) -> str:
     """What an equation does. JAX's newer kind of primitives has one name for all, and a class for each."""
     return type(eqn.params["_prim"]).__name__ if "_prim" in eqn.params else eqn.primitive.name
+
+
+def bodies(eqn: Any) -> list[Any]:
+    """The programs inside an equation: of a call, a loop, the branches of a `cond`."""
+    # Rules of a custom derivative that nobody asked for (an undifferentiated call) are functions, not jaxprs.
+    return [getattr(body, "jaxpr", body) for body in jaxprs_in_params(parameters(eqn))]
 
 
 def name_stack(eqn: Any) -> str:
@@ -96,8 +103,7 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
 
     Told by shapes, for JAX 0.12 names these numbers otherwise: what is scanned over, or stacked, has an axis more outside.
     """
-    body = eqn.params["jaxpr"]
-    body = getattr(body, "jaxpr", body)
+    (body,) = bodies(eqn)
     same = lambda outer, inner: sum(a.aval.ndim == b.aval.ndim for a, b in zip(outer, inner, strict=True))
     carried = same(eqn.outvars, body.outvars)
     return same(eqn.invars, body.invars) - carried, carried

@@ -118,19 +118,11 @@ def evaluate(
       consts, inputs: values.
       differentiable: keep calls with a derivative rule of their own as they are.
     """
-    calls = PLAIN_CALLS if differentiable else PLAIN_CALLS | CUSTOM_CALLS
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
-    for eqn in jaxpr.eqns:
-        values = read(env, eqn.invars)
-        name = eqn.primitive.name
-        body = eqn.params.get(calls[name]) if name in calls else None
-        if isinstance(body, core.ClosedJaxpr):
-            with jax.named_scope(scope(eqn)) if scope(eqn) else contextlib.nullcontext():
-                outs = evaluate(body.jaxpr, body.consts, values, differentiable=differentiable)
-        else:
-            outs = bind(eqn, values)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return read(env, jaxpr.outvars)
+    program = calls_in_place(core.ClosedJaxpr(jaxpr, list(consts)), differentiable=differentiable)
+    env = dict(zip([*program.constvars, *program.invars], [*program.consts, *inputs], strict=True))
+    for eqn in program.eqns:
+        env.update(zip(eqn.outvars, bind(eqn, read(env, eqn.invars)), strict=True))
+    return read(env, program.outvars)
 
 
 def read(env: dict[Any, Any], atoms: Sequence[Any]) -> list[Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from jax.extend.core import jaxprs_in_params
+from memjax._core.compat import bodies
 
 # What computes.
 PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
@@ -79,13 +79,13 @@ def expensive(eqn: Any) -> bool:
     """Whether the equation's outputs are worth keeping: it, or one inside it, does more than touch memory."""
     if eqn.primitive.name in EXPENSIVE or eqn.effects:
         return True
-    return any(expensive(inner) for jaxpr in jaxprs_in_params(eqn.params) for inner in jaxpr.eqns)
+    return any(expensive(inner) for body in bodies(eqn) for inner in body.eqns)
 
 
 def flops(eqn: Any) -> float:
     """The FLOPs of matrix products and convolutions in an equation, at any depth; loops of unknown length count once."""
     turns = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-    inside = sum(flops(inner) for jaxpr in jaxprs_in_params(eqn.params) for inner in jaxpr.eqns)
+    inside = sum(flops(inner) for body in bodies(eqn) for inner in body.eqns)
     return turns * inside + _product_flops(eqn)
 
 

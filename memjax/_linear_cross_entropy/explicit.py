@@ -25,13 +25,11 @@ def placed(*arrays: Any) -> bool:
     return any(bool(_mesh(a).explicit_axes) for a in arrays if isinstance(a, jax.Array))
 
 
-def over_shards(
-    loss: Callable[..., Any], aux: Callable[..., Any], x: Array, w: Array, labels: Any, options: dict[str, Any]
-) -> Any:
-    """`loss`, called with every device's shards. `aux` makes a tree like the one of diagnostics."""
-    layout, bias = options["layout"], options["bias"]
-    weights, class_weights = options["weights"], options["class_weights"]
-    if options["axis_name"] is None:
+def over_shards(loss: Callable[..., Any], aux: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """`loss` of the arguments, called with every device's shards. `aux` makes a tree like the one of diagnostics."""
+    x, w, labels, layout = (arguments[name] for name in ("x", "w", "labels", "layout"))
+    bias, weights, class_weights = (arguments[name] for name in ("bias", "weights", "class_weights"))
+    if arguments["axis_name"] is None:
         check.arrays(x, w, labels, layout, bias, weights, class_weights, 1)
     *tokens, features = _axes(x)
     token_axes = tuple(axis for axes in tokens for axis in axes)
@@ -55,22 +53,16 @@ def over_shards(
         "weights": of_tokens,
         "class_weights": PartitionSpec(None),
     }
-    arrays = {
-        "x": x,
-        "w": w,
-        "labels": labels,
-        **{name: options[name] for name in ("bias", "weights", "class_weights")},
-    }
-    arrays = {name: a for name, a in arrays.items() if a is not None}
+    arrays = {name: arguments[name] for name in specs if arguments[name] is not None}
     mesh = next(_mesh(a) for a in arrays.values() if placed(a))
     arrays = {name: _following(a, mesh, specs[name]) for name, a in arrays.items()}
-    others = {name: option for name, option in options.items() if name not in arrays}
-    others["token_axis_name"] = _joined(others["token_axis_name"], token_axes)
-    others["axis_name"] = _joined(others["axis_name"], of_w["v"])
+    options = {name: value for name, value in arguments.items() if name not in arrays}
+    options["token_axis_name"] = _joined(options["token_axis_name"], token_axes)
+    options["axis_name"] = _joined(options["axis_name"], of_w["v"])
 
     out = of_tokens if options["reduction"] == "none" else PartitionSpec()
     return jax.shard_map(
-        lambda arrays: loss(**arrays, **others),
+        lambda arrays: loss(**arrays, **options),
         mesh=mesh,
         in_specs=({name: specs[name] for name in arrays},),
         out_specs=(out, aux(of_tokens, PartitionSpec())) if options["return_aux"] else out,

@@ -80,6 +80,11 @@ def _scaled_jvp(primals: tuple[Array, Array], tangents: tuple[Any, Any]) -> tupl
 scaled.defjvp(_scaled_jvp, symbolic_zeros=True)
 
 
+def psum(a: Array, axis_name: str | tuple[str, ...] | None) -> Array:
+    """The sum over devices of `axis_name`, if there is one."""
+    return a if axis_name is None else lax.psum(a, axis_name)
+
+
 def columns(operands: Operands, options: Options) -> int:
     """Columns of the vocabulary on this device."""
     return operands.w.shape[options.layout.index("v")]

@@ -9,10 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
+from jax.extend.core import jaxpr_as_fun
 
 from memjax._core import check
-from memjax._core.compat import eval_jaxpr
+from memjax._core.arrays import is_float
+from memjax._core.compat import bodies, eval_jaxpr
+from memjax._core.lists import drop, merge, pick
 from memjax.remat._checkpoint_modules import wrapped
 from memjax.remat.policies import NamePolicy
 
@@ -122,8 +124,8 @@ def _names(jaxpr) -> Iterator[str]:
         # The form that names take under jax_remat3, off by default up to JAX 0.12.
         if type(eqn.params.get("_prim")).__name__ == "CheckpointName":
             yield eqn.params["_prim"].name
-        for body in jaxprs_in_params(eqn.params):
-            yield from _names(getattr(body, "jaxpr", body))
+        for body in bodies(eqn):
+            yield from _names(body)
 
 
 def _names_when_differentiated(closed_jaxpr) -> set[str]:
@@ -132,15 +134,13 @@ def _names_when_differentiated(closed_jaxpr) -> set[str]:
     constants = len(closed_jaxpr.consts)
 
     def forward(*values):
-        floats = [index for index, value in enumerate(values) if jnp.issubdtype(value.dtype, jnp.inexact)]
+        mask = list(map(is_float, values))
 
-        def of_floats(*some):
-            merged = list(values)
-            for index, value in zip(floats, some, strict=True):
-                merged[index] = value
+        def of_floats(floats):
+            merged = merge(floats, drop(values, mask), mask)
             return eval_jaxpr(closed_jaxpr.jaxpr, merged[:constants], merged[constants:])
 
-        return jax.vjp(of_floats, *(values[index] for index in floats))[0]
+        return jax.vjp(of_floats, pick(values, mask))[0]
 
     try:
         return set(_names(jax.make_jaxpr(forward)(*structs).jaxpr))

@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from memjax._core import check
+from memjax._core.arrays import accumulator
 from memjax._core.derivatives import refusing_forward_mode
 from memjax.remat._dense import triton
 from memjax.remat._dense.plain import plain
@@ -169,7 +170,7 @@ class DenseBlock(nnx.Module):
         fan_in = jnp.concatenate([jnp.full(spec.channels(i), spec.channels(i)) for i in range(spec.num_layers)])
         deviation = jnp.sqrt(2 / fan_in.astype(param_dtype))
         normal = lambda *shape: jax.random.normal(rngs.params(), shape, param_dtype)
-        wide = jnp.float64 if param_dtype == jnp.float64 else jnp.float32
+        wide = accumulator(param_dtype)
         self.scale1 = nnx.Param(jnp.ones(rows, param_dtype))
         self.bias1 = nnx.Param(jnp.zeros(rows, param_dtype))
         consumed = spec.out_features - spec.growth_rate

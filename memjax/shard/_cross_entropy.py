@@ -77,7 +77,7 @@ def vocab_cross_entropy(
     }
     if not jnp.issubdtype(check.array("labels", labels).dtype, jnp.integer):
         raise check.fail(TypeError, "labels", "integers", labels, "soft targets go to memjax.linear_cross_entropy")
-    valid = prepared(x, w, labels, **options).valid
+    valid = prepared(x=x, w=w, labels=labels, **options).valid
     check.sharded("x", x, axis_name)
     operands = (x.reshape(-1, x.shape[-1]), w, labels.reshape(-1))
     operands = vary(operands, varying_axes(*operands) | {axis_name})
@@ -118,7 +118,7 @@ _share.defvjp(_forward, _backward)
 def _gathered_share(options: dict[str, Any], x: Array, w: Array, labels: Array) -> Array:
     """This device's share, that of its columns, of the loss of all devices' tokens. See `share` for why it is not summed."""
     gather = lambda a: lax.all_gather(a, options["axis_name"], tiled=True)
-    return share(prepared(gather(x), w, gather(labels), **options)).loss
+    return share(prepared(x=gather(x), w=w, labels=gather(labels), **options)).loss
 
 
 def _over_chunks(size: int, f: Any, x: Array, w: Array, labels: Array) -> tuple[Array, Any, Any]:

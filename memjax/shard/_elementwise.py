@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxprs_in_params
 
 from memjax._core import check
+from memjax._core.compat import bodies
 
 _SHAPE = (3, 5)
 _MIXING = (
@@ -49,5 +49,5 @@ def _mixing(jaxpr: Any) -> Iterator[str]:
         if name.startswith(_MIXING) and any(getattr(a, "shape", None) == _SHAPE for a in arrays):
             yield name
         if name != "pallas_call":
-            for inner in jaxprs_in_params(equation.params):
+            for inner in bodies(equation):
                 yield from _mixing(inner)

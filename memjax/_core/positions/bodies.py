@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from jax.extend.core import jaxprs_in_params
-
-from memjax._core.compat import scan_counts, source_line
+from memjax._core.compat import bodies, scan_counts, source_line
 from memjax._core.positions.walk import UNKNOWN, Mixed, Positions, Shared, State, Walk, reason
 
 
 def call(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
-    body = next(iter(jaxprs_in_params(eqn.params)), None)
-    body = getattr(body, "jaxpr", body)
+    body = next(iter(bodies(eqn)), None)
     if body is None or len(body.invars) != len(states):
         raise reason(eqn, UNKNOWN)
     try:
@@ -24,8 +21,7 @@ def call(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
 
 def scan(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
     """Positions stay where they are while another axis is scanned over."""
-    body = eqn.params["jaxpr"]
-    body = getattr(body, "jaxpr", body)
+    (body,) = bodies(eqn)
     constants, carried = scan_counts(eqn)
     stacks = states[constants + carried :]
     if any(isinstance(state, Positions) and state.dim == 0 for state in stacks):

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend.core import jaxprs_in_params
 
-from memjax._core.compat import is_tracer, primitive_name
+from memjax._core.compat import bodies, is_tracer, primitive_name
 from memjax._core.jaxpr import is_literal
 from memjax._core.positions.walk import Mixed, reason
 
@@ -27,11 +26,11 @@ def check_same(first: Any, second: Any) -> None:
                     f"has the number of positions among its operands ({one} for one length, {two} for another): a mean over "
                     "positions, say, which tiles cannot take: sum here, and divide afterwards",
                 )
-        bodies, others = (list(jaxprs_in_params(each.params)) for each in (eqn, other))
-        if len(bodies) != len(others):
+        inside, counterparts = bodies(eqn), bodies(other)
+        if len(inside) != len(counterparts):
             raise reason(eqn, "depends on the number of positions")
-        for body, counterpart in zip(bodies, others, strict=True):
-            check_same(getattr(body, "jaxpr", body), getattr(counterpart, "jaxpr", counterpart))
+        for body, counterpart in zip(inside, counterparts, strict=True):
+            check_same(body, counterpart)
 
 
 def check_same_constants(first: Sequence[Any], second: Sequence[Any]) -> None:

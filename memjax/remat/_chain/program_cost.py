@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend import core
 
-from memjax._core.jaxpr import nbytes
+from memjax._core.compat import bodies
+from memjax._core.jaxpr import is_literal, nbytes
 from memjax._core.primitives import ALIASES, CALLS, LOOPS, REDUCTIONS, SOURCES, WHOLE_OPERANDS, flops
 
 _LOOPS = LOOPS | {"shard_map"}
@@ -56,16 +56,15 @@ class Program:
         value = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
 
         def read(atom):
-            return self._new(None) if isinstance(atom, core.Literal) else value[atom]
+            return self._new(None) if is_literal(atom) else value[atom]
 
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
             ins = [read(atom) for atom in eqn.invars]
-            body = next(iter(core.jaxprs_in_params(eqn.params)), None) if name in CALLS else None
-            if body is not None and len(getattr(body, "jaxpr", body).invars) == len(ins):
-                inner = getattr(body, "jaxpr", body)
-                consts = [self._new(var.aval) for var in inner.constvars]
-                outs = self._inline(inner, [*consts, *ins])
+            body = next(iter(bodies(eqn)), None) if name in CALLS else None
+            if body is not None and len(body.invars) == len(ins):
+                consts = [self._new(var.aval) for var in body.constvars]
+                outs = self._inline(body, [*consts, *ins])
             elif name in ALIASES and len(ins) == len(eqn.outvars):
                 outs = ins
             else:
@@ -144,8 +143,7 @@ class Program:
 def _bodies(operation: _Operation) -> Iterator[Program]:
     """One iteration of a loop, or each branch."""
     if operation.name in _LOOPS:
-        for body in core.jaxprs_in_params(operation.eqn.params):
-            yield Program(getattr(body, "jaxpr", body))
+        yield from map(Program, bodies(operation.eqn))
 
 
 def _fusible(name: str) -> bool:

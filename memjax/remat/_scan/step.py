@@ -1,6 +1,6 @@
 """The step of a scan, traced once: run it, run it keeping what its backward pass needs, run it backwards.
 
-All on flat lists of arrays. `consts` are what the step closes over (parameters): the same at every step, so
+Everything is a flat list of arrays. `consts` are what the step closes over (parameters): the same at every step, so
 neither they nor anything that depends on them alone is kept per step.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -18,6 +18,18 @@ from memjax._core.backward import Backward
 from memjax._core.compat import varying
 from memjax._core.jaxpr import evaluate, nbytes
 from memjax._core.lists import Arrays
+
+
+class ArrayType(NamedTuple):
+    """What two arrays have in common that can stand in for each other."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    varying: frozenset[str]  # the mesh axes of a surrounding `shard_map` that values differ along
+
+    @classmethod
+    def of(cls, aval: Any, leading: tuple[int, ...] = ()) -> ArrayType:
+        return cls((*leading, *aval.shape), aval.dtype, varying(aval))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +92,7 @@ def trace_step(f: Callable[..., Any], init: Any, xs: Any) -> tuple[Step, Arrays]
     paths = [jax.tree_util.keystr(path) or "the carry" for path, _ in jax.tree_util.tree_leaves_with_path(init)]
     for path, leaf, aval in zip(paths, leaves, out, strict=True):
         got = jax.typeof(leaf)
-        if _essence(got) != _essence(aval):
+        if ArrayType.of(got) != ArrayType.of(aval):
             raise TypeError(
                 f"f must return a carry of the type it got: {path} went in as {got.str_short()} and came "
                 f"out as {aval.str_short()}; convert it inside f, or change init (inside shard_map, "
@@ -96,10 +108,6 @@ def trace_step(f: Callable[..., Any], init: Any, xs: Any) -> tuple[Step, Arrays]
         y_tree=y_tree,
     )
     return step, leaves
-
-
-def _essence(aval: Any) -> tuple[Any, ...]:
-    return aval.shape, aval.dtype, varying(aval)
 
 
 def _as_strong_as(leaf: Any, aval: Any) -> Any:

@@ -20,10 +20,10 @@ import numpy as np
 from jax import lax
 
 from memjax._core.arrays import vary, zeros
-from memjax._core.compat import varying
 from memjax._core.jaxpr import nbytes
 from memjax._core.lists import Arrays
 from memjax.remat._scan.blocks import at, put
+from memjax.remat._scan.step import ArrayType
 
 
 class Separate:
@@ -116,18 +116,18 @@ class _Pieces:
     @classmethod
     def fit(cls, carry: Sequence[Any], kept: Sequence[Any], block: int) -> _Pieces | None:
         """The layout, or None where some residual is not made of pieces like the carry's leaves."""
-        looks = [_looks(aval) for aval in carry]
-        kinds = list(dict.fromkeys(looks))
+        types = [ArrayType.of(aval) for aval in carry]
+        kinds = list(dict.fromkeys(types))
         totals = [0] * len(kinds)
         places = []
         for aval in kept:
-            counts = [_pieces(_looks(aval), kind) for kind in kinds]
+            counts = [_pieces(ArrayType.of(aval), kind) for kind in kinds]
             if not any(counts):
                 return None
             group, pieces = next((i, count) for i, count in enumerate(counts) if count)
             places.append(_Place(group, totals[group], pieces))
             totals[group] += block * pieces
-        groups = [[i for i, look in enumerate(looks) if look == kind] for kind in kinds]
+        groups = [[i for i, type_ in enumerate(types) if type_ == kind] for kind in kinds]
         return cls(groups, places, block)
 
     def cells(self, state: Arrays) -> Arrays:
@@ -169,11 +169,7 @@ class _Pieces:
                 yield leaf, low, high
 
 
-def _looks(aval: Any) -> tuple[Any, ...]:
-    return aval.shape, aval.dtype, varying(aval)
-
-
-def _pieces(whole: tuple[Any, ...], piece: tuple[Any, ...]) -> int:
+def _pieces(whole: ArrayType, piece: ArrayType) -> int:
     """How many of `piece` side by side look like `whole`; 0 if it cannot be cut so."""
     if whole == piece:
         return 1
@@ -181,14 +177,6 @@ def _pieces(whole: tuple[Any, ...], piece: tuple[Any, ...]) -> int:
     if kind != part_kind or len(shape) != len(part) or shape[:-1] != part[:-1] or 0 in (*shape, *part):
         return 0
     return 0 if shape[-1] % part[-1] else shape[-1] // part[-1]
-
-
-class _Leaf(NamedTuple):
-    """The type of an array, and the mesh axes of a surrounding `shard_map` that its values differ along."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    varying: frozenset[str]
 
 
 class _Words:
@@ -199,8 +187,8 @@ class _Words:
     """
 
     def __init__(self, carry: Sequence[Any], kept: Sequence[Any], block: int):
-        self.carry = [_Leaf(aval.shape, aval.dtype, varying(aval)) for aval in carry]
-        self.kept_types = [_Leaf((block, *aval.shape), aval.dtype, varying(aval)) for aval in kept]
+        self.carry = [ArrayType.of(aval) for aval in carry]
+        self.kept_types = [ArrayType.of(aval, (block,)) for aval in kept]
         kinds = sorted({leaf.varying for leaf in (*self.carry, *self.kept_types)}, key=sorted)
         self.kinds = kinds or [frozenset[str]()]
         states = [self._words(self.carry, kind) for kind in self.kinds]
@@ -210,7 +198,7 @@ class _Words:
         self.widths = [max(pair) for pair in zip(states, needed, strict=True)]
 
     @staticmethod
-    def _words(leaves: Sequence[_Leaf], kind: frozenset[str]) -> int:
+    def _words(leaves: Sequence[ArrayType], kind: frozenset[str]) -> int:
         return sum(_count(leaf) for leaf in leaves if leaf.varying == kind)
 
     def cells(self, state: Arrays) -> Arrays:
@@ -229,7 +217,7 @@ class _Words:
     def kept(self, cells: Arrays) -> Arrays:
         return self._from_words([cell.reshape(-1) for cell in cells], self.kept_types)
 
-    def _to_words(self, leaves: Arrays, types: Sequence[_Leaf], rows: int) -> Arrays:
+    def _to_words(self, leaves: Arrays, types: Sequence[ArrayType], rows: int) -> Arrays:
         """One array of words for each kind."""
         by_kind = []
         for kind, width in zip(self.kinds, self.widths, strict=True):
@@ -238,7 +226,7 @@ class _Words:
             by_kind.append(jnp.concatenate([*words, vary(padding, kind)]))
         return by_kind
 
-    def _from_words(self, words: Arrays, types: Sequence[_Leaf]) -> Arrays:
+    def _from_words(self, words: Arrays, types: Sequence[ArrayType]) -> Arrays:
         start = [0] * len(self.kinds)
         leaves = []
         for leaf in types:

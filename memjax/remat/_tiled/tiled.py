@@ -24,7 +24,7 @@ from memjax._core.positions.rules import walk
 from memjax._core.positions.walk import Mixed, Positions, State, Summed, shared
 from memjax.remat._tiled.modules import wrapped_module
 from memjax.remat._tiled.size import default_tile
-from memjax.remat._tiled.tiles import Tiles
+from memjax.remat._tiled.tiles import Tiles, with_size
 
 _FORWARD_MODE = (
     "memjax.remat.tiled cannot be differentiated in forward mode (jax.jvp, jax.jacfwd, jax.linearize), which keeps nothing "
@@ -183,7 +183,7 @@ def _call(f: Callable[..., Any], arguments: Any, leaf_axes: list[int | None], op
         return programs[size](shared_values[:count], shared_values[count:], tiles)
 
     types = [
-        aval if axis is None else aval.update(shape=(*aval.shape[:axis], length, *aval.shape[axis + 1 :]))
+        aval if axis is None else aval.update(shape=with_size(aval.shape, axis, length))
         for aval, axis in zip(program.out_types, out_axes, strict=True)
     ]
     tiles = Tiles(body, axes, out_axes, types, length, tile, options.sum_dtype)
@@ -245,7 +245,7 @@ class _Program:
 def _resized(arrays: Arrays, axes: Sequence[int], size: int) -> list[Any]:
     """The types of tiles of `size` positions."""
     return [
-        jax.typeof(array).update(shape=(*array.shape[:axis], size, *array.shape[axis + 1 :]), weak_type=False)
+        jax.typeof(array).update(shape=with_size(array.shape, axis, size), weak_type=False)
         for array, axis in zip(arrays, axes, strict=True)
     ]
 

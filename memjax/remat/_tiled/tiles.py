@@ -111,7 +111,7 @@ class Tiles:
                 for i, (ct, axis) in enumerate(zip(nonzero, pick(axes, is_nonzero), strict=True))
             ]
             nothing = [
-                zeros(aval if axis is None else aval.update(shape=_with(aval.shape, axis, size)))
+                zeros(aval if axis is None else aval.update(shape=with_size(aval.shape, axis, size)))
                 for aval, axis in zip(drop(types, is_nonzero), drop(axes, is_nonzero), strict=True)
             ]
 
@@ -170,7 +170,8 @@ def _same(a: Any, b: Any) -> bool:
     return a.update(weak_type=False) == b.update(weak_type=False)
 
 
-def _with(shape: Sequence[int], axis: int, size: int) -> tuple[int, ...]:
+def with_size(shape: Sequence[int], axis: int, size: int) -> tuple[int, ...]:
+    """The shape with another size along one axis."""
     return (*shape[:axis], size, *shape[axis + 1 :])
 
 

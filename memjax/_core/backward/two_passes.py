@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 
+from memjax._core.backward.min_cut import smallest_kept
+from memjax._core.backward.partition import Part
 from memjax._core.jaxpr import is_literal, nbytes
 from memjax._core.lists import Arrays, drop, merge, pick
-from memjax._core.min_cut import smallest_kept
-from memjax._core.partition import Part
 
 
 class Backward:
