@@ -120,7 +120,7 @@ def measure(fn: Callable, *args: Any, compiler_options: dict[str, Any] | None = 
 
 
 def _differentiable(out: Any, *, has_updates: bool) -> list[bool]:
-    """Which of a program's flat results are differentiated if it has no backward pass of its own.
+    """Flags for the flat results of a program: whether to differentiate them if it has no backward pass of its own.
 
     With `has_updates` new values of variables come with the result: after it, or before it if there are three parts.
     """

@@ -32,7 +32,7 @@ def is_nnx(value: Any) -> bool:
 
 
 class Parts:
-    """Arguments taken apart into `arrays`, a variable that several NNX objects share only once, and what is static."""
+    """Arguments taken apart into `arrays` and what is static. A variable that several NNX objects share is there once."""
 
     def __init__(self, args: tuple, kwargs: dict[str, Any]):
         self._structure: Any
@@ -45,7 +45,7 @@ class Parts:
         self.arrays = [value for value in self._values if is_array(value)]
 
     def rebuild(self, arrays: Sequence) -> tuple[tuple, dict[str, Any], list]:
-        """(args, kwargs, the NNX objects among them) with other arrays. The objects are new: those given stay."""
+        """(args, kwargs, the NNX objects among them) with other arrays. The objects are new; the original ones do not change."""
         remaining = iter(arrays)
         values = [next(remaining) if is_array(value) else value for value in self._values]
         plain, state = self._value_structure.unflatten(values)

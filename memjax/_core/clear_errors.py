@@ -26,7 +26,7 @@ _VALUE_FIX = (
 
 @contextlib.contextmanager
 def value_errors(name: str, fn: Any) -> Iterator[None]:
-    """Says of the argument `name`, which is `fn`, that it needs the value of what JAX traces, if that is why tracing fails."""
+    """Explains errors of tracing that come from needing the value of an array. `fn` is the value of the argument `name`."""
     try:
         yield
     except (TypeError, ValueError, IndexError) as error:  # which those of `_NEEDS_VALUES` are
@@ -59,7 +59,7 @@ def trace_errors(fn: Callable) -> Iterator[None]:
 
 
 def refuse_leaks(fn: Callable, traced: Any) -> None:
-    """JAX makes the values of other traces additional inputs, and complains only when the program runs."""
+    """Raises if `fn` uses values of other traces. JAX makes them additional inputs, and complains only when the program runs."""
     if len(traced.jaxpr.in_avals) > traced.in_tree.num_leaves:
         raise check.fail(TypeError, "fn", _WANTED, fn, _LEAK_FIX)
 

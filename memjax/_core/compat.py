@@ -32,12 +32,12 @@ def varying_like(aval: Any, shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeS
 
 
 def parameters(eqn: Any) -> dict[str, Any]:
-    """What an equation is parametrised by."""
+    """The parameters of an equation."""
     return eqn.params["_prim"].params if "_prim" in eqn.params else eqn.params
 
 
 def primitive_name(eqn: Any) -> str:
-    """What an equation does. JAX's newer kind of primitives has one name for all, and a class for each."""
+    """The name of what an equation does. JAX's newer primitives share one name, and have a class each."""
     return type(eqn.params["_prim"]).__name__ if "_prim" in eqn.params else eqn.primitive.name
 
 
@@ -58,7 +58,7 @@ def scope(eqn: Any) -> str:
 
 
 def nested(eqn: Any, outer: Any) -> Any:
-    """The equation of a call's body as it is in place of the call `outer`: also in the scopes of that. None: as it is."""
+    """An equation of a call's body, put into the scopes of the call `outer` as well. `outer=None`: the equation as it is."""
     if outer is None:
         return eqn
     both = outer.source_info.name_stack + eqn.source_info.name_stack

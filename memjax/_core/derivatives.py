@@ -12,7 +12,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from memjax._core.arrays import is_float
-from memjax._core.lists import drop, merge, pick
+from memjax._core.lists import Arrays, drop, merge, pick
 
 
 @jax.tree_util.register_static
@@ -30,7 +30,7 @@ class Static:
 
 
 def perturbed(arguments: Sequence[Any]) -> tuple[bool, ...]:
-    """Which arguments of a forward rule with symbolic zeros a gradient is asked for."""
+    """Whether a gradient is wanted of each argument of a forward rule with symbolic zeros."""
     return tuple(argument.perturbed and is_float(jax.typeof(argument.value)) for argument in arguments)
 
 
@@ -50,16 +50,19 @@ def differentiated_as(reference: Callable[..., Any], fast: Callable[..., Any]) -
         leaves, tree = jax.tree.flatten(primals)
         directions = jax.tree.leaves(tangents)
         moving = [not isinstance(tangent, SymbolicZero) for tangent in directions]
-        fixed = drop(leaves, moving)
-
-        def of_moving(values):
-            return reference(*jax.tree.unflatten(tree, merge(values, fixed, moving)))
-
-        _, tangent = jax.jvp(of_moving, (pick(leaves, moving),), (pick(directions, moving),))
+        of_leaves = lambda leaves: reference(*jax.tree.unflatten(tree, leaves))
+        _, tangent = jvp_of_some(of_leaves, leaves, moving, pick(directions, moving))
         return (out, extra), (tangent, zero_from_primal(extra, symbolic_zeros=True))
 
     run.defjvp(rule, symbolic_zeros=True)
     return run
+
+
+def jvp_of_some(f: Callable[[Arrays], Any], values: Arrays, moving: Sequence[bool], tangents: Arrays) -> Any:
+    """`jax.jvp` of `f(values)` with respect to the values that are `moving`, in the direction of their `tangents`."""
+    fixed = drop(values, moving)
+    of_moving = lambda some: f(merge(some, fixed, moving))
+    return jax.jvp(of_moving, (pick(values, moving),), (tangents,))
 
 
 _reverse_only_p = core.Primitive("reverse_only")
@@ -93,12 +96,12 @@ ad.primitive_jvps[_without_derivative_p] = _refuse_tangents
 
 
 def without_derivative(value: Any, message: str) -> Any:
-    """`value`, of which every kind of differentiation raises TypeError with `message`."""
+    """`value`. Differentiating it in any mode raises TypeError with `message`."""
     return _without_derivative_p.bind(value, message=message)
 
 
 def only_transposed(tangent: Any, message: str) -> Any:
-    """`tangent`, which reverse mode transposes; evaluating it, as forward mode does, raises TypeError with `message`."""
+    """`tangent`, which can be transposed. Evaluating it, as forward mode does, raises TypeError with `message`."""
     return _reverse_only_p.bind(tangent, message=message)
 
 
@@ -122,7 +125,7 @@ def forward_mode_errors(message: str) -> Iterator[None]:
 
 
 def reverse_only(value: Any, message: str) -> Any:
-    """`value`, of which forward-mode differentiation raises TypeError with `message`; what is no float as it is."""
+    """`value`. Forward-mode differentiation of a float raises TypeError with `message`."""
     if not is_float(jax.typeof(value)):
         return value
 
@@ -138,7 +141,7 @@ def reverse_only(value: Any, message: str) -> Any:
 
 
 def refusing_forward_mode(f: Callable[..., Any], message: str) -> Callable[..., Any]:
-    """`f`, of which forward-mode differentiation with respect to its arguments raises TypeError with `message`.
+    """`f`. Forward-mode differentiation with respect to its arguments raises TypeError with `message`.
 
     Forward mode over reverse mode stays: only the tangents of `f` itself are refused, not those of its backward pass.
     """

@@ -83,7 +83,7 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
 
 
 def axis_sizes(jaxpr: Any) -> dict[str, int]:
-    """Sizes of the named axes that the collectives of a program run over; to be asked where these names are known."""
+    """Sizes of the named axes that the collectives of a program run over. Call it where these names are known."""
     names = {effect.name for effect in jaxpr.effects if hasattr(effect, "name")}
     return {name: jax.lax.axis_size(name) for name in sorted(names, key=str)}
 

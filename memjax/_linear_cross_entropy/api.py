@@ -146,7 +146,7 @@ def linear_cross_entropy(
 
 
 class Call(NamedTuple):
-    """Arguments that were checked."""
+    """The checked arguments of one call."""
 
     operands: Operands
     options: Options

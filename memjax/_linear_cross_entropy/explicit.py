@@ -92,7 +92,7 @@ def _joined(option: Any, axes: Axes) -> Any:
 
 
 def _following(a: Any, mesh: Any, spec: PartitionSpec) -> Any:
-    """Arrays beside x and w are sharded as those are."""
+    """The array, sharded as `spec` says."""
     if isinstance(a, jax.Array) and _axes(a) != [_as_axes(entry) for entry in spec]:
         return jax.sharding.reshard(a, NamedSharding(mesh, spec))
     return a

@@ -34,7 +34,7 @@ from memjax._linear_cross_entropy.recompute import local_labels, result, statist
 
 
 def total_loss(operands: Operands, options: Options) -> Result:
-    """The value alone needs no chunk of tokens: chunks of the vocabulary are smaller, and as fast."""
+    """The value alone. It takes chunks of the vocabulary, which are smaller than chunks of tokens, and as fast."""
     assert operands.scale is not None
     rows = result(statistics(operands, options, None), options)
     return rows._replace(loss=scaled(operands.scale, rows.loss).sum())
@@ -96,5 +96,5 @@ def loss_and_gradients(operands: Operands, options: Options, wanted: frozenset[s
 
 
 def _saved(dtype: Any) -> Any:
-    """What a gradient is saved in. A loss scale comes with the cotangent, too late for float16's range."""
+    """The dtype that a gradient is saved in. A loss scale comes with the cotangent, too late for float16's range."""
     return jnp.float32 if dtype == jnp.float16 else dtype

@@ -54,8 +54,7 @@ class Chunk(NamedTuple):
 
 
 class Result(NamedTuple):
-    """`loss` is this device's share: summed over `axis_name` it is the loss. The rest is equal on all
-    devices."""
+    """`loss` is this device's share: summed over `axis_name` it is the loss. The other fields are equal on all devices."""
 
     loss: Array  # () or (N,)
     lse: Array  # (N,)
@@ -70,7 +69,7 @@ def scaled(scale: Array, losses: Array) -> Array:
 
 
 def _scaled_jvp(primals: tuple[Array, Array], tangents: tuple[Any, Any]) -> tuple[Array, Array]:
-    """A scale of 0 still has a derivative, the token's loss."""
+    """The derivative of `scaled`. That with respect to a scale of 0 is still the token's loss."""
     (scale, losses), (d_scale, d_losses) = primals, tangents
     still = [isinstance(d, SymbolicZero) for d in tangents]
     d = jnp.zeros_like(losses) if still[1] else jnp.where(scale == 0, 0.0, scale * d_losses)

@@ -61,7 +61,7 @@ def _chunk(operands: Operands, labels: Array, start: Any, size: int, options: Op
 
 
 def statistics(operands: Operands, options: Options, chunk: int | None) -> Stats:
-    """Row statistics over the whole vocabulary, all devices'."""
+    """Row statistics over the whole vocabulary, of all devices."""
     labels = local_labels(operands, options)
     if by_mosaic(operands, options):
         from memjax._linear_cross_entropy.mosaic import hopper

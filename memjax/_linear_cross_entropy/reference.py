@@ -55,7 +55,7 @@ def _linear(options: Options, x: Array, w: Array, bias: Array | None, counted: A
 
 @_linear.defjvp
 def _linear_jvp(options: Options, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    """Its transpose multiplies by rows of x, and 0 times NaN is NaN: rows that do not count are left out."""
+    """The transpose multiplies by rows of x, and 0 times NaN is NaN: so rows that do not count are left out."""
     (x, w, bias, counted), (dx, dw, d_bias, _) = primals, tangents
     moved = _linear(options, dx, w, d_bias, counted)
     moved = moved + _linear(options, jnp.where(counted[:, None], x, 0), dw, None, counted)

@@ -30,7 +30,7 @@ def checkpoint(
     prevent_cse: bool = True,
     static_argnums: int | tuple[int, ...] = (),
 ) -> Callable:
-    """`f` that keeps its inputs and what `policy` names for the backward pass and recomputes the rest.
+    """`f`, which for the backward pass keeps its inputs and what `policy` names, and recomputes everything else.
 
     The same as `jax.checkpoint`, with two differences: `policy` comes from `memjax.remat.policies`, and each
     time `f` is traced a name of the policy that no value in it has (nor in the bodies of `jit`, `scan`,

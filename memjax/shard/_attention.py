@@ -255,7 +255,7 @@ def _ring_backward(
 
 
 class _Where:
-    """Where this device's tokens are, and those of the blocks that come."""
+    """Positions in the sequence of this device's tokens, and of those in the blocks that arrive."""
 
     def __init__(self, options: Options, q: Array, segments: Array | None):
         self._options, self._shape = options, q.shape[:2]
@@ -315,7 +315,7 @@ def _selected(first: Array, a: Array, b: Array) -> Array:
 
 
 def _replaced(a: Array, new: Array, index: Any, axis: int) -> Array:
-    """`a` with `new` in place of the part. Not `a.at[part].set(new)`, which is a scatter."""
+    """`a` with `new` in place of a part. This is not `a.at[part].set(new)`, which is a scatter."""
     return lax.dynamic_update_slice_in_dim(a, new, index * new.shape[axis], axis)
 
 

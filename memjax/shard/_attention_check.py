@@ -66,7 +66,7 @@ def options(
 
 
 def implementation(name: str | None, q: Any, segment_ids: Any, window: Any, softcap: Any) -> str:
-    """The one that was asked for, or the best that runs here."""
+    """The implementation that was asked for, or the best that runs here."""
     if name == "jnp":
         return "jnp"
     reason = _attention_cudnn.unsuited(q, segment_ids, window, softcap)

@@ -42,7 +42,7 @@ def check_elementwise(name: str, f: Callable[..., Any]) -> None:
 
 
 def _mixing(jaxpr: Any) -> Iterator[str]:
-    """Primitives that put entries of different places of arrays of the shape together, or ask where an entry is."""
+    """Names of the primitives that combine entries of different places, or ask where an entry is."""
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         arrays = [v.aval for v in (*equation.invars, *equation.outvars)]

@@ -15,7 +15,7 @@ LAYOUTS = ("zigzag", "contiguous")
 
 
 def zigzag(a: Any, size: int, *, axis: int = 1) -> Any:
-    """Reorders a whole sequence so that, cut into `size` equal parts, part r holds its chunks r and 2 size - 1 - r of 2 size.
+    """Reorders a whole sequence so that, cut into `size` equal parts, part r holds the chunks r and 2 size - 1 - r of 2 size.
 
     Under a causal mask every device then has the same number of keys to attend to. Tokens, labels, positions and segment
     ids are reordered alike, before they are sharded.

@@ -231,7 +231,7 @@ def _block(bs: tuple[jax.Array, ...], c: jax.Array, index: Any, count: int) -> t
 
 
 def _add_product(sums: Any, a: jax.Array, b: jax.Array) -> tuple[jax.Array, ...]:
-    """sums + a b, in two halves of the rows: a product that is not added where it is made takes half as much."""
+    """sums + a b, in two halves of the rows: a product that is not added where it is made then takes half as much memory."""
     product = partial(jnp.matmul, preferred_element_type=accumulator(a.dtype))
     # Made once, in one kernel: in the kernels that slice it XLA would compute it again.
     a = jax.lax.optimization_barrier(a)
@@ -252,6 +252,6 @@ def _rounded(sums: tuple[jax.Array, ...], dtype: Any) -> jax.Array:
 
 
 def _elementwise(f: Any, inputs: int, dtype: Any) -> Callable[[jax.Array], jax.Array]:
-    """f of so many arrays side by side."""
+    """`f` as a function of its `inputs` arguments side by side."""
     wide = accumulator(dtype)
     return lambda z: f(*jnp.split(z.astype(wide), inputs, 1)).astype(dtype)

@@ -35,7 +35,7 @@ from memjax._core import check
 
 
 def scan(body: Callable[[Any, Any, Any], Any], moving: Any, init: Any, *, axis_name: str | None) -> Any:
-    """Runs `body` with the block of every device of the ring in turn, the own one first, hops hidden behind it.
+    """Runs `body` with the block of every device of the ring in turn, its own block first, hops hidden behind it.
 
     Args:
       body: `(carry, block, step) -> carry`. `block` is the `moving` of device `(i - step) % p`; `step` is the Python integer 0
@@ -78,7 +78,7 @@ def collect(
     count: int = 1,
     piece: Callable[[Any, Any], Any] = lambda moving, index: moving,
 ) -> tuple[Any, Any]:
-    """Runs `body` with the block of every device of the ring in turn, the own one last, and adds up what it returns for each.
+    """Runs `body` with the block of every device of the ring in turn, its own block last, and adds up what it returns for each.
 
     Args:
       body: `(carry, block, step) -> (carry, sums)`. `sums` is a pytree of arrays to be added up, for each block, over all
@@ -170,7 +170,7 @@ def _check_moving(moving: Any) -> None:
 
 
 def _hop(tree: Any, axis_name: Any, size: int) -> Any:
-    """`tree` of the previous device."""
+    """The `tree` of the previous device."""
     return lax.ppermute(tree, axis_name, [(i, (i + 1) % size) for i in range(size)])
 
 
@@ -183,7 +183,7 @@ _MORE_FLAGS = "--xla_gpu_collective_permute_combine_threshold_bytes=1073741824",
 
 
 def hide_hops() -> None:
-    """Has GPUs hide hops behind compute; to be called before the first use of a device.
+    """Makes GPUs hide hops behind compute. Call it before the first use of a device.
 
     Sets `CUDA_DEVICE_MAX_CONNECTIONS=1`, unless it has a value, so that hops start before the matmuls beside them, and adds to
     `XLA_FLAGS`, unless they name these flags:

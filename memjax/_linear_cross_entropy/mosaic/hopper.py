@@ -88,7 +88,7 @@ def gradients(
 
 
 def _launch(call: Callable[..., Any], operands: Operands, labels: Array, options: Options, *arrays: Array) -> Any:
-    """Under `vmap` one after another, since kernels know only matrices."""
+    """Runs `call`; under `vmap` one example after another, since kernels know only matrices."""
     # The last tile reaches over the last column, where another device's labels must not be found.
     labels = jnp.where(labels < columns(operands, options), labels, -1)
     out = sequential_vmap(call)(operands._replace(labels=labels, scale=None), *arrays)
@@ -96,7 +96,7 @@ def _launch(call: Callable[..., Any], operands: Operands, labels: Array, options
 
 
 def _whole_rows(operands: Operands) -> Operands:
-    """The copy engine moves eight rows at a time."""
+    """The operands with a multiple of eight rows, as the copy engine moves eight at a time."""
     missing = -operands.x.shape[0] % 8
     x = jnp.pad(operands.x, ((0, missing), (0, 0)))
     return operands._replace(x=x, labels=jnp.pad(operands.labels, (0, missing), constant_values=-1))

@@ -181,7 +181,7 @@ def _load(ref: Any, start: Any, size: int, layout: Any) -> Array:
 
 
 def _pad(vector: Array, size: int, value: Any = 0) -> Array:
-    """Tiles reach over the last token and over the last entry of the vocabulary."""
+    """The vector, padded: tiles reach over the last token and the last entry of the vocabulary."""
     return jnp.pad(vector, (0, size - vector.shape[0]), constant_values=value)
 
 

@@ -26,7 +26,7 @@ def _logits(
     products, bias, columns, mask,
     MASKED: tl.constexpr, HAS_BIAS: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """What a few instructions an element cost is what these kernels take: only the last block of a row has a mask."""
+    """Logits from products. Only the last block of a row has a mask: a few instructions an element would show in the time."""
     z = _load(products + columns, mask, MASKED)
     if HAS_BIAS:
         z += _load(bias + columns, mask, MASKED)
@@ -128,8 +128,10 @@ def _gradient(
 
 @triton.jit
 def _counted(d, scale):
-    """0 for a token that does not count: its logits may be NaN, which a scale of 0 does not undo. `scale` is the row's, so
-    that the rows that count branch around it."""
+    """The gradient, or 0 for a token that does not count: its logits may be NaN, which a scale of 0 does not undo.
+
+    `scale` is the row's, so that the rows that count branch around it.
+    """
     if scale == 0.0:
         d = tl.zeros_like(d)
     return d

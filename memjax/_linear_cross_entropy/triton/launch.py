@@ -51,7 +51,7 @@ def _block(width: int, most: int) -> int:
 
 
 def _call(kernel: Any, arrays: tuple[Array, ...], out: Any, **settings: Any) -> Any:
-    """One launch; under `vmap` one after another, since a kernel knows only rows."""
+    """Launches a kernel; under `vmap` for one example after another, since a kernel knows only rows."""
 
     @sequential_vmap
     def launch(*arrays: Array) -> Any:

@@ -70,7 +70,7 @@ class Block:
         return out[: len(self.y)], out[len(self.y) :]
 
     def run(self, p: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
-        """(y, aux). Not to be differentiated."""
+        """(y, aux). This must not be differentiated."""
         return self._run(p, x)
 
     def keep(self, p: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
@@ -78,7 +78,7 @@ class Block:
         return self._differentiable(p, x)
 
     def handed_on(self, x_mask: Sequence[bool]) -> tuple[bool, ...]:
-        """Which leaves of the output are leaves of the input that `x_mask` marks."""
+        """Flags for the leaves of the output: whether they are leaves of the input that `x_mask` marks."""
         marked = set(pick(self.x_vars, x_mask))
         return tuple(not is_literal(var) and var in marked for var in self.y_vars)
 

@@ -24,7 +24,7 @@ _NOT_CONSTANT = frozenset(
 
 
 def compile_alone(closed: Any) -> Any | None:
-    """The program that a closed jaxpr is by itself, for one device's arrays inside `shard_map`; None if it is none.
+    """Compiles a closed jaxpr by itself, inside `shard_map` for one device's arrays. None if that cannot be done.
 
     A jaxpr traced inside `shard_map` over all axes of a mesh is compiled for as many local devices, its values split as
     they are there. What is laid out over a mesh otherwise, or uses axes of `jax.vmap`, is no program of its own.

@@ -62,7 +62,7 @@ class LeastTime:
         return self.moved[key]
 
     def _times(self, s: int, t: int, units: slice) -> np.ndarray:
-        """(choices, units): block s keeps all; then for k = s + 1, ... the blocks before k do not."""
+        """(choices, units) times. First block s keeps all; then, for k = s + 1, ..., the blocks before k do not."""
         here, gradient = self.costs[s], self.costs[t - 1].output
         memory = np.arange(self.most + 1)[units]
         times = np.full((t - s, len(memory)), np.inf)
@@ -126,7 +126,7 @@ def _first_equal(costs: Sequence[BlockCost]) -> np.ndarray:
 
 
 def _unit(costs: Sequence[BlockCost], budget: int, steps: int) -> int:
-    """Bytes of one unit: of the sizes that divide the budget finely enough the one that rounding up wastes least with."""
+    """Bytes of one unit: the size, among those that divide the budget finely enough, with which rounding up wastes least."""
     smallest = -(-budget // steps)
     units = np.unique(np.linspace(smallest, 2 * smallest, 64).astype(np.int64)) if smallest > 1 else np.array([1])
     sizes = np.array([size for cost in costs for size in (cost.output, cost.kept)])

@@ -39,7 +39,7 @@ class _Operation(NamedTuple):
 
 
 class Program:
-    """A jaxpr with calls inlined and other names for the same bytes resolved; values are numbers."""
+    """A jaxpr with calls inlined. Values are numbers; other names for the same bytes have the same number."""
 
     def __init__(self, jaxpr: Any):
         self.nbytes: list[int] = []
@@ -100,7 +100,7 @@ class Program:
             self.last[value] = end
 
     def working_bytes(self, counted: Sequence[int], free: Sequence[int]) -> int:
-        """The most bytes at one moment: of the inputs only those `counted`, of the rest all but those `free`."""
+        """The most bytes at one moment. Of the inputs only those `counted` have bytes; those `free` have none."""
         uncounted = set(free) - set(counted)
         live = peak = sum(self.nbytes[value] for value in set(counted))
         ends: dict[int, list[int]] = {}
@@ -141,7 +141,7 @@ class Program:
 
 
 def _bodies(operation: _Operation) -> Iterator[Program]:
-    """One iteration of a loop, or each branch."""
+    """The programs of one iteration of a loop, or of each branch."""
     if operation.name in _LOOPS:
         yield from map(Program, bodies(operation.eqn))
 

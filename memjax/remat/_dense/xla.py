@@ -15,7 +15,7 @@ from memjax.remat._dense.spec import DenseParams, DenseSpec, column_sums, moment
 
 
 class Gradients(NamedTuple):
-    """What the backward pass of a block adds up, layer after layer. C = out_features, R = rows, wide: float32 or more."""
+    """What the backward pass of a block adds up, layer after layer, in float32 or wider. C = out_features, R = rows."""
 
     features: Float[Array, "b h w C"]  # dy * gain over the layers so far
     mean_dy: Float[Array, " C"]  # scale * mean(dy) over the layers so far: the part that is put off
@@ -35,7 +35,7 @@ class Norm(NamedTuple):
 
 
 def _layer_rows(spec: DenseSpec, array, layer, width):
-    """The first `width` rows from where `layer` begins; those past the layer's own belong to later layers."""
+    """The first `width` rows from where `layer` begins. The last of them may belong to later layers."""
     return lax.dynamic_slice_in_dim(array, spec.offset(layer), width, axis=0)
 
 
@@ -73,7 +73,7 @@ def convolve(spec: DenseSpec, params: DenseParams, rows, features, mean, var, la
 def convolve_backward(
     spec: DenseSpec, params: DenseParams, rows, features, mean, var, layer, width, d_out, total: Gradients
 ) -> Gradients:
-    """`total` with what `layer` adds to it, given the gradient of its first convolution's output."""
+    """`total` plus what `layer` adds to it, from the gradient of its first convolution's output."""
     axes = tuple(range(features.ndim - 1))
     wide = mean.dtype
     norm = _norm(spec, params, mean, var, layer, width)

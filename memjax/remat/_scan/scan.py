@@ -194,7 +194,7 @@ def _differentiable(step: Step, plan: Callable[[StepBackward], Plan], length: in
 
 @jax.tree_util.register_static
 class _Chosen(Static):
-    """What a gradient is asked for, and how to get it; static, to go from the forward to the backward rule."""
+    """What is differentiated, and how: static, so that it can travel from the forward to the backward rule."""
 
     def __init__(
         self, step: Step, plan: Callable[[StepBackward], Plan], consts: tuple[bool, ...], xs: tuple[bool, ...]

@@ -34,7 +34,7 @@ class ArrayType(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """`f(carry, x) -> (carry, y)`, flat.
+    """`f(carry, x) -> (carry, y)` on flat lists of arrays.
 
     Attributes:
       jaxpr: of (consts, carry, x) to (carry, y).
@@ -58,7 +58,7 @@ class Step:
 
     @functools.cached_property
     def moving(self) -> list[bool]:
-        """Which leaves of the carry change from step to step: the others come out as they went in."""
+        """Flags for the leaves of the carry: whether they change from step to step."""
         n = len(self.carry)
         inputs, outputs = self.jaxpr.invars[:n], self.jaxpr.outvars[:n]
         return [received is not returned for received, returned in zip(inputs, outputs, strict=True)]

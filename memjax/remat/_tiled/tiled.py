@@ -107,7 +107,7 @@ class _Options:
 
 
 def _tiled(f: Callable[..., Any], options: _Options, leading: int = 0) -> Callable[..., Any]:
-    """`f` tiled; its first `leading` arguments are shared, whatever `options.in_axes` say, which are of the others."""
+    """`f` tiled. Its first `leading` arguments are shared; `options.in_axes` are those of the others."""
 
     @functools.wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -209,7 +209,7 @@ class _Program:
         return jax.tree.unflatten(self.out_tree, self.out_types)
 
     def checked_axes(self, out_axes: list[int | None], tile: int) -> list[int | None]:
-        """Not negative, and of dimensions that are there and as long as a tile."""
+        """The axes, counted from the first. Raises for one that a result does not have, or that is not as long as a tile."""
         checked: list[int | None] = []
         for aval, axis in zip(self.out_types, out_axes, strict=True):
             if axis is None:

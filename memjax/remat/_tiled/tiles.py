@@ -156,7 +156,7 @@ class Tiles:
 def _written_over(
     types: Sequence[Any], axes: Sequence[int | None], arrays: Sequence[Any], array_axes: Sequence[int | None]
 ) -> dict[int, int]:
-    """By result, the array of the same type and axis that it may be written over: each array once."""
+    """Which array each result may be written over: one of the same type and axis, each array once."""
     over: dict[int, int] = {}
     for i, (aval, axis) in enumerate(zip(types, axes, strict=True)):
         for j, (array, array_axis) in enumerate(zip(arrays, array_axes, strict=True)):
