@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from memjax.remat import Costs, scan, schedule
+from memjax.remat import Costs, profile, scan, schedule
 from memjax.remat._scan import choose as choose_module
 from memjax.remat._scan.choose import choose, exact
 from memjax.remat._scan.step import StepBackward, trace_step
@@ -58,6 +58,21 @@ def test_choice():
     for carries in range(6, 800, 41):
         stored = stored_bytes(plan(210, carries, None), step.carry_nbytes, backward.kept_nbytes)
         assert stored <= carries * step.carry_nbytes
+
+
+def test_measured_costs_are_finite_and_can_be_planned_with():
+    """How large they are depends on the machine; that they are of the step, forward and backward, does not."""
+    weights = jnp.eye(4)
+
+    def step(h, x):
+        h = jnp.tanh(h @ weights + x)
+        return h, h.sum()
+
+    costs = profile(step, jnp.ones(4), jnp.ones((2, 4)))
+    assert costs.forward > 0
+    assert costs.backward > 0
+    total = lambda run, **options: lambda h: run(step, h, jnp.ones((20, 4)), **options)[1].sum()
+    close(jax.grad(total(scan, budget=300, costs=costs))(jnp.ones(4)), jax.grad(total(lax.scan))(jnp.ones(4)), 1e-5)
 
 
 def test_steps_that_cost_nothing(monkeypatch):
