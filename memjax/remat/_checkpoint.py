@@ -72,15 +72,14 @@ def checkpoint(
 def _checkpoint(
     f: Callable, *, policy: NamePolicy | None, prevent_cse: bool, static_argnums: tuple[int, ...]
 ) -> Callable:
-    static = static_argnums
     if policy is None:
-        return jax.checkpoint(f, prevent_cse=prevent_cse, static_argnums=static)
+        return jax.checkpoint(f, prevent_cse=prevent_cse, static_argnums=static_argnums)
 
     # Called by jax.checkpoint when, and only when, it traces. `f` itself runs once; its equations are then
     # replayed.
     @functools.wraps(f)
     def checked(*args, **kwargs):
-        fixed = {position % len(args) for position in static}
+        fixed = {position % len(args) for position in static_argnums}
         dynamic = [arg for position, arg in enumerate(args) if position not in fixed]
 
         def of_arrays(dynamic, kwargs):
@@ -92,7 +91,7 @@ def _checkpoint(
         outs = jaxpr_as_fun(jaxpr)(*jax.tree.leaves((dynamic, kwargs)))
         return jax.tree.unflatten(jax.tree.structure(out_shape), outs)
 
-    return jax.checkpoint(checked, prevent_cse=prevent_cse, policy=policy.to_jax(), static_argnums=static)
+    return jax.checkpoint(checked, prevent_cse=prevent_cse, policy=policy.to_jax(), static_argnums=static_argnums)
 
 
 def _warn_of_unmatched(f: Callable, policy: NamePolicy, closed_jaxpr) -> None:

@@ -31,6 +31,8 @@ class Block:
       p, x, y, aux: types of the leaves.
       x_vars, y_vars: the variables of `jaxpr` that hold x and y.
       y_tree, aux_tree: to give the user's structure back.
+      run: (p, x) to (y, aux), as a program that equal blocks share. It must not be differentiated.
+      keep: (p, x) to (y, aux). Differentiating it keeps what the backward pass needs.
     """
 
     def __init__(self, f: Callable[..., Any], params: Any, x: Any, has_aux: bool):
@@ -56,9 +58,9 @@ class Block:
         self.y, self.aux = list(closed.out_avals[:n_y]), list(closed.out_avals[n_y:])
         self.y_float = [is_float(aval) for aval in self.y]
         self._backwards: dict[tuple[bool, ...], Backward] = {}  # no cache that outlives the block, with its constants
-        self._run = jax.jit(self.evaluate)
-        self._differentiable = jax.custom_vjp(self._run)
-        self._differentiable.defvjp(self._keep, self._back, symbolic_zeros=True)
+        self.run = jax.jit(self.evaluate)
+        self.keep = jax.custom_vjp(self.run)
+        self.keep.defvjp(self._keep, self._back, symbolic_zeros=True)
 
     def _flat(self, inputs: Arrays) -> Arrays:
         n = len(self.consts)
@@ -68,14 +70,6 @@ class Block:
         """(y, aux), traced into the program that calls it."""
         out = self._flat([*p, *x])
         return out[: len(self.y)], out[len(self.y) :]
-
-    def run(self, p: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
-        """(y, aux). This must not be differentiated."""
-        return self._run(p, x)
-
-    def keep(self, p: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
-        """(y, aux). Differentiating it keeps what the backward pass needs."""
-        return self._differentiable(p, x)
 
     def handed_on(self, x_mask: Sequence[bool]) -> tuple[bool, ...]:
         """Flags for the leaves of the output: whether they are leaves of the input that `x_mask` marks."""

@@ -15,7 +15,7 @@ from memjax.remat._chain.chain import chain
 from memjax.remat._chain.chain import check_memory as check_memory_of_chain
 from memjax.remat._chain.schedule import ChainSchedule
 from memjax.remat._flax.layers import call, check_layers
-from memjax.remat._flax.rnn import run_cell
+from memjax.remat._flax.rnn import check_inputs, flags_of_call, run_cell
 from memjax.remat._scan.scan import check_memory, scan
 
 
@@ -78,6 +78,10 @@ class RNN(nnx.RNN):
         keep_order: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | None = None,
     ) -> Any:
+        flags = flags_of_call(
+            self, return_carry=return_carry, time_major=time_major, reverse=reverse, keep_order=keep_order
+        )
+        check_inputs(inputs, self.cell.num_feature_axes)
         rngs = self.rngs if rngs is None else rngs
         return run_cell(
             self._scan,
@@ -87,10 +91,7 @@ class RNN(nnx.RNN):
             self.cell.num_feature_axes,
             seq_lengths,
             flip_sequences,
-            return_carry=self.return_carry if return_carry is None else return_carry,
-            time_major=self.time_major if time_major is None else time_major,
-            reverse=self.reverse if reverse is None else reverse,
-            keep_order=self.keep_order if keep_order is None else keep_order,
+            **flags,
         )
 
     def _scan(self, wrap: Callable[..., Any], carry: Any, xs: Any, reverse: bool) -> tuple[Any, Any]:
