@@ -127,17 +127,18 @@ def vocabulary_chunk(operands: Operands, options: Options, chunk: int | None) ->
 
 
 def for_chunks(body: Callable[[Any, Any, int], Any], carry: Any, stop: int, chunk: int) -> Any:
-    """`carry = body(carry, start, size)` over [0, stop): first what does not fill a chunk, or one chunk, then
-    one loop of equal chunks. Sums may start in the first step: the carry's structure is fixed only from then
-    on."""
+    """`carry = body(carry, start, size)` over [0, stop): first what does not fill a chunk, or one chunk, then equal chunks.
+
+    The equal chunks are one loop. Sums may start in the first step: only from then on the structure of the carry is fixed.
+    """
     first = stop % chunk or min(chunk, stop)
     carry = body(carry, 0, first)
-    rest = (stop - first) // chunk
-    if rest == 1:
+    equal = (stop - first) // chunk
+    if equal == 1:
         carry = body(carry, after(carry, first), chunk)
-    elif rest > 1:
+    elif equal > 1:
         carry, _ = lax.scan(
-            lambda c, i: (body(c, first + i * chunk, chunk), None), carry, jnp.arange(rest, dtype=jnp.int32)
+            lambda c, i: (body(c, first + i * chunk, chunk), None), carry, jnp.arange(equal, dtype=jnp.int32)
         )
     return carry
 

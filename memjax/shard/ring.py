@@ -131,9 +131,9 @@ def collect(
         if size > 2:
             carry, _, sums = step(carry, block, sums, size - 1, None)
         # Nothing is computed from the own block earlier, and held.
-        carry, sums, index, own = lax.optimization_barrier((carry, sums, index, moving))
-        following = piece(own, (index + 1) % count) if count > 1 else None
-        carry, block, sums = lax.optimization_barrier(step(carry, piece(own, index), sums, 0, following))
+        carry, sums, index, own_block = lax.optimization_barrier((carry, sums, index, moving))
+        following = piece(own_block, (index + 1) % count) if count > 1 else None
+        carry, block, sums = lax.optimization_barrier(step(carry, piece(own_block, index), sums, 0, following))
         return (carry, block), cast(sums)
 
     cast = lambda sums: jax.tree.map(lambda a: a.astype(dtype), sums)

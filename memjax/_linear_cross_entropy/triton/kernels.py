@@ -208,9 +208,9 @@ def _exchange(shares, arrived, maximum, total, part, PARTS: tl.constexpr, PADDED
         here = tl.atomic_add(arrived, 0, sem="acquire")
     p = tl.arange(0, PADDED)
     # Not through the first level of cache, which may hold what was there before.
-    found = tl.load(shares + p, mask=p < PARTS, other=0, cache_modifier=".cg")
-    maxima = tl.where(p < PARTS, (found >> 32).to(tl.int32).to(tl.float32, bitcast=True), -float("inf"))
-    totals = found.to(tl.int32).to(tl.float32, bitcast=True)
+    loaded = tl.load(shares + p, mask=p < PARTS, other=0, cache_modifier=".cg")
+    maxima = tl.where(p < PARTS, (loaded >> 32).to(tl.int32).to(tl.float32, bitcast=True), -float("inf"))
+    totals = loaded.to(tl.int32).to(tl.float32, bitcast=True)
     maximum = tl.max(maxima, 0)
     return maximum, tl.sum(totals * tl.exp(maxima - _finite(maximum)), 0)
 
@@ -236,15 +236,15 @@ def stats_and_gradient_kernel(
     label, weight = tl.load(labels + i), tl.load(scale + i)
     inside = (label >= part * BLOCK) & (label < min((part + 1) * BLOCK, WIDTH))
     at_label = _logits(row, bias, label, inside, True, HAS_BIAS, SCALE, CAP)
-    own = tl.max(z, 0)
-    e = _exp(z, _finite(own))
-    maximum, total = own, tl.sum(e, 0)
+    part_maximum = tl.max(z, 0)
+    e = _exp(z, _finite(part_maximum))
+    maximum, total = part_maximum, tl.sum(e, 0)
     if PARTS > 1:
         shares = shares.to(tl.pointer_type(tl.int64)) + i * PARTS
-        maximum, total = _exchange(shares, arrived + i, own, total, part, PARTS, PADDED)
+        maximum, total = _exchange(shares, arrived + i, part_maximum, total, part, PARTS, PADDED)
     lse = maximum + tl.log(total)
     common = (1.0 + 2.0 * Z_LOSS * lse) * (weight * SCALE)
-    d = e * (tl.exp(_finite(own) - lse) * common) - SPREAD * (weight * SCALE)
+    d = e * (tl.exp(_finite(part_maximum) - lse) * common) - SPREAD * (weight * SCALE)
     if CAP > 0.0:
         d *= 1.0 - (z / CAP) * (z / CAP)
     d = _counted(d, weight)
@@ -260,4 +260,4 @@ def stats_and_gradient_kernel(
         tl.store(plain_out + part * TOKENS + i, tl.sum(tl.where(mask, z, 0.0), 0))
     if AUX:
         moment = tl.sum(tl.where(e == 0.0, 0.0, e * z), 0)
-        tl.store(moment_out + part * TOKENS + i, moment * tl.exp(own - _finite(maximum)))
+        tl.store(moment_out + part * TOKENS + i, moment * tl.exp(part_maximum - _finite(maximum)))
