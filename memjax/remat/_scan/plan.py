@@ -85,7 +85,8 @@ class Plan:
     def scrap(self) -> int:
         """The row after the slots for residuals."""
         assert self.schedule is not None
-        return _scrap(self.schedule)
+        # With "internal" the slots include the working core.
+        return self.schedule.peak_slots - (self.schedule.strategy == "internal")
 
     @property
     def tail_among_slots(self) -> bool:
@@ -96,7 +97,7 @@ class Plan:
     def moves(self) -> Moves:
         """The schedule's tables."""
         assert self.schedule is not None
-        return _moves(self.schedule)
+        return _moves(self.schedule, self.scrap)
 
     @property
     def forward_steps(self) -> int:
@@ -113,17 +114,11 @@ class Plan:
         return self.length + blocks_again * self.block
 
 
-def _scrap(plan: Schedule) -> int:
-    # With "internal" the slots include the working core.
-    return plan.peak_slots - (1 if plan.strategy == "internal" else 0)
-
-
-def _moves(plan: Schedule) -> Moves:
+def _moves(plan: Schedule, scrap: int) -> Moves:
     """The schedule's actions as tables. The units of its slots are the rows."""
     # With "internal" the first state has no slot, but it takes the first row for states.
     first = 1 if plan.strategy == "internal" else 0
     spare, last = plan.peak_slots, plan.length - 1
-    scrap = _scrap(plan)
     stored, kept = np.full(last, spare), np.full(last, scrap)
     stored[:1] = 0
     ahead, ahead_kept, back = array.array("i"), array.array("i"), array.array("i")
