@@ -162,13 +162,13 @@ def _call(f: Callable[..., Any], arguments: Any, leaf_axes: list[int | None], op
         return flat(shared_arrays, arrays)
     shapes = [array.shape for array in arrays]
     tile = min(options.tile, length) if options.tile is not None else default_tile(length, shapes, axes)
-    programs = {size: _Program(flat, shared_arrays, arrays, axes, size) for size in {tile, length % tile or tile}}
-    program = programs[tile]
+    traced = functools.cache(lambda size: _Program(flat, shared_arrays, arrays, axes, size))
+    program = traced(tile)
     out_axes = _per_leaf("out_axes", options.out_axes, program.out_tree_example())
-    out_axes = program.checked_axes(out_axes, tile)
+    out_axes = program.checked_axes(out_axes)
     if options.check:
-        _refuse_mixing(f, flat, shared_arrays, arrays, axes, out_axes, tile, length, programs)
-
+        _refuse_mixing(f, traced, out_axes, tile, length)
+    programs = {size: traced(size) for size in {tile, length % tile or tile}}
     constants: Arrays = []
     for each in programs.values():
         each.take(constants)
@@ -203,12 +203,14 @@ class _Program:
         self.closed, shapes = jax.make_jaxpr(flat, return_shape=True)(shared_arrays, _resized(arrays, axes, size))
         self.out_tree = jax.tree.structure(shapes)
         self.out_types = [aval.update(weak_type=False) for aval in self.closed.out_avals]
-        self._positions: list[int] = []
+        self._size, self._constants = size, list[int]()
+        self._states: list[State] = [shared(value.shape) for value in shared_arrays]
+        self._states += [Positions(axis, 1) for axis in axes]
 
     def out_tree_example(self) -> Any:
         return jax.tree.unflatten(self.out_tree, self.out_types)
 
-    def checked_axes(self, out_axes: list[int | None], tile: int) -> list[int | None]:
+    def checked_axes(self, out_axes: list[int | None]) -> list[int | None]:
         """The axes, counted from the first. Raises for one that a result does not have, or that is not as long as a tile."""
         checked: list[int | None] = []
         for aval, axis in zip(self.out_types, out_axes, strict=True):
@@ -222,11 +224,17 @@ class _Program:
             if not -aval.ndim <= axis < aval.ndim:
                 raise _check.fail(ValueError, "out_axes", f"axes of the results, here {aval.str_short()}", axis)
             axis %= aval.ndim
-            if aval.shape[axis] != tile:
-                wanted = f"the axes that hold positions ({tile} in a tile), here of {aval.str_short()}"
+            if aval.shape[axis] != self._size:
+                wanted = f"the axes that hold positions ({self._size} in a tile), here of {aval.str_short()}"
                 raise _check.fail(ValueError, "out_axes", wanted, axis, "None adds results of tiles up")
             checked.append(axis)
         return checked
+
+    def check_results(self, out_axes: Sequence[int | None]) -> None:
+        """Raises Mixed unless the results have their positions where `out_axes` say."""
+        states = walk(self.closed.jaxpr, self._states, self._size, may_sum=None in out_axes)
+        for i, (state, axis) in enumerate(zip(states, out_axes, strict=True)):
+            _check_result(i, state, axis)
 
     def take(self, constants: Arrays) -> None:
         """Adds the program's constants to `constants`, each array once."""
@@ -235,10 +243,10 @@ class _Program:
             if not known:
                 constants.append(value if isinstance(value, jax.Array) else jnp.asarray(value))
                 known = [len(constants) - 1]
-            self._positions.append(known[0])
+            self._constants.append(known[0])
 
     def __call__(self, constants: Arrays, shared_arrays: Arrays, tiles: Arrays) -> Arrays:
-        program_constants = [constants[i] for i in self._positions]
+        program_constants = [constants[i] for i in self._constants]
         return evaluate(self.closed.jaxpr, program_constants, [*shared_arrays, *tiles], differentiable=True)
 
 
@@ -252,29 +260,18 @@ def _resized(arrays: Arrays, axes: Sequence[int], size: int) -> list[Any]:
 
 def _refuse_mixing(
     f: Callable[..., Any],
-    flat: Callable[..., Any],
-    shared_arrays: Arrays,
-    arrays: Arrays,
-    axes: Sequence[int],
+    traced: Callable[[int], _Program],
     out_axes: Sequence[int | None],
     tile: int,
     length: int,
-    programs: dict[int, _Program],
 ) -> None:
-    """Raises ValueError if `f` mixes positions."""
+    """Raises ValueError if `f` mixes positions. `traced` gives its program for a number of positions."""
     lengths = (tile, length) if 1 < tile < length else (max(length, 2), 2 * max(length, 2))
     name = getattr(f, "__qualname__", None) or repr(f)
     try:
-        first, second = (
-            programs[size] if size in programs else _Program(flat, shared_arrays, arrays, axes, size)
-            for size in lengths
-        )
-        for size, program in zip(lengths, (first, second), strict=True):
-            states: list[State] = [shared(value.shape) for value in shared_arrays]
-            states += [Positions(axis, 1) for axis in axes]
-            states_out = walk(program.closed.jaxpr, states, size, may_sum=None in out_axes)
-            for i, (state, axis) in enumerate(zip(states_out, out_axes, strict=True)):
-                _check_result(i, state, axis)
+        first, second = map(traced, lengths)
+        for program in (first, second):
+            program.check_results(out_axes)
         check_same(first.closed.jaxpr, second.closed.jaxpr)
         check_same_constants(first.closed.consts, second.closed.consts)
     except Mixed as reason:
