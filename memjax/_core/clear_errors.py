@@ -1,4 +1,4 @@
-"""What tracing and compiling a user's function can raise, said so that the user knows what to change."""
+"""Errors of tracing and compiling a user's function, reworded so that they say what to change."""
 
 import contextlib
 from collections.abc import Callable, Iterator

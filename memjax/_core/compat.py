@@ -1,7 +1,7 @@
-"""What JAX keeps changing, each behind one function: a release that moves or renames something is work in this file.
+"""What JAX keeps changing, each behind one function. When a release moves or renames something, change this file.
 
-The private modules of JAX that kernels are made with are imported in two more places, for each is an import of much that
-may be missing: `memjax.compress._error_bounded.kernels.kernel_memory` and `memjax.shard._attention_cudnn`.
+JAX's private modules, which kernels are made with, are imported in two more places, since each import is large and may fail:
+`memjax.compress._error_bounded.kernels.kernel_memory` and `memjax.shard._attention_cudnn`.
 """
 
 from __future__ import annotations

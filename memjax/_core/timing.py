@@ -1,4 +1,4 @@
-"""Time by the clock."""
+"""How long calls take."""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""`linear_cross_entropy`: arguments checked, tokens flattened, an implementation chosen, losses reduced."""
+"""`linear_cross_entropy`: the loss log sum exp(l) - l_label of logits l = x w^T that are never all held.
+
+Here arguments are checked, tokens flattened, an implementation chosen, and losses reduced.
+"""
 
 from __future__ import annotations
 

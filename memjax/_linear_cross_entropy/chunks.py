@@ -1,4 +1,4 @@
-"""A chunk of products to statistics or gradients: by Triton kernels where they apply, else by `rows`."""
+"""Statistics and gradients of a chunk of products: by Triton kernels where they apply, else by `rows`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""The fewest bytes to keep from a step so that the rest follows without its expensive operations.
+"""The fewest bytes to keep from a step so that its residuals follow without its expensive operations.
 
-A step's residuals, as reverse-mode differentiation wants them, are redundant: an LSTM keeps gates, their
-derivatives and tanh of the state, where the sum going into the gates gives them all. The smallest sufficient
-set of values is a minimum cut between what is not there any more (the carry, and outputs of expensive
-operations) and the residuals.
+The residuals of reverse-mode differentiation are redundant. An LSTM keeps gates, their derivatives and tanh of the state,
+where the sum that goes into the gates gives them all. The smallest sufficient set of values is a minimum cut of the program,
+between the residuals and what is lost: the carry, and outputs of expensive operations.
 """
 
 from __future__ import annotations
