@@ -81,7 +81,7 @@ def stored_bytes(plan, carry, kept):
     The tail's residuals are gone before the first block's are made, so the larger of the two counts; unless the latter have
     rows of their own from the start.
     """
-    states = plan.rows + 1 + sum(plan.levels[1:])
+    states = plan.rows + sum(plan.levels[1:])
     working = max(plan.tail, plan.block if plan.blocks else 0)
     if plan.keeps_residuals and not plan.tail_among_slots:
         working = plan.block + plan.tail

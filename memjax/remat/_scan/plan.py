@@ -71,7 +71,7 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        """Rows of the slots. What nobody reads goes to a row after them."""
+        """Rows of the slots. What nobody reads has the number after them."""
         if self.schedule is not None:
             return self.schedule.peak_slots
         return self.levels[0] if self.levels else 0

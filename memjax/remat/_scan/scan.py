@@ -72,8 +72,8 @@ def scan(
     residuals of the last steps. A step's residuals are the smallest set of values, r bytes, from which its backward
     pass follows without repeating matrix products and the like; what depends on parameters alone is no part of them.
 
-    Memory: `jax.lax.scan` keeps length * r or more. Here `slots` carries and one step's residuals, (slots + 1) s + r;
-    or, by `budget`, blocks of L steps with the state before each: (length / L + 1) s + L r for one more forward pass,
+    Memory: `jax.lax.scan` keeps length * r or more. Here `slots` carries and one step's residuals, slots * s + r;
+    or, by `budget`, blocks of L steps with the state before each: (length / L) s + L r for one more forward pass,
     and less than that for more passes. The step's own working memory and the gradients come on top.
 
     Not supported, where `jax.lax.scan` has it: forward-mode differentiation; `unroll`, as the schedule decides which steps

@@ -4,8 +4,8 @@
 as many of them as they need: that is how the schedules of both kinds of states count memory.
 
 Buffers are lists of arrays whose first axis is the row. Values are lists of arrays: a state, or the residuals of one block,
-whose first axis is the step. After the rows of the slots there is room for one more state, or for the residuals of one more
-block. What is never read goes there.
+whose first axis is the step. Residuals that are never read go to a row after those of the slots. A state that is never read
+is not written: it can be large (a layer's input over a long sequence), so there is no row for it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from memjax.remat._scan.step import ArrayType
 
 
 class Separate:
-    """`rows` rows for states and one more, and `residuals` rows for residuals, of which nobody reads the last."""
+    """`rows` rows for states, and `residuals` rows for residuals, of which nobody reads the last."""
 
     def __init__(self, carry: Sequence[Any], kept: Sequence[Any], block: int, rows: int, residuals: int):
         self.carry, self.kept_types, self.block = list(carry), list(kept), block
@@ -35,14 +35,23 @@ class Separate:
 
     def new(self, init: Arrays) -> Arrays:
         """Buffers, with `init` for every state."""
-        states = [jnp.broadcast_to(leaf, (self.rows + 1, *leaf.shape)) for leaf in init]
+        states = [jnp.broadcast_to(leaf, (self.rows, *leaf.shape)) for leaf in init]
         if not self.residuals:
             return states
         return states + [zeros(aval, (self.residuals, self.block)) for aval in self.kept_types]
 
     def put_state(self, buffers: Arrays, row: Any, state: Arrays) -> Arrays:
         n = len(self.carry)
-        return [*map(put, buffers[:n], state, [row] * n), *buffers[n:]]
+        return [*(self._put(*pair, row) for pair in zip(buffers[:n], state, strict=True)), *buffers[n:]]
+
+    def _put(self, buffer: Any, state: Any, row: Any) -> Any:
+        """The buffer with the state in that row. Past the last row: as it is, by writing what is in a row there again,
+
+        since a branch would copy the buffer.
+        """
+        exists = row < self.rows
+        row = jnp.where(exists, row, 0)
+        return put(buffer, jnp.where(exists, state, at(buffer, row)), row)
 
     def state(self, buffers: Arrays, row: Any) -> Arrays:
         return [at(buffer, row) for buffer in buffers[: len(self.carry)]]
