@@ -10,7 +10,7 @@ ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text()
 PRIVATE_JAX = {
     "memjax._core.compat",
     "memjax.compress._error_bounded.kernels.kernel_memory",
-    "memjax.shard._attention_cudnn",
+    "memjax._attention.cudnn",
 }
 
 

@@ -11,13 +11,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Float, Int
 
+from memjax._attention import block as blocks
+from memjax._attention import choice
+from memjax._attention.block import Options, Tokens
 from memjax._core import check as _check
 from memjax._core.arrays import accumulator, vary, varying_axes
 from memjax._core.derivatives import forward_mode_message, refusing_forward_mode
-from memjax.shard import _attention_block as blocks
 from memjax.shard import _attention_check as check
 from memjax.shard import ring
-from memjax.shard._attention_block import Options, Tokens
 from memjax.shard._layout import positions
 
 Array = jax.Array
@@ -128,7 +129,7 @@ def _of_tokens(
 ) -> Array:
     if choices["scale"] is None:
         choices["scale"] = q.shape[-1] ** -0.5
-    choices["implementation"] = check.implementation(
+    choices["implementation"] = choice.implementation(
         choices["implementation"], q, segment_ids, choices["window"], choices["softcap"]
     )
     if segment_ids is not None:
@@ -200,7 +201,7 @@ def _ring_forward(options: Options, q: Array, k: Array, v: Array, segments: Arra
     def body(carry: Any, block: Any, step: Any) -> Any:
         (k, v), seen = block
         columns = where.source(step, seen)
-        attend = partial(_implementation(options).forward, options)
+        attend = partial(choice.kernels(options.implementation).forward, options)
         if carry is None:  # this device's own block
             return attend(q, k, v, where.rows, columns, True)
         o, lse = carry
@@ -230,7 +231,7 @@ def _ring_backward(
     def body(dq: Any, block: Any, step: Any) -> tuple[Any, Any]:
         (k, v), seen = block
         columns = where.source(step, seen)
-        gradients = partial(_implementation(options).backward, options)
+        gradients = partial(choice.kernels(options.implementation).backward, options)
 
         def whole() -> tuple[Any, Any]:
             diagonal = isinstance(step, int) and step == 0
@@ -317,11 +318,3 @@ def _selected(first: Array, a: Array, b: Array) -> Array:
 def _replaced(a: Array, new: Array, index: Any, axis: int) -> Array:
     """`a` with `new` in place of a part. This is not `a.at[part].set(new)`, which is a scatter."""
     return lax.dynamic_update_slice_in_dim(a, new, index * new.shape[axis], axis)
-
-
-def _implementation(options: Options) -> Any:
-    if options.implementation == "jnp":
-        return blocks
-    from memjax.shard import _attention_cudnn
-
-    return _attention_cudnn

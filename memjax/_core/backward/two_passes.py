@@ -29,6 +29,7 @@ class Backward:
 
     Attributes:
       kept: types of what `keep` returns for `back`.
+      kept_outputs: for each output its place in `kept`, None where it is not kept.
       kept_nbytes: their bytes.
     """
 
@@ -64,6 +65,8 @@ class Backward:
         self._keep = Part(jaxpr, [*jaxpr.constvars, *jaxpr.invars], [*self._outs, *self._kept], effects=True)
         self._rebuild = Part(jaxpr, [*jaxpr.constvars, *available, *self._kept], residuals, effects=False)
         self.kept = [var.aval for var in self._kept]
+        places = {var: i for i, var in enumerate(self._kept)}
+        self.kept_outputs = [None if is_literal(var) else places.get(var) for var in self._outs]
         self.kept_nbytes = sum(map(nbytes, self.kept))
 
     def keep(self, inputs: Arrays) -> tuple[Arrays, Arrays]:
