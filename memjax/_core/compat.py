@@ -23,7 +23,7 @@ _TRANSFORM = re.compile(r"\w+\(|\)")
 
 def varying(aval: Any) -> frozenset[str]:
     """Mesh axes over which values of this type differ, inside a `jax.shard_map` that tracks it."""
-    return frozenset(aval.manual_axis_type.varying)
+    return frozenset(aval.manual_axis_type.varying) if aval.manual_axis_type is not None else frozenset()
 
 
 def varying_like(aval: Any, shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:

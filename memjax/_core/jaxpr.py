@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from memjax._core.arrays import vary
 from memjax._core.compat import nested, scope, settings
-from memjax._core.primitives import CUSTOM_CALLS, PLAIN_CALLS
+from memjax._core.primitives import CUSTOM_CALLS, PLAIN_CALLS, REPLICATIONS
 
 
 def nbytes(aval: Any) -> int:
@@ -77,6 +78,9 @@ def inside(eqn: Any) -> Iterator[None]:
 def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     """The equation's outputs for these inputs, in its scope."""
     params = eqn.primitive.get_bind_params(eqn.params)
+    if eqn.primitive.name in REPLICATIONS:
+        # A value that stands for a constant may vary already.
+        return [vary(value, frozenset(params["axes"])) for value in values]
     with inside(eqn):
         out = eqn.primitive.bind(*values, **params)
     return list(out) if eqn.primitive.multiple_results else [out]

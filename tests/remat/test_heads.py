@@ -89,6 +89,17 @@ def test_composes(x64):
     )
 
 
+@pytest.mark.parametrize("keep_attention", [False, True])
+def test_examples_on_two_devices(x64, keep_attention):
+    """The kernels, and what the functions close over, are the same on both."""
+    x, *layer = arguments()
+    examples, same = jax.P("data"), (jax.P(),) * len(layer)
+    run = functools.partial(in_groups, keep_attention=keep_attention)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    sharded = jax.shard_map(run, mesh=mesh, in_specs=(examples, *same), out_specs=examples)
+    close(jax.jit(functools.partial(gradients, sharded))(x, *layer), gradients(at_once, x, *layer))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

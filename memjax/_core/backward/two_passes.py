@@ -9,6 +9,7 @@ import jax
 
 from memjax._core.backward.min_cut import smallest_kept
 from memjax._core.backward.partition import Part
+from memjax._core.compat import varying
 from memjax._core.jaxpr import is_literal, nbytes
 from memjax._core.lists import Arrays, drop, merge, pick
 
@@ -46,6 +47,7 @@ class Backward:
         self.wrt, self.out_float = list(wrt), list(out_float)
         invariant = [False] * len(inputs) if invariant is None else invariant
         lost = [False] * len(inputs) if lost is None else lost
+        self._varying = [varying(aval) for aval in inputs]
 
         def forward(*values):
             def floats(chosen):
@@ -71,6 +73,8 @@ class Backward:
 
     def keep(self, inputs: Arrays) -> tuple[Arrays, Arrays]:
         """(outputs, kept)."""
+        # Sums over devices are part of the program, so it is wrong by a factor for values that vary over other axes.
+        assert [varying(jax.typeof(value)) for value in inputs] == self._varying, "inputs vary over other mesh axes"
         out = self._keep([*self._consts, *inputs])
         return out[: len(self._outs)], out[len(self._outs) :]
 

@@ -135,7 +135,8 @@ class _Layer:
         self._attend = Hoisted(attend, *qkv)
         self.constants = [*self._project.constants, *self._attend.constants]
         self._n = len(self._project.constants)
-        types = [*map(jax.typeof, self._attend.constants), *qkv]
+        # As varying as where they are used: the sum over devices of their gradients is then taken once, outside.
+        types = [*map(jax.typeof, vary(self._attend.constants, varying_axes(x))), *qkv]
         self._attention = Backward(
             lambda values: [self._attend(values[:-3], *values[-3:])], types, list(map(is_float, types)), [True]
         )
