@@ -67,7 +67,7 @@ def _takes(f: Callable[..., Any], arguments: int) -> bool:
 
 
 def dtype(name: str, value: Any, *, floating: bool = False, fix: str = "pass jnp.float32, for example") -> Any:
-    """What numpy takes for a dtype of numbers, as such; None is none, and an array is none."""
+    """A dtype of numbers from what NumPy takes for one. None and arrays are refused."""
     try:
         known = None if value is None or is_array(value) else jnp.dtype(value)
     except TypeError:
@@ -188,7 +188,7 @@ def arrays(name: str, tree: Any) -> Any:
 
 
 def exactly_one(**options: Any) -> None:
-    """That one of these options is not None, and only one."""
+    """Raises unless one of these options is not None, and only one."""
     if sum(value is not None for value in options.values()) != 1:
         values = " and ".join(f"{name}={shown(value)}" for name, value in options.items())
         raise ValueError(f"give exactly one of {' and '.join(options)}, got {values}")
@@ -230,8 +230,7 @@ def axis_size(name: str, value: Any) -> int:
 
 
 def sharded(name: str, value: Any, axis_name: str) -> None:
-    """That `value` is a part of its own on every device of the axis, as far as JAX can tell: `shard_map(check_vma=False)`
-    tracks nothing, and there this finds nothing."""
+    """Raises if JAX knows that `value` is the same on all devices of the axis. With `check_vma=False` it does not know."""
     local(name, value)
     size = jax.lax.axis_size(axis_name)
     tracked = axis_name in varying(jax.typeof(jax.lax.axis_index(axis_name)))
@@ -254,8 +253,7 @@ def same(name: str, value: Any, axis_name: str) -> None:
 
 
 def local(name: str, value: Any) -> None:
-    """That `value` is this device's own array: that no axis of an explicit mesh, which a surrounding `jax.shard_map` has left
-    out, shards it still."""
+    """Raises if an axis of an explicit mesh, which a surrounding `jax.shard_map` has left out, still shards `value`."""
     axes = [axis for axis in jax.typeof(value).sharding.spec if axis is not None]
     if axes:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What tracing and compiling a user's function can raise, said so that the user knows what to change."""
+"""Errors of tracing and compiling a user's function, reworded so that they say what to change."""
 
 import contextlib
 import inspect
@@ -31,10 +31,10 @@ _VALUE_FIX = (
 
 @contextlib.contextmanager
 def value_errors(name: str, fn: Any) -> Iterator[None]:
-    """Says of the argument `name`, which is `fn`, that it needs the value of what JAX traces, if that is why tracing fails."""
+    """Explains errors of tracing that come from needing the value of an array. `fn` is the value of the argument `name`."""
     try:
         yield
-    except (TypeError, ValueError) as error:  # which those of `_NEEDS_VALUES` are
+    except (TypeError, ValueError, IndexError) as error:  # which those of `_NEEDS_VALUES` are
         said = str(error)
         is_unhashable = "unhashable type" in said and "Tracer" in said
         if not (isinstance(error, _NEEDS_VALUES) or is_unhashable or said.startswith(_SHAPES)):
@@ -91,19 +91,17 @@ def argument_errors(f: Any, args: Sequence, kwargs: dict[str, Any], static: Sequ
 
 @contextlib.contextmanager
 def trace_errors(fn: Callable) -> Iterator[None]:
+    """Says why `fn` cannot be traced, where the user can change that."""
     try:
-        yield
+        with value_errors("fn", fn):
+            yield
     except flax.errors.TraceContextError as error:
         fix = "it changes a Flax NNX object that it closes over; make the object an argument"
         raise _because(error, check.fail(TypeError, "fn", _WANTED, fn, fix)) from error
     except jax.errors.UnexpectedTracerError as error:
         raise _because(error, check.fail(TypeError, "fn", _WANTED, fn, _LEAK_FIX)) from error
-    except _NEEDS_VALUES as error:
-        raise _because(error, check.fail(TypeError, "fn", _WANTED, fn, _VALUE_FIX)) from error
     except TypeError as error:
         said = str(error)
-        if said.startswith(_SHAPES):
-            raise _because(error, check.fail(TypeError, "fn", _WANTED, fn, _VALUE_FIX)) from error
         if not said.startswith(("Error interpreting argument to", "Cannot interpret value of type")):
             raise
         raise TypeError(
@@ -113,7 +111,7 @@ def trace_errors(fn: Callable) -> Iterator[None]:
 
 
 def refuse_leaks(fn: Callable, traced: Any) -> None:
-    """JAX makes the values of other traces additional inputs, and complains only when the program runs."""
+    """Raises if `fn` uses values of other traces. JAX makes them additional inputs, and complains only when the program runs."""
     if len(traced.jaxpr.in_avals) > traced.in_tree.num_leaves:
         raise check.fail(TypeError, "fn", _WANTED, fn, _LEAK_FIX)
 

@@ -53,8 +53,8 @@ def arrays(x: Any, w: Any, labels: Any, layout: Any, bias: Any, weights: Any, cl
     """Shapes and dtypes; returns the size of the vocabulary over all `devices` that share it."""
     for name, a in (("x", x), ("w", w), ("labels", labels)):
         check.array(name, a)
-    given = (("x", x), ("w", w), ("bias", bias), ("weights", weights), ("class_weights", class_weights))
-    for name, a in given:
+    floats = (("x", x), ("w", w), ("bias", bias), ("weights", weights), ("class_weights", class_weights))
+    for name, a in floats:
         if a is not None:
             check.array(name, a, floating=True)
     if layout not in ("vd", "dv"):
@@ -97,7 +97,7 @@ def arrays(x: Any, w: Any, labels: Any, layout: Any, bias: Any, weights: Any, cl
 def sharded(
     axes: tuple[str, ...], token_axes: tuple[str, ...], x: Any, w: Any, labels: Any, bias: Any, soft: bool
 ) -> None:
-    """That what is to differ between devices does."""
+    """Raises unless what is to differ between devices does."""
     if set(axes) & set(token_axes):
         wanted = f"other mesh axes than axis_name's {axes}, over which all devices have the same tokens"
         raise check.fail(
@@ -171,7 +171,7 @@ def implementation(name: str | None, reduction: Any, dtype: Any) -> tuple[str | 
 
 
 def suited(operands: Operands, options: Options) -> None:
-    """That the Mosaic kernels apply, where nothing else may be used."""
+    """Raises unless the Mosaic kernels apply, where nothing else may be used."""
     if options.kernels == ("mosaic",):
         from memjax._linear_cross_entropy.mosaic import hopper
 

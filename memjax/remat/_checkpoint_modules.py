@@ -38,7 +38,7 @@ def linen_class(wrap: Wrap, cls: type[nn.Module], static: tuple[int, ...]) -> ty
 
 
 def linen_instance(wrap: Wrap, module: nn.Module, static: tuple[int, ...]) -> nn.Module:
-    """The module with the class that `linen_class` gives; bound where it is."""
+    """The module as an instance of the class that `linen_class` gives, bound to variables if the module is."""
     cls = linen_class(wrap, type(module), static)
     if module.scope is None and not isinstance(module.parent, nn.Module):
         fields = [field.name for field in dataclasses.fields(module) if field.init and field.name != "parent"]
@@ -83,7 +83,7 @@ def nnx_class(wrap: Wrap, cls: type[nnx.Module], static: tuple[int, ...]) -> typ
 
 
 def nnx_instance(wrap: Wrap, module: nnx.Module, static: tuple[int, ...]) -> nnx.Module:
-    """A module with the class that `nnx_class` gives and the same variables, shared."""
+    """An instance of the class that `nnx_class` gives, which shares the variables of the module."""
     copy = object.__new__(nnx_class(wrap, type(module), static))
     vars(copy).update(vars(module))
     return copy

@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from memjax._core import check
+from memjax._core.arrays import accumulator
 from memjax._core.derivatives import refusing_forward_mode
 from memjax.remat._dense import triton
 from memjax.remat._dense.plain import plain
@@ -69,7 +70,7 @@ def dense_block(
       TypeError: if `x` is not floating point.
     """
     check.choice("keep", keep, KEEP)
-    check.choice("implementation", implementation, (None, "xla", "triton"))
+    check.choice("implementation", implementation, _IMPLEMENTATIONS)
     for name, value, kind in (
         ("spec", spec, DenseSpec),
         ("params", params, DenseParams),
@@ -153,7 +154,7 @@ class DenseBlock(nnx.Module):
     ):
         spec = DenseSpec(in_features, growth_rate, num_layers, bottleneck, epsilon, dropout_rate)
         check.choice("keep", keep, KEEP)
-        check.choice("implementation", implementation, (None, "xla", "triton"))
+        check.choice("implementation", implementation, _IMPLEMENTATIONS)
         momentum = check.number("momentum", momentum, least=0, below=1)
         check.dtype("param_dtype", param_dtype, floating=True)
         if dtype is not None:
@@ -171,7 +172,7 @@ class DenseBlock(nnx.Module):
         fan_in = jnp.concatenate([jnp.full(spec.channels(i), spec.channels(i)) for i in range(spec.num_layers)])
         deviation = jnp.sqrt(2 / fan_in.astype(param_dtype))
         normal = lambda *shape: jax.random.normal(rngs.params(), shape, param_dtype)
-        wide = jnp.float64 if param_dtype == jnp.float64 else jnp.float32
+        wide = accumulator(param_dtype)
         self.scale1 = nnx.Param(jnp.ones(rows, param_dtype))
         self.bias1 = nnx.Param(jnp.zeros(rows, param_dtype))
         consumed = spec.out_features - spec.growth_rate

@@ -15,7 +15,7 @@ from memjax._core.lists import drop, merge, pick
 from memjax.remat._chain.chain import chain
 from memjax.remat._chain.schedule import ChainSchedule
 from memjax.remat._flax.layers import call, check_layers
-from memjax.remat._flax.rnn import check_flags, check_inputs, run_cell
+from memjax.remat._flax.rnn import check_inputs, flags_of_call, run_cell
 from memjax.remat._scan.scan import scan
 
 __all__ = ["RNN", "Chain"]
@@ -54,25 +54,21 @@ class RNN(nn.RNN):
         reverse: bool | None = None,
         keep_order: bool | None = None,
     ) -> Any:
-        options = {
-            "return_carry": self.return_carry if return_carry is None else return_carry,
-            "time_major": self.time_major if time_major is None else time_major,
-            "reverse": self.reverse if reverse is None else reverse,
-            "keep_order": self.keep_order if keep_order is None else keep_order,
-        }
         if not (isinstance(self.cell, nn.Module) and hasattr(self.cell, "num_feature_axes")):
             raise check.fail(
                 TypeError, "cell", "a Flax Linen cell", self.cell, "pass nn.GRUCell(features), for example"
             )
+        flags = flags_of_call(
+            self, return_carry=return_carry, time_major=time_major, reverse=reverse, keep_order=keep_order
+        )
         check_inputs(inputs, self.cell.num_feature_axes)
-        check_flags(**options)
         if not isinstance(self.split_rngs, Mapping):
             raise check.fail(TypeError, "split_rngs", "a dict of names and flags", self.split_rngs)
         if self.variable_axes:
             raise ValueError(f"variable_axes cannot be set, got {self.variable_axes}")
         if self.is_initializing():
             return super().__call__(
-                inputs, initial_carry=initial_carry, init_key=init_key, seq_lengths=seq_lengths, **options
+                inputs, initial_carry=initial_carry, init_key=init_key, seq_lengths=seq_lengths, **flags
             )
         key = jax.random.key(0) if init_key is None else check.prng_key("init_key", init_key)
         return run_cell(
@@ -83,7 +79,7 @@ class RNN(nn.RNN):
             self.cell.num_feature_axes,
             seq_lengths,
             flip_sequences,
-            **options,
+            **flags,
         )
 
     def _scan(self, wrap: Callable[..., Any], carry: Any, xs: Any, reverse: bool) -> tuple[Any, Any]:
@@ -153,8 +149,8 @@ class Chain(nn.Sequential):
                 x = call(layer, x)
             return x
         blocks, params = zip(*map(_block, self.layers), strict=True)
-        x, found = chain(blocks, params, args, budget=self.budget, schedule=self.schedule, has_aux=True)
-        for layer, updates in zip(self.layers, found, strict=True):
+        x, all_updates = chain(blocks, params, args, budget=self.budget, schedule=self.schedule, has_aux=True)
+        for layer, updates in zip(self.layers, all_updates, strict=True):
             for collection, variables in updates.items():
                 for name, value in variables.items():
                     layer.put_variable(collection, name, value)  # type: ignore[attr-defined]

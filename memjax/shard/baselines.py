@@ -57,7 +57,10 @@ def sequence_parallel_mlp(
     w_gate: Array | None = None,
     axis_name: str,
 ) -> Array:
-    """This device's tokens (..., T, D), gathered before the matmuls and scattered after them. Saved: as above."""
+    """This device's tokens (..., T, D), gathered before the matmuls and scattered after them.
+
+    Saved: x, and S F/p entries for each input of the activation and for its output.
+    """
     _check_mlp(x, w_in, w_out, w_gate, activation, axis_name)
     check.sharded("x", x, axis_name)
     return scattered(mlp(gathered_tokens(x, axis_name), w_in, w_out, activation, w_gate), axis_name)

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from chain_cases import close
 from flax import nnx
 
 from memjax import remat
+from tests.remat.chain_cases import close
 
 B, T, F, H = 3, 13, 4, 5
 LENGTHS = np.array([13, 1, 7])

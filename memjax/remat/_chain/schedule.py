@@ -111,9 +111,9 @@ def chain_schedule(costs: Sequence[BlockCost], budget: int | str) -> ChainSchedu
     slower, faster = 0, len(fastest.amounts)  # by bisection: the bytes grow with the units, all but exactly
     while slower < faster:
         middle = (slower + faster) // 2
-        found = result(fastest.items(fastest.amounts[middle]))
-        if found.nbytes <= room:
-            best, slower = min(best, found, key=lambda schedule: schedule.seconds), middle + 1
+        candidate = result(fastest.items(fastest.amounts[middle]))
+        if candidate.nbytes <= room:
+            best, slower = min(best, candidate, key=lambda schedule: schedule.seconds), middle + 1
         else:
             faster = middle
     return best
@@ -125,7 +125,7 @@ def checked_costs(costs: Sequence[BlockCost]) -> list[BlockCost]:
         raise check.fail(TypeError, "costs", "a sequence of BlockCost, one for each block", costs, "see chain_costs")
     if not costs:
         raise ValueError("costs must have one entry for each block, got none: a chain has at least one block")
-    found = []
+    checked = []
     for index, cost in enumerate(costs):
         name = f"costs[{index}]"
         if not isinstance(cost, tuple | list) or not 4 <= len(cost) <= len(BlockCost._fields):
@@ -135,8 +135,8 @@ def checked_costs(costs: Sequence[BlockCost]) -> list[BlockCost]:
             check.integer(f"{name}.{_FIELDS[i]}", cost[i], least=0, what="a number of bytes")
             for i in range(2, len(cost))
         ]
-        found.append(BlockCost(forward, backward, *sizes))
-    return found
+        checked.append(BlockCost(forward, backward, *sizes))
+    return checked
 
 
 def _are_items(items: Any) -> bool:

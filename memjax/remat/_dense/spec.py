@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from memjax._core import check
+from memjax._core.arrays import accumulator
 
 _TERMS = 8  # at least, that one step of `column_sums` adds up
 KEEP = ("all", "convolutions", "features")
@@ -100,11 +101,6 @@ def _check_shapes(name: str, arrays: Any, shapes: Sequence[tuple[int, ...] | Non
             raise check.fail(ValueError, f"{name}.{field}", wanted, a)
 
 
-def check_rate(name: str, rate: Any) -> None:
-    if not 0 <= check.number(name, rate) < 1:
-        raise ValueError(f"{name} must be at least 0 and below 1, got {rate}.")
-
-
 class DenseParams(NamedTuple):
     """Parameters of every layer of a block. R = spec.rows, L = layers, k = growth rate, w = bottleneck * k.
 
@@ -132,11 +128,6 @@ class DenseStatistics(NamedTuple):
     var2: Float[Array, "L w"] | None
 
 
-def statistics_dtype(dtype) -> jnp.dtype:
-    """Statistics are taken in float32, or in float64 where the input is."""
-    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
-
-
 def column_sums(x: Float[Array, "*batch c"]) -> Float[Array, " c"]:
     """Sums over all axes but the last, in steps of few terms each, so that rounding errors hardly grow with their number.
 
@@ -154,7 +145,7 @@ def column_sums(x: Float[Array, "*batch c"]) -> Float[Array, " c"]:
 
 def moments(x: Float[Array, "*batch c"]) -> tuple[Float[Array, " c"], Float[Array, " c"]]:
     """Per-channel mean and variance in one pass over `x`."""
-    wide = x.astype(statistics_dtype(x.dtype))
+    wide = x.astype(accumulator(x.dtype))
     count = math.prod(x.shape[:-1])
     mean = column_sums(wide) / count
     # Rounding may leave a tiny negative number where a channel is constant.
@@ -167,7 +158,7 @@ def norm_relu(x, mean, gain, bias):
 
 
 def dropout(spec: DenseSpec, key, layer, new):
-    """Drop new features of `layer`; the mask depends on `key` and `layer` alone, so that it can be had again."""
+    """Drops new features of `layer`. The mask depends on `key` and `layer` alone, so that it can be made again."""
     if spec.dropout_rate == 0.0:
         return new
     kept = jax.random.bernoulli(jax.random.fold_in(key, layer), 1.0 - spec.dropout_rate, new.shape)

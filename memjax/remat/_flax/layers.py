@@ -13,7 +13,7 @@ from memjax._core.clear_errors import call_errors
 
 
 def check_layers(layers: Any, module: type) -> None:
-    """That all layers are functions or instances of modules."""
+    """Raises unless all layers are functions or instances of modules."""
     if isinstance(layers, str) or not isinstance(layers, Sequence):
         raise check.fail(TypeError, "layers", "a sequence of modules and functions", layers)
     if not layers:

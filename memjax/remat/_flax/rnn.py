@@ -34,8 +34,6 @@ def run_cell(
     `scan(wrap, carry, xs, reverse)` scans `wrap(cell)` over rows of `xs`; `initial_carry(shape)` makes a carry for inputs
     of one step.
     """
-    check_flags(time_major=time_major, return_carry=return_carry, reverse=reverse, keep_order=keep_order)
-    check_inputs(inputs, feature_axes)
     time = 0 if time_major else inputs.ndim - (feature_axes + 1)
     batch_axes = inputs.ndim - feature_axes - 1
     length = inputs.shape[time]
@@ -97,9 +95,10 @@ def check_inputs(inputs: Any, feature_axes: int) -> None:
         )
 
 
-def check_flags(**flags: Any) -> None:
-    for name, value in flags.items():
-        check.flag(name, value)
+def flags_of_call(module: Any, **flags: Any) -> dict[str, bool]:
+    """The flags that a module is called with, checked; those that are None are the module's."""
+    flags = {name: getattr(module, name) if value is None else value for name, value in flags.items()}
+    return {name: check.flag(name, value) for name, value in flags.items()}
 
 
 def _like(mask: jax.Array, x: jax.Array) -> jax.Array:

@@ -44,7 +44,7 @@ class Blocks:
         return self._loop(n, lambda carry, i: (self.step.run(self.consts, carry, self._x(start + i))[0], []), carry)[0]
 
     def emit(self, carry: Arrays, ys: Arrays, start: Any, n: int) -> tuple[Arrays, Arrays]:
-        """(carry, ys): the same, writing outputs."""
+        """(carry, ys) after `n` steps, outputs written into `ys`."""
 
         def body(state, i):
             carry, ys = state
@@ -56,7 +56,7 @@ class Blocks:
     def keep(
         self, backward: StepBackward, carry: Arrays, ys: Arrays, start: Any, n: int
     ) -> tuple[Arrays, Arrays, Arrays]:
-        """(carry, ys, kept): the same, keeping what `back` needs. With no `ys` no outputs are written."""
+        """(carry, ys, kept) after `n` steps, with what `back` needs. Outputs are written unless `ys` is empty."""
 
         def body(state, i):
             carry, ys = state

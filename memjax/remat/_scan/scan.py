@@ -14,7 +14,7 @@ from jax import lax
 
 from memjax._core import check
 from memjax._core.arrays import as_array, is_float, zeros
-from memjax._core.derivatives import differentiated_as, refusing_forward_mode
+from memjax._core.derivatives import Static, differentiated_as, perturbed, refusing_forward_mode
 from memjax._core.lists import Arrays, drop, merge, pick
 from memjax.remat._scan.blocks import Blocks
 from memjax.remat._scan.choose import check_budget, choose, exact
@@ -75,8 +75,8 @@ def scan(
     residuals of the last steps. A step's residuals are the smallest set of values, r bytes, from which its backward
     pass follows without repeating matrix products and the like; what depends on parameters alone is no part of them.
 
-    Memory: `jax.lax.scan` keeps length * r or more. Here `slots` carries and one step's residuals, (slots + 1) s + r;
-    or, by `budget`, blocks of L steps with the state before each: (length / L + 1) s + L r for one more forward pass,
+    Memory: `jax.lax.scan` keeps length * r or more. Here `slots` carries and one step's residuals, slots * s + r;
+    or, by `budget`, blocks of L steps with the state before each: (length / L) s + L r for one more forward pass,
     and less than that for more passes. The step's own working memory and the gradients come on top.
 
     Not supported, where `jax.lax.scan` has it: forward-mode differentiation; a traced `length`, also with
@@ -137,7 +137,7 @@ def scan(
 
 
 def check_memory(slots: int | None, budget: int | str | None) -> tuple[int | None, int | str | None]:
-    """`slots` and `budget`, of which exactly one is given, as Python numbers."""
+    """`slots` and `budget` as Python numbers; exactly one of them must be given."""
     check.exactly_one(slots=slots, budget=budget)
     if slots is not None:
         return check.integer("slots", slots, least=1, what="a number of carries"), None
@@ -159,7 +159,7 @@ def _differentiable(
         return plain(step.run, consts, init, xs)
 
     def run_forward(consts, init, xs):
-        chosen = _Chosen(step, plan, _differentiated(consts), _differentiated(xs))
+        chosen = _Chosen(step, plan, perturbed(consts), perturbed(xs))
         # jax.linearize hands Python numbers on as they are.
         values = [[as_array(argument.value) for argument in group] for group in (consts, init, xs)]
 
@@ -175,7 +175,7 @@ def _differentiable(
         chosen, values, saved = residuals
         backward, wrt = chosen.backward, chosen.wrt
         n_carry = len(step.carry)
-        ct_carry = [_instantiate(ct) for ct in pick(cotangents[0], backward.wrt_carry)]
+        ct_carry = [zeros(ct.aval) if _is_zero(ct) else ct for ct in pick(cotangents[0], backward.wrt_carry)]
         ct_ys = [None if _is_zero(ct) else ct for ct in pick(cotangents[1], backward.out_float[n_carry:])]
 
         def fast(values, saved, ct_carry, ct_ys):
@@ -201,32 +201,20 @@ def _differentiable(
 
 
 @jax.tree_util.register_static
-class _Chosen:
-    """What a gradient is asked for, and how to get it; static, to go from the forward to the backward rule."""
+class _Chosen(Static):
+    """What is differentiated, and how: static, so that it can travel from the forward to the backward rule."""
 
-    def __init__(self, step: Step, plan: Callable[[StepBackward], Plan], consts: list[bool], xs: list[bool]):
-        self.key = (id(step), tuple(consts), tuple(xs))
+    def __init__(
+        self, step: Step, plan: Callable[[StepBackward], Plan], consts: tuple[bool, ...], xs: tuple[bool, ...]
+    ):
+        super().__init__((id(step), consts, xs))
         self.backward = StepBackward(step, consts, xs)
         self.plan = plan(self.backward)
         self.wrt = (self.backward.wrt_consts, self.backward.wrt_carry, self.backward.wrt_x)
 
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Chosen) and self.key == other.key
-
-
-def _differentiated(arguments: list[Any]) -> list[bool]:
-    return [argument.perturbed and is_float(jax.typeof(argument.value)) for argument in arguments]
-
 
 def _is_zero(ct: Any) -> bool:
     return isinstance(ct, jax.custom_derivatives.SymbolicZero)
-
-
-def _instantiate(ct: Any) -> Any:
-    return zeros(ct.aval) if _is_zero(ct) else ct
 
 
 def _length(xs: Any, length: int | None) -> int:

@@ -1,6 +1,6 @@
 """The step of a scan, traced once: run it, run it keeping what its backward pass needs, run it backwards.
 
-All on flat lists of arrays. `consts` are what the step closes over (parameters): the same at every step, so
+Everything is a flat list of arrays. `consts` are what the step closes over (parameters): the same at every step, so
 neither they nor anything that depends on them alone is kept per step.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -21,9 +21,21 @@ from memjax._core.jaxpr import evaluate, nbytes
 from memjax._core.lists import Arrays
 
 
+class ArrayType(NamedTuple):
+    """What two arrays have in common that can stand in for each other."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    varying: frozenset[str]  # the mesh axes of a surrounding `shard_map` that values differ along
+
+    @classmethod
+    def of(cls, aval: Any, leading: tuple[int, ...] = ()) -> ArrayType:
+        return cls((*leading, *aval.shape), aval.dtype, varying(aval))
+
+
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """`f(carry, x) -> (carry, y)`, flat.
+    """`f(carry, x) -> (carry, y)` on flat lists of arrays.
 
     Attributes:
       jaxpr: of (consts, carry, x) to (carry, y).
@@ -47,10 +59,10 @@ class Step:
 
     @functools.cached_property
     def moving(self) -> list[bool]:
-        """Which leaves of the carry change from step to step: the others come out as they went in."""
+        """Flags for the leaves of the carry: whether they change from step to step."""
         n = len(self.carry)
         inputs, outputs = self.jaxpr.invars[:n], self.jaxpr.outvars[:n]
-        return [given is not returned for given, returned in zip(inputs, outputs, strict=True)]
+        return [received is not returned for received, returned in zip(inputs, outputs, strict=True)]
 
     @functools.cached_property
     def carry_nbytes(self) -> int:
@@ -77,7 +89,7 @@ def trace_step(f: Callable[..., Any], init: Any, xs: Any) -> tuple[Step, Arrays]
         if all(new is old for new, old in zip(definite, leaves, strict=True)):
             break
         leaves = definite
-    if any(_essence(jax.typeof(leaf)) != _essence(aval) for leaf, aval in zip(leaves, out, strict=True)):
+    if any(ArrayType.of(jax.typeof(leaf)) != ArrayType.of(aval) for leaf, aval in zip(leaves, out, strict=True)):
         raise _of_jax(f, init, xs)
     step = Step(
         jaxpr=closed.jaxpr,
@@ -99,10 +111,6 @@ def _of_jax(f: Callable[..., Any], init: Any, xs: Any) -> Exception:
     except TypeError as error:
         return error
     return TypeError("f must return (carry, y) with a carry of the structure and types that it got")
-
-
-def _essence(aval: Any) -> tuple[Any, ...]:
-    return aval.shape, aval.dtype, varying(aval)
 
 
 def _as_strong_as(leaf: Any, aval: Any) -> Any:

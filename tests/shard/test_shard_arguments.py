@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from rings import FIRST, ROWS, normal, sharded
 
 from memjax.shard import (
     MetpAttention,
@@ -24,6 +23,7 @@ from memjax.shard import (
     vocab_cross_entropy,
     zigzag,
 )
+from tests.shard.rings import FIRST, ROWS, normal, sharded
 
 X, W_IN, W_OUT = normal((1, 16, 4), (4, 16), (16, 4), dtype=np.float32)
 (Q,) = normal((1, 16, 4, 8), dtype=np.float32)
@@ -89,8 +89,6 @@ def loss(**changes):
 make_mlp = partial(MetpMlp, rngs=nnx.Rngs(0))
 make_attention = partial(MetpAttention, rngs=nnx.Rngs(0))
 mlp_step = partial(overlap.mlp_step, **{"tokens": 1, "dim": 2, "hidden": 4, "size": 1})
-attention_step = partial(overlap.attention_step, **{"tokens": 1, "heads": 2, "kv_heads": 2, "head_dim": 4})
-saved = partial(overlap.saved_bytes, "tp", **{"tokens": 8, "size": 2, "dim": 4, "hidden": 8, "heads": 2, "kv_heads": 2})
 
 CALLS = [
     (mlp, {"x": None}, "x must be an array, got None"),
@@ -145,7 +143,6 @@ CALLS = [
     (baselines.gathered_weight, {"w": X, "axis_name": "rang", "axis": 0}, "axis_name must be an axis of the mesh"),
     (baselines.mlp, {"x": X, "w_in": None, "w_out": W_OUT, "activation": jnp.tanh}, "w_in must be an array, got None"),
     (baselines.mlp, {"x": X, "w_in": W_IN, "w_out": W_OUT, "activation": "gelu"}, "activation must be a function, got"),
-    (overlap.attention_step, {"tokens": 1, "heads": 2, "kv_heads": 3, "head_dim": 4}, "kv_heads must be a divisor"),
     (overlap.measure_matmul, {"dtype": int}, "dtype must be a floating-point dtype, got"),
     (overlap.measure_link, {"devices": [1, 2]}, "devices must be devices of JAX, got"),
     (ulysses, {"layout": "zigzag"}, "options must be options of attention: causal.*, got 'layout'"),
@@ -203,14 +200,13 @@ CALLS = [
     (make_attention, {"dim": 16, "heads": 4, "head_chunks": 3}, "head_chunks must be a divisor"),
     (make_attention, {"dim": 16, "heads": 4, "casual": True}, "options must be options of metp_attention.*'casual'"),
     (make_attention, {"dim": 16, "heads": 4, "dropout_rate": "0"}, "dropout_rate must be a finite number"),
-    (saved, {"tokens": -1}, "tokens must be an integer of at least 1, got -1"),
-    (saved, {"size": None}, "size must be an integer of at least 1, got None"),
     (overlap.measure_link, {"sizes": ()}, "sizes must be a sequence of at least one"),
     (overlap.measure_link, {"sizes": (-8,)}, "sizes must be multiples of 4 bytes of at least 4, got -8"),
     (overlap.measure_matmul, {"size": -1}, "size must be an integer of at least 1, got -1"),
     (mlp_step, {"size": 0}, "size must be an integer of at least 1, got 0"),
+    (mlp_step, {"tokens": -1}, "tokens must be an integer of at least 1, got -1"),
+    (mlp_step, {"size": None}, "size must be an integer of at least 1, got None"),
     (mlp_step, {"gated": "no"}, "gated must be True or False"),
-    (attention_step, {"tokens": 0}, "tokens must be an integer of at least 1"),
     (overlap.Link, {"sizes": (), "bandwidths": ()}, "sizes must be a tuple of at least one number"),
     (overlap.Link, {"sizes": (2, 1), "bandwidths": (1.0, 1.0)}, "sizes must be rising"),
     (overlap.Link, {"sizes": (1, 2), "bandwidths": (1.0,)}, "bandwidths must be 2 numbers"),
