@@ -16,8 +16,15 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
 from memjax._core import check
-from memjax.compress._codecs.codec import bound_of, check_bound, check_code, check_floats, largest_error
-from memjax.compress._codecs.sharded import ShardedCode, decode_parts, encode_parts, explicit_spec
+from memjax.compress._codecs.codec import (
+    OptionalMembers,
+    bound_of,
+    check_bound,
+    check_code,
+    check_floats,
+    largest_error,
+)
+from memjax.compress._codecs.sharded import ShardedCode, decode_parts, encode_parts
 from memjax.compress._error_bounded import reference
 from memjax.compress._error_bounded import tiles as _tiles
 from memjax.compress._error_bounded.kernels import launch
@@ -68,7 +75,7 @@ class ErrorBoundedCode:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ErrorBounded:
+class ErrorBounded(OptionalMembers):
     """Every finite value decodes to one at most `bound` away, always; zeros, NaNs and infinities to themselves.
 
     Signs are kept exactly, unless `keeps_signs` is False: `decoded > 0` wherever `x > 0`, so of an activation after a ReLU it
@@ -115,6 +122,8 @@ class ErrorBounded:
       TypeError: what is encoded is not bfloat16, float16 or float32.
     """
 
+    keeps_zeros = True
+
     bound: Any
     _: dataclasses.KW_ONLY
     bits_per_value: float | None = dataclasses.field(default=None, metadata={"static": True})
@@ -141,13 +150,12 @@ class ErrorBounded:
             packed = _encode(implementation, self._capacity(x), x, exponent)
             return ErrorBoundedCode(packed, exponent, x.shape, np.dtype(x.dtype))
 
-        spec = explicit_spec(x)
-        return encode(x, exponent) if spec is None else encode_parts(encode, x, exponent, spec)
+        return encode_parts(encode, x, exponent)
 
     def decode(self, code: ErrorBoundedCode | ShardedCode) -> Float[Array, "..."]:
         check_code(self, code, ErrorBoundedCode, ShardedCode)
         decode = functools.partial(_decode, self._implementation(), self.keeps_signs)
-        return decode_parts(decode, code) if isinstance(code, ShardedCode) else decode(code)
+        return decode_parts(decode, code)
 
     def nbytes(self, aval: Any) -> int:
         if not hasattr(aval, "shape"):
@@ -167,11 +175,6 @@ class ErrorBounded:
     def without_signs(self) -> "ErrorBounded":
         """What decodes the same codes with errors that have hardly any mean: see `keeps_signs`."""
         return dataclasses.replace(self, keeps_signs=False)
-
-    @property
-    def keeps_zeros(self) -> bool:
-        """Decoded values are zero exactly where the values are, with signs or without: see `compressed`."""
-        return True
 
     def scaled(self, deviation: Float[Array, " channels"]) -> "ErrorBounded":
         """With the bound in units of each channel's standard deviation: see `compressed`."""

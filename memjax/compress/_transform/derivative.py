@@ -17,7 +17,7 @@ from memjax._core.compat import scope
 from memjax._core.jaxpr import Program, bind, calls_in_place, is_literal, producers, read, trace
 from memjax._core.lists import Arrays, drop, merge, pick
 from memjax.compress._codecs.codec import Mask
-from memjax.compress._training.layers import Statistics
+from memjax.compress._training.layers import EncodedArray, Statistics
 from memjax.compress._transform.array_codecs import ArrayCodecs
 from memjax.compress._transform.encoder import Encoder, variables_of_packing
 from memjax.compress._transform.keep.choose import choose
@@ -148,8 +148,7 @@ class Derivative:
 
         index = {var: i for i, var in enumerate(encoded)}
         reading = readers(pullback, late, {var: index[origin] for var, origin in origins.items()})
-        codecs.record(*self._names_and_weights(reading.values()), [var.aval for var in encoded])
-        collector = codecs.collector([cotangents, codes])
+        collector = codecs.collector(self._encoded_arrays(reading.values()), [cotangents, codes])
         if collector is None:
             return run(), None
         decoded = lambda var: restored.value(var, lambda code: code)
@@ -177,12 +176,12 @@ class Derivative:
         where = scope(self._producer[var]) if var in self._producer else "an input"
         return f"{where or self._producer[var].primitive.name} {var.aval.str_short()}"
 
-    def _names_and_weights(self, reading: Iterable[Reader]) -> tuple[list[str], list[tuple[str, ...]]]:
-        """By encoded array the first weight whose gradient it is multiplied into, or else a number; and all those weights."""
+    def _encoded_arrays(self, reading: Iterable[Reader]) -> list[EncodedArray]:
         weights: list[tuple[str, ...]] = [()] * len(self.keep.encoded)
         for reader in reading:
             weights[reader.layer] += (self._names[reader.weight],)
-        return [names[0] if names else f"array {i}" for i, names in enumerate(weights)], weights
+        pairs = enumerate(zip(self.keep.encoded, weights, strict=True))
+        return [EncodedArray(names[0] if names else f"array {i}", names, var.aval) for i, (var, names) in pairs]
 
 
 def _not_weak(aval: Any) -> Any:
