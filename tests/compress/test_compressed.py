@@ -215,7 +215,7 @@ def negated_batch_norm(x):
     "around", [lambda f: f, jax.checkpoint, lambda f: lambda w, x: jax.vmap(f, (None, 0))(w, x[:, None])]
 )
 def test_an_overflow_is_said_once_with_the_bits_needed(around, monkeypatch):
-    monkeypatch.setattr(overflow, "_said", set())
+    monkeypatch.setattr(overflow, "_warned", set())
     f = around(compressed(lambda w, x: jnp.tanh(conv(jnp.tanh(x), w)), ErrorBounded(2**-8, bits_per_value=2)))
     args = parameters(1)[0]["w"], images()
     gradient = jax.jit(jax.grad(lambda w, x: jnp.sum(jnp.sin(f(w, x)))))

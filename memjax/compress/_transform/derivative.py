@@ -36,19 +36,19 @@ class Derivative:
     """The derivative of a program with respect to the inputs in `wanted`.
 
     Args:
-      closed: the program as a closed jaxpr. In what follows its inputs are its constants and its inputs together.
+      closed: the program as a closed jaxpr. Below, its inputs are its constants and its inputs together.
       outs: which of its outputs to compute; the others are inputs.
-      types: of its inputs.
-      wanted: which inputs to differentiate for.
+      types: the types of its inputs.
+      wanted: which inputs to differentiate with respect to.
       lasting: which inputs live until the backward pass anyway.
-      which: of the saved arrays to encode.
-      codecs: of what is encoded.
-      names: of its inputs.
+      which: which saved arrays to encode.
+      codecs: the codecs of encoded arrays.
+      names: the names of its inputs.
       axes: sizes of the named axes that its collectives run over.
 
     Attributes:
       wanted: as above.
-      keep: what is kept of the forward pass, and what of that is encoded.
+      keep: what the forward pass keeps, and what of that it encodes.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Derivative:
 
     @property
     def scopes(self) -> list[str]:
-        """The named scopes of the function."""
+        """The names of all scopes in the function."""
         return sorted({scope(eqn) for eqn in self._program.eqns} - {""})
 
     def forward(self, inputs: Arrays, codecs: ArrayCodecs) -> tuple[Arrays, Any]:
@@ -163,7 +163,7 @@ class Derivative:
         for i, var in enumerate(encoded):
             if restored.has(var):
                 collector.decoded(i, decoded(var))
-        return outs, collector.sums()
+        return outs, collector.statistics()
 
     def _trace_pullback(self, cotangents: Sequence[Any]) -> Program:
         """The program from residuals and cotangents of these types to cotangents of the inputs."""
@@ -172,7 +172,7 @@ class Derivative:
         return calls_in_place(trace(pullback, types, self._axes), differentiable=False)
 
     def _name(self, var: Any) -> str:
-        """What an encoded array is called in messages: where it is made, and its type."""
+        """The name of an encoded array in messages: the scope where it is made, and its type."""
         where = scope(self._producer[var]) if var in self._producer else "an input"
         return f"{where or self._producer[var].primitive.name} {var.aval.str_short()}"
 
@@ -185,7 +185,7 @@ class Derivative:
 
 
 def _not_weak(aval: Any) -> Any:
-    """The type without weakness, which says nothing about an array."""
+    """The same type; weak types of Python numbers become ordinary ones."""
     return aval.update(weak_type=False)
 
 
