@@ -80,24 +80,27 @@ def with_optional_members(codec: Any) -> Any:
     return complete
 
 
+DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+"""The dtypes that are encoded."""
+
 _BOUND = "a positive finite number, or an array of one for each channel"
 
 
 def check_floats(x: Any) -> None:
-    """That `x` is an array of a dtype that quantisers take."""
+    """Check that `x` is an array of a dtype that quantisers take."""
     check.array("x", x)
-    if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+    if x.dtype not in DTYPES:
         raise TypeError(f"x must be bfloat16, float16 or float32, got {x.dtype}: convert it, or leave it as it is")
 
 
 def check_code(codec: Any, code: Any, *kinds: type) -> None:
-    """That `code` is one that `codec` makes."""
+    """Check that `code` is one that `codec` makes."""
     if not isinstance(code, kinds):
         raise check.fail(TypeError, "code", f"what {type(codec).__name__}.encode returns", code)
 
 
 def check_bound(bound: Any) -> None:
-    """That a bound that is known is positive and finite. As a leaf of a pytree a bound may also be a placeholder of any type."""
+    """Check that a bound is positive and finite, if it is known. A leaf of a pytree may be a placeholder of any type."""
     if isinstance(bound, str | bytes | dict | list | tuple | complex):
         raise check.fail(TypeError, "bound", _BOUND, bound)
     is_number = isinstance(bound, int | float | np.ndarray | np.generic) and not isinstance(bound, bool)
@@ -106,7 +109,7 @@ def check_bound(bound: Any) -> None:
 
 
 def bound_of(bound: Any) -> Array:
-    """The bound that an array is encoded with."""
+    """The bound as an array, when something is encoded with it."""
     is_number = isinstance(bound, int | float) and not isinstance(bound, bool)
     if not is_number and not isinstance(bound, jax.Array | np.ndarray | np.generic):
         raise check.fail(TypeError, "bound", _BOUND, bound)
@@ -114,7 +117,7 @@ def bound_of(bound: Any) -> Array:
 
 
 def check_seed(seed: Any) -> None:
-    """That a random key can be made of `seed`."""
+    """Check that a random key can be made from `seed`."""
     is_array = isinstance(seed, jax.Array | np.ndarray)
     if not (is_array and seed.shape == () and jnp.issubdtype(seed.dtype, jnp.integer)):
         check.integer("seed", seed)

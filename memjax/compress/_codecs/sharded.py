@@ -18,7 +18,7 @@ class ShardedCode:
     """The codes of the parts of an array, stacked along a leading axis that is sharded as the array is.
 
     Attributes:
-      parts: the code of a part, every leaf with that leading axis.
+      parts: the code of a part; every leaf has that leading axis.
       spec: how the array is sharded.
     """
 

@@ -1,7 +1,6 @@
-"""What the kernels ask of a warp of 32 threads: on a GPU an instruction or two each, and in interpreted kernels the same
-in `jax.numpy`.
+"""Operations of a warp of 32 threads for the kernels: an instruction or two on a GPU, and `jax.numpy` in interpreted kernels.
 
-Thread l holds what is at index l of the last axis of every array.
+Thread l holds the elements at index l of the last axis of every array.
 """
 
 import dataclasses
@@ -26,12 +25,12 @@ INTEGER = 0x4B000000
 
 @dataclasses.dataclass(frozen=True)
 class Warp:
-    """`native`: by PTX."""
+    """The operations; if `native`, in PTX."""
 
     native: bool
 
     def fetch_add(self, ref, x: Int32[Array, "32"]) -> Int32[Array, "32"]:
-        """`ref[0] += x`, of which all threads have the same, at once; the value before, in all threads."""
+        """Atomically `ref[0] += x`, where all threads have the same x; returns the value before to all threads."""
         if self.native:
             from memjax.compress._error_bounded.kernels import kernel_memory
 
@@ -42,8 +41,8 @@ class Warp:
         return jnp.broadcast_to(before, (LANES,))
 
     def opaque(self, x: Int32[Array, ""]) -> Int32[Array, ""]:
-        """`x`, of which compilers know nothing. If they knew that it is a multiple of something, they would give threads
-        neighbouring values to load at once, and move them to where they belong afterwards.
+        """`x`, about which compilers know nothing. If they knew that it is a multiple of something, they would let threads load
+        neighbouring values at once, and move them to other threads afterwards.
         """
         return (
             jnp.max(_asm("mov.b32 $0, $1;", "=r,r", jnp.broadcast_to(x, (LANES,))).astype(jnp.int32))
@@ -52,7 +51,7 @@ class Warp:
         )
 
     def before(self, flags: Bool[Array, "*more 32"]) -> tuple[Lane, Lane]:
-        """In how many threads before each, and in how many in all, a flag is set."""
+        """The number of threads before each whose flag is set, and the number of all such threads."""
         if not self.native:
             count = jnp.cumsum(u32(flags), -1, dtype=jnp.uint32)
             return count - u32(flags), jnp.broadcast_to(count[..., -1:], count.shape)
@@ -63,7 +62,7 @@ class Warp:
         return before, self.ones(ballot)
 
     def nothing(self, word: Words) -> Lane:
-        """Zero, which compilers do not see."""
+        """Zero in a form that compilers do not simplify."""
         return _asm("{ .reg .b32 t; clz.b32 t, $1; shr.u32 $0, t, 6; }", "=r,r", word) if self.native else word & u32(0)
 
     def bytes_of(self, words: Sequence[Words], which: tuple[int, int, int, int]) -> Lane:
@@ -113,20 +112,20 @@ class Warp:
         return lax.bitcast_convert_type(count, jnp.uint32)
 
     def choose(self, mask: int, a: Words, b: Words) -> Lane:
-        """Bits of `a` where those of `mask` are set, elsewhere those of `b`."""
+        """The bits of `a` where those of `mask` are set, elsewhere those of `b`."""
         if self.native:
             return _asm(f"lop3.b32 $0, $1, $2, {mask:#x}, 0xE4;", "=r,r,r", a, b)
         return b ^ ((a ^ b) & u32(mask))
 
     def float_of_byte(self, word: Words, index: Words) -> Float[Array, "*more 32"]:
-        """2^23 and a word's byte."""
+        """2^23 + a byte of the word, as a float."""
         if self.native:
             args = _alike(word, u32(0x5440) + index)
             return _asm("prmt.b32 $0, $1, 0x4B00, $2;", "=f,r,r", *args, dtype=jnp.float32)
         return lax.bitcast_convert_type(((word >> (u32(8) * index)) & u32(0xFF)) | u32(INTEGER), jnp.float32)
 
     def float_of_half(self, word: Words, half: int) -> Float[Array, "*more 32"]:
-        """2^23 and a half of a word."""
+        """2^23 + a half of the word, as a float."""
         if self.native:
             code = f"prmt.b32 $0, $1, 0x4B00, {(0x5410, 0x5432)[half]:#x};"
             return _asm(code, "=f,r", word, dtype=jnp.float32)
@@ -191,13 +190,13 @@ def scales_of_bfloat16_values(steps: Sequence[Float[Array, "..."]], keeps_signs:
 
 
 def two_bfloat16s(low: Float[Array, "..."], high: Float[Array, "..."]) -> Words:
-    """Two float32s that are bfloat16s, as these, in a word."""
+    """Two float32s whose values are bfloat16s, as bfloat16s in a word."""
     low, high = (lax.bitcast_convert_type(x, jnp.uint32) for x in (low, high))
     return (low >> 16) | (high & u32(0xFFFF0000))
 
 
 def _asm(code: str, constraints: str, *args: Array, dtype=jnp.int32) -> Array:
-    """Of words, for each thread; integers are unsigned."""
+    """Run an instruction in each thread; integers are unsigned."""
     from jax.experimental.pallas import triton
 
     shape = [jax.ShapeDtypeStruct(args[0].shape, dtype)]

@@ -120,7 +120,8 @@ class _Sums(NamedTuple):
     share: float
 
 
-_NONE = _Sums(*[np.zeros(0, np.float32)] * 3, 1.0)
+_EMPTY = np.zeros(0, np.float32)
+_NONE = _Sums(_EMPTY, _EMPTY, _EMPTY, 1.0)
 
 
 def _sums_by_example(arrays: Sequence[Any], samples: int | None) -> list[_Sums]:

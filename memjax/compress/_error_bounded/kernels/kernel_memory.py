@@ -1,9 +1,8 @@
-"""What kernels do with memory for which Pallas has no words: pairs of neighbouring values as one load or store, and an
-addition at once that orders nothing else.
+"""Memory operations that Pallas lacks: one load or store for a pair of neighbouring values, and a relaxed atomic addition.
 
-Pallas loads arrays by their own dtype, and its atomic additions wait for all that was written before them and empty the
-cache. JAX has no public way to say this: it is said in its own terms, to its backend. And as assembly: what Triton does
-for its own loads and stores takes it seconds each in kernels with many of them.
+Pallas loads arrays in their dtype, and its atomic additions wait for all earlier stores and empty the cache. JAX has no public
+way to do otherwise, so this file adds primitives to its private Triton lowering. They are assembly, because Triton takes seconds
+to compile each of its own loads and stores in kernels with many of them.
 """
 
 import math
@@ -62,7 +61,7 @@ def prefetch(ref, index: Int32[Array, "*n"]) -> None:
 
 
 def fetch_add(ref, x: Int32[Array, "n"], live: Bool[Array, "n"]) -> Int32[Array, "n"]:
-    """`ref[0] += x` by threads that are `live`; for them, the value before."""
+    """Atomically `ref[0] += x` in threads that are `live`; returns the value before to them."""
     return _fetch_add_p.bind(ref, x, live)
 
 
@@ -153,7 +152,7 @@ def _(ctx, ref, start, row, distance, *words_and_mask, masked):
 
 
 def _values(ctx, *rows):
-    """Not literals."""
+    """The values of operands, some of which may be literals."""
     return (lowering._ensure_ir_value(x, aval) for x, aval in zip(rows, ctx.avals_in[1:4], strict=True))
 
 
