@@ -32,8 +32,8 @@ def fill_memory(config, make_model: Callable[..., nnx.Module], console: Console)
     and without.
 
     The memory of a step is nearly a straight line over the batch: two programs give the line, and a third one checks the batch
-    that it predicts. On a GPU the steps are timed, too. Capacities are `config.bits_per_value`, to be taken from a run; without it
-    codes are larger than the values.
+    that it predicts. On a GPU the steps are timed, too. Capacities are `config.bits_per_value`, to be taken from a run; without
+    it codes are larger than the values.
     """
     with files.writing(config.folder):
         config.folder.mkdir(parents=True, exist_ok=True)

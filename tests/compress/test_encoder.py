@@ -1,4 +1,4 @@
-"""What waits for the codes of what batch norms read: what decides in which pass a compiler makes them."""
+"""Which equations wait for the codes of what batch norms read: that decides in which pass a compiler makes them."""
 
 import jax
 import jax.numpy as jnp
