@@ -106,14 +106,6 @@ class Layers:
         """The codec of the i-th array."""
         return ErrorBounded(self.bound[i], bits_per_value=self.bits_per_value[i])
 
-    def check(self, count: int) -> None:
-        """Raises ValueError if a call encodes another number of arrays."""
-        if count != len(self.names):
-            raise ValueError(
-                f"codec has settings for {len(self.names)} arrays, {list(self.names)}, but {count} are encoded: make it "
-                f"with memjax.compress.layers from the function that is trained."
-            )
-
     def nbytes(self) -> int:
         """Bytes of all codes."""
         codecs = [ErrorBounded(1.0, bits_per_value=bits) for bits in self.bits_per_value]
@@ -141,12 +133,6 @@ class Recorder:
 
     def __init__(self) -> None:
         self.arrays: list[EncodedArray] = []
-
-    def layer(self, i: int) -> ErrorBounded:
-        return ErrorBounded(1.0)
-
-    def check(self, count: int) -> None:
-        pass
 
 
 def layers(

@@ -12,6 +12,7 @@ from memjax._core import check
 from memjax._core.arrays import zeros
 from memjax._core.lists import merge
 from memjax.compress._codecs.codec import with_optional_members
+from memjax.compress._error_bounded.error_bounded import ErrorBounded
 from memjax.compress._training.layers import EncodedArray, Layers, Recorder, Statistics
 from memjax.compress._transform.overflow import warn_of_overflow
 from memjax.compress._transform.statistics import Collector
@@ -44,20 +45,17 @@ class ArrayCodecs:
     @property
     def keeps_zeros(self) -> bool:
         """Whether decoded values are zero exactly where the values are."""
-        return self.codec(0).keeps_zeros
+        return with_optional_members(self._codec).keeps_zeros
 
-    def codec(self, i: int) -> Any:
-        """The codec of the i-th array, with all optional members."""
-        return with_optional_members(self._codec)
+    def each(self, count: int) -> list[Any]:
+        """The codec of each of so many arrays, with all optional members."""
+        return [with_optional_members(self._codec)] * count
 
     def nbytes(self, aval: Any) -> int:
         """Bytes of the code of an array of this type."""
         if aval not in self._nbytes:  # most codecs trace themselves to tell
             self._nbytes[aval] = self._codec.nbytes(aval)
         return self._nbytes[aval]
-
-    def check_count(self, arrays: int) -> None:
-        """Raise ValueError if there are no settings for so many arrays."""
 
     def report_overflows(self, names: Sequence[str], codes: Sequence[Any]) -> None:
         """Say at run time which of the arrays' codes overflow."""
@@ -88,15 +86,18 @@ class _LayersCodecs(ArrayCodecs):
     reads_gradients = True
     keeps_zeros = True
 
-    def codec(self, i: int) -> Any:
-        return self._codec.layer(i)
+    def each(self, count: int) -> list[Any]:
+        names = self._codec.names
+        if count != len(names):
+            raise ValueError(
+                f"codec has settings for {len(names)} arrays, {list(names)}, but {count} are encoded: make it "
+                f"with memjax.compress.layers from the function that is trained."
+            )
+        return [self._codec.layer(i) for i in range(count)]
 
     def nbytes(self, aval: Any) -> int:
         """Nothing: codes say what they need, so they are made even where they are larger than the array."""
         return 0
-
-    def check_count(self, arrays: int) -> None:
-        self._codec.check(arrays)
 
     def report_overflows(self, names: Sequence[str], codes: Sequence[Any]) -> None:
         pass
@@ -112,6 +113,9 @@ class _LayersCodecs(ArrayCodecs):
 
 class _RecorderCodecs(_LayersCodecs):
     """Records which arrays are encoded: see `memjax.compress.layers`."""
+
+    def each(self, count: int) -> list[Any]:
+        return [ErrorBounded(1.0)] * count
 
     def collector(self, arrays: list[EncodedArray], cotangents_and_codes: Any) -> Collector | None:
         self._codec.arrays.extend(arrays)

@@ -103,7 +103,6 @@ class Derivative:
     def forward(self, inputs: Arrays, codecs: ArrayCodecs) -> tuple[Arrays, Any]:
         """The outputs, and what is kept for `backward`."""
         program, keep = self._program, self.keep
-        codecs.check_count(len(keep.encoded))
         env = dict(zip([*program.constvars, *program.invars], [*program.consts, *inputs], strict=True))
         encoder = Encoder(program, keep, codecs, self._packed)
         encoder.after([*env], env)
@@ -135,8 +134,7 @@ class Derivative:
         origins = {var: keep.origins[source] for var, source in residuals.items() if source in keep.origins}
         without_signs = only_in_gradients(pullback, late, origins)
         stored: dict[Any, Any] = {var: (Mask().decode, code, True) for var, code in zip(keep.masks, masks, strict=True)}
-        for i, (var, code) in enumerate(zip(encoded, codes, strict=True)):
-            codec = codecs.codec(i)
+        for var, code, codec in zip(encoded, codes, codecs.each(len(encoded)), strict=True):
             decode = codec.without_signs().decode if var in without_signs else codec.decode
             stored[var] = decode, code, codec.elementwise
         known = dict(zip(self._program.constvars, self._program.consts, strict=True))

@@ -46,7 +46,7 @@ class Encoder:
     def __init__(self, program: Program, keep: Keep, codecs: ArrayCodecs, packed: set[Any]):
         self.codes: dict[Any, Any] = {}
         self._program, self._keep = program, keep
-        self._codecs = {var: codecs.codec(i) for i, var in enumerate(keep.encoded)}
+        self._codecs = dict(zip(keep.encoded, codecs.each(len(keep.encoded)), strict=True))
         self._fused = {
             var for var, codec in self._codecs.items() if var in keep.scales and codec.measured and var not in packed
         }
