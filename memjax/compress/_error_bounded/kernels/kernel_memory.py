@@ -6,7 +6,7 @@ to compile each of its own loads and stores in kernels with many of them.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax._src.core import ShapedArray
@@ -97,28 +97,24 @@ def _(ref, *operands, code, results, effects, in_rows):
 @lowering.register_lowering(_access_p)
 def _(ctx, ref, *operands, code, results, effects, in_rows):
     avals = ctx.avals_in[1:]
-    place, others = _split([lowering._ensure_ir_value(*pair) for pair in zip(operands, avals, strict=True)], in_rows)
-    base = _base(ctx, ref)
+    values = [lowering._ensure_ir_value(x, aval) for x, aval in zip(operands, avals, strict=True)]
+    place, others = _split(values, in_rows)
+    base, shape = _base(ctx, ref), jnp.broadcast_shapes(*(aval.shape for aval in _split(avals, in_rows)[0]))
     if in_rows:
-        shape = jnp.broadcast_shapes(*(aval.shape for aval in avals[:3]))
-        address = _integers(_pointers(base, *place, shape, _words(ctx.avals_in[0])))
+        start, row, distance = place
+        pointers = _pointers(base, start, row, distance, shape, _words(ctx.avals_in[0]))
     else:
-        shape = ir.RankedTensorType(place[0].type).shape
-        address = _integers(lowering._add(lowering._bcast_to(base, shape), place[0]))
-    words = [
-        _flags(x) if aval.dtype == jnp.bool_ else x for x, aval in zip(others, _split(avals, in_rows)[1], strict=True)
-    ]
+        pointers = lowering._add(lowering._bcast_to(base, shape), place[0])
+    address = _integers(pointers)
+    is_flag = [aval.dtype == jnp.bool_ for aval in _split(avals, in_rows)[1]]
+    words = [_flags(x) if flag else x for x, flag in zip(others, is_flag, strict=True)]
     out_types = [ir.RankedTensorType.get(shape, ir.IntegerType.get_signless(32))] * max(results, 1)
     constraints = "=r," * len(out_types) + "l" + ",r" * len(words)
-    out = dialect.elementwise_inline_asm(
-        out_types,
-        code,
-        constraints=constraints,
-        pure=WriteEffect not in effects,
-        packed_element=1,
-        args=[address, *words],
+    is_pure, args = WriteEffect not in effects, [address, *words]
+    out: Any = dialect.elementwise_inline_asm(
+        out_types, code, constraints=constraints, pure=is_pure, packed_element=1, args=args
     )
-    return [out] if results == 1 else list(out) if results else []
+    return [] if results == 0 else [out] if results == 1 else list(out)
 
 
 @_fetch_add_p.def_effectful_abstract_eval
