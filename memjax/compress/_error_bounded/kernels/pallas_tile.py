@@ -86,19 +86,22 @@ class Where:
                 inside = live if inside is None else inside & live
             yield index, inside
 
-    def _rows(self, row, later):
-        from memjax.compress._error_bounded.kernels.kernel_memory import Rows
+    @property
+    def _memory(self):
+        """Operations of GPUs; imported late, because they need private parts of JAX."""
+        from memjax.compress._error_bounded.kernels import kernel_memory
 
-        return Rows(self.first + later * self.row_pairs, row, self.row_pairs)
+        return kernel_memory
+
+    def _rows(self, row, later):
+        return self._memory.Rows(self.first + later * self.row_pairs, row, self.row_pairs)
 
     def load(self, ref, row: Int32[Array, "..."], later: Int32[Array, ""]) -> list[Words]:
         """The lanes' pairs in rows `row + later`: a word for both values, or, if they have 32 bits, one for each."""
         from jax.experimental.pallas import triton
 
         if self.warp.native and not self.layout.is_padded:
-            from memjax.compress._error_bounded.kernels import kernel_memory
-
-            return kernel_memory.load_pairs(ref, self._rows(row, later))
+            return self._memory.load_pairs(ref, self._rows(row, later))
         first, second = (
             tiles.to_bits(triton.load(ref.at[index], mask=inside, other=None if inside is None else 0))
             for index, inside in self._values(row, later)
@@ -110,9 +113,7 @@ class Where:
         from jax.experimental.pallas import triton
 
         if self.warp.native and not self.layout.is_padded:
-            from memjax.compress._error_bounded.kernels import kernel_memory
-
-            return kernel_memory.store_pairs(ref, self._rows(row, later), words, live)
+            return self._memory.store_pairs(ref, self._rows(row, later), words, live)
         both = words if len(words) == 2 else [words[0] & u32(0xFFFF), words[0] >> 16]
         for word, (index, inside) in zip(both, self._values(row, later, live), strict=True):
             triton.store(ref.at[index], tiles.from_bits(word, self.layout.dtype), mask=inside)
@@ -123,17 +124,13 @@ class Where:
 
         index = index.astype(jnp.int32)
         if self.warp.native:
-            from memjax.compress._error_bounded.kernels import kernel_memory
-
-            return kernel_memory.load_words(ref, index, live)
+            return self._memory.load_words(ref, index, live)
         return triton.load(ref.at[index], mask=live, other=0)
 
     def prefetch(self, ref, index: Int32[Array, "32"]) -> None:
         """Prefetch the words around `ref[index]`, or the last ones."""
         if self.warp.native:
-            from memjax.compress._error_bounded.kernels import kernel_memory
-
-            kernel_memory.prefetch(ref, jnp.minimum(index, self.capacity - 1))
+            self._memory.prefetch(ref, jnp.minimum(index, self.capacity - 1))
 
     def store_words(self, ref, index: Words, word: Words, live) -> None:
         """`ref[index] = word` where `live`."""
@@ -141,9 +138,7 @@ class Where:
 
         index = index.astype(jnp.int32)
         if self.warp.native:
-            from memjax.compress._error_bounded.kernels import kernel_memory
-
-            return kernel_memory.store_words(ref, index, word, live)
+            return self._memory.store_words(ref, index, word, live)
         triton.store(ref.at[index], word, mask=live)
 
     def exponents(self, ref) -> Callable[..., Pair]:
