@@ -17,7 +17,7 @@ from tests.remat.dense_cases import random_block
 
 
 class TestComposition:
-    """With the exact codec, against the same without it; and one pass each with ErrorBounded, which uses more of JAX."""
+    """Gradients with the exact codec agree with those without it, and gradients with ErrorBounded are near."""
 
     @staticmethod
     def same(with_codec, args, rounding=0.02):

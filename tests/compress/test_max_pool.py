@@ -114,7 +114,7 @@ def test_explicit_sharding(size, strides, padding):
 @pytest.mark.parametrize("padding", ["SAME", "VALID"])
 @pytest.mark.parametrize(("window", "stride"), [((2, 2), (2, 2)), ((3, 3), (2, 2)), ((3, 2), (1, 3)), ((2, 5), (4, 3))])
 def test_max_pool_keeps_an_index(window, stride, padding):
-    """With many equal values, in bfloat16: the gradient goes to the first."""
+    """Many values are equal, in bfloat16; the gradient goes to the first."""
     x = jnp.round(jax.random.normal(jax.random.key(0), (4, 17, 19, 16)) * 2).astype(jnp.bfloat16)
 
     def pool(x):

@@ -12,7 +12,7 @@ word as its values are in pairs. A lane is coded as one of
     nothing           all values are zero
     raw               its values as they are
     bitmaps, planes   pieces of bits, from low to high bits of words of 32, the last one filled up with zeros: bitmaps of
-                      values that are not zero, of one column or both (`_bitmaps`), left out if none is zero and something
+                      values that are not zero, of one column or both (bitmaps.py), left out if none is zero and something
                       follows; then, over those values, in order: a bit each for the sign, left out if all are
                       positive, and for every one of `planes` planes a bit of the quantised magnitude, the lowest first
 

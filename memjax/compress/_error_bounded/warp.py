@@ -77,15 +77,15 @@ class Warp:
         return functools.reduce(jnp.bitwise_or, bytes_)
 
     def shift_left(self, word: Words, by: Words) -> Lane:
-        """Zero for 32 and more."""
+        """`word << by`, which is zero for 32 and more."""
         return _asm("shl.b32 $0, $1, $2;", "=r,r,r", word, by) if self.native else shift_left(word, by)
 
     def shift_right(self, word: Words, by: Words) -> Lane:
-        """Zero for 32 and more."""
+        """`word >> by`, which is zero for 32 and more."""
         return _asm("shr.b32 $0, $1, $2;", "=r,r,r", word, by) if self.native else shift_right(word, by)
 
     def ones(self, word: Words) -> Lane:
-        """How many bits are set."""
+        """The number of bits that are set."""
         return _asm("popc.b32 $0, $1;", "=r,r", word) if self.native else lax.population_count(word)
 
     def total(self, x: Lane) -> Lane:
@@ -95,7 +95,7 @@ class Warp:
         return _asm("redux.sync.add.u32 $0, $1, 0xffffffff;", "=r,r", x)
 
     def parts(self, magnitude: Words, exponent: Int32[Array, "..."], inverse: Float[Array, "..."]) -> Lane:
-        """`INTEGER` + c of `parts_of_steps`; if c is 2^23 or more, or x not finite, anything that has bits beyond.
+        """`INTEGER` + c of `parts_of_steps`. If c is 2^23 or more, or x not finite, the result has higher bits, too.
 
         Args:
           magnitude: the bits of |x| as a float32.
@@ -132,11 +132,11 @@ class Warp:
         return lax.bitcast_convert_type((word >> (16 * half)) & u32(0xFFFF) | u32(INTEGER), jnp.float32)
 
     def bfloat16_values_of_halves(self, word: Words, steps: Sequence[Lane], keeps_signs: bool) -> Lane:
-        """Of numbers in both halves of a word: `middle` times a step as a bfloat16, bits beyond cut off. With signs numbers are
-        0, of which that is 0, or 4 or more.
+        """`middle` times a step, as a bfloat16 whose lower bits are cut off, for the numbers in both halves of a word. With signs
+        a number is 4 or more, or 0, which gives 0.
 
         Args:
-          steps: of both, float32s.
+          steps: the steps of both values, float32.
         """
         if self.native:
             unit, zero, first, second, convert = 0.125, 4, "0x4B00, 0x5410", "0x4B00, 0x5432", "cvt.rz.bf16x2.f32"
@@ -184,7 +184,7 @@ def _alike(*args: Words) -> list[Words]:
 
 
 def scales_of_bfloat16_values(steps: Sequence[Float[Array, "..."]], keeps_signs: bool) -> list[Words]:
-    """With which `Warp.bfloat16_values` are the `middle` times a step; with signs, of numbers that are 0, or 4 or more."""
+    """The scales for which `Warp.bfloat16_values` is `middle` times a step. With signs numbers have to be 0, or 4 or more."""
     scales = (1, -16.5, 2 * LEAST, -32 * LEAST) if keeps_signs else (1, -16.5)
     return [two_bfloat16s(*(x * jnp.float32(s) for x in steps)) for s in scales]
 

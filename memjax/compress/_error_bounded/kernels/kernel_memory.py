@@ -146,7 +146,7 @@ def _pointers(ref, start, row, distance, shape, words: int):
 
 
 def _wide(x, shape):
-    """As 64-bit integers."""
+    """`x` as 64-bit integers, broadcast to `shape`."""
     wide = ir.RankedTensorType.get(shape, ir.IntegerType.get_signless(64))
     return arith.extsi(wide, _spread(x, shape))
 
