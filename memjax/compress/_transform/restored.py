@@ -20,9 +20,9 @@ class Restored:
 
     Args:
       producer: the equation that makes each variable.
-      nonzero: masks, and for each the variable that is zero where the mask is false.
-      kept: values of what is kept as it is.
-      codes: by variable with a code, what decodes it, the code, and whether that is elementwise.
+      nonzero: for each mask the variable that is zero where the mask is false.
+      kept: the values of variables that are kept as they are.
+      codes: for each variable with a code: its decoder, the code, and whether decoding is elementwise.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class Restored:
         return self._values[atom]
 
     def _operand(self, atom: Any, barrier: Barrier) -> Any:
-        """An operand of what is computed again: behind a barrier, or the compiler sees that it has been computed before, and
-        keeps it.
+        """An operand of what is computed again. It passes a barrier: without, the compiler sees that the result has been computed
+        before, and keeps it.
 
-        The barrier is another one: if it held cotangents as well, what these are computed by could not be fused.
+        The barrier has no cotangents: what computes these could not be fused then.
         """
         value = self.value(atom, barrier)
         if not is_literal(atom) and atom not in self._new:
