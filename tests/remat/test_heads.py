@@ -46,7 +46,7 @@ def at_once(x, query, key, value, out, scale, bias):
     return x + jnp.einsum("btnh,nhd->btd", o, out)
 
 
-def in_groups(x, query, key, value, out, scale, bias, groups=None):
+def in_groups(x, query, key, value, out, scale, bias, groups=None, keep_attention=False):
     return attention_in_groups(
         *(x, query, key, value, out),
         groups=groups,
@@ -54,6 +54,7 @@ def in_groups(x, query, key, value, out, scale, bias, groups=None):
         norm=lambda x: norm(x, scale),
         rotary=rotary,
         attend=functools.partial(attend, bias=bias),
+        keep_attention=keep_attention,
     )
 
 
@@ -65,10 +66,10 @@ def close(actual, expected):
     chex.assert_trees_all_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("groups", [None, 1, 2])
-def test_equals_attention_at_once(x64, groups):
+@pytest.mark.parametrize(("groups", "keep_attention"), [(None, False), (1, False), (2, False), (2, True)])
+def test_equals_attention_at_once(x64, groups, keep_attention):
     """What the functions close over, a scale and a bias, is differentiated as well."""
-    args, run = arguments(), functools.partial(in_groups, groups=groups)
+    args, run = arguments(), functools.partial(in_groups, groups=groups, keep_attention=keep_attention)
     close(jax.jit(run)(*args), at_once(*args))
     close(jax.jit(functools.partial(gradients, run))(*args), gradients(at_once, *args))
 
@@ -86,6 +87,17 @@ def test_composes(x64):
     close(
         jax.jit(functools.partial(gradients, run))(x, layers), jax.jit(functools.partial(gradients, plain))(x, layers)
     )
+
+
+@pytest.mark.parametrize("keep_attention", [False, True])
+def test_examples_on_two_devices(x64, keep_attention):
+    """The kernels, and what the functions close over, are the same on both."""
+    x, *layer = arguments()
+    examples, same = jax.P("data"), (jax.P(),) * len(layer)
+    run = functools.partial(in_groups, keep_attention=keep_attention)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    sharded = jax.shard_map(run, mesh=mesh, in_specs=(examples, *same), out_specs=examples)
+    close(jax.jit(functools.partial(gradients, sharded))(x, *layer), gradients(at_once, x, *layer))
 
 
 @pytest.mark.parametrize(
