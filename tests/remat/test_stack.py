@@ -15,8 +15,8 @@ WIDTH = 6
 class Block(nnx.Module):
     def __init__(self, seed, hidden=8, rate=0.0):
         rngs = nnx.Rngs(seed)
-        self.up = nnx.Linear(WIDTH, hidden, rngs=rngs)
-        self.down = nnx.Linear(hidden, WIDTH, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, hidden, param_dtype=jnp.result_type(float), rngs=rngs)
+        self.down = nnx.Linear(hidden, WIDTH, param_dtype=jnp.result_type(float), rngs=rngs)
         self.dropout = nnx.Dropout(rate, rngs=rngs)
 
     def __call__(self, x):
@@ -30,12 +30,12 @@ class LinenBlock(nn.Module):
 
 
 def x():
-    return jax.random.normal(jax.random.key(0), (3, WIDTH))
+    return jax.random.normal(jax.random.key(0), (3, WIDTH), jnp.result_type(float))
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("scan", [jax.lax.scan, lambda *args: remat.scan(*args, slots=2)])
-def test_a_loop_over_a_stack_of_modules_is_one_after_the_other(scan):
+def test_a_loop_over_a_stack_of_modules_is_one_after_the_other(x64, scan):
     layers = [Block(i) for i in range(4)]
     stacked = remat.stack_layers(layers)
     assert isinstance(stacked, Block)
@@ -52,9 +52,9 @@ def test_a_loop_over_a_stack_of_modules_is_one_after_the_other(scan):
 
     value, grad = loss(lambda layers, x: scan(lambda x, layer: (layer(x), None), x, layers)[0], stacked)
     expected, grads = loss(one_by_one, nnx.Sequential(*layers))
-    chex.assert_trees_all_close(value, expected, rtol=1e-6)
+    chex.assert_trees_all_close(value, expected, rtol=1e-10)
     of_layers = [nnx.to_pure_dict(grads)["layers"][i] for i in range(4)]
-    chex.assert_trees_all_close(nnx.to_pure_dict(grad), remat.stack_layers(of_layers), rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(nnx.to_pure_dict(grad), remat.stack_layers(of_layers), rtol=1e-10, atol=1e-12)
 
 
 def test_linen_variables():
