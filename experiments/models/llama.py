@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
 
 import memjax
@@ -46,11 +47,21 @@ class LlamaConfig:
 
 
 SHAPES = {
-    "tiny": LlamaConfig(256, 128, 8, 8, 4, 16, 512, tied=True),
+    "tiny": LlamaConfig(256, 64, 8, 4, 2, 16, 256, tied=True),
     "1B": LlamaConfig(128_256, 2048, 16, 32, 8, 64, 8192, tied=True),
     "3B": LlamaConfig(128_256, 3072, 28, 24, 8, 128, 8192, tied=True),
     "8B": LlamaConfig(128_256, 4096, 32, 32, 8, 128, 14336, tied=False),
 }
+
+
+class Llama(nnx.Module):
+    """The parameters as a module, for training loops of modules."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        self.params = nnx.data(jax.tree.map(nnx.Param, init(config, rngs.params())))
+
+    def arrays(self) -> Params:
+        return nnx.to_pure_dict(nnx.state(self, nnx.Param))["params"]
 
 
 def init(config: LlamaConfig, key: Array) -> Params:

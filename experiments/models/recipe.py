@@ -11,10 +11,11 @@ plain              all that the backward pass needs is kept
 checkpoint         the input of every layer is kept, by jax.checkpoint
 slots=N            N inputs of layers are kept, by memjax.remat.scan, which recomputes the others
 budget=BYTES       as many bytes as that, by memjax.remat.scan: budget=64MiB
-bits=8, bits=4     every layer's input is kept in so many bits per value, with a scale for each position
+bits=8, bits=4     every layer's input is kept in so many bits per value, with scales for each position
 offload            every layer's input is kept in the host's memory
 tiled, tiled=N     norms, projections and feed-forward layers run N positions at a time
 groups, groups=N   attention takes its heads in N groups, by default as many as heads of keys"""
+GROUP = 256  # features that share a scale with bits=8 and bits=4
 _KEPT = ("plain", "checkpoint", "slots", "budget", "bits", "offload")
 
 
@@ -74,7 +75,7 @@ class Recipe:
         kept = {
             "checkpoint": sizes.layers * x,
             "slots": ((self.slots or 0) + 1) * x,  # one row more than slots
-            "bits": sizes.layers * (sizes.dim * (self.bits or 0) / 8 + 8),
+            "bits": sizes.layers * ((self.bits or 0) * sizes.dim / 8 + 8 * max(sizes.dim // GROUP, 1)),
             "offload": 0,
         }
         return kept[self.kept] + work if self.kept in kept else None

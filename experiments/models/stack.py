@@ -8,7 +8,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import memjax
-from experiments.models.recipe import Recipe
+from experiments.models.recipe import GROUP, Recipe
 from memjax.compress import Codec, GroupQuantized
 from memjax.remat import policies
 
@@ -18,8 +18,7 @@ Layer = Callable[[Any, jax.Array], jax.Array]
 def run_stack(layer: Layer, recipe: Recipe, params: Any, x: jax.Array) -> jax.Array:
     """`x = layer(p, x)` for the rows p of `params`, whose arrays have a leading layer axis."""
     if recipe.kept == "bits":
-        # Groups are the features of a position: one large feature or position does not make others coarse.
-        return _with_codec(layer, GroupQuantized(recipe.bits, group_size=x.shape[-1]), params, x)
+        return _with_codec(layer, codec(recipe, x.shape[-1]), params, x)
     if recipe.kept == "slots":
         return memjax.remat.scan(lambda x, p: (layer(p, x), None), x, params, slots=recipe.slots, strategy="hidden")[0]
     if recipe.kept == "budget":
@@ -32,7 +31,12 @@ def run_stack(layer: Layer, recipe: Recipe, params: Any, x: jax.Array) -> jax.Ar
     return lax.scan(lambda x, p: (layer(p, x), None), x, params)[0]
 
 
-def _with_codec(layer: Layer, codec: Codec, params: Any, x: jax.Array) -> jax.Array:
+def codec(recipe: Recipe, dim: int) -> GroupQuantized:
+    """Of inputs of layers: each position has scales of its own, one for 256 features, so that none makes others coarse."""
+    return GroupQuantized(recipe.bits, group_size=GROUP if dim % GROUP == 0 else dim)
+
+
+def _with_codec(layer: Layer, coded: Codec, params: Any, x: jax.Array) -> jax.Array:
     """Layers whose inputs are kept encoded; the backward pass recomputes each layer from what is decoded.
 
     The result is exact. Gradients are those at rounded inputs: the products of weights and of their gradients see the rounding
@@ -44,13 +48,13 @@ def _with_codec(layer: Layer, codec: Codec, params: Any, x: jax.Array) -> jax.Ar
         return lax.scan(lambda x, p: (layer(p, x), None), x, params)[0]
 
     def keep(params, x):
-        y, codes = lax.scan(lambda x, p: (layer(p, x), codec.encode(x)), x, params)
+        y, codes = lax.scan(lambda x, p: (layer(p, x), coded.encode(x)), x, params)
         return y, (params, codes)
 
     def back(kept, dy):
         def step(dy, row):
             p, code = row
-            _, pull = jax.vjp(layer, p, codec.decode(code))
+            _, pull = jax.vjp(layer, p, coded.decode(code))
             dp, dx = pull(dy)
             return dx, dp
 
