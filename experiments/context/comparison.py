@@ -48,7 +48,7 @@ class Comparison:
             return
         row = {**wanted, **find()}
         self.rows.append(row)
-        files.write_text(self.path, json.dumps(self.rows, indent=1) + "\n")
+        files.write_text(self._path, json.dumps(self.rows, indent=1) + "\n")
         self._console.print(_in_words(row))
 
     def _at(self, recipe: Recipe, length: int) -> dict:
@@ -70,16 +70,16 @@ class Comparison:
         length = measure.longest(bytes_of, limit, fixed=fixed, unit=unit, first=min(2 * unit, last), last=last)
         compiled = length
         while length:
-            seconds = self._seconds(measure.Gradient(self._decoder, recipe, length))
+            seconds = self._seconds(measure.Gradient(self._decoder, recipe, length), steps=1)
             if seconds is not None:
                 return {"length": length, "compiled": compiled, "seconds": seconds}
             length = length * 15 // 16 // unit * unit
         return {"length": 0, "compiled": compiled}
 
-    def _seconds(self, gradient: measure.Gradient) -> float | None:
+    def _seconds(self, gradient: measure.Gradient, steps: int = 2) -> float | None:
         """None if it does not fit into the device's memory."""
         try:
-            return min(gradient.seconds(self._params, self._text))
+            return min(gradient.seconds(self._params, self._text, steps))
         except Exception as error:
             if not measure.out_of_memory(error):
                 raise

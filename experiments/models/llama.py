@@ -108,16 +108,11 @@ def hidden(config: LlamaConfig, recipe: Recipe, params: Params, tokens: Array) -
 
 def layer(config: LlamaConfig, recipe: Recipe, p: Params, x: Array) -> Array:
     """One layer of (B, T, D)."""
-
-    def feed_forward(p: Params, x: Array) -> Array:
-        h = normalised(x, p["mlp_norm"])
-        return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
-
-    x = _attention(config, recipe, p, x)
-    return _tiled(recipe, feed_forward, (None, 1))({k: p[k] for k in ("mlp_norm", "gate", "up", "down")}, x)
+    return feed_forward(recipe, p, attention(config, recipe, p, x))
 
 
-def _attention(config: LlamaConfig, recipe: Recipe, p: Params, x: Array) -> Array:
+def attention(config: LlamaConfig, recipe: Recipe, p: Params, x: Array) -> Array:
+    """The first half of a layer, x added."""
     rotary = lambda a, where: rotated(a, where, config.rope_base)
     attend = kernel(config)
     if recipe.groups is not None:
@@ -141,6 +136,16 @@ def _attention(config: LlamaConfig, recipe: Recipe, p: Params, x: Array) -> Arra
     inputs = {name: p[name] for name in ("attention_norm", "query", "key", "value")}
     q, k, v = _tiled(recipe, project, (None, 1, 0))(inputs, x, jnp.arange(x.shape[1], dtype=jnp.int32))
     return _tiled(recipe, outward, (None, 1, 1))(p["out"], x, attend(q, k, v))
+
+
+def feed_forward(recipe: Recipe, p: Params, x: Array) -> Array:
+    """The second half of a layer, x added."""
+
+    def swiglu(p: Params, x: Array) -> Array:
+        h = normalised(x, p["mlp_norm"])
+        return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
+
+    return _tiled(recipe, swiglu, (None, 1))({name: p[name] for name in ("mlp_norm", "gate", "up", "down")}, x)
 
 
 def _tiled(recipe: Recipe, f: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
