@@ -16,6 +16,8 @@ chain_costs           the time and memory of each block of a chain
 chain_schedule        the optimal schedule for unequal blocks, as data
 BlockCost             the costs of one block
 ChainSchedule         what `chain_schedule` returns, printable
+stack_layers          equal layers as one pytree with a layer axis, for `scan`
+unstack_layers        the layers of such a pytree
 RNN                   `nnx.RNN` within a memory budget
 Chain                 `nnx.Sequential` within a memory budget
 linen                 `RNN` and `Chain` for Linen
@@ -35,6 +37,7 @@ from memjax.remat._chain.schedule import ChainSchedule, chain_schedule
 from memjax.remat._checkpoint import UnmatchedNameWarning, checkpoint
 from memjax.remat._dense.spec import DenseParams, DenseSpec, DenseStatistics
 from memjax.remat._flax.nnx import RNN, Chain
+from memjax.remat._flax.stack import stack_layers, unstack_layers
 from memjax.remat._scan.actions import Action
 from memjax.remat._scan.costs import Costs
 from memjax.remat._scan.profile import profile
@@ -68,5 +71,7 @@ __all__ = [
     "profile",
     "scan",
     "schedule",
+    "stack_layers",
     "tiled",
+    "unstack_layers",
 ]
