@@ -6,12 +6,14 @@ Parameters are a dict of arrays, those of layers with a leading layer axis.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.sharding import PartitionSpec
 
 import memjax
 from experiments.models.recipe import Recipe
@@ -42,9 +44,9 @@ class LlamaConfig:
     rope_base: float = 500_000.0
     dtype: str = "bfloat16"
     """Of parameters and computation; norms and rotations are computed in float32 or wider."""
-    kernel: Literal["auto", "cudnn", "blockwise"] = "auto"
-    """Of attention. auto: cuDNN on a GPU for 16-bit dtypes, elsewhere blockwise: plain JAX, a few queries at a time. To compile
-    for a GPU where there is none say cudnn."""
+    kernel: Literal["auto", "fused", "blockwise"] = "auto"
+    """Of attention. fused: cuDNN where the program is compiled for a GPU, and cuDNN takes the dtype. blockwise: plain JAX, a few
+    queries at a time. auto: fused on a machine with a GPU."""
 
 
 SHAPES = {
@@ -93,29 +95,74 @@ def init(config: LlamaConfig, key: Array) -> Params:
     return params if config.tied else {**params, "head": normal(d, config.vocabulary, d)}
 
 
-def loss(config: LlamaConfig, recipe: Recipe, params: Params, tokens: Array, labels: Array, **options: Any) -> Any:
-    """The sum of the cross-entropies of `labels`, (B, T), after `tokens`; `options` are those of `linear_cross_entropy`."""
-    head = params["embed" if config.tied else "head"]
-    x = hidden(config, recipe, params, tokens)
-    return memjax.linear_cross_entropy(x, head, labels, reduction="sum", **options)
+def loss(
+    config: LlamaConfig,
+    recipe: Recipe,
+    params: Params,
+    tokens: Array,
+    labels: Array,
+    axis_name: str | None = None,
+    **options: Any,
+) -> Any:
+    """The sum of the cross-entropies of `labels`, (B, T), after `tokens`; `options` are those of `linear_cross_entropy`.
+
+    With `axis_name`, inside `jax.shard_map`: devices form a ring and hold parts of the sequence in zigzag order, and of the
+    parameters what `shards` says. The sum is that of all devices.
+    """
+    x = hidden(config, recipe, params, tokens, axis_name)
+    name = "embed" if config.tied else "head"
+    head = _gathered({name: params[name]}, axis_name)[name]
+    total = memjax.linear_cross_entropy(x, head, labels, reduction="sum", **options)
+    return total if axis_name is None else lax.psum(total, axis_name)
 
 
-def hidden(config: LlamaConfig, recipe: Recipe, params: Params, tokens: Array) -> Array:
+def hidden(config: LlamaConfig, recipe: Recipe, params: Params, tokens: Array, axis_name: str | None = None) -> Array:
     """(B, T) -> (B, T, D), what the head multiplies."""
-    x = _embedded(params["embed"], tokens) if recipe.tiled else params["embed"][tokens]
-    x = run_stack(lambda p, x: layer(config, recipe, p, x), recipe, params["layers"], x)
+    table = _gathered({"embed": params["embed"]}, axis_name)["embed"]
+    x = _embedded(table, tokens) if recipe.tiled else table[tokens]
+    x = run_stack(lambda p, x: layer(config, recipe, p, x, axis_name), recipe, params["layers"], x)
     return _tiled(recipe, normalised, (1, None))(x, params["norm"])
 
 
-def layer(config: LlamaConfig, recipe: Recipe, p: Params, x: Array) -> Array:
+def layer(config: LlamaConfig, recipe: Recipe, p: Params, x: Array, axis_name: str | None = None) -> Array:
     """One layer of (B, T, D)."""
-    return feed_forward(recipe, p, attention(config, recipe, p, x))
+    p = _gathered(p, axis_name)
+    return feed_forward(recipe, p, attention(config, recipe, p, x, axis_name))
 
 
-def attention(config: LlamaConfig, recipe: Recipe, p: Params, x: Array) -> Array:
+# Which axis of a parameter of one layer, or of the embedding and the head, devices of a ring hold parts of: D, for all have it.
+_SHARDED_AXIS = {"query": 0, "key": 0, "value": 0, "out": 2, "gate": 0, "up": 0, "down": 1, "embed": 1, "head": 1}
+
+
+def shards(params: Params, axis_name: str) -> Params:
+    """How `loss` over a ring wants the parameters, for `in_specs` of `jax.shard_map`."""
+
+    def spec(path: Any, _: Any) -> PartitionSpec:
+        names = [key.key for key in path]
+        if names[-1] not in _SHARDED_AXIS:
+            return PartitionSpec()
+        axis = _SHARDED_AXIS[names[-1]] + ("layers" in names)
+        return PartitionSpec(*[None] * axis, axis_name)
+
+    return jax.tree_util.tree_map_with_path(spec, params)
+
+
+def _gathered(p: Params, axis_name: str | None) -> Params:
+    if axis_name is None:
+        return p
+    gather = lambda name: lax.all_gather(p[name], axis_name, axis=_SHARDED_AXIS[name], tiled=True)
+    return {name: gather(name) if name in _SHARDED_AXIS else p[name] for name in p}
+
+
+def attention(config: LlamaConfig, recipe: Recipe, p: Params, x: Array, axis_name: str | None = None) -> Array:
     """The first half of a layer, x added."""
     rotary = lambda a, where: rotated(a, where, config.rope_base)
-    attend = kernel(config)
+    if axis_name is None:
+        where, attend = jnp.arange(x.shape[1], dtype=jnp.int32), kernel(config)
+    else:
+        rank, size = lax.axis_index(axis_name), lax.axis_size(axis_name)
+        where = memjax.shard.positions(x.shape[1], rank, size, "zigzag")
+        attend = partial(memjax.shard.metp_attention, axis_name=axis_name, causal=True)
     if recipe.groups is not None:
         return attention_in_groups(
             *(x, p["query"], p["key"], p["value"], p["out"]),
@@ -123,7 +170,9 @@ def attention(config: LlamaConfig, recipe: Recipe, p: Params, x: Array) -> Array
             tile=recipe.tile,
             norm=lambda x: normalised(x, p["attention_norm"]),
             rotary=rotary,
-            attend=blockwise if attend is blockwise else None,  # by itself it finds cuDNN's kernels, too
+            positions=where,
+            attend=attend,
+            keep_attention=recipe.keep_attention,
         )
 
     def project(p: Params, x: Array, where: Array) -> tuple[Array, ...]:
@@ -135,7 +184,7 @@ def attention(config: LlamaConfig, recipe: Recipe, p: Params, x: Array) -> Array
         return x + jnp.einsum("btnh,nhd->btd", o, out)
 
     inputs = {name: p[name] for name in ("attention_norm", "query", "key", "value")}
-    q, k, v = _tiled(recipe, project, (None, 1, 0))(inputs, x, jnp.arange(x.shape[1], dtype=jnp.int32))
+    q, k, v = _tiled(recipe, project, (None, 1, 0))(inputs, x, where)
     return _tiled(recipe, outward, (None, 1, 1))(p["out"], x, attend(q, k, v))
 
 
@@ -155,10 +204,9 @@ def _tiled(recipe: Recipe, f: Callable[..., Any], in_axes: Any) -> Callable[...,
 
 def kernel(config: LlamaConfig) -> Callable[[Array, Array, Array], Array]:
     """Causal attention of (B, T, N, H) to (B, T, K, H)."""
-    fits = jnp.dtype(config.dtype).itemsize == 2 and jax.default_backend() == "gpu"
-    if config.kernel == "cudnn" or (config.kernel == "auto" and fits):
-        return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
-    return blockwise
+    if config.kernel == "blockwise" or (config.kernel == "auto" and jax.default_backend() != "gpu"):
+        return blockwise
+    return partial(memjax.shard.baselines.attention, causal=True)
 
 
 def blockwise(q: Array, k: Array, v: Array) -> Array:

@@ -14,7 +14,8 @@ budget=BYTES       as many bytes as that, by memjax.remat.scan: budget=64MiB
 bits=8, bits=4     every layer's input is kept in so many bits per value, with scales for each position
 offload            every layer's input is kept in the host's memory
 tiled, tiled=N     norms, projections and feed-forward layers run N positions at a time
-groups, groups=N   attention takes its heads in N groups, by default as many as heads of keys"""
+groups, groups=N   attention takes its heads in N groups, by default as many as heads of keys
+keep_attention     with groups: the attention's outputs and log-sum-exps are kept, so that it runs once less"""
 GROUP = 256  # features that share a scale with bits=8 and bits=4
 _KEPT = ("plain", "checkpoint", "slots", "budget", "bits", "offload")
 
@@ -50,6 +51,7 @@ class Recipe:
     tile: int | None = None
     groups: int | None = None
     """0: as many as heads of keys; None: all heads at once."""
+    keep_attention: bool = False
 
     def __str__(self) -> str:
         value = getattr(self, self.kept, None)
@@ -58,6 +60,8 @@ class Recipe:
             words.insert(0, f"groups={self.groups}" if self.groups else "groups")
         if self.tiled:
             words.insert(0, f"tiled={self.tile}" if self.tile else "tiled")
+        if self.keep_attention:
+            words.append("keep_attention")
         return "+".join(words)
 
     def bytes_per_token(self, sizes: Sizes) -> float | None:
@@ -71,10 +75,12 @@ class Recipe:
         x = b * sizes.dim
         groups = 1 if self.groups is None else self.groups or sizes.kv_heads
         attention = 4 * b * sizes.head_dim * (sizes.heads + sizes.kv_heads) / groups
+        if self.keep_attention:
+            attention += sizes.heads * (b * sizes.head_dim + 4)
         work = 4 * x + max(attention, 0 if self.tiled else 4 * b * sizes.hidden)
         kept = {
             "checkpoint": sizes.layers * x,
-            "slots": ((self.slots or 0) + 1) * x,  # one row more than slots
+            "slots": (self.slots or 0) * x,
             "bits": sizes.layers * ((self.bits or 0) * sizes.dim / 8 + 8 * max(sizes.dim // GROUP, 1)),
             "offload": 0,
         }
@@ -104,7 +110,11 @@ def parse(text: str) -> Recipe:
             recipe = replace(recipe, tiled=True, tile=number)
         elif name == "groups" and (number or not equals):
             recipe = replace(recipe, groups=number or 0)
+        elif word == "keep_attention":
+            recipe = replace(recipe, keep_attention=True)
         else:
             words = ", ".join(line.split("  ")[0] for line in WORDS.splitlines())
             raise ValueError(f"a recipe must be words of {words}, joined by +, got {word!r} in {text!r}")
+    if recipe.keep_attention and recipe.groups is None:
+        raise ValueError(f"keep_attention must come with groups, got {text!r}")
     return recipe

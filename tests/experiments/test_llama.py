@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import memjax
 from experiments.context import measure
 from experiments.models import llama
 from experiments.models.recipe import parse
@@ -26,6 +27,7 @@ EXACT = [
         "groups=1+checkpoint",
     ),
     *("tiled+slots=1", "tiled+groups+plain", "tiled=5+groups+slots=2", "tiled=5+groups=2+budget=min"),
+    "tiled=5+groups+slots=2+keep_attention",
 ]
 
 
@@ -77,6 +79,25 @@ def test_an_untied_head(x64):
         config, params, wanted = expected(False)
     loss = functools.partial(llama.loss, config, parse("tiled=4+groups+slots=2"))
     chex.assert_trees_all_close(jax.jit(jax.value_and_grad(loss))(params, *tokens()), wanted, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("recipe", ["plain", "tiled=3+groups+slots=2"])
+def test_a_ring_has_the_plain_gradients(x64, recipe):
+    """The sequence in zigzag order over four devices, which hold a quarter of the parameters each."""
+    with jax.numpy_dtype_promotion("standard"):
+        config, params, _ = expected(False)
+        inputs, labels = tokens(length=16)
+        wanted = jax.jit(jax.value_and_grad(functools.partial(plain, config)))(params, inputs, labels)
+    mesh = jax.make_mesh((4,), ("ring",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    parts, sequence = llama.shards(params, "ring"), jax.P(None, "ring")
+    loss = jax.shard_map(
+        functools.partial(llama.loss, config, parse(recipe), axis_name="ring"),
+        mesh=mesh,
+        in_specs=(parts, sequence, sequence),
+        out_specs=jax.P(),
+    )
+    found = jax.jit(jax.value_and_grad(loss))(params, *(memjax.shard.zigzag(a, 4) for a in (inputs, labels)))
+    chex.assert_trees_all_close(found, wanted, rtol=1e-10, atol=1e-10)
 
 
 def test_low_precision_is_no_worse_than_that_of_the_plain_recipe():
@@ -137,17 +158,29 @@ def test_compressed_inputs_leave_the_loss_alone_and_rounding_is_unbiased():
 
 
 def test_recipes_are_read_and_written():
-    for text in ("plain", "tiled+groups+slots=6", "tiled=64+groups=2+budget=12GiB", "groups+bits=4", "offload"):
+    for text in (
+        "plain",
+        "tiled+groups+slots=6",
+        "tiled=64+groups=2+budget=12GiB",
+        "groups+bits=4",
+        "groups+plain+keep_attention",
+        "offload",
+    ):
         assert str(parse(text)) == text
+    assert str(parse("groups+keep_attention")) == "groups+plain+keep_attention"
     assert parse("slots=6+tiled") == parse("tiled+slots=6")
     assert parse("checkpoint").bytes_per_token(llama.SHAPES["8B"]) == 1024 * (256 + 32 + 112)
-    assert parse("tiled+groups+slots=6").bytes_per_token(llama.SHAPES["8B"]) == 1024 * (56 + 32 + 5)
+    assert parse("tiled+groups+slots=6").bytes_per_token(llama.SHAPES["8B"]) == 1024 * (48 + 32 + 5)
 
 
-@pytest.mark.parametrize("text", ["", "slots", "slots=0", "slots=2+checkpoint", "bits=5", "tiled=x", "tile", "groups="])
+@pytest.mark.parametrize(
+    "text", ["", "slots", "slots=0", "slots=2+checkpoint", "bits=5", "tiled=x", "tile", "groups=", "keep_attention"]
+)
 def test_what_is_no_recipe_is_refused(text):
     with pytest.raises(ValueError, match="a recipe must"):
         parse(text)
+    with pytest.raises(ValueError, match="keep_attention must come with groups"):
+        parse("keep_attention")
 
 
 @pytest.mark.parametrize(("fixed", "slope", "bend"), [(1000, 3, 0.0), (0, 5, 0.002), (900, 2, -0.0001)])
