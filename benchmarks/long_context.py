@@ -156,7 +156,7 @@ def _longest(decoder: LlamaConfig, case: dict) -> dict:
     linear = max(s / n - square * n, 0.0)
     by_time = int((-linear + (linear**2 + 4 * square * case["step_seconds"]) ** 0.5) / (2 * square))
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 2**24)
-    bytes_of = lambda length: measure.Gradient(decoder, recipe, length).bytes.total
+    bytes_of = lambda length: measure.Gradient(decoder, recipe, length, quick=True).bytes.total
     fixed = 2 * sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     last = max(by_time // unit * unit, unit)
     length = measure.longest(bytes_of, limit, fixed=fixed, unit=unit, first=min(n, last), last=last)

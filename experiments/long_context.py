@@ -52,11 +52,11 @@ class LongContextConfig(RunConfig):
     """Of parameters and computation."""
     length: int = 512
     """Bytes of a sequence in training."""
-    recipe: str = "tiled=128+groups+slots=2"
+    recipe: str = "tiled=64+groups+slots=2"
     """Of training."""
     compare: tuple[str, ...] = (
-        *("plain", "checkpoint", "tiled=128+checkpoint", "tiled=128+slots=2"),
-        *("tiled=128+groups+slots=2", "tiled=128+groups+bits=8", "tiled=128+groups+bits=4"),
+        *("checkpoint", "tiled=64+checkpoint", "tiled=64+slots=2", "tiled=64+groups+slots=2"),
+        "tiled=64+groups+bits=4",
     )
     """Recipes to measure; none: only train."""
     compare_lengths: tuple[int, ...] = (256, 1024)

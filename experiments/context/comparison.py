@@ -66,7 +66,7 @@ class Comparison:
         unit = _UNITS.get(jax.default_backend(), _UNIT)
         fixed = 2 * sum(leaf.nbytes for leaf in jax.tree.leaves(self._params))
         last = max(longest // unit * unit, unit)
-        bytes_of = lambda length: measure.Gradient(self._decoder, recipe, length).bytes.total
+        bytes_of = lambda length: measure.Gradient(self._decoder, recipe, length, quick=True).bytes.total
         length = measure.longest(bytes_of, limit, fixed=fixed, unit=unit, first=min(2 * unit, last), last=last)
         compiled = length
         while length:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import memjax
+from experiments.harness import memory
 from experiments.models import llama
 from experiments.models.llama import LlamaConfig
 from experiments.models.recipe import Recipe
@@ -26,21 +27,26 @@ class Bytes:
 
 
 class Gradient:
-    """Loss and gradient of a decoder by a recipe, compiled for one sequence of `length` tokens."""
+    """Loss and gradient of a decoder by a recipe, compiled for one sequence of `length` tokens.
 
-    def __init__(self, config: LlamaConfig, recipe: Recipe, length: int, **loss_options: Any):
+    Args:
+      quick: compile quickly, for the bytes alone.
+    """
+
+    def __init__(self, config: LlamaConfig, recipe: Recipe, length: int, *, quick: bool = False):
         params = jax.eval_shape(functools.partial(llama.init, config), jax.random.key(0))
         tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
-        loss = functools.partial(llama.loss, config, recipe, **loss_options)
-        step = jax.jit(jax.value_and_grad(loss), compiler_options=memjax.remat_compiler_options())
+        loss = functools.partial(llama.loss, config, recipe)
+        options = memory.options_for_memory() if quick else memjax.remat_compiler_options()
+        step = jax.jit(jax.value_and_grad(loss), compiler_options=options)
         self.length = length
         self._step = step.lower(params, tokens, tokens).compile()
 
     @property
     def bytes(self) -> Bytes:
-        memory: Any = self._step.memory_analysis()
-        temp = memory.temp_size_in_bytes
-        return Bytes(temp, temp + memory.argument_size_in_bytes + memory.output_size_in_bytes)
+        found: Any = self._step.memory_analysis()
+        temp = found.temp_size_in_bytes
+        return Bytes(temp, temp + found.argument_size_in_bytes + found.output_size_in_bytes)
 
     def seconds(self, params: Any, text: np.ndarray, steps: int = 2) -> list[float]:
         """Of steps on the beginning of `text`, repeated if it is shorter."""

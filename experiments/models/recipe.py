@@ -86,13 +86,13 @@ def parse(text: str) -> Recipe:
     recipe = Recipe()
     seen: set[str] = set()
     for word in text.split("+"):
-        name, _, value = word.partition("=")
+        name, equals, value = word.partition("=")
         what = "kept" if name in _KEPT else name
         if what in seen:
             raise ValueError(f"a recipe must say once what is kept and how it is cut, got {text!r}")
         seen.add(what)
         number = int(value) if re.fullmatch(r"[1-9]\d*", value) else None
-        if name in ("plain", "checkpoint", "offload") and not value:
+        if name in ("plain", "checkpoint", "offload") and not equals:
             recipe = replace(recipe, kept=name)
         elif name == "slots" and number:
             recipe = replace(recipe, kept=name, slots=number)
@@ -100,9 +100,9 @@ def parse(text: str) -> Recipe:
             recipe = replace(recipe, kept=name, budget=value)
         elif name == "bits" and number in (4, 8):
             recipe = replace(recipe, kept=name, bits=number)
-        elif name == "tiled" and (number or not value):
+        elif name == "tiled" and (number or not equals):
             recipe = replace(recipe, tiled=True, tile=number)
-        elif name == "groups" and (number or not value):
+        elif name == "groups" and (number or not equals):
             recipe = replace(recipe, groups=number or 0)
         else:
             words = ", ".join(line.split("  ")[0] for line in WORDS.splitlines())

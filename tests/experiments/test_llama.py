@@ -6,10 +6,13 @@ import functools
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from experiments.context import measure
 from experiments.models import llama
 from experiments.models.recipe import parse
+from experiments.models.stack import codec
 
 SMALL = llama.LlamaConfig(24, 16, 3, 4, 2, 4, 24, tied=True, dtype="float64", rope_base=100.0)
 EXACT = [
@@ -27,7 +30,7 @@ EXACT = [
 
 
 def tokens(length=13, examples=2):
-    text = jax.random.randint(jax.random.key(1), (examples, length + 1), 0, SMALL.vocabulary)
+    text = jax.random.randint(jax.random.key(1), (examples, length + 1), 0, SMALL.vocabulary, jnp.int32)
     return text[:, :-1], text[:, 1:]
 
 
@@ -61,7 +64,7 @@ def expected(tied):
     return config, params, jax.jit(jax.value_and_grad(functools.partial(plain, config)))(params, *tokens())
 
 
-@pytest.mark.parametrize("recipe", ["plain", *EXACT])
+@pytest.mark.parametrize("recipe", EXACT)
 def test_every_recipe_has_the_plain_gradients(x64, recipe):
     with jax.numpy_dtype_promotion("standard"):
         config, params, wanted = expected(True)
@@ -74,3 +77,90 @@ def test_an_untied_head(x64):
         config, params, wanted = expected(False)
     loss = functools.partial(llama.loss, config, parse("tiled=4+groups+slots=2"))
     chex.assert_trees_all_close(jax.jit(jax.value_and_grad(loss))(params, *tokens()), wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_low_precision_is_no_worse_than_that_of_the_plain_recipe():
+    config = dataclasses.replace(SMALL, dtype="bfloat16")
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        params = expected(True)[1]
+        params = jax.tree.map(lambda a: a.astype(jnp.bfloat16), params)
+        again = jax.tree.map(lambda a: a.astype(jnp.float64), params)
+        exact = jax.device_get(jax.jit(jax.grad(functools.partial(plain, SMALL)))(again, *tokens()))
+
+    def error(recipe):
+        found = jax.jit(jax.grad(functools.partial(llama.loss, config, parse(recipe))))(params, *tokens())
+        pairs = zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True)
+        squares = [(((a.astype(jnp.float32) - b) ** 2).sum(), (b**2).sum()) for a, b in pairs]
+        return (sum(e for e, _ in squares) / sum(s for _, s in squares)) ** 0.5
+
+    assert error("tiled=4+groups+slots=2") <= 1.1 * error("plain") < 0.1
+
+
+TINY = dataclasses.replace(llama.SHAPES["tiny"], dtype="float32", layers=4)
+
+
+def bytes_per_token(recipe):
+    few, many = (measure.Gradient(TINY, parse(recipe), length, quick=True).bytes.temp for length in (256, 512))
+    return (many - few) / 256
+
+
+def test_bytes_per_token_are_those_of_the_formula():
+    """What does not grow with the length, such as gradients of parameters, is no part of them."""
+    for recipe in ("tiled=32+groups+slots=1", "tiled=32+groups+bits=4"):
+        assert bytes_per_token(recipe) <= 1.1 * parse(recipe).bytes_per_token(TINY)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_error_of_compressed_inputs_is_predicted(bits):
+    text = np.random.default_rng(0).integers(256, size=200).astype(np.uint8)
+    params = llama.init(TINY, jax.random.key(0))
+    found = measure.gradient_error(TINY, parse(f"bits={bits}"), params, text, 128)
+    assert found["measured"] == pytest.approx(found["predicted"], rel=0.25)
+    assert 0.1 / 2**bits < found["predicted"] < 6 / 2**bits
+
+
+def test_compressed_inputs_leave_the_loss_alone_and_rounding_is_unbiased():
+    text = jax.random.randint(jax.random.key(1), (1, 65), 0, 256)
+    params = llama.init(TINY, jax.random.key(0))
+    losses = [llama.loss(TINY, parse(r), params, text[:, :-1], text[:, 1:]) for r in ("plain", "bits=4")]
+    chex.assert_trees_all_close(*losses, rtol=1e-6)
+    x = jax.random.normal(jax.random.key(2), (1, 40, 512)) * jnp.exp(jnp.arange(40.0) / 4)[:, None]
+    coded = codec(parse("bits=4"), 512)
+    seeds = jnp.arange(400, dtype=jnp.int32)
+    draws = jax.lax.map(lambda seed: (c := dataclasses.replace(coded, seed=seed)).decode(c.encode(x)), seeds)
+    step = (x.max(-1, keepdims=True) - x.min(-1, keepdims=True)) / 15
+    assert float(jnp.abs(draws - x).max()) <= 1.001 * float(step.max())
+    assert (
+        float(jnp.abs((draws.mean(0) - x) / step).max()) < 5 / 400**0.5
+    )  # five standard deviations, of at most a step
+
+
+def test_recipes_are_read_and_written():
+    for text in ("plain", "tiled+groups+slots=6", "tiled=64+groups=2+budget=12GiB", "groups+bits=4", "offload"):
+        assert str(parse(text)) == text
+    assert parse("slots=6+tiled") == parse("tiled+slots=6")
+    assert parse("checkpoint").bytes_per_token(llama.SHAPES["8B"]) == 1024 * (256 + 32 + 112)
+    assert parse("tiled+groups+slots=6").bytes_per_token(llama.SHAPES["8B"]) == 1024 * (56 + 32 + 5)
+
+
+@pytest.mark.parametrize("text", ["", "slots", "slots=0", "slots=2+checkpoint", "bits=5", "tiled=x", "tile", "groups="])
+def test_what_is_no_recipe_is_refused(text):
+    with pytest.raises(ValueError, match="a recipe must"):
+        parse(text)
+
+
+@pytest.mark.parametrize(("fixed", "slope", "bend"), [(1000, 3, 0.0), (0, 5, 0.002), (900, 2, -0.0001)])
+def test_the_longest_length_is_found_in_few_steps(fixed, slope, bend):
+    tried = []
+
+    def bytes_of(length):
+        tried.append(length)
+        return int(fixed + slope * length + bend * length**2)
+
+    found = measure.longest(bytes_of, 10_000, fixed=fixed, unit=16, first=64, last=100_000)
+    after = found + max(16, found // 16) + 16
+    assert bytes_of(found) <= 10_000 < bytes_of(after)
+    assert found % 16 == 0
+    assert len(tried) <= 10
+    assert measure.longest(bytes_of, 10_000, fixed=fixed, unit=16, first=64, last=128) == 128
+    assert measure.longest(bytes_of, fixed + 10, fixed=fixed, unit=16, first=64, last=128) == 0
