@@ -49,22 +49,25 @@ def _table(recipes: list[str], lengths: list[int], at: dict, longest: dict, titl
 def _cell(row: dict | None) -> str:
     if row is None:
         return ""
-    return f"{row['kib']:.2f}  {row['seconds']:.2f} s" if "seconds" in row else f"{row['kib']:.2f}  out of memory"
+    return f"{row['kib']:.2f}\n" + (f"{row['seconds']:.2f} s" if "seconds" in row else "out of memory")
 
 
 def _longest(row: dict | None) -> str:
     if row is None:
         return ""
-    seconds = f"  {row['seconds']:.1f} s" if "seconds" in row else ""
+    seconds = f"\n{row['seconds']:.1f} s" if "seconds" in row else ""
     return f"{row['length']:,}{seconds}" if row["length"] else "none"
 
 
 def _errors(rows: list[dict]) -> Table:
-    table = Table(title="Error of the gradient by compressed inputs of layers, relative to the gradient")
-    for heading in ("recipe", "tokens", "predicted", "measured"):
+    table = Table(
+        title="Error of the gradient by compressed inputs of layers, relative to the gradient",
+        caption="at most: what is expected where positions contribute to the gradient independently",
+    )
+    for heading in ("recipe", "tokens", "at most", "measured"):
         table.add_column(heading, justify="left" if heading == "recipe" else "right")
     for row in rows:
-        table.add_row(row["recipe"], f"{row['length']:,}", f"{row['predicted']:.2%}", f"{row['measured']:.2%}")
+        table.add_row(row["recipe"], f"{row['length']:,}", f"{row['at_most']:.2%}", f"{row['measured']:.2%}")
     return table
 
 

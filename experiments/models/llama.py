@@ -43,7 +43,8 @@ class LlamaConfig:
     dtype: str = "bfloat16"
     """Of parameters and computation; norms and rotations are computed in float32 or wider."""
     kernel: Literal["auto", "cudnn", "blockwise"] = "auto"
-    """Of attention. auto: cuDNN on a GPU for 16-bit dtypes. blockwise: plain JAX, a few queries at a time."""
+    """Of attention. auto: cuDNN on a GPU for 16-bit dtypes, elsewhere blockwise: plain JAX, a few queries at a time. To compile
+    for a GPU where there is none say cudnn."""
 
 
 SHAPES = {
@@ -122,7 +123,7 @@ def attention(config: LlamaConfig, recipe: Recipe, p: Params, x: Array) -> Array
             tile=recipe.tile,
             norm=lambda x: normalised(x, p["attention_norm"]),
             rotary=rotary,
-            attend=attend,
+            attend=blockwise if attend is blockwise else None,  # by itself it finds cuDNN's kernels, too
         )
 
     def project(p: Params, x: Array, where: Array) -> tuple[Array, ...]:
