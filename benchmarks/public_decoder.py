@@ -56,7 +56,8 @@ def main(config: Config) -> None:
     value, gradients, mib = _gradients(plain_loss, model, tokens)
     layers = stack_layers(model.layers)
     model.layers = nnx.List([])
-    ours, (rest, of_layers), less = _gradients(lambda both, tokens: loss(*both, tokens), (model, layers), tokens)
+    ours, both, less = _gradients(lambda both, tokens: loss(both[0], both[1], tokens), (model, layers), tokens)
+    rest, of_layers = both[0], both[1]
     error = lambda a, b: float(jnp.linalg.norm((a - b).ravel()) / jnp.linalg.norm(b.ravel()))
     of_plain = gradients.pop("layers")
     expected = stack_layers([of_plain[i] for i in range(config.layers)])
@@ -71,11 +72,10 @@ def _gradients(f: Callable[..., jax.Array], model: Any, tokens: jax.Array) -> tu
     parts: Any = nnx.split(model, nnx.Param, ...)
     graph, params, rest = parts
     step = jax.jit(jax.value_and_grad(lambda params: f(nnx.merge(graph, params, rest, copy=True), tokens)))
-    compiled = step.lower(params).compile(memjax.remat_compiler_options())
+    compiled = step.lower(params).compile({**memjax.remat_compiler_options()})
     value, gradients = compiled(params)
     memory: Any = compiled.memory_analysis()
-    pure = nnx.to_pure_dict(gradients)
-    return value, (pure[0], pure[1]) if isinstance(model, tuple) else pure, memory.temp_size_in_bytes / 2**20
+    return value, nnx.to_pure_dict(gradients), memory.temp_size_in_bytes / 2**20
 
 
 def _decoder(config: Config) -> Any:

@@ -63,7 +63,7 @@ class LongContextConfig(RunConfig):
     """Tokens of the sequences measured."""
     memory_limit: str | None = "8MiB"
     """What parameters, their gradients and all else may take in the search for the longest sequence, such as 70GiB. Default on
-    a GPU: what it has."""
+    a GPU: what JAX may take of it, three quarters unless XLA_PYTHON_CLIENT_MEM_FRACTION says more."""
     longest: int = 4096
     """Where that search ends; 0: no search."""
 

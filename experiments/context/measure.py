@@ -114,7 +114,7 @@ def gradient_error(config: LlamaConfig, recipe: Recipe, params: Any, text: np.nd
     difference = jax.tree.map(jnp.subtract, *map(wide, gradients))
 
     def step(x, p):
-        code = codec(recipe, config.dim).encode(x)
+        code: Any = codec(recipe, config.dim).encode(x)
         variance = jnp.mean(jnp.square(code.distance)) / 6
         return llama.layer(config, exact, p, x), variance / jnp.mean(jnp.square(x.astype(jnp.float32)))
 

@@ -100,21 +100,24 @@ def test_a_ring_has_the_plain_gradients(x64, recipe):
     chex.assert_trees_all_close(found, wanted, rtol=1e-10, atol=1e-10)
 
 
-def test_low_precision_is_no_worse_than_that_of_the_plain_recipe():
-    config = dataclasses.replace(SMALL, dtype="bfloat16")
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        params = expected(True)[1]
-        params = jax.tree.map(lambda a: a.astype(jnp.bfloat16), params)
-        again = jax.tree.map(lambda a: a.astype(jnp.float64), params)
-        exact = jax.device_get(jax.jit(jax.grad(functools.partial(plain, SMALL)))(again, *tokens()))
+def test_tiles_and_schedules_in_low_precision_are_as_good_as_the_plain_recipe():
+    """Of sums over groups of heads that is not true: each group's is rounded."""
+    wide = llama.LlamaConfig(64, 128, 3, 4, 4, 32, 256, tied=True, dtype="float64")
+    config = dataclasses.replace(wide, dtype="bfloat16")
+    text = jax.random.randint(jax.random.key(1), (4, 65), 0, wide.vocabulary, jnp.int32)
+    params = llama.init(config, jax.random.key(0))
+    gradient = lambda config, recipe: jax.jit(
+        jax.grad(lambda params: llama.loss(config, parse(recipe), params, text[:, :-1], text[:, 1:]))
+    )
+    with jax.enable_x64(True):
+        exact = jax.device_get(gradient(wide, "plain")(jax.tree.map(lambda a: a.astype(jnp.float64), params)))
 
     def error(recipe):
-        found = jax.jit(jax.grad(functools.partial(llama.loss, config, parse(recipe))))(params, *tokens())
-        pairs = zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True)
+        pairs = zip(jax.tree.leaves(gradient(config, recipe)(params)), jax.tree.leaves(exact), strict=True)
         squares = [(((a.astype(jnp.float32) - b) ** 2).sum(), (b**2).sum()) for a, b in pairs]
-        return (sum(e for e, _ in squares) / sum(s for _, s in squares)) ** 0.5
+        return float(sum(e for e, _ in squares) / sum(s for _, s in squares)) ** 0.5
 
-    assert error("tiled=4+groups+slots=2") <= 1.1 * error("plain") < 0.1
+    assert error("tiled=16+slots=2") <= 1.1 * error("plain") < 0.03
 
 
 TINY = dataclasses.replace(llama.SHAPES["tiny"], dtype="float32", layers=4)
