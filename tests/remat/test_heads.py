@@ -6,9 +6,10 @@ import chex
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 import memjax
-from memjax.remat import attention_in_groups
+from memjax.remat import AttentionInGroups, attention_in_groups
 
 EXAMPLES, LENGTH, DIM, HEADS, KV_HEADS, FEATURES = 2, 11, 16, 4, 2, 4
 
@@ -87,6 +88,49 @@ def test_composes(x64):
     close(
         jax.jit(functools.partial(gradients, run))(x, layers), jax.jit(functools.partial(gradients, plain))(x, layers)
     )
+
+
+class Norm(nnx.Module):
+    def __init__(self, scale):
+        self.scale = nnx.Param(scale)
+
+    def __call__(self, x):
+        return norm(x, self.scale[...])
+
+
+def test_module(x64):
+    """Gradients of kernels and of the norm's scale, by `nnx.grad`."""
+    x, *_, scale, bias = arguments()
+    module = AttentionInGroups(
+        DIM,
+        HEADS,
+        kv_heads=KV_HEADS,
+        norm=Norm(scale),
+        rotary=rotary,
+        attend=functools.partial(attend, bias=bias),
+        rngs=nnx.Rngs(0),
+    )
+    module.out[...] += 0.1
+    kernels = [param[...].astype(float) for param in (module.query, module.key, module.value, module.out)]
+    found = nnx.grad(lambda module: jnp.sum(jnp.sin(module(x))))(module)
+    expected = gradients(lambda *kernels: at_once(x, *kernels[:4], kernels[4], bias), *kernels, scale)
+    names = ("query", "key", "value", "out")
+    chex.assert_trees_all_close([found[name][...] for name in names], list(expected[:4]), rtol=1e-5, atol=1e-5)
+    close(found["norm"]["scale"][...], expected[4])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"heads": 3}, "heads must be a divisor of dim = 16, got 3"),
+        ({"kv_heads": 3}, "kv_heads must be a divisor of heads = 4, got 3"),
+        ({"rngs": 0}, "rngs must be flax.nnx.Rngs, got 0"),
+        ({"dtype": "int8"}, "dtype must be a floating-point dtype, got 'int8'"),
+    ],
+)
+def test_errors_of_the_module(change, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        AttentionInGroups(**{"dim": DIM, "heads": HEADS, "rngs": nnx.Rngs(0)} | change)
 
 
 @pytest.mark.parametrize("keep_attention", [False, True])

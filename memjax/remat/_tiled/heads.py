@@ -161,7 +161,9 @@ class _Layer:
             y = tiled(add, (None, 1, 1), 1, tile=self._tile)(kernels[3], y, o)
             return y, self._with_outputs(o, kept) if self._keep_attention else []
 
-        return lax.scan(step, x, kernels)
+        # The sum apart from x, which is larger: with 16-bit dtypes each group's sum is rounded.
+        y, kept = lax.scan(step, jnp.zeros_like(x), kernels)
+        return x + y, kept
 
     def _save(self, constants: Arrays, kernels: Arrays, x: Array, positions: Array) -> tuple[Array, Any]:
         y, kept = self._forward(constants, kernels, x, positions)
@@ -196,8 +198,8 @@ class _Layer:
             return (sums, dx), [*d_kernels, d_out]
 
         zero = [zeros(jax.typeof(value)) for value in pick(constants, floats)]
-        (sums, dx), d_kernels = lax.scan(step, (zero, dy), (kernels, kept))
-        return merge(sums, [None] * (len(constants) - len(sums)), floats), d_kernels, dx, None
+        (sums, dx), d_kernels = lax.scan(step, (zero, jnp.zeros_like(dy)), (kernels, kept))
+        return merge(sums, [None] * (len(constants) - len(sums)), floats), d_kernels, dy + dx, None
 
     def _projected(self, constants: Arrays, kernels: Arrays, x: Array, positions: Array) -> tuple[Array, ...]:
         """One group's queries, keys and values, and x."""
