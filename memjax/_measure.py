@@ -144,7 +144,7 @@ def _runtime_peak(compiled, program: Program, argument_bytes: int | None, notes:
 def _own_inputs(compiled, program: Program) -> tuple[tuple, dict[str, Any]] | None:
     """Arguments that one execution may donate and update; None if the program takes others."""
 
-    def own(donated: bool, leaf: Any) -> Any:
+    def copied(donated: bool, leaf: Any) -> Any:
         # The baseline counts what lies on the device already, so host arrays have to be there too.
         on_device = isinstance(leaf, jax.Array)
         return leaf.copy() if on_device and donated else leaf if on_device else jax.device_put(leaf)
@@ -154,13 +154,13 @@ def _own_inputs(compiled, program: Program) -> tuple[tuple, dict[str, Any]] | No
     if executable is compiled:
         if executable.in_tree != jax.tree.structure((args, kwargs)):
             return None
-        return jax.tree.map(lambda info, leaf: own(info.donated, leaf), executable.args_info, (args, kwargs))
+        return jax.tree.map(lambda info, leaf: copied(info.donated, leaf), executable.args_info, (args, kwargs))
     infos = jax.tree.leaves(executable.args_info)
     if len(infos) != len(parts.arrays):
         return None
     # Which array a variable of Flax NNX becomes is not told, so one that is donated means a copy of all.
     donated = any(info.donated for info in infos)
-    return parts.rebuild([own(donated, array) for array in parts.arrays])[:2]
+    return parts.rebuild([copied(donated, array) for array in parts.arrays])[:2]
 
 
 def _memory_stats(device) -> Any:

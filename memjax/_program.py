@@ -4,13 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import flax.linen as nn
 import jax
-from flax import nnx
 
 from memjax._core import check
 from memjax._core.arguments import Parts, is_jitted, of_arrays, unbound
-from memjax._core.clear_errors import refuse_leaks, trace_errors
+from memjax._core.clear_errors import call_errors, refuse_leaks, trace_errors
 from memjax._residuals import Residuals, differentiated, residuals
 
 
@@ -54,15 +52,15 @@ class Gradient:
 def traced(name: str, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Program:
     """The program of `fn`, for the public function `name`. It raises what that says of `fn`."""
     check.function("fn", fn, f"call memjax.{name}(fn, *args), not memjax.{name}(fn(*args))")
-    if isinstance(fn, type) and issubclass(fn, nn.Module | nnx.Module):
-        raise check.fail(TypeError, "fn", "a function or a module", fn, "make an instance first")
+    if isinstance(fn, jax.stages.Compiled | jax.stages.Lowered):
+        raise check.fail(TypeError, "fn", "a function", fn, f"pass what was jitted; {name} compiles it")
     fn, args, kwargs = unbound(fn, args, kwargs)
     parts = Parts(args, kwargs)
     if jitted := is_jitted(fn):
         program: Any = fn
     else:
         program, args, kwargs = jax.jit(of_arrays(fn, parts)), (parts.arrays,), {}
-    with trace_errors(fn):
+    with call_errors("fn", fn, {"arguments": (*args, *kwargs.values())}), trace_errors(fn):
         stage = program.trace(*args, **kwargs)
     refuse_leaks(fn, of_jax(stage))
     result = _differentiable(stage.out_info, has_updates=not jitted or of_jax(stage) is not stage)

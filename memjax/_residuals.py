@@ -19,10 +19,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal, jaxpr_as_fun, jaxprs_in_params
+from jax.extend.core import Literal, jaxpr_as_fun
 
-from memjax._core.compat import name_stack, parameters, primitive_name, scan_counts, without_dead_code
+from memjax._core.arrays import is_float
+from memjax._core.compat import bodies, name_stack, primitive_name, scan_counts, without_dead_code
 from memjax._core.jaxpr import nbytes
+from memjax._core.lists import drop, merge, pick
 from memjax._core.primitives import ALIASES, CALLS, SOURCES
 
 _TRANSFORM = re.compile(r"\b(jvp|transpose)\(")
@@ -103,7 +105,7 @@ def residuals(closed_jaxpr) -> Residuals | None:
 
 def iteration(equation: Equation) -> tuple[list[Equation], list]:
     """One turn of a scan of the forward pass: its equations, and the body's outputs. A carry is a value of its own."""
-    body = _bodies(equation.eqn)[0]
+    body = bodies(equation.eqn)[0]
     constants, carries = scan_counts(equation.eqn)
     forward, place = _Forward(_Walk(True)), (*equation.outer, equation.eqn)
     operands = list(equation.inputs)
@@ -117,43 +119,28 @@ def differentiated(closed_jaxpr, result: Sequence[bool]):
 
     Of the outputs those are differentiated that `result` marks and that are floats.
     """
-    in_avals = closed_jaxpr.in_avals
-    is_float = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in in_avals]
-    flat_fn = jaxpr_as_fun(closed_jaxpr)
-    outs_float = [
-        flag and jnp.issubdtype(aval.dtype, jnp.inexact)
-        for aval, flag in zip(closed_jaxpr.out_avals, result, strict=True)
-    ]
-    if not any(is_float) or not any(outs_float):
+    in_float = [is_float(aval) for aval in closed_jaxpr.in_avals]
+    out_float = [marked and is_float(aval) for aval, marked in zip(closed_jaxpr.out_avals, result, strict=True)]
+    if not any(in_float) or not any(out_float):
         return None
-
-    def forward(floats: Sequence, others: Sequence):
-        merged = _merge(is_float, floats, others)
-        outs = flat_fn(*merged)
-        return _pick(outs, outs_float), _pick(outs, [not flag for flag in outs_float])
+    flat_fn = jaxpr_as_fun(closed_jaxpr)
 
     def forward_backward(args: Sequence, cotangents: Sequence):
-        floats, others = _pick(args, is_float), _pick(args, [not flag for flag in is_float])
-        outs, pullback, aux = jax.vjp(lambda floats: forward(floats, others), floats, has_aux=True)
+        def of_floats(floats):
+            outs = flat_fn(*merge(floats, drop(args, in_float), in_float))
+            return pick(outs, out_float), drop(outs, out_float)
+
+        outs, pullback, aux = jax.vjp(of_floats, pick(args, in_float), has_aux=True)
         return outs, aux, pullback(list(cotangents))
 
-    structs = [_struct(aval) for aval in in_avals]
-    cotangents = [_struct(aval) for aval in _pick(closed_jaxpr.out_avals, outs_float)]
+    structs = [_struct(aval) for aval in closed_jaxpr.in_avals]
+    cotangents = [_struct(aval) for aval in pick(closed_jaxpr.out_avals, out_float)]
     return jax.make_jaxpr(forward_backward)(structs, cotangents)
 
 
 def _struct(aval) -> jax.ShapeDtypeStruct:
     sharding = None if aval.sharding.mesh.empty else aval.sharding
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
-
-
-def _pick(values: Sequence, keep: Sequence[bool]) -> list:
-    return [value for value, flag in zip(values, keep, strict=True) if flag]
-
-
-def _merge(flags: Sequence[bool], chosen: Sequence, others: Sequence) -> list:
-    chosen_iter, others_iter = iter(chosen), iter(others)
-    return [next(chosen_iter) if flag else next(others_iter) for flag in flags]
 
 
 def _passes(stack: str) -> list[str]:
@@ -165,17 +152,11 @@ def _joined(outer: str, eqn) -> str:
     return f"{outer}/{name_stack(eqn)}"
 
 
-def _bodies(eqn) -> list:
-    # Rules of a custom derivative that nobody asked for (an undifferentiated call) are functions, not jaxprs.
-    params = parameters(eqn)
-    return [getattr(body, "jaxpr", body) for body in jaxprs_in_params(params)]
-
-
 def _stacks(jaxpr, outer: str) -> Iterator[str]:
     for eqn in jaxpr.eqns:
         stack = _joined(outer, eqn)
         yield stack
-        for body in _bodies(eqn):
+        for body in bodies(eqn):
             yield from _stacks(body, stack)
 
 
@@ -273,7 +254,7 @@ class _Forward:
     def outputs(self, eqn, inputs: list[Any], stack: str, outer: tuple) -> list:
         step, inner, place = next(self.clock), _joined(stack, eqn), (*outer, eqn)
         name = primitive_name(eqn)
-        bodies = _bodies(eqn)
+        inside = bodies(eqn)
         if self.walk.is_backward(inner):
             for index, value in enumerate(inputs):
                 if isinstance(value, Value):
@@ -282,13 +263,13 @@ class _Forward:
             return [EXISTING] * len(eqn.outvars)
         if _is_alias(eqn):
             return inputs
-        if name in CALLS and len(bodies) == 1 and len(bodies[0].invars) == len(inputs):
-            return self.visit(bodies[0], inputs, inner, place)
+        if name in CALLS and len(inside) == 1 and len(inside[0].invars) == len(inputs):
+            return self.visit(inside[0], inputs, inner, place)
         if name in _REMAKEABLE and all(value is REMADE for value in inputs):
             return [REMADE] * len(eqn.outvars)
-        if any(self.walk.has_backward(body, inner) for body in bodies):
-            self.loops[step] = self.walk.held_in_body(eqn, bodies, inner, place)
-        forwarded = self.walk.forwarded(eqn, bodies, inputs)
+        if any(self.walk.has_backward(body, inner) for body in inside):
+            self.loops[step] = self.walk.held_in_body(eqn, inside, inner, place)
+        forwarded = self.walk.forwarded(eqn, inside, inputs)
         made = [self.value(var.aval, step, place, index) for index, var in enumerate(eqn.outvars)]
         outputs = [forwarded.get(index, value) for index, value in enumerate(made)]
         self.program.append(Equation(eqn, outer, inputs, outputs))
