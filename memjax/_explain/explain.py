@@ -14,9 +14,10 @@ from memjax._core.compat import primitive_name
 from memjax._core.scopes import Paths
 from memjax._explain.compiled.hlo import parse
 from memjax._explain.compiled.peak import peak_of
-from memjax._explain.explanation import Explanation, Peak, Remedy, Row, Timeline
+from memjax._explain.explanation import Explanation
 from memjax._explain.kept import kept_arrays
 from memjax._explain.nnx_scopes import nnx_scopes
+from memjax._explain.parts import Peak, Remedy, Row, Timeline
 from memjax._explain.remedy.estimate import rates
 from memjax._explain.remedy.logits import fused_loss, logits_in
 from memjax._explain.remedy.remedies import Remedies

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from memjax._explain.explanation import Explanation
-
 _MIB = 2**20
 
 
-def draw(explanation: Explanation, path: Any) -> None:
+def draw(explanation: Any, path: Any) -> None:
     """Write the picture. matplotlib is only imported here."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from memjax._core.check import readable_bytes
-from memjax._explain.explanation import Explanation, Remedy, Row
+from memjax._explain.parts import Remedy, Row
 
 _ROWS = 12
 _REMEDIES = 6
 
 
-def as_text(explanation: Explanation) -> str:
+def as_text(explanation: Any) -> str:
     """Tables in columns of plain text."""
     parts = []
     for title, heads, cells in _tables(explanation):
@@ -25,7 +25,7 @@ def as_text(explanation: Explanation) -> str:
     return "\n\n".join([*parts, *_messages(explanation)])
 
 
-def as_rich(explanation: Explanation) -> Any:
+def as_rich(explanation: Any) -> Any:
     """The same for `rich.print`, which is only imported here."""
     from rich.console import Group
     from rich.table import Table
@@ -41,7 +41,7 @@ def as_rich(explanation: Explanation) -> Any:
     return Group(*shown, *(message.replace("[", r"\[") for message in _messages(explanation)))
 
 
-def _tables(explanation: Explanation) -> list[tuple[str, list[str], list[list[str]]]]:
+def _tables(explanation: Any) -> list[tuple[str, list[str], list[list[str]]]]:
     tables = [_kept("Kept between the passes", explanation.rows, explanation.residual_bytes)]
     if explanation.offloaded:
         tables.append(_kept("Offloaded to the host", explanation.offloaded, explanation.offloaded_bytes))
@@ -106,5 +106,5 @@ def _kind(remedy: Remedy) -> str:
     return remedy.kind if remedy.is_exact else f"{remedy.kind} (not exact)"
 
 
-def _messages(explanation: Explanation) -> list[str]:
+def _messages(explanation: Any) -> list[str]:
     return [*(f"warning: {text}" for text in explanation.warnings), *(f"note: {text}" for text in explanation.notes)]

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from memjax._core.compat import primitive_name
 from memjax._core.primitives import ELEMENTWISE, SOURCES
-from memjax._explain.explanation import Remedy
 from memjax._explain.kept import Kept, Pass
+from memjax._explain.parts import Remedy
 from memjax._explain.rows import Group
 from memjax._linear_cross_entropy import linear_cross_entropy
 from memjax._program import gradient, traced

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from memjax._core.compat import call_site, primitive_name
 from memjax._core.primitives import PRODUCTS, flops
 from memjax._core.scopes import Paths, runs_in_loop
-from memjax._explain.explanation import Remedy
 from memjax._explain.kept import Pass
+from memjax._explain.parts import Remedy
 from memjax._explain.remedy.estimate import Rates, seconds
 from memjax._explain.remedy.tile import by_position
 from memjax._explain.rows import Group, collapsed
 from memjax._residuals import Equation, Value
-from memjax.compress import DEFAULT
+from memjax.compress._codecs.block_quantized import DEFAULT
 
 # One checkpoint round nearly everything keeps nothing, and computes everything at once: the peak is then there.
 _MOST = 0.6
