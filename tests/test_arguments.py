@@ -304,7 +304,6 @@ CALLS = [
     (compress.UniformError(0.1).decode, {"code": None}, "code must be an array, got None"),
     (compress.ErrorBounded, {"bound": np.array(["a"])}, "bound must be a positive finite number"),
     (compress.ErrorBounded, {"bound": np.bool_(True)}, "bound must be a positive finite number"),
-    (measured_channels, {"distance": -jnp.ones(64)}, "distance must be of no negative number"),
     (layers, {"argnums": ()}, "argnums must be positions among the 2 arguments"),
     (layers, {"f": lambda codec, w, x: x @ w}, "f must take .* raises TypeError: Gradient only defined for scalar"),
     (

@@ -296,7 +296,7 @@ def test_bad_arguments(change, error, said):
 def test_a_block_that_cannot_be_traced_is_named():
     blocks, params, _ = cases.mlps(width=4)
     with pytest.raises(
-        TypeError, match=r"blocks\[0\] must take params\[0\] and an input of float32\[2,7\]: .*dot_general"
+        TypeError, match=r"blocks\[0\] must take params\[0\] of .* and an input of float32\[2,7\], got .*dot_general"
     ):
         chain(blocks, params, jnp.ones((2, 7), jnp.float32), budget="1MiB")
 

@@ -374,7 +374,7 @@ def test_what_keeps_positions_apart_is_accepted(x64, name):
         ({"out_axes": (1, 1)}, "out_axes must be a pytree prefix"),
         ({"tile": 0}, "tile must be a number of positions of at least 1, got 0"),
         ({"tile": 2.5}, "tile must be a number of positions of at least 1, got 2.5"),
-        ({"sum_dtype": "int32"}, "sum_dtype must be a floating dtype or None"),
+        ({"sum_dtype": "int32"}, "sum_dtype must be a floating-point dtype, got 'int32': or None"),
         ({"check": 3}, "check must be True or False, got 3"),
     ],
 )

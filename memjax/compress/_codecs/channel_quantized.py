@@ -10,7 +10,6 @@ from jax import lax
 from jaxtyping import Array, Float, UInt
 
 from memjax._core import check
-from memjax._core.compat import is_tracer
 from memjax.compress._codecs.codec import FixedRate, check_code, check_floats
 from memjax.compress._codecs.levels import from_levels, levels_between, to_levels
 
@@ -49,8 +48,6 @@ class MeasuredChannels:
             if shape not in ((), x.shape[-1:]):
                 wanted = f"of shape {x.shape[-1:]}, one number for each channel of x"
                 raise check.fail(ValueError, name, wanted, getattr(self, name))
-        if not is_tracer(self.distance) and np.any(np.asarray(self.distance) < 0):
-            raise check.fail(ValueError, "distance", "of no negative number", self.distance)
         level = to_levels(x, self.low, self.distance, self.bits, 0.5).astype(LEVELS[self.bits])
         return ChannelQuantizedCode(level, self.low, self.distance, np.dtype(x.dtype))
 
