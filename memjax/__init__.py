@@ -1,6 +1,8 @@
 """memjax: training that fits in memory, with composable transforms for JAX and Flax.
 
 Functions:
+  plan: what a function keeps and what it computes again, so that its step fits a budget of memory in the least time.
+  planned: a function that is differentiated by such a plan.
   measure: bytes, FLOPs and compile time of a function, and what it holds for its backward pass.
   compressed: a function or Flax module whose saved activations go through a lossy code.
   linear_cross_entropy: the loss of a language model without its logits in memory.
@@ -8,6 +10,7 @@ Functions:
 
 Classes:
   Measurement: what `measure` returns.
+  Plan: what `plan` returns.
 
 Packages:
   remat: recomputation by budget and by name: checkpoint, scan, chain, dense blocks, RNNs.
@@ -24,15 +27,20 @@ from memjax import compress, remat, shard
 from memjax._linear_cross_entropy import linear_cross_entropy
 from memjax._measure import measure, remat_compiler_options
 from memjax._measurement import Measurement
+from memjax._plan.api import plan, planned
+from memjax._plan.result import Plan
 from memjax.compress import compressed
 
 __all__ = [
     "Measurement",
+    "Plan",
     "__version__",
     "compress",
     "compressed",
     "linear_cross_entropy",
     "measure",
+    "plan",
+    "planned",
     "remat",
     "remat_compiler_options",
     "shard",

@@ -1,0 +1,190 @@
+"""From a derivative and a budget to a plan: solve, compile, compare, and solve again with what was learnt."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from memjax._core import costs
+from memjax._core.check import readable_bytes
+from memjax._core.compat import source_line
+from memjax._core.costs import array_bytes
+from memjax._core.jaxpr import is_literal
+from memjax._plan.chain import Chain, Choice
+from memjax._plan.compiled import device_of, step_bytes
+from memjax._plan.derivative import Derivative
+from memjax._plan.result import Kept, Plan, Point, Stretch
+from memjax._plan.run import Piece, Run
+
+_MOST_COMPILED = 3
+_MOST_POINTS = 100
+
+
+def decide(derivative: Derivative, types: Sequence[Any], shardings: Sequence[Any], budget: int | str) -> Plan:
+    """The fastest plan of which the compiled step takes no more than `budget`, or "min": the plan of the least memory.
+
+    Raises:
+      ValueError: the budget is less than the least possible.
+    """
+    chain = Chain(derivative, costs.device(device_of(shardings)))
+    least = chain.frontier[0][0]
+    tried: list[_Try] = []
+
+    def attempt(predicted: int, choices: list[Choice]) -> _Try:
+        for one in tried:
+            if one.choices == choices:
+                return one
+        compiled = step_bytes(derivative, Run(derivative, pieces(chain, choices)), types, shardings)
+        tried.append(_Try(predicted, predicted if compiled is None else compiled, compiled is not None, choices))
+        return tried[-1]
+
+    def least_memory() -> _Try:
+        both = [attempt(least, chain.least_choices()), attempt(least, chain.choices(least))]
+        return min(both, key=lambda one: (one.nbytes, one.seconds))
+
+    if budget == "min":
+        best = least_memory()
+        return _plan(chain, best, best.nbytes)
+    assert isinstance(budget, int)
+    wanted = float(budget)
+    for _ in range(_MOST_COMPILED):
+        predicted = max((nbytes for nbytes, _ in chain.frontier if nbytes <= wanted), default=least)
+        known = len(tried)
+        attempt(predicted, chain.choices(predicted))
+        if len(tried) == known:
+            break
+        wanted = _next(tried, budget)
+    fitting = [one for one in tried if one.nbytes <= budget] or [
+        one for one in [least_memory()] if one.nbytes <= budget
+    ]
+    if not fitting:
+        raise ValueError(_too_little(chain, budget, min(one.nbytes for one in tried)))
+    return _plan(chain, min(fitting, key=lambda one: (one.seconds, one.nbytes)), budget)
+
+
+class _Try(NamedTuple):
+    """A plan that was compiled, if it could be.
+
+    Attributes:
+      predicted: bytes as the model has them.
+      nbytes: as compiled.
+      is_compiled: whether that is so, or `nbytes` is the prediction.
+      choices: the plan.
+    """
+
+    predicted: int
+    nbytes: int
+    is_compiled: bool
+    choices: list[Choice]
+
+    @property
+    def seconds(self) -> float:
+        """Spent on running again and on keeping."""
+        return sum(choice.option.seconds for choice in self.choices)
+
+
+def _next(tried: Sequence[_Try], budget: int) -> float:
+    """The prediction at which the compiled bytes should meet the budget: by the line through the two nearest tries."""
+    points = sorted((one.nbytes, one.predicted) for one in tried)
+    below = [point for point in points if point[0] <= budget]
+    above = [point for point in points if point[0] > budget]
+    if below and above:
+        (c0, p0), (c1, p1) = below[-1], above[0]
+        return p0 + (budget - c0) * (p1 - p0) / max(c1 - c0, 1) if p1 > p0 else p0
+    compiled, predicted = below[-1] if below else above[0]
+    far, near = predicted * budget / max(compiled, 1), predicted + (budget - compiled)
+    return max(far, near) if below else min(far, near)
+
+
+def pieces(chain: Chain, choices: Sequence[Choice]) -> list[Piece]:
+    """The plan's stretches as they are run."""
+    found = []
+    for choice in choices:
+        segment = chain.segment(chain.cuts.index(choice.start), chain.cuts.index(choice.stop))
+        inside = choice.option.inside
+        kept = [*choice.option.kept, *segment.crossing]
+        loop = None if inside is None else chain.loops[choice.start]
+        found.append(Piece(segment.backward, kept, loop, () if inside is None else inside.kept))
+    return found
+
+
+def pieces_of_plan(chain: Chain, plan: Plan) -> list[Piece]:
+    """The same for a plan that was made before, of the same program."""
+    found = []
+    for stretch in plan.stretches:
+        a, b = chain.cuts.index(stretch.start), chain.cuts.index(stretch.stop)
+        segment, loop = chain.segment(a, b), chain.loops.get(stretch.start) if stretch.turns > 1 else None
+        program = chain.derivative.forward if loop is None else loop.program
+        kept = [
+            program.invars[one.output] if one.equation < 0 else program.eqns[one.equation].outvars[one.output]
+            for one in stretch.kept
+        ]
+        crossing = list(segment.crossing)
+        found.append(Piece(segment.backward, crossing if loop else [*kept, *crossing], loop, kept if loop else ()))
+    return found
+
+
+def _plan(chain: Chain, chosen: _Try, budget: int) -> Plan:
+    added = chosen.nbytes - chosen.predicted
+    base = chain.base_seconds
+    points = [Point(max(nbytes + added, 0), base + seconds) for nbytes, seconds in chain.frontier]
+    every = -(-len(points) // _MOST_POINTS)
+    return Plan(
+        budget=budget,
+        nbytes=chosen.nbytes,
+        first_nbytes=chosen.predicted,
+        compiled_nbytes=chosen.nbytes if chosen.is_compiled else None,
+        seconds=base + chosen.seconds,
+        plain_seconds=base + chain.frontier[-1][1],
+        stretches=tuple(_stretch(chain, choice) for choice in chosen.choices),
+        points=(*points[:-1:every], points[-1]),
+        program=digest(chain.derivative),
+    )
+
+
+def _stretch(chain: Chain, choice: Choice) -> Stretch:
+    option, inside = choice.option, choice.option.inside
+    program = chain.derivative.forward if inside is None else chain.loops[choice.start].program
+    place = {out: (i, k, eqn) for i, eqn in enumerate(program.eqns) for k, out in enumerate(eqn.outvars)}
+    place |= {var: (-1, k, None) for k, var in enumerate(program.invars)}
+    kept = []
+    for var in (option if inside is None else inside).kept:
+        equation, output, eqn = place[var]
+        made = "carried by the loop" if eqn is None else f"{eqn.primitive.name} {source_line(eqn)}".strip()
+        kept.append(Kept(equation, output, array_bytes(var), f"{var.aval.str_short()} {made}"))
+    turns = 1 if inside is None else chain.loops[choice.start].forward.params["length"]
+    handed_on = option.nbytes - turns * sum(one.nbytes for one in kept)
+    return Stretch(choice.start, choice.stop, tuple(kept), handed_on, turns, option.seconds, option.working)
+
+
+def _too_little(chain: Chain, budget: int, least: int) -> str:
+    choices = chain.least_choices()
+    held = 0
+    top, where = 0, choices[0]
+    for choice in choices:
+        if held + choice.option.working > top:
+            top, where = held + choice.option.working, choice
+        held += choice.option.nbytes
+    lines = [line for eqn in chain.derivative.forward.eqns[where.start : where.stop] if (line := source_line(eqn))]
+    ratio = (chain.base_seconds + chain.frontier[0][1]) / (chain.base_seconds + chain.frontier[-1][1])
+    return (
+        f"budget is {readable_bytes(budget)}, but the least possible is {readable_bytes(least)}, at {ratio:.2f} of the time that "
+        f"takes {readable_bytes(chain.frontier[-1][0])}. The backward pass of equations {where.start} to {where.stop} "
+        + (f"(from {lines[0]} to {lines[-1]}) " if lines else "")
+        + f'holds it up, with {readable_bytes(where.option.working)} of its own: give a larger budget, or "min" for the least; '
+        "divide the batch, or the sequence with memjax.remat.tiled"
+    )
+
+
+def digest(derivative: Derivative) -> str:
+    """Equal for equal programs, however their variables are called."""
+    number: dict[Any, int] = {}
+    parts: list[str] = [str(derivative.wrt), str(derivative.outs)]
+    for program in (derivative.forward, derivative.backward):
+        for eqn in program.eqns:
+            parts.append(eqn.primitive.name)
+            for atom in (*eqn.invars, *eqn.outvars):
+                name = "literal" if is_literal(atom) else str(number.setdefault(atom, len(number)))
+                parts.append(f"{name}:{atom.aval.str_short()}")
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:32]
