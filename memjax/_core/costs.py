@@ -177,16 +177,16 @@ def seconds(eqn: Any, rates: Device, is_stored: Callable[[Any], bool]) -> float:
     if not work and name in KERNELS:
         return rates.start + _PASSES_OF_UNKNOWN_KERNEL * time
     if work:
-        rate = rates.attention if is_attention(name) else rates.flops * _speed(eqn)
+        rate = rates.attention if is_attention(name) else rates.flops * _speed(eqn, rates)
         return rates.start + max(work / rate, time)
     return time + (rates.start if written else 0.0)
 
 
-def _speed(eqn: Any) -> float:
+def _speed(eqn: Any, rates: Device) -> float:
     """The rate of products of this dtype, relative to 16-bit floats."""
     dtype = next((atom.aval.dtype for atom in eqn.invars if hasattr(atom.aval, "dtype")), jnp.dtype("float32"))
-    if jax.default_backend() == "cpu" and dtype.itemsize < 8:
-        return 1.0
+    if rates is _CPU:
+        return 1.0 if dtype.itemsize < 8 else 0.5
     return {1: 2.0, 2: 1.0, 4: 0.5, 8: 0.08}.get(dtype.itemsize, 0.04)
 
 

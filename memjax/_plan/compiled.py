@@ -35,17 +35,20 @@ def step_bytes(derivative: Derivative, run: Run, types: Sequence[Any], shardings
         return outs, run.backward(inputs, kept, cts)
 
     others = [aval for aval, one in zip(pick(out_types, derivative.outs), scalar, strict=True) if not one]
-    meshes = [aval for aval in types if not aval.sharding.mesh.empty]
-    if meshes or any(names_an_axis(effect) for eqn in derivative.forward.eqns for effect in eqn.effects):
+    manual = any(jax.sharding.AxisType.Manual in aval.sharding.mesh.axis_types for aval in types)
+    if manual or any(names_an_axis(effect) for eqn in derivative.forward.eqns for effect in eqn.effects):
         program = compile_alone(jax.make_jaxpr(step)(list(types), others))
         return None if program is None else temporary(program)
+    explicit = [aval for aval in types if jax.sharding.AxisType.Explicit in aval.sharding.mesh.axis_types]
+    if explicit and any(sharding is None for sharding in shardings):
+        return None
     inputs = [
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
         for aval, sharding in zip(types, shardings, strict=True)
     ]
-    options: dict[str, Any] = dict(remat_compiler_options())
-    platform = platform_of(shardings)
+    platform, options = platform_of(shardings), dict[str, Any]()
     if platform == "cpu":
+        options |= remat_compiler_options("cpu")
         options["xla_backend_optimization_level"] = 0  # machine code is made after memory has been assigned
     lowered = jax.jit(step).trace(inputs, others).lower(lowering_platforms=(platform,))
     return temporary(lowered.compile(compiler_options=options))
