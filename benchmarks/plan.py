@@ -83,11 +83,11 @@ def rotated(x: jax.Array) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
 
-def layer(p: dict[str, jax.Array], x: jax.Array, *, implementation: str) -> jax.Array:
+def layer(p: dict[str, jax.Array], x: jax.Array, *, implementation: Any) -> jax.Array:
+    h: jax.Array = norm(x, p["norm1"])
     heads = lambda w: (h @ w).reshape(*x.shape[:2], -1, HEAD)
-    h = norm(x, p["norm1"])
     q, k, v = (checkpoint_name(y, "qkv") for y in (rotated(heads(p["q"])), rotated(heads(p["k"])), heads(p["v"])))
-    o = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)  # type: ignore[arg-type]
+    o = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
     x = checkpoint_name(x + o.reshape(*x.shape[:2], -1) @ p["o"], "x2")
     h = norm(x, p["norm2"])
     gate, up = (checkpoint_name(h @ p[name], "gate_up") for name in ("gate", "up"))
@@ -132,7 +132,8 @@ def compiled(f: Callable[..., Any], args: tuple) -> tuple[Any, int]:
     """The step, value and gradient, and its temporary bytes."""
     step = jax.jit(jax.value_and_grad(f, (0, 1)), compiler_options=dict(memjax.remat_compiler_options()))
     program = step.lower(*args).compile()
-    return program, program.memory_analysis().temp_size_in_bytes
+    memory: Any = program.memory_analysis()
+    return program, memory.temp_size_in_bytes
 
 
 def by_turns(programs: list[Any], args: tuple, runs: int) -> list[float | None]:

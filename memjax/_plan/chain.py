@@ -7,6 +7,7 @@ more. All of the frontier is kept, so that one solution answers for every budget
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,12 +15,14 @@ import numpy as np
 from memjax._core import costs
 from memjax._core.costs import array_bytes
 from memjax._core.jaxpr import is_literal, variables
-from memjax._plan.derivative import Derivative, LoopPair, loop_pairs
+from memjax._plan.derivative import Derivative, LoopPair, can_be_split, loop_pairs
 from memjax._plan.phases import available_anywhere, backward_turns, cut_points
-from memjax._plan.segment import Option, Segment, options
+from memjax._plan.segment import Option, Segment, corners, options
 
 _LONGEST = 4  # pieces in a stretch
 _MOST_POINTS = 1500
+_MOST_TURNS = 64  # of a loop that is split, so that few options arise
+_SECONDS_TO_SPLIT = 2e-5
 
 
 class Choice(NamedTuple):
@@ -139,16 +142,18 @@ class Chain:
         )
         crossing = sum(map(array_bytes, segment.crossing))
         moving = sum(map(array_bytes, segment.entering))
-        return [
-            Option(
-                (),
-                crossing + length * o.nbytes,
-                length * o.seconds,
-                crossing + length * o.nbytes + o.working + moving,
-                o,
-            )
-            for o in options(body, self.rates, free)
-        ]
+        found = options(body, self.rates, free)
+        mixed = []
+        if 1 < length <= _MOST_TURNS and can_be_split(pair):
+            for less, more in pairwise(corners(found)):
+                mixed += [((turns, less), (length - turns, more)) for turns in range(1, length)]
+
+        def whole(parts: tuple[tuple[int, Option], ...]) -> Option:
+            kept = crossing + sum(turns * option.nbytes for turns, option in parts)
+            seconds = sum(turns * option.seconds for turns, option in parts) + (len(parts) - 1) * _SECONDS_TO_SPLIT
+            return Option((), kept, seconds, kept + max(option.working for _, option in parts) + moving, parts)
+
+        return [whole(parts) for parts in ([((length, option),) for option in found] + mixed)]
 
     def _signature(self, segment: Segment) -> Any:
         """Equal for stretches that are the same up to names."""
@@ -196,7 +201,8 @@ class Chain:
                     which.append(np.stack([np.full_like(rest, len(self._from[i])), rest], 1))
                     self._from[i].append((j, option))
                     rest_bytes, kept, rest_seconds, choices = self._least[j]
-                    kept += sum(map(array_bytes, (option.inside or option).kept))
+                    inside = option.parts or ((1, option),)
+                    kept += sum(turns * sum(map(array_bytes, one.kept)) for turns, one in inside)
                     peak = max(option.working, option.nbytes + rest_bytes)
                     choice = Choice(self.cuts[i], self.cuts[j], option)
                     least.append((peak, kept, rest_seconds + option.seconds, (choice, *choices)))

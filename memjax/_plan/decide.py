@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -93,8 +94,9 @@ def _next(tried: Sequence[_Try], budget: int) -> float:
         (c0, p0), (c1, p1) = below[-1], above[0]
         return p0 + (budget - c0) * (p1 - p0) / max(c1 - c0, 1) if p1 > p0 else p0
     compiled, predicted = below[-1] if below else above[0]
+    # The model is off by an amount, mostly; or, where a step is sharded, by a factor.
     far, near = predicted * budget / max(compiled, 1), predicted + (budget - compiled)
-    return max(far, near) if below else min(far, near)
+    return far if below and len(tried) > 1 else near
 
 
 def pieces(chain: Chain, choices: Sequence[Choice]) -> list[Piece]:
@@ -102,26 +104,30 @@ def pieces(chain: Chain, choices: Sequence[Choice]) -> list[Piece]:
     found = []
     for choice in choices:
         segment = chain.segment(chain.cuts.index(choice.start), chain.cuts.index(choice.stop))
-        inside = choice.option.inside
-        kept = [*choice.option.kept, *segment.crossing]
-        loop = None if inside is None else chain.loops[choice.start]
-        found.append(Piece(segment.backward, kept, loop, () if inside is None else inside.kept))
+        parts = tuple((turns, option.kept) for turns, option in choice.option.parts)
+        loop = chain.loops[choice.start] if parts else None
+        found.append(Piece(segment.backward, [*choice.option.kept, *segment.crossing], loop, parts))
     return found
 
 
 def pieces_of_plan(chain: Chain, plan: Plan) -> list[Piece]:
     """The same for a plan that was made before, of the same program."""
-    found = []
-    for stretch in plan.stretches:
-        a, b = chain.cuts.index(stretch.start), chain.cuts.index(stretch.stop)
-        segment, loop = chain.segment(a, b), chain.loops.get(stretch.start) if stretch.turns > 1 else None
+    found: list[Piece] = []
+    for (start, stop), same in itertools.groupby(plan.stretches, lambda stretch: (stretch.start, stretch.stop)):
+        stretches = list(same)
+        segment = chain.segment(chain.cuts.index(start), chain.cuts.index(stop))
+        loop = None if stretches[0].turns is None else chain.loops[start]
         program = chain.derivative.forward if loop is None else loop.program
         kept = [
-            program.invars[one.output] if one.equation < 0 else program.eqns[one.equation].outvars[one.output]
-            for one in stretch.kept
+            tuple(
+                program.invars[one.output] if one.equation < 0 else program.eqns[one.equation].outvars[one.output]
+                for one in stretch.kept
+            )
+            for stretch in stretches
         ]
-        crossing = list(segment.crossing)
-        found.append(Piece(segment.backward, crossing if loop else [*kept, *crossing], loop, kept if loop else ()))
+        parts = tuple((stretch.turns or 0, inside) for stretch, inside in zip(stretches, kept, strict=True))
+        mine = () if loop else kept[0]
+        found.append(Piece(segment.backward, [*mine, *segment.crossing], loop, parts if loop else ()))
     return found
 
 
@@ -137,25 +143,31 @@ def _plan(chain: Chain, chosen: _Try, budget: int) -> Plan:
         compiled_nbytes=chosen.nbytes if chosen.is_compiled else None,
         seconds=base + chosen.seconds,
         plain_seconds=base + chain.frontier[-1][1],
-        stretches=tuple(_stretch(chain, choice) for choice in chosen.choices),
+        stretches=tuple(stretch for choice in chosen.choices for stretch in _stretches(chain, choice)),
         points=(*points[:-1:every], points[-1]),
         program=digest(chain.derivative),
     )
 
 
-def _stretch(chain: Chain, choice: Choice) -> Stretch:
-    option, inside = choice.option, choice.option.inside
-    program = chain.derivative.forward if inside is None else chain.loops[choice.start].program
+def _stretches(chain: Chain, choice: Choice) -> list[Stretch]:
+    """One stretch, or one for each part of a loop."""
+    option = choice.option
+    program = chain.loops[choice.start].program if option.parts else chain.derivative.forward
     place = {out: (i, k, eqn) for i, eqn in enumerate(program.eqns) for k, out in enumerate(eqn.outvars)}
     place |= {var: (-1, k, None) for k, var in enumerate(program.invars)}
-    kept = []
-    for var in (option if inside is None else inside).kept:
-        equation, output, eqn = place[var]
-        made = "carried by the loop" if eqn is None else f"{eqn.primitive.name} {source_line(eqn)}".strip()
-        kept.append(Kept(equation, output, array_bytes(var), f"{var.aval.str_short()} {made}"))
-    turns = 1 if inside is None else chain.loops[choice.start].forward.params["length"]
-    handed_on = option.nbytes - turns * sum(one.nbytes for one in kept)
-    return Stretch(choice.start, choice.stop, tuple(kept), handed_on, turns, option.seconds, option.working)
+    inside = [(turns or None, one) for turns, one in option.parts or ((0, option),)]
+    handed_on = option.nbytes - sum((turns or 1) * sum(map(array_bytes, one.kept)) for turns, one in inside)
+    found = []
+    for turns, one in inside:
+        kept = []
+        for var in one.kept:
+            equation, output, eqn = place[var]
+            made = "carried by the loop" if eqn is None else f"{eqn.primitive.name} {source_line(eqn)}".strip()
+            kept.append(Kept(equation, output, array_bytes(var), f"{var.aval.str_short()} {made}"))
+        seconds = one.seconds * (turns or 1)
+        found.append(Stretch(choice.start, choice.stop, tuple(kept), handed_on, turns, seconds, option.working))
+        handed_on = 0
+    return found
 
 
 def _too_little(chain: Chain, budget: int, least: int) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 
 from memjax._core.compat import eval_jaxpr, scan_counts
@@ -159,6 +160,12 @@ def loop_pairs(derivative: Derivative) -> list[LoopPair]:
                 found.append(pair)
                 break
     return found
+
+
+def can_be_split(pair: LoopPair) -> bool:
+    """Whether both loops can run in parts: what they stack has to be written into arrays of zeros."""
+    stacked = [*pair.forward.outvars, *pair.backward.outvars]
+    return not any(jnp.issubdtype(var.aval.dtype, jax.dtypes.extended) for var in stacked)
 
 
 def _mirrors(forward: Any, backward: Any) -> bool:

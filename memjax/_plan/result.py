@@ -35,7 +35,8 @@ class Stretch(NamedTuple):
       start, stop: numbers of equations of the forward pass.
       kept: what is kept of it, besides what later stretches start from.
       handed_on: bytes of that.
-      turns: how often it runs, if it is a loop; else 1.
+      turns: of a loop how many of its turns are meant; those that keep something else are another stretch with the same
+        equations. None: no loop.
       seconds: predicted time spent on running again and on keeping.
       working_nbytes: predicted bytes alive while it has its turn in the backward pass, what is kept of it included.
     """
@@ -44,14 +45,14 @@ class Stretch(NamedTuple):
     stop: int
     kept: tuple[Kept, ...]
     handed_on: int
-    turns: int
+    turns: int | None
     seconds: float
     working_nbytes: int
 
     @property
     def nbytes(self) -> int:
         """Bytes kept, what is handed on included."""
-        return self.handed_on + self.turns * sum(kept.nbytes for kept in self.kept)
+        return self.handed_on + (self.turns or 1) * sum(kept.nbytes for kept in self.kept)
 
 
 class Point(NamedTuple):
@@ -140,7 +141,7 @@ class Plan:
             many = f"{times} x " if times > 1 else ""
             lines.append(
                 f"{many}{stretch.stop - stretch.start} equations from {stretch.start}"
-                + (f", a loop of {stretch.turns} turns" if stretch.turns > 1 else "")
+                + (f", {stretch.turns} turns of a loop" if stretch.turns else "")
                 + f": hands on {readable_bytes(stretch.handed_on)}, runs {stretch.seconds * 1e3:.2f} ms again, keeps"
                 + ("" if stretch.kept else " nothing else")
             )

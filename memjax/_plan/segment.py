@@ -52,14 +52,15 @@ class Option(NamedTuple):
       nbytes: of these and of what crosses.
       seconds: spent on running again, and on keeping.
       working: the most bytes alive in the backward pass of the segment, what is kept of it included.
-      inside: the option for the body of a loop.
+      parts: of a loop, for each part of its turns how many they are, in the order of what is scanned over, and the option for its
+        body.
     """
 
     kept: tuple[Any, ...]
     nbytes: int
     seconds: float
     working: int
-    inside: Option | None = None
+    parts: tuple[tuple[int, Option], ...] = ()
 
 
 def options(segment: Segment, rates: costs.Device, free: set[Any]) -> list[Option]:
@@ -176,3 +177,19 @@ def _thinned(found: list[int], nbytes: np.ndarray, times: np.ndarray) -> list[in
             break
         chosen = sorted([*chosen, where])
     return [found[k] for k in chosen]
+
+
+def corners(found: Sequence[Option]) -> list[Option]:
+    """Of options by rising bytes those that no mixture of two others beats."""
+    hull: list[Option] = []
+    for option in found:
+        while len(hull) > 1 and _lies_above(hull[-2], hull[-1], option):
+            hull.pop()
+        hull.append(option)
+    return hull
+
+
+def _lies_above(left: Option, middle: Option, right: Option) -> bool:
+    """Whether the middle one is no better than a mixture of the others."""
+    over, step = right.nbytes - left.nbytes, middle.nbytes - left.nbytes
+    return (middle.seconds - left.seconds) * over >= (right.seconds - left.seconds) * step

@@ -1,5 +1,6 @@
 """Gradients of planned functions are those of the functions, whatever transforms are around and whatever is inside."""
 
+import dataclasses
 import functools
 
 import chex
@@ -223,3 +224,24 @@ def test_forward_mode_is_refused():
     planned = memjax.planned(unrolled_loss, budget="min")
     with pytest.raises(TypeError, match=r"memjax\.planned cannot be differentiated in forward mode"):
         jax.jvp(planned, (parameters(layers=1), inputs()), (parameters(layers=1), inputs()))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_turns_of_a_scan_that_keep_different_things(reverse):
+    def loss(params, x):
+        def turn(x, p):
+            return layer(p, x), jnp.sum(x, 0)
+
+        x, sums = jax.lax.scan(turn, x, params, reverse=reverse)
+        return jnp.mean(x**2) + jnp.sum(sums * jnp.arange(LAYERS, dtype=x.dtype)[:, None])
+
+    args = stacked(parameters()), inputs()
+    little, much = (memjax.plan(loss, *args, budget=budget) for budget in ("min", "1GiB"))
+    [i] = [i for i, stretch in enumerate(little.stretches) if stretch.turns is not None]
+    first = little.stretches[i]._replace(turns=2)
+    second = next(stretch for stretch in much.stretches if stretch.turns is not None)._replace(turns=3, handed_on=0)
+    assert first.kept != second.kept
+    stretches = (*little.stretches[:i], first, second, *little.stretches[i + 1 :])
+    plan = dataclasses.replace(little, stretches=stretches)
+    assert memjax.Plan.from_json(plan.to_json()) == plan
+    check(loss, *args, planned=memjax.planned(loss, plan=plan))
