@@ -31,8 +31,8 @@ def plan(
     The program of `f` is divided where few bytes are alive: between layers, and inside them. What each stretch keeps for its
     backward pass, arrays inside custom derivatives included (the log-sum-exp of an attention kernel), and what it computes again
     at its turn there, is chosen together for all: a minimum cut at several prices of memory for each stretch that differs
-    from the others, and one dynamic program over all of them. The body of a `jax.lax.scan` is divided in the same way,
-    with one choice for all turns. Then the step is compiled, which says how far off the model is, and the plan corrected.
+    from the others, and one dynamic program over all of them. So is the body of a `jax.lax.scan`, with one choice for all
+    turns, or two. Then the step is compiled, which says how far off the model is, and the plan corrected.
 
     Args:
       f: a function of pytrees, NNX modules among them; a loss, or a loss and auxiliary results. Checkpoints in it are taken out.

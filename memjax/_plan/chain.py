@@ -7,6 +7,7 @@ more. All of the frontier is kept, so that one solution answers for every budget
 
 from __future__ import annotations
 
+import functools
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -144,7 +145,8 @@ class Chain:
         moving = sum(map(array_bytes, segment.entering))
         found = options(body, self.rates, free)
         mixed = []
-        if 1 < length <= _MOST_TURNS and can_be_split(pair):
+        # XLA:CPU copies what loops in parts stack: more of them takes less memory there, or less takes more.
+        if self.rates.kind != "cpu" and 1 < length <= _MOST_TURNS and can_be_split(pair):
             for less, more in pairwise(corners(found)):
                 mixed += [((turns, less), (length - turns, more)) for turns in range(1, length)]
 
@@ -211,7 +213,7 @@ class Chain:
                 np.concatenate(nbytes), np.concatenate(seconds), np.concatenate(which)
             )
 
-    @property
+    @functools.cached_property
     def base_seconds(self) -> float:
         total = 0.0
         for eqns, outputs in (

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+import jax
 
 from memjax._core import costs
 from memjax._core.check import readable_bytes
@@ -18,8 +22,11 @@ from memjax._plan.derivative import Derivative
 from memjax._plan.result import Kept, Plan, Point, Stretch
 from memjax._plan.run import Piece, Run
 
-_MOST_COMPILED = 3
+_MOST_COMPILED = 4  # once, and after each of at most three corrections
+_GAIN = 2e-3  # of the step: what another try has to promise
 _MOST_POINTS = 100
+_MOST_PROGRAMS = 256
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 def decide(derivative: Derivative, types: Sequence[Any], shardings: Sequence[Any], budget: int | str) -> Plan:
@@ -30,38 +37,53 @@ def decide(derivative: Derivative, types: Sequence[Any], shardings: Sequence[Any
     """
     chain = Chain(derivative, costs.device(device_of(shardings)))
     least = chain.frontier[0][0]
+    key = f"{digest(derivative)} {jax.default_backend()} {[str(sharding) for sharding in shardings]}"
+    if key not in _compiled and len(_compiled) == _MOST_PROGRAMS:
+        _compiled.pop(next(iter(_compiled)))
+    known = _compiled.setdefault(key, {})
     tried: list[_Try] = []
 
-    def attempt(predicted: int, choices: list[Choice]) -> _Try:
-        for one in tried:
-            if one.choices == choices:
-                return one
-        compiled = step_bytes(derivative, Run(derivative, pieces(chain, choices)), types, shardings)
-        tried.append(_Try(predicted, predicted if compiled is None else compiled, compiled is not None, choices))
-        return tried[-1]
+    def attempt(predicted: int, choices: list[Choice], name: str = "") -> bool:
+        """Compile a plan, unless that was done; whether it is a new one."""
+        if any(one.choices == choices for one in tried):
+            return False
+        if (predicted, name) not in known:
+            run = Run(derivative, pieces(chain, choices))
+            known[predicted, name] = step_bytes(derivative, run, types, shardings)
+        nbytes = known[predicted, name]
+        tried.append(_Try(predicted, predicted if nbytes is None else nbytes, nbytes is not None, choices))
+        return True
 
     def least_memory() -> _Try:
-        both = [attempt(least, chain.least_choices()), attempt(least, chain.choices(least))]
-        return min(both, key=lambda one: (one.nbytes, one.seconds))
+        attempt(least, chain.least_choices(), "least")
+        attempt(least, chain.choices(least))
+        return min(tried, key=lambda one: (one.nbytes, one.seconds))
 
     if budget == "min":
         best = least_memory()
         return _plan(chain, best, best.nbytes)
     assert isinstance(budget, int)
-    wanted = float(budget)
+    for predicted, name in list(known):
+        attempt(predicted, chain.least_choices() if name else chain.choices(predicted), name)
     for _ in range(_MOST_COMPILED):
-        predicted = max((nbytes for nbytes, _ in chain.frontier if nbytes <= wanted), default=least)
-        known = len(tried)
-        attempt(predicted, chain.choices(predicted))
-        if len(tried) == known:
+        wanted = _next(tried, budget) if tried else budget
+        predicted, seconds = max((point for point in chain.frontier if point[0] <= wanted), default=chain.frontier[0])
+        fastest = min((one.seconds for one in tried if one.nbytes <= budget), default=math.inf)
+        is_bounded = any(one.nbytes > budget for one in tried)
+        if is_bounded and seconds > fastest - _GAIN * chain.base_seconds:
             break
-        wanted = _next(tried, budget)
-    fitting = [one for one in tried if one.nbytes <= budget] or [
-        one for one in [least_memory()] if one.nbytes <= budget
-    ]
+        if not attempt(predicted, chain.choices(predicted)):
+            break
+    if not any(one.nbytes <= budget for one in tried):
+        least_memory()
+    fitting = [one for one in tried if one.nbytes <= budget]
     if not fitting:
         raise ValueError(_too_little(chain, budget, min(one.nbytes for one in tried)))
     return _plan(chain, min(fitting, key=lambda one: (one.seconds, one.nbytes)), budget)
+
+
+_compiled: dict[str, dict[tuple[int, str], int | None]] = {}
+"""Compiled bytes by program, and by what had been predicted: a plan of the same program for another budget starts from them."""
 
 
 class _Try(NamedTuple):
@@ -92,7 +114,8 @@ def _next(tried: Sequence[_Try], budget: int) -> float:
     above = [point for point in points if point[0] > budget]
     if below and above:
         (c0, p0), (c1, p1) = below[-1], above[0]
-        return p0 + (budget - c0) * (p1 - p0) / max(c1 - c0, 1) if p1 > p0 else p0
+        between = p0 + (budget - c0) * (p1 - p0) / max(c1 - c0, 1)
+        return min(between, p1 - (c1 - budget)) if p1 > p0 else p0
     compiled, predicted = below[-1] if below else above[0]
     # The model is off by an amount, mostly; or, where a step is sharded, by a factor.
     far, near = predicted * budget / max(compiled, 1), predicted + (budget - compiled)
@@ -195,8 +218,8 @@ def digest(derivative: Derivative) -> str:
     parts: list[str] = [str(derivative.wrt), str(derivative.outs)]
     for program in (derivative.forward, derivative.backward):
         for eqn in program.eqns:
-            parts.append(eqn.primitive.name)
+            parts.append(f"{eqn.primitive.name} {_ADDRESS.sub('', str(eqn.params))}")
             for atom in (*eqn.invars, *eqn.outvars):
-                name = "literal" if is_literal(atom) else str(number.setdefault(atom, len(number)))
+                name = f"literal {atom.val}" if is_literal(atom) else str(number.setdefault(atom, len(number)))
                 parts.append(f"{name}:{atom.aval.str_short()}")
     return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:32]
