@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from memjax._core import costs
-from memjax._core.costs import array_bytes
+from memjax._core.costs import array_bytes, origins_of_names
 from memjax._core.jaxpr import is_literal, variables
+from memjax._core.primitives import expensive
 from memjax._plan.derivative import Derivative, LoopPair, can_be_split, loop_pairs
 from memjax._plan.phases import available_anywhere, backward_turns, cut_points
 from memjax._plan.segment import Option, Segment, corners, options
@@ -108,11 +109,32 @@ class Chain:
             return self._loop_options(pair, segment)
         key = self._signature(segment)
         if key not in self._frontiers:
-            found = options(segment, self.rates, self.free)
+            found = [one for one in options(segment, self.rates, self.free) if not self._divides(a, b, segment, one)]
             place = {out: (i, k) for i, eqn in enumerate(segment.eqns) for k, out in enumerate(eqn.outvars)}
             self._frontiers[key] = [option._replace(kept=tuple(place[var] for var in option.kept)) for option in found]
         here = lambda place: segment.eqns[place[0]].outvars[place[1]]
         return [option._replace(kept=tuple(map(here, option.kept))) for option in self._frontiers[key]]
+
+    def _divides(self, a: int, b: int, segment: Segment, option: Option) -> bool:
+        """Whether an option keeps all that is alive at a cut inside the stretch, or what that follows from cheaply.
+
+        Two stretches take no more then, and the second has had its turn before anything of the first runs again.
+        """
+        names = origins_of_names(segment.eqns)
+        made = {out for eqn in segment.eqns for out in eqn.outvars} - self.free
+        there = {names.get(var, var) for var in (*option.kept, *segment.crossing)}
+        for eqn in segment.eqns:
+            if not expensive(eqn) and there.issuperset(
+                made.intersection(names.get(v, v) for v in variables(eqn.invars))
+            ):
+                there.update(eqn.outvars)
+        for cut in self.cuts[a + 1 : b]:
+            before = self.derivative.forward.eqns[self.cuts[a] : cut]
+            outs = {out for eqn in before for out in eqn.outvars} & made
+            alive = {names.get(var, var) for var in outs if self.last.get(var, -1) >= cut}
+            if alive <= there:
+                return True
+        return False
 
     def _loop_options(self, pair: LoopPair, segment: Segment) -> list[Option]:
         program, pull, length = pair.program, pair.pull, pair.forward.params["length"]

@@ -23,7 +23,7 @@ from memjax._plan.result import Kept, Plan, Point, Stretch
 from memjax._plan.run import Piece, Run
 
 _MOST_COMPILED = 4  # once, and after each of at most three corrections
-_GAIN = 2e-3  # of the step: what another try has to promise
+_GAIN = 5e-4  # of the step: what another try has to promise
 _MOST_POINTS = 100
 _MOST_PROGRAMS = 256
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
@@ -68,6 +68,11 @@ def decide(derivative: Derivative, types: Sequence[Any], shardings: Sequence[Any
     for _ in range(_MOST_COMPILED):
         wanted = _next(tried, budget) if tried else budget
         predicted, seconds = max((point for point in chain.frontier if point[0] <= wanted), default=chain.frontier[0])
+        if any(one.predicted == predicted for one in tried):  # the model may have two in the wrong order: try the next
+            limit = min((one.predicted for one in tried if one.nbytes > budget), default=math.inf)
+            predicted, seconds = min(
+                (point for point in chain.frontier if predicted < point[0] < limit), default=(predicted, seconds)
+            )
         fastest = min((one.seconds for one in tried if one.nbytes <= budget), default=math.inf)
         is_bounded = any(one.nbytes > budget for one in tried)
         if is_bounded and seconds > fastest - _GAIN * chain.base_seconds:

@@ -68,7 +68,8 @@ def cut_points(program: Program, outputs: Sequence[Any], free: set[Any], alone: 
         alive.append(total)
 
     heavy = [i for i, eqn in enumerate(eqns) if primal[i] and expensive(eqn) and not free.issuperset(eqn.outvars)]
-    gaps = [min(range(one + 1, other + 1), key=alive.__getitem__) for one, other in pairwise(heavy)]
+    # The latest of the places with the fewest bytes: what is added to a residual stream belongs to what made it.
+    gaps = [min(range(other, one, -1), key=alive.__getitem__) for one, other in pairwise(heavy)]
     if heavy:  # what follows the last of them, a loss, is a piece, too
         tail = next((p for p in range(heavy[-1] + 1, len(eqns)) if alive[p] <= alive[p + 1]), len(eqns))
         gaps += [tail] if tail < len(eqns) else []
