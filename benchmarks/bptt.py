@@ -45,7 +45,7 @@ class Options:
     slots: tuple[int, ...] = (10, 30, 50)
     """Slots of `remat.scan`, and checkpoints of equinox's scan, which also takes 100."""
     lengths: tuple[int, ...] = (100, 200, 400, 700, 1000)
-    """For the curves over the length."""
+    """Lengths in the curves over the length."""
     long: int = 100_000
     """Steps of one long sequence: its program is compared with that for `length` steps, and run on a GPU."""
     name: str = "bptt"
@@ -106,8 +106,8 @@ def flax_loss(params: Any, xs: Any) -> Any:
     class Cell(nn.Module):
         @nn.compact
         def __call__(self, carry, x):
-            mine = {k: self.param(k, nn.initializers.zeros, v.shape) for k, v in params.items()}
-            return cell(mine, carry, x)
+            own_params = {k: self.param(k, nn.initializers.zeros, v.shape) for k, v in params.items()}
+            return cell(own_params, carry, x)
 
     start = jnp.zeros((xs.shape[1], params["wh"].shape[0]))
     run = nn.scan(nn.remat(Cell), variable_broadcast="params", split_rngs={"params": False})()
@@ -142,9 +142,9 @@ def cases(options: Options) -> Iterator[tuple[str, str, Callable[..., Any]]]:
 
 
 def curves(options: Options, alpha: int) -> Iterator[tuple[str, str, int, Scan]]:
-    """(group, name, length, scan): the paper's figures 2, 6 and 7, measured; an internal state has `alpha` units.
+    """(group, name, length, scan) of the paper's figures 2, 6 and 7; an internal state takes as much memory as `alpha` carries.
 
-    "budget" is what `remat.scan` chooses for as many bytes.
+    "budget" is the plan that `remat.scan` chooses for the same number of bytes.
     """
     unit = 2 * options.batch * options.hidden * 4  # bytes of a carry
     for length in options.lengths:
@@ -186,31 +186,31 @@ class Case:
 
 def build(todo: list[tuple[str, str, int, Callable[..., Any]]], params: Any, xs: Any) -> list[Case]:
     """Compile every (group, name, length, loss). One failing peer must not lose the others' results."""
-    found = []
+    compiled = []
     for group, name, length, loss in track(todo, "Compiling"):
         try:
-            found.append(Case({"group": group, "name": name, "length": length}, loss, params, xs[:length]))
+            compiled.append(Case({"group": group, "name": name, "length": length}, loss, params, xs[:length]))
         except Exception as error:
             Console().print(f"{group}, {name}, {length} steps: failed: {str(error)[:300]}")
-    return found
+    return compiled
 
 
-def measure(found: list[Case], rounds: int, console: Console) -> list[dict[str, Any]]:
+def measure(compiled: list[Case], rounds: int, console: Console) -> list[dict[str, Any]]:
     """Time the cases in turn; ratios are to the first."""
-    for case in found:
+    for case in compiled:
         case.run()
         case.times.clear()
     for _ in track(range(rounds), "Timing"):
-        for case in found:
+        for case in compiled:
             case.run()
-    for case in found:
-        ratios = [mine / plain for mine, plain in zip(case.times, found[0].times, strict=True)]
+    for case in compiled:
+        ratios = [seconds / plain for seconds, plain in zip(case.times, compiled[0].times, strict=True)]
         case.row |= {"ms": statistics.median(case.times) * 1e3, "ratio": statistics.median(ratios)}
         console.print(
             "{group:10s} {name:32s} {length:6d} {ms:9.2f} ms x{ratio:7.3f}".format(**case.row),
             f"{case.row['temp'] / 2**20:8.2f} MiB, compiled in {case.row['compile_s']:.1f} s",
         )
-    return [case.row for case in found]
+    return [case.row for case in compiled]
 
 
 def long_sequences(options: Options, params: Any, console: Console) -> list[dict[str, Any]]:
@@ -256,12 +256,12 @@ def main(options: Options) -> None:
     for budget in options.budgets:
         scan = functools.partial(remat.scan, budget=budget, costs=costs[0])
         todo.append(("memjax", f"budget {budget}, profiled", options.length, functools.partial(loss_with, scan)))
-    found = build(todo, params, xs)
-    reference = found[0].run()
-    for case in found:
+    compiled = build(todo, params, xs)
+    reference = compiled[0].run()
+    for case in compiled:
         off = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max() / jnp.abs(b).max()), case.run(), reference)
         case.row["off"] = max(off.values())
-    rows += measure(found, options.rounds, console)
+    rows += measure(compiled, options.rounds, console)
     rows += long_sequences(options, params, console)
     record.save(options.name, rows)
 

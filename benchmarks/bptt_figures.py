@@ -49,10 +49,10 @@ def steps(length: int, slots: int, strategy: Any, size: int = 1) -> float:
 
 def measured(rows: list[dict[str, Any]], group: str, name: str) -> tuple[list[int], list[float]]:
     """Lengths, and milliseconds per step."""
-    found = sorted(
+    points = sorted(
         (row["length"], row["ms"] / row["length"]) for row in rows if (row["group"], row.get("name")) == (group, name)
     )
-    return [length for length, _ in found], [ms for _, ms in found]
+    return [length for length, _ in points], [ms for _, ms in points]
 
 
 def figure_2(rows: list[dict[str, Any]], axes: Any) -> None:
@@ -110,10 +110,10 @@ def time_and_memory(data: dict[str, Any], name: str) -> None:
     rows = [row for row in data["rows"] if "ratio" in row]
     figure, axes = plt.subplots(figsize=(6.5, 4), layout="constrained")
     for group, style in _GROUPS.items():
-        found = [row for row in rows if row["group"] == group and "profiled" not in row["name"]]
+        points = [row for row in rows if row["group"] == group and "profiled" not in row["name"]]
         if group == "memjax":
-            found = [row for row in found if row["name"].startswith("budget")]
-        line = sorted((row["temp"] / 2**20, row["ratio"]) for row in found)
+            points = [row for row in points if row["name"].startswith("budget")]
+        line = sorted((row["temp"] / 2**20, row["ratio"]) for row in points)
         if line:
             axes.plot(*zip(*line, strict=True), style, label=_LABELS.get(group, group))
     axes.set(

@@ -35,9 +35,9 @@ DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 class Speed:
     batch: int = 256
     values: int = 2**27
-    """Of the arrays of other kinds."""
+    """Number of values of the arrays that are not of ResNet-50's shapes."""
     seconds: float = 0.25
-    """Of timed calls for each number."""
+    """How long calls are timed for each number."""
     dtypes: tuple[Literal["bfloat16", "float32"], ...] = ("bfloat16", "float32")
     bounds: tuple[float, ...] = (0.25, 2.0**-5, 2.0**-9)
     time_limit: float = 600.0
@@ -62,38 +62,40 @@ def rectified(key: Any, shape: tuple[int, ...]) -> Any:
 
 
 def sparse(key: Any, shape: tuple[int, ...]) -> Any:
-    """90% zeros."""
+    """Magnitudes of a Gaussian, of which 90% are zeros."""
     values, chance = jax.random.split(key)
     return jnp.where(jax.random.uniform(chance, shape) < 0.1, jnp.abs(gaussian(values, shape)), 0)
 
 
 def adversarial(key: Any, shape: tuple[int, ...]) -> Any:
-    """Random bits, NaNs and infinities among them: nothing can be left out."""
+    """Random bits, with NaNs and infinities: nothing can be compressed."""
     return jax.lax.bitcast_convert_type(jax.random.bits(key, shape, jnp.uint32), jnp.float32)
 
 
 def median_seconds(call: Callable[[], Any], seconds: float) -> float:
-    """Of one call, of many under way at a time, once the clock of the GPU is up."""
+    """The median time of a call when many are under way, after the clock of the GPU has risen."""
 
-    def of_one(calls: int) -> float:
+    def per_call(calls: int) -> float:
         began = time.perf_counter()
         jax.block_until_ready([call() for _ in range(calls)])
         return (time.perf_counter() - began) / calls
 
-    # So many that waiting for the last one takes no time of its own, and that the results fit.
-    calls = max(4, min(32, round(0.02 / of_one(4))))
+    # So many calls that waiting for the last one takes no time, and so few that the results fit.
+    calls = max(4, min(32, round(0.02 / per_call(4))))
     warm = time.perf_counter() + seconds / 2
     while time.perf_counter() < warm:
-        of_one(calls)
+        per_call(calls)
     end = time.perf_counter() + seconds
     times: list[float] = []
     while time.perf_counter() < end or len(times) < 3:
-        times.append(of_one(calls))
+        times.append(per_call(calls))
     return statistics.median(times)
 
 
 def measure(config: Speed, make: Callable[..., Any], shape: tuple[int, ...], dtype: str, bound: float) -> dict:
-    """One row. Several arrays in turn, 400 MB or more, so that none is in a cache, and launching takes no time of its own."""
+    """One row. Calls take several arrays in turn, 400 MB or more together, so that no array is in a cache and launching kernels
+    takes no extra time.
+    """
     row = {"data": make.__name__, "shape": list(shape), "dtype": dtype, "bound": bound}
     try:
         copies = max(1, math.ceil(4e8 / (math.prod(shape) * DTYPES[dtype].dtype.itemsize))) if config.batch > 1 else 1
@@ -101,7 +103,7 @@ def measure(config: Speed, make: Callable[..., Any], shape: tuple[int, ...], dty
         codec = ErrorBounded(bound, bits_per_value=None if make is adversarial else 16)
         encode = jax.jit(lambda arrays: [codec.encode(x) for x in arrays])
         decoders = {"decode": codec.decode, "decode_without_signs": codec.without_signs().decode}
-        decode = {name: jax.jit(functools.partial(_each, of_one)) for name, of_one in decoders.items()}
+        decode = {name: jax.jit(functools.partial(_each, decoder)) for name, decoder in decoders.items()}
         codes = encode(arrays)
         bits = 8 * float(codes[0].needed_nbytes) / arrays[0].size
         size = sum(x.nbytes for x in arrays)
@@ -140,20 +142,20 @@ def speeds(config: Speed) -> Iterator[dict]:
 
 @functools.partial(jax.jit, static_argnums=1)
 def patterns(key: Any, count: int) -> Any:
-    """Random bits by magnitude, and those of like magnitude in one lane, so that there is something to quantise. Of a tile's
-    values a half, one in 32 or in 4,096, or none are negative.
+    """Random bits, sorted by magnitude and laid out so that a lane has values of similar magnitude, which can be quantised. In
+    each tile a half of the values, one in 32, one in 4,096, or none are negative.
     """
-    of_magnitude, of_sign, of_tile = jax.random.split(key, 3)
-    bits = jnp.sort(jax.random.bits(of_magnitude, (count,), jnp.uint32) << 1)  # the magnitudes, without the sign
+    magnitude_key, sign_key, tile_key = jax.random.split(key, 3)
+    bits = jnp.sort(jax.random.bits(magnitude_key, (count,), jnp.uint32) << 1)  # the magnitudes, without the sign
     bits = (bits >> 1).reshape(-1, 32, 4, 2, 2, 8).transpose(0, 2, 4, 5, 1, 3).reshape(-1, 4096)
-    most = jax.random.choice(of_tile, jnp.uint32([1 << 31, 1 << 27, 1 << 20, 0]), (len(bits), 1))
-    is_negative = jax.random.bits(of_sign, bits.shape, jnp.uint32) < most
+    most = jax.random.choice(tile_key, jnp.uint32([1 << 31, 1 << 27, 1 << 20, 0]), (len(bits), 1))
+    is_negative = jax.random.bits(sign_key, bits.shape, jnp.uint32) < most
     return jax.lax.bitcast_convert_type(bits | (is_negative.astype(jnp.uint32) << 31), jnp.float32).reshape(-1)
 
 
 @functools.partial(jax.jit, static_argnums=3)
 def violations(x: Any, decoded: Any, bound: Any, keeps_signs: bool) -> Any:
-    """Values that break a promise; differences in float64, which holds them exactly."""
+    """The number of values that break a promise of `ErrorBounded`. Differences are in float64, where they are exact."""
     bits, decoded_bits = (jax.lax.bitcast_convert_type(a, jnp.uint32) for a in (x, decoded))
     magnitude, decoded_magnitude = bits & jnp.uint32(0x7FFFFFFF), decoded_bits & jnp.uint32(0x7FFFFFFF)
     is_finite = magnitude < jnp.uint32(0x7F800000)

@@ -99,7 +99,7 @@ def _accuracy(rows: list[dict[str, Any]]) -> str:
 
 
 def seeds_table() -> str:
-    """Accuracies of `compressed_seeds`, and differences from what is not compressed, seed by seed."""
+    """Accuracies of `compressed_seeds`, and their differences from plain training with the same seed."""
     files = [load(name) for name in _SEEDS]
     body = []
     for _, rows in files:
@@ -125,7 +125,7 @@ def seeds_table() -> str:
 
 
 def steps_table() -> str:
-    """Time and memory of a training step. One run may have written several files."""
+    """Time and memory of a training step, from a file for each network."""
     files = [(*load(name), model) for name, model in _STEPS.items()]
     body = []
     for _, rows, model in files:
@@ -149,7 +149,7 @@ def steps_table() -> str:
 
 
 def _left_alone(row: dict[str, Any]) -> str:
-    """Which arrays are too small to be encoded, if the default says something else. Older rows do not say."""
+    """The row's `smallest`, if it is not the default. Older rows have none."""
     smallest = row.get("smallest", Config.smallest)
     if row["case"] == "plain" or smallest == Config.smallest:
         return ""
@@ -157,7 +157,7 @@ def _left_alone(row: dict[str, Any]) -> str:
 
 
 def codec_table() -> str:
-    """One run for each dtype."""
+    """Speed of the codec, from a file for each dtype."""
     files = [load(name) for name in ("codec", "codec_float32")]
     body = [
         [

@@ -2,15 +2,15 @@
 
 For each network, batches of 256 natural images of 224x224 in bfloat16, SGD with momentum, every case in a process of its own:
 
-- settle: trained to the middle of 1,000 steps, adaptive, at capacities that cannot overflow; then timed;
-- plain: with the parameters that settle ended with, nothing compressed;
-- conv: from the state that settle ended with, at the capacities that its last steps needed, what convolutions read,
-  error-bounded; and all: the rest, too, in four bits a value.
+- settle: a training to the middle of 1,000 steps, with adaptive bounds and capacities that cannot overflow; then it is timed;
+- plain: nothing is compressed; parameters are those that settle ended with;
+- conv: inputs of convolutions are error-bounded; the state and its capacities are those that settle ended with;
+- all: as conv, and the other saved arrays have four bits a value.
 
-All from the same parameters: a GPU at its power limit takes longer for some numbers than for others.
+All cases have the same parameters, because a GPU at its power limit takes longer for some numbers than for others.
 
-Milliseconds are of the compiled step, one after the other, and of `memjax.compress.transactional`, which looks whether
-steps overflowed while the next ones run. `--batch 8 --size 64 --models resnet18 --settle 4 --steps 2` tries it anywhere.
+Milliseconds are those of compiled steps one after the other, and of `memjax.compress.transactional`, which checks whether a
+step overflowed while the next one runs. `--batch 8 --size 64 --models resnet18 --settle 4 --steps 2` tries it anywhere.
 """
 
 import contextlib
@@ -52,33 +52,33 @@ class Config:
     size: int = 224
     """Side of the images in pixels."""
     smallest: int = 4096
-    """Arrays of fewer values are left alone."""
+    """Arrays of fewer values are not encoded."""
     settle: int = 520
-    """Steps before any are timed. Bounds change at powers of two."""
+    """Steps before the timed ones. Bounds change after powers of two."""
     steps: int = 40
-    """That are timed."""
+    """Timed steps."""
     time_limit: float = 540.0
     """Start nothing after this many seconds."""
     name: str = "compressed"
 
 
 def main(config: Config) -> None:
-    with tempfile.TemporaryDirectory() as folder:  # of the lock, and the states that settle saves
+    with tempfile.TemporaryDirectory() as folder:  # has the lock, and the states that settle saves
         _run_all(config, folder)
 
 
 def _run_all(config: Config, folder: str) -> None:
     begin, rows = time.monotonic(), []
 
-    def run(case: str, model: str, **more: Any) -> dict:
+    def run(case: str, model: str, **options: Any) -> dict:
         if time.monotonic() - begin > config.time_limit:
             return {"model": model, "case": case, "error": "no time left"}
-        given = {**dataclasses.asdict(config), "case": case, "model": model, "folder": folder, **more}
-        found = record.in_fresh_process("benchmarks.compressed", given)
+        settings = {**dataclasses.asdict(config), "case": case, "model": model, "folder": folder, **options}
+        result = record.in_fresh_process("benchmarks.compressed", settings)
         row = {
             key: value
-            for key, value in found.items()
-            if key not in given or key in ("case", "model", "batch", "smallest")
+            for key, value in result.items()
+            if key not in settings or key in ("case", "model", "batch", "smallest")
         }
         rows.append(row)
         print(json.dumps(row)[:1500], flush=True)
@@ -97,7 +97,7 @@ def _run_all(config: Config, folder: str) -> None:
         list(pool.map(all_cases, config.models))
 
 
-def measure(given: dict) -> dict:
+def measure(settings: dict) -> dict:
     from experiments.compressed_training import PRESETS, _model
     from experiments.compression.controlled import controlled
     from experiments.harness.classification import classification_loss
@@ -105,17 +105,23 @@ def measure(given: dict) -> dict:
     from experiments.harness.step import init_state, train_step
     from memjax import compress
 
-    case, is_compressed = given["case"], given["case"] != "plain"
-    own: dict[str, Any] = {"model": given["model"], "batch_size": given["batch"], "image_size": given["size"]}
-    own |= {"smallest": given["smallest"], "where": "all" if case == "all" else "conv"} | RECIPES[given["model"]]
-    config = dataclasses.replace(PRESETS["gpu"], **own)
+    case, is_compressed = settings["case"], settings["case"] != "plain"
+    changes: dict[str, Any] = {
+        "model": settings["model"],
+        "batch_size": settings["batch"],
+        "image_size": settings["size"],
+    }
+    changes |= {"smallest": settings["smallest"], "where": "all" if case == "all" else "conv"} | RECIPES[
+        settings["model"]
+    ]
+    config = dataclasses.replace(PRESETS["gpu"], **changes)
     plain_tx = optimizer(config, _ALL_STEPS)
     adaptive = controlled(dataclasses.replace(config, interval=_ALL_STEPS), _ALL_STEPS)
     compressed_init = jax.jit(functools.partial(init_state, functools.partial(_model, config, 16, True), adaptive))
     tx = adaptive if is_compressed else plain_tx
     make = functools.partial(_model, config, 16, is_compressed)
     loss = classification_loss(mean=(0.5,) * 3, std=(0.25,) * 3, label_smoothing=0.0)
-    lock, seconds = pathlib.Path(given["folder"]) / "lock", dict[str, float]()
+    lock, seconds = pathlib.Path(settings["folder"]) / "lock", dict[str, float]()
     init = jax.jit(functools.partial(init_state, make, tx))
     with _timed(seconds, "trace"):
         step = train_step(make, loss, tx, 1)
@@ -123,32 +129,32 @@ def measure(given: dict) -> dict:
         if is_compressed:
             step = compress.transactional(step, window=10**9, ahead=True)
             if case != "settle":
-                step.capacities = [tuple(given["bits"])]
+                step.capacities = [tuple(settings["bits"])]
                 state = _placed(state)
-            program = step.lower(state, _batch(given))
+            program = step.lower(state, _batch(settings))
         else:
-            program = jax.jit(step, donate_argnums=0).lower(_placed(state), _batch(given))
+            program = jax.jit(step, donate_argnums=0).lower(_placed(state), _batch(settings))
     with _lock(lock, fcntl.LOCK_SH), _timed(seconds, "compile"):
         compiled = program.compile()
     with _lock(lock, fcntl.LOCK_EX):
-        found = {"temp_bytes": compiled.memory_analysis().temp_size_in_bytes, "seconds": seconds}
+        row = {"temp_bytes": compiled.memory_analysis().temp_size_in_bytes, "seconds": seconds}
         if case == "plain":
-            state = _uncompressed(_restored(given, compressed_init), plain_tx)
-            found["milliseconds"] = _milliseconds(compiled, state, given)[1]
+            state = _uncompressed(_restored(settings, compressed_init), plain_tx)
+            row["milliseconds"] = _milliseconds(compiled, state, settings)[1]
         elif case == "settle":
-            found |= _settle(given, step, init())
+            row |= _settle(settings, step, init())
         else:
-            found |= _time(given, compiled, step, _restored(given, compressed_init))
+            row |= _time(settings, compiled, step, _restored(settings, compressed_init))
         statistics = jax.local_devices()[0].memory_stats()
-        return found | {"peak_bytes": statistics["peak_bytes_in_use"] if statistics else None}
+        return row | {"peak_bytes": statistics["peak_bytes_in_use"] if statistics else None}
 
 
-def _settle(given: dict, run: Any, state: Any) -> dict:
-    """Trains, saves the state, and finds capacities."""
+def _settle(settings: dict, run: Any, state: Any) -> dict:
+    """Train, save the state, and find the capacities that it needs."""
     from experiments.compression.observed import layers_of
 
     losses = []
-    for i, batch in enumerate(_images(given, given["settle"])):
+    for i, batch in enumerate(_images(settings, settings["settle"])):
         state, sums = run(state, batch)
         if i % 20 == 0:
             losses.append(sums["loss"] / sums["count"])
@@ -157,28 +163,28 @@ def _settle(given: dict, run: Any, state: Any) -> dict:
     if not np.isfinite(losses).all():
         raise FloatingPointError(f"the training that settles diverged: {losses}")
     run._needs = []
-    state, milliseconds = _milliseconds(run, state, given)
+    state, milliseconds = _milliseconds(run, state, settings)
     state = run.finish(state)
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(_saved(given), state)
+        checkpointer.save(_saved(settings), state)
     run._lower_capacities([layers_of(state)])
-    found = {"losses": losses, "milliseconds_transactional": milliseconds, "capacities": list(run.capacities[0])}
-    return found | _codes(state)
+    row = {"losses": losses, "milliseconds_transactional": milliseconds, "capacities": list(run.capacities[0])}
+    return row | _codes(state)
 
 
-def _time(given: dict, compiled: Any, run: Any, state: Any) -> dict:
+def _time(settings: dict, compiled: Any, run: Any, state: Any) -> dict:
     from experiments.compression.observed import layers_of
 
-    state, milliseconds = _milliseconds(lambda s, batch: compiled(s, jnp.zeros((), bool), batch), state, given)
-    state, transactional = _milliseconds(run, state, given)
+    state, milliseconds = _milliseconds(lambda s, batch: compiled(s, jnp.zeros((), bool), batch), state, settings)
+    state, transactional = _milliseconds(run, state, settings)
     state = run.finish(state)
-    found = {"milliseconds": milliseconds, "milliseconds_transactional": transactional, "replays": run.replays}
-    room = dataclasses.replace(layers_of(state), bits_per_value=tuple(given["bits"]))
-    return found | _codes(state) | {"code_bytes": room.nbytes()}
+    row = {"milliseconds": milliseconds, "milliseconds_transactional": transactional, "replays": run.replays}
+    layers = dataclasses.replace(layers_of(state), bits_per_value=tuple(settings["bits"]))
+    return row | _codes(state) | {"code_bytes": layers.nbytes()}
 
 
 def _codes(state: Any) -> dict:
-    """What the codes of the last step needed, and for which bounds."""
+    """Bits per value that the codes of the last step needed, and the bounds."""
     from experiments.compression.observed import layers_of
 
     layers, bits = layers_of(state), np.asarray(jax.device_get(state.optimizer.last[0].bits))
@@ -191,62 +197,62 @@ def _codes(state: Any) -> dict:
     }
 
 
-def _saved(given: dict) -> pathlib.Path:
-    return pathlib.Path(given["folder"]) / given["model"]
+def _saved(settings: dict) -> pathlib.Path:
+    return pathlib.Path(settings["folder"]) / settings["model"]
 
 
 def _placed(tree: Any) -> Any:
-    """Of arrays of this device, as those of a checkpoint are: else it would be another program."""
+    """Types of arrays on this device, where those of a checkpoint are: the program depends on it."""
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)
 
 
-def _restored(given: dict, init: Any) -> Any:
+def _restored(settings: dict, init: Any) -> Any:
     with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(_saved(given), _placed(jax.eval_shape(init)))
+        return checkpointer.restore(_saved(settings), _placed(jax.eval_shape(init)))
 
 
 def _uncompressed(state: Any, tx: Any) -> Any:
-    """Of a state of training with compression, what the same network without it needs."""
+    """The state of plain training with the parameters of a state of compressed training."""
     params, rest = state.params["net"], state.rest["net"]
     return dataclasses.replace(state, params=params, rest=rest, optimizer=jax.jit(tx.init)(params))
 
 
-def _milliseconds(step: Any, state: Any, given: dict) -> tuple[Any, float]:
-    """Of a step, after some that are not counted."""
-    images = list(_images(given, 2))
+def _milliseconds(step: Any, state: Any, settings: dict) -> tuple[Any, float]:
+    """Milliseconds per step, after some that are not counted, and the state that they end with."""
+    images = list(_images(settings, 2))
     for i in range(_WARM):
         state, sums = _first_two(step(state, images[i % 2]))
     jax.block_until_ready(sums)
     gc.collect()
     gc.freeze()
     begin = time.perf_counter()
-    for i in range(given["steps"]):
+    for i in range(settings["steps"]):
         state, sums = _first_two(step(state, images[i % 2]))
     jax.block_until_ready(sums)
-    return state, 1e3 * (time.perf_counter() - begin) / given["steps"]
+    return state, 1e3 * (time.perf_counter() - begin) / settings["steps"]
 
 
 def _first_two(results: tuple) -> tuple:
     return results[0], results[1]  # a transaction's program also reports
 
 
-def _batch(given: dict) -> dict[str, jax.ShapeDtypeStruct]:
-    batch, size = given["batch"], given["size"]
+def _batch(settings: dict) -> dict[str, jax.ShapeDtypeStruct]:
+    batch, size = settings["batch"], settings["size"]
     return {
         "image": jax.ShapeDtypeStruct((batch, size, size, 3), jnp.uint8),
         "label": jax.ShapeDtypeStruct((batch,), jnp.int32),
     }
 
 
-def _images(given: dict, count: int) -> Iterator[dict[str, jax.Array]]:
+def _images(settings: dict, count: int) -> Iterator[dict[str, jax.Array]]:
     """Batches of crops of photographs, enlarged."""
     from experiments.data.photographs import photographs
     from experiments.data.stream import train_batches
 
-    batches = train_batches(photographs(min(96, given["size"])), seed=0, batch_size=given["batch"], workers=0)
+    batches = train_batches(photographs(min(96, settings["size"])), seed=0, batch_size=settings["batch"], workers=0)
     for batch in itertools.islice(batches, count):
-        yield {"image": _enlarged(batch["image"], given["size"]), "label": jnp.asarray(batch["label"])}
+        yield {"image": _enlarged(batch["image"], settings["size"]), "label": jnp.asarray(batch["label"])}
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -264,7 +270,7 @@ def _timed(seconds: dict, name: str):
 
 @contextlib.contextmanager
 def _lock(path: pathlib.Path, kind: int):
-    """Many compile at a time, which tries kernels on the GPU, or one is timed. What is traced meanwhile disturbs nobody."""
+    """Lets many processes compile, which tries kernels on the GPU, or one run timed steps. Tracing needs no lock."""
     with open(path, "w") as file:
         fcntl.flock(file, kind)
         yield

@@ -1,15 +1,14 @@
-"""Does compression cost accuracy? `python -m benchmarks.compressed_seeds`, four minutes on a GPU: many trainings, a seed each.
+"""Does compression cost accuracy? `python -m benchmarks.compressed_seeds`, four minutes on a GPU: trainings with many seeds.
 
-Single trainings end up to two points apart, so small differences take many. For each seed the same initial parameters and the
-same batches of crops of photographs (as many as steps, in another order for each seed), by the recipe of
-`benchmarks.compressed_training`:
+Single trainings end up to two points apart, so it takes many to see small differences. Each seed has initial parameters, and
+batches of crops of photographs in an order of its own. With these it trains, by the recipe of `benchmarks.compressed_training`:
 
-- plain: nothing compressed;
-- raw: the compressed program, with bounds too small for any code but the values themselves, so that only the program differs;
-- compressed: what convolutions read, bounds set as in the experiment.
+- plain: nothing is compressed;
+- raw: the compressed program, with bounds so small that everything is stored raw: only the program differs;
+- compressed: the inputs of convolutions are encoded, with bounds set as in the experiment.
 
-All seeds share their programs, compiled once, at capacities that cannot overflow. Reported are test accuracies and losses with
-their standard errors, and those of differences from plain, seed by seed. `--model resnet18 --width 0.25 --size 64 --batch 16
+All seeds share programs, compiled once, with capacities that cannot overflow. The table has test accuracies and losses with
+standard errors, and differences from plain training with the same seed. `--model resnet18 --width 0.25 --size 64 --batch 16
 --steps 4 --seconds 60` tries it anywhere.
 """
 
@@ -47,23 +46,23 @@ class Config:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     batch: int = 256
     steps: int = 640
-    """Of each training."""
+    """Steps of each training."""
     gpus: int = 1
-    """Each with seeds of its own."""
+    """Number of GPUs, each of which trains other seeds."""
     seconds: float = 200.0
-    """No seed is begun that would end later."""
+    """No seed begins that would end later."""
     name: str = "compressed_seeds"
 
 
 def main(config: Config) -> None:
     def rows_of(gpu: int) -> list[dict]:
         environ = {"CUDA_VISIBLE_DEVICES": str(gpu)} if config.gpus > 1 else {}
-        given = dataclasses.asdict(config) | {"first": gpu}
-        found = record.in_fresh_process("benchmarks.compressed_seeds", given, environ, timeout=config.seconds + 600)
-        return found.get("rows", [found])
+        settings = dataclasses.asdict(config) | {"first": gpu}
+        result = record.in_fresh_process("benchmarks.compressed_seeds", settings, environ, timeout=config.seconds + 600)
+        return result.get("rows", [result])
 
     with ThreadPoolExecutor(config.gpus) as pool:
-        rows = [row for found in pool.map(rows_of, range(config.gpus)) for row in found]
+        rows = [row for of_gpu in pool.map(rows_of, range(config.gpus)) for row in of_gpu]
     record.save(
         config.name, [{"model": config.model, "size": config.size, "dtype": config.dtype} | row for row in rows]
     )
@@ -74,27 +73,25 @@ def main(config: Config) -> None:
 
 
 def _table(config: Config, rows: list[dict]) -> Table:
-    """Means over seeds, and of differences from the first kind."""
+    """Means over seeds, and means of the differences from the first kind."""
     columns = ["", "seeds", *(title for name in _MEASURED for title in (name.replace("_", " "), "difference"))]
     table = Table(*columns, title=f"{config.model}: means and their standard errors")
     by = {kind: {row["seed"]: row for row in rows if row["kind"] == kind} for kind in config.kinds}
-    seeds = sorted(set.intersection(*(set(found) for found in by.values())))
+    seeds = sorted(set.intersection(*map(set, by.values())))
     first = by[config.kinds[0]]
-    for kind, found in by.items():
+    for kind, rows_by_seed in by.items():
         cells = []
         for name in _MEASURED:
-            cells.append(record.mean_and_error([found[seed][name] for seed in seeds], 4))
-            cells.append(
-                ""
-                if found is first
-                else record.mean_and_error([found[seed][name] - first[seed][name] for seed in seeds], 4)
-            )
+            values = [rows_by_seed[seed][name] for seed in seeds]
+            differences = [value - first[seed][name] for value, seed in zip(values, seeds, strict=True)]
+            cells.append(record.mean_and_error(values, 4))
+            cells.append("" if rows_by_seed is first else record.mean_and_error(differences, 4))
         table.add_row(kind, str(len(seeds)), *cells)
     return table
 
 
-def measure(given: dict) -> list[dict]:
-    """Rows of as many seeds as there is time for."""
+def measure(settings: dict) -> list[dict]:
+    """Rows of all seeds that there is time for."""
     from experiments.compressed_training import PRESETS, _model
     from experiments.compression.controlled import controlled
     from experiments.data.photographs import photographs
@@ -105,19 +102,19 @@ def measure(given: dict) -> list[dict]:
 
     begin = time.monotonic()
     data = photographs(_CROP)
-    loss = classification_loss(mean=data.mean, std=data.std, label_smoothing=0.0, size=given["size"])
-    own = {"model": given["model"], "batch_size": given["batch"], "image_size": given["size"]}
-    own |= {key: given[key] for key in ("width", "dtype")} | RECIPES[given["model"]]
-    base: Any = dataclasses.replace(PRESETS["gpu"], **own)
+    loss = classification_loss(mean=data.mean, std=data.std, label_smoothing=0.0, size=settings["size"])
+    changes = {"model": settings["model"], "batch_size": settings["batch"], "image_size": settings["size"]}
+    changes |= {key: settings[key] for key in ("width", "dtype")} | RECIPES[settings["model"]]
+    base: Any = dataclasses.replace(PRESETS["gpu"], **changes)
     raw = dataclasses.replace(base, sigma=1e-30, bound=1e-30)
     batch = {
-        "image": jax.ShapeDtypeStruct((given["batch"], _CROP, _CROP, 3), jnp.uint8),
-        "label": jax.ShapeDtypeStruct((given["batch"],), jnp.int32),
+        "image": jax.ShapeDtypeStruct((settings["batch"], _CROP, _CROP, 3), jnp.uint8),
+        "label": jax.ShapeDtypeStruct((settings["batch"],), jnp.int32),
     }
 
     def compiled(kind: str) -> tuple[Any, ...]:
         config = raw if kind == "raw" else base
-        tx = (optimizer if kind == "plain" else controlled)(config, given["steps"])
+        tx = (optimizer if kind == "plain" else controlled)(config, settings["steps"])
         make = lambda seed: _model(dataclasses.replace(config, seed=seed), 16, kind != "plain")
         init = jax.jit(lambda seed: init_state(lambda: make(jax.random.key(seed)), tx)).lower(jnp.int32(0))
         state = init.out_info
@@ -126,27 +123,27 @@ def measure(given: dict) -> list[dict]:
         return init.compile(), step.compile(), test.compile()
 
     with ThreadPoolExecutor() as pool:
-        programs = dict(zip(given["kinds"], pool.map(compiled, given["kinds"]), strict=True))
+        programs = dict(zip(settings["kinds"], pool.map(compiled, settings["kinds"]), strict=True))
     on_device = functools.partial(jax.tree.map, jnp.asarray)
-    stream = {"batch_size": given["batch"], "workers": 0}
-    batches = train_batches(data, seed=given["first"], **stream)
-    train = [on_device(next(batches)) for _ in range(given["steps"])]
+    stream = {"batch_size": settings["batch"], "workers": 0}
+    batches = train_batches(data, seed=settings["first"], **stream)
+    train = [on_device(next(batches)) for _ in range(settings["steps"])]
     tests = [on_device(one) for one in test_batches(data, **stream)]
     rows: list[dict] = []
-    seed, longest = given["first"], 0.0
-    while not rows or time.monotonic() - begin + longest < given["seconds"]:
+    seed, longest = settings["first"], 0.0
+    while not rows or time.monotonic() - begin + longest < settings["seconds"]:
         started = time.monotonic()
-        order = np.random.default_rng(seed).permutation(given["steps"])
+        order = np.random.default_rng(seed).permutation(settings["steps"])
         for kind, (init, step, test) in programs.items():
             state, sums = init(jnp.int32(seed)), []
             for i in order:
-                state, found = step(state, train[i])
-                sums.append(found)
-            ended, tested = (_means(of) for of in (sums[-64:], [test(state, one) for one in tests]))
+                state, step_sums = step(state, train[i])
+                sums.append(step_sums)
+            ended, tested = (_means(part) for part in (sums[-64:], [test(state, one) for one in tests]))
             row = {"top1": tested["top1"], "test_loss": tested["loss"], "train_loss": ended["loss"]}
             rows.append({"seed": seed, "kind": kind} | row)
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-        seed += given["gpus"]
+        seed += settings["gpus"]
         longest = max(longest, time.monotonic() - started)
     return rows
 

@@ -1,8 +1,8 @@
 """Networks trained with and without compressed activations: `python -m benchmarks.compressed_training`, minutes on GPUs.
 
 `experiments/compressed_training.py` with its defaults for GPUs (crops of photographs, 16 classes, batches of 256), for each
-network and seed both ways, several side by side: accuracies, the ratio of what convolutions read to float32, mean over
-training, and of each layer's gradient the standard deviation of its error, predicted and measured.
+network and seed both ways, several side by side. It measures accuracies, the size of float32 over the size of codes, mean over
+training, and the standard deviation of the error of each layer's gradient, beside the predicted one.
 
 `--models resnet18 --seeds 1 --flags="--width 0.25 --epochs 0.1 --batch-size 32"` tries it anywhere.
 """
@@ -25,8 +25,8 @@ from benchmarks import record
 from experiments.harness import records
 
 _ROOT = pathlib.Path(__file__).parent.parent
-# Beside the experiment's defaults. Without batch norms gradients are now and then so large that training has to begin anew.
-# The wider steps may be, the smaller codes are, and the larger the errors of first layers that are not predicted.
+# Options that differ from the experiment's defaults. Without batch norms gradients are now and then so large that training has
+# to begin anew: they are clipped. Wider steps have smaller codes, but errors of first layers larger than predicted.
 RECIPES: dict[str, dict[str, float]] = {
     "alexnet": {"clip": 1.0},
     "vgg16": {"learning_rate": 0.02, "clip": 1.0},
@@ -41,9 +41,9 @@ class Config:
     seeds: int = 3
     first_seed: int = 0
     parallel: int = 8
-    """Runs at a time, on each GPU."""
+    """Number of runs side by side on each GPU."""
     plain: bool = True
-    """Whether networks are trained without compression, too. What that gives depends on no codec."""
+    """Whether networks are trained without compression, too. The results do not depend on the codec."""
     gpus: int = 1
     flags: str = ""
     """More flags of the experiment."""
@@ -64,14 +64,16 @@ def main(config: Config) -> None:
         if left < 0:
             return
         name = f"{model}-{seed}-{'compressed' if is_compressed else 'plain'}"
-        own = ["--name", name, "--runs-dir", str(runs), "--model", model, "--seed", str(seed), "--window", "1000000"]
-        own += [word for flag, value in RECIPES[model].items() for word in (f"--{flag.replace('_', '-')}", str(value))]
-        own += shlex.split(config.flags)
-        own += [] if is_compressed else ["--no-compress"]
+        flags = ["--name", name, "--runs-dir", str(runs), "--model", model, "--seed", str(seed), "--window", "1000000"]
+        flags += [
+            word for flag, value in RECIPES[model].items() for word in (f"--{flag.replace('_', '-')}", str(value))
+        ]
+        flags += shlex.split(config.flags)
+        flags += [] if is_compressed else ["--no-compress"]
         row = {"model": model, "seed": seed, "compressed": is_compressed}
         try:
             subprocess.run(
-                [sys.executable, "experiments/compressed_training.py", *own],
+                [sys.executable, "experiments/compressed_training.py", *flags],
                 cwd=_ROOT,
                 check=True,
                 capture_output=True,
@@ -96,7 +98,7 @@ def main(config: Config) -> None:
         print(json.dumps({key: value for key, value in rows[-1].items() if key != "layers"}), flush=True)
         record.save(config.name, rows)
 
-    # Compiled programs are shared: seed by seed, and of each what takes longest first.
+    # All seeds share compiled programs. What takes longest begins first.
     ways = (True, False) if config.plain else (True,)
     seeds = range(config.first_seed, config.first_seed + config.seeds)
     cases = [(m, s, c) for s in seeds for c in ways for m in config.models]
@@ -106,19 +108,19 @@ def main(config: Config) -> None:
 
 def _results(folder: pathlib.Path) -> dict:
     train, test = (records.read(folder / "metrics.jsonl", kind) for kind in ("train", "test"))
-    found = {"steps": train[-1]["step"], "top1": test[-1]["top1"]}
+    row = {"steps": train[-1]["step"], "top1": test[-1]["top1"]}
     if "ratio" not in train[-1]:
-        return found
-    # By values, not by records: the sizes are added up.
-    found["ratio"] = len(train) / sum(1 / row["ratio"] for row in train)
+        return row
+    # The mean size of codes decides, not the mean ratio.
+    row["ratio"] = len(train) / sum(1 / step["ratio"] for step in train)
     layers = json.loads((folder / "analysis.json").read_text())["rows"]
-    ratios = np.array([row["predicted"] / row["measured"] for row in layers])
-    found["predicted_over_measured"] = [float(ratios.min()), float(np.median(ratios)), float(ratios.max())]
+    ratios = np.array([layer["predicted"] / layer["measured"] for layer in layers])
+    row["predicted_over_measured"] = [float(ratios.min()), float(np.median(ratios)), float(ratios.max())]
     kept = ("layer", "bound", "predicted", "measured", "within_sigma")
-    found["layers"] = [{key: row[key] for key in kept} for row in layers]
-    bits = np.mean([row["bits"] for row in train], 0)
-    found["bits_by_array"] = [round(float(b), 3) for b in bits]
-    return found
+    row["layers"] = [{key: layer[key] for key in kept} for layer in layers]
+    bits = np.mean([step["bits"] for step in train], 0)
+    row["bits_by_array"] = [round(float(b), 3) for b in bits]
+    return row
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ class Config:
     dim: int = 2304
     vocabulary: int = 256128
     seconds: float = 0.5
-    """Of timed calls for each row, after half as long a time of calls that warm up."""
+    """How long calls are timed for each row, after half as long a time of calls that warm up."""
     time_limit: float = 600.0
     """Start no row after this many seconds."""
     torch: bool = True
@@ -49,7 +49,7 @@ class Config:
 
 
 def plain(x: Any, w: Any, labels: Any) -> Any:
-    """What one writes without a library: logits in x's dtype, the softmax in at least float32."""
+    """The loss without a library: logits in x's dtype, the softmax in at least float32."""
     z = jnp.einsum("nd,vd->nv", x, w)
     z = z.astype(jnp.float64 if z.dtype == jnp.float64 else jnp.float32)
     at_label = jnp.take_along_axis(z, labels[:, None], 1)[:, 0]
@@ -140,10 +140,10 @@ def errors(config: Config) -> list[dict]:
         try:
             # XLA may skip the rounding of logits where it fuses; plain code is to round where it says so.
             lowered = jax.jit(both_gradients(function)).lower(*arrays)
-            found = jax.tree.leaves(lowered.compile({"xla_allow_excess_precision": False})(*arrays))
+            results = jax.tree.leaves(lowered.compile({"xla_allow_excess_precision": False})(*arrays))
             relative = [
                 float(np.linalg.norm(np.asarray(a, np.float64) - e) / np.linalg.norm(e))
-                for a, e in zip(found, exact, strict=True)
+                for a, e in zip(results, exact, strict=True)
             ]
             rows.append({"name": name, **dict(zip(("loss", "dx", "dw"), relative, strict=True))})
         except ValueError as error:  # kernels that do not run here
@@ -160,9 +160,9 @@ def main(config: Config) -> None:
         # jax_triton switches Triton's cache off for this process and its children; PyTorch cannot do without.
         cache = {"TRITON_CACHE_DIR": str(pathlib.Path.home() / ".triton" / "cache")}
         case = {**sizes, "seconds": config.seconds}
-        found = record.in_fresh_process("benchmarks.cross_entropy_torch", case, cache)
-        print(found, flush=True)
-        rows += [{"what": "time", "library": "torch", **row} for row in found.get("rows", [found])]
+        result = record.in_fresh_process("benchmarks.cross_entropy_torch", case, cache)
+        print(result, flush=True)
+        rows += [{"what": "time", "library": "torch", **row} for row in result.get("rows", [result])]
         print(record.save(config.name, rows))
     rows += [{"what": "error", "library": "jax", **row} for row in errors(config)]
     print(record.save(config.name, rows))

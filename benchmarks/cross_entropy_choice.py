@@ -1,10 +1,10 @@
 """Every implementation of `linear_cross_entropy` on many shapes: `python -m benchmarks.cross_entropy_choice`, on one GPU.
 
-What `memjax/_linear_cross_entropy/choice.py` is fitted to: milliseconds of forward and backward pass and compiled bytes
-of temporaries, with gradients of x and w, or of x alone as with a frozen head. The implementations of a shape take turns, several
-times, so that a GPU that slows down slows all of them; times are medians of the turns. Results are saved after every shape.
-About five minutes on an H200, most of them compiling. `--smoke` tries it anywhere, with tiny shapes. `--fit` measures nothing:
-it prints the costs for `choice.py` that fit the saved results best, and how near each prediction is.
+It measures milliseconds of forward and backward pass and compiled bytes of temporaries, with gradients of x and w, or of x
+alone as with a frozen head. `memjax/_linear_cross_entropy/choice.py` is fitted to the results. The implementations of a shape
+take turns, several times, so that a GPU that slows down slows all of them; times are medians of the turns. Results are saved
+after every shape. It takes about five minutes on an H200, most of them compiling. `--smoke` tries it anywhere, with tiny shapes.
+`--fit` measures nothing: it prints the costs for `choice.py` that fit the saved results best, and how near each prediction is.
 """
 
 import dataclasses
@@ -121,7 +121,7 @@ def measured(shape: Shape, config: Config) -> list[dict]:
 
 
 def turns(calls: dict[str, Callable[..., Any]], arrays: tuple[Any, ...], config: Config) -> dict[str, list[float]]:
-    """Milliseconds of a call of each, several times in turn."""
+    """Milliseconds of a call of each implementation, in several turns."""
 
     def timed(call: Callable[..., Any], count: int) -> float:
         began = time.perf_counter()
@@ -131,17 +131,17 @@ def turns(calls: dict[str, Callable[..., Any]], arrays: tuple[Any, ...], config:
         return (time.perf_counter() - began) * 1e3 / count
 
     counts = {name: max(1, int(config.turn_ms / timed(call, 2))) for name, call in calls.items()}
-    found: dict[str, list[float]] = {name: [] for name in calls}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(config.turns + 1):
         for name, call in calls.items():
             ms = timed(call, counts[name])
             if turn:
-                found[name].append(ms)
-    return found
+                times[name].append(ms)
+    return times
 
 
 def operands_and_options(shape: Shape) -> tuple[Operands, Options]:
-    """Those of the call, as far as the model asks for them."""
+    """Operands and options of the call, as far as the cost model asks for them."""
     struct = jax.ShapeDtypeStruct
     x, w = (struct((n, shape.dim), shape.dtype) for n in (shape.tokens, shape.vocabulary))
     operands: Any = Operands(x, w, *[None] * (len(Operands._fields) - 2))  # type: ignore[arg-type]
@@ -160,8 +160,8 @@ def fit(name: str) -> None:
                 and "ms" in row
             ):
                 shapes.append(Shape(**{field: row[field] for field in fields}))
-                found = choice.terms(model, *operands_and_options(shapes[-1]), frozenset(shapes[-1].wanted))
-                amounts.append([found[term] for term in choice.COSTS[model]])
+                terms = choice.terms(model, *operands_and_options(shapes[-1]), frozenset(shapes[-1].wanted))
+                amounts.append([terms[term] for term in choice.COSTS[model]])
                 ms.append(row["ms"])
         relative = np.asarray(amounts) / np.asarray(ms)[:, None]
         costs = np.linalg.lstsq(relative, np.ones(len(ms)), rcond=None)[0]

@@ -1,4 +1,4 @@
-"""PyTorch's linear + cross-entropy, plain and compiled, and its libraries' where installed, in one process of their own.
+"""Linear + cross-entropy in PyTorch, plain and compiled, and in its libraries that are installed, in one process.
 
 `python -m benchmarks.cross_entropy` runs it. Memory is the peak above the inputs, gradients included.
 """
@@ -17,21 +17,21 @@ def implementations() -> dict[str, Callable[..., Any]]:
     def plain(x: Any, w: Any, labels: Any) -> Any:
         return torch.nn.functional.cross_entropy((x @ w.T).float(), labels)
 
-    found: dict[str, Callable[..., Any]] = {"PyTorch": plain, "PyTorch, torch.compile": torch.compile(plain)}
+    functions: dict[str, Callable[..., Any]] = {"PyTorch": plain, "PyTorch, torch.compile": torch.compile(plain)}
     try:
         from cut_cross_entropy import linear_cross_entropy
 
-        found["Cut Cross-Entropy"] = linear_cross_entropy
-        found["Cut Cross-Entropy, unfiltered"] = lambda x, w, y: linear_cross_entropy(x, w, y, filter_eps=None)
+        functions["Cut Cross-Entropy"] = linear_cross_entropy
+        functions["Cut Cross-Entropy, unfiltered"] = lambda x, w, y: linear_cross_entropy(x, w, y, filter_eps=None)
     except ImportError as error:
         print(error)
     try:
         from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
-        found["Liger"] = lambda x, w, y: LigerFusedLinearCrossEntropyFunction.apply(x, w, y)[0]
+        functions["Liger"] = lambda x, w, y: LigerFusedLinearCrossEntropyFunction.apply(x, w, y)[0]
     except ImportError as error:
         print(error)
-    return found
+    return functions
 
 
 def timed(name: str, function: Callable[..., Any], seconds: float, x: Any, w: Any, labels: Any) -> dict:

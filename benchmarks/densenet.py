@@ -56,8 +56,10 @@ class Batch:
     gib: float = 12.0
     keeps: tuple[Keep, ...] = ("features", "convolutions", "all")
     torch: tuple[Literal["naive", "memory_efficient"], ...] = ("naive", "memory_efficient")
-    bracket: tuple[int, int] = (8, 1200)  # a batch that fits, and one that does not
-    parallel: int = 4  # processes that share the GPU while searching, each within its `gib`
+    bracket: tuple[int, int] = (8, 1200)
+    """A batch that fits, and one that does not."""
+    parallel: int = 4
+    """Processes that share the GPU while searching, each with `gib` of memory."""
     total_gib: float = 139.8
     name: str = "densenet264_batch"
 

@@ -33,7 +33,7 @@ def step_table() -> str:
 
 
 def batch_table() -> str:
-    """There is one file for each search: their brackets differ."""
+    """The largest batches, from a file for each search, whose brackets differ."""
     searches = [load(path.stem) for path in sorted(RESULTS.glob("densenet264_batch*.json"))]
     rows = sorted((row for _, rows in searches for row in rows), key=lambda row: -row["batch"])
     speed = lambda row: f"{row['images_per_s']:.0f}" if "images_per_s" in row else ""

@@ -36,8 +36,11 @@ def shapes_table() -> str:
                 algorithms[name] = row
     cell = lambda row: f"{row['ms']:.1f} ms, {row['temp_bytes'] / 2**20:,.0f} MiB" if row else "out of memory"
     body = [
-        [f"{t:,} x {d:,} x {v:,}, {dtype}", *(cell(found.get(name)) for name in ("full", "forward_grad", "recompute"))]
-        for (t, d, v, dtype), found in shapes.items()
+        [
+            f"{t:,} x {d:,} x {v:,}, {dtype}",
+            *(cell(algorithms.get(name)) for name in ("full", "forward_grad", "recompute")),
+        ]
+        for (t, d, v, dtype), algorithms in shapes.items()
     ]
     header = ["tokens x features x vocabulary", '`"full"`, float32 logits', '`"forward_grad"`', '`"recompute"`']
     return table(header, body, [environment], "shapes")

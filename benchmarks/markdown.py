@@ -16,7 +16,7 @@ def load(name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def table(header: list[str], rows: list[list[str]], sources: list[dict[str, Any]], note: str) -> str:
-    """A table whose first column refers to the footnote `note`, which says where its numbers are from."""
+    """A table with a footnote `note` that says where its numbers are from."""
     where = " ".join(dict.fromkeys(source(environment) for environment in sources))
     return f"{bare_table([f'{header[0]}[^{note}]', *header[1:]], rows)}\n\n[^{note}]: {where}"
 

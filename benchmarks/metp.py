@@ -1,11 +1,11 @@
 """METP and its peers on the GPUs of one machine: `python -m benchmarks.metp`, about four minutes on four of them.
 
-- memory: peak of a Transformer layer's forward and backward pass with each parallelism, each in a process of its own;
-- overlap: a feed-forward layer's ring, its matmuls alone and its hops alone, against tokens per device, beside what
-  `memjax.shard.overlap` predicts;
-- attention: causal zigzag ring attention beside flash attention on one GPU with as many tokens.
+- memory: peak memory of a Transformer layer's forward and backward pass with each parallelism, in a process each;
+- overlap: time of a feed-forward layer's ring, of its matmuls alone and of its hops alone, against tokens per device, beside
+  the predictions of `memjax.shard.overlap`;
+- attention: causal zigzag ring attention beside flash attention of the same number of tokens on one GPU.
 
-Each in a file of its own, `benchmarks/results/metp_memory.json` and so on, with `--steps 8` metp_overlap_8.json.
+Each writes a file, `benchmarks/results/metp_memory.json` for one, with `--steps 8` metp_overlap_8.json.
 
 `--tokens 512 --dim 64 --heads 4 --hidden 128 --sizes 2 --overlap-tokens 64 --link-sizes 1024 4096
 --attention-tokens 256` tries it on simulated CPU devices.
@@ -38,7 +38,7 @@ memjax.shard.hide_hops()
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """By default a layer of a model with seven billion parameters."""
+    """The default is a layer of a model with seven billion parameters."""
 
     tokens: int = 65536
     dim: int = 4096
@@ -49,14 +49,14 @@ class Config:
     """GPUs of the rings whose memory is measured."""
     parallelisms: tuple[str, ...] = ("metp", "tp")
     overlap_tokens: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384)
-    """Per device."""
+    """Tokens per device in overlap."""
     link_sizes: tuple[int, ...] = (2**20, 2**23, 2**25, 2**27, 2**29)
     """Bytes of messages whose bandwidth is measured."""
     attention_tokens: int = 131072
-    """Of the whole sequence."""
+    """Tokens of the whole sequence in attention."""
     steps: int | None = None
-    """Of the ring in overlap and attention, if more than GPUs: blocks go to and fro between fewer devices than the ring has, as
-    many and as large. Times are those of such a ring, results are not."""
+    """Steps of the ring in overlap and attention, if there are more than GPUs. Blocks then travel between fewer devices than the
+    ring has, as many and as large as in the ring. Times are those of such a ring, results are not."""
     repeats: int = 8
     time_limit: float = 120.0
     """Start nothing after this many seconds."""
@@ -70,16 +70,16 @@ def main(config: Config) -> None:
     gpu = record._accelerator() is not None
     most = max(config.sizes)
 
-    def run(kind: str, size: int, first: int = 0, **more: Any) -> dict:
-        case = {**base, **more, "kind": kind, "size": size}
+    def run(kind: str, size: int, first: int = 0, **options: Any) -> dict:
+        case = {**base, **options, "kind": kind, "size": size}
         environ = {"CUDA_VISIBLE_DEVICES": ",".join(str(first + i) for i in range(size))}
         if not gpu:
             environ = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={size}"}
         return record.in_fresh_process("benchmarks.metp", case, environ=environ, timeout=90)
 
-    def keep(found: dict) -> None:
-        more = ("tokens", "dim", "steps") if config.steps else ("tokens", "dim")
-        row = {key: value for key, value in found.items() if key not in base or key in more}
+    def keep(result: dict) -> None:
+        sizes = ("tokens", "dim", "steps") if config.steps else ("tokens", "dim")
+        row = {key: value for key, value in result.items() if key not in base or key in sizes}
         rows[row["kind"]].append(row)
         print(json.dumps(row), flush=True)
         record.save(f"metp_{row['kind']}" + (f"_{config.steps}" if config.steps else ""), rows[row["kind"]])

@@ -45,8 +45,8 @@ def main(config: Config) -> None:
         for name in ("metp", "tp", "tp_sp"):
             case = {**base, "tokens": tokens, "parallelism": name}
             environ = {} if config.target else {"XLA_FLAGS": f"--xla_force_host_platform_device_count={config.size}"}
-            found = record.in_fresh_process("benchmarks.metp_compiled", case, environ=environ)
-            rows.append({k: v for k, v in found.items() if k != "target"})
+            result = record.in_fresh_process("benchmarks.metp_compiled", case, environ=environ)
+            rows.append({k: v for k, v in result.items() if k != "target"})
             print(json.dumps(rows[-1]), flush=True)
             record.save("metp_compiled", rows)
 
@@ -92,18 +92,18 @@ def case(case: dict) -> dict:
 
 
 def _hops(text: str) -> list[bool]:
-    """Of each hop in the scheduled program, a loop's once: whether a matmul stands between its start and its end."""
-    under_way, found = {}, []
+    """For each hop in the scheduled program, counted once in a loop, whether a matmul stands between its start and its end."""
+    under_way, hops = {}, []
     for line in text.splitlines():
         name, _, operation = line.strip().removeprefix("ROOT ").partition(" = ")
         if "collective-permute-start(" in operation:
             under_way[name] = False
         elif "collective-permute-done(" in operation:
-            found.append(under_way.pop(operation.split("collective-permute-done(")[1].split(")")[0].split()[-1]))
+            hops.append(under_way.pop(operation.split("collective-permute-done(")[1].split(")")[0].split()[-1]))
         elif "gemm" in name or "__cublas" in operation or name.startswith("%dynamic_slice_fusion"):
             # The last are matmuls, too, of a part of the rows.
             under_way = dict.fromkeys(under_way, True)
-    return found
+    return hops
 
 
 if __name__ == "__main__":

@@ -28,9 +28,9 @@ def main(config: metp.Config) -> None:
     for name, setting in SETTINGS.items():
         flags = " ".join(filter(None, [setting.get("XLA_FLAGS"), simulated.get("XLA_FLAGS")]))
         case = {**base, "kind": "overlap", "size": size}
-        found = record.in_fresh_process("benchmarks.metp", case, environ={**setting, "XLA_FLAGS": flags}, timeout=60)
-        kept = {k: v for k, v in found.items() if k not in base or k == "steps"}
-        rows.append({"setting": name, "environment": setting} | kept)
+        result = record.in_fresh_process("benchmarks.metp", case, environ={**setting, "XLA_FLAGS": flags}, timeout=60)
+        measured = {k: v for k, v in result.items() if k not in base or k == "steps"}
+        rows.append({"setting": name, "environment": setting} | measured)
         print(json.dumps(rows[-1]), flush=True)
         record.save("metp_hops", rows)
 

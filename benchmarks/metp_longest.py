@@ -1,9 +1,9 @@
 """The longest sequence that each parallelism can train on: `python -m benchmarks.metp_longest`, three minutes on four GPUs.
 
-Real steps, optimizer and loss included, of a model of seven billion parameters cut to a few layers, all in as much memory
-per GPU; then tokens a second at the longest length that all but tensor parallelism take, of METP as it is in the search and as
-`experiments/metp.py --spend auto` would have it, in the memory that it leaves. The search starts at `--guesses`, so
-that few steps are tried, and takes the parallelisms side by side.
+It runs real steps, optimizer and loss included, of a model of seven billion parameters cut to a few layers, with the same memory
+per GPU for all. Then it measures tokens per second at the longest length that all but tensor parallelism take; METP runs once as
+in the search, and once as with `experiments/metp.py --spend auto`, which spends the memory that METP leaves. The search starts
+at `--guesses`, so that it tries few lengths, and the parallelisms run side by side.
 
 `--size 8 --dim 32 --heads 8 --layers 1 --memory-gib 0.005 --guesses 8192 --grid 1024 --parallelisms metp` tries it on simulated
 CPU devices.
@@ -39,7 +39,7 @@ class Config:
     heads: int = 32
     layers: int = 2
     memory_gib: float = 8.0
-    """Of each GPU."""
+    """Memory of each GPU."""
     parallelisms: tuple[str, ...] = ("metp", "tp", "tp_sp", "ulysses", "ring")
     guesses: tuple[int, ...] = (122880, 49152, 49152, 58368, 53248)
     """Lengths at which the search starts, one for each parallelism."""
@@ -59,29 +59,29 @@ def main(config: Config) -> None:
             "XLA_PYTHON_CLIENT_MEM_FRACTION": str(config.memory_gib * 1024 / total),
         }
 
-    def run(name: str, length: int, **more: object) -> dict:
-        case = {**base, "parallelism": name, "length": length, **more}
+    def run(name: str, length: int, **options: object) -> dict:
+        case = {**base, "parallelism": name, "length": length, **options}
         return record.in_fresh_process("benchmarks.metp_longest", case, environ=environ, timeout=150)
 
     rows: list[dict] = []
 
-    def keep(found: dict) -> None:
-        rows.append({k: v for k, v in found.items() if k not in (*base, "turn", "length") or k in _KEPT})
+    def keep(result: dict) -> None:
+        rows.append({k: v for k, v in result.items() if k not in (*base, "turn", "length") or k in _KEPT})
         print(json.dumps(rows[-1]), flush=True)
         record.save("metp_longest", rows)
 
     with ThreadPoolExecutor() as pool:
-        for found in pool.map(run, config.parallelisms, config.guesses):
-            keep(found)
+        for result in pool.map(run, config.parallelisms, config.guesses):
+            keep(result)
     others = {row["parallelism"]: row["longest"] for row in rows if row["parallelism"] != "tp" and row.get("longest")}
     with ThreadPoolExecutor() as pool, tempfile.NamedTemporaryFile() as turn:
         cases = [(name, "time") for name in others] + [(name, "auto") for name in others if name == "metp"]
-        for found in pool.map(lambda case: run(case[0], min(others.values()), turn=turn.name, spend=case[1]), cases):
-            keep(found)
+        for result in pool.map(lambda case: run(case[0], min(others.values()), turn=turn.name, spend=case[1]), cases):
+            keep(result)
 
 
 def case(case: dict) -> dict:
-    """The longest length, or the speed at one, in a process of its own."""
+    """The longest length, or the speed at a length. It runs in a fresh process."""
     config = metp.MetpConfig(
         preset="gpu",
         name="longest",
@@ -121,7 +121,7 @@ def case(case: dict) -> dict:
 
 
 def _speed(training: metp.Training, text: np.ndarray) -> dict:
-    """Of the fastest of some steps."""
+    """Tokens per second of the fastest of five steps."""
     params, state = training.start()
     seconds = []
     for step in range(5):

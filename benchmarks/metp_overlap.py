@@ -1,5 +1,5 @@
-"""How much of METP's communication is hidden: a feed-forward layer's passes over a ring, their matmuls alone and their hops
-alone, and the tokens per device from which on all could be hidden beside what `memjax.shard.overlap` predicts."""
+"""How much of METP's communication is hidden. It times a feed-forward layer's passes over a ring, their matmuls alone and their
+hops alone, and finds the tokens per device from which on all could be hidden, beside the prediction of `memjax.shard.overlap`."""
 
 import contextlib
 import functools
@@ -19,9 +19,9 @@ from memjax.shard import _metp, metp_mlp, overlap, ring
 
 
 def measure(case: dict, mesh: Mesh) -> dict:
-    """Ring, matmuls alone and hops alone of a feed-forward layer's forward and backward pass."""
+    """Times of a feed-forward layer's forward and backward pass: over the ring, matmuls alone, and hops alone."""
     dim, size, steps = case["dim"], case["size"], case["steps"]
-    hidden = 4 * dim * size // steps  # of which a device holds as much as in a ring of so many steps
+    hidden = 4 * dim * size // steps  # so that a device holds the same share as in a ring of so many steps
     link = overlap.measure_link(list(mesh.devices.flat), case["link_sizes"])
     rate = overlap.measure_matmul(min(8192, 2 * dim))
     rows, columns = P("ring"), P(None, "ring")
@@ -65,23 +65,23 @@ def _hidden(row: dict) -> float:
 
 
 def full_overlap_tokens(row: dict) -> dict[str, dict[str, float | None]]:
-    """For each pass of a measured row: the tokens per device from which on hops can be hidden, as measured, and as predicted with
-    the rate of a large matmul and with the rate of the layer's own matmuls, which other work goes with."""
+    """By pass of a measured row, the tokens per device from which on hops can be hidden: measured, predicted with the rate of a
+    large matmul, and predicted with the rate of the layer's matmuls and the work around them ("own matmuls")."""
     link = overlap.Link(tuple(map(int, row["link"])), tuple(row["link"].values()))
     steps = row.get("steps", row["size"])
     shaped = {"dim": row["dim"], "hidden": 4 * row["dim"], "size": steps}
-    found = {}
+    tokens = {}
     for name in ("forward", "backward"):
-        mine = [r for r in row["milliseconds"] if r["pass"] == name]
+        times = [r for r in row["milliseconds"] if r["pass"] == name]
         step: Any = functools.partial(overlap.mlp_step, **shaped, backward=name == "backward")
-        own = steps * step(mine[-1]["tokens"]).flops / (mine[-1]["matmuls"] / 1e3)
+        rate = steps * step(times[-1]["tokens"]).flops / (times[-1]["matmuls"] / 1e3)
         predict = functools.partial(overlap.full_overlap_tokens, step)
-        found[name] = {
-            "measured": _crossover(mine, steps),
+        tokens[name] = {
+            "measured": _crossover(times, steps),
             "large matmul": predict(row["flops_per_second"], link),
-            "own matmuls": predict(own, link),
+            "own matmuls": predict(rate, link),
         }
-    return found
+    return tokens
 
 
 def _crossover(rows: list[dict], size: int) -> float | None:
@@ -96,7 +96,7 @@ def _crossover(rows: list[dict], size: int) -> float | None:
 
 @contextlib.contextmanager
 def ring_of(steps: int, size: int) -> Iterator[None]:
-    """A ring of so many steps on `size` devices, between which its blocks go to and fro if they are fewer."""
+    """Let METP use a ring of so many steps. If it has more steps than devices, blocks go round the devices several times."""
     pairs = [(i, (i + 1) % size) for i in range(size)]
     hop = lambda tree, axis_name, size: jax.lax.ppermute(tree, axis_name, pairs)
     with _instead(_size=lambda axis_name: steps, _hop=hop) if steps != size else contextlib.nullcontext():
@@ -105,7 +105,7 @@ def ring_of(steps: int, size: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _instead(**functions: Any) -> Iterator[None]:
-    """With other functions in `memjax.shard.ring`."""
+    """Replace functions of `memjax.shard.ring`."""
     before = {name: getattr(ring, name) for name in functions}
     for name, f in functions.items():
         setattr(ring, name, f)
@@ -115,7 +115,7 @@ def _instead(**functions: Any) -> Iterator[None]:
 
 
 def _hops(back: bool, x: jax.Array, w_in: jax.Array, w_out: jax.Array) -> jax.Array:
-    """The hops of a pass, piece by piece as there, without its work."""
+    """The hops of a pass, in the same pieces, without its matmuls."""
     bs, c = (w_in,), w_out
     touch = lambda tree: sum(a[..., 0, :1].astype(jnp.float32) for a in jax.tree.leaves(tree))
     block = _metp._block(bs, c, 0, 1)
@@ -136,8 +136,8 @@ def _hops(back: bool, x: jax.Array, w_in: jax.Array, w_out: jax.Array) -> jax.Ar
 
 
 def _in_turn(functions: dict[str, Any], repeats: int, args: Any, calls: int = 3) -> dict[str, float]:
-    """Seconds of a call of each: medians of rounds of several calls in a row, each begun while the first function runs, so that
-    clocks are those of a busy GPU for all."""
+    """Seconds of a call of each function: medians over rounds of several calls in a row. Each begins while the first function
+    runs, so that all see the clocks of a busy GPU."""
     warm = next(iter(functions.values()))
     times: dict[str, list[float]] = {name: [] for name in functions}
     for f in functions.values():
@@ -150,4 +150,4 @@ def _in_turn(functions: dict[str, Any], repeats: int, args: Any, calls: int = 3)
                 out = f(*args)
             jax.block_until_ready(out)
             times[name].append((time.perf_counter() - begin) / calls)
-    return {name: statistics.median(found) for name, found in times.items()}
+    return {name: statistics.median(seconds) for name, seconds in times.items()}

@@ -1,4 +1,4 @@
-"""What each tool saves, one row for each: README's table, and the bars of `docs/overview.py`."""
+"""What each tool saves, a row each: tables of README and of `docs/benchmarks/index.md`, and the bars of `docs/overview.py`."""
 
 import functools
 from typing import Any, NamedTuple
@@ -86,7 +86,7 @@ def size(gib: float) -> str:
 
 
 def results_table(pages: str) -> str:
-    """`pages` is where the pages of benchmarks are, seen from the table."""
+    """The table; `pages` is the address of the pages of benchmarks, seen from the table."""
     body = [
         [
             f"[{row.what}]({pages}{row.page}.md)",

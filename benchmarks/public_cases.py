@@ -1,7 +1,7 @@
 """Models that others published, each with data and an optimiser, for `benchmarks.public_models`.
 
-Their files are imported unchanged from a folder that has Flax's `examples` and Bonsai's `bonsai`. Only what is in a file
-itself is run, none of the packages around it, so that their requirements need not be installed.
+Their files are imported unchanged from a folder that has Flax's `examples` and Bonsai's `bonsai`. A file is imported without the
+package around it, whose requirements need not be installed.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ import optax
 from flax import nnx
 
 Wrap = Callable[[Any], Any]
-# (params, rest, batch, key) -> (loss, rest): parameters and other variables
+# (parameters, other variables, batch, key) -> (loss, other variables)
 Loss = Callable[..., tuple[jax.Array, Any]]
 
 CROP = 64  # pixels
@@ -30,15 +30,15 @@ _TEXT_BYTES = 2**22
 
 
 class Case(NamedTuple):
-    """What to train, and on what.
+    """A model, its data and its optimiser.
 
     Attributes:
-      files: of the model, below the folder of public files.
-      data: arrays whose leading axis is that of examples.
-      batch: examples of a step.
+      files: the model's files, below the folder of public files.
+      data: arrays with a leading axis of examples.
+      batch: examples per step.
       init: a seed -> parameters and other variables.
-      loss: given `wrap`, which is applied to the model, the function to differentiate.
-      optimizer: for a number of steps.
+      loss: a function `wrap`, which is applied to the model -> the function to differentiate.
+      optimizer: the number of steps -> the optimiser.
     """
 
     files: tuple[str, ...]
@@ -72,8 +72,8 @@ def imagenet_resnet(public: pathlib.Path, data: Mapping[str, np.ndarray], smoke:
     file = "examples/imagenet/models.py"
     models = _module(public, file)
     small = {"stage_sizes": [1, 1], "block_cls": models.ResNetBlock, "num_filters": 16, "dtype": jnp.float32}
-    own = small if smoke else models.ResNet50.keywords | {"dtype": jnp.bfloat16}
-    model = models.ResNet(num_classes=_CLASSES, **own)
+    sizes = small if smoke else models.ResNet50.keywords | {"dtype": jnp.bfloat16}
+    model = models.ResNet(num_classes=_CLASSES, **sizes)
 
     def init(seed):
         variables = model.init(jax.random.key(seed), jnp.zeros((1, CROP, CROP, 3)), train=False)
@@ -82,16 +82,16 @@ def imagenet_resnet(public: pathlib.Path, data: Mapping[str, np.ndarray], smoke:
     def loss(wrap):
         network = wrap(model)
 
-        def of(params, rest, batch, key):
+        def run(params, variables, batch, key):
             def on_a_device(images):
-                return network.apply({"params": params, "batch_stats": rest}, images, mutable=["batch_stats"])
+                return network.apply({"params": params, "batch_stats": variables}, images, mutable=["batch_stats"])
 
             # Its batch norms average over the axis "batch": devices in Flax's training, of which there is one here.
             logits, updates = jax.vmap(on_a_device, axis_name="batch")(_normalised(batch["images"])[None])
             losses = optax.softmax_cross_entropy_with_integer_labels(logits[0].astype(jnp.float32), batch["labels"])
             return jnp.mean(losses), jax.tree.map(lambda x: x[0], updates["batch_stats"])
 
-        return of
+        return run
 
     def optimizer(steps):
         return optax.sgd(optax.cosine_decay_schedule(0.05, steps), momentum=0.9, nesterov=True)
@@ -106,8 +106,8 @@ def lm1b_transformer(public: pathlib.Path, data: Mapping[str, np.ndarray], smoke
     models = _module(public, file)
     small: dict[str, Any] = {"emb_dim": 64, "num_heads": 4, "num_layers": 2, "qkv_dim": 64, "mlp_dim": 256}
     length = 128 if smoke else 256
-    own = small if smoke else {"dtype": jnp.bfloat16}
-    config = models.TransformerConfig(vocab_size=256, output_vocab_size=256, max_len=length, **own)
+    sizes = small if smoke else {"dtype": jnp.bfloat16}
+    config = models.TransformerConfig(vocab_size=256, output_vocab_size=256, max_len=length, **sizes)
 
     def init(seed):
         key, tokens = jax.random.key(seed), jnp.ones((1, length), jnp.int32)
@@ -117,14 +117,14 @@ def lm1b_transformer(public: pathlib.Path, data: Mapping[str, np.ndarray], smoke
     def loss(wrap):
         network = wrap(models.TransformerLM(config))
 
-        def of(params, rest, batch, key):
+        def run(params, variables, batch, key):
             tokens = batch["text"].astype(jnp.int32)
             logits = network.apply({"params": params}, tokens, rngs={"dropout": key}).astype(jnp.float32)
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens)
             weights = (tokens > 0).astype(jnp.float32)  # as in Flax's training: zeros are padding
-            return jnp.sum(losses * weights) / jnp.sum(weights), rest
+            return jnp.sum(losses * weights) / jnp.sum(weights), variables
 
-        return of
+        return run
 
     windows = data["text"][: len(data["text"]) // length * length].reshape(-1, length)
     return Case((file,), {"text": windows}, 8 if smoke else 32, init, loss, _adam)
@@ -178,12 +178,12 @@ def _denoising(
     def loss(wrap):
         parts: Any = nnx.split(nnx.eval_shape(lambda: wrap(make(nnx.Rngs(0)))), nnx.Param, ...)
 
-        def of(params, rest, batch, key):
+        def run(params, variables, batch, key):
             images = _normalised(batch["images"])
-            network = nnx.merge(parts[0], params, rest)
-            return jnp.mean(jnp.square(network(noisy(images, key)) - images)), rest
+            network = nnx.merge(parts[0], params, variables)
+            return jnp.mean(jnp.square(network(noisy(images, key)) - images)), variables
 
-        return of
+        return run
 
     return Case((file,), {"images": data["images"]}, batch_size, init, loss, _adam)
 

@@ -1,17 +1,17 @@
 """Models that others published, trained as they are and compressed: `python -m benchmarks.public_models --models-path PATH`.
 
 PATH is a folder with Flax's `examples` and Bonsai's `bonsai`: in clones of `google/flax` and `jax-ml/bonsai`,
-`mkdir public; cp -r flax/examples bonsai/bonsai public`. What is measured is `memjax.compressed(model)` with nothing chosen.
+`mkdir public; cp -r flax/examples bonsai/bonsai public`. The models are compressed by `memjax.compressed(model)`, all defaults.
 
 For each model and several seeds:
 
 - plain: the model as it is;
-- compressed: the same initial parameters, batches, dropout and noise;
-- reordered: the model as it is, with the same initial parameters, but other batches, dropout and noise: what chance does.
+- compressed: the compressed model with the same initial parameters, batches, dropout and noise;
+- reordered: the model as it is with the same initial parameters, but other batches, dropout and noise, to show what chance does.
 
-Recorded are the loss over training, the mean of its last tenth and its difference from plain, seed by seed; the relative
-error of a batch's gradient before and after plain training, and for scale how far apart gradients of two batches are;
-bytes saved for the backward pass; temporary memory and time of a step. `--smoke` tries all of it on a CPU.
+Rows have the loss over training, the mean of its last tenth and the difference from plain training with the same seed; the
+relative error of a batch's gradient before and after plain training, and for scale the distance between gradients of two
+batches; bytes saved for the backward pass; temporary memory and time of a step. `--smoke` tries all of it on a CPU.
 
 `--write-data FILE` only writes the data, for `--data FILE` on a machine without scikit-image and grain.
 `--figure` only draws `docs/public_models.png` of the results.
@@ -54,13 +54,13 @@ class Config:
     models: tuple[str, ...] = tuple(CASES)
     seeds: int = 8
     steps: int = 400
-    """How many steps each training has."""
+    """Steps of each training."""
     seconds: float = 210.0
-    """Divided among the models: no seed after a model's first two is begun that would end later."""
+    """Time for all models, in equal parts. After a model's first two seeds none begins that would end later."""
     smoke: bool = False
-    """Small models and few steps of two seeds; the results are not kept."""
+    """Small models and few steps of two seeds; the results are not saved."""
     data: pathlib.Path | None = None
-    """What --write-data wrote; otherwise it is made anew."""
+    """A file that --write-data wrote; without it the data are made anew."""
     write_data: pathlib.Path | None = None
     figure: bool = False
     name: str = "public_models"
@@ -85,8 +85,8 @@ def main(config: Config) -> None:
         case = CASES[name](config.models_path, data, config.smoke)
         end = begin + config.seconds * (i + 1) / len(config.models)
         console.print(f"[bold]{name}[/bold]")
-        found = measure(case, config.seeds, config.steps, end, console)
-        rows.append({"model": name, "files": digest(config.models_path, case.files), "steps": config.steps} | found)
+        measured = measure(case, config.seeds, config.steps, end, console)
+        rows.append({"model": name, "files": digest(config.models_path, case.files), "steps": config.steps} | measured)
         if not config.smoke:
             record.save(config.name, rows)
     console.print(_table(rows))
@@ -99,7 +99,7 @@ class _Programs(NamedTuple):
 
     Attributes:
       start: seed -> parameters, other variables, optimiser's state.
-      gradients: plain's and compressed's; parameters, other variables, batch, key -> (loss, other variables), gradient.
+      gradients: for "plain" and "compressed": parameters, other variables, batch, key -> (loss, other variables), gradient.
       update: parameters, optimiser's state, gradient -> parameters, optimiser's state.
       apart: gradients a, b -> |a - b| / |b|.
     """
@@ -111,7 +111,7 @@ class _Programs(NamedTuple):
 
 
 def measure(case: Case, seeds: int, steps: int, end: float, console: Console) -> dict[str, Any]:
-    """What is recorded of a model; `end` is a time of `time.monotonic`."""
+    """The row of a model; `end` is a time of `time.monotonic`."""
     began = time.monotonic()
     programs, sizes = _compiled(case, steps)
     console.print(f"compiled in {time.monotonic() - began:.0f} s")
@@ -122,10 +122,10 @@ def measure(case: Case, seeds: int, steps: int, end: float, console: Console) ->
         started = time.monotonic()
         if seed > 1 and started + longest > end:
             break
-        # Neither is always the first.
+        # No kind is always the first.
         for kind in _KINDS if seed % 2 == 0 else _KINDS[::-1]:
-            found, errors = _train(case, programs, kind, seed, steps)
-            trainings.append({"seed": seed, "kind": kind} | found)
+            training, errors = _train(case, programs, kind, seed, steps)
+            trainings.append({"seed": seed, "kind": kind} | training)
             if kind == "plain":
                 gradients.append({"seed": seed} | errors)
         finals = ", ".join(f"{kind} {_final(trainings, kind)[-1]:.4f}" for kind in _KINDS)
@@ -135,12 +135,12 @@ def measure(case: Case, seeds: int, steps: int, end: float, console: Console) ->
 
 
 def _compiled(case: Case, steps: int) -> tuple[_Programs, dict[str, Any]]:
-    """The programs, and the memory that they need."""
+    """The programs, and the memory that gradients need."""
     optimizer = case.optimizer(steps)
 
     def start(seed):
-        params, rest = case.init(seed)
-        return params, rest, optimizer.init(params)
+        params, variables = case.init(seed)
+        return params, variables, optimizer.init(params)
 
     def update(params, state, gradient):
         changes, state = optimizer.update(gradient, state, params)
@@ -150,19 +150,19 @@ def _compiled(case: Case, steps: int) -> tuple[_Programs, dict[str, Any]]:
         return optax.tree.norm(jax.tree.map(jnp.subtract, a, b)) / optax.tree.norm(b)
 
     lowered = jax.jit(start).lower(jnp.int32(0))
-    params, rest, state = lowered.out_info
+    params, variables, state = lowered.out_info
     key = jax.random.key(0)
     batch = {
         name: jax.ShapeDtypeStruct((case.batch, *array.shape[1:]), array.dtype) for name, array in case.data.items()
     }
 
     def gradient(kind: str) -> Any:
-        of = jax.value_and_grad(case.loss(_WRAPS[kind]), has_aux=True)
-        return jax.jit(of).lower(params, rest, batch, key).compile()
+        value_and_gradient = jax.value_and_grad(case.loss(_WRAPS[kind]), has_aux=True)
+        return jax.jit(value_and_gradient).lower(params, variables, batch, key).compile()
 
     def saved(kind: str) -> int | None:
         loss = functools.partial(case.loss(_WRAPS[kind]), key=key)
-        return memjax.measure(loss, params, rest, batch).residual_bytes
+        return memjax.measure(loss, params, variables, batch).residual_bytes
 
     with ThreadPoolExecutor() as pool:
         started, updated = (pool.submit(one.compile) for one in (lowered, jax.jit(update).lower(params, state, params)))
@@ -180,35 +180,35 @@ def _compiled(case: Case, steps: int) -> tuple[_Programs, dict[str, Any]]:
 
 
 def _train(case: Case, programs: _Programs, kind: str, seed: int, steps: int) -> tuple[dict, dict]:
-    """What a training gave; and, if plain, gradients' errors before and after it."""
+    """Losses of a training; and, if it is plain, the errors of gradients before and after it."""
     order = seed + (_OTHER_ORDER if kind == "reordered" else 0)
     rng = np.random.default_rng(order)
     batches = [rng.integers(len(next(iter(case.data.values()))), size=case.batch) for _ in range(steps + 2)]
     keys = list(jax.random.split(jax.random.key(order), steps + 2))
-    given = lambda step: ({name: array[batches[step]] for name, array in case.data.items()}, keys[step])
+    batch_and_key = lambda step: ({name: array[batches[step]] for name, array in case.data.items()}, keys[step])
     gradient = programs.gradients["compressed" if kind == "compressed" else "plain"]
 
     def errors() -> dict[str, float]:
-        """Errors of gradients, on two batches that are not trained on."""
-        own, compressed = (programs.gradients[name](params, rest, *given(steps))[1] for name in _WRAPS)
-        other = programs.gradients["plain"](params, rest, *given(steps + 1))[1]
+        """Errors of gradients on two batches that are not trained on."""
+        plain, compressed = (programs.gradients[name](params, variables, *batch_and_key(steps))[1] for name in _WRAPS)
+        other = programs.gradients["plain"](params, variables, *batch_and_key(steps + 1))[1]
         return {
-            "compressed": float(programs.apart(compressed, own)),
-            "another_batch": float(programs.apart(other, own)),
+            "compressed": float(programs.apart(compressed, plain)),
+            "another_batch": float(programs.apart(other, plain)),
         }
 
-    params, rest, state = programs.start(jnp.int32(seed))
+    params, variables, state = programs.start(jnp.int32(seed))
     first = errors() if kind == "plain" else {}
     losses, began = [], time.perf_counter()
     for step in range(steps):
-        (loss, rest), slope = gradient(params, rest, *given(step))
-        params, state = programs.update(params, state, slope)
+        (loss, variables), loss_gradient = gradient(params, variables, *batch_and_key(step))
+        params, state = programs.update(params, state, loss_gradient)
         losses.append(loss)
-    found = np.array(jax.device_get(losses), np.float64)
+    curve_of_losses = np.array(jax.device_get(losses), np.float64)
     ms = (time.perf_counter() - began) / steps * 1e3
-    windows = np.array_split(found, min(_POINTS, steps))
+    windows = np.array_split(curve_of_losses, min(_POINTS, steps))
     curve = [round(float(window.mean()), 5) for window in windows]
-    final = float(found[-max(1, steps // 10) :].mean())
+    final = float(curve_of_losses[-max(1, steps // 10) :].mean())
     gradients = {"first": first, "last": errors()} if kind == "plain" else {}
     return {"final": final, "ms_per_step": round(ms, 3), "curve": curve}, gradients
 
@@ -220,16 +220,16 @@ def _final(trainings: list[dict], kind: str) -> list[float]:
 def _differences(trainings: list[dict]) -> dict[str, Any]:
     """Final losses less plain's, seed by seed: mean, its standard error, and the standard deviation over seeds."""
     plain = _final(trainings, "plain")
-    found: dict[str, Any] = {"seeds": len(plain), "plain_deviation": statistics.stdev(plain)}
+    differences: dict[str, Any] = {"seeds": len(plain), "plain_deviation": statistics.stdev(plain)}
     for kind in _KINDS[1:]:
-        less = [own - exact for own, exact in zip(_final(trainings, kind), plain, strict=True)]
-        deviation = statistics.stdev(less)
-        found[f"{kind}_less_plain"] = {
-            "mean": statistics.mean(less),
-            "error": deviation / len(less) ** 0.5,
+        less_plain = [loss - plain_loss for loss, plain_loss in zip(_final(trainings, kind), plain, strict=True)]
+        deviation = statistics.stdev(less_plain)
+        differences[f"{kind}_less_plain"] = {
+            "mean": statistics.mean(less_plain),
+            "error": deviation / len(less_plain) ** 0.5,
             "deviation": deviation,
         }
-    return found
+    return differences
 
 
 def _table(rows: list[dict]) -> Table:
@@ -239,26 +239,27 @@ def _table(rows: list[dict]) -> Table:
         differences = [record.mean_and_error(_final(row["trainings"], "plain"), 4)]
         for kind in _KINDS[1:]:
             pairs = zip(_final(row["trainings"], kind), _final(row["trainings"], "plain"), strict=True)
-            differences.append(record.mean_and_error([own - exact for own, exact in pairs], 5))
+            differences.append(record.mean_and_error([loss - plain for loss, plain in pairs], 5))
         errors = [
             " to ".join(
-                f"{statistics.mean(one[when][of] for one in row['gradients']):.4f}" for when in ("first", "last")
+                f"{statistics.mean(errors[when][kind] for errors in row['gradients']):.4f}"
+                for when in ("first", "last")
             )
-            for of in ("compressed", "another_batch")
+            for kind in ("compressed", "another_batch")
         ]
         saved = row["compressed"]["residual_bytes"] / row["plain"]["residual_bytes"]
-        ms = {kind: statistics.median(_of(row, kind, "ms_per_step")) for kind in _WRAPS}
+        ms = {kind: statistics.median(_values(row, kind, "ms_per_step")) for kind in _WRAPS}
         step = f"{ms['plain']:.1f} to {ms['compressed']:.1f} ms"
         table.add_row(row["model"], str(row["seeds"]), *differences, *errors, f"{saved:.3f}", step)
     return table
 
 
-def _of(row: dict, kind: str, name: str) -> list:
+def _values(row: dict, kind: str, name: str) -> list:
     return [one[name] for one in row["trainings"] if one["kind"] == kind]
 
 
 def _draw(results: dict) -> None:
-    """Each seed's curves, plain and compressed; below, their differences and what another order of batches does."""
+    """Draw each seed's curves, plain and compressed, and below them differences from plain, of another order of batches, too."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -267,7 +268,7 @@ def _draw(results: dict) -> None:
     rows = results["rows"]
     drawn, axes = plt.subplots(2, len(rows), figsize=(3.4 * len(rows), 5.6), layout="constrained", squeeze=False)
     for row, (above, below) in zip(rows, axes.T, strict=True):
-        curves = {kind: np.array(_of(row, kind, "curve")) for kind in _KINDS}
+        curves = {kind: np.array(_values(row, kind, "curve")) for kind in _KINDS}
         steps = (np.arange(curves["plain"].shape[1]) + 0.5) * row["steps"] / curves["plain"].shape[1]
         for kind, style in (("plain", {"color": "black"}), ("compressed", {"color": "tab:red", "linestyle": "--"})):
             above.plot(steps, curves[kind].T, linewidth=0.8, alpha=0.6, **style)

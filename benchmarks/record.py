@@ -1,4 +1,4 @@
-"""Where and with what a benchmark ran, its rows as JSON, and cases in processes of their own; and means of rows."""
+"""Saves the rows of a benchmark with machine, versions, date and command, and runs cases in fresh processes."""
 
 import datetime
 import importlib.metadata
@@ -52,7 +52,7 @@ def save(name: str, rows: list[dict], directory: pathlib.Path = RESULTS) -> path
 
 
 def mean_and_error(values: list[float], digits: int) -> str:
-    """The mean and its standard error, if there is more than one."""
+    """The mean, and its standard error if there is more than one value."""
     error = f" ± {statistics.stdev(values) / len(values) ** 0.5:.{digits}f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.{digits}f}{error}"
 

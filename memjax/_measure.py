@@ -4,13 +4,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import flax.linen as nn
 import jax
-from flax import nnx
 
 from memjax._core import check
 from memjax._core.arguments import Parts, is_jitted, of_arrays, unbound
-from memjax._core.clear_errors import option_errors, refuse_leaks, trace_errors
+from memjax._core.clear_errors import call_errors, option_errors, refuse_leaks, trace_errors
 from memjax._measurement import Measurement
 from memjax._residuals import differentiated, residual_bytes
 
@@ -78,8 +76,8 @@ def measure(fn: Callable, *args: Any, compiler_options: dict[str, Any] | None = 
       ValueError: the compiler does not know an option.
     """
     check.function("fn", fn, "call memjax.measure(fn, *args), not memjax.measure(fn(*args))")
-    if isinstance(fn, type) and issubclass(fn, nn.Module | nnx.Module):
-        raise check.fail(TypeError, "fn", "a function or a module", fn, "make an instance first")
+    if isinstance(fn, jax.stages.Compiled | jax.stages.Lowered):
+        raise check.fail(TypeError, "fn", "a function", fn, "pass what was jitted; measure compiles it")
     check.compiler_options(compiler_options)
     options = remat_compiler_options() if compiler_options is None else dict(compiler_options)
     fn, args, kwargs = unbound(fn, args, kwargs)
@@ -91,7 +89,7 @@ def measure(fn: Callable, *args: Any, compiler_options: dict[str, Any] | None = 
     notes: list[str] = []
 
     start = time.perf_counter()
-    with trace_errors(fn):
+    with call_errors("fn", fn, {"arguments": (*args, *kwargs.values())}), trace_errors(fn):
         stage = program.trace(*args, **kwargs)
     refuse_leaks(fn, _of_jax(stage))
     lowered = stage.lower()
@@ -120,7 +118,7 @@ def measure(fn: Callable, *args: Any, compiler_options: dict[str, Any] | None = 
 
 
 def _differentiable(out: Any, *, has_updates: bool) -> list[bool]:
-    """Which of a program's flat results are differentiated if it has no backward pass of its own.
+    """Flags for the flat results of a program: whether to differentiate them if it has no backward pass of its own.
 
     With `has_updates` new values of variables come with the result: after it, or before it if there are three parts.
     """
@@ -128,23 +126,23 @@ def _differentiable(out: Any, *, has_updates: bool) -> list[bool]:
     first = result[0] if isinstance(result, tuple) and result else result
     is_loss = getattr(first, "shape", None) == () and jax.numpy.issubdtype(first.dtype, jax.numpy.floating)
     flags = [index == 0 or not is_loss for index in range(len(jax.tree.leaves(result)))]
-    rest = [False] * (len(jax.tree.leaves(out)) - len(flags))
-    return rest + flags if has_updates and len(out) == 3 else flags + rest
+    updates = [False] * (len(jax.tree.leaves(out)) - len(flags))
+    return updates + flags if has_updates and len(out) == 3 else flags + updates
 
 
 def _residuals(jaxpr, result: Sequence[bool], notes: list[str]):
-    found = residual_bytes(jaxpr)
-    if found is not None:
-        return found
+    residuals = residual_bytes(jaxpr)
+    if residuals is not None:
+        return residuals
     try:
-        both = differentiated(jaxpr, result)
+        with_backward = differentiated(jaxpr, result)
     except (NotImplementedError, TypeError, ValueError) as error:
         notes.append(f"residual bytes unknown: fn cannot be differentiated: {str(error).splitlines()[0]}")
         return None
-    if both is None:
+    if with_backward is None:
         notes.append("residual bytes unknown: fn has no float argument or no float result to differentiate")
         return None
-    return residual_bytes(both)
+    return residual_bytes(with_backward)
 
 
 def _runtime_peak(
@@ -186,7 +184,7 @@ def _runtime_peak(
 def _own_inputs(compiled, args: tuple, kwargs: dict, parts: Parts) -> tuple[tuple, dict[str, Any]] | None:
     """Arguments that one execution may donate and update; None if the program takes others."""
 
-    def own(donated: bool, leaf: Any) -> Any:
+    def copied(donated: bool, leaf: Any) -> Any:
         # The baseline counts what lies on the device already, so host arrays have to be there too.
         on_device = isinstance(leaf, jax.Array)
         return leaf.copy() if on_device and donated else leaf if on_device else jax.device_put(leaf)
@@ -195,13 +193,13 @@ def _own_inputs(compiled, args: tuple, kwargs: dict, parts: Parts) -> tuple[tupl
     if executable is compiled:
         if executable.in_tree != jax.tree.structure((args, kwargs)):
             return None
-        return jax.tree.map(lambda info, leaf: own(info.donated, leaf), executable.args_info, (args, kwargs))
+        return jax.tree.map(lambda info, leaf: copied(info.donated, leaf), executable.args_info, (args, kwargs))
     infos = jax.tree.leaves(executable.args_info)
     if len(infos) != len(parts.arrays):
         return None
     # Which array a variable of Flax NNX becomes is not told, so one that is donated means a copy of all.
     donated = any(info.donated for info in infos)
-    return parts.rebuild([own(donated, array) for array in parts.arrays])[:2]
+    return parts.rebuild([copied(donated, array) for array in parts.arrays])[:2]
 
 
 def _of_jax(stage: Any) -> Any:

@@ -19,10 +19,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal, jaxpr_as_fun, jaxprs_in_params
+from jax.extend.core import Literal, jaxpr_as_fun
 
-from memjax._core.compat import name_stack, parameters, primitive_name, without_dead_code
+from memjax._core.arrays import is_float
+from memjax._core.compat import bodies, name_stack, primitive_name, without_dead_code
 from memjax._core.jaxpr import nbytes
+from memjax._core.lists import drop, merge, pick
 from memjax._core.primitives import ALIASES, CALLS, SOURCES
 
 _TRANSFORM = re.compile(r"\b(jvp|transpose)\(")
@@ -68,43 +70,28 @@ def differentiated(closed_jaxpr, result: Sequence[bool]):
 
     Of the outputs those are differentiated that `result` marks and that are floats.
     """
-    in_avals = closed_jaxpr.in_avals
-    is_float = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in in_avals]
-    flat_fn = jaxpr_as_fun(closed_jaxpr)
-    outs_float = [
-        flag and jnp.issubdtype(aval.dtype, jnp.inexact)
-        for aval, flag in zip(closed_jaxpr.out_avals, result, strict=True)
-    ]
-    if not any(is_float) or not any(outs_float):
+    in_float = [is_float(aval) for aval in closed_jaxpr.in_avals]
+    out_float = [marked and is_float(aval) for aval, marked in zip(closed_jaxpr.out_avals, result, strict=True)]
+    if not any(in_float) or not any(out_float):
         return None
-
-    def forward(floats: Sequence, others: Sequence):
-        merged = _merge(is_float, floats, others)
-        outs = flat_fn(*merged)
-        return _pick(outs, outs_float), _pick(outs, [not flag for flag in outs_float])
+    flat_fn = jaxpr_as_fun(closed_jaxpr)
 
     def forward_backward(args: Sequence, cotangents: Sequence):
-        floats, others = _pick(args, is_float), _pick(args, [not flag for flag in is_float])
-        outs, pullback, aux = jax.vjp(lambda floats: forward(floats, others), floats, has_aux=True)
+        def of_floats(floats):
+            outs = flat_fn(*merge(floats, drop(args, in_float), in_float))
+            return pick(outs, out_float), drop(outs, out_float)
+
+        outs, pullback, aux = jax.vjp(of_floats, pick(args, in_float), has_aux=True)
         return outs, aux, pullback(list(cotangents))
 
-    structs = [_struct(aval) for aval in in_avals]
-    cotangents = [_struct(aval) for aval in _pick(closed_jaxpr.out_avals, outs_float)]
+    structs = [_struct(aval) for aval in closed_jaxpr.in_avals]
+    cotangents = [_struct(aval) for aval in pick(closed_jaxpr.out_avals, out_float)]
     return jax.make_jaxpr(forward_backward)(structs, cotangents)
 
 
 def _struct(aval) -> jax.ShapeDtypeStruct:
     sharding = None if aval.sharding.mesh.empty else aval.sharding
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
-
-
-def _pick(values: Sequence, keep: Sequence[bool]) -> list:
-    return [value for value, flag in zip(values, keep, strict=True) if flag]
-
-
-def _merge(flags: Sequence[bool], chosen: Sequence, others: Sequence) -> list:
-    chosen_iter, others_iter = iter(chosen), iter(others)
-    return [next(chosen_iter) if flag else next(others_iter) for flag in flags]
 
 
 def _passes(stack: str) -> list[str]:
@@ -116,22 +103,12 @@ def _joined(outer: str, eqn) -> str:
     return f"{outer}/{name_stack(eqn)}"
 
 
-def _bodies(eqn) -> list:
-    # Rules of a custom derivative that nobody asked for (an undifferentiated call) are functions, not jaxprs.
-    params = parameters(eqn)
-    return [getattr(body, "jaxpr", body) for body in jaxprs_in_params(params)]
-
-
 def _stacks(jaxpr, outer: str) -> Iterator[str]:
     for eqn in jaxpr.eqns:
         stack = _joined(outer, eqn)
         yield stack
-        for body in _bodies(eqn):
+        for body in bodies(eqn):
             yield from _stacks(body, stack)
-
-
-def _nbytes(aval) -> int:
-    return nbytes(aval) if hasattr(aval, "dtype") else 0
 
 
 def _on_host(aval) -> bool:
@@ -181,7 +158,7 @@ class _Walk:
                 step, inner = next(clock), _joined(stack, eqn)
                 inputs: list[Any] = [read(atom) for atom in eqn.invars]
                 name = primitive_name(eqn)
-                bodies = _bodies(eqn)
+                inside = bodies(eqn)
                 if self.is_backward(inner):
                     for value in inputs:
                         if isinstance(value, _Value):
@@ -189,15 +166,15 @@ class _Walk:
                     outputs = [_EXISTING] * len(eqn.outvars)
                 elif _is_alias(eqn):
                     outputs = inputs
-                elif name in CALLS and len(bodies) == 1 and len(bodies[0].invars) == len(inputs):
-                    outputs = visit(bodies[0], inputs, inner)
+                elif name in CALLS and len(inside) == 1 and len(inside[0].invars) == len(inputs):
+                    outputs = visit(inside[0], inputs, inner)
                 elif name in _REMAKEABLE and all(value is _REMADE for value in inputs):
                     outputs = [_REMADE] * len(eqn.outvars)
                 else:
-                    if any(self.has_backward(body, inner) for body in bodies):
-                        loops[step] = self.body_bytes(eqn, bodies, inner)
-                    forwarded = self.forwarded(eqn, bodies, inputs)
-                    made = {var: _Value(_nbytes(var.aval), _on_host(var.aval), step) for var in eqn.outvars}
+                    if any(self.has_backward(body, inner) for body in inside):
+                        loops[step] = self.body_bytes(eqn, inner)
+                    forwarded = self.forwarded(eqn, inputs)
+                    made = {var: _Value(nbytes(var.aval), _on_host(var.aval), step) for var in eqn.outvars}
                     values.extend(made.values())
                     outputs = [forwarded.get(index, made[var]) for index, var in enumerate(eqn.outvars)]
                 known.update(zip(eqn.outvars, outputs, strict=True))
@@ -206,24 +183,25 @@ class _Walk:
         visit(jaxpr, [_EXISTING] * len(jaxpr.invars), stack)
         return _peak([value for value in values if value.last_read >= 0], loops)
 
-    def body_bytes(self, eqn, bodies: Sequence, stack: str) -> ResidualBytes:
+    def body_bytes(self, eqn, stack: str) -> ResidualBytes:
         """What a body with a whole forward and backward pass in it holds: one iteration's, every shard's."""
-        found = [self.bytes_of(body, stack) for body in bodies]
+        held = [self.bytes_of(body, stack) for body in bodies(eqn)]
         shards = 1
         if primitive_name(eqn) == "shard_map":
             sizes = eqn.params["mesh"].shape
             shards = math.prod(sizes[axis] for axis in eqn.params["newly_manual_axes"])
-        return ResidualBytes(shards * max(body.device for body in found), shards * max(body.host for body in found))
+        return ResidualBytes(shards * max(body.device for body in held), shards * max(body.host for body in held))
 
-    def forwarded(self, eqn, bodies: Sequence, inputs: Sequence) -> dict[int, Any]:
+    def forwarded(self, eqn, inputs: Sequence) -> dict[int, Any]:
         """Outputs of a `shard_map` that are one of its inputs: its residuals include replicated arrays."""
         if primitive_name(eqn) != "shard_map":
             return {}
-        source = dict(zip(bodies[0].invars, inputs, strict=True))
-        for inner in bodies[0].eqns:
+        (body,) = bodies(eqn)
+        source = dict(zip(body.invars, inputs, strict=True))
+        for inner in body.eqns:
             if _is_alias(inner) and not isinstance(inner.invars[0], Literal) and inner.invars[0] in source:
                 source[inner.outvars[0]] = source[inner.invars[0]]
-        outvars = enumerate(bodies[0].outvars)
+        outvars = enumerate(body.outvars)
         return {i: source[v] for i, v in outvars if not isinstance(v, Literal) and v in source}
 
 

@@ -3,6 +3,8 @@
 Those of `shard` and of `linear_cross_entropy` are beside their tests.
 """
 
+import dataclasses
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,10 @@ NET = lambda w, x: jnp.tanh(x @ w).sum()
 WITH_CODEC = lambda codec, w, x: memjax.compressed(NET, codec)(w, x)
 W, BATCH = jnp.ones((64, 64)), jnp.ones((128, 64))
 SETTINGS = compress.layers(WITH_CODEC, W, BATCH)
+OPTIMIZER = compress.adaptive(optax.sgd(0.1))
+STATE = {"w": W, "codec": SETTINGS, "optimizer": OPTIMIZER.init({"0": {"0": W}, "codec": SETTINGS})}
 SCHEDULE = {"length": 10, "slots": 3, "strategy": "mixed", "internal_size": 1, "forward_steps": 20}
+PLAN = {"items": (0, 1), "seconds": 1.0, "nbytes": 1, "plain_seconds": 1.0, "plain_nbytes": 1}
 SPEC = {"in_features": 4, "growth_rate": 2, "num_layers": 2}
 
 
@@ -40,7 +45,8 @@ def chain_costs(**changes):
 
 def rnn(**changes):
     arguments = {"cell": nnx.GRUCell(4, 4, rngs=nnx.Rngs(0)), "slots": 2, **changes}
-    call = {name: arguments.pop(name) for name in ("seq_lengths",) if name in arguments}
+    call = {name: arguments.pop(name) for name in ("seq_lengths", "initial_carry") if name in arguments}
+    call |= {"rngs": arguments.pop("stream")} if "stream" in arguments else {}
     inputs = arguments.pop("inputs", jnp.ones((2, 6, 4)))
     return remat.RNN(arguments.pop("cell"), **arguments)(inputs, **call)
 
@@ -74,6 +80,42 @@ def compressed(**changes):
 def layers(**changes):
     arguments = {"f": WITH_CODEC, "args": (W, BATCH), **changes}
     return compress.layers(arguments.pop("f"), *arguments.pop("args"), **arguments)
+
+
+def with_settings(**changes):
+    codec = dataclasses.replace(SETTINGS, **changes)
+    return jax.grad(memjax.compressed(NET, codec))(W, BATCH)
+
+
+def train(step, *args):
+    return compress.transactional(step, donate=False)(STATE, *args)
+
+
+def capacities(new):
+    compress.transactional(lambda state: (state, 0.0)).capacities = new
+
+
+class Halving(compress.Cast):
+    """Decodes to half of what it was given."""
+
+    def decode(self, code):
+        return super().decode(code)[::2]
+
+
+def dense_arrays(spec=None, **changes):
+    block = remat.DenseBlock(**SPEC, rngs=nnx.Rngs(0))
+    params = block.params._replace(**{name: a for name, a in changes.items() if name in block.params._fields})
+    running = block.running._replace(**{name: a for name, a in changes.items() if name in block.running._fields})
+    return remat.dense_block(spec or block.spec, params, running, jnp.ones((1, 4, 4, 4)))
+
+
+def attention(**changes):
+    kernels = [jnp.ones((4, 2, 2))] * 3 + [jnp.ones((2, 2, 4))]
+    return remat.attention_in_groups(jnp.ones((1, 6, 4)), *kernels, **changes)
+
+
+def checkpointed(module, *args, **kwargs):
+    return remat.checkpoint(module)(*args, **kwargs)
 
 
 def adaptive(state):
@@ -143,6 +185,52 @@ CALLS = [
     (rnn, {"seq_lengths": "a"}, "seq_lengths must be an array, got 'a'"),
     (rnn, {"seq_lengths": jnp.ones(3, int)}, r"seq_lengths must be integers of shape \(2,\)"),
     (rnn, {"seq_lengths": jnp.ones(2)}, r"seq_lengths must be integers of shape \(2,\)"),
+    (rnn, {"seq_lengths": jnp.asarray([7, 2])}, r"seq_lengths must be in \[0, 6\], the steps of inputs, got \[7, 2\]"),
+    (
+        rnn,
+        {"inputs": jnp.ones((2, 6, 5))},
+        "cell must take .* inputs of one step of float32.2,5., got .*raises TypeError",
+    ),
+    (rnn, {"initial_carry": "a"}, "initial_carry must be an array or a number, got 'a'"),
+    (rnn, {"initial_carry": jnp.ones((3, 4))}, "cell must take a carry of float32.3,4. and .* raises TypeError"),
+    (rnn, {"initial_carry": (jnp.ones((2, 4)),) * 2}, "cell must take a carry of .* raises TypeError"),
+    (rnn, {"stream": 3}, "rngs must be an nnx.Rngs or nnx.RngStream, got 3"),
+    (rnn, {"broadcast_rngs": 3}, "broadcast_rngs must be a filter of flax.nnx, got 3"),
+    (linen_rnn, {"split_rngs": 3}, "split_rngs must be a dict of names and flags, got 3"),
+    (scan, {"f": nnx.GRUCell}, "f must be a function or a module, got .*make an instance first"),
+    (
+        scan,
+        {"f": lambda c, x: (c @ jnp.ones((7, 7)), c)},
+        "f must take a carry of .* and an x of .* raises TypeError: dot",
+    ),
+    (scan, {"f": lambda c, x: (c if c.sum() > 0 else x, c)}, "f must be a function that JAX can trace"),
+    *(
+        (
+            checkpointed,
+            {"module": module, name: "train"},
+            f"{name} must be an array or a number, got 'train': close over",
+        )
+        for module, name in (
+            (lambda x: x, "x"),
+            (nnx.Linear(4, 4, rngs=nnx.Rngs(0)), "inputs"),
+            (nn.Dense(4).bind({"params": {"kernel": jnp.eye(4), "bias": jnp.ones(4)}}), "inputs"),
+        )
+    ),
+    (checkpointed, {"module": lambda x: x, "x": [1.0, jnp.sin]}, r"x\[1\] must be an array or a number, got"),
+    (attention, {"positions": [0, 1]}, "positions must be an array, got"),
+    (attention, {"norm": lambda x: x[..., :3]}, r"the result of norm must be of shape \(1, 6, 4\), got"),
+    (attention, {"rotary": lambda q, p: None}, "the result of rotary must be an array, got None"),
+    (attention, {"rotary": lambda q: q}, "rotary must take array 1 of .* raises TypeError"),
+    (attention, {"attend": lambda q, k, v: "text"}, "the result of attend must be an array, got 'text'"),
+    (dense_arrays, {"scale1": None}, "params.scale1 must be an array, got None"),
+    (dense_arrays, {"bias2": jnp.ones((2, 1))}, r"params.bias2 must be of shape \(2, 8\), as spec has it"),
+    (dense_arrays, {"mean1": jnp.ones(1)}, r"running.mean1 must be of shape \(6,\), as spec has it"),
+    (dense_arrays, {"spec": remat.DenseSpec(4, 2, 1)}, r"params.scale1 must be of shape \(4,\), as spec has it"),
+    (dense_arrays, {"spec": remat.DenseSpec(4, 2, 2, None)}, "params.kernel1 must be None without a bottleneck"),
+    (remat.ChainSchedule, {**PLAN, "items": "012"}, "items must be a tuple of numbers of blocks, .*got '012'"),
+    (remat.ChainSchedule, {**PLAN, "items": (0.0, 1.0)}, "items must be a tuple of numbers of blocks"),
+    (remat.ChainSchedule, {**PLAN, "items": ((), 0)}, "items must be a tuple of numbers of blocks"),
+    (remat.ChainSchedule, {**PLAN, "seconds": None}, "seconds must be a finite number"),
     (linen_rnn, {"cell": nn.GRUCell}, "cell must be a Flax Linen cell, got"),
     (linen_rnn, {"cell": nn.Dense(4)}, "cell must be a Flax Linen cell, got"),
     (linen_rnn, {"cell": nnx.GRUCell(4, 4, rngs=nnx.Rngs(0))}, "cell must be a Flax Linen cell, got"),
@@ -156,6 +244,9 @@ CALLS = [
     (layers_of_chain, {"layers": [jnp.tanh, nnx.Linear]}, r"layers\[1\] must be .*make an instance first"),
     (layers_of_chain, {"budget": "12MX"}, "budget must be a number of bytes .* got '12MX'"),
     (layers_of_chain, {"budget": None, "schedule": 3}, "schedule must be a ChainSchedule, got 3"),
+    (layers_of_chain, {"layers": [nn.Dense(4)]}, r"layers\[0\] must be .*memjax.remat.linen.Chain those of Linen"),
+    (linen_chain, {"layers": [nnx.Linear(4, 4, rngs=nnx.Rngs(0))]}, r"layers\[0\] must be .*memjax.remat.Chain takes"),
+    (layers_of_chain, {"layers": [lambda x: x.nothing]}, "layers must take an input of .* raises AttributeError"),
     (linen_chain, {"layers": [nn.Dense]}, r"layers\[0\] must be .*make an instance first"),
     (linen_chain, {"layers": [3]}, r"layers\[0\] must be a module or a function, got 3"),
     (linen_chain, {"budget": float("nan")}, "budget must be a number of bytes .* got nan"),
@@ -182,6 +273,45 @@ CALLS = [
     (dense_block, {"rngs": 3}, "rngs must be an nnx.Rngs, got 3"),
     (dense_block, {"x": None}, "x must be an array, got None"),
     (compressed, {"where": lambda scope: True}, "where must be a function of 2 arguments, got"),
+    (compressed, {"codec": Halving()}, r"codec must be one that decodes to what it was given, float32\[128,64\]"),
+    *(
+        (with_settings, {name: value}, f"{name} must be .* got")
+        for name, value in (
+            ("bound", None),
+            ("bound", jnp.ones(7)),
+            ("bound", jnp.ones(2, int)),
+            ("statistics", compress.Statistics.zeros(7, 1)),
+            ("names", None),
+            ("bits_per_value", 4.0),
+            ("bits_per_value", (4.0,) * 7),
+            ("bits_per_value", (-1.0, -1.0)),
+            ("weights", ()),
+            ("samples", 0),
+        )
+    ),
+    (train, {"step": lambda state: state}, "step must be a function that returns a pair, got"),
+    (
+        train,
+        {"step": lambda state: (state | {"w": W[:1]}, 0)},
+        r"step must return state\['w'\] of the type .*got float32\[1,64\]",
+    ),
+    (train, {"step": lambda state: (state | {"w": W.astype("int8")}, 0)}, r"step must return state\['w'\] .*int8"),
+    (train, {"step": lambda state: (state["w"].nothing, 0)}, "step must take the state of .* raises AttributeError"),
+    (capacities, {"new": "ab"}, "capacities must be a list .* got 'ab'"),
+    (capacities, {"new": [(-1.0,)]}, "bits_per_value must be a positive finite number, got -1.0"),
+    (compress.Cast, {"dtype": W}, "dtype must be a floating-point dtype, got an array"),
+    (compress.Cast().ratio, {"x": None}, "x must be an array, got None"),
+    (compress.UniformError(0.1).decode, {"code": None}, "code must be an array, got None"),
+    (compress.ErrorBounded, {"bound": np.array(["a"])}, "bound must be a positive finite number"),
+    (compress.ErrorBounded, {"bound": np.bool_(True)}, "bound must be a positive finite number"),
+    (measured_channels, {"distance": -jnp.ones(64)}, "distance must be of no negative number"),
+    (layers, {"argnums": ()}, "argnums must be positions among the 2 arguments"),
+    (layers, {"f": lambda codec, w, x: x @ w}, "f must take .* raises TypeError: Gradient only defined for scalar"),
+    (
+        memjax.measure,
+        {"fn": jax.jit(NET).lower(W, BATCH).compile()},
+        "fn must be a function, got .*measure compiles it",
+    ),
     (compress.Cast().nbytes, {"aval": "text"}, "aval must be an array or the type of one, got 'text'"),
     (compress.GroupQuantized().nbytes, {"aval": None}, "aval must be an array or the type of one, got None"),
     (measured_channels, {"low": None}, "low must be an array, got None"),
@@ -211,11 +341,15 @@ def test_is_refused(f, changes, message):
         f(**changes)
 
 
-@pytest.mark.parametrize("f", [scan, chain, chain_costs, rnn, linen_rnn, layers_of_chain, linen_chain, dense_block])
+@pytest.mark.parametrize(
+    "f", [scan, chain, chain_costs, rnn, linen_rnn, layers_of_chain, linen_chain, dense_block, dense_arrays, attention]
+)
 def test_the_calls_of_remat_are_right_as_they_stand(f):
     f()
 
 
-@pytest.mark.parametrize("f", [compressed, layers, transactional, predicted_sigma, scale_gradient, measured_channels])
+@pytest.mark.parametrize(
+    "f", [compressed, layers, with_settings, transactional, predicted_sigma, scale_gradient, measured_channels]
+)
 def test_the_calls_of_compress_are_right_as_they_stand(f):
     f()

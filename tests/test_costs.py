@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as fused
 
+from memjax._attention.causal import causal_attention
 from memjax._core import costs
 from memjax._core.primitives import expensive
 
@@ -37,6 +38,17 @@ def test_attention_kernels_have_the_flops_of_their_products(causal, monkeypatch)
     products = 2 * 2 * 8 * 128 * 256 * 64 * (0.5 if causal else 1)
     assert [costs.flops(eqn) for eqn in kernels] == [2 * products, 5 * products]
     assert all(map(expensive, kernels))
+
+
+def test_of_kernels_for_several_platforms_the_one_that_runs_counts():
+    shape = (1, 2048, 8, 64)
+    jaxpr = jax.make_jaxpr(causal_attention)(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16),) * 3).jaxpr
+    kernel = H200.start + 2 * 2 * 8 * 2048**2 * 64 / 2 / H200.attention
+    on_gpu, elsewhere = (costs.program_seconds(jaxpr, H200._replace(platform=name)) for name in ("cuda", "tpu"))
+    passes = 20 * 2 * 2048 * 8 * 64 / H200.nbytes  # conversions, the mask's positions
+    assert kernel < on_gpu < kernel + passes + 10 * H200.start
+    logits = 8 * 2048**2 / 2 * 4
+    assert elsewhere > on_gpu + 2 * logits / H200.nbytes
 
 
 def test_an_elementwise_chain_is_one_pass_over_memory():

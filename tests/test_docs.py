@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import pytest
 
 import memjax
-from benchmarks import tables
+from benchmarks import public_decoder, tables
 
 P = jax.sharding.PartitionSpec
 ROOT = pathlib.Path(__file__).parents[1]
@@ -77,6 +77,13 @@ def test_code_runs(page, capsys):
 def test_no_code_is_left_untested(page):
     languages = set(re.findall(r"^```(\S*)\n(?=.)", text_of(page), re.MULTILINE)) - {""}
     assert languages <= {"python", "sh", "yaml", "mermaid", "text", "bibtex"}
+
+
+def test_the_guide_shows_the_ten_lines_that_the_benchmark_runs():
+    (shown,) = blocks("docs/guides/long-context.md", "text")
+    assert len([line for line in shown.splitlines() if line]) == 10
+    assert "layers = stack_layers(model.layers)\n" in shown
+    assert all(inspect.getsource(f) in shown for f in (public_decoder.layer, public_decoder.loss))
 
 
 @each_page

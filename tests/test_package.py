@@ -18,12 +18,20 @@ import memjax.shard
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGES = [memjax, memjax.compress, memjax.remat, memjax.shard]
 NAMES = [(package, name) for package in PACKAGES for name in vars(package) if not name.startswith("_")]
-each_name = pytest.mark.parametrize(
-    ("package", "name"), NAMES, ids=[f"{package.__name__}.{name}" for package, name in NAMES]
-)
+label = lambda value: value if isinstance(value, str) else value.__name__
+each_name = pytest.mark.parametrize(("package", "name"), NAMES, ids=label)
+
+# Public modules inside the packages, and what each of them defines.
+MODULES = [memjax.remat.policies, memjax.shard.baselines, memjax.shard.overlap, memjax.shard.ring]
+MEMBERS = [
+    (module, name)
+    for module in MODULES
+    for name, value in vars(module).items()
+    if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
+]
 
 
-@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
+@pytest.mark.parametrize("package", PACKAGES, ids=label)
 def test_all_has_the_public_names_and_no_other(package):
     public = {name for name in vars(package) if not name.startswith("_")}
     assert {name for name in package.__all__ if name != "__version__"} == public
@@ -57,10 +65,15 @@ def callables(value):
                     yield member
 
 
-@each_name
+@pytest.mark.parametrize(("package", "name"), [*NAMES, *MEMBERS], ids=label)
 def test_annotations_can_be_evaluated(package, name):
     for function in callables(getattr(package, name)):
         typing.get_type_hints(function)
+
+
+@pytest.mark.parametrize(("module", "name"), MEMBERS, ids=label)
+def test_a_line_says_what_each_member_of_a_public_module_is(module, name):
+    assert getattr(module, name).__doc__.splitlines()[0].strip().endswith((".", ":"))
 
 
 @pytest.mark.smoke

@@ -1,4 +1,8 @@
-"""Errors of a trained network's gradients: as predicted, and as they are."""
+"""Errors of a trained network's gradients, predicted and measured.
+
+Jin et al. 2020, section 3: an error of a gradient is a sum over positions of cotangents times independent errors of what a
+convolution reads.
+"""
 
 import dataclasses
 import json
@@ -30,25 +34,25 @@ def save_analysis(
     images: Images,
     state: TrainState,
 ) -> None:
-    """Writes analysis.json: of each convolution's gradient the standard deviation of its error, predicted and measured.
+    """Write analysis.json: the standard deviation of the error of each convolution's gradient, predicted and measured.
 
     The error is the difference between gradients from compressed and from raw activations. Both deviations are root mean
-    squares over the batches that reach a layer: in a single one the errors of its weights have so much in common that their
-    deviation scatters. Histograms are of errors divided by what is the deviation of each for itself: mixtures of normal
-    distributions are not normal.
+    squares over the batches that reach a layer: the errors of its weights in one batch are correlated, and their deviation
+    scatters. Histograms have each error divided by a deviation of its own, because mixtures of normal distributions are not
+    normal.
 
     Args:
-      folder: to write to.
-      make_model: with compression.
-      loss: of training.
-      batches: to take gradients of.
-      images: what stands for what the first convolution reads.
-      state: of training.
+      folder: the folder of analysis.json.
+      make_model: makes the model with compression.
+      loss: the loss of training.
+      batches: gives the batches whose gradients are compared.
+      images: the bytes that are kept in place of what the first convolution reads.
+      state: the state of training.
     """
     graph = nnx.graphdef(nnx.eval_shape(make_model))
     squares = nnx.graphdef(nnx.eval_shape(lambda: _Uncompressed(make_model().net)))
     layers = layers_of(state)
-    names = {name for own in layers.weights for name in own}
+    names = {name for weights in layers.weights for name in weights}
 
     def gradients_of(graph, params, rest, batch):
         def mean_loss(params):
@@ -60,17 +64,17 @@ def save_analysis(
 
     @jax.jit
     def gradients(params, rest, batch):
-        """Of convolutions, by name, and statistics."""
-        found = gradients_of(graph, params, rest, batch)
-        return _by_name(found, names), layers_of(dataclasses.replace(state, params=found)).statistics
+        """The gradients of convolutions, by name, and statistics."""
+        gradient = gradients_of(graph, params, rest, batch)
+        return _by_name(gradient, names), layers_of(dataclasses.replace(state, params=gradient)).statistics
 
     @jax.jit
     def variances(params, rest, batch):
-        """Of the errors of these gradients, relative to each other, by name."""
+        """The variances of the errors of these gradients, relative to each other, by name."""
         return _by_name(gradients_of(squares, {"net": params["net"]}, {"net": rest["net"]}, batch), names)
 
     half_step = jnp.asarray(np.ldexp(np.float32(1), np.frexp(layers.bound)[1] - 1))
-    found: dict[tuple[int, int], list[_Error]] = {}
+    errors_by_weight: dict[tuple[int, int], list[_Error]] = {}
     for on_host in batches():
         batch = jax.tree.map(jnp.asarray, on_host)
         lossy, _ = gradients(_with_bounds(state.params, layers.bound), state.rest, batch)
@@ -79,8 +83,8 @@ def save_analysis(
         predicted = np.asarray(compress.predicted_sigma(statistics, half_step))
         simplified = np.asarray(compress.predicted_sigma(statistics, half_step, coefficient=1.0))
         errors = jax.device_get(jax.tree.map(jnp.subtract, lossy, raw))
-        for i, own in enumerate(layers.weights):
-            for j, name in enumerate(own):
+        for i, weights in enumerate(layers.weights):
+            for j, name in enumerate(weights):
                 error = errors[name].astype(np.float64)
                 if error.any():  # else nothing reaches this layer: its cotangents or its values are zero
                     normalised = _normalised(error, variance[name])
@@ -88,9 +92,9 @@ def save_analysis(
                     of_batch = _Error(
                         predicted[i, j], error.std(), simplified[i, j], np.mean(np.abs(normalised) < 1), counts
                     )
-                    found.setdefault((i, j), []).append(of_batch)
+                    errors_by_weight.setdefault((i, j), []).append(of_batch)
     rows = []
-    for (i, j), of_batches in sorted(found.items()):
+    for (i, j), of_batches in sorted(errors_by_weight.items()):
         sigma, predicted_sigma, simple = (
             float(np.sqrt(np.mean(np.square(values))))
             for values in zip(*((one.measured, one.predicted, one.simplified) for one in of_batches), strict=True)
@@ -116,7 +120,7 @@ def save_analysis(
 
 
 class _Error(NamedTuple):
-    """Of a gradient, in one batch."""
+    """The error of a gradient in one batch."""
 
     predicted: float
     measured: float
@@ -126,14 +130,14 @@ class _Error(NamedTuple):
 
 
 def layer_name(path: str) -> str:
-    """Of the path of its kernel."""
+    """The name of a layer, from the path of its kernel."""
     return path.removeprefix("net/").removesuffix("/value").removesuffix("/kernel")
 
 
 class _Uncompressed(nnx.Module):
-    """The network without compression, the gradients of whose convolutions are the variances of their errors.
+    """The network without compression, whose convolutions have the variances of their errors as gradients.
 
-    An error is a sum over positions of independent errors of what is read, where it is not zero, times cotangents.
+    Only positions where the convolution reads a value that is not zero have an error.
     """
 
     def __init__(self, net: nnx.Module):
@@ -147,7 +151,7 @@ class _Uncompressed(nnx.Module):
 
 
 def _with_squares(x: jax.Array, kernel: jax.Array, *args, **kwargs) -> jax.Array:
-    """A convolution in whose kernel's gradient squares of cotangents are added up where x is not zero."""
+    """A convolution whose kernel's gradient is the sum of the squares of cotangents where x is not zero."""
 
     plain = lambda x, kernel: lax.conv_general_dilated(x, kernel, *args, **kwargs)
     convolve = jax.custom_vjp(plain)
@@ -167,9 +171,9 @@ def _with_squares(x: jax.Array, kernel: jax.Array, *args, **kwargs) -> jax.Array
 
 
 def _normalised(error: np.ndarray, variance: np.ndarray) -> np.ndarray:
-    """Errors in units of their deviations, as far as these are known: all times the same, they have a mean square of one.
+    """Errors in units of their deviations, scaled to a mean square of one.
 
-    Convolutions that transform what they read leave rounding errors where a sum has no terms.
+    Errors of no variance are left out: where a sum has no terms, algorithms of convolution may leave rounding errors.
     """
     known = variance > 1e-5 * variance.mean()
     normalised = error[known] / np.sqrt(variance[known], dtype=np.float64)
@@ -177,7 +181,7 @@ def _normalised(error: np.ndarray, variance: np.ndarray) -> np.ndarray:
 
 
 def _with_bounds(params: nnx.State, bounds: jax.Array) -> nnx.State:
-    """Other bounds, capacities that cannot overflow, and statistics of all values."""
+    """The parameters with other bounds, capacities that cannot overflow, and statistics of all values."""
     is_layers = lambda node: isinstance(node, compress.Layers)
     new = {"bound": bounds, "bits_per_value": (None,) * len(bounds), "samples": None}
     replaced = lambda node: dataclasses.replace(node, **new) if is_layers(node) else node
@@ -185,7 +189,7 @@ def _with_bounds(params: nnx.State, bounds: jax.Array) -> nnx.State:
 
 
 def _by_name(tree: nnx.State, names: Iterable[str]) -> dict[str, jax.Array]:
-    """The leaves whose paths end so."""
+    """The leaves whose paths end in these names."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     by_path = {f"/{jax.tree_util.keystr(path, simple=True, separator='/')}": leaf for path, leaf in leaves}
     return {name: next(leaf for path, leaf in by_path.items() if path.endswith(f"/{name}")) for name in names}

@@ -1,4 +1,4 @@
-"""The optimizer of a training with compression: what also sets the bounds."""
+"""The optimizer of a training with compression, which also sets the bounds."""
 
 import optax
 
@@ -7,7 +7,7 @@ from memjax import compress
 
 
 def controlled(config, total_steps: int) -> optax.GradientTransformation:
-    """Of a `CompressedConfig`."""
+    """The optimizer that a `CompressedConfig` describes."""
     return compress.adaptive(
         optimizer(config, total_steps, clipped=True),
         interval=config.interval,

@@ -28,16 +28,17 @@ _TIMED_STEPS = 20
 
 
 def fill_memory(config, make_model: Callable[..., nnx.Module], console: Console) -> None:
-    """Prints, and writes to fill_memory.json, the largest batch within `config.fill_memory` GiB per device, both ways.
+    """Print, and write to fill_memory.json, the largest batches within `config.fill_memory` GiB per device, with compression
+    and without.
 
-    The memory of a step is nearly a straight line over the batch: two programs give the line, a third one is the check of what it
-    says. On a GPU the steps are timed too. Capacities are `config.bits_per_value`, to be taken from a run; without, codes
-    need more than what they stand for.
+    The memory of a step is nearly a straight line over the batch: two programs give the line, and a third one checks the batch
+    that it predicts. On a GPU the steps are timed, too. Capacities are `config.bits_per_value`, to be taken from a run; without
+    it codes are larger than the values.
     """
     with files.writing(config.folder):
         config.folder.mkdir(parents=True, exist_ok=True)
     limit = config.fill_memory * _GIB
-    found = {}
+    rows = {}
     for name, is_compressed in (("uncompressed", False), ("compressed", True)):
         step_bytes = functools.partial(_compiled, config, make_model, is_compressed)
         small = config.batch_size
@@ -54,30 +55,30 @@ def fill_memory(config, make_model: Callable[..., nnx.Module], console: Console)
         while nbytes > limit and batch > quantum:
             batch -= quantum
             program, nbytes, state = step_bytes(batch)
-        found[name] = {"batch": batch, "bytes": nbytes, "bytes_per_example": per_example}
+        rows[name] = {"batch": batch, "bytes": nbytes, "bytes_per_example": per_example}
         if jax.default_backend() == "gpu":
-            found[name]["examples_per_second"] = batch / _seconds(config, program, state, batch)
-        console.print(f"{name}: {found[name]}")
+            rows[name]["examples_per_second"] = batch / _seconds(config, program, state, batch)
+        console.print(f"{name}: {rows[name]}")
     table = Table(
         "", "batch", "GiB per device", "KiB per example", "examples/s", title=f"In {config.fill_memory:g} GiB"
     )
-    for name, row in found.items():
+    for name, row in rows.items():
         speed = f"{row['examples_per_second']:.0f}" if "examples_per_second" in row else "not timed"
         cells = f"{row['batch']}", f"{row['bytes'] / _GIB:.2f}", f"{row['bytes_per_example'] / 1024:.0f}", speed
         table.add_row(name, *cells)
     console.print(table)
-    files.write_text(config.folder / "fill_memory.json", json.dumps(found, indent=2) + "\n")
-    _draw(config.folder / "fill_memory.png", config, found)
+    files.write_text(config.folder / "fill_memory.json", json.dumps(rows, indent=2) + "\n")
+    _draw(config.folder / "fill_memory.png", config, rows)
     console.print(f"In {config.folder}: fill_memory.json, fill_memory.png", soft_wrap=True)
 
 
-def _draw(path: Path, config, found: dict[str, dict]) -> None:
+def _draw(path: Path, config, rows: dict[str, dict]) -> None:
     """The largest batches and, if they were timed, their speeds: figure 11 of Jin et al. 2020."""
     fields = {"batch": "largest batch", "examples_per_second": "examples/s"}
-    shown = [field for field in fields if all(field in row for row in found.values())]
+    shown = [field for field in fields if all(field in row for row in rows.values())]
     figure, axes = plt.subplots(1, len(shown), figsize=(3.4 * len(shown), 3.2), squeeze=False)
     for axis, field in zip(axes[0], shown, strict=True):
-        bars = axis.bar(list(found), [row[field] for row in found.values()], color=["0.6", "tab:blue"])
+        bars = axis.bar(list(rows), [row[field] for row in rows.values()], color=["0.6", "tab:blue"])
         axis.bar_label(bars, fmt="{:,.0f}")
         axis.set(ylabel=fields[field])
         axis.margins(y=0.15)
@@ -89,16 +90,16 @@ def _draw(path: Path, config, found: dict[str, dict]) -> None:
 
 
 def _compiled(config, make_model: Callable[..., nnx.Module], is_compressed: bool, batch: int):
-    """The step for so many examples, its bytes per device, and its state's types."""
-    own = dataclasses.replace(config, batch_size=batch)
+    """The compiled step for this batch, its bytes per device, and what `_seconds` makes its state of."""
+    config = dataclasses.replace(config, batch_size=batch)
     mesh = devices.data_mesh()
-    tx = (controlled if is_compressed else optimizer)(own, 1000)
-    model = functools.partial(make_model, own, is_compressed=is_compressed)
+    tx = (controlled if is_compressed else optimizer)(config, 1000)
+    model = functools.partial(make_model, config, is_compressed=is_compressed)
     loss = classification_loss(mean=(0.5,) * 3, std=(0.25,) * 3, label_smoothing=0.0)
     state = jax.eval_shape(functools.partial(init_state, model, tx))
     state = memory.placed(state, devices.replicated(mesh))
     shapes = {
-        "image": jax.ShapeDtypeStruct((batch, own.image_size, own.image_size, 3), jnp.uint8),
+        "image": jax.ShapeDtypeStruct((batch, config.image_size, config.image_size, 3), jnp.uint8),
         "label": jax.ShapeDtypeStruct((batch,), jnp.int32),
     }
     options = memjax.remat_compiler_options() | memory.quick_compile()
@@ -112,7 +113,7 @@ def _compiled(config, make_model: Callable[..., nnx.Module], is_compressed: bool
 
 
 def _seconds(config, program, parts, batch: int) -> float:
-    """Per step."""
+    """Seconds per step."""
     model, tx, mesh = parts
     state = jax.jit(functools.partial(init_state, model, tx), out_shardings=devices.replicated(mesh))()
     shape = (batch, config.image_size, config.image_size, 3)

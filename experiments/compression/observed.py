@@ -1,4 +1,4 @@
-"""A transactional step, and what it says of each layer."""
+"""A transactional step, and records of each layer's bits and bounds."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,11 +13,11 @@ _HEADER_BITS = 8 * (32 + 4) / 4096  # per value, of the codes of ErrorBounded
 
 
 class Images(NamedTuple):
-    """What the first convolution reads follows from bytes, which are kept in its place.
+    """What the first convolution reads. It follows from bytes, which are kept in its place.
 
     Attributes:
-      values: that it reads.
-      nbytes: that these follow from.
+      values: number of values that it reads.
+      nbytes: number of bytes that these follow from.
     """
 
     values: int
@@ -25,11 +25,11 @@ class Images(NamedTuple):
 
 
 class Observed:
-    """Compiles a training step as a transaction, and records what its layers needed.
+    """Compiles a training step as a transaction, and records the bits that its layers needed.
 
     Args:
       window: see `memjax.compress.transactional`.
-      images: of a device's batch.
+      images: the images of a device's batch.
     """
 
     def __init__(self, window: int, images: Images):
@@ -45,8 +45,8 @@ class Observed:
         return self._run.finish(state)
 
     def observe(self, state: TrainState) -> dict[str, float | list[float]]:
-        """By layer, bits per value that the last step's codes needed, and bounds; and of all together, headers and the bytes of
-        images included, the ratio to float32.
+        """The bits per value that the last step's codes needed, and the bounds, by layer; and the size of float32 over that of
+        all codes, headers and the bytes of images included.
         """
         assert self._run is not None
         layers, last = layers_of(state), jax.device_get(state.optimizer.last[0])

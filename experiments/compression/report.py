@@ -34,11 +34,11 @@ def extra_report(config: Any, console: Console) -> None:
 
 
 Run = tuple[str, list[dict], list[dict]]
-"""What to call it, and its records of training and of tests."""
+"""The label of a run, and its records of training and of tests."""
 
 
 def _other(config, name: str) -> Run:
-    """A run to compare with."""
+    """The run of this name, to compare with."""
     folder = config.runs_dir / name
     train, test = (records.read(folder / "metrics.jsonl", kind) for kind in ("train", "test"))
     if not test:
@@ -47,21 +47,21 @@ def _other(config, name: str) -> Run:
     for field in ("model", "width", "data", "image_size", "batch_size", "epochs"):
         if getattr(other, field) != getattr(config, field):
             raise ExperimentError(f"--baseline {name} was trained with another --{field.replace('_', '-')}")
-    return _called(other), train, test
+    return _label(other), train, test
 
 
-def _called(config) -> str:
+def _label(config) -> str:
     return f"sigma {config.sigma:g}" if config.compress else "float32"
 
 
 def _table(config, train: list[dict], test: list[dict], analysis: dict, others: list[Run]) -> Table:
-    """As table 1 of Jin et al. 2020."""
+    """Accuracies and sizes, like table 1 of Jin et al. 2020."""
     values = analysis["values"]
     table = Table("", "top-1 accuracy", "saved activations", "ratio", title="Compressed activations, one batch")
-    for name, own_train, own_test in (*others, (_called(config), train, test)):
-        ratio = np.mean([record.get("ratio", 1) for record in own_train])
+    for name, run_train, run_test in (*others, (_label(config), train, test)):
+        ratio = np.mean([record.get("ratio", 1) for record in run_train])
         size = f"{4 * values / ratio / 2**20:,.2f} MiB"
-        top1 = f"{own_test[-1]['top1']:.2%}" if own_test else "unknown"
+        top1 = f"{run_test[-1]['top1']:.2%}" if run_test else "unknown"
         table.add_row(name, top1, size, f"{ratio:.1f} ({32 / ratio:.2f} bits)")
     if "float32" not in {name for name, _, _ in others}:
         table.add_row("float32", "not run", f"{4 * values / 2**20:,.2f} MiB", "1.0 (32.00 bits)")
@@ -73,15 +73,15 @@ def _table(config, train: list[dict], test: list[dict], analysis: dict, others: 
 
 
 def _draw_ratio(path: Path, config, train: list[dict], test: list[dict], others: list[Run]) -> None:
-    """Ratios and accuracies of all runs, as figures 9 and 10 of Jin et al. 2020."""
+    """Ratios and accuracies of all runs, like figures 9 and 10 of Jin et al. 2020."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8))
-    for i, (name, own_train, own_test) in enumerate([(_called(config), train, test), *others]):
+    for i, (name, run_train, run_test) in enumerate([(_label(config), train, test), *others]):
         color, style = ("k", "s--") if name == "float32" else (f"C{i}", "o-")
-        compressed = [record for record in own_train if "ratio" in record]
+        compressed = [record for record in run_train if "ratio" in record]
         if compressed:
             at = [record["step"] for record in compressed]
             left.plot(at, [record["ratio"] for record in compressed], color=color, lw=1, label=name)
-        at, accuracy = ([record[field] for record in own_test] for field in ("step", "top1"))
+        at, accuracy = ([record[field] for record in run_test] for field in ("step", "top1"))
         right.plot(at, [100 * share for share in accuracy], style, color=color, ms=3, lw=1, label=name)
     left.set(xlabel="step", ylabel="ratio to float32", ylim=(0, None))
     right.set(xlabel="step", ylabel="top-1 test accuracy, %", ylim=(0, 100))

@@ -26,8 +26,12 @@ def quick_compile() -> dict:
 
 def measure(step: Callable, *args) -> memjax.Measurement:
     """`memjax.measure` of a training step, compiled with the options of training but for speed."""
-    options = memjax.remat_compiler_options() | quick_compile() | _simple_fusions()
-    return memjax.measure(step, *args, compiler_options=options)
+    return memjax.measure(step, *args, compiler_options=options_for_memory())
+
+
+def options_for_memory() -> dict:
+    """Compiler options with the memory of those of training, for programs that never run."""
+    return memjax.remat_compiler_options() | quick_compile() | _simple_fusions()
 
 
 @functools.cache

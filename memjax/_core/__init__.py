@@ -1,1 +1,1 @@
-"""What all packages need, and no user sees."""
+"""What all packages need. Nothing here is public."""

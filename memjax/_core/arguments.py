@@ -15,7 +15,7 @@ _JAX_JIT = type(jax.jit(lambda: None))
 
 
 def is_jitted(fn: Any) -> bool:
-    """Whether `fn` traces itself: it comes from `jax.jit`, a variant of it in Flax NNX, or is a step of memjax's own."""
+    """Whether `fn` traces itself: it comes from `jax.jit`, from a variant of it in Flax NNX, or is a step of memjax."""
     kind = type(fn)
     alike = kind.__module__.startswith(("flax.nnx.", "memjax.")) and hasattr(kind, "trace") and hasattr(kind, "lower")
     return isinstance(fn, _JAX_JIT) or alike
@@ -32,7 +32,7 @@ def is_nnx(value: Any) -> bool:
 
 
 class Parts:
-    """Arguments taken apart into `arrays`, a variable that several NNX objects share only once, and what is static."""
+    """Arguments taken apart into `arrays` and what is static. A variable that several NNX objects share is there once."""
 
     def __init__(self, args: tuple, kwargs: dict[str, Any]):
         self._structure: Any
@@ -45,9 +45,9 @@ class Parts:
         self.arrays = [value for value in self._values if is_array(value)]
 
     def rebuild(self, arrays: Sequence) -> tuple[tuple, dict[str, Any], list]:
-        """(args, kwargs, the NNX objects among them) with other arrays. The objects are new: those given stay."""
-        given = iter(arrays)
-        values = [next(given) if is_array(value) else value for value in self._values]
+        """(args, kwargs, the NNX objects among them) with other arrays. The objects are new; the original ones do not change."""
+        remaining = iter(arrays)
+        values = [next(remaining) if is_array(value) else value for value in self._values]
         plain, state = self._value_structure.unflatten(values)
         objects = nnx.merge(self._graph, state)
         plain_left, objects_left = iter(plain), iter(objects)

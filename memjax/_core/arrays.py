@@ -17,7 +17,7 @@ def is_float(aval: Any) -> bool:
 
 
 def as_array(value: Any) -> Array:
-    """The value as a JAX array; one that is such an array is not copied, as `jnp.asarray` does where it is differentiated."""
+    """The value as a JAX array. An array of JAX is not copied, as `jnp.asarray` copies it outside of `jit`."""
     return value if isinstance(value, jax.Array) else jnp.asarray(value)
 
 
@@ -39,7 +39,7 @@ def varying_axes(*arrays: Any) -> frozenset[str]:
 
 
 def vary(tree: Any, axes: frozenset[str]) -> Any:
-    """The same values, typed as differing over `axes`. Its transpose sums cotangents over the axes added."""
+    """The values, typed as differing over `axes`. The transpose sums cotangents over the axes that were added."""
 
     def one(a: Array) -> Array:
         missing = tuple(sorted(axes - varying_axes(a)))

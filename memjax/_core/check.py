@@ -9,15 +9,18 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from memjax._core.arrays import as_array
 from memjax._core.compat import is_tracer, varying
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_NO_NUMBERS = "OSUMm"  # kinds of NumPy's dtypes: objects, texts and dates
 _BYTES = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
@@ -27,7 +30,7 @@ def shown(value: Any) -> str:
         return f"an array of {value.dtype}{list(value.shape)}"
     if isinstance(value, jax.ShapeDtypeStruct):
         return f"the type {value.dtype}{list(value.shape)} of an array"
-    text = repr(value)
+    text = repr(value) if isinstance(value, str) else " ".join(repr(value).split())
     if len(text) > 100:
         text = f"{text[:97]}..."
     return (
@@ -43,9 +46,11 @@ def fail(kind: type[Exception], name: str, wanted: str, value: Any, fix: str = "
 
 
 def function(name: str, value: Any, fix: str = "", *, arguments: int | None = None) -> Callable[..., Any]:
-    """A function; with `arguments`, one that can be called with so many positional arguments."""
+    """A function, or an instance of a Flax module; with `arguments`, one that takes so many positional arguments."""
     if not callable(value):
         raise fail(TypeError, name, "a function", value, fix)
+    if isinstance(value, type) and issubclass(value, nn.Module | nnx.Module):
+        raise fail(TypeError, name, "a function or a module", value, "make an instance first")
     if arguments is not None and not _takes(value, arguments):
         raise fail(TypeError, name, f"a function of {arguments} arguments", value, fix)
     return value
@@ -61,16 +66,14 @@ def _takes(f: Callable[..., Any], arguments: int) -> bool:
     return True
 
 
-def dtype(name: str, value: Any, *, floating: bool = False) -> Any:
-    """What numpy takes for a dtype, as such; None is none."""
-    wanted = "a floating-point dtype" if floating else "a dtype"
-    fix = "pass jnp.float32, for example"
+def dtype(name: str, value: Any, *, floating: bool = False, fix: str = "pass jnp.float32, for example") -> Any:
+    """A dtype of numbers from what NumPy takes for one. None and arrays are refused."""
     try:
-        known = None if value is None else jnp.dtype(value)
+        known = None if value is None or is_array(value) else jnp.dtype(value)
     except TypeError:
         known = None
-    if known is None or (floating and not jnp.issubdtype(known, jnp.floating)):
-        raise fail(TypeError, name, wanted, value, fix)
+    if known is None or known.kind in _NO_NUMBERS or (floating and not jnp.issubdtype(known, jnp.floating)):
+        raise fail(TypeError, name, "a floating-point dtype" if floating else "a dtype", value, fix)
     return known
 
 
@@ -125,7 +128,7 @@ def number(
     """A finite Python float from a concrete real number, booleans left out."""
     wanted = "a positive finite number" if positive else "a finite number"
     if (least, most, below) != (None, None, None):
-        end = f"{'inf' if most is None else most}]" if below is None else f"{below})"
+        end = f"{most}]" if most is not None else f"{'inf' if below is None else below})"
         wanted += f" in [{'-inf' if least is None else least}, {end}"
     if is_tracer(value):
         raise fail(TypeError, name, f"{wanted} known when tracing", value, fix)
@@ -147,8 +150,13 @@ def number(
 def is_array(value: Any) -> bool:
     """Whether `value` is an array of JAX, or one of NumPy that is not of objects, texts or dates."""
     return isinstance(value, jax.Array) or (
-        isinstance(value, np.ndarray | np.generic) and value.dtype.kind not in "OSUMm"
+        isinstance(value, np.ndarray | np.generic) and value.dtype.kind not in _NO_NUMBERS
     )
+
+
+def is_number_or_array(value: Any) -> bool:
+    """Whether JAX takes `value` for an array."""
+    return isinstance(value, bool | int | float | complex) or is_array(value)
 
 
 def array(name: str, value: Any, *, ndim: int | None = None, floating: bool = False, fix: str = "") -> Any:
@@ -169,7 +177,7 @@ def arrays(name: str, tree: Any) -> Any:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
         where = f"{name}{jax.tree_util.keystr(path)}"
-        if not (isinstance(leaf, bool | int | float | complex) or is_array(leaf)):
+        if not is_number_or_array(leaf):
             raise fail(TypeError, where, "an array or a number", leaf, "close over what is no array")
         try:
             return as_array(leaf)
@@ -180,7 +188,7 @@ def arrays(name: str, tree: Any) -> Any:
 
 
 def exactly_one(**options: Any) -> None:
-    """That one of these options is not None, and only one."""
+    """Raises unless one of these options is not None, and only one."""
     if sum(value is not None for value in options.values()) != 1:
         values = " and ".join(f"{name}={shown(value)}" for name, value in options.items())
         raise ValueError(f"give exactly one of {' and '.join(options)}, got {values}")
@@ -197,22 +205,14 @@ def json_fields(kind: str, text: Any, names: Sequence[str]) -> dict[str, Any]:
     return fields
 
 
-def float_dtype(name: str, value: Any) -> Any:
-    """A dtype of floating-point numbers, as it is."""
-    try:
-        known = value is not None and not np.ndim(value) and jnp.issubdtype(jnp.dtype(value), jnp.floating)
-    except TypeError:
-        known = False
-    if not known:
-        raise fail(TypeError, name, "a floating-point dtype", value, "such as jnp.float32")
-    return value
-
-
 def prng_key(name: str, value: Any) -> Any:
-    """A random key of JAX, typed or of the old kind, as it is."""
-    array = isinstance(value, jax.Array)
-    if not array or not (jnp.issubdtype(value.dtype, jax.dtypes.prng_key) or value.dtype == jnp.uint32):
-        raise fail(TypeError, name, "a random key", value, "jax.random.key(seed) makes one")
+    """One random key of JAX, typed or of the old kind, as it is."""
+    ndim = -1
+    if isinstance(value, jax.Array):
+        typed = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+        ndim = value.ndim if typed else value.ndim - 1 if value.dtype == jnp.uint32 else -1
+    if ndim:
+        raise fail(TypeError, name, "one random key", value, "jax.random.key(seed) makes one")
     return value
 
 
@@ -230,8 +230,7 @@ def axis_size(name: str, value: Any) -> int:
 
 
 def sharded(name: str, value: Any, axis_name: str) -> None:
-    """That `value` is a part of its own on every device of the axis, as far as JAX can tell: `shard_map(check_vma=False)`
-    tracks nothing, and there this finds nothing."""
+    """Raises if JAX knows that `value` is the same on all devices of the axis. With `check_vma=False` it does not know."""
     local(name, value)
     size = jax.lax.axis_size(axis_name)
     tracked = axis_name in varying(jax.typeof(jax.lax.axis_index(axis_name)))
@@ -243,9 +242,18 @@ def sharded(name: str, value: Any, axis_name: str) -> None:
         )
 
 
+def same(name: str, value: Any, axis_name: str) -> None:
+    """That `value` is the same on all devices of the axis, as far as JAX can tell: see `sharded`."""
+    if is_array(value) and axis_name in varying(jax.typeof(value)):
+        raise ValueError(
+            f"{name} must be the same on all devices of the mesh axis {axis_name!r}, got {shown(value)} that JAX takes to"
+            f" differ between them: give it a PartitionSpec without {axis_name!r} in the in_specs of jax.shard_map, or gather"
+            f" it with jax.lax.all_gather({name}, {axis_name!r}, tiled=True, to='invarying')"
+        )
+
+
 def local(name: str, value: Any) -> None:
-    """That `value` is this device's own array: that no axis of an explicit mesh, which a surrounding `jax.shard_map` has left
-    out, shards it still."""
+    """Raises if an axis of an explicit mesh, which a surrounding `jax.shard_map` has left out, still shards `value`."""
     axes = [axis for axis in jax.typeof(value).sharding.spec if axis is not None]
     if axes:
         raise ValueError(

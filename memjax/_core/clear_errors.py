@@ -1,7 +1,9 @@
-"""What tracing and compiling a user's function can raise, said so that the user knows what to change."""
+"""Errors of tracing and compiling a user's function, reworded so that they say what to change."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+import inspect
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import flax
@@ -15,6 +17,9 @@ _NEEDS_VALUES = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
+_OWN = re.compile(
+    r"[\w.\[\]']+ (must|cannot) |(budget is|give exactly one of|arguments of) "
+)  # how memjax's own errors begin
 _SHAPES = "Shapes must be 1D sequences of concrete values"
 _WANTED = "a function that JAX can trace"
 _LEAK_FIX = "it uses an array that an earlier trace left in a list, an attribute or a global; return it instead"
@@ -26,10 +31,10 @@ _VALUE_FIX = (
 
 @contextlib.contextmanager
 def value_errors(name: str, fn: Any) -> Iterator[None]:
-    """Says of the argument `name`, which is `fn`, that it needs the value of what JAX traces, if that is why tracing fails."""
+    """Explains errors of tracing that come from needing the value of an array. `fn` is the value of the argument `name`."""
     try:
         yield
-    except (TypeError, ValueError) as error:  # which those of `_NEEDS_VALUES` are
+    except (TypeError, ValueError, IndexError) as error:  # which those of `_NEEDS_VALUES` are
         said = str(error)
         is_unhashable = "unhashable type" in said and "Tracer" in said
         if not (isinstance(error, _NEEDS_VALUES) or is_unhashable or said.startswith(_SHAPES)):
@@ -38,20 +43,65 @@ def value_errors(name: str, fn: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def trace_errors(fn: Callable) -> Iterator[None]:
+def call_errors(name: str, f: Any, given: dict[str, Any]) -> Iterator[None]:
+    """Says of the argument `name`, which is `f`, that it was called with what is `given`, and why it failed.
+
+    What JAX has a type of error for, and what memjax refuses, is said well enough already.
+    """
+    try:
+        with value_errors(name, f):
+            yield
+    except (TypeError, ValueError, AttributeError, IndexError) as error:
+        said = str(error)
+        if type(error) not in (TypeError, ValueError, AttributeError, IndexError) or _OWN.match(said):
+            raise
+        kind = ValueError if isinstance(error, ValueError) else TypeError
+        takes = " and ".join(f"{what} of {_types(value)}" for what, value in given.items())
+        raise kind(
+            f"{name} must take {takes}, got {check.shown(f)} that raises {type(error).__name__}: {said}"
+        ) from error
+
+
+def _types(tree: Any) -> str:
+    short = lambda leaf: jax.typeof(leaf).str_short() if check.is_array(leaf) else check.shown(leaf)
+    text = " ".join(
+        str(jax.tree.map(lambda leaf: leaf.str_short() if hasattr(leaf, "str_short") else short(leaf), tree)).split()
+    )
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+@contextlib.contextmanager
+def argument_errors(f: Any, args: Sequence, kwargs: dict[str, Any], static: Sequence[int], fix: str) -> Iterator[None]:
+    """Names the argument of `f` that has a leaf which is neither array nor number, if that is what JAX refuses.
+
+    Positions in `static` are left out.
+    """
     try:
         yield
+    except TypeError as error:
+        names = [*inspect.signature(f).parameters] if callable(f) else []
+        fixed = {position % max(len(args), 1) for position in static}
+        named = {names[i] if i < len(names) else f"argument {i}": arg for i, arg in enumerate(args) if i not in fixed}
+        for path, leaf in jax.tree_util.tree_leaves_with_path({**named, **kwargs}):
+            if not (check.is_number_or_array(leaf) or hasattr(leaf, "__jax_array__")):
+                name = f"{path[0].key}{jax.tree_util.keystr(path[1:])}"
+                raise check.fail(TypeError, name, "an array or a number", leaf, fix) from error
+        raise
+
+
+@contextlib.contextmanager
+def trace_errors(fn: Callable) -> Iterator[None]:
+    """Says why `fn` cannot be traced, where the user can change that."""
+    try:
+        with value_errors("fn", fn):
+            yield
     except flax.errors.TraceContextError as error:
         fix = "it changes a Flax NNX object that it closes over; make the object an argument"
         raise _because(error, check.fail(TypeError, "fn", _WANTED, fn, fix)) from error
     except jax.errors.UnexpectedTracerError as error:
         raise _because(error, check.fail(TypeError, "fn", _WANTED, fn, _LEAK_FIX)) from error
-    except _NEEDS_VALUES as error:
-        raise _because(error, check.fail(TypeError, "fn", _WANTED, fn, _VALUE_FIX)) from error
     except TypeError as error:
         said = str(error)
-        if said.startswith(_SHAPES):
-            raise _because(error, check.fail(TypeError, "fn", _WANTED, fn, _VALUE_FIX)) from error
         if not said.startswith(("Error interpreting argument to", "Cannot interpret value of type")):
             raise
         raise TypeError(
@@ -61,7 +111,7 @@ def trace_errors(fn: Callable) -> Iterator[None]:
 
 
 def refuse_leaks(fn: Callable, traced: Any) -> None:
-    """JAX makes the values of other traces additional inputs, and complains only when the program runs."""
+    """Raises if `fn` uses values of other traces. JAX makes them additional inputs, and complains only when the program runs."""
     if len(traced.jaxpr.in_avals) > traced.in_tree.num_leaves:
         raise check.fail(TypeError, "fn", _WANTED, fn, _LEAK_FIX)
 

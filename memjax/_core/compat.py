@@ -1,7 +1,7 @@
-"""What JAX keeps changing, each behind one function: a release that moves or renames something is work in this file.
+"""What JAX keeps changing, each behind one function. When a release moves or renames something, change this file.
 
-The private modules of JAX that kernels are made with are imported in two more places, for each is an import of much that
-may be missing: `memjax.compress._error_bounded.kernels.kernel_memory` and `memjax.shard._attention_cudnn`.
+JAX's private modules, which kernels are made with, are imported in two more places, since each import is large and may fail:
+`memjax.compress._error_bounded.kernels.kernel_memory` and `memjax._attention.cudnn`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
 # Frames of these are not the user's.
@@ -22,7 +23,7 @@ _TRANSFORM = re.compile(r"\w+\(|\)")
 
 def varying(aval: Any) -> frozenset[str]:
     """Mesh axes over which values of this type differ, inside a `jax.shard_map` that tracks it."""
-    return frozenset(aval.manual_axis_type.varying)
+    return frozenset(aval.manual_axis_type.varying) if aval.manual_axis_type is not None else frozenset()
 
 
 def varying_like(aval: Any, shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
@@ -31,13 +32,19 @@ def varying_like(aval: Any, shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeS
 
 
 def parameters(eqn: Any) -> dict[str, Any]:
-    """What an equation is parametrised by."""
+    """The parameters of an equation."""
     return eqn.params["_prim"].params if "_prim" in eqn.params else eqn.params
 
 
 def primitive_name(eqn: Any) -> str:
-    """What an equation does. JAX's newer kind of primitives has one name for all, and a class for each."""
+    """The name of what an equation does. JAX's newer primitives share one name, and have a class each."""
     return type(eqn.params["_prim"]).__name__ if "_prim" in eqn.params else eqn.primitive.name
+
+
+def bodies(eqn: Any) -> list[Any]:
+    """The programs inside an equation: of a call, a loop, the branches of a `cond`."""
+    # Rules of a custom derivative that nobody asked for (an undifferentiated call) are functions, not jaxprs.
+    return [getattr(body, "jaxpr", body) for body in jaxprs_in_params(parameters(eqn))]
 
 
 def name_stack(eqn: Any) -> str:
@@ -51,7 +58,7 @@ def scope(eqn: Any) -> str:
 
 
 def nested(eqn: Any, outer: Any) -> Any:
-    """The equation of a call's body as it is in place of the call `outer`: also in the scopes of that. None: as it is."""
+    """An equation of a call's body, put into the scopes of the call `outer` as well. `outer=None`: the equation as it is."""
     if outer is None:
         return eqn
     both = outer.source_info.name_stack + eqn.source_info.name_stack
@@ -96,8 +103,7 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
 
     Told by shapes, for JAX 0.12 names these numbers otherwise: what is scanned over, or stacked, has an axis more outside.
     """
-    body = eqn.params["jaxpr"]
-    body = getattr(body, "jaxpr", body)
+    (body,) = bodies(eqn)
     same = lambda outer, inner: sum(a.aval.ndim == b.aval.ndim for a, b in zip(outer, inner, strict=True))
     carried = same(eqn.outvars, body.outvars)
     return same(eqn.invars, body.invars) - carried, carried

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxprs_in_params
 
+from memjax._core.compat import bodies
 from memjax._core.jaxpr import is_literal, nbytes
 from memjax._core.primitives import (
     ALIASES,
     CALLS,
+    CALLS_OF_ONE_BODY,
     KERNELS,
     LOOPS,
     REDUCTIONS,
@@ -40,6 +41,7 @@ class Device(NamedTuple):
       nbytes: read or written, per second.
       start: seconds that one operation takes at least.
       link: bytes per second to the memory of the host.
+      platform: what JAX compiles for.
     """
 
     kind: str
@@ -48,6 +50,7 @@ class Device(NamedTuple):
     nbytes: float
     start: float
     link: float
+    platform: str = "cuda"
 
 
 # H200: measured, but for the link. Others: scaled from that by their data sheets.
@@ -57,13 +60,17 @@ _DEVICES = (
     Device("B200", 1.2e15, 9.0e14, 6.5e12, 3e-6, 5e10),
     Device("A100", 2.3e14, 1.7e14, 1.6e12, 4e-6, 2e10),
     Device("L4", 8e13, 5e13, 2.5e11, 4e-6, 2e10),
-    Device("TPU v4", 2.2e14, 1.5e14, 1.0e12, 2e-6, 1e10),
-    Device("TPU v5 lite", 1.6e14, 1.0e14, 7e11, 2e-6, 1e10),
-    Device("TPU v5", 3.8e14, 2.5e14, 2.4e12, 2e-6, 1e10),
-    Device("TPU v6", 7.5e14, 4.5e14, 1.4e12, 2e-6, 1e10),
+    Device("TPU v4", 2.2e14, 1.5e14, 1.0e12, 2e-6, 1e10, "tpu"),
+    Device("TPU v5 lite", 1.6e14, 1.0e14, 7e11, 2e-6, 1e10, "tpu"),
+    Device("TPU v5", 3.8e14, 2.5e14, 2.4e12, 2e-6, 1e10, "tpu"),
+    Device("TPU v6", 7.5e14, 4.5e14, 1.4e12, 2e-6, 1e10, "tpu"),
 )
 _OTHER_GPU = Device("gpu", 1.5e14, 1.0e14, 1.0e12, 4e-6, 1e10)
-_CPU = Device("cpu", 5e10, 5e10, 1e10, 1e-6, 1e10)
+_AMD_GPU = _OTHER_GPU._replace(platform="rocm")
+_CPU = Device("cpu", 5e10, 5e10, 1e10, 1e-6, 1e10, "cpu")
+
+# What the compiler fuses nothing into or out of, for it holds programs.
+_HOLDERS = LOOPS | CALLS | CALLS_OF_ONE_BODY
 
 # Passes over its operands that a kernel is taken for if nothing else is known of it.
 _PASSES_OF_UNKNOWN_KERNEL = 8
@@ -73,12 +80,18 @@ def device(of: Any = None) -> Device:
     """The rates of a JAX device; None: of the default one."""
     of = jax.devices()[0] if of is None else of
     known = next((rates for rates in _DEVICES if rates.kind.lower() in of.device_kind.lower()), None)
-    return known or (_CPU if of.platform == "cpu" else _OTHER_GPU)
+    if known or of.platform == "cpu":
+        return known or _CPU
+    return _AMD_GPU if "amd" in of.device_kind.lower() else _OTHER_GPU
 
 
-def inner_programs(eqn: Any) -> list[Any]:
-    """The jaxprs in an equation's parameters, without their constants."""
-    return [getattr(body, "jaxpr", body) for body in jaxprs_in_params(eqn.params)]
+def running(eqn: Any, platform: str) -> list[Any]:
+    """The programs inside an equation; of those that `jax.lax.platform_dependent` chooses from, the one of `platform`."""
+    found = bodies(eqn)
+    platforms = eqn.params.get("branches_platforms")
+    if platforms is None:
+        return found
+    return [body for body, names in zip(found, platforms, strict=True) if names is None or platform in names][:1]
 
 
 def flops(eqn: Any) -> float:
@@ -88,7 +101,7 @@ def flops(eqn: Any) -> float:
         return _attention_flops(eqn)
     if name == "pallas_call":
         return _pallas_flops(eqn)
-    inside = [sum(map(flops, body.eqns)) for body in inner_programs(eqn)]
+    inside = [sum(map(flops, body.eqns)) for body in bodies(eqn)]
     turns = eqn.params["length"] if name == "scan" else 1
     return turns * (max(inside, default=0.0) if name == "cond" else sum(inside)) + flops_of_product(eqn)
 
@@ -109,7 +122,7 @@ def _pallas_flops(eqn: Any) -> float:
         return float(estimate.flops)
     grid = getattr(eqn.params.get("grid_mapping"), "grid", ())
     turns = math.prod(size for size in grid if isinstance(size, int))
-    return turns * sum(sum(map(flops, body.eqns)) for body in inner_programs(eqn))
+    return turns * sum(sum(map(flops, body.eqns)) for body in bodies(eqn))
 
 
 def array_bytes(atom: Any) -> int:
@@ -126,7 +139,7 @@ def is_fusible(eqn: Any) -> bool:
 def reads_whole_operands(eqn: Any) -> bool:
     """Whether the compiler writes the equation's operands to memory first."""
     name = eqn.primitive.name
-    return name in WHOLE_OPERANDS or name in LOOPS or name in CALLS or name == "shard_map" or is_attention(name)
+    return name in WHOLE_OPERANDS or name in _HOLDERS or is_attention(name)
 
 
 def origins_of_names(eqns: Iterable[Any]) -> dict[Any, Any]:
@@ -167,9 +180,9 @@ def seconds(eqn: Any, rates: Device, is_stored: Callable[[Any], bool]) -> float:
     name = eqn.primitive.name
     if name in ALIASES:
         return 0.0
-    if name in LOOPS or name in CALLS or name == "shard_map":
+    if name in _HOLDERS:
         turns = eqn.params["length"] if name == "scan" else 1
-        return turns * max((program_seconds(body, rates) for body in inner_programs(eqn)), default=0.0)
+        return turns * max((program_seconds(body, rates) for body in running(eqn, rates.platform)), default=0.0)
     written = sum(array_bytes(var) for var in eqn.outvars if is_stored(var))
     read = sum(array_bytes(atom) for atom in {*filter(lambda a: not is_literal(a), eqn.invars)} if is_stored(atom))
     time = (written + read) / rates.nbytes

@@ -1,9 +1,9 @@
-"""Derivatives of what has none of its own: a function takes another's, and forward mode is refused with a reason."""
+"""Rules of derivatives: a function takes those of another, or refuses forward mode with a reason."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,26 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from memjax._core.arrays import is_float
-from memjax._core.lists import drop, merge, pick
+from memjax._core.lists import Arrays, drop, merge, pick
+
+
+@jax.tree_util.register_static
+class Static:
+    """A hashable value that travels from a forward to a backward rule."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and self.value == other.value
+
+
+def perturbed(arguments: Sequence[Any]) -> tuple[bool, ...]:
+    """Whether a gradient is wanted of each argument of a forward rule with symbolic zeros."""
+    return tuple(argument.perturbed and is_float(jax.typeof(argument.value)) for argument in arguments)
 
 
 def differentiated_as(reference: Callable[..., Any], fast: Callable[..., Any]) -> Callable[..., Any]:
@@ -31,16 +50,19 @@ def differentiated_as(reference: Callable[..., Any], fast: Callable[..., Any]) -
         leaves, tree = jax.tree.flatten(primals)
         directions = jax.tree.leaves(tangents)
         moving = [not isinstance(tangent, SymbolicZero) for tangent in directions]
-        fixed = drop(leaves, moving)
-
-        def of_moving(values):
-            return reference(*jax.tree.unflatten(tree, merge(values, fixed, moving)))
-
-        _, tangent = jax.jvp(of_moving, (pick(leaves, moving),), (pick(directions, moving),))
+        of_leaves = lambda leaves: reference(*jax.tree.unflatten(tree, leaves))
+        _, tangent = jvp_of_some(of_leaves, leaves, moving, pick(directions, moving))
         return (out, extra), (tangent, zero_from_primal(extra, symbolic_zeros=True))
 
     run.defjvp(rule, symbolic_zeros=True)
     return run
+
+
+def jvp_of_some(f: Callable[[Arrays], Any], values: Arrays, moving: Sequence[bool], tangents: Arrays) -> Any:
+    """`jax.jvp` of `f(values)` with respect to the values that are `moving`, in the direction of their `tangents`."""
+    fixed = drop(values, moving)
+    of_moving = lambda some: f(merge(some, fixed, moving))
+    return jax.jvp(of_moving, (pick(values, moving),), (tangents,))
 
 
 _reverse_only_p = core.Primitive("reverse_only")
@@ -74,12 +96,12 @@ ad.primitive_jvps[_without_derivative_p] = _refuse_tangents
 
 
 def without_derivative(value: Any, message: str) -> Any:
-    """`value`, of which every kind of differentiation raises TypeError with `message`."""
+    """`value`. Differentiating it in any mode raises TypeError with `message`."""
     return _without_derivative_p.bind(value, message=message)
 
 
 def only_transposed(tangent: Any, message: str) -> Any:
-    """`tangent`, which reverse mode transposes; evaluating it, as forward mode does, raises TypeError with `message`."""
+    """`tangent`, which can be transposed. Evaluating it, as forward mode does, raises TypeError with `message`."""
     return _reverse_only_p.bind(tangent, message=message)
 
 
@@ -93,7 +115,7 @@ def forward_mode_message(name: str, instead: str = "") -> str:
 
 @contextlib.contextmanager
 def forward_mode_errors(message: str) -> Iterator[None]:
-    """Says `message` where `jax.vmap` of `jax.jvp` meets a `jax.custom_vjp` before it evaluates a tangent."""
+    """Says `message` where `jax.vmap` of `jax.jvp` meets a `jax.custom_vjp` before a guard evaluates a tangent."""
     try:
         yield
     except TypeError as error:
@@ -102,37 +124,8 @@ def forward_mode_errors(message: str) -> Iterator[None]:
         raise TypeError(message) from error
 
 
-def without_forward_mode(f: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """`f`, a function of pytrees with a `jax.custom_vjp`, of which forward mode alone raises a TypeError that calls it `name`.
-
-    Forward mode over reverse mode stays: only the tangents of `f` itself are refused, not those of its backward pass.
-    """
-
-    message = forward_mode_message(name)
-
-    @jax.custom_jvp
-    def run(*arguments):
-        return f(*arguments)
-
-    def rule(primals, tangents):
-        leaves, tree = jax.tree.flatten(primals)
-        tangents = jax.tree.leaves(tangents)
-        moving = [not isinstance(tangent, SymbolicZero) for tangent in tangents]
-
-        def of_moving(values):
-            fixed = [leaf for leaf, moves in zip(leaves, moving, strict=True) if not moves]
-            return f(*jax.tree.unflatten(tree, merge(values, fixed, moving)))
-
-        tangents = [only_transposed(tangent, message) for tangent in pick(tangents, moving)]
-        with forward_mode_errors(message):
-            return jax.jvp(of_moving, (pick(leaves, moving),), (tangents,))
-
-    run.defjvp(rule, symbolic_zeros=True)
-    return run
-
-
 def reverse_only(value: Any, message: str) -> Any:
-    """`value`, of which forward-mode differentiation raises TypeError with `message`; what is no float as it is."""
+    """`value`. Forward-mode differentiation of a float raises TypeError with `message`."""
     if not is_float(jax.typeof(value)):
         return value
 
@@ -148,15 +141,14 @@ def reverse_only(value: Any, message: str) -> Any:
 
 
 def refusing_forward_mode(f: Callable[..., Any], message: str) -> Callable[..., Any]:
-    """`f`, of which forward-mode differentiation with respect to its arguments raises TypeError with `message`."""
+    """`f`. Forward-mode differentiation with respect to its arguments raises TypeError with `message`.
+
+    Forward mode over reverse mode stays: only the tangents of `f` itself are refused, not those of its backward pass.
+    """
 
     def run(*arguments: Any) -> Any:
         guarded = jax.tree.map(lambda leaf: reverse_only(leaf, message), arguments)
-        try:
+        with forward_mode_errors(message):
             return f(*guarded)
-        except TypeError as error:  # jax.vmap of jax.jvp meets the custom rules of `f` before the guard
-            if "forward-mode" not in str(error):
-                raise
-            raise TypeError(message) from error
 
     return run

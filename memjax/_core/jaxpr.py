@@ -12,12 +12,15 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from memjax._core.arrays import vary
 from memjax._core.compat import nested, scope, settings
-from memjax._core.primitives import CHECKPOINTS, CUSTOM_CALLS, PLAIN_CALLS
+from memjax._core.primitives import CHECKPOINTS, CUSTOM_CALLS, PLAIN_CALLS, REPLICATIONS
 
 
 def nbytes(aval: Any) -> int:
-    """The bytes of an array of this type. Integers of 2 and 4 bits are packed; typed PRNG keys are included."""
+    """The bytes of an array of this type, 0 for what is no array. Integers of 2 and 4 bits are packed; PRNG keys are included."""
+    if not hasattr(aval, "dtype"):
+        return 0
     bits = jnp.iinfo(aval.dtype).bits if jnp.issubdtype(aval.dtype, jnp.integer) else 8 * aval.dtype.itemsize
     return -(-math.prod(aval.shape) * bits // 8)
 
@@ -66,7 +69,7 @@ class Walk:
 
 @contextlib.contextmanager
 def inside(eqn: Any) -> Iterator[None]:
-    """In an equation's scope, and with its settings."""
+    """Enters an equation's scope and settings."""
     name = scope(eqn)
     with settings(eqn), jax.named_scope(name) if name else contextlib.nullcontext():
         yield
@@ -75,13 +78,16 @@ def inside(eqn: Any) -> Iterator[None]:
 def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     """The equation's outputs for these inputs, in its scope."""
     params = eqn.primitive.get_bind_params(eqn.params)
+    if eqn.primitive.name in REPLICATIONS:
+        # A value that stands for a constant may vary already.
+        return [vary(value, frozenset(params["axes"])) for value in values]
     with inside(eqn):
         out = eqn.primitive.bind(*values, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def axis_sizes(jaxpr: Any) -> dict[str, int]:
-    """Sizes of the named axes that the collectives of a program run over; to be asked where these names are known."""
+    """Sizes of the named axes that the collectives of a program run over. Call it where these names are known."""
     names = {effect.name for effect in jaxpr.effects if hasattr(effect, "name")}
     return {name: jax.lax.axis_size(name) for name in sorted(names, key=str)}
 
@@ -116,19 +122,11 @@ def evaluate(
       consts, inputs: values.
       differentiable: keep calls with a derivative rule of their own as they are.
     """
-    calls = PLAIN_CALLS if differentiable else PLAIN_CALLS | CUSTOM_CALLS
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
-    for eqn in jaxpr.eqns:
-        values = read(env, eqn.invars)
-        name = eqn.primitive.name
-        body = eqn.params.get(calls[name]) if name in calls else None
-        if isinstance(body, core.ClosedJaxpr):
-            with jax.named_scope(scope(eqn)) if scope(eqn) else contextlib.nullcontext():
-                outs = evaluate(body.jaxpr, body.consts, values, differentiable=differentiable)
-        else:
-            outs = bind(eqn, values)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return read(env, jaxpr.outvars)
+    program = calls_in_place(core.ClosedJaxpr(jaxpr, list(consts)), differentiable=differentiable)
+    env = dict(zip([*program.constvars, *program.invars], [*program.consts, *inputs], strict=True))
+    for eqn in program.eqns:
+        env.update(zip(eqn.outvars, bind(eqn, read(env, eqn.invars)), strict=True))
+    return read(env, program.outvars)
 
 
 def read(env: dict[Any, Any], atoms: Sequence[Any]) -> list[Any]:
@@ -194,7 +192,7 @@ def calls_in_place(closed: Any, *, differentiable: bool, checkpoints: bool = Fal
 
 
 def same_program(one: Program, other: Program) -> bool:
-    """Whether two programs without constants do the same by the same equations."""
+    """Whether two programs have no constants and the same equations."""
     if one.consts or other.consts or len(one.eqns) != len(other.eqns):
         return False
     names: dict[Any, Any] = {}

@@ -21,4 +21,4 @@ def drop(values: Sequence[Any], mask: Sequence[bool]) -> Arrays:
 def merge(chosen: Sequence[Any], others: Sequence[Any], mask: Sequence[bool]) -> Arrays:
     """The list of which `pick` gave `chosen` and `drop` gave `others`."""
     chosen_iter, other_iter = iter(chosen), iter(others)
-    return [next(chosen_iter if mine else other_iter) for mine in mask]
+    return [next(chosen_iter if is_chosen else other_iter) for is_chosen in mask]

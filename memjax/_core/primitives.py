@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from jax.extend.core import jaxprs_in_params
+from memjax._core.compat import bodies
 
 # What computes.
 PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
@@ -34,69 +34,15 @@ COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not",
 # Linear in each operand. "one_minus_square" is the derivative of tanh in JAX 0.12.
 AFFINE = frozenset(("add", "sub", "mul", "add_any", "neg", "one_minus_square"))
 
+_MORE_ELEMENTWISE = """
+abs acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clz complex conj convert_element_type copy
+copy_p cos cosh digamma div eq_to erf erf_inv erfc exp exp2 expm1 floor igamma igamma_grad_a igammac imag integer_pow
+is_finite le_to lgamma log log1p logistic lt_to nextafter polygamma population_count pow random_clone random_fold_in
+real reduce_precision regularized_incomplete_beta rem round rsqrt shift_left shift_right_arithmetic
+shift_right_logical sign sin sinh sqrt square stop_gradient tan tanh threefry2x32 xor zeta
+"""
 # One element of the result from one element of each operand. JAX broadcasts dimensions of size 1 here.
-ELEMENTWISE = (
-    COMPARISONS
-    | AFFINE
-    | frozenset(
-        (
-            *(
-                "abs",
-                "acos",
-                "acosh",
-                "asin",
-                "asinh",
-                "atan",
-                "atan2",
-                "atanh",
-                "bessel_i0e",
-                "bessel_i1e",
-                "cbrt",
-                "ceil",
-            ),
-            *(
-                "clz",
-                "complex",
-                "conj",
-                "cos",
-                "cosh",
-                "digamma",
-                "div",
-                "erf",
-                "erf_inv",
-                "erfc",
-                "exp",
-                "exp2",
-                "expm1",
-            ),
-            *(
-                "floor",
-                "igamma",
-                "igamma_grad_a",
-                "igammac",
-                "imag",
-                "integer_pow",
-                "is_finite",
-                "lgamma",
-                "log",
-                "log1p",
-            ),
-            *("logistic", "nextafter", "polygamma", "population_count", "pow", "real", "reduce_precision"),
-            *("regularized_incomplete_beta", "rem", "round", "rsqrt", "shift_left", "shift_right_arithmetic"),
-            *("shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "tan", "tanh", "xor", "zeta"),
-            *(
-                "convert_element_type",
-                "copy",
-                "copy_p",
-                "stop_gradient",
-                "random_fold_in",
-                "random_clone",
-                "threefry2x32",
-            ),
-            *("eq_to", "le_to", "lt_to"),
-        )
-    )
-)
+ELEMENTWISE = COMPARISONS | AFFINE | frozenset(_MORE_ELEMENTWISE.split())
 
 # What holds programs.
 LOOPS = frozenset(("scan", "while", "cond"))
@@ -133,13 +79,13 @@ def expensive(eqn: Any) -> bool:
     """Whether the equation's outputs are worth keeping: it, or one inside it, does more than touch memory."""
     if eqn.primitive.name in EXPENSIVE or is_attention(eqn.primitive.name) or eqn.effects:
         return True
-    return any(expensive(inner) for jaxpr in jaxprs_in_params(eqn.params) for inner in jaxpr.eqns)
+    return any(expensive(inner) for body in bodies(eqn) for inner in body.eqns)
 
 
 def flops(eqn: Any) -> float:
     """The FLOPs of matrix products and convolutions in an equation, at any depth; loops of unknown length count once."""
     turns = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-    inside = sum(flops(inner) for jaxpr in jaxprs_in_params(eqn.params) for inner in jaxpr.eqns)
+    inside = sum(flops(inner) for body in bodies(eqn) for inner in body.eqns)
     return turns * inside + flops_of_product(eqn)
 
 

@@ -1,4 +1,7 @@
-"""`linear_cross_entropy`: arguments checked, tokens flattened, an implementation chosen, losses reduced."""
+"""`linear_cross_entropy`: the loss log sum exp(l) - l_label of logits l = x w^T that are never all held.
+
+Here arguments are checked, tokens flattened, an implementation chosen, and losses reduced.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ from jax import lax
 from jaxtyping import Float, Int
 
 from memjax._core import check as _check
-from memjax._core.arrays import accumulator, vary, varying_axes
+from memjax._core.arrays import accumulator, as_array, vary, varying_axes
 from memjax._linear_cross_entropy import check, explicit, primitive, reference
-from memjax._linear_cross_entropy.options import Array, Operands, Options, Result, scaled
+from memjax._linear_cross_entropy.options import Array, Operands, Options, Result, psum, scaled
 
 
 class Aux(NamedTuple):
@@ -84,8 +87,9 @@ def linear_cross_entropy(
         rounded likewise (at least 1024), or with Mosaic kernels to what fills the GPU.
       axis_name: inside `jax.shard_map`, the mesh axis over which the vocabulary is sharded: `w`, `bias`
         and soft targets are this device's V / n columns, in the order of the axis; labels stay those of
-        the whole vocabulary. `x` and `labels` are the same on all its devices. One max and two sums per
-        chunk; dW stays local. A `w` or `bias` that JAX knows to be the same on all devices is refused.
+        the whole vocabulary. `x`, `labels`, `weights` and `class_weights` are the same on all its devices. One max and
+        two sums per chunk; dW stays local. A `w` or `bias` that JAX knows to be the same on all devices is refused, and so
+        are tokens that it takes to differ: gather them with `jax.lax.all_gather(..., to="invarying")`.
       token_axis_name: the mesh axis over which tokens are sharded: mean and sum are then over all of its
         tokens.
       return_aux: also return an `Aux`.
@@ -132,37 +136,22 @@ def linear_cross_entropy(
     Source: mgmalek, "Memory-efficient cross entropy loss" ("forward_grad", both optimisations); Wijmans
     et al., "Cut your losses in large-vocabulary language models", algorithms 1 to 3 ("recompute").
     """
-    options = {
-        "layout": layout,
-        "bias": bias,
-        "ignore_index": ignore_index,
-        "weights": weights,
-        "class_weights": class_weights,
-        "label_smoothing": label_smoothing,
-        "z_loss": z_loss,
-        "softcap": softcap,
-        "logit_scale": logit_scale,
-        "reduction": reduction,
-        "chunk": chunk,
-        "axis_name": axis_name,
-        "token_axis_name": token_axis_name,
-        "return_aux": return_aux,
-        "implementation": implementation,
-    }
+    arguments = dict(locals())
     if explicit.placed(x, w, labels, bias, weights, class_weights):
         aux = lambda of_tokens, scalar: Aux(of_tokens, scalar, scalar, scalar)
-        return explicit.over_shards(linear_cross_entropy, aux, x, w, labels, options)
-    call = prepared(x, w, labels, **options)
+        return explicit.over_shards(linear_cross_entropy, aux, arguments)
+    call = prepared(**arguments)
+    check.same_on_all(axis_name, x=x, labels=labels, weights=weights, class_weights=class_weights)
     result = share(call)
-    loss = _psum(result.loss, axis_name)
-    loss = loss.reshape(x.shape[:-1]) if reduction == "none" else _psum(loss, token_axis_name)
+    loss = psum(result.loss, axis_name)
+    loss = loss.reshape(x.shape[:-1]) if reduction == "none" else psum(loss, token_axis_name)
     if not return_aux:
         return loss
     return loss, _aux(result, call.valid, axis_name, token_axis_name)
 
 
 class Call(NamedTuple):
-    """Arguments that were checked."""
+    """The checked arguments of one call."""
 
     operands: Operands
     options: Options
@@ -172,10 +161,10 @@ class Call(NamedTuple):
 
 
 def prepared(
+    *,
     x: Any,
     w: Any,
     labels: Any,
-    *,
     axis_name: Any,
     layout: Any = "vd",
     bias: Any = None,
@@ -209,15 +198,15 @@ def prepared(
         **scalars,
     )
     # NumPy's arrays become JAX's, as in `jax.numpy`.
-    x, w, bias, weights, class_weights = jax.tree.map(jnp.asarray, (x, w, bias, weights, class_weights))
+    x, w, bias, weights, class_weights = jax.tree.map(as_array, (x, w, bias, weights, class_weights))
     token_shape = x.shape[:-1]
     sums = accumulator(x.dtype)
     if soft:
-        labels = jnp.asarray(labels)
+        labels = as_array(labels)
         valid = jnp.ones(token_shape, bool)
         hard = _largest_target(labels, axis_name) if return_aux else jnp.full(token_shape, -1, jnp.int32)
     else:
-        valid, hard, wrong = jax.tree.map(jnp.asarray, check.integer_labels(labels, ignore_index, vocabulary))
+        valid, hard, wrong = map(as_array, check.integer_labels(labels, ignore_index, vocabulary))
 
     scale = valid.astype(sums)
     if weights is not None:
@@ -234,7 +223,7 @@ def prepared(
             local = w.shape[layout.index("v")]
             class_weights = lax.dynamic_slice_in_dim(class_weights, lax.axis_index(axis_name) * local, local)
     if reduction == "mean":
-        total = _psum(divisor.sum(), token_axis_name)
+        total = psum(divisor.sum(), token_axis_name)
         scale = scale / jnp.where(total == 0, 1.0, total)
     if not soft:
         scale = jnp.where(wrong, jnp.nan, scale)
@@ -287,14 +276,10 @@ def _aux(result: Result, valid: Array, axis_name: Any, token_axis_name: Any) -> 
     if axis_name is not None:
         # Equal on all devices already; this says so to `shard_map`.
         lse, correct, entropy = (lax.pmax(a, axis_name) for a in (lse, correct, entropy))
-    count = _psum(valid.sum(dtype=jnp.int32), token_axis_name)
+    count = psum(valid.sum(dtype=jnp.int32), token_axis_name)
     divisor = jnp.maximum(count, 1).astype(lse.dtype)
 
     def mean(a: Any) -> Array:
-        return _psum(jnp.where(valid.reshape(-1), a, 0.0).sum(), token_axis_name) / divisor
+        return psum(jnp.where(valid.reshape(-1), a, 0.0).sum(), token_axis_name) / divisor
 
     return Aux(lse.reshape(valid.shape), mean(correct), mean(entropy), count)
-
-
-def _psum(a: Array, axis_name: Any) -> Array:
-    return a if axis_name is None else lax.psum(a, axis_name)

@@ -53,8 +53,8 @@ def arrays(x: Any, w: Any, labels: Any, layout: Any, bias: Any, weights: Any, cl
     """Shapes and dtypes; returns the size of the vocabulary over all `devices` that share it."""
     for name, a in (("x", x), ("w", w), ("labels", labels)):
         check.array(name, a)
-    given = (("x", x), ("w", w), ("bias", bias), ("weights", weights), ("class_weights", class_weights))
-    for name, a in given:
+    floats = (("x", x), ("w", w), ("bias", bias), ("weights", weights), ("class_weights", class_weights))
+    for name, a in floats:
         if a is not None:
             check.array(name, a, floating=True)
     if layout not in ("vd", "dv"):
@@ -97,7 +97,7 @@ def arrays(x: Any, w: Any, labels: Any, layout: Any, bias: Any, weights: Any, cl
 def sharded(
     axes: tuple[str, ...], token_axes: tuple[str, ...], x: Any, w: Any, labels: Any, bias: Any, soft: bool
 ) -> None:
-    """That what is to differ between devices does."""
+    """Raises unless what is to differ between devices does."""
     if set(axes) & set(token_axes):
         wanted = f"other mesh axes than axis_name's {axes}, over which all devices have the same tokens"
         raise check.fail(
@@ -112,6 +112,14 @@ def sharded(
     for axis in token_axes:
         if axis not in varying(jax.typeof(labels)):
             check.sharded("x", x, axis)
+
+
+def same_on_all(axis_name: Any, **given: Any) -> None:
+    """That the devices which share a vocabulary have the same tokens. Soft targets are a part of it."""
+    for axis in axes("axis_name", axis_name):
+        for name, a in given.items():
+            if name != "labels" or jnp.issubdtype(a.dtype, jnp.integer):
+                check.same(name, a, axis)
 
 
 def integer_labels(labels: Array | np.ndarray, ignore_index: int, vocabulary: int) -> tuple[Any, Any, Any]:
@@ -163,7 +171,7 @@ def implementation(name: str | None, reduction: Any, dtype: Any) -> tuple[str | 
 
 
 def suited(operands: Operands, options: Options) -> None:
-    """That the Mosaic kernels apply, where nothing else may be used."""
+    """Raises unless the Mosaic kernels apply, where nothing else may be used."""
     if options.kernels == ("mosaic",):
         from memjax._linear_cross_entropy.mosaic import hopper
 

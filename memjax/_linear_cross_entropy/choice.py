@@ -56,7 +56,7 @@ def milliseconds(name: str, operands: Operands, options: Options, wanted: frozen
 
 
 def terms(name: str, operands: Operands, options: Options, wanted: frozenset[str]) -> dict[str, float]:
-    """How much of what it costs an implementation needs, in the units of `COSTS`."""
+    """The amounts that an implementation takes of each of its costs, in the units of `COSTS`."""
     (tokens, dim), width, itemsize = operands.x.shape, columns(operands, options), operands.x.dtype.itemsize
     matmul = 2 * tokens * dim * width * itemsize / 2 * 1e-12
     logits = itemsize * tokens * width * 1e-9

@@ -1,4 +1,4 @@
-"""A chunk of products to statistics or gradients: by Triton kernels where they apply, else by `rows`."""
+"""Statistics and gradients of a chunk of products: by Triton kernels where they apply, else by `rows`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def gradient(chunk: Chunk, lse: Array, mass: Array | None, scale: Array, options
 
 
 def stats_and_gradient(chunk: Chunk, scale: Array, options: Options) -> tuple[Stats, Array]:
-    """Both, for products that hold every column of this device; the statistics are all devices'."""
+    """Statistics of all devices, and the gradient, for products that hold every column of this device."""
     kernels = _kernels(chunk, options)
     if kernels is not None and options.axis_name is None:
         return kernels.stats_and_gradient(chunk, scale, options)

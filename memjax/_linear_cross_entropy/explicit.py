@@ -1,8 +1,8 @@
 """The loss of arrays that an explicit mesh shards: `jax.shard_map` over the axes that their types name.
 
-With `AxisType.Explicit` arrays' types say how they are sharded, and JAX refuses operations of which it does not know how the
-result would be. What the loss needs is known: tokens are independent but for one sum, and the vocabulary is what `axis_name`
-is for. So the axes that shard tokens become `token_axis_name`, those that shard the vocabulary `axis_name`.
+With `AxisType.Explicit` arrays' types say how they are sharded, and JAX refuses operations where it cannot tell how the result
+would be sharded. For the loss this is known: tokens are independent but for one sum, and `axis_name` shards the vocabulary. So
+the axes that shard tokens become `token_axis_name`, and those that shard the vocabulary `axis_name`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,15 @@ Axes = tuple[str, ...]
 
 
 def placed(*arrays: Any) -> bool:
-    """Whether the type of any of them is of an explicit mesh."""
+    """Whether an explicit mesh holds any of the arrays."""
     return any(bool(_mesh(a).explicit_axes) for a in arrays if isinstance(a, jax.Array))
 
 
-def over_shards(
-    loss: Callable[..., Any], aux: Callable[..., Any], x: Array, w: Array, labels: Any, options: dict[str, Any]
-) -> Any:
-    """`loss`, called with every device's shards. `aux` makes a tree like the one of diagnostics."""
-    layout, bias = options["layout"], options["bias"]
-    weights, class_weights = options["weights"], options["class_weights"]
-    if options["axis_name"] is None:
+def over_shards(loss: Callable[..., Any], aux: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """`loss` of the arguments, called with every device's shards. `aux` makes a tree like the one of diagnostics."""
+    x, w, labels, layout = (arguments[name] for name in ("x", "w", "labels", "layout"))
+    bias, weights, class_weights = (arguments[name] for name in ("bias", "weights", "class_weights"))
+    if arguments["axis_name"] is None:
         check.arrays(x, w, labels, layout, bias, weights, class_weights, 1)
     *tokens, features = _axes(x)
     token_axes = tuple(axis for axes in tokens for axis in axes)
@@ -55,22 +53,16 @@ def over_shards(
         "weights": of_tokens,
         "class_weights": PartitionSpec(None),
     }
-    arrays = {
-        "x": x,
-        "w": w,
-        "labels": labels,
-        **{name: options[name] for name in ("bias", "weights", "class_weights")},
-    }
-    arrays = {name: a for name, a in arrays.items() if a is not None}
+    arrays = {name: arguments[name] for name in specs if arguments[name] is not None}
     mesh = next(_mesh(a) for a in arrays.values() if placed(a))
     arrays = {name: _following(a, mesh, specs[name]) for name, a in arrays.items()}
-    others = {name: option for name, option in options.items() if name not in arrays}
-    others["token_axis_name"] = _joined(others["token_axis_name"], token_axes)
-    others["axis_name"] = _joined(others["axis_name"], of_w["v"])
+    options = {name: value for name, value in arguments.items() if name not in arrays}
+    options["token_axis_name"] = _joined(options["token_axis_name"], token_axes)
+    options["axis_name"] = _joined(options["axis_name"], of_w["v"])
 
     out = of_tokens if options["reduction"] == "none" else PartitionSpec()
     return jax.shard_map(
-        lambda arrays: loss(**arrays, **others),
+        lambda arrays: loss(**arrays, **options),
         mesh=mesh,
         in_specs=({name: specs[name] for name in arrays},),
         out_specs=(out, aux(of_tokens, PartitionSpec())) if options["return_aux"] else out,
@@ -90,17 +82,17 @@ def _axes(a: Array) -> list[Axes]:
 
 
 def _entry(axes: Axes) -> Any:
-    """As a `PartitionSpec` has it."""
+    """The axes as an entry of a `PartitionSpec`."""
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
-def _joined(given: Any, axes: Axes) -> Any:
-    given = () if given is None else given if isinstance(given, tuple) else (given,)
-    return (*given, *axes) or None
+def _joined(option: Any, axes: Axes) -> Any:
+    """An option such as `axis_name`, with `axes` added."""
+    return (*_as_axes(option), *axes) or None
 
 
 def _following(a: Any, mesh: Any, spec: PartitionSpec) -> Any:
-    """Arrays beside x and w are sharded as those are."""
+    """The array, sharded as `spec` says."""
     if isinstance(a, jax.Array) and _axes(a) != [_as_axes(entry) for entry in spec]:
         return jax.sharding.reshard(a, NamedSharding(mesh, spec))
     return a

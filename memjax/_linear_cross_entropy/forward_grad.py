@@ -34,7 +34,7 @@ from memjax._linear_cross_entropy.recompute import local_labels, result, statist
 
 
 def total_loss(operands: Operands, options: Options) -> Result:
-    """The value alone needs no chunk of tokens: chunks of the vocabulary are smaller, and as fast."""
+    """The value alone. It takes chunks of the vocabulary, which are smaller than chunks of tokens, and as fast."""
     assert operands.scale is not None
     rows = result(statistics(operands, options, None), options)
     return rows._replace(loss=scaled(operands.scale, rows.loss).sum())
@@ -54,7 +54,9 @@ def loss_and_gradients(operands: Operands, options: Options, wanted: frozenset[s
 
     def step(carry: dict[str, Any], start: Any, size: int) -> dict[str, Any]:
         part: Callable[[Any], Any] = lambda a: None if a is None else lax.dynamic_slice_in_dim(a, start, size)
-        x_chunk, weight = part(x), part(relative)
+        # A copy of its own: products that read x itself could run after dx is written there, so XLA would copy all of x.
+        x_chunk = lax.optimization_barrier(part(carry.get("x", x)))
+        weight = part(relative)
         products = matmul("nd,vd->nv", x_chunk, w, options, x.dtype)
         chunk = Chunk(products, bias, part(labels), part(targets), class_weights)
         total, d = chunks.stats_and_gradient(chunk, weight, options)
@@ -84,7 +86,8 @@ def loss_and_gradients(operands: Operands, options: Options, wanted: frozenset[s
         "rows": Result(rows_buffer(), rows_buffer(), *((rows_buffer() if options.aux else None) for _ in "ce"))
     }
     if "x" in wanted:
-        carry["x"] = vary(jnp.zeros(x.shape, x.dtype), axes)
+        # dx is written over x, chunk by chunk: where x is not needed any more it takes no memory of its own.
+        carry["x"] = x
     # The first chunk starts dW instead of adding to zeros: 4 D V bytes less to write.
     carry = for_chunks(step, carry, x.shape[0], token_chunk(operands, options))
     rows = carry.pop("rows")
@@ -96,5 +99,5 @@ def loss_and_gradients(operands: Operands, options: Options, wanted: frozenset[s
 
 
 def _saved(dtype: Any) -> Any:
-    """What a gradient is saved in. A loss scale comes with the cotangent, too late for float16's range."""
+    """The dtype that a gradient is saved in. A loss scale comes with the cotangent, too late for float16's range."""
     return jnp.float32 if dtype == jnp.float16 else dtype

@@ -54,8 +54,7 @@ class Chunk(NamedTuple):
 
 
 class Result(NamedTuple):
-    """`loss` is this device's share: summed over `axis_name` it is the loss. The rest is equal on all
-    devices."""
+    """`loss` is this device's share: summed over `axis_name` it is the loss. The other fields are equal on all devices."""
 
     loss: Array  # () or (N,)
     lse: Array  # (N,)
@@ -70,7 +69,7 @@ def scaled(scale: Array, losses: Array) -> Array:
 
 
 def _scaled_jvp(primals: tuple[Array, Array], tangents: tuple[Any, Any]) -> tuple[Array, Array]:
-    """A scale of 0 still has a derivative, the token's loss."""
+    """The derivative of `scaled`. That with respect to a scale of 0 is still the token's loss."""
     (scale, losses), (d_scale, d_losses) = primals, tangents
     still = [isinstance(d, SymbolicZero) for d in tangents]
     d = jnp.zeros_like(losses) if still[1] else jnp.where(scale == 0, 0.0, scale * d_losses)
@@ -78,6 +77,11 @@ def _scaled_jvp(primals: tuple[Array, Array], tangents: tuple[Any, Any]) -> tupl
 
 
 scaled.defjvp(_scaled_jvp, symbolic_zeros=True)
+
+
+def psum(a: Array, axis_name: str | tuple[str, ...] | None) -> Array:
+    """The sum over devices of `axis_name`, if there is one."""
+    return a if axis_name is None else lax.psum(a, axis_name)
 
 
 def columns(operands: Operands, options: Options) -> int:
@@ -123,17 +127,18 @@ def vocabulary_chunk(operands: Operands, options: Options, chunk: int | None) ->
 
 
 def for_chunks(body: Callable[[Any, Any, int], Any], carry: Any, stop: int, chunk: int) -> Any:
-    """`carry = body(carry, start, size)` over [0, stop): first what does not fill a chunk, or one chunk, then
-    one loop of equal chunks. Sums may start in the first step: the carry's structure is fixed only from then
-    on."""
+    """`carry = body(carry, start, size)` over [0, stop): first what does not fill a chunk, or one chunk, then equal chunks.
+
+    The equal chunks are one loop. Sums may start in the first step: only from then on the structure of the carry is fixed.
+    """
     first = stop % chunk or min(chunk, stop)
     carry = body(carry, 0, first)
-    rest = (stop - first) // chunk
-    if rest == 1:
+    equal = (stop - first) // chunk
+    if equal == 1:
         carry = body(carry, after(carry, first), chunk)
-    elif rest > 1:
+    elif equal > 1:
         carry, _ = lax.scan(
-            lambda c, i: (body(c, first + i * chunk, chunk), None), carry, jnp.arange(rest, dtype=jnp.int32)
+            lambda c, i: (body(c, first + i * chunk, chunk), None), carry, jnp.arange(equal, dtype=jnp.int32)
         )
     return carry
 

@@ -21,7 +21,8 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from memjax._core.arrays import vary, varying_axes
-from memjax._core.derivatives import forward_mode_errors, forward_mode_message, only_transposed
+from memjax._core.derivatives import forward_mode_errors, forward_mode_message, jvp_of_some, only_transposed
+from memjax._core.lists import pick
 from memjax._linear_cross_entropy import choice, forward_grad, recompute
 from memjax._linear_cross_entropy.options import Array, Operands, Options, Result, scaled
 
@@ -123,9 +124,9 @@ def _cotangents(like: Operands, grads: dict[str, Array]) -> Operands:
 
 def _jvp(primitive: Primitive, primals: Any, tangents: Any, *, jaxpr: Any, tree: Any, options: Options) -> Any:
     del jaxpr
+    moving = [type(t) is not ad.Zero and t.dtype != jax.dtypes.float0 for t in tangents]
     names = [name for name, a in zip(Operands._fields, jax.tree.unflatten(tree, primals), strict=True) if a is not None]
-    moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero and t.dtype != jax.dtypes.float0]
-    wanted = frozenset(names[i] for i in moving)
+    wanted = frozenset(pick(names, moving))
     for name, argument in (("targets", "labels"), ("class_weights", "class_weights")):
         if name in wanted:
             raise ValueError(
@@ -139,15 +140,10 @@ def _jvp(primitive: Primitive, primals: Any, tangents: Any, *, jaxpr: Any, tree:
         later = options.choose and choice.recompute_is_faster(operands, options, mosaic, wanted)
         differentiable = _differentiable_total_by_recompute if later else _differentiable_total
 
-    def call(*active: Array) -> Any:
-        flat = list(primals)
-        for i, a in zip(moving, active, strict=True):
-            flat[i] = a
-        return tuple(differentiable(options, wanted, jax.tree.unflatten(tree, flat)))
-
-    tangents = [only_transposed(tangents[i], _FORWARD_MODE) for i in moving]
+    call = lambda flat: tuple(differentiable(options, wanted, jax.tree.unflatten(tree, flat)))
+    tangents = [only_transposed(tangent, _FORWARD_MODE) for tangent in pick(tangents, moving)]
     with forward_mode_errors(_FORWARD_MODE):
-        return jax.jvp(call, [primals[i] for i in moving], tangents)
+        return jvp_of_some(call, primals, moving, tangents)
 
 
 # Batching
@@ -182,8 +178,7 @@ def _batch(primitive: Primitive, args: Any, dims: Any, *, jaxpr: Any, tree: Any,
 
 
 def _define(name: str) -> Primitive:
-    """A primitive that stands for the `jaxpr` it carries; differentiation and batching are registered
-    apart."""
+    """A primitive that stands for the `jaxpr` it carries. Rules of differentiation and batching are registered below."""
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
@@ -205,8 +200,11 @@ for _primitive in (tokens_p, total_p):
 
 
 def _opaque(function: Any, *args: Any) -> Any:
-    """`function(*args)`, whole. Partial evaluation, a step of differentiation, moves what does not change
-    from one round of a scan to the next in front of it: masks and constants as large as a chunk of logits."""
+    """`function(*args)` as one equation.
+
+    Partial evaluation, a step of differentiation, would move what does not change from one round of a scan to the next in
+    front of it: masks and constants as large as a chunk of logits.
+    """
     flat, tree = jax.tree.flatten(args)
     flat_function = lambda *flat: function(*jax.tree.unflatten(tree, flat))
     jaxpr, shape = jax.make_jaxpr(flat_function, return_shape=True)(*flat)
@@ -214,15 +212,8 @@ def _opaque(function: Any, *args: Any) -> Any:
 
 
 def _opaque_jvp(primals: Any, tangents: Any, *, jaxpr: Any) -> Any:
-    moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
-
-    def call(*active: Array) -> Any:
-        flat = list(primals)
-        for i, a in zip(moving, active, strict=True):
-            flat[i] = a
-        return jaxpr_as_fun(jaxpr)(*flat)
-
-    return jax.jvp(call, [primals[i] for i in moving], [tangents[i] for i in moving])
+    moving = [type(tangent) is not ad.Zero for tangent in tangents]
+    return jvp_of_some(lambda flat: jaxpr_as_fun(jaxpr)(*flat), primals, moving, pick(tangents, moving))
 
 
 def _opaque_batch(args: Any, dims: Any, *, jaxpr: Any) -> Any:

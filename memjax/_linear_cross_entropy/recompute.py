@@ -1,7 +1,6 @@
 """Per-token losses in chunks of the vocabulary, the logits computed a second time for the gradient.
 
-Forward: one pass over the vocabulary folds each chunk of logits into row statistics. Only the log-sum-exp (N
-  float32)
+Forward: one pass over the vocabulary folds each chunk of logits into row statistics. Only the log-sum-exp (N float32)
 is saved. Backward: a second pass computes the chunk again, turns it into its gradient, adds its part to dx
 (float32) and writes its rows of dW, once, in the dtype of w. Four matmuls in all. For chunks of c entries of
 b-byte logits the temporaries are b N c for the chunk, 4 N D for dx, and the chunk of w and of dW (2 b c D).
@@ -42,7 +41,7 @@ def local_labels(operands: Operands, options: Options) -> Array:
 
 
 def by_mosaic(operands: Operands, options: Options) -> bool:
-    """Whether the Hopper kernels, which need no slices of the head and no chunks of logits, do it."""
+    """Whether to use the Hopper kernels, which need no slices of the head and no chunks of logits."""
     if "mosaic" not in options.kernels:
         return False
     from memjax._linear_cross_entropy.mosaic import hopper
@@ -62,7 +61,7 @@ def _chunk(operands: Operands, labels: Array, start: Any, size: int, options: Op
 
 
 def statistics(operands: Operands, options: Options, chunk: int | None) -> Stats:
-    """Row statistics over the whole vocabulary, all devices'."""
+    """Row statistics over the whole vocabulary, of all devices."""
     labels = local_labels(operands, options)
     if by_mosaic(operands, options):
         from memjax._linear_cross_entropy.mosaic import hopper

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from memjax._core.arrays import accumulator
-from memjax._linear_cross_entropy.options import Array, Operands, Options, Result, matmul
+from memjax._linear_cross_entropy.options import Array, Operands, Options, Result, matmul, psum
 from memjax._linear_cross_entropy.rows import targets_of
 
 
@@ -28,7 +28,7 @@ def full(operands: Operands, options: Options, counted: Array) -> Result:
 
     axis = options.axis_name
     maximum = _pmax(lax.stop_gradient(z).max(-1), axis)
-    lse = maximum + jnp.log(_psum(jnp.exp(z - maximum[:, None]).sum(-1), axis))
+    lse = maximum + jnp.log(psum(jnp.exp(z - maximum[:, None]).sum(-1), axis))
 
     first = 0 if axis is None else lax.axis_index(axis) * z.shape[1]
     q = targets_of(labels - first, targets, class_weights, z.shape[1], z.dtype, options)
@@ -41,9 +41,9 @@ def full(operands: Operands, options: Options, counted: Array) -> Result:
         return Result(loss, lse, None, None)
 
     one_hot = jax.nn.one_hot(labels - first, z.shape[1], dtype=z.dtype)
-    at_label = _psum(jnp.where(one_hot > 0, z, 0.0).sum(-1), axis)
+    at_label = psum(jnp.where(one_hot > 0, z, 0.0).sum(-1), axis)
     p = jnp.exp(z - lse[:, None])
-    entropy = _psum(jnp.where(p == 0, 0.0, p * (lse[:, None] - z)).sum(-1), axis)
+    entropy = psum(jnp.where(p == 0, 0.0, p * (lse[:, None] - z)).sum(-1), axis)
     return Result(loss, lse, (at_label >= maximum).astype(z.dtype), entropy)
 
 
@@ -55,7 +55,7 @@ def _linear(options: Options, x: Array, w: Array, bias: Array | None, counted: A
 
 @_linear.defjvp
 def _linear_jvp(options: Options, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    """Its transpose multiplies by rows of x, and 0 times NaN is NaN: rows that do not count are left out."""
+    """The transpose multiplies by rows of x, and 0 times NaN is NaN: so rows that do not count are left out."""
     (x, w, bias, counted), (dx, dw, d_bias, _) = primals, tangents
     moved = _linear(options, dx, w, d_bias, counted)
     moved = moved + _linear(options, jnp.where(counted[:, None], x, 0), dw, None, counted)
@@ -64,7 +64,3 @@ def _linear_jvp(options: Options, primals: Any, tangents: Any) -> tuple[Array, A
 
 def _pmax(a: Array, axis: str | tuple[str, ...] | None) -> Array:
     return a if axis is None else lax.pmax(a, axis)
-
-
-def _psum(a: Array, axis: str | tuple[str, ...] | None) -> Array:
-    return a if axis is None else lax.psum(a, axis)

@@ -45,7 +45,7 @@ def logits(products: Array, bias: Array | None, options: Options) -> Array:
 def targets_of(
     labels: Array, targets: Array | None, class_weights: Array | None, width: int, dtype: Any, options: Options
 ) -> Array:
-    """(N, width) what each column's logit is to be multiplied by: the smoothed targets, times the classes' weights."""
+    """(N, width) factors of the logits: the smoothed targets, times the classes' weights."""
     if targets is None:
         targets = lax.broadcasted_iota(jnp.int32, (labels.shape[0], width), 1) == labels[:, None]
     q = (1.0 - options.label_smoothing) * targets.astype(dtype) + options.label_smoothing / options.vocabulary
@@ -102,7 +102,7 @@ def merge(a: Stats, b: Stats) -> Stats:
 
 
 def all_reduce(local: Stats, options: Options) -> Stats:
-    """Over the devices that share the vocabulary: one max and one sum. `target` stays local, since the loss
+    """Statistics of all devices that share the vocabulary, by one max and one sum. `target` stays local, since the loss
     is returned as a share."""
     if options.axis_name is None:
         return local
@@ -137,7 +137,7 @@ def diagnostics(total: Stats) -> tuple[Array | None, Array | None]:
 
 
 def gradient(chunk: Chunk, lse: Array, mass: Array | None, scale: Array, options: Options) -> Array:
-    """`scale` times the gradient in the products, in their shape and dtype; 0 where the scale is, whatever the products."""
+    """`scale` times the gradient in the products, in their shape and dtype. It is 0 where the scale is, whatever the products."""
     products, bias, labels, targets, class_weights = chunk
     z = logits(products, bias, options)
     weight = (1.0 if mass is None else mass) + 2.0 * options.z_loss * lse

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from memjax._core.compat import eval_jaxpr, scan_counts
-from memjax._core.costs import inner_programs
+from memjax._core.compat import bodies, eval_jaxpr, scan_counts
 from memjax._core.jaxpr import Program, calls_in_place, is_literal, trace, variables
 from memjax._core.lists import Arrays, drop, merge, pick
 from memjax._core.primitives import CHECKPOINTS
@@ -112,8 +111,8 @@ def _closed(jaxpr: Any) -> Any:
 
 
 def _has_checkpoints(jaxpr: Any) -> bool:
-    bodies = [body for eqn in jaxpr.eqns for body in inner_programs(eqn)]
-    return any(eqn.primitive.name in CHECKPOINTS for eqn in jaxpr.eqns) or any(map(_has_checkpoints, bodies))
+    inside = (body for eqn in jaxpr.eqns for body in bodies(eqn))
+    return any(eqn.primitive.name in CHECKPOINTS for eqn in jaxpr.eqns) or any(map(_has_checkpoints, inside))
 
 
 class LoopPair(NamedTuple):

@@ -12,7 +12,7 @@ from memjax._core import costs
 from memjax._core.arrays import is_float, zeros
 from memjax._core.barriers import barrier
 from memjax._core.compat import eval_jaxpr
-from memjax._core.derivatives import forward_mode_errors, forward_mode_message, reverse_only
+from memjax._core.derivatives import Static, forward_mode_message, perturbed, refusing_forward_mode
 from memjax._core.jaxpr import axis_sizes, is_literal
 from memjax._core.lists import Arrays, drop, merge, pick
 from memjax._plan.chain import Chain
@@ -49,14 +49,14 @@ def differentiable(
         return pick(eval_jaxpr(closed.jaxpr, inputs[:n], inputs[n:]), made)
 
     def forward(inputs):
-        wrt = [bool(one.perturbed) and is_float(jax.typeof(one.value)) for one in inputs]
+        wrt = perturbed(inputs)
         values = [one.value for one in inputs]
         types = [jax.typeof(value) for value in values]
         has_cotangent = [flag and mine for flag, mine in zip(program.has_cotangent, made, strict=True)]
         derivative = Derivative(closed, types, wrt, has_cotangent, axes)
         acting = Run(derivative, _pieces(derivative, types, budget, plan, known))
         outs, kept = acting.forward(values)
-        return pick(outs, made), (_Static(tuple(wrt)), acting, values, kept)
+        return pick(outs, made), (Static(wrt), acting, values, kept)
 
     def backward(saved, cotangents):
         wrt, acting, values, kept = saved
@@ -70,9 +70,7 @@ def differentiable(
         return (merge(found, [None] * (len(wrt.value) - len(found)), wrt.value),)
 
     run.defvjp(forward, backward, symbolic_zeros=True)
-    guarded = [reverse_only(value, _FORWARD_MODE) for value in inputs]
-    with forward_mode_errors(_FORWARD_MODE):
-        outs = iter(run(guarded))
+    outs = iter(refusing_forward_mode(run, _FORWARD_MODE)(inputs))
     return [next(outs) if mine else inputs[position[var]] for var, mine in zip(closed.jaxpr.outvars, made, strict=True)]
 
 
@@ -112,17 +110,3 @@ def _whole_backward(
     _, pullback = jax.vjp(outputs, pick(values, wrt))
     floats = [ct for ct, out in zip(given, pick(closed.out_avals, made), strict=True) if is_float(out)]
     return pullback(floats)[0]
-
-
-@jax.tree_util.register_static
-class _Static:
-    """A hashable value that travels from a forward to a backward rule."""
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __hash__(self) -> int:
-        return hash(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Static) and self.value == other.value

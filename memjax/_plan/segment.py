@@ -92,7 +92,8 @@ def options(segment: Segment, rates: costs.Device, free: set[Any]) -> list[Optio
         read = _read(order)
         here = [var for var in (*kept, *segment.crossing) if var in read]
         elsewhere = read - set(here) - set(segment.entering) - {out for eqn in order for out in eqn.outvars}
-        working = peak_bytes(order, elsewhere, [*segment.entering, *here], segment.leaving, segment.results)
+        entering = [*segment.entering, *here]
+        working = peak_bytes(order, elsewhere, entering, segment.leaving, segment.results, rates.platform)
         found.append(Option(tuple(kept), crossing + sum(map(array_bytes, kept)), time, working))
     return found
 

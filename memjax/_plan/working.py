@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from memjax._core.costs import array_bytes, inner_programs, is_fusible, origins_of_names, stored
+from memjax._core.costs import array_bytes, is_fusible, origins_of_names, running, stored
 from memjax._core.jaxpr import variables
 
 
@@ -40,6 +40,7 @@ def peak_bytes(
     entering: Iterable[Any],
     leaving: Iterable[Any],
     results: Iterable[Any],
+    platform: str,
 ) -> int:
     """The most bytes alive at one moment.
 
@@ -49,6 +50,7 @@ def peak_bytes(
       entering: what is alive at the start, until it is read for the last time.
       leaving: what stays alive at the end.
       results: what lies outside of temporary memory once it is made.
+      platform: what is compiled for.
     """
     names = origins_of_names(eqns)
     root = lambda var: names.get(var, var)
@@ -71,7 +73,7 @@ def peak_bytes(
         dying = sum(map(array_bytes, ends.get(i, [])))
         inside = sum(array_bytes(out) for out in made if out in results)
         over = min(new, dying) if is_fusible(eqn) else 0  # written over an operand that is not needed any more
-        peak = max(peak, alive + new - over + _inside(eqn))
+        peak = max(peak, alive + new - over + _inside(eqn, platform))
         alive += new - dying - inside
         for out in made:
             if out not in results:
@@ -82,15 +84,15 @@ def peak_bytes(
     return peak
 
 
-def _inside(eqn: Any) -> int:
+def _inside(eqn: Any, platform: str) -> int:
     """Working memory of one turn of a loop, of a branch, of a call."""
-    return (
-        max((body_bytes(body) for body in inner_programs(eqn)), default=0) if eqn.primitive.name != "pallas_call" else 0
-    )
+    if eqn.primitive.name == "pallas_call":
+        return 0
+    return max((_body_bytes(body, platform) for body in running(eqn, platform)), default=0)
 
 
-def body_bytes(jaxpr: Any) -> int:
-    return peak_bytes(jaxpr.eqns, [*jaxpr.invars, *jaxpr.constvars], [], [], jaxpr.outvars)
+def _body_bytes(jaxpr: Any, platform: str) -> int:
+    return peak_bytes(jaxpr.eqns, [*jaxpr.invars, *jaxpr.constvars], [], [], jaxpr.outvars, platform)
 
 
 def needed_for(eqns: Sequence[Any], wanted: Iterable[Any], known: set[Any]) -> list[Any]:

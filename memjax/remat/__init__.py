@@ -2,6 +2,7 @@
 
 tiled                 a function of sequences that runs tile by tile in both passes
 attention_in_groups   attention of a layer, one group of heads at a time in both passes
+AttentionInGroups     the same as an NNX module
 checkpoint            a function or Flax module that keeps its inputs and named values, and recomputes the rest
 policies              which named values a checkpoint saves on the device or offloads to the host
 UnmatchedNameWarning  a policy names values that the function does not have
@@ -16,6 +17,8 @@ chain_costs           the time and memory of each block of a chain
 chain_schedule        the optimal schedule for unequal blocks, as data
 BlockCost             the costs of one block
 ChainSchedule         what `chain_schedule` returns, printable
+stack_layers          equal layers as one pytree with a layer axis, for `scan`
+unstack_layers        the layers of such a pytree
 RNN                   `nnx.RNN` within a memory budget
 Chain                 `nnx.Sequential` within a memory budget
 linen                 `RNN` and `Chain` for Linen
@@ -34,7 +37,9 @@ from memjax.remat._chain.items import BlockCost
 from memjax.remat._chain.schedule import ChainSchedule, chain_schedule
 from memjax.remat._checkpoint import UnmatchedNameWarning, checkpoint
 from memjax.remat._dense.spec import DenseParams, DenseSpec, DenseStatistics
+from memjax.remat._flax.attention import AttentionInGroups
 from memjax.remat._flax.nnx import RNN, Chain
+from memjax.remat._flax.stack import stack_layers, unstack_layers
 from memjax.remat._scan.actions import Action
 from memjax.remat._scan.costs import Costs
 from memjax.remat._scan.profile import profile
@@ -47,6 +52,7 @@ from memjax.remat.dense_block import DenseBlock, dense_block
 __all__ = [
     "RNN",
     "Action",
+    "AttentionInGroups",
     "BlockCost",
     "Chain",
     "ChainSchedule",
@@ -68,5 +74,7 @@ __all__ = [
     "profile",
     "scan",
     "schedule",
+    "stack_layers",
     "tiled",
+    "unstack_layers",
 ]

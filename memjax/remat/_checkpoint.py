@@ -9,11 +9,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
+from jax.extend.core import jaxpr_as_fun
 
 from memjax._core import check
-from memjax._core.compat import eval_jaxpr
-from memjax.remat._checkpoint_modules import wrapped
+from memjax._core.arrays import is_float
+from memjax._core.clear_errors import argument_errors
+from memjax._core.compat import bodies, eval_jaxpr
+from memjax._core.lists import drop, merge, pick
+from memjax.remat._checkpoint_modules import NO_ARRAY, wrapped
 from memjax.remat.policies import NamePolicy
 
 
@@ -28,7 +31,7 @@ def checkpoint(
     prevent_cse: bool = True,
     static_argnums: int | tuple[int, ...] = (),
 ) -> Callable:
-    """`f` that keeps its inputs and what `policy` names for the backward pass and recomputes the rest.
+    """`f`, which for the backward pass keeps its inputs and what `policy` names, and recomputes everything else.
 
     The same as `jax.checkpoint`, with two differences: `policy` comes from `memjax.remat.policies`, and each
     time `f` is traced a name of the policy that no value in it has (nor in the bodies of `jit`, `scan`,
@@ -55,42 +58,49 @@ def checkpoint(
       TypeError: `f` is not callable, `policy` is not from `memjax.remat.policies`, or a position is no integer; for
         NNX, when called, a module among the arguments.
     """
-    check.function("f", f)
     check.flag("prevent_cse", prevent_cse)
     if policy is not None and not isinstance(policy, NamePolicy):
         fix = "for the policies of jax.checkpoint_policies use jax.checkpoint"
         raise check.fail(TypeError, "policy", "made by memjax.remat.policies.save or offload", policy, fix)
-    given = static_argnums if isinstance(static_argnums, Sequence) else (static_argnums,)
-    static = tuple(check.integer("static_argnums", position, what="positions of arguments") for position in given)
+    positions = static_argnums if isinstance(static_argnums, Sequence) else (static_argnums,)
+    static = tuple(check.integer("static_argnums", position, what="positions of arguments") for position in positions)
     wrap = functools.partial(_checkpoint, policy=policy, prevent_cse=prevent_cse)
     module = wrapped(wrap, f, static)
-    return wrap(f, static_argnums=static) if module is None else module
+    if module is not None:
+        return module
+    run = wrap(check.function("f", f), static_argnums=static)
+
+    @functools.wraps(f)
+    def explained(*args, **kwargs):
+        with argument_errors(f, args, kwargs, static, NO_ARRAY):
+            return run(*args, **kwargs)
+
+    return explained
 
 
 def _checkpoint(
     f: Callable, *, policy: NamePolicy | None, prevent_cse: bool, static_argnums: tuple[int, ...]
 ) -> Callable:
-    static = static_argnums
     if policy is None:
-        return jax.checkpoint(f, prevent_cse=prevent_cse, static_argnums=static)
+        return jax.checkpoint(f, prevent_cse=prevent_cse, static_argnums=static_argnums)
 
     # Called by jax.checkpoint when, and only when, it traces. `f` itself runs once; its equations are then
     # replayed.
     @functools.wraps(f)
     def checked(*args, **kwargs):
-        fixed = {position % len(args) for position in static}
+        fixed = {position % len(args) for position in static_argnums}
         dynamic = [arg for position, arg in enumerate(args) if position not in fixed]
 
         def of_arrays(dynamic, kwargs):
-            rest = iter(dynamic)
-            return f(*(arg if i in fixed else next(rest) for i, arg in enumerate(args)), **kwargs)
+            remaining = iter(dynamic)
+            return f(*(arg if i in fixed else next(remaining) for i, arg in enumerate(args)), **kwargs)
 
         jaxpr, out_shape = jax.make_jaxpr(of_arrays, return_shape=True)(dynamic, kwargs)
         _warn_of_unmatched(f, policy, jaxpr)
         outs = jaxpr_as_fun(jaxpr)(*jax.tree.leaves((dynamic, kwargs)))
         return jax.tree.unflatten(jax.tree.structure(out_shape), outs)
 
-    return jax.checkpoint(checked, prevent_cse=prevent_cse, policy=policy.to_jax(), static_argnums=static)
+    return jax.checkpoint(checked, prevent_cse=prevent_cse, policy=policy.to_jax(), static_argnums=static_argnums)
 
 
 def _warn_of_unmatched(f: Callable, policy: NamePolicy, closed_jaxpr) -> None:
@@ -122,8 +132,8 @@ def _names(jaxpr) -> Iterator[str]:
         # The form that names take under jax_remat3, off by default up to JAX 0.12.
         if type(eqn.params.get("_prim")).__name__ == "CheckpointName":
             yield eqn.params["_prim"].name
-        for body in jaxprs_in_params(eqn.params):
-            yield from _names(getattr(body, "jaxpr", body))
+        for body in bodies(eqn):
+            yield from _names(body)
 
 
 def _names_when_differentiated(closed_jaxpr) -> set[str]:
@@ -132,15 +142,13 @@ def _names_when_differentiated(closed_jaxpr) -> set[str]:
     constants = len(closed_jaxpr.consts)
 
     def forward(*values):
-        floats = [index for index, value in enumerate(values) if jnp.issubdtype(value.dtype, jnp.inexact)]
+        mask = list(map(is_float, values))
 
-        def of_floats(*some):
-            merged = list(values)
-            for index, value in zip(floats, some, strict=True):
-                merged[index] = value
+        def of_floats(floats):
+            merged = merge(floats, drop(values, mask), mask)
             return eval_jaxpr(closed_jaxpr.jaxpr, merged[:constants], merged[constants:])
 
-        return jax.vjp(of_floats, *(values[index] for index in floats))[0]
+        return jax.vjp(of_floats, pick(values, mask))[0]
 
     try:
         return set(_names(jax.make_jaxpr(forward)(*structs).jaxpr))

@@ -11,6 +11,9 @@ import flax.linen as nn
 from flax import nnx
 from flax.core import lift
 
+from memjax._core.clear_errors import argument_errors
+
+NO_ARRAY = "close over what is no array, or name its position in static_argnums"
 Wrap = Callable[..., Callable[..., Any]]
 
 
@@ -24,9 +27,9 @@ def linen_class(wrap: Wrap, cls: type[nn.Module], static: tuple[int, ...]) -> ty
                 return call(scope, *args, **kwargs), variables_of(scope)
 
             functools.update_wrapper(run, cls.__call__)
-            return wrap(run, static_argnums=tuple(position + 1 for position in static))(
-                variables, rngs, *args, **kwargs
-            )
+            shifted = tuple(position + 1 for position in static)
+            with argument_errors(cls.__call__, (None, *args), kwargs, static, NO_ARRAY):
+                return wrap(run, static_argnums=shifted)(variables, rngs, *args, **kwargs)
 
         return lift.pack(inner, (True,), (True,), (True,), name="remat", enable_kwargs=True)
 
@@ -35,7 +38,7 @@ def linen_class(wrap: Wrap, cls: type[nn.Module], static: tuple[int, ...]) -> ty
 
 
 def linen_instance(wrap: Wrap, module: nn.Module, static: tuple[int, ...]) -> nn.Module:
-    """The module with the class that `linen_class` gives; bound where it is."""
+    """The module as an instance of the class that `linen_class` gives, bound to variables if the module is."""
     cls = linen_class(wrap, type(module), static)
     if module.scope is None and not isinstance(module.parent, nn.Module):
         fields = [field.name for field in dataclasses.fields(module) if field.init and field.name != "parent"]
@@ -69,7 +72,8 @@ def nnx_class(wrap: Wrap, cls: type[nnx.Module], static: tuple[int, ...]) -> typ
                 )
             return out, state
 
-        out, state = wrap(run, static_argnums=static)(state, *args, **kwargs)
+        with argument_errors(cls.__call__, (None, *args), kwargs, static, NO_ARRAY):
+            out, state = wrap(run, static_argnums=static)(state, *args, **kwargs)
         nnx.update(self, state)
         return out
 
@@ -79,7 +83,7 @@ def nnx_class(wrap: Wrap, cls: type[nnx.Module], static: tuple[int, ...]) -> typ
 
 
 def nnx_instance(wrap: Wrap, module: nnx.Module, static: tuple[int, ...]) -> nnx.Module:
-    """A module with the class that `nnx_class` gives and the same variables, shared."""
+    """An instance of the class that `nnx_class` gives, which shares the variables of the module."""
     copy = object.__new__(nnx_class(wrap, type(module), static))
     vars(copy).update(vars(module))
     return copy

@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from memjax._core import check
+from memjax._core.arrays import accumulator
 from memjax._core.derivatives import refusing_forward_mode
 from memjax.remat._dense import triton
 from memjax.remat._dense.plain import plain
@@ -64,12 +65,12 @@ def dense_block(
     unless the program is compiled with `memjax.remat_compiler_options()`.
 
     Raises:
-      ValueError: for an unknown `keep`, a wrong number of channels, a missing dropout key, or an implementation that is
-        unknown or cannot run here.
+      ValueError: for an unknown `keep`, a wrong number of channels, arrays of other shapes than `spec` has, a missing dropout
+        key, or an implementation that is unknown or cannot run here.
       TypeError: if `x` is not floating point.
     """
     check.choice("keep", keep, KEEP)
-    check.choice("implementation", implementation, (None, "xla", "triton"))
+    check.choice("implementation", implementation, _IMPLEMENTATIONS)
     for name, value, kind in (
         ("spec", spec, DenseSpec),
         ("params", params, DenseParams),
@@ -77,6 +78,8 @@ def dense_block(
     ):
         if not isinstance(value, kind):
             raise check.fail(TypeError, name, f"a {kind.__name__}", value)
+    spec.check_params(params)
+    spec.check_running(running)
     check.array("x", x, floating=True)
     if x.ndim != 4 or x.shape[-1] != spec.in_features:
         raise check.fail(ValueError, "x", f"an array of shape (batch, height, width, {spec.in_features})", x)
@@ -151,11 +154,11 @@ class DenseBlock(nnx.Module):
     ):
         spec = DenseSpec(in_features, growth_rate, num_layers, bottleneck, epsilon, dropout_rate)
         check.choice("keep", keep, KEEP)
-        check.choice("implementation", implementation, (None, "xla", "triton"))
+        check.choice("implementation", implementation, _IMPLEMENTATIONS)
         momentum = check.number("momentum", momentum, least=0, below=1)
-        check.float_dtype("param_dtype", param_dtype)
+        check.dtype("param_dtype", param_dtype, floating=True)
         if dtype is not None:
-            check.float_dtype("dtype", dtype)
+            check.dtype("dtype", dtype, floating=True)
         if not isinstance(rngs, nnx.Rngs):
             raise check.fail(TypeError, "rngs", "an nnx.Rngs", rngs, "such as nnx.Rngs(0)")
         self.in_features, self.growth_rate, self.num_layers = spec.in_features, spec.growth_rate, spec.num_layers
@@ -169,7 +172,7 @@ class DenseBlock(nnx.Module):
         fan_in = jnp.concatenate([jnp.full(spec.channels(i), spec.channels(i)) for i in range(spec.num_layers)])
         deviation = jnp.sqrt(2 / fan_in.astype(param_dtype))
         normal = lambda *shape: jax.random.normal(rngs.params(), shape, param_dtype)
-        wide = jnp.float64 if param_dtype == jnp.float64 else jnp.float32
+        wide = accumulator(param_dtype)
         self.scale1 = nnx.Param(jnp.ones(rows, param_dtype))
         self.bias1 = nnx.Param(jnp.zeros(rows, param_dtype))
         consumed = spec.out_features - spec.growth_rate

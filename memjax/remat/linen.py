@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -15,7 +15,7 @@ from memjax._core.lists import drop, merge, pick
 from memjax.remat._chain.chain import chain
 from memjax.remat._chain.schedule import ChainSchedule
 from memjax.remat._flax.layers import call, check_layers
-from memjax.remat._flax.rnn import check_flags, check_inputs, run_cell
+from memjax.remat._flax.rnn import check_inputs, flags_of_call, run_cell
 from memjax.remat._scan.scan import scan
 
 __all__ = ["RNN", "Chain"]
@@ -28,9 +28,9 @@ class RNN(nn.RNN):
 
     Attributes:
       slots, budget: memory for the backward pass, as for `memjax.remat.scan`: exactly one of them.
-      cell, time_major, return_carry, reverse, keep_order, variable_broadcast, variable_carry, split_rngs: as for `nn.RNN`.
-        `time_major=True` saves a copy of the inputs. Variables that are carried are kept with each stored carry.
-        `unroll` and `variable_axes` cannot be changed.
+      cell, time_major, return_carry, reverse, keep_order, unroll, variable_broadcast, variable_carry, split_rngs: as for
+        `nn.RNN`. `time_major=True` saves a copy of the inputs. Variables that are carried are kept with each stored carry.
+        `variable_axes` cannot be changed.
 
     With `seq_lengths` and `return_carry` each carry holds the last valid one as well, which takes twice the memory for it,
     where `nn.RNN` stacks the carries of all steps.
@@ -54,25 +54,23 @@ class RNN(nn.RNN):
         reverse: bool | None = None,
         keep_order: bool | None = None,
     ) -> Any:
-        options = {
-            "return_carry": self.return_carry if return_carry is None else return_carry,
-            "time_major": self.time_major if time_major is None else time_major,
-            "reverse": self.reverse if reverse is None else reverse,
-            "keep_order": self.keep_order if keep_order is None else keep_order,
-        }
         if not (isinstance(self.cell, nn.Module) and hasattr(self.cell, "num_feature_axes")):
             raise check.fail(
                 TypeError, "cell", "a Flax Linen cell", self.cell, "pass nn.GRUCell(features), for example"
             )
+        flags = flags_of_call(
+            self, return_carry=return_carry, time_major=time_major, reverse=reverse, keep_order=keep_order
+        )
         check_inputs(inputs, self.cell.num_feature_axes)
-        check_flags(**options)
-        if self.unroll != 1 or self.variable_axes:
-            raise ValueError(f"unroll and variable_axes cannot be set, got {self.unroll} and {self.variable_axes}")
+        if not isinstance(self.split_rngs, Mapping):
+            raise check.fail(TypeError, "split_rngs", "a dict of names and flags", self.split_rngs)
+        if self.variable_axes:
+            raise ValueError(f"variable_axes cannot be set, got {self.variable_axes}")
         if self.is_initializing():
             return super().__call__(
-                inputs, initial_carry=initial_carry, init_key=init_key, seq_lengths=seq_lengths, **options
+                inputs, initial_carry=initial_carry, init_key=init_key, seq_lengths=seq_lengths, **flags
             )
-        key = jax.random.key(0) if init_key is None else init_key
+        key = jax.random.key(0) if init_key is None else check.prng_key("init_key", init_key)
         return run_cell(
             self._scan,
             inputs,
@@ -81,7 +79,7 @@ class RNN(nn.RNN):
             self.cell.num_feature_axes,
             seq_lengths,
             flip_sequences,
-            **options,
+            **flags,
         )
 
     def _scan(self, wrap: Callable[..., Any], carry: Any, xs: Any, reverse: bool) -> tuple[Any, Any]:
@@ -105,7 +103,13 @@ class RNN(nn.RNN):
                 # Flax traces its step once before it scans, which moves random streams on: for the same masks, so does this.
                 jax.eval_shape(lambda xs: step((state, carry), jax.tree.map(lambda a: a[0], xs)), (one_each, xs))
                 (state, carry), ys = scan(
-                    step, (state, carry), (one_each, xs), slots=self.slots, budget=self.budget, reverse=reverse
+                    step,
+                    (state, carry),
+                    (one_each, xs),
+                    slots=self.slots,
+                    budget=self.budget,
+                    reverse=reverse,
+                    unroll=self.unroll,
                 )
                 return (carry, ys), (state,)
 
@@ -145,8 +149,8 @@ class Chain(nn.Sequential):
                 x = call(layer, x)
             return x
         blocks, params = zip(*map(_block, self.layers), strict=True)
-        x, found = chain(blocks, params, args, budget=self.budget, schedule=self.schedule, has_aux=True)
-        for layer, updates in zip(self.layers, found, strict=True):
+        x, all_updates = chain(blocks, params, args, budget=self.budget, schedule=self.schedule, has_aux=True)
+        for layer, updates in zip(self.layers, all_updates, strict=True):
             for collection, variables in updates.items():
                 for name, value in variables.items():
                     layer.put_variable(collection, name, value)  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ positions            the positions of the tokens that a device holds
 hide_hops            settings with which blocks travel while GPUs compute
 ring                 scans over blocks that travel round a ring
 baselines            other parallelisms in the same style, to compare with
-overlap              when hops are hidden, and how much memory each parallelism takes
+overlap              when hops are hidden behind compute
 """
 
 from memjax.shard import baselines as baselines

@@ -1,4 +1,4 @@
-"""`metp_attention`: attention over a ring, keys and values travelling."""
+"""`metp_attention`: softmax(scale q k^T) v over a ring of devices, round which keys and values travel."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Float, Int
 
+from memjax._attention import block as blocks
+from memjax._attention import choice
+from memjax._attention.block import Options, Tokens
 from memjax._core import check as _check
 from memjax._core.arrays import accumulator, vary, varying_axes
-from memjax._core.derivatives import without_forward_mode
-from memjax.shard import _attention_block as blocks
+from memjax._core.derivatives import forward_mode_message, refusing_forward_mode
 from memjax.shard import _attention_check as check
 from memjax.shard import ring
-from memjax.shard._attention_block import Options, Tokens
 from memjax.shard._layout import positions
 
 Array = jax.Array
+_FORWARD_MODE = forward_mode_message("memjax.shard.metp_attention")
 _FEW_ROWS = 128
 
 
@@ -86,7 +88,7 @@ def metp_attention(
     order is that of Zhu's ring-flash-attention.
     """
     size = _check.axis_size("axis_name", axis_name)
-    given = check.options(
+    choices = check.options(
         causal=causal,
         layout=layout,
         window=window,
@@ -95,11 +97,11 @@ def metp_attention(
         head_chunks=head_chunks,
         implementation=implementation,
     )
-    check.arrays(q, k, v, segment_ids, given["layout"], given["head_chunks"])
+    check.arrays(q, k, v, segment_ids, choices["layout"], choices["head_chunks"])
     for name, a in (("q", q), ("k", k), ("v", v)):
         _check.sharded(name, a, axis_name)
     rows = max(q.shape[1] // size, _FEW_ROWS) if size > 1 else 4 * _FEW_ROWS
-    return _of_tokens(axis_name, rows, given, q, k, v, segment_ids)
+    return _of_tokens(axis_name, rows, choices, q, k, v, segment_ids)
 
 
 def attention(
@@ -115,29 +117,29 @@ def attention(
     implementation: str | None = None,
 ) -> Float[Array, "b s h d"]:
     """Attention of a whole sequence on one device, through the kernels of `metp_attention` and with its options."""
-    given = check.options(
+    choices = check.options(
         causal=causal, layout="contiguous", window=window, scale=scale, softcap=softcap, implementation=implementation
     )
-    check.arrays(q, k, v, segment_ids, given["layout"], given["head_chunks"])
-    return _of_tokens(None, 4 * _FEW_ROWS, given, q, k, v, segment_ids)
+    check.arrays(q, k, v, segment_ids, choices["layout"], choices["head_chunks"])
+    return _of_tokens(None, 4 * _FEW_ROWS, choices, q, k, v, segment_ids)
 
 
 def _of_tokens(
-    axis_name: str | None, rows: int, given: dict[str, Any], q: Array, k: Array, v: Array, segment_ids: Array | None
+    axis_name: str | None, rows: int, choices: dict[str, Any], q: Array, k: Array, v: Array, segment_ids: Array | None
 ) -> Array:
-    if given["scale"] is None:
-        given["scale"] = q.shape[-1] ** -0.5
-    given["implementation"] = check.implementation(
-        given["implementation"], q, segment_ids, given["window"], given["softcap"]
+    if choices["scale"] is None:
+        choices["scale"] = q.shape[-1] ** -0.5
+    choices["implementation"] = choice.implementation(
+        choices["implementation"], q, segment_ids, choices["window"], choices["softcap"]
     )
     if segment_ids is not None:
         # Padding may hold anything, and 0 times NaN is NaN.
         seen = (segment_ids >= 0)[:, :, None, None]
         q, k, v = (jnp.where(seen, a, 0) for a in (q, k, v))
     operands = (q, k, v, segment_ids)
-    attend = partial(_attention, Options(axis_name=axis_name, rows=rows, **given))
+    attend = partial(_attention, Options(axis_name=axis_name, rows=rows, **choices))
     operands = vary(operands, varying_axes(*jax.tree.leaves(operands)))
-    return without_forward_mode(attend, "memjax.shard.metp_attention")(*operands)
+    return refusing_forward_mode(attend, _FORWARD_MODE)(*operands)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -199,8 +201,8 @@ def _ring_forward(options: Options, q: Array, k: Array, v: Array, segments: Arra
     def body(carry: Any, block: Any, step: Any) -> Any:
         (k, v), seen = block
         columns = where.source(step, seen)
-        attend = partial(_implementation(options).forward, options)
-        if carry is None:  # the own block
+        attend = partial(choice.kernels(options.implementation).forward, options)
+        if carry is None:  # this device's own block
             return attend(q, k, v, where.rows, columns, True)
         o, lse = carry
         if not options.causal:
@@ -229,12 +231,12 @@ def _ring_backward(
     def body(dq: Any, block: Any, step: Any) -> tuple[Any, Any]:
         (k, v), seen = block
         columns = where.source(step, seen)
-        gradients = partial(_implementation(options).backward, options)
+        gradients = partial(choice.kernels(options.implementation).backward, options)
 
         def whole() -> tuple[Any, Any]:
-            own = isinstance(step, int) and step == 0
-            more, dk, dv = gradients(q, k, v, o, lse, do, where.rows, columns, own)
-            return dq + more, (dk, dv)
+            diagonal = isinstance(step, int) and step == 0
+            dq_block, dk, dv = gradients(q, k, v, o, lse, do, where.rows, columns, diagonal)
+            return dq + dq_block, (dk, dv)
 
         if not options.causal or (isinstance(step, int) and step == 0):
             return whole()
@@ -243,8 +245,8 @@ def _ring_backward(
             return lax.cond(behind, whole, lambda: (dq, (jnp.zeros_like(k, dq.dtype), jnp.zeros_like(v, dq.dtype))))
         halves = _Halves(behind)
         arrays = halves.rows(q), *halves.keys((k, v)), halves.rows(o), halves.rows(lse, 2), halves.rows(do)
-        more, dk, dv = gradients(*arrays, halves.rows(where.rows), halves.keys(columns), False)
-        for half, dq_half in zip(halves.of_rows, jnp.split(more, 2), strict=True):
+        dq_halves, dk, dv = gradients(*arrays, halves.rows(where.rows), halves.keys(columns), False)
+        for half, dq_half in zip(halves.of_rows, jnp.split(dq_halves, 2), strict=True):
             dq = _replaced(dq, _part(dq, half, 2, 1) + dq_half, half, 1)
         return dq, (halves.sum_of_keys(dk), halves.sum_of_keys(dv))
 
@@ -254,7 +256,7 @@ def _ring_backward(
 
 
 class _Where:
-    """Where this device's tokens are, and those of the blocks that come."""
+    """Positions in the sequence of this device's tokens, and of those in the blocks that arrive."""
 
     def __init__(self, options: Options, q: Array, segments: Array | None):
         self._options, self._shape = options, q.shape[:2]
@@ -271,12 +273,12 @@ class _Where:
 
 
 class _Halves:
-    """What a causal mask lets see one another of this device's rows and the keys of another one, in zigzag order.
+    """The halves of this device's rows and of another device's keys that see one another under a causal mask, in zigzag order.
 
-    The later half of the rows sees the earlier half of the keys. If the other device is behind on the ring the earlier rows
-    see it too; if not, the later rows see the later keys as well. Both times these are two pairs of halves, wholly visible.
-    They lie side by side in the batch: every device does the same at every step, without a branch, for which GPUs
-    wait for the host, and in a product twice as large as one of half the rows, which would keep few multiprocessors busy.
+    The later half of the rows sees the earlier half of the keys. If the other device is behind on the ring, the earlier rows
+    see that half too; if not, the later rows see the later keys as well. Either way these are two pairs of halves, wholly
+    visible. They lie side by side in the batch. So every device does the same at every step, without a branch, for which a GPU
+    would wait for the host; and the product is twice as large as one of half the rows, which would keep few multiprocessors busy.
     """
 
     def __init__(self, behind: Array):
@@ -306,21 +308,13 @@ class _Halves:
 
 
 def _selected(first: Array, a: Array, b: Array) -> Array:
-    """For each entry of `first` a or b, stacked, in one kernel.
+    """Stacks, for each entry of `first`, a or b, in one kernel.
 
-    Concatenations, and slices at places that are computed, XLA copies at a third of the memory's speed.
+    Concatenations, and slices at computed places, are copied by XLA at a third of the memory's speed.
     """
     return jnp.where(first.reshape(-1, *[1] * a.ndim), a, b)
 
 
 def _replaced(a: Array, new: Array, index: Any, axis: int) -> Array:
-    """`a` with `new` in place of the part. Not `a.at[part].set(new)`, which is a scatter."""
+    """`a` with `new` in place of a part. This is not `a.at[part].set(new)`, which is a scatter."""
     return lax.dynamic_update_slice_in_dim(a, new, index * new.shape[axis], axis)
-
-
-def _implementation(options: Options) -> Any:
-    if options.implementation == "jnp":
-        return blocks
-    from memjax.shard import _attention_cudnn
-
-    return _attention_cudnn

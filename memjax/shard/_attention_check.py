@@ -7,7 +7,6 @@ from typing import Any
 import jax.numpy as jnp
 
 from memjax._core import check
-from memjax.shard import _attention_cudnn
 from memjax.shard._layout import LAYOUTS
 
 _NONE = "pass None for none"
@@ -63,15 +62,3 @@ def options(
         "head_chunks": check.integer("head_chunks", head_chunks, least=1),
         "implementation": check.choice("implementation", implementation, (None, "cudnn", "jnp")),
     }
-
-
-def implementation(name: str | None, q: Any, segment_ids: Any, window: Any, softcap: Any) -> str:
-    """The one that was asked for, or the best that runs here."""
-    if name == "jnp":
-        return "jnp"
-    reason = _attention_cudnn.unsuited(q, segment_ids, window, softcap)
-    if reason is None:
-        return "cudnn"
-    if name == "cudnn":
-        raise ValueError(f'implementation must be one that can do this, got "cudnn": {reason}; use "jnp"')
-    return "jnp"

@@ -1,4 +1,4 @@
-"""`vocab_cross_entropy`: tokens and vocabulary both spread over the same devices."""
+"""`vocab_cross_entropy`: the loss -log softmax(x w^T)[label], tokens and vocabulary spread over the same devices."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from jaxtyping import Float, Int
 
 from memjax._core import check
 from memjax._core.arrays import accumulator, vary, varying_axes
-from memjax._core.derivatives import without_forward_mode
+from memjax._core.derivatives import forward_mode_message, refusing_forward_mode
 from memjax._linear_cross_entropy.api import prepared, share
 
 Array = jax.Array
+_FORWARD_MODE = forward_mode_message("memjax.shard.vocab_cross_entropy")
 
 
 def vocab_cross_entropy(
@@ -58,8 +59,8 @@ def vocab_cross_entropy(
     large, as those of any function that ends in a `psum`: divide them by p.
 
     Raises:
-      ValueError, TypeError: as `memjax.linear_cross_entropy`; outside a `jax.shard_map` over `axis_name`; x or w that JAX
-        knows to be the same on all devices, which it does not with `check_vma=False`.
+      ValueError, TypeError: as `memjax.linear_cross_entropy`; outside a `jax.shard_map` over `axis_name`; x, w or labels that
+        JAX knows to be the same on all devices, which it does not with `check_vma=False`.
     """
     size = check.axis_size("axis_name", axis_name)
     check.choice("reduction", reduction, ("mean", "sum"))
@@ -76,11 +77,12 @@ def vocab_cross_entropy(
     }
     if not jnp.issubdtype(check.array("labels", labels).dtype, jnp.integer):
         raise check.fail(TypeError, "labels", "integers", labels, "soft targets go to memjax.linear_cross_entropy")
-    valid = prepared(x, w, labels, **options).valid
+    valid = prepared(x=x, w=w, labels=labels, **options).valid
     check.sharded("x", x, axis_name)
+    check.sharded("labels", labels, axis_name)
     operands = (x.reshape(-1, x.shape[-1]), w, labels.reshape(-1))
     operands = vary(operands, varying_axes(*operands) | {axis_name})
-    share_of = without_forward_mode(partial(_share, size, tuple(options.items())), "memjax.shard.vocab_cross_entropy")
+    share_of = refusing_forward_mode(partial(_share, size, tuple(options.items())), _FORWARD_MODE)
     loss = lax.psum(share_of(*operands), axis_name)
     if reduction == "sum":
         return loss
@@ -90,7 +92,7 @@ def vocab_cross_entropy(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _share(size: int, options: Any, x: Array, w: Array, labels: Array) -> Array:
-    """This device's share of the summed loss, so that its sum over the axis is the loss."""
+    """This device's share of the summed loss: the sum of the shares over the axis is the loss."""
     f = partial(_gathered_share, dict(options))
     return _over_chunks(size, lambda x, labels: (f(x, w, labels), None, None), x, w, labels)[0]
 
@@ -115,10 +117,9 @@ _share.defvjp(_forward, _backward)
 
 
 def _gathered_share(options: dict[str, Any], x: Array, w: Array, labels: Array) -> Array:
-    """The share of all devices' tokens that falls to this device's columns. No sum over the axis is differentiated: see
-    `share`."""
+    """This device's share, that of its columns, of the loss of all devices' tokens. See `share` for why it is not summed."""
     gather = lambda a: lax.all_gather(a, options["axis_name"], tiled=True)
-    return share(prepared(gather(x), w, gather(labels), **options)).loss
+    return share(prepared(x=gather(x), w=w, labels=gather(labels), **options)).loss
 
 
 def _over_chunks(size: int, f: Any, x: Array, w: Array, labels: Array) -> tuple[Array, Any, Any]:

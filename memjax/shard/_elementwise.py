@@ -1,4 +1,4 @@
-"""Whether a function is elementwise, read off its program."""
+"""The check that a function is elementwise, which reads its program."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxprs_in_params
 
 from memjax._core import check
+from memjax._core.compat import bodies
 
 _SHAPE = (3, 5)
 _MIXING = (
@@ -20,14 +20,14 @@ _MIXING = (
 
 
 def check_elementwise(name: str, f: Callable[..., Any]) -> None:
-    """That `f` of an array gives one of its shape, each entry made of that at the same place."""
+    """Raises unless `f` of an array gives one of its shape, each entry made of the entry at the same place."""
     check.function(name, f, "pass one such as jax.nn.gelu")
     wanted = "an elementwise function of one array"
     blocks = "it sees only blocks of rows and columns"
     struct = jax.ShapeDtypeStruct(_SHAPE, jnp.float32)
     try:
         jaxpr, out = jax.make_jaxpr(f, return_shape=True)(struct)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise TypeError(f"{name} must be {wanted}, got {check.shown(f)} that raises {error}") from error
     if not isinstance(out, jax.ShapeDtypeStruct) or out.shape != _SHAPE:
         raise ValueError(f"{name} must be {wanted}, got {check.shown(f)} that returns {out} for {_SHAPE}: {blocks}")
@@ -42,12 +42,12 @@ def check_elementwise(name: str, f: Callable[..., Any]) -> None:
 
 
 def _mixing(jaxpr: Any) -> Iterator[str]:
-    """Primitives that put entries of different places of arrays of the shape together, or ask where an entry is."""
+    """Names of the primitives that combine entries of different places, or ask where an entry is."""
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         arrays = [v.aval for v in (*equation.invars, *equation.outvars)]
         if name.startswith(_MIXING) and any(getattr(a, "shape", None) == _SHAPE for a in arrays):
             yield name
         if name != "pallas_call":
-            for inner in jaxprs_in_params(equation.params):
+            for inner in bodies(equation):
                 yield from _mixing(inner)

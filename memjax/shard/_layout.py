@@ -15,7 +15,7 @@ LAYOUTS = ("zigzag", "contiguous")
 
 
 def zigzag(a: Any, size: int, *, axis: int = 1) -> Any:
-    """Reorders a whole sequence so that, cut into `size` equal parts, part r holds its chunks r and 2 size - 1 - r of 2 size.
+    """Reorders a whole sequence so that, cut into `size` equal parts, part r holds the chunks r and 2 size - 1 - r of 2 size.
 
     Under a causal mask every device then has the same number of keys to attend to. Tokens, labels, positions and segment
     ids are reordered alike, before they are sharded.
@@ -89,18 +89,18 @@ def _checked_rank(rank: Any, size: int) -> jax.Array:
 
 def _checked(a: Any, axis: Any, size: Any) -> tuple[int, int]:
     check.array("a", a)
-    size, given = check.integer("size", size, least=1), check.integer("axis", axis)
-    if not -a.ndim <= given < a.ndim:
-        raise check.fail(ValueError, "axis", f"one of the {a.ndim} axes of a of shape {a.shape}", given)
-    if a.shape[given] % (2 * size):
+    size, whole = check.integer("size", size, least=1), check.integer("axis", axis)
+    if not -a.ndim <= whole < a.ndim:
+        raise check.fail(ValueError, "axis", f"one of the {a.ndim} axes of a of shape {a.shape}", whole)
+    if a.shape[whole] % (2 * size):
         raise check.fail(
             ValueError,
             "a",
-            f"of a length along axis {given} that is a multiple of 2 size = {2 * size}",
+            f"of a length along axis {whole} that is a multiple of 2 size = {2 * size}",
             a,
             "pad the sequence, with segment id -1 for what is added",
         )
-    return given, size
+    return whole, size
 
 
 def _take(a: Any, order: np.ndarray, axis: int) -> Any:

@@ -1,4 +1,4 @@
-"""O = f(A B) C over a ring, and the feed-forward layer that is made of it."""
+"""O = f(A B) C over a ring of devices, and the feed-forward layer that is made of it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from jaxtyping import Array, Float
 
 from memjax._core import check
 from memjax._core.arrays import accumulator, vary, varying_axes
-from memjax._core.derivatives import without_forward_mode
+from memjax._core.derivatives import forward_mode_message, refusing_forward_mode
 from memjax.shard import ring
 from memjax.shard._elementwise import check_elementwise
 
+_FORWARD_MODE = forward_mode_message("memjax.shard.metp and metp_mlp")
 _LEAST_MESSAGE = 3 * 2**25  # bytes
 
 
@@ -146,7 +147,7 @@ def _checked_product(
     operands = (rows, tuple(columns.values()), c)
     operands = vary(operands, varying_axes(*jax.tree.leaves(operands)))
     product = lambda *operands: _product(f, *operands, axis_name, recompute)
-    o = without_forward_mode(product, "memjax.shard.metp and metp_mlp")(*operands)
+    o = refusing_forward_mode(product, _FORWARD_MODE)(*operands)
     return o.reshape(*a.shape[:-1], c.shape[1])
 
 
@@ -209,8 +210,10 @@ _product.defvjp(_forward, _backward)
 
 
 def _pieces(a: jax.Array, bs: tuple[jax.Array, ...], c: jax.Array) -> int:
-    """In how many pieces, one after another, a block goes round in the backward pass: so that messages and products do not
-    exceed the sum of rows that is held anyway, while messages are large enough to be fast."""
+    """The number of pieces in which a block goes round, one after another, in the backward pass.
+
+    Messages and products then do not exceed the sum of rows that is held anyway, while messages are large enough to be fast.
+    """
     wide, narrow = accumulator(a.dtype)(0).itemsize, a.dtype.itemsize
     message = (sum(b.size for b in bs) + c.size) * (narrow + wide)
     products = (2 * len(bs) + 1) * a.shape[0] * c.shape[0] * narrow
@@ -228,7 +231,7 @@ def _block(bs: tuple[jax.Array, ...], c: jax.Array, index: Any, count: int) -> t
 
 
 def _add_product(sums: Any, a: jax.Array, b: jax.Array) -> tuple[jax.Array, ...]:
-    """sums + a b, in two halves of the rows: a product that is not added where it is made takes half as much."""
+    """sums + a b, in two halves of the rows: a product that is not added where it is made then takes half as much memory."""
     product = partial(jnp.matmul, preferred_element_type=accumulator(a.dtype))
     # Made once, in one kernel: in the kernels that slice it XLA would compute it again.
     a = jax.lax.optimization_barrier(a)
@@ -249,6 +252,6 @@ def _rounded(sums: tuple[jax.Array, ...], dtype: Any) -> jax.Array:
 
 
 def _elementwise(f: Any, inputs: int, dtype: Any) -> Callable[[jax.Array], jax.Array]:
-    """f of so many arrays side by side."""
+    """`f` as a function of its `inputs` arguments side by side."""
     wide = accumulator(dtype)
     return lambda z: f(*jnp.split(z.astype(wide), inputs, 1)).astype(dtype)

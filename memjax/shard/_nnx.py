@@ -135,7 +135,7 @@ class MetpAttention(nnx.Module):
             raise check.fail(ValueError, "heads", f"a divisor of dim = {dim}", heads, "or pass head_dim")
         self._head_dim = dim // heads if head_dim is None else check.integer("head_dim", head_dim, least=1)
         if rotate is not None:
-            check.function("rotate", rotate, "pass f(q, positions), or None for none")
+            check.function("rotate", rotate, "pass f(q, positions), or None for none", arguments=2)
         _check_common(axis_name, dtype, rngs)
         if unknown := options.keys() - _OPTIONS:
             wanted = f"options of metp_attention: {', '.join(_OPTIONS)}"
@@ -154,6 +154,8 @@ class MetpAttention(nnx.Module):
     def __call__(self, x: Array, segment_ids: Array | None = None) -> Array:
         """(B, t, dim) and (B, t), this device's tokens in the layout, to their outputs (B, t, dim)."""
         check.array("x", x, ndim=3, floating=True, fix="pass (batch, tokens, dim)")
+        if x.shape[2] != self.query.shape[0]:
+            raise check.fail(ValueError, "x", f"of {self.query.shape[0]} features", x)
         size = check.axis_size("axis_name", self._axis_name)
         x = x.astype(x.dtype if self._dtype is None else self._dtype)
         heads = lambda a: a.reshape(*a.shape[:2], -1, self._head_dim)

@@ -37,12 +37,14 @@ def tensor_parallel_mlp(
 ) -> Array:
     """All tokens (..., S, D) on every device, columns of `w_in` and rows of `w_out` here; the outputs are added up.
 
-    Saved: x, and S F/p entries for each input of the activation and for its output.
+    Saved: x, and S F/p entries for each input of the activation and for its output. An x that JAX takes to differ between
+    devices is refused.
 
     With `jax.shard_map(check_vma=False)` values are right, and gradients taken outside of it. Taken inside, they are p times as
     large, as those of any function that ends in a `psum`: divide them by p. The gradient of x is then this device's part of it.
     """
     _check_mlp(x, w_in, w_out, w_gate, activation, axis_name)
+    check.same("x", x, axis_name)
     return lax.psum(mlp(x, w_in, w_out, activation, w_gate), axis_name)
 
 
@@ -55,7 +57,10 @@ def sequence_parallel_mlp(
     w_gate: Array | None = None,
     axis_name: str,
 ) -> Array:
-    """This device's tokens (..., T, D), gathered before the matmuls and scattered after them. Saved: as above."""
+    """This device's tokens (..., T, D), gathered before the matmuls and scattered after them.
+
+    Saved: x, and S F/p entries for each input of the activation and for its output.
+    """
     _check_mlp(x, w_in, w_out, w_gate, activation, axis_name)
     check.sharded("x", x, axis_name)
     return scattered(mlp(gathered_tokens(x, axis_name), w_in, w_out, activation, w_gate), axis_name)
@@ -126,6 +131,9 @@ def _check_mlp(x: Any, w_in: Any, w_out: Any, w_gate: Any, activation: Any, axis
 
 def mlp(x: Array, w_in: Array, w_out: Array, activation: Activation, w_gate: Array | None = None) -> Array:
     """`activation(x w_in) w_out` or `(activation(x w_gate) * (x w_in)) w_out` on one device."""
+    check.function("activation", activation, "pass one such as jax.nn.gelu")
+    for name, a in (("x", x), ("w_in", w_in), ("w_out", w_out)):
+        check.array(name, a)
     # Of the elementwise part only the inputs are kept, as a fused kernel would.
     if w_gate is None:
         return jax.checkpoint(activation)(x @ w_in) @ w_out
@@ -134,14 +142,22 @@ def mlp(x: Array, w_in: Array, w_out: Array, activation: Activation, w_gate: Arr
 
 def gathered_tokens(x: Array, axis_name: str) -> Array:
     """(B, T, ...) -> (B, S, ...); its transpose scatters."""
+    check.axis_size("axis_name", axis_name)
+    check.array("x", x)
     return lax.all_gather(x, axis_name, axis=1, tiled=True)
 
 
 def scattered(x: Array, axis_name: str) -> Array:
     """(B, S, ...) -> (B, T, ...), the sum over devices; its transpose gathers."""
+    size = check.axis_size("axis_name", axis_name)
+    if check.array("x", x).ndim < 2 or x.shape[1] % size:
+        raise check.fail(ValueError, "x", f"of a number of tokens (axis 1) that {size} devices divide", x)
     return lax.psum_scatter(x, axis_name, scatter_dimension=1, tiled=True)
 
 
 def gathered_weight(w: Array, axis_name: str, axis: int) -> Array:
     """The whole of a weight of which this device holds a part along `axis`."""
+    check.axis_size("axis_name", axis_name)
+    if not 0 <= check.integer("axis", axis) < check.array("w", w).ndim:
+        raise check.fail(ValueError, "axis", f"one of the {w.ndim} axes of w", axis)
     return lax.all_gather(w, axis_name, axis=axis, tiled=True)

@@ -1,4 +1,4 @@
-"""When hops round a ring are hidden, and what each parallelism keeps: functions of shapes, matmul rate and bandwidth.
+"""When hops round a ring are hidden: functions of shapes, matmul rate and bandwidth.
 
 A hop is hidden if it takes no longer than the step it runs beside:
 
@@ -14,7 +14,6 @@ abstract). `measure_matmul` and `measure_link` give the two rates of the machine
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from memjax._core import check
+from memjax._core.timing import seconds
 from memjax.shard import ring
 
 _ROUNDS = 4
@@ -35,9 +35,9 @@ class Step:
     """What one device does in one step of a ring."""
 
     flops: float
-    """Of the matmuls."""
+    """FLOPs of the matmuls."""
     message_bytes: float
-    """Sent, and received."""
+    """Bytes that are sent, and as many received."""
 
     def __post_init__(self) -> None:
         check.number("flops", self.flops, positive=True)
@@ -49,7 +49,7 @@ class Link:
     """Bandwidth of a hop by the size of its message."""
 
     sizes: tuple[int, ...]
-    """Bytes, rising."""
+    """Sizes of messages in bytes, rising."""
     bandwidths: tuple[float, ...]
     """Bytes per second."""
 
@@ -66,7 +66,7 @@ class Link:
             raise check.fail(ValueError, "sizes", "rising", self.sizes)
 
     def bandwidth(self, size: float) -> float:
-        """Bytes per second, interpolated in the logarithm of the size; beyond the ends that of the ends."""
+        """Bytes per second for a size, interpolated in its logarithm; constant beyond the ends."""
         check.number("size", size, positive=True)
         return float(np.interp(np.log(size), np.log(self.sizes), self.bandwidths))
 
@@ -94,37 +94,10 @@ def mlp_step(
     return Step(2 * matmuls * tokens * dim * hidden / size, entries * (itemsize + 4 * backward))
 
 
-def attention_step(
-    tokens: int,
-    *,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    causal: bool = False,
-    itemsize: int = 2,
-    backward: bool = False,
-) -> Step:
-    """What a device does in a step of `metp_attention` with (tokens, heads, head_dim) per device.
-
-    These are 2 matmuls, 5 in the backward pass, on half of the products if zigzag and causal.
-
-    Raises:
-      ValueError, TypeError: numbers that are not positive integers, flags that are not booleans.
-    """
-    _positive(tokens=tokens, heads=heads, kv_heads=kv_heads, head_dim=head_dim, itemsize=itemsize)
-    causal, backward = check.flag("causal", causal), check.flag("backward", backward)
-    products = tokens**2 / (2 if causal else 1)
-    matmuls = 5 if backward else 2
-    entries = 2 * tokens * kv_heads * head_dim
-    return Step(2 * matmuls * products * heads * head_dim, entries * (itemsize + 4 * backward))
-
-
 def hidden_share(step: Step, flops_per_second: float, link: Link) -> float:
     """The part of a hop that its step can hide, at most 1."""
     if not isinstance(step, Step):
-        raise check.fail(
-            TypeError, "step", "a memjax.shard.overlap.Step", step, "mlp_step and attention_step make them"
-        )
+        raise check.fail(TypeError, "step", "a memjax.shard.overlap.Step", step, "mlp_step makes them")
     check.number("flops_per_second", flops_per_second, positive=True)
     if not isinstance(link, Link):
         raise check.fail(TypeError, "link", "a memjax.shard.overlap.Link", link, "measure_link makes one")
@@ -149,50 +122,6 @@ def full_overlap_tokens(step: Callable[[int], Step], flops_per_second: float, li
         middle = (low + high) // 2
         low, high = (low, middle) if hidden(middle) else (middle, high)
     return high
-
-
-def saved_bytes(
-    parallelism: str,
-    *,
-    tokens: int,
-    size: int,
-    dim: int,
-    hidden: int,
-    heads: int,
-    kv_heads: int,
-    itemsize: int = 2,
-) -> float:
-    """What a device keeps of a Transformer layer between forward and backward pass, parameters aside.
-
-    The layer is that of Llama: two norms of which only the inputs are kept, flash attention, SwiGLU with its two inputs
-    and its output, weights gathered again in the backward pass.
-
-    Args:
-      parallelism: "metp", "tp", "tp_sp", "ulysses" or "ring".
-      tokens: of the whole sequence, S.
-
-    Returns, for t = S / p tokens and c = 2 D + 2 D K / H for q, k, v and the output, in items but for 4 H t bytes of
-    log-sum-exps:
-      - "metp", "ring": t (4 D + c)
-      - "ulysses": t (4 D + c + D)
-      - "tp": S (4 D + c / p + 3 F / p)
-      - "tp_sp": t (2 D) + S (2 D + c / p + 3 F / p)
-
-    Raises:
-      ValueError, TypeError: another name, or numbers that are not positive integers.
-    """
-    check.choice("parallelism", parallelism, ("metp", "ring", "ulysses", "tp", "tp_sp"))
-    _positive(tokens=tokens, size=size, dim=dim, hidden=hidden, heads=heads, kv_heads=kv_heads, itemsize=itemsize)
-    local = tokens / size
-    mixed = 2 * dim + 2 * dim * kv_heads / heads
-    items = {
-        "metp": local * (4 * dim + mixed),
-        "ring": local * (4 * dim + mixed),
-        "ulysses": local * (5 * dim + mixed),
-        "tp": tokens * 4 * dim + local * (mixed + 3 * hidden),
-        "tp_sp": local * 2 * dim + tokens * 2 * dim + local * (mixed + 3 * hidden),
-    }
-    return itemsize * items[parallelism] + 4 * heads * local
 
 
 def measure_matmul(size: int = 8192, dtype: Any = jnp.bfloat16) -> float:
@@ -247,14 +176,7 @@ def _positive(**numbers: Any) -> None:
         check.integer(name, value, least=1)
 
 
-def _seconds(f: Callable[..., Any], *args: Any, calls: int = 5, rounds: int = 5) -> float:
-    """Time of one call: the median of several rounds, each of several calls in a row."""
-    jax.block_until_ready(f(*args))
-    times = []
-    for _ in range(rounds):
-        begin = time.perf_counter()
-        for _ in range(calls):
-            out = f(*args)
-        jax.block_until_ready(out)
-        times.append((time.perf_counter() - begin) / calls)
-    return float(np.median(times))
+def _seconds(f: Callable[..., Any], *args: Any) -> float:
+    """Time of one call: the median of several rounds of calls in a row, after one that compiles."""
+    seconds(f, *args)
+    return float(np.median([seconds(f, *args, calls=5) for _ in range(5)]))

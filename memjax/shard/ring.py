@@ -1,7 +1,7 @@
 """A ring of devices, round which blocks travel while every device computes with the block it holds.
 
-The schedule of memory-efficient tensor parallelism (Liang et al. 2025), and of ring attention (Liu et al. 2023). At step t
-device i holds the block of device i - t. `scan` uses the own block first:
+This is the schedule of memory-efficient tensor parallelism (Liang et al. 2025), and of ring attention (Liu et al. 2023). At
+step t device i holds the block of device i - t. `scan` uses the device's own block first:
 
     step 0          step 1          ...   step p-1
     use own block   use block i-1         use block i+1
@@ -10,14 +10,14 @@ device i holds the block of device i - t. `scan` uses the own block first:
 Every hop is started before a step's work and awaited after it, so that the link and the matrix units are busy together
 (double buffering: the block in use and the one that arrives). `collect` also adds up something from every device for each
 block (its gradient). Those sums travel with the blocks, one step behind: what arrives is added to what was just computed. The
-own block comes last, while the sums of the others for it come home:
+device's own block comes last, while the sums of the other devices for it come home:
 
                     step 1          ...   step p-1          homecoming
                     use block i-1         use block i+1     use own block
     send own block  send it on            send its sums     add its sums
 
-Memory: a block and its sums twice. Traffic per device: p - 1 blocks and p - 1 sums. Not hidden is the first hop of `collect`, one
-block; if blocks go round in pieces, one after another, one piece.
+Memory: a block and its sums, twice each. Traffic per device: p - 1 blocks and p - 1 sums. The first hop of `collect` is not
+hidden: that of one block, or of one piece if blocks go round in pieces.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from memjax._core import check
+from memjax._core.clear_errors import call_errors
 
 
 def scan(body: Callable[[Any, Any, Any], Any], moving: Any, init: Any, *, axis_name: str | None) -> Any:
-    """Runs `body` with the block of every device of the ring in turn, the own one first, hops hidden behind it.
+    """Runs `body` with the block of every device of the ring in turn, its own block first, hops hidden behind it.
 
     Args:
       body: `(carry, block, step) -> carry`. `block` is the `moving` of device `(i - step) % p`; `step` is the Python integer 0
@@ -54,6 +55,7 @@ def scan(body: Callable[[Any, Any, Any], Any], moving: Any, init: Any, *, axis_n
     size = _size(axis_name)
     check.function("body", body, "body(carry, block, step) returns the carry", arguments=3)
     _check_moving(moving)
+    body = _explained(body)
     if size == 1:
         return body(init, moving, 0)
 
@@ -78,7 +80,7 @@ def collect(
     count: int = 1,
     piece: Callable[[Any, Any], Any] = lambda moving, index: moving,
 ) -> tuple[Any, Any]:
-    """Runs `body` with the block of every device of the ring in turn, the own one last, and adds up what it returns for each.
+    """Runs `body` with the block of every device of the ring in turn, its own block last, and adds up what it returns for each.
 
     Args:
       body: `(carry, block, step) -> (carry, sums)`. `sums` is a pytree of arrays to be added up, for each block, over all
@@ -101,11 +103,13 @@ def collect(
     _check_moving(moving)
     check.dtype("dtype", dtype)
     check.integer("count", count, least=1, what="a number of pieces")
+    check.function("piece", piece, "piece(moving, index) returns a part", arguments=2)
     if not callable(body) and not (isinstance(body, tuple) and len(body) == 2):
         raise check.fail(TypeError, "body", "a function, or a pair of functions", body)
     first, second = (None, body) if callable(body) else body
     for f in (second,) if first is None else (first, second):
         check.function("body", f, "body(carry, block, step) returns (carry, sums)", arguments=3)
+    first, second = None if first is None else _explained(first), _explained(second, pair=True)
 
     def work(carry: Any, block: Any, index: Any) -> Any:
         return second(carry if first is None else first(carry, block, index), block, index)
@@ -117,8 +121,8 @@ def collect(
             if sums is not None:
                 carry, arrived, onward = lax.optimization_barrier((carry, arrived, onward))
         block_next = _hop(onward, axis_name, size)
-        carry, more = second(carry, block, index)
-        return carry, block_next, more if arrived is None else _add(arrived, more)
+        carry, computed = second(carry, block, index)
+        return carry, block_next, computed if arrived is None else _add(arrived, computed)
 
     def one_round(state: Any, index: Any) -> Any:
         carry, block = state
@@ -130,10 +134,10 @@ def collect(
         carry, block, sums = _in_pairs(go_on, (carry, block, sums), 2, size - 1)
         if size > 2:
             carry, _, sums = step(carry, block, sums, size - 1, None)
-        # Of the own block nothing is computed before, and held.
-        carry, sums, index, mine = lax.optimization_barrier((carry, sums, index, moving))
-        following = piece(mine, (index + 1) % count) if count > 1 else None
-        carry, block, sums = lax.optimization_barrier(step(carry, piece(mine, index), sums, 0, following))
+        # Nothing is computed from the own block earlier, and held.
+        carry, sums, index, own_block = lax.optimization_barrier((carry, sums, index, moving))
+        following = piece(own_block, (index + 1) % count) if count > 1 else None
+        carry, block, sums = lax.optimization_barrier(step(carry, piece(own_block, index), sums, 0, following))
         return (carry, block), cast(sums)
 
     cast = lambda sums: jax.tree.map(lambda a: a.astype(dtype), sums)
@@ -169,8 +173,21 @@ def _check_moving(moving: Any) -> None:
         check.array("moving", leaf, fix="pass a pytree of this device's arrays")
 
 
+def _explained(body: Callable[..., Any], *, pair: bool = False) -> Callable[..., Any]:
+    """`body` with errors that say what it was called with."""
+
+    def call(carry: Any, block: Any, step: Any) -> Any:
+        with call_errors("body", body, {"a carry": carry, "a block": block}):
+            out = body(carry, block, step)
+        if pair and not (isinstance(out, tuple) and len(out) == 2):
+            raise check.fail(TypeError, "body", "a function that returns (carry, sums)", out)
+        return out
+
+    return call
+
+
 def _hop(tree: Any, axis_name: Any, size: int) -> Any:
-    """`tree` of the previous device."""
+    """The `tree` of the previous device."""
     return lax.ppermute(tree, axis_name, [(i, (i + 1) % size) for i in range(size)])
 
 
@@ -183,7 +200,7 @@ _MORE_FLAGS = "--xla_gpu_collective_permute_combine_threshold_bytes=1073741824",
 
 
 def hide_hops() -> None:
-    """Has GPUs hide hops behind compute; to be called before the first use of a device.
+    """Makes GPUs hide hops behind compute. Call it before the first use of a device.
 
     Sets `CUDA_DEVICE_MAX_CONNECTIONS=1`, unless it has a value, so that hops start before the matmuls beside them, and adds to
     `XLA_FLAGS`, unless they name these flags:

@@ -68,16 +68,18 @@ def _coders(shape, dtype, capacity, interpret):
     return by_kernels, by_reference
 
 
-def check_same(x, bound, capacity=None, interpret=True):
+def check_same(x, bound, capacity=None, interpret=True) -> int:
+    """The words that the code needs."""
     (code, decoded), (expected, expected_decoded) = kernels_and_reference(x, bound, capacity, interpret)
     np.testing.assert_array_equal(code.headers, expected.headers)
     assert code.needed == expected.needed
     for own, expected_own in zip(decoded, expected_decoded, strict=True):
         np.testing.assert_array_equal(own, expected_own)
     if expected.needed > expected.words.size:
-        return
+        return int(expected.needed)
     first, count = np.asarray(expected.offsets), np.diff(np.append(expected.offsets, expected.needed))
     # Tiles may lie in another order.
     index = np.arange(int(expected.needed)) + np.repeat(np.asarray(code.offsets) - first, count)
     np.testing.assert_array_equal(np.sort(index), np.arange(len(index)))
     np.testing.assert_array_equal(np.asarray(code.words)[index], np.asarray(expected.words)[: len(index)])
+    return int(expected.needed)

@@ -46,7 +46,7 @@ def check_bound(x, decoded, bound, keeps_signs=True):
 
 
 def _exactly(bits, dtype) -> np.ndarray:
-    """As float64, by NumPy alone: XLA's conversions may flush subnormal numbers."""
+    """The values as float64, made by NumPy alone: XLA's conversions may flush subnormal numbers."""
     if dtype == jnp.bfloat16:
         bits = bits.astype(np.uint32) << np.uint32(16)
     with np.errstate(invalid="ignore"):  # signalling NaNs

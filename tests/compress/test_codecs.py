@@ -206,7 +206,7 @@ def test_refuses():
         ChannelQuantized(samples=0)
     with pytest.raises(ValueError, match="group_size must be a multiple of 16, got 20"):
         GroupQuantized(group_size=20)
-    with pytest.raises(TypeError, match="dtype must be a floating dtype, got"):
+    with pytest.raises(TypeError, match="dtype must be a floating-point dtype, got"):
         Cast(jnp.int8)
     with pytest.raises(TypeError, match="x must be boolean, got float32"):
         Mask().encode(jnp.zeros(3))

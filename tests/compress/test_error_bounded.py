@@ -141,7 +141,7 @@ def test_errors_of_equal_values_do_not_add_up():
 
 @pytest.mark.parametrize(("dtype", "parts"), [("float32", 16), ("bfloat16", 8), ("float16", 8)])
 def test_errors_of_small_values_have_hardly_a_mean_without_signs(dtype, parts):
-    """Of values up to half a step: half a part at most, and what stands for zero. With signs those of the smallest have more."""
+    """The mean is half a part at most for values up to half a step, or what replaces zero. With signs it is larger."""
     values = np.concatenate([np.arange(1, 17) / 32, np.arange(8) / 16 + 1e-3])
     x = jnp.asarray(np.broadcast_to(values, (2**15, len(values))), dtype)
     exact = np.asarray(x[0], np.float64)
@@ -175,7 +175,7 @@ def test_without_signs_zeros_and_special_values_are_exact():
     ("dtype", "first", "mean"), [("float32", 64, 0), *(("bfloat16", 4**i, -(4.0**i) / 256) for i in (1, 2, 3))]
 )
 def test_errors_have_the_mean_that_the_dtype_gives_them(dtype, first, mean):
-    """Of values of `first` steps of one to twice as many: what the docstring says of bfloat16s."""
+    """Values of `first` to twice `first` steps have the means that the docstring of ErrorBounded gives for bfloat16."""
     x = jnp.asarray(np.random.default_rng(0).uniform(first, 2 * first, (64, 64, 64)), dtype)
     errors = np.asarray(round_trip((), x, 0.5)[0], np.float64) - np.asarray(x, np.float64)
     np.testing.assert_allclose(errors.mean(), mean, atol=0.004)
@@ -196,7 +196,10 @@ def test_size_is_what_the_values_need():
     x = jnp.maximum(jax.random.normal(jax.random.key(0), (64, 32, 64), jnp.bfloat16), 0)
     codec = ErrorBounded(0.25)
     code = codec.encode(x)
-    eighths = [tiles.rows(dither.of_tile(jnp.int32(tile), x.dtype)) for tile in range(x.size // tiles.TILE_VALUES)]
+    tile = lambda number: jnp.stack(
+        [dither.of_group(jnp.int32(number), group, x.dtype) for group in range(tiles.GROUPS)]
+    )
+    eighths = [tiles.rows(tile(number)) for number in range(x.size // tiles.TILE_VALUES)]
     eighths = np.concatenate(eighths).reshape(x.shape)
     x32 = np.asarray(x, np.float32)
     p = np.where(x32 > 0, (np.ceil(x32 / 0.5 * 8) + eighths) // 8, 0)

@@ -1,4 +1,4 @@
-"""The ends of max-pooling that keeps indices; with `compressed` around it, see `test_compressed`."""
+"""Max-pooling that keeps indices, by itself and inside `compressed`."""
 
 import functools
 
@@ -10,8 +10,11 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from memjax import compressed
 from memjax.compress._transform.pooling.max_pool import _forward, _Window, _woven, axes_of, max_pool, plan_of
 from memjax.compress._transform.pooling.max_pool_kernel import max_pool_gradient
+from tests.compress.kept import kept_of_sum
+from tests.compress.networks import EXACT
 
 
 def pools(size, strides, padding):
@@ -106,3 +109,28 @@ def test_explicit_sharding(size, strides, padding):
         x = jax.device_put(jax.random.normal(jax.random.key(0), (4, 8, 8, 2)), NamedSharding(mesh, PartitionSpec("d")))
         wanted, got = (jax.grad(lambda x, f=f: jnp.sum(f(jnp.tanh(x))))(x) for f in (plain, pool))
     chex.assert_trees_all_close(wanted, got)
+
+
+@pytest.mark.parametrize("padding", ["SAME", "VALID"])
+@pytest.mark.parametrize(("window", "stride"), [((2, 2), (2, 2)), ((3, 3), (2, 2)), ((3, 2), (1, 3)), ((2, 5), (4, 3))])
+def test_max_pool_keeps_an_index(window, stride, padding):
+    """Many values are equal, in bfloat16; the gradient goes to the first."""
+    x = jnp.round(jax.random.normal(jax.random.key(0), (4, 17, 19, 16)) * 2).astype(jnp.bfloat16)
+
+    def pool(x):
+        return lax.reduce_window(x, -jnp.inf, lax.max, (1, *window, 1), (1, *stride, 1), padding)
+
+    wrapped = compressed(pool, EXACT)
+    out = jax.eval_shape(pool, x)
+    ct = jnp.round(jax.random.normal(jax.random.key(1), out.shape) * 4).astype(jnp.bfloat16)  # sums are exact
+
+    @jax.jit
+    def both(x, ct):
+        results = []
+        for f in (pool, wrapped):
+            out, pull = jax.vjp(f, x)
+            results.append((out, pull(ct)))
+        return results
+
+    chex.assert_trees_all_equal(*both(x, ct))
+    assert kept_of_sum(wrapped, x) == out.size

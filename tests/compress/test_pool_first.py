@@ -50,7 +50,7 @@ def indexed_pool(x):
 
 
 def sizes_of_relus(f, x):
-    """Of the arrays that zero bounds below."""
+    """The sizes of the arrays that a ReLU is applied to."""
     moved = jax.make_jaxpr(evaluated(jax.make_jaxpr(f)(x)))(x)
     return [eqn.invars[0].aval.size for eqn in moved.eqns if eqn.primitive.name == "custom_jvp_call"]
 

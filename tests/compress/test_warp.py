@@ -48,7 +48,7 @@ def test_float32s_are_counted(exponent):
 
 
 def numbers_and_values(dtype, exponent, keeps_signs):
-    """Of all magnitudes and all dither: the numbers that kernels have, the values of the quantiser, and which are short."""
+    """For all magnitudes and all dither the numbers that kernels have, the values of the quantiser, and which are short."""
     parts = 16 if dtype == jnp.float32 else 8
     p, e = (x.reshape(-1) for x in np.meshgrid(np.arange(256, dtype=np.uint32), np.arange(parts, dtype=np.uint32)))
     is_some = (p > 0) | (e < parts - 1)  # the others do not come up, their number stands for zero, with signs

@@ -14,8 +14,7 @@ import memjax
 from memjax._linear_cross_entropy import choice
 from memjax._linear_cross_entropy.mosaic import hopper
 from memjax._linear_cross_entropy.options import Operands, Options
-
-from .oracle import example, plain, relative_error
+from tests.linear_cross_entropy.oracle import example, plain, relative_error
 
 RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks/results/cross_entropy_choice.json"
 

@@ -8,8 +8,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import memjax
-
-from .oracle import example
+from tests.linear_cross_entropy.oracle import example
 
 
 def call(**changes):
@@ -128,7 +127,8 @@ def test_labels_of_numpy(recwarn):
 def test_the_largest_number_of_a_dtype_is_an_ignore_index(library):
     x, w, labels = example(0, 12, 8, 33)
     expected = memjax.linear_cross_entropy(x, w, labels, reduction="none")
-    unsigned = np.where(np.asarray(labels) == -100, 2**32 - 1, np.asarray(labels)).astype(np.uint32)
+    wide = np.asarray(labels, np.int64)
+    unsigned = np.where(wide == -100, 2**32 - 1, wide).astype(np.uint32)
     got = memjax.linear_cross_entropy(x, w, library.asarray(unsigned), ignore_index=2**32 - 1, reduction="none")
     np.testing.assert_array_equal(got, expected)
     traced = jax.jit(lambda y: memjax.linear_cross_entropy(x, w, y, ignore_index=2**32 - 1, reduction="none"))

@@ -7,8 +7,7 @@ import pytest
 
 import memjax
 from memjax._linear_cross_entropy import check
-
-from .oracle import example, plain, relative_error, to_float64
+from tests.linear_cross_entropy.oracle import example, plain, relative_error, to_float64
 
 pytestmark = pytest.mark.gpu
 

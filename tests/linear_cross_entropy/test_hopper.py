@@ -8,8 +8,7 @@ import pytest
 import memjax
 from memjax._linear_cross_entropy import check
 from memjax._linear_cross_entropy.options import head_columns, matmul
-
-from .oracle import example, plain, relative_error, to_float64
+from tests.linear_cross_entropy.oracle import example, plain, relative_error, to_float64
 
 pytestmark = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="their interpreter came with JAX 0.11")
 

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import memjax
-
-from .oracle import example, plain, relative_error, to_float64
+from tests.linear_cross_entropy.oracle import example, plain, relative_error, to_float64
 
 N, D, V = 2048, 256, 32000
 
@@ -36,6 +35,19 @@ def test_forward_grad_memory():
     for chunks in (8, 32):
         bound = logits / chunks + dw + 2 * 4 * N * D / 1e6
         assert temp_mb(loss_with(implementation="forward_grad", chunk=N // chunks), 0, 1) < bound
+
+
+def test_dx_takes_the_place_of_x():
+    """Where x is made for the loss alone, its gradient takes no memory beside it."""
+
+    def loss(kernel, w, x, labels):
+        hidden = jnp.tanh(x @ kernel)  # kept for its derivative
+        return memjax.linear_cross_entropy(jnp.sin(hidden), w, labels, implementation="forward_grad", chunk=256)
+
+    x, w, labels = arguments(tokens=4096, classes=64)
+    kernel = jax.ShapeDtypeStruct((D, D), jnp.float32)
+    compiled = jax.jit(jax.grad(loss, (0, 1))).lower(kernel, w, x, labels).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2.2 * 4 * 4096 * D
 
 
 @pytest.mark.parametrize("chunk", [1000, 3000])

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import memjax
-
-from .oracle import IGNORED, example, plain, relative_error, to_float64
+from tests.linear_cross_entropy.oracle import IGNORED, example, plain, relative_error, to_float64
 
 IMPLEMENTATIONS = ("full", "forward_grad/jnp", "recompute/jnp")
 TOLERANCE = {jnp.float64: 1e-12, jnp.float32: 1e-6, jnp.bfloat16: 2e-2, jnp.float16: 2e-3}

@@ -10,8 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import memjax
-
-from .oracle import example, plain, relative_error
+from tests.linear_cross_entropy.oracle import example, plain, relative_error
 
 ALGORITHMS = ["forward_grad", "recompute"]
 

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import memjax
+from memjax._attention.causal import causal_attention
 from tests.plan.networks import LAYERS, inputs, layer, parameters, scanned_loss, stacked, unrolled_loss
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -96,6 +97,24 @@ def test_our_own_transforms_inside():
         return memjax.linear_cross_entropy(x, params[0]["up"], labels, layout="dv")
 
     check(loss, parameters(layers=2), inputs(), jnp.arange(256) % 128)
+
+
+def test_attention_of_a_kernel_by_platform():
+    def loss(q, k, v):
+        for _ in range(2):
+            q = q + causal_attention(q, k, v)
+        return jnp.sum(q.astype(jnp.float32) ** 2)
+
+    q, k, v = (
+        0.1 * jax.random.normal(key, (1, 64, 2, 16), jnp.bfloat16) for key in jax.random.split(jax.random.key(0), 3)
+    )
+    planned = memjax.planned(loss, budget="min")
+    found, wanted = (jax.jit(jax.grad(f, (0, 1, 2)))(q, k, v) for f in (planned, loss))
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+    jax.grad(planned)(q, k, v)  # outside of jax.jit
+    text = jax.jit(jax.grad(planned)).trace(q, k, v).lower(lowering_platforms=("cuda",)).as_text()
+    assert "fmhaSoftmaxBackward" in text, "a plan has to keep the choice of the platform"
 
 
 def test_what_the_function_closes_over_is_differentiated():

@@ -73,3 +73,18 @@ def lstm_step(width, batch):
 def close(got, want, tolerance=1e-12):
     """Assert that two trees of arrays are equal up to a tolerance, relative and absolute."""
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), got, want)
+
+
+def stored_bytes(plan, carry, kept):
+    """Bytes that a plan keeps for the backward pass: states of `carry` bytes, residuals of `kept` bytes per step.
+
+    The tail's residuals are gone before the first block's are made, so the larger of the two counts; unless the latter have
+    rows of their own from the start.
+    """
+    states = plan.rows + sum(plan.levels[1:])
+    working = max(plan.tail, plan.block if plan.blocks else 0)
+    if plan.keeps_residuals and not plan.tail_among_slots:
+        working = plan.block + plan.tail
+    if plan.schedule is not None and plan.schedule.strategy == "internal":
+        working += (plan.rows - 1) * plan.block
+    return states * carry + working * kept

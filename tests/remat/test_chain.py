@@ -3,15 +3,15 @@
 import functools
 import gc
 
-import chain_cases as cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from chain_cases import close, plain
 from jax.sharding import PartitionSpec
 
 from memjax.remat import BlockCost, ChainSchedule, chain, chain_costs, chain_schedule, schedule
+from tests.remat import chain_cases as cases
+from tests.remat.chain_cases import close, plain
 
 
 def items(*items):
@@ -326,7 +326,7 @@ def test_nothing_traced_stays_alive():
     assert held() - before < 256 * 256 * 4
 
 
-def test_measured_costs_are_those_of_the_machine():
+def test_measured_costs_have_the_bytes_of_estimated_ones():
     blocks, params, x = cases.mlps(width=32, batch=64)
     wide = {"up": jnp.ones((32, 1024)), "inner": jnp.ones(1024), "down": jnp.ones((1024, 32)), "outer": jnp.ones(32)}
     params = [*params[:-1], wide]
@@ -335,7 +335,8 @@ def test_measured_costs_are_those_of_the_machine():
         assert (a.output, a.kept) == (b.output, b.kept)
         assert a.forward_work <= 2 * b.forward_work + 4096
     assert measured[1] == measured[2]
-    assert measured[-1].backward > 1.5 * measured[1].backward > 0
+    assert all(cost.forward > 0 and cost.backward > 0 for cost in measured)
+    assert measured[-1].backward_work > 1.5 * measured[1].backward_work
     assert chain(blocks, params, x, budget="1.2MiB", costs=measured).shape == x.shape
     with pytest.raises(TypeError, match="outside jit"):
         quick(lambda x: chain_costs(blocks, params, x, measure=True)[0].forward)(x)

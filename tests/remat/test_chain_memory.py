@@ -1,13 +1,13 @@
 """Bytes of compiled gradients of chains: the budget is kept, and used; and what compiling costs."""
 
-import chain_cases as cases
 import jax
 import jax.numpy as jnp
 import pytest
-from chain_cases import plain
 
 from memjax.remat import chain, chain_costs, chain_schedule
 from memjax.remat._chain.program_cost import Program
+from tests.remat import chain_cases as cases
+from tests.remat.chain_cases import plain
 
 SLACK = 4096  # bytes of scalars and alignment
 

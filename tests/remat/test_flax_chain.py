@@ -4,11 +4,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
-from chain_cases import close
 from flax import nnx
 
 from memjax import remat
 from memjax.remat import ChainSchedule
+from tests.remat.chain_cases import close
 
 WIDTH = 6
 SCHEDULE = ChainSchedule((0, (1, (2,), 3), 4, 5), 0.0, 0, 0.0, 0)

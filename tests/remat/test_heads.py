@@ -6,9 +6,10 @@ import chex
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 import memjax
-from memjax.remat import attention_in_groups
+from memjax.remat import AttentionInGroups, attention_in_groups
 
 EXAMPLES, LENGTH, DIM, HEADS, KV_HEADS, FEATURES = 2, 11, 16, 4, 2, 4
 
@@ -46,7 +47,7 @@ def at_once(x, query, key, value, out, scale, bias):
     return x + jnp.einsum("btnh,nhd->btd", o, out)
 
 
-def in_groups(x, query, key, value, out, scale, bias, groups=None):
+def in_groups(x, query, key, value, out, scale, bias, groups=None, keep_attention=False):
     return attention_in_groups(
         *(x, query, key, value, out),
         groups=groups,
@@ -54,6 +55,7 @@ def in_groups(x, query, key, value, out, scale, bias, groups=None):
         norm=lambda x: norm(x, scale),
         rotary=rotary,
         attend=functools.partial(attend, bias=bias),
+        keep_attention=keep_attention,
     )
 
 
@@ -65,10 +67,10 @@ def close(actual, expected):
     chex.assert_trees_all_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("groups", [None, 1, 2])
-def test_equals_attention_at_once(x64, groups):
+@pytest.mark.parametrize(("groups", "keep_attention"), [(None, False), (1, False), (2, False), (2, True)])
+def test_equals_attention_at_once(x64, groups, keep_attention):
     """What the functions close over, a scale and a bias, is differentiated as well."""
-    args, run = arguments(), functools.partial(in_groups, groups=groups)
+    args, run = arguments(), functools.partial(in_groups, groups=groups, keep_attention=keep_attention)
     close(jax.jit(run)(*args), at_once(*args))
     close(jax.jit(functools.partial(gradients, run))(*args), gradients(at_once, *args))
 
@@ -86,6 +88,60 @@ def test_composes(x64):
     close(
         jax.jit(functools.partial(gradients, run))(x, layers), jax.jit(functools.partial(gradients, plain))(x, layers)
     )
+
+
+class Norm(nnx.Module):
+    def __init__(self, scale):
+        self.scale = nnx.Param(scale)
+
+    def __call__(self, x):
+        return norm(x, self.scale[...])
+
+
+def test_module(x64):
+    """Gradients of kernels and of the norm's scale, by `nnx.grad`."""
+    x, *_, scale, bias = arguments()
+    module = AttentionInGroups(
+        DIM,
+        HEADS,
+        kv_heads=KV_HEADS,
+        norm=Norm(scale),
+        rotary=rotary,
+        attend=functools.partial(attend, bias=bias),
+        rngs=nnx.Rngs(0),
+    )
+    module.out[...] += 0.1
+    kernels = [param[...].astype(float) for param in (module.query, module.key, module.value, module.out)]
+    found = nnx.grad(lambda module: jnp.sum(jnp.sin(module(x))))(module)
+    expected = gradients(lambda *kernels: at_once(x, *kernels[:4], kernels[4], bias), *kernels, scale)
+    names = ("query", "key", "value", "out")
+    chex.assert_trees_all_close([found[name][...] for name in names], list(expected[:4]), rtol=1e-5, atol=1e-5)
+    close(found["norm"]["scale"][...], expected[4])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"heads": 3}, "heads must be a divisor of dim = 16, got 3"),
+        ({"kv_heads": 3}, "kv_heads must be a divisor of heads = 4, got 3"),
+        ({"rngs": 0}, "rngs must be flax.nnx.Rngs, got 0"),
+        ({"dtype": "int8"}, "dtype must be a floating-point dtype, got 'int8'"),
+    ],
+)
+def test_errors_of_the_module(change, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        AttentionInGroups(**{"dim": DIM, "heads": HEADS, "rngs": nnx.Rngs(0)} | change)
+
+
+@pytest.mark.parametrize("keep_attention", [False, True])
+def test_examples_on_two_devices(x64, keep_attention):
+    """The kernels, and what the functions close over, are the same on both."""
+    x, *layer = arguments()
+    examples, same = jax.P("data"), (jax.P(),) * len(layer)
+    run = functools.partial(in_groups, keep_attention=keep_attention)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    sharded = jax.shard_map(run, mesh=mesh, in_specs=(examples, *same), out_specs=examples)
+    close(jax.jit(functools.partial(gradients, sharded))(x, *layer), gradients(at_once, x, *layer))
 
 
 @pytest.mark.parametrize(

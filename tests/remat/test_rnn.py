@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from chain_cases import close
 from flax import nnx
 
 from memjax import remat
+from tests.remat.chain_cases import close
 
 B, T, F, H = 3, 13, 4, 5
 LENGTHS = np.array([13, 1, 7])
@@ -71,6 +71,19 @@ def test_nnx_options(call):
         close(gradients(remat.RNN(cell(), budget="2KiB"), x, **call), expected)
         return
     close(gradients(remat.RNN(cell(), slots=3, **call), x), expected)
+
+
+@pytest.mark.parametrize("unroll", [1, T])
+def test_unroll(unroll):
+    """Reaches the scan, in both kinds of modules."""
+    x = inputs()
+    looped = lambda f, *arguments: "while" in jax.jit(f).lower(*arguments).as_text()
+    start = jnp.zeros((B, H), jnp.float64)
+    rnn = remat.RNN(cell(nnx.SimpleCell), slots=3, unroll=unroll)
+    assert looped(lambda x: rnn(x, initial_carry=start), x) == (unroll == 1)
+    model = remat.linen.RNN(nn.SimpleCell(H, param_dtype=jnp.float64), slots=3, unroll=unroll)
+    variables = model.init(jax.random.key(0), x)
+    assert looped(lambda x: model.apply(variables, x, initial_carry=start), x) == (unroll == 1)
 
 
 @pytest.mark.parametrize("kind", [nnx.GRUCell, nnx.SimpleCell])

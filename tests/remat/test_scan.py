@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from scan_cases import HIDDEN, MIXED, NEST, WAYS, arguments, close, loss, lstm_step
 
-from memjax.remat import Costs, scan, schedule
+from memjax.remat import Costs, profile, scan, schedule
 from memjax.remat._scan import choose as choose_module
 from memjax.remat._scan.choose import choose, exact
 from memjax.remat._scan.step import StepBackward, trace_step
+from tests.remat.scan_cases import HIDDEN, MIXED, NEST, WAYS, arguments, close, loss, lstm_step, stored_bytes
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -32,6 +32,33 @@ def test_gradients(way):
 def test_reverse(way):
     values = arguments(13)
     close(gradient(scan, values, reverse=True, **way), gradient(lax.scan, values, reverse=True))
+
+
+@pytest.mark.parametrize("unroll", [2, 0], ids=str)
+@pytest.mark.parametrize("way", [HIDDEN, MIXED, NEST], ids=str)
+def test_unroll(way, unroll):
+    values = arguments(13)
+    close(gradient(scan, values, unroll=unroll, reverse=True, **way), gradient(lax.scan, values, reverse=True))
+
+
+def test_whiles_left_by_unroll():
+    """As many loops, and as large a program, as with `jax.lax.scan` where steps simply follow each other."""
+
+    def program(scan, differentiated, *arguments, **options):
+        run = lambda h: scan(lambda h, x: (jnp.sin(h * x), None), h, jnp.ones(12), None, *arguments, **options)[0]
+        return jax.jit(jax.grad(run) if differentiated else run).lower(1.0).as_text("hlo")
+
+    for unroll in (False, True, 0, 1, 5, 12, 99):
+        for way in (HIDDEN, MIXED, NEST):
+            ours, jaxs = (program(s, False, False, unroll, **o) for s, o in ((scan, way), (lax.scan, {})))
+            assert ours.count(" while(") == jaxs.count(" while(")
+            assert ours.count(" call(") == jaxs.count(" call(")
+    loops = [program(scan, True, unroll=unroll, budget="1MiB").count(" while(") for unroll in (1, 4, True)]
+    assert loops == [2, 2, 0]  # all is kept: a loop forward and one back
+    blocks = [program(scan, True, unroll=unroll, budget=80) for unroll in (1, True)]
+    assert blocks[1].count(" while(") < blocks[0].count(" while(")
+    slots = [program(scan, True, unroll=unroll, slots=3, strategy="hidden") for unroll in (1, True)]
+    assert slots[1].count(" while(") == slots[0].count(" while(") - 1  # the forward pass
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 5])
@@ -56,21 +83,36 @@ def test_choice():
     assert plan(1999, 60, dear_turns).tail
     assert plan(210, 800, dear_turns).tail == 210  # everything is kept
     for carries in range(6, 800, 41):
-        found = plan(210, carries, None)
-        assert found.stored_bytes(step.carry_nbytes, backward.kept_nbytes) <= carries * step.carry_nbytes
+        stored = stored_bytes(plan(210, carries, None), step.carry_nbytes, backward.kept_nbytes)
+        assert stored <= carries * step.carry_nbytes
+
+
+def test_measured_costs_are_finite_and_can_be_planned_with():
+    """How large they are depends on the machine; that they are of the step, forward and backward, does not."""
+    weights = jnp.eye(4)
+
+    def step(h, x):
+        h = jnp.tanh(h @ weights + x)
+        return h, h.sum()
+
+    costs = profile(step, jnp.ones(4), jnp.ones((2, 4)))
+    assert costs.forward > 0
+    assert costs.backward > 0
+    total = lambda run, **options: lambda h: run(step, h, jnp.ones((20, 4)), **options)[1].sum()
+    close(jax.grad(total(scan, budget=300, costs=costs))(jnp.ones(4)), jax.grad(total(lax.scan))(jnp.ones(4)), 1e-5)
 
 
 def test_steps_that_cost_nothing(monkeypatch):
     """The search ends where no block is too large for the budget, and none is predicted to take any time."""
     calls = []
-    room = choose_module._room
+    division = choose_module._division
 
     def counted(size, block):
         calls.append(block)
         assert len(calls) < 100
-        return room(size, block)
+        return division(size, block)
 
-    monkeypatch.setattr(choose_module, "_room", counted)
+    monkeypatch.setattr(choose_module, "_division", counted)
 
     def total(h):
         carry, _ = scan(lambda carry, _: ((0.0, 0.0), ()), (h, 0.0), length=5, budget="1MiB")

@@ -29,6 +29,7 @@ def step(h, x):
         ({"budget": "xMiB"}, "got 'xMiB'"),
         ({"slots": 3, "length": 39}, "xs and length must agree on the number of steps, got xs: 40, length: 39"),
         ({"slots": 3, "length": -1}, "length"),
+        ({"slots": 3, "unroll": -1}, "unroll must be True, False or a number of steps of at least 0, got -1"),
     ],
 )
 def test_options(options, message):
@@ -60,6 +61,11 @@ def test_budgets_that_are_no_number_of_bytes(budget):
         (
             lambda: jax.jit(lambda n: scan(step, jnp.ones(2), None, n, slots=2))(3),
             "length must be a number of steps known when tracing",
+        ),
+        (lambda: scan(step, jnp.ones(2), XS, slots=2, unroll=1.5), "unroll must be True, False or a number of steps"),
+        (
+            lambda: jax.jit(lambda n: scan(step, jnp.ones(2), XS, slots=2, unroll=n))(3),
+            "unroll must be True, False or a number of steps known when tracing",
         ),
         (lambda: scan(step, jnp.ones(2), XS, slots=2, costs=3), "costs must be a memjax.remat.Costs or None"),
         (lambda: Costs(1.0, float("nan"), 0.0, 0.0, 0.0), "backward must be a finite number .* got nan"),
@@ -122,21 +128,37 @@ def test_xs(xs, message):
         scan(lambda h, x: (h, None), jnp.ones(2), xs, slots=3)
 
 
+@pytest.mark.parametrize("xs", [XS, None], ids=["xs", "no xs"])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.grad], ids=["eager", "jit", "grad"])
 @pytest.mark.parametrize(
     ("f", "message"),
     [
-        (
-            lambda h, x: ({"h": h["h"].astype(jnp.bfloat16)}, None),
-            r"\['h'\] went in as float32\[2\] and came out as bfloat16\[2\]",
-        ),
-        (lambda h, x: ({"h": h["h"][None]}, None), r"\['h'\] went in as float32\[2\] and came out as float32\[1,2\]"),
-        (lambda h, x: ((h["h"],), None), "f must return a carry of the structure it got"),
-        (lambda h, x: h, "f must return a pair"),
+        (lambda h, x: ({"h": h["h"].astype(jnp.bfloat16)}, None), "h['h'] has type float32[2] but"),
+        (lambda h, x: ({"h": h["h"][None]}, None), "has type float32[1,2]"),
+        (lambda h, x: ((h["h"],), None), "The input carry h is a <class 'dict'> but"),
+        (lambda h, x: ({"h": h["h"], "g": h["h"]}, None), "is a <class 'dict'> with 1 child but"),
+        (lambda h, x: h, "must be a pair"),
+        (lambda h, x: None, "must be a pair"),
     ],
 )
-def test_carry(f, message):
-    with pytest.raises(TypeError, match=message):
-        scan(f, {"h": jnp.ones(2)}, XS, slots=3)
+def test_carry(f, message, wrap, xs):
+    """Refused as by `jax.lax.scan`, word by word."""
+
+    def run(scan, **options):
+        with pytest.raises(TypeError, match=re.escape(message)) as info:
+            wrap(lambda h: scan(f, {"h": h}, xs, 40, **options)[0]["h"].sum())(jnp.ones(2))
+        return str(info.value)
+
+    assert run(scan, slots=3) == run(jax.lax.scan)
+
+
+def test_carry_that_begins_to_vary():
+    """Inside shard_map; the message says what to do."""
+    mesh = jax.make_mesh((2,), ("b",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("b")
+    run = lambda x: scan(lambda h, x: (h * x.sum(), None), jnp.float32(1), x, slots=2)[0][None]
+    with pytest.raises(TypeError, match="pcast"):
+        jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec)(XS)
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])

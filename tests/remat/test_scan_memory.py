@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
-from scan_cases import close, lstm, lstm_shapes, lstm_step
 
 from memjax.remat import scan
+from tests.remat.scan_cases import close, lstm, lstm_shapes, lstm_step
 
 # Beyond the budget and one working step: alignment, loop counters, tables of moves, and a few arrays of one step's size
 # that XLA holds twice.
@@ -83,6 +83,20 @@ def test_slots_are_kept(strategy):
     room = 12 * unit + 2 * step.carry_nbytes + backward.kept_nbytes
     got = compiled(cell, params, carry, xs, slots=12, strategy=strategy).compile().memory_analysis()
     assert got.temp_size_in_bytes <= room + one_step(cell, params, carry, xs) + CONSTANT
+
+
+@pytest.mark.parametrize("slots", [1, 3, 7])
+def test_states_take_one_row_for_each_slot(slots):
+    """What the backward pass is given: as many carries as there are slots, and one step's residuals."""
+    x = jnp.ones((64, 32), jnp.float32)
+    layers = jnp.zeros((9, 32, 32), jnp.float32)
+
+    def loss(layers, x):
+        return scan(lambda x, w: (jnp.tanh(x @ w), None), x, layers, slots=slots, strategy="hidden")[0]
+
+    kept = jax.tree.leaves(jax.eval_shape(lambda *values: jax.vjp(loss, *values)[1], layers, x))
+    rows = [leaf.shape[0] for leaf in kept if leaf.shape[1:] == x.shape]
+    assert sum(rows) == slots + 2  # the last step's residuals are its input and its output
 
 
 @pytest.mark.smoke

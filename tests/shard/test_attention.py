@@ -5,10 +5,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rings import FIRST, ROWS, normal, outputs_and_gradients, sharded
 
+from memjax._attention.block import merge
 from memjax.shard import hide_hops, metp_attention, positions, ring, unzigzag, zigzag
-from memjax.shard._attention_block import merge
+from tests.shard.rings import FIRST, ROWS, normal, outputs_and_gradients, sharded
 
 
 def plain(q, k, v, *, causal=False, segment_ids=None, window=None, scale=None, softcap=None):
@@ -119,16 +119,16 @@ def test_a_step_is_one_product_without_branches():
     """Only keys, values and their gradients travel, and under a causal mask all devices do the same."""
     q = jax.ShapeDtypeStruct((1, 64, 2, 8), jnp.bfloat16)
     f = sharded(lambda *a: metp_attention(*a, axis_name="ring", causal=True), 8, (ROWS,) * 3, ROWS)
-    forward = jax.jit(f).lower(q, q, q).as_text()
+    forward = jax.jit(f).lower(q, q, q)
     # In the first step, and twice in the loop's body, which is two steps.
-    assert forward.count("collective_permute") == 2 * 3
-    backward = jax.jit(lambda do, *a: jax.vjp(f, *a)[1](do)).lower(q, q, q, q).as_text()
+    assert forward.as_text().count("collective_permute") == 2 * 3
+    backward = jax.jit(lambda do, *a: jax.vjp(f, *a)[1](do)).lower(q, q, q, q)
     # Before and in the first step, twice as many in an odd one and in each of the loop's two, in the last step the sums, and
     # those on their way home.
-    assert backward.count("collective_permute") == 2 * (3 + 1 + 1 + 2 + 4 + 1 + 1)
-    for text in (forward, backward):
-        assert "stablehlo.case" not in text
-        assert "stablehlo.if" not in text
+    assert backward.as_text().count("collective_permute") == 2 * (3 + 1 + 1 + 2 + 4 + 1 + 1)
+    # Compiled, for the choice of a kernel by platform is a branch of one case until then.
+    for lowered in (forward, backward):
+        assert " conditional(" not in lowered.compile().as_text()
 
 
 def test_merge_survives_rows_that_saw_nothing():
@@ -157,7 +157,7 @@ def test_zigzag_and_positions():
         ({"layout": "striped"}, "layout must be one of 'zigzag', 'contiguous', got 'striped'"),
         ({"window": 0}, "window must be an integer of at least 1, got 0"),
         ({"softcap": -1.0}, "softcap must be a positive finite number, got -1.0"),
-        ({"implementation": "cudnn"}, 'implementation must be one that can do this, got "cudnn": cuDNN needs a GPU'),
+        ({"implementation": "cudnn"}, 'implementation must be one that can do this, got "cudnn": cuDNN'),
         ({"implementation": "flash"}, "implementation must be one of None"),
         ({"q": (2, 8, 3, 4)}, "k must be of a number of heads that divides q's 3"),
         ({"v": (2, 8, 1, 4)}, "v must be of k's shape"),

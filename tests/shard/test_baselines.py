@@ -2,9 +2,9 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from rings import FIRST, ROWS, normal, outputs_and_gradients, sharded
 
 from memjax.shard import baselines
+from tests.shard.rings import FIRST, ROWS, normal, outputs_and_gradients, sharded
 
 
 @pytest.mark.parametrize("name", ["tensor_parallel_mlp", "sequence_parallel_mlp", "gathered_mlp"])

@@ -2,10 +2,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from rings import FIRST, ROWS, normal, outputs_and_gradients, sharded
 
 from memjax import linear_cross_entropy
 from memjax.shard import vocab_cross_entropy
+from tests.shard.rings import FIRST, ROWS, normal, outputs_and_gradients, sharded
 
 
 @pytest.mark.parametrize(("size", "reduction"), [(1, "sum"), (4, "mean"), (8, "mean")])

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
-from rings import FIRST, ROWS, normal, outputs_and_gradients, sharded
 
 from memjax.shard import metp, metp_mlp, ring
+from tests.shard.rings import FIRST, ROWS, normal, outputs_and_gradients, sharded
 
 
 def gated(x, w_in, w_gate, w_out):

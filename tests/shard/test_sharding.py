@@ -10,10 +10,10 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from rings import FIRST, ROWS, normal, sharded
 
 from memjax import linear_cross_entropy
 from memjax.shard import MetpAttention, baselines, metp, metp_attention, metp_mlp, vocab_cross_entropy
+from tests.shard.rings import FIRST, ROWS, normal, sharded
 
 LABELS = jnp.asarray(np.random.default_rng(1).integers(0, 24, (2, 16)), jnp.int32)
 MLP = ((2, 16, 6), (6, 8), (8, 6))
@@ -139,9 +139,40 @@ def test_what_is_the_same_on_all_devices_is_refused(name, names):
 
 
 def test_head_or_tokens_that_are_the_same_on_all_devices_are_refused():
-    loss = lambda x, w, axis_name: vocab_cross_entropy(x, w, jnp.zeros(x.shape[:2], jnp.int32), axis_name=axis_name)
+    loss = lambda x, w, axis_name: vocab_cross_entropy(x, w, (0 * x[..., 0]).astype("int32"), axis_name=axis_name)
     assert refusal(loss, ((2, 8, 5), (24, 5)), (ROWS, P())) == "w"
     assert refusal(loss, ((2, 8, 5), (24, 5)), (P(), FIRST)) == "x"
+    constant = lambda x, w, axis_name: vocab_cross_entropy(x, w, jnp.zeros(x.shape[:2], jnp.int32), axis_name=axis_name)
+    assert refusal(constant, ((2, 8, 5), (24, 5)), (ROWS, FIRST)) == "labels"
+
+
+@pytest.mark.parametrize("name", ["x", "labels", "weights", "class_weights"])
+def test_tokens_that_differ_where_the_vocabulary_is_sharded_are_refused(name):
+    """Unless they are gathered to the same on all devices."""
+    x, w = normal((8, 5), (24, 5), dtype=np.float32)
+    arrays = {"x": x, "labels": jnp.zeros(8, jnp.int32), "weights": jnp.ones(8), "class_weights": jnp.ones(24)}
+    doubled = arrays | {name: jnp.concatenate([arrays[name]] * 2)}
+    specs = dict.fromkeys(arrays, P()) | {name: FIRST}
+
+    def over(change):
+        local = lambda arrays, w: linear_cross_entropy(w=w, axis_name="ring", **change(arrays))
+        return sharded(local, 2, (specs, FIRST), P())
+
+    with pytest.raises(
+        ValueError, match=f"^{name} must be the same on all devices of the mesh axis 'ring', got .*invarying"
+    ):
+        over(lambda arrays: arrays)(doubled, w)
+    gathered = over(
+        lambda arrays: arrays | {name: jax.lax.all_gather(arrays[name], "ring", tiled=True, to="invarying")}
+    )
+    np.testing.assert_allclose(gathered(arrays, w), linear_cross_entropy(w=w, **arrays), rtol=1e-6)
+
+
+def test_tokens_of_a_tensor_parallel_layer_that_differ_are_refused():
+    x, w_in, w_out = normal((2, 8, 4), (4, 16), (16, 4), dtype=np.float32)
+    local = lambda x, w_in, w_out: baselines.tensor_parallel_mlp(x, w_in, w_out, axis_name="ring")
+    with pytest.raises(ValueError, match=r"^x must be the same on all devices of the mesh axis 'ring'"):
+        sharded(local, 2, (ROWS, ROWS, FIRST), P())(x, w_in, w_out)
 
 
 def test_modules_parameters_that_are_not_sharded_are_refused():

@@ -1,4 +1,4 @@
-"""Both algorithms on Hopper GPUs, where three of our own matmuls do what takes matmuls and passes over memory elsewhere.
+"""Both algorithms on Hopper GPUs, by three matmuls that also do what takes passes over memory elsewhere.
 
 Logits are turned into statistics, or into their gradient, in the matmul that makes them (`logits`). The other
 two read windows of the head and write into dx and dW in place, where XLA would copy a slice in and a slice out.
@@ -50,7 +50,7 @@ def unsuited(operands: Operands, options: Options) -> str | None:
 
 
 def statistics(operands: Operands, labels: Array, options: Options) -> Stats:
-    """Of this device's columns, from the first of which `labels` count, as below."""
+    """Row statistics over this device's columns, from the first of which `labels` count."""
 
     def call(operands: Operands) -> Stats:
         stats = logits.statistics(_whole_rows(operands), options)
@@ -76,7 +76,7 @@ def logit_gradient(
 def gradients(
     operands: Operands, labels: Array, lse: Array, cotangent: Array, options: Options, wanted: frozenset[str]
 ) -> dict[str, Array]:
-    """Of sum(cotangent * losses), of those of "x", "w" and "bias" that are wanted, in chunks of the vocabulary.
+    """Gradients of sum(cotangent * losses), of those of "x", "w" and "bias" that are wanted, in chunks of the vocabulary.
 
     Not inside a `shard_map` that tracks what differs between devices: there kernels cannot write in place.
     """
@@ -88,7 +88,7 @@ def gradients(
 
 
 def _launch(call: Callable[..., Any], operands: Operands, labels: Array, options: Options, *arrays: Array) -> Any:
-    """Under `vmap` one after another, since kernels know only matrices."""
+    """Runs `call`; under `vmap` one example after another, since kernels know only matrices."""
     # The last tile reaches over the last column, where another device's labels must not be found.
     labels = jnp.where(labels < columns(operands, options), labels, -1)
     out = sequential_vmap(call)(operands._replace(labels=labels, scale=None), *arrays)
@@ -96,7 +96,7 @@ def _launch(call: Callable[..., Any], operands: Operands, labels: Array, options
 
 
 def _whole_rows(operands: Operands) -> Operands:
-    """The copy engine moves eight rows at a time."""
+    """The operands with a multiple of eight rows, as the copy engine moves eight at a time."""
     missing = -operands.x.shape[0] % 8
     x = jnp.pad(operands.x, ((0, missing), (0, 0)))
     return operands._replace(x=x, labels=jnp.pad(operands.labels, (0, missing), constant_values=-1))

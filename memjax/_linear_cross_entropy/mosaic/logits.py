@@ -29,7 +29,7 @@ _BY_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
 def statistics(operands: Operands, options: Options) -> Stats:
-    """Of this device's columns."""
+    """Row statistics over this device's columns."""
     tokens, dim = operands.x.shape
     width = columns(operands, options)
     tiling = Tiling(band=16)
@@ -42,13 +42,13 @@ def statistics(operands: Operands, options: Options) -> Stats:
         label = _load(inputs[0], tile.row, 64, _BY_ROW) - tile.column
         (staged,) = scratch
 
-        def add(first: int, found: dict[str, Array]) -> dict[str, Array]:
-            """With the piece's columns, relative to the largest logit so far."""
+        def add(first: int, sums: dict[str, Array]) -> dict[str, Array]:
+            """`sums` and the piece's columns together, relative to the largest logit so far."""
             bias = None if operands.bias is None else _load(inputs[1], tile.column + first, _PIECE, _BY_COLUMN)
             z = _logits(products[:, first : first + _PIECE], bias, options)
             new = {"max": z.max(axis=1), "label": jnp.where(_hits(label, first), z, 0.0).sum(axis=1)}
-            if found:
-                new["max"] = jnp.maximum(found["max"], new["max"])
+            if sums:
+                new["max"] = jnp.maximum(sums["max"], new["max"])
             shift = jnp.where(new["max"] == -jnp.inf, 0.0, new["max"]) * _LOG2E
             e = jnp.exp2(z * _LOG2E - _rows(shift))
             new["sum"] = e.sum(axis=1)
@@ -56,27 +56,27 @@ def statistics(operands: Operands, options: Options) -> Stats:
                 new["plain"] = z.sum(axis=1)
             if options.aux:
                 new["moment"] = jnp.where(e == 0.0, 0.0, e * z).sum(axis=1)
-            if found:
-                correction = jnp.exp2(found["max"] * _LOG2E - shift)
+            if sums:
+                correction = jnp.exp2(sums["max"] * _LOG2E - shift)
                 for name in new.keys() - {"max"}:
-                    new[name] += found[name] * correction if name in ("sum", "moment") else found[name]
+                    new[name] += sums[name] * correction if name in ("sum", "moment") else sums[name]
             return new
 
-        found: dict[str, Array] = {}
+        sums: dict[str, Array] = {}
         for first in range(0, size, _PIECE):
             if first and width % size:
-                found = lax.cond(tile.column + first < width, partial(add, first), lambda found: found, found)
+                sums = lax.cond(tile.column + first < width, partial(add, first), lambda sums: sums, sums)
             else:
-                found = add(first, found)
+                sums = add(first, sums)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for i, name in enumerate(names):
-            staged[tile.warpgroup, i] = found[name]
+            staged[tile.warpgroup, i] = sums[name]
         plgpu.commit_smem()
         for i in range(len(names)):
             target = outputs[i].at[tile.column_index, pl.ds(tile.row, 64)]
             plgpu.copy_smem_to_gmem(staged.at[tile.warpgroup, i], target)
 
-    found = matmul(
+    by_tile = matmul(
         Operand(operands.x, 1),
         head(operands, options),
         epilogue,
@@ -86,7 +86,7 @@ def statistics(operands: Operands, options: Options) -> Stats:
         scratch=[plgpu.SMEM((tiling.warpgroups, len(names), 64), jnp.float32)],
         tiling=tiling,
     )
-    return _merge({name: a[:, :tokens] for name, a in zip(names, found, strict=True)}, options)
+    return _merge({name: a[:, :tokens] for name, a in zip(names, by_tile, strict=True)}, options)
 
 
 def _merge(by_tile: dict[str, Array], options: Options) -> Stats:
@@ -181,7 +181,7 @@ def _load(ref: Any, start: Any, size: int, layout: Any) -> Array:
 
 
 def _pad(vector: Array, size: int, value: Any = 0) -> Array:
-    """Tiles reach over the last token and over the last entry of the vocabulary."""
+    """The vector, padded: tiles reach over the last token and the last entry of the vocabulary."""
     return jnp.pad(vector, (0, size - vector.shape[0]), constant_values=value)
 
 

@@ -45,7 +45,7 @@ class Tiling:
 
     @property
     def rows(self) -> int:
-        """Of a pair of blocks."""
+        """Rows of a pair of blocks."""
         return 64 * self.warpgroups * _CLUSTER
 
     def grid(self, rows: int, columns: int) -> tuple[int, int]:
@@ -122,7 +122,7 @@ def matmul(
     dtype = a.array.dtype
 
     def kernel(a_ref: Any, b_ref: Any, start_ref: Any, *refs: Any) -> None:
-        extra, (a_slots, b_slots, full, free), own = (
+        extra, (a_slots, b_slots, full, free), scratch_refs = (
             refs[: len(inputs) + len(outputs)],
             refs[len(inputs) + len(outputs) :][:4],
             refs[len(inputs) + len(outputs) + 4 :],
@@ -186,7 +186,7 @@ def matmul(
         @pl.when(group < groups)
         def compute() -> None:
             plgpu.set_max_registers(232 if groups == 2 else 160, action="increase")
-            mine = pl.ds(pl.multiple_of(group * 64, 64), 64)
+            group_rows = pl.ds(pl.multiple_of(group * 64, 64), 64)
 
             @plgpu.nd_loop((m * n,), collective_axes="pair")
             def over_tiles(info: Any) -> None:
@@ -198,7 +198,7 @@ def matmul(
                         step = info.local_index * steps + k
                         plgpu.barrier_wait(full.at[slot(step)])
                         left = a_slots.at[slot(step)]
-                        left = left.at[mine] if a.contraction == 1 else _transpose(left.at[:, mine])
+                        left = left.at[group_rows] if a.contraction == 1 else _transpose(left.at[:, group_rows])
                         right = b_slots.at[slot(step)]
                         plgpu.wgmma(total, left, _transpose(right) if b.contraction == 1 else right)
                         plgpu.wgmma_wait(1)
@@ -213,7 +213,7 @@ def matmul(
 
                 total = pl.run_scoped(accumulate, plgpu.ACC((64, tiling.columns), jnp.float32))
                 tile = Tile(pl.multiple_of(row + group * 64, 64), column, j, begin, group)
-                epilogue(total, tile, extra[: len(inputs)], extra[len(inputs) :], own)
+                epilogue(total, tile, extra[: len(inputs)], extra[len(inputs) :], scratch_refs)
 
             plgpu.wait_smem_to_gmem(0)
 

@@ -26,7 +26,7 @@ def _logits(
     products, bias, columns, mask,
     MASKED: tl.constexpr, HAS_BIAS: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """What a few instructions an element cost is what these kernels take: only the last block of a row has a mask."""
+    """Logits from products. Only the last block of a row has a mask: a few instructions an element would show in the time."""
     z = _load(products + columns, mask, MASKED)
     if HAS_BIAS:
         z += _load(bias + columns, mask, MASKED)
@@ -118,7 +118,7 @@ def _gradient(
     z, hit, lse, scale,
     SCALE: tl.constexpr, CAP: tl.constexpr, KEEP: tl.constexpr, SPREAD: tl.constexpr, Z_LOSS: tl.constexpr,
 ):  # fmt: skip
-    """In the products of logits `z`; `hit` is 1 at the label. Factors of whole rows come first."""
+    """The gradient in the products of logits `z`; `hit` is 1 at the label. Factors of whole rows come first."""
     scale *= SCALE
     d = _exp(z, lse) * ((1.0 + 2.0 * Z_LOSS * lse) * scale) - (KEEP * hit + SPREAD) * scale
     if CAP > 0.0:
@@ -128,8 +128,10 @@ def _gradient(
 
 @triton.jit
 def _counted(d, scale):
-    """0 for a token that does not count: its logits may be NaN, which a scale of 0 does not undo. `scale` is the row's, so
-    that the rows that count branch around it."""
+    """The gradient, or 0 for a token that does not count: its logits may be NaN, which a scale of 0 does not undo.
+
+    `scale` is the row's, so that the rows that count branch around it.
+    """
     if scale == 0.0:
         d = tl.zeros_like(d)
     return d
@@ -141,7 +143,7 @@ def _store_gradient(
     WIDTH: tl.constexpr, MASKED: tl.constexpr, HAS_BIAS: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
     KEEP: tl.constexpr, SPREAD: tl.constexpr, Z_LOSS: tl.constexpr,
 ):  # fmt: skip
-    """Of columns as if none was the label: comparing each with it costs as much as its exponential."""
+    """Stores the gradient as if no column was the label: comparing each with it costs as much as its exponential."""
     mask = columns < WIDTH
     z = _logits(row, bias, columns, mask, MASKED, HAS_BIAS, SCALE, CAP)
     d = _gradient(z, 0.0, lse, scale, SCALE, CAP, KEEP, SPREAD, Z_LOSS)
@@ -206,9 +208,9 @@ def _exchange(shares, arrived, maximum, total, part, PARTS: tl.constexpr, PADDED
         here = tl.atomic_add(arrived, 0, sem="acquire")
     p = tl.arange(0, PADDED)
     # Not through the first level of cache, which may hold what was there before.
-    found = tl.load(shares + p, mask=p < PARTS, other=0, cache_modifier=".cg")
-    maxima = tl.where(p < PARTS, (found >> 32).to(tl.int32).to(tl.float32, bitcast=True), -float("inf"))
-    totals = found.to(tl.int32).to(tl.float32, bitcast=True)
+    loaded = tl.load(shares + p, mask=p < PARTS, other=0, cache_modifier=".cg")
+    maxima = tl.where(p < PARTS, (loaded >> 32).to(tl.int32).to(tl.float32, bitcast=True), -float("inf"))
+    totals = loaded.to(tl.int32).to(tl.float32, bitcast=True)
     maximum = tl.max(maxima, 0)
     return maximum, tl.sum(totals * tl.exp(maxima - _finite(maximum)), 0)
 
@@ -234,15 +236,15 @@ def stats_and_gradient_kernel(
     label, weight = tl.load(labels + i), tl.load(scale + i)
     inside = (label >= part * BLOCK) & (label < min((part + 1) * BLOCK, WIDTH))
     at_label = _logits(row, bias, label, inside, True, HAS_BIAS, SCALE, CAP)
-    own = tl.max(z, 0)
-    e = _exp(z, _finite(own))
-    maximum, total = own, tl.sum(e, 0)
+    part_maximum = tl.max(z, 0)
+    e = _exp(z, _finite(part_maximum))
+    maximum, total = part_maximum, tl.sum(e, 0)
     if PARTS > 1:
         shares = shares.to(tl.pointer_type(tl.int64)) + i * PARTS
-        maximum, total = _exchange(shares, arrived + i, own, total, part, PARTS, PADDED)
+        maximum, total = _exchange(shares, arrived + i, part_maximum, total, part, PARTS, PADDED)
     lse = maximum + tl.log(total)
     common = (1.0 + 2.0 * Z_LOSS * lse) * (weight * SCALE)
-    d = e * (tl.exp(_finite(own) - lse) * common) - SPREAD * (weight * SCALE)
+    d = e * (tl.exp(_finite(part_maximum) - lse) * common) - SPREAD * (weight * SCALE)
     if CAP > 0.0:
         d *= 1.0 - (z / CAP) * (z / CAP)
     d = _counted(d, weight)
@@ -258,4 +260,4 @@ def stats_and_gradient_kernel(
         tl.store(plain_out + part * TOKENS + i, tl.sum(tl.where(mask, z, 0.0), 0))
     if AUX:
         moment = tl.sum(tl.where(e == 0.0, 0.0, e * z), 0)
-        tl.store(moment_out + part * TOKENS + i, moment * tl.exp(own - _finite(maximum)))
+        tl.store(moment_out + part * TOKENS + i, moment * tl.exp(part_maximum - _finite(maximum)))

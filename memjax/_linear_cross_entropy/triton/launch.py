@@ -51,7 +51,7 @@ def _block(width: int, most: int) -> int:
 
 
 def _call(kernel: Any, arrays: tuple[Array, ...], out: Any, **settings: Any) -> Any:
-    """One launch; under `vmap` one after another, since a kernel knows only rows."""
+    """Launches a kernel; under `vmap` for one example after another, since a kernel knows only rows."""
 
     @sequential_vmap
     def launch(*arrays: Array) -> Any:
@@ -111,7 +111,7 @@ def gradient(chunk: Chunk, lse: Array, mass: Array | None, scale: Array, options
 
 
 def stats_and_gradient(chunk: Chunk, scale: Array, options: Options) -> tuple[Stats, Array]:
-    """For rows that are whole. The gradient is written over the products."""
+    """Statistics and gradient of rows that are whole. The gradient is written over the products."""
     products, bias, labels, *_ = chunk
     tokens, width = products.shape
     block = _block(width, TILES.row_block)

@@ -11,7 +11,7 @@ Words = UInt32[Array, "..."]
 
 
 def u32(x) -> Words:
-    """As unsigned 32-bit integers; negative ones wrap."""
+    """`x` as unsigned 32-bit integers; negative numbers wrap."""
     return lax.convert_element_type(x, jnp.uint32)
 
 
@@ -44,11 +44,11 @@ def unpack(words: UInt32[Array, "... m"]) -> Bool[Array, "... n"]:
 
 
 class Moves(NamedTuple):
-    """Which bits move by 1, 2, 4, 8, 16 places, in `compress` down and in `expand` up.
+    """Which bits move by 1, 2, 4, 8 and 16 places: down in `compress`, and up in `expand`.
 
     Attributes:
-      high, low: these bits, and where they are after moving down.
-      dense: the mask of all bits when they are together.
+      high, low: masks of these bits before and after moving down, for each distance.
+      dense: the mask of all bits when they are together at the low end.
     """
 
     high: list[Words]
@@ -57,7 +57,7 @@ class Moves(NamedTuple):
 
 
 def moves_of(mask: Words) -> Moves:
-    """Those that `compress` a mask's bits.
+    """The moves that `compress` a mask's bits.
 
     Warren, "Hacker's Delight", section 7-4: the distance of a bit is the number of zeros of the mask below it; its
     binary digits are found by parallel prefixes of exclusive ors.
@@ -78,12 +78,12 @@ def moves_of(mask: Words) -> Moves:
 def compress(x: Words, moves: Moves) -> Words:
     """The bits of `x` selected by the mask of `moves`, moved together to the low end."""
     for i, low in enumerate(moves.low):
-        x = (x & ~low) | ((x >> (1 << i)) & low)  # what has moved away stays, too, where it will not be looked at
+        x = (x & ~low) | ((x >> (1 << i)) & low)  # bits that moved away also stay, where nothing reads them
     return x & moves.dense
 
 
 def expand(x: Words, moves: Moves, mask: Words) -> Words:
-    """The inverse of `compress`. Bits of `x` beyond as many as `mask` has are ignored."""
+    """The inverse of `compress`. It reads as many bits of `x` as `mask` has."""
     for i in reversed(range(5)):
         x = x ^ ((x ^ (x << (1 << i))) & moves.high[i])
     return x & mask

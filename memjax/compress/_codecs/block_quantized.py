@@ -1,4 +1,4 @@
-"""The default codec: a fixed number of bits per value, with a range for each channel of a few hundred neighbouring positions."""
+"""The default codec: a fixed number of bits per value, with a range for each channel in a few hundred neighbouring positions."""
 
 import dataclasses
 import math
@@ -26,7 +26,7 @@ class BlockQuantizedCode:
       levels: in the array's shape; levels of four bits are XLA's own, two to a byte.
       low, distance: for each channel of each block, the least value and the distance of levels, float32.
       view: the shape that the array is seen in, which `low` and `distance` broadcast against.
-      dtype: of the array.
+      dtype: the array's dtype.
     """
 
     levels: UInt[Array, "..."]
@@ -57,10 +57,10 @@ class MeasuredBlocks:
 class BlockQuantized(FixedRate):
     """2^bits levels between the least and the largest value of each channel of every block of neighbouring positions.
 
-    Channels are the last axis, positions the others; a block lies within one example (the first of three axes or more) if
-    an example has 32 positions or more. So neither a channel, nor an example, nor a stretch of a sequence that is
-    larger than the rest makes the rest coarse. Arrays with fewer than 32 positions are cut into blocks along memory.
-    A block has the number of positions nearest to `block` that divides them evenly.
+    Channels are the last axis, positions the other axes. A block lies within one example (the first of three axes or more) if
+    an example has 32 positions or more. So large values in a channel, an example or a stretch of a sequence do not make others
+    coarse. Arrays with fewer than 32 positions are cut into blocks along memory. The number of positions in a block is the
+    divisor of all positions that is nearest to `block`.
 
     The code cannot overflow: every finite value decodes to a finite one, at most half the distance of levels away
     (`range / (2^bits - 1) / 2`, and a rounding of the dtype). Values are rounded to the nearest level. A NaN or an infinity makes
@@ -90,7 +90,7 @@ class BlockQuantized(FixedRate):
         object.__setattr__(self, "block", check.integer("block", self.block, least=_FEWEST))
 
     def measured(self, x: Float[Array, "..."]) -> MeasuredBlocks:
-        """The ranges, which are all that encoding reads the whole array for."""
+        """An encoder with the ranges of `x`: only they need the whole array."""
         check_floats(x)
         view = _view_of(jax.typeof(x), self.block)
         low, high = (jnp.expand_dims(end.astype(jnp.float32), view.axes) for end in ends(_as(x, view.shape), view.axes))

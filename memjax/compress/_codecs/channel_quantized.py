@@ -1,4 +1,4 @@
-"""A fixed number of bits per value, with a scale for every channel: elementwise, so that compilers fuse it with what follows."""
+"""A fixed number of bits per value, with a range for every channel: elementwise, so that compilers fuse it with what follows."""
 
 import dataclasses
 import math
@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, UInt
 
 from memjax._core import check
+from memjax._core.compat import is_tracer
 from memjax.compress._codecs.codec import FixedRate, check_code, check_floats
 from memjax.compress._codecs.levels import from_levels, levels_between, to_levels
 
@@ -41,13 +42,15 @@ class MeasuredChannels:
 
     def encode(self, x: Float[Array, "..."]) -> ChannelQuantizedCode:
         check.array("x", x, floating=True)
-        if self.bits not in LEVELS:
+        if check.integer("bits", self.bits) not in LEVELS:
             raise check.fail(ValueError, "bits", f"one of {', '.join(map(str, LEVELS))}", self.bits)
         for name in ("low", "distance"):
-            shape = check.array(name, getattr(self, name)).shape
+            shape = check.array(name, getattr(self, name), floating=True).shape
             if shape not in ((), x.shape[-1:]):
                 wanted = f"of shape {x.shape[-1:]}, one number for each channel of x"
                 raise check.fail(ValueError, name, wanted, getattr(self, name))
+        if not is_tracer(self.distance) and np.any(np.asarray(self.distance) < 0):
+            raise check.fail(ValueError, "distance", "of no negative number", self.distance)
         level = to_levels(x, self.low, self.distance, self.bits, 0.5).astype(LEVELS[self.bits])
         return ChannelQuantizedCode(level, self.low, self.distance, np.dtype(x.dtype))
 
@@ -92,9 +95,8 @@ class ChannelQuantized(FixedRate):
             object.__setattr__(self, "samples", samples)
 
     def measured(self, x: Float[Array, "..."]) -> "MeasuredChannels":
-        """What a value's code depends on besides the value: all that encoding reads the whole array for.
-
-        Of what a batch norm reads, it is what this gives that encodes, where the batch norm normalises.
+        """An encoder with the ranges of `x`: only they need the whole array. It encodes what a batch norm reads where that is
+        normalised.
         """
         check_floats(x)
         if x.size == 0:
@@ -104,10 +106,10 @@ class ChannelQuantized(FixedRate):
             low, high = (end.astype(jnp.float32) for end in ends(part, tuple(range(part.ndim - 1))))
             if part.size < x.size:
                 # The outermost levels stay finite in the array's dtype, unless what was measured is not.
-                more, largest = high / 16 - low / 16, float(jnp.finfo(x.dtype).max)
+                margin, largest = high / 16 - low / 16, float(jnp.finfo(x.dtype).max)
                 low, high = (
-                    jnp.where(jnp.isfinite(more), jnp.clip(end, -largest, largest), end)
-                    for end in (low - more, high + more)
+                    jnp.where(jnp.isfinite(margin), jnp.clip(end, -largest, largest), end)
+                    for end in (low - margin, high + margin)
                 )
         return MeasuredChannels(*levels_between(low, high, self.bits), self.bits)
 
@@ -120,14 +122,14 @@ class ChannelQuantized(FixedRate):
 
 
 def ends(x: Float[Array, "..."], axes: tuple[int, ...]) -> tuple[Array, Array]:
-    """The least and the largest value over `axes`: in one reduction, of whose stages a GPU makes a kernel each."""
+    """The least and the largest value over `axes`, in one reduction: on a GPU each stage of a reduction is a kernel."""
     inf = np.asarray(np.inf, x.dtype)
     both = lambda a, b: (lax.min(a[0], b[0]), lax.max(a[1], b[1]))
     return lax.reduce((x, x), (inf, -inf), both, axes)
 
 
 def _spread(x: Float[Array, "..."], samples: int) -> Float[Array, "..."]:
-    """At least `samples` values of each channel, if there are, as many of each example and evenly spaced in it."""
+    """At least `samples` values of each channel, if it has so many: the same number from each example, evenly spaced."""
     if x.ndim < 2:
         return x
     examples = len(x) if x.ndim > 2 else 1

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -22,13 +23,20 @@ class Codec(Protocol):
     those of `x` alone, and carries with it what `decode` needs. A codec whose settings may change without recompiling
     is a pytree itself, with those settings as leaves.
 
-    What reads an array waits for its code, and the code for the cotangent that meets what is decoded.
+    What reads an array waits for its code, and decoding waits for the cotangent that meets the decoded array.
 
-    Optional attributes: `elementwise`, true if decoding is arithmetic on single values: then it is left to the compiler where to
-    do it, so that it may be part of what reads the array, and codes wait for nothing. `keeps_zeros`, true if decoded values
-    are zero exactly where the values are: then the mask of a ReLU follows from what is decoded. `without_signs` and `scaled`: see
-    `ErrorBounded`. `measured(x)`, something whose `encode(x)` gives what the codec's does by arithmetic on single values: it is
-    called instead for what a batch norm reads, and only what comes of the batch norm waits for the code.
+    `memjax.compressed` calls `encode`, `decode` and `nbytes` alone. A codec may have these members, too:
+
+    - `elementwise`, False by default: whether decoding is arithmetic on single values. On a GPU, decoding then waits for
+      nothing, and the compiler makes it a part of what reads the array.
+    - `keeps_zeros`, False by default: whether decoded values are zero exactly where the values are. The mask of a ReLU then
+      follows from its decoded output.
+    - `without_signs()`, by default the codec itself: a codec that decodes the same codes for products with cotangents, where
+      signs do not matter.
+    - `scaled(deviation)`: the codec with its bound in units of each channel's standard deviation. It encodes what a batch
+      norm reads.
+    - `measured(x)`: an encoder whose `encode(x)` gives the codec's code by arithmetic on single values. It encodes what a
+      batch norm reads, fused into the normalisation, and only what follows the normalisation waits for the code.
     """
 
     def encode(self, x: Array) -> Any:
@@ -47,25 +55,57 @@ class Codec(Protocol):
         """The largest |decode(encode(x)) - x| of the finite values of `x`, as float32."""
 
 
+class OptionalMembers:
+    """The optional members of a codec and their defaults: see `Codec`. A method that is None is not there."""
+
+    elementwise: bool = False
+    keeps_zeros: bool = False
+    scaled: Callable[[Array], Codec] | None = None
+    measured: Callable[[Array], Any] | None = None
+
+    def without_signs(self) -> Any:
+        return self
+
+
+_OPTIONAL = ("elementwise", "keeps_zeros", "scaled", "measured", "without_signs")
+
+
+def with_optional_members(codec: Any) -> Any:
+    """`codec`, with the defaults of the optional members that a user's class lacks."""
+    if isinstance(codec, OptionalMembers):
+        return codec
+    complete = OptionalMembers()
+    members = {name: getattr(codec, name, getattr(complete, name)) for name in _OPTIONAL}
+    vars(complete).update(members, encode=codec.encode, decode=codec.decode)
+    return complete
+
+
+DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+"""The dtypes that are encoded."""
+
 _BOUND = "a positive finite number, or an array of one for each channel"
 
 
 def check_floats(x: Any) -> None:
-    """That `x` is an array of a dtype that quantisers take."""
+    """Check that `x` is an array of a dtype that quantisers take."""
     check.array("x", x)
-    if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+    if x.dtype not in DTYPES:
         raise TypeError(f"x must be bfloat16, float16 or float32, got {x.dtype}: convert it, or leave it as it is")
 
 
 def check_code(codec: Any, code: Any, *kinds: type) -> None:
-    """That `code` is one that `codec` makes."""
+    """Check that `code` is one that `codec` makes."""
     if not isinstance(code, kinds):
         raise check.fail(TypeError, "code", f"what {type(codec).__name__}.encode returns", code)
 
 
 def check_bound(bound: Any) -> None:
-    """That a bound that is known is positive and finite. As a leaf of a pytree a bound may also be a placeholder of any type."""
+    """Check that a bound is positive and finite, if it is known. A leaf of a pytree may be a placeholder of any type."""
     if isinstance(bound, str | bytes | dict | list | tuple | complex):
+        raise check.fail(TypeError, "bound", _BOUND, bound)
+    if isinstance(bound, np.ndarray | np.generic | jax.Array) and (
+        not check.is_array(bound) or bound.dtype == jnp.bool_
+    ):
         raise check.fail(TypeError, "bound", _BOUND, bound)
     is_number = isinstance(bound, int | float | np.ndarray | np.generic) and not isinstance(bound, bool)
     if is_number and not (np.all(np.isfinite(bound)) and np.all(np.asarray(bound) > 0)):
@@ -73,7 +113,7 @@ def check_bound(bound: Any) -> None:
 
 
 def bound_of(bound: Any) -> Array:
-    """The bound that an array is encoded with."""
+    """The bound as an array, when something is encoded with it."""
     is_number = isinstance(bound, int | float) and not isinstance(bound, bool)
     if not is_number and not isinstance(bound, jax.Array | np.ndarray | np.generic):
         raise check.fail(TypeError, "bound", _BOUND, bound)
@@ -81,7 +121,7 @@ def bound_of(bound: Any) -> Array:
 
 
 def check_seed(seed: Any) -> None:
-    """That a random key can be made of `seed`."""
+    """Check that a random key can be made from `seed`."""
     is_array = isinstance(seed, jax.Array | np.ndarray)
     if not (is_array and seed.shape == () and jnp.issubdtype(seed.dtype, jnp.integer)):
         check.integer("seed", seed)
@@ -100,8 +140,8 @@ def tree_nbytes(tree: Any) -> int:
     return sum(map(nbytes, jax.tree.leaves(tree)))
 
 
-class FixedRate:
-    """`nbytes`, `ratio` and `error` of a codec whose codes are as large for all values."""
+class FixedRate(OptionalMembers):
+    """`nbytes`, `ratio` and `error` of an elementwise codec whose codes of all values are equally large."""
 
     elementwise = True
 
@@ -111,6 +151,7 @@ class FixedRate:
         return tree_nbytes(jax.eval_shape(self.encode, aval))  # type: ignore[attr-defined]
 
     def ratio(self, x: Array) -> Float[Array, ""]:
+        check.array("x", x)
         return jnp.float32(x.size * x.dtype.itemsize / max(self.nbytes(jax.typeof(x)), 1))
 
     def error(self, x: Array) -> Float[Array, ""]:
@@ -137,12 +178,7 @@ class Cast(FixedRate):
     dtype: Any = jnp.bfloat16
 
     def __post_init__(self):
-        try:
-            is_floating = self.dtype is not None and jnp.issubdtype(jnp.dtype(self.dtype), jnp.floating)
-        except TypeError:
-            is_floating = False
-        if not is_floating:
-            raise check.fail(TypeError, "dtype", "a floating dtype", self.dtype, "pass jnp.bfloat16, for example")
+        check.dtype("dtype", self.dtype, floating=True, fix="pass jnp.bfloat16, for example")
 
     def encode(self, x: Float[Array, "..."]) -> CastCode:
         check.array("x", x, floating=True)
@@ -175,8 +211,7 @@ class Mask(FixedRate):
         if x.dtype != jnp.bool_:
             raise TypeError(f"x must be boolean, got {x.dtype}: pass x != 0, for example")
         flat = x.reshape(-1)
-        padding = -x.size % WORD
-        if padding:
+        if padding := -x.size % WORD:
             flat = jnp.concatenate([flat, jnp.zeros(padding, bool)])
         return MaskCode(pack(flat), x.shape)
 

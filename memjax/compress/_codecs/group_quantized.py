@@ -1,4 +1,4 @@
-"""A fixed number of bits per value, with a scale for every group of neighbours: the rate known beforehand."""
+"""A fixed number of bits per value and a range for every group of neighbours, rounded at random."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ from memjax._core import check
 from memjax.compress._codecs.bits import WORD, u32
 from memjax.compress._codecs.codec import FixedRate, check_code, check_floats, check_seed
 from memjax.compress._codecs.levels import from_levels, levels_between, to_levels
-from memjax.compress._codecs.sharded import ShardedCode, decode_parts, encode_parts, explicit_spec
+from memjax.compress._codecs.sharded import ShardedCode, decode_parts, encode_parts
 
 
 @jax.tree_util.register_dataclass
@@ -67,10 +67,7 @@ class GroupQuantized(FixedRate):
     def encode(self, x: Float[Array, "..."]) -> GroupQuantizedCode | ShardedCode:
         check_floats(x)
         check_seed(self.seed)
-        spec = explicit_spec(x)
-        return (
-            self._encode(x, self.seed) if spec is None else encode_parts(self._encode, x, jnp.asarray(self.seed), spec)
-        )
+        return encode_parts(self._encode, x, self.seed)
 
     def _encode(self, x: Float[Array, "..."], seed: Any) -> GroupQuantizedCode:
         shape, dtype = x.shape, np.dtype(x.dtype)
@@ -89,7 +86,7 @@ class GroupQuantized(FixedRate):
 
     def decode(self, code: GroupQuantizedCode | ShardedCode) -> Float[Array, "..."]:
         check_code(self, code, GroupQuantizedCode, ShardedCode)
-        return decode_parts(self._decode, code) if isinstance(code, ShardedCode) else self._decode(code)
+        return decode_parts(self._decode, code)
 
     def _decode(self, code: GroupQuantizedCode) -> Float[Array, "..."]:
         places = self.bits * jnp.arange(WORD // self.bits, dtype=jnp.uint32)

@@ -13,7 +13,7 @@ _LEAST_DISTANCE = 2.0**-125
 
 
 def levels_between(low: Float[Array, "..."], high: Float[Array, "..."], bits: int) -> tuple[Array, Array]:
-    """What `to_levels` and `from_levels` need of 2^bits levels from `low` to `high`, float32: the lowest, and the distance.
+    """The lowest of 2^bits levels from `low` to `high` and their distance, float32, for `to_levels` and `from_levels`.
 
     The distance is NaN if `low` or `high` is not finite.
     """

@@ -1,4 +1,4 @@
-"""Codes of arrays that are sharded over explicit mesh axes: each device encodes its own part."""
+"""Codes of arrays that may be sharded over explicit mesh axes: each device encodes its own part."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ShardedCode:
     """The codes of the parts of an array, stacked along a leading axis that is sharded as the array is.
 
     Attributes:
-      parts: the code of a part, every leaf with that leading axis.
+      parts: the code of a part; every leaf has that leading axis.
       spec: how the array is sharded.
     """
 
@@ -49,22 +49,23 @@ class ShardedCode:
         return jax.vmap(lambda part: getattr(part, name))(self.parts)
 
 
-def explicit_spec(x: Any) -> P | None:
-    """How `x` is sharded over explicit mesh axes; None if it is not."""
-    spec = jax.typeof(x).sharding.spec
-    return P(*spec) if any(axis is not None for axis in spec) else None
-
-
-def encode_parts(encode: Callable[..., Any], x: Array, setting: Array, spec: P) -> ShardedCode:
-    """`encode(part of x, its part of the setting)` on each device; a setting with an axis has one entry for each channel."""
-    axes, setting_spec = _axes(spec), P(spec[-1]) if setting.ndim else P()
+def encode_parts(encode: Callable[[Any, Any], Any], x: Array, setting: Any) -> Any:
+    """`encode(x, setting)`, on each device for its part of `x`. A setting with an axis has an entry for each channel."""
+    spec = P(*jax.typeof(x).sharding.spec)
+    axes = _axes(spec)
+    if not axes:
+        return encode(x, setting)
+    setting = jnp.asarray(setting)
+    setting_spec = P(spec[-1]) if setting.ndim else P()
     stacked = lambda x, setting: jax.tree.map(lambda leaf: leaf[None], encode(x, setting))
     on_each = jax.shard_map(stacked, in_specs=(spec, setting_spec), out_specs=P(axes), axis_names={*axes})
     return ShardedCode(on_each(x, jax.sharding.reshard(setting, setting_spec)), spec)
 
 
-def decode_parts(decode: Callable[[Any], Array], code: ShardedCode) -> Array:
-    """The array, from its parts."""
+def decode_parts(decode: Callable[[Any], Array], code: Any) -> Array:
+    """`decode(code)`, on each device for its part of a `ShardedCode`."""
+    if not isinstance(code, ShardedCode):
+        return decode(code)
     alone = lambda parts: decode(jax.tree.map(lambda leaf: leaf[0], parts))
     axes = _axes(code.spec)
     return jax.shard_map(alone, in_specs=P(axes), out_specs=code.spec, axis_names={*axes})(code.parts)

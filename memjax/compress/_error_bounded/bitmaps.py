@@ -1,8 +1,8 @@
-"""Which of a lane's values are zero.
+"""Bitmaps: which of a lane's values are zero.
 
-A column has a bitmap of its own, two words, only where some of its values are zero and some are not: neighbouring channels of a
-ReLU are often all zero, or none of them, over 64 neighbouring places. Of columns without one a header says which they are.
-Words of both columns are those of groups; a column alone has the halves of two groups in a word.
+A column has a bitmap, two words, only if some of its values are zero and some are not. Neighbouring channels of a ReLU are often
+all zero, or nowhere zero, over 64 neighbouring places; the header tells which columns without a bitmap are zero. If both columns
+have bitmaps, each of the four words is that of a group; the bitmap of one column has the halves of two groups in a word.
 """
 
 import functools
@@ -17,11 +17,12 @@ from memjax.compress._error_bounded.warp import Warp
 
 
 class Bitmaps(NamedTuple):
-    """Of lanes.
+    """The bitmaps of lanes.
 
     Attributes:
-      first, second: whether the column has a bitmap.
-      others_zero: whether a column without is zero, rather than without zeros; where neither has one it is set of raw lanes only.
+      first, second: whether the lane's first and second column have a bitmap.
+      others_zero: whether a column without a bitmap is zero, rather than without zeros. If neither column has a bitmap it is set
+        for raw lanes only.
     """
 
     first: Bool[Array, "..."]
@@ -38,16 +39,17 @@ class Bitmaps(NamedTuple):
 
     @property
     def words(self) -> Words:
-        """How many."""
+        """The number of their words."""
         return u32(2) * (u32(self.first) + u32(self.second))
 
     @classmethod
     def of(cls, mask: Sequence[Words], bits: Words) -> "Bitmaps":
-        """Those that lanes need.
+        """The bitmaps that lanes need.
 
         Args:
-          mask: of the values that are not zero, a word for each group.
-          bits: that each of them has besides. Without any, a lane without zeros needs a bitmap, to be told from one of zeros.
+          mask: which values are not zero, a word for each group.
+          bits: the number of other bits of each such value. If it is 0, a lane without zeros needs a bitmap, too, to be
+            distinguished from a lane of zeros.
         """
         some, every = functools.reduce(jnp.bitwise_or, mask), functools.reduce(jnp.bitwise_and, mask)
         some_first, some_second = (some & u32(0xFFFF)) != 0, (some >> 16) != 0
@@ -60,7 +62,7 @@ class Bitmaps(NamedTuple):
         )
 
     def pack(self, mask: Sequence[Words], warp: Warp) -> list[Words]:
-        """Four words; the last two only of lanes that have both bitmaps."""
+        """Four words for each lane, of which the last two count only if the lane has both bitmaps."""
         packed = []
         for g, of_both in zip((0, 2), mask[:2], strict=True):
             pair = mask[g : g + 2]
@@ -69,12 +71,12 @@ class Bitmaps(NamedTuple):
         return [*packed, *mask[2:]]
 
     def unpack(self, packed: Sequence[Words], others: Words, warp: Warp) -> list[Words]:
-        """The inverse; `others` are columns without a bitmap."""
+        """The inverse of `pack`; `others` is a word with the bits of columns without a bitmap."""
         mask = []
         for g, of_both in enumerate(packed):
-            own = (2, 3) if g % 2 else (0, 1)  # bytes
+            half = (2, 3) if g % 2 else (0, 1)  # bytes
             pair = packed[g // 2], others
-            first, second = warp.bytes_of(pair, (*own, 4, 5)), warp.bytes_of(pair, (4, 5, *own))
+            first, second = warp.bytes_of(pair, (*half, 4, 5)), warp.bytes_of(pair, (4, 5, *half))
             alone = jnp.where(self.first, first, jnp.where(self.second, second, others))
             mask.append(jnp.where(self.both, of_both, alone))
         return mask

@@ -1,8 +1,9 @@
-"""The error-bounded codec: how far a value may move is given, and the space follows from the values.
+"""`ErrorBounded`: the user sets how far a value may move, |decoded - x| <= bound, and the values determine the space.
 
-Jin et al. 2020, "A Novel Memory-Efficient Deep Learning Training Framework via Error-Bounded Lossy Compression". There
-a prediction, a quantiser and a Huffman code, whose sizes vary; here a dithered quantiser whose step is a power of two, a
-bitmap of zeros and as many bits for the rest as the largest of 128 values needs (`_tiles`), in arrays of static size.
+Jin et al. 2020, "A Novel Memory-Efficient Deep Learning Training Framework via Error-Bounded Lossy Compression", use a
+prediction, a quantiser and a Huffman code, whose sizes vary. Here there are a dithered quantiser whose step is a power of two
+(quantize.py), a bitmap of zeros, and for the other values as many bits as the largest of 128 needs (tiles.py), in arrays of
+static size.
 """
 
 import dataclasses
@@ -16,8 +17,15 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
 from memjax._core import check
-from memjax.compress._codecs.codec import bound_of, check_bound, check_code, check_floats, largest_error
-from memjax.compress._codecs.sharded import ShardedCode, decode_parts, encode_parts, explicit_spec
+from memjax.compress._codecs.codec import (
+    OptionalMembers,
+    bound_of,
+    check_bound,
+    check_code,
+    check_floats,
+    largest_error,
+)
+from memjax.compress._codecs.sharded import ShardedCode, decode_parts, encode_parts
 from memjax.compress._error_bounded import reference
 from memjax.compress._error_bounded import tiles as _tiles
 from memjax.compress._error_bounded.kernels import launch
@@ -35,8 +43,8 @@ class ErrorBoundedCode:
 
     Attributes:
       packed: words and headers.
-      exponent: k of the steps 2^k: of all values, or of every channel.
-      shape, dtype: of the array.
+      exponent: k of the step 2^k for all values, or for every channel.
+      shape, dtype: those of the array.
     """
 
     packed: Packed
@@ -57,63 +65,63 @@ class ErrorBoundedCode:
 
     @property
     def needed_nbytes(self) -> Float[Array, ""]:
-        """Bytes, headers included, capacity that is not needed left out."""
+        """Bytes of headers and needed words, without the capacity that is not needed."""
         return 4.0 * self.packed.needed.astype(jnp.float32) + Grid.of(self.shape).tiles * (LANES + 4)
 
     @property
     def raw_share(self) -> Float[Array, ""]:
-        """Share of the lanes of 128 values stored as they are, because one of them is no finite number or too many steps."""
+        """Share of the lanes of 128 values that are stored raw, because a value is not finite or has too many steps."""
         return jnp.mean((self.packed.headers == _tiles.RAW).astype(jnp.float32))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ErrorBounded:
+class ErrorBounded(OptionalMembers):
     """Every finite value decodes to one at most `bound` away, always; zeros, NaNs and infinities to themselves.
 
-    Signs are kept exactly, unless `keeps_signs` is False: `decoded > 0` wherever `x > 0`, so of an activation after a ReLU it
-    gives the mask. (A negative zero decodes to zero.) Values are rounded to the middle of steps of 2^k, the largest power of two
-    not above `2 * bound`; before it they are moved by a part of a step that follows from their place in the array, afterwards
-    moved back (subtractive dither), by sixteenths of a step, of narrow floats eighths. So errors are nearly uniform and
-    independent of values and of each other, however alike values are; and equal values in two places decode to different ones.
-    Bfloat16s are coarse beside an eighth of a step: their errors have a mean, towards zero, of a 64th of a step from 4 steps on,
-    of a 16th from 16 on, of a quarter from 64 on.
+    Signs are kept exactly, unless `keeps_signs` is False: `decoded > 0` wherever `x > 0`, so that the code of a ReLU's output
+    gives the mask. (A negative zero decodes to zero.) A value is rounded to the middle of a step of width 2^k, the largest power
+    of two not above `2 * bound`. Before rounding it is moved by a part of a step that depends on its place in the array, and
+    afterwards moved back (subtractive dither); parts are sixteenths of a step, and eighths for 16-bit floats. So errors are
+    nearly uniform, and independent of values and of each other however alike the values are; and equal values in two places
+    decode to different ones. Bfloat16s are coarse beside an eighth of a step: their errors have a mean, towards zero, of 1/64
+    of a step from 4 steps on, of 1/16 from 16 on, and of 1/4 from 64 on.
 
-    Errors of a value, over places, have a mean of at most half a part of a step, for what is known of the value is the part
-    that it is in. But values smaller than half a step can be moved down by half a step only if signs are not kept: with
-    signs what they decode to is too large on average, by up to 0.16 steps. Without signs some of them decode to numbers of the
-    other sign, and the mean is at most 9/256 of a step, of narrow floats 5/64; `decoded != 0` is the mask then.
-    `memjax.compressed` decodes so what the backward pass multiplies into gradients of weights, if that is all it does with an
-    array.
+    Over all places the errors of a value have a mean of at most half a part of a step, because a code tells only which part
+    the value is in. Values smaller than half a step can be moved down by half a step only if signs are not kept: with signs
+    they decode to values that are too large on average, by up to 0.16 steps. Without signs some of them decode to numbers of
+    the other sign, and the mean is at most 9/256 of a step, or 5/64 for 16-bit floats; the mask is `decoded != 0` then.
+    `memjax.compressed` decodes without signs what the backward pass only multiplies into gradients of weights.
 
-    128 values at a time share a number of bits; if one of them is a NaN or an infinity, or 256 steps, with dither sometimes
-    255 (float32: 32,768), they are stored as they are. The error is then zero: a bound that is too small for the values costs
-    space, never precision; `code.raw_share` tells.
+    128 values at a time share a number of bits. If one of them is a NaN or an infinity, or has 256 steps or more (with dither
+    sometimes 255; float32: 32,768), they are stored raw. The error is then zero: a bound that is too small for the values costs
+    space, never precision, and `code.raw_share` shows it.
 
-    Memory, with n values, n a multiple of 4096 or else rounded up to one: `n * capacity / 8 + n / 113` bytes, where capacity
-    is `bits_per_value`, or without it the width of the dtype: the largest that any values can need. A rectified Gaussian takes
-    2.69 bits a value, headers included, with a bound of a quarter of its standard deviation. With `bits_per_value`
-    a code whose values need more has lost some, and says so: `code.overflowed`, `code.needed_bits_per_value`. It
-    decodes to NaN, all of it.
+    Memory for n values, n rounded up to a multiple of 4096: `n * capacity / 8 + n / 113` bytes. The capacity is
+    `bits_per_value`, or without it the width of the dtype, the most that any values can need. A rectified Gaussian takes
+    2.69 bits per value, headers included, with a bound of a quarter of its standard deviation. With `bits_per_value` a code
+    overflows if its values need more: `code.overflowed` and `code.needed_bits_per_value` tell, and all of it decodes to NaN.
 
     Args:
-      bound: positive; a number, or an array with one bound for each channel of the last axis. It is a leaf of the codec
-        as a pytree, so that a new bound does not recompile what takes the codec as an argument. Arrays are not checked:
-        one that is not positive, like bounds below 2^-113 (float16: 2^-14), stores everything as it is; those above 2^118
-        (float16: 64, float32: 2^110) are as these.
-      bits_per_value: of capacity, without headers; None: never overflows.
-      keeps_signs: whether decoded values have the signs of values; if not, those of values below half a step may have the
-        other, and errors have hardly any mean. Codes are the same.
-      implementation: `"pallas"`, kernels for NVIDIA GPUs; `"jnp"`, which runs everywhere and whose temporary memory is
-        that of the array and of its code, and a few MiB; None: the first of the two that runs here. Values and sizes are
-        the same, bit for bit; kernels may put the parts of a code in another order, and another each time. They are for
-        one device: call them in `shard_map`.
+      bound: a positive number, or an array with one bound for each channel of the last axis. It is a leaf of the codec
+        as a pytree, so that a new bound does not recompile a function that takes the codec as an argument. Arrays are not
+        checked: a bound that is not positive, or below 2^-113 (float16: 2^-14), stores everything raw; bounds above 2^118
+        (float16: 64, float32: 2^110) count as these.
+      bits_per_value: the capacity, without headers; None never overflows.
+      keeps_signs: whether decoded values have the signs of the values. If not, values below half a step may change their sign,
+        and errors have hardly any mean. Codes are the same.
+      implementation: `"pallas"` has kernels for NVIDIA GPUs. `"jnp"` runs everywhere; on a CPU its temporary memory is
+        that of the array (twice that to encode one that is padded) and 100 KiB. None is the first of the two that runs here.
+        Values and sizes are the same, bit for bit, but the kernels may put the parts of a code in another order each time.
+        Kernels run on one device: call them in `shard_map`.
 
     Raises:
-      ValueError: a bound or a capacity that is not positive, more channels' bounds than channels, or an implementation
-        that is unknown or cannot run here; encoding an array of 2^31 values or more.
+      ValueError: a bound or a capacity is not positive, the bound has not one entry per channel, the implementation is
+        unknown or cannot run here, or an array to encode has 2^31 values or more.
       TypeError: what is encoded is not bfloat16, float16 or float32.
     """
+
+    keeps_zeros = True
 
     bound: Any
     _: dataclasses.KW_ONLY
@@ -141,13 +149,12 @@ class ErrorBounded:
             packed = _encode(implementation, self._capacity(x), x, exponent)
             return ErrorBoundedCode(packed, exponent, x.shape, np.dtype(x.dtype))
 
-        spec = explicit_spec(x)
-        return encode(x, exponent) if spec is None else encode_parts(encode, x, exponent, spec)
+        return encode_parts(encode, x, exponent)
 
     def decode(self, code: ErrorBoundedCode | ShardedCode) -> Float[Array, "..."]:
         check_code(self, code, ErrorBoundedCode, ShardedCode)
         decode = functools.partial(_decode, self._implementation(), self.keeps_signs)
-        return decode_parts(decode, code) if isinstance(code, ShardedCode) else decode(code)
+        return decode_parts(decode, code)
 
     def nbytes(self, aval: Any) -> int:
         if not hasattr(aval, "shape"):
@@ -156,7 +163,7 @@ class ErrorBounded:
         return 4 * self._capacity(aval) + tiles * (LANES + 4) + 4 + 4 * max(np.size(self.bound), 1)
 
     def ratio(self, x: Float[Array, "..."]) -> Float[Array, ""]:
-        """How many times smaller than `x` its code is, headers included, capacity that is not needed left out."""
+        """How many times smaller than `x` its code is, without the capacity that is not needed."""
         check_floats(x)
         return x.size * x.dtype.itemsize / jnp.maximum(self.encode(x).needed_nbytes, 1)
 
@@ -165,20 +172,15 @@ class ErrorBounded:
         return largest_error(x, self.decode(self.encode(x)))
 
     def without_signs(self) -> "ErrorBounded":
-        """What decodes the same codes with errors that have hardly any mean: see `keeps_signs`."""
+        """The codec with `keeps_signs=False`, which decodes the same codes."""
         return dataclasses.replace(self, keeps_signs=False)
 
-    @property
-    def keeps_zeros(self) -> bool:
-        """Decoded values are zero exactly where the values are, with signs or without: see `compressed`."""
-        return True
-
     def scaled(self, deviation: Float[Array, " channels"]) -> "ErrorBounded":
-        """With the bound in units of each channel's standard deviation: see `compressed`."""
+        """The codec with its bound in units of each channel's standard deviation."""
         return dataclasses.replace(self, bound=self.bound * deviation)
 
     def _capacity(self, aval: Any) -> int:
-        """Words."""
+        """The capacity in words."""
         tiles = Grid.of(aval.shape).tiles
         most = tiles * LANES * _tiles.raw_words(aval.dtype)
         if tiles * TILE_VALUES > _MOST_VALUES:
@@ -193,18 +195,15 @@ class ErrorBounded:
         return self.implementation or ("jnp" if launch.why_not() else "pallas")
 
 
-_IMPLEMENTATIONS = ("jnp", "pallas")
+_IMPLEMENTATIONS: dict[str, Any] = {"jnp": reference, "pallas": launch}
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _encode(implementation: str, capacity: int, x: Array, exponent: Array) -> Packed:
-    if implementation == "pallas":
-        return launch.encode(x, exponent, capacity)
-    return reference.encode(x, exponent, capacity)
+    return _IMPLEMENTATIONS[implementation].encode(x, exponent, capacity)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _decode(implementation: str, keeps_signs: bool, code: ErrorBoundedCode) -> Array:
-    if implementation == "pallas":
-        return launch.decode(code.packed, code.exponent, code.shape, code.dtype, keeps_signs=keeps_signs)
-    return reference.decode(code.packed, code.exponent, code.shape, code.dtype, keeps_signs=keeps_signs)
+    decode = _IMPLEMENTATIONS[implementation].decode
+    return decode(code.packed, code.exponent, code.shape, code.dtype, keeps_signs=keeps_signs)

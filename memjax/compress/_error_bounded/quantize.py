@@ -1,20 +1,21 @@
 """The error-bounded quantiser: multiples of a power of two, with dither, in integer arithmetic.
 
-A step s = 2^k has n parts, sixteenths for float32s and eighths for narrower floats. The magnitude of a value x is c parts,
+A step s = 2^k has n parts, sixteenths for float32 and eighths for 16-bit floats. The magnitude of a value x is c parts,
 rounded up: c - 1 < n |x| / s <= c. With e parts of dither, 0 to n - 1, x is coded as its sign and p = floor((c + e) / n), and
-decoded to sign(x) (p + 1/2 - (e + 1) / n) s, half a step away at most. Where that is not beyond zero, for p = 0,
+decoded to sign(x) m s with the middle m = p + 1/2 - (e + 1) / n, which is at most half a step away. For p = 0, m may be zero or
+negative. Then
 
-    signs are kept      a little that is stands for it: the decoded value has the sign of x
-    signs are not kept  it stands, so that errors have no mean over a part; but of a middle of zero, 1/n
+    if signs are kept, m is a small positive number: the decoded value has the sign of x
+    if signs are not kept, m stays, so that errors have no mean over a part; but m = 0 becomes 1/n
 
-So zeros are exact both ways, and nothing else decodes to zero: of an activation after a ReLU either gives the exact mask.
+So zeros are exact both ways, and nothing else decodes to zero: either gives the exact mask of a ReLU's output.
 
-Of bfloat16s (p + 3/8 - e / 8) s may have more bits than they: bits beyond are cut off. That never passes a bfloat16, so
-from beyond |x| it does not pass |x|, and from before not |x| - s / 2, which is one too up to 128 steps. From there on x is a
-multiple of s, and p stands for it. Where |x| is a whole number of eighths, as all bfloat16s of 16 steps and more are, errors
-have a mean below zero: see `ErrorBounded`.
+For bfloat16, (p + 3/8 - e / 8) s may have more bits than a bfloat16, and the lower ones are cut off. Cutting never passes a
+bfloat16. So from above |x| it does not pass |x|, and from below it does not pass |x| - s / 2, which is a bfloat16, too, up to
+128 steps. From there on x is a multiple of s, and p stands for it. Where |x| is a whole number of eighths of a step, as all
+bfloat16s of 16 steps and more are, errors have a mean below zero: see `ErrorBounded`.
 
-Integers, because the arithmetic of subnormal numbers differs between backends.
+The arithmetic is that of integers, because that of subnormal numbers differs between backends.
 """
 
 import jax.numpy as jnp
@@ -25,24 +26,24 @@ from memjax.compress._codecs.bits import Words, u32
 from memjax.compress._error_bounded import dither as _dither
 from memjax.compress._error_bounded import tiles
 
-# What stands for values whose middle is not beyond zero, in steps, where signs are kept: less than a part.
+# The least middle, in steps, if signs are kept: less than a part.
 LEAST = 2.0**-11
-# Steps 2^k: from where the least that is computed with, an eighth of `LEAST`, is a normal number, of float16s where `LEAST` is
-# a number, to where all that codes can stand for is finite, with one to spare. For larger bounds, the last is the step; for
-# smaller ones there is none.
+# The least and the largest k of steps 2^k. From the least on, an eighth of `LEAST` steps is a normal number (float16: `LEAST`
+# steps are not zero); up to the largest, all decoded values are finite, with one power to spare. Larger bounds have the largest
+# step; smaller bounds store everything raw.
 _EXPONENTS = {
     jnp.dtype(jnp.bfloat16): (-112, 119),
     jnp.dtype(jnp.float16): (-13, 7),
     jnp.dtype(jnp.float32): (-112, 111),
 }
-# Stands for "store everything raw".
+# Means that everything is stored raw.
 RAW_EXPONENT = -(2**30)
 
 _MANTISSA = 23  # of a float32
 
 
 def step_exponent(bound: Float[Array, "..."], dtype) -> Int32[Array, "..."]:
-    """The k of the largest useful step 2^k not above 2 `bound`; `RAW_EXPONENT` for no positive, or too small, a bound."""
+    """The k of the largest useful step 2^k not above 2 `bound`; `RAW_EXPONENT` if the bound is too small, or not positive."""
     least, most = _EXPONENTS[jnp.dtype(dtype)]
     bits = lax.bitcast_convert_type(jnp.asarray(bound, jnp.float32), jnp.int32)
     exponent = (bits >> _MANTISSA) - 126  # of 2 * bound; negative bounds give less than any that is valid
@@ -59,7 +60,7 @@ def inverse_step(exponent: Int32[Array, "..."]) -> Float[Array, "..."]:
 def quantize(
     x: Float[Array, "..."], exponent: Int32[Array, "..."], dither: UInt32[Array, "..."]
 ) -> tuple[UInt32[Array, "..."], Bool[Array, "..."], Bool[Array, "..."], Bool[Array, "..."]]:
-    """p, whether x is not zero, whether it is negative, and whether it must be stored as it is; `exponent` broadcasts."""
+    """p, whether x is not zero, whether it is negative, and whether it must be stored raw; `exponent` broadcasts."""
     wide, planes = float32_bits(x), _dither.planes_of(x.dtype)
     count, too_large = parts_of_steps(wide & u32(0x7FFFFFFF), exponent - planes)
     p = (count + dither) >> planes
@@ -68,8 +69,8 @@ def quantize(
 
 
 def parts_of_steps(magnitude: Words, exponent: Int32[Array, "..."]) -> tuple[Words, Bool[Array, "..."]]:
-    """How many times 2^`exponent` float32s are, rounded up; without sign, given as bits. And whether that is more than 2^23, or
-    |x| not finite: then it is anything.
+    """|x| / 2^`exponent`, rounded up, for float32s given by the bits of their magnitude. And whether that is more than 2^23, or
+    x is not finite; then the number means nothing.
     """
     is_normal = magnitude >> _MANTISSA != 0
     significand = (magnitude & u32(0x7FFFFF)) | jnp.where(is_normal, u32(0x800000), u32(0))
@@ -84,7 +85,7 @@ def parts_of_steps(magnitude: Words, exponent: Int32[Array, "..."]) -> tuple[Wor
 
 
 def step(exponent: Int32[Array, "..."]) -> Float[Array, "..."]:
-    """2^k in float32, exactly, for k from -126 to 127; anything for `RAW_EXPONENT`."""
+    """2^k in float32, exactly, for k from -126 to 127; for `RAW_EXPONENT` it means nothing."""
     return lax.bitcast_convert_type((jnp.maximum(exponent, -126) + 127) << _MANTISSA, jnp.float32)
 
 
@@ -98,7 +99,7 @@ def dequantize(
     *,
     keeps_signs: bool,
 ) -> Float[Array, "..."]:
-    """The inverse, for `p` <= `max_code(dtype)`."""
+    """The decoded values: the inverse of `quantize`, for `p` <= `max_code(dtype)`."""
     parts = 1 << _dither.planes_of(dtype)
     number = p * u32(parts) + (u32(parts - 1) - dither)
     if not keeps_signs:
@@ -111,10 +112,10 @@ def dequantize(
 
 
 def middle(number: Words, dtype, *, keeps_signs: bool) -> Float[Array, "..."]:
-    """In steps, what n p + n - 1 - e stands for; float32, perhaps with more bits than the dtype has."""
+    """The middle m, in steps, from `number` = n p + n - 1 - e; float32, perhaps with more bits than the dtype has."""
     half = 1 << (_dither.planes_of(dtype) - 1)
     if jnp.dtype(dtype) == jnp.bfloat16:
-        # From 128 steps on up to three eighths more than p: they will be cut off.
+        # From 128 steps on m is up to three eighths more than p, which will be cut off.
         number = jnp.where(number >= u32(8 * 128), number | u32(4), number)
     parts = lax.convert_element_type(number.astype(jnp.int32), jnp.float32)
     value = (parts - half) * jnp.float32(0.5 / half)
@@ -122,7 +123,7 @@ def middle(number: Words, dtype, *, keeps_signs: bool) -> Float[Array, "..."]:
 
 
 def float32_bits(x: Float[Array, "..."]) -> UInt32[Array, "..."]:
-    """Those of `x` as float32, the payloads of NaNs perhaps excepted."""
+    """The bits of `x` as float32; NaNs may lose their payloads."""
     if x.dtype == jnp.bfloat16:
         return tiles.to_bits(x) << 16  # a conversion may flush subnormal numbers
     if x.dtype == jnp.float16:

@@ -25,6 +25,7 @@ from memjax.compress._error_bounded.warp import Warp
 
 _WARP = Warp(native=False)
 _VALUE = np.arange(WORD, dtype=np.uint32)[:, None]  # of a group
+_BELOW = (1 << np.arange(WORD, dtype=np.uint32)) - np.uint32(1)  # each bit of a word
 _RAW = np.uint32(2**32 - 1)
 
 
@@ -87,27 +88,28 @@ def encode(x: Float[Array, "..."], exponent: Int32[Array, "..."], capacity: int)
     def encode_tile(carry, tile):
         all_words, offset = carry
         raw_bits = tiles.lanes(lax.dynamic_slice(matrix, grid.corner(tile), (tiles.ROWS, tiles.COLUMNS)))
-        numbers = lax.map(lambda group: _number(group, dtype), (raw_bits, *_of_groups(grid, exponent, tile, dtype)))
-        raw = jnp.any(numbers == _RAW, (0, 1))
+        of_groups = raw_bits, *_of_groups(grid, exponent, tile)
+        numbers = lax.map(lambda group: _number(tile, group, dtype), of_groups)
+        every = lax.reduce_or(numbers, (0, 1))
+        raw = every == _RAW
         mask = jnp.where(raw, u32(0), jnp.sum((numbers & u32(1)) << _VALUE, 1, dtype=jnp.uint32))
-        numbers = jnp.where(raw, u32(0), numbers >> 1)
-        signs = jnp.max(numbers & u32(1), (0, 1))
-        planes = bit_length(jnp.max(numbers, (0, 1)) >> 1)
+        every = jnp.where(raw, u32(0), every >> 1)
+        planes, signs = bit_length(every >> 1), every & u32(1)
         bitmaps = Bitmaps.of(list(mask), planes + signs)
         lanes = Lanes(planes, signs, bitmaps, u32(raw))
         ranks = _ranks(mask)
 
+        live, place, following = _first_places(lanes)
         packed = jnp.stack(bitmaps.pack(list(mask), _WARP))
-        has_bitmaps, place, following = _bitmap_places(bitmaps)
-        words = put(jnp.zeros((most,), jnp.uint32), place, has_bitmaps, packed)
-        reader = Reader.of(lanes, mask, following)
+        words = put(jnp.zeros((most,), jnp.uint32), place[:GROUPS], live[:GROUPS], packed)
+        reader = Reader.of(lanes, mask, place[GROUPS], following)
 
         def put_slot(slot, carry):
             words, reader = carry
             place, reader = reader.advance(slot)
-            dense = jnp.sum(((numbers >> u32(slot)) & u32(1)) << ranks, 1, dtype=jnp.uint32)
+            dense = jnp.sum(((numbers >> u32(slot + 1)) & u32(1)) << ranks, 1, dtype=jnp.uint32)
             index = jnp.stack([place.latest, place.fresh])
-            live = jnp.stack([dense != 0, place.begins])
+            live = jnp.stack([jnp.broadcast_to(place.live, dense.shape), place.begins])
             parts = jnp.stack([shift_left(dense, place.used), shift_right(dense, u32(WORD) - place.used)])
             return put(words, index, live, parts), reader
 
@@ -116,9 +118,8 @@ def encode(x: Float[Array, "..."], exponent: Int32[Array, "..."], capacity: int)
         def put_raw(_, carry):
             words, following = carry
             rows = _raw_words(u32(raw_bits), dtype)
-            live = jnp.broadcast_to(raw, rows.shape)
-            place, following = _places(live, following)
-            return put(words, place, live, rows), following
+            place, following = _raw_places(raw, following, dtype)
+            return put(words, place, raw, rows), following
 
         words, count = lax.fori_loop(0, jnp.any(raw).astype(jnp.int32), put_raw, (words, reader.next))
         place = jnp.arange(most, dtype=jnp.uint32)
@@ -151,28 +152,29 @@ def decode(
         def get(index, live):
             return jnp.where(live, words.at[index].get(mode="fill", fill_value=0), u32(0))
 
-        has_bitmaps, place, following = _bitmap_places(lanes.bitmaps)
-        packed = list(get(place, has_bitmaps))
+        live, place, following = _first_places(lanes)
+        packed = list(get(place[:GROUPS], live[:GROUPS]))
         mask = jnp.stack(lanes.bitmaps.unpack(packed, columns_without(header), _WARP))
-        is_some, ranks = (mask[:, None] >> _VALUE) & u32(1), _ranks(mask)
-        reader = Reader.of(lanes, mask, following)
+        ranks = _ranks(mask)
+        reader = Reader.of(lanes, mask, place[GROUPS], following)
 
         def get_slot(slot, carry):
             numbers, reader = carry
             place, reader = reader.advance(slot)
             dense = shift_right(get(place.latest, place.live), place.used)
             dense |= shift_left(get(place.fresh, place.begins), u32(WORD) - place.used)
-            return numbers | (((dense[:, None] >> ranks) & is_some) << u32(slot)), reader
+            return numbers | (((dense[:, None] >> ranks) & u32(1)) << u32(slot)), reader  # zeros' are anything
 
         numbers, reader = lax.fori_loop(0, reader.slots, get_slot, (jnp.zeros_like(ranks), reader))
-        parts = numbers, is_some, *_of_groups(grid, exponent, tile, dtype)
-        values = lax.map(lambda group: _value(group, dtype, keeps_signs), parts)
+        of_groups = numbers, mask, *_of_groups(grid, exponent, tile)
+        values = lax.map(lambda group: _value(tile, group, dtype, keeps_signs), of_groups)
+        raw = lanes.raw != 0
 
         def get_raw(_, values):
-            live = jnp.broadcast_to(lanes.raw != 0, (tiles.raw_words(dtype), LANES))
-            return jnp.where(lanes.raw != 0, _raw_bits(get(_places(live, reader.next)[0], live), dtype), values)
+            rows = get(_raw_places(raw, reader.next, dtype)[0], raw)
+            return jnp.where(raw, _raw_bits(rows, dtype), values)
 
-        values = lax.fori_loop(0, jnp.max(lanes.raw).astype(jnp.int32), get_raw, values)
+        values = lax.fori_loop(0, jnp.any(raw).astype(jnp.int32), get_raw, values)
         # Chosen as bits: backends may change the payload of a NaN that they choose as a number.
         values = jnp.where(lost, tiles.to_bits(jnp.asarray(jnp.nan, dtype)), values)
         return lax.dynamic_update_slice(matrix, tiles.rows(values).astype(matrix.dtype), grid.corner(tile))
@@ -201,12 +203,11 @@ class Reader(NamedTuple):
     next: UInt32[Array, ""]
 
     @classmethod
-    def of(cls, lanes: Lanes, mask: UInt32[Array, "4 32"], following: UInt32[Array, ""]) -> "Reader":
-        """In their first words, which come first of all."""
-        lengths = lax.population_count(mask)
-        has_bits = jnp.sum(lengths, 0, dtype=jnp.uint32) * (lanes.planes + lanes.signs) != 0
-        [first], following = _places(has_bits[None], following)
-        return cls(lanes, lengths, jnp.zeros_like(first), first, following)
+    def of(
+        cls, lanes: Lanes, mask: UInt32[Array, "4 32"], first: UInt32[Array, "32"], following: UInt32[Array, ""]
+    ) -> "Reader":
+        """In the first words of lanes."""
+        return cls(lanes, lax.population_count(mask), jnp.zeros_like(first), first, following)
 
     @property
     def slots(self) -> Int32[Array, ""]:
@@ -217,7 +218,7 @@ class Reader(NamedTuple):
         """By the signs, slot 0, or plane slot - 1: where the pieces of the groups are, and where the lanes are then."""
         live = jnp.where(slot == 0, self.lanes.signs != 0, u32(slot) <= self.lanes.planes)
         lengths = jnp.where(live, self.lengths, u32(0))
-        begin = self.used + _before(lengths)
+        begin = self.used + _before(lengths)[:-1]
         end = begin + lengths
         # How many words the lane begins before, if it begins one when a bit needs it.
         words = lambda bits: (jnp.maximum(bits, u32(1)) - u32(1)) // u32(WORD)
@@ -245,50 +246,67 @@ class Place(NamedTuple):
     fresh: UInt32[Array, "4 32"]
 
 
-def _bitmap_places(bitmaps: Bitmaps) -> tuple[Bool[Array, "4 32"], UInt32[Array, "4 32"], UInt32[Array, ""]]:
-    """Which lanes have the four words of bitmaps, where, and the word that follows them: they come first of all."""
-    live = jnp.stack([bitmaps.any, bitmaps.any, bitmaps.both, bitmaps.both])
+def _first_places(lanes: Lanes) -> tuple[Bool[Array, "5 32"], UInt32[Array, "5 32"], UInt32[Array, ""]]:
+    """The words that come first of all, four of bitmaps and the first of each lane: which lanes have them, where, and the
+    word that follows them.
+    """
+    bitmaps, has_bits = lanes.bitmaps, lanes.planes + lanes.signs != 0
+    live = jnp.stack([bitmaps.any, bitmaps.any, bitmaps.both, bitmaps.both, has_bits])
     return live, *_places(live, u32(0))
 
 
 def _places(live: Bool[Array, "rows 32"], following: UInt32[Array, ""]) -> tuple[UInt32[Array, "rows 32"], Array]:
     """Where the words of rows are, if lanes that are not live have none; and the word that follows them."""
-    flags = u32(live)
-    in_row = jnp.sum(flags, 1, dtype=jnp.uint32)
-    return following + _before(in_row)[:, None] + _before(flags.T).T, following + jnp.sum(in_row, dtype=jnp.uint32)
+    rows = _bits_of_lanes(live)
+    before = following + _before(lax.population_count(rows))
+    return before[:-1, None] + lax.population_count(rows[:, None] & _BELOW), before[-1]
 
 
-def _before(x: UInt32[Array, "rows ..."]) -> UInt32[Array, "rows ..."]:
-    """Sums over the rows before each: of all pairs, which compiles faster than a tree of sums."""
-    is_before = np.tri(len(x), k=-1, dtype=bool).reshape(len(x), len(x), *[1] * (x.ndim - 1))
+def _raw_places(raw: Bool[Array, "32"], following: UInt32[Array, ""], dtype) -> tuple[UInt32[Array, "rows 32"], Array]:
+    """`_places` of the words of raw lanes, which are the same lanes in all rows."""
+    rows, row = tiles.raw_words(dtype), _bits_of_lanes(raw)
+    count = lax.population_count(row)
+    before = following + np.arange(rows, dtype=np.uint32)[:, None] * count
+    return before + lax.population_count(row & _BELOW), following + u32(rows) * count
+
+
+def _bits_of_lanes(flags: Bool[Array, "... 32"]) -> UInt32[Array, "..."]:
+    """A word of the flags of all lanes."""
+    return jnp.sum(u32(flags) << np.arange(LANES, dtype=np.uint32), -1, dtype=jnp.uint32)
+
+
+def _before(x: UInt32[Array, "rows ..."]) -> UInt32[Array, "rows+1 ..."]:
+    """Sums over the rows before each, and of all: of all pairs, which compiles faster than a tree of sums."""
+    is_before = np.tri(len(x) + 1, len(x), k=-1, dtype=bool).reshape(len(x) + 1, len(x), *[1] * (x.ndim - 1))
     return jnp.sum(jnp.where(is_before, x, u32(0)), 1, dtype=jnp.uint32)
 
 
 def _ranks(mask: UInt32[Array, "4 32"]) -> UInt32[Array, "4 32 32"]:
     """How many values of the mask come before each value of a group."""
-    return lax.population_count(mask[:, None] & ((u32(1) << _VALUE) - u32(1)))
+    return lax.population_count(mask[:, None] & _BELOW[:, None])
 
 
-def _of_groups(grid: Grid, exponent: Array, tile: Array, dtype) -> tuple[Array, Array]:
-    """For each group of a tile the exponents of its values (those of padding as if channels went on), and the dither."""
+def _of_groups(grid: Grid, exponent: Array, tile: Array) -> tuple[Array, Array]:
+    """For each group of a tile the exponents of its values (those of padding as if channels went on), and its number."""
     exponents = exponent if exponent.ndim == 0 else tiles.lanes(exponent[grid.index(tile) % exponent.size])
-    return jnp.broadcast_to(exponents, (GROUPS, *exponents.shape[1:])), _dither.of_tile(tile, dtype)
+    return jnp.broadcast_to(exponents, (GROUPS, *exponents.shape[1:])), jnp.arange(GROUPS)
 
 
-def _number(group: tuple[Array, Array, Array], dtype) -> UInt32[Array, "32 32"]:
+def _number(tile: Array, group: tuple[Array, Array, Array], dtype) -> UInt32[Array, "32 32"]:
     """What is known of each value, from the lowest bit on: whether it is not zero, whether it is negative, and p; or `_RAW`."""
-    bits, exponent, dither = group
-    p, is_some, negative, escapes = quantize(tiles.from_bits(bits, dtype), exponent, dither)
+    bits, exponent, index = group
+    p, is_some, negative, escapes = quantize(
+        tiles.from_bits(bits, dtype), exponent, _dither.of_group(tile, index, dtype)
+    )
     return jnp.where(escapes, _RAW, u32(is_some) | (u32(negative) << 1) | (p << 2))
 
 
-def _value(group: tuple[Array, Array, Array, Array], dtype, keeps_signs: bool) -> Array:
-    """The bits of values, from the numbers above without their lowest bit."""
-    number, is_some, exponent, dither = group
-    value = dequantize(
-        number >> 1, is_some != 0, number & u32(1) != 0, exponent, dither, dtype, keeps_signs=keeps_signs
-    )
-    return tiles.to_bits(value)
+def _value(tile: Array, group: tuple[Array, Array, Array, Array], dtype, keeps_signs: bool) -> Array:
+    """The bits of values, from the numbers above without their lowest bit, and the mask."""
+    number, mask, exponent, index = group
+    dither = _dither.of_group(tile, index, dtype)
+    is_some, negative = ((mask >> _VALUE) & u32(1)) != 0, number & u32(1) != 0
+    return tiles.to_bits(dequantize(number >> 1, is_some, negative, exponent, dither, dtype, keeps_signs=keeps_signs))
 
 
 def _raw_words(bits: UInt32[Array, "4 32 32"], dtype) -> UInt32[Array, "words 32"]:

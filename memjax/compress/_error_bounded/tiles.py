@@ -1,4 +1,4 @@
-"""How an array is cut into tiles, and what a code of a tile looks like. All that encodes and decodes agrees on this.
+"""The format of `ErrorBounded`: how an array is cut into tiles, and how a tile is coded.
 
 An array is seen as a matrix of `columns` columns. If its last axis has a multiple of 64 channels and a multiple of 64
 values per channel, the columns are the channels, so that values coded together belong to two neighbouring channels; if
@@ -12,7 +12,7 @@ word as its values are in pairs. A lane is coded as one of
     nothing           all values are zero
     raw               its values as they are
     bitmaps, planes   pieces of bits, from low to high bits of words of 32, the last one filled up with zeros: bitmaps of
-                      values that are not zero, of one column or both (`_bitmaps`), left out if none is zero and something
+                      values that are not zero, of one column or both (bitmaps.py), left out if none is zero and something
                       follows; then, over those values, in order: a bit each for the sign, left out if all are
                       positive, and for every one of `planes` planes a bit of the quantised magnitude, the lowest first
 
@@ -22,11 +22,11 @@ The 8-bit header of a lane:
 
 A raw lane's is bit 7 alone.
 
-The words of the lanes of a tile are interleaved in the order in which one needs them who decodes all lanes side by side,
-a piece (a word of the bitmaps, a group of the signs, of a plane) at a time. After the bitmaps come the first words of lanes, by
-lane, then the words that lanes begin in the first piece, by lane, then those that they begin in the second. So neighbouring
-lanes read and write neighbouring words. The raw lanes' follow, row by row: both values of a row in a word, or a word for
-each.
+The words of the lanes of a tile are interleaved in the order in which a decoder needs them that decodes all lanes side by
+side, a piece (a word of the bitmaps, or a group of the signs or of a plane) at a time. After the bitmaps come the first words of
+lanes, by lane, then the words that lanes begin in the first piece, by lane, then those that they begin in the second, and so on.
+So neighbouring lanes read and write neighbouring words. The words of the raw lanes follow, row by row: both values of a row in
+one word, or a word for each.
 """
 
 import dataclasses
@@ -47,8 +47,6 @@ GROUPS = 4
 
 PLANES, SIGNS, FIRST_BITMAP, SECOND_BITMAP, OTHERS_ZERO = 15, 16, 32, 64, 128
 RAW = 128
-
-DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 def raw_words(dtype) -> int:

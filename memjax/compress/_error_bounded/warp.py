@@ -1,9 +1,9 @@
-"""What the kernels ask of a warp of 32 threads: on a GPU an instruction or two each, and in interpreted kernels the same
-in `jax.numpy`.
+"""Operations of a warp of 32 threads for the kernels: an instruction or two on a GPU, and `jax.numpy` in interpreted kernels.
 
-Thread l holds what is at index l of the last axis of every array.
+Thread l holds the elements at index l of the last axis of every array.
 """
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -26,12 +26,12 @@ INTEGER = 0x4B000000
 
 @dataclasses.dataclass(frozen=True)
 class Warp:
-    """`native`: by PTX."""
+    """The operations; if `native`, in PTX."""
 
     native: bool
 
     def fetch_add(self, ref, x: Int32[Array, "32"]) -> Int32[Array, "32"]:
-        """`ref[0] += x`, of which all threads have the same, at once; the value before, in all threads."""
+        """Atomically `ref[0] += x`, where all threads have the same x; returns the value before to all threads."""
         if self.native:
             from memjax.compress._error_bounded.kernels import kernel_memory
 
@@ -42,8 +42,8 @@ class Warp:
         return jnp.broadcast_to(before, (LANES,))
 
     def opaque(self, x: Int32[Array, ""]) -> Int32[Array, ""]:
-        """`x`, of which compilers know nothing. If they knew that it is a multiple of something, they would give threads
-        neighbouring values to load at once, and move them to where they belong afterwards.
+        """`x`, about which compilers know nothing. If they knew that it is a multiple of something, they would let threads load
+        neighbouring values at once, and move them to other threads afterwards.
         """
         return (
             jnp.max(_asm("mov.b32 $0, $1;", "=r,r", jnp.broadcast_to(x, (LANES,))).astype(jnp.int32))
@@ -52,7 +52,7 @@ class Warp:
         )
 
     def before(self, flags: Bool[Array, "*more 32"]) -> tuple[Lane, Lane]:
-        """In how many threads before each, and in how many in all, a flag is set."""
+        """The number of threads before each whose flag is set, and the number of all such threads."""
         if not self.native:
             count = jnp.cumsum(u32(flags), -1, dtype=jnp.uint32)
             return count - u32(flags), jnp.broadcast_to(count[..., -1:], count.shape)
@@ -63,7 +63,7 @@ class Warp:
         return before, self.ones(ballot)
 
     def nothing(self, word: Words) -> Lane:
-        """Zero, which compilers do not see."""
+        """Zero in a form that compilers do not simplify."""
         return _asm("{ .reg .b32 t; clz.b32 t, $1; shr.u32 $0, t, 6; }", "=r,r", word) if self.native else word & u32(0)
 
     def bytes_of(self, words: Sequence[Words], which: tuple[int, int, int, int]) -> Lane:
@@ -72,21 +72,26 @@ class Warp:
         if self.native:
             selector = sum(byte << (4 * i) for i, byte in enumerate(which))
             return _asm(f"prmt.b32 $0, $1, $2, {selector:#x};", "=r,r,r", low, high)
-        bytes_ = (
-            (high if byte >= 4 else low) >> (8 * (byte % 4)) << 24 >> (24 - 8 * i) for i, byte in enumerate(which)
-        )
-        return functools.reduce(jnp.bitwise_or, bytes_)
+        # Bytes that come from the same word and move as far share a mask.
+        masks: collections.Counter[tuple[int, int]] = collections.Counter()
+        for i, byte in enumerate(which):
+            masks[byte // 4, i - byte % 4] += 0xFF << (8 * i)
+        parts = []
+        for (word, up), mask in masks.items():
+            moved = words[word] << (8 * up) if up > 0 else words[word] >> (-8 * up)
+            parts.append(moved & u32(mask))
+        return functools.reduce(jnp.bitwise_or, parts)
 
     def shift_left(self, word: Words, by: Words) -> Lane:
-        """Zero for 32 and more."""
+        """`word << by`, which is zero for 32 and more."""
         return _asm("shl.b32 $0, $1, $2;", "=r,r,r", word, by) if self.native else shift_left(word, by)
 
     def shift_right(self, word: Words, by: Words) -> Lane:
-        """Zero for 32 and more."""
+        """`word >> by`, which is zero for 32 and more."""
         return _asm("shr.b32 $0, $1, $2;", "=r,r,r", word, by) if self.native else shift_right(word, by)
 
     def ones(self, word: Words) -> Lane:
-        """How many bits are set."""
+        """The number of bits that are set."""
         return _asm("popc.b32 $0, $1;", "=r,r", word) if self.native else lax.population_count(word)
 
     def total(self, x: Lane) -> Lane:
@@ -96,7 +101,7 @@ class Warp:
         return _asm("redux.sync.add.u32 $0, $1, 0xffffffff;", "=r,r", x)
 
     def parts(self, magnitude: Words, exponent: Int32[Array, "..."], inverse: Float[Array, "..."]) -> Lane:
-        """`INTEGER` + c of `parts_of_steps`; if c is 2^23 or more, or x not finite, anything that has bits beyond.
+        """`INTEGER` + c of `parts_of_steps`. If c is 2^23 or more, or x not finite, the result has higher bits, too.
 
         Args:
           magnitude: the bits of |x| as a float32.
@@ -113,31 +118,31 @@ class Warp:
         return lax.bitcast_convert_type(count, jnp.uint32)
 
     def choose(self, mask: int, a: Words, b: Words) -> Lane:
-        """Bits of `a` where those of `mask` are set, elsewhere those of `b`."""
+        """The bits of `a` where those of `mask` are set, elsewhere those of `b`."""
         if self.native:
             return _asm(f"lop3.b32 $0, $1, $2, {mask:#x}, 0xE4;", "=r,r,r", a, b)
         return b ^ ((a ^ b) & u32(mask))
 
     def float_of_byte(self, word: Words, index: Words) -> Float[Array, "*more 32"]:
-        """2^23 and a word's byte."""
+        """2^23 + a byte of the word, as a float."""
         if self.native:
             args = _alike(word, u32(0x5440) + index)
             return _asm("prmt.b32 $0, $1, 0x4B00, $2;", "=f,r,r", *args, dtype=jnp.float32)
         return lax.bitcast_convert_type(((word >> (u32(8) * index)) & u32(0xFF)) | u32(INTEGER), jnp.float32)
 
     def float_of_half(self, word: Words, half: int) -> Float[Array, "*more 32"]:
-        """2^23 and a half of a word."""
+        """2^23 + a half of the word, as a float."""
         if self.native:
             code = f"prmt.b32 $0, $1, 0x4B00, {(0x5410, 0x5432)[half]:#x};"
             return _asm(code, "=f,r", word, dtype=jnp.float32)
         return lax.bitcast_convert_type((word >> (16 * half)) & u32(0xFFFF) | u32(INTEGER), jnp.float32)
 
     def bfloat16_values_of_halves(self, word: Words, steps: Sequence[Lane], keeps_signs: bool) -> Lane:
-        """Of numbers in both halves of a word: `middle` times a step as a bfloat16, bits beyond cut off. With signs numbers are
-        0, of which that is 0, or 4 or more.
+        """`middle` times a step, as a bfloat16 whose lower bits are cut off, for the numbers in both halves of a word. With signs
+        a number is 4 or more, or 0, which gives 0.
 
         Args:
-          steps: of both, float32s.
+          steps: the steps of both values, float32.
         """
         if self.native:
             unit, zero, first, second, convert = 0.125, 4, "0x4B00, 0x5410", "0x4B00, 0x5432", "cvt.rz.bf16x2.f32"
@@ -185,19 +190,19 @@ def _alike(*args: Words) -> list[Words]:
 
 
 def scales_of_bfloat16_values(steps: Sequence[Float[Array, "..."]], keeps_signs: bool) -> list[Words]:
-    """With which `Warp.bfloat16_values` are the `middle` times a step; with signs, of numbers that are 0, or 4 or more."""
+    """The scales for which `Warp.bfloat16_values` is `middle` times a step. With signs numbers have to be 0, or 4 or more."""
     scales = (1, -16.5, 2 * LEAST, -32 * LEAST) if keeps_signs else (1, -16.5)
     return [two_bfloat16s(*(x * jnp.float32(s) for x in steps)) for s in scales]
 
 
 def two_bfloat16s(low: Float[Array, "..."], high: Float[Array, "..."]) -> Words:
-    """Two float32s that are bfloat16s, as these, in a word."""
+    """Two float32s whose values are bfloat16s, as bfloat16s in a word."""
     low, high = (lax.bitcast_convert_type(x, jnp.uint32) for x in (low, high))
     return (low >> 16) | (high & u32(0xFFFF0000))
 
 
 def _asm(code: str, constraints: str, *args: Array, dtype=jnp.int32) -> Array:
-    """Of words, for each thread; integers are unsigned."""
+    """Run an instruction in each thread; integers are unsigned."""
     from jax.experimental.pallas import triton
 
     shape = [jax.ShapeDtypeStruct(args[0].shape, dtype)]

@@ -1,4 +1,4 @@
-"""Which arguments of a function are activations: the others last until the backward pass anyway."""
+"""Which arguments of a function are activations. The others last until the backward pass anyway."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Keys = set[int | str]
 def activations(
     f: Callable[..., Any], inputs: bool | int | str | Sequence[int | str]
 ) -> Callable[[tuple[Any, ...], dict[str, Any]], Keys]:
-    """A function from the arguments of a call of `f` to those of them that `inputs` names: see `memjax.compressed`."""
+    """A function from the arguments of a call of `f` to the keys of those that `inputs` names: see `memjax.compressed`."""
     if isinstance(inputs, bool):
         return lambda args, kwargs: {*range(len(args)), *kwargs} if inputs else set()
     wanted = "True, False, or positions and names of arguments"
@@ -29,7 +29,7 @@ def activations(
         parameters = []
 
     def named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Keys:
-        found: Keys = set()
+        keys: Keys = set()
         for name in names:
             key: int | str = name
             if isinstance(name, str):
@@ -40,14 +40,14 @@ def activations(
             if key not in kwargs and not (isinstance(key, int) and 0 <= key < len(args)):
                 call = f"a call with {len(args)} positional arguments and the names {sorted(kwargs)}"
                 raise ValueError(f"inputs must be positions and names of arguments, got {name!r} for {call}")
-            found.add(key)
-        return found
+            keys.add(key)
+        return keys
 
     return named
 
 
 def split(args: tuple[Any, ...], kwargs: dict[str, Any], chosen: Keys) -> tuple[Any, Any]:
-    """(the others, the chosen ones): each shaped like the arguments of the call, with None for what is in the other."""
+    """The other arguments and the chosen ones: two calls' arguments, with None where the argument is in the other."""
     part = lambda inside: (
         tuple(arg if (i in chosen) == inside else None for i, arg in enumerate(args)),
         {name: arg if (name in chosen) == inside else None for name, arg in kwargs.items()},

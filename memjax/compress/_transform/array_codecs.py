@@ -1,51 +1,47 @@
-"""The codec of each array that a call encodes: one codec for all arrays, or `Layers`, with a codec for each of them.
-
-What the rest of this room asks of a codec it asks here: a user's codec needs `encode`, `decode` and `nbytes` alone.
-"""
+"""The codec of each array that a call encodes: one codec for all arrays, or `Layers`, with a codec for each of them."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
 from memjax._core import check
 from memjax._core.arrays import zeros
 from memjax._core.lists import merge
-from memjax.compress._training.layers import Layers, Recorder, Statistics
+from memjax.compress._codecs.codec import OptionalMembers, with_optional_members
+from memjax.compress._error_bounded.error_bounded import ErrorBounded
+from memjax.compress._training.layers import EncodedArray, Layers, Recorder, Statistics
 from memjax.compress._transform.overflow import warn_of_overflow
 from memjax.compress._transform.statistics import Collector
 
 
-class ArrayCodec:
-    """A codec with all the optional members of `memjax.compress.Codec`; those that it lacks have their defaults.
+@runtime_checkable
+class _Required(Protocol):
+    """What `compressed` needs of a codec."""
 
-    Attributes:
-      encode, decode: of the codec.
-      elementwise: whether decoding is arithmetic on single values, which the compiler may fuse into what reads them.
-      measured: gives an elementwise encoder from an array, or is None.
-      scaled: gives the codec with its bound in units of each channel's standard deviation, or is None.
-      without_signs: gives what decodes the same codes where signs do not matter.
+    def encode(self, x: Any) -> Any: ...
+    def decode(self, code: Any) -> Any: ...
+    def nbytes(self, aval: Any) -> int: ...
+
+
+def waits(codec: OptionalMembers) -> bool:
+    """Whether decoding waits for the cotangent that meets the decoded array.
+
+    On a GPU, decoding that is arithmetic on single values is fused into what reads the array, which waiting would prevent.
+    XLA:CPU decodes such codes in the forward pass if they do not wait, and keeps the decoded arrays.
     """
-
-    def __init__(self, codec: Any):
-        self.encode, self.decode = codec.encode, codec.decode
-        self.elementwise = getattr(codec, "elementwise", False)
-        self.measured: Any = getattr(codec, "measured", None)
-        self.scaled: Any = getattr(codec, "scaled", None)
-        self.without_signs = getattr(codec, "without_signs", lambda: codec)
+    return jax.default_backend() != "gpu" or not codec.elementwise
 
 
 class ArrayCodecs:
-    """One codec for all arrays. Its overflows are said.
+    """One codec for all arrays, whose overflows are reported at run time.
 
     Attributes:
-      name: of the codec, for messages.
-      keeps_zeros: whether decoded values are zero exactly where the values are.
-      reads_gradients: whether the backward pass has something to say of what is multiplied into gradients: see `record`
-        and `collector`.
+      name: the codec's class, for messages.
+      reads_gradients: whether the backward pass looks for what it multiplies into gradients, and calls `collector`.
     """
 
     reads_gradients = False
@@ -54,30 +50,28 @@ class ArrayCodecs:
         self._codec = codec
         self._nbytes: dict[Any, int] = {}
         self.name = type(codec).__name__
-        self.keeps_zeros = bool(getattr(codec, "keeps_zeros", False))
 
-    def codec(self, i: int) -> ArrayCodec:
-        """The codec of the i-th array."""
-        return ArrayCodec(self._codec)
+    @property
+    def keeps_zeros(self) -> bool:
+        """Whether decoded values are zero exactly where the values are."""
+        return with_optional_members(self._codec).keeps_zeros
+
+    def each(self, count: int) -> list[Any]:
+        """The codec of each of so many arrays, with all optional members."""
+        return [with_optional_members(self._codec)] * count
 
     def nbytes(self, aval: Any) -> int:
         """Bytes of the code of an array of this type."""
-        if aval not in self._nbytes:  # which most codecs trace themselves for
-            self._nbytes[aval] = self._codec.nbytes(aval)
+        if aval not in self._nbytes:  # most codecs trace themselves to tell
+            self._nbytes[aval] = int(check.number("codec.nbytes", self._codec.nbytes(aval), least=0))
         return self._nbytes[aval]
-
-    def check_count(self, arrays: int) -> None:
-        """Raise ValueError if there are no settings for so many arrays."""
 
     def report_overflows(self, names: Sequence[str], codes: Sequence[Any]) -> None:
         """Say at run time which of the arrays' codes overflow."""
         warn_of_overflow(names, codes)
 
-    def record(self, names: list[str], weights: list[tuple[str, ...]], avals: list[Any]) -> None:
-        """Note, by array, its name, the weights whose gradients it is multiplied into, and its type."""
-
-    def collector(self, seen: Any) -> Collector | None:
-        """What gathers statistics in a backward pass of the cotangents and codes `seen`."""
+    def collector(self, arrays: list[EncodedArray], cotangents_and_codes: Any) -> Collector | None:
+        """What gathers statistics of these arrays in a backward pass."""
         return None
 
     @property
@@ -95,40 +89,40 @@ class ArrayCodecs:
         return [None] * len(self.settings)
 
 
-class _OfLayers(ArrayCodecs):
-    """A codec for each array, and statistics. Overflows are among these, and lead to another try: see `transactional`."""
+class _LayersCodecs(ArrayCodecs):
+    """A codec for each array, and statistics. These have the overflows, which lead to another try: see `transactional`."""
 
     reads_gradients = True
+    keeps_zeros = True
 
-    def codec(self, i: int) -> ArrayCodec:
-        return ArrayCodec(self._codec.layer(i))
+    def each(self, count: int) -> list[Any]:
+        self._codec.check_count(count)
+        return [self._codec.layer(i) for i in range(count)]
 
     def nbytes(self, aval: Any) -> int:
         """Nothing: codes say what they need, so they are made even where they are larger than the array."""
         return 0
 
-    def check_count(self, arrays: int) -> None:
-        self._codec.check(arrays)
-
     def report_overflows(self, names: Sequence[str], codes: Sequence[Any]) -> None:
         pass
 
-    def collector(self, seen: Any) -> Collector | None:
-        return Collector(self._codec.statistics, self._codec.samples, seen)
+    def collector(self, arrays: list[EncodedArray], cotangents_and_codes: Any) -> Collector | None:
+        return Collector(self._codec.statistics, self._codec.samples, cotangents_and_codes)
 
     def settings_cotangents(self, statistics: Statistics | None) -> list[Any]:
         assert statistics is not None
         bound = zeros(jax.typeof(self._codec.bound))
-        return _OfLayers(dataclasses.replace(self._codec, bound=bound, statistics=statistics)).settings
+        return _LayersCodecs(dataclasses.replace(self._codec, bound=bound, statistics=statistics)).settings
 
 
-class _OfRecorder(_OfLayers):
-    """Notes what is encoded: see `memjax.compress.layers`."""
+class _RecorderCodecs(_LayersCodecs):
+    """Records which arrays are encoded: see `memjax.compress.layers`."""
 
-    def record(self, names: list[str], weights: list[tuple[str, ...]], avals: list[Any]) -> None:
-        self._codec.record(names, weights, avals)
+    def each(self, count: int) -> list[Any]:
+        return [ErrorBounded(1.0)] * count
 
-    def collector(self, seen: Any) -> Collector | None:
+    def collector(self, arrays: list[EncodedArray], cotangents_and_codes: Any) -> Collector | None:
+        self._codec.arrays.extend(arrays)
         return None
 
     def settings_cotangents(self, statistics: Statistics | None) -> list[Any]:
@@ -138,11 +132,10 @@ class _OfRecorder(_OfLayers):
 def array_codecs(codec: Any) -> ArrayCodecs:
     """The codecs of arrays that the argument `codec` of `memjax.compressed` stands for."""
     if isinstance(codec, Layers):
-        return _OfLayers(codec)
+        return _LayersCodecs(codec)
     if isinstance(codec, Recorder):
-        return _OfRecorder(codec)
-    methods = ("encode", "decode", "nbytes")
-    if isinstance(codec, type) or not all(callable(getattr(codec, name, None)) for name in methods):
+        return _RecorderCodecs(codec)
+    if isinstance(codec, type) or not isinstance(codec, _Required):
         fix = "pass memjax.compress.BlockQuantized(8), or leave it out"
         raise check.fail(TypeError, "codec", "a codec", codec, fix)
     return ArrayCodecs(codec)

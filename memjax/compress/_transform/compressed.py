@@ -46,7 +46,7 @@ def compressed(
 
     What `jax.vjp` saves is treated as follows.
 
-    - If several saved arrays are cheap functions of one array, that one is saved in their place (a batch norm's
+    - If several saved arrays are cheap functions of one array, that array is saved in their place (a batch norm's
       input, which is otherwise saved twice).
     - bfloat16, float16 and float32 arrays of 4096 values, or `smallest`, or more are encoded when they are computed, and
       decoded when a cotangent arrives that needs them, one at a time. What a batch norm reads is encoded with the bound in
@@ -55,13 +55,13 @@ def compressed(
     - Boolean arrays are kept as bits, or not at all where they are the sign of something encoded (a ReLU before a
       convolution, with `ErrorBounded`).
     - Max-pooling keeps the index of each maximum, uint8, whatever `where` says.
-    - Constants are not kept; nor is what follows from smaller integer arrays by cheap operations, as floats do from images of
-      bytes: it is computed again from these, which training keeps anyway. So let a module have bytes, and normalise inside it.
+    - Constants are not kept. What follows from smaller integer arrays by cheap operations, as floats do from images of
+      bytes, is computed again from these, which training keeps anyway. So give a module bytes, and normalise inside it.
     - Parameters and other variables of a module, what a function closes over, a function's arguments, integer, complex and
       float64 arrays, and small ones are left alone.
 
-    Memory between forward and backward: the sum of `codec.nbytes` over the encoded arrays, and of the rest. Besides, one
-    array at a time in full.
+    Memory between forward and backward: the sum of `codec.nbytes` over the encoded arrays, and the bytes of the arrays that are
+    kept as they are. The backward pass besides holds one decoded array at a time.
 
     `ErrorBounded` with `bits_per_value` has codes that can overflow: gradients are NaN then, and the host issues a
     `memjax.compress.CapacityWarning`, once, with the bits that were needed. `memjax.compress.transactional` repeats such steps.

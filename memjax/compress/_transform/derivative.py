@@ -17,8 +17,8 @@ from memjax._core.compat import scope
 from memjax._core.jaxpr import Program, bind, calls_in_place, is_literal, producers, read, trace
 from memjax._core.lists import Arrays, drop, merge, pick
 from memjax.compress._codecs.codec import Mask
-from memjax.compress._training.layers import Statistics
-from memjax.compress._transform.array_codecs import ArrayCodecs
+from memjax.compress._training.layers import EncodedArray, Statistics
+from memjax.compress._transform.array_codecs import ArrayCodecs, waits
 from memjax.compress._transform.encoder import Encoder, variables_of_packing
 from memjax.compress._transform.keep.choose import choose
 from memjax.compress._transform.keep.which import Which
@@ -36,19 +36,19 @@ class Derivative:
     """The derivative of a program with respect to the inputs in `wanted`.
 
     Args:
-      closed: the program as a closed jaxpr. In what follows its inputs are its constants and its inputs together.
+      closed: the program as a closed jaxpr. Below, its inputs are its constants and its inputs together.
       outs: which of its outputs to compute; the others are inputs.
-      types: of its inputs.
-      wanted: which inputs to differentiate for.
+      types: the types of its inputs.
+      wanted: which inputs to differentiate with respect to.
       lasting: which inputs live until the backward pass anyway.
-      which: of the saved arrays to encode.
-      codecs: of what is encoded.
-      names: of its inputs.
+      which: which saved arrays to encode.
+      codecs: the codecs of encoded arrays.
+      names: the names of its inputs.
       axes: sizes of the named axes that its collectives run over.
 
     Attributes:
       wanted: as above.
-      keep: what is kept of the forward pass, and what of that is encoded.
+      keep: what the forward pass keeps, and what of that it encodes.
     """
 
     def __init__(
@@ -97,13 +97,12 @@ class Derivative:
 
     @property
     def scopes(self) -> list[str]:
-        """The named scopes of the function."""
+        """The names of all scopes in the function."""
         return sorted({scope(eqn) for eqn in self._program.eqns} - {""})
 
     def forward(self, inputs: Arrays, codecs: ArrayCodecs) -> tuple[Arrays, Any]:
         """The outputs, and what is kept for `backward`."""
         program, keep = self._program, self.keep
-        codecs.check_count(len(keep.encoded))
         env = dict(zip([*program.constvars, *program.invars], [*program.consts, *inputs], strict=True))
         encoder = Encoder(program, keep, codecs, self._packed)
         encoder.after([*env], env)
@@ -134,11 +133,12 @@ class Derivative:
         encoded, keep = self.keep.encoded, self.keep
         origins = {var: keep.origins[source] for var, source in residuals.items() if source in keep.origins}
         without_signs = only_in_gradients(pullback, late, origins)
-        stored: dict[Any, Any] = {var: (Mask().decode, code, True) for var, code in zip(keep.masks, masks, strict=True)}
-        for i, (var, code) in enumerate(zip(encoded, codes, strict=True)):
-            codec = codecs.codec(i)
+        stored: dict[Any, Any] = {
+            var: (Mask().decode, code, waits(Mask())) for var, code in zip(keep.masks, masks, strict=True)
+        }
+        for var, code, codec in zip(encoded, codes, codecs.each(len(encoded)), strict=True):
             decode = codec.without_signs().decode if var in without_signs else codec.decode
-            stored[var] = decode, code, codec.elementwise
+            stored[var] = decode, code, waits(codec)
         known = dict(zip(self._program.constvars, self._program.consts, strict=True))
         known |= dict(zip(keep.whole, whole, strict=True))
         restored = Restored(self._producer, keep.nonzero, known, stored)
@@ -148,8 +148,7 @@ class Derivative:
 
         index = {var: i for i, var in enumerate(encoded)}
         reading = readers(pullback, late, {var: index[origin] for var, origin in origins.items()})
-        codecs.record(*self._names_and_weights(reading.values()), [var.aval for var in encoded])
-        collector = codecs.collector([cotangents, codes])
+        collector = codecs.collector(self._encoded_arrays(reading.values()), [cotangents, codes])
         if collector is None:
             return run(), None
         decoded = lambda var: restored.value(var, lambda code: code)
@@ -164,7 +163,7 @@ class Derivative:
         for i, var in enumerate(encoded):
             if restored.has(var):
                 collector.decoded(i, decoded(var))
-        return outs, collector.sums()
+        return outs, collector.statistics()
 
     def _trace_pullback(self, cotangents: Sequence[Any]) -> Program:
         """The program from residuals and cotangents of these types to cotangents of the inputs."""
@@ -173,20 +172,20 @@ class Derivative:
         return calls_in_place(trace(pullback, types, self._axes), differentiable=False)
 
     def _name(self, var: Any) -> str:
-        """What an encoded array is called in messages: where it is made, and its type."""
+        """The name of an encoded array in messages: the scope where it is made, and its type."""
         where = scope(self._producer[var]) if var in self._producer else "an input"
         return f"{where or self._producer[var].primitive.name} {var.aval.str_short()}"
 
-    def _names_and_weights(self, reading: Iterable[Reader]) -> tuple[list[str], list[tuple[str, ...]]]:
-        """By encoded array the first weight whose gradient it is multiplied into, or else a number; and all those weights."""
+    def _encoded_arrays(self, reading: Iterable[Reader]) -> list[EncodedArray]:
         weights: list[tuple[str, ...]] = [()] * len(self.keep.encoded)
         for reader in reading:
             weights[reader.layer] += (self._names[reader.weight],)
-        return [names[0] if names else f"array {i}" for i, names in enumerate(weights)], weights
+        pairs = enumerate(zip(self.keep.encoded, weights, strict=True))
+        return [EncodedArray(names[0] if names else f"array {i}", names, var.aval) for i, (var, names) in pairs]
 
 
 def _not_weak(aval: Any) -> Any:
-    """The type without weakness, which says nothing about an array."""
+    """The same type; weak types of Python numbers become ordinary ones."""
     return aval.update(weak_type=False)
 
 

@@ -31,22 +31,22 @@ _FIRST_ORDER = (
 
 
 class Encoder:
-    """Encodes the arrays of one forward pass. `env`, in its methods, has the values of variables computed so far.
+    """Encodes the arrays of one forward pass. In its methods `env` has the values of the variables computed so far.
 
     Args:
-      program: of the forward pass.
-      keep: what of it to encode.
-      codecs: of `keep.encoded`.
+      program: the forward pass.
+      keep: what to encode.
+      codecs: the codecs of `keep.encoded`.
       packed: variables that are computed in a pass that packs bits: see `variables_of_packing`.
 
     Attributes:
-      codes: by variable.
+      codes: the code of each variable encoded so far.
     """
 
     def __init__(self, program: Program, keep: Keep, codecs: ArrayCodecs, packed: set[Any]):
         self.codes: dict[Any, Any] = {}
         self._program, self._keep = program, keep
-        self._codecs = {var: codecs.codec(i) for i, var in enumerate(keep.encoded)}
+        self._codecs = dict(zip(keep.encoded, codecs.each(len(keep.encoded)), strict=True))
         self._fused = {
             var for var, codec in self._codecs.items() if var in keep.scales and codec.measured and var not in packed
         }
@@ -57,13 +57,13 @@ class Encoder:
                 self._arrays_by_need.setdefault(needed, []).append(var)
 
     def after(self, computed: Iterable[Any], env: dict[Any, Any]) -> None:
-        """Encode what can be once these variables are computed."""
+        """Encode the arrays that were waiting for these variables."""
         for array in dict.fromkeys(array for var in computed for array in self._arrays_by_need.get(var, [])):
             if array not in self.codes and all(needed in env for needed in self._needs(array)):
                 self._encode(array, env)
 
     def before(self, eqn: Any, env: dict[Any, Any]) -> None:
-        """Let an equation that is about to run wait for codes of what it is computed of."""
+        """Let an equation that is about to run wait for the codes of the arrays that its operands are computed from."""
         if self._unread and _is_own_pass(eqn):
             self._wait(eqn.invars, env)
 
@@ -73,7 +73,7 @@ class Encoder:
         self._wait(outs, env)
 
     def _needs(self, array: Any) -> list[Any]:
-        """What has to be computed before the array is encoded: itself, and the deviations that its code depends on."""
+        """The variables that encoding the array needs: itself, and the deviations that its code depends on."""
         if array not in self._keep.scales or not (array in self._fused or self._codecs[array].scaled):
             return [array]
         return [array, self._keep.scales[array].variable]
@@ -97,7 +97,7 @@ class Encoder:
         env[array], self.codes[array] = lax.optimization_barrier((env[array], encode(x)))
 
     def _wait(self, operands: Sequence[Any], env: dict[Any, Any]) -> None:
-        """Let the largest of `operands`, variables that are about to be read, wait for codes of what they are computed of."""
+        """Let the largest of the variables that are about to be read wait for the codes of what they are computed from."""
         read = variables(operands)
         encoded = [array for array, computed in self._unread.items() if not computed.isdisjoint(read)]
         if encoded:
@@ -109,9 +109,9 @@ class Encoder:
 
 
 def variables_of_packing(program: Program, masks: Iterable[Any]) -> set[Any]:
-    """What is computed in a pass that packs bits: `masks`, what is summed up as integers, and what these are computed of.
+    """Variables that are computed in a pass that packs bits: `masks`, sums of integers, and what these are computed from.
 
-    Codes are not fused into such a pass: on GPUs XLA makes a slow kernel of both.
+    Codes are not fused into such a pass: on GPUs XLA makes one slow kernel of both.
     """
     producer = producers(program)
     sums = [eqn for eqn in program.eqns if eqn.primitive.name == "reduce_sum"]
@@ -126,12 +126,12 @@ def variables_of_packing(program: Program, masks: Iterable[Any]) -> set[Any]:
 
 
 def _is_own_pass(eqn: Any) -> bool:
-    """Whether a compiler fuses it with nothing, or next to nothing, that comes after it."""
+    """Whether compilers fuse the equation with (almost) nothing that follows it: products, and calls and loops."""
     return eqn.primitive.name in PRODUCTS or any(True for _ in jaxprs_in_params(eqn.params))
 
 
 def _computed_of(var: Any, program: Program) -> set[Any]:
-    """`var`, and what is computed of it before products and calls."""
+    """`var`, and what is computed from it before products and calls."""
     computed = {var}
     for eqn in program.eqns:
         if not _is_own_pass(eqn) and not computed.isdisjoint(variables(eqn.invars)):

@@ -1,4 +1,4 @@
-"""Functions of pytrees, differentiated through a codec."""
+"""Calls a function of pytrees so that its derivative passes saved arrays through codecs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from memjax._core import check
 from memjax._core.arguments import is_array
 from memjax._core.arrays import is_float
-from memjax._core.clear_errors import value_errors
+from memjax._core.clear_errors import call_errors
 from memjax._core.compat import eval_jaxpr
 from memjax._core.derivatives import reverse_only
 from memjax._core.jaxpr import axis_sizes, is_literal, nbytes
@@ -35,12 +36,12 @@ def call_compressed(
     """`f(lasting, passing)`, differentiated through codecs.
 
     Args:
-      f: a function of two pytrees. Leaves of these, and of its result, that are no arrays are left as they are.
-      lasting: what lives until the backward pass anyway, and is never encoded. So is what `f` closes over.
+      f: a function of two pytrees. Their leaves, and those of its result, that are no arrays are left as they are.
+      lasting: what lives until the backward pass anyway, and is never encoded; the same holds for what `f` closes over.
       passing: what may be encoded.
       user: what the user calls, for errors.
-      codecs: of what is encoded.
-      which: of the saved arrays to encode.
+      codecs: the codecs of encoded arrays.
+      which: which saved arrays to encode.
     """
     leaves, tree = jax.tree.flatten((lasting, passing))
     dynamic = [_is_dynamic(leaf) for leaf in leaves]
@@ -54,12 +55,14 @@ def call_compressed(
         static_result.append((out_tree, out_dynamic, drop(out_leaves, out_dynamic)))
         return pick(out_leaves, out_dynamic)
 
-    with value_errors("f_or_module", user):
+    # A module's variables are not what a caller gives.
+    given = passing if isinstance(user, type) else (lasting, passing)
+    with call_errors("f_or_module", user, {"arguments": given}):
         closed = jax.make_jaxpr(flat)(*arrays)
     [(out_tree, out_dynamic, out_static)] = static_result
     inputs = [*closed.consts, *arrays]
     position = {var: i for i, var in enumerate([*closed.jaxpr.constvars, *closed.jaxpr.invars])}
-    # An output that is an input goes round: it has nothing to do with what is saved.
+    # An output that is an input is not passed through the derivative: it has nothing to do with what is saved.
     made = [is_literal(var) or var not in position for var in closed.jaxpr.outvars]
     lasts = [True] * (len(closed.consts) + sum(dynamic[: len(jax.tree.leaves(lasting))]))
     lasts += [False] * (len(inputs) - len(lasts))
@@ -86,14 +89,14 @@ def _is_dynamic(leaf: Any) -> bool:
 
 
 def _name(path: Any) -> str:
-    """The name of a leaf of (lasting, passing), without what says which argument it is in."""
+    """The path of a leaf of (lasting, passing) as text, without the position in that pair."""
     return jax.tree_util.keystr(path[1:], simple=True, separator="/")
 
 
 def _differentiable(
     closed: Any, made: list[bool], lasting: list[bool], codecs: ArrayCodecs, which: Which, names: list[str]
 ) -> Callable[[Arrays, Arrays], Arrays]:
-    """A function of the codecs' settings and of a program's constants and inputs, with the derivative of `Derivative`."""
+    """The program as a function of (the codecs' settings, its constants and inputs) that is differentiated by `Derivative`."""
     n_consts, axes = len(closed.consts), axis_sizes(closed)
 
     @jax.custom_vjp
@@ -106,9 +109,9 @@ def _differentiable(
         types = [jax.typeof(value) for value in inputs]
         derivative = Derivative(closed, made, types, wanted, lasting, which, codecs, names, axes)
         if which.where is not None and not derivative.keep.matched:
-            raise ValueError(
-                f"where={which.where!r} matches nothing that the backward pass reads. "
-                f"The named scopes of the function are {derivative.scopes}."
+            fix = f"the named scopes of the function are {derivative.scopes}"
+            raise check.fail(
+                ValueError, "where", "a match for something that the backward pass reads", which.where, fix
             )
         _warn_if_nothing_is_encoded(derivative.keep, codecs)
         outs, kept = derivative.forward(inputs, codecs.with_settings(settings))

@@ -1,4 +1,4 @@
-"""Errors on purpose: what gradients become if saved values are off at random, to check what is predicted of them."""
+"""`inject_error`: random errors in saved arrays, to check predictions of the errors of gradients."""
 
 import dataclasses
 from collections.abc import Callable
@@ -21,9 +21,9 @@ class UniformError(FixedRate):
     """A codec that saves no memory: adds to each value that is not zero an error, uniform in [-bound, bound].
 
     Args:
-      bound: positive, a number or an array of one.
-      seed: of the errors, together with the values: different arrays get different ones.
-      zeros: whether zeros get errors too.
+      bound: a positive number, or an array of one.
+      seed: it determines the errors together with the values: different arrays get different errors.
+      zeros: whether zeros get errors, too.
 
     Raises:
       ValueError: `bound` is not positive.
@@ -50,7 +50,7 @@ class UniformError(FixedRate):
         return jnp.where((wide == 0) & (not self.zeros), wide, wide + error).astype(x.dtype)
 
     def decode(self, code: Float[Array, "..."]) -> Float[Array, "..."]:
-        return code
+        return check.array("code", code)
 
 
 def inject_error(
@@ -64,14 +64,14 @@ def inject_error(
 ) -> F:
     """`compressed` with random errors in place of a codec's: uniform in [-bound, bound], and none for zeros.
 
-    The model of errors of Jin et al. 2020, section 3: with it the errors of gradients are normally distributed, their standard
-    deviation that of `predicted_sigma`. No memory is saved.
+    This is the model of errors of Jin et al. 2020, section 3. With it the errors of gradients are normally distributed, with the
+    standard deviation that `predicted_sigma` gives. No memory is saved.
 
     Args:
-      f_or_module, where, inputs: as of `compressed`; by default what convolutions read.
-      bound: positive.
-      seed: another one, other errors; an integer, which may be traced.
-      zeros: give zeros errors too, as the paper does in its figure 6a.
+      f_or_module, where, inputs: see `compressed`; by default errors go to what convolutions read.
+      bound: the largest error; a positive number.
+      seed: an integer, which may be traced. Another seed gives other errors.
+      zeros: whether zeros get errors, too, as in the paper's figure 6a.
 
     Raises:
       ValueError, TypeError: those of `compressed`; `bound` is not positive.

@@ -1,4 +1,4 @@
-"""Running a pullback late: no residual is decoded before an equation that reads a cotangent needs it.
+"""Runs a pullback so that each residual is decoded when an equation first needs it together with a cotangent.
 
 Decoding waits behind a barrier on that cotangent, so that the compiler cannot begin earlier.
 """
@@ -25,12 +25,12 @@ def run_late(
     """The outputs of a pullback.
 
     Args:
-      program: the pullback's.
-      env: values by variable: constants and cotangents.
+      program: the pullback.
+      env: the values of its constants and cotangents, by variable.
       cotangents: its inputs that are cotangents.
-      residuals: by input that is a residual, the variable of the forward pass.
-      restored: has the values of these variables.
-      see: called with each equation that runs and the values known then, its operands' among them.
+      residuals: for each input that is a residual, the variable of the forward pass.
+      restored: the values of these variables.
+      see: called with each equation that runs and the values known then, which include those of its operands.
     """
     producer = producers(program)
     late = set(cotangents)
@@ -49,7 +49,7 @@ def run_late(
         for atom in eqn.invars:
             get(atom, barrier)
         if eqn.primitive is lax.optimization_barrier_p and late.isdisjoint(variables(eqn.invars)):
-            # So that something is computed again: what has been already may be fused with what reads it.
+            # This barrier is there so that something is computed again. A value that is new is already: let it be fused.
             for atom, out in zip(eqn.invars, eqn.outvars, strict=True):
                 is_new = not is_literal(atom) and atom in residuals and restored.is_new(residuals[atom])
                 env[out] = get(atom, barrier) if is_new else lax.optimization_barrier(get(atom, barrier))

@@ -1,4 +1,4 @@
-"""Linen modules whose calls are differentiated through a codec: same fields, same variables, same names."""
+"""Compresses the calls of Linen modules, which keep their fields, variables and names."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from memjax.compress._transform.keep.which import Which
 
 
 def compressed_module(module: nn.Module, codecs: ArrayCodecs, which: Which) -> nn.Module:
-    """A module with the same variables; compressed as a whole, `which` chooses by scopes: Linen modules make one each."""
-
+    """The module, compressed as a whole. `which` selects by named scopes, of which each Linen module makes one."""
     original = type(module)
 
     def compress(function, variables=True, rngs=True):

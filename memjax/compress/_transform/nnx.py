@@ -1,4 +1,4 @@
-"""NNX modules whose calls are differentiated through a codec: same state, same class but for the call."""
+"""Compresses the calls of NNX modules, which keep their state and the name of their class."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 import jax
 from flax import nnx
 
+from memjax._core import check
 from memjax.compress._transform.array_codecs import ArrayCodecs
 from memjax.compress._transform.function import call_compressed
 from memjax.compress._transform.keep.which import Which, matches
 
 
 def compressed_module(module: nnx.Module, codecs: ArrayCodecs, which: Which) -> nnx.Module:
-    """A module with the same variables, that is compressed itself or whose submodules are."""
+    """A module with the same variables: compressed as a whole, or in the submodules that `which` selects."""
     where = which.where
     if where is None or where == "conv":
         return _with_compressed_call(_copy(module), codecs, which)
@@ -47,7 +48,7 @@ def compressed_module(module: nnx.Module, codecs: ArrayCodecs, which: Which) -> 
 
     new = rebuild(module, (), {})
     if not matched:
-        raise ValueError(f"where={where!r} matches none of the submodules {paths}.")
+        raise check.fail(ValueError, "where", f"a match for one of the submodules {paths}", where)
     return new
 
 
@@ -66,7 +67,7 @@ def _with_compressed_call(module: nnx.Module, codecs: ArrayCodecs, which: Which)
         return _call(original.__call__, self, args, kwargs, codecs, which)
 
     name = original.__name__
-    # Of the same name: what names a module after its class finds the same.
+    # The class keeps its name, after which modules may be named.
     new = type(name, (original,), {"__call__": call, "__module__": original.__module__, "__doc__": original.__doc__})
     object.__setattr__(module, "__class__", new)
     return module
@@ -77,9 +78,9 @@ def _call(function: Callable[..., Any], module: Any, args: Any, kwargs: Any, cod
 
     def pure(state, passing):
         args, kwargs = passing
-        own = nnx.merge(graph, state, copy=True)  # or `state` itself would change
-        out = function(own, *args, **kwargs)
-        new_graph, new_state = nnx.split(own)
+        copy = nnx.merge(graph, state, copy=True)  # or `state` itself would change
+        out = function(copy, *args, **kwargs)
+        new_graph, new_state = nnx.split(copy)
         if new_graph != graph:
             raise ValueError(
                 f"f_or_module must be a module whose calls change the values of its variables alone, but a call of "

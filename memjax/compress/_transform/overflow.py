@@ -1,4 +1,4 @@
-"""A code whose capacity did not suffice is said at run time: its values are lost, and gradients are NaN."""
+"""Warns at run time of codes that overflow: their values are lost, and gradients are NaN."""
 
 import math
 import warnings
@@ -14,7 +14,7 @@ class CapacityWarning(UserWarning):
     """Codes of `memjax.compressed` needed more bits than the codec's `bits_per_value`."""
 
 
-_said: set[tuple[str, ...]] = set()
+_warned: set[tuple[str, ...]] = set()
 
 
 def warn_of_overflow(names: Sequence[str], codes: Sequence[Any]) -> None:
@@ -24,7 +24,7 @@ def warn_of_overflow(names: Sequence[str], codes: Sequence[Any]) -> None:
 
     Args:
       names: of the arrays, for the message.
-      codes: of the arrays; those with `overflowed` and `needed_bits_per_value` are looked at.
+      codes: the arrays' codes; those without `overflowed` and `needed_bits_per_value` are skipped.
     """
     pairs = [(name, code) for name, code in zip(names, codes, strict=True) if hasattr(code, "overflowed")]
     if not pairs:
@@ -32,8 +32,8 @@ def warn_of_overflow(names: Sequence[str], codes: Sequence[Any]) -> None:
     arrays = tuple(name for name, _ in pairs)
 
     def tell(overflowed, needed):
-        if np.any(overflowed) and arrays not in _said:
-            _said.add(arrays)
+        if np.any(overflowed) and arrays not in _warned:
+            _warned.add(arrays)
             warnings.warn(_message(arrays, np.asarray(overflowed), np.asarray(needed)), CapacityWarning, stacklevel=2)
 
     @jax.custom_batching.custom_vmap
@@ -66,5 +66,5 @@ def _message(names: Sequence[str], overflowed: np.ndarray, needed: np.ndarray) -
 
 
 def _up(bits: float) -> float:
-    """Rounded up to a tenth."""
+    """The number rounded up to a tenth."""
     return math.ceil(float(bits) * 10) / 10

@@ -1,4 +1,4 @@
-"""What a pullback multiplies with cotangents into gradients."""
+"""Finds the equations of a pullback that multiply an encoded array with a cotangent into a gradient."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memjax._core.arrays import is_float
 from memjax._core.jaxpr import Program, consumers, is_literal, variables
 from memjax._core.primitives import PRODUCTS, REPLICATIONS, VIEWS
 
-# A gradient is still that gradient after these; collectives add it up over devices.
+# After these primitives a gradient is still that gradient; collectives add it up over devices.
 _SAME = VIEWS | REPLICATIONS | {"rev", "add_any", "psum", "psum_invariant"}
 
 
@@ -21,11 +21,11 @@ class Reader:
     """An equation of a pullback that multiplies an encoded array with a cotangent into the gradient of an input.
 
     Attributes:
-      layer: which array.
-      cotangent: the equation's operand.
-      share: of the sum of L^2 that changes one entry of the gradient: one of the channels, and of the positions those where a
-        convolution's window does not reach into its padding.
-      weight: index of the pullback's output.
+      layer: index of the array.
+      cotangent: the operand that is a cotangent, L.
+      share: the share of the sum of all L^2 that changes one entry of the gradient: one channel of all, and the positions at
+        which a convolution's window does not meet its padding.
+      weight: index of the pullback's output that is the gradient.
     """
 
     layer: int
@@ -35,12 +35,12 @@ class Reader:
 
 
 def readers(pullback: Program, cotangents: set[Any], origins: dict[Any, int]) -> dict[int, Reader]:
-    """The readers among the equations of a pullback, by their `id`.
+    """The readers among the equations of a pullback, by the `id` of the equation.
 
     Args:
-      pullback: its program, calls in place.
+      pullback: a program with calls in place.
       cotangents: its inputs that are cotangents.
-      origins: by input that comes from an encoded array, which.
+      origins: the index of the encoded array that an input comes from.
     """
     late, origins = set(cotangents), dict(origins)
     consumer = consumers(pullback)
@@ -62,12 +62,12 @@ def readers(pullback: Program, cotangents: set[Any], origins: dict[Any, int]) ->
 
 
 def only_in_gradients(pullback: Program, cotangents: set[Any], origins: dict[Any, Any]) -> set[Any]:
-    """The encoded arrays that a pullback multiplies with cotangents into its outputs, by convolutions and matrix products, and
-    does nothing else with. Outputs are linear in them.
+    """The encoded arrays that a pullback reads in convolutions and matrix products with cotangents alone, whose results are added
+    to outputs. Outputs are linear in them.
 
     Args:
       pullback, cotangents: see `readers`.
-      origins: by input that comes from an encoded array, that array.
+      origins: the encoded array that an input comes from.
     """
     late, stored, read_otherwise = set(cotangents), dict(origins), set()
     consumer = consumers(pullback)
@@ -94,6 +94,7 @@ def only_in_gradients(pullback: Program, cotangents: set[Any], origins: dict[Any
 
 
 def _share(eqn: Any, ct: Any) -> float:
+    """See `Reader.share`."""
     side, shape = int(eqn.invars[0] is not ct), ct.aval.shape
     numbers = eqn.params["dimension_numbers"]
     if eqn.primitive.name == "conv_general_dilated":
@@ -104,7 +105,7 @@ def _share(eqn: Any, ct: Any) -> float:
 
 
 def _reach(eqn: Any) -> float:
-    """Of all pairs of an output and a tap of the convolution's kernel, the share that meets a value and not padding."""
+    """The share of all pairs of an output and a tap of the convolution's kernel that meets a value and not padding."""
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
     shapes = zip((eqn.invars[0], eqn.invars[1], eqn.outvars[0]), numbers, strict=True)
     sizes = [[atom.aval.shape[axis] for axis in spec[2:]] for atom, spec in shapes]
@@ -119,7 +120,7 @@ def _reach(eqn: Any) -> float:
 
 
 def _output(var: Any, consumer: dict[Any, list[Any]], outputs: dict[Any, int]) -> int | None:
-    """The output that is `var`, or a sum with it."""
+    """The index of the output that is `var`, or a sum with it."""
     while var not in outputs:
         following = [eqn for eqn in consumer.get(var, []) if eqn.primitive.name in _SAME]
         if not following:

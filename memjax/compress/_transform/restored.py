@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from memjax._core import check
 from memjax._core.jaxpr import bind, is_literal
 
 Barrier = Callable[[Any], Any]
@@ -19,9 +20,9 @@ class Restored:
 
     Args:
       producer: the equation that makes each variable.
-      nonzero: masks, and for each the variable that is zero where the mask is false.
-      kept: values of what is kept as it is.
-      codes: by variable with a code, what decodes it, the code, and whether that is elementwise.
+      nonzero: for each mask the variable that is zero where the mask is false.
+      kept: the values of variables that are kept as they are.
+      codes: for each variable with a code: its decoder, the code, and whether decoding waits.
     """
 
     def __init__(
@@ -42,13 +43,17 @@ class Restored:
         return var in self._new
 
     def value(self, atom: Any, barrier: Barrier) -> Any:
-        """The value of a variable. Codes, unless decoding is elementwise, wait behind `barrier`."""
+        """The value of a variable. Codes that wait do so behind `barrier`."""
         if is_literal(atom):
             return atom.val
         if atom not in self._values:
             if atom in self._codes:
-                decode, code, is_elementwise = self._codes[atom]
-                self._values[atom] = decode(code if is_elementwise else barrier(code))
+                decode, code, waits = self._codes[atom]
+                decoded = decode(barrier(code) if waits else code)
+                if not check.is_array(decoded) or (decoded.shape, decoded.dtype) != (atom.aval.shape, atom.aval.dtype):
+                    wanted = f"one that decodes to what it was given, {atom.aval.str_short()}"
+                    raise check.fail(TypeError, "codec", wanted, decoded, "return that from its decode")
+                self._values[atom] = decoded
             elif atom in self._nonzero:
                 # The output of a ReLU may have been decoded without signs, but not to zero. The mask of a NaN is false.
                 source = self.value(self._nonzero[atom], barrier)
@@ -63,10 +68,10 @@ class Restored:
         return self._values[atom]
 
     def _operand(self, atom: Any, barrier: Barrier) -> Any:
-        """An operand of what is computed again: behind a barrier, or the compiler sees that it has been computed before, and
-        keeps it.
+        """An operand of what is computed again. It passes a barrier: without, the compiler sees that the result has been computed
+        before, and keeps it.
 
-        The barrier is another one: if it held cotangents as well, what these are computed by could not be fused.
+        The barrier has no cotangents: what computes these could not be fused then.
         """
         value = self.value(atom, barrier)
         if not is_literal(atom) and atom not in self._new:

@@ -1,4 +1,4 @@
-"""What a backward pass finds out about each encoded array: see `Statistics`."""
+"""Gathers `Statistics` of the encoded arrays in one backward pass."""
 
 from __future__ import annotations
 
@@ -16,112 +16,102 @@ from memjax.compress._training.layers import LADDER, Statistics
 from memjax.compress._transform.readers import Reader
 
 _EXAMPLES = 256
-"""Samples are taken from about so many, at most twice as many: rather from many than many of each, for late in training a
-few examples have most of the loss. The usual number of samples is few enough to be added up in one small kernel."""
+"""Samples are taken from about so many examples, at most twice as many: from many examples rather than many from each, because
+late in training a few examples have most of the loss. One small kernel adds up the usual number of samples."""
 
 
 class Collector:
     """Gathers `Statistics` of one backward pass.
 
-    What is known of an array are numbers and vectors by example; they are put together at the end, all at once: on a GPU the
-    number of kernels counts, each of which does next to nothing.
+    Each array contributes numbers, and vectors with an entry per example. They are combined all at once, at the end: each kernel
+    on a GPU would do next to nothing, so few kernels are wanted.
 
     Args:
-      like: the statistics to be found, in type.
+      like: statistics of the wanted types.
       samples: see `Layers`.
-      seen: cotangents and codes. All statistics depend on all of them, though only in form: each counts once per example of a
-        `vmap` and per device then, as derivatives do.
+      cotangents_and_codes: arrays of the backward pass. A zero that formally depends on all of them is added to all statistics,
+        so that each counts once per example of a `vmap` and once per device, as derivatives do.
     """
 
-    def __init__(self, like: Statistics, samples: int | None, seen: Any):
-        firsts = [jnp.ravel(x)[0] == jnp.zeros((), x.dtype) for x in jax.tree.leaves(seen) if x.size]
-        self._nothing = sum(jnp.where(first, jnp.float32(0), jnp.float32(0)) for first in firsts)
+    def __init__(self, like: Statistics, samples: int | None, cotangents_and_codes: Any):
+        firsts = [jnp.ravel(x)[0] == jnp.zeros((), x.dtype) for x in jax.tree.leaves(cotangents_and_codes) if x.size]
+        self._zero = sum(jnp.where(first, jnp.float32(0), jnp.float32(0)) for first in firsts)
         self._like, self._samples = like, samples
         self._layers, self._width = like.power.shape
         self._codes: dict[int, tuple[Any, Any, float]] = {}
-        self._decoded: dict[int, tuple[Any, Any]] = {}
-        self._cotangents: dict[tuple[int, int], tuple[Any, Any, float]] = {}
+        self._decoded: dict[int, _Sums] = {}
+        self._cotangents: dict[tuple[int, int], tuple[_Sums, float]] = {}
 
     def code(self, layer: int, code: Any, shape: Sequence[int]) -> None:
-        """What the code of an array of this shape says of itself."""
+        """Take the need and the overflow of the code of an array of this shape."""
         self._codes[layer] = code.needed_bits_per_value, code.overflowed, float(shape[0] if shape else 1)
 
     def decoded(self, layer: int, x: Any) -> None:
-        """What is read of an array, if nothing has been said of that by `cotangent`."""
+        """Take the decoded values of an array, unless `cotangent` has taken them."""
         if layer not in self._decoded:
-            [found] = _found_in([x], self._samples)
-            self._decoded[layer] = found.nonzero, found.magnitude
+            [self._decoded[layer]] = _sums_by_example([x], self._samples)
 
     def cotangent(self, reader: Reader, ct: Any, x: Any) -> None:
-        """Of one more reader of its array, and what it reads."""
+        """Take the cotangent of one more reader of an array, and the values that it reads."""
         layer = reader.layer
-        found, *rest = _found_in([ct] if layer in self._decoded else [ct, x], self._samples)
-        for of_read in rest:
-            self._decoded[layer] = of_read.nonzero, of_read.magnitude
-        seen = sum(other == layer for other, _ in self._cotangents)
-        self._cotangents[layer, seen] = found.magnitude, found.power, reader.share / found.share
+        if layer in self._decoded:
+            [sums] = _sums_by_example([ct], self._samples)
+        else:
+            sums, self._decoded[layer] = _sums_by_example([ct, x], self._samples)
+        earlier_readers = sum(other == layer for other, _ in self._cotangents)
+        self._cotangents[layer, earlier_readers] = sums, reader.share / sums.share
 
-    def sums(self) -> Statistics:
-        """What devices of a `shard_map` found is added up, if they share the bounds."""
+    def statistics(self) -> Statistics:
+        """The statistics, added up over those devices of a `shard_map` that share the bounds."""
 
-        def added(found, wanted):
-            found = found + self._nothing
-            axes = tuple(varying(jax.typeof(found)) - varying(jax.typeof(wanted)))
-            return lax.psum(found, axes) if axes else found
+        def added_up(x, like):
+            x = x + self._zero
+            axes = tuple(varying(jax.typeof(x)) - varying(jax.typeof(like)))
+            return lax.psum(x, axes) if axes else x
 
-        return jax.tree.map(added, self._found(), self._like)
+        return jax.tree.map(added_up, self._statistics(), self._like)
 
-    def _found(self) -> Statistics:
-        bits, overflows, examples = (self._each(field) for field in range(3))
-        used = jnp.asarray([float(layer in self._codes) for layer in range(self._layers)], jnp.float32)
+    def _statistics(self) -> Statistics:
+        layers, table = range(self._layers), (self._layers, self._width)
+        bits, overflows, examples = (
+            jnp.stack([jnp.asarray(self._codes[i][field] if i in self._codes else 0, jnp.float32) for i in layers])
+            for field in range(3)
+        )
+        used = jnp.asarray([float(i in self._codes) for i in layers], jnp.float32)
         # A code of exactly a rung's size fits.
         rung = jnp.sum(bits[:, None] > jnp.asarray(LADDER) * (1 + 1e-6), 1)
-        needed = jax.nn.one_hot(rung, len(LADDER) + 1, dtype=jnp.float32) * used[:, None]
-        places = [(layer, i) for layer in range(self._layers) for i in range(self._width)]
-        means, powers = (
-            [self._cotangents[at][field] if at in self._cotangents else None for at in places] for field in (0, 1)
-        )
-        factors = [self._cotangents[at][2] if at in self._cotangents else 0.0 for at in places]
-        table = (self._layers, self._width)
-        pairs = [self._decoded.get(layer, (None, None)) for layer in range(self._layers)]
-        nonzero, magnitude = (_totals([pair[field] for pair in pairs], mean=True) for field in (0, 1))
+        decoded = [self._decoded.get(i, _NONE) for i in layers]
+        cotangents = [self._cotangents.get((i, j), (_NONE, 0.0)) for i in layers for j in range(self._width)]
+        factors = jnp.asarray([factor for _, factor in cotangents], jnp.float32)
         return Statistics(
             uses=used,
             examples=examples,
-            nonzero=nonzero,
-            magnitude=magnitude,
+            nonzero=_totals([sums.nonzero for sums in decoded], mean=True),
+            magnitude=_totals([sums.magnitude for sums in decoded], mean=True),
             bits=bits,
             overflows=overflows,
-            needed=needed,
-            cotangent=_totals(means, mean=True).reshape(table),
-            power=(_totals(powers, mean=False) * jnp.asarray(factors, jnp.float32)).reshape(table),
+            needed=jax.nn.one_hot(rung, len(LADDER) + 1, dtype=jnp.float32) * used[:, None],
+            cotangent=_totals([sums.magnitude for sums, _ in cotangents], mean=True).reshape(table),
+            power=(_totals([sums.power for sums, _ in cotangents], mean=False) * factors).reshape(table),
         )
-
-    def _each(self, field: int) -> Any:
-        """Of every code."""
-        numbers = [self._codes[layer][field] if layer in self._codes else 0.0 for layer in range(self._layers)]
-        return jnp.stack([jnp.asarray(number, jnp.float32) for number in numbers])
 
 
 def _totals(vectors: Sequence[Any], *, mean: bool) -> Any:
-    """The sum, or the mean, of each vector; 0 of None."""
-    longest = max((len(vector) for vector in vectors if vector is not None), default=0)
-    rows, lengths = [], []
-    for vector in vectors:
-        vector = jnp.zeros(0, jnp.float32) if vector is None else vector
-        lengths.append(max(len(vector), 1) if mean else 1)
-        rows.append(jnp.pad(vector, (0, longest - len(vector))))
+    """The sum, or the mean, of each vector; 0 for an empty one."""
+    longest = max(map(len, vectors), default=0)
+    rows = [jnp.pad(vector, (0, longest - len(vector))) for vector in vectors]
+    lengths = [max(len(vector), 1) if mean else 1 for vector in vectors]
     return jnp.sum(jnp.stack(rows), 1) / jnp.asarray(lengths, jnp.float32)
 
 
-class _Found(NamedTuple):
-    """In some of an array's values, by example.
+class _Sums(NamedTuple):
+    """Statistics of samples of an array; vectors with an entry per example.
 
     Attributes:
-      nonzero: their share that is not zero.
-      magnitude: their mean magnitude.
-      power: the sum of their squares.
-      share: of all values, how many these are.
+      nonzero: share of the samples that is not zero.
+      magnitude: mean magnitude.
+      power: sum of squares.
+      share: number of samples over the number of all values.
     """
 
     nonzero: Any
@@ -130,28 +120,32 @@ class _Found(NamedTuple):
     share: float
 
 
-def _found_in(arrays: Sequence[Any], samples: int | None) -> list[_Found]:
-    """Of samples, as rows of one matrix: that makes one kernel."""
-    parts = [_some(x, samples) for x in arrays]
+_EMPTY = np.zeros(0, np.float32)
+_NONE = _Sums(_EMPTY, _EMPTY, _EMPTY, 1.0)
+
+
+def _sums_by_example(arrays: Sequence[Any], samples: int | None) -> list[_Sums]:
+    """The statistics of each array. Samples become rows of one matrix, so that one kernel adds them up."""
+    parts = [_sampled(x, samples) for x in arrays]
     rows = [part.astype(jnp.float32) for part, _ in parts]
     groups = [[row] for row in rows]
     if samples is not None:
         widest = max(row.shape[1] for row in rows)
         groups = [[jnp.pad(row, ((0, 0), (0, widest - row.shape[1]))) for row in rows]]
-    found: list[Any] = []
+    totals: list[Any] = []
     for group in groups:
         x = jnp.concatenate(group)
-        sums = [jnp.sum(of, 1) for of in ((x != 0).astype(jnp.float32), jnp.abs(x), jnp.square(x))]
         ends = np.cumsum([len(row) for row in group])[:-1]
-        found += zip(*(jnp.split(total, ends) for total in sums), strict=True)
+        terms = (x != 0).astype(jnp.float32), jnp.abs(x), jnp.square(x)
+        totals += zip(*(jnp.split(jnp.sum(term, 1), ends) for term in terms), strict=True)
     return [
-        _Found(nonzero / max(part.shape[1], 1), magnitude / max(part.shape[1], 1), power, share)
-        for (part, share), (nonzero, magnitude, power) in zip(parts, found, strict=True)
+        _Sums(nonzero / max(part.shape[1], 1), magnitude / max(part.shape[1], 1), power, share)
+        for (part, share), (nonzero, magnitude, power) in zip(parts, totals, strict=True)
     ]
 
 
-def _some(x: Any, samples: int | None) -> tuple[Any, float]:
-    """Part of the values, (examples, values), and which share of them it is."""
+def _sampled(x: Any, samples: int | None) -> tuple[Any, float]:
+    """About so many of the values, (examples, values), and which share of all values they are."""
     channels = x.shape[-1] if x.ndim else 1
     x = x.reshape(x.shape[0] if x.ndim > 1 else 1, -1)
     if samples is None:

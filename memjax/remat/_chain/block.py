@@ -1,8 +1,8 @@
 """One block of a chain, traced once: run it, run it keeping what its backward pass needs, run it backwards.
 
-All on flat lists of arrays. `p` are the leaves of the block's parameters and what it closes over, which exist anyhow; `x`
-are those of its input, which the chain holds for as long as they are needed. Of what the block computes, the smallest set
-is kept from which the backward pass follows without repeating matrix products and the like.
+Everything is a flat list of arrays. `p` are the leaves of the block's parameters and what it closes over, which exist anyhow.
+`x` are the leaves of its input, which the chain holds for as long as they are needed. The block keeps the smallest set of values
+from which its backward pass follows without repeating matrix products and the like.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from memjax._core.arrays import is_float, zeros
 from memjax._core.backward import Backward
 from memjax._core.barriers import barrier
-from memjax._core.jaxpr import evaluate
+from memjax._core.derivatives import Static, perturbed
+from memjax._core.jaxpr import evaluate, is_literal
 from memjax._core.lists import Arrays, drop, merge, pick
 
 
@@ -27,7 +29,10 @@ class Block:
       jaxpr: of (p, x) to (y, aux).
       consts: values of what `f` closes over; with the leaves of the parameters behind them they are `p`.
       p, x, y, aux: types of the leaves.
+      x_vars, y_vars: the variables of `jaxpr` that hold x and y.
       y_tree, aux_tree: to give the user's structure back.
+      run: (p, x) to (y, aux), as a program that equal blocks share. It must not be differentiated.
+      keep: (p, x) to (y, aux). Differentiating it keeps what the backward pass needs.
     """
 
     def __init__(self, f: Callable[..., Any], params: Any, x: Any, has_aux: bool):
@@ -48,13 +53,14 @@ class Block:
         variables = [*self.jaxpr.constvars, *self.jaxpr.invars]
         self.n_p = len(self.consts) + n_params
         self.p = [var.aval for var in variables[: self.n_p]]
-        self.x = [var.aval for var in variables[self.n_p :]]
+        self.x_vars, self.y_vars = variables[self.n_p :], self.jaxpr.outvars[:n_y]
+        self.x = [var.aval for var in self.x_vars]
         self.y, self.aux = list(closed.out_avals[:n_y]), list(closed.out_avals[n_y:])
         self.y_float = [is_float(aval) for aval in self.y]
         self._backwards: dict[tuple[bool, ...], Backward] = {}  # no cache that outlives the block, with its constants
-        self._run = jax.jit(self.evaluate)
-        self._kept = jax.custom_vjp(self._run)
-        self._kept.defvjp(self._keep, self._back, symbolic_zeros=True)
+        self.run = jax.jit(self.evaluate)
+        self.keep = jax.custom_vjp(self.run)
+        self.keep.defvjp(self._keep, self._back, symbolic_zeros=True)
 
     def _flat(self, inputs: Arrays) -> Arrays:
         n = len(self.consts)
@@ -65,13 +71,10 @@ class Block:
         out = self._flat([*p, *x])
         return out[: len(self.y)], out[len(self.y) :]
 
-    def run(self, p: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
-        """(y, aux). Not to be differentiated."""
-        return self._run(p, x)
-
-    def kept(self, p: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
-        """(y, aux). Differentiating it keeps what the backward pass needs."""
-        return self._kept(p, x)
+    def handed_on(self, x_mask: Sequence[bool]) -> tuple[bool, ...]:
+        """Flags for the leaves of the output: whether they are leaves of the input that `x_mask` marks."""
+        marked = set(pick(self.x_vars, x_mask))
+        return tuple(not is_literal(var) and var in marked for var in self.y_vars)
 
     def backward(self, wrt: tuple[bool, ...]) -> Backward:
         """How to differentiate the block with respect to the leaves of (p, x) that are chosen."""
@@ -83,11 +86,11 @@ class Block:
         return self._backwards[wrt]
 
     def _keep(self, p: Arrays, x: Arrays) -> tuple[tuple[Arrays, Arrays], Any]:
-        wrt = differentiated([*p, *x])
+        wrt = perturbed([*p, *x])
         p, x = [leaf.value for leaf in p], [leaf.value for leaf in x]
         out, kept = self.backward(wrt).keep([*p, *x])
         n = len(self.y)
-        saved = together([*out[:n], *kept])  # what is kept are these arrays, not others that the compiler finds as good
+        saved = together([*out[:n], *kept])  # these arrays are kept, and not others that the compiler prefers
         return (saved[:n], out[n:]), (Static(wrt), p, x, saved[n:])
 
     def _back(self, saved: Any, cts: Any) -> tuple[Arrays, Arrays]:
@@ -98,38 +101,19 @@ class Block:
         return cts[: self.n_p], cts[self.n_p :]
 
 
-@jax.tree_util.register_static
-class Static:
-    """A hashable value that travels from a forward to a backward rule."""
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __hash__(self) -> int:
-        return hash(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Static) and self.value == other.value
-
-
-def differentiated(leaves: Sequence[Any]) -> tuple[bool, ...]:
-    """Which arguments of a forward rule with symbolic zeros a gradient is asked for."""
-    return tuple(bool(leaf.perturbed) and is_float(jax.typeof(leaf.value)) for leaf in leaves)
-
-
 def after(cts: Sequence[Any], values: Any) -> tuple[Any, Arrays]:
     """(values, cts): the values may only be used once the gradients are there, so nothing is recomputed early.
 
     Cotangents that are known to be zero become zeros.
     """
-    known = [isinstance(ct, jax.custom_derivatives.SymbolicZero) for ct in cts]
-    real = drop(cts, known)
+    is_zero = [isinstance(ct, SymbolicZero) for ct in cts]
+    nonzero = drop(cts, is_zero)
     leaves, tree = jax.tree.flatten(values)
-    out = barrier([*real, *leaves]) if real else [*real, *leaves]
-    cts = merge([zeros(ct.aval) for ct in pick(cts, known)], out[: len(real)], known)
-    return jax.tree.unflatten(tree, out[len(real) :]), cts
+    out = barrier([*nonzero, *leaves]) if nonzero else leaves
+    cts = merge([zeros(ct.aval) for ct in pick(cts, is_zero)], out[: len(nonzero)], is_zero)
+    return jax.tree.unflatten(tree, out[len(nonzero) :]), cts
 
 
 def together(arrays: Arrays) -> Arrays:
-    """The same; none can be used before all are there, so no gradient of a parameter is put off."""
+    """The arrays. None can be used before all are there, so no gradient of a parameter is put off."""
     return barrier(arrays)

@@ -13,11 +13,10 @@ from typing import Any
 import jax
 
 from memjax._core import check
-from memjax._core.arrays import is_float
-from memjax._core.derivatives import refusing_forward_mode
-from memjax._core.jaxpr import is_literal
+from memjax._core.clear_errors import call_errors
+from memjax._core.derivatives import Static, perturbed, refusing_forward_mode
 from memjax._core.lists import Arrays, drop, merge, pick
-from memjax.remat._chain.block import Block, Static, after, differentiated, together
+from memjax.remat._chain.block import Block, after, together
 from memjax.remat._chain.cost import estimate, measured
 from memjax.remat._chain.items import BlockCost, Items, blocks_of
 from memjax.remat._chain.schedule import ChainSchedule, chain_schedule, checked_costs
@@ -87,7 +86,7 @@ def chain(
     y = jax.tree.unflatten(traced[-1].y_tree, y)
     if not has_aux:
         return y
-    return y, [jax.tree.unflatten(block.aux_tree, found) for block, found in zip(traced, aux, strict=True)]
+    return y, [jax.tree.unflatten(block.aux_tree, leaves) for block, leaves in zip(traced, aux, strict=True)]
 
 
 def check_memory(budget: Any, schedule: Any) -> tuple[int | str | None, ChainSchedule | None]:
@@ -150,7 +149,8 @@ def _trace(
         x_types, x_tree = jax.tree.flatten(state)
         key = (f, p_tree, tuple(map(jax.typeof, p_leaves)), x_tree, tuple(x_types))
         if key not in known:
-            known[key] = _traced(i, f, p, state, has_aux)
+            with call_errors(f"blocks[{i}]", f, {f"params[{i}]": p, "an input": state}):
+                known[key] = Block(f, p, state, has_aux)
         block = known[key]
         traced.append(block)
         values.append([*block.consts, *p_leaves])
@@ -158,57 +158,44 @@ def _trace(
     return traced, values, jax.tree.leaves(x)
 
 
-def _traced(index: int, f: Callable[[Any, Any], Any], params: Any, x: Any, has_aux: bool) -> Block:
-    try:
-        return Block(f, params, x, has_aux)
-    except (TypeError, ValueError) as error:
-        if type(error) not in (TypeError, ValueError):  # JAX's own, which explain themselves
-            raise
-        types = jax.tree.map(lambda aval: aval.str_short(), x)
-        raise type(error)(f"blocks[{index}] must take params[{index}] and an input of {types}: {error}") from error
-
-
 def _estimates(traced: Sequence[Block]) -> list[BlockCost]:
-    known: dict[Any, BlockCost] = {}
-    for key in _with_given(traced):
-        if key not in known:
-            known[key] = estimate(*key)
-    return [known[key] for key in _with_given(traced)]
+    keys = list(_with_handed_on(traced))
+    costs = {key: estimate(*key) for key in dict.fromkeys(keys)}
+    return [costs[key] for key in keys]
 
 
 def _measured(traced: Sequence[Block], values: Sequence[Arrays], x: Arrays) -> list[BlockCost]:
     if any(isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)) for leaf in jax.tree.leaves((values, x))):
         raise TypeError("measure=True runs the blocks: call chain_costs outside jit, with arrays as params and x")
-    known: dict[Any, BlockCost] = {}
-    for key, p in zip(_with_given(traced), values, strict=True):
-        if key in known:
+    keys = list(_with_handed_on(traced))
+    costs: dict[Any, BlockCost] = {}
+    for key, p in zip(keys, values, strict=True):
+        if key in costs:
             x, _ = key[0].run(p, x)
         else:
-            known[key], x = measured(*key, p, x)
-    return [known[key] for key in _with_given(traced)]
+            costs[key], x = measured(*key, p, x)
+    return [costs[key] for key in keys]
 
 
-def _with_given(traced: Sequence[Block]) -> Iterator[tuple[Block, tuple[bool, ...]]]:
-    """Each block, and which leaves of its input are the chain's own, handed on."""
-    given = (True,) * len(traced[0].x)
+def _with_handed_on(traced: Sequence[Block]) -> Iterator[tuple[Block, tuple[bool, ...]]]:
+    """Each block, and which leaves of its input are leaves of the chain's input, handed on."""
+    from_input = (True,) * len(traced[0].x)
     for block in traced:
-        yield block, given
-        xs = block.jaxpr.invars[len(block.jaxpr.invars) - len(block.x) :]
-        own = {var for var, mine in zip(xs, given, strict=True) if mine}
-        given = tuple(not is_literal(var) and var in own for var in block.jaxpr.outvars[: len(block.y)])
+        yield block, from_input
+        from_input = block.handed_on(from_input)
 
 
 def _run(items: Items, traced: Sequence[Block], values: Mapping[int, Arrays], x: Arrays) -> tuple[Arrays, list[Arrays]]:
     """(y, aux of each block): the blocks of `items`, from the first one's input."""
-    found: list[Arrays] = []
+    auxs: list[Arrays] = []
     for item in items:
         if isinstance(item, int):
-            x, aux = traced[item].kept(values[item], x)
-            found.append(aux)
+            x, aux = traced[item].keep(values[item], x)
+            auxs.append(aux)
         else:
-            x, more = _recomputed(item, traced)([values[i] for i in blocks_of(item)], x)
-            found += more
-    return x, found
+            x, group_auxs = _recomputed(item, traced)([values[i] for i in blocks_of(item)], x)
+            auxs += group_auxs
+    return x, auxs
 
 
 def _recomputed(items: Items, traced: Sequence[Block]) -> Callable[..., tuple[Arrays, list[Arrays]]]:
@@ -216,21 +203,21 @@ def _recomputed(items: Items, traced: Sequence[Block]) -> Callable[..., tuple[Ar
     blocks = list(blocks_of(items))
 
     def plain(values, x):
-        found = []
+        auxs = []
         for i, p in zip(blocks, values, strict=True):
             x, aux = traced[i].run(p, x)
             x = together(x)  # or the compiler sums residual branches up again in each block, and keeps them all
-            found.append(aux)
-        return x, found
+            auxs.append(aux)
+        return x, auxs
 
     def forward(values, x):
         leaves, tree = jax.tree.flatten((values, x), is_leaf=lambda leaf: hasattr(leaf, "perturbed"))
         arrays = [leaf.value for leaf in leaves]
-        return plain(*jax.tree.unflatten(tree, arrays)), (Static((differentiated(leaves), tree)), arrays)
+        return plain(*jax.tree.unflatten(tree, arrays)), (Static((perturbed(leaves), tree)), arrays)
 
     def backward(saved, cts):
         (wrt, tree), arrays = saved[0].value, saved[1]
-        y_float = [is_float(aval) for aval in traced[blocks[-1]].y]
+        y_float = traced[blocks[-1]].y_float
         arrays, cts = after(pick(cts[0], y_float), arrays)
         fixed = drop(arrays, wrt)
 
@@ -241,8 +228,8 @@ def _recomputed(items: Items, traced: Sequence[Block]) -> Callable[..., tuple[Ar
             return pick(y, y_float)
 
         _, vjp = jax.vjp(run, pick(arrays, wrt))
-        found = together(vjp(cts)[0])
-        return jax.tree.unflatten(tree, merge(found, [None] * len(fixed), wrt))
+        d_chosen = together(vjp(cts)[0])
+        return jax.tree.unflatten(tree, merge(d_chosen, [None] * len(fixed), wrt))
 
     group = jax.custom_vjp(plain)
     group.defvjp(forward, backward, symbolic_zeros=True)

@@ -24,7 +24,7 @@ _NOT_CONSTANT = frozenset(
 
 
 def compile_alone(closed: Any) -> Any | None:
-    """The program that a closed jaxpr is by itself, for one device's arrays inside `shard_map`; None if it is none.
+    """Compiles a closed jaxpr by itself, inside `shard_map` for one device's arrays. None if that cannot be done.
 
     A jaxpr traced inside `shard_map` over all axes of a mesh is compiled for as many local devices, its values split as
     they are there. What is laid out over a mesh otherwise, or uses axes of `jax.vmap`, is no program of its own.
@@ -76,28 +76,29 @@ def temporary(program: Any) -> int:
 def constants(program: Any) -> Counter[str]:
     """Arrays that depend on no argument, by type: the compiler may make them before anything else, and hold them.
 
-    Indices that the backward pass of a maximum over windows compares with, for one, which a CPU holds as five arrays.
+    An example: the indices that the backward pass of a maximum over windows compares with. A CPU holds five arrays of them.
     """
     text = program.as_text() or ""
     entry = text[text.find("\nENTRY") :].split("\n}", 1)[0].splitlines()[2:]
-    types: dict[str, str] = {}  # of constants; those that are other names for a constant are called as that one
-    root: dict[str, str] = {}
-    found: set[str] = set()
+    types: dict[str, str] = {}
+    origin: dict[str, str] = {}  # of each constant: the instruction that made its bytes, "" for literals
+    read_by_others: set[str] = set()
     for line in entry:
         match = _INSTRUCTION.match(line)
         if match is None:
             continue
-        name, type_, operation, rest = match.groups()
-        operands = [operand for operand in _OPERAND.findall(rest.split(")", 1)[0]) if operand in root]
-        everything = [part for part in rest.split(")", 1)[0].split(",") if part.strip()]
+        name, type_, operation, arguments = match.groups()
+        arguments = arguments.split(")", 1)[0]
+        constant = [operand for operand in _OPERAND.findall(arguments) if operand in origin]
+        count = sum(bool(argument.strip()) for argument in arguments.split(","))
         if operation == "constant":
-            root[name] = ""  # not scratch memory, but part of the program
-        elif operation not in _NOT_CONSTANT and len(operands) == len(everything):
-            root[name] = root[operands[0]] if operation in _SAME_BYTES and operands else name
+            origin[name] = ""  # not scratch memory, but part of the program
+        elif operation not in _NOT_CONSTANT and len(constant) == count:
+            origin[name] = origin[constant[0]] if operation in _SAME_BYTES and constant else name
             types[name] = type_
         else:
-            found.update(root[operand] for operand in operands)
-    return Counter(types[name] for name in found if name)
+            read_by_others.update(origin[operand] for operand in constant)
+    return Counter(types[name] for name in read_by_others if name)
 
 
 def bytes_of(types: Counter[str]) -> int:

@@ -8,12 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 
 from memjax._core.arrays import is_float
 from memjax._core.backward import Backward
-from memjax._core.jaxpr import nbytes
-from memjax._core.lists import Arrays
+from memjax._core.jaxpr import nbytes, variables
+from memjax._core.lists import Arrays, pick
 from memjax._core.timing import seconds
 from memjax._measure import remat_compiler_options
 from memjax.remat._chain.block import Block
@@ -24,18 +23,18 @@ from memjax.remat._chain.program_cost import Program
 _MOST_COMPILED = 1024
 
 
-def estimate(block: Block, given: Sequence[bool]) -> BlockCost:
+def estimate(block: Block, from_input: Sequence[bool]) -> BlockCost:
     """The cost of a block whose float inputs are all differentiated. Nothing is run.
 
-    `given` marks leaves of its input that are the chain's own input, handed on: they cost nothing where the block hands
-    them on as well.
+    `from_input` marks the leaves of its input that are leaves of the chain's input, handed on. They cost nothing where the block
+    hands them on as well.
     """
     backward = _whole(block)
     cts = [aval for aval in block.y if is_float(aval)]
     run = jax.make_jaxpr(block.evaluate)(block.p, block.x)
     pull = jax.make_jaxpr(backward.back)([*block.p, *block.x], backward.kept, cts)
     forward, back = Program(run.jaxpr), Program(pull.jaxpr)
-    output, kept = _sizes(block, backward, given)
+    output, kept = _sizes(block, backward, from_input)
     compiled = _compiled_bytes(run, pull)
     if compiled is not None:
         forward_work, back_temp, standing = compiled
@@ -47,7 +46,7 @@ def estimate(block: Block, given: Sequence[bool]) -> BlockCost:
     return BlockCost(forward.seconds(), back.seconds(), output, kept, forward_work, backward_work, standing)
 
 
-def measured(block: Block, given: Sequence[bool], p: Arrays, x: Arrays) -> tuple[BlockCost, Arrays]:
+def measured(block: Block, from_input: Sequence[bool], p: Arrays, x: Arrays) -> tuple[BlockCost, Arrays]:
     """(the cost of the block on the default device, its output): compiled and timed for these arguments."""
     backward = _whole(block)
     options: dict[str, Any] = dict(remat_compiler_options())
@@ -56,7 +55,7 @@ def measured(block: Block, given: Sequence[bool], p: Arrays, x: Arrays) -> tuple
     y = out[: len(block.y)]
     cts = [jnp.ones_like(leaf) for leaf in y if is_float(leaf)]
     back = backward.back.lower([*p, *x], kept, cts).compile(compiler_options=options)  # type: ignore[attr-defined]  # jitted
-    output, kept_nbytes = _sizes(block, backward, given)
+    output, kept_nbytes = _sizes(block, backward, from_input)
     forward_work, back_temp, standing = _bytes(run, back)
     cost = BlockCost(
         forward=_fastest(run, p, x),
@@ -74,26 +73,25 @@ def _whole(block: Block) -> Backward:
     return block.backward(tuple(is_float(aval) for aval in (*block.p, *block.x)))
 
 
-def _sizes(block: Block, backward: Backward, given: Sequence[bool]) -> tuple[int, int]:
-    """Bytes of the output, and of what is kept, leaves handed on from the input counted unless they are `given`."""
-    xs = block.jaxpr.invars[len(block.jaxpr.invars) - len(block.x) :]
-    own = {var for var, mine in zip(xs, given, strict=True) if mine}
-    outputs = {var for var in block.jaxpr.outvars[: len(block.y)] if not isinstance(var, core.Literal)}
-    handed = sum(nbytes(var.aval) for var in outputs.intersection(block.jaxpr.invars) - own)
-    return sum(nbytes(var.aval) for var in outputs - own), backward.nbytes_with(len(block.y)) + handed
+def _sizes(block: Block, backward: Backward, from_input: Sequence[bool]) -> tuple[int, int]:
+    """Bytes of the output, and of what is kept, without leaves that are `from_input`."""
+    exist = set(pick(block.x_vars, from_input))
+    outputs = set(variables(block.y_vars)) - exist
+    handed_on = sum(nbytes(var.aval) for var in outputs.intersection(block.jaxpr.invars))
+    return sum(nbytes(var.aval) for var in outputs), backward.nbytes_with(len(block.y)) + handed_on
 
 
 def _gradient_bytes(block: Block) -> int:
-    """Of the gradients of output and input."""
+    """Bytes of the gradients of output and input."""
     return sum(nbytes(aval) for aval in (*block.x, *block.y) if is_float(aval))
 
 
 _compiled: dict[tuple[str, str], tuple[int, int, int] | None] = {}
-"""Bytes by backend and digest of what was compiled: blocks, and what they close over, must not outlive their trace."""
+"""Bytes by backend and digest of the programs. The programs would hold what blocks close over."""
 
 
 def _compiled_bytes(run: Any, pull: Any) -> tuple[int, int, int] | None:
-    """Temporary bytes of the forward and of the backward pass, and what of them stands; None if they have no program."""
+    """As `_bytes`, for programs that are compiled here; None if they cannot be."""
     text = f"{run}\n{pull}\n{run.in_avals} {pull.in_avals}"
     key = (jax.default_backend(), hashlib.sha256(text.encode()).hexdigest())
     if key not in _compiled:
@@ -105,7 +103,10 @@ def _compiled_bytes(run: Any, pull: Any) -> tuple[int, int, int] | None:
 
 
 def _bytes(run: Any, pull: Any) -> tuple[int, int, int]:
-    """What of them stands is one of both, where they are of one type."""
+    """Temporary bytes of the forward and of the backward pass, and of the constants that stand throughout.
+
+    Constants of the same type in both passes are taken to be the same ones.
+    """
     standing = [constants(program) for program in (run, pull)]
     works = [temporary(program) - bytes_of(types) for program, types in zip((run, pull), standing, strict=True)]
     return max(works[0], 0), max(works[1], 0), bytes_of(standing[0] | standing[1])

@@ -1,4 +1,4 @@
-"""What a chain's schedule is made of, and what one takes: seconds and bytes, from the costs of the blocks."""
+"""What a chain's schedule is made of, and the seconds and bytes that one takes, from the costs of the blocks."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from memjax.remat._chain.items import BlockCost, Items, forward_peaks
 
 
 class LeastMemory:
-    """The schedules of the least memory, exact in bytes; of equal ones the fastest.
+    """The schedules of the least memory, exact in bytes. Among equal ones it is the fastest.
 
     For blocks s to t - 1 either block s keeps all, or the first k do not, k being chosen:
     M(s, t) = min(kept_s + M(s + 1, t), max over the split's parts(forward peak, output_{k-1} + M(k, t), M(s, k))).
@@ -47,9 +47,9 @@ class LeastMemory:
 
     def items(self, s: int, t: int) -> Items:
         """The schedule for blocks `s` to `t - 1`."""
-        found: list[Any] = []
+        items: list[Any] = []
         while s < t:
             k = int(self.split[s, t])
-            found.append(self.items(s, k) if k else s)
+            items.append(self.items(s, k) if k else s)
             s = k or s + 1
-        return tuple(found)
+        return tuple(items)

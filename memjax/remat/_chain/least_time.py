@@ -62,7 +62,7 @@ class LeastTime:
         return self.moved[key]
 
     def _times(self, s: int, t: int, units: slice) -> np.ndarray:
-        """(choices, units): block s keeps all; then for k = s + 1, ... the blocks before k do not."""
+        """(choices, units) times. First block s keeps all; then, for k = s + 1, ..., the blocks before k do not."""
         here, gradient = self.costs[s], self.costs[t - 1].output
         memory = np.arange(self.most + 1)[units]
         times = np.full((t - s, len(memory)), np.inf)
@@ -90,19 +90,19 @@ class LeastTime:
         return self._items(0, len(self.costs), units)
 
     def _items(self, s: int, t: int, units: int) -> Items:
-        found: list[Any] = []
+        items: list[Any] = []
         while s < t:
             choice = int(np.argmin(self._times(s, t, slice(units, units + 1))))
             if choice:
                 k = s + choice
-                found.append(self._items(s, k, units))
+                items.append(self._items(s, k, units))
                 units -= self._units(self.costs[k - 1].output)
                 s = k
             else:
-                found.append(s)
+                items.append(s)
                 units -= self._units(self.costs[s].kept)
                 s += 1
-        return tuple(found)
+        return tuple(items)
 
 
 def _rises(values: np.ndarray) -> list[tuple[int, int]]:
@@ -118,15 +118,15 @@ def _first_equal(costs: Sequence[BlockCost]) -> np.ndarray:
     common = np.zeros((n + 1, n + 1), np.int64)  # blocks that the chains from i and from j have in common
     for i in range(n - 1, -1, -1):
         common[i, :n] = np.where(kinds == kinds[i], common[i + 1, 1:] + 1, 0)
-    found = np.tile(np.arange(n)[:, None], (1, n))
+    first = np.tile(np.arange(n)[:, None], (1, n))
     for s in range(n):
         for earlier in range(s - 1, -1, -1):
-            found[s, : common[earlier, s]] = earlier
-    return found
+            first[s, : common[earlier, s]] = earlier
+    return first
 
 
 def _unit(costs: Sequence[BlockCost], budget: int, steps: int) -> int:
-    """Bytes of one unit: of the sizes that divide the budget finely enough the one that rounding up wastes least with."""
+    """Bytes of one unit: the size, among those that divide the budget finely enough, with which rounding up wastes least."""
     smallest = -(-budget // steps)
     units = np.unique(np.linspace(smallest, 2 * smallest, 64).astype(np.int64)) if smallest > 1 else np.array([1])
     sizes = np.array([size for cost in costs for size in (cost.output, cost.kept)])

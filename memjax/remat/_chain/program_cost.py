@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend import core
 
-from memjax._core.jaxpr import nbytes
+from memjax._core.compat import bodies
+from memjax._core.jaxpr import is_literal, nbytes
 from memjax._core.primitives import ALIASES, CALLS, LOOPS, REDUCTIONS, SOURCES, WHOLE_OPERANDS, flops
 
 _LOOPS = LOOPS | {"shard_map"}
@@ -39,7 +39,7 @@ class _Operation(NamedTuple):
 
 
 class Program:
-    """A jaxpr with calls inlined and other names for the same bytes resolved; values are numbers."""
+    """A jaxpr with calls inlined. Values are numbers; other names for the same bytes have the same number."""
 
     def __init__(self, jaxpr: Any):
         self.nbytes: list[int] = []
@@ -49,23 +49,22 @@ class Program:
         self._fuse()
 
     def _new(self, aval: Any) -> int:
-        self.nbytes.append(nbytes(aval) if hasattr(aval, "dtype") else 0)
+        self.nbytes.append(nbytes(aval))
         return len(self.nbytes) - 1
 
     def _inline(self, jaxpr: Any, inputs: Sequence[int]) -> list[int]:
         value = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
 
         def read(atom):
-            return self._new(None) if isinstance(atom, core.Literal) else value[atom]
+            return self._new(None) if is_literal(atom) else value[atom]
 
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
             ins = [read(atom) for atom in eqn.invars]
-            body = next(iter(core.jaxprs_in_params(eqn.params)), None) if name in CALLS else None
-            if body is not None and len(getattr(body, "jaxpr", body).invars) == len(ins):
-                inner = getattr(body, "jaxpr", body)
-                consts = [self._new(var.aval) for var in inner.constvars]
-                outs = self._inline(inner, [*consts, *ins])
+            body = next(iter(bodies(eqn)), None) if name in CALLS else None
+            if body is not None and len(body.invars) == len(ins):
+                consts = [self._new(var.aval) for var in body.constvars]
+                outs = self._inline(body, [*consts, *ins])
             elif name in ALIASES and len(ins) == len(eqn.outvars):
                 outs = ins
             else:
@@ -84,12 +83,11 @@ class Program:
         outputs = set(self.outputs)
         self.stored = [False] * len(self.nbytes)
         self.last = [-1] * len(self.nbytes)
-        for i in range(end - 1, -1, -1):
-            operation = self.operations[i]
+        for operation in self.operations:
             for value in operation.outputs:
-                found = readers.get(value, [])
-                fused = _fusible(operation.name) and not any(_needs_operands(self.operations[j].name) for j in found)
-                one_reader = len(found) <= 1 or operation.name in SOURCES
+                reading = [self.operations[i].name for i in readers.get(value, [])]
+                fused = _fusible(operation.name) and not any(map(_needs_operands, reading))
+                one_reader = len(reading) <= 1 or operation.name in SOURCES
                 self.stored[value] = value in outputs or not (fused and one_reader)
         for value in self.inputs:
             self.stored[value] = True
@@ -102,7 +100,7 @@ class Program:
             self.last[value] = end
 
     def working_bytes(self, counted: Sequence[int], free: Sequence[int]) -> int:
-        """The most bytes at one moment: of the inputs only those `counted`, of the rest all but those `free`."""
+        """The most bytes at one moment. Of the inputs only those `counted` have bytes; those `free` have none."""
         uncounted = set(free) - set(counted)
         live = peak = sum(self.nbytes[value] for value in set(counted))
         ends: dict[int, list[int]] = {}
@@ -114,7 +112,8 @@ class Program:
             if _fusible(operation.name):  # written over an operand that is not needed any more
                 peak = max(peak, live + new - min(new, dying))
             else:
-                peak = max(peak, live + new + self._inside(operation))
+                inside = (body.working_bytes([], []) for body in _bodies(operation))
+                peak = max(peak, live + new + max(inside, default=0))
             live += new - dying
             for value in made:
                 if self.last[value] > i:
@@ -122,11 +121,6 @@ class Program:
                 else:
                     live -= self.nbytes[value]
         return peak
-
-    def _inside(self, operation: _Operation) -> int:
-        """Working memory of one iteration of a loop, of a branch."""
-        programs = list(_bodies(operation))
-        return max((p.working_bytes([], []) for p in programs), default=0)
 
     def seconds(self) -> float:
         """A rough time on the default backend."""
@@ -147,13 +141,13 @@ class Program:
 
 
 def _bodies(operation: _Operation) -> Iterator[Program]:
+    """The programs of one iteration of a loop, or of each branch."""
     if operation.name in _LOOPS:
-        for body in core.jaxprs_in_params(operation.eqn.params):
-            yield Program(getattr(body, "jaxpr", body))
+        yield from map(Program, bodies(operation.eqn))
 
 
 def _fusible(name: str) -> bool:
-    return name not in WHOLE_OPERANDS and name not in _LOOPS and name not in REDUCTIONS
+    return not _needs_operands(name) and name not in REDUCTIONS
 
 
 def _needs_operands(name: str) -> bool:

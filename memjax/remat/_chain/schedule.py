@@ -40,6 +40,15 @@ class ChainSchedule:
     plain_seconds: float
     plain_nbytes: int
 
+    def __post_init__(self) -> None:
+        if not self.items or not _are_items(self.items):
+            wanted = "a tuple of numbers of blocks, and of such tuples"
+            raise check.fail(TypeError, "items", wanted, self.items, "chain_schedule finds them")
+        for name in ("seconds", "plain_seconds"):
+            check.number(name, getattr(self, name), least=0)
+        for name in ("nbytes", "plain_nbytes"):
+            check.integer(name, getattr(self, name), least=0, what="a number of bytes")
+
     def to_json(self) -> str:
         """The schedule as JSON; `from_json` reads it back."""
         return json.dumps(dataclasses.asdict(self))
@@ -102,9 +111,9 @@ def chain_schedule(costs: Sequence[BlockCost], budget: int | str) -> ChainSchedu
     slower, faster = 0, len(fastest.amounts)  # by bisection: the bytes grow with the units, all but exactly
     while slower < faster:
         middle = (slower + faster) // 2
-        found = result(fastest.items(fastest.amounts[middle]))
-        if found.nbytes <= room:
-            best, slower = min(best, found, key=lambda schedule: schedule.seconds), middle + 1
+        candidate = result(fastest.items(fastest.amounts[middle]))
+        if candidate.nbytes <= room:
+            best, slower = min(best, candidate, key=lambda schedule: schedule.seconds), middle + 1
         else:
             faster = middle
     return best
@@ -116,7 +125,7 @@ def checked_costs(costs: Sequence[BlockCost]) -> list[BlockCost]:
         raise check.fail(TypeError, "costs", "a sequence of BlockCost, one for each block", costs, "see chain_costs")
     if not costs:
         raise ValueError("costs must have one entry for each block, got none: a chain has at least one block")
-    found = []
+    checked = []
     for index, cost in enumerate(costs):
         name = f"costs[{index}]"
         if not isinstance(cost, tuple | list) or not 4 <= len(cost) <= len(BlockCost._fields):
@@ -126,8 +135,12 @@ def checked_costs(costs: Sequence[BlockCost]) -> list[BlockCost]:
             check.integer(f"{name}.{_FIELDS[i]}", cost[i], least=0, what="a number of bytes")
             for i in range(2, len(cost))
         ]
-        found.append(BlockCost(forward, backward, *sizes))
-    return found
+        checked.append(BlockCost(forward, backward, *sizes))
+    return checked
+
+
+def _are_items(items: Any) -> bool:
+    return isinstance(items, tuple) and all(type(item) is int or (item and _are_items(item)) for item in items)
 
 
 def _as_tuples(items: Any) -> Any:

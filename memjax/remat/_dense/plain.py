@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from memjax._core.arrays import accumulator
 from memjax.remat import policies
 from memjax.remat._dense.conv import conv1x1, conv3x3
 from memjax.remat._dense.spec import (
@@ -15,7 +16,6 @@ from memjax.remat._dense.spec import (
     DenseStatistics,
     dropout,
     norm_relu,
-    statistics_dtype,
 )
 
 
@@ -23,7 +23,7 @@ def _normalise(spec: DenseSpec, x, scale, bias, running):
     if spec.use_running_average:
         mean, var = running
     else:
-        wide, axes = x.astype(statistics_dtype(x.dtype)), tuple(range(x.ndim - 1))
+        wide, axes = x.astype(accumulator(x.dtype)), tuple(range(x.ndim - 1))
         mean = jnp.mean(wide, axes)
         var = jnp.maximum(jnp.mean(jnp.square(wide), axes) - jnp.square(mean), 0)
     gain = scale.astype(mean.dtype) * jax.lax.rsqrt(var + spec.epsilon)

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from memjax._core.arrays import accumulator
 from memjax.remat._dense import triton, xla
 from memjax.remat._dense.conv import conv3x3, conv3x3_backward
 from memjax.remat._dense.spec import (
@@ -35,7 +36,6 @@ from memjax.remat._dense.spec import (
     dropout,
     moments,
     norm_relu,
-    statistics_dtype,
 )
 
 # The widest prefix of a run of layers that share a loop body, against the narrowest. Larger: fewer bodies to compile,
@@ -97,11 +97,11 @@ def _row_kernel(spec: DenseSpec, params: DenseParams):
     return params.kernel2 if spec.bottleneck is None else params.kernel1
 
 
-def _own(spec, params, statistics, start, stop, wide):
-    """What a loop over layers [start, stop) reads layer by layer."""
-    own = {}
+def _layer_arrays(spec, params, statistics, start, stop, wide):
+    """The numbers of layers [start, stop), and the arrays of which a loop over them reads a row for each layer."""
+    arrays = {}
     if spec.bottleneck is not None:
-        own = {
+        arrays = {
             "scale2": params.scale2[start:stop],
             "bias2": params.bias2[start:stop],
             "kernel2": params.kernel2[start:stop],
@@ -110,12 +110,12 @@ def _own(spec, params, statistics, start, stop, wide):
                 statistics.var2[start:stop].astype(wide),
             ),
         }
-    return jnp.arange(start, stop), own
+    return jnp.arange(start, stop), arrays
 
 
 def _forward(spec: DenseSpec, save_z: bool, implementation: str, params, running, key, x):
     operations = _IMPLEMENTATIONS[implementation]
-    wide = statistics_dtype(x.dtype)
+    wide = accumulator(x.dtype)
     buffer = _write(jnp.zeros((*x.shape[:-1], spec.out_features), x.dtype), x, 0)
     if spec.use_running_average:
         mean, var = running.mean1.astype(wide), running.var1.astype(wide)
@@ -129,13 +129,13 @@ def _forward(spec: DenseSpec, save_z: bool, implementation: str, params, running
 
     def layer(width, carry, inputs):
         buffer, mean, var = carry
-        i, own = inputs
+        i, arrays = inputs
         new, batch2 = operations.convolve(spec, params, rows, buffer, mean, var, i, width)
         z = used2 = None
         if spec.bottleneck is not None:
-            z, used2 = new, own["statistics"] if spec.use_running_average else batch2
-            gain = own["scale2"].astype(wide) * lax.rsqrt(used2[1] + spec.epsilon)
-            new = conv3x3(norm_relu(z, used2[0], gain, own["bias2"].astype(wide)), own["kernel2"])
+            z, used2 = new, arrays["statistics"] if spec.use_running_average else batch2
+            gain = arrays["scale2"].astype(wide) * lax.rsqrt(used2[1] + spec.epsilon)
+            new = conv3x3(norm_relu(z, used2[0], gain, arrays["bias2"].astype(wide)), arrays["kernel2"])
         new = dropout(spec, key, i, new)
         if not spec.use_running_average:
             new_mean, new_var = moments(new)
@@ -147,7 +147,7 @@ def _forward(spec: DenseSpec, save_z: bool, implementation: str, params, running
     carry, kept = (buffer, mean, var), []
     for start, stop in runs(spec, implementation):
         body = functools.partial(layer, spec.channels(stop - 1))
-        carry, ys = lax.scan(body, carry, _own(spec, params, running, start, stop, wide))
+        carry, ys = lax.scan(body, carry, _layer_arrays(spec, params, running, start, stop, wide))
         kept.append(ys)
     buffer, mean, var = carry
     consumed = spec.out_features - spec.growth_rate
@@ -164,7 +164,7 @@ def _backward(spec: DenseSpec, implementation: str, saved, d_features):
     params, key, saved_features, statistics, z = saved
     # Nothing below may start before the gradient has arrived, or recomputed values would be held until it does.
     saved_features, d_features = lax.optimization_barrier((saved_features, d_features))
-    dtype, wide = saved_features.dtype, statistics_dtype(saved_features.dtype)
+    dtype, wide = saved_features.dtype, accumulator(saved_features.dtype)
     tail = jnp.zeros(spec.growth_rate, wide)
     used_mean = jnp.concatenate([statistics.mean1.astype(wide), tail])
     used_var = jnp.concatenate([statistics.var1.astype(wide), tail + 1])
@@ -181,20 +181,20 @@ def _backward(spec: DenseSpec, implementation: str, saved, d_features):
         return gradient - inverse * late
 
     def layer(width, total, inputs):
-        i, own, z = inputs
+        i, arrays, z = inputs
         # A prefix and its normalisation are the same in every iteration of a loop: left alone, the compiler would
         # compute them once, ahead of it, and hold them. They have to depend on something that changes.
         features, mean, var, mean_dy = lax.optimization_barrier((saved_features, used_mean, used_var, total.mean_dy))
         total = total._replace(mean_dy=mean_dy)
         d_new = put_off(features, mean, var, total, spec.channels(i), spec.growth_rate)
         d_new = dropout(spec, key, i, d_new.astype(dtype))
-        d_own = {}
+        d_layer = {}
         if spec.bottleneck is not None:
             if z is None:
                 z, _ = operations.convolve(spec, params, rows, features, mean, var, i, width)
-            d_new, d_own = _bottleneck_backward(spec, operations, own, z, d_new)
+            d_new, d_layer = _bottleneck_backward(spec, operations, arrays, z, d_new)
         total = operations.convolve_backward(spec, params, rows, features, mean, var, i, width, d_new, total)
-        return total, d_own
+        return total, d_layer
 
     # A channel's gradient is the sum of up to one term per layer: too many for a narrow type.
     zeros = functools.partial(jnp.zeros, dtype=wide)
@@ -206,31 +206,31 @@ def _backward(spec: DenseSpec, implementation: str, saved, d_features):
         zeros(spec.rows),
         zeros(rows.shape),
     )
-    d_owns: list = []
+    d_layers: list = []
     for (start, stop), kept in reversed(list(zip(runs(spec, implementation), z, strict=True))):
-        index, own = _own(spec, params, statistics, start, stop, wide)
+        index, arrays = _layer_arrays(spec, params, statistics, start, stop, wide)
         body = functools.partial(layer, spec.channels(stop - 1))
-        total, d_own = lax.scan(body, total, (index, own, kept), reverse=True)
-        d_owns.insert(0, d_own)
+        total, d_layer = lax.scan(body, total, (index, arrays, kept), reverse=True)
+        d_layers.insert(0, d_layer)
     dx = put_off(saved_features, used_mean, used_var, total, 0, spec.in_features).astype(dtype)
     if spec.bottleneck is None:
         gradients = DenseParams(total.scale1, total.bias1, None, None, None, total.kernel)
     else:
-        joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *d_owns)
+        joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *d_layers)
         second = (joined["scale2"], joined["bias2"], joined["kernel2"])
         gradients = DenseParams(total.scale1, total.bias1, total.kernel, *second)
     return jax.tree.map(lambda p, g: g.astype(p.dtype), params, gradients), dx
 
 
-def _bottleneck_backward(spec: DenseSpec, operations: ModuleType, own, z, d_new):
+def _bottleneck_backward(spec: DenseSpec, operations: ModuleType, arrays, z, d_new):
     """Gradient of the 1x1 convolution's output `z`, and of the layer's second normalisation and 3x3 kernel."""
-    wide = statistics_dtype(z.dtype)
+    wide = accumulator(z.dtype)
     count = math.prod(z.shape[:-1])
-    mean, var = own["statistics"]
+    mean, var = arrays["statistics"]
     inverse = lax.rsqrt(var + spec.epsilon)
-    gain, bias = own["scale2"].astype(wide) * inverse, own["bias2"].astype(wide)
+    gain, bias = arrays["scale2"].astype(wide) * inverse, arrays["bias2"].astype(wide)
     hidden = norm_relu(z, mean, gain, bias)
-    d_hidden, d_kernel2 = conv3x3_backward(hidden, own["kernel2"], d_new)
+    d_hidden, d_kernel2 = conv3x3_backward(hidden, arrays["kernel2"], d_new)
     sum_dy, sum_dy_z = operations.normalise_backward_sums(z, d_hidden, mean, gain, bias)
     dz = gain * jnp.where(hidden > 0, d_hidden, jnp.zeros_like(d_hidden)).astype(wide)
     if not spec.use_running_average:

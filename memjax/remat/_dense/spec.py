@@ -7,6 +7,7 @@ keeps the number of leaves small, and lets one loop body serve every layer.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from memjax._core import check
+from memjax._core.arrays import accumulator
 
 _TERMS = 8  # at least, that one step of `column_sums` adds up
 KEEP = ("all", "convolutions", "features")
@@ -64,6 +66,23 @@ class DenseSpec:
         """Length of the arrays that hold one row for every (layer, input channel)."""
         return self.offset(self.num_layers)
 
+    def check_params(self, params: Any) -> None:
+        """That they have the shapes of this block."""
+        rows, layers, growth = self.rows, self.num_layers, self.growth_rate
+        shapes: list[tuple[int, ...] | None]
+        if self.bottleneck is None:
+            shapes = [(rows,), (rows,), None, None, None, (rows, 3, 3, growth)]
+        else:
+            width = self.width
+            shapes = [(rows,), (rows,), (rows, width), (layers, width), (layers, width), (layers, 3, 3, width, growth)]
+        _check_shapes("params", params, shapes)
+
+    def check_running(self, running: Any) -> None:
+        """That they have the shapes of this block."""
+        inputs = (self.out_features - self.growth_rate,)
+        between = None if self.bottleneck is None else (self.num_layers, self.width)
+        _check_shapes("running", running, (inputs, inputs, between, between))
+
     def channels(self, layer):
         """Input channels of `layer` (a Python or traced integer)."""
         return self.in_features + layer * self.growth_rate
@@ -73,9 +92,13 @@ class DenseSpec:
         return layer * self.in_features + self.growth_rate * (layer * (layer - 1) // 2)
 
 
-def check_rate(name: str, rate: Any) -> None:
-    if not 0 <= check.number(name, rate) < 1:
-        raise ValueError(f"{name} must be at least 0 and below 1, got {rate}.")
+def _check_shapes(name: str, arrays: Any, shapes: Sequence[tuple[int, ...] | None]) -> None:
+    for field, a, shape in zip(arrays._fields, arrays, shapes, strict=True):
+        wanted = "None without a bottleneck" if shape is None else f"of shape {shape}, as spec has it"
+        if shape is not None:
+            check.array(f"{name}.{field}", a, floating=True)
+        if (None if a is None else a.shape) != shape:
+            raise check.fail(ValueError, f"{name}.{field}", wanted, a)
 
 
 class DenseParams(NamedTuple):
@@ -105,11 +128,6 @@ class DenseStatistics(NamedTuple):
     var2: Float[Array, "L w"] | None
 
 
-def statistics_dtype(dtype) -> jnp.dtype:
-    """Statistics are taken in float32, or in float64 where the input is."""
-    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
-
-
 def column_sums(x: Float[Array, "*batch c"]) -> Float[Array, " c"]:
     """Sums over all axes but the last, in steps of few terms each, so that rounding errors hardly grow with their number.
 
@@ -127,7 +145,7 @@ def column_sums(x: Float[Array, "*batch c"]) -> Float[Array, " c"]:
 
 def moments(x: Float[Array, "*batch c"]) -> tuple[Float[Array, " c"], Float[Array, " c"]]:
     """Per-channel mean and variance in one pass over `x`."""
-    wide = x.astype(statistics_dtype(x.dtype))
+    wide = x.astype(accumulator(x.dtype))
     count = math.prod(x.shape[:-1])
     mean = column_sums(wide) / count
     # Rounding may leave a tiny negative number where a channel is constant.
@@ -140,7 +158,7 @@ def norm_relu(x, mean, gain, bias):
 
 
 def dropout(spec: DenseSpec, key, layer, new):
-    """Drop new features of `layer`; the mask depends on `key` and `layer` alone, so that it can be had again."""
+    """Drops new features of `layer`. The mask depends on `key` and `layer` alone, so that it can be made again."""
     if spec.dropout_rate == 0.0:
         return new
     kept = jax.random.bernoulli(jax.random.fold_in(key, layer), 1.0 - spec.dropout_rate, new.shape)

@@ -8,9 +8,9 @@ serves all layers of a block.
 Sums over pixels are finished with atomics: their last bits differ from run to run.
 """
 
-import functools
 import importlib.util
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,6 @@ _TILE = 64  # output columns of one matrix product
 
 # Pixels and channels per program, warps, stages and programs of `convolve_backward`; the fastest of six tried on an H200.
 _BACKWARD = (64, 32, 4, 3, 528)
-# Pixels per program, column tiles per program (0: all), warps and stages of `convolve`: with many pixels and with few.
-_FORWARD_MANY, _FORWARD_FEW = (128, 0, 8, 3), (64, 0, 4, 3)
 
 
 def why_not(spec: DenseSpec, dtype) -> str | None:
@@ -48,12 +46,25 @@ def _alignment(spec: DenseSpec) -> int:
     return math.gcd(spec.in_features, spec.growth_rate, 16)
 
 
-@functools.cache
-def _kernels():
+def _launch(name: str, *arrays, **settings):
     # Imported late: Triton exists only where there is a GPU.
+    import jax_triton
+
     from memjax.remat._dense import triton_kernels
 
-    return triton_kernels
+    return jax_triton.triton_call(*arrays, kernel=getattr(triton_kernels, name), **settings)
+
+
+def _sizes(spec: DenseSpec, rows, features) -> dict[str, Any]:
+    """Constants of the kernels: pixels, channels of the buffer, outputs, alignment, epsilon."""
+    channels = features.shape[-1]
+    return {
+        "M": features.size // channels,
+        "LD": channels,
+        "N": rows.shape[-1],
+        "ALIGN": _alignment(spec),
+        "EPSILON": spec.epsilon,
+    }
 
 
 def _where(spec: DenseSpec, layer):
@@ -67,38 +78,25 @@ def _ceil_div(a: int, b: int) -> int:
 
 
 def convolve(spec: DenseSpec, params: DenseParams, rows, features, mean, var, layer, width):
-    import jax_triton as jt
-
-    outputs = rows.shape[-1]
-    pixels = features.size // features.shape[-1]
-    # Few pixels: more programs by giving each fewer rows and columns.
-    block, tiles, warps, stages = _FORWARD_MANY if pixels >= 128 * 256 else _FORWARD_FEW
-    tiles = tiles or _ceil_div(outputs, _TILE)
-    z, sums = jt.triton_call(
-        features,
-        mean,
-        var,
-        params.scale1,
-        params.bias1,
-        rows,
-        _where(spec, layer),
-        kernel=_kernels().convolve,
+    sizes = _sizes(spec, rows, features)
+    pixels, outputs = sizes["M"], sizes["N"]
+    # Few pixels: more programs by giving each fewer rows.
+    block, warps = (128, 8) if pixels >= 128 * 256 else (64, 4)
+    z, sums = _launch(
+        "convolve",
+        *(features, mean, var, params.scale1, params.bias1, rows, _where(spec, layer)),
         out_shape=(
             jax.ShapeDtypeStruct((*features.shape[:-1], outputs), features.dtype),
             jax.ShapeDtypeStruct((2, outputs), jnp.float32),
         ),
         zeroed_outputs=(1,),
-        grid=(_ceil_div(pixels, block), _ceil_div(outputs, tiles * _TILE)),
+        grid=(_ceil_div(pixels, block), 1),
         num_warps=warps,
-        num_stages=stages,
-        M=pixels,
-        LD=features.shape[-1],
-        N=outputs,
-        ALIGN=_alignment(spec),
-        EPSILON=spec.epsilon,
+        num_stages=3,
         BM=block,
         BK=64,
-        NT=tiles,
+        NT=_ceil_div(outputs, _TILE),
+        **sizes,
     )
     first, second = sums[0] / pixels, sums[1] / pixels
     return z, (first, jnp.maximum(second - jnp.square(first), 0))
@@ -107,56 +105,34 @@ def convolve(spec: DenseSpec, params: DenseParams, rows, features, mean, var, la
 def convolve_backward(
     spec: DenseSpec, params: DenseParams, rows, features, mean, var, layer, width, d_out, total: Gradients
 ) -> Gradients:
-    import jax_triton as jt
-
-    outputs = rows.shape[-1]
-    pixels = features.size // features.shape[-1]
     block, channels, warps, stages, programs = _BACKWARD
     programs = max(programs, _ceil_div(width, channels))
-    updated = jt.triton_call(
-        features,
-        mean,
-        var,
-        params.scale1,
-        params.bias1,
-        rows,
-        d_out,
-        _where(spec, layer),
-        *total,
-        kernel=_kernels().convolve_backward,
+    updated = _launch(
+        "convolve_backward",
+        *(features, mean, var, params.scale1, params.bias1, rows, d_out, _where(spec, layer), *total),
         out_shape=tuple(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in total),
         input_output_aliases={8 + i: i for i in range(len(total))},
         grid=(programs,),
         num_warps=warps,
         num_stages=stages,
-        M=pixels,
-        LD=features.shape[-1],
-        N=outputs,
-        ALIGN=_alignment(spec),
-        EPSILON=spec.epsilon,
         BM=block,
         BC=channels,
-        NT=_ceil_div(outputs, _TILE),
+        NT=_ceil_div(rows.shape[-1], _TILE),
         PROGRAMS=programs,
         STAGES=stages,
+        **_sizes(spec, rows, features),
     )
     return Gradients(*updated)
 
 
 def normalise_backward_sums(z, d_hidden, mean, gain, bias):
-    import jax_triton as jt
-
     outputs = z.shape[-1]
     pixels = z.size // outputs
     tiles = _ceil_div(outputs, _TILE)
     rows = _ceil_div(pixels, max(1, 528 // tiles) * 64) * 64
-    sums = jt.triton_call(
-        z,
-        d_hidden,
-        mean,
-        gain,
-        bias,
-        kernel=_kernels().normalise_backward_sums,
+    sums = _launch(
+        "normalise_backward_sums",
+        *(z, d_hidden, mean, gain, bias),
         out_shape=jax.ShapeDtypeStruct((2, outputs), jnp.float32),
         zeroed_outputs=(0,),
         grid=(_ceil_div(pixels, rows), tiles),

@@ -73,7 +73,7 @@ def convolve_backward(
     M: tl.constexpr, LD: tl.constexpr, N: tl.constexpr, ALIGN: tl.constexpr, EPSILON: tl.constexpr,
     BM: tl.constexpr, BC: tl.constexpr, NT: tl.constexpr, PROGRAMS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """With dy = (dz @ w^T) where hidden > 0: g += dy * gain, dw += hidden^T dz, and the four vectors of sums.
+    """Adds g += dy * gain, dw += hidden^T dz, and the four vectors of sums, with dy = (dz @ w^T) where hidden > 0.
 
     Every `_in` pointer is the same memory as its output. A program owns BC channels and a share of the rows: there are
     as many shares as programs for every block of channels.

@@ -1,7 +1,7 @@
 """What a dense layer does to the feature buffer and its gradient, in plain JAX, over a prefix of static width.
 
 The first convolution is the 1x1 of a bottleneck layer, or the only 3x3 of a layer without one. Channels of the prefix
-that the layer does not own have zero gain and bias, and so come out of the ReLU as zeros.
+that the layer does not read have zero gain and bias, and so come out of the ReLU as zeros.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from memjax.remat._dense.spec import DenseParams, DenseSpec, column_sums, moment
 
 
 class Gradients(NamedTuple):
-    """What the backward pass of a block adds up, layer after layer. C = out_features, R = rows, wide: float32 or more."""
+    """What the backward pass of a block adds up, layer after layer, in float32 or wider. C = out_features, R = rows."""
 
     features: Float[Array, "b h w C"]  # dy * gain over the layers so far
     mean_dy: Float[Array, " C"]  # scale * mean(dy) over the layers so far: the part that is put off
@@ -35,7 +35,7 @@ class Norm(NamedTuple):
 
 
 def _layer_rows(spec: DenseSpec, array, layer, width):
-    """The first `width` rows from where `layer` begins; those past the layer's own belong to later layers."""
+    """The first `width` rows from where `layer` begins. The last of them may belong to later layers."""
     return lax.dynamic_slice_in_dim(array, spec.offset(layer), width, axis=0)
 
 
@@ -51,10 +51,10 @@ def _prefix(features, width):
 
 def _norm(spec: DenseSpec, params: DenseParams, mean, var, layer, width) -> Norm:
     inverse = lax.rsqrt(var[:width] + spec.epsilon)
-    own = jnp.arange(width) < spec.channels(layer)
+    is_read = jnp.arange(width) < spec.channels(layer)
     gain = _layer_rows(spec, params.scale1, layer, width).astype(inverse.dtype) * inverse
     bias = _layer_rows(spec, params.bias1, layer, width).astype(inverse.dtype)
-    return Norm(mean[:width], inverse, jnp.where(own, gain, 0), jnp.where(own, bias, 0))
+    return Norm(mean[:width], inverse, jnp.where(is_read, gain, 0), jnp.where(is_read, bias, 0))
 
 
 def _kernel(spec: DenseSpec, rows, layer, width):
@@ -73,7 +73,7 @@ def convolve(spec: DenseSpec, params: DenseParams, rows, features, mean, var, la
 def convolve_backward(
     spec: DenseSpec, params: DenseParams, rows, features, mean, var, layer, width, d_out, total: Gradients
 ) -> Gradients:
-    """`total` with what `layer` adds to it, given the gradient of its first convolution's output."""
+    """`total` plus what `layer` adds to it, from the gradient of its first convolution's output."""
     axes = tuple(range(features.ndim - 1))
     wide = mean.dtype
     norm = _norm(spec, params, mean, var, layer, width)

@@ -1,1 +1,1 @@
-"""`RNN` and `Chain` as Flax modules."""
+"""`RNN` and `Chain` as Flax modules, and stacks of equal layers."""

@@ -15,7 +15,7 @@ from memjax.remat._chain.chain import chain
 from memjax.remat._chain.chain import check_memory as check_memory_of_chain
 from memjax.remat._chain.schedule import ChainSchedule
 from memjax.remat._flax.layers import call, check_layers
-from memjax.remat._flax.rnn import run_cell
+from memjax.remat._flax.rnn import check_inputs, flags_of_call, run_cell
 from memjax.remat._scan.scan import check_memory, scan
 
 
@@ -29,8 +29,8 @@ class RNN(nnx.RNN):
       cell: any NNX cell, `(carry, x) -> (carry, y)`. Its `nnx.Param` variables are the same at every step; other state
         (counts of random streams, running statistics) goes from step to step, and is kept with each stored carry.
       slots, budget: memory for the backward pass, as for `memjax.remat.scan`: exactly one of them.
-      time_major, return_carry, reverse, keep_order, broadcast_rngs, rngs: as for `nnx.RNN`. `time_major=True` saves a copy
-        of the inputs.
+      time_major, return_carry, reverse, keep_order, unroll, broadcast_rngs, rngs: as for `nnx.RNN`. `time_major=True` saves
+        a copy of the inputs.
 
     Calling it takes `nnx.RNN`'s arguments. With `seq_lengths` and `return_carry` each carry holds the last valid one as
     well, which takes twice the memory for it, where `nnx.RNN` stacks the carries of all steps.
@@ -50,18 +50,24 @@ class RNN(nnx.RNN):
         return_carry: bool = False,
         reverse: bool = False,
         keep_order: bool = False,
+        unroll: int = 1,
         broadcast_rngs: Any = None,
         rngs: nnx.Rngs | bool = True,
     ):
         if not (isinstance(cell, nnx.Module) and hasattr(cell, "num_feature_axes")):
             raise check.fail(TypeError, "cell", "an NNX recurrent cell", cell, "such as nnx.LSTMCell(...)")
         self.slots, self.budget = check_memory(slots, budget)
+        try:
+            nnx.filterlib.to_predicate(broadcast_rngs)
+        except (TypeError, ValueError):
+            raise check.fail(TypeError, "broadcast_rngs", "a filter of flax.nnx", broadcast_rngs) from None
         super().__init__(
             cell,
             time_major=time_major,
             return_carry=return_carry,
             reverse=reverse,
             keep_order=keep_order,
+            unroll=unroll,
             broadcast_rngs=broadcast_rngs,
             rngs=rngs,
         )
@@ -78,7 +84,13 @@ class RNN(nnx.RNN):
         keep_order: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | None = None,
     ) -> Any:
+        flags = flags_of_call(
+            self, return_carry=return_carry, time_major=time_major, reverse=reverse, keep_order=keep_order
+        )
+        check_inputs(inputs, self.cell.num_feature_axes)
         rngs = self.rngs if rngs is None else rngs
+        if not isinstance(rngs, nnx.Rngs | nnx.RngStream | None):
+            raise check.fail(TypeError, "rngs", "an nnx.Rngs or nnx.RngStream", rngs, "such as nnx.Rngs(0)")
         return run_cell(
             self._scan,
             inputs,
@@ -87,10 +99,7 @@ class RNN(nnx.RNN):
             self.cell.num_feature_axes,
             seq_lengths,
             flip_sequences,
-            return_carry=self.return_carry if return_carry is None else return_carry,
-            time_major=self.time_major if time_major is None else time_major,
-            reverse=self.reverse if reverse is None else reverse,
-            keep_order=self.keep_order if keep_order is None else keep_order,
+            **flags,
         )
 
     def _scan(self, wrap: Callable[..., Any], carry: Any, xs: Any, reverse: bool) -> tuple[Any, Any]:
@@ -110,7 +119,9 @@ class RNN(nnx.RNN):
                     raise ValueError("cell must not add or remove variables while it runs; create them beforehand")
                 return (state, inner), y
 
-            (state, carry), ys = scan(step, (state, carry), xs, slots=self.slots, budget=self.budget, reverse=reverse)
+            (state, carry), ys = scan(
+                step, (state, carry), xs, None, reverse, self.unroll, slots=self.slots, budget=self.budget
+            )
             nnx.update(cell, state)
             return carry, ys
 
@@ -148,18 +159,18 @@ class Chain(nnx.Sequential):
         known: dict[Any, Callable[..., Any]] = {}
         blocks, params = [], []
         for layer in self.layers:
-            graph, *state = nnx.split(layer, nnx.Param, ...) if isinstance(layer, nnx.Module) else (layer, {}, {})
+            graph, *states = nnx.split(layer, nnx.Param, ...) if isinstance(layer, nnx.Module) else (layer, {}, {})
             blocks.append(known.setdefault(graph, _block(graph)))
-            params.append(tuple(state))
-        alone = sum(len(jax.tree.leaves(rest)) for _, rest in params)
-        if alone != len(jax.tree.leaves(_rest(self))):
+            params.append(tuple(states))
+        counted_alone = sum(len(jax.tree.leaves(state)) for _, state in params)
+        if counted_alone != len(jax.tree.leaves(_without_params(self))):
             raise ValueError(
                 "layers share state other than parameters; give each its own (nnx.Rngs.fork makes streams)"
             )
-        x, found = chain(blocks, params, args, budget=self.budget, schedule=self.schedule, has_aux=True)
-        for layer, rest in zip(self.layers, found, strict=True):
+        x, states = chain(blocks, params, args, budget=self.budget, schedule=self.schedule, has_aux=True)
+        for layer, state in zip(self.layers, states, strict=True):
             if isinstance(layer, nnx.Module):
-                nnx.update(layer, rest)
+                nnx.update(layer, state)
         return x
 
 
@@ -169,11 +180,11 @@ def _block(graph: Any) -> Callable[..., Any]:
     def block(params, x):
         layer = nnx.merge(graph, *params, copy=True) if isinstance(graph, nnx.GraphDef) else graph
         y = call(layer, x)
-        return y, _rest(layer) if isinstance(layer, nnx.Module) else {}
+        return y, _without_params(layer) if isinstance(layer, nnx.Module) else {}
 
     return block
 
 
-def _rest(module: nnx.Module) -> Any:
+def _without_params(module: nnx.Module) -> Any:
     """All state but parameters."""
     return nnx.state(module, nnx.Not(nnx.Param))

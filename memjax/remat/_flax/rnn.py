@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from memjax._core import check
+from memjax._core.clear_errors import call_errors
+from memjax._core.compat import is_tracer
 
 
 def run_cell(
@@ -30,15 +34,16 @@ def run_cell(
     `scan(wrap, carry, xs, reverse)` scans `wrap(cell)` over rows of `xs`; `initial_carry(shape)` makes a carry for inputs
     of one step.
     """
-    check_flags(time_major=time_major, return_carry=return_carry, reverse=reverse, keep_order=keep_order)
-    check_inputs(inputs, feature_axes)
+    time = 0 if time_major else inputs.ndim - (feature_axes + 1)
+    batch_axes = inputs.ndim - feature_axes - 1
+    length = inputs.shape[time]
     if seq_lengths is not None:
         batch = inputs.shape[1 : inputs.ndim - feature_axes] if time_major else inputs.shape[: -feature_axes - 1]
         if not jnp.issubdtype(check.array("seq_lengths", seq_lengths).dtype, jnp.integer) or seq_lengths.shape != batch:
             raise check.fail(TypeError, "seq_lengths", f"integers of shape {batch}, one for each sequence", seq_lengths)
-    time = 0 if time_major else inputs.ndim - (feature_axes + 1)
-    batch_axes = inputs.ndim - feature_axes - 1
-    length = inputs.shape[time]
+        known = None if is_tracer(seq_lengths) else np.asarray(seq_lengths)
+        if known is not None and not np.all((known >= 0) & (known <= length)):
+            raise check.fail(ValueError, "seq_lengths", f"in [0, {length}], the steps of inputs", known.tolist())
     carry = initial_carry(inputs.shape[:time] + inputs.shape[time + 1 :]) if carry is None else carry
 
     def flip(x):
@@ -49,8 +54,14 @@ def run_cell(
     if reverse and not backwards:
         inputs = flip(inputs)
     xs = jnp.moveaxis(inputs, time, 0)
+    carry = check.arrays("initial_carry", carry)
+
+    def step_of(cell, carry, x):
+        with call_errors("cell", type(cell), {"a carry": carry, "inputs of one step": x}):
+            return cell(carry, x)
+
     if seq_lengths is None or not return_carry:
-        carry, ys = scan(lambda cell: cell, carry, xs, backwards)
+        carry, ys = scan(lambda cell: partial(step_of, cell), carry, xs, backwards)
     else:
         final = (jnp.minimum(seq_lengths, length) - 1) % length
 
@@ -58,7 +69,7 @@ def run_cell(
             def step(carry, x):
                 carry, last = carry
                 x, i = x
-                carry, y = cell(carry, x)
+                carry, y = step_of(cell, carry, x)
                 return (
                     carry,
                     jax.tree.map(lambda new, old: jnp.where(_like(i == final, new), new, old), carry, last),
@@ -84,9 +95,10 @@ def check_inputs(inputs: Any, feature_axes: int) -> None:
         )
 
 
-def check_flags(**flags: Any) -> None:
-    for name, value in flags.items():
-        check.flag(name, value)
+def flags_of_call(module: Any, **flags: Any) -> dict[str, bool]:
+    """The flags that a module is called with, checked; those that are None are the module's."""
+    flags = {name: getattr(module, name) if value is None else value for name, value in flags.items()}
+    return {name: check.flag(name, value) for name, value in flags.items()}
 
 
 def _like(mask: jax.Array, x: jax.Array) -> jax.Array:

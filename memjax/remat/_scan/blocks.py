@@ -26,9 +26,9 @@ class Blocks:
     Outputs (ys, and cotangents of xs) go straight into rows of whole arrays, which the loops update in place.
     """
 
-    def __init__(self, step: Step, consts: Arrays, xs: Arrays, length: int, reverse: bool):
+    def __init__(self, step: Step, consts: Arrays, xs: Arrays, length: int, reverse: bool, unroll: int | bool = 1):
         self.step, self.consts, self.xs = step, consts, xs
-        self.length, self.reverse = length, reverse
+        self.length, self.reverse, self.unroll = length, reverse, unroll
 
     def _row(self, i: Any) -> Any:
         return self.length - 1 - i if self.reverse else i
@@ -41,22 +41,22 @@ class Blocks:
 
     def advance(self, carry: Arrays, start: Any, n: int) -> Arrays:
         """The carry after `n` steps from `start` on."""
-        return _loop(n, lambda carry, i: (self.step.run(self.consts, carry, self._x(start + i))[0], []), carry)[0]
+        return self._loop(n, lambda carry, i: (self.step.run(self.consts, carry, self._x(start + i))[0], []), carry)[0]
 
     def emit(self, carry: Arrays, ys: Arrays, start: Any, n: int) -> tuple[Arrays, Arrays]:
-        """(carry, ys): the same, writing outputs."""
+        """(carry, ys) after `n` steps, outputs written into `ys`."""
 
         def body(state, i):
             carry, ys = state
             carry, y = self.step.run(self.consts, carry, self._x(start + i))
             return (carry, self._write(ys, y, start + i)), []
 
-        return _loop(n, body, (carry, ys))[0]
+        return self._loop(n, body, (carry, ys))[0]
 
     def keep(
         self, backward: StepBackward, carry: Arrays, ys: Arrays, start: Any, n: int
     ) -> tuple[Arrays, Arrays, Arrays]:
-        """(carry, ys, kept): the same, keeping what `back` needs. With no `ys` no outputs are written."""
+        """(carry, ys, kept) after `n` steps, with what `back` needs. Outputs are written unless `ys` is empty."""
 
         def body(state, i):
             carry, ys = state
@@ -64,7 +64,7 @@ class Blocks:
             carry, y = out[: len(carry)], out[len(carry) :]
             return (carry, self._write(ys, y, start + i) if ys else ys), kept
 
-        (carry, ys), kept = _loop(n, body, (carry, ys))
+        (carry, ys), kept = self._loop(n, body, (carry, ys))
         return carry, ys, kept
 
     def back(
@@ -97,14 +97,13 @@ class Blocks:
             ct_carry, d_x = cts[n_consts:n_before_x], cts[n_before_x:]
             return (Pull(ct_carry, so_far), self._write(d_xs, d_x, j)), []
 
-        return _loop(n, body, (pull, d_xs), reverse=True)[0]
+        return self._loop(n, body, (pull, d_xs), reverse=True)[0]
 
-
-def _loop(n: int, body: Any, state: Any, *, reverse: bool = False) -> tuple[Any, Arrays]:
-    if n == 1:  # no loop to set up
-        state, out = body(state, 0)
-        return state, [a[None] for a in out]
-    return lax.scan(body, state, jnp.arange(n, dtype=jnp.int32), reverse=reverse)
+    def _loop(self, n: int, body: Any, state: Any, *, reverse: bool = False) -> tuple[Any, Arrays]:
+        if n == 1:  # no loop to set up
+            state, out = body(state, 0)
+            return state, [a[None] for a in out]
+        return lax.scan(body, state, jnp.arange(n, dtype=jnp.int32), reverse=reverse, unroll=self.unroll)
 
 
 def at(stack: Any, i: Any) -> Any:

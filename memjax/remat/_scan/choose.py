@@ -29,21 +29,21 @@ def exact(
     """The schedule for `slots` units of one carry, single steps as blocks; without a strategy the fastest one's."""
     if strategy is not None:
         return _exact(length, slots, strategy, step, backward)
-    plan = _exact(length, slots, "hidden", step, backward)
+    hidden = _exact(length, slots, "hidden", step, backward)
     # Both kinds of states only where rows of residuals look like carries, as words would lose how the carry is sharded,
     # and where the schedule is found in no time. Internal states alone are counted in another unit.
     store = Shared(step.carry, backward.kept, 1, slots)
-    useful = min(slots, (1 + store.rows_of_kept) * length)
-    if not store.keeps_types or length * useful > _LARGEST_TABLE:
-        return plan
+    useful_slots = min(slots, (1 + store.rows_of_kept) * length)
+    if not store.keeps_types or length * useful_slots > _LARGEST_TABLE:
+        return hidden
     costs = costs or model(step, backward.kept_nbytes)
     mixed = _exact(length, slots, "mixed", step, backward)
-    return min(plan, mixed, key=lambda candidate: _exact_seconds(candidate, costs))
+    return min(hidden, mixed, key=lambda plan: _exact_seconds(plan, costs))
 
 
 def _exact(length: int, slots: int, strategy: Strategy, step: Step, backward: StepBackward) -> Plan:
-    size = 1 + Shared(step.carry, backward.kept, 1, slots).rows_of_kept
-    plan = schedule(length, slots, strategy=strategy, internal_size=size)
+    internal_size = 1 + Shared(step.carry, backward.kept, 1, slots).rows_of_kept
+    plan = schedule(length, slots, strategy=strategy, internal_size=internal_size)
     if plan.forward_steps > _MOST_MOVES:
         raise ValueError(
             f"slots is {slots}, with which {length} steps take {plan.forward_steps} forward steps; give more, "
@@ -55,16 +55,16 @@ def _exact(length: int, slots: int, strategy: Strategy, step: Step, backward: St
 def _exact_seconds(plan: Plan, costs: Costs) -> float:
     """Predicted time of a schedule over single steps."""
     assert plan.schedule is not None
-    steps = plan.length * (costs.forward + costs.backward)
-    again = plan.schedule.forward_steps - plan.length
+    once = plan.length * (costs.forward + costs.backward)
+    recomputed = plan.schedule.forward_steps - plan.length
     if not plan.keeps_residuals:
-        return steps + again * (costs.forward + costs.turn)
-    # Every step that runs again writes residuals to a row, whoever reads them, and every backward step reads a row.
-    return steps + again * (costs.forward + costs.turn + costs.store / 2) + plan.length * (costs.turn + costs.store)
+        return once + recomputed * (costs.forward + costs.turn)
+    # Every recomputed step writes residuals to a row, whoever reads them, and every backward step reads a row.
+    return once + recomputed * (costs.forward + costs.turn + costs.store / 2) + plan.length * (costs.turn + costs.store)
 
 
 def check_budget(budget: int | str | None, length: int, carry: int, kept: int) -> int:
-    """The bytes to plan with; ValueError where nothing fits that can be run. "min" is the least for which there is a plan."""
+    """The bytes to plan with. "min" is the least for which there is a plan; ValueError for less."""
     slots = _least_slots(length)
     needed = min((slots + 1) * carry + kept, carry + length * kept)
     if budget == "min":
@@ -80,19 +80,17 @@ def check_budget(budget: int | str | None, length: int, carry: int, kept: int) -
 
 
 def _least_slots(length: int) -> int:
-    """The fewest with which the table of moves has a sensible size."""
-    return next(m for m in itertools.count(1) if HiddenCounts().count(length, m) <= _MOST_MOVES)
+    """The fewest slots with which the table of moves has a sensible size."""
+    return next(slots for slots in itertools.count(1) if HiddenCounts().count(length, slots) <= _MOST_MOVES)
 
 
 def choose(length: int, budget: int, step: Step, backward: StepBackward, costs: Costs | None) -> Plan:
     """The plan of the least predicted time within `budget` bytes."""
     costs = costs or model(step, backward.kept_nbytes)
-    size = _Sizes(length, budget, step.carry_nbytes, backward.kept_nbytes)
-    found = [*_nests(size, costs), *_tables(size, costs, _MOST_BLOCKS)] or [*_tables(size, costs, length)]
-    plan, seconds = min(found, key=lambda candidate: candidate[1])
-    for mixed, _ in _mixed_tables(size, costs, step, backward, _WORTH_IT * seconds):
-        plan = mixed
-    return plan
+    sizes = _Sizes(length, budget, step.carry_nbytes, backward.kept_nbytes)
+    timed = [*_nests(sizes, costs), *_tables(sizes, costs, _MOST_BLOCKS)] or [*_tables(sizes, costs, length)]
+    plan, seconds = min(timed, key=lambda candidate: candidate[1])
+    return _mixed_table(sizes, costs, step, backward, _WORTH_IT * seconds) or plan
 
 
 class _Sizes(NamedTuple):
@@ -106,45 +104,44 @@ class _Sizes(NamedTuple):
 
 def _series(limit: int, ratio: float = 1.08) -> list[int]:
     """All small numbers and a geometric series of larger ones."""
-    sizes, value = [], 1
+    numbers, value = [], 1
     while value <= limit:
-        sizes.append(value)
+        numbers.append(value)
         value = max(value + 1, int(value * ratio))
-    return sizes
+    return numbers
 
 
-def _nests(size: _Sizes, costs: Costs) -> Iterator[tuple[Plan, float]]:
-    """For each depth the fastest nest of equal parts, with its time; only one that keeps everything, if that fits."""
-    if size.length * size.kept + size.carry <= size.budget:
-        step = costs.forward + costs.backward + costs.store
-        yield Plan(size.length, 1, size.length), size.length * step
+def _nests(sizes: _Sizes, costs: Costs) -> Iterator[tuple[Plan, float]]:
+    """The fastest nest of equal parts for each depth, with its time. Where everything fits, the plan that keeps it, alone."""
+    length, budget, carry, kept = sizes
+    if length * kept + carry <= budget:
+        yield Plan(length, 1, length), length * (costs.forward + costs.backward + costs.store)
         return
     for depth, ratio in ((1, 1.01), (2, 1.08), (3, 1.25), (4, 1.5)):
-        yield from _fastest_nest(size, costs, _series(size.length, ratio), depth, tails=True)
+        yield from _fastest_nest(sizes, costs, _series(length, ratio), depth, tails=True)
     # Without a tail the program is a quarter smaller: times that differ by a hundredth are the same.
-    small = [n for n in range(1, math.isqrt(size.length) + 1) if size.length % n == 0]
-    divisors = sorted({*small, *(size.length // n for n in small)})
+    small = [n for n in range(1, math.isqrt(length) + 1) if length % n == 0]
+    divisors = sorted({*small, *(length // n for n in small)})
     for depth in (1, 2, 3):
-        for plan, seconds in _fastest_nest(size, costs, divisors, depth, tails=False):
+        for plan, seconds in _fastest_nest(sizes, costs, divisors, depth, tails=False):
             yield plan, 0.99 * seconds
 
 
 def _fastest_nest(
-    size: _Sizes, costs: Costs, candidates: list[int], depth: int, *, tails: bool
+    sizes: _Sizes, costs: Costs, candidates: list[int], depth: int, *, tails: bool
 ) -> Iterator[tuple[Plan, float]]:
     """The fastest nest of `depth` levels with parts of these sizes, if any fits."""
-    length, budget, carry, kept = size
-    sizes = np.array(candidates)
-    sizes = sizes[sizes * min(carry, kept) <= budget]
-    block, *parts = (np.array(grid) for grid in np.meshgrid(*[sizes] * depth, indexing="ij"))
+    length, budget, carry, kept = sizes
+    fitting = np.array([size for size in candidates if size * min(carry, kept) <= budget], int)
+    block, *parts = (np.array(grid) for grid in np.meshgrid(*[fitting] * depth, indexing="ij"))
     outermost = block * np.prod(parts, axis=0, dtype=np.int64)  # steps of an outermost part
     tail = length % outermost
     if tails:
-        # As many steps as their residuals fit, the rest being a whole number of outermost parts.
-        room = budget - (length // outermost + 1) * carry - tail * kept
-        more = np.where(room >= 0, room // np.maximum(outermost * kept - carry, 1), 0)
-        tail = tail + np.clip(more, 0, length // outermost) * outermost
-    seconds = _nest_seconds(size, costs, block, parts, outermost, tail)
+        # As many steps as their residuals fit, the others being a whole number of outermost parts.
+        free = budget - (length // outermost + 1) * carry - tail * kept
+        parts_in_tail = np.where(free >= 0, free // np.maximum(outermost * kept - carry, 1), 0)
+        tail = tail + np.clip(parts_in_tail, 0, length // outermost) * outermost
+    seconds = _nest_seconds(sizes, costs, block, parts, outermost, tail)
     seconds[(tail > 0) != tails] = np.inf
     if seconds.size and np.isfinite(seconds.min()):
         i = np.unravel_index(np.argmin(seconds), seconds.shape)
@@ -153,98 +150,93 @@ def _fastest_nest(
 
 
 def _nest_seconds(
-    size: _Sizes,
-    costs: Costs,
-    block: np.ndarray,
-    parts: list[np.ndarray],
-    outermost: np.ndarray,
-    tail: np.ndarray,
+    sizes: _Sizes, costs: Costs, block: np.ndarray, parts: list[np.ndarray], outermost: np.ndarray, tail: np.ndarray
 ) -> np.ndarray:
     """Predicted times of nests; infinite where they do not fit."""
-    length, budget, carry, kept = size
+    length, budget, carry, kept = sizes
     count = (length - tail) // outermost
-    inner = block * kept + carry * sum(parts, np.int64(0))  # while a block is backpropagated
+    inner = block * kept + carry * sum(parts, np.int64(0))  # bytes while a block is backpropagated
     # A single part would be no loop: XLA might run it again before the tail's residuals are gone.
     fits = (count >= 2) & ((count + 1) * carry + np.maximum(inner, tail * kept) <= budget)
-    again = (length - tail).astype(float)  # steps run again
-    above, rest = count.astype(float), outermost.astype(float)
-    loops = 3 * above
+    recomputed = (length - tail).astype(float)  # steps
+    parts_above, part_steps = count.astype(float), outermost.astype(float)
+    loops = 3 * parts_above
     for part in parts:
-        rest = rest / part
-        again = again + above * (part - 1) * rest
-        loops = loops + 3 * above * part
-        above = above * part
+        part_steps = part_steps / part
+        recomputed = recomputed + parts_above * (part - 1) * part_steps
+        loops = loops + 3 * parts_above * part
+        parts_above = parts_above * part
     several = block > 1
     # Every block is advanced, advanced again, kept and pulled back; single steps need no loop, and no memory.
-    loops = loops + several * (2 * (length - tail) + again) / block
+    loops = loops + several * (2 * (length - tail) + recomputed) / block
     stored = tail + several * (length - tail)
-    seconds = length * (costs.forward + costs.backward)
-    return np.where(fits, seconds + again * costs.forward + loops * costs.loop + stored * costs.store, np.inf)
+    once = length * (costs.forward + costs.backward)
+    return np.where(fits, once + recomputed * costs.forward + loops * costs.loop + stored * costs.store, np.inf)
 
 
-def _tables(size: _Sizes, costs: Costs, most: int) -> Iterator[tuple[Plan, float]]:
-    """The optimal schedule of hidden states over at most `most` blocks, for every size of block, with its time."""
-    for block in _series(size.length):
-        tail, parts, slots = _room(size, block)
+def _tables(sizes: _Sizes, costs: Costs, most_blocks: int) -> Iterator[tuple[Plan, float]]:
+    """The optimal schedule of hidden states over at most `most_blocks`, for every size of block, with its time."""
+    for block in _series(sizes.length):
+        tail, blocks, slots = _division(sizes, block)
         if slots < 1:
             return
-        if parts > most or (parts == 2 and block > 1):  # the latter would be a nest of a single part
+        if blocks > most_blocks or (blocks == 2 and block > 1):  # the latter would be a nest of a single part
             continue
-        slots = min(slots, parts)
-        turns = HiddenCounts().count(parts, slots) - 2 * parts + 1
+        slots = min(slots, blocks)
+        turns = HiddenCounts().count(blocks, slots) - 2 * blocks + 1
         if turns > _MOST_MOVES:
             continue
-        seconds = _base(size, costs, block, tail, parts) + turns * _turn(costs, block)
-        yield Plan(size.length, block, tail, schedule(parts, slots, strategy="hidden")), seconds
+        seconds = _table_seconds(sizes, costs, block, blocks, turns)
+        yield Plan(sizes.length, block, tail, schedule(blocks, slots, strategy="hidden")), seconds
 
 
-def _mixed_tables(
-    size: _Sizes, costs: Costs, step: Step, backward: StepBackward, limit: float
-) -> Iterator[tuple[Plan, float]]:
-    """Schedules of both kinds of states over blocks that take less than `limit`, ever faster.
+def _mixed_table(sizes: _Sizes, costs: Costs, step: Step, backward: StepBackward, limit: float) -> Plan | None:
+    """The fastest schedule of both kinds of states over blocks, if it takes less than `limit`.
 
     Only where residuals are kept in rows that look like carries: words would lose how the carry is sharded.
     """
-    if limit <= 1.05 * size.length * (costs.forward + costs.backward):  # nothing to gain
-        return
+    fastest = None
+    if limit <= 1.05 * sizes.length * (costs.forward + costs.backward):  # nothing to gain
+        return None
     block = 1
-    while block <= size.length and (found := _room(size, block))[2] >= 2:
-        tail, parts, slots = found
+    while block <= sizes.length:
+        tail, blocks, slots = _division(sizes, block)
+        if slots < 2:
+            break
         if tail != block:  # which takes memory of its own
-            slots -= -(-tail * size.kept // max(size.carry, 1))
+            slots -= -(-tail * sizes.kept // max(sizes.carry, 1))
         store = Shared(step.carry, backward.kept, block, slots)
         if (
-            2 < parts <= _MOST_BLOCKS
+            2 < blocks <= _MOST_BLOCKS
             and slots >= 2
-            and parts * slots <= _LARGEST_TABLE
+            and blocks * slots <= _LARGEST_TABLE
             and store.keeps_types
             and store.rows_of_kept < slots
         ):
-            plan = schedule(parts, slots, strategy="mixed", internal_size=1 + store.rows_of_kept)
-            turns = plan.forward_steps - 2 * parts + 1
+            plan = schedule(blocks, slots, strategy="mixed", internal_size=1 + store.rows_of_kept)
             # Every move writes residuals somewhere, whoever reads them.
             writing = plan.forward_steps * block * costs.store / 2
-            seconds = _base(size, costs, block, tail, parts) + turns * _turn(costs, block) + writing
+            seconds = _table_seconds(sizes, costs, block, blocks, plan.forward_steps - 2 * blocks + 1) + writing
             if seconds < limit:
-                limit = seconds
-                yield Plan(size.length, block, tail, plan), seconds
+                limit, fastest = seconds, Plan(sizes.length, block, tail, plan)
         block *= 4
+    return fastest
 
 
-def _room(size: _Sizes, block: int) -> tuple[int, int, int]:
+def _division(sizes: _Sizes, block: int) -> tuple[int, int, int]:
     """(steps of the tail, blocks with the tail, slots beside the block at work and the working state)."""
-    tail = (size.length - 1) % block + 1
-    return tail, (size.length - tail) // block + 1, (size.budget - block * size.kept) // max(size.carry, 1) - 1
+    tail = (sizes.length - 1) % block + 1
+    slots = (sizes.budget - block * sizes.kept) // max(sizes.carry, 1) - 1
+    return tail, (sizes.length - tail) // block + 1, slots
 
 
-def _base(size: _Sizes, costs: Costs, block: int, tail: int, parts: int) -> float:
-    """Time of the first pass, and of running each block but the tail again and pulling it back."""
-    steps = size.length * (costs.forward + costs.backward) + (parts - 1) * (block * costs.forward + costs.turn)
-    if block == 1:
-        return steps
-    return steps + size.length * costs.store + 3 * parts * costs.loop
+def _table_seconds(sizes: _Sizes, costs: Costs, block: int, blocks: int, turns: int) -> float:
+    """Predicted time of a table that runs a block forward `turns` times to find a state.
 
-
-def _turn(costs: Costs, block: int) -> float:
-    """Time of running a block forward to find a state."""
-    return block * costs.forward + costs.turn + (costs.loop if block > 1 else 0.0)
+    Besides there are the first pass, and running each block but the tail again to pull it back.
+    """
+    loop = costs.loop if block > 1 else 0.0
+    store = costs.store if block > 1 else 0.0
+    once = sizes.length * (costs.forward + costs.backward + store) + 3 * blocks * loop
+    move = block * costs.forward + costs.turn
+    return once + (blocks - 1) * move + turns * (move + loop)

@@ -1,14 +1,14 @@
 """Running a `Plan`: the forward pass that fills slots, and the backward pass that recomputes from them.
 
-The compiled program does not depend on the length: moves are rows of constant tables that loops read. Slots are
-preallocated buffers that the loops carry and update in place. XLA would copy whole buffers that a branch of a `cond`
-writes to, and a GPU waits for the host at every branch and at every turn of a loop of unknown length: so moves are all
-alike, and those of one turn are one loop.
+The size of the compiled program does not depend on the length: moves are rows of constant tables that loops read. Slots
+are preallocated buffers that the loops carry and update in place. All moves are alike, and the moves of one turn are one loop,
+for two reasons: XLA would copy whole buffers that a branch of a `cond` writes to, and a GPU waits for the host at every branch
+and at every turn of a loop of unknown length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,6 +20,8 @@ from memjax.remat._scan.blocks import Blocks, Pull, at, put
 from memjax.remat._scan.plan import Plan
 from memjax.remat._scan.step import Step, StepBackward
 from memjax.remat._scan.store import Separate, Shared
+
+_Cotangents = tuple[Pull, Arrays]
 
 
 def store_of(plan: Plan, step: Step, backward: StepBackward) -> Separate | Shared:
@@ -46,7 +48,7 @@ def forward(plan: Plan, blocks: Blocks, backward: StepBackward, init: Arrays) ->
         else:
             carry, ys, kept = blocks.keep(backward, carry, ys, block * n, n)
             slots = store.put_kept(slots, kept_row.astype(jnp.int32), kept)
-        if row is None:  # of nested loops: what a part's last block leaves in its row is where the next one starts
+        if row is None:  # nested loops: what a part's last block leaves in its row is where the next one starts
             slots = store.put_state(slots, block // (plan.blocks // plan.levels[0]) + 1, carry)
         return (carry, slots, ys), None
 
@@ -56,7 +58,8 @@ def forward(plan: Plan, blocks: Blocks, backward: StepBackward, init: Arrays) ->
         if plan.schedule is not None:
             row = jnp.asarray(plan.moves.stored)
             kept_row = jnp.asarray(plan.moves.kept) if plan.keeps_residuals else None
-        state, _ = lax.scan(body, state, (jnp.arange(plan.blocks, dtype=jnp.int32), row, kept_row))
+        turns = jnp.arange(plan.blocks, dtype=jnp.int32), row, kept_row
+        state, _ = lax.scan(body, state, turns, unroll=blocks.unroll if n == 1 else 1)
     carry, slots, ys = state
     tail: Arrays = []
     if plan.tail:
@@ -71,101 +74,103 @@ def pull_back(
 ) -> tuple[Arrays, Arrays, Arrays]:
     """Cotangents of the chosen consts, of the carry's floats and of the chosen xs."""
     slots, tail = saved
-    n = plan.block
-    pull = Pull(ct_carry, [jnp.zeros_like(c) for c in pick(blocks.consts, backward.wrt_consts)])
-    d_xs = [jnp.zeros_like(x) for x in pick(blocks.xs, backward.wrt_x)]
-
-    def back(kept, start, steps, pull, d_xs):
-        return blocks.back(backward, kept, start, steps, pull, d_xs, ct_ys)
-
-    def again(carry, start, pull, d_xs):
-        _, _, kept = blocks.keep(backward, carry, [], start, n)
-        return back(kept, start, n, pull, d_xs)
-
     store = store_of(plan, blocks.step, backward)
+    run = _PullBack(plan, blocks, backward, store, ct_ys)
+    pull = Pull(ct_carry, [jnp.zeros_like(c) for c in pick(blocks.consts, backward.wrt_consts)])
+    cotangents = pull, [jnp.zeros_like(x) for x in pick(blocks.xs, backward.wrt_x)]
     if plan.tail:
         kept = store.kept(slots, plan.scrap) if plan.tail_among_slots else tail
-        pull, d_xs = back(kept, plan.blocks * n, plan.tail, pull, d_xs)
-    if plan.schedule is None and plan.blocks:
-        pull, d_xs = _nest(plan, blocks, again, slots, pull, d_xs)
-    elif plan.blocks:
-        pull, d_xs = _table(plan, blocks, backward, store, again, back, slots, pull, d_xs)
+        cotangents = run.kept(kept, plan.blocks * plan.block, plan.tail, cotangents)
+    if plan.blocks:
+        cotangents = run.nest(slots, cotangents) if plan.schedule is None else run.table(slots, cotangents)
+    pull, d_xs = cotangents
     return pull.consts, pull.carry, d_xs
 
 
-def _nest(
-    plan: Plan, blocks: Blocks, again: Callable[..., Any], starts: Arrays, pull: Pull, d_xs: Arrays
-) -> tuple[Pull, Arrays]:
-    """Nested loops: each level finds the states its parts start from, then takes them from the last on."""
-    n = plan.block
+class _PullBack:
+    """The backward pass of a plan. Cotangents are a pair: those of carry and consts, and those of the chosen xs."""
 
-    def parts(levels, size, starts, start, pull, d_xs):
-        """Backpropagate levels[0] parts of `size` blocks each, from step `start` on."""
+    def __init__(
+        self,
+        plan: Plan,
+        blocks: Blocks,
+        backward: StepBackward,
+        store: Separate | Shared,
+        ct_ys: Sequence[Any],
+    ):
+        self.plan, self.blocks, self.backward, self.store, self.ct_ys = plan, blocks, backward, store, ct_ys
 
-        def body(state, i):
-            carry, here = [at(leaf, i) for leaf in starts], start + i * size * n
-            if len(levels) == 1:
-                return again(carry, here, *state), None
-            smaller = size // levels[1]
-            return parts(levels[1:], smaller, find(carry, here, levels[1], smaller), here, *state), None
+    def kept(self, kept: Arrays, start: Any, steps: int, cotangents: _Cotangents) -> _Cotangents:
+        """Backpropagate `steps` steps whose residuals are kept."""
+        return self.blocks.back(self.backward, kept, start, steps, *cotangents, self.ct_ys)
 
-        (pull, d_xs), _ = lax.scan(body, (pull, d_xs), jnp.arange(levels[0], dtype=jnp.int32), reverse=True)
-        return pull, d_xs
+    def recomputed(self, carry: Arrays, start: Any, cotangents: _Cotangents) -> _Cotangents:
+        """Run a block again from its first state, and backpropagate it."""
+        _, _, kept = self.blocks.keep(self.backward, carry, [], start, self.plan.block)
+        return self.kept(kept, start, self.plan.block, cotangents)
 
-    def find(carry, start, count, size):
-        """The states that `count` parts of `size` blocks start from: what a part's last block leaves in its row."""
+    def nest(self, starts: Arrays, cotangents: _Cotangents) -> _Cotangents:
+        """Nested loops: each level finds the states its parts start from, then takes them from the last on."""
+        plan, n = self.plan, self.plan.block
 
-        def block(state, b):
-            carry, starts = state
-            carry = blocks.advance(carry, start + b * n, n)
-            return (carry, [put(stack, leaf, b // size + 1) for stack, leaf in zip(starts, carry, strict=True)]), None
+        def parts(levels, size, starts, start, cotangents):
+            """Backpropagate levels[0] parts of `size` blocks each, from step `start` on."""
 
-        starts = [jnp.broadcast_to(leaf, (count, *leaf.shape)) for leaf in carry]
-        return lax.scan(block, (carry, starts), jnp.arange((count - 1) * size, dtype=jnp.int32))[0][1]
+            def body(cotangents, i):
+                carry, first = [at(leaf, i) for leaf in starts], start + i * size * n
+                if len(levels) == 1:
+                    return self.recomputed(carry, first, cotangents), None
+                smaller = size // levels[1]
+                inner_starts = find(carry, first, levels[1], smaller)
+                return parts(levels[1:], smaller, inner_starts, first, cotangents), None
 
-    return parts(plan.levels, plan.blocks // plan.levels[0], starts, 0, pull, d_xs)
+            return lax.scan(body, cotangents, jnp.arange(levels[0], dtype=jnp.int32), reverse=True)[0]
 
+        def find(carry, start, count, size):
+            """The states that `count` parts of `size` blocks start from: what a part's last block leaves in its row."""
 
-def _table(
-    plan: Plan,
-    blocks: Blocks,
-    backward: StepBackward,
-    store: Separate | Shared,
-    again: Callable[..., Any],
-    back: Callable[..., Any],
-    slots: Arrays,
-    pull: Pull,
-    d_xs: Arrays,
-) -> tuple[Pull, Arrays]:
-    """A turn for every block: run forward what its row of the table says, then backpropagate the block."""
-    n, moves, keeps = plan.block, plan.moves, plan.keeps_residuals
-    ahead, ahead_kept = jnp.asarray(moves.ahead), jnp.asarray(moves.ahead_kept)
+            def block(state, b):
+                carry, starts = state
+                carry = self.blocks.advance(carry, start + b * n, n)
+                starts = [put(stack, leaf, b // size + 1) for stack, leaf in zip(starts, carry, strict=True)]
+                return (carry, starts), None
 
-    def turn(state, row):
-        slots, pull, d_xs, done = state
-        block, count, source, kept_row = (column.astype(jnp.int32) for column in row)
-        first = block - count + (1 if keeps else 0)  # with rows for residuals the last move is the block itself
-        carry = store.state(slots, source)
+            starts = [jnp.broadcast_to(leaf, (count, *leaf.shape)) for leaf in carry]
+            return lax.scan(block, (carry, starts), jnp.arange((count - 1) * size, dtype=jnp.int32))[0][1]
 
-        def move(i, state):
-            carry, slots = state
-            row, start = at(ahead, done + i).astype(jnp.int32), (first + i) * n
-            if not keeps:
-                carry = blocks.advance(carry, start, n)
-                return carry, store.put_state(slots, row, carry)
-            carry, _, kept = blocks.keep(backward, carry, [], start, n)
-            slots = store.put_state(slots, row, carry)
-            return carry, store.put_kept(slots, at(ahead_kept, done + i).astype(jnp.int32), kept)
+        return parts(plan.levels, plan.blocks // plan.levels[0], starts, 0, cotangents)
 
-        if len(moves.ahead):
-            carry, slots = lax.fori_loop(0, count, move, (carry, slots))
-        if keeps:
-            pull, d_xs = back(store.kept(slots, kept_row), block * n, n, pull, d_xs)
-        else:
-            pull, d_xs = again(carry, block * n, pull, d_xs)
-        return (slots, pull, d_xs, done + count), None
+    def table(self, slots: Arrays, cotangents: _Cotangents) -> _Cotangents:
+        """A turn for every block: run forward what its row of the table says, then backpropagate the block."""
+        store, blocks, n = self.store, self.blocks, self.plan.block
+        moves, keeps = self.plan.moves, self.plan.keeps_residuals
+        ahead, ahead_kept = jnp.asarray(moves.ahead), jnp.asarray(moves.ahead_kept)
 
-    columns = moves.turns, moves.source, moves.residuals
-    table = jnp.arange(plan.blocks - 1, -1, -1, dtype=jnp.int32), *map(jnp.asarray, columns)
-    (_, pull, d_xs, _), _ = lax.scan(turn, (slots, pull, d_xs, jnp.int32(0)), table)
-    return pull, d_xs
+        def turn(state, row):
+            slots, cotangents, done = state
+            block, count, source, kept_row = (column.astype(jnp.int32) for column in row)
+            first = block - count + (1 if keeps else 0)  # with rows for residuals the last move is the block itself
+            carry = store.state(slots, source)
+
+            def move(i, state):
+                carry, slots = state
+                row, start = at(ahead, done + i).astype(jnp.int32), (first + i) * n
+                if not keeps:
+                    carry = blocks.advance(carry, start, n)
+                    return carry, store.put_state(slots, row, carry)
+                carry, _, kept = blocks.keep(self.backward, carry, [], start, n)
+                slots = store.put_state(slots, row, carry)
+                return carry, store.put_kept(slots, at(ahead_kept, done + i).astype(jnp.int32), kept)
+
+            if len(moves.ahead):
+                carry, slots = lax.fori_loop(0, count, move, (carry, slots))
+            if keeps:
+                cotangents = self.kept(store.kept(slots, kept_row), block * n, n, cotangents)
+            else:
+                cotangents = self.recomputed(carry, block * n, cotangents)
+            return (slots, cotangents, done + count), None
+
+        columns = moves.turns, moves.source, moves.residuals
+        table = jnp.arange(self.plan.blocks - 1, -1, -1, dtype=jnp.int32), *map(jnp.asarray, columns)
+        (_, cotangents, _), _ = lax.scan(turn, (slots, cotangents, jnp.int32(0)), table)
+        return cotangents

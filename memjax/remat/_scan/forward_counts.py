@@ -94,7 +94,7 @@ class MixedCounts:
             self._relax_row(m)
 
     def _choices(self, m: int):
-        """(row of the rest, steps left out of the first part, last y, kind) for each way to keep a state."""
+        """(row of the second part, steps left out of the first part, last y, kind) for each way to keep a state."""
         yield m - 1, 0, None, "hidden"
         if self.shared and m - self.alpha + 1 >= 1:
             yield m - self.alpha + 1, 1, 1, "internal"
@@ -116,8 +116,8 @@ class MixedCounts:
         while not np.array_equal(before, row):
             before[:] = row
             np.minimum(row[1:], steps[1:] + row[:-1], out=row[1:])
-            for rest, skip, last, _ in self._choices(m):
-                h = self.table[rest]
+            for second, skip, last, _ in self._choices(m):
+                h = self.table[second]
                 if last is not None:  # y = 1 alone
                     np.minimum(row[2:], 1 + h[1:-1], out=row[2:])
                     continue
@@ -139,11 +139,11 @@ class MixedCounts:
         if t + row[t - 1] == best:
             return Split(t, "none", 0)
         # Where costs are equal, an internal state saves later work: loads, stores and a second forward step.
-        for rest, skip, last, kind in sorted(self._choices(m), key=lambda choice: choice[-1], reverse=True):
+        for second, skip, last, kind in sorted(self._choices(m), key=lambda choice: choice[-1], reverse=True):
             ys = np.arange(1, min(last or t - 1, t - 1) + 1)
-            found = np.nonzero(ys + self.table[rest, t - ys] + row[ys - skip] == best)[0]
-            if len(found):
-                return Split(int(ys[found[-1]]), kind, m - rest)
+            best_ys = np.nonzero(ys + self.table[second, t - ys] + row[ys - skip] == best)[0]
+            if len(best_ys):
+                return Split(int(ys[best_ys[-1]]), kind, m - second)
         raise AssertionError("the table is not a fixed point of its recurrence")
 
 

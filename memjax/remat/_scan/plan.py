@@ -1,8 +1,8 @@
-"""What a scan executes: blocks of steps, in slots by a table of moves, or in nested loops.
+"""What a scan executes: blocks of steps, by a table of moves between slots, or in nested loops.
 
-A scan of `length` steps is cut into blocks of `block` steps and a last part, the tail, whose residuals are kept from
-the forward pass on (nested loops can do without). Either a `Schedule` over the blocks (the tail being its last one)
-says what to keep, or `levels` do: (n, r, ...) means n parts of r parts of ... of one block.
+A scan of `length` steps is cut into blocks of `block` steps and a last part, the tail. The residuals of the tail are kept
+from the forward pass on; nested loops can do without one. What else is kept is said either by a `Schedule` over the blocks,
+in which the tail is the last one, or by `levels`: (n, r, ...) means n parts of r parts of ... of one block.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from memjax.remat._scan.schedule import Schedule
 
 
 class Moves(NamedTuple):
-    """A schedule as an executor wants it: columns of constant tables, which name rows of the slots.
+    """A schedule as columns of constant tables, which name rows of the slots.
 
-    The first pass runs the blocks in their order. Then they are backpropagated from the last on; before each, the
+    The first pass runs the blocks in their order. Then they are backpropagated from the last on. Before each, the
     blocks from some kept state up to it may run again. What nobody reads goes to the rows after the slots, so that
-    every move is alike. Residuals have rows in schedules that may keep some: there a block that has to run again right
-    before its backpropagation is one move more, which leaves its residuals after the slots.
+    every move is alike. Schedules that may keep residuals have rows for them: there a block that has to run again right
+    before its backpropagation is one more move, which leaves its residuals after the slots.
 
     Attributes:
       stored: (blocks,) row for the state before each block of the first pass.
@@ -47,7 +47,7 @@ class Moves(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """See the module's docstring. Exactly one of `schedule` and `levels` is given, or neither if all is tail."""
+    """Blocks and a tail, with a `schedule` or `levels`; neither if the tail is everything."""
 
     length: int
     block: int
@@ -71,7 +71,7 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        """Rows of the slots. What nobody reads goes to a row after them."""
+        """Rows of the slots. What nobody reads has the number after them."""
         if self.schedule is not None:
             return self.schedule.peak_slots
         return self.levels[0] if self.levels else 0
@@ -85,18 +85,19 @@ class Plan:
     def scrap(self) -> int:
         """The row after the slots for residuals."""
         assert self.schedule is not None
-        return _scrap(self.schedule)
+        # With "internal" the slots include the working core.
+        return self.schedule.peak_slots - (self.schedule.strategy == "internal")
 
     @property
     def tail_among_slots(self) -> bool:
-        """Whether the tail's residuals are where, once they are used up, those of other blocks go."""
+        """Whether the tail's residuals share a row with those of other blocks, which come later."""
         return self.keeps_residuals and self.tail == self.block
 
     @functools.cached_property
     def moves(self) -> Moves:
         """The schedule's tables."""
         assert self.schedule is not None
-        return _moves(self.schedule)
+        return _moves(self.schedule, self.scrap)
 
     @property
     def forward_steps(self) -> int:
@@ -104,40 +105,20 @@ class Plan:
         if self.schedule is not None:
             return (self.schedule.forward_steps - 1) * self.block + self.tail
         # Each level but the first runs all but the last of its parts to find where they start; leaves run all.
-        again = self.blocks
-        above = self.levels[0] if self.levels else 0
+        blocks_again = self.blocks
+        parts_above = self.levels[0] if self.levels else 0
         for level in self.levels[1:]:
-            size = self.blocks // (above * level)
-            again += above * (level - 1) * size
-            above *= level
-        return self.length + again * self.block
-
-    def stored_bytes(self, carry: int, kept: int) -> int:
-        """Bytes kept for the backward pass: states of `carry` bytes, residuals of `kept` bytes per step.
-
-        The tail's residuals are gone before the first block's are made, so the larger of the two counts; unless the
-        latter have rows of their own from the start.
-        """
-        states = self.rows + 1 + sum(self.levels[1:])
-        working = max(self.tail, self.block if self.blocks else 0)
-        if self.keeps_residuals and not self.tail_among_slots:
-            working = self.block + self.tail
-        if self.schedule is not None and self.schedule.strategy == "internal":
-            working += (self.rows - 1) * self.block
-        return states * carry + working * kept
+            part_blocks = self.blocks // (parts_above * level)
+            blocks_again += parts_above * (level - 1) * part_blocks
+            parts_above *= level
+        return self.length + blocks_again * self.block
 
 
-def _scrap(plan: Schedule) -> int:
-    # With "internal" the unit of the working core is counted among the slots.
-    return plan.peak_slots - (1 if plan.strategy == "internal" else 0)
-
-
-def _moves(plan: Schedule) -> Moves:
-    """The schedule's actions as tables. Its slots, a stack of units, are the rows."""
-    # With "internal" the start is none of the slots, but takes the first row for states.
+def _moves(plan: Schedule, scrap: int) -> Moves:
+    """The schedule's actions as tables. The units of its slots are the rows."""
+    # With "internal" the first state has no slot, but it takes the first row for states.
     first = 1 if plan.strategy == "internal" else 0
     spare, last = plan.peak_slots, plan.length - 1
-    scrap = _scrap(plan)
     stored, kept = np.full(last, spare), np.full(last, scrap)
     stored[:1] = 0
     ahead, ahead_kept, back = array.array("i"), array.array("i"), array.array("i")
@@ -174,7 +155,7 @@ def _moves(plan: Schedule) -> Moves:
 
 
 def _narrow(column: Any) -> np.ndarray:
-    """As an array of the smallest sufficient type: tables are part of the program."""
+    """The column as an array of the smallest sufficient type: tables are part of the program."""
     values = np.asarray(column, np.int32)
     largest = max(np.abs(values).max(initial=0), 1)
     return values.astype(np.result_type(np.int8, np.min_scalar_type(-largest)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -57,7 +58,13 @@ def profile(f: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any = None)
     step, carry = trace_step(f, init, xs)
     backward = StepBackward(step, [is_float(jax.typeof(c)) for c in step.consts], [False] * len(step.x))
     rows = [jnp.asarray(x) for x in jax.tree.leaves(xs)]
-    ways = [_advance, _in_pairs, _in_turns, _one_by_one, _by_blocks]
+    ways: list[Callable[..., Any]] = [
+        _advance,
+        _in_pairs,
+        _in_turns,
+        partial(_forward_and_back, 1),
+        partial(_forward_and_back, _BLOCK),
+    ]
 
     def program(way: Callable[..., Any], steps: int) -> Callable[[], Any]:
         def run(consts, rows, carry, count):
@@ -102,7 +109,7 @@ def _in_pairs(blocks: Blocks, backward: StepBackward, carry: Arrays, steps: int,
 
 
 def _in_turns(blocks: Blocks, backward: StepBackward, carry: Arrays, steps: int, count: Any) -> Any:
-    """Through a loop whose number of turns the compiler does not know, every state going to a slot."""
+    """A loop whose number of turns the compiler does not know, in which every state goes to a slot."""
     store = Separate(blocks.step.carry, backward.kept, 1, 3, 0)
 
     def turn(i, state):
@@ -113,15 +120,7 @@ def _in_turns(blocks: Blocks, backward: StepBackward, carry: Arrays, steps: int,
     return lax.fori_loop(0, count, turn, (carry, store.new(carry)))
 
 
-def _one_by_one(blocks: Blocks, backward: StepBackward, carry: Arrays, steps: int, count: Any) -> Any:
-    return _forward_and_back(blocks, backward, carry, steps, 1)
-
-
-def _by_blocks(blocks: Blocks, backward: StepBackward, carry: Arrays, steps: int, count: Any) -> Any:
-    return _forward_and_back(blocks, backward, carry, steps, _BLOCK)
-
-
-def _forward_and_back(blocks: Blocks, backward: StepBackward, carry: Arrays, steps: int, n: int) -> Any:
+def _forward_and_back(n: int, blocks: Blocks, backward: StepBackward, carry: Arrays, steps: int, count: Any) -> Any:
     """Run and backpropagate `n` steps at a time, always forwards."""
     ct_ys = [zeros(aval, (blocks.length,)) for aval in pick(blocks.step.y, backward.out_float[len(carry) :])]
 

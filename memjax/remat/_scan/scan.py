@@ -14,7 +14,7 @@ from jax import lax
 
 from memjax._core import check
 from memjax._core.arrays import as_array, is_float, zeros
-from memjax._core.derivatives import differentiated_as, refusing_forward_mode
+from memjax._core.derivatives import Static, differentiated_as, perturbed, refusing_forward_mode
 from memjax._core.lists import Arrays, drop, merge, pick
 from memjax.remat._scan.blocks import Blocks
 from memjax.remat._scan.choose import check_budget, choose, exact
@@ -37,14 +37,15 @@ def scan(
     init: Any,
     xs: Any = None,
     length: int | None = None,
-    *,
     reverse: bool = False,
+    unroll: int | bool = 1,
+    *,
     slots: int | None = None,
     budget: int | str | None = None,
     strategy: Strategy | None = None,
     costs: Costs | None = None,
 ) -> tuple[Any, Any]:
-    """`jax.lax.scan(f, init, xs, length, reverse=reverse)`, differentiated in reverse within a memory budget.
+    """`jax.lax.scan(f, init, xs, length, reverse, unroll)`, differentiated in reverse within a memory budget.
 
     Args:
       f: the step, `(carry, x) -> (carry, y)`, as for `jax.lax.scan`. What it closes over is differentiated too.
@@ -52,6 +53,8 @@ def scan(
       xs: a pytree of arrays of shape (length, ...), or None.
       length: the number of steps; needed where `xs` has no arrays.
       reverse: run from the last row of `xs` to the first.
+      unroll: how many steps one turn of a loop takes, as for `jax.lax.scan`, wherever steps simply follow each other: in the
+        forward pass and in blocks. The steps that a schedule for `slots` repeats, and backpropagates, stay one to a turn.
       slots: memory in units of one carry, the first state's included: exactly the schedule
         `memjax.remat.schedule(length, slots, strategy=strategy, internal_size=a)` runs, step by step, where a kept
         internal state takes a = 1 + ceil(r / s) units: r bytes of a step's residuals, s bytes of a carry. What `f` hands
@@ -72,20 +75,20 @@ def scan(
     residuals of the last steps. A step's residuals are the smallest set of values, r bytes, from which its backward
     pass follows without repeating matrix products and the like; what depends on parameters alone is no part of them.
 
-    Memory: `jax.lax.scan` keeps length * r or more. Here `slots` carries and one step's residuals, (slots + 1) s + r;
-    or, by `budget`, blocks of L steps with the state before each: (length / L + 1) s + L r for one more forward pass,
+    Memory: `jax.lax.scan` keeps length * r or more. Here `slots` carries and one step's residuals, slots * s + r;
+    or, by `budget`, blocks of L steps with the state before each: (length / L) s + L r for one more forward pass,
     and less than that for more passes. The step's own working memory and the gradients come on top.
 
-    Not supported, where `jax.lax.scan` has it: forward-mode differentiation; `unroll`, as the schedule decides which steps
-    form a loop; a traced `length`, also with `jax.disable_jit`. The texts of errors differ from those of `jax.lax.scan`,
-    and the program is no single `scan` equation: with JAX 0.10 an undifferentiated call is a `custom_vjp_call`.
+    Not supported, where `jax.lax.scan` has it: forward-mode differentiation; a traced `length`, also with
+    `jax.disable_jit`. Some texts of errors differ from those of `jax.lax.scan`, and the program is no single `scan`
+    equation: with JAX 0.10 an undifferentiated call is a `custom_vjp_call`.
 
     Derivatives of the gradient exist (forward over reverse as well) and are those of `jax.lax.scan` over
     `jax.checkpoint(f)`: they keep a few carries per step, whatever the budget.
 
     Raises:
       ValueError: both or neither of `slots` and `budget`; a budget that nothing fits (the message gives the least
-        possible and its cost); a `strategy`, `slots`, `length` or `budget` out of range; `xs` of different lengths, or
+        possible and its cost); a `strategy`, `slots`, `length`, `unroll` or `budget` out of range; `xs` of different lengths, or
         no length at all.
       TypeError: what is no array in `init` or `xs`; a carry whose structure or type changes; forward-mode
         differentiation (`jax.jvp`, `jax.jacfwd`, `jax.linearize`), for which `jax.lax.scan` keeps nothing per step
@@ -99,12 +102,14 @@ def scan(
     slots, budget = check_memory(slots, budget)
     check.choice("strategy", strategy, _STRATEGIES)
     check.flag("reverse", reverse)
+    if not isinstance(unroll, bool):
+        unroll = check.integer("unroll", unroll, least=0, what="True, False or a number of steps")
     if costs is not None and not isinstance(costs, Costs):
         raise check.fail(
             TypeError, "costs", "a memjax.remat.Costs or None", costs, "memjax.remat.profile measures them"
         )
     if length == 0:
-        return lax.scan(f, init, xs, length, reverse=reverse)
+        return lax.scan(f, init, xs, length, reverse, unroll)
 
     step, init_leaves = trace_step(f, init, xs)
     carry_tree, moving, constant = step.carry_tree, step.moving, drop(init_leaves, step.moving)
@@ -126,24 +131,26 @@ def scan(
             return exact(length, slots, strategy, step, backward, costs)
         return choose(length, room, step, backward, costs)
 
-    run = refusing_forward_mode(_differentiable(step, plan, length, reverse), _FORWARD_MODE)
+    run = refusing_forward_mode(_differentiable(step, plan, length, reverse, unroll), _FORWARD_MODE)
     carry, ys = run(step.consts, init_leaves, xs_leaves)
     return jax.tree.unflatten(carry_tree, merge(carry, constant, moving)), jax.tree.unflatten(step.y_tree, ys)
 
 
 def check_memory(slots: int | None, budget: int | str | None) -> tuple[int | None, int | str | None]:
-    """`slots` and `budget`, of which exactly one is given, as Python numbers."""
+    """`slots` and `budget` as Python numbers; exactly one of them must be given."""
     check.exactly_one(slots=slots, budget=budget)
     if slots is not None:
         return check.integer("slots", slots, least=1, what="a number of carries"), None
     return None, check.byte_count("budget", budget, words=("min",))
 
 
-def _differentiable(step: Step, plan: Callable[[StepBackward], Plan], length: int, reverse: bool) -> Callable[..., Any]:
+def _differentiable(
+    step: Step, plan: Callable[[StepBackward], Plan], length: int, reverse: bool, unroll: int | bool
+) -> Callable[..., Any]:
     """The scan as a function of (consts, init, xs), flat, with a backward pass that keeps what `plan` says."""
 
     def plain(body, consts, init, xs):
-        return lax.scan(lambda carry, x: body(consts, carry, x), init, xs, length, reverse=reverse)
+        return lax.scan(lambda carry, x: body(consts, carry, x), init, xs, length, reverse, unroll)
 
     step_again = jax.checkpoint(step.run)
 
@@ -152,12 +159,13 @@ def _differentiable(step: Step, plan: Callable[[StepBackward], Plan], length: in
         return plain(step.run, consts, init, xs)
 
     def run_forward(consts, init, xs):
-        chosen = _Chosen(step, plan, _differentiated(consts), _differentiated(xs))
+        chosen = _Chosen(step, plan, perturbed(consts), perturbed(xs))
         # jax.linearize hands Python numbers on as they are.
         values = [[as_array(argument.value) for argument in group] for group in (consts, init, xs)]
 
         def fast(consts, init, xs):
-            carry, ys, saved = forward(chosen.plan, Blocks(step, consts, xs, length, reverse), chosen.backward, init)
+            blocks = Blocks(step, consts, xs, length, reverse, unroll)
+            carry, ys, saved = forward(chosen.plan, blocks, chosen.backward, init)
             return (carry, ys), saved
 
         out, saved = differentiated_as(functools.partial(plain, step_again), fast)(*values)
@@ -167,12 +175,12 @@ def _differentiable(step: Step, plan: Callable[[StepBackward], Plan], length: in
         chosen, values, saved = residuals
         backward, wrt = chosen.backward, chosen.wrt
         n_carry = len(step.carry)
-        ct_carry = [_instantiate(ct) for ct in pick(cotangents[0], backward.wrt_carry)]
+        ct_carry = [zeros(ct.aval) if _is_zero(ct) else ct for ct in pick(cotangents[0], backward.wrt_carry)]
         ct_ys = [None if _is_zero(ct) else ct for ct in pick(cotangents[1], backward.out_float[n_carry:])]
 
         def fast(values, saved, ct_carry, ct_ys):
             consts, _, xs = values
-            blocks = Blocks(step, consts, xs, length, reverse)
+            blocks = Blocks(step, consts, xs, length, reverse, unroll)
             return pull_back(chosen.plan, blocks, backward, saved, ct_carry, ct_ys), ()
 
         def reference(values, saved, ct_carry, ct_ys):
@@ -193,32 +201,20 @@ def _differentiable(step: Step, plan: Callable[[StepBackward], Plan], length: in
 
 
 @jax.tree_util.register_static
-class _Chosen:
-    """What a gradient is asked for, and how to get it; static, to go from the forward to the backward rule."""
+class _Chosen(Static):
+    """What is differentiated, and how: static, so that it can travel from the forward to the backward rule."""
 
-    def __init__(self, step: Step, plan: Callable[[StepBackward], Plan], consts: list[bool], xs: list[bool]):
-        self.key = (id(step), tuple(consts), tuple(xs))
+    def __init__(
+        self, step: Step, plan: Callable[[StepBackward], Plan], consts: tuple[bool, ...], xs: tuple[bool, ...]
+    ):
+        super().__init__((id(step), consts, xs))
         self.backward = StepBackward(step, consts, xs)
         self.plan = plan(self.backward)
         self.wrt = (self.backward.wrt_consts, self.backward.wrt_carry, self.backward.wrt_x)
 
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Chosen) and self.key == other.key
-
-
-def _differentiated(arguments: list[Any]) -> list[bool]:
-    return [argument.perturbed and is_float(jax.typeof(argument.value)) for argument in arguments]
-
 
 def _is_zero(ct: Any) -> bool:
     return isinstance(ct, jax.custom_derivatives.SymbolicZero)
-
-
-def _instantiate(ct: Any) -> Any:
-    return zeros(ct.aval) if _is_zero(ct) else ct
 
 
 def _length(xs: Any, length: int | None) -> int:

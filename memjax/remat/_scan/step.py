@@ -1,6 +1,6 @@
 """The step of a scan, traced once: run it, run it keeping what its backward pass needs, run it backwards.
 
-All on flat lists of arrays. `consts` are what the step closes over (parameters): the same at every step, so
+Everything is a flat list of arrays. `consts` are what the step closes over (parameters): the same at every step, so
 neither they nor anything that depends on them alone is kept per step.
 """
 
@@ -9,20 +9,33 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from memjax._core.arrays import as_array, is_float
 from memjax._core.backward import Backward
+from memjax._core.clear_errors import call_errors
 from memjax._core.compat import varying
 from memjax._core.jaxpr import evaluate, nbytes
 from memjax._core.lists import Arrays
 
 
+class ArrayType(NamedTuple):
+    """What two arrays have in common that can stand in for each other."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    varying: frozenset[str]  # the mesh axes of a surrounding `shard_map` that values differ along
+
+    @classmethod
+    def of(cls, aval: Any, leading: tuple[int, ...] = ()) -> ArrayType:
+        return cls((*leading, *aval.shape), aval.dtype, varying(aval))
+
+
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """`f(carry, x) -> (carry, y)`, flat.
+    """`f(carry, x) -> (carry, y)` on flat lists of arrays.
 
     Attributes:
       jaxpr: of (consts, carry, x) to (carry, y).
@@ -46,10 +59,10 @@ class Step:
 
     @functools.cached_property
     def moving(self) -> list[bool]:
-        """Which leaves of the carry change from step to step: the others come out as they went in."""
+        """Flags for the leaves of the carry: whether they change from step to step."""
         n = len(self.carry)
         inputs, outputs = self.jaxpr.invars[:n], self.jaxpr.outvars[:n]
-        return [given is not returned for given, returned in zip(inputs, outputs, strict=True)]
+        return [received is not returned for received, returned in zip(inputs, outputs, strict=True)]
 
     @functools.cached_property
     def carry_nbytes(self) -> int:
@@ -66,26 +79,18 @@ def trace_step(f: Callable[..., Any], init: Any, xs: Any) -> tuple[Step, Arrays]
     x = jax.eval_shape(lambda xs: jax.tree.map(lambda a: a[0], xs), xs)
     leaves, tree = jax.tree.flatten(init)
     for _ in range(3):  # a weakly typed carry (a Python number) takes the type that the step gives back
-        closed, shapes = jax.make_jaxpr(f, return_shape=True)(jax.tree.unflatten(tree, leaves), x)
-        if not (isinstance(shapes, tuple) and len(shapes) == 2):
-            raise TypeError(f"f must return a pair (carry, y), got {jax.tree.structure(shapes)}")
-        out_tree, y_tree = (jax.tree.structure(shape) for shape in shapes)
-        if out_tree != tree:  # type: ignore[operator]
-            raise TypeError(f"f must return a carry of the structure it got, {tree}, but returned {out_tree}")
+        carry = jax.tree.unflatten(tree, leaves)
+        with call_errors("f", f, {"a carry": carry, "an x": x}):
+            closed, shapes = jax.make_jaxpr(f, return_shape=True)(carry, x)
+        if not (isinstance(shapes, tuple) and len(shapes) == 2) or jax.tree.structure(shapes[0]) != tree:  # type: ignore[operator]
+            raise _of_jax(f, init, xs)
         out = closed.out_avals[: len(leaves)]
         definite = [_as_strong_as(leaf, aval) for leaf, aval in zip(leaves, out, strict=True)]
         if all(new is old for new, old in zip(definite, leaves, strict=True)):
             break
         leaves = definite
-    paths = [jax.tree_util.keystr(path) or "the carry" for path, _ in jax.tree_util.tree_leaves_with_path(init)]
-    for path, leaf, aval in zip(paths, leaves, out, strict=True):
-        got = jax.typeof(leaf)
-        if _essence(got) != _essence(aval):
-            raise TypeError(
-                f"f must return a carry of the type it got: {path} went in as {got.str_short()} and came "
-                f"out as {aval.str_short()}; convert it inside f, or change init (inside shard_map, "
-                f"jax.lax.pcast it)"
-            )
+    if any(ArrayType.of(jax.typeof(leaf)) != ArrayType.of(aval) for leaf, aval in zip(leaves, out, strict=True)):
+        raise _of_jax(f, init, xs)
     step = Step(
         jaxpr=closed.jaxpr,
         consts=list(closed.consts),
@@ -93,13 +98,19 @@ def trace_step(f: Callable[..., Any], init: Any, xs: Any) -> tuple[Step, Arrays]
         x=jax.tree.leaves(x),
         y=list(closed.out_avals[len(leaves) :]),
         carry_tree=tree,
-        y_tree=y_tree,
+        y_tree=jax.tree.structure(shapes[1]),
     )
     return step, leaves
 
 
-def _essence(aval: Any) -> tuple[Any, ...]:
-    return aval.shape, aval.dtype, varying(aval)
+def _of_jax(f: Callable[..., Any], init: Any, xs: Any) -> Exception:
+    """What `jax.lax.scan` raises for a step that returns no carry like the one it got: it says which part differs, and how."""
+    try:
+        with jax.disable_jit(False):
+            jax.lax.scan(f, init, xs, None if jax.tree.leaves(xs) else 1)
+    except TypeError as error:
+        return error
+    return TypeError("f must return (carry, y) with a carry of the structure and types that it got")
 
 
 def _as_strong_as(leaf: Any, aval: Any) -> Any:

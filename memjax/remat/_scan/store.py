@@ -1,13 +1,11 @@
 """Where a table of moves keeps states and residuals: preallocated rows that are written in place.
 
 `Separate` has rows for states and rows for residuals. `Shared` has rows of one state's size, and puts residuals into
-as many of them as they need: memory that serves either, as the schedules of both kinds of states count it.
+as many of them as they need: that is how the schedules of both kinds of states count memory.
 
-All buffers are lists of arrays with the row as the first axis. Values are lists of arrays: a state, or the residuals
-of one block, each with the steps as its first axis.
-
-After the rows that the slots take there is room for one more state, or the residuals of one more block: of what is
-never read.
+Buffers are lists of arrays whose first axis is the row. Values are lists of arrays: a state, or the residuals of one block,
+whose first axis is the step. Residuals that are never read go to a row after those of the slots. A state that is never read
+is not written: it can be large (a layer's input over a long sequence), so there is no row for it.
 """
 
 from __future__ import annotations
@@ -21,15 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from memjax._core.arrays import zeros
-from memjax._core.compat import varying
+from memjax._core.arrays import vary, zeros
 from memjax._core.jaxpr import nbytes
 from memjax._core.lists import Arrays
 from memjax.remat._scan.blocks import at, put
+from memjax.remat._scan.step import ArrayType
 
 
 class Separate:
-    """Rows for `rows` states and one more, and `residuals` rows for residuals, the last for what is never read."""
+    """`rows` rows for states, and `residuals` rows for residuals, of which nobody reads the last."""
 
     def __init__(self, carry: Sequence[Any], kept: Sequence[Any], block: int, rows: int, residuals: int):
         self.carry, self.kept_types, self.block = list(carry), list(kept), block
@@ -37,14 +35,23 @@ class Separate:
 
     def new(self, init: Arrays) -> Arrays:
         """Buffers, with `init` for every state."""
-        states = [jnp.broadcast_to(leaf, (self.rows + 1, *leaf.shape)) for leaf in init]
+        states = [jnp.broadcast_to(leaf, (self.rows, *leaf.shape)) for leaf in init]
         if not self.residuals:
             return states
         return states + [zeros(aval, (self.residuals, self.block)) for aval in self.kept_types]
 
     def put_state(self, buffers: Arrays, row: Any, state: Arrays) -> Arrays:
         n = len(self.carry)
-        return [*map(put, buffers[:n], state, [row] * n), *buffers[n:]]
+        return [*(self._put(*pair, row) for pair in zip(buffers[:n], state, strict=True)), *buffers[n:]]
+
+    def _put(self, buffer: Any, state: Any, row: Any) -> Any:
+        """The buffer with the state in that row. Past the last row: as it is, by writing what is in a row there again,
+
+        since a branch would copy the buffer.
+        """
+        exists = row < self.rows
+        row = jnp.where(exists, row, 0)
+        return put(buffer, jnp.where(exists, state, at(buffer, row)), row)
 
     def state(self, buffers: Arrays, row: Any) -> Arrays:
         return [at(buffer, row) for buffer in buffers[: len(self.carry)]]
@@ -118,18 +125,18 @@ class _Pieces:
     @classmethod
     def fit(cls, carry: Sequence[Any], kept: Sequence[Any], block: int) -> _Pieces | None:
         """The layout, or None where some residual is not made of pieces like the carry's leaves."""
-        looks = [_looks(aval) for aval in carry]
-        kinds = list(dict.fromkeys(looks))
+        types = [ArrayType.of(aval) for aval in carry]
+        kinds = list(dict.fromkeys(types))
         totals = [0] * len(kinds)
         places = []
         for aval in kept:
-            found = ((group, _pieces(_looks(aval), kind)) for group, kind in enumerate(kinds))
-            group, pieces = next((pair for pair in found if pair[1]), (0, 0))
-            if not pieces:
+            counts = [_pieces(ArrayType.of(aval), kind) for kind in kinds]
+            if not any(counts):
                 return None
+            group, pieces = next((i, count) for i, count in enumerate(counts) if count)
             places.append(_Place(group, totals[group], pieces))
             totals[group] += block * pieces
-        groups = [[i for i, look in enumerate(looks) if look == kind] for kind in kinds]
+        groups = [[i for i, type_ in enumerate(types) if type_ == kind] for kind in kinds]
         return cls(groups, places, block)
 
     def cells(self, state: Arrays) -> Arrays:
@@ -139,16 +146,16 @@ class _Pieces:
         return cells
 
     def put_kept(self, buffers: Arrays, row: Any, kept: Arrays) -> Arrays:
-        """Each piece by itself: laid together first, they would be copied once more."""
+        """Writes each piece by itself: laid together first, they would be copied once more."""
         buffers = list(buffers)
         for place, leaf in zip(self.places, kept, strict=True):
             parts = jnp.split(leaf, place.pieces, axis=-1) if place.pieces > 1 else [leaf]
             for turn, part in enumerate(parts):
-                done = 0
+                written = 0
                 for buffer, first, stop in self._rows(place, turn):
-                    here = part[done : done + stop - first]
-                    buffers[buffer] = lax.dynamic_update_slice_in_dim(buffers[buffer], here, row + first, 0)
-                    done += stop - first
+                    steps = part[written : written + stop - first]
+                    buffers[buffer] = lax.dynamic_update_slice_in_dim(buffers[buffer], steps, row + first, 0)
+                    written += stop - first
         return buffers
 
     def kept(self, cells: Arrays) -> Arrays:
@@ -156,8 +163,8 @@ class _Pieces:
         for place in self.places:
             parts = []
             for turn in range(place.pieces):
-                found = [cells[buffer][first:stop] for buffer, first, stop in self._rows(place, turn)]
-                parts.append(jnp.concatenate(found) if len(found) > 1 else found[0])
+                steps = [cells[buffer][first:stop] for buffer, first, stop in self._rows(place, turn)]
+                parts.append(jnp.concatenate(steps) if len(steps) > 1 else steps[0])
             kept.append(jnp.concatenate(parts, -1) if len(parts) > 1 else parts[0])
         return kept
 
@@ -171,38 +178,26 @@ class _Pieces:
                 yield leaf, low, high
 
 
-def _looks(aval: Any) -> tuple[Any, ...]:
-    return aval.shape, aval.dtype, varying(aval)
-
-
-def _pieces(whole: tuple[Any, ...], piece: tuple[Any, ...]) -> int:
+def _pieces(whole: ArrayType, piece: ArrayType) -> int:
     """How many of `piece` side by side look like `whole`; 0 if it cannot be cut so."""
     if whole == piece:
         return 1
-    (shape, *rest), (part, *other) = whole, piece
-    if rest != other or len(shape) != len(part) or shape[:-1] != part[:-1] or 0 in (*shape, *part):
+    (shape, *kind), (part, *part_kind) = whole, piece
+    if kind != part_kind or len(shape) != len(part) or shape[:-1] != part[:-1] or 0 in (*shape, *part):
         return 0
     return 0 if shape[-1] % part[-1] else shape[-1] // part[-1]
-
-
-class _Leaf(NamedTuple):
-    """The type of an array, and the mesh axes of a surrounding `shard_map` that its values differ along."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    varying: frozenset[str]
 
 
 class _Words:
     """Buffers of 32-bit words: a state in a row, residuals laid end to end.
 
-    Inside `shard_map` each set of mesh axes that values vary over has a buffer of its own, as a value cannot be made to
-    vary over fewer. Where the carry has nothing of such a set, its buffer is as wide as residuals need it, beyond the slots.
+    Inside `shard_map` each set of mesh axes that values vary over has its own buffer, as a value cannot be made to
+    vary over fewer axes. Where no leaf of the carry varies so, the buffer is as wide as residuals need it, beyond the slots.
     """
 
     def __init__(self, carry: Sequence[Any], kept: Sequence[Any], block: int):
-        self.carry = [_Leaf(aval.shape, aval.dtype, varying(aval)) for aval in carry]
-        self.kept_types = [_Leaf((block, *aval.shape), aval.dtype, varying(aval)) for aval in kept]
+        self.carry = [ArrayType.of(aval) for aval in carry]
+        self.kept_types = [ArrayType.of(aval, (block,)) for aval in kept]
         kinds = sorted({leaf.varying for leaf in (*self.carry, *self.kept_types)}, key=sorted)
         self.kinds = kinds or [frozenset[str]()]
         states = [self._words(self.carry, kind) for kind in self.kinds]
@@ -212,7 +207,7 @@ class _Words:
         self.widths = [max(pair) for pair in zip(states, needed, strict=True)]
 
     @staticmethod
-    def _words(leaves: Sequence[_Leaf], kind: frozenset[str]) -> int:
+    def _words(leaves: Sequence[ArrayType], kind: frozenset[str]) -> int:
         return sum(_count(leaf) for leaf in leaves if leaf.varying == kind)
 
     def cells(self, state: Arrays) -> Arrays:
@@ -231,24 +226,24 @@ class _Words:
     def kept(self, cells: Arrays) -> Arrays:
         return self._from_words([cell.reshape(-1) for cell in cells], self.kept_types)
 
-    def _to_words(self, leaves: Arrays, types: Sequence[_Leaf], rows: int) -> Arrays:
+    def _to_words(self, leaves: Arrays, types: Sequence[ArrayType], rows: int) -> Arrays:
         """One array of words for each kind."""
-        found = []
+        by_kind = []
         for kind, width in zip(self.kinds, self.widths, strict=True):
             words = [_leaf_to_words(leaf) for leaf, type_ in zip(leaves, types, strict=True) if type_.varying == kind]
-            room = jnp.zeros(rows * width - sum(map(len, words)), jnp.uint32)
-            found.append(jnp.concatenate([*words, lax.pcast(room, tuple(kind), to="varying") if kind else room]))
-        return found
+            padding = jnp.zeros(rows * width - sum(map(len, words)), jnp.uint32)
+            by_kind.append(jnp.concatenate([*words, vary(padding, kind)]))
+        return by_kind
 
-    def _from_words(self, words: Arrays, types: Sequence[_Leaf]) -> Arrays:
+    def _from_words(self, words: Arrays, types: Sequence[ArrayType]) -> Arrays:
         start = [0] * len(self.kinds)
-        found = []
+        leaves = []
         for leaf in types:
             kind = self.kinds.index(leaf.varying)
             stop = start[kind] + _count(leaf)
-            found.append(_leaf_from_words(words[kind][start[kind] : stop], leaf.shape, leaf.dtype))
+            leaves.append(_leaf_from_words(words[kind][start[kind] : stop], leaf.shape, leaf.dtype))
             start[kind] = stop
-        return found
+        return leaves
 
 
 def _count(aval: Any) -> int:
@@ -278,14 +273,14 @@ def _leaf_to_words(leaf: Any) -> Any:
 
 def _leaf_from_words(words: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        found = []
+        kinds = []
 
-        def ask(key):  # what kind of key it is can only be asked of an array
-            found.append(jax.random.key_impl(key))
+        def ask(key):  # the kind of a key can only be asked of an array
+            kinds.append(jax.random.key_impl(key))
             return jax.random.key_data(key)
 
         data = jax.eval_shape(ask, jax.ShapeDtypeStruct(shape, dtype))
-        return jax.random.wrap_key_data(words.reshape(data.shape), impl=found[0])
+        return jax.random.wrap_key_data(words.reshape(data.shape), impl=kinds[0])
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return lax.complex(*_leaf_from_words(words, (2, *shape), jnp.finfo(dtype).dtype))
     stored = _stored(dtype)

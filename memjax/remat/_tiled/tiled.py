@@ -16,14 +16,16 @@ import numpy as np
 
 from memjax._core import check as _check
 from memjax._core.arrays import vary, varying_axes
+from memjax._core.clear_errors import call_errors
 from memjax._core.derivatives import reverse_only
 from memjax._core.jaxpr import evaluate
 from memjax._core.lists import Arrays, drop, merge, pick
-from memjax._core.position_rules import walk
-from memjax._core.positions import Mixed, Positions, State, Summed, check_same, check_same_constants, shared
+from memjax._core.positions.lengths import check_same, check_same_constants
+from memjax._core.positions.rules import walk
+from memjax._core.positions.walk import Mixed, Positions, State, Summed, shared
 from memjax.remat._tiled.modules import wrapped_module
 from memjax.remat._tiled.size import default_tile
-from memjax.remat._tiled.tiles import Tiles
+from memjax.remat._tiled.tiles import Tiles, with_size
 
 _FORWARD_MODE = (
     "memjax.remat.tiled cannot be differentiated in forward mode (jax.jvp, jax.jacfwd, jax.linearize), which keeps nothing "
@@ -90,12 +92,7 @@ class _Options:
         if tile is not None:
             tile = _check.integer("tile", tile, least=1, what="a number of positions")
         if sum_dtype is not None:
-            try:
-                sum_dtype = jnp.dtype(sum_dtype)
-            except TypeError:
-                sum_dtype = np.dtype(object)
-            if not jnp.issubdtype(sum_dtype, jnp.floating):
-                raise _check.fail(TypeError, "sum_dtype", "a floating dtype or None", sum_dtype)
+            sum_dtype = _check.dtype("sum_dtype", sum_dtype, floating=True, fix="or None for the arrays' own")
         for name, axes in (("in_axes", in_axes), ("out_axes", out_axes)):
             for axis in jax.tree.leaves(axes):
                 _check.integer(name, axis, what="integers and None")
@@ -106,7 +103,7 @@ class _Options:
 
 
 def _tiled(f: Callable[..., Any], options: _Options, leading: int = 0) -> Callable[..., Any]:
-    """`f` tiled; its first `leading` arguments are shared, whatever `options.in_axes` say, which are of the others."""
+    """`f` tiled. Its first `leading` arguments are shared; `options.in_axes` are those of the others."""
 
     @functools.wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -150,7 +147,7 @@ def _call(f: Callable[..., Any], arguments: Any, leaf_axes: list[int | None], op
     dynamic = [isinstance(leaf, jax.Array | np.ndarray) for leaf in others]
     static = drop(others, dynamic)
     # Sums over devices wait for the last tile: what is shared is made to vary as what is mapped does.
-    given = vary([jnp.asarray(leaf) for leaf in pick(others, dynamic)], varying_axes(*arrays))
+    shared_arrays = vary([jnp.asarray(leaf) for leaf in pick(others, dynamic)], varying_axes(*arrays))
 
     def flat(shared_leaves: Arrays, tiles: Arrays) -> tuple[Arrays, Any]:
         full = merge(tiles, merge(shared_leaves, static, dynamic), mapped)
@@ -158,21 +155,22 @@ def _call(f: Callable[..., Any], arguments: Any, leaf_axes: list[int | None], op
         return f(*args, **kwargs)
 
     if length == 0:
-        return flat(given, arrays)
+        return flat(shared_arrays, arrays)
     shapes = [array.shape for array in arrays]
     tile = min(options.tile, length) if options.tile is not None else default_tile(length, shapes, axes)
-    programs = {size: _Program(flat, given, arrays, axes, size) for size in {tile, length % tile or tile}}
-    program = programs[tile]
+    traced = functools.cache(lambda size: _Program(f, flat, shared_arrays, arrays, axes, size))
+    program = traced(tile)
     out_axes = _per_leaf("out_axes", options.out_axes, program.out_tree_example())
-    out_axes = program.checked_axes(out_axes, tile)
+    out_axes = program.checked_axes(out_axes)
     if options.check:
-        _refuse_mixing(f, flat, given, arrays, axes, out_axes, tile, length, programs)
-
+        _refuse_mixing(f, traced, out_axes, tile, length)
+    programs = {size: traced(size) for size in {tile, length % tile or tile}}
     constants: Arrays = []
     for each in programs.values():
         each.take(constants)
     guarded = [
-        reverse_only(value, _FORWARD_MODE) for value in (*vary(constants, varying_axes(*arrays)), *given, *arrays)
+        reverse_only(value, _FORWARD_MODE)
+        for value in (*vary(constants, varying_axes(*arrays)), *shared_arrays, *arrays)
     ]
     count = len(constants)
 
@@ -181,11 +179,11 @@ def _call(f: Callable[..., Any], arguments: Any, leaf_axes: list[int | None], op
         return programs[size](shared_values[:count], shared_values[count:], tiles)
 
     types = [
-        aval if axis is None else aval.update(shape=(*aval.shape[:axis], length, *aval.shape[axis + 1 :]))
+        aval if axis is None else aval.update(shape=with_size(aval.shape, axis, length))
         for aval, axis in zip(program.out_types, out_axes, strict=True)
     ]
     tiles = Tiles(body, axes, out_axes, types, length, tile, options.sum_dtype)
-    outs = tiles(guarded[: count + len(given)], guarded[count + len(given) :])
+    outs = tiles(guarded[: count + len(shared_arrays)], guarded[count + len(shared_arrays) :])
     return jax.tree.unflatten(program.out_tree, outs)
 
 
@@ -197,34 +195,46 @@ def _path(path: Any) -> str:
 class _Program:
     """`flat` traced for tiles of `size` positions."""
 
-    def __init__(self, flat: Callable[..., Any], given: Arrays, arrays: Arrays, axes: Sequence[int], size: int):
-        self.closed, shapes = jax.make_jaxpr(flat, return_shape=True)(given, _resized(arrays, axes, size))
+    def __init__(
+        self, f: Any, flat: Callable[..., Any], shared_arrays: Arrays, arrays: Arrays, axes: Sequence[int], size: int
+    ):
+        tiles = _resized(arrays, axes, size)
+        with call_errors("f", f, {"tiles": tiles}):
+            self.closed, shapes = jax.make_jaxpr(flat, return_shape=True)(shared_arrays, tiles)
         self.out_tree = jax.tree.structure(shapes)
         self.out_types = [aval.update(weak_type=False) for aval in self.closed.out_avals]
-        self._positions: list[int] = []
+        self._size, self._constants = size, list[int]()
+        self._states: list[State] = [shared(value.shape) for value in shared_arrays]
+        self._states += [Positions(axis, 1) for axis in axes]
 
     def out_tree_example(self) -> Any:
         return jax.tree.unflatten(self.out_tree, self.out_types)
 
-    def checked_axes(self, out_axes: list[int | None], tile: int) -> list[int | None]:
-        """Not negative, and of dimensions that are there and as long as a tile."""
-        found: list[int | None] = []
+    def checked_axes(self, out_axes: list[int | None]) -> list[int | None]:
+        """The axes, counted from the first. Raises for one that a result does not have, or that is not as long as a tile."""
+        checked: list[int | None] = []
         for aval, axis in zip(self.out_types, out_axes, strict=True):
             if axis is None:
                 if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
                     raise _check.fail(
                         ValueError, "out_axes", f"axes of keys, which cannot be added, {aval.str_short()}", axis
                     )
-                found.append(None)
+                checked.append(None)
                 continue
             if not -aval.ndim <= axis < aval.ndim:
                 raise _check.fail(ValueError, "out_axes", f"axes of the results, here {aval.str_short()}", axis)
             axis %= aval.ndim
-            if aval.shape[axis] != tile:
-                wanted = f"the axes that hold positions ({tile} in a tile), here of {aval.str_short()}"
+            if aval.shape[axis] != self._size:
+                wanted = f"the axes that hold positions ({self._size} in a tile), here of {aval.str_short()}"
                 raise _check.fail(ValueError, "out_axes", wanted, axis, "None adds results of tiles up")
-            found.append(axis)
-        return found
+            checked.append(axis)
+        return checked
+
+    def check_results(self, out_axes: Sequence[int | None]) -> None:
+        """Raises Mixed unless the results have their positions where `out_axes` say."""
+        states = walk(self.closed.jaxpr, self._states, self._size, may_sum=None in out_axes)
+        for i, (state, axis) in enumerate(zip(states, out_axes, strict=True)):
+            _check_result(i, state, axis)
 
     def take(self, constants: Arrays) -> None:
         """Adds the program's constants to `constants`, each array once."""
@@ -233,45 +243,35 @@ class _Program:
             if not known:
                 constants.append(value if isinstance(value, jax.Array) else jnp.asarray(value))
                 known = [len(constants) - 1]
-            self._positions.append(known[0])
+            self._constants.append(known[0])
 
-    def __call__(self, constants: Arrays, given: Arrays, tiles: Arrays) -> Arrays:
-        own = [constants[i] for i in self._positions]
-        return evaluate(self.closed.jaxpr, own, [*given, *tiles], differentiable=True)
+    def __call__(self, constants: Arrays, shared_arrays: Arrays, tiles: Arrays) -> Arrays:
+        program_constants = [constants[i] for i in self._constants]
+        return evaluate(self.closed.jaxpr, program_constants, [*shared_arrays, *tiles], differentiable=True)
 
 
 def _resized(arrays: Arrays, axes: Sequence[int], size: int) -> list[Any]:
     """The types of tiles of `size` positions."""
     return [
-        jax.typeof(array).update(shape=(*array.shape[:axis], size, *array.shape[axis + 1 :]), weak_type=False)
+        jax.typeof(array).update(shape=with_size(array.shape, axis, size), weak_type=False)
         for array, axis in zip(arrays, axes, strict=True)
     ]
 
 
 def _refuse_mixing(
     f: Callable[..., Any],
-    flat: Callable[..., Any],
-    given: Arrays,
-    arrays: Arrays,
-    axes: Sequence[int],
+    traced: Callable[[int], _Program],
     out_axes: Sequence[int | None],
     tile: int,
     length: int,
-    programs: dict[int, _Program],
 ) -> None:
-    """Raises ValueError if `f` mixes positions."""
+    """Raises ValueError if `f` mixes positions. `traced` gives its program for a number of positions."""
     lengths = (tile, length) if 1 < tile < length else (max(length, 2), 2 * max(length, 2))
     name = getattr(f, "__qualname__", None) or repr(f)
     try:
-        first, second = (
-            programs[size] if size in programs else _Program(flat, given, arrays, axes, size) for size in lengths
-        )
-        for size, program in zip(lengths, (first, second), strict=True):
-            states: list[State] = [shared(value.shape) for value in given]
-            states += [Positions(axis, 1) for axis in axes]
-            found = walk(program.closed.jaxpr, states, size, may_sum=None in out_axes)
-            for i, (state, axis) in enumerate(zip(found, out_axes, strict=True)):
-                _check_result(i, state, axis)
+        first, second = map(traced, lengths)
+        for program in (first, second):
+            program.check_results(out_axes)
         check_same(first.closed.jaxpr, second.closed.jaxpr)
         check_same_constants(first.closed.consts, second.closed.consts)
     except Mixed as reason:

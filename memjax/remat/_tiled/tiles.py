@@ -8,7 +8,6 @@ an argument.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from memjax._core.arrays import is_float, zeros
 from memjax._core.barriers import barrier
+from memjax._core.derivatives import Static, perturbed
 from memjax._core.lists import Arrays, drop, merge, pick
 
 Body = Callable[[Arrays, Arrays], Arrays]
@@ -81,26 +81,26 @@ class Tiles:
         return [buffer.astype(aval.dtype) for buffer, aval in zip(buffers, self._out_types, strict=True)]
 
     def _keep(self, shared: Any, arrays: Any) -> tuple[Arrays, Any]:
-        wanted = [[primal.perturbed and is_float(primal.value) for primal in group] for group in (shared, arrays)]
+        wanted = perturbed(shared), perturbed(arrays)
         shared, arrays = ([primal.value for primal in group] for group in (shared, arrays))
-        return self._forward(shared, arrays), (shared, arrays, _Static((tuple(wanted[0]), tuple(wanted[1]))))
+        return self._forward(shared, arrays), (shared, arrays, Static(wanted))
 
     def _back(self, kept: Any, cotangents: Any) -> tuple[Arrays, Arrays]:
         shared, arrays, (shared_wanted, arrays_wanted) = kept[0], kept[1], kept[2].value
         types = pick(self._out_types, self._out_float)
         axes = pick(self._out_axes, self._out_float)
         cotangents = pick(cotangents, self._out_float)
-        known = [not isinstance(ct, SymbolicZero) for ct in cotangents]
+        is_nonzero = [not isinstance(ct, SymbolicZero) for ct in cotangents]
         # Recomputation waits for the cotangents, or a compiler begins it as soon as the arguments exist.
         floats = [is_float(jax.typeof(array)) for array in arrays]
-        given = pick(cotangents, known)
-        waited = barrier([*given, *pick(arrays, floats)])
-        given, arrays = waited[: len(given)], merge(waited[len(given) :], drop(arrays, floats), floats)
+        nonzero = pick(cotangents, is_nonzero)
+        waited = barrier([*nonzero, *pick(arrays, floats)])
+        nonzero, arrays = waited[: len(nonzero)], merge(waited[len(nonzero) :], drop(arrays, floats), floats)
 
         targets, target_axes = pick(arrays, arrays_wanted), pick(self._in_axes, arrays_wanted)
-        over = _written_over(list(map(jax.typeof, targets)), target_axes, given, pick(axes, known))
+        over = _written_over(list(map(jax.typeof, targets)), target_axes, nonzero, pick(axes, is_nonzero))
         source = {cotangent: target for target, cotangent in over.items()}
-        buffers = [given[over[i]] if i in over else zeros(jax.typeof(target)) for i, target in enumerate(targets)]
+        buffers = [nonzero[over[i]] if i in over else zeros(jax.typeof(target)) for i, target in enumerate(targets)]
         sums = [self._start(jax.typeof(value), None) for value in pick(shared, shared_wanted)]
 
         def one(start, size, state):
@@ -108,11 +108,11 @@ class Tiles:
             tiles = [_cut(array, start, size, axis) for array, axis in zip(arrays, self._in_axes, strict=True)]
             of_tile = [
                 ct if axis is None else _cut(buffers[source[i]] if i in source else ct, start, size, axis)
-                for i, (ct, axis) in enumerate(zip(given, pick(axes, known), strict=True))
+                for i, (ct, axis) in enumerate(zip(nonzero, pick(axes, is_nonzero), strict=True))
             ]
             nothing = [
-                zeros(aval if axis is None else aval.update(shape=_with(aval.shape, axis, size)))
-                for aval, axis in zip(drop(types, known), drop(axes, known), strict=True)
+                zeros(aval if axis is None else aval.update(shape=with_size(aval.shape, axis, size)))
+                for aval, axis in zip(drop(types, is_nonzero), drop(axes, is_nonzero), strict=True)
             ]
 
             def float_results(some_shared, some_tiles):
@@ -123,7 +123,7 @@ class Tiles:
                 return pick(outs, self._out_float)
 
             _, pull = jax.vjp(float_results, pick(shared, shared_wanted), pick(tiles, arrays_wanted))
-            d_shared, d_tiles = pull(merge(of_tile, nothing, known))
+            d_shared, d_tiles = pull(merge(of_tile, nothing, is_nonzero))
             sums = [_add(total, d) for total, d in zip(sums, d_shared, strict=True)]
             buffers = [_put(b, d, start, axis) for b, d, axis in zip(buffers, d_tiles, target_axes, strict=True)]
             return sums, buffers
@@ -153,24 +153,10 @@ class Tiles:
         return zeros(aval)
 
 
-@functools.partial(jax.tree_util.register_static)
-class _Static:
-    """What is known when a program is traced, among what is kept for the backward pass."""
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Static) and self.value == other.value
-
-    def __hash__(self) -> int:
-        return hash(self.value)
-
-
 def _written_over(
     types: Sequence[Any], axes: Sequence[int | None], arrays: Sequence[Any], array_axes: Sequence[int | None]
 ) -> dict[int, int]:
-    """By result, the array of the same type and axis that it may be written over: each array once."""
+    """Which array each result may be written over: one of the same type and axis, each array once."""
     over: dict[int, int] = {}
     for i, (aval, axis) in enumerate(zip(types, axes, strict=True)):
         for j, (array, array_axis) in enumerate(zip(arrays, array_axes, strict=True)):
@@ -184,7 +170,8 @@ def _same(a: Any, b: Any) -> bool:
     return a.update(weak_type=False) == b.update(weak_type=False)
 
 
-def _with(shape: Sequence[int], axis: int, size: int) -> tuple[int, ...]:
+def with_size(shape: Sequence[int], axis: int, size: int) -> tuple[int, ...]:
+    """The shape with another size along one axis."""
     return (*shape[:axis], size, *shape[axis + 1 :])
 
 

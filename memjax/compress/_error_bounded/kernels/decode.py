@@ -1,4 +1,4 @@
-"""The kernel that decodes a tile, the encoder's steps in reverse: one warp, a lane to a thread, every word read once."""
+"""The kernel that decodes a tile: one warp, with a lane to a thread. It reverses the encoder's steps and reads each word once."""
 
 import functools
 import itertools
@@ -63,8 +63,8 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref, kee
     most = jnp.max(lanes.planes.astype(jnp.int32))
 
     def get_slot(slot, state):
-        """The signs, slot 0, or a plane: see `reference.Reader`."""
-        rest, left, following = state
+        """Read the signs, slot 0, or a plane: see `reference.Reader`."""
+        unread, left, following = state
         live = jnp.where(slot == 0, lanes.signs, u32(u32(slot) <= lanes.planes)) != 0
         lengths = jnp.where(live, bits, u32(0))
         pieces = []
@@ -73,12 +73,12 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref, kee
             begins = length > left
             before, count = warp.before(begins)
             fresh = get(following + before, begins)
-            pieces.append(rest | warp.shift_left(fresh, left))
+            pieces.append(unread | warp.shift_left(fresh, left))
             left = jnp.where(begins, left + u32(WORD), left) - length
-            # Of a new word, as many bits are left as of the lane; what was left of an old one loses as many as are used.
-            rest = jnp.where(begins, warp.shift_right(fresh, u32(WORD) - left), warp.shift_right(rest, length))
+            # A new word has `left` bits that are not read yet; an old one loses the bits that were just read.
+            unread = jnp.where(begins, warp.shift_right(fresh, u32(WORD) - left), warp.shift_right(unread, length))
             following = following + count
-        return jnp.where(live, expand(stack(pieces), moves, mask), u32(0)), (rest, left, following)
+        return jnp.where(live, expand(stack(pieces), moves, mask), u32(0)), (unread, left, following)
 
     exponents = where.exponents(exponent_ref)
     in_pairs = warp.native and layout.dtype == jnp.bfloat16
@@ -86,8 +86,8 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref, kee
     none = jnp.zeros((GROUPS, LANES), jnp.uint32)
 
     def numbers_of(planes):
-        """Planes of the numbers that values are the `middle` of. With signs half the parts of a step instead of fewer, and 0 for
-        zeros; without, one more than half instead of half, which is for zeros.
+        """Planes of the numbers whose `middle` the values are. With signs, numbers below half the parts of a step become half of
+        them, and zeros are 0. Without signs, half becomes one more than half, and zeros are half.
         """
         *low, half = (~plane for plane in where.dither())
         above = functools.reduce(jnp.bitwise_or, planes)
@@ -102,7 +102,7 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref, kee
         return [*(plane & mask for plane in low), half, *planes]
 
     def get_planes(count, state):
-        """`numbers_of` that many planes, the first ones after `state`. Written out: loops take longer."""
+        """`numbers_of` the next `count` planes, and the state after them. It is unrolled: loops take longer."""
         planes = []
         for slot in range(1, count + 1):
             get = functools.partial(get_slot, jnp.int32(slot), state)
@@ -111,7 +111,7 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref, kee
         return numbers_of(planes), state
 
     def finish_short():
-        """Of up to four planes without signs: what most ReLUs give."""
+        """Decode up to four planes without signs: the outputs of most ReLUs."""
         numbers, state = get_planes(4, start)
         words = lane_bits.transpose([*numbers, *[~none] * in_pairs], warp)
         second, steps = jnp.arange(2, dtype=jnp.uint32)[:, None, None], [step(k) for k in exponents()]
@@ -127,13 +127,13 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref, kee
         return state[2]
 
     def finish_eight(signed):
-        """Of up to eight planes."""
+        """Decode up to eight planes."""
         signs, state = get_slot(jnp.int32(0), start) if signed else (none, start)
         numbers, state = get_planes(8, state)
         steps = [step(k) for k in exponents()]
 
         def finish_group(group, groups):
-            """One at a time: all that is computed has to fit into registers, those of many warps."""
+            """Decode a group at a time, so that many warps fit into the registers."""
             *planes, signs = groups[0]
             lower = lane_bits.transpose(planes[:8], warp)
             upper = lane_bits.transpose([*planes[8:], *[zero] * (15 - len(planes)), *[signs] * signed], warp)
@@ -156,7 +156,7 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref, kee
         return state[2]
 
     def finish(count):
-        """Of any number of planes, and any exponents."""
+        """Decode any number of planes, with any exponents."""
 
         def add_slot(slot, carry):
             slots, state = carry
@@ -168,7 +168,7 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref, kee
         numbers = numbers_of(planes)
 
         def finish_group(group, carry):
-            own_signs, *bits = (take(x, group) for x in (signs, *numbers))
+            signs_of_group, *bits = (take(x, group) for x in (signs, *numbers))
             words = tuple(tuple(lane_bits.transpose(bits[i : i + 8], warp)) for i in range(0, len(bits), 8))
 
             def finish_word(word, carry):
@@ -181,7 +181,7 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref, kee
                     number = functools.reduce(jnp.add, bytes_)
                     x = middle(number, layout.dtype, keeps_signs=keeps_signs)
                     x = (jnp.where(number == 0, 0, x) if keeps_signs else x) * step(exponent[column])
-                    sign = (own_signs << (u32(WORD - 1) - u32(word) - place)) & u32(1 << 31)
+                    sign = (signs_of_group << (u32(WORD - 1) - u32(word) - place)) & u32(1 << 31)
                     return _narrow(lax.bitcast_convert_type(x, jnp.uint32) ^ sign, layout.dtype)
 
                 where.store(x_ref, *rows, _pair(value(0), value(1)))
@@ -215,7 +215,7 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref, kee
     raw_before, raw_lanes = warp.before(is_raw)
 
     def get_raw(i, carry):
-        """Some rows, for loads take long, one or many at once."""
+        """Copy some rows at once: a load of one row takes as long."""
         row, count = jnp.arange(RAW_ROWS, dtype=jnp.int32)[:, None], 2 * layout.dtype.itemsize // 4
         live = jnp.broadcast_to(is_raw, (RAW_ROWS, LANES))
         before = [u32(count * (row + RAW_ROWS * i) + j) * raw_lanes for j in range(count)]
@@ -228,7 +228,7 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref, kee
 
 
 def _into_cache(words_ref, offset, where):
-    """Reads 512 words, likely all of the tile's, all at once: later reads wait for each other. Returns 0."""
+    """Read 512 words at once, likely all of the tile's, because later reads wait for each other. Returns 0."""
     seen, lane = jnp.zeros((LANES,), jnp.uint32), jnp.arange(LANES, dtype=jnp.int32)
     where.prefetch(words_ref, offset + 512 + LANES * lane)
     for first in (0, 8):
@@ -240,7 +240,7 @@ def _into_cache(words_ref, offset, where):
 
 
 def _value_of(number, step, dtype, keeps_signs):
-    """The `middle` of one of `numbers_of`, 2^23 greater, times a step, as `dtype`."""
+    """The `middle` of a number of `numbers_of` times a step, as `dtype`; the number is given as 2^23 more, a float."""
     half = 1 << (dither.planes_of(dtype) - 1)
     value = (number - (2.0**23 + half)) * (step * (0.5 / half))
     if keeps_signs:
@@ -249,13 +249,13 @@ def _value_of(number, step, dtype, keeps_signs):
 
 
 def _narrow(bits, dtype):
-    """A float32 by its bits as `dtype`, bits beyond cut off."""
+    """A float32, given by its bits, as `dtype`; the lower bits are cut off."""
     if dtype == jnp.bfloat16:
         return tiles.from_bits(bits >> 16, dtype)
     return lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
 
 
 def _pair(first, second) -> list[Words]:
-    """The words of two values."""
+    """Two values as words: one for both, or, if they have 32 bits, one for each."""
     low, high = tiles.to_bits(first), tiles.to_bits(second)
     return [low, high] if first.dtype.itemsize == 4 else [low | (high << 16)]

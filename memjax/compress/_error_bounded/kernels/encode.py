@@ -1,14 +1,13 @@
-"""The kernel that encodes a tile: one warp, a lane of 128 values to a thread. What is not negative, and in float32
-at most 256 steps, is read once.
+"""The kernel that encodes a tile: one warp, with a lane of 128 values to a thread. It reads values once if they are not
+negative and, in float32, have at most 256 steps.
 
-From the planes of values (`_value_planes`) follows how many words the tile needs, and, once it has got a place for them, its
-words. What differs between lanes are distances of shifts.
+The planes of values (value_planes.py) determine how many words the tile needs. When it has a place for them, the warp writes
+them; all lanes do the same, with different distances of shifts.
 
-Tiles take places in the order in which they get that far: a sum of counts that all of them add to. That order is the one
-thing that may differ from run to run. Waiting for all tiles before it, by decoupled look-back, cost half of the throughput
-on an H200.
+Tiles get places in the order in which they arrive, by adding their counts of words to one sum. That order alone may differ from
+run to run. Waiting for all earlier tiles, by decoupled look-back, cost half of the throughput on an H200.
 
-Arrays of four groups of a thread's words are (4, 32): with every operation written once for all of them, kernels are
+The words of a thread's four groups are arrays of (4, 32). Every operation is written once for all of them, which keeps kernels
 small enough for compilers.
 """
 
@@ -26,7 +25,8 @@ from memjax.compress._error_bounded.reference import Lanes, write_headers
 from memjax.compress._error_bounded.tiles import GROUPS, LANES
 
 
-def encode_tile(where: Where, x_ref, exponent_ref, words_ref, headers_ref, offsets_ref, needed_ref):
+def encode_tile(where: Where, x_ref, exponent_ref, _, words_ref, headers_ref, offsets_ref, needed_ref):
+    """The unnamed input, zero, is the memory of `needed_ref`."""
     of_values = value_planes(where, x_ref, exponent_ref)
 
     def write(coded, is_unrolled):
@@ -78,7 +78,7 @@ def _write(where, coded, signs, is_unrolled, x_ref, words_ref, headers_ref, offs
             following = following + count
 
     def put_slot(pieces, needed, state):
-        """The signs or a plane, of lanes that need it: see `reference.Reader`."""
+        """Write the signs or a plane of the lanes that have it: see `reference.Reader`."""
         word, at, left, following = state
         pieces, lengths = compress(pieces, moves), jnp.where(needed, bits, u32(0))
         for g in range(GROUPS):
@@ -114,7 +114,7 @@ def _write(where, coded, signs, is_unrolled, x_ref, words_ref, headers_ref, offs
     put(at, word, has_bits)
 
     def put_raw(i, carry):
-        """Some rows, for loads take long, one or many at once."""
+        """Write some rows at once: a load of one row takes as long."""
         row = jnp.arange(RAW_ROWS, dtype=jnp.int32)[:, None]
         for j, words in enumerate(values := where.load(x_ref, row, RAW_ROWS * i)):
             before = u32(len(values) * (row + RAW_ROWS * i) + j) * raw_lanes

@@ -1,13 +1,12 @@
-"""What kernels do with memory for which Pallas has no words: pairs of neighbouring values as one load or store, and an
-addition at once that orders nothing else.
+"""Memory operations that Pallas lacks: one load or store for a pair of neighbouring values, and a relaxed atomic addition.
 
-Pallas loads arrays by their own dtype, and its atomic additions wait for all that was written before them and empty the
-cache. JAX has no public way to say this: it is said in its own terms, to its backend. And as assembly: what Triton does
-for its own loads and stores takes it seconds each in kernels with many of them.
+Pallas loads arrays in their dtype, and its atomic additions wait for all earlier stores and empty the cache. JAX has no public
+way to do otherwise, so this file adds primitives to its private Triton lowering. They are assembly, because Triton takes seconds
+to compile each of its own loads and stores in kernels with many of them.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax._src.core import ShapedArray
@@ -38,65 +37,84 @@ class Rows(NamedTuple):
 
 def load_pairs(ref, rows: Rows) -> list[Words]:
     """The bits of values 2 i and 2 i + 1, i the index of a pair: in one word if they have 16 each, or else in two."""
-    return _load_p.bind(ref, *rows)
+    words = _words(ref)
+    code = ("ld.global.b32 $0, [$1];", "ld.global.v2.b32 {$0, $1}, [$2];")[words - 1]
+    return _access_p.bind(ref, *rows, code=code, results=words, effects=(ReadEffect,), in_rows=True)
 
 
 def store_pairs(ref, rows: Rows, words: list[Words], live: Array | None = None) -> None:
     """The inverse; only where `live`."""
-    _store_p.bind(ref, *rows, *words, *([] if live is None else [live]), masked=live is not None)
+    code = ("st.global.b32 [$1], $2;", "st.global.v2.b32 [$1], {$2, $3};")[len(words) - 1]
+    operands = words if live is None else [*words, live]
+    if live is not None:
+        code = f".reg .pred p; setp.ne.u32 p, ${2 + len(words)}, 0; @p {code}"
+    code = f"{{ {code} mov.u32 $0, 0; }}"
+    _access_p.bind(ref, *rows, *operands, code=code, results=0, effects=(WriteEffect,), in_rows=True)
 
 
 def load_words(ref, index: Int32[Array, "*n"], live: Bool[Array, "*n"]) -> Words:
     """`ref[index]` where `live`, elsewhere zero."""
-    return _load_words_p.bind(ref, index, live)
+    code = "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.u32 $0, 0; @p ld.global.b32 $0, [$1]; }"
+    return _access_p.bind(ref, index, live, code=code, results=1, effects=(ReadEffect,), in_rows=False)[0]
 
 
 def store_words(ref, index: Int32[Array, "*n"], word: Words, live: Bool[Array, "*n"]) -> None:
     """`ref[index] = word` where `live`."""
-    _store_words_p.bind(ref, index, word, live)
+    code = "{ .reg .pred p; setp.ne.u32 p, $3, 0; @p st.global.b32 [$1], $2; mov.u32 $0, 0; }"
+    _access_p.bind(ref, index, word, live, code=code, results=0, effects=(WriteEffect,), in_rows=False)
 
 
 def prefetch(ref, index: Int32[Array, "*n"]) -> None:
     """Bring `ref[index]` and what is around it nearer, without waiting."""
-    _prefetch_p.bind(ref, index)
+    code = "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }"
+    # With an effect of a store, or it is left out, for it gives nothing.
+    _access_p.bind(ref, index, code=code, results=0, effects=(ReadEffect, WriteEffect), in_rows=False)
 
 
 def fetch_add(ref, x: Int32[Array, "n"], live: Bool[Array, "n"]) -> Int32[Array, "n"]:
-    """`ref[0] += x` by threads that are `live`; for them, the value before."""
+    """Atomically `ref[0] += x` in threads that are `live`; returns the value before to them."""
     return _fetch_add_p.bind(ref, x, live)
 
 
-_load_p, _store_p = Primitive("memjax_load_pairs"), Primitive("memjax_store_pairs")
-_load_words_p, _store_words_p = Primitive("memjax_load_words"), Primitive("memjax_store_words")
-_prefetch_p, _fetch_add_p = Primitive("memjax_prefetch"), Primitive("memjax_fetch_add")
-for _primitive in (_load_p, _store_p, _store_words_p, _prefetch_p):
-    _primitive.multiple_results = True
+# Runs `code` in each thread. $0 is the first of `results` words, or a word that is not used; behind the results come the address
+# and the other operands. The first operands say where: three of `Rows`, or an index.
+_access_p, _fetch_add_p = Primitive("memjax_access"), Primitive("memjax_fetch_add")
+_access_p.multiple_results = True
 
 
-@_load_p.def_effectful_abstract_eval
-def _(ref, start, row, distance):
-    shape = jnp.broadcast_shapes(start.shape, row.shape)
-    return [ShapedArray(shape, jnp.dtype(jnp.uint32))] * _words(ref), {ReadEffect(0)}
+def _split(operands, in_rows):
+    """The operands that say where, and the others."""
+    count = 3 if in_rows else 1
+    return operands[:count], operands[count:]
 
 
-@_store_p.def_effectful_abstract_eval
-def _(ref, start, row, distance, *words, masked):
-    return [], {WriteEffect(0)}
+@_access_p.def_effectful_abstract_eval
+def _(ref, *operands, code, results, effects, in_rows):
+    shape = jnp.broadcast_shapes(*(x.shape for x in _split(operands, in_rows)[0]))
+    return [ShapedArray(shape, jnp.dtype(jnp.uint32))] * results, {effect(0) for effect in effects}
 
 
-@_load_words_p.def_effectful_abstract_eval
-def _(ref, index, live):
-    return ShapedArray(index.shape, jnp.dtype(jnp.uint32)), {ReadEffect(0)}
-
-
-@_store_words_p.def_effectful_abstract_eval
-def _(ref, index, word, live):
-    return [], {WriteEffect(0)}
-
-
-@_prefetch_p.def_effectful_abstract_eval
-def _(ref, index):
-    return [], {ReadEffect(0), WriteEffect(0)}  # or it is left out, for it gives nothing
+@lowering.register_lowering(_access_p)
+def _(ctx, ref, *operands, code, results, effects, in_rows):
+    avals = ctx.avals_in[1:]
+    values = [lowering._ensure_ir_value(x, aval) for x, aval in zip(operands, avals, strict=True)]
+    place, others = _split(values, in_rows)
+    base, shape = _base(ctx, ref), jnp.broadcast_shapes(*(aval.shape for aval in _split(avals, in_rows)[0]))
+    if in_rows:
+        start, row, distance = place
+        pointers = _pointers(base, start, row, distance, shape, _words(ctx.avals_in[0]))
+    else:
+        pointers = lowering._add(lowering._bcast_to(base, shape), place[0])
+    address = _integers(pointers)
+    is_flag = [aval.dtype == jnp.bool_ for aval in _split(avals, in_rows)[1]]
+    words = [_flags(x) if flag else x for x, flag in zip(others, is_flag, strict=True)]
+    out_types = [ir.RankedTensorType.get(shape, ir.IntegerType.get_signless(32))] * max(results, 1)
+    constraints = "=r," * len(out_types) + "l" + ",r" * len(words)
+    is_pure, args = WriteEffect not in effects, [address, *words]
+    out: Any = dialect.elementwise_inline_asm(
+        out_types, code, constraints=constraints, pure=is_pure, packed_element=1, args=args
+    )
+    return [] if results == 0 else [out] if results == 1 else list(out)
 
 
 @_fetch_add_p.def_effectful_abstract_eval
@@ -127,38 +145,8 @@ def _pointers(ref, start, row, distance, shape, words: int):
     return lowering._add(_spread(first, shape), arith.muli(_wide(row, shape), _wide(distance, shape)))
 
 
-@lowering.register_lowering(_load_p)
-def _(ctx, ref, start, row, distance):
-    words, shape = _words(ctx.avals_in[0]), ctx.avals_out[0].shape
-    start, row, distance = _values(ctx, start, row, distance)
-    address = _integers(_pointers(_base(ctx, ref), start, row, distance, shape, words))
-    code = ("ld.global.b32 $0, [$1];", "ld.global.v2.b32 {$0, $1}, [$2];")[words - 1]
-    loaded = _asm(code, words * "=r," + "l", address, results=words, pure=True)
-    return [loaded] if words == 1 else list(loaded)
-
-
-@lowering.register_lowering(_store_p)
-def _(ctx, ref, start, row, distance, *words_and_mask, masked):
-    shape = ctx.avals_in[4].shape
-    start, row, distance = _values(ctx, start, row, distance)
-    words = words_and_mask[: _words(ctx.avals_in[0])]
-    address = _integers(_pointers(_base(ctx, ref), start, row, distance, shape, len(words)))
-    store = ("st.global.b32 [$1], $2;", "st.global.v2.b32 [$1], {$2, $3};")[len(words) - 1]
-    live = [_flags(words_and_mask[-1])] if masked else []
-    if masked:
-        store = f".reg .pred p; setp.ne.u32 p, ${2 + len(words)}, 0; @p {store}"
-    # It has to give something.
-    _asm(f"{{ {store} mov.u32 $0, 0; }}", "=r,l" + ",r" * (len(words) + masked), address, *words, *live, pure=False)
-    return []
-
-
-def _values(ctx, *rows):
-    """Not literals."""
-    return (lowering._ensure_ir_value(x, aval) for x, aval in zip(rows, ctx.avals_in[1:4], strict=True))
-
-
 def _wide(x, shape):
-    """As 64-bit integers."""
+    """`x` as 64-bit integers, broadcast to `shape`."""
     wide = ir.RankedTensorType.get(shape, ir.IntegerType.get_signless(64))
     return arith.extsi(wide, _spread(x, shape))
 
@@ -169,29 +157,6 @@ def _spread(x, shape):
     return lowering._bcast_to(x, shape)
 
 
-@lowering.register_lowering(_load_words_p)
-def _(ctx, ref, index, live):
-    code = "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.u32 $0, 0; @p ld.global.b32 $0, [$1]; }"
-    return _asm(code, "=r,l,r", _addresses(ctx, ref, index), _flags(live), pure=True)
-
-
-@lowering.register_lowering(_store_words_p)
-def _(ctx, ref, index, word, live):
-    code = "{ .reg .pred p; setp.ne.u32 p, $3, 0; @p st.global.b32 [$1], $2; mov.u32 $0, 0; }"
-    _asm(code, "=r,l,r,r", _addresses(ctx, ref, index), word, _flags(live), pure=False)
-    return []
-
-
-@lowering.register_lowering(_prefetch_p)
-def _(ctx, ref, index):
-    _asm("{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", _addresses(ctx, ref, index), pure=False)
-    return []
-
-
-def _addresses(ctx, ref, index):
-    return _integers(lowering._add(lowering._bcast_to(_base(ctx, ref), ir.RankedTensorType(index.type).shape), index))
-
-
 def _integers(pointers):
     shape = ir.RankedTensorType(pointers.type).shape
     return dialect.ptr_to_int(ir.RankedTensorType.get(shape, ir.IntegerType.get_signless(64)), pointers)
@@ -200,12 +165,6 @@ def _integers(pointers):
 def _flags(live):
     word = ir.IntegerType.get_signless(32)
     return arith.extui(ir.RankedTensorType.get(ir.RankedTensorType(live.type).shape, word), live)
-
-
-def _asm(code, constraints, *args, results=1, pure):
-    word = ir.IntegerType.get_signless(32)
-    out = [ir.RankedTensorType.get(ir.RankedTensorType(args[0].type).shape, word)] * results
-    return dialect.elementwise_inline_asm(out, code, constraints=constraints, pure=pure, packed_element=1, args=args)
 
 
 @lowering.register_lowering(_fetch_add_p)

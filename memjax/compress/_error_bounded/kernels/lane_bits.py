@@ -1,4 +1,4 @@
-"""The bits of a group's values, from a word per four values to a word per plane and back.
+"""Transposes the bits of a group's values, from a word per four values to a word per plane and back.
 
 Word j of eight holds in byte i the value of row 8 i + j. So there are four 8 by 8 matrices of bits, which three rounds of
 swaps transpose: plane p's word has in bit 8 i + j, that is for row 8 i + j, bit p of the value.
@@ -15,7 +15,7 @@ _LOW = {4: 0x0F0F0F0F, 2: 0x33333333, 1: 0x55555555}
 
 
 def transpose(words: Sequence[Words], warp: Warp) -> list[Words]:
-    """Planes of eight words of bytes, and the inverse; of fewer, the others are zero."""
+    """The eight planes of eight words of bytes, and the inverse. Fewer words count as if the others were zero."""
     words = [*words, *[jnp.zeros_like(words[0])] * (8 - len(words))]
     for distance, low in _LOW.items():
         for j in range(8):
@@ -27,7 +27,7 @@ def transpose(words: Sequence[Words], warp: Warp) -> list[Words]:
 
 
 def increment(planes: Sequence[Words], carry: Words) -> list[Words]:
-    """Planes of numbers that are larger by one where `carry` is set; what does not fit is lost."""
+    """Planes of the numbers plus one where `carry` is set; the highest carry is lost."""
     out = []
     for plane in planes:
         out.append(plane ^ carry)
@@ -36,7 +36,7 @@ def increment(planes: Sequence[Words], carry: Words) -> list[Words]:
 
 
 def carries(planes: Sequence[Words], others: Sequence[Words]) -> Words:
-    """Where the sum of two numbers has one bit more than they."""
+    """Where the sum of two numbers has one bit more than the numbers."""
     carry = planes[0] & others[0]
     for a, b in zip(planes[1:], others[1:], strict=True):
         carry = (a & b) | (carry & (a | b))

@@ -1,10 +1,10 @@
-"""`reference`'s encoding and decoding as kernels, in Pallas. Headers, the words of each tile, their number and decoded
-values are the same, bit for bit; the order in which tiles lie in the words may be another, and another each time.
+"""Encoding and decoding by Pallas kernels. Headers, the words of each tile, their number and decoded values are those of
+`reference`, bit for bit; the order of the tiles among the words may differ, from run to run, too.
 
-Pallas's Triton backend compiles them, deprecated since JAX 0.11 and still there in 0.12: Mosaic GPU has no such kernels of
-single warps, and `jax_triton` would need a second source, that no CPU can run.
+Pallas's Triton backend compiles the kernels. It is deprecated since JAX 0.11 and still there in 0.12. Mosaic GPU has no kernels
+of single warps, and `jax_triton` would need a second source that no CPU can run.
 
-No temporary memory. A tile's input is read once, or twice with raw lanes or negative values in it, and its words are written
+The kernels need no temporary memory. They read a tile once, or twice if it has raw lanes or negative values, and write its words
 once. If not all words of a tile fit into the code, none is written.
 """
 
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int32
 
+from memjax.compress._error_bounded import reference
 from memjax.compress._error_bounded.kernels.decode import decode_tile
 from memjax.compress._error_bounded.kernels.encode import encode_tile
 from memjax.compress._error_bounded.kernels.pallas_tile import Layout, Where, sizes
@@ -43,11 +44,9 @@ def encode(x: Float[Array, "..."], exponent: Int32[Array, "..."], capacity: int,
     grid = Grid.of(x.shape)
     tiles = grid.tiles
     if tiles == 0:
-        none = jnp.zeros((0,), jnp.int32)
-        return Packed(jnp.zeros((0,), jnp.uint32), jnp.zeros((0, LANES), jnp.uint8), none, jnp.int32(0))
-
+        return reference.encode(x, exponent, capacity)
     words, headers, offsets, needed = _call(
-        _encode_tile,
+        encode_tile,
         (
             sizes(grid, exponent.size, capacity),
             x.reshape(-1),
@@ -81,7 +80,7 @@ def decode(
     if grid.tiles == 0:
         return jnp.zeros(shape, dtype)
     x = _call(
-        _decode_tile if keeps_signs else _decode_tile_without_signs,
+        _DECODE_TILE[keeps_signs],
         (
             sizes(grid, exponent.size, code.words.size),
             code.words,
@@ -98,20 +97,11 @@ def decode(
     return x.reshape(shape)
 
 
-def _encode_tile(where, x_ref, exponent_ref, _, *refs):
-    encode_tile(where, x_ref, exponent_ref, *refs)
-
-
-def _decode_tile(where, *refs):
-    decode_tile(where, *refs, keeps_signs=True)
-
-
-def _decode_tile_without_signs(where, *refs):
-    decode_tile(where, *refs, keeps_signs=False)
+_DECODE_TILE = {flag: functools.partial(decode_tile, keeps_signs=flag) for flag in (True, False)}
 
 
 def _call(of_tile, args, layout: Layout, grid: Grid, out_shape, interpret: bool, **options):
-    """`of_tile` for every tile, by a warp each."""
+    """Run `of_tile` for every tile, each in a warp."""
     kernel = _kernel(of_tile, layout, interpret)
     return call(kernel, args, out_shape, programs=grid.tiles, warps=1, interpret=interpret, **options)
 

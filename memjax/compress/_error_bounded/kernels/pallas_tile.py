@@ -1,4 +1,4 @@
-"""Where the values of a tile are, seen from a kernel."""
+"""`Where`: where the values and the words of a tile are, as a kernel reads and writes them."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -20,11 +20,11 @@ RAW_ROWS = 16  # of raw lanes, copied at once
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What kernels are compiled for, of an array and its code; they read the rest, `sizes`, so that there are few of them.
+    """What a kernel is compiled for. Kernels read other sizes at run time (`sizes`), so that few have to be compiled.
 
     Attributes:
-      is_padded: whether the last tile has values that the array has not.
-      exponents: of steps: "one", one for each "column", or one for each "value" in a lane of its own.
+      is_padded: whether the last tile has more values than the array.
+      exponents: the exponents of steps: "one" for all, one for each "column", or one for each "value".
     """
 
     dtype: jnp.dtype
@@ -45,14 +45,14 @@ def sizes(grid: Grid, exponents: int, capacity: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Where:
-    """Of one tile.
+    """A tile in memory. A lane reads pairs of values: those in its two columns of a row.
 
     Attributes:
-      tile: its number.
-      first: pairs of values before those of its first row.
-      column: even ones, of the matrix.
-      row_pairs: pairs in a row of the matrix.
-      sizes: see `sizes`.
+      tile: the tile's number.
+      first: for each lane, the index of its pair in the tile's first row.
+      column: for each lane, the first of its columns in the matrix.
+      row_pairs: number of pairs in a row of the matrix.
+      sizes_ref: see `sizes`.
     """
 
     layout: Layout
@@ -77,7 +77,7 @@ class Where:
         return self.sizes_ref[3]
 
     def _values(self, row, later, live=None):
-        """Of both columns, indices of values, and which of them the array has, and are live."""
+        """For both columns the indices of values, and which of them are in the array and live."""
         pair = self.first + (row + later) * self.row_pairs
         for index in (2 * pair, 2 * pair + 1):
             inside = index < self.sizes_ref[1] if self.layout.is_padded else None
@@ -86,19 +86,22 @@ class Where:
                 inside = live if inside is None else inside & live
             yield index, inside
 
-    def _rows(self, row, later):
-        from memjax.compress._error_bounded.kernels.kernel_memory import Rows
+    @property
+    def _memory(self):
+        """Operations of GPUs; imported late, because they need private parts of JAX."""
+        from memjax.compress._error_bounded.kernels import kernel_memory
 
-        return Rows(self.first + later * self.row_pairs, row, self.row_pairs)
+        return kernel_memory
+
+    def _rows(self, row, later):
+        return self._memory.Rows(self.first + later * self.row_pairs, row, self.row_pairs)
 
     def load(self, ref, row: Int32[Array, "..."], later: Int32[Array, ""]) -> list[Words]:
-        """Of rows `row + later`, the lanes' two values: a word of both, or, if they have 32 bits, one for each."""
+        """The lanes' pairs in rows `row + later`: a word for both values, or, if they have 32 bits, one for each."""
         from jax.experimental.pallas import triton
 
         if self.warp.native and not self.layout.is_padded:
-            from memjax.compress._error_bounded.kernels import kernel_memory
-
-            return kernel_memory.load_pairs(ref, self._rows(row, later))
+            return self._memory.load_pairs(ref, self._rows(row, later))
         first, second = (
             tiles.to_bits(triton.load(ref.at[index], mask=inside, other=None if inside is None else 0))
             for index, inside in self._values(row, later)
@@ -106,13 +109,11 @@ class Where:
         return [first, second] if self.layout.dtype.itemsize == 4 else [first | (second << 16)]
 
     def store(self, ref, row: Int32[Array, "..."], later: Int32[Array, ""], words: list[Words], live=None) -> None:
-        """The inverse, of the lanes that are `live`."""
+        """The inverse of `load`, for the lanes that are `live`."""
         from jax.experimental.pallas import triton
 
         if self.warp.native and not self.layout.is_padded:
-            from memjax.compress._error_bounded.kernels import kernel_memory
-
-            return kernel_memory.store_pairs(ref, self._rows(row, later), words, live)
+            return self._memory.store_pairs(ref, self._rows(row, later), words, live)
         both = words if len(words) == 2 else [words[0] & u32(0xFFFF), words[0] >> 16]
         for word, (index, inside) in zip(both, self._values(row, later, live), strict=True):
             triton.store(ref.at[index], tiles.from_bits(word, self.layout.dtype), mask=inside)
@@ -123,17 +124,13 @@ class Where:
 
         index = index.astype(jnp.int32)
         if self.warp.native:
-            from memjax.compress._error_bounded.kernels import kernel_memory
-
-            return kernel_memory.load_words(ref, index, live)
+            return self._memory.load_words(ref, index, live)
         return triton.load(ref.at[index], mask=live, other=0)
 
     def prefetch(self, ref, index: Int32[Array, "32"]) -> None:
-        """Bring the words around `ref[index]`, or the last ones, nearer, without waiting."""
+        """Prefetch the words around `ref[index]`, or the last ones."""
         if self.warp.native:
-            from memjax.compress._error_bounded.kernels import kernel_memory
-
-            kernel_memory.prefetch(ref, jnp.minimum(index, self.capacity - 1))
+            self._memory.prefetch(ref, jnp.minimum(index, self.capacity - 1))
 
     def store_words(self, ref, index: Words, word: Words, live) -> None:
         """`ref[index] = word` where `live`."""
@@ -141,13 +138,11 @@ class Where:
 
         index = index.astype(jnp.int32)
         if self.warp.native:
-            from memjax.compress._error_bounded.kernels import kernel_memory
-
-            return kernel_memory.store_words(ref, index, word, live)
+            return self._memory.store_words(ref, index, word, live)
         triton.store(ref.at[index], word, mask=live)
 
     def exponents(self, ref) -> Callable[..., Pair]:
-        """Of the steps 2^k of both values of rows `row + later`."""
+        """A function from rows, `row` and `later`, to the exponents k of the steps of both values."""
         if self.layout.exponents == "value":
             return lambda *row: tuple(ref[lax.rem(index, self.sizes_ref[2])] for index, _ in self._values(*row))
         if self.layout.exponents == "column":
@@ -158,7 +153,7 @@ class Where:
         return lambda *row: same
 
     def dither(self) -> list[Words]:
-        """Planes of parts of steps."""
+        """The planes of the tile's dither."""
         group = jnp.arange(GROUPS, dtype=jnp.int32)[:, None]
         count = _dither.planes_of(self.layout.dtype)
         return _dither.planes(count, self.tile, jnp.arange(LANES, dtype=jnp.int32), group)
@@ -188,7 +183,7 @@ def stack(parts: Sequence[Array]) -> Array:
 
 
 def any_of(x: Words):
-    """Whether any group's word of a lane is not zero."""
+    """Whether the word of any group of a lane is not zero."""
     some = take(x, 0)
     for g in range(1, x.shape[0]):
         some = some | take(x, g)

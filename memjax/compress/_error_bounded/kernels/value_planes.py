@@ -1,8 +1,8 @@
-"""From a tile's values to planes of bits: their magnitudes (`_quantize`), with dither (`dither`), in the order of a lane's
-values (`lane_bits`).
+"""Turns a tile's values into planes of bits: magnitudes (quantize.py) with dither (dither.py), in the order of a lane's values
+(lane_bits.py).
 
-Values become numbers of parts of steps; two bytes of them at a time are gathered, four to a word. Dither is added to
-their planes.
+Values become numbers of parts of steps. Two bytes of each number are read at a time, and collected four to a word. Dither is
+added to their planes.
 """
 
 import functools
@@ -26,10 +26,10 @@ _AT_A_TIME = 2  # groups
 
 
 class Coded(NamedTuple):
-    """Of a tile; planes are (4, 32): of groups, of lanes.
+    """A tile as planes of shape (4, 32): groups, lanes.
 
     Attributes:
-      planes: of magnitudes, of values that are not zero; elsewhere anything.
+      planes: bits of magnitudes, valid for values that are not zero.
       some: which values are not zero.
       raw: which lanes have to be stored as they are.
     """
@@ -40,13 +40,13 @@ class Coded(NamedTuple):
 
 
 class ValuePlanes(NamedTuple):
-    """Of a tile.
+    """The planes of a tile.
 
     Attributes:
-      few: with `FEW` planes.
-      is_all: whether no lane that could have more planes needs them.
-      all: with as many as a code can have.
-      signs: planes of negative values.
+      few: the tile with `FEW` planes.
+      is_all: whether these planes are enough for all lanes.
+      all: gives the tile with as many planes as a code can have.
+      signs: the plane of negative values.
     """
 
     few: Coded
@@ -56,7 +56,7 @@ class ValuePlanes(NamedTuple):
 
 
 def value_planes(where: Where, x_ref, exponent_ref) -> ValuePlanes:
-    """Of a tile, read once; a second time if there are negative values, and by `all`, twice."""
+    """The planes of a tile, which is read once, again if there are negative values, and twice more by `all`."""
     warp, dtype = where.warp, where.layout.dtype
     dither_planes = dither.planes_of(dtype)
     exponents, by_value = where.exponents(exponent_ref), where.layout.exponents == "value"
@@ -64,9 +64,9 @@ def value_planes(where: Where, x_ref, exponent_ref) -> ValuePlanes:
     none = jnp.zeros((_AT_A_TIME, LANES), jnp.uint32)
 
     def of_groups(read, count, carry):
-        """So many arrays that `read` makes of the words of bytes of some groups, two rows each, for all groups; and a carry.
+        """`count` arrays for all groups, which `read` makes from the values of some groups, two rows to a word; and a carry.
 
-        Some at a time, for what is loaded has to fit into registers, those of many warps.
+        Some groups at a time, so that the registers have room for many warps.
         """
         rows, steps = rows_of_bytes(8, _AT_A_TIME), GROUPS // _AT_A_TIME
 
@@ -84,8 +84,8 @@ def value_planes(where: Where, x_ref, exponent_ref) -> ValuePlanes:
         return [stack([take(part, i) for part in of_one for i in range(_AT_A_TIME)]) for of_one in each_array], carry
 
     def read(byte, count):
-        """So many planes of the numbers of parts of steps, from this byte on. And all bits that are set in these numbers, and
-        in values.
+        """`count` planes of the numbers of parts of steps, from this byte on. And the bits that are set in any of these numbers,
+        and in any value.
         """
 
         def read_groups(words, carry):
@@ -120,7 +120,7 @@ def value_planes(where: Where, x_ref, exponent_ref) -> ValuePlanes:
         return of_groups(read_groups, 1, ())[0][0]
 
     def coded(parts, seen):
-        """Of these planes of parts, if no more are needed."""
+        """The tile as coded with these planes of parts."""
         *planes, too_many = lane_bits.increment(
             [*parts[dither_planes:], jnp.zeros_like(parts[0])],
             lane_bits.carries(parts[:dither_planes], where.dither()),
@@ -147,12 +147,12 @@ _SIGNS = {2: 0x80008000, 4: 0x80000000}
 
 
 def _of_row(exponents, index):
-    """Those of one row of all, if they vary by row."""
+    """The exponents of one row."""
     return [take(x, index) if x.ndim == 3 else x for x in exponents]
 
 
 def _top_bits(first: list[Words], second: list[Words], warp) -> Words:
-    """The highest bits of two rows' values, as those of bytes."""
+    """A word whose bytes have the highest bits of two rows' values."""
     if len(first) == 1:
         return warp.bytes_of((first[0], second[0]), (1, 5, 3, 7))
     columns = [warp.bytes_of(column, (3, 7, 3, 7)) for column in zip(first, second, strict=True)]
@@ -160,7 +160,7 @@ def _top_bits(first: list[Words], second: list[Words], warp) -> Words:
 
 
 def _magnitudes(words: list[Words], dtype) -> list[Words]:
-    """The bits of two values without signs as float32s."""
+    """The magnitudes of two values, as the bits of float32s."""
     if len(words) == 2:
         return [word & u32(0x7FFFFFFF) for word in words]
     pair = words[0] & u32(0x7FFF7FFF)

@@ -11,13 +11,13 @@ from memjax._core.compat import varying_like
 
 
 def call(kernel, args: Sequence[Any], out_shape: Any, *, programs: int, warps: int, interpret: bool, **options) -> Any:
-    """What `kernel` writes, called `programs` times with references to all of `args` and of the outputs.
+    """The outputs of `kernel`, which runs `programs` times with references to all of `args` and to the outputs.
 
-    Neither JAX nor compilers see anything of the arrays but their dtype: those of any size share a kernel, traced once, and
-    compiled once in a module. What kernels are given is where an array begins, by a block of one value, for there nothing
-    checks what is beyond. Interpreted ones are given the array.
+    JAX and compilers know only the dtype of the arrays, so that arrays of all sizes share a kernel, which is traced once, and
+    compiled once in a module. A kernel gets a block of one value at the beginning of an array, and nothing checks what it reads
+    beyond. An interpreted kernel gets the array.
 
-    In a `shard_map`, all differs over the mesh axes over which any of `args` does.
+    In a `shard_map`, outputs differ over all mesh axes over which any of `args` differs.
     """
 
     def whole(x):

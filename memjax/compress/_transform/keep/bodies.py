@@ -1,4 +1,4 @@
-"""The programs inside loops and calls."""
+"""The program inside a loop or a call."""
 
 from __future__ import annotations
 

@@ -25,10 +25,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from memjax._core.jaxpr import Program, is_literal, nbytes, variables
+from memjax.compress._codecs.codec import DTYPES
 from memjax.compress._transform.keep.deviations import Scale, scale_of_norm
 from memjax.compress._transform.keep.integers import integer_sources
 from memjax.compress._transform.keep.masks import masks_of_nonzero
-from memjax.compress._transform.keep.origins import ENCODED, Origins
+from memjax.compress._transform.keep.origins import Origins
 from memjax.compress._transform.keep.parameters import Parameters
 from memjax.compress._transform.keep.statistic import is_statistic
 from memjax.compress._transform.keep.which import SMALL, Which
@@ -39,14 +40,14 @@ class Keep:
     """Variables of a program, by what is kept of them.
 
     Attributes:
-      whole: as they are.
-      encoded: through the codec.
-      scales: by variable in `encoded`, the deviations of its channels, if a batch norm reads it.
-      masks: as bits.
-      nonzero: masks of what is not zero in a variable in `encoded`.
-      origins: by residual that is, or is computed again from, a variable in `encoded`, that variable.
-      matched: whether anything, small or large, was what the user selected.
-      refused: what would have been encoded if its code were not larger.
+      whole: kept as they are.
+      encoded: kept as codes.
+      scales: the deviations of the channels of those variables in `encoded` that a batch norm reads.
+      masks: kept as bits.
+      nonzero: for each mask that is computed again, the variable in `encoded` that is not zero where the mask is true.
+      origins: for each residual that is, or is computed again from, a variable in `encoded`, that variable.
+      matched: whether the user's selection matched any residual, small or large.
+      refused: variables that are not encoded because their codes would be larger.
     """
 
     whole: list[Any]
@@ -68,15 +69,15 @@ def choose(
     *,
     keeps_zeros: bool,
 ) -> Keep:
-    """What to keep, so that every one of `residuals` follows from it.
+    """What to keep, so that all of `residuals` follow from it.
 
     Args:
-      program: of the forward pass, calls in place.
-      residuals: variables of it, and literals.
-      lasting: inputs that live until the backward pass, whatever is done here.
-      which: of the arrays to encode.
-      code_nbytes: bytes of the code of an array of this type. An array whose code would be larger is not encoded.
-      keeps_zeros: whether decoded values are zero exactly where what was encoded is.
+      program: the forward pass, with calls in place.
+      residuals: its variables and literals that the backward pass wants.
+      lasting: its inputs that live until the backward pass anyway.
+      which: which arrays to encode.
+      code_nbytes: gives the bytes of the code of an array of a type. An array whose code would be larger is not encoded.
+      keeps_zeros: whether decoded values are zero exactly where the encoded values are.
     """
     origins = Origins(program)
     kept_inputs = {*lasting, *program.constvars}
@@ -91,7 +92,7 @@ def choose(
             whole[var] = None
         elif (sources := _recomputed_from(var, origins, parameters, kept_inputs)) is not None:
             whole.update(dict.fromkeys(sources))
-        elif var.aval.dtype in ENCODED:
+        elif var.aval.dtype in DTYPES:
             floats.setdefault(origins.path(var)[-1], []).append(var)
         elif var.aval.dtype == jnp.bool_:
             masks[var] = None

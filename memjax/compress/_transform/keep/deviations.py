@@ -1,4 +1,6 @@
-"""The standard deviations by which a batch norm divides an array: units of its codec's bound, and a place to encode it."""
+"""Finds the standard deviations that a batch norm divides an array by. They are units of its codec's bound, and where they are
+computed its ranges can be measured, too.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,11 @@ _ROOTS = ("rsqrt", "sqrt")
 
 
 class Scale(NamedTuple):
-    """What a batch norm multiplies channels by.
+    """What a batch norm divides or multiplies channels by.
 
     Attributes:
-      variable: with one entry for each channel.
-      is_deviation: whether this is the standard deviation, or else its reciprocal.
+      variable: has one entry for each channel.
+      is_deviation: whether it is the standard deviation; otherwise it is its reciprocal.
     """
 
     variable: Any
@@ -46,7 +48,7 @@ def scale_of_norm(root: Any, origins: Origins) -> Scale | None:
 
 
 def _square_root(var: Any, channels: int, origins: Origins) -> Scale | None:
-    """The square root with an entry for each channel that `var` is computed of."""
+    """The square root with an entry for each channel that `var` is computed from."""
     walk = Walk([var])
     for ancestor in walk:
         eqn = origins.producer.get(ancestor)

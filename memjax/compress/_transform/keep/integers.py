@@ -1,4 +1,4 @@
-"""What follows from smaller integer arrays by cheap operations, as floats do from images of bytes, is computed again."""
+"""Finds values that follow from smaller integer arrays by cheap operations, as floats do from images of bytes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from memjax._core.jaxpr import Walk, nbytes
 from memjax._core.primitives import AFFINE, COMPARISONS, MOVES
 from memjax.compress._transform.keep.origins import UNCHANGED, Origins
 
-# Bytes scaled to floats, images resized, classes as unit vectors. Not random numbers, which take long.
+# They scale bytes to floats, resize images, and turn classes into unit vectors. Random numbers take too long.
 _CHEAP = AFFINE | UNCHANGED | COMPARISONS | MOVES | {"div", "square", "integer_pow", "dot_general", "reduce_sum"}
 
 
 def integer_sources(var: Any, origins: Origins, kept_inputs: set[Any]) -> list[Any] | None:
-    """The inputs that `var` follows from cheaply, if they take less memory: integers and kept vectors.
+    """The integers and kept vectors that `var` follows from cheaply, if they take less memory than it does.
 
-    None if there are others. Matrices are others, or all layers of a network would be computed again.
+    None if it needs other inputs, matrices among them: otherwise all layers of a network would be computed again.
     """
     walk, sources = Walk([var]), list[Any]()
     for source in walk:

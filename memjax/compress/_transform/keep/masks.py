@@ -1,4 +1,4 @@
-"""The mask of a ReLU follows from what a codec that keeps zeros decodes of the ReLU's output."""
+"""Finds the masks of ReLUs that follow from the ReLUs' outputs, as codecs that keep zeros decode them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memjax.compress._transform.keep.origins import Origins
 
 
 def masks_of_nonzero(masks: Iterable[Any], encoded: Iterable[Any], origins: Origins) -> dict[Any, Any]:
-    """By mask x > 0 the variable of `encoded` that is zero exactly where the mask is false."""
+    """For each mask x > 0 the variable of `encoded` that is zero exactly where the mask is false, if there is one."""
     rectified = {_rectified(var, origins): var for var in encoded}
     sources = {mask: _against_zero(mask, "gt", origins) for mask in masks}
     return {mask: rectified[x] for mask, x in sources.items() if x is not None and x in rectified}
@@ -23,7 +23,7 @@ def _rectified(var: Any, origins: Origins) -> Any | None:
     if (eqn := origins.producer.get(var)) is None:
         return None
     name = eqn.primitive.name
-    if name == "convert_element_type" and var.aval.dtype == jnp.bfloat16:  # which reaches as far as float32
+    if name == "convert_element_type" and var.aval.dtype == jnp.bfloat16:  # its range is that of float32
         var = eqn.invars[0]
     elif name == "mul":  # the square of a ReLU saves twice the ReLU
         literals = [atom.val for atom in eqn.invars if is_literal(atom)]

@@ -9,16 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
 from memjax._core.jaxpr import Program, consumers, is_literal, producers, variables
 from memjax._core.primitives import AFFINE, VIEWS
+from memjax.compress._codecs.codec import DTYPES
 
-ENCODED = (jnp.bfloat16, jnp.float16, jnp.float32)
-"""The dtypes that codecs take."""
 UNCHANGED = VIEWS | {"stop_gradient"}
-"""Primitives whose output is their operand, but for its shape and a rounding."""
-_MANY = 16  # times as large as a small operand is the array that it is combined with
+"""Primitives whose output is their operand, except for its shape and a rounding."""
+_MANY = 16  # a small operand has at most a 16th of the values of the array that it is combined with
 
 
 class Origins:
@@ -62,30 +59,30 @@ class Origins:
 
         Args:
           var: where to begin.
-          exact: only through what changes no value.
-          to_input: also through roundings, which cannot be undone, but repeated.
+          exact: pass only equations that change no value.
+          to_input: also pass roundings, which cannot be undone, but can be repeated from an input.
         """
         path = [var]
         while (step := self.parent(path[-1])) is not None:
             source, last = step[0], path[-1]
             if exact and self.producer[last].primitive.name not in UNCHANGED:
                 break
-            is_narrower = source.aval.dtype in ENCODED and source.aval.dtype.itemsize <= last.aval.dtype.itemsize
+            is_narrower = source.aval.dtype in DTYPES and source.aval.dtype.itemsize <= last.aval.dtype.itemsize
             if not (is_narrower or to_input):
                 break
             path.append(source)
         return path
 
     def small_operands(self, path: Sequence[Any]) -> list[Any]:
-        """What else has to be kept to follow a path, as `path` returns it, from its end."""
+        """The small operands that are needed to compute the first variable of a path from the last."""
         steps = [self.parent(var) for var in path[:-1]]
         repeated = [(small, self.repeated(small)) for step in steps if step is not None for small in step[1]]
         return variables(small if source is None else source for small, source in repeated)
 
-    def uses(self, those: Sequence[Any]) -> list[tuple[Any, Any]]:
-        """Pairs of an equation and the one of `those` variables that it reads; what nothing reads counts where it is made."""
-        pairs = [(eqn, var) for var in dict.fromkeys(those) for eqn in self.consumers.get(var, [])]
-        return pairs or [(self.producer[var], var) for var in those if var in self.producer]
+    def uses(self, vars: Sequence[Any]) -> list[tuple[Any, Any]]:
+        """Pairs of an equation and the one of `vars` that it reads. If none reads them, the equations that make them."""
+        pairs = [(eqn, var) for var in dict.fromkeys(vars) for eqn in self.consumers.get(var, [])]
+        return pairs or [(self.producer[var], var) for var in vars if var in self.producer]
 
 
 def _is_small(operand: Any, var: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What follows from parameters is exact: computed again from them by moving and casting, or kept as it is."""
+"""Finds values that follow from parameters alone. They stay exact: computed again by moving and casting parameters, or kept."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from memjax._core.primitives import MOVES
 from memjax.compress._transform.keep.bodies import body_of
 from memjax.compress._transform.keep.origins import UNCHANGED, Origins
 
-# What changes no value but by rounding: of parameters, parameters again.
+# These change no value except by rounding: applied to parameters they give parameters.
 _MOVED = UNCHANGED | MOVES | {"reduce_precision", "dynamic_update_slice", "sharding_constraint", "reshard"}
-# Of these operands values are moved; the others say where to.
+# How many operands have the values that are moved; the others say where to.
 _DATA_OPERANDS = {"dynamic_slice": 1, "dynamic_update_slice": 2, "gather": 1}
 
 
 class Parameters:
-    """Which values of a program are parameters, moved, cast or computed of each other.
+    """Which values of a program follow from parameters.
 
     Args:
-      program: of the forward pass, calls in place.
-      origins: of its values.
-      kept_inputs: inputs that live until the backward pass anyway, and constants.
+      program: the forward pass, with calls in place.
+      origins: where its values come from.
+      kept_inputs: constants, and inputs that live until the backward pass anyway.
     """
 
     def __init__(self, program: Program, origins: Origins, kept_inputs: set[Any]):
@@ -31,8 +31,8 @@ class Parameters:
         self._computed = _computed_of_parameters(program, kept_inputs) - origins.constants
 
     def sources(self, var: Any) -> list[Any] | None:
-        """What `var` follows from by slicing, reshaping, transposing and casting: parameters, what is computed of parameters
-        alone, and the small arrays that say which parts. None if it is computed of anything else.
+        """What `var` follows from by slicing, reshaping, transposing and casting: parameters, values computed from parameters
+        alone, and the small arrays that say which parts. None if it depends on anything else.
         """
         walk, sources = Walk([var]), list[Any]()
         for source in walk:
@@ -69,9 +69,9 @@ def _data_and_places(eqn: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _computed_of_parameters(program: Program, kept_inputs: set[Any]) -> set[Any]:
-    """What is computed of kept floating-point inputs and constants alone, weights that are normalised for one.
+    """Values computed from kept floating-point inputs and constants alone, such as normalised weights.
 
-    If all inputs of a function are kept, this is empty: which of them are parameters is not known.
+    Empty if all inputs of the function are kept: then it is not known which of them are parameters.
     """
     if kept_inputs.issuperset(program.invars):
         return set()

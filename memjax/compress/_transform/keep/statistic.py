@@ -1,4 +1,4 @@
-"""Which values are statistics: sums of a softmax, deviations of a norm, one for many values. They are kept as they are."""
+"""Finds statistics: sums of a softmax, deviations of a norm, one for many values. They are kept as they are."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from memjax._core.jaxpr import Walk, is_literal, producers, variables
 from memjax._core.primitives import PRODUCTS
 from memjax.compress._transform.keep.bodies import body_of
 
-_MANY = 16  # times as many values as a statistic has
+_MANY = 16  # values for each of a statistic, at least
 
 
 def is_statistic(var: Any, producer: dict[Any, Any]) -> bool:
     """Whether `var` is computed, value by value, of sums or maxima over many values of a larger array.
 
-    An error of the sum of a softmax, or of a norm's deviation, is one of all values that are divided by it, and what it is for
-    is `_MANY` times as large: it is kept as it is.
+    An error of the sum of a softmax, or of a norm's deviation, becomes an error of all values that are divided by it, at least
+    `_MANY` times as many.
 
     Args:
       var: a variable of a program.

@@ -1,4 +1,4 @@
-"""Max-pooling that keeps where each maximum was, a byte per output, instead of its whole input."""
+"""Max-pooling that keeps the index of each maximum in its window, a byte per output, instead of its input."""
 
 import functools
 import itertools
@@ -15,14 +15,14 @@ from memjax._core.arrays import accumulator
 from memjax.compress._error_bounded.kernels.launch import why_not
 from memjax.compress._transform.pooling.max_pool_kernel import Axis, Plan, max_pool_gradient, windows_of
 
-_FEW = 64  # values in windows for which the kernel is compiled, with all of them written out
+_FEW = 64  # the kernel is compiled for windows of at most so many values, because it is unrolled over them
 
 
 def max_pool(x: Float[Array, "..."], *, window_dimensions, window_strides, padding, base_dilation, window_dilation):
-    """What the primitive `reduce_window_max` computes, with the same gradient: to the first of equal values.
+    """What the primitive `reduce_window_max` computes, with the same gradient, which goes to the first of equal values.
 
-    Keeps an index into the window, uint8, for every output: exact, whatever else is compressed. Windows of more than 256
-    values, dilated ones, and what is cut off instead of padded keep the input.
+    It keeps an exact index into the window, uint8, for every output. Windows of more than 256 values, dilated windows and
+    negative padding keep the input instead.
     """
     window = _Window(x.shape, tuple(window_dimensions), tuple(window_strides), tuple(map(tuple, padding)))
     is_dilated = any(d != 1 for d in (*base_dilation, *window_dilation))
@@ -87,17 +87,17 @@ def _backward(window: _Window, index, ct):
 
 
 def _is_in_one_piece(x) -> bool:
-    """Whether no compiler has to find out how to spread a kernel over devices."""
+    """Whether each device runs the kernel on an array of its own, so that no compiler has to partition it."""
     mesh = jax.sharding.get_abstract_mesh()
     is_whole = jax.device_count() == 1 or (not mesh.empty and set(mesh.manual_axes) == set(mesh.axis_names))
     return is_whole and all(axis is None for axis in jax.typeof(x).sharding.spec)
 
 
 def _woven(window: _Window, index, ct):
-    """Windows begin every `stride`: inputs as far behind such a beginning, their `place`, have alike neighbours.
+    """The gradient in plain JAX. Windows begin every `stride`; the `place` of an input is its distance from the last beginning.
 
-    The window that begins there has them at offset `place`, the one before it at `place` + stride, and so on. So there is
-    an array for every place, with an element for every beginning; the gradient is all of them, woven into one another.
+    The window that begins there has the input at offset `place`, the window before it at `place` + stride, and so on. So there is
+    an array for every place, with an element for every beginning, and the gradient interleaves these arrays.
     """
     axes = axes_of(window, ct.shape)
     if any(axis.begun == 0 or axis.outputs == 0 for axis in axes):

@@ -1,4 +1,4 @@
-"""The gradient of max-pooling as a kernel, in Pallas, for windows that overlap: every element written once, none read again.
+"""The gradient of max-pooling with overlapping windows, as a Pallas kernel that writes every element once.
 
 XLA's version of the same sums writes an array for each place (`max_pool._woven`) and reads all of them again.
 """
@@ -23,12 +23,13 @@ _BLOCK, _WARPS = 1024, 4
 
 
 class Axis(NamedTuple):
-    """Of the arrays of a max-pooling.
+    """An axis of the arrays of a max-pooling.
 
     Attributes:
-      inputs, outputs: elements of the input and of the output.
-      begun: windows that begin before the input's end, whether there are outputs for all of them or not.
-      size, stride, low: of windows, and the padding before the input.
+      inputs, outputs: number of elements of the input and of the output.
+      begun: number of windows that begin before the input's end, with an output or without.
+      size, stride: those of the windows.
+      low: padding before the input.
     """
 
     inputs: int
@@ -48,17 +49,17 @@ class Plan(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Of windows: all of the last axis and of `inner` that begin at the same place of the others."""
+        """Number of rows of windows. A row has those that differ in the last axis and in `inner` alone."""
         return self.outer * math.prod(axis.begun for axis in self.axes[:-1])
 
     @property
     def blocks(self) -> int:
-        """Of a row."""
+        """Number of blocks in a row."""
         return -(-self.axes[-1].begun * self.inner // _BLOCK)
 
     @property
     def share_of_lanes(self) -> float:
-        """Of blocks, that have a window to add to."""
+        """Share of the lanes of all blocks that have a window."""
         return self.axes[-1].begun * self.inner / (self.blocks * _BLOCK)
 
     @property
@@ -72,8 +73,8 @@ def max_pool_gradient(
     """The gradient of the input, flat.
 
     Args:
-      plan: with `inputs` below 2^31.
-      index: of each output, in its window.
+      plan: a plan whose `inputs` are below 2^31.
+      index: the index of each maximum in its window.
       ct: cotangents of the outputs.
     """
     return call(
@@ -126,10 +127,10 @@ def _kernel(plan: Plan):
 
 
 def windows_of(place: tuple[int, ...], axes: Any) -> Iterator[tuple[tuple[int, ...], int]]:
-    """The windows in which an input is that lies `place` after one begins.
+    """The windows that have an input which lies `place` after the beginning of a window.
 
     Yields:
-      how many windows earlier one begins, and the input's index in it.
+      by how many windows earlier such a window begins, and the input's index in it.
     """
     earlier = (range(-(-(axis.size - at) // axis.stride)) for at, axis in zip(place, axes, strict=True))
     for back in itertools.product(*earlier):
@@ -138,7 +139,7 @@ def windows_of(place: tuple[int, ...], axes: Any) -> Iterator[tuple[tuple[int, .
 
 
 def _split(number, sizes) -> list[Any]:
-    """The last of the results is below the last size, and so on; the first has the rest."""
+    """The digits of a number in a mixed base: each is below its size, and the first digit has no limit."""
     parts = []
     for size in reversed(sizes):
         parts.append(lax.rem(number, jnp.int32(size)))
@@ -147,12 +148,12 @@ def _split(number, sizes) -> list[Any]:
 
 
 def _join(number, parts, sizes):
-    """The inverse."""
+    """The inverse of `_split`."""
     for part, size in zip(parts, sizes, strict=True):
         number = number * size + part
     return number
 
 
 def _all(conditions):
-    """Broadcast to all elements of a block."""
+    """Whether all conditions hold, for each element of a block."""
     return functools.reduce(jnp.logical_and, conditions, jnp.ones((_BLOCK,), bool))

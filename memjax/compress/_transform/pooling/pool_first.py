@@ -1,7 +1,7 @@
-"""ReLUs after the max-pooling that they come before: the same values and gradients, with less to compute and to keep.
+"""Moves ReLUs from before a max-pooling to behind it: the same values and gradients, with less to compute and to keep.
 
-The ReLU then is of a fraction of the values, and its mask, which a ReLU before pooling needs by itself, often follows from
-what is kept of the array that was pooled: it is the next convolution's input.
+The ReLU then has a fraction of the values. Its output is often the next convolution's input, from which its mask follows; before
+pooling the mask has to be kept.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,7 +58,7 @@ def _relus_before_pooling(program: Program) -> dict[Any, Any]:
 
 
 def _is_pooling(eqn: Any) -> bool:
-    """Whether it takes maxima of windows none of which is all padding, for of that a ReLU would make zero."""
+    """Whether an equation takes maxima of windows. No window may be all padding: a ReLU would turn its -inf into zero."""
     if eqn.primitive.name != _POOLING or any(d != 1 for d in eqn.params["base_dilation"]):
         return False
     if any(d != 1 for d in eqn.params["window_dilation"]):

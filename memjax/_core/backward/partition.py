@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from memjax._core.jaxpr import bind, is_literal, read
+from memjax._core.jaxpr import bind, read, variables
 
 
 class Part:
@@ -17,13 +17,13 @@ class Part:
     def __init__(self, jaxpr: Any, known: Iterable[Any], wanted: Sequence[Any], *, effects: bool):
         self.known, self.wanted = list(known), list(wanted)
         have = set(self.known)
-        needed = {atom for atom in self.wanted if not is_literal(atom)} - have
+        needed = set(variables(self.wanted)) - have
         self.eqns: list[Any] = []
         for eqn in reversed(jaxpr.eqns):
             if needed.intersection(eqn.outvars) or (effects and eqn.effects):
                 self.eqns.append(eqn)
                 needed -= set(eqn.outvars)
-                needed |= {atom for atom in eqn.invars if not is_literal(atom)} - have
+                needed |= set(variables(eqn.invars)) - have
         self.eqns.reverse()
         if needed:
             raise AssertionError(f"not computable from what is known: {needed}")

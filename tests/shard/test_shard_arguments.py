@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from rings import FIRST, ROWS, normal, sharded
 
 from memjax.shard import (
     MetpAttention,
@@ -24,6 +23,7 @@ from memjax.shard import (
     vocab_cross_entropy,
     zigzag,
 )
+from tests.shard.rings import FIRST, ROWS, normal, sharded
 
 X, W_IN, W_OUT = normal((1, 16, 4), (4, 16), (16, 4), dtype=np.float32)
 (Q,) = normal((1, 16, 4, 8), dtype=np.float32)
@@ -79,7 +79,8 @@ def attend(**changes):
 
 def loss(**changes):
     def local(x, w):
-        arguments = {"x": x, "w": w, "labels": jnp.zeros(x.shape[:2], jnp.int32), "axis_name": "ring", **changes}
+        labels = (0 * x[..., 0]).astype(jnp.int32)
+        arguments = {"x": x, "w": w, "labels": labels, "axis_name": "ring", **changes}
         return vocab_cross_entropy(arguments.pop("x"), arguments.pop("w"), arguments.pop("labels"), **arguments)
 
     return sharded(local, 2, (ROWS, FIRST), jax.sharding.PartitionSpec())(X, W_OUT)
@@ -88,8 +89,6 @@ def loss(**changes):
 make_mlp = partial(MetpMlp, rngs=nnx.Rngs(0))
 make_attention = partial(MetpAttention, rngs=nnx.Rngs(0))
 mlp_step = partial(overlap.mlp_step, **{"tokens": 1, "dim": 2, "hidden": 4, "size": 1})
-attention_step = partial(overlap.attention_step, **{"tokens": 1, "heads": 2, "kv_heads": 2, "head_dim": 4})
-saved = partial(overlap.saved_bytes, "tp", **{"tokens": 8, "size": 2, "dim": 4, "hidden": 8, "heads": 2, "kv_heads": 2})
 
 CALLS = [
     (mlp, {"x": None}, "x must be an array, got None"),
@@ -134,6 +133,16 @@ CALLS = [
     (ring_collect, {"dtype": "abc"}, "dtype must be a dtype, got 'abc'"),
     (ring_collect, {"count": 0}, "count must be a number of pieces of at least 1, got 0"),
     (ring_collect, {"count": 1.5}, "count must be a number of pieces of at least 1, got 1.5"),
+    (ring_scan, {"body": lambda carry, block, step: carry + None}, "body must take a carry of .* raises TypeError"),
+    (ring_collect, {"body": lambda carry, block, step: None}, "body must be a function that returns .*carry, sums"),
+    (ring_collect, {"piece": None}, "piece must be a function, got None"),
+    (ring_collect, {"piece": lambda moving: moving}, "piece must be a function of 2 arguments, got"),
+    (mlp, {"activation": jnp.linalg.inv}, "activation must be an elementwise function .* raises"),
+    (baselines.gathered_tokens, {"x": X, "axis_name": "rang"}, "axis_name must be an axis of the mesh"),
+    (baselines.scattered, {"x": X, "axis_name": "rang"}, "axis_name must be an axis of the mesh"),
+    (baselines.gathered_weight, {"w": X, "axis_name": "rang", "axis": 0}, "axis_name must be an axis of the mesh"),
+    (baselines.mlp, {"x": X, "w_in": None, "w_out": W_OUT, "activation": jnp.tanh}, "w_in must be an array, got None"),
+    (baselines.mlp, {"x": X, "w_in": W_IN, "w_out": W_OUT, "activation": "gelu"}, "activation must be a function, got"),
     (overlap.measure_matmul, {"dtype": int}, "dtype must be a floating-point dtype, got"),
     (overlap.measure_link, {"devices": [1, 2]}, "devices must be devices of JAX, got"),
     (ulysses, {"layout": "zigzag"}, "options must be options of attention: causal.*, got 'layout'"),
@@ -186,18 +195,18 @@ CALLS = [
     (make_attention, {"dim": 16, "heads": 4, "head_dim": 0}, "head_dim must be an integer of at least 1"),
     (make_attention, {"dim": 16, "heads": 4, "layout": "zig"}, "layout must be one of"),
     (make_attention, {"dim": 16, "heads": 4, "rotate": 3}, "rotate must be a function"),
+    (make_attention, {"dim": 16, "heads": 4, "rotate": jnp.tanh}, "rotate must be a function of 2 arguments"),
     (make_attention, {"dim": 16, "heads": 4, "scale": "8"}, "scale must be a finite number"),
     (make_attention, {"dim": 16, "heads": 4, "head_chunks": 3}, "head_chunks must be a divisor"),
     (make_attention, {"dim": 16, "heads": 4, "casual": True}, "options must be options of metp_attention.*'casual'"),
     (make_attention, {"dim": 16, "heads": 4, "dropout_rate": "0"}, "dropout_rate must be a finite number"),
-    (saved, {"tokens": -1}, "tokens must be an integer of at least 1, got -1"),
-    (saved, {"size": None}, "size must be an integer of at least 1, got None"),
     (overlap.measure_link, {"sizes": ()}, "sizes must be a sequence of at least one"),
     (overlap.measure_link, {"sizes": (-8,)}, "sizes must be multiples of 4 bytes of at least 4, got -8"),
     (overlap.measure_matmul, {"size": -1}, "size must be an integer of at least 1, got -1"),
     (mlp_step, {"size": 0}, "size must be an integer of at least 1, got 0"),
+    (mlp_step, {"tokens": -1}, "tokens must be an integer of at least 1, got -1"),
+    (mlp_step, {"size": None}, "size must be an integer of at least 1, got None"),
     (mlp_step, {"gated": "no"}, "gated must be True or False"),
-    (attention_step, {"tokens": 0}, "tokens must be an integer of at least 1"),
     (overlap.Link, {"sizes": (), "bandwidths": ()}, "sizes must be a tuple of at least one number"),
     (overlap.Link, {"sizes": (2, 1), "bandwidths": (1.0, 1.0)}, "sizes must be rising"),
     (overlap.Link, {"sizes": (1, 2), "bandwidths": (1.0,)}, "bandwidths must be 2 numbers"),
@@ -256,7 +265,7 @@ OVER_RING = {
     "metp_mlp": (lambda x: metp_mlp(x, x[0].T, x[0], axis_name="ring"), (1, 16, 4), ROWS),
     "metp_attention": (lambda q: metp_attention(q, q, q, axis_name="ring"), Q.shape, ROWS),
     "vocab_cross_entropy": (
-        lambda x: vocab_cross_entropy(x, x[0], jnp.zeros(x.shape[:2], jnp.int32), axis_name="ring"),
+        lambda x: vocab_cross_entropy(x, x[0], (0 * x[..., 0]).astype(jnp.int32), axis_name="ring"),
         (1, 16, 4),
         jax.sharding.PartitionSpec(),
     ),

@@ -110,8 +110,8 @@ def backward(
         dq, dk, dv = chunk(i * size)
         return (sums[0] + dk, sums[1] + dv), dq
 
-    (dk, dv), rest = lax.scan(step, (dk, dv), jnp.arange(1, q.shape[1] // size, dtype=jnp.int32))
-    return jnp.concatenate([dq, jnp.moveaxis(rest, 0, 1).reshape(q.shape[0], -1, *q.shape[2:])], 1), dk, dv
+    (dk, dv), other_dq = lax.scan(step, (dk, dv), jnp.arange(1, q.shape[1] // size, dtype=jnp.int32))
+    return jnp.concatenate([dq, jnp.moveaxis(other_dq, 0, 1).reshape(q.shape[0], -1, *q.shape[2:])], 1), dk, dv
 
 
 def merge(o: Array, lse: Array, o2: Array, lse2: Array) -> tuple[Array, Array]:

@@ -1,4 +1,4 @@
-"""What waits for the codes of what batch norms read: what decides in which pass a compiler makes them."""
+"""Which equations wait for the codes of what batch norms read: that decides in which pass a compiler makes them."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ WEIGHTS = [jax.random.normal(jax.random.key(i), (3, 3, 16, 16)) * 0.1 for i in r
 
 
 def waiting(f):
-    """By barrier with codes of four bits in it: how many, and by what primitives else in it is read."""
+    """For each barrier with codes of four bits their number, and the primitives that read the other arrays in it."""
     x = images()
     forward = jax.make_jaxpr(lambda *args: jax.tree.leaves(jax.vjp(f, *args)))(WEIGHTS, x)
     in_place = lambda *args: evaluate(forward.jaxpr, forward.consts, args, differentiable=False)

@@ -7,10 +7,11 @@ from typing import Any
 
 import jax
 
+from memjax._core.backward.min_cut import smallest_kept
+from memjax._core.backward.partition import Part
+from memjax._core.compat import varying
 from memjax._core.jaxpr import is_literal, nbytes
 from memjax._core.lists import Arrays, drop, merge, pick
-from memjax._core.min_cut import smallest_kept
-from memjax._core.partition import Part
 
 
 class Backward:
@@ -29,6 +30,7 @@ class Backward:
 
     Attributes:
       kept: types of what `keep` returns for `back`.
+      kept_outputs: for each output its place in `kept`, None where it is not kept.
       kept_nbytes: their bytes.
     """
 
@@ -45,6 +47,7 @@ class Backward:
         self.wrt, self.out_float = list(wrt), list(out_float)
         invariant = [False] * len(inputs) if invariant is None else invariant
         lost = [False] * len(inputs) if lost is None else lost
+        self._varying = [varying(aval) for aval in inputs]
 
         def forward(*values):
             def floats(chosen):
@@ -64,10 +67,14 @@ class Backward:
         self._keep = Part(jaxpr, [*jaxpr.constvars, *jaxpr.invars], [*self._outs, *self._kept], effects=True)
         self._rebuild = Part(jaxpr, [*jaxpr.constvars, *available, *self._kept], residuals, effects=False)
         self.kept = [var.aval for var in self._kept]
+        places = {var: i for i, var in enumerate(self._kept)}
+        self.kept_outputs = [None if is_literal(var) else places.get(var) for var in self._outs]
         self.kept_nbytes = sum(map(nbytes, self.kept))
 
     def keep(self, inputs: Arrays) -> tuple[Arrays, Arrays]:
         """(outputs, kept)."""
+        # Sums over devices are part of the program, so it is wrong by a factor for values that vary over other axes.
+        assert [varying(jax.typeof(value)) for value in inputs] == self._varying, "inputs vary over other mesh axes"
         out = self._keep([*self._consts, *inputs])
         return out[: len(self._outs)], out[len(self._outs) :]
 

@@ -1,9 +1,8 @@
-"""The fewest bytes to keep from a step so that the rest follows without its expensive operations.
+"""The fewest bytes to keep from a step so that its residuals follow without its expensive operations.
 
-A step's residuals, as reverse-mode differentiation wants them, are redundant: an LSTM keeps gates, their
-derivatives and tanh of the state, where the sum going into the gates gives them all. The smallest sufficient
-set of values is a minimum cut between what is not there any more (the carry, and outputs of expensive
-operations) and the residuals.
+The residuals of reverse-mode differentiation are redundant. An LSTM keeps gates, their derivatives and tanh of the state,
+where the sum that goes into the gates gives them all. The smallest sufficient set of values is a minimum cut of the program,
+between the residuals and what is lost: the carry, and outputs of expensive operations.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
 
-from memjax._core.jaxpr import is_literal
+from memjax._core.jaxpr import variables
 from memjax._core.primitives import expensive
 
 _INFINITE = 1 << 62
@@ -29,8 +28,7 @@ def smallest_kept(
     """Variables of `jaxpr`, fewest bytes in all, from which every `wanted` one follows cheaply.
 
     Args:
-      jaxpr: straight-line equations. Inputs not named below (the carry) can be kept, but are not there of
-      themselves.
+      jaxpr: straight-line equations. Inputs that are not named below (the carry) are lost unless they are kept.
       invariant: inputs that are the same for every step; what depends on them alone is never kept.
       again: inputs that are there again in the backward pass; what follows from them cheaply is never kept.
       wanted: what has to be recomputable.
@@ -44,7 +42,7 @@ def smallest_kept(
             graph.edge("source", (var, "in"), _INFINITE)
             graph.edge((var, "in"), (var, "out"), nbytes(var))
     for eqn in jaxpr.eqns:
-        inputs = {atom for atom in eqn.invars if not is_literal(atom)}
+        inputs = set(variables(eqn.invars))
         if not eqn.effects and inputs <= invariant:
             invariant.update(eqn.outvars)
             free.update(eqn.outvars)
@@ -57,8 +55,8 @@ def smallest_kept(
                     graph.edge("source", (var, "in"), _INFINITE)
                 for atom in inputs - free:
                     graph.edge((atom, "out"), (var, "in"), _INFINITE)
-    for var in wanted:
-        if not is_literal(var) and var not in free:
+    for var in variables(wanted):
+        if var not in free:
             graph.edge((var, "out"), "sink", _INFINITE)
     near = graph.near_side("source", "sink")
     return [node[0] for node in near if node[-1] == "in" and (node[0], "out") not in near]

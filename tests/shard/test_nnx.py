@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from rings import ROWS, normal, sharded
 
 from memjax.shard import MetpAttention, MetpMlp, baselines, unzigzag, zigzag
+from tests.shard.rings import ROWS, normal, sharded
 
 
 def _over_ring(module, size, rows, x):

@@ -1,0 +1,183 @@
+"""Memory and time of long sequences by recipe: `python -m benchmarks.long_context`, about 25 minutes on one H200.
+
+Four parts, each with a file of results of its own; `--parts` picks some of them.
+
+stack         loss and gradient of the 1B shape, whole, by recipe
+layer         one layer of the 8B shape forward and backward, input and cotangent given
+feed_forward  half a layer, tiled and not
+longest       a real step of the 8B shape, as long as memory and `--step-seconds` allow
+
+`--smoke` tries it on a CPU in about two minutes and saves nothing.
+"""
+
+import dataclasses
+import functools
+import json
+import statistics
+import sys
+import time
+from typing import Any, Literal
+
+import jax
+import tyro
+
+import memjax
+from benchmarks import record
+from experiments.context import measure
+from experiments.data.text import standard_library
+from experiments.models import llama
+from experiments.models.llama import LlamaConfig
+from experiments.models.recipe import parse
+
+Part = Literal["stack", "layer", "feed_forward", "longest"]
+_UNIT = 1024  # of which lengths are multiples
+
+_ENVIRON = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}  # of a GPU's memory; by itself JAX takes three quarters
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    parts: tuple[Part, ...] = ("stack", "layer", "feed_forward", "longest")
+    recipes: tuple[str, ...] = ("checkpoint", "tiled+slots=6", "tiled+groups+slots=6", "tiled+groups+slots=4")
+    """Of the stack."""
+    lengths: tuple[int, ...] = (65536, 131072)
+    """Of the stack."""
+    shape: str = "1B"
+    """Of the stack."""
+    layer_shape: str = "8B"
+    layer_length: int = 65536
+    longest_shape: str = "8B"
+    longest_recipe: str = "tiled+groups+slots=4"
+    step_seconds: float = 120.0
+    """What a step of the longest sequence may take."""
+    repeats: int = 2
+    """Steps that are timed, after one that is not."""
+    smoke: bool = False
+
+
+_SMOKE: dict[str, Any] = {
+    "recipes": ("checkpoint", "tiled=32+groups+slots=2"),
+    "lengths": (128,),
+    "shape": "tiny",
+    "layer_shape": "tiny",
+    "layer_length": 128,
+    "longest_shape": "tiny",
+    "longest_recipe": "tiled=32+groups+slots=2",
+    "step_seconds": 0.5,
+}
+
+
+def main(config: Config) -> None:
+    if config.smoke:
+        config = dataclasses.replace(config, **_SMOKE)
+    cases: dict[Part, list[dict]] = {
+        "stack": [{"shape": config.shape, "recipe": r, "length": n} for n in config.lengths for r in config.recipes],
+        "layer": [
+            {"shape": config.layer_shape, "recipe": r, "length": config.layer_length}
+            for r in ("plain", "tiled+plain", "tiled+groups+plain")
+        ],
+        "feed_forward": [
+            {"shape": config.layer_shape, "recipe": r, "length": config.layer_length} for r in ("plain", "tiled+plain")
+        ],
+        "longest": [
+            {"shape": config.longest_shape, "recipe": config.longest_recipe, "step_seconds": config.step_seconds}
+        ],
+    }
+    for part in config.parts:
+        rows = []
+        for case in cases[part]:
+            case = {"part": part, **case, "repeats": config.repeats}
+            rows.append(record.in_fresh_process("benchmarks.long_context", case, environ=_ENVIRON, timeout=1800))
+            print(json.dumps(rows[-1]), flush=True)
+            if not config.smoke:
+                record.save(f"long_context_{part}", rows)
+
+
+def case(case: dict) -> dict:
+    """One measurement, in a process of its own."""
+    part = case["part"]
+    decoder = llama.SHAPES[case["shape"]]
+    if jax.default_backend() == "cpu":
+        decoder = dataclasses.replace(decoder, dtype="float32")
+    if part == "stack":
+        return _stack(decoder, case)
+    return _longest(decoder, case) if part == "longest" else _layer(decoder, case)
+
+
+def _stack(decoder: LlamaConfig, case: dict) -> dict:
+    recipe, length = parse(case["recipe"]), case["length"]
+    gradient = measure.Gradient(decoder, recipe, length)
+    formula = recipe.bytes_per_token(decoder)
+    found = {
+        "kib_per_token": gradient.bytes.temp / 1024 / length,
+        "formula": None if formula is None else formula / 1024,
+    }
+    seconds = gradient.seconds(_params(decoder), standard_library().train, case["repeats"] + 1)
+    return {**found, "temp_bytes": gradient.bytes.temp, "seconds": seconds[1:]}
+
+
+def _layer(decoder: LlamaConfig, case: dict) -> dict:
+    """A layer, or its second half: gradients of parameters and input, for a cotangent of the result."""
+    recipe, length = parse(case["recipe"]), case["length"]
+    run = functools.partial(llama.layer, decoder, recipe)
+    if case["part"] == "feed_forward":
+        run = functools.partial(llama.feed_forward, recipe)
+
+    @jax.jit
+    def step(p, x, ct):
+        return jax.vjp(run, p, x)[1](ct)
+
+    one = dataclasses.replace(decoder, layers=1, vocabulary=2)
+    p = jax.tree.map(lambda a: a[0], _params(one)["layers"])
+    x, ct = (
+        jax.random.normal(key, (1, length, decoder.dim), decoder.dtype) for key in jax.random.split(jax.random.key(1))
+    )
+    compiled = step.lower(p, x, ct).compile({**memjax.remat_compiler_options()})
+    memory: Any = compiled.memory_analysis()
+    ms = []
+    for _ in range(5 * case["repeats"] + 1):
+        begin = time.perf_counter()
+        jax.block_until_ready(compiled(p, x, ct))
+        ms.append(1e3 * (time.perf_counter() - begin))
+    temp = memory.temp_size_in_bytes
+    return {
+        "kib_per_token": temp / 1024 / length,
+        "temp_bytes": temp,
+        "ms": statistics.median(ms[1:]),
+        "all_ms": ms[1:],
+    }
+
+
+def _longest(decoder: LlamaConfig, case: dict) -> dict:
+    """Seconds of two lengths give those of others: a length + b length^2."""
+    recipe, text, params = parse(case["recipe"]), standard_library().train, _params(decoder)
+    unit = _UNIT if jax.default_backend() == "gpu" else 64
+    lengths = (16 * unit, 32 * unit) if jax.default_backend() == "gpu" else (2 * unit, 4 * unit)
+    short = [measure.Gradient(decoder, recipe, n) for n in lengths]
+    seconds = [min(gradient.seconds(params, text)) for gradient in short]
+    (n, m), (s, t) = lengths, seconds
+    square = max((t / m - s / n) / (m - n), 1e-15)
+    linear = max(s / n - square * n, 0.0)
+    by_time = int((-linear + (linear**2 + 4 * square * case["step_seconds"]) ** 0.5) / (2 * square))
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 2**24)
+    bytes_of = lambda length: measure.Gradient(decoder, recipe, length, quick=True).bytes.total
+    fixed = 2 * sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    last = max(by_time // unit * unit, unit)
+    length = measure.longest(bytes_of, limit, fixed=fixed, unit=unit, first=min(n, last), last=last)
+    found = {"bytes_limit": limit, "longest_by_time": by_time, "length": length}
+    if not length:
+        return found
+    gradient = measure.Gradient(decoder, recipe, length)
+    found |= {"total_bytes": gradient.bytes.total, "kib_per_token": gradient.bytes.temp / 1024 / length}
+    return found | {"seconds": gradient.seconds(params, text, 1)[0]}
+
+
+def _params(decoder: LlamaConfig) -> Any:
+    return jax.jit(functools.partial(llama.init, decoder))(jax.random.key(0))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--case"]:
+        print(json.dumps(case(json.loads(sys.argv[2]))))
+    else:
+        main(tyro.cli(Config, description=__doc__))

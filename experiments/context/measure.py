@@ -1,0 +1,123 @@
+"""What a gradient of a decoder takes by a recipe: bytes as compiled, seconds of real steps, the longest sequence, errors."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import memjax
+from experiments.harness import memory
+from experiments.models import llama
+from experiments.models.llama import LlamaConfig
+from experiments.models.recipe import Recipe
+from experiments.models.stack import codec
+
+
+@dataclasses.dataclass(frozen=True)
+class Bytes:
+    """Of a compiled gradient. Parameters and their gradients count once each, whatever the recipe."""
+
+    temp: int
+    total: int
+
+
+class Gradient:
+    """Loss and gradient of a decoder by a recipe, compiled for one sequence of `length` tokens.
+
+    Args:
+      quick: compile quickly, for the bytes alone.
+    """
+
+    def __init__(self, config: LlamaConfig, recipe: Recipe, length: int, *, quick: bool = False):
+        params = jax.eval_shape(functools.partial(llama.init, config), jax.random.key(0))
+        tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
+        loss = functools.partial(llama.loss, config, recipe)
+        options = memory.options_for_memory() if quick else memjax.remat_compiler_options()
+        step = jax.jit(jax.value_and_grad(loss), compiler_options=options)
+        self.length = length
+        self._step = step.lower(params, tokens, tokens).compile()
+
+    @property
+    def bytes(self) -> Bytes:
+        found: Any = self._step.memory_analysis()
+        temp = found.temp_size_in_bytes
+        return Bytes(temp, temp + found.argument_size_in_bytes + found.output_size_in_bytes)
+
+    def seconds(self, params: Any, text: np.ndarray, steps: int = 2) -> list[float]:
+        """Of steps on the beginning of `text`, repeated if it is shorter."""
+        window = jnp.asarray(np.resize(text, self.length + 1)[None], jnp.int32)
+        found = []
+        for _ in range(steps):
+            begin = time.perf_counter()
+            value, gradients = self._step(params, window[:, :-1], window[:, 1:])
+            value.block_until_ready()
+            jax.block_until_ready(gradients)
+            del gradients  # their memory is needed for the next ones
+            found.append(time.perf_counter() - begin)
+            if not np.isfinite(value):
+                raise FloatingPointError(f"the loss of {self.length} tokens is {value}")
+        return found
+
+
+def longest(bytes_of: Callable[[int], int], limit: int, *, fixed: int, unit: int, first: int, last: int) -> int:
+    """The longest length, a multiple of `unit` up to `last`, within `limit` bytes, to a sixteenth; 0 if `first` does not fit.
+
+    Args:
+      bytes_of: of a length, growing with it.
+      fixed: bytes that do not depend on the length. The rest is nearly proportional to it, so the next length to try is where
+        a straight line reaches the limit, not the middle between what fits and what does not.
+    """
+    low, of_low = first, bytes_of(first)
+    if of_low > limit:
+        return 0
+    high = of_high = 0
+    while low < last and not (high and high - low <= max(unit, low // 16)):
+        if high:
+            share = (limit - of_low) / (of_high - of_low)
+            middle = low + (high - low) * min(max(share, 1 / 16), 15 / 16)
+        else:
+            middle = min(1.02 * low * (limit - fixed) / max(of_low - fixed, 1), last)
+        length = max(int(middle) // unit * unit, low + unit)
+        found = bytes_of(length)
+        if found <= limit:
+            low, of_low = length, found
+        else:
+            high, of_high = length, found
+    return low
+
+
+def out_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+
+
+def gradient_error(config: LlamaConfig, recipe: Recipe, params: Any, text: np.ndarray, length: int) -> dict[str, float]:
+    """By how much compressed inputs of layers change the gradient, relative to it: as measured, and the most that is expected.
+
+    Rounding at random to levels d apart has a variance of d^2 / 6 on average. The gradient of a layer, and of all below, sees
+    the rounding of its input once, and those of layers and positions are independent. So if what positions contribute to the
+    gradient is independent as well, the error is as large relative to the gradient as that of an input is to the input, and
+    squares add up over layers. Where contributions agree, as on real text, the gradient is larger and the error is not.
+    """
+    exact = dataclasses.replace(recipe, kept="checkpoint", bits=None)
+    window = jnp.asarray(np.resize(text, length + 1)[None], jnp.int32)
+    gradients = [
+        jax.jit(jax.grad(functools.partial(llama.loss, config, r)))(params, window[:, :-1], window[:, 1:])
+        for r in (exact, recipe)
+    ]
+    size = lambda tree: float(jnp.sqrt(sum(jnp.sum(jnp.square(a.astype(jnp.float32))) for a in jax.tree.leaves(tree))))
+    wide = lambda tree: jax.tree.map(lambda a: a.astype(jnp.float32), tree)
+    difference = jax.tree.map(jnp.subtract, *map(wide, gradients))
+
+    def step(x, p):
+        code: Any = codec(recipe, config.dim).encode(x)
+        variance = jnp.mean(jnp.square(code.distance)) / 6
+        return llama.layer(config, exact, p, x), variance / jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+    x = params["embed"][window[:, :-1]]
+    squares = jax.jit(lambda x, p: jax.lax.scan(step, x, p)[1])(x, params["layers"])
+    return {"at_most": float(jnp.sqrt(jnp.sum(squares))), "measured": size(difference) / size(gradients[0])}

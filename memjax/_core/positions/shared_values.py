@@ -1,0 +1,47 @@
+"""Rules for values that are the same for every position: along which dimensions they differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memjax._core.positions.walk import Shared, State, Walk, shape_of, shared
+
+
+def uneven_everywhere(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
+    return [shared(shape_of(var)) for var in eqn.outvars]
+
+
+def iota(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
+    shape = shape_of(eqn.outvars[0])
+    return [Shared(tuple(dim == eqn.params["dimension"] and size > 1 for dim, size in enumerate(shape)))]
+
+
+def elementwise(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
+    """The result differs along the dimensions along which any operand does. An operand may be a scalar."""
+    rank = len(shape_of(eqn.outvars[0]))
+    uneven = [state.uneven for state in states if isinstance(state, Shared) and len(state.uneven) == rank]
+    return [Shared(tuple(map(any, zip(*uneven, strict=True))) if uneven else (False,) * rank)] * len(eqn.outvars)
+
+
+def broadcast(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
+    assert isinstance(states[0], Shared)
+    uneven = [False] * len(shape_of(eqn.outvars[0]))
+    for dim, into in enumerate(eqn.params["broadcast_dimensions"]):
+        uneven[into] = states[0].uneven[dim]
+    return [Shared(tuple(uneven))]
+
+
+def reshape(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
+    state, old, new = states[0], shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    assert isinstance(state, Shared)
+    if not any(state.uneven):
+        return [Shared((False,) * len(new))]
+    if [size for size in old if size != 1] != [size for size in new if size != 1]:
+        return [shared(new)]
+    kept = iter([uneven for uneven, size in zip(state.uneven, old, strict=True) if size != 1])
+    return [Shared(tuple(size != 1 and next(kept) for size in new))]
+
+
+def transpose(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
+    assert isinstance(states[0], Shared)
+    return [Shared(tuple(states[0].uneven[dim] for dim in eqn.params["permutation"]))]

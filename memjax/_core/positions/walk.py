@@ -1,0 +1,108 @@
+"""The walk through a program, and what it knows of each value: its state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from memjax._core.compat import primitive_name, source_line
+from memjax._core.jaxpr import is_literal
+
+UNKNOWN = "is not known to keep positions apart"
+COMBINES = "combines every position with every other"
+ALONG = "is along the positions"
+TABLE = (
+    "meets values that differ from position to position but are made without the arguments (an arange, random numbers, a "
+    "table): a tile would get those of the first positions. Pass them as an argument with an axis of its own"
+)
+
+
+class Shared(NamedTuple):
+    """A value that is the same for every position.
+
+    Attributes:
+      uneven: for each dimension, whether values differ along it. It is safe to say that they do.
+    """
+
+    uneven: tuple[bool, ...]
+
+
+class Positions(NamedTuple):
+    """A value with positions.
+
+    Attributes:
+      dim: the dimension that holds them.
+      inner: elements of that dimension from one position to the next: 1, but for dimensions that were merged.
+    """
+
+    dim: int
+    inner: int
+
+
+class Summed(NamedTuple):
+    """A sum over positions, times what is the same for every position."""
+
+
+State = Shared | Positions | Summed
+
+
+class Mixed(Exception):
+    """The reason why a program cannot run tile by tile: an operation, and the source line where that is known."""
+
+    def __init__(self, what: str, where: str = ""):
+        super().__init__(what, where)
+        self.what, self.where = what, where
+
+    def __str__(self) -> str:
+        return self.what + (f", at {self.where}" if self.where else "")
+
+
+def reason(eqn: Any, what: str) -> Mixed:
+    return Mixed(f"{primitive_name(eqn)} {what}", source_line(eqn))
+
+
+def shared(shape: Sequence[int]) -> Shared:
+    return Shared(tuple(size > 1 for size in shape))
+
+
+def shape_of(atom: Any) -> tuple[int, ...]:
+    return tuple(getattr(atom.aval, "shape", ()))
+
+
+def one_place(eqn: Any, states: Sequence[State]) -> Positions:
+    """Where all operands have their positions; shared operands must be the same for all of these."""
+    places = {state for state in states if isinstance(state, Positions)}
+    if len(places) != 1:
+        raise reason(eqn, COMBINES)
+    (place,) = places
+    for state in states:
+        if isinstance(state, Shared) and len(state.uneven) > place.dim and state.uneven[place.dim]:
+            raise reason(eqn, TABLE)
+    return place
+
+
+class Walk:
+    """A walk through a program traced for `length` positions.
+
+    Args:
+      length: at least 2.
+      may_sum: whether sums over positions are of use to the caller.
+      rule: gives the states of an equation's outputs for those of its inputs.
+    """
+
+    def __init__(self, length: int, may_sum: bool, rule: Rule):
+        self.length, self.may_sum, self._rule = length, may_sum, rule
+
+    def program(self, jaxpr: Any, states: Sequence[State]) -> list[State]:
+        """The states of the outputs of a program for those of its inputs; its constants are shared. Raises Mixed."""
+        env: dict[Any, State] = {var: shared(var.aval.shape) for var in jaxpr.constvars}
+        env |= dict(zip(jaxpr.invars, states, strict=True))
+        read = lambda atom: shared(np.shape(atom.val)) if is_literal(atom) else env[atom]
+        for eqn in jaxpr.eqns:
+            env.update(zip(eqn.outvars, self._rule(self, eqn, list(map(read, eqn.invars))), strict=True))
+        return list(map(read, jaxpr.outvars))
+
+
+Rule = Callable[[Walk, Any, list[State]], list[State]]

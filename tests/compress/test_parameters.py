@@ -1,0 +1,82 @@
+"""Parameters are exact: whatever is done to them before they meet an activation is not encoded."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from memjax import compressed
+from memjax.compress import Cast, ErrorBounded
+from tests.compress.kept import kept_bytes
+from tests.compress.networks import EXACT
+
+
+def test_parameters_integers_and_small_arrays_are_left_alone():
+    w = jax.random.normal(jax.random.key(0), (128, 128))
+    labels = jnp.arange(5000) % 128
+
+    def f(w, x):
+        return jnp.tanh(x @ w.astype(jnp.bfloat16).astype(jnp.float32))[jnp.arange(5000) % 40, labels]
+
+    x = jax.random.normal(jax.random.key(1), (40, 128))
+    wrapped = compressed(f, ErrorBounded(0.5, bits_per_value=28))
+    # tanh's derivative is all that is encoded: the arguments, cast weights and indices are exact. Not under jit, where
+    # the compiler may leave out roundings to bfloat16.
+    by_w = lambda f: jax.grad(lambda w: jnp.sum(f(w, x)))(w)
+    np.testing.assert_allclose(by_w(compressed(f, EXACT)), by_w(f), rtol=1e-5, atol=1e-6)
+    by_x = lambda f: jax.jit(jax.grad(lambda x: jnp.sum(f(w, x))))(x[:8])
+    np.testing.assert_allclose(by_x(wrapped), by_x(f), rtol=1e-5, atol=1e-6)
+
+
+class TestParameters:
+    """Whatever is done to parameters before they meet an activation, a code that is off by half leaves dx exact."""
+
+    @staticmethod
+    def check(f, w, x, **options):
+        """f(w, x), linear in x, saves w alone for dx."""
+        off = ErrorBounded(0.5, bits_per_value=12)
+        by_x = lambda f: jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(f(w, x)))))(x)
+        chex.assert_trees_all_close(by_x(compressed(f, off, **options)), by_x(f), rtol=1e-4, atol=1e-5)
+
+    w = jax.random.normal(jax.random.key(0), (4, 64, 128))
+    x = jax.random.normal(jax.random.key(1), (96, 64))
+
+    @pytest.mark.parametrize(
+        "part",
+        [
+            lambda w: w[1],
+            lambda w: w[jnp.int32(2)],
+            lambda w: jnp.split(w, 4)[3][0],
+            lambda w: w.transpose(0, 2, 1)[0].T,
+            lambda w: w.reshape(64, 4, 128)[:, 2],
+            lambda w: jnp.concatenate([w[0, :32], w[1, 32:]]),
+            lambda w: w[:, ::-1][0].astype(jnp.bfloat16).astype(jnp.float32),
+            lambda w: jnp.take(w, jnp.arange(3, 67) % 64, axis=1)[2],
+        ],
+    )
+    def test_moved_or_cast(self, part):
+        self.check(lambda w, x: x @ part(w), self.w, self.x)
+
+    def test_in_a_scan_over_layers(self):
+        def f(w, x):
+            body = lambda x, w: (x @ w.astype(jnp.bfloat16).astype(jnp.float32), None)
+            return lax.scan(body, x, w[:, :, :64] / 8)[0]
+
+        self.check(f, self.w, self.x, inputs=1)
+        self.check(lambda w, x: lax.scan(lambda x, w: (x @ w[:, :64].T, None), x, w)[0], self.w / 8, self.x)
+
+    def test_computed_of_parameters_alone(self):
+        """A weight norm: what is an activation is said."""
+        norm = lambda w: w[0] * lax.rsqrt(jnp.sum(w[0] ** 2, 0))
+        for inputs in (1, "x", -1, (1,), ["x"]):
+            self.check(lambda w, x: x @ norm(w), self.w, self.x, inputs=inputs)
+
+    def test_activations_are_encoded_where_they_are_named(self):
+        f = lambda w, x: jnp.tanh(x @ w[0]) @ w[1].T
+        made_before = lambda inputs: (
+            lambda w, x: jnp.sum(compressed(f, Cast(jnp.bfloat16), inputs=inputs)(w, jnp.sin(x)))
+        )
+        alone, named = (kept_bytes(made_before(inputs), self.w, self.x) for inputs in (False, 1))
+        assert alone - named == self.x.nbytes // 2  # the cosine is kept either way

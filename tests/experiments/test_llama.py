@@ -1,0 +1,201 @@
+"""The Llama decoder: every recipe's gradients against a plain model in float64, its bytes, and compressed layer inputs."""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import memjax
+from experiments.context import measure
+from experiments.models import llama
+from experiments.models.recipe import parse
+from experiments.models.stack import codec
+
+SMALL = llama.LlamaConfig(24, 16, 3, 4, 2, 4, 24, tied=True, dtype="float64", rope_base=100.0)
+EXACT = [
+    *(
+        "checkpoint",
+        "slots=2",
+        "budget=1MiB",
+        "tiled+plain",
+        "tiled=7+checkpoint",
+        "groups+plain",
+        "groups=1+checkpoint",
+    ),
+    *("tiled+slots=1", "tiled+groups+plain", "tiled=5+groups+slots=2", "tiled=5+groups=2+budget=min"),
+    "tiled=5+groups+slots=2+keep_attention",
+]
+
+
+def tokens(length=13, examples=2):
+    text = jax.random.randint(jax.random.key(1), (examples, length + 1), 0, SMALL.vocabulary, jnp.int32)
+    return text[:, :-1], text[:, 1:]
+
+
+def plain(config, params, tokens, labels):
+    """The same decoder in a few lines, with all attention and all logits."""
+    x, where = params["embed"][tokens], jnp.arange(tokens.shape[1])
+    norm = lambda x, scale: x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * scale
+    half = config.head_dim // 2
+    turn = jnp.exp(1j * where[:, None] * config.rope_base ** (-jnp.arange(half) / half))[:, None]
+    for i in range(config.layers):
+        p = jax.tree.map(lambda a, i=i: a[i], params["layers"])
+        h = norm(x, p["attention_norm"])
+        q, k, v = (jnp.tensordot(h, p[name], 1) for name in ("query", "key", "value"))
+        pairs = lambda a: (a[..., :half] + 1j * a[..., half:]) * turn
+        q, k = (jnp.concatenate([pairs(a).real, pairs(a).imag], -1) for a in (q, k))
+        k, v = (jnp.repeat(a, config.heads // config.kv_heads, 2) for a in (k, v))
+        logits = jnp.einsum("btnh,bsnh->bnts", q, k) / jnp.sqrt(config.head_dim)
+        weights = jax.nn.softmax(jnp.where(where[:, None] >= where, logits, -jnp.inf), -1)
+        x = x + jnp.tensordot(jnp.einsum("bnts,bsnh->btnh", weights, v), p["out"], 2)
+        h = norm(x, p["mlp_norm"])
+        x = x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
+    logits = norm(x, params["norm"]) @ params.get("head", params["embed"]).T
+    return -jnp.sum(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1))
+
+
+@functools.cache
+def expected(tied):
+    config = dataclasses.replace(SMALL, tied=tied)
+    params = llama.init(config, jax.random.key(0))
+    params = jax.tree.map(lambda a: a + 0.1 * jnp.sin(jnp.arange(a.size, dtype=a.dtype)).reshape(a.shape), params)
+    return config, params, jax.jit(jax.value_and_grad(functools.partial(plain, config)))(params, *tokens())
+
+
+@pytest.mark.parametrize("recipe", EXACT)
+def test_every_recipe_has_the_plain_gradients(x64, recipe):
+    with jax.numpy_dtype_promotion("standard"):
+        config, params, wanted = expected(True)
+    found = jax.jit(jax.value_and_grad(functools.partial(llama.loss, config, parse(recipe))))(params, *tokens())
+    chex.assert_trees_all_close(found, wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_an_untied_head(x64):
+    with jax.numpy_dtype_promotion("standard"):
+        config, params, wanted = expected(False)
+    loss = functools.partial(llama.loss, config, parse("tiled=4+groups+slots=2"))
+    chex.assert_trees_all_close(jax.jit(jax.value_and_grad(loss))(params, *tokens()), wanted, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("recipe", ["plain", "tiled=3+groups+slots=2"])
+def test_a_ring_has_the_plain_gradients(x64, recipe):
+    """The sequence in zigzag order over four devices, which hold a quarter of the parameters each."""
+    with jax.numpy_dtype_promotion("standard"):
+        config, params, _ = expected(False)
+        inputs, labels = tokens(length=16)
+        wanted = jax.jit(jax.value_and_grad(functools.partial(plain, config)))(params, inputs, labels)
+    mesh = jax.make_mesh((4,), ("ring",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    parts, sequence = llama.shards(params, "ring"), jax.P(None, "ring")
+    loss = jax.shard_map(
+        functools.partial(llama.loss, config, parse(recipe), axis_name="ring"),
+        mesh=mesh,
+        in_specs=(parts, sequence, sequence),
+        out_specs=jax.P(),
+    )
+    found = jax.jit(jax.value_and_grad(loss))(params, *(memjax.shard.zigzag(a, 4) for a in (inputs, labels)))
+    chex.assert_trees_all_close(found, wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_tiles_and_schedules_in_low_precision_are_as_good_as_the_plain_recipe():
+    """Of sums over groups of heads that is not true: each group's is rounded."""
+    wide = llama.LlamaConfig(64, 128, 3, 4, 4, 32, 256, tied=True, dtype="float64")
+    config = dataclasses.replace(wide, dtype="bfloat16")
+    text = jax.random.randint(jax.random.key(1), (4, 65), 0, wide.vocabulary, jnp.int32)
+    params = llama.init(config, jax.random.key(0))
+    gradient = lambda config, recipe: jax.jit(
+        jax.grad(lambda params: llama.loss(config, parse(recipe), params, text[:, :-1], text[:, 1:]))
+    )
+    with jax.enable_x64(True):
+        exact = jax.device_get(gradient(wide, "plain")(jax.tree.map(lambda a: a.astype(jnp.float64), params)))
+
+    def error(recipe):
+        pairs = zip(jax.tree.leaves(gradient(config, recipe)(params)), jax.tree.leaves(exact), strict=True)
+        squares = [(((a.astype(jnp.float32) - b) ** 2).sum(), (b**2).sum()) for a, b in pairs]
+        return float(sum(e for e, _ in squares) / sum(s for _, s in squares)) ** 0.5
+
+    assert error("tiled=16+slots=2") <= 1.1 * error("plain") < 0.03
+
+
+TINY = dataclasses.replace(llama.SHAPES["tiny"], dtype="float32", layers=4)
+
+
+def bytes_per_token(recipe):
+    few, many = (measure.Gradient(TINY, parse(recipe), length, quick=True).bytes.temp for length in (256, 512))
+    return (many - few) / 256
+
+
+def test_bytes_per_token_are_those_of_the_formula():
+    """What does not grow with the length, such as gradients of parameters, is no part of them."""
+    for recipe in ("tiled=32+groups+slots=1", "tiled=32+groups+bits=4"):
+        assert bytes_per_token(recipe) <= 1.1 * parse(recipe).bytes_per_token(TINY)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_error_of_compressed_inputs_is_predicted(bits):
+    """Where positions contribute to the gradient independently, as those of random text do; elsewhere it is less."""
+    random = np.random.default_rng(0).integers(256, size=200).astype(np.uint8)
+    params = llama.init(TINY, jax.random.key(0))
+    found = measure.gradient_error(TINY, parse(f"bits={bits}"), params, random, 128)
+    assert found["measured"] == pytest.approx(found["at_most"], rel=0.25)
+    assert 0.1 / 2**bits < found["at_most"] < 6 / 2**bits
+
+
+def test_compressed_inputs_leave_the_loss_alone_and_rounding_is_unbiased():
+    text = jax.random.randint(jax.random.key(1), (1, 65), 0, 256)
+    params = llama.init(TINY, jax.random.key(0))
+    losses = [llama.loss(TINY, parse(r), params, text[:, :-1], text[:, 1:]) for r in ("plain", "bits=4")]
+    chex.assert_trees_all_close(*losses, rtol=1e-6)
+    x = jax.random.normal(jax.random.key(2), (1, 40, 512)) * jnp.exp(jnp.arange(40.0) / 4)[:, None]
+    coded = codec(parse("bits=4"), 512)
+    seeds = jnp.arange(400, dtype=jnp.int32)
+    draws = jax.lax.map(lambda seed: (c := dataclasses.replace(coded, seed=seed)).decode(c.encode(x)), seeds)
+    step = (x.max(-1, keepdims=True) - x.min(-1, keepdims=True)) / 15
+    assert float(jnp.abs(draws - x).max()) <= 1.001 * float(step.max())
+    assert (
+        float(jnp.abs((draws.mean(0) - x) / step).max()) < 5 / 400**0.5
+    )  # five standard deviations, of at most a step
+
+
+def test_recipes_are_read_and_written():
+    for text in (
+        "plain",
+        "tiled+groups+slots=6",
+        "tiled=64+groups=2+budget=12GiB",
+        "groups+bits=4",
+        "groups+plain+keep_attention",
+        "offload",
+    ):
+        assert str(parse(text)) == text
+    assert str(parse("groups+keep_attention")) == "groups+plain+keep_attention"
+    assert parse("slots=6+tiled") == parse("tiled+slots=6")
+    assert parse("checkpoint").bytes_per_token(llama.SHAPES["8B"]) == 1024 * (256 + 32 + 112)
+    assert parse("tiled+groups+slots=6").bytes_per_token(llama.SHAPES["8B"]) == 1024 * (48 + 32 + 5)
+
+
+@pytest.mark.parametrize("text", ["", "slots", "slots=0", "slots=2+checkpoint", "bits=5", "tiled=x", "tile", "groups="])
+def test_what_is_no_recipe_is_refused(text):
+    with pytest.raises(ValueError, match="a recipe must"):
+        parse(text)
+    with pytest.raises(ValueError, match="keep_attention must come with groups"):
+        parse("keep_attention")
+
+
+@pytest.mark.parametrize(("fixed", "slope", "bend"), [(1000, 3, 0.0), (0, 5, 0.002), (900, 2, -0.0001)])
+def test_the_longest_length_is_found_in_few_steps(fixed, slope, bend):
+    tried = []
+
+    def bytes_of(length):
+        tried.append(length)
+        return int(fixed + slope * length + bend * length**2)
+
+    found = measure.longest(bytes_of, 10_000, fixed=fixed, unit=16, first=64, last=100_000)
+    after = found + max(16, found // 16) + 16
+    assert bytes_of(found) <= 10_000 < bytes_of(after)
+    assert found % 16 == 0
+    assert len(tried) <= 10
+    assert measure.longest(bytes_of, 10_000, fixed=fixed, unit=16, first=64, last=128) == 128
+    assert measure.longest(bytes_of, fixed + 10, fixed=fixed, unit=16, first=64, last=128) == 0
