@@ -2,6 +2,8 @@
 
 Functions:
   explain: where the activation memory of a training step goes, module by module, and what would save it.
+  plan: what a function keeps and what it computes again, so that its step fits a budget of memory in the least time.
+  planned: a function that is differentiated by such a plan.
   measure: bytes, FLOPs and compile time of a function, and what it holds for its backward pass.
   compressed: a function or Flax module whose saved activations go through a lossy code.
   linear_cross_entropy: the loss of a language model without its logits in memory.
@@ -10,6 +12,7 @@ Functions:
 Classes:
   Explanation: what `explain` returns.
   Measurement: what `measure` returns.
+  Plan: what `plan` returns.
 
 Packages:
   remat: recomputation by budget and by name: checkpoint, scan, chain, dense blocks, RNNs.
@@ -27,17 +30,22 @@ from memjax._explain import Explanation, explain
 from memjax._linear_cross_entropy import linear_cross_entropy
 from memjax._measure import measure, remat_compiler_options
 from memjax._measurement import Measurement
+from memjax._plan.api import plan, planned
+from memjax._plan.result import Plan
 from memjax.compress import compressed
 
 __all__ = [
     "Explanation",
     "Measurement",
+    "Plan",
     "__version__",
     "compress",
     "compressed",
     "explain",
     "linear_cross_entropy",
     "measure",
+    "plan",
+    "planned",
     "remat",
     "remat_compiler_options",
     "shard",

@@ -14,7 +14,7 @@ from jax.extend import core
 
 from memjax._core.arrays import vary
 from memjax._core.compat import nested, scope, settings
-from memjax._core.primitives import CUSTOM_CALLS, PLAIN_CALLS, REPLICATIONS
+from memjax._core.primitives import CHECKPOINTS, CUSTOM_CALLS, PLAIN_CALLS, REPLICATIONS
 
 
 def nbytes(aval: Any) -> int:
@@ -150,14 +150,17 @@ class Program:
         return dataclasses.replace(self, constvars=self.constvars[consts:], consts=self.consts[consts:], invars=inputs)
 
 
-def calls_in_place(closed: Any, *, differentiable: bool) -> Program:
+def calls_in_place(closed: Any, *, differentiable: bool, checkpoints: bool = False) -> Program:
     """The program of a closed jaxpr with the bodies of its calls in their place. Nothing is traced: variables are renamed.
 
     Args:
       closed: the jaxpr.
       differentiable: keep calls with a derivative rule of their own as they are.
+      checkpoints: put the bodies of checkpoints in their place, too.
     """
     calls = PLAIN_CALLS if differentiable else PLAIN_CALLS | CUSTOM_CALLS
+    if checkpoints:
+        calls = calls | dict.fromkeys(CHECKPOINTS, "jaxpr")
     program = Program([*closed.jaxpr.constvars], [*closed.consts], [*closed.jaxpr.invars], [], [])
 
     def add(jaxpr: Any, names: dict[Any, Any], outer: Any) -> list[Any]:
@@ -166,6 +169,8 @@ def calls_in_place(closed: Any, *, differentiable: bool) -> Program:
         for eqn in jaxpr.eqns:
             placed, name = nested(eqn, outer), eqn.primitive.name
             body = eqn.params.get(calls[name]) if name in calls else None
+            if name in CHECKPOINTS and isinstance(body, core.Jaxpr):
+                body = core.ClosedJaxpr(body, ())
             if isinstance(body, core.ClosedJaxpr):
                 constvars = [core.Var(var.aval) for var in body.jaxpr.constvars]
                 program.constvars.extend(constvars)

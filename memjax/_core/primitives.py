@@ -77,7 +77,7 @@ WHOLE_OPERANDS = (
 
 def expensive(eqn: Any) -> bool:
     """Whether the equation's outputs are worth keeping: it, or one inside it, does more than touch memory."""
-    if eqn.primitive.name in EXPENSIVE or eqn.effects:
+    if eqn.primitive.name in EXPENSIVE or is_attention(eqn.primitive.name) or eqn.effects:
         return True
     return any(expensive(inner) for body in bodies(eqn) for inner in body.eqns)
 
@@ -86,10 +86,16 @@ def flops(eqn: Any) -> float:
     """The FLOPs of matrix products and convolutions in an equation, at any depth; loops of unknown length count once."""
     turns = eqn.params["length"] if eqn.primitive.name == "scan" else 1
     inside = sum(flops(inner) for body in bodies(eqn) for inner in body.eqns)
-    return turns * inside + _product_flops(eqn)
+    return turns * inside + flops_of_product(eqn)
 
 
-def _product_flops(eqn: Any) -> float:
+def is_attention(name: str) -> bool:
+    """Whether a primitive is a kernel of attention: cuDNN's, forwards or backwards."""
+    return "dot_product_attention" in name
+
+
+def flops_of_product(eqn: Any) -> float:
+    """The FLOPs of one matrix product or convolution; of anything else none."""
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
         shape = eqn.invars[0].aval.shape

@@ -1,0 +1,1 @@
+"""`plan` and `planned`: any function within a memory budget, at the least recomputation."""

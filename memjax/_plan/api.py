@@ -1,0 +1,129 @@
+"""`plan` and `planned`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from memjax._core import check
+from memjax._core.clear_errors import value_errors
+from memjax._plan.decide import decide
+from memjax._plan.derivative import Derivative
+from memjax._plan.differentiable import differentiable
+from memjax._plan.flat import Flat
+from memjax._plan.free import free_bytes
+from memjax._plan.result import Plan
+
+_ALLOWED = ("recompute",)
+
+
+def plan(
+    f: Callable[..., Any],
+    *args: Any,
+    budget: int | str,
+    allow: Sequence[str] = _ALLOWED,
+    argnums: int | Sequence[int] = 0,
+    **kwargs: Any,
+) -> Plan:
+    """How `jax.value_and_grad(f, argnums)(*args, **kwargs)` fits a budget of memory in the least time.
+
+    The program of `f` is divided where few bytes are alive: between layers, and inside them. What each stretch keeps for its
+    backward pass, arrays inside custom derivatives included (the log-sum-exp of an attention kernel), and what it computes again
+    at its turn there, is chosen together for all: a minimum cut at several prices of memory for each stretch that differs
+    from the others, and one dynamic program over all of them. So is the body of a `jax.lax.scan`, with one choice for all
+    turns, or two. Then the step is compiled, which says how far off the model is, and the plan corrected.
+
+    Args:
+      f: a function of pytrees, NNX modules among them; a loss, or a loss and auxiliary results. Checkpoints in it are taken out.
+      *args: arrays or `jax.ShapeDtypeStruct`s. Nothing is run. Their shardings are those that the step is compiled for, on the
+        platform of their devices, which need not be there.
+      budget: temporary bytes of the compiled step, per device, or a text like "40GiB"; "device": what is free on the device
+        beside arguments and results; "min": the least memory.
+      allow: what the plan may do; "recompute" is all there is.
+      argnums: which of `args` are differentiated.
+      **kwargs: as `args`; they are not differentiated.
+
+    Returns:
+      A `Plan`, which `planned` takes. Its gradients are those of `f`: what is computed again is the same.
+
+    Raises:
+      ValueError: a budget below the least possible (the message states that, the time there, and what holds it up).
+      TypeError: an argument of the wrong kind, or nothing to differentiate.
+    """
+    check.function("f", f)
+    room = _budget(budget)
+    _check_allow(allow)
+    chosen = [argnums] if not isinstance(argnums, Sequence) else list(argnums)
+    chosen = [check.integer("argnums", number, what="positions of arguments") for number in chosen]
+    if any(not -len(args) <= number < len(args) for number in chosen):
+        raise check.fail(ValueError, "argnums", f"positions among {len(args)} arguments", argnums)
+    flat = Flat(f, args, kwargs)
+    with value_errors("f", f):
+        program = flat.program()
+    differentiated = {number % len(args) for number in chosen}
+    wrt = [False] * len(program.closed.consts) + flat.float_arrays_of(differentiated)
+    if not any(wrt):
+        raise check.fail(TypeError, "f", "a function with float arrays to differentiate", f, "see argnums")
+    if not any(program.has_cotangent):
+        raise check.fail(TypeError, "f", "a function with a float result", f)
+    derivative = Derivative(program.closed, program.types, wrt, program.has_cotangent, {})
+    shardings = [None] * len(program.closed.consts) + [getattr(leaf, "sharding", None) for leaf in flat.arrays]
+    if room == "device":
+        room = free_bytes(program.types, derivative, shardings)
+    return decide(derivative, program.types, shardings, room)
+
+
+def planned(
+    f: Callable[..., Any],
+    *,
+    budget: int | str | None = None,
+    plan: Plan | None = None,
+    allow: Sequence[str] = _ALLOWED,
+) -> Callable[..., Any]:
+    """`f`, differentiated in reverse within a budget of memory, in the least time.
+
+    Args:
+      f, allow: as for `memjax.plan`. What `f` closes over is differentiated, too.
+      budget: as for `memjax.plan`. The plan is made when the result is differentiated, once for each program: the temporary bytes
+        are those of value and gradient of `f` alone. Under `jax.vmap` they are those of one example; inside
+        `jax.shard_map` those of one device. Under `jax.jit` the shardings of arguments are not known yet: plan ahead then.
+      plan: what `memjax.plan` found for `f` and arguments of these types. Exactly one of `budget` and `plan` is to be given.
+
+    Returns:
+      A function with the signature of `f`. Where it is not differentiated it is `f`. On a CPU compile with
+      `memjax.remat_compiler_options()`, or the compiler may undo the recomputation.
+
+    Raises:
+      ValueError: both or neither of `budget` and `plan`; when called, a budget below the least possible, or a plan of another
+        program.
+      TypeError: forward-mode differentiation (`jax.jvp`, `jax.jacfwd`).
+    """
+    check.function("f", f)
+    check.exactly_one(budget=budget, plan=plan)
+    _check_allow(allow)
+    if plan is not None and not isinstance(plan, Plan):
+        raise check.fail(TypeError, "plan", "a Plan", plan, "memjax.plan makes one")
+    room = None if budget is None else _budget(budget)
+    known: dict[Any, Plan] = {}
+
+    @functools.wraps(f)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        flat = Flat(f, args, kwargs)
+        with value_errors("f", f):
+            program = flat.program()
+        outs = differentiable(program, [*program.closed.consts, *flat.arrays], room, plan, known)
+        return flat.result(program, outs)
+
+    return run
+
+
+def _budget(value: Any) -> Any:
+    return check.byte_count("budget", value, words=("min", "device"))
+
+
+def _check_allow(allow: Any) -> None:
+    if isinstance(allow, str) or not isinstance(allow, Sequence):
+        raise check.fail(TypeError, "allow", "a sequence of names", allow, 'such as ("recompute",)')
+    for name in allow:
+        check.choice("allow", name, _ALLOWED)

@@ -1,0 +1,70 @@
+"""What the compiler takes for a step under a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from memjax._core.compat import names_an_axis
+from memjax._core.lists import pick
+from memjax._measure import remat_compiler_options
+from memjax._plan.derivative import Derivative
+from memjax._plan.run import Run
+from memjax.remat._chain.compiled_bytes import compile_alone, temporary
+
+
+def step_bytes(derivative: Derivative, run: Run, types: Sequence[Any], shardings: Sequence[Any]) -> int | None:
+    """Temporary bytes of value and gradient, per device; None where they are no program of their own.
+
+    Args:
+      derivative, run: of the function.
+      types: of its inputs.
+      shardings: of its inputs, None where it is not known.
+    """
+    out_types = [atom.aval for atom in derivative.outputs]
+    scalar = [aval.shape == () for aval in pick(out_types, derivative.outs)]
+
+    def step(inputs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+        outs, kept = run.forward(inputs)
+        own = pick(outs, derivative.outs)
+        given = iter(cotangents)
+        cts = [jnp.ones_like(out) if one else next(given) for out, one in zip(own, scalar, strict=True)]
+        return outs, run.backward(inputs, kept, cts)
+
+    others = [aval for aval, one in zip(pick(out_types, derivative.outs), scalar, strict=True) if not one]
+    manual = any(jax.sharding.AxisType.Manual in aval.sharding.mesh.axis_types for aval in types)
+    if manual or any(names_an_axis(effect) for eqn in derivative.forward.eqns for effect in eqn.effects):
+        program = compile_alone(jax.make_jaxpr(step)(list(types), others))
+        return None if program is None else temporary(program)
+    explicit = [aval for aval in types if jax.sharding.AxisType.Explicit in aval.sharding.mesh.axis_types]
+    if explicit and any(sharding is None for sharding in shardings):
+        return None
+    inputs = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+        for aval, sharding in zip(types, shardings, strict=True)
+    ]
+    platform, options = platform_of(shardings), dict[str, Any]()
+    if platform == "cpu":
+        options |= remat_compiler_options("cpu")
+        options["xla_backend_optimization_level"] = 0  # machine code is made after memory has been assigned
+    lowered = jax.jit(step).trace(inputs, others).lower(lowering_platforms=(platform,))
+    return temporary(lowered.compile(compiler_options=options))
+
+
+def device_of(shardings: Sequence[Any]) -> Any:
+    """A device that the inputs are on, or the default one."""
+    for sharding in shardings:
+        if sharding is not None:
+            return next(iter(sharding.device_set))
+    return jax.devices()[0]
+
+
+def platform_of(shardings: Sequence[Any]) -> str:
+    """The platform to compile for."""
+    device = device_of(shardings)
+    if device.platform == "gpu":
+        return "rocm" if "amd" in device.device_kind.lower() else "cuda"
+    return device.platform

@@ -1,0 +1,189 @@
+"""The derivative of a program as two programs: one forwards, which gives residuals, and one backwards, which reads them.
+
+Both are straight lines of equations, rules of custom derivatives included, so that what the backward pass reads can be kept
+or computed again one by one. A scan is one equation in each; `loop_pairs` finds the two, and their bodies are such a pair, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from memjax._core.compat import bodies, eval_jaxpr, scan_counts
+from memjax._core.jaxpr import Program, calls_in_place, is_literal, trace, variables
+from memjax._core.lists import Arrays, drop, merge, pick
+from memjax._core.primitives import CHECKPOINTS
+
+
+class Derivative:
+    """The derivative of a closed jaxpr with respect to some of its inputs.
+
+    Args:
+      closed: the program. Its constants and inputs together are the inputs here. Checkpoints in it are taken out: what to keep
+        is the plan's choice.
+      types: of the inputs.
+      wrt: which inputs to differentiate with respect to.
+      outs: which outputs have a cotangent.
+      axes: sizes of the named axes that its collectives run over.
+
+    Attributes:
+      forward: from the inputs to the outputs, then residuals.
+      backward: from cotangents to the cotangents of the inputs in `wrt`. It reads variables of `forward`: the residuals.
+      outputs: the outputs among `forward.outvars`.
+      wrt, outs: as above.
+    """
+
+    def __init__(
+        self, closed: Any, types: Sequence[Any], wrt: Sequence[bool], outs: Sequence[bool], axes: dict[str, int]
+    ):
+        self.wrt, self.outs = tuple(wrt), tuple(outs)
+        primal, n_consts = without_checkpoints(closed), len(closed.consts)
+        trees = []
+
+        def with_residuals(*inputs: Any) -> Arrays:
+            def chosen_outputs(chosen: Arrays) -> tuple[Arrays, Arrays]:
+                full = merge(chosen, drop(inputs, wrt), wrt)
+                consts = [*full[:n_consts], *primal.consts[n_consts:]]  # those of calls come last
+                every = eval_jaxpr(primal.jaxpr, consts, full[n_consts:])
+                return pick(every, outs), drop(every, outs)
+
+            wanted, pullback, others = jax.vjp(chosen_outputs, pick(inputs, wrt), has_aux=True)
+            residuals, tree = jax.tree.flatten(pullback)
+            trees.append(tree)
+            return [*merge(wanted, others, outs), *residuals]
+
+        self.forward = calls_in_place(trace(with_residuals, types, axes), differentiable=False)
+        n = len(closed.out_avals)
+        self.outputs, residuals = self.forward.outvars[:n], self.forward.outvars[n:]
+        [tree] = trees
+        pull = lambda residuals, cts: jax.tree.leaves(jax.tree.unflatten(tree, residuals)(cts))
+        cotangents = [strong(aval.to_ct_aval()) for aval in pick(closed.out_avals, outs)]
+        traced = trace(pull, [[atom.aval for atom in residuals], cotangents], axes)
+        backward = without_dead_equations(calls_in_place(traced, differentiable=False))
+        self.backward = renamed(backward, dict(zip(backward.invars, residuals, strict=False)))
+
+
+def renamed(program: Program, names: dict[Any, Any]) -> Program:
+    """The program that reads other variables, or literals, in place of some of its inputs, which it has no more."""
+    read = lambda atoms: [atom if is_literal(atom) else names.get(atom, atom) for atom in atoms]
+    eqns = [eqn.replace(invars=read(eqn.invars)) for eqn in program.eqns]
+    inputs = [var for var in program.invars if var not in names]
+    return Program(program.constvars, program.consts, inputs, read(program.outvars), eqns)
+
+
+def strong(aval: Any) -> Any:
+    """The type without weakness, which says nothing about an array."""
+    return aval.update(weak_type=False)
+
+
+def without_dead_equations(program: Program) -> Program:
+    """The program without equations that no output depends on."""
+    needed, eqns = set(variables(program.outvars)), []
+    for eqn in reversed(program.eqns):
+        if eqn.effects or not needed.isdisjoint(eqn.outvars):
+            needed.update(variables(eqn.invars))
+            eqns.append(eqn)
+    return Program(program.constvars, program.consts, program.invars, program.outvars, eqns[::-1])
+
+
+def without_checkpoints(closed: Any) -> Any:
+    """The closed jaxpr with the bodies of checkpoints in their place, in scans as well."""
+    if not _has_checkpoints(closed.jaxpr):
+        return closed
+    program = calls_in_place(closed, differentiable=True, checkpoints=True)
+    eqns = []
+    for eqn in program.eqns:
+        if eqn.primitive.name == "scan":
+            body = without_checkpoints(_closed(eqn.params["jaxpr"]))
+            eqn = eqn.replace(params=eqn.params | {"jaxpr": body})
+        eqns.append(eqn)
+    debug = closed.jaxpr.debug_info
+    jaxpr = core.Jaxpr(program.constvars, program.invars, program.outvars, eqns, closed.jaxpr.effects, debug)
+    return core.ClosedJaxpr(jaxpr, program.consts)
+
+
+def _closed(jaxpr: Any) -> Any:
+    return jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else core.ClosedJaxpr(jaxpr, ())
+
+
+def _has_checkpoints(jaxpr: Any) -> bool:
+    inside = (body for eqn in jaxpr.eqns for body in bodies(eqn))
+    return any(eqn.primitive.name in CHECKPOINTS for eqn in jaxpr.eqns) or any(map(_has_checkpoints, inside))
+
+
+class LoopPair(NamedTuple):
+    """A scan of the forward pass and the scan of the backward pass that reads what it stacks.
+
+    Attributes:
+      forward, backward: the equations.
+      program: the body of the forward scan: (constants, carried, slices) to (carried, stacked).
+      pull: the body of the backward scan. What the forward scan stacks for it alone it reads as variables of `program`.
+      again: positions, among the operands of `backward`, of what `pull` reads as such variables instead.
+      free: inputs of `program` that are there again in the backward pass: all but what is carried.
+      residuals: positions, among the outputs of `forward`, of what nothing but `backward` reads.
+    """
+
+    forward: Any
+    backward: Any
+    program: Program
+    pull: Program
+    again: list[int]
+    free: list[Any]
+    residuals: list[int]
+
+
+def loop_pairs(derivative: Derivative) -> list[LoopPair]:
+    """The scans whose bodies can be planned."""
+    forward, backward = derivative.forward, derivative.backward
+    readers: dict[Any, list[Any]] = {}  # in the backward pass
+    for eqn in backward.eqns:
+        for var in dict.fromkeys(variables(eqn.invars)):
+            readers.setdefault(var, []).append(eqn)
+    elsewhere = {var for eqn in forward.eqns for var in variables(eqn.invars)}
+    elsewhere.update(variables([*derivative.outputs, *backward.outvars]))
+    found = []
+    for eqn in forward.eqns:
+        if eqn.primitive.name != "scan":
+            continue
+        mirrors = {
+            id(reader): reader for out in eqn.outvars for reader in readers.get(out, []) if _mirrors(eqn, reader)
+        }
+        for mirror in mirrors.values():
+            only = {out for out in eqn.outvars if all(reader is mirror for reader in readers.get(out, []))} - elsewhere
+            pair = _pair(eqn, mirror, only)
+            if pair.again:
+                found.append(pair)
+                break
+    return found
+
+
+def can_be_split(pair: LoopPair) -> bool:
+    """Whether both loops can run in parts: what they stack has to be written into arrays of zeros."""
+    stacked = [*pair.forward.outvars, *pair.backward.outvars]
+    return not any(jnp.issubdtype(var.aval.dtype, jax.dtypes.extended) for var in stacked)
+
+
+def _mirrors(forward: Any, backward: Any) -> bool:
+    same = backward.primitive.name == "scan" and backward.params["length"] == forward.params["length"]
+    return same and backward.params["reverse"] != forward.params["reverse"]
+
+
+def _pair(forward: Any, backward: Any, only: set[Any]) -> LoopPair:
+    """The pair, of what the forward scan stacks those in `only` being residuals."""
+    program = calls_in_place(_closed(forward.params["jaxpr"]), differentiable=False)
+    pull = without_dead_equations(calls_in_place(_closed(backward.params["jaxpr"]), differentiable=False))
+    consts, carried = scan_counts(forward)
+    positions = {out: i for i, out in enumerate(forward.outvars) if i >= carried and out in only}
+    names, residuals, again = {}, set(), []
+    for i, (atom, var) in enumerate(zip(backward.invars, pull.invars, strict=True)):
+        position = None if is_literal(atom) else positions.get(atom)
+        if i >= sum(scan_counts(backward)) and position is not None and not is_literal(program.outvars[position]):
+            names[var] = program.outvars[position]
+            residuals.add(position)
+            again.append(i)
+    free = [*program.constvars, *program.invars[:consts], *program.invars[consts + carried :]]
+    return LoopPair(forward, backward, program, renamed(pull, names), again, free, sorted(residuals))

@@ -1,0 +1,112 @@
+"""A program with the derivative that a plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.custom_derivatives import SymbolicZero
+
+from memjax._core import costs
+from memjax._core.arrays import is_float, zeros
+from memjax._core.barriers import barrier
+from memjax._core.compat import eval_jaxpr
+from memjax._core.derivatives import Static, forward_mode_message, perturbed, refusing_forward_mode
+from memjax._core.jaxpr import axis_sizes, is_literal
+from memjax._core.lists import Arrays, drop, merge, pick
+from memjax._plan.chain import Chain
+from memjax._plan.compiled import device_of
+from memjax._plan.decide import decide, digest, pieces_of_plan
+from memjax._plan.derivative import Derivative
+from memjax._plan.flat import Traced
+from memjax._plan.free import free_bytes
+from memjax._plan.result import Plan
+from memjax._plan.run import Run
+
+_FORWARD_MODE = forward_mode_message("memjax.planned", "call the function itself there")
+
+
+def differentiable(
+    program: Traced, inputs: Arrays, budget: int | str | None, plan: Plan | None, known: dict[Any, Plan]
+) -> Arrays:
+    """The outputs of the program, differentiated by `plan`, or by one that is made for `budget` when that happens.
+
+    Args:
+      program: the function's.
+      inputs: its constants and inputs.
+      budget, plan: exactly one of them.
+      known: the plans made so far, by digest of the program; more are added.
+    """
+    closed, n = program.closed, len(program.closed.consts)
+    axes = axis_sizes(closed)
+    position = {var: i for i, var in enumerate([*closed.jaxpr.constvars, *closed.jaxpr.invars])}
+    # An output that is an input goes round: it has nothing to do with what is kept.
+    made = [is_literal(var) or var not in position for var in closed.jaxpr.outvars]
+
+    @jax.custom_vjp
+    def run(inputs):
+        return pick(eval_jaxpr(closed.jaxpr, inputs[:n], inputs[n:]), made)
+
+    def forward(inputs):
+        wrt = perturbed(inputs)
+        values = [one.value for one in inputs]
+        types = [jax.typeof(value) for value in values]
+        has_cotangent = [flag and mine for flag, mine in zip(program.has_cotangent, made, strict=True)]
+        derivative = Derivative(closed, types, wrt, has_cotangent, axes)
+        acting = Run(derivative, _pieces(derivative, types, budget, plan, known))
+        outs, kept = acting.forward(values)
+        return pick(outs, made), (Static(wrt), acting, values, kept)
+
+    def backward(saved, cotangents):
+        wrt, acting, values, kept = saved
+        planned = pick(acting.derivative.outs, made)
+        others = drop(cotangents, planned)
+        if all(isinstance(ct, SymbolicZero) for ct in others):
+            given = [zeros(ct.aval) if isinstance(ct, SymbolicZero) else ct for ct in pick(cotangents, planned)]
+            found = acting.backward(values, kept, given)
+        else:  # of other results than were planned for: all is run again
+            found = _whole_backward(closed, made, values, wrt.value, cotangents)
+        return (merge(found, [None] * (len(wrt.value) - len(found)), wrt.value),)
+
+    run.defvjp(forward, backward, symbolic_zeros=True)
+    outs = iter(refusing_forward_mode(run, _FORWARD_MODE)(inputs))
+    return [next(outs) if mine else inputs[position[var]] for var, mine in zip(closed.jaxpr.outvars, made, strict=True)]
+
+
+def _pieces(
+    derivative: Derivative, types: Sequence[Any], budget: int | str | None, plan: Plan | None, known: dict[Any, Plan]
+) -> list[Any]:
+    nowhere: list[Any] = [None] * len(types)
+    key = digest(derivative)
+    if plan is None:
+        if key not in known:
+            room = free_bytes(types, derivative, nowhere) if budget == "device" else budget
+            assert room is not None
+            known[key] = decide(derivative, types, nowhere, room)
+        plan = known[key]
+    elif plan.program != key:
+        raise ValueError(
+            "plan must be of the function, the types and the differentiated arguments that it is used for, got one of another "
+            f"program ({plan.program} instead of {key}): call memjax.plan with what you pass here, and with the same argnums"
+        )
+    return pieces_of_plan(Chain(derivative, costs.device(device_of(nowhere)), solved=False), plan)
+
+
+def _whole_backward(
+    closed: Any, made: Sequence[bool], values: Arrays, wrt: Sequence[bool], cotangents: Sequence[Any]
+) -> Arrays:
+    """The cotangents of the inputs in `wrt`, with nothing kept."""
+    n = len(closed.consts)
+    given = [zeros(ct.aval) if isinstance(ct, SymbolicZero) else ct for ct in cotangents]
+    passed = barrier([*given, *values])
+    given, values = passed[: len(given)], passed[len(given) :]
+
+    def outputs(chosen):
+        every = merge(chosen, drop(values, wrt), wrt)
+        outs = pick(eval_jaxpr(closed.jaxpr, every[:n], every[n:]), made)
+        return [out for out in outs if is_float(out)]
+
+    _, pullback = jax.vjp(outputs, pick(values, wrt))
+    floats = [ct for ct, out in zip(given, pick(closed.out_avals, made), strict=True) if is_float(out)]
+    return pullback(floats)[0]

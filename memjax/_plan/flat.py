@@ -1,0 +1,96 @@
+"""A function of pytrees and NNX objects as a program of arrays, and its result put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from memjax._core.arguments import Parts, is_array, is_nnx
+from memjax._core.arrays import is_float
+from memjax._core.lists import drop, merge, pick
+
+
+class Traced(NamedTuple):
+    """The program of a function.
+
+    Attributes:
+      closed: from arrays to the arrays of the result, then those of all NNX objects.
+      types: of its constants and inputs together.
+      has_cotangent: which outputs are differentiated: the loss, if there is one, or else all floats of the result.
+      out_tree: structure of the result.
+      is_dynamic: which of its leaves are arrays.
+      static: the others.
+    """
+
+    closed: Any
+    types: list[Any]
+    has_cotangent: list[bool]
+    out_tree: Any
+    is_dynamic: list[bool]
+    static: list[Any]
+
+
+class Flat:
+    """`f` with arguments taken apart.
+
+    Attributes:
+      arrays: of the arguments.
+    """
+
+    def __init__(self, f: Callable[..., Any], args: tuple, kwargs: dict[str, Any]):
+        self._f, self._args = f, args
+        self._parts = Parts(args, kwargs)
+        leaves = jax.tree.leaves((args, kwargs), is_leaf=is_nnx)
+        self._objects = [leaf for leaf in leaves if is_nnx(leaf)]
+        self.arrays = [leaf if _is_abstract(leaf) else jnp.asarray(leaf) for leaf in self._parts.arrays]
+
+    def program(self) -> Traced:
+        """The program, traced."""
+        found: list[Any] = []
+
+        def run(*arrays: Any) -> list[Any]:
+            args, kwargs, objects = self._parts.rebuild(arrays)
+            leaves, tree = jax.tree.flatten(self._f(*args, **kwargs))
+            dynamic = [is_array(leaf) for leaf in leaves]
+            found.append((tree, dynamic, drop(leaves, dynamic)))
+            return [*pick(leaves, dynamic), *_state(objects)]
+
+        closed = jax.make_jaxpr(run)(*self.arrays)
+        tree, dynamic, static = found[-1]
+        types = [*map(jax.typeof, closed.consts), *closed.in_avals]
+        return Traced(closed, types, _has_cotangent(closed.out_avals, tree, dynamic), tree, dynamic, static)
+
+    def result(self, program: Traced, outs: Sequence[Any]) -> Any:
+        """What `f` returns, after the NNX objects among the arguments have been updated."""
+        n = sum(program.is_dynamic)
+        if self._objects:
+            structure = jax.tree.structure(nnx.split(self._objects)[1])
+            nnx.update(self._objects, jax.tree.unflatten(structure, outs[n:]))
+        return jax.tree.unflatten(program.out_tree, merge(outs[:n], program.static, program.is_dynamic))
+
+    def float_arrays_of(self, positions: Collection[int]) -> list[bool]:
+        """Which arrays are floats of the positional arguments at these positions."""
+        chosen = {id(leaf) for i in positions for leaf in Parts((self._args[i],), {}).arrays}
+        pairs = zip(self._parts.arrays, self.arrays, strict=True)
+        return [id(given) in chosen and is_float(array) for given, array in pairs]
+
+
+def _is_abstract(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct | jax.Array)
+
+
+def _state(objects: Sequence[Any]) -> list[Any]:
+    return jax.tree.leaves(nnx.split(list(objects))[1]) if objects else []
+
+
+def _has_cotangent(avals: Sequence[Any], tree: Any, dynamic: Sequence[bool]) -> list[bool]:
+    n = sum(dynamic)
+    floats = [i < n and is_float(aval) for i, aval in enumerate(avals)]
+    children = tree.children()
+    first = children[0] if tree.node_data() is not None and tree.node_data()[0] is tuple and children else tree
+    is_loss = first.num_leaves == 1 and dynamic[0] and floats[0] and avals[0].shape == ()
+    return [flag and (i == 0 or not is_loss) for i, flag in enumerate(floats)]

@@ -1,0 +1,186 @@
+"""A scan that stacks other values than its residuals, and the scan of the backward pass that reads these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from memjax._core.arrays import zeros
+from memjax._core.compat import scan_counts
+from memjax._core.jaxpr import Program, bind, read, variables
+from memjax._core.lists import Arrays
+from memjax._plan.derivative import LoopPair
+from memjax._plan.working import needed_for
+
+Env = dict[Any, Any]
+
+
+def evaluate_in(eqn: Any, env: Env) -> None:
+    """Add the outputs of an equation to the values in `env`."""
+    for var, value in zip(eqn.outvars, bind(eqn, read(env, eqn.invars)), strict=True):
+        env.setdefault(var, value)  # a known value is not replaced by its recomputation
+
+
+class Loop:
+    """The two loops of a pair under a plan.
+
+    Args:
+      pair: the loops.
+      parts: for each part of the turns, in the order of what is scanned over, how many they are, and what is kept of them.
+
+    Attributes:
+      pair: as given.
+      replaced: outputs of the forward loop that it does not make any more.
+      read_by_mirror: variables that `backward` reads.
+      stack_count: how many stacks `forward` returns.
+    """
+
+    def __init__(self, pair: LoopPair, parts: Sequence[tuple[int, Sequence[Any]]]):
+        self.pair = pair
+        self._turns = [turns for turns, _ in parts]
+        self._bodies = [_Body(pair, kept) for _, kept in parts]
+        read_again = set().union(*(body.read for body in self._bodies))
+        consts, carried = scan_counts(pair.forward)
+        operands = list(zip(pair.forward.invars, pair.program.invars, strict=True))
+        self._consts = [(atom, var) for atom, var in operands[:consts] if var in read_again]
+        self._slices = [(atom, var) for atom, var in operands[consts + carried :] if var in read_again]
+        self.replaced = [pair.forward.outvars[i] for i in pair.residuals]
+        again = set(pair.again)
+        self._own = [atom for i, atom in enumerate(pair.backward.invars) if i not in again]
+        self.read_by_mirror = variables([*self._own, *(atom for atom, _ in (*self._consts, *self._slices))])
+        self._stays = [i for i in range(len(pair.program.outvars)) if i not in set(pair.residuals)]
+        self.stack_count = sum(len(body.kept) for body in self._bodies)
+
+    def forward(self, env: Env) -> Arrays:
+        """Run the loop: its outputs go to `env`, all but those that are replaced; what it keeps is returned."""
+        pair, program = self.pair, self.pair.program
+        consts, carried = scan_counts(pair.forward)
+        values = read(env, pair.forward.invars)
+        outvars = [program.outvars[i] for i in self._stays]
+
+        def turn(body: _Body, carry: Arrays, xs: Any) -> tuple[Arrays, Arrays, Arrays]:
+            inner = _inputs(program, [*values[:consts], *carry, *xs])
+            for eqn in body.forward(outvars):
+                evaluate_in(eqn, inner)
+            outs = read(inner, outvars)
+            return outs[:carried], outs[carried:], read(inner, body.kept)
+
+        init, xs = values[consts : consts + carried], values[consts + carried :]
+        outs, stacks = self._run(pair.forward, turn, init, xs, outvars[carried:], None)
+        env |= zip((pair.forward.outvars[i] for i in self._stays), outs, strict=True)
+        return [stack for part in stacks for stack in part]
+
+    def backward(self, values: Any, env: Env, stacks: Sequence[Any]) -> None:
+        """Run the loop of the backward pass; its outputs go to `env`."""
+        eqn, program, pull = self.pair.backward, self.pair.program, self.pair.pull
+        consts, carried = scan_counts(eqn)
+        own = read(values, self._own)
+        fixed = _inputs(program, [None] * len(program.invars))
+        fixed |= zip((var for _, var in self._consts), read(values, [atom for atom, _ in self._consts]), strict=True)
+        slices = read(values, [atom for atom, _ in self._slices])
+
+        def turn(body: _Body, carry: Arrays, xs: Any) -> tuple[Arrays, Arrays, Arrays]:
+            mine, sliced, kept = xs
+            inner: Env = dict(fixed)
+            inner |= zip((var for _, var in self._slices), sliced, strict=True)
+            inner |= zip(body.kept, kept, strict=True)
+            for var in body.missing:  # so that nothing is taken for known that is not
+                inner.pop(var, None)
+            for one in body.again:
+                evaluate_in(one, inner)
+            inner |= _inputs(pull, [*own[:consts], *carry, *mine])
+            for one in pull.eqns:
+                evaluate_in(one, inner)
+            outs = read(inner, pull.outvars)
+            return outs[:carried], outs[carried:], []
+
+        parts, given = [], iter(stacks)
+        for body in self._bodies:
+            parts.append([next(given) for _ in body.kept])
+        init, mine = own[consts : consts + carried], own[consts + carried :]
+        outs, _ = self._run(eqn, turn, init, (mine, slices), pull.outvars[carried:], parts)
+        env |= zip(eqn.outvars, outs, strict=True)
+
+    def _run(
+        self,
+        eqn: Any,
+        turn: Callable[[_Body, Arrays, Any], tuple[Arrays, Arrays, Arrays]],
+        init: Arrays,
+        xs: Any,
+        stacked: Sequence[Any],
+        given: Sequence[Arrays] | None,
+    ) -> tuple[Arrays, list[Arrays]]:
+        """(carried and stacked outputs, for each part what its turns return besides).
+
+        Parts read their slices of `xs`, and write what they stack into one array, so that nothing is copied.
+        """
+        settings = {name: eqn.params[name] for name in ("reverse", "unroll")}
+        if len(self._bodies) == 1:
+
+            def whole(carry: Arrays, xs: Any) -> Any:
+                carry, ys, extra = turn(self._bodies[0], carry, xs)
+                return carry, (ys, extra)
+
+            xs = xs if given is None else (*xs, given[0])
+            carry, (ys, extra) = lax.scan(whole, init, xs, length=eqn.params["length"], **settings)
+            return [*carry, *ys], [extra]
+
+        length = eqn.params["length"]
+        state = list(init), [zeros(var.aval, (length,)) for var in stacked]
+        extras: list[Arrays] = [[] for _ in self._bodies]
+        firsts = [sum(self._turns[:i]) for i in range(len(self._turns))]
+        order = list(range(len(self._bodies)))
+        for part in reversed(order) if settings["reverse"] else order:
+            body = self._bodies[part]
+
+            def one(state: Any, inputs: Any, body: _Body = body) -> Any:
+                (carry, buffers), (i, kept) = state, inputs
+                at = lambda array: lax.dynamic_index_in_dim(array, i, keepdims=False)
+                slices = _mapped(at, xs)
+                carry, ys, extra = turn(body, carry, slices if given is None else (*slices, kept))
+                written = [lax.dynamic_update_index_in_dim(b, y, i, 0) for b, y in zip(buffers, ys, strict=True)]
+                return (carry, written), extra
+
+            places = jnp.arange(firsts[part], firsts[part] + self._turns[part])
+            state, extras[part] = lax.scan(one, state, (places, [] if given is None else given[part]), **settings)
+        return [*state[0], *state[1]], extras
+
+
+class _Body:
+    """The body of a loop of which something is kept.
+
+    Attributes:
+      kept: variables, none that is not read.
+      again: equations that run again in the backward pass.
+      read: what these and the backward pass read.
+      missing: inputs that are gone in the backward pass.
+    """
+
+    def __init__(self, pair: LoopPair, kept: Sequence[Any]):
+        program, pull = pair.program, pair.pull
+        free = {*pair.free, *program.constvars}
+        made = {out for eqn in program.eqns for out in eqn.outvars} | set(program.invars)
+        wanted = [var for eqn in pull.eqns for var in variables(eqn.invars) if var in made]
+        wanted += [var for var in variables(pull.outvars) if var in made]
+        self._program = program
+        self.again = needed_for(program.eqns, wanted, free | set(kept))
+        self.read = {var for eqn in self.again for var in variables(eqn.invars)} | set(wanted)
+        self.kept = [var for var in kept if var in self.read]
+        self.missing = [var for var in program.invars if var not in free and var not in self.kept]
+
+    def forward(self, outvars: Sequence[Any]) -> list[Any]:
+        """The equations that lead to `outvars` and to what is kept, and those with effects."""
+        known = {*self._program.invars, *self._program.constvars}
+        chosen = {id(eqn) for eqn in needed_for(self._program.eqns, [*outvars, *self.kept], known)}
+        return [eqn for eqn in self._program.eqns if id(eqn) in chosen or eqn.effects]
+
+
+def _mapped(f: Callable[[Any], Any], tree: Any) -> Any:
+    return [_mapped(f, one) for one in tree] if isinstance(tree, list | tuple) else f(tree)
+
+
+def _inputs(program: Program, values: Iterable[Any]) -> Env:
+    return dict(zip([*program.constvars, *program.invars], [*program.consts, *values], strict=True))

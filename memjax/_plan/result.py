@@ -1,0 +1,165 @@
+"""A plan as data: what is kept, what is run again, and what that takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from memjax._core import check
+from memjax._core.check import readable_bytes
+
+
+class Kept(NamedTuple):
+    """One array that is kept for the backward pass.
+
+    Attributes:
+      equation: number of the equation of the forward pass that makes it; in a loop that of the body's, and -1 for what the
+        loop carries.
+      output: which of its outputs it is; for what a loop carries which of the body's inputs.
+      nbytes: of the array; in a loop of one turn's.
+      what: its type, what makes it, and where in the code.
+    """
+
+    equation: int
+    output: int
+    nbytes: int
+    what: str
+
+
+class Stretch(NamedTuple):
+    """A stretch of the forward pass whose residuals are kept, or computed again at its turn in the backward pass.
+
+    Attributes:
+      start, stop: numbers of equations of the forward pass.
+      kept: what is kept of it, besides what later stretches start from.
+      handed_on: bytes of that.
+      turns: of a loop how many of its turns are meant; those that keep something else are another stretch with the same
+        equations. None: no loop.
+      seconds: predicted time spent on running again and on keeping.
+      working_nbytes: predicted bytes alive while it has its turn in the backward pass, what is kept of it included.
+    """
+
+    start: int
+    stop: int
+    kept: tuple[Kept, ...]
+    handed_on: int
+    turns: int | None
+    seconds: float
+    working_nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept, what is handed on included."""
+        return self.handed_on + (self.turns or 1) * sum(kept.nbytes for kept in self.kept)
+
+
+class Point(NamedTuple):
+    """A point of a frontier: predicted temporary bytes and seconds of one step."""
+
+    nbytes: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a function keeps between its forward and its backward pass, and what it computes again. Plain data.
+
+    Attributes:
+      budget: bytes that the plan was made for.
+      nbytes: predicted temporary bytes of value and gradient, corrected by what compiling gave.
+      first_nbytes: the same as the model alone had predicted it for this plan.
+      compiled_nbytes: what the compiler takes for this plan; None if it was not compiled.
+      seconds: predicted time of one step.
+      plain_seconds: the same with nothing run again that is worth keeping.
+      stretches: the forward pass in order.
+      points: the frontier of all plans.
+      program: digest of the program that the plan is of.
+    """
+
+    budget: int
+    nbytes: int
+    first_nbytes: int
+    compiled_nbytes: int | None
+    seconds: float
+    plain_seconds: float
+    stretches: tuple[Stretch, ...]
+    points: tuple[Point, ...]
+    program: str
+
+    def frontier(self) -> list[Point]:
+        """The curve of time against memory of all plans, from the least memory to the least time, from one solution."""
+        return list(self.points)
+
+    def plot(self, path: Any = None, *, ax: Any = None) -> Any:
+        """Draw the frontier, and this plan on it; returns the axes. Needs matplotlib.
+
+        Args:
+          path: file to save the picture to; None: none.
+          ax: axes of matplotlib to draw on; None: new ones.
+        """
+        from matplotlib import pyplot as plt
+
+        if ax is None:
+            _, ax = plt.subplots(figsize=(6, 4), layout="constrained")
+        ax.step(
+            [point.nbytes / 2**20 for point in self.points],
+            [point.seconds * 1e3 for point in self.points],
+            where="post",
+            label="fastest plan within a budget",
+        )
+        ax.plot(self.nbytes / 2**20, self.seconds * 1e3, "o", color="black", label="this plan")
+        ax.set_xlabel("temporary memory, MiB")
+        ax.set_ylabel("predicted time of a step, ms")
+        ax.legend()
+        if path is not None:
+            ax.figure.savefig(path, dpi=150)
+        return ax
+
+    def to_json(self) -> str:
+        """The plan as JSON; `from_json` reads it back."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that `to_json` wrote; ValueError for any other text."""
+        fields = check.json_fields("Plan", text, [field.name for field in dataclasses.fields(cls)])
+        stretches = []
+        for start, stop, kept, *rest in fields["stretches"]:
+            stretches.append(Stretch(start, stop, tuple(Kept(*one) for one in kept), *rest))
+        points = tuple(Point(*point) for point in fields["points"])
+        return cls(**fields | {"stretches": tuple(stretches), "points": points})
+
+    def __str__(self) -> str:
+        compiled = "" if self.compiled_nbytes is None else f", compiled {readable_bytes(self.compiled_nbytes)}"
+        lines = [
+            f"plan for {readable_bytes(self.budget)}: predicted {readable_bytes(self.nbytes)}{compiled}; "
+            f"{self.seconds / self.plain_seconds:.3f} of the time without running again",
+        ]
+        for times, stretch in _alike(self.stretches):
+            many = f"{times} x " if times > 1 else ""
+            lines.append(
+                f"{many}{stretch.stop - stretch.start} equations from {stretch.start}"
+                + (f", {stretch.turns} turns of a loop" if stretch.turns else "")
+                + f": hands on {readable_bytes(stretch.handed_on)}, runs {stretch.seconds * 1e3:.2f} ms again, keeps"
+                + ("" if stretch.kept else " nothing else")
+            )
+            lines += [f"    {readable_bytes(kept.nbytes):>10}  {kept.what}" for kept in stretch.kept]
+        return "\n".join(lines)
+
+
+def _alike(stretches: Sequence[Stretch]) -> list[tuple[int, Stretch]]:
+    """Runs of stretches that keep the same, with how many they are; two kinds that alternate are counted as well."""
+    found: list[tuple[int, Stretch]] = []
+    kinds: dict[Any, int] = {}
+    for stretch in stretches:
+        kept = tuple((kept.equation - stretch.start, *kept[1:]) for kept in stretch.kept)
+        key = (stretch.stop - stretch.start, kept, *stretch[3:])
+        if key in kinds:
+            times, first = found[kinds[key]]
+            found[kinds[key]] = (times + 1, first)
+        else:
+            kinds[key] = len(found)
+            found.append((1, stretch))
+    return found

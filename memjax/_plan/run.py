@@ -1,0 +1,128 @@
+"""Acting on a plan: the forward pass that keeps what the plan says, and the backward pass, stretch by stretch.
+
+Before a stretch has its turn, what it reads passes a barrier together with the cotangents that have arrived, so that the compiler
+cannot compute it earlier, nor find that it has been computed already and keep that instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from memjax._core.barriers import barrier
+from memjax._core.jaxpr import bind, read, variables
+from memjax._core.lists import Arrays
+from memjax._plan.derivative import Derivative, LoopPair
+from memjax._plan.loop import Loop, evaluate_in
+from memjax._plan.working import needed_for
+
+Env = dict[Any, Any]
+
+
+class Piece(NamedTuple):
+    """One stretch of a plan.
+
+    Attributes:
+      backward: the equations of the backward pass that have their turn with it.
+      kept: variables of the forward pass.
+      loop: the loop that it is, or None.
+      parts: of the loop, for each part of its turns how many they are, and which variables of the body are kept.
+    """
+
+    backward: Sequence[Any]
+    kept: Sequence[Any]
+    loop: LoopPair | None = None
+    parts: Sequence[tuple[int, Sequence[Any]]] = ()
+
+
+@jax.tree_util.register_static
+class Run:
+    """The two passes of a derivative under a plan, `pieces` in the order of the forward pass.
+
+    Attributes:
+      derivative: as given.
+      kept: variables of the forward pass that are kept.
+    """
+
+    def __init__(self, derivative: Derivative, pieces: Sequence[Piece]):
+        program, backward = derivative.forward, derivative.backward
+        self.derivative = derivative
+        self._inputs = {*program.invars, *program.constvars}
+        loops = {id(one.loop.forward): Loop(one.loop, one.parts) for one in pieces if one.loop is not None}
+        self._loops = loops
+        self._mirrors = {id(loop.pair.backward): loop for loop in loops.values()}
+        known = {var for piece in pieces for var in piece.kept} | self._inputs
+        forward_vars = {out for eqn in program.eqns for out in eqn.outvars} | self._inputs
+        reads: list[Any] = variables(backward.outvars)
+        self._turns: list[tuple[list[Any], list[Any]]] = []  # (equations to run again, equations of the backward pass)
+        for piece in reversed(pieces):
+            wanted = [var for eqn in piece.backward for var in self._read_by(eqn) if var in forward_vars]
+            again = needed_for(program.eqns, wanted, known)
+            self._turns.append((again, list(piece.backward)))
+            reads += [var for eqn in again for var in variables(eqn.invars)] + wanted
+        self.kept = [var for var in dict.fromkeys(reads) if var in known and var not in self._inputs]
+        stacked = {var for loop in loops.values() for var in loop.replaced}
+        wanted = [*derivative.outputs, *self.kept]
+        eqns = needed_for(program.eqns, [var for var in wanted if var not in stacked], self._inputs)
+        chosen = {id(eqn) for eqn in eqns} | {id(eqn) for eqn in program.eqns if eqn.effects} | loops.keys()
+        self._forward = [eqn for eqn in program.eqns if id(eqn) in chosen]
+
+    def _read_by(self, eqn: Any) -> list[Any]:
+        """What an equation of the backward pass reads."""
+        loop = self._mirrors.get(id(eqn))
+        return variables(eqn.invars) if loop is None else loop.read_by_mirror
+
+    def forward(self, inputs: Sequence[Any]) -> tuple[Arrays, Arrays]:
+        """(outputs, what is kept)."""
+        program = self.derivative.forward
+        env: Env = dict(zip([*program.constvars, *program.invars], [*program.consts, *inputs], strict=True))
+        stacks: Arrays = []
+        for eqn in self._forward:
+            if (loop := self._loops.get(id(eqn))) is not None:
+                stacks += loop.forward(env)
+            else:
+                evaluate_in(eqn, env)
+        return read(env, self.derivative.outputs), [*read(env, self.kept), *stacks]
+
+    def backward(self, inputs: Sequence[Any], kept: Sequence[Any], cotangents: Sequence[Any]) -> Arrays:
+        """The cotangents of the inputs that are differentiated."""
+        program, backward = self.derivative.forward, self.derivative.backward
+        known: Env = dict(zip([*program.constvars, *program.invars], [*program.consts, *inputs], strict=True))
+        known |= zip(self.kept, kept[: len(self.kept)], strict=True)
+        stacks, at = {}, len(self.kept)
+        for eqn in self._forward:
+            if (loop := self._loops.get(id(eqn))) is not None:
+                stacks[id(loop)] = kept[at : at + loop.stack_count]
+                at += loop.stack_count
+        env: Env = dict(zip([*backward.constvars, *backward.invars], [*backward.consts, *cotangents], strict=True))
+        cts = set(backward.invars)
+        for again, eqns in self._turns:
+            mine = dict.fromkeys(var for eqn in eqns for var in self._read_by(eqn))
+            leaves = list(dict.fromkeys(var for eqn in again for var in variables(eqn.invars) if var in known))
+            turn = {var: known[var] for var in mine if var in known}
+            waiting = [var for var in mine if var in cts]
+            if again:
+                passed = barrier([*read(env, waiting), *read(known, leaves)])
+                env |= zip(waiting, passed, strict=False)
+                turn |= zip(leaves, passed[len(waiting) :], strict=True)
+                for eqn in again:
+                    evaluate_in(eqn, turn)
+            for eqn in eqns:
+                if (mirror := self._mirrors.get(id(eqn))) is not None:
+                    mirror.backward(_Both(env, turn), env, stacks[id(mirror)])
+                else:
+                    env |= zip(eqn.outvars, bind(eqn, read(_Both(env, turn), eqn.invars)), strict=True)
+                cts.update(eqn.outvars)
+        return read(_Both(env, known), backward.outvars)
+
+
+class _Both(dict):
+    """Values in one of two environments."""
+
+    def __init__(self, first: Env, second: Env):
+        self._first, self._second = first, second
+
+    def __getitem__(self, var: Any) -> Any:
+        return self._first[var] if var in self._first else self._second[var]

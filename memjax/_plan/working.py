@@ -1,0 +1,113 @@
+"""The working memory of a stretch of equations: the most bytes alive at one moment, by a model of what the compiler fuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from memjax._core.costs import array_bytes, is_fusible, origins_of_names, running, stored
+from memjax._core.jaxpr import variables
+
+
+def in_time(again: Sequence[Any], backward: Sequence[Any]) -> list[Any]:
+    """The equations of `again` and `backward`, each of the former no earlier than the latter need it."""
+    made = {out: eqn for eqn in again for out in eqn.outvars}
+    order: list[Any] = []
+    done: set[int] = set()
+
+    def need(eqn: Any) -> None:
+        stack = [(eqn, False)]
+        while stack:
+            eqn, ready = stack.pop()
+            if ready:
+                order.append(eqn)
+            elif id(eqn) not in done:
+                done.add(id(eqn))
+                stack.append((eqn, True))
+                stack.extend((made[var], False) for var in variables(eqn.invars) if var in made)
+
+    for eqn in backward:
+        for var in variables(eqn.invars):
+            if var in made:
+                need(made[var])
+        order.append(eqn)
+    return order
+
+
+def peak_bytes(
+    eqns: Sequence[Any],
+    resident: Iterable[Any],
+    entering: Iterable[Any],
+    leaving: Iterable[Any],
+    results: Iterable[Any],
+    platform: str,
+) -> int:
+    """The most bytes alive at one moment.
+
+    Args:
+      eqns: in the order in which they run.
+      resident: what is there throughout, counted elsewhere.
+      entering: what is alive at the start, until it is read for the last time.
+      leaving: what stays alive at the end.
+      results: what lies outside of temporary memory once it is made.
+      platform: what is compiled for.
+    """
+    names = origins_of_names(eqns)
+    root = lambda var: names.get(var, var)
+    resident, results = set(map(root, resident)), set(map(root, results))
+    entering, leaving = set(map(root, entering)) - resident, set(map(root, leaving)) - resident
+    written = stored(eqns, [*resident, *entering, *leaving, *results])
+    end = len(eqns)
+    last: dict[Any, int] = dict.fromkeys(leaving, end)
+    for i in range(end - 1, -1, -1):
+        runs = max([i, *(last.get(var, i) for var in eqns[i].outvars if var not in written and var not in names)])
+        for var in map(root, variables(eqns[i].invars)):
+            last[var] = max(last.get(var, -1), min(runs, end - 1) if var not in leaving else end)
+    alive = peak = sum(map(array_bytes, entering))
+    ends: dict[int, list[Any]] = {}
+    for var in entering:
+        ends.setdefault(last.get(var, 0), []).append(var)
+    for i, eqn in enumerate(eqns):
+        made = [out for out in eqn.outvars if out in written and out not in names and out not in resident]
+        new = sum(map(array_bytes, made))
+        dying = sum(map(array_bytes, ends.get(i, [])))
+        inside = sum(array_bytes(out) for out in made if out in results)
+        over = min(new, dying) if is_fusible(eqn) else 0  # written over an operand that is not needed any more
+        peak = max(peak, alive + new - over + _inside(eqn, platform))
+        alive += new - dying - inside
+        for out in made:
+            if out not in results:
+                if last.get(out, -1) > i:
+                    ends.setdefault(last[out], []).append(out)
+                else:
+                    alive -= array_bytes(out)
+    return peak
+
+
+def _inside(eqn: Any, platform: str) -> int:
+    """Working memory of one turn of a loop, of a branch, of a call."""
+    if eqn.primitive.name == "pallas_call":
+        return 0
+    return max((_body_bytes(body, platform) for body in running(eqn, platform)), default=0)
+
+
+def _body_bytes(jaxpr: Any, platform: str) -> int:
+    return peak_bytes(jaxpr.eqns, [*jaxpr.invars, *jaxpr.constvars], [], [], jaxpr.outvars, platform)
+
+
+def needed_for(eqns: Sequence[Any], wanted: Iterable[Any], known: set[Any]) -> list[Any]:
+    """Those of the equations that lead from `known` variables to `wanted` ones, in order."""
+    made = producers_of(eqns)
+    needed, chosen = set(variables(wanted)) - known, set[int]()
+    pending = list(needed)
+    while pending:
+        eqn = made.get(pending.pop())
+        if eqn is None or id(eqn) in chosen:
+            continue
+        chosen.add(id(eqn))
+        pending += [var for var in variables(eqn.invars) if var not in known]
+    return [eqn for eqn in eqns if id(eqn) in chosen]
+
+
+def producers_of(eqns: Sequence[Any]) -> dict[Any, Any]:
+    return {out: eqn for eqn in eqns for out in eqn.outvars}

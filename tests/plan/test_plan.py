@@ -1,0 +1,158 @@
+"""Plans: bytes of the compiled step against the budget, the frontier, plans as data, and errors."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import memjax
+from tests.plan.networks import inputs, layer, parameters, scanned_loss, stacked, unrolled_loss
+
+ROWS = 4096
+
+
+def arguments(layers=4):
+    return parameters(jnp.float32, layers), inputs(jnp.float32, ROWS)
+
+
+def temp(f, *args):
+    return jax.jit(jax.value_and_grad(f)).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("loss", [unrolled_loss, scanned_loss])
+def test_compiled_bytes_keep_within_every_budget_and_never_fall_as_it_grows(loss):
+    params, x = arguments()
+    args = (stacked(params) if loss is scanned_loss else params), x
+    least = memjax.plan(loss, *args, budget="min")
+    plain = temp(loss, *args)
+    assert least.compiled_nbytes < 0.6 * plain
+    peaks, times = [], []
+    for i in range(12):
+        budget = least.compiled_nbytes + (plain - least.compiled_nbytes) * i // 11
+        plan = memjax.plan(loss, *args, budget=budget)
+        assert plan.compiled_nbytes <= budget
+        peaks.append(plan.compiled_nbytes)
+        times.append(plan.seconds)
+    assert peaks == sorted(peaks)
+    assert times == sorted(times, reverse=True)
+    assert times[-1] < times[0]
+    assert temp(memjax.planned(loss, plan=plan), *args) == plan.compiled_nbytes
+
+
+def test_least_memory_is_no_more_than_a_checkpoint_a_layer():
+    args = arguments()
+
+    def by_hand(params, x):
+        for p in params:
+            x = jax.checkpoint(layer)(p, x)
+        return jnp.mean(x**2)
+
+    def scanned_by_hand(params, x):
+        x, sums = jax.lax.scan(lambda x, p: (jax.checkpoint(layer)(p, x), jnp.sum(x)), x, params)
+        return jnp.mean(x**2) + 1e-3 * jnp.sum(sums)
+
+    assert memjax.plan(unrolled_loss, *args, budget="min").compiled_nbytes <= temp(by_hand, *args) + 1024
+    args = stacked(args[0]), args[1]
+    assert memjax.plan(scanned_loss, *args, budget="min").compiled_nbytes <= temp(scanned_by_hand, *args) + 1024
+
+
+def test_with_enough_memory_no_product_runs_again_and_with_little_one_of_each_layer():
+    args = arguments(3)
+
+    def products(f):
+        return str(jax.make_jaxpr(jax.grad(f))(*args)).count("dot_general")
+
+    plain = products(unrolled_loss)
+    assert products(memjax.planned(unrolled_loss, budget="1GiB")) == plain
+    # Of two products in a layer the second is read by nothing. What the last layer makes may be there when its turn begins.
+    assert products(memjax.planned(unrolled_loss, budget="min")) in (plain + 2, plain + 3)
+
+
+def test_a_plan_is_data():
+    args = arguments(2)
+    plan = memjax.plan(unrolled_loss, *args, budget="min", argnums=(0, 1))
+    assert memjax.Plan.from_json(plan.to_json()) == plan
+    assert plan == memjax.plan(unrolled_loss, *args, budget="min", argnums=(0, 1))
+    assert plan != memjax.plan(unrolled_loss, *args, budget="1GiB", argnums=(0, 1))
+    json.loads(plan.to_json())
+    assert "equations from 0" in str(plan)
+    points = plan.frontier()
+    assert points == sorted(points)
+    assert [point.seconds for point in points] == sorted((point.seconds for point in points), reverse=True)
+    assert points[0].nbytes == plan.nbytes
+    with pytest.raises(ValueError, match=r"text must be what Plan.to_json wrote"):
+        memjax.Plan.from_json("{}")
+
+
+def test_the_frontier_is_drawn(tmp_path):
+    plan = memjax.plan(unrolled_loss, *arguments(2), budget="min")
+    plan.plot(tmp_path / "frontier.png")
+    assert (tmp_path / "frontier.png").stat().st_size > 1000
+
+
+def test_plans_need_no_arrays():
+    args = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arguments(2))
+    assert memjax.plan(unrolled_loss, *args, budget="min") == memjax.plan(unrolled_loss, *arguments(2), budget="min")
+
+
+def test_too_small_a_budget_says_what_is_least_and_what_holds_it_up():
+    args = arguments(2)
+    least = memjax.plan(unrolled_loss, *args, budget="min")
+    from memjax._core.check import readable_bytes
+
+    with pytest.raises(ValueError, match="but the least possible is") as error:
+        memjax.plan(unrolled_loss, *args, budget=1000)
+    assert readable_bytes(least.compiled_nbytes) in str(error.value)
+    assert "networks.py" in str(error.value)
+    with pytest.raises(ValueError, match="but the least possible is"):
+        jax.grad(memjax.planned(unrolled_loss, budget=1000))(*args)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: memjax.plan(unrolled_loss, *arguments(1), budget="lots"), "budget must be a number of bytes"),
+        (
+            lambda: memjax.plan(unrolled_loss, *arguments(1), budget="min", allow="recompute"),
+            "allow must be a sequence",
+        ),
+        (lambda: memjax.plan(unrolled_loss, *arguments(1), budget="min", allow=["magic"]), "allow must be one of"),
+        (lambda: memjax.plan(unrolled_loss, *arguments(1), budget="min", argnums=2), "argnums must be positions among"),
+        (lambda: memjax.plan(unrolled_loss, *arguments(1), budget="device"), "tells no limit of its memory"),
+        (lambda: memjax.plan(lambda x: x, jnp.arange(3), budget="min"), "float arrays to differentiate"),
+        (lambda: memjax.plan(3, budget="min"), "f must be a function"),
+        (lambda: memjax.planned(unrolled_loss), "give exactly one of budget and plan"),
+        (lambda: memjax.planned(unrolled_loss, plan="min"), "plan must be a Plan"),
+    ],
+)
+def test_bad_arguments(call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
+
+
+def test_a_plan_of_another_program_is_refused():
+    plan = memjax.plan(unrolled_loss, *arguments(2), budget="min")
+    with pytest.raises(ValueError, match="plan must be of the function"):
+        jax.grad(memjax.planned(unrolled_loss, plan=plan))(*arguments(1))
+    with pytest.raises(ValueError, match="the same argnums"):
+        jax.grad(memjax.planned(unrolled_loss, plan=plan), (0, 1))(*arguments(2))
+
+
+def test_a_function_that_is_not_differentiated_is_not_planned():
+    args = arguments(1)
+    planned = memjax.planned(unrolled_loss, budget=1)
+    assert planned(*args) == unrolled_loss(*args)
+    assert functools.wraps(unrolled_loss)(planned).__name__ == planned.__name__ == "unrolled_loss"
+
+
+def test_a_step_over_a_mesh_is_planned_by_the_bytes_of_one_device():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    place = lambda tree, *axes: jax.device_put(tree, jax.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)))
+    params, x = arguments(3)
+    args = place(params), place(x, "data")
+    whole = memjax.plan(unrolled_loss, params, x, budget="min")
+    plan = memjax.plan(unrolled_loss, *args, budget=whole.compiled_nbytes // 2)
+    assert plan.compiled_nbytes <= whole.compiled_nbytes // 2
+    assert temp(memjax.planned(unrolled_loss, plan=plan), *args) <= plan.compiled_nbytes + 1024

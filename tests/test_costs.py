@@ -1,0 +1,69 @@
+"""FLOPs and times of equations, against closed forms."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo as fused
+
+from memjax._attention.causal import causal_attention
+from memjax._core import costs
+from memjax._core.primitives import expensive
+
+H200 = next(rates for rates in costs._DEVICES if rates.kind == "H200")
+
+
+def equations(f, *shapes, dtype=jnp.bfloat16):
+    return jax.make_jaxpr(f)(*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)).jaxpr.eqns
+
+
+def test_a_product_has_two_flops_for_each_pair_and_a_loop_as_many_times():
+    w = (64, 64)
+    [eqn] = equations(lambda x, w: x @ w, (32, 64), w)
+    assert costs.flops(eqn) == 2 * 32 * 64 * 64
+    [loop] = equations(lambda x, w: jax.lax.scan(lambda x, _: (x @ w, None), x, None, length=5)[0], (32, 64), w)
+    assert costs.flops(loop) == 5 * costs.flops(eqn)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_kernels_have_the_flops_of_their_products(causal, monkeypatch):
+    monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91000)  # tracing needs no cuDNN
+    monkeypatch.setattr(fused, "check_compute_capability", lambda _: True)
+    mask = fused.MaskType.CAUSAL if causal else fused.MaskType.NO_MASK
+    attend = lambda q, k, v: fused.dot_product_attention(q, k, v, mask_type=mask)
+    shapes = (2, 128, 8, 64), (2, 256, 4, 64), (2, 256, 4, 64)
+    closed = jax.make_jaxpr(lambda *a: jax.vjp(attend, *a)[1](jnp.ones((2, 128, 8, 64), jnp.bfloat16)))(
+        *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+    )
+    kernels = [eqn for eqn in closed.jaxpr.eqns if "attention" in eqn.primitive.name]
+    products = 2 * 2 * 8 * 128 * 256 * 64 * (0.5 if causal else 1)
+    assert [costs.flops(eqn) for eqn in kernels] == [2 * products, 5 * products]
+    assert all(map(expensive, kernels))
+
+
+def test_of_kernels_for_several_platforms_the_one_that_runs_counts():
+    shape = (1, 2048, 8, 64)
+    jaxpr = jax.make_jaxpr(causal_attention)(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16),) * 3).jaxpr
+    kernel = H200.start + 2 * 2 * 8 * 2048**2 * 64 / 2 / H200.attention
+    on_gpu, elsewhere = (costs.program_seconds(jaxpr, H200._replace(platform=name)) for name in ("cuda", "tpu"))
+    passes = 20 * 2 * 2048 * 8 * 64 / H200.nbytes  # conversions, the mask's positions
+    assert kernel < on_gpu < kernel + passes + 10 * H200.start
+    logits = 8 * 2048**2 / 2 * 4
+    assert elsewhere > on_gpu + 2 * logits / H200.nbytes
+
+
+def test_an_elementwise_chain_is_one_pass_over_memory():
+    def chain(x):
+        y = x * 2
+        return jnp.sin(y.reshape(-1)) + 1
+
+    jaxpr = jax.make_jaxpr(chain)(jax.ShapeDtypeStruct((1 << 20,), jnp.float32)).jaxpr
+    passes = (costs.program_seconds(jaxpr, H200) - H200.start) * H200.nbytes
+    assert passes == pytest.approx(2 * 4 * (1 << 20))
+
+
+def test_what_a_product_reads_is_written_to_memory_under_any_of_its_names():
+    jaxpr = jax.make_jaxpr(lambda x, w: jnp.sin(x).reshape(8, 4) @ w)(
+        jax.ShapeDtypeStruct((32,), jnp.float32), jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    ).jaxpr
+    sine, reshaped = jaxpr.eqns[0].outvars[0], jaxpr.eqns[1].outvars[0]
+    assert {sine, reshaped} <= costs.stored(jaxpr.eqns, jaxpr.outvars)
