@@ -82,13 +82,6 @@ def expensive(eqn: Any) -> bool:
     return any(expensive(inner) for body in bodies(eqn) for inner in body.eqns)
 
 
-def flops(eqn: Any) -> float:
-    """The FLOPs of matrix products and convolutions in an equation, at any depth; loops of unknown length count once."""
-    turns = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-    inside = sum(flops(inner) for body in bodies(eqn) for inner in body.eqns)
-    return turns * inside + flops_of_product(eqn)
-
-
 def is_attention(name: str) -> bool:
     """Whether a primitive is a kernel of attention: cuDNN's, forwards or backwards."""
     return "dot_product_attention" in name

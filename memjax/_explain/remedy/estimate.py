@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import jax
 
+from memjax._core.costs import flops
 from memjax._core.jaxpr import is_literal, nbytes
-from memjax._core.primitives import ALIASES, flops
+from memjax._core.primitives import ALIASES
 
 
 class Rates(NamedTuple):

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import jax.numpy as jnp
 
 from memjax._core.compat import call_site, primitive_name
-from memjax._core.primitives import PRODUCTS, flops
+from memjax._core.costs import flops
+from memjax._core.primitives import PRODUCTS
 from memjax._core.scopes import Paths, runs_in_loop
 from memjax._explain.kept import Pass
 from memjax._explain.parts import Remedy

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import jax
 
 from memjax._core.compat import bodies
+from memjax._core.costs import flops
 from memjax._core.jaxpr import is_literal, nbytes
-from memjax._core.primitives import ALIASES, CALLS, LOOPS, REDUCTIONS, SOURCES, WHOLE_OPERANDS, flops
+from memjax._core.primitives import ALIASES, CALLS, LOOPS, REDUCTIONS, SOURCES, WHOLE_OPERANDS
 
 _LOOPS = LOOPS | {"shard_map"}
 

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 
 from memjax._core.check import number
+from memjax._core.costs import flops
 from memjax._core.jaxpr import nbytes
-from memjax._core.primitives import expensive, flops
+from memjax._core.primitives import expensive
 from memjax.remat._scan.step import Step
 
 
