@@ -198,8 +198,8 @@ class _Layer:
             return (sums, dx), [*d_kernels, d_out]
 
         zero = [zeros(jax.typeof(value)) for value in pick(constants, floats)]
-        (sums, dx), d_kernels = lax.scan(step, (zero, jnp.zeros_like(dy)), (kernels, kept))
-        return merge(sums, [None] * (len(constants) - len(sums)), floats), d_kernels, dy + dx, None
+        (sums, dx), d_kernels = lax.scan(step, (zero, dy), (kernels, kept))
+        return merge(sums, [None] * (len(constants) - len(sums)), floats), d_kernels, dx, None
 
     def _projected(self, constants: Arrays, kernels: Arrays, x: Array, positions: Array) -> tuple[Array, ...]:
         """One group's queries, keys and values, and x."""
