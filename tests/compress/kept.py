@@ -3,12 +3,12 @@
 import jax
 import jax.numpy as jnp
 
-from memjax._residuals import residual_bytes
+from memjax._residuals import residuals
 
 
 def kept_bytes(f, *args):
     """Residual bytes of the gradient of a function."""
-    return residual_bytes(jax.jit(jax.grad(f)).trace(*args).jaxpr).device
+    return residuals(jax.jit(jax.grad(f)).trace(*args).jaxpr).device.nbytes
 
 
 def kept_of_sum(f, x):

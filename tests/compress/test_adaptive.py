@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from memjax import compress, compressed
-from memjax._residuals import residual_bytes
+from memjax._residuals import residuals
 from memjax.compress import LADDER, Layers
 from tests.compress.networks import conv
 
@@ -53,7 +53,7 @@ def test_layers_are_found_with_their_weights():
     assert layers.weights == tuple((name,) for name in layers.names)
     assert layers.shapes == ((SHAPE, np.dtype(np.float32)),) * 2
     assert layers.nbytes() == 2 * compress.ErrorBounded(0.1, bits_per_value=6).nbytes(batch(0))
-    kept = lambda codec: residual_bytes(jax.jit(jax.grad(loss, 1)).trace(codec, weights(), batch(0)).jaxpr).device
+    kept = lambda codec: residuals(jax.jit(jax.grad(loss, 1)).trace(codec, weights(), batch(0)).jaxpr).device.nbytes
     # Statistics cost nothing between forward and backward.
     assert 0 <= kept(layers) - kept(compress.ErrorBounded(2**-4, bits_per_value=6)) < 64
     with pytest.raises(ValueError, match=r"settings for the 3 arrays that are encoded, got settings for 2"):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from memjax import compressed
-from memjax._residuals import residual_bytes
+from memjax._residuals import residuals
 from memjax.compress import Cast, ErrorBounded
 from tests.compress.networks import conv
 
@@ -15,7 +15,7 @@ from tests.compress.networks import conv
 def kept_bytes(f, x, *integers):
     """Residual bytes of the gradient by `x`, of integers that nothing else keeps: inputs would not count."""
     made_before = lambda x, *integers: f(x, *[own + 1 for own in integers])
-    return residual_bytes(jax.jit(jax.grad(made_before)).trace(x, *integers).jaxpr).device
+    return residuals(jax.jit(jax.grad(made_before)).trace(x, *integers).jaxpr).device.nbytes
 
 
 @pytest.mark.parametrize("inputs", [True, False])

@@ -21,7 +21,7 @@ from experiments.harness.config import parse
 from experiments.harness.main import run
 from experiments.harness.training import Trainer
 from experiments.models.classifiers import MODELS
-from memjax._residuals import differentiated, residual_bytes
+from memjax._residuals import differentiated, residuals
 
 PUBLISHED = {"alexnet": 60_965_224, "vgg16": 138_357_544, "resnet18": 11_689_512, "resnet50": 25_557_032}
 
@@ -50,8 +50,8 @@ def test_resnet50_saves_a_fifteenth_of_what_it_does_in_float32():
     """With the bits that values which convolutions read need in training (`results/compressed_training_resnet50.json`)."""
     config = dataclasses.replace(PRESETS["gpu"], batch_size=16, where="all", bits_per_value=2.75, dtype="float32")
     compressed, plain = (_jaxpr_of_loss(config, is_compressed) for is_compressed in (True, False))
-    saved = residual_bytes(compressed).device
-    assert 15 * saved < residual_bytes(plain).device
+    saved = residuals(compressed).device.nbytes
+    assert 15 * saved < residuals(plain).device.nbytes
     # Of which a compiler merges some. The least that there is without a codec: what the 53 convolutions
     # of the forward pass, which come first, read and write, each once.
     convs = [eqn for eqn in plain.jaxpr.eqns if eqn.primitive.name == "conv_general_dilated"]

@@ -67,7 +67,7 @@ class AttentionInGroups(nnx.Module):
         self.out = nnx.Param(outward(rngs.params(), (heads, head_dim, dim)))
         self.norm = norm
         self._dtype = dtype
-        self._options = {
+        self._options: dict[str, Any] = {
             "groups": groups,
             "tile": tile,
             "rotary": rotary,

@@ -161,9 +161,7 @@ class _Layer:
             y = tiled(add, (None, 1, 1), 1, tile=self._tile)(kernels[3], y, o)
             return y, self._with_outputs(o, kept) if self._keep_attention else []
 
-        # The sum apart from x, which is larger: with 16-bit dtypes each group's sum is rounded.
-        y, kept = lax.scan(step, jnp.zeros_like(x), kernels)
-        return x + y, kept
+        return lax.scan(step, x, kernels)
 
     def _save(self, constants: Arrays, kernels: Arrays, x: Array, positions: Array) -> tuple[Array, Any]:
         y, kept = self._forward(constants, kernels, x, positions)
