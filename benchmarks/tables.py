@@ -2,7 +2,15 @@
 
 import pathlib
 
-from benchmarks import compress_tables, densenet_tables, loss_tables, metp_tables, overview_tables, scan_tables
+from benchmarks import (
+    compress_tables,
+    densenet_tables,
+    long_context_tables,
+    loss_tables,
+    metp_tables,
+    overview_tables,
+    scan_tables,
+)
 from benchmarks.markdown import Tables
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -14,6 +22,7 @@ PAGES: dict[str, Tables] = {
     "docs/benchmarks/linear-cross-entropy.md": loss_tables.TABLES,
     "docs/benchmarks/compress.md": compress_tables.TABLES,
     "docs/benchmarks/metp.md": metp_tables.TABLES,
+    "docs/benchmarks/long-context.md": long_context_tables.TABLES,
 }
 
 
