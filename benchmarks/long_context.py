@@ -39,11 +39,11 @@ _ENVIRON = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}  # of a GPU's memory; by i
 class Config:
     parts: tuple[Part, ...] = ("stack", "layer", "feed_forward", "longest")
     recipes: tuple[str, ...] = ("checkpoint", "tiled+slots=6", "tiled+groups+slots=6", "tiled+groups+slots=4")
-    """Of the stack."""
+    """The recipes that the part "stack" compares."""
     lengths: tuple[int, ...] = (65536, 131072)
-    """Of the stack."""
+    """The lengths of its sequences."""
     shape: str = "1B"
-    """Of the stack."""
+    """The shape of its decoder."""
     layer_shape: str = "8B"
     layer_length: int = 65536
     longest_shape: str = "8B"

@@ -45,15 +45,15 @@ class LongContextConfig(RunConfig):
     """The decoder, its recipe, and what is measured."""
 
     shape: Literal["tiny", "1B", "3B", "8B"] = "tiny"
-    """Of Llama 3. All but tiny have its vocabulary of 128,256, of which bytes are 256."""
+    """A shape of Llama 3. All but tiny have its vocabulary of 128,256; the text, which is bytes, uses 256 of it."""
     layers: int = 0
     """0: as many as the shape has."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of parameters and computation."""
+    """The dtype of parameters and computation."""
     length: int = 512
     """Bytes of a sequence in training."""
     recipe: str = "tiled=64+groups+slots=2"
-    """Of training."""
+    """What training keeps and recomputes."""
     compare: tuple[str, ...] = (
         *("checkpoint", "tiled=64+checkpoint", "tiled=64+slots=2", "tiled=64+groups+slots=2"),
         "tiled=64+groups+bits=4",

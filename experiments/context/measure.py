@@ -20,7 +20,7 @@ from experiments.models.stack import codec
 
 @dataclasses.dataclass(frozen=True)
 class Bytes:
-    """Of a compiled gradient. Parameters and their gradients count once each, whatever the recipe."""
+    """What a compiled gradient takes. Parameters and their gradients count once each, whatever the recipe."""
 
     temp: int
     total: int
@@ -49,7 +49,7 @@ class Gradient:
         return Bytes(temp, temp + found.argument_size_in_bytes + found.output_size_in_bytes)
 
     def seconds(self, params: Any, text: np.ndarray, steps: int = 2) -> list[float]:
-        """Of steps on the beginning of `text`, repeated if it is shorter."""
+        """How long each of some steps takes, on the beginning of `text`, which is repeated if it is too short."""
         window = jnp.asarray(np.resize(text, self.length + 1)[None], jnp.int32)
         found = []
         for _ in range(steps):

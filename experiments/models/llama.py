@@ -43,10 +43,10 @@ class LlamaConfig:
     """Whether the head is the embedding."""
     rope_base: float = 500_000.0
     dtype: str = "bfloat16"
-    """Of parameters and computation; norms and rotations are computed in float32 or wider."""
+    """The dtype of parameters and computation; norms and rotations are computed in float32 or wider."""
     kernel: Literal["auto", "fused", "blockwise"] = "auto"
-    """Of attention. fused: cuDNN where the program is compiled for a GPU, and cuDNN takes the dtype. blockwise: plain JAX, a few
-    queries at a time. auto: fused on a machine with a GPU."""
+    """Which attention runs. fused: cuDNN where the program is compiled for a GPU, and cuDNN takes the dtype. blockwise: plain
+    JAX, a few queries at a time. auto: fused on a machine with a GPU."""
 
 
 SHAPES = {

@@ -32,7 +32,7 @@ def run_stack(layer: Layer, recipe: Recipe, params: Any, x: jax.Array) -> jax.Ar
 
 
 def codec(recipe: Recipe, dim: int) -> GroupQuantized:
-    """Of inputs of layers: each position has scales of its own, one for 256 features, so that none makes others coarse."""
+    """The codec of layer inputs. Each position has scales of its own, one for 256 features, so that none makes others coarse."""
     assert recipe.bits is not None
     return GroupQuantized(recipe.bits, group_size=GROUP if dim % GROUP == 0 else dim)
 

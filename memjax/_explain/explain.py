@@ -11,6 +11,7 @@ from jax.extend.core import jaxpr_as_fun
 from memjax._core import check
 from memjax._core.clear_errors import option_errors
 from memjax._core.compat import primitive_name
+from memjax._core.costs import device
 from memjax._core.scopes import Paths
 from memjax._explain.compiled.hlo import parse
 from memjax._explain.compiled.peak import peak_of
@@ -18,7 +19,6 @@ from memjax._explain.explanation import Explanation
 from memjax._explain.kept import kept_arrays
 from memjax._explain.nnx_scopes import nnx_scopes
 from memjax._explain.parts import Peak, Remedy, Row, Timeline
-from memjax._explain.remedy.estimate import rates
 from memjax._explain.remedy.logits import fused_loss, logits_in
 from memjax._explain.remedy.remedies import Remedies
 from memjax._explain.rows import Group, collapsed, groups, template
@@ -69,7 +69,7 @@ def explain(fn: Callable, *args: Any, compiler_options: dict[str, Any] | None = 
     on_host = kept_arrays(found.residuals.host)
     residual_bytes, offloaded_bytes = found.residuals.device.nbytes, found.residuals.host.nbytes
     logits, alike = logits_in(arrays), groups(arrays, paths)
-    remedies = Remedies(paths, residual_bytes, rates())
+    remedies = Remedies(paths, residual_bytes, device())
     notes: list[str] = []
     peak, timeline = _compiled(program, found, paths, options, residual_bytes, notes)
     return Explanation(

@@ -181,7 +181,7 @@ def _thinned(found: list[int], nbytes: np.ndarray, times: np.ndarray) -> list[in
 
 
 def corners(found: Sequence[Option]) -> list[Option]:
-    """Of options by rising bytes those that no mixture of two others beats."""
+    """The options that no mixture of two others beats; those found rise in bytes."""
     hull: list[Option] = []
     for option in found:
         while len(hull) > 1 and _lies_above(hull[-2], hull[-1], option):

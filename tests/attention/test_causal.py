@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from memjax._attention.causal import causal_attention
+from memjax.remat import attention_in_groups
 from memjax.shard.baselines import attention
 
 
@@ -56,3 +57,16 @@ def test_cudnn_by_name_elsewhere():
         attention(q, k, v, implementation="cudnn")
     text = jax.jit(lambda *args: attention(*args, implementation="cudnn")).trace(q, k, v)
     assert "__cudnn$fmhaSoftmax(" in text.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(("keep_attention", "runs"), [(False, 2), (True, 1)])
+def test_kept_attention_runs_once(keep_attention, runs):
+    """In groups it runs in both passes, unless its outputs are kept: cuDNN's forward kernel, as lowered for a GPU."""
+    x, kernel = jnp.ones((1, 64, 16), jnp.bfloat16), jnp.ones((16, 2, 8), jnp.bfloat16)
+
+    def loss(x, query, out):
+        return attention_in_groups(x, query, query, query, out, keep_attention=keep_attention).astype(float).sum()
+
+    traced = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).trace(x, kernel, kernel.reshape(2, 8, 16))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@__cudnn$fmhaSoftmax(") == runs

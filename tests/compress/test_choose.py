@@ -79,7 +79,7 @@ def test_what_convolutions_do_not_read_leaves_memory_when_it_has_a_code():
     assert (many - few) / 4 < 5.5 * SIZE  # 8.5 without waiting, 12 of the network as it is
 
 
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there decoding is part of what reads the array")
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="on a GPU decoding is fused into what reads the array")
 def test_codes_of_a_fixed_rate_are_not_decoded_in_the_forward_pass():
     few, many = (temporary(compressed(network, ChannelQuantized(4)), count) for count in (2, 6))
     assert (many - few) / 4 < 1.5 * SIZE  # 8.6 without waiting: two codes, of half a byte a value

@@ -131,7 +131,7 @@ def elements(instruction: Instruction) -> list[slice]:
 
 
 def aliased_operands(instruction: Instruction) -> list[tuple[int, int]]:
-    """Of a custom call: which element of its result is in which operand's place."""
+    """Which element of a custom call's result is in which operand's place."""
     _, _, aliasing = instruction.text.partition("output_to_operand_aliasing={")
     found = []
     for out, operand, _ in _ALIAS.findall(aliasing):

@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-
-from memjax._core.costs import flops
+from memjax._core.costs import Device, flops
 from memjax._core.jaxpr import is_literal, nbytes
 from memjax._core.primitives import ALIASES
 
 
-class Rates(NamedTuple):
-    """Operations, bytes of memory and bytes over the link to the host, per second."""
-
-    flops: float
-    nbytes: float
-    link: float
-
-
-def rates() -> Rates:
-    """Those of the default device, roughly."""
-    on_cpu = jax.default_backend() == "cpu"
-    return Rates(5e10, 1e10, 1e10) if on_cpu else Rates(4e14, 3e12, 4e10)
-
-
-def seconds(eqns: Iterable[Any], of: Rates) -> float:
+def seconds(eqns: Iterable[Any], of: Device) -> float:
     """The time of these equations, one after the other, half of their traffic fused away."""
     return sum(max(flops(eqn) / of.flops, _traffic(eqn) / (2 * of.nbytes)) for eqn in eqns)
 

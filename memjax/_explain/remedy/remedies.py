@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 import jax.numpy as jnp
 
 from memjax._core.compat import call_site, primitive_name
-from memjax._core.costs import flops
+from memjax._core.costs import Device, flops
 from memjax._core.primitives import PRODUCTS
 from memjax._core.scopes import Paths, runs_in_loop
 from memjax._explain.kept import Pass
 from memjax._explain.parts import Remedy
-from memjax._explain.remedy.estimate import Rates, seconds
+from memjax._explain.remedy.estimate import seconds
 from memjax._explain.remedy.tile import by_position
 from memjax._explain.rows import Group, collapsed
 from memjax._residuals import Equation, Value
@@ -38,7 +38,7 @@ class Remedies:
       of: the rates of the device.
     """
 
-    def __init__(self, paths: Paths, residual_bytes: int, of: Rates):
+    def __init__(self, paths: Paths, residual_bytes: int, of: Device):
         self._paths, self._residual_bytes, self._of = paths, residual_bytes, of
         self._effects: dict[tuple, dict[str, _Effect]] = {}
 
@@ -123,14 +123,14 @@ class _Effect:
     is_by_position: bool = False
 
 
-def _offload(group: Group, of: Rates) -> list[Remedy]:
+def _offload(group: Group, of: Device) -> list[Remedy]:
     if group.nbytes < _OFFLOADS:
         return []
     how = "name it with jax.ad_checkpoint.checkpoint_name, and memjax.remat.checkpoint(policy=policies.offload(name))"
     return [Remedy("offload", group.nbytes, 1000 * 2 * group.nbytes / of.link, 0.0, True, how)]
 
 
-def _narrower(group: Group, of: Rates) -> list[Remedy]:
+def _narrower(group: Group, of: Device) -> list[Remedy]:
     aval = group.arrays[0].value.aval
     found = []
     if jnp.issubdtype(aval.dtype, jnp.floating):
