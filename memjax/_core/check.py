@@ -229,15 +229,19 @@ def axis_size(name: str, value: Any) -> int:
         ) from None
 
 
-def sharded(name: str, value: Any, axis_name: str) -> None:
-    """Raises if JAX knows that `value` is the same on all devices of the axis. With `check_vma=False` it does not know."""
+def sharded(name: str, value: Any, axis_name: str, along: str = "") -> None:
+    """Raises if JAX knows that `value` is the same on all devices of the axis. With `check_vma=False` it does not know.
+
+    Neither does it know which dimension of `value` is spread over the axis: `along` says in the error which one should be.
+    """
     local(name, value)
     size = jax.lax.axis_size(axis_name)
     tracked = axis_name in varying(jax.typeof(jax.lax.axis_index(axis_name)))
     if size > 1 and tracked and axis_name not in varying(jax.typeof(value)):
+        where = f" along {along}" if along else ""
         raise ValueError(
-            f"{name} must be sharded over the mesh axis {axis_name!r}, got {shown(value)} that is the same on all of its"
-            f" {size} devices: give it a PartitionSpec with {axis_name!r} in the in_specs of jax.shard_map, or where equal"
+            f"{name} must be sharded over the mesh axis {axis_name!r}{where}, got {shown(value)} that is the same on all"
+            f" of its {size} devices: give it a PartitionSpec with {axis_name!r} in the in_specs of jax.shard_map, or where equal"
             f" parts are meant jax.lax.pcast({name}, {axis_name!r}, to='varying')"
         )
 

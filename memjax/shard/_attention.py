@@ -80,9 +80,13 @@ def metp_attention(
 
     Raises:
       TypeError: dtypes that differ or are not floating-point, options of the wrong kind.
-      ValueError: shapes that do not match or divide, options out of range, an implementation that cannot run here, q, k or v
-        that are the same on all devices (where `shard_map` tracks it: not with `check_vma=False`), or a call outside a
-        `jax.shard_map` over `axis_name`.
+      ValueError: shapes that do not match or divide, options out of range, an implementation that cannot run here, q, k, v
+        or segment ids that are the same on all devices (where `shard_map` tracks it: not with `check_vma=False`), or a call
+        outside a `jax.shard_map` over `axis_name`.
+
+    Not checked: that it is the tokens which lie over the axis. Inside `shard_map` JAX does not tell along which dimension an
+    array was split. Where q, k and v are all split by heads, `P(None, None, axis_name)`, results are wrong: T p must be the
+    length of the sequence. Heads of one's own need no ring; `jax.nn.dot_product_attention` does them.
 
     Source: Liang et al. (2025), abstract; Liu et al., "Ring attention with blockwise Transformers" (2023); the zigzag
     order is that of Zhu's ring-flash-attention.
@@ -98,8 +102,9 @@ def metp_attention(
         implementation=implementation,
     )
     check.arrays(q, k, v, segment_ids, choices["layout"], choices["head_chunks"])
-    for name, a in (("q", q), ("k", k), ("v", v)):
-        _check.sharded(name, a, axis_name)
+    for name, a in (("q", q), ("k", k), ("v", v), ("segment_ids", segment_ids)):
+        if a is not None:
+            _check.sharded(name, a, axis_name, "its tokens, axis 1")
     rows = max(q.shape[1] // size, _FEW_ROWS) if size > 1 else 4 * _FEW_ROWS
     return _of_tokens(axis_name, rows, choices, q, k, v, segment_ids)
 

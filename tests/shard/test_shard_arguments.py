@@ -300,6 +300,23 @@ def test_forward_mode_over_reverse_mode_is_not_refused(name):
     np.testing.assert_allclose(directional, reverse, rtol=1e-3, atol=1e-4)
 
 
+def test_whole_segment_ids_with_sharded_heads_are_refused():
+    """All tokens of some heads on each device: shapes agree, and the ring would take every device's tokens for others."""
+    heads = jax.sharding.PartitionSpec(None, None, "ring")
+    attend = lambda q, ids: metp_attention(q, q, q, segment_ids=ids, axis_name="ring")
+    f = sharded(attend, 2, (heads, jax.sharding.PartitionSpec()), heads)
+    message = "segment_ids must be sharded over the mesh axis 'ring' along its tokens, axis 1, got an array"
+    with pytest.raises(ValueError, match=message):
+        f(Q, jnp.zeros((1, 16), jnp.int32))
+
+
+def test_segment_ids_made_on_each_device_are_varied_first():
+    ids = jnp.zeros((1, 8), jnp.int32)
+    vary = lambda ids: jax.lax.pcast(ids, "ring", to="varying")
+    one = sharded(lambda q: metp_attention(q, q, q, segment_ids=vary(ids), axis_name="ring"), 2, ROWS, ROWS)(Q)
+    np.testing.assert_array_equal(one, sharded(OVER_RING["metp_attention"][0], 2, ROWS, ROWS)(Q))
+
+
 def test_padding_may_hold_anything():
     q, do = normal((1, 16, 4, 8), (1, 16, 4, 8), dtype=np.float32)
     ids = jnp.where(jnp.arange(16) < 12, 0, -1)[None]
