@@ -10,7 +10,7 @@ import contextlib
 import importlib.util
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -85,6 +85,15 @@ def eval_jaxpr(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> list
 def without_dead_code(jaxpr: Any) -> Any:
     """The program without equations that no output depends on."""
     return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
+
+
+def lower_early(primitive: Any, rule: Callable[..., Any]) -> None:
+    """Makes JAX lower this primitive by `rule` where it lowers the derivatives of a `jax.custom_vjp`.
+
+    With `JAX_CUSTOM_VJP3=1` that is in a pass of its own, before all other primitives are lowered.
+    """
+    primitive.is_high = lambda *_, **__: bool(getattr(jax.config, "jax_custom_vjp3", False))
+    primitive.to_lojax = rule
 
 
 def is_tracer(value: Any) -> bool:

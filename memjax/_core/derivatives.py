@@ -12,6 +12,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from memjax._core.arrays import is_float
+from memjax._core.compat import lower_early
 from memjax._core.lists import Arrays, drop, merge, pick
 
 
@@ -78,6 +79,7 @@ _reverse_only_p.def_abstract_eval(lambda tangent, *, message: tangent)
 mlir.register_lowering(_reverse_only_p, lambda _, *__, message: _refuse(message=message))
 batching.defvectorized(_reverse_only_p)
 ad.deflinear2(_reverse_only_p, lambda ct, _, *, message: [ct])
+lower_early(_reverse_only_p, _refuse)
 
 
 _without_derivative_p = core.Primitive("without_derivative")
