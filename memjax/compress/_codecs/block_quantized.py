@@ -67,7 +67,7 @@ class BlockQuantized(FixedRate):
     its channel of its block NaN.
 
     Encoding reads the array for the ranges and once more for the levels. Decoding is arithmetic on single values, which
-    XLA does where they are read: no decoded array is written.
+    XLA does where they are read: on a GPU no decoded array is written.
 
     Memory: `bits` per value, and 64 bits for each channel of a block: 8.25 or 4.25 bits per value at blocks of 256.
 

@@ -62,7 +62,8 @@ class ChannelQuantized(FixedRate):
     infinity makes its channel NaN.
 
     Encoding reads the array for the ranges, and makes the levels where a batch norm normalises its input, or else reads it
-    again. Decoding is arithmetic on single values, which XLA does where they are read: no decoded array is written.
+    again. Decoding is arithmetic on single values, which XLA does where they are read: on a GPU no decoded array is
+    written.
 
     To read less, measure the ranges of 8192 `samples` of a channel, say: ranges are widened by a sixteenth on either side, and
     what is beyond is moved to the nearest level, so that there is no bound; a NaN or an infinity among the others becomes
