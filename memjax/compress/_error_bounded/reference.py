@@ -26,7 +26,9 @@ from memjax.compress._error_bounded.warp import Warp
 _WARP = Warp(native=False)
 _VALUE = np.arange(WORD, dtype=np.uint32)[:, None]  # of a group
 _BELOW = (1 << np.arange(WORD, dtype=np.uint32)) - np.uint32(1)  # each bit of a word
+_LANE = np.arange(LANES, dtype=np.uint32)
 _RAW = np.uint32(2**32 - 1)
+_NOWHERE = np.uint32(2**30)  # the place of a word that a lane does not have
 
 
 class Packed(NamedTuple):
@@ -80,10 +82,9 @@ def encode(x: Float[Array, "..."], exponent: Int32[Array, "..."], capacity: int)
 
     most = LANES * tiles.raw_words(dtype)
 
-    def put(words, index, live, values):
+    def put(words, index, values):
         """Into the words of a tile. Every bit is written once, so adding is merging."""
-        index = jnp.where(live, index, u32(most)).reshape(-1)
-        return words.at[index].add(values.reshape(-1), mode="drop")
+        return words.at[index.reshape(-1)].add(values.reshape(-1), mode="drop")
 
     def encode_tile(carry, tile):
         all_words, offset = carry
@@ -99,9 +100,9 @@ def encode(x: Float[Array, "..."], exponent: Int32[Array, "..."], capacity: int)
         lanes = Lanes(planes, signs, bitmaps, u32(raw))
         ranks = _ranks(mask)
 
-        live, place, following = _first_places(lanes)
+        place, following = _first_places(lanes)
         packed = jnp.stack(bitmaps.pack(list(mask), _WARP))
-        words = put(jnp.zeros((most,), jnp.uint32), place[:GROUPS], live[:GROUPS], packed)
+        words = put(jnp.zeros((most,), jnp.uint32), place[:GROUPS], packed)
         reader = Reader.of(lanes, mask, place[GROUPS], following)
 
         def put_slot(slot, carry):
@@ -109,9 +110,8 @@ def encode(x: Float[Array, "..."], exponent: Int32[Array, "..."], capacity: int)
             place, reader = reader.advance(slot)
             dense = jnp.sum(((numbers >> u32(slot + 1)) & u32(1)) << ranks, 1, dtype=jnp.uint32)
             index = jnp.stack([place.latest, place.fresh])
-            live = jnp.stack([jnp.broadcast_to(place.live, dense.shape), place.begins])
             parts = jnp.stack([shift_left(dense, place.used), shift_right(dense, u32(WORD) - place.used)])
-            return put(words, index, live, parts), reader
+            return put(words, index, parts), reader
 
         words, reader = lax.fori_loop(0, reader.slots, put_slot, (words, reader))
 
@@ -119,19 +119,19 @@ def encode(x: Float[Array, "..."], exponent: Int32[Array, "..."], capacity: int)
             words, following = carry
             rows = _raw_words(u32(raw_bits), dtype)
             place, following = _raw_places(raw, following, dtype)
-            return put(words, place, raw, rows), following
+            return put(words, place, rows), following
 
         words, count = lax.fori_loop(0, jnp.any(raw).astype(jnp.int32), put_raw, (words, reader.next))
-        place = jnp.arange(most, dtype=jnp.uint32)
-        index = jnp.where(place < count, offset + place, u32(capacity))
+        place, count = jnp.arange(most, dtype=jnp.int32), count.astype(jnp.int32)
+        index = jnp.where(place < count, offset + place, capacity)
         all_words = all_words.at[index].add(words, mode="drop")
         return (all_words, offset + count), (write_headers(lanes).astype(jnp.uint8), offset)
 
     # Zero, which compilers do not see: they make constants of all arrays at the beginning of a program.
     zero = lax.clz(u32(matrix[0, 0])) >> 6
-    start = jnp.broadcast_to(zero, (capacity,)), zero
+    start = jnp.broadcast_to(zero, (capacity,)), zero.astype(jnp.int32)
     (words, needed), (headers, offsets) = lax.scan(encode_tile, start, jnp.arange(grid.tiles, dtype=jnp.int32))
-    return Packed(words, headers, offsets.astype(jnp.int32), needed.astype(jnp.int32))
+    return Packed(words, headers, offsets, needed)
 
 
 def decode(
@@ -149,11 +149,11 @@ def decode(
         place = u32(code.offsets[tile]) + jnp.arange(LANES * tiles.raw_words(dtype), dtype=jnp.uint32)
         words = code.words.at[place].get(mode="fill", fill_value=0)
 
-        def get(index, live):
-            return jnp.where(live, words.at[index].get(mode="fill", fill_value=0), u32(0))
+        def get(index):
+            return words.at[index].get(mode="fill", fill_value=0)
 
-        live, place, following = _first_places(lanes)
-        packed = list(get(place[:GROUPS], live[:GROUPS]))
+        place, following = _first_places(lanes)
+        packed = list(get(place[:GROUPS]))
         mask = jnp.stack(lanes.bitmaps.unpack(packed, columns_without(header), _WARP))
         ranks = _ranks(mask)
         reader = Reader.of(lanes, mask, place[GROUPS], following)
@@ -161,8 +161,8 @@ def decode(
         def get_slot(slot, carry):
             numbers, reader = carry
             place, reader = reader.advance(slot)
-            dense = shift_right(get(place.latest, place.live), place.used)
-            dense |= shift_left(get(place.fresh, place.begins), u32(WORD) - place.used)
+            dense = shift_right(get(place.latest), place.used)
+            dense |= shift_left(get(place.fresh), u32(WORD) - place.used)
             return numbers | (((dense[:, None] >> ranks) & u32(1)) << u32(slot)), reader  # zeros' are anything
 
         numbers, reader = lax.fori_loop(0, reader.slots, get_slot, (jnp.zeros_like(ranks), reader))
@@ -171,7 +171,7 @@ def decode(
         raw = lanes.raw != 0
 
         def get_raw(_, values):
-            rows = get(_raw_places(raw, reader.next, dtype)[0], raw)
+            rows = get(_raw_places(raw, reader.next, dtype)[0])
             return jnp.where(raw, _raw_bits(rows, dtype), values)
 
         values = lax.fori_loop(0, jnp.any(raw).astype(jnp.int32), get_raw, values)
@@ -227,39 +227,32 @@ class Reader(NamedTuple):
         latest = [self.latest]
         for group in range(GROUPS):
             latest.append(jnp.where(begins[group], fresh[group], latest[-1]))
-        place = Place(live, jnp.stack(latest[:-1]), begin - u32(WORD) * words(begin), begins, fresh)
+        behind = jnp.where(live, jnp.stack(latest[:-1]), _NOWHERE)
+        place = Place(behind, begin - u32(WORD) * words(begin), fresh)
         used = end[-1] - u32(WORD) * words(end[-1])
         return place, self._replace(used=used, latest=latest[-1], next=following)
 
 
 class Place(NamedTuple):
-    """Where the pieces of a slot are: behind the `used` bits of words `latest`, and in words `fresh` if they begin some.
+    """Where the pieces of a slot are: behind the `used` bits of words `latest`, and in words `fresh` if they begin some."""
 
-    Attributes:
-      live: whether the lane has the slot.
-    """
-
-    live: Bool[Array, "32"]
     latest: UInt32[Array, "4 32"]
     used: UInt32[Array, "4 32"]
-    begins: Bool[Array, "4 32"]
     fresh: UInt32[Array, "4 32"]
 
 
-def _first_places(lanes: Lanes) -> tuple[Bool[Array, "5 32"], UInt32[Array, "5 32"], UInt32[Array, ""]]:
-    """The words that come first of all, four of bitmaps and the first of each lane: which lanes have them, where, and the
-    word that follows them.
-    """
+def _first_places(lanes: Lanes) -> tuple[UInt32[Array, "5 32"], UInt32[Array, ""]]:
+    """Where the words are that come first of all, four of bitmaps and the first of each lane; and the word that follows them."""
     bitmaps, has_bits = lanes.bitmaps, lanes.planes + lanes.signs != 0
     live = jnp.stack([bitmaps.any, bitmaps.any, bitmaps.both, bitmaps.both, has_bits])
-    return live, *_places(live, u32(0))
+    return _places(live, u32(0))
 
 
 def _places(live: Bool[Array, "rows 32"], following: UInt32[Array, ""]) -> tuple[UInt32[Array, "rows 32"], Array]:
-    """Where the words of rows are, if lanes that are not live have none; and the word that follows them."""
+    """Where the words of rows are, `_NOWHERE` for lanes that are not live; and the word that follows them."""
     rows = _bits_of_lanes(live)
     before = following + _before(lax.population_count(rows))
-    return before[:-1, None] + lax.population_count(rows[:, None] & _BELOW), before[-1]
+    return _of_live(rows[:, None], before[:-1, None]), before[-1]
 
 
 def _raw_places(raw: Bool[Array, "32"], following: UInt32[Array, ""], dtype) -> tuple[UInt32[Array, "rows 32"], Array]:
@@ -267,12 +260,21 @@ def _raw_places(raw: Bool[Array, "32"], following: UInt32[Array, ""], dtype) -> 
     rows, row = tiles.raw_words(dtype), _bits_of_lanes(raw)
     count = lax.population_count(row)
     before = following + np.arange(rows, dtype=np.uint32)[:, None] * count
-    return before + lax.population_count(row & _BELOW), following + u32(rows) * count
+    return _of_live(row, before), following + u32(rows) * count
+
+
+def _of_live(row: Array, first: Array) -> Array:
+    """The places of a row whose live lanes are the bits of `row`, from `first` on.
+
+    That is told from the bits again, because XLA would compile what told it before once more for each reader.
+    """
+    is_live = ((row >> _LANE) & u32(1)) != 0
+    return jnp.where(is_live, first + lax.population_count(row & _BELOW), _NOWHERE)
 
 
 def _bits_of_lanes(flags: Bool[Array, "... 32"]) -> UInt32[Array, "..."]:
     """A word of the flags of all lanes."""
-    return jnp.sum(u32(flags) << np.arange(LANES, dtype=np.uint32), -1, dtype=jnp.uint32)
+    return jnp.sum(u32(flags) << _LANE, -1, dtype=jnp.uint32)
 
 
 def _before(x: UInt32[Array, "rows ..."]) -> UInt32[Array, "rows+1 ..."]:
