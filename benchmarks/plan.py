@@ -13,6 +13,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -56,6 +57,10 @@ class Config:
     tokens: tuple[int, ...] = (16384, 131072)
     between: bool = False
     """Plan for budgets between those of the policies, too."""
+    policies: tuple[str, ...] = ()
+    """Some of the policies by name; all where none is named."""
+    workers: int = 1
+    """Policies that are planned and compiled at a time. With more than one, planning is not timed."""
     tiny: bool = False
     """A small stack and two policies, on a CPU."""
 
@@ -178,8 +183,7 @@ def table(shape: Shape, kind: str, config: Config) -> None:
             "planned_bytes": nbytes,
             "first_predicted_bytes": plan.first_nbytes,
             "predicted_ratio": round(plan.seconds / plan.plain_seconds, 4),
-            "planning_seconds": round(seconds, 2),
-        }
+        } | ({"planning_seconds": round(seconds, 2)} if config.workers == 1 else {})
 
     rows: list[dict[str, Any]] = []
 
@@ -189,22 +193,32 @@ def table(shape: Shape, kind: str, config: Config) -> None:
         if not config.tiny:
             record.save(f"plan_{kind}_{shape.tokens}", rows)
 
-    for name, policy in policies(shape.tokens > 100_000, config.tiny).items():
+    def prepared(policy: Any) -> tuple[Any, int, dict[str, Any]]:
         block = plain if policy is None else jax.checkpoint(plain, policy=policy)
         program, nbytes = compiled(functools.partial(loss, kind=kind, layer=block), args)
         try:
-            found = planned(nbytes)
+            return program, nbytes, planned(nbytes)
         except ValueError as error:  # less than the least possible
-            add({"policy": name, "bytes": nbytes, "ms": by_turns([program], args, shape.runs)[0], "error": str(error)})
-            continue
-        by_hand, ms = by_turns([program, found.pop("program")], args, shape.runs)
-        add({"policy": name, "bytes": nbytes, "ms": by_hand, "planned_ms": ms} | found)
-    if config.between:
-        budgets = sorted(row["bytes"] for row in rows)
-        for low, high in itertools.pairwise(budgets):
-            found = planned((low + high) // 2)
-            [ms] = by_turns([found.pop("program")], args, shape.runs)
-            add({"policy": None, "bytes": (low + high) // 2, "planned_ms": ms} | found)
+            return program, nbytes, {"error": str(error)}
+
+    chosen = policies(shape.tokens > 100_000, config.tiny)
+    if config.policies:
+        chosen = {name: chosen[name] for name in config.policies}
+    with ThreadPoolExecutor(config.workers) as pool:
+        # All at once where there are workers, for no program may run while others are compiled.
+        found = list(pool.map(prepared, chosen.values())) if config.workers > 1 else map(prepared, chosen.values())
+        for name, (program, nbytes, plan) in zip(chosen, found, strict=True):
+            if "error" in plan:
+                add({"policy": name, "bytes": nbytes, "ms": by_turns([program], args, shape.runs)[0]} | plan)
+                continue
+            by_hand, ms = by_turns([program, plan.pop("program")], args, shape.runs)
+            add({"policy": name, "bytes": nbytes, "ms": by_hand, "planned_ms": ms} | plan)
+        if config.between:
+            budgets = sorted(row["bytes"] for row in rows)
+            middles = [(low + high) // 2 for low, high in itertools.pairwise(budgets)]
+            for middle, plan in zip(middles, list(pool.map(planned, middles)), strict=True):
+                [ms] = by_turns([plan.pop("program")], args, shape.runs)
+                add({"policy": None, "bytes": middle, "planned_ms": ms} | plan)
 
 
 def main(config: Config) -> None:
