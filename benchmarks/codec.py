@@ -1,10 +1,13 @@
-"""The error-bounded codec on one GPU: `python -m benchmarks.codec speed`, some minutes, `python -m benchmarks.codec bound`.
+"""Codecs on one GPU: `python -m benchmarks.codec speed`, some minutes, `python -m benchmarks.codec bound`, `... dense`, a minute.
 
 speed: encoding and decoding, with signs and without, in TB/s of the array's bytes, and bits per value. First arrays of the
 shapes of ResNet-50's activations after ReLUs, rectified Gaussians; then several kinds of data at several bounds.
 bound: what `ErrorBounded` promises, checked for random float32 bit patterns, 10^9 of them per bound, with signs and without.
+dense: `PositionQuantized` and, to compare with, `BlockQuantized`, in TB/s of the array's bytes: alone, and with what makes and
+reads the values.
 
-`--batch 1 --seconds 0.1 --values 65536` and `--patterns 1e6 --chunk 65536` try them anywhere. Rows are saved as they come.
+`--batch 1 --seconds 0.1 --values 65536`, `--patterns 1e6 --chunk 65536` and `--positions 256 --seconds 0.1` try them anywhere.
+Rows are saved as they come.
 """
 
 import dataclasses
@@ -23,7 +26,7 @@ import tyro
 from rich.progress import Progress
 
 from benchmarks import record
-from memjax.compress import ErrorBounded
+from memjax.compress import BlockQuantized, ErrorBounded, PositionQuantized
 from memjax.compress._codecs.codec import largest_error
 
 # Image size and channels.
@@ -51,6 +54,15 @@ class Bound:
     chunk: int = 2**26
     bounds: tuple[float, ...] = (1e-30, 1e-4, 2.0**-7, 0.37, 1e20)
     name: str = "codec_bound"
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense:
+    positions: int = 16384
+    features: int = 8192
+    seconds: float = 0.25
+    dtypes: tuple[Literal["bfloat16", "float32"], ...] = ("bfloat16", "float32")
+    name: str = "codec_dense"
 
 
 def gaussian(key: Any, shape: tuple[int, ...]) -> Any:
@@ -124,6 +136,45 @@ def measure(config: Speed, make: Callable[..., Any], shape: tuple[int, ...], dty
         return {**row, "error": f"{type(error).__name__}: {str(error)[:300]}"}
 
 
+def dense_row(config: Dense, codec: Any, dtype: str) -> dict:
+    """Floors are the bytes that must be read and written, at 4.3 TB/s."""
+    x = gaussian(jax.random.key(0), (4, config.positions // 4, config.features)).astype(DTYPES[dtype])
+    row = {"codec": repr(codec), "shape": list(x.shape), "dtype": dtype}
+    try:
+        share = codec.nbytes(x) / x.nbytes
+        code = jax.jit(codec.encode)(x)
+        calls: dict[str, Callable[[], Any]] = {
+            "encode": functools.partial(jax.jit(codec.encode), x),
+            "decode": functools.partial(jax.jit(codec.decode), code),
+            # With what makes the values, and with what reads them.
+            "square_encode": functools.partial(jax.jit(lambda x: codec.encode(x * x)), x),
+            "decode_silu": functools.partial(jax.jit(lambda code: jax.nn.silu(codec.decode(code))), code),
+        }
+        seconds = {name: median_seconds(call, config.seconds) for name, call in calls.items()}
+        return {
+            **row,
+            "bits_per_value": round(8 * share * x.dtype.itemsize, 3),
+            **{f"{name}_tb_s": round(x.nbytes / s / 1e12, 3) for name, s in seconds.items()},
+            "floor_tb_s": round(4.3 / (1 + share), 2),
+            "relative_error": round(float(_relative_error(calls["decode"](), x)), 5),
+        }
+    except Exception as error:  # one case that fails must not hide the others
+        return {**row, "error": f"{type(error).__name__}: {str(error)[:300]}"}
+
+
+@jax.jit
+def _relative_error(decoded: Any, x: Any) -> Any:
+    wide, off = x.astype(jnp.float32), decoded.astype(jnp.float32) - x.astype(jnp.float32)
+    return jnp.sqrt(jnp.sum(off**2) / jnp.sum(wide**2))
+
+
+def dense(config: Dense) -> Iterator[dict]:
+    codecs: list[Any] = [PositionQuantized(bits) for bits in (8, 6, 4, 3)]
+    codecs += [BlockQuantized(bits) for bits in (8, 4)]
+    for dtype, codec in itertools.product(config.dtypes, codecs):
+        yield dense_row(config, codec, dtype)
+
+
 def _each(f: Callable[[Any], Any], many: list[Any]) -> list[Any]:
     return [f(one) for one in many]
 
@@ -193,9 +244,12 @@ def bounds(config: Bound) -> Iterator[dict]:
 
 
 def main() -> None:
-    config = tyro.cli(Speed | Bound, description=__doc__)
+    config = tyro.cli(Speed | Bound | Dense, description=__doc__)
     began, rows = time.perf_counter(), []
-    for row in speeds(config) if isinstance(config, Speed) else bounds(config):
+    made = (
+        speeds(config) if isinstance(config, Speed) else dense(config) if isinstance(config, Dense) else bounds(config)
+    )
+    for row in made:
         rows.append(row)
         print(row, flush=True)
         record.save(config.name, rows)

@@ -9,6 +9,8 @@ ChannelQuantized      4 or 8 bits per value, a range for each channel
 ChannelQuantizedCode  what `ChannelQuantized` keeps
 MeasuredChannels      a `ChannelQuantized` whose ranges are known
 GroupQuantized        2, 4 or 8 bits per value, unbiased, a range for each group of neighbours
+PositionQuantized     8, 6, 4 or 3 bits per value, a range for each position's groups of features: for Transformers
+PositionQuantizedCode  what `PositionQuantized` keeps
 ErrorBounded          as many bits as an error bound needs; zeros cost next to nothing
 ErrorBoundedCode      what `ErrorBounded` keeps
 Cast                  a narrower floating dtype
@@ -32,6 +34,7 @@ from memjax.compress._codecs.block_quantized import DEFAULT, BlockQuantized, Blo
 from memjax.compress._codecs.channel_quantized import ChannelQuantized, ChannelQuantizedCode, MeasuredChannels
 from memjax.compress._codecs.codec import Cast, Codec, Mask
 from memjax.compress._codecs.group_quantized import GroupQuantized
+from memjax.compress._codecs.position_quantized import PositionQuantized, PositionQuantizedCode
 from memjax.compress._error_bounded.error_bounded import ErrorBounded, ErrorBoundedCode
 from memjax.compress._training.adaptive import AdaptiveState, adaptive, predicted_sigma, scale_gradient
 from memjax.compress._training.layers import LADDER, Layers, Statistics, layers
@@ -57,6 +60,8 @@ __all__ = [
     "Layers",
     "Mask",
     "MeasuredChannels",
+    "PositionQuantized",
+    "PositionQuantizedCode",
     "Statistics",
     "Transactional",
     "UniformError",

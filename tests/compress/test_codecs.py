@@ -9,13 +9,23 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from memjax.compress import BlockQuantized, Cast, ChannelQuantized, Codec, ErrorBounded, GroupQuantized, Mask
-from memjax.compress._codecs.channel_quantized import _spread
+from memjax.compress import (
+    BlockQuantized,
+    Cast,
+    ChannelQuantized,
+    Codec,
+    ErrorBounded,
+    GroupQuantized,
+    Mask,
+    PositionQuantized,
+)
+from memjax.compress._codecs.channel_quantized import evenly_spaced
 
 CODECS = [
     Cast(),
     BlockQuantized(bits=8),
     GroupQuantized(bits=4),
+    PositionQuantized(bits=6),
     ChannelQuantized(bits=8),
     ErrorBounded(0.1),
     ErrorBounded(0.1, bits_per_value=6),
@@ -153,7 +163,7 @@ def test_channel_quantized_measures_all_of_little(shape):
 @pytest.mark.parametrize("shape", [(9000, 3), (10, 300, 3), (2, 3, 9000, 3)])
 def test_channel_quantized_measures_as_much_as_it_is_asked_for(shape):
     for samples in (1, 7, 400, 1000, 1001):
-        measured = _spread(jnp.arange(math.prod(shape)).reshape(shape), samples)
+        measured = evenly_spaced(jnp.arange(math.prod(shape)).reshape(shape), samples)
         assert samples <= measured.size // 3 <= 3 * max(samples, shape[0] if len(shape) > 2 else 1)
         assert len(np.unique(measured)) == measured.size
 

@@ -100,7 +100,7 @@ class ChannelQuantized(FixedRate):
         if x.size == 0:
             low = high = jnp.zeros(x.shape[-1:], jnp.float32)
         else:
-            part = x if self.samples is None else _spread(x, self.samples)
+            part = x if self.samples is None else evenly_spaced(x, self.samples)
             low, high = (end.astype(jnp.float32) for end in ends(part, tuple(range(part.ndim - 1))))
             if part.size < x.size:
                 # The outermost levels stay finite in the array's dtype, unless what was measured is not.
@@ -126,7 +126,7 @@ def ends(x: Float[Array, "..."], axes: tuple[int, ...]) -> tuple[Array, Array]:
     return lax.reduce((x, x), (inf, -inf), both, axes)
 
 
-def _spread(x: Float[Array, "..."], samples: int) -> Float[Array, "..."]:
+def evenly_spaced(x: Float[Array, "..."], samples: int) -> Float[Array, "..."]:
     """At least `samples` values of each channel, if it has so many: the same number from each example, evenly spaced."""
     if x.ndim < 2:
         return x

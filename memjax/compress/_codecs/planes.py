@@ -1,0 +1,45 @@
+"""Levels of 8, 6, 4 or 3 bits packed into bytes without gaps: 6 bits as 4 and 2, 3 bits as 2 and 1.
+
+Each part of a level has a byte array of its own, a plane. A byte holds the parts of values that are a half, a quarter or an
+eighth of the last axis apart, so that neighbours read and write neighbouring bytes. Both ways are arithmetic on single values.
+"""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jaxtyping import Array, UInt8, UInt32
+
+from memjax.compress._codecs.bits import u32
+
+PLANES = {8: (8,), 6: (4, 2), 4: (4,), 3: (2, 1)}
+"""By number of bits, the widths of the planes, lowest bits first."""
+
+MULTIPLE = 8
+"""The last axis must be a multiple of this."""
+
+
+def pack_levels(level: UInt32[Array, "... n"], bits: int) -> tuple[UInt8[Array, "... _"], ...]:
+    """The planes of levels below 2^bits."""
+    planes = []
+    for width in PLANES[bits]:
+        per_byte = 8 // width
+        parts = (level & u32(2**width - 1)).reshape(*level.shape[:-1], per_byte, level.shape[-1] // per_byte)
+        byte = parts[..., 0, :]
+        for i in range(1, per_byte):
+            byte = byte | (parts[..., i, :] << u32(i * width))
+        planes.append(byte.astype(jnp.uint8))
+        level = level >> u32(width)
+    return tuple(planes)
+
+
+def unpack_levels(planes: Sequence[UInt8[Array, "... _"]], bits: int) -> UInt32[Array, "... n"]:
+    """The inverse of `pack_levels`."""
+    level, below = None, 0
+    for width, plane in zip(PLANES[bits], planes, strict=True):
+        per_byte = 8 // width
+        places = width * jnp.arange(per_byte, dtype=jnp.uint32)[:, None]
+        parts = (u32(plane)[..., None, :] >> places) & u32(2**width - 1)
+        part = parts.reshape(*plane.shape[:-1], per_byte * plane.shape[-1]) << u32(below)
+        level, below = part if level is None else level | part, below + width
+    assert level is not None
+    return level

@@ -1,0 +1,271 @@
+"""A fixed number of bits per value for dense values, with a range for each position and group of features: for Transformers.
+
+The activations of Transformers have no zeros, their size differs between positions, and a few of their channels are much larger
+than the others. So each position has ranges of its own, one for each group of neighbouring features ("per token, per group").
+Channels are centred, and large ones made smaller, before ranges are measured: otherwise a single one would take most levels of
+its group. Means and sizes of channels come from a few hundred positions.
+
+Values are rounded with subtractive dither (Schuchman 1964, "Dither signals and their effect on quantization noise"): a random
+part of a step is added before rounding and subtracted afterwards. So errors do not depend on values, their mean is zero, and
+they are uniform in a step, which makes the error of a sum over positions predictable. Random parts are hashes of a place.
+"""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, BFloat16, Float, UInt8
+
+from memjax._core import check
+from memjax.compress._codecs.bits import u32
+from memjax.compress._codecs.channel_quantized import ends, evenly_spaced
+from memjax.compress._codecs.codec import FixedRate, check_code, check_floats
+from memjax.compress._codecs.planes import MULTIPLE, PLANES, pack_levels, unpack_levels
+from memjax.compress._codecs.sharded import ShardedCode, decode_parts, encode_parts
+
+_SAMPLES = 256  # positions from which channels are measured
+_FEWEST = 512  # positions of an array whose channels are measured: means and sizes take 32 bits of a channel
+_LEAST_DISTANCE = 2.0**-125  # distances below this have no inverse in float32
+_SIZE = 8.0  # of usual channels: values divided by it have ranges whose distances of levels, and their inverses, fit float32
+_LARGEST_BFLOAT16 = float(jnp.finfo(jnp.bfloat16).max)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PositionQuantizedCode:
+    """What `PositionQuantized` keeps.
+
+    Attributes:
+      planes: the levels, packed: see `planes.py`.
+      low, distance: for each position and group, the least value and the distance of levels, of centred and scaled values.
+      centre, size: of each channel; sizes are 8 or more. None, which stands for 0 and 8, where there are few positions.
+      shape, dtype: of the array.
+    """
+
+    planes: tuple[UInt8[Array, "*positions groups _"], ...]
+    low: BFloat16[Array, "*positions groups"]
+    distance: BFloat16[Array, "*positions groups"]
+    centre: BFloat16[Array, " padded"] | None
+    size: BFloat16[Array, " padded"] | None
+    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    dtype: np.dtype = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PositionQuantized(FixedRate):
+    """2^bits levels between the least and the largest value of each position's groups of features, with dither.
+
+    Features are the last axis, or as many of the last axes as it takes to fill a group; positions are the others. Groups are
+    equally wide, about `group` features. With 512 positions or more, channels are centred and large ones scaled before: so
+    ranges fit channels of the usual size, and the errors of large ones are in proportion to their size.
+
+    An error is at most half the distance of levels, and unbiased: its mean over places is zero. The range of 128 Gaussian
+    values is about 5.2 deviations, so that their relative error is 0.6% at 8 bits, 2.4% at 6, 10% at 4 and 22% at 3;
+    `relative_error` tells it for an array.
+
+    The code cannot overflow: every finite value decodes to a finite one. A NaN or an infinity makes its group of its position
+    NaN.
+
+    Encoding reads the array for the ranges, and once more for each array of levels, of which 6 and 3 bits have two. Decoding
+    is arithmetic on single values, which XLA does where they are read: no decoded array is written.
+
+    Memory: `bits + 32 / group` per value, 8.25, 6.25, 4.25 or 3.25 bits, and 32 bits per channel.
+
+    Args:
+      bits: 8, 6, 4 or 3.
+      group: features that share a range, about; at least 8.
+
+    Raises:
+      ValueError: `bits` or `group` is none of these.
+      TypeError: `bits` or `group` is no integer; what is encoded is not bfloat16, float16 or float32.
+    """
+
+    bits: int = dataclasses.field(default=8, metadata={"static": True})
+    group: int = dataclasses.field(default=128, metadata={"static": True})
+
+    def __post_init__(self):
+        object.__setattr__(self, "bits", check.integer("bits", self.bits))
+        if self.bits not in PLANES:
+            raise ValueError(f"bits must be 8, 6, 4 or 3, got {self.bits!r}")
+        object.__setattr__(self, "group", check.integer("group", self.group, least=MULTIPLE))
+
+    def encode(self, x: Float[Array, "..."]) -> PositionQuantizedCode | ShardedCode:
+        check_floats(x)
+        return encode_parts(lambda x, _: self._encode(x), x, 0)
+
+    def decode(self, code: PositionQuantizedCode | ShardedCode) -> Float[Array, "..."]:
+        check_code(self, code, PositionQuantizedCode, ShardedCode)
+        return decode_parts(self._decode, code)
+
+    def relative_error(self, x: Float[Array, "..."]) -> Float[Array, ""]:
+        """The expected norm of `decode(encode(x)) - x`, over the norm of `x`: errors are uniform in a step, and then rounded to
+        the dtype. NaN if `x` has values that are not finite.
+        """
+        check_floats(x)
+        largest = jnp.maximum(jnp.max(jnp.abs(x), initial=0).astype(jnp.float32), 1e-30)
+        code = encode_parts(lambda x, _: self._steps(x, self._encode(x)), x, 0)
+        steps = decode_parts(lambda steps: steps, code) / largest
+        wide = x.astype(jnp.float32)
+        errors = steps**2 / 12
+        if x.dtype.itemsize == 2:
+            power_of_two = lax.bitcast_convert_type(
+                lax.bitcast_convert_type(wide, jnp.uint32) & 0x7F800000, jnp.float32
+            )
+            errors = _rounded_errors(steps, float(jnp.finfo(x.dtype).eps) * power_of_two / largest)
+        return jnp.sqrt(jnp.sum(errors) / jnp.maximum(jnp.sum((wide / largest) ** 2), 1e-30))
+
+    def _steps(self, x: Float[Array, "..."], code: PositionQuantizedCode) -> Float[Array, "..."]:
+        """The distance of levels of each value."""
+        view = _view_of(x.shape, self.group)
+        steps = _of_each(code.distance, view) * (_SIZE if code.size is None else code.size.astype(jnp.float32))
+        return _as(steps[..., : view.features], x.shape)
+
+    def _encode(self, x: Float[Array, "..."]) -> PositionQuantizedCode:
+        view, highest = _view_of(x.shape, self.group), 2**self.bits - 1
+        flat = _as(x, view.flat)
+        y = _padded(flat, view).astype(jnp.float32)
+        centre = size = None
+        if math.prod(view.positions) >= _FEWEST and x.size:
+            centre, size = (_padded(one, view) for one in _channels(flat))
+            inverse = 1 / size.astype(jnp.float32)
+            y = y * inverse - centre.astype(jnp.float32) * inverse
+        else:
+            y = y / _SIZE
+        low, distance = _levels(*ends(y.reshape(view.grouped), (len(view.positions) + 1,)), highest)
+        step = _of_each(distance, view)
+        inverse = jnp.where(step >= _LEAST_DISTANCE, 1 / step, 0)
+        level = y * inverse + (_dither(view.padded) - _of_each(low, view) * inverse)
+        level = u32(jnp.clip(level, 0, highest + 0.5)).reshape(view.grouped)
+        return PositionQuantizedCode(
+            pack_levels(level, self.bits), low, distance, centre, size, x.shape, np.dtype(x.dtype)
+        )
+
+    def _decode(self, code: PositionQuantizedCode) -> Float[Array, "..."]:
+        view = _view_of(code.shape, self.group)
+        # Arithmetic is in the array's own shape, not in groups: only so is it fused into what reads the array.
+        level = unpack_levels(code.planes, self.bits).reshape(view.padded).astype(jnp.float32)
+        y = _of_each(code.low, view) + (level + (0.5 - _dither(view.padded))) * _of_each(code.distance, view)
+        if code.centre is not None and code.size is not None:
+            y = y * code.size.astype(jnp.float32) + code.centre.astype(jnp.float32)
+        else:
+            y = y * _SIZE
+        largest = float(jnp.finfo(code.dtype).max)
+        y = jnp.clip(y, -largest, largest).astype(code.dtype)
+        return _as(y if view.padded == view.flat else y[..., : view.features], code.shape)
+
+
+def _rounded_errors(steps: Float[Array, "..."], neighbours: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The mean square of errors uniform in a step, rounded to multiples of the distance of neighbouring numbers."""
+    half = steps / jnp.maximum(neighbours, 1e-30) / 2
+    most = jnp.floor(half + 0.5)  # errors are -most to most neighbours, the outermost ones with a smaller probability
+    squares = (most - 1) * most * (2 * most - 1) / 6 + most**2 * (half - most + 0.5)
+    few = neighbours**2 * squares / jnp.maximum(half, 1e-30)
+    return jnp.where(half < 100, few, steps**2 / 12)
+
+
+class _View(NamedTuple):
+    """Positions, features, and features in groups that are filled up to a multiple of `MULTIPLE`."""
+
+    positions: tuple[int, ...]
+    features: int
+    groups: int
+    width: int
+
+    @property
+    def flat(self) -> tuple[int, ...]:
+        return (*self.positions, self.features)
+
+    @property
+    def padded(self) -> tuple[int, ...]:
+        return (*self.positions, self.groups * self.width)
+
+    @property
+    def grouped(self) -> tuple[int, ...]:
+        return (*self.positions, self.groups, self.width)
+
+
+def _view_of(shape: tuple[int, ...], group: int) -> _View:
+    positions, features = shape[:-1], math.prod(shape[-1:])
+    if math.prod(shape) == 0:
+        return _View((), 0, 0, MULTIPLE)
+    while positions and features < group:
+        positions, features = positions[:-1], features * positions[-1]
+    exact = [width for width in range(MULTIPLE, features + 1, MULTIPLE) if features % width == 0]
+    near = [width for width in exact if group / 2 <= width <= 1.5 * group]
+    if near:
+        width = min(near, key=lambda width: abs(math.log(width / group)))
+    else:
+        width = -(-features // max(round(features / group), 1))
+        width += -width % MULTIPLE
+    return _View(positions, features, -(-features // width), width)
+
+
+def _padded(x: Float[Array, "... features"], view: _View) -> Float[Array, "... padded"]:
+    """With the last value repeated, which leaves ranges as they are."""
+    padding = view.groups * view.width - view.features
+    if padding == 0:
+        return x
+    return jnp.concatenate([x, jnp.broadcast_to(x[..., -1:], (*x.shape[:-1], padding))], -1)
+
+
+def _of_each(x: Float[Array, "... groups"], view: _View) -> Float[Array, "... padded"]:
+    """What belongs to a group, for each of its values, as float32."""
+    return jnp.broadcast_to(x.astype(jnp.float32)[..., None], view.grouped).reshape(view.padded)
+
+
+def _as(x: Array, shape: tuple[int, ...]) -> Array:
+    return x if x.shape == shape else x.reshape(shape)
+
+
+def _channels(x: Float[Array, "... features"]) -> tuple[Array, Array]:
+    """Centre and size of each channel, bfloat16. Sizes are `_SIZE` or more."""
+    samples = evenly_spaced(x, _SAMPLES).astype(jnp.float32)
+    axes, share = tuple(range(samples.ndim - 1)), x.shape[-1] / samples.size
+    centre = jnp.sum(samples * share, axes)
+    centre = jnp.clip(jnp.where(jnp.isnan(centre), 0, centre), -_LARGEST_BFLOAT16, _LARGEST_BFLOAT16)
+    spread = jnp.sum(jnp.abs(samples / 2 - centre / 2) * share, axes)
+    # The usual spread: a few large ones hardly change this mean.
+    usual = jnp.mean(jnp.sqrt(spread)) ** 2
+    ratio = jnp.where((usual > _LEAST_DISTANCE) & jnp.isfinite(spread), spread / usual, 1)
+    return _as_bfloat16(centre), _as_bfloat16(_SIZE * jnp.clip(ratio, 1, 2.0**32))
+
+
+def _levels(
+    low: Float[Array, "..."], high: Float[Array, "..."], highest: int
+) -> tuple[BFloat16[Array, "..."], BFloat16[Array, "..."]]:
+    """The lowest of the levels and their distance, rounded so that levels reach from `low` to `high`."""
+    finite = jnp.isfinite(low) & jnp.isfinite(high)
+    low = jnp.maximum(_rounded(low, upwards=False), -_LARGEST_BFLOAT16)
+    distance = jnp.maximum(_rounded(high / highest - low / highest, upwards=True), 0)
+    return low.astype(jnp.bfloat16), jnp.where(finite, distance, jnp.nan).astype(jnp.bfloat16)
+
+
+def _as_bfloat16(x: Float[Array, "..."]) -> BFloat16[Array, "..."]:
+    """Rounded in a way that the compiler may not leave out where `x` is read as float32 again."""
+    return lax.reduce_precision(x, 8, 7).astype(jnp.bfloat16)
+
+
+def _rounded(x: Float[Array, "..."], *, upwards: bool) -> Float[Array, "..."]:
+    """Finite float32 with as many digits as bfloat16, not below `x`, or not above it."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    away = (bits >> 31) == u32(0 if upwards else 1)  # from zero
+    bits = jnp.where(away, bits + u32(0xFFFF), bits) & u32(0xFFFF0000)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _dither(shape: tuple[int, ...]) -> Float[Array, "..."]:
+    """A number of [0, 1) for each place of an array that looks random: a hash of the place. It repeats after 2^32 places."""
+    axis = 0
+    while math.prod(shape[axis:]) >= 2**32:
+        axis += 1
+    # One index for all axes: the compiler would make those of single axes in kernels of their own.
+    place = jnp.broadcast_to(lax.iota(jnp.uint32, math.prod(shape[axis:])).reshape(shape[axis:]), shape)
+    x = place * u32(0x85EBCA6B)
+    x = (x ^ (x >> 15)) * u32(0xC2B2AE35)
+    # The highest bits as the digits of a number of [1, 2): cheaper than a conversion.
+    return lax.bitcast_convert_type((x >> 9) | u32(0x3F800000), jnp.float32) - 1
