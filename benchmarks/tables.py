@@ -9,6 +9,7 @@ from benchmarks import (
     loss_tables,
     metp_tables,
     overview_tables,
+    plan_tables,
     scan_tables,
 )
 from benchmarks.markdown import Tables
@@ -23,6 +24,7 @@ PAGES: dict[str, Tables] = {
     "docs/benchmarks/compress.md": compress_tables.TABLES,
     "docs/benchmarks/metp.md": metp_tables.TABLES,
     "docs/benchmarks/long-context.md": long_context_tables.TABLES,
+    "docs/benchmarks/plan.md": plan_tables.TABLES,
 }
 
 
@@ -40,6 +42,7 @@ def main() -> None:
     for page, tables in PAGES.items():
         (ROOT / page).write_text(written(page, tables))
     densenet_tables.depth_picture(ROOT / "docs" / "densenet_memory.png")
+    plan_tables.picture(ROOT / "docs" / "plan.png")
 
 
 if __name__ == "__main__":

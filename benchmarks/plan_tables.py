@@ -1,0 +1,61 @@
+"""The tables and the picture of `docs/benchmarks/plan.md`."""
+
+import pathlib
+from typing import Any
+
+import matplotlib
+
+from benchmarks.markdown import Tables, load, table
+
+matplotlib.use("agg")
+from matplotlib import pyplot as plt
+
+_MIB = 2**20
+KINDS = {"unrolled": "in a loop of Python", "scanned": "in `jax.lax.scan`"}
+
+
+def frontier(kind: str, tokens: int = 16384) -> str:
+    """Each policy by hand beside the plan for as many bytes."""
+    environment, rows = load(f"plan_{kind}_{tokens}")
+    body = [
+        [
+            row["policy"],
+            f"{row['bytes'] / _MIB:,.0f}",
+            f"{row['ms']:.1f}",
+            f"{row['planned_bytes'] / _MIB:,.0f}",
+            f"{row['planned_ms']:.1f}",
+            f"{row['planned_ms'] / row['ms']:.3f}",
+        ]
+        for row in sorted(rows, key=lambda row: row["bytes"])
+        if row["policy"] is not None
+    ]
+    header = ["kept by `jax.checkpoint`", "MiB", "ms", "MiB, `planned`", "ms, `planned`", "ratio of times"]
+    return table(header, body, [environment], f"plan-{kind}")
+
+
+def picture(path: pathlib.Path, tokens: int = 16384) -> None:
+    """Time against memory, by hand and planned; `path` gets a PNG."""
+    figure, axes = plt.subplots(1, len(KINDS), figsize=(10, 4), sharey=True, layout="constrained")
+    for ax, (kind, label) in zip(axes, KINDS.items(), strict=True):
+        _, rows = load(f"plan_{kind}_{tokens}")
+        _points(ax, rows)
+        ax.set(title=f"8 layers {label.replace('`', '')}", xlabel="temporary memory, GiB")
+        ax.legend()
+        ax.grid(alpha=0.3)
+    axes[0].set_ylabel("value and gradient, ms")
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    plt.close(figure)
+
+
+def _points(ax: Any, rows: list[dict[str, Any]]) -> None:
+    by_hand = [row for row in rows if row["policy"] is not None]
+    ax.plot(
+        [row["bytes"] / 2**30 for row in by_hand], [row["ms"] for row in by_hand], "o", label="jax.checkpoint, by hand"
+    )
+    planned = sorted({(row["planned_bytes"] / 2**30, row["planned_ms"]) for row in rows})
+    ax.plot([x for x, _ in planned], [y for _, y in planned], "s-", label="memjax.planned")
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda x, _: f"{x:g}"))
+
+
+TABLES: Tables = {kind: lambda kind=kind: frontier(kind) for kind in KINDS}  # type: ignore[misc]
