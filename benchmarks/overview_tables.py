@@ -29,6 +29,7 @@ def savings() -> list[Saving]:
     losses = {row["name"]: row for row in load("cross_entropy")[1] if row["what"] == "time"}
     default = load("compressed_default")[1]
     resnet = {row["case"]: row for row in load("compressed_resnet50")[1]}
+    plans = {row["policy"]: row for row in load("plan_unrolled_16384")[1]}
     ring = {row["parallelism"]: row for row in load("metp_memory_2")[1]}
 
     def saving(names: tuple[str, str, str, str], plain: dict[str, Any], small: dict[str, Any], key: str, ms: str):
@@ -56,6 +57,13 @@ def savings() -> list[Saving]:
             losses["forward_grad"],
             "temp_bytes",
             "ms",
+        ),
+        Saving(
+            *("8 Llama layers, 16,384 tokens", "everything kept", "`planned`", "plan"),
+            plans["everything"]["bytes"] / 2**30,
+            plans["attention, qkv, x2"]["planned_bytes"] / 2**30,
+            plans["everything"]["ms"],
+            plans["attention, qkv, x2"]["planned_ms"],
         ),
         saving(
             ("public ResNet-50, batch 256", "plain", "`compressed(model)`", "compress"),
