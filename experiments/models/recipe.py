@@ -69,15 +69,22 @@ class Recipe:
 
         With D, H, F for features, features of a head and of the feed-forward layer, N and K heads of queries and of keys, b
         bytes of a value: inputs of layers take b D each; a layer at work 4 b D for input, middle and their cotangents, and
-        the larger of 4 b H (N + K) / groups for queries, keys, values, outputs and theirs, and 4 b F, nothing where tiled.
+        the larger of 4 b H (N + K) for queries, keys, values, outputs and theirs, and 4 b F, nothing where tiled. With
+        groups, attention has for itself 2 b D, for its input and the cotangent, b H (N + 2 K) for cotangents of all queries,
+        keys and values, and 4 b H (N + K) / groups.
         """
         b = jnp.dtype(sizes.dtype).itemsize
-        x = b * sizes.dim
-        groups = 1 if self.groups is None else self.groups or sizes.kv_heads
-        attention = 4 * b * sizes.head_dim * (sizes.heads + sizes.kv_heads) / groups
-        if self.keep_attention:
-            attention += sizes.heads * (b * sizes.head_dim + 4)
-        work = 4 * x + max(attention, 0 if self.tiled else 4 * b * sizes.hidden)
+        x, head = b * sizes.dim, b * sizes.head_dim
+        attention: float = 4 * head * (sizes.heads + sizes.kv_heads)
+        feed_forward = 4 * x + (0 if self.tiled else 4 * b * sizes.hidden)
+        if self.groups is None:
+            work = max(4 * x + attention, feed_forward)
+        else:
+            groups = self.groups or sizes.kv_heads
+            attention = 2 * x + head * (sizes.heads + 2 * sizes.kv_heads) + attention / groups
+            # Outputs are there until cotangents of queries take their place, log-sum-exps to the end.
+            outputs, sums = (head * sizes.heads, 4 * sizes.heads) if self.keep_attention else (0, 0)
+            work = max(attention, feed_forward + outputs) + sums
         kept = {
             "checkpoint": sizes.layers * x,
             "slots": (self.slots or 0) * x,

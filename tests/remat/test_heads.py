@@ -90,6 +90,27 @@ def test_composes(x64):
     )
 
 
+@pytest.mark.parametrize("keep_attention", [False, True])
+def test_memory_is_that_of_the_formula(keep_attention):
+    """Beside arguments and results."""
+    length, dim, heads, kv_heads, features, groups = 4096, 64, 8, 4, 8, 4
+    shapes = (1, length, dim), (dim, heads, features), *[(dim, kv_heads, features)] * 2, (heads, features, dim)
+    x, *kernels = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+
+    def run(*args):
+        attend = lambda q, k, v: jnp.tanh(q) * jnp.repeat(k * v, q.shape[2] // k.shape[2], 2)
+        return attention_in_groups(*args, groups=groups, tile=64, attend=attend, keep_attention=keep_attention)
+
+    def temp_bytes(f, *args):
+        compiled = jax.jit(f).lower(*args).compile(memjax.remat_compiler_options())
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    group, a_float = features * (heads + kv_heads) / groups, 4 * length
+    assert temp_bytes(run, x, *kernels) < 1.1 * a_float * 2 * group
+    back = temp_bytes(lambda ct, *args: jax.vjp(run, *args)[1](ct), x, x, *kernels)
+    assert back < 1.1 * a_float * (features * (heads + 2 * kv_heads) + 4 * group)
+
+
 class Norm(nnx.Module):
     def __init__(self, scale):
         self.scale = nnx.Param(scale)

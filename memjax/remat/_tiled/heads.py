@@ -74,10 +74,14 @@ def attention_in_groups(
       an array like x.
 
     Saved between forward and backward: x and the kernels; with `keep_attention` and flash attention B T N H values and
-    B T N float32 more. Memory beside x, the cotangent of the result and the
-    gradient of x, in the backward pass: one group's queries, outputs and their cotangents, 4 B T N H / groups values, keys and
-    values and theirs, 4 B T K H / groups, and the work of `attend`. Time: one more forward pass, with
+    B T N float32 more.
+    Memory beside x and the result, in the forward pass: the outputs of all groups, B T N H values, over which the result is
+    written where N H = D, and one group's. In the backward pass, beside x and the cotangent of the result, over which the
+    gradient of x is written: the cotangents of all queries, keys and values, B T (N + 2 K) H values (those of queries are
+    written over outputs that `keep_attention` kept); one group's queries, outputs and their cotangents, 4 B T N H / groups, and
+    keys and values and theirs, 4 B T K H / groups; and the work of `attend`. Time: one more forward pass, with
     `keep_attention` of the projections alone.
+    Rounding is that of attention to all heads at once: groups are put side by side before they are multiplied, not added up.
 
     Raises:
       ValueError: kernels that do not fit x or each other, or `groups` that does not divide K.
@@ -95,18 +99,18 @@ def attention_in_groups(
     if check.array("positions", positions).shape not in (x.shape[1:2], x.shape[:2]):
         raise check.fail(ValueError, "positions", f"of shape {x.shape[1:2]} or {x.shape[:2]}", positions)
     x, positions = vary((x, lax.stop_gradient(positions)), varying_axes(x, positions))
-    in_groups = lambda kernel, axis: jnp.moveaxis(
-        kernel.reshape(*kernel.shape[:axis], groups, -1, *kernel.shape[axis + 1 :]), axis, 0
-    )
-    kernels = vary([*(in_groups(kernel, 1) for kernel in (query, key, value)), in_groups(out, 0)], varying_axes(x))
-    layer = _Layer(norm, rotary, attend or causal_attention, tile, keep_attention, kernels, x, positions)
+    kernels = vary([query, key, value, out], varying_axes(x))
+    layer = _Layer(norm, rotary, attend or causal_attention, groups, tile, keep_attention, kernels, x, positions)
     guarded = [reverse_only(leaf, _FORWARD_MODE) for leaf in (*vary(layer.constants, varying_axes(x)), *kernels, x)]
     n = len(layer.constants)
     return layer(guarded[:n], guarded[n:-1], guarded[-1], positions)
 
 
 class _Layer:
-    """The sum over groups, with its derivative.
+    """Attention in groups added to x, with its derivative.
+
+    Outputs of groups are put side by side and multiplied at once, and so are the cotangents of queries, keys and values: sums
+    over groups would be rounded once for each of them.
 
     Attributes:
       constants: what the functions close over.
@@ -117,13 +121,15 @@ class _Layer:
         norm: Callable[[Array], Array] | None,
         rotary: Callable[[Array, Array], Array] | None,
         attend: Attend,
+        groups: int,
         tile: int | None,
         keep_attention: bool,
         kernels: Arrays,
         x: Array,
         positions: Array,
     ):
-        self._tile, self._positions_axis, self._keep_attention = tile, positions.ndim - 1, keep_attention
+        self._groups, self._tile, self._keep_attention = groups, tile, keep_attention
+        self._positions_axis = positions.ndim - 1
 
         def project(query, key, value, x, positions):
             h = x if norm is None else _like("norm", norm, x)
@@ -132,9 +138,9 @@ class _Layer:
                 q, k = (_like("rotary", rotary, a, positions) for a in (q, k))
             return q, k, v
 
-        group = [jax.typeof(kernel).update(shape=kernel.shape[1:]) for kernel in kernels]
-        self._project = Hoisted(project, *group[:3], x, positions)
-        qkv = jax.eval_shape(project, *group[:3], x, positions)
+        group = jax.eval_shape(lambda kernels: self._of_group(kernels, 0, 1), kernels[:3])
+        self._project = Hoisted(project, *group, x, positions)
+        qkv = jax.eval_shape(project, *group, x, positions)
         self._attend = Hoisted(lambda *qkv: _like("attend", attend, *qkv), *qkv)
         self.constants = [*self._project.constants, *self._attend.constants]
         self._n = len(self._project.constants)
@@ -143,6 +149,9 @@ class _Layer:
         self._attention = Backward(
             lambda values: [self._attend(values[:-3], *values[-3:])], types, list(map(is_float, types)), [True]
         )
+        self._qkv, self._o = qkv, jax.eval_shape(lambda values: self._attended(values[:-3], *values[-3:])[0], types)
+        # Traces `project` for all heads, as the backward pass takes it.
+        jax.eval_shape(lambda: self._projected(self._project.constants, kernels[:3], x, positions, and_x=True))
         self._run = jax.custom_vjp(lambda *arrays: self._forward(*arrays)[0])
         self._run.defvjp(self._save, self._back)
 
@@ -150,18 +159,21 @@ class _Layer:
         return self._run(constants, kernels, x, positions)
 
     def _forward(self, constants: Arrays, kernels: Arrays, x: Array, positions: Array) -> tuple[Array, Arrays]:
-        """The result, and what is kept of each group's attention, if anything is."""
+        """The result, and what is kept: the outputs of all groups, and of each what else its attention keeps."""
 
-        def add(out, y, o):
-            return y + _outward(out, o, y.dtype)
-
-        def step(y, kernels):
-            q, k, v, _ = self._projected(constants[: self._n], kernels[:3], x, positions)
+        def step(outputs, group):
+            q, k, v = self._projected(constants[: self._n], self._of_group(kernels[:3], group, 1), x, positions)
             o, kept = self._attended(constants[self._n :], q, k, v)
-            y = tiled(add, (None, 1, 1), 1, tile=self._tile)(kernels[3], y, o)
-            return y, self._with_outputs(o, kept) if self._keep_attention else []
+            return _put(outputs, o, group), kept if self._keep_attention else []
 
-        return lax.scan(step, x, kernels)
+        def add(out, o, x):
+            return x + _outward(out, o.reshape(*o.shape[:2], *out.shape[:2]), x.dtype)
+
+        outputs, kept = lax.scan(step, self._side_by_side(self._o, x), self._each_group())
+        # `tiled` writes over the first argument that is like the result: x is needed again, outputs are not.
+        flat = outputs.reshape(*outputs.shape[:2], -1)
+        y = tiled(add, (None, 1, 1), 1, tile=self._tile)(kernels[3], flat, x)
+        return y, [outputs, *kept] if self._keep_attention else []
 
     def _save(self, constants: Arrays, kernels: Arrays, x: Array, positions: Array) -> tuple[Array, Any]:
         y, kept = self._forward(constants, kernels, x, positions)
@@ -169,55 +181,88 @@ class _Layer:
 
     def _back(self, saved: Any, dy: Array) -> tuple[Arrays, Arrays, Array, None]:
         constants, kernels, x, positions, kept = saved
-        # Nothing is computed again before the cotangent is there.
-        dy, x, *kept = barrier([dy, x, *kept])
+        # Nothing is computed again, nor a buffer made, before the cotangent is there.
+        dy, x, zero, *kept = barrier([dy, x, jnp.zeros((), x.dtype), *kept])
+        outputs, kept = (kept[0], kept[1:]) if self._keep_attention else (None, [])
         before, within = constants[: self._n], constants[self._n :]
         floats = [is_float(jax.typeof(value)) for value in constants]
-        floats_before = floats[: self._n]
-
-        def projected(some, kernels, x):
-            return self._projected(merge(some, drop(before, floats_before), floats_before), kernels, x, positions)
+        floats_before, floats_within = floats[: self._n], floats[self._n :]
 
         def outward(out, o):
             project = lambda out, o: _outward(out, o, dy.dtype)
             return tiled(project, (None, 1), 1, tile=self._tile)(out, o)
 
+        # Each group's cotangents of queries are written over its outputs, if these are kept.
+        over_outputs = outputs is not None and self._o.dtype == self._qkv[0].dtype
+
         def step(carry, group):
-            sums, dx = carry
-            kernels, kept = group
-            (q, k, v, _), pull_projected = jax.vjp(projected, pick(before, floats_before), kernels[:3], x)
-            o, kept = self._without_outputs(kept) if kept else self._attended(within, q, k, v)
-            _, pull_outward = jax.vjp(outward, kernels[3], o)
+            (sums, d_qkv), (index, kept) = carry, group
+            q, k, v = self._projected(before, self._of_group(kernels[:3], index, 1), x, positions)
+            if outputs is None:
+                o, kept = self._attended(within, q, k, v)
+            else:
+                (o,) = self._of_group([d_qkv[0] if over_outputs else outputs], index, 2)
+            _, pull_outward = jax.vjp(outward, self._of_group(kernels[3:], index, 0)[0], o)
             d_out, do = pull_outward(dy)
-            *d_within, dq, dk, dv = self._attention.back([*within, q, k, v], kept, [do])
-            # The last result is x, whose cotangent is the gradient of x so far: this group's is added to it in place.
-            d_before, d_kernels, dx = pull_projected((dq, dk, dv, dx))
-            sums = [a + b for a, b in zip(sums, [*d_before, *d_within], strict=True)]
-            return (sums, dx), [*d_kernels, d_out]
+            *d_within, dq, dk, dv = self._attention.back([*within, q, k, v], self._with_output(kept, o), [do])
+            sums = [a + b for a, b in zip(sums, d_within, strict=True)]
+            d_qkv = [_put(all_groups, d, index) for all_groups, d in zip(d_qkv, (dq, dk, dv), strict=True)]
+            return (sums, d_qkv), d_out
 
-        zero = [zeros(jax.typeof(value)) for value in pick(constants, floats)]
-        (sums, dx), d_kernels = lax.scan(step, (zero, dy), (kernels, kept))
-        return merge(sums, [None] * (len(constants) - len(sums)), floats), d_kernels, dx, None
+        sums = [zeros(jax.typeof(value)) for value in pick(within, floats_within)]
+        dk_dv = [self._side_by_side(a, x, zero) for a in self._qkv[1:]]
+        d_qkv = [outputs if over_outputs else self._side_by_side(self._qkv[0], x, zero), *dk_dv]
+        (d_within, d_qkv), d_out = lax.scan(step, (sums, d_qkv), (self._each_group(), kept))
 
-    def _projected(self, constants: Arrays, kernels: Arrays, x: Array, positions: Array) -> tuple[Array, ...]:
-        """One group's queries, keys and values, and x."""
+        def projected(some, kernels, x):
+            """The last result is x, whose cotangent is dy: the gradient of x is written over it."""
+            some = merge(some, drop(before, floats_before), floats_before)
+            return self._projected(some, kernels, x, positions, and_x=True)
+
+        _, pull_projected = jax.vjp(projected, pick(before, floats_before), kernels[:3], x)
+        d_before, d_kernels, dx = pull_projected((*d_qkv, dy))
+        d_kernels = [*d_kernels, d_out.reshape(kernels[3].shape)]
+        d_constants = [*d_before, *d_within]
+        return merge(d_constants, [None] * (len(floats) - len(d_constants)), floats), d_kernels, dx, None
+
+    def _projected(
+        self, constants: Arrays, kernels: Arrays, x: Array, positions: Array, *, and_x: bool = False
+    ) -> tuple[Array, ...]:
+        """Queries, keys and values of as many heads as the kernels have, and x."""
 
         def project(kernels, x, positions):
-            return (*self._project(constants, *kernels, x, positions), x)
+            return (*self._project(constants, *kernels, x, positions), *([x] if and_x else []))
 
         return tiled(project, (None, 1, self._positions_axis), 1, tile=self._tile)(kernels, x, positions)
 
     def _attended(self, constants: Arrays, q: Array, k: Array, v: Array) -> tuple[Array, Arrays]:
-        """One group's outputs, and what its backward pass needs beside q, k and v."""
+        """One group's outputs, and what else its backward pass needs beside q, k and v."""
         (o,), kept = self._attention.keep([*constants, q, k, v])
-        return o, kept
-
-    def _with_outputs(self, o: Array, kept: Arrays) -> Arrays:
-        return kept if self._attention.kept_outputs[0] is not None else [*kept, o]
-
-    def _without_outputs(self, stored: Arrays) -> tuple[Array, Arrays]:
         place = self._attention.kept_outputs[0]
-        return (stored[-1], stored[:-1]) if place is None else (stored[place], stored)
+        return o, [a for i, a in enumerate(kept) if i != place]
+
+    def _with_output(self, kept: Arrays, o: Array) -> Arrays:
+        """What `Backward.back` is given."""
+        place = self._attention.kept_outputs[0]
+        return kept if place is None else [*kept[:place], o, *kept[place:]]
+
+    def _each_group(self) -> Array:
+        return jnp.arange(self._groups, dtype=jnp.int32)
+
+    def _side_by_side(self, like: Any, x: Array, zero: Any = 0) -> Array:
+        """Zeros for all groups, of one of which `like` is an array; varying as x does."""
+        shape = (*like.shape[:2], like.shape[2] * self._groups, like.shape[3])
+        return vary(jnp.broadcast_to(jnp.asarray(zero, like.dtype), shape), varying_axes(x))
+
+    def _of_group(self, arrays: Arrays, group: Any, axis: int) -> Arrays:
+        """The heads of one group, along an axis."""
+        sizes = [array.shape[axis] // self._groups for array in arrays]
+        cut = lax.dynamic_slice_in_dim
+        return [cut(array, group * size, size, axis) for array, size in zip(arrays, sizes, strict=True)]
+
+
+def _put(side_by_side: Array, one: Array, group: Any) -> Array:
+    return lax.dynamic_update_slice_in_dim(side_by_side, one, group * one.shape[2], 2)
 
 
 def _like(name: str, f: Callable[..., Array], a: Array, *others: Array) -> Array:
