@@ -216,6 +216,17 @@ def prng_key(name: str, value: Any) -> Any:
     return value
 
 
+def heads(dim: Any, heads: Any, kv_heads: Any, head_dim: Any) -> tuple[int, int, int, int]:
+    """The sizes of an attention layer, where None stands for as many key-value heads as heads, and for dim / heads."""
+    dim, heads = integer("dim", dim, least=1), integer("heads", heads, least=1)
+    kv_heads = heads if kv_heads is None else integer("kv_heads", kv_heads, least=1)
+    if heads % kv_heads:
+        raise fail(ValueError, "kv_heads", f"a divisor of heads = {heads}", kv_heads)
+    if head_dim is None and dim % heads:
+        raise fail(ValueError, "heads", f"a divisor of dim = {dim}", heads, "or pass head_dim")
+    return dim, heads, kv_heads, dim // heads if head_dim is None else integer("head_dim", head_dim, least=1)
+
+
 def axis_size(name: str, value: Any) -> int:
     """The number of devices along a mesh axis that a surrounding `jax.shard_map` has made manual."""
     if not isinstance(value, str) or not value:

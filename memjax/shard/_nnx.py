@@ -127,13 +127,7 @@ class MetpAttention(nnx.Module):
             raise check.fail(
                 ValueError, "dropout_rate", "0", dropout_rate, f"{reason} be drawn; put dropout after the attention"
             )
-        dim, heads = check.integer("dim", dim, least=1), check.integer("heads", heads, least=1)
-        kv_heads = heads if kv_heads is None else check.integer("kv_heads", kv_heads, least=1)
-        if heads % kv_heads:
-            raise check.fail(ValueError, "kv_heads", f"a divisor of heads = {heads}", kv_heads)
-        if head_dim is None and dim % heads:
-            raise check.fail(ValueError, "heads", f"a divisor of dim = {dim}", heads, "or pass head_dim")
-        self._head_dim = dim // heads if head_dim is None else check.integer("head_dim", head_dim, least=1)
+        dim, heads, kv_heads, self._head_dim = check.heads(dim, heads, kv_heads, head_dim)
         if rotate is not None:
             check.function("rotate", rotate, "pass f(q, positions), or None for none", arguments=2)
         _check_common(axis_name, dtype, rngs)

@@ -48,13 +48,7 @@ class AttentionInGroups(nnx.Module):
         keep_attention: bool = False,
         rngs: nnx.Rngs,
     ):
-        dim, heads = check.integer("dim", dim, least=1), check.integer("heads", heads, least=1)
-        kv_heads = heads if kv_heads is None else check.integer("kv_heads", kv_heads, least=1)
-        if heads % kv_heads:
-            raise check.fail(ValueError, "kv_heads", f"a divisor of heads = {heads}", kv_heads)
-        if head_dim is None and dim % heads:
-            raise check.fail(ValueError, "heads", f"a divisor of dim = {dim}", heads, "or pass head_dim")
-        head_dim = dim // heads if head_dim is None else check.integer("head_dim", head_dim, least=1)
+        dim, heads, kv_heads, head_dim = check.heads(dim, heads, kv_heads, head_dim)
         if not isinstance(rngs, nnx.Rngs):
             raise check.fail(TypeError, "rngs", "flax.nnx.Rngs", rngs, "pass nnx.Rngs(0)")
         if dtype is not None:
