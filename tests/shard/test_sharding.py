@@ -128,7 +128,7 @@ def refusal(f, shapes, specs):
     }.items(),
 )
 def test_what_is_the_same_on_all_devices_is_refused(name, names):
-    """Of shapes that a device's own parts would have, so that only their types tell."""
+    """Their shapes are those that a device's own parts would have, so that only their types tell."""
     f, _, shapes, specs, _ = CASES[name]
     for i, argument in enumerate(names):
         if argument:
