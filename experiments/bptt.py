@@ -35,7 +35,7 @@ class BpttConfig(RunConfig):
     length: int = 1000
     """Steps that the gradient goes back through; bytes of a sequence."""
     features: int = 128
-    """Of the embedding and of the LSTM's state."""
+    """Width of the embedding and of the LSTM's state."""
     budget: str = "2MiB"
     """What may be kept between forward and backward pass, beyond inputs and parameters."""
 

@@ -60,13 +60,13 @@ class CompressedConfig(RunConfig):
     width: float = 1.0
     """All channels times this."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of computation; parameters, statistics and logits are float32."""
+    """Dtype of computation; parameters, statistics and logits are float32."""
     compress: bool = True
     """Whether activations are compressed at all."""
     where: Literal["conv", "all"] = "conv"
     """conv: what convolutions read, as the paper does. all: everything else that is saved, too, in `rest_bits` bits."""
     rest_bits: Literal[4, 8] = 4
-    """Of each value that no convolution reads, evenly spaced between the least and the largest of its channel."""
+    """Bits of each value that no convolution reads, its levels evenly spaced from the least to the largest of its channel."""
     rest_samples: int | None = 8192
     """So many of each channel's values are measured for the least and the largest; None: all, for errors with a bound."""
     smallest: int = 4096
@@ -80,7 +80,7 @@ class CompressedConfig(RunConfig):
     interval: int = 1000
     """Steps between changes of the bounds, from the first change on; before it they change at steps 1, 2, 4, ..."""
     bound: float = 2**-7
-    """Of all layers to begin with."""
+    """Error bound of all layers to begin with."""
     bits_per_value: float | None = None
     """Capacity of all layers to begin with. Default: that which cannot overflow."""
     window: int = 100

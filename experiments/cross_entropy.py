@@ -46,9 +46,9 @@ class CrossEntropyConfig(RunConfig):
     layers: int = 3
     """Each of attention and feed-forward."""
     heads: int = 4
-    """Of queries; half as many of keys and values."""
+    """Heads of queries; half as many of keys and values."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of computation; parameters are float32."""
+    """Dtype of computation; parameters are float32."""
     loss: Literal["memjax", "plain"] = "memjax"
     """memjax: without the logits. plain: with all of them."""
     loss_chunk: int = 512
@@ -237,8 +237,7 @@ def compare_losses(config: CrossEntropyConfig, other: CrossEntropyConfig, consol
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status is that of the harness: 0 complete, 130 stopped and saved, 2 something to put right."""
-    flags = sys.argv[1:] if argv is None else list(argv)
-    return exit_status(functools.partial(_main, flags))
+    return exit_status(_main, argv)
 
 
 def _main(argv: list[str]) -> int:

@@ -44,7 +44,7 @@ class DenseNetConfig(RunConfig):
     keep: Literal["all", "convolutions", "features"] = "features"
     """What training keeps for the backward pass: all is plain autodiff, the others recompute the rest."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of computation; parameters, statistics and logits are float32."""
+    """Dtype of computation; parameters, statistics and logits are float32."""
     dropout_rate: float = 0.0
     """Share of each layer's new features dropped in training."""
     label_smoothing: float = 0.0

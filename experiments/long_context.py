@@ -168,8 +168,7 @@ def _explained(flag: str):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status is that of the harness: 0 complete, 130 stopped and saved, 2 something to put right."""
-    flags = sys.argv[1:] if argv is None else list(argv)
-    return exit_status(functools.partial(_main, flags))
+    return exit_status(_main, argv)
 
 
 def _main(argv: list[str]) -> int:

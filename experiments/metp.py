@@ -61,7 +61,7 @@ class MetpConfig(RunConfig):
     """The Transformer, how it is spread, and what is compared."""
 
     parallelism: Literal["metp", "tp", "tp_sp", "ulysses", "ring"] = "metp"
-    """Of the training: METP, tensor parallelism, the same with sequence parallelism, Ulysses, or ring attention, the last
+    """How training is spread: METP, tensor parallelism, the same with sequence parallelism, Ulysses, or ring attention, the last
     two with fully sharded weights."""
     ring: int = 0
     """Devices of a ring; the others share the batch. 0: all of them."""
@@ -74,12 +74,12 @@ class MetpConfig(RunConfig):
     layers: int = 2
     """Each of attention and feed-forward."""
     heads: int = 8
-    """Of queries, keys and values."""
+    """Heads of queries, keys and values."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of computation; parameters are float32."""
+    """Dtype of computation; parameters are float32."""
     spend: Literal["auto", "memory", "time"] = "time"
-    """Of METP. memory: its feed-forward layers multiply nothing again in the backward pass, its attention takes all heads at
-    once. time: they multiply again, and heads go in eight groups. auto: memory while a device has enough, or else time."""
+    """What METP spends. memory: its feed-forward layers multiply nothing again in the backward pass, its attention takes all
+    heads at once. time: they multiply again, and heads go in eight groups. auto: memory while a device has enough of it."""
     compare: tuple[str, ...] = parallel.NAMES
     """What is measured beside one another; none: no comparison."""
     compare_lengths: tuple[int, ...] = (512, 1024, 2048)
@@ -208,7 +208,7 @@ class Training:
 
     @property
     def bytes(self) -> int:
-        """Of a device, for a step: arguments, which results replace, and temporaries."""
+        """Bytes of a device for a step: arguments, which results replace, and temporaries."""
         memory: Any = self._step.memory_analysis()
         return memory.argument_size_in_bytes + memory.temp_size_in_bytes
 
@@ -356,8 +356,7 @@ def show(config: MetpConfig, rows: list[dict], console: Console) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status: 0 complete, 2 something to put right."""
-    flags = sys.argv[1:] if argv is None else list(argv)
-    return exit_status(functools.partial(_main, flags))
+    return exit_status(_main, argv)
 
 
 def _main(argv: list[str]) -> int:

@@ -1,7 +1,8 @@
 """What experiments print, and how they end."""
 
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 
 import jax
 from rich.console import Console
@@ -15,10 +16,13 @@ def output() -> Console:
     return Console(markup=False, emoji=False, quiet=jax.process_index() != 0)
 
 
-def exit_status(body: Callable[[], int]) -> int:
-    """What `body()` gives, or 2 after printing what the user has to put right, or 130 after Ctrl-C."""
+def exit_status(body: Callable[[list[str]], int], argv: Sequence[str] | None) -> int:
+    """What `body(flags)` gives, or 2 after printing what the user has to put right, or 130 after Ctrl-C.
+
+    `argv=None` means the flags of the process.
+    """
     try:
-        return body()
+        return body(sys.argv[1:] if argv is None else list(argv))
     except ExperimentError as error:
         message = str(error)
     except OSError as error:

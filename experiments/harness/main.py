@@ -1,7 +1,6 @@
 """From a command line to a finished run: what every experiment's `main` calls."""
 
 import contextlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -41,8 +40,8 @@ def run(
       instead: does something else than training where the configuration asks for it, and says so by True.
     """
 
-    def body() -> int:
-        config = parse(presets, description=description, argv=sys.argv[1:] if argv is None else argv)
+    def body(flags: list[str]) -> int:
+        config = parse(presets, description=description, argv=flags)
         console = output()
         if instead(config, console):
             return 0
@@ -67,4 +66,4 @@ def run(
             extra_report(config, console)
         return 0
 
-    return exit_status(body)
+    return exit_status(body, argv)

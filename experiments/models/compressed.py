@@ -25,7 +25,7 @@ class Compressed(nnx.Module):
         self.codec = nnx.Param(layers)
 
     def from_bytes(self, images: jax.Array, prepare: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """Of `prepare(images)`: what the first convolution reads is not saved, but made again from the images.
+        """The network's output for `prepare(images)`: what the first convolution reads is made again from the images.
 
         Args:
           images: (B, H, W, C) uint8.

@@ -44,12 +44,12 @@ def layout(parallelism: str) -> str:
 
 
 def tokens_spec(parallelism: str) -> PartitionSpec:
-    """Of (batch, tokens)."""
+    """How an array (batch, tokens) is sharded."""
     return PartitionSpec("data", None if parallelism == "tp" else AXIS)
 
 
 def weight_spec(path: tuple[str, ...], ndim: int) -> PartitionSpec:
-    """Of the parameter with this path in a `Transformer`."""
+    """How the parameter with this path in a `Transformer` is sharded."""
     if ndim < 2:
         return PartitionSpec()
     rows = path[-1] == "embedding" or path[-2] in ("out", "down")

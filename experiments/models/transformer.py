@@ -36,9 +36,9 @@ class TransformerConfig:
     rope_base: float = 10_000.0
     """Wavelength, in tokens over 2 pi, of the slowest rotation."""
     dtype: str = "float32"
-    """Of computation; parameters are float32."""
+    """Dtype of computation; parameters are float32."""
     parallelism: Parallelism = "none"
-    """Over the "ring" axis; "none" outside of `sharded_loss`."""
+    """How tokens and weights lie over the "ring" axis; "none" outside of `sharded_loss`."""
     head_chunks: int = 8
     """Groups of heads, at most, that METP's attention takes in turn, so that what travels stays small beside what is kept."""
     recompute: bool = True
