@@ -1,4 +1,4 @@
-"""The tables of `docs/benchmarks/long-context.md`."""
+"""The tables of `docs/benchmarks/long-context.md` and of the guide to long sequences."""
 
 from benchmarks.markdown import Tables, load, table
 
@@ -27,6 +27,22 @@ def _compiled(part: str) -> str:
     return table(header, body, [{**environment, "accelerator": "No GPU"}], f"compiled-{part}")
 
 
+def _decoder() -> str:
+    environment, rows = load("public_decoder")
+    body = [
+        [
+            f"{row['length']:,}",
+            f"{row['published_temp_bytes'] / 2**20:.1f}",
+            f"{row['temp_bytes'] / 2**20:.1f}",
+            f"{row['gradient_difference']:.0e}",
+        ]
+        for row in rows
+    ]
+    header = ["tokens", "temporary memory as published, MiB", "with these lines, MiB", "gradients differ by at most"]
+    return table(header, body, [environment], "decoder")
+
+
+GUIDE: Tables = {"decoder": _decoder}
 TABLES: Tables = {
     "whole": lambda: _compiled("whole"),
     "layer": lambda: _compiled("layer"),

@@ -1,4 +1,4 @@
-"""Write the tables of README and of `docs/benchmarks/`, and their pictures, from results: `python -m benchmarks.tables`."""
+"""Write the tables of README and of `docs/`, and their pictures, from results: `python -m benchmarks.tables`."""
 
 import pathlib
 
@@ -24,6 +24,7 @@ PAGES: dict[str, Tables] = {
     "docs/benchmarks/compress.md": compress_tables.TABLES,
     "docs/benchmarks/metp.md": metp_tables.TABLES,
     "docs/benchmarks/long-context.md": long_context_tables.TABLES,
+    "docs/guides/long-context.md": long_context_tables.GUIDE,
     "docs/benchmarks/plan.md": plan_tables.TABLES,
 }
 
