@@ -47,7 +47,11 @@ def cases(config: Config) -> dict[Part, list[dict]]:
     whole = [("1B", f"tiled+{r}", n) for r in kept for n in (_M // 4, _M)] + [("1B", f"tiled+{kept[0]}", 2 * _M)]
     whole += [("8B", f"tiled+{r}", n) for r in kept for n in (_M // 4, _M)]
     whole += [("8B", "checkpoint", _M // 8), ("8B", "tiled+groups+slots=4", 5 * _M // 4)]
-    layer = [("8B", r, n) for r in ("plain", "tiled+plain", "tiled+groups+plain") for n in (_M // 8, _M // 2)]
+    layer = [
+        ("8B", r, n)
+        for r in ("plain", "tiled+plain", "tiled+groups+plain", "tiled=8192+groups+plain")
+        for n in (_M // 8, _M // 2)
+    ]
     ring = [("8B", "tiled+groups+slots=4", n * config.ring) for n in (_M // 2, _M, 5 * _M // 4)]
     parts: dict[Part, list[tuple[str, str, int]]] = {"whole": whole, "layer": layer, "ring": ring}
     if config.smoke:
