@@ -46,6 +46,8 @@ class Config:
     """The shape of its decoder."""
     layer_shape: str = "8B"
     layer_length: int = 65536
+    layer_recipes: tuple[str, ...] = ("plain", "tiled+plain", "tiled+groups+plain", "tiled+groups+plain+keep_attention")
+    """The recipes that the part "layer" compares."""
     longest_shape: str = "8B"
     longest_recipe: str = "tiled+groups+slots=4"
     step_seconds: float = 120.0
@@ -61,6 +63,7 @@ _SMOKE: dict[str, Any] = {
     "shape": "tiny",
     "layer_shape": "tiny",
     "layer_length": 128,
+    "layer_recipes": ("plain", "tiled=32+groups+plain+keep_attention"),
     "longest_shape": "tiny",
     "longest_recipe": "tiled=32+groups+slots=2",
     "step_seconds": 0.5,
@@ -73,8 +76,7 @@ def main(config: Config) -> None:
     cases: dict[Part, list[dict]] = {
         "stack": [{"shape": config.shape, "recipe": r, "length": n} for n in config.lengths for r in config.recipes],
         "layer": [
-            {"shape": config.layer_shape, "recipe": r, "length": config.layer_length}
-            for r in ("plain", "tiled+plain", "tiled+groups+plain")
+            {"shape": config.layer_shape, "recipe": r, "length": config.layer_length} for r in config.layer_recipes
         ],
         "feed_forward": [
             {"shape": config.layer_shape, "recipe": r, "length": config.layer_length} for r in ("plain", "tiled+plain")
