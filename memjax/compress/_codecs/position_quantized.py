@@ -108,8 +108,7 @@ class PositionQuantized(FixedRate):
         """
         check_floats(x)
         largest = jnp.maximum(jnp.max(jnp.abs(x), initial=0).astype(jnp.float32), 1e-30)
-        code = encode_parts(lambda x, _: self._steps(x, self._encode(x)), x, 0)
-        steps = decode_parts(lambda steps: steps, code) / largest
+        steps = self.steps(x) / largest
         wide = x.astype(jnp.float32)
         errors = steps**2 / 12
         if x.dtype.itemsize == 2:
@@ -119,8 +118,12 @@ class PositionQuantized(FixedRate):
             errors = _rounded_errors(steps, float(jnp.finfo(x.dtype).eps) * power_of_two / largest)
         return jnp.sqrt(jnp.sum(errors) / jnp.maximum(jnp.sum((wide / largest) ** 2), 1e-30))
 
+    def steps(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """The distance of levels of each value, float32: errors are uniform in it, and independent of each other."""
+        check_floats(x)
+        return decode_parts(lambda steps: steps, encode_parts(lambda x, _: self._steps(x, self._encode(x)), x, 0))
+
     def _steps(self, x: Float[Array, "..."], code: PositionQuantizedCode) -> Float[Array, "..."]:
-        """The distance of levels of each value."""
         view = _view_of(x.shape, self.group)
         steps = _of_each(code.distance, view) * (_SIZE if code.size is None else code.size.astype(jnp.float32))
         return _as(steps[..., : view.features], x.shape)

@@ -1,0 +1,100 @@
+"""Trainings side by side, as one: the same model plain and with compressed blocks, from several seeds.
+
+A member is a training of its own: a kind (plain, or so many bits) and a seed. Members of the same seed start from the same
+parameters and see the same batches, so that only compression tells them apart. Parameters of a kind's seeds are stacked, and
+`jax.vmap` trains them together.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+import memjax
+from experiments.harness.step import Batch, Loss, Sums
+from memjax import compress
+
+PLAIN = 0
+"""The number of bits that stands for no compression."""
+
+
+def kind_name(bits: int) -> str:
+    return "plain" if bits == PLAIN else f"{bits} bits"
+
+
+def with_codec(model: Any, codec: Any) -> Any:
+    """The model, with compressed blocks if there is a codec. Parameters keep their paths."""
+    if codec is not None:
+        model.blocks = nnx.List([memjax.compressed(block, codec) for block in model.blocks])
+    return model
+
+
+def codec_of(bits: int) -> compress.Codec | None:
+    return None if bits == PLAIN else compress.PositionQuantized(bits)
+
+
+class Members(nnx.Module):
+    """All members. Each parameter has a leading axis of seeds.
+
+    Args:
+      make: the model of a seed.
+      kinds: numbers of bits, `PLAIN` among them.
+      seeds: how many there are of each kind.
+      first: the first seed.
+    """
+
+    def __init__(self, make: Callable[[Any], nnx.Module], kinds: Sequence[int], seeds: int, first: int):
+        self.kinds = tuple(kinds)
+        self.seeds = seeds
+        graphs = [nnx.graphdef(nnx.eval_shape(lambda bits=bits: with_codec(make(0), codec_of(bits)))) for bits in kinds]
+        stacked = jax.vmap(lambda seed: nnx.state(make(jax.random.key(seed)), nnx.Param))(first + jnp.arange(seeds))
+        self.models = nnx.List([nnx.merge(graph, stacked, copy=True) for graph in graphs])
+
+
+def members_loss(loss: Loss, *, together: bool) -> Loss:
+    """For `Members`: the mean of a loss of one model; and the sum of each member as "kind, seed".
+
+    Args:
+      loss: of one model and its batch.
+      together: whether all members read the whole batch, as in tests; else those of a seed read that seed's part of it.
+    """
+
+    def sums(model: Any, batch: Batch) -> Sums:
+        seeds = model.seeds
+        parts = batch if together else jax.tree.map(lambda x: x.reshape(seeds, -1, *x.shape[1:]), batch)
+        found: Sums = {}
+        totals = []
+        for bits, of_seeds in zip(model.kinds, model.models, strict=True):
+            graph, params = nnx.split(of_seeds)
+            one = lambda params, part, graph=graph: loss(nnx.merge(graph, params), part)
+            of_kind = jax.vmap(one, in_axes=(0, None if together else 0))(params, parts)
+            totals.append(of_kind)
+            found |= {f"{kind_name(bits)}, {seed}": of_kind["loss"][seed] for seed in range(seeds)}
+        mean = jax.tree.map(lambda *of_kinds: jnp.mean(jnp.stack(of_kinds)), *totals)
+        return found | mean
+
+    return sums
+
+
+def members_optimizer(inner: optax.GradientTransformation, clip: float, members: int) -> optax.GradientTransformation:
+    """An elementwise optimizer for all members, each of whose gradients is clipped by itself.
+
+    Args:
+      inner: AdamW, or another whose updates of a number depend on that number's gradients alone.
+      clip: the norm that a member's gradient is scaled down to first.
+      members: how many there are; `members_loss` is their mean.
+    """
+
+    def clipped(updates: Any) -> Any:
+        scaled = jax.tree_util.tree_leaves_with_path(jax.tree.map(lambda g: g * members, updates))
+        squares: dict[Any, Any] = {}
+        for path, leaf in scaled:  # ("models", i, ...): (seeds, ...)
+            squares[path[1]] = squares.get(path[1], 0) + jnp.sum(leaf.reshape(len(leaf), -1) ** 2, -1)
+        factor = {kind: jnp.minimum(1, clip / jnp.sqrt(square)) for kind, square in squares.items()}
+        new = [leaf * factor[path[1]].reshape(-1, *[1] * (leaf.ndim - 1)) for path, leaf in scaled]
+        return jax.tree.unflatten(jax.tree.structure(updates), new)
+
+    return optax.chain(optax.stateless(lambda updates, params: clipped(updates)), inner)
