@@ -44,6 +44,21 @@ shift_right_logical sign sin sinh sqrt square stop_gradient tan tanh threefry2x3
 # One element of the result from one element of each operand. JAX broadcasts dimensions of size 1 here.
 ELEMENTWISE = COMPARISONS | AFFINE | frozenset(_MORE_ELEMENTWISE.split())
 
+# How errors of operands go on. After these they are about as large: derivatives are bounded, by 1 or for usual values.
+_MORE_SMOOTH = """
+stop_gradient reduce_precision sharding_constraint reshard select_n reduce_sum logistic tanh erf erfc sin cos atan asinh
+square abs
+"""
+# An error in the operand becomes a factor of the result.
+EXPONENTIALS = frozenset(("exp", "exp2", "expm1", "sinh", "cosh", "tan"))
+# Near some operand the result, or its derivative, has no bound.
+POLES = frozenset(
+    (
+        *("log", "log1p", "sqrt", "rsqrt", "cbrt", "acos", "acosh", "asin", "atanh", "lgamma", "digamma", "erf_inv"),
+        *("pow", "rem"),
+    )
+)
+
 # What holds programs.
 LOOPS = frozenset(("scan", "while", "cond"))
 # Calls that only group equations, by the parameter that holds them.
@@ -63,6 +78,7 @@ VIEWS = RESHAPES | {"transpose", "convert_element_type"}
 ALIASES = RESHAPES | NAMES | REPLICATIONS | {"optimization_barrier"}
 SOURCES = frozenset(("broadcast_in_dim", "iota"))
 MOVES = SOURCES | REPLICATIONS | frozenset(("slice", "dynamic_slice", "split", "gather", "pad", "concatenate", "rev"))
+SMOOTH = AFFINE | VIEWS | MOVES | NAMES | frozenset(_MORE_SMOOTH.split())
 
 EXPENSIVE = (
     PRODUCTS | RAGGED_PRODUCTS | KERNELS | CALLBACKS | DECOMPOSITIONS | COLLECTIVES | RANDOM | WINDOWS | LOOPS

@@ -62,7 +62,7 @@ def test_group_quantized():
 
 def test_refuses():
     codec = ErrorBounded(0.1, bits_per_value=28)
-    for bad in (0.1, None, "8 bits", ErrorBounded):
+    for bad in (0.1, "8 bits", ErrorBounded):
         with pytest.raises(TypeError, match=r"codec must be a codec, got .*: pass memjax"):
             compressed(network, bad)
     with pytest.raises(
@@ -77,6 +77,10 @@ def test_refuses():
             compressed(network, inputs=bad)(parameters(1), images())
     with pytest.raises(ValueError, match=r"inputs must be left out for a module, got True: its arguments are always"):
         compressed(nn.Dense(3), inputs=True)
+    with pytest.raises(ValueError, match=r"bits must be one of \(3, 4, 6, 8\), got 5"):
+        compressed(network, bits=5)
+    with pytest.raises(ValueError, match="bits must be left out beside a codec, got 4"):
+        compressed(network, codec, bits=4)
     with pytest.raises(TypeError, match='where must be "conv", a pattern'):
         compressed(network, codec, where=3)
     for smallest in (-1, 2.5, True):
@@ -100,7 +104,8 @@ def test_refuses():
             f(x)
     with pytest.raises(TypeError, match="cannot be differentiated in forward mode"):
         jax.linearize(compressed(jnp.sin, codec), x)[1](x)
-    twice = jax.grad(lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(compressed(lambda x: jnp.sin(x) ** 3, codec)(x)))(x)))
+    rounded = compressed(lambda x: jnp.sin(x) ** 3, codec, inputs=True)
+    twice = jax.grad(lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(rounded(x)))(x)))
     with pytest.raises(TypeError, match="first derivatives in reverse mode only"):
         twice(x)
 

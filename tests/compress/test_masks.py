@@ -20,8 +20,8 @@ def test_masks_are_bits_unless_they_are_signs():
     def square_of_relu(x):
         return jnp.square(jax.nn.relu(x))
 
-    exact_signs = compressed(square_of_relu, ErrorBounded(0.1, bits_per_value=4))
-    without = compressed(square_of_relu, Cast(jnp.bfloat16))
+    exact_signs = compressed(square_of_relu, ErrorBounded(0.1, bits_per_value=4), inputs=True)
+    without = compressed(square_of_relu, Cast(jnp.bfloat16), inputs=True)
     assert kept_of_sum(exact_signs, x) <= 4096 // 2 + 36 + 16
     assert kept_of_sum(without, x) == 4096 * 2 + 4096 // 8
     g = jax.jit(jax.grad(lambda x: jnp.sum(exact_signs(x))))(jnp.linspace(-1, 1, 4096))

@@ -15,7 +15,7 @@ from typing import Any
 from memjax._core.jaxpr import variables
 from memjax._core.primitives import expensive
 
-_INFINITE = 1 << 62
+INFINITE = 1 << 62
 
 
 def smallest_kept(
@@ -36,10 +36,10 @@ def smallest_kept(
     """
     invariant = set(invariant)
     free = invariant | set(again)
-    graph = _Flow()
+    graph = Flow()
     for var in (*jaxpr.invars, *jaxpr.constvars):
         if var not in free:
-            graph.edge("source", (var, "in"), _INFINITE)
+            graph.edge("source", (var, "in"), INFINITE)
             graph.edge((var, "in"), (var, "out"), nbytes(var))
     for eqn in jaxpr.eqns:
         inputs = set(variables(eqn.invars))
@@ -52,17 +52,17 @@ def smallest_kept(
             for var in eqn.outvars:
                 graph.edge((var, "in"), (var, "out"), nbytes(var))
                 if expensive(eqn):
-                    graph.edge("source", (var, "in"), _INFINITE)
+                    graph.edge("source", (var, "in"), INFINITE)
                 for atom in inputs - free:
-                    graph.edge((atom, "out"), (var, "in"), _INFINITE)
+                    graph.edge((atom, "out"), (var, "in"), INFINITE)
     for var in variables(wanted):
         if var not in free:
-            graph.edge((var, "out"), "sink", _INFINITE)
+            graph.edge((var, "out"), "sink", INFINITE)
     near = graph.near_side("source", "sink")
     return [node[0] for node in near if node[-1] == "in" and (node[0], "out") not in near]
 
 
-class _Flow:
+class Flow:
     """Maximum flow by Dinic's algorithm."""
 
     def __init__(self) -> None:

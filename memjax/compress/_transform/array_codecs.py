@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 
 from memjax._core import check
 from memjax._core.arrays import zeros
 from memjax._core.lists import merge
+from memjax.compress._codecs.block_quantized import BlockQuantized
 from memjax.compress._codecs.codec import OptionalMembers, with_optional_members
+from memjax.compress._codecs.position_quantized import PositionQuantized
 from memjax.compress._error_bounded.error_bounded import ErrorBounded
 from memjax.compress._training.layers import EncodedArray, Layers, Recorder, Statistics
 from memjax.compress._transform.overflow import warn_of_overflow
 from memjax.compress._transform.statistics import Collector
+
+BITS = (3, 4, 6, 8)
+"""The bits per value that `memjax.compressed` takes."""
+_FINE = 2  # times the bits of others
+_WIDE = 8  # bits, at least
+_WHOLE = 16  # bits of a value that is not encoded
 
 
 @runtime_checkable
@@ -27,13 +36,37 @@ class _Required(Protocol):
     def nbytes(self, aval: Any) -> int: ...
 
 
+class Role(NamedTuple):
+    """What the choice of an array's codec depends on.
+
+    Attributes:
+      aval: its type.
+      is_fine: whether the backward pass subtracts a product with it from another: `Need.FINE`.
+      is_wide: whether it has values of very unequal sizes, as an exponential has.
+      by_channel: whether a convolution or a batch norm reads it, whose channels have scales of their own.
+      share: its size as a share of the largest array's.
+    """
+
+    aval: Any
+    is_fine: bool
+    is_wide: bool
+    by_channel: bool
+    share: float
+
+
 def waits(codec: OptionalMembers) -> bool:
     """Whether decoding waits for the cotangent that meets the decoded array.
 
     On a GPU, decoding that is arithmetic on single values is fused into what reads the array, which waiting would prevent.
-    XLA:CPU decodes such codes in the forward pass if they do not wait, and keeps the decoded arrays.
+    XLA:CPU decodes such codes in the forward pass if they do not wait, and keeps the decoded arrays. So does XLA:GPU where a
+    product reads what is computed of a decoded array.
     """
-    return jax.default_backend() != "gpu" or not codec.elementwise
+    return jax.default_backend() != "gpu" or is_fused(codec) or not codec.elementwise
+
+
+def is_fused(codec: Any) -> bool:
+    """Whether compilers make codes in the pass over memory that reads the array next."""
+    return isinstance(codec, PositionQuantized)
 
 
 class ArrayCodecs:
@@ -56,11 +89,21 @@ class ArrayCodecs:
         """Whether decoded values are zero exactly where the values are."""
         return with_optional_members(self._codec).keeps_zeros
 
-    def each(self, count: int) -> list[Any]:
-        """The codec of each of so many arrays, with all optional members."""
-        return [with_optional_members(self._codec)] * count
+    def each(self, roles: Sequence[Role]) -> list[Any]:
+        """The codecs of arrays with these roles, with all optional members."""
+        return [with_optional_members(self._codec)] * len(roles)
 
-    def nbytes(self, aval: Any) -> int:
+    def bits(self, arrays: Iterable[Any]) -> float:
+        """Bits per value, about, of the code of the largest of some variables."""
+        largest = max((var.aval for var in arrays), key=lambda aval: aval.size, default=None)
+        return _WHOLE if largest is None else 8 * self.nbytes(largest) / largest.size or _WHOLE
+
+    @property
+    def keeps_fine(self) -> bool:
+        """Whether arrays that have to be fine are not encoded."""
+        return False
+
+    def nbytes(self, aval: Any, role: Role | None = None) -> int:
         """Bytes of the code of an array of this type."""
         if aval not in self._nbytes:  # most codecs trace themselves to tell
             self._nbytes[aval] = int(check.number("codec.nbytes", self._codec.nbytes(aval), least=0))
@@ -89,17 +132,60 @@ class ArrayCodecs:
         return [None] * len(self.settings)
 
 
+class _ByBits(ArrayCodecs):
+    """A codec for each array by its role.
+
+    What convolutions and batch norms read gets `BlockQuantized`, all else `PositionQuantized`. An array that is smaller than
+    the largest gets more bits, half a bit each time that its size halves: so the sum of the errors is least for all bytes.
+    Values of a softmax have 8 bits or more, and what has to be fine twice as many as others: with 8 and 6 it is exact.
+    """
+
+    keeps_zeros = False
+
+    def __init__(self, bits: int):
+        super().__init__(PositionQuantized(bits))
+        self._bits = bits
+
+    def each(self, roles: Sequence[Role]) -> list[Any]:
+        return [self._codec_of(role) for role in roles]
+
+    def bits(self, arrays: Iterable[Any]) -> float:
+        return self._bits
+
+    @property
+    def keeps_fine(self) -> bool:
+        return _FINE * self._bits > BITS[-1]
+
+    def nbytes(self, aval: Any, role: Role | None = None) -> int:
+        if role is None:
+            return super().nbytes(aval)
+        key = aval, codec = aval, self._codec_of(role)
+        if key not in self._nbytes:
+            self._nbytes[key] = codec.nbytes(aval)
+        return self._nbytes[key]
+
+    def with_settings(self, settings: list[Any]) -> ArrayCodecs:
+        return self
+
+    def _codec_of(self, role: Role) -> Any:
+        if role.by_channel:
+            return BlockQuantized(4 if self._bits <= 4 else 8)
+        least = max(self._bits - math.log2(role.share) / 2, _WIDE if role.is_wide else 0)
+        least = max(least, _FINE * self._bits if role.is_fine else 0)
+        return PositionQuantized(next((bits for bits in BITS if bits >= least), BITS[-1]))
+
+
 class _LayersCodecs(ArrayCodecs):
     """A codec for each array, and statistics. These have the overflows, which lead to another try: see `transactional`."""
 
     reads_gradients = True
     keeps_zeros = True
 
-    def each(self, count: int) -> list[Any]:
-        self._codec.check_count(count)
-        return [self._codec.layer(i) for i in range(count)]
+    def each(self, roles: Sequence[Role]) -> list[Any]:
+        self._codec.check_count(len(roles))
+        return [self._codec.layer(i) for i in range(len(roles))]
 
-    def nbytes(self, aval: Any) -> int:
+    def nbytes(self, aval: Any, role: Role | None = None) -> int:
         """Nothing: codes say what they need, so they are made even where they are larger than the array."""
         return 0
 
@@ -118,8 +204,8 @@ class _LayersCodecs(ArrayCodecs):
 class _RecorderCodecs(_LayersCodecs):
     """Records which arrays are encoded: see `memjax.compress.layers`."""
 
-    def each(self, count: int) -> list[Any]:
-        return [ErrorBounded(1.0)] * count
+    def each(self, roles: Sequence[Role]) -> list[Any]:
+        return [ErrorBounded(1.0)] * len(roles)
 
     def collector(self, arrays: list[EncodedArray], cotangents_and_codes: Any) -> Collector | None:
         self._codec.arrays.extend(arrays)
@@ -129,8 +215,15 @@ class _RecorderCodecs(_LayersCodecs):
         return []
 
 
-def array_codecs(codec: Any) -> ArrayCodecs:
-    """The codecs of arrays that the argument `codec` of `memjax.compressed` stands for."""
+def array_codecs(codec: Any, bits: int | None = None) -> ArrayCodecs:
+    """The codecs of arrays that the arguments `codec` and `bits` of `memjax.compressed` stand for."""
+    if codec is None:
+        bits = 8 if bits is None else check.integer("bits", bits)
+        if bits not in BITS:
+            raise check.fail(ValueError, "bits", f"one of {BITS}", bits)
+        return _ByBits(bits)
+    if bits is not None:
+        raise check.fail(ValueError, "bits", "left out beside a codec", bits, "give the codec its bits")
     if isinstance(codec, Layers):
         return _LayersCodecs(codec)
     if isinstance(codec, Recorder):

@@ -13,7 +13,6 @@ import flax.linen as nn
 from flax import nnx
 
 from memjax._core import check
-from memjax.compress._codecs.block_quantized import DEFAULT
 from memjax.compress._codecs.codec import Codec
 from memjax.compress._training.layers import Layers
 from memjax.compress._transform import linen
@@ -28,8 +27,9 @@ F = TypeVar("F")
 
 def compressed(
     f_or_module: F,
-    codec: Codec | Layers = DEFAULT,
+    codec: Codec | Layers | None = None,
     *,
+    bits: int | None = None,
     where: str | Callable[[str, Any], bool] | None = None,
     inputs: bool | int | str | Sequence[int | str] = False,
     smallest: int = SMALL,
@@ -39,16 +39,23 @@ def compressed(
     Values are those of the original, gradients are computed from decoded arrays. Variables, their names and
     the module's signature do not change: a checkpoint of one loads in the other.
 
-    The default codec takes 8 bits per value for any finite values and cannot overflow (`memjax.compress.DEFAULT`).
+    Without a codec an array gets one that suits it, of `bits` per value, for any finite values, that cannot overflow:
+    `BlockQuantized` what convolutions and batch norms read, `PositionQuantized` all else. With fewer than 8 bits, arrays that are
+    smaller than the largest get more, half a bit each time that their size halves, since they take fewer bytes.
 
     Parameters are exact: whatever follows from a function's arguments or a module's variables by slicing, reshaping,
     transposing or casting is computed again or kept, and so is what a module computes of its variables alone.
 
     What `jax.vjp` saves is treated as follows.
 
-    - If several saved arrays are cheap functions of one array, that array is saved in their place (a batch norm's
-      input, which is otherwise saved twice).
-    - bfloat16, float16 and float32 arrays of 4096 values, or `smallest`, or more are encoded when they are computed, and
+    - Arrays that follow cheaply from others are not saved: of a norm its input is, of a gated feed-forward layer the two
+      products, and both are decoded once for all that follows from them. What is chosen takes the fewest bytes (a minimum cut
+      of the function). A matrix product is repeated where that saves more bytes for its FLOPs than products write on average;
+      the fewer the bits, the more readily: with 4 or 3 a Transformer's queries and keys are computed again, with 8 they are kept.
+    - What has to agree with something else is exact: kept, or computed again from what is exact. So are the operands of
+      exponentials of several saved arrays, as queries and keys with a log-sum-exp in attention; divisors, and what a root or a
+      logarithm is taken of; and what kernels read that memjax does not know.
+    - Other bfloat16, float16 and float32 arrays of 4096 values, or `smallest`, or more are encoded when they are computed, and
       decoded when a cotangent arrives that needs them, one at a time. What a batch norm reads is encoded with the bound in
       units of each channel's standard deviation, if the codec has such a bound. An array whose code would be larger is
       kept as it is; if that holds for all of them, a warning says so when tracing.
@@ -77,8 +84,9 @@ def compressed(
     Args:
       f_or_module: a function of pytrees of arrays (other leaves are static), or an NNX or Linen module, whose `__call__`
         is meant. An NNX module shares its variables with the result.
-      codec: `memjax.compress.DEFAULT`, 8 bits per value; or another codec, `memjax.compress.ErrorBounded(2**-7,
-        bits_per_value=9)` for one; or `memjax.compress.layers`, with a bound for each array that training adapts.
+      codec: one for all arrays, such as `memjax.compress.ErrorBounded(2**-7, bits_per_value=9)`; or `memjax.compress.layers`,
+        with a bound for each array that training adapts. None: one that suits each array, as above.
+      bits: bits per value without a codec: 8, 6, 4 or 3; 8 if left out. What convolutions and batch norms read has 8 or 4.
       where: what to encode; None: everything above. "conv": what convolutions read, to which Jin et al. confine themselves.
         A pattern (`fnmatch`) for paths of submodules or parts of them, "encoder/*" or "Conv_*", or a predicate
         `where(path, x)`. For functions and Linen modules paths are `jax.named_scope`s in which an array is read (or made,
@@ -93,10 +101,10 @@ def compressed(
 
     Raises:
       TypeError: no function or module, or no codec; forward mode or second derivatives.
-      ValueError: `smallest` is negative; `inputs` names no argument; `where` matches nothing. For functions and Linen modules
-        when called or differentiated.
+      ValueError: `bits` is none of these, or stands beside a codec; `smallest` is negative; `inputs` names no argument; `where`
+        matches nothing, for functions and Linen modules when called or differentiated.
     """
-    codecs = array_codecs(codec)
+    codecs = array_codecs(codec, bits)
     if where == "" or not (where is None or isinstance(where, str) or callable(where)):
         raise check.fail(TypeError, "where", '"conv", a pattern, a predicate or None', where)
     if callable(where):

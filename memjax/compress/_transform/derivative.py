@@ -21,6 +21,7 @@ from memjax.compress._training.layers import EncodedArray, Statistics
 from memjax.compress._transform.array_codecs import ArrayCodecs, waits
 from memjax.compress._transform.encoder import Encoder, variables_of_packing
 from memjax.compress._transform.keep.choose import choose
+from memjax.compress._transform.keep.cut.needs import Need, needs
 from memjax.compress._transform.keep.which import Which
 from memjax.compress._transform.late_pullback import run_late
 from memjax.compress._transform.pooling.max_pool import max_pool
@@ -87,13 +88,11 @@ class Derivative:
         self._outs, self._residuals = self._program.outvars[:n_outs], self._program.outvars[n_outs:]
         self._producer = producers(self._program)
         kept_inputs = pick(self._program.invars, lasting)
-        self.keep = choose(
-            self._program, self._residuals, kept_inputs, which, codecs.nbytes, keeps_zeros=codecs.keeps_zeros
-        )
-        self._packed = variables_of_packing(self._program, self.keep.masks)
         # Now, not when cotangents arrive: a `jax.vmap` around has taken its axis name away by then.
         self._cotangent_types = [_not_weak(aval.to_ct_aval()) for aval in pick(out_types, self._out_float)]
         self._pullback = self._trace_pullback(self._cotangent_types)
+        self.keep = choose(self._program, self._needed(kept_inputs), kept_inputs, which, codecs)
+        self._packed = variables_of_packing(self._program, self.keep.masks)
 
     @property
     def scopes(self) -> list[str]:
@@ -132,11 +131,11 @@ class Derivative:
 
         encoded, keep = self.keep.encoded, self.keep
         origins = {var: keep.origins[source] for var, source in residuals.items() if source in keep.origins}
-        without_signs = only_in_gradients(pullback, late, origins)
+        without_signs = only_in_gradients(pullback, late, origins) - keep.computed
         stored: dict[Any, Any] = {
             var: (Mask().decode, code, waits(Mask())) for var, code in zip(keep.masks, masks, strict=True)
         }
-        for var, code, codec in zip(encoded, codes, codecs.each(len(encoded)), strict=True):
+        for var, code, codec in zip(encoded, codes, codecs.each(keep.roles), strict=True):
             decode = codec.without_signs().decode if var in without_signs else codec.decode
             stored[var] = decode, code, waits(codec)
         known = dict(zip(self._program.constvars, self._program.consts, strict=True))
@@ -170,6 +169,20 @@ class Derivative:
         pullback = lambda residuals, cts: jax.tree.unflatten(self._tree, residuals)(cts)
         types = [[var.aval for var in self._residuals], list(cotangents)]
         return calls_in_place(trace(pullback, types, self._axes), differentiable=False)
+
+    def _needed(self, kept_inputs: Sequence[Any]) -> dict[Any, Need]:
+        """How exactly the backward pass needs each variable of the forward pass that it wants."""
+        n, there = len(self._residuals), set(kept_inputs)
+        sources = {
+            var: source
+            for var, source in zip(self._pullback.invars[:n], self._residuals, strict=True)
+            if not is_literal(source)
+        }
+        found = needs(self._pullback, [var for var, s in sources.items() if s not in there], self._pullback.invars[n:])
+        needed = dict.fromkeys(sources.values(), Need.COARSE)
+        for var, need in found.items():
+            needed[sources[var]] = max(needed[sources[var]], need)
+        return needed
 
     def _name(self, var: Any) -> str:
         """The name of an encoded array in messages: the scope where it is made, and its type."""

@@ -21,7 +21,7 @@ from memjax._core.derivatives import without_derivative
 from memjax._core.jaxpr import Program, Walk, producers, variables
 from memjax._core.primitives import PRODUCTS
 from memjax.compress._codecs.codec import Mask
-from memjax.compress._transform.array_codecs import ArrayCodecs
+from memjax.compress._transform.array_codecs import ArrayCodecs, is_fused
 from memjax.compress._transform.keep.choose import Keep
 
 _FIRST_ORDER = (
@@ -46,7 +46,7 @@ class Encoder:
     def __init__(self, program: Program, keep: Keep, codecs: ArrayCodecs, packed: set[Any]):
         self.codes: dict[Any, Any] = {}
         self._program, self._keep = program, keep
-        self._codecs = dict(zip(keep.encoded, codecs.each(len(keep.encoded)), strict=True))
+        self._codecs = dict(zip(keep.encoded, codecs.each(keep.roles), strict=True))
         self._fused = {
             var for var, codec in self._codecs.items() if var in keep.scales and codec.measured and var not in packed
         }
@@ -87,6 +87,10 @@ class Encoder:
             scale = self._keep.scales[array].variable
             env[scale], measured = lax.optimization_barrier((env[scale], codec.measured(env[array])))
             self.codes[array] = measured.encode(x)
+            self._unread[array] = _computed_of(array, self._program)
+            return
+        if is_fused(codec):
+            self.codes[array] = codec.encode(x)
             self._unread[array] = _computed_of(array, self._program)
             return
         encode = codec.encode

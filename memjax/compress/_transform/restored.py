@@ -10,6 +10,7 @@ from jax import lax
 
 from memjax._core import check
 from memjax._core.jaxpr import bind, is_literal
+from memjax._core.primitives import expensive
 
 Barrier = Callable[[Any], Any]
 """Makes a value wait for a cotangent."""
@@ -60,7 +61,10 @@ class Restored:
                 self._values[atom] = jnp.abs(source) > jnp.zeros((), source.dtype)
             else:
                 eqn = self._producer[atom]
-                outs = bind(eqn, [self._operand(operand, barrier) for operand in eqn.invars])
+                operands = [self._operand(operand, barrier) for operand in eqn.invars]
+                if expensive(eqn):
+                    operands = barrier(operands)
+                outs = bind(eqn, operands)
                 self._new.update(eqn.outvars)
                 for var, out in zip(eqn.outvars, outs, strict=True):
                     self._values.setdefault(var, out)

@@ -1,8 +1,8 @@
 """What to do with each value that the backward pass wants: keep it, encode it, or compute it again from others.
 
-What `jax.vjp` saves is redundant. A batch norm saves its input twice, less its mean and times two; a ReLU a mask besides
-its output, and zeros; a matrix product an input that is there anyway, cast. So large residuals are traced back, through
-operations that move no value far and that are cheap to repeat, to where they come from:
+What `jax.vjp` saves is redundant. A batch norm saves its input twice, less its mean and times two; a gated feed-forward layer six
+arrays that follow from two; a ReLU a mask besides its output, and zeros; a matrix product an input that is there anyway, cast.
+So large residuals are traced back to where they come from:
 
     an input that is kept       computed again from it                                          origins.py
     parameters                  computed again, if only moved or cast; otherwise kept           parameters.py
@@ -10,28 +10,35 @@ operations that move no value far and that are cheap to repeat, to where they co
     constants                   computed again
     a mask x > 0                from max(x, 0) if that is encoded by a codec that keeps zeros,  masks.py
                                 or else kept bit by bit
-    floats                      residuals that come from one array are computed again from it,
-                                and that is encoded
+    floats that must be exact   kept, or computed again from what is exact: the fewest bytes    cut/
+    other floats                computed again from decoded arrays, those that take the fewest  cut/
+                                bytes, each decoded once
     statistics                  kept: sums of a softmax, deviations of a norm                   statistic.py
     other dtypes, small arrays  kept
+
+Floats must be exact that have to agree with others, such as queries and keys with a log-sum-exp: see cut/needs.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from memjax._core.jaxpr import Program, is_literal, nbytes, variables
+from memjax._core.jaxpr import Program, Walk, is_literal
 from memjax.compress._codecs.codec import DTYPES
+from memjax.compress._transform.array_codecs import ArrayCodecs, Role
+from memjax.compress._transform.keep.cut.again import again_exactly, again_linear, again_rounded, flops_per_byte
+from memjax.compress._transform.keep.cut.candidates import Candidates
+from memjax.compress._transform.keep.cut.minimum_cut import cheapest
+from memjax.compress._transform.keep.cut.needs import Need
 from memjax.compress._transform.keep.deviations import Scale, scale_of_norm
 from memjax.compress._transform.keep.integers import integer_sources
 from memjax.compress._transform.keep.masks import masks_of_nonzero
 from memjax.compress._transform.keep.origins import Origins
 from memjax.compress._transform.keep.parameters import Parameters
-from memjax.compress._transform.keep.statistic import is_statistic
 from memjax.compress._transform.keep.which import SMALL, Which
 
 
@@ -42,88 +49,113 @@ class Keep:
     Attributes:
       whole: kept as they are.
       encoded: kept as codes.
+      roles: for each of these, what the choice of its codec depends on.
       scales: the deviations of the channels of those variables in `encoded` that a batch norm reads.
       masks: kept as bits.
       nonzero: for each mask that is computed again, the variable in `encoded` that is not zero where the mask is true.
-      origins: for each residual that is, or is computed again from, a variable in `encoded`, that variable.
+      origins: for each residual that is, or is a multiple of, a variable in `encoded`, that variable.
+      computed: those in `encoded` that other residuals are computed from.
       matched: whether the user's selection matched any residual, small or large.
       refused: variables that are not encoded because their codes would be larger.
     """
 
     whole: list[Any]
     encoded: list[Any]
+    roles: list[Role]
     scales: dict[Any, Scale]
     masks: list[Any]
     nonzero: dict[Any, Any]
     origins: dict[Any, Any]
+    computed: set[Any]
     matched: bool
     refused: list[Any]
 
 
 def choose(
     program: Program,
-    residuals: Sequence[Any],
+    needed: dict[Any, Need],
     lasting: Sequence[Any],
     which: Which,
-    code_nbytes: Callable[[Any], int],
-    *,
-    keeps_zeros: bool,
+    codecs: ArrayCodecs,
 ) -> Keep:
-    """What to keep, so that all of `residuals` follow from it.
+    """What to keep, so that all residuals follow from it.
 
     Args:
       program: the forward pass, with calls in place.
-      residuals: its variables and literals that the backward pass wants.
+      needed: those of its variables that the backward pass wants, and how exactly.
       lasting: its inputs that live until the backward pass anyway.
       which: which arrays to encode.
-      code_nbytes: gives the bytes of the code of an array of a type. An array whose code would be larger is not encoded.
-      keeps_zeros: whether decoded values are zero exactly where the encoded values are.
+      codecs: what they are encoded with.
     """
     origins = Origins(program)
     kept_inputs = {*lasting, *program.constvars}
     parameters = Parameters(program, origins, kept_inputs)
     whole: dict[Any, None] = {}  # ordered sets
     masks: dict[Any, None] = {}
-    floats: dict[Any, list[Any]] = {}  # residuals by where they come from
+    exact: list[Any] = []
+    rounded: list[Any] = []
     matched = False
-    for var in dict.fromkeys(variables(residuals)):
+    least_exact = Need.FINE if codecs.keeps_fine else Need.EXACT
+    for var, need in needed.items():
         matched |= which.matches(origins.uses(origins.path(var)), var.aval)
         if var.aval.size < SMALL:
             whole[var] = None
         elif (sources := _recomputed_from(var, origins, parameters, kept_inputs)) is not None:
             whole.update(dict.fromkeys(sources))
         elif var.aval.dtype in DTYPES:
-            floats.setdefault(origins.path(var)[-1], []).append(var)
+            (exact if need >= least_exact else rounded).append(var)
         elif var.aval.dtype == jnp.bool_:
             masks[var] = None
         else:
             whole[var] = None
+
+    candidates = Candidates(origins, parameters, which, codecs, needed, rounded)
+    price = 0.0 if codecs.reads_gradients else flops_per_byte(program, codecs.bits(rounded))
+    free = {*kept_inputs, *origins.constants, *whole, *masks}
+    kept = cheapest(exact, origins.producer, free, candidates.whole_bytes, again_exactly(price))
+    free.update(kept)
+    again = again_linear(origins) if codecs.reads_gradients else again_rounded(program, origins, free, price)
     encoded: dict[Any, None] = {}
-    refused: list[Any] = []
-    encoded_origins: dict[Any, Any] = {}
-    for origin, members in floats.items():
-        # A single residual is encoded itself, so that the bound is its own; several through where they come from.
-        root = origin if len(members) > 1 else origins.path(members[0], exact=True)[-1]
-        paths = [origins.path(member) for member in members]
-        wanted = root.aval.size >= which.smallest and not is_statistic(root, origins.producer)
-        wanted = wanted and which.matches(origins.uses([var for path in paths for var in path]), root.aval)
-        if wanted and code_nbytes(root.aval) > nbytes(root.aval):
-            wanted = False
-            refused.append(root)
-        if wanted:
-            encoded[root] = None
-            encoded_origins |= dict.fromkeys(members, root)
-        elif nbytes(root.aval) < sum(nbytes(var.aval) for var in members):
-            whole[root] = None
+    for var in cheapest(rounded, origins.producer, free, candidates.kept_bytes, again):
+        # A copy in another shape or a wider dtype is not encoded, but what it is copied from.
+        source = origins.path(var, exact=True)[-1]
+        if candidates.is_encoded(var) and source not in free:
+            encoded[source] = None
         else:
-            whole.update(dict.fromkeys(members))
-            continue
-        for path in paths:
-            whole.update(dict.fromkeys(origins.small_operands(path[: path.index(root) + 1])))
+            kept.append(var)
+    for var in kept:
+        (masks if var.aval.dtype == jnp.bool_ else whole)[var] = None
+    encoded = dict.fromkeys(sorted(encoded, key=origins.place))
     scales = {root: scale for root in encoded if (scale := scale_of_norm(root, origins)) is not None}
-    nonzero = masks_of_nonzero(masks, encoded, origins) if keeps_zeros else {}
+    nonzero = masks_of_nonzero(masks, encoded, origins) if codecs.keeps_zeros else {}
     masks = {mask: None for mask in masks if mask not in nonzero}
-    return Keep(list(whole), list(encoded), scales, list(masks), nonzero, encoded_origins, matched, refused)
+    given = {*encoded, *whole, *masks, *nonzero}
+    inputs = _sources([*exact, *rounded], origins, given) & kept_inputs
+    whole.update(dict.fromkeys(var for var in (*program.constvars, *lasting) if var in inputs))
+    ends = {var: next((end for end in origins.path(var) if end in encoded), None) for var in rounded}
+    return Keep(
+        whole=list(whole),
+        encoded=list(encoded),
+        roles=[candidates.role(var) for var in encoded],
+        scales=scales,
+        masks=list(masks),
+        nonzero=nonzero,
+        origins={var: end for var, end in ends.items() if end is not None},
+        computed=_sources([var for var, end in ends.items() if end is None], origins, given) & encoded.keys(),
+        matched=matched,
+        refused=list(candidates.refused),
+    )
+
+
+def _sources(wanted: Iterable[Any], origins: Origins, given: set[Any]) -> set[Any]:
+    """Those of `given`, and inputs, that `wanted` is computed from."""
+    walk, found = Walk(wanted), set[Any]()
+    for var in walk:
+        if var in given or var not in origins.producer:
+            found.add(var)
+        else:
+            walk.add(origins.producer[var].invars)
+    return found
 
 
 def _recomputed_from(var: Any, origins: Origins, parameters: Parameters, kept_inputs: set[Any]) -> Sequence[Any] | None:

@@ -40,7 +40,7 @@ def scale_of_norm(root: Any, origins: Origins) -> Scale | None:
                         return scale
                 descendants.add(out)
                 walk.add([out])
-            elif eqn.primitive.name == "div" and eqn.invars[0] in descendants and not is_literal(eqn.invars[1]):
+            elif eqn.primitive.name == "div" and not any(map(is_literal, eqn.invars)) and eqn.invars[0] in descendants:
                 scale = _square_root(eqn.invars[1], channels, origins)
                 if scale is not None:
                     return Scale(scale.variable, not scale.is_deviation)

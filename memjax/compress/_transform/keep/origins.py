@@ -29,10 +29,15 @@ class Origins:
 
     def __init__(self, program: Program):
         self.producer, self.consumers = producers(program), consumers(program)
+        self._place = {out: i for i, eqn in enumerate(program.eqns) for out in eqn.outvars}
         self.constants: set[Any] = set()
         for eqn in program.eqns:
             if not eqn.effects and self.constants.issuperset(variables(eqn.invars)):
                 self.constants.update(eqn.outvars)
+
+    def place(self, var: Any) -> int:
+        """Where the program makes `var`; inputs come first."""
+        return self._place.get(var, -1)
 
     def parent(self, var: Any) -> tuple[Any, list[Any]] | None:
         """The array as large as `var` that it is a cheap function of, and the small operands of that function."""

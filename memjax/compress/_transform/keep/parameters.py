@@ -52,6 +52,10 @@ class Parameters:
         computed = sum(nbytes(source.aval) for source in sources if source not in self._kept_inputs)
         return sources if computed <= nbytes(var.aval) else [var]
 
+    def is_computed(self, var: Any) -> bool:
+        """Whether `var` is computed from parameters and constants alone."""
+        return var in self._computed
+
     def _is_moved_in_body(self, eqn: Any, index: int) -> bool:
         """Whether a loop or a call only moves values of kept inputs to this output, as a scan over layers does to its weights."""
         operands = _moved_to_output(eqn, index)

@@ -1,0 +1,116 @@
+"""What keeping each value takes: its own bytes, or those of its code, where it may be encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax.numpy as jnp
+
+from memjax._core.jaxpr import is_literal, nbytes
+from memjax._core.primitives import VIEWS
+from memjax.compress._codecs.codec import DTYPES
+from memjax.compress._transform.array_codecs import ArrayCodecs, Role
+from memjax.compress._transform.keep.cut.needs import Need
+from memjax.compress._transform.keep.cut.smooth import is_exponential
+from memjax.compress._transform.keep.deviations import scale_of_norm
+from memjax.compress._transform.keep.origins import Origins
+from memjax.compress._transform.keep.parameters import Parameters
+from memjax.compress._transform.keep.statistic import is_statistic
+from memjax.compress._transform.keep.which import Which
+
+
+class Candidates:
+    """Which values of a program may be encoded, and what they cost.
+
+    Args:
+      origins: where the values come from.
+      parameters: which follow from parameters alone.
+      which: which arrays the user wants encoded.
+      codecs: what they are encoded with.
+      needed: how exactly the backward pass needs its residuals.
+      rounded: those residuals that need not be exact.
+
+    Attributes:
+      refused: variables that are not encoded because their codes would be larger.
+    """
+
+    def __init__(
+        self,
+        origins: Origins,
+        parameters: Parameters,
+        which: Which,
+        codecs: ArrayCodecs,
+        needed: dict[Any, Need],
+        rounded: Iterable[Any],
+    ):
+        self._origins, self._parameters, self._which, self._codecs, self._needed = (
+            origins,
+            parameters,
+            which,
+            codecs,
+            needed,
+        )
+        self._largest = max((var.aval.size for var in rounded), default=1)
+        self._uses: dict[Any, list[Any]] = {}  # by variable, the residuals that are computed from it, and itself
+        for var in rounded:
+            for source in origins.path(var):
+                self._uses.setdefault(source, []).append(var)
+        self.refused: dict[Any, None] = {}
+        self._known: dict[Any, bool] = {}
+        self._roles: dict[Any, Role] = {}
+
+    def whole_bytes(self, var: Any) -> int:
+        """Bytes of the array itself; booleans are packed."""
+        return max(-(-var.aval.size // 8) if var.aval.dtype == jnp.bool_ else nbytes(var.aval), 1)
+
+    def kept_bytes(self, var: Any) -> int:
+        """Bytes of its code, or of itself where it is not encoded."""
+        if not self.is_encoded(var):
+            return self.whole_bytes(var)
+        return self._codecs.nbytes(var.aval, self.role(var)) or nbytes(var.aval) // 2
+
+    def is_encoded(self, var: Any) -> bool:
+        """Whether the array is encoded if it is kept."""
+        if var not in self._known:
+            self._known[var] = self._is_encoded(var)
+        return self._known[var]
+
+    def _is_encoded(self, var: Any) -> bool:
+        if var.aval.dtype not in DTYPES or var.aval.size < self._which.smallest:
+            return False
+        if self._parameters.is_computed(var) or is_statistic(var, self._origins.producer):
+            return False
+        paths = [self._origins.path(var), *(self._origins.path(member) for member in self._uses.get(var, []))]
+        if not self._which.matches(self._origins.uses([var for path in paths for var in path]), var.aval):
+            return False
+        if self._codecs.nbytes(var.aval, self.role(var)) > nbytes(var.aval):
+            self.refused[var] = None
+            return False
+        return True
+
+    def role(self, var: Any) -> Role:
+        """What the choice of a codec depends on."""
+        if var not in self._roles:
+            origins = self._origins
+            readers = [eqn for source in origins.path(var) for eqn in origins.consumers.get(source, [])]
+            by_channel = any(eqn.primitive.name == "conv_general_dilated" for eqn in readers)
+            self._roles[var] = Role(
+                aval=var.aval,
+                is_fine=any(self._needed.get(member) == Need.FINE for member in (var, *self._uses.get(var, []))),
+                is_wide=_is_exponential(var, origins),
+                by_channel=by_channel or scale_of_norm(var, origins) is not None,
+                share=min(var.aval.size / self._largest, 1.0),
+            )
+        return self._roles[var]
+
+
+def _is_exponential(var: Any, origins: Origins) -> bool:
+    """Whether `var` is an exponential, or one over a statistic: a softmax."""
+    while (eqn := origins.producer.get(var)) is not None:
+        if is_exponential(eqn):
+            return True
+        if eqn.primitive.name not in {"div", "mul"} | VIEWS or is_literal(eqn.invars[0]):
+            return False
+        var = eqn.invars[0]
+    return False

@@ -1,0 +1,187 @@
+"""What `compressed` keeps of Transformer layers, and how far their gradients are off."""
+
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+
+import memjax
+from memjax import compressed
+from memjax._attention.causal import causal_attention
+from memjax.compress import BlockQuantized, ChannelQuantized, PositionQuantized
+from tests.compress.kept import kept_bytes, saved
+from tests.compress.networks import errors
+from tests.compress.transformer_layers import (
+    FEATURES,
+    HEADS,
+    HIDDEN,
+    TOKENS,
+    backward,
+    by_a_rule_of_its_own,
+    forward,
+    inputs,
+    layer,
+    parameters,
+    with_rule,
+    with_softmax,
+)
+
+POSITIONS = math.prod(TOKENS)
+
+
+def error(f, plain=layer, p=None, x=None):
+    """The relative error of the gradient of all parameters and the input."""
+    p, x = parameters() if p is None else p, inputs() if x is None else x
+    loss = lambda f: lambda p, x: jnp.sum(f(p, x) ** 2)
+    got, want = (jax.tree.leaves(jax.jit(jax.grad(loss(g), (0, 1)))(p, x)) for g in (f, plain))
+    norm = lambda leaves: np.sqrt(sum(float(jnp.sum(leaf**2)) for leaf in leaves))
+    return norm([a - b for a, b in zip(got, want, strict=True)]) / norm(want)
+
+
+def code(size, bits):
+    return PositionQuantized(bits).nbytes(jax.ShapeDtypeStruct((*TOKENS, size), jnp.float32))
+
+
+def test_each_array_is_kept_once():
+    """What attention reads and returns as it is; what the second norm reads, gate and up as codes. Nothing else: no norm's
+    output, no gated product.
+    """
+    kept = lambda f: kept_bytes(lambda p, x: jnp.sum(f(p, jnp.sin(x)) ** 2), parameters(), inputs())
+    exact = POSITIONS * 4 * (4 + 2) * FEATURES  # queries, keys, values, the output; the input and its cosine
+    codes = code(FEATURES, 8) + 2 * code(HIDDEN, 8)
+    statistics = POSITIONS * 4 * (6 * 2 + HEADS)
+    assert exact + codes <= (found := kept(compressed(layer))) <= exact + codes + statistics
+    assert kept(layer) > 2.5 * found
+
+
+def test_fewer_bits_keep_fewer_bytes():
+    """With 4 bits queries and keys are computed again from the input. Arrays of fewer features have more bits."""
+    kinds = saved(compressed(layer, bits=4), parameters(), inputs())
+    assert ("float32", POSITIONS * FEATURES) in kinds  # the input
+    assert kinds.count(("float32", POSITIONS * FEATURES)) == 1
+    nbytes = [kept_bytes(lambda p, x, f=f: jnp.sum(f(p, x)), parameters(), inputs()) for f in _of_bits((8, 6, 4, 3))]
+    assert nbytes == sorted(nbytes, reverse=True)
+    assert nbytes[2] < code(HIDDEN, 4) * 2 + code(FEATURES, 6) + 2 * code(FEATURES, 8) + POSITIONS * 4 * 10
+
+
+def _of_bits(all_bits):
+    return [compressed(layer, bits=bits) for bits in all_bits]
+
+
+@pytest.mark.parametrize(("bits", "most"), [(8, 0.01), (4, 0.14)])
+@pytest.mark.parametrize("plain", [layer, with_softmax])
+def test_gradients_are_off_by_the_roundings_alone(bits, most, plain):
+    assert 1e-4 < error(compressed(plain, bits=bits), plain) < most
+
+
+def test_queries_and_keys_agree_with_their_log_sum_exp():
+    """Rounded to 4 bits by themselves they make gradients wrong by more than half, whatever the codec."""
+    for codec in (ChannelQuantized(4), BlockQuantized(4)):
+        assert error(compressed(layer, codec)) < 0.35
+    rounded = lambda p, x: layer(p, x, attend=_with_rounded_scores)
+    assert error(rounded) > 0.5
+
+
+@jax.custom_vjp
+def _with_rounded_scores(query, key, value):
+    return by_a_rule_of_its_own(query, key, value)
+
+
+def _rounding_forward(query, key, value):
+    out, (query, key, *rest) = forward(query, key, value)
+    codec = ChannelQuantized(4)
+    return out, (codec.decode(codec.encode(query)), codec.decode(codec.encode(key)), *rest)
+
+
+_with_rounded_scores.defvjp(_rounding_forward, backward)
+
+
+def test_attention_of_memjax_is_known():
+    plain = lambda p, x: layer(p, x, attend=causal_attention)
+    assert error(compressed(plain, ChannelQuantized(4)), plain) < 0.4
+
+
+def test_layers_in_a_scan_and_under_checkpoints():
+    stacked, layer = jax.tree.map(lambda *leaves: jnp.stack(leaves), parameters(0), parameters(2)), with_rule
+
+    def over(f):
+        return lambda p, x: lax.scan(lambda x, p: (f(p, x), None), x, p)[0]
+
+    for inside in (compressed(layer), jax.checkpoint(compressed(layer)), compressed(jax.checkpoint(layer), inputs=1)):
+        assert error(over(inside), over(layer), stacked) < 0.02
+    assert error(compressed(over(layer)), over(layer), stacked) < 0.02
+    kept = [kept_bytes(lambda p, x, f=f: jnp.sum(over(f)(p, x)), stacked, inputs()) for f in (layer, compressed(layer))]
+    assert kept[1] < kept[0] / 3
+    chain = lambda p, x: memjax.remat.chain([compressed(layer)] * 2, [parameters(0), parameters(2)], x, budget="64MiB")
+    plain = lambda p, x: layer(parameters(2), layer(parameters(0), x))
+    got, want = (jax.grad(lambda x, f=f: jnp.sum(f(None, x) ** 2))(inputs()) for f in (chain, plain))
+    assert max(errors(got, want)) < 0.02
+
+
+class NNXLayer(nnx.Module):
+    def __init__(self, rngs):
+        linear = lambda a, b: nnx.Linear(a, b, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(2, 128, rngs=rngs, decode=False)
+        self.norms = nnx.List([nnx.LayerNorm(128, rngs=rngs), nnx.LayerNorm(128, rngs=rngs)])
+        self.up, self.down = linear(128, 512), linear(512, 128)
+
+    def __call__(self, x):
+        x = x + self.attention(self.norms[0](x))
+        return x + self.down(nnx.gelu(self.up(self.norms[1](x))))
+
+
+class LinenLayer(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = x + nn.MultiHeadDotProductAttention(2)(nn.LayerNorm()(x))
+        return x + nn.Dense(128)(nn.gelu(nn.Dense(512)(nn.LayerNorm()(x)), approximate=False))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_modules(bits):
+    module, x = NNXLayer(nnx.Rngs(0)), inputs()
+    loss = lambda module, x: jnp.sum(module(x) ** 2)
+    small = compressed(module, bits=bits)
+    kept = [memjax.measure(loss, m, x).residual_bytes for m in (module, small)]
+    assert kept[1] < kept[0] / (2 if bits == 8 else 3)
+    got, want = (nnx.grad(loss)(m, x) for m in (small, module))
+    assert max(_all(errors, got, want)) < (0.03 if bits == 8 else 0.3)
+    plain = LinenLayer()
+    params = plain.init(jax.random.key(0), x)
+    got, want = (
+        jax.grad(lambda p, m=m: jnp.sum(m.apply(p, x) ** 2))(params) for m in (compressed(plain, bits=bits), plain)
+    )
+    assert max(_all(errors, got, want)) < (0.03 if bits == 8 else 0.3)
+
+
+def _all(errors, got, want):
+    """Errors relative to the largest leaf: gradients of keys' biases are zero."""
+    scale = max(float(jnp.linalg.norm(leaf)) for leaf in jax.tree.leaves(want))
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    return [float(jnp.linalg.norm(a - b)) / scale for a, b in pairs]
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: x / (1 + jnp.exp(-jnp.clip(x, -20, 20))),
+        lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True),
+        lambda x: x / (jnp.abs(x) + 1e-6),
+        lambda x: jnp.sqrt(x * x + 1e-12) * jnp.log(1e-9 + x * x),
+        lambda x: jax.nn.softplus(x) * jax.nn.gelu(x, approximate=False),
+        lambda x: jax.nn.log_softmax(x) * jnp.tanh(1 / (x * x + 1e-8)),
+    ],
+)
+def test_finite_values_give_finite_gradients(f):
+    """Values of very unequal sizes in a group, of which some are decoded to zero."""
+    w = jnp.eye(256)
+    x = jax.random.normal(jax.random.key(0), (64, 256)) ** 5
+    g = lambda f: jax.grad(lambda w: jnp.sum(f(x @ w) ** 2))(w)
+    assert jnp.isfinite(g(f)).all()
+    for bits in (8, 3):
+        assert jnp.isfinite(g(compressed(f, bits=bits))).all()
