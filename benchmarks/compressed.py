@@ -124,7 +124,7 @@ def measure(settings: dict) -> dict:
     lock, seconds = pathlib.Path(settings["folder"]) / "lock", dict[str, float]()
     init = jax.jit(functools.partial(init_state, make, tx))
     with _timed(seconds, "trace"):
-        step = train_step(make, loss, tx, 1)
+        step = train_step(make, loss, tx, 1, scale=compress.scale_gradient)
         state = jax.eval_shape(init)
         if is_compressed:
             step = compress.transactional(step, window=10**9, ahead=True)

@@ -99,6 +99,7 @@ def measure(settings: dict) -> list[dict]:
     from experiments.harness.classification import classification_loss
     from experiments.harness.optimizer import optimizer
     from experiments.harness.step import eval_step, init_state, train_step
+    from memjax import compress
 
     begin = time.monotonic()
     data = photographs(_CROP)
@@ -118,9 +119,10 @@ def measure(settings: dict) -> list[dict]:
         make = lambda seed: _model(dataclasses.replace(config, seed=seed), 16, kind != "plain")
         init = jax.jit(lambda seed: init_state(lambda: make(jax.random.key(seed)), tx)).lower(jnp.int32(0))
         state = init.out_info
-        step = jax.jit(train_step(lambda: make(0), loss, tx, 1), donate_argnums=0).lower(state, batch)
+        step = train_step(lambda: make(0), loss, tx, 1, scale=compress.scale_gradient)
+        lowered = jax.jit(step, donate_argnums=0).lower(state, batch)
         test = jax.jit(eval_step(lambda: make(0), loss)).lower(state, batch)
-        return init.compile(), step.compile(), test.compile()
+        return init.compile(), lowered.compile(), test.compile()
 
     with ThreadPoolExecutor() as pool:
         programs = dict(zip(settings["kinds"], pool.map(compiled, settings["kinds"]), strict=True))

@@ -26,6 +26,8 @@ import memjax
 from benchmarks import record
 from experiments import metp
 from experiments.data.text import standard_library
+from experiments.parallelism.comparison import try_steps
+from experiments.parallelism.trial import Trial
 
 memjax.shard.hide_hops()
 _KEPT = ("size", "dim", "heads", "layers", "memory_gib")
@@ -99,15 +101,15 @@ def case(case: dict) -> dict:
     limit = case["memory_gib"] * 2**30 if jax.default_backend() == "cpu" else None
     stats = jax.local_devices()[0].memory_stats() or {}
     result = {"bytes_limit": stats.get("bytes_limit", limit)}
-    trial = lambda length, steps: metp._try(config, name, length, text, steps=steps, limit=limit)
+    trial = lambda length, steps: try_steps(config, name, length, text, steps=steps, limit=limit)
     if "turn" in case:
         with open(case["turn"]) as file:
             # While one measures no other compiles: XLA tries kernels out on the same GPUs.
             fcntl.flock(file, fcntl.LOCK_SH)
-            training = metp.Training.fitting(config, name, case["length"], limit or np.inf)
+            longest = Trial.fitting(config, name, case["length"], limit or np.inf)
             fcntl.flock(file, fcntl.LOCK_UN)
             fcntl.flock(file, fcntl.LOCK_EX)
-            return result | {"spent": training.config.spend} | _speed(training, text)
+            return result | {"spent": longest.config.spend} | _speed(longest, text)
     fitting, failing = 0, np.inf
     length = case["length"]
     while 0 < length < failing and length != fitting:
@@ -120,16 +122,16 @@ def case(case: dict) -> dict:
     return result | {"longest": fitting, "fails": failing}
 
 
-def _speed(training: metp.Training, text: np.ndarray) -> dict:
-    """Tokens per second of the fastest of five steps."""
-    params, state = training.start()
+def _speed(trial: Trial, text: np.ndarray) -> dict:
+    """Tokens a second of the fastest of some steps."""
+    state = trial.start()
     seconds = []
     for step in range(5):
-        batch = training.batch(text, step)
+        batch = trial.batch(text, step)
         begin = time.perf_counter()
-        params, state, _ = training.step(params, state, batch)
+        state = trial.step(state, batch)
         seconds.append(time.perf_counter() - begin)
-    return {"speed_at": training.length, "tokens_per_second": training.length / min(seconds)}
+    return {"speed_at": trial.length, "tokens_per_second": trial.length / min(seconds)}
 
 
 if __name__ == "__main__":

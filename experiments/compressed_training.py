@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from experiments.compression.analysis import save_analysis
-from experiments.compression.controlled import controlled
+from experiments.compression.controlled import controlled, parameter_count
 from experiments.compression.fill_memory import fill_memory
 from experiments.compression.observed import Images, Observed
 from experiments.compression.report import extra_report
@@ -182,9 +182,10 @@ def make_task(config: CompressedConfig) -> Task:
         test_batches=functools.partial(test_batches, data, **stream),
         batch=_batch(config),
         train_examples=len(data.train),
-        compare={},
         by_device=True,
         optimizer=functools.partial(controlled, config) if config.compress else None,
+        scale_gradient=compress.scale_gradient,
+        count_parameters=parameter_count,
         compile_step=observed.compile_step if observed else None,
         settle=observed.settle if observed else lambda state: state,
         observe=observed.observe if observed else lambda state: {},

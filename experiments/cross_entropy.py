@@ -118,7 +118,6 @@ def make_task(config: CrossEntropyConfig) -> Task:
         test_batches=functools.partial(test_windows, text, **shape),
         batch={"text": jax.ShapeDtypeStruct((config.batch_size, config.length + 1), jnp.uint8)},
         train_examples=windows(text.train, config.length),
-        compare={},
     )
 
 

@@ -154,7 +154,6 @@ def make_task(config: LongContextConfig) -> Task:
         test_batches=lambda: itertools.islice(test_windows(text, **shape), _TEST_WINDOWS),
         batch=batch,
         train_examples=windows(text.train, config.length),
-        compare={},
     )
 
 

@@ -1,13 +1,15 @@
-"""The optimizer of a training with compression, which also sets the bounds."""
+"""What training with compression does differently with parameters: among them are settings, which training adapts."""
 
+import jax
 import optax
+from flax import nnx
 
 from experiments.harness.optimizer import clipping, optimizer
 from memjax import compress
 
 
 def controlled(config, total_steps: int) -> optax.GradientTransformation:
-    """The optimizer that a `CompressedConfig` describes."""
+    """The optimizer of a `CompressedConfig`, which also sets the bounds."""
     return compress.adaptive(
         optimizer(config, total_steps, clipped=True),
         interval=config.interval,
@@ -16,3 +18,9 @@ def controlled(config, total_steps: int) -> optax.GradientTransformation:
         coarsest=config.coarsest,
         clip=clipping(config),
     )
+
+
+def parameter_count(params: nnx.State) -> int:
+    """How many numbers are trained. The settings of codecs are none of them."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, compress.Layers))
+    return sum(leaf.size for leaf in leaves if not isinstance(leaf, compress.Layers))

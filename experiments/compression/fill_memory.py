@@ -22,6 +22,7 @@ from experiments.harness.classification import classification_loss
 from experiments.harness.errors import ExperimentError
 from experiments.harness.optimizer import optimizer
 from experiments.harness.step import init_state, train_step
+from memjax import compress
 
 _GIB = 2**30
 _TIMED_STEPS = 20
@@ -103,9 +104,9 @@ def _compiled(config, make_model: Callable[..., nnx.Module], is_compressed: bool
         "label": jax.ShapeDtypeStruct((batch,), jnp.int32),
     }
     options = memjax.remat_compiler_options() | memory.quick_compile()
-    jitted = jax.jit(
-        train_step(model, loss, tx, 1, mesh if mesh.size > 1 else None), donate_argnums=0, compiler_options=options
-    )
+    by_device = mesh if mesh.size > 1 else None
+    step = train_step(model, loss, tx, 1, by_device, scale=compress.scale_gradient)
+    jitted = jax.jit(step, donate_argnums=0, compiler_options=options)
     program = jitted.lower(state, memory.placed(shapes, devices.batch_sharding(mesh))).compile()
     analysis: Any = program.memory_analysis()
     needed = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + analysis.output_size_in_bytes

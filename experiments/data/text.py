@@ -47,17 +47,20 @@ def standard_library(folder: Path | None = None) -> Text:
     return Text(train, test)
 
 
-def train_windows(text: Text, *, length: int, batch_size: int, seed: int) -> grain.DatasetIterator:
-    """Batches without end of `text`, (B, length + 1) uint8; this host's share of `batch_size`.
+def train_windows(
+    text: Text, *, length: int, batch_size: int, seed: int, hosts: int | None = None
+) -> grain.DatasetIterator:
+    """Batches without end of `text`, (B, length + 1) uint8; this host's share of `batch_size`, of all hosts or of so many.
 
     An epoch has as many windows as fit side by side; each is cut near its place there, at random. The position can be
     saved.
     """
     count = windows(text.train, length)
     shuffled = grain.MapDataset.range(count).seed(seed).shuffle().repeat()
-    own = shuffled[jax.process_index() :: jax.process_count()] if jax.process_count() > 1 else shuffled
-    cut = own.random_map(lambda i, rng: {"text": _window(text.train, i * length + int(rng.integers(length)), length)})
-    return iter(cut.to_iter_dataset().batch(batch_size // jax.process_count(), drop_remainder=True))
+    hosts = hosts or jax.process_count()
+    share = shuffled[jax.process_index() :: hosts] if hosts > 1 else shuffled
+    cut = share.random_map(lambda i, rng: {"text": _window(text.train, i * length + int(rng.integers(length)), length)})
+    return iter(cut.to_iter_dataset().batch(batch_size // hosts, drop_remainder=True))
 
 
 def test_windows(text: Text, *, length: int, batch_size: int) -> Iterator[dict[str, np.ndarray]]:

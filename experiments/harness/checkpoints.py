@@ -226,10 +226,17 @@ def _state_sums(state: TrainState) -> dict[str, int]:
     sums = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         raw = jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-        array = np.asarray(raw.addressable_data(0))  # all of it: a state is the same on all devices
+        array = _on_host(raw)
         values = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
         sums[jax.tree_util.keystr(path)] = zlib.crc32(f"{array.shape} {array.dtype}".encode(), values)
     return sums
+
+
+def _on_host(array: jax.Array) -> np.ndarray:
+    """All of an array, on every host."""
+    if array.is_fully_replicated or array.is_fully_addressable:
+        return np.asarray(array)
+    return multihost_utils.process_allgather(array, tiled=True)
 
 
 def _data_sums(position: object) -> list[int]:

@@ -24,6 +24,7 @@ def run(
     facts: Callable[[Config], dict[str, str]] = lambda config: {},
     extra_report: Callable[[Config, Console], None] = lambda config, console: None,
     instead: Callable[[Config, Console], bool] = lambda config, console: False,
+    afterwards: Callable[[Config, Console], None] = lambda config, console: None,
 ) -> int:
     """Parses, trains, compares and reports; the result is the exit status.
 
@@ -38,6 +39,7 @@ def run(
       facts: more lines for the report.
       extra_report: more tables and plots after it.
       instead: does something else than training where the configuration asks for it, and says so by True.
+      afterwards: what else to do after a complete training, in all processes, while the folder is still taken.
     """
 
     def body(flags: list[str]) -> int:
@@ -57,10 +59,12 @@ def run(
                     console.print(f"For the table of memory another process compiles {', '.join(task.compare)}")
                 if not trainer.train():
                     return 130
-                with waiting(console, "Waiting for the table of memory"):
-                    compared = comparison.done()
-                if not compared:
-                    trainer.measure()
+                if task.compare:
+                    with waiting(console, "Waiting for the table of memory"):
+                        compared = comparison.done()
+                    if not compared:
+                        trainer.measure()
+                afterwards(config, console)
         if jax.process_index() == 0:
             report(config.folder, console, facts(config))
             extra_report(config, console)

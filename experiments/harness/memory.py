@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
-from jax.sharding import Sharding
 
 import memjax
 from experiments.harness import files
@@ -47,9 +46,12 @@ def _simple_fusions() -> dict:
     return option
 
 
-def placed(tree, sharding: Sharding):
-    """Shapes and dtypes of a tree of arrays, as they are with `sharding`."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+def placed(tree, shardings):
+    """Shapes and dtypes of a tree of arrays, as they are with `shardings`: one for all, or a tree that begins the same."""
+    with_sharding = lambda sharding, part: jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), part
+    )
+    return jax.tree.map(with_sharding, shardings, tree)
 
 
 def save(path: Path, measurements: Mapping[str, memjax.Measurement]) -> None:

@@ -11,8 +11,6 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from memjax import compress
-
 Batch = dict[str, jax.Array]
 Sums = dict[str, jax.Array]
 
@@ -46,18 +44,24 @@ def init_state(make_model: Callable[[], nnx.Module], optimizer: optax.GradientTr
     return TrainState(jnp.zeros((), jnp.int32), params, rest, optimizer.init(params))
 
 
+def scaled(gradients: nnx.State, factor: jax.Array) -> nnx.State:
+    return jax.tree.map(lambda g: g * factor.astype(g.dtype), gradients)
+
+
 def train_step(
     make_model: Callable[[], nnx.Module],
     loss: Loss,
     optimizer: optax.GradientTransformation,
     accumulate: int,
     mesh: Mesh | None = None,
+    scale: Callable[[nnx.State, jax.Array], nnx.State] = scaled,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Sums]]:
     """A function `(state, batch) -> (state, sums)`.
 
     The batch is taken apart into `accumulate` micro-batches, each with its own batch statistics; the gradient
-    of the summed loss is added up over them and divided by the total count. With a `mesh` each device computes the gradient
-    of its part of the batch by itself, with its own batch statistics, instead of letting the compiler spread one program.
+    of the summed loss is added up over them and divided by the total count, by `scale(gradients, 1 / count)`. With a `mesh`
+    each device computes the gradient of its part of the batch by itself, with its own batch statistics, instead of letting
+    the compiler spread one program.
     """
     graph = _graph(make_model, train=True)
 
@@ -92,8 +96,9 @@ def train_step(
             no_sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
             start = (no_gradients, state.rest, no_sums)
             (gradients, rest, sums), _ = jax.lax.scan(micro_step, start, micro_batches)
-        gradients = compress.scale_gradient(gradients, 1 / sums["count"])
-        updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
+        gradients = scale(gradients, 1 / sums["count"])
+        with jax.numpy_dtype_promotion("standard"):  # optax's Adam mixes its integer count with floats
+            updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
         return TrainState(state.step + 1, params, rest, optimizer_state), sums
 
@@ -111,9 +116,7 @@ def _by_device(gradient: Callable, mesh: Mesh) -> Callable:
 
 
 def parameter_count(params: nnx.State) -> int:
-    """How many numbers are trained; what adapts compression is none of them."""
-    leaves = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, compress.Layers))
-    return sum(leaf.size for leaf in leaves if not isinstance(leaf, compress.Layers))
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 def eval_step(make_model: Callable[[], nnx.Module], loss: Loss) -> Callable[[TrainState, Batch], Sums]:

@@ -1,7 +1,7 @@
 """What an experiment gives the harness to train."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import grain
@@ -10,7 +10,9 @@ import numpy as np
 import optax
 from flax import nnx
 
-from experiments.harness.step import Loss, TrainState
+from experiments.harness import devices
+from experiments.harness.devices import Layout
+from experiments.harness.step import Loss, TrainState, parameter_count, scaled
 
 
 @dataclass(frozen=True)
@@ -18,33 +20,45 @@ class Task:
     """A model, its losses and its data.
 
     Attributes:
-      make_model: the model to train.
-      loss: of training batches; its "loss" per "count" is minimised.
-      test_loss: of test batches.
-      train_batches: this host's batches, without end.
-      test_batches: starts one pass over this host's test data, in batches of the same shapes.
+      make_model: makes the model to train.
+      smaller_models: make the same model, with the same parameters, to train in less memory; the first whose step fits on the
+        devices is trained, or else the last.
+      loss: loss of training batches; its "loss" per "count" is minimised.
+      train_batches: batches without end. Each host gives its part of every batch, or each gives whole batches.
       batch: shapes and dtypes of a batch of all hosts together.
-      train_examples: how many there are, on all hosts.
-      compare: by name, the models whose training memory is reported: this run's, and alternatives to it.
+      train_examples: number of training examples on all hosts.
+      steps: optimizer steps to train for; None: as `--epochs` says.
+      test_loss: loss of test batches.
+      test_batches: starts one pass over the test data, in batches like those of training; None: nothing is tested.
+      compare: by name, the models whose training memory is reported: this run's, and alternatives to it; empty: no table.
+      layout: where the state and batches lie; by default the batch is split over all devices.
       by_device: whether each device computes its gradient by itself: see `train_step`.
-      optimizer: of a training of so many steps; None: as the flags say.
-      compile_step: makes of a step `(state, batch) -> (state, sums)` and options of `jax.jit` what trains; None: `jax.jit`.
-      settle: the state, once nothing that trains may still take it back; called before it is
+      optimizer: makes the optimizer, from the number of steps; None: as the flags say.
+      scale_gradient: multiplies a gradient by a number.
+      count_parameters: counts the numbers that are trained.
+      compile_step: makes the function that trains from a step `(state, batch) -> (state, sums)` and options of `jax.jit`;
+        None: `jax.jit` does.
+      settle: gives the state once nothing that trains may still take it back; called before it is
         observed, tested or saved.
-      observe: more to be recorded, from the state after a step.
+      observe: gives more to be recorded, from the state after a step.
       finish: called with the last state of a complete training.
     """
 
     make_model: Callable[[], nnx.Module]
     loss: Loss
-    test_loss: Loss
     train_batches: grain.DatasetIterator
-    test_batches: Callable[[], Iterator[dict[str, np.ndarray]]]
     batch: dict[str, jax.ShapeDtypeStruct]
     train_examples: int
-    compare: Mapping[str, Callable[[], nnx.Module]]
+    smaller_models: Sequence[Callable[[], nnx.Module]] = ()
+    steps: int | None = None
+    test_loss: Loss | None = None
+    test_batches: Callable[[], Iterator[dict[str, np.ndarray]]] | None = None
+    compare: Mapping[str, Callable[[], nnx.Module]] = field(default_factory=dict)
+    layout: Layout = field(default_factory=lambda: devices.data_parallel(devices.data_mesh()))
     by_device: bool = False
     optimizer: Callable[[int], optax.GradientTransformation] | None = None
+    scale_gradient: Callable[[nnx.State, jax.Array], nnx.State] = scaled
+    count_parameters: Callable[[nnx.State], int] = parameter_count
     compile_step: Callable[..., Callable] | None = None
     settle: Callable[[TrainState], TrainState] = lambda state: state
     observe: Callable[[TrainState], dict[str, Any]] = lambda state: {}

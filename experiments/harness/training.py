@@ -11,22 +11,23 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
-from jax.experimental import multihost_utils
 from rich.console import Console
 
 import memjax
 from experiments.harness import config as configuration
-from experiments.harness import devices, files, memory, records
+from experiments.harness import devices, folder, memory, records
 from experiments.harness.checkpoints import Checkpoints, Restored
 from experiments.harness.config import RunConfig
 from experiments.harness.errors import ExperimentError
 from experiments.harness.interrupt import Interrupt
 from experiments.harness.optimizer import learning_rate, optimizer
 from experiments.harness.progress import Display, memory_in_use, waiting
-from experiments.harness.step import Sums, TrainState, eval_step, init_state, parameter_count, train_step
+from experiments.harness.step import Sums, TrainState, eval_step, init_state, train_step
 from experiments.harness.task import Task
 
 
@@ -43,36 +44,30 @@ class Trainer:
 
     def __init__(self, config: RunConfig, task: Task, console: Console):
         self._config, self._task, self._console = config, task, console
-        mesh = self._mesh = devices.data_mesh()
-        devices.check_batch(config.batch_size, config.accumulate, mesh)
+        self._mesh = task.layout.mesh
+        devices.check_batch(config.batch_size, config.accumulate, self._mesh)
         self._epoch_steps = task.train_examples // config.batch_size
         if self._epoch_steps == 0:
             raise ExperimentError(
                 f"--batch-size {config.batch_size} is more than the {task.train_examples} training examples"
             )
-        self._total_steps = max(1, round(config.epochs * self._epoch_steps))
+        self._total_steps = task.steps or max(1, round(config.epochs * self._epoch_steps))
         if self._total_steps >= 2**31:
             raise ExperimentError(
                 f"--epochs {config.epochs:g} are more than 2**31 steps of --batch-size {config.batch_size}"
             )
         make_optimizer = task.optimizer or functools.partial(optimizer, config)
         self._optimizer = make_optimizer(self._total_steps)
-        self._batch = memory.placed(task.batch, devices.batch_sharding(mesh))
+        self._batch = memory.placed(task.batch, task.layout.batch)
 
     def __enter__(self) -> "Trainer":
         config = self._config
         with contextlib.ExitStack() as stack:
+            stack.enter_context(folder.taken(config))
             with devices.refusing_together():
-                if jax.process_index() == 0:
-                    stack.enter_context(files.locked(config.folder))
-                if not config.resume and (config.folder / "config.json").exists():
-                    raise ExperimentError(
-                        f"{config.folder} holds a run already: add --resume, or choose another --name"
-                    )
                 records.read(self._records)
             self._checkpoints = stack.enter_context(Checkpoints(config, self._console))
             self._checkpoints.check()
-            multihost_utils.sync_global_devices("all hosts have looked before one writes")
             self._open = stack.pop_all()
         return self
 
@@ -109,7 +104,8 @@ class Trainer:
         found = {}
         for name, make_model in self._task.compare.items():
             with waiting(self._console, f"Compiling {name} to compare its memory"):
-                found[name] = memory.measure(self._jitted(make_model), self._abstract_state(make_model), self._batch)
+                state = self._abstract_state(make_model)
+                found[name] = memory.measure(self._jitted(make_model, state), state, self._batch)
         if jax.process_index() == 0:
             memory.save(self._config.folder / "memory.json", found)
 
@@ -118,8 +114,9 @@ class Trainer:
         restored = self._restored() if self._config.resume else None
         if restored is None:
             init = functools.partial(init_state, self._task.make_model, self._optimizer)
-            state = jax.jit(init, out_shardings=self._shared, compiler_options=memory.quick_compile())()
-            restored = Restored(state, 0)
+            shardings = self._state_shardings(jax.eval_shape(init))
+            state = jax.jit(init, out_shardings=shardings, compiler_options=memory.quick_compile())()
+            restored = Restored(jax.block_until_ready(state), 0)
         if jax.process_index() == 0:
             configuration.save(self._config, self._config.folder / "config.json")
         return restored
@@ -132,13 +129,16 @@ class Trainer:
         with waiting(console, "Compiling the training step"):
             begin = time.perf_counter()
             if task.compile_step is None:
-                compiled = self._jitted(task.make_model).lower(state, self._batch).compile()
+                compiled = self._compiled(state)
             else:
-                compiled = task.compile_step(self._step(task.make_model), **self._jit_options())
+                compiled = task.compile_step(self._step(task.make_model), **self._jit_options(state))
             compile_seconds = time.perf_counter() - begin
-        with waiting(console, "Compiling the evaluation step"):
-            evaluation = jax.jit(eval_step(task.make_model, task.test_loss), out_shardings=self._shared)
-            evaluate = evaluation.lower(state, self._batch).compile()
+        evaluate = None
+        if task.test_batches is not None:
+            assert task.test_loss is not None
+            with waiting(console, "Compiling the evaluation step"):
+                evaluation = jax.jit(eval_step(task.make_model, task.test_loss), out_shardings=self._replicated)
+                evaluate = evaluation.lower(state, self._batch).compile()
 
         path = self._records
         if jax.process_index() == 0:
@@ -150,10 +150,11 @@ class Trainer:
                 "start",
                 start,
                 compile_seconds=compile_seconds,
-                parameters=parameter_count(state.params),
+                parameters=task.count_parameters(state.params),
                 devices=self._mesh.size,
                 device=jax.devices()[0].device_kind,
                 jax=jax.__version__,
+                **({"step_bytes": devices.step_bytes(compiled)} if task.compile_step is None else {}),
             )
             return self._loop(state, start, compiled, evaluate, log, interrupt)
 
@@ -162,7 +163,7 @@ class Trainer:
         state: TrainState,
         start: int,
         train: Callable,
-        evaluate: Callable,
+        evaluate: Callable | None,
         log: records.Records,
         interrupt: Interrupt,
     ) -> int:
@@ -175,8 +176,9 @@ class Trainer:
             contextlib.ExitStack() as at_the_end,
         ):
             for step in range(start + 1, total + 1):
-                batch = devices.put(next(self._task.train_batches), self._mesh)
-                state, sums = train(state, batch)
+                state, sums = train(state, self._put(next(self._task.train_batches)))
+                if self._simulated:
+                    jax.block_until_ready((state, sums))
                 if step == start + 1:
                     # What tracing made are millions of objects. The collector would look through them all now and then,
                     # which takes it longer than steps do. Nor is it asked to once before, for that takes seconds, too.
@@ -210,11 +212,11 @@ class Trainer:
                     )
                     display.step(step, loss=means["loss"], examples_per_second=speed)
                     logged, clock = step, time.perf_counter()
-                if evaluating:
+                if evaluating and evaluate is not None:
                     means = self._evaluate(evaluate, state)
                     log.append("test", step, epoch=step / self._epoch_steps, **means)
-                    found = "  ".join(f"{name} {value:.4g}" for name, value in means.items())
-                    display.message(f"epoch {step / self._epoch_steps:.3g}  test  {found}")
+                    in_words = "  ".join(f"{name} {value:.4g}" for name, value in means.items())
+                    display.message(f"epoch {step / self._epoch_steps:.3g}  test  {in_words}")
                 if saving:
                     self._checkpoints.save(state, self._task.train_batches, step)
                 if stopping:
@@ -226,8 +228,9 @@ class Trainer:
 
     def _evaluate(self, evaluate: Callable, state: TrainState) -> dict[str, float]:
         totals: dict[str, float] = {}
+        assert self._task.test_batches is not None
         for batch in self._task.test_batches():
-            for name, value in evaluate(state, devices.put(batch, self._mesh)).items():
+            for name, value in evaluate(state, self._put(batch)).items():
                 totals[name] = totals.get(name, 0.0) + float(value)
         return _means(totals)
 
@@ -242,22 +245,51 @@ class Trainer:
         return self._config.folder / "metrics.jsonl"
 
     @property
-    def _shared(self) -> jax.sharding.NamedSharding:
+    def _replicated(self) -> jax.sharding.NamedSharding:
         return devices.replicated(self._mesh)
 
+    @property
+    def _simulated(self) -> bool:
+        """Whether devices are threads of a CPU, of which there are as many as cores.
+
+        Two programs at a time may each hold some of them while their collectives wait for the others, for ever.
+        """
+        return jax.default_backend() == "cpu" and self._mesh.size > 1
+
+    def _put(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        return devices.put(batch, self._task.layout.batch, self._task.batch)
+
     def _step(self, make_model: Callable[[], nnx.Module]) -> Callable:
-        mesh = self._mesh if self._task.by_device and self._mesh.size > 1 else None
-        return train_step(make_model, self._task.loss, self._optimizer, self._config.accumulate, mesh)
+        task = self._task
+        mesh = self._mesh if task.by_device and self._mesh.size > 1 else None
+        return train_step(
+            make_model, task.loss, self._optimizer, self._config.accumulate, mesh, scale=task.scale_gradient
+        )
 
-    def _jit_options(self) -> dict:
-        return {"out_shardings": self._shared, "compiler_options": memjax.remat_compiler_options()}
+    def _state_shardings(self, state: TrainState):
+        """A sharding for every array of the state, or one for all."""
+        of_state = self._task.layout.state
+        return self._replicated if of_state is None else of_state(state)
 
-    def _jitted(self, make_model: Callable[[], nnx.Module]):
-        return jax.jit(self._step(make_model), donate_argnums=0, **self._jit_options())
+    def _jit_options(self, state: TrainState) -> dict:
+        sharded = self._task.layout.state is not None
+        shardings = (self._state_shardings(state), self._replicated) if sharded else self._replicated
+        return {"out_shardings": shardings, "compiler_options": memjax.remat_compiler_options()}
+
+    def _jitted(self, make_model: Callable[[], nnx.Module], state: TrainState):
+        return jax.jit(self._step(make_model), donate_argnums=0, **self._jit_options(state))
+
+    def _compiled(self, state: TrainState) -> Any:
+        """The step of the first model that fits on the devices, or of the last."""
+        for make_model in (self._task.make_model, *self._task.smaller_models):
+            compiled = self._jitted(make_model, state).lower(state, self._batch).compile()
+            if not self._task.smaller_models or devices.fits(compiled):
+                break
+        return compiled
 
     def _abstract_state(self, make_model: Callable[[], nnx.Module]) -> TrainState:
         shapes = jax.eval_shape(functools.partial(init_state, make_model, self._optimizer))
-        return memory.placed(shapes, self._shared)
+        return memory.placed(shapes, self._state_shardings(shapes))
 
     def _resume_command(self) -> str:
         config = self._config

@@ -117,7 +117,7 @@ def losses_on(mesh, task, steps=4):
     test = jax.jit(eval_step(task.make_model, task.test_loss))
     found = []
     for _ in range(steps):
-        batch = devices.put(next(task.train_batches), mesh)
+        batch = devices.put(next(task.train_batches), devices.batch_sharding(mesh), task.batch)
         assert len(batch["image"].sharding.device_set) == mesh.size
         state, sums = step(state, batch)
         found += [float(sums["loss"]), float(test(state, batch)["loss"])]

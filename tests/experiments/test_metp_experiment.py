@@ -1,22 +1,26 @@
 import dataclasses
-import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from experiments import metp
+from experiments.harness import records
+from experiments.parallelism import comparison
+from experiments.parallelism.trial import Trial, variants
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--length", "64", "--dim", "16", "--layers", "1", "--steps", "2", "--batch-size", "1", "--preset", "cpu"]
 
 
 def _losses(folder):
-    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [record["loss"] for record in records.read(folder / "metrics.jsonl", "train")]
 
 
 def test_two_processes_train_as_one_does(tmp_path):
@@ -56,16 +60,33 @@ def test_two_processes_train_as_one_does(tmp_path):
     assert (tmp_path / "one/parallelisms.png").stat().st_size > 1000
 
 
+def test_killed_and_resumed_equals_unbroken(tmp_path):
+    """The state is sharded over a ring of eight devices."""
+    flags = [*SMALL, "--steps", "60", "--checkpoint-every", "5", "--compare", "--runs-dir", str(tmp_path), "--name"]
+    assert metp.main([*flags, "unbroken"]) == 0
+    command = [sys.executable, str(ROOT / "experiments/metp.py"), *flags, "broken"]
+    killed = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL)
+    while not (tmp_path / "broken/checkpoints/5").exists():
+        assert killed.poll() is None
+        time.sleep(0.002)
+    killed.kill()
+    assert killed.wait() == -signal.SIGKILL
+    at_kill = len(_losses(tmp_path / "broken"))
+    assert metp.main(["--resume", "--runs-dir", str(tmp_path), "--name", "broken"]) == 0
+    assert at_kill < 60
+    assert _losses(tmp_path / "broken") == _losses(tmp_path / "unbroken")
+
+
 def test_memory_is_spent_while_there_is_enough():
     config = dataclasses.replace(metp.PRESETS["cpu"], name="x", ring=8, dim=64, layers=1, batch_size=1, spend="auto")
-    memory, time = metp.variants(config, "metp")
-    bytes_of = [metp.Training(variant, "metp", 1024).bytes for variant in (memory, time)]
+    memory, time = variants(config, "metp")
+    bytes_of = [Trial(variant, "metp", 1024).bytes for variant in (memory, time)]
     assert bytes_of[0] > 1.1 * bytes_of[1]
-    assert metp.Training.fitting(config, "metp", 1024).config.spend == "memory"  # nothing limits it here
-    assert metp.Training.fitting(config, "metp", 1024, limit=bytes_of[0] - 1).config.spend == "time"
+    assert Trial.fitting(config, "metp", 1024).config.spend == "memory"  # nothing limits it here
+    assert Trial.fitting(config, "metp", 1024, limit=bytes_of[0] - 1).config.spend == "time"
     text = np.arange(2000, dtype=np.uint8)
     for limit, spent in ((bytes_of[0], "memory"), (bytes_of[0] - 1, "time"), (bytes_of[1] - 1, None)):
-        found = metp._try(config, "metp", 1024, text, steps=1, limit=limit)
+        found = comparison.try_steps(config, "metp", 1024, text, steps=1, limit=limit)
         assert (found and found["spent"]) == spent
 
 
@@ -74,17 +95,17 @@ def test_longest_sequence_is_bisected(monkeypatch):
     config = dataclasses.replace(
         metp.PRESETS["cpu"], name="x", memory_limit=1, ring=8, dim=16, layers=1, batch_size=1, longest=4096
     )
-    tried, real = {}, metp._try
+    tried, real = {}, comparison.try_steps
 
     def watched(config, name, length, *args, **options):
         tried[length] = real(config, name, length, *args, **options)
         return tried[length]
 
-    monkeypatch.setattr(metp, "_try", watched)
-    found = metp.find_longest(config, "tp", np.arange(1000, dtype=np.uint8))
+    monkeypatch.setattr(comparison, "try_steps", watched)
+    found = comparison.find_longest(config, "tp", np.arange(1000, dtype=np.uint8))
     failed = min(length for length, result in tried.items() if result is None)
     assert found < failed <= found + 16
-    assert tried[found]["bytes"] <= 2**20 < metp.Training(config, "tp", failed).bytes
+    assert tried[found]["bytes"] <= 2**20 < Trial(config, "tp", failed).bytes
     assert tried[found]["tokens_per_second"] > 0
 
 
