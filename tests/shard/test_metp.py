@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
+from memjax._core.compat import bodies, scan_counts
 from memjax.shard import metp, metp_mlp, ring
 from tests.shard.rings import FIRST, ROWS, normal, outputs_and_gradients, sharded
 
@@ -166,7 +167,7 @@ def test_a_step_waits_for_the_one_before(size):
     assert taken.count("ppermute") == 1
     assert len(loops) == {4: 1, 5: 2, 8: 2}[size]
     for loop in loops:
-        carried = loop.params["jaxpr"].jaxpr.outvars[: loop.params["num_carry"]]
+        carried = bodies(loop)[0].outvars[: scan_counts(loop)[1]]
         assert {made_by[v] for v in carried if v.aval.shape} == {"optimization_barrier"}
 
 
