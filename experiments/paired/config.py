@@ -115,7 +115,6 @@ def paired_task(
         test_batches=lambda: itertools.islice(test_batches(size), config.test_batches),
         batch=batch(size),
         train_examples=train_examples,
-        compare={},
         optimizer=tx,
         finish=finish,
     )
