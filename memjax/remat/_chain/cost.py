@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from memjax._core.arrays import is_float
 from memjax._core.backward import Backward
-from memjax._core.jaxpr import nbytes, variables
+from memjax._core.costs import device, program_seconds
+from memjax._core.jaxpr import calls_in_place, nbytes, variables
 from memjax._core.lists import Arrays, pick
 from memjax._core.timing import seconds
 from memjax._measure import remat_compiler_options
@@ -33,17 +34,21 @@ def estimate(block: Block, from_input: Sequence[bool]) -> BlockCost:
     cts = [aval for aval in block.y if is_float(aval)]
     run = jax.make_jaxpr(block.evaluate)(block.p, block.x)
     pull = jax.make_jaxpr(backward.back)([*block.p, *block.x], backward.kept, cts)
-    forward, back = Program(run.jaxpr), Program(pull.jaxpr)
     output, kept = _sizes(block, backward, from_input)
     compiled = _compiled_bytes(run, pull)
     if compiled is not None:
         forward_work, back_temp, standing = compiled
         backward_work = back_temp + _gradient_bytes(block)
     else:
+        forward, back = Program(run.jaxpr), Program(pull.jaxpr)
         forward_work, standing = forward.working_bytes([], forward.outputs), 0
         n_dp = len(back.outputs) - sum(map(is_float, block.x))
         backward_work = back.working_bytes(back.inputs[len(back.inputs) - len(cts) :], back.outputs[:n_dp])
-    return BlockCost(forward.seconds(), back.seconds(), output, kept, forward_work, backward_work, standing)
+    rates = device()
+    forward_time, backward_time = (
+        program_seconds(calls_in_place(traced, differentiable=False), rates) for traced in (run, pull)
+    )
+    return BlockCost(forward_time, backward_time, output, kept, forward_work, backward_work, standing)
 
 
 def measured(block: Block, from_input: Sequence[bool], p: Arrays, x: Arrays) -> tuple[BlockCost, Arrays]:

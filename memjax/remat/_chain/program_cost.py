@@ -1,4 +1,4 @@
-"""What a program costs, from its jaxpr alone: time by FLOPs and traffic, working memory by a model of fusion.
+"""The working memory of a program, from its jaxpr alone, by a model of fusion.
 
 The compiler writes to memory what matrix products, reductions, loops and the like read or write; elementwise chains
 between them are one pass each. The model follows that: an elementwise value takes memory if something other than one
@@ -7,29 +7,14 @@ elementwise operation or reduction reads it. Values live, in the order of the pr
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
-
 from memjax._core.compat import bodies
-from memjax._core.costs import flops
 from memjax._core.jaxpr import is_literal, nbytes
 from memjax._core.primitives import ALIASES, CALLS, LOOPS, REDUCTIONS, SOURCES, WHOLE_OPERANDS
 
 _LOOPS = LOOPS | {"shard_map"}
-
-
-class _Rates(NamedTuple):
-    """Seconds per operation started, FLOP, and byte."""
-
-    start: float
-    flop: float
-    byte: float
-
-
-_CPU, _GPU = _Rates(1e-6, 1 / 5e10, 1 / 1e10), _Rates(3e-6, 1 / 3e14, 1 / 3e12)
 
 
 class _Operation(NamedTuple):
@@ -122,23 +107,6 @@ class Program:
                 else:
                     live -= self.nbytes[value]
         return peak
-
-    def seconds(self) -> float:
-        """A rough time on the default backend."""
-        rates = _GPU if jax.default_backend() == "gpu" else _CPU
-        total = 0.0
-        for operation in self.operations:
-            if operation.name in _LOOPS:
-                times = operation.eqn.params.get("length", 1) if operation.name == "scan" else 1
-                total += times * max((body.seconds() for body in _bodies(operation)), default=0.0)
-                continue
-            stored = [v for v in operation.outputs if self.stored[v]]
-            if stored:
-                moved = sum(self.nbytes[v] for v in (*stored, *operation.inputs))
-                total += rates.start + rates.byte * moved
-            elements = sum(math.prod(v.aval.shape) for v in operation.eqn.outvars if hasattr(v.aval, "shape"))
-            total += rates.flop * (flops(operation.eqn) or elements)
-        return total
 
 
 def _bodies(operation: _Operation) -> Iterator[Program]:
