@@ -46,6 +46,7 @@ def cases(config: Config) -> dict[Part, list[dict]]:
     kept = ("groups+slots=4", "groups+slots=4+keep_attention", "groups+slots=3")
     whole = [("1B", f"tiled+{r}", n) for r in kept for n in (_M // 4, _M)] + [("1B", f"tiled+{kept[0]}", 2 * _M)]
     whole += [("8B", f"tiled+{r}", n) for r in kept for n in (_M // 4, _M)]
+    whole += [("8B", "tiled+groups+slots=8+bits=4", n) for n in (_M // 4, _M)]
     whole += [("8B", "checkpoint", _M // 8), ("8B", "tiled+groups+slots=4", 5 * _M // 4)]
     layer = [
         ("8B", r, n)

@@ -94,5 +94,6 @@ def _in_words(row: dict) -> str:
     if row["kind"] == "longest":
         return f"{row['recipe']}: longest sequence {row['length']:,}{seconds}"
     if row["kind"] == "error":
-        return f"{row['recipe']}: error of the gradient {row['measured']:.2%}, expected at most {row['at_most']:.2%}"
+        expected = "" if row["at_most"] is None else f", expected at most {row['at_most']:.2%}"
+        return f"{row['recipe']}: error of the gradient {row['measured']:.2%}{expected}"
     return f"{row['recipe']}, {row['length']:,} tokens: {row['kib']:.2f} KiB per token{seconds or ', out of memory'}"

@@ -95,13 +95,17 @@ def out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
-def gradient_error(config: LlamaConfig, recipe: Recipe, params: Any, text: np.ndarray, length: int) -> dict[str, float]:
+def gradient_error(
+    config: LlamaConfig, recipe: Recipe, params: Any, text: np.ndarray, length: int
+) -> dict[str, float | None]:
     """By how much compressed inputs of layers change the gradient, relative to it: as measured, and the most that is expected.
 
     Rounding at random to levels d apart has a variance of d^2 / 6 on average. The gradient of a layer, and of all below, sees
     the rounding of its input once, and those of layers and positions are independent. So if what positions contribute to the
     gradient is independent as well, the error is as large relative to the gradient as that of an input is to the input, and
     squares add up over layers. Where contributions agree, as on real text, the gradient is larger and the error is not.
+
+    With slots there is no expectation (None): layers that are recomputed from one slot share its rounding.
     """
     exact = dataclasses.replace(recipe, kept="checkpoint", bits=None)
     window = jnp.asarray(np.resize(text, length + 1)[None], jnp.int32)
@@ -118,6 +122,9 @@ def gradient_error(config: LlamaConfig, recipe: Recipe, params: Any, text: np.nd
         variance = jnp.mean(jnp.square(code.distance)) / 6
         return llama.layer(config, exact, p, x), variance / jnp.mean(jnp.square(x.astype(jnp.float32)))
 
+    measured = size(difference) / size(gradients[0])
+    if recipe.kept == "slots":
+        return {"at_most": None, "measured": measured}
     x = params["embed"][window[:, :-1]]
     squares = jax.jit(lambda x, p: jax.lax.scan(step, x, p)[1])(x, params["layers"])
-    return {"at_most": float(jnp.sqrt(jnp.sum(squares))), "measured": size(difference) / size(gradients[0])}
+    return {"at_most": float(jnp.sqrt(jnp.sum(squares))), "measured": measured}

@@ -67,7 +67,8 @@ def _errors(rows: list[dict]) -> Table:
     for heading in ("recipe", "tokens", "at most", "measured"):
         table.add_column(heading, justify="left" if heading == "recipe" else "right")
     for row in rows:
-        table.add_row(row["recipe"], f"{row['length']:,}", f"{row['at_most']:.2%}", f"{row['measured']:.2%}")
+        at_most = "" if row["at_most"] is None else f"{row['at_most']:.2%}"
+        table.add_row(row["recipe"], f"{row['length']:,}", at_most, f"{row['measured']:.2%}")
     return table
 
 

@@ -11,13 +11,13 @@ plain              all that the backward pass needs is kept
 checkpoint         the input of every layer is kept, by jax.checkpoint
 slots=N            N inputs of layers are kept, by memjax.remat.scan, which recomputes the others
 budget=BYTES       as many bytes as that, by memjax.remat.scan: budget=64MiB
-bits=8, bits=4     every layer's input is kept in so many bits per value, with scales for each position
+bits=8, bits=4     every layer's input, or with slots=N these, is kept in so many bits per value, with scales for each position
 offload            every layer's input is kept in the host's memory
 tiled, tiled=N     norms, projections and feed-forward layers run N positions at a time
 groups, groups=N   attention takes its heads in N groups, by default as many as heads of keys
 keep_attention     with groups: the attention's outputs and log-sum-exps are kept, so that it runs once less"""
 GROUP = 256  # features that share a scale with bits=8 and bits=4
-_KEPT = ("plain", "checkpoint", "slots", "budget", "bits", "offload")
+_KEPT = ("plain", "checkpoint", "slots", "budget", "offload")  # and bits, alone
 
 
 class Sizes(Protocol):
@@ -56,6 +56,8 @@ class Recipe:
     def __str__(self) -> str:
         value = getattr(self, self.kept, None)
         words = [self.kept if value is None else f"{self.kept}={value}"]
+        if self.kept == "slots" and self.bits:
+            words.append(f"bits={self.bits}")
         if self.groups is not None:
             words.insert(0, f"groups={self.groups}" if self.groups else "groups")
         if self.tiled:
@@ -85,10 +87,11 @@ class Recipe:
             # Outputs are there until cotangents of queries take their place, log-sum-exps to the end.
             outputs, sums = (head * sizes.heads, 4 * sizes.heads) if self.keep_attention else (0, 0)
             work = max(attention, feed_forward + outputs) + sums
+        code = (self.bits or 0) * sizes.dim / 8 + 8 * max(sizes.dim // GROUP, 1)
         kept = {
             "checkpoint": sizes.layers * x,
-            "slots": (self.slots or 0) * x,
-            "bits": sizes.layers * ((self.bits or 0) * sizes.dim / 8 + 8 * max(sizes.dim // GROUP, 1)),
+            "slots": (self.slots or 0) * (code if self.bits else x),
+            "bits": sizes.layers * code,
             "offload": 0,
         }
         return kept[self.kept] + work if self.kept in kept else None
@@ -112,7 +115,7 @@ def parse(text: str) -> Recipe:
         elif name == "budget" and value:
             recipe = replace(recipe, kept=name, budget=value)
         elif name == "bits" and number in (4, 8):
-            recipe = replace(recipe, kept=name, bits=number)
+            recipe = replace(recipe, bits=number)
         elif name == "tiled" and (number or not equals):
             recipe = replace(recipe, tiled=True, tile=number)
         elif name == "groups" and (number or not equals):
@@ -122,6 +125,10 @@ def parse(text: str) -> Recipe:
         else:
             words = ", ".join(line.split("  ")[0] for line in WORDS.splitlines())
             raise ValueError(f"a recipe must be words of {words}, joined by +, got {word!r} in {text!r}")
+    if recipe.bits and "kept" not in seen:
+        recipe = replace(recipe, kept="bits")
+    if recipe.bits and recipe.kept not in ("bits", "slots"):
+        raise ValueError(f"a recipe must have bits alone or with slots, got {text!r}")
     if recipe.keep_attention and recipe.groups is None:
         raise ValueError(f"keep_attention must come with groups, got {text!r}")
     return recipe

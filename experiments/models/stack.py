@@ -20,7 +20,8 @@ def run_stack(layer: Layer, recipe: Recipe, params: Any, x: jax.Array) -> jax.Ar
     if recipe.kept == "bits":
         return _with_codec(layer, codec(recipe, x.shape[-1]), params, x)
     if recipe.kept == "slots":
-        return memjax.remat.scan(lambda x, p: (layer(p, x), None), x, params, slots=recipe.slots, strategy="hidden")[0]
+        step, coded = lambda x, p: (layer(p, x), None), codec(recipe, x.shape[-1]) if recipe.bits else None
+        return memjax.remat.scan(step, x, params, slots=recipe.slots, strategy="hidden", codec=coded)[0]
     if recipe.kept == "budget":
         return memjax.remat.scan(lambda x, p: (layer(p, x), None), x, params, budget=recipe.budget)[0]
     if recipe.kept == "checkpoint":

@@ -131,7 +131,7 @@ def bytes_per_token(recipe):
 def test_bytes_per_token_are_those_of_the_formula(monkeypatch):
     """What does not grow with the length, such as gradients of parameters, is no part of them, nor is attention's own work."""
     monkeypatch.setattr(llama, "_ROWS", 1)
-    for recipe in ("tiled=32+groups+slots=1", "tiled=32+groups+bits=4"):
+    for recipe in ("tiled=32+groups+slots=1", "tiled=32+groups+bits=4", "tiled=32+groups+slots=3+bits=8"):
         assert bytes_per_token(recipe) <= 1.1 * parse(recipe).bytes_per_token(TINY)
 
 
@@ -145,11 +145,23 @@ def test_the_error_of_compressed_inputs_is_predicted(bits):
     assert 0.1 / 2**bits < found["at_most"] < 6 / 2**bits
 
 
+def test_the_error_of_compressed_slots_shrinks_with_their_bits():
+    """By as much as levels are closer, 17 times; it has no prediction."""
+    random = np.random.default_rng(0).integers(256, size=200).astype(np.uint8)
+    params = llama.init(TINY, jax.random.key(0))
+    fine, coarse = (measure.gradient_error(TINY, parse(f"slots=2+bits={bits}"), params, random, 128) for bits in (8, 4))
+    assert fine["at_most"] is None
+    assert coarse["measured"] == pytest.approx(17 * fine["measured"], rel=0.25)
+    assert fine["measured"] < 0.03
+
+
 def test_compressed_inputs_leave_the_loss_alone_and_rounding_is_unbiased():
     text = jax.random.randint(jax.random.key(1), (1, 65), 0, 256)
     params = llama.init(TINY, jax.random.key(0))
-    losses = [llama.loss(TINY, parse(r), params, text[:, :-1], text[:, 1:]) for r in ("plain", "bits=4")]
-    chex.assert_trees_all_close(*losses, rtol=1e-6)
+    losses = [
+        llama.loss(TINY, parse(r), params, text[:, :-1], text[:, 1:]) for r in ("plain", "bits=4", "slots=2+bits=4")
+    ]
+    chex.assert_trees_all_close(losses[1:], losses[:1] * 2, rtol=1e-6)
     x = jax.random.normal(jax.random.key(2), (1, 40, 512)) * jnp.exp(jnp.arange(40.0) / 4)[:, None]
     coded = codec(parse("bits=4"), 512)
     seeds = jnp.arange(400, dtype=jnp.int32)
@@ -168,16 +180,20 @@ def test_recipes_are_read_and_written():
         "tiled=64+groups=2+budget=12GiB",
         "groups+bits=4",
         "groups+plain+keep_attention",
+        "tiled+groups+slots=8+bits=4",
         "offload",
     ):
         assert str(parse(text)) == text
     assert str(parse("groups+keep_attention")) == "groups+plain+keep_attention"
     assert parse("slots=6+tiled") == parse("tiled+slots=6")
+    assert parse("bits=8+slots=6") == parse("slots=6+bits=8")
     assert parse("checkpoint").bytes_per_token(llama.SHAPES["8B"]) == 1024 * (256 + 32 + 112)
     assert parse("tiled+groups+slots=6").bytes_per_token(llama.SHAPES["8B"]) == 1024 * (48 + 16 + 12 + 5)
 
 
-@pytest.mark.parametrize("text", ["", "slots", "slots=0", "slots=2+checkpoint", "bits=5", "tiled=x", "tile", "groups="])
+@pytest.mark.parametrize(
+    "text", ["", "slots", "slots=0", "slots=2+checkpoint", "bits=5", "bits=8+checkpoint", "tiled=x", "tile", "groups="]
+)
 def test_what_is_no_recipe_is_refused(text):
     with pytest.raises(ValueError, match="a recipe must"):
         parse(text)

@@ -19,24 +19,26 @@ from memjax._core.lists import Arrays, pick
 from memjax.remat._scan.blocks import Blocks, Pull, at, put
 from memjax.remat._scan.plan import Plan
 from memjax.remat._scan.step import Step, StepBackward
-from memjax.remat._scan.store import Separate, Shared
+from memjax.remat._scan.store import Separate, Shared, StateCodec
 
 _Cotangents = tuple[Pull, Arrays]
 
 
-def store_of(plan: Plan, step: Step, backward: StepBackward) -> Separate | Shared:
+def store_of(plan: Plan, step: Step, backward: StepBackward, codec: StateCodec | None) -> Separate | Shared:
     """Where the plan's slots are."""
     strategy = plan.schedule.strategy if plan.schedule is not None else "hidden"
     if strategy == "mixed":
         return Shared(step.carry, backward.kept, plan.block, plan.rows)
     residuals = plan.rows if strategy == "internal" else 0
-    return Separate(step.carry, backward.kept, plan.block, plan.rows, residuals)
+    return Separate(step.carry, backward.kept, plan.block, plan.rows, residuals, codec)
 
 
-def forward(plan: Plan, blocks: Blocks, backward: StepBackward, init: Arrays) -> tuple[Arrays, Arrays, Any]:
+def forward(
+    plan: Plan, blocks: Blocks, backward: StepBackward, codec: StateCodec | None, init: Arrays
+) -> tuple[Arrays, Arrays, Any]:
     """(carry, ys, what `pull_back` needs: slots, residuals of the tail)."""
     n = plan.block
-    store = store_of(plan, blocks.step, backward)
+    store = store_of(plan, blocks.step, backward, codec)
 
     def body(state, turn):
         carry, slots, ys = state
@@ -70,11 +72,17 @@ def forward(plan: Plan, blocks: Blocks, backward: StepBackward, init: Arrays) ->
 
 
 def pull_back(
-    plan: Plan, blocks: Blocks, backward: StepBackward, saved: Any, ct_carry: Arrays, ct_ys: Sequence[Any]
+    plan: Plan,
+    blocks: Blocks,
+    backward: StepBackward,
+    codec: StateCodec | None,
+    saved: Any,
+    ct_carry: Arrays,
+    ct_ys: Sequence[Any],
 ) -> tuple[Arrays, Arrays, Arrays]:
     """Cotangents of the chosen consts, of the carry's floats and of the chosen xs."""
     slots, tail = saved
-    store = store_of(plan, blocks.step, backward)
+    store = store_of(plan, blocks.step, backward, codec)
     run = _PullBack(plan, blocks, backward, store, ct_ys)
     pull = Pull(ct_carry, [jnp.zeros_like(c) for c in pick(blocks.consts, backward.wrt_consts)])
     cotangents = pull, [jnp.zeros_like(x) for x in pick(blocks.xs, backward.wrt_x)]

@@ -23,6 +23,7 @@ from memjax.remat._scan.execute import forward, pull_back
 from memjax.remat._scan.plan import Plan
 from memjax.remat._scan.schedule import Strategy
 from memjax.remat._scan.step import Step, StepBackward, trace_step
+from memjax.remat._scan.store import StateCodec
 
 _STRATEGIES = (None, "hidden", "internal", "mixed")
 _FORWARD_MODE = (
@@ -44,6 +45,7 @@ def scan(
     budget: int | str | None = None,
     strategy: Strategy | None = None,
     costs: Costs | None = None,
+    codec: StateCodec | None = None,
 ) -> tuple[Any, Any]:
     """`jax.lax.scan(f, init, xs, length, reverse, unroll)`, differentiated in reverse within a memory budget.
 
@@ -66,6 +68,9 @@ def scan(
       strategy: what `slots` may hold: "hidden" states, "internal" states (of which each takes one slot, whatever its size),
         or both ("mixed"). None: "hidden" or "mixed", whichever is predicted to be faster, and "hidden" where residuals
         cannot be cut into arrays like the carry's leaves.
+      codec: encodes the floats of states in slots, such as a `memjax.compress.Codec`; with `slots` and the "hidden"
+        strategy, which it makes the default. Results are exact. Steps are recomputed from what is decoded, and states that
+        this leads to are encoded again, so gradients are those at inexact states.
       costs: seconds to predict with, as `memjax.remat.profile` measures them; by default a rough model of the step.
 
     Returns:
@@ -79,12 +84,14 @@ def scan(
     or, by `budget`, blocks of L steps with the state before each: (length / L) s + L r for one more forward pass,
     and less than that for more passes. The step's own working memory and the gradients come on top.
 
+    With `codec` a slot takes the bytes of a code instead of s.
+
     Not supported, where `jax.lax.scan` has it: forward-mode differentiation; a traced `length`, also with
     `jax.disable_jit`. Some texts of errors differ from those of `jax.lax.scan`, and the program is no single `scan`
     equation: with JAX 0.10 an undifferentiated call is a `custom_vjp_call`.
 
     Derivatives of the gradient exist (forward over reverse as well) and are those of `jax.lax.scan` over
-    `jax.checkpoint(f)`: they keep a few carries per step, whatever the budget.
+    `jax.checkpoint(f)`, without `codec`: they keep a few carries per step, whatever the budget.
 
     Raises:
       ValueError: both or neither of `slots` and `budget`; a budget that nothing fits (the message gives the least
@@ -108,6 +115,12 @@ def scan(
         raise check.fail(
             TypeError, "costs", "a memjax.remat.Costs or None", costs, "memjax.remat.profile measures them"
         )
+    if codec is not None:
+        if slots is None or strategy not in (None, "hidden"):
+            raise check.fail(ValueError, "codec", 'None without slots or with another strategy than "hidden"', codec)
+        for name in ("encode", "decode"):
+            check.function(f"codec.{name}", getattr(codec, name, None))
+        strategy = "hidden"
     if length == 0:
         return lax.scan(f, init, xs, length, reverse, unroll)
 
@@ -131,7 +144,7 @@ def scan(
             return exact(length, slots, strategy, step, backward, costs)
         return choose(length, room, step, backward, costs)
 
-    run = refusing_forward_mode(_differentiable(step, plan, length, reverse, unroll), _FORWARD_MODE)
+    run = refusing_forward_mode(_differentiable(step, plan, length, reverse, unroll, codec), _FORWARD_MODE)
     carry, ys = run(step.consts, init_leaves, xs_leaves)
     return jax.tree.unflatten(carry_tree, merge(carry, constant, moving)), jax.tree.unflatten(step.y_tree, ys)
 
@@ -145,7 +158,12 @@ def check_memory(slots: int | None, budget: int | str | None) -> tuple[int | Non
 
 
 def _differentiable(
-    step: Step, plan: Callable[[StepBackward], Plan], length: int, reverse: bool, unroll: int | bool
+    step: Step,
+    plan: Callable[[StepBackward], Plan],
+    length: int,
+    reverse: bool,
+    unroll: int | bool,
+    codec: StateCodec | None,
 ) -> Callable[..., Any]:
     """The scan as a function of (consts, init, xs), flat, with a backward pass that keeps what `plan` says."""
 
@@ -165,7 +183,7 @@ def _differentiable(
 
         def fast(consts, init, xs):
             blocks = Blocks(step, consts, xs, length, reverse, unroll)
-            carry, ys, saved = forward(chosen.plan, blocks, chosen.backward, init)
+            carry, ys, saved = forward(chosen.plan, blocks, chosen.backward, codec, init)
             return (carry, ys), saved
 
         out, saved = differentiated_as(functools.partial(plain, step_again), fast)(*values)
@@ -181,7 +199,7 @@ def _differentiable(
         def fast(values, saved, ct_carry, ct_ys):
             consts, _, xs = values
             blocks = Blocks(step, consts, xs, length, reverse, unroll)
-            return pull_back(chosen.plan, blocks, backward, saved, ct_carry, ct_ys), ()
+            return pull_back(chosen.plan, blocks, backward, codec, saved, ct_carry, ct_ys), ()
 
         def reference(values, saved, ct_carry, ct_ys):
             def floats(*chosen_values):

@@ -12,56 +12,88 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from memjax._core.arrays import vary, zeros
+from memjax._core.arrays import is_float, vary, zeros
 from memjax._core.jaxpr import nbytes
 from memjax._core.lists import Arrays
 from memjax.remat._scan.blocks import at, put
 from memjax.remat._scan.step import ArrayType
 
 
-class Separate:
-    """`rows` rows for states, and `residuals` rows for residuals, of which nobody reads the last."""
+class StateCodec(Protocol):
+    """What makes states smaller, such as a `memjax.compress.Codec`."""
 
-    def __init__(self, carry: Sequence[Any], kept: Sequence[Any], block: int, rows: int, residuals: int):
+    def encode(self, x: Any) -> Any:
+        """A pytree of arrays, smaller than `x`."""
+
+    def decode(self, code: Any) -> Any:
+        """About `x`."""
+
+
+class Separate:
+    """`rows` rows for states, and `residuals` rows for residuals, of which nobody reads the last.
+
+    With a codec, rows hold the codes of a state's floats. Who takes a state from a row gets it decoded.
+    """
+
+    def __init__(
+        self,
+        carry: Sequence[Any],
+        kept: Sequence[Any],
+        block: int,
+        rows: int,
+        residuals: int,
+        codec: StateCodec | None = None,
+    ):
         self.carry, self.kept_types, self.block = list(carry), list(kept), block
-        self.rows, self.residuals = rows, residuals
+        self.rows, self.residuals, self.codec = rows, residuals, codec
+        cells, self._tree = jax.tree.flatten(jax.eval_shape(self._coded, list(carry)))
+        self._cells = len(cells)
+
+    def _coded(self, state: Arrays) -> Arrays:
+        if self.codec is None:
+            return state
+        return [self.codec.encode(leaf) if is_float(jax.typeof(leaf)) else leaf for leaf in state]
 
     def new(self, init: Arrays) -> Arrays:
         """Buffers, with `init` for every state."""
-        states = [jnp.broadcast_to(leaf, (self.rows, *leaf.shape)) for leaf in init]
+        states = [jnp.broadcast_to(cell, (self.rows, *cell.shape)) for cell in jax.tree.leaves(self._coded(init))]
         if not self.residuals:
             return states
         return states + [zeros(aval, (self.residuals, self.block)) for aval in self.kept_types]
 
     def put_state(self, buffers: Arrays, row: Any, state: Arrays) -> Arrays:
-        n = len(self.carry)
-        return [*(self._put(*pair, row) for pair in zip(buffers[:n], state, strict=True)), *buffers[n:]]
+        n, cells = self._cells, jax.tree.leaves(self._coded(state))
+        return [*(self._put(*pair, row) for pair in zip(buffers[:n], cells, strict=True)), *buffers[n:]]
 
-    def _put(self, buffer: Any, state: Any, row: Any) -> Any:
-        """The buffer with the state in that row. Past the last row: as it is, by writing what is in a row there again,
+    def _put(self, buffer: Any, cell: Any, row: Any) -> Any:
+        """The buffer with the cell in that row. Past the last row: as it is, by writing what is in a row there again,
 
         since a branch would copy the buffer.
         """
         exists = row < self.rows
         row = jnp.where(exists, row, 0)
-        return put(buffer, jnp.where(exists, state, at(buffer, row)), row)
+        return put(buffer, jnp.where(exists, cell, at(buffer, row)), row)
 
     def state(self, buffers: Arrays, row: Any) -> Arrays:
-        return [at(buffer, row) for buffer in buffers[: len(self.carry)]]
+        state = jax.tree.unflatten(self._tree, [at(buffer, row) for buffer in buffers[: self._cells]])
+        if self.codec is None:
+            return state
+        floats = map(is_float, self.carry)
+        return [self.codec.decode(cell) if coded else cell for cell, coded in zip(state, floats, strict=True)]
 
     def put_kept(self, buffers: Arrays, row: Any, kept: Arrays) -> Arrays:
-        n = len(self.carry)
+        n = self._cells
         return [*buffers[:n], *map(put, buffers[n:], kept, [row] * len(kept))]
 
     def kept(self, buffers: Arrays, row: Any) -> Arrays:
-        return [at(buffer, row) for buffer in buffers[len(self.carry) :]]
+        return [at(buffer, row) for buffer in buffers[self._cells :]]
 
 
 class Shared:
