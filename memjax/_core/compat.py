@@ -92,8 +92,20 @@ def lower_early(primitive: Any, rule: Callable[..., Any]) -> None:
 
     With `JAX_CUSTOM_VJP3=1` that is in a pass of its own, before all other primitives are lowered.
     """
-    primitive.is_high = lambda *_, **__: bool(getattr(jax.config, "jax_custom_vjp3", False))
+    primitive.is_high = lambda *_, **__: _has_new_custom_vjp()
     primitive.to_lojax = rule
+
+
+def in_forward_rule(f: Callable[..., Any]) -> Callable[..., Any]:
+    """A `jax.custom_jvp` that the forward rule of a `jax.custom_vjp` calls.
+
+    Under `jax.checkpoint`, `JAX_CUSTOM_VJP3=1` runs it twice, at which it raises StoreException; in a `jax.jit` it may.
+    """
+    return jax.jit(f, inline=True) if _has_new_custom_vjp() else f
+
+
+def _has_new_custom_vjp() -> bool:
+    return bool(getattr(jax.config, "jax_custom_vjp3", False))
 
 
 def is_tracer(value: Any) -> bool:

@@ -12,7 +12,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from memjax._core.arrays import is_float
-from memjax._core.compat import lower_early
+from memjax._core.compat import in_forward_rule, lower_early
 from memjax._core.lists import Arrays, drop, merge, pick
 
 
@@ -56,7 +56,7 @@ def differentiated_as(reference: Callable[..., Any], fast: Callable[..., Any]) -
         return (out, extra), (tangent, zero_from_primal(extra, symbolic_zeros=True))
 
     run.defjvp(rule, symbolic_zeros=True)
-    return run
+    return in_forward_rule(run)
 
 
 def jvp_of_some(f: Callable[[Arrays], Any], values: Arrays, moving: Sequence[bool], tangents: Arrays) -> Any:
