@@ -29,16 +29,17 @@ def as_rich(explanation: Any) -> Any:
     """The same for `rich.print`, which is only imported here."""
     from rich.console import Group
     from rich.table import Table
+    from rich.text import Text
 
     shown: list[Any] = []
     for title, heads, cells in _tables(explanation):
-        table = Table(title=title, title_justify="left", pad_edge=False)
+        table = Table(title=Text(title), title_justify="left", pad_edge=False)
         for head in heads:
             table.add_column(head, justify="right" if head in ("bytes", "share", "count") else "left", overflow="fold")
         for row in cells:
-            table.add_row(*(cell.replace("[", r"\[") for cell in row))
+            table.add_row(*map(Text, row))  # brackets are no markup
         shown.append(table)
-    return Group(*shown, *(message.replace("[", r"\[") for message in _messages(explanation)))
+    return Group(*shown, *map(Text, _messages(explanation)))
 
 
 def _tables(explanation: Any) -> list[tuple[str, list[str], list[list[str]]]]:
