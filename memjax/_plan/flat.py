@@ -65,11 +65,17 @@ class Flat:
         return Traced(closed, types, _has_cotangent(closed.out_avals, tree, dynamic), tree, dynamic, static)
 
     def result(self, program: Traced, outs: Sequence[Any]) -> Any:
-        """What `f` returns, after the NNX objects among the arguments have been updated."""
+        """What `f` returns, after what it changes in the NNX objects among the arguments has been updated."""
         n = sum(program.is_dynamic)
-        if self._objects:
-            structure = jax.tree.structure(nnx.split(self._objects)[1])
-            nnx.update(self._objects, jax.tree.unflatten(structure, outs[n:]))
+        inputs = set(program.closed.jaxpr.invars)
+        changed = [var not in inputs for var in program.closed.jaxpr.outvars[n:]]
+        if any(changed):  # what stays as it is may be a value of an outer trace, that cannot be written to
+            structure: Any = jax.tree.structure(nnx.split(self._objects)[1])
+            marks, state = (nnx.to_flat_state(structure.unflatten(leaves)) for leaves in (changed, outs[n:]))
+            pairs = zip(marks, state, strict=True)
+            nnx.update(
+                self._objects, nnx.from_flat_state([new for mark, new in pairs if any(jax.tree.leaves(mark[1]))])
+            )
         return jax.tree.unflatten(program.out_tree, merge(outs[:n], program.static, program.is_dynamic))
 
     def float_arrays_of(self, positions: Collection[int]) -> list[bool]:

@@ -239,6 +239,21 @@ def test_modules_of_nnx_and_what_changes_in_them():
     assert not np.allclose(states[0][0], 0)
 
 
+def test_states_of_nnx_are_values():
+    """Under `jax.jit` and `jax.grad` their variables cannot be written to; what does not change is not."""
+    model = nnx.BatchNorm(32, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+    model.mean.set_value(jnp.zeros(32))
+    model.var.set_value(jnp.ones(32))
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss(params, rest, x):
+        model = nnx.merge(graph, params, rest, copy=True)
+        return jnp.sum(jnp.tanh(model(x)) ** 2), nnx.state(model, nnx.BatchStat)
+
+    with jax.numpy_dtype_promotion("standard"):  # as Flax's norm does
+        check(loss, params, rest, inputs(), has_aux=True)
+
+
 def test_forward_mode_is_refused():
     planned = memjax.planned(unrolled_loss, budget="min")
     with pytest.raises(TypeError, match=r"memjax\.planned cannot be differentiated in forward mode"):
