@@ -23,8 +23,7 @@ from memjax._core.primitives import (
     KERNELS,
     LOOPS,
     REDUCTIONS,
-    SOURCES,
-    VIEWS,
+    TRANSCENDENTAL,
     WHOLE_OPERANDS,
     flops_of_product,
     is_attention,
@@ -153,10 +152,11 @@ def origins_of_names(eqns: Iterable[Any]) -> dict[Any, Any]:
     return found
 
 
-def stored(eqns: Sequence[Any], outputs: Iterable[Any]) -> set[Any]:
+def stored(eqns: Sequence[Any], outputs: Iterable[Any], platform: str = "cuda") -> set[Any]:
     """Which values of straight-line equations the compiler writes to memory; other names for these are among them.
 
-    An elementwise value is written if more than one equation reads it, or one that is not elementwise.
+    An elementwise value is written if an equation reads it that is not elementwise, nor a sum. All others compute it again, each
+    for itself; on CPUs not where that takes an exponential or the like.
     """
     names = origins_of_names(eqns)
     readers: dict[Any, list[Any]] = {}
@@ -165,13 +165,19 @@ def stored(eqns: Sequence[Any], outputs: Iterable[Any]) -> set[Any]:
             for var in {names.get(atom, atom) for atom in eqn.invars if not is_literal(atom)}:
                 readers.setdefault(var, []).append(eqn)
     written = {names.get(atom, atom) for atom in outputs if not is_literal(atom)}
+    heavy: set[Any] = set()
     for eqn in eqns:
-        cheap = eqn.primitive.name in SOURCES or eqn.primitive.name in VIEWS
+        is_heavy = platform == "cpu" and (
+            eqn.primitive.name in TRANSCENDENTAL
+            or any(names.get(atom, atom) in heavy for atom in eqn.invars if not is_literal(atom))
+        )
         for var in eqn.outvars:
             found = readers.get(var, [])
             whole = any(map(reads_whole_operands, found))
-            if var not in names and (not is_fusible(eqn) or whole or not (len(found) <= 1 or cheap)):
+            if var not in names and (not is_fusible(eqn) or whole or (is_heavy and len(found) > 1)):
                 written.add(var)
+            elif is_heavy:
+                heavy.add(names.get(var, var))
     return written | {var for var, origin in names.items() if origin in written}
 
 
@@ -205,5 +211,5 @@ def _speed(eqn: Any, rates: Device) -> float:
 
 def program_seconds(jaxpr: Any, rates: Device) -> float:
     """A rough time of a program."""
-    written = stored(jaxpr.eqns, [*jaxpr.constvars, *jaxpr.invars, *jaxpr.outvars])
+    written = stored(jaxpr.eqns, [*jaxpr.constvars, *jaxpr.invars, *jaxpr.outvars], rates.platform)
     return sum(seconds(eqn, rates, written.__contains__) for eqn in jaxpr.eqns)

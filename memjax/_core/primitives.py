@@ -59,6 +59,13 @@ POLES = frozenset(
     )
 )
 
+# Elementwise operations that a compiler for CPUs does not compute twice to save a pass over memory.
+_TRANSCENDENTAL = """
+acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cos cosh digamma div erf erf_inv erfc exp exp2 expm1 igamma
+lgamma log log1p logistic polygamma pow rsqrt sin sinh sqrt tan tanh zeta
+"""
+TRANSCENDENTAL = frozenset(_TRANSCENDENTAL.split())
+
 # What holds programs.
 LOOPS = frozenset(("scan", "while", "cond"))
 # Calls that only group equations, by the parameter that holds them.

@@ -100,6 +100,7 @@ class Chain:
             leaving=[v for v, turn in self.ct_made.items() if turn >= a and self.ct_read.get(v, a) < a],
             results=variables(self.derivative.backward.outvars),
             primal=[eqn for eqn in eqns if eqn.effects or not self.needed.isdisjoint(eqn.outvars)],
+            outputs=variables(self.derivative.outputs),
         )
 
     def options(self, a: int, b: int) -> list[Option]:
@@ -165,7 +166,7 @@ class Chain:
         )
         crossing = sum(map(array_bytes, segment.crossing))
         moving = sum(map(array_bytes, segment.entering))
-        found = options(body, self.rates, free)
+        found = options(body, self.rates, free, is_loop=True)
         mixed = []
         # XLA:CPU copies what loops in parts stack: more of them takes less memory there, or less takes more.
         if self.rates.kind != "cpu" and 1 < length <= _MOST_TURNS and can_be_split(pair):
@@ -250,7 +251,7 @@ class Chain:
             there = {var for eqn in mine for var in variables(eqn.invars)} - {
                 out for eqn in mine for out in eqn.outvars
             }
-            written = costs.stored(mine, [*outputs, *there])
+            written = costs.stored(mine, [*outputs, *there], self.rates.platform)
             total += sum(costs.seconds(eqn, self.rates, written.__contains__) for eqn in mine)
         return total
 

@@ -25,7 +25,7 @@ from memjax._plan.run import Piece, Run
 _MOST_COMPILED = 4  # once, and after each of at most three corrections
 _GAIN = 5e-4  # of the step: what another try has to promise
 _MOST_POINTS = 100
-_MOST_PROGRAMS = 256
+_MOST_PROGRAMS = 16
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
@@ -35,12 +35,9 @@ def decide(derivative: Derivative, types: Sequence[Any], shardings: Sequence[Any
     Raises:
       ValueError: the budget is less than the least possible.
     """
-    chain = Chain(derivative, costs.device(device_of(shardings)))
+    chain, known = _known(derivative, shardings)
+    derivative = chain.derivative
     least = chain.frontier[0][0]
-    key = f"{digest(derivative)} {jax.default_backend()} {[str(sharding) for sharding in shardings]}"
-    if key not in _compiled and len(_compiled) == _MOST_PROGRAMS:
-        _compiled.pop(next(iter(_compiled)))
-    known = _compiled.setdefault(key, {})
     tried: list[_Try] = []
 
     def attempt(predicted: int, choices: list[Choice], name: str = "") -> bool:
@@ -87,8 +84,23 @@ def decide(derivative: Derivative, types: Sequence[Any], shardings: Sequence[Any
     return _plan(chain, min(fitting, key=lambda one: (one.seconds, one.nbytes)), budget)
 
 
-_compiled: dict[str, dict[tuple[int, str], int | None]] = {}
-"""Compiled bytes by program, and by what had been predicted: a plan of the same program for another budget starts from them."""
+_Compiled = dict[tuple[int, str], int | None]
+_solved: dict[str, tuple[Chain, _Compiled]] = {}
+"""By program: its chain, and compiled bytes by what had been predicted. A plan for another budget starts from them."""
+
+
+def _known(derivative: Derivative, shardings: Sequence[Any]) -> tuple[Chain, _Compiled]:
+    """What is known of an equal program, or a new chain, solved."""
+    key = f"{digest(derivative)} {jax.default_backend()} {[str(sharding) for sharding in shardings]}"
+    if key in _solved:
+        return _solved[key]
+    found: tuple[Chain, _Compiled] = Chain(derivative, costs.device(device_of(shardings))), {}
+    consts = [*derivative.forward.consts, *derivative.backward.consts]
+    if not any(isinstance(const, jax.core.Tracer) for const in consts):  # which would outlive its trace
+        if len(_solved) == _MOST_PROGRAMS:
+            _solved.pop(next(iter(_solved)))
+        _solved[key] = found
+    return found
 
 
 class _Try(NamedTuple):

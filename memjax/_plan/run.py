@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from memjax._core.barriers import barrier
+from memjax._core.costs import is_fusible
 from memjax._core.jaxpr import bind, read, variables
 from memjax._core.lists import Arrays
 from memjax._plan.derivative import Derivative, LoopPair
@@ -63,6 +64,7 @@ class Run:
             self._turns.append((again, list(piece.backward)))
             reads += [var for eqn in again for var in variables(eqn.invars)] + wanted
         self.kept = [var for var in dict.fromkeys(reads) if var in known and var not in self._inputs]
+        self._fusible = {out for eqn in program.eqns if is_fusible(eqn) for out in eqn.outvars}.intersection(self.kept)
         stacked = {var for loop in loops.values() for var in loop.replaced}
         wanted = [*derivative.outputs, *self.kept]
         eqns = needed_for(program.eqns, [var for var in wanted if var not in stacked], self._inputs)
@@ -84,7 +86,12 @@ class Run:
                 stacks += loop.forward(env)
             else:
                 evaluate_in(eqn, env)
-        return read(env, self.derivative.outputs), [*read(env, self.kept), *stacks]
+        # Or else the compiler may fuse a kept mask, say, into its readers, and keep the larger array that it was made from.
+        kept = [
+            barrier([value])[0] if var in self._fusible else value
+            for var, value in zip(self.kept, read(env, self.kept), strict=True)
+        ]
+        return read(env, self.derivative.outputs), [*kept, *stacks]
 
     def backward(self, inputs: Sequence[Any], kept: Sequence[Any], cotangents: Sequence[Any]) -> Arrays:
         """The cotangents of the inputs that are differentiated."""

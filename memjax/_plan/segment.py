@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from memjax._core import costs
-from memjax._core.costs import array_bytes, origins_of_names
+from memjax._core.costs import array_bytes, is_fusible, origins_of_names
 from memjax._core.jaxpr import variables
+from memjax._plan.order import freeing_first, in_time
 from memjax._plan.price_cut import kept_at
-from memjax._plan.working import in_time, needed_for, peak_bytes
+from memjax._plan.working import hoisted_bytes, needed_for, peak_bytes
 
 _PRICES = 12
 _MOST_CANDIDATES = 12  # all subsets of which are looked at
@@ -31,6 +32,7 @@ class Segment(NamedTuple):
       results: cotangents of the program's inputs.
       primal: those of `eqns` that run in the forward pass whatever is kept.
       lost: inputs of `eqns` that are gone in the backward pass: what a loop carries.
+      outputs: of the forward pass.
     """
 
     eqns: Sequence[Any]
@@ -42,6 +44,7 @@ class Segment(NamedTuple):
     results: Sequence[Any]
     primal: Sequence[Any]
     lost: Sequence[Any] = ()
+    outputs: Sequence[Any] = ()
 
 
 class Option(NamedTuple):
@@ -51,7 +54,7 @@ class Option(NamedTuple):
       kept: variables, besides what crosses to later segments.
       nbytes: of these and of what crosses.
       seconds: spent on running again, and on keeping.
-      working: the most bytes alive in the backward pass of the segment, what is kept of it included.
+      working: the most bytes alive in the segment, in the backward pass or in the forward pass, what is kept of it included.
       parts: of a loop, for each part of its turns how many they are, in the order of what is scanned over, and the option for its
         body.
     """
@@ -63,7 +66,7 @@ class Option(NamedTuple):
     parts: tuple[tuple[int, Option], ...] = ()
 
 
-def options(segment: Segment, rates: costs.Device, free: set[Any]) -> list[Option]:
+def options(segment: Segment, rates: costs.Device, free: set[Any], *, is_loop: bool = False) -> list[Option]:
     """The options of which none takes more of both bytes and seconds than another; the fewest bytes first.
 
     What `free` has, and what earlier stretches make, is there anyhow; but not what is `lost`, which can only be kept.
@@ -74,28 +77,47 @@ def options(segment: Segment, rates: costs.Device, free: set[Any]) -> list[Optio
     wanted = [var for var in dict.fromkeys(segment.wanted) if var not in is_known]
     again = needed_for(segment.eqns, wanted, is_known)
     names = origins_of_names(segment.eqns)
-    in_memory = costs.stored([*again, *segment.backward], [*is_known, *segment.results, *segment.leaving])
-    written = costs.stored(segment.primal, segment.crossing)
+    in_memory = costs.stored(
+        [*again, *segment.backward], [*is_known, *segment.results, *segment.leaving], rates.platform
+    )
     seconds = {id(eqn): costs.seconds(eqn, rates, in_memory.__contains__) for eqn in again}
+    fusible = {out: eqn for eqn in segment.eqns if is_fusible(eqn) for out in eqn.outvars}
 
     def to_keep(var: Any) -> float:
-        """It is read, and, unless the forward pass does so anyway, written."""
-        return array_bytes(var) * (1 if var in written else 2) / rates.nbytes
+        """It is read; and an elementwise value, which the forward pass may fuse into its readers, made in a pass of its own."""
+        own = fusible.get(var)
+        made = 0 if own is None else array_bytes(var) + sum(map(array_bytes, own.invars))
+        return (array_bytes(var) + made) / rates.nbytes
 
     candidates = _candidates(again, wanted, is_known, lambda eqn: seconds[id(eqn)], to_keep, names)
     found = []
-    crossing = sum(map(array_bytes, segment.crossing))
+    crossing = sum(map(array_bytes, segment.crossing)) + hoisted_bytes(segment.backward, rates.platform)
     for kept in _subsets(again, wanted, is_known, candidates, seconds, to_keep):
         rerun = needed_for(again, wanted, is_known | set(kept))
         time = sum(seconds[id(eqn)] for eqn in rerun) + sum(map(to_keep, kept))
-        order = in_time(rerun, segment.backward)
+        # On CPUs all that can run does, so that several operators may run at a time.
+        order = [*rerun, *segment.backward] if rates.platform == "cpu" else in_time(rerun, segment.backward)
         read = _read(order)
         here = [var for var in (*kept, *segment.crossing) if var in read]
         elsewhere = read - set(here) - set(segment.entering) - {out for eqn in order for out in eqn.outvars}
         entering = [*segment.entering, *here]
+        if (
+            is_loop and rates.platform != "cpu"
+        ):  # the compiler's best schedule for all of a program is not the best for each part
+            order = freeing_first(order, segment.results, [*segment.leaving, *elsewhere], rates.platform)
         working = peak_bytes(order, elsewhere, entering, segment.leaving, segment.results, rates.platform)
+        working = max(working, _forward_bytes(segment, kept, rates.platform))
         found.append(Option(tuple(kept), crossing + sum(map(array_bytes, kept)), time, working))
     return found
+
+
+def _forward_bytes(segment: Segment, kept: Sequence[Any], platform: str) -> int:
+    """The most bytes alive in the forward pass of the segment, besides what was there before."""
+    stays = [*segment.crossing, *kept]
+    made = {out for eqn in segment.eqns for out in eqn.outvars}
+    chosen = {id(eqn) for eqn in (*segment.primal, *needed_for(segment.eqns, stays, set()))}
+    eqns = [eqn for eqn in segment.eqns if id(eqn) in chosen]
+    return peak_bytes(eqns, _read(eqns) - made, [], stays, segment.outputs, platform)
 
 
 def _read(eqns: Sequence[Any]) -> set[Any]:

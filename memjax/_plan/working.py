@@ -7,31 +7,9 @@ from typing import Any
 
 from memjax._core.costs import array_bytes, is_fusible, origins_of_names, running, stored
 from memjax._core.jaxpr import variables
+from memjax._core.primitives import CALLS, CALLS_OF_ONE_BODY, LOOPS
 
-
-def in_time(again: Sequence[Any], backward: Sequence[Any]) -> list[Any]:
-    """The equations of `again` and `backward`, each of the former no earlier than the latter need it."""
-    made = {out: eqn for eqn in again for out in eqn.outvars}
-    order: list[Any] = []
-    done: set[int] = set()
-
-    def need(eqn: Any) -> None:
-        stack = [(eqn, False)]
-        while stack:
-            eqn, ready = stack.pop()
-            if ready:
-                order.append(eqn)
-            elif id(eqn) not in done:
-                done.add(id(eqn))
-                stack.append((eqn, True))
-                stack.extend((made[var], False) for var in variables(eqn.invars) if var in made)
-
-    for eqn in backward:
-        for var in variables(eqn.invars):
-            if var in made:
-                need(made[var])
-        order.append(eqn)
-    return order
+PROGRAMS = LOOPS | CALLS | CALLS_OF_ONE_BODY
 
 
 def peak_bytes(
@@ -56,7 +34,7 @@ def peak_bytes(
     root = lambda var: names.get(var, var)
     resident, results = set(map(root, resident)), set(map(root, results))
     entering, leaving = set(map(root, entering)) - resident, set(map(root, leaving)) - resident
-    written = stored(eqns, [*resident, *entering, *leaving, *results])
+    written = stored(eqns, [*resident, *entering, *leaving, *results], platform)
     end = len(eqns)
     last: dict[Any, int] = dict.fromkeys(leaving, end)
     for i in range(end - 1, -1, -1):
@@ -85,10 +63,20 @@ def peak_bytes(
 
 
 def _inside(eqn: Any, platform: str) -> int:
-    """Working memory of one turn of a loop, of a branch, of a call."""
-    if eqn.primitive.name == "pallas_call":
-        return 0
-    return max((_body_bytes(body, platform) for body in running(eqn, platform)), default=0)
+    """Working memory of one turn of a loop, of a branch, of a call; on CPUs of a convolution that transposes its operands."""
+    name = eqn.primitive.name
+    if name in PROGRAMS:
+        return max((_body_bytes(body, platform) for body in running(eqn, platform)), default=0)
+    if name == "conv_general_dilated" and platform == "cpu" and eqn.params["dimension_numbers"].lhs_spec[0] != 0:
+        return sum(map(array_bytes, eqn.invars))  # the gradient of a kernel
+    return 0
+
+
+def hoisted_bytes(eqns: Iterable[Any], platform: str) -> int:
+    """What the compiler makes at the start of the program for these equations: on CPUs, for the gradients of pools, the index of
+    each element in each of its dimensions, and a zero for each."""
+    pools = [eqn for eqn in eqns if eqn.primitive.name == "select_and_scatter_add"] if platform == "cpu" else []
+    return sum(4 * (eqn.outvars[0].aval.ndim + 1) * eqn.outvars[0].aval.size for eqn in pools)
 
 
 def _body_bytes(jaxpr: Any, platform: str) -> int:

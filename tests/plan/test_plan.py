@@ -156,3 +156,18 @@ def test_a_step_over_a_mesh_is_planned_by_the_bytes_of_one_device():
     plan = memjax.plan(unrolled_loss, *args, budget=whole.compiled_nbytes // 2)
     assert plan.compiled_nbytes <= whole.compiled_nbytes // 2
     assert temp(memjax.planned(unrolled_loss, plan=plan), *args) <= plan.compiled_nbytes + 1024
+
+
+def test_a_kept_mask_is_kept_and_not_what_it_is_made_from():
+    """The compiler would fuse the comparison into the mask's readers, and keep the product, eight times as large."""
+
+    def loss(params, x):
+        for w in params:
+            x = jax.nn.relu(x @ w).reshape(*x.shape, -1).mean(-1)
+        return jnp.sum(x**2)
+
+    params, x = [jax.ShapeDtypeStruct((64, 1024), jnp.float32)] * 3, jax.ShapeDtypeStruct((512, 64), jnp.float32)
+    plan = memjax.plan(loss, params, x, budget="9MiB")
+    kept = [one for stretch in plan.stretches for one in stretch.kept]
+    assert sum("bool[512,1024]" in one.what for one in kept) > 1
+    assert plan.compiled_nbytes < 3 * 512 * 1024 * 4
