@@ -11,7 +11,6 @@ minutes on two CPU cores. For one budget, or larger models:
 """
 
 import dataclasses
-import functools
 import json
 import sys
 import time
@@ -277,10 +276,10 @@ def draw(name: str, rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status: 0 complete, 2 something to put right."""
-    return exit_status(functools.partial(_main, argv))
+    return exit_status(_main, argv)
 
 
-def _main(argv: Sequence[str] | None) -> int:
+def _main(argv: list[str]) -> int:
     config = tyro.cli(PlanConfig, args=argv, description=__doc__)
     config.validate()
     console = output()
