@@ -2,10 +2,10 @@
 
     python experiments/gpt.py
 
-Trains the same model, 0.5M parameters, on the source of Python's standard library: plain, and with codecs of 8 and of 4 bits
-(`memjax.compress.PositionQuantized`) round its blocks. All start from the same parameters and see the same batches. Then:
-differences of losses, errors of gradients by layer, predicted and measured, and bytes kept by each block. Two minutes and a half
-on two CPU cores. Eight seeds at once, for standard errors, in about ten minutes:
+Trains the same model, 0.5M parameters, on the source of Python's standard library: plain, and with blocks that
+`memjax.compressed` keeps in 8 and in 4 bits. All start from the same parameters and see the same batches. Then: differences of
+losses, errors of gradients by layer, predicted and measured, and bytes kept by each block. Two minutes and a half on two CPU
+cores. Eight seeds at once, for standard errors, in about ten minutes:
 
     python experiments/gpt.py --seeds 8
 

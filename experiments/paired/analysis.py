@@ -1,12 +1,9 @@
 """What compression does to the gradients and the memory of one model: errors by layer, predicted and measured, and bytes.
 
 The prediction knows the codec's steps alone: errors of decoded values are uniform in a step, and independent of each other and
-of the values. Random ones, with the steps of 8 bits, are added to what is encoded; the change of each gradient, times the ratio
-of steps, is the prediction for every number of bits. It holds if the codec's errors are that random, and gradients are linear in
-them.
+of the values (`memjax.compress.StepErrors`).
 """
 
-import dataclasses
 import functools
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -14,38 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+import memjax
 from experiments.harness import files
 from experiments.harness.step import Batch, Loss
-from experiments.paired.members import PLAIN, codec_of, kind_name, with_codec
+from experiments.paired.members import PLAIN, kind_name, with_bits
 from memjax import compress
 
-_PROBE = 8  # bits
 _DRAWS = 4  # of random errors, for each batch
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class RandomErrors:
-    """A codec that saves nothing: adds random errors, uniform in the steps of `PositionQuantized(bits)`."""
-
-    seed: Any
-    bits: int = dataclasses.field(metadata={"static": True})
-
-    def encode(self, x: jax.Array) -> jax.Array:
-        checksum = jnp.sum(jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32), dtype=jnp.uint32)
-        key = jax.random.fold_in(jax.random.key(self.seed), checksum)
-        steps = compress.PositionQuantized(self.bits).steps(x)
-        return x + (steps * (jax.random.uniform(key, x.shape) - 0.5)).astype(x.dtype)
-
-    def decode(self, code: jax.Array) -> jax.Array:
-        return code
-
-    def nbytes(self, aval: Any) -> int:
-        return compress.PositionQuantized(self.bits).nbytes(aval)
 
 
 def errors(
@@ -63,43 +38,48 @@ def errors(
       batches: some to take gradients of.
     """
 
-    def gradient(make_codec: Callable[[Any], Any]) -> Callable[..., Any]:
+    def gradient(wrap: Callable[[Any, Any], Any]) -> Callable[..., Any]:
         def mean_loss(params, batch, seed):
-            graph = nnx.graphdef(nnx.eval_shape(lambda: with_codec(make(), make_codec(seed))))
+            graph = nnx.graphdef(nnx.eval_shape(lambda: wrap(make(), seed)))
             sums = loss(nnx.merge(graph, params), batch)
             return sums["loss"] / sums["count"]
 
         return jax.jit(jax.grad(mean_loss))
 
     lossy = [bits for bits in kinds if bits != PLAIN]
-    plain = gradient(lambda seed: None)
-    ways = {bits: gradient(functools.partial(_codec_of_seed, bits)) for bits in lossy}
-    ways[PLAIN] = gradient(lambda seed: RandomErrors(seed, _PROBE))
-    squares: dict[tuple[str, int], float] = {}
+    plain = gradient(lambda model, seed: model)
+    codes = {bits: gradient(functools.partial(_with_codes, bits)) for bits in lossy}
+    drawn = {bits: gradient(functools.partial(_with_errors, bits)) for bits in lossy}
+    squares: dict[tuple[str, int, str], float] = {}
     norms: dict[str, float] = {}
     with jax.default_matmul_precision("highest"):  # GPUs round otherwise, and that adds up, too
         for batch in batches:
             exact = _by_layer(plain(params, batch, 0))
             for name, value in exact.items():
                 norms[name] = norms.get(name, 0) + float(np.sum(value**2))
-            for way, of_way in ways.items():
-                draws = range(_DRAWS if way == PLAIN else 1)
-                for draw in draws:
-                    for name, value in _by_layer(of_way(params, batch, draw)).items():
-                        error = float(np.sum((value - exact[name]) ** 2)) / len(draws)
-                        squares[name, way] = squares.get((name, way), 0) + error
-    rows = []
-    for name, norm in norms.items():
-        if "blocks" in name and norm > 0:
             for bits in lossy:
-                probe, measured = ((squares[name, way] / norm) ** 0.5 for way in (PLAIN, bits))
-                predicted = probe * (2**_PROBE - 1) / (2**bits - 1)
-                rows.append({"layer": name, "bits": bits, "predicted": predicted, "measured": measured})
-    return rows
+                ways = [("measured", codes[bits], 1), ("predicted", drawn[bits], _DRAWS)]
+                for way, of_way, draws in ways:
+                    for draw in range(draws):
+                        for name, value in _by_layer(of_way(params, batch, draw)).items():
+                            error = float(np.sum((value - exact[name]) ** 2)) / draws
+                            squares[name, bits, way] = squares.get((name, bits, way), 0) + error
+    return [
+        {"layer": name, "bits": bits}
+        | {way: (squares[name, bits, way] / norm) ** 0.5 for way in ("predicted", "measured")}
+        for name, norm in norms.items()
+        if "blocks" in name and norm > 0
+        for bits in lossy
+    ]
 
 
-def _codec_of_seed(bits: int, seed: Any) -> compress.Codec | None:
-    return codec_of(bits)
+def _with_codes(bits: int, model: Any, seed: Any) -> Any:
+    return with_bits(model, bits)
+
+
+def _with_errors(bits: int, model: Any, seed: Any) -> Any:
+    model.blocks = nnx.List([memjax.compressed(block, compress.StepErrors(bits, seed)) for block in model.blocks])
+    return model
 
 
 def _by_layer(gradient: Any) -> dict[str, np.ndarray]:
@@ -121,7 +101,7 @@ def kept_bytes(make: Callable[[], Any], kinds: Sequence[int], x: jax.ShapeDtypeS
     """
     rows = []
     for bits in kinds:
-        model: Any = nnx.eval_shape(lambda bits=bits: with_codec(make(), codec_of(bits)))
+        model: Any = nnx.eval_shape(lambda bits=bits: with_bits(make(), bits))
         for i, block in enumerate(model.blocks):
             graph, params = nnx.split(block)
             residuals = jax.eval_shape(

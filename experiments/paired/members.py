@@ -15,7 +15,6 @@ from flax import nnx
 
 import memjax
 from experiments.harness.step import Batch, Loss, Sums
-from memjax import compress
 
 PLAIN = 0
 """The number of bits that stands for no compression."""
@@ -25,15 +24,11 @@ def kind_name(bits: int) -> str:
     return "plain" if bits == PLAIN else f"{bits} bits"
 
 
-def with_codec(model: Any, codec: Any) -> Any:
-    """The model, with compressed blocks if there is a codec. Parameters keep their paths."""
-    if codec is not None:
-        model.blocks = nnx.List([memjax.compressed(block, codec) for block in model.blocks])
+def with_bits(model: Any, bits: int) -> Any:
+    """The model, its blocks compressed. Parameters keep their paths."""
+    if bits != PLAIN:
+        model.blocks = nnx.List([memjax.compressed(block, bits=bits) for block in model.blocks])
     return model
-
-
-def codec_of(bits: int) -> compress.Codec | None:
-    return None if bits == PLAIN else compress.PositionQuantized(bits)
 
 
 class Members(nnx.Module):
@@ -49,7 +44,7 @@ class Members(nnx.Module):
     def __init__(self, make: Callable[[Any], nnx.Module], kinds: Sequence[int], seeds: int, first: int):
         self.kinds = tuple(kinds)
         self.seeds = seeds
-        graphs = [nnx.graphdef(nnx.eval_shape(lambda bits=bits: with_codec(make(0), codec_of(bits)))) for bits in kinds]
+        graphs = [nnx.graphdef(nnx.eval_shape(lambda bits=bits: with_bits(make(0), bits))) for bits in kinds]
         stacked = jax.vmap(lambda seed: nnx.state(make(jax.random.key(seed)), nnx.Param))(first + jnp.arange(seeds))
         self.models = nnx.List([nnx.merge(graph, stacked, copy=True) for graph in graphs])
 

@@ -28,6 +28,7 @@ transactional         a training step that an overflow cannot spoil
 Transactional         what `transactional` returns
 inject_error          a function or module with random errors in place of a codec, for experiments
 UniformError          the codec of `inject_error`
+StepErrors            a codec of random errors as large as those of so many bits, which predicts their effect
 """
 
 from memjax.compress._codecs.block_quantized import DEFAULT, BlockQuantized, BlockQuantizedCode
@@ -35,6 +36,7 @@ from memjax.compress._codecs.channel_quantized import ChannelQuantized, ChannelQ
 from memjax.compress._codecs.codec import Cast, Codec, Mask
 from memjax.compress._codecs.group_quantized import GroupQuantized
 from memjax.compress._codecs.position_quantized import PositionQuantized, PositionQuantizedCode
+from memjax.compress._codecs.step_errors import StepErrors
 from memjax.compress._error_bounded.error_bounded import ErrorBounded, ErrorBoundedCode
 from memjax.compress._training.adaptive import AdaptiveState, adaptive, predicted_sigma, scale_gradient
 from memjax.compress._training.layers import LADDER, Layers, Statistics, layers
@@ -63,6 +65,7 @@ __all__ = [
     "PositionQuantized",
     "PositionQuantizedCode",
     "Statistics",
+    "StepErrors",
     "Transactional",
     "UniformError",
     "adaptive",

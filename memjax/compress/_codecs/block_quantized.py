@@ -99,6 +99,12 @@ class BlockQuantized(FixedRate):
     def encode(self, x: Float[Array, "..."]) -> BlockQuantizedCode:
         return self.measured(x).encode(x)
 
+    def steps(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """The distance of levels of each value, float32."""
+        measured = self.measured(x)
+        twice = jnp.where(measured.distance < 0, 2.0, 1.0)  # levels of half the values: see `levels.py`
+        return _as(jnp.broadcast_to(jnp.abs(measured.distance) * twice, measured.view), x.shape)
+
     def decode(self, code: BlockQuantizedCode) -> Float[Array, "..."]:
         check_code(self, code, BlockQuantizedCode)
         x = from_levels(_as(code.levels, code.view), code.low, code.distance)

@@ -244,6 +244,7 @@ def _levels(
     """The lowest of the levels and their distance, rounded so that levels reach from `low` to `high`."""
     finite = jnp.isfinite(low) & jnp.isfinite(high)
     low = jnp.maximum(_rounded(low, upwards=False), -_LARGEST_BFLOAT16)
+    # From the rounded lowest level, or the highest would not reach the largest value.
     distance = jnp.maximum(_rounded(high / highest - low / highest, upwards=True), 0)
     return low.astype(jnp.bfloat16), jnp.where(finite, distance, jnp.nan).astype(jnp.bfloat16)
 

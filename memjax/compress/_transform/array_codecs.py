@@ -15,6 +15,7 @@ from memjax._core.lists import merge
 from memjax.compress._codecs.block_quantized import BlockQuantized
 from memjax.compress._codecs.codec import OptionalMembers, with_optional_members
 from memjax.compress._codecs.position_quantized import PositionQuantized
+from memjax.compress._codecs.step_errors import ErrorsOf, StepErrors
 from memjax.compress._error_bounded.error_bounded import ErrorBounded
 from memjax.compress._training.layers import EncodedArray, Layers, Recorder, Statistics
 from memjax.compress._transform.overflow import warn_of_overflow
@@ -175,6 +176,20 @@ class _ByBits(ArrayCodecs):
         return PositionQuantized(next((bits for bits in BITS if bits >= least), BITS[-1]))
 
 
+class _StepErrors(_ByBits):
+    """The errors of `_ByBits` in place of its codes: see `StepErrors`."""
+
+    def __init__(self, codec: StepErrors):
+        super().__init__(codec.bits)
+        self._codec = codec
+
+    def each(self, roles: Sequence[Role]) -> list[Any]:
+        return [ErrorsOf(codec, self._codec.seed, self._codec.scale) for codec in super().each(roles)]
+
+    def with_settings(self, settings: list[Any]) -> ArrayCodecs:
+        return ArrayCodecs.with_settings(self, settings)
+
+
 class _LayersCodecs(ArrayCodecs):
     """A codec for each array, and statistics. These have the overflows, which lead to another try: see `transactional`."""
 
@@ -226,6 +241,8 @@ def array_codecs(codec: Any, bits: int | None = None) -> ArrayCodecs:
         raise check.fail(ValueError, "bits", "left out beside a codec", bits, "give the codec its bits")
     if isinstance(codec, Layers):
         return _LayersCodecs(codec)
+    if isinstance(codec, StepErrors):
+        return _StepErrors(codec)
     if isinstance(codec, Recorder):
         return _RecorderCodecs(codec)
     if isinstance(codec, type) or not isinstance(codec, _Required):

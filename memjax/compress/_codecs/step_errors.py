@@ -1,0 +1,70 @@
+"""`StepErrors`: random errors as large as those of a number of bits, to predict what these do to gradients."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from memjax._core import check
+from memjax.compress._codecs.codec import FixedRate, check_floats, check_seed
+from memjax.compress._codecs.planes import PLANES
+from memjax.compress._codecs.position_quantized import PositionQuantized
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StepErrors(FixedRate):
+    """A codec that saves no memory: what `compressed(..., bits=bits)` encodes gets errors uniform in the steps of its codes.
+
+    Errors are independent of each other and of the values, as those of dithered codes are. So the gradient of
+    `compressed(f, StepErrors(4))` is off by as much as that of `compressed(f, bits=4)`: a prediction, without codes. A `scale`
+    that is an array can change without compiling again: with 0 the values are exact, with 17 errors of 8 bits are as large as
+    those of 4.
+
+    Args:
+      bits: 8, 6, 4 or 3.
+      seed: it determines the errors together with the values: different arrays get different errors.
+      scale: errors are this many times as large.
+
+    Raises:
+      ValueError: `bits` is none of these.
+      TypeError: what is encoded is not bfloat16, float16 or float32.
+    """
+
+    bits: int = dataclasses.field(default=8, metadata={"static": True})
+    seed: Any = 0
+    scale: Any = 1.0
+
+    def __post_init__(self):
+        object.__setattr__(self, "bits", check.integer("bits", self.bits))
+        if self.bits not in PLANES:
+            raise ValueError(f"bits must be 8, 6, 4 or 3, got {self.bits!r}")
+
+    def encode(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        return ErrorsOf(PositionQuantized(self.bits), self.seed, self.scale).encode(x)
+
+    def decode(self, code: Float[Array, "..."]) -> Float[Array, "..."]:
+        return check.array("code", code)
+
+
+@dataclasses.dataclass(frozen=True)
+class ErrorsOf(FixedRate):
+    """Errors uniform in the steps of a codec that tells its `steps`."""
+
+    codec: Any
+    seed: Any
+    scale: Any
+
+    def encode(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        check_floats(x)
+        check_seed(self.seed)
+        wide = x.astype(jnp.float32)
+        checksum = jnp.sum(jax.lax.bitcast_convert_type(wide, jnp.uint32), dtype=jnp.uint32)
+        key = jax.random.fold_in(jax.random.key(self.seed), checksum)
+        steps = self.codec.steps(x) * jnp.asarray(self.scale, jnp.float32)
+        return (wide + steps * jax.random.uniform(key, x.shape, minval=-0.5, maxval=0.5)).astype(x.dtype)
+
+    def decode(self, code: Float[Array, "..."]) -> Float[Array, "..."]:
+        return code
