@@ -23,6 +23,8 @@ LADDER                the capacities that `transactional` chooses from
 adaptive              an optimizer that also sets the bounds of `Layers`
 AdaptiveState         the state of `adaptive`
 predicted_sigma       the predicted error of gradients
+choose_bits           the fewest bits for each part of a model with which gradients are off by at most so much
+ChosenBits            what `choose_bits` returns
 scale_gradient        scales gradients and the statistics among them
 transactional         a training step that an overflow cannot spoil
 Transactional         what `transactional` returns
@@ -39,6 +41,7 @@ from memjax.compress._codecs.position_quantized import PositionQuantized, Positi
 from memjax.compress._codecs.step_errors import StepErrors
 from memjax.compress._error_bounded.error_bounded import ErrorBounded, ErrorBoundedCode
 from memjax.compress._training.adaptive import AdaptiveState, adaptive, predicted_sigma, scale_gradient
+from memjax.compress._training.choose_bits import ChosenBits, choose_bits
 from memjax.compress._training.layers import LADDER, Layers, Statistics, layers
 from memjax.compress._training.transactional import Transactional, transactional
 from memjax.compress._transform.compressed import compressed
@@ -55,6 +58,7 @@ __all__ = [
     "Cast",
     "ChannelQuantized",
     "ChannelQuantizedCode",
+    "ChosenBits",
     "Codec",
     "ErrorBounded",
     "ErrorBoundedCode",
@@ -69,6 +73,7 @@ __all__ = [
     "Transactional",
     "UniformError",
     "adaptive",
+    "choose_bits",
     "compressed",
     "inject_error",
     "layers",
