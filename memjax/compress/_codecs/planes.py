@@ -4,6 +4,8 @@ Each part of a level has a byte array of its own, a plane. A byte holds the part
 eighth of the last axis apart, so that neighbours read and write neighbouring bytes. Both ways are arithmetic on single values.
 """
 
+import functools
+import operator
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -30,6 +32,23 @@ def pack_levels(level: UInt32[Array, "... n"], bits: int) -> tuple[UInt8[Array, 
         planes.append(byte.astype(jnp.uint8))
         level = level >> u32(width)
     return tuple(planes)
+
+
+def pack_pieces(pieces: Sequence[UInt32[Array, "..."]], bits: int) -> list[list[UInt32[Array, "..."]]]:
+    """The planes of levels that are cut along the last axis into 8 / (bits of the narrowest plane) pieces, in pieces too."""
+    planes = []
+    for width in PLANES[bits]:
+        per_byte = 8 // width
+        count = len(pieces) // per_byte
+        parts = [piece & u32(2**width - 1) for piece in pieces]
+        planes.append(
+            [
+                functools.reduce(operator.or_, (parts[i * count + j] << u32(i * width) for i in range(per_byte)))
+                for j in range(count)
+            ]
+        )
+        pieces = [piece >> u32(width) for piece in pieces]
+    return planes
 
 
 def unpack_levels(planes: Sequence[UInt8[Array, "... _"]], bits: int) -> UInt32[Array, "... n"]:
