@@ -314,7 +314,8 @@ def test_segment_ids_made_on_each_device_are_varied_first():
     ids = jnp.zeros((1, 8), jnp.int32)
     vary = lambda ids: jax.lax.pcast(ids, "ring", to="varying")
     one = sharded(lambda q: metp_attention(q, q, q, segment_ids=vary(ids), axis_name="ring"), 2, ROWS, ROWS)(Q)
-    np.testing.assert_array_equal(one, sharded(OVER_RING["metp_attention"][0], 2, ROWS, ROWS)(Q))
+    expected = sharded(OVER_RING["metp_attention"][0], 2, ROWS, ROWS)(Q)
+    np.testing.assert_allclose(one, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_padding_may_hold_anything():
