@@ -12,8 +12,8 @@ from memjax._core.arrays import zeros
 from memjax._core.compat import scan_counts
 from memjax._core.jaxpr import Program, bind, read, variables
 from memjax._core.lists import Arrays
+from memjax._core.working import needed_for
 from memjax._plan.derivative import LoopPair
-from memjax._plan.working import needed_for
 
 Env = dict[Any, Any]
 

@@ -15,9 +15,9 @@ from memjax._core.barriers import barrier
 from memjax._core.costs import is_fusible
 from memjax._core.jaxpr import bind, read, variables
 from memjax._core.lists import Arrays
+from memjax._core.working import needed_for
 from memjax._plan.derivative import Derivative, LoopPair
 from memjax._plan.loop import Loop, evaluate_in
-from memjax._plan.working import needed_for
 
 Env = dict[Any, Any]
 

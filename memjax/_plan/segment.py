@@ -11,9 +11,9 @@ import numpy as np
 from memjax._core import costs
 from memjax._core.costs import array_bytes, is_fusible, origins_of_names
 from memjax._core.jaxpr import variables
+from memjax._core.working import hoisted_bytes, needed_for, peak_bytes
 from memjax._plan.order import freeing_first, in_time
 from memjax._plan.price_cut import kept_at
-from memjax._plan.working import hoisted_bytes, needed_for, peak_bytes
 
 _PRICES = 12
 _MOST_CANDIDATES = 12  # all subsets of which are looked at

@@ -15,11 +15,11 @@ from memjax._core.costs import device, program_seconds
 from memjax._core.jaxpr import calls_in_place, nbytes, variables
 from memjax._core.lists import Arrays, pick
 from memjax._core.timing import seconds
+from memjax._core.working import peak_bytes
 from memjax._measure import remat_compiler_options
 from memjax.remat._chain.block import Block
 from memjax.remat._chain.compiled_bytes import bytes_of, compile_alone, constants, temporary
 from memjax.remat._chain.items import BlockCost
-from memjax.remat._chain.program_cost import Program
 
 _MOST_COMPILED = 1024
 
@@ -34,21 +34,26 @@ def estimate(block: Block, from_input: Sequence[bool]) -> BlockCost:
     cts = [aval for aval in block.y if is_float(aval)]
     run = jax.make_jaxpr(block.evaluate)(block.p, block.x)
     pull = jax.make_jaxpr(backward.back)([*block.p, *block.x], backward.kept, cts)
+    forward, back = (calls_in_place(traced, differentiable=False) for traced in (run, pull))
+    rates = device()
     output, kept = _sizes(block, backward, from_input)
     compiled = _compiled_bytes(run, pull)
     if compiled is not None:
         forward_work, back_temp, standing = compiled
         backward_work = back_temp + _gradient_bytes(block)
     else:
-        forward, back = Program(run.jaxpr), Program(pull.jaxpr)
-        forward_work, standing = forward.working_bytes([], forward.outputs), 0
-        n_dp = len(back.outputs) - sum(map(is_float, block.x))
-        backward_work = back.working_bytes(back.inputs[len(back.inputs) - len(cts) :], back.outputs[:n_dp])
-    rates = device()
-    forward_time, backward_time = (
-        program_seconds(calls_in_place(traced, differentiable=False), rates) for traced in (run, pull)
-    )
-    return BlockCost(forward_time, backward_time, output, kept, forward_work, backward_work, standing)
+        n_kept, n_dp = len(back.invars) - len(cts), len(back.outvars) - sum(map(is_float, block.x))
+        forward_work, standing = modelled_bytes(forward, rates.platform), 0
+        backward_work = modelled_bytes(back, rates.platform, back.invars[n_kept:], back.outvars[n_dp:])
+    times = program_seconds(forward, rates), program_seconds(back, rates)
+    return BlockCost(*times, output, kept, forward_work, backward_work, standing)
+
+
+def modelled_bytes(program: Any, platform: str, entering: Sequence[Any] = (), leaving: Sequence[Any] = ()) -> int:
+    """The most bytes that a program without calls works with, without its inputs and outputs but those named."""
+    counted = {*variables(entering), *variables(leaving)}
+    elsewhere = variables([*program.constvars, *program.invars, *program.outvars])
+    return peak_bytes(program.eqns, set(elsewhere) - counted, variables(entering), variables(leaving), [], platform)
 
 
 def measured(block: Block, from_input: Sequence[bool], p: Arrays, x: Arrays) -> tuple[BlockCost, Arrays]:
