@@ -11,6 +11,7 @@ from benchmarks import (
     overview_tables,
     plan_tables,
     scan_tables,
+    transformer_tables,
 )
 from benchmarks.markdown import Tables
 
@@ -26,6 +27,7 @@ PAGES: dict[str, Tables] = {
     "docs/benchmarks/long-context.md": long_context_tables.TABLES,
     "docs/guides/long-context.md": long_context_tables.GUIDE,
     "docs/benchmarks/plan.md": plan_tables.TABLES,
+    "docs/benchmarks/transformer.md": transformer_tables.TABLES,
 }
 
 
@@ -44,6 +46,7 @@ def main() -> None:
         (ROOT / page).write_text(written(page, tables))
     densenet_tables.depth_picture(ROOT / "docs" / "densenet_memory.png")
     plan_tables.picture(ROOT / "docs" / "plan.png")
+    transformer_tables.picture(ROOT / "docs" / "transformer.png")
 
 
 if __name__ == "__main__":

@@ -1,43 +1,91 @@
-"""The tables of Transformer layers in `docs/benchmarks/transformer.md`."""
+"""The tables and the picture of `docs/benchmarks/transformer.md`, and of dense codes."""
 
-from typing import Any
+import functools
+import pathlib
+
+import matplotlib
 
 from benchmarks.markdown import Tables, load, table
+from benchmarks.record import RESULTS
 
-_COMPRESSION = ("plain", "checkpoint", "checkpoint, products kept")
+matplotlib.use("agg")
+from matplotlib import pyplot as plt
+
+MODELS = {
+    "llama": "8 Llama layers, 16,384 tokens",
+    "llama_scanned": "the same in jax.lax.scan",
+    "vit_l": "ViT-L/16, 128 images",
+    "gpt2_medium": "GPT-2 medium, 16,384 tokens",
+}
 
 
-def names_table() -> str:
-    """Checkpoints by name, and `remat.chain`."""
-    environment, rows = load("transformer")
-    timed = [row for row in rows if "ms" in row and not row["case"].startswith("compressed")]
-    body = [[_label(row["case"]), f"{row['ms']:.1f}", f"{row['temp_mib']:,.0f}"] for row in timed]
-    return table(["layers run by", "ms", "temp MiB"], body, [environment], "names")
+def measured() -> dict[str, str]:
+    """The models that have results, with their titles."""
+    return {name: title for name, title in MODELS.items() if (RESULTS / f"transformer_codes_{name}.json").exists()}
 
 
-def compression_table() -> str:
-    """Checkpoints and codecs, with errors of the gradient; the rounding of the plain layers is the error of plain."""
-    environment, rows = load("transformer")
-    rounding = next(row["gradient_error"] for row in rows if row["case"] == "rounding")
+def layers(model: str) -> str:
+    """Time, memory and error of each way to run the layers."""
+    environment, rows = load(f"transformer_codes_{model}")
     body = [
-        [_label(row["case"]), f"{row['ms']:.1f}", f"{row['temp_mib']:,.0f}", f"{row['gradient_error']:.2%}"]
-        for row in rows
-        if "ms" in row and (row["case"] in _COMPRESSION or row["case"].startswith("compressed"))
+        [_label(row["case"]), f"{row['temp_mib']:,.0f}", f"{row['ms']:.1f}", f"{row['gradient_error']:.2%}"]
+        for row in sorted(rows, key=lambda row: row["temp_mib"])
     ]
-    header = ["around each layer", "ms", "temp MiB", f"distance from the plain gradient (its rounding: {rounding:.1%})"]
-    return table(header, body, [environment], "compression")
+    header = ["around each layer", "MiB", "ms", "distance from the plain gradient"]
+    return table(header, body, [environment], f"codes-{model}")
+
+
+def codes() -> str:
+    """Encoding and decoding of dense values."""
+    environment, rows = load("codec_dense_kernel")
+    speeds = ("encode_tb_s", "decode_tb_s", "decode_silu_tb_s", "floor_tb_s")
+    body = [
+        [
+            f"`{row['codec']}`",
+            f"{row['bits_per_value']:.2f}",
+            *(f"{row[name]:.2f}" for name in speeds),
+            f"{row['relative_error']:.1%}",
+        ]
+        for row in rows
+    ]
+    header = ["codec", "bits", "encode, TB/s", "decode, TB/s", "decode and SiLU, TB/s", "limit of bytes, TB/s", "error"]
+    return table(header, body, [environment], "codes-dense")
+
+
+def picture(path: pathlib.Path) -> None:
+    """Time against memory; `path` gets a PNG."""
+    models = measured()
+    figure, axes = plt.subplots(1, len(models), figsize=(1 + 4 * len(models), 3.8), layout="constrained", squeeze=False)
+    for ax, (name, title) in zip(axes[0], models.items(), strict=True):
+        rows = sorted(load(f"transformer_codes_{name}")[1], key=lambda row: row["temp_mib"])
+        kinds = {"exact: plain, jax.checkpoint": "o", "memjax.compressed": "s-"}
+        for kind, style in kinds.items():
+            chosen = [row for row in rows if row["case"].startswith("compressed") == ("compressed" in kind)]
+            ax.plot([row["temp_mib"] / 1024 for row in chosen], [row["ms"] for row in chosen], style, label=kind)
+            for row in chosen:
+                if "compressed" in kind:
+                    bits = row["case"].split(", ")[1]
+                    ax.annotate(
+                        bits,
+                        (row["temp_mib"] / 1024, row["ms"]),
+                        (5, 6),
+                        textcoords="offset points",
+                        fontsize=8,
+                    )
+        ax.set(title=title, xlabel="temporary memory, GiB")
+        ax.grid(alpha=0.3)
+        ax.margins(y=0.15)
+        ax.legend()
+    axes[0][0].set_ylabel("value and gradient, ms")
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    plt.close(figure)
 
 
 def _label(case: str) -> str:
     kind, _, detail = case.partition(", ")
-    names: dict[str, Any] = {
-        "plain": "nothing",
-        "checkpoint": "`jax.checkpoint`",
-        "compressed": "`compressed`",
-        "chain": "`remat.chain`",
-    }
-    detail = f"`{detail}`" if kind == "compressed" and detail else detail
-    return ", ".join(filter(None, [names[kind], detail]))
+    if kind == "compressed":
+        return f"`compressed(layer, bits={detail.split()[0]})`"
+    return "nothing" if case == "plain" else f"`jax.checkpoint`, {case.replace('kept: ', 'kept: ')}"
 
 
-TABLES: Tables = {"names": names_table, "compression": compression_table}
+TABLES: Tables = {model: functools.partial(layers, model) for model in measured()} | {"codes": codes}
