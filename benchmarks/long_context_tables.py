@@ -1,5 +1,7 @@
 """The tables of `docs/benchmarks/long-context.md` and of the guide to long sequences."""
 
+import statistics
+
 from benchmarks.markdown import Tables, load, table
 
 
@@ -43,7 +45,46 @@ def _decoder() -> str:
 
 
 GUIDE: Tables = {"decoder": _decoder}
+
+
+def _measured_layer() -> str:
+    environment, rows = load("long_context_layer")
+    plain = next(row["ms"] for row in rows if row["recipe"] == "plain")
+    body = [
+        [
+            f"`{row['recipe']}`",
+            f"{row['length']:,}",
+            f"{row['kib_per_token']:.1f}",
+            f"{row['ms']:.0f}",
+            f"{row['ms'] / plain:.2f}",
+        ]
+        for row in rows
+    ]
+    header = ["recipe", "tokens", "temporaries, KiB per token", "ms", "of the plain layer's time"]
+    return table(header, body, [environment], "measured-layer")
+
+
+def _measured_stack() -> str:
+    environment, rows = load("long_context_stack")
+    seconds = [statistics.median(row["seconds"]) for row in rows]
+    base = next(s for s, row in zip(seconds, rows, strict=True) if row["recipe"] == "checkpoint")
+    body = [
+        [
+            f"`{row['recipe']}`",
+            f"{row['length']:,}",
+            f"{row['kib_per_token']:.1f}",
+            f"{s:.2f}",
+            f"{s / base:.2f}",
+        ]
+        for s, row in zip(seconds, rows, strict=True)
+    ]
+    header = ["recipe", "tokens", "temporaries, KiB per token", "seconds", "of `checkpoint`'s time"]
+    return table(header, body, [environment], "measured-stack")
+
+
 TABLES: Tables = {
+    "measured-layer": _measured_layer,
+    "measured-stack": _measured_stack,
     "whole": lambda: _compiled("whole"),
     "layer": lambda: _compiled("layer"),
     "ring": lambda: _compiled("ring"),

@@ -30,6 +30,7 @@ def savings() -> list[Saving]:
     default = load("compressed_default")[1]
     resnet = {row["case"]: row for row in load("compressed_resnet50")[1]}
     plans = {row["policy"]: row for row in load("plan_unrolled_16384")[1]}
+    long = {row["recipe"]: row for row in load("long_context_stack")[1]}
     ring = {row["parallelism"]: row for row in load("metp_memory_2")[1]}
 
     def saving(names: tuple[str, str, str, str], plain: dict[str, Any], small: dict[str, Any], key: str, ms: str):
@@ -64,6 +65,18 @@ def savings() -> list[Saving]:
             plans["attention, qkv, x2"]["planned_bytes"] / 2**30,
             plans["everything"]["ms"],
             plans["attention, qkv, x2"]["planned_ms"],
+        ),
+        Saving(
+            *(
+                "Llama-3-1B, 65,536 tokens",
+                "`jax.checkpoint` a layer",
+                "tiles, groups of heads, `remat.scan`",
+                "long-context",
+            ),
+            long["checkpoint"]["temp_bytes"] / 2**30,
+            long["tiled+groups+slots=4+keep_attention"]["temp_bytes"] / 2**30,
+            1e3 * long["checkpoint"]["seconds"][0],
+            1e3 * long["tiled+groups+slots=4+keep_attention"]["seconds"][0],
         ),
         saving(
             ("public ResNet-50, batch 256", "plain", "`compressed(model)`", "compress"),

@@ -73,7 +73,7 @@ def measured(axes) -> None:
 
 
 def main(path: pathlib.Path) -> None:
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12.5, 4.4), layout="constrained", width_ratios=(1, 1.25))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12.5, 4.9), layout="constrained", width_ratios=(1, 1.25))
     sketch(left)
     measured(right)
     for axes in (left, right):
