@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from memjax._core.arrays import vary
-from memjax._core.compat import nested, scope, settings
+from memjax._core.compat import nested, parameters, primitive_name, scope, settings
 from memjax._core.primitives import CHECKPOINTS, CUSTOM_CALLS, PLAIN_CALLS, REPLICATIONS
 
 
@@ -167,8 +167,8 @@ def calls_in_place(closed: Any, *, differentiable: bool, checkpoints: bool = Fal
         """Add the equations of `jaxpr`, which is the body of `outer`, and give its outputs."""
         renamed = lambda atoms: [atom if is_literal(atom) else names[atom] for atom in atoms]
         for eqn in jaxpr.eqns:
-            placed, name = nested(eqn, outer), eqn.primitive.name
-            body = eqn.params.get(calls[name]) if name in calls else None
+            placed, name = nested(eqn, outer), primitive_name(eqn)
+            body = parameters(eqn).get(calls[name]) if name in calls else None
             if name in CHECKPOINTS and isinstance(body, core.Jaxpr):
                 body = core.ClosedJaxpr(body, ())
             if isinstance(body, core.ClosedJaxpr):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from memjax._core.compat import bodies, eval_jaxpr, scan_counts
+from memjax._core.compat import bodies, eval_jaxpr, primitive_name, scan_counts
 from memjax._core.jaxpr import Program, calls_in_place, is_literal, trace, variables
 from memjax._core.lists import Arrays, drop, merge, pick
 from memjax._core.primitives import CHECKPOINTS
@@ -112,7 +112,7 @@ def _closed(jaxpr: Any) -> Any:
 
 def _has_checkpoints(jaxpr: Any) -> bool:
     inside = (body for eqn in jaxpr.eqns for body in bodies(eqn))
-    return any(eqn.primitive.name in CHECKPOINTS for eqn in jaxpr.eqns) or any(map(_has_checkpoints, inside))
+    return any(primitive_name(eqn) in CHECKPOINTS for eqn in jaxpr.eqns) or any(map(_has_checkpoints, inside))
 
 
 class LoopPair(NamedTuple):
