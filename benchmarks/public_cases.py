@@ -70,7 +70,7 @@ def make_data() -> dict[str, np.ndarray]:
 def imagenet_resnet(public: pathlib.Path, data: Mapping[str, np.ndarray], smoke: bool) -> Case:
     """Flax's ResNet of its ImageNet example: ResNet-50 in bfloat16, or a ResNet of two blocks in float32."""
     file = "examples/imagenet/models.py"
-    models = _module(public, file)
+    models = public_module(public, file)
     small = {"stage_sizes": [1, 1], "block_cls": models.ResNetBlock, "num_filters": 16, "dtype": jnp.float32}
     sizes = small if smoke else models.ResNet50.keywords | {"dtype": jnp.bfloat16}
     model = models.ResNet(num_classes=_CLASSES, **sizes)
@@ -103,7 +103,7 @@ def imagenet_resnet(public: pathlib.Path, data: Mapping[str, np.ndarray], smoke:
 def lm1b_transformer(public: pathlib.Path, data: Mapping[str, np.ndarray], smoke: bool) -> Case:
     """Flax's Transformer of its language model example, with its dropout, on bytes."""
     file = "examples/lm1b/models.py"
-    models = _module(public, file)
+    models = public_module(public, file)
     small: dict[str, Any] = {"emb_dim": 64, "num_heads": 4, "num_layers": 2, "qkv_dim": 64, "mlp_dim": 256}
     length = 128 if smoke else 256
     sizes = small if smoke else {"dtype": jnp.bfloat16}
@@ -133,7 +133,7 @@ def lm1b_transformer(public: pathlib.Path, data: Mapping[str, np.ndarray], smoke
 def bonsai_unet(public: pathlib.Path, data: Mapping[str, np.ndarray], smoke: bool) -> Case:
     """Bonsai's U-Net, which removes noise from photographs."""
     file = "bonsai/models/unet/modeling.py"
-    models = _module(public, file)
+    models = public_module(public, file)
     config = models.ModelConfig(3, 3, (4, 8, 16, 32, 64) if smoke else (32, 64, 128, 256, 512))
     noisy = lambda images, key: images + jax.random.normal(key, images.shape)
     return _denoising(file, lambda rngs: models.UNet(config, rngs=rngs), data, 8 if smoke else 64, noisy)
@@ -142,7 +142,7 @@ def bonsai_unet(public: pathlib.Path, data: Mapping[str, np.ndarray], smoke: boo
 def bonsai_vae(public: pathlib.Path, data: Mapping[str, np.ndarray], smoke: bool) -> Case:
     """Bonsai's autoencoder of Stable Diffusion, which repeats photographs."""
     file = "bonsai/models/vae/modeling.py"
-    models = _module(public, file)
+    models = public_module(public, file)
     config = models.ModelConfig((8,), 4, 4) if smoke else models.ModelConfig((64, 128, 256), 4, 32)
     small = {"images": data["images"][:, :32, :32]}
     make = lambda rngs: models.VAE(config, rngs=rngs)
@@ -198,7 +198,7 @@ def _normalised(images: jax.Array) -> jax.Array:
     return (images.astype(jnp.float32) - 127.5) / 64
 
 
-def _module(public: pathlib.Path, file: str) -> ModuleType:
+def public_module(public: pathlib.Path, file: str) -> ModuleType:
     path = public / file
     if not path.is_file():
         raise SystemExit(
