@@ -1,8 +1,8 @@
 """JAX's checkpoint policies against plans, on six unmodified public models: `python -m benchmarks.plan_public`.
 
-`--models-path` is a folder with Flax's `examples` and Bonsai's `bonsai`, as for `benchmarks.public_models`. For each model and each
-built-in policy of `jax.checkpoint` round the loss, the step is compiled, planned for exactly the temporary bytes that the policy
-takes, and both are timed by turns. `--small` tries it on a CPU, ten minutes, and saves nothing.
+`--models-path` is a folder with Flax's `examples` and Bonsai's `bonsai`, as for `benchmarks.public_models`. For each model and
+each built-in policy of `jax.checkpoint` round the loss, the step is compiled, planned for exactly the temporary bytes that the
+policy takes, and both are timed by turns. `--small` tries it on a CPU, ten minutes, and saves nothing.
 """
 
 import dataclasses
