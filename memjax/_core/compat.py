@@ -51,6 +51,9 @@ def primitive_name(eqn: Any) -> str:
 def bodies(eqn: Any) -> list[Any]:
     """The programs inside an equation: of a call, a loop, the branches of a `cond`."""
     # Rules of a custom derivative that nobody asked for (an undifferentiated call) are functions, not jaxprs.
+    traced = parameters(eqn).get("traced")
+    if traced is not None:  # a custom_vjp, with JAX_CUSTOM_VJP3=1
+        return [traced.jaxpr.jaxpr]
     return [getattr(body, "jaxpr", body) for body in jaxprs_in_params(parameters(eqn))]
 
 

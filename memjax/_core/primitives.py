@@ -72,6 +72,7 @@ LOOPS = frozenset(("scan", "while", "cond"))
 PLAIN_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr"}
 # Calls with a derivative of their own: no more than calls where nothing is differentiated.
 CUSTOM_CALLS = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+TRACED_CUSTOM_CALLS = frozenset(("CustomVJPTraced",))  # with JAX_CUSTOM_VJP3=1
 CHECKPOINTS = frozenset(("checkpoint", "remat2", "RematTraced"))
 CALLS = frozenset(("core_call", *PLAIN_CALLS, *CUSTOM_CALLS, *CHECKPOINTS))
 # Calls whose operands and results are those of their one body, differentiated or not.

@@ -16,6 +16,7 @@ from memjax._core.primitives import (
     ELEMENTWISE,
     REDUCTIONS,
     SCATTERS,
+    TRACED_CUSTOM_CALLS,
 )
 
 
@@ -54,7 +55,7 @@ def _elementwise(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
 
 
 _RESHAPES = ("reshape", "squeeze", "expand_dims")
-_CALLS = CALLS_OF_ONE_BODY | CUSTOM_CALLS.keys()
+_CALLS = CALLS_OF_ONE_BODY | CUSTOM_CALLS.keys() | TRACED_CUSTOM_CALLS
 _UNCHANGED = ALIASES.difference(_RESHAPES) | {"sharding_constraint", "psum", "psum_invariant"}
 # Keys, one for each position: dimensions are added or removed behind the positions.
 _OF_KEYS = ("random_bits", "random_split", "random_wrap", "random_unwrap", "random_seed")
