@@ -23,6 +23,7 @@ from memjax._plan.result import Kept, Plan, Point, Stretch
 from memjax._plan.run import Piece, Run
 
 _MOST_COMPILED = 4  # once, and after each of at most three corrections
+_FULL = 0.985  # of the budget: then there is little to gain by another try
 _GAIN = 5e-4  # of the step: what another try has to promise
 _MOST_POINTS = 100
 _MOST_PROGRAMS = 16
@@ -72,6 +73,8 @@ def decide(derivative: Derivative, types: Sequence[Any], shardings: Sequence[Any
             )
         fastest = min((one.seconds for one in tried if one.nbytes <= budget), default=math.inf)
         is_bounded = any(one.nbytes > budget for one in tried)
+        if any(_FULL * budget <= one.nbytes <= budget and one.seconds == fastest for one in tried):
+            break
         if is_bounded and seconds > fastest - _GAIN * chain.base_seconds:
             break
         if not attempt(predicted, chain.choices(predicted)):
