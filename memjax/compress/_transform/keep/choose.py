@@ -39,6 +39,7 @@ from memjax.compress._transform.keep.integers import integer_sources
 from memjax.compress._transform.keep.masks import masks_of_nonzero
 from memjax.compress._transform.keep.origins import Origins
 from memjax.compress._transform.keep.parameters import Parameters
+from memjax.compress._transform.keep.statistic import is_statistic
 from memjax.compress._transform.keep.which import SMALL, Which
 
 
@@ -102,6 +103,8 @@ def choose(
             whole[var] = None
         elif (sources := _recomputed_from(var, origins, parameters, kept_inputs)) is not None:
             whole.update(dict.fromkeys(sources))
+        elif var.aval.dtype in DTYPES and is_statistic(var, origins.producer):
+            whole[var] = None
         elif var.aval.dtype in DTYPES:
             (exact if need >= least_exact else rounded).append(var)
         elif var.aval.dtype == jnp.bool_:

@@ -12,9 +12,8 @@ from memjax.compress._transform.keep.origins import Origins
 
 Again = Callable[[Any], int | None]
 
-_BITS = (
-    4  # at these bits per value a product is repeated if it saves as many bytes for its FLOPs as products do on average
-)
+# At these bits per value a product is repeated if it saves as many bytes for its FLOPs as products write on average.
+_BITS = 5
 _PASSES = 8  # a pass over memory costs an eighth of what is read
 _FUSED = 512  # an elementwise operation costs next to nothing: it is fused into what reads its result
 
@@ -22,7 +21,7 @@ _FUSED = 512  # an elementwise operation costs next to nothing: it is fused into
 def flops_per_byte(program: Program, bits: float) -> float:
     """The FLOPs that are worth spending for a byte less, if codes have so many bits per value.
 
-    With four bits those that the program's products take for each byte that they write: about what checkpoints pay. With
+    With five bits those that the program's products take for each byte that they write: about what checkpoints pay. With
     fewer bits more, in proportion: then the rest of the memory is as small, and what is kept exactly weighs more.
     """
     products = [eqn for eqn in program.eqns if flops_of_product(eqn)]

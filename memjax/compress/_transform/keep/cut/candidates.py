@@ -7,8 +7,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from memjax._core.jaxpr import is_literal, nbytes
-from memjax._core.primitives import VIEWS
+from memjax._core.jaxpr import Walk, is_literal, nbytes
+from memjax._core.primitives import VIEWS, expensive
 from memjax.compress._codecs.codec import DTYPES
 from memjax.compress._transform.array_codecs import ArrayCodecs, Role
 from memjax.compress._transform.keep.cut.needs import Need
@@ -44,18 +44,13 @@ class Candidates:
         needed: dict[Any, Need],
         rounded: Iterable[Any],
     ):
-        self._origins, self._parameters, self._which, self._codecs, self._needed = (
-            origins,
-            parameters,
-            which,
-            codecs,
-            needed,
-        )
+        self._origins, self._parameters, self._which, self._codecs = origins, parameters, which, codecs
         self._largest = max((var.aval.size for var in rounded), default=1)
         self._uses: dict[Any, list[Any]] = {}  # by variable, the residuals that are computed from it, and itself
         for var in rounded:
             for source in origins.path(var):
                 self._uses.setdefault(source, []).append(var)
+        self._fine = _computed_cheaply([var for var in rounded if needed[var] == Need.FINE], origins)
         self.refused: dict[Any, None] = {}
         self._known: dict[Any, bool] = {}
         self._roles: dict[Any, Role] = {}
@@ -97,12 +92,23 @@ class Candidates:
             by_channel = any(eqn.primitive.name == "conv_general_dilated" for eqn in readers)
             self._roles[var] = Role(
                 aval=var.aval,
-                is_fine=any(self._needed.get(member) == Need.FINE for member in (var, *self._uses.get(var, []))),
+                is_fine=var in self._fine,
                 is_wide=_is_exponential(var, origins),
                 by_channel=by_channel or scale_of_norm(var, origins) is not None,
                 share=min(var.aval.size / self._largest, 1.0),
             )
         return self._roles[var]
+
+
+def _computed_cheaply(wanted: Iterable[Any], origins: Origins) -> set[Any]:
+    """`wanted`, and what they are computed from without products, kernels and loops."""
+    walk, found = Walk(wanted), set[Any]()
+    for var in walk:
+        found.add(var)
+        eqn = origins.producer.get(var)
+        if eqn is not None and not expensive(eqn):
+            walk.add(eqn.invars)
+    return found
 
 
 def _is_exponential(var: Any, origins: Origins) -> bool:
