@@ -17,6 +17,7 @@ _TRAININGS = (
     "compressed_training_plain",
 )
 _SEEDS = ("compressed_seeds", "compressed_seeds_resnet50", "compressed_seeds_alexnet")
+_PAIRED = ("paired_gpt_cpu",)
 _CASES = {
     "plain": "nothing compressed",
     "settle": "inputs of convolutions, with room for any code",
@@ -172,9 +173,41 @@ def codec_table() -> str:
     return table(header, body, [environment for environment, _ in files], "codec")
 
 
+def paired_table() -> str:
+    """Transformers trained plainly and compressed, of the same seeds."""
+    files = [load(name) for name in _PAIRED]
+    body = []
+    for _, rows in files:
+        for row in rows:
+            name = f"{row['model'].upper()}, {row['parameters'] / 1e6:.1f}M, {row['steps']} steps, {row['seeds']} seeds"
+            cells = [
+                name if row["kind"] == "plain" else "",
+                row["kind"],
+                f"{row['test_loss']:.4f} ± {row['test_loss_error']:.4f}",
+            ]
+            if row["kind"] == "plain":
+                cells += ["", "", "", "", ""]
+            else:
+                share = 100 / row["test_loss"]
+                cells += [
+                    f"{row['difference']:+.4f} ± {row['difference_error']:.4f}",
+                    f"{share * row['difference']:+.2f}%",
+                    f"{row['gradient_error_median']:.1%}, {row['gradient_error_largest']:.1%}",
+                    f"{row['predicted_within_20_percent']:.0%} of {row['layers']}",
+                    f"{row['bytes_share']:.0%}",
+                ]
+            body.append(cells)
+    header = [
+        *("network", "activations", "test loss", "less plain", "of the loss"),
+        *("errors of layers' gradients: median, largest", "predicted within 20%", "bytes kept by blocks"),
+    ]
+    return table(header, body, [environment for environment, _ in files], "paired")
+
+
 TABLES: Tables = {
     "default": default_table,
     "public": public_table,
+    "paired": paired_table,
     "training": training_table,
     "seeds": seeds_table,
     "steps": steps_table,

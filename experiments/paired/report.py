@@ -163,7 +163,7 @@ def _draw_errors(path: Path, config: Any, rows: list[dict]) -> None:
     axis.set_xticks(range(len(names)), parts, rotation=90, fontsize=7)
     axis.set(ylabel="error of a gradient, % of its norm", yscale="log")
     axis.grid(alpha=0.3)
-    axis.legend(ncols=len(config.bits))
+    axis.legend(ncols=2 * len(config.bits), loc="lower center", bbox_to_anchor=(0.5, 1), frameon=False)
     plots.save(figure, path)
 
 
