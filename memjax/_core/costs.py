@@ -23,7 +23,9 @@ from memjax._core.primitives import (
     KERNELS,
     LOOPS,
     REDUCTIONS,
+    SOURCES,
     TRANSCENDENTAL,
+    VIEWS,
     WHOLE_OPERANDS,
     flops_of_product,
     is_attention,
@@ -152,11 +154,15 @@ def origins_of_names(eqns: Iterable[Any]) -> dict[Any, Any]:
     return found
 
 
-def stored(eqns: Sequence[Any], outputs: Iterable[Any], platform: str = "cuda") -> set[Any]:
+def stored(
+    eqns: Sequence[Any], outputs: Iterable[Any], platform: str = "cuda", *, shared_are: bool = False
+) -> set[Any]:
     """Which values of straight-line equations the compiler writes to memory; other names for these are among them.
 
     An elementwise value is written if an equation reads it that is not elementwise, nor a sum. All others compute it again, each
     for itself; on CPUs not where that takes an exponential or the like.
+
+    With `shared_are` so is one that several equations read, unless it costs nothing to make: what compilers may do at most.
     """
     names = origins_of_names(eqns)
     readers: dict[Any, list[Any]] = {}
@@ -174,7 +180,8 @@ def stored(eqns: Sequence[Any], outputs: Iterable[Any], platform: str = "cuda") 
         for var in eqn.outvars:
             found = readers.get(var, [])
             whole = any(map(reads_whole_operands, found))
-            if var not in names and (not is_fusible(eqn) or whole or (is_heavy and len(found) > 1)):
+            again = is_heavy or (shared_are and eqn.primitive.name not in SOURCES | VIEWS)
+            if var not in names and (not is_fusible(eqn) or whole or (again and len(found) > 1)):
                 written.add(var)
             elif is_heavy:
                 heavy.add(names.get(var, var))

@@ -63,8 +63,9 @@ def decide(derivative: Derivative, types: Sequence[Any], shardings: Sequence[Any
     assert isinstance(budget, int)
     for predicted, name in list(known):
         attempt(predicted, chain.least_choices() if name else chain.choices(predicted), name)
-    for _ in range(_MOST_COMPILED):
-        wanted = _next(tried, budget) if tried else budget
+    for turn in range(_MOST_COMPILED):
+        # Plans for budgets far from this one say little about it: begin with what is predicted for it.
+        wanted = _next(tried, budget) if turn else budget
         predicted, seconds = max((point for point in chain.frontier if point[0] <= wanted), default=chain.frontier[0])
         if any(one.predicted == predicted for one in tried):  # the model may have two in the wrong order: try the next
             limit = min((one.predicted for one in tried if one.nbytes > budget), default=math.inf)

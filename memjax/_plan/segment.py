@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from memjax._core import costs
-from memjax._core.costs import array_bytes, is_fusible, origins_of_names
+from memjax._core.costs import array_bytes, origins_of_names
 from memjax._core.jaxpr import variables
 from memjax._core.working import hoisted_bytes, needed_for, peak_bytes
 from memjax._plan.order import freeing_first, in_time
@@ -81,13 +81,11 @@ def options(segment: Segment, rates: costs.Device, free: set[Any], *, is_loop: b
         [*again, *segment.backward], [*is_known, *segment.results, *segment.leaving], rates.platform
     )
     seconds = {id(eqn): costs.seconds(eqn, rates, in_memory.__contains__) for eqn in again}
-    fusible = {out: eqn for eqn in segment.eqns if is_fusible(eqn) for out in eqn.outvars}
+    written = costs.stored(segment.primal, segment.crossing, rates.platform, shared_are=True)
 
     def to_keep(var: Any) -> float:
-        """It is read; and an elementwise value, which the forward pass may fuse into its readers, made in a pass of its own."""
-        own = fusible.get(var)
-        made = 0 if own is None else array_bytes(var) + sum(map(array_bytes, own.invars))
-        return (array_bytes(var) + made) / rates.nbytes
+        """It is read, and, unless the forward pass does so anyway, written."""
+        return array_bytes(var) * (1 if var in written else 2) / rates.nbytes
 
     candidates = _candidates(again, wanted, is_known, lambda eqn: seconds[id(eqn)], to_keep, names)
     found = []
@@ -106,7 +104,8 @@ def options(segment: Segment, rates: costs.Device, free: set[Any], *, is_loop: b
         ):  # the compiler's best schedule for all of a program is not the best for each part
             order = freeing_first(order, segment.results, [*segment.leaving, *elsewhere], rates.platform)
         working = peak_bytes(order, elsewhere, entering, segment.leaving, segment.results, rates.platform)
-        working = max(working, _forward_bytes(segment, kept, rates.platform))
+        if rates.platform == "cpu":
+            working = max(working, _forward_bytes(segment, kept, rates.platform))
         found.append(Option(tuple(kept), crossing + sum(map(array_bytes, kept)), time, working))
     return found
 
