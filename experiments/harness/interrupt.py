@@ -17,6 +17,7 @@ class Interrupt:
 
     def __init__(self, console: Console):
         self.requested = False
+        self._at_once = False
         self._console = console
 
     def __enter__(self) -> "Interrupt":
@@ -26,6 +27,8 @@ class Interrupt:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._at_once and error is not None and not isinstance(error, KeyboardInterrupt):
+            raise KeyboardInterrupt from error  # libraries in C turn one into an error of their own
         if kind is None or not issubclass(kind, KeyboardInterrupt):
             for number, handler in self._before.items():
                 signal.signal(number, handler)
@@ -33,6 +36,7 @@ class Interrupt:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested and number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
+            self._at_once = True
             raise KeyboardInterrupt
         self.requested = True
         with contextlib.suppress(RuntimeError):  # it came in the middle of another line

@@ -21,6 +21,7 @@ from experiments.densenet264 import PRESETS, make_task
 from experiments.harness import files, memory, records
 from experiments.harness.checkpoints import Checkpoints
 from experiments.harness.errors import ExperimentError
+from experiments.harness.interrupt import Interrupt
 from experiments.harness.main import run
 from experiments.harness.step import init_state
 
@@ -351,3 +352,22 @@ def test_a_second_interrupt_stops_at_once_and_a_resume_goes_on(copied):
     assert "Traceback" not in said
     assert start(copied.parent, "--resume", "--epochs", "1") == 0
     assert records.read(copied / "metrics.jsonl") == before
+
+
+def test_a_second_interrupt_that_a_library_makes_an_error_of_its_own_is_still_one():
+    def interrupted_twice():
+        with Interrupt(Console(file=io.StringIO())) as interrupt:
+            signal.raise_signal(signal.SIGINT)
+            assert interrupt.requested
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt as error:
+                raise SystemError("a result with an exception set") from error
+
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(KeyboardInterrupt) as raised:
+            interrupted_twice()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert isinstance(raised.value.__cause__, SystemError)
