@@ -85,7 +85,7 @@ def _label(case: str) -> str:
     kind, _, detail = case.partition(", ")
     if kind == "compressed":
         return f"`compressed(layer, bits={detail.split()[0]})`"
-    return "nothing" if case == "plain" else f"`jax.checkpoint`, {case.replace('kept: ', 'kept: ')}"
+    return "nothing" if case == "plain" else f"`jax.checkpoint`, {case}"
 
 
 TABLES: Tables = {model: functools.partial(layers, model) for model in measured()} | {"codes": codes}

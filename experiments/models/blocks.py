@@ -19,7 +19,7 @@ class BlocksConfig:
     layers: int
     heads: int
     dtype: str = "float32"
-    """Of computation; parameters and logits are float32."""
+    """The dtype of the computation. Parameters and logits are float32."""
 
     def __post_init__(self) -> None:
         if self.dim % self.heads:

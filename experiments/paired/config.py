@@ -32,7 +32,7 @@ class PairedConfig(RunConfig):
     layers: int = 4
     heads: int = 4
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of computation; parameters are float32."""
+    """The dtype of the computation. Parameters are float32."""
     bits: tuple[int, ...] = (8, 4)
     """Bits per value, 8, 6, 4 or 3, of the trainings with compressed activations, beside the plain one."""
     seeds: int = 1

@@ -155,14 +155,14 @@ def origins_of_names(eqns: Iterable[Any]) -> dict[Any, Any]:
 
 
 def stored(
-    eqns: Sequence[Any], outputs: Iterable[Any], platform: str = "cuda", *, shared_are: bool = False
+    eqns: Sequence[Any], outputs: Iterable[Any], platform: str = "cuda", *, writes_shared: bool = False
 ) -> set[Any]:
     """Which values of straight-line equations the compiler writes to memory; other names for these are among them.
 
     An elementwise value is written if an equation reads it that is not elementwise, nor a sum. All others compute it again, each
     for itself; on CPUs not where that takes an exponential or the like.
 
-    With `shared_are` so is one that several equations read, unless it costs nothing to make: what compilers may do at most.
+    With `writes_shared` a value that several equations read is written too, unless making it costs nothing.
     """
     names = origins_of_names(eqns)
     readers: dict[Any, list[Any]] = {}
@@ -180,7 +180,7 @@ def stored(
         for var in eqn.outvars:
             found = readers.get(var, [])
             whole = any(map(reads_whole_operands, found))
-            again = is_heavy or (shared_are and eqn.primitive.name not in SOURCES | VIEWS)
+            again = is_heavy or (writes_shared and eqn.primitive.name not in SOURCES | VIEWS)
             if var not in names and (not is_fusible(eqn) or whole or (again and len(found) > 1)):
                 written.add(var)
             elif is_heavy:

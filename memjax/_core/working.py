@@ -24,7 +24,7 @@ def peak_bytes(
 
     Args:
       eqns: in the order in which they run.
-      resident: what is there throughout, counted elsewhere.
+      resident: values that are in memory all the time. The caller counts them.
       entering: what is alive at the start, until it is read for the last time.
       leaving: what stays alive at the end.
       results: what lies outside of temporary memory once it is made.
@@ -35,7 +35,7 @@ def peak_bytes(
     resident, results = set(map(root, resident)), set(map(root, results))
     entering, leaving = set(map(root, entering)) - resident, set(map(root, leaving)) - resident
     # On GPUs reserved memory is more than what is alive, in fragments: as if values that several equations read were written.
-    written = stored(eqns, [*resident, *entering, *leaving, *results], platform, shared_are=platform != "cpu")
+    written = stored(eqns, [*resident, *entering, *leaving, *results], platform, writes_shared=platform != "cpu")
     end = len(eqns)
     last: dict[Any, int] = dict.fromkeys(leaving, end)
     for i in range(end - 1, -1, -1):

@@ -36,7 +36,7 @@ def kept_at(
       price: seconds that a byte is worth.
       eqns: what can run again.
       wanted: what has to be had.
-      known: what is there anyway.
+      known: values that are in memory whatever is kept.
       seconds: of an equation.
       nbytes: of a variable.
       to_keep: seconds that keeping a variable takes, however cheap memory is.

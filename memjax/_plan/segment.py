@@ -54,7 +54,8 @@ class Option(NamedTuple):
       kept: variables, besides what crosses to later segments.
       nbytes: of these and of what crosses.
       seconds: spent on running again, and on keeping.
-      working: the most bytes alive in the segment, in the backward pass or in the forward pass, what is kept of it included.
+      working: the most bytes alive in the backward pass of the segment, on CPUs also in its forward pass, what is kept of it
+        included.
       parts: of a loop, for each part of its turns how many they are, in the order of what is scanned over, and the option for its
         body.
     """
@@ -81,7 +82,7 @@ def options(segment: Segment, rates: costs.Device, free: set[Any], *, is_loop: b
         [*again, *segment.backward], [*is_known, *segment.results, *segment.leaving], rates.platform
     )
     seconds = {id(eqn): costs.seconds(eqn, rates, in_memory.__contains__) for eqn in again}
-    written = costs.stored(segment.primal, segment.crossing, rates.platform, shared_are=True)
+    written = costs.stored(segment.primal, segment.crossing, rates.platform, writes_shared=True)
 
     def to_keep(var: Any) -> float:
         """It is read, and, unless the forward pass does so anyway, written."""
@@ -99,9 +100,8 @@ def options(segment: Segment, rates: costs.Device, free: set[Any], *, is_loop: b
         here = [var for var in (*kept, *segment.crossing) if var in read]
         elsewhere = read - set(here) - set(segment.entering) - {out for eqn in order for out in eqn.outvars}
         entering = [*segment.entering, *here]
-        if (
-            is_loop and rates.platform != "cpu"
-        ):  # the compiler's best schedule for all of a program is not the best for each part
+        if is_loop and rates.platform != "cpu":
+            # The compiler's best schedule for all of a program is not the best for each part.
             order = freeing_first(order, segment.results, [*segment.leaving, *elsewhere], rates.platform)
         working = peak_bytes(order, elsewhere, entering, segment.leaving, segment.results, rates.platform)
         if rates.platform == "cpu":

@@ -60,7 +60,7 @@ def test_arrays_of_less_than_the_smallest_are_kept_as_they_are():
     assert [shape for shape, _ in codec(SIZE // 4 + 1)] == both[:1]
     with pytest.raises(ValueError, match="nothing of it is encoded"):
         codec(SIZE + 1)
-    # Of what is left alone, too, one array is kept for several.
+    # An array that is not encoded is also kept once for all that read it.
     alone = compressed(network, ErrorBounded(2**-4, bits_per_value=28), smallest=SIZE + 1)
     assert kept_by_network(alone, 3) < kept_by_network(network, 3) / 1.3
 

@@ -23,7 +23,7 @@ class UniformError(FixedRate):
     Args:
       bound: a positive number, or an array of one.
       seed: it determines the errors together with the values: different arrays get different errors.
-      zeros: whether zeros get errors, too.
+      zeros: whether zeros get errors.
 
     Raises:
       ValueError: `bound` is not positive.
@@ -71,7 +71,7 @@ def inject_error(
       f_or_module, where, inputs: see `compressed`; by default errors go to what convolutions read.
       bound: the largest error; a positive number.
       seed: an integer, which may be traced. Another seed gives other errors.
-      zeros: whether zeros get errors, too, as in the paper's figure 6a.
+      zeros: whether zeros get errors, as in the paper's figure 6a.
 
     Raises:
       ValueError, TypeError: those of `compressed`; `bound` is not positive.
