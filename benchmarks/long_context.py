@@ -5,7 +5,7 @@ Four parts, each with a file of results of its own; `--parts` picks some of them
 stack         loss and gradient of the 1B shape, whole, by recipe
 layer         one layer of the 8B shape forward and backward, input and cotangent given
 feed_forward  half a layer, tiled and not
-longest       a real step of the 8B shape, as long as memory and `--step-seconds` allow
+real          one step of whole shapes at great length: six minutes for each; `--real-cases` picks some
 
 `--smoke` tries it on a CPU in about two minutes and saves nothing.
 """
@@ -29,15 +29,14 @@ from experiments.models import llama
 from experiments.models.llama import LlamaConfig
 from experiments.models.recipe import parse
 
-Part = Literal["stack", "layer", "feed_forward", "longest"]
-_UNIT = 1024  # of which lengths are multiples
+Part = Literal["stack", "layer", "feed_forward", "real"]
 
 _ENVIRON = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}  # of a GPU's memory; by itself JAX takes three quarters
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    parts: tuple[Part, ...] = ("stack", "layer", "feed_forward", "longest")
+    parts: tuple[Part, ...] = ("stack", "layer", "feed_forward", "real")
     recipes: tuple[str, ...] = ("checkpoint", "tiled+slots=6", "tiled+groups+slots=6", "tiled+groups+slots=4")
     """The recipes that the part "stack" compares."""
     lengths: tuple[int, ...] = (65536, 131072)
@@ -48,10 +47,11 @@ class Config:
     layer_length: int = 65536
     layer_recipes: tuple[str, ...] = ("plain", "tiled+plain", "tiled+groups+plain", "tiled+groups+plain+keep_attention")
     """The recipes that the part "layer" compares."""
-    longest_shape: str = "8B"
-    longest_recipe: str = "tiled+groups+slots=4"
-    step_seconds: float = 120.0
-    """What a step of the longest sequence may take."""
+    real_cases: tuple[str, ...] = (
+        "8B 401408 tiled+groups+slots=24+keep_attention",
+        "1B 753664 tiled+groups+slots=16+keep_attention",
+    )
+    """Shape, tokens and recipe of each step of the part "real"."""
     repeats: int = 2
     """Steps that are timed, after one that is not."""
     smoke: bool = False
@@ -64,9 +64,7 @@ _SMOKE: dict[str, Any] = {
     "layer_shape": "tiny",
     "layer_length": 128,
     "layer_recipes": ("plain", "tiled=32+groups+plain+keep_attention"),
-    "longest_shape": "tiny",
-    "longest_recipe": "tiled=32+groups+slots=2",
-    "step_seconds": 0.5,
+    "real_cases": ("tiny 256 tiled=32+groups+slots=2",),
 }
 
 
@@ -81,8 +79,9 @@ def main(config: Config) -> None:
         "feed_forward": [
             {"shape": config.layer_shape, "recipe": r, "length": config.layer_length} for r in ("plain", "tiled+plain")
         ],
-        "longest": [
-            {"shape": config.longest_shape, "recipe": config.longest_recipe, "step_seconds": config.step_seconds}
+        "real": [
+            {"shape": shape, "length": int(length), "recipe": recipe}
+            for shape, length, recipe in map(str.split, config.real_cases)
         ],
     }
     for part in config.parts:
@@ -103,7 +102,7 @@ def case(case: dict) -> dict:
         decoder = dataclasses.replace(decoder, dtype="float32")
     if part == "stack":
         return _stack(decoder, case)
-    return _longest(decoder, case) if part == "longest" else _layer(decoder, case)
+    return _real(decoder, case) if part == "real" else _layer(decoder, case)
 
 
 def _stack(decoder: LlamaConfig, case: dict) -> dict:
@@ -150,28 +149,19 @@ def _layer(decoder: LlamaConfig, case: dict) -> dict:
     }
 
 
-def _longest(decoder: LlamaConfig, case: dict) -> dict:
-    """Seconds of two lengths give those of others: a length + b length^2."""
-    recipe, text, params = parse(case["recipe"]), standard_library().train, _params(decoder)
-    unit = _UNIT if jax.default_backend() == "gpu" else 64
-    lengths = (16 * unit, 32 * unit) if jax.default_backend() == "gpu" else (2 * unit, 4 * unit)
-    short = [measure.Gradient(decoder, recipe, n) for n in lengths]
-    seconds = [min(gradient.seconds(params, text)) for gradient in short]
-    (n, m), (s, t) = lengths, seconds
-    square = max((t / m - s / n) / (m - n), 1e-15)
-    linear = max(s / n - square * n, 0.0)
-    by_time = int((-linear + (linear**2 + 4 * square * case["step_seconds"]) ** 0.5) / (2 * square))
-    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 2**24)
-    bytes_of = lambda length: measure.Gradient(decoder, recipe, length, quick=True).bytes.total
-    fixed = 2 * sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    last = max(by_time // unit * unit, unit)
-    length = measure.longest(bytes_of, limit, fixed=fixed, unit=unit, first=min(n, last), last=last)
-    found = {"bytes_limit": limit, "longest_by_time": by_time, "length": length}
-    if not length:
-        return found
-    gradient = measure.Gradient(decoder, recipe, length)
-    found |= {"total_bytes": gradient.bytes.total, "kib_per_token": gradient.bytes.temp / 1024 / length}
-    return found | {"seconds": gradient.seconds(params, text, 1)[0]}
+def _real(decoder: LlamaConfig, case: dict) -> dict:
+    """One step, from compiled program to gradient, without another before it."""
+    begin = time.perf_counter()
+    gradient = measure.Gradient(decoder, parse(case["recipe"]), case["length"])
+    compiling = time.perf_counter() - begin
+    found = {
+        "total_bytes": gradient.bytes.total,
+        "kib_per_token": gradient.bytes.temp / 1024 / case["length"],
+        "compile_seconds": compiling,
+    }
+    seconds, loss, norm = gradient.step(_params(decoder), standard_library().train)
+    peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    return found | {"seconds": seconds, "loss": loss, "gradient_norm": norm, "peak_bytes": peak}
 
 
 def _params(decoder: LlamaConfig) -> Any:

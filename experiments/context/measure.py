@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -50,18 +51,20 @@ class Gradient:
 
     def seconds(self, params: Any, text: np.ndarray, steps: int = 2) -> list[float]:
         """How long each of some steps takes, on the beginning of `text`, which is repeated if it is too short."""
+        return [self.step(params, text)[0] for _ in range(steps)]
+
+    def step(self, params: Any, text: np.ndarray) -> tuple[float, float, float]:
+        """Seconds of one such step, its loss, and the norm of its gradient."""
         window = jnp.asarray(np.resize(text, self.length + 1)[None], jnp.int32)
-        found = []
-        for _ in range(steps):
-            begin = time.perf_counter()
-            value, gradients = self._step(params, window[:, :-1], window[:, 1:])
-            value.block_until_ready()
-            jax.block_until_ready(gradients)
-            del gradients  # their memory is needed for the next ones
-            found.append(time.perf_counter() - begin)
-            if not np.isfinite(value):
-                raise FloatingPointError(f"the loss of {self.length} tokens is {value}")
-        return found
+        begin = time.perf_counter()
+        value, gradients = self._step(params, window[:, :-1], window[:, 1:])
+        jax.block_until_ready((value, gradients))
+        seconds = time.perf_counter() - begin
+        squares = (jnp.sum(jnp.square(leaf), dtype=jnp.float32) for leaf in jax.tree.leaves(gradients))
+        loss, norm = float(value), math.sqrt(sum(map(float, squares)))
+        if not math.isfinite(loss + norm):
+            raise FloatingPointError(f"the loss of {self.length} tokens is {loss}, the norm of its gradient {norm}")
+        return seconds, loss, norm
 
 
 def longest(bytes_of: Callable[[int], int], limit: int, *, fixed: int, unit: int, first: int, last: int) -> int:
