@@ -32,8 +32,9 @@ def peak_bytes(
     """
     names = origins_of_names(eqns)
     root = lambda var: names.get(var, var)
-    resident, results = set(map(root, resident)), set(map(root, results))
-    entering, leaving = set(map(root, entering)) - resident, set(map(root, leaving)) - resident
+    roots = lambda atoms: {root(var) for var in variables(atoms)}
+    resident, results = roots(resident), roots(results)
+    entering, leaving = roots(entering) - resident, roots(leaving) - resident
     # On GPUs reserved memory is more than what is alive, in fragments: as if values that several equations read were written.
     written = stored(eqns, [*resident, *entering, *leaving, *results], platform, writes_shared=platform != "cpu")
     end = len(eqns)

@@ -103,6 +103,10 @@ class Chain:
             outputs=variables(self.derivative.outputs),
         )
 
+    def between(self, start: int, stop: int) -> Segment:
+        """The stretch of equations `start` to `stop` - 1. A program without equations has one piece, too."""
+        return self.segment(self.cuts.index(start), len(self.cuts) - 1 - self.cuts[::-1].index(stop))
+
     def options(self, a: int, b: int) -> list[Option]:
         """The options for the stretch of pieces `a` to `b` - 1; equal stretches share them."""
         segment = self.segment(a, b)

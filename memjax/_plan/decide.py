@@ -147,7 +147,7 @@ def pieces(chain: Chain, choices: Sequence[Choice]) -> list[Piece]:
     """The plan's stretches as they are run."""
     found = []
     for choice in choices:
-        segment = chain.segment(chain.cuts.index(choice.start), chain.cuts.index(choice.stop))
+        segment = chain.between(choice.start, choice.stop)
         parts = tuple((turns, option.kept) for turns, option in choice.option.parts)
         loop = chain.loops[choice.start] if parts else None
         found.append(Piece(segment.backward, [*choice.option.kept, *segment.crossing], loop, parts))
@@ -159,7 +159,7 @@ def pieces_of_plan(chain: Chain, plan: Plan) -> list[Piece]:
     found: list[Piece] = []
     for (start, stop), same in itertools.groupby(plan.stretches, lambda stretch: (stretch.start, stretch.stop)):
         stretches = list(same)
-        segment = chain.segment(chain.cuts.index(start), chain.cuts.index(stop))
+        segment = chain.between(start, stop)
         loop = None if stretches[0].turns is None else chain.loops[start]
         program = chain.derivative.forward if loop is None else loop.program
         kept = [

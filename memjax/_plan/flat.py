@@ -42,7 +42,7 @@ class Flat:
     """
 
     def __init__(self, f: Callable[..., Any], args: tuple, kwargs: dict[str, Any]):
-        self._f, self._args = f, args
+        self._f = f
         self._parts = Parts(args, kwargs)
         leaves = jax.tree.leaves((args, kwargs), is_leaf=is_nnx)
         self._objects = [leaf for leaf in leaves if is_nnx(leaf)]
@@ -80,9 +80,10 @@ class Flat:
 
     def float_arrays_of(self, positions: Collection[int]) -> list[bool]:
         """Which arrays are floats of the positional arguments at these positions."""
-        chosen = {id(leaf) for i in positions for leaf in Parts((self._args[i],), {}).arrays}
-        pairs = zip(self._parts.arrays, self.arrays, strict=True)
-        return [id(given) in chosen and is_float(array) for given, array in pairs]
+        marks = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in self.arrays]  # an array may be there twice
+        args, _, _ = self._parts.rebuild(marks)
+        chosen = {id(leaf) for i in positions for leaf in Parts((args[i],), {}).arrays}
+        return [id(mark) in chosen and is_float(mark) for mark in marks]
 
 
 def _is_abstract(leaf: Any) -> bool:

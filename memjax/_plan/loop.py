@@ -174,8 +174,10 @@ class _Body:
     def forward(self, outvars: Sequence[Any]) -> list[Any]:
         """The equations that lead to `outvars` and to what is kept, and those with effects."""
         known = {*self._program.invars, *self._program.constvars}
-        chosen = {id(eqn) for eqn in needed_for(self._program.eqns, [*outvars, *self.kept], known)}
-        return [eqn for eqn in self._program.eqns if id(eqn) in chosen or eqn.effects]
+        acting = [eqn for eqn in self._program.eqns if eqn.effects]
+        wanted = [*outvars, *self.kept, *(atom for eqn in acting for atom in eqn.invars)]
+        chosen = {id(eqn) for eqn in [*needed_for(self._program.eqns, wanted, known), *acting]}
+        return [eqn for eqn in self._program.eqns if id(eqn) in chosen]
 
 
 def _mapped(f: Callable[[Any], Any], tree: Any) -> Any:

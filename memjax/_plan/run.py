@@ -66,9 +66,10 @@ class Run:
         self.kept = [var for var in dict.fromkeys(reads) if var in known and var not in self._inputs]
         self._fusible = {out for eqn in program.eqns if is_fusible(eqn) for out in eqn.outvars}.intersection(self.kept)
         stacked = {var for loop in loops.values() for var in loop.replaced}
-        wanted = [*derivative.outputs, *self.kept]
+        acting = [eqn for eqn in program.eqns if eqn.effects]
+        wanted = variables([*derivative.outputs, *self.kept, *(atom for eqn in acting for atom in eqn.invars)])
         eqns = needed_for(program.eqns, [var for var in wanted if var not in stacked], self._inputs)
-        chosen = {id(eqn) for eqn in eqns} | {id(eqn) for eqn in program.eqns if eqn.effects} | loops.keys()
+        chosen = {id(eqn) for eqn in [*eqns, *acting]} | loops.keys()
         self._forward = [eqn for eqn in program.eqns if id(eqn) in chosen]
 
     def _read_by(self, eqn: Any) -> list[Any]:

@@ -1,0 +1,91 @@
+"""Programs with what is rare: effects, constants for results, one array in several arguments."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.experimental import io_callback
+
+import memjax
+
+X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)
+W = np.linspace(0.5, 1.5, 16, dtype=np.float32).reshape(4, 4)
+
+
+def tanh_loss(w, x):
+    return jnp.sum(jnp.tanh(x @ w) ** 2)
+
+
+def check(f, *args, argnums=0):
+    differentiate = lambda f: jax.jit(jax.value_and_grad(f, argnums))(*args)
+    jax.tree.map(
+        lambda got, wanted: np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6),
+        differentiate(memjax.planned(f, budget="min")),
+        differentiate(f),
+    )
+
+
+def in_a_scan(f):
+    """`f(x)` called in each turn of a loop that is differentiated."""
+
+    def loss(w, x):
+        def turn(x, w):
+            f(x)
+            return jnp.tanh(x @ w), None
+
+        return jnp.sum(jax.lax.scan(turn, x, jnp.stack([w, 2 * w]))[0])
+
+    return loss
+
+
+@pytest.mark.parametrize("wrap", [lambda f: lambda w, x: (f(x), tanh_loss(w, x))[1], in_a_scan], ids=["", "scan"])
+def test_an_effect_happens_once_with_values_that_nothing_else_needs(wrap):
+    seen = []
+
+    def record(x):
+        jax.debug.callback(lambda least: seen.append(float(least)), jnp.min(x) * 3)
+
+    loss = wrap(record)
+    jax.block_until_ready(jax.jit(jax.grad(loss))(W, X))
+    jax.effects_barrier()
+    wanted, seen[:] = list(seen), []
+    jax.block_until_ready(jax.jit(jax.grad(memjax.planned(loss, budget="min")))(W, X))
+    jax.effects_barrier()
+    assert sorted(seen) == pytest.approx(sorted(wanted))
+
+
+def test_what_an_effect_gives_is_kept():
+    seen = []
+
+    def loss(w, x):
+        for _ in range(3):
+            factor = io_callback(lambda: seen.append(1) or np.float32(len(seen)), jax.ShapeDtypeStruct((), jnp.float32))
+            x = jnp.tanh(x @ w * factor)
+        return jnp.sum(x)
+
+    jax.block_until_ready(jax.jit(jax.grad(memjax.planned(loss, budget="min")))(W, X))
+    assert len(seen) == 3
+
+
+def test_branches_and_results_that_are_constants():
+    check(lambda w, x, i: jax.lax.switch(i, [tanh_loss, lambda w, x: 0.0], w, x), W, X, 0)
+    check(lambda w: jnp.float32(3), W)
+    check(lambda w, x: (w[0, 0] + 0) if False else 3.0 * jnp.float32(1), W, X, argnums=(0, 1))
+    check(lambda scale, unused: scale, jnp.float32(2), X, argnums=(0, 1))
+
+
+def test_one_array_in_two_arguments():
+    two = lambda one, other: tanh_loss(one, X) + jnp.sum(jnp.sin(other))
+    w = jnp.asarray(W)
+    plan = memjax.plan(two, w, w, budget="min", argnums=1)
+    np.testing.assert_allclose(jax.grad(memjax.planned(two, plan=plan), 1)(w, w), np.cos(W), rtol=1e-6)
+
+
+def test_a_module_and_its_clone():
+    student = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    teacher = nnx.clone(student)
+    loss = lambda student, teacher, x: jnp.sum((jnp.tanh(student(x)) - jnp.cos(teacher(x))) ** 2)
+    plan = memjax.plan(loss, student, teacher, X, budget="min")
+    got = nnx.grad(memjax.planned(loss, plan=plan))(student, teacher, X)
+    jax.tree.map(np.testing.assert_allclose, got, nnx.grad(loss)(student, teacher, X))
