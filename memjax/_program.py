@@ -60,7 +60,7 @@ def traced(name: str, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Prog
         program: Any = fn
     else:
         program, args, kwargs = jax.jit(of_arrays(fn, parts)), (parts.arrays,), {}
-    with call_errors("fn", fn, {"arguments": (*args, *kwargs.values())}), trace_errors(fn):
+    with call_errors("fn", fn, {"arguments": (*args, *kwargs.values())}), trace_errors("fn", fn):
         stage = program.trace(*args, **kwargs)
     refuse_leaks(fn, of_jax(stage))
     result = _differentiable(stage.out_info, has_updates=not jitted or of_jax(stage) is not stage)

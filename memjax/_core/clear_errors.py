@@ -90,16 +90,16 @@ def argument_errors(f: Any, args: Sequence, kwargs: dict[str, Any], static: Sequ
 
 
 @contextlib.contextmanager
-def trace_errors(fn: Callable) -> Iterator[None]:
-    """Says why `fn` cannot be traced, where the user can change that."""
+def trace_errors(name: str, fn: Callable) -> Iterator[None]:
+    """Says why `fn`, the value of the argument `name`, cannot be traced, where the user can change that."""
     try:
-        with value_errors("fn", fn):
+        with value_errors(name, fn):
             yield
     except flax.errors.TraceContextError as error:
         fix = "it changes a Flax NNX object that it closes over; make the object an argument"
-        raise _because(error, check.fail(TypeError, "fn", _WANTED, fn, fix)) from error
+        raise _because(error, check.fail(TypeError, name, _WANTED, fn, fix)) from error
     except jax.errors.UnexpectedTracerError as error:
-        raise _because(error, check.fail(TypeError, "fn", _WANTED, fn, _LEAK_FIX)) from error
+        raise _because(error, check.fail(TypeError, name, _WANTED, fn, _LEAK_FIX)) from error
     except TypeError as error:
         said = str(error)
         if not said.startswith(("Error interpreting argument to", "Cannot interpret value of type")):

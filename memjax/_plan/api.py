@@ -6,8 +6,10 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from flax import nnx
+
 from memjax._core import check
-from memjax._core.clear_errors import value_errors
+from memjax._core.clear_errors import trace_errors
 from memjax._plan.decide import decide
 from memjax._plan.derivative import Derivative
 from memjax._plan.differentiable import differentiable
@@ -23,7 +25,7 @@ def plan(
     *args: Any,
     budget: int | str,
     allow: Sequence[str] = _ALLOWED,
-    argnums: int | Sequence[int] = 0,
+    argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
     **kwargs: Any,
 ) -> Plan:
     """How `jax.value_and_grad(f, argnums)(*args, **kwargs)` fits a budget of memory in the least time.
@@ -41,7 +43,8 @@ def plan(
       budget: temporary bytes of the compiled step, per device, or a text like "40GiB"; "device": what is free on the device
         beside arguments and results; "min": the least memory.
       allow: what the plan may do; "recompute" is all there is.
-      argnums: which of `args` are differentiated.
+      argnums: which of `args` are differentiated: all their floats; of NNX modules the `nnx.Param`, as `nnx.grad` does, or what
+        an `nnx.DiffState` in place of the number chooses.
       **kwargs: as `args`; they are not differentiated.
 
     Returns:
@@ -54,21 +57,17 @@ def plan(
     check.function("f", f)
     room = _budget(budget)
     _check_allow(allow)
-    chosen = [argnums] if not isinstance(argnums, Sequence) else list(argnums)
-    chosen = [check.integer("argnums", number, what="positions of arguments") for number in chosen]
-    if any(not -len(args) <= number < len(args) for number in chosen):
-        raise check.fail(ValueError, "argnums", f"positions among {len(args)} arguments", argnums)
+    chosen = _positions(argnums, len(args))
     flat = Flat(f, args, kwargs)
-    with value_errors("f", f):
+    with trace_errors("f", f):
         program = flat.program()
-    differentiated = {number % len(args) for number in chosen}
-    wrt = [False] * len(program.closed.consts) + flat.float_arrays_of(differentiated)
+    wrt = [False] * len(program.closed.consts) + flat.float_arrays_of(chosen)
     if not any(wrt):
         raise check.fail(TypeError, "f", "a function with float arrays to differentiate", f, "see argnums")
     if not any(program.has_cotangent):
         raise check.fail(TypeError, "f", "a function with a float result", f)
     derivative = Derivative(program.closed, program.types, wrt, program.has_cotangent, {})
-    shardings = [None] * len(program.closed.consts) + [getattr(leaf, "sharding", None) for leaf in flat.arrays]
+    shardings = [None] * len(program.closed.consts) + [_sharding(leaf) for leaf in flat.arrays]
     if room == "device":
         room = free_bytes(program.types, derivative, shardings)
     return decide(derivative, program.types, shardings, room)
@@ -110,12 +109,29 @@ def planned(
     @functools.wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
         flat = Flat(f, args, kwargs)
-        with value_errors("f", f):
+        with trace_errors("f", f):
             program = flat.program()
         outs = differentiable(program, [*program.closed.consts, *flat.arrays], room, plan, known)
         return flat.result(program, outs)
 
     return run
+
+
+def _positions(argnums: Any, count: int) -> dict[int, Any]:
+    """By position of an argument what of its NNX objects is differentiated."""
+    chosen: dict[int, Any] = {}
+    for one in argnums if isinstance(argnums, Sequence) else [argnums]:
+        number, wanted = (one.argnum, one.filter) if isinstance(one, nnx.DiffState) else (one, nnx.Param)
+        number = check.integer("argnums", number, what="positions of arguments")
+        if not -count <= number < count:
+            raise check.fail(ValueError, "argnums", f"positions among {count} arguments", argnums)
+        chosen[number % count] = wanted
+    return chosen
+
+
+def _sharding(leaf: Any) -> Any:
+    """That of an argument, None for an array that `jax.jit` would move to the others."""
+    return leaf.sharding if getattr(leaf, "committed", True) else None
 
 
 def _budget(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -78,12 +78,15 @@ class Flat:
             )
         return jax.tree.unflatten(program.out_tree, merge(outs[:n], program.static, program.is_dynamic))
 
-    def float_arrays_of(self, positions: Collection[int]) -> list[bool]:
-        """Which arrays are floats of the positional arguments at these positions."""
+    def float_arrays_of(self, chosen: Mapping[int, Any]) -> list[bool]:
+        """Which arrays are floats of the positional arguments at these positions; of NNX objects what the filter there chooses."""
         marks = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in self.arrays]  # an array may be there twice
         args, _, _ = self._parts.rebuild(marks)
-        chosen = {id(leaf) for i in positions for leaf in Parts((args[i],), {}).arrays}
-        return [id(mark) in chosen and is_float(mark) for mark in marks]
+        found = set()
+        for position, wanted in chosen.items():
+            for leaf in jax.tree.leaves(args[position], is_leaf=is_nnx):
+                found.update(map(id, jax.tree.leaves(nnx.split(leaf, wanted, ...)[1]) if is_nnx(leaf) else [leaf]))
+        return [id(mark) in found and is_float(mark) for mark in marks]
 
 
 def _is_abstract(leaf: Any) -> bool:

@@ -89,3 +89,40 @@ def test_a_module_and_its_clone():
     plan = memjax.plan(loss, student, teacher, X, budget="min")
     got = nnx.grad(memjax.planned(loss, plan=plan))(student, teacher, X)
     jax.tree.map(np.testing.assert_allclose, got, nnx.grad(loss)(student, teacher, X))
+
+
+class Normalised(nnx.Module):
+    def __init__(self, rngs):
+        self.linear, self.norm = nnx.Linear(4, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.linear(x))
+
+
+@pytest.mark.parametrize("wrt", [nnx.Param, nnx.PathContains("linear")])
+def test_modules_are_differentiated_as_nnx_grad_does(wrt):
+    def loss(model, x):
+        return jnp.sum(jnp.tanh(model(x)))
+
+    argnums = 0 if wrt is nnx.Param else nnx.DiffState(0, wrt)
+    plan = memjax.plan(loss, Normalised(nnx.Rngs(0)), X, budget="min", argnums=argnums)
+    model, other = Normalised(nnx.Rngs(0)), Normalised(nnx.Rngs(0))
+    got = nnx.grad(memjax.planned(loss, plan=plan), argnums=argnums)(model, X)
+    wanted = nnx.grad(loss, argnums=argnums)(other, X)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, wanted)
+    np.testing.assert_allclose(model.norm.mean[...], other.norm.mean[...], rtol=1e-6)
+
+
+def test_a_module_that_is_closed_over_and_changed():
+    model = Normalised(nnx.Rngs(0))
+    for run in (lambda f: memjax.plan(f, X, budget="min"), lambda f: jax.grad(memjax.planned(f, budget="min"))(X)):
+        with pytest.raises(TypeError, match="f must be a function.*make the object an argument"):
+            run(lambda x: jnp.sum(model(x)))
+
+
+def test_weights_of_one_device_beside_a_sharded_batch():
+    mesh = jax.make_mesh((3,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jax.device_put(X, jax.NamedSharding(mesh, jax.P("d")))
+    plan = memjax.plan(tanh_loss, jnp.asarray(W), x, budget="min")
+    got = jax.jit(jax.grad(memjax.planned(tanh_loss, plan=plan)))(jnp.asarray(W), x)
+    np.testing.assert_allclose(got, jax.grad(tanh_loss)(W, X), rtol=1e-5, atol=1e-6)
