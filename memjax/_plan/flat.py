@@ -79,10 +79,10 @@ class Flat:
         return jax.tree.unflatten(program.out_tree, merge(outs[:n], program.static, program.is_dynamic))
 
     def float_arrays_of(self, chosen: Mapping[int, Any]) -> list[bool]:
-        """Which arrays are floats of the positional arguments at these positions; of NNX objects what the filter there chooses."""
+        """Which arrays are floats of the positional arguments at these positions; of NNX objects what a filter chooses."""
         marks = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in self.arrays]  # an array may be there twice
         args, _, _ = self._parts.rebuild(marks)
-        found = set()
+        found: set[int] = set()
         for position, wanted in chosen.items():
             for leaf in jax.tree.leaves(args[position], is_leaf=is_nnx):
                 found.update(map(id, jax.tree.leaves(nnx.split(leaf, wanted, ...)[1]) if is_nnx(leaf) else [leaf]))

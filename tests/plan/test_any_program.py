@@ -116,7 +116,7 @@ def test_modules_are_differentiated_as_nnx_grad_does(wrt):
 def test_a_module_that_is_closed_over_and_changed():
     model = Normalised(nnx.Rngs(0))
     for run in (lambda f: memjax.plan(f, X, budget="min"), lambda f: jax.grad(memjax.planned(f, budget="min"))(X)):
-        with pytest.raises(TypeError, match="f must be a function.*make the object an argument"):
+        with pytest.raises(TypeError, match=r"f must be a function.*make the object an argument"):
             run(lambda x: jnp.sum(model(x)))
 
 
