@@ -18,6 +18,9 @@ bfloat16s of 16 steps and more are, errors have a mean below zero: see `ErrorBou
 The arithmetic is that of integers, because that of subnormal numbers differs between backends.
 """
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
@@ -42,6 +45,7 @@ RAW_EXPONENT = -(2**30)
 _MANTISSA = 23  # of a float32
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def step_exponent(bound: Float[Array, "..."], dtype) -> Int32[Array, "..."]:
     """The k of the largest useful step 2^k not above 2 `bound`; `RAW_EXPONENT` if the bound is too small, or not positive."""
     least, most = _EXPONENTS[jnp.dtype(dtype)]

@@ -8,6 +8,7 @@ The words of a tile are written and read in rows of one word for each lane, or f
 gaps between them. See `tiles`.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -29,6 +30,7 @@ _BELOW = (1 << np.arange(WORD, dtype=np.uint32)) - np.uint32(1)  # each bit of a
 _LANE = np.arange(LANES, dtype=np.uint32)
 _RAW = np.uint32(2**32 - 1)
 _NOWHERE = np.uint32(2**30)  # the place of a word that a lane does not have
+_sum = functools.partial(jnp.sum, dtype=jnp.uint32)
 
 
 class Packed(NamedTuple):
@@ -113,15 +115,17 @@ def encode(x: Float[Array, "..."], exponent: Int32[Array, "..."], capacity: int)
             parts = jnp.stack([shift_left(dense, place.used), shift_right(dense, u32(WORD) - place.used)])
             return put(words, index, parts), reader
 
-        words, reader = lax.fori_loop(0, reader.slots, put_slot, (words, reader))
+        words, reader = lax.fori_loop(0, reader.most_slots, put_slot, (words, reader))
+
+        raw_lanes = _bits_of_lanes(raw)
 
         def put_raw(_, carry):
             words, following = carry
             rows = _raw_words(u32(raw_bits), dtype)
-            place, following = _raw_places(raw, following, dtype)
+            place, following = _raw_places(raw_lanes, following, dtype)
             return put(words, place, rows), following
 
-        words, count = lax.fori_loop(0, jnp.any(raw).astype(jnp.int32), put_raw, (words, reader.next))
+        words, count = lax.fori_loop(0, (raw_lanes != 0).astype(jnp.int32), put_raw, (words, reader.next))
         place, count = jnp.arange(most, dtype=jnp.int32), count.astype(jnp.int32)
         index = jnp.where(place < count, offset + place, capacity)
         all_words = all_words.at[index].add(words, mode="drop")
@@ -165,16 +169,16 @@ def decode(
             dense |= shift_left(get(place.fresh), u32(WORD) - place.used)
             return numbers | (((dense[:, None] >> ranks) & u32(1)) << u32(slot)), reader  # zeros' are anything
 
-        numbers, reader = lax.fori_loop(0, reader.slots, get_slot, (jnp.zeros_like(ranks), reader))
+        numbers, reader = lax.fori_loop(0, reader.most_slots, get_slot, (jnp.zeros_like(ranks), reader))
         of_groups = numbers, mask, *_of_groups(grid, exponent, tile)
         values = lax.map(lambda group: _value(tile, group, dtype, keeps_signs), of_groups)
-        raw = lanes.raw != 0
+        raw_lanes = _bits_of_lanes(lanes.raw != 0)
 
         def get_raw(_, values):
-            rows = get(_raw_places(raw, reader.next, dtype)[0])
-            return jnp.where(raw, _raw_bits(rows, dtype), values)
+            rows = get(_raw_places(raw_lanes, reader.next, dtype)[0])
+            return jnp.where(_is_in(raw_lanes), _raw_bits(rows, dtype), values)
 
-        values = lax.fori_loop(0, jnp.any(raw).astype(jnp.int32), get_raw, values)
+        values = lax.fori_loop(0, (raw_lanes != 0).astype(jnp.int32), get_raw, values)
         # Chosen as bits: backends may change the payload of a NaN that they choose as a number.
         values = jnp.where(lost, tiles.to_bits(jnp.asarray(jnp.nan, dtype)), values)
         return lax.dynamic_update_slice(matrix, tiles.rows(values).astype(matrix.dtype), grid.corner(tile))
@@ -189,14 +193,14 @@ class Reader(NamedTuple):
     """Where in its words each lane of a tile is.
 
     Attributes:
-      lanes: what they have.
+      slots: which slots the lane has, as bits: the lowest for its signs, the following ones for its planes.
       lengths: bits of a piece, that is of a group's signs or of a plane of them.
       used: bits of the latest word that are used.
       latest: the latest word that the lane has begun.
       next: the first word that no lane has begun.
     """
 
-    lanes: Lanes
+    slots: UInt32[Array, "32"]
     lengths: UInt32[Array, "4 32"]
     used: UInt32[Array, "32"]
     latest: UInt32[Array, "32"]
@@ -207,16 +211,17 @@ class Reader(NamedTuple):
         cls, lanes: Lanes, mask: UInt32[Array, "4 32"], first: UInt32[Array, "32"], following: UInt32[Array, ""]
     ) -> "Reader":
         """In the first words of lanes."""
-        return cls(lanes, lax.population_count(mask), jnp.zeros_like(first), first, following)
+        slots = lanes.signs | ((u32(2) << lanes.planes) - u32(2))
+        return cls(slots, lax.population_count(mask), jnp.zeros_like(first), first, following)
 
     @property
-    def slots(self) -> Int32[Array, ""]:
-        """How many there are: the signs, and the planes of the lane that has most."""
-        return jnp.max(self.lanes.planes).astype(jnp.int32) + 1
+    def most_slots(self) -> Int32[Array, ""]:
+        """Slots of the lane that has most."""
+        return bit_length(jnp.max(self.slots)).astype(jnp.int32)
 
     def advance(self, slot: Array) -> tuple["Place", "Reader"]:
         """By the signs, slot 0, or plane slot - 1: where the pieces of the groups are, and where the lanes are then."""
-        live = jnp.where(slot == 0, self.lanes.signs != 0, u32(slot) <= self.lanes.planes)
+        live = ((self.slots >> u32(slot)) & u32(1)) != 0
         lengths = jnp.where(live, self.lengths, u32(0))
         begin = self.used + _before(lengths)[:-1]
         end = begin + lengths
@@ -224,10 +229,9 @@ class Reader(NamedTuple):
         words = lambda bits: (jnp.maximum(bits, u32(1)) - u32(1)) // u32(WORD)
         begins = words(end) > words(begin)
         fresh, following = _places(begins, self.next)
-        latest = [self.latest]
-        for group in range(GROUPS):
-            latest.append(jnp.where(begins[group], fresh[group], latest[-1]))
-        behind = jnp.where(live, jnp.stack(latest[:-1]), _NOWHERE)
+        # Words that are begun later have larger places.
+        latest = jnp.maximum(self.latest, _before(jnp.where(begins, fresh, u32(0)), jnp.max))
+        behind = jnp.where(live, latest[:-1], _NOWHERE)
         place = Place(behind, begin - u32(WORD) * words(begin), fresh)
         used = end[-1] - u32(WORD) * words(end[-1])
         return place, self._replace(used=used, latest=latest[-1], next=following)
@@ -255,9 +259,9 @@ def _places(live: Bool[Array, "rows 32"], following: UInt32[Array, ""]) -> tuple
     return _of_live(rows[:, None], before[:-1, None]), before[-1]
 
 
-def _raw_places(raw: Bool[Array, "32"], following: UInt32[Array, ""], dtype) -> tuple[UInt32[Array, "rows 32"], Array]:
-    """`_places` of the words of raw lanes, which are the same lanes in all rows."""
-    rows, row = tiles.raw_words(dtype), _bits_of_lanes(raw)
+def _raw_places(row: UInt32[Array, ""], following: UInt32[Array, ""], dtype) -> tuple[UInt32[Array, "rows 32"], Array]:
+    """`_places` of the words of raw lanes, the bits of `row`, which are the same lanes in all rows."""
+    rows = tiles.raw_words(dtype)
     count = lax.population_count(row)
     before = following + np.arange(rows, dtype=np.uint32)[:, None] * count
     return _of_live(row, before), following + u32(rows) * count
@@ -268,8 +272,7 @@ def _of_live(row: Array, first: Array) -> Array:
 
     That is told from the bits again, because XLA would compile what told it before once more for each reader.
     """
-    is_live = ((row >> _LANE) & u32(1)) != 0
-    return jnp.where(is_live, first + lax.population_count(row & _BELOW), _NOWHERE)
+    return jnp.where(_is_in(row), first + lax.population_count(row & _BELOW), _NOWHERE)
 
 
 def _bits_of_lanes(flags: Bool[Array, "... 32"]) -> UInt32[Array, "..."]:
@@ -277,10 +280,15 @@ def _bits_of_lanes(flags: Bool[Array, "... 32"]) -> UInt32[Array, "..."]:
     return jnp.sum(u32(flags) << _LANE, -1, dtype=jnp.uint32)
 
 
-def _before(x: UInt32[Array, "rows ..."]) -> UInt32[Array, "rows+1 ..."]:
-    """Sums over the rows before each, and of all: of all pairs, which compiles faster than a tree of sums."""
+def _is_in(row: UInt32[Array, "..."]) -> Bool[Array, "... 32"]:
+    """The inverse; a word has an axis of 1 for the lanes, or is a scalar."""
+    return ((row >> _LANE) & u32(1)) != 0
+
+
+def _before(x: UInt32[Array, "rows ..."], reduce=_sum) -> UInt32[Array, "rows+1 ..."]:
+    """Sums, or maxima, of the rows before each, and of all: from all pairs, which compiles faster than a tree of them."""
     is_before = np.tri(len(x) + 1, len(x), k=-1, dtype=bool).reshape(len(x) + 1, len(x), *[1] * (x.ndim - 1))
-    return jnp.sum(jnp.where(is_before, x, u32(0)), 1, dtype=jnp.uint32)
+    return reduce(jnp.where(is_before, x, u32(0)), axis=1)
 
 
 def _ranks(mask: UInt32[Array, "4 32"]) -> UInt32[Array, "4 32 32"]:
