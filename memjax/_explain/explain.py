@@ -12,8 +12,8 @@ from memjax._core import check
 from memjax._core.clear_errors import option_errors
 from memjax._core.compat import primitive_name
 from memjax._core.costs import device
+from memjax._core.hlo import parse
 from memjax._core.scopes import Paths
-from memjax._explain.compiled.hlo import parse
 from memjax._explain.compiled.peak import peak_of
 from memjax._explain.explanation import Explanation
 from memjax._explain.kept import kept_arrays

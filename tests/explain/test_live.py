@@ -2,7 +2,7 @@
 
 import pytest
 
-from memjax._explain.compiled.hlo import parse
+from memjax._core.hlo import parse
 from memjax._explain.compiled.live import live
 
 KIB = 1024

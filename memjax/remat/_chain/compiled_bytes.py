@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from typing import Any
 
@@ -11,12 +10,11 @@ import jax
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
+from memjax._core import hlo
 from memjax._core.compat import names_an_axis, varying
+from memjax._core.hlo import Array
 from memjax._measure import remat_compiler_options
 
-_INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
-_ARRAY = re.compile(r"([a-z]+)(\d*)\w*\[([\d,]*)\]")
-_OPERAND = re.compile(r"%?([\w.\-]+)")
 _SAME_BYTES = frozenset(("bitcast", "tuple", "get-tuple-element", "opt-barrier"))
 _NOT_CONSTANT = frozenset(
     ("parameter", "partition-id", "replica-id", "rng", "rng-get-and-update-state", "infeed", "recv")
@@ -73,41 +71,26 @@ def temporary(program: Any) -> int:
     return program.memory_analysis().temp_size_in_bytes
 
 
-def constants(program: Any) -> Counter[str]:
+def constants(program: Any) -> Counter[tuple[Array, ...]]:
     """Arrays that depend on no argument, by type: the compiler may make them before anything else, and hold them.
 
     An example: the indices that the backward pass of a maximum over windows compares with. A CPU holds five arrays of them.
     """
-    text = program.as_text() or ""
-    entry = text[text.find("\nENTRY") :].split("\n}", 1)[0].splitlines()[2:]
-    types: dict[str, str] = {}
+    module = hlo.parse(program.as_text() or "")
+    entry = module.computations[module.entry].instructions if module.entry else {}
     origin: dict[str, str] = {}  # of each constant: the instruction that made its bytes, "" for literals
     read_by_others: set[str] = set()
-    for line in entry:
-        match = _INSTRUCTION.match(line)
-        if match is None:
-            continue
-        name, type_, operation, arguments = match.groups()
-        arguments = arguments.split(")", 1)[0]
-        constant = [operand for operand in _OPERAND.findall(arguments) if operand in origin]
-        count = sum(bool(argument.strip()) for argument in arguments.split(","))
-        if operation == "constant":
+    for name, made in entry.items():
+        constant = [operand for operand in made.operands if operand in origin]
+        if made.opcode == "constant":
             origin[name] = ""  # not scratch memory, but part of the program
-        elif operation not in _NOT_CONSTANT and len(constant) == count:
-            origin[name] = origin[constant[0]] if operation in _SAME_BYTES and constant else name
-            types[name] = type_
+        elif made.opcode not in _NOT_CONSTANT and len(constant) == len(made.operands):
+            origin[name] = origin[constant[0]] if made.opcode in _SAME_BYTES and constant else name
         else:
             read_by_others.update(origin[operand] for operand in constant)
-    return Counter(types[name] for name in read_by_others if name)
+    return Counter(tuple(entry[name].arrays) for name in read_by_others if name)
 
 
-def bytes_of(types: Counter[str]) -> int:
-    """Bytes of arrays, written as the compiler writes their types."""
-    return sum(count * _array_bytes(type_) for type_, count in types.items())
-
-
-def _array_bytes(type_: str) -> int:
-    return sum(
-        -(-math.prod(map(int, filter(None, shape.split(",")))) * (int(bits) if bits else 8) // 8)
-        for _, bits, shape in _ARRAY.findall(type_)
-    )
+def bytes_of(types: Counter[tuple[Array, ...]]) -> int:
+    """Bytes of arrays, each as often as it is counted."""
+    return sum(count * array.nbytes for arrays, count in types.items() for array in arrays)
