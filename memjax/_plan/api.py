@@ -17,14 +17,15 @@ from memjax._plan.flat import Flat
 from memjax._plan.free import free_bytes
 from memjax._plan.result import Plan
 
-_ALLOWED = ("recompute",)
+_ALLOWED = ("recompute", "compress")
+_EXACT = ("recompute",)
 
 
 def plan(
     f: Callable[..., Any],
     *args: Any,
     budget: int | str,
-    allow: Sequence[str] = _ALLOWED,
+    allow: Sequence[str] = _EXACT,
     argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
     **kwargs: Any,
 ) -> Plan:
@@ -42,13 +43,19 @@ def plan(
         platform of their devices, which need not be there.
       budget: temporary bytes of the compiled step, per device, or a text like "40GiB"; "device": what is free on the device
         beside arguments and results; "min": the least memory.
-      allow: what the plan may do; "recompute" is all there is.
+      allow: what the plan may do. "recompute": compute again what is not kept; always. "compress": keep what may be rounded in
+        8 bits, where that takes less time than computing it again: gradients are no longer those of `f`, see below.
       argnums: which of `args` are differentiated: all their floats; of NNX modules the `nnx.Param`, as `nnx.grad` does, or what
         an `nnx.DiffState` in place of the number chooses.
       **kwargs: as `args`; they are not differentiated.
 
     Returns:
       A `Plan`, which `planned` takes. Its gradients are those of `f`: what is computed again is the same.
+
+      With "compress" they are off by the rounding of what the plan lists with bits, as those of `memjax.compressed` are, and by
+      the same analysis: parameters, statistics, masks, and what has to agree with something else (queries and keys with a
+      log-sum-exp) are exact, and so is what they follow from. An error is at most half a step of 255 in the range of about 128
+      features of one position, and its mean over places is zero; finite values stay finite. Exact plans are compared, too.
 
     Raises:
       ValueError: a budget below the least possible (the message states that, the time there, and what holds it up).
@@ -70,7 +77,7 @@ def plan(
     shardings = [None] * len(program.closed.consts) + [_sharding(leaf) for leaf in flat.arrays]
     if room == "device":
         room = free_bytes(program.types, derivative, shardings)
-    return decide(derivative, program.types, shardings, room)
+    return decide(derivative, program.types, shardings, room, compress="compress" in allow)
 
 
 def planned(
@@ -78,7 +85,7 @@ def planned(
     *,
     budget: int | str | None = None,
     plan: Plan | None = None,
-    allow: Sequence[str] = _ALLOWED,
+    allow: Sequence[str] = _EXACT,
 ) -> Callable[..., Any]:
     """`f`, differentiated in reverse within a budget of memory, in the least time.
 
@@ -111,7 +118,8 @@ def planned(
         flat = Flat(f, args, kwargs)
         with trace_errors("f", f):
             program = flat.program()
-        outs = differentiable(program, [*program.closed.consts, *flat.arrays], room, plan, known)
+        inputs = [*program.closed.consts, *flat.arrays]
+        outs = differentiable(program, inputs, room, plan, known, compress="compress" in allow)
         return flat.result(program, outs)
 
     return run

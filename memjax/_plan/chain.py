@@ -8,6 +8,7 @@ more. All of the frontier is kept, so that one solution answers for every budget
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -17,9 +18,10 @@ from memjax._core import costs
 from memjax._core.costs import array_bytes, origins_of_names
 from memjax._core.jaxpr import is_literal, variables
 from memjax._core.primitives import expensive
+from memjax._plan.codes import Codes, codes_of, codes_of_loop
 from memjax._plan.derivative import Derivative, LoopPair, can_be_split, loop_pairs
 from memjax._plan.phases import available_anywhere, backward_turns, cut_points
-from memjax._plan.segment import Option, Segment, corners, options
+from memjax._plan.segment import Option, Segment, corners, falling, options
 
 _LONGEST = 4  # pieces in a stretch
 _MOST_POINTS = 1500
@@ -43,20 +45,23 @@ class Chain:
       turns: for each equation of the backward pass the piece in whose turn it runs.
       base_seconds: predicted time of a step that runs nothing again.
       loops: by number of an equation of the forward pass that is a loop, the pair of loops.
+      codes: of the forward pass, if something may be kept in codes.
     """
 
-    def __init__(self, derivative: Derivative, rates: costs.Device, *, solved: bool = True):
+    def __init__(self, derivative: Derivative, rates: costs.Device, *, compress: bool = False, solved: bool = True):
         self.derivative, self.rates = derivative, rates
         program, backward = derivative.forward, derivative.backward
         self.free = available_anywhere(program, program.invars)
         pairs = {id(pair.forward): pair for pair in loop_pairs(derivative)}
         self.loops: dict[int, LoopPair] = {i: pairs[id(e)] for i, e in enumerate(program.eqns) if id(e) in pairs}
+        self.codes = codes_of(derivative, self.free) if compress else None
         alone = [pair.forward for pair in self.loops.values()]
         self.cuts = cut_points(program, derivative.outputs, self.free, alone)
         self.turns = backward_turns(program, backward, self.cuts, self.free)
         self._index()
         self._frontiers: dict[Any, list[Option]] = {}
         self._texts: dict[int, str] = {}
+        self._codes_of_loops: dict[int, Codes] = {}
         if solved:
             self._solve()
 
@@ -114,11 +119,15 @@ class Chain:
             return self._loop_options(pair, segment)
         key = self._signature(segment)
         if key not in self._frontiers:
-            found = [one for one in options(segment, self.rates, self.free) if not self._divides(a, b, segment, one)]
+            found = [
+                one
+                for one in options(segment, self.rates, self.free, self.codes)
+                if not self._divides(a, b, segment, one)
+            ]
             place = {out: (i, k) for i, eqn in enumerate(segment.eqns) for k, out in enumerate(eqn.outvars)}
-            self._frontiers[key] = [option._replace(kept=tuple(place[var] for var in option.kept)) for option in found]
+            self._frontiers[key] = [_renamed(option, place.__getitem__) for option in found]
         here = lambda place: segment.eqns[place[0]].outvars[place[1]]
-        return [option._replace(kept=tuple(map(here, option.kept))) for option in self._frontiers[key]]
+        return [_renamed(option, here) for option in self._frontiers[key]]
 
     def _divides(self, a: int, b: int, segment: Segment, option: Option) -> bool:
         """Whether an option keeps all that is alive at a cut inside the stretch, or what that follows from cheaply.
@@ -170,11 +179,12 @@ class Chain:
         )
         crossing = sum(map(array_bytes, segment.crossing))
         moving = sum(map(array_bytes, segment.entering))
-        found = options(body, self.rates, free, is_loop=True)
-        mixed = []
+        found = options(body, self.rates, free, self.codes_of_loop(pair), is_loop=True)
+        mixed: list[tuple[tuple[int, Option], ...]] = []
         # XLA:CPU copies what loops in parts stack: more of them takes less memory there, or less takes more.
         if self.rates.kind != "cpu" and 1 < length <= _MOST_TURNS and can_be_split(pair):
-            for less, more in pairwise(corners(found)):
+            exact = [option for option in found if not option.coded]
+            for less, more in dict.fromkeys([*pairwise(corners(exact)), *pairwise(corners(falling(found)))]):
                 mixed += [((turns, less), (length - turns, more)) for turns in range(1, length)]
 
         def whole(parts: tuple[tuple[int, Option], ...]) -> Option:
@@ -184,6 +194,15 @@ class Chain:
 
         return [whole(parts) for parts in ([((length, option),) for option in found] + mixed)]
 
+    def codes_of_loop(self, pair: LoopPair) -> Codes | None:
+        """The codes of the body of a loop, if something may be kept in codes."""
+        if self.codes is None:
+            return None
+        if id(pair) not in self._codes_of_loops:
+            free = available_anywhere(pair.program, pair.free)
+            self._codes_of_loops[id(pair)] = codes_of_loop(self.derivative, pair, free)
+        return self._codes_of_loops[id(pair)]
+
     def _signature(self, segment: Segment) -> Any:
         """Equal for stretches that are the same up to names."""
         number: dict[Any, int] = {}
@@ -192,6 +211,7 @@ class Chain:
             for var in members:
                 roles[var] = roles.get(var, "") + role
         results = set(segment.results)
+        need = _no_need if self.codes is None else self.codes.need
         parts: list[Any] = []
         for eqn in (*segment.eqns, *segment.backward):
             parts.append(self._text(eqn))
@@ -199,7 +219,8 @@ class Chain:
                 if not is_literal(atom):
                     if atom not in number:
                         number[atom] = len(number)
-                        parts.append((roles.get(atom), atom in self.free, atom in results, atom.aval.str_short()))
+                        same = roles.get(atom), atom in self.free, atom in results
+                        parts.append((*same, need(atom), atom.aval.str_short()))
                     parts.append(number[atom])
         passing = [array_bytes(v) for v in segment.entering if v not in number]
         return (len(segment.eqns), len(segment.primal), sum(passing), *parts)
@@ -230,8 +251,7 @@ class Chain:
                     which.append(np.stack([np.full_like(rest, len(self._from[i])), rest], 1))
                     self._from[i].append((j, option))
                     rest_bytes, kept, rest_seconds, choices = self._least[j]
-                    inside = option.parts or ((1, option),)
-                    kept += sum(turns * sum(map(array_bytes, one.kept)) for turns, one in inside)
+                    kept += option.kept_nbytes
                     peak = max(option.working, option.nbytes + rest_bytes)
                     choice = Choice(self.cuts[i], self.cuts[j], option)
                     least.append((peak, kept, rest_seconds + option.seconds, (choice, *choices)))
@@ -278,6 +298,15 @@ class Chain:
             found.append(Choice(self.cuts[i], self.cuts[j], option))
             i = j
         return found
+
+
+def _renamed(option: Option, name: Callable[[Any], Any]) -> Option:
+    """The option of variables that are called otherwise."""
+    return option._replace(kept=tuple(map(name, option.kept)), coded=tuple(map(name, option.coded)))
+
+
+def _no_need(var: Any) -> Any:
+    return None
 
 
 def _frontier(nbytes: np.ndarray, seconds: np.ndarray, which: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,8 +17,9 @@ from memjax._core.compat import source_line
 from memjax._core.costs import array_bytes
 from memjax._core.jaxpr import is_literal
 from memjax._plan.chain import Chain, Choice
+from memjax._plan.codes import BITS, Code
 from memjax._plan.compiled import device_of, step_bytes
-from memjax._plan.derivative import Derivative
+from memjax._plan.derivative import Derivative, LoopPair
 from memjax._plan.result import Kept, Plan, Point, Stretch
 from memjax._plan.run import Piece, Run
 
@@ -30,13 +31,15 @@ _MOST_PROGRAMS = 16
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
-def decide(derivative: Derivative, types: Sequence[Any], shardings: Sequence[Any], budget: int | str) -> Plan:
+def decide(
+    derivative: Derivative, types: Sequence[Any], shardings: Sequence[Any], budget: int | str, *, compress: bool = False
+) -> Plan:
     """The fastest plan of which the compiled step takes no more than `budget`, or "min": the plan of the least memory.
 
     Raises:
       ValueError: the budget is less than the least possible.
     """
-    chain, known = _known(derivative, shardings)
+    chain, known = _known(derivative, shardings, compress)
     derivative = chain.derivative
     least = chain.frontier[0][0]
     tried: list[_Try] = []
@@ -93,12 +96,12 @@ _solved: dict[str, tuple[Chain, _Compiled]] = {}
 """By program: its chain, and compiled bytes by what had been predicted. A plan for another budget starts from them."""
 
 
-def _known(derivative: Derivative, shardings: Sequence[Any]) -> tuple[Chain, _Compiled]:
+def _known(derivative: Derivative, shardings: Sequence[Any], compress: bool) -> tuple[Chain, _Compiled]:
     """What is known of an equal program, or a new chain, solved."""
-    key = f"{digest(derivative)} {jax.default_backend()} {[str(sharding) for sharding in shardings]}"
+    key = f"{digest(derivative)} {jax.default_backend()} {[str(sharding) for sharding in shardings]} {compress}"
     if key in _solved:
         return _solved[key]
-    found: tuple[Chain, _Compiled] = Chain(derivative, costs.device(device_of(shardings))), {}
+    found: tuple[Chain, _Compiled] = Chain(derivative, costs.device(device_of(shardings)), compress=compress), {}
     consts = [*derivative.forward.consts, *derivative.backward.consts]
     if not any(isinstance(const, jax.core.Tracer) for const in consts):  # which would outlive its trace
         if len(_solved) == _MOST_PROGRAMS:
@@ -148,9 +151,12 @@ def pieces(chain: Chain, choices: Sequence[Choice]) -> list[Piece]:
     found = []
     for choice in choices:
         segment = chain.between(choice.start, choice.stop)
-        parts = tuple((turns, option.kept) for turns, option in choice.option.parts)
-        loop = chain.loops[choice.start] if parts else None
-        found.append(Piece(segment.backward, [*choice.option.kept, *segment.crossing], loop, parts))
+        loop = chain.loops[choice.start] if choice.option.parts else None
+        parts = tuple(
+            (turns, option.kept, codes_in(chain, loop, option.coded)) for turns, option in choice.option.parts
+        )
+        kept = [*choice.option.kept, *segment.crossing]
+        found.append(Piece(segment.backward, kept, codes_in(chain, None, choice.option.coded), loop, parts))
     return found
 
 
@@ -162,17 +168,22 @@ def pieces_of_plan(chain: Chain, plan: Plan) -> list[Piece]:
         segment = chain.between(start, stop)
         loop = None if stretches[0].turns is None else chain.loops[start]
         program = chain.derivative.forward if loop is None else loop.program
-        kept = [
-            tuple(
-                program.invars[one.output] if one.equation < 0 else program.eqns[one.equation].outvars[one.output]
-                for one in stretch.kept
-            )
-            for stretch in stretches
-        ]
-        parts = tuple((stretch.turns or 0, inside) for stretch, inside in zip(stretches, kept, strict=True))
-        mine = () if loop else kept[0]
-        found.append(Piece(segment.backward, [*mine, *segment.crossing], loop, parts if loop else ()))
+        parts = []
+        for stretch in stretches:
+            kept: dict[bool, list[Any]] = {True: [], False: []}
+            for one in stretch.kept:
+                outs = program.invars if one.equation < 0 else program.eqns[one.equation].outvars
+                kept[one.bits is not None].append(outs[one.output])
+            parts.append((stretch.turns or 0, kept[False], codes_in(chain, loop, kept[True])))
+        _, mine, coded = parts[0] if loop is None else (0, [], [])
+        found.append(Piece(segment.backward, [*mine, *segment.crossing], coded, loop, parts if loop else ()))
     return found
+
+
+def codes_in(chain: Chain, loop: LoopPair | None, coded: Iterable[Any]) -> list[Code]:
+    """The codes of variables of the forward pass, or of a loop's body."""
+    codes = chain.codes if loop is None else chain.codes_of_loop(loop)
+    return [] if codes is None else [codes.of(var) for var in coded]
 
 
 def _plan(chain: Chain, chosen: _Try, budget: int) -> Plan:
@@ -200,14 +211,16 @@ def _stretches(chain: Chain, choice: Choice) -> list[Stretch]:
     place = {out: (i, k, eqn) for i, eqn in enumerate(program.eqns) for k, out in enumerate(eqn.outvars)}
     place |= {var: (-1, k, None) for k, var in enumerate(program.invars)}
     inside = [(turns or None, one) for turns, one in option.parts or ((0, option),)]
-    handed_on = option.nbytes - sum((turns or 1) * sum(map(array_bytes, one.kept)) for turns, one in inside)
+    handed_on = option.nbytes - option.kept_nbytes
     found = []
     for turns, one in inside:
         kept = []
-        for var in one.kept:
+        codes = codes_in(chain, chain.loops[choice.start] if turns else None, one.coded)
+        bits = [*((var, array_bytes(var), None) for var in one.kept), *((code.of, code.nbytes, BITS) for code in codes)]
+        for var, nbytes, few in bits:
             equation, output, eqn = place[var]
             made = "carried by the loop" if eqn is None else f"{eqn.primitive.name} {source_line(eqn)}".strip()
-            kept.append(Kept(equation, output, array_bytes(var), f"{var.aval.str_short()} {made}"))
+            kept.append(Kept(equation, output, nbytes, f"{var.aval.str_short()} {made}", few))
         seconds = one.seconds * (turns or 1)
         found.append(Stretch(choice.start, choice.stop, tuple(kept), handed_on, turns, seconds, option.working))
         handed_on = 0

@@ -28,7 +28,13 @@ _FORWARD_MODE = forward_mode_message("memjax.planned", "call the function itself
 
 
 def differentiable(
-    program: Traced, inputs: Arrays, budget: int | str | None, plan: Plan | None, known: dict[Any, Plan]
+    program: Traced,
+    inputs: Arrays,
+    budget: int | str | None,
+    plan: Plan | None,
+    known: dict[Any, Plan],
+    *,
+    compress: bool,
 ) -> Arrays:
     """The outputs of the program, differentiated by `plan`, or by one that is made for `budget` when that happens.
 
@@ -37,6 +43,7 @@ def differentiable(
       inputs: its constants and inputs.
       budget, plan: exactly one of them.
       known: the plans made so far, by digest of the program; more are added.
+      compress: whether a plan made for `budget` may keep values in codes.
     """
     closed, n = program.closed, len(program.closed.consts)
     axes = axis_sizes(closed)
@@ -54,7 +61,7 @@ def differentiable(
         types = [jax.typeof(value) for value in values]
         has_cotangent = [flag and mine for flag, mine in zip(program.has_cotangent, made, strict=True)]
         derivative = Derivative(closed, types, wrt, has_cotangent, axes)
-        acting = Run(derivative, _pieces(derivative, types, budget, plan, known))
+        acting = Run(derivative, _pieces(derivative, types, budget, plan, known, compress))
         outs, kept = acting.forward(values)
         return pick(outs, made), (Static(wrt), acting, values, kept)
 
@@ -75,7 +82,12 @@ def differentiable(
 
 
 def _pieces(
-    derivative: Derivative, types: Sequence[Any], budget: int | str | None, plan: Plan | None, known: dict[Any, Plan]
+    derivative: Derivative,
+    types: Sequence[Any],
+    budget: int | str | None,
+    plan: Plan | None,
+    known: dict[Any, Plan],
+    compress: bool,
 ) -> list[Any]:
     nowhere: list[Any] = [None] * len(types)
     key = digest(derivative)
@@ -83,14 +95,16 @@ def _pieces(
         if key not in known:
             room = free_bytes(types, derivative, nowhere) if budget == "device" else budget
             assert room is not None
-            known[key] = decide(derivative, types, nowhere, room)
+            known[key] = decide(derivative, types, nowhere, room, compress=compress)
         plan = known[key]
     elif plan.program != key:
         raise ValueError(
             "plan must be of the function, the types and the differentiated arguments that it is used for, got one of another "
             f"program ({plan.program} instead of {key}): call memjax.plan with what you pass here, and with the same argnums"
         )
-    return pieces_of_plan(Chain(derivative, costs.device(device_of(nowhere)), solved=False), plan)
+    in_codes = any(kept.bits is not None for stretch in plan.stretches for kept in stretch.kept)
+    chain = Chain(derivative, costs.device(device_of(nowhere)), compress=in_codes, solved=False)
+    return pieces_of_plan(chain, plan)
 
 
 def _whole_backward(

@@ -13,6 +13,7 @@ from memjax._core.compat import scan_counts
 from memjax._core.jaxpr import Program, bind, read, variables
 from memjax._core.lists import Arrays
 from memjax._core.working import needed_for
+from memjax._plan.codes import Code, encoded
 from memjax._plan.derivative import LoopPair
 
 Env = dict[Any, Any]
@@ -29,7 +30,8 @@ class Loop:
 
     Args:
       pair: the loops.
-      parts: for each part of the turns, in the order of what is scanned over, how many they are, and what is kept of them.
+      parts: for each part of the turns, in the order of what is scanned over, how many they are, what is kept of them, and codes
+        of what else is kept.
 
     Attributes:
       pair: as given.
@@ -38,10 +40,10 @@ class Loop:
       stack_count: how many stacks `forward` returns.
     """
 
-    def __init__(self, pair: LoopPair, parts: Sequence[tuple[int, Sequence[Any]]]):
+    def __init__(self, pair: LoopPair, parts: Sequence[tuple[int, Sequence[Any], Sequence[Code]]]):
         self.pair = pair
-        self._turns = [turns for turns, _ in parts]
-        self._bodies = [_Body(pair, kept) for _, kept in parts]
+        self._turns = [turns for turns, _, _ in parts]
+        self._bodies = [_Body(pair, kept, codes) for _, kept, codes in parts]
         read_again = set().union(*(body.read for body in self._bodies))
         consts, carried = scan_counts(pair.forward)
         operands = list(zip(pair.forward.invars, pair.program.invars, strict=True))
@@ -52,7 +54,7 @@ class Loop:
         self._own = [atom for i, atom in enumerate(pair.backward.invars) if i not in again]
         self.read_by_mirror = variables([*self._own, *(atom for atom, _ in (*self._consts, *self._slices))])
         self._stays = [i for i in range(len(pair.program.outvars)) if i not in set(pair.residuals)]
-        self.stack_count = sum(len(body.kept) for body in self._bodies)
+        self.stack_count = sum(len(body.kept) + len(body.codes) for body in self._bodies)
 
     def forward(self, env: Env) -> Arrays:
         """Run the loop: its outputs go to `env`, all but those that are replaced; what it keeps is returned."""
@@ -63,10 +65,13 @@ class Loop:
 
         def turn(body: _Body, carry: Arrays, xs: Any) -> tuple[Arrays, Arrays, Arrays]:
             inner = _inputs(program, [*values[:consts], *carry, *xs])
+            codes: Env = {}
+            body.encode(program.invars, inner, codes)
             for eqn in body.forward(outvars):
                 evaluate_in(eqn, inner)
+                body.encode(eqn.outvars, inner, codes)
             outs = read(inner, outvars)
-            return outs[:carried], outs[carried:], read(inner, body.kept)
+            return outs[:carried], outs[carried:], [*read(inner, body.kept), *(codes[one.of] for one in body.codes)]
 
         init, xs = values[consts : consts + carried], values[consts + carried :]
         outs, stacks = self._run(pair.forward, turn, init, xs, outvars[carried:], None)
@@ -86,9 +91,12 @@ class Loop:
             mine, sliced, kept = xs
             inner: Env = dict(fixed)
             inner |= zip((var for _, var in self._slices), sliced, strict=True)
-            inner |= zip(body.kept, kept, strict=True)
             for var in body.missing:  # so that nothing is taken for known that is not
                 inner.pop(var, None)
+            inner |= zip(body.kept, kept, strict=False)
+            inner |= {
+                one.of: one.codec.decode(code) for one, code in zip(body.codes, kept[len(body.kept) :], strict=True)
+            }
             for one in body.again:
                 evaluate_in(one, inner)
             inner |= _inputs(pull, [*own[:consts], *carry, *mine])
@@ -99,7 +107,7 @@ class Loop:
 
         parts, given = [], iter(stacks)
         for body in self._bodies:
-            parts.append([next(given) for _ in body.kept])
+            parts.append([next(given) for _ in (*body.kept, *body.codes)])
         init, mine = own[consts : consts + carried], own[consts + carried :]
         outs, _ = self._run(eqn, turn, init, (mine, slices), pull.outvars[carried:], parts)
         env |= zip(eqn.outvars, outs, strict=True)
@@ -154,30 +162,39 @@ class _Body:
 
     Attributes:
       kept: variables, none that is not read.
+      codes: of further ones.
       again: equations that run again in the backward pass.
       read: what these and the backward pass read.
       missing: inputs that are gone in the backward pass.
     """
 
-    def __init__(self, pair: LoopPair, kept: Sequence[Any]):
+    def __init__(self, pair: LoopPair, kept: Sequence[Any], codes: Sequence[Code]):
         program, pull = pair.program, pair.pull
         free = {*pair.free, *program.constvars}
         made = {out for eqn in program.eqns for out in eqn.outvars} | set(program.invars)
         wanted = [var for eqn in pull.eqns for var in variables(eqn.invars) if var in made]
         wanted += [var for var in variables(pull.outvars) if var in made]
         self._program = program
-        self.again = needed_for(program.eqns, wanted, free | set(kept))
+        self.again = needed_for(program.eqns, wanted, free | set(kept) | {code.of for code in codes})
         self.read = {var for eqn in self.again for var in variables(eqn.invars)} | set(wanted)
         self.kept = [var for var in kept if var in self.read]
+        self.codes = [code for code in codes if code.of in self.read]
+        self._codecs = {code.of: code.codec for code in self.codes}
         self.missing = [var for var in program.invars if var not in free and var not in self.kept]
 
     def forward(self, outvars: Sequence[Any]) -> list[Any]:
         """The equations that lead to `outvars` and to what is kept, and those with effects."""
         known = {*self._program.invars, *self._program.constvars}
         acting = [eqn for eqn in self._program.eqns if eqn.effects]
-        wanted = [*outvars, *self.kept, *(atom for eqn in acting for atom in eqn.invars)]
+        wanted = [*outvars, *self.kept, *self._codecs, *(atom for eqn in acting for atom in eqn.invars)]
         chosen = {id(eqn) for eqn in [*needed_for(self._program.eqns, wanted, known), *acting]}
         return [eqn for eqn in self._program.eqns if id(eqn) in chosen]
+
+    def encode(self, made: Iterable[Any], env: Env, codes: Env) -> None:
+        """Add to `codes` those of the variables that have been made."""
+        for var in made:
+            if var in self._codecs:
+                env[var], codes[var] = encoded(env[var], self._codecs[var])
 
 
 def _mapped(f: Callable[[Any], Any], tree: Any) -> Any:

@@ -18,14 +18,16 @@ class Kept(NamedTuple):
       equation: number of the equation of the forward pass that makes it; in a loop that of the body's, and -1 for what the
         loop carries.
       output: which of its outputs it is; for what a loop carries which of the body's inputs.
-      nbytes: of the array; in a loop of one turn's.
+      nbytes: of the array, or of its code; in a loop of one turn's.
       what: its type, what makes it, and where in the code.
+      bits: of each value in its code; None: it is kept as it is.
     """
 
     equation: int
     output: int
     nbytes: int
     what: str
+    bits: int | None = None
 
 
 class Stretch(NamedTuple):
@@ -145,8 +147,12 @@ class Plan:
                 + f": hands on {readable_bytes(stretch.handed_on)}, runs {stretch.seconds * 1e3:.2f} ms again, keeps"
                 + ("" if stretch.kept else " nothing else")
             )
-            lines += [f"    {readable_bytes(kept.nbytes):>10}  {kept.what}" for kept in stretch.kept]
+            lines += [f"    {readable_bytes(kept.nbytes):>10}  {kept.what}{_in_bits(kept)}" for kept in stretch.kept]
         return "\n".join(lines)
+
+
+def _in_bits(kept: Kept) -> str:
+    return "" if kept.bits is None else f", in {kept.bits} bits"
 
 
 def _alike(stretches: Sequence[Stretch]) -> list[tuple[int, Stretch]]:

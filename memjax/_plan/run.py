@@ -16,6 +16,7 @@ from memjax._core.costs import is_fusible
 from memjax._core.jaxpr import bind, read, variables
 from memjax._core.lists import Arrays
 from memjax._core.working import needed_for
+from memjax._plan.codes import Code, encoded
 from memjax._plan.derivative import Derivative, LoopPair
 from memjax._plan.loop import Loop, evaluate_in
 
@@ -28,14 +29,17 @@ class Piece(NamedTuple):
     Attributes:
       backward: the equations of the backward pass that have their turn with it.
       kept: variables of the forward pass.
+      coded: codes of further ones.
       loop: the loop that it is, or None.
-      parts: of the loop, for each part of its turns how many they are, and which variables of the body are kept.
+      parts: of the loop, for each part of its turns how many they are, which variables of the body are kept, and codes of further
+        ones.
     """
 
     backward: Sequence[Any]
     kept: Sequence[Any]
+    coded: Sequence[Code] = ()
     loop: LoopPair | None = None
-    parts: Sequence[tuple[int, Sequence[Any]]] = ()
+    parts: Sequence[tuple[int, Sequence[Any], Sequence[Code]]] = ()
 
 
 @jax.tree_util.register_static
@@ -45,6 +49,7 @@ class Run:
     Attributes:
       derivative: as given.
       kept: variables of the forward pass that are kept.
+      coded: codes of those that are kept in codes.
     """
 
     def __init__(self, derivative: Derivative, pieces: Sequence[Piece]):
@@ -57,17 +62,26 @@ class Run:
         known = {var for piece in pieces for var in piece.kept} | self._inputs
         forward_vars = {out for eqn in program.eqns for out in eqn.outvars} | self._inputs
         reads: list[Any] = variables(backward.outvars)
-        self._turns: list[tuple[list[Any], list[Any]]] = []  # (equations to run again, equations of the backward pass)
+        # (equations to run again, equations of the backward pass, codes)
+        self._turns: list[tuple[list[Any], list[Any], list[Code]]] = []
+        self.coded: list[Code] = []
         for piece in reversed(pieces):
             wanted = [var for eqn in piece.backward for var in self._read_by(eqn) if var in forward_vars]
-            again = needed_for(program.eqns, wanted, known)
-            self._turns.append((again, list(piece.backward)))
-            reads += [var for eqn in again for var in variables(eqn.invars)] + wanted
+            codes = [code for code in piece.coded if code.of not in known]
+            in_codes = {code.of for code in codes}
+            again = needed_for(program.eqns, wanted, known | in_codes)
+            here = [var for eqn in again for var in variables(eqn.invars)] + wanted
+            codes = [code for code in codes if code.of in here]
+            self._turns.append((again, list(piece.backward), codes))
+            self.coded += codes
+            reads += here
         self.kept = [var for var in dict.fromkeys(reads) if var in known and var not in self._inputs]
         self._fusible = {out for eqn in program.eqns if is_fusible(eqn) for out in eqn.outvars}.intersection(self.kept)
         stacked = {var for loop in loops.values() for var in loop.replaced}
         acting = [eqn for eqn in program.eqns if eqn.effects]
-        wanted = variables([*derivative.outputs, *self.kept, *(atom for eqn in acting for atom in eqn.invars)])
+        self._encoded = {code.of: code.codec for code in self.coded}
+        held = [*self.kept, *self._encoded]
+        wanted = variables([*derivative.outputs, *held, *(atom for eqn in acting for atom in eqn.invars)])
         eqns = needed_for(program.eqns, [var for var in wanted if var not in stacked], self._inputs)
         chosen = {id(eqn) for eqn in [*eqns, *acting]} | loops.keys()
         self._forward = [eqn for eqn in program.eqns if id(eqn) in chosen]
@@ -82,39 +96,48 @@ class Run:
         program = self.derivative.forward
         env: Env = dict(zip([*program.constvars, *program.invars], [*program.consts, *inputs], strict=True))
         stacks: Arrays = []
+        codes: Env = {}
         for eqn in self._forward:
             if (loop := self._loops.get(id(eqn))) is not None:
                 stacks += loop.forward(env)
             else:
                 evaluate_in(eqn, env)
+            for var in eqn.outvars:
+                if var in self._encoded:
+                    env[var], codes[var] = encoded(env[var], self._encoded[var])
         # Or else the compiler may fuse a kept mask, say, into its readers, and keep the larger array that it was made from.
         kept = [
             barrier([value])[0] if var in self._fusible else value
             for var, value in zip(self.kept, read(env, self.kept), strict=True)
         ]
-        return read(env, self.derivative.outputs), [*kept, *stacks]
+        return read(env, self.derivative.outputs), [*kept, *(codes[code.of] for code in self.coded), *stacks]
 
     def backward(self, inputs: Sequence[Any], kept: Sequence[Any], cotangents: Sequence[Any]) -> Arrays:
         """The cotangents of the inputs that are differentiated."""
         program, backward = self.derivative.forward, self.derivative.backward
         known: Env = dict(zip([*program.constvars, *program.invars], [*program.consts, *inputs], strict=True))
         known |= zip(self.kept, kept[: len(self.kept)], strict=True)
-        stacks, at = {}, len(self.kept)
+        at = len(self.kept) + len(self.coded)
+        code_of = dict(zip((code.of for code in self.coded), kept[len(self.kept) : at], strict=True))
+        stacks = {}
         for eqn in self._forward:
             if (loop := self._loops.get(id(eqn))) is not None:
                 stacks[id(loop)] = kept[at : at + loop.stack_count]
                 at += loop.stack_count
         env: Env = dict(zip([*backward.constvars, *backward.invars], [*backward.consts, *cotangents], strict=True))
         cts = set(backward.invars)
-        for again, eqns in self._turns:
+        for again, eqns, codes in self._turns:
             mine = dict.fromkeys(var for eqn in eqns for var in self._read_by(eqn))
             leaves = list(dict.fromkeys(var for eqn in again for var in variables(eqn.invars) if var in known))
             turn = {var: known[var] for var in mine if var in known}
             waiting = [var for var in mine if var in cts]
-            if again:
-                passed = barrier([*read(env, waiting), *read(known, leaves)])
+            if again or codes:
+                planes, tree = jax.tree.flatten([code_of[code.of] for code in codes])
+                passed = barrier([*read(env, waiting), *read(known, leaves), *planes])
                 env |= zip(waiting, passed, strict=False)
-                turn |= zip(leaves, passed[len(waiting) :], strict=True)
+                turn |= zip(leaves, passed[len(waiting) :], strict=False)
+                found = jax.tree.unflatten(tree, passed[len(waiting) + len(leaves) :])
+                turn |= {code.of: code.codec.decode(one) for code, one in zip(codes, found, strict=True)}
                 for eqn in again:
                     evaluate_in(eqn, turn)
             for eqn in eqns:

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from memjax._core import costs
 from memjax._core.costs import array_bytes, origins_of_names
 from memjax._core.jaxpr import variables
 from memjax._core.working import hoisted_bytes, needed_for, peak_bytes
+from memjax._plan.codes import Code, Codes
 from memjax._plan.order import freeing_first, in_time
-from memjax._plan.price_cut import kept_at
-
-_PRICES = 12
-_MOST_CANDIDATES = 12  # all subsets of which are looked at
-_MOST_OPTIONS = 24
+from memjax._plan.subsets import Problem, Subset, coded_subsets, exact_subsets
 
 
 class Segment(NamedTuple):
@@ -56,6 +50,8 @@ class Option(NamedTuple):
       seconds: spent on running again, and on keeping.
       working: the most bytes alive in the backward pass of the segment, on CPUs also in its forward pass, what is kept of it
         included.
+      coded: variables that are kept in codes.
+      coded_nbytes: of these codes.
       parts: of a loop, for each part of its turns how many they are, in the order of what is scanned over, and the option for its
         body.
     """
@@ -65,10 +61,22 @@ class Option(NamedTuple):
     seconds: float
     working: int
     parts: tuple[tuple[int, Option], ...] = ()
+    coded: tuple[Any, ...] = ()
+    coded_nbytes: int = 0
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Bytes of what is kept besides what crosses, codes included; in a loop of all turns."""
+        inside = self.parts or ((1, self),)
+        return sum(turns * (one.coded_nbytes + sum(map(array_bytes, one.kept))) for turns, one in inside)
 
 
-def options(segment: Segment, rates: costs.Device, free: set[Any], *, is_loop: bool = False) -> list[Option]:
+def options(
+    segment: Segment, rates: costs.Device, free: set[Any], codes: Codes | None = None, *, is_loop: bool = False
+) -> list[Option]:
     """The options of which none takes more of both bytes and seconds than another; the fewest bytes first.
+
+    With `codes` such options with something in few bits are among them, too; the exact ones stay.
 
     What `free` has, and what earlier stretches make, is there anyhow; but not what is `lost`, which can only be kept.
     """
@@ -88,16 +96,20 @@ def options(segment: Segment, rates: costs.Device, free: set[Any], *, is_loop: b
         """It is read, and, unless the forward pass does so anyway, written."""
         return array_bytes(var) * (1 if var in written else 2) / rates.nbytes
 
-    candidates = _candidates(again, wanted, is_known, lambda eqn: seconds[id(eqn)], to_keep, names)
-    found = []
     crossing = sum(map(array_bytes, segment.crossing)) + hoisted_bytes(segment.backward, rates.platform)
-    for kept in _subsets(again, wanted, is_known, candidates, seconds, to_keep):
-        rerun = needed_for(again, wanted, is_known | set(kept))
+
+    def option(subset: Subset) -> Option:
+        kept, coded = subset.kept, subset.coded
+        rerun = needed_for(again, wanted, {*is_known, *kept, *(code.of for code in coded)})
         time = sum(seconds[id(eqn)] for eqn in rerun) + sum(map(to_keep, kept))
+        time += sum(costs.coding_seconds(array_bytes(code.of), rates) for code in coded)
+        # A code is read where what it decodes to is.
+        rerun = [*(code.decode for code in coded), *rerun]
         # On CPUs all that can run does, so that several operators may run at a time.
         order = [*rerun, *segment.backward] if rates.platform == "cpu" else in_time(rerun, segment.backward)
         read = _read(order)
-        here = [var for var in (*kept, *segment.crossing) if var in read]
+        in_codes = [code.variable for code in coded]
+        here = [var for var in (*kept, *in_codes, *segment.crossing) if var in read]
         elsewhere = read - set(here) - set(segment.entering) - {out for eqn in order for out in eqn.outvars}
         entering = [*segment.entering, *here]
         if is_loop and rates.platform != "cpu":
@@ -105,17 +117,32 @@ def options(segment: Segment, rates: costs.Device, free: set[Any], *, is_loop: b
             order = freeing_first(order, segment.results, [*segment.leaving, *elsewhere], rates.platform)
         working = peak_bytes(order, elsewhere, entering, segment.leaving, segment.results, rates.platform)
         if rates.platform == "cpu":
-            working = max(working, _forward_bytes(segment, kept, rates.platform))
-        found.append(Option(tuple(kept), crossing + sum(map(array_bytes, kept)), time, working))
+            working = max(working, _forward_bytes(segment, kept, coded, rates.platform))
+        coded_nbytes = sum(code.nbytes for code in coded)
+        nbytes = crossing + sum(map(array_bytes, kept)) + coded_nbytes
+        coded_vars = tuple(code.of for code in coded)
+        return Option(tuple(kept), nbytes, time, working, coded=coded_vars, coded_nbytes=coded_nbytes)
+
+    problem = Problem(again, wanted, is_known, seconds, to_keep, names, rates)
+    found = [option(subset) for subset in exact_subsets(problem)]
+    if codes is not None:
+        found += [option(subset) for subset in coded_subsets(problem, codes) if subset.coded]
+        found.sort(key=lambda one: (one.nbytes, one.seconds))
     return found
 
 
-def _forward_bytes(segment: Segment, kept: Sequence[Any], platform: str) -> int:
+def _forward_bytes(segment: Segment, kept: Sequence[Any], coded: Sequence[Code], platform: str) -> int:
     """The most bytes alive in the forward pass of the segment, besides what was there before."""
-    stays = [*segment.crossing, *kept]
+    stays = [*segment.crossing, *kept, *(code.of for code in coded)]
     made = {out for eqn in segment.eqns for out in eqn.outvars}
     chosen = {id(eqn) for eqn in (*segment.primal, *needed_for(segment.eqns, stays, set()))}
     eqns = [eqn for eqn in segment.eqns if id(eqn) in chosen]
+    if coded:
+        encodes = {code.of: code.encode for code in coded}
+        eqns = [encodes[var] for var in encodes.keys() - made] + [
+            one for eqn in eqns for one in (eqn, *(encodes[out] for out in eqn.outvars if out in encodes))
+        ]
+        stays = [*segment.crossing, *kept, *(code.variable for code in coded)]
     return peak_bytes(eqns, _read(eqns) - made, [], stays, segment.outputs, platform)
 
 
@@ -123,82 +150,13 @@ def _read(eqns: Sequence[Any]) -> set[Any]:
     return {var for eqn in eqns for var in variables(eqn.invars)}
 
 
-def _candidates(
-    again: Sequence[Any],
-    wanted: Sequence[Any],
-    known: set[Any],
-    seconds: Callable[[Any], float],
-    to_keep: Callable[[Any], float],
-    names: dict[Any, Any],
-) -> list[Any]:
-    """What is worth keeping at one price of memory or another; what is at more prices comes first."""
-    total_bytes = sum(array_bytes(out) for eqn in again for out in eqn.outvars)
-    total_seconds = sum(map(seconds, again))
-    if not total_bytes or not total_seconds:
-        return []
-    middle = total_seconds / total_bytes
-    votes: dict[Any, int] = {}
-    for price in (0.0, *(middle * np.logspace(-2, 3, _PRICES))):
-        kept = kept_at(price, again, wanted, known, seconds, array_bytes, to_keep, lambda eqn: bool(eqn.effects))
-        for var in dict.fromkeys(names.get(var, var) for var in kept if names.get(var, var) not in known):
-            votes[var] = votes.get(var, 0) + 1
-    return sorted(votes, key=lambda var: -votes[var])[:_MOST_CANDIDATES]
-
-
-def _subsets(
-    again: Sequence[Any],
-    wanted: Sequence[Any],
-    known: set[Any],
-    candidates: Sequence[Any],
-    seconds: dict[int, float],
-    to_keep: Callable[[Any], float],
-) -> list[list[Any]]:
-    """The subsets of candidates that are on the frontier of bytes and seconds."""
-    masks = np.arange(1 << len(candidates))
-    chosen = {var: (masks >> i & 1).astype(bool) for i, var in enumerate(candidates)}
-    nbytes = sum((chosen[var] * array_bytes(var) for var in candidates), np.zeros(len(masks)))
-    times = sum((chosen[var] * to_keep(var) for var in candidates), np.zeros(len(masks)))
-    nothing = np.zeros(len(masks), bool)
-    needed = {var: ~chosen.get(var, nothing) for var in wanted}
-    for eqn in reversed(again):
-        runs = np.logical_or.reduce([needed.get(out, nothing) for out in eqn.outvars])
-        if not runs.any():
-            continue
-        times[runs] += np.inf if eqn.effects else seconds[id(eqn)]
-        for var in dict.fromkeys(variables(eqn.invars)):
-            if var not in known:
-                needed[var] = needed.get(var, nothing) | (runs & ~chosen.get(var, nothing))
-    made = {out for eqn in again for out in eqn.outvars}
-    for var in needed.keys() - made:
-        times[needed[var]] = np.inf
-    order = np.lexsort((times, nbytes))
-    found, best = [], np.inf
-    for i in order:
-        if times[i] < best * (1 - 1e-4):
-            best = times[i]
-            found.append(int(i))
-    if len(found) > _MOST_OPTIONS:  # those that are left out lie closest to the line between their neighbours
-        found = _thinned(found, nbytes, times)
-    return [[var for i, var in enumerate(candidates) if mask >> i & 1] for mask in found]
-
-
-def _thinned(found: list[int], nbytes: np.ndarray, times: np.ndarray) -> list[int]:
-    """The points that a frontier needs most: both ends, and again and again what lies furthest below the line between two."""
-    points = [(nbytes[i] / max(nbytes.max(), 1), times[i] / max(times[found].max(), 1e-30)) for i in found]
-    chosen = [0, len(found) - 1]
-    while len(chosen) < _MOST_OPTIONS:
-        best, where = 0.0, None
-        for low, high in pairwise(chosen):
-            left, right = points[low], points[high]
-            for k in range(low + 1, high):
-                x, y = points[k]
-                gain = (right[0] - x) * (left[1] - y)  # the area that the frontier loses without it
-                if gain > best:
-                    best, where = gain, k
-        if where is None:
-            break
-        chosen = sorted([*chosen, where])
-    return [found[k] for k in chosen]
+def falling(found: Sequence[Option]) -> list[Option]:
+    """Those, in order of bytes, that are faster than all before."""
+    chosen: list[Option] = []
+    for option in found:
+        if not chosen or option.seconds < chosen[-1].seconds:
+            chosen.append(option)
+    return chosen
 
 
 def corners(found: Sequence[Option]) -> list[Option]:

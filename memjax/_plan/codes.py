@@ -1,0 +1,186 @@
+"""What a plan may keep in few bits: which values of a program, with which codec, and at what price.
+
+A code stands in the model of memory and time for an array of bytes; encoding and decoding are elementwise operations
+there, for compilers fuse decoding into what reads the array.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from memjax._core.barriers import barrier
+from memjax._core.compat import scan_counts
+from memjax._core.derivatives import without_derivative
+from memjax._core.jaxpr import Program, is_literal, variables
+from memjax._plan.derivative import Derivative, LoopPair
+from memjax.compress._transform.keep.encodable import Encodable
+
+BITS = 8  # of a value that a plan with "compress" keeps in a code
+
+_FIRST_ORDER = (
+    'memjax.planned with allow=(..., "compress") supports first derivatives in reverse mode only: what it keeps is rounded. '
+    'Differentiate twice without "compress".'
+)
+
+
+class Code(NamedTuple):
+    """The code of a variable.
+
+    Attributes:
+      of: that variable.
+      codec: encodes and decodes it.
+      nbytes: of the code.
+      variable: stands for the code in the two equations.
+      encode, decode: equations from the variable to `variable` and back, for models of time and memory only.
+    """
+
+    of: Any
+    codec: Any
+    nbytes: int
+    variable: Any
+    encode: Any
+    decode: Any
+
+
+class Codes:
+    """The codes of a program's variables.
+
+    Args:
+      program: the forward pass.
+      encodable: which of its variables may be encoded.
+    """
+
+    def __init__(self, program: Program, encodable: Encodable):
+        self._encodable = encodable
+        self._mine = {*program.invars, *(out for eqn in program.eqns for out in eqn.outvars)}
+        self._codecs: dict[Any, Any] = {}
+        self._codes: dict[Any, Code] = {}
+
+    @property
+    def exact(self) -> set[Any]:
+        """Variables that the backward pass needs exactly."""
+        return self._encodable.exact
+
+    @property
+    def statistics(self) -> set[Any]:
+        """Those of `exact` that are small, so that keeping them costs next to nothing."""
+        return self._encodable.statistics
+
+    def keeps_errors_small(self, eqn: Any) -> bool:
+        """Whether the equation may run again on decoded values."""
+        return self._encodable.keeps_errors_small(eqn)
+
+    def need(self, var: Any) -> tuple[bool, int | None]:
+        """Whether a variable has to be exact, and bytes of its code, if it may be encoded: the same for alike variables."""
+        return var in self.exact, self.nbytes(var)
+
+    def nbytes(self, var: Any) -> int | None:
+        """Bytes of the code of a variable; None where it is not to be encoded."""
+        return None if self._codec(var) is None else self._encodable.nbytes(var)
+
+    def of(self, var: Any) -> Code:
+        """The code of a variable that may be encoded."""
+        if var not in self._codes:
+            self._codes[var] = _code(var, self._codec(var), self._encodable.nbytes(var))
+        return self._codes[var]
+
+    def _codec(self, var: Any) -> Any:
+        if var not in self._codecs:
+            is_array = var in self._mine and hasattr(var.aval, "dtype")
+            self._codecs[var] = self._encodable.codec(var) if is_array else None
+        return self._codecs[var]
+
+
+def _code(var: Any, codec: Any, nbytes: int) -> Code:
+    traced = jax.make_jaxpr(lambda x: _decode.bind(_encode.bind(x, nbytes=nbytes), aval=var.aval))(
+        jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
+    )
+    encode, decode = traced.jaxpr.eqns
+    return Code(var, codec, nbytes, encode.outvars[0], encode.replace(invars=[var]), decode.replace(outvars=[var]))
+
+
+_encode, _decode = core.Primitive("memjax_encode"), core.Primitive("memjax_decode")
+_encode.def_abstract_eval(lambda x, *, nbytes: jax.core.ShapedArray((nbytes,), jnp.uint8))
+_decode.def_abstract_eval(lambda code, *, aval: jax.core.ShapedArray(aval.shape, aval.dtype))
+
+
+def codes_of(derivative: Derivative, free: set[Any]) -> Codes:
+    """The codes of a derivative's forward pass, `free` being there anyway."""
+    backward = derivative.backward
+    encodable = Encodable(
+        derivative.forward,
+        [var for var in _read(backward) if var in _made(derivative.forward) and var not in free],
+        backward,
+        backward.invars,
+        _parameters(derivative),
+        BITS,
+    )
+    return Codes(derivative.forward, encodable)
+
+
+def codes_of_loop(derivative: Derivative, pair: LoopPair, free: set[Any]) -> Codes:
+    """The codes of the body of a loop, `free` being there anyway in each turn."""
+    made = {*_made(pair.program), *pair.program.invars}
+    known = {*_made(derivative.forward), *derivative.forward.invars, *derivative.forward.constvars}
+    operands = [atom for i, atom in enumerate(pair.backward.invars) if i not in pair.again]
+    consts, carried = scan_counts(pair.backward)
+    cotangents = [
+        var
+        for i, (atom, var) in enumerate(zip(operands, pair.pull.invars, strict=True))
+        if consts <= i < consts + carried or (not is_literal(atom) and atom not in known)
+    ]
+    of_parameters = _moved(derivative, _parameters(derivative))
+    consts, carried = scan_counts(pair.forward)
+    parameters = {
+        var
+        for i, (atom, var) in enumerate(zip(pair.forward.invars, pair.program.invars, strict=True))
+        if not consts <= i < consts + carried and not is_literal(atom) and atom in of_parameters
+    }
+    encodable = Encodable(
+        pair.program,
+        [var for var in _read(pair.pull) if var in made and var not in free],
+        pair.pull,
+        cotangents,
+        parameters,
+        BITS,
+    )
+    return Codes(pair.program, encodable)
+
+
+def _read(program: Program) -> dict[Any, None]:
+    read = dict.fromkeys(var for eqn in program.eqns for var in variables(eqn.invars))
+    return read | dict.fromkeys(variables(program.outvars))
+
+
+def _made(program: Program) -> set[Any]:
+    return {out for eqn in program.eqns for out in eqn.outvars}
+
+
+def _parameters(derivative: Derivative) -> set[Any]:
+    """The inputs that are differentiated: where others are not, those are activations, or data."""
+    inputs = derivative.forward.invars
+    return {var for var, wrt in zip(inputs, derivative.wrt, strict=True) if wrt}
+
+
+def _moved(derivative: Derivative, inputs: set[Any]) -> set[Any]:
+    """`inputs`, and what is computed of them and constants alone."""
+    program = derivative.forward
+    others, found = {*program.invars} - inputs, set(inputs)
+    for eqn in program.eqns:
+        read = variables(eqn.invars)
+        if eqn.effects or not others.isdisjoint(read):
+            others.update(eqn.outvars)
+        elif not found.isdisjoint(read):
+            found.update(eqn.outvars)
+    return found
+
+
+def encoded(value: Any, codec: Any) -> tuple[Any, Any]:
+    """(the value, its code): what reads the value waits for the code, or the compiler may make all codes at the end."""
+    leaves, tree = jax.tree.flatten(codec.encode(without_derivative(value, _FIRST_ORDER)))
+    value, *leaves = barrier([value, *leaves])
+    return value, jax.tree.unflatten(tree, leaves)
