@@ -20,6 +20,7 @@ from memjax._core.primitives import (
     ALIASES,
     CALLS,
     CALLS_OF_ONE_BODY,
+    DECODING,
     KERNELS,
     LOOPS,
     REDUCTIONS,
@@ -183,7 +184,7 @@ def stored(
         for var in eqn.outvars:
             found = readers.get(var, [])
             whole = any(map(reads_whole_operands, found))
-            again = is_heavy or (writes_shared and eqn.primitive.name not in SOURCES | VIEWS)
+            again = is_heavy or (writes_shared and eqn.primitive.name not in SOURCES | VIEWS | DECODING)
             if var not in names and (not is_fusible(eqn) or whole or (again and len(found) > 1)):
                 written.add(var)
             elif is_heavy:

@@ -85,6 +85,7 @@ RESHAPES = frozenset(("reshape", "squeeze", "expand_dims", "copy"))
 VIEWS = RESHAPES | {"transpose", "convert_element_type"}
 ALIASES = RESHAPES | NAMES | REPLICATIONS | {"optimization_barrier"}
 SOURCES = frozenset(("broadcast_in_dim", "iota"))
+DECODING = frozenset(("memjax_decode",))  # of a code, in a plan: compilers do it in whatever reads the array
 MOVES = SOURCES | REPLICATIONS | frozenset(("slice", "dynamic_slice", "split", "gather", "pad", "concatenate", "rev"))
 SMOOTH = AFFINE | VIEWS | MOVES | NAMES | frozenset(_MORE_SMOOTH.split())
 
