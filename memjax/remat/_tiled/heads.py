@@ -6,6 +6,7 @@ that works head by head, over several.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -75,11 +76,12 @@ def attention_in_groups(
 
     Saved between forward and backward: x and the kernels; with `keep_attention` and flash attention B T N H values and
     B T N float32 more.
-    Memory beside x and the result, in the forward pass: the outputs of all groups, B T N H values, over which the result is
-    written where N H = D, and one group's. In the backward pass, beside x and the cotangent of the result, over which the
-    gradient of x is written: the cotangents of all queries, keys and values, B T (N + 2 K) H values (those of queries are
-    written over outputs that `keep_attention` kept); one group's queries, outputs and their cotangents, 4 B T N H / groups, and
-    keys and values and theirs, 4 B T K H / groups; and the work of `attend`. Time: one more forward pass, with
+    Memory beside x and the result, in the forward pass: all queries, keys and values, B T (N + 2 K) H values, with outputs
+    written over queries and the result over outputs where N H = D; and one group's, 2 B T (N + K) H / groups. In the backward
+    pass, beside x and the cotangent of the result, over which the gradient of x is written: again all queries, keys and values,
+    over which their cotangents are written; one group's queries, outputs and their cotangents, 4 B T N H / groups, and
+    keys and values and theirs, 4 B T K H / groups; and the work of `attend`. With `keep_attention` cotangents of queries are
+    written over the outputs, and queries, keys and values computed for one group at a time. Time: one more forward pass, with
     `keep_attention` of the projections alone.
     Rounding is that of attention to all heads at once: groups are put side by side before they are multiplied, not added up.
 
@@ -150,8 +152,14 @@ class _Layer:
             lambda values: [self._attend(values[:-3], *values[-3:])], types, list(map(is_float, types)), [True]
         )
         self._qkv, self._o = qkv, jax.eval_shape(lambda values: self._attended(values[:-3], *values[-3:])[0], types)
-        # Traces `project` for all heads, as the backward pass takes it.
-        jax.eval_shape(lambda: self._projected(self._project.constants, kernels[:3], x, positions, and_x=True))
+
+        def trace(and_x: bool, kernels: Arrays) -> Any:
+            return self._projected(self._project.constants, kernels, x, positions, and_x=and_x)
+
+        # Traces `project` for all heads and for those of a group, as the backward pass takes it.
+        for and_x in (False, True):
+            jax.eval_shape(functools.partial(trace, and_x), kernels[:3])
+        jax.eval_shape(functools.partial(trace, False), self._of_group(kernels[:3], 0, 1))
         self._run = jax.custom_vjp(lambda *arrays: self._forward(*arrays)[0])
         self._run.defvjp(self._save, self._back)
 
@@ -161,15 +169,19 @@ class _Layer:
     def _forward(self, constants: Arrays, kernels: Arrays, x: Array, positions: Array) -> tuple[Array, Arrays]:
         """The result, and what is kept: the outputs of all groups, and of each what else its attention keeps."""
 
-        def step(outputs, group):
-            q, k, v = self._projected(constants[: self._n], self._of_group(kernels[:3], group, 1), x, positions)
-            o, kept = self._attended(constants[self._n :], q, k, v)
-            return _put(outputs, o, group), kept if self._keep_attention else []
+        def step(carry, group):
+            outputs, *others = carry
+            o, kept = self._attended(constants[self._n :], *self._of_group(carry[-3:], group, 2))
+            return (_put(outputs, o, group), *others), kept if self._keep_attention else []
 
         def add(out, o, x):
             return x + _outward(out, o.reshape(*o.shape[:2], *out.shape[:2]), x.dtype)
 
-        outputs, kept = lax.scan(step, self._side_by_side(self._o, x), self._each_group())
+        # Each group's outputs are written over its queries, if they are alike.
+        carry = self._projected(constants[: self._n], kernels[:3], x, positions)
+        if not _alike(self._o, self._qkv[0]):
+            carry = (self._side_by_side(self._o, x), *carry)
+        (outputs, *_), kept = lax.scan(step, carry, self._each_group())
         # `tiled` writes over the first argument that is like the result: x is needed again, outputs are not.
         flat = outputs.reshape(*outputs.shape[:2], -1)
         y = tiled(add, (None, 1, 1), 1, tile=self._tile)(kernels[3], flat, x)
@@ -183,35 +195,38 @@ class _Layer:
         constants, kernels, x, positions, kept = saved
         # Nothing is computed again, nor a buffer made, before the cotangent is there.
         dy, x, zero, *kept = barrier([dy, x, jnp.zeros((), x.dtype), *kept])
-        outputs, kept = (kept[0], kept[1:]) if self._keep_attention else (None, [])
         before, within = constants[: self._n], constants[self._n :]
         floats = [is_float(jax.typeof(value)) for value in constants]
         floats_before, floats_within = floats[: self._n], floats[self._n :]
+        if self._keep_attention:
+            # With the outputs of all groups there is room for the queries, keys and values of one. Its cotangents of queries
+            # are written over its outputs.
+            outputs, *kept = kept
+            over_outputs = _alike(self._o, self._qkv[0])
+            dq = outputs if over_outputs else self._side_by_side(self._qkv[0], x, zero)
+            d_qkv = (dq, *(self._side_by_side(a, x, zero) for a in self._qkv[1:]))
+        else:
+            d_qkv = self._projected(before, kernels[:3], x, positions)  # over which their cotangents are written
 
         def outward(out, o):
             project = lambda out, o: _outward(out, o, dy.dtype)
             return tiled(project, (None, 1), 1, tile=self._tile)(out, o)
 
-        # Each group's cotangents of queries are written over its outputs, if these are kept.
-        over_outputs = outputs is not None and self._o.dtype == self._qkv[0].dtype
-
         def step(carry, group):
             (sums, d_qkv), (index, kept) = carry, group
-            q, k, v = self._projected(before, self._of_group(kernels[:3], index, 1), x, positions)
-            if outputs is None:
-                o, kept = self._attended(within, q, k, v)
-            else:
+            if self._keep_attention:
+                q, k, v = self._projected(before, self._of_group(kernels[:3], index, 1), x, positions)
                 (o,) = self._of_group([d_qkv[0] if over_outputs else outputs], index, 2)
+            else:
+                q, k, v = self._of_group(d_qkv, index, 2)
+                o, kept = self._attended(within, q, k, v)
             _, pull_outward = jax.vjp(outward, self._of_group(kernels[3:], index, 0)[0], o)
             d_out, do = pull_outward(dy)
             *d_within, dq, dk, dv = self._attention.back([*within, q, k, v], self._with_output(kept, o), [do])
             sums = [a + b for a, b in zip(sums, d_within, strict=True)]
-            d_qkv = [_put(all_groups, d, index) for all_groups, d in zip(d_qkv, (dq, dk, dv), strict=True)]
-            return (sums, d_qkv), d_out
+            return (sums, tuple(_put(a, b, index) for a, b in zip(d_qkv, (dq, dk, dv), strict=True))), d_out
 
         sums = [zeros(jax.typeof(value)) for value in pick(within, floats_within)]
-        dk_dv = [self._side_by_side(a, x, zero) for a in self._qkv[1:]]
-        d_qkv = [outputs if over_outputs else self._side_by_side(self._qkv[0], x, zero), *dk_dv]
         (d_within, d_qkv), d_out = lax.scan(step, (sums, d_qkv), (self._each_group(), kept))
 
         def projected(some, kernels, x):
@@ -259,6 +274,10 @@ class _Layer:
         sizes = [array.shape[axis] // self._groups for array in arrays]
         cut = lax.dynamic_slice_in_dim
         return [cut(array, group * size, size, axis) for array, size in zip(arrays, sizes, strict=True)]
+
+
+def _alike(a: Any, b: Any) -> bool:
+    return bool(a.shape == b.shape and a.dtype == b.dtype)
 
 
 def _put(side_by_side: Array, one: Array, group: Any) -> Array:

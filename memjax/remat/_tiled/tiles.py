@@ -61,10 +61,10 @@ class Tiles:
 
     def _forward(self, shared: Arrays, arrays: Arrays) -> Arrays:
         over = _written_over(self._out_types, self._out_axes, arrays, self._in_axes)
-        buffers = [
-            arrays[over[i]] if i in over else self._start(aval, axis)
-            for i, (aval, axis) in enumerate(zip(self._out_types, self._out_axes, strict=True))
-        ]
+        made = [self._start(aval, axis) for aval, axis in zip(self._out_types, self._out_axes, strict=True)]
+        if self._tile < self._length:
+            made, arrays = _made_after(made, arrays)
+        buffers = [arrays[over[i]] if i in over else _filled(*new) for i, new in enumerate(made)]
         source = {array: result for result, array in over.items()}
 
         def one(start, size, buffers):
@@ -93,16 +93,17 @@ class Tiles:
         cotangents = pick(cotangents, self._out_float)
         is_nonzero = [not isinstance(ct, SymbolicZero) for ct in cotangents]
         # Recomputation waits for the cotangents, or a compiler begins it as soon as the arguments exist.
-        floats = [is_float(jax.typeof(array)) for array in arrays]
         nonzero = pick(cotangents, is_nonzero)
-        waited = barrier([*nonzero, *pick(arrays, floats)])
-        nonzero, arrays = waited[: len(nonzero)], merge(waited[len(nonzero) :], drop(arrays, floats), floats)
+        made = [self._start(jax.typeof(value), None) for value in pick(shared, shared_wanted)]
+        made += [self._start(jax.typeof(value), 0) for value in pick(arrays, arrays_wanted)]
+        made, waited = _made_after(made, [*nonzero, *arrays])
+        nonzero, arrays = waited[: len(nonzero)], waited[len(nonzero) :]
 
         targets, target_axes = pick(arrays, arrays_wanted), pick(self._in_axes, arrays_wanted)
         over = _written_over(list(map(jax.typeof, targets)), target_axes, nonzero, pick(axes, is_nonzero))
         source = {cotangent: target for target, cotangent in over.items()}
-        buffers = [nonzero[over[i]] if i in over else zeros(jax.typeof(target)) for i, target in enumerate(targets)]
-        sums = [self._start(jax.typeof(value), None) for value in pick(shared, shared_wanted)]
+        sums, new = [_filled(*one) for one in made[: sum(shared_wanted)]], made[sum(shared_wanted) :]
+        buffers = [nonzero[over[i]] if i in over else _filled(*new[i]) for i in range(len(targets))]
 
         def one(start, size, state):
             sums, buffers = state
@@ -146,12 +147,27 @@ class Tiles:
             state, _ = lax.scan(lambda state, start: (one(start, self._tile, state), None), state, starts)
         return one(full * self._tile, last, state) if last else state
 
-    def _start(self, aval: Any, axis: int | None) -> Any:
+    def _start(self, aval: Any, axis: int | None) -> _New:
         """What results are written into, or sums begin with."""
         is_sum = axis is None and self._sum_dtype is not None and jnp.issubdtype(aval.dtype, jnp.floating)
         if is_sum and jnp.finfo(self._sum_dtype).bits > jnp.finfo(aval.dtype).bits:
             aval = aval.update(dtype=self._sum_dtype)
-        return zeros(aval)
+        return zeros(aval.update(shape=())), aval.shape
+
+
+_New = tuple[jax.Array, tuple[int, ...]]  # a zero, and the shape of a buffer of it
+
+
+def _filled(zero: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return jnp.broadcast_to(zero, shape)
+
+
+def _made_after(made: Sequence[_New], arrays: Arrays) -> tuple[list[_New], Arrays]:
+    """Both again, so that buffers are made when the arrays are there: a compiler makes all that are alike at the first."""
+    floats = [is_float(jax.typeof(array)) for array in arrays]
+    waited = barrier([*(zero for zero, _ in made), *pick(arrays, floats)])
+    made = [(zero, shape) for zero, (_, shape) in zip(waited, made, strict=False)]
+    return made, merge(waited[len(made) :], drop(arrays, floats), floats)
 
 
 def _written_over(
