@@ -10,7 +10,7 @@ from flax import nnx
 
 from memjax._core import check
 from memjax._core.clear_errors import trace_errors
-from memjax._plan.decide import decide
+from memjax._plan.budget.decide import decide
 from memjax._plan.derivative import Derivative
 from memjax._plan.differentiable import differentiable
 from memjax._plan.flat import Flat

@@ -15,9 +15,11 @@ from memjax._core.compat import eval_jaxpr
 from memjax._core.derivatives import Static, forward_mode_message, perturbed, refusing_forward_mode
 from memjax._core.jaxpr import axis_sizes, is_literal
 from memjax._core.lists import Arrays, drop, merge, pick
+from memjax._plan.budget.decide import decide
+from memjax._plan.budget.digest import digest
+from memjax._plan.budget.pieces import pieces
 from memjax._plan.chain import Chain
 from memjax._plan.compiled import device_of
-from memjax._plan.decide import decide, digest, pieces_of_plan
 from memjax._plan.derivative import Derivative
 from memjax._plan.flat import Traced
 from memjax._plan.free import free_bytes
@@ -104,7 +106,7 @@ def _pieces(
         )
     in_codes = any(kept.bits is not None for stretch in plan.stretches for kept in stretch.kept)
     chain = Chain(derivative, costs.device(device_of(nowhere)), compress=in_codes, solved=False)
-    return pieces_of_plan(chain, plan)
+    return pieces(chain, plan.stretches)
 
 
 def _whole_backward(

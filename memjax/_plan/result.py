@@ -64,6 +64,22 @@ class Point(NamedTuple):
     seconds: float
 
 
+class Try(NamedTuple):
+    """A plan that was compiled, in the course of finding one.
+
+    Attributes:
+      number: of the plan in its frontier.
+      predicted: temporary bytes as the model alone has them.
+      expected: the same, corrected by the plans that had been compiled before.
+      compiled: what the compiler took.
+    """
+
+    number: int
+    predicted: int
+    expected: int
+    compiled: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """What a function keeps between its forward and its backward pass, and what it computes again. Plain data.
@@ -77,6 +93,7 @@ class Plan:
       plain_seconds: the same with nothing run again that is worth keeping.
       stretches: the forward pass in order.
       points: the frontier of all plans.
+      tries: the plans that were compiled to find this one, in order.
       program: digest of the program that the plan is of.
     """
 
@@ -88,6 +105,7 @@ class Plan:
     plain_seconds: float
     stretches: tuple[Stretch, ...]
     points: tuple[Point, ...]
+    tries: tuple[Try, ...]
     program: str
 
     def frontier(self) -> list[Point]:
@@ -131,7 +149,8 @@ class Plan:
         for start, stop, kept, *rest in fields["stretches"]:
             stretches.append(Stretch(start, stop, tuple(Kept(*one) for one in kept), *rest))
         points = tuple(Point(*point) for point in fields["points"])
-        return cls(**fields | {"stretches": tuple(stretches), "points": points})
+        tries = tuple(Try(*one) for one in fields["tries"])
+        return cls(**fields | {"stretches": tuple(stretches), "points": points, "tries": tries})
 
     def __str__(self) -> str:
         compiled = "" if self.compiled_nbytes is None else f", compiled {readable_bytes(self.compiled_nbytes)}"

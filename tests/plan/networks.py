@@ -35,3 +35,31 @@ def unrolled_loss(params, x):
 def scanned_loss(params, x):
     x, sums = jax.lax.scan(lambda x, p: (layer(p, x), jnp.sum(x)), x, params)
     return jnp.mean(x**2) + 1e-3 * jnp.sum(sums)
+
+
+def resnet_parameters(width=8, blocks=1):
+    keys = iter(jax.random.split(jax.random.key(0), 2 + 4 * blocks))
+    kernel = lambda *shape: 0.2 * jax.random.normal(next(keys), shape, jnp.float32)
+    stages = [
+        {"down": kernel(3, 3, before, after), "blocks": [[kernel(3, 3, after, after)] * 2 for _ in range(blocks)]}
+        for before, after in ((3, width), (width, 2 * width))
+    ]
+    return stages
+
+
+def images():
+    return jax.random.normal(jax.random.key(1), (8, 32, 32, 3), jnp.float32)
+
+
+def resnet_loss(params, x):
+    """Convolutions and norms over the batch, in residual blocks."""
+
+    def convolved(x, kernel, stride=1):
+        x = jax.lax.conv_general_dilated(x, kernel, (stride,) * 2, "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return (x - x.mean((0, 1, 2))) * jax.lax.rsqrt(x.var((0, 1, 2)) + 1e-5)
+
+    for number, stage in enumerate(params):
+        x = jax.nn.relu(convolved(x, stage["down"], 1 + number))
+        for first, second in stage["blocks"]:
+            x = jax.nn.relu(x + convolved(jax.nn.relu(convolved(x, first)), second))
+    return jnp.mean(x.mean((1, 2)) ** 2)

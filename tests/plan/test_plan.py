@@ -8,7 +8,18 @@ import jax.numpy as jnp
 import pytest
 
 import memjax
-from tests.plan.networks import inputs, layer, parameters, scanned_loss, stacked, unrolled_loss
+from memjax._plan.budget.known import forget
+from tests.plan.networks import (
+    images,
+    inputs,
+    layer,
+    parameters,
+    resnet_loss,
+    resnet_parameters,
+    scanned_loss,
+    stacked,
+    unrolled_loss,
+)
 
 ROWS = 4096
 
@@ -21,24 +32,40 @@ def temp(f, *args):
     return jax.jit(jax.value_and_grad(f)).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize("loss", [unrolled_loss, scanned_loss])
-def test_compiled_bytes_keep_within_every_budget_and_never_fall_as_it_grows(loss):
-    params, x = arguments()
-    args = (stacked(params) if loss is scanned_loss else params), x
-    least = memjax.plan(loss, *args, budget="min")
-    plain = temp(loss, *args)
-    assert least.compiled_nbytes < 0.6 * plain
+CASES = {
+    "layers": lambda: (unrolled_loss, *arguments()),
+    "scan": lambda: (scanned_loss, stacked(arguments()[0]), arguments()[1]),
+    "resnet": lambda: (resnet_loss, resnet_parameters(), images()),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_compiled_bytes_keep_within_every_budget_and_never_fall_as_it_grows(case):
+    loss, *args = CASES[case]()
+    least, most = (memjax.plan(loss, *args, budget=budget).compiled_nbytes for budget in ("min", "1GiB"))
+    assert least < 0.6 * temp(loss, *args)
     peaks, times = [], []
     for i in range(12):
-        budget = least.compiled_nbytes + (plain - least.compiled_nbytes) * i // 11
+        budget = least + (most - least) * i // 11
         plan = memjax.plan(loss, *args, budget=budget)
         assert plan.compiled_nbytes <= budget
+        assert len(plan.tries) <= 4
         peaks.append(plan.compiled_nbytes)
         times.append(plan.seconds)
     assert peaks == sorted(peaks)
     assert times == sorted(times, reverse=True)
     assert times[-1] < times[0]
     assert temp(memjax.planned(loss, plan=plan), *args) == plan.compiled_nbytes
+
+
+def test_a_plan_does_not_depend_on_what_was_planned_before():
+    args = arguments(2)
+    least, most = (memjax.plan(unrolled_loss, *args, budget=budget).compiled_nbytes for budget in ("min", "1GiB"))
+    budgets = [least + (most - least) * i // 4 for i in range(5)]
+    later = [memjax.plan(unrolled_loss, *args, budget=budget) for budget in budgets]
+    for budget, plan in zip(budgets, later, strict=True):
+        forget()
+        assert memjax.plan(unrolled_loss, *args, budget=budget) == plan
 
 
 def test_least_memory_is_no_more_than_a_checkpoint_a_layer():

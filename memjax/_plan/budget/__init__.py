@@ -1,0 +1,1 @@
+"""From a memory budget to a plan."""

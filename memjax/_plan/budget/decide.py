@@ -1,0 +1,93 @@
+"""From a derivative and a budget to a plan: solve, compile, compare, and choose again with what was learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from memjax._plan.budget.known import Known, known
+from memjax._plan.budget.search import search, told_apart
+from memjax._plan.budget.stretches import stretches
+from memjax._plan.budget.too_little import too_little
+from memjax._plan.chain import Choice
+from memjax._plan.derivative import Derivative
+from memjax._plan.result import Plan, Point, Try
+
+_MOST_POINTS = 100
+
+
+def decide(
+    derivative: Derivative, types: Sequence[Any], shardings: Sequence[Any], budget: int | str, *, compress: bool = False
+) -> Plan:
+    """The fastest plan found of which the compiled step takes no more than `budget`, or "min": the plan of the least memory.
+
+    Raises:
+      ValueError: the budget is less than the least possible.
+    """
+    program = known(derivative, types, shardings, compress)
+    plans = _Plans(program)
+    if budget == "min":
+        tries = plans.least()
+        return _plan(program, plans, tries[0], tries, tries[0].compiled)
+    assert isinstance(budget, int)
+    tries = search(plans.predicted, plans.seconds, budget, plans.compiled)
+    fitting = [one for one in tries if one.compiled <= budget]
+    chosen = max(fitting) if fitting else plans.least()[0]
+    if chosen.compiled > budget:
+        raise ValueError(too_little(program.chain, budget, chosen.compiled))
+    return _plan(program, plans, chosen, tries, budget)
+
+
+class _Plans:
+    """The plans that are worth a try, in a line.
+
+    The first two are those of the least memory: that which keeps the least, for the model may be wrong about what is kept for
+    nothing, and the fastest.
+
+    Attributes:
+      predicted, seconds: of each; the seconds are a step's.
+    """
+
+    def __init__(self, program: Known):
+        self._program, chain = program, program.chain
+        points = chain.frontier
+        points = [points[i] for i in told_apart([nbytes for nbytes, _ in points])]
+        most = sum(choice.option.seconds for choice in chain.least_choices())
+        self.predicted = [points[0][0], *(nbytes for nbytes, _ in points)]
+        self.seconds = [chain.base_seconds + seconds for seconds in (most, *(seconds for _, seconds in points))]
+
+    def choices(self, number: int) -> list[Choice]:
+        """The plan of this number."""
+        chain = self._program.chain
+        return chain.choices(self.predicted[number]) if number else chain.least_choices()
+
+    def compiled(self, number: int) -> int:
+        """Its compiled bytes, or the predicted ones where there is nothing to compile."""
+        nbytes = self._program.compiled_bytes(stretches(self._program.chain, self.choices(number)))
+        return self.predicted[number] if nbytes is None else nbytes
+
+    def least(self) -> list[Try]:
+        """The first two, compiled: first the one that takes less memory, or of equals the faster one."""
+        nbytes = self.predicted[0]
+        found = [Try(number, nbytes, nbytes, self.compiled(number)) for number in range(2)]
+        return sorted(found, key=lambda one: (one.compiled, -one.number))
+
+
+def _plan(program: Known, plans: _Plans, chosen: Try, tries: Sequence[Try], budget: int) -> Plan:
+    chain = program.chain
+    found = stretches(chain, plans.choices(chosen.number))
+    added = chosen.compiled - chosen.predicted
+    points = [Point(max(nbytes + added, 0), chain.base_seconds + seconds) for nbytes, seconds in chain.frontier]
+    every = -(-len(points) // _MOST_POINTS)
+    return Plan(
+        budget=budget,
+        nbytes=chosen.compiled,
+        first_nbytes=chosen.predicted,
+        compiled_nbytes=program.compiled_bytes(found),
+        seconds=plans.seconds[chosen.number],
+        plain_seconds=plans.seconds[-1],
+        stretches=found,
+        points=(*points[:-1:every], points[-1]),
+        tries=tuple(tries),
+        program=program.digest,
+    )

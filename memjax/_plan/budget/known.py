@@ -1,0 +1,64 @@
+"""Chains, and compiled bytes of their plans, kept for the next budget of an equal program. They save time and decide nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from memjax._core import costs
+from memjax._plan.budget.digest import digest
+from memjax._plan.budget.pieces import pieces
+from memjax._plan.chain import Chain
+from memjax._plan.compiled import device_of, platform_of, step_bytes
+from memjax._plan.derivative import Derivative
+from memjax._plan.result import Stretch
+from memjax._plan.run import Run
+
+_MOST_PROGRAMS = 16
+
+
+class Known:
+    """What is known of a program.
+
+    Attributes:
+      chain: it as a chain, solved.
+      digest: of it.
+    """
+
+    def __init__(self, derivative: Derivative, types: Sequence[Any], shardings: Sequence[Any], compress: bool):
+        self.chain = Chain(derivative, costs.device(device_of(shardings)), compress=compress)
+        self.digest = digest(derivative)
+        self._types, self._shardings = types, shardings
+        self._compiled: dict[tuple[Stretch, ...], int | None] = {}
+
+    def compiled_bytes(self, stretches: tuple[Stretch, ...]) -> int | None:
+        """Temporary bytes of the step under a plan; None where it is no program of its own."""
+        if stretches not in self._compiled:
+            run = Run(self.chain.derivative, pieces(self.chain, stretches))
+            self._compiled[stretches] = step_bytes(self.chain.derivative, run, self._types, self._shardings)
+        return self._compiled[stretches]
+
+
+_known: dict[Any, Known] = {}
+
+
+def forget() -> None:
+    """Forget all programs."""
+    _known.clear()
+
+
+def known(derivative: Derivative, types: Sequence[Any], shardings: Sequence[Any], compress: bool) -> Known:
+    """What is known of an equal program for an equal device, or of this one from now on."""
+    kind, platform = device_of(shardings).device_kind, platform_of(shardings)
+    key = (digest(derivative), kind, platform, tuple(map(str, shardings)), compress)
+    if key in _known:
+        return _known[key]
+    found = Known(derivative, types, shardings, compress)
+    consts = [*derivative.forward.consts, *derivative.backward.consts]
+    if not any(isinstance(const, jax.core.Tracer) for const in consts):  # which would outlive its trace
+        if len(_known) == _MOST_PROGRAMS:
+            _known.pop(next(iter(_known)))
+        _known[key] = found
+    return found

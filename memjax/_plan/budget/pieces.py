@@ -1,0 +1,39 @@
+"""From plain data to what runs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from memjax._plan.chain import Chain
+from memjax._plan.codes import Code
+from memjax._plan.derivative import LoopPair
+from memjax._plan.result import Stretch
+from memjax._plan.run import Piece
+
+
+def pieces(chain: Chain, stretches: Sequence[Stretch]) -> list[Piece]:
+    """The stretches as they are run, `chain` being one of the program that they were found for."""
+    found: list[Piece] = []
+    for (start, stop), same in itertools.groupby(stretches, lambda stretch: (stretch.start, stretch.stop)):
+        of_turns = list(same)
+        segment = chain.between(start, stop)
+        loop = None if of_turns[0].turns is None else chain.loops[start]
+        program = chain.derivative.forward if loop is None else loop.program
+        parts = []
+        for stretch in of_turns:
+            kept: dict[bool, list[Any]] = {True: [], False: []}
+            for one in stretch.kept:
+                outs = program.invars if one.equation < 0 else program.eqns[one.equation].outvars
+                kept[one.bits is not None].append(outs[one.output])
+            parts.append((stretch.turns or 0, kept[False], codes_in(chain, loop, kept[True])))
+        _, mine, coded = parts[0] if loop is None else (0, [], [])
+        found.append(Piece(segment.backward, [*mine, *segment.crossing], coded, loop, parts if loop else ()))
+    return found
+
+
+def codes_in(chain: Chain, loop: LoopPair | None, coded: Iterable[Any]) -> list[Code]:
+    """The codes of variables of the forward pass, or of a loop's body."""
+    codes = chain.codes if loop is None else chain.codes_of_loop(loop)
+    return [] if codes is None else [codes.of(var) for var in coded]

@@ -1,0 +1,83 @@
+"""Which plan of a frontier fills a budget, found by compiling a few: interpolation between what has been compiled.
+
+The plans are in a line, from the fewest predicted bytes to the most. Those that fit are taken to come before those that do not,
+which is true as far as compiled bytes rise with predicted ones. Each plan that is compiled moves one of the two ends between
+which the answer lies; the next is where the line through both meets the budget, less half of what may be left of it. Nothing
+but the frontier, the compiled bytes and the budget decides, so that equal programs have equal plans.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Sequence
+
+from memjax._plan.result import Try
+
+_MOST_TRIES = 4  # once, and after each of at most three corrections
+_FULL = 0.985  # of the budget: then there is little to gain by another try
+_GAIN = 5e-4  # of a step's time: what another try has to promise
+_STEP = 1.002  # between the predicted bytes of plans that are worth telling apart
+
+
+def search(predicted: Sequence[int], seconds: Sequence[float], budget: int, compile: Callable[[int], int]) -> list[Try]:
+    """The plans that were compiled. Of those within the budget the one of the largest number is the fastest.
+
+    If none of them fits, the plan of number 0 is the last.
+
+    Args:
+      predicted: bytes of each plan, rising.
+      seconds: of a step under each plan, falling.
+      budget: bytes.
+      compile: from the number of a plan to its compiled bytes. It is called at most four times.
+    """
+    aim = (1 + _FULL) / 2 * budget
+    tries: list[Try] = []
+    fits: Try | None = None
+    over: Try | None = None
+    while len(tries) < _MOST_TRIES:
+        low = 0 if fits is None else fits.number + 1
+        high = len(predicted) - 1 if over is None else over.number - 1
+        if low > high:
+            break
+        wanted = max(_prediction(aim, fits, over), predicted[0])
+        number = min(max(bisect.bisect_right(predicted, wanted) - 1, low), high)
+        if fits is None and len(tries) == _MOST_TRIES - 1:
+            number = 0
+        if fits is not None:
+            gain = seconds[fits.number] - seconds[number]
+            if fits.compiled >= _FULL * budget or gain < _GAIN * seconds[number]:
+                break
+        one = Try(number, predicted[number], _expected(predicted[number], fits, over), compile(number))
+        tries.append(one)
+        if one.compiled <= budget:
+            fits = one
+        else:
+            over = one
+    return tries
+
+
+def _prediction(wanted: float, fits: Try | None, over: Try | None) -> float:
+    """The predicted bytes of a plan that should take what is wanted when compiled."""
+    if fits is not None and over is not None:
+        part = (wanted - fits.compiled) / (over.compiled - fits.compiled)
+        return fits.predicted + part * (over.predicted - fits.predicted)
+    one = fits or over
+    return wanted if one is None else one.predicted * wanted / max(one.compiled, 1)
+
+
+def _expected(predicted: int, fits: Try | None, over: Try | None) -> int:
+    """The compiled bytes of a plan with so many predicted ones."""
+    if fits is not None and over is not None:
+        part = (predicted - fits.predicted) / max(over.predicted - fits.predicted, 1)
+        return round(fits.compiled + part * (over.compiled - fits.compiled))
+    one = fits or over
+    return predicted if one is None else round(predicted * one.compiled / max(one.predicted, 1))
+
+
+def told_apart(predicted: Sequence[int]) -> list[int]:
+    """Of plans in a line those worth a try, by number: of such as take much the same bytes the last, and always the first."""
+    chosen = [len(predicted) - 1]
+    for number in range(len(predicted) - 2, -1, -1):
+        if predicted[number] * _STEP <= predicted[chosen[-1]]:
+            chosen.append(number)
+    return sorted({0, *chosen})

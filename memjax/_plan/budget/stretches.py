@@ -1,0 +1,39 @@
+"""A way through a chain as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from memjax._core.compat import source_line
+from memjax._core.costs import array_bytes
+from memjax._plan.budget.pieces import codes_in
+from memjax._plan.chain import Chain, Choice
+from memjax._plan.codes import BITS
+from memjax._plan.result import Kept, Stretch
+
+
+def stretches(chain: Chain, choices: Sequence[Choice]) -> tuple[Stretch, ...]:
+    """The choices as data; a loop has a stretch for each of its parts."""
+    return tuple(stretch for choice in choices for stretch in _stretches(chain, choice))
+
+
+def _stretches(chain: Chain, choice: Choice) -> list[Stretch]:
+    option = choice.option
+    program = chain.loops[choice.start].program if option.parts else chain.derivative.forward
+    place = {out: (i, k, eqn) for i, eqn in enumerate(program.eqns) for k, out in enumerate(eqn.outvars)}
+    place |= {var: (-1, k, None) for k, var in enumerate(program.invars)}
+    inside = [(turns or None, one) for turns, one in option.parts or ((0, option),)]
+    handed_on = option.nbytes - option.kept_nbytes
+    found = []
+    for turns, one in inside:
+        kept = []
+        codes = codes_in(chain, chain.loops[choice.start] if turns else None, one.coded)
+        bits = [*((var, array_bytes(var), None) for var in one.kept), *((code.of, code.nbytes, BITS) for code in codes)]
+        for var, nbytes, few in bits:
+            equation, output, eqn = place[var]
+            made = "carried by the loop" if eqn is None else f"{eqn.primitive.name} {source_line(eqn)}".strip()
+            kept.append(Kept(equation, output, nbytes, f"{var.aval.str_short()} {made}", few))
+        seconds = one.seconds * (turns or 1)
+        found.append(Stretch(choice.start, choice.stop, tuple(kept), handed_on, turns, seconds, option.working))
+        handed_on = 0
+    return found

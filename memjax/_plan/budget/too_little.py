@@ -1,0 +1,28 @@
+"""What to say of a budget that no plan fits."""
+
+from __future__ import annotations
+
+from memjax._core.check import readable_bytes
+from memjax._core.compat import source_line
+from memjax._plan.chain import Chain
+
+
+def too_little(chain: Chain, budget: int, least: int) -> str:
+    """The least possible bytes, the time there, and what holds it up."""
+    choices = chain.least_choices()
+    held = 0
+    top, where = 0, choices[0]
+    for choice in choices:
+        if held + choice.option.working > top:
+            top, where = held + choice.option.working, choice
+        held += choice.option.nbytes
+    lines = [line for eqn in chain.derivative.forward.eqns[where.start : where.stop] if (line := source_line(eqn))]
+    plain = chain.frontier[-1][0] + least - chain.frontier[0][0]
+    ratio = (chain.base_seconds + chain.frontier[0][1]) / (chain.base_seconds + chain.frontier[-1][1])
+    return (
+        f"budget is {readable_bytes(budget)}, but the least possible is {readable_bytes(least)}, at {ratio:.2f} of the time that "
+        f"takes {readable_bytes(plain)}. The backward pass of equations {where.start} to {where.stop} "
+        + (f"(from {lines[0]} to {lines[-1]}) " if lines else "")
+        + f'holds it up, with {readable_bytes(where.option.working)} of its own: give a larger budget, or "min" for the least; '
+        "divide the batch, or the sequence with memjax.remat.tiled"
+    )

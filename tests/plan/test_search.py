@@ -1,0 +1,87 @@
+"""The search for the plan that fills a budget, on frontiers and compilers that are given."""
+
+import numpy as np
+import pytest
+
+from memjax._plan.budget.search import search, told_apart
+
+RNG = np.random.default_rng(0)
+
+
+def frontier(count):
+    predicted = np.cumsum(RNG.integers(10, 1000, count)) + 1000
+    seconds = 2 - np.cumsum(RNG.uniform(0.01, 1, count)) / count
+    return predicted.tolist(), seconds.tolist()
+
+
+def off_by(predicted, factor, amount, noise=0.0):
+    """Compiled bytes of a model that is wrong by so much."""
+    return (np.array(predicted) * factor * RNG.uniform(1 - noise, 1 + noise, len(predicted)) + amount).astype(int)
+
+
+def best(compiled, budget):
+    return max(np.flatnonzero(compiled <= budget), default=None)
+
+
+@pytest.mark.parametrize(("factor", "amount"), [(1.0, 0), (1.2, 0), (0.8, 0), (0.25, 0), (3.0, 0), (0.9, 700)])
+def test_the_answer_fits_and_fills_the_budget_or_is_the_fastest_that_fits(factor, amount):
+    for count in (1, 2, 5, 100):
+        predicted, seconds = frontier(count)
+        compiled = off_by(predicted, factor, amount)
+        for budget in np.linspace(0.8 * compiled[0], 1.1 * compiled[-1], 12).astype(int).tolist():
+            tries = search(predicted, seconds, budget, compiled.tolist().__getitem__)
+            assert len(tries) <= 4
+            assert len({one.number for one in tries}) == len(tries)
+            fitting = [one for one in tries if one.compiled <= budget]
+            wanted = best(compiled, budget)
+            if wanted is None:
+                assert not fitting
+                assert tries[-1].number == 0
+            else:
+                chosen = max(fitting)
+                is_full = chosen.number == wanted or chosen.compiled >= 0.985 * budget
+                assert is_full or seconds[chosen.number] <= seconds[wanted] * (1 + 1e-3)
+
+
+def test_no_more_than_four_are_compiled_and_the_least_is_when_nothing_fits():
+    predicted, seconds = frontier(100)
+    compiled = [10**7] * 99 + [10**8]
+    tries = search(predicted, seconds, 10**6, compiled.__getitem__)
+    assert len(tries) <= 4
+    assert tries[-1].number == 0
+
+
+def test_a_larger_budget_is_never_filled_with_less():
+    """Where compiled bytes rise with predicted ones, and budgets are further apart than what may be left of one."""
+    for noise in (0.0, 0.02):
+        predicted, seconds = frontier(60)
+        compiled = np.maximum.accumulate(off_by(predicted, 1.15, 500, noise))
+        peaks, times = [], []
+        for budget in np.geomspace(compiled[0], compiled[-1], 12).astype(int).tolist():
+            tries = search(predicted, seconds, budget, compiled.tolist().__getitem__)
+            chosen = max(one for one in tries if one.compiled <= budget)
+            peaks.append(chosen.compiled)
+            times.append(seconds[chosen.number])
+        assert peaks == sorted(peaks)
+        assert times == sorted(times, reverse=True)
+
+
+def test_what_is_expected_after_a_correction_is_what_is_compiled():
+    predicted, seconds = frontier(100)
+    compiled = off_by(predicted, 1.3, 0)
+    tries = search(predicted, seconds, int(compiled[50]), lambda i: int(compiled[i]))
+    assert tries[0].expected == tries[0].predicted
+    assert abs(tries[0].expected / tries[0].compiled - 1) > 0.2
+    for one in tries[1:]:
+        assert abs(one.expected / one.compiled - 1) < 0.01
+
+
+def test_no_try_is_spent_on_what_gains_nothing():
+    predicted = [1000, 2000, 3000]
+    tries = search(predicted, [2.0, 1.0, 1.0 - 1e-5], 2500, lambda i: predicted[i])
+    assert [one.number for one in tries] == [1]
+
+
+def test_plans_of_much_the_same_bytes_are_one():
+    assert told_apart([1000, 1001, 2000, 2003, 2500]) == [0, 1, 3, 4]
+    assert told_apart([7]) == [0]
