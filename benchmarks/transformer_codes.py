@@ -1,9 +1,10 @@
-"""Transformer layers, checkpoints by hand and `memjax.compressed`: `python -m benchmarks.transformer_codes`.
+"""Transformer layers, checkpoints by hand, `memjax.compressed` and plans: `python -m benchmarks.transformer_codes`.
 
 One gradient of a stack of layers, bfloat16, attention by cuDNN: milliseconds, temporary MiB, and the distance of the gradient
 from that of the plain layers. `llama` is 8 layers of Llama 3.2 1B's shape with 4 sequences of 4,096 tokens; `llama_scanned` the
 same in `jax.lax.scan`; `vit_l` the 24 layers of ViT-L/16 with 128 images, scanned; `gpt2_medium` the 24 layers of GPT-2 medium
-with 16 sequences of 1,024 tokens, scanned. Writes `results/transformer_codes_MODEL.json` for each. About a minute for a model on
+with 16 sequences of 1,024 tokens, scanned. Plans are made for a few budgets, exact ones and ones that may keep
+some of it in 8 bits. Writes `results/transformer_codes_MODEL.json` for each. About a minute for a model on
 an H200, most of which compiles. On a CPU: `--tiny`, two minutes, saves nothing.
 """
 
@@ -33,6 +34,8 @@ class Stack:
     parameters: Callable[[plan.Shape, jax.Array], dict[str, jax.Array]]
     shape: plan.Shape
     scanned: bool
+    budgets: tuple[int, ...]
+    """MiB, for plans."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +43,9 @@ class Config:
     models: tuple[str, ...] = ("llama", "llama_scanned", "vit_l", "gpt2_medium")
     bits: tuple[int, ...] = (8, 4, 3)
     policies: tuple[str, ...] = ("nothing", "attention, qkv", "attention, qkv, x2", "attention, gate_up", "all names")
+    plans: tuple[str, ...] = ("exact", "8 bits")
+    budgets: tuple[int, ...] = ()
+    """MiB for plans; the model's own where none is given."""
     rounds: int = 4
     calls: int = 3
     tiny: bool = False
@@ -61,10 +67,10 @@ def stacks(tiny: bool) -> dict[str, Stack]:
     if tiny:
         shapes = dict.fromkeys(shapes, plan.Shape(2, 2, 128, width=128, hidden=512, heads=2, kv_heads=2))
     return {
-        "llama": Stack(llama, plan.parameters, shapes["llama"], scanned=False),
-        "llama_scanned": Stack(llama, plan.parameters, shapes["llama"], scanned=True),
-        "vit_l": Stack(encoder, _parameters, shapes["vit_l"], scanned=True),
-        "gpt2_medium": Stack(decoder, _parameters, shapes["gpt2_medium"], scanned=True),
+        "llama": Stack(llama, plan.parameters, shapes["llama"], False, (2300, 3104, 4617, 6146)),
+        "llama_scanned": Stack(llama, plan.parameters, shapes["llama"], True, (2300, 3104, 4617, 6146)),
+        "vit_l": Stack(encoder, _parameters, shapes["vit_l"], True, (3500, 5430, 8238, 10230)),
+        "gpt2_medium": Stack(decoder, _parameters, shapes["gpt2_medium"], True, (2300, 3485, 5386, 6687)),
     }
 
 
@@ -125,7 +131,31 @@ def measure(stack: Stack, config: Config) -> list[dict[str, Any]]:
     gradients = {
         name: jax.grad(functools.partial(loss, layer=layer), (0, 1)) for name, layer in ways(stack, config).items()
     }
-    return compare(gradients, (params, x), rounds=config.rounds, calls=config.calls)
+    plain = functools.partial(loss, layer=stack.layer)
+    made = {name: made for name, made in plans(plain, params, x, stack, config).items() if made is not None}
+    gradients |= {name: jax.grad(memjax.planned(plain, plan=one), (0, 1)) for name, one in made.items()}
+    rows = compare(gradients, (params, x), rounds=config.rounds, calls=config.calls)
+    return [row | _predicted(made[row["case"]]) if row["case"] in made else row for row in rows]
+
+
+def plans(plain: Any, params: Any, x: jax.Array, stack: Stack, config: Config) -> dict[str, memjax.Plan | None]:
+    """A plan for each budget, exact and with codes; None where nothing fits."""
+    budgets = config.budgets or (stack.budgets if not config.tiny else (8, 16))
+
+    def make(budget: int, kind: str) -> memjax.Plan | None:
+        allow = ("recompute",) if kind == "exact" else ("recompute", "compress")
+        try:
+            return memjax.plan(plain, params, x, budget=budget * 2**20, allow=allow, argnums=(0, 1))
+        except ValueError as error:
+            print(f"planned, {kind}, {budget:,} MiB: {error}", flush=True)
+            return None
+
+    return {f"planned, {kind}, {budget:,} MiB": make(budget, kind) for kind in config.plans for budget in budgets}
+
+
+def _predicted(made: memjax.Plan) -> dict[str, Any]:
+    in_codes = sum(kept.bits is not None for stretch in made.stretches for kept in stretch.kept)
+    return {"predicted_ms": round(made.seconds * 1e3, 2), "arrays_in_codes": in_codes}
 
 
 def main(config: Config) -> None:

@@ -59,11 +59,14 @@ def picture(path: pathlib.Path) -> None:
     for ax, (name, title) in zip(axes[0], models.items(), strict=True):
         rows = sorted(load(f"transformer_codes_{name}")[1], key=lambda row: row["temp_mib"])
         kinds = {"exact: plain, jax.checkpoint": "o", "memjax.compressed": "s-"}
+        kinds |= {"memjax.planned, exact": "^-", "memjax.planned, 8 bits allowed": "v-"}
         for kind, style in kinds.items():
-            chosen = [row for row in rows if row["case"].startswith("compressed") == ("compressed" in kind)]
+            chosen = [row for row in rows if _kind(row["case"]) == kind]
+            if not chosen:
+                continue
             ax.plot([row["temp_mib"] / 1024 for row in chosen], [row["ms"] for row in chosen], style, label=kind)
             for row in chosen:
-                if "compressed" in kind:
+                if kind == "memjax.compressed":
                     bits = row["case"].split(", ")[1]
                     ax.annotate(
                         bits,
@@ -81,10 +84,20 @@ def picture(path: pathlib.Path) -> None:
     plt.close(figure)
 
 
+def _kind(case: str) -> str:
+    first, _, detail = case.partition(", ")
+    if first == "planned":
+        return "memjax.planned, exact" if detail.startswith("exact") else "memjax.planned, 8 bits allowed"
+    return "memjax.compressed" if first == "compressed" else "exact: plain, jax.checkpoint"
+
+
 def _label(case: str) -> str:
     kind, _, detail = case.partition(", ")
     if kind == "compressed":
         return f"`compressed(layer, bits={detail.split()[0]})`"
+    if kind == "planned":
+        bits, budget = detail.split(", ", 1)
+        return f"`planned` for {budget}" + ("" if bits == "exact" else f", {bits} allowed")
     return "nothing" if case == "plain" else f"`jax.checkpoint`, {case}"
 
 

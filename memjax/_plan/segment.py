@@ -126,7 +126,13 @@ def options(
     problem = Problem(again, wanted, is_known, seconds, to_keep, names, rates)
     found = [option(subset) for subset in exact_subsets(problem)]
     if codes is not None:
-        found += [option(subset) for subset in coded_subsets(problem, codes) if subset.coded]
+        fastest = min((one.seconds for one in found), default=0.0)
+        for subset in coded_subsets(problem, codes):
+            # Where everything fits nothing is in codes: these take longer than keeping what is in them.
+            arrays = [code.of for code in subset.coded]
+            more = sum(costs.coding_seconds(array_bytes(var), rates) - to_keep(var) for var in arrays)
+            one = option(subset)
+            found += [one._replace(seconds=max(one.seconds, fastest + more))] if arrays else []
         found.sort(key=lambda one: (one.nbytes, one.seconds))
     return found
 
