@@ -11,13 +11,14 @@ from flax import nnx
 from memjax._core import check
 from memjax._core.clear_errors import trace_errors
 from memjax._plan.budget.decide import decide
-from memjax._plan.derivative import Derivative
+from memjax._plan.compiled import device_of
 from memjax._plan.differentiable import differentiable
 from memjax._plan.flat import Flat
 from memjax._plan.free import free_bytes
 from memjax._plan.result import Plan
+from memjax._plan.tile.choose import Program, choose
 
-_ALLOWED = ("recompute", "compress")
+_ALLOWED = ("recompute", "tile", "compress")
 _EXACT = ("recompute",)
 
 
@@ -43,8 +44,11 @@ def plan(
         platform of their devices, which need not be there.
       budget: temporary bytes of the compiled step, per device, or a text like "40GiB"; "device": what is free on the device
         beside arguments and results; "min": the least memory.
-      allow: what the plan may do. "recompute": compute again what is not kept; always. "compress": keep what may be rounded in
-        8 bits, where that takes less time than computing it again: gradients are no longer those of `f`, see below.
+      allow: what the plan may do. "recompute": compute again what is not kept; always. "tile": run parts of the program tile by
+        tile in both passes, where positions do not mix and something large is made on the way: a language model's head with
+        its loss, so that logits never exist as a whole; where no plan fits without, or is as fast. "compress": keep what may
+        be rounded in 8 bits, where that takes less time than computing it again: gradients are no longer those of `f`, see
+        below.
       argnums: which of `args` are differentiated: all their floats; of NNX modules the `nnx.Param`, as `nnx.grad` does, or what
         an `nnx.DiffState` in place of the number chooses.
       **kwargs: as `args`; they are not differentiated.
@@ -73,11 +77,14 @@ def plan(
         raise check.fail(TypeError, "f", "a function with float arrays to differentiate", f, "see argnums")
     if not any(program.has_cotangent):
         raise check.fail(TypeError, "f", "a function with a float result", f)
-    derivative = Derivative(program.closed, program.types, wrt, program.has_cotangent, {})
     shardings = [None] * len(program.closed.consts) + [_sharding(leaf) for leaf in flat.arrays]
+    platform = device_of(shardings).platform
+    parts = Program(program.closed, program.types, wrt, program.has_cotangent, {}, platform)
     if room == "device":
-        room = free_bytes(program.types, derivative, shardings)
-    return decide(derivative, program.types, shardings, room, compress="compress" in allow)
+        room = free_bytes(program.types, parts.derivative(), shardings)
+    compress = "compress" in allow
+    solve = functools.partial(decide, types=program.types, shardings=shardings, budget=room, compress=compress)
+    return choose(parts, solve, allow, room)
 
 
 def planned(
@@ -119,7 +126,7 @@ def planned(
         with trace_errors("f", f):
             program = flat.program()
         inputs = [*program.closed.consts, *flat.arrays]
-        outs = differentiable(program, inputs, room, plan, known, compress="compress" in allow)
+        outs = differentiable(program, inputs, room, plan, known, allow)
         return flat.result(program, outs)
 
     return run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,11 +21,11 @@ from memjax._plan.budget.digest import digest
 from memjax._plan.budget.pieces import pieces
 from memjax._plan.chain import Chain
 from memjax._plan.compiled import device_of
-from memjax._plan.derivative import Derivative
 from memjax._plan.flat import Traced
 from memjax._plan.free import free_bytes
 from memjax._plan.result import Plan
 from memjax._plan.run import Run
+from memjax._plan.tile.choose import Program, choose
 
 _FORWARD_MODE = forward_mode_message("memjax.planned", "call the function itself there")
 
@@ -35,8 +36,7 @@ def differentiable(
     budget: int | str | None,
     plan: Plan | None,
     known: dict[Any, Plan],
-    *,
-    compress: bool,
+    allow: Sequence[str],
 ) -> Arrays:
     """The outputs of the program, differentiated by `plan`, or by one that is made for `budget` when that happens.
 
@@ -45,7 +45,7 @@ def differentiable(
       inputs: its constants and inputs.
       budget, plan: exactly one of them.
       known: the plans made so far, by digest of the program; more are added.
-      compress: whether a plan made for `budget` may keep values in codes.
+      allow: what a plan that is made may do.
     """
     closed, n = program.closed, len(program.closed.consts)
     axes = axis_sizes(closed)
@@ -62,8 +62,8 @@ def differentiable(
         values = [one.value for one in inputs]
         types = [jax.typeof(value) for value in values]
         has_cotangent = [flag and mine for flag, mine in zip(program.has_cotangent, made, strict=True)]
-        derivative = Derivative(closed, types, wrt, has_cotangent, axes)
-        acting = Run(derivative, _pieces(derivative, types, budget, plan, known, compress))
+        parts = Program(closed, types, wrt, has_cotangent, axes, device_of([]).platform)
+        acting = _acting(parts, types, budget, plan, known, allow)
         outs, kept = acting.forward(values)
         return pick(outs, made), (Static(wrt), acting, values, kept)
 
@@ -83,30 +83,33 @@ def differentiable(
     return [next(outs) if mine else inputs[position[var]] for var, mine in zip(closed.jaxpr.outvars, made, strict=True)]
 
 
-def _pieces(
-    derivative: Derivative,
+def _acting(
+    program: Program,
     types: Sequence[Any],
     budget: int | str | None,
     plan: Plan | None,
     known: dict[Any, Plan],
-    compress: bool,
-) -> list[Any]:
+    allow: Sequence[str],
+) -> Run:
+    """The two passes of the program under a plan."""
     nowhere: list[Any] = [None] * len(types)
-    key = digest(derivative)
     if plan is None:
+        key = digest(program.derivative())
         if key not in known:
-            room = free_bytes(types, derivative, nowhere) if budget == "device" else budget
+            room = free_bytes(types, program.derivative(), nowhere) if budget == "device" else budget
             assert room is not None
-            known[key] = decide(derivative, types, nowhere, room, compress=compress)
+            solve = functools.partial(decide, types=types, shardings=nowhere, budget=room, compress="compress" in allow)
+            known[key] = choose(program, solve, allow, room)
         plan = known[key]
-    elif plan.program != key:
+    derivative = program.derivative(plan.tiled)
+    if plan.program != (key := digest(derivative)):
         raise ValueError(
             "plan must be of the function, the types and the differentiated arguments that it is used for, got one of another "
             f"program ({plan.program} instead of {key}): call memjax.plan with what you pass here, and with the same argnums"
         )
     in_codes = any(kept.bits is not None for stretch in plan.stretches for kept in stretch.kept)
     chain = Chain(derivative, costs.device(device_of(nowhere)), compress=in_codes, solved=False)
-    return pieces(chain, plan.stretches)
+    return Run(derivative, pieces(chain, plan.stretches))
 
 
 def _whole_backward(

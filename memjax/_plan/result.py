@@ -57,6 +57,26 @@ class Stretch(NamedTuple):
         return self.handed_on + (self.turns or 1) * sum(kept.nbytes for kept in self.kept)
 
 
+class Tiled(NamedTuple):
+    """A part of the program that runs tile by tile, in both passes.
+
+    Attributes:
+      equation: number of the equation whose result never exists as a whole, in the program with its calls in place.
+      dim: of that result, along which tiles are taken.
+      tile: positions per tile.
+      length: positions.
+      nbytes: of the whole result.
+      what: its type, and where in the code.
+    """
+
+    equation: int
+    dim: int
+    tile: int
+    length: int
+    nbytes: int
+    what: str
+
+
 class Point(NamedTuple):
     """A point of a frontier: predicted temporary bytes and seconds of one step."""
 
@@ -95,6 +115,7 @@ class Plan:
       points: the frontier of all plans.
       tries: the plans that were compiled to find this one, in order.
       program: digest of the program that the plan is of.
+      tiled: the parts that run tile by tile.
     """
 
     budget: int
@@ -107,6 +128,7 @@ class Plan:
     points: tuple[Point, ...]
     tries: tuple[Try, ...]
     program: str
+    tiled: tuple[Tiled, ...] = ()
 
     def frontier(self) -> list[Point]:
         """The curve of time against memory of all plans, from the least memory to the least time, from one solution."""
@@ -150,13 +172,18 @@ class Plan:
             stretches.append(Stretch(start, stop, tuple(Kept(*one) for one in kept), *rest))
         points = tuple(Point(*point) for point in fields["points"])
         tries = tuple(Try(*one) for one in fields["tries"])
-        return cls(**fields | {"stretches": tuple(stretches), "points": points, "tries": tries})
+        tiled = tuple(Tiled(*one) for one in fields["tiled"])
+        return cls(**fields | {"stretches": tuple(stretches), "points": points, "tries": tries, "tiled": tiled})
 
     def __str__(self) -> str:
         compiled = "" if self.compiled_nbytes is None else f", compiled {readable_bytes(self.compiled_nbytes)}"
         lines = [
             f"plan for {readable_bytes(self.budget)}: predicted {readable_bytes(self.nbytes)}{compiled}; "
             f"{self.seconds / self.plain_seconds:.3f} of the time without running again",
+        ]
+        lines += [
+            f"in tiles of {one.tile} of {one.length} positions: {readable_bytes(one.nbytes)}  {one.what}"
+            for one in self.tiled
         ]
         for times, stretch in _alike(self.stretches):
             many = f"{times} x " if times > 1 else ""

@@ -75,16 +75,29 @@ def gather(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
 
 def scatter(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
     """Where each position has a part of the operand, of the indices and of the updates to itself."""
-    (operand, indices, updates), numbers = states, eqn.params["dimension_numbers"]
-    batching = dict(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True))
-    into = [dim for dim in range(len(shape_of(eqn.invars[2]))) if dim not in numbers.update_window_dims]
-    for dim, where in batching.items():
-        place = Positions(dim, 1)
+    operand, indices, updates = states
+    for dim, where, into in scatter_places(eqn):
         fits = [
-            operand == place or (isinstance(operand, Shared) and not operand.uneven[dim]),
-            indices == Positions(where, 1) or (isinstance(indices, Shared) and not indices.uneven[where]),
-            updates == Positions(into[where], 1) or (isinstance(updates, Shared) and not updates.uneven[into[where]]),
+            operand == Positions(dim, 1) or (isinstance(operand, Shared) and not operand.uneven[dim]),
+            updates == Positions(into, 1) or (isinstance(updates, Shared) and not updates.uneven[into]),
+            isinstance(indices, Shared)
+            if where is None
+            else indices == Positions(where, 1) or (isinstance(indices, Shared) and not indices.uneven[where]),
         ]
         if all(fits) and shape_of(eqn.invars[0])[dim] == walk.length:
-            return [place]
+            return [Positions(dim, 1)]
     raise reason(eqn, UNKNOWN)
+
+
+def scatter_places(eqn: Any) -> list[tuple[int, int | None, int]]:
+    """Dimensions of a scatter's operand that it leaves apart, with those of indices, if they have them, and of updates."""
+    numbers, shape, updates = eqn.params["dimension_numbers"], shape_of(eqn.invars[0]), shape_of(eqn.invars[2])
+    into = [dim for dim in range(len(updates)) if dim not in numbers.update_window_dims]
+    batching = zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
+    found: list[tuple[int, int | None, int]] = [(dim, where, into[where]) for dim, where in batching]
+    dropped = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    window = [dim for dim in range(len(shape)) if dim not in dropped]
+    for dim, place in zip(window, numbers.update_window_dims, strict=True):
+        if dim not in numbers.scatter_dims_to_operand_dims and shape[dim] == updates[place]:
+            found.append((dim, None, place))
+    return found

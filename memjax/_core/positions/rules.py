@@ -31,10 +31,10 @@ def walk(jaxpr: Any, states: Sequence[State], length: int, may_sum: bool) -> lis
 
     Raises Mixed.
     """
-    return Walk(length, may_sum, _apply_rule).program(jaxpr, states)
+    return Walk(length, may_sum, apply_rule).program(jaxpr, states)
 
 
-def _apply_rule(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
+def apply_rule(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
     """The states of an equation's outputs. Raises Mixed."""
     name = primitive_name(eqn)
     if all(isinstance(state, Shared) for state in states):
@@ -64,6 +64,10 @@ _FOR_SHARED: dict[str, Rule] = {
     "iota": shared_values.iota,
     "broadcast_in_dim": shared_values.broadcast,
     "transpose": shared_values.transpose,
+    "pad": shared_values.pad,
+    "concatenate": shared_values.concatenate,
+    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min"), shared_values.reduce),
+    **dict.fromkeys(SCATTERS, shared_values.scatter),
     **dict.fromkeys(_RESHAPES, shared_values.reshape),
     **dict.fromkeys(ELEMENTWISE, shared_values.elementwise),
     **dict.fromkeys(("jit", "pjit", "closed_call", "custom_jvp_call"), bodies.call),

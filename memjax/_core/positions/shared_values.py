@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from memjax._core.positions.indexing import scatter_places
 from memjax._core.positions.walk import Shared, State, Walk, shape_of, shared
 
 
@@ -45,3 +46,36 @@ def reshape(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
 def transpose(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
     assert isinstance(states[0], Shared)
     return [Shared(tuple(states[0].uneven[dim] for dim in eqn.params["permutation"]))]
+
+
+def reduce(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
+    assert isinstance(states[0], Shared)
+    stays = [uneven for dim, uneven in enumerate(states[0].uneven) if dim not in eqn.params["axes"]]
+    return [Shared(tuple(stays))]
+
+
+def pad(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
+    assert isinstance(states[0], Shared)
+    config = eqn.params["padding_config"]
+    return [Shared(tuple(u or tuple(c) != (0, 0, 0) for u, c in zip(states[0].uneven, config, strict=True)))]
+
+
+def concatenate(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
+    parts = [state.uneven for state in states if isinstance(state, Shared)]
+    along = eqn.params["dimension"]
+    return [Shared(tuple(dim == along or any(part) for dim, part in enumerate(zip(*parts, strict=True))))]
+
+
+def scatter(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
+    """Even along the dimensions that it leaves apart, if the operands are."""
+    operand, indices, updates = states
+    assert isinstance(operand, Shared)
+    assert isinstance(indices, Shared)
+    assert isinstance(updates, Shared)
+    even = {
+        dim
+        for dim, where, into in scatter_places(eqn)
+        if not (operand.uneven[dim] or updates.uneven[into] or (where is not None and indices.uneven[where]))
+    }
+    shape = shape_of(eqn.outvars[0])
+    return [Shared(tuple(size > 1 and dim not in even for dim, size in enumerate(shape)))]

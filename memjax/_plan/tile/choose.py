@@ -1,0 +1,100 @@
+"""Whether a plan runs parts of the program tile by tile: where it does not fit otherwise, or takes no longer so."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from memjax._plan.derivative import Derivative
+from memjax._plan.result import Plan, Tiled
+from memjax._plan.tile.rewrite import Tiling, described
+
+Decide = Callable[[Derivative], Plan]
+"""The plan for a derivative; ValueError if there is none."""
+
+_PAYS = 1.002  # times the time of keeping everything: a plan that takes less than this has nothing to gain from tiles
+
+
+class Program:
+    """A program to differentiate, and what can be tiled in it.
+
+    Args:
+      closed: the program.
+      types: of its constants and inputs together.
+      wrt, outs: which of them, and which outputs, are differentiated.
+      axes: sizes of the named axes around it.
+      platform: of the device, as JAX calls it.
+    """
+
+    def __init__(
+        self,
+        closed: Any,
+        types: Sequence[Any],
+        wrt: Sequence[bool],
+        outs: Sequence[bool],
+        axes: dict[str, int],
+        platform: str,
+    ):
+        self._arguments, self._platform = (closed, types, wrt, outs, axes), platform
+        self._tiling: Tiling | None = None
+        self._derivatives: dict[tuple[Tiled, ...], Derivative] = {}
+
+    @property
+    def tiling(self) -> Tiling:
+        if self._tiling is None:
+            closed, types, _, outs, axes = self._arguments
+            self._tiling = Tiling(closed, types, outs, axes, self._platform)
+        return self._tiling
+
+    def derivative(self, tiled: Sequence[Tiled] = ()) -> Derivative:
+        """The derivative, with these parts run tile by tile."""
+        key = tuple(tiled)
+        if key not in self._derivatives:
+            closed, types, wrt, outs, axes = self._arguments
+            self._derivatives[key] = Derivative(self.tiling.rewritten(key) if key else closed, types, wrt, outs, axes)
+        return self._derivatives[key]
+
+    def choices(self) -> list[tuple[Tiled, ...]]:
+        """What can be tiled: the largest alone, and all."""
+        found = tuple(self.tiling.found)
+        return list(dict.fromkeys(part for part in (found[:1], found) if part))
+
+
+def choose(program: Program, decide: Decide, allow: Sequence[str], budget: int | str) -> Plan:
+    """The plan that `decide` makes of the program, or of what it is with parts of it tiled.
+
+    Raises:
+      ValueError: no plan fits; the message says whether "tile" would help where that is not allowed.
+    """
+    best, refused = _attempt(decide, program.derivative())
+    if "tile" not in allow:
+        if best is not None:
+            return best
+        raise ValueError(f"{refused}{_hint(program)}")
+    if best is not None and budget != "min" and best.seconds <= _PAYS * best.plain_seconds:
+        return best
+    for tiled in program.choices():
+        plan, message = _attempt(decide, program.derivative(tiled))
+        refused = message or refused
+        if plan is not None and (best is None or _is_better(plan, best, budget)):
+            best = dataclasses.replace(plan, tiled=tiled)
+    if best is None:
+        raise ValueError(refused)
+    return best
+
+
+def _is_better(plan: Plan, other: Plan, budget: int | str) -> bool:
+    return plan.nbytes < other.nbytes if budget == "min" else plan.seconds < other.seconds
+
+
+def _attempt(decide: Decide, derivative: Derivative) -> tuple[Plan | None, str]:
+    try:
+        return decide(derivative), ""
+    except ValueError as error:
+        return None, str(error)
+
+
+def _hint(program: Program) -> str:
+    found = program.choices()
+    return f'; allow=("recompute", "tile") takes {described(found[-1])} away' if found else ""

@@ -1,0 +1,194 @@
+"""A region as a function with a derivative, tile by tile in both passes.
+
+If all that is differentiated is one number, a sum over positions (a loss), its gradients are computed in the forward pass, in
+the same tile: they are known up to the cotangent, which is a factor. Then no product is computed twice, and the gradients are
+kept. Otherwise the arguments are kept, and the backward pass runs each tile again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from memjax._core.arrays import is_float, zeros
+from memjax._core.derivatives import Static, perturbed
+from memjax._core.jaxpr import Program, bind, calls_in_place, read, trace
+from memjax._core.lists import Arrays, merge, pick
+from memjax._core.positions.regions import Region
+from memjax._core.positions.walk import Mixed, Positions, State, Summed, shape_of, shared
+from memjax._plan.derivative import Derivative, strong, without_dead_equations
+from memjax._plan.tile.resized import Resized
+from memjax.remat._tiled.tiles import Tiles
+
+
+class TiledRegion:
+    """A region as a function of its shared and its mapped values.
+
+    Args:
+      region: the region.
+      has_cotangent: which of its outputs are differentiated.
+      tile: positions per tile.
+      axes: sizes of the named axes around it.
+
+    Attributes:
+      region: as given.
+
+    Raises Mixed where the derivative mixes positions.
+    """
+
+    def __init__(self, region: Region, has_cotangent: Sequence[bool], tile: int, axes: dict[str, int]):
+        self.region, self._tile, self._axes = region, tile, axes
+        self._has_cotangent = list(has_cotangent)
+        variables_in = [*region.shared, *(var for var, _ in region.mapped)]
+        self._types = [strong(var.aval) for var in variables_in]
+        self._out_types = [strong(var.aval) for var in region.outs]
+        self._states: list[State] = [shared(shape_of(var)) for var in region.shared]
+        self._states += [Positions(dim, 1) for _, dim in region.mapped]
+        self._in_axes = [dim for _, dim in region.mapped]
+
+        def run(*inputs: Any) -> Arrays:
+            env = dict(zip(variables_in, inputs, strict=True))
+            for eqn in region.eqns:
+                env |= zip(eqn.outvars, bind(eqn, read(env, eqn.invars)), strict=True)
+            return read(env, region.outs)
+
+        self._closed = trace(run, self._types, axes)
+        self._out_states: list[State] = [Summed() if axis is None else Positions(axis, 1) for axis in region.axes]
+        forward = calls_in_place(self._closed, differentiable=False)
+        self._forward = self._resized(forward, self._states, self._out_states)
+        number = [axis is None and aval.shape == () for axis, aval in zip(region.axes, self._out_types, strict=True)]
+        self._is_sum = sum(has_cotangent) == 1 and pick(number, has_cotangent) == [True]
+        self._derivatives: dict[tuple[bool, ...], Resized] = {}
+        self._derivative(tuple(is_float(aval) for aval in self._types))  # raises Mixed early
+
+    def __call__(self, shared_values: Arrays, mapped: Arrays) -> Arrays:
+        """The outputs."""
+        if self._is_sum:
+            return self._sums(shared_values, mapped)
+        region = self.region
+        tiles = Tiles(self._body(), self._in_axes, region.axes, self._out_types, region.length, self._tile, jnp.float32)
+        return tiles(shared_values, mapped)
+
+    def _resized(self, program: Program, states: Sequence[State], out_states: Sequence[State]) -> Resized:
+        found = Resized(program, states, out_states, self.region.length)
+        types = [
+            aval.update(shape=_cut(aval.shape, state, self._tile))
+            for aval, state in zip((strong(var.aval) for var in program.invars), states, strict=True)
+        ]
+        try:  # whether sizes fit
+            outs = trace(lambda *inputs: found(list(inputs)), types, self._axes).out_avals
+        except (TypeError, ValueError) as error:
+            raise Mixed(str(error)) from None
+        for out, atom, state in zip(outs, program.outvars, out_states, strict=True):
+            same = out.dtype == atom.aval.dtype or isinstance(state, Summed)
+            if not same or out.shape != _cut(shape_of(atom), state, self._tile):
+                raise Mixed(f"a tile of {atom.aval.str_short()} would be {out.str_short()}")
+        return found
+
+    def _derivative(self, wrt: tuple[bool, ...]) -> Resized:
+        """From inputs and cotangents to the outputs and the cotangents of the inputs in `wrt`."""
+        if wrt not in self._derivatives:
+            derivative = Derivative(self._closed, self._types, wrt, self._has_cotangent, self._axes)
+            forward, backward = derivative.forward, derivative.backward
+            both = Program(
+                [*forward.constvars, *backward.constvars],
+                [*forward.consts, *backward.consts],
+                [*forward.invars, *backward.invars],
+                [*derivative.outputs, *backward.outvars],
+                [*forward.eqns, *backward.eqns],
+            )
+            axes = pick(self.region.axes, self._has_cotangent)
+            cts = [
+                shared(aval.shape) if axis is None else Positions(axis, 1)
+                for aval, axis in zip(pick(self._out_types, self._has_cotangent), axes, strict=True)
+            ]
+            n = len(self.region.shared)
+            wanted = pick([*[Summed()] * n, *self._states[n:]], wrt)
+            out_states = [*self._out_states, *wanted]
+            found = self._resized(without_dead_equations(both), [*self._states, *cts], out_states)
+            self._derivatives[wrt] = found
+        return self._derivatives[wrt]
+
+    def _body(self) -> Any:
+        """The function of tiles, from (shared, tiles)."""
+
+        @jax.custom_vjp
+        def run(inputs: Arrays) -> Arrays:
+            return typed(self._forward(inputs), self._out_types)
+
+        def typed(values: Arrays, types: Sequence[Any]) -> Arrays:
+            return [value.astype(aval.dtype) for value, aval in zip(values, types, strict=True)]
+
+        def forward(inputs: Any) -> tuple[Arrays, Any]:
+            values = [one.value for one in inputs]
+            return typed(self._forward(values), self._out_types), (values, Static(perturbed(inputs)))
+
+        def backward(saved: Any, cotangents: Any) -> tuple[Arrays]:
+            values, wrt = saved
+            given = pick(cotangents, self._has_cotangent)
+            given = [zeros(ct.aval) if isinstance(ct, jax.custom_derivatives.SymbolicZero) else ct for ct in given]
+            found = self._derivative(wrt.value)([*values, *given])[len(self._out_types) :]
+            found = typed(found, pick(self._types, wrt.value))
+            return (merge(found, [None] * (len(values) - len(found)), wrt.value),)
+
+        run.defvjp(forward, backward, symbolic_zeros=True)
+        return lambda shared_values, tiles: run([*shared_values, *tiles])
+
+    def _sums(self, shared_values: Arrays, mapped: Arrays) -> Arrays:
+        region, n = self.region, len(self.region.shared)
+
+        def tiled(inputs: Arrays, body: Any, axes: Sequence[int | None], types: Sequence[Any]) -> Arrays:
+            run = Tiles(
+                lambda some, tiles: body([*some, *tiles]),
+                self._in_axes,
+                axes,
+                types,
+                region.length,
+                self._tile,
+                jnp.float32,
+            )
+            return run(inputs[:n], inputs[n:])
+
+        @jax.custom_vjp
+        def run(inputs: Arrays) -> Arrays:
+            return tiled(inputs, self._forward, region.axes, self._out_types)
+
+        def forward(inputs: Any) -> tuple[Arrays, Any]:
+            values, wrt = [one.value for one in inputs], perturbed(inputs)
+            (ct_type,) = pick(self._out_types, self._has_cotangent)
+            derivative = self._derivative(wrt)
+            every = [*[None] * n, *self._in_axes]
+            found = tiled(
+                values,
+                lambda tiles: derivative([*tiles, zeros(ct_type) + 1]),
+                [*region.axes, *pick(every, wrt)],
+                [*self._out_types, *(aval.to_ct_aval() for aval in pick(self._types, wrt))],
+            )
+            k = len(self._out_types)
+            return found[:k], (found[k:], Static(wrt))
+
+        def backward(saved: Any, cotangents: Any) -> tuple[Arrays]:
+            gradients, wrt = saved
+            (ct,) = pick(cotangents, self._has_cotangent)
+            if isinstance(ct, jax.custom_derivatives.SymbolicZero):
+                found: Arrays = [None] * len(gradients)
+            else:
+                found = [_times(gradient, ct) for gradient in gradients]
+            return (merge(found, [None] * (len(wrt.value) - len(found)), wrt.value),)
+
+        run.defvjp(forward, backward, symbolic_zeros=True)
+        return run([*shared_values, *mapped])
+
+
+def _times(gradient: Any, factor: Any) -> Any:
+    wide = max(jnp.dtype("float32"), gradient.dtype, factor.dtype, key=lambda dtype: dtype.itemsize)
+    return (gradient.astype(wide) * factor.astype(wide)).astype(gradient.dtype)
+
+
+def _cut(shape: Sequence[int], state: Any, tile: int) -> tuple[int, ...]:
+    if not isinstance(state, Positions):
+        return tuple(shape)
+    return (*shape[: state.dim], tile, *shape[state.dim + 1 :])

@@ -1,0 +1,141 @@
+"""A program with some of its regions run tile by tile, in both passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend import core
+
+from memjax._core.arrays import is_float
+from memjax._core.check import readable_bytes
+from memjax._core.compat import source_line
+from memjax._core.costs import array_bytes
+from memjax._core.jaxpr import bind, calls_in_place, is_literal, read, trace, variables
+from memjax._core.lists import Arrays
+from memjax._core.positions.regions import Region, regions
+from memjax._core.positions.walk import Mixed
+from memjax._core.working import producers_of
+from memjax._plan.derivative import without_checkpoints, without_dead_equations
+from memjax._plan.result import Tiled
+from memjax._plan.tile.region import TiledRegion
+from memjax._plan.tile.size import positions_per_tile
+from memjax._plan.tile.views import with_early_views
+
+
+class Tiling:
+    """A program and its regions.
+
+    Args:
+      closed: the program. Its constants and inputs together are the inputs here.
+      types: of the inputs.
+      outs: which outputs are differentiated.
+      axes: sizes of the named axes that its collectives run over.
+      platform: of the device, as JAX calls it.
+
+    Attributes:
+      found: the regions that can run tile by tile, the largest first.
+    """
+
+    def __init__(self, closed: Any, types: Sequence[Any], outs: Sequence[bool], axes: dict[str, int], platform: str):
+        self._closed, self._types, self._axes = closed, list(types), axes
+        inner = calls_in_place(without_checkpoints(closed), differentiable=True)
+        program = inner.with_inputs(len(closed.consts))
+        self._program = with_early_views(without_dead_equations(program))
+        self._wanted = [atom for atom, out in zip(self._program.outvars, outs, strict=True) if out]
+        self._regions: dict[tuple[int, int], Region] = {}
+        self.found: list[Tiled] = []
+        for region in regions(self._program):
+            what = self._described(region, positions_per_tile(region, platform))
+            self._regions[what.equation, what.dim] = region
+            if what.tile < what.length and self._tiled(what) is not None:
+                self.found.append(what)
+
+    def _described(self, region: Region, tile: int) -> Tiled:
+        seed = self._program.eqns[region.seed]
+        what = f"{seed.outvars[0].aval.str_short()} {source_line(seed)}".strip()
+        return Tiled(region.seed, region.dim, tile, region.length, array_bytes(seed.outvars[0]), what)
+
+    def _tiled(self, what: Tiled) -> TiledRegion | None:
+        """The function of a region; None if there is none, or it is not differentiated, or its derivative mixes positions."""
+        region = self._regions.get((what.equation, what.dim))
+        if region is None:
+            return None
+        mine = {id(eqn) for eqn in region.eqns}
+        reached = set(variables(self._wanted))
+        for eqn in reversed(self._program.eqns):
+            if id(eqn) not in mine and not reached.isdisjoint(eqn.outvars):
+                reached.update(variables(eqn.invars))
+        has_cotangent = [var in reached and is_float(var.aval) for var in region.outs]
+        try:
+            return TiledRegion(region, has_cotangent, what.tile, self._axes) if any(has_cotangent) else None
+        except Mixed:
+            return None
+
+    def rewritten(self, chosen: Sequence[Tiled]) -> Any:
+        """The closed jaxpr with the chosen regions run tile by tile; others are as they were."""
+        picked = [run for one in chosen if (run := self._tiled(one)) is not None]
+        n = len(self._closed.consts)
+        traced = trace(lambda *inputs: self._run(inputs, picked), self._types, self._axes)
+        jaxpr = traced.jaxpr
+        constvars = [*jaxpr.invars[:n], *jaxpr.constvars]
+        rest = core.Jaxpr(constvars, jaxpr.invars[n:], jaxpr.outvars, jaxpr.eqns, jaxpr.effects, self._debug())
+        return core.ClosedJaxpr(rest, [*self._closed.consts, *traced.consts])
+
+    def _debug(self) -> Any:
+        return self._closed.jaxpr.debug_info
+
+    def _run(self, inputs: Sequence[Any], picked: Sequence[TiledRegion]) -> Arrays:
+        program = self._program
+        env = dict(zip([*program.constvars, *program.invars], [*program.consts, *inputs], strict=True))
+        for step in self._in_order(picked):
+            if isinstance(step, TiledRegion):
+                region = step.region
+                outs = step(read(env, region.shared), read(env, [var for var, _ in region.mapped]))
+                env |= zip(region.outs, outs, strict=True)
+            else:
+                env |= zip(step.outvars, bind(step, read(env, step.invars)), strict=True)
+        return read(env, program.outvars)
+
+    def _in_order(self, picked: Sequence[TiledRegion]) -> list[Any]:
+        """Equations and regions, each after what it reads; equations in their order otherwise."""
+        program = self._program
+        makers: dict[Any, Any] = dict(producers_of(program.eqns))
+        inside: set[int] = set()
+        for one in picked:
+            inside.update(id(eqn) for eqn in one.region.eqns)
+            makers |= dict.fromkeys(one.region.outs, one)
+        # What is made inside and read by nobody outside but through the region's outputs is made there alone; cheap
+        # equations that others read as well stay outside, too.
+        done: set[int] = set()
+        order: list[Any] = []
+
+        def add(step: Any) -> None:
+            stack = [(step, False)]
+            while stack:
+                one, ready = stack.pop()
+                if id(one) in done:
+                    continue
+                if ready:
+                    done.add(id(one))
+                    order.append(one)
+                    continue
+                stack.append((one, True))
+                if isinstance(one, TiledRegion):
+                    reads = [*one.region.shared, *(var for var, _ in one.region.mapped)]
+                else:
+                    reads = variables(one.invars)
+                stack += [(makers[var], False) for var in reads if var in makers and id(makers[var]) not in done]
+
+        for eqn in program.eqns:
+            if id(eqn) not in inside or eqn.effects:
+                add(eqn)
+        for atom in program.outvars:
+            if not is_literal(atom) and atom in makers:
+                add(makers[atom])
+        return order
+
+
+def described(chosen: Sequence[Tiled]) -> str:
+    """What is tiled, for people."""
+    return ", ".join(f"{readable_bytes(one.nbytes)} of {one.what}" for one in chosen)

@@ -1,0 +1,257 @@
+"""Plans that run a language model's head, with the user's own loss, tile by tile."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+import memjax
+from memjax._core.costs import flops
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+B, T, D, V = 4, 320, 8, 512
+ALLOW = ("recompute", "tile")
+
+
+def data(dtype=jnp.float64):
+    keys = jax.random.split(jax.random.key(0), 3)
+    w = jax.random.normal(keys[0], (D, V), dtype)
+    x = jax.random.normal(keys[1], (B, T, D), dtype)
+    return w, x, jax.random.randint(keys[2], (B, T), 0, V)
+
+
+def mean(w, x, y):
+    return optax.softmax_cross_entropy_with_integer_labels(x @ w, y).mean()
+
+
+def ignored_labels(w, x, y):
+    counted = (y % 3 > 0).astype(x.dtype)
+    losses = optax.softmax_cross_entropy_with_integer_labels(x @ w, jnp.where(y % 3 > 0, y, 0))
+    return jnp.sum(losses * counted) / jnp.maximum(counted.sum(), 1)
+
+
+def smoothed_one_hot(w, x, y):
+    targets = optax.smooth_labels(jax.nn.one_hot(y, V, dtype=x.dtype), 0.1)
+    return optax.softmax_cross_entropy(x @ w, targets).sum() / y.size
+
+
+def next_token_with_cap_and_z_loss(w, x, y):
+    logits = (5 * jnp.tanh((x @ w) / 5))[:, :-1]
+    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), y[:, 1:, None], -1)
+    return -picked.mean() + 1e-3 * jnp.square(jax.nn.logsumexp(logits, -1)).mean()
+
+
+def one_dimension_of_tokens(w, x, y):
+    logits = (x @ w + jnp.arange(V, dtype=x.dtype) / V).reshape(-1, V)
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), y.reshape(-1, 1), 1).mean()
+
+
+def tied_einsum(w, x, y):
+    logits = jnp.einsum("btd,vd->btv", x, w.T)
+    return (jax.nn.logsumexp(logits, -1) - jnp.sum(logits * jax.nn.one_hot(y, V, dtype=x.dtype), -1)).mean()
+
+
+LOSSES = [
+    *(mean, ignored_labels, smoothed_one_hot, next_token_with_cap_and_z_loss, one_dimension_of_tokens, tied_einsum),
+]
+
+
+def temp(f, *args):
+    options = memjax.remat_compiler_options("cpu")
+    return jax.jit(f).lower(*args).compile(compiler_options=options).memory_analysis().temp_size_in_bytes
+
+
+def close(a, b, tolerance=1e-10):
+    for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
+
+
+@functools.cache
+def tiled_plan(loss):
+    w, x, y = data()
+    return memjax.plan(loss, w, x, y, budget="min", allow=ALLOW, argnums=(0, 1))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_as_people_write_them_never_have_all_logits(loss):
+    w, x, y = data()
+    plan = tiled_plan(loss)
+    (tiled,) = plan.tiled
+    assert tiled.tile < tiled.length
+    step = jax.value_and_grad(memjax.planned(loss, plan=plan), (0, 1))
+    close(jax.jit(step)(w, x, y), jax.value_and_grad(loss, (0, 1))(w, x, y))
+    logits = B * T * V * 8
+    assert temp(step, w, x, y) == plan.compiled_nbytes
+    assert plan.compiled_nbytes < 0.6 * logits < temp(jax.value_and_grad(loss, (0, 1)), w, x, y)
+
+
+def products(f, *args):
+    return sum(map(flops, jax.make_jaxpr(f)(*args).eqns))
+
+
+def test_no_product_is_computed_twice_if_the_plan_has_room_for_the_gradients():
+    w, x, y = data()
+    least = tiled_plan(mean)
+    budget = least.nbytes + 3 * (w.nbytes + x.nbytes)
+    plan = memjax.plan(mean, w, x, y, budget=budget, allow=ALLOW, argnums=(0, 1))
+    assert plan.tiled
+    step = jax.grad(memjax.planned(mean, plan=plan), (0, 1))
+    assert products(step, w, x, y) == products(jax.grad(mean, (0, 1)), w, x, y) == 3 * products(mean, w, x, y)
+
+
+def test_tiles_are_left_out_where_all_fits_as_fast():
+    w, x, y = data()
+    plan = memjax.plan(mean, w, x, y, budget="1GiB", allow=ALLOW, argnums=(0, 1))
+    assert plan.tiled == ()
+
+
+def test_plans_with_tiles_are_data():
+    plan = tiled_plan(mean)
+    assert type(plan).from_json(plan.to_json()) == plan
+    assert f"in tiles of {plan.tiled[0].tile} of {T} positions" in str(plan)
+    assert f"float64[{B},{T},{V}]" in plan.tiled[0].what
+
+
+def test_error_says_that_tiles_would_help():
+    w, x, y = data()
+    budget = tiled_plan(mean).nbytes
+    with pytest.raises(ValueError, match=r'allow=\("recompute", "tile"\)'):
+        memjax.plan(mean, w, x, y, budget=budget, argnums=(0, 1))
+    with pytest.raises(ValueError, match="least possible"):
+        memjax.plan(mean, w, x, y, budget=100, allow=ALLOW, argnums=(0, 1))
+
+
+def test_positions_that_mix_are_not_tiled():
+    w, x, y = data()
+
+    def over_positions(w, x, y):
+        return jnp.mean(jax.nn.softmax(x @ w, 1) ** 3 + jax.nn.softmax(x @ w, 0) + jnp.fft.fft(x @ w).real ** 2)
+
+    assert memjax.plan(over_positions, w, x, y, budget="min", allow=ALLOW).tiled == ()
+
+
+def test_results_beside_the_loss_and_their_gradients():
+    w, x, y = data()
+
+    def with_metrics(w, x, y):
+        logits = x @ w
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
+        return losses.mean(), {"right": (logits.argmax(-1) == y).mean(), "worst": losses.max()}
+
+    plan = memjax.plan(with_metrics, w, x, y, budget="min", allow=ALLOW)
+    step = jax.jit(jax.value_and_grad(memjax.planned(with_metrics, plan=plan), has_aux=True))
+    close(step(w, x, y), jax.value_and_grad(with_metrics, has_aux=True)(w, x, y))
+
+
+def test_losses_per_position_run_each_tile_again():
+    w, x, y = data()
+
+    def squares(w, x, y):
+        return optax.softmax_cross_entropy_with_integer_labels(x @ w, y)
+
+    def loss(w, x, y):  # products with positions of other places: no sum of a tile's own
+        losses = squares(w, x, y)
+        return jnp.sum(losses * losses[:, ::-1])
+
+    plan = memjax.plan(loss, w, x, y, budget="min", allow=ALLOW, argnums=(0, 1))
+    assert plan.tiled
+    step = jax.value_and_grad(memjax.planned(loss, plan=plan), (0, 1))
+    close(jax.jit(step)(w, x, y), jax.value_and_grad(loss, (0, 1))(w, x, y))
+
+
+def test_products_of_16_bit_floats_are_added_up_in_float32():
+    w, x, y = data(jnp.float32)
+    half = w.astype(jnp.bfloat16), x.astype(jnp.bfloat16)
+
+    def loss(w, x, y):
+        return optax.softmax_cross_entropy_with_integer_labels((x @ w).astype(jnp.float32), y).mean()
+
+    exact = jax.grad(loss)(*(a.astype(jnp.float32) for a in half), y)
+    plan = memjax.plan(loss, *half, y, budget="min", allow=ALLOW)
+    assert plan.tiled
+    found = jax.jit(jax.grad(memjax.planned(loss, plan=plan)))(*half, y)
+    plain = jax.jit(jax.grad(loss))(*half, y)
+    error = lambda g: float(jnp.linalg.norm(g.astype(jnp.float32) - exact))
+    assert found.dtype == jnp.bfloat16
+    assert error(found) <= 1.05 * error(plain)
+
+
+def accumulated(loss, w, x, y):
+    def add(total, part):
+        return jax.tree.map(jnp.add, total, jax.grad(loss, (0, 1))(w, *part)[0]), None
+
+    return jax.lax.scan(add, jnp.zeros_like(w), (x.reshape(2, 2, T, D), y.reshape(2, 2, T)))[0]
+
+
+def sharded(loss, w, x, y):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = PartitionSpec("data")
+    of_part = lambda w, x, y: jax.lax.pmean(jax.grad(loss)(w, x, y), "data")
+    return jax.shard_map(of_part, mesh=mesh, in_specs=(PartitionSpec(), spec, spec), out_specs=PartitionSpec())(w, x, y)
+
+
+def batched(loss, w, x, y):
+    return jax.vmap(jax.grad(loss, (0, 1)), (None, 0, 0))(w, x[:, None], y[:, None])
+
+
+@pytest.mark.parametrize("transform", [accumulated, sharded, batched])
+def test_gradients_under_transformations(transform):
+    w, x, y = data()
+    planned = memjax.planned(ignored_labels, budget="min", allow=ALLOW)
+    close(jax.jit(functools.partial(transform, planned))(w, x, y), transform(ignored_labels, w, x, y))
+
+
+def test_donated_arguments():
+    w, x, y = data()
+    wanted = w - jax.grad(mean)(w, x, y)
+    plan = memjax.plan(mean, w, x, y, budget="min", allow=ALLOW)
+    update = jax.jit(lambda w, x, y: w - jax.grad(memjax.planned(mean, plan=plan))(w, x, y), donate_argnums=0)
+    close(update(w, x, y), wanted)
+
+
+class Tied(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        embed = nn.Embed(V, D, param_dtype=jnp.float64)
+        x = embed(tokens)
+        x += nn.Dense(D, param_dtype=jnp.float64)(nn.gelu(nn.Dense(4 * D, param_dtype=jnp.float64)(x)))
+        return embed.attend(nn.RMSNorm(param_dtype=jnp.float64, force_float32_reductions=False)(x))
+
+
+class Untied(nnx.Module):
+    def __init__(self, rngs):
+        settings = {"param_dtype": jnp.float64, "rngs": rngs}
+        self.embed = nnx.Embed(V, D, **settings)
+        self.layer = nnx.Linear(D, D, **settings)
+        self.head = nnx.Linear(D, V, **settings)
+
+    def __call__(self, tokens):
+        return self.head(self.layer(self.embed(tokens)))
+
+
+def next_token(logits, tokens):
+    return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
+
+
+def test_linen_and_nnx_models_as_they_are():
+    _, _, tokens = data()
+    linen = Tied()
+    params = linen.init(jax.random.key(0), tokens)
+    model = Untied(nnx.Rngs(0))
+    cases = [
+        (lambda params, tokens: next_token(linen.apply(params, tokens), tokens), params, jax.grad),
+        (lambda model, tokens: next_token(model(tokens), tokens), model, nnx.grad),
+    ]
+    for loss, given, grad in cases:
+        plan = memjax.plan(loss, given, tokens, budget="min", allow=ALLOW)
+        (tiled,) = plan.tiled
+        assert f",{V}]" in tiled.what
+        assert plan.nbytes < memjax.plan(loss, given, tokens, budget="min").nbytes
+        close(grad(memjax.planned(loss, plan=plan))(given, tokens), grad(loss)(given, tokens))
