@@ -26,6 +26,7 @@ from memjax._core.compat import bodies, name_stack, primitive_name, scan_counts,
 from memjax._core.jaxpr import nbytes
 from memjax._core.lists import drop, merge, pick
 from memjax._core.primitives import ALIASES, CALLS, SOURCES
+from memjax._core.reasons import reason_of
 
 _TRANSFORM = re.compile(r"\b(jvp|transpose)\(")
 # One operand in, the same elements out.
@@ -55,6 +56,7 @@ class Value:
       program: all equations of the forward pass that it belongs to.
       readers: the equations of the backward pass that read it, those around each before it, and which input of it this is.
       last_read: the step of the last of them.
+      why: what a transform says of why it keeps this.
     """
 
     aval: Any
@@ -66,6 +68,7 @@ class Value:
     program: list[Equation]
     readers: list[tuple[tuple, int]] = field(default_factory=list)
     last_read: int = -1
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -262,6 +265,8 @@ class _Forward:
                     value.readers.append((place, index))
             return [EXISTING] * len(eqn.outvars)
         if _is_alias(eqn):
+            if isinstance(inputs[0], Value) and (why := reason_of(eqn)):
+                inputs[0].why = why
             return inputs
         if name in CALLS and len(inside) == 1 and len(inside[0].invars) == len(inputs):
             return self.visit(inside[0], inputs, inner, place)

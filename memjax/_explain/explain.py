@@ -13,6 +13,7 @@ from memjax._core.clear_errors import option_errors
 from memjax._core.compat import primitive_name
 from memjax._core.costs import device
 from memjax._core.hlo import parse
+from memjax._core.reasons import asked_for_reasons
 from memjax._core.scopes import Paths
 from memjax._explain.compiled.peak import peak_of
 from memjax._explain.explanation import Explanation
@@ -59,7 +60,7 @@ def explain(fn: Callable, *args: Any, compiler_options: dict[str, Any] | None = 
     """
     check.compiler_options(compiler_options)
     options = remat_compiler_options() if compiler_options is None else dict(compiler_options)
-    with nnx_scopes():
+    with nnx_scopes(), asked_for_reasons() as said:
         program = traced("explain", fn, args, kwargs)
         found = gradient(program)
     if isinstance(found, str):
@@ -82,7 +83,8 @@ def explain(fn: Callable, *args: Any, compiler_options: dict[str, Any] | None = 
         peak=peak,
         timeline=timeline,
         warnings=warnings_of([program.jaxpr, found.jaxpr], alike, logits, paths, residual_bytes),
-        notes=tuple(notes),
+        notes=(*notes, *dict.fromkeys(said.notes)),
+        dropped=tuple(dict.fromkeys(said.dropped)),
     )
 
 
@@ -105,6 +107,7 @@ def _row(group: Group, whole: int, paths: Paths, remedies: tuple[Remedy, ...] = 
         readers=tuple(name if at == own else f"{name} in {collapsed(where)}" for (name, at), where in readers.items()),
         source=group.source,
         remedies=remedies,
+        why=group.why,
     )
 
 

@@ -27,6 +27,7 @@ class Explanation:
       timeline: what is alive over the whole program; None likewise.
       warnings: what is probably not as it was meant.
       notes: what could not be found out, and why.
+      dropped: what `memjax.compressed` does not keep, and from what it is computed again; and where it encodes nothing.
     """
 
     rows: tuple[Row, ...]
@@ -37,6 +38,7 @@ class Explanation:
     timeline: Timeline | None
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """All of it as JSON."""
@@ -61,6 +63,7 @@ class Explanation:
                 timeline=None if fields["timeline"] is None else Timeline(**_tuples(fields["timeline"])),
                 warnings=tuple(fields["warnings"]),
                 notes=tuple(fields["notes"]),
+                dropped=tuple(fields["dropped"]),
             )
         except (TypeError, KeyError) as error:
             raise check.fail(ValueError, "text", "what Explanation.to_json wrote", text) from error

@@ -40,6 +40,7 @@ class Row:
       producer: the operation that makes it.
       readers: the operations of the backward pass that read it, with their modules where those are others.
       source: the line of the user's code that makes it.
+      why: for what `memjax.compressed` keeps, why it does so and in how many bits; else "".
       remedies: what would remove it, exact ones first, the cheapest before others; each checkpoint that follows saves more.
     """
 
@@ -53,6 +54,7 @@ class Row:
     readers: tuple[str, ...]
     source: str
     remedies: tuple[Remedy, ...] = ()
+    why: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,6 +22,7 @@ class Group:
     paths: tuple[str, ...]
     producer: str
     source: str
+    why: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -37,7 +38,7 @@ def groups(arrays: Iterable[Kept], paths: Paths) -> list[Group]:
         path, line = paths.of(near), line_of(near)
         producer = primitive_name(array.place[-1])
         aval = array.value.aval
-        key = (template(path), aval.shape, str(aval.dtype), producer, line, array.forward.turns)
+        key = (template(path), aval.shape, str(aval.dtype), producer, line, array.forward.turns, array.value.why)
         found.setdefault(key, []).append((path, array))
     made = [
         Group(
@@ -46,6 +47,7 @@ def groups(arrays: Iterable[Kept], paths: Paths) -> list[Group]:
             tuple(path for path, _ in members),
             key[3],
             key[4],
+            key[6],
         )
         for key, members in found.items()
     ]

@@ -78,6 +78,10 @@ def _kept(what: str, rows: Sequence[Row], whole: int) -> tuple[str, list[str], l
         rest = sum(row.bytes for row in rows[_ROWS:])
         cells.append([readable_bytes(rest), f"{rest / whole:.0%}", f"{len(rows) - _ROWS} more rows", *[""] * 5])
     heads = ["bytes", "share", "module", "arrays", "made by", "read by", "line", "first remedy"]
+    if any(row.why for row in rows):
+        heads.append("why")
+        reasons = [row.why for row in rows[:_ROWS]]
+        cells = [[*line, reason] for line, reason in zip(cells, [*reasons, ""], strict=False)]
     return f"{what}: {readable_bytes(whole)}", heads, cells
 
 
@@ -108,4 +112,8 @@ def _kind(remedy: Remedy) -> str:
 
 
 def _messages(explanation: Any) -> list[str]:
-    return [*(f"warning: {text}" for text in explanation.warnings), *(f"note: {text}" for text in explanation.notes)]
+    dropped = [f"not kept: {text}" for text in explanation.dropped[:_ROWS]]
+    if len(explanation.dropped) > _ROWS:
+        dropped.append(f"not kept: {len(explanation.dropped) - _ROWS} more")
+    warnings = [f"warning: {text}" for text in explanation.warnings]
+    return [*dropped, *warnings, *(f"note: {text}" for text in explanation.notes)]

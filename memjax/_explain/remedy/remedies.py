@@ -132,7 +132,9 @@ def _offload(group: Group, of: Device) -> list[Remedy]:
 
 def _narrower(group: Group, of: Device) -> list[Remedy]:
     aval = group.arrays[0].value.aval
-    found = []
+    found: list[Remedy] = []
+    if group.why:  # it is compressed already
+        return found
     if jnp.issubdtype(aval.dtype, jnp.floating):
         code = min(DEFAULT.nbytes(aval), aval.dtype.itemsize * aval.size)
         saves = group.nbytes - sum(array.count for array in group.arrays) * code

@@ -14,14 +14,16 @@ import jax
 
 from memjax._core.arrays import is_float, zeros
 from memjax._core.compat import scope
-from memjax._core.jaxpr import Program, bind, calls_in_place, is_literal, producers, read, trace
+from memjax._core.jaxpr import Program, bind, calls_in_place, is_literal, producers, read, trace, variables
 from memjax._core.lists import Arrays, drop, merge, pick
+from memjax._core.reasons import Said, asked, with_reason
 from memjax.compress._codecs.codec import Mask
 from memjax.compress._training.layers import EncodedArray, Statistics
 from memjax.compress._transform.array_codecs import ArrayCodecs, waits
 from memjax.compress._transform.encoder import Encoder, variables_of_packing
 from memjax.compress._transform.keep.choose import choose
 from memjax.compress._transform.keep.cut.needs import Need, needs
+from memjax.compress._transform.keep.reasons import MASK, NOTHING, not_kept, why_encoded, why_whole
 from memjax.compress._transform.keep.which import Which
 from memjax.compress._transform.late_pullback import run_late
 from memjax.compress._transform.pooling.max_pool import max_pool
@@ -91,6 +93,7 @@ class Derivative:
         # Now, not when cotangents arrive: a `jax.vmap` around has taken its axis name away by then.
         self._cotangent_types = [_not_weak(aval.to_ct_aval()) for aval in pick(out_types, self._out_float)]
         self._pullback = self._trace_pullback(self._cotangent_types)
+        self._kept_inputs, self._which = kept_inputs, which
         self.keep = choose(self._program, self._needed(kept_inputs), kept_inputs, which, codecs)
         self._packed = variables_of_packing(self._program, self.keep.masks)
 
@@ -111,8 +114,12 @@ class Derivative:
             encoder.after(eqn.outvars, env)
         encoder.finish(self._outs, env)
         codes = [encoder.codes[var] for var in keep.encoded]
+        bits = [encoder.codes[var] for var in keep.masks]
+        whole = read(env, keep.whole)
+        if (said := asked()) is not None:
+            whole, codes, bits = self._with_reasons(said, whole, codes, bits, codecs)
         codecs.report_overflows([self._name(var) for var in keep.encoded], codes)
-        return read(env, self._outs), (read(env, keep.whole), codes, [encoder.codes[var] for var in keep.masks])
+        return read(env, self._outs), (whole, codes, bits)
 
     def backward(self, kept: Any, codecs: ArrayCodecs, cotangents: Arrays) -> tuple[Arrays, Statistics | None]:
         """Cotangents of the inputs in `wanted`, and statistics, if the codecs collect them."""
@@ -183,6 +190,26 @@ class Derivative:
         for var, need in found.items():
             needed[sources[var]] = max(needed[sources[var]], need)
         return needed
+
+    def _with_reasons(
+        self, said: Said, whole: Arrays, codes: Arrays, bits: Arrays, codecs: ArrayCodecs
+    ) -> tuple[Arrays, Arrays, Arrays]:
+        """What is kept, with names that say why; and say what is not kept."""
+        keep, needed = self.keep, self._needed(self._kept_inputs)
+        there = {*self._kept_inputs, *self._program.invars, *self._program.constvars}
+        said.dropped += not_kept(variables(self._residuals), keep, there, self._producer)
+        if not keep.encoded:
+            said.notes.append(NOTHING)
+        whole = [
+            with_reason(value, why_whole(var, keep, needed, self._which, self._producer))
+            for var, value in zip(keep.whole, whole, strict=True)
+        ]
+        of_codes = [
+            why_encoded(codec, is_source=var in keep.computed)
+            for var, codec in zip(keep.encoded, codecs.each(keep.roles), strict=True)
+        ]
+        named = lambda code, reason: jax.tree.map(lambda leaf: with_reason(leaf, reason), code)
+        return whole, list(map(named, codes, of_codes)), [named(one, MASK) for one in bits]
 
     def _name(self, var: Any) -> str:
         """The name of an encoded array in messages: the scope where it is made, and its type."""
