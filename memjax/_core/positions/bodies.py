@@ -19,6 +19,21 @@ def call(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
         raise Mixed(mixed.what, mixed.where or source_line(eqn)) from None
 
 
+def linear_solve(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
+    """The program that solves, and the one that solves with the transpose, for the backward pass."""
+    counts, programs = eqn.params["const_lengths"], eqn.params["jaxprs"]
+    constants, first = [], 0
+    for count in counts:
+        constants.append(states[first : first + count])
+        first += count
+    of = dict(zip(counts._fields, constants, strict=True))
+    outs = walk.program(programs.solve.jaxpr, [*of["solve"], *states[first:]])
+    if programs.transpose_solve is None:
+        raise reason(eqn, UNKNOWN)
+    walk.program(programs.transpose_solve.jaxpr, [*of["transpose_solve"], *outs])
+    return outs
+
+
 def scan(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
     """Positions stay where they are while another axis is scanned over."""
     (body,) = bodies(eqn)

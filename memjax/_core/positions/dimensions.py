@@ -64,3 +64,23 @@ def windows(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
     if eqn.params["window_dimensions"][place.dim] != 1 or strides[place.dim] != 1:
         raise reason(eqn, "is over neighbouring positions")
     return [place] * len(eqn.outvars)
+
+
+def reduce_by_function(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
+    """`lax.reduce`: half of the operands are where it starts."""
+    place, dims = one_place(eqn, states[: len(states) // 2]), eqn.params["dimensions"]
+    if place.dim in dims or not all(isinstance(state, Shared) for state in states[len(states) // 2 :]):
+        raise reason(eqn, "is over positions")
+    return [Positions(place.dim - sum(dim < place.dim for dim in dims), place.inner)] * len(eqn.outvars)
+
+
+def unstack(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
+    place, axis = one_place(eqn, states), eqn.params["axis"]
+    if place.dim == axis:
+        raise reason(eqn, ALONG)
+    return [Positions(place.dim - (axis < place.dim), place.inner)] * len(eqn.outvars)
+
+
+def stack(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
+    place = one_place(eqn, states)
+    return [Positions(place.dim + (eqn.params["axis"] <= place.dim), place.inner)]

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from memjax._core.compat import primitive_name
-from memjax._core.positions import bodies, dimensions, indexing, layout, products, shared_values, sums
-from memjax._core.positions.walk import UNKNOWN, Rule, Shared, State, Summed, Walk, one_place, reason
+from memjax._core.positions import bodies, derivatives, dimensions, indexing, layout, products, shared_values, sums
+from memjax._core.positions.walk import UNKNOWN, Rule, Seen, Shared, State, Summed, Walk, one_place, reason
 from memjax._core.primitives import (
     ALIASES,
     CALLS_OF_ONE_BODY,
@@ -20,7 +20,7 @@ from memjax._core.primitives import (
 )
 
 
-def walk(jaxpr: Any, states: Sequence[State], length: int, may_sum: bool) -> list[State]:
+def walk(jaxpr: Any, states: Sequence[State], length: int, may_sum: bool, seen: Seen | None = None) -> list[State]:
     """The states of a program's outputs, the program being traced for `length` positions.
 
     Args:
@@ -28,16 +28,19 @@ def walk(jaxpr: Any, states: Sequence[State], length: int, may_sum: bool) -> lis
       states: of its inputs.
       length: at least 2.
       may_sum: whether sums over positions are of use.
+      seen: what has to be compared with a walk for another length is added to this.
 
     Raises Mixed.
     """
-    return Walk(length, may_sum, apply_rule).program(jaxpr, states)
+    return Walk(length, may_sum, apply_rule, seen).program(jaxpr, states)
 
 
 def apply_rule(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
     """The states of an equation's outputs. Raises Mixed."""
     name = primitive_name(eqn)
     if all(isinstance(state, Shared) for state in states):
+        if name not in _OF_ANY_SIZE:
+            walk.seen.made.append(eqn)
         return _FOR_SHARED.get(name, shared_values.uneven_everywhere)(walk, eqn, states)
     if any(isinstance(state, Summed) for state in states):
         return _FOR_SUMS.get(name, sums.refused)(walk, eqn, states)
@@ -55,10 +58,14 @@ def _elementwise(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
 
 
 _RESHAPES = ("reshape", "squeeze", "expand_dims")
+_PLAIN_CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call")
 _CALLS = CALLS_OF_ONE_BODY | CUSTOM_CALLS.keys() | TRACED_CUSTOM_CALLS
 _UNCHANGED = ALIASES.difference(_RESHAPES) | {"sharding_constraint", "psum", "psum_invariant"}
 # Keys, one for each position: dimensions are added or removed behind the positions.
 _OF_KEYS = ("random_bits", "random_split", "random_wrap", "random_unwrap", "random_seed")
+
+# Each element of the result comes from one of each operand, however many there are.
+_OF_ANY_SIZE = ELEMENTWISE.union(_RESHAPES, _PLAIN_CALLS, ("iota", "broadcast_in_dim", "transpose"))
 
 _FOR_SHARED: dict[str, Rule] = {
     "iota": shared_values.iota,
@@ -68,9 +75,10 @@ _FOR_SHARED: dict[str, Rule] = {
     "concatenate": shared_values.concatenate,
     **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min"), shared_values.reduce),
     **dict.fromkeys(SCATTERS, shared_values.scatter),
+    "gather": shared_values.gather,
     **dict.fromkeys(_RESHAPES, shared_values.reshape),
     **dict.fromkeys(ELEMENTWISE, shared_values.elementwise),
-    **dict.fromkeys(("jit", "pjit", "closed_call", "custom_jvp_call"), bodies.call),
+    **dict.fromkeys(_PLAIN_CALLS, bodies.call),
 }
 
 _FOR_SUMS: dict[str, Rule] = {
@@ -93,6 +101,9 @@ _FOR_POSITIONS: dict[str, Rule] = {
     **dict.fromkeys(("concatenate", "sort"), dimensions.along("dimension")),
     "rev": dimensions.along("dimensions"),
     "top_k": dimensions.top_k,
+    "reduce": dimensions.reduce_by_function,
+    "stack": dimensions.stack,
+    "unstack": dimensions.unstack,
     "fft": dimensions.fft,
     **dict.fromkeys(DECOMPOSITIONS, dimensions.last(2)),
     "pad": dimensions.pad,
@@ -105,11 +116,13 @@ _FOR_POSITIONS: dict[str, Rule] = {
     **dict.fromkeys(SCATTERS | {"scatter-mul", "scatter-min", "scatter-max"}, indexing.scatter),
     "dot_general": products.dot,
     "conv_general_dilated": products.convolution,
+    "custom_linear_solve": bodies.linear_solve,
     "scan": bodies.scan,
     "while": bodies.while_,
     "cond": bodies.cond,
     **dict.fromkeys(("pmax", "pmin", "ppermute", *_OF_KEYS), _unchanged),
     **dict.fromkeys(_CALLS, bodies.call),
+    **dict.fromkeys((*CUSTOM_CALLS, *TRACED_CUSTOM_CALLS), derivatives.custom_call),
     **dict.fromkeys(_UNCHANGED, _unchanged),
     **dict.fromkeys(ELEMENTWISE, _elementwise),
 }

@@ -79,3 +79,17 @@ def scatter(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
     }
     shape = shape_of(eqn.outvars[0])
     return [Shared(tuple(size > 1 and dim not in even for dim, size in enumerate(shape)))]
+
+
+def gather(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
+    """The result is even where the indices are."""
+    operand, indices = states
+    assert isinstance(operand, Shared)
+    assert isinstance(indices, Shared)
+    numbers, shape = eqn.params["dimension_numbers"], shape_of(eqn.outvars[0])
+    uneven = [size > 1 for size in shape]
+    batching = dict(zip(numbers.start_indices_batching_dims, numbers.operand_batching_dims, strict=True))
+    of_batch = [dim for dim in range(len(shape)) if dim not in numbers.offset_dims]
+    for where, dim in enumerate(of_batch):
+        uneven[dim] = indices.uneven[where] or (where in batching and operand.uneven[batching[where]])
+    return [Shared(tuple(uneven))]

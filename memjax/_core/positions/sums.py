@@ -30,7 +30,8 @@ def elementwise(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
     name, summed = primitive_name(eqn), _summed(states)
     if name not in _LINEAR or _has_positions(states) or (name == "div" and summed[1]):
         return refused(walk, eqn, states)
-    if name in ("add", "sub", "add_any") and not all(summed):
+    # A derivative rule adds its sums to zeros.
+    if name in ("add", "sub", "add_any") and not all(summed) and not walk.is_backward:
         raise reason(eqn, "adds to a sum over positions what every tile would add again")
     if name == "mul" and all(summed):
         raise reason(eqn, "multiplies sums over positions")

@@ -83,6 +83,19 @@ def one_place(eqn: Any, states: Sequence[State]) -> Positions:
     return place
 
 
+class Seen:
+    """What a walk cannot judge alone: two walks, for different lengths, have to see the same (`lengths.check_alike`).
+
+    Attributes:
+      made: equations of shared values that may depend on how large their operands are: a sum of ones.
+      backward: programs of derivative rules.
+    """
+
+    def __init__(self) -> None:
+        self.made: list[Any] = []
+        self.backward: list[Any] = []
+
+
 class Walk:
     """A walk through a program traced for `length` positions.
 
@@ -90,10 +103,17 @@ class Walk:
       length: at least 2.
       may_sum: whether sums over positions are of use to the caller.
       rule: gives the states of an equation's outputs for those of its inputs.
+      seen: what more is seen is added to this.
+      is_backward: whether the program is that of a derivative rule, whose own derivatives do not matter.
     """
 
-    def __init__(self, length: int, may_sum: bool, rule: Rule):
-        self.length, self.may_sum, self._rule = length, may_sum, rule
+    def __init__(self, length: int, may_sum: bool, rule: Rule, seen: Seen | None = None, *, is_backward: bool = False):
+        self.length, self.may_sum, self.is_backward, self._rule = length, may_sum, is_backward, rule
+        self.seen = Seen() if seen is None else seen
+
+    def backward(self) -> Walk:
+        """A walk for programs of derivative rules, in which sums over positions are of use."""
+        return Walk(self.length, True, self._rule, self.seen, is_backward=True)
 
     def program(self, jaxpr: Any, states: Sequence[State]) -> list[State]:
         """The states of the outputs of a program for those of its inputs; its constants are shared. Raises Mixed."""

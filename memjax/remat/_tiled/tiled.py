@@ -20,9 +20,9 @@ from memjax._core.clear_errors import call_errors
 from memjax._core.derivatives import reverse_only
 from memjax._core.jaxpr import evaluate
 from memjax._core.lists import Arrays, drop, merge, pick
-from memjax._core.positions.lengths import check_same, check_same_constants
+from memjax._core.positions.lengths import check_alike, check_same, check_same_constants
 from memjax._core.positions.rules import walk
-from memjax._core.positions.walk import Mixed, Positions, State, Summed, shared
+from memjax._core.positions.walk import Mixed, Positions, Seen, State, Summed, shared
 from memjax.remat._tiled.modules import wrapped_module
 from memjax.remat._tiled.size import default_tile
 from memjax.remat._tiled.tiles import Tiles, with_size
@@ -230,11 +230,13 @@ class _Program:
             checked.append(axis)
         return checked
 
-    def check_results(self, out_axes: Sequence[int | None]) -> None:
+    def check_results(self, out_axes: Sequence[int | None]) -> Seen:
         """Raises Mixed unless the results have their positions where `out_axes` say."""
-        states = walk(self.closed.jaxpr, self._states, self._size, may_sum=None in out_axes)
+        seen = Seen()
+        states = walk(self.closed.jaxpr, self._states, self._size, None in out_axes, seen)
         for i, (state, axis) in enumerate(zip(states, out_axes, strict=True)):
             _check_result(i, state, axis)
+        return seen
 
     def take(self, constants: Arrays) -> None:
         """Adds the program's constants to `constants`, each array once."""
@@ -270,9 +272,9 @@ def _refuse_mixing(
     name = getattr(f, "__qualname__", None) or repr(f)
     try:
         first, second = map(traced, lengths)
-        for program in (first, second):
-            program.check_results(out_axes)
+        seen, as_well = (program.check_results(out_axes) for program in (first, second))
         check_same(first.closed.jaxpr, second.closed.jaxpr)
+        check_alike(seen, as_well)
         check_same_constants(first.closed.consts, second.closed.consts)
     except Mixed as reason:
         raise ValueError(
