@@ -10,7 +10,6 @@ from experiments.harness.comparison import Comparison
 from experiments.harness.config import Config, parse
 from experiments.harness.console import exit_status, output
 from experiments.harness.progress import waiting
-from experiments.harness.report import report
 from experiments.harness.task import Task
 from experiments.harness.training import Trainer
 
@@ -52,7 +51,7 @@ def run(
             with (
                 contextlib.closing(task.train_batches),
                 Trainer(config, task, console) as trainer,
-                Comparison(config, make_task, begins=bool(task.compare)) as comparison,
+                Comparison(config, make_task, begins=len(task.compare) > 1) as comparison,
             ):
                 console.print(config)
                 if comparison.running:
@@ -66,6 +65,9 @@ def run(
                         trainer.measure()
                 afterwards(config, console)
         if jax.process_index() == 0:
+            # Not before: matplotlib takes a while to import, and a process that only compiles, or is stopped, does without.
+            from experiments.harness.report import report
+
             report(config.folder, console, facts(config))
             extra_report(config, console)
         return 0

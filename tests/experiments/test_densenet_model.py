@@ -57,12 +57,14 @@ def temp_bytes(depth, keep) -> int:
     return memjax.measure(f, params, state, jax.ShapeDtypeStruct((64, 32, 32, 3), jnp.float32)).temp_bytes
 
 
-def test_memory_of_densenet_bc_160():
-    """Shares of what plain autodiff takes; the paper reports 22%."""
-    at_160 = {keep: temp_bytes(160, keep) for keep in ("all", "convolutions", "features")}
-    assert at_160["convolutions"] <= 0.115 * at_160["all"]
-    assert at_160["features"] <= 0.065 * at_160["all"]
-    assert at_160["features"] <= 4 * temp_bytes(40, "features")
+def test_memory_of_densenet_bc_100():
+    """Shares of what plain autodiff takes, whose memory grows with the square of the depth: at depth 160, where the paper
+    reports 22%, they are 11.2% and 6.4%, but compiling takes twice as long.
+    """
+    at_100 = {keep: temp_bytes(100, keep) for keep in ("all", "convolutions", "features")}
+    assert at_100["convolutions"] <= 0.17 * at_100["all"]
+    assert at_100["features"] <= 0.096 * at_100["all"]
+    assert at_100["features"] <= 2 * temp_bytes(40, "features")
 
 
 @pytest.mark.parametrize("stem", ["imagenet", "cifar"])
