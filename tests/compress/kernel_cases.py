@@ -70,7 +70,21 @@ def _coders(shape, dtype, capacity, interpret):
 
 def check_same(x, bound, capacity=None, interpret=True) -> int:
     """The words that the code needs."""
-    (code, decoded), (expected, expected_decoded) = kernels_and_reference(x, bound, capacity, interpret)
+    return _check(*kernels_and_reference(x, bound, capacity, interpret))
+
+
+def check_same_batched(xs, bound) -> None:
+    """Of each of `xs`, whose codes the kernels make side by side under `jax.vmap`."""
+    exponent = step_exponent(bound, xs.dtype)
+    capacity = Grid.of(xs[0].shape).tiles * 32 * _tiles.raw_words(xs.dtype)
+    by_kernels, by_reference = _coders(xs[0].shape, xs.dtype, capacity, True)
+    found = jax.jit(jax.vmap(by_kernels, in_axes=(0, None)))(xs, exponent)
+    for i, x in enumerate(xs):
+        _check(jax.tree.map(lambda leaf, i=i: leaf[i], found), by_reference(x, exponent))
+
+
+def _check(found, wanted) -> int:
+    (code, decoded), (expected, expected_decoded) = found, wanted
     np.testing.assert_array_equal(code.headers, expected.headers)
     assert code.needed == expected.needed
     for own, expected_own in zip(decoded, expected_decoded, strict=True):

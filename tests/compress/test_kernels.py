@@ -7,7 +7,7 @@ import pytest
 
 from memjax.compress import ErrorBounded
 from memjax.compress._error_bounded.kernels import launch
-from tests.compress.kernel_cases import check_same, values_of_all_kinds
+from tests.compress.kernel_cases import check_same, check_same_batched, values_of_all_kinds
 
 # What takes time is to compile: all of bfloat16 by channel is one program, with a capacity that nearly all codes keep within.
 BY_CHANNEL = 3, 64, 128
@@ -48,18 +48,12 @@ def test_float32_with_padding_and_the_ends_of_exponents():
         check_same(x * jnp.float32(2.0**exponent), np.float32(2.0 ** (exponent - 1)))
 
 
-def test_float16_with_bounds_that_vary_within_lanes():
-    x = values_of_all_kinds(jnp.float16, 4)[: 24 * 682].reshape(-1, 24)  # and padding
+def test_float16_under_vmap_with_bounds_that_vary_within_lanes():
+    """Two arrays, whose tiles share no counter and no words."""
+    xs = values_of_all_kinds(jnp.float16, 4)[: 24 * 682].reshape(2, -1, 24)  # and padding
     bounds = np.exp2(np.arange(24) % 5 - 1).astype(np.float32)
     bounds[3] = 0  # of a channel that is stored as it is
-    check_same(jnp.asarray(x), bounds)
-
-
-def test_vmap():
-    x = jnp.asarray(values_of_all_kinds(jnp.bfloat16, 4))
-    encode = jax.jit(jax.vmap(lambda x: launch.encode(x, jnp.int32(0), 4096, interpret=True)))
-    halves = x.reshape(2, -1)
-    np.testing.assert_array_equal(encode(halves).words[0, :500], encode(halves[::-1]).words[1, :500])
+    check_same_batched(jnp.asarray(xs), bounds)
 
 
 def test_empty():
