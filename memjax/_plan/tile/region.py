@@ -32,6 +32,7 @@ class TiledRegion:
       has_cotangent: which of its outputs are differentiated.
       tile: positions per tile.
       axes: sizes of the named axes around it.
+      platform: of the device, as JAX calls it.
 
     Attributes:
       region: as given.
@@ -39,8 +40,8 @@ class TiledRegion:
     Raises Mixed where the derivative mixes positions.
     """
 
-    def __init__(self, region: Region, has_cotangent: Sequence[bool], tile: int, axes: dict[str, int]):
-        self.region, self._tile, self._axes = region, tile, axes
+    def __init__(self, region: Region, has_cotangent: Sequence[bool], tile: int, axes: dict[str, int], platform: str):
+        self.region, self._tile, self._axes, self._platform = region, tile, axes, platform
         self._has_cotangent = list(has_cotangent)
         variables_in = [*region.shared, *(var for var, _ in region.mapped)]
         self._types = [strong(var.aval) for var in variables_in]
@@ -73,7 +74,7 @@ class TiledRegion:
         return tiles(shared_values, mapped)
 
     def _resized(self, program: Program, states: Sequence[State], out_states: Sequence[State]) -> Resized:
-        found = Resized(program, states, out_states, self.region.length)
+        found = Resized(program, states, out_states, self.region.length, self._platform)
         types = [
             aval.update(shape=_cut(aval.shape, state, self._tile))
             for aval, state in zip((strong(var.aval) for var in program.invars), states, strict=True)

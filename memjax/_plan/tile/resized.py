@@ -37,13 +37,16 @@ class Resized:
       states: of its inputs.
       out_states: of its outputs; sums of fewer bits are given in float32.
       length: the number of positions.
+      platform: that it is compiled for, as JAX calls devices.
 
     Raises Mixed where positions are mixed, or the outputs have other states.
     """
 
-    def __init__(self, program: Program, states: Sequence[State], out_states: Sequence[State], length: int):
+    def __init__(
+        self, program: Program, states: Sequence[State], out_states: Sequence[State], length: int, platform: str
+    ):
         sums = [i for i, state in enumerate(out_states) if isinstance(state, Summed)]
-        program = without_dead_equations(with_wide_sums(program, sums))
+        program = without_dead_equations(with_wide_sums(program, sums, platform))
         self._program, self._length = program, length
         self._states = program_states(program, states, length)
         self._makers = producers(program)

@@ -39,6 +39,7 @@ class Tiling:
 
     def __init__(self, closed: Any, types: Sequence[Any], outs: Sequence[bool], axes: dict[str, int], platform: str):
         self._closed, self._types, self._axes = closed, list(types), axes
+        self._platform = platform
         inner = calls_in_place(without_checkpoints(closed), differentiable=True)
         program = inner.with_inputs(len(closed.consts))
         self._program = with_early_views(without_dead_equations(program))
@@ -68,7 +69,11 @@ class Tiling:
                 reached.update(variables(eqn.invars))
         has_cotangent = [var in reached and is_float(var.aval) for var in region.outs]
         try:
-            return TiledRegion(region, has_cotangent, what.tile, self._axes) if any(has_cotangent) else None
+            return (
+                TiledRegion(region, has_cotangent, what.tile, self._axes, self._platform)
+                if any(has_cotangent)
+                else None
+            )
         except Mixed:
             return None
 

@@ -6,19 +6,20 @@ import dataclasses
 from collections.abc import Collection
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.extend import core
 
 from memjax._core.jaxpr import Program, is_literal, producers
-from memjax._core.positions.walk import shape_of
 
 _LINEAR = {"transpose", "reshape", "squeeze", "copy", "neg", "add_any"}
 
 
-def with_wide_sums(program: Program, positions: Collection[int]) -> Program:
+def with_wide_sums(program: Program, positions: Collection[int], platform: str) -> Program:
     """The program with those of its outputs at `positions` that are products, in float32 if they have fewer bits.
 
     What would be rounded for each tile is then rounded once, at the end, and the compiler adds the product where it makes it.
+    XLA:CPU cannot make some products of 16-bit floats in float32, and widens operands anyway: there they are widened before.
     """
     makers = producers(program)
     eqns = list(program.eqns)
@@ -42,10 +43,8 @@ def with_wide_sums(program: Program, positions: Collection[int]) -> Program:
             return wide(eqn.invars[0])
         if name == "dot_general":
             params = eqn.params | {"preferred_element_type": jnp.dtype("float32")}
-            eqns.append(eqn.replace(outvars=[out], params=params))
-            return out
-        if name == "transpose" and (product := _exchanged(makers.get(eqn.invars[0]), eqn)) is not None:
-            eqns.append(product.replace(outvars=[out]))
+            operands = [widened(atom) for atom in eqn.invars] if platform == "cpu" else eqn.invars
+            eqns.append(eqn.replace(invars=operands, outvars=[out], params=params))
             return out
         if name not in _LINEAR:
             return None
@@ -54,6 +53,11 @@ def with_wide_sums(program: Program, positions: Collection[int]) -> Program:
             return None
         eqns.append(eqn.replace(invars=operands, outvars=[out]))
         return out
+
+    def widened(atom: Any) -> Any:
+        [convert] = jax.make_jaxpr(lambda value: value.astype(jnp.float32))(atom.aval).eqns
+        eqns.append(convert.replace(invars=[atom]))
+        return convert.outvars[0]
 
     for i in positions:
         atom = outs[i]
@@ -64,23 +68,3 @@ def with_wide_sums(program: Program, positions: Collection[int]) -> Program:
         ):
             outs[i] = new
     return dataclasses.replace(program, eqns=eqns, outvars=outs)
-
-
-def _exchanged(product: Any, transpose: Any) -> Any | None:
-    """A product whose operands change places, so that its result is transposed, in float32; None if that is not what is done.
-
-    XLA:CPU cannot transpose a product of 16-bit floats in float32.
-    """
-    if product is None or product.primitive.name != "dot_general" or product.params.get("out_sharding") is not None:
-        return None
-    (left, right), batch = product.params["dimension_numbers"]
-    first, rank = len(shape_of(product.invars[0])) - len(left), len(shape_of(product.outvars[0]))
-    precision = product.params["precision"]
-    if (
-        any(batch)
-        or isinstance(precision, tuple)
-        or transpose.params["permutation"] != (*range(first, rank), *range(first))
-    ):
-        return None
-    changes = {"dimension_numbers": ((right, left), batch), "preferred_element_type": jnp.dtype("float32")}
-    return product.replace(invars=list(product.invars)[::-1], params=product.params | changes)
