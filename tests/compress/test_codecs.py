@@ -18,6 +18,7 @@ from memjax.compress import (
     GroupQuantized,
     Mask,
     PositionQuantized,
+    StepErrors,
 )
 from memjax.compress._codecs.channel_quantized import evenly_spaced
 
@@ -226,7 +227,7 @@ def test_refuses():
 
 
 @pytest.mark.parametrize(
-    "codec", [BlockQuantized(4), BlockQuantized(8), ChannelQuantized(8), GroupQuantized(8)], ids=repr
+    "codec", [BlockQuantized(4), BlockQuantized(8), ChannelQuantized(8), GroupQuantized(8), GroupQuantized(2)], ids=repr
 )
 def test_quantisers_take_any_finite_values(codec):
     """Finite values decode to finite ones, at most a distance of levels away, however large or small they are."""
@@ -238,6 +239,17 @@ def test_quantisers_take_any_finite_values(codec):
     assert np.isfinite(got).all()
     wide = np.asarray(x, np.float64)
     assert (np.abs(got - wide) <= np.ptp(wide) / (2**codec.bits - 1) * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize("codec", [Cast(), Cast(jnp.float16), StepErrors(4)], ids=repr)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_what_is_finite_stays_finite_and_what_is_not_is_seen(codec, dtype):
+    largest = jnp.finfo(dtype).max
+    extremes = jnp.array([[largest, -largest], [0, largest], [largest, largest]], dtype)
+    if dtype == jnp.float32 or codec != Cast():  # float16's largest value rounds up in bfloat16
+        assert np.isfinite(_round_trip(codec, extremes)).all()
+    assert not np.isfinite(_round_trip(codec, extremes.at[0, 0].set(jnp.inf))[0, 0])
+    assert np.isnan(_round_trip(codec, extremes.at[0, 0].set(jnp.nan))[0, 0])
 
 
 def test_block_quantized_has_ranges_of_its_own_for_examples_channels_and_stretches():

@@ -171,6 +171,8 @@ class CastCode:
 class Cast(FixedRate):
     """Floats kept in a narrower dtype, rounded to nearest: `size * itemsize(dtype)` bytes.
 
+    What is finite and too large for that dtype becomes its largest value, not infinite.
+
     Raises:
       TypeError: `dtype` is not a floating dtype, or what is encoded is not floating point.
     """
@@ -182,6 +184,9 @@ class Cast(FixedRate):
 
     def encode(self, x: Float[Array, "..."]) -> CastCode:
         check.array("x", x, floating=True)
+        largest = float(jnp.finfo(self.dtype).max)
+        if largest < float(jnp.finfo(x.dtype).max):
+            x = jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
         return CastCode(x.astype(self.dtype), np.dtype(x.dtype))
 
     def decode(self, code: CastCode) -> Float[Array, "..."]:

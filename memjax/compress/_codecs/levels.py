@@ -10,6 +10,8 @@ from jaxtyping import Array, Float, UInt
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 # Distances below this have no inverse in float32.
 _LEAST_DISTANCE = 2.0**-125
+# Those above this have one that counts as zero, of 2 bits the largest: they are divided first.
+_LARGE_DISTANCE, _DIVISOR = 2.0**100, 2.0**26
 
 
 def levels_between(low: Float[Array, "..."], high: Float[Array, "..."], bits: int) -> tuple[Array, Array]:
@@ -29,9 +31,10 @@ def to_levels(
 ) -> Float[Array, "..."]:
     """floor((x - low) / distance + offset), between 0 and 2^bits - 1, as float32; zero where the distance is (nearly) zero."""
     size = jnp.abs(distance)
-    inverse = jnp.where(size >= _LEAST_DISTANCE, 1 / size, 0)
-    scale = jnp.where(distance < 0, 0.5, 1.0)
-    level = jnp.floor((x.astype(jnp.float32) * scale - low) * inverse + offset)
+    part = jnp.where(size > _LARGE_DISTANCE, 1 / _DIVISOR, 1.0)
+    inverse = jnp.where(size >= _LEAST_DISTANCE, 1 / (size * part), 0)
+    scale = jnp.where(distance < 0, 0.5, 1.0) * part
+    level = jnp.floor((x.astype(jnp.float32) * scale - low * part) * inverse + offset)
     return jnp.clip(level, 0, 2**bits - 1)
 
 

@@ -64,7 +64,9 @@ class ErrorsOf(FixedRate):
         checksum = jnp.sum(jax.lax.bitcast_convert_type(wide, jnp.uint32), dtype=jnp.uint32)
         key = jax.random.fold_in(jax.random.key(self.seed), checksum)
         steps = self.codec.steps(x) * jnp.asarray(self.scale, jnp.float32)
-        return (wide + steps * jax.random.uniform(key, x.shape, minval=-0.5, maxval=0.5)).astype(x.dtype)
+        changed = wide + steps * jax.random.uniform(key, x.shape, minval=-0.5, maxval=0.5)
+        largest = float(jnp.finfo(x.dtype).max)  # what is finite stays so, as in the codes
+        return jnp.where(jnp.isfinite(wide), jnp.clip(changed, -largest, largest), changed).astype(x.dtype)
 
     def decode(self, code: Float[Array, "..."]) -> Float[Array, "..."]:
         return code
