@@ -9,7 +9,7 @@ ChannelQuantized      4 or 8 bits per value, a range for each channel
 ChannelQuantizedCode  what `ChannelQuantized` keeps
 MeasuredChannels      a `ChannelQuantized` whose ranges are known
 GroupQuantized        2, 4 or 8 bits per value, unbiased, a range for each group of neighbours
-PositionQuantized     8, 6, 4 or 3 bits per value, a range for each position's groups of features: for Transformers
+PositionQuantized     8, 6, 5, 4 or 3 bits per value, a range for each position's groups of features: for Transformers
 PositionQuantizedCode  what `PositionQuantized` keeps
 ErrorBounded          as many bits as an error bound needs; zeros cost next to nothing
 ErrorBoundedCode      what `ErrorBounded` keeps

@@ -45,7 +45,7 @@ def _check(codec, x, interpret):
         assert (np.asarray(got) != np.asarray(expected))[same].mean() < 1e-3
 
 
-@pytest.mark.parametrize("bits", [8, 6, 4, 3])
+@pytest.mark.parametrize("bits", [8, 6, 5, 4, 3])
 def test_interpreted_kernel(bits):
     _check(PositionQuantized(bits), _values(jnp.bfloat16 if bits % 2 else jnp.float32), interpret=True)
 
@@ -66,7 +66,7 @@ def test_the_kernel_is_for_gpus_and_shapes_that_fill_its_blocks():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
-@pytest.mark.parametrize("bits", [8, 6, 4, 3])
+@pytest.mark.parametrize("bits", [8, 6, 5, 4, 3])
 def test_compiled_kernel(bits, dtype):
     x = _values(jnp.float32, (4, 1024, 512))
     x = jnp.clip(x, -6e4, 6e4).astype(dtype)

@@ -10,7 +10,7 @@ import memjax
 from memjax.compress import BlockQuantized, PositionQuantized, StepErrors
 from memjax.compress._codecs.planes import PLANES, pack_levels, unpack_levels
 
-BITS = (8, 6, 4, 3)
+BITS = (8, 6, 5, 4, 3)
 
 
 def _round_trip(codec, x):
@@ -53,7 +53,7 @@ def test_levels_are_packed_without_gaps(bits):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_errors_are_within_half_a_step_and_as_predicted(bits, dtype):
     codec = PositionQuantized(bits)
-    x = _activations((600, 256), dtype)
+    x = _activations((2400, 256), dtype)
     step, got = _steps(codec, x), _round_trip(codec, x)
     # Beside half a step, the rounding of float32 where channels are centred, and that of the dtype.
     wide, eps = np.asarray(x, np.float64), float(jnp.finfo(dtype).eps)
@@ -62,7 +62,7 @@ def test_errors_are_within_half_a_step_and_as_predicted(bits, dtype):
     # A step of 8 bits is smaller than the distance of large bfloat16 numbers: only a few values are off.
     tolerance = 0.05 if bits == 8 and dtype == jnp.bfloat16 else 0.02
     assert _relative(got, x) == pytest.approx(float(codec.relative_error(x)), rel=tolerance)
-    assert np.sqrt((error**2).sum() / (wide**2).sum()) < {8: 0.008, 6: 0.03, 4: 0.11, 3: 0.22}[bits]
+    assert np.sqrt((error**2).sum() / (wide**2).sum()) < {8: 0.008, 6: 0.03, 5: 0.055, 4: 0.11, 3: 0.22}[bits]
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -101,9 +101,9 @@ def test_takes_so_many_bits(bits):
     """In memory, not only by its own account; widths that no group divides, heads, images."""
     codec = PositionQuantized(bits)
     for shape, limit in (
-        ((8, 128, 1024), 0.29),
+        ((8, 128, 1024), 0.32),
         ((2, 64, 12, 64), 0.26),
-        ((700, 1000), 0.5),
+        ((700, 1000), 0.55),
         ((3, 4099), 0.5),
         ((2, 32, 32, 3), 0.5),
     ):
@@ -168,8 +168,8 @@ def test_explicitly_sharded_arrays(spec):
 
 
 def test_refuses():
-    with pytest.raises(ValueError, match="bits must be 8, 6, 4 or 3, got 5"):
-        PositionQuantized(5)
+    with pytest.raises(ValueError, match="bits must be 8, 6, 5, 4 or 3, got 7"):
+        PositionQuantized(7)
     with pytest.raises(ValueError, match="group must be an integer of at least 8, got 4"):
         PositionQuantized(8, group=4)
     with pytest.raises(TypeError, match="x must be bfloat16, float16 or float32, got int32"):
@@ -203,8 +203,8 @@ def test_step_errors_are_as_large_as_those_of_codes():
         assert np.linalg.norm(gradient(StepErrors(bits)) - exact) == pytest.approx(measured, rel=0.15)
     few, many = (np.linalg.norm(gradient(StepErrors(8, scale=scale)) - exact) for scale in (1.0, 17.0))
     assert many == pytest.approx(17 * few, rel=0.15)
-    with pytest.raises(ValueError, match="bits must be 8, 6, 4 or 3, got 5"):
-        StepErrors(5)
+    with pytest.raises(ValueError, match="bits must be 8, 6, 5, 4 or 3, got 7"):
+        StepErrors(7)
 
 
 @pytest.mark.parametrize(("codec", "large"), [(PositionQuantized(4), 1e30), (BlockQuantized(8), 7e37)], ids=repr)

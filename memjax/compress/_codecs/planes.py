@@ -1,4 +1,4 @@
-"""Levels of 8, 6, 4 or 3 bits packed into bytes without gaps: 6 bits as 4 and 2, 3 bits as 2 and 1.
+"""Levels of 8, 6, 5, 4 or 3 bits packed into bytes without gaps: 6 bits as 4 and 2, 5 as 4 and 1, 3 as 2 and 1.
 
 Each part of a level has a byte array of its own, a plane. A byte holds the parts of values that are a half, a quarter or an
 eighth of the last axis apart, so that neighbours read and write neighbouring bytes. Both ways are arithmetic on single values.
@@ -13,7 +13,7 @@ from jaxtyping import Array, UInt8, UInt32
 
 from memjax.compress._codecs.bits import u32
 
-PLANES = {8: (8,), 6: (4, 2), 4: (4,), 3: (2, 1)}
+PLANES = {8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1)}
 """By number of bits, the widths of the planes, lowest bits first."""
 
 MULTIPLE = 8
@@ -21,11 +21,11 @@ MULTIPLE = 8
 
 
 def pack_levels(level: UInt32[Array, "... n"], bits: int) -> tuple[UInt8[Array, "... _"], ...]:
-    """The planes of levels below 2^bits."""
+    """The planes of levels below 2^bits. What bits 16 and up of `level` are does not matter."""
     planes = []
     for width in PLANES[bits]:
         per_byte = 8 // width
-        parts = (level & u32(2**width - 1)).reshape(*level.shape[:-1], per_byte, level.shape[-1] // per_byte)
+        parts = _lowest(level, width, bits).reshape(*level.shape[:-1], per_byte, level.shape[-1] // per_byte)
         byte = parts[..., 0, :]
         for i in range(1, per_byte):
             byte = byte | (parts[..., i, :] << u32(i * width))
@@ -40,7 +40,7 @@ def pack_pieces(pieces: Sequence[UInt32[Array, "..."]], bits: int) -> list[list[
     for width in PLANES[bits]:
         per_byte = 8 // width
         count = len(pieces) // per_byte
-        parts = [piece & u32(2**width - 1) for piece in pieces]
+        parts = [_lowest(piece, width, bits) for piece in pieces]
         planes.append(
             [
                 functools.reduce(operator.or_, (parts[i * count + j] << u32(i * width) for i in range(per_byte)))
@@ -51,14 +51,19 @@ def pack_pieces(pieces: Sequence[UInt32[Array, "..."]], bits: int) -> list[list[
     return planes
 
 
+def _lowest(level: UInt32[Array, "..."], width: int, bits: int) -> UInt32[Array, "..."]:
+    """The part of a level for a plane. Above the last plane's there is nothing that a byte would have."""
+    return level if width == PLANES[bits][-1] else level & u32(2**width - 1)
+
+
 def unpack_levels(planes: Sequence[UInt8[Array, "... _"]], bits: int) -> UInt32[Array, "... n"]:
     """The inverse of `pack_levels`."""
     level, below = None, 0
     for width, plane in zip(PLANES[bits], planes, strict=True):
         per_byte = 8 // width
         places = width * jnp.arange(per_byte, dtype=jnp.uint32)[:, None]
-        parts = (u32(plane)[..., None, :] >> places) & u32(2**width - 1)
-        part = parts.reshape(*plane.shape[:-1], per_byte * plane.shape[-1]) << u32(below)
+        parts = ((u32(plane)[..., None, :] >> places) << u32(below)) & u32((2**width - 1) << below)
+        part = parts.reshape(*plane.shape[:-1], per_byte * plane.shape[-1])
         level, below = part if level is None else level | part, below + width
     assert level is not None
     return level

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 
 from memjax._core.arrays import vary, varying_axes
 from memjax._core.compat import varying_like
+from memjax.compress._codecs import dither
 from memjax.compress._codecs.bits import u32
 from memjax.compress._codecs.planes import PLANES, pack_pieces
 
@@ -42,7 +43,6 @@ def encode(
     inverse: Float[Array, "groups width"],
     bits: int,
     levels: Callable[..., Any],
-    dither: Callable[[Array], Array],
     *,
     interpret: bool = False,
 ) -> tuple[Array, ...]:
@@ -50,7 +50,6 @@ def encode(
 
     Args:
       levels: gives the lowest level and the distance of a range.
-      dither: gives the random part of places, counted in uint32.
     """
     positions, groups, width = x.shape
     count = 8 // min(PLANES[bits])
@@ -69,11 +68,10 @@ def encode(
         spoilt = sum(jnp.sum(piece * 0, 1) for piece in pieces)
         low, distance, factor = levels(least + spoilt, most + spoilt)
         low_ref[:], distance_ref[:] = low, distance
-        offset = low.astype(jnp.float32) * factor
-        found = []
+        found, shifted = [], low.astype(jnp.float32) - dither.SHIFT * distance.astype(jnp.float32)
         for i, piece in enumerate(pieces):
-            level = piece * factor[:, None] + (dither(place + u32(i * part)) - offset[:, None])
-            found.append(u32(jnp.clip(level, 0, 2**bits - 0.5)))
+            scaled = (piece - shifted[:, None]) * factor[:, None]
+            found.append(dither.rounded(scaled, place + u32(i * part), 2**bits - 1))
         for plane_ref, plane in zip(planes, pack_pieces(found, bits), strict=True):
             for i, piece in enumerate(plane):
                 plane_ref[:, i, :] = piece.astype(jnp.uint8)

@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, BFloat16, Float, UInt8, UInt32
+from jaxtyping import Array, BFloat16, Float, Float32, UInt8
 
 from memjax._core import check
-from memjax.compress._codecs import position_kernel
+from memjax.compress._codecs import dither, position_kernel
 from memjax.compress._codecs.bits import u32
 from memjax.compress._codecs.channel_quantized import ends, evenly_spaced
 from memjax.compress._codecs.codec import FixedRate, check_code, check_floats
@@ -30,7 +30,7 @@ from memjax.compress._codecs.planes import MULTIPLE, PLANES, pack_levels, unpack
 from memjax.compress._codecs.sharded import ShardedCode, decode_parts, encode_parts
 
 _SAMPLES = 256  # positions from which channels are measured
-_FEWEST = 512  # positions of an array whose channels are measured: means and sizes take 32 bits of a channel
+_FEWEST = 512  # positions of an array whose channels are measured: means and sizes take 64 bits of a channel
 _LEAST_DISTANCE = 2.0**-125  # distances below this have no inverse in float32
 _SIZE = 8.0  # of usual channels: values divided by it have ranges whose distances of levels, and their inverses, fit float32
 _LARGEST_BFLOAT16 = float(jnp.finfo(jnp.bfloat16).max)
@@ -51,8 +51,8 @@ class PositionQuantizedCode:
     planes: tuple[UInt8[Array, "*positions groups _"], ...]
     low: BFloat16[Array, "*positions groups"]
     distance: BFloat16[Array, "*positions groups"]
-    centre: BFloat16[Array, " padded"] | None
-    size: BFloat16[Array, " padded"] | None
+    centre: Float32[Array, " padded"] | None
+    size: Float32[Array, " padded"] | None
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
 
@@ -67,20 +67,20 @@ class PositionQuantized(FixedRate):
     ranges fit channels of the usual size, and the errors of large ones are in proportion to their size.
 
     An error is at most half the distance of levels, and unbiased: its mean over places is zero. The range of 128 Gaussian
-    values is about 5.2 deviations, so that their relative error is 0.6% at 8 bits, 2.4% at 6, 10% at 4 and 22% at 3;
+    values is about 5.2 deviations, so that their relative error is 0.6% at 8 bits, 2.4% at 6, 4.8% at 5, 10% at 4 and 22% at 3;
     `relative_error` tells it for an array.
 
     The code cannot overflow: every finite value decodes to a finite one. A NaN or an infinity makes its group of its position
     NaN.
 
-    Encoding reads the array for the ranges, and once more for each array of levels, of which 6 and 3 bits have two; compiled
+    Encoding reads the array for the ranges, and once more for each array of levels, of which 6, 5 and 3 bits have two; compiled
     for an NVIDIA GPU a kernel reads it once, if there are 512 positions or more, a multiple of 32. Decoding
     is arithmetic on single values, which XLA does where they are read: no decoded array is written.
 
-    Memory: `bits + 32 / group` per value, 8.25, 6.25, 4.25 or 3.25 bits, and 32 bits per channel.
+    Memory: `bits + 32 / group` per value, 8.25, 6.25, 5.25, 4.25 or 3.25 bits, and 64 bits per channel.
 
     Args:
-      bits: 8, 6, 4 or 3.
+      bits: 8, 6, 5, 4 or 3.
       group: features that share a range, about; at least 8.
 
     Raises:
@@ -94,7 +94,7 @@ class PositionQuantized(FixedRate):
     def __post_init__(self):
         object.__setattr__(self, "bits", check.integer("bits", self.bits))
         if self.bits not in PLANES:
-            raise ValueError(f"bits must be 8, 6, 4 or 3, got {self.bits!r}")
+            raise ValueError(f"bits must be 8, 6, 5, 4 or 3, got {self.bits!r}")
         object.__setattr__(self, "group", check.integer("group", self.group, least=MULTIPLE))
 
     def encode(self, x: Float[Array, "..."]) -> PositionQuantizedCode | ShardedCode:
@@ -128,7 +128,7 @@ class PositionQuantized(FixedRate):
 
     def _steps(self, x: Float[Array, "..."], code: PositionQuantizedCode) -> Float[Array, "..."]:
         view = _view_of(x.shape, self.group)
-        steps = _of_each(code.distance, view) * (_SIZE if code.size is None else code.size.astype(jnp.float32))
+        steps = _of_each(code.distance, view) * (_SIZE if code.size is None else code.size)
         return _as(steps[..., : view.features], x.shape)
 
     def _encode(self, x: Float[Array, "..."]) -> PositionQuantizedCode:
@@ -145,12 +145,12 @@ class PositionQuantized(FixedRate):
             wide = _padded(flat, view).astype(jnp.float32)
             return made(self._encode_scaled(wide / _SIZE, view), None, None)
         centre, size = (_padded(one, view) for one in _channels(flat))
-        inverse = 1 / size.astype(jnp.float32)
+        inverse = 1 / size
 
         plain = lambda x, shift, inverse: self._encode_scaled(
             _padded(x, view).astype(jnp.float32) * inverse - shift, view
         )
-        args = flat, centre.astype(jnp.float32) * inverse, inverse
+        args = flat, centre * inverse, inverse
         if view.padded == view.flat and position_kernel.suits(
             (math.prod(view.positions), view.groups, view.width), x.size
         ):
@@ -168,7 +168,6 @@ class PositionQuantized(FixedRate):
         *planes, low, distance = position_kernel.encode(
             *(x.reshape(-1, *groups), shift.reshape(groups), inverse.reshape(groups), self.bits),
             functools.partial(_levels, highest=2**self.bits - 1),
-            _dither_of,
             interpret=interpret,
         )
         as_grouped = lambda a: a.reshape(*view.grouped[:-1], *a.shape[2:])
@@ -178,20 +177,19 @@ class PositionQuantized(FixedRate):
         """Planes, lowest levels and distances of values that were centred and scaled."""
         highest = 2**self.bits - 1
         low, distance, factor = _levels(*ends(y.reshape(view.grouped), (len(view.positions) + 1,)), highest)
-        factor = _of_each(factor, view)
-        level = y * factor + (_dither(view.padded) - _of_each(low, view) * factor)
-        level = u32(jnp.clip(level, 0, highest + 0.5)).reshape(view.grouped)
+        shifted = low.astype(jnp.float32) - dither.SHIFT * distance.astype(jnp.float32)
+        scaled = (y - _of_each(shifted, view)) * _of_each(factor, view)
+        level = dither.rounded(scaled, dither.places(view.padded), highest).reshape(view.grouped)
         return pack_levels(level, self.bits), low, distance
 
     def _decode(self, code: PositionQuantizedCode) -> Float[Array, "..."]:
         view = _view_of(code.shape, self.group)
         # Arithmetic is in the array's own shape, not in groups: only so is it fused into what reads the array.
-        level = unpack_levels(code.planes, self.bits).reshape(view.padded).astype(jnp.float32)
-        y = _of_each(code.low, view) + (level + (0.5 - _dither(view.padded))) * _of_each(code.distance, view)
-        if code.centre is not None and code.size is not None:
-            y = y * code.size.astype(jnp.float32) + code.centre.astype(jnp.float32)
-        else:
-            y = y * _SIZE
+        level = unpack_levels(code.planes, self.bits).reshape(view.padded)
+        y = dither.plus(level, dither.places(view.padded)) * _of_each(code.distance, view) + _of_each(code.low, view)
+        y = y * (_SIZE if code.size is None else code.size)
+        if code.centre is not None:
+            y = y + code.centre
         largest = float(jnp.finfo(code.dtype).max)
         y = jnp.clip(y, -largest, largest).astype(code.dtype)
         return _as(y if view.padded == view.flat else y[..., : view.features], code.shape)
@@ -261,7 +259,7 @@ def _as(x: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _channels(x: Float[Array, "... features"]) -> tuple[Array, Array]:
-    """Centre and size of each channel, bfloat16. Sizes are `_SIZE` or more."""
+    """Centre and size of each channel. Sizes are `_SIZE` or more."""
     samples = evenly_spaced(x, _SAMPLES).astype(jnp.float32)
     axes, share = tuple(range(samples.ndim - 1)), x.shape[-1] / samples.size
     centre = jnp.sum(samples * share, axes)
@@ -270,7 +268,7 @@ def _channels(x: Float[Array, "... features"]) -> tuple[Array, Array]:
     # The usual spread: a few large ones hardly change this mean.
     usual = jnp.mean(jnp.sqrt(spread)) ** 2
     ratio = jnp.where((usual > _LEAST_DISTANCE) & jnp.isfinite(spread), spread / usual, 1)
-    return _as_bfloat16(centre), _as_bfloat16(_SIZE * jnp.clip(ratio, 1, 2.0**32))
+    return _with_few_digits(centre), _with_few_digits(_SIZE * jnp.clip(ratio, 1, 2.0**32))
 
 
 def _levels(
@@ -288,9 +286,9 @@ def _levels(
     return low.astype(jnp.bfloat16), distance.astype(jnp.bfloat16), factor
 
 
-def _as_bfloat16(x: Float[Array, "..."]) -> BFloat16[Array, "..."]:
-    """Rounded in a way that the compiler may not leave out where `x` is read as float32 again."""
-    return lax.reduce_precision(x, 8, 7).astype(jnp.bfloat16)
+def _with_few_digits(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """As many as those of bfloat16: the last digits of a sum, which depend on the order of its terms, are gone."""
+    return lax.reduce_precision(x, 8, 7)
 
 
 def _rounded(x: Float[Array, "..."], *, upwards: bool) -> Float[Array, "..."]:
@@ -299,19 +297,3 @@ def _rounded(x: Float[Array, "..."], *, upwards: bool) -> Float[Array, "..."]:
     away = (bits >> 31) == u32(0 if upwards else 1)  # from zero
     bits = jnp.where(away, bits + u32(0xFFFF), bits) & u32(0xFFFF0000)
     return lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def _dither(shape: tuple[int, ...]) -> Float[Array, "..."]:
-    """A number of [0, 1) for each place of an array that looks random: a hash of the place. It repeats after 2^32 places."""
-    axis = 0
-    while math.prod(shape[axis:]) >= 2**32:
-        axis += 1
-    # One index for all axes: the compiler would make those of single axes in kernels of their own.
-    return _dither_of(jnp.broadcast_to(lax.iota(jnp.uint32, math.prod(shape[axis:])).reshape(shape[axis:]), shape))
-
-
-def _dither_of(place: UInt32[Array, "..."]) -> Float[Array, "..."]:
-    x = place * u32(0x85EBCA6B)
-    x = (x ^ (x >> 15)) * u32(0xC2B2AE35)
-    # The highest bits as the digits of a number of [1, 2): cheaper than a conversion.
-    return lax.bitcast_convert_type((x >> 9) | u32(0x3F800000), jnp.float32) - 1

@@ -24,7 +24,7 @@ class StepErrors(FixedRate):
     those of 4.
 
     Args:
-      bits: 8, 6, 4 or 3.
+      bits: 8, 6, 5, 4 or 3.
       seed: it determines the errors together with the values: different arrays get different errors.
       scale: errors are this many times as large.
 
@@ -40,7 +40,7 @@ class StepErrors(FixedRate):
     def __post_init__(self):
         object.__setattr__(self, "bits", check.integer("bits", self.bits))
         if self.bits not in PLANES:
-            raise ValueError(f"bits must be 8, 6, 4 or 3, got {self.bits!r}")
+            raise ValueError(f"bits must be 8, 6, 5, 4 or 3, got {self.bits!r}")
 
     def encode(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         return ErrorsOf(PositionQuantized(self.bits), self.seed, self.scale).encode(x)

@@ -1,0 +1,50 @@
+"""Subtractive dither that depends on the place alone, in few instructions: what bounds the speed of codes on GPUs.
+
+A place has one of 256 parts of a step, a byte of a hash; four neighbours share a hash. A level and its part are put side by side
+into the digits of a float, which needs no conversion of integers.
+"""
+
+import math
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, UInt32
+
+from memjax.compress._codecs.bits import u32
+
+_MIDDLE = 127.5 / 256  # the mean of bytes / 256
+SHIFT = 1 + _MIDDLE
+"""What `rounded` subtracts, too: where it is added to something computed once for many values, that costs nothing."""
+_ROUNDING = 1.5 * 2.0**23  # floats around it are integers
+
+
+def places(shape: tuple[int, ...]) -> UInt32[Array, "..."]:
+    """The places of an array's values; they repeat after 2^32."""
+    axis = 0
+    while math.prod(shape[axis:]) >= 2**32:
+        axis += 1
+    # One index for all axes: the compiler would make those of single axes in kernels of their own.
+    return jnp.broadcast_to(lax.iota(jnp.uint32, math.prod(shape[axis:])).reshape(shape[axis:]), shape)
+
+
+def rounded(x: Float[Array, "..."], place: UInt32[Array, "..."], highest: int) -> UInt32[Array, "..."]:
+    """Levels from 0 to `highest`, less than 1 from `x` - `SHIFT` and on average that. `plus` undoes what was subtracted.
+
+    Levels are the lowest 22 bits; others are not zero.
+    """
+    part = lax.bitcast_convert_type((_byte(place) << u32(15)) | u32(0x3F800000), jnp.float32)  # 1 + a byte / 256
+    return lax.bitcast_convert_type(jnp.clip(x - part, 0, highest) + _ROUNDING, jnp.uint32)
+
+
+def plus(level: UInt32[Array, "..."], place: UInt32[Array, "..."]) -> Float[Array, "..."]:
+    """Levels below 256, plus the parts of a step that `rounded` subtracted: at most half a step from what was rounded."""
+    digits = (level << u32(15)) | (_byte(place) << u32(7)) | u32(0x43800000)  # 256 + level + a byte / 256
+    return lax.bitcast_convert_type(digits, jnp.float32) - (256 + _MIDDLE)
+
+
+def _byte(place: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
+    """A byte that looks random."""
+    x = (place >> u32(2)) * u32(0x85EBCA6B)
+    x = (x ^ (x >> u32(15))) * u32(0xC2B2AE35)
+    x = x ^ (x >> u32(16))
+    return (x >> (u32(8) * (place & u32(3)))) & u32(0xFF)
