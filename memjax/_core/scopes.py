@@ -8,8 +8,10 @@ made the equation, by its traceback: "layer/attention"; a method `__call__` is n
 from __future__ import annotations
 
 import dis
+import itertools
 import os
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +22,15 @@ _JIT = re.compile(r"\bp?jit\([^()]*\)")
 _TRANSFORM = re.compile(r"\w+\(|\)")
 _BRANCH = re.compile(r"branch_\d+_fun$")
 _MACHINERY = frozenset(
-    ("closed_call", "rematted_computation", "checkpoint", "custom_jvp_call", "custom_vjp_call", "shard_map")
+    (
+        "closed_call",
+        "eval_jaxpr",
+        "rematted_computation",
+        "checkpoint",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "shard_map",
+    )
 )
 _LOOPS = frozenset(("body", "cond"))
 _LOCALS = "<locals>."
@@ -53,6 +63,7 @@ class Paths:
         code = getattr(f, "__code__", None)
         self._root = None if code is None else (code.co_filename, code.co_qualname)
         self.name = getattr(f, "__name__", type(f).__name__)
+        self._callers = _running()
         self._known: dict[tuple, tuple[Sequence[Any], str]] = {}
 
     def of(self, eqns: Sequence[Any]) -> str:
@@ -73,8 +84,10 @@ class Paths:
         return "/".join(_without_repeats(found) or self._functions(lines)) or (self.name if lines else "")
 
     def _functions(self, lines: Sequence[Frame]) -> list[str]:
-        own = [index for index, frame in enumerate(lines) if (frame.file, frame.function) == self._root]
-        names = [_function(frame.function) for frame in lines[own[-1] + 1 if own else 0 :]]
+        places = [(frame.file, frame.function) for frame in lines]
+        own = [index for index, place in enumerate(places) if place == self._root]
+        outside = sum(1 for _ in itertools.takewhile(self._callers.__contains__, places))
+        names = [_function(frame.function) for frame in lines[own[-1] + 1 if own else outside :]]
         return _without_repeats([name for name in names if name])
 
 
@@ -95,6 +108,15 @@ def runs_in_loop(eqns: Sequence[Any], function: str) -> bool:
         if _function(code.co_qualname) == function
         for jump in dis.get_instructions(code)
     )
+
+
+def _running() -> set[tuple[str, str]]:
+    """Files and names of the functions that run now."""
+    found, frame = set(), sys._getframe(1)
+    while frame is not None:
+        found.add((frame.f_code.co_filename, frame.f_code.co_qualname))
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
 
 
 def _function(name: str) -> str:

@@ -1,7 +1,9 @@
 """Explanations of small models of many kinds: sums, attribution to modules, and the walk against the compiler's own figure."""
 
 import functools
+import inspect
 import io
+import re
 
 import pytest
 import rich.console
@@ -36,6 +38,14 @@ def test_the_peak_is_the_compilers_and_belongs_to_modules(name):
     assert peak.ratio == pytest.approx(1, abs=0.1)
     assert sum(row.bytes for row in peak.rows) == peak.bytes == sum(count for _, count in peak.difference)
     assert sum(row.bytes for row in peak.rows if row.path) >= 0.9 * peak.bytes
+
+
+@each_model
+def test_paths_begin_with_names_in_the_models_code(name):
+    explanation = explained(name)[0]
+    names = re.findall(r"\w+", inspect.getsource(models))
+    for row in (*explanation.rows, *explanation.peak.rows):
+        assert not row.path or re.match(r"\w+", row.path)[0] in names
 
 
 @each_model
