@@ -1,6 +1,7 @@
 """The tables and the picture of `docs/benchmarks/plan.md`."""
 
 import pathlib
+import statistics
 from typing import Any
 
 import matplotlib
@@ -33,6 +34,43 @@ def frontier(kind: str, tokens: int = 16384) -> str:
     return table(header, body, [environment], f"plan-{kind}")
 
 
+def accuracy(name: str = "plan_accuracy_cpu") -> str:
+    """For each model how far predicted bytes were from compiled ones, the median over budgets."""
+    environment, rows = load(name)
+    models: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        models.setdefault(row["model"], []).append(row)
+    found = {model: _errors(some) for model, some in models.items()}
+    body = [
+        [f"`{model}`", *map(_percent, errors), f"{_largest(models[model]):.2f}", f"{_seconds(models[model]):.1f}"]
+        for model, errors in found.items()
+    ]
+    first, last = (statistics.median(some) for some in zip(*found.values(), strict=True))
+    every = _largest(rows), _seconds(rows)
+    body.append(["all: median, largest, median", _percent(first), _percent(last), f"{every[0]:.2f}", f"{every[1]:.1f}"])
+    header = ["model", "error of the model alone", "after correction", "largest part of a budget", "planning, s"]
+    return table(header, body, [environment], "plan-accuracy")
+
+
+def _errors(rows: list[dict[str, Any]]) -> tuple[float, float]:
+    """Of the first plan that is compiled, and of the last where others came before it, or of the first again."""
+    first = [abs(row["first_predicted"] / row["first_compiled"] - 1) for row in rows]
+    last = [abs(row["last_expected"] / row["last_compiled"] - 1) for row in rows if row["tries"] > 1]
+    return statistics.median(first), statistics.median(last or first)
+
+
+def _largest(rows: list[dict[str, Any]]) -> float:
+    return max(row["planned_bytes"] / row["budget"] for row in rows)
+
+
+def _seconds(rows: list[dict[str, Any]]) -> float:
+    return statistics.median(row["planning_seconds"] for row in rows)
+
+
+def _percent(error: float) -> str:
+    return f"{100 * error:.1f}%"
+
+
 def picture(path: pathlib.Path, tokens: int = 16384) -> None:
     """Time against memory, by hand and planned; `path` gets a PNG."""
     figure, axes = plt.subplots(1, len(KINDS), figsize=(10, 4), sharey=True, layout="constrained")
@@ -59,3 +97,4 @@ def _points(ax: Any, rows: list[dict[str, Any]]) -> None:
 
 
 TABLES: Tables = {kind: lambda kind=kind: frontier(kind) for kind in KINDS}  # type: ignore[misc]
+TABLES["accuracy"] = accuracy

@@ -39,7 +39,7 @@ def test_the_answer_fits_and_fills_the_budget_or_is_the_fastest_that_fits(factor
                 assert tries[-1].number == 0
             else:
                 chosen = max(fitting)
-                is_full = chosen.number == wanted or chosen.compiled >= 0.985 * budget
+                is_full = chosen.number == wanted or chosen.compiled >= 0.98 * budget
                 assert is_full or seconds[chosen.number] <= seconds[wanted] * (1 + 1e-3)
 
 
@@ -68,12 +68,14 @@ def test_a_larger_budget_is_never_filled_with_less():
 
 def test_what_is_expected_after_a_correction_is_what_is_compiled():
     predicted, seconds = frontier(100)
-    compiled = off_by(predicted, 1.3, 0)
-    tries = search(predicted, seconds, int(compiled[50]), lambda i: int(compiled[i]))
-    assert tries[0].expected == tries[0].predicted
-    assert abs(tries[0].expected / tries[0].compiled - 1) > 0.2
-    for one in tries[1:]:
-        assert abs(one.expected / one.compiled - 1) < 0.01
+    for factor, amount in ((0.25, 0), (1.0, 7000)):  # sharded over four devices; something unseen
+        compiled = off_by(predicted, factor, amount).tolist()
+        tries = search(predicted, seconds, compiled[50], compiled.__getitem__)
+        assert tries[0].expected == tries[0].predicted
+        assert abs(tries[0].expected / tries[0].compiled - 1) > 0.1
+        assert len(tries) > 1
+        for one in tries[1:]:
+            assert abs(one.expected / one.compiled - 1) < 0.001
 
 
 def test_no_try_is_spent_on_what_gains_nothing():

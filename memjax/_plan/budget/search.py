@@ -62,7 +62,7 @@ def _prediction(wanted: float, fits: Try | None, over: Try | None) -> float:
         part = (wanted - fits.compiled) / (over.compiled - fits.compiled)
         return fits.predicted + part * (over.predicted - fits.predicted)
     one = fits or over
-    return wanted if one is None else one.predicted * wanted / max(one.compiled, 1)
+    return wanted if one is None else one.predicted + (wanted - one.compiled) / _slope(one)
 
 
 def _expected(predicted: int, fits: Try | None, over: Try | None) -> int:
@@ -71,7 +71,13 @@ def _expected(predicted: int, fits: Try | None, over: Try | None) -> int:
         part = (predicted - fits.predicted) / max(over.predicted - fits.predicted, 1)
         return round(fits.compiled + part * (over.compiled - fits.compiled))
     one = fits or over
-    return predicted if one is None else round(predicted * one.compiled / max(one.predicted, 1))
+    return predicted if one is None else round(one.compiled + (predicted - one.predicted) * _slope(one))
+
+
+def _slope(one: Try) -> float:
+    """Compiled bytes by predicted ones: the model is off by an amount, mostly; or, where a step is sharded, by a factor."""
+    factor = max(one.compiled, 1) / max(one.predicted, 1)
+    return 1.0 if 2 / 3 < factor < 3 / 2 else factor
 
 
 def told_apart(predicted: Sequence[int]) -> list[int]:
