@@ -82,7 +82,26 @@ def _measured_stack() -> str:
     return table(header, body, [environment], "measured-stack")
 
 
+def _real() -> str:
+    environment, rows = load("long_context_real")
+    body = [
+        [
+            f"Llama-3-{row['shape']}",
+            f"`{row['recipe']}`",
+            f"{row['length']:,}",
+            f"{row['kib_per_token']:.0f}",
+            f"{row['peak_bytes'] / 2**30:.1f}",
+            f"{row['seconds']:.0f}",
+            f"{row['loss'] / row['length']:.2f}",
+        ]
+        for row in rows
+    ]
+    header = ["shape", "recipe", "tokens", "temporaries, KiB per token", "GiB of the GPU, at most", "seconds", "loss"]
+    return table(header, body, [environment], "real")
+
+
 TABLES: Tables = {
+    "real": _real,
     "measured-layer": _measured_layer,
     "measured-stack": _measured_stack,
     "whole": lambda: _compiled("whole"),

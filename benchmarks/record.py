@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import platform
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -39,7 +40,7 @@ def environment() -> dict:
         "python": platform.python_version(),
         "versions": {p: v for p in _PACKAGES if (v := _version(p)) is not None},
         "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python", "-m", f"benchmarks.{pathlib.Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", f"benchmarks.{pathlib.Path(sys.argv[0]).stem}", *sys.argv[1:]]),
     }
 
 
