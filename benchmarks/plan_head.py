@@ -97,12 +97,12 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 def head(shape: Shape) -> tuple[Callable[..., Any], Callable[..., Any], tuple]:
     """The loss with logits, that without, and arguments."""
     keys = jax.random.split(jax.random.key(0), 3)
-    w = (jax.random.normal(keys[0], (shape.width, shape.vocabulary)) * shape.width**-0.5).astype(jnp.bfloat16)
+    w = (jax.random.normal(keys[0], (shape.vocabulary, shape.width)) * shape.width**-0.5).astype(jnp.bfloat16)
     x = jax.random.normal(keys[1], (shape.batch, shape.length, shape.width), jnp.bfloat16)
     labels = jax.random.randint(keys[2], (shape.batch, shape.length), 0, shape.vocabulary)
     return (
-        lambda w, x, labels: cross_entropy((x @ w).astype(jnp.float32), labels),
-        lambda w, x, labels: memjax.linear_cross_entropy(x, w.T, labels),
+        lambda w, x, labels: cross_entropy((x @ w.T).astype(jnp.float32), labels),
+        lambda w, x, labels: memjax.linear_cross_entropy(x, w, labels),
         (w, x, labels),
     )
 

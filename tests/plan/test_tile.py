@@ -255,3 +255,28 @@ def test_linen_and_nnx_models_as_they_are():
         assert f",{V}]" in tiled.what
         assert plan.nbytes < memjax.plan(loss, given, tokens, budget="min").nbytes
         close(grad(memjax.planned(loss, plan=plan))(given, tokens), grad(loss)(given, tokens))
+
+
+def test_feed_forward_layers_between_layers_that_mix_positions():
+    keys = jax.random.split(jax.random.key(0), 4)
+    layers = [
+        {
+            name: 0.3 * jax.random.normal(key, (D, 16 * D))
+            for name, key in zip(("up", "gate", "down"), keys, strict=False)
+        }
+        for _ in range(2)
+    ]
+    x = jax.random.normal(keys[3], (1, 2048, D))
+
+    def loss(layers, x):
+        for p in layers:
+            x += jnp.cumsum(x, 1) / x.shape[1]
+            h = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+            x += (jax.nn.gelu(h @ p["up"]) * (h @ p["gate"])) @ p["down"].T
+        return jnp.mean(jnp.cumsum(x, 1) ** 2)
+
+    plan = memjax.plan(loss, layers, x, budget="min", allow=ALLOW)
+    assert [(one.length, one.dim) for one in plan.tiled] == [(2048, 1)] * 2
+    assert plan.nbytes < 0.5 * memjax.plan(loss, layers, x, budget="min").nbytes
+    step = jax.jit(jax.grad(memjax.planned(loss, plan=plan)))
+    close(step(layers, x), jax.grad(loss)(layers, x))

@@ -15,14 +15,13 @@ from typing import Any, NamedTuple
 
 from memjax._core.compat import primitive_name
 from memjax._core.costs import array_bytes
-from memjax._core.jaxpr import Program, is_literal, producers, variables
+from memjax._core.jaxpr import Program, consumers, is_literal, producers, variables
 from memjax._core.positions.rules import apply_rule
 from memjax._core.positions.walk import Mixed, Positions, Shared, State, Summed, Walk, shape_of, shared
 from memjax._core.primitives import (
     CHECKPOINTS,
     COLLECTIVES,
     LOOPS,
-    PRODUCTS,
     RANDOM,
     VIEWS,
     expensive,
@@ -31,6 +30,7 @@ from memjax._core.primitives import (
 _LARGE = 4  # times what goes in and comes out: less is not worth a loop
 _SMALL = 8  # times smaller than the seed: not worth making inside
 _LEAST_LENGTH = 4
+_LARGEST_SUM = 1024  # elements
 _MOST_OPERANDS = 3  # from outside, of one equation
 _TRANSPOSES = VIEWS - {"convert_element_type", "copy"}
 _LEFT_OUT = LOOPS | COLLECTIVES | RANDOM | CHECKPOINTS
@@ -125,7 +125,7 @@ class _Growth:
     def __init__(self, program: Program, seed: int, dim: int, length: int):
         self._program, self._seed, self._dim, self._length = program, seed, dim, length
         self._walk = Walk(length, True, apply_rule)
-        self._makers = producers(program)
+        self._makers, self._readers = producers(program), consumers(program)
         self.seed_bytes = array_bytes(program.eqns[seed].outvars[0])
         self._states: dict[Any, State] = {}  # of what is made inside
         self._operands: dict[int, list[State]] = {}  # by equation
@@ -210,6 +210,9 @@ class _Growth:
         if not outs or any(isinstance(state, Positions) and state.inner != 1 for state in states):
             return None
         axes = [state.dim if isinstance(state, Positions) else None for state in states]
+        # Else the features of a hidden layer would be taken for positions, and its result for a sum over them.
+        if any(axis is None and var.aval.size > _LARGEST_SUM for var, axis in zip(outs, axes, strict=True)):
+            return None
         if any(axis is not None and shape_of(var)[axis] != self._length for var, axis in zip(outs, axes, strict=True)):
             return None
         common: list[Any] = []
@@ -222,7 +225,7 @@ class _Growth:
                     else:
                         common.append(atom)
         before: dict[int, Any] = {}
-        kept = [(var, dim) for var, dim in mapped if not self._absorb(var, Positions(dim, 1), before)]
+        kept = [(var, dim) for var, dim in mapped if not self._made_inside(var, dim, before)]
         common = [var for var in common if not self._absorb_view(var, before)]
         for eqn in before.values():  # what these read
             for atom, state in zip(eqn.invars, self._operands[id(eqn)], strict=True):
@@ -263,14 +266,30 @@ class _Growth:
         read = [var for eqn in self._program.eqns if id(eqn) not in chosen for var in variables(eqn.invars)]
         return list(dict.fromkeys([*read, *variables(self._program.outvars)]))
 
+    def _made_inside(self, var: Any, dim: int, before: dict[int, Any]) -> bool:
+        """Make an operand inside if what that reads with positions is much smaller."""
+        trial = dict(before)
+        if not self._absorb(var, Positions(dim, 1), trial):
+            return False
+        read = {
+            atom
+            for eqn in trial.values()
+            for atom, state in zip(eqn.invars, self._operands[id(eqn)], strict=True)
+            if isinstance(state, Positions) and id(self._makers.get(atom)) not in trial
+        }
+        if 2 * sum(map(array_bytes, read)) > array_bytes(var):
+            return False
+        before |= trial
+        return True
+
     def _absorb(self, var: Any, state: Positions, before: dict[int, Any]) -> bool:
         """Make a large operand inside, if it follows cheaply from what is small."""
         eqn = self._makers.get(var)
-        if array_bytes(var) * _SMALL < self.seed_bytes or eqn is None or expensive(eqn):
+        if array_bytes(var) * _SMALL < self.seed_bytes or eqn is None or (expensive(eqn) and not self._is_ours(eqn)):
             return False
         if id(eqn) in before:
             return self._states[var] == state
-        if primitive_name(eqn) in PRODUCTS or len(eqn.outvars) > 1:
+        if len(eqn.outvars) > 1:
             return False
         found = self._kept_apart(eqn, state)
         if found is None:
@@ -281,6 +300,12 @@ class _Growth:
             if isinstance(one, Positions):
                 self._absorb(atom, one, before)
         return True
+
+    def _is_ours(self, eqn: Any) -> bool:
+        """Whether it is a product that nothing outside of the region reads: the gate of a feed-forward layer."""
+        inside = {id(one) for one in self._inside}
+        readers = self._readers.get(eqn.outvars[0], [])
+        return primitive_name(eqn) == "dot_general" and all(id(reader) in inside for reader in readers)
 
     def _absorb_view(self, var: Any, before: dict[int, Any]) -> bool:
         """Make a shared operand inside that is a constant, or a transpose, which the compiler makes part of the product."""

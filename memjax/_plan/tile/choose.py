@@ -72,9 +72,9 @@ def choose(program: Program, decide: Decide, allow: Sequence[str], budget: int |
         if best is not None:
             return best
         raise ValueError(f"{refused}{_hint(program)}")
-    if best is not None and budget != "min" and best.seconds <= _PAYS * best.plain_seconds:
-        return best
     for tiled in program.choices():
+        if best is not None and budget != "min" and best.seconds <= _PAYS * best.plain_seconds:
+            break
         plan, message = _attempt(decide, program.derivative(tiled))
         refused = message or refused
         if plan is not None and (best is None or _is_better(plan, best, budget)):
