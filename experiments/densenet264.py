@@ -58,8 +58,8 @@ class DenseNetConfig(RunConfig):
     skip_broken: bool = False
     """Count and skip files that cannot be read as images, instead of stopping with an error."""
     compare: bool = True
-    """Also compile the step with everything kept, to compare the memory: slow, as every layer is unrolled. On a CPU another
-    process does so while this one trains."""
+    """Compile the step with everything kept, too, for a table of memory beside this run's: slow, as every layer is unrolled.
+    On a CPU another process does so while this one trains."""
 
     experiment: ClassVar[str] = "densenet264"
     fixed_by_checkpoint: ClassVar[tuple[str, ...]] = (
@@ -106,7 +106,7 @@ def make_task(config: DenseNetConfig) -> Task:
     make_model = functools.partial(_model, config, data)
     stream = {"batch_size": config.batch_size, "workers": config.workers if config.data == "folder" else 0}
     size = config.image_size
-    keeps = dict.fromkeys((config.keep, "all") if config.compare else (config.keep,))
+    keeps = dict.fromkeys((config.keep, "all") if config.compare else ())
     return Task(
         make_model=functools.partial(make_model, config.keep),
         loss=classification_loss(mean=data.mean, std=data.std, label_smoothing=config.label_smoothing),

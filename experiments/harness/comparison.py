@@ -23,7 +23,7 @@ class Comparison:
     Args:
       config: of the run.
       make_task: a function of a module, so that another process can find it.
-      begins: whether there is anything to compare with.
+      begins: whether there is anything to compare.
     """
 
     def __init__(self, config: Config, make_task: Callable[[Config], Task], *, begins: bool):

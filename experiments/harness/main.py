@@ -51,7 +51,7 @@ def run(
             with (
                 contextlib.closing(task.train_batches),
                 Trainer(config, task, console) as trainer,
-                Comparison(config, make_task, begins=len(task.compare) > 1) as comparison,
+                Comparison(config, make_task, begins=bool(task.compare)) as comparison,
             ):
                 console.print(config)
                 if comparison.running:

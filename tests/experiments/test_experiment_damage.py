@@ -17,6 +17,7 @@ import optax
 import pytest
 from rich.console import Console
 
+import memjax
 from experiments.densenet264 import PRESETS, make_task
 from experiments.harness import files, memory, records
 from experiments.harness.checkpoints import Checkpoints
@@ -202,6 +203,8 @@ def test_folders_that_orbax_cannot_write_to_are_refused(tmp_path, capsys):
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     assert start(folder, "--epochs", "1", *TINY) == 0
+    measured = memjax.measure(lambda x: 2 * x, jax.ShapeDtypeStruct((3,), "float32"))
+    memory.save(folder / "a" / "memory.json", {"a step": dataclasses.replace(measured, temp_bytes=1)})
     return folder / "a"
 
 
