@@ -67,7 +67,7 @@ def test_fewer_bits_keep_fewer_bytes():
     assert kinds.count(("float32", POSITIONS * FEATURES)) == 1
     nbytes = [kept_bytes(lambda p, x, f=f: jnp.sum(f(p, x)), parameters(), inputs()) for f in _of_bits((8, 6, 4, 3))]
     assert nbytes == sorted(nbytes, reverse=True)
-    assert nbytes[2] < code(HIDDEN, 4) * 2 + code(FEATURES, 6) + 2 * code(FEATURES, 8) + POSITIONS * 4 * 10
+    assert nbytes[2] < code(HIDDEN, 5) * 2 + code(FEATURES, 6) + 2 * code(FEATURES, 8) + POSITIONS * 4 * 10
 
 
 def test_what_the_widest_product_reads_is_gone_before_the_next_cotangents_are_there():
@@ -96,7 +96,7 @@ def _of_bits(all_bits):
     return [compressed(layer, bits=bits) for bits in all_bits]
 
 
-@pytest.mark.parametrize(("bits", "most"), [(8, 0.01), (4, 0.14)])
+@pytest.mark.parametrize(("bits", "most"), [(8, 0.01), (4, 0.07)])
 @pytest.mark.parametrize("plain", [layer, with_softmax])
 def test_gradients_are_off_by_the_roundings_alone(bits, most, plain):
     assert 1e-4 < error(compressed(plain, bits=bits), plain) < most

@@ -23,6 +23,7 @@ from memjax.compress._transform.statistics import Collector
 
 BITS = (3, 4, 6, 8)
 """The bits per value that `memjax.compressed` takes."""
+_CODED = (3, 4, 5, 6, 8)
 _FINE = 2  # times the bits of others
 _WIDE = 8  # bits, at least
 _WHOLE = 16  # bits of a value that is not encoded
@@ -46,6 +47,7 @@ class Role(NamedTuple):
       is_wide: whether it has values of very unequal sizes, as an exponential has.
       by_channel: whether a convolution or a batch norm reads it, whose channels have scales of their own.
       share: its size as a share of the largest array's.
+      is_source: whether other saved arrays are computed from it.
     """
 
     aval: Any
@@ -53,6 +55,7 @@ class Role(NamedTuple):
     is_wide: bool
     by_channel: bool
     share: float
+    is_source: bool = False
 
 
 def waits(codec: OptionalMembers) -> bool:
@@ -137,7 +140,8 @@ class _ByBits(ArrayCodecs):
     """A codec for each array by its role.
 
     What convolutions and batch norms read gets `BlockQuantized`, all else `PositionQuantized`. An array that is smaller than
-    the largest gets more bits, half a bit each time that its size halves: so the sum of the errors is least for all bytes.
+    the largest gets more bits, half a bit each time that its size halves: so the sum of the errors is least for all bytes. With
+    4 bits, what other saved arrays are computed from gets one more: its errors are theirs, too.
     Values of a softmax have 8 bits or more, and what has to be fine twice as many as others: with 8 and 6 it is exact.
     """
 
@@ -171,9 +175,10 @@ class _ByBits(ArrayCodecs):
     def _codec_of(self, role: Role) -> Any:
         if role.by_channel:
             return BlockQuantized(4 if self._bits <= 4 else 8)
-        least = max(self._bits - math.log2(role.share) / 2, _WIDE if role.is_wide else 0)
+        more = role.is_source and self._bits == 4
+        least = max(self._bits + more - math.log2(role.share) / 2, _WIDE if role.is_wide else 0)
         least = max(least, _FINE * self._bits if role.is_fine else 0)
-        return PositionQuantized(next((bits for bits in BITS if bits >= least), BITS[-1]))
+        return PositionQuantized(next((bits for bits in _CODED if bits >= least), _CODED[-1]))
 
 
 class _StepErrors(_ByBits):

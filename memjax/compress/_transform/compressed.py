@@ -41,7 +41,8 @@ def compressed(
 
     Without a codec an array gets one that suits it, of `bits` per value, for any finite values, that cannot overflow:
     `BlockQuantized` what convolutions and batch norms read, `PositionQuantized` all else. With fewer than 8 bits, arrays that are
-    smaller than the largest get more, half a bit each time that their size halves, since they take fewer bytes.
+    smaller than the largest get more, half a bit each time that their size halves, since they take fewer bytes. With 4 bits,
+    those that other saved arrays are computed from, as gate and up are, get 5: their errors count several times.
 
     Parameters are exact: whatever follows from a function's arguments or a module's variables by slicing, reshaping,
     transposing or casting is computed again or kept, and so is what a module computes of its variables alone.

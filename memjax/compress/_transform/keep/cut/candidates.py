@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from memjax._core.jaxpr import Walk, is_literal, nbytes
+from memjax._core.jaxpr import Walk, is_literal, nbytes, variables
 from memjax._core.primitives import VIEWS, expensive
 from memjax.compress._codecs.codec import DTYPES
 from memjax.compress._transform.array_codecs import ArrayCodecs, Role
@@ -51,6 +51,10 @@ class Candidates:
             for source in origins.path(var):
                 self._uses.setdefault(source, []).append(var)
         self._fine = _computed_cheaply([var for var in rounded if needed[var] == Need.FINE], origins)
+        ends = [origins.path(var, exact=True)[-1] for var in rounded]
+        makers = [origins.producer[var] for var in ends if var in origins.producer]
+        operands = (atom for eqn in makers if not expensive(eqn) for atom in variables(eqn.invars))
+        self._sources = _computed_cheaply(operands, origins)
         self.refused: dict[Any, None] = {}
         self._known: dict[Any, bool] = {}
         self._roles: dict[Any, Role] = {}
@@ -96,6 +100,7 @@ class Candidates:
                 is_wide=_is_exponential(var, origins),
                 by_channel=by_channel or scale_of_norm(var, origins) is not None,
                 share=min(var.aval.size / self._largest, 1.0),
+                is_source=var in self._sources,
             )
         return self._roles[var]
 
