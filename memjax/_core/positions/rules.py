@@ -65,7 +65,7 @@ _UNCHANGED = ALIASES.difference(_RESHAPES) | {"sharding_constraint", "psum", "ps
 _OF_KEYS = ("random_bits", "random_split", "random_wrap", "random_unwrap", "random_seed")
 
 # Each element of the result comes from one of each operand, however many there are.
-_OF_ANY_SIZE = ELEMENTWISE.union(_RESHAPES, _PLAIN_CALLS, ("iota", "broadcast_in_dim", "transpose"))
+_OF_ANY_SIZE = ELEMENTWISE.union(_RESHAPES, _UNCHANGED, _PLAIN_CALLS, ("iota", "broadcast_in_dim", "transpose"))
 
 _FOR_SHARED: dict[str, Rule] = {
     "iota": shared_values.iota,
@@ -78,6 +78,7 @@ _FOR_SHARED: dict[str, Rule] = {
     "gather": shared_values.gather,
     **dict.fromkeys(_RESHAPES, shared_values.reshape),
     **dict.fromkeys(ELEMENTWISE, shared_values.elementwise),
+    **dict.fromkeys(_UNCHANGED, _unchanged),
     **dict.fromkeys(_PLAIN_CALLS, bodies.call),
 }
 

@@ -24,6 +24,7 @@ from memjax._core.clear_errors import call_errors
 from memjax._core.closures import Hoisted
 from memjax._core.derivatives import reverse_only
 from memjax._core.lists import Arrays, drop, merge, pick
+from memjax.remat._tiled.heads_apart import refuse_mixed_heads
 from memjax.remat._tiled.tiled import tiled
 
 Attend = Callable[[Array, Array, Array], Array]
@@ -86,7 +87,8 @@ def attention_in_groups(
     Rounding is that of attention to all heads at once: groups are put side by side before they are multiplied, not added up.
 
     Raises:
-      ValueError: kernels that do not fit x or each other, or `groups` that does not divide K.
+      ValueError: kernels that do not fit x or each other, `groups` that does not divide K, or an `attend` that mixes heads, or
+        depends on their number (ALiBi's slopes), as far as its program tells.
       TypeError: an argument of the wrong kind; forward-mode differentiation.
 
     Source: Ghadia et al. 2026, "Untied Ulysses: Memory-Efficient Context Parallelism via Headwise Chunking".
@@ -143,6 +145,8 @@ class _Layer:
         group = jax.eval_shape(lambda kernels: self._of_group(kernels, 0, 1), kernels[:3])
         self._project = Hoisted(project, *group, x, positions)
         qkv = jax.eval_shape(project, *group, x, positions)
+        if groups > 1 and attend is not causal_attention:
+            refuse_mixed_heads(attend, qkv)
         self._attend = Hoisted(lambda *qkv: _like("attend", attend, *qkv), *qkv)
         self.constants = [*self._project.constants, *self._attend.constants]
         self._n = len(self._project.constants)

@@ -1,0 +1,56 @@
+"""Whether attention treats heads apart and alike, so that a group of them is computed as they are among all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from memjax._core.check import shown
+from memjax._core.positions.lengths import check_alike, check_same, check_same_constants
+from memjax._core.positions.rules import walk
+from memjax._core.positions.walk import UNKNOWN, Mixed, Positions, Seen
+from memjax.remat._tiled.tiles import with_size
+
+
+def refuse_mixed_heads(attend: Callable[..., Any], qkv: Sequence[Any]) -> None:
+    """Raises ValueError if `attend` mixes heads, or does what depends on how many or on which of them it is given.
+
+    Heads take the place of the positions that `tiled` checks. What cannot be judged is taken for right: kernels, and functions of
+    a number of heads of their own.
+
+    Args:
+      attend: of queries, keys and values.
+      qkv: the types of these for one group.
+    """
+    queries = qkv[0].shape[2] // qkv[1].shape[2]  # per head of keys and values
+    states = [Positions(2, queries), Positions(2, 1), Positions(2, 1)]
+    least = max(qkv[1].shape[2], 2)
+    programs, seen = [], []
+    try:
+        for heads in (least, 2 * least):
+            sizes = (heads * queries, heads, heads)
+            types = [one.update(shape=with_size(one.shape, 2, size)) for one, size in zip(qkv, sizes, strict=True)]
+            programs.append(jax.make_jaxpr(attend)(*types))
+    except (TypeError, ValueError, IndexError, AssertionError):
+        return
+    try:
+        for program, heads in zip(programs, (least, 2 * least), strict=True):
+            seen.append(Seen())
+            if walk(program.jaxpr, states, heads, False, seen[-1]) != [Positions(2, queries)]:
+                raise Mixed("the heads of the result are not those of the queries")
+        first, second = programs
+        check_same(first.jaxpr, second.jaxpr)
+        check_alike(*seen)
+        check_same_constants(first.consts, second.consts)
+    except Mixed as mixed:
+        if UNKNOWN in mixed.what:
+            return
+        said = mixed.what.partition(": ")[0].replace("position", "head") + (
+            f", at {mixed.where}" if mixed.where else ""
+        )
+        raise ValueError(
+            f"attend must treat heads apart and alike, got {shown(attend)}, in which {said}: pass groups=1, which takes all "
+            "heads at once"
+        ) from None
