@@ -66,7 +66,6 @@ APART = {
     "gradients clipped, and a scale's summed": lambda x: scaled(jnp.arange(8.0), x),
     "gradients by norms of features": with_gradient(lambda ct: ct / (1 + jnp.linalg.norm(ct, axis=-1, keepdims=True))),
     "derivatives that use themselves": lambda x: jnp.logaddexp(jax.nn.relu6(x), 0),
-    "interpolation in a table": lambda x: jnp.interp(x, jnp.linspace(-2, 2, 9), jnp.arange(9.0)),
     "solve": lambda x: jnp.linalg.solve(jnp.eye(8) + x[..., None] * x[..., None, :], x[..., None])[..., 0],
     "reduce": lambda x: x + jax.lax.reduce(x, np.float32(0), jax.lax.add, (2,))[..., None],
     "stack": lambda x: jnp.stack(jnp.unstack(x, axis=-1)[::-1], -1),
