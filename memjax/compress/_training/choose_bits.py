@@ -95,7 +95,7 @@ def fewest_bits(squares: Sequence[float], sizes: Sequence[float], most: float) -
       sizes: the number of values of each part.
       most: what the sum of squares may be.
     """
-    rungs = sorted(PLANES, reverse=True)
+    rungs = sorted(PLANES.keys() - {5}, reverse=True)  # bits=4 gives 5 where these matter
     level = [0] * len(squares)
     square = lambda i, at: squares[i] * ((2**8 - 1) / (2 ** rungs[at] - 1)) ** 2
     total = sum(square(i, 0) for i in range(len(squares)))
