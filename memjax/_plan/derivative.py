@@ -64,7 +64,22 @@ class Derivative:
         cotangents = [strong(aval.to_ct_aval()) for aval in pick(closed.out_avals, outs)]
         traced = trace(pull, [[atom.aval for atom in residuals], cotangents], axes)
         backward = without_dead_equations(calls_in_place(traced, differentiable=False))
-        self.backward = renamed(backward, dict(zip(backward.invars, residuals, strict=False)))
+        backward = renamed(backward, dict(zip(backward.invars, residuals, strict=False)))
+        self.backward = with_copies(backward, {out for eqn in self.forward.eqns for out in eqn.outvars}, axes)
+
+
+def with_copies(backward: Program, made: set[Any], axes: dict[str, int]) -> Program:
+    """The program in which an equation makes each result that is one of `made`, so that it is read in a turn like the others.
+
+    Rules of custom derivatives may return a residual as it is.
+    """
+    eqns, outs = list(backward.eqns), list(backward.outvars)
+    for i, atom in enumerate(outs):
+        if not is_literal(atom) and atom in made:
+            copy = trace(jnp.copy, [atom.aval], axes).jaxpr.eqns[0].replace(invars=[atom])
+            eqns.append(copy)
+            [outs[i]] = copy.outvars
+    return Program(backward.constvars, backward.consts, backward.invars, outs, eqns)
 
 
 def renamed(program: Program, names: dict[Any, Any]) -> Program:

@@ -50,11 +50,11 @@ class Problem(NamedTuple):
     rates: costs.Device
 
     def prices(self) -> list[float]:
-        """Seconds that a byte is worth: several; none where nothing can run again."""
+        """Seconds that a byte is worth: several; one where nothing can run again, for what is wanted can only be kept there."""
         total_bytes = sum(array_bytes(out) for eqn in self.again for out in eqn.outvars)
         total_seconds = sum(self.seconds[id(eqn)] for eqn in self.again)
         if not total_bytes or not total_seconds:
-            return []
+            return [0.0]
         return [0.0, *(total_seconds / total_bytes * np.logspace(-2, 3, _PRICES))]
 
 

@@ -126,3 +126,39 @@ def test_weights_of_one_device_beside_a_sharded_batch():
     plan = memjax.plan(tanh_loss, jnp.asarray(W), x, budget="min")
     got = jax.jit(jax.grad(memjax.planned(tanh_loss, plan=plan)))(jnp.asarray(W), x)
     np.testing.assert_allclose(got, jax.grad(tanh_loss)(W, X), rtol=1e-5, atol=1e-6)
+
+
+def with_rule(forward, backward):
+    """tanh, differentiated by a rule."""
+    f = jax.custom_vjp(jnp.tanh)
+    f.defvjp(lambda x: (jnp.tanh(x), forward(x)), backward)
+    return f
+
+
+RULES = {
+    "a residual as it is": with_rule(lambda x: jnp.exp(jnp.sin(x)), lambda kept, ct: (kept,)),
+    "the result as it is": with_rule(jnp.tanh, lambda kept, ct: (kept,)),
+    "the input as it is": with_rule(lambda x: x, lambda kept, ct: (kept,)),
+    "a function of it": with_rule(lambda x: x, lambda kept, ct: (jnp.cos(kept),)),
+    "zeros": with_rule(lambda x: x, lambda kept, ct: (jnp.zeros_like(kept),)),
+    "None": with_rule(lambda x: x, lambda kept, ct: (None,)),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_that_leaves_its_cotangent_out(name):
+    f = RULES[name]
+
+    def row(w, x):
+        return jnp.sum(f(f(w)) @ f(w.T)) + jnp.sum(f(jnp.sin(x @ w)))
+
+    def loop(w, x):
+        def turn(x, _):
+            return f(x @ w), jnp.sum(f(x))
+
+        x, sums = jax.lax.scan(turn, x, length=3)
+        return jnp.sum(sums) + f(x)[0, 0]
+
+    check(lambda w: jnp.sum(f(f(w))), W)
+    check(row, W, X, argnums=(0, 1))
+    check(loop, W, X, argnums=(0, 1))
