@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
-from jax.extend.core import jaxprs_in_params
 
 import memjax
 from memjax import compressed
@@ -68,28 +67,6 @@ def test_fewer_bits_keep_fewer_bytes():
     nbytes = [kept_bytes(lambda p, x, f=f: jnp.sum(f(p, x)), parameters(), inputs()) for f in _of_bits((8, 6, 4, 3))]
     assert nbytes == sorted(nbytes, reverse=True)
     assert nbytes[2] < code(HIDDEN, 5) * 2 + code(FEATURES, 6) + 2 * code(FEATURES, 8) + POSITIONS * 4 * 10
-
-
-def test_what_the_widest_product_reads_is_gone_before_the_next_cotangents_are_there():
-    """The cotangent of the layer waits for the gradient of `down`, and what follows decodes gate and up again."""
-    jaxpr = jax.make_jaxpr(jax.grad(lambda p, x: jnp.sum(compressed(layer)(p, x) ** 2)))(parameters(), inputs()).jaxpr
-    eqns = list(_all_eqns(jaxpr))
-    shapes = [sorted(v.aval.shape for v in e.invars) for e in eqns if e.primitive.name == "optimization_barrier"]
-    assert sorted([(FEATURES, HIDDEN), (*TOKENS, FEATURES)]) in shapes
-    planes = (*TOKENS, HIDDEN // 128, 128)
-    unpacked = [
-        e
-        for e in eqns
-        if e.invars and e.primitive.name == "convert_element_type" and e.outvars[0].aval.dtype == jnp.uint32
-    ]
-    assert sum(e.invars[0].aval.shape == planes and e.invars[0].aval.dtype == jnp.uint8 for e in unpacked) == 4
-
-
-def _all_eqns(jaxpr):
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in jaxprs_in_params(eqn.params):
-            yield from _all_eqns(getattr(inner, "jaxpr", inner))
 
 
 def _of_bits(all_bits):

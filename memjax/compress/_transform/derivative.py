@@ -19,7 +19,7 @@ from memjax._core.lists import Arrays, drop, merge, pick
 from memjax._core.reasons import Said, asked, with_reason
 from memjax.compress._codecs.codec import Mask
 from memjax.compress._training.layers import EncodedArray, Statistics
-from memjax.compress._transform.array_codecs import ArrayCodecs, is_fused, waits
+from memjax.compress._transform.array_codecs import ArrayCodecs, waits
 from memjax.compress._transform.encoder import Encoder, variables_of_packing
 from memjax.compress._transform.keep.choose import choose
 from memjax.compress._transform.keep.cut.needs import Need, needs
@@ -139,18 +139,15 @@ class Derivative:
         encoded, keep = self.keep.encoded, self.keep
         origins = {var: keep.origins[source] for var, source in residuals.items() if source in keep.origins}
         without_signs = only_in_gradients(pullback, late, origins) - keep.computed
-        fused = set[Any]()
         stored: dict[Any, Any] = {
             var: (Mask().decode, code, waits(Mask())) for var, code in zip(keep.masks, masks, strict=True)
         }
         for var, code, codec in zip(encoded, codes, codecs.each(keep.roles), strict=True):
             decode = codec.without_signs().decode if var in without_signs else codec.decode
             stored[var] = decode, code, waits(codec)
-            if is_fused(codec):
-                fused.add(var)
         known = dict(zip(self._program.constvars, self._program.consts, strict=True))
         known |= dict(zip(keep.whole, whole, strict=True))
-        restored = Restored(self._producer, keep.nonzero, known, stored, fused)
+        restored = Restored(self._producer, keep.nonzero, known, stored)
         run = functools.partial(run_late, pullback, env, late, residuals, restored)
         if not codecs.reads_gradients:
             return run(), None

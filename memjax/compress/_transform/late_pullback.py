@@ -1,8 +1,6 @@
 """Runs a pullback so that each residual is decoded when an equation first needs it together with a cotangent.
 
-Decoding waits behind a barrier on that cotangent, so that the compiler cannot begin earlier. After a product of a cotangent with
-a larger decoded array the cotangent waits for the product, and what follows decodes again: compilers would otherwise compute that
-array and the next cotangents, as large as it is, in one pass over memory, and all of them would be there at once.
+Decoding waits behind a barrier on that cotangent, so that the compiler cannot begin earlier.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from typing import Any
 from jax import lax
 
 from memjax._core.jaxpr import Program, bind, is_literal, producers, read, variables
-from memjax._core.primitives import PRODUCTS
 from memjax.compress._transform.restored import Restored
 
 
@@ -59,19 +56,6 @@ def run_late(
             return
         see(eqn, env)
         env.update(zip(eqn.outvars, bind(eqn, read(env, eqn.invars)), strict=True))
-        if (cotangent := widened(eqn)) is not None:
-            out = eqn.outvars[0]
-            env[cotangent], env[out] = lax.optimization_barrier((env[cotangent], env[out]))
-
-    def widened(eqn):
-        """The cotangent whose product with a larger decoded array this is. The array is forgotten."""
-        if eqn.primitive.name not in PRODUCTS or len(variables(eqn.invars)) != 2:
-            return None
-        cotangents = [var for var in eqn.invars if var in late]
-        others = [var for var in eqn.invars if var not in late]
-        if len(others) != 1 or others[0] not in residuals or others[0].aval.size <= cotangents[0].aval.size:
-            return None
-        return cotangents[0] if restored.forget(residuals[others[0]]) else None
 
     for eqn in program.eqns:
         cotangent = next((var for var in variables(eqn.invars) if var in late), None)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from memjax._core import check
-from memjax._core.jaxpr import Walk, bind, is_literal
+from memjax._core.jaxpr import bind, is_literal
 from memjax._core.primitives import expensive
 
 Barrier = Callable[[Any], Any]
@@ -24,7 +24,6 @@ class Restored:
       nonzero: for each mask the variable that is zero where the mask is false.
       kept: the values of variables that are kept as they are.
       codes: for each variable with a code: its decoder, the code, and whether decoding waits.
-      fused: those of them that compilers decode in the pass over memory that reads them.
     """
 
     def __init__(
@@ -33,10 +32,8 @@ class Restored:
         nonzero: dict[Any, Any],
         kept: dict[Any, Any],
         codes: dict[Any, tuple[Callable[[Any], Any], Any, bool]],
-        fused: set[Any],
     ):
         self._producer, self._nonzero, self._values, self._codes = producer, nonzero, kept, codes
-        self._kept, self._fused = {*kept}, fused
         self._new: set[Any] = set()
 
     def has(self, var: Any) -> bool:
@@ -73,27 +70,6 @@ class Restored:
                     self._values.setdefault(var, out)
             self._new.add(atom)
         return self._values[atom]
-
-    def forget(self, atom: Any) -> bool:
-        """Decode what a variable is computed from again when it is needed next. False if that would take a pass over memory of
-        its own.
-        """
-        walk, forgotten, decodes = Walk([atom]), list[Any](), False
-        for var in walk:
-            if var in self._kept:
-                continue
-            forgotten.append(var)
-            if var in self._codes:
-                decodes = True
-                if var not in self._fused:
-                    return False
-            elif var in self._nonzero or expensive(self._producer[var]):
-                return False
-            else:
-                walk.add(self._producer[var].invars)
-        for var in forgotten:
-            self._values.pop(var, None)
-        return decodes
 
     def _operand(self, atom: Any, barrier: Barrier) -> Any:
         """An operand of what is computed again. It passes a barrier: without, the compiler sees that the result has been computed
