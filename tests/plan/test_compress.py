@@ -48,6 +48,8 @@ def transformed(params, x):
 
 
 def arguments(f):
+    if f is transformed:
+        return [transformer.parameters(i) for i in range(2)], transformer.inputs()
     params = parameters()
     x = jax.random.normal(jax.random.key(9), (ROWS, WIDTH))
     return (networks.stacked(params) if f is scanned else params), x
@@ -91,6 +93,17 @@ def test_the_frontier_with_codes_is_nowhere_above_the_exact_one_and_below_it_som
         assert best <= seconds * (1 + 1e-9)
         gains.append(seconds - best)
     assert max(gains) > 0.1 * exact[0][1]
+
+
+@pytest.mark.parametrize("f", [scanned, transformed])
+def test_a_plan_that_may_use_codes_is_never_slower_than_an_exact_one(f):
+    """Of the compiled steps the search sees a few only, and other ones."""
+    args = arguments(f)
+    least, most = (memjax.plan(f, *args, budget=budget).nbytes for budget in ("min", "1GiB"))
+    for budget in np.linspace(least, most, 3)[:2].astype(int).tolist():
+        exact, both = (memjax.plan(f, *args, budget=budget, allow=allow) for allow in (("recompute",), BOTH))
+        assert both.seconds <= exact.seconds
+        assert both.nbytes <= budget
 
 
 @pytest.mark.parametrize("f", [unrolled, scanned])
@@ -145,7 +158,7 @@ def test_without_need_nothing_is_in_codes_and_without_leave_neither():
 
 def test_what_agrees_with_a_log_sum_exp_stays_exact():
     """Queries, keys, values and outputs of attention: none of their codes is among the options."""
-    params, x = [transformer.parameters(i) for i in range(2)], transformer.inputs()
+    params, x = arguments(transformed)
     found = chain(transformed, params, x, compress=True, device="H200")
     codes, program = found.codes, found.derivative.forward
     heads = [out for eqn in program.eqns for out in eqn.outvars if out.aval.shape == (*transformer.TOKENS, 2, 64)]
@@ -162,7 +175,7 @@ def test_what_agrees_with_a_log_sum_exp_stays_exact():
 
 
 def test_gradients_through_attention_stay_close():
-    params, x = [transformer.parameters(i) for i in range(2)], transformer.inputs()
+    params, x = arguments(transformed)
     plan = memjax.plan(transformed, params, x, budget="min", allow=BOTH)
     assert coded(plan)
     got = jax.jit(jax.grad(memjax.planned(transformed, plan=plan)))(params, x)

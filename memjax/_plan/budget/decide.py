@@ -14,6 +14,7 @@ from memjax._plan.derivative import Derivative
 from memjax._plan.result import Plan, Point, Try
 
 _MOST_POINTS = 100
+_UNSURE = 1.1  # by as much more or less the compiled bytes of one plan may be off than those of another
 
 
 def decide(
@@ -21,10 +22,35 @@ def decide(
 ) -> Plan:
     """The fastest plan found of which the compiled step takes no more than `budget`, or "min": the plan of the least memory.
 
+    With `compress` it is never slower than without: the search for an exact plan may stop closer to the budget than that among
+    all plans, so its own is made, too, where it could be the faster one.
+
     Raises:
       ValueError: the budget is less than the least possible.
     """
-    program = known(derivative, types, shardings, compress)
+    found = [_decide(known(derivative, types, shardings, compress), budget)]
+    if compress and budget != "min":
+        exact = known(derivative, types, shardings, False)
+        if _can_be_faster(exact, found[0]):
+            found.insert(0, _decide(exact, budget))  # of equals it is the one to take
+    plans = [plan for plan in found if isinstance(plan, Plan)]
+    if not plans:
+        raise ValueError(found[-1])
+    return min(plans, key=lambda plan: plan.seconds)
+
+
+def _can_be_faster(exact: Known, found: Plan | str) -> bool:
+    """Whether an exact plan that may fill the budget is predicted to be faster than the plan found, or as fast."""
+    if isinstance(found, str):
+        return True
+    assert isinstance(found.budget, int)
+    room = _UNSURE * found.first_nbytes * found.budget / max(found.nbytes, 1)
+    fitting = [seconds for nbytes, seconds in exact.chain.frontier if nbytes <= room]
+    return bool(fitting) and exact.chain.base_seconds + min(fitting) <= found.seconds
+
+
+def _decide(program: Known, budget: int | str) -> Plan | str:
+    """The plan, or why there is none."""
     plans = _Plans(program)
     if budget == "min":
         tries = plans.least()
@@ -34,7 +60,7 @@ def decide(
     fitting = [one for one in tries if one.compiled <= budget]
     chosen = max(fitting) if fitting else plans.least()[0]
     if chosen.compiled > budget:
-        raise ValueError(too_little(program.chain, budget, chosen.compiled))
+        return too_little(program.chain, budget, chosen.compiled)
     return _plan(program, plans, chosen, tries, budget)
 
 
