@@ -78,6 +78,15 @@ def test_what_is_expected_after_a_correction_is_what_is_compiled():
             assert abs(one.expected / one.compiled - 1) < 0.001
 
 
+def test_on_a_stair_of_compiled_bytes_the_whole_budget_is_aimed_at():
+    predicted = list(range(2000, 2700, 16))
+    seconds = np.linspace(2, 1, len(predicted)).tolist()
+    compiled = lambda i: 1936 if predicted[i] < 2400 else 2192 if predicted[i] < 2580 else 2256
+    tries = search(predicted, seconds, 2240, compiled)
+    assert [one.compiled for one in tries] == [1936, 2192, 2192, 2192]
+    assert all(2240 - 16 < one.expected <= 2240 for one in tries[2:])
+
+
 def test_no_try_is_spent_on_what_gains_nothing():
     predicted = [1000, 2000, 3000]
     tries = search(predicted, [2.0, 1.0, 1.0 - 1e-5], 2500, lambda i: predicted[i])

@@ -2,8 +2,10 @@
 
 The plans are in a line, from the fewest predicted bytes to the most. Those that fit are taken to come before those that do not,
 which is true as far as compiled bytes rise with predicted ones. Each plan that is compiled moves one of the two ends between
-which the answer lies; the next is where the line through both meets the budget, less half of what may be left of it. Nothing
-but the frontier, the compiled bytes and the budget decides, so that equal programs have equal plans.
+which the answer lies; the next is where the line through both meets the budget, less half of what may be left of it. Compiled
+bytes rise in stairs, so that after a correction, while all have fitted, the next is where the whole budget is met: it may lie
+on the same stair, and is faster. Nothing but the frontier, the compiled bytes and the budget decides, so that equal programs
+have equal plans.
 """
 
 from __future__ import annotations
@@ -30,7 +32,6 @@ def search(predicted: Sequence[int], seconds: Sequence[float], budget: int, comp
       budget: bytes.
       compile: from the number of a plan to its compiled bytes. It is called at most four times.
     """
-    aim = (1 + _FULL) / 2 * budget
     tries: list[Try] = []
     fits: Try | None = None
     over: Try | None = None
@@ -39,6 +40,8 @@ def search(predicted: Sequence[int], seconds: Sequence[float], budget: int, comp
         high = len(predicted) - 1 if over is None else over.number - 1
         if low > high:
             break
+        is_corrected = len(tries) > 1 and over is None
+        aim = budget if is_corrected else (1 + _FULL) / 2 * budget
         wanted = max(_prediction(aim, fits, over), predicted[0])
         number = min(max(bisect.bisect_right(predicted, wanted) - 1, low), high)
         if fits is None and len(tries) == _MOST_TRIES - 1:
