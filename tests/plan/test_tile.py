@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 import memjax
 from memjax._core.costs import flops
+from memjax._plan.tile.one_hot import scattered
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -90,6 +91,13 @@ def test_losses_as_people_write_them_never_have_all_logits(loss):
     logits = B * T * V * 8
     assert temp(step, w, x, y) == plan.compiled_nbytes
     assert plan.compiled_nbytes < 0.6 * logits < temp(jax.value_and_grad(loss, (0, 1)), w, x, y)
+
+
+def test_labels_of_few_bits_pick_one_of_more_columns_than_they_count():
+    labels, values = jnp.array([3, 250], jnp.uint8), jnp.array([1.0, 2.0])
+    wanted = np.zeros((2, 600))
+    wanted[[0, 1], [3, 250]] = values
+    np.testing.assert_array_equal(scattered(1, (2, 600), labels, values), wanted)
 
 
 def products(f, *args):

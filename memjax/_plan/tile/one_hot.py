@@ -40,4 +40,6 @@ def scattered(column: int, shape: Sequence[int], labels: Any, values: Any) -> An
     """Zeros of that shape, but for `values` where the position along `column` is the label of the row."""
     wide = [1 if dim == column else size for dim, size in enumerate(shape)]
     labels, values = labels.reshape(wide), values.reshape(wide)
+    if labels.dtype.itemsize < 4:  # columns may be more than it can count
+        labels = labels.astype(jnp.int32)
     return jnp.where(lax.broadcasted_iota(labels.dtype, tuple(shape), column) == labels, values, 0)
