@@ -13,7 +13,9 @@ from jax.sharding import PartitionSpec
 
 import memjax
 from memjax._core.costs import flops
+from memjax._core.jaxpr import calls_in_place
 from memjax._plan.tile.one_hot import scattered
+from memjax._plan.tile.views import with_early_views
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -98,6 +100,20 @@ def test_labels_of_few_bits_pick_one_of_more_columns_than_they_count():
     wanted = np.zeros((2, 600))
     wanted[[0, 1], [3, 250]] = values
     np.testing.assert_array_equal(scattered(1, (2, 600), labels, values), wanted)
+
+
+def test_views_of_logits_behind_many_values_that_are_read_twice():
+    def rows(x, w):
+        y = x @ w
+        for _ in range(60):
+            y = y * jnp.tanh(y)
+        return y.reshape(-1, V)
+
+    w, x, _ = data()
+    program = calls_in_place(jax.make_jaxpr(rows)(x, w), differentiable=True)
+    early = with_early_views(program)
+    assert [eqn.primitive.name for eqn in early.eqns][:2] == ["reshape", "dot_general"]
+    assert len(early.eqns) == len(program.eqns)
 
 
 def products(f, *args):

@@ -45,6 +45,7 @@ class _Lifting:
         self._eqns: list[Any] = []
         self._made: dict[Any, Any] = {}
         self._names: dict[Any, Any] = {}
+        self._leads: dict[Any, bool] = {}
         self.count = 0
 
     def program(self) -> Program:
@@ -59,7 +60,15 @@ class _Lifting:
 
     def _leads_to_product(self, view: Any, atom: Any) -> bool:
         """Whether a view of rows can be had from a product by taking the view of its operand."""
-        eqn = None if is_literal(atom) else self._makers.get(atom)
+        if is_literal(atom):
+            return False
+        key = (id(view), atom)  # each once: where values are read twice there are exponentially many ways
+        if key not in self._leads:
+            self._leads[key] = self._finds_product(view, atom)
+        return self._leads[key]
+
+    def _finds_product(self, view: Any, atom: Any) -> bool:
+        eqn = self._makers.get(atom)
         if eqn is None or len(eqn.outvars) > 1:
             return False
         if eqn.primitive.name == "dot_general":
