@@ -46,9 +46,9 @@ def plan(
         beside arguments and results; "min": the least memory.
       allow: what the plan may do. "recompute": compute again what is not kept; always. "tile": run parts of the program tile by
         tile in both passes, where positions do not mix and something large is made on the way: a language model's head with
-        its loss, so that logits never exist as a whole; where no plan fits without, or is as fast. "compress": keep what may
-        be rounded in 8 bits, where that takes less time than computing it again: gradients are no longer those of `f`, see
-        below.
+        its loss, so that logits never exist as a whole. It does so where no plan fits otherwise, or none is as fast.
+        "compress": keep what may be rounded in 8 bits, where that takes less time than computing it again: gradients are no
+        longer those of `f`, see below.
       argnums: which of `args` are differentiated: all their floats; of NNX modules the `nnx.Param`, as `nnx.grad` does, or what
         an `nnx.DiffState` in place of the number chooses.
       **kwargs: as `args`; they are not differentiated.
@@ -97,15 +97,18 @@ def planned(
     """`f`, differentiated in reverse within a budget of memory, in the least time.
 
     Args:
-      f, allow: as for `memjax.plan`. What `f` closes over is differentiated, too.
+      f: as for `memjax.plan`. What it closes over is differentiated, too.
       budget: as for `memjax.plan`. The plan is made when the result is differentiated, once for each program: the temporary bytes
         are those of value and gradient of `f` alone. Under `jax.vmap` they are those of one example; inside
         `jax.shard_map` those of one device. Under `jax.jit` the shardings of arguments are not known yet: plan ahead then.
       plan: what `memjax.plan` found for `f` and arguments of these types. Exactly one of `budget` and `plan` is to be given.
+      allow: as for `memjax.plan`, where a plan is made; a plan that is given says itself what it does.
 
     Returns:
       A function with the signature of `f`. Where it is not differentiated it is `f`. On a CPU compile with
       `memjax.remat_compiler_options()`, or the compiler may undo the recomputation.
+
+    Saved between forward and backward: the arguments, and what the plan's stretches keep and hand on.
 
     Raises:
       ValueError: both or neither of `budget` and `plan`; when called, a budget below the least possible, or a plan of another
