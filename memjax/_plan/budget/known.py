@@ -27,9 +27,11 @@ class Known:
       digest: of it.
     """
 
-    def __init__(self, derivative: Derivative, types: Sequence[Any], shardings: Sequence[Any], compress: bool):
+    def __init__(
+        self, derivative: Derivative, types: Sequence[Any], shardings: Sequence[Any], compress: bool, digest: str
+    ):
         self.chain = Chain(derivative, costs.device(device_of(shardings)), compress=compress)
-        self.digest = digest(derivative)
+        self.digest = digest
         self._types, self._shardings = types, shardings
         self._compiled: dict[tuple[Stretch, ...], int | None] = {}
 
@@ -52,10 +54,11 @@ def forget() -> None:
 def known(derivative: Derivative, types: Sequence[Any], shardings: Sequence[Any], compress: bool) -> Known:
     """What is known of an equal program for an equal device, or of this one from now on."""
     kind, platform = device_of(shardings).device_kind, platform_of(shardings)
-    key = (digest(derivative), kind, platform, tuple(map(str, shardings)), compress)
+    name = digest(derivative)
+    key = (name, kind, platform, tuple(map(str, shardings)), compress)
     if key in _known:
         return _known[key]
-    found = Known(derivative, types, shardings, compress)
+    found = Known(derivative, types, shardings, compress, name)
     consts = [*derivative.forward.consts, *derivative.backward.consts]
     if not any(isinstance(const, jax.core.Tracer) for const in consts):  # which would outlive its trace
         if len(_known) == _MOST_PROGRAMS:
