@@ -24,11 +24,12 @@ def explained(bits, *, scanned=False):
 
 
 @pytest.mark.parametrize("scanned", [False, True])
-@pytest.mark.parametrize("bits", [8, 4])
-def test_rows_say_why_and_in_how_many_bits(bits, scanned):
+@pytest.mark.parametrize(("bits", "of_sources"), [(8, 8), (4, 5)])
+def test_rows_say_why_and_in_how_many_bits(bits, of_sources, scanned):
+    """Of sources: of what other arrays are computed from."""
     found = explained(bits, scanned=scanned)
     codes = [row for row in found.rows if row.dtype == "uint8"]
-    assert any(row.why.startswith(f"{bits} bits, PositionQuantized") for row in codes)
+    assert any(row.why.startswith(f"{of_sources} bits, PositionQuantized") for row in codes)
     assert all("bits, " in row.why for row in codes)
     exact = [row.why for row in found.rows if row.dtype == "float32" and np.prod(row.shape) >= 4096]
     if bits == 8:

@@ -31,6 +31,7 @@ def in_groups(attend, groups):
 
 MIXING = {
     "slopes by number of heads": lambda logits: logits * jnp.arange(logits.shape[1], dtype=logits.dtype)[:, None, None],
+    "first slopes of a table": lambda logits: logits * jnp.arange(9, dtype=logits.dtype)[: logits.shape[1], None, None],
     "scale by number of heads": lambda logits: logits / logits.shape[1],
     "talking heads": lambda logits: logits - jnp.mean(logits, 1, keepdims=True),
 }
@@ -45,8 +46,16 @@ def test_refused(name):
 
 @pytest.mark.parametrize(
     "attention",
-    [attend(lambda logits: 20 * jnp.tanh(logits / 20)), jax.nn.dot_product_attention],
-    ids=["soft cap", "jax.nn"],
+    [
+        attend(lambda logits: 20 * jnp.tanh(logits / 20)),
+        attend(
+            lambda logits: (
+                logits + jax.lax.dynamic_slice_in_dim(jnp.zeros((1, *logits.shape[1:-1], 99)), 0, logits.shape[-1], 3)
+            )
+        ),
+        jax.nn.dot_product_attention,
+    ],
+    ids=["soft cap", "part of zeros", "jax.nn"],
 )
 def test_accepted(attention):
     np.testing.assert_allclose(in_groups(attention, 2), in_groups(attention, 1), rtol=1e-4, atol=1e-5)

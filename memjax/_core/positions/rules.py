@@ -39,7 +39,10 @@ def apply_rule(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
     """The states of an equation's outputs. Raises Mixed."""
     name = primitive_name(eqn)
     if all(isinstance(state, Shared) for state in states):
-        if name not in _OF_ANY_SIZE:
+        is_of_any_size = name in _OF_ANY_SIZE or (
+            name in _CUTS and isinstance(states[0], Shared) and not any(states[0].uneven)
+        )
+        if not is_of_any_size:
             walk.seen.made.append(eqn)
         return _FOR_SHARED.get(name, shared_values.uneven_everywhere)(walk, eqn, states)
     if any(isinstance(state, Summed) for state in states):
@@ -64,6 +67,8 @@ _UNCHANGED = ALIASES.difference(_RESHAPES) | {"sharding_constraint", "psum", "ps
 # Keys, one for each position: dimensions are added or removed behind the positions.
 _OF_KEYS = ("random_bits", "random_split", "random_wrap", "random_unwrap", "random_seed")
 
+_CUTS = ("slice", "dynamic_slice", "rev")  # of what is even they are the same, however long it is
+
 # Each element of the result comes from one of each operand, however many there are.
 _OF_ANY_SIZE = ELEMENTWISE.union(_RESHAPES, _UNCHANGED, _PLAIN_CALLS, ("iota", "broadcast_in_dim", "transpose"))
 
@@ -71,6 +76,8 @@ _FOR_SHARED: dict[str, Rule] = {
     "iota": shared_values.iota,
     "broadcast_in_dim": shared_values.broadcast,
     "transpose": shared_values.transpose,
+    **dict.fromkeys(_CUTS, shared_values.cut),
+    "dynamic_update_slice": shared_values.written,
     "pad": shared_values.pad,
     "concatenate": shared_values.concatenate,
     **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min"), shared_values.reduce),

@@ -54,6 +54,21 @@ def reduce(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
     return [Shared(tuple(stays))]
 
 
+def cut(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
+    """A part of the first operand: what is even stays so."""
+    return [states[0]]
+
+
+def written(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
+    """The second operand in the place of a part of the first, from which it may differ."""
+    operand, update = states[:2]
+    assert isinstance(operand, Shared)
+    assert isinstance(update, Shared)
+    sizes = zip(shape_of(eqn.invars[0]), shape_of(eqn.invars[1]), strict=True)
+    partly = [whole != part for whole, part in sizes]
+    return [Shared(tuple(map(any, zip(operand.uneven, update.uneven, partly, strict=True))))]
+
+
 def pad(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
     assert isinstance(states[0], Shared)
     config = eqn.params["padding_config"]
