@@ -42,7 +42,7 @@ gc.set_threshold(50_000, 20, 50)
 
 
 def pytest_report_header():
-    return "All tests take about 12 minutes on two idle cores; those marked smoke take about one."
+    return "All tests take about 13 minutes on two idle cores; those marked smoke take about one."
 
 
 def pytest_collection_modifyitems(items):
