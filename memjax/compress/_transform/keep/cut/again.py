@@ -23,8 +23,7 @@ def flops_per_byte(program: Program, bits: float) -> float:
     """The FLOPs that are worth spending for a byte less, if codes have so many bits per value.
 
     With six bits those that the program's products take for each byte that they write. With fewer bits more, by their square:
-    then the rest of the memory is as small, and what is kept exactly weighs more. Checkpoints of Llama layers pay that, too:
-    on an H200 1,700 FLOPs for a byte where they take as much memory as 8 bits do, 5,900 where they take as much as 4 do.
+    then the rest of the memory is as small, and what is kept exactly weighs more.
     """
     products = [eqn for eqn in program.eqns if flops_of_product(eqn)]
     written = sum(nbytes(eqn.outvars[0].aval) for eqn in products)
