@@ -58,7 +58,7 @@ class DenseNetConfig(RunConfig):
     skip_broken: bool = False
     """Count and skip files that cannot be read as images, instead of stopping with an error."""
     compare: bool = True
-    """Compile the step with everything kept, too, for a table of memory beside this run's: slow, as every layer is unrolled.
+    """Also compile the step that keeps everything, to compare its memory with this run's. This is slow: all layers are unrolled.
     On a CPU another process does so while this one trains."""
 
     experiment: ClassVar[str] = "densenet264"

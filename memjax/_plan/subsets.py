@@ -34,7 +34,7 @@ class Problem(NamedTuple):
     Attributes:
       again: equations that can run again.
       wanted: variables.
-      known: what is there whatever is kept.
+      known: variables that are available in the backward pass without being kept.
       seconds: of each of the equations, by its `id`.
       to_keep: seconds that keeping a variable takes.
       names: the variable whose bytes a variable has that is another name for it.

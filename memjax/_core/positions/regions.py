@@ -127,7 +127,7 @@ class _Growth:
         self._walk = Walk(length, True, apply_rule)
         self._makers, self._readers = producers(program), consumers(program)
         self.seed_bytes = array_bytes(program.eqns[seed].outvars[0])
-        self._states: dict[Any, State] = {}  # of what is made inside
+        self._states: dict[Any, State] = {}  # of the values made inside the region
         self._operands: dict[int, list[State]] = {}  # by equation
         self._grow()
 

@@ -22,8 +22,8 @@ def decide(
 ) -> Plan:
     """The fastest plan found of which the compiled step takes no more than `budget`, or "min": the plan of the least memory.
 
-    With `compress` it is never slower than without: the search for an exact plan may stop closer to the budget than that among
-    all plans, so its own is made, too, where it could be the faster one.
+    With `compress` the plan is never predicted slower than without. The search among exact plans may come closer to the budget
+    than the search among all plans. So both are made where the exact plan could be the faster one.
 
     Raises:
       ValueError: the budget is less than the least possible.

@@ -84,7 +84,7 @@ def _slope(one: Try) -> float:
 
 
 def told_apart(predicted: Sequence[int]) -> list[int]:
-    """Of plans in a line those worth a try, by number: of such as take much the same bytes the last, and always the first."""
+    """The numbers of the plans that are worth a try: the first, and the last of each run of nearly equal bytes."""
     chosen = [len(predicted) - 1]
     for number in range(len(predicted) - 2, -1, -1):
         if predicted[number] * _STEP <= predicted[chosen[-1]]:

@@ -1,8 +1,8 @@
 """A program traced for all positions, run for some of them.
 
-The walk says which dimension of each value holds positions. The sizes that an equation names (of a broadcast, a reshape, a
-slice) are changed along it. What is the same for every position has that dimension, too, if it was broadcast: where it
-meets positions as many of its equal elements are taken as these are.
+The walk says which dimension of each value holds positions. Sizes in the parameters of equations (of a broadcast, a reshape,
+a slice) are changed along this dimension. A value that is equal for every position may have been broadcast along it. Where
+such a value meets positions, it is cut to their number.
 """
 
 from __future__ import annotations
