@@ -9,6 +9,7 @@ import pytest
 
 import memjax
 from memjax._core import costs
+from memjax._plan.budget.known import _known, forget
 from memjax._plan.chain import Chain
 from memjax._plan.derivative import Derivative
 from memjax._plan.flat import Flat
@@ -104,6 +105,17 @@ def test_a_plan_that_may_use_codes_is_never_slower_than_an_exact_one(f):
         exact, both = (memjax.plan(f, *args, budget=budget, allow=allow) for allow in (("recompute",), BOTH))
         assert both.seconds <= exact.seconds
         assert both.nbytes <= budget
+
+
+@pytest.mark.parametrize("f", [unrolled, scanned])
+def test_a_refusal_compiles_few_plans(f):
+    """Those with codes, and of exact ones those of the least memory, which are often the same."""
+    args = arguments(f)
+    least = min(memjax.plan(f, *args, budget="min", allow=allow).nbytes for allow in (("recompute",), BOTH))
+    forget()
+    with pytest.raises(ValueError, match="least possible"):
+        memjax.plan(f, *args, budget=least - 1, allow=BOTH)
+    assert sum(len(compiled) for compiled in {id(one.compiled): one.compiled for one in _known.values()}.values()) <= 6
 
 
 @pytest.mark.parametrize("f", [unrolled, scanned])

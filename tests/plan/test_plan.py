@@ -49,7 +49,8 @@ def test_compiled_bytes_keep_within_every_budget_and_never_fall_as_it_grows(case
         budget = least + (most - least) * i // 11
         plan = memjax.plan(loss, *args, budget=budget)
         assert plan.compiled_nbytes <= budget
-        assert len(plan.tries) <= 4
+        assert len(plan.tries) <= 5
+        assert plan.compiled_nbytes in [one.compiled for one in plan.tries]
         peaks.append(plan.compiled_nbytes)
         times.append(plan.seconds)
     assert peaks == sorted(peaks)

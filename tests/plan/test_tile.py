@@ -148,6 +148,8 @@ def test_error_says_that_tiles_would_help():
     budget = tiled_plan(mean).nbytes
     with pytest.raises(ValueError, match=r'allow=\("recompute", "tile"\)'):
         memjax.plan(mean, w, x, y, budget=budget, argnums=(0, 1))
+    with pytest.raises(ValueError, match=r'allow=\("recompute", "compress", "tile"\)'):
+        memjax.plan(mean, w, x, y, budget=budget, allow=["compress"], argnums=(0, 1))
     with pytest.raises(ValueError, match="least possible"):
         memjax.plan(mean, w, x, y, budget=100, allow=ALLOW, argnums=(0, 1))
 

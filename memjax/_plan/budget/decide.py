@@ -29,9 +29,9 @@ def decide(
       ValueError: the budget is less than the least possible.
     """
     found = [_decide(known(derivative, types, shardings, compress), budget)]
-    if compress and budget != "min":
+    if compress and isinstance(budget, int):
         exact = known(derivative, types, shardings, False)
-        if _can_be_faster(exact, found[0]):
+        if _can_be_faster(exact, found[0], budget):
             found.insert(0, _decide(exact, budget))  # of equals it is the one to take
     plans = [plan for plan in found if isinstance(plan, Plan)]
     if not plans:
@@ -39,10 +39,10 @@ def decide(
     return min(plans, key=lambda plan: plan.seconds)
 
 
-def _can_be_faster(exact: Known, found: Plan | str) -> bool:
+def _can_be_faster(exact: Known, found: Plan | str, budget: int) -> bool:
     """Whether an exact plan that may fill the budget is predicted to be faster than the plan found, or as fast."""
-    if isinstance(found, str):
-        return True
+    if isinstance(found, str):  # seldom does an exact plan fit where none with codes does
+        return _Plans(exact).least()[0].compiled <= budget
     assert isinstance(found.budget, int)
     room = _UNSURE * found.first_nbytes * found.budget / max(found.nbytes, 1)
     fitting = [seconds for nbytes, seconds in exact.chain.frontier if nbytes <= room]
@@ -57,11 +57,12 @@ def _decide(program: Known, budget: int | str) -> Plan | str:
         return _plan(program, plans, tries[0], tries, tries[0].compiled)
     assert isinstance(budget, int)
     tries = search(plans.predicted, plans.seconds, budget, plans.compiled)
+    if all(one.compiled > budget for one in tries):
+        tries += [one for one in plans.least() if one.number not in {other.number for other in tries}]
     fitting = [one for one in tries if one.compiled <= budget]
-    chosen = max(fitting) if fitting else plans.least()[0]
-    if chosen.compiled > budget:
-        return too_little(program.chain, budget, chosen.compiled)
-    return _plan(program, plans, chosen, tries, budget)
+    if not fitting:
+        return too_little(program.chain, budget, min(one.compiled for one in tries))
+    return _plan(program, plans, max(fitting), tries, budget)
 
 
 class _Plans:

@@ -25,22 +25,30 @@ class Known:
     Attributes:
       chain: it as a chain, solved.
       digest: of it.
+      compiled: temporary bytes by what the plan keeps, shared by the chains with and without codes.
     """
 
     def __init__(
-        self, derivative: Derivative, types: Sequence[Any], shardings: Sequence[Any], compress: bool, digest: str
+        self,
+        derivative: Derivative,
+        types: Sequence[Any],
+        shardings: Sequence[Any],
+        compress: bool,
+        digest: str,
+        compiled: dict[Any, int | None],
     ):
         self.chain = Chain(derivative, costs.device(device_of(shardings)), compress=compress)
         self.digest = digest
         self._types, self._shardings = types, shardings
-        self._compiled: dict[tuple[Stretch, ...], int | None] = {}
+        self.compiled = compiled
 
     def compiled_bytes(self, stretches: tuple[Stretch, ...]) -> int | None:
         """Temporary bytes of the step under a plan; None where it is no program of its own."""
-        if stretches not in self._compiled:
+        key = tuple((one.start, one.stop, one.turns, one.kept) for one in stretches)
+        if key not in self.compiled:
             run = Run(self.chain.derivative, pieces(self.chain, stretches))
-            self._compiled[stretches] = step_bytes(self.chain.derivative, run, self._types, self._shardings)
-        return self._compiled[stretches]
+            self.compiled[key] = step_bytes(self.chain.derivative, run, self._types, self._shardings)
+        return self.compiled[key]
 
 
 _known: dict[Any, Known] = {}
@@ -58,7 +66,8 @@ def known(derivative: Derivative, types: Sequence[Any], shardings: Sequence[Any]
     key = (name, kind, platform, tuple(map(str, shardings)), compress)
     if key in _known:
         return _known[key]
-    found = Known(derivative, types, shardings, compress, name)
+    other = _known.get((*key[:-1], not compress))  # the plans of one are plans of the other
+    found = Known(derivative, types, shardings, compress, name, {} if other is None else other.compiled)
     consts = [*derivative.forward.consts, *derivative.backward.consts]
     if not any(isinstance(const, jax.core.Tracer) for const in consts):  # which would outlive its trace
         if len(_known) == _MOST_PROGRAMS:

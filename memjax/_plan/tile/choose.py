@@ -71,7 +71,7 @@ def choose(program: Program, decide: Decide, allow: Sequence[str], budget: int |
     if "tile" not in allow:
         if best is not None:
             return best
-        raise ValueError(f"{refused}{_hint(program)}")
+        raise ValueError(f"{refused}{_hint(program, allow)}")
     for tiled in program.choices():
         if best is not None and budget != "min" and best.seconds <= _PAYS * best.plain_seconds:
             break
@@ -95,6 +95,7 @@ def _attempt(decide: Decide, derivative: Derivative) -> tuple[Plan | None, str]:
         return None, str(error)
 
 
-def _hint(program: Program) -> str:
+def _hint(program: Program, allow: Sequence[str]) -> str:
     found = program.choices()
-    return f'; allow=("recompute", "tile") takes {described(found[-1])} away' if found else ""
+    names = ", ".join(f'"{name}"' for name in dict.fromkeys(("recompute", *allow, "tile")))
+    return f"; allow=({names}) takes {described(found[-1])} away" if found else ""
