@@ -2,6 +2,10 @@
 
 The prediction knows the codec's steps alone: errors of decoded values are uniform in a step, and independent of each other and
 of the values (`memjax.compress.StepErrors`).
+
+Both are means over several draws of the errors. Where a few examples carry most of a gradient, as they do after training, one
+draw of a batch is off by up to three times: with a single one for each of 16 batches, predictions for early layers looked 0.67
+to 1.06 times as large as what was measured, where eight draws of both give 0.93 to 1.02.
 """
 
 import functools
@@ -11,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -20,7 +25,7 @@ from experiments.harness.step import Batch, Loss
 from experiments.paired.members import PLAIN, kind_name, with_bits
 from memjax import compress
 
-_DRAWS = 4  # of random errors, for each batch
+_DRAWS = 8  # of errors, for each batch
 
 
 def errors(
@@ -28,7 +33,7 @@ def errors(
 ) -> list[dict]:
     """A row for each layer inside a block and each kind: the relative error of its gradient, predicted and measured.
 
-    Errors are root mean squares over batches, in units of the gradient's norm, of a layer's kernel and bias together.
+    Errors are root mean squares over batches and draws, in units of the gradient's norm, of a layer's kernel and bias together.
 
     Args:
       make: the model without compression, of float32.
@@ -58,11 +63,10 @@ def errors(
             for name, value in exact.items():
                 norms[name] = norms.get(name, 0) + float(np.sum(value**2))
             for bits in lossy:
-                ways = [("measured", codes[bits], 1), ("predicted", drawn[bits], _DRAWS)]
-                for way, of_way, draws in ways:
-                    for draw in range(draws):
-                        for name, value in _by_layer(of_way(params, batch, draw)).items():
-                            error = float(np.sum((value - exact[name]) ** 2)) / draws
+                for way, of_way in ("measured", codes[bits]), ("predicted", drawn[bits]):
+                    for draw in range(_DRAWS):
+                        for name, value in _by_layer(of_way(params, _reordered(batch, draw), draw)).items():
+                            error = float(np.sum((value - exact[name]) ** 2)) / _DRAWS
                             squares[name, bits, way] = squares.get((name, bits, way), 0) + error
     return [
         {"layer": name, "bits": bits}
@@ -80,6 +84,11 @@ def _with_codes(bits: int, model: Any, seed: Any) -> Any:
 def _with_errors(bits: int, model: Any, seed: Any) -> Any:
     model.blocks = nnx.List([memjax.compressed(block, compress.StepErrors(bits, seed)) for block in model.blocks])
     return model
+
+
+def _reordered(batch: Batch, by: int) -> Batch:
+    """The same examples, so many places further. The gradient stays; dither, which depends on places, meets other values."""
+    return jax.tree.map(lambda x: jnp.roll(x, by, 0), batch)
 
 
 def _by_layer(gradient: Any) -> dict[str, np.ndarray]:
