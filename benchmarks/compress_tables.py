@@ -5,9 +5,10 @@ from typing import Any
 
 from benchmarks.compressed import Config
 from benchmarks.markdown import Tables, gib, load, table
-from benchmarks.record import mean_and_error
+from benchmarks.record import RESULTS, mean_and_error
 
 _NETWORKS = {"alexnet": "AlexNet", "vgg16": "VGG-16", "resnet18": "ResNet-18", "resnet50": "ResNet-50"}
+_TRANSFORMERS = {"gpt": "GPT", "vit": "ViT"}
 # A file for each network's steps.
 _STEPS = {"compressed_vgg16": "vgg16", "compressed_resnet50": "resnet50", "compressed_large": "resnet50"}
 _TRAININGS = (
@@ -17,7 +18,6 @@ _TRAININGS = (
     "compressed_training_plain",
 )
 _SEEDS = ("compressed_seeds", "compressed_seeds_resnet50", "compressed_seeds_alexnet")
-_PAIRED = ("paired_gpt_cpu",)
 _CASES = {
     "plain": "nothing compressed",
     "settle": "inputs of convolutions, with room for any code",
@@ -175,11 +175,12 @@ def codec_table() -> str:
 
 def paired_table() -> str:
     """Transformers trained plainly and compressed, of the same seeds."""
-    files = [load(name) for name in _PAIRED]
+    files = [load(path.stem) for path in sorted(RESULTS.glob("paired_*.json"))]  # of `benchmarks.paired`, a model each
     body = []
     for _, rows in files:
         for row in rows:
-            name = f"{row['model'].upper()}, {row['parameters'] / 1e6:.1f}M, {row['steps']} steps, {row['seeds']} seeds"
+            size = f"{row['parameters'] / 1e6:.1f}M, {row['dtype']}"
+            name = f"{_TRANSFORMERS[row['model']]}, {size}, {row['steps']} steps, {row['seeds']} seeds"
             cells = [
                 name if row["kind"] == "plain" else "",
                 row["kind"],
