@@ -1,11 +1,12 @@
 """Memory and time of long sequences by recipe: `python -m benchmarks.long_context`, about 25 minutes on one H200.
 
-Four parts, each with a file of results of its own; `--parts` picks some of them.
+Five parts, each with a file of results of its own; `--parts` picks some of them.
 
 stack         loss and gradient of the 1B shape, whole, by recipe
 layer         one layer of the 8B shape forward and backward, input and cotangent given
 feed_forward  half a layer, tiled and not
 real          one step of whole shapes at great length: six minutes for each; `--real-cases` picks some
+longest       the longest sequence that compiles within the memory of the GPU, by recipe, in one process; nothing is run
 
 `--smoke` tries it on a CPU in about two minutes and saves nothing.
 """
@@ -28,15 +29,16 @@ from experiments.data.text import standard_library
 from experiments.models import llama
 from experiments.models.llama import LlamaConfig
 from experiments.models.recipe import parse
+from memjax._core import check
 
-Part = Literal["stack", "layer", "feed_forward", "real"]
+Part = Literal["stack", "layer", "feed_forward", "real", "longest"]
 
 _ENVIRON = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}  # of a GPU's memory; by itself JAX takes three quarters
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    parts: tuple[Part, ...] = ("stack", "layer", "feed_forward", "real")
+    parts: tuple[Part, ...] = ("stack", "layer", "feed_forward", "real", "longest")
     recipes: tuple[str, ...] = ("checkpoint", "tiled+slots=6", "tiled+groups+slots=6", "tiled+groups+slots=4")
     """The recipes that the part "stack" compares."""
     lengths: tuple[int, ...] = (65536, 131072)
@@ -52,10 +54,21 @@ class Config:
         "1B 753664 tiled+groups+slots=16+keep_attention",
     )
     """Shape, tokens and recipe of each step of the part "real"."""
+    longest_cases: tuple[str, ...] = (
+        "8B tiled+groups+slots=4",
+        "8B tiled+groups+slots=3",
+        "8B tiled+groups+slots=8+bits=4",
+        "1B tiled+groups+slots=4",
+    )
+    """Shape and recipe of each search of the part "longest"."""
+    memory_limit: str | None = None
+    """What parameters, gradients and all else may take in that search, such as 70GiB. Default: the device's."""
     repeats: int = 2
     """Steps that are timed, after one that is not."""
     smoke: bool = False
 
+
+_UNIT = 16384  # lengths in the search for the longest are multiples
 
 _SMOKE: dict[str, Any] = {
     "recipes": ("checkpoint", "tiled=32+groups+slots=2"),
@@ -65,6 +78,8 @@ _SMOKE: dict[str, Any] = {
     "layer_length": 128,
     "layer_recipes": ("plain", "tiled=32+groups+plain+keep_attention"),
     "real_cases": ("tiny 256 tiled=32+groups+slots=2",),
+    "longest_cases": ("tiny tiled=32+groups+slots=2",),
+    "memory_limit": "64MiB",
 }
 
 
@@ -82,6 +97,10 @@ def main(config: Config) -> None:
         "real": [
             {"shape": shape, "length": int(length), "recipe": recipe}
             for shape, length, recipe in map(str.split, config.real_cases)
+        ],
+        "longest": [
+            {"shape": shape, "recipe": recipe, "memory_limit": config.memory_limit}
+            for shape, recipe in map(str.split, config.longest_cases)
         ],
     }
     for part in config.parts:
@@ -102,6 +121,8 @@ def case(case: dict) -> dict:
         decoder = dataclasses.replace(decoder, dtype="float32")
     if part == "stack":
         return _stack(decoder, case)
+    if part == "longest":
+        return _longest(decoder, case)
     return _real(decoder, case) if part == "real" else _layer(decoder, case)
 
 
@@ -162,6 +183,30 @@ def _real(decoder: LlamaConfig, case: dict) -> dict:
     seconds, loss, norm = gradient.step(_params(decoder), standard_library().train)
     peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     return found | {"seconds": seconds, "loss": loss, "gradient_norm": norm, "peak_bytes": peak}
+
+
+def _longest(decoder: LlamaConfig, case: dict) -> dict:
+    """By compiled bytes of loss and gradient, with parameters and their gradients."""
+    recipe, given = parse(case["recipe"]), case["memory_limit"]
+    limit = (
+        int(check.byte_count("memory_limit", given))
+        if given
+        else (jax.local_devices()[0].memory_stats() or {})["bytes_limit"]
+    )
+    found: dict[int, measure.Bytes] = {}
+
+    def total(length: int) -> int:
+        found[length] = measure.Gradient(decoder, recipe, length, quick=True).bytes
+        return found[length].total
+
+    params = jax.eval_shape(functools.partial(llama.init, decoder), jax.random.key(0))
+    fixed = 2 * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
+    unit = _UNIT if jax.default_backend() == "gpu" else 32
+    length = measure.longest(total, limit, fixed=fixed, unit=unit, first=2 * unit, last=2**22)
+    if not length:
+        return {"limit": limit, "length": 0}
+    kib = found[length].temp / 1024 / length
+    return {"limit": limit, "length": length, "total_bytes": found[length].total, "kib_per_token": kib}
 
 
 def _params(decoder: LlamaConfig) -> Any:
