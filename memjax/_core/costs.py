@@ -147,9 +147,9 @@ def reads_whole_operands(eqn: Any) -> bool:
     return name in WHOLE_OPERANDS or name in _HOLDERS or is_attention(name)
 
 
-def origins_of_names(eqns: Iterable[Any]) -> dict[Any, Any]:
-    """The variable whose bytes each reshaped, or otherwise renamed, variable has."""
-    found: dict[Any, Any] = {}
+def origins_of_names(eqns: Iterable[Any], before: dict[Any, Any] | None = None) -> dict[Any, Any]:
+    """The variable whose bytes each reshaped, or otherwise renamed, variable has, those found `before` included."""
+    found: dict[Any, Any] = dict(before or {})
     for eqn in eqns:
         if eqn.primitive.name in ALIASES and len(eqn.invars) == len(eqn.outvars):
             for atom, out in zip(eqn.invars, eqn.outvars, strict=True):

@@ -7,7 +7,7 @@ from typing import Any
 
 from memjax._core.costs import array_bytes, is_fusible, origins_of_names, running, stored
 from memjax._core.jaxpr import variables
-from memjax._core.primitives import CALLS, CALLS_OF_ONE_BODY, LOOPS
+from memjax._core.primitives import CALLS, CALLS_OF_ONE_BODY, LOOPS, SCATTERS
 
 PROGRAMS = LOOPS | CALLS | CALLS_OF_ONE_BODY
 
@@ -19,6 +19,9 @@ def peak_bytes(
     leaving: Iterable[Any],
     results: Iterable[Any],
     platform: str,
+    names: dict[Any, Any] | None = None,
+    *,
+    is_loop: bool = False,
 ) -> int:
     """The most bytes alive at one moment.
 
@@ -29,14 +32,18 @@ def peak_bytes(
       leaving: what stays alive at the end.
       results: what lies outside of temporary memory once it is made.
       platform: what is compiled for.
+      names: the variable whose bytes each of the others has that is another name for it, where equations before these say so.
+      is_loop: whether they are the body of a loop, whose arrays are laid out side by side with few gaps.
     """
-    names = origins_of_names(eqns)
+    names = origins_of_names(eqns, names)
     root = lambda var: names.get(var, var)
     roots = lambda atoms: {root(var) for var in variables(atoms)}
     resident, results = roots(resident), roots(results)
     entering, leaving = roots(entering) - resident, roots(leaving) - resident
     # On GPUs reserved memory is more than what is alive, in fragments: as if values that several equations read were written.
-    written = stored(eqns, [*resident, *entering, *leaving, *results], platform, writes_shared=platform != "cpu")
+    written = stored(
+        eqns, [*resident, *entering, *leaving, *results], platform, writes_shared=platform != "cpu" and not is_loop
+    )
     end = len(eqns)
     last: dict[Any, int] = dict.fromkeys(leaving, end)
     for i in range(end - 1, -1, -1):
@@ -52,7 +59,8 @@ def peak_bytes(
         new = sum(map(array_bytes, made))
         dying = sum(map(array_bytes, ends.get(i, [])))
         inside = sum(array_bytes(out) for out in made if out in results)
-        over = min(new, dying) if is_fusible(eqn) else 0  # written over an operand that is not needed any more
+        in_place = is_fusible(eqn) or eqn.primitive.name in SCATTERS
+        over = min(new, dying) if in_place else 0  # written over an operand that is not needed any more
         peak = max(peak, alive + new - over + _inside(eqn, platform))
         alive += new - dying - inside
         for out in made:

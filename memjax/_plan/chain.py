@@ -20,6 +20,7 @@ from memjax._core.jaxpr import is_literal, variables
 from memjax._core.primitives import expensive
 from memjax._plan.codes import Codes, codes_of, codes_of_loop
 from memjax._plan.derivative import Derivative, LoopPair, can_be_split, loop_pairs
+from memjax._plan.lent import lent_to_pieces
 from memjax._plan.phases import available_anywhere, backward_turns, cut_points
 from memjax._plan.segment import Option, Segment, corners, falling, options
 
@@ -87,6 +88,20 @@ class Chain:
         self.by_turn: list[list[Any]] = [[] for _ in range(n)]
         for eqn, turn in zip(backward.eqns, self.turns, strict=True):
             self.by_turn[turn].append(eqn)
+        self.places: list[list[int]] = [[] for _ in range(n)]
+        if self.rates.platform != "cpu":
+            self.places = self._places(n)
+
+    def _places(self, n: int) -> list[list[int]]:
+        """For each piece the bytes of the arrays that may lie in the memory of results."""
+        results = set(variables(self.derivative.backward.outvars))
+        names = origins_of_names(self.derivative.forward.eqns)
+        made = [[array_bytes(v) for eqn in eqns for v in eqn.outvars if v in results] for eqns in self.by_turn]
+        pieces = [self.segment(a, a + 1) for a in range(n)]
+        handed_on = [{names.get(var, var) for var in piece.crossing} for piece in pieces]
+        wanted = [{names.get(v, v) for v in one.wanted} - there for one, there in zip(pieces, handed_on, strict=True)]
+        sizes = lambda groups: [list(map(array_bytes, group)) for group in groups]
+        return lent_to_pieces(made, sizes(handed_on), sizes(wanted))
 
     def segment(self, a: int, b: int) -> Segment:
         """The stretch of pieces `a` to `b` - 1."""
@@ -106,6 +121,7 @@ class Chain:
             results=variables(self.derivative.backward.outvars),
             primal=[eqn for eqn in eqns if eqn.effects or not self.needed.isdisjoint(eqn.outvars)],
             outputs=variables(self.derivative.outputs),
+            places=sorted(size for piece in self.places[a:b] for size in piece),
         )
 
     def between(self, start: int, stop: int) -> Segment:
@@ -223,7 +239,7 @@ class Chain:
                         parts.append((*same, need(atom), atom.aval.str_short()))
                     parts.append(number[atom])
         passing = [array_bytes(v) for v in segment.entering if v not in number]
-        return (len(segment.eqns), len(segment.primal), sum(passing), *parts)
+        return (len(segment.eqns), len(segment.primal), sum(passing), tuple(segment.places), *parts)
 
     def _text(self, eqn: Any) -> str:
         if id(eqn) not in self._texts:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from memjax._core.costs import array_bytes, origins_of_names, stored
-from memjax._core.jaxpr import variables
+from memjax._core.jaxpr import is_literal, variables
 
 
 def in_time(again: Sequence[Any], backward: Sequence[Any]) -> list[Any]:
@@ -33,6 +33,30 @@ def in_time(again: Sequence[Any], backward: Sequence[Any]) -> list[Any]:
                 need(made[var])
         order.append(eqn)
     return order
+
+
+def scattered_into_sums(eqns: Sequence[Any]) -> list[Any]:
+    """The equations; what is scattered into zeros and added to an array is scattered into that array, as compilers do."""
+    readers: dict[Any, list[Any]] = {}
+    for eqn in eqns:
+        for var in variables(eqn.invars):
+            readers.setdefault(var, []).append(eqn)
+    makers = {out: eqn for eqn in eqns for out in eqn.outvars}
+    gone: set[int] = set()
+    instead: dict[int, Any] = {}
+    for eqn in eqns:
+        found = readers.get(eqn.outvars[0], []) if eqn.primitive.name in ("scatter-add", "scatter_add") else []
+        zeros = None if is_literal(eqn.invars[0]) else makers.get(eqn.invars[0])
+        if len(found) != 1 or found[0].primitive.name not in ("add", "add_any") or zeros is None:
+            continue
+        if zeros.primitive.name != "broadcast_in_dim" or not is_literal(zeros.invars[0]) or zeros.invars[0].val != 0:
+            continue
+        [total] = found
+        others = [atom for atom in total.invars if atom is not eqn.outvars[0]]
+        if id(total) not in instead and len(others) == 1 and not is_literal(others[0]):
+            gone.add(id(eqn))
+            instead[id(total)] = eqn.replace(invars=[*others, *eqn.invars[1:]], outvars=total.outvars)
+    return [instead.get(id(eqn), eqn) for eqn in eqns if id(eqn) not in gone]
 
 
 def freeing_first(eqns: Sequence[Any], results: Iterable[Any], stays: Iterable[Any], platform: str) -> list[Any]:

@@ -10,7 +10,8 @@ from memjax._core.costs import array_bytes, origins_of_names
 from memjax._core.jaxpr import variables
 from memjax._core.working import hoisted_bytes, needed_for, peak_bytes
 from memjax._plan.codes import Code, Codes
-from memjax._plan.order import freeing_first, in_time
+from memjax._plan.lent import lent_to
+from memjax._plan.order import freeing_first, in_time, scattered_into_sums
 from memjax._plan.subsets import Problem, Subset, coded_subsets, exact_subsets
 
 
@@ -27,6 +28,7 @@ class Segment(NamedTuple):
       primal: those of `eqns` that run in the forward pass whatever is kept.
       lost: inputs of `eqns` that are gone in the backward pass: what a loop carries.
       outputs: of the forward pass.
+      places: bytes of arrays that may lie in the memory of results.
     """
 
     eqns: Sequence[Any]
@@ -39,6 +41,7 @@ class Segment(NamedTuple):
     primal: Sequence[Any]
     lost: Sequence[Any] = ()
     outputs: Sequence[Any] = ()
+    places: Sequence[int] = ()
 
 
 class Option(NamedTuple):
@@ -46,7 +49,8 @@ class Option(NamedTuple):
 
     Attributes:
       kept: variables, besides what crosses to later segments.
-      nbytes: of these and of what crosses.
+      nbytes: of these and of what crosses, but for what is lent.
+      lent: bytes of these in the memory of results that are not there yet.
       seconds: spent on running again, and on keeping.
       working: the most bytes alive in the backward pass of the segment, on CPUs also in its forward pass, what is kept of it
         included.
@@ -63,6 +67,7 @@ class Option(NamedTuple):
     parts: tuple[tuple[int, Option], ...] = ()
     coded: tuple[Any, ...] = ()
     coded_nbytes: int = 0
+    lent: int = 0
 
     @property
     def kept_nbytes(self) -> int:
@@ -96,7 +101,11 @@ def options(
         """It is read, and, unless the forward pass does so anyway, written."""
         return array_bytes(var) * (1 if var in written else 2) / rates.nbytes
 
-    crossing = sum(map(array_bytes, segment.crossing)) + hoisted_bytes(segment.backward, rates.platform)
+    # Of several names for the same bytes one counts; none where an earlier stretch makes these.
+    handed_on = [array_bytes(var) for var in {names.get(var, var) for var in segment.crossing} & made]
+    crossing = sum(handed_on) + hoisted_bytes(segment.backward, rates.platform)
+
+    backward = scattered_into_sums(segment.backward)
 
     def option(subset: Subset) -> Option:
         kept, coded = subset.kept, subset.coded
@@ -106,22 +115,26 @@ def options(
         # A code is read where what it decodes to is.
         rerun = [*(code.decode for code in coded), *rerun]
         # On CPUs all that can run does, so that several operators may run at a time.
-        order = [*rerun, *segment.backward] if rates.platform == "cpu" else in_time(rerun, segment.backward)
+        order = [*rerun, *backward] if rates.platform == "cpu" else in_time(rerun, backward)
         read = _read(order)
         in_codes = [code.variable for code in coded]
         here = [var for var in (*kept, *in_codes, *segment.crossing) if var in read]
         elsewhere = read - set(here) - set(segment.entering) - {out for eqn in order for out in eqn.outvars}
         entering = [*segment.entering, *here]
-        if is_loop and rates.platform != "cpu":
-            # The compiler's best schedule for all of a program is not the best for each part.
-            order = freeing_first(order, segment.results, [*segment.leaving, *elsewhere], rates.platform)
-        working = peak_bytes(order, elsewhere, entering, segment.leaving, segment.results, rates.platform)
+        peak = lambda order: peak_bytes(
+            *(order, elsewhere, entering, segment.leaving, segment.results, rates.platform, names), is_loop=is_loop
+        )
+        working = peak(order)
+        if rates.platform != "cpu":  # of several schedules the compiler takes the one of the least memory
+            stays = [*segment.leaving, *elsewhere]
+            working = min(working, peak(freeing_first(order, segment.results, stays, rates.platform)))
         if rates.platform == "cpu":
             working = max(working, _forward_bytes(segment, kept, coded, rates.platform))
         coded_nbytes = sum(code.nbytes for code in coded)
-        nbytes = crossing + sum(map(array_bytes, kept)) + coded_nbytes
+        lent = lent_to([*handed_on, *map(array_bytes, kept)], segment.places)
+        nbytes = crossing + sum(map(array_bytes, kept)) + coded_nbytes - lent
         coded_vars = tuple(code.of for code in coded)
-        return Option(tuple(kept), nbytes, time, working, coded=coded_vars, coded_nbytes=coded_nbytes)
+        return Option(tuple(kept), nbytes, time, working - lent, (), coded_vars, coded_nbytes, lent)
 
     problem = Problem(again, wanted, is_known, seconds, to_keep, names, rates)
     found = [option(subset) for subset in exact_subsets(problem)]

@@ -23,7 +23,7 @@ def _stretches(chain: Chain, choice: Choice) -> list[Stretch]:
     place = {out: (i, k, eqn) for i, eqn in enumerate(program.eqns) for k, out in enumerate(eqn.outvars)}
     place |= {var: (-1, k, None) for k, var in enumerate(program.invars)}
     inside = [(turns or None, one) for turns, one in option.parts or ((0, option),)]
-    handed_on = option.nbytes - option.kept_nbytes
+    handed_on = option.nbytes + option.lent - option.kept_nbytes
     found = []
     for turns, one in inside:
         kept = []

@@ -1,0 +1,77 @@
+"""What the model of memory counts, on GPUs, which need not be there."""
+
+import jax
+import jax.numpy as jnp
+
+from memjax._core import costs
+from memjax._plan.chain import Chain
+from memjax._plan.derivative import Derivative
+from memjax._plan.lent import lent_to, lent_to_pieces
+from memjax._plan.order import scattered_into_sums
+
+ROWS, WIDTH, LAYERS = 512, 64, 4
+[H200] = [rates for rates in costs._DEVICES if rates.kind == "H200"]
+
+
+def chain(f, *args):
+    closed = jax.make_jaxpr(f)(*args)
+    wrt = [jnp.issubdtype(aval.dtype, jnp.floating) for aval in closed.in_avals]
+    return Chain(Derivative(closed, closed.in_avals, wrt, [True], {}), H200)
+
+
+def array(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def test_other_names_for_the_same_bytes_count_once():
+    """A residual stream, and a view of it that the next layer reads."""
+
+    def loss(ws, x, *, views):
+        for w in ws:
+            rows = x.reshape(-1, WIDTH) if views else x
+            x = x + jnp.tanh(rows @ w).reshape(x.shape)
+        return jnp.sum(x**2)
+
+    ws = [array(WIDTH, WIDTH) for _ in range(LAYERS)]
+    with_views = chain(lambda ws, x: loss(ws, x, views=True), ws, array(1, ROWS, WIDTH))
+    without = chain(lambda ws, x: loss(ws, x, views=False), ws, array(ROWS, WIDTH))
+    for one, other in zip(with_views.frontier, without.frontier, strict=True):
+        assert one[0] == other[0]
+
+
+def test_what_is_scattered_into_zeros_and_added_takes_no_array_of_zeros():
+    """The derivative of a loss of one label for each row: two arrays of the size of the logits' gradient, not three."""
+
+    def twice(x, i, y):
+        return jnp.tanh(x) * 2 + jnp.zeros_like(x).at[i].add(y)
+
+    def names(eqns):
+        return [eqn.primitive.name for eqn in eqns]
+
+    closed = jax.make_jaxpr(twice)(array(8, 4), array(2, dtype=jnp.int32), array(2, 4))
+    before, after = closed.jaxpr.eqns, scattered_into_sums(closed.jaxpr.eqns)
+    assert names(after) == [name for name in names(before)[:-1] if name != "scatter-add"] + ["scatter-add"]
+    assert after[-1].outvars == before[-1].outvars
+    assert after[-1].invars[0] is before[-1].invars[0]
+    elsewhere = jax.make_jaxpr(lambda x, i, y: x + x.at[i].add(y))(array(8, 4), array(2, dtype=jnp.int32), array(2, 4))
+    assert scattered_into_sums(elsewhere.jaxpr.eqns) == elsewhere.jaxpr.eqns
+
+
+def test_arrays_lie_in_results_of_earlier_pieces_one_in_each_the_closest_in_size():
+    made = [[16, 4], [8], [], [100]]
+    assert lent_to_pieces(made, [[4], [4, 16], [8, 8], []], [[], [], [4], []]) == [[], [16, 4], [8], []]
+    assert lent_to([16, 3, 4, 50], [4, 16]) == 20
+
+
+def test_gradients_lend_their_memory_to_what_is_kept():
+    """With rows as many as columns, each layer's input fits into the gradient of a layer before it."""
+
+    def loss(ws, x):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x**2)
+
+    def least(rows):
+        return chain(loss, [array(WIDTH, WIDTH) for _ in range(16)], array(rows, WIDTH)).frontier[0][0]
+
+    assert least(WIDTH + 1) > 2 * least(WIDTH)
