@@ -13,9 +13,8 @@ from jaxtyping import Array, Float, UInt32
 from memjax.compress._codecs.bits import u32
 
 _MIDDLE = 127.5 / 256  # the mean of bytes / 256
-SHIFT = 1 + _MIDDLE
-"""What `rounded` subtracts, too: where it is added to something computed once for many values, that costs nothing."""
-_ROUNDING = 1.5 * 2.0**23  # floats around it are integers
+OFFSET = 1.5 * 2.0**15 + 255 / 256
+"""What is added to a value from 0 to 255, before `level`: floats around it are multiples of 1/256, whose digits count these."""
 
 
 def places(shape: tuple[int, ...]) -> UInt32[Array, "..."]:
@@ -27,13 +26,12 @@ def places(shape: tuple[int, ...]) -> UInt32[Array, "..."]:
     return jnp.broadcast_to(lax.iota(jnp.uint32, math.prod(shape[axis:])).reshape(shape[axis:]), shape)
 
 
-def rounded(x: Float[Array, "..."], place: UInt32[Array, "..."], highest: int) -> UInt32[Array, "..."]:
-    """Levels from 0 to `highest`, less than 1 from `x` - `SHIFT` and on average that. `plus` undoes what was subtracted.
+def level(x: Float[Array, "..."], place: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
+    """Levels less than 1 from `x` - `OFFSET`, and on average that. `plus` undoes what was subtracted.
 
-    Levels are the lowest 22 bits; others are not zero.
+    Levels are the lowest 8 bits; those from the 14th on are not zero.
     """
-    part = lax.bitcast_convert_type((_byte(place) << u32(15)) | u32(0x3F800000), jnp.float32)  # 1 + a byte / 256
-    return lax.bitcast_convert_type(jnp.clip(x - part, 0, highest) + _ROUNDING, jnp.uint32)
+    return (lax.bitcast_convert_type(x, jnp.uint32) - _byte(place)) >> u32(8)
 
 
 def plus(level: UInt32[Array, "..."], place: UInt32[Array, "..."]) -> Float[Array, "..."]:

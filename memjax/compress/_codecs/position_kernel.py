@@ -68,10 +68,10 @@ def encode(
         spoilt = sum(jnp.sum(piece * 0, 1) for piece in pieces)
         low, distance, factor = levels(least + spoilt, most + spoilt)
         low_ref[:], distance_ref[:] = low, distance
-        found, shifted = [], low.astype(jnp.float32) - dither.SHIFT * distance.astype(jnp.float32)
+        found, lowest = [], low.astype(jnp.float32)[:, None]
         for i, piece in enumerate(pieces):
-            scaled = (piece - shifted[:, None]) * factor[:, None]
-            found.append(dither.rounded(scaled, place + u32(i * part), 2**bits - 1))
+            scaled = (piece - lowest) * factor[:, None] + dither.OFFSET
+            found.append(dither.level(scaled, place + u32(i * part)))
         for plane_ref, plane in zip(planes, pack_pieces(found, bits), strict=True):
             for i, piece in enumerate(plane):
                 plane_ref[:, i, :] = piece.astype(jnp.uint8)

@@ -177,9 +177,8 @@ class PositionQuantized(FixedRate):
         """Planes, lowest levels and distances of values that were centred and scaled."""
         highest = 2**self.bits - 1
         low, distance, factor = _levels(*ends(y.reshape(view.grouped), (len(view.positions) + 1,)), highest)
-        shifted = low.astype(jnp.float32) - dither.SHIFT * distance.astype(jnp.float32)
-        scaled = (y - _of_each(shifted, view)) * _of_each(factor, view)
-        level = dither.rounded(scaled, dither.places(view.padded), highest).reshape(view.grouped)
+        scaled = (y - _of_each(low, view)) * _of_each(factor, view) + dither.OFFSET
+        level = dither.level(scaled, dither.places(view.padded)).reshape(view.grouped)
         return pack_levels(level, self.bits), low, distance
 
     def _decode(self, code: PositionQuantizedCode) -> Float[Array, "..."]:
