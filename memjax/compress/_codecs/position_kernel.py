@@ -6,8 +6,9 @@ has some positions of one group in its registers from the first to the last step
 and still there in 0.12.
 """
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +55,7 @@ def encode(
     positions, groups, width = x.shape
     count = 8 // min(PLANES[bits])
     part = width // count
+    multiply_add = _in_two_steps if interpret else _in_one_step
 
     def kernel(x_ref: Any, centre_ref: Any, inverse_ref: Any, *out: Any) -> None:
         *planes, low_ref, distance_ref = out
@@ -61,16 +63,18 @@ def encode(
         column = u32(pl.program_id(1) * width) + lax.broadcasted_iota(jnp.uint32, (_ROWS, part), 1)
         place = row * u32(groups * width) + column
         pieces = [
-            x_ref[:, i, :].astype(jnp.float32) * inverse_ref[i, :][None] - centre_ref[i, :][None] for i in range(count)
+            multiply_add(x_ref[:, i, :].astype(jnp.float32), inverse_ref[i, :][None], -centre_ref[i, :][None])
+            for i in range(count)
         ]
         least, most = (_over(pieces, two, one) for two, one in ((jnp.minimum, jnp.min), (jnp.maximum, jnp.max)))
         # A maximum may lose a NaN; a sum does not, and 0 x infinity is one.
-        spoilt = sum(jnp.sum(piece * 0, 1) for piece in pieces)
+        nothing = jnp.zeros((_ROWS, part), jnp.float32)
+        spoilt = jnp.sum(functools.reduce(lambda total, piece: multiply_add(piece, nothing, total), pieces, nothing), 1)
         low, distance, factor = levels(least + spoilt, most + spoilt)
         low_ref[:], distance_ref[:] = low, distance
         found, lowest = [], low.astype(jnp.float32)[:, None]
         for i, piece in enumerate(pieces):
-            scaled = (piece - lowest) * factor[:, None] + dither.OFFSET
+            scaled = multiply_add(piece - lowest, factor[:, None], jnp.float32(dither.OFFSET))
             found.append(dither.level(scaled, place + u32(i * part)))
         for plane_ref, plane in zip(planes, pack_pieces(found, bits), strict=True):
             for i, piece in enumerate(plane):
@@ -103,6 +107,21 @@ def _over(pieces: Sequence[Array], two: Any, one: Any) -> Array:
     for piece in pieces[1:]:
         total = two(total, piece)
     return one(total, 1)
+
+
+def _in_two_steps(x: Array, y: Array, z: Array) -> Array:
+    return x * y + z
+
+
+def _in_one_step(x: Array, y: Array, z: Array) -> Array:
+    """`x * y + z`, rounded once: Triton is told not to contract operations."""
+    from jax.experimental.pallas import triton
+
+    args = jnp.broadcast_arrays(x, y, z)
+    like = jax.ShapeDtypeStruct(args[0].shape, jnp.float32)
+    text = "fma.rn.f32 $0, $1, $2, $3;"
+    [out] = triton.elementwise_inline_asm(text, args=args, constraints="=f,f,f,f", pack=1, result_shape_dtypes=[like])
+    return cast(Array, out)
 
 
 def _params() -> Any:
