@@ -8,7 +8,7 @@ and still there in 0.12.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from memjax.compress._codecs.bits import u32
 from memjax.compress._codecs.planes import PLANES, pack_pieces
 
 _ROWS = 32  # positions of a program
+_FEWEST_PIECES = 4  # of a group: shorter ones are packed in fewer instructions
 _FEWEST = 2**16  # values of an array for which the kernel pays
 
 
@@ -53,7 +54,7 @@ def encode(
       levels: gives the lowest level and the distance of a range.
     """
     positions, groups, width = x.shape
-    count = 8 // min(PLANES[bits])
+    count = max(8 // min(PLANES[bits]), _FEWEST_PIECES)
     part = width // count
     multiply_add = _in_two_steps if interpret else _in_one_step
 
@@ -121,7 +122,7 @@ def _in_one_step(x: Array, y: Array, z: Array) -> Array:
     like = jax.ShapeDtypeStruct(args[0].shape, jnp.float32)
     text = "fma.rn.f32 $0, $1, $2, $3;"
     [out] = triton.elementwise_inline_asm(text, args=args, constraints="=f,f,f,f", pack=1, result_shape_dtypes=[like])
-    return cast(Array, out)
+    return out
 
 
 def _params() -> Any:
