@@ -160,4 +160,7 @@ def _check_allow(allow: Any) -> None:
     if isinstance(allow, str) or not isinstance(allow, Sequence):
         raise check.fail(TypeError, "allow", "a sequence of names", allow, 'such as ("recompute",)')
     for name in allow:
+        if name == "offload":
+            fix = "plans move nothing to the host; memjax.remat.checkpoint does, with memjax.remat.policies.offload"
+            raise check.fail(ValueError, "allow", f"some of {_ALLOWED}", name, fix)
         check.choice("allow", name, _ALLOWED)
