@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +15,9 @@ from memjax.compress._codecs.planes import PLANES
 from memjax.compress._codecs.step_errors import StepErrors
 
 _ROUNDS = 4  # of choosing and looking at what was chosen
+_MOST_KNOWN = 5  # choices, each of which is a training step to compile
+_WORTH = 0.9  # of the bytes: only then is another training step compiled
+_FRONT = 4096  # choices for the first parts that are looked at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,16 +42,21 @@ def choose_bits(
     *,
     sizes: Sequence[float] | None = None,
     seed: int = 0,
+    reference: Any = None,
+    known: Sequence[tuple[int, ...]] = (),
 ) -> ChosenBits:
     """The bits of each part, 8, 6, 4 or 3, with which the fewest bytes are kept and gradients are off by at most `sigma`.
 
-    An error is that of a gradient's array over its norm; `sigma` is the root mean square over all arrays. Errors of parts are
-    independent, so their squares add up, and they are in proportion to steps. So one gradient for each part, with random errors
+    An error is that of a gradient's array over the norm of that array, or of the array of `reference` in its place; `sigma` is
+    the root mean square over all arrays. Errors of parts are independent, so their squares add up, and they are in proportion
+    to steps. So one gradient for each part, with random errors
     of 8 bits in it alone, tells what all choices do. What was chosen is then tried with the errors of its own bits, and the
     choice is made stricter if they are larger than predicted.
 
     Bits are part of a compiled program. Choosing again after, say, 1,000 steps compiles a training step again only where the bits
-    have changed. Here two programs are compiled, or up to five if the choice has to be made stricter.
+    have changed. Give what was chosen before as `known`: then other bits are chosen only where these are too coarse or keep
+    10% more bytes, and with five of them, only 8 bits for all parts. So a training compiles six steps at most. Here two
+    programs are compiled, or a few more if the choice has to be made stricter or known ones are tried.
 
     Args:
       gradient: a pytree of gradients, given a codec for each part: of `compressed(part, codec)`, say, for each layer.
@@ -57,9 +64,13 @@ def choose_bits(
       sigma: a positive number, such as 0.01.
       sizes: of what each part keeps, relative to each other. Default: all the same.
       seed: of the random errors.
+      reference: what errors are compared with, a pytree like the gradients: AdamW's first moment, say,
+        `optax.tree.get(state, "mu")`, which changes less from batch to batch than they do (Jin et al. 2020, equation 8).
+      known: bits whose training steps are compiled.
 
     Raises:
-      ValueError: `parts` is less than 1, `sigma` or a size is not positive, or there are not as many sizes as parts.
+      ValueError: `parts` is less than 1, `sigma` or a size is not positive, there are not as many sizes as parts, `known`
+        has bits of another number of parts, or the arrays of `reference` have other shapes than the gradients.
     """
     check.function("gradient", gradient, "gradient(codecs)", arguments=1)
     parts = check.integer("parts", parts, least=1)
@@ -68,59 +79,91 @@ def choose_bits(
     if len(sizes) != parts or not all(size > 0 for size in sizes):
         raise check.fail(ValueError, "sizes", f"{parts} positive numbers, one for each part", sizes)
 
+    known = [tuple(bits) for bits in known]
+    rungs = _rungs()
+    if any(len(bits) != parts or not set(bits) <= set(rungs) for bits in known):
+        raise check.fail(ValueError, "known", f"tuples of {parts} of the numbers {rungs}", known)
+
     @jax.jit
     def gradients_at_8_bits(scales: jax.Array) -> list[jax.Array]:
         return _leaves(gradient([StepErrors(8, seed, scales[i]) for i in range(parts)]))
 
     exact = gradients_at_8_bits(jnp.zeros(parts))
-    alone = [_error(gradients_at_8_bits(jnp.zeros(parts).at[i].set(1)), exact) for i in range(parts)]
-    stricter = 1.0
-    for _ in range(_ROUNDS):
-        bits = fewest_bits([error**2 for error in alone], sizes, (sigma / stricter) ** 2)
-        chosen = jax.jit(lambda bits=bits: _leaves(gradient([StepErrors(b, seed) for b in bits])))
-        predicted = _error(chosen(), exact)
-        if predicted <= sigma or set(bits) == {8}:
-            break
-        stricter *= 1.05 * predicted / sigma
-    return ChosenBits(bits, predicted, tuple(alone))
+    compared = exact if reference is None else _leaves(reference)
+    if [leaf.shape for leaf in compared] != [leaf.shape for leaf in exact]:
+        wanted = [leaf.shape for leaf in exact]
+        raise check.fail(ValueError, "reference", f"arrays of the shapes {wanted}", [leaf.shape for leaf in compared])
+    error = lambda gradients: _error(gradients, exact, compared)
+    alone = [error(gradients_at_8_bits(jnp.zeros(parts).at[i].set(1))) for i in range(parts)]
+
+    def predicted(bits: tuple[int, ...]) -> float:
+        return error(jax.jit(lambda: _leaves(gradient([StepErrors(b, seed) for b in bits])))())
+
+    def chosen(most: float) -> ChosenBits:
+        stricter = 1.0
+        for _ in range(_ROUNDS):
+            bits = fewest_bits([e**2 for e in alone], sizes, (most / stricter) ** 2)
+            found = predicted(bits)
+            if found <= most or set(bits) == {8}:
+                break
+            stricter *= 1.05 * found / most
+        return ChosenBits(bits, found, tuple(alone))
+
+    cost = lambda bits: sum(size * b for size, b in zip(sizes, bits, strict=True))
+    finest = (max(rungs),) * parts
+    new = chosen(sigma) if len(known) < _MOST_KNOWN else ChosenBits(finest, predicted(finest), tuple(alone))
+    for bits in sorted(set(known), key=cost):
+        is_near = _WORTH * cost(bits) <= cost(new.bits)
+        if is_near and (found := predicted(bits)) <= max(sigma, new.sigma):
+            return ChosenBits(bits, found, tuple(alone))
+    return new
 
 
 def fewest_bits(squares: Sequence[float], sizes: Sequence[float], most: float) -> tuple[int, ...]:
-    """The bits for each part with which `sizes` times bits is least, and the sum of squares at most `most`.
+    """The bits for each part with which `sizes` times bits is least, and the sum of squares at most `most`; 8 if none are.
 
-    From 8 bits for all, again and again what saves most for its error: optimal but for the last step.
+    Of choices for the first parts only those matter that no other beats in both bits and error. If they are at most 4,096, as
+    where sizes are equal, the result is the best of all choices. Of more, those are looked at that have the least error in
+    each of so many equal ranges of bits.
 
     Args:
       squares: the square of each part's error at 8 bits.
       sizes: the number of values of each part.
       most: what the sum of squares may be.
     """
-    rungs = sorted(PLANES.keys() - {5}, reverse=True)  # bits=4 gives 5 where these matter
-    level = [0] * len(squares)
-    square = lambda i, at: squares[i] * ((2**8 - 1) / (2 ** rungs[at] - 1)) ** 2
-    total = sum(square(i, 0) for i in range(len(squares)))
-    while True:
-        steps = []
-        for i, at in enumerate(level):
-            # To any lower rung at once: a rung that pays little may stand before one that pays.
-            for to in range(at + 1, len(rungs)):
-                added = square(i, to) - square(i, at)
-                if total + added <= most:
-                    saved = sizes[i] * (rungs[at] - rungs[to])
-                    steps.append((saved / added if added > 0 else math.inf, saved, i, to))
-        if not steps:
-            return tuple(rungs[at] for at in level)
-        _, _, i, to = max(steps)
-        total += square(i, to) - square(i, level[i])
-        level[i] = to
+    rungs = _rungs()
+    front: list[tuple[float, float, tuple[int, ...]]] = [(0.0, 0.0, ())]
+    needed = [sum(squares[i:]) for i in range(1, len(squares) + 1)]  # by the parts that follow, with 8 bits
+    for square, size, of_others in zip(squares, sizes, needed, strict=True):
+        every = [
+            (cost + size * bits, total + square * ((2**8 - 1) / (2**bits - 1)) ** 2, (*before, bits))
+            for cost, total, before in front
+            for bits in rungs
+        ]
+        front = []
+        for choice in sorted(every):
+            allowed = choice[1] + of_others <= most
+            if allowed and (not front or choice[1] < front[-1][1]):
+                front.append(choice)
+        if len(front) > _FRONT:
+            width = (front[-1][0] - front[0][0]) / _FRONT
+            of_range = {
+                int((choice[0] - front[0][0]) / width): choice for choice in front
+            }  # the last has the least error
+            front = list(of_range.values())
+    return front[0][2] if front else (max(rungs),) * len(squares)
+
+
+def _rungs() -> list[int]:
+    return sorted(PLANES.keys() - {5}, reverse=True)  # bits=4 gives 5 where these matter
 
 
 def _leaves(gradients: Any) -> list[jax.Array]:
     return [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(gradients) if jnp.issubdtype(leaf.dtype, jnp.floating)]
 
 
-def _error(gradients: list[jax.Array], exact: list[jax.Array]) -> float:
-    """The root mean square of relative errors; arrays without a gradient are left out."""
-    pairs = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in zip(gradients, exact, strict=True)]
-    shares = [np.sum((a - b) ** 2) / np.sum(b**2) for a, b in pairs if b.any()]
+def _error(gradients: list[jax.Array], exact: list[jax.Array], compared: list[jax.Array]) -> float:
+    """The root mean square of errors relative to `compared`; arrays that are zero there are left out."""
+    wide = ([np.asarray(leaf, np.float64) for leaf in leaves] for leaves in (gradients, exact, compared))
+    shares = [np.sum((a - b) ** 2) / np.sum(c**2) for a, b, c in zip(*wide, strict=True) if c.any()]
     return float(np.sqrt(np.mean(shares))) if shares else 0.0
