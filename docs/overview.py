@@ -11,7 +11,7 @@ import matplotlib
 matplotlib.use("agg")
 from matplotlib import pyplot as plt
 
-from benchmarks.overview_tables import savings, size
+from benchmarks.tables.overview import savings, size
 from memjax import remat
 
 LAYERS, SLOTS, CODE = 24, 7, 0.3

@@ -23,9 +23,9 @@ from jax.extend.core import Literal, jaxpr_as_fun
 
 from memjax._core.arrays import is_float
 from memjax._core.compat import bodies, name_stack, primitive_name, scan_counts, without_dead_code
-from memjax._core.jaxpr import nbytes
 from memjax._core.lists import drop, merge, pick
-from memjax._core.primitives import ALIASES, CALLS, SOURCES
+from memjax._core.program.jaxpr import nbytes
+from memjax._core.program.primitives import ALIASES, CALLS, SOURCES
 from memjax._core.reasons import reason_of
 
 _TRANSFORM = re.compile(r"\b(jvp|transpose)\(")

@@ -6,8 +6,8 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo as fused
 
 from memjax._attention.causal import causal_attention
-from memjax._core import costs
-from memjax._core.primitives import expensive
+from memjax._core.program import costs
+from memjax._core.program.primitives import expensive
 
 H200 = next(rates for rates in costs._DEVICES if rates.kind == "H200")
 

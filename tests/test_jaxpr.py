@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from memjax._core.compat import scope
-from memjax._core.jaxpr import (
+from memjax._core.program.jaxpr import (
     Program,
     Walk,
     bind,

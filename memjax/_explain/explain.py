@@ -11,10 +11,10 @@ from jax.extend.core import jaxpr_as_fun
 from memjax._core import check
 from memjax._core.clear_errors import option_errors
 from memjax._core.compat import primitive_name
-from memjax._core.costs import device
 from memjax._core.hlo import parse
+from memjax._core.program.costs import device
+from memjax._core.program.scopes import Paths
 from memjax._core.reasons import asked_for_reasons
-from memjax._core.scopes import Paths
 from memjax._explain.compiled.peak import peak_of
 from memjax._explain.explanation import Explanation
 from memjax._explain.kept import kept_arrays

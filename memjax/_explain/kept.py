@@ -10,7 +10,7 @@ from typing import Any
 from jax.extend.core import Literal, jaxprs_in_params
 
 from memjax._core.compat import parameters, primitive_name, scan_counts
-from memjax._core.primitives import ALIASES
+from memjax._core.program.primitives import ALIASES
 from memjax._residuals import Equation, Held, Value, iteration
 
 _ALIASES = ALIASES | {"transpose"}

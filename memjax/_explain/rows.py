@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from memjax._core.compat import primitive_name
-from memjax._core.scopes import Paths, line_of
+from memjax._core.program.scopes import Paths, line_of
 from memjax._explain.kept import Kept
 
 _NUMBER = re.compile(r"(.*?)(?:_?(\d+)|\[(\d+)\])$")

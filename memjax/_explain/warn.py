@@ -12,9 +12,9 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from memjax._core.check import readable_bytes
 from memjax._core.compat import name_stack, parameters, primitive_name
-from memjax._core.jaxpr import nbytes
-from memjax._core.primitives import CHECKPOINTS, NAMES
-from memjax._core.scopes import Paths
+from memjax._core.program.jaxpr import nbytes
+from memjax._core.program.primitives import CHECKPOINTS, NAMES
+from memjax._core.program.scopes import Paths
 from memjax._explain.kept import Kept
 from memjax._explain.remedy.logits import Logits
 from memjax._explain.rows import Group

@@ -21,7 +21,7 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from memjax._core.arrays import vary, varying_axes
-from memjax._core.derivatives import forward_mode_errors, forward_mode_message, jvp_of_some, only_transposed
+from memjax._core.backward.derivatives import forward_mode_errors, forward_mode_message, jvp_of_some, only_transposed
 from memjax._core.lists import pick
 from memjax._linear_cross_entropy import choice, forward_grad, recompute
 from memjax._linear_cross_entropy.options import Array, Operands, Options, Result, scaled

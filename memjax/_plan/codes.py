@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from memjax._core.backward.derivatives import without_derivative
 from memjax._core.barriers import barrier
 from memjax._core.compat import scan_counts
-from memjax._core.derivatives import without_derivative
-from memjax._core.jaxpr import Program, is_literal, variables
+from memjax._core.program.jaxpr import Program, is_literal, variables
 from memjax._plan.derivative import Derivative, LoopPair
 from memjax.compress._transform.keep.encodable import Encodable
 

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from memjax._core.compat import bodies, eval_jaxpr, primitive_name, scan_counts
-from memjax._core.jaxpr import Program, calls_in_place, is_literal, trace, variables
 from memjax._core.lists import Arrays, drop, merge, pick
-from memjax._core.primitives import CHECKPOINTS
+from memjax._core.program.jaxpr import Program, calls_in_place, is_literal, trace, variables
+from memjax._core.program.primitives import CHECKPOINTS
 
 
 class Derivative:

@@ -9,22 +9,22 @@ from typing import Any
 import jax
 from jax.custom_derivatives import SymbolicZero
 
-from memjax._core import costs
 from memjax._core.arrays import is_float, zeros
+from memjax._core.backward.derivatives import Static, forward_mode_message, perturbed, refusing_forward_mode
 from memjax._core.barriers import barrier
 from memjax._core.compat import eval_jaxpr
-from memjax._core.derivatives import Static, forward_mode_message, perturbed, refusing_forward_mode
-from memjax._core.jaxpr import axis_sizes, is_literal
 from memjax._core.lists import Arrays, drop, merge, pick
+from memjax._core.program import costs
+from memjax._core.program.jaxpr import axis_sizes, is_literal
 from memjax._plan.budget.decide import decide
 from memjax._plan.budget.digest import digest
 from memjax._plan.budget.pieces import pieces
-from memjax._plan.chain import Chain
 from memjax._plan.compiled import device_of
 from memjax._plan.flat import Traced
 from memjax._plan.free import free_bytes
 from memjax._plan.result import Plan
 from memjax._plan.run import Run
+from memjax._plan.solve.chain import Chain
 from memjax._plan.tile.choose import Program, choose
 
 _FORWARD_MODE = forward_mode_message("memjax.planned", "call the function itself there")

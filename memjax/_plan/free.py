@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from memjax._core.check import readable_bytes
-from memjax._core.costs import array_bytes
-from memjax._core.jaxpr import nbytes, variables
+from memjax._core.program.costs import array_bytes
+from memjax._core.program.jaxpr import nbytes, variables
 from memjax._plan.compiled import device_of
 from memjax._plan.derivative import Derivative
 

@@ -10,9 +10,9 @@ from jax import lax
 
 from memjax._core.arrays import zeros
 from memjax._core.compat import scan_counts
-from memjax._core.jaxpr import Program, bind, read, variables
 from memjax._core.lists import Arrays
-from memjax._core.working import needed_for
+from memjax._core.program.jaxpr import Program, bind, read, variables
+from memjax._core.program.working import needed_for
 from memjax._plan.codes import Code, encoded
 from memjax._plan.derivative import LoopPair
 

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import jax
 
 from memjax._core.barriers import barrier
-from memjax._core.costs import is_fusible
-from memjax._core.jaxpr import bind, read, variables
 from memjax._core.lists import Arrays
-from memjax._core.working import needed_for
+from memjax._core.program.costs import is_fusible
+from memjax._core.program.jaxpr import bind, read, variables
+from memjax._core.program.working import needed_for
 from memjax._plan.codes import Code, encoded
 from memjax._plan.derivative import Derivative, LoopPair
 from memjax._plan.loop import Loop, evaluate_in

@@ -46,7 +46,7 @@ from memjax.compress._training.layers import LADDER, Layers, Statistics, layers
 from memjax.compress._training.transactional import Transactional, transactional
 from memjax.compress._transform.compressed import compressed
 from memjax.compress._transform.inject_error import UniformError, inject_error
-from memjax.compress._transform.overflow import CapacityWarning
+from memjax.compress._transform.passes.overflow import CapacityWarning
 
 __all__ = [
     "DEFAULT",

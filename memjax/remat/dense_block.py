@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from memjax._core import check
 from memjax._core.arrays import accumulator
-from memjax._core.derivatives import refusing_forward_mode
+from memjax._core.backward.derivatives import refusing_forward_mode
 from memjax.remat._dense import triton
 from memjax.remat._dense.plain import plain
 from memjax.remat._dense.shared import shared

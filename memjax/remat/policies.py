@@ -125,7 +125,7 @@ def offload(*names: str) -> NamePolicy:
     XLA:GPU as of JAX 0.11.0 read what a scan's layers had offloaded in the wrong order in the backward pass, without a
     word (XLA 46231). With JAX 0.11.2 on an H200, gradients are those without offload in `lax.scan`, forwards and reversed,
     and in unrolled layers; in scans of scans and with `unroll=2` XLA stops with an internal error while compiling, and no
-    wrong gradient was seen. `tests/remat/test_offload_gpu.py` compares them: run it before trusting another version.
+    wrong gradient was seen. `tests/remat/scan/test_offload_gpu.py` compares them: run it before trusting another version.
 
     Raises:
       TypeError: a name is not a string.

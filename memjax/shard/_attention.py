@@ -16,7 +16,7 @@ from memjax._attention import choice
 from memjax._attention.block import Options, Tokens
 from memjax._core import check as _check
 from memjax._core.arrays import accumulator, vary, varying_axes
-from memjax._core.derivatives import forward_mode_message, refusing_forward_mode
+from memjax._core.backward.derivatives import forward_mode_message, refusing_forward_mode
 from memjax.shard import _attention_check as check
 from memjax.shard import ring
 from memjax.shard._layout import positions

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 
 from memjax._core import check
 from memjax._core.arrays import accumulator, vary, varying_axes
-from memjax._core.derivatives import forward_mode_message, refusing_forward_mode
+from memjax._core.backward.derivatives import forward_mode_message, refusing_forward_mode
 from memjax._linear_cross_entropy.api import prepared, share
 
 Array = jax.Array

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from memjax._core import check
 from memjax._core.arrays import accumulator, vary, varying_axes
-from memjax._core.derivatives import forward_mode_message, refusing_forward_mode
+from memjax._core.backward.derivatives import forward_mode_message, refusing_forward_mode
 from memjax.shard import ring
 from memjax.shard._elementwise import check_elementwise
 

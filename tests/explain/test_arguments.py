@@ -9,7 +9,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import memjax
-from memjax._core.scopes import scopes
+from memjax._core.program.scopes import scopes
 
 X = jax.ShapeDtypeStruct((64, 32), jnp.float32)
 

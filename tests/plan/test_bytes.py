@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 
-from memjax._core import costs
-from memjax._plan.chain import Chain
+from memjax._core.program import costs
 from memjax._plan.derivative import Derivative
 from memjax._plan.lent import lent_to, lent_to_pieces
-from memjax._plan.order import scattered_into_sums
+from memjax._plan.solve.chain import Chain
+from memjax._plan.solve.order import scattered_into_sums
 
 ROWS, WIDTH, LAYERS = 512, 64, 4
 [H200] = [rates for rates in costs._DEVICES if rates.kind == "H200"]

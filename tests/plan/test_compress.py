@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import memjax
-from memjax._core import costs
+from memjax._core.program import costs
 from memjax._plan.budget.known import _known, forget
-from memjax._plan.chain import Chain
 from memjax._plan.derivative import Derivative
 from memjax._plan.flat import Flat
+from memjax._plan.solve.chain import Chain
 from tests.compress import transformer_layers as transformer
 from tests.plan import networks
 

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from memjax._core.working import peak_bytes
-from memjax._plan.order import freeing_first, in_time
+from memjax._core.program.working import peak_bytes
+from memjax._plan.solve.order import freeing_first, in_time
 
 
 def program(f, *shapes):

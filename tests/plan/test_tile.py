@@ -12,8 +12,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import memjax
-from memjax._core.costs import flops
-from memjax._core.jaxpr import calls_in_place
+from memjax._core.program.costs import flops
+from memjax._core.program.jaxpr import calls_in_place
 from memjax._plan.tile.one_hot import scattered
 from memjax._plan.tile.views import with_early_views
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
 
-from memjax._core.jaxpr import variables
-from memjax._core.primitives import expensive
+from memjax._core.program.jaxpr import variables
+from memjax._core.program.primitives import expensive
 
 INFINITE = 1 << 62
 

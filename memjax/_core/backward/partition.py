@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from memjax._core.jaxpr import bind, read, variables
+from memjax._core.program.jaxpr import bind, read, variables
 
 
 class Part:

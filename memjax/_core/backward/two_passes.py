@@ -10,8 +10,8 @@ import jax
 from memjax._core.backward.min_cut import smallest_kept
 from memjax._core.backward.partition import Part
 from memjax._core.compat import varying
-from memjax._core.jaxpr import is_literal, nbytes
 from memjax._core.lists import Arrays, drop, merge, pick
+from memjax._core.program.jaxpr import is_literal, nbytes
 
 
 class Backward:

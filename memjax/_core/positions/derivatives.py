@@ -8,10 +8,10 @@ import jax
 
 from memjax._core.arrays import is_float
 from memjax._core.compat import source_line
-from memjax._core.jaxpr import axis_sizes, bind, trace
 from memjax._core.lists import drop, merge, pick
 from memjax._core.positions.bodies import call
 from memjax._core.positions.walk import UNKNOWN, Mixed, Positions, Shared, State, Walk, shared
+from memjax._core.program.jaxpr import axis_sizes, bind, trace
 
 
 def custom_call(walk: Walk, eqn: Any, states: list[State]) -> list[State]:

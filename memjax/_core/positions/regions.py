@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from memjax._core.compat import primitive_name
-from memjax._core.costs import array_bytes
-from memjax._core.jaxpr import Program, consumers, is_literal, producers, variables
 from memjax._core.positions.rules import apply_rule
 from memjax._core.positions.walk import Mixed, Positions, Shared, State, Summed, Walk, shape_of, shared
-from memjax._core.primitives import (
+from memjax._core.program.costs import array_bytes
+from memjax._core.program.jaxpr import Program, consumers, is_literal, producers, variables
+from memjax._core.program.primitives import (
     CHECKPOINTS,
     COLLECTIVES,
     LOOPS,

@@ -8,7 +8,7 @@ from typing import Any
 from memjax._core.compat import primitive_name
 from memjax._core.positions import bodies, derivatives, dimensions, indexing, layout, products, shared_values, sums
 from memjax._core.positions.walk import UNKNOWN, Rule, Seen, Shared, State, Summed, Walk, one_place, reason
-from memjax._core.primitives import (
+from memjax._core.program.primitives import (
     ALIASES,
     CALLS_OF_ONE_BODY,
     CUSTOM_CALLS,

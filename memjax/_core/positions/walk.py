@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from memjax._core.compat import primitive_name, source_line
-from memjax._core.jaxpr import is_literal
+from memjax._core.program.jaxpr import is_literal
 
 UNKNOWN = "is not known to keep positions apart"
 COMBINES = "combines every position with every other"

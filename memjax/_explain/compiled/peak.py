@@ -10,7 +10,7 @@ import numpy as np
 
 from memjax._core.compat import user_frames
 from memjax._core.hlo import Instruction, Module
-from memjax._core.scopes import Paths, scopes
+from memjax._core.program.scopes import Paths, scopes
 from memjax._explain.compiled.live import Buffer, Live, Made, live, roots
 from memjax._explain.parts import Peak, PeakRow, Timeline
 from memjax._explain.rows import collapsed, template

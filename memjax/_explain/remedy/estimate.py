@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from memjax._core.costs import Device, flops
-from memjax._core.jaxpr import is_literal, nbytes
-from memjax._core.primitives import ALIASES
+from memjax._core.program.costs import Device, flops
+from memjax._core.program.jaxpr import is_literal, nbytes
+from memjax._core.program.primitives import ALIASES
 
 
 def seconds(eqns: Iterable[Any], of: Device) -> float:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from memjax._core.compat import primitive_name
-from memjax._core.primitives import ELEMENTWISE, SOURCES
+from memjax._core.program.primitives import ELEMENTWISE, SOURCES
 from memjax._explain.kept import Kept, Pass
 from memjax._explain.parts import Remedy
 from memjax._explain.rows import Group

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import jax.numpy as jnp
 
 from memjax._core.compat import call_site, primitive_name
-from memjax._core.costs import Device, flops
-from memjax._core.primitives import PRODUCTS
-from memjax._core.scopes import Paths, runs_in_loop
+from memjax._core.program.costs import Device, flops
+from memjax._core.program.primitives import PRODUCTS
+from memjax._core.program.scopes import Paths, runs_in_loop
 from memjax._explain.kept import Pass
 from memjax._explain.parts import Remedy
 from memjax._explain.remedy.estimate import seconds

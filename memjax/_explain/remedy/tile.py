@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from memjax._core.compat import primitive_name
-from memjax._core.primitives import ALIASES, ELEMENTWISE, RANDOM, REDUCTIONS, SOURCES
+from memjax._core.program.primitives import ALIASES, ELEMENTWISE, RANDOM, REDUCTIONS, SOURCES
 from memjax._residuals import Equation, Value
 
 _LEAST_DIMS = 3  # batch, positions, features

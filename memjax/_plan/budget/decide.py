@@ -9,9 +9,9 @@ from memjax._plan.budget.known import Known, known
 from memjax._plan.budget.search import search, told_apart
 from memjax._plan.budget.stretches import stretches
 from memjax._plan.budget.too_little import too_little
-from memjax._plan.chain import Choice
 from memjax._plan.derivative import Derivative
 from memjax._plan.result import Plan, Point, Try
+from memjax._plan.solve.chain import Choice
 
 _MOST_POINTS = 100
 _UNSURE = 1.1  # by as much more or less the compiled bytes of one plan may be off than those of another

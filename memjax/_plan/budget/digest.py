@@ -6,7 +6,7 @@ import hashlib
 import re
 from typing import Any
 
-from memjax._core.jaxpr import is_literal
+from memjax._core.program.jaxpr import is_literal
 from memjax._plan.derivative import Derivative
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")

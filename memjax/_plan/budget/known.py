@@ -7,14 +7,14 @@ from typing import Any
 
 import jax
 
-from memjax._core import costs
+from memjax._core.program import costs
 from memjax._plan.budget.digest import digest
 from memjax._plan.budget.pieces import pieces
-from memjax._plan.chain import Chain
 from memjax._plan.compiled import device_of, platform_of, step_bytes
 from memjax._plan.derivative import Derivative
 from memjax._plan.result import Stretch
 from memjax._plan.run import Run
+from memjax._plan.solve.chain import Chain
 
 _MOST_PROGRAMS = 16
 

@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from memjax._plan.chain import Chain
 from memjax._plan.codes import Code
 from memjax._plan.derivative import LoopPair
 from memjax._plan.result import Stretch
 from memjax._plan.run import Piece
+from memjax._plan.solve.chain import Chain
 
 
 def pieces(chain: Chain, stretches: Sequence[Stretch]) -> list[Piece]:

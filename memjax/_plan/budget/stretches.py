@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from memjax._core.compat import source_line
-from memjax._core.costs import array_bytes
+from memjax._core.program.costs import array_bytes
 from memjax._plan.budget.pieces import codes_in
-from memjax._plan.chain import Chain, Choice
 from memjax._plan.codes import BITS
 from memjax._plan.result import Kept, Stretch
+from memjax._plan.solve.chain import Chain, Choice
 
 
 def stretches(chain: Chain, choices: Sequence[Choice]) -> tuple[Stretch, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memjax._core.check import readable_bytes
 from memjax._core.compat import source_line
-from memjax._plan.chain import Chain
+from memjax._plan.solve.chain import Chain
 
 
 def too_little(chain: Chain, budget: int, least: int) -> str:

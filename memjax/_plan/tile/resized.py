@@ -14,12 +14,12 @@ import numpy as np
 from jax import lax
 
 from memjax._core.compat import primitive_name
-from memjax._core.jaxpr import Program, bind, inside, is_literal, producers
 from memjax._core.lists import Arrays
 from memjax._core.positions.indexing import scatter_places
 from memjax._core.positions.regions import program_states
 from memjax._core.positions.walk import Mixed, Positions, Shared, State, Summed, shape_of, shared
-from memjax._core.primitives import ELEMENTWISE, SCATTERS
+from memjax._core.program.jaxpr import Program, bind, inside, is_literal, producers
+from memjax._core.program.primitives import ELEMENTWISE, SCATTERS
 from memjax._plan.derivative import without_dead_equations
 from memjax._plan.tile.one_hot import column_of, scattered
 from memjax._plan.tile.sums import with_wide_sums

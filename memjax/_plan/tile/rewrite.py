@@ -10,12 +10,12 @@ from jax.extend import core
 from memjax._core.arrays import is_float
 from memjax._core.check import readable_bytes
 from memjax._core.compat import source_line
-from memjax._core.costs import array_bytes
-from memjax._core.jaxpr import bind, calls_in_place, is_literal, read, trace, variables
 from memjax._core.lists import Arrays
 from memjax._core.positions.regions import Region, regions
 from memjax._core.positions.walk import Mixed
-from memjax._core.working import producers_of
+from memjax._core.program.costs import array_bytes
+from memjax._core.program.jaxpr import bind, calls_in_place, is_literal, read, trace, variables
+from memjax._core.program.working import producers_of
 from memjax._plan.derivative import without_checkpoints, without_dead_equations
 from memjax._plan.result import Tiled
 from memjax._plan.tile.region import TiledRegion

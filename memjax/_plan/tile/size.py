@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from memjax._core.arrays import is_float
-from memjax._core.costs import array_bytes
 from memjax._core.positions.regions import Region
 from memjax._core.positions.walk import shape_of
+from memjax._core.program.costs import array_bytes
 
 # Rows of a product in a tile. Each tile reads and writes the float32 sums of the gradients of what is shared: below these the
 # traffic takes longer than the products.

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from memjax._core.jaxpr import Program, is_literal, producers
+from memjax._core.program.jaxpr import Program, is_literal, producers
 
 _LINEAR = {"transpose", "reshape", "squeeze", "copy", "neg", "add_any"}
 

@@ -13,9 +13,9 @@ from typing import Any
 from jax.extend import core
 
 from memjax._core.compat import primitive_name
-from memjax._core.jaxpr import Program, is_literal, producers
 from memjax._core.positions.walk import shape_of
-from memjax._core.primitives import ELEMENTWISE, flops_of_product
+from memjax._core.program.jaxpr import Program, is_literal, producers
+from memjax._core.program.primitives import ELEMENTWISE, flops_of_product
 from memjax._plan.derivative import without_dead_equations
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, UInt32
 
 from memjax._core import check
-from memjax._core.jaxpr import nbytes
+from memjax._core.program.jaxpr import nbytes
 from memjax.compress._codecs.bits import WORD, pack, unpack
 
 

@@ -18,7 +18,7 @@ from memjax.compress._codecs.position_quantized import PositionQuantized
 from memjax.compress._codecs.step_errors import ErrorsOf, StepErrors
 from memjax.compress._error_bounded.error_bounded import ErrorBounded
 from memjax.compress._training.layers import EncodedArray, Layers, Recorder, Statistics
-from memjax.compress._transform.overflow import warn_of_overflow
+from memjax.compress._transform.passes.overflow import warn_of_overflow
 from memjax.compress._transform.statistics import Collector
 
 BITS = (3, 4, 6, 8)

@@ -15,11 +15,11 @@ from flax import nnx
 from memjax._core import check
 from memjax.compress._codecs.codec import Codec
 from memjax.compress._training.layers import Layers
-from memjax.compress._transform import linen
-from memjax.compress._transform import nnx as _nnx
-from memjax.compress._transform.activations import activations, joined, split
+from memjax.compress._transform.adapters import linen
+from memjax.compress._transform.adapters import nnx as _nnx
+from memjax.compress._transform.adapters.activations import activations, joined, split
+from memjax.compress._transform.adapters.function import call_compressed
 from memjax.compress._transform.array_codecs import array_codecs
-from memjax.compress._transform.function import call_compressed
 from memjax.compress._transform.keep.which import SMALL, Which
 
 F = TypeVar("F")

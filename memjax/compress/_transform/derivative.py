@@ -14,22 +14,22 @@ import jax
 
 from memjax._core.arrays import is_float, zeros
 from memjax._core.compat import scope
-from memjax._core.jaxpr import Program, bind, calls_in_place, is_literal, producers, read, trace, variables
 from memjax._core.lists import Arrays, drop, merge, pick
+from memjax._core.program.jaxpr import Program, bind, calls_in_place, is_literal, producers, read, trace, variables
 from memjax._core.reasons import Said, asked, with_reason
 from memjax.compress._codecs.codec import Mask
 from memjax.compress._training.layers import EncodedArray, Statistics
 from memjax.compress._transform.array_codecs import ArrayCodecs, waits
-from memjax.compress._transform.encoder import Encoder, variables_of_packing
 from memjax.compress._transform.keep.choose import choose
 from memjax.compress._transform.keep.cut.needs import Need, needs
 from memjax.compress._transform.keep.reasons import MASK, NOTHING, not_kept, why_encoded, why_whole
 from memjax.compress._transform.keep.which import Which
-from memjax.compress._transform.late_pullback import run_late
+from memjax.compress._transform.passes.encoder import Encoder, variables_of_packing
+from memjax.compress._transform.passes.late_pullback import run_late
+from memjax.compress._transform.passes.restored import Restored
 from memjax.compress._transform.pooling.max_pool import max_pool
 from memjax.compress._transform.pooling.pool_first import evaluate_pools_first
 from memjax.compress._transform.readers import Reader, only_in_gradients, readers
-from memjax.compress._transform.restored import Restored
 
 _REPLACE = {"reduce_window_max": max_pool}
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from memjax._core.arrays import is_float
-from memjax._core.jaxpr import Program, consumers, is_literal, variables
-from memjax._core.primitives import PRODUCTS, REPLICATIONS, VIEWS
+from memjax._core.program.jaxpr import Program, consumers, is_literal, variables
+from memjax._core.program.primitives import PRODUCTS, REPLICATIONS, VIEWS
 
 # After these primitives a gradient is still that gradient; collectives add it up over devices.
 _SAME = VIEWS | REPLICATIONS | {"rev", "add_any", "psum", "psum_invariant"}

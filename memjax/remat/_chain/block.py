@@ -16,10 +16,10 @@ from jax.custom_derivatives import SymbolicZero
 
 from memjax._core.arrays import is_float, zeros
 from memjax._core.backward import Backward
+from memjax._core.backward.derivatives import Static, perturbed
 from memjax._core.barriers import barrier
-from memjax._core.derivatives import Static, perturbed
-from memjax._core.jaxpr import evaluate, is_literal
 from memjax._core.lists import Arrays, drop, merge, pick
+from memjax._core.program.jaxpr import evaluate, is_literal
 
 
 class Block:

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 
 from memjax._core import check
+from memjax._core.backward.derivatives import Static, perturbed, refusing_forward_mode
 from memjax._core.clear_errors import call_errors
-from memjax._core.derivatives import Static, perturbed, refusing_forward_mode
 from memjax._core.lists import Arrays, drop, merge, pick
 from memjax.remat._chain.block import Block, after, together
 from memjax.remat._chain.cost import estimate, measured

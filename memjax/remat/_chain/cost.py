@@ -11,11 +11,11 @@ import jax.numpy as jnp
 
 from memjax._core.arrays import is_float
 from memjax._core.backward import Backward
-from memjax._core.costs import device, program_seconds
-from memjax._core.jaxpr import calls_in_place, nbytes, variables
 from memjax._core.lists import Arrays, pick
+from memjax._core.program.costs import device, program_seconds
+from memjax._core.program.jaxpr import calls_in_place, nbytes, variables
+from memjax._core.program.working import peak_bytes
 from memjax._core.timing import seconds
-from memjax._core.working import peak_bytes
 from memjax._measure import remat_compiler_options
 from memjax.remat._chain.block import Block
 from memjax.remat._chain.compiled_bytes import bytes_of, compile_alone, constants, temporary

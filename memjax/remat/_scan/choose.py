@@ -11,9 +11,9 @@ import numpy as np
 
 from memjax._core.check import readable_bytes
 from memjax.remat._scan.costs import Costs, model
-from memjax.remat._scan.forward_counts import HiddenCounts
 from memjax.remat._scan.plan import Plan
-from memjax.remat._scan.schedule import Strategy, schedule
+from memjax.remat._scan.schedules.forward_counts import HiddenCounts
+from memjax.remat._scan.schedules.schedule import Strategy, schedule
 from memjax.remat._scan.step import Step, StepBackward
 from memjax.remat._scan.store import Shared
 

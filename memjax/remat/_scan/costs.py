@@ -8,9 +8,9 @@ from typing import Any
 import jax
 
 from memjax._core.check import number
-from memjax._core.costs import flops
-from memjax._core.jaxpr import nbytes
-from memjax._core.primitives import expensive
+from memjax._core.program.costs import flops
+from memjax._core.program.jaxpr import nbytes
+from memjax._core.program.primitives import expensive
 from memjax.remat._scan.step import Step
 
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from memjax.remat._scan.actions import CORE
-from memjax.remat._scan.schedule import Schedule
+from memjax.remat._scan.schedules.actions import CORE
+from memjax.remat._scan.schedules.schedule import Schedule
 
 
 class Moves(NamedTuple):

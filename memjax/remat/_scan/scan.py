@@ -14,14 +14,14 @@ from jax import lax
 
 from memjax._core import check
 from memjax._core.arrays import as_array, is_float, zeros
-from memjax._core.derivatives import Static, differentiated_as, perturbed, refusing_forward_mode
+from memjax._core.backward.derivatives import Static, differentiated_as, perturbed, refusing_forward_mode
 from memjax._core.lists import Arrays, drop, merge, pick
 from memjax.remat._scan.blocks import Blocks
 from memjax.remat._scan.choose import check_budget, choose, exact
 from memjax.remat._scan.costs import Costs
 from memjax.remat._scan.execute import forward, pull_back
 from memjax.remat._scan.plan import Plan
-from memjax.remat._scan.schedule import Strategy
+from memjax.remat._scan.schedules.schedule import Strategy
 from memjax.remat._scan.step import Step, StepBackward, trace_step
 from memjax.remat._scan.store import StateCodec
 

@@ -17,8 +17,8 @@ from memjax._core.arrays import as_array, is_float
 from memjax._core.backward import Backward
 from memjax._core.clear_errors import call_errors
 from memjax._core.compat import varying
-from memjax._core.jaxpr import evaluate, nbytes
 from memjax._core.lists import Arrays
+from memjax._core.program.jaxpr import evaluate, nbytes
 
 
 class ArrayType(NamedTuple):

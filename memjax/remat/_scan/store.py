@@ -20,8 +20,8 @@ import numpy as np
 from jax import lax
 
 from memjax._core.arrays import is_float, vary, zeros
-from memjax._core.jaxpr import nbytes
 from memjax._core.lists import Arrays
+from memjax._core.program.jaxpr import nbytes
 from memjax.remat._scan.blocks import at, put
 from memjax.remat._scan.step import ArrayType
 

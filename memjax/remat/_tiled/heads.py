@@ -19,11 +19,11 @@ from memjax._attention.causal import causal_attention
 from memjax._core import check
 from memjax._core.arrays import is_float, vary, varying_axes, zeros
 from memjax._core.backward import Backward
+from memjax._core.backward.derivatives import reverse_only
 from memjax._core.barriers import barrier
 from memjax._core.clear_errors import call_errors
-from memjax._core.closures import Hoisted
-from memjax._core.derivatives import reverse_only
 from memjax._core.lists import Arrays, drop, merge, pick
+from memjax._core.program.closures import Hoisted
 from memjax.remat._tiled.heads_apart import refuse_mixed_heads
 from memjax.remat._tiled.tiled import tiled
 

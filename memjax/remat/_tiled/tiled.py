@@ -16,13 +16,13 @@ import numpy as np
 
 from memjax._core import check as _check
 from memjax._core.arrays import vary, varying_axes
+from memjax._core.backward.derivatives import reverse_only
 from memjax._core.clear_errors import call_errors
-from memjax._core.derivatives import reverse_only
-from memjax._core.jaxpr import evaluate
 from memjax._core.lists import Arrays, drop, merge, pick
 from memjax._core.positions.lengths import check_alike, check_same, check_same_constants
 from memjax._core.positions.rules import walk
 from memjax._core.positions.walk import Mixed, Positions, Seen, State, Summed, shared
+from memjax._core.program.jaxpr import evaluate
 from memjax.remat._tiled.modules import wrapped_module
 from memjax.remat._tiled.size import default_tile
 from memjax.remat._tiled.tiles import Tiles, with_size

@@ -17,9 +17,9 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from memjax._core.arrays import is_float, zeros
+from memjax._core.backward.derivatives import Static, perturbed
 from memjax._core.barriers import barrier
 from memjax._core.compat import varying
-from memjax._core.derivatives import Static, perturbed
 from memjax._core.lists import Arrays, drop, merge, pick
 
 Body = Callable[[Arrays, Arrays], Arrays]

@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.extend.core import jaxprs_in_params
 
-from memjax._core.primitives import CALLS_OF_ONE_BODY
+from memjax._core.program.primitives import CALLS_OF_ONE_BODY
 
 
 def body_of(eqn: Any) -> Any:

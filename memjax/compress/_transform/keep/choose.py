@@ -27,7 +27,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from memjax._core.jaxpr import Program, Walk, is_literal
+from memjax._core.program.jaxpr import Program, Walk, is_literal
 from memjax.compress._codecs.codec import DTYPES
 from memjax.compress._transform.array_codecs import ArrayCodecs, Role
 from memjax.compress._transform.keep.cut.again import again_exactly, again_linear, again_rounded, flops_per_byte

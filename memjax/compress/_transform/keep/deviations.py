@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from memjax._core.jaxpr import Walk, is_literal
-from memjax._core.primitives import AFFINE
+from memjax._core.program.jaxpr import Walk, is_literal
+from memjax._core.program.primitives import AFFINE
 from memjax.compress._transform.keep.origins import UNCHANGED, Origins
 
 _ROOTS = ("rsqrt", "sqrt")

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from memjax._core.arrays import is_float
-from memjax._core.jaxpr import Program
+from memjax._core.program.jaxpr import Program
 from memjax.compress._codecs.codec import DTYPES
 from memjax.compress._transform.array_codecs import array_codecs
 from memjax.compress._transform.keep.cut.candidates import Candidates

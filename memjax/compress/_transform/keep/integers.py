@@ -6,8 +6,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from memjax._core.jaxpr import Walk, nbytes
-from memjax._core.primitives import AFFINE, COMPARISONS, MOVES
+from memjax._core.program.jaxpr import Walk, nbytes
+from memjax._core.program.primitives import AFFINE, COMPARISONS, MOVES
 from memjax.compress._transform.keep.origins import UNCHANGED, Origins
 
 # They scale bytes to floats, resize images, and turn classes into unit vectors. Random numbers take too long.

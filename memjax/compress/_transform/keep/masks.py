@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from memjax._core.jaxpr import is_literal, variables
+from memjax._core.program.jaxpr import is_literal, variables
 from memjax.compress._transform.keep.origins import Origins
 
 

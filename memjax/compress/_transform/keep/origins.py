@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from memjax._core.jaxpr import Program, consumers, is_literal, producers, variables
-from memjax._core.primitives import AFFINE, VIEWS
+from memjax._core.program.jaxpr import Program, consumers, is_literal, producers, variables
+from memjax._core.program.primitives import AFFINE, VIEWS
 from memjax.compress._codecs.codec import DTYPES
 
 UNCHANGED = VIEWS | {"stop_gradient"}

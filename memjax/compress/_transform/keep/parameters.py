@@ -6,8 +6,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from memjax._core.jaxpr import Program, Walk, is_literal, nbytes, producers, variables
-from memjax._core.primitives import MOVES
+from memjax._core.program.jaxpr import Program, Walk, is_literal, nbytes, producers, variables
+from memjax._core.program.primitives import MOVES
 from memjax.compress._transform.keep.bodies import body_of
 from memjax.compress._transform.keep.origins import UNCHANGED, Origins
 

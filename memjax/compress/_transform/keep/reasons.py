@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from memjax._core.compat import scope
-from memjax._core.jaxpr import Walk
+from memjax._core.program.jaxpr import Walk
 from memjax.compress._codecs.codec import DTYPES
 from memjax.compress._transform.keep.choose import Keep
 from memjax.compress._transform.keep.cut.needs import Need

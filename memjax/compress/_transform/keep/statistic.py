@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from memjax._core.jaxpr import Walk, is_literal, producers, variables
-from memjax._core.primitives import PRODUCTS
+from memjax._core.program.jaxpr import Walk, is_literal, producers, variables
+from memjax._core.program.primitives import PRODUCTS
 from memjax.compress._transform.keep.bodies import body_of
 
 _MANY = 16  # values for each of a statistic, at least

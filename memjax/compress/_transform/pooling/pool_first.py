@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from memjax._core.arrays import is_float
-from memjax._core.jaxpr import Program, bind, calls_in_place, consumers, inside, is_literal, read, same_program
+from memjax._core.program.jaxpr import Program, bind, calls_in_place, consumers, inside, is_literal, read, same_program
 
 _POOLING = "reduce_window_max"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from memjax._core.jaxpr import Program, nbytes, variables
-from memjax._core.primitives import expensive, flops_of_product
+from memjax._core.program.jaxpr import Program, nbytes, variables
+from memjax._core.program.primitives import expensive, flops_of_product
 from memjax.compress._transform.keep.cut.smooth import is_smooth
 from memjax.compress._transform.keep.origins import Origins
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from memjax._core.jaxpr import Walk, is_literal, nbytes, variables
-from memjax._core.primitives import VIEWS, expensive
+from memjax._core.program.jaxpr import Walk, is_literal, nbytes, variables
+from memjax._core.program.primitives import VIEWS, expensive
 from memjax.compress._codecs.codec import DTYPES
 from memjax.compress._transform.array_codecs import ArrayCodecs, Role
 from memjax.compress._transform.keep.cut.needs import Need

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from memjax._core.backward.min_cut import INFINITE, Flow
-from memjax._core.jaxpr import Walk, variables
+from memjax._core.program.jaxpr import Walk, variables
 
 
 def cheapest(

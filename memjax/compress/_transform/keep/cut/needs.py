@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from memjax._core.compat import bodies, scan_counts
-from memjax._core.jaxpr import is_literal
-from memjax._core.primitives import (
+from memjax._core.program.jaxpr import is_literal
+from memjax._core.program.primitives import (
     ALIASES,
     CALLBACKS,
     CALLS_OF_ONE_BODY,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from memjax._core.jaxpr import is_literal
-from memjax._core.primitives import EXPONENTIALS, POLES, REDUCTIONS, SMOOTH, VIEWS
+from memjax._core.program.jaxpr import is_literal
+from memjax._core.program.primitives import EXPONENTIALS, POLES, REDUCTIONS, SMOOTH, VIEWS
 
 _MANY = 16  # values for each of a divisor that is a statistic, at least
 

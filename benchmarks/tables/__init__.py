@@ -1,0 +1,1 @@
+"""The tables of README and of `docs/`, one file for each page."""

@@ -1,0 +1,110 @@
+"""The tables of `docs/benchmarks/long-context.md` and of the guide to long sequences."""
+
+import statistics
+
+from benchmarks.tables.markdown import Tables, load, table
+
+
+def _compiled(part: str) -> str:
+    environment, rows = load(f"long_context_compiled_{part}")
+    body = [
+        [
+            f"Llama-3-{row['shape']}",
+            f"`{row['recipe']}`",
+            f"{row['tokens']:,}",
+            f"{row['kib_per_local_token']:.1f}",
+            f"{row['gib']:.1f}",
+        ]
+        for row in rows
+        if "error" not in row
+    ]
+    local = "local token" if part == "ring" else "token"
+    header = [
+        "shape",
+        "recipe",
+        "tokens",
+        f"temporaries, KiB per {local}",
+        "with arguments and results, GiB per GPU",
+    ]
+    return table(header, body, [{**environment, "accelerator": "No GPU"}], f"compiled-{part}")
+
+
+def _decoder() -> str:
+    environment, rows = load("public_decoder")
+    body = [
+        [
+            f"{row['length']:,}",
+            f"{row['published_temp_bytes'] / 2**20:.1f}",
+            f"{row['temp_bytes'] / 2**20:.1f}",
+            f"{row['gradient_difference']:.0e}",
+        ]
+        for row in rows
+    ]
+    header = ["tokens", "temporary memory as published, MiB", "with these lines, MiB", "gradients differ by at most"]
+    return table(header, body, [environment], "decoder")
+
+
+GUIDE: Tables = {"decoder": _decoder}
+
+
+def _measured_layer() -> str:
+    environment, rows = load("long_context_layer")
+    plain = next(row["ms"] for row in rows if row["recipe"] == "plain")
+    body = [
+        [
+            f"`{row['recipe']}`",
+            f"{row['length']:,}",
+            f"{row['kib_per_token']:.1f}",
+            f"{row['ms']:.0f}",
+            f"{row['ms'] / plain:.2f}",
+        ]
+        for row in rows
+    ]
+    header = ["recipe", "tokens", "temporaries, KiB per token", "ms", "of the plain layer's time"]
+    return table(header, body, [environment], "measured-layer")
+
+
+def _measured_stack() -> str:
+    environment, rows = load("long_context_stack")
+    seconds = [statistics.median(row["seconds"]) for row in rows]
+    base = next(s for s, row in zip(seconds, rows, strict=True) if row["recipe"] == "checkpoint")
+    body = [
+        [
+            f"`{row['recipe']}`",
+            f"{row['length']:,}",
+            f"{row['kib_per_token']:.1f}",
+            f"{s:.2f}",
+            f"{s / base:.2f}",
+        ]
+        for s, row in zip(seconds, rows, strict=True)
+    ]
+    header = ["recipe", "tokens", "temporaries, KiB per token", "seconds", "of `checkpoint`'s time"]
+    return table(header, body, [environment], "measured-stack")
+
+
+def _real() -> str:
+    environment, rows = load("long_context_real")
+    body = [
+        [
+            f"Llama-3-{row['shape']}",
+            f"`{row['recipe']}`",
+            f"{row['length']:,}",
+            f"{row['kib_per_token']:.0f}",
+            f"{row['peak_bytes'] / 2**30:.1f}",
+            f"{row['seconds']:.0f}",
+            f"{row['loss'] / row['length']:.2f}",
+        ]
+        for row in rows
+    ]
+    header = ["shape", "recipe", "tokens", "temporaries, KiB per token", "GiB of the GPU, at most", "seconds", "loss"]
+    return table(header, body, [environment], "real")
+
+
+TABLES: Tables = {
+    "real": _real,
+    "measured-layer": _measured_layer,
+    "measured-stack": _measured_stack,
+    "whole": lambda: _compiled("whole"),
+    "layer": lambda: _compiled("layer"),
+    "ring": lambda: _compiled("ring"),
+}

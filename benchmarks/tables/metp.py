@@ -1,0 +1,120 @@
+"""The tables of `memjax.shard` in `docs/benchmarks/metp.md`."""
+
+from typing import Any
+
+from benchmarks.metp_overlap import full_overlap_tokens
+from benchmarks.tables.markdown import Tables, bare_table, gib, load, table
+
+_NAMES = {
+    "metp": "METP",
+    "tp": "tensor parallelism",
+    "tp_sp": "tensor and sequence parallelism",
+    "ulysses": "Ulysses, weights fully sharded",
+    "ring": "ring attention, weights fully sharded",
+}
+
+
+def memory_table() -> str:
+    files = [load(name) for name in ("metp_memory_2", "metp_memory")]
+    layers = {(row["size"], row["parallelism"]): row for _, rows in files for row in rows}
+    body = []
+    for size in sorted({size for size, _ in layers}):
+        metp, tensor = layers[size, "metp"], layers[size, "tp"]
+        saved = 1 - metp["peak_bytes"] / tensor["peak_bytes"]
+        slower = metp["milliseconds"] / tensor["milliseconds"]
+        body.append([str(size), gib(metp["peak_bytes"]), gib(tensor["peak_bytes"]), f"{saved:.1%}", f"{slower:.2f}"])
+    header = ["GPUs", "METP, GiB", "tensor parallelism, GiB", "saved", "time, METP / tensor parallelism"]
+    return table(header, body, [environment for environment, _ in files], "memory")
+
+
+def compiled_table() -> str:
+    environment, rows = load("metp_compiled")
+    lengths = sorted({row["tokens"] for row in rows})
+    sizes = {(row["parallelism"], row["tokens"]): f"{row['bytes'] / 2**20:,.0f}" for row in rows}
+    names = [name for name in _NAMES if (name, lengths[0]) in sizes]
+    body = [[_NAMES[name], *(sizes[name, tokens] for tokens in lengths)] for name in names]
+    header = [f"MiB per GPU, {rows[0]['size']} {rows[0]['device']}", *(f"{n:,} tokens" for n in lengths)]
+    return table(header, body, [{**environment, "accelerator": "No GPU"}], "compiled")
+
+
+def longest_table() -> str:
+    environment, rows = load("metp_longest")
+    searches = {row["parallelism"]: row for row in rows if "longest" in row}
+    speeds = {(row["parallelism"], row["spend"]): row for row in rows if "speed_at" in row}
+    speed_of = lambda *key: f"{speeds[key]['tokens_per_second']:,.0f}" if key in speeds else ""
+    most = searches["metp"]["longest"]
+    body = [
+        [
+            _NAMES[name],
+            f"{row['longest']:,}",
+            f"{row['fails']:,}",
+            f"{most / row['longest']:.2f}",
+            speed_of(name, "time"),
+        ]
+        for name, row in searches.items()
+    ]
+    if ("metp", "auto") in speeds:
+        body.insert(1, ["METP with what memory it leaves", "", "", "", speed_of("metp", "auto")])
+    header = ["parallelism", "longest sequence", "first that fails", "METP's / this"]
+    header += [f"tokens/s with {next(iter(speeds.values()))['speed_at']:,} tokens" if speeds else "tokens/s"]
+    return table(header, body, [environment], "longest")
+
+
+def overlap_table() -> str:
+    environment, measured = _overlap_row()
+    at = {(r["tokens"], r["pass"]): r for r in measured["milliseconds"]}
+    body = [
+        [f"{tokens:,}", *(f"{at[tokens, 'forward + backward'][k]:.2f}" for k in ("matmuls", "hops", "ring"))]
+        + [f"{at[tokens, p]['hidden']:.0%}" for p in ("forward", "backward", "forward + backward")]
+        for tokens in sorted({tokens for tokens, _ in at})
+    ]
+    header = [
+        "tokens per GPU",
+        "matmuls alone, ms",
+        "hops alone, ms",
+        "ring, ms",
+        "hidden: forward",
+        "backward",
+        "both",
+    ]
+    return table(header, body, [environment], "overlap")
+
+
+def crossover_table() -> str:
+    body = []
+    for name, crossing in full_overlap_tokens(_overlap_row()[1]).items():
+        measured: Any = crossing["measured"]
+        predicted = [
+            f"{crossing[rate]:,} ({crossing[rate] / measured - 1:+.0%})" for rate in ("own matmuls", "large matmul")
+        ]
+        body.append([name, f"{measured:,.0f}", *predicted])
+    header = ["pass", "measured", "predicted, rate of the layer's matmuls", "predicted, rate of one large matmul"]
+    return bare_table(header, body)
+
+
+def hops_table() -> str:
+    environment, rows = load("metp_hops")
+    body = []
+    for row in rows:
+        at = {(r["tokens"], r["pass"]): r for r in row["milliseconds"]}
+        passes = ("forward", "forward + backward")
+        least = min(tokens for tokens, _ in at)
+        cells = [f"{at[least, p]['hops']:.2f}" for p in passes] + [f"{at[least, p]['hidden']:.0%}" for p in passes]
+        body.append([row["setting"], *cells, f"{at[least, passes[1]]['ring']:.2f}"])
+    header = ["setting", "hops alone, ms: forward", "both", "hidden: forward", "both", "ring, ms: both"]
+    return table(header, body, [environment], "hops")
+
+
+def _overlap_row() -> tuple[dict[str, Any], dict[str, Any]]:
+    environment, rows = load("metp_overlap_8")
+    return environment, rows[0]
+
+
+TABLES: Tables = {
+    "memory": memory_table,
+    "compiled": compiled_table,
+    "longest": longest_table,
+    "overlap": overlap_table,
+    "crossover": crossover_table,
+    "hops": hops_table,
+}

@@ -1,0 +1,231 @@
+"""What the equations of a program cost: FLOPs, bytes moved, and a time on a kind of device.
+
+The time is a model: FLOPs at the rate that large products reach, plus traffic of what the compiler writes to memory, at the
+rate of a copy. A chain of elementwise operations is one pass over memory: `stored` says which values it writes. Kernels that
+are one equation (attention, Pallas, Triton) have FLOPs, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from memjax._core.compat import bodies
+from memjax._core.program.jaxpr import is_literal, nbytes
+from memjax._core.program.primitives import (
+    ALIASES,
+    CALLS,
+    CALLS_OF_ONE_BODY,
+    DECODING,
+    KERNELS,
+    LOOPS,
+    REDUCTIONS,
+    SOURCES,
+    TRANSCENDENTAL,
+    VIEWS,
+    WHOLE_OPERANDS,
+    flops_of_product,
+    is_attention,
+)
+
+
+class Device(NamedTuple):
+    """The rates of a kind of device, as programs reach them, not as data sheets state them.
+
+    Attributes:
+      kind: part of JAX's `device_kind`.
+      flops: of matrix products of 16-bit floats, per second.
+      attention: the same inside attention kernels.
+      nbytes: read or written, per second.
+      start: seconds that one operation takes at least.
+      link: bytes per second to the memory of the host.
+      platform: what JAX compiles for.
+    """
+
+    kind: str
+    flops: float
+    attention: float
+    nbytes: float
+    start: float
+    link: float
+    platform: str = "cuda"
+
+
+# H200: measured, but for the link. Others: scaled from that by their data sheets.
+_DEVICES = (
+    Device("H200", 5.5e14, 4.5e14, 4.0e12, 3e-6, 5e10),
+    Device("H100", 5.2e14, 4.3e14, 2.8e12, 3e-6, 5e10),
+    Device("B200", 1.2e15, 9.0e14, 6.5e12, 3e-6, 5e10),
+    Device("A100", 2.3e14, 1.7e14, 1.6e12, 4e-6, 2e10),
+    Device("L4", 8e13, 5e13, 2.5e11, 4e-6, 2e10),
+    Device("TPU v4", 2.2e14, 1.5e14, 1.0e12, 2e-6, 1e10, "tpu"),
+    Device("TPU v5 lite", 1.6e14, 1.0e14, 7e11, 2e-6, 1e10, "tpu"),
+    Device("TPU v5", 3.8e14, 2.5e14, 2.4e12, 2e-6, 1e10, "tpu"),
+    Device("TPU v6", 7.5e14, 4.5e14, 1.4e12, 2e-6, 1e10, "tpu"),
+)
+_OTHER_GPU = Device("gpu", 1.5e14, 1.0e14, 1.0e12, 4e-6, 1e10)
+_AMD_GPU = _OTHER_GPU._replace(platform="rocm")
+_CPU = Device("cpu", 5e10, 5e10, 1e10, 1e-6, 1e10, "cpu")
+
+# What the compiler fuses nothing into or out of, for it holds programs.
+_HOLDERS = LOOPS | CALLS | CALLS_OF_ONE_BODY
+
+# Passes over its operands that a kernel is taken for if nothing else is known of it.
+_PASSES_OF_UNKNOWN_KERNEL = 8
+
+# Passes over an array that encoding it in a few bits takes, or decoding it, inside layers on an H200; alone they take 3.5.
+_PASSES_OF_CODE = 2.0
+
+
+def device(of: Any = None) -> Device:
+    """The rates of a JAX device; None: of the default one."""
+    of = jax.devices()[0] if of is None else of
+    known = next((rates for rates in _DEVICES if rates.kind.lower() in of.device_kind.lower()), None)
+    if known or of.platform == "cpu":
+        return known or _CPU
+    return _AMD_GPU if "amd" in of.device_kind.lower() else _OTHER_GPU
+
+
+def running(eqn: Any, platform: str) -> list[Any]:
+    """The programs inside an equation; of those that `jax.lax.platform_dependent` chooses from, the one of `platform`."""
+    found = bodies(eqn)
+    platforms = eqn.params.get("branches_platforms")
+    if platforms is None:
+        return found
+    return [body for body, names in zip(found, platforms, strict=True) if names is None or platform in names][:1]
+
+
+def flops(eqn: Any) -> float:
+    """The FLOPs of products and kernels in an equation, at any depth; loops of unknown length count once."""
+    name = eqn.primitive.name
+    if is_attention(name):
+        return _attention_flops(eqn)
+    if name == "pallas_call":
+        return _pallas_flops(eqn)
+    inside = [sum(map(flops, body.eqns)) for body in bodies(eqn)]
+    turns = eqn.params["length"] if name == "scan" else 1
+    return turns * (max(inside, default=0.0) if name == "cond" else sum(inside)) + flops_of_product(eqn)
+
+
+def _attention_flops(eqn: Any) -> float:
+    """Two products forward, five backward; half of them under a causal mask."""
+    query, key = (atom.aval.shape for atom in eqn.invars[:2])
+    if len(query) != 4 or len(key) != 4:
+        return 0.0
+    rows_by_columns = math.prod(query) * key[1 if eqn.params.get("layout", 0) == 0 else 2]
+    causal = "CAUSAL" in str(eqn.params.get("mask_type", ""))
+    return (10.0 if "bwd" in eqn.primitive.name else 4.0) * rows_by_columns * (0.5 if causal else 1.0)
+
+
+def _pallas_flops(eqn: Any) -> float:
+    estimate = eqn.params.get("cost_estimate")
+    if estimate is not None:
+        return float(estimate.flops)
+    grid = getattr(eqn.params.get("grid_mapping"), "grid", ())
+    turns = math.prod(size for size in grid if isinstance(size, int))
+    return turns * sum(sum(map(flops, body.eqns)) for body in bodies(eqn))
+
+
+def array_bytes(atom: Any) -> int:
+    """The bytes of a variable; literals and what is no array have none."""
+    return 0 if is_literal(atom) or not hasattr(atom.aval, "dtype") else nbytes(atom.aval)
+
+
+def is_fusible(eqn: Any) -> bool:
+    """Whether the compiler makes one pass over memory of this equation and the one that reads its output."""
+    name = eqn.primitive.name
+    return not (name in WHOLE_OPERANDS or name in REDUCTIONS or reads_whole_operands(eqn))
+
+
+def reads_whole_operands(eqn: Any) -> bool:
+    """Whether the compiler writes the equation's operands to memory first."""
+    name = eqn.primitive.name
+    return name in WHOLE_OPERANDS or name in _HOLDERS or is_attention(name)
+
+
+def origins_of_names(eqns: Iterable[Any], before: dict[Any, Any] | None = None) -> dict[Any, Any]:
+    """The variable whose bytes each reshaped, or otherwise renamed, variable has, those found `before` included."""
+    found: dict[Any, Any] = dict(before or {})
+    for eqn in eqns:
+        if eqn.primitive.name in ALIASES and len(eqn.invars) == len(eqn.outvars):
+            for atom, out in zip(eqn.invars, eqn.outvars, strict=True):
+                if not is_literal(atom):
+                    found[out] = found.get(atom, atom)
+    return found
+
+
+def stored(
+    eqns: Sequence[Any], outputs: Iterable[Any], platform: str = "cuda", *, writes_shared: bool = False
+) -> set[Any]:
+    """Which values of straight-line equations the compiler writes to memory; other names for these are among them.
+
+    An elementwise value is written if an equation reads it that is not elementwise, nor a sum. All others compute it again, each
+    for itself; on CPUs not where that takes an exponential or the like.
+
+    With `writes_shared` a value that several equations read is written too, unless making it costs nothing.
+    """
+    names = origins_of_names(eqns)
+    readers: dict[Any, list[Any]] = {}
+    for eqn in eqns:
+        if eqn.primitive.name not in ALIASES:
+            for var in {names.get(atom, atom) for atom in eqn.invars if not is_literal(atom)}:
+                readers.setdefault(var, []).append(eqn)
+    written = {names.get(atom, atom) for atom in outputs if not is_literal(atom)}
+    heavy: set[Any] = set()
+    for eqn in eqns:
+        is_heavy = platform == "cpu" and (
+            eqn.primitive.name in TRANSCENDENTAL
+            or any(names.get(atom, atom) in heavy for atom in eqn.invars if not is_literal(atom))
+        )
+        for var in eqn.outvars:
+            found = readers.get(var, [])
+            whole = any(map(reads_whole_operands, found))
+            again = is_heavy or (writes_shared and eqn.primitive.name not in SOURCES | VIEWS | DECODING)
+            if var not in names and (not is_fusible(eqn) or whole or (again and len(found) > 1)):
+                written.add(var)
+            elif is_heavy:
+                heavy.add(names.get(var, var))
+    return written | {var for var, origin in names.items() if origin in written}
+
+
+def seconds(eqn: Any, rates: Device, is_stored: Callable[[Any], bool]) -> float:
+    """A rough time of one equation, `is_stored` saying which of its operands and results are in memory."""
+    name = eqn.primitive.name
+    if name in ALIASES:
+        return 0.0
+    if name in _HOLDERS:
+        turns = eqn.params["length"] if name == "scan" else 1
+        return turns * max((program_seconds(body, rates) for body in running(eqn, rates.platform)), default=0.0)
+    written = sum(array_bytes(var) for var in eqn.outvars if is_stored(var))
+    read = sum(array_bytes(atom) for atom in {*filter(lambda a: not is_literal(a), eqn.invars)} if is_stored(atom))
+    time = (written + read) / rates.nbytes
+    work = flops(eqn)
+    if not work and name in KERNELS:
+        return rates.start + _PASSES_OF_UNKNOWN_KERNEL * time
+    if work:
+        rate = rates.attention if is_attention(name) else rates.flops * _speed(eqn, rates)
+        return rates.start + max(work / rate, time)
+    return time + (rates.start if written else 0.0)
+
+
+def coding_seconds(nbytes: int, rates: Device) -> float:
+    """A rough time of encoding an array of so many bytes in few bits and decoding it once."""
+    return 2 * (rates.start + _PASSES_OF_CODE * nbytes / rates.nbytes)
+
+
+def _speed(eqn: Any, rates: Device) -> float:
+    """The rate of products of this dtype, relative to 16-bit floats."""
+    dtype = next((atom.aval.dtype for atom in eqn.invars if hasattr(atom.aval, "dtype")), jnp.dtype("float32"))
+    if rates is _CPU:
+        return 1.0 if dtype.itemsize < 8 else 0.5
+    return {1: 2.0, 2: 1.0, 4: 0.5, 8: 0.08}.get(dtype.itemsize, 0.04)
+
+
+def program_seconds(jaxpr: Any, rates: Device) -> float:
+    """A rough time of a program."""
+    written = stored(jaxpr.eqns, [*jaxpr.constvars, *jaxpr.invars, *jaxpr.outvars], rates.platform)
+    return sum(seconds(eqn, rates, written.__contains__) for eqn in jaxpr.eqns)

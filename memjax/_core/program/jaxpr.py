@@ -1,0 +1,220 @@
+"""Evaluating jaxprs equation by equation, calls in place, so that what they keep and compute can be seen and replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from memjax._core.arrays import vary
+from memjax._core.compat import nested, parameters, primitive_name, scope, settings
+from memjax._core.program.primitives import CHECKPOINTS, CUSTOM_CALLS, PLAIN_CALLS, REPLICATIONS
+
+
+def nbytes(aval: Any) -> int:
+    """The bytes of an array of this type, 0 for what is no array. Integers of 2 and 4 bits are packed; PRNG keys are included."""
+    if not hasattr(aval, "dtype"):
+        return 0
+    bits = jnp.iinfo(aval.dtype).bits if jnp.issubdtype(aval.dtype, jnp.integer) else 8 * aval.dtype.itemsize
+    return -(-math.prod(aval.shape) * bits // 8)
+
+
+def is_literal(atom: Any) -> bool:
+    return isinstance(atom, core.Literal)
+
+
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    """The atoms that are no literals."""
+    return [atom for atom in atoms if not is_literal(atom)]
+
+
+def producers(jaxpr: Any) -> dict[Any, Any]:
+    """The equation that makes each variable."""
+    return {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+
+
+def consumers(jaxpr: Any) -> dict[Any, list[Any]]:
+    """The equations that read each variable, every equation once."""
+    by_variable: dict[Any, list[Any]] = {}
+    for eqn in jaxpr.eqns:
+        for var in dict.fromkeys(variables(eqn.invars)):
+            by_variable.setdefault(var, []).append(eqn)
+    return by_variable
+
+
+class Walk:
+    """An iterator over variables to which more are added on the way. It gives each variable once, the latest first."""
+
+    def __init__(self, start: Iterable[Any]):
+        self._pending: list[Any] = []
+        self._seen: set[Any] = set()
+        self.add(start)
+
+    def add(self, atoms: Iterable[Any]) -> None:
+        """Visit these, too; literals are left out."""
+        new = [var for var in dict.fromkeys(variables(atoms)) if var not in self._seen]
+        self._seen.update(new)
+        self._pending += new
+
+    def __iter__(self) -> Iterator[Any]:
+        while self._pending:
+            yield self._pending.pop()
+
+
+@contextlib.contextmanager
+def inside(eqn: Any) -> Iterator[None]:
+    """Enters an equation's scope and settings."""
+    name = scope(eqn)
+    with settings(eqn), jax.named_scope(name) if name else contextlib.nullcontext():
+        yield
+
+
+def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """The equation's outputs for these inputs, in its scope."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    if eqn.primitive.name in REPLICATIONS:
+        # A value that stands for a constant may vary already.
+        return [vary(value, frozenset(params["axes"])) for value in values]
+    with inside(eqn):
+        out = eqn.primitive.bind(*values, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def axis_sizes(jaxpr: Any) -> dict[str, int]:
+    """Sizes of the named axes that the collectives of a program run over. Call it where these names are known."""
+    names = {effect.name for effect in jaxpr.effects if hasattr(effect, "name")}
+    return {name: jax.lax.axis_size(name) for name in sorted(names, key=str)}
+
+
+def trace(f: Callable[..., Any], types: Sequence[Any], axes: dict[str, int]) -> Any:
+    """The program of `f` for arguments of these types, with the named axes `axes`.
+
+    A rule of a custom derivative may run where the names of a surrounding `jax.vmap` or `jax.shard_map` are no longer known.
+    """
+    return jax.make_jaxpr(f, axis_env=[(name, size) for name, size in axes.items() if not _is_known(name)])(*types)
+
+
+def _is_known(axis_name: str) -> bool:
+    try:
+        jax.lax.axis_size(axis_name)
+    except NameError:
+        return False
+    return True
+
+
+def evaluate(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    inputs: Sequence[Any],
+    *,
+    differentiable: bool,
+) -> list[Any]:
+    """The outputs of a jaxpr, the bodies of calls evaluated in place.
+
+    Args:
+      jaxpr: of `consts` and `inputs`.
+      consts, inputs: values.
+      differentiable: keep calls with a derivative rule of their own as they are.
+    """
+    program = calls_in_place(core.ClosedJaxpr(jaxpr, list(consts)), differentiable=differentiable)
+    env = dict(zip([*program.constvars, *program.invars], [*program.consts, *inputs], strict=True))
+    for eqn in program.eqns:
+        env.update(zip(eqn.outvars, bind(eqn, read(env, eqn.invars)), strict=True))
+    return read(env, program.outvars)
+
+
+def read(env: dict[Any, Any], atoms: Sequence[Any]) -> list[Any]:
+    """The values of variables and literals."""
+    return [atom.val if is_literal(atom) else env[atom] for atom in atoms]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The equations of a jaxpr, with the values of its constants."""
+
+    constvars: list[Any]
+    consts: list[Any]
+    invars: list[Any]
+    outvars: list[Any]
+    eqns: list[Any]
+
+    def with_inputs(self, consts: int) -> Program:
+        """The program whose first `consts` constants are its first inputs."""
+        inputs = [*self.constvars[:consts], *self.invars]
+        return dataclasses.replace(self, constvars=self.constvars[consts:], consts=self.consts[consts:], invars=inputs)
+
+
+def calls_in_place(closed: Any, *, differentiable: bool, checkpoints: bool = False) -> Program:
+    """The program of a closed jaxpr with the bodies of its calls in their place. Nothing is traced: variables are renamed.
+
+    Args:
+      closed: the jaxpr.
+      differentiable: keep calls with a derivative rule of their own as they are.
+      checkpoints: put the bodies of checkpoints in their place, too.
+    """
+    calls = PLAIN_CALLS if differentiable else PLAIN_CALLS | CUSTOM_CALLS
+    if checkpoints:
+        calls = calls | dict.fromkeys(CHECKPOINTS, "jaxpr")
+    program = Program([*closed.jaxpr.constvars], [*closed.consts], [*closed.jaxpr.invars], [], [])
+
+    def add(jaxpr: Any, names: dict[Any, Any], outer: Any) -> list[Any]:
+        """Add the equations of `jaxpr`, which is the body of `outer`, and give its outputs."""
+        renamed = lambda atoms: [atom if is_literal(atom) else names[atom] for atom in atoms]
+        for eqn in jaxpr.eqns:
+            placed, name = nested(eqn, outer), primitive_name(eqn)
+            body = parameters(eqn).get(calls[name]) if name in calls else None
+            if name in CHECKPOINTS and isinstance(body, core.Jaxpr):
+                body = core.ClosedJaxpr(body, ())
+            if isinstance(body, core.ClosedJaxpr):
+                constvars = [core.Var(var.aval) for var in body.jaxpr.constvars]
+                program.constvars.extend(constvars)
+                program.consts.extend(body.consts)
+                inner = zip(
+                    [*body.jaxpr.constvars, *body.jaxpr.invars], [*constvars, *renamed(eqn.invars)], strict=True
+                )
+                outs = add(body.jaxpr, dict(inner), placed)
+            else:
+                # A body may be there several times, with variables of its own each time.
+                outs = list(eqn.outvars) if outer is None else [core.Var(var.aval) for var in eqn.outvars]
+                program.eqns.append(placed.replace(invars=renamed(eqn.invars), outvars=outs))
+            names.update(zip(eqn.outvars, outs, strict=True))
+        return renamed(jaxpr.outvars)
+
+    inputs = [*program.constvars, *program.invars]
+    program.outvars.extend(add(closed.jaxpr, dict(zip(inputs, inputs, strict=True)), None))
+    return program
+
+
+def same_program(one: Program, other: Program) -> bool:
+    """Whether two programs have no constants and the same equations."""
+    if one.consts or other.consts or len(one.eqns) != len(other.eqns):
+        return False
+    names: dict[Any, Any] = {}
+
+    def same(atoms: Sequence[Any], others: Sequence[Any]) -> bool:
+        return len(atoms) == len(others) and all(
+            b.aval == a.aval and a.val == b.val if is_literal(a) and is_literal(b) else names.get(id(b)) is a
+            for a, b in zip(atoms, others, strict=True)
+        )
+
+    def define(outs: Sequence[Any], others: Sequence[Any]) -> bool:
+        names.update({id(b): a for a, b in zip(outs, others, strict=False)})
+        return [a.aval for a in outs] == [b.aval for b in others]
+
+    return (
+        define(one.invars, other.invars)
+        and all(
+            a.primitive is b.primitive
+            and a.params == b.params
+            and same(a.invars, b.invars)
+            and define(a.outvars, b.outvars)
+            for a, b in zip(one.eqns, other.eqns, strict=True)
+        )
+        and same(one.outvars, other.outvars)
+    )

@@ -1,0 +1,111 @@
+"""The working memory of a stretch of equations: the most bytes alive at one moment, by a model of what the compiler fuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from memjax._core.program.costs import array_bytes, is_fusible, origins_of_names, running, stored
+from memjax._core.program.jaxpr import variables
+from memjax._core.program.primitives import CALLS, CALLS_OF_ONE_BODY, LOOPS, SCATTERS
+
+PROGRAMS = LOOPS | CALLS | CALLS_OF_ONE_BODY
+
+
+def peak_bytes(
+    eqns: Sequence[Any],
+    resident: Iterable[Any],
+    entering: Iterable[Any],
+    leaving: Iterable[Any],
+    results: Iterable[Any],
+    platform: str,
+    names: dict[Any, Any] | None = None,
+    *,
+    is_loop: bool = False,
+) -> int:
+    """The most bytes alive at one moment.
+
+    Args:
+      eqns: in the order in which they run.
+      resident: values that are in memory all the time. The caller counts them.
+      entering: what is alive at the start, until it is read for the last time.
+      leaving: what stays alive at the end.
+      results: what lies outside of temporary memory once it is made.
+      platform: what is compiled for.
+      names: the variable whose bytes each of the others has that is another name for it, where equations before these say so.
+      is_loop: whether they are the body of a loop, whose arrays are laid out side by side with few gaps.
+    """
+    names = origins_of_names(eqns, names)
+    root = lambda var: names.get(var, var)
+    roots = lambda atoms: {root(var) for var in variables(atoms)}
+    resident, results = roots(resident), roots(results)
+    entering, leaving = roots(entering) - resident, roots(leaving) - resident
+    # On GPUs reserved memory is more than what is alive, in fragments: as if values that several equations read were written.
+    written = stored(
+        eqns, [*resident, *entering, *leaving, *results], platform, writes_shared=platform != "cpu" and not is_loop
+    )
+    end = len(eqns)
+    last: dict[Any, int] = dict.fromkeys(leaving, end)
+    for i in range(end - 1, -1, -1):
+        runs = max([i, *(last.get(var, i) for var in eqns[i].outvars if var not in written and var not in names)])
+        for var in map(root, variables(eqns[i].invars)):
+            last[var] = max(last.get(var, -1), min(runs, end - 1) if var not in leaving else end)
+    alive = peak = sum(map(array_bytes, entering))
+    ends: dict[int, list[Any]] = {}
+    for var in entering:
+        ends.setdefault(last.get(var, 0), []).append(var)
+    for i, eqn in enumerate(eqns):
+        made = [out for out in eqn.outvars if out in written and out not in names and out not in resident]
+        new = sum(map(array_bytes, made))
+        dying = sum(map(array_bytes, ends.get(i, [])))
+        inside = sum(array_bytes(out) for out in made if out in results)
+        in_place = is_fusible(eqn) or eqn.primitive.name in SCATTERS
+        over = min(new, dying) if in_place else 0  # written over an operand that is not needed any more
+        peak = max(peak, alive + new - over + _inside(eqn, platform))
+        alive += new - dying - inside
+        for out in made:
+            if out not in results:
+                if last.get(out, -1) > i:
+                    ends.setdefault(last[out], []).append(out)
+                else:
+                    alive -= array_bytes(out)
+    return peak
+
+
+def _inside(eqn: Any, platform: str) -> int:
+    """Working memory of one turn of a loop, of a branch, of a call; on CPUs of a convolution that transposes its operands."""
+    name = eqn.primitive.name
+    if name in PROGRAMS:
+        return max((_body_bytes(body, platform) for body in running(eqn, platform)), default=0)
+    if name == "conv_general_dilated" and platform == "cpu" and eqn.params["dimension_numbers"].lhs_spec[0] != 0:
+        return sum(map(array_bytes, eqn.invars))  # the gradient of a kernel
+    return 0
+
+
+def hoisted_bytes(eqns: Iterable[Any], platform: str) -> int:
+    """What the compiler makes at the start of the program for these equations: on CPUs, for the gradients of pools, the index of
+    each element in each of its dimensions, and a zero for each."""
+    pools = [eqn for eqn in eqns if eqn.primitive.name == "select_and_scatter_add"] if platform == "cpu" else []
+    return sum(4 * (eqn.outvars[0].aval.ndim + 1) * eqn.outvars[0].aval.size for eqn in pools)
+
+
+def _body_bytes(jaxpr: Any, platform: str) -> int:
+    return peak_bytes(jaxpr.eqns, [*jaxpr.invars, *jaxpr.constvars], [], [], jaxpr.outvars, platform)
+
+
+def needed_for(eqns: Sequence[Any], wanted: Iterable[Any], known: set[Any]) -> list[Any]:
+    """Those of the equations that lead from `known` variables to `wanted` ones, in order."""
+    made = producers_of(eqns)
+    needed, chosen = set(variables(wanted)) - known, set[int]()
+    pending = list(needed)
+    while pending:
+        eqn = made.get(pending.pop())
+        if eqn is None or id(eqn) in chosen:
+            continue
+        chosen.add(id(eqn))
+        pending += [var for var in variables(eqn.invars) if var not in known]
+    return [eqn for eqn in eqns if id(eqn) in chosen]
+
+
+def producers_of(eqns: Sequence[Any]) -> dict[Any, Any]:
+    return {out: eqn for eqn in eqns for out in eqn.outvars}

@@ -1,0 +1,340 @@
+"""The program as a chain of stretches, and the frontier of time against memory over all ways to divide and keep.
+
+From the last piece to the first: R(i), the frontier of what pieces i, ... take, is the best of R(j) after each option for the
+stretch from i to j. With bytes b and seconds t of the rest, an option takes max(working, kept + b) bytes and its own seconds
+more. All of the frontier is kept, so that one solution answers for every budget.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from memjax._core.program import costs
+from memjax._core.program.costs import array_bytes, origins_of_names
+from memjax._core.program.jaxpr import is_literal, variables
+from memjax._core.program.primitives import expensive
+from memjax._plan.codes import Codes, codes_of, codes_of_loop
+from memjax._plan.derivative import Derivative, LoopPair, can_be_split, loop_pairs
+from memjax._plan.lent import lent_to_pieces
+from memjax._plan.solve.phases import available_anywhere, backward_turns, cut_points
+from memjax._plan.solve.segment import Option, Segment, corners, falling, options
+
+_LONGEST = 4  # pieces in a stretch
+_MOST_POINTS = 1500
+_MOST_TURNS = 64  # of a loop that is split, so that few options arise
+_SECONDS_TO_SPLIT = 2e-5
+
+
+class Choice(NamedTuple):
+    """One stretch of a plan: equations `start` to `stop` of the forward pass, and what is kept of them."""
+
+    start: int
+    stop: int
+    option: Option
+
+
+class Chain:
+    """What a derivative can keep and run again.
+
+    Attributes:
+      cuts: where the pieces begin, as numbers of equations.
+      turns: for each equation of the backward pass the piece in whose turn it runs.
+      base_seconds: predicted time of a step that runs nothing again.
+      loops: by number of an equation of the forward pass that is a loop, the pair of loops.
+      codes: of the forward pass, if something may be kept in codes.
+    """
+
+    def __init__(self, derivative: Derivative, rates: costs.Device, *, compress: bool = False, solved: bool = True):
+        self.derivative, self.rates = derivative, rates
+        program, backward = derivative.forward, derivative.backward
+        self.free = available_anywhere(program, program.invars)
+        pairs = {id(pair.forward): pair for pair in loop_pairs(derivative)}
+        self.loops: dict[int, LoopPair] = {i: pairs[id(e)] for i, e in enumerate(program.eqns) if id(e) in pairs}
+        self.codes = codes_of(derivative, self.free) if compress else None
+        alone = [pair.forward for pair in self.loops.values()]
+        self.cuts = cut_points(program, derivative.outputs, self.free, alone)
+        self.turns = backward_turns(program, backward, self.cuts, self.free)
+        self._index()
+        self._frontiers: dict[Any, list[Option]] = {}
+        self._texts: dict[int, str] = {}
+        self._codes_of_loops: dict[int, Codes] = {}
+        if solved:
+            self._solve()
+
+    def _index(self) -> None:
+        """Where variables are made and read."""
+        program, backward, n = self.derivative.forward, self.derivative.backward, len(self.cuts) - 1
+        self.made = {out: i for i, eqn in enumerate(program.eqns) for out in eqn.outvars}
+        self.last: dict[Any, int] = {}
+        for i, eqn in enumerate(program.eqns):
+            self.last |= dict.fromkeys(variables(eqn.invars), i)
+        self.last_turn: dict[Any, int] = {}
+        self.ct_made = dict.fromkeys([*backward.invars, *backward.constvars], n)
+        self.ct_read: dict[Any, int] = {}
+        for eqn, turn in zip(backward.eqns, self.turns, strict=True):
+            self.ct_made |= dict.fromkeys(eqn.outvars, turn)
+            for var in variables(eqn.invars):
+                self.last_turn[var] = max(self.last_turn.get(var, -1), turn)
+                self.ct_read[var] = min(self.ct_read.get(var, n), turn)
+        self.needed: set[Any] = set(variables(self.derivative.outputs))
+        for eqn in reversed(program.eqns):
+            if eqn.effects or not self.needed.isdisjoint(eqn.outvars):
+                self.needed.update(variables(eqn.invars))
+        self.by_turn: list[list[Any]] = [[] for _ in range(n)]
+        for eqn, turn in zip(backward.eqns, self.turns, strict=True):
+            self.by_turn[turn].append(eqn)
+        self.places: list[list[int]] = [[] for _ in range(n)]
+        if self.rates.platform != "cpu":
+            self.places = self._places(n)
+
+    def _places(self, n: int) -> list[list[int]]:
+        """For each piece the bytes of the arrays that may lie in the memory of results."""
+        results = set(variables(self.derivative.backward.outvars))
+        names = origins_of_names(self.derivative.forward.eqns)
+        made = [[array_bytes(v) for eqn in eqns for v in eqn.outvars if v in results] for eqns in self.by_turn]
+        pieces = [self.segment(a, a + 1) for a in range(n)]
+        handed_on = [{names.get(var, var) for var in piece.crossing} for piece in pieces]
+        wanted = [{names.get(v, v) for v in one.wanted} - there for one, there in zip(pieces, handed_on, strict=True)]
+        sizes = lambda groups: [list(map(array_bytes, group)) for group in groups]
+        return lent_to_pieces(made, sizes(handed_on), sizes(wanted))
+
+    def segment(self, a: int, b: int) -> Segment:
+        """The stretch of pieces `a` to `b` - 1."""
+        start, stop = self.cuts[a], self.cuts[b]
+        eqns = self.derivative.forward.eqns[start:stop]
+        made = [out for eqn in eqns for out in eqn.outvars if out not in self.free]
+        late = lambda var: self.last.get(var, -1) >= stop or self.last_turn.get(var, -1) >= b
+        backward = [eqn for turns in reversed(self.by_turn[a:b]) for eqn in turns]
+        inside = set(made)
+        return Segment(
+            eqns=eqns,
+            backward=backward,
+            wanted=[v for v in dict.fromkeys(v for e in backward for v in variables(e.invars)) if v in inside],
+            crossing=[var for var in made if late(var)],
+            entering=[v for v, turn in self.ct_made.items() if turn >= b and self.ct_read.get(v, b) < b],
+            leaving=[v for v, turn in self.ct_made.items() if turn >= a and self.ct_read.get(v, a) < a],
+            results=variables(self.derivative.backward.outvars),
+            primal=[eqn for eqn in eqns if eqn.effects or not self.needed.isdisjoint(eqn.outvars)],
+            outputs=variables(self.derivative.outputs),
+            places=sorted(size for piece in self.places[a:b] for size in piece),
+        )
+
+    def between(self, start: int, stop: int) -> Segment:
+        """The stretch of equations `start` to `stop` - 1. A program without equations has one piece, too."""
+        return self.segment(self.cuts.index(start), len(self.cuts) - 1 - self.cuts[::-1].index(stop))
+
+    def options(self, a: int, b: int) -> list[Option]:
+        """The options for the stretch of pieces `a` to `b` - 1; equal stretches share them."""
+        segment = self.segment(a, b)
+        if (pair := self.loops.get(self.cuts[a])) is not None and b == a + 1:
+            return self._loop_options(pair, segment)
+        key = self._signature(segment)
+        if key not in self._frontiers:
+            found = [
+                one
+                for one in options(segment, self.rates, self.free, self.codes)
+                if not self._divides(a, b, segment, one)
+            ]
+            place = {out: (i, k) for i, eqn in enumerate(segment.eqns) for k, out in enumerate(eqn.outvars)}
+            self._frontiers[key] = [_renamed(option, place.__getitem__) for option in found]
+        here = lambda place: segment.eqns[place[0]].outvars[place[1]]
+        return [_renamed(option, here) for option in self._frontiers[key]]
+
+    def _divides(self, a: int, b: int, segment: Segment, option: Option) -> bool:
+        """Whether an option keeps all that is alive at a cut inside the stretch, or what that follows from cheaply.
+
+        Two stretches take no more then, and the second has had its turn before anything of the first runs again.
+        """
+        names = origins_of_names(segment.eqns)
+        made = {out for eqn in segment.eqns for out in eqn.outvars} - self.free
+        there = {names.get(var, var) for var in (*option.kept, *segment.crossing)}
+        for eqn in segment.eqns:
+            if not expensive(eqn) and there.issuperset(
+                made.intersection(names.get(v, v) for v in variables(eqn.invars))
+            ):
+                there.update(eqn.outvars)
+        for cut in self.cuts[a + 1 : b]:
+            before = self.derivative.forward.eqns[self.cuts[a] : cut]
+            outs = {out for eqn in before for out in eqn.outvars} & made
+            alive = {names.get(var, var) for var in outs if self.last.get(var, -1) >= cut}
+            if alive <= there:
+                return True
+        return False
+
+    def _loop_options(self, pair: LoopPair, segment: Segment) -> list[Option]:
+        program, pull, length = pair.program, pair.pull, pair.forward.params["length"]
+        free = available_anywhere(program, pair.free)
+        lost = [var for var in program.invars if var not in free]
+        made = {out for eqn in program.eqns for out in eqn.outvars} | set(lost)
+        read = dict.fromkeys(var for eqn in pull.eqns for var in variables(eqn.invars))
+        read |= dict.fromkeys(variables(pull.outvars))
+        n_out = len(program.outvars)
+        outs = {
+            program.outvars[i] for i in range(n_out) if i not in pair.residuals and not is_literal(program.outvars[i])
+        }
+        needed, primal = set(outs), []
+        for eqn in reversed(program.eqns):
+            if eqn.effects or not needed.isdisjoint(eqn.outvars):
+                primal.append(eqn)
+                needed.update(variables(eqn.invars))
+        body = Segment(
+            eqns=program.eqns,
+            backward=pull.eqns,
+            wanted=[var for var in read if var in made],
+            crossing=(),
+            entering=[var for var in pull.invars if var in read],
+            leaving=variables(pull.outvars),
+            results=(),
+            primal=primal[::-1],
+            lost=lost,
+        )
+        crossing = sum(map(array_bytes, segment.crossing))
+        moving = sum(map(array_bytes, segment.entering))
+        found = options(body, self.rates, free, self.codes_of_loop(pair), is_loop=True)
+        mixed: list[tuple[tuple[int, Option], ...]] = []
+        # XLA:CPU copies what loops in parts stack: more of them takes less memory there, or less takes more.
+        if self.rates.kind != "cpu" and 1 < length <= _MOST_TURNS and can_be_split(pair):
+            exact = [option for option in found if not option.coded]
+            for less, more in dict.fromkeys([*pairwise(corners(exact)), *pairwise(corners(falling(found)))]):
+                mixed += [((turns, less), (length - turns, more)) for turns in range(1, length)]
+
+        def whole(parts: tuple[tuple[int, Option], ...]) -> Option:
+            kept = crossing + sum(turns * option.nbytes for turns, option in parts)
+            seconds = sum(turns * option.seconds for turns, option in parts) + (len(parts) - 1) * _SECONDS_TO_SPLIT
+            return Option((), kept, seconds, kept + max(option.working for _, option in parts) + moving, parts)
+
+        return [whole(parts) for parts in ([((length, option),) for option in found] + mixed)]
+
+    def codes_of_loop(self, pair: LoopPair) -> Codes | None:
+        """The codes of the body of a loop, if something may be kept in codes."""
+        if self.codes is None:
+            return None
+        if id(pair) not in self._codes_of_loops:
+            free = available_anywhere(pair.program, pair.free)
+            self._codes_of_loops[id(pair)] = codes_of_loop(self.derivative, pair, free)
+        return self._codes_of_loops[id(pair)]
+
+    def _signature(self, segment: Segment) -> Any:
+        """Equal for stretches that are the same up to names."""
+        number: dict[Any, int] = {}
+        roles: dict[Any, str] = {}
+        for role, members in zip("wcel", segment[2:6], strict=True):
+            for var in members:
+                roles[var] = roles.get(var, "") + role
+        results = set(segment.results)
+        need = _no_need if self.codes is None else self.codes.need
+        parts: list[Any] = []
+        for eqn in (*segment.eqns, *segment.backward):
+            parts.append(self._text(eqn))
+            for atom in (*eqn.invars, *eqn.outvars):
+                if not is_literal(atom):
+                    if atom not in number:
+                        number[atom] = len(number)
+                        same = roles.get(atom), atom in self.free, atom in results
+                        parts.append((*same, need(atom), atom.aval.str_short()))
+                    parts.append(number[atom])
+        passing = [array_bytes(v) for v in segment.entering if v not in number]
+        return (len(segment.eqns), len(segment.primal), sum(passing), tuple(segment.places), *parts)
+
+    def _text(self, eqn: Any) -> str:
+        if id(eqn) not in self._texts:
+            literals = [str(atom.val) for atom in eqn.invars if is_literal(atom)]
+            self._texts[id(eqn)] = f"{eqn.primitive.name} {eqn.params} {literals}"
+        return self._texts[id(eqn)]
+
+    def _solve(self) -> None:
+        n = len(self.cuts) - 1
+        self._least: list[tuple[float, float, float, tuple[Choice, ...]]] = [(0.0, 0.0, 0.0, ())] * (n + 1)
+        empty = np.zeros(1)
+        self._bytes, self._seconds = [empty] * (n + 1), [empty] * (n + 1)
+        self._from: list[list[tuple[int, Option]]] = [[] for _ in range(n + 1)]
+        self._which: list[np.ndarray] = [np.zeros((1, 2), np.int64)] * (n + 1)
+        for i in range(n - 1, -1, -1):
+            nbytes, seconds, which = [], [], []
+            least = []
+            for j in range(i + 1, min(n, i + _LONGEST) + 1):
+                if j > i + 1 and any(cut in self.loops for cut in self.cuts[i:j]):
+                    break
+                for option in self.options(i, j):
+                    nbytes.append(np.maximum(option.working, option.nbytes + self._bytes[j]))
+                    seconds.append(option.seconds + self._seconds[j])
+                    rest = np.arange(len(self._bytes[j]))
+                    which.append(np.stack([np.full_like(rest, len(self._from[i])), rest], 1))
+                    self._from[i].append((j, option))
+                    rest_bytes, kept, rest_seconds, choices = self._least[j]
+                    kept += option.kept_nbytes
+                    peak = max(option.working, option.nbytes + rest_bytes)
+                    choice = Choice(self.cuts[i], self.cuts[j], option)
+                    least.append((peak, kept, rest_seconds + option.seconds, (choice, *choices)))
+            self._least[i] = min(least, key=lambda found: found[:3])
+            self._bytes[i], self._seconds[i], self._which[i] = _frontier(
+                np.concatenate(nbytes), np.concatenate(seconds), np.concatenate(which)
+            )
+
+    @functools.cached_property
+    def base_seconds(self) -> float:
+        total = 0.0
+        for eqns, outputs in (
+            (self.derivative.forward.eqns, self.derivative.outputs),
+            (self.derivative.backward.eqns, self.derivative.backward.outvars),
+        ):
+            mine = (
+                [eqn for eqn in eqns if self.needed.intersection(eqn.outvars)]
+                if outputs is self.derivative.outputs
+                else eqns
+            )
+            there = {var for eqn in mine for var in variables(eqn.invars)} - {
+                out for eqn in mine for out in eqn.outvars
+            }
+            written = costs.stored(mine, [*outputs, *there], self.rates.platform)
+            total += sum(costs.seconds(eqn, self.rates, written.__contains__) for eqn in mine)
+        return total
+
+    @property
+    def frontier(self) -> list[tuple[int, float]]:
+        """(bytes, seconds) of the ways that none of the others beats in both; the fewest bytes first."""
+        return list(zip(self._bytes[0].astype(int).tolist(), self._seconds[0].tolist(), strict=True))
+
+    def least_choices(self) -> list[Choice]:
+        """The way of the least memory that keeps least: the model may be wrong about what is kept for nothing."""
+        return list(self._least[0][3])
+
+    def choices(self, nbytes: float) -> list[Choice]:
+        """The fastest way within so many bytes, or that of the least memory if there is none."""
+        point = max(int(np.searchsorted(self._bytes[0], nbytes, side="right")) - 1, 0)
+        found, i, n = [], 0, len(self.cuts) - 1
+        while i < n:
+            number, point = self._which[i][point]
+            j, option = self._from[i][number]
+            found.append(Choice(self.cuts[i], self.cuts[j], option))
+            i = j
+        return found
+
+
+def _renamed(option: Option, name: Callable[[Any], Any]) -> Option:
+    """The option of variables that are called otherwise."""
+    return option._replace(kept=tuple(map(name, option.kept)), coded=tuple(map(name, option.coded)))
+
+
+def _no_need(var: Any) -> Any:
+    return None
+
+
+def _frontier(nbytes: np.ndarray, seconds: np.ndarray, which: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    order = np.lexsort((seconds, nbytes))
+    nbytes, seconds, which = nbytes[order], seconds[order], which[order]
+    least = np.minimum.accumulate(np.concatenate([[np.inf], seconds[:-1]]))
+    better = seconds < least - 1e-9 * seconds[:1]
+    nbytes, seconds, which = nbytes[better], seconds[better], which[better]
+    if len(nbytes) > _MOST_POINTS:  # of points that are close the fastest, and always the least
+        width = max((nbytes[-1] - nbytes[0]) / _MOST_POINTS, 1.0)
+        bucket = ((nbytes - nbytes[0]) / width).astype(np.int64)
+        stays = np.concatenate([bucket[1:] != bucket[:-1], [True]])
+        stays[0] = True
+        nbytes, seconds, which = nbytes[stays], seconds[stays], which[stays]
+    return nbytes, seconds, which

@@ -1,0 +1,119 @@
+"""The order in which a compiler runs equations: as late as they are needed, or what frees memory first."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from memjax._core.program.costs import array_bytes, origins_of_names, stored
+from memjax._core.program.jaxpr import is_literal, variables
+
+
+def in_time(again: Sequence[Any], backward: Sequence[Any]) -> list[Any]:
+    """The equations of `again` and `backward`, each of the former no earlier than the latter need it."""
+    made = {out: eqn for eqn in again for out in eqn.outvars}
+    order: list[Any] = []
+    done: set[int] = set()
+
+    def need(eqn: Any) -> None:
+        stack = [(eqn, False)]
+        while stack:
+            eqn, ready = stack.pop()
+            if ready:
+                order.append(eqn)
+            elif id(eqn) not in done:
+                done.add(id(eqn))
+                stack.append((eqn, True))
+                stack.extend((made[var], False) for var in variables(eqn.invars) if var in made)
+
+    for eqn in backward:
+        for var in variables(eqn.invars):
+            if var in made:
+                need(made[var])
+        order.append(eqn)
+    return order
+
+
+def scattered_into_sums(eqns: Sequence[Any]) -> list[Any]:
+    """The equations; what is scattered into zeros and added to an array is scattered into that array, as compilers do."""
+    readers: dict[Any, list[Any]] = {}
+    for eqn in eqns:
+        for var in variables(eqn.invars):
+            readers.setdefault(var, []).append(eqn)
+    makers = {out: eqn for eqn in eqns for out in eqn.outvars}
+    gone: set[int] = set()
+    instead: dict[int, Any] = {}
+    for eqn in eqns:
+        found = readers.get(eqn.outvars[0], []) if eqn.primitive.name in ("scatter-add", "scatter_add") else []
+        zeros = None if is_literal(eqn.invars[0]) else makers.get(eqn.invars[0])
+        if len(found) != 1 or found[0].primitive.name not in ("add", "add_any") or zeros is None:
+            continue
+        if zeros.primitive.name != "broadcast_in_dim" or not is_literal(zeros.invars[0]) or zeros.invars[0].val != 0:
+            continue
+        [total] = found
+        others = [atom for atom in total.invars if atom is not eqn.outvars[0]]
+        if id(total) not in instead and len(others) == 1 and not is_literal(others[0]):
+            gone.add(id(eqn))
+            instead[id(total)] = eqn.replace(invars=[*others, *eqn.invars[1:]], outvars=total.outvars)
+    return [instead.get(id(eqn), eqn) for eqn in eqns if id(eqn) not in gone]
+
+
+def freeing_first(eqns: Sequence[Any], results: Iterable[Any], stays: Iterable[Any], platform: str) -> list[Any]:
+    """The equations in an order in which one that frees no less than it needs runs as soon as it can.
+
+    Args:
+      eqns: in an order in which they can run.
+      results: what takes no temporary memory.
+      stays: what is needed afterwards.
+      platform: what is compiled for.
+    """
+    names = origins_of_names(eqns)
+    root = lambda var: names.get(var, var)
+    outside, needed = set(map(root, results)), set(map(root, stays))
+    written = stored(eqns, [*outside, *needed], platform)
+    needs = [
+        sum(array_bytes(out) for out in eqn.outvars if out in written and root(out) not in outside) for eqn in eqns
+    ]
+    reads: list[set[Any]] = []
+    through: dict[Any, set[Any]] = {}  # what is read to compute a value that is not written
+    for eqn in eqns:
+        found: set[Any] = set().union(*(through.get(root(var), {root(var)}) for var in variables(eqn.invars)))
+        inside = {root(out) for out in eqn.outvars if out not in written}
+        through |= dict.fromkeys(inside, found)
+        reads.append(set() if len(inside) == len(eqn.outvars) else found)
+    left: dict[Any, int] = {}
+    for var in (var for inputs in reads for var in inputs):
+        left[var] = left.get(var, 0) + 1
+
+    def frees(i: int) -> int:
+        return sum(array_bytes(var) for var in reads[i] if left[var] == 1 and var not in needed and var not in outside)
+
+    def choose(ready: list[int]) -> int:
+        i = ready.pop(next((k for k, i in enumerate(ready) if needs[i] <= frees(i)), 0))
+        for var in reads[i]:
+            left[var] -= 1
+        return i
+
+    return _topological(eqns, choose)
+
+
+def _topological(eqns: Sequence[Any], choose: Callable[[list[int]], int]) -> list[Any]:
+    """The equations, of those that are ready always the one that `choose` takes out of their numbers."""
+    made = {out: i for i, eqn in enumerate(eqns) for out in eqn.outvars}
+    before = [{made[var] for var in variables(eqn.invars) if var in made} for eqn in eqns]
+    after: list[list[int]] = [[] for _ in eqns]
+    for i, found in enumerate(before):
+        for j in found:
+            after[j].append(i)
+    waits = list(map(len, before))
+    ready = [i for i, count in enumerate(waits) if not count]
+    order = []
+    while ready:
+        i = choose(ready)
+        order.append(eqns[i])
+        for j in after[i]:
+            waits[j] -= 1
+            if not waits[j]:
+                insort(ready, j)
+    return order

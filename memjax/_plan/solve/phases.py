@@ -1,0 +1,133 @@
+"""Where a program can be cut into pieces, and which part of the backward pass belongs to each.
+
+A piece ends where few bytes are alive: between the blocks of a network, and inside them where a residual stream is all that
+there is. Between two cuts there is something worth keeping, a product at least. What depends on no input, and other names
+for inputs, can be had anywhere and counts as alive nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+from memjax._core.program.costs import array_bytes, origins_of_names
+from memjax._core.program.jaxpr import Program, consumers, variables
+from memjax._core.program.primitives import VIEWS, expensive
+
+_MOST_PIECES = 160
+
+
+def available_anywhere(program: Program, free: Iterable[Any]) -> set[Any]:
+    """What is there again in the backward pass, or follows from that by moving it, or from constants cheaply."""
+    free, constant = {*free, *program.constvars}, set[Any]()
+    for eqn in program.eqns:
+        inputs = variables(eqn.invars)
+        if eqn.effects or expensive(eqn):
+            continue
+        if constant.issuperset(inputs):
+            constant.update(eqn.outvars)
+            free.update(eqn.outvars)
+        elif eqn.primitive.name in VIEWS and free.issuperset(inputs):
+            free.update(eqn.outvars)
+    return free
+
+
+def cut_points(program: Program, outputs: Sequence[Any], free: set[Any], alone: Sequence[Any] = ()) -> list[int]:
+    """Numbers of equations before which the program is cut, 0 and the number of all included.
+
+    Args:
+      program: the forward pass; what leads to residuals only does not keep anything alive.
+      outputs: of it, without residuals.
+      free: what counts as alive nowhere.
+      alone: equations that are a piece each.
+    """
+    eqns = program.eqns
+    needed = set(variables(outputs))
+    primal = []
+    for eqn in reversed(eqns):
+        primal.append(not needed.isdisjoint(eqn.outvars) or bool(eqn.effects))
+        if primal[-1]:
+            needed.update(variables(eqn.invars))
+    primal.reverse()
+    names = origins_of_names(eqns)
+    made = {out: i for i, eqn in enumerate(eqns) for out in eqn.outvars if out not in names and out not in free}
+    last: dict[Any, int] = {}
+    for i, eqn in enumerate(eqns):
+        if primal[i]:
+            for var in variables(eqn.invars):
+                if names.get(var, var) in made:
+                    last[names.get(var, var)] = i
+    change = [0] * (len(eqns) + 2)
+    for var, end in last.items():
+        change[made[var] + 1] += array_bytes(var)
+        change[end + 1] -= array_bytes(var)
+    alive, total = [], 0
+    for step in change[: len(eqns) + 1]:
+        total += step
+        alive.append(total)
+
+    heavy = [i for i, eqn in enumerate(eqns) if primal[i] and expensive(eqn) and not free.issuperset(eqn.outvars)]
+    # The latest of the places with the fewest bytes: what is added to a residual stream belongs to what made it.
+    gaps = [min(range(other, one, -1), key=alive.__getitem__) for one, other in pairwise(heavy)]
+    if heavy:  # what follows the last of them, a loss, is a piece, too
+        tail = next((p for p in range(heavy[-1] + 1, len(eqns)) if alive[p] <= alive[p + 1]), len(eqns))
+        gaps += [tail] if tail < len(eqns) else []
+    live = [{var for var, end in last.items() if made[var] < gap <= end} for gap in gaps]
+    chosen = []
+    for k, gap in enumerate(gaps):
+        around = [alive[gaps[j]] for j in (k - 1, k + 1) if 0 <= j < len(gaps)]
+        through = set.intersection(*(live[j] for j in (k - 1, k, k + 1) if 0 <= j < len(gaps)))
+        if all(alive[gap] <= other for other in around) or len(live[k] - through) == 1:
+            chosen.append(gap)
+    while len(chosen) > _MOST_PIECES:
+        chosen.remove(max(chosen, key=alive.__getitem__))
+    forced = {i + step for i, eqn in enumerate(eqns) for step in (0, 1) if any(eqn is other for other in alone)}
+    inner = (set(chosen) | forced) - {0, len(eqns)}
+    return [0, *sorted(inner), len(eqns)]
+
+
+def backward_turns(program: Program, backward: Program, cuts: Sequence[int], free: set[Any]) -> list[int]:
+    """For each equation of the backward pass the piece in whose turn it runs; the last piece has the first turn.
+
+    An equation that reads a residual runs when the residual's piece has its turn, or later if its cotangents come later. One that
+    reads none waits until what reads its result runs, unless its result is smaller than what it is made from.
+    """
+    piece: dict[Any, int] = {}
+    for number, (start, stop) in enumerate(pairwise(cuts)):
+        for eqn in program.eqns[start:stop]:
+            piece |= dict.fromkeys(eqn.outvars, number)
+    last_reader = {
+        var: max((piece[out] for eqn in eqns for out in eqn.outvars), default=0)
+        for var, eqns in consumers(program).items()
+    }
+
+    def turn_of(var: Any) -> int | None:
+        """When a residual is read: in its piece, or, if it is an input of later pieces, in the last one of these."""
+        if var in free or (var not in piece and var not in last_reader):
+            return None
+        return max(piece.get(var, 0), last_reader.get(var, 0))
+
+    n = len(cuts) - 1
+    when: dict[Any, int] = {}
+    turns: list[int] = []
+    reads = []
+    for eqn in backward.eqns:
+        inputs = variables(eqn.invars)
+        own = [turn for var in inputs if (turn := turn_of(var)) is not None]
+        reads.append(bool(own))
+        turn = min([n - 1, *own, *(when[var] for var in inputs if var in when)])
+        turns.append(turn)
+        when |= dict.fromkeys(eqn.outvars, turn)
+    outputs = set(variables(backward.outvars))
+    by_reader: dict[Any, int] = {}
+    for i in range(len(backward.eqns) - 1, -1, -1):
+        eqn = backward.eqns[i]
+        grows = sum(map(array_bytes, eqn.outvars)) >= sum(
+            array_bytes(var) for var in variables(eqn.invars) if var in when
+        )
+        if grows and not reads[i] and outputs.isdisjoint(eqn.outvars):
+            turns[i] = min(turns[i], max((by_reader[out] for out in eqn.outvars if out in by_reader), default=turns[i]))
+        for var in variables(eqn.invars):
+            by_reader[var] = max(by_reader.get(var, -1), turns[i])
+    return turns

@@ -1,0 +1,194 @@
+"""A stretch of a program with its part of the backward pass, and the ways to keep or run again what that part reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from memjax._core.program import costs
+from memjax._core.program.costs import array_bytes, origins_of_names
+from memjax._core.program.jaxpr import variables
+from memjax._core.program.working import hoisted_bytes, needed_for, peak_bytes
+from memjax._plan.codes import Code, Codes
+from memjax._plan.lent import lent_to
+from memjax._plan.solve.order import freeing_first, in_time, scattered_into_sums
+from memjax._plan.solve.subsets import Problem, Subset, coded_subsets, exact_subsets
+
+
+class Segment(NamedTuple):
+    """A stretch of the forward pass and what of the backward pass has its turn with it.
+
+    Attributes:
+      eqns: of the forward pass.
+      backward: of the backward pass, in order.
+      wanted: what `backward` reads that `eqns` make.
+      crossing: what later stretches read of this one: always kept.
+      entering, leaving: cotangents alive before and after.
+      results: cotangents of the program's inputs.
+      primal: those of `eqns` that run in the forward pass whatever is kept.
+      lost: inputs of `eqns` that are gone in the backward pass: what a loop carries.
+      outputs: of the forward pass.
+      places: bytes of arrays that may lie in the memory of results.
+    """
+
+    eqns: Sequence[Any]
+    backward: Sequence[Any]
+    wanted: Sequence[Any]
+    crossing: Sequence[Any]
+    entering: Sequence[Any]
+    leaving: Sequence[Any]
+    results: Sequence[Any]
+    primal: Sequence[Any]
+    lost: Sequence[Any] = ()
+    outputs: Sequence[Any] = ()
+    places: Sequence[int] = ()
+
+
+class Option(NamedTuple):
+    """What to keep of a segment.
+
+    Attributes:
+      kept: variables, besides what crosses to later segments.
+      nbytes: of these and of what crosses, but for what is lent.
+      lent: bytes of these in the memory of results that are not there yet.
+      seconds: spent on running again, and on keeping.
+      working: the most bytes alive in the backward pass of the segment, on CPUs also in its forward pass, what is kept of it
+        included.
+      coded: variables that are kept in codes.
+      coded_nbytes: of these codes.
+      parts: of a loop, for each part of its turns how many they are, in the order of what is scanned over, and the option for its
+        body.
+    """
+
+    kept: tuple[Any, ...]
+    nbytes: int
+    seconds: float
+    working: int
+    parts: tuple[tuple[int, Option], ...] = ()
+    coded: tuple[Any, ...] = ()
+    coded_nbytes: int = 0
+    lent: int = 0
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Bytes of what is kept besides what crosses, codes included; in a loop of all turns."""
+        inside = self.parts or ((1, self),)
+        return sum(turns * (one.coded_nbytes + sum(map(array_bytes, one.kept))) for turns, one in inside)
+
+
+def options(
+    segment: Segment, rates: costs.Device, free: set[Any], codes: Codes | None = None, *, is_loop: bool = False
+) -> list[Option]:
+    """The options of which none takes more of both bytes and seconds than another; the fewest bytes first.
+
+    With `codes` such options with something in few bits are among them, too; the exact ones stay.
+
+    What `free` has, and what earlier stretches make, is there anyhow; but not what is `lost`, which can only be kept.
+    """
+    made = {out for eqn in segment.eqns for out in eqn.outvars}
+    outside = _read(segment.eqns) - made - set(segment.lost)
+    is_known = (free & made) | set(segment.crossing) | outside
+    wanted = [var for var in dict.fromkeys(segment.wanted) if var not in is_known]
+    again = needed_for(segment.eqns, wanted, is_known)
+    names = origins_of_names(segment.eqns)
+    in_memory = costs.stored(
+        [*again, *segment.backward], [*is_known, *segment.results, *segment.leaving], rates.platform
+    )
+    seconds = {id(eqn): costs.seconds(eqn, rates, in_memory.__contains__) for eqn in again}
+    written = costs.stored(segment.primal, segment.crossing, rates.platform, writes_shared=True)
+
+    def to_keep(var: Any) -> float:
+        """It is read, and, unless the forward pass does so anyway, written."""
+        return array_bytes(var) * (1 if var in written else 2) / rates.nbytes
+
+    # Of several names for the same bytes one counts; none where an earlier stretch makes these.
+    handed_on = [array_bytes(var) for var in {names.get(var, var) for var in segment.crossing} & made]
+    crossing = sum(handed_on) + hoisted_bytes(segment.backward, rates.platform)
+
+    backward = scattered_into_sums(segment.backward)
+
+    def option(subset: Subset) -> Option:
+        kept, coded = subset.kept, subset.coded
+        rerun = needed_for(again, wanted, {*is_known, *kept, *(code.of for code in coded)})
+        time = sum(seconds[id(eqn)] for eqn in rerun) + sum(map(to_keep, kept))
+        time += sum(costs.coding_seconds(array_bytes(code.of), rates) for code in coded)
+        # A code is read where what it decodes to is.
+        rerun = [*(code.decode for code in coded), *rerun]
+        # On CPUs all that can run does, so that several operators may run at a time.
+        order = [*rerun, *backward] if rates.platform == "cpu" else in_time(rerun, backward)
+        read = _read(order)
+        in_codes = [code.variable for code in coded]
+        here = [var for var in (*kept, *in_codes, *segment.crossing) if var in read]
+        elsewhere = read - set(here) - set(segment.entering) - {out for eqn in order for out in eqn.outvars}
+        entering = [*segment.entering, *here]
+        peak = lambda order: peak_bytes(
+            *(order, elsewhere, entering, segment.leaving, segment.results, rates.platform, names), is_loop=is_loop
+        )
+        working = peak(order)
+        if rates.platform != "cpu":  # of several schedules the compiler takes the one of the least memory
+            stays = [*segment.leaving, *elsewhere]
+            working = min(working, peak(freeing_first(order, segment.results, stays, rates.platform)))
+        if rates.platform == "cpu":
+            working = max(working, _forward_bytes(segment, kept, coded, rates.platform))
+        coded_nbytes = sum(code.nbytes for code in coded)
+        lent = lent_to([*handed_on, *map(array_bytes, kept)], segment.places)
+        nbytes = crossing + sum(map(array_bytes, kept)) + coded_nbytes - lent
+        coded_vars = tuple(code.of for code in coded)
+        return Option(tuple(kept), nbytes, time, working - lent, (), coded_vars, coded_nbytes, lent)
+
+    problem = Problem(again, wanted, is_known, seconds, to_keep, names, rates)
+    found = [option(subset) for subset in exact_subsets(problem)]
+    if codes is not None:
+        fastest = min((one.seconds for one in found), default=0.0)
+        for subset in coded_subsets(problem, codes):
+            # Where everything fits nothing is in codes: these take longer than keeping what is in them.
+            arrays = [code.of for code in subset.coded]
+            more = sum(costs.coding_seconds(array_bytes(var), rates) - to_keep(var) for var in arrays)
+            one = option(subset)
+            found += [one._replace(seconds=max(one.seconds, fastest + more))] if arrays else []
+        found.sort(key=lambda one: (one.nbytes, one.seconds))
+    return found
+
+
+def _forward_bytes(segment: Segment, kept: Sequence[Any], coded: Sequence[Code], platform: str) -> int:
+    """The most bytes alive in the forward pass of the segment, besides what was there before."""
+    stays = [*segment.crossing, *kept, *(code.of for code in coded)]
+    made = {out for eqn in segment.eqns for out in eqn.outvars}
+    chosen = {id(eqn) for eqn in (*segment.primal, *needed_for(segment.eqns, stays, set()))}
+    eqns = [eqn for eqn in segment.eqns if id(eqn) in chosen]
+    if coded:
+        encodes = {code.of: code.encode for code in coded}
+        eqns = [encodes[var] for var in encodes.keys() - made] + [
+            one for eqn in eqns for one in (eqn, *(encodes[out] for out in eqn.outvars if out in encodes))
+        ]
+        stays = [*segment.crossing, *kept, *(code.variable for code in coded)]
+    return peak_bytes(eqns, _read(eqns) - made, [], stays, segment.outputs, platform)
+
+
+def _read(eqns: Sequence[Any]) -> set[Any]:
+    return {var for eqn in eqns for var in variables(eqn.invars)}
+
+
+def falling(found: Sequence[Option]) -> list[Option]:
+    """Those, in order of bytes, that are faster than all before."""
+    chosen: list[Option] = []
+    for option in found:
+        if not chosen or option.seconds < chosen[-1].seconds:
+            chosen.append(option)
+    return chosen
+
+
+def corners(found: Sequence[Option]) -> list[Option]:
+    """The options that no mixture of two others beats; those found rise in bytes."""
+    hull: list[Option] = []
+    for option in found:
+        while len(hull) > 1 and _lies_above(hull[-2], hull[-1], option):
+            hull.pop()
+        hull.append(option)
+    return hull
+
+
+def _lies_above(left: Option, middle: Option, right: Option) -> bool:
+    """Whether the middle one is no better than a mixture of the others."""
+    over, step = right.nbytes - left.nbytes, middle.nbytes - left.nbytes
+    return (middle.seconds - left.seconds) * over >= (right.seconds - left.seconds) * step

@@ -1,0 +1,254 @@
+"""What to keep of a stretch: the subsets of candidates that are on the frontier of bytes and seconds.
+
+Candidates are what a minimum cut keeps at one price of memory or another. With codes there are two cuts for each price: one for
+what has to be exact, from exact values alone, and one for the rest, where an array costs its code, if that is cheaper. Subsets
+in which something exact would follow from a rounded value are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from memjax._core.program import costs
+from memjax._core.program.costs import array_bytes
+from memjax._core.program.jaxpr import variables
+from memjax._core.program.primitives import expensive
+from memjax._core.program.working import needed_for
+from memjax._plan.codes import Code, Codes
+from memjax._plan.solve.price_cut import kept_at
+
+_PRICES = 12
+_MOST_CANDIDATES = 12  # all subsets of which are looked at
+_MOST_WITH_CODES = 14
+_MOST_OPTIONS = 24
+_SMALL = 64  # bytes of all that is wanted to those of a statistic, at least, that is kept beside whatever codes
+
+
+class Problem(NamedTuple):
+    """What has to be had in the backward pass of a stretch.
+
+    Attributes:
+      again: equations that can run again.
+      wanted: variables.
+      known: variables that are available in the backward pass without being kept.
+      seconds: of each of the equations, by its `id`.
+      to_keep: seconds that keeping a variable takes.
+      names: the variable whose bytes a variable has that is another name for it.
+      rates: of the device.
+    """
+
+    again: Sequence[Any]
+    wanted: Sequence[Any]
+    known: set[Any]
+    seconds: dict[int, float]
+    to_keep: Any
+    names: dict[Any, Any]
+    rates: costs.Device
+
+    def prices(self) -> list[float]:
+        """Seconds that a byte is worth: several; one where nothing can run again, for what is wanted can only be kept there."""
+        total_bytes = sum(array_bytes(out) for eqn in self.again for out in eqn.outvars)
+        total_seconds = sum(self.seconds[id(eqn)] for eqn in self.again)
+        if not total_bytes or not total_seconds:
+            return [0.0]
+        return [0.0, *(total_seconds / total_bytes * np.logspace(-2, 3, _PRICES))]
+
+
+class Subset(NamedTuple):
+    """What is kept as it is, and what in codes."""
+
+    kept: list[Any]
+    coded: list[Code]
+
+
+def exact_subsets(problem: Problem) -> list[Subset]:
+    """Those without codes; the fewest bytes first."""
+    seconds, names = (lambda eqn: problem.seconds[id(eqn)]), problem.names
+    votes: dict[Any, int] = {}
+    for price in problem.prices():
+        kept = kept_at(
+            *(price, problem.again, problem.wanted, problem.known, seconds, array_bytes, problem.to_keep),
+            lambda eqn: bool(eqn.effects),
+        )
+        for var in dict.fromkeys(names.get(var, var) for var in kept if names.get(var, var) not in problem.known):
+            votes[var] = votes.get(var, 0) + 1
+    candidates = sorted(votes, key=lambda var: -votes[var])[:_MOST_CANDIDATES]
+    return _on_frontier(problem, candidates, [], None)
+
+
+def coded_subsets(problem: Problem, codes: Codes) -> list[Subset]:
+    """Those with codes; statistics are kept in all of them."""
+    total = sum(map(array_bytes, problem.wanted))
+    at_hand = {
+        out
+        for eqn in problem.again
+        if problem.known.issuperset(variables(eqn.invars)) and not expensive(eqn)
+        for out in eqn.outvars
+    }
+    small = [
+        var
+        for var in problem.wanted
+        if var in codes.statistics and var not in at_hand and _SMALL * array_bytes(var) <= total
+    ]
+    problem = problem._replace(
+        wanted=[var for var in problem.wanted if var not in small], known={*problem.known, *small}
+    )
+    votes: dict[tuple[Any, bool], int] = {}
+    for price in problem.prices():
+        for var, is_coded in _kept_with_codes(price, problem, codes):
+            root = problem.names.get(var, var)
+            if root not in problem.known:
+                key = root, is_coded and codes.nbytes(root) is not None
+                votes[key] = votes.get(key, 0) + 1
+    best = sorted(votes, key=lambda key: -votes[key])[:_MOST_WITH_CODES]
+    coded = [codes.of(var) for var, is_coded in best if is_coded]
+    if not coded:
+        return []
+    found = _on_frontier(problem, [var for var, is_coded in best if not is_coded], coded, codes)
+    return [Subset([*small, *subset.kept], subset.coded) for subset in found]
+
+
+def _kept_with_codes(price: float, problem: Problem, codes: Codes) -> list[tuple[Any, bool]]:
+    """The variables to keep at one price of memory, and whether in a code."""
+    seconds, has_effects = (lambda eqn: problem.seconds[id(eqn)]), (lambda eqn: bool(eqn.effects))
+    strict = [var for var in problem.wanted if var in codes.exact]
+    kept = kept_at(price, problem.again, strict, problem.known, seconds, array_bytes, problem.to_keep, has_effects)
+    known = {*problem.known, *kept}
+    known.update(out for eqn in needed_for(problem.again, strict, known) for out in eqn.outvars)
+    exact = set(known)  # what can be had exactly
+    for eqn in problem.again:
+        if exact.issuperset(variables(eqn.invars)):
+            exact.update(eqn.outvars)
+
+    def is_coded(var: Any) -> bool:
+        few = codes.nbytes(var)
+        if few is None:
+            return False
+        more = costs.coding_seconds(array_bytes(var), problem.rates) - problem.to_keep(var)
+        return price * (array_bytes(var) - few) > more
+
+    def nbytes(var: Any) -> int:
+        return (codes.nbytes(var) if is_coded(var) else None) or array_bytes(var)
+
+    def to_keep(var: Any) -> float:
+        return costs.coding_seconds(array_bytes(var), problem.rates) if is_coded(var) else problem.to_keep(var)
+
+    def never(eqn: Any) -> bool:
+        is_exact = exact.issuperset(variables(eqn.invars))
+        return bool(eqn.effects) or not (is_exact or codes.keeps_errors_small(eqn))
+
+    rest = kept_at(price, problem.again, problem.wanted, known, seconds, nbytes, to_keep, never)
+    return [*((var, False) for var in kept), *((var, is_coded(var)) for var in rest)]
+
+
+def _on_frontier(problem: Problem, exact: Sequence[Any], coded: Sequence[Code], codes: Codes | None) -> list[Subset]:
+    """The subsets of candidates that are on the frontier of bytes and seconds."""
+    masks = np.arange(1 << (len(exact) + len(coded)))
+    bit = lambda i: (masks >> i & 1).astype(bool)
+    nothing = np.zeros(len(masks), bool)
+    as_it_is = {var: bit(i) for i, var in enumerate(exact)}
+    in_code = {code.of: bit(len(exact) + i) for i, code in enumerate(coded)}
+    there = dict(as_it_is)
+    for var, mask in in_code.items():
+        there[var] = there.get(var, nothing) | mask
+    nbytes, times = np.zeros(len(masks)), np.zeros(len(masks))
+    for var, mask in as_it_is.items():
+        nbytes += mask * array_bytes(var)
+        times += mask * problem.to_keep(var)
+        if var in in_code:
+            times[mask & in_code[var]] = np.inf
+    for code in coded:
+        nbytes += in_code[code.of] * code.nbytes
+        times += in_code[code.of] * costs.coding_seconds(array_bytes(code.of), problem.rates)
+
+    needed = {var: ~there.get(var, nothing) for var in problem.wanted}
+    running: list[tuple[Any, np.ndarray]] = []
+    for eqn in reversed(problem.again):
+        runs = np.logical_or.reduce([needed.get(out, nothing) for out in eqn.outvars])
+        if not runs.any():
+            continue
+        running.append((eqn, runs))
+        times[runs] += np.inf if eqn.effects else problem.seconds[id(eqn)]
+        for var in dict.fromkeys(variables(eqn.invars)):
+            if var not in problem.known:
+                needed[var] = needed.get(var, nothing) | (runs & ~there.get(var, nothing))
+    made = {out for eqn in problem.again for out in eqn.outvars}
+    for var in needed.keys() - made:
+        times[needed[var]] = np.inf
+    if codes is not None:
+        times[_breaks(problem, running[::-1], there, in_code, codes)] = np.inf
+    return [
+        Subset(
+            [var for var in exact if as_it_is[var][i]],
+            [code for code in coded if in_code[code.of][i]],
+        )
+        for i in _frontier(nbytes, times)
+    ]
+
+
+def _breaks(
+    problem: Problem,
+    running: Sequence[tuple[Any, np.ndarray]],
+    there: dict[Any, np.ndarray],
+    in_code: dict[Any, np.ndarray],
+    codes: Codes,
+) -> np.ndarray:
+    """In which subsets something that has to be exact would follow from a rounded value, or errors would grow.
+
+    Args:
+      problem: the stretch.
+      running: equations with the subsets in which they run again, in order.
+      there: by variable, in which subsets it is kept.
+      in_code: by variable, in which of these in a code.
+      codes: the codes of the program.
+    """
+    nothing = np.zeros_like(next(iter(in_code.values())))
+    rounded, broken = dict(in_code), nothing.copy()
+    for eqn, runs in running:
+        mine = runs & np.logical_or.reduce([nothing, *(rounded[v] for v in variables(eqn.invars) if v in rounded)])
+        if not mine.any():
+            continue
+        if not codes.keeps_errors_small(eqn):
+            broken |= mine
+        for out in eqn.outvars:
+            rounded[out] = rounded.get(out, nothing) | (mine & ~there.get(out, nothing))
+    for var in problem.wanted:
+        if var in codes.exact and var in rounded:
+            broken |= rounded[var]
+    return broken
+
+
+def _frontier(nbytes: np.ndarray, times: np.ndarray) -> list[int]:
+    """The points of which none takes more of both than another; the fewest bytes first."""
+    order = np.lexsort((times, nbytes))
+    found, best = [], np.inf
+    for i in order:
+        if times[i] < best * (1 - 1e-4):
+            best = times[i]
+            found.append(int(i))
+    if len(found) > _MOST_OPTIONS:  # those that are left out lie closest to the line between their neighbours
+        found = _thinned(found, nbytes, times)
+    return found
+
+
+def _thinned(found: list[int], nbytes: np.ndarray, times: np.ndarray) -> list[int]:
+    """The points that a frontier needs most: both ends, and again and again what lies furthest below the line between two."""
+    points = [(nbytes[i] / max(nbytes.max(), 1), times[i] / max(times[found].max(), 1e-30)) for i in found]
+    chosen = [0, len(found) - 1]
+    while len(chosen) < _MOST_OPTIONS:
+        best, where = 0.0, None
+        for low, high in pairwise(chosen):
+            left, right = points[low], points[high]
+            for k in range(low + 1, high):
+                x, y = points[k]
+                gain = (right[0] - x) * (left[1] - y)  # the area that the frontier loses without it
+                if gain > best:
+                    best, where = gain, k
+        if where is None:
+            break
+        chosen = sorted([*chosen, where])
+    return [found[k] for k in chosen]

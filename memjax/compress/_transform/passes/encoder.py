@@ -1,0 +1,143 @@
+"""When the forward pass encodes each array, and what waits for the code.
+
+What reads an array waits for its code, behind an optimisation barrier: otherwise a compiler may make all codes at the end
+of the forward pass, when all arrays are there at once.
+
+Elementwise codes of what a batch norm reads are fused into the normalisation. The codec measures its ranges first, as the
+batch norm measures its deviations; the normalisation waits for both, and only matrix products, convolutions and calls
+after the normalisation wait for the code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import jaxprs_in_params
+
+from memjax._core.backward.derivatives import without_derivative
+from memjax._core.program.jaxpr import Program, Walk, producers, variables
+from memjax._core.program.primitives import PRODUCTS
+from memjax.compress._codecs.codec import Mask
+from memjax.compress._transform.array_codecs import ArrayCodecs, is_fused
+from memjax.compress._transform.keep.choose import Keep
+
+_FIRST_ORDER = (
+    "memjax.compressed supports first derivatives in reverse mode only: what it saves is rounded. "
+    "Differentiate twice without it."
+)
+
+
+class Encoder:
+    """Encodes the arrays of one forward pass. In its methods `env` has the values of the variables computed so far.
+
+    Args:
+      program: the forward pass.
+      keep: what to encode.
+      codecs: the codecs of `keep.encoded`.
+      packed: variables that are computed in a pass that packs bits: see `variables_of_packing`.
+
+    Attributes:
+      codes: the code of each variable encoded so far.
+    """
+
+    def __init__(self, program: Program, keep: Keep, codecs: ArrayCodecs, packed: set[Any]):
+        self.codes: dict[Any, Any] = {}
+        self._program, self._keep = program, keep
+        self._codecs = dict(zip(keep.encoded, codecs.each(keep.roles), strict=True))
+        self._fused = {
+            var for var, codec in self._codecs.items() if var in keep.scales and codec.measured and var not in packed
+        }
+        self._unread: dict[Any, set[Any]] = {}  # by array with a code that nothing waits for yet, what should
+        self._arrays_by_need: dict[Any, list[Any]] = {}
+        for var in (*keep.encoded, *keep.masks):
+            for needed in self._needs(var):
+                self._arrays_by_need.setdefault(needed, []).append(var)
+
+    def after(self, computed: Iterable[Any], env: dict[Any, Any]) -> None:
+        """Encode the arrays that were waiting for these variables."""
+        for array in dict.fromkeys(array for var in computed for array in self._arrays_by_need.get(var, [])):
+            if array not in self.codes and all(needed in env for needed in self._needs(array)):
+                self._encode(array, env)
+
+    def before(self, eqn: Any, env: dict[Any, Any]) -> None:
+        """Let an equation that is about to run wait for the codes of the arrays that its operands are computed from."""
+        if self._unread and _is_own_pass(eqn):
+            self._wait(eqn.invars, env)
+
+    def finish(self, outs: Sequence[Any], env: dict[Any, Any]) -> None:
+        """Let the outputs wait for all codes that nothing has waited for."""
+        self._unread = {array: set(variables(outs)) for array in self._unread}
+        self._wait(outs, env)
+
+    def _needs(self, array: Any) -> list[Any]:
+        """The variables that encoding the array needs: itself, and the deviations that its code depends on."""
+        if array not in self._keep.scales or not (array in self._fused or self._codecs[array].scaled):
+            return [array]
+        return [array, self._keep.scales[array].variable]
+
+    def _encode(self, array: Any, env: dict[Any, Any]) -> None:
+        if array not in self._codecs:
+            env[array], self.codes[array] = lax.optimization_barrier((env[array], Mask().encode(env[array])))
+            return
+        codec, x = self._codecs[array], without_derivative(env[array], _FIRST_ORDER)
+        if array in self._fused:
+            scale = self._keep.scales[array].variable
+            env[scale], measured = lax.optimization_barrier((env[scale], codec.measured(env[array])))
+            self.codes[array] = measured.encode(x)
+            self._unread[array] = _computed_of(array, self._program)
+            return
+        if is_fused(codec):
+            self.codes[array] = codec.encode(x)
+            self._unread[array] = _computed_of(array, self._program)
+            return
+        encode = codec.encode
+        if array in self._keep.scales and codec.scaled:
+            scale = self._keep.scales[array]
+            root = env[scale.variable].reshape(-1)
+            encode = codec.scaled(root if scale.is_deviation else 1 / root).encode
+        env[array], self.codes[array] = lax.optimization_barrier((env[array], encode(x)))
+
+    def _wait(self, operands: Sequence[Any], env: dict[Any, Any]) -> None:
+        """Let the largest of the variables that are about to be read wait for the codes of what they are computed from."""
+        read = variables(operands)
+        encoded = [array for array, computed in self._unread.items() if not computed.isdisjoint(read)]
+        if encoded:
+            var = max(read, key=lambda var: var.aval.size)
+            env[var], codes = lax.optimization_barrier((env[var], [self.codes[array] for array in encoded]))
+            self.codes.update(zip(encoded, codes, strict=True))
+            for array in encoded:
+                del self._unread[array]
+
+
+def variables_of_packing(program: Program, masks: Iterable[Any]) -> set[Any]:
+    """Variables that are computed in a pass that packs bits: `masks`, sums of integers, and what these are computed from.
+
+    Codes are not fused into such a pass: on GPUs XLA makes one slow kernel of both.
+    """
+    producer = producers(program)
+    sums = [eqn for eqn in program.eqns if eqn.primitive.name == "reduce_sum"]
+    integers = [eqn for eqn in sums if jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.integer)]
+    walk, packed = Walk([*masks, *(atom for eqn in integers for atom in eqn.invars)]), set[Any]()
+    for var in walk:
+        packed.add(var)
+        eqn = producer.get(var)
+        if eqn is not None and not _is_own_pass(eqn) and eqn.primitive is not lax.optimization_barrier_p:
+            walk.add(atom for atom in eqn.invars if atom.aval.size * 16 > var.aval.size)
+    return packed
+
+
+def _is_own_pass(eqn: Any) -> bool:
+    """Whether compilers fuse the equation with (almost) nothing that follows it: products, and calls and loops."""
+    return eqn.primitive.name in PRODUCTS or any(True for _ in jaxprs_in_params(eqn.params))
+
+
+def _computed_of(var: Any, program: Program) -> set[Any]:
+    """`var`, and what is computed from it before products and calls."""
+    computed = {var}
+    for eqn in program.eqns:
+        if not _is_own_pass(eqn) and not computed.isdisjoint(variables(eqn.invars)):
+            computed.update(eqn.outvars)
+    return computed

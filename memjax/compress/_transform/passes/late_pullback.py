@@ -1,0 +1,72 @@
+"""Runs a pullback so that each residual is decoded when an equation first needs it together with a cotangent.
+
+Decoding waits behind a barrier on that cotangent, so that the compiler cannot begin earlier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jax import lax
+
+from memjax._core.program.jaxpr import Program, bind, is_literal, producers, read, variables
+from memjax.compress._transform.passes.restored import Restored
+
+
+def run_late(
+    program: Program,
+    env: dict[Any, Any],
+    cotangents: set[Any],
+    residuals: dict[Any, Any],
+    restored: Restored,
+    see: Callable[[Any, dict[Any, Any]], None] = lambda eqn, env: None,
+) -> list[Any]:
+    """The outputs of a pullback.
+
+    Args:
+      program: the pullback.
+      env: the values of its constants and cotangents, by variable.
+      cotangents: its inputs that are cotangents.
+      residuals: for each input that is a residual, the variable of the forward pass.
+      restored: the values of these variables.
+      see: called with each equation that runs and the values known then, which include those of its operands.
+    """
+    producer = producers(program)
+    late = set(cotangents)
+
+    def get(atom, barrier):
+        if is_literal(atom):
+            return atom.val
+        if atom not in env:
+            if atom in residuals:
+                env[atom] = restored.value(residuals[atom], barrier)
+            else:
+                run(producer[atom], barrier)
+        return env[atom]
+
+    def run(eqn, barrier):
+        for atom in eqn.invars:
+            get(atom, barrier)
+        if eqn.primitive is lax.optimization_barrier_p and late.isdisjoint(variables(eqn.invars)):
+            # This barrier is there so that something is computed again. A value that is new is already: let it be fused.
+            for atom, out in zip(eqn.invars, eqn.outvars, strict=True):
+                is_new = not is_literal(atom) and atom in residuals and restored.is_new(residuals[atom])
+                env[out] = get(atom, barrier) if is_new else lax.optimization_barrier(get(atom, barrier))
+            return
+        see(eqn, env)
+        env.update(zip(eqn.outvars, bind(eqn, read(env, eqn.invars)), strict=True))
+
+    for eqn in program.eqns:
+        cotangent = next((var for var in variables(eqn.invars) if var in late), None)
+        if cotangent is None:
+            continue
+
+        def barrier(code, cotangent=cotangent):
+            # The cotangent goes on from the barrier too: a barrier with an unused output loses the input.
+            code, env[cotangent] = lax.optimization_barrier((code, env[cotangent]))
+            return code
+
+        late.update(eqn.outvars)
+        run(eqn, barrier)
+    return [get(atom, lambda code: code) for atom in program.outvars]

@@ -1,0 +1,1 @@
+"""Optimal schedules for chains of equal steps, as data."""
