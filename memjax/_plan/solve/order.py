@@ -45,7 +45,9 @@ def scattered_into_sums(eqns: Sequence[Any]) -> list[Any]:
     gone: set[int] = set()
     instead: dict[int, Any] = {}
     for eqn in eqns:
-        found = readers.get(eqn.outvars[0], []) if eqn.primitive.name in ("scatter-add", "scatter_add") else []
+        if eqn.primitive.name not in ("scatter-add", "scatter_add"):
+            continue
+        found = readers.get(eqn.outvars[0], [])
         zeros = None if is_literal(eqn.invars[0]) else makers.get(eqn.invars[0])
         if len(found) != 1 or found[0].primitive.name not in ("add", "add_any") or zeros is None:
             continue
