@@ -1,4 +1,4 @@
-"""Memory and time of long sequences by recipe: `python -m benchmarks.long_context`, about 25 minutes on one H200.
+"""Memory and time of long sequences by recipe: `python -m benchmarks.long_context`, about half an hour on one H200.
 
 Five parts, each with a file of results of its own; `--parts` picks some of them.
 
@@ -58,7 +58,6 @@ class Config:
         "8B tiled+groups+slots=4",
         "8B tiled+groups+slots=3",
         "8B tiled+groups+slots=8+bits=4",
-        "1B tiled+groups+slots=4",
     )
     """Shape and recipe of each search of the part "longest"."""
     memory_limit: str | None = None

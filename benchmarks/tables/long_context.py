@@ -83,7 +83,7 @@ def _measured_stack() -> str:
 
 
 def _real() -> str:
-    environment, rows = load("long_context_real")
+    loaded = [load(f"long_context_real{suffix}") for suffix in ("", "_1b")]
     body = [
         [
             f"Llama-3-{row['shape']}",
@@ -94,14 +94,32 @@ def _real() -> str:
             f"{row['seconds']:.0f}",
             f"{row['loss'] / row['length']:.2f}",
         ]
+        for _, rows in loaded
         for row in rows
     ]
     header = ["shape", "recipe", "tokens", "temporaries, KiB per token", "GiB of the GPU, at most", "seconds", "loss"]
-    return table(header, body, [environment], "real")
+    return table(header, body, [environment for environment, _ in loaded], "real")
+
+
+def _longest() -> str:
+    environment, rows = load("long_context_longest")
+    body = [
+        [
+            f"Llama-3-{row['shape']}",
+            f"`{row['recipe']}`",
+            f"{row['length']:,}",
+            f"{row['kib_per_token']:.1f}",
+            f"{row['total_bytes'] / 2**30:.1f} of {row['limit'] / 2**30:.1f}",
+        ]
+        for row in rows
+    ]
+    header = ["shape", "recipe", "tokens", "temporaries, KiB per token", "GiB"]
+    return table(header, body, [environment], "longest")
 
 
 TABLES: Tables = {
     "real": _real,
+    "longest": _longest,
     "measured-layer": _measured_layer,
     "measured-stack": _measured_stack,
     "whole": lambda: _compiled("whole"),
