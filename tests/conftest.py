@@ -9,6 +9,7 @@ import importlib.metadata
 import os
 import shutil
 import tempfile
+from pathlib import Path
 
 # Nearly all of the time goes into compiling programs that run once: leave LLVM's optimisations out. What XLA itself
 # does, and with it every memory figure, stays as it is.
@@ -45,7 +46,34 @@ def pytest_report_header():
     return "All tests take about 13 minutes on two idle cores; those marked smoke take about one."
 
 
+# Files that take half a minute or more, the longest first. Begun last, one of them would leave the other process without work.
+_LONG = (
+    "experiments/test_experiment_resume",
+    "compress/test_kernels",
+    "remat/test_dense_block",
+    "experiments/test_densenet_model",
+    "compress/test_max_pool",
+    "linear_cross_entropy/test_transforms",
+    "experiments/test_llama",
+    "linear_cross_entropy/test_options",
+    "test_docs",
+    "experiments/test_metp_experiment",
+    "compress/test_modules",
+    "experiments/test_long_context",
+    "compress/test_error_bounded",
+    "remat/test_rnn",
+    "experiments/test_compressed_training",
+    "experiments/test_experiment_damage",
+    "compress/test_adaptive",
+    "remat/test_tiled",
+    "experiments/test_paired",
+    "remat/test_scan",
+)
+_ORDER = {Path(__file__).parent / f"{name}.py": place for place, name in enumerate(_LONG)}
+
+
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: _ORDER.get(item.path, len(_ORDER)))
     if jax.default_backend() == "gpu":
         return
     no_gpu = pytest.mark.skip(reason="needs a GPU")
