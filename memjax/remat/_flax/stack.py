@@ -32,13 +32,15 @@ def stack_layers(layers: Sequence[Any]) -> Any:
     parameters, and their gradients, would exist twice.
 
     Raises:
-      ValueError: no layers, or layers that differ; the message names the layer and the leaf or attribute.
-      TypeError: `layers` is no sequence.
+      ValueError: no layers, layers without arrays, or that differ; the message names the layer and the leaf or attribute.
+      TypeError: `layers` is no sequence, or a leaf is no array.
     """
     if isinstance(layers, str) or not isinstance(layers, Sequence):
         raise check.fail(TypeError, "layers", "a sequence of modules or pytrees", layers)
     if not layers:
         raise check.fail(ValueError, "layers", "at least one module or pytree", layers)
+    for i, layer in enumerate(layers):
+        _refuse_other_leaves(f"layers[{i}]", layer)
     for i, layer in enumerate(layers[1:], start=1):
         if found := _difference(layers[0], layer):
             path, wanted, got = found
@@ -74,6 +76,17 @@ def unstack_layers(stacked: Any) -> list[Any]:
     if count is None:
         raise check.fail(ValueError, "stacked", "a module or pytree with arrays", stacked)
     return [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(count)]
+
+
+def _refuse_other_leaves(name: str, layer: Any) -> None:
+    leaves = jax.tree_util.tree_leaves_with_path(layer)
+    if not leaves:
+        fix = "leave out what stands for no layer"
+        raise check.fail(ValueError, name, "a module or pytree with arrays", layer, fix)
+    for path, leaf in leaves:
+        if not check.is_number_or_array(leaf):
+            where = f"{name}{jax.tree_util.keystr(path)}"
+            raise check.fail(TypeError, where, "an array or a number", leaf, "keep static values out of the pytree")
 
 
 def _difference(a: Any, b: Any, path: str = "") -> tuple[str, str, str] | None:

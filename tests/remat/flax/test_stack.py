@@ -116,6 +116,13 @@ def test_pytrees_that_differ_are_named(layers, message):
 def test_what_is_no_stack_is_refused():
     with pytest.raises(TypeError, match="layers must be a sequence"):
         remat.stack_layers(Block(0))
+    for layers, place in (([None], 0), ([()] * 2, 0), ([{"a": 1.0}, None], 1)):
+        with pytest.raises(
+            ValueError, match=rf"layers\[{place}\] must be a module or pytree with arrays, got .*: leave out"
+        ):
+            remat.stack_layers(layers)
+    with pytest.raises(TypeError, match=r"layers\[0\]\['a'\] must be an array or a number, got 'relu': keep static"):
+        remat.stack_layers([{"a": "relu"}] * 2)
     with pytest.raises(ValueError, match=r"stacked\['b'\] must be of 2 layers, as stacked\['a'\], got"):
         remat.unstack_layers({"a": jnp.ones((2, 3)), "b": jnp.ones((3, 2))})
     with pytest.raises(ValueError, match=r"stacked\['a'\] must be an array with a leading layer axis, got 1.0"):
