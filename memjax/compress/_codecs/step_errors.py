@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from memjax._core import check
+from memjax._core.compat import is_tracer
 from memjax.compress._codecs.codec import FixedRate, check_floats, check_seed
 from memjax.compress._codecs.planes import PLANES
 from memjax.compress._codecs.position_quantized import PositionQuantized
@@ -26,10 +27,10 @@ class StepErrors(FixedRate):
     Args:
       bits: 8, 6, 5, 4 or 3.
       seed: it determines the errors together with the values: different arrays get different errors.
-      scale: errors are this many times as large.
+      scale: errors are this many times as large; a finite number of at least 0.
 
     Raises:
-      ValueError: `bits` is none of these.
+      ValueError: `bits` is none of these, or, when something is encoded, `scale` is negative or not finite.
       TypeError: what is encoded is not bfloat16, float16 or float32.
     """
 
@@ -60,6 +61,7 @@ class ErrorsOf(FixedRate):
     def encode(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         check_floats(x)
         check_seed(self.seed)
+        _check_scale(self.scale)
         wide = x.astype(jnp.float32)
         checksum = jnp.sum(jax.lax.bitcast_convert_type(wide, jnp.uint32), dtype=jnp.uint32)
         key = jax.random.fold_in(jax.random.key(self.seed), checksum)
@@ -70,3 +72,11 @@ class ErrorsOf(FixedRate):
 
     def decode(self, code: Float[Array, "..."]) -> Float[Array, "..."]:
         return code
+
+
+def _check_scale(scale: Any) -> None:
+    """A value that a program is traced for may be anything; its type is known."""
+    if not is_tracer(scale):
+        check.number("scale", scale, least=0)
+    elif scale.shape != () or not jnp.issubdtype(scale.dtype, jnp.number):
+        raise check.fail(ValueError, "scale", "one number", scale)

@@ -167,6 +167,18 @@ def test_explicitly_sharded_arrays(spec):
     assert _relative(jax.device_get(got), x) == pytest.approx(predicted, rel=0.02)
 
 
+def test_step_errors_refuse_a_scale_that_is_no_finite_number():
+    x = jnp.ones((2, 8))
+    for scale in (float("nan"), np.float32(np.inf), jnp.float32(-1)):
+        with pytest.raises(ValueError, match=r"scale must be a finite number in \[0, inf\), got"):
+            StepErrors(4, scale=scale).encode(x)
+    for scale in ("4", None, jnp.ones(2)):
+        with pytest.raises(TypeError, match=r"scale must be a finite number in \[0, inf\), got"):
+            StepErrors(4, scale=scale).encode(x)
+    with pytest.raises(ValueError, match="scale must be one number, got"):
+        jax.jit(lambda scale: StepErrors(4, scale=scale).encode(x))(jnp.ones(2))
+
+
 def test_refuses():
     with pytest.raises(ValueError, match="bits must be 8, 6, 5, 4 or 3, got 7"):
         PositionQuantized(7)
