@@ -48,28 +48,29 @@ def pytest_report_header():
 
 # Files that take half a minute or more, the longest first. Begun last, one of them would leave the other process without work.
 _LONG = (
-    "experiments/test_experiment_resume",
-    "compress/test_kernels",
-    "remat/test_dense_block",
+    "experiments/harness/test_experiment_resume",
+    "compress/error_bounded/test_kernels",
+    "remat/dense/test_dense_block",
     "experiments/test_densenet_model",
-    "compress/test_max_pool",
+    "compress/transform/test_max_pool",
     "linear_cross_entropy/test_transforms",
     "experiments/test_llama",
     "linear_cross_entropy/test_options",
     "test_docs",
     "experiments/test_metp_experiment",
-    "compress/test_modules",
+    "compress/transform/test_modules",
     "experiments/test_long_context",
-    "compress/test_error_bounded",
-    "remat/test_rnn",
+    "compress/error_bounded/test_error_bounded",
+    "remat/flax/test_rnn",
     "experiments/test_compressed_training",
-    "experiments/test_experiment_damage",
-    "compress/test_adaptive",
-    "remat/test_tiled",
+    "experiments/harness/test_experiment_damage",
+    "compress/training/test_adaptive",
+    "remat/tiled/test_tiled",
     "experiments/test_paired",
-    "remat/test_scan",
+    "remat/scan/test_scan",
 )
 _ORDER = {Path(__file__).parent / f"{name}.py": place for place, name in enumerate(_LONG)}
+assert all(path.exists() for path in _ORDER), "_LONG must name files of tests: follow them where they went"
 
 
 def pytest_collection_modifyitems(items):
