@@ -109,7 +109,7 @@ def _acting(
         )
     in_codes = any(kept.bits is not None for stretch in plan.stretches for kept in stretch.kept)
     chain = Chain(derivative, costs.device(device_of(nowhere)), compress=in_codes, solved=False)
-    return Run(derivative, pieces(chain, plan.stretches))
+    return Run(derivative, pieces(chain, plan.stretches), chain.rates.platform if plan.in_steps else None)
 
 
 def _whole_backward(

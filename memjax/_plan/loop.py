@@ -15,6 +15,8 @@ from memjax._core.program.jaxpr import Program, bind, read, variables
 from memjax._core.program.working import needed_for
 from memjax._plan.codes import Code, encoded
 from memjax._plan.derivative import LoopPair
+from memjax._plan.solve.order import in_time
+from memjax._plan.solve.steps import Step, in_steps, run_steps
 
 Env = dict[Any, Any]
 
@@ -32,6 +34,7 @@ class Loop:
       pair: the loops.
       parts: for each part of the turns, in the order of what is scanned over, how many they are, what is kept of them, and codes
         of what else is kept.
+      in_steps_on: the platform for which a turn of the backward pass runs in steps; None: the compiler has its way.
 
     Attributes:
       pair: as given.
@@ -40,10 +43,15 @@ class Loop:
       stack_count: how many stacks `forward` returns.
     """
 
-    def __init__(self, pair: LoopPair, parts: Sequence[tuple[int, Sequence[Any], Sequence[Code]]]):
+    def __init__(
+        self,
+        pair: LoopPair,
+        parts: Sequence[tuple[int, Sequence[Any], Sequence[Code]]],
+        in_steps_on: str | None = None,
+    ):
         self.pair = pair
         self._turns = [turns for turns, _, _ in parts]
-        self._bodies = [_Body(pair, kept, codes) for _, kept, codes in parts]
+        self._bodies = [_Body(pair, kept, codes, in_steps_on) for _, kept, codes in parts]
         read_again = set().union(*(body.read for body in self._bodies))
         consts, carried = scan_counts(pair.forward)
         operands = list(zip(pair.forward.invars, pair.program.invars, strict=True))
@@ -97,11 +105,15 @@ class Loop:
             inner |= {
                 one.of: one.codec.decode(code) for one, code in zip(body.codes, kept[len(body.kept) :], strict=True)
             }
-            for one in body.again:
-                evaluate_in(one, inner)
-            inner |= _inputs(pull, [*own[:consts], *carry, *mine])
-            for one in pull.eqns:
-                evaluate_in(one, inner)
+            if body.steps is not None:
+                inner |= _inputs(pull, [*own[:consts], *carry, *mine])
+                inner = run_steps(body.steps, inner, {*inner, *variables(pull.outvars)})
+            else:
+                for one in body.again:
+                    evaluate_in(one, inner)
+                inner |= _inputs(pull, [*own[:consts], *carry, *mine])
+                for one in pull.eqns:
+                    evaluate_in(one, inner)
             outs = read(inner, pull.outvars)
             return outs[:carried], outs[carried:], []
 
@@ -166,9 +178,10 @@ class _Body:
       again: equations that run again in the backward pass.
       read: what these and the backward pass read.
       missing: inputs that are gone in the backward pass.
+      steps: the equations of a turn of the backward pass in steps, or None.
     """
 
-    def __init__(self, pair: LoopPair, kept: Sequence[Any], codes: Sequence[Code]):
+    def __init__(self, pair: LoopPair, kept: Sequence[Any], codes: Sequence[Code], in_steps_on: str | None):
         program, pull = pair.program, pair.pull
         free = {*pair.free, *program.constvars}
         made = {out for eqn in program.eqns for out in eqn.outvars} | set(program.invars)
@@ -180,6 +193,10 @@ class _Body:
         self.kept = [var for var in kept if var in self.read]
         self.codes = [code for code in codes if code.of in self.read]
         self._codecs = {code.of: code.codec for code in self.codes}
+        self.steps: list[Step] | None = None
+        # XLA:CPU compiles some small loops as one function, and aborts if there is a barrier in it.
+        if in_steps_on is not None and in_steps_on != "cpu":
+            self.steps = in_steps(in_time(self.again, pull.eqns), (), variables(pull.outvars), in_steps_on)
         self.missing = [var for var in program.invars if var not in free and var not in self.kept]
 
     def forward(self, outvars: Sequence[Any]) -> list[Any]:

@@ -116,6 +116,8 @@ class Plan:
       tries: the plans that were compiled to find this one, in order.
       program: digest of the program that the plan is of.
       tiled: the parts that run tile by tile.
+      in_steps: whether the backward pass makes its large arrays one after another, where the compiler would make several at a
+        time. That takes less memory and a little more time.
     """
 
     budget: int
@@ -129,6 +131,7 @@ class Plan:
     tries: tuple[Try, ...]
     program: str
     tiled: tuple[Tiled, ...] = ()
+    in_steps: bool = False
 
     def frontier(self) -> list[Point]:
         """The curve of time against memory of all plans, from the least memory to the least time, from one solution."""
@@ -179,7 +182,8 @@ class Plan:
         compiled = "" if self.compiled_nbytes is None else f", compiled {readable_bytes(self.compiled_nbytes)}"
         lines = [
             f"plan for {readable_bytes(self.budget)}: predicted {readable_bytes(self.nbytes)}{compiled}; "
-            f"{self.seconds / self.plain_seconds:.3f} of the time without running again",
+            f"{self.seconds / self.plain_seconds:.3f} of the time without running again"
+            + ("; large arrays of the backward pass one after another" if self.in_steps else ""),
         ]
         lines += [
             f"in tiles of {one.tile} of {one.length} positions: {readable_bytes(one.nbytes)}  {one.what}"

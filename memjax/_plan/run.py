@@ -19,6 +19,8 @@ from memjax._core.program.working import needed_for
 from memjax._plan.codes import Code, encoded
 from memjax._plan.derivative import Derivative, LoopPair
 from memjax._plan.loop import Loop, evaluate_in
+from memjax._plan.solve.order import in_time
+from memjax._plan.solve.steps import Step, in_steps, run_steps
 
 Env = dict[Any, Any]
 
@@ -44,7 +46,12 @@ class Piece(NamedTuple):
 
 @jax.tree_util.register_static
 class Run:
-    """The two passes of a derivative under a plan, `pieces` in the order of the forward pass.
+    """The two passes of a derivative under a plan.
+
+    Args:
+      derivative: of the program.
+      pieces: in the order of the forward pass.
+      in_steps_on: the platform for which the turns of the backward pass run in steps; None: the compiler has its way.
 
     Attributes:
       derivative: as given.
@@ -52,18 +59,18 @@ class Run:
       coded: codes of those that are kept in codes.
     """
 
-    def __init__(self, derivative: Derivative, pieces: Sequence[Piece]):
+    def __init__(self, derivative: Derivative, pieces: Sequence[Piece], in_steps_on: str | None = None):
         program, backward = derivative.forward, derivative.backward
         self.derivative = derivative
         self._inputs = {*program.invars, *program.constvars}
-        loops = {id(one.loop.forward): Loop(one.loop, one.parts) for one in pieces if one.loop is not None}
+        loops = {id(one.loop.forward): Loop(one.loop, one.parts, in_steps_on) for one in pieces if one.loop is not None}
         self._loops = loops
         self._mirrors = {id(loop.pair.backward): loop for loop in loops.values()}
         known = {var for piece in pieces for var in piece.kept} | self._inputs
         forward_vars = {out for eqn in program.eqns for out in eqn.outvars} | self._inputs
         reads: list[Any] = variables(backward.outvars)
-        # (equations to run again, equations of the backward pass, codes)
-        self._turns: list[tuple[list[Any], list[Any], list[Code]]] = []
+        # (equations to run again, equations of the backward pass, codes, both kinds of equations in steps)
+        self._turns: list[tuple[list[Any], list[Any], list[Code], list[Step] | None]] = []
         self.coded: list[Code] = []
         for piece in reversed(pieces):
             wanted = [var for eqn in piece.backward for var in self._read_by(eqn) if var in forward_vars]
@@ -72,7 +79,10 @@ class Run:
             again = needed_for(program.eqns, wanted, known | in_codes)
             here = [var for eqn in again for var in variables(eqn.invars)] + wanted
             codes = [code for code in codes if code.of in here]
-            self._turns.append((again, list(piece.backward), codes))
+            steps = None
+            if in_steps_on is not None and piece.loop is None:
+                steps = self._steps(again, piece.backward, in_steps_on)
+            self._turns.append((again, list(piece.backward), codes, steps))
             self.coded += codes
             reads += here
         self.kept = [var for var in dict.fromkeys(reads) if var in known and var not in self._inputs]
@@ -85,6 +95,12 @@ class Run:
         eqns = needed_for(program.eqns, [var for var in wanted if var not in stacked], self._inputs)
         chosen = {id(eqn) for eqn in [*eqns, *acting]} | loops.keys()
         self._forward = [eqn for eqn in program.eqns if id(eqn) in chosen]
+
+    def _steps(self, again: Sequence[Any], eqns: Sequence[Any], platform: str) -> list[Step]:
+        """The equations of a turn in steps."""
+        backward, mine = self.derivative.backward, {id(eqn) for eqn in eqns}
+        others = {var for eqn in backward.eqns if id(eqn) not in mine for var in self._read_by(eqn)}
+        return in_steps(in_time(again, eqns), variables(backward.outvars), others, platform)
 
     def _read_by(self, eqn: Any) -> list[Any]:
         """What an equation of the backward pass reads."""
@@ -126,7 +142,7 @@ class Run:
                 at += loop.stack_count
         env: Env = dict(zip([*backward.constvars, *backward.invars], [*backward.consts, *cotangents], strict=True))
         cts = set(backward.invars)
-        for again, eqns, codes in self._turns:
+        for again, eqns, codes, steps in self._turns:
             mine = dict.fromkeys(var for eqn in eqns for var in self._read_by(eqn))
             leaves = list(dict.fromkeys(var for eqn in again for var in variables(eqn.invars) if var in known))
             turn = {var: known[var] for var in mine if var in known}
@@ -138,14 +154,16 @@ class Run:
                 turn |= zip(leaves, passed[len(waiting) :], strict=False)
                 found = jax.tree.unflatten(tree, passed[len(waiting) + len(leaves) :])
                 turn |= {code.of: code.codec.decode(one) for code, one in zip(codes, found, strict=True)}
-                for eqn in again:
+                for eqn in again if steps is None else ():
                     evaluate_in(eqn, turn)
-            for eqn in eqns:
+            if steps is not None:
+                env |= run_steps(steps, env | turn, {out for eqn in eqns for out in eqn.outvars} | cts)
+            for eqn in eqns if steps is None else ():
                 if (mirror := self._mirrors.get(id(eqn))) is not None:
                     mirror.backward(_Both(env, turn), env, stacks[id(mirror)])
                 else:
                     env |= zip(eqn.outvars, bind(eqn, read(_Both(env, turn), eqn.invars)), strict=True)
-                cts.update(eqn.outvars)
+            cts.update(out for eqn in eqns for out in eqn.outvars)
         return read(_Both(env, known), backward.outvars)
 
 

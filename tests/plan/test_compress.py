@@ -109,13 +109,13 @@ def test_a_plan_that_may_use_codes_is_never_slower_than_an_exact_one(f):
 
 @pytest.mark.parametrize("f", [unrolled, scanned])
 def test_a_refusal_compiles_few_plans(f):
-    """Those with codes, and of exact ones those of the least memory, which are often the same."""
+    """Those with codes, and of exact ones those of the least memory, which are often the same; and both in steps."""
     args = arguments(f)
     least = min(memjax.plan(f, *args, budget="min", allow=allow).nbytes for allow in (("recompute",), BOTH))
     forget()
     with pytest.raises(ValueError, match="least possible"):
         memjax.plan(f, *args, budget=least - 1, allow=BOTH)
-    assert sum(len(compiled) for compiled in {id(one.compiled): one.compiled for one in _known.values()}.values()) <= 6
+    assert sum(len(compiled) for compiled in {id(one.compiled): one.compiled for one in _known.values()}.values()) <= 8
 
 
 @pytest.mark.parametrize("f", [unrolled, scanned])

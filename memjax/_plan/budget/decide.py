@@ -14,6 +14,7 @@ from memjax._plan.result import Plan, Point, Try
 from memjax._plan.solve.chain import Choice
 
 _MOST_POINTS = 100
+_CLOSE = 1.02  # of the budget: what another plan of the least memory may take less
 _UNSURE = 1.1  # by as much more or less the compiled bytes of one plan may be off than those of another
 
 
@@ -42,7 +43,7 @@ def decide(
 def _can_be_faster(exact: Known, found: Plan | str, budget: int) -> bool:
     """Whether an exact plan that may fill the budget is predicted to be faster than the plan found, or as fast."""
     if isinstance(found, str):  # seldom does an exact plan fit where none with codes does
-        return _Plans(exact).least()[0].compiled <= budget
+        return _Plans(exact).least()[0].compiled <= budget or _Plans(exact, True).compiled(0) <= _CLOSE * budget
     assert isinstance(found.budget, int)
     room = _UNSURE * found.first_nbytes * found.budget / max(found.nbytes, 1)
     fitting = [seconds for nbytes, seconds in exact.chain.frontier if nbytes <= room]
@@ -50,19 +51,26 @@ def _can_be_faster(exact: Known, found: Plan | str, budget: int) -> bool:
 
 
 def _decide(program: Known, budget: int | str) -> Plan | str:
-    """The plan, or why there is none."""
-    plans = _Plans(program)
+    """The plan, or why there is none. Where none fits otherwise, the backward pass runs in steps."""
+    ways = [_Plans(program, in_steps) for in_steps in (False, True)]
     if budget == "min":
-        tries = plans.least()
+        found = [(plans, plans.least()) for plans in ways]
+        plans, tries = min(found, key=lambda one: one[1][0].compiled)
         return _plan(program, plans, tries[0], tries, tries[0].compiled)
     assert isinstance(budget, int)
-    tries = search(plans.predicted, plans.seconds, budget, plans.compiled)
-    if all(one.compiled > budget for one in tries):
-        tries += [one for one in plans.least() if one.number not in {other.number for other in tries}]
-    fitting = [one for one in tries if one.compiled <= budget]
-    if not fitting:
-        return too_little(program.chain, budget, min(one.compiled for one in tries))
-    return _plan(program, plans, max(fitting), tries, budget)
+    fewest: list[int] = []
+    for plans in ways:
+        if plans.in_steps and (least := plans.compiled(0)) > _CLOSE * budget:
+            fewest.append(least)
+            break
+        tries = search(plans.predicted, plans.seconds, budget, plans.compiled)
+        if all(one.compiled > budget for one in tries):
+            tries += [one for one in plans.least() if one.number not in {other.number for other in tries}]
+        fitting = [one for one in tries if one.compiled <= budget]
+        if fitting:
+            return _plan(program, plans, max(fitting), tries, budget)
+        fewest += [one.compiled for one in tries]
+    return too_little(program.chain, budget, min(fewest))
 
 
 class _Plans:
@@ -73,10 +81,12 @@ class _Plans:
 
     Attributes:
       predicted, seconds: of each; the seconds are a step's.
+      in_steps: whether the backward pass runs in steps.
     """
 
-    def __init__(self, program: Known):
+    def __init__(self, program: Known, in_steps: bool = False):
         self._program, chain = program, program.chain
+        self.in_steps = in_steps
         points = chain.frontier
         points = [points[i] for i in told_apart([nbytes for nbytes, _ in points])]
         most = sum(choice.option.seconds for choice in chain.least_choices())
@@ -90,7 +100,7 @@ class _Plans:
 
     def compiled(self, number: int) -> int:
         """Its compiled bytes, or the predicted ones where there is nothing to compile."""
-        nbytes = self._program.compiled_bytes(stretches(self._program.chain, self.choices(number)))
+        nbytes = self._program.compiled_bytes(stretches(self._program.chain, self.choices(number)), self.in_steps)
         return self.predicted[number] if nbytes is None else nbytes
 
     def least(self) -> list[Try]:
@@ -110,11 +120,12 @@ def _plan(program: Known, plans: _Plans, chosen: Try, tries: Sequence[Try], budg
         budget=budget,
         nbytes=chosen.compiled,
         first_nbytes=chosen.predicted,
-        compiled_nbytes=program.compiled_bytes(found),
+        compiled_nbytes=program.compiled_bytes(found, plans.in_steps),
         seconds=plans.seconds[chosen.number],
         plain_seconds=plans.seconds[-1],
         stretches=found,
         points=(*points[:-1:every], points[-1]),
         tries=tuple(tries),
         program=program.digest,
+        in_steps=plans.in_steps,
     )

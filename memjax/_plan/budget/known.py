@@ -42,11 +42,12 @@ class Known:
         self._types, self._shardings = types, shardings
         self.compiled = compiled
 
-    def compiled_bytes(self, stretches: tuple[Stretch, ...]) -> int | None:
+    def compiled_bytes(self, stretches: tuple[Stretch, ...], in_steps: bool) -> int | None:
         """Temporary bytes of the step under a plan; None where it is no program of its own."""
-        key = tuple((one.start, one.stop, one.turns, one.kept) for one in stretches)
+        key = (in_steps, *((one.start, one.stop, one.turns, one.kept) for one in stretches))
         if key not in self.compiled:
-            run = Run(self.chain.derivative, pieces(self.chain, stretches))
+            platform = self.chain.rates.platform if in_steps else None
+            run = Run(self.chain.derivative, pieces(self.chain, stretches), platform)
             self.compiled[key] = step_bytes(self.chain.derivative, run, self._types, self._shardings)
         return self.compiled[key]
 

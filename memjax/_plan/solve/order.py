@@ -1,4 +1,4 @@
-"""The order in which a compiler runs equations: as late as they are needed, or what frees memory first."""
+"""The order in which equations run: as late as they are needed, what frees memory first, or what leads to results first."""
 
 from __future__ import annotations
 
@@ -12,27 +12,47 @@ from memjax._core.program.jaxpr import is_literal, variables
 
 def in_time(again: Sequence[Any], backward: Sequence[Any]) -> list[Any]:
     """The equations of `again` and `backward`, each of the former no earlier than the latter need it."""
-    made = {out: eqn for eqn in again for out in eqn.outvars}
-    order: list[Any] = []
-    done: set[int] = set()
+    found = _Found(again)
+    for eqn in backward:
+        found.add_before(eqn)
+        found.order.append(eqn)
+    return found.order
 
-    def need(eqn: Any) -> None:
+
+def results_first(eqns: Sequence[Any], results: Iterable[Any]) -> list[Any]:
+    """The equations in an order in which each that makes one of the results runs as early as it can, in their order.
+
+    What is read for a result and for nothing afterwards takes no memory then while the others run.
+    """
+    found, wanted = _Found(eqns), set(results)
+    for eqn in [*(eqn for eqn in eqns if not wanted.isdisjoint(eqn.outvars)), *eqns]:
+        found.add(eqn)
+    return found.order
+
+
+class _Found:
+    """An order of equations to which one is added after those that make what it reads, as far as these are among `eqns`."""
+
+    def __init__(self, eqns: Sequence[Any]):
+        self.order: list[Any] = []
+        self._made = {out: eqn for eqn in eqns for out in eqn.outvars}
+        self._done: set[int] = set()
+
+    def add(self, eqn: Any) -> None:
         stack = [(eqn, False)]
         while stack:
             eqn, ready = stack.pop()
             if ready:
-                order.append(eqn)
-            elif id(eqn) not in done:
-                done.add(id(eqn))
+                self.order.append(eqn)
+            elif id(eqn) not in self._done:
+                self._done.add(id(eqn))
                 stack.append((eqn, True))
-                stack.extend((made[var], False) for var in variables(eqn.invars) if var in made)
+                stack.extend((self._made[var], False) for var in variables(eqn.invars) if var in self._made)
 
-    for eqn in backward:
+    def add_before(self, eqn: Any) -> None:
         for var in variables(eqn.invars):
-            if var in made:
-                need(made[var])
-        order.append(eqn)
-    return order
+            if var in self._made:
+                self.add(self._made[var])
 
 
 def scattered_into_sums(eqns: Sequence[Any]) -> list[Any]:

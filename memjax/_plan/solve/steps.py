@@ -1,0 +1,84 @@
+"""A turn of the backward pass in steps: an order in which it needs little memory, and what makes the compiler follow it.
+
+A compiler for GPUs makes one kernel of elementwise operations that read the same arrays, with several results. Such a kernel
+does not write over what it reads: the derivative of a gated layer, of three arrays two others, takes five of them, or six with
+the gated product, where one result after the other takes four. So before a step what it reads passes a barrier together with
+what the step before has made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from memjax._core.barriers import barrier
+from memjax._core.program.costs import array_bytes, origins_of_names, stored
+from memjax._core.program.jaxpr import bind, is_literal, read, variables
+from memjax._core.program.working import needed_for, peak_bytes
+from memjax._plan.solve.order import freeing_first, results_first
+
+_WIDE = 0.5  # of the largest array: smaller ones are left to the compiler
+
+
+class Step(NamedTuple):
+    """Equations that are run together.
+
+    Attributes:
+      waits: variables that pass a barrier before: what the step reads, and what was made before.
+      eqns: in order. All but the last may be run again in other steps: what they make is in no memory.
+    """
+
+    waits: Sequence[Any]
+    eqns: Sequence[Any]
+
+
+def in_steps(eqns: Sequence[Any], results: Iterable[Any], stays: Iterable[Any], platform: str) -> list[Step]:
+    """The equations in steps.
+
+    Args:
+      eqns: in an order in which they can run.
+      results: what takes no temporary memory.
+      stays: what is needed afterwards.
+      platform: what is compiled for.
+    """
+    made = {out for eqn in eqns for out in eqn.outvars}
+    outside = {var for eqn in eqns for var in variables(eqn.invars)} - made
+    results = [var for var in results if var in made]
+    stays = [var for var in stays if var in made]
+    orders = [freeing_first(order, results, stays, platform) for order in (eqns, results_first(eqns, results))]
+    order = min(orders, key=lambda order: peak_bytes(order, [], outside, stays, results, platform))
+    names = origins_of_names(order)
+    needed = {*results, *stays}
+    written = stored(order, [*outside, *needed], platform) - names.keys()
+    in_memory = written | outside
+    wide = _WIDE * max((array_bytes(var) for var in written - needed), default=0)
+    last = {var: i for i, eqn in enumerate(order) for var in variables(eqn.invars)}
+    steps: list[Step] = []
+    before: list[Any] = []  # what the last step with wide arrays has made, if it is needed again
+    for eqn in order:
+        outs = [out for out in eqn.outvars if out in written or out in needed]
+        if not outs and not eqn.effects:
+            continue
+        inner = [*needed_for(order, eqn.invars, in_memory), eqn]
+        reads = list(dict.fromkeys(var for one in inner for var in variables(one.invars) if var in in_memory))
+        waits: list[Any] = []
+        if eqn.outvars[0] not in names and any(array_bytes(var) >= wide for var in (*reads, *outs)):
+            if not set(before).intersection(reads):
+                waits = list(dict.fromkeys([*reads, *before])) if before else []
+            before = [out for out in outs if out in last or out in needed] or before
+        steps.append(Step(waits, inner))
+    return steps
+
+
+def run_steps(steps: Sequence[Step], values: dict[Any, Any], wanted: Iterable[Any]) -> dict[Any, Any]:
+    """The values of the `wanted` variables, as far as they are there, after the steps, which start from `values`."""
+    env = dict(values)
+    for step in steps:
+        env |= zip(step.waits, barrier(read(env, step.waits)), strict=True)
+        inner = dict[Any, Any]()
+        for eqn in step.eqns:
+            made = bind(eqn, [atom.val if is_literal(atom) else inner.get(atom, env.get(atom)) for atom in eqn.invars])
+            inner |= zip(eqn.outvars, made, strict=True)
+        for var in step.eqns[-1].outvars:
+            env.setdefault(var, inner[var])  # a known value is not replaced by its recomputation
+    return {var: env[var] for var in wanted if var in env}
