@@ -8,7 +8,7 @@ more. All of the frontier is kept, so that one solution answers for every budget
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -302,7 +302,20 @@ class Chain:
 
     def least_choices(self) -> list[Choice]:
         """The way of the least memory that keeps least: the model may be wrong about what is kept for nothing."""
-        return list(self._least[0][3])
+        choices = list(self._least[0][3])
+        # The least of a stretch and what follows it need not keep the least, where another stretch takes more.
+        peak = _peak(choices)
+        for at in range(len(choices) - 1, -1, -1):
+            one = choices[at]
+            a, b = self.cuts.index(one.start), len(self.cuts) - 1 - self.cuts[::-1].index(one.stop)
+            for option in sorted(self.options(a, b), key=lambda option: (option.kept_nbytes, option.seconds)):
+                if option.kept_nbytes >= one.option.kept_nbytes:
+                    break
+                changed = [*choices[:at], one._replace(option=option), *choices[at + 1 :]]
+                if _peak(changed) <= peak:
+                    choices = changed
+                    break
+        return choices
 
     def choices(self, nbytes: float) -> list[Choice]:
         """The fastest way within so many bytes, or that of the least memory if there is none."""
@@ -314,6 +327,14 @@ class Chain:
             found.append(Choice(self.cuts[i], self.cuts[j], option))
             i = j
         return found
+
+
+def _peak(choices: Sequence[Choice]) -> float:
+    """The bytes of a way through the chain."""
+    peak = 0.0
+    for choice in reversed(choices):
+        peak = max(choice.option.working, choice.option.nbytes + peak)
+    return peak
 
 
 def _renamed(option: Option, name: Callable[[Any], Any]) -> Option:

@@ -63,8 +63,10 @@ def in_steps(eqns: Sequence[Any], results: Iterable[Any], stays: Iterable[Any], 
         reads = list(dict.fromkeys(var for one in inner for var in variables(one.invars) if var in in_memory))
         waits: list[Any] = []
         if eqn.outvars[0] not in names and any(array_bytes(var) >= wide for var in (*reads, *outs)):
-            if not set(before).intersection(reads):
-                waits = list(dict.fromkeys([*reads, *before])) if before else []
+            # What is in no memory would be taken from a step before otherwise, and be kept from there on.
+            computes = any(one.outvars[0] not in names for one in inner[:-1])
+            if before and (computes or not set(before).intersection(reads)):
+                waits = list(dict.fromkeys([*reads, *before]))
             before = [out for out in outs if out in last or out in needed] or before
         steps.append(Step(waits, inner))
     return steps
