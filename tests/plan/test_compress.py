@@ -115,7 +115,7 @@ def test_a_refusal_compiles_few_plans(f):
     forget()
     with pytest.raises(ValueError, match="least possible"):
         memjax.plan(f, *args, budget=least - 1, allow=BOTH)
-    assert sum(len(compiled) for compiled in {id(one.compiled): one.compiled for one in _known.values()}.values()) <= 8
+    assert sum(len(compiled) for compiled in {id(one.compiled): one.compiled for one in _known.values()}.values()) <= 10
 
 
 @pytest.mark.parametrize("f", [unrolled, scanned])

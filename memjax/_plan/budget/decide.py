@@ -14,7 +14,6 @@ from memjax._plan.result import Plan, Point, Try
 from memjax._plan.solve.chain import Choice
 
 _MOST_POINTS = 100
-_CLOSE = 1.02  # of the budget: what another plan of the least memory may take less
 _UNSURE = 1.1  # by as much more or less the compiled bytes of one plan may be off than those of another
 
 
@@ -43,7 +42,7 @@ def decide(
 def _can_be_faster(exact: Known, found: Plan | str, budget: int) -> bool:
     """Whether an exact plan that may fill the budget is predicted to be faster than the plan found, or as fast."""
     if isinstance(found, str):  # seldom does an exact plan fit where none with codes does
-        return _Plans(exact).least()[0].compiled <= budget or _Plans(exact, True).compiled(0) <= _CLOSE * budget
+        return any(_Plans(exact, in_steps).least()[0].compiled <= budget for in_steps in (False, True))
     assert isinstance(found.budget, int)
     room = _UNSURE * found.first_nbytes * found.budget / max(found.nbytes, 1)
     fitting = [seconds for nbytes, seconds in exact.chain.frontier if nbytes <= room]
@@ -60,7 +59,7 @@ def _decide(program: Known, budget: int | str) -> Plan | str:
     assert isinstance(budget, int)
     fewest: list[int] = []
     for plans in ways:
-        if plans.in_steps and (least := plans.compiled(0)) > _CLOSE * budget:
+        if plans.in_steps and (least := plans.least()[0].compiled) > budget:
             fewest.append(least)
             break
         tries = search(plans.predicted, plans.seconds, budget, plans.compiled)
