@@ -134,6 +134,8 @@ def test_too_small_a_budget_says_what_is_least_and_what_holds_it_up():
         memjax.plan(unrolled_loss, *args, budget=1000)
     assert readable_bytes(least.compiled_nbytes) in str(error.value)
     assert "networks.py" in str(error.value)
+    with pytest.raises(ValueError, match=f"the least possible is {least.compiled_nbytes:,} B"):
+        memjax.plan(unrolled_loss, *args, budget=least.compiled_nbytes - 1)
     with pytest.raises(ValueError, match="but the least possible is"):
         jax.grad(memjax.planned(unrolled_loss, budget=1000))(*args)
 

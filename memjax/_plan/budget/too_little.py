@@ -19,8 +19,11 @@ def too_little(chain: Chain, budget: int, least: int) -> str:
     lines = [line for eqn in chain.derivative.forward.eqns[where.start : where.stop] if (line := source_line(eqn))]
     plain = chain.frontier[-1][0] + least - chain.frontier[0][0]
     ratio = (chain.base_seconds + chain.frontier[0][1]) / (chain.base_seconds + chain.frontier[-1][1])
+    given, possible = readable_bytes(budget), readable_bytes(least)
+    if given == possible:  # two digits do not tell them apart
+        given, possible = f"{budget:,} B", f"{least:,} B"
     return (
-        f"budget is {readable_bytes(budget)}, but the least possible is {readable_bytes(least)}, at {ratio:.2f} of the time that "
+        f"budget is {given}, but the least possible is {possible}, at {ratio:.2f} of the time that "
         f"takes {readable_bytes(plain)}. The backward pass of equations {where.start} to {where.stop} "
         + (f"(from {lines[0]} to {lines[-1]}) " if lines else "")
         + f'holds it up, with {readable_bytes(where.option.working)} of its own: give a larger budget, or "min" for the least; '
