@@ -21,23 +21,31 @@ HEADS = {
 KINDS = {"unrolled": "in a loop of Python", "scanned": "in `jax.lax.scan`"}
 
 
-def frontier(kind: str, tokens: int = 16384) -> str:
+def frontier(kind: str, name: str | None = None) -> str:
     """Each policy by hand beside the plan for as many bytes."""
-    environment, rows = load(f"plan_{kind}_{tokens}")
+    environment, rows = load(name or f"plan_{kind}_16384")
     body = [
         [
             row["policy"],
             f"{row['bytes'] / _MIB:,.0f}",
             f"{row['ms']:.1f}",
-            f"{row['planned_bytes'] / _MIB:,.0f}",
-            f"{row['planned_ms']:.1f}",
-            f"{row['planned_ms'] / row['ms']:.3f}",
+            *_planned(row),
         ]
         for row in sorted(rows, key=lambda row: row["bytes"])
         if row["policy"] is not None
     ]
     header = ["kept by `jax.checkpoint`", "MiB", "ms", "MiB, `planned`", "ms, `planned`", "ratio of times"]
-    return table(header, body, [environment], f"plan-{kind}")
+    return table(header, body, [environment], f"plan-{name or kind}".replace("_", "-"))
+
+
+def _planned(row: dict[str, Any]) -> list[str]:
+    if "error" in row:
+        return ["refused", "", ""]
+    return [
+        f"{row['planned_bytes'] / _MIB:,.0f}",
+        f"{row['planned_ms']:.1f}",
+        f"{row['planned_ms'] / row['ms']:.3f}",
+    ]
 
 
 def accuracy(name: str = "plan_accuracy_cpu") -> str:
@@ -120,5 +128,8 @@ def _points(ax: Any, rows: list[dict[str, Any]]) -> None:
     ax.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda x, _: f"{x:g}"))
 
 
-TABLES: Tables = {kind: lambda kind=kind: frontier(kind) for kind in KINDS} | {"head": head}
+TABLES: Tables = {kind: lambda kind=kind: frontier(kind) for kind in KINDS} | {
+    "later": lambda: frontier("unrolled", "plan_unrolled_later"),
+    "head": head,
+}
 TABLES["accuracy"] = accuracy
