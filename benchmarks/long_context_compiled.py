@@ -50,7 +50,13 @@ def cases(config: Config) -> dict[Part, list[dict]]:
     whole += [("8B", "checkpoint", _M // 8), ("8B", "tiled+groups+slots=4", 5 * _M // 4)]
     layer = [
         ("8B", r, n)
-        for r in ("plain", "tiled+plain", "tiled+groups+plain", "tiled=8192+groups+plain")
+        for r in (
+            "plain",
+            "tiled+plain",
+            "tiled+groups+plain",
+            "tiled=8192+groups+plain",
+            "tiled=8192+groups+plain+keep_attention",
+        )
         for n in (_M // 8, _M // 2)
     ]
     ring = [("8B", "tiled+groups+slots=4", n * config.ring) for n in (_M // 2, _M, 5 * _M // 4)]
