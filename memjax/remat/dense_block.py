@@ -10,17 +10,14 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from memjax._core import check
 from memjax._core.arrays import accumulator
-from memjax._core.backward.derivatives import refusing_forward_mode
+from memjax._core.backward.derivatives import forward_mode_message, refusing_forward_mode
 from memjax.remat._dense import triton
 from memjax.remat._dense.plain import plain
 from memjax.remat._dense.shared import shared
 from memjax.remat._dense.spec import KEEP, DenseParams, DenseSpec, DenseStatistics
 
 _IMPLEMENTATIONS = (None, "xla", "triton")
-_FORWARD_MODE = (
-    "a dense block cannot be differentiated in forward mode (jax.jvp, jax.jacfwd, jax.linearize) unless keep is 'all', which "
-    "keeps nothing then; or use reverse mode: jax.grad, jax.vjp, jax.jacrev"
-)
+_FORWARD_MODE = forward_mode_message("a dense block", "keep='all', of which forward mode keeps nothing")
 
 
 def dense_block(

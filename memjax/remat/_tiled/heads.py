@@ -19,7 +19,7 @@ from memjax._attention.causal import causal_attention
 from memjax._core import check
 from memjax._core.arrays import is_float, vary, varying_axes, zeros
 from memjax._core.backward import Backward
-from memjax._core.backward.derivatives import reverse_only
+from memjax._core.backward.derivatives import forward_mode_message, reverse_only
 from memjax._core.barriers import barrier
 from memjax._core.clear_errors import call_errors
 from memjax._core.lists import Arrays, drop, merge, pick
@@ -29,10 +29,7 @@ from memjax.remat._tiled.tiled import tiled
 
 Attend = Callable[[Array, Array, Array], Array]
 
-_FORWARD_MODE = (
-    "memjax.remat.attention_in_groups cannot be differentiated in forward mode (jax.jvp, jax.jacfwd, jax.linearize): use "
-    "reverse mode there (jax.grad, jax.vjp, jax.jacrev), or attention without it"
-)
+_FORWARD_MODE = forward_mode_message("memjax.remat.attention_in_groups", "attention without it")
 
 
 def attention_in_groups(

@@ -16,7 +16,7 @@ import numpy as np
 
 from memjax._core import check as _check
 from memjax._core.arrays import vary, varying_axes
-from memjax._core.backward.derivatives import reverse_only
+from memjax._core.backward.derivatives import forward_mode_message, reverse_only
 from memjax._core.clear_errors import call_errors
 from memjax._core.lists import Arrays, drop, merge, pick
 from memjax._core.positions.lengths import check_alike, check_same, check_same_constants
@@ -27,9 +27,8 @@ from memjax.remat._tiled.modules import wrapped_module
 from memjax.remat._tiled.size import default_tile
 from memjax.remat._tiled.tiles import Tiles, with_size
 
-_FORWARD_MODE = (
-    "memjax.remat.tiled cannot be differentiated in forward mode (jax.jvp, jax.jacfwd, jax.linearize), which keeps nothing "
-    "for later. Use the function without it there; or reverse mode: jax.grad, jax.vjp, jax.jacrev"
+_FORWARD_MODE = forward_mode_message(
+    "memjax.remat.tiled", "the function without it, of which forward mode keeps nothing"
 )
 
 

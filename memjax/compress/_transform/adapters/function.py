@@ -13,7 +13,7 @@ import numpy as np
 from memjax._core import check
 from memjax._core.arguments import is_array
 from memjax._core.arrays import is_float
-from memjax._core.backward.derivatives import reverse_only
+from memjax._core.backward.derivatives import forward_mode_errors, forward_mode_message, reverse_only
 from memjax._core.clear_errors import call_errors
 from memjax._core.compat import eval_jaxpr
 from memjax._core.lists import Arrays, drop, merge, pick
@@ -23,11 +23,7 @@ from memjax.compress._transform.derivative import Derivative
 from memjax.compress._transform.keep.choose import Keep
 from memjax.compress._transform.keep.which import Which
 
-_FORWARD_MODE = (
-    "memjax.compressed cannot be differentiated in forward mode (jax.jvp, jax.jacfwd, jax.linearize), which saves nothing "
-    "that could be compressed. Call the function itself there, without memjax.compressed; or use reverse mode: jax.grad, "
-    "jax.vjp or jax.jacrev"
-)
+_FORWARD_MODE = forward_mode_message("memjax.compressed", "the function itself, of which forward mode saves nothing")
 
 
 def call_compressed(
@@ -70,13 +66,9 @@ def call_compressed(
     names = [""] * len(closed.consts) + [_name(path) for path in pick(paths, dynamic)]
 
     run = _differentiable(closed, made, lasts, codecs, which, names)
-    guarded = [reverse_only(value, _FORWARD_MODE) if is_float(jax.typeof(value)) else value for value in inputs]
-    try:
+    guarded = [reverse_only(value, _FORWARD_MODE) for value in inputs]
+    with forward_mode_errors(_FORWARD_MODE):
         outs = iter(run(codecs.settings, guarded))
-    except TypeError as error:  # jax.vmap of jax.jvp meets the custom rule before the guard
-        if "forward-mode" not in str(error):
-            raise
-        raise TypeError(_FORWARD_MODE) from error
     every = [
         next(outs) if flag else inputs[position[var]] for var, flag in zip(closed.jaxpr.outvars, made, strict=True)
     ]
