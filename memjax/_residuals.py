@@ -19,12 +19,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal, jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun
 
 from memjax._core.arrays import is_float
 from memjax._core.compat import bodies, name_stack, primitive_name, scan_counts, without_dead_code
 from memjax._core.lists import drop, merge, pick
-from memjax._core.program.jaxpr import nbytes
+from memjax._core.program.jaxpr import is_literal, nbytes
 from memjax._core.program.primitives import ALIASES, CALLS, SOURCES
 from memjax._core.reasons import reason_of
 
@@ -136,12 +136,13 @@ def differentiated(closed_jaxpr, result: Sequence[bool]):
         outs, pullback, aux = jax.vjp(of_floats, pick(args, in_float), has_aux=True)
         return outs, aux, pullback(list(cotangents))
 
-    structs = [_struct(aval) for aval in closed_jaxpr.in_avals]
-    cotangents = [_struct(aval) for aval in pick(closed_jaxpr.out_avals, out_float)]
+    structs = [struct(aval) for aval in closed_jaxpr.in_avals]
+    cotangents = [struct(aval) for aval in pick(closed_jaxpr.out_avals, out_float)]
     return jax.make_jaxpr(forward_backward)(structs, cotangents)
 
 
-def _struct(aval) -> jax.ShapeDtypeStruct:
+def struct(aval) -> jax.ShapeDtypeStruct:
+    """The type, for a trace."""
     sharding = None if aval.sharding.mesh.empty else aval.sharding
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
 
@@ -161,10 +162,6 @@ def _stacks(jaxpr, outer: str) -> Iterator[str]:
         yield stack
         for body in bodies(eqn):
             yield from _stacks(body, stack)
-
-
-def _nbytes(aval) -> int:
-    return nbytes(aval) if hasattr(aval, "dtype") else 0
 
 
 def _on_host(aval) -> bool:
@@ -224,10 +221,10 @@ class _Walk:
             return {}
         source = dict(zip(bodies[0].invars, inputs, strict=True))
         for inner in bodies[0].eqns:
-            if _is_alias(inner) and not isinstance(inner.invars[0], Literal) and inner.invars[0] in source:
+            if _is_alias(inner) and not is_literal(inner.invars[0]) and inner.invars[0] in source:
                 source[inner.outvars[0]] = source[inner.invars[0]]
         outvars = enumerate(bodies[0].outvars)
-        return {i: source[v] for i, v in outvars if not isinstance(v, Literal) and v in source}
+        return {i: source[v] for i, v in outvars if not is_literal(v) and v in source}
 
 
 class _Forward:
@@ -245,7 +242,7 @@ class _Forward:
         known: dict = dict(zip(jaxpr.invars, operands, strict=True))
 
         def read(atom):
-            if isinstance(atom, Literal):
+            if is_literal(atom):
                 return REMADE
             return known.get(atom, EXISTING)  # what is missing is a constant of the jaxpr
 
@@ -281,7 +278,7 @@ class _Forward:
         return outputs
 
     def value(self, aval, step: int, place: tuple, index: int) -> Value:
-        made = Value(aval, _nbytes(aval), _on_host(aval), step, place, index, self.program)
+        made = Value(aval, nbytes(aval), _on_host(aval), step, place, index, self.program)
         self.values.append(made)
         return made
 

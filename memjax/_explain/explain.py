@@ -26,6 +26,7 @@ from memjax._explain.rows import Group, collapsed, groups, template
 from memjax._explain.warn import warnings_of
 from memjax._measure import remat_compiler_options
 from memjax._program import Gradient, Program, gradient, of_jax, traced
+from memjax._residuals import struct
 
 
 def explain(fn: Callable, *args: Any, compiler_options: dict[str, Any] | None = None, **kwargs: Any) -> Explanation:
@@ -117,8 +118,7 @@ def _compiled(
     if found.is_own:
         lowered = program.stage.lower()
     else:
-        types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, **_sharding(aval)) for aval in found.jaxpr.in_avals]
-        lowered = jax.jit(jaxpr_as_fun(found.jaxpr)).lower(*types)
+        lowered = jax.jit(jaxpr_as_fun(found.jaxpr)).lower(*map(struct, found.jaxpr.in_avals))
     with option_errors(options):
         compiled = of_jax(lowered.compile(compiler_options=options or None))
     memory, text = compiled.memory_analysis(), compiled.as_text()
@@ -127,7 +127,3 @@ def _compiled(
         notes.append("peak unknown: the backend gives no memory analysis, or no schedule of its program")
         return None, None
     return peak_of(module, paths, residual_bytes, memory.temp_size_in_bytes)
-
-
-def _sharding(aval: Any) -> dict[str, Any]:
-    return {} if aval.sharding.mesh.empty else {"sharding": aval.sharding}

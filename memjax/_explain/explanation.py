@@ -90,11 +90,9 @@ class Explanation:
         return f"Explanation({held} of residuals in {len(self.rows)} rows, most in {largest})"
 
     def __str__(self) -> str:
-
         return as_text(self)
 
     def __rich__(self) -> Any:
-
         return as_rich(self)
 
 

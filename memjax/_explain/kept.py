@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
-from jax.extend.core import Literal, jaxprs_in_params
-
-from memjax._core.compat import parameters, primitive_name, scan_counts
+from memjax._core.compat import bodies, primitive_name, scan_counts
+from memjax._core.program.jaxpr import is_literal
 from memjax._core.program.primitives import ALIASES
 from memjax._residuals import Equation, Held, Value, iteration
 
@@ -94,23 +92,19 @@ def _stacking_scan(value: Value) -> Equation | None:
     return next((equation for equation in value.program if equation.eqn is eqn and value in equation.outputs), None)
 
 
-def _bodies(eqn: Any) -> list[Any]:
-    return [getattr(body, "jaxpr", body) for body in jaxprs_in_params(parameters(eqn))]
-
-
 def _innermost(place: tuple, index: int) -> tuple:
     """The equation that makes output `index` of the last of `place`, inside its bodies."""
     eqn = place[-1]
-    body = next((body for body in reversed(_bodies(eqn)) if len(body.outvars) == len(eqn.outvars)), None)
+    body = next((body for body in reversed(bodies(eqn)) if len(body.outvars) == len(eqn.outvars)), None)
     if body is None:
         return place
     makers = {var: (inner, number) for inner in body.eqns for number, var in enumerate(inner.outvars)}
     var, seen = body.outvars[index], set()
-    while not isinstance(var, Literal) and var not in seen:
+    while not is_literal(var) and var not in seen:
         seen.add(var)
         if var in makers:
             inner, number = makers[var]
-            if primitive_name(inner) in _ALIASES and not isinstance(inner.invars[0], Literal):
+            if primitive_name(inner) in _ALIASES and not is_literal(inner.invars[0]):
                 var = inner.invars[number if primitive_name(inner) == "optimization_barrier" else 0]
                 continue
             return _innermost((*place, inner), number)
@@ -129,23 +123,19 @@ def _reading(place: tuple, index: int) -> Iterator[tuple]:
     """The equations that read input `index` of the last of `place`, inside its bodies."""
     eqn = place[-1]
     found = False
-    for body in _bodies(eqn):
+    for body in bodies(eqn):
         position = index - (len(eqn.invars) - len(body.invars))
         if position < 0:
             continue
         same = {body.invars[position]}
         for inner in body.eqns:
             for number, atom in enumerate(inner.invars):
-                if isinstance(atom, Literal) or atom not in same:
+                if is_literal(atom) or atom not in same:
                     continue
                 if primitive_name(inner) in _ALIASES:
-                    same.update(_alias(inner, number))
+                    same.add(inner.outvars[number if primitive_name(inner) == "optimization_barrier" else 0])
                 else:
                     found = True
                     yield from _reading((*place, inner), number)
     if not found:
         yield place
-
-
-def _alias(eqn: Any, number: int) -> Sequence[Any]:
-    return [eqn.outvars[number if primitive_name(eqn) == "optimization_barrier" else 0]]

@@ -8,11 +8,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import Literal, jaxprs_in_params
 
 from memjax._core.check import readable_bytes
-from memjax._core.compat import name_stack, parameters, primitive_name
-from memjax._core.program.jaxpr import nbytes
+from memjax._core.compat import bodies, name_stack, parameters, primitive_name
+from memjax._core.program.jaxpr import nbytes, variables
 from memjax._core.program.primitives import CHECKPOINTS, NAMES
 from memjax._core.program.scopes import Paths
 from memjax._explain.kept import Kept
@@ -44,8 +43,8 @@ def _all(jaxpr: Any, outer: tuple = ()) -> Iterator[tuple]:
     """Each equation, with those around it before it."""
     for eqn in jaxpr.eqns:
         yield (*outer, eqn)
-        for body in jaxprs_in_params(parameters(eqn)):
-            yield from _all(getattr(body, "jaxpr", body), (*outer, eqn))
+        for body in bodies(eqn):
+            yield from _all(body, (*outer, eqn))
 
 
 def _unmatched(programs: Sequence[Any]) -> Iterator[str]:
@@ -92,10 +91,9 @@ def _useless(arrays: Sequence[Kept], paths: Paths) -> Iterator[str]:
     }
     for place in places.values():
         eqn = place[-1]
-        body = next(jaxprs_in_params(parameters(eqn)))
-        body = getattr(body, "jaxpr", body)
+        body = bodies(eqn)[0]
         again = {var for inner in body.eqns if _again((inner,)) for var in inner.outvars}
-        late = {var for inner in body.eqns if not _again((inner,)) for var in _variables(inner)}
+        late = {var for inner in body.eqns if not _again((inner,)) for var in variables(inner.invars)}
         instead = sum(nbytes(var.aval) for var in again & late)
         only_for_this = lambda reader, eqn=eqn: any(part is eqn for part in reader) and _again(reader)
         kept = sum(array.value.nbytes for array in arrays if all(map(only_for_this, array.readers)))
@@ -124,17 +122,13 @@ def _again(place: Sequence[Any]) -> bool:
     return any("rematted_computation" in name_stack(eqn) for eqn in place)
 
 
-def _variables(eqn: Any) -> set[Any]:
-    return {atom for atom in eqn.invars if not isinstance(atom, Literal)}
-
-
 def _copies(groups: Sequence[Group]) -> Iterator[str]:
     """Wider copies, and copies of parts or of repeated parts."""
     for group in groups:
         place = group.arrays[0].place
         eqn, aval = place[-1], group.arrays[0].value.aval
         name = primitive_name(eqn)
-        before = eqn.invars[0].aval if eqn.invars and not isinstance(eqn.invars[0], Literal) else None
+        before = eqn.invars[0].aval if variables(eqn.invars[:1]) else None
         if before is None or not hasattr(before, "dtype"):
             continue
         size = f"{readable_bytes(group.nbytes)} at {group.source}, in {group.path}"

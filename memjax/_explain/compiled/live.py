@@ -15,25 +15,12 @@ from dataclasses import dataclass, field
 from memjax._core.hlo import Computation, Instruction, Module, aliased_operands, elements
 
 _SAME = frozenset(("bitcast", "opt-barrier", "add-dependency", "all-reduce-done", "optimization-barrier"))
-_NO_SHARING = frozenset(
-    (
-        *(
-            "dot",
-            "convolution",
-            "custom-call",
-            "reduce",
-            "gather",
-            "transpose",
-            "concatenate",
-            "pad",
-            "slice",
-            "broadcast",
-        ),
-        *("reverse", "sort", "copy", "reduce-window", "iota", "dynamic-slice", "rng-bit-generator", "fft", "cholesky"),
-        *("triangular-solve", "select-and-scatter", "all-gather", "all-to-all", "collective-permute", "reduce-scatter"),
-        *("rng", "reshape", "copy-start"),
-    )
-)
+_NO_SHARING_NAMES = """
+dot convolution custom-call reduce gather transpose concatenate pad slice broadcast reverse sort copy reduce-window iota
+dynamic-slice rng-bit-generator fft cholesky triangular-solve select-and-scatter all-gather all-to-all collective-permute
+reduce-scatter rng reshape copy-start
+"""
+_NO_SHARING = frozenset(_NO_SHARING_NAMES.split())
 
 
 @dataclass(eq=False)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from memjax._core.program.costs import Device, flops
-from memjax._core.program.jaxpr import is_literal, nbytes
+from memjax._core.program.costs import Device, array_bytes, flops
 from memjax._core.program.primitives import ALIASES
 
 
@@ -18,5 +17,4 @@ def seconds(eqns: Iterable[Any], of: Device) -> float:
 def _traffic(eqn: Any) -> int:
     if eqn.primitive.name in ALIASES:
         return 0
-    atoms = [*(atom for atom in eqn.invars if not is_literal(atom)), *eqn.outvars]
-    return sum(nbytes(atom.aval) for atom in atoms if hasattr(atom.aval, "dtype"))
+    return sum(map(array_bytes, (*eqn.invars, *eqn.outvars)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 
@@ -43,7 +42,7 @@ class Costs:
 def model(step: Step, kept: int) -> Costs:
     """Rough times from the step's operations and its `kept` bytes of residuals: only their ratios matter."""
     eqns = step.jaxpr.eqns
-    moved = sum(_nbytes(var) for eqn in eqns for var in (*eqn.invars, *eqn.outvars))
+    moved = sum(nbytes(var.aval) for eqn in eqns for var in (*eqn.invars, *eqn.outvars))
     total_flops = sum(map(flops, eqns))
     if jax.default_backend() == "gpu":
         heavy = sum(expensive(eqn) for eqn in eqns)
@@ -57,7 +56,3 @@ def model(step: Step, kept: int) -> Costs:
         loop=1e-6,
         turn=2e-6 + step.carry_nbytes / 1e10,
     )
-
-
-def _nbytes(atom: Any) -> int:
-    return nbytes(atom.aval) if hasattr(atom.aval, "shape") else 0

@@ -15,9 +15,9 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import jaxprs_in_params
 
 from memjax._core.backward.derivatives import without_derivative
+from memjax._core.compat import bodies
 from memjax._core.program.jaxpr import Program, Walk, producers, variables
 from memjax._core.program.primitives import PRODUCTS
 from memjax.compress._codecs.codec import Mask
@@ -131,7 +131,7 @@ def variables_of_packing(program: Program, masks: Iterable[Any]) -> set[Any]:
 
 def _is_own_pass(eqn: Any) -> bool:
     """Whether compilers fuse the equation with (almost) nothing that follows it: products, and calls and loops."""
-    return eqn.primitive.name in PRODUCTS or any(True for _ in jaxprs_in_params(eqn.params))
+    return eqn.primitive.name in PRODUCTS or bool(bodies(eqn))
 
 
 def _computed_of(var: Any, program: Program) -> set[Any]:
