@@ -100,9 +100,9 @@ def _run_all(config: Config, folder: str) -> None:
 def measure(settings: dict) -> dict:
     from experiments.compressed_training import PRESETS, _model
     from experiments.compression.controlled import controlled
-    from experiments.harness.classification import classification_loss
-    from experiments.harness.optimizer import optimizer
-    from experiments.harness.step import init_state, train_step
+    from experiments.harness.loop.classification import classification_loss
+    from experiments.harness.loop.optimizer import optimizer
+    from experiments.harness.loop.step import init_state, train_step
     from memjax import compress
 
     case, is_compressed = settings["case"], settings["case"] != "plain"

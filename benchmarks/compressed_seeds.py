@@ -96,9 +96,9 @@ def measure(settings: dict) -> list[dict]:
     from experiments.compression.controlled import controlled
     from experiments.data.photographs import photographs
     from experiments.data.stream import test_batches, train_batches
-    from experiments.harness.classification import classification_loss
-    from experiments.harness.optimizer import optimizer
-    from experiments.harness.step import eval_step, init_state, train_step
+    from experiments.harness.loop.classification import classification_loss
+    from experiments.harness.loop.optimizer import optimizer
+    from experiments.harness.loop.step import eval_step, init_state, train_step
     from memjax import compress
 
     begin = time.monotonic()

@@ -22,7 +22,7 @@ import numpy as np
 import tyro
 
 from benchmarks import record
-from experiments.harness import records
+from experiments.harness.storage import records
 
 _ROOT = pathlib.Path(__file__).parent.parent
 # Options that differ from the experiment's defaults. Without batch norms gradients are now and then so large that training has

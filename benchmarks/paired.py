@@ -17,8 +17,9 @@ import tyro
 from benchmarks import record
 from experiments import gpt, vit
 from experiments.harness import config as configuration
-from experiments.harness import files, records
+from experiments.harness import files
 from experiments.harness.main import run
+from experiments.harness.storage import records
 from experiments.paired.report import paired_report, summary
 
 _EXPERIMENTS: dict[str, tuple[Any, Any]] = {"gpt": (gpt, gpt.GPTConfig), "vit": (vit, vit.ViTConfig)}

@@ -20,10 +20,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from experiments.data.text import check_windows, standard_library, test_windows, train_windows, windows
-from experiments.harness import records
 from experiments.harness.config import RunConfig
 from experiments.harness.errors import ExperimentError
 from experiments.harness.main import run
+from experiments.harness.storage import records
 from experiments.harness.task import Task
 from experiments.models.lstm import ByteLSTM
 

@@ -40,11 +40,11 @@ from experiments.data.image_folder import broken_log, image_folder, skipped
 from experiments.data.photographs import photographs
 from experiments.data.stream import ImageData, test_batches, train_batches
 from experiments.harness import devices
-from experiments.harness.classification import Prepare, classification_loss
 from experiments.harness.config import RunConfig
 from experiments.harness.errors import ExperimentError
+from experiments.harness.loop.classification import Prepare, classification_loss
+from experiments.harness.loop.step import Batch
 from experiments.harness.main import run
-from experiments.harness.step import Batch
 from experiments.harness.task import Task
 from experiments.models.classifiers import MODELS
 from experiments.models.compressed import Compressed, compressed_classifier

@@ -25,12 +25,14 @@ from rich.console import Console
 
 import memjax
 from experiments.data.text import BYTES, check_windows, standard_library, test_windows, train_windows, windows
-from experiments.harness import files, plots, records
+from experiments.harness import files
 from experiments.harness.config import RunConfig, parse
 from experiments.harness.console import exit_status, output
 from experiments.harness.errors import ExperimentError
+from experiments.harness.loop.step import Loss
 from experiments.harness.main import run
-from experiments.harness.step import Loss
+from experiments.harness.reports import plots
+from experiments.harness.storage import records
 from experiments.harness.task import Task
 from experiments.models.transformer import Transformer, TransformerConfig
 

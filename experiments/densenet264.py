@@ -23,9 +23,9 @@ from flax import nnx
 from experiments.data.digits import digits
 from experiments.data.image_folder import broken_log, image_folder, skipped
 from experiments.data.stream import ImageData, test_batches, train_batches
-from experiments.harness.classification import classification_loss
 from experiments.harness.config import RunConfig
 from experiments.harness.errors import ExperimentError
+from experiments.harness.loop.classification import classification_loss
 from experiments.harness.main import run
 from experiments.harness.task import Task
 from experiments.models.densenet import SIZES, DenseNet

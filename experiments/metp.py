@@ -31,10 +31,11 @@ from rich.console import Console
 import memjax
 from experiments.data.text import BYTES, check_windows, standard_library, train_windows, windows
 from experiments.harness import config as configs
-from experiments.harness import files, folder
+from experiments.harness import files
 from experiments.harness.config import RunConfig
 from experiments.harness.errors import ExperimentError
 from experiments.harness.main import run
+from experiments.harness.storage import folder
 from experiments.harness.task import Task
 from experiments.models import parallel
 from experiments.models.transformer import TransformerConfig

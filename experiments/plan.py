@@ -28,10 +28,11 @@ from rich.console import Console
 from rich.table import Table
 
 import memjax
-from experiments.harness import files, plots
+from experiments.harness import files
 from experiments.harness.console import exit_status, output
 from experiments.harness.errors import ExperimentError
-from experiments.harness.plots import plt
+from experiments.harness.reports import plots
+from experiments.harness.reports.plots import plt
 from experiments.models.classifiers import ResNet
 from experiments.models.transformer import Transformer, TransformerConfig
 from memjax._core import check

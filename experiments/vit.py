@@ -18,9 +18,9 @@ from flax import nnx
 
 from experiments.data.photographs import photographs
 from experiments.data.stream import test_batches, train_batches
-from experiments.harness.classification import classification_loss
 from experiments.harness.config import RunConfig
 from experiments.harness.errors import ExperimentError
+from experiments.harness.loop.classification import classification_loss
 from experiments.harness.main import run
 from experiments.harness.task import Task
 from experiments.models.blocks import BlocksConfig, ViT

@@ -19,7 +19,7 @@ from jax import lax
 
 from experiments.compression.observed import Images, layers_of
 from experiments.harness import files
-from experiments.harness.step import Batch, Loss, TrainState
+from experiments.harness.loop.step import Batch, Loss, TrainState
 from experiments.models.compressed import Compressed
 from memjax import compress
 

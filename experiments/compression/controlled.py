@@ -4,7 +4,7 @@ import jax
 import optax
 from flax import nnx
 
-from experiments.harness.optimizer import clipping, optimizer
+from experiments.harness.loop.optimizer import clipping, optimizer
 from memjax import compress
 
 

@@ -17,11 +17,12 @@ from rich.table import Table
 
 import memjax
 from experiments.compression.controlled import controlled
-from experiments.harness import devices, files, memory, plots
-from experiments.harness.classification import classification_loss
+from experiments.harness import devices, files
 from experiments.harness.errors import ExperimentError
-from experiments.harness.optimizer import optimizer
-from experiments.harness.step import init_state, train_step
+from experiments.harness.loop.classification import classification_loss
+from experiments.harness.loop.optimizer import optimizer
+from experiments.harness.loop.step import init_state, train_step
+from experiments.harness.reports import memory, plots
 from memjax import compress
 
 _GIB = 2**30

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from experiments.harness.step import TrainState
+from experiments.harness.loop.step import TrainState
 from memjax import compress
 
 _HEADER_BITS = 8 * (32 + 4) / 4096  # per value, of the codes of ErrorBounded

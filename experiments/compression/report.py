@@ -10,9 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.compression.analysis import EDGES
-from experiments.harness import files, plots, records
+from experiments.harness import files
 from experiments.harness.config import load
 from experiments.harness.errors import ExperimentError
+from experiments.harness.reports import plots
+from experiments.harness.storage import records
 
 
 def extra_report(config: Any, console: Console) -> None:

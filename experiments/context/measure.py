@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import memjax
-from experiments.harness import memory
+from experiments.harness.reports import memory
 from experiments.models import llama
 from experiments.models.llama import LlamaConfig
 from experiments.models.recipe import Recipe

@@ -6,7 +6,7 @@ from matplotlib import pyplot as plt
 from rich.console import Console
 from rich.table import Table
 
-from experiments.harness import plots
+from experiments.harness.reports import plots
 
 
 def show(rows: list[dict], console: Console, path: Path, title: str) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from absl import flags
 
 from experiments.harness import children
-from experiments.harness.classification import NO_LABEL
+from experiments.harness.loop.classification import NO_LABEL
 
 Example = dict[str, np.ndarray]
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 from rich.console import Console
 
-from experiments.harness.comparison import Comparison
 from experiments.harness.config import Config, parse
 from experiments.harness.console import exit_status, output
-from experiments.harness.progress import waiting
+from experiments.harness.loop.comparison import Comparison
+from experiments.harness.loop.progress import waiting
+from experiments.harness.loop.training import Trainer
 from experiments.harness.task import Task
-from experiments.harness.training import Trainer
 
 
 def run(
@@ -66,7 +66,7 @@ def run(
                 afterwards(config, console)
         if jax.process_index() == 0:
             # Not before: matplotlib takes a while to import, and a process that only compiles, or is stopped, does without.
-            from experiments.harness.report import report
+            from experiments.harness.reports.report import report
 
             report(config.folder, console, facts(config))
             extra_report(config, console)

@@ -12,7 +12,7 @@ from flax import nnx
 
 from experiments.harness import devices
 from experiments.harness.devices import Layout
-from experiments.harness.step import Loss, TrainState, parameter_count, scaled
+from experiments.harness.loop.step import Loss, TrainState, parameter_count, scaled
 
 
 @dataclass(frozen=True)

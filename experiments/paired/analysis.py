@@ -20,7 +20,7 @@ from flax import nnx
 
 import memjax
 from experiments.harness import files
-from experiments.harness.step import Batch, Loss
+from experiments.harness.loop.step import Batch, Loss
 from experiments.paired.members import PLAIN, kind_name, with_bits
 from memjax import compress
 

@@ -13,8 +13,8 @@ from flax import nnx
 
 from experiments.harness.config import RunConfig
 from experiments.harness.errors import ExperimentError
-from experiments.harness.optimizer import learning_rate
-from experiments.harness.step import Batch, Loss, TrainState
+from experiments.harness.loop.optimizer import learning_rate
+from experiments.harness.loop.step import Batch, Loss, TrainState
 from experiments.harness.task import Task
 from experiments.models.blocks import BlocksConfig
 from experiments.paired import analysis

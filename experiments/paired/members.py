@@ -14,7 +14,7 @@ import optax
 from flax import nnx
 
 import memjax
-from experiments.harness.step import Batch, Loss, Sums
+from experiments.harness.loop.step import Batch, Loss, Sums
 
 PLAIN = 0
 """The number of bits that stands for no compression."""

@@ -9,8 +9,10 @@ from matplotlib import pyplot as plt
 from rich.console import Console
 from rich.table import Table
 
-from experiments.harness import files, plots, records
+from experiments.harness import files
 from experiments.harness.errors import ExperimentError
+from experiments.harness.reports import plots
+from experiments.harness.storage import records
 from experiments.paired.members import PLAIN, kind_name
 
 

@@ -8,7 +8,7 @@ from matplotlib import pyplot as plt
 from rich.console import Console
 from rich.table import Table
 
-from experiments.harness import plots
+from experiments.harness.reports import plots
 from experiments.parallelism.trial import Trial, variants
 
 _MIB = 2**20

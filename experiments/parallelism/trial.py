@@ -11,10 +11,11 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import memjax
-from experiments.harness import devices, memory
+from experiments.harness import devices
 from experiments.harness.devices import Layout
-from experiments.harness.optimizer import optimizer
-from experiments.harness.step import Batch, Loss, Sums, TrainState, init_state, train_step
+from experiments.harness.loop.optimizer import optimizer
+from experiments.harness.loop.step import Batch, Loss, Sums, TrainState, init_state, train_step
+from experiments.harness.reports import memory
 from experiments.models.transformer import Transformer, sharded_loss, shardings
 
 

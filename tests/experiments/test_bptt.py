@@ -9,9 +9,10 @@ from flax import nnx
 from experiments.bptt import PRESETS, facts, make_task
 from experiments.data import text as text_source
 from experiments.data.text import standard_library, train_windows, windows
-from experiments.harness import memory, records
 from experiments.harness.errors import ExperimentError
 from experiments.harness.main import run
+from experiments.harness.reports import memory
+from experiments.harness.storage import records
 from experiments.models.lstm import ByteLSTM
 
 TINY = ["--length", "200", "--features", "8", "--batch-size", "64", "--epochs", "0.01", "--budget", "256KiB"]

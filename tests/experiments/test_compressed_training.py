@@ -15,11 +15,12 @@ from experiments.compression.analysis import _normalised
 from experiments.compression.observed import layers_of
 from experiments.compression.report import extra_report
 from experiments.data.photographs import photographs
-from experiments.harness import devices, records
-from experiments.harness.classification import classification_loss
+from experiments.harness import devices
 from experiments.harness.config import parse
+from experiments.harness.loop.classification import classification_loss
+from experiments.harness.loop.training import Trainer
 from experiments.harness.main import run
-from experiments.harness.training import Trainer
+from experiments.harness.storage import records
 from experiments.models.classifiers import MODELS
 from memjax._residuals import differentiated, residuals
 

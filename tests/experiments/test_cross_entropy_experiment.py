@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from experiments.cross_entropy import main
-from experiments.harness import records
+from experiments.harness.storage import records
 
 TINY = [
     *("--length", "16", "--dim", "8", "--layers", "1", "--heads", "2", "--batch-size", "64", "--epochs", "0.0008"),

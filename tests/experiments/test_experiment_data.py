@@ -12,8 +12,8 @@ from experiments.data.digits import digits
 from experiments.data.image_folder import _AREA, _random_box, broken_files, image_folder, read_image
 from experiments.data.stream import test_batches as one_pass
 from experiments.data.stream import train_batches
-from experiments.harness.classification import NO_LABEL
 from experiments.harness.errors import ExperimentError
+from experiments.harness.loop.classification import NO_LABEL
 
 
 @pytest.fixture

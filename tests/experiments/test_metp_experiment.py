@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from experiments import metp
-from experiments.harness import records
+from experiments.harness.storage import records
 from experiments.parallelism import comparison
 from experiments.parallelism.trial import Trial, variants
 

@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 from experiments import gpt, vit
+from experiments.harness.loop.step import init_state, train_step
 from experiments.harness.main import run
-from experiments.harness.step import init_state, train_step
 from experiments.models.blocks import GPT, BlocksConfig, ViT
 from experiments.paired.members import PLAIN, Members, members_loss, members_optimizer, with_bits
 

@@ -15,7 +15,7 @@ from experiments.densenet264 import PRESETS, DenseNetConfig
 from experiments.harness import config as configuration
 from experiments.harness.config import check_resumable, parse
 from experiments.harness.errors import ExperimentError
-from experiments.harness.optimizer import clipping, learning_rate, optimizer
+from experiments.harness.loop.optimizer import clipping, learning_rate, optimizer
 
 
 def parsed(*argv) -> DenseNetConfig:

@@ -19,12 +19,14 @@ from rich.console import Console
 
 import memjax
 from experiments.densenet264 import PRESETS, make_task
-from experiments.harness import files, memory, records
-from experiments.harness.checkpoints import Checkpoints
+from experiments.harness import files
 from experiments.harness.errors import ExperimentError
-from experiments.harness.interrupt import Interrupt
+from experiments.harness.loop.interrupt import Interrupt
+from experiments.harness.loop.step import init_state
 from experiments.harness.main import run
-from experiments.harness.step import init_state
+from experiments.harness.reports import memory
+from experiments.harness.storage import records
+from experiments.harness.storage.checkpoints import Checkpoints
 
 ROOT = Path(__file__).parents[3]
 ENV = {**os.environ, "PYTHONPATH": str(ROOT)}

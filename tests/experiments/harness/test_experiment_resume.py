@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from experiments.harness import records
+from experiments.harness.storage import records
 
 ROOT = Path(__file__).parents[3]
 FLAGS = [

@@ -14,12 +14,14 @@ from rich.console import Console
 import memjax
 from experiments import densenet264
 from experiments.densenet264 import PRESETS, make_task
-from experiments.harness import devices, memory, records
-from experiments.harness.checkpoints import Checkpoints
-from experiments.harness.classification import NO_LABEL, classification_loss
+from experiments.harness import devices
 from experiments.harness.errors import ExperimentError
+from experiments.harness.loop.classification import NO_LABEL, classification_loss
+from experiments.harness.loop.step import eval_step, init_state, train_step
 from experiments.harness.main import run
-from experiments.harness.step import eval_step, init_state, train_step
+from experiments.harness.reports import memory
+from experiments.harness.storage import records
+from experiments.harness.storage.checkpoints import Checkpoints
 
 TINY = ["--block-sizes", "2", "2", "--image-size", "8", "--growth-rate", "2"]
 

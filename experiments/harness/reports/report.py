@@ -6,8 +6,9 @@ from matplotlib import pyplot as plt
 from rich.console import Console
 from rich.table import Table
 
-from experiments.harness import memory, plots, records
 from experiments.harness.errors import ExperimentError
+from experiments.harness.reports import memory, plots
+from experiments.harness.storage import records
 
 _MIB = 2**20
 

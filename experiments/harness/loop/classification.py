@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from experiments.harness.step import Batch, Loss, Sums
+from experiments.harness.loop.step import Batch, Loss, Sums
 
 NO_LABEL = -1  # of examples that only fill up a batch
 

@@ -20,14 +20,16 @@ from rich.console import Console
 
 import memjax
 from experiments.harness import config as configuration
-from experiments.harness import devices, folder, memory, records
-from experiments.harness.checkpoints import Checkpoints, Restored
+from experiments.harness import devices
 from experiments.harness.config import RunConfig
 from experiments.harness.errors import ExperimentError
-from experiments.harness.interrupt import Interrupt
-from experiments.harness.optimizer import learning_rate, optimizer
-from experiments.harness.progress import Display, memory_in_use, waiting
-from experiments.harness.step import Sums, TrainState, eval_step, init_state, train_step
+from experiments.harness.loop.interrupt import Interrupt
+from experiments.harness.loop.optimizer import learning_rate, optimizer
+from experiments.harness.loop.progress import Display, memory_in_use, waiting
+from experiments.harness.loop.step import Sums, TrainState, eval_step, init_state, train_step
+from experiments.harness.reports import memory
+from experiments.harness.storage import folder, records
+from experiments.harness.storage.checkpoints import Checkpoints, Restored
 from experiments.harness.task import Task
 
 

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from experiments.harness import children
 from experiments.harness.config import Config
+from experiments.harness.loop.training import Trainer
 from experiments.harness.task import Task
-from experiments.harness.training import Trainer
 
 
 class Comparison:

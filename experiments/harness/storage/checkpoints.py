@@ -21,7 +21,7 @@ from rich.console import Console
 from experiments.harness import devices, files
 from experiments.harness.config import RunConfig, as_dict, changed_flags, check_resumable
 from experiments.harness.errors import ExperimentError
-from experiments.harness.step import TrainState
+from experiments.harness.loop.step import TrainState
 
 
 class Restored(NamedTuple):
