@@ -19,8 +19,8 @@ from rich.console import Console
 
 import memjax
 from benchmarks import record
-from benchmarks.gradients import compare
-from benchmarks.public_cases import imagenet_resnet
+from benchmarks.cases.gradients import compare
+from benchmarks.cases.public_models import imagenet_resnet
 from memjax import compress
 
 _CONV = "ErrorBounded(2**-5, bits_per_value=12), where=conv"

@@ -160,7 +160,7 @@ def main(config: Config) -> None:
         # jax_triton switches Triton's cache off for this process and its children; PyTorch cannot do without.
         cache = {"TRITON_CACHE_DIR": str(pathlib.Path.home() / ".triton" / "cache")}
         case = {**sizes, "seconds": config.seconds}
-        result = record.in_fresh_process("benchmarks.cross_entropy_torch", case, cache)
+        result = record.in_fresh_process("benchmarks.cases.cross_entropy_torch", case, cache)
         print(result, flush=True)
         rows += [{"what": "time", "library": "torch", **row} for row in result.get("rows", [result])]
         print(record.save(config.name, rows))

@@ -17,7 +17,7 @@ import tyro
 
 from benchmarks import record
 
-MODULE = "benchmarks.densenet_cases"
+MODULE = "benchmarks.cases.densenet"
 Keep = Literal["all", "convolutions", "features"]
 
 

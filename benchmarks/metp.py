@@ -28,7 +28,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import memjax
-from benchmarks import metp_overlap, record
+from benchmarks import record
+from benchmarks.cases import metp_overlap
 from experiments.models import parallel
 from experiments.models.transformer import Layer, TransformerConfig, _specs
 from memjax.shard import baselines, metp_attention

@@ -1,6 +1,6 @@
 """What moves METP's blocks, and how much of it is hidden: `python -m benchmarks.metp_hops`, two minutes.
 
-`benchmarks.metp_overlap` under one setting of XLA, CUDA and NCCL after another, each in a process of its own. With
+`benchmarks.cases.metp_overlap` under one setting of XLA, CUDA and NCCL after another, each in a process of its own. With
 `--sizes 2 --steps 8` two GPUs stand in for a ring of eight.
 """
 

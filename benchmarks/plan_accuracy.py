@@ -26,7 +26,7 @@ from jax.experimental import topologies
 import memjax
 from benchmarks import plan as stack
 from benchmarks import record
-from benchmarks.plan_public_cases import CASES
+from benchmarks.cases.plan_public import CASES
 from memjax._plan.budget.known import forget
 
 # Tests are not type-checked.

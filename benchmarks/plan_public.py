@@ -19,8 +19,8 @@ import tyro
 
 import memjax
 from benchmarks import record
+from benchmarks.cases.plan_public import CASES, Case
 from benchmarks.plan import by_turns
-from benchmarks.plan_public_cases import CASES, Case
 
 
 @dataclasses.dataclass(frozen=True)

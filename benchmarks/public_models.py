@@ -38,7 +38,7 @@ from rich.table import Table
 
 import memjax
 from benchmarks import record
-from benchmarks.public_cases import CASES, Case, digest, make_data
+from benchmarks.cases.public_models import CASES, Case, digest, make_data
 
 _KINDS = ("plain", "compressed", "reordered")
 _WRAPS: dict[str, Callable[[Any], Any]] = {"plain": lambda model: model, "compressed": memjax.compressed}

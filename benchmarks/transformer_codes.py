@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import memjax
 from benchmarks import plan, record
-from benchmarks.gradients import compare
+from benchmarks.cases.gradients import compare
 
 Layer = Callable[[Any, jax.Array], jax.Array]
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from benchmarks.metp_overlap import full_overlap_tokens
+from benchmarks.cases.metp_overlap import full_overlap_tokens
 from benchmarks.tables.markdown import Tables, bare_table, gib, load, table
 
 _NAMES = {

@@ -1,6 +1,6 @@
 """Losses of models that others published, at the size of a GPU, for `benchmarks.plan_public`: only shapes, no data.
 
-Their files are imported unchanged, as in `benchmarks/public_cases.py`. Parameters are float32; the losses compute in bfloat16.
+Their files are imported unchanged, as in `benchmarks/cases/public_models.py`. Parameters are float32; losses compute in bfloat16.
 """
 
 import pathlib
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from benchmarks.public_cases import public_module
+from benchmarks.cases.public_models import public_module
 
 
 class Case(NamedTuple):

@@ -1,4 +1,4 @@
-"""Compares ways to compute a gradient: time, temporary memory and error. `transformer` and `compressed_default` use it."""
+"""Compares ways to compute a gradient: time, temporary memory and error. `transformer_codes` and `compressed_default` use it."""
 
 import functools
 import statistics

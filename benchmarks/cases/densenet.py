@@ -1,6 +1,6 @@
 """One DenseNet training step, in JAX or in torchvision, measured in this process.
 
-`python -m benchmarks.densenet_cases --case JSON`.
+`python -m benchmarks.cases.densenet --case JSON`.
 """
 
 import json
