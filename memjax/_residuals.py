@@ -191,9 +191,6 @@ class _Walk:
         transforms = _passes(stack)
         return transforms[:1] == ["transpose"] if self.outermost else "transpose" in transforms
 
-    def has_backward(self, jaxpr, stack: str) -> bool:
-        return any(self.is_backward(inner) for inner in _stacks(jaxpr, stack))
-
     def held(self, jaxpr, stack: str, outer: tuple) -> Residuals:
         found = _Forward(self)
         found.visit(jaxpr, [EXISTING] * len(jaxpr.invars), stack, outer)
@@ -269,7 +266,7 @@ class _Forward:
             return self.visit(inside[0], inputs, inner, place)
         if name in _REMAKEABLE and all(value is REMADE for value in inputs):
             return [REMADE] * len(eqn.outvars)
-        if any(self.walk.has_backward(body, inner) for body in inside):
+        if any(self.walk.is_backward(below) for body in inside for below in _stacks(body, inner)):
             self.loops[step] = self.walk.held_in_body(eqn, inside, inner, place)
         forwarded = self.walk.forwarded(eqn, inside, inputs)
         made = [self.value(var.aval, step, place, index) for index, var in enumerate(eqn.outvars)]

@@ -97,14 +97,13 @@ def _signed(count: int) -> str:
 
 def _cells(row: Row) -> list[str]:
     arrays = f"{row.dtype}[{','.join(map(str, row.shape))}]" + (f" x{row.count}" if row.count > 1 else "")
-    near = [f"{name} in {where.rpartition('/')[2]}" if where else name for name, _, where in map(_parted, row.readers)]
+    near = [
+        f"{name} in {where.rpartition('/')[2]}" if where else name
+        for name, _, where in (reader.partition(" in ") for reader in row.readers)
+    ]
     readers = ", ".join(near[:2]) + (f" and {len(row.readers) - 2} more" if len(row.readers) > 2 else "")
     remedy = f"{row.remedies[0].kind}, {readable_bytes(row.remedies[0].saves)}" if row.remedies else ""
     return [readable_bytes(row.bytes), f"{row.share:.0%}", row.path, arrays, row.producer, readers, row.source, remedy]
-
-
-def _parted(reader: str) -> tuple[str, str, str]:
-    return reader.partition(" in ")
 
 
 def _kind(remedy: Remedy) -> str:

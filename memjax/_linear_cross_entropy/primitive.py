@@ -56,12 +56,11 @@ def _result(outs: Any, options: Options) -> Result:
 
 def _flat_forward(primitive: Primitive, tree: Any, options: Options, *flat: Array) -> list[Array]:
     operands = jax.tree.unflatten(tree, flat)
-    forward = forward_grad.total_loss if primitive is total_p else _token_losses
-    return jax.tree.leaves(vary(forward(operands, options), varying_axes(operands.x)))
-
-
-def _token_losses(operands: Operands, options: Options) -> Result:
-    return recompute.token_losses(operands, options)[0]
+    if primitive is total_p:
+        result = forward_grad.total_loss(operands, options)
+    else:
+        result, _ = recompute.token_losses(operands, options)
+    return jax.tree.leaves(vary(result, varying_axes(operands.x)))
 
 
 # Differentiation

@@ -27,7 +27,8 @@ def full(operands: Operands, options: Options, counted: Array) -> Result:
         z = options.softcap * jnp.tanh(z / options.softcap)
 
     axis = options.axis_name
-    maximum = _pmax(lax.stop_gradient(z).max(-1), axis)
+    maximum = lax.stop_gradient(z).max(-1)
+    maximum = maximum if axis is None else lax.pmax(maximum, axis)
     lse = maximum + jnp.log(psum(jnp.exp(z - maximum[:, None]).sum(-1), axis))
 
     first = 0 if axis is None else lax.axis_index(axis) * z.shape[1]
@@ -60,7 +61,3 @@ def _linear_jvp(options: Options, primals: Any, tangents: Any) -> tuple[Array, A
     moved = _linear(options, dx, w, d_bias, counted)
     moved = moved + _linear(options, jnp.where(counted[:, None], x, 0), dw, None, counted)
     return _linear(options, x, w, bias, counted), jnp.where(counted[:, None], moved, 0.0)
-
-
-def _pmax(a: Array, axis: str | tuple[str, ...] | None) -> Array:
-    return a if axis is None else lax.pmax(a, axis)

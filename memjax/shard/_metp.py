@@ -93,16 +93,8 @@ def metp_mlp(
       ValueError, TypeError: as `metp`.
     """
     columns = {"w_in": w_in} if w_gate is None else {"w_in": w_in, "w_gate": w_gate}
-    f = activation if w_gate is None else _Gated(activation)
+    f = activation if w_gate is None else lambda up, gate: activation(gate) * up
     return _checked_product(f, ("activation", activation), "x", x, columns, w_out, "w_out", axis_name, recompute)
-
-
-class _Gated:
-    def __init__(self, activation: Callable[[jax.Array], jax.Array]):
-        self.activation = activation
-
-    def __call__(self, up: jax.Array, gate: jax.Array) -> jax.Array:
-        return self.activation(gate) * up
 
 
 def _checked_product(

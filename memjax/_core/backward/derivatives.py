@@ -86,15 +86,11 @@ _without_derivative_p = core.Primitive("without_derivative")
 """The identity on values that must not be differentiated."""
 
 
-def _refuse_tangents(*_: Any, message: str) -> Any:
-    raise TypeError(message)
-
-
 _without_derivative_p.def_impl(lambda value, *, message: value)
 _without_derivative_p.def_abstract_eval(lambda value, *, message: value)
 mlir.register_lowering(_without_derivative_p, lambda _, value, *, message: [value])
 batching.defvectorized(_without_derivative_p)
-ad.primitive_jvps[_without_derivative_p] = _refuse_tangents
+ad.primitive_jvps[_without_derivative_p] = _refuse
 
 
 def without_derivative(value: Any, message: str) -> Any:

@@ -86,16 +86,13 @@ def _outside_of(results: Sequence[Buffer], temporary: Sequence[Buffer]) -> list[
         if is_result:
             places.append((buffer.nbytes, [buffer]))
             continue
-        free = [place for place in places if all(_apart(buffer, other) for other in place[1])]
+        apart = lambda other, buffer=buffer: buffer.last <= other.first or other.last <= buffer.first
+        free = [place for place in places if all(map(apart, place[1]))]
         if free:
             min(free, key=lambda place: place[0])[1].append(buffer)
         else:
             rest.append(buffer)
     return rest
-
-
-def _apart(one: Buffer, other: Buffer) -> bool:
-    return one.last <= other.first or other.last <= one.first
 
 
 class _Walk:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 
@@ -27,15 +27,7 @@ _CODED = (3, 4, 5, 6, 8)
 _FINE = 2  # times the bits of others
 _WIDE = 8  # bits, at least
 _WHOLE = 16  # bits of a value that is not encoded
-
-
-@runtime_checkable
-class _Required(Protocol):
-    """What `compressed` needs of a codec."""
-
-    def encode(self, x: Any) -> Any: ...
-    def decode(self, code: Any) -> Any: ...
-    def nbytes(self, aval: Any) -> int: ...
+_REQUIRED = ("encode", "decode", "nbytes")  # of a codec
 
 
 class Role(NamedTuple):
@@ -250,7 +242,7 @@ def array_codecs(codec: Any, bits: int | None = None) -> ArrayCodecs:
         return _StepErrors(codec)
     if isinstance(codec, Recorder):
         return _RecorderCodecs(codec)
-    if isinstance(codec, type) or not isinstance(codec, _Required):
+    if isinstance(codec, type) or not all(callable(getattr(codec, name, None)) for name in _REQUIRED):
         fix = "pass memjax.compress.BlockQuantized(8), or leave it out"
         raise check.fail(TypeError, "codec", "a codec", codec, fix)
     return ArrayCodecs(codec)

@@ -159,7 +159,7 @@ def _call(f: Callable[..., Any], arguments: Any, leaf_axes: list[int | None], op
     tile = min(options.tile, length) if options.tile is not None else default_tile(length, shapes, axes)
     traced = functools.cache(lambda size: _Program(f, flat, shared_arrays, arrays, axes, size))
     program = traced(tile)
-    out_axes = _per_leaf("out_axes", options.out_axes, program.out_tree_example())
+    out_axes = _per_leaf("out_axes", options.out_axes, jax.tree.unflatten(program.out_tree, program.out_types))
     out_axes = program.checked_axes(out_axes)
     if options.check:
         _refuse_mixing(f, traced, out_axes, tile, length)
@@ -205,9 +205,6 @@ class _Program:
         self._size, self._constants = size, list[int]()
         self._states: list[State] = [shared(value.shape) for value in shared_arrays]
         self._states += [Positions(axis, 1) for axis in axes]
-
-    def out_tree_example(self) -> Any:
-        return jax.tree.unflatten(self.out_tree, self.out_types)
 
     def checked_axes(self, out_axes: list[int | None]) -> list[int | None]:
         """The axes, counted from the first. Raises for one that a result does not have, or that is not as long as a tile."""
