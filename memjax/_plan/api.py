@@ -18,7 +18,7 @@ from memjax._plan.free import free_bytes
 from memjax._plan.result import Plan
 from memjax._plan.tile.choose import Program, choose
 
-_ALLOWED = ("recompute", "tile", "compress")
+_ALLOWED = ("recompute", "offload", "tile", "compress")
 _EXACT = ("recompute",)
 
 
@@ -47,6 +47,10 @@ def plan(
       allow: what the plan may do. "recompute": compute again what is not kept; always. "tile": run parts of the program tile by
         tile in both passes, where positions do not mix and something large is made on the way: a language model's head with
         its loss, so that logits never exist as a whole. It does so where no plan fits otherwise, or none is as fast.
+        "offload": move what the loops of `jax.lax.scan` keep to the pinned memory of the host and back, beside what they
+        compute, where that takes less time than computing it again. It is exact. Outside of loops nothing is moved, for it frees
+        no memory there, and on CPUs nothing at all; `Plan.notes` says so. It needs JAX 0.11.2: XLA:GPU of JAX 0.11.0 read
+        what loops had moved in the wrong order.
         "compress": keep what may be rounded in 8 bits, where that takes less time than computing it again: gradients are no
         longer those of `f`, see below.
       argnums: which of `args` are differentiated: all their floats; of NNX modules the `nnx.Param`, as `nnx.grad` does, or what
@@ -82,8 +86,8 @@ def plan(
     parts = Program(program.closed, program.types, wrt, program.has_cotangent, {}, platform)
     if room == "device":
         room = free_bytes(program.types, parts.derivative(), shardings)
-    compress = "compress" in allow
-    solve = functools.partial(decide, types=program.types, shardings=shardings, budget=room, compress=compress)
+    more: dict[str, Any] = {"compress": "compress" in allow, "offload": "offload" in allow}
+    solve = functools.partial(decide, types=program.types, shardings=shardings, budget=room, **more)
     return choose(parts, solve, allow, room)
 
 
@@ -160,7 +164,4 @@ def _check_allow(allow: Any) -> None:
     if isinstance(allow, str) or not isinstance(allow, Sequence):
         raise check.fail(TypeError, "allow", "a sequence of names", allow, 'such as ("recompute",)')
     for name in allow:
-        if name == "offload":
-            fix = "plans move nothing to the host; memjax.remat.checkpoint does, with memjax.remat.policies.offload"
-            raise check.fail(ValueError, "allow", f"some of {_ALLOWED}", name, fix)
         check.choice("allow", name, _ALLOWED)

@@ -98,7 +98,8 @@ def _acting(
         if key not in known:
             room = free_bytes(types, program.derivative(), nowhere) if budget == "device" else budget
             assert room is not None
-            solve = functools.partial(decide, types=types, shardings=nowhere, budget=room, compress="compress" in allow)
+            more: dict[str, Any] = {"compress": "compress" in allow, "offload": "offload" in allow}
+            solve = functools.partial(decide, types=types, shardings=nowhere, budget=room, **more)
             known[key] = choose(program, solve, allow, room)
         plan = known[key]
     derivative = program.derivative(plan.tiled)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -27,13 +28,28 @@ def evaluate_in(eqn: Any, env: Env) -> None:
         env.setdefault(var, value)  # a known value is not replaced by its recomputation
 
 
+class Part(NamedTuple):
+    """Some turns of a loop, one after another, of which the same is kept.
+
+    Attributes:
+      turns: how many they are.
+      kept: variables of the body.
+      codes: of further ones.
+      moved: further ones, which are kept in the memory of the host.
+    """
+
+    turns: int
+    kept: Sequence[Any]
+    codes: Sequence[Code] = ()
+    moved: Sequence[Any] = ()
+
+
 class Loop:
     """The two loops of a pair under a plan.
 
     Args:
       pair: the loops.
-      parts: for each part of the turns, in the order of what is scanned over, how many they are, what is kept of them, and codes
-        of what else is kept.
+      parts: all turns, in the order of what is scanned over.
       in_steps_on: the platform for which a turn of the backward pass runs in steps; None: the compiler has its way.
 
     Attributes:
@@ -46,12 +62,12 @@ class Loop:
     def __init__(
         self,
         pair: LoopPair,
-        parts: Sequence[tuple[int, Sequence[Any], Sequence[Code]]],
+        parts: Sequence[Part],
         in_steps_on: str | None = None,
     ):
         self.pair = pair
-        self._turns = [turns for turns, _, _ in parts]
-        self._bodies = [_Body(pair, kept, codes, in_steps_on) for _, kept, codes in parts]
+        self._turns = [part.turns for part in parts]
+        self._bodies = [_Body(pair, part, in_steps_on) for part in parts]
         read_again = set().union(*(body.read for body in self._bodies))
         consts, carried = scan_counts(pair.forward)
         operands = list(zip(pair.forward.invars, pair.program.invars, strict=True))
@@ -62,7 +78,7 @@ class Loop:
         self._own = [atom for i, atom in enumerate(pair.backward.invars) if i not in again]
         self.read_by_mirror = variables([*self._own, *(atom for atom, _ in (*self._consts, *self._slices))])
         self._stays = [i for i in range(len(pair.program.outvars)) if i not in set(pair.residuals)]
-        self.stack_count = sum(len(body.kept) + len(body.codes) for body in self._bodies)
+        self.stack_count = sum(body.stack_count for body in self._bodies)
 
     def forward(self, env: Env) -> Arrays:
         """Run the loop: its outputs go to `env`, all but those that are replaced; what it keeps is returned."""
@@ -79,7 +95,9 @@ class Loop:
                 evaluate_in(eqn, inner)
                 body.encode(eqn.outvars, inner, codes)
             outs = read(inner, outvars)
-            return outs[:carried], outs[carried:], [*read(inner, body.kept), *(codes[one.of] for one in body.codes)]
+            on_host = [jax.device_put(value, jax.memory.Space.Host) for value in read(inner, body.moved)]
+            kept = [*read(inner, body.kept), *(codes[one.of] for one in body.codes), *on_host]
+            return outs[:carried], outs[carried:], kept
 
         init, xs = values[consts : consts + carried], values[consts + carried :]
         outs, stacks = self._run(pair.forward, turn, init, xs, outvars[carried:], None)
@@ -101,10 +119,10 @@ class Loop:
             inner |= zip((var for _, var in self._slices), sliced, strict=True)
             for var in body.missing:  # so that nothing is taken for known that is not
                 inner.pop(var, None)
-            inner |= zip(body.kept, kept, strict=False)
-            inner |= {
-                one.of: one.codec.decode(code) for one, code in zip(body.codes, kept[len(body.kept) :], strict=True)
-            }
+            given = iter(kept)
+            inner |= {var: next(given) for var in body.kept}
+            inner |= {one.of: one.codec.decode(next(given)) for one in body.codes}
+            inner |= {var: jax.device_put(next(given), jax.memory.Space.Device) for var in body.moved}
             if body.steps is not None:
                 inner |= _inputs(pull, [*own[:consts], *carry, *mine])
                 inner = run_steps(body.steps, inner, {*inner, *variables(pull.outvars)})
@@ -119,7 +137,7 @@ class Loop:
 
         parts, given = [], iter(stacks)
         for body in self._bodies:
-            parts.append([next(given) for _ in (*body.kept, *body.codes)])
+            parts.append([next(given) for _ in range(body.stack_count)])
         init, mine = own[consts : consts + carried], own[consts + carried :]
         outs, _ = self._run(eqn, turn, init, (mine, slices), pull.outvars[carried:], parts)
         env |= zip(eqn.outvars, outs, strict=True)
@@ -175,35 +193,40 @@ class _Body:
     Attributes:
       kept: variables, none that is not read.
       codes: of further ones.
+      moved: further ones, on the host.
+      stack_count: how many stacks these are.
       again: equations that run again in the backward pass.
       read: what these and the backward pass read.
       missing: inputs that are gone in the backward pass.
       steps: the equations of a turn of the backward pass in steps, or None.
     """
 
-    def __init__(self, pair: LoopPair, kept: Sequence[Any], codes: Sequence[Code], in_steps_on: str | None):
+    def __init__(self, pair: LoopPair, part: Part, in_steps_on: str | None):
         program, pull = pair.program, pair.pull
         free = {*pair.free, *program.constvars}
         made = {out for eqn in program.eqns for out in eqn.outvars} | set(program.invars)
         wanted = [var for eqn in pull.eqns for var in variables(eqn.invars) if var in made]
         wanted += [var for var in variables(pull.outvars) if var in made]
         self._program = program
-        self.again = needed_for(program.eqns, wanted, free | set(kept) | {code.of for code in codes})
+        there = free | {*part.kept, *part.moved, *(code.of for code in part.codes)}
+        self.again = needed_for(program.eqns, wanted, there)
         self.read = {var for eqn in self.again for var in variables(eqn.invars)} | set(wanted)
-        self.kept = [var for var in kept if var in self.read]
-        self.codes = [code for code in codes if code.of in self.read]
+        self.kept = [var for var in part.kept if var in self.read]
+        self.codes = [code for code in part.codes if code.of in self.read]
+        self.moved = [var for var in part.moved if var in self.read]
+        self.stack_count = len(self.kept) + len(self.codes) + len(self.moved)
         self._codecs = {code.of: code.codec for code in self.codes}
         self.steps: list[Step] | None = None
         # XLA:CPU compiles some small loops as one function, and aborts if there is a barrier in it.
         if in_steps_on is not None and in_steps_on != "cpu":
             self.steps = in_steps(in_time(self.again, pull.eqns), (), variables(pull.outvars), in_steps_on)
-        self.missing = [var for var in program.invars if var not in free and var not in self.kept]
+        self.missing = [var for var in program.invars if var not in free and var not in {*self.kept, *self.moved}]
 
     def forward(self, outvars: Sequence[Any]) -> list[Any]:
         """The equations that lead to `outvars` and to what is kept, and those with effects."""
         known = {*self._program.invars, *self._program.constvars}
         acting = [eqn for eqn in self._program.eqns if eqn.effects]
-        wanted = [*outvars, *self.kept, *self._codecs, *(atom for eqn in acting for atom in eqn.invars)]
+        wanted = [*outvars, *self.kept, *self.moved, *self._codecs, *(atom for eqn in acting for atom in eqn.invars)]
         chosen = {id(eqn) for eqn in [*needed_for(self._program.eqns, wanted, known), *acting]}
         return [eqn for eqn in self._program.eqns if id(eqn) in chosen]
 

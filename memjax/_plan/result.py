@@ -21,6 +21,7 @@ class Kept(NamedTuple):
       nbytes: of the array, or of its code; in a loop of one turn's.
       what: its type, what makes it, and where in the code.
       bits: of each value in its code; None: it is kept as it is.
+      on_host: whether it is moved to the memory of the host and back.
     """
 
     equation: int
@@ -28,6 +29,7 @@ class Kept(NamedTuple):
     nbytes: int
     what: str
     bits: int | None = None
+    on_host: bool = False
 
 
 class Stretch(NamedTuple):
@@ -53,8 +55,13 @@ class Stretch(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes kept, what is handed on included."""
-        return self.handed_on + (self.turns or 1) * sum(kept.nbytes for kept in self.kept)
+        """Bytes kept on the device, what is handed on included."""
+        return self.handed_on + (self.turns or 1) * sum(kept.nbytes for kept in self.kept if not kept.on_host)
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes kept in the memory of the host."""
+        return (self.turns or 1) * sum(kept.nbytes for kept in self.kept if kept.on_host)
 
 
 class Tiled(NamedTuple):
@@ -116,6 +123,7 @@ class Plan:
       tries: the plans that were compiled to find this one, in order.
       program: digest of the program that the plan is of.
       tiled: the parts that run tile by tile.
+      notes: what was allowed and is not done, and why.
       in_steps: whether the backward pass makes its large arrays one after another, where the compiler would make several at a
         time. That takes less memory and a little more time.
     """
@@ -132,6 +140,12 @@ class Plan:
     program: str
     tiled: tuple[Tiled, ...] = ()
     in_steps: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes kept in the memory of the host."""
+        return sum(stretch.host_nbytes for stretch in self.stretches)
 
     def frontier(self) -> list[Point]:
         """The curve of time against memory of all plans, from the least memory to the least time, from one solution."""
@@ -176,19 +190,22 @@ class Plan:
         points = tuple(Point(*point) for point in fields["points"])
         tries = tuple(Try(*one) for one in fields["tries"])
         tiled = tuple(Tiled(*one) for one in fields["tiled"])
-        return cls(**fields | {"stretches": tuple(stretches), "points": points, "tries": tries, "tiled": tiled})
+        lists = {"stretches": tuple(stretches), "points": points, "tries": tries, "tiled": tiled}
+        return cls(**fields | lists | {"notes": tuple(fields["notes"])})
 
     def __str__(self) -> str:
         compiled = "" if self.compiled_nbytes is None else f", compiled {readable_bytes(self.compiled_nbytes)}"
         lines = [
             f"plan for {readable_bytes(self.budget)}: predicted {readable_bytes(self.nbytes)}{compiled}; "
             f"{self.seconds / self.plain_seconds:.3f} of the time without running again"
+            + (f"; {readable_bytes(self.host_nbytes)} on the host" if self.host_nbytes else "")
             + ("; large arrays of the backward pass one after another" if self.in_steps else ""),
         ]
         lines += [
             f"in tiles of {one.tile} of {one.length} positions: {readable_bytes(one.nbytes)}  {one.what}"
             for one in self.tiled
         ]
+        lines += self.notes
         for times, stretch in _alike(self.stretches):
             many = f"{times} x " if times > 1 else ""
             lines.append(
@@ -197,12 +214,12 @@ class Plan:
                 + f": hands on {readable_bytes(stretch.handed_on)}, runs {stretch.seconds * 1e3:.2f} ms again, keeps"
                 + ("" if stretch.kept else " nothing else")
             )
-            lines += [f"    {readable_bytes(kept.nbytes):>10}  {kept.what}{_in_bits(kept)}" for kept in stretch.kept]
+            lines += [f"    {readable_bytes(kept.nbytes):>10}  {kept.what}{_how(kept)}" for kept in stretch.kept]
         return "\n".join(lines)
 
 
-def _in_bits(kept: Kept) -> str:
-    return "" if kept.bits is None else f", in {kept.bits} bits"
+def _how(kept: Kept) -> str:
+    return ", on the host" if kept.on_host else "" if kept.bits is None else f", in {kept.bits} bits"
 
 
 def _alike(stretches: Sequence[Stretch]) -> list[tuple[int, Stretch]]:

@@ -18,7 +18,7 @@ from memjax._core.program.jaxpr import bind, read, variables
 from memjax._core.program.working import needed_for
 from memjax._plan.codes import Code, encoded
 from memjax._plan.derivative import Derivative, LoopPair
-from memjax._plan.loop import Loop, evaluate_in
+from memjax._plan.loop import Loop, Part, evaluate_in
 from memjax._plan.solve.order import in_time
 from memjax._plan.solve.steps import Step, in_steps, run_steps
 
@@ -33,15 +33,14 @@ class Piece(NamedTuple):
       kept: variables of the forward pass.
       coded: codes of further ones.
       loop: the loop that it is, or None.
-      parts: of the loop, for each part of its turns how many they are, which variables of the body are kept, and codes of further
-        ones.
+      parts: of the loop.
     """
 
     backward: Sequence[Any]
     kept: Sequence[Any]
     coded: Sequence[Code] = ()
     loop: LoopPair | None = None
-    parts: Sequence[tuple[int, Sequence[Any], Sequence[Code]]] = ()
+    parts: Sequence[Part] = ()
 
 
 @jax.tree_util.register_static

@@ -1,5 +1,7 @@
 """Small networks that the tests of plans share."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -63,3 +65,9 @@ def resnet_loss(params, x):
         for first, second in stage["blocks"]:
             x = jax.nn.relu(x + convolved(jax.nn.relu(convolved(x, first)), second))
     return jnp.mean(x.mean((1, 2)) ** 2)
+
+
+def on_host(plan):
+    """The plan with all that its loops keep on the host."""
+    kept = lambda stretch: tuple(one._replace(on_host=stretch.turns is not None) for one in stretch.kept)
+    return dataclasses.replace(plan, stretches=tuple(one._replace(kept=kept(one)) for one in plan.stretches))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from memjax._plan.budget.known import Known, known
+from memjax._plan.budget.known import Allowed, Known, known
 from memjax._plan.budget.search import search, told_apart
 from memjax._plan.budget.stretches import stretches
 from memjax._plan.budget.too_little import too_little
-from memjax._plan.derivative import Derivative
+from memjax._plan.compiled import device_of
+from memjax._plan.derivative import Derivative, loop_pairs
 from memjax._plan.result import Plan, Point, Try
 from memjax._plan.solve.chain import Choice
 
@@ -18,35 +20,62 @@ _UNSURE = 1.1  # by as much more or less the compiled bytes of one plan may be o
 
 
 def decide(
-    derivative: Derivative, types: Sequence[Any], shardings: Sequence[Any], budget: int | str, *, compress: bool = False
+    derivative: Derivative,
+    types: Sequence[Any],
+    shardings: Sequence[Any],
+    budget: int | str,
+    *,
+    compress: bool = False,
+    offload: bool = False,
 ) -> Plan:
     """The fastest plan found of which the compiled step takes no more than `budget`, or "min": the plan of the least memory.
 
-    With `compress` the plan is never predicted slower than without. The search among exact plans may come closer to the budget
-    than the search among all plans. So both are made where the exact plan could be the faster one.
+    With more allowed the plan is never predicted slower than with less. The search among exact plans, say, may come closer to
+    the budget than the search among all plans. So both are made where the exact plan could be the faster one.
 
     Raises:
       ValueError: the budget is less than the least possible.
     """
-    found = [_decide(known(derivative, types, shardings, compress), budget)]
-    if compress and isinstance(budget, int):
-        exact = known(derivative, types, shardings, False)
-        if _can_be_faster(exact, found[0], budget):
-            found.insert(0, _decide(exact, budget))  # of equals it is the one to take
+    nothing_moves = _why_nothing_moves(derivative, shardings) if offload else ""
+    offload = offload and not nothing_moves
+    most = Allowed(compress, offload)
+    found = [_decide(known(derivative, types, shardings, most), budget)]
+    for less in dict.fromkeys((most, Allowed(compress), Allowed())):
+        if less == most or (budget == "min" and less.compress != compress):
+            continue
+        other = known(derivative, types, shardings, less)
+        if budget == "min" or all(_can_be_faster(other, one, budget) for one in found):
+            found.insert(0, _decide(other, budget))  # of equals it is the one to take
     plans = [plan for plan in found if isinstance(plan, Plan)]
     if not plans:
         raise ValueError(found[-1])
-    return min(plans, key=lambda plan: plan.seconds)
+    best = min(plans, key=lambda plan: plan.nbytes if budget == "min" else plan.seconds)
+    if offload and isinstance(found[-1], str):
+        nothing_moves = (
+            "offload: nothing is moved, for the plans that move something take more than the budget when compiled"
+        )
+    return dataclasses.replace(best, notes=(nothing_moves,)) if nothing_moves else best
 
 
-def _can_be_faster(exact: Known, found: Plan | str, budget: int) -> bool:
-    """Whether an exact plan that may fill the budget is predicted to be faster than the plan found, or as fast."""
-    if isinstance(found, str):  # seldom does an exact plan fit where none with codes does
-        return any(_Plans(exact, in_steps).least()[0].compiled <= budget for in_steps in (False, True))
-    assert isinstance(found.budget, int)
-    room = _UNSURE * found.first_nbytes * found.budget / max(found.nbytes, 1)
-    fitting = [seconds for nbytes, seconds in exact.chain.frontier if nbytes <= room]
-    return bool(fitting) and exact.chain.base_seconds + min(fitting) <= found.seconds
+def _why_nothing_moves(derivative: Derivative, shardings: Sequence[Any]) -> str:
+    """Why plans cannot move anything to the host, if so."""
+    device = device_of(shardings)
+    if device.platform not in ("gpu", "tpu"):
+        return f"offload: nothing is moved, for {device.device_kind} has no memory besides the host's"
+    if not loop_pairs(derivative):
+        return "offload: nothing is moved, for it frees memory only where a jax.lax.scan keeps something; the program has none"
+    return ""
+
+
+def _can_be_faster(other: Known, found: Plan | str, budget: int | str) -> bool:
+    """Whether a plan of those with less allowed that may fill the budget is predicted to be faster than the one found, or as
+    fast."""
+    assert isinstance(budget, int)
+    if isinstance(found, str):  # seldom does a plan with less fit where none with more does
+        return any(_Plans(other, in_steps).least()[0].compiled <= budget for in_steps in (False, True))
+    room = _UNSURE * found.first_nbytes * budget / max(found.nbytes, 1)
+    fitting = [seconds for nbytes, seconds in other.chain.frontier if nbytes <= room]
+    return bool(fitting) and other.chain.base_seconds + min(fitting) <= found.seconds
 
 
 def _decide(program: Known, budget: int | str) -> Plan | str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -19,13 +19,20 @@ from memjax._plan.solve.chain import Chain
 _MOST_PROGRAMS = 16
 
 
+class Allowed(NamedTuple):
+    """What plans may do besides computing again."""
+
+    compress: bool = False
+    offload: bool = False
+
+
 class Known:
     """What is known of a program.
 
     Attributes:
       chain: it as a chain, solved.
       digest: of it.
-      compiled: temporary bytes by what the plan keeps, shared by the chains with and without codes.
+      compiled: temporary bytes by what the plan keeps, shared by the chains for all that may be allowed.
     """
 
     def __init__(
@@ -33,11 +40,11 @@ class Known:
         derivative: Derivative,
         types: Sequence[Any],
         shardings: Sequence[Any],
-        compress: bool,
+        allowed: Allowed,
         digest: str,
         compiled: dict[Any, int | None],
     ):
-        self.chain = Chain(derivative, costs.device(device_of(shardings)), compress=compress)
+        self.chain = Chain(derivative, costs.device(device_of(shardings)), **allowed._asdict())
         self.digest = digest
         self._types, self._shardings = types, shardings
         self.compiled = compiled
@@ -60,15 +67,16 @@ def forget() -> None:
     _known.clear()
 
 
-def known(derivative: Derivative, types: Sequence[Any], shardings: Sequence[Any], compress: bool) -> Known:
+def known(derivative: Derivative, types: Sequence[Any], shardings: Sequence[Any], allowed: Allowed) -> Known:
     """What is known of an equal program for an equal device, or of this one from now on."""
     kind, platform = device_of(shardings).device_kind, platform_of(shardings)
     name = digest(derivative)
-    key = (name, kind, platform, tuple(map(str, shardings)), compress)
+    of_program = (name, kind, platform, tuple(map(str, shardings)))
+    key = (of_program, allowed)
     if key in _known:
         return _known[key]
-    other = _known.get((*key[:-1], not compress))  # the plans of one are plans of the other
-    found = Known(derivative, types, shardings, compress, name, {} if other is None else other.compiled)
+    other = next((one for (of, _), one in _known.items() if of == of_program), None)  # they have plans in common
+    found = Known(derivative, types, shardings, allowed, name, {} if other is None else other.compiled)
     consts = [*derivative.forward.consts, *derivative.backward.consts]
     if not any(isinstance(const, jax.core.Tracer) for const in consts):  # which would outlive its trace
         if len(_known) == _MOST_PROGRAMS:

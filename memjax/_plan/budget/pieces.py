@@ -8,6 +8,7 @@ from typing import Any
 
 from memjax._plan.codes import Code
 from memjax._plan.derivative import LoopPair
+from memjax._plan.loop import Part
 from memjax._plan.result import Stretch
 from memjax._plan.run import Piece
 from memjax._plan.solve.chain import Chain
@@ -23,13 +24,16 @@ def pieces(chain: Chain, stretches: Sequence[Stretch]) -> list[Piece]:
         program = chain.derivative.forward if loop is None else loop.program
         parts = []
         for stretch in of_turns:
-            kept: dict[bool, list[Any]] = {True: [], False: []}
+            kept: list[Any] = []
+            coded: list[Any] = []
+            moved: list[Any] = []
             for one in stretch.kept:
                 outs = program.invars if one.equation < 0 else program.eqns[one.equation].outvars
-                kept[one.bits is not None].append(outs[one.output])
-            parts.append((stretch.turns or 0, kept[False], codes_in(chain, loop, kept[True])))
-        _, mine, coded = parts[0] if loop is None else (0, [], [])
-        found.append(Piece(segment.backward, [*mine, *segment.crossing], coded, loop, parts if loop else ()))
+                where = moved if one.on_host else kept if one.bits is None else coded
+                where.append(outs[one.output])
+            parts.append(Part(stretch.turns or 0, kept, codes_in(chain, loop, coded), moved))
+        mine, codes = (parts[0].kept, parts[0].codes) if loop is None else ((), ())
+        found.append(Piece(segment.backward, [*mine, *segment.crossing], codes, loop, parts if loop else ()))
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from memjax._core.compat import source_line
 from memjax._core.program.costs import array_bytes
@@ -28,11 +29,13 @@ def _stretches(chain: Chain, choice: Choice) -> list[Stretch]:
     for turns, one in inside:
         kept = []
         codes = codes_in(chain, chain.loops[choice.start] if turns else None, one.coded)
-        bits = [*((var, array_bytes(var), None) for var in one.kept), *((code.of, code.nbytes, BITS) for code in codes)]
-        for var, nbytes, few in bits:
+        every: list[tuple[Any, int, int | None, bool]] = [*((var, array_bytes(var), None, False) for var in one.kept)]
+        every += [(code.of, code.nbytes, BITS, False) for code in codes]
+        every += [(var, array_bytes(var), None, True) for var in one.moved]
+        for var, nbytes, few, on_host in every:
             equation, output, eqn = place[var]
             made = "carried by the loop" if eqn is None else f"{eqn.primitive.name} {source_line(eqn)}".strip()
-            kept.append(Kept(equation, output, nbytes, f"{var.aval.str_short()} {made}", few))
+            kept.append(Kept(equation, output, nbytes, f"{var.aval.str_short()} {made}", few, on_host))
         seconds = one.seconds * (turns or 1)
         found.append(Stretch(choice.start, choice.stop, tuple(kept), handed_on, turns, seconds, option.working))
         handed_on = 0

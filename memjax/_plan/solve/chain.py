@@ -21,6 +21,7 @@ from memjax._core.program.primitives import expensive
 from memjax._plan.codes import Codes, codes_of, codes_of_loop
 from memjax._plan.derivative import Derivative, LoopPair, can_be_split, loop_pairs
 from memjax._plan.lent import lent_to_pieces
+from memjax._plan.solve.moved import with_moves
 from memjax._plan.solve.phases import available_anywhere, backward_turns, cut_points
 from memjax._plan.solve.segment import Option, Segment, corners, falling, options
 
@@ -49,8 +50,17 @@ class Chain:
       codes: of the forward pass, if something may be kept in codes.
     """
 
-    def __init__(self, derivative: Derivative, rates: costs.Device, *, compress: bool = False, solved: bool = True):
+    def __init__(
+        self,
+        derivative: Derivative,
+        rates: costs.Device,
+        *,
+        compress: bool = False,
+        offload: bool = False,
+        solved: bool = True,
+    ):
         self.derivative, self.rates = derivative, rates
+        self._offload = offload
         program, backward = derivative.forward, derivative.backward
         self.free = available_anywhere(program, program.invars)
         pairs = {id(pair.forward): pair for pair in loop_pairs(derivative)}
@@ -196,11 +206,18 @@ class Chain:
         crossing = sum(map(array_bytes, segment.crossing))
         moving = sum(map(array_bytes, segment.entering))
         found = options(body, self.rates, free, self.codes_of_loop(pair), is_loop=True)
+        if self._offload:
+            found = with_moves(body, found, self.rates)
         mixed: list[tuple[tuple[int, Option], ...]] = []
         # XLA:CPU copies what loops in parts stack: more of them takes less memory there, or less takes more.
         if self.rates.kind != "cpu" and 1 < length <= _MOST_TURNS and can_be_split(pair):
-            exact = [option for option in found if not option.coded]
-            for less, more in dict.fromkeys([*pairwise(corners(exact)), *pairwise(corners(falling(found)))]):
+            exact = [option for option in found if not option.coded and not option.moved]
+            here = [option for option in found if not option.moved]
+            pairs = [
+                *pairwise(corners(exact)),
+                *(pair for one in (here, found) for pair in pairwise(corners(falling(one)))),
+            ]
+            for less, more in dict.fromkeys(pairs):
                 mixed += [((turns, less), (length - turns, more)) for turns in range(1, length)]
 
         def whole(parts: tuple[tuple[int, Option], ...]) -> Option:

@@ -51,6 +51,7 @@ class Option(NamedTuple):
       kept: variables, besides what crosses to later segments.
       nbytes: of these and of what crosses, but for what is lent.
       lent: bytes of these in the memory of results that are not there yet.
+      moved: variables of a loop's body that are kept in the memory of the host.
       seconds: spent on running again, and on keeping.
       working: the most bytes alive in the backward pass of the segment, on CPUs also in its forward pass, what is kept of it
         included.
@@ -68,10 +69,11 @@ class Option(NamedTuple):
     coded: tuple[Any, ...] = ()
     coded_nbytes: int = 0
     lent: int = 0
+    moved: tuple[Any, ...] = ()
 
     @property
     def kept_nbytes(self) -> int:
-        """Bytes of what is kept besides what crosses, codes included; in a loop of all turns."""
+        """Bytes of what is kept on the device besides what crosses, codes included; in a loop of all turns."""
         inside = self.parts or ((1, self),)
         return sum(turns * (one.coded_nbytes + sum(map(array_bytes, one.kept))) for turns, one in inside)
 
