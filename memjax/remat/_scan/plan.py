@@ -55,15 +55,6 @@ class Plan:
     schedule: Schedule | None = None
     levels: tuple[int, ...] = ()
 
-    def __str__(self) -> str:
-        if self.schedule is not None:
-            what = f"{self.schedule.strategy} schedule of {self.schedule.length} blocks in {self.schedule.slots} slots"
-        elif self.levels:
-            what = " x ".join(map(str, self.levels)) + " blocks in nested loops"
-        else:
-            what = "everything kept"
-        return f"{what}, blocks of {self.block}" + (f", the last of {self.tail}" if self.tail else "")
-
     @property
     def blocks(self) -> int:
         """Blocks before the tail."""
@@ -98,20 +89,6 @@ class Plan:
         """The schedule's tables."""
         assert self.schedule is not None
         return _moves(self.schedule, self.scrap)
-
-    @property
-    def forward_steps(self) -> int:
-        """Forward steps in all, the first pass included."""
-        if self.schedule is not None:
-            return (self.schedule.forward_steps - 1) * self.block + self.tail
-        # Each level but the first runs all but the last of its parts to find where they start; leaves run all.
-        blocks_again = self.blocks
-        parts_above = self.levels[0] if self.levels else 0
-        for level in self.levels[1:]:
-            part_blocks = self.blocks // (parts_above * level)
-            blocks_again += parts_above * (level - 1) * part_blocks
-            parts_above *= level
-        return self.length + blocks_again * self.block
 
 
 def _moves(plan: Schedule, scrap: int) -> Moves:
