@@ -113,6 +113,9 @@ def test_per_example_gradients(implementation, axes):
     for a, e in zip(grad_of_sum(loss_of(implementation)), grad_of_sum(plain), strict=True):
         assert relative_error(a, e) < 1e-5
 
+    values = lambda loss: jax.vmap(loss, in_axes=axes)(*arguments)
+    assert relative_error(values(loss_of(implementation)), values(plain)) < 1e-6
+
 
 def mesh(tokens, vocabulary):
     devices = np.array(jax.devices()[: tokens * vocabulary]).reshape(tokens, vocabulary)

@@ -25,6 +25,8 @@ def test_loss_is_that_of_one_device(x64, size, reduction):
     plain = lambda x, w: linear_cross_entropy(x, w, labels, implementation="full", **options)
     for a, b in zip(got, outputs_and_gradients(plain, do, x, w), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-10)
+    # Where nothing is differentiated, no gradients are computed with it.
+    np.testing.assert_allclose(over_ring(x, w, labels), plain(x, w), rtol=0, atol=1e-10)
 
 
 def test_wrong_input_is_refused():
