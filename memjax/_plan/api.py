@@ -13,7 +13,7 @@ from memjax._core.clear_errors import trace_errors
 from memjax._plan.budget.decide import decide
 from memjax._plan.compiled import device_of
 from memjax._plan.differentiable import differentiable
-from memjax._plan.flat import Flat
+from memjax._plan.flat import Flat, sharding_of
 from memjax._plan.free import free_bytes
 from memjax._plan.result import Plan
 from memjax._plan.tile.choose import Program, choose
@@ -81,7 +81,7 @@ def plan(
         raise check.fail(TypeError, "f", "a function with float arrays to differentiate", f, "see argnums")
     if not any(program.has_cotangent):
         raise check.fail(TypeError, "f", "a function with a float result", f)
-    shardings = [None] * len(program.closed.consts) + [_sharding(leaf) for leaf in flat.arrays]
+    shardings = [None] * len(program.closed.consts) + list(map(sharding_of, flat.arrays))
     platform = device_of(shardings).platform
     parts = Program(program.closed, program.types, wrt, program.has_cotangent, {}, platform)
     if room == "device":
@@ -104,7 +104,8 @@ def planned(
       f: as for `memjax.plan`. What it closes over is differentiated, too.
       budget: as for `memjax.plan`. The plan is made when the result is differentiated, once for each program: the temporary bytes
         are those of value and gradient of `f` alone. Under `jax.vmap` they are those of one example; inside
-        `jax.shard_map` those of one device. Under `jax.jit` the shardings of arguments are not known yet: plan ahead then.
+        `jax.shard_map` those of one device. Under `jax.jit` the shardings of arguments are not known yet, nor another platform
+        than that of the default device: plan ahead then.
       plan: what `memjax.plan` found for `f` and arguments of these types. Exactly one of `budget` and `plan` is to be given.
       allow: as for `memjax.plan`, where a plan is made; a plan that is given says itself what it does.
 
@@ -149,11 +150,6 @@ def _positions(argnums: Any, count: int) -> dict[int, Any]:
             raise check.fail(ValueError, "argnums", f"positions among {count} arguments", argnums)
         chosen[number % count] = wanted
     return chosen
-
-
-def _sharding(leaf: Any) -> Any:
-    """That of an argument, None for an array that `jax.jit` would move to the others."""
-    return leaf.sharding if getattr(leaf, "committed", True) else None
 
 
 def _budget(value: Any) -> Any:

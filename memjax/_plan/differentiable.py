@@ -20,12 +20,14 @@ from memjax._plan.budget.decide import decide
 from memjax._plan.budget.digest import digest
 from memjax._plan.budget.pieces import pieces
 from memjax._plan.compiled import device_of
-from memjax._plan.flat import Traced
+from memjax._plan.flat import Traced, sharding_of
 from memjax._plan.free import free_bytes
 from memjax._plan.result import Plan
 from memjax._plan.run import Run
 from memjax._plan.solve.chain import Chain
 from memjax._plan.tile.choose import Program, choose
+
+_OF_DEVICES = {"cuda": "gpu", "rocm": "gpu"}  # by what JAX compiles for, what it calls the platform of a device
 
 _FORWARD_MODE = forward_mode_message("memjax.planned", "call the function itself there")
 
@@ -44,7 +46,7 @@ def differentiable(
       program: the function's.
       inputs: its constants and inputs.
       budget, plan: exactly one of them.
-      known: the plans made so far, by digest of the program; more are added.
+      known: the plans made so far, by digest of the program and shardings; more are added.
       allow: what a plan that is made may do.
     """
     closed, n = program.closed, len(program.closed.consts)
@@ -62,8 +64,10 @@ def differentiable(
         values = [one.value for one in inputs]
         types = [jax.typeof(value) for value in values]
         has_cotangent = [flag and mine for flag, mine in zip(program.has_cotangent, made, strict=True)]
-        parts = Program(closed, types, wrt, has_cotangent, axes, device_of([]).platform)
-        acting = _acting(parts, types, budget, plan, known, allow)
+        shardings = list(map(sharding_of, values))
+        platform = device_of(shardings).platform if plan is None else _OF_DEVICES.get(plan.platform, plan.platform)
+        parts = Program(closed, types, wrt, has_cotangent, axes, platform)
+        acting = _acting(parts, types, shardings, budget, plan, known, allow)
         outs, kept = acting.forward(values)
         return pick(outs, made), (Static(wrt), acting, values, kept)
 
@@ -86,31 +90,31 @@ def differentiable(
 def _acting(
     program: Program,
     types: Sequence[Any],
+    shardings: Sequence[Any],
     budget: int | str | None,
     plan: Plan | None,
     known: dict[Any, Plan],
     allow: Sequence[str],
 ) -> Run:
     """The two passes of the program under a plan."""
-    nowhere: list[Any] = [None] * len(types)
     if plan is None:
-        key = digest(program.derivative())
+        key = digest(program.derivative()), tuple(map(str, shardings))
         if key not in known:
-            room = free_bytes(types, program.derivative(), nowhere) if budget == "device" else budget
+            room = free_bytes(types, program.derivative(), shardings) if budget == "device" else budget
             assert room is not None
             more: dict[str, Any] = {"compress": "compress" in allow, "offload": "offload" in allow}
-            solve = functools.partial(decide, types=types, shardings=nowhere, budget=room, **more)
+            solve = functools.partial(decide, types=types, shardings=shardings, budget=room, **more)
             known[key] = choose(program, solve, allow, room)
         plan = known[key]
     derivative = program.derivative(plan.tiled)
-    if plan.program != (key := digest(derivative)):
+    if plan.program != (found := digest(derivative)):
         raise ValueError(
             "plan must be of the function, the types and the differentiated arguments that it is used for, got one of another "
-            f"program ({plan.program} instead of {key}): call memjax.plan with what you pass here, and with the same argnums"
+            f"program ({plan.program} instead of {found}): call memjax.plan with what you pass here, and with the same argnums"
         )
     in_codes = any(kept.bits is not None for stretch in plan.stretches for kept in stretch.kept)
-    chain = Chain(derivative, costs.device(device_of(nowhere)), compress=in_codes, solved=False)
-    return Run(derivative, pieces(chain, plan.stretches), chain.rates.platform if plan.in_steps else None)
+    chain = Chain(derivative, costs.device(device_of(shardings)), compress=in_codes, solved=False)
+    return Run(derivative, pieces(chain, plan.stretches), plan.platform if plan.in_steps else None)
 
 
 def _whole_backward(

@@ -122,6 +122,7 @@ class Plan:
       points: the frontier of all plans.
       tries: the plans that were compiled to find this one, in order.
       program: digest of the program that the plan is of.
+      platform: that it was compiled for; it is acted on in the same way wherever it is traced.
       tiled: the parts that run tile by tile.
       notes: what was allowed and is not done, and why.
       in_steps: whether the backward pass makes its large arrays one after another, where the compiler would make several at a
@@ -138,6 +139,7 @@ class Plan:
     points: tuple[Point, ...]
     tries: tuple[Try, ...]
     program: str
+    platform: str
     tiled: tuple[Tiled, ...] = ()
     in_steps: bool = False
     notes: tuple[str, ...] = ()

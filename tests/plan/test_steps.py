@@ -95,3 +95,14 @@ def test_steps_compute_what_the_program_does():
     found = run_steps(steps, dict(zip(jaxpr.invars, values, strict=True)), jaxpr.outvars)
     for var, expected in zip(jaxpr.outvars, f(*values), strict=True):
         np.testing.assert_allclose(found[var], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_plan_for_another_platform_is_acted_on_in_its_steps():
+    """So that what is compiled ahead for a GPU on a machine without one takes what the plan says."""
+    f, args = loss, arguments()
+    plan = memjax.plan(f, *args, budget="min")
+    assert plan.platform == "cpu"
+    equations = lambda plan: str(jax.make_jaxpr(jax.grad(memjax.planned(f, plan=plan)))(*args))
+    there = dataclasses.replace(plan, platform="cuda")
+    assert equations(there) != equations(plan)
+    assert equations(memjax.Plan.from_json(there.to_json())) == equations(there)

@@ -155,5 +155,6 @@ def _plan(program: Known, plans: _Plans, chosen: Try, tries: Sequence[Try], budg
         points=(*points[:-1:every], points[-1]),
         tries=tuple(tries),
         program=program.digest,
+        platform=chain.rates.platform,
         in_steps=plans.in_steps,
     )
