@@ -91,7 +91,8 @@ def backward_turns(program: Program, backward: Program, cuts: Sequence[int], fre
     """For each equation of the backward pass the piece in whose turn it runs; the last piece has the first turn.
 
     An equation that reads a residual runs when the residual's piece has its turn, or later if its cotangents come later. One that
-    reads none waits until what reads its result runs, unless its result is smaller than what it is made from.
+    reads none waits until what reads its result runs. If its result is smaller than what it is made from, it waits no longer than
+    that is alive for others: the sums of a bias, and of a scale, then take one pass over the cotangent that both read.
     """
     piece: dict[Any, int] = {}
     for number, (start, stop) in enumerate(pairwise(cuts)):
@@ -119,15 +120,38 @@ def backward_turns(program: Program, backward: Program, cuts: Sequence[int], fre
         turn = min([n - 1, *own, *(when[var] for var in inputs if var in when)])
         turns.append(turn)
         when |= dict.fromkeys(eqn.outvars, turn)
+    _wait(backward, turns, reads, set(when))
+    return turns
+
+
+def _wait(backward: Program, turns: list[int], reads: Sequence[bool], cotangents: set[Any]) -> None:
+    """Let equations that read no residual wait, as `backward_turns` says: changes `turns`.
+
+    Args:
+      backward: the backward pass.
+      turns: of its equations, as early as they can run.
+      reads: which of them read residuals.
+      cotangents: what it computes.
+    """
+    place = {id(eqn): i for i, eqn in enumerate(backward.eqns)}
+    readers = {var: [place[id(eqn)] for eqn in eqns] for var, eqns in consumers(backward).items()}
     outputs = set(variables(backward.outvars))
-    by_reader: dict[Any, int] = {}
+    needed: dict[int, int] = {}  # the first turn in which something follows that reads a residual
     for i in range(len(backward.eqns) - 1, -1, -1):
         eqn = backward.eqns[i]
-        grows = sum(map(array_bytes, eqn.outvars)) >= sum(
-            array_bytes(var) for var in variables(eqn.invars) if var in when
-        )
-        if grows and not reads[i] and outputs.isdisjoint(eqn.outvars):
-            turns[i] = min(turns[i], max((by_reader[out] for out in eqn.outvars if out in by_reader), default=turns[i]))
-        for var in variables(eqn.invars):
-            by_reader[var] = max(by_reader.get(var, -1), turns[i])
-    return turns
+        after = [one for out in eqn.outvars for one in readers.get(out, [])]
+        needed[i] = turns[i] if reads[i] else max((needed[one] for one in after), default=0)
+        if reads[i]:
+            continue
+        inputs = [var for var in variables(eqn.invars) if var in cotangents]
+        shrinks = sum(map(array_bytes, eqn.outvars)) < sum(map(array_bytes, inputs))
+        if not shrinks and outputs.isdisjoint(eqn.outvars):
+            turns[i] = min(turns[i], max((turns[one] for one in after), default=turns[i]))
+        elif shrinks:
+            others = [[turns[one] for one in readers[var] if one != i] for var in inputs]
+            alive_until = max(min(there, default=turns[i]) for there in others)
+            turns[i] = min(turns[i], max(needed[i], alive_until))
+    when: dict[Any, int] = {}
+    for i, eqn in enumerate(backward.eqns):  # what follows an equation that waits does so, too
+        turns[i] = min([turns[i], *(when[var] for var in variables(eqn.invars) if var in when)])
+        when |= dict.fromkeys(eqn.outvars, turns[i])
