@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from memjax._core.compat import names_an_axis
 from memjax._core.lists import pick
+from memjax._core.traffic import moved_bytes
 from memjax._measure import remat_compiler_options
 from memjax._plan.derivative import Derivative
 from memjax._plan.run import Run
 from memjax.remat._chain.compiled_bytes import compile_alone, temporary
 
 
-def step_bytes(derivative: Derivative, run: Run, types: Sequence[Any], shardings: Sequence[Any]) -> int | None:
-    """Temporary bytes of value and gradient, per device; None where they are no program of their own.
+class Compiled(NamedTuple):
+    """What the compiler made of a step.
+
+    Attributes:
+      nbytes: temporary bytes, per device.
+      moved: bytes that its kernels read and write.
+    """
+
+    nbytes: int
+    moved: int
+
+
+def compiled_step(derivative: Derivative, run: Run, types: Sequence[Any], shardings: Sequence[Any]) -> Compiled | None:
+    """Value and gradient, compiled; None where they are no program of their own.
 
     Args:
       derivative, run: of the function.
@@ -38,7 +51,7 @@ def step_bytes(derivative: Derivative, run: Run, types: Sequence[Any], shardings
     manual = any(jax.sharding.AxisType.Manual in aval.sharding.mesh.axis_types for aval in types)
     if manual or any(names_an_axis(effect) for eqn in derivative.forward.eqns for effect in eqn.effects):
         program = compile_alone(jax.make_jaxpr(step)(list(types), others))
-        return None if program is None else temporary(program)
+        return None if program is None else _compiled(program)
     explicit = [aval for aval in types if jax.sharding.AxisType.Explicit in aval.sharding.mesh.axis_types]
     if explicit and any(sharding is None for sharding in shardings):
         return None
@@ -51,7 +64,11 @@ def step_bytes(derivative: Derivative, run: Run, types: Sequence[Any], shardings
         options |= remat_compiler_options("cpu")
         options["xla_backend_optimization_level"] = 0  # machine code is made after memory has been assigned
     lowered = jax.jit(step).trace(inputs, others).lower(lowering_platforms=(platform,))
-    return temporary(lowered.compile(compiler_options=options))
+    return _compiled(lowered.compile(compiler_options=options))
+
+
+def _compiled(program: Any) -> Compiled:
+    return Compiled(temporary(program), moved_bytes(program.as_text() or ""))
 
 
 def device_of(shardings: Sequence[Any]) -> Any:

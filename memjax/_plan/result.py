@@ -94,6 +94,9 @@ class Point(NamedTuple):
 class Try(NamedTuple):
     """A plan that was compiled, in the course of finding one.
 
+    The step that keeps everything is compiled without a prediction: its number is that after the last plan of the frontier, and
+    its predicted bytes are the compiled ones.
+
     Attributes:
       number: of the plan in its frontier.
       predicted: temporary bytes as the model alone has them.
@@ -118,7 +121,7 @@ class Plan:
       compiled_nbytes: what the compiler takes for this plan; None if it was not compiled.
       seconds: predicted time of one step.
       plain_seconds: the same with nothing run again that is worth keeping.
-      stretches: the forward pass in order.
+      stretches: the forward pass in order; none if all that the backward pass reads is kept, as without a plan.
       points: the frontier of all plans.
       tries: the plans that were compiled to find this one, in order.
       program: digest of the program that the plan is of.
@@ -201,7 +204,8 @@ class Plan:
             f"plan for {readable_bytes(self.budget)}: predicted {readable_bytes(self.nbytes)}{compiled}; "
             f"{self.seconds / self.plain_seconds:.3f} of the time without running again"
             + (f"; {readable_bytes(self.host_nbytes)} on the host" if self.host_nbytes else "")
-            + ("; large arrays of the backward pass one after another" if self.in_steps else ""),
+            + ("; large arrays of the backward pass one after another" if self.in_steps else "")
+            + ("" if self.stretches else "; nothing runs again, as without a plan"),
         ]
         lines += [
             f"in tiles of {one.tile} of {one.length} positions: {readable_bytes(one.nbytes)}  {one.what}"

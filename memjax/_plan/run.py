@@ -1,7 +1,8 @@
 """Acting on a plan: the forward pass that keeps what the plan says, and the backward pass, stretch by stretch.
 
 Before a stretch has its turn, what it reads passes a barrier together with the cotangents that have arrived, so that the compiler
-cannot compute it earlier, nor find that it has been computed already and keep that instead.
+cannot compute it earlier, nor find that it has been computed already and keep that instead. A plan without stretches keeps all that
+the backward pass reads: the two passes as JAX makes them, with no barrier.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Run:
 
     Args:
       derivative: of the program.
-      pieces: in the order of the forward pass.
+      pieces: in the order of the forward pass; none: all is kept.
       in_steps_on: the platform for which the turns of the backward pass run in steps; None: the compiler has its way.
 
     Attributes:
@@ -65,8 +66,10 @@ class Run:
         loops = {id(one.loop.forward): Loop(one.loop, one.parts, in_steps_on) for one in pieces if one.loop is not None}
         self._loops = loops
         self._mirrors = {id(loop.pair.backward): loop for loop in loops.values()}
-        known = {var for piece in pieces for var in piece.kept} | self._inputs
         forward_vars = {out for eqn in program.eqns for out in eqn.outvars} | self._inputs
+        is_plain = not pieces
+        pieces = pieces or [Piece(backward.eqns, tuple(forward_vars))]
+        known = {var for piece in pieces for var in piece.kept} | self._inputs
         reads: list[Any] = variables(backward.outvars)
         # (equations to run again, equations of the backward pass, codes, both kinds of equations in steps)
         self._turns: list[tuple[list[Any], list[Any], list[Code], list[Step] | None]] = []
@@ -85,7 +88,8 @@ class Run:
             self.coded += codes
             reads += here
         self.kept = [var for var in dict.fromkeys(reads) if var in known and var not in self._inputs]
-        self._fusible = {out for eqn in program.eqns if is_fusible(eqn) for out in eqn.outvars}.intersection(self.kept)
+        fusible = {out for eqn in program.eqns if is_fusible(eqn) for out in eqn.outvars}
+        self._fusible = set() if is_plain else fusible.intersection(self.kept)
         stacked = {var for loop in loops.values() for var in loop.replaced}
         acting = [eqn for eqn in program.eqns if eqn.effects]
         self._encoded = {code.of: code.codec for code in self.coded}

@@ -10,12 +10,14 @@ from memjax._plan.budget.known import Allowed, Known, known
 from memjax._plan.budget.search import search, told_apart
 from memjax._plan.budget.stretches import stretches
 from memjax._plan.budget.too_little import too_little
-from memjax._plan.compiled import device_of
+from memjax._plan.compiled import Compiled, device_of
 from memjax._plan.derivative import Derivative, loop_pairs
 from memjax._plan.result import Plan, Point, Try
 from memjax._plan.solve.chain import Choice
 
 _MOST_POINTS = 100
+_AS_FAST = 1.005  # of the time of the fastest plan: then the step without a plan may be faster yet
+_FULL = 0.985  # of the budget: then there is no room for more
 _UNSURE = 1.1  # by as much more or less the compiled bytes of one plan may be off than those of another
 
 
@@ -96,7 +98,9 @@ def _decide(program: Known, budget: int | str) -> Plan | str:
             tries += [one for one in plans.least() if one.number not in {other.number for other in tries}]
         fitting = [one for one in tries if one.compiled <= budget]
         if fitting:
-            return _plan(program, plans, max(fitting), tries, budget)
+            chosen = max(fitting)
+            without = _without_a_plan(program, plans, chosen, tries, budget)
+            return without or _plan(program, plans, chosen, tries, budget)
         fewest += [one.compiled for one in tries]
     return too_little(program.chain, budget, min(fewest))
 
@@ -128,14 +132,38 @@ class _Plans:
 
     def compiled(self, number: int) -> int:
         """Its compiled bytes, or the predicted ones where there is nothing to compile."""
-        nbytes = self._program.compiled_bytes(stretches(self._program.chain, self.choices(number)), self.in_steps)
-        return self.predicted[number] if nbytes is None else nbytes
+        step = self.step(number)
+        return self.predicted[number] if step is None else step.nbytes
+
+    def step(self, number: int) -> Compiled | None:
+        """It, compiled."""
+        return self._program.step(stretches(self._program.chain, self.choices(number)), self.in_steps)
 
     def least(self) -> list[Try]:
         """The first two, compiled: first the one that takes less memory, or of equals the faster one."""
         nbytes = self.predicted[0]
         found = [Try(number, nbytes, nbytes, self.compiled(number)) for number in range(2)]
         return sorted(found, key=lambda one: (one.compiled, -one.number))
+
+
+def _without_a_plan(program: Known, plans: _Plans, chosen: Try, tries: Sequence[Try], budget: int) -> Plan | None:
+    """The plan that keeps everything, if it fits and its program moves fewer bytes than that of a plan that runs little again.
+
+    Running again what costs little by itself can divide what the compiler would have made one kernel of.
+    """
+    planned = plans.step(chosen.number)
+    is_fastest = plans.seconds[chosen.number] <= _AS_FAST * plans.seconds[-1]
+    if planned is None or not is_fastest or planned.nbytes > _FULL * budget:
+        return None
+    plain = program.step(())
+    if plain is None or plain.nbytes > budget or plain.moved >= planned.moved:
+        return None
+    nbytes = plain.nbytes
+    plan = _plan(program, plans, chosen, [*tries, Try(len(plans.predicted), nbytes, nbytes, nbytes)], budget)
+    seconds = plan.plain_seconds
+    return dataclasses.replace(
+        plan, nbytes=nbytes, first_nbytes=nbytes, compiled_nbytes=nbytes, seconds=seconds, stretches=()
+    )
 
 
 def _plan(program: Known, plans: _Plans, chosen: Try, tries: Sequence[Try], budget: int) -> Plan:
@@ -148,7 +176,7 @@ def _plan(program: Known, plans: _Plans, chosen: Try, tries: Sequence[Try], budg
         budget=budget,
         nbytes=chosen.compiled,
         first_nbytes=chosen.predicted,
-        compiled_nbytes=program.compiled_bytes(found, plans.in_steps),
+        compiled_nbytes=None if (step := program.step(found, plans.in_steps)) is None else step.nbytes,
         seconds=plans.seconds[chosen.number],
         plain_seconds=plans.seconds[-1],
         stretches=found,
