@@ -1,6 +1,7 @@
 """Bytes that the kernels of a compiled program read and write, from its text.
 
-Of two programs with the same products, the one that moves fewer bytes is the faster: everything between products waits for memory.
+Of two programs with the same products, the one that moves fewer bytes is the faster: all that is between products waits for
+memory.
 """
 
 from __future__ import annotations

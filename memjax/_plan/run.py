@@ -1,8 +1,8 @@
 """Acting on a plan: the forward pass that keeps what the plan says, and the backward pass, stretch by stretch.
 
 Before a stretch has its turn, what it reads passes a barrier together with the cotangents that have arrived, so that the compiler
-cannot compute it earlier, nor find that it has been computed already and keep that instead. A plan without stretches keeps all that
-the backward pass reads: the two passes as JAX makes them, with no barrier.
+cannot compute it earlier, nor find that it has been computed already and keep that instead. A plan without stretches keeps all
+that the backward pass reads: the two passes as JAX makes them, with no barrier.
 """
 
 from __future__ import annotations
