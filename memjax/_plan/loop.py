@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from memjax._core.arrays import zeros
+from memjax._core.barriers import barrier
 from memjax._core.compat import scan_counts
 from memjax._core.lists import Arrays
 from memjax._core.program.jaxpr import Program, bind, read, variables
@@ -162,7 +163,9 @@ class Loop:
                 carry, ys, extra = turn(self._bodies[0], carry, xs)
                 return carry, (ys, extra)
 
-            xs = xs if given is None else (*xs, given[0])
+            if given is not None:
+                init, stacks = _apart(init, given[0], self._turns[0])
+                xs = (*xs, stacks)
             carry, (ys, extra) = lax.scan(whole, init, xs, length=eqn.params["length"], **settings)
             return [*carry, *ys], [extra]
 
@@ -183,7 +186,11 @@ class Loop:
                 return (carry, written), extra
 
             places = jnp.arange(firsts[part], firsts[part] + self._turns[part])
-            state, extras[part] = lax.scan(one, state, (places, [] if given is None else given[part]), **settings)
+            saved: Arrays = []
+            if given is not None:
+                carry, saved = _apart(state[0], given[part], self._turns[part])
+                state = carry, state[1]
+            state, extras[part] = lax.scan(one, state, (places, saved), **settings)
         return [*state[0], *state[1]], extras
 
 
@@ -235,6 +242,18 @@ class _Body:
         for var in made:
             if var in self._codecs:
                 env[var], codes[var] = encoded(env[var], self._codecs[var])
+
+
+def _apart(carry: Arrays, kept: Arrays, turns: int) -> tuple[Arrays, Arrays]:
+    """What a loop of the backward pass starts from and reads.
+
+    A loop of one turn is none when it is compiled. So all of it passes a barrier then, or the compiler would find that what runs
+    again has been computed already, and keep that instead.
+    """
+    if turns > 1:
+        return carry, kept
+    passed = barrier([*carry, *kept])
+    return passed[: len(carry)], passed[len(carry) :]
 
 
 def _mapped(f: Callable[[Any], Any], tree: Any) -> Any:
