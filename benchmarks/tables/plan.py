@@ -129,7 +129,6 @@ def _points(ax: Any, rows: list[dict[str, Any]]) -> None:
 
 
 TABLES: Tables = {kind: lambda kind=kind: frontier(kind) for kind in KINDS} | {
-    "later": lambda: frontier("unrolled", "plan_unrolled_later"),
     "head": head,
 }
 TABLES["accuracy"] = accuracy
