@@ -25,6 +25,10 @@ AdaptiveState         the state of `adaptive`
 predicted_sigma       the predicted error of gradients
 choose_bits           the fewest bits for each part of a model with which gradients are off by at most so much
 ChosenBits            what `choose_bits` returns
+fit_bits              the fewest bits for each encoded array with which gradients are off by at most so much
+FittedBits            what `fit_bits` returns
+BitsController        `fit_bits` again every so many steps of a training
+ArrayBits             bits for each array that a call of `compressed` encodes
 scale_gradient        scales gradients and the statistics among them
 transactional         a training step that an overflow cannot spoil
 Transactional         what `transactional` returns
@@ -41,7 +45,9 @@ from memjax.compress._codecs.position_quantized import PositionQuantized, Positi
 from memjax.compress._codecs.step_errors import StepErrors
 from memjax.compress._error_bounded.error_bounded import ErrorBounded, ErrorBoundedCode
 from memjax.compress._training.adaptive import AdaptiveState, adaptive, predicted_sigma, scale_gradient
+from memjax.compress._training.array_bits import ArrayBits
 from memjax.compress._training.choose_bits import ChosenBits, choose_bits
+from memjax.compress._training.fit_bits import BitsController, FittedBits, fit_bits
 from memjax.compress._training.layers import LADDER, Layers, Statistics, layers
 from memjax.compress._training.transactional import Transactional, transactional
 from memjax.compress._transform.compressed import compressed
@@ -52,6 +58,8 @@ __all__ = [
     "DEFAULT",
     "LADDER",
     "AdaptiveState",
+    "ArrayBits",
+    "BitsController",
     "BlockQuantized",
     "BlockQuantizedCode",
     "CapacityWarning",
@@ -62,6 +70,7 @@ __all__ = [
     "Codec",
     "ErrorBounded",
     "ErrorBoundedCode",
+    "FittedBits",
     "GroupQuantized",
     "Layers",
     "Mask",
@@ -75,6 +84,7 @@ __all__ = [
     "adaptive",
     "choose_bits",
     "compressed",
+    "fit_bits",
     "inject_error",
     "layers",
     "predicted_sigma",

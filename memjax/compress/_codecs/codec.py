@@ -194,6 +194,17 @@ class Cast(FixedRate):
         return code.values.astype(code.dtype)
 
 
+@dataclasses.dataclass(frozen=True)
+class Exact(FixedRate):
+    """Arrays as they are, where others beside them are encoded."""
+
+    def encode(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        return x
+
+    def decode(self, code: Float[Array, "..."]) -> Float[Array, "..."]:
+        return code
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MaskCode:

@@ -13,6 +13,7 @@ import numpy as np
 from memjax._core import check
 from memjax.compress._codecs.planes import PLANES
 from memjax.compress._codecs.step_errors import StepErrors
+from memjax.compress._training.array_bits import error_scale
 
 _ROUNDS = 4  # of choosing and looking at what was chosen
 _MOST_KNOWN = 5  # choices, each of which is a training step to compile
@@ -119,8 +120,10 @@ def choose_bits(
     return new
 
 
-def fewest_bits(squares: Sequence[float], sizes: Sequence[float], most: float) -> tuple[int, ...]:
-    """The bits for each part with which `sizes` times bits is least, and the sum of squares at most `most`; 8 if none are.
+def fewest_bits(
+    squares: Sequence[float], sizes: Sequence[float], most: float, choices: Sequence[Sequence[int]] | None = None
+) -> tuple[int, ...]:
+    """The bits for each part with which `sizes` times bits is least, and the sum of squares at most `most`; the most if none are.
 
     Of choices for the first parts only those matter that no other beats in both bits and error. If they are at most 4,096, as
     where sizes are equal, the result is the best of all choices. Of more, those are looked at that have the least error in
@@ -130,13 +133,15 @@ def fewest_bits(squares: Sequence[float], sizes: Sequence[float], most: float) -
       squares: the square of each part's error at 8 bits.
       sizes: the number of values of each part.
       most: what the sum of squares may be.
+      choices: the bits that each part may have, most first; with its own 16 or 32 it has no error. Default: 8, 6, 4 and 3.
     """
-    rungs = _rungs()
+    choices = [_rungs()] * len(squares) if choices is None else choices
     front: list[tuple[float, float, tuple[int, ...]]] = [(0.0, 0.0, ())]
-    needed = [sum(squares[i:]) for i in range(1, len(squares) + 1)]  # by the parts that follow, with 8 bits
-    for square, size, of_others in zip(squares, sizes, needed, strict=True):
+    least = [square * error_scale(own[0]) ** 2 for square, own in zip(squares, choices, strict=True)]
+    needed = [sum(least[i:]) for i in range(1, len(least) + 1)]  # by the parts that follow, with the most bits
+    for square, size, rungs, of_others in zip(squares, sizes, choices, needed, strict=True):
         every = [
-            (cost + size * bits, total + square * ((2**8 - 1) / (2**bits - 1)) ** 2, (*before, bits))
+            (cost + size * bits, total + square * error_scale(bits) ** 2, (*before, bits))
             for cost, total, before in front
             for bits in rungs
         ]
@@ -151,7 +156,7 @@ def fewest_bits(squares: Sequence[float], sizes: Sequence[float], most: float) -
                 int((choice[0] - front[0][0]) / width): choice for choice in front
             }  # the last has the least error
             front = list(of_range.values())
-    return front[0][2] if front else (max(rungs),) * len(squares)
+    return front[0][2] if front else tuple(own[0] for own in choices)
 
 
 def _rungs() -> list[int]:

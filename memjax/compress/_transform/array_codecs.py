@@ -13,16 +13,27 @@ from memjax._core import check
 from memjax._core.arrays import zeros
 from memjax._core.lists import merge
 from memjax.compress._codecs.block_quantized import BlockQuantized
-from memjax.compress._codecs.codec import OptionalMembers, with_optional_members
+from memjax.compress._codecs.codec import Exact, OptionalMembers, with_optional_members
 from memjax.compress._codecs.position_quantized import PositionQuantized
 from memjax.compress._codecs.step_errors import ErrorsOf, StepErrors
 from memjax.compress._error_bounded.error_bounded import ErrorBounded
+from memjax.compress._training.array_bits import (
+    BITS,
+    ArrayBits,
+    ArrayErrors,
+    BitsRecorder,
+    base_of,
+    check_bits,
+    check_sigma,
+    choices_of,
+    gaussian_error,
+    is_whole,
+)
+from memjax.compress._training.choose_bits import fewest_bits
 from memjax.compress._training.layers import EncodedArray, Layers, Recorder, Statistics
 from memjax.compress._transform.passes.overflow import warn_of_overflow
 from memjax.compress._transform.statistics import Collector
 
-BITS = (3, 4, 6, 8)
-"""The bits per value that `memjax.compressed` takes."""
 _CODED = (3, 4, 5, 6, 8)
 _FINE = 2  # times the bits of others
 _WIDE = 8  # bits, at least
@@ -105,8 +116,8 @@ class ArrayCodecs:
             self._nbytes[aval] = int(check.number("codec.nbytes", self._codec.nbytes(aval), least=0))
         return self._nbytes[aval]
 
-    def report_overflows(self, names: Sequence[str], codes: Sequence[Any]) -> None:
-        """Say at run time which of the arrays' codes overflow."""
+    def encoded(self, names: Sequence[str], roles: Sequence[Role], codes: Sequence[Any]) -> None:
+        """Told what a forward pass encodes. Says at run time which of the codes overflow."""
         warn_of_overflow(names, codes)
 
     def collector(self, arrays: list[EncodedArray], cotangents_and_codes: Any) -> Collector | None:
@@ -187,6 +198,76 @@ class _StepErrors(_ByBits):
         return ArrayCodecs.with_settings(self, settings)
 
 
+class _ByArray(_ByBits):
+    """Codecs of the bits that each array has; what is encoded is decided as for all arrays in so many bits."""
+
+    def __init__(self, given: ArrayBits):
+        super().__init__(given.base)
+        self._given = given
+
+    def each(self, roles: Sequence[Role]) -> list[Any]:
+        self._given.check_count(len(roles))
+        return [_with_bits(role, bits) for role, bits in zip(roles, self._given.bits, strict=True)]
+
+
+class _BySigma(_ByBits):
+    """The bits with which the fewest bytes are kept if gradients are off by `sigma` where arrays are, on average.
+
+    So it is if arrays and cotangents are independent and normally distributed: the gradient of a weight is a sum over positions,
+    and its relative error is that of the array that it is a product with. Errors of arrays that others are computed from count
+    twice.
+    """
+
+    def __init__(self, sigma: float):
+        super().__init__(base_of(sigma))
+        self._sigma = sigma
+
+    def each(self, roles: Sequence[Role]) -> list[Any]:
+        most = self._sigma**2 * len(roles)
+        squares = [(gaussian_error(8) * (2 if role.is_source else 1)) ** 2 for role in roles]
+        chosen = fewest_bits(squares, [role.aval.size for role in roles], most, list(map(_choices, roles)))
+        return [_with_bits(role, bits) for role, bits in zip(roles, chosen, strict=True)]
+
+
+class _ArrayErrors(_ByBits):
+    """The errors of 8 bits, each array's times a number of its own: see `fit_bits`."""
+
+    def __init__(self, errors: ArrayErrors):
+        super().__init__(errors.base)
+        self._codec = errors
+
+    def each(self, roles: Sequence[Role]) -> list[Any]:
+        errors = self._codec
+        return [ErrorsOf(_with_bits(role, 8), errors.seed, errors.scales[i]) for i, role in enumerate(roles)]
+
+    def nbytes(self, aval: Any, role: Role | None = None) -> int:
+        return PositionQuantized(self._bits).nbytes(aval) if role is None else super().nbytes(aval, role)
+
+    def with_settings(self, settings: list[Any]) -> ArrayCodecs:
+        return ArrayCodecs.with_settings(self, settings)
+
+
+class _BitsRecorderCodecs(_ByBits):
+    """Records which arrays are encoded: see `fit_bits`."""
+
+    def __init__(self, recorder: BitsRecorder):
+        super().__init__(recorder.base)
+        self._recorder = recorder
+
+    def encoded(self, names: Sequence[str], roles: Sequence[Role], codes: Sequence[Any]) -> None:
+        self._recorder.record(names, [role.aval.size for role in roles], list(map(_choices, roles)))
+
+
+def _choices(role: Role) -> tuple[int, ...]:
+    return choices_of(role.aval.dtype, by_channel=role.by_channel, at_least_wide=role.is_fine or role.is_wide)
+
+
+def _with_bits(role: Role, bits: int) -> Any:
+    if is_whole(bits):
+        return Exact()
+    return BlockQuantized(4 if bits <= 4 else 8) if role.by_channel else PositionQuantized(bits)
+
+
 class _LayersCodecs(ArrayCodecs):
     """A codec for each array, and statistics. These have the overflows, which lead to another try: see `transactional`."""
 
@@ -201,7 +282,7 @@ class _LayersCodecs(ArrayCodecs):
         """Nothing: codes say what they need, so they are made even where they are larger than the array."""
         return 0
 
-    def report_overflows(self, names: Sequence[str], codes: Sequence[Any]) -> None:
+    def encoded(self, names: Sequence[str], roles: Sequence[Role], codes: Sequence[Any]) -> None:
         pass
 
     def collector(self, arrays: list[EncodedArray], cotangents_and_codes: Any) -> Collector | None:
@@ -227,15 +308,19 @@ class _RecorderCodecs(_LayersCodecs):
         return []
 
 
-def array_codecs(codec: Any, bits: int | None = None) -> ArrayCodecs:
-    """The codecs of arrays that the arguments `codec` and `bits` of `memjax.compressed` stand for."""
+def array_codecs(codec: Any, bits: Any = None, sigma: float | None = None) -> ArrayCodecs:
+    """The codecs of arrays that the arguments `codec`, `bits` and `sigma` of `memjax.compressed` stand for."""
     if codec is None:
-        bits = 8 if bits is None else check.integer("bits", bits)
-        if bits not in BITS:
-            raise check.fail(ValueError, "bits", f"one of {BITS}", bits)
-        return _ByBits(bits)
+        if sigma is not None and bits is not None:
+            raise check.fail(ValueError, "sigma", "left out beside bits", sigma, "one of them says what errors may be")
+        if sigma is not None:
+            return _BySigma(check_sigma(sigma))
+        kinds = {ArrayBits: _ByArray, ArrayErrors: _ArrayErrors, BitsRecorder: _BitsRecorderCodecs}
+        return kinds.get(type(bits), lambda bits: _ByBits(check_bits(bits)))(8 if bits is None else bits)
     if bits is not None:
         raise check.fail(ValueError, "bits", "left out beside a codec", bits, "give the codec its bits")
+    if sigma is not None:
+        raise check.fail(ValueError, "sigma", "left out beside a codec", sigma, "its errors are what they are")
     if isinstance(codec, Layers):
         return _LayersCodecs(codec)
     if isinstance(codec, StepErrors):

@@ -14,6 +14,7 @@ from flax import nnx
 
 from memjax._core import check
 from memjax.compress._codecs.codec import Codec
+from memjax.compress._training.array_bits import ArrayBits
 from memjax.compress._training.layers import Layers
 from memjax.compress._transform.adapters import linen
 from memjax.compress._transform.adapters import nnx as _nnx
@@ -29,7 +30,8 @@ def compressed(
     f_or_module: F,
     codec: Codec | Layers | None = None,
     *,
-    bits: int | None = None,
+    bits: int | ArrayBits | None = None,
+    sigma: float | None = None,
     where: str | Callable[[str, Any], bool] | None = None,
     inputs: bool | int | str | Sequence[int | str] = False,
     smallest: int = SMALL,
@@ -43,6 +45,16 @@ def compressed(
     `BlockQuantized` what convolutions and batch norms read, `PositionQuantized` all else. With fewer than 8 bits, arrays that are
     smaller than the largest get more, half a bit each time that their size halves, since they take fewer bytes. With 4 bits,
     those that other saved arrays are computed from, as gate and up are, get 5: their errors count several times.
+
+    With `sigma` each array gets 8, 6, 5, 4 or 3 bits, or is kept as it is, and a call keeps the fewest bytes with which
+
+        sigma^2 = 1/n sum_i (k_i e(b_i))^2,    e(b) = 1.5 / (2^b - 1)
+
+    where b_i are the bits of the n encoded arrays, e is the relative error of normally distributed values, and k_i is 2 for what
+    other saved arrays are computed from, and 1 for others. A weight's gradient
+    is a sum over positions of products of an array with a cotangent. If both are independent and normally distributed, its
+    relative error is that of the array, and `sigma` is the root mean square of the relative errors of gradients. Without data
+    that is an assumption: `memjax.compress.fit_bits` measures it instead.
 
     Parameters are exact: whatever follows from a function's arguments or a module's variables by slicing, reshaping,
     transposing or casting is computed again or kept, and so is what a module computes of its variables alone.
@@ -87,7 +99,9 @@ def compressed(
         is meant. An NNX module shares its variables with the result.
       codec: one for all arrays, such as `memjax.compress.ErrorBounded(2**-7, bits_per_value=9)`; or `memjax.compress.layers`,
         with a bound for each array that training adapts. None: one that suits each array, as above.
-      bits: bits per value without a codec: 8, 6, 4 or 3; 8 if left out. What convolutions and batch norms read has 8 or 4.
+      bits: bits per value without a codec: 8, 6, 4 or 3; 8 if left out. What convolutions and batch norms read has 8 or 4. Or
+        bits for each array: what `memjax.compress.fit_bits` found.
+      sigma: in place of bits: by how much gradients may be off, such as 0.01. See below.
       where: what to encode; None: everything above. "conv": what convolutions read, to which Jin et al. confine themselves.
         A pattern (`fnmatch`) for paths of submodules or parts of them, "encoder/*" or "Conv_*", or a predicate
         `where(path, x)`. For functions and Linen modules paths are `jax.named_scope`s in which an array is read (or made,
@@ -102,10 +116,11 @@ def compressed(
 
     Raises:
       TypeError: no function or module, or no codec; forward mode or second derivatives.
-      ValueError: `bits` is none of these, or stands beside a codec; `smallest` is negative; `inputs` names no argument; `where`
+      ValueError: `bits` is none of these, or those of another number of arrays; `sigma` is not positive; two of `codec`, `bits`
+        and `sigma` are given; `smallest` is negative; `inputs` names no argument; `where`
         matches nothing, for functions and Linen modules when called or differentiated.
     """
-    codecs = array_codecs(codec, bits)
+    codecs = array_codecs(codec, bits, sigma)
     if where == "" or not (where is None or isinstance(where, str) or callable(where)):
         raise check.fail(TypeError, "where", '"conv", a pattern, a predicate or None', where)
     if callable(where):

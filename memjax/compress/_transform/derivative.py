@@ -118,7 +118,7 @@ class Derivative:
         whole = read(env, keep.whole)
         if (said := asked()) is not None:
             whole, codes, bits = self._with_reasons(said, whole, codes, bits, codecs)
-        codecs.report_overflows([self._name(var) for var in keep.encoded], codes)
+        codecs.encoded([self._name(var) for var in keep.encoded], keep.roles, codes)
         return read(env, self._outs), (whole, codes, bits)
 
     def backward(self, kept: Any, codecs: ArrayCodecs, cotangents: Arrays) -> tuple[Arrays, Statistics | None]:

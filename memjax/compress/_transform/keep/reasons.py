@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from memjax._core.compat import scope
 from memjax._core.program.jaxpr import Walk
-from memjax.compress._codecs.codec import DTYPES
+from memjax.compress._codecs.codec import DTYPES, Exact
 from memjax.compress._transform.keep.choose import Keep
 from memjax.compress._transform.keep.cut.needs import Need
 from memjax.compress._transform.keep.statistic import is_statistic
@@ -45,7 +45,9 @@ def why_whole(var: Any, keep: Keep, needed: dict[Any, Need], which: Which, produ
 
 
 def why_encoded(codec: Any, *, is_source: bool) -> str:
-    """Why an array is encoded."""
+    """Why an array is encoded, or kept as it is beside encoded ones."""
+    if isinstance(codec, Exact):
+        return "exact: in fewer bits gradients would be off by more than they may be"
     also = ", and what is computed again from it" if is_source else ""
     bits = f"{codec.bits} bits, " if hasattr(codec, "bits") else ""
     return f"{bits}{type(codec).__name__}: the backward pass bears its rounding{also}"

@@ -1,0 +1,147 @@
+"""`ArrayBits`: bits for each array that a call of `compressed` encodes, and which of them an array may have."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from memjax._core import check
+
+BITS = (3, 4, 6, 8)
+"""The bits per value that `memjax.compressed` takes for all arrays."""
+
+_CODED = (3, 4, 5, 6, 8)
+_WHOLE = (16, 32)  # bits of floats that are kept as they are
+_WIDE = 8  # bits, at least, of what has values of very unequal sizes, or has to be fine
+_GAUSSIAN = 1.5  # the range of 128 Gaussian values in deviations, 5.2, over the root of 12
+_MADE_BY = "make it with memjax.compress.fit_bits from the gradient that is trained with"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ArrayBits:
+    """Bits for each array that one call of `compressed` encodes: its argument `bits`. `memjax.compress.fit_bits` makes it.
+
+    What is encoded and what is computed again is decided as for `bits=base`. The arrays take their bits in the order of the
+    forward pass; calls that share an `ArrayBits` share the bits.
+
+    Attributes:
+      base: 8, 6, 4 or 3.
+      bits: for each array 8, 6, 5, 4 or 3, or its own 16 or 32: then it is kept as it is. What convolutions and batch norms
+        read has 8, 4 or its own.
+      names: of the arrays, for messages.
+
+    Raises:
+      ValueError: `base` or one of `bits` is none of these, or there are not as many names as bits.
+    """
+
+    base: int
+    bits: tuple[int, ...]
+    names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_bits(self.base, "base")
+        if not isinstance(self.bits, tuple) or not set(self.bits) <= {*_CODED, *_WHOLE}:
+            raise check.fail(ValueError, "bits", f"a tuple of the numbers {(*_CODED, *_WHOLE)}", self.bits, _MADE_BY)
+        if self.names and len(self.names) != len(self.bits):
+            raise check.fail(ValueError, "names", f"{len(self.bits)} names, one for each array", self.names, _MADE_BY)
+
+    def __repr__(self) -> str:
+        """A line for each array."""
+        if not self.bits:
+            return (
+                f"ArrayBits(base={self.base}, nothing is encoded: codes would not be smaller, or values must be exact)"
+            )
+        names = self.names or [f"array {i}" for i in range(len(self.bits))]
+        say = lambda bits: "as it is" if is_whole(bits) else f"{bits} bits"
+        lines = [f"  {name}: {say(bits)}" for name, bits in zip(names, self.bits, strict=True)]
+        return "\n".join([f"ArrayBits({len(lines)} arrays, base={self.base})", *lines])
+
+    def check_count(self, arrays: int) -> None:
+        """Raises ValueError if a call encodes another number of arrays."""
+        if arrays != len(self.bits):
+            raise ValueError(
+                f"bits must be those of the {arrays} arrays that are encoded, got bits of {len(self.bits)}: {_MADE_BY}"
+            )
+
+
+@jax.tree_util.register_static
+class BitsRecorder:
+    """Stands for an `ArrayBits` while a gradient is traced, and records which arrays are encoded.
+
+    Attributes:
+      base: see `ArrayBits`.
+      names, sizes: of the arrays.
+      choices: the bits that each may have, most first.
+    """
+
+    def __init__(self, base: int):
+        self.base = base
+        self.names: tuple[str, ...] | None = None
+        self.sizes: tuple[int, ...] = ()
+        self.choices: tuple[tuple[int, ...], ...] = ()
+
+    def record(self, names: Sequence[str], sizes: Sequence[int], choices: Sequence[tuple[int, ...]]) -> None:
+        found = tuple(sizes), tuple(choices)
+        if self.names is not None and found != (self.sizes, self.choices):
+            raise ValueError(
+                "gradient must not share bits between calls that encode different arrays: count them as parts"
+            )
+        self.names, (self.sizes, self.choices) = tuple(names), found
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ArrayErrors:
+    """Stands for an `ArrayBits`, with random errors in place of codes: those of 8 bits, `scales[i]` times as large.
+
+    Attributes:
+      scales: (n,) float32.
+      seed: of the errors.
+      base: see `ArrayBits`.
+    """
+
+    scales: Any
+    seed: Any
+    base: int = dataclasses.field(metadata={"static": True})
+
+
+def check_bits(bits: Any, name: str = "bits") -> int:
+    """That it is a number of bits for all arrays."""
+    bits = check.integer(name, bits)
+    if bits not in BITS:
+        raise check.fail(ValueError, name, f"one of {BITS}", bits)
+    return bits
+
+
+def check_sigma(sigma: Any) -> float:
+    return check.number("sigma", sigma, positive=True, fix="0.01 is one per cent")
+
+
+def is_whole(bits: int) -> bool:
+    """Whether these bits stand for an array that is kept as it is."""
+    return bits in _WHOLE
+
+
+def choices_of(dtype: Any, *, by_channel: bool, at_least_wide: bool) -> tuple[int, ...]:
+    """The bits that an array may have, most first."""
+    whole = 8 * dtype.itemsize
+    coded = (8, 4) if by_channel else _CODED[::-1]
+    return (whole, *(bits for bits in coded if bits >= _WIDE or not at_least_wide))
+
+
+def error_scale(bits: int) -> float:
+    """How many times as large the errors of these bits are as those of 8."""
+    return 0.0 if is_whole(bits) else (2**8 - 1) / (2**bits - 1)
+
+
+def gaussian_error(bits: int) -> float:
+    """The relative error of a Gaussian array with these bits: its standard deviation over that of the array."""
+    return _GAUSSIAN / (2**8 - 1) * error_scale(bits)
+
+
+def base_of(sigma: float) -> int:
+    """The fewest bits for all arrays with which a Gaussian array is off by at most `sigma`; 8 if none are."""
+    return next((bits for bits in BITS if gaussian_error(bits) <= sigma), BITS[-1])

@@ -1,0 +1,268 @@
+"""`fit_bits`: the fewest bits for each encoded array with which gradients are off by at most so much, from gradients.
+
+The same idea as `adaptive`, for codes whose rate is a part of the compiled program: errors are predicted from the size of the
+steps of codes, and what was chosen is looked at again now and then, on the host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from memjax._core import check
+from memjax.compress._training.array_bits import (
+    ArrayBits,
+    ArrayErrors,
+    BitsRecorder,
+    base_of,
+    check_bits,
+    check_sigma,
+    error_scale,
+)
+from memjax.compress._training.choose_bits import fewest_bits
+
+_ROUNDS = 4  # of choosing, and looking at what was chosen
+_MOST_KNOWN = 5  # choices, each of which is a training step to compile; there may be one more, finer than they are
+_WORTH = 0.9  # of the bytes: only then is another training step compiled
+_SMALL = 1e-3  # of the size of the gradient's other values: an array of smaller ones is zero but for rounding
+
+
+@dataclasses.dataclass(frozen=True)
+class FittedBits:
+    """What `fit_bits` found. It consists of numbers and text: `to_json` and `from_json` keep it beside a checkpoint.
+
+    Attributes:
+      bits: for each part, those of its arrays.
+      sigma: the predicted error of gradients with these bits.
+      alone: for each array, the error if it alone had 8 bits and all else were exact.
+      step: when they were chosen.
+      known: the bits of all arrays of each choice so far, whose training steps are compiled.
+    """
+
+    bits: tuple[ArrayBits, ...]
+    sigma: float
+    alone: tuple[float, ...]
+    step: int = 0
+    known: tuple[tuple[int, ...], ...] = ()
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> FittedBits:
+        """The inverse of `to_json`. Raises ValueError if the text is something else."""
+        found = check.json_fields("FittedBits", text, [field.name for field in dataclasses.fields(FittedBits)])
+        parts = [ArrayBits(part["base"], tuple(part["bits"]), tuple(part["names"])) for part in found["bits"]]
+        known = tuple(tuple(bits) for bits in found["known"])
+        return FittedBits(tuple(parts), found["sigma"], tuple(found["alone"]), found["step"], known)
+
+
+def fit_bits(
+    gradient: Callable[..., Any],
+    *args: Any,
+    sigma: float,
+    parts: int = 1,
+    base: int | None = None,
+    reference: Any = None,
+    draws: int = 2,
+    seed: int = 0,
+) -> FittedBits:
+    """The bits of each encoded array with which the fewest bytes are kept and gradients are off by at most `sigma`.
+
+    An array gets 8, 6, 5, 4 or 3 bits, or is kept as it is; so any `sigma` can be met. With g_k the arrays of the exact gradient,
+    G_k those of the gradient from codes, and m the number of those k whose g_k is not zero,
+
+        sigma^2 = 1/m sum_k E |G_k - g_k|^2 / |r_k|^2
+
+    where r_k is g_k, or that array of `reference`. An array whose values are a thousandth of those of the others or less, as
+    the gradient of attention's key bias, is zero but for rounding: r_k is a thousandth of the others' size then.
+
+    Errors of codes are independent, have the mean zero and are in proportion to steps: so their squares add up. A gradient for
+    each array and draw, with random errors of 8 bits in it alone, gives the share of each. What is chosen is then tried with all
+    errors at once, and the choice is made stricter if they are larger than predicted. All of that is one compiled program.
+
+    Memory: three gradients, and what a gradient without codes keeps: measure with a small batch. Errors fall like the square
+    root of the number of positions only if gradients do not; for a batch of another size measure again.
+
+    Args:
+      gradient: `gradient(bits, *args)` gives a pytree of gradients, given bits for each part: of
+        `memjax.compressed(part, bits=bits[0])`, say. A part is a call of `compressed`, or several that encode the same arrays.
+      *args: its other arguments, arrays, such as parameters and a batch.
+      sigma: a positive number, such as 0.01.
+      parts: how many there are: 1 for a model that is wrapped as a whole.
+      base: what is encoded is decided as for `bits=base`. Default: the fewest bits with which normally distributed values are
+        off by at most `sigma`, or 8.
+      reference: what errors are compared with, a pytree like the gradients: AdamW's first moment, say,
+        `optax.tree.get(state, "mu")`.
+      draws: random errors that are averaged over for each array.
+      seed: of the random errors.
+
+    Raises:
+      ValueError: `sigma` is not positive, `parts` or `draws` is less than 1, `base` is none of 8, 6, 4 and 3, the arrays of
+        `reference` have other shapes than the gradients, gradients are not finite, or calls that share bits encode different
+        arrays.
+    """
+    return BitsController(gradient, sigma, parts=parts, base=base, draws=draws, seed=seed).update(
+        None, 0, *args, reference=reference
+    )
+
+
+class BitsController:
+    """Bits that follow training: `fit_bits`, again every so many steps.
+
+    Bits are part of a compiled training step. Other bits are chosen only where those in use are too coarse, or keep 10% more
+    bytes; those that were in use before come first. After five choices there is one more, finer than each of them; so at
+    most six training steps are compiled, and the program that measures. Its state, a `FittedBits`, is data: a controller that
+    is made anew goes on with it.
+
+        controller = memjax.compress.BitsController(gradient, sigma=0.01)
+        fitted = controller.update(None, 0, params, batch)
+        for step in range(steps):
+            fitted = controller.update(fitted, step, params, batch)
+            params = train(fitted.bits, params, batch)       # jitted, its first argument static
+
+    Args:
+      gradient, sigma, parts, base, draws, seed: see `fit_bits`.
+      every: steps after which bits are chosen again.
+
+    Raises:
+      ValueError: as `fit_bits`; `every` is less than 1.
+    """
+
+    def __init__(
+        self,
+        gradient: Callable[..., Any],
+        sigma: float,
+        *,
+        parts: int = 1,
+        base: int | None = None,
+        every: int = 1000,
+        draws: int = 2,
+        seed: int = 0,
+    ):
+        self._gradient = check.function("gradient", gradient, "gradient(bits, *args)")
+        self._sigma = check_sigma(sigma)
+        self._parts = check.integer("parts", parts, least=1)
+        self._base = base_of(sigma) if base is None else check_bits(base, "base")
+        self._every = check.integer("every", every, least=1)
+        self._draws = check.integer("draws", draws, least=1)
+        self._seed = check.integer("seed", seed)
+        self._found: list[BitsRecorder] = []
+        self._leaves = jax.jit(self._leaves_with_errors)
+
+    def update(self, fitted: FittedBits | None, step: int, *args: Any, reference: Any = None) -> FittedBits:
+        """The bits to train with at a step: those in `fitted`; others, if it is None or they have been in use for `every` steps.
+
+        Args:
+          fitted: what the last call gave.
+          step: the number of the step.
+          *args: those of `gradient`.
+          reference: see `fit_bits`.
+        """
+        step = check.integer("step", step, least=0)
+        if fitted is not None and step - fitted.step < self._every:
+            return fitted
+        if not self._found:
+            self._found = self._recorded(args)
+        count = sum(self._counts)
+        exact = self._leaves(jnp.zeros(count), 0, *args)
+        compared = exact if reference is None else _floats(reference)
+        if [leaf.shape for leaf in compared] != [leaf.shape for leaf in exact]:
+            wanted = [leaf.shape for leaf in exact]
+            raise check.fail(
+                ValueError, "reference", f"arrays of the shapes {wanted}", [leaf.shape for leaf in compared]
+            )
+
+        def square(scales: Iterable[float]) -> float:
+            """The mean square of errors that are so many times as large as those of 8 bits."""
+            row = jnp.asarray(list(scales), jnp.float32)
+            seeds = range(self._seed, self._seed + self._draws)
+            return float(np.mean([_mean_square(self._leaves(row, s, *args), exact, compared) for s in seeds]))
+
+        alone = [square(float(i == j) for j in range(count)) for i in range(count)]
+        known = () if fitted is None else fitted.known
+        if not np.isfinite(alone).all():
+            raise check.fail(ValueError, "gradient", "one that gives finite gradients", alone, "look at the loss")
+        chosen, found = self._chosen(alone, lambda bits: square(map(error_scale, bits)), known)
+        known = known if chosen in known else (*known, chosen)
+        return FittedBits(self._split(chosen), found, tuple(np.sqrt(alone).tolist()), step, known)
+
+    def _chosen(
+        self, alone: Sequence[float], square: Callable[[tuple[int, ...]], float], known: Sequence[tuple[int, ...]]
+    ) -> tuple[tuple[int, ...], float]:
+        """The bits of all arrays, and the predicted error with them."""
+        sizes, choices = self._sizes, self._choices
+        cost = lambda bits: sum(size * b for size, b in zip(sizes, bits, strict=True))
+        predicted = lambda bits: square(bits) ** 0.5
+        stricter, found = 1.0, np.inf
+        new: tuple[int, ...] = ()
+        for _ in range(_ROUNDS):
+            new = fewest_bits(alone, sizes, (self._sigma / stricter) ** 2, choices)
+            found = predicted(new)
+            if found <= self._sigma:
+                break
+            stricter *= 1.05 * found / self._sigma
+        own = [bits for bits in dict.fromkeys(known) if len(bits) == len(sizes)]
+        errors = {bits: predicted(bits) for bits in own}
+        for bits in sorted(own, key=cost):
+            if errors[bits] <= max(self._sigma, found) and _WORTH * cost(bits) <= cost(new):
+                return bits, errors[bits]
+        if len(own) == _MOST_KNOWN:
+            new = tuple(max(bits) for bits in zip(new, *own, strict=True))
+            found = predicted(new)
+        elif len(own) > _MOST_KNOWN:
+            met = [bits for bits in own if errors[bits] <= self._sigma]
+            new = min(met, key=cost) if met else min(own, key=lambda bits: errors[bits])
+            found = errors[new]
+        return new, found
+
+    def _recorded(self, args: Sequence[Any]) -> list[BitsRecorder]:
+        recorders = [BitsRecorder(self._base) for _ in range(self._parts)]
+        jax.eval_shape(lambda *args: self._gradient(recorders, *args), *args)
+        return recorders
+
+    @property
+    def _counts(self) -> list[int]:
+        return [len(part.sizes) for part in self._found]
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [size for part in self._found for size in part.sizes]
+
+    @property
+    def _choices(self) -> list[tuple[int, ...]]:
+        return [choices for part in self._found for choices in part.choices]
+
+    def _split(self, bits: Sequence[int]) -> tuple[ArrayBits, ...]:
+        ends = np.cumsum(self._counts).tolist()
+        pairs = zip(self._found, ends, strict=True)
+        return tuple(
+            ArrayBits(self._base, tuple(bits[end - len(part.sizes) : end]), part.names or ()) for part, end in pairs
+        )
+
+    def _leaves_with_errors(self, scales: jax.Array, seed: Any, *args: Any) -> list[jax.Array]:
+        """The gradient's arrays, with random errors in each encoded array."""
+        ends = np.cumsum(self._counts).tolist()
+        parts = [scales[end - count : end] for count, end in zip(self._counts, ends, strict=True)]
+        return _floats(self._gradient([ArrayErrors(part, seed, self._base) for part in parts], *args))
+
+
+@jax.jit
+def _mean_square(changed: list[jax.Array], exact: list[jax.Array], compared: list[jax.Array]) -> jax.Array:
+    """The mean over arrays of the squares of relative errors: see `fit_bits`."""
+    power = lambda leaves: jnp.stack([jnp.sum(leaf**2) for leaf in leaves])
+    errors, norms = power([a - b for a, b in zip(changed, exact, strict=True)]), power(compared)
+    sizes = jnp.asarray([leaf.size for leaf in exact], jnp.float32)
+    norms = jnp.maximum(norms, sizes * (_SMALL**2 * jnp.sum(norms) / jnp.sum(sizes)))
+    counted = (power(exact) != 0).astype(jnp.float32)
+    return jnp.sum(jnp.where(counted > 0, errors / jnp.maximum(norms, 1e-30), 0)) / jnp.maximum(jnp.sum(counted), 1)
+
+
+def _floats(tree: Any) -> list[jax.Array]:
+    return [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]

@@ -1,0 +1,158 @@
+"""Bits for each array: gradients are off by as much as `sigma` says, beside float64; choosing again; what is left alone."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import memjax
+from memjax.compress import ArrayBits, BitsController, FittedBits, PositionQuantized, fit_bits
+from tests.compress.kept import kept_bytes
+from tests.compress.transformer_layers import inputs, layer, parameters
+
+
+def _gradient(bits, p, x):
+    f = lambda p, x: jnp.mean(jnp.tanh(memjax.compressed(layer, bits=bits[0], inputs="x")(p, x)) ** 2)
+    return jax.grad(f)(p, x)
+
+
+def _error(gradient, p, x):
+    """The root mean square over arrays of relative errors beside the gradient in float64."""
+    with jax.enable_x64(True):
+        wide = lambda tree: jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), tree)
+        exact = jax.jit(jax.grad(lambda p, x: jnp.mean(jnp.tanh(layer(p, x)) ** 2)))(wide(p), wide(x))
+        exact = [np.asarray(leaf) for leaf in jax.tree.leaves(exact)]
+    pairs = zip(jax.tree.leaves(gradient), exact, strict=True)
+    return np.sqrt(np.mean([np.sum((np.asarray(a, np.float64) - b) ** 2) / np.sum(b**2) for a, b in pairs]))
+
+
+@pytest.mark.parametrize("sigma", [0.01, 0.03])
+def test_gradients_are_off_by_as_much_as_was_asked_for(sigma):
+    p, x = parameters(), inputs()
+    fitted = fit_bits(_gradient, p, x, sigma=sigma, draws=1)
+    assert 0.5 * sigma < fitted.sigma <= sigma
+    gradient = jax.jit(_gradient, static_argnums=0)(fitted.bits, p, x)
+    assert _error(gradient, p, x) == pytest.approx(fitted.sigma, rel=0.15)
+    assert FittedBits.from_json(fitted.to_json()) == fitted
+    plain = kept_bytes(lambda p: jnp.mean(layer(p, x)), p)
+    kept = lambda bits: kept_bytes(lambda p: jnp.mean(memjax.compressed(layer, bits=bits, inputs="x")(p, x)), p)
+    assert kept(fitted.bits[0]) < 0.75 * plain
+    if sigma > 0.02:
+        assert kept(fitted.bits[0]) < kept(8)
+
+
+def test_sigma_without_data_is_about_the_error():
+    p, x = parameters(), inputs()
+    before = 0
+    for sigma in (0.01, 0.03, 0.1):
+        f = lambda p, s=sigma: jnp.mean(jnp.tanh(memjax.compressed(layer, sigma=s, inputs="x")(p, x)) ** 2)
+        error = _error(jax.jit(jax.grad(f))(p), p, x)
+        assert max(before, 0.2 * sigma) < error < 3 * sigma
+        before = error
+
+
+def _sums(bits, w, x):
+    f = lambda w, x: x + jax.nn.silu(x @ w[0]) @ w[1]
+    return jax.grad(lambda w: jnp.mean(jnp.tanh(memjax.compressed(f, bits=bits[0], inputs="x")(w, x)) ** 2))(w)
+
+
+def _weights():
+    return jax.random.normal(jax.random.key(0), (2, 64, 64)) / 8, jax.random.normal(jax.random.key(1), (256, 64))
+
+
+def test_choosing_again_compiles_few_steps():
+    """Known bits stay while they do; after five there is one more, finer than each; then the best of what there is."""
+    w, x = _weights()
+    controller = BitsController(_sums, 0.03, every=10)
+    first = controller.update(None, 0, w, x)
+    assert controller.update(first, 9, w, x) is first
+    again = controller.update(first, 10, w, x)
+    assert (again.bits, again.known, again.step) == (first.bits, first.known, 10)
+    [bits] = first.known
+    coarse = tuple((3, *[b] * (len(bits) - 1)) for b in (3, 4, 5, 6, 8))
+    finer = controller.update(dataclasses.replace(first, known=coarse, step=-10), 10, w, x)
+    assert len(finer.known) == 6
+    assert all(a >= b for other in (*coarse, bits) for a, b in zip(finer.bits[0].bits, other, strict=True))
+    assert finer.sigma <= 0.03
+    six = tuple((3, *[b] * (len(bits) - 1)) for b in (3, 4, 5, 6, 8, 32))
+    least = controller.update(dataclasses.replace(first, known=six), 10, w, x)
+    assert least.known == six
+    assert least.bits[0].bits in six
+    moment = jax.tree.map(lambda g: 4 * g, _sums((8,), w, x))
+    larger = controller.update(dataclasses.replace(first, known=()), 10, w, x, reference=moment)
+    np.testing.assert_allclose(larger.alone, np.array(first.alone) / 4, rtol=1e-2)
+    assert sum(larger.bits[0].bits) < sum(bits)
+    with pytest.raises(ValueError, match="reference must be arrays of the shapes"):
+        controller.update(None, 0, w, x, reference=moment[:1])
+
+
+def test_each_array_has_its_own_bits():
+    w, x = _weights()
+    f = lambda x: jax.nn.silu(x @ w[0])
+    saved = lambda bits: jax.tree.leaves(
+        jax.eval_shape(lambda x: jax.vjp(memjax.compressed(lambda x: f(f(x)), bits=bits), x)[1], x)
+    )
+    size = lambda bits: sum(leaf.size * leaf.dtype.itemsize for leaf in saved(bits))
+    code = lambda bits: PositionQuantized(bits).nbytes(x)
+    assert size(ArrayBits(8, (8, 8))) == size(8)
+    assert size(ArrayBits(8, (3, 5))) == size(8) - 2 * code(8) + code(3) + code(5)
+    assert size(ArrayBits(8, (4, 32))) == size(8) - 2 * code(8) + code(4) + x.nbytes
+    exact = jax.jit(jax.grad(lambda x: jnp.sum(f(f(x)))))(x)
+    whole = jax.jit(jax.grad(lambda x: jnp.sum(memjax.compressed(lambda x: f(f(x)), bits=ArrayBits(8, (32, 32)))(x))))(
+        x
+    )
+    np.testing.assert_allclose(whole, exact, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="bits must be those of the 2 arrays that are encoded, got bits of 1"):
+        saved(ArrayBits(8, (4,)))
+    with pytest.raises(ValueError, match="bits must be a tuple of the numbers"):
+        ArrayBits(8, (7,))
+    with pytest.raises(ValueError, match="base must be one of"):
+        ArrayBits(5, ())
+    with pytest.raises(ValueError, match="names must be 2 names"):
+        ArrayBits(8, (8, 8), ("a",))
+
+
+def test_what_saves_nothing_is_left_alone_and_said():
+    """A layer of small arrays, an error below what 8 bits can do, and values near the largest."""
+    w, _ = _weights()
+    few = jnp.ones((2, 64))
+    fitted = fit_bits(_sums, w, few, sigma=0.01)
+    assert fitted.bits[0].bits == ()
+    assert "nothing is encoded" in repr(fitted.bits[0])
+    assert fitted.sigma == 0
+    np.testing.assert_allclose(_sums(fitted.bits, w, few), _sums((8,), w, few))
+    _, x = _weights()
+    tight = fit_bits(_sums, w, x, sigma=1e-6)
+    assert set(tight.bits[0].bits) == {32}
+    assert "as it is" in repr(tight.bits[0])
+    assert "exact: in fewer bits gradients would be off by more than they may be" in str(
+        memjax.explain(lambda w, x: jnp.sum(_wrapped(tight.bits[0])(w, x)), w, x)
+    )
+    huge = fit_bits(_sums, w, x * 1e30, sigma=0.01)
+    assert np.isfinite(huge.sigma)
+    assert np.isfinite(_sums(huge.bits, w, x * 1e30)).all()
+
+
+def _wrapped(bits):
+    return memjax.compressed(lambda w, x: x + jax.nn.silu(x @ w[0]) @ w[1], bits=bits, inputs="x")
+
+
+def test_refuses():
+    w, x = _weights()
+    with pytest.raises(ValueError, match="sigma must be a positive finite number, got 0"):
+        fit_bits(_sums, w, x, sigma=0)
+    with pytest.raises(ValueError, match="parts must be an integer of at least 1"):
+        fit_bits(_sums, w, x, sigma=0.1, parts=0)
+    with pytest.raises(ValueError, match="gradient must be one that gives finite gradients"):
+        fit_bits(_sums, w, x.at[0].set(jnp.nan), sigma=0.1)
+    with pytest.raises(ValueError, match="sigma must be left out beside bits"):
+        memjax.compressed(lambda x: x, bits=8, sigma=0.1)
+    with pytest.raises(ValueError, match="sigma must be left out beside a codec"):
+        memjax.compressed(lambda x: x, PositionQuantized(8), sigma=0.1)
+    with pytest.raises(ValueError, match=r"text must be what FittedBits\.to_json wrote"):
+        FittedBits.from_json("{}")
+    both = lambda bits, w, x: (_sums(bits, w, x), _sums(bits, w, jnp.concatenate([x, x])))
+    with pytest.raises(ValueError, match="gradient must not share bits between calls that encode different arrays"):
+        fit_bits(both, w, x, sigma=0.1)
