@@ -25,6 +25,9 @@ from memjax._plan.solve.steps import Step, in_steps, run_steps
 
 Env = dict[Any, Any]
 
+# Compilers for GPUs find the largest element of each window from the operand alone, and may do so before the backward pass.
+_OF_POOLS = "select_and_scatter_add"
+
 
 class Piece(NamedTuple):
     """One stretch of a plan.
@@ -165,7 +168,10 @@ class Run:
                 if (mirror := self._mirrors.get(id(eqn))) is not None:
                     mirror.backward(_Both(env, turn), env, stacks[id(mirror)])
                 else:
-                    env |= zip(eqn.outvars, bind(eqn, read(_Both(env, turn), eqn.invars)), strict=True)
+                    values = read(_Both(env, turn), eqn.invars)
+                    if eqn.primitive.name == _OF_POOLS:
+                        values = barrier(values)
+                    env |= zip(eqn.outvars, bind(eqn, values), strict=True)
             cts.update(out for eqn in eqns for out in eqn.outvars)
         return read(_Both(env, known), backward.outvars)
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from memjax._core.program import costs
+from memjax._core.program.working import peak_bytes
 from memjax._plan.derivative import Derivative
 from memjax._plan.lent import lent_to, lent_to_pieces
 from memjax._plan.solve.chain import Chain
@@ -75,3 +76,42 @@ def test_gradients_lend_their_memory_to_what_is_kept():
         return chain(loss, [array(WIDTH, WIDTH) for _ in range(16)], array(rows, WIDTH)).frontier[0][0]
 
     assert least(WIDTH + 1) > 2 * least(WIDTH)
+
+
+def working(f, *args):
+    closed = jax.make_jaxpr(f)(*args)
+    return peak_bytes(closed.jaxpr.eqns, closed.jaxpr.invars, [], [], closed.jaxpr.outvars, "cuda")
+
+
+def test_gradients_of_pools_find_the_largest_of_each_window_first():
+    """Its place, in 32 bits for each of the four dimensions, compiled ahead for an H200: 128 MiB for 2^23 windows."""
+
+    def gradient(x, ct):
+        pool = lambda x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+        return jax.vjp(pool, x)[1](ct)[0]
+
+    assert working(gradient, array(4, 32, 32, 8), array(4, 16, 16, 8)) >= 4 * 4 * (4 * 16 * 16 * 8)
+
+
+def test_convolutions_that_are_padded_more_on_one_side_copy_their_operand():
+    """A kernel of even width, but not one of odd width, with or without strides, nor its gradient."""
+
+    def convolved(x, kernel, padding, stride=1):
+        return jax.lax.conv_general_dilated(
+            x, kernel, (stride,) * 2, padding, dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    x, even, odd = array(4, 32, 32, 8), array(2, 2, 8, 8), array(3, 3, 8, 8)
+    result = 4 * 4 * 32 * 32 * 8
+    assert working(lambda x, k: convolved(x, k, "SAME"), x, even) == result + 4 * 4 * 33 * 33 * 8
+    assert working(lambda x, k: convolved(x, k, "SAME"), x, odd) == result
+    assert working(lambda x, k: convolved(x, k, ((1, 1), (1, 1)), 2), x, odd) == result // 4
+    gradient = lambda x, k: jax.grad(lambda k: jnp.sum(convolved(x, k, ((1, 1), (1, 1)), 2)))(k)
+    closed = jax.make_jaxpr(gradient)(x, odd)
+    [eqn] = [
+        eqn
+        for eqn in closed.jaxpr.eqns
+        if eqn.primitive.name == "conv_general_dilated" and eqn.params["rhs_dilation"] == (2, 2)
+    ]
+    assert eqn.params["padding"] == ((1, 0), (1, 0))
+    assert peak_bytes([eqn], eqn.invars, [], [], eqn.outvars, "cuda") == 4 * odd.size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -73,13 +74,32 @@ def peak_bytes(
 
 
 def _inside(eqn: Any, platform: str) -> int:
-    """Working memory of one turn of a loop, of a branch, of a call; on CPUs of a convolution that transposes its operands."""
+    """Working memory of one turn of a loop, of a branch, of a call; of convolutions, and of the gradients of pools."""
     name = eqn.primitive.name
     if name in PROGRAMS:
         return max((_body_bytes(body, platform) for body in running(eqn, platform)), default=0)
-    if name == "conv_general_dilated" and platform == "cpu" and eqn.params["dimension_numbers"].lhs_spec[0] != 0:
-        return sum(map(array_bytes, eqn.invars))  # the gradient of a kernel
+    if name == "conv_general_dilated":
+        return _inside_convolution(eqn, platform)
+    if name == "select_and_scatter_add" and platform in ("cuda", "rocm"):
+        source = eqn.invars[0].aval  # for each window where its largest element is, in 32 bits for each dimension
+        return 4 * source.ndim * source.size
     return 0
+
+
+def _inside_convolution(eqn: Any, platform: str) -> int:
+    """On CPUs the operands of the gradient of a kernel, transposed; on GPUs an operand that is padded more on one side."""
+    if platform == "cpu":
+        return sum(map(array_bytes, eqn.invars)) if eqn.params["dimension_numbers"].lhs_spec[0] != 0 else 0
+    if platform not in ("cuda", "rocm"):
+        return 0
+    # Of the gradient of a kernel with strides, which dilate here, the kernel's last steps may have left a part out.
+    dilation = eqn.params["rhs_dilation"]
+    if all(high <= low < high + step for (low, high), step in zip(eqn.params["padding"], dilation, strict=True)):
+        return 0
+    shape = list(eqn.invars[0].aval.shape)
+    for dim, (low, high) in zip(eqn.params["dimension_numbers"].lhs_spec[2:], eqn.params["padding"], strict=True):
+        shape[dim] += max(low, 0) + max(high, 0)
+    return math.prod(shape) * eqn.invars[0].aval.dtype.itemsize
 
 
 def hoisted_bytes(eqns: Iterable[Any], platform: str) -> int:
