@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 import memjax
+from memjax._core.check import readable_bytes
 from memjax._core.program import costs
 from memjax._core.program.costs import array_bytes
 from memjax._plan.budget.stretches import stretches
+from memjax._plan.budget.too_little import what_moving_saves
 from memjax._plan.derivative import Derivative
 from memjax._plan.flat import Flat
 from memjax._plan.solve.chain import Chain
@@ -126,3 +128,10 @@ def test_nothing_moves_on_cpus():
         assert plan.notes
         assert plan.notes[0] in str(plan)
         assert not exact.notes
+
+
+def test_a_refusal_says_what_moving_would_save():
+    args = shapes()
+    exact, moved = (chain(scanned, *args, offload=offload) for offload in (False, True))
+    assert readable_bytes(moved.frontier[0][0]) in what_moving_saves(exact, moved)
+    assert not what_moving_saves(exact, exact)

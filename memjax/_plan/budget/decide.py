@@ -9,7 +9,7 @@ from typing import Any
 from memjax._plan.budget.known import Allowed, Known, known
 from memjax._plan.budget.search import search, told_apart
 from memjax._plan.budget.stretches import stretches
-from memjax._plan.budget.too_little import too_little
+from memjax._plan.budget.too_little import too_little, what_moving_saves
 from memjax._plan.compiled import Compiled, device_of
 from memjax._plan.derivative import Derivative, loop_pairs
 from memjax._plan.result import Plan, Point, Try
@@ -50,7 +50,11 @@ def decide(
             found.insert(0, _decide(other, budget))  # of equals it is the one to take
     plans = [plan for plan in found if isinstance(plan, Plan)]
     if not plans:
-        raise ValueError(found[-1])
+        hint = ""
+        if not (offload or _why_nothing_moves(derivative, shardings)):
+            moved = known(derivative, types, shardings, most._replace(offload=True))
+            hint = what_moving_saves(known(derivative, types, shardings, most).chain, moved.chain)
+        raise ValueError(f"{found[-1]}{hint}")
     best = min(plans, key=lambda plan: plan.nbytes if budget == "min" else plan.seconds)
     if offload and isinstance(found[-1], str):
         nothing_moves = (

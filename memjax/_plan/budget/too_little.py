@@ -6,6 +6,8 @@ from memjax._core.check import readable_bytes
 from memjax._core.compat import source_line
 from memjax._plan.solve.chain import Chain
 
+_WORTH_A_WORD = 0.95  # of the least bytes without: so many, or fewer
+
 
 def too_little(chain: Chain, budget: int, least: int) -> str:
     """The least possible bytes, the time there, and what holds it up."""
@@ -28,4 +30,15 @@ def too_little(chain: Chain, budget: int, least: int) -> str:
         + (f"(from {lines[0]} to {lines[-1]}) " if lines else "")
         + f'holds it up, with {readable_bytes(where.option.working)} of its own: give a larger budget, or "min" for the least; '
         "divide the batch, or the sequence with memjax.remat.tiled"
+    )
+
+
+def what_moving_saves(chain: Chain, moved: Chain) -> str:
+    """What to say of "offload" where it is not allowed: `moved` is the chain with it."""
+    least, otherwise = moved.frontier[0][0], chain.frontier[0][0]
+    if least > _WORTH_A_WORD * otherwise:
+        return ""
+    return (
+        f'; with "offload" in allow the least is about {readable_bytes(least)} by the model that has {readable_bytes(otherwise)} '
+        "without: what loops keep lies on the host then"
     )
