@@ -115,3 +115,19 @@ def test_convolutions_that_are_padded_more_on_one_side_copy_their_operand():
     ]
     assert eqn.params["padding"] == ((1, 0), (1, 0))
     assert peak_bytes([eqn], eqn.invars, [], [], eqn.outvars, "cuda") == 4 * odd.size
+
+
+def test_layers_that_differ_in_the_keys_of_their_dropout_are_solved_once():
+    """`fold_in` of a layer's number is a literal of its own in each layer."""
+
+    def loss(params, x, key):
+        for i, w in enumerate(params):
+            keep = jax.random.bernoulli(jax.random.fold_in(key, i), 0.9, x.shape)
+            x = x + jnp.where(keep, jax.nn.gelu(x @ w), 0.0)
+        return jnp.sum(x**2)
+
+    def solved(layers):
+        args = [jnp.ones((16, 16))] * layers, jnp.ones((64, 16)), jax.random.key(0)
+        return len(chain(loss, *args)._frontiers)
+
+    assert solved(12) == solved(9)

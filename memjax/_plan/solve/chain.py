@@ -260,7 +260,8 @@ class Chain:
 
     def _text(self, eqn: Any) -> str:
         if id(eqn) not in self._texts:
-            literals = [str(atom.val) for atom in eqn.invars if is_literal(atom)]
+            # Not what literals are: the keys of two layers' dropout differ in these, and cost the same.
+            literals = [atom.aval.str_short() for atom in eqn.invars if is_literal(atom)]
             self._texts[id(eqn)] = f"{eqn.primitive.name} {eqn.params} {literals}"
         return self._texts[id(eqn)]
 
