@@ -124,7 +124,7 @@ def kept_bytes(make: Callable[[], Any], kinds: Sequence[int], x: jax.ShapeDtypeS
         for i, block in enumerate(model.blocks):
             graph, params = nnx.split(block)
             residuals = jax.eval_shape(
-                lambda params, x, graph=graph: jax.vjp(nnx.merge(graph, params), x)[1], params, x
+                lambda params, x, graph=graph: jax.vjp(lambda p, x: nnx.merge(graph, p)(x), params, x)[1], params, x
             )
             own = {leaf.shape for leaf in jax.tree.leaves(params)}
             kept = [leaf for leaf in jax.tree.leaves(residuals) if leaf.shape not in own]
