@@ -33,6 +33,8 @@ class Config:
     epochs: float | None = None
     """Default: the preset's."""
     bits: tuple[int, ...] = (8, 4)
+    sigma: float | None = None
+    """Train another with bits for each array, chosen for this error of gradients."""
     pictures: Path | None = None
     """Keep the run, with its pictures, in this folder."""
     name: str = "paired"
@@ -54,6 +56,7 @@ def main(config: Config) -> None:
             str(config.seeds),
         ]
         flags += ["--bits", *map(str, config.bits)]
+        flags += [] if config.sigma is None else ["--sigma", str(config.sigma)]
         flags += [] if config.epochs is None else ["--epochs", str(config.epochs)]
         status = run(module.PRESETS, module.make_task, description="", argv=flags, extra_report=paired_report)
         if status:

@@ -10,7 +10,7 @@ each of 16 batches was off by up to half. Predictions then look wrong in many la
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from flax import nnx
 import memjax
 from experiments.harness import files
 from experiments.harness.loop.step import Batch, Loss
-from experiments.paired.members import PLAIN, kind_name, with_bits
+from experiments.paired.fitted import sigma_gradient
+from experiments.paired.members import PLAIN, is_sigma, kind_name, with_bits
 from memjax import compress
 
 _DRAWS = {"gpu": 32}  # of errors, for each batch
@@ -29,7 +30,7 @@ _FEW_DRAWS = 8  # where gradients take long
 
 
 def errors(
-    make: Callable[[], nnx.Module], params: nnx.State, loss: Loss, kinds: Sequence[int], batches: Iterable[Batch]
+    make: Callable[[], Any], params: nnx.State, loss: Loss, kinds: Sequence[float], batches: Sequence[Batch]
 ) -> list[dict]:
     """A row for each layer inside a block and each kind: the relative error of its gradient, predicted and measured.
 
@@ -39,7 +40,7 @@ def errors(
       make: the model without compression, of float32.
       params: its parameters.
       loss: of training.
-      kinds: numbers of bits.
+      kinds: numbers of bits, and a sigma: its bits are chosen with the first batch.
       batches: some to take gradients of.
     """
 
@@ -62,12 +63,12 @@ def errors(
     lossy = [bits for bits in kinds if bits != PLAIN]
     draws = _DRAWS.get(jax.default_backend(), _FEW_DRAWS)
     plain = jax.jit(gradient(lambda model, seed: model))
-    ways = {
-        (bits, way): error(functools.partial(wrap, bits))
-        for bits in lossy
-        for way, wrap in (("measured", _with_codes), ("predicted", _with_errors))
-    }
-    squares: dict[tuple[str, int, str], float] = {}
+    ways = {}
+    for bits in lossy:
+        of_blocks = _fitted(make, params, loss, bits, batches[0]) if is_sigma(bits) else [bits] * len(make().blocks)
+        ways[bits, "measured"] = error(functools.partial(_with_codes, of_blocks))
+        ways[bits, "predicted"] = error(functools.partial(_with_errors, of_blocks))
+    squares: dict[tuple[str, float, str], float] = {}
     norms: dict[str, float] = {}
     with jax.default_matmul_precision("highest"):  # GPUs round otherwise, and that adds up, too
         for batch in batches:
@@ -87,12 +88,25 @@ def errors(
     ]
 
 
-def _with_codes(bits: int, model: Any, seed: Any) -> Any:
-    return with_bits(model, bits)
+def _fitted(make: Callable[[], Any], params: nnx.State, loss: Loss, sigma: float, batch: Batch) -> Sequence[Any]:
+    """Bits for each array of each block."""
+    parts = len(make().blocks)
+    return compress.fit_bits(sigma_gradient(make, loss, sigma), params, batch, sigma=sigma, parts=parts).bits
 
 
-def _with_errors(bits: int, model: Any, seed: Any) -> Any:
-    model.blocks = nnx.List([memjax.compressed(block, compress.StepErrors(bits, seed)) for block in model.blocks])
+def _with_codes(of_blocks: Sequence[Any], model: Any, seed: Any) -> Any:
+    pairs = zip(model.blocks, of_blocks, strict=True)
+    model.blocks = nnx.List([memjax.compressed(block, bits=bits) for block, bits in pairs])
+    return model
+
+
+def _with_errors(of_blocks: Sequence[Any], model: Any, seed: Any) -> Any:
+    def wrapped(block, bits):
+        if isinstance(bits, compress.ArrayBits):
+            return memjax.compressed(block, bits=bits.errors(seed))
+        return memjax.compressed(block, compress.StepErrors(bits, seed))
+
+    model.blocks = nnx.List([wrapped(*pair) for pair in zip(model.blocks, of_blocks, strict=True)])
     return model
 
 
@@ -110,17 +124,20 @@ def _squares(gradient: Any) -> dict[str, Any]:
     return layers
 
 
-def kept_bytes(make: Callable[[], Any], kinds: Sequence[int], x: jax.ShapeDtypeStruct) -> list[dict]:
+def kept_bytes(
+    make: Callable[[], Any], kinds: Sequence[float], x: jax.ShapeDtypeStruct, of_blocks: Sequence[Any] = ()
+) -> list[dict]:
     """A row for each kind and block: bytes that the block keeps for its backward pass, parameters left out.
 
     Args:
       make: the model.
-      kinds: numbers of bits.
+      kinds: numbers of bits, and a sigma.
       x: what a block reads.
+      of_blocks: bits for each array of each block, those of the sigma.
     """
     rows = []
     for bits in kinds:
-        model: Any = nnx.eval_shape(lambda bits=bits: with_bits(make(), bits))
+        model: Any = nnx.eval_shape(lambda bits=bits: with_bits(make(), bits, of_blocks))
         for i, block in enumerate(model.blocks):
             graph, params = nnx.split(block)
             residuals = jax.eval_shape(

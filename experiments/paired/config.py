@@ -18,7 +18,9 @@ from experiments.harness.loop.step import Batch, Loss, TrainState
 from experiments.harness.task import Task
 from experiments.models.blocks import BlocksConfig
 from experiments.paired import analysis
+from experiments.paired.fitted import FittedTraining, sigma_gradient
 from experiments.paired.members import PLAIN, Members, members_loss, members_optimizer
+from memjax import compress
 
 _ANALYSED = 16  # batches
 
@@ -35,6 +37,10 @@ class PairedConfig(RunConfig):
     """The dtype of the computation. Parameters are float32."""
     bits: tuple[int, ...] = (8, 4)
     """Bits per value, 8, 6, 4 or 3, of the trainings with compressed activations, beside the plain one."""
+    sigma: float | None = None
+    """Train another, with bits for each array with which gradients are off by at most so much, relative to themselves."""
+    choose_every: int = 1000
+    """Steps after which its bits are chosen again."""
     seeds: int = 1
     """Trainings of each kind, with parameters and batches of their own; all are one program."""
     test_batches: int = 8
@@ -42,12 +48,12 @@ class PairedConfig(RunConfig):
 
     fixed_by_checkpoint: ClassVar[tuple[str, ...]] = (
         *RunConfig.fixed_by_checkpoint,
-        *("dim", "layers", "heads", "bits", "seeds"),
+        *("dim", "layers", "heads", "bits", "sigma", "seeds"),
     )
 
     def validate(self) -> None:
         super().validate()
-        for name in ("dim", "layers", "heads", "seeds", "test_batches"):
+        for name in ("dim", "layers", "heads", "choose_every", "seeds", "test_batches"):
             if getattr(self, name) < 1:
                 raise ExperimentError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
         for bits in self.bits:
@@ -55,6 +61,8 @@ class PairedConfig(RunConfig):
                 raise ExperimentError(f"--bits must be of 8, 6, 4 and 3, got {bits}")
         if len(set(self.bits)) < len(self.bits):
             raise ExperimentError(f"--bits must differ from each other, got {' '.join(map(str, self.bits))}")
+        if self.sigma is not None and not 0 < self.sigma < 1:
+            raise ExperimentError(f"--sigma must be between 0 and 1, got {self.sigma}")
         if self.optimizer != "adamw":
             raise ExperimentError(f"--optimizer must be adamw here, got {self.optimizer}")
         try:
@@ -66,8 +74,8 @@ class PairedConfig(RunConfig):
         return BlocksConfig(self.dim, self.layers, self.heads, self.dtype)
 
     @property
-    def kinds(self) -> tuple[int, ...]:
-        return (PLAIN, *self.bits)
+    def kinds(self) -> tuple[float, ...]:
+        return (PLAIN, *self.bits, *([] if self.sigma is None else [self.sigma]))
 
 
 def paired_task(
@@ -93,29 +101,41 @@ def paired_task(
     # bfloat16 rounds gradients by more than compression changes them; errors are looked at in float32.
     exact = dataclasses.replace(config.blocks(), dtype="float32")
 
+    def first_member(state: TrainState, batch: Batch) -> tuple[nnx.State, Batch]:
+        """Parameters and the batch of the first seed of the training with `--sigma`, the last kind."""
+        params = jax.tree.map(lambda stacked: stacked[0], state.params["models"][len(config.kinds) - 1])
+        return params, jax.tree.map(lambda x: x[: config.batch_size], batch)
+
     def tx(total_steps: int) -> optax.GradientTransformation:
         inner = optax.adamw(learning_rate(config, total_steps), weight_decay=config.weight_decay)
         return members_optimizer(inner, 1.0 if config.clip is None else config.clip, config.seeds * len(config.kinds))
 
+    fitted = None
+    if config.sigma is not None:
+        one = sigma_gradient(lambda: make(0, config.blocks()), loss, config.sigma)
+        controller = compress.BitsController(one, config.sigma, parts=config.layers, every=config.choose_every)
+        fitted = FittedTraining(controller, first_member, config.folder / "bits.json")
+    of_blocks = (lambda: ()) if fitted is None else fitted.bits
+
     def finish(state: TrainState) -> None:
         own = jax.tree.map(lambda stacked: stacked[0], state.params["models"][0])  # the first seed of the plain ones
         some = train_batches(config.batch_size, config.seed + 2**20)
-        rows = analysis.errors(
-            lambda: make(0, exact), own, loss, config.kinds, map(_on_device, itertools.islice(some, _ANALYSED))
-        )
+        batches = list(map(_on_device, itertools.islice(some, _ANALYSED)))
+        rows = analysis.errors(lambda: make(0, exact), own, loss, config.kinds, batches)
         x = jax.ShapeDtypeStruct((config.batch_size, positions, config.dim), config.dtype)
-        kept = analysis.kept_bytes(lambda: make(0, config.blocks()), config.kinds, x)
+        kept = analysis.kept_bytes(lambda: make(0, config.blocks()), config.kinds, x, of_blocks())
         analysis.save(config.folder, rows, kept)
 
     return Task(
         make_model=lambda: Members(lambda seed: make(seed, config.blocks()), config.kinds, config.seeds, config.seed),
-        loss=members_loss(loss, together=False),
+        loss=members_loss(loss, together=False, of_blocks=of_blocks),
         test_loss=members_loss(loss, together=True),
         train_batches=train_batches(size, config.seed),
         test_batches=lambda: itertools.islice(test_batches(size), config.test_batches),
         batch=batch(size),
         train_examples=train_examples,
         optimizer=tx,
+        compile_step=None if fitted is None else fitted.compile_step,
         finish=finish,
     )
 

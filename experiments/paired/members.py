@@ -1,8 +1,8 @@
 """Trainings side by side, as one: the same model plain and with compressed blocks, from several seeds.
 
-A member is a training of its own: a kind (plain, or so many bits) and a seed. Members of the same seed start from the same
-parameters and see the same batches, so that only compression tells them apart. Parameters of a kind's seeds are stacked, and
-`jax.vmap` trains them together.
+A member is a training of its own: a kind and a seed. A kind is a number: plain, so many bits, or, below 1, a sigma, with bits for
+each array. Members of the same seed start from the same parameters and see the same batches, so that only compression tells them
+apart. Parameters of a kind's seeds are stacked, and `jax.vmap` trains them together.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,14 +20,29 @@ PLAIN = 0
 """The number of bits that stands for no compression."""
 
 
-def kind_name(bits: int) -> str:
-    return "plain" if bits == PLAIN else f"{bits} bits"
+def kind_name(kind: float) -> str:
+    if is_sigma(kind):
+        return f"sigma {kind:g}"
+    return "plain" if kind == PLAIN else f"{kind} bits"
 
 
-def with_bits(model: Any, bits: int) -> Any:
-    """The model, its blocks compressed. Parameters keep their paths."""
-    if bits != PLAIN:
-        model.blocks = nnx.List([memjax.compressed(block, bits=bits) for block in model.blocks])
+def is_sigma(kind: float) -> bool:
+    """Whether the kind is the error that gradients may have, and no number of bits."""
+    return PLAIN < kind < 1
+
+
+def with_bits(model: Any, kind: float, of_blocks: Sequence[Any] = ()) -> Any:
+    """The model, its blocks compressed. Parameters keep their paths.
+
+    Args:
+      model: with a list `blocks`.
+      kind: which training it is for.
+      of_blocks: bits for each array of each block, if the kind is a sigma; none: it stays as it is.
+    """
+    bits: Sequence[Any] = of_blocks if is_sigma(kind) else [] if kind == PLAIN else [kind] * len(model.blocks)
+    if bits:
+        pairs = zip(model.blocks, bits, strict=True)
+        model.blocks = nnx.List([memjax.compressed(block, bits=own) for block, own in pairs])
     return model
 
 
@@ -36,12 +51,12 @@ class Members(nnx.Module):
 
     Args:
       make: the model of a seed.
-      kinds: numbers of bits, `PLAIN` among them.
+      kinds: numbers of bits, `PLAIN` among them, or a sigma: `members_loss` knows its bits.
       seeds: how many there are of each kind.
       first: the first seed.
     """
 
-    def __init__(self, make: Callable[[Any], nnx.Module], kinds: Sequence[int], seeds: int, first: int):
+    def __init__(self, make: Callable[[Any], nnx.Module], kinds: Sequence[float], seeds: int, first: int):
         self.kinds = tuple(kinds)
         self.seeds = seeds
         graphs = [nnx.graphdef(nnx.eval_shape(lambda bits=bits: with_bits(make(0), bits))) for bits in kinds]
@@ -49,12 +64,13 @@ class Members(nnx.Module):
         self.models = nnx.List([nnx.merge(graph, stacked, copy=True) for graph in graphs])
 
 
-def members_loss(loss: Loss, *, together: bool) -> Loss:
+def members_loss(loss: Loss, *, together: bool, of_blocks: Callable[[], Sequence[Any]] = lambda: ()) -> Loss:
     """For `Members`: the mean of a loss of one model; and the sum of each member as "kind, seed".
 
     Args:
       loss: of one model and its batch.
       together: whether all members read the whole batch, as in tests; else those of a seed read that seed's part of it.
+      of_blocks: gives the bits of a sigma's blocks, when the loss is traced.
     """
 
     def sums(model: Any, batch: Batch) -> Sums:
@@ -64,7 +80,10 @@ def members_loss(loss: Loss, *, together: bool) -> Loss:
         totals = []
         for bits, of_seeds in zip(model.kinds, model.models, strict=True):
             graph, params = nnx.split(of_seeds)
-            one = lambda params, part, graph=graph: loss(nnx.merge(graph, params), part)
+            own = of_blocks() if is_sigma(bits) else ()
+            one = lambda params, part, graph=graph, kind=bits, own=own: loss(
+                nnx.merge(graph, params) if not own else with_bits(nnx.merge(graph, params), kind, own), part
+            )
             of_kind = jax.vmap(one, in_axes=(0, None if together else 0))(params, parts)
             totals.append(of_kind)
             found |= {f"{kind_name(bits)}, {seed}": of_kind["loss"][seed] for seed in range(seeds)}

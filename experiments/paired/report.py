@@ -89,7 +89,7 @@ def _with_error(value: float, error: float | None, digits: int) -> str:
 
 def _error_table(config: Any, rows: list[dict]) -> Table:
     table = Table("", "largest error", "median", "predicted within 20%", title="Relative errors of gradients, by layer")
-    for bits in config.bits:
+    for bits in config.kinds[1:]:
         own = [row for row in rows if row["bits"] == bits and row["measured"] > 0]
         measured = [row["measured"] for row in own]
         near = np.mean([abs(row["predicted"] / row["measured"] - 1) < 0.2 for row in own])
@@ -141,7 +141,7 @@ def _smooth(values: np.ndarray, width: int) -> np.ndarray:
 def _draw_errors(path: Path, config: Any, rows: list[dict]) -> None:
     figure, axis = plt.subplots(figsize=(11, 4.2))
     names = list(dict.fromkeys(row["layer"] for row in rows))
-    for i, bits in enumerate(config.bits):
+    for i, bits in enumerate(config.kinds[1:]):
         own = {row["layer"]: row for row in rows if row["bits"] == bits}
         at = [j for j, name in enumerate(names) if name in own]
         axis.plot(
@@ -151,7 +151,7 @@ def _draw_errors(path: Path, config: Any, rows: list[dict]) -> None:
             ms=5,
             color=f"C{i}",
             mfc="none",
-            label=f"{bits} bits",
+            label=kind_name(bits),
         )
         axis.plot(
             at,
@@ -159,13 +159,13 @@ def _draw_errors(path: Path, config: Any, rows: list[dict]) -> None:
             "x",
             ms=4,
             color=f"C{i}",
-            label=f"{bits} bits, predicted",
+            label=f"{kind_name(bits)}, predicted",
         )
     parts = [name.split("blocks/")[-1] for name in names]
     axis.set_xticks(range(len(names)), parts, rotation=90, fontsize=7)
     axis.set(ylabel="error of a gradient, % of its norm", yscale="log")
     axis.grid(alpha=0.3)
-    axis.legend(ncols=2 * len(config.bits), loc="lower center", bbox_to_anchor=(0.5, 1), frameon=False)
+    axis.legend(ncols=2 * len(config.kinds[1:]), loc="lower center", bbox_to_anchor=(0.5, 1), frameon=False)
     plots.save(figure, path)
 
 

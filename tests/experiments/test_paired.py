@@ -68,9 +68,13 @@ def test_members_are_the_trainings_that_they_would_be_alone():
 
 
 def test_a_run_is_analysed_and_goes_on_where_it_was(tmp_path, capsys):
-    assert start(gpt, tmp_path, *TINY, "--seeds", "2") == 0
+    assert start(gpt, tmp_path, *TINY, "--seeds", "2", "--sigma", "0.03", "--choose-every", "3") == 0
     analysis = json.loads((tmp_path / "a" / "analysis.json").read_text())
-    assert {row["bits"] for row in analysis["errors"]} == {4}
+    assert {row["bits"] for row in analysis["errors"]} == {4, 0.03}
+    choices = lambda: [json.loads(text) for text in json.loads((tmp_path / "a" / "bits.json").read_text())]
+    before = choices()
+    assert [choice["step"] for choice in before] == list(range(0, 3 * len(before), 3))
+    assert all(choice["sigma"] <= 0.03 for choice in before)
     assert all(row["measured"] >= 0 < row["predicted"] for row in analysis["errors"])
     plain, codes = (
         next(row["bytes"] for row in analysis["bytes"] if row["kind"] == kind) for kind in ("plain", "4 bits")
@@ -81,6 +85,10 @@ def test_a_run_is_analysed_and_goes_on_where_it_was(tmp_path, capsys):
         assert (tmp_path / "a" / f"{name}.png").stat().st_size > 1000
     assert start(gpt, tmp_path, "--resume", "--epochs", "0.0002") == 0
     assert "Resuming at step" in capsys.readouterr().out
+    assert choices()[: len(before)] == before
+    assert len(choices()) > len(before)
+    assert start(gpt, tmp_path, "--resume", "--sigma", "0.02") == 2
+    assert "was made with --sigma 0.03, not 0.02" in capsys.readouterr().err
     assert start(gpt, tmp_path, "--resume", "--seeds", "3") == 2
     assert "was made with --seeds 2, not 3" in capsys.readouterr().err
 
@@ -99,6 +107,8 @@ def test_vit_sees_patches():
     [
         (gpt, ["--bits", "5"], "--bits must be of 8, 6, 4 and 3, got 5"),
         (gpt, ["--bits", "8", "8"], "--bits must differ from each other, got 8 8"),
+        (gpt, ["--sigma", "2"], "--sigma must be between 0 and 1, got 2"),
+        (gpt, ["--choose-every", "0"], "--choose-every must be at least 1, got 0"),
         (gpt, ["--seeds", "0"], "--seeds must be at least 1, got 0"),
         (gpt, ["--heads", "5"], "--dim must be a multiple of heads = 5, got 96"),
         (gpt, ["--optimizer", "sgd"], "--optimizer must be adamw here, got sgd"),

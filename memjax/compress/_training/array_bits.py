@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from memjax._core import check
 
@@ -58,6 +59,15 @@ class ArrayBits:
         say = lambda bits: "as it is" if is_whole(bits) else f"{bits} bits"
         lines = [f"  {name}: {say(bits)}" for name, bits in zip(names, self.bits, strict=True)]
         return "\n".join([f"ArrayBits({len(lines)} arrays, base={self.base})", *lines])
+
+    def errors(self, seed: Any = 0) -> Any:
+        """What predicts the errors of these bits: in their place, `compressed` adds random errors as large as those of the codes,
+        and encodes nothing.
+
+        Args:
+          seed: of the errors: an integer, which may be traced.
+        """
+        return ArrayErrors(np.array([error_scale(bits) for bits in self.bits], np.float32), seed, self.base)
 
     def check_count(self, arrays: int) -> None:
         """Raises ValueError if a call encodes another number of arrays."""
