@@ -156,3 +156,24 @@ def test_refuses():
     both = lambda bits, w, x: (_sums(bits, w, x), _sums(bits, w, jnp.concatenate([x, x])))
     with pytest.raises(ValueError, match="gradient must not share bits between calls that encode different arrays"):
         fit_bits(both, w, x, sigma=0.1)
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.checkpoint], ids=["alone", "checkpoint"])
+def test_turns_of_a_scan_share_their_bits(around):
+    """Errors of all turns add up, and the prediction knows."""
+    w = jax.random.normal(jax.random.key(0), (3, 2, 64, 64)) / 8
+    _, x = _weights()
+
+    def gradient(bits, w, x):
+        f = lambda w, x: x + jax.nn.silu(x @ w[0]) @ w[1]
+        f = f if bits is None else around(memjax.compressed(f, bits=bits[0], inputs="x"))
+        return jax.grad(lambda w: jnp.mean(jnp.tanh(jax.lax.scan(lambda x, w: (f(w, x), None), x, w)[0]) ** 2))(w)
+
+    fitted = fit_bits(gradient, w, x, sigma=0.02)
+    found = jax.jit(gradient, static_argnums=0)(fitted.bits, w, x)
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(a, np.float64)) for a in (w, x)]
+        exact = np.asarray(jax.jit(gradient, static_argnums=0)(None, *wide))
+    error = np.sqrt(np.sum((np.asarray(found, np.float64) - exact) ** 2) / np.sum(exact**2))
+    assert fitted.sigma <= 0.02
+    assert error == pytest.approx(fitted.sigma, rel=0.15)
