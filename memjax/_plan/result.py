@@ -74,6 +74,7 @@ class Tiled(NamedTuple):
       length: positions.
       nbytes: of the whole result.
       what: its type, and where in the code.
+      loop: number of the equation in whose body it is, a scan: then `equation` counts there.
     """
 
     equation: int
@@ -82,6 +83,7 @@ class Tiled(NamedTuple):
     length: int
     nbytes: int
     what: str
+    loop: int | None = None
 
 
 class Point(NamedTuple):
@@ -209,6 +211,7 @@ class Plan:
         ]
         lines += [
             f"in tiles of {one.tile} of {one.length} positions: {readable_bytes(one.nbytes)}  {one.what}"
+            + ("" if one.loop is None else ", in each turn of a loop")
             for one in self.tiled
         ]
         lines += self.notes

@@ -283,26 +283,49 @@ def test_linen_and_nnx_models_as_they_are():
         close(grad(memjax.planned(loss, plan=plan))(given, tokens), grad(loss)(given, tokens))
 
 
+def gated_layer(x, p):
+    x += jnp.cumsum(x, 1) / x.shape[1]
+    h = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+    return x + (jax.nn.gelu(h @ p["up"]) * (h @ p["gate"])) @ p["down"].T
+
+
+def gated_layers():
+    keys = jax.random.split(jax.random.key(0), 7)
+    names = ("up", "gate", "down")
+    draw = lambda keys: {name: 0.3 * jax.random.normal(key, (D, 16 * D)) for name, key in zip(names, keys, strict=True)}
+    return [draw(keys[:3]), draw(keys[3:6])], jax.random.normal(keys[6], (1, 2048, D))
+
+
 def test_feed_forward_layers_between_layers_that_mix_positions():
-    keys = jax.random.split(jax.random.key(0), 4)
-    layers = [
-        {
-            name: 0.3 * jax.random.normal(key, (D, 16 * D))
-            for name, key in zip(("up", "gate", "down"), keys, strict=False)
-        }
-        for _ in range(2)
-    ]
-    x = jax.random.normal(keys[3], (1, 2048, D))
+    layers, x = gated_layers()
 
     def loss(layers, x):
         for p in layers:
-            x += jnp.cumsum(x, 1) / x.shape[1]
-            h = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
-            x += (jax.nn.gelu(h @ p["up"]) * (h @ p["gate"])) @ p["down"].T
+            x = gated_layer(x, p)
         return jnp.mean(jnp.cumsum(x, 1) ** 2)
 
     plan = memjax.plan(loss, layers, x, budget="min", allow=ALLOW)
     assert [(one.length, one.dim) for one in plan.tiled] == [(2048, 1)] * 2
+    assert plan.nbytes < 0.5 * memjax.plan(loss, layers, x, budget="min").nbytes
+    step = jax.jit(jax.grad(memjax.planned(loss, plan=plan)))
+    close(step(layers, x), jax.grad(loss)(layers, x))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_feed_forward_layers_in_a_scan(reverse):
+    layers, x = gated_layers()
+    layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+
+    def loss(layers, x):
+        x, sums = jax.lax.scan(lambda x, p: (gated_layer(x, p), jnp.sum(x)), x, layers, reverse=reverse)
+        return jnp.mean(jnp.cumsum(x, 1) ** 2) + jnp.sum(sums * jnp.arange(2.0))
+
+    plan = memjax.plan(loss, layers, x, budget="min", allow=ALLOW)
+    (tiled,) = plan.tiled
+    assert (tiled.length, tiled.dim) == (2048, 1)
+    assert tiled.loop is not None
+    assert "in each turn of a loop" in str(plan)
+    assert memjax.Plan.from_json(plan.to_json()) == plan
     assert plan.nbytes < 0.5 * memjax.plan(loss, layers, x, budget="min").nbytes
     step = jax.jit(jax.grad(memjax.planned(loss, plan=plan)))
     close(step(layers, x), jax.grad(loss)(layers, x))

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from jax.extend import core
 
 from memjax._core.arrays import is_float
 from memjax._core.check import readable_bytes
-from memjax._core.compat import source_line
+from memjax._core.compat import bodies, source_line
 from memjax._core.lists import Arrays
 from memjax._core.positions.regions import Region, regions
 from memjax._core.positions.walk import Mixed
 from memjax._core.program.costs import array_bytes
 from memjax._core.program.jaxpr import bind, calls_in_place, is_literal, read, trace, variables
-from memjax._core.program.working import producers_of
+from memjax._core.program.working import needed_for, producers_of
 from memjax._plan.derivative import without_checkpoints, without_dead_equations
 from memjax._plan.result import Tiled
 from memjax._plan.tile.region import TiledRegion
@@ -32,12 +33,22 @@ class Tiling:
       outs: which outputs are differentiated.
       axes: sizes of the named axes that its collectives run over.
       platform: of the device, as JAX calls it.
+      is_body: whether it is the body of a loop; loops inside of it are left as they are.
 
     Attributes:
       found: the regions that can run tile by tile, the largest first.
     """
 
-    def __init__(self, closed: Any, types: Sequence[Any], outs: Sequence[bool], axes: dict[str, int], platform: str):
+    def __init__(
+        self,
+        closed: Any,
+        types: Sequence[Any],
+        outs: Sequence[bool],
+        axes: dict[str, int],
+        platform: str,
+        *,
+        is_body: bool = False,
+    ):
         self._closed, self._types, self._axes = closed, list(types), axes
         self._platform = platform
         inner = calls_in_place(without_checkpoints(closed), differentiable=True)
@@ -51,6 +62,24 @@ class Tiling:
             self._regions[what.equation, what.dim] = region
             if what.tile < what.length and self._tiled(what) is not None:
                 self.found.append(what)
+        self._bodies = {} if is_body else self._tilings_of_bodies()
+        self.found += [one._replace(loop=loop) for loop, body in self._bodies.items() for one in body.found]
+        self.found.sort(key=lambda one: -one.nbytes)
+
+    def _tilings_of_bodies(self) -> dict[int, Tiling]:
+        """By number of an equation that is a scan on the way to what is differentiated: its body, where it can be tiled."""
+        leading = {id(eqn) for eqn in needed_for(self._program.eqns, variables(self._wanted), set())}
+        found = {}
+        for i, eqn in enumerate(self._program.eqns):
+            if eqn.primitive.name == "scan" and id(eqn) in leading:
+                (body,) = bodies(eqn)
+                closed = body if isinstance(body, core.ClosedJaxpr) else core.ClosedJaxpr(body, ())
+                types = [*map(jax.typeof, closed.consts), *closed.in_avals]
+                outs = [is_float(aval) for aval in closed.out_avals]
+                tiling = Tiling(closed, types, outs, self._axes, self._platform, is_body=True)
+                if tiling.found:
+                    found[i] = tiling
+        return found
 
     def _described(self, region: Region, tile: int) -> Tiled:
         seed = self._program.eqns[region.seed]
@@ -79,9 +108,14 @@ class Tiling:
 
     def rewritten(self, chosen: Sequence[Tiled]) -> Any:
         """The closed jaxpr with the chosen regions run tile by tile; others are as they were."""
-        picked = [run for one in chosen if (run := self._tiled(one)) is not None]
+        picked = [run for one in chosen if one.loop is None and (run := self._tiled(one)) is not None]
+        changed = {}
+        for loop, tiling in self._bodies.items():
+            if inside := [one._replace(loop=None) for one in chosen if one.loop == loop]:
+                eqn = self._program.eqns[loop]
+                changed[id(eqn)] = eqn.replace(params=eqn.params | {"jaxpr": tiling.rewritten(inside)})
         n = len(self._closed.consts)
-        traced = trace(lambda *inputs: self._run(inputs, picked), self._types, self._axes)
+        traced = trace(lambda *inputs: self._run(inputs, picked, changed), self._types, self._axes)
         jaxpr = traced.jaxpr
         constvars = [*jaxpr.invars[:n], *jaxpr.constvars]
         rest = core.Jaxpr(constvars, jaxpr.invars[n:], jaxpr.outvars, jaxpr.eqns, jaxpr.effects, self._debug())
@@ -90,7 +124,7 @@ class Tiling:
     def _debug(self) -> Any:
         return self._closed.jaxpr.debug_info
 
-    def _run(self, inputs: Sequence[Any], picked: Sequence[TiledRegion]) -> Arrays:
+    def _run(self, inputs: Sequence[Any], picked: Sequence[TiledRegion], changed: dict[int, Any]) -> Arrays:
         program = self._program
         env = dict(zip([*program.constvars, *program.invars], [*program.consts, *inputs], strict=True))
         for step in self._in_order(picked):
@@ -99,7 +133,8 @@ class Tiling:
                 outs = step(read(env, region.shared), read(env, [var for var, _ in region.mapped]))
                 env |= zip(region.outs, outs, strict=True)
             else:
-                env |= zip(step.outvars, bind(step, read(env, step.invars)), strict=True)
+                eqn = changed.get(id(step), step)
+                env |= zip(eqn.outvars, bind(eqn, read(env, eqn.invars)), strict=True)
         return read(env, program.outvars)
 
     def _in_order(self, picked: Sequence[TiledRegion]) -> list[Any]:
