@@ -117,6 +117,7 @@ def choose(
     free = {*kept_inputs, *origins.constants, *whole, *masks}
     kept = cheapest(exact, origins.producer, free, candidates.whole_bytes, again_exactly(price))
     free.update(kept)
+    free.update(_between(exact, origins, free))
     again = again_linear(origins) if codecs.reads_gradients else again_rounded(program, origins, free, price)
     encoded: dict[Any, None] = {}
     for var in cheapest(rounded, origins.producer, free, candidates.kept_bytes, again):
@@ -148,6 +149,16 @@ def choose(
         matched=matched,
         refused=list(candidates.refused),
     )
+
+
+def _between(wanted: Iterable[Any], origins: Origins, given: set[Any]) -> set[Any]:
+    """What is computed on the way from `given` to `wanted`: the product that gives queries and keys may give values, too."""
+    walk, found = Walk(wanted), set[Any]()
+    for var in walk:
+        if var not in given and (eqn := origins.producer.get(var)) is not None:
+            found.update(eqn.outvars)
+            walk.add(eqn.invars)
+    return found
 
 
 def _sources(wanted: Iterable[Any], origins: Origins, given: set[Any]) -> set[Any]:
