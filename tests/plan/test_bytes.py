@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from memjax._core.program import costs
 from memjax._core.program.working import peak_bytes
@@ -131,3 +132,25 @@ def test_layers_that_differ_in_the_keys_of_their_dropout_are_solved_once():
         return len(chain(loss, *args)._frontiers)
 
     assert solved(12) == solved(9)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_what_the_last_turns_of_a_loop_keep_is_gone_when_the_others_run_again(reverse):
+    """The first turns make a wide array again, for one that the others keep."""
+
+    def loss(ws, x):
+        factor = lambda x, w: jax.lax.stop_gradient(jnp.tanh(x @ w["up"]) @ w["down"])
+        return jnp.sum(jax.lax.scan(lambda x, w: (jnp.sin(x) * factor(x, w), None), x, ws, reverse=reverse)[0] ** 2)
+
+    ws = {"up": array(LAYERS, WIDTH, 8 * WIDTH), "down": array(LAYERS, 8 * WIDTH, WIDTH)}
+    found = chain(loss, ws, array(ROWS, WIDTH))
+    [at] = [i for i, cut in enumerate(found.cuts) if cut in found.loops]
+    options = found.options(at, at + 1)
+    [moving] = {one.working - one.nbytes - one.parts[0][1].working for one in options if len(one.parts) == 1}
+    both = [one for one in options if len(one.parts) == 2]
+    assert both
+    for option in both:
+        (_, less), (turns, more) = option.parts[::-1] if reverse else option.parts
+        assert less.working > more.working
+        before = option.nbytes - turns * more.nbytes
+        assert option.working == max(before + less.working, option.nbytes + more.working) + moving

@@ -209,6 +209,7 @@ class Chain:
         if self._offload:
             found = with_moves(body, found, self.rates)
         mixed: list[tuple[tuple[int, Option], ...]] = []
+        is_reverse = pair.forward.params["reverse"]
         # XLA:CPU copies what loops in parts stack: more of them takes less memory there, or less takes more.
         if self.rates.kind != "cpu" and 1 < length <= _MOST_TURNS and can_be_split(pair):
             exact = [option for option in found if not option.coded and not option.moved]
@@ -219,11 +220,17 @@ class Chain:
             ]
             for less, more in dict.fromkeys(pairs):
                 mixed += [((turns, less), (length - turns, more)) for turns in range(1, length)]
+        if is_reverse:  # turns are numbered by what is scanned over; those that run first keep less
+            mixed = [parts[::-1] for parts in mixed]
 
         def whole(parts: tuple[tuple[int, Option], ...]) -> Option:
-            kept = crossing + sum(turns * option.nbytes for turns, option in parts)
+            held = peak = crossing
+            # The part that runs last has its turns first in the backward pass, and nothing is kept of it afterwards.
+            for turns, option in reversed(parts) if is_reverse else parts:
+                held += turns * option.nbytes
+                peak = max(peak, held + option.working)
             seconds = sum(turns * option.seconds for turns, option in parts) + (len(parts) - 1) * _SECONDS_TO_SPLIT
-            return Option((), kept, seconds, kept + max(option.working for _, option in parts) + moving, parts)
+            return Option((), held, seconds, peak + moving, parts)
 
         return [whole(parts) for parts in ([((length, option),) for option in found] + mixed)]
 
