@@ -47,8 +47,8 @@ def plan(
       allow: what the plan may do. "recompute": compute again what is not kept; always. "tile": run parts of the program tile by
         tile in both passes, where positions do not mix and something large is made on the way: a language model's head with
         its loss, so that logits never exist as a whole. It does so where no plan fits otherwise, or none is as fast.
-        "offload": move what the loops of `jax.lax.scan` keep to the pinned memory of the host and back, beside what they
-        compute, where that takes less time than computing it again. It is exact. Outside of loops nothing is moved, for it frees
+        "offload": move what the loops of `jax.lax.scan` keep to the pinned memory of the host and back, where no other plan
+        fits, or where that takes less time than computing it again. It is exact. Outside of loops nothing is moved, for it frees
         no memory there, and on CPUs nothing at all; `Plan.notes` says so. It needs JAX 0.11.2: XLA:GPU of JAX 0.11.0 read
         what loops had moved in the wrong order.
         "compress": keep what may be rounded in 8 bits, where that takes less time than computing it again: gradients are no

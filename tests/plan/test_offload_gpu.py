@@ -37,22 +37,25 @@ def largest_difference(found, expected):
 @pytest.mark.parametrize("in_parts", [False, True])
 @pytest.mark.parametrize("rows", [8, 65536])
 def test_gradients_are_those_without(rows, in_parts, reverse):
-    f, args = lambda *args: scanned(*args, reverse), arguments(rows)
-    plan = memjax.plan(f, *args, budget="4GiB")
+    with jax.default_matmul_precision("highest"):  # a plan is of one program, precisions included
+        compare(lambda *args: scanned(*args, reverse), arguments(rows), in_parts)
+
+
+def compare(f, args, in_parts):
+    plan = memjax.plan(f, *args, budget="min")
     moved = networks.on_host(plan)
     if in_parts:
         [i] = [i for i, stretch in enumerate(plan.stretches) if stretch.turns is not None]
         first = plan.stretches[i]._replace(turns=2)
         second = moved.stretches[i]._replace(turns=networks.LAYERS - 2, handed_on=0)
         moved = dataclasses.replace(plan, stretches=(*plan.stretches[:i], first, second, *plan.stretches[i + 1 :]))
-    with jax.default_matmul_precision("highest"):
-        step = lambda plan: jax.jit(jax.value_and_grad(memjax.planned(f, plan=plan)))(*args)
-        assert largest_difference(step(moved), step(plan)) < 1e-5
+    step = lambda plan: jax.jit(jax.value_and_grad(memjax.planned(f, plan=plan)))(*args)
+    assert largest_difference(step(moved), step(plan)) < 1e-5
 
 
 def test_a_plan_that_moves_fits_where_none_did():
     f, args = lambda *args: scanned(*args, False), arguments(1 << 20)
     exact, moved = (memjax.plan(f, *args, budget="min", allow=allow) for allow in (("recompute",), ALLOW))
     assert moved.host_nbytes > 0
-    assert moved.compiled_nbytes < 0.7 * exact.compiled_nbytes
+    assert moved.compiled_nbytes < 0.8 * exact.compiled_nbytes
     assert memjax.plan(f, *args, budget=moved.compiled_nbytes, allow=ALLOW).compiled_nbytes <= moved.compiled_nbytes

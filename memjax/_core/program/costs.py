@@ -55,9 +55,9 @@ class Device(NamedTuple):
     platform: str = "cuda"
 
 
-# H200: measured, but for the link. Others: scaled from that by their data sheets.
+# H200: measured. Others: scaled from that by their data sheets.
 _DEVICES = (
-    Device("H200", 5.5e14, 4.5e14, 4.0e12, 3e-6, 5e10),
+    Device("H200", 5.5e14, 4.5e14, 4.0e12, 3e-6, 6e10),
     Device("H100", 5.2e14, 4.3e14, 2.8e12, 3e-6, 5e10),
     Device("B200", 1.2e15, 9.0e14, 6.5e12, 3e-6, 5e10),
     Device("A100", 2.3e14, 1.7e14, 1.6e12, 4e-6, 2e10),

@@ -207,7 +207,7 @@ class Chain:
         moving = sum(map(array_bytes, segment.entering))
         found = options(body, self.rates, free, self.codes_of_loop(pair), is_loop=True)
         if self._offload:
-            found = with_moves(body, found, self.rates)
+            found = with_moves(found, self.rates)
         mixed: list[tuple[tuple[int, Option], ...]] = []
         is_reverse = pair.forward.params["reverse"]
         # XLA:CPU copies what loops in parts stack: more of them takes less memory there, or less takes more.
