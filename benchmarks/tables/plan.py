@@ -48,6 +48,25 @@ def _planned(row: dict[str, Any]) -> list[str]:
     ]
 
 
+def public(name: str = "plan_public") -> str:
+    """Each built-in policy round a public model's loss beside the plan for as many bytes."""
+    environment, rows = load(name)
+    header = [
+        "model",
+        "built-in policy round the loss",
+        "MiB",
+        "ms",
+        "MiB, `planned`",
+        "ms, `planned`",
+        "ratio of times",
+    ]
+    body = [
+        [f"`{row['model']}`", row["policy"], f"{row['bytes'] / _MIB:,.0f}", f"{row['ms']:.1f}", *_planned(row)]
+        for row in rows
+    ]
+    return table(header, body, [environment], "plan-public")
+
+
 def accuracy(name: str = "plan_accuracy_cpu") -> str:
     """For each model how far predicted bytes were from compiled ones, the median over budgets."""
     environment, rows = load(name)
@@ -130,5 +149,6 @@ def _points(ax: Any, rows: list[dict[str, Any]]) -> None:
 
 TABLES: Tables = {kind: lambda kind=kind: frontier(kind) for kind in KINDS} | {
     "head": head,
+    "public": public,
 }
 TABLES["accuracy"] = accuracy

@@ -17,6 +17,7 @@ from memjax._plan.solve.chain import Choice
 
 _MOST_POINTS = 100
 _AS_FAST = 1.005  # of the time of the fastest plan: then the step without a plan may be faster yet
+_MORE_KERNELS = 1.01  # by as much more the step without a plan may move: it has fewer kernels to start
 _FULL = 0.985  # of the budget: then there is no room for more
 _UNSURE = 1.1  # by as much more or less the compiled bytes of one plan may be off than those of another
 
@@ -151,7 +152,7 @@ class _Plans:
 
 
 def _without_a_plan(program: Known, plans: _Plans, chosen: Try, tries: Sequence[Try], budget: int) -> Plan | None:
-    """The plan that keeps everything, if it fits and its program moves fewer bytes than that of a plan that runs little again.
+    """The plan that keeps everything, if it fits and its program moves no more bytes than that of a plan that runs little again.
 
     Running again what costs little by itself can divide what the compiler would have made one kernel of.
     """
@@ -160,7 +161,7 @@ def _without_a_plan(program: Known, plans: _Plans, chosen: Try, tries: Sequence[
     if planned is None or not is_fastest or planned.nbytes > _FULL * budget:
         return None
     plain = program.step(())
-    if plain is None or plain.nbytes > budget or plain.moved >= planned.moved:
+    if plain is None or plain.nbytes > budget or plain.moved > _MORE_KERNELS * planned.moved:
         return None
     nbytes = plain.nbytes
     plan = _plan(program, plans, chosen, [*tries, Try(len(plans.predicted), nbytes, nbytes, nbytes)], budget)
