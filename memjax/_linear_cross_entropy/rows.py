@@ -87,6 +87,14 @@ def stats(chunk: Chunk, options: Options) -> Stats:
     return Stats(maximum, exponentials.sum(-1), target, mass, label if options.aux else None, moment)
 
 
+def from_sums(maximum: Array, total: Array, plain: Any, moment: Any, label: Array, options: Options) -> Stats:
+    """Statistics for integer labels from a kernel's sums: `plain` is that of z, which only smoothing needs."""
+    target = label
+    if options.label_smoothing:
+        target = (1.0 - options.label_smoothing) * label + options.label_smoothing / options.vocabulary * plain
+    return Stats(maximum, total, target, None, *((label, moment) if options.aux else (None, None)))
+
+
 def merge(a: Stats, b: Stats) -> Stats:
     """Statistics of two disjoint sets of columns."""
     maximum = jnp.maximum(a.max, b.max)

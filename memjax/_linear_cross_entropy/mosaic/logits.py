@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu
 
 from memjax._linear_cross_entropy.mosaic.matmul import Operand, Tile, Tiling, matmul, staging, store
 from memjax._linear_cross_entropy.options import Array, Operands, Options, columns
-from memjax._linear_cross_entropy.rows import Stats
+from memjax._linear_cross_entropy.rows import Stats, from_sums
 
 plgpu: Any = mosaic_gpu  # its interface differs between versions of JAX
 
@@ -92,13 +92,9 @@ def statistics(operands: Operands, options: Options) -> Stats:
 def _merge(by_tile: dict[str, Array], options: Options) -> Stats:
     maximum = by_tile["max"].max(0)
     scale = jnp.exp(by_tile["max"] - jnp.where(maximum == -jnp.inf, 0.0, maximum))
-    label = by_tile["label"].sum(0)
-    target = label
-    if options.label_smoothing:
-        spread = options.label_smoothing / options.vocabulary
-        target = (1.0 - options.label_smoothing) * label + spread * by_tile["plain"].sum(0)
-    aux = (label, (by_tile["moment"] * scale).sum(0)) if options.aux else (None, None)
-    return Stats(maximum, (by_tile["sum"] * scale).sum(0), target, None, *aux)
+    plain = by_tile["plain"].sum(0) if options.label_smoothing else None
+    moment = (by_tile["moment"] * scale).sum(0) if options.aux else None
+    return from_sums(maximum, (by_tile["sum"] * scale).sum(0), plain, moment, by_tile["label"].sum(0), options)
 
 
 def logit_gradient(operands: Operands, lse: Array, scale: Array, start: Any, size: int, options: Options) -> Array:

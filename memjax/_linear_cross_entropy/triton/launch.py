@@ -13,7 +13,7 @@ from jax.custom_batching import sequential_vmap
 
 from memjax._core.arrays import vary, varying_axes
 from memjax._linear_cross_entropy.options import Array, Chunk, Options
-from memjax._linear_cross_entropy.rows import Stats
+from memjax._linear_cross_entropy.rows import Stats, from_sums
 from memjax._linear_cross_entropy.triton import kernels
 
 
@@ -64,19 +64,10 @@ def _row(tokens: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((tokens,), jnp.float32)
 
 
-def _to_stats(sums: Any, options: Options) -> Stats:
-    maximum, total, plain, moment, label = sums
-    target = label
-    if options.label_smoothing:
-        spread = options.label_smoothing / options.vocabulary
-        target = (1.0 - options.label_smoothing) * label + spread * plain
-    return Stats(maximum, total, target, None, *((label, moment) if options.aux else (None, None)))
-
-
 def stats(chunk: Chunk, options: Options) -> Stats:
     products, bias, labels, *_ = chunk
     tokens, width = products.shape
-    sums = _call(
+    maximum, total, plain, moment, label = _call(
         kernels.stats_kernel,
         (products, labels if bias is None else bias, labels),
         [_row(tokens)] * 5,
@@ -88,7 +79,7 @@ def stats(chunk: Chunk, options: Options) -> Stats:
         **_logit_constants(bias, options),
         **_stats_constants(options),
     )
-    return _to_stats(sums, options)
+    return from_sums(maximum, total, plain, moment, label, options)
 
 
 def gradient(chunk: Chunk, lse: Array, mass: Array | None, scale: Array, options: Options) -> Array:
@@ -139,5 +130,4 @@ def stats_and_gradient(chunk: Chunk, scale: Array, options: Options) -> tuple[St
         **_stats_constants(options),
         **_gradient_constants(options),
     )
-    sums = maximum, total, plain.sum(0), moment.sum(0), label
-    return _to_stats(sums, options), d
+    return from_sums(maximum, total, plain.sum(0), moment.sum(0), label, options), d
