@@ -22,15 +22,15 @@ Array = jax.Array
 class Options:
     """Everything about one call that is known when it is traced."""
 
-    axis_name: str | None  # None: one device
     causal: bool
-    layout: str
-    window: int | None
     scale: float
-    softcap: float | None
-    head_chunks: int
     implementation: str
     rows: int  # at most so many rows of products at a time
+    window: int | None = None
+    softcap: float | None = None
+    axis_name: str | None = None  # of the ring; None: one device
+    layout: str = "contiguous"
+    head_chunks: int = 1
 
 
 class Tokens(NamedTuple):

@@ -25,17 +25,8 @@ def causal_attention(
     By cuDNN where the program is compiled for an NVIDIA GPU and cuDNN can; elsewhere for 512 rows of products at a time.
     Saved for the backward pass: q, k, v, the output, and b h t float32.
     """
-    options = Options(
-        axis_name=None,
-        causal=True,
-        layout="contiguous",
-        window=None,
-        scale=q.shape[-1] ** -0.5,
-        softcap=None,
-        head_chunks=1,
-        implementation=implementation(None, q, None, None, None),
-        rows=_ROWS,
-    )
+    kernel = implementation(None, q, None, None, None)
+    options = Options(causal=True, scale=q.shape[-1] ** -0.5, implementation=kernel, rows=_ROWS)
     return _attention(options, *vary((q, k, v), varying_axes(q, k, v)))
 
 
