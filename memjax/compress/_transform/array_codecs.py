@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
@@ -82,9 +83,11 @@ class ArrayCodecs:
     Attributes:
       name: the codec's class, for messages.
       reads_gradients: whether the backward pass looks for what it multiplies into gradients, and calls `collector`.
+      keeps_fine: whether arrays that have to be fine are not encoded.
     """
 
     reads_gradients = False
+    keeps_fine = False
 
     def __init__(self, codec: Any):
         self._codec = codec
@@ -104,11 +107,6 @@ class ArrayCodecs:
         """Bits per value, about, of the code of the largest of some variables."""
         largest = max((var.aval for var in arrays), key=lambda aval: aval.size, default=None)
         return _WHOLE if largest is None else 8 * self.nbytes(largest) / largest.size or _WHOLE
-
-    @property
-    def keeps_fine(self) -> bool:
-        """Whether arrays that have to be fine are not encoded."""
-        return False
 
     def nbytes(self, aval: Any, role: Role | None = None) -> int:
         """Bytes of the code of an array of this type."""
@@ -132,7 +130,9 @@ class ArrayCodecs:
     def with_settings(self, settings: list[Any]) -> ArrayCodecs:
         leaves, tree = jax.tree.flatten(self._codec)
         others = [leaf for leaf in leaves if not _is_setting(leaf)]
-        return type(self)(jax.tree.unflatten(tree, merge(settings, others, [_is_setting(leaf) for leaf in leaves])))
+        changed = copy.copy(self)
+        changed._codec = jax.tree.unflatten(tree, merge(settings, others, [_is_setting(leaf) for leaf in leaves]))
+        return changed
 
     def settings_cotangents(self, statistics: Statistics | None) -> list[Any]:
         """The "gradient" of `settings`: None for each, or statistics in their place."""
@@ -153,16 +153,13 @@ class _ByBits(ArrayCodecs):
     def __init__(self, bits: int):
         super().__init__(PositionQuantized(bits))
         self._bits = bits
+        self.keeps_fine = _FINE * bits > BITS[-1]
 
     def each(self, roles: Sequence[Role]) -> list[Any]:
         return [self._codec_of(role) for role in roles]
 
     def bits(self, arrays: Iterable[Any]) -> float:
         return self._bits
-
-    @property
-    def keeps_fine(self) -> bool:
-        return _FINE * self._bits > BITS[-1]
 
     def nbytes(self, aval: Any, role: Role | None = None) -> int:
         if role is None:
@@ -171,9 +168,6 @@ class _ByBits(ArrayCodecs):
         if key not in self._nbytes:
             self._nbytes[key] = codec.nbytes(aval)
         return self._nbytes[key]
-
-    def with_settings(self, settings: list[Any]) -> ArrayCodecs:
-        return self
 
     def _codec_of(self, role: Role) -> Any:
         if role.by_channel:
@@ -193,9 +187,6 @@ class _StepErrors(_ByBits):
 
     def each(self, roles: Sequence[Role]) -> list[Any]:
         return [ErrorsOf(codec, self._codec.seed, self._codec.scale) for codec in super().each(roles)]
-
-    def with_settings(self, settings: list[Any]) -> ArrayCodecs:
-        return ArrayCodecs.with_settings(self, settings)
 
 
 class _ByArray(_ByBits):
@@ -242,9 +233,6 @@ class _ArrayErrors(_ByBits):
 
     def nbytes(self, aval: Any, role: Role | None = None) -> int:
         return PositionQuantized(self._bits).nbytes(aval) if role is None else super().nbytes(aval, role)
-
-    def with_settings(self, settings: list[Any]) -> ArrayCodecs:
-        return ArrayCodecs.with_settings(self, settings)
 
 
 class _BitsRecorderCodecs(_ByBits):
