@@ -60,18 +60,23 @@ class ErrorsOf(FixedRate):
 
     def encode(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         check_floats(x)
-        check_seed(self.seed)
         _check_scale(self.scale)
         wide = x.astype(jnp.float32)
-        checksum = jnp.sum(jax.lax.bitcast_convert_type(wide, jnp.uint32), dtype=jnp.uint32)
-        key = jax.random.fold_in(jax.random.key(self.seed), checksum)
         steps = self.codec.steps(x) * jnp.asarray(self.scale, jnp.float32)
-        changed = wide + steps * jax.random.uniform(key, x.shape, minval=-0.5, maxval=0.5)
+        changed = wide + steps * uniform_errors(wide, self.seed, 0.5)
         largest = float(jnp.finfo(x.dtype).max)  # what is finite stays so, as in the codes
         return jnp.where(jnp.isfinite(wide), jnp.clip(changed, -largest, largest), changed).astype(x.dtype)
 
     def decode(self, code: Float[Array, "..."]) -> Float[Array, "..."]:
         return code
+
+
+def uniform_errors(x: Float[Array, "..."], seed: Any, largest: float) -> Float[Array, "..."]:
+    """Errors uniform in [-largest, largest] for float32 values, which determine them together with the seed."""
+    check_seed(seed)
+    checksum = jnp.sum(jax.lax.bitcast_convert_type(x, jnp.uint32), dtype=jnp.uint32)
+    key = jax.random.fold_in(jax.random.key(seed), checksum)
+    return jax.random.uniform(key, x.shape, minval=-largest, maxval=largest)
 
 
 def _check_scale(scale: Any) -> None:

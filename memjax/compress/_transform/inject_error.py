@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from memjax._core import check
-from memjax.compress._codecs.codec import FixedRate, bound_of, check_bound, check_seed
+from memjax.compress._codecs.codec import FixedRate, bound_of, check_bound
+from memjax.compress._codecs.step_errors import uniform_errors
 from memjax.compress._transform.compressed import compressed
 
 F = TypeVar("F")
@@ -40,13 +41,10 @@ class UniformError(FixedRate):
 
     def encode(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         check.array("x", x, floating=True)
-        check_seed(self.seed)
         if jnp.ndim(self.bound):
             raise check.fail(ValueError, "bound", "one positive number", self.bound)
         wide = x.astype(jnp.float32)
-        checksum = jnp.sum(jax.lax.bitcast_convert_type(wide, jnp.uint32), dtype=jnp.uint32)
-        key = jax.random.fold_in(jax.random.key(self.seed), checksum)
-        error = bound_of(self.bound) * jax.random.uniform(key, x.shape, minval=-1, maxval=1)
+        error = bound_of(self.bound) * uniform_errors(wide, self.seed, 1)
         return jnp.where((wide == 0) & (not self.zeros), wide, wide + error).astype(x.dtype)
 
     def decode(self, code: Float[Array, "..."]) -> Float[Array, "..."]:
