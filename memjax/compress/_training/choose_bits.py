@@ -16,8 +16,8 @@ from memjax.compress._codecs.step_errors import StepErrors
 from memjax.compress._training.array_bits import error_scale
 
 _ROUNDS = 4  # of choosing and looking at what was chosen
-_MOST_KNOWN = 5  # choices, each of which is a training step to compile
-_WORTH = 0.9  # of the bytes: only then is another training step compiled
+MOST_KNOWN = 5  # choices, each of which is a training step to compile
+WORTH = 0.9  # of the bytes: only then is another training step compiled
 _FRONT = 4096  # choices for the first parts that are looked at
 
 
@@ -87,37 +87,52 @@ def choose_bits(
 
     @jax.jit
     def gradients_at_8_bits(scales: jax.Array) -> list[jax.Array]:
-        return _leaves(gradient([StepErrors(8, seed, scales[i]) for i in range(parts)]))
+        return floats(gradient([StepErrors(8, seed, scales[i]) for i in range(parts)]))
 
     exact = gradients_at_8_bits(jnp.zeros(parts))
-    compared = exact if reference is None else _leaves(reference)
-    if [leaf.shape for leaf in compared] != [leaf.shape for leaf in exact]:
-        wanted = [leaf.shape for leaf in exact]
-        raise check.fail(ValueError, "reference", f"arrays of the shapes {wanted}", [leaf.shape for leaf in compared])
+    compared = compared_with(reference, exact)
     error = lambda gradients: _error(gradients, exact, compared)
     alone = [error(gradients_at_8_bits(jnp.zeros(parts).at[i].set(1))) for i in range(parts)]
 
     def predicted(bits: tuple[int, ...]) -> float:
-        return error(jax.jit(lambda: _leaves(gradient([StepErrors(b, seed) for b in bits])))())
-
-    def chosen(most: float) -> ChosenBits:
-        stricter = 1.0
-        for _ in range(_ROUNDS):
-            bits = fewest_bits([e**2 for e in alone], sizes, (most / stricter) ** 2)
-            found = predicted(bits)
-            if found <= most or set(bits) == {8}:
-                break
-            stricter *= 1.05 * found / most
-        return ChosenBits(bits, found, tuple(alone))
+        return error(jax.jit(lambda: floats(gradient([StepErrors(b, seed) for b in bits])))())
 
     cost = lambda bits: sum(size * b for size, b in zip(sizes, bits, strict=True))
-    finest = (max(rungs),) * parts
-    new = chosen(sigma) if len(known) < _MOST_KNOWN else ChosenBits(finest, predicted(finest), tuple(alone))
+    if len(known) < MOST_KNOWN:
+        fewest = lambda most: fewest_bits([e**2 for e in alone], sizes, most**2)
+        new = ChosenBits(*bits_within(sigma, fewest, predicted), tuple(alone))
+    else:
+        finest = (max(rungs),) * parts
+        new = ChosenBits(finest, predicted(finest), tuple(alone))
     for bits in sorted(set(known), key=cost):
-        is_near = _WORTH * cost(bits) <= cost(new.bits)
+        is_near = WORTH * cost(bits) <= cost(new.bits)
         if is_near and (found := predicted(bits)) <= max(sigma, new.sigma):
             return ChosenBits(bits, found, tuple(alone))
     return new
+
+
+def compared_with(reference: Any, exact: list[jax.Array]) -> list[jax.Array]:
+    """What errors are compared with: the arrays of `reference`, by default those of the exact gradient."""
+    compared = exact if reference is None else floats(reference)
+    if [leaf.shape for leaf in compared] != [leaf.shape for leaf in exact]:
+        wanted = [leaf.shape for leaf in exact]
+        raise check.fail(ValueError, "reference", f"arrays of the shapes {wanted}", [leaf.shape for leaf in compared])
+    return compared
+
+
+def bits_within(
+    sigma: float, fewest: Callable[[float], tuple[int, ...]], predicted: Callable[[tuple[int, ...]], float]
+) -> tuple[tuple[int, ...], float]:
+    """Bits and their predicted error: `fewest(most)`, with `most` made smaller until what is predicted is at most `sigma`."""
+    most, bits = sigma, fewest(sigma)
+    error = predicted(bits)
+    for _ in range(_ROUNDS - 1):
+        if error <= sigma:
+            break
+        most /= 1.05 * error / sigma
+        if (finer := fewest(most)) != bits:
+            bits, error = finer, predicted(finer)
+    return bits, error
 
 
 def fewest_bits(
@@ -163,7 +178,8 @@ def _rungs() -> list[int]:
     return sorted(PLANES.keys() - {5}, reverse=True)  # bits=4 gives 5 where these matter
 
 
-def _leaves(gradients: Any) -> list[jax.Array]:
+def floats(gradients: Any) -> list[jax.Array]:
+    """The floating-point arrays of a pytree, as float32."""
     return [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(gradients) if jnp.issubdtype(leaf.dtype, jnp.floating)]
 
 

@@ -25,11 +25,15 @@ from memjax.compress._training.array_bits import (
     check_sigma,
     error_scale,
 )
-from memjax.compress._training.choose_bits import fewest_bits
+from memjax.compress._training.choose_bits import (
+    MOST_KNOWN,
+    WORTH,
+    bits_within,
+    compared_with,
+    fewest_bits,
+    floats,
+)
 
-_ROUNDS = 4  # of choosing, and looking at what was chosen
-_MOST_KNOWN = 5  # choices, each of which is a training step to compile; there may be one more, finer than they are
-_WORTH = 0.9  # of the bytes: only then is another training step compiled
 _SMALL = 1e-3  # of the size of the gradient's other values: an array of smaller ones is zero but for rounding
 
 
@@ -172,12 +176,7 @@ class BitsController:
             self._found = self._recorded(args)
         count = sum(self._counts)
         exact = self._leaves(jnp.zeros(count), 0, *args)
-        compared = exact if reference is None else _floats(reference)
-        if [leaf.shape for leaf in compared] != [leaf.shape for leaf in exact]:
-            wanted = [leaf.shape for leaf in exact]
-            raise check.fail(
-                ValueError, "reference", f"arrays of the shapes {wanted}", [leaf.shape for leaf in compared]
-            )
+        compared = compared_with(reference, exact)
 
         def square(scales: Iterable[float]) -> float:
             """The mean square of errors that are so many times as large as those of 8 bits."""
@@ -200,23 +199,17 @@ class BitsController:
         sizes, choices = self._sizes, self._choices
         cost = lambda bits: sum(size * b for size, b in zip(sizes, bits, strict=True))
         predicted = lambda bits: square(bits) ** 0.5
-        stricter, found = 1.0, np.inf
-        new: tuple[int, ...] = ()
-        for _ in range(_ROUNDS):
-            new = fewest_bits(alone, sizes, (self._sigma / stricter) ** 2, choices)
-            found = predicted(new)
-            if found <= self._sigma:
-                break
-            stricter *= 1.05 * found / self._sigma
+        fewest = lambda most: fewest_bits(alone, sizes, most**2, choices)
+        new, found = bits_within(self._sigma, fewest, predicted)
         own = [bits for bits in dict.fromkeys(known) if len(bits) == len(sizes)]
         errors = {bits: predicted(bits) for bits in own}
         for bits in sorted(own, key=cost):
-            if errors[bits] <= max(self._sigma, found) and _WORTH * cost(bits) <= cost(new):
+            if errors[bits] <= max(self._sigma, found) and WORTH * cost(bits) <= cost(new):
                 return bits, errors[bits]
-        if len(own) == _MOST_KNOWN:
+        if len(own) == MOST_KNOWN:  # one more, finer than they are
             new = tuple(max(bits) for bits in zip(new, *own, strict=True))
             found = predicted(new)
-        elif len(own) > _MOST_KNOWN:
+        elif len(own) > MOST_KNOWN:
             met = [bits for bits in own if errors[bits] <= self._sigma]
             new = min(met, key=cost) if met else min(own, key=lambda bits: errors[bits])
             found = errors[new]
@@ -250,7 +243,7 @@ class BitsController:
         """The gradient's arrays, with random errors in each encoded array."""
         ends = np.cumsum(self._counts).tolist()
         parts = [scales[end - count : end] for count, end in zip(self._counts, ends, strict=True)]
-        return _floats(self._gradient([ArrayErrors(part, seed, self._base) for part in parts], *args))
+        return floats(self._gradient([ArrayErrors(part, seed, self._base) for part in parts], *args))
 
 
 @jax.jit
@@ -262,7 +255,3 @@ def _mean_square(changed: list[jax.Array], exact: list[jax.Array], compared: lis
     norms = jnp.maximum(norms, sizes * (_SMALL**2 * jnp.sum(norms) / jnp.sum(sizes)))
     counted = (power(exact) != 0).astype(jnp.float32)
     return jnp.sum(jnp.where(counted > 0, errors / jnp.maximum(norms, 1e-30), 0)) / jnp.maximum(jnp.sum(counted), 1)
-
-
-def _floats(tree: Any) -> list[jax.Array]:
-    return [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
