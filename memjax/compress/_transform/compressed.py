@@ -101,7 +101,7 @@ def compressed(
         with a bound for each array that training adapts. None: one that suits each array, as above.
       bits: bits per value without a codec: 8, 6, 4 or 3; 8 if left out. What convolutions and batch norms read has 8 or 4. Or
         bits for each array: what `memjax.compress.fit_bits` found.
-      sigma: in place of bits: by how much gradients may be off, such as 0.01. See below.
+      sigma: in place of bits: by how much gradients may be off, such as 0.01, as above.
       where: what to encode; None: everything above. "conv": what convolutions read, to which Jin et al. confine themselves.
         A pattern (`fnmatch`) for paths of submodules or parts of them, "encoder/*" or "Conv_*", or a predicate
         `where(path, x)`. For functions and Linen modules paths are `jax.named_scope`s in which an array is read (or made,
