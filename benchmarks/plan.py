@@ -61,6 +61,8 @@ class Config:
     """Some of the policies by name; all where none is named."""
     workers: int = 1
     """Policies that are planned and compiled at a time. With more than one, planning is not timed."""
+    runs: int | None = None
+    """Timed runs of each step; ten of the short ones and three of the long ones where this is not said."""
     tiny: bool = False
     """A small stack and two policies, on a CPU."""
 
@@ -224,7 +226,7 @@ def table(shape: Shape, kind: str, config: Config) -> None:
 def main(config: Config) -> None:
     shapes = TINY if config.tiny else [shape for shape in SHAPES if shape.tokens in config.tokens]
     for shape, kind in itertools.product(shapes, config.kinds):
-        table(shape, kind, config)
+        table(shape if config.runs is None else dataclasses.replace(shape, runs=config.runs), kind, config)
 
 
 if __name__ == "__main__":
