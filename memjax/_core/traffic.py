@@ -55,7 +55,8 @@ def _of_kernel(module: Module, computation: Computation, instruction: Instructio
         operands = [there[name] for name in instruction.operands if name in there]
         body = Computation("", {one.name: dataclasses.replace(one, operands=[]) for one in operands})
         body.instructions[instruction.name] = instruction
-        return sum(_read(body, name) for name in dict.fromkeys(instruction.operands)) + _written(body, instruction)
+        written = _written(body, instruction) - _scratch(computation, instruction)
+        return sum(_read(body, name) for name in dict.fromkeys(instruction.operands)) + written
     body = module.computations[called]
     parameters = [name for name, one in body.instructions.items() if one.opcode == "parameter"]
     return sum(_read(body, name) for name in parameters) + _written(body, body.instructions[body.root])
@@ -86,6 +87,18 @@ def _written(body: Computation, root: Instruction) -> int:
         update = body.instructions.get(root.operands[-1 if root.opcode == "scatter" else 1])
         return sum(array.nbytes for array in update.arrays) if update else 0
     return sum(array.nbytes for array in root.arrays)
+
+
+def _scratch(computation: Computation, instruction: Instruction) -> int:
+    """Bytes of the results of a library's call that nothing reads: room to work in, whose size says nothing of its use."""
+    if instruction.opcode != "custom-call" or instruction.parts is None or computation.root == instruction.name:
+        return 0
+    readers = [one for one in computation.instructions.values() if instruction.name in one.operands]
+    if any(one.opcode != "get-tuple-element" for one in readers):
+        return 0
+    arrays, numbers = iter(instruction.arrays), {one.number for one in readers}
+    sizes = [sum(next(arrays).nbytes for _ in range(count)) for count in instruction.parts]
+    return sum(nbytes for number, nbytes in enumerate(sizes) if number not in numbers)
 
 
 def _readers(body: Computation, name: str) -> list[Instruction]:
