@@ -12,8 +12,7 @@ from memjax._core.compat import names_an_axis
 from memjax._core.lists import pick
 from memjax._core.traffic import moved_bytes
 from memjax._measure import remat_compiler_options
-from memjax._plan.derivative import Derivative
-from memjax._plan.run import Run
+from memjax._plan.run import KeepAll, Run
 from memjax.remat._chain.compiled_bytes import compile_alone, temporary
 
 
@@ -29,14 +28,15 @@ class Compiled(NamedTuple):
     moved: int
 
 
-def compiled_step(derivative: Derivative, run: Run, types: Sequence[Any], shardings: Sequence[Any]) -> Compiled | None:
+def compiled_step(run: Run | KeepAll, types: Sequence[Any], shardings: Sequence[Any]) -> Compiled | None:
     """Value and gradient, compiled; None where they are no program of their own.
 
     Args:
-      derivative, run: of the function.
+      run: the two passes.
       types: of its inputs.
       shardings: of its inputs, None where it is not known.
     """
+    derivative = run.derivative
     out_types = [atom.aval for atom in derivative.outputs]
     scalar = [aval.shape == () for aval in pick(out_types, derivative.outs)]
 

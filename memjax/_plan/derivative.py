@@ -41,20 +41,15 @@ class Derivative:
         self, closed: Any, types: Sequence[Any], wrt: Sequence[bool], outs: Sequence[bool], axes: dict[str, int]
     ):
         self.wrt, self.outs = tuple(wrt), tuple(outs)
-        primal, n_consts = without_checkpoints(closed), len(closed.consts)
+        primal, self._n_consts = without_checkpoints(closed), len(closed.consts)
+        self._jaxpr, self._consts_of_calls = primal.jaxpr, primal.consts[self._n_consts :]  # the others are inputs
         trees = []
 
         def with_residuals(*inputs: Any) -> Arrays:
-            def chosen_outputs(chosen: Arrays) -> tuple[Arrays, Arrays]:
-                full = merge(chosen, drop(inputs, wrt), wrt)
-                consts = [*full[:n_consts], *primal.consts[n_consts:]]  # those of calls come last
-                every = eval_jaxpr(primal.jaxpr, consts, full[n_consts:])
-                return pick(every, outs), drop(every, outs)
-
-            wanted, pullback, others = jax.vjp(chosen_outputs, pick(inputs, wrt), has_aux=True)
+            outputs, pullback = self.vjp(inputs)
             residuals, tree = jax.tree.flatten(pullback)
             trees.append(tree)
-            return [*merge(wanted, others, outs), *residuals]
+            return [*outputs, *residuals]
 
         self.forward = calls_in_place(trace(with_residuals, types, axes), differentiable=False)
         n = len(closed.out_avals)
@@ -66,6 +61,17 @@ class Derivative:
         backward = without_dead_equations(calls_in_place(traced, differentiable=False))
         backward = renamed(backward, dict(zip(backward.invars, residuals, strict=False)))
         self.backward = with_copies(backward, {out for eqn in self.forward.eqns for out in eqn.outvars}, axes)
+
+    def vjp(self, inputs: Sequence[Any]) -> tuple[Arrays, Any]:
+        """The outputs and the pullback of those in `outs`, as JAX makes them: with all that the backward pass reads kept."""
+
+        def chosen_outputs(chosen: Arrays) -> tuple[Arrays, Arrays]:
+            full, n = merge(chosen, drop(inputs, self.wrt), self.wrt), self._n_consts
+            every = eval_jaxpr(self._jaxpr, [*full[:n], *self._consts_of_calls], full[n:])
+            return pick(every, self.outs), drop(every, self.outs)
+
+        wanted, pullback, others = jax.vjp(chosen_outputs, pick(inputs, self.wrt), has_aux=True)
+        return merge(wanted, others, self.outs), pullback
 
 
 def with_copies(backward: Program, made: set[Any], axes: dict[str, int]) -> Program:

@@ -23,7 +23,7 @@ from memjax._plan.compiled import device_of
 from memjax._plan.flat import Traced, sharding_of
 from memjax._plan.free import free_bytes
 from memjax._plan.result import Plan
-from memjax._plan.run import Run
+from memjax._plan.run import KeepAll, Run, run
 from memjax._plan.solve.chain import Chain
 from memjax._plan.tile.choose import Program, choose
 
@@ -56,7 +56,7 @@ def differentiable(
     made = [is_literal(var) or var not in position for var in closed.jaxpr.outvars]
 
     @jax.custom_vjp
-    def run(inputs):
+    def outputs(inputs):
         return pick(eval_jaxpr(closed.jaxpr, inputs[:n], inputs[n:]), made)
 
     def forward(inputs):
@@ -82,8 +82,8 @@ def differentiable(
             found = _whole_backward(closed, made, values, wrt.value, cotangents)
         return (merge(found, [None] * (len(wrt.value) - len(found)), wrt.value),)
 
-    run.defvjp(forward, backward, symbolic_zeros=True)
-    outs = iter(refusing_forward_mode(run, _FORWARD_MODE)(inputs))
+    outputs.defvjp(forward, backward, symbolic_zeros=True)
+    outs = iter(refusing_forward_mode(outputs, _FORWARD_MODE)(inputs))
     return [next(outs) if mine else inputs[position[var]] for var, mine in zip(closed.jaxpr.outvars, made, strict=True)]
 
 
@@ -95,7 +95,7 @@ def _acting(
     plan: Plan | None,
     known: dict[Any, Plan],
     allow: Sequence[str],
-) -> Run:
+) -> Run | KeepAll:
     """The two passes of the program under a plan."""
     if plan is None:
         key = digest(program.derivative()), tuple(map(str, shardings))
@@ -114,7 +114,7 @@ def _acting(
         )
     in_codes = any(kept.bits is not None for stretch in plan.stretches for kept in stretch.kept)
     chain = Chain(derivative, costs.device(device_of(shardings)), compress=in_codes, solved=False)
-    return Run(derivative, pieces(chain, plan.stretches), plan.platform if plan.in_steps else None)
+    return run(derivative, pieces(chain, plan.stretches), plan.platform if plan.in_steps else None)
 
 
 def _whole_backward(

@@ -2,7 +2,7 @@
 
 Before a stretch has its turn, what it reads passes a barrier together with the cotangents that have arrived, so that the compiler
 cannot compute it earlier, nor find that it has been computed already and keep that instead. A plan without stretches keeps all
-that the backward pass reads: the two passes as JAX makes them, with no barrier.
+that the backward pass reads: the two passes are those that JAX makes, so that the step is the program it is without a plan.
 """
 
 from __future__ import annotations
@@ -48,12 +48,32 @@ class Piece(NamedTuple):
 
 
 @jax.tree_util.register_static
+class KeepAll:
+    """The two passes of a derivative as JAX makes them.
+
+    Attributes:
+      derivative: of the program.
+    """
+
+    def __init__(self, derivative: Derivative):
+        self.derivative = derivative
+
+    def forward(self, inputs: Sequence[Any]) -> tuple[Arrays, Any]:
+        """(outputs, pullback)."""
+        return self.derivative.vjp(inputs)
+
+    def backward(self, inputs: Sequence[Any], kept: Any, cotangents: Sequence[Any]) -> Arrays:
+        """The cotangents of the inputs that are differentiated."""
+        return jax.tree.leaves(kept(cotangents))
+
+
+@jax.tree_util.register_static
 class Run:
     """The two passes of a derivative under a plan.
 
     Args:
       derivative: of the program.
-      pieces: in the order of the forward pass; none: all is kept.
+      pieces: in the order of the forward pass.
       in_steps_on: the platform for which the turns of the backward pass run in steps; None: the compiler has its way.
 
     Attributes:
@@ -70,8 +90,6 @@ class Run:
         self._loops = loops
         self._mirrors = {id(loop.pair.backward): loop for loop in loops.values()}
         forward_vars = {out for eqn in program.eqns for out in eqn.outvars} | self._inputs
-        is_plain = not pieces
-        pieces = pieces or [Piece(backward.eqns, tuple(forward_vars))]
         known = {var for piece in pieces for var in piece.kept} | self._inputs
         reads: list[Any] = variables(backward.outvars)
         # (equations to run again, equations of the backward pass, codes, both kinds of equations in steps)
@@ -92,7 +110,7 @@ class Run:
             reads += here
         self.kept = [var for var in dict.fromkeys(reads) if var in known and var not in self._inputs]
         fusible = {out for eqn in program.eqns if is_fusible(eqn) for out in eqn.outvars}
-        self._fusible = set() if is_plain else fusible.intersection(self.kept)
+        self._fusible = fusible.intersection(self.kept)
         stacked = {var for loop in loops.values() for var in loop.replaced}
         acting = [eqn for eqn in program.eqns if eqn.effects]
         self._encoded = {code.of: code.codec for code in self.coded}
@@ -184,3 +202,8 @@ class _Both(dict):
 
     def __getitem__(self, var: Any) -> Any:
         return self._first[var] if var in self._first else self._second[var]
+
+
+def run(derivative: Derivative, pieces: Sequence[Piece], in_steps_on: str | None = None) -> Run | KeepAll:
+    """The two passes, by what a plan's pieces keep; with no pieces, all is kept."""
+    return Run(derivative, pieces, in_steps_on) if pieces else KeepAll(derivative)

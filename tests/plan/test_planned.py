@@ -13,7 +13,18 @@ from flax import nnx
 
 import memjax
 from memjax._attention.causal import causal_attention
-from tests.plan.networks import LAYERS, inputs, layer, parameters, scanned_loss, stacked, unrolled_loss
+from tests.plan.networks import (
+    LAYERS,
+    images,
+    inputs,
+    layer,
+    parameters,
+    resnet_loss,
+    resnet_parameters,
+    scanned_loss,
+    stacked,
+    unrolled_loss,
+)
 
 pytestmark = pytest.mark.usefixtures("x64")
 close = functools.partial(chex.assert_trees_all_close, rtol=1e-10, atol=1e-12)
@@ -286,3 +297,20 @@ def test_turns_of_a_scan_that_keep_different_things(reverse, turns):
         "optimization_barrier"
     )
     assert count(plan) - count(little) == (turns == 1)
+
+
+@pytest.mark.parametrize("network", ["unrolled", "scanned", "resnet"])
+def test_a_plan_that_keeps_all_is_the_program_without_a_plan(network):
+    """To the instruction, so that it takes the same bytes, where XLA breaks ties by names and by order as well."""
+    losses = {"unrolled": unrolled_loss, "scanned": scanned_loss, "resnet": resnet_loss}
+    f, args = losses[network], (resnet_parameters(), images())
+    if network != "resnet":
+        params = parameters()
+        args = (params if network == "unrolled" else stacked(params), inputs())
+    plan = dataclasses.replace(memjax.plan(f, *args, budget=10**9), stretches=())
+
+    def instructions(loss):
+        text = jax.jit(jax.value_and_grad(loss)).lower(*args).as_text()
+        return [line.split(" = ")[-1].split()[0] for line in text.splitlines() if " = " in line]
+
+    assert instructions(memjax.planned(f, plan=plan)) == instructions(f)

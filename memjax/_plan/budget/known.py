@@ -13,7 +13,7 @@ from memjax._plan.budget.pieces import pieces
 from memjax._plan.compiled import Compiled, compiled_step, device_of, platform_of
 from memjax._plan.derivative import Derivative
 from memjax._plan.result import Stretch
-from memjax._plan.run import Run
+from memjax._plan.run import run
 from memjax._plan.solve.chain import Chain
 
 _MOST_PROGRAMS = 16
@@ -54,8 +54,8 @@ class Known:
         key = (in_steps, *((one.start, one.stop, one.turns, one.kept) for one in stretches))
         if key not in self.compiled:
             platform = self.chain.rates.platform if in_steps else None
-            run = Run(self.chain.derivative, pieces(self.chain, stretches), platform)
-            self.compiled[key] = compiled_step(self.chain.derivative, run, self._types, self._shardings)
+            acting = run(self.chain.derivative, pieces(self.chain, stretches), platform)
+            self.compiled[key] = compiled_step(acting, self._types, self._shardings)
         return self.compiled[key]
 
 
