@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from memjax._core.compat import names_an_axis
 from memjax._core.lists import pick
-from memjax._core.traffic import moved_bytes
 from memjax._measure import remat_compiler_options
 from memjax._plan.run import KeepAll, Run
 from memjax.remat._chain.compiled_bytes import compile_alone, temporary
 
 
-class Compiled(NamedTuple):
-    """What the compiler made of a step.
-
-    Attributes:
-      nbytes: temporary bytes, per device.
-      moved: bytes that its kernels read and write.
-    """
-
-    nbytes: int
-    moved: int
-
-
-def compiled_step(run: Run | KeepAll, types: Sequence[Any], shardings: Sequence[Any]) -> Compiled | None:
-    """Value and gradient, compiled; None where they are no program of their own.
+def compiled_bytes(run: Run | KeepAll, types: Sequence[Any], shardings: Sequence[Any]) -> int | None:
+    """Temporary bytes of value and gradient, per device; None where they are no program of their own.
 
     Args:
       run: the two passes.
@@ -51,7 +38,7 @@ def compiled_step(run: Run | KeepAll, types: Sequence[Any], shardings: Sequence[
     manual = any(jax.sharding.AxisType.Manual in aval.sharding.mesh.axis_types for aval in types)
     if manual or any(names_an_axis(effect) for eqn in derivative.forward.eqns for effect in eqn.effects):
         program = compile_alone(jax.make_jaxpr(step)(list(types), others))
-        return None if program is None else _compiled(program)
+        return None if program is None else temporary(program)
     explicit = [aval for aval in types if jax.sharding.AxisType.Explicit in aval.sharding.mesh.axis_types]
     if explicit and any(sharding is None for sharding in shardings):
         return None
@@ -64,11 +51,7 @@ def compiled_step(run: Run | KeepAll, types: Sequence[Any], shardings: Sequence[
         options |= remat_compiler_options("cpu")
         options["xla_backend_optimization_level"] = 0  # machine code is made after memory has been assigned
     lowered = jax.jit(step).trace(inputs, others).lower(lowering_platforms=(platform,))
-    return _compiled(lowered.compile(compiler_options=options))
-
-
-def _compiled(program: Any) -> Compiled:
-    return Compiled(temporary(program), moved_bytes(program.as_text() or ""))
+    return temporary(lowered.compile(compiler_options=options))
 
 
 def device_of(shardings: Sequence[Any]) -> Any:

@@ -10,15 +10,13 @@ from memjax._plan.budget.known import Allowed, Known, known
 from memjax._plan.budget.search import search, told_apart
 from memjax._plan.budget.stretches import stretches
 from memjax._plan.budget.too_little import too_little, what_moving_saves
-from memjax._plan.compiled import Compiled, device_of
+from memjax._plan.compiled import device_of
 from memjax._plan.derivative import Derivative, loop_pairs
 from memjax._plan.result import Plan, Point, Try
 from memjax._plan.solve.chain import Choice
 
 _MOST_POINTS = 100
-_AS_FAST = 1.005  # of the time of the fastest plan: then the step without a plan may be faster yet
-_MORE_KERNELS = 1.01  # by as much more the step without a plan may move: it has fewer kernels to start
-_FULL = 0.985  # of the budget: then there is no room for more
+_AS_FAST = 1.005  # of the predicted time of the step without a plan: then that step is the faster one
 _UNSURE = 1.1  # by as much more or less the compiled bytes of one plan may be off than those of another
 
 
@@ -137,12 +135,8 @@ class _Plans:
 
     def compiled(self, number: int) -> int:
         """Its compiled bytes, or the predicted ones where there is nothing to compile."""
-        step = self.step(number)
-        return self.predicted[number] if step is None else step.nbytes
-
-    def step(self, number: int) -> Compiled | None:
-        """It, compiled."""
-        return self._program.step(stretches(self._program.chain, self.choices(number)), self.in_steps)
+        nbytes = self._program.step_bytes(stretches(self._program.chain, self.choices(number)), self.in_steps)
+        return self.predicted[number] if nbytes is None else nbytes
 
     def least(self) -> list[Try]:
         """The first two, compiled: first the one that takes less memory, or of equals the faster one."""
@@ -152,18 +146,16 @@ class _Plans:
 
 
 def _without_a_plan(program: Known, plans: _Plans, chosen: Try, tries: Sequence[Try], budget: int) -> Plan | None:
-    """The plan that keeps everything, if it fits and its program moves no more bytes than that of a plan that runs little again.
+    """The plan that keeps everything, if it fits and the one chosen is predicted to be as slow.
 
-    Running again what costs little by itself can divide what the compiler would have made one kernel of.
+    Running again what costs little by itself can divide what the compiler would have made one kernel of, and no model of time
+    here knows it: where there is room, nothing is run again.
     """
-    planned = plans.step(chosen.number)
-    is_fastest = plans.seconds[chosen.number] <= _AS_FAST * plans.seconds[-1]
-    if planned is None or not is_fastest or planned.nbytes > _FULL * budget:
+    if plans.seconds[chosen.number] > _AS_FAST * plans.seconds[-1]:
         return None
-    plain = program.step(())
-    if plain is None or plain.nbytes > budget or plain.moved > _MORE_KERNELS * planned.moved:
+    nbytes = program.step_bytes(())
+    if nbytes is None or nbytes > budget:
         return None
-    nbytes = plain.nbytes
     plan = _plan(program, plans, chosen, [*tries, Try(len(plans.predicted), nbytes, nbytes, nbytes)], budget)
     seconds = plan.plain_seconds
     return dataclasses.replace(
@@ -181,7 +173,7 @@ def _plan(program: Known, plans: _Plans, chosen: Try, tries: Sequence[Try], budg
         budget=budget,
         nbytes=chosen.compiled,
         first_nbytes=chosen.predicted,
-        compiled_nbytes=None if (step := program.step(found, plans.in_steps)) is None else step.nbytes,
+        compiled_nbytes=program.step_bytes(found, plans.in_steps),
         seconds=plans.seconds[chosen.number],
         plain_seconds=plans.seconds[-1],
         stretches=found,

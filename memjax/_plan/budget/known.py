@@ -10,7 +10,7 @@ import jax
 from memjax._core.program import costs
 from memjax._plan.budget.digest import digest
 from memjax._plan.budget.pieces import pieces
-from memjax._plan.compiled import Compiled, compiled_step, device_of, platform_of
+from memjax._plan.compiled import compiled_bytes, device_of, platform_of
 from memjax._plan.derivative import Derivative
 from memjax._plan.result import Stretch
 from memjax._plan.run import run
@@ -32,7 +32,7 @@ class Known:
     Attributes:
       chain: it as a chain, solved.
       digest: of it.
-      compiled: steps by what the plan keeps, shared by the chains for all that may be allowed.
+      compiled: bytes of steps by what the plan keeps, shared by the chains for all that may be allowed.
     """
 
     def __init__(
@@ -42,20 +42,20 @@ class Known:
         shardings: Sequence[Any],
         allowed: Allowed,
         digest: str,
-        compiled: dict[Any, Compiled | None],
+        compiled: dict[Any, int | None],
     ):
         self.chain = Chain(derivative, costs.device(device_of(shardings)), **allowed._asdict())
         self.digest = digest
         self._types, self._shardings = types, shardings
         self.compiled = compiled
 
-    def step(self, stretches: tuple[Stretch, ...], in_steps: bool = False) -> Compiled | None:
-        """The step under a plan, compiled; None where it is no program of its own."""
+    def step_bytes(self, stretches: tuple[Stretch, ...], in_steps: bool = False) -> int | None:
+        """Temporary bytes of the step under a plan, compiled; None where it is no program of its own."""
         key = (in_steps, *((one.start, one.stop, one.turns, one.kept) for one in stretches))
         if key not in self.compiled:
             platform = self.chain.rates.platform if in_steps else None
             acting = run(self.chain.derivative, pieces(self.chain, stretches), platform)
-            self.compiled[key] = compiled_step(acting, self._types, self._shardings)
+            self.compiled[key] = compiled_bytes(acting, self._types, self._shardings)
         return self.compiled[key]
 
 
