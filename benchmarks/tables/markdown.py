@@ -9,10 +9,10 @@ from benchmarks.record import RESULTS
 Tables = dict[str, Callable[[], str]]
 
 
-def load(name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The environment and the rows of a file of results, without those that failed."""
+def load(name: str, failed: bool = False) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The environment and the rows of a file of results, without those that failed unless `failed` is set."""
     data = json.loads((RESULTS / f"{name}.json").read_text())
-    return data["environment"], [row for row in data["rows"] if "error" not in row]
+    return data["environment"], [row for row in data["rows"] if failed or "error" not in row]
 
 
 def table(header: list[str], rows: list[list[str]], sources: list[dict[str, Any]], note: str) -> str:

@@ -23,19 +23,19 @@ KINDS = {"unrolled": "in a loop of Python", "scanned": "in `jax.lax.scan`"}
 
 def frontier(kind: str, name: str | None = None) -> str:
     """Each policy by hand beside the plan for as many bytes."""
-    environment, rows = load(name or f"plan_{kind}_16384")
+    environment, rows = load(name or f"plan_{kind}_16384", failed=True)
     body = [
         [
             row["policy"],
             f"{row['bytes'] / _MIB:,.0f}",
-            f"{row['ms']:.1f}",
+            f"{row['ms']:,.1f}",
             *_planned(row),
         ]
         for row in sorted(rows, key=lambda row: row["bytes"])
         if row["policy"] is not None
     ]
     header = ["kept by `jax.checkpoint`", "MiB", "ms", "MiB, `planned`", "ms, `planned`", "ratio of times"]
-    return table(header, body, [environment], f"plan-{name or kind}".replace("_", "-"))
+    return table(header, body, [environment], (name or f"plan-{kind}").replace("_", "-"))
 
 
 def _planned(row: dict[str, Any]) -> list[str]:
@@ -43,14 +43,14 @@ def _planned(row: dict[str, Any]) -> list[str]:
         return ["refused", "", ""]
     return [
         f"{row['planned_bytes'] / _MIB:,.0f}",
-        f"{row['planned_ms']:.1f}",
+        f"{row['planned_ms']:,.1f}",
         f"{row['planned_ms'] / row['ms']:.3f}",
     ]
 
 
 def public(name: str = "plan_public") -> str:
     """Each built-in policy round a public model's loss beside the plan for as many bytes."""
-    environment, rows = load(name)
+    environment, rows = load(name, failed=True)
     header = [
         "model",
         "built-in policy round the loss",
@@ -148,6 +148,7 @@ def _points(ax: Any, rows: list[dict[str, Any]]) -> None:
 
 
 TABLES: Tables = {kind: lambda kind=kind: frontier(kind) for kind in KINDS} | {
+    "long": lambda: frontier("unrolled", "plan_unrolled_131072"),
     "head": head,
     "public": public,
 }
