@@ -17,6 +17,9 @@ from memjax._plan.solve.chain import Choice
 
 _MOST_POINTS = 100
 _AS_FAST = 1.005  # of the predicted time of the step without a plan: then that step is the faster one
+_AS_PREDICTED = (
+    1.05  # of the predicted bytes: a plan that takes more may take less in steps, which leaves room for a faster one
+)
 _UNSURE = 1.1  # by as much more or less the compiled bytes of one plan may be off than those of another
 
 
@@ -84,7 +87,11 @@ def _can_be_faster(other: Known, found: Plan | str, budget: int | str) -> bool:
 
 
 def _decide(program: Known, budget: int | str) -> Plan | str:
-    """The plan, or why there is none. Where none fits otherwise, the backward pass runs in steps."""
+    """The plan, or why there is none.
+
+    Where none fits otherwise, or the compiler takes more than was predicted, the backward pass runs in steps: then what is alive
+    at a time is what the model says, whichever kernels the compiler chooses.
+    """
     ways = [_Plans(program, in_steps) for in_steps in (False, True)]
     if budget == "min":
         found = [(plans, plans.least()) for plans in ways]
@@ -92,20 +99,24 @@ def _decide(program: Known, budget: int | str) -> Plan | str:
         return _plan(program, plans, tries[0], tries, tries[0].compiled)
     assert isinstance(budget, int)
     fewest: list[int] = []
+    fitted: list[tuple[_Plans, Try, list[Try]]] = []
     for plans in ways:
-        if plans.in_steps and (least := plans.least()[0].compiled) > budget:
+        if not fitted and plans.in_steps and (least := plans.least()[0].compiled) > budget:
             fewest.append(least)
             break
         tries = search(plans.predicted, plans.seconds, budget, plans.compiled)
         if all(one.compiled > budget for one in tries):
             tries += [one for one in plans.least() if one.number not in {other.number for other in tries}]
-        fitting = [one for one in tries if one.compiled <= budget]
-        if fitting:
-            chosen = max(fitting)
-            without = _without_a_plan(program, plans, chosen, tries, budget)
-            return without or _plan(program, plans, chosen, tries, budget)
         fewest += [one.compiled for one in tries]
-    return too_little(program.chain, budget, min(fewest))
+        if fitting := [one for one in tries if one.compiled <= budget]:
+            chosen = max(fitting)
+            fitted.append((plans, chosen, tries))
+            if chosen.compiled <= _AS_PREDICTED * chosen.predicted:
+                break
+    if not fitted:
+        return too_little(program.chain, budget, min(fewest))
+    plans, chosen, tries = min(fitted, key=lambda one: one[0].seconds[one[1].number])  # of equals the first
+    return _without_a_plan(program, plans, chosen, tries, budget) or _plan(program, plans, chosen, tries, budget)
 
 
 class _Plans:
