@@ -5,8 +5,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-import memjax
-
 LAYERS, WIDTH, HIDDEN, ROWS = 5, 32, 128, 256
 
 
@@ -73,10 +71,3 @@ def on_host(plan):
     """The plan with all that its loops keep on the host."""
     kept = lambda stretch: tuple(one._replace(on_host=stretch.turns is not None) for one in stretch.kept)
     return dataclasses.replace(plan, stretches=tuple(one._replace(kept=kept(one)) for one in plan.stretches))
-
-
-def keeps_much(f, *args, **kwargs):
-    """The plan of the most bytes that runs anything again."""
-    plain = memjax.plan(f, *args, budget="1GiB", **kwargs)
-    assert plain.stretches == ()
-    return memjax.plan(f, *args, budget=plain.nbytes - 1, **kwargs)

@@ -1,7 +1,6 @@
 """Plans that move what loops keep to the host: the same gradients, fewer bytes on the device, and the time of the link."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -78,12 +77,11 @@ def test_a_turn_waits_for_what_the_link_takes_longer_for():
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("planned_for", ["least", "much"])
+@pytest.mark.parametrize("budget", ["min", "1GiB"])
 @pytest.mark.parametrize("transformation", ["jit", "eager", "vmap"])
-def test_gradients(planned_for, transformation):
+def test_gradients(budget, transformation):
     params, x = networks.stacked(networks.parameters()), networks.inputs()
-    make = {"least": functools.partial(memjax.plan, budget="min"), "much": networks.keeps_much}[planned_for]
-    plan = networks.on_host(make(networks.scanned_loss, params, x))
+    plan = networks.on_host(memjax.plan(networks.scanned_loss, params, x, budget=budget))
     assert plan.host_nbytes > 0
     assert "on the host" in str(plan)
     assert memjax.Plan.from_json(plan.to_json()) == plan
@@ -101,7 +99,7 @@ def test_gradients(planned_for, transformation):
 def test_parts_of_a_loop_that_keep_differently():
     """Of the first turns nothing lies on the host, of the others what was kept of them."""
     params, x = networks.stacked(networks.parameters()), networks.inputs()
-    plan = networks.keeps_much(networks.scanned_loss, params, x)
+    plan = memjax.plan(networks.scanned_loss, params, x, budget="1GiB")
     [i] = [i for i, stretch in enumerate(plan.stretches) if stretch.turns is not None]
     turns = plan.stretches[i].turns
     first = plan.stretches[i]._replace(turns=1)

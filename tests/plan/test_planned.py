@@ -17,7 +17,6 @@ from tests.plan.networks import (
     LAYERS,
     images,
     inputs,
-    keeps_much,
     layer,
     parameters,
     resnet_loss,
@@ -282,7 +281,7 @@ def test_turns_of_a_scan_that_keep_different_things(reverse, turns):
         return jnp.mean(x**2) + jnp.sum(sums * jnp.arange(LAYERS, dtype=x.dtype)[:, None])
 
     args = stacked(parameters()), inputs()
-    little, much = memjax.plan(loss, *args, budget="min"), keeps_much(loss, *args)
+    little, much = (memjax.plan(loss, *args, budget=budget) for budget in ("min", "1GiB"))
     [i] = [i for i, stretch in enumerate(little.stretches) if stretch.turns is not None]
     first = little.stretches[i]._replace(turns=turns)
     second = next(stretch for stretch in much.stretches if stretch.turns is not None)._replace(turns=LAYERS - turns)

@@ -18,7 +18,7 @@ from memjax._plan.solve.chain import Choice
 _MOST_POINTS = 100
 _AS_FAST = 1.005  # of the predicted time of the step without a plan: then that step is the faster one
 _AS_PREDICTED = (
-    1.05  # of the predicted bytes: a plan that takes more may take less in steps, which leaves room for a faster one
+    1.05  # of the predicted bytes: a plan that takes more may take less in steps, and leave room for a faster
 )
 _UNSURE = 1.1  # by as much more or less the compiled bytes of one plan may be off than those of another
 
@@ -160,18 +160,18 @@ def _without_a_plan(program: Known, plans: _Plans, chosen: Try, tries: Sequence[
     """The plan that keeps everything, if it fits and the one chosen is predicted to be as slow.
 
     Running again what costs little by itself can divide what the compiler would have made one kernel of, and no model of time
-    here knows it: where there is room, nothing is run again.
+    here knows it: where there is room, nothing is run again. A program with loops keeps its plan, for a loop that keeps
+    everything stacks what its turns could make again in less time than the copies take.
     """
-    if plans.seconds[chosen.number] > _AS_FAST * plans.seconds[-1]:
+    if program.chain.loops or plans.seconds[chosen.number] > _AS_FAST * plans.seconds[-1]:
         return None
     nbytes = program.step_bytes(())
     if nbytes is None or nbytes > budget:
         return None
     plan = _plan(program, plans, chosen, [*tries, Try(len(plans.predicted), nbytes, nbytes, nbytes)], budget)
     seconds = plan.plain_seconds
-    return dataclasses.replace(
-        plan, nbytes=nbytes, first_nbytes=nbytes, compiled_nbytes=nbytes, seconds=seconds, stretches=()
-    )
+    plan = dataclasses.replace(plan, nbytes=nbytes, first_nbytes=nbytes, compiled_nbytes=nbytes)
+    return dataclasses.replace(plan, seconds=seconds, stretches=(), in_steps=False)
 
 
 def _plan(program: Known, plans: _Plans, chosen: Try, tries: Sequence[Try], budget: int) -> Plan:
