@@ -1,4 +1,4 @@
-"""The encoder of `PositionQuantized` as one kernel for NVIDIA GPUs: it reads the array once.
+"""The encoder of `PositionQuantized` as two kernels for NVIDIA GPUs: one measures channels, one reads the array once and encodes.
 
 XLA reads it once for the ranges and once for each array of levels, and is bound by arithmetic on single bytes. Here a program
 has some positions of one group in its registers from the first to the last step. What it computes is written down once, in
@@ -22,9 +22,13 @@ from memjax.compress._codecs import dither
 from memjax.compress._codecs.bits import u32
 from memjax.compress._codecs.planes import PLANES, pack_pieces
 
+SAMPLES = 256
+"""Positions from which channels are measured."""
+
 _ROWS = 32  # positions of a program
 _FEWEST_PIECES = 4  # of a group: shorter ones are packed in fewer instructions
 _FEWEST = 2**16  # values of an array for which the kernel pays
+_PRIME = 37  # samples are as far apart as that, and not at the same place of each stretch
 
 
 def suits(shape: tuple[int, int, int], size: int) -> bool:
@@ -37,6 +41,38 @@ def suits(shape: tuple[int, int, int], size: int) -> bool:
         return False
     capability = getattr(jax.devices()[0], "compute_capability", None)
     return jax.default_backend() == "gpu" and capability is not None and float(capability) >= 8
+
+
+def measure(
+    x: Float[Array, "positions groups width"],
+    of_samples: Callable[[Array], tuple[Array, Array]],
+    *,
+    interpret: bool = False,
+) -> tuple[Float[Array, "groups width"], Float[Array, "groups width"]]:
+    """What `of_samples` gives for 256 positions of each group, float32: two numbers for each channel.
+
+    XLA makes a kernel of each sum, for which a launch takes longer than the sum.
+    """
+    positions, groups, width = x.shape
+    stride = positions // SAMPLES
+
+    def kernel(x_ref: Any, first_ref: Any, second_ref: Any) -> None:
+        sample = lax.iota(jnp.int32, SAMPLES)
+        place = sample * stride + (sample * _PRIME) % stride
+        first_ref[:], second_ref[:] = of_samples(x_ref[place, :].astype(jnp.float32))
+
+    [x], [first, second] = _on_same_axes([x], [((groups, width), jnp.float32)] * 2)
+    return tuple(
+        pl.pallas_call(
+            kernel,
+            out_shape=[first, second],
+            grid=(groups,),
+            in_specs=[pl.BlockSpec((positions, None, width), lambda j: (0, j, 0))],
+            out_specs=[pl.BlockSpec((None, width), lambda j: (j, 0))] * 2,
+            interpret=interpret,
+            **({} if interpret else {"compiler_params": _params(num_warps=16)}),
+        )(x)
+    )
 
 
 def encode(
@@ -60,8 +96,8 @@ def encode(
 
     def kernel(x_ref: Any, centre_ref: Any, inverse_ref: Any, *out: Any) -> None:
         *planes, low_ref, distance_ref = out
-        row = u32(pl.program_id(0) * _ROWS) + lax.broadcasted_iota(jnp.uint32, (_ROWS, part), 0)
-        column = u32(pl.program_id(1) * width) + lax.broadcasted_iota(jnp.uint32, (_ROWS, part), 1)
+        row = u32(pl.program_id(1) * _ROWS) + lax.broadcasted_iota(jnp.uint32, (_ROWS, part), 0)
+        column = u32(pl.program_id(0) * width) + lax.broadcasted_iota(jnp.uint32, (_ROWS, part), 1)
         place = row * u32(groups * width) + column
         pieces = [
             multiply_add(x_ref[:, i, :].astype(jnp.float32), inverse_ref[i, :][None], -centre_ref[i, :][None])
@@ -81,26 +117,33 @@ def encode(
             for i, piece in enumerate(plane):
                 plane_ref[:, i, :] = piece.astype(jnp.uint8)
 
-    block = lambda *shape: pl.BlockSpec((_ROWS, None, *shape), lambda i, j: (i, j, *[0] * len(shape)))
-    whole = pl.BlockSpec((None, count, part), lambda i, j: (j, 0, 0))
+    # Neighbouring programs have neighbouring groups of the same positions, so that what runs at a time reads whole rows.
+    block = lambda *shape: pl.BlockSpec((_ROWS, None, *shape), lambda j, i: (i, j, *[0] * len(shape)))
+    whole = pl.BlockSpec((None, count, part), lambda j, i: (j, 0, 0))
     plane_counts = [count * bits_here // 8 for bits_here in PLANES[bits]]
-    shapes: list[Any] = [jax.ShapeDtypeStruct((positions, groups, n, part), jnp.uint8) for n in plane_counts]
-    shapes += [jax.ShapeDtypeStruct((positions, groups), jnp.bfloat16)] * 2
+    outs: list[tuple[tuple[int, ...], Any]] = [((positions, groups, n, part), jnp.uint8) for n in plane_counts]
+    outs += [((positions, groups), jnp.bfloat16)] * 2
     args = [x.reshape(positions, groups, count, part), *(a.reshape(groups, count, part) for a in (centre, inverse))]
-    if axes := varying_axes(*args):
-        args = vary(args, axes)
-        like = jax.typeof(args[0])
-        shapes = [varying_like(like, a.shape, a.dtype) for a in shapes]
+    args, shapes = _on_same_axes(args, outs)
     *planes, low, distance = pl.pallas_call(
         kernel,
         out_shape=shapes,
-        grid=(positions // _ROWS, groups),
+        grid=(groups, positions // _ROWS),
         in_specs=[block(count, part), whole, whole],
         out_specs=[*(block(n, part) for n in plane_counts), block(), block()],
         interpret=interpret,
-        **({} if interpret else {"compiler_params": _params()}),
+        **({} if interpret else {"compiler_params": _params(num_warps=4)}),
     )(*args)
     return (*(plane.reshape(positions, groups, -1) for plane in planes), low, distance)
+
+
+def _on_same_axes(args: list[Array], outs: Sequence[tuple[tuple[int, ...], Any]]) -> tuple[list[Array], list[Any]]:
+    """The arguments of a kernel, and the types of its results from shapes and dtypes, with the same varying mesh axes."""
+    axes = varying_axes(*args)
+    if not axes:
+        return args, [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outs]
+    args = vary(args, axes)
+    return args, [varying_like(jax.typeof(args[0]), shape, dtype) for shape, dtype in outs]
 
 
 def _over(pieces: Sequence[Array], two: Any, one: Any) -> Array:
@@ -125,7 +168,7 @@ def _in_one_step(x: Array, y: Array, z: Array) -> Array:
     return out
 
 
-def _params() -> Any:
+def _params(*, num_warps: int) -> Any:
     from jax.experimental.pallas import triton
 
-    return triton.CompilerParams(num_warps=4, num_stages=1)
+    return triton.CompilerParams(num_warps=num_warps, num_stages=1)

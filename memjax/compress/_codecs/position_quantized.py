@@ -13,7 +13,7 @@ they are uniform in a step, which makes the error of a sum over positions predic
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,6 @@ from memjax.compress._codecs.codec import FixedRate, check_code, check_floats
 from memjax.compress._codecs.planes import MULTIPLE, PLANES, pack_levels, unpack_levels
 from memjax.compress._codecs.sharded import ShardedCode, decode_parts, encode_parts
 
-_SAMPLES = 256  # positions from which channels are measured
 _FEWEST = 512  # positions of an array whose channels are measured: means and sizes take 64 bits of a channel
 _LEAST_DISTANCE = 2.0**-125  # distances below this have no inverse in float32
 _SIZE = 8.0  # of usual channels: values divided by it have ranges whose distances of levels, and their inverses, fit float32
@@ -144,21 +143,26 @@ class PositionQuantized(FixedRate):
         if math.prod(view.positions) < _FEWEST or not x.size:
             wide = _padded(flat, view).astype(jnp.float32)
             return made(self._encode_scaled(wide / _SIZE, view), None, None)
-        centre, size = (_padded(one, view) for one in _channels(flat))
-        inverse = 1 / size
 
-        plain = lambda x, shift, inverse: self._encode_scaled(
-            _padded(x, view).astype(jnp.float32) * inverse - shift, view
-        )
-        args = flat, centre * inverse, inverse
+        def plain(x: Array) -> tuple[Any, Array, Array]:
+            centre, size = _channels(x, view)
+            wide = _padded(x, view).astype(jnp.float32)
+            return self._encode_scaled(wide * (1 / size) - centre * (1 / size), view), centre, size
+
         if view.padded == view.flat and position_kernel.suits(
             (math.prod(view.positions), view.groups, view.width), x.size
         ):
-            kernel = functools.partial(self._encode_by_kernel, view)
-            coded = lax.platform_dependent(*args, cuda=kernel, default=plain)
+            kernel = functools.partial(self._encode_by_kernels, view)
+            coded, centre, size = lax.platform_dependent(flat, cuda=kernel, default=plain)
         else:
-            coded = plain(*args)
+            coded, centre, size = plain(flat)
         return made(coded, centre, size)
+
+    def _encode_by_kernels(self, view: "_View", x: Array, *, interpret: bool = False) -> Any:
+        """What `_encode` makes, with kernels."""
+        grouped = x.reshape(-1, view.groups, view.width)
+        centre, size = map(_with_few_digits, position_kernel.measure(grouped, _of_samples, interpret=interpret))
+        return self._encode_by_kernel(view, x, centre * (1 / size), 1 / size, interpret=interpret), centre, size
 
     def _encode_by_kernel(
         self, view: "_View", x: Array, shift: Array, inverse: Array, *, interpret: bool = False
@@ -257,17 +261,24 @@ def _as(x: Array, shape: tuple[int, ...]) -> Array:
     return x if x.shape == shape else x.reshape(shape)
 
 
-def _channels(x: Float[Array, "... features"]) -> tuple[Array, Array]:
+def _channels(x: Float[Array, "*positions features"], view: _View) -> tuple[Array, Array]:
     """Centre and size of each channel. Sizes are `_SIZE` or more."""
-    samples = evenly_spaced(x, _SAMPLES).astype(jnp.float32)
-    axes, share = tuple(range(samples.ndim - 1)), x.shape[-1] / samples.size
-    centre = jnp.sum(samples * share, axes)
-    centre = jnp.clip(jnp.where(jnp.isnan(centre), 0, centre), -_LARGEST_BFLOAT16, _LARGEST_BFLOAT16)
-    spread = jnp.sum(jnp.abs(samples / 2 - centre / 2) * share, axes)
-    # The usual spread: a few large ones hardly change this mean.
-    usual = jnp.mean(jnp.sqrt(spread)) ** 2
-    ratio = jnp.where((usual > _LEAST_DISTANCE) & jnp.isfinite(spread), spread / usual, 1)
-    return _with_few_digits(centre), _with_few_digits(_SIZE * jnp.clip(ratio, 1, 2.0**32))
+    samples = _padded(evenly_spaced(x, position_kernel.SAMPLES), view).astype(jnp.float32)
+    samples = samples.reshape(-1, view.groups, view.width)
+    centre, size = map(_with_few_digits, _of_samples(samples))
+    return centre, size
+
+
+def _of_samples(samples: Float[Array, "samples *groups width"]) -> tuple[Array, Array]:
+    """The centre and the size of channels."""
+    share = 1 / len(samples)
+    centre = jnp.sum(samples * share, 0)
+    centre = jnp.clip(jnp.where(centre == centre, centre, 0), -_LARGEST_BFLOAT16, _LARGEST_BFLOAT16)
+    spread = jnp.sum(jnp.abs(samples / 2 - centre / 2) * share, 0)
+    # The usual spread of a group: a few large ones hardly change this mean.
+    usual = (jnp.sum(jnp.sqrt(spread), -1, keepdims=True) / spread.shape[-1]) ** 2
+    ratio = jnp.where((usual > _LEAST_DISTANCE) & (spread < jnp.inf), spread / usual, 1)
+    return centre, _SIZE * jnp.clip(ratio, 1, 2.0**32)
 
 
 def _levels(
@@ -285,9 +296,9 @@ def _levels(
     return low.astype(jnp.bfloat16), distance.astype(jnp.bfloat16), factor
 
 
-def _with_few_digits(x: Float[Array, "..."]) -> Float[Array, "..."]:
+def _with_few_digits(x: Float[Array, "groups width"]) -> Float[Array, " padded"]:
     """As many as those of bfloat16: the last digits of a sum, which depend on the order of its terms, are gone."""
-    return lax.reduce_precision(x, 8, 7)
+    return lax.reduce_precision(x.reshape(-1), 8, 7)
 
 
 def _rounded(x: Float[Array, "..."], *, upwards: bool) -> Float[Array, "..."]:

@@ -57,6 +57,33 @@ def test_interpreted_kernel_in_vmap():
         np.testing.assert_array_equal(np.asarray(together[1], np.float32), np.asarray(alone, np.float32))
 
 
+def _check_channels(interpret):
+    """Centres are means, and sizes in proportion to the mean distance from them where that is more than usual in a group."""
+    groups, width = 3, 64
+    deviations = jnp.ones((groups, width)).at[0, 5].set(50).at[2].set(7)
+    means = (jnp.arange(groups * width) / 32 - 3).reshape(groups, width)  # their sums are exact
+    x = means + deviations * jax.random.normal(jax.random.key(1), (2, 768, groups, width))
+    view = _view_of((2, 768, groups * width), width)
+    encode = jax.jit(lambda x: PositionQuantized(8, group=width)._encode_by_kernels(view, x, interpret=interpret)[1:])
+    centre, size = (one.reshape(groups, width) for one in encode(x.reshape(2, 768, -1)))
+    assert np.max(np.abs(centre - means) / deviations) < 5 / 256**0.5
+    usual = np.mean(np.asarray(deviations) ** 0.5, -1, keepdims=True) ** 2
+    np.testing.assert_allclose(size, 8 * np.maximum(1, deviations / usual), rtol=0.25)
+    still = jnp.broadcast_to(means, x.shape).reshape(2, 768, -1)
+    centre, size = encode(still)
+    np.testing.assert_allclose(centre, means.reshape(-1), rtol=2**-7)
+    np.testing.assert_array_equal(size, 8)
+
+
+def test_interpreted_measure():
+    _check_channels(interpret=True)
+
+
+@pytest.mark.gpu
+def test_compiled_measure():
+    _check_channels(interpret=False)
+
+
 def test_the_kernel_is_for_gpus_and_shapes_that_fill_its_blocks():
     if jax.default_backend() != "gpu":
         assert not position_kernel.suits((512, 4, 128), 512 * 512)
