@@ -39,6 +39,8 @@ _CODED = (3, 4, 5, 6, 8)
 _FINE = 2  # times the bits of others
 _WIDE = 8  # bits, at least
 _WHOLE = 16  # bits of a value that is not encoded
+# On an H200 a byte is encoded and decoded in 1 ps, in which its products do 750 FLOPs. CPUs take longer for a product.
+_FLOPS_OF_CODING = 750
 _REQUIRED = ("encode", "decode", "nbytes")  # of a codec
 
 
@@ -84,10 +86,13 @@ class ArrayCodecs:
       name: the codec's class, for messages.
       reads_gradients: whether the backward pass looks for what it multiplies into gradients, and calls `collector`.
       keeps_fine: whether arrays that have to be fine are not encoded.
+      flops_of_coding: what the device's products could do in the time that it takes to encode a byte and to decode it. A product
+        that takes fewer FLOPs for each byte of its result is rather repeated. 0 where the user has chosen the codec.
     """
 
     reads_gradients = False
     keeps_fine = False
+    flops_of_coding = 0
 
     def __init__(self, codec: Any):
         self._codec = codec
@@ -154,6 +159,7 @@ class _ByBits(ArrayCodecs):
         super().__init__(PositionQuantized(bits))
         self._bits = bits
         self.keeps_fine = _FINE * bits > BITS[-1]
+        self.flops_of_coding = _FLOPS_OF_CODING if jax.default_backend() == "gpu" else 0
 
     def each(self, roles: Sequence[Role]) -> list[Any]:
         return [self._codec_of(role) for role in roles]

@@ -147,7 +147,7 @@ class Derivative:
             stored[var] = decode, code, waits(codec)
         known = dict(zip(self._program.constvars, self._program.consts, strict=True))
         known |= dict(zip(keep.whole, whole, strict=True))
-        restored = Restored(self._producer, keep.nonzero, known, stored)
+        restored = Restored(self._producer, keep.nonzero, known, stored, keep.normalised)
         run = functools.partial(run_late, pullback, env, late, residuals, restored)
         if not codecs.reads_gradients:
             return run(), None

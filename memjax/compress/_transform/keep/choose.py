@@ -13,7 +13,8 @@ So large residuals are traced back to where they come from:
     floats that must be exact   kept, or computed again from what is exact: the fewest bytes    cut/
     other floats                computed again from decoded arrays, those that take the fewest  cut/
                                 bytes, each decoded once
-    statistics                  kept: sums of a softmax, deviations of a norm                   statistic.py
+    statistics                  kept: sums of a softmax, deviations of a norm; but computed     statistic.py
+                                again if they are of features, and the norm's input is there
     other dtypes, small arrays  kept
 
 Floats must be exact that have to agree with others, such as queries and keys with a log-sum-exp: see cut/needs.py.
@@ -27,7 +28,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from memjax._core.program.jaxpr import Program, Walk, is_literal
+from memjax._core.program.jaxpr import Program, Walk, is_literal, nbytes
 from memjax.compress._codecs.codec import DTYPES
 from memjax.compress._transform.array_codecs import ArrayCodecs, Role
 from memjax.compress._transform.keep.cut.again import again_exactly, again_linear, again_rounded, flops_per_byte
@@ -39,7 +40,7 @@ from memjax.compress._transform.keep.integers import integer_sources
 from memjax.compress._transform.keep.masks import masks_of_nonzero
 from memjax.compress._transform.keep.origins import Origins
 from memjax.compress._transform.keep.parameters import Parameters
-from memjax.compress._transform.keep.statistic import is_statistic
+from memjax.compress._transform.keep.statistic import follows_from_rows, is_statistic
 from memjax.compress._transform.keep.which import SMALL, Which
 
 
@@ -58,6 +59,7 @@ class Keep:
       computed: those in `encoded` that other residuals are computed from.
       matched: whether the user's selection matched any residual, small or large.
       refused: variables that are not encoded because their codes would be larger.
+      normalised: variables that statistics are computed again from.
     """
 
     whole: list[Any]
@@ -70,6 +72,7 @@ class Keep:
     computed: set[Any]
     matched: bool
     refused: list[Any]
+    normalised: set[Any]
 
 
 def choose(
@@ -119,8 +122,14 @@ def choose(
     free.update(kept)
     free.update(_between(exact, origins, free))
     again = again_linear(origins) if codecs.reads_gradients else again_rounded(program, origins, free, price)
+
+    def cost(var: Any) -> int:
+        if not (price and candidates.is_encoded(var)):
+            return candidates.kept_bytes(var)
+        return candidates.kept_bytes(var) + int(codecs.flops_of_coding * nbytes(var.aval) / price)
+
     encoded: dict[Any, None] = {}
-    for var in cheapest(rounded, origins.producer, free, candidates.kept_bytes, again):
+    for var in cheapest(rounded, origins.producer, free, cost, again):
         # A copy in another shape or a wider dtype is not encoded, but what it is copied from.
         source = origins.path(var, exact=True)[-1]
         if candidates.is_encoded(var) and source not in free:
@@ -136,6 +145,12 @@ def choose(
     given = {*encoded, *whole, *masks, *nonzero}
     inputs = _sources([*exact, *rounded], origins, given) & kept_inputs
     whole.update(dict.fromkeys(var for var in (*program.constvars, *lasting) if var in inputs))
+    arrays = {*encoded, *(var for var in whole if not is_statistic(var, origins.producer))}
+    there = arrays | _between([*exact, *rounded], origins, given)
+    again_statistics = [var for var in whole if var not in there and follows_from_rows(var, there, origins.producer)]
+    for var in again_statistics:
+        del whole[var]
+    given.difference_update(again_statistics)
     ends = {var: next((end for end in origins.path(var) if end in encoded), None) for var in rounded}
     return Keep(
         whole=list(whole),
@@ -148,6 +163,7 @@ def choose(
         computed=_sources([var for var, end in ends.items() if end is None], origins, given) & encoded.keys(),
         matched=matched,
         refused=list(candidates.refused),
+        normalised=_sources(again_statistics, origins, given),
     )
 
 

@@ -17,7 +17,10 @@ from memjax.compress._transform.keep.statistic import is_statistic
 from memjax.compress._transform.keep.which import SMALL, Which
 
 MASK = "1 bit per value: a mask"
-NOTHING = "memjax.compressed encodes nothing of a function: what may be rounded is small, or its code is no smaller"
+NOTHING = (
+    "memjax.compressed encodes nothing of a function: what may be rounded is small, its code is no smaller, or it is computed "
+    "again in less time than its code takes"
+)
 _NEEDS = {
     Need.EXACT: "it has to agree with other values: an exponential, a divisor, a root or a kernel reads it",
     Need.FINE: "one product with it is subtracted from another, and little may remain",

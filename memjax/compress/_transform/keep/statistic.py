@@ -1,14 +1,21 @@
-"""Finds statistics: sums of a softmax, deviations of a norm, one for many values. They are kept as they are."""
+"""Finds statistics: sums of a softmax, deviations of a norm, one for many values.
+
+They are kept as they are, but for those of norms over features, such as layer norm, where the norm's input is there in the
+backward pass: these are computed again from it. A statistic that is kept leaves the kernel that computes it and normalises,
+and a compiler then makes two or three kernels of it, each of which reads the array.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from memjax._core.program.jaxpr import Walk, is_literal, producers, variables
-from memjax._core.program.primitives import PRODUCTS
+from memjax._core.program.primitives import PRODUCTS, expensive
 from memjax.compress._transform.keep.bodies import body_of
+from memjax.compress._transform.keep.cut.smooth import is_smooth
 
 _MANY = 16  # values for each of a statistic, at least
+_ROOTS = ("sqrt", "rsqrt", "integer_pow", "div")
 
 
 def is_statistic(var: Any, producer: dict[Any, Any]) -> bool:
@@ -39,3 +46,28 @@ def is_statistic(var: Any, producer: dict[Any, Any]) -> bool:
         elif all(atom.aval.size <= current.aval.size for atom in operands):
             walk.add(atom for atom in operands if atom.aval.size == current.aval.size)
     return False
+
+
+def follows_from_rows(var: Any, given: set[Any], producer: dict[Any, Any]) -> bool:
+    """Whether a statistic is one of a norm's rows that are there: computed of variables in `given` by sums over the last axes,
+    roots and operations that multiply no error.
+
+    A sum of squares of rounded values is off by the square of their relative error, or by less where errors are independent:
+    so a root of it may be taken.
+    """
+    walk, sums = Walk([var]), 0
+    for current in walk:
+        eqn = producer.get(current)
+        if current in given:
+            continue
+        if eqn is None or expensive(eqn):
+            return False
+        if eqn.primitive.name == "reduce_sum":
+            axes, ndim = eqn.params["axes"], eqn.invars[0].aval.ndim
+            if sorted(axes) != list(range(ndim - len(axes), ndim)):
+                return False
+            sums += 1
+        elif not (is_smooth(eqn, producer) or (eqn.primitive.name in _ROOTS and is_statistic(current, producer))):
+            return False
+        walk.add(eqn.invars)
+    return sums > 0

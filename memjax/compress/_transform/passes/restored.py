@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ class Restored:
       nonzero: for each mask the variable that is zero where the mask is false.
       kept: the values of variables that are kept as they are.
       codes: for each variable with a code: its decoder, the code, and whether decoding waits.
+      normalised: variables that statistics are computed again from.
     """
 
     def __init__(
@@ -32,8 +33,10 @@ class Restored:
         nonzero: dict[Any, Any],
         kept: dict[Any, Any],
         codes: dict[Any, tuple[Callable[[Any], Any], Any, bool]],
+        normalised: Set[Any] = frozenset(),
     ):
         self._producer, self._nonzero, self._values, self._codes = producer, nonzero, kept, codes
+        self._normalised = normalised
         self._new: set[Any] = set()
 
     def has(self, var: Any) -> bool:
@@ -75,10 +78,12 @@ class Restored:
         """An operand of what is computed again. It passes a barrier: without, the compiler sees that the result has been computed
         before, and keeps it.
 
-        The barrier has no cotangents: what computes these could not be fused then.
+        The barrier has no cotangents: what computes these could not be fused then. Only what is summed up for statistics
+        waits for them: otherwise a compiler normalises all such arrays before the backward pass begins.
         """
         value = self.value(atom, barrier)
         if not is_literal(atom) and atom not in self._new:
-            value = self._values[atom] = lax.optimization_barrier(value)
+            wait = barrier if atom in self._normalised else lax.optimization_barrier
+            value = self._values[atom] = wait(value)
             self._new.add(atom)
         return value

@@ -14,7 +14,7 @@ Again = Callable[[Any], int | None]
 
 # At these bits per value a product is repeated if it saves as many bytes for its FLOPs as products write on average.
 _BITS = 6
-_MOST = 2.25  # times as many FLOPs for a byte, at most: with 4 bits
+_MOST = 1.2  # times as many FLOPs for a byte, at most
 _PASSES = 8  # a pass over memory costs an eighth of what is read
 _FUSED = 512  # an elementwise operation costs next to nothing: it is fused into what reads its result
 
@@ -22,8 +22,8 @@ _FUSED = 512  # an elementwise operation costs next to nothing: it is fused into
 def flops_per_byte(program: Program, bits: float) -> float:
     """The FLOPs that are worth spending for a byte less, if codes have so many bits per value.
 
-    With six bits those that the program's products take for each byte that they write. With fewer bits more, by their square:
-    then the rest of the memory is as small, and what is kept exactly weighs more.
+    With six bits those that the program's products take for each byte that they write. With eight fewer, by their square, and
+    with less than six a few more: then the rest of the memory is as small, and what is kept exactly weighs more.
     """
     products = [eqn for eqn in program.eqns if flops_of_product(eqn)]
     written = sum(nbytes(eqn.outvars[0].aval) for eqn in products)
@@ -63,8 +63,7 @@ def again_linear(origins: Origins) -> Again:
 
 
 def _of_product(eqn: Any, price: float) -> int | None:
-    cost = int(flops_of_product(eqn) / price) if price else None
-    return cost if cost is not None and cost < nbytes(eqn.outvars[0].aval) else None
+    return int(flops_of_product(eqn) / price) if price else None
 
 
 def _of_pass(eqn: Any) -> int:
