@@ -6,6 +6,7 @@ from typing import Any
 
 import matplotlib
 
+from benchmarks.record import RESULTS
 from benchmarks.tables.markdown import Tables, load, table
 
 matplotlib.use("agg")
@@ -49,8 +50,17 @@ def _planned(row: dict[str, Any]) -> list[str]:
 
 
 def public(name: str = "plan_public") -> str:
-    """Each built-in policy round a public model's loss beside the plan for as many bytes."""
+    """Each built-in policy round a public model's loss beside the plan for as many bytes.
+
+    A model that was measured again alone has a file of its own.
+    """
     environment, rows = load(name, failed=True)
+    environments = [environment]
+    for path in sorted(RESULTS.glob(f"{name}_*.json")):
+        environment, again = load(path.stem, failed=True)
+        measured = {row["model"] for row in again}
+        rows = [row for row in rows if row["model"] not in measured] + again
+        environments.append(environment)
     header = [
         "model",
         "built-in policy round the loss",
@@ -64,7 +74,7 @@ def public(name: str = "plan_public") -> str:
         [f"`{row['model']}`", row["policy"], f"{row['bytes'] / _MIB:,.0f}", f"{row['ms']:.1f}", *_planned(row)]
         for row in rows
     ]
-    return table(header, body, [environment], "plan-public")
+    return table(header, body, environments, "plan-public")
 
 
 def accuracy(name: str = "plan_accuracy_cpu") -> str:
