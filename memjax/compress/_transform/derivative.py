@@ -95,7 +95,9 @@ class Derivative:
         self._pullback = self._trace_pullback(self._cotangent_types)
         self._kept_inputs, self._which = kept_inputs, which
         self.keep = choose(self._program, self._needed(kept_inputs), kept_inputs, which, codecs)
-        self._packed = variables_of_packing(self._program, self.keep.masks)
+        self._packed = variables_of_packing(
+            self._program, [var for var in self.keep.masks if var not in self.keep.outputs]
+        )
 
     @property
     def scopes(self) -> list[str]:

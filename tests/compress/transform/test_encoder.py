@@ -78,6 +78,16 @@ def test_no_code_is_made_where_a_mask_is_packed():
     assert "conv_general_dilated" not in readers  # but all of the batch norm
 
 
+def test_a_mask_is_packed_from_what_a_convolution_reads():
+    """So the code of what the norm reads is made where that is normalised, although the mask is kept beside it."""
+
+    def f(weights, x):
+        y = jax.nn.relu(norm(conv(x, weights[0])))
+        return jnp.sum(conv(y, weights[1]))
+
+    assert waiting(compressed(f, ChannelQuantized(4))) == [(1, ["conv_general_dilated"])]
+
+
 def barriers_with_codes(f):
     """How many barriers of both passes have a code of four bits."""
     program = jax.make_jaxpr(jax.grad(f))(WEIGHTS, images())

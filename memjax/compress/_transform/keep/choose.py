@@ -40,7 +40,7 @@ from memjax.compress._transform.keep.cut.needs import Need
 from memjax.compress._transform.keep.cut.smooth import is_rectifier
 from memjax.compress._transform.keep.deviations import Scale, scale_of_norm
 from memjax.compress._transform.keep.integers import integer_sources
-from memjax.compress._transform.keep.masks import masks_of_nonzero
+from memjax.compress._transform.keep.masks import masks_of_nonzero, outputs_in_memory
 from memjax.compress._transform.keep.origins import Origins
 from memjax.compress._transform.keep.parameters import Parameters
 from memjax.compress._transform.keep.statistic import follows_from_rows, is_statistic
@@ -57,6 +57,7 @@ class Keep:
       roles: for each of these, what the choice of its codec depends on.
       scales: the deviations of the channels of those variables in `encoded` that a batch norm reads.
       masks: kept as bits.
+      outputs: for each of these that is the sign of a ReLU's output which a product reads, that output.
       nonzero: for each mask that is computed again, the variable in `encoded` that is not zero where the mask is true.
       origins: for each residual that is, or is a multiple of, a variable in `encoded`, that variable.
       computed: those in `encoded` that other residuals are computed from.
@@ -70,6 +71,7 @@ class Keep:
     roles: list[Role]
     scales: dict[Any, Scale]
     masks: list[Any]
+    outputs: dict[Any, Any]
     nonzero: dict[Any, Any]
     origins: dict[Any, Any]
     computed: set[Any]
@@ -163,6 +165,7 @@ def choose(
         roles=[candidates.role(var) for var in encoded],
         scales=scales,
         masks=list(masks),
+        outputs=outputs_in_memory(masks, origins),
         nonzero=nonzero,
         origins={var: end for var, end in ends.items() if end is not None},
         computed=_sources([var for var, end in ends.items() if end is None], origins, given) & encoded.keys(),
