@@ -12,7 +12,13 @@ import jax.numpy as jnp
 
 
 def compare(
-    ways: Mapping[str, Callable[..., Any]], args: tuple[Any, ...], *, rounds: int = 7, calls: int = 5
+    ways: Mapping[str, Callable[..., Any]],
+    args: tuple[Any, ...],
+    *,
+    rounds: int = 7,
+    calls: int = 5,
+    gradient_of: Callable[[Any], Any] = lambda result: result,
+    show: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> list[dict[str, Any]]:
     """A row for each way to compute a gradient.
 
@@ -20,24 +26,29 @@ def compare(
     one alone. The error is the distance from the gradient of the first way, relative to the size of that gradient.
 
     Args:
-      ways: functions of `args` that return a gradient, a pytree. One that fails has a row that says why.
+      ways: functions of `args` that return a gradient, a pytree, or what `compile_way` made of them. One that fails has a row
+        that says why.
       args: arrays.
+      gradient_of: what a way returns -> the gradient.
+      show: called with each row as soon as memory and error are known, and once more with all of it.
     """
     with ThreadPoolExecutor(4) as pool:
-        compiled = dict(zip(ways, pool.map(functools.partial(_compiled, args), ways.values()), strict=True))
+        compiled = dict(zip(ways, pool.map(functools.partial(compile_way, args), ways.values()), strict=True))
     rows: dict[str, dict[str, Any]] = {name: {"case": name} for name in ways}
     reference = None
     for name, program in compiled.items():
         try:
             if isinstance(program, Exception):
                 raise program
-            gradient = jax.block_until_ready(program(*args))
+            gradient = gradient_of(jax.block_until_ready(program(*args)))
         except Exception as error:  # one way that fails must not hide the others
             rows[name]["error"] = f"{type(error).__name__}: {str(error)[:300]}"
+            show(rows[name])
             continue
         reference = gradient if reference is None else reference
         rows[name]["temp_mib"] = round(program.memory_analysis().temp_size_in_bytes / 2**20, 1)
         rows[name]["gradient_error"] = float(relative_distance(gradient, reference))
+        show(rows[name])
         del gradient
     del reference
     working = {name: program for name, program in compiled.items() if "error" not in rows[name]}
@@ -50,6 +61,7 @@ def compare(
         rows[name]["ms"], rows[name]["ms_sync"] = (
             round(statistics.median(column), 2) for column in zip(*pairs, strict=True)
         )
+        show(rows[name])
     return list(rows.values())
 
 
@@ -61,7 +73,10 @@ def relative_distance(tree: Any, reference: Any) -> jax.Array:
     return jnp.sqrt(sum(jax.tree.leaves(apart)) / sum(map(squares, jax.tree.leaves(reference))))
 
 
-def _compiled(args: tuple[Any, ...], f: Callable[..., Any]) -> Any:
+def compile_way(args: tuple[Any, ...], f: Callable[..., Any]) -> Any:
+    """The compiled function, or the exception that says why it cannot be compiled. What is one of these stays as it is."""
+    if isinstance(f, jax.stages.Compiled | Exception):
+        return f
     try:
         return jax.jit(f).lower(*args).compile()
     except Exception as error:

@@ -69,7 +69,7 @@ def waits(codec: OptionalMembers) -> bool:
 
     On a GPU, decoding that is arithmetic on single values is fused into what reads the array, which waiting would prevent.
     XLA:CPU decodes such codes in the forward pass if they do not wait, and keeps the decoded arrays. So does XLA:GPU where a
-    product reads what is computed of a decoded array.
+    product reads what is computed of a decoded array: that always waits, see `run_late`.
     """
     return jax.default_backend() != "gpu" or is_fused(codec) or not codec.elementwise
 

@@ -61,12 +61,13 @@ def compressed(
 
     What `jax.vjp` saves is treated as follows.
 
-    - Arrays that follow cheaply from others are not saved: of a norm its input is, of a gated feed-forward layer the two
-      products, and both are decoded once for all that follows from them. What is chosen takes the fewest bytes (a minimum cut
-      of the function). A matrix product is repeated where that saves more bytes for its FLOPs than products write on average;
-      the fewer the bits, the more readily: with 4 or 3 a Transformer's queries and keys are computed again, with 8 they are kept.
-      On a GPU, without a codec, it is also repeated where that takes less time than a code: of layers about 1,000 wide or less
-      all is computed again that comes by one product, and `bits` and `sigma` are about the rest.
+    - Arrays that follow cheaply from others are not saved: of a norm its input is, also for a ReLU of the norm, unless the code
+      of that would give its mask (`ErrorBounded`); of a gated feed-forward layer the two products, and both are decoded once for
+      all that follows from them. What is chosen takes the fewest bytes (a minimum cut of the function). A matrix product is
+      repeated where that saves more bytes for its FLOPs than products write on average; the fewer the bits, the more readily:
+      with 4 or 3 a Transformer's queries and keys are computed again, with 8 they are kept. On a GPU, without a codec, it is also
+      repeated where that takes less time than a code: of layers about 1,000 wide or less all is computed again that comes by
+      one product, and `bits` and `sigma` are about the rest.
     - Statistics of norms over features are computed again where the norm's input is there.
     - What has to agree with something else is exact: kept, or computed again from what is exact. So are the operands of
       exponentials of several saved arrays, as queries and keys with a log-sum-exp in attention; divisors, and what a root or a

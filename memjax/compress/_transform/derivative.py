@@ -26,7 +26,7 @@ from memjax.compress._transform.keep.reasons import MASK, NOTHING, not_kept, why
 from memjax.compress._transform.keep.which import Which
 from memjax.compress._transform.passes.encoder import Encoder, variables_of_packing
 from memjax.compress._transform.passes.late_pullback import run_late
-from memjax.compress._transform.passes.restored import Restored
+from memjax.compress._transform.passes.restored import NO_WAIT, Restored
 from memjax.compress._transform.pooling.max_pool import max_pool
 from memjax.compress._transform.pooling.pool_first import evaluate_pools_first
 from memjax.compress._transform.readers import Reader, only_in_gradients, readers
@@ -95,7 +95,9 @@ class Derivative:
         self._pullback = self._trace_pullback(self._cotangent_types)
         self._kept_inputs, self._which = kept_inputs, which
         self.keep = choose(self._program, self._needed(kept_inputs), kept_inputs, which, codecs)
-        self._packed = variables_of_packing(self._program, self.keep.masks)
+        self._packed = variables_of_packing(
+            self._program, [var for var in self.keep.masks if var not in self.keep.outputs]
+        )
 
     @property
     def scopes(self) -> list[str]:
@@ -157,7 +159,7 @@ class Derivative:
         collector = codecs.collector(self._encoded_arrays(reading.values()), [cotangents, codes])
         if collector is None:
             return run(), None
-        decoded = lambda var: restored.value(var, lambda code: code)
+        decoded = lambda var: restored.value(var, NO_WAIT)
         for i, (var, code) in enumerate(zip(encoded, codes, strict=True)):
             collector.code(i, code, var.aval.shape)
 

@@ -13,7 +13,7 @@ import memjax
 from memjax import compress, compressed
 from memjax.compress import Cast, ChannelQuantized, ErrorBounded, GroupQuantized
 from tests.compress.kept import kept_bytes
-from tests.compress.networks import SIZE, conv, images, loss_of, network, parameters
+from tests.compress.networks import SIZE, batch_norm, conv, errors, images, loss_of, network, parameters
 
 CODES = SIZE // 4096 * 36 + 8  # headers of a code of SIZE values
 
@@ -43,6 +43,26 @@ def test_residual_bytes():
     assert only_conv <= found <= only_conv + layers * small
     with_inputs = kept_by_network(compressed(network, four_bits, inputs=True), layers)
     assert everything + code <= with_inputs <= everything + code + layers * small
+
+
+def test_a_relu_of_a_norm_follows_from_what_the_norm_reads():
+    """By default a layer keeps its convolution's output in 8 bits, and a mask; not the ReLU's output besides."""
+    few, many = (kept_by_network(compressed(network), layers) for layers in (2, 6))
+    assert SIZE * (1 + 1 / 8) <= (many - few) / 4 <= SIZE * (1 + 1 / 8) * 1.1
+    gradient = lambda f: jax.jit(jax.grad(loss_of(f)))(parameters(3), images())
+    assert max(errors(gradient(compressed(network)), gradient(network))) < 0.02
+
+
+def test_a_relu_of_a_sum_of_blocks_is_kept():
+    """It follows from all earlier blocks, which would be computed again at once."""
+
+    def blocks(params, x):
+        for layer in params:
+            x = jax.nn.relu(x + batch_norm(conv(x, layer["w"]), layer["scale"], layer["bias"]))
+        return x
+
+    few, many = (kept_by_network(compressed(blocks), layers) for layers in (2, 6))
+    assert SIZE * (2 + 1 / 8) <= (many - few) / 4 <= SIZE * (2 + 1 / 8) * 1.1
 
 
 def test_arrays_of_less_than_the_smallest_are_kept_as_they_are():

@@ -7,6 +7,7 @@ import numpy as np
 from memjax import compressed
 from memjax.compress import Cast, ErrorBounded
 from tests.compress.kept import kept_of_sum, saved
+from tests.compress.networks import conv, images
 
 
 def test_masks_are_bits_unless_they_are_signs():
@@ -33,3 +34,13 @@ def test_masks_of_nan_are_false():
     f = lambda x: jnp.sum(jnp.where(jnp.isnan(x), 0, jnp.square(jax.nn.relu(x))))
     wanted, got = (jax.grad(g)(x) for g in (f, compressed(f, ErrorBounded(0.1, bits_per_value=28))))
     np.testing.assert_array_equal(jnp.isnan(got), jnp.isnan(wanted))
+
+
+def test_masks_of_what_a_convolution_reads_are_exact():
+    """They are packed where its input lies in memory: zeros of both signs and a NaN among the values."""
+    x = images().at[0, 0].set(0.0).at[1, 1].set(-0.0).at[2, 2, 2, 2].set(jnp.nan)
+    w = jnp.ones((3, 3, 16, 16))
+    f = lambda x: jnp.nansum(conv(jax.nn.relu(jnp.sin(x)), w))
+    wanted, got = (jax.jit(jax.grad(g))(x) for g in (f, compressed(f, Cast(jnp.float32), inputs=True)))
+    np.testing.assert_array_equal(got == 0, wanted == 0)
+    np.testing.assert_array_equal(got, wanted)

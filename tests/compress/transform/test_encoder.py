@@ -76,3 +76,32 @@ def test_no_code_is_made_where_a_mask_is_packed():
     [(count, readers)] = waiting(both(f))
     assert count == 1
     assert "conv_general_dilated" not in readers  # but all of the batch norm
+
+
+def test_a_mask_is_packed_from_what_a_convolution_reads():
+    """So the code of what the norm reads is made where that is normalised, although the mask is kept beside it."""
+
+    def f(weights, x):
+        y = jax.nn.relu(norm(conv(x, weights[0])))
+        return jnp.sum(conv(y, weights[1]))
+
+    assert waiting(compressed(f, ChannelQuantized(4))) == [(1, ["conv_general_dilated"])]
+
+
+def barriers_with_codes(f):
+    """How many barriers of both passes have a code of four bits."""
+    program = jax.make_jaxpr(jax.grad(f))(WEIGHTS, images())
+    in_place = lambda *args: evaluate(program.jaxpr, program.consts, args, differentiable=False)
+    eqns = jax.make_jaxpr(in_place)(*WEIGHTS, images()).eqns
+    barriers = [eqn for eqn in eqns if eqn.primitive is lax.optimization_barrier_p]
+    return sum(any(out.aval.dtype == jnp.uint4 for out in eqn.outvars) for eqn in barriers)
+
+
+def test_on_a_gpu_what_a_product_reads_is_decoded_in_the_backward_pass(monkeypatch):
+    """It is written to memory. What a norm reads is decoded where it is read, and waits for nothing."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    product = lambda weights, x: jnp.sum(conv(jnp.tanh(conv(x, weights[0])), weights[1]))
+    assert barriers_with_codes(compressed(product, ChannelQuantized(4))) == 1 + 1
+    assert (
+        barriers_with_codes(compressed(lambda weights, x: jnp.sum(norm(conv(x, weights[0]))), ChannelQuantized(4))) == 1
+    )

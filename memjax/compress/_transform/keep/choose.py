@@ -10,6 +10,8 @@ So large residuals are traced back to where they come from:
     constants                   computed again
     a mask x > 0                from max(x, 0) if that is encoded by a codec that keeps zeros,  masks.py
                                 or else kept bit by bit
+    a ReLU of a norm            computed again from what the norm reads, decoded, if its code   cut/smooth.py
+                                would not give the mask
     floats that must be exact   kept, or computed again from what is exact: the fewest bytes    cut/
     other floats                computed again from decoded arrays, those that take the fewest  cut/
                                 bytes, each decoded once
@@ -31,13 +33,14 @@ import jax.numpy as jnp
 from memjax._core.program.jaxpr import Program, Walk, is_literal, nbytes
 from memjax.compress._codecs.codec import DTYPES
 from memjax.compress._transform.array_codecs import ArrayCodecs, Role
-from memjax.compress._transform.keep.cut.again import again_exactly, again_linear, again_rounded, flops_per_byte
+from memjax.compress._transform.keep.cut.again import Again, again_exactly, again_linear, again_rounded, flops_per_byte
 from memjax.compress._transform.keep.cut.candidates import Candidates
 from memjax.compress._transform.keep.cut.minimum_cut import cheapest
 from memjax.compress._transform.keep.cut.needs import Need
+from memjax.compress._transform.keep.cut.smooth import is_rectifier
 from memjax.compress._transform.keep.deviations import Scale, scale_of_norm
 from memjax.compress._transform.keep.integers import integer_sources
-from memjax.compress._transform.keep.masks import masks_of_nonzero
+from memjax.compress._transform.keep.masks import masks_of_nonzero, outputs_in_memory
 from memjax.compress._transform.keep.origins import Origins
 from memjax.compress._transform.keep.parameters import Parameters
 from memjax.compress._transform.keep.statistic import follows_from_rows, is_statistic
@@ -54,6 +57,7 @@ class Keep:
       roles: for each of these, what the choice of its codec depends on.
       scales: the deviations of the channels of those variables in `encoded` that a batch norm reads.
       masks: kept as bits.
+      outputs: for each of these that is the sign of a ReLU's output which a product reads, that output.
       nonzero: for each mask that is computed again, the variable in `encoded` that is not zero where the mask is true.
       origins: for each residual that is, or is a multiple of, a variable in `encoded`, that variable.
       computed: those in `encoded` that other residuals are computed from.
@@ -67,6 +71,7 @@ class Keep:
     roles: list[Role]
     scales: dict[Any, Scale]
     masks: list[Any]
+    outputs: dict[Any, Any]
     nonzero: dict[Any, Any]
     origins: dict[Any, Any]
     computed: set[Any]
@@ -122,6 +127,8 @@ def choose(
     free.update(kept)
     free.update(_between(exact, origins, free))
     again = again_linear(origins) if codecs.reads_gradients else again_rounded(program, origins, free, price)
+    if codecs.keeps_zeros:
+        again = _except_relus(again)
 
     def cost(var: Any) -> int:
         if not (price and candidates.is_encoded(var)):
@@ -158,6 +165,7 @@ def choose(
         roles=[candidates.role(var) for var in encoded],
         scales=scales,
         masks=list(masks),
+        outputs=outputs_in_memory(masks, origins),
         nonzero=nonzero,
         origins={var: end for var, end in ends.items() if end is not None},
         computed=_sources([var for var, end in ends.items() if end is None], origins, given) & encoded.keys(),
@@ -165,6 +173,11 @@ def choose(
         refused=list(candidates.refused),
         normalised=_sources(again_statistics, origins, given),
     )
+
+
+def _except_relus(again: Again) -> Again:
+    """The same, but ReLUs are not computed again: their codes tell the masks, which would be kept beside."""
+    return lambda eqn: None if is_rectifier(eqn) else again(eqn)
 
 
 def _between(wanted: Iterable[Any], origins: Origins, given: set[Any]) -> set[Any]:

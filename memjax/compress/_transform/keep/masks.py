@@ -1,4 +1,4 @@
-"""Finds the masks of ReLUs that follow from the ReLUs' outputs, as codecs that keep zeros decode them."""
+"""Finds the masks of ReLUs that follow from their outputs: as codecs that keep zeros decode them, or as products read them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from memjax._core.program.jaxpr import is_literal, variables
+from memjax._core.program.primitives import PRODUCTS
 from memjax.compress._transform.keep.origins import Origins
 
 
@@ -16,6 +17,21 @@ def masks_of_nonzero(masks: Iterable[Any], encoded: Iterable[Any], origins: Orig
     rectified = {_rectified(var, origins): var for var in encoded}
     sources = {mask: _against_zero(mask, "gt", origins) for mask in masks}
     return {mask: rectified[x] for mask, x in sources.items() if x is not None and x in rectified}
+
+
+def outputs_in_memory(masks: Iterable[Any], origins: Origins) -> dict[Any, Any]:
+    """For each mask x > 0 max(x, 0), if a product reads that: then it is in memory anyway."""
+    found = {}
+    for mask in masks:
+        if (x := _against_zero(mask, "gt", origins)) is None:
+            continue
+        for eqn in origins.consumers.get(x, []):
+            [out] = eqn.outvars if len(eqn.outvars) == 1 else [None]
+            if out is None or _against_zero(out, "max", origins) is not x:
+                continue
+            if any(reader.primitive.name in PRODUCTS for reader in origins.consumers.get(out, [])):
+                found[mask] = out
+    return found
 
 
 def _rectified(var: Any, origins: Origins) -> Any | None:

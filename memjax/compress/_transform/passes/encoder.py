@@ -5,7 +5,8 @@ of the forward pass, when all arrays are there at once.
 
 Elementwise codes of what a batch norm reads are fused into the normalisation. The codec measures its ranges first, as the
 batch norm measures its deviations; the normalisation waits for both, and only matrix products, convolutions and calls
-after the normalisation wait for the code.
+after the normalisation wait for the code. The mask of a ReLU after it is packed of the ReLU's output where a product reads that,
+in a pass of its own.
 """
 
 from __future__ import annotations
@@ -74,11 +75,18 @@ class Encoder:
 
     def _needs(self, array: Any) -> list[Any]:
         """The variables that encoding the array needs: itself, and the deviations that its code depends on."""
+        if array in self._keep.outputs:
+            return [self._keep.outputs[array]]
         if array not in self._keep.scales or not (array in self._fused or self._codecs[array].scaled):
             return [array]
         return [array, self._keep.scales[array].variable]
 
     def _encode(self, array: Any, env: dict[Any, Any]) -> None:
+        if (out := self._keep.outputs.get(array)) is not None:
+            value = lax.optimization_barrier(env[out])  # which the product that reads it needs in memory, too
+            mask = value > jnp.zeros((), value.dtype)
+            env[out], self.codes[array] = lax.optimization_barrier((value, Mask().encode(mask)))
+            return
         if array not in self._codecs:
             env[array], self.codes[array] = lax.optimization_barrier((env[array], Mask().encode(env[array])))
             return

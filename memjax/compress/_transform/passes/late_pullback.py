@@ -1,6 +1,7 @@
 """Runs a pullback so that each residual is decoded when an equation first needs it together with a cotangent.
 
-Decoding waits behind a barrier on that cotangent, so that the compiler cannot begin earlier.
+Decoding waits behind a barrier on that cotangent, so that the compiler cannot begin earlier. Decoding that is to be fused into an
+elementwise equation does not wait; that for a product, which reads its operands from memory, always does.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from typing import Any
 
 from jax import lax
 
+from memjax._core.compat import bodies
 from memjax._core.program.jaxpr import Program, bind, is_literal, producers, read, variables
-from memjax.compress._transform.passes.restored import Restored
+from memjax._core.program.primitives import WHOLE_OPERANDS
+from memjax.compress._transform.passes.restored import NO_WAIT, Restored, Wait
 
 
 def run_late(
@@ -35,24 +38,24 @@ def run_late(
     producer = producers(program)
     late = set(cotangents)
 
-    def get(atom, barrier):
+    def get(atom, wait):
         if is_literal(atom):
             return atom.val
         if atom not in env:
             if atom in residuals:
-                env[atom] = restored.value(residuals[atom], barrier)
+                env[atom] = restored.value(residuals[atom], wait)
             else:
-                run(producer[atom], barrier)
+                run(producer[atom], wait)
         return env[atom]
 
-    def run(eqn, barrier):
+    def run(eqn, wait):
         for atom in eqn.invars:
-            get(atom, barrier)
+            get(atom, wait)
         if eqn.primitive is lax.optimization_barrier_p and late.isdisjoint(variables(eqn.invars)):
             # This barrier is there so that something is computed again. A value that is new is already: let it be fused.
             for atom, out in zip(eqn.invars, eqn.outvars, strict=True):
                 is_new = not is_literal(atom) and atom in residuals and restored.is_new(residuals[atom])
-                env[out] = get(atom, barrier) if is_new else lax.optimization_barrier(get(atom, barrier))
+                env[out] = get(atom, wait) if is_new else lax.optimization_barrier(get(atom, wait))
             return
         see(eqn, env)
         env.update(zip(eqn.outvars, bind(eqn, read(env, eqn.invars)), strict=True))
@@ -68,5 +71,10 @@ def run_late(
             return code
 
         late.update(eqn.outvars)
-        run(eqn, barrier)
-    return [get(atom, lambda code: code) for atom in program.outvars]
+        run(eqn, Wait(barrier, _reads_memory(eqn)))
+    return [get(atom, NO_WAIT) for atom in program.outvars]
+
+
+def _reads_memory(eqn: Any) -> bool:
+    """Whether compilers write the operands to memory, and fuse nothing into the equation."""
+    return eqn.primitive.name in WHOLE_OPERANDS or bool(bodies(eqn))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from memjax._core.program.jaxpr import is_literal
-from memjax._core.program.primitives import EXPONENTIALS, POLES, REDUCTIONS, SMOOTH, VIEWS
+from memjax._core.program.primitives import AFFINE, EXPONENTIALS, POLES, REDUCTIONS, SMOOTH, VIEWS
 
 _MANY = 16  # values for each of a divisor that is a statistic, at least
+_RECTIFIERS = frozenset(("max", "min"))
 
 
 def is_smooth(eqn: Any, producer: dict[Any, Any]) -> bool:
@@ -22,7 +23,35 @@ def is_smooth(eqn: Any, producer: dict[Any, Any]) -> bool:
         return is_literal(divisor) or divisor.aval.size * _MANY <= eqn.outvars[0].aval.size
     if name == "exp":  # the derivative of the normal distribution's integral has one
         return _is_at_most_zero(eqn.invars[0], producer)
+    if is_rectifier(eqn):
+        return _is_of_one_array(eqn.outvars[0], producer)
     return name in SMOOTH or name == "dot_general"
+
+
+def is_rectifier(eqn: Any) -> bool:
+    """Whether it is a ReLU or the like, or any other maximum or minimum of two values."""
+    return eqn.primitive.name in _RECTIFIERS
+
+
+def _is_of_one_array(var: Any, producer: dict[Any, Any]) -> bool:
+    """Whether `var` is a norm, a ReLU or the like of one array, so that its value follows from that one alone.
+
+    The ReLU of a sum of blocks would follow from all earlier ones, which would be computed again at the same time.
+    """
+    while (eqn := producer.get(var)) is not None and eqn.primitive.name in AFFINE | VIEWS | _RECTIFIERS:
+        large = [atom for atom in eqn.invars if not _is_repeated(atom, var, producer)]
+        if len(large) != 1:
+            return False
+        var = large[0]
+    return True
+
+
+def _is_repeated(atom: Any, var: Any, producer: dict[Any, Any]) -> bool:
+    """Whether the operand `atom` of what makes `var` is a literal, small, or one of these broadcast."""
+    if is_literal(atom) or atom.aval.size * _MANY <= var.aval.size:
+        return True
+    eqn = producer.get(atom)
+    return eqn is not None and eqn.primitive.name == "broadcast_in_dim" and _is_repeated(eqn.invars[0], atom, producer)
 
 
 def is_exponential(eqn: Any) -> bool:
