@@ -1,5 +1,7 @@
 """What the model of memory counts, on GPUs, which need not be there."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -150,7 +152,42 @@ def test_what_the_last_turns_of_a_loop_keep_is_gone_when_the_others_run_again(re
     both = [one for one in options if len(one.parts) == 2]
     assert both
     for option in both:
-        (_, less), (turns, more) = option.parts[::-1] if reverse else option.parts
+        (first, less), (turns, more) = option.parts[::-1] if reverse else option.parts
         assert less.working > more.working
         before = option.nbytes - turns * more.nbytes
-        assert option.working == max(before + less.working, option.nbytes + more.working) + moving
+        stacks = lambda turns, one: turns * one.nbytes if turns > 1 else 0  # of one turn there are no copies beside
+        earlier = before - first * less.nbytes + stacks(first, less) + less.working
+        assert option.working == max(earlier, before + stacks(turns, more) + more.working) + moving
+
+
+def test_a_loop_of_one_turn_takes_what_its_body_takes_without_a_loop():
+    def loss(ws, x, *, scanned):
+        turn = lambda x, w: (x + jnp.tanh(jnp.sin(x @ w["up"])) @ w["down"], None)
+        x = jax.lax.scan(turn, x, ws)[0] if scanned else turn(x, jax.tree.map(lambda w: w[0], ws))[0]
+        return jnp.sum(x**2)
+
+    ws = {"up": array(1, WIDTH, 8 * WIDTH), "down": array(1, 8 * WIDTH, WIDTH)}
+    loop, straight = (
+        chain(functools.partial(loss, scanned=scanned), ws, array(ROWS, WIDTH)).frontier for scanned in (True, False)
+    )
+    wide, gradients, narrow = 4 * 8 * ROWS * WIDTH, 4 * 2 * 8 * WIDTH * WIDTH, 4 * ROWS * WIDTH
+    # Beside it there are gradients of a turn, which are no results, the cotangent before and after, and what it starts from.
+    assert loop[-1][0] == straight[-1][0] + gradients + 3 * narrow < straight[-1][0] + wide
+
+
+def test_what_a_loop_carries_to_a_result_lies_in_it():
+    """The gradient of the input of layers in a loop takes no memory beside the result."""
+
+    def loss(ws, x):
+        x = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, ws)[0]
+        return jnp.sum(x**2)
+
+    closed = jax.make_jaxpr(loss)(array(LAYERS, WIDTH, WIDTH), array(ROWS, WIDTH))
+
+    def working(*wrt):
+        found = Chain(Derivative(closed, closed.in_avals, wrt, [True], {}), H200)
+        [at] = [i for i, cut in enumerate(found.cuts) if cut in found.loops]
+        return [one.working for one in found.options(at, at + 1)]
+
+    for of_both, of_one in zip(working(True, True), working(True, False), strict=True):
+        assert of_both == of_one - 4 * ROWS * WIDTH

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from memjax._core.compat import scan_counts
 from memjax._core.program import costs
 from memjax._core.program.costs import array_bytes, origins_of_names
 from memjax._core.program.jaxpr import is_literal, variables
@@ -205,6 +206,9 @@ class Chain:
         )
         crossing = sum(map(array_bytes, segment.crossing))
         moving = sum(map(array_bytes, segment.entering))
+        if self.rates.platform != "cpu":  # what a loop carries to a result lies in that from its start
+            carried = pair.backward.outvars[: scan_counts(pair.backward)[1]]
+            moving -= sum(map(array_bytes, set(segment.results).intersection(carried)))
         found = options(body, self.rates, free, self.codes_of_loop(pair), is_loop=True)
         if self._offload:
             found = with_moves(found, self.rates)
@@ -227,8 +231,9 @@ class Chain:
             held = peak = crossing
             # The part that runs last has its turns first in the backward pass, and nothing is kept of it afterwards.
             for turns, option in reversed(parts) if is_reverse else parts:
+                # A turn has copies of what it reads of the stacks. A loop of one turn is none when it is compiled.
+                peak = max(peak, held + option.working + (turns * option.nbytes if turns > 1 else 0))
                 held += turns * option.nbytes
-                peak = max(peak, held + option.working)
             seconds = sum(turns * option.seconds for turns, option in parts) + (len(parts) - 1) * _SECONDS_TO_SPLIT
             return Option((), held, seconds, peak + moving, parts)
 
