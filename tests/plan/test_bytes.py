@@ -1,6 +1,7 @@
 """What the model of memory counts, on GPUs, which need not be there."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import pytest
 
 from memjax._core.program import costs
 from memjax._core.program.working import peak_bytes
+from memjax._plan.budget.decide import _Plans
 from memjax._plan.derivative import Derivative
 from memjax._plan.lent import lent_to, lent_to_pieces
 from memjax._plan.solve.chain import Chain
@@ -191,3 +193,22 @@ def test_what_a_loop_carries_to_a_result_lies_in_it():
 
     for of_both, of_one in zip(working(True, True), working(True, False), strict=True):
         assert of_both == of_one - 4 * ROWS * WIDTH
+
+
+def test_plans_of_one_kind_differ_in_the_turns_of_the_parts_of_a_loop_alone():
+    """A part of one turn is no loop when it is compiled, so it is of another kind."""
+
+    def loss(ws, x):
+        turn = lambda x, w: (x + jnp.tanh(jnp.sin(x @ w["up"])) @ w["down"], None)
+        return jnp.sum(jax.lax.scan(turn, x, ws)[0] ** 2)
+
+    ws = {"up": array(8, WIDTH, 8 * WIDTH), "down": array(8, 8 * WIDTH, WIDTH)}
+    plans = _Plans(SimpleNamespace(chain=chain(loss, ws, array(8 * ROWS, WIDTH))))
+    turns_of = {}
+    for number in range(1, len(plans.predicted)):
+        [parts] = [one.option.parts for one in plans.choices(number) if one.option.parts]
+        turns_of.setdefault(plans.kind(number), []).append(tuple(turns for turns, _ in parts))
+    assert max(map(len, turns_of.values())) > 1
+    for turns in turns_of.values():
+        assert len(set(turns)) == len(turns)
+        assert len({tuple(count == 1 for count in one) for one in turns}) == 1

@@ -78,6 +78,22 @@ def test_what_is_expected_after_a_correction_is_what_is_compiled():
             assert abs(one.expected / one.compiled - 1) < 0.001
 
 
+def test_what_one_plan_of_a_kind_is_off_by_is_expected_of_all_of_its_kind():
+    """Plans of two kinds in turn, of which one takes more than predicted and the other less."""
+    predicted = list(range(10_000, 20_000, 100))
+    seconds = np.linspace(2, 1, len(predicted)).tolist()
+    kind = lambda i: i // 30 % 2
+    compiled = lambda i: predicted[i] + (-700, 400)[kind(i)]
+    for budget in (12_800, 14_700, 16_400, 18_600):
+        tries = search(predicted, seconds, budget, compiled, kind)
+        for n, one in enumerate(tries):
+            if kind(one.number) in [kind(other.number) for other in tries[:n]]:
+                assert one.expected == one.compiled
+        filled = max(compiled(i) for i in range(len(predicted)) if compiled(i) <= budget)
+        assert max(one.compiled for one in tries if one.compiled <= budget) > 0.97 * filled
+    assert len(tries) > 1
+
+
 def test_on_a_stair_of_compiled_bytes_the_whole_budget_is_aimed_at():
     predicted = list(range(2000, 2700, 16))
     seconds = np.linspace(2, 1, len(predicted)).tolist()

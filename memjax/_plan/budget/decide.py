@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from memjax._plan.budget.known import Allowed, Known, known
@@ -14,6 +14,7 @@ from memjax._plan.compiled import device_of
 from memjax._plan.derivative import Derivative, loop_pairs
 from memjax._plan.result import Plan, Point, Try
 from memjax._plan.solve.chain import Choice
+from memjax._plan.solve.segment import Option
 
 _MOST_POINTS = 100
 _AS_FAST = 1.005  # of the predicted time of the step without a plan: then that step is the faster one
@@ -104,7 +105,7 @@ def _decide(program: Known, budget: int | str) -> Plan | str:
         if not fitted and plans.in_steps and (least := plans.least()[0].compiled) > budget:
             fewest.append(least)
             break
-        tries = search(plans.predicted, plans.seconds, budget, plans.compiled)
+        tries = search(plans.predicted, plans.seconds, budget, plans.compiled, plans.kind)
         if all(one.compiled > budget for one in tries):
             tries += [one for one in plans.least() if one.number not in {other.number for other in tries}]
         fewest += [one.compiled for one in tries]
@@ -138,11 +139,23 @@ class _Plans:
         most = sum(choice.option.seconds for choice in chain.least_choices())
         self.predicted = [points[0][0], *(nbytes for nbytes, _ in points)]
         self.seconds = [chain.base_seconds + seconds for seconds in (most, *(seconds for _, seconds in points))]
+        self._kinds: dict[int, Hashable] = {}
 
     def choices(self, number: int) -> list[Choice]:
         """The plan of this number."""
         chain = self._program.chain
         return chain.choices(self.predicted[number]) if number else chain.least_choices()
+
+    def kind(self, number: int) -> Hashable:
+        """Equal for plans of which the loops alone differ, and these in the turns of their parts alone."""
+        if not self._program.chain.loops:
+            return number
+        if number not in self._kinds:
+            self._kinds[number] = tuple(
+                (one.start, one.stop, *(_kept(part, turns) for turns, part in one.option.parts or ((0, one.option),)))
+                for one in self.choices(number)
+            )
+        return self._kinds[number]
 
     def compiled(self, number: int) -> int:
         """Its compiled bytes, or the predicted ones where there is nothing to compile."""
@@ -154,6 +167,11 @@ class _Plans:
         nbytes = self.predicted[0]
         found = [Try(number, nbytes, nbytes, self.compiled(number)) for number in range(2)]
         return sorted(found, key=lambda one: (one.compiled, -one.number))
+
+
+def _kept(option: Option, turns: int) -> Hashable:
+    """What is kept; a loop of one turn is none when it is compiled."""
+    return min(turns, 2), option.kept, option.coded, option.moved
 
 
 def _without_a_plan(program: Known, plans: _Plans, chosen: Try, tries: Sequence[Try], budget: int) -> Plan | None:

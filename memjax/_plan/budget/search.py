@@ -6,12 +6,14 @@ which the answer lies; the next is where the line through both meets the budget,
 bytes rise in stairs, so that after a correction, while all have fitted, the next is where the whole budget is met: it may lie
 on the same stair, and is faster. Nothing but the frontier, the compiled bytes and the budget decides, so that equal programs
 have equal plans.
+
+Plans of one kind differ in how many turns of a loop keep what, and in nothing else. By how much the model is off for one of them
+it is off for the others, closely; for another kind the compiler may order all of it otherwise.
 """
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from memjax._plan.result import Try
 
@@ -21,7 +23,13 @@ _GAIN = 5e-4  # of a step's time: what another try has to promise
 _STEP = 1.002  # between the predicted bytes of plans that are worth telling apart
 
 
-def search(predicted: Sequence[int], seconds: Sequence[float], budget: int, compile: Callable[[int], int]) -> list[Try]:
+def search(
+    predicted: Sequence[int],
+    seconds: Sequence[float],
+    budget: int,
+    compile: Callable[[int], int],
+    kind: Callable[[int], Hashable] = lambda number: number,
+) -> list[Try]:
     """The plans that were compiled. Of those within the budget the one of the largest number is the fastest.
 
     If none of them fits, the plan of number 0 is the last.
@@ -31,6 +39,7 @@ def search(predicted: Sequence[int], seconds: Sequence[float], budget: int, comp
       seconds: of a step under each plan, falling.
       budget: bytes.
       compile: from the number of a plan to its compiled bytes. It is called at most four times.
+      kind: from the number of a plan to its kind.
     """
     tries: list[Try] = []
     fits: Try | None = None
@@ -42,15 +51,20 @@ def search(predicted: Sequence[int], seconds: Sequence[float], budget: int, comp
             break
         is_corrected = len(tries) > 1 and over is None
         aim = budget if is_corrected else (1 + _FULL) / 2 * budget
-        wanted = max(_prediction(aim, fits, over), predicted[0])
-        number = min(max(bisect.bisect_right(predicted, wanted) - 1, low), high)
+        expected = {}
+        for i in range(low, high + 1):
+            alike = [one for one in tries if kind(one.number) == kind(i)]
+            below = max((one for one in alike if one.number < i), default=None)
+            above = min((one for one in alike if one.number > i), default=None)
+            expected[i] = _expected(predicted[i], *((below, above) if alike else (fits, over)))
+        number = max(i for i in expected if expected[i] <= max(aim, expected[low]))
         if fits is None and len(tries) == _MOST_TRIES - 1:
             number = 0
         if fits is not None:
             gain = seconds[fits.number] - seconds[number]
             if fits.compiled >= _FULL * budget or gain < _GAIN * seconds[number]:
                 break
-        one = Try(number, predicted[number], _expected(predicted[number], fits, over), compile(number))
+        one = Try(number, predicted[number], round(expected[number]), compile(number))
         tries.append(one)
         if one.compiled <= budget:
             fits = one
@@ -59,22 +73,13 @@ def search(predicted: Sequence[int], seconds: Sequence[float], budget: int, comp
     return tries
 
 
-def _prediction(wanted: float, fits: Try | None, over: Try | None) -> float:
-    """The predicted bytes of a plan that should take what is wanted when compiled."""
-    if fits is not None and over is not None:
-        part = (wanted - fits.compiled) / (over.compiled - fits.compiled)
-        return fits.predicted + part * (over.predicted - fits.predicted)
-    one = fits or over
-    return wanted if one is None else one.predicted + (wanted - one.compiled) / _slope(one)
-
-
-def _expected(predicted: int, fits: Try | None, over: Try | None) -> int:
-    """The compiled bytes of a plan with so many predicted ones."""
-    if fits is not None and over is not None:
-        part = (predicted - fits.predicted) / max(over.predicted - fits.predicted, 1)
-        return round(fits.compiled + part * (over.compiled - fits.compiled))
-    one = fits or over
-    return predicted if one is None else round(one.compiled + (predicted - one.predicted) * _slope(one))
+def _expected(predicted: int, below: Try | None, above: Try | None) -> float:
+    """The compiled bytes of a plan with so many predicted ones, by those of one or two others."""
+    if below is not None and above is not None:
+        part = (predicted - below.predicted) / max(above.predicted - below.predicted, 1)
+        return below.compiled + part * (above.compiled - below.compiled)
+    one = below or above
+    return predicted if one is None else one.compiled + (predicted - one.predicted) * _slope(one)
 
 
 def _slope(one: Try) -> float:
