@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from memjax._plan.solve.chain import Choice
 from memjax._plan.solve.segment import Option
 
 _MOST_POINTS = 100
-_AS_FAST = 1.005  # of the predicted time of the step without a plan: then that step is the faster one
+_AS_FAST = 1.005  # of a predicted time: a difference that the model of time does not tell
 _AS_PREDICTED = (
     1.05  # of the predicted bytes: a plan that takes more may take less in steps, and leave room for a faster
 )
@@ -90,8 +91,8 @@ def _can_be_faster(other: Known, found: Plan | str, budget: int | str) -> bool:
 def _decide(program: Known, budget: int | str) -> Plan | str:
     """The plan, or why there is none.
 
-    Where none fits otherwise, or the compiler takes more than was predicted, the backward pass runs in steps: then what is alive
-    at a time is what the model says, whichever kernels the compiler chooses.
+    Where none fits otherwise, or the compiler takes so much more than was predicted that a faster plan is missed, the backward
+    pass runs in steps: then what is alive at a time is what the model says, whichever kernels the compiler chooses.
     """
     ways = [_Plans(program, in_steps) for in_steps in (False, True)]
     if budget == "min":
@@ -112,12 +113,18 @@ def _decide(program: Known, budget: int | str) -> Plan | str:
         if fitting := [one for one in tries if one.compiled <= budget]:
             chosen = max(fitting)
             fitted.append((plans, chosen, tries))
-            if chosen.compiled <= _AS_PREDICTED * chosen.predicted:
+            if chosen.compiled <= _AS_PREDICTED * chosen.predicted or not _faster_as_predicted(plans, chosen, budget):
                 break
     if not fitted:
         return too_little(program.chain, budget, min(fewest))
     plans, chosen, tries = min(fitted, key=lambda one: one[0].seconds[one[1].number])  # of equals the first
     return _without_a_plan(program, plans, chosen, tries, budget) or _plan(program, plans, chosen, tries, budget)
+
+
+def _faster_as_predicted(plans: _Plans, chosen: Try, budget: int) -> bool:
+    """Whether a plan would be faster than the one chosen by enough to notice, if the compiler took what was predicted."""
+    fitting = plans.seconds[: bisect.bisect_right(plans.predicted, budget)]
+    return bool(fitting) and plans.seconds[chosen.number] > _AS_FAST * min(fitting)
 
 
 class _Plans:
