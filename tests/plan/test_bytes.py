@@ -9,7 +9,7 @@ import pytest
 
 from memjax._core.program import costs
 from memjax._core.program.working import peak_bytes
-from memjax._plan.budget.decide import _Plans
+from memjax._plan.budget.decide import _decide, _Plans
 from memjax._plan.derivative import Derivative
 from memjax._plan.lent import lent_to, lent_to_pieces
 from memjax._plan.solve.chain import Chain
@@ -212,3 +212,30 @@ def test_plans_of_one_kind_differ_in_the_turns_of_the_parts_of_a_loop_alone():
     for turns in turns_of.values():
         assert len(set(turns)) == len(turns)
         assert len({tuple(count == 1 for count in one) for one in turns}) == 1
+
+
+def test_steps_are_tried_where_a_faster_plan_is_missed_and_not_otherwise(monkeypatch):
+    """Every plan takes a tenth more than predicted: too much for the middle one, while the fastest one fits a large budget."""
+
+    def loss(ws, x):
+        for up, down in ws:
+            x = x + jnp.tanh(jnp.sin(x @ up)) @ down
+        return jnp.sum(x**2)
+
+    ws = [(array(WIDTH, 8 * WIDTH), array(8 * WIDTH, WIDTH))] * LAYERS
+    tried = []
+
+    def compiled(plans, number):
+        tried.append(plans.in_steps)
+        return plans.predicted[number] * 11 // 10
+
+    monkeypatch.setattr(_Plans, "compiled", compiled)
+    found = chain(loss, ws, array(ROWS, WIDTH))
+    program = SimpleNamespace(chain=found, digest="", step_bytes=lambda *_: None)
+    middle, most = (found.frontier[at][0] for at in (len(found.frontier) // 2, -1))
+    _decide(program, middle)
+    assert True in tried
+    tried.clear()
+    assert _decide(program, 2 * most).compiled_nbytes is None
+    assert tried
+    assert True not in tried
