@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from memjax._core.compat import names_an_axis
 from memjax._core.lists import pick
 from memjax._measure import remat_compiler_options
+from memjax._plan.alone import compile_alone, temporary
 from memjax._plan.run import KeepAll, Run
-from memjax.remat._chain.compiled_bytes import compile_alone, temporary
 
 
 def compiled_bytes(run: Run | KeepAll, types: Sequence[Any], shardings: Sequence[Any]) -> int | None:

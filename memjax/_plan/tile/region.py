@@ -19,9 +19,9 @@ from memjax._core.lists import Arrays, merge, pick
 from memjax._core.positions.regions import Region
 from memjax._core.positions.walk import Mixed, Positions, State, Summed, shape_of, shared
 from memjax._core.program.jaxpr import Program, bind, calls_in_place, read, trace
+from memjax._core.tiles import Tiles
 from memjax._plan.derivative import Derivative, strong, without_dead_equations
 from memjax._plan.tile.resized import Resized
-from memjax.remat._tiled.tiles import Tiles
 
 
 class TiledRegion:

@@ -17,8 +17,8 @@ from memjax._core.program.jaxpr import calls_in_place, nbytes, variables
 from memjax._core.program.working import peak_bytes
 from memjax._core.timing import seconds
 from memjax._measure import remat_compiler_options
+from memjax._plan.alone import bytes_of, compile_alone, constants, temporary
 from memjax.remat._chain.block import Block
-from memjax.remat._chain.compiled_bytes import bytes_of, compile_alone, constants, temporary
 from memjax.remat._chain.items import BlockCost
 
 _MOST_COMPILED = 1024

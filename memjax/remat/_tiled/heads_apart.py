@@ -11,7 +11,7 @@ from memjax._core.check import shown
 from memjax._core.positions.lengths import check_alike, check_same, check_same_constants
 from memjax._core.positions.rules import walk
 from memjax._core.positions.walk import UNKNOWN, Mixed, Positions, Seen
-from memjax.remat._tiled.tiles import with_size
+from memjax._core.tiles import with_size
 
 
 def refuse_mixed_heads(attend: Callable[..., Any], qkv: Sequence[Any]) -> None:

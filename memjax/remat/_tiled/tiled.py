@@ -23,9 +23,9 @@ from memjax._core.positions.lengths import check_alike, check_same, check_same_c
 from memjax._core.positions.rules import walk
 from memjax._core.positions.walk import Mixed, Positions, Seen, State, Summed, shared
 from memjax._core.program.jaxpr import evaluate
+from memjax._core.tiles import Tiles, with_size
 from memjax.remat._tiled.modules import wrapped_module
 from memjax.remat._tiled.size import default_tile
-from memjax.remat._tiled.tiles import Tiles, with_size
 
 _FORWARD_MODE = forward_mode_message(
     "memjax.remat.tiled", "the function without it, of which forward mode keeps nothing"
