@@ -69,15 +69,28 @@ def exact_subsets(problem: Problem) -> list[Subset]:
     """Those without codes; the fewest bytes first."""
     seconds, names = (lambda eqn: problem.seconds[id(eqn)]), problem.names
     votes: dict[Any, int] = {}
+    cuts = []
     for price in problem.prices():
         kept = kept_at(
             *(price, problem.again, problem.wanted, problem.known, seconds, array_bytes, problem.to_keep),
             lambda eqn: bool(eqn.effects),
         )
-        for var in dict.fromkeys(names.get(var, var) for var in kept if names.get(var, var) not in problem.known):
+        cuts.append(
+            list(dict.fromkeys(names.get(var, var) for var in kept if names.get(var, var) not in problem.known))
+        )
+        for var in cuts[-1]:
             votes[var] = votes.get(var, 0) + 1
-    candidates = sorted(votes, key=lambda var: -votes[var])[:_MOST_CANDIDATES]
-    return _on_frontier(problem, candidates, [], None)
+    # Sums over devices cannot run again. Those of statistics are many, and small: they are no choice.
+    total = sum(map(array_bytes, problem.wanted))
+    once = {out for eqn in problem.again if eqn.effects for out in eqn.outvars}
+    always = [var for var in votes if var in once and _SMALL * array_bytes(var) <= total]
+    candidates = sorted((var for var in votes if var not in always), key=lambda var: -votes[var])[:_MOST_CANDIDATES]
+    wanted = [var for var in problem.wanted if var not in always]
+    found = _on_frontier(problem._replace(wanted=wanted, known={*problem.known, *always}), candidates, [], None)
+    # Where what has to be kept is not all among the candidates, no subset of them will do; each of the cuts does.
+    return [Subset([*always, *subset.kept], []) for subset in found] or [
+        Subset(cut, []) for cut in sorted(cuts, key=lambda cut: sum(map(array_bytes, cut)))
+    ]
 
 
 def coded_subsets(problem: Problem, codes: Codes) -> list[Subset]:
