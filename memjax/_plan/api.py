@@ -9,7 +9,10 @@ from typing import Any
 from flax import nnx
 
 from memjax._core import check
+from memjax._core.backward.derivatives import forward_mode_message
 from memjax._core.clear_errors import trace_errors
+from memjax._core.program.jaxpr import axis_sizes
+from memjax._plan.acting import acting
 from memjax._plan.budget.decide import decide
 from memjax._plan.compiled import device_of
 from memjax._plan.differentiable import differentiable
@@ -20,6 +23,7 @@ from memjax._plan.tile.choose import Program, choose
 
 _ALLOWED = ("recompute", "offload", "tile", "compress")
 _EXACT = ("recompute",)
+_FORWARD_MODE = forward_mode_message("memjax.planned", "call the function itself there")
 
 
 def plan(
@@ -133,8 +137,10 @@ def planned(
         flat = Flat(f, args, kwargs)
         with trace_errors("f", f):
             program = flat.program()
-        inputs = [*program.closed.consts, *flat.arrays]
-        outs = differentiable(program, inputs, room, plan, known, allow)
+        closed = program.closed
+        inputs = [*closed.consts, *flat.arrays]
+        act = functools.partial(acting, closed, axis_sizes(closed), budget=room, plan=plan, known=known, allow=allow)
+        outs = differentiable(closed, program.has_cotangent, inputs, act, _FORWARD_MODE)
         return flat.result(program, outs)
 
     return run

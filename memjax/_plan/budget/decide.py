@@ -25,6 +25,10 @@ _AS_PREDICTED = (
 _UNSURE = 1.1  # by as much more or less the compiled bytes of one plan may be off than those of another
 
 
+class TooLittleError(ValueError):
+    """The budget is less than the least possible."""
+
+
 def decide(
     derivative: Derivative,
     types: Sequence[Any],
@@ -40,7 +44,7 @@ def decide(
     the budget than the search among all plans. So both are made where the exact plan could be the faster one.
 
     Raises:
-      ValueError: the budget is less than the least possible.
+      TooLittleError: the budget is less than the least possible.
     """
     nothing_moves = _why_nothing_moves(derivative, shardings) if offload else ""
     offload = offload and not nothing_moves
@@ -58,7 +62,7 @@ def decide(
         if not (offload or _why_nothing_moves(derivative, shardings)):
             moved = known(derivative, types, shardings, most._replace(offload=True))
             hint = what_moving_saves(known(derivative, types, shardings, most).chain, moved.chain)
-        raise ValueError(f"{found[-1]}{hint}")
+        raise TooLittleError(f"{found[-1]}{hint}")
     best = min(plans, key=lambda plan: plan.nbytes if budget == "min" else plan.seconds)
     if offload and isinstance(found[-1], str):
         nothing_moves = (
