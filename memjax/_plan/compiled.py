@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from memjax._core.barriers import barrier
 from memjax._core.compat import names_an_axis
-from memjax._core.lists import pick
+from memjax._core.lists import drop, pick
 from memjax._measure import remat_compiler_options
 from memjax._plan.alone import compile_alone, temporary
 from memjax._plan.run import KeepAll, Run
@@ -17,6 +18,8 @@ from memjax._plan.run import KeepAll, Run
 
 def compiled_bytes(run: Run | KeepAll, types: Sequence[Any], shardings: Sequence[Any]) -> int | None:
     """Temporary bytes of value and gradient, per device; None where they are no program of their own.
+
+    Those of a chain of blocks include its outputs and the cotangents, which are made from these by an operation of one pass.
 
     Args:
       run: the two passes.
@@ -30,11 +33,15 @@ def compiled_bytes(run: Run | KeepAll, types: Sequence[Any], shardings: Sequence
     def step(inputs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
         outs, kept = run.forward(inputs)
         own = pick(outs, derivative.outs)
+        if derivative.of_blocks:
+            cts = barrier([out + out for out in own])
+            return drop(outs, derivative.outs), run.backward(inputs, kept, cts)
         given = iter(cotangents)
         cts = [jnp.ones_like(out) if one else next(given) for out, one in zip(own, scalar, strict=True)]
         return outs, run.backward(inputs, kept, cts)
 
-    others = [aval for aval, one in zip(pick(out_types, derivative.outs), scalar, strict=True) if not one]
+    given = [aval for aval, one in zip(pick(out_types, derivative.outs), scalar, strict=True) if not one]
+    others = [] if derivative.of_blocks else given
     manual = any(jax.sharding.AxisType.Manual in aval.sharding.mesh.axis_types for aval in types)
     if manual or any(names_an_axis(effect) for eqn in derivative.forward.eqns for effect in eqn.effects):
         program = compile_alone(jax.make_jaxpr(step)(list(types), others))

@@ -29,18 +29,26 @@ class Derivative:
       wrt: which inputs to differentiate with respect to.
       outs: which outputs have a cotangent.
       axes: sizes of the named axes that its collectives run over.
+      of_blocks: the program is a chain of blocks inside of a larger one: its outputs and their cotangents are temporary.
 
     Attributes:
       forward: from the inputs to the outputs, then residuals.
       backward: from cotangents to the cotangents of the inputs in `wrt`. It reads variables of `forward`: the residuals.
       outputs: the outputs among `forward.outvars`.
-      wrt, outs: as above.
+      wrt, outs, of_blocks: as above.
     """
 
     def __init__(
-        self, closed: Any, types: Sequence[Any], wrt: Sequence[bool], outs: Sequence[bool], axes: dict[str, int]
+        self,
+        closed: Any,
+        types: Sequence[Any],
+        wrt: Sequence[bool],
+        outs: Sequence[bool],
+        axes: dict[str, int],
+        *,
+        of_blocks: bool = False,
     ):
-        self.wrt, self.outs = tuple(wrt), tuple(outs)
+        self.wrt, self.outs, self.of_blocks = tuple(wrt), tuple(outs), of_blocks
         primal, self._n_consts = without_checkpoints(closed), len(closed.consts)
         self._jaxpr, self._consts_of_calls = primal.jaxpr, primal.consts[self._n_consts :]  # the others are inputs
         trees = []

@@ -15,7 +15,7 @@ _ADDRESS = re.compile(r"0x[0-9a-f]+")
 def digest(derivative: Derivative) -> str:
     """Equal for equal programs, however their variables are called."""
     number: dict[Any, int] = {}
-    parts: list[str] = [str(derivative.wrt), str(derivative.outs)]
+    parts: list[str] = [str(derivative.wrt), str(derivative.outs), *(["blocks"] if derivative.of_blocks else [])]
     for program in (derivative.forward, derivative.backward):
         for eqn in program.eqns:
             parts.append(f"{eqn.primitive.name} {_ADDRESS.sub('', str(eqn.params))}")

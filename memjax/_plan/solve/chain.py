@@ -19,6 +19,7 @@ from memjax._core.program import costs
 from memjax._core.program.costs import array_bytes, origins_of_names
 from memjax._core.program.jaxpr import is_literal, variables
 from memjax._core.program.primitives import expensive
+from memjax._plan.blocks import ends_of_blocks
 from memjax._plan.codes import Codes, codes_of, codes_of_loop
 from memjax._plan.derivative import Derivative, LoopPair, can_be_split, loop_pairs
 from memjax._plan.lent import lent_to_pieces
@@ -68,7 +69,8 @@ class Chain:
         self.loops: dict[int, LoopPair] = {i: pairs[id(e)] for i, e in enumerate(program.eqns) if id(e) in pairs}
         self.codes = codes_of(derivative, self.free) if compress else None
         alone = [pair.forward for pair in self.loops.values()]
-        self.cuts = cut_points(program, derivative.outputs, self.free, alone)
+        cuts, n = cut_points(program, derivative.outputs, self.free, alone), len(program.eqns)
+        self.cuts = [0, *sorted({*cuts, *ends_of_blocks(program)} - {0, n}), n]
         self.turns = backward_turns(program, backward, self.cuts, self.free)
         self._index()
         self._frontiers: dict[Any, list[Option]] = {}
