@@ -2,9 +2,9 @@
 
 A Llama stack of the shape of the 1B model, 8 layers with 4 x 4,096 tokens or 6 with 131,072, unrolled or in `jax.lax.scan`.
 For each policy the step is compiled and timed, then planned for exactly the temporary bytes that the policy takes, compiled
-and timed, the two by turns. With `--between` plans are also made for the middle of each two policies that follow one another.
-About eight minutes for each table on an H200: `--kinds unrolled --tokens 16384` runs one. On a CPU: `--tiny`, a minute,
-saves nothing.
+and timed, the two by turns. `--kinds chain` gives the layers to `memjax.remat.chain` in place of `planned`. With `--between`
+plans are also made for the middle of each two policies that follow one another. About eight minutes for each table on an H200:
+`--kinds unrolled --tokens 16384` runs one. On a CPU: `--tiny`, a minute, saves nothing.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ class Config:
     """What to run."""
 
     kinds: tuple[str, ...] = ("unrolled", "scanned")
-    """Layers in Python's loop, or in that of JAX."""
+    """Layers in Python's loop, or in that of JAX; "chain": in Python's loop, and as the blocks of a chain."""
     tokens: tuple[int, ...] = (16384, 131072)
     between: bool = False
     """Plan for budgets between those of the policies, too."""
@@ -102,11 +102,15 @@ def layer(p: dict[str, jax.Array], x: jax.Array, *, implementation: Any) -> jax.
 
 
 def loss(stack: Any, x: jax.Array, *, kind: str, layer: Callable[..., jax.Array]) -> jax.Array:
-    if kind == "unrolled":
+    if kind == "scanned":
+        x, _ = jax.lax.scan(lambda x, p: (layer(p, x), None), x, stack)
+    else:
         for p in stack:
             x = layer(p, x)
-    else:
-        x, _ = jax.lax.scan(lambda x, p: (layer(p, x), None), x, stack)
+    return squares(x)
+
+
+def squares(x: jax.Array) -> jax.Array:
     return jnp.sum(x.astype(jnp.float32) ** 2)
 
 
@@ -177,13 +181,19 @@ def table(shape: Shape, kind: str, config: Config) -> None:
 
     def planned(budget: int) -> dict[str, Any]:
         start = time.perf_counter()
-        plan = memjax.plan(unchanged, *args, budget=budget, argnums=(0, 1))
+        if kind == "chain":
+            blocks = [plain] * shape.layers
+            plan = memjax.remat.chain_plan(blocks, *args, budget=budget)
+            f = lambda stack, x: squares(memjax.remat.chain(blocks, stack, x, schedule=plan))
+        else:
+            plan = memjax.plan(unchanged, *args, budget=budget, argnums=(0, 1))
+            f = memjax.planned(unchanged, plan=plan)
         seconds = time.perf_counter() - start
-        program, nbytes = compiled(memjax.planned(unchanged, plan=plan), args)
+        program, nbytes = compiled(f, args)
         return {
             "program": program,
             "planned_bytes": nbytes,
-            "first_predicted_bytes": plan.first_nbytes,
+            "first_predicted_bytes": getattr(plan, "first_nbytes", plan.nbytes),
             "predicted_ratio": round(plan.seconds / plan.plain_seconds, 4),
         } | ({"planning_seconds": round(seconds, 2)} if config.workers == 1 else {})
 
