@@ -243,7 +243,7 @@ CALLS = [
     (layers_of_chain, {"layers": [None]}, r"layers\[0\] must be a module or a function, got None"),
     (layers_of_chain, {"layers": [jnp.tanh, nnx.Linear]}, r"layers\[1\] must be .*make an instance first"),
     (layers_of_chain, {"budget": "12MX"}, "budget must be a number of bytes .* got '12MX'"),
-    (layers_of_chain, {"budget": None, "schedule": 3}, "schedule must be a ChainSchedule, got 3"),
+    (layers_of_chain, {"budget": None, "schedule": 3}, "schedule must be a Plan or a ChainSchedule, got 3"),
     (layers_of_chain, {"layers": [nn.Dense(4)]}, r"layers\[0\] must be .*memjax.remat.linen.Chain those of Linen"),
     (linen_chain, {"layers": [nnx.Linear(4, 4, rngs=nnx.Rngs(0))]}, r"layers\[0\] must be .*memjax.remat.Chain takes"),
     (layers_of_chain, {"layers": [lambda x: x.nothing]}, "layers must take an input of .* raises AttributeError"),

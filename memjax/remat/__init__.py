@@ -13,6 +13,7 @@ Action                one action of a schedule
 profile               measures a step, so that `scan` predicts with real costs
 Costs                 the seconds that `profile` measured
 chain                 unequal blocks one after the other within a memory budget
+chain_plan            what `chain` does within a budget, ahead and as data
 chain_costs           the time and memory of each block of a chain
 chain_schedule        the optimal schedule for unequal blocks, as data
 BlockCost             the costs of one block
@@ -32,7 +33,7 @@ On a CPU compile with `memjax.remat_compiler_options()`, or the compiler may und
 """
 
 from memjax.remat import linen, policies
-from memjax.remat._chain.chain import chain, chain_costs
+from memjax.remat._chain.chain import chain, chain_costs, chain_plan
 from memjax.remat._chain.items import BlockCost
 from memjax.remat._chain.schedule import ChainSchedule, chain_schedule
 from memjax.remat._checkpoint import UnmatchedNameWarning, checkpoint
@@ -66,6 +67,7 @@ __all__ = [
     "attention_in_groups",
     "chain",
     "chain_costs",
+    "chain_plan",
     "chain_schedule",
     "checkpoint",
     "dense_block",

@@ -12,6 +12,7 @@ from flax.linen.recurrent import flip_sequences
 
 from memjax._core import check
 from memjax._core.lists import drop, merge, pick
+from memjax._plan.result import Plan
 from memjax.remat._chain.chain import chain
 from memjax.remat._chain.schedule import ChainSchedule
 from memjax.remat._flax.layers import call, check_layers
@@ -125,9 +126,8 @@ class RNN(nn.RNN):
 class Chain(nn.Sequential):
     """`flax.linen.Sequential` whose backward pass keeps within a memory budget, by `memjax.remat.chain`.
 
-    Each layer is one block of the chain: what it keeps is decided for it as a whole, so a layer should be a residual or
-    transformer block rather than a single operation. Parameters, outputs and gradients are those of `nn.Sequential`,
-    running statistics included; dropout masks are others.
+    Each layer is one block of the chain, of which some values are kept and the others computed again. Parameters,
+    outputs and gradients are those of `nn.Sequential`, running statistics included; dropout masks are others.
 
     Attributes:
       layers: as for `nn.Sequential`.
@@ -138,7 +138,7 @@ class Chain(nn.Sequential):
     """
 
     budget: int | str | None = None
-    schedule: ChainSchedule | None = None
+    schedule: Plan | ChainSchedule | None = None
 
     @nn.compact
     def __call__(self, *args: Any) -> Any:

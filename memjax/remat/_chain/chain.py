@@ -1,5 +1,6 @@
 """A chain of blocks whose backward pass keeps within a memory budget, at the least recomputation.
 
+`within.py` has the plan for a budget; here is what acts on a schedule that keeps a block as a whole, or groups of blocks' inputs:
 Beaumont et al. 2019, "Optimal checkpointing for heterogeneous chains: how to train deep neural networks with limited
 memory" (rotor).
 """
@@ -16,10 +17,12 @@ from memjax._core import check
 from memjax._core.backward.derivatives import Static, perturbed, refusing_forward_mode
 from memjax._core.clear_errors import call_errors
 from memjax._core.lists import Arrays, drop, merge, pick
+from memjax._plan.result import Plan
 from memjax.remat._chain.block import Block, after, together
 from memjax.remat._chain.cost import estimate, measured
 from memjax.remat._chain.items import BlockCost, Items, blocks_of
 from memjax.remat._chain.schedule import ChainSchedule, chain_schedule, checked_costs
+from memjax.remat._chain.within import Whole, ahead, whole, within
 
 _FORWARD_MODE = (
     "memjax.remat.chain cannot be differentiated in forward mode (jax.jvp, jax.jacfwd, jax.linearize). Call the blocks one "
@@ -34,7 +37,7 @@ def chain(
     x: Any,
     *,
     budget: int | str | None = None,
-    schedule: ChainSchedule | None = None,
+    schedule: Plan | ChainSchedule | None = None,
     costs: Sequence[BlockCost] | None = None,
     has_aux: bool = False,
 ) -> Any:
@@ -46,56 +49,94 @@ def chain(
       params: the parameters of each block: pytrees of arrays of any dtype.
       x: the first block's input, a pytree of arrays of any dtype, typed PRNG keys included.
       budget: memory in bytes, or a text like "12GiB", or "min" for the least possible: for all that exists at one moment of
-        the forward or backward pass beyond `x`, the parameters and their gradients. The working memory of single blocks
-        is included, as each takes it compiled by itself; inside `shard_map` all is that of one device.
-      schedule: what to keep, as `chain_schedule` found it. Exactly one of `budget` and `schedule` is to be given.
-      costs: of each block, with `budget`: by default `chain_costs(blocks, params, x)`, an estimate from their operations;
-        `chain_costs(..., measure=True)` measures.
+        the forward or backward pass beyond `x`, the parameters and their gradients. That is the temporary memory of the
+        chain's value and gradient as compiled by itself, with its output or that one's gradient. What the rest of the step
+        takes comes on top. Inside `shard_map` all is that of one device, and twice the gradients that are summed over devices
+        are set aside for these sums.
+      schedule: what to keep, as `chain_plan` or `chain_schedule` found it. Exactly one of `budget` and `schedule` is to be given.
+      costs: of each block, with `budget`: then `chain_schedule(costs, budget)` decides, by these numbers alone, and nothing is
+        compiled. `chain_costs(blocks, params, x)` estimates them, `chain_costs(..., measure=True)` measures.
       has_aux: the blocks return `(x, aux)`, as for `jax.grad`: aux carries no gradient, and does not count.
 
     Returns:
       The last block's output; with `has_aux`, a pair of it and the list of what the blocks returned besides.
 
-    Memory: a block of which everything is kept holds its output and the smallest set of values from which its backward
-    pass follows without repeating matrix products and the like; a group of blocks of which the input is kept holds that,
-    and when the backward pass gets there is run again, by a schedule of its own. `chain_schedule` decides. Recomputation
-    waits for the gradient that needs it, and gradients of parameters are not put off. On a CPU compile with
-    `memjax.remat_compiler_options()`, or the compiler may undo the recomputation.
+    Memory: within a budget the chain is planned as `memjax.plan` plans a loss, and cut where a block ends, inside of blocks as
+    well. Of each stretch the arrays are kept that take the longest to compute again for their bytes, and what else the
+    backward pass reads is computed again at its turn. So a block can keep everything, its input, or anything between. The plan
+    is made when the chain is differentiated, once for each program, and compiled up to four times until it fills the budget,
+    or twice as often where the compiler takes more than was predicted. Where no plan is small enough, groups of blocks of
+    which the input is kept hold such groups in turn, each run again by a schedule of its own, as `chain_schedule` finds it.
+    Recomputation waits for the gradient that needs it. On a CPU compile with `memjax.remat_compiler_options()`, or the
+    compiler may undo the recomputation.
+
+    By a `ChainSchedule`, a block of which everything is kept holds its output and the smallest set of values from which its
+    backward pass follows without repeating matrix products and the like; a group of blocks holds its input.
 
     For many equal blocks with stacked parameters `memjax.remat.scan` is quicker to compile.
 
     Raises:
-      ValueError: both or neither of `budget` and `schedule`; a budget below the least possible (the message states it, and
-        the time there); lengths that disagree.
+      ValueError: both or neither of `budget` and `schedule`; when differentiated, a budget below the least possible (the
+        message states it, and the time there), or a plan of another chain; lengths that disagree.
       TypeError: with `has_aux`, a block that returns no pair; forward-mode differentiation (`jax.jvp`, `jax.jacfwd`).
     """
     budget, schedule = check_memory(budget, schedule)
     if costs is not None and budget is None:
         raise ValueError("costs decide what fits a budget: give budget as well, or leave costs out")
     traced, values, leaves = _trace(blocks, params, x, has_aux)
-    if schedule is None:
+    if costs is not None:
         assert budget is not None
-        costs = _estimates(traced) if costs is None else checked_costs(costs)
+        costs = checked_costs(costs)
         if len(costs) != len(traced):
             raise ValueError(f"costs must have one entry per block, got {len(costs)} for {len(traced)} blocks")
         schedule = chain_schedule(costs, budget)
-    if list(blocks_of(schedule.items)) != list(range(len(traced))):
-        raise ValueError(f"schedule must be of {len(traced)} blocks in order, got {schedule.items}")
-    run = refusing_forward_mode(functools.partial(_run, schedule.items, traced), _FORWARD_MODE)
-    y, aux = run(dict(enumerate(values)), leaves)
+    if isinstance(schedule, ChainSchedule):
+        if list(blocks_of(schedule.items)) != list(range(len(traced))):
+            raise ValueError(f"schedule must be of {len(traced)} blocks in order, got {schedule.items}")
+        y, aux = refusing_forward_mode(functools.partial(_scheduled, traced, schedule), _FORWARD_MODE)(values, leaves)
+    else:
+        outs = within(_whole(traced, values, leaves), budget, schedule, _FORWARD_MODE)
+        y, aux = outs[: len(traced[-1].y)], []
+        for block in traced:
+            at = len(y) + sum(map(len, aux))
+            aux.append(outs[at : at + len(block.aux)])
     y = jax.tree.unflatten(traced[-1].y_tree, y)
     if not has_aux:
         return y
     return y, [jax.tree.unflatten(block.aux_tree, leaves) for block, leaves in zip(traced, aux, strict=True)]
 
 
-def check_memory(budget: Any, schedule: Any) -> tuple[int | str | None, ChainSchedule | None]:
+def chain_plan(
+    blocks: Sequence[Callable[[Any, Any], Any]],
+    params: Sequence[Any],
+    x: Any,
+    *,
+    budget: int | str,
+    has_aux: bool = False,
+) -> Plan | ChainSchedule:
+    """What `chain` does within a budget, ahead and as data: `chain(blocks, params, x, schedule=plan)` acts on it.
+
+    Args:
+      blocks, params, x, budget, has_aux: as for `chain`; arrays or `jax.ShapeDtypeStruct`s. Nothing is run. Their shardings are
+        those that the chain is compiled for, on the platform of their devices, which need not be there.
+
+    Returns:
+      A `memjax.Plan`, or a `ChainSchedule` where that alone fits. All float leaves of `params` and `x` are taken to be
+      differentiated, and what the blocks close over.
+
+    Raises:
+      ValueError, TypeError: as `chain`.
+    """
+    return ahead(_whole(*_trace(blocks, params, x, has_aux)), check.byte_count("budget", budget, words=("min",)))
+
+
+def check_memory(budget: Any, schedule: Any) -> tuple[int | str | None, Plan | ChainSchedule | None]:
     """`budget` in bytes and `schedule`, of which exactly one is given."""
     check.exactly_one(budget=budget, schedule=schedule)
     if budget is not None:
         return check.byte_count("budget", budget, words=("min",)), None
-    if not isinstance(schedule, ChainSchedule):
-        raise check.fail(TypeError, "schedule", "a ChainSchedule", schedule, "chain_schedule finds one")
+    if not isinstance(schedule, Plan | ChainSchedule):
+        raise check.fail(TypeError, "schedule", "a Plan or a ChainSchedule", schedule, "chain_plan finds one")
     return None, schedule
 
 
@@ -158,6 +199,11 @@ def _trace(
     return traced, values, jax.tree.leaves(x)
 
 
+def _whole(traced: Sequence[Block], values: Sequence[Arrays], x: Arrays) -> Whole:
+    run = functools.partial(_scheduled, traced)
+    return whole(traced, values, x, functools.partial(_estimates, traced), run)
+
+
 def _estimates(traced: Sequence[Block]) -> list[BlockCost]:
     keys = list(_with_handed_on(traced))
     costs = {key: estimate(*key) for key in dict.fromkeys(keys)}
@@ -183,6 +229,13 @@ def _with_handed_on(traced: Sequence[Block]) -> Iterator[tuple[Block, tuple[bool
     for block in traced:
         yield block, from_input
         from_input = block.handed_on(from_input)
+
+
+def _scheduled(
+    traced: Sequence[Block], schedule: ChainSchedule, values: Sequence[Arrays], x: Arrays
+) -> tuple[Arrays, list[Arrays]]:
+    """(y, aux of each block), differentiated by the schedule."""
+    return _run(schedule.items, traced, dict(enumerate(values)), x)
 
 
 def _run(items: Items, traced: Sequence[Block], values: Mapping[int, Arrays], x: Arrays) -> tuple[Arrays, list[Arrays]]:

@@ -101,11 +101,7 @@ def chain_schedule(costs: Sequence[BlockCost], budget: int | str) -> ChainSchedu
     if room == "min":
         return least
     if least.nbytes > room:
-        raise ValueError(
-            f"budget is {readable_bytes(room)}, but the least possible is {readable_bytes(least.nbytes)}, at "
-            f"{_ratio(least.seconds, least.plain_seconds)} of the time that everything kept takes, with "
-            f'{readable_bytes(plain_nbytes)}: give a larger budget, "min" for the least, or divide the largest block'
-        )
+        raise ValueError(too_little(room, least.nbytes, least.seconds / (least.plain_seconds or 1.0), plain_nbytes))
     best = least
     fastest = LeastTime(costs, room - standing_bytes(costs))
     slower, faster = 0, len(fastest.amounts)  # by bisection: the bytes grow with the units, all but exactly
@@ -117,6 +113,15 @@ def chain_schedule(costs: Sequence[BlockCost], budget: int | str) -> ChainSchedu
         else:
             faster = middle
     return best
+
+
+def too_little(budget: int, least: int, ratio: float, plain_nbytes: int) -> str:
+    """What to say of a budget that nothing fits, `ratio` being the time of the least memory."""
+    return (
+        f"budget is {readable_bytes(budget)}, but the least possible is {readable_bytes(least)}, at {ratio:.2f} of the time that "
+        f"everything kept takes, with {readable_bytes(plain_nbytes)}: give a larger budget, "
+        '"min" for the least, or divide the largest block'
+    )
 
 
 def checked_costs(costs: Sequence[BlockCost]) -> list[BlockCost]:

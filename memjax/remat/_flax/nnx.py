@@ -11,6 +11,7 @@ from flax.nnx.nn.recurrent import flip_sequences
 from jaxtyping import Array
 
 from memjax._core import check
+from memjax._plan.result import Plan
 from memjax.remat._chain.chain import chain
 from memjax.remat._chain.chain import check_memory as check_memory_of_chain
 from memjax.remat._chain.schedule import ChainSchedule
@@ -131,9 +132,9 @@ class RNN(nnx.RNN):
 class Chain(nnx.Sequential):
     """`flax.nnx.Sequential` whose backward pass keeps within a memory budget, by `memjax.remat.chain`.
 
-    Each layer is one block of the chain: what it keeps is decided for it as a whole, so a layer should be a residual or
-    transformer block rather than a single operation. Parameters, outputs and gradients are those of `nnx.Sequential`,
-    running statistics and dropout included, and a checkpoint of one loads into the other.
+    Each layer is one block of the chain, of which some values are kept and the others computed again. Parameters,
+    outputs and gradients are those of `nnx.Sequential`, running statistics and dropout included, and a checkpoint of one loads
+    into the other.
 
     Args:
       *layers: modules and functions, each called with the output of the one before: a tuple as its arguments, a dict as
@@ -149,7 +150,7 @@ class Chain(nnx.Sequential):
         self,
         *layers: Callable[..., Any],
         budget: int | str | None = None,
-        schedule: ChainSchedule | None = None,
+        schedule: Plan | ChainSchedule | None = None,
     ):
         check_layers(layers, nnx.Module)
         self.budget, self.schedule = check_memory_of_chain(budget, schedule)

@@ -94,8 +94,11 @@ def test_each_block_runs_as_often_as_the_schedule_says():
     assert counts == {0: 2, 1: 3, 2: 4, 3: 3, 4: 2, 5: 1}
 
 
+WAYS = {name: {"schedule": SCHEDULES[name]} for name in ("kept", "nested")} | {"planned": {"budget": "min"}}
+
+
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("name", ["kept", "nested"])
+@pytest.mark.parametrize("name", WAYS)
 class TestTransforms:
     def test_gradient_of_gradient(self, name):
         blocks, params, x = cases.mlps()
@@ -108,7 +111,7 @@ class TestTransforms:
 
         found, expected = (
             quick(jax.grad(functools.partial(penalty, run, **options)))(params)
-            for run, options in ((chain, {"schedule": SCHEDULES[name]}), (plain, {}))
+            for run, options in ((chain, WAYS[name]), (plain, {}))
         )
         close(found, expected, 1e-11)
 
@@ -119,7 +122,7 @@ class TestTransforms:
             gradient = jax.grad(lambda x: (run(blocks, params, x, **options) ** 3).sum())
             return jax.jvp(gradient, (x,), (jnp.ones_like(x),))[1]
 
-        close(product(chain, schedule=SCHEDULES[name]), product(plain), 1e-11)
+        close(product(chain, **WAYS[name]), product(plain), 1e-11)
 
     def test_vmap(self, name):
         blocks, params, x = cases.mlps()
@@ -129,7 +132,7 @@ class TestTransforms:
             one = jax.grad(lambda params, x: (run(blocks, params, x, **options) ** 2).sum(), argnums=(0, 1))
             return quick(jax.vmap(one, in_axes=(None, 0)))(params, xs)
 
-        close(gradient(chain, schedule=SCHEDULES[name]), gradient(plain))
+        close(gradient(chain, **WAYS[name]), gradient(plain))
 
     def test_shard_map(self, name):
         blocks, params, _ = cases.mlps()
@@ -151,7 +154,7 @@ class TestTransforms:
                 out_specs=PartitionSpec("data"),
             )
             def sharded(params, x):
-                return chain([mixing] * 6, params, x, schedule=SCHEDULES[name])
+                return chain([mixing] * 6, params, x, **WAYS[name])
 
             return (sharded(params, x) ** 2).sum()
 
@@ -165,7 +168,7 @@ class TestTransforms:
             body = jax.checkpoint(lambda x, _: (run(blocks, params, x, **options) * 0.5, None))
             return quick(jax.grad(lambda x: (jax.lax.scan(body, x, None, length=3)[0] ** 2).sum()))(x)
 
-        close(repeated(chain, schedule=SCHEDULES[name]), repeated(plain))
+        close(repeated(chain, **WAYS[name]), repeated(plain))
 
     def test_dropout_keys_integers_and_pairs(self, name):
         """Leaves that carry no gradient, in parameters and state; a structure that changes on the way."""
@@ -197,7 +200,7 @@ class TestTransforms:
 
             return quick(jax.value_and_grad(loss, argnums=(0, 1)))([p["w"] for p in params[1:-1]], x)
 
-        close(gradient(chain, schedule=SCHEDULES[name]), gradient(plain))
+        close(gradient(chain, **WAYS[name]), gradient(plain))
 
     def test_what_blocks_close_over_is_differentiated(self, name):
         _, params, x = cases.mlps()
@@ -209,14 +212,14 @@ class TestTransforms:
 
             return quick(jax.grad(loss, argnums=(0, 1)))(jnp.float64(1.1), params)
 
-        close(gradient(chain, schedule=SCHEDULES[name]), gradient(plain))
+        close(gradient(chain, **WAYS[name]), gradient(plain))
 
     def test_aux_leaves_the_chain_without_gradient(self, name):
         blocks, params, x = cases.mlps()
         with_aux = [lambda p, x: (cases.mlp(p, x), {"mean": x.mean(), "n": x.size})] * 6
 
         def loss(params):
-            y, aux = chain(with_aux, params, x, schedule=SCHEDULES[name], has_aux=True)
+            y, aux = chain(with_aux, params, x, **WAYS[name], has_aux=True)
             return (y**2).sum() + 100 * sum(a["mean"] for a in aux), aux
 
         (_, aux), found = quick(jax.value_and_grad(loss, has_aux=True))(params)
@@ -262,7 +265,6 @@ def test_forward_mode_says_what_to_use_instead(wrap):
         ({}, ValueError, "exactly one of budget and schedule"),
         ({"budget": 1, "schedule": SCHEDULES["kept"]}, ValueError, "exactly one of budget and schedule"),
         ({"budget": "12 gigs"}, ValueError, "budget must be a number of bytes or a text"),
-        ({"budget": 1}, ValueError, r"budget is 1 B, but the least possible is [\d.]+ KiB, at [\d.]+ of the time"),
         ({"budget": 1, "params": []}, ValueError, "params must have one entry per block, got 0 for 6 blocks"),
         ({"budget": 1, "blocks": [], "params": []}, ValueError, "blocks must have at least one function, got none"),
         ({"schedule": items(0, 1)}, ValueError, "schedule must be of 6 blocks in order"),
@@ -275,7 +277,7 @@ def test_forward_mode_says_what_to_use_instead(wrap):
         ({"budget": "infGiB"}, ValueError, "budget must be a number of bytes"),
         ({"budget": float("nan")}, ValueError, "budget must be a number of bytes"),
         ({"budget": b"1MiB"}, TypeError, "budget must be a number of bytes"),
-        ({"schedule": schedule(6, 2)}, TypeError, "schedule must be a ChainSchedule, got Schedule"),
+        ({"schedule": schedule(6, 2)}, TypeError, "schedule must be a Plan or a ChainSchedule, got Schedule"),
         ({"budget": 1, "blocks": [3] * 6}, TypeError, r"blocks\[0\] must be a function, got 3"),
         ({"budget": 1, "blocks": None}, TypeError, "blocks must be a sequence of functions"),
         ({"budget": 1, "params": ["a"] * 6}, TypeError, r"params\[0\] must be an array or a number, got 'a'"),
@@ -291,6 +293,14 @@ def test_bad_arguments(change, error, said):
     arguments = {"blocks": blocks, "params": params, "x": x} | change
     with pytest.raises(error, match=said):
         chain(**arguments)
+
+
+def test_a_budget_that_is_too_small_is_refused_when_the_chain_is_differentiated():
+    blocks, params, x = cases.mlps()
+    close(chain(blocks, params, x, budget=1), plain(blocks, params, x), 1e-5)  # which keeps nothing
+    said = r"budget is 1 B, but the least possible is [\d.]+ KiB, at [\d.]+ of the time"
+    with pytest.raises(ValueError, match=said):
+        jax.grad(lambda x: chain(blocks, params, x, budget=1).sum())(x)
 
 
 def test_a_block_that_cannot_be_traced_is_named():

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from memjax._core.program.jaxpr import calls_in_place
-from memjax.remat import chain, chain_costs, chain_schedule
+from memjax.remat import chain, chain_costs, chain_plan, chain_schedule
 from memjax.remat._chain.cost import modelled_bytes
 from tests.remat.chain import chain_cases as cases
 from tests.remat.chain.chain_cases import plain
@@ -35,19 +35,24 @@ MODELS = {
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", MODELS)
-def test_compiled_bytes_keep_within_the_budget(name):
+@pytest.mark.parametrize("is_planned", [True, False], ids=["planned", "by costs"])
+def test_compiled_bytes_keep_within_the_budget(name, is_planned):
     blocks, params, x = MODELS[name]()
-    costs = chain_costs(blocks, params, x)
-    least = chain_schedule(costs, "min").nbytes
-    everything = chain_schedule(costs, 1 << 40)
+    without = temp(plain, blocks, params, x)
+    if is_planned:
+        # Which differentiates the input as well.
+        options, least, everything = {}, chain_plan(blocks, params, x, budget="min").nbytes + SLACK, without
+    else:
+        options = {"costs": chain_costs(blocks, params, x)}
+        least, everything = (chain_schedule(options["costs"], budget).nbytes for budget in ("min", 1 << 40))
     found = []
     for share in (0.0, 1.0):
-        budget = int(least + share * (everything.nbytes - least))
-        found.append(temp(chain, blocks, params, x, budget=budget))
+        budget = int(least + share * (everything - least))
+        found.append(temp(chain, blocks, params, x, budget=budget, **options))
         assert found[-1] <= budget + SLACK
     assert found[0] < found[1]
-    assert found[1] > 0.6 * everything.nbytes
-    assert found[1] <= temp(plain, blocks, params, x)
+    assert found[1] > 0.6 * everything
+    assert found[1] <= without
 
 
 def test_keeping_inputs_alone_takes_a_fraction_of_plain():

@@ -1,0 +1,182 @@
+"""A chain within a budget: the blocks as one program, which is planned as any other, and cut between the blocks, too.
+
+A plan runs a stretch again once. Where the least such plan is too large, groups of blocks that hold groups to run again in their
+turn take less, by the schedule of `chain_schedule`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+
+from memjax._core.arrays import is_float
+from memjax._core.compat import varying
+from memjax._core.lists import Arrays, drop, merge, pick
+from memjax._core.program.jaxpr import axis_sizes, nbytes
+from memjax._plan.acting import by_plan
+from memjax._plan.blocks import end_of_block
+from memjax._plan.budget.decide import TooLittleError, decide
+from memjax._plan.derivative import Derivative
+from memjax._plan.differentiable import differentiable
+from memjax._plan.flat import sharding_of
+from memjax._plan.result import Plan
+from memjax.remat._chain.block import Block
+from memjax.remat._chain.items import BlockCost
+from memjax.remat._chain.schedule import ChainSchedule, chain_schedule, too_little
+
+ByBlock = Callable[[ChainSchedule, Arrays], Arrays]
+"""The outputs of a chain's program, differentiated by a schedule."""
+
+
+class Whole(NamedTuple):
+    """A chain as one program.
+
+    Attributes:
+      closed: from the parameters of all blocks and the input to the last output and what the blocks return besides, marked
+        where a block ends.
+      inputs: the values, after those of the program's constants.
+      has_cotangent: which outputs are differentiated.
+      costs: of the blocks, estimated when they are asked for.
+      by_block: runs the chain by a schedule.
+    """
+
+    closed: Any
+    inputs: Arrays
+    has_cotangent: list[bool]
+    costs: Callable[[], list[BlockCost]]
+    by_block: ByBlock
+
+
+def whole(
+    traced: Sequence[Block],
+    values: Sequence[Arrays],
+    x: Arrays,
+    costs: Callable[[], list[BlockCost]],
+    run: Callable[[ChainSchedule, Sequence[Arrays], Arrays], tuple[Arrays, list[Arrays]]],
+) -> Whole:
+    """The chain of these blocks, `run` being (schedule, values, x) to (y, aux of each block)."""
+
+    def split(inputs):
+        rest, found = list(inputs), []
+        for p in values:
+            found.append(rest[: len(p)])
+            del rest[: len(p)]
+        return found, rest
+
+    def program(*inputs):
+        of_blocks, y = split(inputs)
+        every = []
+        for block, p in zip(traced, of_blocks, strict=True):
+            y, aux = block.run(p, y)
+            y = end_of_block(y)
+            every += aux
+        return [*y, *every]
+
+    arrays = [leaf for p in (*values, x) for leaf in p]
+    closed = jax.make_jaxpr(program)(*arrays)
+    n = len(closed.consts)
+
+    def by_block(schedule, inputs):
+        y, every = run(schedule, *split(inputs[n:]))
+        return [*y, *(leaf for aux in every for leaf in aux)]
+
+    last = traced[-1]
+    has_cotangent = [*last.y_float, *[False] * (len(closed.out_avals) - len(last.y))]
+    return Whole(closed, [*closed.consts, *arrays], has_cotangent, costs, by_block)
+
+
+def within(chain: Whole, budget: int | str | None, plan: Plan | None, forward_mode: str) -> Arrays:
+    """The outputs of the chain, differentiated within `budget`, or by `plan`."""
+    axes = axis_sizes(chain.closed)
+
+    def act(types, wrt, outs, shardings):
+        derivative = Derivative(chain.closed, types, wrt, outs, axes, of_blocks=True)
+        found = plan or _decided(chain, derivative, types, shardings, budget)
+        if isinstance(found, Plan):
+            return by_plan(derivative, found, shardings)
+        return _ByBlock(functools.partial(chain.by_block, found), wrt, outs)
+
+    outs = differentiable(chain.closed, chain.has_cotangent, chain.inputs, act, forward_mode)
+    return merge(
+        pick(outs, chain.has_cotangent), lax.stop_gradient(drop(outs, chain.has_cotangent)), chain.has_cotangent
+    )
+
+
+def ahead(chain: Whole, budget: int | str) -> Plan | ChainSchedule:
+    """What `within` decides on where all floats are differentiated."""
+    types = [*map(jax.typeof, chain.closed.consts), *chain.closed.in_avals]
+    wrt = list(map(is_float, types))
+    derivative = Derivative(chain.closed, types, wrt, chain.has_cotangent, axis_sizes(chain.closed), of_blocks=True)
+    return _decided(chain, derivative, types, list(map(sharding_of, chain.inputs)), budget)
+
+
+def _decided(
+    chain: Whole, derivative: Derivative, types: Sequence[Any], shardings: Sequence[Any], budget: int | str | None
+) -> Plan | ChainSchedule:
+    """The plan for the budget; the schedule of groups of blocks where that alone fits, or takes the least memory.
+
+    Raises:
+      ValueError: neither fits.
+    """
+    assert budget is not None
+    aside = _held_by_sums(types, derivative.wrt)
+    if isinstance(budget, int):
+        try:
+            return decide(derivative, types, shardings, budget - aside)
+        except TooLittleError:
+            pass
+    plan = decide(derivative, types, shardings, "min")
+    costs = chain.costs()
+    schedule = chain_schedule(costs, "min")
+    fewest = min(plan.nbytes + aside, schedule.nbytes)
+    least: Plan | ChainSchedule = schedule if fewest == schedule.nbytes else plan
+    if budget == "min":
+        return least
+    assert isinstance(budget, int)
+    if schedule.nbytes <= budget:
+        return chain_schedule(costs, budget)
+    raise ValueError(too_little(budget, fewest, least.seconds / (least.plain_seconds or 1.0), schedule.plain_nbytes))
+
+
+def _held_by_sums(types: Sequence[Any], wrt: Sequence[bool]) -> int:
+    """Bytes of gradients that are summed over the devices of `shard_map`, before and after: XLA:CPU holds both until the end.
+
+    Compiled by itself the chain does not show them.
+    """
+    summed = 0
+    for aval in pick(types, wrt):
+        kinds = zip(aval.sharding.mesh.axis_names, aval.sharding.mesh.axis_types, strict=True)
+        manual = {name for name, kind in kinds if kind == jax.sharding.AxisType.Manual}
+        summed += nbytes(aval) if manual - varying(aval) else 0
+    return 2 * summed
+
+
+@jax.tree_util.register_static
+class _ByBlock:
+    """The two passes of a chain by a schedule.
+
+    Args:
+      run: from inputs to outputs.
+      wrt, outs: which of them are differentiated.
+    """
+
+    def __init__(self, run: Callable[[Arrays], Arrays], wrt: Sequence[bool], outs: Sequence[bool]):
+        self._run, self._wrt, self._outs = run, wrt, outs
+
+    def forward(self, inputs: Sequence[Any]) -> tuple[Arrays, Any]:
+        """(outputs, pullback)."""
+
+        def chosen_outputs(chosen):
+            every = self._run(merge(chosen, drop(inputs, self._wrt), self._wrt))
+            return pick(every, self._outs), drop(every, self._outs)
+
+        wanted, pullback, others = jax.vjp(chosen_outputs, pick(inputs, self._wrt), has_aux=True)
+        return merge(wanted, others, self._outs), pullback
+
+    def backward(self, inputs: Sequence[Any], kept: Any, cotangents: Sequence[Any]) -> Arrays:
+        """The cotangents of the inputs that are differentiated."""
+        return jax.tree.leaves(kept(cotangents))

@@ -1,0 +1,115 @@
+"""Chains within a budget: what of a block is kept, what that saves, and plans of chains as data."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import memjax
+from memjax.remat import ChainSchedule, chain, chain_costs, chain_plan, chain_schedule
+from tests.remat.chain import chain_cases as cases
+from tests.remat.chain.chain_cases import close, plain
+
+BLOCKS, ROWS, WIDTH = 6, 256, 16
+SLACK = 4096  # bytes of scalars and alignment
+
+
+def uneven(p, x):
+    """A value that takes many products and is small, as attention's is, and one that takes few and is wide."""
+    small = checkpoint_name(jax.lax.stop_gradient(jax.nn.softmax(x @ x.T) @ x), "small")
+    wide = checkpoint_name((x + small) @ p["up"], "wide")
+    return x + jnp.tanh(wide) @ p["down"]
+
+
+PRODUCTS_OF_SMALL = 2 * 2 * ROWS * ROWS * WIDTH
+PRODUCTS_OF_WIDE = 2 * ROWS * WIDTH * 8 * WIDTH
+
+
+def model(count=BLOCKS):
+    keys = jax.random.split(jax.random.key(0), count + 1)
+    sizes = {"up": (WIDTH, 8 * WIDTH), "down": (8 * WIDTH, WIDTH)}
+    draw = lambda key: {name: jax.random.normal(key, size) * 0.1 for name, size in sizes.items()}
+    return [uneven] * count, list(map(draw, keys[1:])), jax.random.normal(keys[0], (ROWS, WIDTH))
+
+
+def compiled(run, blocks, params, x, **options):
+    """The gradient of a loss after the chain."""
+
+    def loss(params, x):
+        return (run(blocks, params, x, **options) ** 2).sum()
+
+    quickly = {"xla_backend_optimization_level": 0}  # which changes no buffer
+    return jax.jit(jax.grad(loss, argnums=(0, 1))).lower(params, x).compile(compiler_options=quickly)
+
+
+def temp(program):
+    return program.memory_analysis().temp_size_in_bytes
+
+
+def flops(program):
+    return program.cost_analysis()["flops"]
+
+
+@pytest.mark.smoke
+@pytest.mark.usefixtures("x64")
+def test_the_small_value_that_takes_long_is_kept_and_the_wide_one_is_not():
+    arguments = _, params, x = model()
+    everything = compiled(plain, *arguments)
+    least = chain_plan(*arguments, budget="min").nbytes
+    budget = (2 * least + temp(everything)) // 3
+    found = compiled(chain, *arguments, budget=budget)
+    assert temp(found) <= budget < temp(everything)
+    close(found(params, x), everything(params, x), 1e-10)
+    again = flops(found) - flops(everything)
+    assert 0.9 * PRODUCTS_OF_WIDE < again < PRODUCTS_OF_SMALL
+    # With two options for a block, all or nothing, some blocks compute what takes long again.
+    two_options = chain_schedule(chain_costs(*arguments), budget)
+    assert flops(compiled(chain, *arguments, schedule=two_options)) - flops(everything) > PRODUCTS_OF_SMALL
+
+
+@pytest.mark.parametrize("names", [(), ("small",), ("wide",), ("small", "wide")])
+def test_no_policy_for_all_blocks_computes_less_in_the_same_memory(names):
+    blocks, params, x = model(12)  # so that what is kept takes more than what one block works with
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    by_hand = compiled(plain, [jax.checkpoint(f, policy=policy) for f in blocks], params, x)
+    found = compiled(chain, blocks, params, x, budget=temp(by_hand))
+    assert temp(found) <= temp(by_hand)
+    assert flops(found) <= 1.01 * flops(by_hand)
+
+
+def test_a_plan_is_data_that_the_chain_acts_on():
+    blocks, params, x = model(3)
+    budget = 450_000
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (params, x))
+    plan = chain_plan(blocks, *shapes, budget=budget)
+    assert isinstance(plan, memjax.Plan)
+    assert plan.stretches
+    assert memjax.Plan.from_json(plan.to_json()) == plan
+    acting = compiled(chain, blocks, params, x, schedule=plan)
+    assert temp(acting) == temp(compiled(chain, blocks, params, x, budget=budget))
+    assert temp(acting) <= budget
+    with pytest.raises(ValueError, match="plan must be of the function"):
+        jax.grad(lambda x: chain(blocks[1:], params[1:], x, schedule=plan).sum())(x)
+
+
+def test_groups_within_groups_where_no_plan_is_as_small():
+    """Each block is as large as what its backward pass works with, so that inputs are what takes the memory."""
+    count, n = 12, 4096
+    blocks, params, x = [lambda p, x: jnp.sin(x * p)] * count, [jnp.float32(1.1)] * count, jnp.ones(n)
+    least = chain_plan(blocks, params, x, budget="min")
+    assert isinstance(least, ChainSchedule)
+    assert least.nbytes < count * 4 * n / 2
+    found, everything = compiled(chain, blocks, params, x, budget=least.nbytes), compiled(plain, blocks, params, x)
+    assert temp(found) <= least.nbytes + SLACK
+    close(found(params, x), everything(params, x), 1e-4)
+
+
+def test_plans_outlive_what_is_around_them():
+    """An outer plan sees the chain's own; its blocks are no harm to it."""
+    blocks, params, x = cases.mlps(count=3, batch=256)
+
+    def loss(run, params, **options):
+        return (run(blocks, params, x, **options) ** 2).sum()
+
+    outer = memjax.planned(lambda params: loss(chain, params, budget="1GiB"), budget="min")
+    close(jax.jit(jax.grad(outer))(params), jax.jit(jax.grad(lambda params: loss(plain, params)))(params), 1e-4)
