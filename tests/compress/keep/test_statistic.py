@@ -27,3 +27,24 @@ def test_statistics_of_many_values_are_exact(scanned):
     assert ("float32", statistics) in coarse
     assert ("uint4", statistics) not in coarse
     assert any(dtype == "uint4" and size >= 40 * 128 * 128 for dtype, size in coarse)
+
+
+@pytest.mark.parametrize("axes", [-1, (-2, -1), 0])
+def test_statistics_of_norms_over_features_are_computed_again(axes):
+    """Where the norm's input is kept; over other axes, as in a batch norm, they are kept as they are."""
+
+    def norm(x):  # as Flax computes it
+        mean = jnp.mean(x, axes, keepdims=True)
+        variance = jnp.maximum(0.0, jnp.mean(x * x, axes, keepdims=True) - mean * mean)
+        return (x - mean) * lax.rsqrt(variance + 1e-6)
+
+    def f(w, x):
+        return jnp.sum(jax.nn.gelu(jnp.einsum("pqf,fg->pqg", norm(x), w)) ** 2)
+
+    x, w = jax.random.normal(jax.random.key(0), (4096, 16, 32)), jax.random.normal(jax.random.key(1), (32, 16)) / 6
+    statistics = {-1: 4096 * 16, (-2, -1): 4096, 0: 512}[axes]
+    is_kept = ("float32", statistics) in saved(compressed(f), w, x)
+    assert is_kept == (axes == 0)
+    of_both = jax.grad(f, (0, 1))(w, x), jax.grad(compressed(f), (0, 1))(w, x)
+    for exact, rounded in zip(*of_both, strict=True):
+        assert jnp.linalg.norm(rounded - exact) < 0.01 * jnp.linalg.norm(exact)

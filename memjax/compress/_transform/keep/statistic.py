@@ -10,12 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 from memjax._core.program.jaxpr import Walk, is_literal, producers, variables
-from memjax._core.program.primitives import PRODUCTS, expensive
+from memjax._core.program.primitives import COMPARISONS, PRODUCTS, expensive
 from memjax.compress._transform.keep.bodies import body_of
 from memjax.compress._transform.keep.cut.smooth import is_smooth
 
 _MANY = 16  # values for each of a statistic, at least
-_ROOTS = ("sqrt", "rsqrt", "integer_pow", "div")
+# What may be done to statistics, but not to single values, whose errors it might multiply.
+_OF_STATISTICS = COMPARISONS | {"sqrt", "rsqrt", "integer_pow", "div"}
 
 
 def is_statistic(var: Any, producer: dict[Any, Any]) -> bool:
@@ -67,7 +68,9 @@ def follows_from_rows(var: Any, given: set[Any], producer: dict[Any, Any]) -> bo
             if sorted(axes) != list(range(ndim - len(axes), ndim)):
                 return False
             sums += 1
-        elif not (is_smooth(eqn, producer) or (eqn.primitive.name in _ROOTS and is_statistic(current, producer))):
+        elif not (
+            is_smooth(eqn, producer) or (eqn.primitive.name in _OF_STATISTICS and is_statistic(current, producer))
+        ):
             return False
         walk.add(eqn.invars)
     return sums > 0
