@@ -22,7 +22,7 @@ _AS_FAST = 1.005  # of a predicted time: a difference that the model of time doe
 _AS_PREDICTED = (
     1.05  # of the predicted bytes: a plan that takes more may take less in steps, and leave room for a faster
 )
-_UNSURE = 1.1  # by as much more or less than those of another the compiled bytes of a plan may be off
+_UNSURE = 1.1  # by as much more or less the compiled bytes of one plan may be off than those of another
 
 
 class TooLittleError(ValueError):
@@ -100,7 +100,7 @@ def _decide(program: Known, budget: int | str) -> Plan | str:
     """
     ways = [_Plans(program, in_steps) for in_steps in (False, True)]
     if budget == "min":
-        found = [(plans, plans.least(thorough=True)) for plans in ways]
+        found = [(plans, plans.least()) for plans in ways]
         plans, tries = min(found, key=lambda one: one[1][0].compiled)
         return _plan(program, plans, tries[0], tries, tries[0].compiled)
     assert isinstance(budget, int)
@@ -173,15 +173,10 @@ class _Plans:
         nbytes = self._program.step_bytes(stretches(self._program.chain, self.choices(number)), self.in_steps)
         return self.predicted[number] if nbytes is None else nbytes
 
-    def least(self, *, thorough: bool = False) -> list[Try]:
-        """The first two, compiled: first the one that takes less memory, or of equals the faster one.
-
-        Args:
-          thorough: compile two more as well that are predicted to take a little more, for the model may be wrong.
-        """
-        last = bisect.bisect_right(self.predicted, _UNSURE * self.predicted[0]) - 1 if thorough else 1
-        numbers = sorted({0, 1, (1 + last) // 2, last})
-        found = [Try(i, self.predicted[i], self.predicted[i], self.compiled(i)) for i in numbers]
+    def least(self) -> list[Try]:
+        """The first two, compiled: first the one that takes less memory, or of equals the faster one."""
+        nbytes = self.predicted[0]
+        found = [Try(number, nbytes, nbytes, self.compiled(number)) for number in range(2)]
         return sorted(found, key=lambda one: (one.compiled, -one.number))
 
 
