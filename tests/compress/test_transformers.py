@@ -104,7 +104,7 @@ def _feed_forward(hidden):
 
 
 def test_on_gpus_products_that_take_less_time_than_codes_are_repeated(monkeypatch):
-    """Of narrow layers all is computed again that comes by one product of what is kept, and gradients are exact."""
+    """In narrow layers what one product gives from kept arrays is computed again. So gradients are exact."""
     with monkeypatch.context() as patch:
         patch.setattr(jax, "default_backend", lambda: "gpu")
         on_gpus = compressed(layer, bits=8)
