@@ -88,7 +88,7 @@ def test_one_product_that_gives_query_key_and_value_gives_all_or_none(is_repeate
 
     p = parameters()
     p["joint"] = jnp.concatenate([p.pop(name) for name in ("query", "key", "value")], 1)
-    p["gate"], p["down"] = (jnp.resize(p[name], shape) for name, shape in _feed_forward(hidden))
+    p |= {"gate": jnp.resize(p["gate"], (FEATURES, hidden)), "down": jnp.resize(p["down"], (hidden, FEATURES))}
     found = kept_bytes(lambda p, x: jnp.sum(compressed(joint, bits=4)(p, x)), p, inputs())
     least = code(FEATURES, 8) + code(hidden, 5)  # the output, gate
     if is_repeated:
@@ -97,10 +97,6 @@ def test_one_product_that_gives_query_key_and_value_gives_all_or_none(is_repeate
         least += code(FEATURES, 6) + code(FEATURES, 8) + 2 * POSITIONS * 4 * FEATURES  # that, values; queries and keys
     assert least <= found <= least + POSITIONS * 4 * HEADS
     assert error(compressed(joint, bits=4), joint, p) < 0.07
-
-
-def _feed_forward(hidden):
-    return ("gate", (FEATURES, hidden)), ("down", (hidden, FEATURES))
 
 
 def test_on_gpus_products_that_take_less_time_than_codes_are_repeated(monkeypatch):
