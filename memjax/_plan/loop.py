@@ -252,8 +252,8 @@ def _apart(carry: Arrays, kept: Arrays, turns: int) -> tuple[Arrays, Arrays]:
     """
     if turns > 1:
         return carry, kept
-    passed = barrier([*carry, *kept])
-    return passed[: len(carry)], passed[len(carry) :]
+    leaves, tree = jax.tree.flatten((carry, kept))  # what is kept may be a code, of several arrays
+    return jax.tree.unflatten(tree, barrier(leaves))
 
 
 def _mapped(f: Callable[[Any], Any], tree: Any) -> Any:

@@ -1,5 +1,6 @@
 """Plans that keep what may be rounded in 8 bits: never slower than exact ones, and how far their gradients are off."""
 
+import dataclasses
 import functools
 
 import jax
@@ -127,6 +128,17 @@ def test_gradients_are_off_by_the_rounding_of_8_bits_and_values_not_at_all(f):
     expected, wanted = exact(*args)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     assert 1e-5 < distance(gradients, wanted) < 0.01
+
+
+def test_codes_of_parts_of_a_loop_that_have_one_turn():
+    """Such a part is no loop when it is compiled, but it has its codes, each of several arrays."""
+    args, plan = arguments(scanned), with_codes(scanned, (0, 1))
+    [i] = [i for i, stretch in enumerate(plan.stretches) if any(kept.bits for kept in stretch.kept)]
+    stretch = plan.stretches[i]
+    turns = [stretch._replace(turns=1, handed_on=stretch.handed_on if last else 0) for last in (False, False, True)]
+    apart = dataclasses.replace(plan, stretches=(*plan.stretches[:i], *turns, *plan.stretches[i + 1 :]))
+    found = jax.jit(jax.grad(memjax.planned(scanned, plan=apart), (0, 1)))(*args)
+    assert 1e-5 < distance(found, jax.grad(scanned, (0, 1))(*args)) < 0.01
 
 
 @pytest.mark.parametrize("f", [unrolled, scanned])
