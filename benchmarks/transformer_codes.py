@@ -10,8 +10,10 @@ an H200, most of which compiles. On a CPU: `--tiny`, two minutes, saves nothing.
 
 import dataclasses
 import functools
+import itertools
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -46,6 +48,8 @@ class Config:
     plans: tuple[str, ...] = ("exact", "8 bits")
     budgets: tuple[int, ...] = ()
     """MiB for plans; the model's own where none is given."""
+    workers: int = 1
+    """Plans that are made at a time."""
     rounds: int = 4
     calls: int = 3
     tiny: bool = False
@@ -150,7 +154,10 @@ def plans(plain: Any, params: Any, x: jax.Array, stack: Stack, config: Config) -
             print(f"planned, {kind}, {budget:,} MiB: {error}", flush=True)
             return None
 
-    return {f"planned, {kind}, {budget:,} MiB": make(budget, kind) for kind in config.plans for budget in budgets}
+    wanted = list(itertools.product(config.plans, budgets))
+    with ThreadPoolExecutor(config.workers) as pool:
+        made = list(pool.map(lambda one: make(one[1], one[0]), wanted))
+    return {f"planned, {kind}, {budget:,} MiB": plan for (kind, budget), plan in zip(wanted, made, strict=True)}
 
 
 def _predicted(made: memjax.Plan) -> dict[str, Any]:
