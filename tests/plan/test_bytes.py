@@ -202,8 +202,9 @@ def test_plans_of_one_kind_differ_in_the_turns_of_the_parts_of_a_loop_alone():
         turn = lambda x, w: (x + jnp.tanh(jnp.sin(x @ w["up"])) @ w["down"], None)
         return jnp.sum(jax.lax.scan(turn, x, ws)[0] ** 2)
 
-    ws = {"up": array(8, WIDTH, 8 * WIDTH), "down": array(8, 8 * WIDTH, WIDTH)}
-    plans = _Plans(SimpleNamespace(chain=chain(loss, ws, array(8 * ROWS, WIDTH))))
+    wide = 32 * WIDTH  # so that keeping a product's result pays
+    ws = {"up": array(8, wide, 8 * wide), "down": array(8, 8 * wide, wide)}
+    plans = _Plans(SimpleNamespace(chain=chain(loss, ws, array(8 * ROWS, wide))))
     turns_of = {}
     for number in range(1, len(plans.predicted)):
         [parts] = [one.option.parts for one in plans.choices(number) if one.option.parts]

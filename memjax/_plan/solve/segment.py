@@ -14,6 +14,9 @@ from memjax._plan.lent import lent_to
 from memjax._plan.solve.order import freeing_first, in_time, scattered_into_sums
 from memjax._plan.solve.subsets import Problem, Subset, coded_subsets, exact_subsets
 
+# Over what a turn of a loop keeps: a copy into the stack and one out of it, each read and written, by kernels of their own.
+_PASSES_OF_STACKING = 4
+
 
 class Segment(NamedTuple):
     """A stretch of the forward pass and what of the backward pass has its turn with it.
@@ -99,9 +102,14 @@ def options(
     seconds = {id(eqn): costs.seconds(eqn, rates, in_memory.__contains__) for eqn in again}
     written = costs.stored(segment.primal, segment.crossing, rates.platform, writes_shared=True)
 
+    copying = (_PASSES_OF_STACKING if is_loop and rates.platform != "cpu" else 0) / rates.nbytes
+
     def to_keep(var: Any) -> float:
         """It is read, and, unless the forward pass does so anyway, written."""
-        return array_bytes(var) * (1 if var in written else 2) / rates.nbytes
+        return array_bytes(var) * ((1 if var in written else 2) / rates.nbytes + copying)
+
+    def to_code(var: Any, nbytes: int) -> float:
+        return costs.coding_seconds(array_bytes(var), rates) + nbytes * copying
 
     # Of several names for the same bytes one counts; none where an earlier stretch makes these.
     handed_on = [array_bytes(var) for var in {names.get(var, var) for var in segment.crossing} & made]
@@ -113,7 +121,7 @@ def options(
         kept, coded = subset.kept, subset.coded
         rerun = needed_for(again, wanted, {*is_known, *kept, *(code.of for code in coded)})
         time = sum(seconds[id(eqn)] for eqn in rerun) + sum(map(to_keep, kept))
-        time += sum(costs.coding_seconds(array_bytes(code.of), rates) for code in coded)
+        time += sum(to_code(code.of, code.nbytes) for code in coded)
         # A code is read where what it decodes to is.
         rerun = [*(code.decode for code in coded), *rerun]
         # On CPUs all that can run does, so that several operators may run at a time.
@@ -138,16 +146,15 @@ def options(
         coded_vars = tuple(code.of for code in coded)
         return Option(tuple(kept), nbytes, time, working - lent, (), coded_vars, coded_nbytes, lent)
 
-    problem = Problem(again, wanted, is_known, seconds, to_keep, names, rates)
+    problem = Problem(again, wanted, is_known, seconds, to_keep, to_code, names)
     found = [option(subset) for subset in exact_subsets(problem)]
     if codes is not None:
         fastest = min((one.seconds for one in found), default=0.0)
         for subset in coded_subsets(problem, codes):
             # Where everything fits nothing is in codes: these take longer than keeping what is in them.
-            arrays = [code.of for code in subset.coded]
-            more = sum(costs.coding_seconds(array_bytes(var), rates) - to_keep(var) for var in arrays)
+            more = sum(to_code(code.of, code.nbytes) - to_keep(code.of) for code in subset.coded)
             one = option(subset)
-            found += [one._replace(seconds=max(one.seconds, fastest + more))] if arrays else []
+            found += [one._replace(seconds=max(one.seconds, fastest + more))] if subset.coded else []
         found.sort(key=lambda one: (one.nbytes, one.seconds))
     return found
 

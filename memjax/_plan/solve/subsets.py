@@ -7,13 +7,12 @@ in which something exact would follow from a rounded value are left out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from memjax._core.program import costs
 from memjax._core.program.costs import array_bytes
 from memjax._core.program.jaxpr import variables
 from memjax._core.program.primitives import expensive
@@ -37,17 +36,17 @@ class Problem(NamedTuple):
       known: variables that are available in the backward pass without being kept.
       seconds: of each of the equations, by its `id`.
       to_keep: seconds that keeping a variable takes.
+      to_code: seconds that keeping it in a code of so many bytes takes.
       names: the variable whose bytes a variable has that is another name for it.
-      rates: of the device.
     """
 
     again: Sequence[Any]
     wanted: Sequence[Any]
     known: set[Any]
     seconds: dict[int, float]
-    to_keep: Any
+    to_keep: Callable[[Any], float]
+    to_code: Callable[[Any, int], float]
     names: dict[Any, Any]
-    rates: costs.Device
 
     def prices(self) -> list[float]:
         """Seconds that a byte is worth: several; one where nothing can run again, for what is wanted can only be kept there."""
@@ -141,14 +140,14 @@ def _kept_with_codes(price: float, problem: Problem, codes: Codes) -> list[tuple
         few = codes.nbytes(var)
         if few is None:
             return False
-        more = costs.coding_seconds(array_bytes(var), problem.rates) - problem.to_keep(var)
+        more = problem.to_code(var, few) - problem.to_keep(var)
         return price * (array_bytes(var) - few) > more
 
     def nbytes(var: Any) -> int:
         return (codes.nbytes(var) if is_coded(var) else None) or array_bytes(var)
 
     def to_keep(var: Any) -> float:
-        return costs.coding_seconds(array_bytes(var), problem.rates) if is_coded(var) else problem.to_keep(var)
+        return problem.to_code(var, nbytes(var)) if is_coded(var) else problem.to_keep(var)
 
     def never(eqn: Any) -> bool:
         is_exact = exact.issuperset(variables(eqn.invars))
@@ -176,7 +175,7 @@ def _on_frontier(problem: Problem, exact: Sequence[Any], coded: Sequence[Code], 
             times[mask & in_code[var]] = np.inf
     for code in coded:
         nbytes += in_code[code.of] * code.nbytes
-        times += in_code[code.of] * costs.coding_seconds(array_bytes(code.of), problem.rates)
+        times += in_code[code.of] * problem.to_code(code.of, code.nbytes)
 
     needed = {var: ~there.get(var, nothing) for var in problem.wanted}
     running: list[tuple[Any, np.ndarray]] = []
