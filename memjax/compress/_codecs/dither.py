@@ -31,7 +31,19 @@ def level(x: Float[Array, "..."], place: UInt32[Array, "..."]) -> UInt32[Array, 
 
     Levels are the lowest 8 bits; those from the 14th on are not zero.
     """
-    return (lax.bitcast_convert_type(x, jnp.uint32) - _byte(place)) >> u32(8)
+    return level_of_byte(x, _byte(place))
+
+
+def level_of_byte(x: Float[Array, "..."], byte: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
+    """`level` of places with these bytes."""
+    return (lax.bitcast_convert_type(x, jnp.uint32) - byte) >> u32(8)
+
+
+def bytes_of_rows(first: UInt32[Array, "rows fours"]) -> UInt32[Array, "rows places"]:
+    """The bytes of places, each four of which follow one that is a multiple of four: for kernels, where four share a hash."""
+    fours = jnp.broadcast_to(_hash(first >> u32(2))[..., None], (*first.shape, 4))
+    shifts = u32(8) * lax.broadcasted_iota(jnp.uint32, fours.shape, 2)
+    return ((fours >> shifts) & u32(0xFF)).reshape(first.shape[0], -1)
 
 
 def plus(level: UInt32[Array, "..."], place: UInt32[Array, "..."]) -> Float[Array, "..."]:
@@ -42,7 +54,10 @@ def plus(level: UInt32[Array, "..."], place: UInt32[Array, "..."]) -> Float[Arra
 
 def _byte(place: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
     """A byte that looks random."""
-    x = (place >> u32(2)) * u32(0x85EBCA6B)
+    return (_hash(place >> u32(2)) >> (u32(8) * (place & u32(3)))) & u32(0xFF)
+
+
+def _hash(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
+    x = x * u32(0x85EBCA6B)
     x = (x ^ (x >> u32(15))) * u32(0xC2B2AE35)
-    x = x ^ (x >> u32(16))
-    return (x >> (u32(8) * (place & u32(3)))) & u32(0xFF)
+    return x ^ (x >> u32(16))

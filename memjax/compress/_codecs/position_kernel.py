@@ -18,15 +18,15 @@ from jaxtyping import Array, Float
 
 from memjax._core.arrays import vary, varying_axes
 from memjax._core.compat import varying_like
-from memjax.compress._codecs import dither
+from memjax.compress._codecs import dither, fused
 from memjax.compress._codecs.bits import u32
 from memjax.compress._codecs.planes import PLANES, pack_pieces
 
 SAMPLES = 256
 """Positions from which channels are measured."""
 
-_ROWS = 32  # positions of a program
-_FEWEST_PIECES = 4  # of a group: shorter ones are packed in fewer instructions
+_ROWS, _MORE_ROWS = 32, 64  # positions of a program; more where a group is in two pieces, which takes fewer registers
+_FEWEST_PIECES = 2  # of a group: shorter ones are packed in fewer instructions, longer ones read in fewer requests
 _FEWEST = 2**16  # values of an array for which the kernel pays
 _PRIME = 37  # samples are as far apart as that, and not at the same place of each stretch
 
@@ -39,6 +39,11 @@ def suits(shape: tuple[int, int, int], size: int) -> bool:
     positions, _, width = shape
     if not (_FEWEST <= size < 2**32 and positions % _ROWS == 0 and width & (width - 1) == 0 and width >= 64):
         return False
+    return has_kernels()
+
+
+def has_kernels() -> bool:
+    """Whether Pallas's Triton backend compiles for the GPU at hand."""
     capability = getattr(jax.devices()[0], "compute_capability", None)
     return jax.default_backend() == "gpu" and capability is not None and float(capability) >= 8
 
@@ -61,7 +66,7 @@ def measure(
         place = sample * stride + (sample * _PRIME) % stride
         first_ref[:], second_ref[:] = of_samples(x_ref[place, :].astype(jnp.float32))
 
-    [x], [first, second] = _on_same_axes([x], [((groups, width), jnp.float32)] * 2)
+    [x], [first, second] = on_same_axes([x], [((groups, width), jnp.float32)] * 2)
     return tuple(
         pl.pallas_call(
             kernel,
@@ -70,7 +75,7 @@ def measure(
             in_specs=[pl.BlockSpec((positions, None, width), lambda j: (0, j, 0))],
             out_specs=[pl.BlockSpec((None, width), lambda j: (j, 0))] * 2,
             interpret=interpret,
-            **({} if interpret else {"compiler_params": _params(num_warps=16)}),
+            **({} if interpret else {"compiler_params": params(num_warps=16)}),
         )(x)
     )
 
@@ -92,52 +97,54 @@ def encode(
     positions, groups, width = x.shape
     count = max(8 // min(PLANES[bits]), _FEWEST_PIECES)
     part = width // count
-    multiply_add = _in_two_steps if interpret else _in_one_step
+    rows = _MORE_ROWS if count == 2 and positions % _MORE_ROWS == 0 else _ROWS
+    multiply_add = fused.interpreted if interpret else fused.nearest
 
-    def kernel(x_ref: Any, centre_ref: Any, inverse_ref: Any, *out: Any) -> None:
+    def kernel(x_ref: Any, shift_ref: Any, inverse_ref: Any, *out: Any) -> None:
         *planes, low_ref, distance_ref = out
-        row = u32(pl.program_id(1) * _ROWS) + lax.broadcasted_iota(jnp.uint32, (_ROWS, part), 0)
-        column = u32(pl.program_id(0) * width) + lax.broadcasted_iota(jnp.uint32, (_ROWS, part), 1)
-        place = row * u32(groups * width) + column
+        row = u32(pl.program_id(1) * rows) + lax.broadcasted_iota(jnp.uint32, (rows, part // 4), 0)
+        column = u32(pl.program_id(0) * width) + u32(4) * lax.broadcasted_iota(jnp.uint32, (rows, part // 4), 1)
+        place = row * u32(groups * width) + column  # of each fourth value
         pieces = [
-            multiply_add(x_ref[:, i, :].astype(jnp.float32), inverse_ref[i, :][None], -centre_ref[i, :][None])
+            multiply_add(x_ref[:, i, :].astype(jnp.float32), inverse_ref[i, :][None], shift_ref[i, :][None])
             for i in range(count)
         ]
         least, most = (_over(pieces, two, one) for two, one in ((jnp.minimum, jnp.min), (jnp.maximum, jnp.max)))
         # A maximum may lose a NaN; a sum does not, and 0 x infinity is one.
-        nothing = jnp.zeros((_ROWS, part), jnp.float32)
+        nothing = jnp.zeros((rows, part), jnp.float32)
         spoilt = jnp.sum(functools.reduce(lambda total, piece: multiply_add(piece, nothing, total), pieces, nothing), 1)
         low, distance, factor = levels(least + spoilt, most + spoilt)
         low_ref[:], distance_ref[:] = low, distance
         found, lowest = [], low.astype(jnp.float32)[:, None]
         for i, piece in enumerate(pieces):
+            # Not one multiplication and addition: the lowest level in steps has no digits left for a small part of a step.
             scaled = multiply_add(piece - lowest, factor[:, None], jnp.float32(dither.OFFSET))
-            found.append(dither.level(scaled, place + u32(i * part)))
+            found.append(dither.level_of_byte(scaled, dither.bytes_of_rows(place + u32(i * part))))
         for plane_ref, plane in zip(planes, pack_pieces(found, bits), strict=True):
             for i, piece in enumerate(plane):
                 plane_ref[:, i, :] = piece.astype(jnp.uint8)
 
     # Neighbouring programs have neighbouring groups of the same positions, so that what runs at a time reads whole rows.
-    block = lambda *shape: pl.BlockSpec((_ROWS, None, *shape), lambda j, i: (i, j, *[0] * len(shape)))
+    block = lambda *shape: pl.BlockSpec((rows, None, *shape), lambda j, i: (i, j, *[0] * len(shape)))
     whole = pl.BlockSpec((None, count, part), lambda j, i: (j, 0, 0))
     plane_counts = [count * bits_here // 8 for bits_here in PLANES[bits]]
     outs: list[tuple[tuple[int, ...], Any]] = [((positions, groups, n, part), jnp.uint8) for n in plane_counts]
     outs += [((positions, groups), jnp.bfloat16)] * 2
-    args = [x.reshape(positions, groups, count, part), *(a.reshape(groups, count, part) for a in (centre, inverse))]
-    args, shapes = _on_same_axes(args, outs)
+    args = [x.reshape(positions, groups, count, part), *(a.reshape(groups, count, part) for a in (-centre, inverse))]
+    args, shapes = on_same_axes(args, outs)
     *planes, low, distance = pl.pallas_call(
         kernel,
         out_shape=shapes,
-        grid=(groups, positions // _ROWS),
+        grid=(groups, positions // rows),
         in_specs=[block(count, part), whole, whole],
         out_specs=[*(block(n, part) for n in plane_counts), block(), block()],
         interpret=interpret,
-        **({} if interpret else {"compiler_params": _params(num_warps=4)}),
+        **({} if interpret else {"compiler_params": params(num_warps=4)}),
     )(*args)
     return (*(plane.reshape(positions, groups, -1) for plane in planes), low, distance)
 
 
-def _on_same_axes(args: list[Array], outs: Sequence[tuple[tuple[int, ...], Any]]) -> tuple[list[Array], list[Any]]:
+def on_same_axes(args: list[Array], outs: Sequence[tuple[tuple[int, ...], Any]]) -> tuple[list[Array], list[Any]]:
     """The arguments of a kernel, and the types of its results from shapes and dtypes, with the same varying mesh axes."""
     axes = varying_axes(*args)
     if not axes:
@@ -153,22 +160,7 @@ def _over(pieces: Sequence[Array], two: Any, one: Any) -> Array:
     return one(total, 1)
 
 
-def _in_two_steps(x: Array, y: Array, z: Array) -> Array:
-    return x * y + z
-
-
-def _in_one_step(x: Array, y: Array, z: Array) -> Array:
-    """`x * y + z`, rounded once: Triton is told not to contract operations."""
-    from jax.experimental.pallas import triton
-
-    args = jnp.broadcast_arrays(x, y, z)
-    like = jax.ShapeDtypeStruct(args[0].shape, jnp.float32)
-    text = "fma.rn.f32 $0, $1, $2, $3;"
-    [out] = triton.elementwise_inline_asm(text, args=args, constraints="=f,f,f,f", pack=1, result_shape_dtypes=[like])
-    return out
-
-
-def _params(*, num_warps: int) -> Any:
+def params(*, num_warps: int) -> Any:
     from jax.experimental.pallas import triton
 
     return triton.CompilerParams(num_warps=num_warps, num_stages=1)
