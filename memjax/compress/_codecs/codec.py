@@ -31,6 +31,7 @@ class Codec(Protocol):
       nothing, and the compiler makes it a part of what reads the array.
     - `keeps_zeros`, False by default: whether decoded values are zero exactly where the values are. The mask of a ReLU then
       follows from its decoded output.
+    - `nonzero(code)`: where the values are not zero, told by a code that keeps zeros without decoding it.
     - `without_signs()`, by default the codec itself: a codec that decodes the same codes for products with cotangents, where
       signs do not matter.
     - `scaled(deviation)`: the codec with its bound in units of each channel's standard deviation. It encodes what a batch
@@ -60,14 +61,18 @@ class OptionalMembers:
 
     elementwise: bool = False
     keeps_zeros: bool = False
+    nonzero: Callable[[Any], Array] | None = None
     scaled: Callable[[Array], Codec] | None = None
     measured: Callable[[Array], Any] | None = None
+
+    def reads_once(self, aval: Any) -> bool:
+        return False
 
     def without_signs(self) -> Any:
         return self
 
 
-_OPTIONAL = ("elementwise", "keeps_zeros", "scaled", "measured", "without_signs")
+_OPTIONAL = ("elementwise", "keeps_zeros", "nonzero", "scaled", "measured", "reads_once", "without_signs")
 
 
 def with_optional_members(codec: Any) -> Any:
@@ -197,6 +202,8 @@ class Cast(FixedRate):
 @dataclasses.dataclass(frozen=True)
 class Exact(FixedRate):
     """Arrays as they are, where others beside them are encoded."""
+
+    keeps_zeros = True
 
     def encode(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         return x

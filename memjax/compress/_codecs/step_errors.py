@@ -52,11 +52,14 @@ class StepErrors(FixedRate):
 
 @dataclasses.dataclass(frozen=True)
 class ErrorsOf(FixedRate):
-    """Errors uniform in the steps of a codec that tells its `steps`."""
+    """Errors uniform in the steps of a codec that tells its `steps`. If that codec keeps zeros, nothing else becomes zero."""
 
     codec: Any
     seed: Any
     scale: Any
+
+    def __post_init__(self):
+        object.__setattr__(self, "keeps_zeros", self.codec.keeps_zeros)
 
     def encode(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         check_floats(x)
@@ -65,7 +68,8 @@ class ErrorsOf(FixedRate):
         steps = self.codec.steps(x) * jnp.asarray(self.scale, jnp.float32)
         changed = wide + steps * uniform_errors(wide, self.seed, 0.5)
         largest = float(jnp.finfo(x.dtype).max)  # what is finite stays so, as in the codes
-        return jnp.where(jnp.isfinite(wide), jnp.clip(changed, -largest, largest), changed).astype(x.dtype)
+        changed = jnp.where(jnp.isfinite(wide), jnp.clip(changed, -largest, largest), changed).astype(x.dtype)
+        return jnp.where(changed == 0, x, changed) if self.keeps_zeros else changed
 
     def decode(self, code: Float[Array, "..."]) -> Float[Array, "..."]:
         return code

@@ -16,6 +16,7 @@ from memjax._core.lists import merge
 from memjax.compress._codecs.block_quantized import BlockQuantized
 from memjax.compress._codecs.codec import Exact, OptionalMembers, with_optional_members
 from memjax.compress._codecs.position_quantized import PositionQuantized
+from memjax.compress._codecs.rectified_blocks import RectifiedBlocks
 from memjax.compress._codecs.step_errors import ErrorsOf, StepErrors
 from memjax.compress._error_bounded.error_bounded import ErrorBounded
 from memjax.compress._training.array_bits import (
@@ -55,6 +56,7 @@ class Role(NamedTuple):
       by_channel: whether a convolution or a batch norm reads it, whose channels have scales of their own.
       share: its size as a share of the largest array's.
       is_source: whether other saved arrays are computed from it.
+      is_rectified: whether it has the signs of max(x, 0): zeros, and no negative values.
     """
 
     aval: Any
@@ -63,6 +65,7 @@ class Role(NamedTuple):
     by_channel: bool
     share: float
     is_source: bool = False
+    is_rectified: bool = False
 
 
 def waits(codec: OptionalMembers) -> bool:
@@ -102,8 +105,12 @@ class ArrayCodecs:
 
     @property
     def keeps_zeros(self) -> bool:
-        """Whether decoded values are zero exactly where the values are."""
+        """Whether decoded values are zero exactly where the values are, for all arrays."""
         return with_optional_members(self._codec).keeps_zeros
+
+    def keeps_zeros_of(self, role: Role) -> bool:
+        """Whether they are for an array with this role."""
+        return self.keeps_zeros
 
     def each(self, roles: Sequence[Role]) -> list[Any]:
         """The codecs of arrays with these roles, with all optional members."""
@@ -148,10 +155,11 @@ class ArrayCodecs:
 class _ByBits(ArrayCodecs):
     """A codec for each array by its role.
 
-    What convolutions and batch norms read gets `BlockQuantized`, all else `PositionQuantized`. An array that is smaller than
-    the largest gets more bits, half a bit each time that its size halves: so the sum of the errors is least for all bytes. With
-    4 bits, what other saved arrays are computed from gets one more: its errors are theirs, too.
-    Values of a softmax have 8 bits or more, and what has to be fine twice as many as others: with 8 and 6 it is exact.
+    What convolutions and batch norms read gets `RectifiedBlocks` if it is the output of a ReLU, whose mask then follows from
+    the code, or else `BlockQuantized`. All else gets `PositionQuantized`. An array of these that is smaller than the largest
+    gets more bits, half a bit each time that its size halves: so the sum of the errors is least for all bytes. With 4 bits, what
+    other saved arrays are computed from gets one more: its errors are theirs, too. Values of a softmax have 8 bits or more,
+    and what has to be fine twice as many as others: with 8 and 6 it is exact.
     """
 
     keeps_zeros = False
@@ -164,6 +172,9 @@ class _ByBits(ArrayCodecs):
 
     def each(self, roles: Sequence[Role]) -> list[Any]:
         return [self._codec_of(role) for role in roles]
+
+    def keeps_zeros_of(self, role: Role) -> bool:
+        return role.by_channel and role.is_rectified
 
     def bits(self, arrays: Iterable[Any]) -> float:
         return self._bits
@@ -178,7 +189,7 @@ class _ByBits(ArrayCodecs):
 
     def _codec_of(self, role: Role) -> Any:
         if role.by_channel:
-            return BlockQuantized(4 if self._bits <= 4 else 8)
+            return _by_channel(role, self._bits)
         more = role.is_source and self._bits == 4
         least = max(self._bits + more - math.log2(role.share) / 2, _WIDE if role.is_wide else 0)
         least = max(least, _FINE * self._bits if role.is_fine else 0)
@@ -260,7 +271,11 @@ def _choices(role: Role) -> tuple[int, ...]:
 def _with_bits(role: Role, bits: int) -> Any:
     if is_whole(bits):
         return Exact()
-    return BlockQuantized(4 if bits <= 4 else 8) if role.by_channel else PositionQuantized(bits)
+    return _by_channel(role, bits) if role.by_channel else PositionQuantized(bits)
+
+
+def _by_channel(role: Role, bits: int) -> Any:
+    return (RectifiedBlocks if role.is_rectified else BlockQuantized)(4 if bits <= 4 else 8)
 
 
 class _LayersCodecs(ArrayCodecs):

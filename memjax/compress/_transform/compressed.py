@@ -42,7 +42,8 @@ def compressed(
     the module's signature do not change: a checkpoint of one loads in the other.
 
     Without a codec an array gets one that suits it, of `bits` per value, for any finite values, that cannot overflow:
-    `BlockQuantized` what convolutions and batch norms read, `PositionQuantized` all else. With fewer than 8 bits, arrays that are
+    `BlockQuantized` what convolutions and batch norms read, or after a ReLU a code in the same blocks that also tells the ReLU's
+    mask; `PositionQuantized` all else. With fewer than 8 bits, arrays that are
     smaller than the largest get more, half a bit each time that their size halves, since they take fewer bytes. With 4 bits,
     those that other saved arrays are computed from, as gate and up are, get 5: their errors count several times.
 
@@ -61,9 +62,9 @@ def compressed(
 
     What `jax.vjp` saves is treated as follows.
 
-    - Arrays that follow cheaply from others are not saved: of a norm its input is, also for a ReLU of the norm, unless the code
-      of that would give its mask (`ErrorBounded`); of a gated feed-forward layer the two products, and both are decoded once for
-      all that follows from them. What is chosen takes the fewest bytes (a minimum cut of the function). A matrix product is
+    - Arrays that follow cheaply from others are not saved: of a norm its input is, also for a ReLU of the norm, unless the codec
+      keeps the zeros of all arrays (`ErrorBounded`); of a gated feed-forward layer the two products, and both are decoded once
+      for all that follows from them. What is chosen takes the fewest bytes (a minimum cut of the function). A matrix product is
       repeated where that saves more bytes for its FLOPs than products write on average; the fewer the bits, the more readily:
       with 4 or 3 a Transformer's queries and keys are computed again, with 8 they are kept. On a GPU, without a codec, it is also
       repeated where that takes less time than a code: of layers about 1,000 wide or less all is computed again that comes by
@@ -77,7 +78,7 @@ def compressed(
       units of each channel's standard deviation, if the codec has such a bound. An array whose code would be larger is
       kept as it is; if that holds for all of them, a warning says so when tracing.
     - Boolean arrays are kept as bits, or not at all where they are the sign of something encoded (a ReLU before a
-      convolution, with `ErrorBounded`).
+      convolution, without a codec or with `ErrorBounded`).
     - Max-pooling keeps the index of each maximum, uint8, whatever `where` says.
     - Constants are not kept. What follows from smaller integer arrays by cheap operations, as floats do from images of
       bytes, is computed again from these, which training keeps anyway. So give a module bytes, and normalise inside it.

@@ -147,6 +147,9 @@ class Derivative:
         for var, code, codec in zip(encoded, codes, codecs.each(keep.roles), strict=True):
             decode = codec.without_signs().decode if var in without_signs else codec.decode
             stored[var] = decode, code, waits(codec)
+            if codec.nonzero:
+                masks_of_code = [mask for mask, source in keep.nonzero.items() if source is var]
+                stored |= {mask: (codec.nonzero, code, waits(codec)) for mask in masks_of_code}
         known = dict(zip(self._program.constvars, self._program.consts, strict=True))
         known |= dict(zip(keep.whole, whole, strict=True))
         restored = Restored(self._producer, keep.nonzero, known, stored, keep.normalised)

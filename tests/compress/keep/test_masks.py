@@ -1,13 +1,17 @@
 """Masks are kept as bits, or follow from what is encoded."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+import memjax
 from memjax import compressed
-from memjax.compress import Cast, ErrorBounded
+from memjax.compress import Cast, ErrorBounded, StepErrors
+from memjax.compress._transform.array_codecs import Role, array_codecs
 from tests.compress.kept import kept_of_sum, saved
-from tests.compress.networks import conv, images
+from tests.compress.networks import SIZE, batch_norm, conv, errors, images, loss_of, parameters
 
 
 def test_masks_are_bits_unless_they_are_signs():
@@ -44,3 +48,68 @@ def test_masks_of_what_a_convolution_reads_are_exact():
     wanted, got = (jax.jit(jax.grad(g))(x) for g in (f, compressed(f, Cast(jnp.float32), inputs=True)))
     np.testing.assert_array_equal(got == 0, wanted == 0)
     np.testing.assert_array_equal(got, wanted)
+
+
+CODES = [{"bits": 8}, {"bits": 4}, {"sigma": 0.01}, {"sigma": 1e-9}, {"codec": StepErrors(4)}]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("options", CODES, ids=str)
+def test_masks_follow_from_codes_of_what_convolutions_read(options, dtype):
+    """The gradient of a sum's operand depends on no code but the mask's: zeros of both signs, small and large values, a NaN."""
+    a = images().at[0, 0].set(0.0).at[1, 1].set(-0.0).at[:, 2].multiply(1e-7).at[:, 3].multiply(1e4)
+    if "codec" not in options:  # errors of steps say nothing of the others in a NaN's block
+        a = a.at[2, 2, 2, 2].set(jnp.nan)
+    a = a.astype(dtype)
+    b = jnp.zeros_like(a).at[0, :, 5].set(-1)
+    w = (jax.random.normal(jax.random.key(1), (3, 3, 16, 16)) / 12).astype(dtype)
+    f = lambda a, b, w: conv(jax.nn.relu(a + b), w)
+    wrapped = compressed(f, inputs=[0, 1], **options)
+    assert "uint32" not in [kind for kind, _ in saved(wrapped, a, b, w)]
+    loss = lambda f: lambda a, b, w: jnp.nansum(f(a, b, w).astype(jnp.float32))
+    gradients = (jax.jit(jax.grad(loss(g), argnums=(0, 1, 2)))(a, b, w) for g in (f, wrapped))
+    wanted, got = (gradient[:2] for gradient in gradients)
+    chex.assert_trees_all_equal(got, wanted)
+    assert 0.3 < np.mean(got[0] == 0) < 0.7
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_residual_network_keeps_no_mask_of_a_block(bits):
+    def blocks(params, x):
+        for layer in params:
+            y = jax.nn.relu(batch_norm(conv(x, layer["w"]), layer["scale"], layer["bias"]))
+            x = jax.nn.relu(x + batch_norm(conv(y, layer["w"]), layer["scale"], layer["bias"]))
+        return x
+
+    wrapped = compressed(blocks, bits=bits)
+    kept = lambda layers: memjax.measure(jax.grad(loss_of(wrapped)), parameters(layers), images()).residual_bytes
+    # Both norms' inputs, the block's output and the mask of the other ReLU.
+    assert SIZE * (3 * bits / 8 + 1 / 8) < (kept(6) - kept(2)) / 4 < SIZE * (3 * bits / 8 + 1.99 / 8)
+    gradient = lambda f: jax.jit(jax.grad(loss_of(f)))(parameters(3), images())
+    assert max(errors(gradient(wrapped), gradient(blocks))) < (0.006 if bits == 8 else 0.1)
+
+
+def test_a_norm_may_read_the_relu():
+    """The code is then made where the norm normalises."""
+
+    def layers(params, x):
+        for layer in params:
+            x = batch_norm(jax.nn.relu(conv(x, layer["w"])), layer["scale"], layer["bias"])
+        return x
+
+    wrapped = compressed(layers)
+    assert "uint32" not in [kind for kind, _ in saved(wrapped, parameters(3), images())]
+    gradient = lambda f: jax.jit(jax.grad(loss_of(f)))(parameters(3), images())
+    assert max(errors(gradient(wrapped), gradient(layers))) < 0.01
+
+
+def test_what_follows_from_a_code_is_what_its_codec_keeps():
+    """Whichever codec an array has by its role and the bits chosen for it."""
+    aval = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    roles = [Role(aval, False, False, channel, 1.0, False, relu) for channel in (True, False) for relu in (True, False)]
+    given = [(None, bits, None) for bits in (8, 6, 4, 3)] + [(None, None, 0.01), (None, None, 1e-9)]
+    given += [(StepErrors(4), None, None), (ErrorBounded(0.1), None, None), (Cast(), None, None)]
+    for arguments in given:
+        codecs = array_codecs(*arguments)
+        for role, codec in zip(roles, codecs.each(roles), strict=True):
+            assert codec.keeps_zeros or not codecs.keeps_zeros_of(role)

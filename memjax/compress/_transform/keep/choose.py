@@ -8,10 +8,10 @@ So large residuals are traced back to where they come from:
     parameters                  computed again, if only moved or cast; otherwise kept           parameters.py
     smaller integers            computed again, if that is cheap: images, which are data anyway integers.py
     constants                   computed again
-    a mask x > 0                from max(x, 0) if that is encoded by a codec that keeps zeros,  masks.py
-                                or else kept bit by bit
-    a ReLU of a norm            computed again from what the norm reads, decoded, if its code   cut/smooth.py
-                                would not give the mask
+    a mask x > 0                from the code of max(x, 0) if that keeps zeros, as the default  masks.py
+                                codec of what convolutions read does; or else kept bit by bit
+    a ReLU of a norm            computed again from what the norm reads, decoded, its mask      cut/smooth.py
+                                kept; but encoded if codecs keep the zeros of all arrays
     floats that must be exact   kept, or computed again from what is exact: the fewest bytes    cut/
     other floats                computed again from decoded arrays, those that take the fewest  cut/
                                 bytes, each decoded once
@@ -147,7 +147,9 @@ def choose(
         (masks if var.aval.dtype == jnp.bool_ else whole)[var] = None
     encoded = dict.fromkeys(sorted(encoded, key=origins.place))
     scales = {root: scale for root in encoded if (scale := scale_of_norm(root, origins)) is not None}
-    nonzero = masks_of_nonzero(masks, encoded, origins) if codecs.keeps_zeros else {}
+    roles = [candidates.role(var) for var in encoded]
+    telling = [var for var, role in zip(encoded, roles, strict=True) if codecs.keeps_zeros_of(role)]
+    nonzero = masks_of_nonzero(masks, telling, origins)
     masks = {mask: None for mask in masks if mask not in nonzero}
     given = {*encoded, *whole, *masks, *nonzero}
     inputs = _sources([*exact, *rounded], origins, given) & kept_inputs
@@ -162,7 +164,7 @@ def choose(
     return Keep(
         whole=list(whole),
         encoded=list(encoded),
-        roles=[candidates.role(var) for var in encoded],
+        roles=roles,
         scales=scales,
         masks=list(masks),
         outputs=outputs_in_memory(masks, origins),

@@ -1,4 +1,4 @@
-"""Finds the masks of ReLUs that follow from their outputs: as codecs that keep zeros decode them, or as products read them."""
+"""Finds the masks of ReLUs that follow from their outputs: from codes that keep zeros, or as products read them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from memjax.compress._transform.keep.origins import Origins
 
 def masks_of_nonzero(masks: Iterable[Any], encoded: Iterable[Any], origins: Origins) -> dict[Any, Any]:
     """For each mask x > 0 the variable of `encoded` that is zero exactly where the mask is false, if there is one."""
-    rectified = {_rectified(var, origins): var for var in encoded}
+    found = {rectified_by(var, origins): var for var in encoded}
     sources = {mask: _against_zero(mask, "gt", origins) for mask in masks}
-    return {mask: rectified[x] for mask, x in sources.items() if x is not None and x in rectified}
+    return {mask: found[x] for mask, x in sources.items() if x is not None and x in found}
 
 
 def outputs_in_memory(masks: Iterable[Any], origins: Origins) -> dict[Any, Any]:
@@ -34,7 +34,7 @@ def outputs_in_memory(masks: Iterable[Any], origins: Origins) -> dict[Any, Any]:
     return found
 
 
-def _rectified(var: Any, origins: Origins) -> Any | None:
+def rectified_by(var: Any, origins: Origins) -> Any | None:
     """The x for which `var` has the signs of max(x, 0)."""
     if (eqn := origins.producer.get(var)) is None:
         return None

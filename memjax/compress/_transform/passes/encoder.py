@@ -49,7 +49,9 @@ class Encoder:
         self._program, self._keep = program, keep
         self._codecs = dict(zip(keep.encoded, codecs.each(keep.roles), strict=True))
         self._fused = {
-            var for var, codec in self._codecs.items() if var in keep.scales and codec.measured and var not in packed
+            var
+            for var, codec in self._codecs.items()
+            if var in keep.scales and codec.measured and var not in packed and not codec.reads_once(var.aval)
         }
         self._unread: dict[Any, set[Any]] = {}  # by array with a code that nothing waits for yet, what should
         self._arrays_by_need: dict[Any, list[Any]] = {}

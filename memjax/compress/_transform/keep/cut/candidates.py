@@ -14,6 +14,7 @@ from memjax.compress._transform.array_codecs import ArrayCodecs, Role
 from memjax.compress._transform.keep.cut.needs import Need
 from memjax.compress._transform.keep.cut.smooth import is_exponential
 from memjax.compress._transform.keep.deviations import scale_of_norm
+from memjax.compress._transform.keep.masks import rectified_by
 from memjax.compress._transform.keep.origins import Origins
 from memjax.compress._transform.keep.parameters import Parameters
 from memjax.compress._transform.keep.statistic import is_statistic
@@ -101,6 +102,7 @@ class Candidates:
                 by_channel=by_channel or scale_of_norm(var, origins) is not None,
                 share=min(var.aval.size / self._largest, 1.0),
                 is_source=var in self._sources,
+                is_rectified=rectified_by(var, origins) is not None,
             )
         return self._roles[var]
 

@@ -1,0 +1,142 @@
+"""The encoder of blocks as one kernel for NVIDIA GPUs, which reads the array once from memory, for the ranges and for the levels.
+
+XLA reads it once for each. Here a program has some channels of one block in its registers; of a longer block it reads what does
+not find room once more, from the cache.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, UInt
+
+from memjax._core.compat import varying
+from memjax.compress._codecs import fused
+from memjax.compress._codecs.pairs import paired
+from memjax.compress._codecs.position_kernel import has_kernels, on_same_axes, params
+
+_CHANNELS = 64  # of a program: 128 bytes of a row
+_FEWEST_ROWS = 32
+_FEWEST = 2**16  # values of an array for which the kernel pays
+_ROWS = 256  # that a program has in its registers
+_VALUES_OF_A_WARP = 2**12  # many of a channel for each thread, which computes the channel's ranges by itself
+_INTEGERS = 1.5 * 2.0**23  # floats around it are integers, whose last digits count them
+
+
+def suits(aval: Any, view: tuple[int, ...], axes: tuple[int, ...]) -> bool:
+    """Whether the kernel can encode an array of this type in blocks x positions x channels, and is worth it.
+
+    The compiler cannot divide a kernel among devices. So where there are several, it is used on the parts inside `jax.shard_map`.
+    """
+    if len(view) != 3 or axes != (1,) or any(axis is not None for axis in aval.sharding.spec):
+        return False
+    if jax.device_count() > 1 and not varying(aval):
+        return False
+    _, length, channels = view
+    fits = channels % _CHANNELS == 0 and length >= _FEWEST_ROWS and _FEWEST <= aval.size < 2**31
+    return fits and has_kernels()
+
+
+class End(NamedTuple):
+    """An end of a range: of two values, and of all along an axis."""
+
+    of_two: Callable[[Array, Array], Array]
+    of_all: Callable[..., Array]
+
+
+LEAST, LARGEST = End(jnp.minimum, jnp.min), End(jnp.maximum, jnp.max)
+
+
+def inverse(x: Array, *, interpret: bool) -> Array:
+    """1 / x, or nearly."""
+    return 1 / x if interpret else fused.reciprocal(x)
+
+
+def rounded(x: Array, factor: Array, shift: Array, *, interpret: bool) -> Array:
+    """`x * factor + shift`, from 0 to 255, as the nearest integer, in the lowest bits of an int32.
+
+    The sum with 1.5 * 2^23 has it in its last digits: no conversion, which takes as long as eight other instructions.
+    """
+    multiply_add = fused.interpreted if interpret else fused.nearest
+    return lax.bitcast_convert_type(multiply_add(x, factor, shift) + _INTEGERS, jnp.int32)
+
+
+def rounded_up(x: Array, factor: Array, *, interpret: bool) -> Array:
+    """`x * factor`, from 0 to 255, as the next integer that is not below: at least 1 where it is not zero."""
+    if interpret:
+        above = jnp.where(x > 0, jnp.maximum(jnp.ceil(x * factor), 1), 0)
+        return lax.bitcast_convert_type(above + _INTEGERS, jnp.int32)
+    return lax.bitcast_convert_type(fused.upwards(x, factor, jnp.float32(_INTEGERS)), jnp.int32)
+
+
+def encode(
+    x: Float[Array, "blocks positions channels"],
+    bits: int,
+    ends: Sequence[End],
+    ranges: Callable[..., tuple[tuple[Array, ...], tuple[Array, ...]]],
+    levels: Callable[..., Array],
+    *,
+    interpret: bool = False,
+) -> tuple[UInt[Array, "blocks positions pairs"], tuple[Float[Array, "blocks 1 channels"], ...]]:
+    """Pairs of levels, see `pairs.py`, and the ranges of each channel of each block.
+
+    Args:
+      x: the array.
+      bits: 4 or 8.
+      ends: `LEAST`, `LARGEST`.
+      ranges: from the ends of each channel, float32, 1 x channels, to the ranges and to what `levels` gets, numbers for each
+        channel, too. If a value is NaN, the largest is infinity.
+      levels: from values, float32, and these numbers to levels, int32, in the lowest bits.
+    """
+    blocks, length, channels = x.shape
+    rows = min(_ROWS, pl.next_power_of_2(length))
+    passes = pl.cdiv(length, rows)
+    row_of_ends = jax.ShapeDtypeStruct((1, _CHANNELS), jnp.float32)
+    count = len(jax.eval_shape(ranges, *[row_of_ends] * len(ends))[0])
+
+    def kernel(x_ref: Any, level_ref: Any, *range_refs: Any) -> None:
+        def place(i: Any) -> Array:
+            # Rows beyond the block are its last row once more, which changes no range, and is written as it is.
+            return jnp.minimum(i * rows + lax.iota(jnp.int32, rows), length - 1)
+
+        def without_nan(values: Array) -> Array:  # which a maximum loses
+            return jnp.where(values != values, jnp.array(jnp.inf, values.dtype), values)
+
+        def look(i: Any, found: Sequence[Array]) -> list[Array]:
+            values = without_nan(x_ref[place(i), :])
+            return [end.of_two(one, values) for end, one in zip(ends, found, strict=True)]
+
+        def write(i: Any, _: None) -> None:
+            values = x_ref[place(i), :] if passes > 1 else first
+            level = levels(values.astype(jnp.float32), *used)
+            level_ref[place(i), :] = paired(level, bits).astype(level_ref.dtype)
+
+        first = x_ref[place(0), :]
+        found = lax.fori_loop(1, passes, look, [without_nan(first)] * len(ends))
+        stored, used = ranges(
+            *(end.of_all(one, 0, keepdims=True).astype(jnp.float32) for end, one in zip(ends, found, strict=True))
+        )
+        for ref, one in zip(range_refs, stored, strict=True):
+            ref[:] = one[0]
+        lax.fori_loop(0, passes, write, None)
+
+    # Neighbouring programs have neighbouring channels of the same positions, so that what runs at a time reads whole rows.
+    tile = lambda width: pl.BlockSpec((None, length, width), lambda j, i: (i, 0, j))
+    outs: list[tuple[tuple[int, ...], Any]] = [
+        ((blocks, length, channels // 2), jnp.uint16 if bits == 8 else jnp.uint8)
+    ]
+    outs += [((blocks, channels), jnp.float32)] * count
+    [x], shapes = on_same_axes([x], outs)
+    level, *found = pl.pallas_call(
+        kernel,
+        out_shape=shapes,
+        grid=(channels // _CHANNELS, blocks),
+        in_specs=[tile(_CHANNELS)],
+        out_specs=[tile(_CHANNELS // 2), *[pl.BlockSpec((None, _CHANNELS), lambda j, i: (i, j))] * count],
+        interpret=interpret,
+        **({} if interpret else {"compiler_params": params(num_warps=max(1, rows * _CHANNELS // _VALUES_OF_A_WARP))}),
+    )(x)
+    return level, tuple(one[:, None] for one in found)

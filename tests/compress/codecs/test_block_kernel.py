@@ -1,0 +1,94 @@
+"""The kernel that encodes blocks in one pass on GPUs, against XLA's code: interpreted here, compiled on a GPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from memjax.compress import BlockQuantized
+from memjax.compress._codecs import block_kernel
+from memjax.compress._codecs.rectified_blocks import RectifiedBlocks
+
+CODECS = [BlockQuantized(8), BlockQuantized(4), RectifiedBlocks(8), RectifiedBlocks(4)]
+SHAPES = [(2, 28, 28, 64), (3, 7, 7, 128), (2, 32, 64)]  # blocks of 196, 49 and 32 positions
+
+
+def _values(codec, shape, dtype):
+    values, sizes = jax.random.split(jax.random.key(0))
+    x = jax.random.normal(values, shape) * jnp.exp(2 * jax.random.normal(sizes, shape[-1:]))
+    x = x.at[..., 3].set(0).at[..., 4].set(2).at[..., 5].multiply(1e-30)
+    x = jax.nn.relu(x) if isinstance(codec, RectifiedBlocks) else x.at[..., 6].multiply(1e36)
+    flat = x.reshape(-1, shape[-1])
+    flat = flat.at[:, 7].set(
+        jnp.where(jnp.arange(len(flat)) % 3 == 0, 3e38, 0 if isinstance(codec, RectifiedBlocks) else -3e38)
+    )
+    flat = flat.at[5, 10].set(jnp.nan).at[6, 20].set(jnp.inf)  # the same byte has channels 10 and 10 + half of all
+    return jnp.clip(flat, -3e38, None).reshape(shape).astype(dtype)
+
+
+def _check(codec, x, interpret):
+    got = jax.jit(lambda x: codec._in_one_pass(x, interpret=interpret))(x)
+    expected = jax.jit(lambda x: codec.measured(x).encode(x))(x)
+    assert got.levels.nbytes * 8 == expected.levels.size * codec.bits
+    spoilt = np.isnan(np.asarray(expected.distance))
+    np.testing.assert_array_equal(np.isnan(np.asarray(got.distance)), spoilt)
+    assert 0 < spoilt.sum() < 0.1 * spoilt.size
+    np.testing.assert_allclose(got.distance, expected.distance, rtol=1e-6)
+    decoded, wanted = (np.asarray(codec.decode(code), np.float32) for code in (got, expected))
+    np.testing.assert_array_equal(np.isnan(decoded), np.isnan(wanted))
+    steps = np.asarray(codec.steps(x), np.float32)
+    assert np.nanmax(np.abs(decoded - wanted) - 1.01 * steps - 2**-7 * np.abs(wanted)) <= 0  # another level at a tie
+    assert np.mean((decoded != wanted)[~np.isnan(wanted)]) < 1e-2
+    if isinstance(codec, RectifiedBlocks):
+        finite = np.isfinite(np.asarray(x, np.float32))
+        np.testing.assert_array_equal(np.asarray(codec.nonzero(got))[finite], np.asarray(x > 0)[finite])
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_interpreted_kernel(codec, shape):
+    _check(codec, _values(codec, shape, jnp.bfloat16 if codec.bits == 8 else jnp.float32), interpret=True)
+
+
+@pytest.mark.parametrize("codec", [BlockQuantized(4), RectifiedBlocks(8)], ids=str)
+def test_interpreted_kernel_in_vmap(codec):
+    x = _values(codec, (3, 2, 8, 8, 64), jnp.bfloat16)
+    run = lambda x: codec._in_one_pass(x, interpret=True)
+    for together, alone in zip(jax.tree.leaves(jax.vmap(run)(x)), jax.tree.leaves(run(x[1])), strict=True):
+        np.testing.assert_array_equal(together[1], alone)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_compiled_kernel(codec, dtype):
+    for shape in [(16, 28, 28, 64), (16, 7, 7, 256), (4, 56, 56, 128), (8, 512, 64)]:
+        x = _values(codec, shape, jnp.float32)
+        x = (jnp.clip(x, -6e4, 6e4) if dtype == jnp.float16 else x).astype(dtype)
+        assert codec.reads_once(jax.typeof(x)) == (jax.device_count() == 1)
+        _check(codec, x, interpret=False)
+
+
+def test_the_kernel_is_for_gpus_and_channels_that_fill_its_tiles():
+    large = lambda *shape: jax.core.ShapedArray(shape, jnp.bfloat16)
+    for aval in (large(64, 28, 28, 96), large(64, 28, 28, 3), large(64, 64), large(2**20)):
+        assert not BlockQuantized(8).reads_once(aval)
+    if jax.default_backend() != "gpu":
+        assert not BlockQuantized(8).reads_once(large(64, 28, 28, 64))
+
+
+def test_the_kernel_is_not_for_programs_that_the_compiler_divides(monkeypatch):
+    """A kernel is not divided: all devices would have all of the array."""
+    aval = jax.core.ShapedArray((64, 28, 28, 64), jnp.bfloat16)
+    monkeypatch.setattr(block_kernel, "has_kernels", lambda: True)
+    assert BlockQuantized(8).reads_once(aval) == (jax.device_count() == 1)
+    seen = []
+
+    def inside(x):
+        seen.append(BlockQuantized(8).reads_once(jax.typeof(x)))
+        return x
+
+    spec = jax.sharding.PartitionSpec("x")
+    on_each = jax.shard_map(inside, mesh=jax.sharding.Mesh(jax.devices(), "x"), in_specs=spec, out_specs=spec)
+    jax.eval_shape(on_each, jax.ShapeDtypeStruct((64 * jax.device_count(), 28, 28, 64), jnp.bfloat16))
+    assert seen == [True]
