@@ -13,13 +13,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, UInt
 
-from memjax._core.compat import varying
 from memjax.compress._codecs import fused
-from memjax.compress._codecs.pairs import paired
-from memjax.compress._codecs.position_kernel import has_kernels, on_same_axes, params
+from memjax.compress._codecs.pairs import PAIR, paired
+from memjax.compress._codecs.position_kernel import has_kernels, is_of_one_device, on_same_axes, params
 
 _CHANNELS = 64  # of a program: 128 bytes of a row
-_FEWEST_ROWS = 32
+_FEWEST_ROWS, _MOST_ROWS = 32, 2**12  # of a block, which one program encodes
 _FEWEST = 2**16  # values of an array for which the kernel pays
 _ROWS = 256  # that a program has in its registers
 _VALUES_OF_A_WARP = 2**12  # many of a channel for each thread, which computes the channel's ranges by itself
@@ -27,17 +26,12 @@ _INTEGERS = 1.5 * 2.0**23  # floats around it are integers, whose last digits co
 
 
 def suits(aval: Any, view: tuple[int, ...], axes: tuple[int, ...]) -> bool:
-    """Whether the kernel can encode an array of this type in blocks x positions x channels, and is worth it.
-
-    The compiler cannot divide a kernel among devices. So where there are several, it is used on the parts inside `jax.shard_map`.
-    """
+    """Whether the kernel can encode an array of this type in blocks x positions x channels, and is worth it."""
     if len(view) != 3 or axes != (1,) or any(axis is not None for axis in aval.sharding.spec):
         return False
-    if jax.device_count() > 1 and not varying(aval):
-        return False
     _, length, channels = view
-    fits = channels % _CHANNELS == 0 and length >= _FEWEST_ROWS and _FEWEST <= aval.size < 2**31
-    return fits and has_kernels()
+    fits = channels % _CHANNELS == 0 and _FEWEST_ROWS <= length <= _MOST_ROWS and _FEWEST <= aval.size < 2**31
+    return fits and is_of_one_device(aval) and has_kernels()
 
 
 class End(NamedTuple):
@@ -61,13 +55,15 @@ def rounded(x: Array, factor: Array, shift: Array, *, interpret: bool) -> Array:
     The sum with 1.5 * 2^23 has it in its last digits: no conversion, which takes as long as eight other instructions.
     """
     multiply_add = fused.interpreted if interpret else fused.nearest
-    return lax.bitcast_convert_type(multiply_add(x, factor, shift) + _INTEGERS, jnp.int32)
+    return lax.bitcast_convert_type(multiply_add(x.astype(jnp.float32), factor, shift) + _INTEGERS, jnp.int32)
 
 
 def rounded_up(x: Array, factor: Array, *, interpret: bool) -> Array:
-    """`x * factor`, from 0 to 255, as the next integer that is not below: at least 1 where it is not zero."""
+    """`x * factor`, from 0 to 255, as the next integer that is not below: at least 1 where x is positive, 0 elsewhere."""
+    finite = jnp.minimum(x, jnp.array(jnp.finfo(x.dtype).max, x.dtype))
+    x = jnp.where(x > 0, finite, jnp.zeros((), x.dtype)).astype(jnp.float32)  # a NaN is not positive
     if interpret:
-        above = jnp.where(x > 0, jnp.maximum(jnp.ceil(x * factor), 1), 0)
+        above = jnp.where(x > 0, jnp.clip(jnp.ceil(x * factor), 1, 255), 0)
         return lax.bitcast_convert_type(above + _INTEGERS, jnp.int32)
     return lax.bitcast_convert_type(fused.upwards(x, factor, jnp.float32(_INTEGERS)), jnp.int32)
 
@@ -89,7 +85,7 @@ def encode(
       ends: `LEAST`, `LARGEST`.
       ranges: from the ends of each channel, float32, 1 x channels, to the ranges and to what `levels` gets, numbers for each
         channel, too. If a value is NaN, the largest is infinity.
-      levels: from values, float32, and these numbers to levels, int32, in the lowest bits.
+      levels: from values, in the array's dtype, and these numbers to levels, int32, in the lowest bits.
     """
     blocks, length, channels = x.shape
     rows = min(_ROWS, pl.next_power_of_2(length))
@@ -111,7 +107,7 @@ def encode(
 
         def write(i: Any, _: None) -> None:
             values = x_ref[place(i), :] if passes > 1 else first
-            level = levels(values.astype(jnp.float32), *used)
+            level = levels(values, *used)
             level_ref[place(i), :] = paired(level, bits).astype(level_ref.dtype)
 
         first = x_ref[place(0), :]
@@ -125,9 +121,7 @@ def encode(
 
     # Neighbouring programs have neighbouring channels of the same positions, so that what runs at a time reads whole rows.
     tile = lambda width: pl.BlockSpec((None, length, width), lambda j, i: (i, 0, j))
-    outs: list[tuple[tuple[int, ...], Any]] = [
-        ((blocks, length, channels // 2), jnp.uint16 if bits == 8 else jnp.uint8)
-    ]
+    outs: list[tuple[tuple[int, ...], Any]] = [((blocks, length, channels // 2), PAIR[bits])]
     outs += [((blocks, channels), jnp.float32)] * count
     [x], shapes = on_same_axes([x], outs)
     level, *found = pl.pallas_call(

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, UInt
 
 from memjax._core import check
@@ -15,7 +16,7 @@ from memjax.compress._codecs import block_kernel
 from memjax.compress._codecs.channel_quantized import LEVELS, ends
 from memjax.compress._codecs.codec import FixedRate, check_code, check_floats
 from memjax.compress._codecs.levels import from_levels, levels_between, levels_of_16_bits, to_levels
-from memjax.compress._codecs.pairs import apart
+from memjax.compress._codecs.pairs import apart, as_pairs
 
 _FEWEST = 32  # values that share a range, if the array has so many
 
@@ -109,11 +110,15 @@ class BlockQuantized(FixedRate):
 
     def encode(self, x: Float[Array, "..."]) -> BlockQuantizedCode:
         check_floats(x)
-        return self._in_one_pass(x) if self.reads_once(jax.typeof(x)) else self.measured(x).encode(x)
+        x = lax.stop_gradient(x)
+        plain = lambda x: self.measured(x).encode(x)
+        if not self.reads_once(jax.typeof(x)):
+            return plain(x)
+        in_pairs = lambda x: with_pairs(plain(x), self.bits)
+        return lax.platform_dependent(x, cuda=self._in_one_pass, default=in_pairs)
 
     def _in_one_pass(self, x: Float[Array, "..."], *, interpret: bool = False) -> BlockQuantizedCode:
         view = view_of(jax.typeof(x), self.block).shape
-
         reciprocal = functools.partial(block_kernel.inverse, interpret=interpret)
         is_wide = x.dtype == jnp.float32  # ranges may be small beside the values
 
@@ -148,6 +153,11 @@ class BlockQuantized(FixedRate):
 
 DEFAULT = BlockQuantized(8)
 """What `memjax.compressed` uses if no codec is given: 8 bits per value, at a fixed rate, for any finite values."""
+
+
+def with_pairs(code: Any, bits: int) -> Any:
+    """The code with its levels as the kernel writes them."""
+    return dataclasses.replace(code, levels=as_pairs(code.levels, bits))
 
 
 class _View(NamedTuple):

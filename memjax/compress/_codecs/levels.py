@@ -12,7 +12,6 @@ from jaxtyping import Array, Float, UInt
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 # Distances below this have no inverse in float32.
 _LEAST_DISTANCE = 2.0**-125
-_LEAST_HALF = 2.0**-118  # of a range
 # Those above this have one that counts as zero, of 2 bits the largest: they are divided first.
 _LARGE_DISTANCE, _DIVISOR = 2.0**100, 2.0**26
 
@@ -56,8 +55,9 @@ def levels_of_16_bits(
     fits = half <= _LARGEST / 2
     distance = half * (jnp.where(fits, 2.0, -1.0) / (2**bits - 1))
     distance = jnp.where(half <= _LARGEST, distance, jnp.nan)
-    small = 2.0**-8  # so that the inverse of the largest range is no subnormal number
-    factor = jnp.where(half >= _LEAST_HALF, reciprocal(half * small) * ((2**bits - 1) / 2 * small), 0)
+    small = 2.0**-2  # so that the inverse of the largest range is no subnormal number
+    least = (2**bits - 1) * 2.0**-126
+    factor = jnp.where(half >= least, reciprocal(half * small) * ((2**bits - 1) / 2 * small), 0)
     return (jnp.where(fits, low, low * 0.5), distance), (factor, -low * factor)
 
 

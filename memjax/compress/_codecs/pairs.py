@@ -7,11 +7,19 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, UInt
 
+PAIR = {4: jnp.uint8, 8: jnp.uint16}
+
 
 def paired(levels: Int[Array, "rows channels"], bits: int) -> Int[Array, "rows pairs"]:
     """Pairs of levels, the first in the lower bits; in a kernel. What `levels` have above the lowest bits does not matter."""
     pairs = (levels & (2**bits - 1)).reshape(levels.shape[0], -1, 2)
     return jnp.sum(pairs << (bits * lax.broadcasted_iota(jnp.int32, pairs.shape, 2)), axis=2)
+
+
+def as_pairs(levels: UInt[Array, "... channels"], bits: int) -> UInt[Array, "... pairs"]:
+    """The same of XLA's numbers of so many bits."""
+    pairs = levels.reshape(*levels.shape[:-1], -1, 2)
+    return lax.bitcast_convert_type(pairs, PAIR[bits])
 
 
 def apart(levels: UInt[Array, "... numbers"], channels: int) -> UInt[Array, "... channels"]:

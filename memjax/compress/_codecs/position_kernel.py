@@ -31,21 +31,30 @@ _FEWEST = 2**16  # values of an array for which the kernel pays
 _PRIME = 37  # samples are as far apart as that, and not at the same place of each stretch
 
 
-def suits(shape: tuple[int, int, int], size: int) -> bool:
-    """Whether the kernel can encode positions x groups x features of a group, and is worth it.
+def suits(aval: Any, shape: tuple[int, int, int]) -> bool:
+    """Whether the kernel can encode an array of this type in positions x groups x features of a group, and is worth it.
 
     Pallas asks the GPU at hand what it can: programs that are compiled for GPUs elsewhere get XLA's code.
     """
     positions, _, width = shape
-    if not (_FEWEST <= size < 2**32 and positions % _ROWS == 0 and width & (width - 1) == 0 and width >= 64):
+    if not (_FEWEST <= aval.size < 2**32 and positions % _ROWS == 0 and width & (width - 1) == 0 and width >= 64):
         return False
-    return has_kernels()
+    return is_of_one_device(aval) and has_kernels()
+
+
+def is_of_one_device(aval: Any) -> bool:
+    """Whether the compiler cannot divide arrays of this type among devices: it would give all of them to a kernel on each."""
+    mesh = aval.sharding.mesh
+    kinds = () if mesh.empty else zip(mesh.axis_types, mesh.axis_sizes, strict=True)
+    manual = not mesh.empty and all(kind == jax.sharding.AxisType.Manual or size == 1 for kind, size in kinds)
+    return jax.device_count() == 1 or manual
 
 
 def has_kernels() -> bool:
     """Whether Pallas's Triton backend compiles for the GPU at hand."""
-    capability = getattr(jax.devices()[0], "compute_capability", None)
-    return jax.default_backend() == "gpu" and capability is not None and float(capability) >= 8
+    capability = str(getattr(jax.devices()[0], "compute_capability", ""))  # of AMD's GPUs a name
+    is_nvidia = capability.replace(".", "").isdigit()
+    return jax.default_backend() == "gpu" and is_nvidia and float(capability) >= 8
 
 
 def measure(

@@ -149,9 +149,8 @@ class PositionQuantized(FixedRate):
             wide = _padded(x, view).astype(jnp.float32)
             return self._encode_scaled(wide * (1 / size) - centre * (1 / size), view), centre, size
 
-        if view.padded == view.flat and position_kernel.suits(
-            (math.prod(view.positions), view.groups, view.width), x.size
-        ):
+        grouped = math.prod(view.positions), view.groups, view.width
+        if view.padded == view.flat and position_kernel.suits(jax.typeof(x), grouped):
             kernel = functools.partial(self._encode_by_kernels, view)
             coded, centre, size = lax.platform_dependent(flat, cuda=kernel, default=plain)
         else:

@@ -7,10 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Float, UInt
 
 from memjax.compress._codecs import block_kernel
-from memjax.compress._codecs.block_quantized import in_shape, view_of
+from memjax.compress._codecs.block_quantized import in_shape, view_of, with_pairs
 from memjax.compress._codecs.channel_quantized import LEVELS
 from memjax.compress._codecs.codec import FixedRate, check_code, check_floats
 from memjax.compress._codecs.pairs import apart
@@ -57,7 +58,7 @@ class RectifiedBlocks(FixedRate):
     With the distance of levels d = largest / (2^bits - 1), level n stands for the values from (n - 1) d to n d and is decoded
     to their middle. So an error is at most d / 2, and a rounding of the dtype. Zeros stay zeros, and all else stays positive:
     d is at least so large that half of it is a positive number. What is finite decodes to what is finite. A NaN or an infinity
-    makes its channel of its block NaN, but `nonzero` is right for the finite values there as elsewhere.
+    makes its channel of its block NaN, but `nonzero` is right there as elsewhere: a NaN is not positive.
 
     Encoding reads the array for the largest values and once more for the levels, or once where `BlockQuantized` does.
 
@@ -91,7 +92,12 @@ class RectifiedBlocks(FixedRate):
 
     def encode(self, x: Float[Array, "..."]) -> RectifiedBlocksCode:
         check_floats(x)
-        return self._in_one_pass(x) if self.reads_once(jax.typeof(x)) else self.measured(x).encode(x)
+        x = lax.stop_gradient(x)
+        plain = lambda x: self.measured(x).encode(x)
+        if not self.reads_once(jax.typeof(x)):
+            return plain(x)
+        in_pairs = lambda x: with_pairs(plain(x), self.bits)
+        return lax.platform_dependent(x, cuda=self._in_one_pass, default=in_pairs)
 
     def _in_one_pass(self, x: Float[Array, "..."], *, interpret: bool = False) -> RectifiedBlocksCode:
         view = view_of(jax.typeof(x), self.block).shape
@@ -120,7 +126,7 @@ class RectifiedBlocks(FixedRate):
         return in_shape((middle * code.distance).astype(code.dtype), code.shape)
 
     def nonzero(self, code: RectifiedBlocksCode) -> Bool[Array, "..."]:
-        """Where the values were positive, if they were finite."""
+        """Where the values were positive."""
         return in_shape(apart(code.levels, code.view[-1]) > 0, code.shape)
 
 
