@@ -71,9 +71,9 @@ class BlockQuantized(FixedRate):
     (`range / (2^bits - 1) / 2`, and a rounding of the dtype). Values are rounded to the nearest level. A NaN or an infinity makes
     its channel of its block NaN.
 
-    Encoding reads the array for the ranges and once more for the levels; on NVIDIA GPUs one kernel reads it once, where the
-    channels are a multiple of 64. Decoding is arithmetic on single values, which
-    XLA does where they are read: on a GPU no decoded array is written.
+    Encoding reads the array for the ranges and once more for the levels. On NVIDIA GPUs one kernel reads it once, where the
+    channels are a multiple of 64 and one device has the array, as inside `jax.shard_map`. Codes have no derivative. Decoding
+    is arithmetic on single values, which XLA does where they are read: on a GPU no decoded array is written.
 
     Memory: `bits` per value, and 64 bits for each channel of a block: 8.25 or 4.25 bits per value at blocks of 256.
 
