@@ -109,13 +109,7 @@ class BlockQuantized(FixedRate):
         return block_kernel.suits(aval, *view_of(aval, self.block))
 
     def encode(self, x: Float[Array, "..."]) -> BlockQuantizedCode:
-        check_floats(x)
-        x = lax.stop_gradient(x)
-        plain = lambda x: self.measured(x).encode(x)
-        if not self.reads_once(jax.typeof(x)):
-            return plain(x)
-        in_pairs = lambda x: with_pairs(plain(x), self.bits)
-        return lax.platform_dependent(x, cuda=self._in_one_pass, default=in_pairs)
+        return encode_blocks(self, x)
 
     def _in_one_pass(self, x: Float[Array, "..."], *, interpret: bool = False) -> BlockQuantizedCode:
         view = view_of(jax.typeof(x), self.block).shape
@@ -155,9 +149,21 @@ DEFAULT = BlockQuantized(8)
 """What `memjax.compressed` uses if no codec is given: 8 bits per value, at a fixed rate, for any finite values."""
 
 
-def with_pairs(code: Any, bits: int) -> Any:
-    """The code with its levels as the kernel writes them."""
-    return dataclasses.replace(code, levels=as_pairs(code.levels, bits))
+def encode_blocks(codec: Any, x: Float[Array, "..."]) -> Any:
+    """The code of `x`: by a kernel where the codec reads `x` once, and the program is compiled for an NVIDIA GPU."""
+    check_floats(x)
+    x = lax.stop_gradient(x)
+
+    def plain(x: Array) -> Any:
+        return codec.measured(x).encode(x)
+
+    def in_pairs(x: Array) -> Any:
+        code = plain(x)
+        return dataclasses.replace(code, levels=as_pairs(code.levels, codec.bits))
+
+    if not codec.reads_once(jax.typeof(x)):
+        return plain(x)
+    return lax.platform_dependent(x, cuda=codec._in_one_pass, default=in_pairs)
 
 
 class _View(NamedTuple):

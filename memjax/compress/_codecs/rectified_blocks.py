@@ -7,11 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Bool, Float, UInt
 
 from memjax.compress._codecs import block_kernel
-from memjax.compress._codecs.block_quantized import in_shape, view_of, with_pairs
+from memjax.compress._codecs.block_quantized import encode_blocks, in_shape, view_of
 from memjax.compress._codecs.channel_quantized import LEVELS
 from memjax.compress._codecs.codec import FixedRate, check_code, check_floats
 from memjax.compress._codecs.pairs import apart
@@ -91,13 +90,7 @@ class RectifiedBlocks(FixedRate):
         return block_kernel.suits(aval, *view_of(aval, self.block))
 
     def encode(self, x: Float[Array, "..."]) -> RectifiedBlocksCode:
-        check_floats(x)
-        x = lax.stop_gradient(x)
-        plain = lambda x: self.measured(x).encode(x)
-        if not self.reads_once(jax.typeof(x)):
-            return plain(x)
-        in_pairs = lambda x: with_pairs(plain(x), self.bits)
-        return lax.platform_dependent(x, cuda=self._in_one_pass, default=in_pairs)
+        return encode_blocks(self, x)
 
     def _in_one_pass(self, x: Float[Array, "..."], *, interpret: bool = False) -> RectifiedBlocksCode:
         view = view_of(jax.typeof(x), self.block).shape

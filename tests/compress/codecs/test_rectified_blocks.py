@@ -60,7 +60,7 @@ def test_levels_are_the_middles_of_what_they_stand_for():
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_zeros_are_exact_and_errors_are_half_a_distance(bits, dtype, data):
-    """Of values between the dtype's smallest and largest, a block of each of three channels."""
+    """Three channels in a block each, with values from the dtype's smallest to its largest."""
     lowest, highest = (-24, 16) if dtype == jnp.float16 else (-149, 128)
     tops = data.draw(st.lists(st.integers(lowest, highest), min_size=3, max_size=3))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
