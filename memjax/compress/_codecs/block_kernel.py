@@ -14,8 +14,8 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, UInt
 
 from memjax.compress._codecs import fused
+from memjax.compress._codecs.launch import has_kernels, is_of_one_device, on_same_axes, params
 from memjax.compress._codecs.pairs import PAIR, paired
-from memjax.compress._codecs.position_kernel import has_kernels, is_of_one_device, on_same_axes, params
 
 _CHANNELS = 64  # of a program: 128 bytes of a row
 _FEWEST_ROWS, _MOST_ROWS = 32, 2**12  # of a block, which one program encodes

@@ -10,16 +10,14 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from memjax._core.arrays import vary, varying_axes
-from memjax._core.compat import varying_like
 from memjax.compress._codecs import dither, fused
 from memjax.compress._codecs.bits import u32
+from memjax.compress._codecs.launch import has_kernels, is_of_one_device, on_same_axes, params
 from memjax.compress._codecs.planes import PLANES, pack_pieces
 
 SAMPLES = 256
@@ -40,21 +38,6 @@ def suits(aval: Any, shape: tuple[int, int, int]) -> bool:
     if not (_FEWEST <= aval.size < 2**32 and positions % _ROWS == 0 and width & (width - 1) == 0 and width >= 64):
         return False
     return is_of_one_device(aval) and has_kernels()
-
-
-def is_of_one_device(aval: Any) -> bool:
-    """Whether the compiler cannot divide arrays of this type among devices: it would give all of them to a kernel on each."""
-    mesh = aval.sharding.mesh
-    kinds = () if mesh.empty else zip(mesh.axis_types, mesh.axis_sizes, strict=True)
-    manual = not mesh.empty and all(kind == jax.sharding.AxisType.Manual or size == 1 for kind, size in kinds)
-    return jax.device_count() == 1 or manual
-
-
-def has_kernels() -> bool:
-    """Whether Pallas's Triton backend compiles for the GPU at hand."""
-    capability = str(getattr(jax.devices()[0], "compute_capability", ""))  # of AMD's GPUs a name
-    is_nvidia = capability.replace(".", "").isdigit()
-    return jax.default_backend() == "gpu" and is_nvidia and float(capability) >= 8
 
 
 def measure(
@@ -153,23 +136,8 @@ def encode(
     return (*(plane.reshape(positions, groups, -1) for plane in planes), low, distance)
 
 
-def on_same_axes(args: list[Array], outs: Sequence[tuple[tuple[int, ...], Any]]) -> tuple[list[Array], list[Any]]:
-    """The arguments of a kernel, and the types of its results from shapes and dtypes, with the same varying mesh axes."""
-    axes = varying_axes(*args)
-    if not axes:
-        return args, [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outs]
-    args = vary(args, axes)
-    return args, [varying_like(jax.typeof(args[0]), shape, dtype) for shape, dtype in outs]
-
-
 def _over(pieces: Sequence[Array], two: Any, one: Any) -> Array:
     total = pieces[0]
     for piece in pieces[1:]:
         total = two(total, piece)
     return one(total, 1)
-
-
-def params(*, num_warps: int) -> Any:
-    from jax.experimental.pallas import triton
-
-    return triton.CompilerParams(num_warps=num_warps, num_stages=1)
