@@ -15,6 +15,8 @@ from memjax.compress._codecs.channel_quantized import LEVELS
 from memjax.compress._codecs.codec import FixedRate, check_code, check_floats
 from memjax.compress._codecs.pairs import apart
 
+_TINY = float(jnp.finfo(jnp.float32).tiny)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -123,9 +125,6 @@ class RectifiedBlocks(FixedRate):
         return in_shape(apart(code.levels, code.view[-1]) > 0, code.shape)
 
 
-_TINY = float(jnp.finfo(jnp.float32).tiny)
-
-
 def _levels(values: Float[Array, "..."], distance: Float[Array, "..."], bits: int) -> Float[Array, "..."]:
     scaled = values * jnp.where(distance > 0, 1 / distance, 0)
     # Written so that levels are right in a channel with a NaN or an infinity, too.
@@ -135,4 +134,4 @@ def _levels(values: Float[Array, "..."], distance: Float[Array, "..."], bits: in
 
 def _least_positive(dtype: np.dtype) -> float:
     """The smallest number of a dtype that is no subnormal number of float32: CPUs take those for zeros."""
-    return max(float(jnp.finfo(dtype).smallest_subnormal), float(jnp.finfo(jnp.float32).tiny))
+    return max(float(jnp.finfo(dtype).smallest_subnormal), _TINY)

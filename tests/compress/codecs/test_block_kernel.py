@@ -22,7 +22,7 @@ def _values(codec, shape, dtype):
     flat = flat.at[:, 7].set(
         jnp.where(jnp.arange(len(flat)) % 3 == 0, 3e38, 0 if isinstance(codec, RectifiedBlocks) else -3e38)
     )
-    flat = flat.at[5, 10].set(jnp.nan).at[6, 20].set(jnp.inf)  # the same byte has channels 10 and 10 + half of all
+    flat = flat.at[5, 10].set(jnp.nan).at[6, 20].set(jnp.inf)  # beside channels 11 and 21 in a pair
     return jnp.clip(flat, -3e38, None).reshape(shape).astype(dtype)
 
 
@@ -61,10 +61,8 @@ def test_interpreted_kernel_in_vmap(codec):
     ("bits", "size"), [(bits, size) for bits in (4, 8) for size in (2.0 ** (bits - 125), 1.0, 2.0**127)]
 )
 def test_interpreted_kernel_of_any_size(bits, size):
-    codec, x = (
-        BlockQuantized(bits),
-        (size * jax.random.uniform(jax.random.key(0), (1, 64, 64), minval=-1)).astype("bfloat16"),
-    )
+    codec = BlockQuantized(bits)
+    x = (size * jax.random.uniform(jax.random.key(0), (1, 64, 64), minval=-1)).astype(jnp.bfloat16)
     got = codec.decode(jax.jit(lambda x: codec._in_one_pass(x, interpret=True))(x))
     error = np.abs(np.asarray(got, np.float64) - np.asarray(x, np.float64))
     assert np.max(error) <= (0.7 * 2 / (2**bits - 1) + 2**-8) * size

@@ -39,9 +39,8 @@ def rectified_by(var: Any, origins: Origins) -> Any | None:
     if (eqn := origins.producer.get(var)) is None:
         return None
     name = eqn.primitive.name
-    if name == "convert_element_type" and var.aval.dtype == jnp.bfloat16:
-        if eqn.invars[0].aval.dtype == jnp.float32:  # the range is the same
-            var = eqn.invars[0]
+    if name == "convert_element_type" and (eqn.invars[0].aval.dtype, var.aval.dtype) == (jnp.float32, jnp.bfloat16):
+        var = eqn.invars[0]  # of the same range
     elif name == "mul":  # the square of a ReLU saves twice the ReLU
         literals = [atom.val for atom in eqn.invars if is_literal(atom)]
         var = variables(eqn.invars)[0] if literals and literals[0] >= 1 else var

@@ -5,8 +5,8 @@ of the forward pass, when all arrays are there at once.
 
 Elementwise codes of what a batch norm reads are fused into the normalisation. The codec measures its ranges first, as the
 batch norm measures its deviations; the normalisation waits for both, and only matrix products, convolutions and calls
-after the normalisation wait for the code. The mask of a ReLU after it is packed of the ReLU's output where a product reads that,
-in a pass of its own.
+after the normalisation wait for the code. A codec that reads the array once anyway gains nothing by that. The mask of a ReLU
+after it is packed of the ReLU's output where a product reads that, in a pass of its own.
 """
 
 from __future__ import annotations
