@@ -13,9 +13,9 @@ from jaxtyping import Array, Float, UInt
 
 from memjax._core import check
 from memjax.compress._codecs import block_kernel
+from memjax.compress._codecs.centred_levels import from_levels, levels_between, levels_of_16_bits, to_levels
 from memjax.compress._codecs.channel_quantized import LEVELS, ends
 from memjax.compress._codecs.codec import FixedRate, check_code, check_floats
-from memjax.compress._codecs.levels import from_levels, levels_between, levels_of_16_bits, to_levels
 from memjax.compress._codecs.pairs import apart, as_pairs
 
 _FEWEST = 32  # values that share a range, if the array has so many
@@ -28,13 +28,13 @@ class BlockQuantizedCode:
 
     Attributes:
       levels: in the shape of the view, or pairs of them: see `pairs.py`.
-      low, distance: for each channel of each block, the least value and the distance of levels, float32.
-      view: the shape that the array is seen in, which `low` and `distance` broadcast against.
+      middle, distance: for each channel of each block, the middle of its range and the distance of levels, float32.
+      view: the shape that the array is seen in, which `middle` and `distance` broadcast against.
       shape, dtype: the array's.
     """
 
     levels: UInt[Array, "..."]
-    low: Float[Array, "..."]
+    middle: Float[Array, "..."]
     distance: Float[Array, "..."]
     view: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
@@ -46,15 +46,15 @@ class BlockQuantizedCode:
 class MeasuredBlocks:
     """Encodes an array whose ranges are known: arithmetic on single values."""
 
-    low: Float[Array, "..."]
+    middle: Float[Array, "..."]
     distance: Float[Array, "..."]
     view: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     bits: int = dataclasses.field(metadata={"static": True})
 
     def encode(self, x: Float[Array, "..."]) -> BlockQuantizedCode:
-        level = to_levels(in_shape(x, self.view), self.low, self.distance, self.bits, 0.5)
+        level = to_levels(in_shape(x, self.view), self.middle, self.distance, self.bits)
         level = level.astype(LEVELS[self.bits])
-        return BlockQuantizedCode(level, self.low, self.distance, self.view, x.shape, np.dtype(x.dtype))
+        return BlockQuantizedCode(level, self.middle, self.distance, self.view, x.shape, np.dtype(x.dtype))
 
 
 @jax.tree_util.register_dataclass
@@ -124,25 +124,24 @@ class BlockQuantized(FixedRate):
 
         def levels(values: Array, one: Array, other: Array) -> Array:
             if is_wide:
-                return to_levels(values, one, other, self.bits, 0.5).astype(jnp.int32)
+                return to_levels(values, one, other, self.bits).astype(jnp.int32)
             return block_kernel.rounded(values, one, other, interpret=interpret)
 
         ends = block_kernel.LEAST, block_kernel.LARGEST
-        level, (low, distance) = block_kernel.encode(
+        level, (middle, distance) = block_kernel.encode(
             in_shape(x, view), self.bits, ends, ranges, levels, interpret=interpret
         )
-        return BlockQuantizedCode(level, low, distance, view, x.shape, np.dtype(x.dtype))
+        return BlockQuantizedCode(level, middle, distance, view, x.shape, np.dtype(x.dtype))
 
     def steps(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """The distance of levels of each value, float32."""
         measured = self.measured(x)
-        twice = jnp.where(measured.distance < 0, 2.0, 1.0)  # levels of half the values: see `levels.py`
-        return in_shape(jnp.broadcast_to(jnp.abs(measured.distance) * twice, measured.view), x.shape)
+        return in_shape(jnp.broadcast_to(measured.distance, measured.view), x.shape)
 
     def decode(self, code: BlockQuantizedCode) -> Float[Array, "..."]:
         check_code(self, code, BlockQuantizedCode)
-        x = from_levels(apart(code.levels, code.view[-1]), code.low, code.distance)
-        return in_shape(x.astype(code.dtype), code.shape)
+        levels = apart(code.levels, code.view[-1])
+        return in_shape(from_levels(levels, code.middle, code.distance, self.bits, code.dtype), code.shape)
 
 
 DEFAULT = BlockQuantized(8)

@@ -4,8 +4,6 @@ A range beyond float32's largest value, from -3e38 to 3e38, is kept at half its 
 tells it from others.
 """
 
-from collections.abc import Callable
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt
 
@@ -38,27 +36,6 @@ def to_levels(
     scale = jnp.where(distance < 0, 0.5, 1.0) * part
     level = jnp.floor((x.astype(jnp.float32) * scale - low * part) * inverse + offset)
     return jnp.clip(level, 0, 2**bits - 1)
-
-
-def levels_of_16_bits(
-    low: Float[Array, "..."], high: Float[Array, "..."], bits: int, reciprocal: Callable[[Array], Array]
-) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """What `levels_between` gives, but for last digits, and a factor and a shift: `x * factor + shift` is x's level, not rounded.
-
-    That is off by 1 / 32 at most for values of 16 bits, for different ones are no closer than 2^-11 of their size. All of it
-    takes few instructions.
-
-    Args:
-      reciprocal: of positive numbers between 2^-126 and 2^126.
-    """
-    half = high * 0.5 - low * 0.5
-    fits = half <= _LARGEST / 2
-    distance = half * (jnp.where(fits, 2.0, -1.0) / (2**bits - 1))
-    distance = jnp.where(half <= _LARGEST, distance, jnp.nan)
-    small = 2.0**-2  # so that the inverse of the largest range is no subnormal number
-    least = (2**bits - 1) * 2.0**-126
-    factor = jnp.where(half >= least, reciprocal(half * small) * ((2**bits - 1) / 2 * small), 0)
-    return (jnp.where(fits, low, low * 0.5), distance), (factor, -low * factor)
 
 
 def from_levels(
