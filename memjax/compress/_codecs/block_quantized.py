@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, UInt
 
 from memjax._core import check
-from memjax.compress._codecs import block_kernel
+from memjax.compress._codecs import block_decoder, block_kernel
 from memjax.compress._codecs.centred_levels import from_levels, levels_between, levels_of_16_bits, to_levels
 from memjax.compress._codecs.channel_quantized import LEVELS, ends
 from memjax.compress._codecs.codec import FixedRate, check_code, check_floats
@@ -143,6 +144,15 @@ class BlockQuantized(FixedRate):
         levels = apart(code.levels, code.view[-1])
         return in_shape(from_levels(levels, code.middle, code.distance, self.bits, code.dtype), code.shape)
 
+    def decoder_to_memory(self, code: BlockQuantizedCode) -> Callable[[Any], Array] | None:
+        return decoder_of_blocks(self, code)
+
+    def _decode_by_kernel(self, code: BlockQuantizedCode, *, interpret: bool = False) -> Float[Array, "..."]:
+        value = lambda *args: from_levels(*args, self.bits, code.dtype)
+        numbers = [code.middle, code.distance]
+        x = block_decoder.decode(code.levels, numbers, value, self.bits, code.dtype, interpret=interpret)
+        return in_shape(x, code.shape)
+
 
 DEFAULT = BlockQuantized(8)
 """What `memjax.compressed` uses if no codec is given: 8 bits per value, at a fixed rate, for any finite values."""
@@ -163,6 +173,14 @@ def encode_blocks(codec: Any, x: Float[Array, "..."]) -> Any:
     if not codec.reads_once(jax.typeof(x)):
         return plain(x)
     return lax.platform_dependent(x, cuda=codec._in_one_pass, default=in_pairs)
+
+
+def decoder_of_blocks(codec: Any, code: Any) -> Callable[[Any], Array] | None:
+    """What decodes to memory: a kernel where the levels are in pairs, and the program is compiled for an NVIDIA GPU."""
+    in_pairs = code.levels.shape[-1] != code.view[-1]
+    if not (in_pairs and block_kernel.is_of_one_device(jax.typeof(code.levels)) and block_kernel.has_kernels()):
+        return None
+    return lambda code: lax.platform_dependent(code, cuda=codec._decode_by_kernel, default=codec.decode)
 
 
 class _View(NamedTuple):

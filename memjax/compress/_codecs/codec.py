@@ -31,6 +31,7 @@ class Codec(Protocol):
       nothing, and the compiler makes it a part of what reads the array.
     - `keeps_zeros`, False by default: whether decoded values are zero exactly where the values are. The mask of a ReLU then
       follows from its decoded output.
+    - `decoder_to_memory(code)`: what to call in place of `decode` where the reader fuses nothing, as a convolution, or None.
     - `nonzero(code)`: where the values are not zero, told by a code that keeps zeros without decoding it.
     - `without_signs()`, by default the codec itself: a codec that decodes the same codes for products with cotangents, where
       signs do not matter.
@@ -68,11 +69,23 @@ class OptionalMembers:
     def reads_once(self, aval: Any) -> bool:
         return False
 
+    def decoder_to_memory(self, code: Any) -> Callable[[Any], Array] | None:
+        return None
+
     def without_signs(self) -> Any:
         return self
 
 
-_OPTIONAL = ("elementwise", "keeps_zeros", "nonzero", "scaled", "measured", "reads_once", "without_signs")
+_OPTIONAL = (
+    "elementwise",
+    "keeps_zeros",
+    "decoder_to_memory",
+    "nonzero",
+    "scaled",
+    "measured",
+    "reads_once",
+    "without_signs",
+)
 
 
 def with_optional_members(codec: Any) -> Any:

@@ -28,3 +28,9 @@ def apart(levels: UInt[Array, "... numbers"], channels: int) -> UInt[Array, "...
         return levels
     alone = jnp.uint8 if levels.dtype == jnp.uint16 else jnp.uint4
     return lax.bitcast_convert_type(levels, alone).reshape(*levels.shape[:-1], channels)
+
+
+def unpaired(pairs: Int[Array, "rows pairs"], bits: int) -> Int[Array, "rows channels"]:
+    """The levels of pairs; in a kernel."""
+    places = bits * lax.broadcasted_iota(jnp.int32, (*pairs.shape, 2), 2)
+    return ((pairs[:, :, None] >> places) & (2**bits - 1)).reshape(pairs.shape[0], -1)

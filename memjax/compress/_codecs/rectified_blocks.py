@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, UInt
 
-from memjax.compress._codecs import block_kernel
-from memjax.compress._codecs.block_quantized import encode_blocks, in_shape, view_of
+from memjax.compress._codecs import block_decoder, block_kernel
+from memjax.compress._codecs.block_quantized import decoder_of_blocks, encode_blocks, in_shape, view_of
 from memjax.compress._codecs.channel_quantized import LEVELS
 from memjax.compress._codecs.codec import FixedRate, check_code, check_floats
 from memjax.compress._codecs.pairs import apart
@@ -117,8 +118,16 @@ class RectifiedBlocks(FixedRate):
 
     def decode(self, code: RectifiedBlocksCode) -> Float[Array, "..."]:
         check_code(self, code, RectifiedBlocksCode)
-        middle = jnp.maximum(apart(code.levels, code.view[-1]).astype(jnp.float32) - 0.5, 0)
-        return in_shape((middle * code.distance).astype(code.dtype), code.shape)
+        x = _from_levels(apart(code.levels, code.view[-1]), code.distance).astype(code.dtype)
+        return in_shape(x, code.shape)
+
+    def decoder_to_memory(self, code: RectifiedBlocksCode) -> Callable[[Any], Array] | None:
+        return decoder_of_blocks(self, code)
+
+    def _decode_by_kernel(self, code: RectifiedBlocksCode, *, interpret: bool = False) -> Float[Array, "..."]:
+        numbers = [code.distance]
+        x = block_decoder.decode(code.levels, numbers, _from_levels, self.bits, code.dtype, interpret=interpret)
+        return in_shape(x, code.shape)
 
     def nonzero(self, code: RectifiedBlocksCode) -> Bool[Array, "..."]:
         """Where the values were positive."""
@@ -130,6 +139,10 @@ def _levels(values: Float[Array, "..."], distance: Float[Array, "..."], bits: in
     # Written so that levels are right in a channel with a NaN or an infinity, too.
     positive = jnp.where(scaled > 1, jnp.minimum(jnp.ceil(scaled), 2**bits - 1), 1)
     return jnp.where(values > 0, positive, 0)
+
+
+def _from_levels(levels: UInt[Array, "..."], distance: Float[Array, "..."]) -> Float[Array, "..."]:
+    return jnp.maximum(levels.astype(jnp.float32) - 0.5, 0) * distance
 
 
 def _least_positive(dtype: np.dtype) -> float:

@@ -26,7 +26,7 @@ from memjax.compress._transform.keep.reasons import MASK, NOTHING, not_kept, why
 from memjax.compress._transform.keep.which import Which
 from memjax.compress._transform.passes.encoder import Encoder, variables_of_packing
 from memjax.compress._transform.passes.late_pullback import run_late
-from memjax.compress._transform.passes.restored import NO_WAIT, Restored
+from memjax.compress._transform.passes.restored import NO_WAIT, Restored, Stored
 from memjax.compress._transform.pooling.max_pool import max_pool
 from memjax.compress._transform.pooling.pool_first import evaluate_pools_first
 from memjax.compress._transform.readers import Reader, only_in_gradients, readers
@@ -141,15 +141,15 @@ class Derivative:
         encoded, keep = self.keep.encoded, self.keep
         origins = {var: keep.origins[source] for var, source in residuals.items() if source in keep.origins}
         without_signs = only_in_gradients(pullback, late, origins) - keep.computed
-        stored: dict[Any, Any] = {
-            var: (Mask().decode, code, waits(Mask())) for var, code in zip(keep.masks, masks, strict=True)
+        stored = {
+            var: Stored(Mask().decode, code, waits(Mask())) for var, code in zip(keep.masks, masks, strict=True)
         }
         for var, code, codec in zip(encoded, codes, codecs.each(keep.roles), strict=True):
             decode = codec.without_signs().decode if var in without_signs else codec.decode
-            stored[var] = decode, code, waits(codec)
+            stored[var] = Stored(decode, code, waits(codec), codec.decoder_to_memory(code))
             if codec.nonzero:
                 masks_of_code = [mask for mask, source in keep.nonzero.items() if source is var]
-                stored |= {mask: (codec.nonzero, code, waits(codec)) for mask in masks_of_code}
+                stored |= {mask: Stored(codec.nonzero, code, waits(codec)) for mask in masks_of_code}
         known = dict(zip(self._program.constvars, self._program.consts, strict=True))
         known |= dict(zip(keep.whole, whole, strict=True))
         restored = Restored(self._producer, keep.nonzero, known, stored, keep.normalised)

@@ -83,6 +83,23 @@ def test_programs_for_other_platforms_have_the_same_codes(codec, monkeypatch):
     np.testing.assert_array_equal(jax.grad(through)(jnp.nan_to_num(x) * 0 + 1), jnp.ones_like(x))
 
 
+def _check_decoder(codec, x, interpret):
+    code = jax.jit(lambda x: codec._in_one_pass(x, interpret=interpret))(x)
+    got = jax.jit(lambda code: codec._decode_by_kernel(code, interpret=interpret))(code)
+    expected = np.asarray(jax.jit(codec.decode)(code), np.float32)
+    assert got.dtype == x.dtype and got.shape == x.shape
+    # Compilers may round a product and a sum at once.
+    rounding = 2.0**-8 if x.dtype == jnp.bfloat16 else 2.0**-20 * codec.steps(x) / np.maximum(np.abs(expected), 1e-30)
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
+    assert np.nanmax(np.abs(np.asarray(got, np.float32) - expected) - rounding * np.abs(expected)) <= 0
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 8, 8, 192), (1, 8, 8, 512)], ids=str)
+def test_interpreted_decoder(codec, shape):
+    _check_decoder(codec, _values(codec, shape, jnp.bfloat16), interpret=True)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize("codec", CODECS, ids=str)
@@ -92,6 +109,7 @@ def test_compiled_kernel(codec, dtype):
         x = (jnp.clip(x, -6e4, 6e4) if dtype == jnp.float16 else x).astype(dtype)
         assert codec.reads_once(jax.typeof(x)) == (jax.device_count() == 1)
         _check(codec, x, interpret=False)
+        _check_decoder(codec, x, interpret=False)
 
 
 def test_the_kernel_is_for_gpus_and_channels_that_fill_its_tiles():

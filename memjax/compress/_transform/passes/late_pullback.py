@@ -49,8 +49,13 @@ def run_late(
         return env[atom]
 
     def run(eqn, wait):
-        for atom in eqn.invars:
-            get(atom, wait)
+        in_memory = {}
+        for atom in variables(eqn.invars):
+            source = residuals.get(atom) if _reads_memory(eqn) else None
+            if source is not None and (value := restored.in_memory(source, wait)) is not None:
+                in_memory[atom] = value
+            else:
+                get(atom, wait)
         if eqn.primitive is lax.optimization_barrier_p and late.isdisjoint(variables(eqn.invars)):
             # This barrier is there so that something is computed again. A value that is new is already: let it be fused.
             for atom, out in zip(eqn.invars, eqn.outvars, strict=True):
@@ -58,7 +63,8 @@ def run_late(
                 env[out] = get(atom, wait) if is_new else lax.optimization_barrier(get(atom, wait))
             return
         see(eqn, env)
-        env.update(zip(eqn.outvars, bind(eqn, read(env, eqn.invars)), strict=True))
+        operands = read(env | in_memory if in_memory else env, eqn.invars)
+        env.update(zip(eqn.outvars, bind(eqn, operands), strict=True))
 
     for eqn in program.eqns:
         cotangent = next((var for var in variables(eqn.invars) if var in late), None)

@@ -28,6 +28,22 @@ class Wait(NamedTuple):
 NO_WAIT = Wait(lambda value: value, False)
 
 
+class Stored(NamedTuple):
+    """What is kept of a variable.
+
+    Attributes:
+      decode: gives its value.
+      code: what that is computed from.
+      waits: whether decoding waits for a cotangent.
+      to_memory: in place of `decode` where the reader fuses nothing, if it is not the same.
+    """
+
+    decode: Callable[[Any], Any]
+    code: Any
+    waits: bool
+    to_memory: Callable[[Any], Any] | None = None
+
+
 class Restored:
     """The values of the forward pass's variables, each decoded or computed again once.
 
@@ -35,7 +51,7 @@ class Restored:
       producer: the equation that makes each variable.
       nonzero: for each mask the variable that is zero where the mask is false.
       kept: the values of variables that are kept as they are.
-      codes: for each variable with a code: its decoder, the code, and whether decoding waits.
+      codes: of variables that are kept otherwise.
       normalised: variables that statistics are computed again from.
     """
 
@@ -44,12 +60,13 @@ class Restored:
         producer: dict[Any, Any],
         nonzero: dict[Any, Any],
         kept: dict[Any, Any],
-        codes: dict[Any, tuple[Callable[[Any], Any], Any, bool]],
+        codes: dict[Any, Stored],
         normalised: Set[Any] = frozenset(),
     ):
         self._producer, self._nonzero, self._values, self._codes = producer, nonzero, kept, codes
         self._normalised = normalised
         self._new: set[Any] = set()
+        self._in_memory: dict[Any, Any] = {}
 
     def has(self, var: Any) -> bool:
         return var in self._values
@@ -64,12 +81,7 @@ class Restored:
             return atom.val
         if atom not in self._values:
             if atom in self._codes:
-                decode, code, waits = self._codes[atom]
-                decoded = decode(wait.barrier(code) if waits or wait.always else code)
-                if not check.is_array(decoded) or (decoded.shape, decoded.dtype) != (atom.aval.shape, atom.aval.dtype):
-                    wanted = f"one that decodes to what it was given, {atom.aval.str_short()}"
-                    raise check.fail(TypeError, "codec", wanted, decoded, "return that from its decode")
-                self._values[atom] = decoded
+                self._values[atom] = self._decoded(atom, self._codes[atom].decode, wait)
             elif atom in self._nonzero:
                 # The output of a ReLU may have been decoded without signs, but not to zero. The mask of a NaN is false.
                 source = self.value(self._nonzero[atom], wait)
@@ -87,6 +99,22 @@ class Restored:
                     self._values.setdefault(var, out)
             self._new.add(atom)
         return self._values[atom]
+
+    def in_memory(self, atom: Any, wait: Wait) -> Any:
+        """The value of a variable for a reader that fuses nothing; None where that is decoded as for others."""
+        if is_literal(atom) or atom not in self._codes or (decode := self._codes[atom].to_memory) is None:
+            return None
+        if atom not in self._in_memory:
+            self._in_memory[atom] = self._decoded(atom, decode, wait)
+        return self._in_memory[atom]
+
+    def _decoded(self, var: Any, decode: Callable[[Any], Any], wait: Wait) -> Any:
+        _, code, waits, _ = self._codes[var]
+        decoded = decode(wait.barrier(code) if waits or wait.always else code)
+        if not check.is_array(decoded) or (decoded.shape, decoded.dtype) != (var.aval.shape, var.aval.dtype):
+            wanted = f"one that decodes to what it was given, {var.aval.str_short()}"
+            raise check.fail(TypeError, "codec", wanted, decoded, "return that from its decode")
+        return decoded
 
     def _operand(self, atom: Any, wait: Wait) -> Any:
         """An operand of what is computed again. It passes a barrier: without, the compiler sees that the result has been computed
