@@ -90,12 +90,14 @@ class ArrayCodecs:
       name: the codec's class, for messages.
       reads_gradients: whether the backward pass looks for what it multiplies into gradients, and calls `collector`.
       keeps_fine: whether arrays that have to be fine are not encoded.
+      keeps_images: whether what a convolution reads is not encoded if it is an input of few channels.
       flops_of_coding: what the device's products could do in the time that it takes to encode a byte and to decode it. A product
         that takes fewer FLOPs for each byte of its result is rather repeated. 0 where the user has chosen the codec.
     """
 
     reads_gradients = False
     keeps_fine = False
+    keeps_images = False
     flops_of_coding = 0
 
     def __init__(self, codec: Any):
@@ -163,6 +165,7 @@ class _ByBits(ArrayCodecs):
     """
 
     keeps_zeros = False
+    keeps_images = True
 
     def __init__(self, bits: int):
         super().__init__(PositionQuantized(bits))

@@ -7,6 +7,7 @@ So large residuals are traced back to where they come from:
     an input that is kept       computed again from it                                          origins.py
     parameters                  computed again, if only moved or cast; otherwise kept           parameters.py
     smaller integers            computed again, if that is cheap: images, which are data anyway integers.py
+    other images                kept, if the codecs are chosen by `bits`                        cut/candidates.py
     constants                   computed again
     a mask x > 0                from the code of max(x, 0) if that keeps zeros, as the default  masks.py
                                 codec of what convolutions read does; or else kept bit by bit
@@ -63,6 +64,7 @@ class Keep:
       computed: those in `encoded` that other residuals are computed from.
       matched: whether the user's selection matched any residual, small or large.
       refused: variables that are not encoded because their codes would be larger.
+      images: variables that are not encoded because they are images that a convolution reads.
       normalised: variables that statistics are computed again from.
     """
 
@@ -77,6 +79,7 @@ class Keep:
     computed: set[Any]
     matched: bool
     refused: list[Any]
+    images: list[Any]
     normalised: set[Any]
 
 
@@ -173,6 +176,7 @@ def choose(
         computed=_sources([var for var, end in ends.items() if end is None], origins, given) & encoded.keys(),
         matched=matched,
         refused=list(candidates.refused),
+        images=list(candidates.images),
         normalised=_sources(again_statistics, origins, given),
     )
 

@@ -40,6 +40,8 @@ def why_whole(var: Any, keep: Keep, needed: dict[Any, Need], which: Which, produ
         return "exact: a statistic that many values depend on"
     if (need := needed.get(var, Need.COARSE)) in _NEEDS:
         return f"exact: {_NEEDS[need]}"
+    if var in keep.images:
+        return "exact: an image; to encode it takes long and saves little"
     if var in keep.refused:
         return "exact: its code would be larger"
     if var not in needed:

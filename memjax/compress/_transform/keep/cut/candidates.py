@@ -20,6 +20,8 @@ from memjax.compress._transform.keep.parameters import Parameters
 from memjax.compress._transform.keep.statistic import is_statistic
 from memjax.compress._transform.keep.which import Which
 
+_IMAGE = 4  # channels: of an image, at most
+
 
 class Candidates:
     """Which values of a program may be encoded, and what they cost.
@@ -34,6 +36,7 @@ class Candidates:
 
     Attributes:
       refused: variables that are not encoded because their codes would be larger.
+      images: variables that are not encoded because they are images that a convolution reads.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Candidates:
         operands = (atom for eqn in makers if not expensive(eqn) for atom in variables(eqn.invars))
         self._sources = _computed_cheaply(operands, origins)
         self.refused: dict[Any, None] = {}
+        self.images: dict[Any, None] = {}
         self._known: dict[Any, bool] = {}
         self._roles: dict[Any, Role] = {}
 
@@ -84,22 +88,36 @@ class Candidates:
         paths = [self._origins.path(var), *(self._origins.path(member) for member in self._uses.get(var, []))]
         if not self._which.matches(self._origins.uses([var for path in paths for var in path]), var.aval):
             return False
+        if self._codecs.keeps_images and self._is_image(var):
+            self.images[var] = None
+            return False
         if self._codecs.nbytes(var.aval, self.role(var)) > nbytes(var.aval):
             self.refused[var] = None
             return False
         return True
 
+    def _is_image(self, var: Any) -> bool:
+        """Whether a convolution reads `var`, which is an input of up to four channels, or one cast.
+
+        To encode them takes ten times as long for each byte as elsewhere, and saves little: the maps of features are larger.
+        """
+        if not self._feeds_convolution(var) or var.aval.shape[-1] > _IMAGE:
+            return False
+        return self._origins.path(var, to_input=True)[-1] not in self._origins.producer
+
+    def _feeds_convolution(self, var: Any) -> bool:
+        readers = [eqn for source in self._origins.path(var) for eqn in self._origins.consumers.get(source, [])]
+        return any(eqn.primitive.name == "conv_general_dilated" for eqn in readers)
+
     def role(self, var: Any) -> Role:
         """What the choice of a codec depends on."""
         if var not in self._roles:
             origins = self._origins
-            readers = [eqn for source in origins.path(var) for eqn in origins.consumers.get(source, [])]
-            by_channel = any(eqn.primitive.name == "conv_general_dilated" for eqn in readers)
             self._roles[var] = Role(
                 aval=var.aval,
                 is_fine=var in self._fine,
                 is_wide=_is_exponential(var, origins),
-                by_channel=by_channel or scale_of_norm(var, origins) is not None,
+                by_channel=self._feeds_convolution(var) or scale_of_norm(var, origins) is not None,
                 share=min(var.aval.size / self._largest, 1.0),
                 is_source=var in self._sources,
                 is_rectified=rectified_by(var, origins) is not None,
