@@ -2,8 +2,8 @@
 
 `--models-path` is a folder with Flax's `examples` and Bonsai's `bonsai`, as for `benchmarks.public_models`. For each model and
 each built-in policy of `jax.checkpoint` round the loss, the step is compiled, planned for exactly the temporary bytes that the
-policy takes, and both are timed by turns. Models that are named by `--models` get a file of their own, which the table takes
-before that of all models. `--small` tries it on a CPU, ten minutes, and saves nothing.
+policy takes, and both are timed by turns. Models that are named by `--models` get a file of their own, whose rows the table
+takes before those of all models. `--small` tries it on a CPU, ten minutes, and saves nothing.
 """
 
 import dataclasses
@@ -31,6 +31,8 @@ class Config:
     models_path: pathlib.Path = pathlib.Path("public")
     """A folder with Flax's `examples` and Bonsai's `bonsai`."""
     models: tuple[str, ...] = tuple(CASES)
+    policies: tuple[str, ...] = ()
+    """Some of the policies, by their names in the table; all where none is given."""
     runs: int = 8
     """Steps of which the median is taken."""
     workers: int = 1
@@ -88,11 +90,12 @@ def rows_of(case: Case, config: Config) -> list[dict[str, Any]]:
         found["predicted_ratio"] = round(plan.seconds / plan.plain_seconds, 4)
         return program, nbytes, found | ({"planning_seconds": round(seconds, 1)} if config.workers == 1 else {})
 
+    policies = {name: POLICIES[name] for name in config.policies or POLICIES}
     with ThreadPoolExecutor(config.workers) as pool:
-        ready = list(pool.map(prepared, POLICIES.values()))
+        ready = list(pool.map(prepared, policies.values()))
     args = () if config.compile_only else arrays(case.types)
     rows = []
-    for name, (program, nbytes, plan) in zip(POLICIES, ready, strict=True):
+    for name, (program, nbytes, plan) in zip(policies, ready, strict=True):
         programs = [program, plan.pop("program")] if "program" in plan else [program]
         ms = [None] * 2 if config.compile_only else [*by_turns(programs, args, config.runs), None]
         rows.append({"policy": name, "bytes": nbytes, "ms": ms[0], "planned_ms": ms[1]} | plan)
@@ -107,6 +110,10 @@ def name_of(models: tuple[str, ...]) -> str:
 def main(config: Config) -> None:
     if unknown := set(config.models) - CASES.keys():
         raise SystemExit(f"--models must be some of {', '.join(CASES)}, got {', '.join(sorted(unknown))}")
+    if unknown := set(config.policies) - POLICIES.keys():
+        raise SystemExit(f"--policies must be some of {', '.join(POLICIES)}, got {', '.join(sorted(unknown))}")
+    if config.policies and set(config.models) == CASES.keys():
+        raise SystemExit("--policies needs --models: the file of all models has all policies")
     rows: list[dict[str, Any]] = []
     for name in config.models:
         for row in rows_of(CASES[name](config.models_path, config.small), config):

@@ -52,14 +52,14 @@ def _planned(row: dict[str, Any]) -> list[str]:
 def public(name: str = "plan_public") -> str:
     """Each built-in policy round a public model's loss beside the plan for as many bytes.
 
-    A model that was measured again alone has a file of its own.
+    Rows that were measured again have a file of their own.
     """
     environment, rows = load(name, failed=True)
     environments = [environment]
     for path in sorted(RESULTS.glob(f"{name}_*.json")):
         environment, again = load(path.stem, failed=True)
-        measured = {row["model"] for row in again}
-        rows = [row for row in rows if row["model"] not in measured] + again
+        newer = {(row["model"], row["policy"]): row for row in again}
+        rows = [newer.get((row["model"], row["policy"]), row) for row in rows]
         environments.append(environment)
     header = [
         "model",

@@ -75,9 +75,14 @@ def encode(
     ranges: Callable[..., tuple[tuple[Array, ...], tuple[Array, ...]]],
     levels: Callable[..., Array],
     *,
+    with_sums: bool = False,
     interpret: bool = False,
-) -> tuple[UInt[Array, "blocks positions pairs"], tuple[Float[Array, "blocks 1 channels"], ...]]:
-    """Pairs of levels, see `pairs.py`, and the ranges of each channel of each block.
+) -> tuple[
+    UInt[Array, "blocks positions pairs"],
+    list[Float[Array, "blocks 1 channels"]],
+    Float[Array, "blocks 2 channels"] | None,
+]:
+    """Pairs of levels, see `pairs.py`, the ranges of each channel of each block, and the sums of its values and of their squares.
 
     Args:
       x: the array.
@@ -86,6 +91,7 @@ def encode(
       ranges: from the ends of each channel, float32, 1 x channels, to the ranges and to what `levels` gets, numbers for each
         channel, too. If a value is NaN, the largest is infinity.
       levels: from values, in the array's dtype, and these numbers to levels, int32, in the lowest bits.
+      with_sums: whether sums are wanted, which are float32.
     """
     blocks, length, channels = x.shape
     rows = min(_ROWS, pl.next_power_of_2(length))
@@ -93,7 +99,7 @@ def encode(
     row_of_ends = jax.ShapeDtypeStruct((1, _CHANNELS), jnp.float32)
     count = len(jax.eval_shape(ranges, *[row_of_ends] * len(ends))[0])
 
-    def kernel(x_ref: Any, level_ref: Any, *range_refs: Any) -> None:
+    def kernel(x_ref: Any, level_ref: Any, *refs: Any) -> None:
         def place(i: Any) -> Array:
             # Rows beyond the block are its last row once more, which changes no range, and is written as it is.
             return jnp.minimum(i * rows + lax.iota(jnp.int32, rows), length - 1)
@@ -101,36 +107,52 @@ def encode(
         def without_nan(values: Array) -> Array:  # which a maximum loses
             return jnp.where(values != values, jnp.array(jnp.inf, values.dtype), values)
 
+        def sums(i: Any, values: Array) -> list[Array]:  # last: with them between, it would take more registers
+            if not with_sums:
+                return []
+            if length % rows:
+                is_first = i * rows + lax.broadcasted_iota(jnp.int32, values.shape, 0) < length
+                values = jnp.where(is_first, values, jnp.zeros((), values.dtype))
+            values = values.astype(jnp.float32)
+            return [jnp.sum(power, 0, keepdims=True) for power in (values, values * values)]
+
         def look(i: Any, found: Sequence[Array]) -> list[Array]:
             values = without_nan(x_ref[place(i), :])
             return [end.of_two(one, values) for end, one in zip(ends, found, strict=True)]
 
-        def write(i: Any, _: None) -> None:
+        def write(i: Any, totals: Sequence[Array]) -> list[Array]:
             values = x_ref[place(i), :] if passes > 1 else first
             level = levels(values, *used)
             level_ref[place(i), :] = paired(level, bits).astype(level_ref.dtype)
+            return [total + more for total, more in zip(totals, sums(i, values), strict=True)]
 
         first = x_ref[place(0), :]
         found = lax.fori_loop(1, passes, look, [without_nan(first)] * len(ends))
         stored, used = ranges(
             *(end.of_all(one, 0, keepdims=True).astype(jnp.float32) for end, one in zip(ends, found, strict=True))
         )
-        for ref, one in zip(range_refs, stored, strict=True):
+        for ref, one in zip(refs[:count], stored, strict=True):
             ref[:] = one[0]
-        lax.fori_loop(0, passes, write, None)
+        totals = [jnp.zeros((1, _CHANNELS), jnp.float32)] * 2 * with_sums
+        for power, total in enumerate(lax.fori_loop(0, passes, write, totals)):
+            refs[count][power, :] = total[0]
 
     # Neighbouring programs have neighbouring channels of the same positions, so that what runs at a time reads whole rows.
     tile = lambda width: pl.BlockSpec((None, length, width), lambda j, i: (i, 0, j))
     outs: list[tuple[tuple[int, ...], Any]] = [((blocks, length, channels // 2), PAIR[bits])]
     outs += [((blocks, channels), jnp.float32)] * count
+    out_specs = [tile(_CHANNELS // 2), *[pl.BlockSpec((None, _CHANNELS), lambda j, i: (i, j))] * count]
+    if with_sums:
+        outs.append(((blocks, 2, channels), jnp.float32))
+        out_specs.append(pl.BlockSpec((None, 2, _CHANNELS), lambda j, i: (i, 0, j)))
     [x], shapes = on_same_axes([x], outs)
     level, *found = pl.pallas_call(
         kernel,
         out_shape=shapes,
         grid=(channels // _CHANNELS, blocks),
         in_specs=[tile(_CHANNELS)],
-        out_specs=[tile(_CHANNELS // 2), *[pl.BlockSpec((None, _CHANNELS), lambda j, i: (i, j))] * count],
+        out_specs=out_specs,
         interpret=interpret,
         **({} if interpret else {"compiler_params": params(num_warps=max(1, rows * _CHANNELS // _VALUES_OF_A_WARP))}),
     )(x)
-    return level, tuple(one[:, None] for one in found)
+    return level, [one[:, None] for one in found[:count]], found[count] if with_sums else None

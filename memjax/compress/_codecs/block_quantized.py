@@ -110,9 +110,14 @@ class BlockQuantized(FixedRate):
         return block_kernel.suits(aval, *view_of(aval, self.block))
 
     def encode(self, x: Float[Array, "..."]) -> BlockQuantizedCode:
-        return encode_blocks(self, x)
+        return encode_blocks(self, x)[0]
 
-    def _in_one_pass(self, x: Float[Array, "..."], *, interpret: bool = False) -> BlockQuantizedCode:
+    def encode_with_sums(self, x: Float[Array, "..."]) -> tuple[BlockQuantizedCode, Array]:
+        return encode_blocks(self, x, with_sums=True)
+
+    def _encode_by_kernel(
+        self, x: Float[Array, "..."], *, with_sums: bool = False, interpret: bool = False
+    ) -> tuple[BlockQuantizedCode, Array | None]:
         view = view_of(jax.typeof(x), self.block).shape
         reciprocal = functools.partial(block_kernel.inverse, interpret=interpret)
         is_wide = x.dtype == jnp.float32  # ranges may be small beside the values
@@ -129,10 +134,10 @@ class BlockQuantized(FixedRate):
             return block_kernel.rounded(values, one, other, interpret=interpret)
 
         ends = block_kernel.LEAST, block_kernel.LARGEST
-        level, (middle, distance) = block_kernel.encode(
-            in_shape(x, view), self.bits, ends, ranges, levels, interpret=interpret
+        level, (middle, distance), sums = block_kernel.encode(
+            in_shape(x, view), self.bits, ends, ranges, levels, with_sums=with_sums, interpret=interpret
         )
-        return BlockQuantizedCode(level, middle, distance, view, x.shape, np.dtype(x.dtype))
+        return BlockQuantizedCode(level, middle, distance, view, x.shape, np.dtype(x.dtype)), sums
 
     def steps(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """The distance of levels of each value, float32."""
@@ -148,7 +153,7 @@ class BlockQuantized(FixedRate):
         return decoder_of_blocks(self, code)
 
     def _decode_by_kernel(self, code: BlockQuantizedCode, *, interpret: bool = False) -> Float[Array, "..."]:
-        value = lambda *args: from_levels(*args, self.bits, code.dtype)
+        value = functools.partial(from_levels, bits=self.bits, dtype=code.dtype)
         numbers = [code.middle, code.distance]
         x = block_decoder.decode(code.levels, numbers, value, self.bits, code.dtype, interpret=interpret)
         return in_shape(x, code.shape)
@@ -158,21 +163,30 @@ DEFAULT = BlockQuantized(8)
 """What `memjax.compressed` uses if no codec is given: 8 bits per value, at a fixed rate, for any finite values."""
 
 
-def encode_blocks(codec: Any, x: Float[Array, "..."]) -> Any:
-    """The code of `x`: by a kernel where the codec reads `x` once, and the program is compiled for an NVIDIA GPU."""
+def encode_blocks(codec: Any, x: Float[Array, "..."], *, with_sums: bool = False) -> tuple[Any, Any]:
+    """The code of `x`: by a kernel where the codec reads `x` once, and the program is compiled for an NVIDIA GPU.
+
+    Second, with `with_sums`, the sums of each channel's values and of their squares, float32, 2 x channels; or else None.
+    """
     check_floats(x)
     x = lax.stop_gradient(x)
 
-    def plain(x: Array) -> Any:
-        return codec.measured(x).encode(x)
+    def plain(x: Array) -> tuple[Any, Any]:
+        wide, axes = x.astype(jnp.float32), tuple(range(x.ndim - 1))
+        sums = jnp.stack([jnp.sum(wide, axes), jnp.sum(wide * wide, axes)]) if with_sums else None
+        return codec.measured(x).encode(x), sums
 
-    def in_pairs(x: Array) -> Any:
-        code = plain(x)
-        return dataclasses.replace(code, levels=as_pairs(code.levels, codec.bits))
+    def in_pairs(x: Array) -> tuple[Any, Any]:
+        code, sums = plain(x)
+        return dataclasses.replace(code, levels=as_pairs(code.levels, codec.bits)), sums
+
+    def by_kernel(x: Array) -> tuple[Any, Any]:
+        code, sums = codec._encode_by_kernel(x, with_sums=with_sums)
+        return code, jnp.sum(sums, 0) if with_sums else None
 
     if not codec.reads_once(jax.typeof(x)):
         return plain(x)
-    return lax.platform_dependent(x, cuda=codec._in_one_pass, default=in_pairs)
+    return lax.platform_dependent(x, cuda=by_kernel, default=in_pairs)
 
 
 def decoder_of_blocks(codec: Any, code: Any) -> Callable[[Any], Array] | None:

@@ -65,6 +65,7 @@ class OptionalMembers:
     nonzero: Callable[[Any], Array] | None = None
     scaled: Callable[[Array], Codec] | None = None
     measured: Callable[[Array], Any] | None = None
+    encode_with_sums: Callable[[Array], tuple[Any, Array]] | None = None
 
     def reads_once(self, aval: Any) -> bool:
         return False

@@ -93,9 +93,14 @@ class RectifiedBlocks(FixedRate):
         return block_kernel.suits(aval, *view_of(aval, self.block))
 
     def encode(self, x: Float[Array, "..."]) -> RectifiedBlocksCode:
-        return encode_blocks(self, x)
+        return encode_blocks(self, x)[0]
 
-    def _in_one_pass(self, x: Float[Array, "..."], *, interpret: bool = False) -> RectifiedBlocksCode:
+    def encode_with_sums(self, x: Float[Array, "..."]) -> tuple[RectifiedBlocksCode, Array]:
+        return encode_blocks(self, x, with_sums=True)
+
+    def _encode_by_kernel(
+        self, x: Float[Array, "..."], *, with_sums: bool = False, interpret: bool = False
+    ) -> tuple[RectifiedBlocksCode, Array | None]:
         view = view_of(jax.typeof(x), self.block).shape
 
         def ranges(largest: Array) -> tuple[tuple[Array], tuple[Array]]:
@@ -105,10 +110,11 @@ class RectifiedBlocks(FixedRate):
             return (distance,), (jnp.where(distance > 0, factor, _TINY),)
 
         levels = functools.partial(block_kernel.rounded_up, interpret=interpret)
-        level, [distance] = block_kernel.encode(
-            in_shape(x, view), self.bits, [block_kernel.LARGEST], ranges, levels, interpret=interpret
+        ends = [block_kernel.LARGEST]
+        level, [distance], sums = block_kernel.encode(
+            in_shape(x, view), self.bits, ends, ranges, levels, with_sums=with_sums, interpret=interpret
         )
-        return RectifiedBlocksCode(level, distance, view, x.shape, np.dtype(x.dtype))
+        return RectifiedBlocksCode(level, distance, view, x.shape, np.dtype(x.dtype)), sums
 
     def steps(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """The distance of levels of each value, float32; 0 for zeros, which are exact."""

@@ -111,8 +111,9 @@ class Derivative:
         encoder = Encoder(program, keep, codecs, self._packed)
         encoder.after([*env], env)
         for eqn in program.eqns:
-            encoder.before(eqn, env)
-            env.update(zip(eqn.outvars, bind(eqn, read(env, eqn.invars)), strict=True))
+            if not eqn.outvars or not all(var in env for var in eqn.outvars):
+                encoder.before(eqn, env)
+                env.update(zip(eqn.outvars, bind(eqn, read(env, eqn.invars)), strict=True))
             encoder.after(eqn.outvars, env)
         encoder.finish(self._outs, env)
         codes = [encoder.codes[var] for var in keep.encoded]

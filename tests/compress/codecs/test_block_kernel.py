@@ -27,7 +27,7 @@ def _values(codec, shape, dtype):
 
 
 def _check(codec, x, interpret):
-    got = jax.jit(lambda x: codec._in_one_pass(x, interpret=interpret))(x)
+    got = jax.jit(lambda x: codec._encode_by_kernel(x, interpret=interpret)[0])(x)
     expected = jax.jit(lambda x: codec.measured(x).encode(x))(x)
     assert got.levels.nbytes * 8 == expected.levels.size * codec.bits
     spoilt = np.isnan(np.asarray(expected.distance))
@@ -52,7 +52,7 @@ def test_interpreted_kernel(codec, shape):
 @pytest.mark.parametrize("codec", [BlockQuantized(4), RectifiedBlocks(8)], ids=str)
 def test_interpreted_kernel_in_vmap(codec):
     x = _values(codec, (3, 2, 8, 8, 64), jnp.bfloat16)
-    run = lambda x: codec._in_one_pass(x, interpret=True)
+    run = lambda x: codec._encode_by_kernel(x, interpret=True)[0]
     for together, alone in zip(jax.tree.leaves(jax.vmap(run)(x)), jax.tree.leaves(run(x[1])), strict=True):
         np.testing.assert_array_equal(together[1], alone)
 
@@ -63,9 +63,26 @@ def test_interpreted_kernel_in_vmap(codec):
 def test_interpreted_kernel_of_any_size(bits, size):
     codec = BlockQuantized(bits)
     x = (size * jax.random.uniform(jax.random.key(0), (1, 64, 64), minval=-1)).astype(jnp.bfloat16)
-    got = codec.decode(jax.jit(lambda x: codec._in_one_pass(x, interpret=True))(x))
+    got = codec.decode(jax.jit(lambda x: codec._encode_by_kernel(x, interpret=True)[0])(x))
     error = np.abs(np.asarray(got, np.float64) - np.asarray(x, np.float64))
     assert np.max(error) <= (0.7 * 2 / (2**bits - 1) + 2**-8) * size
+
+
+def _check_sums(codec, shape, interpret):
+    x = (jax.random.normal(jax.random.key(0), shape) + 3).astype(jnp.bfloat16)
+    x = jax.nn.relu(x) if isinstance(codec, RectifiedBlocks) else x
+    code, sums = jax.jit(lambda x: codec._encode_by_kernel(x, with_sums=True, interpret=interpret))(x)
+    wanted = np.asarray(x, np.float64).reshape(-1, shape[-1])
+    np.testing.assert_allclose(np.sum(sums, 0), [wanted.sum(0), np.square(wanted).sum(0)], rtol=2e-6)
+    alone = codec._encode_by_kernel(x, interpret=interpret)[0]
+    for got, expected in zip(jax.tree.leaves(code), jax.tree.leaves(alone), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("codec", [BlockQuantized(4), RectifiedBlocks(8)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_sums_of_the_interpreted_kernel(codec, shape):
+    _check_sums(codec, shape, interpret=True)
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
@@ -84,10 +101,10 @@ def test_programs_for_other_platforms_have_the_same_codes(codec, monkeypatch):
 
 
 def _check_decoder(codec, x, interpret):
-    code = jax.jit(lambda x: codec._in_one_pass(x, interpret=interpret))(x)
+    code = jax.jit(lambda x: codec._encode_by_kernel(x, interpret=interpret)[0])(x)
     got = jax.jit(lambda code: codec._decode_by_kernel(code, interpret=interpret))(code)
     expected = np.asarray(jax.jit(codec.decode)(code), np.float32)
-    assert got.dtype == x.dtype and got.shape == x.shape
+    assert (got.dtype, got.shape) == (x.dtype, x.shape)
     # Compilers may round a product and a sum at once.
     rounding = 2.0**-8 if x.dtype == jnp.bfloat16 else 2.0**-20 * codec.steps(x) / np.maximum(np.abs(expected), 1e-30)
     np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
@@ -110,6 +127,7 @@ def test_compiled_kernel(codec, dtype):
         assert codec.reads_once(jax.typeof(x)) == (jax.device_count() == 1)
         _check(codec, x, interpret=False)
         _check_decoder(codec, x, interpret=False)
+        _check_sums(codec, shape, interpret=False)
 
 
 def test_the_kernel_is_for_gpus_and_channels_that_fill_its_tiles():

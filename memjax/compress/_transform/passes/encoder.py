@@ -5,8 +5,10 @@ of the forward pass, when all arrays are there at once.
 
 Elementwise codes of what a batch norm reads are fused into the normalisation. The codec measures its ranges first, as the
 batch norm measures its deviations; the normalisation waits for both, and only matrix products, convolutions and calls
-after the normalisation wait for the code. A codec that reads the array once anyway gains nothing by that. The mask of a ReLU
-after it is packed of the ReLU's output where a product reads that, in a pass of its own.
+after the normalisation wait for the code. The mask of a ReLU after it is packed of the ReLU's output where a product reads that,
+in a pass of its own.
+
+A codec that reads the array once gains nothing by that. It gives the batch norm's sums instead, which it computes in the same pass.
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ from jax import lax
 
 from memjax._core.backward.derivatives import without_derivative
 from memjax._core.compat import bodies
-from memjax._core.program.jaxpr import Program, Walk, producers, variables
+from memjax._core.program.jaxpr import Program, Walk, consumers, producers, variables
 from memjax._core.program.primitives import PRODUCTS
 from memjax.compress._codecs.codec import Mask
 from memjax.compress._transform.array_codecs import ArrayCodecs, is_fused
+from memjax.compress._transform.keep.channel_sums import channel_sums
 from memjax.compress._transform.keep.choose import Keep
 
 _FIRST_ORDER = (
@@ -53,6 +56,12 @@ class Encoder:
             for var, codec in self._codecs.items()
             if var in keep.scales and codec.measured and var not in packed and not codec.reads_once(var.aval)
         }
+        reading = consumers(program)
+        self._sums = {
+            var: sums
+            for var, codec in self._codecs.items()
+            if codec.encode_with_sums and codec.reads_once(var.aval) and (sums := channel_sums(var, reading))
+        }
         self._unread: dict[Any, set[Any]] = {}  # by array with a code that nothing waits for yet, what should
         self._arrays_by_need: dict[Any, list[Any]] = {}
         for var in (*keep.encoded, *keep.masks):
@@ -60,7 +69,7 @@ class Encoder:
                 self._arrays_by_need.setdefault(needed, []).append(var)
 
     def after(self, computed: Iterable[Any], env: dict[Any, Any]) -> None:
-        """Encode the arrays that were waiting for these variables."""
+        """Encode the arrays that were waiting for these variables. This may compute other variables, too."""
         for array in dict.fromkeys(array for var in computed for array in self._arrays_by_need.get(var, [])):
             if array not in self.codes and all(needed in env for needed in self._needs(array)):
                 self._encode(array, env)
@@ -102,6 +111,11 @@ class Encoder:
         if is_fused(codec):
             self.codes[array] = codec.encode(x)
             self._unread[array] = _computed_of(array, self._program)
+            return
+        if array in self._sums:
+            kept = env[array], *codec.encode_with_sums(x)
+            env[array], self.codes[array], sums = lax.optimization_barrier(kept)
+            env.update({var: sums[power].astype(var.aval.dtype) for var, power in self._sums[array].items()})
             return
         encode = codec.encode
         if array in self._keep.scales and codec.scaled:

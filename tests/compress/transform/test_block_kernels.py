@@ -1,0 +1,87 @@
+"""Where the kernels of blocks run in a network: for what convolutions and batch norms read."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import memjax
+from memjax.compress._codecs import block_kernel
+
+
+@pytest.fixture
+def with_kernels(monkeypatch):
+    """Programs as if a GPU was at hand. On a CPU they run XLA's code in place of kernels."""
+
+    def use():
+        monkeypatch.setattr(block_kernel, "has_kernels", lambda: True)
+        monkeypatch.setattr(block_kernel, "is_of_one_device", lambda aval: True)
+
+    return use
+
+
+def _network(weights, x):
+    """A convolution reads the output of a ReLU, which is encoded in blocks, and so does the derivative of a product."""
+    conv = functools.partial(
+        lax.conv_general_dilated, window_strides=(1, 1), padding="SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    x = jax.nn.relu(conv(x, weights[0]))
+    return jnp.sum((conv(x, weights[1]) * jnp.sin(x)).astype(jnp.float32))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_kernel_decodes_what_convolutions_read(bits, with_kernels):
+    """What others read of the same code is decoded where they read it."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    weights = [jax.random.normal(key, (3, 3, 64, 64), jnp.bfloat16) / 24 for key in keys[:2]]
+    x = jax.random.normal(keys[2], (4, 16, 16, 64), jnp.bfloat16)
+    gradient = lambda: jax.grad(memjax.compressed(_network, bits=bits))  # anew: traces are remembered
+    expected = jax.jit(gradient())(weights, x)
+    with_kernels()
+    kernels = str(jax.make_jaxpr(gradient())(weights, x)).count("pallas_call")
+    for got, wanted in zip(jax.jit(gradient())(weights, x), expected, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    assert kernels == 2  # one encodes the ReLU's output, one decodes it for the convolution
+
+
+class _Norms(nn.Module):
+    """A batch norm after each of two convolutions."""
+
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(2):
+            x = nn.Conv(64, (3, 3), use_bias=False, dtype=jnp.bfloat16)(x)
+            x = nn.relu(nn.BatchNorm(use_running_average=False, dtype=jnp.bfloat16)(x))
+        return x
+
+
+@jax.numpy_dtype_promotion("standard")  # Flax's batch norm needs it
+def test_sums_of_batch_norms_come_from_the_kernel(with_kernels):
+    x = jax.random.normal(jax.random.key(0), (4, 16, 16, 64), jnp.bfloat16)
+    variables = _Norms().init(jax.random.key(1), x)
+
+    def gradient():
+        model = memjax.compressed(_Norms())
+
+        def loss(params):
+            y, new = model.apply({**variables, "params": params}, x, mutable=["batch_stats"])
+            return jnp.sum(jnp.square(y.astype(jnp.float32))), new
+
+        return jax.grad(loss, has_aux=True)
+
+    expected = gradient()(variables["params"])
+    sums_of_arrays = lambda: sum(
+        eqn.primitive.name == "reduce_sum" and eqn.invars[0].aval.size == x.size and eqn.outvars[0].aval.size == 64
+        for eqn in jax.make_jaxpr(gradient())(variables["params"]).jaxpr.eqns
+    )
+    before = sums_of_arrays()
+    with_kernels()
+    after = sums_of_arrays()
+    got = gradient()(variables["params"])
+    assert before - after == 4  # of values and of squares, for each norm
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), rtol=1e-6)
