@@ -1,7 +1,7 @@
 """The decoder of blocks as a kernel for NVIDIA GPUs, for what reads decoded values from memory, as convolutions do.
 
-XLA's code loads the numbers of a channel anew for each value, and takes 1.5 to 1.7 times as long. It is the better one where it is
-fused into what reads the values, for then no decoded array is written.
+XLA's code loads the numbers of a channel anew for each value, and takes 1.5 to 1.7 times as long. It is the better one where it
+is fused into what reads the values, for then no decoded array is written.
 """
 
 from collections.abc import Callable, Sequence

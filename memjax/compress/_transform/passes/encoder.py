@@ -8,7 +8,7 @@ batch norm measures its deviations; the normalisation waits for both, and only m
 after the normalisation wait for the code. The mask of a ReLU after it is packed of the ReLU's output where a product reads that,
 in a pass of its own.
 
-A codec that reads the array once gains nothing by that. It gives the batch norm's sums instead, which it computes in the same pass.
+A codec that reads the array once gains nothing by that. It computes the batch norm's sums in the same pass instead.
 """
 
 from __future__ import annotations
