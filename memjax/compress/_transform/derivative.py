@@ -142,9 +142,7 @@ class Derivative:
         encoded, keep = self.keep.encoded, self.keep
         origins = {var: keep.origins[source] for var, source in residuals.items() if source in keep.origins}
         without_signs = only_in_gradients(pullback, late, origins) - keep.computed
-        stored = {
-            var: Stored(Mask().decode, code, waits(Mask())) for var, code in zip(keep.masks, masks, strict=True)
-        }
+        stored = {var: Stored(Mask().decode, code, waits(Mask())) for var, code in zip(keep.masks, masks, strict=True)}
         for var, code, codec in zip(encoded, codes, codecs.each(keep.roles), strict=True):
             decode = codec.without_signs().decode if var in without_signs else codec.decode
             stored[var] = Stored(decode, code, waits(codec), codec.decoder_to_memory(code))
