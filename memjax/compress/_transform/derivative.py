@@ -1,8 +1,8 @@
 """The derivative of a flat function, its saved arrays passing through a codec.
 
 The forward pass runs what `jax.vjp` does and encodes each saved array (encoder.py), which may give the sums that a batch
-norm needs. The backward pass runs the pullback equation by equation (late_pullback.py) and decodes an array when an equation first
-reads it (restored.py).
+norm needs. The backward pass runs the pullback equation by equation (late_pullback.py) and decodes an array when an equation
+first reads it (restored.py).
 """
 
 from __future__ import annotations
