@@ -35,7 +35,8 @@ def frontier(kind: str, name: str | None = None) -> str:
         for row in sorted(rows, key=lambda row: row["bytes"])
         if row["policy"] is not None
     ]
-    header = ["kept by `jax.checkpoint`", "MiB", "ms", "MiB, `planned`", "ms, `planned`", "ratio of times"]
+    tool = "chain" if kind == "chain" else "planned"
+    header = ["kept by `jax.checkpoint`", "MiB", "ms", f"MiB, `{tool}`", f"ms, `{tool}`", "ratio of times"]
     return table(header, body, [environment], (name or f"plan-{kind}").replace("_", "-"))
 
 
@@ -158,7 +159,9 @@ def _points(ax: Any, rows: list[dict[str, Any]]) -> None:
 
 
 TABLES: Tables = {kind: lambda kind=kind: frontier(kind) for kind in KINDS} | {
+    "chain": lambda: frontier("chain"),
     "long": lambda: frontier("unrolled", "plan_unrolled_131072"),
+    "long_scanned": lambda: frontier("scanned", "plan_scanned_131072"),
     "head": head,
     "public": public,
 }
