@@ -62,5 +62,5 @@ def from_levels(
     """middle + (level - centre) * distance; NaN where the distance is NaN."""
     x = middle + (levels.astype(jnp.float32) - centre(bits)) * distance
     if dtype == jnp.float32:  # the largest numbers of 16 bits are too far from float32's to be rounded to infinity
-        x = jnp.clip(x, -_LARGEST, _LARGEST)
+        x = jnp.where(x > _LARGEST, _LARGEST, jnp.where(x < -_LARGEST, -_LARGEST, x))  # a kernel's maximum loses a NaN
     return x.astype(dtype)
