@@ -47,6 +47,20 @@ def default_table() -> str:
     return table(["public ResNet-50", "ms", "temp MiB", "error of the gradient"], body, [environment], "default")
 
 
+def error_table() -> str:
+    environment, rows = load("compressed_error")
+    body = [
+        [row["dtype"], _DEFAULTS[row["case"]], f"{row['from_float32']:.1%}", f"{row['from_plain']:.1%}"] for row in rows
+    ]
+    header = [
+        "dtype",
+        "public ResNet-50",
+        "from float32, nothing compressed",
+        "from the same dtype, nothing compressed",
+    ]
+    return table(header, body, [environment], "error")
+
+
 def public_table() -> str:
     environment, rows = load("public_models")
     signed = lambda difference: f"{difference['mean']:+.4f} ± {difference['error']:.4f}"
@@ -210,6 +224,7 @@ def paired_table() -> str:
 
 TABLES: Tables = {
     "default": default_table,
+    "error": error_table,
     "public": public_table,
     "paired": paired_table,
     "training": training_table,
