@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -18,13 +19,13 @@ from jaxtyping import Array, Float
 from memjax.compress._codecs import dither, fused
 from memjax.compress._codecs.bits import u32
 from memjax.compress._codecs.launch import has_kernels, is_of_one_device, on_same_axes, params
-from memjax.compress._codecs.planes import PLANES, pack_pieces
+from memjax.compress._codecs.planes import pack_halves
 
 SAMPLES = 256
 """Positions from which channels are measured."""
 
-_ROWS, _MORE_ROWS = 32, 64  # positions of a program; more where a group is in two pieces, which takes fewer registers
-_FEWEST_PIECES = 2  # of a group: shorter ones are packed in fewer instructions, longer ones read in fewer requests
+_ROWS, _MORE_ROWS = 32, 64  # positions of a program; fewer where there is no multiple of more
+_HALVES = 2  # of a group, whose levels of 4 bits share bytes
 _FEWEST = 2**16  # values of an array for which the kernel pays
 _PRIME = 37  # samples are as far apart as that, and not at the same place of each stretch
 
@@ -87,9 +88,8 @@ def encode(
       levels: gives the lowest level and the distance of a range.
     """
     positions, groups, width = x.shape
-    count = max(8 // min(PLANES[bits]), _FEWEST_PIECES)
-    part = width // count
-    rows = _MORE_ROWS if count == 2 and positions % _MORE_ROWS == 0 else _ROWS
+    part = width // _HALVES
+    rows = _MORE_ROWS if positions % _MORE_ROWS == 0 else _ROWS
     multiply_add = fused.interpreted if interpret else fused.nearest
 
     def kernel(x_ref: Any, shift_ref: Any, inverse_ref: Any, *out: Any) -> None:
@@ -99,7 +99,7 @@ def encode(
         place = row * u32(groups * width) + column  # of each fourth value
         pieces = [
             multiply_add(x_ref[:, i, :].astype(jnp.float32), inverse_ref[i, :][None], shift_ref[i, :][None])
-            for i in range(count)
+            for i in range(_HALVES)
         ]
         least, most = (_over(pieces, two, one) for two, one in ((jnp.minimum, jnp.min), (jnp.maximum, jnp.max)))
         # A maximum may lose a NaN; a sum does not, and 0 x infinity is one.
@@ -112,24 +112,30 @@ def encode(
             # Not one multiplication and addition: the lowest level in steps has no digits left for a small part of a step.
             scaled = multiply_add(piece - lowest, factor[:, None], jnp.float32(dither.OFFSET))
             found.append(dither.level_of_byte(scaled, dither.bytes_of_rows(place + u32(i * part))))
-        for plane_ref, plane in zip(planes, pack_pieces(found, bits), strict=True):
+        for plane_ref, plane in zip(planes, pack_halves(found[0], found[1], bits), strict=True):
             for i, piece in enumerate(plane):
                 plane_ref[:, i, :] = piece.astype(jnp.uint8)
 
     # Neighbouring programs have neighbouring groups of the same positions, so that what runs at a time reads whole rows.
     block = lambda *shape: pl.BlockSpec((rows, None, *shape), lambda j, i: (i, j, *[0] * len(shape)))
-    whole = pl.BlockSpec((None, count, part), lambda j, i: (j, 0, 0))
-    plane_counts = [count * bits_here // 8 for bits_here in PLANES[bits]]
-    outs: list[tuple[tuple[int, ...], Any]] = [((positions, groups, n, part), jnp.uint8) for n in plane_counts]
+    whole = pl.BlockSpec((None, _HALVES, part), lambda j, i: (j, 0, 0))
+    planes_in_pieces = jax.eval_shape(
+        lambda half: pack_halves(half, half, bits), jax.ShapeDtypeStruct((1, part), jnp.uint32)
+    )
+    shapes_of_planes = [(len(pieces), pieces[0].shape[1]) for pieces in planes_in_pieces]
+    outs: list[tuple[tuple[int, ...], Any]] = [((positions, groups, *shape), jnp.uint8) for shape in shapes_of_planes]
     outs += [((positions, groups), jnp.bfloat16)] * 2
-    args = [x.reshape(positions, groups, count, part), *(a.reshape(groups, count, part) for a in (-centre, inverse))]
+    args = [
+        x.reshape(positions, groups, _HALVES, part),
+        *(a.reshape(groups, _HALVES, part) for a in (-centre, inverse)),
+    ]
     args, shapes = on_same_axes(args, outs)
     *planes, low, distance = pl.pallas_call(
         kernel,
         out_shape=shapes,
         grid=(groups, positions // rows),
-        in_specs=[block(count, part), whole, whole],
-        out_specs=[*(block(n, part) for n in plane_counts), block(), block()],
+        in_specs=[block(_HALVES, part), whole, whole],
+        out_specs=[*(block(*shape) for shape in shapes_of_planes), block(), block()],
         interpret=interpret,
         **({} if interpret else {"compiler_params": params(num_warps=4)}),
     )(*args)
