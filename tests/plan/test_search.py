@@ -109,6 +109,23 @@ def test_no_try_is_spent_on_what_gains_nothing():
     assert [one.number for one in tries] == [1]
 
 
+def test_a_much_faster_plan_is_tried_though_it_may_take_too_much():
+    """The model takes 100 too few for slow plans, and 800 too many for fast ones."""
+    predicted = list(range(10_000, 20_000, 100))
+    seconds = [2 - 1e-4 * i - 0.1 * (i >= 60) for i in range(len(predicted))]
+    compiled = lambda i: predicted[i] + (-800 if i >= 60 else 100)
+    tries = search(predicted, seconds, 15_500, compiled)
+    assert max(one for one in tries if one.compiled <= 15_500).number >= 60
+    # It is not where the gain is small, nor where much more is expected.
+    assert len(search(predicted, [2 - 1e-4 * i for i in range(len(predicted))], 15_500, compiled)) == 1
+    assert max(one.number for one in search(predicted, seconds, 14_500, compiled)) < 60
+
+
 def test_plans_of_much_the_same_bytes_are_one():
-    assert told_apart([1000, 1001, 2000, 2003, 2500]) == [0, 1, 3, 4]
-    assert told_apart([7]) == [0]
+    assert told_apart([1000, 1001, 2000, 2003, 2500], [5.0, 4.0, 3.0, 2.0, 1.0]) == [0, 1, 3, 4]
+    assert told_apart([7], [1.0]) == [0]
+
+
+def test_of_plans_that_are_as_fast_the_one_of_the_fewest_bytes_is_tried():
+    assert told_apart([1000, 2000, 2001, 2002, 2500], [2.0, 1.5, 1.00005, 1.0, 0.9]) == [0, 2, 4]
+    assert told_apart([1000, 2000, 2001], [2.0, 1.0, 1.0]) == [0, 1, 2]  # the last keeps everything

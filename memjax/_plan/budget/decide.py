@@ -146,7 +146,10 @@ class _Plans:
         self._program, chain = program, program.chain
         self.in_steps = in_steps
         points = chain.frontier
-        points = [points[i] for i in told_apart([nbytes for nbytes, _ in points])]
+        points = [
+            points[i]
+            for i in told_apart([n for n, _ in points], [chain.base_seconds + seconds for _, seconds in points])
+        ]
         most = sum(choice.option.seconds for choice in chain.least_choices())
         self.predicted = [points[0][0], *(nbytes for nbytes, _ in points)]
         self.seconds = [chain.base_seconds + seconds for seconds in (most, *(seconds for _, seconds in points))]

@@ -4,8 +4,10 @@ The plans are in a line, from the fewest predicted bytes to the most. Those that
 which is true as far as compiled bytes rise with predicted ones. Each plan that is compiled moves one of the two ends between
 which the answer lies; the next is where the line through both meets the budget, less half of what may be left of it. Compiled
 bytes rise in stairs, so that after a correction, while all have fitted, the next is where the whole budget is met: it may lie
-on the same stair, and is faster. Nothing but the frontier, the compiled bytes and the budget decides, so that equal programs
-have equal plans.
+on the same stair, and is faster. Stairs can also fall: where the step becomes much faster, as by the last attention that need not
+run again, it is cut otherwise, and the model is off by another amount. So a plan with such a gain is tried even if it is expected
+to be a little over the budget. Nothing but the frontier, the compiled bytes and the budget decides, so that equal programs have
+equal plans.
 
 Plans of one kind differ in how many turns of a loop keep what, and in nothing else. By how much the model is off for one of them
 it is off for the others, closely; for another kind the compiler may order all of it otherwise.
@@ -20,6 +22,9 @@ from memjax._plan.result import Try
 _MOST_TRIES = 4  # once, and after each of at most three corrections
 _FULL = 0.985  # of the budget: then there is little to gain by another try
 _GAIN = 5e-4  # of a step's time: what another try has to promise
+_LARGE_GAIN = 0.02  # of a step's time: for it a plan is tried that may take too much,
+_DOUBTFUL = 1.05  # times the budget, as expected
+_AS_FAST = 1e-4  # of a step's time: less is no difference
 _STEP = 1.002  # between the predicted bytes of plans that are worth telling apart
 
 
@@ -63,7 +68,12 @@ def search(
         if fits is not None:
             gain = seconds[fits.number] - seconds[number]
             if fits.compiled >= _FULL * budget or gain < _GAIN * seconds[number]:
-                break
+                slow = seconds[fits.number] / (1 + _LARGE_GAIN)
+                number = min(
+                    (i for i in expected if seconds[i] <= slow and expected[i] <= _DOUBTFUL * budget), default=-1
+                )
+                if number < 0:
+                    break
         one = Try(number, predicted[number], round(expected[number]), compile(number))
         tries.append(one)
         if one.compiled <= budget:
@@ -88,10 +98,17 @@ def _slope(one: Try) -> float:
     return 1.0 if 2 / 3 < factor < 3 / 2 else factor
 
 
-def told_apart(predicted: Sequence[int]) -> list[int]:
-    """The numbers of the plans that are worth a try: the first, and the last of each run of nearly equal bytes."""
-    chosen = [len(predicted) - 1]
-    for number in range(len(predicted) - 2, -1, -1):
-        if predicted[number] * _STEP <= predicted[chosen[-1]]:
+def told_apart(predicted: Sequence[int], seconds: Sequence[float]) -> list[int]:
+    """The numbers of the plans that are worth a try: the first, the last, and one of each run of nearly equal bytes.
+
+    That is the one of the fewest bytes among those that are as fast as the run's last.
+    """
+    last = len(predicted) - 1
+    chosen = [last]
+    for number in range(last - 1, -1, -1):
+        if predicted[number] * _STEP <= predicted[last]:
             chosen.append(number)
-    return sorted({0, *chosen})
+            last = number
+        elif seconds[number] - seconds[last] < _AS_FAST * seconds[last]:
+            chosen[-1] = number
+    return sorted({0, *chosen, len(predicted) - 1})
