@@ -38,7 +38,7 @@ class Config:
     size: int = 224
     """Side of the images in pixels."""
     steps: int = 80
-    """Of the training before."""
+    """How long the network is trained before, in steps."""
     data: pathlib.Path | None = None
     """A file of photographs that `benchmarks.public_models --write-data` wrote; without it they are made anew."""
     smoke: bool = False
