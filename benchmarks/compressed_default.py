@@ -77,7 +77,7 @@ def main(config: Config) -> None:
     }
     photos = (make_data() if config.data is None else dict(np.load(config.data))) if config.settle else None
     if photos is not None:
-        batch = batch_of(config, photos, config.settle)
+        batch = batch_of(photos, config.settle, config.batch, config.size)
     case = imagenet_resnet(config.models_path, batch, config.smoke)
     params, variables = jax.jit(case.init)(jnp.int32(0))
     args = (params, variables, jax.device_put(batch), jax.random.key(0))
@@ -129,7 +129,8 @@ def settled(
 ) -> tuple[Any, Any, Any, dict[str, Any]]:
     """Parameters and other variables after a training, its codec, and what is known of it."""
     key = jax.random.key(0)
-    codec = compress.layers(functools.partial(adaptive_loss, case), params, variables, batch_of(config, photos, 0), key)
+    batch = lambda step: batch_of(photos, step, config.batch, config.size)
+    codec = compress.layers(functools.partial(adaptive_loss, case), params, variables, batch(0), key)
     optimizer = compress.adaptive(case.optimizer(2 * config.settle))
     weights = {"net": params, "codec": codec}
 
@@ -146,7 +147,7 @@ def settled(
         if i == max(config.settle - _LAST, 1):
             state = run.finish(state)
             run._needs = []
-        state, value = run(state, batch_of(config, photos, i))
+        state, value = run(state, batch(i))
         losses.append(value)
     state = run.finish(state)
     weights, variables, optimizer_state = state
@@ -168,10 +169,10 @@ def settled(
     )
 
 
-def batch_of(config: Any, photos: dict[str, np.ndarray], step: int) -> dict[str, jax.Array]:
-    """Crops of photographs, enlarged to the batch and size of a `Config`."""
-    chosen = np.random.default_rng(step).integers(len(photos["images"]), size=config.batch)
-    images = _enlarged(jnp.asarray(photos["images"][chosen]), config.size)
+def batch_of(photos: dict[str, np.ndarray], step: int, count: int, size: int) -> dict[str, jax.Array]:
+    """Crops of photographs, enlarged to `size` pixels a side."""
+    chosen = np.random.default_rng(step).integers(len(photos["images"]), size=count)
+    images = _enlarged(jnp.asarray(photos["images"][chosen]), size)
     return {"images": images, "labels": jnp.asarray(photos["labels"][chosen])}
 
 

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import json
 import pathlib
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,11 +20,10 @@ import numpy as np
 import optax
 import tyro
 
-import memjax
 from benchmarks import record
 from benchmarks.cases.gradients import relative_distance
 from benchmarks.cases.public_models import Case, imagenet_resnet, make_data
-from benchmarks.compressed_default import batch_of
+from benchmarks.compressed_default import WRAPS, batch_of
 
 _KEY = 0
 
@@ -46,11 +44,7 @@ class Config:
     name: str = "compressed_error"
 
 
-WRAPS: dict[str, Callable[[Any], Any]] = {
-    "plain": lambda model: model,
-    "compressed(model)": memjax.compressed,
-    "compressed(model, bits=4)": functools.partial(memjax.compressed, bits=4),
-}
+NAMES = ("plain", "compressed(model)", "compressed(model, bits=4)")
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
@@ -58,15 +52,12 @@ def main(config: Config) -> None:
     photos = make_data() if config.data is None else dict(np.load(config.data))
     case = imagenet_resnet(config.models_path, photos, config.smoke)
     params, variables = trained(case, config, photos)
-    args = (params, variables, batch_of(config, photos, config.steps), jax.random.key(_KEY))
+    args = (params, variables, batch_of(photos, config.steps, config.batch, config.size), jax.random.key(_KEY))
 
-    programs = {}
-    for dtype, name in ((dtype, name) for dtype in DTYPES for name in WRAPS):
-        # Otherwise GPUs multiply float32 with the digits of bfloat16, or few more.
-        with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
-            programs[dtype, name] = jax.jit(functools.partial(_gradient, case, dtype, name)).lower(*args)
-    with ThreadPoolExecutor(len(programs)) as pool:
-        compiled = dict(zip(programs, pool.map(lambda program: program.compile(), programs.values()), strict=True))
+    ways = {(dtype, name): functools.partial(_gradient, case, dtype, name) for dtype in DTYPES for name in NAMES}
+    with ThreadPoolExecutor(len(ways)) as pool:
+        programs = pool.map(lambda way: jax.jit(way).lower(*args).compile(), ways.values())
+        compiled = dict(zip(ways, programs, strict=True))
 
     rows: list[dict[str, Any]] = []
     plain: dict[str, Any] = {}
@@ -91,7 +82,9 @@ def main(config: Config) -> None:
 
 def _gradient(case: Case, dtype: str, name: str, *args: Any) -> Any:
     loss = case.loss(lambda model: WRAPS[name](model.clone(dtype=DTYPES[dtype])))
-    return jax.grad(lambda *args: loss(*args)[0])(*args)
+    # Otherwise GPUs multiply float32 with the digits of bfloat16, or few more.
+    with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
+        return jax.grad(lambda *args: loss(*args)[0])(*args)
 
 
 def trained(case: Case, config: Config, photos: dict[str, np.ndarray]) -> tuple[Any, Any]:
@@ -107,7 +100,7 @@ def trained(case: Case, config: Config, photos: dict[str, np.ndarray]) -> tuple[
 
     state = optimizer.init(params)
     for i in range(config.steps):
-        params, variables, state = step(params, variables, state, batch_of(config, photos, i))
+        params, variables, state = step(params, variables, state, batch_of(photos, i, config.batch, config.size))
     return params, variables
 
 
