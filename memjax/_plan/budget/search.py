@@ -22,8 +22,8 @@ from memjax._plan.result import Try
 _MOST_TRIES = 4  # once, and after each of at most three corrections
 _FULL = 0.985  # of the budget: then there is little to gain by another try
 _GAIN = 5e-4  # of a step's time: what another try has to promise
-_LARGE_GAIN = 0.02  # of a step's time: for it a plan is tried that may take too much,
-_DOUBTFUL = 1.05  # times the budget, as expected
+_LARGE_GAIN = 0.02  # of a step's time: for it a plan is tried that is expected to take too much
+_DOUBTFUL = 1.05  # times the budget: the most that may be expected of such a plan
 _AS_FAST = 1e-4  # of a step's time: less is no difference
 _STEP = 1.002  # between the predicted bytes of plans that are worth telling apart
 
@@ -68,12 +68,11 @@ def search(
         if fits is not None:
             gain = seconds[fits.number] - seconds[number]
             if fits.compiled >= _FULL * budget or gain < _GAIN * seconds[number]:
-                slow = seconds[fits.number] / (1 + _LARGE_GAIN)
-                number = min(
-                    (i for i in expected if seconds[i] <= slow and expected[i] <= _DOUBTFUL * budget), default=-1
-                )
-                if number < 0:
+                fast = seconds[fits.number] / (1 + _LARGE_GAIN)
+                doubtful = [i for i in expected if seconds[i] <= fast and expected[i] <= _DOUBTFUL * budget]
+                if not doubtful:
                     break
+                number = doubtful[0]
         one = Try(number, predicted[number], round(expected[number]), compile(number))
         tries.append(one)
         if one.compiled <= budget:

@@ -36,7 +36,7 @@ def pack_levels(level: UInt32[Array, "... n"], bits: int) -> tuple[UInt8[Array, 
 
 
 def _split(level: UInt32[Array, "... n"], width: int) -> list[UInt32[Array, "... _"]]:
-    """The values of each place in a byte."""
+    """The values of each place in a byte, as slices: XLA fuses these with what makes the levels, and kernels have none."""
     per_byte = 8 // width
     if width == _APART:
         return jnp.split(level, per_byte, -1)
