@@ -100,7 +100,7 @@ class Try(NamedTuple):
     its predicted bytes are the compiled ones.
 
     Attributes:
-      number: of the plan in its frontier.
+      number: of the plan in its frontier; one after these for a plan that keeps a little less than one of them.
       predicted: temporary bytes as the model alone has them.
       expected: the same, corrected by the plans that had been compiled before.
       compiled: what the compiler took.

@@ -8,13 +8,13 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from memjax._plan.budget.known import Allowed, Known, known
-from memjax._plan.budget.search import search, told_apart
+from memjax._plan.budget.search import MOST_TRIES, search, told_apart
 from memjax._plan.budget.stretches import stretches
 from memjax._plan.budget.too_little import too_little, what_moving_saves
 from memjax._plan.compiled import device_of
 from memjax._plan.derivative import Derivative, loop_pairs
 from memjax._plan.result import Plan, Point, Try
-from memjax._plan.solve.chain import Choice
+from memjax._plan.solve.chain import Choice, peak_of
 from memjax._plan.solve.segment import Option
 
 _MOST_POINTS = 100
@@ -23,6 +23,9 @@ _AS_PREDICTED = (
     1.05  # of the predicted bytes: a plan that takes more may take less in steps, and leave room for a faster
 )
 _UNSURE = 1.1  # by as much more or less the compiled bytes of one plan may be off than those of another
+_NEARLY = 1.05  # of the budget: a plan that takes no more might fit with a little less kept
+_LARGE_GAIN = 0.02  # of a step's time: for it such a plan is made leaner
+_LEANER = 1e-3  # of a step's time: what that may cost
 
 
 class TooLittleError(ValueError):
@@ -113,6 +116,7 @@ def _decide(program: Known, budget: int | str) -> Plan | str:
         tries = search(plans.predicted, plans.seconds, budget, plans.compiled, plans.kind)
         if all(one.compiled > budget for one in tries):
             tries += [one for one in plans.least() if one.number not in {other.number for other in tries}]
+        tries += _leaner(plans, tries, budget)
         fewest += [one.compiled for one in tries]
         if fitting := [one for one in tries if one.compiled <= budget]:
             chosen = max(fitting)
@@ -125,9 +129,29 @@ def _decide(program: Known, budget: int | str) -> Plan | str:
     return _without_a_plan(program, plans, chosen, tries, budget) or _plan(program, plans, chosen, tries, budget)
 
 
+def _leaner(plans: _Plans, tries: Sequence[Try], budget: int) -> list[Try]:
+    """A plan that takes a little more than the budget, with less kept, if it is much faster than those that fit; compiled.
+
+    A plan that keeps what a policy by hand keeps can take some kilobytes more than this does, which are no array but tables of
+    arrays, and the next plan of the frontier can be one that runs an attention again.
+    """
+    slowest = max(plans.seconds)
+    fitting = min((plans.seconds[one.number] for one in tries if one.compiled <= budget), default=2 * slowest)
+    close = [
+        one
+        for one in tries
+        if budget < one.compiled <= _NEARLY * budget and plans.seconds[one.number] * (1 + _LARGE_GAIN) <= fitting
+    ]
+    number = plans.add_leaner(max(close).number) if close and len(tries) < MOST_TRIES else None
+    if number is None:
+        return []
+    nbytes = plans.predicted[number]
+    return [Try(number, nbytes, nbytes, plans.compiled(number))]
+
+
 def _faster_as_predicted(plans: _Plans, chosen: Try, budget: int) -> bool:
     """Whether a plan would be faster than the one chosen by enough to notice, if the compiler took what was predicted."""
-    fitting = plans.seconds[: bisect.bisect_right(plans.predicted, budget)]
+    fitting = plans.seconds[: bisect.bisect_right(plans.predicted, budget, hi=plans.count)]
     return bool(fitting) and plans.seconds[chosen.number] > _AS_FAST * min(fitting)
 
 
@@ -135,10 +159,11 @@ class _Plans:
     """The plans that are worth a try, in a line.
 
     The first two are those of the least memory: that which keeps the least, for the model may be wrong about what is kept for
-    nothing, and the fastest.
+    nothing, and the fastest. After the line come plans that were made leaner.
 
     Attributes:
       predicted, seconds: of each; the seconds are a step's.
+      count: of the plans in the line, the last of which runs nothing again that is worth keeping.
       in_steps: whether the backward pass runs in steps.
     """
 
@@ -153,12 +178,28 @@ class _Plans:
         most = sum(choice.option.seconds for choice in chain.least_choices())
         self.predicted = [points[0][0], *(nbytes for nbytes, _ in points)]
         self.seconds = [chain.base_seconds + seconds for seconds in (most, *(seconds for _, seconds in points))]
+        self.count = len(self.predicted)
+        self._leaner: list[list[Choice]] = []
         self._kinds: dict[int, Hashable] = {}
 
     def choices(self, number: int) -> list[Choice]:
         """The plan of this number."""
+        if number >= self.count:
+            return self._leaner[number - self.count]
         chain = self._program.chain
         return chain.choices(self.predicted[number]) if number else chain.least_choices()
+
+    def add_leaner(self, number: int) -> int | None:
+        """The number of a new plan, which keeps less than one of the line; None if nothing costs little enough."""
+        before = self.choices(number)
+        choices = self._program.chain.leaner(before, _LEANER * self.seconds[number])
+        if choices == before:
+            return None
+        seconds = lambda found: sum(one.option.seconds for one in found)
+        self._leaner.append(choices)
+        self.predicted.append(int(peak_of(choices)))
+        self.seconds.append(self.seconds[number] + seconds(choices) - seconds(before))
+        return len(self.predicted) - 1
 
     def kind(self, number: int) -> Hashable:
         """Equal for plans of which the loops alone differ, and these in the turns of their parts alone."""
@@ -195,7 +236,7 @@ def _without_a_plan(program: Known, plans: _Plans, chosen: Try, tries: Sequence[
     here knows it: where there is room, nothing is run again. A program with loops keeps its plan, for a loop that keeps
     everything stacks what its turns could make again in less time than the copies take.
     """
-    if program.chain.loops or plans.seconds[chosen.number] > _AS_FAST * plans.seconds[-1]:
+    if program.chain.loops or plans.seconds[chosen.number] > _AS_FAST * plans.seconds[plans.count - 1]:
         return None
     nbytes = program.step_bytes(())
     if nbytes is None or nbytes > budget:
@@ -218,7 +259,7 @@ def _plan(program: Known, plans: _Plans, chosen: Try, tries: Sequence[Try], budg
         first_nbytes=chosen.predicted,
         compiled_nbytes=program.step_bytes(found, plans.in_steps),
         seconds=plans.seconds[chosen.number],
-        plain_seconds=plans.seconds[-1],
+        plain_seconds=plans.seconds[plans.count - 1],
         stretches=found,
         points=(*points[:-1:every], points[-1]),
         tries=tuple(tries),

@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 from memjax._plan.result import Try
 
-_MOST_TRIES = 4  # once, and after each of at most three corrections
+MOST_TRIES = 4  # once, and after each of at most three corrections
 _FULL = 0.985  # of the budget: then there is little to gain by another try
 _GAIN = 5e-4  # of a step's time: what another try has to promise
 _LARGE_GAIN = 0.02  # of a step's time: for it a plan is tried that is expected to take too much
@@ -49,7 +49,7 @@ def search(
     tries: list[Try] = []
     fits: Try | None = None
     over: Try | None = None
-    while len(tries) < _MOST_TRIES:
+    while len(tries) < MOST_TRIES:
         low = 0 if fits is None else fits.number + 1
         high = len(predicted) - 1 if over is None else over.number - 1
         if low > high:
@@ -63,7 +63,7 @@ def search(
             above = min((one for one in alike if one.number > i), default=None)
             expected[i] = _expected(predicted[i], *((below, above) if alike else (fits, over)))
         number = max(i for i in expected if expected[i] <= max(aim, expected[low]))
-        if fits is None and len(tries) == _MOST_TRIES - 1:
+        if fits is None and len(tries) == MOST_TRIES - 1:
             number = 0
         if fits is not None:
             gain = seconds[fits.number] - seconds[number]

@@ -336,18 +336,44 @@ class Chain:
         """The way of the least memory that keeps least: the model may be wrong about what is kept for nothing."""
         choices = list(self._least[0][3])
         # The least of a stretch and what follows it need not keep the least, where another stretch takes more.
-        peak = _peak(choices)
+        peak = peak_of(choices)
         for at in range(len(choices) - 1, -1, -1):
             one = choices[at]
-            a, b = self.cuts.index(one.start), len(self.cuts) - 1 - self.cuts[::-1].index(one.stop)
-            for option in sorted(self.options(a, b), key=lambda option: (option.kept_nbytes, option.seconds)):
+            for option in sorted(self._options_of(one), key=lambda option: (option.kept_nbytes, option.seconds)):
                 if option.kept_nbytes >= one.option.kept_nbytes:
                     break
                 changed = [*choices[:at], one._replace(option=option), *choices[at + 1 :]]
-                if _peak(changed) <= peak:
+                if peak_of(changed) <= peak:
                     choices = changed
                     break
         return choices
+
+    def leaner(self, choices: Sequence[Choice], seconds: float) -> list[Choice]:
+        """A way with less kept where that costs least for its bytes: so many seconds more altogether, and no more bytes at once.
+
+        What it keeps less of may be alive when the compiled step takes most, though not when the model has it take most.
+        """
+        found, peak = list(choices), peak_of(choices)
+        others = [self._options_of(one) for one in choices]
+        while True:
+            best: tuple[float, int, Option] | None = None
+            for at, one in enumerate(found):
+                for option in others[at]:
+                    saved, more = one.option.kept_nbytes - option.kept_nbytes, option.seconds - one.option.seconds
+                    if saved <= 0 or more > seconds or (best is not None and more / saved >= best[0]):
+                        continue
+                    if peak_of([*found[:at], one._replace(option=option), *found[at + 1 :]]) <= peak:
+                        best = more / saved, at, option
+            if best is None:
+                return found
+            _, at, option = best
+            seconds -= option.seconds - found[at].option.seconds
+            found[at] = found[at]._replace(option=option)
+
+    def _options_of(self, choice: Choice) -> list[Option]:
+        """The options for the stretch of a choice."""
+        a, b = self.cuts.index(choice.start), len(self.cuts) - 1 - self.cuts[::-1].index(choice.stop)
+        return self.options(a, b)
 
     def choices(self, nbytes: float) -> list[Choice]:
         """The fastest way within so many bytes, or that of the least memory if there is none."""
@@ -361,7 +387,7 @@ class Chain:
         return found
 
 
-def _peak(choices: Sequence[Choice]) -> float:
+def peak_of(choices: Sequence[Choice]) -> float:
     """The bytes of a way through the chain."""
     peak = 0.0
     for choice in reversed(choices):
