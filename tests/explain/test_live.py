@@ -182,3 +182,25 @@ ENTRY %main (p: f32[256]) -> f32[256] {
         ("Block.__call__", 7),
     ]
     assert module.is_scheduled
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (["%a = f32[256]{0} custom-call(%p)"], 1),
+        (["%a = f32[256]{0} custom-call(%p)", "%v = f32[256]{0} bitcast(%a)"], 2),
+        (["%t = (f32[256]{0}) custom-call(%p)", "%v = f32[256]{0} get-tuple-element(%t), index=0"], 2),
+    ],
+    ids=["itself", "a view", "an element of a tuple"],
+)
+def test_what_is_read_through_a_name_is_not_written_over(lines, expected):
+    """A result shares the memory of an operand only where this is the instruction that made it, as in XLA."""
+    last = lines[-1].split()[0]
+    text = [
+        "ENTRY %main (p: f32[256]) -> f32[] {",
+        "%p = f32[256]{0} parameter(0)",
+        *lines,
+        f"%b = f32[256]{{0}} exponential({last})",
+        "ROOT %c = f32[] reduce(%b, %p), to_apply=%add",
+    ]
+    assert peak("\n  ".join(text) + "\n}\n") == expected * KIB

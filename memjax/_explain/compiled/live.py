@@ -2,9 +2,9 @@
 
 The rules are those of XLA's buffer assignment: views and tuples make no buffer; a loop's state is one buffer from its start
 to its end; `dynamic-update-slice`, in fusions too, writes into its operand; what an elementwise instruction reads for the
-last time may become its result, if it has its shape (on GPUs, its size); and a temporary buffer takes the place of a result
-of at least its size where that is not yet, or no longer, needed. Offsets are not assigned, so gaps between buffers do not
-count.
+last time may become its result, if it has its shape (on GPUs, its size) and is read from the instruction that made it, not
+through a view, a tuple or a barrier; and a temporary buffer takes the place of a result of at least its size where that is not
+yet, or no longer, needed. Offsets are not assigned, so gaps between buffers do not count.
 """
 
 from __future__ import annotations
@@ -252,13 +252,16 @@ class _Walk:
                     continue
                 for number in through.get(index, ()):
                     if number < len(operands) and operands[number]:
-                        self._may_share(leaf, operands[number][0])
+                        self._may_share(leaf, operands[number][0], instruction.operands[number])
         elif instruction.opcode not in _NO_SHARING:
-            for operand in operands:
+            for name, operand in zip(instruction.operands, operands, strict=False):
                 if leaves and operand:
-                    self._may_share(leaves[0], operand[0])
+                    self._may_share(leaves[0], operand[0], name)
 
-    def _may_share(self, leaf: int, operand: int) -> None:
+    def _may_share(self, leaf: int, operand: int, name: str) -> None:
+        """Note that the result may take the operand's place, if the instruction of that name made it."""
+        if name not in [made.instruction.name for made in self.buffer(operand).makers]:
+            return
         if self._shapes[leaf] == self._shapes[operand] or self.module.is_of_gpu:
             self._sharing.append((len(self.order) - 1, leaf, operand))
 
