@@ -132,8 +132,8 @@ def _decide(program: Known, budget: int | str) -> Plan | str:
 def _leaner(plans: _Plans, tries: Sequence[Try], budget: int) -> list[Try]:
     """A plan that takes a little more than the budget, with less kept, if it is much faster than those that fit; compiled.
 
-    A plan that keeps what a policy by hand keeps can take some kilobytes more than this does, which are no array but tables of
-    arrays, and the next plan of the frontier can be one that runs an attention again.
+    Where the budget is what a policy by hand takes, the plan that keeps the same arrays can be a few kilobytes over it. The next
+    plan that fits may run an attention again.
     """
     slowest = max(plans.seconds)
     fitting = min((plans.seconds[one.number] for one in tries if one.compiled <= budget), default=2 * slowest)
