@@ -14,6 +14,7 @@ from memjax._plan.budget.decide import _decide, _Plans
 from memjax._plan.derivative import Derivative
 from memjax._plan.lent import lent_to, lent_to_pieces
 from memjax._plan.solve.chain import Chain, peak_of
+from memjax._plan.solve.leaner import leaner
 from memjax._plan.solve.order import scattered_into_sums
 
 ROWS, WIDTH, LAYERS = 512, 64, 4
@@ -28,16 +29,6 @@ def chain(f, *args):
 
 def array(*shape, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def layers_loss(ws, x):
-    for up, down in ws:
-        x = x + jnp.tanh(jnp.sin(x @ up)) @ down
-    return jnp.sum(x**2)
-
-
-def layers_parameters():
-    return [(array(WIDTH, 8 * WIDTH), array(8 * WIDTH, WIDTH))] * LAYERS
 
 
 def test_other_names_for_the_same_bytes_count_once():
@@ -228,6 +219,13 @@ def test_plans_of_one_kind_differ_in_the_turns_of_the_parts_of_a_loop_alone():
 
 def test_steps_are_tried_where_a_faster_plan_is_missed_and_not_otherwise(monkeypatch):
     """Every plan takes a tenth more than predicted: too much for the middle one, while the fastest one fits a large budget."""
+
+    def loss(ws, x):
+        for up, down in ws:
+            x = x + jnp.tanh(jnp.sin(x @ up)) @ down
+        return jnp.sum(x**2)
+
+    ws = [(array(WIDTH, 8 * WIDTH), array(8 * WIDTH, WIDTH))] * LAYERS
     tried = []
 
     def compiled(plans, number):
@@ -235,7 +233,7 @@ def test_steps_are_tried_where_a_faster_plan_is_missed_and_not_otherwise(monkeyp
         return plans.predicted[number] * 11 // 10
 
     monkeypatch.setattr(_Plans, "compiled", compiled)
-    found = chain(layers_loss, layers_parameters(), array(ROWS, WIDTH))
+    found = chain(loss, ws, array(ROWS, WIDTH))
     program = SimpleNamespace(chain=found, digest="", step_bytes=lambda *_: None)
     middle, most = (found.frontier[at][0] for at in (len(found.frontier) // 2, -1))
     _decide(program, middle)
@@ -266,13 +264,13 @@ def test_a_leaner_way_keeps_less_in_little_more_time_and_no_more_bytes():
     for nbytes, _ in found.frontier:
         before = found.choices(nbytes)
         allowed = 1e-3 * (found.base_seconds + seconds(before))
-        leaner = found.leaner(before, allowed)
-        assert [(one.start, one.stop) for one in leaner] == [(one.start, one.stop) for one in before]
-        assert seconds(leaner) <= seconds(before) + allowed + 1e-12
-        assert peak_of(leaner) <= peak_of(before)
-        saved.append(kept(before) - kept(leaner))
-        assert (saved[-1] > 0) == (leaner != before)
-        assert seconds(found.leaner(before, 0.0)) <= seconds(before)
+        fewer = leaner(found, before, allowed)
+        assert [(one.start, one.stop) for one in fewer] == [(one.start, one.stop) for one in before]
+        assert seconds(fewer) <= seconds(before) + allowed + 1e-12
+        assert peak_of(fewer) <= peak_of(before)
+        saved.append(kept(before) - kept(fewer))
+        assert (saved[-1] > 0) == (fewer != before)
+        assert seconds(leaner(found, before, 0.0)) <= seconds(before)
     assert max(saved) > 0
 
 

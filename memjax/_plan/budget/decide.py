@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import math
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 from memjax._plan.budget.known import Allowed, Known, known
-from memjax._plan.budget.search import MOST_TRIES, search, told_apart
+from memjax._plan.budget.search import DOUBTFUL, LARGE_GAIN, MOST_TRIES, search, told_apart
 from memjax._plan.budget.stretches import stretches
 from memjax._plan.budget.too_little import too_little, what_moving_saves
 from memjax._plan.compiled import device_of
 from memjax._plan.derivative import Derivative, loop_pairs
 from memjax._plan.result import Plan, Point, Try
 from memjax._plan.solve.chain import Choice, peak_of
+from memjax._plan.solve.leaner import leaner
 from memjax._plan.solve.segment import Option
 
 _MOST_POINTS = 100
@@ -23,9 +25,7 @@ _AS_PREDICTED = (
     1.05  # of the predicted bytes: a plan that takes more may take less in steps, and leave room for a faster
 )
 _UNSURE = 1.1  # by as much more or less the compiled bytes of one plan may be off than those of another
-_NEARLY = 1.05  # of the budget: a plan that takes no more might fit with a little less kept
-_LARGE_GAIN = 0.02  # of a step's time: for it such a plan is made leaner
-_LEANER = 1e-3  # of a step's time: what that may cost
+_LEANER = 1e-3  # of a step's time: what keeping less in a plan may cost
 
 
 class TooLittleError(ValueError):
@@ -135,14 +135,11 @@ def _leaner(plans: _Plans, tries: Sequence[Try], budget: int) -> list[Try]:
     Where the budget is what a policy by hand takes, the plan that keeps the same arrays can be a few kilobytes over it. The next
     plan that fits may run an attention again.
     """
-    slowest = max(plans.seconds)
-    fitting = min((plans.seconds[one.number] for one in tries if one.compiled <= budget), default=2 * slowest)
-    close = [
-        one
-        for one in tries
-        if budget < one.compiled <= _NEARLY * budget and plans.seconds[one.number] * (1 + _LARGE_GAIN) <= fitting
-    ]
-    number = plans.add_leaner(max(close).number) if close and len(tries) < MOST_TRIES else None
+    fitting = min((plans.seconds[one.number] for one in tries if one.compiled <= budget), default=math.inf)
+    fast = fitting / (1 + LARGE_GAIN)
+    close = [one.number for one in tries if budget < one.compiled <= DOUBTFUL * budget]
+    close = [number for number in close if plans.seconds[number] <= fast]
+    number = plans.add_leaner(max(close)) if close and len(tries) < MOST_TRIES else None
     if number is None:
         return []
     nbytes = plans.predicted[number]
@@ -192,7 +189,7 @@ class _Plans:
     def add_leaner(self, number: int) -> int | None:
         """The number of a new plan, which keeps less than one of the line; None if nothing costs little enough."""
         before = self.choices(number)
-        choices = self._program.chain.leaner(before, _LEANER * self.seconds[number])
+        choices = leaner(self._program.chain, before, _LEANER * self.seconds[number])
         if choices == before:
             return None
         seconds = lambda found: sum(one.option.seconds for one in found)

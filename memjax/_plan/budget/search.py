@@ -22,8 +22,8 @@ from memjax._plan.result import Try
 MOST_TRIES = 4  # once, and after each of at most three corrections
 _FULL = 0.985  # of the budget: then there is little to gain by another try
 _GAIN = 5e-4  # of a step's time: what another try has to promise
-_LARGE_GAIN = 0.02  # of a step's time: for it a plan is tried that is expected to take too much
-_DOUBTFUL = 1.05  # times the budget: the most that may be expected of such a plan
+LARGE_GAIN = 0.02  # of a step's time: for it a plan is tried that is expected to take too much
+DOUBTFUL = 1.05  # times the budget: the most that may be expected of such a plan
 _AS_FAST = 1e-4  # of a step's time: less is no difference
 _STEP = 1.002  # between the predicted bytes of plans that are worth telling apart
 
@@ -68,8 +68,8 @@ def search(
         if fits is not None:
             gain = seconds[fits.number] - seconds[number]
             if fits.compiled >= _FULL * budget or gain < _GAIN * seconds[number]:
-                fast = seconds[fits.number] / (1 + _LARGE_GAIN)
-                doubtful = [i for i in expected if seconds[i] <= fast and expected[i] <= _DOUBTFUL * budget]
+                fast = seconds[fits.number] / (1 + LARGE_GAIN)
+                doubtful = [i for i in expected if seconds[i] <= fast and expected[i] <= DOUBTFUL * budget]
                 if not doubtful:
                     break
                 number = doubtful[0]

@@ -339,7 +339,7 @@ class Chain:
         peak = peak_of(choices)
         for at in range(len(choices) - 1, -1, -1):
             one = choices[at]
-            for option in sorted(self._options_of(one), key=lambda option: (option.kept_nbytes, option.seconds)):
+            for option in sorted(self.options_of(one), key=lambda option: (option.kept_nbytes, option.seconds)):
                 if option.kept_nbytes >= one.option.kept_nbytes:
                     break
                 changed = [*choices[:at], one._replace(option=option), *choices[at + 1 :]]
@@ -348,29 +348,7 @@ class Chain:
                     break
         return choices
 
-    def leaner(self, choices: Sequence[Choice], seconds: float) -> list[Choice]:
-        """A way with less kept where that costs least for its bytes: so many seconds more altogether, and no more bytes at once.
-
-        What it keeps less of may be alive when the compiled step takes most, though not when the model has it take most.
-        """
-        found, peak = list(choices), peak_of(choices)
-        others = [self._options_of(one) for one in choices]
-        while True:
-            best: tuple[float, int, Option] | None = None
-            for at, one in enumerate(found):
-                for option in others[at]:
-                    saved, more = one.option.kept_nbytes - option.kept_nbytes, option.seconds - one.option.seconds
-                    if saved <= 0 or more > seconds or (best is not None and more / saved >= best[0]):
-                        continue
-                    if peak_of([*found[:at], one._replace(option=option), *found[at + 1 :]]) <= peak:
-                        best = more / saved, at, option
-            if best is None:
-                return found
-            _, at, option = best
-            seconds -= option.seconds - found[at].option.seconds
-            found[at] = found[at]._replace(option=option)
-
-    def _options_of(self, choice: Choice) -> list[Option]:
+    def options_of(self, choice: Choice) -> list[Option]:
         """The options for the stretch of a choice."""
         a, b = self.cuts.index(choice.start), len(self.cuts) - 1 - self.cuts[::-1].index(choice.stop)
         return self.options(a, b)

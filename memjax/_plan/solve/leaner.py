@@ -1,0 +1,31 @@
+"""A way through a chain with a little less kept: what fits where the way itself takes slightly too much."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from memjax._plan.solve.chain import Chain, Choice, peak_of
+from memjax._plan.solve.segment import Option
+
+
+def leaner(chain: Chain, choices: Sequence[Choice], seconds: float) -> list[Choice]:
+    """The way with less kept where that costs least for its bytes: so many seconds more altogether, and no more bytes at once.
+
+    What it keeps less of may be alive when the compiled step takes most, though not when the model has it take most.
+    """
+    found, peak = list(choices), peak_of(choices)
+    others = [chain.options_of(one) for one in choices]
+    while True:
+        best: tuple[float, int, Option] | None = None
+        for at, one in enumerate(found):
+            for option in others[at]:
+                saved, more = one.option.kept_nbytes - option.kept_nbytes, option.seconds - one.option.seconds
+                if saved <= 0 or more > seconds or (best is not None and more / saved >= best[0]):
+                    continue
+                if peak_of([*found[:at], one._replace(option=option), *found[at + 1 :]]) <= peak:
+                    best = more / saved, at, option
+        if best is None:
+            return found
+        _, at, option = best
+        seconds -= option.seconds - found[at].option.seconds
+        found[at] = found[at]._replace(option=option)
