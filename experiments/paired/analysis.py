@@ -8,6 +8,7 @@ one, an error is a single random number times what that example adds: draws of o
 each of 16 batches was off by up to half. Predictions then look wrong in many layers at once, for they share the example.
 """
 
+import concurrent.futures
 import functools
 import json
 from collections.abc import Callable, Sequence
@@ -20,12 +21,14 @@ from flax import nnx
 
 import memjax
 from experiments.harness import files
+from experiments.harness.console import output
+from experiments.harness.loop.progress import waiting
 from experiments.harness.loop.step import Batch, Loss
 from experiments.paired.fitted import sigma_gradient
 from experiments.paired.members import PLAIN, is_sigma, kind_name, with_bits
 from memjax import compress
 
-_DRAWS = {"gpu": 32}  # of errors, for each batch
+_DRAWS = {"gpu": 16}  # of errors, for each batch
 _FEW_DRAWS = 8  # where gradients take long
 
 
@@ -52,40 +55,57 @@ def errors(
 
         return jax.grad(mean_loss)
 
+    draws = _DRAWS.get(jax.default_backend(), _FEW_DRAWS)
+
     def error(wrap: Callable[[Any, Any], Any]) -> Callable[..., Any]:
         of = gradient(wrap)
 
-        def squares(params, batch, draw, exact):
-            return _squares(jax.tree.map(jnp.subtract, of(params, _reordered(batch, draw), draw), exact))
+        def mean_squares(params, batch, exact):
+            def squares(draw):
+                return _squares(jax.tree.map(jnp.subtract, of(params, _reordered(batch, draw), draw), exact))
 
-        return jax.jit(squares)
+            return jax.tree.map(lambda of_draws: jnp.mean(of_draws, 0), jax.lax.map(squares, jnp.arange(draws)))
+
+        return mean_squares
+
+    def with_norms(params, batch):
+        exact = gradient(lambda model, seed: model)(params, batch, 0)
+        return exact, _squares(exact)
 
     lossy = [bits for bits in kinds if bits != PLAIN]
-    draws = _DRAWS.get(jax.default_backend(), _FEW_DRAWS)
-    plain = jax.jit(gradient(lambda model, seed: model))
     ways = {}
     for bits in lossy:
         of_blocks = _fitted(make, params, loss, bits, batches[0]) if is_sigma(bits) else [bits] * len(make().blocks)
         ways[bits, "measured"] = error(functools.partial(_with_codes, of_blocks))
         ways[bits, "predicted"] = error(functools.partial(_with_errors, of_blocks))
-    squares: dict[tuple[str, float, str], float] = {}
-    norms: dict[str, float] = {}
-    with jax.default_matmul_precision("highest"):  # GPUs round otherwise, and that adds up, too
+    console = output()
+    with waiting(console, "Compiling errors of gradients"):
+        plain, *others = _compiled(
+            [(with_norms, (params, batches[0]))] + [(of_way, (params, batches[0], params)) for of_way in ways.values()]
+        )
+    sums: Any = None
+    with waiting(console, f"Errors of gradients of {len(batches)} batches, {draws} draws of each"):
         for batch in batches:
-            exact = plain(params, batch, 0)
-            for name, value in _squares(exact).items():
-                norms[name] = norms.get(name, 0) + float(value)
-            for (bits, way), of_way in ways.items():
-                for draw in range(draws):
-                    for name, value in of_way(params, batch, draw, exact).items():
-                        squares[name, bits, way] = squares.get((name, bits, way), 0) + float(value) / draws
+            exact, norms = plain(params, batch)
+            found = norms, {way: of_way(params, batch, exact) for way, of_way in zip(ways, others, strict=True)}
+            sums = found if sums is None else jax.tree.map(jnp.add, sums, found)
+        norms, squares = jax.device_get(sums)
     return [
         {"layer": name, "bits": bits}
-        | {way: (squares[name, bits, way] / norm) ** 0.5 for way in ("predicted", "measured")}
+        | {way: (float(squares[bits, way][name]) / float(norm)) ** 0.5 for way in ("predicted", "measured")}
         for name, norm in norms.items()
         if "blocks" in name and norm > 0
         for bits in lossy
     ]
+
+
+def _compiled(programs: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[Callable[..., Any]]:
+    """Functions, compiled at the same time for these arguments."""
+    # GPUs round what products read to fewer bits otherwise, and that adds up, too.
+    with jax.default_matmul_precision("highest"):
+        lowered = [jax.jit(function).lower(*args) for function, args in programs]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda one: one.compile(), lowered))
 
 
 def _fitted(make: Callable[[], Any], params: nnx.State, loss: Loss, sigma: float, batch: Batch) -> Sequence[Any]:
