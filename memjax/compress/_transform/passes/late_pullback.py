@@ -2,11 +2,6 @@
 
 Decoding waits behind a barrier on that cotangent, so that the compiler cannot begin earlier. Decoding that is to be fused into an
 elementwise equation does not wait; that for a product, which reads its operands from memory, always does.
-
-Take y = s @ w, where s = silu(gate) * up is computed again. The gradient of w reads s and the cotangent of y. The gradients of
-gate and up read the cotangent of s, which is made of that of y. All three need gate and up, so a compiler makes s and these
-gradients in one pass: four wide arrays at once. So where s is wider than the cotangent of y, its product goes first, and what
-s was computed from is computed anew after it: three wide arrays at once.
 """
 
 from __future__ import annotations
@@ -41,7 +36,6 @@ def run_late(
       see: called with each equation that runs and the values known then, which include those of its operands.
     """
     producer = producers(program)
-    last_reader = {var: eqn for eqn in program.eqns for var in variables(eqn.invars)}
     late = set(cotangents)
 
     def get(atom, wait):
@@ -84,26 +78,9 @@ def run_late(
 
         late.update(eqn.outvars)
         run(eqn, Wait(barrier, _reads_memory(eqn)))
-        if last_reader[cotangent] is not eqn and (wide := _wide_operand(eqn, cotangent, residuals)) is not None:
-
-            def after(values, cotangent=cotangent, made=eqn.outvars[0]):
-                values, env[cotangent], env[made] = lax.optimization_barrier((values, env[cotangent], env[made]))
-                return values
-
-            changed = restored.compute_anew(residuals[wide], after)
-            for var in [var for var in env if residuals.get(var) in changed]:
-                del env[var]
     return [get(atom, NO_WAIT) for atom in program.outvars]
 
 
 def _reads_memory(eqn: Any) -> bool:
     """Whether compilers write the operands to memory, and fuse nothing into the equation."""
     return eqn.primitive.name in WHOLE_OPERANDS or bool(bodies(eqn))
-
-
-def _wide_operand(eqn: Any, cotangent: Any, residuals: dict[Any, Any]) -> Any:
-    """The residual that a matrix product reads together with a cotangent of fewer values; None if there is none."""
-    if eqn.primitive is not lax.dot_general_p:
-        return None
-    wide = (var for var in variables(eqn.invars) if var in residuals and var.aval.size > cotangent.aval.size)
-    return next(wide, None)

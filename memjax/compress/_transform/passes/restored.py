@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Set
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
 from memjax._core import check
-from memjax._core.program.jaxpr import Walk, bind, is_literal
+from memjax._core.program.jaxpr import bind, is_literal
 from memjax._core.program.primitives import expensive
 
 
@@ -65,13 +65,11 @@ class Restored:
     ):
         self._producer, self._nonzero, self._values, self._codes = producer, nonzero, kept, codes
         self._normalised = normalised
-        self._whole = frozenset(kept)
         self._new: set[Any] = set()
         self._in_memory: dict[Any, Any] = {}
 
     def has(self, var: Any) -> bool:
-        """Whether its value is there, or has been."""
-        return var in self._values or var in self._new
+        return var in self._values
 
     def is_new(self, var: Any) -> bool:
         """Whether its value is not the one that the forward pass computed."""
@@ -109,44 +107,6 @@ class Restored:
         if atom not in self._in_memory:
             self._in_memory[atom] = self._decoded(atom, decode, wait)
         return self._in_memory[atom]
-
-    def compute_anew(self, var: Any, after: Callable[[Sequence[Any]], Sequence[Any]]) -> Set[Any]:
-        """Let a value that was computed again be computed once more where it is needed next; so, too, what it was computed from.
-
-        Args:
-          var: its variable. Nothing happens if it was decoded, or kept, or if it has no value yet.
-          after: makes the values and codes that it is computed from wait.
-
-        Returns:
-          The variables with other values from now on.
-        """
-        if var not in self._values or self._is_source(var):
-            return frozenset()
-        walk, sources, changed = Walk([var]), list[Any](), set[Any]()
-        for atom in walk:
-            if atom not in self._values:
-                continue
-            changed.add(atom)
-            if self._is_source(atom):
-                sources.append(atom)
-            else:
-                del self._values[atom]
-                walk.add([self._nonzero[atom]] if atom in self._nonzero else self._producer[atom].invars)
-        coded = [atom in self._codes for atom in sources]
-        waiting = after([self._codes[s].code if c else self._values[s] for s, c in zip(sources, coded, strict=True)])
-        for source, is_coded, value in zip(sources, coded, waiting, strict=True):
-            if is_coded:
-                del self._values[source]
-                self._codes[source] = self._codes[source]._replace(code=value)
-            else:
-                self._values[source] = value
-        return changed
-
-    def _is_source(self, var: Any) -> bool:
-        """Whether its value is not computed again, or takes long."""
-        if var in self._whole or var in self._codes:
-            return True
-        return var not in self._nonzero and expensive(self._producer[var])
 
     def _decoded(self, var: Any, decode: Callable[[Any], Any], wait: Wait) -> Any:
         _, code, waits, _ = self._codes[var]
