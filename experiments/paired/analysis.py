@@ -30,6 +30,7 @@ from memjax import compress
 
 _DRAWS = {"gpu": 16}  # of errors, for each batch
 _FEW_DRAWS = 8  # where gradients take long
+_OPTIONS = {"gpu": {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}}
 
 
 def errors(
@@ -100,12 +101,15 @@ def errors(
 
 
 def _compiled(programs: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[Callable[..., Any]]:
-    """Functions, compiled at the same time for these arguments."""
+    """Functions, compiled at the same time for these arguments.
+
+    XLA:GPU would try many kernels for each product, and those that do not round float32 take seconds each to compile.
+    """
     # GPUs round what products read to fewer bits otherwise, and that adds up, too.
     with jax.default_matmul_precision("highest"):
         lowered = [jax.jit(function).lower(*args) for function, args in programs]
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        return list(pool.map(lambda one: one.compile(), lowered))
+        return list(pool.map(lambda one: one.compile(compiler_options=_OPTIONS.get(jax.default_backend())), lowered))
 
 
 def _fitted(make: Callable[[], Any], params: nnx.State, loss: Loss, sigma: float, batch: Batch) -> Sequence[Any]:
