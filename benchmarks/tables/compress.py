@@ -198,6 +198,8 @@ def paired_table() -> str:
         for row in rows:
             size = f"{row['parameters'] / 1e6:.1f}M, {row['dtype']}"
             name = f"{_TRANSFORMERS[row['model']]}, {size}, {row['steps']} steps, {row['seeds']} seeds"
+            name += ", twice" if row.get("runs") == 2 else ""
+            name += f"; {row['choice']} choice" if "choice" in row else ""
             cells = [
                 name if row["kind"] == "plain" else "",
                 row["kind"],
@@ -210,8 +212,7 @@ def paired_table() -> str:
                 cells += [
                     f"{row['difference']:+.4f} ± {row['difference_error']:.4f}",
                     f"{share * row['difference']:+.2f}%",
-                    f"{row['gradient_error_median']:.1%}, {row['gradient_error_largest']:.1%}",
-                    f"{row['predicted_within_20_percent']:.0%} of {row['layers']}",
+                    *_errors_of_gradients(row),
                     f"{row['bytes_share']:.0%}",
                 ]
             body.append(cells)
@@ -220,6 +221,16 @@ def paired_table() -> str:
         *("errors of layers' gradients: median, largest", "predicted within 20%", "bytes kept by blocks"),
     ]
     return table(header, body, [environment for environment, _ in files], "paired")
+
+
+def _errors_of_gradients(row: dict) -> list[str]:
+    """Two cells, empty for a run that ended after its trainings."""
+    if "gradient_error_median" not in row:
+        return ["", ""]
+    return [
+        f"{row['gradient_error_median']:.1%}, {row['gradient_error_largest']:.1%}",
+        f"{row['predicted_within_20_percent']:.0%} of {row['layers']}",
+    ]
 
 
 TABLES: Tables = {

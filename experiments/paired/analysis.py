@@ -28,8 +28,7 @@ from experiments.paired.fitted import sigma_gradient
 from experiments.paired.members import PLAIN, is_sigma, kind_name, with_bits
 from memjax import compress
 
-_DRAWS = {"gpu": 16}  # of errors, for each batch
-_FEW_DRAWS = 8  # where gradients take long
+_DRAWS = 8  # of errors, for each batch
 _OPTIONS = {"gpu": {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}}
 
 
@@ -56,8 +55,6 @@ def errors(
 
         return jax.grad(mean_loss)
 
-    draws = _DRAWS.get(jax.default_backend(), _FEW_DRAWS)
-
     def error(wrap: Callable[[Any, Any], Any]) -> Callable[..., Any]:
         of = gradient(wrap)
 
@@ -65,7 +62,7 @@ def errors(
             def squares(draw):
                 return _squares(jax.tree.map(jnp.subtract, of(params, _reordered(batch, draw), draw), exact))
 
-            return jax.tree.map(lambda of_draws: jnp.mean(of_draws, 0), jax.lax.map(squares, jnp.arange(draws)))
+            return jax.tree.map(lambda of_draws: jnp.mean(of_draws, 0), jax.lax.map(squares, jnp.arange(_DRAWS)))
 
         return mean_squares
 
@@ -85,7 +82,7 @@ def errors(
             [(with_norms, (params, batches[0]))] + [(of_way, (params, batches[0], params)) for of_way in ways.values()]
         )
     sums: Any = None
-    with waiting(console, f"Errors of gradients of {len(batches)} batches, {draws} draws of each"):
+    with waiting(console, f"Errors of gradients of {len(batches)} batches, {_DRAWS} draws of each"):
         for batch in batches:
             exact, norms = plain(params, batch)
             found = norms, {way: of_way(params, batch, exact) for way, of_way in zip(ways, others, strict=True)}
