@@ -210,7 +210,7 @@ def paired_table() -> str:
             else:
                 share = 100 / row["test_loss"]
                 cells += [
-                    f"{row['difference']:+.4f} ± {row['difference_error']:.4f}",
+                    f"{row['difference']:+.5f} ± {row['difference_error']:.5f}",
                     f"{share * row['difference']:+.2f}%",
                     *_errors_of_gradients(row),
                     f"{row['bytes_share']:.0%}",

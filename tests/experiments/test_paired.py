@@ -13,6 +13,7 @@ from experiments import gpt, vit
 from experiments.harness.loop.step import init_state, train_step
 from experiments.harness.main import run
 from experiments.models.blocks import GPT, BlocksConfig, ViT
+from experiments.paired import analysis, config
 from experiments.paired.members import PLAIN, Members, members_loss, members_optimizer, with_bits
 
 TINY = [
@@ -67,18 +68,18 @@ def test_members_are_the_trainings_that_they_would_be_alone():
                     np.testing.assert_allclose(a[j], b, atol=2e-3)
 
 
-def test_a_run_is_analysed_and_goes_on_where_it_was(tmp_path, capsys):
+def test_a_run_is_analysed_and_goes_on_where_it_was(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(config, "_ANALYSED", 2)
+    monkeypatch.setattr(analysis, "_DRAWS", 2)
     assert start(gpt, tmp_path, *TINY, "--seeds", "2", "--sigma", "0.03", "--choose-every", "3") == 0
-    analysis = json.loads((tmp_path / "a" / "analysis.json").read_text())
-    assert {row["bits"] for row in analysis["errors"]} == {4, 0.03}
+    found = json.loads((tmp_path / "a" / "analysis.json").read_text())
+    assert {row["bits"] for row in found["errors"]} == {4, 0.03}
     choices = lambda: [json.loads(text) for text in json.loads((tmp_path / "a" / "bits.json").read_text())]
     before = choices()
     assert [choice["step"] for choice in before] == list(range(0, 3 * len(before), 3))
     assert all(choice["sigma"] <= 0.03 for choice in before)
-    assert all(row["measured"] >= 0 < row["predicted"] for row in analysis["errors"])
-    plain, codes = (
-        next(row["bytes"] for row in analysis["bytes"] if row["kind"] == kind) for kind in ("plain", "4 bits")
-    )
+    assert all(row["measured"] >= 0 < row["predicted"] for row in found["errors"])
+    plain, codes = (next(row["bytes"] for row in found["bytes"] if row["kind"] == kind) for kind in ("plain", "4 bits"))
     assert 0 < codes <= plain
     assert "predicted within 20%" in capsys.readouterr().out
     for name in ("differences", "errors", "bytes"):
