@@ -19,7 +19,6 @@ def by_channel(values: np.ndarray) -> jax.Array:
     return jnp.asarray(values.reshape(3, 2, 64, 64).transpose(0, 2, 1, 3).reshape(BY_CHANNEL))
 
 
-@pytest.mark.smoke
 def test_bfloat16_by_channel():
     bounds = np.exp2(np.arange(128) % 3 - 2).astype(np.float32)
     bounds[[5, 70]] = 0, np.nan  # stored as they are, and their neighbours with them
@@ -56,6 +55,7 @@ def test_float16_under_vmap_with_bounds_that_vary_within_lanes():
     check_same_batched(jnp.asarray(xs), bounds)
 
 
+@pytest.mark.smoke
 def test_empty():
     code = launch.encode(jnp.zeros((0, 3), jnp.bfloat16), jnp.int32(0), 0, interpret=True)
     assert code.needed == 0
