@@ -2,6 +2,11 @@
 
 Decoding waits behind a barrier on that cotangent, so that the compiler cannot begin earlier. Decoding that is to be fused into an
 elementwise equation does not wait; that for a product, which reads its operands from memory, always does.
+
+A residual is decoded once. In a gated feed-forward layer a compiler then makes the gated product and the gradients of gate and up
+in one pass, beside the cotangent that it reads: four wide arrays at once. With the gated product made before, in a pass of its
+own, there are three; but to decode gate and up twice took 2.8% of the step of Llama layers on an H100, for 6% to 9% of the
+memory. Fewer bits save more for that time.
 """
 
 from __future__ import annotations
