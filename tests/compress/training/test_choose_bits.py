@@ -49,7 +49,7 @@ def _layers():
                 y = f(w, y)
             return jnp.mean(jnp.tanh(y) ** 2)
 
-        return jax.grad(loss)(weights)
+        return jax.jit(jax.grad(loss))(weights)
 
     return gradient
 
