@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 
-from memjax._core.backward.min_cut import smallest_kept
+from memjax._core.backward.minimum_cut import cheapest
 from memjax._core.backward.partition import Part
 from memjax._core.compat import varying
 from memjax._core.lists import Arrays, drop, merge, pick
-from memjax._core.program.jaxpr import is_literal, nbytes
+from memjax._core.program.jaxpr import is_literal, nbytes, producers, variables
+from memjax._core.program.primitives import expensive
 
 
 class Backward:
@@ -63,7 +64,7 @@ class Backward:
         available, n_out = drop(jaxpr.invars, lost), len(self.out_float)
         self._outs, residuals = jaxpr.outvars[:n_out], jaxpr.outvars[n_out:]
         constant = [*jaxpr.constvars, *pick(jaxpr.invars, invariant)]
-        self._kept = smallest_kept(jaxpr, constant, available, residuals, lambda var: max(nbytes(var.aval), 1))
+        self._kept = _smallest_kept(jaxpr, constant, available, residuals)
         self._keep = Part(jaxpr, [*jaxpr.constvars, *jaxpr.invars], [*self._outs, *self._kept], effects=True)
         self._rebuild = Part(jaxpr, [*jaxpr.constvars, *available, *self._kept], residuals, effects=False)
         self.kept = [var.aval for var in self._kept]
@@ -87,3 +88,29 @@ class Backward:
         """Bytes of the kept values and the first `outputs` outputs together, without those that are inputs."""
         held = {var for var in (*self._kept, *self._outs[:outputs]) if not is_literal(var)}
         return sum(nbytes(var.aval) for var in held.difference(self._keep.known))
+
+
+def _smallest_kept(jaxpr: Any, invariant: Iterable[Any], again: Iterable[Any], wanted: Iterable[Any]) -> list[Any]:
+    """Variables of `jaxpr`, fewest bytes in all, from which every `wanted` one follows cheaply.
+
+    The residuals of reverse-mode differentiation are redundant. An LSTM keeps gates, their derivatives and tanh of the state,
+    where the sum that goes into the gates gives them all.
+
+    Args:
+      jaxpr: straight-line equations. Inputs that are not named below (the carry) are lost unless they are kept.
+      invariant: inputs that are the same for every step; what depends on them alone is never kept.
+      again: inputs that are there again in the backward pass; what follows from them cheaply is never kept.
+      wanted: what has to be recomputable.
+    """
+    invariant = set(invariant)
+    available = invariant | set(again)
+    for eqn in jaxpr.eqns:
+        inputs = set(variables(eqn.invars))
+        if not eqn.effects and inputs <= invariant:
+            invariant.update(eqn.outvars)
+            available.update(eqn.outvars)
+        elif inputs <= available and not expensive(eqn):
+            available.update(eqn.outvars)
+    to_keep = lambda var: max(nbytes(var.aval), 1)
+    to_recompute = lambda eqn: None if expensive(eqn) else 0
+    return cheapest(wanted, producers(jaxpr), available, to_keep, to_recompute, late=False)

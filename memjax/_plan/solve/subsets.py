@@ -7,23 +7,24 @@ in which something exact would follow from a rounded value are left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from memjax._core.backward.minimum_cut import cheapest
 from memjax._core.program.costs import array_bytes
 from memjax._core.program.jaxpr import variables
 from memjax._core.program.primitives import expensive
 from memjax._core.program.working import needed_for
 from memjax._plan.codes import Code, Codes
-from memjax._plan.solve.price_cut import kept_at
 
 _PRICES = 12
 _MOST_CANDIDATES = 12  # all subsets of which are looked at
 _MOST_WITH_CODES = 14
 _MOST_OPTIONS = 24
+_SOME_TIME = 1e-15  # seconds of what takes none, so that of equal cuts the one that runs fewer equations again is taken
 _SMALL = 64  # bytes of all that is wanted to those of a statistic, at least, that is kept beside whatever codes
 
 
@@ -66,14 +67,11 @@ class Subset(NamedTuple):
 
 def exact_subsets(problem: Problem) -> list[Subset]:
     """Those without codes; the fewest bytes first."""
-    seconds, names = (lambda eqn: problem.seconds[id(eqn)]), problem.names
+    names = problem.names
     votes: dict[Any, int] = {}
     cuts = []
     for price in problem.prices():
-        kept = kept_at(
-            *(price, problem.again, problem.wanted, problem.known, seconds, array_bytes, problem.to_keep),
-            lambda eqn: bool(eqn.effects),
-        )
+        kept = _kept_at(price, problem, problem.wanted, problem.known)
         cuts.append(
             list(dict.fromkeys(names.get(var, var) for var in kept if names.get(var, var) not in problem.known))
         )
@@ -126,9 +124,8 @@ def coded_subsets(problem: Problem, codes: Codes) -> list[Subset]:
 
 def _kept_with_codes(price: float, problem: Problem, codes: Codes) -> list[tuple[Any, bool]]:
     """The variables to keep at one price of memory, and whether in a code."""
-    seconds, has_effects = (lambda eqn: problem.seconds[id(eqn)]), (lambda eqn: bool(eqn.effects))
     strict = [var for var in problem.wanted if var in codes.exact]
-    kept = kept_at(price, problem.again, strict, problem.known, seconds, array_bytes, problem.to_keep, has_effects)
+    kept = _kept_at(price, problem, strict, problem.known)
     known = {*problem.known, *kept}
     known.update(out for eqn in needed_for(problem.again, strict, known) for out in eqn.outvars)
     exact = set(known)  # what can be had exactly
@@ -153,8 +150,28 @@ def _kept_with_codes(price: float, problem: Problem, codes: Codes) -> list[tuple
         is_exact = exact.issuperset(variables(eqn.invars))
         return bool(eqn.effects) or not (is_exact or codes.keeps_errors_small(eqn))
 
-    rest = kept_at(price, problem.again, problem.wanted, known, seconds, nbytes, to_keep, never)
+    rest = _kept_at(price, problem, problem.wanted, known, nbytes, to_keep, never)
     return [*((var, False) for var in kept), *((var, is_coded(var)) for var in rest)]
+
+
+def _kept_at(
+    price: float,
+    problem: Problem,
+    wanted: Iterable[Any],
+    known: set[Any],
+    nbytes: Callable[[Any], int] = array_bytes,
+    to_keep: Callable[[Any], float] | None = None,
+    never: Callable[[Any], bool] = lambda eqn: bool(eqn.effects),
+) -> list[Any]:
+    """The variables to keep where a byte is worth `price` seconds; `never` says which equations may not run again."""
+    to_keep = to_keep or problem.to_keep
+    return cheapest(
+        wanted,
+        {out: eqn for eqn in problem.again for out in eqn.outvars},
+        known,
+        lambda var: price * max(nbytes(var), 1) + to_keep(var),
+        lambda eqn: None if never(eqn) else max(problem.seconds[id(eqn)], _SOME_TIME),
+    )
 
 
 def _on_frontier(problem: Problem, exact: Sequence[Any], coded: Sequence[Code], codes: Codes | None) -> list[Subset]:

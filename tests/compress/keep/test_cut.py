@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax import lax
 
+from memjax._core.backward.minimum_cut import cheapest
 from memjax._core.program.jaxpr import calls_in_place, producers, variables
-from memjax.compress._transform.keep.cut.minimum_cut import cheapest
 from memjax.compress._transform.keep.cut.needs import Need, needs
 from tests.compress.transformer_layers import by_a_rule_of_its_own
 

@@ -31,12 +31,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from memjax._core.backward.minimum_cut import cheapest
 from memjax._core.program.jaxpr import Program, Walk, is_literal, nbytes
 from memjax.compress._codecs.codec import DTYPES
 from memjax.compress._transform.array_codecs import ArrayCodecs, Role
 from memjax.compress._transform.keep.cut.again import Again, again_exactly, again_linear, again_rounded, flops_per_byte
 from memjax.compress._transform.keep.cut.candidates import Candidates
-from memjax.compress._transform.keep.cut.minimum_cut import cheapest
 from memjax.compress._transform.keep.cut.needs import Need
 from memjax.compress._transform.keep.cut.smooth import is_rectifier
 from memjax.compress._transform.keep.deviations import Scale, scale_of_norm
