@@ -7,6 +7,7 @@ JAX's private modules, which kernels are made with, are imported in two more pla
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import os
 import re
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.extend.core import jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
@@ -115,9 +117,46 @@ def is_tracer(value: Any) -> bool:
     return isinstance(value, jax.core.Tracer)
 
 
+def matmul_precision() -> str | None:
+    """The setting of `jax.default_matmul_precision`."""
+    return getattr(jax.config, "jax_default_matmul_precision", None)
+
+
+def is_x64() -> bool:
+    """The setting of `jax.enable_x64`."""
+    return bool(getattr(jax.config, "jax_enable_x64", False))
+
+
 def names_an_axis(effect: Any) -> bool:
     """Whether the effect is that of a collective over a named axis."""
     return type(effect).__name__ == "NamedAxisEffect"
+
+
+def spread_by_xla(ctx: Any) -> Any:
+    """The context of a lowering rule where XLA spreads the program over devices, for `custom_partitioning`; else None.
+
+    That is given devices only where a primitive says that it needs them, and then refuses programs of several meshes. It makes
+    no use of them where it does not decode shardings.
+    """
+    module, context = ctx.module_context, ctx.module_context.axis_context
+    count = getattr(context, "num_devices", 1)
+    if count == 1 or module.lowering_parameters.for_export:
+        return None
+    devices = (jax.local_devices()[0],) * count
+    context = dataclasses.replace(context, device_assignment=devices, abstract_mesh=None)
+    return ctx.replace(module_context=module.replace(axis_context=context))
+
+
+def tiles_of_devices(sharding: Any, rank: int) -> np.ndarray:
+    """Which tile each device has along each dimension, (devices, rank), of what `custom_partitioning` says of a sharding."""
+    hlo = sharding._to_xla_hlo_sharding(rank)
+    count = sharding.num_devices
+    tiles = np.zeros((count, rank), int)
+    if not hlo.is_replicated():
+        order = np.asarray(hlo.tile_assignment_devices())
+        shape = hlo.tile_assignment_dimensions()
+        tiles[order] = np.stack(np.unravel_index(np.arange(count), shape), 1)[:, :rank]
+    return tiles
 
 
 class Frame(NamedTuple):

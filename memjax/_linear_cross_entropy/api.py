@@ -1,6 +1,6 @@
 """`linear_cross_entropy`: the loss log sum exp(l) - l_label of logits l = x w^T that are never all held.
 
-Here arguments are checked, tokens flattened, an implementation chosen, and losses reduced.
+Here arguments are checked, an implementation chosen, and losses reduced.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from memjax._core import check as _check
 from memjax._core.arrays import accumulator, as_array, vary, varying_axes
 from memjax._linear_cross_entropy import check, explicit, primitive, reference
-from memjax._linear_cross_entropy.options import Array, Operands, Options, Result, psum, scaled
+from memjax._linear_cross_entropy.options import Array, Operands, Options, Result, psum, scaled, with_rows
 
 
 class Aux(NamedTuple):
@@ -125,8 +125,10 @@ def linear_cross_entropy(
     of what all n devices of both axes return, n times as large; and what is replicated gets the device's part of it only.
     Nor can arguments that should be sharded and are not be refused there.
 
-    On a mesh of explicit axes (`AxisType.Explicit`), outside of a `shard_map`, tokens and the vocabulary may be sharded as
-    the types of x and w say, over different axes; labels, weights and bias follow, and gradients are sharded as x and w are.
+    Outside of a `shard_map` tokens and head may be sharded anyhow, and nothing has to be said: each device computes its own
+    tokens, and sums over devices follow at the end. Chunks are those of a device. Axes that shard the vocabulary and no tokens
+    take the part of `axis_name`; a head that is sharded otherwise, as fully sharded parameters are, is gathered once, and its
+    gradient is scattered. On a mesh of explicit axes (`AxisType.Explicit`) labels, weights and bias follow the types of x and w.
 
     Raises:
       TypeError: an argument of the wrong kind or dtype.
@@ -144,7 +146,8 @@ def linear_cross_entropy(
     check.same_on_all(axis_name, x=x, labels=labels, weights=weights, class_weights=class_weights)
     result = share(call)
     loss = psum(result.loss, axis_name)
-    loss = loss.reshape(x.shape[:-1]) if reduction == "none" else psum(loss, token_axis_name)
+    if reduction != "none":
+        loss = psum(loss, token_axis_name)
     if not return_aux:
         return loss
     return loss, _aux(result, call.valid, axis_name, token_axis_name)
@@ -181,7 +184,7 @@ def prepared(
     return_aux: Any = False,
     implementation: Any = None,
 ) -> Call:
-    """Checks the arguments of `linear_cross_entropy`, flattens tokens, and finds what each token's loss is multiplied by."""
+    """Checks the arguments of `linear_cross_entropy`, and finds what each token's loss is multiplied by."""
     scalars = check.scalars(label_smoothing, z_loss, softcap, logit_scale, chunk, ignore_index)
     axes, token_axes = check.axes("axis_name", axis_name), check.axes("token_axis_name", token_axis_name)
     devices = math.prod(lax.axis_size(axis) for axis in axes)
@@ -228,16 +231,8 @@ def prepared(
     if not soft:
         scale = jnp.where(wrong, jnp.nan, scale)
 
-    operands = Operands(
-        x.reshape(-1, x.shape[-1]),
-        w,
-        bias,
-        hard.reshape(-1),
-        labels.reshape(-1, labels.shape[-1]) if soft else None,
-        scale.reshape(-1),
-        class_weights,
-    )
-    check.suited(operands, options)
+    operands = Operands(x, w, bias, hard, labels if soft else None, scale, class_weights)
+    check.suited(with_rows(operands), options)
     return Call(operands, options, valid, algorithm, reduction)
 
 
@@ -280,6 +275,6 @@ def _aux(result: Result, valid: Array, axis_name: Any, token_axis_name: Any) -> 
     divisor = jnp.maximum(count, 1).astype(lse.dtype)
 
     def mean(a: Any) -> Array:
-        return psum(jnp.where(valid.reshape(-1), a, 0.0).sum(), token_axis_name) / divisor
+        return psum(jnp.where(valid, a, 0.0).sum(), token_axis_name) / divisor
 
-    return Aux(lse.reshape(valid.shape), mean(correct), mean(entropy), count)
+    return Aux(lse, mean(correct), mean(entropy), count)

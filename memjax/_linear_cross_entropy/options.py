@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -32,7 +33,10 @@ class Options:
 
 
 class Operands(NamedTuple):
-    """The arrays of one call, tokens flattened. `labels` are columns of the whole vocabulary, -1 for none."""
+    """The arrays of one call. `labels` are columns of the whole vocabulary, -1 for none.
+
+    Algorithms get tokens flattened, in N rows; up to `programs` N stands for as many dimensions as the user's tokens have.
+    """
 
     x: Array  # (N, D)
     w: Array  # (V, D) or (D, V)
@@ -41,6 +45,13 @@ class Operands(NamedTuple):
     targets: Array | None  # (N, V) soft targets
     scale: Array | None  # (N,) what each token's loss is multiplied by; None where the losses are not summed
     class_weights: Array | None  # (V,) factors of the targets; None where they are already part of `scale`
+
+
+def with_rows(operands: Operands) -> Operands:
+    """Operands with the shape of x that algorithms see, for choices by shapes alone."""
+    *tokens, dim = operands.x.shape
+    x: Any = jax.ShapeDtypeStruct((math.prod(tokens), dim), operands.x.dtype)
+    return operands._replace(x=x)
 
 
 class Chunk(NamedTuple):

@@ -22,9 +22,11 @@ from jax.interpreters import ad, batching, mlir
 
 from memjax._core.arrays import vary, varying_axes
 from memjax._core.backward.derivatives import forward_mode_errors, forward_mode_message, jvp_of_some, only_transposed
+from memjax._core.compat import spread_by_xla
 from memjax._core.lists import pick
-from memjax._linear_cross_entropy import choice, forward_grad, recompute
-from memjax._linear_cross_entropy.options import Array, Operands, Options, Result, scaled
+from memjax._linear_cross_entropy import choice, devices, recompute
+from memjax._linear_cross_entropy.options import Array, Operands, Options, Result, scaled, with_rows
+from memjax._linear_cross_entropy.programs import Arrays, Program, as_operands, named
 
 _DIFFERENTIABLE = ("x", "w", "bias", "scale")
 _PER_TOKEN = ("x", "labels", "targets", "scale")
@@ -43,77 +45,80 @@ def total_loss(operands: Operands, options: Options) -> Result:
 
 def _bind(primitive: Primitive, operands: Operands, options: Options) -> Result:
     operands = vary(operands, varying_axes(*jax.tree.leaves(operands)))
-    flat, tree = jax.tree.flatten(operands)
-    jaxpr = jax.make_jaxpr(partial(_flat_forward, primitive, tree, options))(*flat)
-    outs = primitive.bind(*flat, jaxpr=jaxpr, tree=tree, options=options)
-    return _result(outs, options)
+    return _result(_bound(primitive, Program(_PROGRAMS[primitive], options), named(operands)))
 
 
-def _result(outs: Any, options: Options) -> Result:
-    loss, lse, *aux = outs
-    return Result(loss, lse, *(aux if options.aux else (None, None)))
+def _bound(primitive: Primitive, program: Program, arrays: Arrays) -> Arrays:
+    """`program(arrays)` as one equation."""
+    flat, tree = jax.tree.flatten(arrays)
+    axes = varying_axes(arrays["x"])
+    function = lambda *flat: vary(program(jax.tree.unflatten(tree, flat)), axes)
+    jaxpr, shape = jax.make_jaxpr(function, return_shape=True)(*flat)
+    outs = primitive.bind(*flat, jaxpr=jaxpr, tree=tree, program=program)
+    return jax.tree.unflatten(jax.tree.structure(shape), outs)
 
 
-def _flat_forward(primitive: Primitive, tree: Any, options: Options, *flat: Array) -> list[Array]:
-    operands = jax.tree.unflatten(tree, flat)
-    if primitive is total_p:
-        result = forward_grad.total_loss(operands, options)
-    else:
-        result, _ = recompute.token_losses(operands, options)
-    return jax.tree.leaves(vary(result, varying_axes(operands.x)))
+def _rest(result: Result) -> Arrays:
+    rest = result._asdict()
+    return {name: rest[name] for name in ("lse", "correct", "entropy") if rest[name] is not None}
+
+
+def _result(outs: Arrays) -> Result:
+    loss = outs["total"] if "total" in outs else outs["loss"]
+    return Result(loss, outs["lse"], outs.get("correct"), outs.get("entropy"))
 
 
 # Differentiation
 
 
-def _differentiable_tokens(options: Options, wanted: frozenset[str], operands: Operands) -> Any:
+def _differentiable_tokens(options: Options, wanted: frozenset[str], operands: Operands) -> Arrays:
     @jax.custom_vjp
-    def losses(operands: Operands) -> list[Array]:
+    def losses(operands: Operands) -> Arrays:
         return forward(operands)[0]
 
     def forward(operands: Operands) -> Any:
-        result, total = _opaque(lambda operands: recompute.token_losses(operands, options), operands)
-        outs = jax.tree.leaves(vary(result, varying_axes(operands.x)))
-        return outs, (operands, total)
+        outs = _opaque(Program("losses_and_mass", options), named(operands))
+        saved = {name: outs[name] for name in ("lse", "mass") if name in outs}
+        outs.pop("mass", None)
+        return outs, (operands, saved)
 
-    def backward(saved: Any, cotangents: Any) -> tuple[Operands]:
-        operands, total = saved
-        grads = recompute.gradients(operands, total, cotangents[0], options, wanted)
-        return (_cotangents(operands, grads),)
+    def backward(saved: Any, cotangents: Arrays) -> tuple[Operands]:
+        operands, rows = saved
+        arrays = {**named(operands), **rows, "cotangent": cotangents["loss"]}
+        return (_cotangents(operands, _opaque(Program("gradients", options, wanted), arrays)),)
 
     losses.defvjp(forward, backward)
     return losses(operands)
 
 
-def _differentiable_total(options: Options, wanted: frozenset[str], operands: Operands) -> Any:
+def _differentiable_total(options: Options, wanted: frozenset[str], operands: Operands) -> Arrays:
     @jax.custom_vjp
-    def loss(operands: Operands) -> list[Array]:
-        return jax.tree.leaves(vary(forward_grad.total_loss(operands, options), varying_axes(operands.x)))
+    def loss(operands: Operands) -> Arrays:
+        return _opaque(Program("total", options), named(operands))
 
     def forward(operands: Operands) -> Any:
-        rows, grads = _opaque(lambda o: forward_grad.loss_and_gradients(o, options, wanted), operands)
+        outs = _opaque(Program("losses_and_gradients", options, wanted), named(operands))
+        grads = {name: outs.pop(name) for name in _DIFFERENTIABLE if name in outs}
         if "scale" in wanted:
-            grads["scale"] = rows.loss
-        result = rows._replace(loss=scaled(operands.scale, rows.loss).sum())
-        outs = jax.tree.leaves(vary(result, varying_axes(operands.x)))
+            grads["scale"] = outs["loss"]
+        outs["total"] = scaled(operands.scale, outs.pop("loss")).sum()
         # Cotangents must have the dtypes of what they belong to; nothing else of the operands is needed.
         like = Operands._make(None if a is None else jnp.zeros((0,), a.dtype) for a in operands)
         return outs, (like, grads)
 
-    def backward(saved: Any, cotangents: Any) -> tuple[Operands]:
+    def backward(saved: Any, cotangents: Arrays) -> tuple[Operands]:
         like, grads = saved
-        scaled = {k: (cotangents[0] * g.astype(cotangents[0].dtype)) for k, g in grads.items()}
-        return (_cotangents(like, scaled),)
+        d = cotangents["total"]
+        return (_cotangents(like, {k: d * g.astype(d.dtype) for k, g in grads.items()}),)
 
     loss.defvjp(forward, backward)
     return loss(operands)
 
 
-def _differentiable_total_by_recompute(options: Options, wanted: frozenset[str], operands: Operands) -> Any:
-    per_token = _differentiable_tokens(options, wanted - {"scale"}, operands._replace(scale=None))
-    result = _result(per_token, options)
-    loss = scaled(operands.scale, result.loss).sum()
-    return jax.tree.leaves(result._replace(loss=loss))
+def _differentiable_total_by_recompute(options: Options, wanted: frozenset[str], operands: Operands) -> Arrays:
+    outs = _differentiable_tokens(options, wanted - {"scale"}, operands._replace(scale=None))
+    outs["total"] = scaled(operands.scale, outs.pop("loss")).sum()
+    return outs
 
 
 def _cotangents(like: Operands, grads: dict[str, Array]) -> Operands:
@@ -121,11 +126,11 @@ def _cotangents(like: Operands, grads: dict[str, Array]) -> Operands:
     return Operands._make(cast.get(name) for name in Operands._fields)
 
 
-def _jvp(primitive: Primitive, primals: Any, tangents: Any, *, jaxpr: Any, tree: Any, options: Options) -> Any:
+def _jvp(primitive: Primitive, primals: Any, tangents: Any, *, jaxpr: Any, tree: Any, program: Program) -> Any:
     del jaxpr
+    options = program.options
     moving = [type(t) is not ad.Zero and t.dtype != jax.dtypes.float0 for t in tangents]
-    names = [name for name, a in zip(Operands._fields, jax.tree.unflatten(tree, primals), strict=True) if a is not None]
-    wanted = frozenset(pick(names, moving))
+    wanted = frozenset(pick(list(jax.tree.unflatten(tree, primals)), moving))
     for name, argument in (("targets", "labels"), ("class_weights", "class_weights")):
         if name in wanted:
             raise ValueError(
@@ -134,12 +139,13 @@ def _jvp(primitive: Primitive, primals: Any, tangents: Any, *, jaxpr: Any, tree:
             )
     differentiable = _differentiable_tokens
     if primitive is total_p:
-        operands = jax.tree.unflatten(tree, primals)
+        operands = with_rows(as_operands(jax.tree.unflatten(tree, primals)))
         mosaic = recompute.by_mosaic(operands, options)
         later = options.choose and choice.recompute_is_faster(operands, options, mosaic, wanted)
         differentiable = _differentiable_total_by_recompute if later else _differentiable_total
 
-    call = lambda flat: tuple(differentiable(options, wanted, jax.tree.unflatten(tree, flat)))
+    function = lambda flat: differentiable(options, wanted, as_operands(jax.tree.unflatten(tree, flat)))
+    call = lambda flat: tuple(jax.tree.leaves(function(flat)))
     tangents = [only_transposed(tangent, _FORWARD_MODE) for tangent in pick(tangents, moving)]
     with forward_mode_errors(_FORWARD_MODE):
         return jvp_of_some(call, primals, moving, tangents)
@@ -148,48 +154,57 @@ def _jvp(primitive: Primitive, primals: Any, tangents: Any, *, jaxpr: Any, tree:
 # Batching
 
 
-def _batch(primitive: Primitive, args: Any, dims: Any, *, jaxpr: Any, tree: Any, options: Options) -> Any:
+def _batch(primitive: Primitive, args: Any, dims: Any, *, jaxpr: Any, tree: Any, program: Program) -> Any:
     del jaxpr
+    options = program.options
     batch = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
-    operands = jax.tree.unflatten(tree, args)
-    remaining = iter(dims)
-    axes = Operands._make(None if a is None else next(remaining) for a in operands)
+    operands = as_operands(jax.tree.unflatten(tree, args))
+    axes = as_operands(dict(zip(jax.tree.unflatten(tree, args), dims, strict=True)))
     if axes.w is not None or axes.bias is not None:
         function = _differentiable_total if primitive is total_p else _differentiable_tokens
         active = frozenset(k for k in _DIFFERENTIABLE if getattr(operands, k) is not None)
-        outs = jax.vmap(partial(function, options, active), in_axes=(axes,), axis_size=batch)(operands)
+        outs = jax.tree.leaves(jax.vmap(partial(function, options, active), in_axes=(axes,), axis_size=batch)(operands))
         return outs, [0] * len(outs)
 
-    def flatten(a: Array | None, axis: int | None) -> Array | None:
+    def outside(a: Array | None, axis: int | None) -> Array | None:
         if a is None:
             return None
-        a = jnp.broadcast_to(a, (batch, *a.shape)) if axis is None else jnp.moveaxis(a, axis, 0)
-        return a.reshape(-1, *a.shape[2:])
+        return jnp.broadcast_to(a, (batch, *a.shape)) if axis is None else jnp.moveaxis(a, axis, 0)
 
-    flat = operands._replace(**{k: flatten(getattr(operands, k), getattr(axes, k)) for k in _PER_TOKEN})
+    more = operands._replace(**{k: outside(getattr(operands, k), getattr(axes, k)) for k in _PER_TOKEN})
     chunk = None if primitive is total_p else options.chunk  # it would count tokens
-    result = token_losses(flat._replace(scale=None), replace(options, chunk=chunk))
-    result = jax.tree.map(lambda a: a.reshape(batch, -1), result)
+    result = token_losses(more._replace(scale=None), replace(options, chunk=chunk))
     if primitive is total_p:
-        result = result._replace(loss=scaled(flat.scale.reshape(batch, -1), result.loss).sum(1))
-    outs = jax.tree.leaves(result)
-    return outs, [0] * len(outs)
+        losses = scaled(more.scale, result.loss)
+        outs = {"total": losses.sum(range(1, losses.ndim)), **_rest(result)}
+    else:
+        outs = {"loss": result.loss, **_rest(result)}
+    flat = jax.tree.leaves(outs)
+    return flat, [0] * len(flat)
 
 
 def _define(name: str) -> Primitive:
-    """A primitive that stands for the `jaxpr` it carries. Rules of differentiation and batching are registered below."""
+    """A primitive that stands for the `jaxpr` of its program. Rules of differentiation and batching are registered below."""
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
-    primitive.def_impl(lambda *args, jaxpr, **_: jax.jit(jaxpr_as_fun(jaxpr))(*args))
-    mlir.register_lowering(
-        primitive, mlir.lower_fun(lambda *args, jaxpr, **_: jaxpr_as_fun(jaxpr)(*args), multiple_results=True)
-    )
+    primitive.def_impl(lambda *args, **parameters: jax.jit(partial(primitive.bind, **parameters))(*args))
+    mlir.register_lowering(primitive, _lower)
     return primitive
+
+
+def _lower(ctx: Any, *args: Any, jaxpr: Any, tree: Any, program: Program) -> Any:
+    function = jaxpr_as_fun(jaxpr)
+    if (spread := spread_by_xla(ctx)) is not None:
+        ctx = spread
+        function = lambda *flat: devices.over_devices(program, jaxpr, jax.tree.unflatten(tree, flat))
+    leaves = lambda *flat: jax.tree.leaves(function(*flat))
+    return mlir.lower_fun(leaves, multiple_results=True)(ctx, *args)
 
 
 tokens_p = _define("linear_cross_entropy_tokens")
 total_p = _define("linear_cross_entropy_total")
+_PROGRAMS = {tokens_p: "losses", total_p: "total"}
 for _primitive in (tokens_p, total_p):
     ad.primitive_jvps[_primitive] = partial(_jvp, _primitive)
     batching.primitive_batchers[_primitive] = partial(_batch, _primitive)
@@ -198,24 +213,21 @@ for _primitive in (tokens_p, total_p):
 # Calls that partial evaluation leaves alone
 
 
-def _opaque(function: Any, *args: Any) -> Any:
-    """`function(*args)` as one equation.
+def _opaque(program: Program, arrays: Arrays) -> Arrays:
+    """`program(arrays)` as one equation.
 
     Partial evaluation, a step of differentiation, would move what does not change from one round of a scan to the next in
     front of it: masks and constants as large as a chunk of logits.
     """
-    flat, tree = jax.tree.flatten(args)
-    flat_function = lambda *flat: function(*jax.tree.unflatten(tree, flat))
-    jaxpr, shape = jax.make_jaxpr(flat_function, return_shape=True)(*flat)
-    return jax.tree.unflatten(jax.tree.structure(shape), opaque_p.bind(*flat, jaxpr=jaxpr))
+    return _bound(opaque_p, program, arrays)
 
 
-def _opaque_jvp(primals: Any, tangents: Any, *, jaxpr: Any) -> Any:
+def _opaque_jvp(primals: Any, tangents: Any, *, jaxpr: Any, **_: Any) -> Any:
     moving = [type(tangent) is not ad.Zero for tangent in tangents]
     return jvp_of_some(lambda flat: jaxpr_as_fun(jaxpr)(*flat), primals, moving, pick(tangents, moving))
 
 
-def _opaque_batch(args: Any, dims: Any, *, jaxpr: Any) -> Any:
+def _opaque_batch(args: Any, dims: Any, *, jaxpr: Any, **_: Any) -> Any:
     outs = jax.vmap(jaxpr_as_fun(jaxpr), in_axes=tuple(dims))(*args)
     return outs, [0] * len(outs)
 

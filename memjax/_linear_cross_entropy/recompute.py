@@ -81,13 +81,14 @@ def result(total: Stats, options: Options) -> Result:
     return Result(loss_share(total, options), log_sum_exp(total), *diagnostics(total))
 
 
-def token_losses(operands: Operands, options: Options) -> tuple[Result, Stats]:
+def token_losses(operands: Operands, options: Options) -> tuple[Result, Array | None]:
+    """The result, and the mass of the targets where it is not 1."""
     total = statistics(operands, options, options.chunk)
-    return result(total, options), total
+    return result(total, options), total.mass
 
 
 def gradients(
-    operands: Operands, total: Stats, cotangent: Array, options: Options, wanted: frozenset[str]
+    operands: Operands, lse: Array, mass: Array | None, cotangent: Array, options: Options, wanted: frozenset[str]
 ) -> dict[str, Array]:
     """Gradients, of those of "x", "w" and "bias" that are wanted, of sum(cotangent * losses)."""
     # Logits that both passes compute would be merged, and kept from one to the other.
@@ -97,7 +98,7 @@ def gradients(
     operands = operands._replace(x=x)
     labels = local_labels(operands, options)
     # Such that their softmax is 0: kernels multiply it by the cotangent.
-    lse = jnp.where(cotangent == 0, _BEYOND_ALL_LOGITS, log_sum_exp(total))
+    lse = jnp.where(cotangent == 0, _BEYOND_ALL_LOGITS, lse)
     w = operands.w
     sums = accumulator(x.dtype)
     axes = varying_axes(x)
@@ -117,7 +118,7 @@ def gradients(
             d = hopper.logit_gradient(operands, labels, lse, cotangent, start, size, options)
         else:
             w_chunk, chunk = _chunk(operands, labels, start, size, options)
-            d = chunks.gradient(chunk, lse, total.mass, cotangent, options)
+            d = chunks.gradient(chunk, lse, mass, cotangent, options)
         new = dict(carry)
         if "x" in wanted:
             dx = matmul("nv,vd->nd", d, w_chunk, options, sums)

@@ -45,9 +45,9 @@ def logits(products: Array, bias: Array | None, options: Options) -> Array:
 def targets_of(
     labels: Array, targets: Array | None, class_weights: Array | None, width: int, dtype: Any, options: Options
 ) -> Array:
-    """(N, width) factors of the logits: the smoothed targets, times the classes' weights."""
+    """(..., width) factors of the logits: the smoothed targets, times the classes' weights."""
     if targets is None:
-        targets = lax.broadcasted_iota(jnp.int32, (labels.shape[0], width), 1) == labels[:, None]
+        targets = lax.broadcasted_iota(jnp.int32, (*labels.shape, width), labels.ndim) == labels[..., None]
     q = (1.0 - options.label_smoothing) * targets.astype(dtype) + options.label_smoothing / options.vocabulary
     return q if class_weights is None else q * class_weights.astype(dtype)
 
