@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from memjax._core.compat import varying
+from memjax._core.compat import explicit_sharding, varying
 
 
 def is_float(aval: Any) -> bool:
@@ -27,10 +27,17 @@ def accumulator(dtype: Any) -> Any:
 
 
 def zeros(aval: Any, leading: tuple[int, ...] = ()) -> Any:
-    """Zeros of a type, with leading dimensions; varying over the same mesh axes inside `shard_map`."""
-    value = jnp.zeros((*leading, *aval.shape), aval.dtype)
-    axes = tuple(varying(aval))
-    return lax.pcast(value, axes, to="varying") if axes else value
+    """Zeros of a type, with leading dimensions: sharded as the type says, and varying over the same mesh axes."""
+    return filled(jnp.zeros((), aval.dtype), aval, leading)
+
+
+def filled(value: Any, aval: Any, leading: tuple[int, ...] = ()) -> Any:
+    """A number at all places of an array of a type, with leading dimensions: sharded and varying as the type says."""
+    shape, sharding = (*leading, *aval.shape), explicit_sharding(aval, len(leading))
+    if shape:
+        value = lax.broadcast_in_dim(value, shape, (), out_sharding=sharding)
+    missing = tuple(sorted(varying(aval) - varying(jax.typeof(value))))
+    return lax.pcast(value, missing, to="varying") if missing else value
 
 
 def varying_axes(*arrays: Any) -> frozenset[str]:

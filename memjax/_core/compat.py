@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
+from jax.sharding import NamedSharding, PartitionSpec
 
 
 def _folder(package: str) -> str:
@@ -38,6 +39,27 @@ def varying(aval: Any) -> frozenset[str]:
 def varying_like(aval: Any, shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
     """A type of that shape and dtype whose values differ over the same mesh axes."""
     return jax.ShapeDtypeStruct(tuple(shape), dtype, manual_axis_type=aval.manual_axis_type)
+
+
+def explicit_sharding(aval: Any, leading: int = 0) -> NamedSharding | None:
+    """How the type says that values are sharded, behind `leading` dimensions that are whole. None: it says nothing.
+
+    It says so on a mesh of explicit axes (`AxisType.Explicit`).
+    """
+    sharding = getattr(aval, "sharding", None)
+    if sharding is None or not sharding.mesh.explicit_axes:
+        return None
+    return NamedSharding(sharding.mesh, PartitionSpec(*[None] * leading, *sharding.spec))
+
+
+def mesh_axes(aval: Any) -> tuple[dict[str, int], frozenset[str]]:
+    """The sizes of the axes of the mesh that a value lives on, as far as its type tells, and those that are automatic.
+
+    Types of arguments that lie on a mesh tell it, types of what is made in a program may not.
+    """
+    mesh = aval.sharding.mesh
+    mesh = jax.sharding.get_abstract_mesh() if mesh.empty else mesh
+    return dict(mesh.shape), frozenset(mesh.auto_axes)
 
 
 def parameters(eqn: Any) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from memjax._core.lists import Arrays, merge, pick
 from memjax._core.positions.regions import Region
 from memjax._core.positions.walk import Mixed, Positions, State, Summed, shape_of, shared
 from memjax._core.program.jaxpr import Program, bind, calls_in_place, read, trace
+from memjax._core.segments import Segments, segments
 from memjax._core.tiles import Tiles
 from memjax._plan.derivative import Derivative, strong, without_dead_equations
 from memjax._plan.tile.resized import Resized
@@ -70,8 +71,13 @@ class TiledRegion:
         if self._is_sum:
             return self._sums(shared_values, mapped)
         region = self.region
-        tiles = Tiles(self._body(), self._in_axes, region.axes, self._out_types, region.length, self._tile, jnp.float32)
+        tiles = Tiles(self._body(), self._in_axes, region.axes, self._out_types, *self._parts(mapped), jnp.float32)
         return tiles(shared_values, mapped)
+
+    def _parts(self, mapped: Arrays) -> tuple[Segments, int]:
+        """The segments of the axis, and positions per tile."""
+        parts = segments(self.region.length, mapped, self._in_axes)
+        return parts, max(self._tile // parts.count, 1) * parts.count
 
     def _resized(self, program: Program, states: Sequence[State], out_states: Sequence[State]) -> Resized:
         found = Resized(program, states, out_states, self.region.length, self._platform)
@@ -147,8 +153,7 @@ class TiledRegion:
                 self._in_axes,
                 axes,
                 types,
-                region.length,
-                self._tile,
+                *self._parts(inputs[n:]),
                 jnp.float32,
             )
             return run(inputs[:n], inputs[n:])

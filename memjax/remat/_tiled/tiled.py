@@ -23,6 +23,7 @@ from memjax._core.positions.lengths import check_alike, check_same, check_same_c
 from memjax._core.positions.rules import walk
 from memjax._core.positions.walk import Mixed, Positions, Seen, State, Summed, shared
 from memjax._core.program.jaxpr import evaluate
+from memjax._core.segments import Segments, segments, shards
 from memjax._core.tiles import Tiles, with_size
 from memjax.remat._tiled.modules import wrapped_module
 from memjax.remat._tiled.size import default_tile
@@ -57,11 +58,11 @@ def tiled(
       out_axes: which axis of each result holds positions; None for results that are sums over positions (a loss), which are
         added up.
       tile: positions per tile. The length need not be a multiple of it. None: 8,192 rows of a matrix product on GPUs and
-        TPUs, 512 elsewhere, tiles as equal as can be.
+        TPUs, 512 elsewhere, for each device of a mesh; tiles as equal as can be.
       sum_dtype: gradients of shared arrays and results with `out_axes=None` are added up in this dtype, or in their own if
         that has more bits. None: always in their own.
       check: refuse `f` if it mixes positions. The check reads the program of `f` and runs nothing. False: the caller knows
-        better.
+        better, and tiles are contiguous.
 
     Returns:
       a function with the signature of `f` and, up to rounding, its results and gradients.
@@ -70,6 +71,10 @@ def tiled(
     bytes per position that `f` keeps or works with, w bytes of shared arrays and g bytes of their gradients in `sum_dtype`:
     t a + g beside arguments and results, where `f` alone takes T a. The gradient of an argument is written over the cotangent
     of a result of the same type, where that is not needed any more. Time: one more forward pass.
+
+    On a mesh a tile has positions of every device: the axis is taken for as many segments as there are devices, or as its type
+    says that it is sharded over, and a tile has the same places of each. So a device computes what it holds, and `tile` is
+    rounded down to a multiple of the segments, one position of each at least. That needs check=True.
 
     Raises:
       ValueError: when called, `f` mixes positions (the message names the operation and its source line), mapped axes are
@@ -155,8 +160,18 @@ def _call(f: Callable[..., Any], arguments: Any, leaf_axes: list[int | None], op
 
     if length == 0:
         return flat(shared_arrays, arrays)
-    shapes = [array.shape for array in arrays]
-    tile = min(options.tile, length) if options.tile is not None else default_tile(length, shapes, axes)
+    if options.check:
+        parts = segments(length, arrays, axes)
+    else:
+        parts = Segments(length, 1)
+        for path, array, axis in zip(pick(paths, mapped), arrays, axes, strict=True):
+            if shards(jax.typeof(array), axis) > 1:
+                fix = (
+                    "gather it with jax.sharding.reshard, or use check=True: tiles of a sharded axis are not contiguous"
+                )
+                raise _check.fail(ValueError, path, f"whole along axis {axis} with check=False", array, fix)
+    tile = default_tile(length, arrays, axes) if options.tile is None else min(options.tile, length)
+    tile = max(tile // parts.count, 1) * parts.count
     traced = functools.cache(lambda size: _Program(f, flat, shared_arrays, arrays, axes, size))
     program = traced(tile)
     out_axes = _per_leaf("out_axes", options.out_axes, jax.tree.unflatten(program.out_tree, program.out_types))
@@ -181,7 +196,7 @@ def _call(f: Callable[..., Any], arguments: Any, leaf_axes: list[int | None], op
         aval if axis is None else aval.update(shape=with_size(aval.shape, axis, length))
         for aval, axis in zip(program.out_types, out_axes, strict=True)
     ]
-    tiles = Tiles(body, axes, out_axes, types, length, tile, options.sum_dtype)
+    tiles = Tiles(body, axes, out_axes, types, parts, tile, options.sum_dtype)
     outs = tiles(guarded[: count + len(shared_arrays)], guarded[count + len(shared_arrays) :])
     return jax.tree.unflatten(program.out_tree, outs)
 

@@ -1,0 +1,79 @@
+"""Parts of an axis that may be sharded, such that every device has its share of each part.
+
+Positions `start` to `start + size` of a sharded axis lie on one device, or on a few: the others have nothing to do, or compute
+the same. So the axis is taken for equal segments, as many as there are devices or a multiple, and a part has the same places of
+each segment: every device cuts it from what it holds. Where positions do not mix, any part of them will do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+
+from memjax._core.compat import explicit_sharding, mesh_axes
+
+
+class Segments(NamedTuple):
+    """An axis of `length` places as `count` segments. A part has `size` places of each."""
+
+    length: int
+    count: int
+
+    def split(self, array: Any, axis: int) -> Any:
+        """The array with one axis for segments and one for the places in them, instead of the axis."""
+        if self.count == 1:
+            return array
+        shape = array.shape
+        return array.reshape(*shape[:axis], self.count, self.length // self.count, *shape[axis + 1 :])
+
+    def join(self, array: Any, axis: int) -> Any:
+        """The other way round, of a part, too."""
+        if self.count == 1:
+            return array
+        shape = array.shape
+        return array.reshape(*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
+
+    def cut(self, split: Any, start: Any, size: int, axis: int) -> Any:
+        """A part of an array that was split, joined."""
+        within = axis + (self.count > 1)
+        return self.join(lax.dynamic_slice_in_dim(split, start, size, within), axis)
+
+    def put(self, split: Any, part: Any, start: Any, axis: int) -> Any:
+        """The array that was split with a joined part written into it."""
+        part, within = part.astype(split.dtype), axis
+        if self.count > 1:
+            shape, within = part.shape, axis + 1
+            part = part.reshape(*shape[:axis], self.count, shape[axis] // self.count, *shape[axis + 1 :])
+        return lax.dynamic_update_slice_in_dim(split, part, start, within)
+
+
+def segments(length: int, arrays: Sequence[Any], axes: Sequence[int]) -> Segments:
+    """Segments of an axis that the arrays have in common, a multiple of the devices over which any of them shards it.
+
+    Types tell this on a mesh of explicit axes. With automatic axes they tell the devices at most, and where arrays get to a mesh
+    by `in_shardings` alone, not even that: then all devices count that may be used.
+    """
+    types = list(map(jax.typeof, arrays))
+    explicit = math.lcm(*(shards(aval, axis) for aval, axis in zip(types, axes, strict=True)))
+    automatic = automatic_devices(types)
+    return Segments(length, math.lcm(explicit, math.gcd(length, automatic or jax.device_count())))
+
+
+def automatic_devices(types: Sequence[Any]) -> int | None:
+    """Over how many devices of a mesh the compiler may spread values of these types as it likes. None: no mesh is known."""
+    meshes = [mesh_axes(aval) for aval in types]
+    known = [math.prod(sizes[name] for name in automatic) for sizes, automatic in meshes if sizes]
+    return max(known, default=None)
+
+
+def shards(aval: Any, axis: int) -> int:
+    """Over how many devices of a mesh of explicit axes the type shards an axis."""
+    sharding = explicit_sharding(aval)
+    if sharding is None or axis >= len(sharding.spec) or sharding.spec[axis] is None:
+        return 1
+    entry = sharding.spec[axis]
+    return math.prod(sharding.mesh.shape[name] for name in (entry if isinstance(entry, tuple) else (entry,)))
