@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from memjax._core.compat import explicit_sharding, mesh_axes
 
@@ -51,16 +52,25 @@ class Segments(NamedTuple):
         return lax.dynamic_update_slice_in_dim(split, part, start, within)
 
 
-def segments(length: int, arrays: Sequence[Any], axes: Sequence[int]) -> Segments:
-    """Segments of an axis that the arrays have in common, a multiple of the devices over which any of them shards it.
+def segments(length: int, arrays: Sequence[Any], axes: Sequence[int], size: int) -> tuple[Segments, int]:
+    """Segments of an axis that the arrays have in common, and `size` rounded to a multiple of them, down where that can be."""
+    automatic = automatic_devices(list(map(jax.typeof, arrays)))
+    if automatic is None and size < jax.device_count():
+        automatic = 1  # a part has no place for each of the devices that there may be
+    count = segment_count(length, arrays, axes, automatic)
+    return Segments(length, count), max(size // count, 1) * count
 
-    Types tell this on a mesh of explicit axes. With automatic axes they tell the devices at most, and where arrays get to a mesh
-    by `in_shardings` alone, not even that: then all devices count that may be used.
+
+def segment_count(length: int, arrays: Sequence[Any], axes: Sequence[int], automatic: int | None = None) -> int:
+    """A divisor of `length`: as many segments as devices over which an array shards its axis, or a multiple.
+
+    Types tell this on a mesh of explicit axes. With automatic axes they tell the mesh at most. Where arrays get to a mesh by
+    `in_shardings` alone, not even that: then all devices that there are count. `automatic` are those to count instead.
     """
     types = list(map(jax.typeof, arrays))
+    automatic = automatic or automatic_devices(types) or jax.device_count()
     explicit = math.lcm(*(shards(aval, axis) for aval, axis in zip(types, axes, strict=True)))
-    automatic = automatic_devices(types)
-    return Segments(length, math.lcm(explicit, math.gcd(length, automatic or jax.device_count())))
+    return math.lcm(explicit, math.gcd(length, automatic))
 
 
 def automatic_devices(types: Sequence[Any]) -> int | None:
@@ -77,3 +87,12 @@ def shards(aval: Any, axis: int) -> int:
         return 1
     entry = sharding.spec[axis]
     return math.prod(sharding.mesh.shape[name] for name in (entry if isinstance(entry, tuple) else (entry,)))
+
+
+def whole(array: Any, axis: int) -> Any:
+    """The array, gathered along an axis where a mesh of explicit axes shards it. Its gradient is scattered again."""
+    if shards(jax.typeof(array), axis) == 1:
+        return array
+    sharding = jax.typeof(array).sharding
+    spec = (None if i == axis else entry for i, entry in enumerate(sharding.spec))
+    return jax.sharding.reshard(array, NamedSharding(sharding.mesh, PartitionSpec(*spec)))

@@ -76,8 +76,7 @@ class TiledRegion:
 
     def _parts(self, mapped: Arrays) -> tuple[Segments, int]:
         """The segments of the axis, and positions per tile."""
-        parts = segments(self.region.length, mapped, self._in_axes)
-        return parts, max(self._tile // parts.count, 1) * parts.count
+        return segments(self.region.length, mapped, self._in_axes, self._tile)
 
     def _resized(self, program: Program, states: Sequence[State], out_states: Sequence[State]) -> Resized:
         found = Resized(program, states, out_states, self.region.length, self._platform)

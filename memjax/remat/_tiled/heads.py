@@ -7,12 +7,14 @@ that works head by head, over several.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from memjax._attention.causal import causal_attention
@@ -22,8 +24,10 @@ from memjax._core.backward import Backward
 from memjax._core.backward.derivatives import forward_mode_message, reverse_only
 from memjax._core.barriers import barrier
 from memjax._core.clear_errors import call_errors
+from memjax._core.compat import explicit_sharding
 from memjax._core.lists import Arrays, drop, merge, pick
 from memjax._core.program.closures import Hoisted
+from memjax._core.segments import Segments, segment_count, shards, whole
 from memjax.remat._tiled.heads_apart import refuse_mixed_heads
 from memjax.remat._tiled.tiled import tiled
 
@@ -56,7 +60,8 @@ def attention_in_groups(
       x: B sequences of T positions.
       query, key, value, out: kernels of N query heads and K heads of keys and values, H features each; N is a multiple of K.
         Their shapes are those of `nnx.MultiHeadAttention`.
-      groups: in how many groups the heads are taken, a divisor of K. None: K.
+      groups: in how many groups the heads are taken, a divisor of K. None: K. On a mesh that shards heads over p devices a group
+        has heads of each of them, so it is a divisor of K / p; automatic axes do not tell, and more groups leave devices idle.
       tile: positions per tile of projections; see `tiled`.
       norm: applied to x before the projections. What it closes over (a scale) is differentiated.
       rotary: applied to queries and keys of shape (B, t, heads, H), with the positions of the tile, of shape (t,) or (B, t).
@@ -100,7 +105,8 @@ def attention_in_groups(
     if check.array("positions", positions).shape not in (x.shape[1:2], x.shape[:2]):
         raise check.fail(ValueError, "positions", f"of shape {x.shape[1:2]} or {x.shape[:2]}", positions)
     x, positions = vary((x, lax.stop_gradient(positions)), varying_axes(x, positions))
-    kernels = vary([query, key, value, out], varying_axes(x))
+    kernels = [*(whole(kernel, 0) for kernel in (query, key, value)), whole(out, 2)]
+    kernels = vary(kernels, varying_axes(x))
     layer = _Layer(norm, rotary, attend or causal_attention, groups, tile, keep_attention, kernels, x, positions)
     guarded = [reverse_only(leaf, _FORWARD_MODE) for leaf in (*vary(layer.constants, varying_axes(x)), *kernels, x)]
     n = len(layer.constants)
@@ -130,6 +136,8 @@ class _Layer:
         positions: Array,
     ):
         self._groups, self._tile, self._keep_attention = groups, tile, keep_attention
+        # Of the heads: a group has some of every device's.
+        self._segments = segment_count(kernels[1].shape[1] // groups, kernels, (1, 1, 1, 0))
         self._positions_axis = positions.ndim - 1
 
         def project(query, key, value, x, positions):
@@ -173,7 +181,7 @@ class _Layer:
         def step(carry, group):
             outputs, *others = carry
             o, kept = self._attended(constants[self._n :], *self._of_group(carry[-3:], group, 2))
-            return (_put(outputs, o, group), *others), kept if self._keep_attention else []
+            return (self._put(outputs, o, group), *others), kept if self._keep_attention else []
 
         def add(out, o, x):
             return x + _outward(out, o.reshape(*o.shape[:2], *out.shape[:2]), x.dtype)
@@ -225,7 +233,7 @@ class _Layer:
             d_out, do = pull_outward(dy)
             *d_within, dq, dk, dv = self._attention.back([*within, q, k, v], self._with_output(kept, o), [do])
             sums = [a + b for a, b in zip(sums, d_within, strict=True)]
-            return (sums, tuple(_put(a, b, index) for a, b in zip(d_qkv, (dq, dk, dv), strict=True))), d_out
+            return (sums, tuple(self._put(a, b, index) for a, b in zip(d_qkv, (dq, dk, dv), strict=True))), d_out
 
         sums = [zeros(jax.typeof(value)) for value in pick(within, floats_within)]
         (d_within, d_qkv), d_out = lax.scan(step, (sums, d_qkv), (self._each_group(), kept))
@@ -237,7 +245,7 @@ class _Layer:
 
         _, pull_projected = jax.vjp(projected, pick(before, floats_before), kernels[:3], x)
         d_before, d_kernels, dx = pull_projected((*d_qkv, dy))
-        d_kernels = [*d_kernels, d_out.reshape(kernels[3].shape)]
+        d_kernels = [*d_kernels, self._in_order(d_out)]
         d_constants = [*d_before, *d_within]
         return merge(d_constants, [None] * (len(floats) - len(d_constants)), floats), d_kernels, dx, None
 
@@ -272,17 +280,29 @@ class _Layer:
 
     def _of_group(self, arrays: Arrays, group: Any, axis: int) -> Arrays:
         """The heads of one group, along an axis."""
-        sizes = [array.shape[axis] // self._groups for array in arrays]
-        cut = lax.dynamic_slice_in_dim
-        return [cut(array, group * size, size, axis) for array, size in zip(arrays, sizes, strict=True)]
+
+        def cut(array):
+            heads = Segments(array.shape[axis], self._segments)
+            size = heads.length // (self._groups * heads.count)
+            return heads.cut(heads.split(array, axis), group * size, size, axis)
+
+        return list(map(cut, arrays))
+
+    def _put(self, side_by_side: Array, one: Array, group: Any) -> Array:
+        """The heads of one group, written among all."""
+        heads = Segments(side_by_side.shape[2], self._segments)
+        size = one.shape[2] // heads.count
+        return heads.join(heads.put(heads.split(side_by_side, 2), one, group * size, 2), 2)
+
+    def _in_order(self, of_groups: Array) -> Array:
+        """What was made for each group, heads behind the first axis, with all heads in one axis."""
+        groups, size, *others = of_groups.shape
+        apart = of_groups.reshape(groups, self._segments, size // self._segments, *others)
+        return jnp.moveaxis(apart, 0, 1).reshape(groups * size, *others)
 
 
 def _alike(a: Any, b: Any) -> bool:
     return bool(a.shape == b.shape and a.dtype == b.dtype)
-
-
-def _put(side_by_side: Array, one: Array, group: Any) -> Array:
-    return lax.dynamic_update_slice_in_dim(side_by_side, one, group * one.shape[2], 2)
 
 
 def _like(name: str, f: Callable[..., Array], a: Array, *others: Array) -> Array:
@@ -295,7 +315,10 @@ def _like(name: str, f: Callable[..., Array], a: Array, *others: Array) -> Array
 
 
 def _outward(out: Array, o: Array, dtype: Any) -> Array:
-    return jnp.einsum("btnh,nhd->btd", o, out.astype(o.dtype)).astype(dtype)
+    sharding = explicit_sharding(jax.typeof(o))
+    if sharding is not None:  # heads may be sharded: the sum over them is taken over devices, too
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:2], None))
+    return jnp.einsum("btnh,nhd->btd", o, out.astype(o.dtype), out_sharding=sharding).astype(dtype)
 
 
 def _checked(x: Any, query: Any, key: Any, value: Any, out: Any, groups: Any) -> int:
@@ -315,7 +338,12 @@ def _checked(x: Any, query: Any, key: Any, value: Any, out: Any, groups: Any) ->
     ):
         if kernel.shape != shape:
             raise check.fail(ValueError, name, f"of shape {shape}, to fit x and query", kernel)
-    groups = kv_heads if groups is None else check.integer("groups", groups, least=1, what="a number of groups")
-    if kv_heads % groups:
-        raise check.fail(ValueError, "groups", f"a divisor of the {kv_heads} heads of keys and values", groups)
+    held = math.lcm(*(shards(jax.typeof(kernel), axis) for kernel, axis in ((query, 1), (key, 1), (value, 1), (out, 0))))
+    if kv_heads % held:
+        raise check.fail(ValueError, "key", f"of a number of heads that is a multiple of the {held} shards of heads", key)
+    of_device = kv_heads // held
+    groups = of_device if groups is None else check.integer("groups", groups, least=1, what="a number of groups")
+    if of_device % groups:
+        which = f"the {of_device} heads of keys and values" + (" in a shard" if held > 1 else "")
+        raise check.fail(ValueError, "groups", f"a divisor of {which}", groups)
     return groups

@@ -160,8 +160,9 @@ def _call(f: Callable[..., Any], arguments: Any, leaf_axes: list[int | None], op
 
     if length == 0:
         return flat(shared_arrays, arrays)
+    tile = default_tile(length, arrays, axes) if options.tile is None else min(options.tile, length)
     if options.check:
-        parts = segments(length, arrays, axes)
+        parts, tile = segments(length, arrays, axes, tile)
     else:
         parts = Segments(length, 1)
         for path, array, axis in zip(pick(paths, mapped), arrays, axes, strict=True):
@@ -170,8 +171,6 @@ def _call(f: Callable[..., Any], arguments: Any, leaf_axes: list[int | None], op
                     "gather it with jax.sharding.reshard, or use check=True: tiles of a sharded axis are not contiguous"
                 )
                 raise _check.fail(ValueError, path, f"whole along axis {axis} with check=False", array, fix)
-    tile = default_tile(length, arrays, axes) if options.tile is None else min(options.tile, length)
-    tile = max(tile // parts.count, 1) * parts.count
     traced = functools.cache(lambda size: _Program(f, flat, shared_arrays, arrays, axes, size))
     program = traced(tile)
     out_axes = _per_leaf("out_axes", options.out_axes, jax.tree.unflatten(program.out_tree, program.out_types))
