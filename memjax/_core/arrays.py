@@ -16,6 +16,15 @@ def is_float(aval: Any) -> bool:
     return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
 
 
+def anywhere(value: Any) -> Any:
+    """The type, or that of an array, without an automatic mesh, which says nothing of where an array lies. Other meshes stay."""
+    known = hasattr(value, "update") and not isinstance(value, jax.Array)  # jax.ShapeDtypeStruct is no type, and does as one
+    aval = value if known else jax.typeof(value)
+    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+    is_automatic = mesh is not None and set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
+    return aval.update(sharding=None) if is_automatic else aval
+
+
 def as_array(value: Any) -> Array:
     """The value as a JAX array. An array of JAX is not copied, as `jnp.asarray` copies it outside of `jit`."""
     return value if isinstance(value, jax.Array) else jnp.asarray(value)

@@ -13,6 +13,7 @@ from memjax._core.arguments import Parts, is_array, is_nnx
 from memjax._core.arrays import is_float
 from memjax._core.compat import is_tracer
 from memjax._core.lists import drop, merge, pick
+from memjax._core.program.jaxpr import trace
 
 
 class Traced(NamedTuple):
@@ -60,7 +61,7 @@ class Flat:
             found.append((tree, dynamic, drop(leaves, dynamic)))
             return [*pick(leaves, dynamic), *_state(objects)]
 
-        closed = jax.make_jaxpr(run)(*self.arrays)
+        closed = trace(run, self.arrays, {})
         tree, dynamic, static = found[-1]
         types = [*map(jax.typeof, closed.consts), *closed.in_avals]
         return Traced(closed, types, _has_cotangent(closed.out_avals, tree, dynamic), tree, dynamic, static)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from memjax._core.arrays import vary
+from memjax._core.arrays import anywhere, vary
 from memjax._core.compat import nested, parameters, primitive_name, scope, settings
 from memjax._core.program.primitives import CHECKPOINTS, CUSTOM_CALLS, PLAIN_CALLS, REPLICATIONS
 
@@ -93,11 +93,12 @@ def axis_sizes(jaxpr: Any) -> dict[str, int]:
 
 
 def trace(f: Callable[..., Any], types: Sequence[Any], axes: dict[str, int]) -> Any:
-    """The program of `f` for arguments of these types, with the named axes `axes`.
+    """The program of `f` for arguments of these types, wherever they lie, with the named axes `axes`.
 
     A rule of a custom derivative may run where the names of a surrounding `jax.vmap` or `jax.shard_map` are no longer known.
     """
-    return jax.make_jaxpr(f, axis_env=[(name, size) for name, size in axes.items() if not _is_known(name)])(*types)
+    known = [(name, size) for name, size in axes.items() if not _is_known(name)]
+    return jax.make_jaxpr(f, axis_env=known)(*jax.tree.map(anywhere, list(types)))
 
 
 def _is_known(axis_name: str) -> bool:
@@ -150,8 +151,19 @@ class Program:
         return dataclasses.replace(self, constvars=self.constvars[consts:], consts=self.consts[consts:], invars=inputs)
 
 
+def does_nothing(eqn: Any) -> bool:
+    """Whether the result is the operand, for all that a plan can see: JAX adds such equations to have types agree in their mesh."""
+    name, params = primitive_name(eqn), parameters(eqn)
+    if name not in ("reshard", "reshape") or params.get("dimensions") is not None:
+        return False
+    before, after = eqn.invars[0].aval, eqn.outvars[0].aval
+    return before.shape == after.shape and anywhere(before) == anywhere(after)
+
+
 def calls_in_place(closed: Any, *, differentiable: bool, checkpoints: bool = False) -> Program:
     """The program of a closed jaxpr with the bodies of its calls in their place. Nothing is traced: variables are renamed.
+
+    Equations that do nothing are left out.
 
     Args:
       closed: the jaxpr.
@@ -171,7 +183,9 @@ def calls_in_place(closed: Any, *, differentiable: bool, checkpoints: bool = Fal
             body = parameters(eqn).get(calls[name]) if name in calls else None
             if name in CHECKPOINTS and isinstance(body, core.Jaxpr):
                 body = core.ClosedJaxpr(body, ())
-            if isinstance(body, core.ClosedJaxpr):
+            if does_nothing(eqn):
+                outs = renamed(eqn.invars)
+            elif isinstance(body, core.ClosedJaxpr):
                 constvars = [core.Var(var.aval) for var in body.jaxpr.constvars]
                 program.constvars.extend(constvars)
                 program.consts.extend(body.consts)

@@ -1,25 +1,68 @@
-"""What tells programs apart."""
+"""What tells programs apart.
+
+A plan names equations, so programs are equal if their equations are: shapes, dtypes and parameters. Where arrays lie, and what a
+mesh is called, changes no equation under automatic axes, and is left out.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterator
 from typing import Any
 
-from memjax._core.program.jaxpr import is_literal
+import jax
+from jax.extend import core
+
+from memjax._core.compat import parameters
+from memjax._core.program.jaxpr import does_nothing, is_literal
 from memjax._plan.derivative import Derivative
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
+_PLACES = (jax.sharding.Sharding, jax.sharding.Mesh, jax.sharding.AbstractMesh)
 
 
 def digest(derivative: Derivative) -> str:
-    """Equal for equal programs, however their variables are called."""
-    number: dict[Any, int] = {}
+    """Equal for equal programs, however their variables are called and wherever their arrays lie."""
+    names: dict[Any, str] = {}
     parts: list[str] = [str(derivative.wrt), str(derivative.outs), *(["blocks"] if derivative.of_blocks else [])]
     for program in (derivative.forward, derivative.backward):
-        for eqn in program.eqns:
-            parts.append(f"{eqn.primitive.name} {_ADDRESS.sub('', str(eqn.params))}")
-            for atom in (*eqn.invars, *eqn.outvars):
-                name = f"literal {atom.val}" if is_literal(atom) else str(number.setdefault(atom, len(number)))
-                parts.append(f"{name}:{atom.aval.str_short()}")
+        parts += _equations(program.eqns, names)
     return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:32]
+
+
+def _equations(eqns: Any, names: dict[Any, str]) -> Iterator[str]:
+    for eqn in eqns:
+        if does_nothing(eqn):
+            [atom], [out] = eqn.invars, eqn.outvars
+            names[out] = _name(atom, names)
+            continue
+        yield eqn.primitive.name
+        for name, value in sorted(parameters(eqn).items()):
+            yield f"{name}="
+            yield from _parameter(value)
+        yield from _atoms((*eqn.invars, *eqn.outvars), names)
+
+
+def _atoms(atoms: Any, names: dict[Any, str]) -> Iterator[str]:
+    for atom in atoms:
+        name = _name(atom, names)
+        aval = atom.aval
+        yield f"{name}:{aval.dtype}{list(aval.shape)}" if hasattr(aval, "dtype") else f"{name}:{aval.str_short()}"
+
+
+def _name(atom: Any, names: dict[Any, str]) -> str:
+    return f"literal {atom.val}" if is_literal(atom) else names.setdefault(atom, str(len(names)))
+
+
+def _parameter(value: Any) -> Iterator[str]:
+    if isinstance(value, core.ClosedJaxpr | core.Jaxpr):
+        jaxpr, names = getattr(value, "jaxpr", value), dict[Any, str]()
+        yield from _atoms((*jaxpr.constvars, *jaxpr.invars), names)
+        yield from _equations(jaxpr.eqns, names)
+        yield from _atoms(jaxpr.outvars, names)
+    elif type(value) in (tuple, list):
+        for one in value:
+            yield from _parameter(one)
+    elif not (value is None or isinstance(value, _PLACES)):
+        yield _ADDRESS.sub("", str(value))
