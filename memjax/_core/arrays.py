@@ -18,7 +18,9 @@ def is_float(aval: Any) -> bool:
 
 def anywhere(value: Any) -> Any:
     """The type, or that of an array, without an automatic mesh, which says nothing of where an array lies. Other meshes stay."""
-    known = hasattr(value, "update") and not isinstance(value, jax.Array)  # jax.ShapeDtypeStruct is no type, and does as one
+    known = hasattr(value, "update") and not isinstance(
+        value, jax.Array
+    )  # jax.ShapeDtypeStruct is no type, and does as one
     aval = value if known else jax.typeof(value)
     mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
     is_automatic = mesh is not None and set(mesh.axis_types) == {jax.sharding.AxisType.Auto}

@@ -149,6 +149,11 @@ def is_x64() -> bool:
     return bool(getattr(jax.config, "jax_enable_x64", False))
 
 
+def is_batched(value: Any) -> bool:
+    """Whether `jax.vmap` traces with this value, which stands for one example."""
+    return type(value).__name__ == "BatchTracer"
+
+
 def names_an_axis(effect: Any) -> bool:
     """Whether the effect is that of a collective over a named axis."""
     return type(effect).__name__ == "NamedAxisEffect"

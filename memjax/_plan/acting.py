@@ -13,6 +13,7 @@ from memjax._plan.budget.pieces import pieces
 from memjax._plan.compiled import device_of
 from memjax._plan.derivative import Derivative
 from memjax._plan.free import free_bytes
+from memjax._plan.layout import Layout, warn_of_guess
 from memjax._plan.result import Plan
 from memjax._plan.run import KeepAll, Run, run
 from memjax._plan.solve.chain import Chain
@@ -27,7 +28,7 @@ def acting(
     types: Sequence[Any],
     wrt: Sequence[bool],
     outs: Sequence[bool],
-    shardings: Sequence[Any],
+    layout: Layout,
     *,
     budget: int | str | None,
     plan: Plan | None,
@@ -39,28 +40,30 @@ def acting(
     Args:
       closed: the program.
       axes: sizes of the named axes that its collectives run over.
-      types, shardings: of its constants and inputs together.
+      types, layout: of its constants and inputs together.
       wrt, outs: which of them, and which outputs, are differentiated.
       budget, plan: exactly one of them.
       known: the plans made so far, by digest of the program and shardings; more are added.
       allow: what a plan that is made may do.
     """
-    platform = device_of(shardings).platform if plan is None else _OF_DEVICES.get(plan.platform, plan.platform)
+    platform = device_of(layout.shardings).platform if plan is None else _OF_DEVICES.get(plan.platform, plan.platform)
     program = Program(closed, types, wrt, outs, axes, platform)
     if plan is None:
-        key = digest(program.derivative()), tuple(map(str, shardings))
+        key = digest(program.derivative()), tuple(map(str, layout.shardings))
         if key not in known:
-            room = free_bytes(types, program.derivative(), shardings) if budget == "device" else budget
+            room = free_bytes(types, program.derivative(), layout) if budget == "device" else budget
             assert room is not None
             more: dict[str, Any] = {"compress": "compress" in allow, "offload": "offload" in allow}
-            solve = functools.partial(decide, types=types, shardings=shardings, budget=room, **more)
+            solve = functools.partial(decide, types=types, layout=layout, budget=room, **more)
             known[key] = choose(program, solve, allow, room)
+            fix = "plan ahead: plan=memjax.plan(f, *args, budget=...) of sharded arrays, then memjax.planned(f, plan=plan)"
+            warn_of_guess(layout, "planned", fix)
         plan = known[key]
     derivative = program.derivative(plan.tiled)
-    return by_plan(derivative, plan, shardings)
+    return by_plan(derivative, plan, layout)
 
 
-def by_plan(derivative: Derivative, plan: Plan, shardings: Sequence[Any]) -> Run | KeepAll:
+def by_plan(derivative: Derivative, plan: Plan, layout: Layout) -> Run | KeepAll:
     """The two passes of the derivative that the plan was made for.
 
     Raises:
@@ -72,5 +75,5 @@ def by_plan(derivative: Derivative, plan: Plan, shardings: Sequence[Any]) -> Run
             f"program ({plan.program} instead of {found}): call memjax.plan with what you pass here, and with the same argnums"
         )
     in_codes = any(kept.bits is not None for stretch in plan.stretches for kept in stretch.kept)
-    chain = Chain(derivative, costs.device(device_of(shardings)), compress=in_codes, solved=False)
+    chain = Chain(derivative, costs.device(device_of(layout.shardings)), compress=in_codes, solved=False)
     return run(derivative, pieces(chain, plan.stretches), plan.platform if plan.in_steps else None)

@@ -16,8 +16,9 @@ from memjax._plan.acting import acting
 from memjax._plan.budget.decide import decide
 from memjax._plan.compiled import device_of
 from memjax._plan.differentiable import differentiable
-from memjax._plan.flat import Flat, sharding_of
+from memjax._plan.flat import Flat
 from memjax._plan.free import free_bytes
+from memjax._plan.layout import layout_of
 from memjax._plan.result import Plan
 from memjax._plan.tile.choose import Program, choose
 
@@ -45,7 +46,8 @@ def plan(
     Args:
       f: a function of pytrees, NNX modules among them; a loss, or a loss and auxiliary results. Checkpoints in it are taken out.
       *args: arrays or `jax.ShapeDtypeStruct`s. Nothing is run. Their shardings are those that the step is compiled for, on the
-        platform of their devices, which need not be there.
+        platform of their devices, which need not be there. Gradients are taken to have the shardings of what they are gradients
+        of, as in a step that updates parameters: `Plan.assumes`.
       budget: temporary bytes of the compiled step, per device, or a text like "40GiB"; "device": what is free on the device
         beside arguments and results; "min": the least memory.
       allow: what the plan may do. "recompute": compute again what is not kept; always. "tile": run parts of the program tile by
@@ -85,13 +87,13 @@ def plan(
         raise check.fail(TypeError, "f", "a function with float arrays to differentiate", f, "see argnums")
     if not any(program.has_cotangent):
         raise check.fail(TypeError, "f", "a function with a float result", f)
-    shardings = [None] * len(program.closed.consts) + list(map(sharding_of, flat.arrays))
-    platform = device_of(shardings).platform
+    layout = layout_of(program.closed, [*program.closed.consts, *flat.arrays], wrt)
+    platform = device_of(layout.shardings).platform
     parts = Program(program.closed, program.types, wrt, program.has_cotangent, {}, platform)
     if room == "device":
-        room = free_bytes(program.types, parts.derivative(), shardings)
+        room = free_bytes(program.types, parts.derivative(), layout)
     more: dict[str, Any] = {"compress": "compress" in allow, "offload": "offload" in allow}
-    solve = functools.partial(decide, types=program.types, shardings=shardings, budget=room, **more)
+    solve = functools.partial(decide, types=program.types, layout=layout, budget=room, **more)
     return choose(parts, solve, allow, room)
 
 
@@ -107,10 +109,13 @@ def planned(
     Args:
       f: as for `memjax.plan`. What it closes over is differentiated, too.
       budget: as for `memjax.plan`. The plan is made when the result is differentiated, once for each program: the temporary bytes
-        are those of value and gradient of `f` alone. Under `jax.vmap` they are those of one example; inside
-        `jax.shard_map` those of one device. Under `jax.jit` the shardings of arguments are not known yet, nor another platform
-        than that of the default device: plan ahead then.
-      plan: what `memjax.plan` found for `f` and arguments of these types. Exactly one of `budget` and `plan` is to be given.
+        are those of value and gradient of `f` alone, on one device. Under `jax.vmap` they are those of one example. While
+        `jax.jit` traces, explicit axes of a mesh tell the shardings of arguments, automatic axes do not: there arguments are
+        taken to be split evenly over the mesh, along their first axis that can be, and a UserWarning says so. Where no mesh is
+        seen (host arrays and `in_shardings`) they are taken to be on one device. For other shardings, or another platform than
+        that of the default device, plan ahead.
+      plan: what `memjax.plan` found for `f` and arguments of these shapes and dtypes, wherever these lie. Exactly one of `budget`
+        and `plan` is to be given.
       allow: as for `memjax.plan`, where a plan is made; a plan that is given says itself what it does.
 
     Returns:

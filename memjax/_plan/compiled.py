@@ -13,18 +13,22 @@ from memjax._core.compat import names_an_axis
 from memjax._core.lists import drop, pick
 from memjax._measure import remat_compiler_options
 from memjax._plan.alone import compile_alone, temporary
+from memjax._plan.layout import Layout
 from memjax._plan.run import KeepAll, Run
 
 
-def compiled_bytes(run: Run | KeepAll, types: Sequence[Any], shardings: Sequence[Any]) -> int | None:
+def compiled_bytes(run: Run | KeepAll, types: Sequence[Any], layout: Layout) -> int | None:
     """Temporary bytes of value and gradient, per device; None where they are no program of their own.
+
+    Gradients have the shardings of what they are gradients of, as in a step that updates parameters: left to itself the compiler
+    may return them whole, in the memory of results.
 
     Those of a chain of blocks include its outputs and the cotangents, which are made from these by an operation of one pass.
 
     Args:
       run: the two passes.
       types: of its inputs.
-      shardings: of its inputs, None where it is not known.
+      layout: of its inputs.
     """
     derivative = run.derivative
     out_types = [atom.aval for atom in derivative.outputs]
@@ -46,18 +50,19 @@ def compiled_bytes(run: Run | KeepAll, types: Sequence[Any], shardings: Sequence
     if manual or any(names_an_axis(effect) for eqn in derivative.forward.eqns for effect in eqn.effects):
         program = compile_alone(jax.make_jaxpr(step)(list(types), others))
         return None if program is None else temporary(program)
-    explicit = [aval for aval in types if jax.sharding.AxisType.Explicit in aval.sharding.mesh.axis_types]
-    if explicit and any(sharding is None for sharding in shardings):
+    explicit = any(jax.sharding.AxisType.Explicit in aval.sharding.mesh.axis_types for aval in types)
+    if explicit and any(sharding is None for sharding in layout.shardings):
         return None
     inputs = [
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
-        for aval, sharding in zip(types, shardings, strict=True)
+        for aval, sharding in zip(types, layout.shardings, strict=True)
     ]
-    platform, options = platform_of(shardings), dict[str, Any]()
+    platform, options = platform_of(layout.shardings), dict[str, Any]()
     if platform == "cpu":
         options |= remat_compiler_options("cpu")
         options["xla_backend_optimization_level"] = 0  # machine code is made after memory has been assigned
-    lowered = jax.jit(step).trace(inputs, others).lower(lowering_platforms=(platform,))
+    jitted = jax.jit(step, out_shardings=(None, pick(layout.of_results, derivative.wrt)))
+    lowered = jitted.trace(inputs, others).lower(lowering_platforms=(platform,))
     return temporary(lowered.compile(compiler_options=options))
 
 

@@ -14,11 +14,11 @@ from memjax._core.barriers import barrier
 from memjax._core.compat import eval_jaxpr
 from memjax._core.lists import Arrays, drop, merge, pick
 from memjax._core.program.jaxpr import is_literal
-from memjax._plan.flat import sharding_of
+from memjax._plan.layout import Layout, layout_of
 
-Act = Callable[[Sequence[Any], Sequence[bool], Sequence[bool], Sequence[Any]], Any]
-"""From types and shardings of a program's inputs, and flags for those that are differentiated and for the outputs that have a
-cotangent, to its two passes, with the methods of `Run`. In order: types, inputs, outputs, shardings."""
+Act = Callable[[Sequence[Any], Sequence[bool], Sequence[bool], Layout], Any]
+"""From types and layout of a program's inputs, and flags for those that are differentiated and for the outputs that have a
+cotangent, to its two passes, with the methods of `Run`. In order: types, inputs, outputs, layout."""
 
 
 def differentiable(closed: Any, has_cotangent: Sequence[bool], inputs: Arrays, act: Act, forward_mode: str) -> Arrays:
@@ -44,7 +44,7 @@ def differentiable(closed: Any, has_cotangent: Sequence[bool], inputs: Arrays, a
     def forward(inputs):
         wrt = perturbed(inputs)
         values = [one.value for one in inputs]
-        acting = act([jax.typeof(value) for value in values], wrt, has_cotangent, list(map(sharding_of, values)))
+        acting = act([jax.typeof(value) for value in values], wrt, has_cotangent, layout_of(closed, values, wrt))
         outs, kept = acting.forward(values)
         return pick(outs, made), (Static(wrt), acting, values, kept)
 

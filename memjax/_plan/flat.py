@@ -11,7 +11,6 @@ from flax import nnx
 
 from memjax._core.arguments import Parts, is_array, is_nnx
 from memjax._core.arrays import is_float
-from memjax._core.compat import is_tracer
 from memjax._core.lists import drop, merge, pick
 from memjax._core.program.jaxpr import trace
 
@@ -89,11 +88,6 @@ class Flat:
             for leaf in jax.tree.leaves(args[position], is_leaf=is_nnx):
                 found.update(map(id, jax.tree.leaves(nnx.split(leaf, wanted, ...)[1]) if is_nnx(leaf) else [leaf]))
         return [id(mark) in found and is_float(mark) for mark in marks]
-
-
-def sharding_of(leaf: Any) -> Any:
-    """That of an argument; None for an array that `jax.jit` would move to the others, and inside of transformations."""
-    return None if is_tracer(leaf) or not getattr(leaf, "committed", True) else getattr(leaf, "sharding", None)
 
 
 def _is_abstract(leaf: Any) -> bool:

@@ -132,6 +132,8 @@ class Plan:
       notes: what was allowed and is not done, and why.
       in_steps: whether the backward pass makes its large arrays one after another, where the compiler would make several at a
         time. That takes less memory and a little more time.
+      assumes: under which assumption the bytes are those of a device, where arguments lie on a mesh; "" if under none. They are
+        those of value and gradients: a step that updates parameters takes as much, and what the update itself needs.
     """
 
     budget: int
@@ -148,6 +150,7 @@ class Plan:
     tiled: tuple[Tiled, ...] = ()
     in_steps: bool = False
     notes: tuple[str, ...] = ()
+    assumes: str = ""
 
     @property
     def host_nbytes(self) -> int:
@@ -215,6 +218,7 @@ class Plan:
             for one in self.tiled
         ]
         lines += self.notes
+        lines += [f"bytes of a device, if {self.assumes}"] if self.assumes else []
         for times, stretch in _alike(self.stretches):
             many = f"{times} x " if times > 1 else ""
             lines.append(

@@ -2,7 +2,6 @@
 
 import functools
 from itertools import pairwise
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,9 @@ import pytest
 from memjax._core.program import costs
 from memjax._core.program.working import peak_bytes
 from memjax._plan.budget.decide import _decide, _Plans
+from memjax._plan.budget.known import Known
 from memjax._plan.derivative import Derivative
+from memjax._plan.layout import Layout
 from memjax._plan.lent import lent_to, lent_to_pieces
 from memjax._plan.solve.chain import Chain, peak_of
 from memjax._plan.solve.leaner import leaner
@@ -25,6 +26,13 @@ def chain(f, *args):
     closed = jax.make_jaxpr(f)(*args)
     wrt = [jnp.issubdtype(aval.dtype, jnp.floating) for aval in closed.in_avals]
     return Chain(Derivative(closed, closed.in_avals, wrt, [True], {}), H200)
+
+
+def uncompiled(chain):
+    """What is known of a program that is never compiled."""
+    found = Known.__new__(Known)
+    found.chain, found.layout, found.digest, found.step_bytes = chain, Layout(()), "", lambda *_: None
+    return found
 
 
 def array(*shape, dtype=jnp.float32):
@@ -206,7 +214,7 @@ def test_plans_of_one_kind_differ_in_the_turns_of_the_parts_of_a_loop_alone():
 
     wide = 32 * WIDTH  # so that keeping a product's result pays
     ws = {"up": array(8, wide, 8 * wide), "down": array(8, 8 * wide, wide)}
-    plans = _Plans(SimpleNamespace(chain=chain(loss, ws, array(8 * ROWS, wide))))
+    plans = _Plans(uncompiled(chain(loss, ws, array(8 * ROWS, wide))))
     turns_of = {}
     for number in range(1, len(plans.predicted)):
         [parts] = [one.option.parts for one in plans.choices(number) if one.option.parts]
@@ -234,7 +242,7 @@ def test_steps_are_tried_where_a_faster_plan_is_missed_and_not_otherwise(monkeyp
 
     monkeypatch.setattr(_Plans, "compiled", compiled)
     found = chain(loss, ws, array(ROWS, WIDTH))
-    program = SimpleNamespace(chain=found, digest="", step_bytes=lambda *_: None)
+    program = uncompiled(found)
     middle, most = (found.frontier[at][0] for at in (len(found.frontier) // 2, -1))
     _decide(program, middle)
     assert True in tried
@@ -277,7 +285,7 @@ def test_a_leaner_way_keeps_less_in_little_more_time_and_no_more_bytes():
 def test_a_plan_that_takes_a_little_too_much_is_made_leaner_if_it_is_much_faster(monkeypatch):
     """The compiler takes a byte more than was predicted, and than the budget, for one plan, and less for a leaner one."""
     found = chain(narrow_loss, *narrow_arguments())
-    program = SimpleNamespace(chain=found, digest="", step_bytes=lambda *_: None)
+    program = uncompiled(found)
     plans = _Plans(program)
     lost = [before / after - 1 for before, after in pairwise(plans.seconds)]
     [over, *_] = [number + 1 for number, part in enumerate(lost) if number and part > 0.02]

@@ -63,3 +63,82 @@ def test_a_plan_serves_every_way_in_which_a_step_gets_its_shardings(plan_ahead, 
         got = jitted(f, (NamedSharding(mesh(), P()), NamedSharding(mesh(), P("d"))))(*arguments())
     same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7)
     jax.tree.map(same, jax.device_get(got), jax.jit(jax.grad(loss))(*arguments()))
+
+
+def layers(ws, x):
+    for w in ws:
+        x = x + jnp.tanh(x @ w) @ w.T
+    return jnp.mean(x**2)
+
+
+def put(tree, of, *spec):
+    return jax.device_put(tree, NamedSharding(of, P(*spec)))
+
+
+def layers_on(of, *of_weights, rows=8192):
+    normal = lambda i, *shape: jax.random.normal(jax.random.key(i), shape, jnp.float32)
+    weights = [0.05 * normal(i, 64, 256) for i in range(5)]
+    return put(weights, of, *of_weights), put(normal(9, rows, 64), of, "d")
+
+
+def temp(f, *args, **options):
+    return memjax.measure(jax.jit(f, **options), *args).temp_bytes
+
+
+def sgd(f):
+    def step(ws, x):
+        value, gradients = jax.value_and_grad(f)(ws, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, ws, gradients), value
+
+    return step
+
+
+def test_a_budget_under_jit_is_that_of_a_device_and_says_what_it_assumes():
+    args = layers_on(mesh(), "d")
+    budget = int(0.6 * temp(jax.value_and_grad(layers), *args))
+    planned = memjax.planned(layers, budget=budget)
+    with pytest.warns(UserWarning, match=r"split evenly over the 8 devices.*memjax\.plan\(f, \*args"):
+        assert 0.8 * budget < temp(sgd(planned), *args, donate_argnums=0) <= budget
+    with pytest.raises(ValueError, match="split evenly over the 8 devices"):
+        jax.jit(jax.grad(memjax.planned(layers, budget=1000)))(*args)
+
+
+def test_explicit_axes_tell_shardings_under_jit():
+    of = mesh(kind=AxisType.Explicit)
+    with jax.set_mesh(of):
+        args = layers_on(of)
+        budget = int(0.6 * temp(jax.value_and_grad(layers), *args))
+        ahead = memjax.plan(layers, *args, budget=budget)
+        for planned in (memjax.planned(layers, budget=budget), memjax.planned(layers, plan=ahead)):
+            assert temp(jax.value_and_grad(planned), *args) == ahead.compiled_nbytes <= budget
+
+
+def test_without_a_mesh_a_budget_under_jit_is_that_of_one_device_and_says_so():
+    args = jax.tree.map(np.asarray, layers_on(mesh()))
+    with pytest.raises(ValueError, match="holds if all arguments are on one device"):
+        jax.jit(jax.grad(memjax.planned(layers, budget="1MiB")))(*args)
+
+
+@pytest.mark.parametrize("of_weights", [(), ("d",)], ids=["whole parameters", "sharded parameters"])
+def test_a_plan_ahead_has_the_bytes_of_a_device_in_a_whole_step(of_weights):
+    args = layers_on(mesh(), *of_weights)
+    budget = int(0.6 * temp(sgd(layers), *args, donate_argnums=0))
+    plan = memjax.plan(layers, *args, budget=budget)
+    taken = temp(sgd(memjax.planned(layers, plan=plan)), *args, donate_argnums=0)
+    gradients = 0 if of_weights else sum(w.nbytes for w in args[0])  # whole, they are results for a plan
+    assert 0.8 * budget < taken <= 1.01 * budget + gradients
+    assert 0.7 < plan.first_nbytes / plan.compiled_nbytes < 1.4
+    assert all(0.3 * plan.nbytes < point.nbytes for point in plan.frontier())
+    assert all(one.nbytes <= 8192 * 256 * 4 / 8 for stretch in plan.stretches for one in stretch.kept)
+    assert "gradients are sharded" in plan.assumes
+    assert plan.assumes in str(plan)
+    assert memjax.Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_chain_counts_the_bytes_of_a_device():
+    ws, x = layers_on(mesh())
+    blocks = [lambda w, x: x + jnp.tanh(x @ w) @ w.T] * len(ws)
+    one = memjax.remat.chain_plan(blocks, jax.tree.map(np.asarray, ws), np.asarray(x), budget="min")
+    of_mesh = memjax.remat.chain_plan(blocks, ws, x, budget="min")
+    assert type(of_mesh) is type(one)
+    assert of_mesh.nbytes < 1.3 * one.nbytes / 8

@@ -15,6 +15,7 @@ from memjax._plan.budget.stretches import stretches
 from memjax._plan.budget.too_little import what_moving_saves
 from memjax._plan.derivative import Derivative
 from memjax._plan.flat import Flat
+from memjax._plan.layout import Layout
 from memjax._plan.solve.chain import Chain
 from tests.plan import networks
 
@@ -116,7 +117,7 @@ def test_parts_of_a_loop_that_keep_differently():
 def test_a_choice_as_data_says_what_is_on_the_host():
     found = chain(scanned, *shapes())
     choices = found.choices(found.frontier[0][0])
-    loop, last = [stretch for stretch in stretches(found, choices) if stretch.turns is not None]
+    loop, last = [stretch for stretch in stretches(found, choices, Layout(())) if stretch.turns is not None]
     carried = 2 * 16384 * 4096
     assert (loop.turns, loop.host_nbytes) == (7, 7 * carried)
     assert loop.nbytes == loop.handed_on
@@ -138,5 +139,5 @@ def test_nothing_moves_on_cpus():
 def test_a_refusal_says_what_moving_would_save():
     args = shapes()
     exact, moved = (chain(scanned, *args, offload=offload) for offload in (False, True))
-    assert readable_bytes(moved.frontier[0][0]) in what_moving_saves(exact, moved)
-    assert not what_moving_saves(exact, exact)
+    assert readable_bytes(moved.frontier[0][0]) in what_moving_saves(exact, moved, Layout(()))
+    assert not what_moving_saves(exact, exact, Layout(()))

@@ -152,7 +152,7 @@ class Program:
 
 
 def does_nothing(eqn: Any) -> bool:
-    """Whether the result is the operand, for all that a plan can see: JAX adds such equations to have types agree in their mesh."""
+    """Whether the result is the operand. JAX adds such equations to have types agree in their mesh."""
     name, params = primitive_name(eqn), parameters(eqn)
     if name not in ("reshard", "reshape") or params.get("dimensions") is not None:
         return False

@@ -10,10 +10,10 @@ from typing import Any
 
 from memjax._plan.budget.known import Allowed, Known, known
 from memjax._plan.budget.search import DOUBTFUL, LARGE_GAIN, MOST_TRIES, search, told_apart
-from memjax._plan.budget.stretches import stretches
 from memjax._plan.budget.too_little import too_little, what_moving_saves
 from memjax._plan.compiled import device_of
 from memjax._plan.derivative import Derivative, loop_pairs
+from memjax._plan.layout import Layout
 from memjax._plan.result import Plan, Point, Try
 from memjax._plan.solve.chain import Choice, peak_of
 from memjax._plan.solve.leaner import leaner
@@ -35,7 +35,7 @@ class TooLittleError(ValueError):
 def decide(
     derivative: Derivative,
     types: Sequence[Any],
-    shardings: Sequence[Any],
+    layout: Layout,
     budget: int | str,
     *,
     compress: bool = False,
@@ -49,22 +49,22 @@ def decide(
     Raises:
       TooLittleError: the budget is less than the least possible.
     """
-    nothing_moves = _why_nothing_moves(derivative, shardings) if offload else ""
+    nothing_moves = _why_nothing_moves(derivative, layout) if offload else ""
     offload = offload and not nothing_moves
     most = Allowed(compress, offload)
-    found = [_decide(known(derivative, types, shardings, most), budget)]
+    found = [_decide(known(derivative, types, layout, most), budget)]
     for less in dict.fromkeys((most, Allowed(compress), Allowed())):
         if less == most or (budget == "min" and less.compress != compress):
             continue
-        other = known(derivative, types, shardings, less)
+        other = known(derivative, types, layout, less)
         if budget == "min" or all(_can_be_faster(other, one, budget) for one in found):
             found.insert(0, _decide(other, budget))  # of equals it is the one to take
     plans = [plan for plan in found if isinstance(plan, Plan)]
     if not plans:
         hint = ""
-        if not (offload or _why_nothing_moves(derivative, shardings)):
-            moved = known(derivative, types, shardings, most._replace(offload=True))
-            hint = what_moving_saves(known(derivative, types, shardings, most).chain, moved.chain)
+        if not (offload or _why_nothing_moves(derivative, layout)):
+            moved = known(derivative, types, layout, most._replace(offload=True))
+            hint = what_moving_saves(known(derivative, types, layout, most).chain, moved.chain, layout)
         raise TooLittleError(f"{found[-1]}{hint}")
     best = min(plans, key=lambda plan: plan.nbytes if budget == "min" else plan.seconds)
     if offload and isinstance(found[-1], str):
@@ -74,9 +74,9 @@ def decide(
     return dataclasses.replace(best, notes=(nothing_moves,)) if nothing_moves else best
 
 
-def _why_nothing_moves(derivative: Derivative, shardings: Sequence[Any]) -> str:
+def _why_nothing_moves(derivative: Derivative, layout: Layout) -> str:
     """Why plans cannot move anything to the host, if so."""
-    device = device_of(shardings)
+    device = device_of(layout.shardings)
     if device.platform not in ("gpu", "tpu"):
         return f"offload: nothing is moved, for {device.device_kind} has no memory besides the host's"
     if not loop_pairs(derivative):
@@ -91,8 +91,8 @@ def _can_be_faster(other: Known, found: Plan | str, budget: int | str) -> bool:
     if isinstance(found, str):  # seldom does a plan with less fit where none with more does
         return any(_Plans(other, in_steps).least()[0].compiled <= budget for in_steps in (False, True))
     room = _UNSURE * found.first_nbytes * budget / max(found.nbytes, 1)
-    fitting = [seconds for nbytes, seconds in other.chain.frontier if nbytes <= room]
-    return bool(fitting) and other.chain.base_seconds + min(fitting) <= found.seconds
+    fitting = [seconds for nbytes, seconds in other.frontier if nbytes <= room]
+    return bool(fitting) and other.base_seconds + min(fitting) <= found.seconds
 
 
 def _decide(program: Known, budget: int | str) -> Plan | str:
@@ -124,7 +124,7 @@ def _decide(program: Known, budget: int | str) -> Plan | str:
             if chosen.compiled <= _AS_PREDICTED * chosen.predicted or not _faster_as_predicted(plans, chosen, budget):
                 break
     if not fitted:
-        return too_little(program.chain, budget, min(fewest))
+        return too_little(program.chain, budget, min(fewest), program.layout)
     plans, chosen, tries = min(fitted, key=lambda one: one[0].seconds[one[1].number])  # of equals the first
     return _without_a_plan(program, plans, chosen, tries, budget) or _plan(program, plans, chosen, tries, budget)
 
@@ -167,14 +167,12 @@ class _Plans:
     def __init__(self, program: Known, in_steps: bool = False):
         self._program, chain = program, program.chain
         self.in_steps = in_steps
-        points = chain.frontier
-        points = [
-            points[i]
-            for i in told_apart([n for n, _ in points], [chain.base_seconds + seconds for _, seconds in points])
-        ]
-        most = sum(choice.option.seconds for choice in chain.least_choices())
-        self.predicted = [points[0][0], *(nbytes for nbytes, _ in points)]
-        self.seconds = [chain.base_seconds + seconds for seconds in (most, *(seconds for _, seconds in points))]
+        points = program.frontier
+        chosen = told_apart([n for n, _ in points], [program.base_seconds + seconds for _, seconds in points])
+        most = sum(choice.option.seconds for choice in chain.least_choices()) / program.layout.devices
+        self._of_chain = [chain.frontier[i][0] for i in (0, *chosen)]
+        self.predicted = [points[i][0] for i in (0, *chosen)]
+        self.seconds = [program.base_seconds + seconds for seconds in (most, *(points[i][1] for i in chosen))]
         self.count = len(self.predicted)
         self._leaner: list[list[Choice]] = []
         self._kinds: dict[int, Hashable] = {}
@@ -184,17 +182,17 @@ class _Plans:
         if number >= self.count:
             return self._leaner[number - self.count]
         chain = self._program.chain
-        return chain.choices(self.predicted[number]) if number else chain.least_choices()
+        return chain.choices(self._of_chain[number]) if number else chain.least_choices()
 
     def add_leaner(self, number: int) -> int | None:
         """The number of a new plan, which keeps less than one of the line; None if nothing costs little enough."""
-        before = self.choices(number)
-        choices = leaner(self._program.chain, before, _LEANER * self.seconds[number])
+        before, layout = self.choices(number), self._program.layout
+        choices = leaner(self._program.chain, before, _LEANER * self.seconds[number] * layout.devices)
         if choices == before:
             return None
-        seconds = lambda found: sum(one.option.seconds for one in found)
+        seconds = lambda found: sum(one.option.seconds for one in found) / layout.devices
         self._leaner.append(choices)
-        self.predicted.append(int(peak_of(choices)))
+        self.predicted.append(layout.local(int(peak_of(choices))))
         self.seconds.append(self.seconds[number] + seconds(choices) - seconds(before))
         return len(self.predicted) - 1
 
@@ -211,7 +209,7 @@ class _Plans:
 
     def compiled(self, number: int) -> int:
         """Its compiled bytes, or the predicted ones where there is nothing to compile."""
-        nbytes = self._program.step_bytes(stretches(self._program.chain, self.choices(number)), self.in_steps)
+        nbytes = self._program.step_bytes(self._program.stretches(self.choices(number)), self.in_steps)
         return self.predicted[number] if nbytes is None else nbytes
 
     def least(self) -> list[Try]:
@@ -245,10 +243,9 @@ def _without_a_plan(program: Known, plans: _Plans, chosen: Try, tries: Sequence[
 
 
 def _plan(program: Known, plans: _Plans, chosen: Try, tries: Sequence[Try], budget: int) -> Plan:
-    chain = program.chain
-    found = stretches(chain, plans.choices(chosen.number))
+    found = program.stretches(plans.choices(chosen.number))
     added = chosen.compiled - chosen.predicted
-    points = [Point(max(nbytes + added, 0), chain.base_seconds + seconds) for nbytes, seconds in chain.frontier]
+    points = [Point(max(nbytes + added, 0), program.base_seconds + seconds) for nbytes, seconds in program.frontier]
     every = -(-len(points) // _MOST_POINTS)
     return Plan(
         budget=budget,
@@ -261,6 +258,7 @@ def _plan(program: Known, plans: _Plans, chosen: Try, tries: Sequence[Try], budg
         points=(*points[:-1:every], points[-1]),
         tries=tuple(tries),
         program=program.digest,
-        platform=chain.rates.platform,
+        platform=program.chain.rates.platform,
+        assumes=program.layout.assumes,
         in_steps=plans.in_steps,
     )

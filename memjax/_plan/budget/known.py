@@ -10,11 +10,13 @@ import jax
 from memjax._core.program import costs
 from memjax._plan.budget.digest import digest
 from memjax._plan.budget.pieces import pieces
+from memjax._plan.budget.stretches import stretches
 from memjax._plan.compiled import compiled_bytes, device_of, platform_of
 from memjax._plan.derivative import Derivative
+from memjax._plan.layout import Layout
 from memjax._plan.result import Stretch
 from memjax._plan.run import run
-from memjax._plan.solve.chain import Chain
+from memjax._plan.solve.chain import Chain, Choice
 
 _MOST_PROGRAMS = 16
 
@@ -27,10 +29,11 @@ class Allowed(NamedTuple):
 
 
 class Known:
-    """What is known of a program.
+    """What is known of a program. Bytes and seconds are those of a device.
 
     Attributes:
       chain: it as a chain, solved.
+      layout: of its inputs.
       digest: of it.
       compiled: bytes of steps by what the plan keeps, shared by the chains for all that may be allowed.
     """
@@ -39,15 +42,29 @@ class Known:
         self,
         derivative: Derivative,
         types: Sequence[Any],
-        shardings: Sequence[Any],
+        layout: Layout,
         allowed: Allowed,
         digest: str,
         compiled: dict[Any, int | None],
     ):
-        self.chain = Chain(derivative, costs.device(device_of(shardings)), **allowed._asdict())
+        self.chain = Chain(derivative, costs.device(device_of(layout.shardings)), **allowed._asdict())
         self.digest = digest
-        self._types, self._shardings = types, shardings
+        self._types, self.layout = types, layout
         self.compiled = compiled
+
+    @property
+    def base_seconds(self) -> float:
+        """Of a step in which nothing runs again."""
+        return self.chain.base_seconds / self.layout.devices
+
+    @property
+    def frontier(self) -> list[tuple[int, float]]:
+        """Predicted bytes, and seconds on top of `base_seconds`, of the plans that solve the chain."""
+        return [(self.layout.local(nbytes), seconds / self.layout.devices) for nbytes, seconds in self.chain.frontier]
+
+    def stretches(self, choices: Sequence[Choice]) -> tuple[Stretch, ...]:
+        """The choices as data."""
+        return stretches(self.chain, choices, self.layout)
 
     def step_bytes(self, stretches: tuple[Stretch, ...], in_steps: bool = False) -> int | None:
         """Temporary bytes of the step under a plan, compiled; None where it is no program of its own."""
@@ -55,7 +72,7 @@ class Known:
         if key not in self.compiled:
             platform = self.chain.rates.platform if in_steps else None
             acting = run(self.chain.derivative, pieces(self.chain, stretches), platform)
-            self.compiled[key] = compiled_bytes(acting, self._types, self._shardings)
+            self.compiled[key] = compiled_bytes(acting, self._types, self.layout)
         return self.compiled[key]
 
 
@@ -67,16 +84,16 @@ def forget() -> None:
     _known.clear()
 
 
-def known(derivative: Derivative, types: Sequence[Any], shardings: Sequence[Any], allowed: Allowed) -> Known:
+def known(derivative: Derivative, types: Sequence[Any], layout: Layout, allowed: Allowed) -> Known:
     """What is known of an equal program for an equal device, or of this one from now on."""
-    kind, platform = device_of(shardings).device_kind, platform_of(shardings)
+    kind, platform = device_of(layout.shardings).device_kind, platform_of(layout.shardings)
     name = digest(derivative)
-    of_program = (name, kind, platform, tuple(map(str, shardings)))
+    of_program = (name, kind, platform, tuple(map(str, layout.shardings)))
     key = (of_program, allowed)
     if key in _known:
         return _known[key]
     other = next((one for (of, _), one in _known.items() if of == of_program), None)  # they have plans in common
-    found = Known(derivative, types, shardings, allowed, name, {} if other is None else other.compiled)
+    found = Known(derivative, types, layout, allowed, name, {} if other is None else other.compiled)
     consts = [*derivative.forward.consts, *derivative.backward.consts]
     if not any(isinstance(const, jax.core.Tracer) for const in consts):  # which would outlive its trace
         if len(_known) == _MOST_PROGRAMS:

@@ -16,13 +16,13 @@ from jax import lax
 from memjax._core.arrays import is_float
 from memjax._core.compat import varying
 from memjax._core.lists import Arrays, drop, merge, pick
-from memjax._core.program.jaxpr import axis_sizes, nbytes
+from memjax._core.program.jaxpr import axis_sizes, nbytes, trace
 from memjax._plan.acting import by_plan
 from memjax._plan.blocks import end_of_block
 from memjax._plan.budget.decide import TooLittleError, decide
 from memjax._plan.derivative import Derivative
 from memjax._plan.differentiable import differentiable
-from memjax._plan.flat import sharding_of
+from memjax._plan.layout import Layout, layout_of, warn_of_guess
 from memjax._plan.result import Plan
 from memjax.remat._chain.block import Block
 from memjax.remat._chain.items import BlockCost
@@ -77,7 +77,7 @@ def whole(
         return [*y, *every]
 
     arrays = [leaf for p in (*values, x) for leaf in p]
-    closed = jax.make_jaxpr(program)(*arrays)
+    closed = trace(program, arrays, {})
     n = len(closed.consts)
 
     def by_block(schedule, inputs):
@@ -93,11 +93,17 @@ def within(chain: Whole, budget: int | str | None, plan: Plan | None, forward_mo
     """The outputs of the chain, differentiated within `budget`, or by `plan`."""
     axes = axis_sizes(chain.closed)
 
-    def act(types, wrt, outs, shardings):
+    def act(types, wrt, outs, layout):
         derivative = Derivative(chain.closed, types, wrt, outs, axes, of_blocks=True)
-        found = plan or _decided(chain, derivative, types, shardings, budget)
+        found = plan or _decided(chain, derivative, types, layout, budget)
+        if plan is None:
+            warn_of_guess(
+                layout,
+                "remat.chain",
+                "make the plan ahead, with memjax.remat.chain_plan of sharded arrays, and give it",
+            )
         if isinstance(found, Plan):
-            return by_plan(derivative, found, shardings)
+            return by_plan(derivative, found, layout)
         return _ByBlock(functools.partial(chain.by_block, found), wrt, outs)
 
     outs = differentiable(chain.closed, chain.has_cotangent, chain.inputs, act, forward_mode)
@@ -111,11 +117,11 @@ def ahead(chain: Whole, budget: int | str) -> Plan | ChainSchedule:
     types = [*map(jax.typeof, chain.closed.consts), *chain.closed.in_avals]
     wrt = list(map(is_float, types))
     derivative = Derivative(chain.closed, types, wrt, chain.has_cotangent, axis_sizes(chain.closed), of_blocks=True)
-    return _decided(chain, derivative, types, list(map(sharding_of, chain.inputs)), budget)
+    return _decided(chain, derivative, types, layout_of(chain.closed, chain.inputs, wrt), budget)
 
 
 def _decided(
-    chain: Whole, derivative: Derivative, types: Sequence[Any], shardings: Sequence[Any], budget: int | str | None
+    chain: Whole, derivative: Derivative, types: Sequence[Any], layout: Layout, budget: int | str | None
 ) -> Plan | ChainSchedule:
     """The plan for the budget; the schedule of groups of blocks where that alone fits, or takes the least memory.
 
@@ -126,11 +132,11 @@ def _decided(
     aside = _held_by_sums(types, derivative.wrt)
     if isinstance(budget, int):
         try:
-            return decide(derivative, types, shardings, budget - aside)
+            return decide(derivative, types, layout, budget - aside)
         except TooLittleError:
             pass
-    plan = decide(derivative, types, shardings, "min")
-    costs = chain.costs()
+    plan = decide(derivative, types, layout, "min")
+    costs = [_of_a_device(cost, layout) for cost in chain.costs()]
     schedule = chain_schedule(costs, "min")
     fewest = min(plan.nbytes + aside, schedule.nbytes)
     least: Plan | ChainSchedule = schedule if fewest == schedule.nbytes else plan
@@ -140,6 +146,12 @@ def _decided(
     if schedule.nbytes <= budget:
         return chain_schedule(costs, budget)
     raise ValueError(too_little(budget, fewest, least.seconds / (least.plain_seconds or 1.0), schedule.plain_nbytes))
+
+
+def _of_a_device(cost: BlockCost, layout: Layout) -> BlockCost:
+    """The cost of a device's share of the block."""
+    sizes = {name: layout.local(getattr(cost, name)) for name in BlockCost._fields[2:]}
+    return cost._replace(forward=cost.forward / layout.devices, backward=cost.backward / layout.devices, **sizes)
 
 
 def _held_by_sums(types: Sequence[Any], wrt: Sequence[bool]) -> int:
