@@ -2,7 +2,8 @@
 
 With `AxisType.Explicit` arrays' types say how they are sharded, and JAX refuses operations where it cannot tell how the result
 would be sharded. For the loss this is known: tokens are independent but for one sum, and `axis_name` shards the vocabulary. So
-the axes that shard tokens become `token_axis_name`, and those that shard the vocabulary `axis_name`.
+the axes that shard tokens become `token_axis_name`, and those that shard the vocabulary and no tokens `axis_name`. A head that is
+sharded otherwise, as fully sharded parameters are, is gathered.
 """
 
 from __future__ import annotations
@@ -37,17 +38,15 @@ def over_shards(loss: Callable[..., Any], aux: Callable[..., Any], arguments: di
     if features:
         fix = "shard only its tokens, with jax.sharding.reshard"
         raise _check.fail(ValueError, "x", f"whole along D, not sharded over {features}", x, fix)
-    fix = "gather it with jax.sharding.reshard(w, jax.sharding.PartitionSpec())"
-    if of_w["d"]:
-        raise _check.fail(ValueError, "w", f"whole along D, not sharded over {of_w['d']}", w, fix)
-    if set(of_w["v"]) & set(token_axes):
-        wanted = f"whole over the mesh axes of the tokens, {token_axes}, not sharded over {of_w['v']}"
-        raise _check.fail(ValueError, "w", wanted, w, fix)
+    of_vocabulary = tuple(axis for axis in of_w["v"] if axis not in token_axes)
+    # What is sharded with the tokens is gathered by every device, so that its gradient is scattered.
+    gathered = {name: tuple(axis for axis in axes if axis in token_axes) for name, axes in of_w.items()}
     of_tokens = PartitionSpec(*map(_entry, tokens))
-    vocabulary = _entry(of_w["v"])
+    vocabulary = _entry(of_vocabulary)
+    kept = {"v": of_vocabulary + gathered["v"], "d": gathered["d"]}
     specs = {
         "x": PartitionSpec(*of_tokens, None),
-        "w": PartitionSpec(*(vocabulary if name == "v" else None for name in layout)),
+        "w": PartitionSpec(*(_entry(kept[name]) for name in layout)),
         "labels": of_tokens if labels.ndim < x.ndim else PartitionSpec(*of_tokens, vocabulary),
         "bias": PartitionSpec(vocabulary),
         "weights": of_tokens,
@@ -58,11 +57,18 @@ def over_shards(loss: Callable[..., Any], aux: Callable[..., Any], arguments: di
     arrays = {name: _following(a, mesh, specs[name]) for name, a in arrays.items()}
     options = {name: value for name, value in arguments.items() if name not in arrays}
     options["token_axis_name"] = _joined(options["token_axis_name"], token_axes)
-    options["axis_name"] = _joined(options["axis_name"], of_w["v"])
+    options["axis_name"] = _joined(options["axis_name"], of_vocabulary)
+
+    def of_device(arrays: dict[str, Any]) -> Any:
+        whole = arrays["w"]
+        for dimension, name in enumerate(layout):
+            if gathered[name]:
+                whole = jax.lax.all_gather(whole, gathered[name], axis=dimension, tiled=True)
+        return loss(**{**arrays, "w": whole}, **options)
 
     out = of_tokens if options["reduction"] == "none" else PartitionSpec()
     return jax.shard_map(
-        lambda arrays: loss(**arrays, **options),
+        of_device,
         mesh=mesh,
         in_specs=({name: specs[name] for name in arrays},),
         out_specs=(out, aux(of_tokens, PartitionSpec())) if options["return_aux"] else out,

@@ -1,4 +1,4 @@
-"""Meshes of automatic axes: every device computes its own tokens, as inside a `jax.shard_map` written by hand."""
+"""Meshes under `jit`: every device computes its own tokens, as inside a `jax.shard_map` written by hand."""
 
 import re
 from functools import partial
@@ -17,10 +17,9 @@ B, T, D, V = 8, 16, 24, 96
 ALGORITHMS = [None, "recompute"]
 
 
-def mesh_of(*sizes, devices=None):
-    names = ("t", "v")[: len(sizes)]
-    devices = jax.devices()[: np.prod(sizes)] if devices is None else devices
-    return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
+def mesh_of(*sizes, kind=AxisType.Auto):
+    devices = jax.devices()[: np.prod(sizes)]
+    return jax.make_mesh(sizes, ("t", "v")[: len(sizes)], axis_types=(kind,) * len(sizes), devices=devices)
 
 
 def arguments():
@@ -55,6 +54,7 @@ def collectives(compiled):
     return sorted((kind, int(np.prod([int(n) for n in shape.split(",") if n]))) for kind, shape in shapes)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("implementation", ALGORITHMS)
 @pytest.mark.parametrize(
     ("of_x", "of_w", "sent"),
@@ -69,11 +69,13 @@ def collectives(compiled):
         (P(), P(("v", "t")), [("all-reduce", B * T * D)]),
     ],
 )
-def test_each_device_computes_its_own(implementation, of_x, of_w, sent):
+def test_each_device_computes_its_own(implementation, of_x, of_w, sent, kind):
     """Values, where gradients are, and that of whatever is as large as a head or activations nothing else is sent."""
     arrays = arguments()
-    args = placed(mesh_of(2, 2), (of_x, of_w, of_x), arrays)
-    compiled = jax.jit(step_of(implementation=implementation)).lower(*args).compile()
+    mesh = mesh_of(2, 2, kind=kind)
+    args = placed(mesh, (of_x, of_w, of_x), arrays)
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(step_of(implementation=implementation)).lower(*args).compile()
     actual = compiled(*args)
     close(actual, oracle(*arrays))
     assert [g.sharding.is_equivalent_to(a.sharding, a.ndim) for g, a in zip(actual[1], args, strict=False)] == [
@@ -148,7 +150,8 @@ def test_devices_that_are_no_power_of_two():
             close(jax.jit(step_of())(*args), oracle(*arrays))
 
 
-def test_all_options_where_everything_is_sharded():
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_all_options_where_everything_is_sharded(kind):
     x, w, _ = arguments()
     labels = jax.random.uniform(jax.random.key(3), (B, T, V))
     bias, weights, class_weights = (
@@ -167,12 +170,15 @@ def test_all_options_where_everything_is_sharded():
 
     arrays = (x, w.T, bias, labels, weights, class_weights)
     specs = (P("t"), P(None, "v"), P("v"), P("t", None, "v"), P("t"), P())
-    args = placed(mesh_of(2, 4), specs, arrays)
+    mesh = mesh_of(2, 4, kind=kind)
+    args = placed(mesh, specs, arrays)
     for name, reduction in ((None, "mean"), ("recompute", "sum"), ("recompute", "none")):
         step = lambda name: jax.jit(
             jax.value_and_grad(partial(loss, name, reduction=reduction), argnums=(0, 1, 2), has_aux=True)  # noqa: B023
         )
-        close(step(name)(*args), step("full")(*arrays))
+        with jax.set_mesh(mesh):
+            actual = step(name)(*args)
+        close(actual, step("full")(*arrays))
 
 
 @pytest.mark.parametrize("order", ["grad of vmap", "vmap of grad"])

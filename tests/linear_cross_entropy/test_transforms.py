@@ -338,17 +338,9 @@ def test_explicit_mesh(implementation, of_x, of_w, of_labels):
     assert jax.device_get(aux.valid_count) == (labels != -100).sum()
 
 
-@pytest.mark.parametrize(
-    ("of_x", "of_w", "message"),
-    [
-        (P(None, "t"), P(), r"x must be whole along D, not sharded over \('t',\)"),
-        (P("t"), P(None, "v"), r"w must be whole along D, not sharded over \('v',\), got .*: gather it"),
-        (P("t"), P("t"), r"w must be whole over the mesh axes of the tokens, \('t',\), not sharded over \('t',\)"),
-    ],
-)
-def test_what_an_explicit_mesh_cannot_do_is_refused(of_x, of_w, message):
+def test_activations_that_an_explicit_mesh_shards_along_features_are_refused():
     x, w, labels = example(0, 48, 8, 64)
     explicit = jax.make_mesh((2, 2), ("t", "v"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
-    x, w = (jax.device_put(a, NamedSharding(explicit, spec)) for a, spec in ((x, of_x), (w, of_w)))
-    with jax.set_mesh(explicit), pytest.raises(ValueError, match=message):
+    x = jax.device_put(x, NamedSharding(explicit, P(None, "t")))
+    with jax.set_mesh(explicit), pytest.raises(ValueError, match=r"x must be whole along D, not sharded over \('t',\)"):
         memjax.linear_cross_entropy(x, w, labels)
