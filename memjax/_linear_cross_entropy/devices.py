@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,13 +30,17 @@ from memjax._linear_cross_entropy.options import Array, psum
 from memjax._linear_cross_entropy.programs import Arrays, Program
 
 Axes = tuple[str, ...]
+Run = Callable[[Program, Arrays], Arrays]
 
 
-def over_devices(program: Program, jaxpr: Any, arrays: Arrays) -> Arrays:
-    """`program(arrays)`, traced as `jaxpr`, for XLA to spread over devices."""
+def over_devices(run: Run, program: Program, jaxpr: Any, arrays: Arrays) -> Arrays:
+    """`program(arrays)`, traced as `jaxpr`, for XLA to spread over devices. Each runs its own by `run`.
+
+    That has to hide effects, of collectives and of kernels that write in place: they could not be lowered by themselves.
+    """
     results = jax.eval_shape(program, arrays)
     names = _Names(tuple(sorted(arrays)), tuple(sorted(results)), arrays["labels"].ndim)
-    return _over_devices(program, names, _fingerprint(jaxpr), arrays)
+    return _over_devices(run, program, names, _fingerprint(jaxpr), arrays)
 
 
 def _fingerprint(jaxpr: Any) -> Array:
@@ -51,7 +55,7 @@ class _Names:
     rank: int  # dimensions of tokens
 
 
-def _whole(program: Program, names: _Names, fingerprint: Array, arrays: Arrays) -> Arrays:
+def _whole(run: Run, program: Program, names: _Names, fingerprint: Array, arrays: Arrays) -> Arrays:
     return program(arrays)
 
 
@@ -86,7 +90,7 @@ def _placement(program: Program, mesh: _Mesh, arrays: dict[str, Any]) -> _Placem
     return _Placement(tuple(tokens), vocabulary)
 
 
-def _partition(program: Program, names: _Names, _: Any, arguments: Any, results: Any) -> Any:
+def _partition(run: Run, program: Program, names: _Names, _: Any, arguments: Any, results: Any) -> Any:
     """The program of each device, and how its arguments and results are sharded."""
     arrays = arguments[1]
     mesh = _mesh((*arrays.values(), *results.values()))
@@ -100,7 +104,7 @@ def _partition(program: Program, names: _Names, _: Any, arguments: Any, results:
     local = replace(program, options=replace(program.options, axis_name=placement.vocabulary or None))
 
     def of_device(_: Array, arrays: Arrays) -> Arrays:
-        out = local(_without_padding(arrays, shape, mesh, placement))
+        out = run(local, _without_padding(arrays, shape, mesh, placement))
         out |= {k: psum(a, placement.vocabulary or None) for k, a in out.items() if k in ("loss", "total", "x")}
         out |= {k: psum(a, tokens or None) for k, a in out.items() if k in ("total", "bias")}
         if "w" in out:
@@ -142,7 +146,7 @@ def _without_padding(arrays: Arrays, shape: tuple[int, ...], mesh: _Mesh, placem
     return {k: jnp.where(real, a, 0) if k in ("scale", "cotangent") else a for k, a in arrays.items()}
 
 
-def _infer(program: Program, names: _Names, _: Any, arguments: Any, results: Any) -> Any:
+def _infer(run: Run, program: Program, names: _Names, _: Any, arguments: Any, results: Any) -> Any:
     """How results are sharded, for GSPMD."""
     arrays = arguments[1]
     mesh = _mesh(arrays.values())
@@ -153,7 +157,7 @@ def _infer(program: Program, names: _Names, _: Any, arguments: Any, results: Any
     return {name: mesh.sharding(spec) for name, spec in specs.items()}
 
 
-def _rule(program: Program, names: _Names, *_: Any) -> str:
+def _rule(run: Run, program: Program, names: _Names, *_: Any) -> str:
     """Which dimensions are sharded alike, for Shardy."""
     text = lambda some: ", ".join(" ".join(program.dimensions(name, names.rank)) for name in some)
     return f", {text(names.arguments)} -> {text(names.results)}"
@@ -220,7 +224,7 @@ def _as_axes(entry: Any) -> Axes:
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
-_over_devices = custom_partitioning(_whole, static_argnums=(0, 1))
+_over_devices = custom_partitioning(_whole, static_argnums=(0, 1, 2))
 _over_devices.def_partition(
     _partition, infer_sharding_from_operands=_infer, sharding_rule=_rule, decode_shardings=False
 )

@@ -197,7 +197,7 @@ def _lower(ctx: Any, *args: Any, jaxpr: Any, tree: Any, program: Program) -> Any
     function = jaxpr_as_fun(jaxpr)
     if (spread := spread_by_xla(ctx)) is not None:
         ctx = spread
-        function = lambda *flat: devices.over_devices(program, jaxpr, jax.tree.unflatten(tree, flat))
+        function = lambda *flat: devices.over_devices(_opaque, program, jaxpr, jax.tree.unflatten(tree, flat))
     leaves = lambda *flat: jax.tree.leaves(function(*flat))
     return mlir.lower_fun(leaves, multiple_results=True)(ctx, *args)
 
