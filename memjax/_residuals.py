@@ -12,7 +12,6 @@ that `jax.nn.relu` keeps).
 """
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,13 +21,20 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
 from memjax._core.arrays import is_float
-from memjax._core.compat import bodies, name_stack, primitive_name, scan_counts, without_dead_code
+from memjax._core.compat import (
+    bodies,
+    derivatives,
+    is_backward,
+    name_stack,
+    primitive_name,
+    scan_counts,
+    without_dead_code,
+)
 from memjax._core.lists import drop, merge, pick
 from memjax._core.program.jaxpr import is_literal, nbytes
 from memjax._core.program.primitives import ALIASES, CALLS, SOURCES
 from memjax._core.reasons import reason_of
 
-_TRANSFORM = re.compile(r"\b(jvp|transpose)\(")
 # One operand in, the same elements out.
 _ALIASES = ALIASES | {"transpose", "sharding_constraint", "random_wrap", "random_unwrap"}
 _REMAKEABLE = SOURCES | {"convert_element_type"}
@@ -96,13 +102,13 @@ def residuals(closed_jaxpr) -> Residuals | None:
     """Residuals of a function that computes gradients; None if there is no backward pass in it."""
     jaxpr = closed_jaxpr.jaxpr
     jaxpr = without_dead_code(jaxpr)
-    passes = [_passes(stack) for stack in _stacks(jaxpr, "")]
-    if not any("transpose" in transforms for transforms in passes):
+    stacks = list(_stacks(jaxpr, ""))
+    if not any(map(is_backward, stacks)):
         return None
     # In the forward pass of an outer derivative everything starts with `jvp`, gradients computed on the way
     # (a custom forward rule, the inner part of a second derivative) included. Only forward-over-reverse has
     # no outer transpose.
-    outermost = any(transforms[:1] == ["transpose"] for transforms in passes)
+    outermost = any(derivatives(stack)[:1] == ["transpose"] for stack in stacks)
     return _Walk(outermost).held(jaxpr, "", ())
 
 
@@ -147,11 +153,6 @@ def struct(aval) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
 
 
-def _passes(stack: str) -> list[str]:
-    """The `jvp` and `transpose` of a name stack, outermost first. A transpose alone is no backward pass."""
-    return _TRANSFORM.findall(stack) if "jvp(" in stack else []
-
-
 def _joined(outer: str, eqn) -> str:
     return f"{outer}/{name_stack(eqn)}"
 
@@ -188,8 +189,7 @@ class _Walk:
         self.outermost = outermost
 
     def is_backward(self, stack: str) -> bool:
-        transforms = _passes(stack)
-        return transforms[:1] == ["transpose"] if self.outermost else "transpose" in transforms
+        return derivatives(stack)[:1] == ["transpose"] if self.outermost else is_backward(stack)
 
     def held(self, jaxpr, stack: str, outer: tuple) -> Residuals:
         found = _Forward(self)

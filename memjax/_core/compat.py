@@ -29,6 +29,7 @@ def _folder(package: str) -> str:
 # Frames of these are not the user's.
 _LIBRARIES = tuple(_folder(package) for package in ("jax", "flax", "memjax", "optax"))
 _TRANSFORM = re.compile(r"\w+\(|\)")
+_DERIVATIVE = re.compile(r"\b(jvp|transpose)\(")
 
 
 def varying(aval: Any) -> frozenset[str]:
@@ -84,6 +85,16 @@ def bodies(eqn: Any) -> list[Any]:
 def name_stack(eqn: Any) -> str:
     """The named scopes and transformations that an equation was traced in: "jvp(block)/conv"."""
     return str(eqn.source_info.name_stack)
+
+
+def derivatives(stack: str) -> list[str]:
+    """The marks "jvp" and "transpose" that derivatives leave in a name stack, the outermost first."""
+    return _DERIVATIVE.findall(stack) if "jvp(" in stack else []  # a transpose alone is that of a linear function
+
+
+def is_backward(stack: str) -> bool:
+    """Whether a name stack is that of a backward pass."""
+    return "transpose" in derivatives(stack)
 
 
 def scope(eqn: Any) -> str:

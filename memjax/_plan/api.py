@@ -19,6 +19,7 @@ from memjax._plan.differentiable import differentiable
 from memjax._plan.flat import Flat
 from memjax._plan.free import free_bytes
 from memjax._plan.layout import layout_of
+from memjax._plan.not_a_step import step_message
 from memjax._plan.result import Plan
 from memjax._plan.tile.choose import Program, choose
 
@@ -72,7 +73,8 @@ def plan(
       features of one position, and its mean over places is zero; finite values stay finite. Exact plans are compared, too.
 
     Raises:
-      ValueError: a budget below the least possible (the message states that, the time there, and what holds it up).
+      ValueError: a budget below the least possible (the message states that, the time there, and what holds it up); a training
+        step, or a function that returns the gradients of `argnums`: pass the loss.
       TypeError: an argument of the wrong kind, or nothing to differentiate.
     """
     check.function("f", f)
@@ -87,6 +89,8 @@ def plan(
         raise check.fail(TypeError, "f", "a function with float arrays to differentiate", f, "see argnums")
     if not any(program.has_cotangent):
         raise check.fail(TypeError, "f", "a function with a float result", f)
+    if refused := step_message(f, program, wrt):
+        raise ValueError(refused)
     layout = layout_of(program.closed, [*program.closed.consts, *flat.arrays], wrt)
     platform = device_of(layout.shardings).platform
     parts = Program(program.closed, program.types, wrt, program.has_cotangent, {}, platform)
@@ -119,14 +123,15 @@ def planned(
       allow: as for `memjax.plan`, where a plan is made; a plan that is given says itself what it does.
 
     Returns:
-      A function with the signature of `f`. Where it is not differentiated it is `f`. On a CPU compile with
+      A function with the signature of `f`. Where it is not differentiated it is `f`; but a training step, which computes its
+      gradients itself, is refused there: a plan would do nothing. On a CPU compile with
       `memjax.remat_compiler_options()`, or the compiler may undo the recomputation.
 
     Saved between forward and backward: the arguments, and what the plan's stretches keep and hand on.
 
     Raises:
-      ValueError: both or neither of `budget` and `plan`; when called, a budget below the least possible, or a plan of another
-        program.
+      ValueError: both or neither of `budget` and `plan`; when called, a budget below the least possible, a plan of another
+        program, or a training step that is not differentiated itself.
       TypeError: forward-mode differentiation (`jax.jvp`, `jax.jacfwd`).
     """
     check.function("f", f)
@@ -145,7 +150,10 @@ def planned(
         closed = program.closed
         inputs = [*closed.consts, *flat.arrays]
         act = functools.partial(acting, closed, axis_sizes(closed), budget=room, plan=plan, known=known, allow=allow)
-        outs = differentiable(closed, program.has_cotangent, inputs, act, _FORWARD_MODE)
+        first = [False] * len(closed.consts) + flat.float_arrays_of({0: nnx.Param} if args else {})
+        outs = differentiable(
+            closed, program.has_cotangent, inputs, act, _FORWARD_MODE, step_message(f, program, first, is_guess=True)
+        )
         return flat.result(program, outs)
 
     return run

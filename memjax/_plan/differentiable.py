@@ -9,7 +9,7 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 
 from memjax._core.arrays import is_float, zeros
-from memjax._core.backward.derivatives import Static, perturbed, refusing_forward_mode
+from memjax._core.backward.derivatives import Static, only_differentiated, perturbed, refusing_forward_mode
 from memjax._core.barriers import barrier
 from memjax._core.compat import eval_jaxpr
 from memjax._core.lists import Arrays, drop, merge, pick
@@ -21,7 +21,9 @@ Act = Callable[[Sequence[Any], Sequence[bool], Sequence[bool], Layout], Any]
 cotangent, to its two passes, with the methods of `Run`. In order: types, inputs, outputs, layout."""
 
 
-def differentiable(closed: Any, has_cotangent: Sequence[bool], inputs: Arrays, act: Act, forward_mode: str) -> Arrays:
+def differentiable(
+    closed: Any, has_cotangent: Sequence[bool], inputs: Arrays, act: Act, forward_mode: str, undifferentiated: str = ""
+) -> Arrays:
     """The outputs of the program, differentiated by the two passes that `act` gives when that happens.
 
     Args:
@@ -30,6 +32,7 @@ def differentiable(closed: Any, has_cotangent: Sequence[bool], inputs: Arrays, a
       inputs: its constants and inputs.
       act: gives the two passes.
       forward_mode: what to say of forward mode.
+      undifferentiated: what to say where the program runs without being differentiated; "": it may.
     """
     n = len(closed.consts)
     position = {var: i for i, var in enumerate([*closed.jaxpr.constvars, *closed.jaxpr.invars])}
@@ -39,7 +42,8 @@ def differentiable(closed: Any, has_cotangent: Sequence[bool], inputs: Arrays, a
 
     @jax.custom_vjp
     def outputs(inputs):
-        return pick(eval_jaxpr(closed.jaxpr, inputs[:n], inputs[n:]), made)
+        outs = pick(eval_jaxpr(closed.jaxpr, inputs[:n], inputs[n:]), made)
+        return [only_differentiated(out, undifferentiated) for out in outs] if undifferentiated else outs
 
     def forward(inputs):
         wrt = perturbed(inputs)

@@ -98,6 +98,26 @@ def without_derivative(value: Any, message: str) -> Any:
     return _without_derivative_p.bind(value, message=message)
 
 
+_only_differentiated_p = core.Primitive("only_differentiated")
+"""The identity on a value of a function with rules of derivatives, which is never computed where these are used."""
+
+
+_only_differentiated_p.def_impl(lambda value, *, message: _refuse_value(message))
+_only_differentiated_p.def_abstract_eval(lambda value, *, message: value)
+mlir.register_lowering(_only_differentiated_p, lambda _, value, *, message: _refuse_value(message))
+batching.defvectorized(_only_differentiated_p)
+lower_early(_only_differentiated_p, lambda value, *, message: _refuse_value(message))
+
+
+def _refuse_value(message: str) -> Any:
+    raise ValueError(message)
+
+
+def only_differentiated(value: Any, message: str) -> Any:
+    """`value`, in the body of a `jax.custom_vjp`. Evaluating that undifferentiated raises ValueError with `message`."""
+    return _only_differentiated_p.bind(value, message=message)
+
+
 def only_transposed(tangent: Any, message: str) -> Any:
     """`tangent`, which can be transposed. Evaluating it, as forward mode does, raises TypeError with `message`."""
     return _reverse_only_p.bind(tangent, message=message)
