@@ -223,13 +223,6 @@ def call_site(eqn: Any) -> tuple[Any, ...]:
     return () if traceback is None else tuple(zip(*traceback.raw_frames(), strict=True))
 
 
-def source_line(eqn: Any) -> str:
-    """Where the user's code makes an equation: "model.py:12 (norm)"; empty where that is not known."""
-    for frame in frames(eqn):
-        return f"{os.path.basename(frame.file)}:{frame.line} ({frame.function})"
-    return ""
-
-
 def scan_counts(eqn: Any) -> tuple[int, int]:
     """How many operands of a scan are constants, and how many are carried.
 

@@ -10,7 +10,7 @@ class Remedy:
     """A way to keep fewer bytes.
 
     Attributes:
-      kind: "fused loss"; "free" (a cheap function of what is kept anyway: no product is computed again); "recompute";
+      kind: "fused loss"; "schedule" (of a long loop); "free" (a cheap function of what is kept anyway: no product is computed again); "recompute";
         "tile"; "offload"; "8 bits"; "dtype".
       saves: residual bytes. A module's other rows are included where the remedy is for the module as a whole.
       milliseconds: estimated time that it costs in each step.

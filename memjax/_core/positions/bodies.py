@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from memjax._core.compat import bodies, scan_counts, source_line
+from memjax._core.compat import bodies, scan_counts
 from memjax._core.positions.walk import UNKNOWN, Mixed, Positions, Shared, State, Walk, reason
+from memjax._core.program.scopes import place_of
 
 
 def call(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
@@ -16,7 +17,7 @@ def call(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
     try:
         return walk.program(body, states)
     except Mixed as mixed:  # inside a function of JAX, whose caller is the user
-        raise Mixed(mixed.what, mixed.where or source_line(eqn)) from None
+        raise Mixed(mixed.what, mixed.where or place_of(eqn)) from None
 
 
 def linear_solve(walk: Walk, eqn: Any, states: list[State]) -> list[State]:

@@ -7,11 +7,11 @@ from typing import Any
 import jax
 
 from memjax._core.arrays import is_float
-from memjax._core.compat import source_line
 from memjax._core.lists import drop, merge, pick
 from memjax._core.positions.bodies import call
 from memjax._core.positions.walk import UNKNOWN, Mixed, Positions, Shared, State, Walk, shared
 from memjax._core.program.jaxpr import axis_sizes, bind, trace
+from memjax._core.program.scopes import place_of
 
 
 def custom_call(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
@@ -22,7 +22,7 @@ def custom_call(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
         _check_backward(walk, eqn, states, outs)
     except Mixed as mixed:
         if UNKNOWN not in mixed.what:  # kernels, and loops that add up the gradients of parameters
-            raise Mixed(f"the derivative rule, where {mixed.what}", mixed.where or source_line(eqn)) from None
+            raise Mixed(f"the derivative rule, where {mixed.what}", mixed.where or place_of(eqn)) from None
     return outs
 
 

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from memjax._core.compat import primitive_name, source_line
+from memjax._core.compat import primitive_name
 from memjax._core.program.jaxpr import is_literal
+from memjax._core.program.scopes import place_of
 
 UNKNOWN = "is not known to keep positions apart"
 COMBINES = "combines every position with every other"
@@ -60,7 +61,7 @@ class Mixed(Exception):
 
 
 def reason(eqn: Any, what: str) -> Mixed:
-    return Mixed(f"{primitive_name(eqn)} {what}", source_line(eqn))
+    return Mixed(f"{primitive_name(eqn)} {what}", place_of(eqn))
 
 
 def shared(shape: Sequence[int]) -> Shared:

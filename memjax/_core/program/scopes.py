@@ -99,6 +99,17 @@ def line_of(eqns: Sequence[Any]) -> str:
     return ""
 
 
+def place_of(eqn: Any) -> str:
+    """Where the user's code makes an equation: "Model/layers_3/mlp, model.py:12"; without scopes "model.py:12 (norm)".
+
+    Empty where that is not known.
+    """
+    path, lines = "/".join(_without_repeats(scopes(name_stack(eqn)))), frames(eqn)
+    if path or not lines:
+        return ", ".join(part for part in (path, line_of((eqn,))) if part)
+    return f"{line_of((eqn,))} ({lines[-1].function})"
+
+
 def runs_in_loop(eqns: Sequence[Any], function: str) -> bool:
     """Whether the code that makes an equation is in a loop of Python in the function of that name in its path."""
     return any(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from memjax.compress._codecs.block_quantized import DEFAULT
 # One checkpoint round nearly everything keeps nothing, and computes everything at once: the peak is then there.
 _MOST = 0.6
 _OFFLOADS = 1 << 20
+_LONG = 64  # turns of a loop: over time, as layers are fewer
 _MORE = 1.05
 _LEAST = 0.5
 _NARROW = {"float64": "float32", "float32": "bfloat16"}
@@ -44,9 +46,9 @@ class Remedies:
 
     def of(self, group: Group) -> tuple[Remedy, ...]:
         """For the arrays of a row: exact ones first, the cheapest before others; each checkpoint that follows saves more."""
-        worth: list[Remedy] = []
+        worth: list[Remedy] = list(_scheduled(group, self._paths, self._of))
         for remedy in sorted(self._checkpoints(group), key=lambda one: (one.milliseconds, -one.saves)):
-            if not worth or remedy.saves > _MORE * worth[-1].saves:
+            if not worth or worth[-1].kind == "schedule" or remedy.saves > _MORE * worth[-1].saves:
                 worth.append(remedy)
         return (*worth, *self._tiled(group), *_offload(group, self._of), *_narrower(group, self._of))
 
@@ -123,8 +125,22 @@ class _Effect:
     is_by_position: bool = False
 
 
+def _scheduled(group: Group, paths: Paths, of: Device) -> Iterator[Remedy]:
+    """A schedule for a long loop: of the states of all turns about twice the square root stays, at one more forward pass."""
+    forward = group.arrays[0].forward
+    if forward.turns < _LONG or any(array.forward is not forward for array in group.arrays):
+        return
+    eqns = [equation.eqn for equation in forward.program]
+    saves = int(group.nbytes * (1 - 2 / math.sqrt(forward.turns)))
+    where = paths.of(forward.program[0].outer)
+    how = f"memjax.remat.scan(..., budget=) in place of the loop of {forward.turns} turns in {where}"
+    how += ", or memjax.planned(loss, budget=)"
+    flops_again = forward.turns * sum(map(flops, eqns))
+    yield Remedy("schedule", saves, 1000 * forward.turns * seconds(eqns, of), flops_again, True, how)
+
+
 def _offload(group: Group, of: Device) -> list[Remedy]:
-    if group.nbytes < _OFFLOADS:
+    if group.nbytes < _OFFLOADS or of.platform == "cpu":  # which has no memory besides the host's
         return []
     how = "name it with jax.ad_checkpoint.checkpoint_name, and memjax.remat.checkpoint(policy=policies.offload(name))"
     return [Remedy("offload", group.nbytes, 1000 * 2 * group.nbytes / of.link, 0.0, True, how)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from memjax._core.compat import source_line
 from memjax._core.program.costs import array_bytes
+from memjax._core.program.scopes import place_of
 from memjax._plan.budget.pieces import codes_in
 from memjax._plan.codes import BITS
 from memjax._plan.layout import Layout
@@ -35,7 +35,7 @@ def _stretches(chain: Chain, choice: Choice, layout: Layout) -> list[Stretch]:
         every += [(var, array_bytes(var), None, True) for var in one.moved]
         for var, nbytes, few, on_host in every:
             equation, output, eqn = place[var]
-            made = "carried by the loop" if eqn is None else f"{eqn.primitive.name} {source_line(eqn)}".strip()
+            made = "carried by the loop" if eqn is None else f"{eqn.primitive.name} {place_of(eqn)}".strip()
             local = layout.local(nbytes)
             kept.append(Kept(equation, output, local, f"{var.aval.str_short()} {made}", few, on_host))
         seconds, working = one.seconds * (turns or 1) / layout.devices, layout.local(option.working)

@@ -10,12 +10,13 @@ from jax.extend import core
 
 from memjax._core.arrays import is_float
 from memjax._core.check import readable_bytes
-from memjax._core.compat import bodies, source_line
+from memjax._core.compat import bodies
 from memjax._core.lists import Arrays
 from memjax._core.positions.regions import Region, regions
 from memjax._core.positions.walk import Mixed
 from memjax._core.program.costs import array_bytes
 from memjax._core.program.jaxpr import bind, calls_in_place, is_literal, read, trace, variables
+from memjax._core.program.scopes import place_of
 from memjax._core.program.working import needed_for, producers_of
 from memjax._plan.derivative import without_checkpoints, without_dead_equations
 from memjax._plan.result import Tiled
@@ -83,7 +84,7 @@ class Tiling:
 
     def _described(self, region: Region, tile: int) -> Tiled:
         seed = self._program.eqns[region.seed]
-        what = f"{seed.outvars[0].aval.str_short()} {source_line(seed)}".strip()
+        what = f"{seed.outvars[0].aval.str_short()} {place_of(seed)}".strip()
         return Tiled(region.seed, region.dim, tile, region.length, array_bytes(seed.outvars[0]), what)
 
     def _tiled(self, what: Tiled) -> TiledRegion | None:
