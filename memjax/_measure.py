@@ -90,6 +90,7 @@ def measure(fn: Callable, *args: Any, compiler_options: dict[str, Any] | None = 
     if isinstance(found, str):
         notes.append(f"residual bytes unknown: {found}")
     held = None if isinstance(found, str) else found.residuals
+    notes += program.notes
     memory = executable.memory_analysis()
     if memory is None:
         notes.append("compiled bytes unknown: the backend gives no memory analysis")

@@ -12,8 +12,9 @@ class Measurement:
 
     Attributes:
       residual_bytes: device memory held between forward and backward: what the forward pass makes and the
-        backward pass reads, arguments and constants not included, at the moment when it is largest. Whole
-        arrays, all devices together. None if `fn` cannot be differentiated. This is what JAX saves: the
+        backward pass reads, arguments and constants not included, at the moment when it is largest, on one
+        device. What is made under automatic axes of a mesh is taken to be split over as many devices as the
+        arguments are, and `notes` says so. None if `fn` cannot be differentiated. This is what JAX saves: the
         compiler may compute cheap values again instead, so `temp_bytes` can be smaller.
       offloaded_bytes: the same, of what is held in host memory.
       temp_bytes: the compiled program's scratch memory, residuals included (per device).

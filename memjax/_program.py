@@ -1,14 +1,18 @@
 """A function and its arguments as the program that JAX traces from them, and the program of its gradient."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.sharding import AxisType
 
 from memjax._core import check
 from memjax._core.arguments import Parts, is_jitted, of_arrays, unbound
+from memjax._core.arrays import is_float
 from memjax._core.clear_errors import call_errors, refuse_leaks, trace_errors
+from memjax._core.meshes import own_sharding, parts, split_over
 from memjax._residuals import Residuals, differentiated, residuals
 
 
@@ -32,6 +36,30 @@ class Program:
     @property
     def jaxpr(self) -> Any:
         return of_jax(self.stage).jaxpr
+
+    @functools.cached_property
+    def shardings(self) -> list[Any]:
+        """Those of the program's inputs, as their arrays have them; None where that is not known."""
+        told: dict[Any, Any] = {}  # Flax NNX has inputs in an order of its own
+        for array in self.parts.arrays:
+            kind, sharding = (tuple(array.shape), array.dtype), own_sharding(array)
+            told[kind] = sharding if told.get(kind, sharding) == sharding else None
+        arrays, avals = self.parts.arrays, self.jaxpr.in_avals
+        same = [(tuple(array.shape), array.dtype) for array in arrays] == [(aval.shape, aval.dtype) for aval in avals]
+        return [*map(own_sharding, arrays)] if same else [told.get((aval.shape, aval.dtype)) for aval in avals]
+
+    @property
+    def devices(self) -> int:
+        """Over how many devices what is computed under automatic axes is taken to be split."""
+        return split_over(self.shardings, [not is_float(aval) for aval in self.jaxpr.in_avals])
+
+    @property
+    def notes(self) -> list[str]:
+        """What bytes per device assume."""
+        automatic = any(set(one.mesh.axis_types) == {AxisType.Auto} for one in self.shardings if parts(one) > 1)
+        return [
+            f"residual bytes are those of one of {self.devices} devices, if all is split as the arguments are"
+        ] * automatic
 
 
 @dataclass(frozen=True)
@@ -69,14 +97,14 @@ def traced(name: str, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Prog
 
 def gradient(program: Program) -> Gradient | str:
     """The program with a backward pass, or why there is none."""
-    found = residuals(program.jaxpr)
+    found = residuals(program.jaxpr, program.devices)
     if found is not None:
         return Gradient(program.jaxpr, True, found)
     try:
         both = differentiated(program.jaxpr, program.result)
     except (NotImplementedError, TypeError, ValueError) as error:
         return f"fn cannot be differentiated: {str(error).splitlines()[0]}"
-    found = None if both is None else residuals(both)
+    found = None if both is None else residuals(both, program.devices)
     if found is None:
         return "fn has no float argument or no float result to differentiate"
     return Gradient(both, False, found)

@@ -5,13 +5,13 @@ pass of a derivative, `transpose(jvp(...))` for its backward pass, the bodies of
 recomputation included. A residual is a value that the forward pass produces and a backward equation reads.
 Nothing is compiled or run here.
 
-Bytes are those of whole arrays (all shards together). What is not counted: arguments and constants, which
-exist anyhow; dead code; a second name for the same bytes (a reshape, a transpose, a no-op
+Bytes are those of one device. Inside `shard_map` and under explicit axes types tell what a device has of an array. Under
+automatic axes the compiler decides: there all are taken to be split over as many devices as arguments are. What is not
+counted: arguments and constants, which exist anyhow; dead code; a second name for the same bytes (a reshape, a transpose, a no-op
 `reduce_precision`), which the compiler does not copy; broadcast constants, which it makes again (the zeros
 that `jax.nn.relu` keeps).
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +31,7 @@ from memjax._core.compat import (
     without_dead_code,
 )
 from memjax._core.lists import drop, merge, pick
+from memjax._core.meshes import parts_by
 from memjax._core.program.jaxpr import is_literal, nbytes
 from memjax._core.program.primitives import ALIASES, CALLS, SOURCES
 from memjax._core.reasons import reason_of
@@ -55,7 +56,8 @@ class Value:
     """One buffer made by the forward pass, with the span of steps over which the backward pass needs it.
 
     Attributes:
-      nbytes, on_host: how large it is, and where.
+      nbytes, on_host: how large it is on a device, and where.
+      devices: over how many it is taken to be split under automatic axes.
       made: the step that makes it.
       made_by: the equation that makes it, the calls and loops around it before it.
       index: which of that equation's outputs it is.
@@ -67,6 +69,7 @@ class Value:
 
     aval: Any
     nbytes: int
+    devices: int
     on_host: bool
     made: int
     made_by: tuple
@@ -83,7 +86,7 @@ class Held:
 
     Attributes:
       nbytes: all bytes together.
-      values: each array, and how many of it there are: a shard's, on every device.
+      values: each array, and how many of it there are.
     """
 
     nbytes: int = 0
@@ -98,8 +101,11 @@ class Residuals:
     host: Held
 
 
-def residuals(closed_jaxpr) -> Residuals | None:
-    """Residuals of a function that computes gradients; None if there is no backward pass in it."""
+def residuals(closed_jaxpr, devices: int = 1) -> Residuals | None:
+    """Residuals of a function that computes gradients; None if there is no backward pass in it.
+
+    Under automatic axes arrays are taken to be split over so many devices.
+    """
     jaxpr = closed_jaxpr.jaxpr
     jaxpr = without_dead_code(jaxpr)
     stacks = list(_stacks(jaxpr, ""))
@@ -109,14 +115,14 @@ def residuals(closed_jaxpr) -> Residuals | None:
     # (a custom forward rule, the inner part of a second derivative) included. Only forward-over-reverse has
     # no outer transpose.
     outermost = any(derivatives(stack)[:1] == ["transpose"] for stack in stacks)
-    return _Walk(outermost).held(jaxpr, "", ())
+    return _Walk(outermost, devices).held(jaxpr, "", ())
 
 
-def iteration(equation: Equation) -> tuple[list[Equation], list]:
+def iteration(equation: Equation, devices: int = 1) -> tuple[list[Equation], list]:
     """One turn of a scan of the forward pass: its equations, and the body's outputs. A carry is a value of its own."""
     body = bodies(equation.eqn)[0]
     constants, carries = scan_counts(equation.eqn)
-    forward, place = _Forward(_Walk(True)), (*equation.outer, equation.eqn)
+    forward, place = _Forward(_Walk(True, devices)), (*equation.outer, equation.eqn)
     operands = list(equation.inputs)
     for index in range(carries):
         operands[constants + index] = forward.value(body.invars[constants + index].aval, -1, place, index)
@@ -185,8 +191,8 @@ REMADE = object()  # a broadcast constant
 class _Walk:
     """One pass over the equations in program order, calls inlined."""
 
-    def __init__(self, outermost: bool):
-        self.outermost = outermost
+    def __init__(self, outermost: bool, devices: int):
+        self.outermost, self.devices = outermost, devices
 
     def is_backward(self, stack: str) -> bool:
         return derivatives(stack)[:1] == ["transpose"] if self.outermost else is_backward(stack)
@@ -203,13 +209,9 @@ class _Walk:
         )
 
     def held_in_body(self, eqn, bodies: Sequence, stack: str, outer: tuple) -> Residuals:
-        """What a body with a whole forward and backward pass in it holds: one iteration's, every shard's."""
+        """What a body with a whole forward and backward pass in it holds: one iteration's."""
         found = [self.held(body, stack, outer) for body in bodies]
-        shards = 1
-        if primitive_name(eqn) == "shard_map":
-            sizes = eqn.params["mesh"].shape
-            shards = math.prod(sizes[axis] for axis in eqn.params["newly_manual_axes"])
-        most = lambda held: _times(shards, max(held, key=lambda one: one.nbytes))
+        most = lambda held: max(held, key=lambda one: one.nbytes)
         return Residuals(most([body.device for body in found]), most([body.host for body in found]))
 
     def forwarded(self, eqn, bodies: Sequence, inputs: Sequence) -> dict[int, Any]:
@@ -275,13 +277,29 @@ class _Forward:
         return outputs
 
     def value(self, aval, step: int, place: tuple, index: int) -> Value:
-        made = Value(aval, nbytes(aval), _on_host(aval), step, place, index, self.program)
+        made = Value(
+            aval,
+            _local_bytes(aval, place[-1], index, self.walk.devices),
+            self.walk.devices,
+            _on_host(aval),
+            step,
+            place,
+            index,
+            self.program,
+        )
         self.values.append(made)
         return made
 
 
-def _times(count: int, held: Held) -> Held:
-    return Held(count * held.nbytes, tuple((value, count * number) for value, number in held.values))
+def _local_bytes(aval, eqn, index: int, devices: int) -> int:
+    """The bytes that a device has of output `index` of an equation."""
+    mesh = aval.sharding.mesh if hasattr(aval, "sharding") else None
+    kinds = set() if mesh is None else set(mesh.axis_types)
+    if primitive_name(eqn) == "shard_map" and jax.sharding.AxisType.Manual not in kinds:
+        return -(-nbytes(aval) // parts_by(eqn.params["mesh"], eqn.params["out_specs"][index]))
+    if jax.sharding.AxisType.Explicit in kinds:
+        return -(-nbytes(aval) // parts_by(mesh, aval.sharding.spec))
+    return nbytes(aval) if jax.sharding.AxisType.Manual in kinds else -(-nbytes(aval) // devices)
 
 
 def _peak(values: Sequence[Value], loops: dict[int, Held]) -> Held:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +27,6 @@ from memjax._explain.rows import Group, collapsed, groups, template
 from memjax._explain.warn import warnings_of
 from memjax._measure import remat_compiler_options
 from memjax._program import Gradient, Program, gradient, of_jax, traced
-from memjax._residuals import struct
 
 
 def explain(fn: Callable, *args: Any, compiler_options: dict[str, Any] | None = None, **kwargs: Any) -> Explanation:
@@ -38,9 +38,9 @@ def explain(fn: Callable, *args: Any, compiler_options: dict[str, Any] | None = 
         print(memjax.explain(loss, params, batch))
 
     Two questions are answered. What does the forward pass keep for the backward pass (`rows`)? These are the bytes of
-    `memjax.measure(...).residual_bytes`, array by array. And what is alive when the compiled program needs most (`peak`)?
-    The compiler fuses, schedules and frees, so this can be less than the residuals, or more; `peak.difference` leads from
-    one to the other.
+    `memjax.measure(...).residual_bytes`, array by array, on one device. And what is alive when the compiled program needs
+    most (`peak`)? The compiler fuses, schedules and frees, so this can be less than the residuals, or more;
+    `peak.difference` leads from one to the other.
 
     Paths are those of Linen's and NNX's modules and of `jax.named_scope`; elsewhere those of the functions that make an
     array. Flax NNX modules get scopes while `fn` is traced; a jitted function that was traced before has none then, and
@@ -72,7 +72,7 @@ def explain(fn: Callable, *args: Any, compiler_options: dict[str, Any] | None = 
     residual_bytes, offloaded_bytes = found.residuals.device.nbytes, found.residuals.host.nbytes
     logits, alike = logits_in(arrays), groups(arrays, paths)
     remedies = Remedies(paths, residual_bytes, device())
-    notes: list[str] = []
+    notes = program.notes
     peak, timeline = _compiled(program, found, paths, options, residual_bytes, notes)
     return Explanation(
         rows=tuple(
@@ -118,7 +118,11 @@ def _compiled(
     if found.is_own:
         lowered = program.stage.lower()
     else:
-        lowered = jax.jit(jaxpr_as_fun(found.jaxpr)).lower(*map(struct, found.jaxpr.in_avals))
+        inputs = [
+            jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
+            for aval, sharding in itertools.zip_longest(found.jaxpr.in_avals, program.shardings)  # cotangents come last
+        ]
+        lowered = jax.jit(jaxpr_as_fun(found.jaxpr)).lower(*inputs)
     with option_errors(options):
         compiled = of_jax(lowered.compile(compiler_options=options or None))
     memory, text = compiled.memory_analysis(), compiled.as_text()

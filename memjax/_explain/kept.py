@@ -40,8 +40,8 @@ class Kept:
 
     Attributes:
       value: the array; within a loop, what one turn keeps.
-      nbytes: the bytes of all turns, on all devices.
-      count: how many there are: turns, and shards.
+      nbytes: the bytes of all turns, on one device.
+      count: how many there are: turns.
       place: the equation that makes it, the calls and loops around it before it.
       forward: the pass that it is made in.
     """
@@ -67,7 +67,7 @@ def kept_arrays(held: Held) -> list[Kept]:
         scan = _stacking_scan(value)
         if scan is not None:
             if id(scan) not in turns:
-                turns[id(scan)] = iteration(scan)
+                turns[id(scan)] = iteration(scan, value.devices)
             inner = turns[id(scan)][1][value.index]
             if isinstance(inner, Value) and inner.program is turns[id(scan)][0]:
                 length = scan.eqn.params["length"]

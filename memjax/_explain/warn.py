@@ -94,7 +94,7 @@ def _useless(arrays: Sequence[Kept], paths: Paths) -> Iterator[str]:
         body = bodies(eqn)[0]
         again = {var for inner in body.eqns if _again((inner,)) for var in inner.outvars}
         late = {var for inner in body.eqns if not _again((inner,)) for var in variables(inner.invars)}
-        instead = sum(nbytes(var.aval) for var in again & late)
+        instead = sum(nbytes(var.aval) for var in again & late) // arrays[0].value.devices
         only_for_this = lambda reader, eqn=eqn: any(part is eqn for part in reader) and _again(reader)
         kept = sum(array.value.nbytes for array in arrays if all(map(only_for_this, array.readers)))
         where = _around([paths.of((*place, inner)) for inner in body.eqns]) or paths.of(place)

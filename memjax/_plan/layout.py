@@ -13,11 +13,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from memjax._core.compat import is_batched, is_tracer, scan_counts
-from memjax._core.lists import drop, pick
+from memjax._core.meshes import own_sharding, split_over, with_devices
 from memjax._core.program.jaxpr import calls_in_place, variables
 
 _GRADIENTS = "gradients are sharded as what they are gradients of"
@@ -63,7 +62,7 @@ def layout_of(closed: Any, values: Sequence[Any], wrt: Sequence[bool]) -> Layout
     if AxisType.Manual in kinds:
         return Layout([None] * len(values))
     unknown = [is_tracer(value) for value in values]
-    found = [None if hidden else _own(value) for value, hidden in zip(values, unknown, strict=True)]
+    found = [None if hidden else own_sharding(value) for value, hidden in zip(values, unknown, strict=True)]
     if AxisType.Explicit in kinds:
         return _layout(_as_typed(types, found), wrt)
     if not any(unknown):
@@ -71,7 +70,7 @@ def layout_of(closed: Any, values: Sequence[Any], wrt: Sequence[bool]) -> Layout
     abstract = next(
         (mesh for mesh in [*meshes, jax.sharding.get_abstract_mesh()] if mesh.size > 1 and mesh.axis_names), None
     )
-    mesh = None if abstract is None or set(abstract.axis_types) != {AxisType.Auto} else _with_devices(abstract)
+    mesh = None if abstract is None or set(abstract.axis_types) != {AxisType.Auto} else with_devices(abstract)
     if mesh is None:
         return Layout(found, assumes="all arguments are on one device" if jax.device_count() > 1 else "")
     is_scanned = scanned(closed)
@@ -95,49 +94,19 @@ def warn_of_guess(layout: Layout, name: str, fix: str) -> None:
 
 
 def _layout(shardings: Sequence[Any], wrt: Sequence[bool]) -> Layout:
-    parts = [1 if one is None else _parts(one) for one in shardings]
-    devices = max(drop(parts, wrt), default=1)
-    devices = devices if devices > 1 else max(pick(parts, wrt), default=1)
+    devices = split_over(shardings, [not one for one in wrt])
     several = any(one is not None and len(one.device_set) > 1 for one in shardings)
     return Layout(shardings, devices, _GRADIENTS if several else "")
-
-
-def _parts(sharding: Any) -> int:
-    """Into how many parts an array is divided."""
-    if not isinstance(sharding, NamedSharding):
-        return 1
-    names = [
-        name
-        for entry in sharding.spec
-        if entry is not None
-        for name in (entry if isinstance(entry, tuple) else (entry,))
-    ]
-    return math.prod(sharding.mesh.shape[name] for name in names if name in sharding.mesh.shape)
-
-
-def _own(value: Any) -> Any:
-    """That of an argument; None for an array that `jax.jit` would move to the others."""
-    return getattr(value, "sharding", None) if getattr(value, "committed", True) else None
 
 
 def _as_typed(types: Sequence[Any], found: Sequence[Any]) -> list[Any]:
     """The shardings that types of explicit axes tell where none is found; what has none is on all devices."""
     told = []
     for aval, own in zip(types, found, strict=True):
-        own_mesh = None if own is not None or aval.sharding.mesh.empty else _with_devices(aval.sharding.mesh)
+        own_mesh = None if own is not None or aval.sharding.mesh.empty else with_devices(aval.sharding.mesh)
         told.append(own if own_mesh is None else NamedSharding(own_mesh, aval.sharding.spec))
     mesh = next((one.mesh for one in told if isinstance(one, NamedSharding)), None)
     return [NamedSharding(mesh, PartitionSpec()) if one is None and mesh is not None else one for one in told]
-
-
-def _with_devices(mesh: Any) -> jax.sharding.Mesh | None:
-    """The mesh over devices of this platform; which of them makes no difference to bytes."""
-    devices = jax.devices()
-    if mesh.size > len(devices):
-        return None
-    return jax.sharding.Mesh(
-        np.array(devices[: mesh.size]).reshape(mesh.axis_sizes), mesh.axis_names, axis_types=mesh.axis_types
-    )
 
 
 def _split(shape: Sequence[int], mesh: jax.sharding.Mesh, is_scanned: bool) -> PartitionSpec:

@@ -72,6 +72,22 @@ def test_several_devices_hold_their_shards():
     assert sum(row.bytes for row in explanation.rows) == explanation.residual_bytes
 
 
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_sharded_arguments_have_the_bytes_of_a_device(kind):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
+    w, x = jnp.ones((64, 256)), jnp.ones((512, 64))
+    f = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
+    put = lambda a, *spec: jax.device_put(a, jax.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)))
+    whole = memjax.explain(f, w, x).residual_bytes
+    with jax.set_mesh(mesh):
+        args = put(w), put(x, "data")
+        found = memjax.explain(f, *args)
+        assert found.residual_bytes == memjax.measure(f, *args).residual_bytes == whole // 4
+        assert sum(row.bytes for row in found.rows) == found.residual_bytes
+        assert found.peak.temp_bytes == memjax.measure(jax.value_and_grad(f, (0, 1)), *args).temp_bytes
+    assert any("one of 4 devices" in note for note in found.notes) == (kind == jax.sharding.AxisType.Auto)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [

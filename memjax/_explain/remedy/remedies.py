@@ -152,8 +152,8 @@ def _narrower(group: Group, of: Device) -> list[Remedy]:
     if group.why:  # it is compressed already
         return found
     if jnp.issubdtype(aval.dtype, jnp.floating):
-        code = min(DEFAULT.nbytes(aval), aval.dtype.itemsize * aval.size)
-        saves = group.nbytes - sum(array.count for array in group.arrays) * code
+        code = min(DEFAULT.nbytes(aval) / (aval.dtype.itemsize * aval.size), 1) if aval.size else 1
+        saves = group.nbytes - round(code * group.nbytes)
         if saves > 0:
             cost = 1000 * 2 * group.nbytes / of.nbytes
             found.append(Remedy("8 bits", saves, cost, 0.0, False, f"memjax.compressed round {group.path}"))

@@ -1,0 +1,45 @@
+"""Arrays on meshes: where an argument lies, and into how many parts it is divided."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from memjax._core.lists import drop, pick
+
+
+def own_sharding(value: Any) -> Any:
+    """The sharding of an argument; None for an array that `jax.jit` would move to the others."""
+    return getattr(value, "sharding", None) if getattr(value, "committed", True) else None
+
+
+def parts(sharding: Any) -> int:
+    """Into how many parts an array is divided over devices."""
+    return parts_by(sharding.mesh, sharding.spec) if isinstance(sharding, NamedSharding) else 1
+
+
+def parts_by(mesh: Any, spec: Any) -> int:
+    """Into how many parts a `PartitionSpec` divides an array over a mesh."""
+    names = [name for entry in spec if entry is not None for name in (entry if isinstance(entry, tuple) else (entry,))]
+    return math.prod(mesh.shape[name] for name in names if name in mesh.shape)
+
+
+def split_over(shardings: Sequence[Any], likely: Sequence[bool]) -> int:
+    """Over how many devices what is computed is taken to be split: as the inputs in `likely` are, or else as any."""
+    divided = list(map(parts, shardings))
+    found = max(pick(divided, likely), default=1)
+    return found if found > 1 else max(drop(divided, likely), default=1)
+
+
+def with_devices(mesh: Any) -> jax.sharding.Mesh | None:
+    """The mesh over devices of this platform, if there are as many; which of them makes no difference to bytes."""
+    devices = jax.devices()
+    if mesh.size > len(devices):
+        return None
+    placed = np.array(devices[: mesh.size]).reshape(mesh.axis_sizes)
+    return jax.sharding.Mesh(placed, mesh.axis_names, axis_types=mesh.axis_types)
