@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from memjax._core.program import costs
+from memjax._plan.budget.checked import check_stretches, check_tiles
 from memjax._plan.budget.decide import decide
 from memjax._plan.budget.digest import digest
 from memjax._plan.budget.pieces import pieces
@@ -59,6 +60,8 @@ def acting(
             fix = "plan ahead: plan=memjax.plan(f, *args, budget=...) of sharded arrays, then memjax.planned(f, plan=plan)"
             warn_of_guess(layout, "planned", fix)
         plan = known[key]
+    elif plan.tiled:
+        check_tiles(program.tiling.found, plan)
     derivative = program.derivative(plan.tiled)
     return by_plan(derivative, plan, layout)
 
@@ -67,7 +70,7 @@ def by_plan(derivative: Derivative, plan: Plan, layout: Layout) -> Run | KeepAll
     """The two passes of the derivative that the plan was made for.
 
     Raises:
-      ValueError: it was made for another one.
+      ValueError: it was made for another one, or says what no plan of it does.
     """
     if plan.program != (found := digest(derivative)):
         raise ValueError(
@@ -76,4 +79,5 @@ def by_plan(derivative: Derivative, plan: Plan, layout: Layout) -> Run | KeepAll
         )
     in_codes = any(kept.bits is not None for stretch in plan.stretches for kept in stretch.kept)
     chain = Chain(derivative, costs.device(device_of(layout.shardings)), compress=in_codes, solved=False)
+    check_stretches(chain, plan)
     return run(derivative, pieces(chain, plan.stretches), plan.platform if plan.in_steps else None)

@@ -10,7 +10,7 @@ from flax import nnx
 
 from memjax._core import check
 from memjax._core.backward.derivatives import forward_mode_message
-from memjax._core.clear_errors import trace_errors
+from memjax._core.clear_errors import call_errors, trace_errors
 from memjax._core.program.jaxpr import axis_sizes
 from memjax._plan.acting import acting
 from memjax._plan.budget.decide import decide
@@ -82,7 +82,7 @@ def plan(
     _check_allow(allow)
     chosen = _positions(argnums, len(args))
     flat = Flat(f, args, kwargs)
-    with trace_errors("f", f):
+    with call_errors("f", f, {"arguments": (*args, *kwargs.values())}), trace_errors("f", f):
         program = flat.program()
     wrt = [False] * len(program.closed.consts) + flat.float_arrays_of(chosen)
     if not any(wrt):

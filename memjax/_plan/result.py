@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+import math
+import types
+import typing
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from memjax._core import check
@@ -194,14 +197,24 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """The plan that `to_json` wrote; ValueError for any other text."""
         fields = check.json_fields("Plan", text, [field.name for field in dataclasses.fields(cls)])
+        try:
+            return cls._of_fields(fields)
+        except (TypeError, ValueError) as error:
+            raise check.fail(ValueError, "text", "what Plan.to_json wrote", text, str(error)) from error
+
+    @classmethod
+    def _of_fields(cls, fields: dict[str, Any]) -> Plan:
         stretches = []
         for start, stop, kept, *rest in fields["stretches"]:
-            stretches.append(Stretch(start, stop, tuple(Kept(*one) for one in kept), *rest))
-        points = tuple(Point(*point) for point in fields["points"])
-        tries = tuple(Try(*one) for one in fields["tries"])
-        tiled = tuple(Tiled(*one) for one in fields["tiled"])
+            inside = tuple(_typed(Kept, one, least={"equation": -1}) for one in kept)
+            stretches.append(_typed(Stretch, (start, stop, inside, *rest)))
+        points = tuple(_typed(Point, point, least={"nbytes": -math.inf}) for point in fields["points"])
+        tries = tuple(_typed(Try, one) for one in fields["tries"])
+        tiled = tuple(_typed(Tiled, one) for one in fields["tiled"])
         lists = {"stretches": tuple(stretches), "points": points, "tries": tries, "tiled": tiled}
-        return cls(**fields | lists | {"notes": tuple(fields["notes"])})
+        plan = cls(**fields | lists | {"notes": tuple(fields["notes"])})
+        _check_types(plan, dict(vars(plan)))
+        return plan
 
     def __str__(self) -> str:
         compiled = "" if self.compiled_nbytes is None else f", compiled {readable_bytes(self.compiled_nbytes)}"
@@ -229,6 +242,27 @@ class Plan:
             )
             lines += [f"    {readable_bytes(kept.nbytes):>10}  {kept.what}{_how(kept)}" for kept in stretch.kept]
         return "\n".join(lines)
+
+
+def _typed(kind: Any, values: Sequence[Any], least: Mapping[str, float] = types.MappingProxyType({})) -> Any:
+    """A named tuple of these values, if they are of its types, and no number is negative."""
+    found = kind(*values)
+    _check_types(found, found._asdict(), least)
+    return found
+
+
+def _check_types(
+    found: Any, values: Mapping[str, Any], least: Mapping[str, float] = types.MappingProxyType({})
+) -> None:
+    hints = typing.get_type_hints(type(found))
+    for name, value in values.items():
+        wanted = typing.get_args(hints[name]) if isinstance(hints[name], types.UnionType) else (hints[name],)
+        right = type(value) in (*wanted, int if float in wanted else None) or any(
+            typing.get_origin(one) is tuple for one in wanted
+        )
+        number = type(value) in (int, float)
+        if not right or (number and not least.get(name, 0) <= value < math.inf):
+            raise ValueError(f"{name} is {check.shown(value)}")
 
 
 def _how(kept: Kept) -> str:
