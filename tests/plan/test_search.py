@@ -129,3 +129,11 @@ def test_plans_of_much_the_same_bytes_are_one():
 def test_of_plans_that_are_as_fast_the_one_of_the_fewest_bytes_is_tried():
     assert told_apart([1000, 2000, 2001, 2002, 2500], [2.0, 1.5, 1.00005, 1.0, 0.9]) == [0, 2, 4]
     assert told_apart([1000, 2000, 2001], [2.0, 1.0, 1.0]) == [0, 1, 2]  # the last keeps everything
+
+
+def test_the_last_of_the_tries_is_the_least_plan_if_none_fits():
+    """Every plan but the least takes a byte too much, whatever was predicted."""
+    predicted = list(range(1000, 2000, 10))
+    tries = search(predicted, [1 / nbytes for nbytes in predicted], 1500, lambda number: 1501 if number else 1000)
+    assert len(tries) == 4
+    assert (tries[-1].number, tries[-1].compiled) == (0, 1000)
