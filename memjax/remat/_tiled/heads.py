@@ -104,6 +104,8 @@ def attention_in_groups(
         positions = jnp.arange(x.shape[1], dtype=jnp.int32)
     if check.array("positions", positions).shape not in (x.shape[1:2], x.shape[:2]):
         raise check.fail(ValueError, "positions", f"of shape {x.shape[1:2]} or {x.shape[:2]}", positions)
+    if x.size == 0:  # nothing to attend to
+        return jnp.asarray(x)
     x, positions = vary((x, lax.stop_gradient(positions)), varying_axes(x, positions))
     kernels = [*(whole(kernel, 0) for kernel in (query, key, value)), whole(out, 2)]
     kernels = vary(kernels, varying_axes(x))
@@ -306,10 +308,10 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def _like(name: str, f: Callable[..., Array], a: Array, *others: Array) -> Array:
-    """`f(a, *others)`, which is to be of the shape of `a`."""
+    """`f(a, *others)`, which is to be of the shape of `a`, and of floats: others would cut off what follows."""
     with call_errors(name, f, {f"array {i + 1}": value for i, value in enumerate((a, *others))}):
         out = f(a, *others)
-    if check.array(f"the result of {name}", out).shape != a.shape:
+    if check.array(f"the result of {name}", out, floating=True).shape != a.shape:
         raise check.fail(ValueError, f"the result of {name}", f"of shape {a.shape}", out)
     return out
 
@@ -338,9 +340,13 @@ def _checked(x: Any, query: Any, key: Any, value: Any, out: Any, groups: Any) ->
     ):
         if kernel.shape != shape:
             raise check.fail(ValueError, name, f"of shape {shape}, to fit x and query", kernel)
-    held = math.lcm(*(shards(jax.typeof(kernel), axis) for kernel, axis in ((query, 1), (key, 1), (value, 1), (out, 0))))
+    held = math.lcm(
+        *(shards(jax.typeof(kernel), axis) for kernel, axis in ((query, 1), (key, 1), (value, 1), (out, 0)))
+    )
     if kv_heads % held:
-        raise check.fail(ValueError, "key", f"of a number of heads that is a multiple of the {held} shards of heads", key)
+        raise check.fail(
+            ValueError, "key", f"of a number of heads that is a multiple of the {held} shards of heads", key
+        )
     of_device = kv_heads // held
     groups = of_device if groups is None else check.integer("groups", groups, least=1, what="a number of groups")
     if of_device % groups:

@@ -191,3 +191,20 @@ def test_forward_mode_is_refused():
     x, *layer = arguments()
     with pytest.raises(TypeError, match="attention_in_groups cannot be differentiated in forward mode"):
         jax.jvp(lambda x: in_groups(x, *layer), (x,), (x,))
+
+
+@pytest.mark.parametrize("name", ["norm", "rotary", "attend"])
+@pytest.mark.parametrize("dtype", ["int32", "bool"])
+def test_functions_that_return_no_floats_are_refused(name, dtype):
+    x, *layer = arguments()
+    with pytest.raises(TypeError, match=f"the result of {name} must be a floating-point array, got .*{dtype}"):
+        attention_in_groups(x, *layer[:4], **{name: lambda a, *_: a.astype(dtype)})
+
+
+@pytest.mark.parametrize("shape", [(0, LENGTH, DIM), (EXAMPLES, 0, DIM)])
+def test_nothing_to_attend_to(shape):
+    _, *layer = arguments()
+    run = lambda x, *layer: jnp.sum(attention_in_groups(x, *layer))
+    dx, *d_layer = jax.grad(run, range(5))(jnp.ones(shape), *layer[:4])
+    assert dx.shape == shape
+    assert not any(jnp.any(d) for d in d_layer)

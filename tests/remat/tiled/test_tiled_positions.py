@@ -31,6 +31,26 @@ MIX = {
     "random": lambda x: x * jax.random.normal(jax.random.key(0), x.shape, x.dtype),
     "length": lambda x: x / jnp.asarray(x.shape[1], x.dtype),
     "transposition": lambda x: x.reshape(x.shape[0], DIM, -1).transpose(0, 2, 1),
+    "product over the features with an arange": lambda x: jnp.einsum(
+        "btd,t->btd", x, jnp.arange(x.shape[1], dtype=x.dtype)
+    ),
+    "loop that adds an arange": lambda x: (
+        jax.lax.fori_loop(
+            0,
+            2,
+            lambda _, c: (c[1], c[1] + jnp.arange(x.shape[1], dtype=x.dtype)[:, None]),
+            (jnp.zeros(x.shape[1:], x.dtype),) * 2,
+        )[0]
+        + x
+    ),
+    "choice of an arange": lambda x: (
+        x
+        + jax.lax.cond(
+            jnp.ones(()) > 0,
+            lambda: jnp.zeros((x.shape[1], 1), x.dtype),
+            lambda: jnp.arange(x.shape[1], dtype=x.dtype)[:, None],
+        )
+    ),
     "outer": lambda x: jnp.max(x[:, :, None] * x[:, None], 2),
 }
 
@@ -52,12 +72,15 @@ def test_the_operation_and_its_source_line_are_named():
         tiled(sharpen, 1, 1, tile=4)(normal(9, EXAMPLES, LENGTH, DIM))
 
 
-@pytest.mark.parametrize("name", ["mean", "square", "constant", "maximum", "positions", "parameters alone"])
+@pytest.mark.parametrize(
+    "name", ["mean", "square", "weighted by an arange", "constant", "maximum", "positions", "parameters alone"]
+)
 def test_what_is_no_sum_over_positions_is_refused(name):
     w = normal(1, DIM)
     f = {
         "mean": lambda x: jnp.mean(x),
         "square": lambda x: jnp.sum(x) ** 2,
+        "weighted by an arange": lambda x: jnp.einsum("btd,t->d", x, jnp.arange(x.shape[1], dtype=x.dtype)),
         "constant": lambda x: jnp.sum(x) + 1,
         "maximum": lambda x: jnp.max(x),
         "positions": lambda x: jnp.sum(x, -1),
