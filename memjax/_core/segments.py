@@ -70,7 +70,7 @@ def segment_count(length: int, arrays: Sequence[Any], axes: Sequence[int], autom
     types = list(map(jax.typeof, arrays))
     automatic = automatic or automatic_devices(types) or jax.device_count()
     explicit = math.lcm(*(shards(aval, axis) for aval, axis in zip(types, axes, strict=True)))
-    return math.lcm(explicit, math.gcd(length, automatic))
+    return math.gcd(length, explicit * automatic)
 
 
 def automatic_devices(types: Sequence[Any]) -> int | None:

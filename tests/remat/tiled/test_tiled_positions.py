@@ -9,6 +9,11 @@ import pytest
 from memjax.remat import tiled
 from tests.remat.tiled.tiled_cases import DIM, EXAMPLES, LENGTH, close, normal
 
+
+def rows(x):
+    return jnp.arange(x.shape[1], dtype=x.dtype)[:, None]
+
+
 MIX = {
     "softmax": lambda x: jax.nn.softmax(x, 1),
     "mean": lambda x: x - jnp.mean(x, 1, keepdims=True),
@@ -34,21 +39,12 @@ MIX = {
     "product over the features with an arange": lambda x: jnp.einsum(
         "btd,t->btd", x, jnp.arange(x.shape[1], dtype=x.dtype)
     ),
-    "loop that adds an arange": lambda x: (
-        jax.lax.fori_loop(
-            0,
-            2,
-            lambda _, c: (c[1], c[1] + jnp.arange(x.shape[1], dtype=x.dtype)[:, None]),
-            (jnp.zeros(x.shape[1:], x.dtype),) * 2,
-        )[0]
-        + x
+    "loop that adds an arange": lambda x: sum(
+        jax.lax.fori_loop(0, 2, lambda _, c: (c[0] * 2, c[1] + rows(x)), (x, jnp.zeros((x.shape[1], 1), x.dtype)))
     ),
-    "choice of an arange": lambda x: (
-        x
-        + jax.lax.cond(
-            jnp.ones(()) > 0,
-            lambda: jnp.zeros((x.shape[1], 1), x.dtype),
-            lambda: jnp.arange(x.shape[1], dtype=x.dtype)[:, None],
+    "choice of an arange": lambda x: sum(
+        jax.lax.cond(
+            jnp.ones(()) > 0, lambda x: (x, jnp.zeros((x.shape[1], 1), x.dtype)), lambda x: (x * 2, rows(x)), x
         )
     ),
     "outer": lambda x: jnp.max(x[:, :, None] * x[:, None], 2),
