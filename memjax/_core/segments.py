@@ -22,7 +22,7 @@ class Segments(NamedTuple):
     """An axis of `length` places as `count` segments. A part has `size` places of each."""
 
     length: int
-    count: int
+    count: int  # type: ignore[assignment]
 
     def split(self, array: Any, axis: int) -> Any:
         """The array with one axis for segments and one for the places in them, instead of the axis."""
