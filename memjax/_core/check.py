@@ -11,6 +11,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -275,6 +276,16 @@ def local(name: str, value: Any) -> None:
             f"{name} must be this device's own array, got {shown(value)} that the explicit mesh axes {axes} shard: make"
             " these axes manual too, with the axis_names of jax.shard_map"
         )
+
+
+def known_sizes(name: str, tree: Any) -> None:
+    """Raises where the size of an array is a symbol of `jax.export`, of a transform that decides by sizes: `name`."""
+    for leaf in jax.tree.leaves(tree):
+        if any(jax.export.is_symbolic_dim(size) for size in getattr(leaf, "shape", ())):
+            raise ValueError(
+                f"arguments of memjax.{name} must be arrays of known sizes, got {jax.typeof(leaf).str_short()} with a symbolic "
+                "size: what is kept, and in which parts, is decided by sizes; export the program once for each size"
+            )
 
 
 def byte_count(name: str, value: Any, *, words: Sequence[str] = ()) -> Any:

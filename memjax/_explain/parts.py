@@ -10,8 +10,8 @@ class Remedy:
     """A way to keep fewer bytes.
 
     Attributes:
-      kind: "fused loss"; "schedule" (of a long loop); "free" (a cheap function of what is kept anyway: no product is computed again); "recompute";
-        "tile"; "offload"; "8 bits"; "dtype".
+      kind: "fused loss"; "schedule" (of a long loop); "free" (a cheap function of what is kept anyway: no product is computed
+        again); "recompute"; "tile"; "offload"; "8 bits"; "dtype".
       saves: residual bytes. A module's other rows are included where the remedy is for the module as a whole.
       milliseconds: estimated time that it costs in each step.
       flops: what is computed once more.

@@ -152,7 +152,13 @@ def planned(
         act = functools.partial(acting, closed, axis_sizes(closed), budget=room, plan=plan, known=known, allow=allow)
         first = [False] * len(closed.consts) + flat.float_arrays_of({0: nnx.Param} if args else {})
         outs = differentiable(
-            closed, program.has_cotangent, inputs, act, _FORWARD_MODE, step_message(f, program, first, is_guess=True)
+            closed,
+            program.has_cotangent,
+            inputs,
+            act,
+            "planned",
+            _FORWARD_MODE,
+            step_message(f, program, first, is_guess=True),
         )
         return flat.result(program, outs)
 

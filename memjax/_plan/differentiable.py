@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.custom_derivatives import SymbolicZero
 
+from memjax._core import check
 from memjax._core.arrays import is_float, zeros
-from memjax._core.backward.derivatives import Static, only_differentiated, perturbed, refusing_forward_mode
+from memjax._core.backward.derivatives import (
+    Static,
+    differentiated_as,
+    only_differentiated,
+    perturbed,
+    refusing_forward_mode,
+)
 from memjax._core.barriers import barrier
 from memjax._core.compat import eval_jaxpr
 from memjax._core.lists import Arrays, drop, merge, pick
 from memjax._core.program.jaxpr import is_literal
+from memjax._plan.again import in_checkpoints
 from memjax._plan.layout import Layout, layout_of
+from memjax._plan.run import Run
 
 Act = Callable[[Sequence[Any], Sequence[bool], Sequence[bool], Layout], Any]
 """From types and layout of a program's inputs, and flags for those that are differentiated and for the outputs that have a
@@ -22,7 +32,13 @@ cotangent, to its two passes, with the methods of `Run`. In order: types, inputs
 
 
 def differentiable(
-    closed: Any, has_cotangent: Sequence[bool], inputs: Arrays, act: Act, forward_mode: str, undifferentiated: str = ""
+    closed: Any,
+    has_cotangent: Sequence[bool],
+    inputs: Arrays,
+    act: Act,
+    name: str,
+    forward_mode: str,
+    undifferentiated: str = "",
 ) -> Arrays:
     """The outputs of the program, differentiated by the two passes that `act` gives when that happens.
 
@@ -31,6 +47,7 @@ def differentiable(
       has_cotangent: which of its outputs are differentiated.
       inputs: its constants and inputs.
       act: gives the two passes.
+      name: of the public function.
       forward_mode: what to say of forward mode.
       undifferentiated: what to say where the program runs without being differentiated; "": it may.
     """
@@ -48,8 +65,9 @@ def differentiable(
     def forward(inputs):
         wrt = perturbed(inputs)
         values = [one.value for one in inputs]
+        check.known_sizes(name, values)
         acting = act([jax.typeof(value) for value in values], wrt, has_cotangent, layout_of(closed, values, wrt))
-        outs, kept = acting.forward(values)
+        outs, kept = _outputs(closed, acting)(values)
         return pick(outs, made), (Static(wrt), acting, values, kept)
 
     def backward(saved, cotangents):
@@ -58,7 +76,7 @@ def differentiable(
         others = drop(cotangents, planned)
         if all(isinstance(ct, SymbolicZero) for ct in others):
             given = [zeros(ct.aval) if isinstance(ct, SymbolicZero) else ct for ct in pick(cotangents, planned)]
-            found = acting.backward(values, kept, given)
+            found, _ = _pullback(closed, acting, wrt.value, has_cotangent)(values, kept, given)
         else:  # of other results than were planned for: all is run again
             found = _whole_backward(closed, made, values, wrt.value, cotangents)
         return (merge(found, [None] * (len(wrt.value) - len(found)), wrt.value),)
@@ -66,6 +84,27 @@ def differentiable(
     outputs.defvjp(forward, backward, symbolic_zeros=True)
     outs = iter(refusing_forward_mode(outputs, forward_mode)(inputs))
     return [next(outs) if mine else inputs[position[var]] for var, mine in zip(closed.jaxpr.outvars, made, strict=True)]
+
+
+def _outputs(closed: Any, acting: Any) -> Callable[..., Any]:
+    """The forward pass, from values to outputs and what is kept. Its own derivative is that of the program in checkpoints."""
+    if not isinstance(acting, Run):  # JAX's passes
+        return acting.forward
+    return differentiated_as(functools.partial(in_checkpoints, closed), acting.forward, replaced=True)
+
+
+def _pullback(closed: Any, acting: Any, wrt: Sequence[bool], outs: Sequence[bool]) -> Callable[..., Any]:
+    """The backward pass, with nothing besides, likewise."""
+    fast = lambda values, kept, cotangents: (acting.backward(values, kept, cotangents), ())
+    if not isinstance(acting, Run):
+        return fast
+
+    def reference(values: Arrays, _: Any, cotangents: Arrays) -> Arrays:
+        every = lambda chosen: in_checkpoints(closed, merge(chosen, drop(values, wrt), wrt))
+        _, pullback = jax.vjp(lambda chosen: pick(every(chosen), outs), pick(values, wrt))
+        return pullback(cotangents)[0]
+
+    return differentiated_as(reference, fast, replaced=True)
 
 
 def _whole_backward(

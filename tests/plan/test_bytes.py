@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import memjax
 from memjax._core.program import costs
 from memjax._core.program.working import peak_bytes
 from memjax._plan.budget.decide import _decide, _Plans
@@ -17,6 +18,7 @@ from memjax._plan.lent import lent_to, lent_to_pieces
 from memjax._plan.solve.chain import Chain, peak_of
 from memjax._plan.solve.leaner import leaner
 from memjax._plan.solve.order import scattered_into_sums
+from tests.plan.networks import inputs, parameters, unrolled_loss
 
 ROWS, WIDTH, LAYERS = 512, 64, 4
 [H200] = [rates for rates in costs._DEVICES if rates.kind == "H200"]
@@ -301,3 +303,16 @@ def test_a_plan_that_takes_a_little_too_much_is_made_leaner_if_it_is_much_faster
     assert plans.seconds[over] <= decided.seconds <= 1.001 * plans.seconds[over]
     assert decided.plain_seconds == plans.seconds[-1]
     assert decided.nbytes <= budget
+
+
+def test_a_gradient_penalty_takes_no_more_than_with_a_checkpoint():
+    args = parameters(jnp.float32, 4), inputs(jnp.float32, 1024)
+
+    def nbytes(f):
+        of_inputs = lambda *args: jnp.sum(jax.grad(f, 1)(*args) ** 2)
+        lowered = jax.jit(jax.grad(of_inputs)).lower(*args)
+        return lowered.compile(memjax.remat_compiler_options()).memory_analysis().temp_size_in_bytes
+
+    ours = nbytes(memjax.planned(unrolled_loss, budget="min"))
+    assert ours < 0.8 * nbytes(unrolled_loss)
+    assert ours <= nbytes(jax.checkpoint(unrolled_loss))

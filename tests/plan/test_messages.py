@@ -60,13 +60,5 @@ def test_modules_are_named():
     params = jax.eval_shape(lambda: model.init(jax.random.key(0), x))
     loss = lambda params, x: jnp.mean(model.apply(params, x) ** 2)
     assert re.search(r"Net/Block_\d.*test_messages\.py:\d+", refusal(loss, params, x))
-    assert re.search(
-        r"tanh Net/Block_1, test_messages\.py:\d+",
-        str(memjax.plan(loss, params, x, budget="1GiB")) + _kept(loss, params, x),
-    )
-
-
-def _kept(loss, params, x):
-    most = memjax.plan(loss, params, x, budget="min").tries
-    plan = memjax.plan(loss, params, x, budget=2 * most[0].compiled)
-    return " ".join(kept.what for stretch in plan.stretches for kept in stretch.kept)
+    least = memjax.plan(loss, params, x, budget="min").nbytes
+    assert re.search(r"Net/Block_\d, test_messages\.py:\d+", str(memjax.plan(loss, params, x, budget=2 * least)))

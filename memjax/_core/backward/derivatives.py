@@ -35,8 +35,12 @@ def perturbed(arguments: Sequence[Any]) -> tuple[bool, ...]:
     return tuple(argument.perturbed and is_float(jax.typeof(argument.value)) for argument in arguments)
 
 
-def differentiated_as(reference: Callable[..., Any], fast: Callable[..., Any]) -> Callable[..., Any]:
+def differentiated_as(
+    reference: Callable[..., Any], fast: Callable[..., Any], *, replaced: bool = False
+) -> Callable[..., Any]:
     """`fast`, which returns (out, extra), with the derivatives of `reference`, which returns `out`; `extra` has none.
+
+    With `replaced` the values of `out` are those of `reference`, too, where it is differentiated: it need not run twice then.
 
     This is for derivatives of derivatives. What `fast` does to save memory, loops of varying length included, need
     not be differentiable, and nothing of it is kept for a second backward pass.
@@ -52,8 +56,8 @@ def differentiated_as(reference: Callable[..., Any], fast: Callable[..., Any]) -
         directions = jax.tree.leaves(tangents)
         moving = [not isinstance(tangent, SymbolicZero) for tangent in directions]
         of_leaves = lambda leaves: reference(*jax.tree.unflatten(tree, leaves))
-        _, tangent = jvp_of_some(of_leaves, leaves, moving, pick(directions, moving))
-        return (out, extra), (tangent, zero_from_primal(extra, symbolic_zeros=True))
+        again, tangent = jvp_of_some(of_leaves, leaves, moving, pick(directions, moving))
+        return (again if replaced else out, extra), (tangent, zero_from_primal(extra, symbolic_zeros=True))
 
     run.defjvp(rule, symbolic_zeros=True)
     return in_forward_rule(run)

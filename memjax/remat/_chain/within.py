@@ -106,7 +106,7 @@ def within(chain: Whole, budget: int | str | None, plan: Plan | None, forward_mo
             return by_plan(derivative, found, layout)
         return _ByBlock(functools.partial(chain.by_block, found), wrt, outs)
 
-    outs = differentiable(chain.closed, chain.has_cotangent, chain.inputs, act, forward_mode)
+    outs = differentiable(chain.closed, chain.has_cotangent, chain.inputs, act, "remat.chain", forward_mode)
     return merge(
         pick(outs, chain.has_cotangent), lax.stop_gradient(drop(outs, chain.has_cotangent)), chain.has_cotangent
     )

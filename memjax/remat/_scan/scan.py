@@ -107,6 +107,8 @@ def scan(
     init, xs = check.arrays("init", init), check.arrays("xs", xs)
     length = _length(xs, length)
     slots, budget = check_memory(slots, budget)
+    if budget is not None:
+        check.known_sizes("remat.scan", (init, xs))
     check.choice("strategy", strategy, _STRATEGIES)
     check.flag("reverse", reverse)
     if not isinstance(unroll, bool):
@@ -177,6 +179,7 @@ def _differentiable(
         return plain(step.run, consts, init, xs)
 
     def run_forward(consts, init, xs):
+        check.known_sizes("remat.scan", [argument.value for group in (consts, init, xs) for argument in group])
         chosen = _Chosen(step, plan, perturbed(consts), perturbed(xs))
         # jax.linearize hands Python numbers on as they are.
         values = [[as_array(argument.value) for argument in group] for group in (consts, init, xs)]

@@ -144,6 +144,7 @@ def _call(f: Callable[..., Any], arguments: Any, leaf_axes: list[int | None], op
         if length is not None and size != length:
             raise _check.fail(ValueError, paths[i], f"{length} long along axis {axis}, as those before", leaf)
         length = size
+    _check.known_sizes("remat.tiled", pick(leaves, mapped))
     if length is None:
         raise _check.fail(ValueError, "in_axes", "an axis for at least one array", options.in_axes)
     arrays = [jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in pick(leaves, mapped)]

@@ -98,6 +98,7 @@ def _differentiable(
     def forward(settings, inputs):
         wanted = [primal.perturbed and is_float(primal.value) for primal in inputs]
         settings, inputs = ([primal.value for primal in group] for group in (settings, inputs))
+        check.known_sizes("compressed", inputs)
         types = [jax.typeof(value) for value in inputs]
         derivative = Derivative(closed, made, types, wanted, lasting, which, codecs, names, axes)
         if which.where is not None and not derivative.keep.matched:
