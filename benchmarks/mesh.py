@@ -72,7 +72,9 @@ def case(config: Config, tool: str) -> dict:
             steps[how] = _compiled(config, tool, how)
         except Exception as error:  # one way that fails must not hide the others
             rows.append({"tool": tool, "how": how, "error": f"{type(error).__name__}: {str(error)[:300]}"})
-    times = {} if config.target else _times({how: call for how, (_, call) in steps.items()}, config.seconds)
+    times = (
+        {} if config.target or not steps else _times({how: call for how, (_, call) in steps.items()}, config.seconds)
+    )
     for how, (compiled, _) in steps.items():
         memory, text = compiled.memory_analysis(), compiled.as_text()
         rows.append(
@@ -169,7 +171,7 @@ def _times(calls: dict[str, Callable[[], Any]], seconds: float) -> dict[str, lis
     for share in (0.2, 1.0):
         times |= {how: [] for how in calls}
         end = time.perf_counter() + share * seconds * len(calls)
-        while time.perf_counter() < end or len(times["by hand"]) < 3:
+        while time.perf_counter() < end or min(map(len, times.values())) < 3:
             turn()
     return times
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 from typing import Any
 
 import jax
@@ -25,3 +27,13 @@ _only_on_cuda_p.def_impl(lambda value, *, error: jax.jit(lambda a: _only_on_cuda
 batching.primitive_batchers[_only_on_cuda_p] = lambda args, dims, *, error: (only_on_cuda(args[0], error), dims[0])
 mlir.register_lowering(_only_on_cuda_p, _refuse)
 mlir.register_lowering(_only_on_cuda_p, lambda context, value, *, error: [value], platform="cuda")
+
+
+def no_jax_triton() -> str | None:
+    """Why kernels cannot be launched through `jax_triton`, or None."""
+    if importlib.util.find_spec("jax_triton") is None or importlib.util.find_spec("triton") is None:
+        return "jax_triton is not installed (pip install 'memjax[gpu]')"
+    version = importlib.metadata.version("jax-triton")
+    if not version.startswith("0.3."):
+        return f"jax_triton is version {version}, which launches kernels otherwise than 0.3 (pip install 'memjax[gpu]')"
+    return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ import numpy as np
 
 from memjax._core import check
 from memjax._core.compat import is_tracer, varying
+from memjax._core.platforms import no_jax_triton
 from memjax._linear_cross_entropy.options import Array, Operands, Options
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
@@ -185,8 +185,8 @@ def _no_triton(dtype: Any) -> str | None:
     """Why the Triton kernels cannot run, or None."""
     if jax.default_backend() != "gpu":
         return f"Triton kernels need a GPU, and the default backend is {jax.default_backend()!r}"
-    if importlib.util.find_spec("jax_triton") is None or importlib.util.find_spec("triton") is None:
-        return "jax_triton is not installed (pip install 'memjax[gpu]')"
+    if missing := no_jax_triton():
+        return missing
     if dtype == jnp.float64:
         return "Triton kernels keep float32 statistics, and x is float64"
     return None

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from memjax._core.arrays import anywhere, vary
-from memjax._core.compat import nested, parameters, primitive_name, scope, settings
+from memjax._core.compat import eval_jaxpr, nested, parameters, primitive_name, scope, settings
 from memjax._core.program.primitives import CHECKPOINTS, CUSTOM_CALLS, PLAIN_CALLS, REPLICATIONS
 
 
@@ -99,6 +99,24 @@ def trace(f: Callable[..., Any], types: Sequence[Any], axes: dict[str, int]) -> 
     """
     known = [(name, size) for name, size in axes.items() if not _is_known(name)]
     return jax.make_jaxpr(f, axis_env=known)(*jax.tree.map(anywhere, list(types)))
+
+
+def with_axes(f: Callable[..., Any], axes: dict[str, int]) -> Callable[..., Any]:
+    """`f`, where its loops may run collectives over the named axes `axes` in a rule where their names are not known.
+
+    Then it is traced with them, and the equations are handed to the transformation around, which knows its axis.
+    """
+
+    def run(*args: Any) -> Any:
+        if all(map(_is_known, axes)):
+            return f(*args)
+        leaves, tree = jax.tree.flatten(args)
+        of_leaves = lambda *leaves: f(*jax.tree.unflatten(tree, leaves))
+        unknown = [(name, size) for name, size in axes.items() if not _is_known(name)]
+        closed, shapes = jax.make_jaxpr(of_leaves, axis_env=unknown, return_shape=True)(*leaves)
+        return jax.tree.unflatten(jax.tree.structure(shapes), eval_jaxpr(closed.jaxpr, closed.consts, leaves))
+
+    return run
 
 
 def _is_known(axis_name: str) -> bool:

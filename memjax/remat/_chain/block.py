@@ -19,7 +19,7 @@ from memjax._core.backward import Backward
 from memjax._core.backward.derivatives import Static, perturbed
 from memjax._core.barriers import barrier
 from memjax._core.lists import Arrays, drop, merge, pick
-from memjax._core.program.jaxpr import evaluate, is_literal
+from memjax._core.program.jaxpr import axis_sizes, evaluate, is_literal, with_axes
 
 
 class Block:
@@ -30,6 +30,7 @@ class Block:
       consts: values of what `f` closes over; with the leaves of the parameters behind them they are `p`.
       p, x, y, aux: types of the leaves.
       x_vars, y_vars: the variables of `jaxpr` that hold x and y.
+      axes: sizes of the named axes that collectives of the block run over.
       y_tree, aux_tree: to give the user's structure back.
       run: (p, x) to (y, aux), as a program that equal blocks share. It must not be differentiated.
       keep: (p, x) to (y, aux). Differentiating it keeps what the backward pass needs.
@@ -49,6 +50,7 @@ class Block:
         closed, (y, aux) = jax.make_jaxpr(with_aux, return_shape=True)(params, x)
         self.y_tree, self.aux_tree = jax.tree.structure(y), jax.tree.structure(aux)
         self.jaxpr, self.consts = closed.jaxpr, list(closed.consts)
+        self.axes = axis_sizes(closed.jaxpr)
         n_params, n_y = len(jax.tree.leaves(params)), len(jax.tree.leaves(y))
         variables = [*self.jaxpr.constvars, *self.jaxpr.invars]
         self.n_p = len(self.consts) + n_params
@@ -96,7 +98,7 @@ class Block:
     def _back(self, saved: Any, cts: Any) -> tuple[Arrays, Arrays]:
         wrt, p, x, kept = saved
         (p, x, kept), cts = after(pick(cts[0], self.y_float), (p, x, kept))
-        cts = together(self.backward(wrt.value).back([*p, *x], kept, cts))
+        cts = together(with_axes(self.backward(wrt.value).back, self.axes)([*p, *x], kept, cts))
         cts = merge(cts, [None] * (len(wrt.value) - len(cts)), wrt.value)
         return cts[: self.n_p], cts[self.n_p :]
 

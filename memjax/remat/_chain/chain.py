@@ -17,6 +17,7 @@ from memjax._core import check
 from memjax._core.backward.derivatives import Static, perturbed, refusing_forward_mode
 from memjax._core.clear_errors import call_errors
 from memjax._core.lists import Arrays, drop, merge, pick
+from memjax._core.program.jaxpr import with_axes
 from memjax._plan.result import Plan
 from memjax.remat._chain.block import Block, after, together
 from memjax.remat._chain.cost import estimate, measured
@@ -280,8 +281,9 @@ def _recomputed(items: Items, traced: Sequence[Block]) -> Callable[..., tuple[Ar
             y, _ = _run(items, traced, by_block, x)
             return pick(y, y_float)
 
-        _, vjp = jax.vjp(run, pick(arrays, wrt))
-        d_chosen = together(vjp(cts)[0])
+        axes = {name: size for i in blocks for name, size in traced[i].axes.items()}
+        pull_back = with_axes(lambda chosen, cts: jax.vjp(run, chosen)[1](cts)[0], axes)
+        d_chosen = together(pull_back(pick(arrays, wrt), cts))
         return jax.tree.unflatten(tree, merge(d_chosen, [None] * len(fixed), wrt))
 
     group = jax.custom_vjp(plain)

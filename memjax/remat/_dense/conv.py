@@ -3,7 +3,10 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
+
+from memjax._core.compat import explicit_sharding
 
 _LAYOUT = ("NHWC", "HWIO", "NHWC")
 
@@ -37,5 +40,11 @@ def _in_forward_layout(x, kernel, dy):
     swapped = lax.optimization_barrier(jnp.flip(kernel, (0, 1)).swapaxes(2, 3))
     x_by_channel, dy_by_batch = lax.optimization_barrier((x.transpose(3, 1, 2, 0), dy.transpose(1, 2, 0, 3)))
     pads = ((1, 1), (1, 1))
-    d_kernel = lax.conv_general_dilated(x_by_channel, dy_by_batch, (1, 1), pads, dimension_numbers=_LAYOUT)
+    sharding = explicit_sharding(jax.typeof(kernel))  # the batch is summed over, and may be sharded
+    if sharding is not None:
+        rows, columns, inputs, outputs = (*sharding.spec, *[None] * (4 - len(sharding.spec)))
+        sharding = sharding.update(spec=PartitionSpec(inputs, rows, columns, outputs))
+    d_kernel = lax.conv_general_dilated(
+        x_by_channel, dy_by_batch, (1, 1), pads, dimension_numbers=_LAYOUT, out_sharding=sharding
+    )
     return conv3x3(dy, swapped), d_kernel.transpose(1, 2, 0, 3).astype(kernel.dtype)

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from memjax._core.arrays import accumulator
+from memjax._core.arrays import accumulator, zeros
 from memjax.remat._dense import triton, xla
 from memjax.remat._dense.conv import conv3x3, conv3x3_backward
 from memjax.remat._dense.spec import (
@@ -116,7 +116,7 @@ def _layer_arrays(spec, params, statistics, start, stop, wide):
 def _forward(spec: DenseSpec, save_z: bool, implementation: str, params, running, key, x):
     operations = _IMPLEMENTATIONS[implementation]
     wide = accumulator(x.dtype)
-    buffer = _write(jnp.zeros((*x.shape[:-1], spec.out_features), x.dtype), x, 0)
+    buffer = _write(zeros(jax.typeof(x).update(shape=(*x.shape[:-1], spec.out_features), weak_type=False)), x, 0)
     if spec.use_running_average:
         mean, var = running.mean1.astype(wide), running.var1.astype(wide)
     else:
@@ -197,14 +197,9 @@ def _backward(spec: DenseSpec, implementation: str, saved, d_features):
         return total, d_layer
 
     # A channel's gradient is the sum of up to one term per layer: too many for a narrow type.
-    zeros = functools.partial(jnp.zeros, dtype=wide)
     total = xla.Gradients(
         d_features.astype(wide),
-        zeros(spec.out_features),
-        zeros(spec.out_features),
-        zeros(spec.rows),
-        zeros(spec.rows),
-        zeros(rows.shape),
+        *(jnp.zeros(shape, wide) for shape in (*[spec.out_features] * 2, *[spec.rows] * 2, rows.shape)),
     )
     d_layers: list = []
     for (start, stop), kept in reversed(list(zip(runs(spec, implementation), z, strict=True))):

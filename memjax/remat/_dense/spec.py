@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from memjax._core import check
 from memjax._core.arrays import accumulator
+from memjax._core.segments import shards
 
 _TERMS = 8  # at least, that one step of `column_sums` adds up
 KEEP = ("all", "convolutions", "features")
@@ -135,8 +136,10 @@ def column_sums(x: Float[Array, "*batch c"]) -> Float[Array, " c"]:
     """
     rows, channels = math.prod(x.shape[:-1]), x.shape[-1]
     x = x.reshape(rows, channels)
-    while rows > _TERMS:
-        terms = next((t for t in range(max(_TERMS, round(rows ** (1 / 3))), 1, -1) if rows % t == 0), rows)
+    held = shards(jax.typeof(x), 0)  # a term of each device stays until the end
+    while rows > max(_TERMS, held):
+        most = max(_TERMS, round(rows ** (1 / 3)))
+        terms = next((t for t in range(most, 1, -1) if rows % (t * held) == 0), rows // held)
         rows //= terms
         # Without the barrier the compiler merges the steps.
         x = jax.lax.optimization_barrier(jnp.sum(x.reshape(rows, terms, channels), 1))

@@ -8,13 +8,13 @@ serves all layers of a block.
 Sums over pixels are finished with atomics: their last bits differ from run to run.
 """
 
-import importlib.util
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from memjax._core.platforms import no_jax_triton
 from memjax.remat._dense.spec import DenseParams, DenseSpec
 from memjax.remat._dense.xla import Gradients
 
@@ -28,8 +28,8 @@ def why_not(spec: DenseSpec, dtype) -> str | None:
     """Why these kernels cannot run a block, or None if they can."""
     if jax.default_backend() != "gpu":
         return "it needs an NVIDIA GPU"
-    if importlib.util.find_spec("jax_triton") is None or importlib.util.find_spec("triton") is None:
-        return "jax-triton is not installed: pip install 'memjax[gpu]'"
+    if missing := no_jax_triton():
+        return missing
     if spec.bottleneck is None:
         return "it needs layers with a bottleneck"
     if dtype not in (jnp.bfloat16, jnp.float16):

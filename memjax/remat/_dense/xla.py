@@ -6,10 +6,12 @@ that the layer does not read have zero gain and bias, and so come out of the ReL
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from memjax._core.compat import explicit_sharding
 from memjax.remat._dense.conv import conv1x1, conv3x3, conv3x3_backward
 from memjax.remat._dense.spec import DenseParams, DenseSpec, column_sums, moments, norm_relu
 
@@ -84,7 +86,8 @@ def convolve_backward(
         d_kernel = jnp.moveaxis(d_kernel, 2, 0).astype(wide)
     else:
         # In this order a library that wants a transposed operand copies the narrower one.
-        d_kernel = lax.dot_general(d_out, hidden, ((axes, axes), ((), ()))).T.astype(wide)
+        sharding = explicit_sharding(jax.typeof(kernel.T))
+        d_kernel = lax.dot_general(d_out, hidden, ((axes, axes), ((), ())), out_sharding=sharding).T.astype(wide)
         d_hidden = lax.dot_general(d_out, kernel.astype(d_out.dtype), (((d_out.ndim - 1,), (1,)), ((), ())))
     dy = jnp.where(hidden > 0, d_hidden, jnp.zeros_like(d_hidden)).astype(wide)
     sum_dy = column_sums(dy)

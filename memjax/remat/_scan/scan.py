@@ -16,6 +16,7 @@ from memjax._core import check
 from memjax._core.arrays import as_array, is_float, zeros
 from memjax._core.backward.derivatives import Static, differentiated_as, perturbed, refusing_forward_mode
 from memjax._core.lists import Arrays, drop, merge, pick
+from memjax._core.program.jaxpr import with_axes
 from memjax.remat._scan.blocks import Blocks
 from memjax.remat._scan.choose import check_budget, choose, exact
 from memjax.remat._scan.costs import Costs
@@ -214,7 +215,8 @@ def _differentiable(
             _, vjp = jax.vjp(floats, *map(pick, values, wrt))
             return vjp((ct_carry, [ct for ct in ct_ys if ct is not None]))
 
-        cts, _ = differentiated_as(reference, fast)(values, saved, ct_carry, ct_ys)
+        both = with_axes(differentiated_as(reference, fast), step.axes)
+        cts, _ = both(values, saved, ct_carry, ct_ys)
         return tuple(merge(ct, [None] * (len(mask) - sum(mask)), mask) for ct, mask in zip(cts, wrt, strict=True))
 
     run.defvjp(run_forward, run_backward, symbolic_zeros=True)

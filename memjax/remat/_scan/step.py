@@ -18,7 +18,7 @@ from memjax._core.backward import Backward
 from memjax._core.clear_errors import call_errors
 from memjax._core.compat import varying
 from memjax._core.lists import Arrays
-from memjax._core.program.jaxpr import evaluate, nbytes
+from memjax._core.program.jaxpr import axis_sizes, evaluate, nbytes
 
 
 class ArrayType(NamedTuple):
@@ -42,6 +42,7 @@ class Step:
       consts: values of what `f` closes over.
       carry, x, y: types of the flat carry, and of one step's input and output.
       carry_tree, y_tree: to give the user's structure back.
+      axes: sizes of the named axes that collectives of the step run over.
     """
 
     jaxpr: Any
@@ -51,6 +52,7 @@ class Step:
     y: Arrays
     carry_tree: Any
     y_tree: Any
+    axes: dict[str, int]
 
     def run(self, consts: Sequence[Any], carry: Sequence[Any], x: Sequence[Any]) -> tuple[Arrays, Arrays]:
         """One step: (carry, y)."""
@@ -76,7 +78,8 @@ def trace_step(f: Callable[..., Any], init: Any, xs: Any) -> tuple[Step, Arrays]
     Raises TypeError where `f` gives back a carry of another structure or type than it got.
     """
     init = jax.tree.map(as_array, init)
-    x = jax.eval_shape(lambda xs: jax.tree.map(lambda a: a[0], xs), xs)
+    leaves, tree = jax.tree.flatten(xs)
+    x = jax.tree.unflatten(tree, jax.make_jaxpr(lambda *leaves: [a[0] for a in leaves])(*leaves).out_avals)
     leaves, tree = jax.tree.flatten(init)
     for _ in range(3):  # a weakly typed carry (a Python number) takes the type that the step gives back
         carry = jax.tree.unflatten(tree, leaves)
@@ -99,6 +102,7 @@ def trace_step(f: Callable[..., Any], init: Any, xs: Any) -> tuple[Step, Arrays]
         y=list(closed.out_avals[len(leaves) :]),
         carry_tree=tree,
         y_tree=jax.tree.structure(shapes[1]),
+        axes=axis_sizes(closed.jaxpr),
     )
     return step, leaves
 
