@@ -86,9 +86,14 @@ def differentiable(
     return [next(outs) if mine else inputs[position[var]] for var, mine in zip(closed.jaxpr.outvars, made, strict=True)]
 
 
+def _has_exact_passes(acting: Any) -> bool:
+    """Whether the two passes are those of a plan, without codes: with these a second derivative is refused; others are JAX's."""
+    return isinstance(acting, Run) and not acting.is_rounded
+
+
 def _outputs(closed: Any, acting: Any) -> Callable[..., Any]:
     """The forward pass, from values to outputs and what is kept. Its own derivative is that of the program in checkpoints."""
-    if not isinstance(acting, Run):  # JAX's passes
+    if not _has_exact_passes(acting):
         return acting.forward
     return differentiated_as(functools.partial(in_checkpoints, closed), acting.forward, replaced=True)
 
@@ -96,7 +101,7 @@ def _outputs(closed: Any, acting: Any) -> Callable[..., Any]:
 def _pullback(closed: Any, acting: Any, wrt: Sequence[bool], outs: Sequence[bool]) -> Callable[..., Any]:
     """The backward pass, with nothing besides, likewise."""
     fast = lambda values, kept, cotangents: (acting.backward(values, kept, cotangents), ())
-    if not isinstance(acting, Run):
+    if not _has_exact_passes(acting):
         return fast
 
     def reference(values: Arrays, _: Any, cotangents: Arrays) -> Arrays:

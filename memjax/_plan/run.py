@@ -80,6 +80,7 @@ class Run:
       derivative: as given.
       kept: variables of the forward pass that are kept.
       coded: codes of those that are kept in codes.
+      is_rounded: whether anything is kept in codes, in loops as well.
     """
 
     def __init__(self, derivative: Derivative, pieces: Sequence[Piece], in_steps_on: str | None = None):
@@ -88,6 +89,7 @@ class Run:
         self._inputs = {*program.invars, *program.constvars}
         loops = {id(one.loop.forward): Loop(one.loop, one.parts, in_steps_on) for one in pieces if one.loop is not None}
         self._loops = loops
+        self.is_rounded = any(one.coded or any(part.codes for part in one.parts) for one in pieces)
         self._mirrors = {id(loop.pair.backward): loop for loop in loops.values()}
         forward_vars = {out for eqn in program.eqns for out in eqn.outvars} | self._inputs
         known = {var for piece in pieces for var in piece.kept} | self._inputs
