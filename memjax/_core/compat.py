@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.extend.core import jaxprs_in_params
+from jax.interpreters import batching
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -168,6 +169,15 @@ def is_batched(value: Any) -> bool:
 def names_an_axis(effect: Any) -> bool:
     """Whether the effect is that of a collective over a named axis."""
     return type(effect).__name__ == "NamedAxisEffect"
+
+
+def register_batcher(primitive: Any, rule: Callable[..., Any]) -> None:
+    """Makes `rule(axis_name, args, dims, **parameters)` batch the primitive. An axis without a name has None."""
+
+    def batch(axis: Any, args: Any, dims: Any, **parameters: Any) -> Any:
+        return rule(axis.name if isinstance(axis.name, str) else None, args, dims, **parameters)
+
+    batching.fancy_primitive_batchers[primitive] = batch
 
 
 def spread_by_xla(ctx: Any) -> Any:

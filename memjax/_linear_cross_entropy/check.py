@@ -26,9 +26,10 @@ def scalars(
     """The options that must be Python numbers, as such."""
     check.integer("ignore_index", ignore_index)
     none = "pass None for no cap"
+    schedule = "kernels are compiled with it; for a schedule mix the losses of two values, in which the loss is linear"
     return {
-        "label_smoothing": check.number("label_smoothing", label_smoothing, least=0, most=1),
-        "z_loss": check.number("z_loss", z_loss),
+        "label_smoothing": check.number("label_smoothing", label_smoothing, least=0, most=1, fix=schedule),
+        "z_loss": check.number("z_loss", z_loss, fix=schedule),
         "softcap": None if softcap is None else check.number("softcap", softcap, positive=True, fix=none),
         "logit_scale": check.number("logit_scale", logit_scale, fix="for a traced scale, multiply x by it"),
         "chunk": None if chunk is None else check.integer("chunk", chunk, least=1, fix="or None for the default"),
@@ -67,6 +68,10 @@ def arrays(x: Any, w: Any, labels: Any, layout: Any, bias: Any, weights: Any, cl
     if x.ndim < 1 or x.shape[-1] < 1:
         raise check.fail(ValueError, "x", "of shape (..., D) with D at least 1", x)
     dim, local = w.shape[layout.index("d")], w.shape[layout.index("v")]
+    if not isinstance(dim, int) or not isinstance(local, int):
+        raise check.fail(
+            ValueError, "w", "of a shape known when tracing", w, "only the number of tokens may be symbolic"
+        )
     if x.shape[-1] != dim:
         other = "dv" if layout == "vd" else "vd"
         stored = f'if it is stored the other way, pass layout="{other}"' if x.shape[-1] == local else ""

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from memjax._core import check
+
 Array = jax.Array
 
 
@@ -126,6 +128,9 @@ def token_chunk(operands: Operands, options: Options) -> int:
     of the float32 gradient of the head, but at least 1024 on a GPU (below, that gradient's traffic exceeds
     its matmul) and 128 elsewhere."""
     tokens, dim = operands.x.shape
+    if not isinstance(tokens, int):
+        fix = 'implementation="recompute" takes symbolic numbers'
+        raise check.fail(ValueError, "x", "of a number of tokens known when tracing", operands.x, fix)
     least = 128 if options.kernels == ("jnp",) else 1024
     return min(options.chunk or max(_power_of_two_up_to(dim), least), tokens)
 

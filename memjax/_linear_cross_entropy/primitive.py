@@ -18,11 +18,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, mlir
 
+from memjax._core import check
 from memjax._core.arrays import vary, varying_axes
 from memjax._core.backward.derivatives import forward_mode_errors, forward_mode_message, jvp_of_some, only_transposed
-from memjax._core.compat import spread_by_xla
+from memjax._core.compat import register_batcher, spread_by_xla
 from memjax._core.lists import pick
 from memjax._linear_cross_entropy import choice, devices, recompute
 from memjax._linear_cross_entropy.options import Array, Operands, Options, Result, scaled, with_rows
@@ -121,6 +122,12 @@ def _differentiable_total_by_recompute(options: Options, wanted: frozenset[str],
     return outs
 
 
+def _later(operands: Operands, options: Options, wanted: frozenset[str]) -> bool:
+    """Whether gradients are better computed after the loss. Chunks of tokens need to know how many there are."""
+    symbolic = not isinstance(operands.x.shape[0], int)
+    return symbolic or choice.recompute_is_faster(operands, options, recompute.by_mosaic(operands, options), wanted)
+
+
 def _cotangents(like: Operands, grads: dict[str, Array]) -> Operands:
     cast = {k: g.astype(getattr(like, k).dtype) for k, g in grads.items()}
     return Operands._make(cast.get(name) for name in Operands._fields)
@@ -140,8 +147,7 @@ def _jvp(primitive: Primitive, primals: Any, tangents: Any, *, jaxpr: Any, tree:
     differentiable = _differentiable_tokens
     if primitive is total_p:
         operands = with_rows(as_operands(jax.tree.unflatten(tree, primals)))
-        mosaic = recompute.by_mosaic(operands, options)
-        later = options.choose and choice.recompute_is_faster(operands, options, mosaic, wanted)
+        later = options.choose and _later(operands, options, wanted)
         differentiable = _differentiable_total_by_recompute if later else _differentiable_total
 
     function = lambda flat: differentiable(options, wanted, as_operands(jax.tree.unflatten(tree, flat)))
@@ -154,9 +160,12 @@ def _jvp(primitive: Primitive, primals: Any, tangents: Any, *, jaxpr: Any, tree:
 # Batching
 
 
-def _batch(primitive: Primitive, args: Any, dims: Any, *, jaxpr: Any, tree: Any, program: Program) -> Any:
+def _batch(
+    primitive: Primitive, name: str | None, args: Any, dims: Any, *, jaxpr: Any, tree: Any, program: Program
+) -> Any:
     del jaxpr
     options = program.options
+    _not_a_vocabulary(name, options)
     batch = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
     operands = as_operands(jax.tree.unflatten(tree, args))
     axes = as_operands(dict(zip(jax.tree.unflatten(tree, args), dims, strict=True)))
@@ -183,6 +192,15 @@ def _batch(primitive: Primitive, args: Any, dims: Any, *, jaxpr: Any, tree: Any,
     return flat, [0] * len(flat)
 
 
+def _not_a_vocabulary(name: str | None, options: Options) -> None:
+    """Raises where the axis of a `jax.vmap` is to shard the vocabulary."""
+    axes = options.axis_name if isinstance(options.axis_name, tuple) else (options.axis_name,)
+    if name is not None and name in axes:
+        raise check.fail(
+            ValueError, "axis_name", "a mesh axis", name, 'that of a jax.vmap works with implementation="full" alone'
+        )
+
+
 def _define(name: str) -> Primitive:
     """A primitive that stands for the `jaxpr` of its program. Rules of differentiation and batching are registered below."""
     primitive = Primitive(name)
@@ -207,7 +225,7 @@ total_p = _define("linear_cross_entropy_total")
 _PROGRAMS = {tokens_p: "losses", total_p: "total"}
 for _primitive in (tokens_p, total_p):
     ad.primitive_jvps[_primitive] = partial(_jvp, _primitive)
-    batching.primitive_batchers[_primitive] = partial(_batch, _primitive)
+    register_batcher(_primitive, partial(_batch, _primitive))
 
 
 # Calls that partial evaluation leaves alone
@@ -227,11 +245,12 @@ def _opaque_jvp(primals: Any, tangents: Any, *, jaxpr: Any, **_: Any) -> Any:
     return jvp_of_some(lambda flat: jaxpr_as_fun(jaxpr)(*flat), primals, moving, pick(tangents, moving))
 
 
-def _opaque_batch(args: Any, dims: Any, *, jaxpr: Any, **_: Any) -> Any:
+def _opaque_batch(name: str | None, args: Any, dims: Any, *, jaxpr: Any, program: Program, **_: Any) -> Any:
+    _not_a_vocabulary(name, program.options)
     outs = jax.vmap(jaxpr_as_fun(jaxpr), in_axes=tuple(dims))(*args)
     return outs, [0] * len(outs)
 
 
 opaque_p = _define("linear_cross_entropy_forward")
 ad.primitive_jvps[opaque_p] = _opaque_jvp
-batching.primitive_batchers[opaque_p] = _opaque_batch
+register_batcher(opaque_p, _opaque_batch)

@@ -1,9 +1,12 @@
 """Wrong arguments: what is raised, and what it says."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -170,3 +173,43 @@ def test_mesh_axes_are_named_once():
         run(axis_name=("ring", "ring"))
     with pytest.raises(ValueError, match="token_axis_name must be other mesh axes than axis_name's"):
         run(axis_name="ring", token_axis_name="ring")
+
+
+def test_vocabulary_over_an_axis_of_vmap_is_refused():
+    x, w, labels = example(0, 12, 8, 32)
+
+    def loss(implementation, w):
+        one = lambda w: memjax.linear_cross_entropy(x, w, labels, axis_name="b", implementation=implementation)
+        return jax.vmap(one, axis_name="b")(w.reshape(4, 8, 8)).mean()
+
+    np.testing.assert_allclose(loss("full", w), memjax.linear_cross_entropy(x, w, labels), rtol=1e-5)
+    for implementation in ("forward_grad", "recompute"):
+        with pytest.raises(ValueError, match="axis_name must be a mesh axis, got 'b'"):
+            jax.grad(partial(loss, implementation))(w)
+
+
+@pytest.mark.parametrize("name", ["z_loss", "label_smoothing"])
+def test_schedules_get_advice(name):
+    x, w, labels = example(0, 12, 8, 32)
+    with pytest.raises(TypeError, match=f"{name} must be .* known when tracing, got .* for a schedule mix the losses"):
+        jax.jit(lambda value: memjax.linear_cross_entropy(x, w, labels, **{name: value}))(0.1)
+
+
+def test_export_with_a_symbolic_number_of_tokens():
+    """The default computes gradients in chunks of the vocabulary, then."""
+    x, w, labels = example(0, 12, 8, 33)
+    (n,), (v,) = export.symbolic_shape("n"), export.symbolic_shape("v")
+    struct = jax.ShapeDtypeStruct
+
+    def exported(tokens, classes, **options):
+        step = jax.value_and_grad(partial(memjax.linear_cross_entropy, **options), argnums=(0, 1))
+        types = struct((tokens, 8), x.dtype), struct((classes, 8), w.dtype), struct((tokens,), labels.dtype)
+        return step, export.export(jax.jit(step))(*types)
+
+    step, program = exported(n, 33)
+    for a, e in zip(jax.tree.leaves(program.call(x, w, labels)), jax.tree.leaves(step(x, w, labels)), strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match=r"x must be of a number of tokens known when tracing, .*\"recompute\""):
+        exported(n, 33, implementation="forward_grad")
+    with pytest.raises(ValueError, match="w must be of a shape known when tracing"):
+        exported(12, v)
