@@ -42,8 +42,8 @@ def _in_forward_layout(x, kernel, dy):
     pads = ((1, 1), (1, 1))
     sharding = explicit_sharding(jax.typeof(kernel))  # the batch is summed over, and may be sharded
     if sharding is not None:
-        rows, columns, inputs, outputs = (*sharding.spec, *[None] * (4 - len(sharding.spec)))
-        sharding = sharding.update(spec=PartitionSpec(inputs, rows, columns, outputs))
+        entries = list(sharding.spec) + [None] * (4 - len(sharding.spec))
+        sharding = sharding.update(spec=PartitionSpec(*(entries[i] for i in (2, 0, 1, 3))))
     d_kernel = lax.conv_general_dilated(
         x_by_channel, dy_by_batch, (1, 1), pads, dimension_numbers=_LAYOUT, out_sharding=sharding
     )
