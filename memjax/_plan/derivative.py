@@ -15,7 +15,7 @@ from jax.extend import core
 
 from memjax._core.compat import bodies, eval_jaxpr, primitive_name, scan_counts
 from memjax._core.lists import Arrays, drop, merge, pick
-from memjax._core.program.jaxpr import Program, calls_in_place, is_literal, trace, variables
+from memjax._core.program.jaxpr import Program, as_closed, calls_in_place, is_literal, trace, variables
 from memjax._core.program.primitives import CHECKPOINTS
 
 
@@ -127,16 +127,12 @@ def without_checkpoints(closed: Any) -> Any:
     eqns = []
     for eqn in program.eqns:
         if eqn.primitive.name == "scan":
-            body = without_checkpoints(_closed(eqn.params["jaxpr"]))
+            body = without_checkpoints(as_closed(eqn.params["jaxpr"]))
             eqn = eqn.replace(params=eqn.params | {"jaxpr": body})
         eqns.append(eqn)
     debug = closed.jaxpr.debug_info
     jaxpr = core.Jaxpr(program.constvars, program.invars, program.outvars, eqns, closed.jaxpr.effects, debug)
     return core.ClosedJaxpr(jaxpr, program.consts)
-
-
-def _closed(jaxpr: Any) -> Any:
-    return jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else core.ClosedJaxpr(jaxpr, ())
 
 
 def _has_checkpoints(jaxpr: Any) -> bool:
@@ -203,8 +199,8 @@ def _mirrors(forward: Any, backward: Any) -> bool:
 
 def _pair(forward: Any, backward: Any, only: set[Any]) -> LoopPair:
     """The pair, of what the forward scan stacks those in `only` being residuals."""
-    program = calls_in_place(_closed(forward.params["jaxpr"]), differentiable=False)
-    pull = without_dead_equations(calls_in_place(_closed(backward.params["jaxpr"]), differentiable=False))
+    program = calls_in_place(as_closed(forward.params["jaxpr"]), differentiable=False)
+    pull = without_dead_equations(calls_in_place(as_closed(backward.params["jaxpr"]), differentiable=False))
     consts, carried = scan_counts(forward)
     positions = {out: i for i, out in enumerate(forward.outvars) if i >= carried and out in only}
     names, residuals, again = {}, set(), []

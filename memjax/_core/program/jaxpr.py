@@ -29,6 +29,11 @@ def is_literal(atom: Any) -> bool:
     return isinstance(atom, core.Literal)
 
 
+def as_closed(jaxpr: Any) -> Any:
+    """The body of an equation as a closed jaxpr, which some of JAX's versions have already."""
+    return jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else core.ClosedJaxpr(jaxpr, ())
+
+
 def variables(atoms: Iterable[Any]) -> list[Any]:
     """The atoms that are no literals."""
     return [atom for atom in atoms if not is_literal(atom)]

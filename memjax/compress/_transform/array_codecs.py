@@ -89,6 +89,7 @@ class ArrayCodecs:
     Attributes:
       name: the codec's class, for messages.
       reads_gradients: whether the backward pass looks for what it multiplies into gradients, and calls `collector`.
+      in_turns: whether loops may encode in each turn: not where each array of a call has something of its own.
       keeps_fine: whether arrays that have to be fine are not encoded.
       keeps_images: whether what a convolution reads is not encoded if it is an input of few channels.
       flops_of_coding: what the device's products could do in the time that it takes to encode a byte and to decode it. A product
@@ -96,6 +97,7 @@ class ArrayCodecs:
     """
 
     reads_gradients = False
+    in_turns = True
     keeps_fine = False
     keeps_images = False
     flops_of_coding = 0
@@ -213,6 +215,8 @@ class _StepErrors(_ByBits):
 class _ByArray(_ByBits):
     """Codecs of the bits that each array has; what is encoded is decided as for all arrays in so many bits."""
 
+    in_turns = False
+
     def __init__(self, given: ArrayBits):
         super().__init__(given.base)
         self._given = given
@@ -244,6 +248,8 @@ class _BySigma(_ByBits):
 class _ArrayErrors(_ByBits):
     """The errors of 8 bits, each array's times a number of its own: see `fit_bits`."""
 
+    in_turns = False
+
     def __init__(self, errors: ArrayErrors):
         super().__init__(errors.base)
         self._codec = errors
@@ -258,6 +264,8 @@ class _ArrayErrors(_ByBits):
 
 class _BitsRecorderCodecs(_ByBits):
     """Records which arrays are encoded: see `fit_bits`."""
+
+    in_turns = False
 
     def __init__(self, recorder: BitsRecorder):
         super().__init__(recorder.base)
@@ -285,6 +293,7 @@ class _LayersCodecs(ArrayCodecs):
     """A codec for each array, and statistics. These have the overflows, which lead to another try: see `transactional`."""
 
     reads_gradients = True
+    in_turns = False
     keeps_zeros = True
 
     def each(self, roles: Sequence[Role]) -> list[Any]:

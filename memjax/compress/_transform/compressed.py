@@ -79,6 +79,8 @@ def compressed(
       kept as it is; if that holds for all of them, a warning says so when tracing.
     - Boolean arrays are kept as bits, or not at all where they are the sign of something encoded (a ReLU before a
       convolution, without a codec or with `ErrorBounded`).
+    - Loops (`jax.lax.scan`) encode in each turn what a turn keeps, if that is large enough; so only codes are stacked. With
+      `layers`, or bits for each array, the stacks of all turns are encoded after the loop.
     - Max-pooling keeps the index of each maximum, uint8, whatever `where` says.
     - Constants are not kept. What follows from smaller integer arrays by cheap operations, as floats do from images of
       bytes, is computed again from these, which training keeps anyway. So give a module bytes, and normalise inside it.

@@ -23,8 +23,11 @@ from memjax.compress._training.layers import EncodedArray, Statistics
 from memjax.compress._transform.array_codecs import ArrayCodecs, waits
 from memjax.compress._transform.keep.choose import choose
 from memjax.compress._transform.keep.cut.needs import Need, needs
+from memjax.compress._transform.keep.kept_by_loop import is_kept_by_loop, kept_by_loop
+from memjax.compress._transform.keep.parameters import Inputs
 from memjax.compress._transform.keep.reasons import MASK, NOTHING, not_kept, why_encoded, why_whole
-from memjax.compress._transform.keep.which import Which
+from memjax.compress._transform.keep.which import SMALL, Which
+from memjax.compress._transform.loops import Loops
 from memjax.compress._transform.passes.encoder import Encoder, variables_of_packing
 from memjax.compress._transform.passes.late_pullback import run_late
 from memjax.compress._transform.passes.restored import NO_WAIT, Restored, Stored
@@ -32,7 +35,7 @@ from memjax.compress._transform.pooling.max_pool import max_pool
 from memjax.compress._transform.pooling.pool_first import evaluate_pools_first
 from memjax.compress._transform.readers import Reader, only_in_gradients, readers
 
-_REPLACE = {"reduce_window_max": max_pool}
+_REPLACE = {"reduce_window_max": lambda eqn, values: [max_pool(*values, **eqn.params)]}
 
 
 @jax.tree_util.register_static
@@ -40,15 +43,17 @@ class Derivative:
     """The derivative of a program with respect to the inputs in `wanted`.
 
     Args:
-      closed: the program as a closed jaxpr. Below, its inputs are its constants and its inputs together.
+      primal: the program, with calls in place.
       outs: which of its outputs to compute; the others are inputs.
       types: the types of its inputs.
       wanted: which inputs to differentiate with respect to.
-      lasting: which inputs live until the backward pass anyway.
+      given: which inputs live until the backward pass anyway, and which are parameters.
       which: which saved arrays to encode.
       codecs: the codecs of encoded arrays.
       names: the names of its inputs.
       axes: sizes of the named axes that its collectives run over.
+      loops: those of its loops that encode in each turn.
+      in_loop: whether the program is the body of a loop, and what it keeps is marked as decided.
 
     Attributes:
       wanted: as above.
@@ -57,27 +62,37 @@ class Derivative:
 
     def __init__(
         self,
-        closed: Any,
+        primal: Program,
         outs: Sequence[bool],
         types: Sequence[Any],
         wanted: Sequence[bool],
-        lasting: Sequence[bool],
+        given: Inputs,
         which: Which,
         codecs: ArrayCodecs,
         names: Sequence[str],
         axes: dict[str, int],
+        loops: Loops,
+        *,
+        in_loop: bool,
     ):
         self.wanted = wanted
         self._axes, self._names = axes, pick(names, wanted)
-        out_types = pick(closed.out_avals, outs)
+        self._loops, self._in_loop = loops, in_loop
+        out_types = [atom.aval for atom in pick(primal.outvars, outs)]
         self._out_float = [is_float(aval) for aval in out_types]
-        primal = calls_in_place(closed, differentiable=True).with_inputs(len(closed.consts))
-        trees = []
+        # Loops that are differentiated by themselves read the codecs' settings, which are inputs then.
+        setting_types = [jax.typeof(one) for one in codecs.settings] if loops else []
+        n_inputs, trees = len(types), []
 
         def with_residuals(*inputs):
+            inputs, settings = inputs[:n_inputs], inputs[n_inputs:]
+
+            def scan(eqn, values):
+                return loops.run(eqn, values, list(settings)) if eqn in loops else bind(eqn, values)
+
             def floats(chosen):
                 full = merge(chosen, drop(inputs, wanted), wanted)
-                every = pick(evaluate_pools_first(primal, full, replace=_REPLACE), outs)
+                every = pick(evaluate_pools_first(primal, full, replace={**_REPLACE, "scan": scan}), outs)
                 return pick(every, self._out_float), drop(every, self._out_float)
 
             float_outs, pullback, others = jax.vjp(floats, pick(inputs, wanted), has_aux=True)
@@ -85,17 +100,19 @@ class Derivative:
             trees.append(tree)
             return [*merge(float_outs, others, self._out_float), *residuals]
 
-        self._program = calls_in_place(trace(with_residuals, types, axes), differentiable=False)
+        self._program = calls_in_place(trace(with_residuals, [*types, *setting_types], axes), differentiable=False)
         [self._tree] = trees
         n_outs = len(out_types)
         self._outs, self._residuals = self._program.outvars[:n_outs], self._program.outvars[n_outs:]
         self._producer = producers(self._program)
-        kept_inputs = pick(self._program.invars, lasting)
+        count = len(setting_types)
+        kept_inputs = pick(self._program.invars, [*given.lasting, *[True] * count])
+        parameters = pick(self._program.invars, [*given.parameters, *[False] * count])
         # Now, not when cotangents arrive: a `jax.vmap` around has taken its axis name away by then.
         self._cotangent_types = [_not_weak(aval.to_ct_aval()) for aval in pick(out_types, self._out_float)]
         self._pullback = self._trace_pullback(self._cotangent_types)
         self._kept_inputs, self._which = kept_inputs, which
-        self.keep = choose(self._program, self._needed(kept_inputs), kept_inputs, which, codecs)
+        self.keep = choose(self._program, self._needed(kept_inputs), kept_inputs, parameters, which, codecs)
         self._packed = variables_of_packing(
             self._program, [var for var in self.keep.masks if var not in self.keep.outputs]
         )
@@ -103,12 +120,24 @@ class Derivative:
     @property
     def scopes(self) -> list[str]:
         """The names of all scopes in the function."""
-        return sorted({scope(eqn) for eqn in self._program.eqns} - {""})
+        inner = (name for body in self._loops.derivatives for name in body.scopes)
+        return sorted({*inner, *(self._which.scope(eqn) for eqn in self._program.eqns)} - {""})
+
+    @property
+    def matched(self) -> bool:
+        """Whether the user's selection matched any residual, small or large, in loops as well."""
+        return self.keep.matched or any(body.matched for body in self._loops.derivatives)
+
+    @property
+    def encodes(self) -> bool:
+        """Whether anything is encoded, in loops as well."""
+        return bool(self.keep.encoded or self._loops)
 
     def forward(self, inputs: Arrays, codecs: ArrayCodecs) -> tuple[Arrays, Any]:
         """The outputs, and what is kept for `backward`."""
         program, keep = self._program, self.keep
-        env = dict(zip([*program.constvars, *program.invars], [*program.consts, *inputs], strict=True))
+        settings = codecs.settings if self._loops else []
+        env = dict(zip([*program.constvars, *program.invars], [*program.consts, *inputs, *settings], strict=True))
         encoder = Encoder(program, keep, codecs, self._packed)
         encoder.after([*env], env)
         for eqn in program.eqns:
@@ -120,6 +149,8 @@ class Derivative:
         codes = [encoder.codes[var] for var in keep.encoded]
         bits = [encoder.codes[var] for var in keep.masks]
         whole = read(env, keep.whole)
+        if self._in_loop:
+            codes, whole = kept_by_loop(codes), self._marked(whole)
         if (said := asked()) is not None:
             whole, codes, bits = self._with_reasons(said, whole, codes, bits, codecs)
         codecs.encoded([self._name(var) for var in keep.encoded], keep.roles, codes)
@@ -196,6 +227,12 @@ class Derivative:
             needed[sources[var]] = max(needed[sources[var]], need)
         return needed
 
+    def _marked(self, whole: Arrays) -> Arrays:
+        """What a turn keeps as it is, marked where that has been decided: of what is small, all turns' may be large."""
+        made = lambda var: var in self._producer
+        decided = lambda var: made(var) and (var.aval.size >= SMALL or is_kept_by_loop(var, self._producer))
+        return [kept_by_loop(one) if decided(var) else one for var, one in zip(self.keep.whole, whole, strict=True)]
+
     def _with_reasons(
         self, said: Said, whole: Arrays, codes: Arrays, bits: Arrays, codecs: ArrayCodecs
     ) -> tuple[Arrays, Arrays, Arrays]:
@@ -203,7 +240,7 @@ class Derivative:
         keep, needed = self.keep, self._needed(self._kept_inputs)
         there = {*self._kept_inputs, *self._program.invars, *self._program.constvars}
         said.dropped += not_kept(variables(self._residuals), keep, there, self._producer)
-        if not keep.encoded:
+        if not self.encodes:
             said.notes.append(NOTHING)
         whole = [
             with_reason(value, why_whole(var, keep, needed, self._which, self._producer))

@@ -66,7 +66,9 @@ X = jnp.round(4 * jax.random.normal(jax.random.key(0), (3, 17))) / 4
 def test_values_and_gradients_are_the_same(dtype):
     x = X.astype(dtype).at[0].set(jnp.pi).at[1, 5].set(jnp.nan).at[2, 3:9].set(jnp.pi / 2)
     results = []
-    moved = evaluated(jax.make_jaxpr(relu_then_pool)(x), reduce_window_max=max_pool)
+    moved = evaluated(
+        jax.make_jaxpr(relu_then_pool)(x), reduce_window_max=lambda eqn, values: [max_pool(*values, **eqn.params)]
+    )
     for f in (functools.partial(relu_then_pool, pool=indexed_pool), moved):
         out, pullback = jax.vjp(f, x)
         results.append((out, pullback(jnp.arange(1, out.size + 1, dtype=dtype).reshape(out.shape))))

@@ -18,6 +18,7 @@ So large residuals are traced back to where they come from:
                                 bytes, each decoded once
     statistics                  kept: sums of a softmax, deviations of a norm; but computed     statistic.py
                                 again if they are of features, and the norm's input is there
+    what a loop keeps           kept: in each turn it has been decided, and encoded             ../loops.py
     other dtypes, small arrays  kept
 
 Floats must be exact that have to agree with others, such as queries and keys with a log-sum-exp: see cut/needs.py.
@@ -41,6 +42,7 @@ from memjax.compress._transform.keep.cut.needs import Need
 from memjax.compress._transform.keep.cut.smooth import is_rectifier
 from memjax.compress._transform.keep.deviations import Scale, scale_of_norm
 from memjax.compress._transform.keep.integers import integer_sources
+from memjax.compress._transform.keep.kept_by_loop import is_kept_by_loop
 from memjax.compress._transform.keep.masks import masks_of_nonzero, outputs_in_memory
 from memjax.compress._transform.keep.origins import Origins
 from memjax.compress._transform.keep.parameters import Parameters
@@ -87,6 +89,7 @@ def choose(
     program: Program,
     needed: dict[Any, Need],
     lasting: Sequence[Any],
+    known_parameters: Sequence[Any],
     which: Which,
     codecs: ArrayCodecs,
 ) -> Keep:
@@ -96,12 +99,14 @@ def choose(
       program: the forward pass, with calls in place.
       needed: those of its variables that the backward pass wants, and how exactly.
       lasting: its inputs that live until the backward pass anyway.
+      known_parameters: those of them that are parameters.
       which: which arrays to encode.
       codecs: what they are encoded with.
     """
     origins = Origins(program)
     kept_inputs = {*lasting, *program.constvars}
-    parameters = Parameters(program, origins, kept_inputs)
+    floats = [var for var in program.constvars if jnp.issubdtype(var.aval.dtype, jnp.floating)]
+    parameters = Parameters(program, origins, kept_inputs, {*known_parameters, *floats} if known_parameters else set())
     whole: dict[Any, None] = {}  # ordered sets
     masks: dict[Any, None] = {}
     exact: list[Any] = []
@@ -110,7 +115,7 @@ def choose(
     least_exact = Need.FINE if codecs.keeps_fine else Need.EXACT
     for var, need in needed.items():
         matched |= which.matches(origins.uses(origins.path(var)), var.aval)
-        if var.aval.size < SMALL:
+        if var.aval.size < SMALL or is_kept_by_loop(var, origins.producer):
             whole[var] = None
         elif (sources := _recomputed_from(var, origins, parameters, kept_inputs)) is not None:
             whole.update(dict.fromkeys(sources))

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from memjax._core.arrays import is_float
+from memjax._core.lists import pick
 from memjax._core.program.jaxpr import Program
 from memjax.compress._codecs.codec import DTYPES
 from memjax.compress._transform.array_codecs import array_codecs
@@ -17,7 +18,7 @@ from memjax.compress._transform.keep.cut.candidates import Candidates
 from memjax.compress._transform.keep.cut.needs import Need, needs
 from memjax.compress._transform.keep.cut.smooth import is_smooth
 from memjax.compress._transform.keep.origins import Origins
-from memjax.compress._transform.keep.parameters import Parameters
+from memjax.compress._transform.keep.parameters import Parameters, inputs_of
 from memjax.compress._transform.keep.statistic import is_statistic
 from memjax.compress._transform.keep.which import SMALL, Which
 
@@ -62,7 +63,9 @@ class Encodable:
             if need < least and var.aval.dtype in DTYPES and var not in self.statistics
         ]
         self.exact: set[Any] = found.keys() - set(rounded)
-        of_parameters = Parameters(program, self._origins, parameters)
+        flags = inputs_of([var in parameters for var in program.invars], [var.aval for var in program.invars])
+        known = set(pick(program.invars, flags.parameters))
+        of_parameters = Parameters(program, self._origins, parameters, known)
         self._candidates = Candidates(self._origins, of_parameters, Which(None, SMALL), self._codecs, found, rounded)
 
     def codec(self, var: Any) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -17,6 +18,25 @@ _MOVED = UNCHANGED | MOVES | {"reduce_precision", "dynamic_update_slice", "shard
 _DATA_OPERANDS = {"dynamic_slice": 1, "dynamic_update_slice": 2, "gather": 1}
 
 
+class Inputs(NamedTuple):
+    """What is known of each input of a program.
+
+    Attributes:
+      lasting: whether it lives until the backward pass anyway.
+      parameters: whether it is a parameter.
+    """
+
+    lasting: Sequence[bool]
+    parameters: Sequence[bool]
+
+
+def inputs_of(lasting: Sequence[bool], types: Sequence[Any]) -> Inputs:
+    """The inputs of a function. What lasts is parameters where it is floating point, and not all lasts: then it is not known."""
+    known = not all(lasting)
+    is_float = lambda aval: bool(jnp.issubdtype(aval.dtype, jnp.floating))
+    return Inputs(lasting, [known and lasts and is_float(aval) for lasts, aval in zip(lasting, types, strict=True)])
+
+
 class Parameters:
     """Which values of a program follow from parameters.
 
@@ -24,11 +44,12 @@ class Parameters:
       program: the forward pass, with calls in place.
       origins: where its values come from.
       kept_inputs: constants, and inputs that live until the backward pass anyway.
+      parameters: those of them that are parameters.
     """
 
-    def __init__(self, program: Program, origins: Origins, kept_inputs: set[Any]):
-        self._origins, self._kept_inputs = origins, kept_inputs
-        self._computed = _computed_of_parameters(program, kept_inputs) - origins.constants
+    def __init__(self, program: Program, origins: Origins, kept_inputs: set[Any], parameters: set[Any]):
+        self._origins, self._kept_inputs, self._parameters = origins, kept_inputs, parameters
+        self._computed = _computed_of_parameters(program, parameters) - origins.constants
 
     def sources(self, var: Any) -> list[Any] | None:
         """What `var` follows from by slicing, reshaping, transposing and casting: parameters, values computed from parameters
@@ -56,6 +77,10 @@ class Parameters:
         """Whether `var` is computed from parameters and constants alone."""
         return var in self._computed
 
+    def is_parameter(self, var: Any) -> bool:
+        """Whether `var` is a parameter, or computed from parameters and constants alone."""
+        return var in self._parameters or var in self._computed
+
     def _is_moved_in_body(self, eqn: Any, index: int) -> bool:
         """Whether a loop or a call only moves values of kept inputs to this output, as a scan over layers does to its weights."""
         operands = _moved_to_output(eqn, index)
@@ -72,15 +97,11 @@ def _data_and_places(eqn: Any) -> tuple[list[Any], list[Any]]:
     return eqn.invars[:count], eqn.invars[count:]
 
 
-def _computed_of_parameters(program: Program, kept_inputs: set[Any]) -> set[Any]:
-    """Values computed from kept floating-point inputs and constants alone, such as normalised weights.
-
-    Empty if all inputs of the function are kept: then it is not known which of them are parameters.
-    """
-    if kept_inputs.issuperset(program.invars):
+def _computed_of_parameters(program: Program, parameters: set[Any]) -> set[Any]:
+    """Values computed from parameters and constants alone, such as normalised weights."""
+    if not parameters:
         return set()
-    is_parameter = lambda var: var in kept_inputs and jnp.issubdtype(var.aval.dtype, jnp.floating)
-    others = {var for var in [*program.constvars, *program.invars] if not is_parameter(var)}
+    others = {*program.constvars, *program.invars} - parameters
     computed: set[Any] = set()
     for eqn in program.eqns:
         depends = eqn.effects or not others.isdisjoint(variables(eqn.invars))

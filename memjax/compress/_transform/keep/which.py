@@ -20,10 +20,20 @@ class Which:
     Attributes:
       where: see `compressed`.
       smallest: number of values of an array below which it is left alone.
+      outer: the scope of the loop around the program, "" if there is none.
     """
 
     where: Any = None
     smallest: int = SMALL
+    outer: str = ""
+
+    def within(self, scope: str) -> Which:
+        """The same for the body of a loop in this scope."""
+        return dataclasses.replace(self, outer=_joined(self.outer, scope))
+
+    def scope(self, eqn: Any) -> str:
+        """The scope of an equation, that of the loop around it included."""
+        return _joined(self.outer, scope(eqn))
 
     def matches(self, uses: Sequence[tuple[Any, Any]], aval: Any) -> bool:
         """Whether `where` selects an array of type `aval`, given pairs of an equation and the variable that it reads."""
@@ -32,8 +42,12 @@ class Which:
         if self.where == "conv":
             return any(eqn.primitive.name == "conv_general_dilated" and eqn.invars[0] is var for eqn, var in uses)
         if callable(self.where):
-            return any(self.where(scope(eqn), aval) for eqn, _ in uses)
-        return any(matches(scope(eqn), self.where) for eqn, _ in uses)
+            return any(self.where(self.scope(eqn), aval) for eqn, _ in uses)
+        return any(matches(self.scope(eqn), self.where) for eqn, _ in uses)
+
+
+def _joined(outer: str, inner: str) -> str:
+    return "/".join(filter(None, (outer, inner)))
 
 
 def matches(path: str, pattern: str) -> bool:

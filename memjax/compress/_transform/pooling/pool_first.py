@@ -16,14 +16,14 @@ _POOLING = "reduce_window_max"
 
 
 def evaluate_pools_first(
-    program: Program, inputs: Sequence[Any], *, replace: dict[str, Callable[..., Any]]
+    program: Program, inputs: Sequence[Any], *, replace: dict[str, Callable[[Any, list[Any]], list[Any]]]
 ) -> list[Any]:
     """The outputs of a program whose only calls are those with a derivative of their own.
 
     Args:
       program: see `calls_in_place`.
       inputs: values.
-      replace: by the name of a primitive, a function of its inputs and parameters that does the same.
+      replace: by the name of a primitive, a function of an equation and its inputs that does the same.
     """
     relus = _relus_before_pooling(program)
     env = dict(zip([*program.constvars, *program.invars], [*program.consts, *inputs], strict=True))
@@ -34,7 +34,7 @@ def evaluate_pools_first(
             outs = values
         elif name in replace:
             with inside(eqn):
-                outs = [replace[name](*values, **eqn.params)]
+                outs = replace[name](eqn, values)
         else:
             outs = bind(eqn, values)
         if name == _POOLING and not is_literal(first) and first in relus:

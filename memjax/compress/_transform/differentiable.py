@@ -1,0 +1,129 @@
+"""A program that is differentiated through codecs, and so are its loops, turn by turn."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from memjax._core import check
+from memjax._core.arrays import is_float
+from memjax._core.compat import eval_jaxpr
+from memjax._core.lists import Arrays, merge, pick
+from memjax._core.program.jaxpr import axis_sizes, calls_in_place, is_literal, nbytes
+from memjax.compress._transform.array_codecs import ArrayCodecs
+from memjax.compress._transform.derivative import Derivative
+from memjax.compress._transform.keep.parameters import Inputs
+from memjax.compress._transform.keep.which import Which
+from memjax.compress._transform.loops import Loops
+
+
+class Differentiable:
+    """The outputs of a closed jaxpr as a function of its constants and inputs, differentiated by `Derivative`.
+
+    Args:
+      closed: the program. Below, its inputs are its constants and its inputs together.
+      inputs: which of its inputs last until the backward pass anyway, and which are parameters.
+      codecs: the codecs of encoded arrays.
+      which: which arrays to encode.
+      names: the names of its inputs.
+      in_loop: the program is the body of a loop: what it keeps is decided, and a program around leaves it as it is.
+    """
+
+    def __init__(
+        self,
+        closed: Any,
+        inputs: Inputs,
+        codecs: ArrayCodecs,
+        which: Which,
+        names: Sequence[str],
+        *,
+        in_loop: bool = False,
+    ):
+        self._closed, self._inputs, self._codecs, self._which, self._names = closed, inputs, codecs, which, names
+        self._in_loop, self._axes = in_loop, axis_sizes(closed)
+        self._position = {var: i for i, var in enumerate([*closed.jaxpr.constvars, *closed.jaxpr.invars])}
+        # An output that is an input is not passed through the derivative: it has nothing to do with what is saved.
+        self._made = [is_literal(var) or var not in self._position for var in closed.jaxpr.outvars]
+        self._derivatives: dict[Any, Derivative] = {}
+
+    def __call__(self, inputs: Arrays) -> Arrays:
+        outs = iter(self._run()(self._codecs.settings, inputs))
+        outvars = self._closed.jaxpr.outvars
+        return [
+            next(outs) if made else inputs[self._position[var]] for var, made in zip(outvars, self._made, strict=True)
+        ]
+
+    def with_settings(self, settings: Arrays) -> Differentiable:
+        """The same with these settings of the codecs, which derivatives do not depend on."""
+        changed = copy.copy(self)
+        changed._codecs = self._codecs.with_settings(settings)
+        return changed
+
+    def derivative(self, types: Sequence[Any], wanted: Sequence[bool]) -> Derivative:
+        """The derivative for inputs of these types, with respect to those in `wanted`."""
+        key = tuple(types), tuple(wanted)
+        if key not in self._derivatives:  # JAX may trace the body of a loop several times
+            program = calls_in_place(self._closed, differentiable=True).with_inputs(len(self._closed.consts))
+            loops = Loops(program, self._inputs, wanted, self._codecs, self._which, Differentiable)
+            self._derivatives[key] = Derivative(
+                program,
+                self._made,
+                types,
+                wanted,
+                self._inputs,
+                self._which,
+                self._codecs,
+                self._names,
+                self._axes,
+                loops,
+                in_loop=self._in_loop,
+            )
+        return self._derivatives[key]
+
+    def _run(self) -> Callable[[Arrays, Arrays], Arrays]:
+        """The outputs that are made, as a function of (the codecs' settings, inputs)."""
+        closed, codecs, n_consts = self._closed, self._codecs, len(self._closed.consts)
+
+        @jax.custom_vjp
+        def run(settings, inputs):
+            return pick(eval_jaxpr(closed.jaxpr, inputs[:n_consts], inputs[n_consts:]), self._made)
+
+        def forward(settings, inputs):
+            wanted = [primal.perturbed and is_float(primal.value) for primal in inputs]
+            settings, inputs = ([primal.value for primal in group] for group in (settings, inputs))
+            check.known_sizes("compressed", inputs)
+            derivative = self.derivative([jax.typeof(value) for value in inputs], wanted)
+            if not self._in_loop:
+                self._check(derivative)
+            outs, kept = derivative.forward(inputs, codecs.with_settings(settings))
+            return outs, (derivative, settings, kept)
+
+        def backward(residuals, cotangents):
+            derivative, settings, kept = residuals
+            set_codecs = codecs.with_settings(settings)
+            input_cotangents, statistics = derivative.backward(kept, set_codecs, cotangents)
+            nones = [None] * (len(derivative.wanted) - len(input_cotangents))
+            return set_codecs.settings_cotangents(statistics), merge(input_cotangents, nones, derivative.wanted)
+
+        run.defvjp(forward, backward, symbolic_zeros=True)
+        return run
+
+    def _check(self, derivative: Derivative) -> None:
+        """Say what is wrong with `where`, and warn if nothing is encoded."""
+        if self._which.where is not None and not derivative.matched:
+            fix = f"the named scopes of the function are {derivative.scopes}"
+            raise check.fail(
+                ValueError, "where", "a match for something that the backward pass reads", self._which.where, fix
+            )
+        if derivative.keep.refused and not derivative.encodes:
+            largest = max((var.aval for var in derivative.keep.refused), key=nbytes)
+            warnings.warn(
+                f"memjax.compressed leaves everything as it is: the code of {largest.str_short()} would take "
+                f"{self._codecs.nbytes(largest):,} bytes and the array takes {nbytes(largest):,}. Give "
+                f"{self._codecs.name} fewer bits per value, or leave the codec out for the default.",
+                stacklevel=4,
+            )

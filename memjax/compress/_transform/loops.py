@@ -1,0 +1,123 @@
+"""Loops of a compressed function: what a turn keeps is encoded in the turn.
+
+Encoded after the loop, the arrays of all turns would be there at once, stacked, and be decoded at once before the backward loop.
+So the body of a scan is compressed by itself, as if the user had done so, and what it keeps is stacked. Of what the body reads,
+
+    slices of what lasts until the backward pass, as the layers' weights    are kept anyway, and never encoded
+    other slices, and what is carried                                      may be encoded in each turn
+    what is the same in all turns                                          is left to the program around: one code is enough
+
+A loop in whose turns nothing is encoded, because arrays are small, is left as it is: its stacks may be large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax import lax
+
+from memjax._core.arrays import is_float
+from memjax._core.compat import scan_counts, scope
+from memjax._core.lists import Arrays
+from memjax._core.program.jaxpr import Program, as_closed, is_literal, variables
+from memjax.compress._transform.array_codecs import ArrayCodecs
+from memjax.compress._transform.keep.origins import Origins
+from memjax.compress._transform.keep.parameters import Inputs, Parameters
+from memjax.compress._transform.keep.which import Which
+
+
+class Loops:
+    """The loops of a program that encode in each turn.
+
+    Args:
+      program: with calls in place.
+      inputs: which of its inputs last until the backward pass anyway, and which are parameters.
+      wanted: its inputs that are differentiated.
+      codecs: the codecs of encoded arrays.
+      which: which arrays to encode.
+      compress: makes a function of a body that is differentiated through codecs: `Differentiable`.
+
+    Attributes:
+      derivatives: of the bodies.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        inputs: Inputs,
+        wanted: Sequence[bool],
+        codecs: ArrayCodecs,
+        which: Which,
+        compress: Callable[..., Any],
+    ):
+        self._bodies: dict[int, Any] = {}  # by equation
+        self.derivatives: list[Any] = []
+        scans = [eqn for eqn in program.eqns if eqn.primitive.name == "scan"]
+        if not scans or not codecs.in_turns:
+            return
+        of_program = _OfProgram(program, inputs, wanted)
+        for eqn in scans:
+            of_body, of_derivative = of_program.operands(eqn)
+            if any(of_derivative):
+                closed, names = as_closed(eqn.params["jaxpr"]), [""] * len(of_derivative)
+                body = compress(closed, of_body, codecs, which.within(scope(eqn)), names, in_loop=True)
+                derivative = body.derivative([var.aval for var in closed.jaxpr.invars], of_derivative)
+                if derivative.encodes:
+                    self._bodies[id(eqn)] = body
+                    self.derivatives.append(derivative)
+
+    def __bool__(self) -> bool:
+        return bool(self._bodies)
+
+    def __contains__(self, eqn: Any) -> bool:
+        return id(eqn) in self._bodies
+
+    def run(self, eqn: Any, values: Arrays, settings: Arrays) -> Arrays:
+        """The outputs of a loop that is one of these, the codecs having these settings."""
+        body = self._bodies[id(eqn)].with_settings(settings)
+        consts, carried = scan_counts(eqn)
+
+        def turn(carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
+            outs = body([*values[:consts], *carry, *xs])
+            return outs[:carried], outs[carried:]
+
+        options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+        carry, ys = lax.scan(turn, values[consts : consts + carried], values[consts + carried :], **options)
+        return [*carry, *ys]
+
+
+class _OfProgram:
+    """What is known of the operands of a program's loops."""
+
+    def __init__(self, program: Program, inputs: Inputs, wanted: Sequence[bool]):
+        self._origins = Origins(program)
+        lasting = {var for var, lasts in zip(program.invars, inputs.lasting, strict=True) if lasts}
+        parameters = {var for var, is_one in zip(program.invars, inputs.parameters, strict=True) if is_one}
+        self._parameters = Parameters(program, self._origins, {*lasting, *program.constvars}, parameters)
+        self._of_derivative = {var for var, flag in zip(program.invars, wanted, strict=True) if flag}
+        for eqn in program.eqns:
+            if not self._of_derivative.isdisjoint(variables(eqn.invars)):
+                self._of_derivative.update(eqn.outvars)
+
+    def operands(self, eqn: Any) -> tuple[Inputs, list[bool]]:
+        """The inputs of a loop's body, and those of them that are differentiated."""
+        consts, carried = scan_counts(eqn)
+        places = range(len(eqn.invars))
+        is_carried = [consts <= i < consts + carried for i in places]
+        inputs = Inputs(
+            [i < consts or (not is_carried[i] and self._lasts(eqn.invars[i])) for i in places],
+            [not is_carried[i] and self._is_parameter(eqn.invars[i]) for i in places],
+        )
+        is_wanted = lambda i: is_carried[i] or (not is_literal(eqn.invars[i]) and eqn.invars[i] in self._of_derivative)
+        of_derivative = not self._of_derivative.isdisjoint(variables(eqn.invars))
+        wanted = [of_derivative and is_float(eqn.invars[i].aval) and is_wanted(i) for i in places]
+        return inputs, wanted
+
+    def _lasts(self, atom: Any) -> bool:
+        if is_literal(atom) or atom in self._origins.constants:
+            return True
+        return self._parameters.sources(atom) is not None
+
+    def _is_parameter(self, atom: Any) -> bool:
+        return not is_literal(atom) and self._parameters.is_parameter(atom)
