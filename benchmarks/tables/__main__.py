@@ -2,7 +2,7 @@
 
 import pathlib
 
-from benchmarks.tables import compress, densenet, long_context, loss, metp, overview, plan, scan, transformer
+from benchmarks.tables import compress, densenet, long_context, loss, mesh, metp, overview, plan, scan, transformer
 from benchmarks.tables.markdown import Tables
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -14,6 +14,7 @@ PAGES: dict[str, Tables] = {
     "docs/benchmarks/linear-cross-entropy.md": loss.TABLES,
     "docs/benchmarks/compress.md": compress.TABLES,
     "docs/benchmarks/metp.md": metp.TABLES,
+    "docs/benchmarks/mesh.md": mesh.TABLES,
     "docs/benchmarks/long-context.md": long_context.TABLES,
     "docs/guides/long-context.md": long_context.GUIDE,
     "docs/benchmarks/plan.md": plan.TABLES,
