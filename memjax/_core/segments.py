@@ -54,23 +54,19 @@ class Segments(NamedTuple):
 
 def segments(length: int, arrays: Sequence[Any], axes: Sequence[int], size: int) -> tuple[Segments, int]:
     """Segments of an axis that the arrays have in common, and `size` rounded to a multiple of them, down where that can be."""
-    automatic = automatic_devices(list(map(jax.typeof, arrays)))
-    if automatic is None and size < jax.device_count():
-        automatic = 1  # a part has no place for each of the devices that there may be
-    count = segment_count(length, arrays, axes, automatic)
+    count = segment_count(length, arrays, axes)
     return Segments(length, count), max(size // count, 1) * count
 
 
-def segment_count(length: int, arrays: Sequence[Any], axes: Sequence[int], automatic: int | None = None) -> int:
+def segment_count(length: int, arrays: Sequence[Any], axes: Sequence[int]) -> int:
     """A divisor of `length`: as many segments as devices over which an array shards its axis, or a multiple.
 
     Types tell this on a mesh of explicit axes. With automatic axes they tell the mesh at most. Where arrays get to a mesh by
-    `in_shardings` alone, not even that: then all devices that there are count. `automatic` are those to count instead.
+    `in_shardings` alone, not even that: one segment is taken then, for on one device several cost a copy of what is written.
     """
     types = list(map(jax.typeof, arrays))
-    automatic = automatic or automatic_devices(types) or jax.device_count()
     explicit = math.lcm(*(shards(aval, axis) for aval, axis in zip(types, axes, strict=True)))
-    return math.gcd(length, explicit * automatic)
+    return math.gcd(length, explicit * (automatic_devices(types) or 1))
 
 
 def automatic_devices(types: Sequence[Any]) -> int | None:
