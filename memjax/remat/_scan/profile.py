@@ -85,6 +85,7 @@ def profile(f: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any = None)
     taken = [[(seconds(a), seconds(b)) for a, b in pairs] for _ in range(_REPETITIONS)]
     fastest = [tuple(map(min, zip(*column, strict=True))) for column in zip(*taken, strict=True)]
     flat, in_pairs, in_turns, single, blocks = ((b - a) / (long - short) for a, b in fastest)
+    flat = max(flat, 0.0)  # a step that does nothing takes less than the clock tells apart
     loop = max(2 * (in_pairs - flat), 0.0)
     return Costs(
         forward=flat,

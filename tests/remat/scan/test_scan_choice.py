@@ -50,6 +50,11 @@ def test_measured_costs_are_finite_and_can_be_planned_with():
     close(jax.grad(total(scan, budget=300, costs=costs))(jnp.ones(4)), jax.grad(total(lax.scan))(jnp.ones(4)), 1e-5)
 
 
+def test_the_profile_of_a_step_that_does_nothing():
+    costs = profile(lambda h, x: (h, None), jnp.ones(4), jnp.ones((20, 4)))
+    assert costs.forward >= 0
+
+
 def test_steps_that_cost_nothing(monkeypatch):
     """The search ends where no block is too large for the budget, and none is predicted to take any time."""
     calls = []
