@@ -84,6 +84,12 @@ def chain(
     budget, schedule = check_memory(budget, schedule)
     if costs is not None and budget is None:
         raise ValueError("costs decide what fits a budget: give budget as well, or leave costs out")
+    for name, tree in (("params", params), ("x", x)):
+        for leaf in jax.tree.leaves(tree):
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                raise check.fail(
+                    TypeError, name, "arrays", leaf, "chain_plan takes types, or trace chain with jax.eval_shape"
+                )
     traced, values, leaves = _trace(blocks, params, x, has_aux)
     if costs is not None:
         assert budget is not None

@@ -387,3 +387,11 @@ def test_inputs_are_not_copied():
         same = [value for value in held if value.shape == leaf.shape and bool((value == leaf).all())]
         assert same
         assert all(value is leaf for value in same)
+
+
+@pytest.mark.parametrize("name", ["params", "x"])
+def test_types_are_no_arrays(name):
+    values = {"params": [jnp.ones((8, 8))], "x": jnp.ones((4, 8))}
+    values[name] = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), values[name])
+    with pytest.raises(TypeError, match=f"^{name} must be arrays, .*chain_plan takes types"):
+        chain([lambda p, x: x @ p], **values, budget="1GiB")
