@@ -87,6 +87,9 @@ def scan(
 
     With `codec` a slot takes the bytes of a code instead of s.
 
+    What is computed again runs its effects again: a `jax.debug.callback` or `jax.debug.print` in `f` may run more than once for
+    a step, in the backward pass as well.
+
     Not supported, where `jax.lax.scan` has it: forward-mode differentiation; a traced `length`, also with
     `jax.disable_jit`. Some texts of errors differ from those of `jax.lax.scan`, and the program is no single `scan`
     equation: with JAX 0.10 an undifferentiated call is a `custom_vjp_call`.
