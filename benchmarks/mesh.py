@@ -40,7 +40,7 @@ _SENT = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collectiv
 class Config:
     devices: int = 2
     tokens: int = 32768
-    """Of all devices."""
+    """Tokens of all devices together."""
     dim: int = 4096
     vocabulary: int = 128256
     hidden: int = 14336

@@ -3,7 +3,7 @@
 from benchmarks.tables.markdown import Tables, load, table
 
 _RUNS = {
-    "mesh_triton": "loss, 32,768 tokens, vocabulary 128,256",
+    "mesh_loss_triton": "loss, 32,768 tokens, vocabulary 128,256",
     "mesh": "the same without jax-triton",
     "mesh_long": "feed-forward layer in tiles, 131,072 tokens",
 }

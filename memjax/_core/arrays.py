@@ -18,10 +18,9 @@ def is_float(aval: Any) -> bool:
 
 def anywhere(value: Any) -> Any:
     """The type, or that of an array, without an automatic mesh, which says nothing of where an array lies. Other meshes stay."""
-    known = hasattr(value, "update") and not isinstance(
-        value, jax.Array
-    )  # jax.ShapeDtypeStruct is no type, and does as one
-    aval = value if known else jax.typeof(value)
+    # A jax.ShapeDtypeStruct is no type of JAX, and serves as one.
+    is_type = hasattr(value, "update") and not isinstance(value, jax.Array)
+    aval = value if is_type else jax.typeof(value)
     mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
     is_automatic = mesh is not None and set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
     return aval.update(sharding=None) if is_automatic else aval
@@ -47,8 +46,7 @@ def filled(value: Any, aval: Any, leading: tuple[int, ...] = ()) -> Any:
     shape, sharding = (*leading, *aval.shape), explicit_sharding(aval, len(leading))
     if shape:
         value = lax.broadcast_in_dim(value, shape, (), out_sharding=sharding)
-    missing = tuple(sorted(varying(aval) - varying(jax.typeof(value))))
-    return lax.pcast(value, missing, to="varying") if missing else value
+    return vary(value, varying(aval))
 
 
 def varying_axes(*arrays: Any) -> frozenset[str]:

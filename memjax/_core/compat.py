@@ -57,7 +57,7 @@ def explicit_sharding(aval: Any, leading: int = 0) -> NamedSharding | None:
 def mesh_axes(aval: Any) -> tuple[dict[str, int], frozenset[str]]:
     """The sizes of the axes of the mesh that a value lives on, as far as its type tells, and those that are automatic.
 
-    Types of arguments that lie on a mesh tell it, types of what is made in a program may not.
+    The type of an argument on a mesh names the mesh. The type of a value that a program makes may not.
     """
     mesh = aval.sharding.mesh
     mesh = jax.sharding.get_abstract_mesh() if mesh.empty else mesh

@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from memjax._core.compat import explicit_sharding, mesh_axes
+from memjax._core.meshes import parts_by
 
 
 class Segments(NamedTuple):
@@ -79,10 +80,9 @@ def automatic_devices(types: Sequence[Any]) -> int | None:
 def shards(aval: Any, axis: int) -> int:
     """Over how many devices of a mesh of explicit axes the type shards an axis."""
     sharding = explicit_sharding(aval)
-    if sharding is None or axis >= len(sharding.spec) or sharding.spec[axis] is None:
+    if sharding is None:
         return 1
-    entry = sharding.spec[axis]
-    return math.prod(sharding.mesh.shape[name] for name in (entry if isinstance(entry, tuple) else (entry,)))
+    return parts_by(sharding.mesh, sharding.spec[axis : axis + 1])
 
 
 def whole(array: Any, axis: int) -> Any:

@@ -36,7 +36,7 @@ Run = Callable[[Program, Arrays], Arrays]
 def over_devices(run: Run, program: Program, jaxpr: Any, arrays: Arrays) -> Arrays:
     """`program(arrays)`, traced as `jaxpr`, for XLA to spread over devices. Each runs its own by `run`.
 
-    That has to hide effects, of collectives and of kernels that write in place: they could not be lowered by themselves.
+    The call hides the effects of collectives and of kernels that write in place: JAX would refuse to lower it with them.
     """
     results = jax.eval_shape(program, arrays)
     names = _Names(tuple(sorted(arrays)), tuple(sorted(results)), arrays["labels"].ndim)

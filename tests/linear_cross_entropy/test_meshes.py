@@ -70,7 +70,7 @@ def collectives(compiled):
     ],
 )
 def test_each_device_computes_its_own(implementation, of_x, of_w, sent, kind):
-    """Values, where gradients are, and that of whatever is as large as a head or activations nothing else is sent."""
+    """Values are right, gradients lie where their arguments do, and of large arrays only what `sent` lists is sent."""
     arrays = arguments()
     mesh = mesh_of(2, 2, kind=kind)
     args = placed(mesh, (of_x, of_w, of_x), arrays)

@@ -31,8 +31,9 @@ def cheapest(
     *,
     late: bool = True,
 ) -> list[Any]:
-    """Variables to keep, from which with those in `available` every wanted one follows: wanted ones first, then
-    the others in the program's order.
+    """Variables to keep, so that with those in `available` every wanted one follows.
+
+    The wanted ones among them come first, then the others in the program's order.
 
     Args:
       wanted: variables of a program.

@@ -36,7 +36,7 @@ def check_tiles(found: Sequence[Tiled], plan: Plan) -> None:
 
 
 def _check_parts(chain: Chain, parts: Sequence[Stretch]) -> None:
-    """Of one stretch, or of a loop."""
+    """Raises ValueError unless the records of one stretch, or of one loop, fit the program."""
     start = parts[0].start
     loop = chain.loops.get(start)
     turns = [one.turns for one in parts]

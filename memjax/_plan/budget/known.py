@@ -54,7 +54,7 @@ class Known:
 
     @property
     def base_seconds(self) -> float:
-        """Of a step in which nothing runs again."""
+        """Predicted seconds of a step that computes nothing again."""
         return self.chain.base_seconds / self.layout.devices
 
     @property

@@ -80,7 +80,7 @@ class Derivative:
         self._loops, self._in_loop = loops, in_loop
         out_types = [atom.aval for atom in pick(primal.outvars, outs)]
         self._out_float = [is_float(aval) for aval in out_types]
-        # Loops that are differentiated by themselves read the codecs' settings, which are inputs then.
+        # Loops with derivatives of their own read the codecs' settings. So the settings are inputs of the program.
         setting_types = [jax.typeof(one) for one in codecs.settings] if loops else []
         n_inputs, trees = len(types), []
 

@@ -211,7 +211,7 @@ def test_nothing_to_attend_to(shape):
 
 
 def test_a_backward_pass_waits_for_its_cotangent():
-    """Buffers of layers that are not there yet are not made before: two layers take hardly more than one."""
+    """A layer makes its buffers when its cotangent is there. So the buffers of several layers are not there at once."""
     shapes = (1, 1024, 64), (64, 8, 8), (64, 4, 8), (64, 4, 8), (8, 8, 64)
     x, *kernels = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     attend = lambda q, k, v: jnp.tanh(q) * jnp.repeat(k * v, q.shape[2] // k.shape[2], 2)
