@@ -40,7 +40,8 @@ def differentiated_as(
 ) -> Callable[..., Any]:
     """`fast`, which returns (out, extra), with the derivatives of `reference`, which returns `out`; `extra` has none.
 
-    With `replaced`, where it is differentiated, `out` has the values of `reference`, too. What `fast` computes for it is dead code then.
+    With `replaced`, where it is differentiated, `out` has the values of `reference`, too. What `fast` computes for it is then
+    dead code.
 
     This is for derivatives of derivatives. What `fast` does to save memory, loops of varying length included, need
     not be differentiable, and nothing of it is kept for a second backward pass.
