@@ -64,6 +64,11 @@ def mesh_axes(aval: Any) -> tuple[dict[str, int], frozenset[str]]:
     return dict(mesh.shape), frozenset(mesh.auto_axes)
 
 
+def is_in_order(effect: Any) -> bool:
+    """Whether JAX keeps what has this effect in order, as `io_callback(ordered=True)` asks."""
+    return type(effect).__name__.startswith("Ordered")
+
+
 def parameters(eqn: Any) -> dict[str, Any]:
     """The parameters of an equation."""
     return eqn.params["_prim"].params if "_prim" in eqn.params else eqn.params

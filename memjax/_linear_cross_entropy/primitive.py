@@ -23,7 +23,7 @@ from jax.interpreters import ad, mlir
 from memjax._core import check
 from memjax._core.arrays import vary, varying_axes
 from memjax._core.backward.derivatives import forward_mode_errors, forward_mode_message, jvp_of_some, only_transposed
-from memjax._core.compat import register_batcher, spread_by_xla
+from memjax._core.compat import is_in_order, register_batcher, spread_by_xla
 from memjax._core.lists import pick
 from memjax._linear_cross_entropy import choice, devices, recompute
 from memjax._linear_cross_entropy.options import Array, Operands, Options, Result, scaled, with_rows
@@ -206,9 +206,16 @@ def _define(name: str) -> Primitive:
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
-    primitive.def_impl(lambda *args, **parameters: jax.jit(partial(primitive.bind, **parameters))(*args))
+    primitive.def_impl(partial(_run, primitive))
     mlir.register_lowering(primitive, _lower)
     return primitive
+
+
+def _run(primitive: Primitive, *args: Any, jaxpr: Any, **parameters: Any) -> Any:
+    # Interpreted kernels call Python in order. The primitive has no effects, so a program that has one cannot hold it.
+    if any(map(is_in_order, jaxpr.effects)):
+        return jax.jit(jaxpr_as_fun(jaxpr))(*args)
+    return jax.jit(partial(primitive.bind, jaxpr=jaxpr, **parameters))(*args)
 
 
 def _lower(ctx: Any, *args: Any, jaxpr: Any, tree: Any, program: Program) -> Any:
