@@ -16,7 +16,7 @@ from memjax._plan.derivative import Derivative
 from memjax._plan.free import free_bytes
 from memjax._plan.layout import Layout, warn_of_guess
 from memjax._plan.result import Plan
-from memjax._plan.run import KeepAll, Run, run
+from memjax._plan.run import KeepAll, Piece, Run, run
 from memjax._plan.solve.chain import Chain
 from memjax._plan.tile.choose import Program, choose
 
@@ -66,8 +66,14 @@ def acting(
     return by_plan(derivative, plan, layout)
 
 
-def by_plan(derivative: Derivative, plan: Plan, layout: Layout) -> Run | KeepAll:
+def by_plan(derivative: Derivative, plan: Plan, layout: Layout, wrt: Sequence[bool] | None = None) -> Run | KeepAll:
     """The two passes of the derivative that the plan was made for.
+
+    Args:
+      derivative: that one.
+      plan: the plan.
+      layout: of the inputs.
+      wrt: which inputs are differentiated, if these are fewer than those of the derivative.
 
     Raises:
       ValueError: it was made for another one, or says what no plan of it does.
@@ -80,4 +86,17 @@ def by_plan(derivative: Derivative, plan: Plan, layout: Layout) -> Run | KeepAll
     in_codes = any(kept.bits is not None for stretch in plan.stretches for kept in stretch.kept)
     chain = Chain(derivative, costs.device(device_of(layout.shardings)), compress=in_codes, solved=False)
     check_stretches(chain, plan)
-    return run(derivative, pieces(chain, plan.stretches), plan.platform if plan.in_steps else None)
+    parts = pieces(chain, plan.stretches)
+    if wrt is not None and tuple(wrt) != derivative.wrt:
+        derivative = derivative.of_fewer(wrt)
+        there = {id(eqn) for eqn in derivative.backward.eqns}
+        parts = [_still_read(piece, there) for piece in parts]
+    return run(derivative, parts, plan.platform if plan.in_steps else None)
+
+
+def _still_read(piece: Piece, backward: set[int]) -> Piece:
+    """The piece with those equations of the backward pass alone that are there still, by their ids."""
+    piece = piece._replace(backward=[eqn for eqn in piece.backward if id(eqn) in backward])
+    if piece.loop is not None and id(piece.loop.backward) not in backward:
+        return piece._replace(loop=None, parts=())
+    return piece

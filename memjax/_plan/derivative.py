@@ -6,6 +6,7 @@ or computed again one by one. A scan is one equation in each; `loop_pairs` finds
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -80,6 +81,15 @@ class Derivative:
 
         wanted, pullback, others = jax.vjp(chosen_outputs, pick(inputs, self.wrt), has_aux=True)
         return merge(wanted, others, self.outs), pullback
+
+    def of_fewer(self, wrt: Sequence[bool]) -> Derivative:
+        """The derivative with respect to some of the inputs only: the same forward pass, and less of the backward pass."""
+        found = copy.copy(self)
+        found.wrt = tuple(wrt)
+        here = self.backward
+        outs = pick(here.outvars, pick(wrt, self.wrt))
+        found.backward = without_dead_equations(Program(here.constvars, here.consts, here.invars, outs, here.eqns))
+        return found
 
 
 def with_copies(backward: Program, made: set[Any], axes: dict[str, int]) -> Program:

@@ -119,6 +119,7 @@ def chain_plan(
     x: Any,
     *,
     budget: int | str,
+    argnums: int | Sequence[int] = (0, 1),
     has_aux: bool = False,
 ) -> Plan | ChainSchedule:
     """What `chain` does within a budget, ahead and as data: `chain(blocks, params, x, schedule=plan)` acts on it.
@@ -126,15 +127,26 @@ def chain_plan(
     Args:
       blocks, params, x, budget, has_aux: as for `chain`; arrays or `jax.ShapeDtypeStruct`s. Nothing is run. Their shardings are
         those that the chain is compiled for, on the platform of their devices, which need not be there.
+      argnums: what is differentiated: 0, all floats of `params` and of what the blocks close over; 1, those of `x`; or both.
+        `argnums=0` is for a chain whose `x` is data.
 
     Returns:
-      A `memjax.Plan`, or a `ChainSchedule` where that alone fits. All float leaves of `params` and `x` are taken to be
-      differentiated, and what the blocks close over.
+      A `memjax.Plan`, or a `ChainSchedule` where that alone fits. It serves a chain of which less is differentiated, too, such as
+      one with frozen parameters: nothing is computed or kept for the others then, but what runs again is what was planned.
 
     Raises:
-      ValueError, TypeError: as `chain`.
+      ValueError: as `chain`; `argnums` that are none of these, or choose no float.
+      TypeError: as `chain`.
     """
-    return ahead(_whole(*_trace(blocks, params, x, has_aux)), check.byte_count("budget", budget, words=("min",)))
+    room = check.byte_count("budget", budget, words=("min",))
+    numbers = [check.integer("argnums", one, what="0 (params), 1 (x), or both") for one in _as_sequence(argnums)]
+    if not numbers or not {0, 1}.issuperset(numbers):
+        raise check.fail(ValueError, "argnums", "0 (params), 1 (x), or both", argnums)
+    return ahead(_whole(*_trace(blocks, params, x, has_aux)), room, sorted(set(numbers)))
+
+
+def _as_sequence(argnums: Any) -> Sequence[Any]:
+    return argnums if isinstance(argnums, Sequence) and not isinstance(argnums, str) else [argnums]
 
 
 def check_memory(budget: Any, schedule: Any) -> tuple[int | str | None, Plan | ChainSchedule | None]:

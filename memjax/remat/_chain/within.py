@@ -20,6 +20,7 @@ from memjax._core.program.jaxpr import axis_sizes, nbytes, trace
 from memjax._plan.acting import by_plan
 from memjax._plan.blocks import end_of_block
 from memjax._plan.budget.decide import TooLittleError, decide
+from memjax._plan.budget.digest import digest
 from memjax._plan.derivative import Derivative
 from memjax._plan.differentiable import differentiable
 from memjax._plan.layout import Layout, layout_of, warn_of_guess
@@ -39,6 +40,7 @@ class Whole(NamedTuple):
       closed: from the parameters of all blocks and the input to the last output and what the blocks return besides, marked
         where a block ends.
       inputs: the values, after those of the program's constants.
+      is_x: which of them are leaves of the chain's input.
       has_cotangent: which outputs are differentiated.
       costs: of the blocks, estimated when they are asked for.
       by_block: runs the chain by a schedule.
@@ -46,6 +48,7 @@ class Whole(NamedTuple):
 
     closed: Any
     inputs: Arrays
+    is_x: list[bool]
     has_cotangent: list[bool]
     costs: Callable[[], list[BlockCost]]
     by_block: ByBlock
@@ -86,7 +89,9 @@ def whole(
 
     last = traced[-1]
     has_cotangent = [*last.y_float, *[False] * (len(closed.out_avals) - len(last.y))]
-    return Whole(closed, [*closed.consts, *arrays], has_cotangent, costs, by_block)
+    inputs = [*closed.consts, *arrays]
+    is_x = [i >= len(inputs) - len(x) for i in range(len(inputs))]
+    return Whole(closed, inputs, is_x, has_cotangent, costs, by_block)
 
 
 def within(chain: Whole, budget: int | str | None, plan: Plan | None, forward_mode: str) -> Arrays:
@@ -94,14 +99,15 @@ def within(chain: Whole, budget: int | str | None, plan: Plan | None, forward_mo
     axes = axis_sizes(chain.closed)
 
     def act(types, wrt, outs, layout):
+        if plan is not None:
+            return by_plan(_planned_for(plan, chain, types, wrt, outs, axes), plan, layout, wrt)
         derivative = Derivative(chain.closed, types, wrt, outs, axes, of_blocks=True)
-        found = plan or _decided(chain, derivative, types, layout, budget)
-        if plan is None:
-            warn_of_guess(
-                layout,
-                "remat.chain",
-                "make the plan ahead, with memjax.remat.chain_plan of sharded arrays, and give it",
-            )
+        found = _decided(chain, derivative, types, layout, budget)
+        warn_of_guess(
+            layout,
+            "remat.chain",
+            "make the plan ahead, with memjax.remat.chain_plan of sharded arrays, and give it",
+        )
         if isinstance(found, Plan):
             return by_plan(derivative, found, layout)
         return _ByBlock(functools.partial(chain.by_block, found), wrt, outs)
@@ -112,12 +118,49 @@ def within(chain: Whole, budget: int | str | None, plan: Plan | None, forward_mo
     )
 
 
-def ahead(chain: Whole, budget: int | str) -> Plan | ChainSchedule:
-    """What `within` decides on where all floats are differentiated."""
+def ahead(chain: Whole, budget: int | str, argnums: Sequence[int]) -> Plan | ChainSchedule:
+    """What `within` decides on where all floats of the parameters (0) and of the input (1) in `argnums` are differentiated."""
     types = [*map(jax.typeof, chain.closed.consts), *chain.closed.in_avals]
-    wrt = list(map(is_float, types))
+    wrt = _floats(chain, types, argnums)
+    if not any(wrt):
+        names = " and ".join(("params", "x")[one] for one in argnums)
+        raise ValueError(f"argnums must choose float arrays to differentiate, got {tuple(argnums)}: {names} has none")
     derivative = Derivative(chain.closed, types, wrt, chain.has_cotangent, axis_sizes(chain.closed), of_blocks=True)
     return _decided(chain, derivative, types, layout_of(chain.closed, chain.inputs, wrt), budget)
+
+
+def _floats(chain: Whole, types: Sequence[Any], argnums: Sequence[int]) -> list[bool]:
+    return [is_float(aval) and int(mine) in argnums for aval, mine in zip(types, chain.is_x, strict=True)]
+
+
+def _planned_for(
+    plan: Plan, chain: Whole, types: Sequence[Any], wrt: Sequence[bool], outs: Sequence[bool], axes: dict[str, int]
+) -> Derivative:
+    """The derivative that the plan was made for, with respect to the inputs in `wrt` or to more.
+
+    Raises:
+      ValueError: the plan was made for another chain, or for fewer inputs.
+    """
+    every: dict[tuple[bool, ...], tuple[int, ...]] = {tuple(wrt): ()}
+    for numbers in ((0, 1), (0,), (1,)):
+        every.setdefault(tuple(_floats(chain, types, numbers)), numbers)
+    for differentiated in every:
+        if any(differentiated):
+            derivative = Derivative(chain.closed, types, differentiated, outs, axes, of_blocks=True)
+            if digest(derivative) == plan.program:
+                break
+    else:
+        raise ValueError(
+            f"schedule must be of these blocks, with params and x of these shapes and dtypes, got a plan of another program "
+            f"({plan.program}): make it by memjax.remat.chain_plan(blocks, params, x, budget=...) of what you pass here"
+        )
+    argnums = every[differentiated]
+    if any(one and not mine for one, mine in zip(wrt, differentiated, strict=True)):
+        raise ValueError(
+            f"schedule must be a plan for all that is differentiated, got one of chain_plan(..., argnums={argnums}): "
+            "differentiate that alone, or make the plan with argnums=(0, 1), for params and x"
+        )
+    return derivative
 
 
 def _decided(

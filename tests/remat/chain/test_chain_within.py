@@ -88,8 +88,44 @@ def test_a_plan_is_data_that_the_chain_acts_on():
     acting = compiled(chain, blocks, params, x, schedule=plan)
     assert temp(acting) == temp(compiled(chain, blocks, params, x, budget=budget))
     assert temp(acting) <= budget
-    with pytest.raises(ValueError, match="plan must be of the function"):
+    with pytest.raises(ValueError, match=r"^schedule must be of these blocks.*chain_plan\(blocks, params, x, budget"):
         jax.grad(lambda x: chain(blocks[1:], params[1:], x, schedule=plan).sum())(x)
+    with pytest.raises(ValueError, match=r"^argnums must be 0 .params., 1 .x., or both, got 2"):
+        chain_plan(blocks, *shapes, budget=budget, argnums=2)
+    with pytest.raises(ValueError, match=r"^argnums must choose float arrays.*: x has none"):
+        chain_plan([lambda p, i: p[i]], [x], jnp.arange(3), budget=budget, argnums=1)
+
+
+def looping(p, x):
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p)[0]
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("budget", [1_000_000, "1GiB"])
+def test_a_plan_serves_a_chain_of_which_less_is_differentiated(budget):
+    """With data as input, and with frozen blocks: a loop before all others, or some in the middle."""
+    blocks, params, x = model(4)
+    blocks, params = [looping, *blocks], [jnp.stack([jnp.eye(WIDTH)] * 3), *params]
+
+    def gradient(run, **options):
+        def loss(trained, x):
+            return (run(blocks, [trained.get(i, p) for i, p in enumerate(params)], x, **options) ** 2).sum()
+
+        return jax.jit(jax.grad(loss))
+
+    plans = [chain_plan(blocks, params, x, budget=budget, argnums=argnums) for argnums in ((0, 1), 0)]
+    for numbers in (range(5), (1, 3), (4,)):
+        trained = {number: params[number] for number in numbers}
+        want = gradient(plain)(trained, x)
+        for plan in plans:
+            found = gradient(chain, schedule=plan)
+            close(found(trained, x), want, 1e-10)
+            assert memjax.measure(found, trained, x).temp_bytes <= plan.nbytes + x.nbytes + SLACK  # of the loss
+    with pytest.raises(ValueError, match=r"got one of chain_plan\(..., argnums=\(0,\)\)"):
+        jax.grad(lambda x: chain(blocks, params, x, schedule=plans[1]).sum())(x)
+    # The last block's gradient alone needs nothing of the others again.
+    everything = memjax.measure(gradient(plain), trained, x).flops
+    assert memjax.measure(found, trained, x).flops < 1.1 * everything
 
 
 def test_groups_within_groups_where_no_plan_is_as_small():
