@@ -114,10 +114,6 @@ def attention(**changes):
     return remat.attention_in_groups(jnp.ones((1, 6, 4)), *kernels, **changes)
 
 
-def checkpointed(module, *args, **kwargs):
-    return remat.checkpoint(module)(*args, **kwargs)
-
-
 def adaptive(state):
     params = {"w": W, "codec": SETTINGS}
     return compress.adaptive(optax.sgd(0.1)).update(params, state, params)
@@ -204,19 +200,6 @@ CALLS = [
         "f must take a carry of .* and an x of .* raises TypeError: dot",
     ),
     (scan, {"f": lambda c, x: (c if c.sum() > 0 else x, c)}, "f must be a function that JAX can trace"),
-    *(
-        (
-            checkpointed,
-            {"module": module, name: "train"},
-            f"{name} must be an array or a number, got 'train': close over",
-        )
-        for module, name in (
-            (lambda x: x, "x"),
-            (nnx.Linear(4, 4, rngs=nnx.Rngs(0)), "inputs"),
-            (nn.Dense(4).bind({"params": {"kernel": jnp.eye(4), "bias": jnp.ones(4)}}), "inputs"),
-        )
-    ),
-    (checkpointed, {"module": lambda x: x, "x": [1.0, jnp.sin]}, r"x\[1\] must be an array or a number, got"),
     (attention, {"positions": [0, 1]}, "positions must be an array, got"),
     (attention, {"norm": lambda x: x[..., :3]}, r"the result of norm must be of shape \(1, 6, 4\), got"),
     (attention, {"rotary": lambda q, p: None}, "the result of rotary must be an array, got None"),

@@ -71,18 +71,14 @@ def _types(tree: Any) -> str:
 
 
 @contextlib.contextmanager
-def argument_errors(f: Any, args: Sequence, kwargs: dict[str, Any], static: Sequence[int], fix: str) -> Iterator[None]:
-    """Names the argument of `f` that has a leaf which is neither array nor number, if that is what JAX refuses.
-
-    Positions in `static` are left out.
-    """
+def argument_errors(f: Any, args: Sequence, fix: str) -> Iterator[None]:
+    """Names the argument of `f` that has a leaf which is neither array nor number, if that is what JAX refuses."""
     try:
         yield
     except TypeError as error:
         names = [*inspect.signature(f).parameters] if callable(f) else []
-        fixed = {position % max(len(args), 1) for position in static}
-        named = {names[i] if i < len(names) else f"argument {i}": arg for i, arg in enumerate(args) if i not in fixed}
-        for path, leaf in jax.tree_util.tree_leaves_with_path({**named, **kwargs}):
+        named = {names[i] if i < len(names) else f"argument {i}": arg for i, arg in enumerate(args)}
+        for path, leaf in jax.tree_util.tree_leaves_with_path(named):
             if not (check.is_number_or_array(leaf) or hasattr(leaf, "__jax_array__")):
                 name = f"{path[0].key}{jax.tree_util.keystr(path[1:])}"
                 raise check.fail(TypeError, name, "an array or a number", leaf, fix) from error

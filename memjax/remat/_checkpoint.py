@@ -13,10 +13,9 @@ from jax.extend.core import jaxpr_as_fun
 
 from memjax._core import check
 from memjax._core.arrays import is_float
-from memjax._core.clear_errors import argument_errors
 from memjax._core.compat import bodies, eval_jaxpr
-from memjax._core.lists import drop, merge, pick
-from memjax.remat._checkpoint_modules import NO_ARRAY, wrapped
+from memjax._core.lists import Arrays, drop, merge, pick
+from memjax.remat._checkpoint_modules import wrapped
 from memjax.remat.policies import NamePolicy
 
 
@@ -33,10 +32,10 @@ def checkpoint(
 ) -> Callable:
     """`f`, which for the backward pass keeps its inputs and what `policy` names, and recomputes everything else.
 
-    The same as `jax.checkpoint`, with two differences: `policy` comes from `memjax.remat.policies`, and each
-    time `f` is traced a name of the policy that no value in it has (nor in the bodies of `jit`, `scan`,
-    `cond`, custom derivatives and nested checkpoints) is an `UnmatchedNameWarning`, which lists the names
-    there are.
+    The same as `jax.checkpoint`, with three differences. What is no array in the arguments (`train=True`, a text, a number of
+    Python) is static, as for `memjax.planned`. `policy` comes from `memjax.remat.policies`. And each time `f` is traced, a name
+    of the policy that no value in it has (nor in the bodies of `jit`, `scan`, `cond`, custom derivatives and nested
+    checkpoints) is an `UnmatchedNameWarning`, which lists the names there are.
 
     Memory between forward and backward: the inputs of `f`, plus the bytes of every value with a saved name;
     the bytes of values with an offloaded name are in host memory. Time: at most one more forward pass of `f`.
@@ -51,12 +50,13 @@ def checkpoint(
         but the inputs.
       prevent_cse: as in `jax.checkpoint`: False inside a `scan`, whose loop keeps forward and recomputation
         apart.
-      static_argnums: positions of arguments that are no arrays, as in `jax.checkpoint`; of a module's `__call__`, `self`
-        is position 0, as in `nn.remat`.
+      static_argnums: positions of arguments that are static as a whole, as in `jax.checkpoint`: arrays in them are not
+        differentiated. Of a module's `__call__`, `self` is position 0, as in `nn.remat`.
 
     Raises:
       TypeError: `f` is not callable, `policy` is not from `memjax.remat.policies`, or a position is no integer; for
         NNX, when called, a module among the arguments.
+      ValueError: when called, a position that no argument has.
     """
     check.flag("prevent_cse", prevent_cse)
     if policy is not None and not isinstance(policy, NamePolicy):
@@ -68,39 +68,47 @@ def checkpoint(
     module = wrapped(wrap, f, static)
     if module is not None:
         return module
-    run = wrap(check.function("f", f), static_argnums=static)
-
-    @functools.wraps(f)
-    def explained(*args, **kwargs):
-        with argument_errors(f, args, kwargs, static, NO_ARRAY):
-            return run(*args, **kwargs)
-
-    return explained
+    return wrap(check.function("f", f), static_argnums=static)
 
 
 def _checkpoint(
     f: Callable, *, policy: NamePolicy | None, prevent_cse: bool, static_argnums: tuple[int, ...]
 ) -> Callable:
-    if policy is None:
-        return jax.checkpoint(f, prevent_cse=prevent_cse, static_argnums=static_argnums)
-
-    # Called by jax.checkpoint when, and only when, it traces. `f` itself runs once; its equations are then
-    # replayed.
     @functools.wraps(f)
-    def checked(*args, **kwargs):
-        fixed = {position % len(args) for position in static_argnums}
-        dynamic = [arg for position, arg in enumerate(args) if position not in fixed]
+    def run(*args, **kwargs):
+        arrays, of_arrays = _of_arrays(f, args, kwargs, static_argnums)
+        if policy is None:
+            return jax.checkpoint(of_arrays, prevent_cse=prevent_cse)(arrays)
 
-        def of_arrays(dynamic, kwargs):
-            remaining = iter(dynamic)
-            return f(*(arg if i in fixed else next(remaining) for i, arg in enumerate(args)), **kwargs)
+        # Called by jax.checkpoint when, and only when, it traces. `f` itself runs once; its equations are then
+        # replayed.
+        def checked(arrays):
+            jaxpr, out_shape = jax.make_jaxpr(of_arrays, return_shape=True)(arrays)
+            _warn_of_unmatched(f, policy, jaxpr)
+            return jax.tree.unflatten(jax.tree.structure(out_shape), jaxpr_as_fun(jaxpr)(*arrays))
 
-        jaxpr, out_shape = jax.make_jaxpr(of_arrays, return_shape=True)(dynamic, kwargs)
-        _warn_of_unmatched(f, policy, jaxpr)
-        outs = jaxpr_as_fun(jaxpr)(*jax.tree.leaves((dynamic, kwargs)))
-        return jax.tree.unflatten(jax.tree.structure(out_shape), outs)
+        return jax.checkpoint(checked, prevent_cse=prevent_cse, policy=policy.to_jax())(arrays)
 
-    return jax.checkpoint(checked, prevent_cse=prevent_cse, policy=policy.to_jax(), static_argnums=static_argnums)
+    return run
+
+
+def _of_arrays(
+    f: Callable, args: tuple, kwargs: dict[str, Any], static_argnums: tuple[int, ...]
+) -> tuple[Arrays, Callable[[Arrays], Any]]:
+    """The arrays in the arguments, and `f` as a function of them: all else is static."""
+    for position in static_argnums:
+        if not -len(args) <= position < len(args):
+            raise check.fail(ValueError, "static_argnums", f"positions among {len(args)} arguments", position)
+    fixed = {position % len(args) for position in static_argnums}
+    leaves, tree = jax.tree.flatten(([None if i in fixed else arg for i, arg in enumerate(args)], kwargs))
+    dynamic = [check.is_array(leaf) or hasattr(leaf, "__jax_array__") for leaf in leaves]
+    static = drop(leaves, dynamic)
+
+    def of_arrays(arrays):
+        others, named = jax.tree.unflatten(tree, merge(arrays, static, dynamic))
+        return f(*(arg if i in fixed else others[i] for i, arg in enumerate(args)), **named)
+
+    return pick(leaves, dynamic), of_arrays
 
 
 def _warn_of_unmatched(f: Callable, policy: NamePolicy, closed_jaxpr) -> None:

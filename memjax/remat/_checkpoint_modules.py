@@ -11,9 +11,6 @@ import flax.linen as nn
 from flax import nnx
 from flax.core import lift
 
-from memjax._core.clear_errors import argument_errors
-
-NO_ARRAY = "close over what is no array, or name its position in static_argnums"
 Wrap = Callable[..., Callable[..., Any]]
 
 
@@ -27,9 +24,8 @@ def linen_class(wrap: Wrap, cls: type[nn.Module], static: tuple[int, ...]) -> ty
                 return call(scope, *args, **kwargs), variables_of(scope)
 
             functools.update_wrapper(run, cls.__call__)
-            shifted = tuple(position + 1 for position in static)
-            with argument_errors(cls.__call__, (None, *args), kwargs, static, NO_ARRAY):
-                return wrap(run, static_argnums=shifted)(variables, rngs, *args, **kwargs)
+            shifted = tuple(position + 1 if position >= 0 else position for position in static)
+            return wrap(run, static_argnums=shifted)(variables, rngs, *args, **kwargs)
 
         return lift.pack(inner, (True,), (True,), (True,), name="remat", enable_kwargs=True)
 
@@ -72,8 +68,7 @@ def nnx_class(wrap: Wrap, cls: type[nnx.Module], static: tuple[int, ...]) -> typ
                 )
             return out, state
 
-        with argument_errors(cls.__call__, (None, *args), kwargs, static, NO_ARRAY):
-            out, state = wrap(run, static_argnums=static)(state, *args, **kwargs)
+        out, state = wrap(run, static_argnums=static)(state, *args, **kwargs)
         nnx.update(self, state)
         return out
 

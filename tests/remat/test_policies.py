@@ -129,6 +129,28 @@ def test_static_arguments_keywords_and_pytrees():
         np.testing.assert_allclose(dw, WIDTH * 2 * y * 2 * np.cos(1.0), rtol=1e-5)
 
 
+@pytest.mark.parametrize("policy", [None, policies.save("conv_output")])
+def test_what_is_no_array_is_static(policy):
+    """Flags, texts and numbers by keyword, by position and inside of pytrees, as for `planned`."""
+
+    def f(params, x, mode="left", *, train, repeat=1):
+        for _ in range(repeat):
+            x = checkpoint_name(params["activation"](params["w"] @ x if mode == "left" else x), "conv_output")
+        return x.sum() if train else x[:0].sum()
+
+    arguments = {"w": jnp.eye(WIDTH) * 0.5, "activation": jnp.sin}, jnp.ones((WIDTH, WIDTH)), "left"
+
+    def gradient(f, **options):
+        of = lambda w: f({**arguments[0], "w": w}, *arguments[1:], **options)
+        return jax.jit(jax.grad(of))(arguments[0]["w"])
+
+    for train in (True, False):
+        want = gradient(f, train=train, repeat=2)
+        np.testing.assert_allclose(gradient(checkpoint(f, policy=policy), train=train, repeat=2), want, rtol=1e-6)
+    with pytest.raises(ValueError, match="static_argnums must be positions among 3 arguments, got 3"):
+        checkpoint(f, policy=policy, static_argnums=3)(*arguments, train=True)
+
+
 def test_nnx_module_in_a_closure():
     model = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
 

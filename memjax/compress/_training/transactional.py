@@ -175,7 +175,7 @@ class Transactional:
         flag = self._under_way[-1][1]["overflowed"] if self._under_way else self._false
         capacities = tuple(self._capacities)
         self._visited.add(capacities)
-        with argument_errors(self._step, (state, *args), {}, (), "bind what is no array with functools.partial"):
+        with argument_errors(self._step, (state, *args), "bind what is no array with functools.partial"):
             state, out, report = self._jitted(state, capacities, flag, *args)
         self._under_way.append((args, report))
         return state, out

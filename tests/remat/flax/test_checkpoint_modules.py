@@ -84,7 +84,7 @@ def test_linen_inside_a_parent():
         def __call__(self, x):
             block = checkpoint if self.wrap else lambda f, **_: f
             x = block(Linen, static_argnums=2)(16, name="first")(x, False)
-            return block(Linen(16, name="second"), static_argnums=(2,))(x, False)
+            return block(Linen(16, name="second"))(x, False)
 
     variables = Parent(False).init(jax.random.key(0), X)
     close(Parent(True).init(jax.random.key(0), X), variables)
@@ -128,7 +128,7 @@ def test_nnx(kind, policy):
 
 def test_nnx_updates_in_place_and_shares_variables():
     plain, twin = Nnx(32, nnx.Rngs(0)), Nnx(32, nnx.Rngs(0))
-    wrapped = checkpoint(plain, static_argnums=2)
+    wrapped = checkpoint(plain)
     close(wrapped(X, True), twin(X))
     close(plain.norm.mean[...], twin.norm.mean[...])
     assert wrapped.up is plain.up
