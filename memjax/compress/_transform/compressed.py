@@ -102,8 +102,10 @@ def compressed(
     Source: Jin et al. 2020, section 3.
 
     Args:
-      f_or_module: a function of pytrees of arrays (other leaves are static), or an NNX or Linen module, whose `__call__`
-        is meant. An NNX module shares its variables with the result.
+      f_or_module: a function of pytrees of arrays (other leaves are static), or an NNX or Linen module, or a class of Linen
+        modules. Calls are compressed, and so are its other public methods. An NNX module shares its variables with the result,
+        whose submodules are compressed, too, where a loss calls them; methods without arrays among their arguments are left
+        alone. Of Linen, `method` of `apply` may be any function of the module; submodules of a bound module are left alone.
       codec: one for all arrays, such as `memjax.compress.ErrorBounded(2**-7, bits_per_value=9)`; or `memjax.compress.layers`,
         with a bound for each array that training adapts. None: one that suits each array, as above.
       bits: bits per value without a codec: 8, 6, 4 or 3; 8 if left out. What convolutions and batch norms read has 8 or 4. Or
@@ -133,12 +135,15 @@ def compressed(
     if callable(where):
         check.function("where", where, "where(scope, type) says whether to encode what is read there", arguments=2)
     which = Which(where, max(check.integer("smallest", smallest, least=0, what="a number of values"), SMALL))
-    if isinstance(f_or_module, nnx.Module | nn.Module) and inputs is not False:
+    is_linen_class = isinstance(f_or_module, type) and issubclass(f_or_module, nn.Module)
+    if (is_linen_class or isinstance(f_or_module, nnx.Module | nn.Module)) and inputs is not False:
         raise check.fail(ValueError, "inputs", "left out for a module", inputs, "its arguments are always activations")
     if isinstance(f_or_module, nnx.Module):
         return _nnx.compressed_module(f_or_module, codecs, which)  # type: ignore[return-value]
     if isinstance(f_or_module, nn.Module):
         return linen.compressed_module(f_or_module, codecs, which)  # type: ignore[return-value]
+    if is_linen_class:
+        return linen.compressed_class(f_or_module, codecs, which)  # type: ignore
     if isinstance(f_or_module, type) or not callable(f_or_module):
         fix = "make an instance first" if isinstance(f_or_module, type) else ""
         raise check.fail(TypeError, "f_or_module", "a function or a Flax module", f_or_module, fix)

@@ -114,7 +114,7 @@ class Differentiable:
 
     def _check(self, derivative: Derivative) -> None:
         """Say what is wrong with `where`, and warn if nothing is encoded."""
-        if self._which.where is not None and not derivative.matched:
+        if self._which.where is not None and self._which.needed and not derivative.matched:
             fix = f"the named scopes of the function are {derivative.scopes}"
             raise check.fail(
                 ValueError, "where", "a match for something that the backward pass reads", self._which.where, fix

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from memjax import compressed
 from memjax.compress import ErrorBounded, GroupQuantized
@@ -68,7 +69,7 @@ def test_refuses():
     with pytest.raises(
         TypeError, match=r"f_or_module must be a function or a Flax module, got .*: make an instance first"
     ):
-        compressed(nn.Dense)
+        compressed(nnx.Linear)
     for bad in (2.5, [1.5], None, {1}):
         with pytest.raises(TypeError, match="inputs must be True, False, or positions and names of arguments, got"):
             compressed(network, inputs=bad)

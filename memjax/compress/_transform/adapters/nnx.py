@@ -4,96 +4,158 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 from flax import nnx
 
 from memjax._core import check
+from memjax._core.arguments import is_array, is_nnx
+from memjax._core.compat import is_tracer
 from memjax.compress._transform.adapters.function import call_compressed
+from memjax.compress._transform.adapters.methods import methods_of
 from memjax.compress._transform.array_codecs import ArrayCodecs
 from memjax.compress._transform.keep.which import Which, matches
 
+_CONTAINERS = nnx.List, nnx.Dict
+
 
 def compressed_module(module: nnx.Module, codecs: ArrayCodecs, which: Which) -> nnx.Module:
-    """A module with the same variables: compressed as a whole, or in the submodules that `which` selects."""
+    """A module with the same variables: compressed as a whole, or in the submodules that `which` selects.
+
+    Of these, calls and public methods are compressed, and those of the submodules in them. What runs inside a compressed call
+    has the original classes: nothing is compressed twice.
+    """
     where = which.where
+    new = _copied(module, {})
     if where is None or where == "conv":
-        return _with_compressed_call(_copy(module), codecs, which)
-    inside = dataclasses.replace(which, where=None)
-    wanted = where if callable(where) else lambda path, module: matches(path, where)
-    paths: list[str] = []
-    matched: list[str] = []
-
-    def rebuild(node: Any, path: tuple[str, ...], seen: dict[int, Any]) -> Any:
-        if id(node) in seen:
-            return seen[id(node)]
-        if isinstance(node, nnx.Module):
-            name = "/".join(path)
-            if path:
-                paths.append(name)
-            seen[id(node)] = new = _copy(node)
-            if path and callable(node) and wanted(name, node):
-                matched.append(name)
-                return _with_compressed_call(new, codecs, inside)  # what is inside is compressed with it
-            for key, value in vars(node).items():
-                vars(new)[key] = rebuild(value, (*path, key), seen)
-            return new
-        if isinstance(node, list | tuple) and not hasattr(node, "_fields"):
-            return type(node)(rebuild(value, (*path, str(i)), seen) for i, value in enumerate(node))
-        if isinstance(node, dict):
-            return {key: rebuild(value, (*path, str(key)), seen) for key, value in node.items()}
-        return node
-
-    new = rebuild(module, (), {})
-    if not matched:
-        raise check.fail(ValueError, "where", f"a match for one of the submodules {paths}", where)
+        parts = [new]
+    else:
+        which = dataclasses.replace(which, where=None)
+        wanted = where if callable(where) else lambda path, module: matches(path, where)
+        paths = {name: node for name, node in _modules(new, ()) if name}
+        parts = [node for name, node in paths.items() if callable(node) and wanted(name, node)]
+        if not parts:
+            raise check.fail(ValueError, "where", f"a match for one of the submodules {[*paths]}", where)
+    classes = _Classes(codecs, which)
+    for part in parts:
+        for name, node in _modules(part, ()):
+            classes.wrap(node, is_part=not name)
     return new
 
 
-def _copy(module: nnx.Module) -> nnx.Module:
-    """Another object with the same attributes, variables included."""
-    new = object.__new__(type(module))
-    vars(new).update(vars(module))
-    return new
+def _copied(node: Any, seen: dict[int, Any]) -> Any:
+    """Other module objects with the same variables."""
+    if id(node) in seen:
+        return seen[id(node)]
+    if isinstance(node, nnx.Module):
+        seen[id(node)] = new = object.__new__(type(node))
+        vars(new).update(vars(node))
+        for key, value in vars(node).items():
+            vars(new)[key] = _copied(value, seen)
+        return new
+    if isinstance(node, list | tuple) and not hasattr(node, "_fields"):
+        return type(node)(_copied(value, seen) for value in node)
+    if isinstance(node, dict):
+        return {key: _copied(value, seen) for key, value in node.items()}
+    return node
 
 
-def _with_compressed_call(module: nnx.Module, codecs: ArrayCodecs, which: Which) -> nnx.Module:
-    original = type(module)
+def _modules(node: Any, path: tuple[str, ...], seen: set[int] | None = None) -> Iterator[tuple[str, nnx.Module]]:
+    """The modules in a module, or in lists, tuples and dicts, with their paths. The module itself comes first."""
+    seen = set() if seen is None else seen
+    if id(node) in seen:
+        return
+    if isinstance(node, nnx.Module):
+        seen.add(id(node))
+        yield "/".join(path), node
+        inside = [*vars(node).items()]
+    elif isinstance(node, list | tuple):
+        inside = [(str(i), value) for i, value in enumerate(node)]
+    elif isinstance(node, dict):
+        inside = [(str(key), value) for key, value in node.items()]
+    else:
+        return
+    for key, value in inside:
+        yield from _modules(value, (*path, key), seen)
 
-    @functools.wraps(original.__call__)
-    def call(self, *args, **kwargs):
-        return _call(original.__call__, self, args, kwargs, codecs, which)
 
-    name = original.__name__
-    # The class keeps its name, after which modules may be named.
-    new = type(name, (original,), {"__call__": call, "__module__": original.__module__, "__doc__": original.__doc__})
-    object.__setattr__(module, "__class__", new)
-    return module
+class _Classes:
+    """The classes of compressed modules, by those of the original ones."""
 
+    def __init__(self, codecs: ArrayCodecs, which: Which):
+        self._codecs, self._which = codecs, which
+        self._compressed: dict[tuple[type, bool], type] = {}
+        self._original: dict[type, type] = {}
 
-def _call(function: Callable[..., Any], module: Any, args: Any, kwargs: Any, codecs: ArrayCodecs, which: Which) -> Any:
-    graph, state = nnx.split(module)
+    def wrap(self, module: nnx.Module, *, is_part: bool) -> None:
+        """Give a module the compressed class: of a part that was to be compressed, or of a module in one."""
+        original = type(module)
+        if isinstance(module, _CONTAINERS) or original in self._original:
+            return
+        key = original, is_part
+        if key not in self._compressed:
+            calls = {name: self._call(original, name, is_part=is_part) for name in methods_of(original, nnx.Module)}
+            # The class keeps its name, after which modules may be named.
+            members = {**calls, "__module__": original.__module__, "__doc__": original.__doc__}
+            kind: Any = type(original)
+            self._compressed[key] = new = kind(original.__name__, (original,), members)
+            self._original[new] = original
+        object.__setattr__(module, "__class__", self._compressed[key])
 
-    def pure(state, passing):
-        args, kwargs = passing
-        copy = nnx.merge(graph, state, copy=True)  # or `state` itself would change
-        out = function(copy, *args, **kwargs)
-        new_graph, new_state = nnx.split(copy)
-        if new_graph != graph:
-            raise ValueError(
-                f"f_or_module must be a module whose calls change the values of its variables alone, but a call of "
-                f"{type(module).__name__} adds, removes or replaces variables, submodules or other attributes: "
-                "make them in __init__, and change a variable by variable[...] = value"
-            )
-        before, after = jax.tree.leaves(state), jax.tree.leaves(new_state)
-        updates = [None if old is new else new for old, new in zip(before, after, strict=True)]
-        return out, updates
+    def _unwrap(self, objects: list[Any]) -> None:
+        for _, module in _modules(objects, ()):
+            if type(module) in self._original:
+                object.__setattr__(module, "__class__", self._original[type(module)])
 
-    out, updates = call_compressed(pure, state, (args, kwargs), user=type(module), codecs=codecs, which=which)
-    leaves, tree = jax.tree.flatten(state)
-    if any(update is not None for update in updates):
-        new = [old if update is None else update for old, update in zip(leaves, updates, strict=True)]
-        nnx.update(module, jax.tree.unflatten(tree, new))
-    return out
+    def _call(self, original: type, name: str, *, is_part: bool) -> Callable[..., Any]:
+        method, is_whole = getattr(original, name), is_part and name == "__call__"
+        which = self._which if is_whole else dataclasses.replace(self._which, needed=False)
+
+        @functools.wraps(method)
+        def call(module, *args, **kwargs):
+            if is_whole or self._is_differentiable(name, module, args, kwargs):
+                return self._run(method, module, args, kwargs, which)
+            return method(module, *args, **kwargs)
+
+        return call
+
+    def _is_differentiable(self, name: str, module: nnx.Module, args: Any, kwargs: Any) -> bool:
+        """Whether a call may be part of what is differentiated: methods that set something up, or run eagerly, are left alone."""
+        arrays = [leaf for leaf in jax.tree.leaves((args, kwargs), is_leaf=is_nnx) if is_array(leaf)]
+        return bool(arrays or name == "__call__") and any(
+            map(is_tracer, [*arrays, *jax.tree.leaves(nnx.state(module))])
+        )
+
+    def _run(self, method: Callable[..., Any], module: Any, args: Any, kwargs: Any, which: Which) -> Any:
+        given, tree = jax.tree.flatten((args, kwargs), is_leaf=is_nnx)
+        # Random streams and other objects that a call is given may be changed by it, too.
+        objects = [module, *filter(is_nnx, given)]
+        graph, state = nnx.split(objects)
+
+        def pure(state, passing):
+            copies = nnx.merge(graph, state, copy=True)  # or `state` itself would change
+            self._unwrap(copies)
+            before, _ = nnx.split(copies)
+            own, others = copies[0], iter(copies[1:])
+            given_now = [next(others) if is_nnx(leaf) else new for leaf, new in zip(given, passing, strict=True)]
+            args, kwargs = jax.tree.unflatten(tree, given_now)
+            out = method(own, *args, **kwargs)
+            after, new_state = nnx.split(copies)
+            if after != before:
+                raise ValueError(
+                    "f_or_module must be a module whose calls change the values of its variables alone, but a call of "
+                    f"{type(own).__name__} adds, removes or replaces variables, submodules or other attributes: "
+                    "make them in __init__, and change a variable by variable[...] = value"
+                )
+            leaves = zip(jax.tree.leaves(state), jax.tree.leaves(new_state), strict=True)
+            return out, [None if old is new else new for old, new in leaves]
+
+        passing = [None if is_nnx(leaf) else leaf for leaf in given]
+        out, updates = call_compressed(pure, state, passing, user=type(module), codecs=self._codecs, which=which)
+        if any(update is not None for update in updates):
+            leaves, state_tree = jax.tree.flatten(state)
+            new = [old if update is None else update for old, update in zip(leaves, updates, strict=True)]
+            nnx.update(objects, jax.tree.unflatten(state_tree, new))
+        return out

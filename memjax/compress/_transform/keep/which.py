@@ -21,11 +21,13 @@ class Which:
       where: see `compressed`.
       smallest: number of values of an array below which it is left alone.
       outer: the scope of the loop around the program, "" if there is none.
+      needed: whether a `where` that matches nothing is a mistake: not in the parts of a module.
     """
 
     where: Any = None
     smallest: int = SMALL
     outer: str = ""
+    needed: bool = True
 
     def within(self, scope: str) -> Which:
         """The same for the body of a loop in this scope."""
