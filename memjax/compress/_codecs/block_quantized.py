@@ -32,6 +32,7 @@ class BlockQuantizedCode:
       middle, distance: for each channel of each block, the middle of its range and the distance of levels, float32.
       view: the shape that the array is seen in, which `middle` and `distance` broadcast against.
       shape, dtype: the array's.
+      bits: of a level.
     """
 
     levels: UInt[Array, "..."]
@@ -40,6 +41,7 @@ class BlockQuantizedCode:
     view: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
+    bits: int = dataclasses.field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -55,7 +57,7 @@ class MeasuredBlocks:
     def encode(self, x: Float[Array, "..."]) -> BlockQuantizedCode:
         level = to_levels(in_shape(x, self.view), self.middle, self.distance, self.bits)
         level = level.astype(LEVELS[self.bits])
-        return BlockQuantizedCode(level, self.middle, self.distance, self.view, x.shape, np.dtype(x.dtype))
+        return BlockQuantizedCode(level, self.middle, self.distance, self.view, x.shape, np.dtype(x.dtype), self.bits)
 
 
 @jax.tree_util.register_dataclass
@@ -137,7 +139,7 @@ class BlockQuantized(FixedRate):
         level, (middle, distance), sums = block_kernel.encode(
             in_shape(x, view), self.bits, ends, ranges, levels, with_sums=with_sums, interpret=interpret
         )
-        return BlockQuantizedCode(level, middle, distance, view, x.shape, np.dtype(x.dtype)), sums
+        return BlockQuantizedCode(level, middle, distance, view, x.shape, np.dtype(x.dtype), self.bits), sums
 
     def steps(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """The distance of levels of each value, float32."""
@@ -145,7 +147,7 @@ class BlockQuantized(FixedRate):
         return in_shape(jnp.broadcast_to(measured.distance, measured.view), x.shape)
 
     def decode(self, code: BlockQuantizedCode) -> Float[Array, "..."]:
-        check_code(self, code, BlockQuantizedCode)
+        check_code(self, code, BlockQuantizedCode, "bits")
         levels = apart(code.levels, code.view[-1])
         return in_shape(from_levels(levels, code.middle, code.distance, self.bits, code.dtype), code.shape)
 

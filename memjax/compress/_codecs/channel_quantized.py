@@ -28,6 +28,7 @@ class ChannelQuantizedCode:
     low: Float[Array, "*channels"]
     distance: Float[Array, "*channels"]
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
+    bits: int = dataclasses.field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -49,7 +50,7 @@ class MeasuredChannels:
                 wanted = f"of shape {x.shape[-1:]}, one number for each channel of x"
                 raise check.fail(ValueError, name, wanted, getattr(self, name))
         level = to_levels(x, self.low, self.distance, self.bits, 0.5).astype(LEVELS[self.bits])
-        return ChannelQuantizedCode(level, self.low, self.distance, np.dtype(x.dtype))
+        return ChannelQuantizedCode(level, self.low, self.distance, np.dtype(x.dtype), self.bits)
 
 
 @jax.tree_util.register_dataclass
@@ -115,7 +116,7 @@ class ChannelQuantized(FixedRate):
         return self.measured(x).encode(x)
 
     def decode(self, code: ChannelQuantizedCode) -> Float[Array, "..."]:
-        check_code(self, code, ChannelQuantizedCode)
+        check_code(self, code, ChannelQuantizedCode, "bits")
         return from_levels(code.levels, code.low, code.distance).astype(code.dtype)
 
 

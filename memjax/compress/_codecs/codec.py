@@ -112,10 +112,17 @@ def check_floats(x: Any) -> None:
         raise TypeError(f"x must be bfloat16, float16 or float32, got {x.dtype}: convert it, or leave it as it is")
 
 
-def check_code(codec: Any, code: Any, *kinds: type) -> None:
-    """Check that `code` is one that `codec` makes."""
-    if not isinstance(code, kinds):
-        raise check.fail(TypeError, "code", f"what {type(codec).__name__}.encode returns", code)
+def check_code(codec: Any, code: Any, kind: type, *settings: str) -> None:
+    """Check that `code` is one that `codec` makes: of this kind, or of parts of it, and with the same `settings`."""
+    own, name = getattr(code, "parts", code), type(codec).__name__
+    if not isinstance(own, kind):
+        raise check.fail(TypeError, "code", f"what {name}.encode returns", code)
+    made, wanted = ({setting: getattr(one, setting) for setting in settings} for one in (own, codec))
+    if made != wanted:
+        shown = [", ".join(f"{setting}={value}" for setting, value in some.items()) for some in (wanted, made)]
+        raise ValueError(
+            f"code must be one that {name}({shown[0]}) made, got one of {name}({shown[1]}): decode it with the codec that made it"
+        )
 
 
 def check_bound(bound: Any) -> None:

@@ -27,6 +27,8 @@ class GroupQuantizedCode:
     distance: Float[Array, " groups"]
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
+    bits: int = dataclasses.field(metadata={"static": True})
+    group_size: int = dataclasses.field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -82,10 +84,10 @@ class GroupQuantized(FixedRate):
         per_word = WORD // self.bits
         places = self.bits * jnp.arange(per_word, dtype=jnp.uint32)
         words = jnp.sum(level.reshape(len(x), self.group_size // per_word, per_word) << places, -1, dtype=jnp.uint32)
-        return GroupQuantizedCode(words, low, distance, shape, dtype)
+        return GroupQuantizedCode(words, low, distance, shape, dtype, self.bits, self.group_size)
 
     def decode(self, code: GroupQuantizedCode | ShardedCode) -> Float[Array, "..."]:
-        check_code(self, code, GroupQuantizedCode, ShardedCode)
+        check_code(self, code, GroupQuantizedCode, "bits", "group_size")
         return decode_parts(self._decode, code)
 
     def _decode(self, code: GroupQuantizedCode) -> Float[Array, "..."]:

@@ -45,6 +45,7 @@ class PositionQuantizedCode:
       low, distance: for each position and group, the least value and the distance of levels, of centred and scaled values.
       centre, size: of each channel; sizes are 8 or more. None, which stands for 0 and 8, where there are few positions.
       shape, dtype: of the array.
+      bits, group: of the codec.
     """
 
     planes: tuple[UInt8[Array, "*positions groups _"], ...]
@@ -54,6 +55,8 @@ class PositionQuantizedCode:
     size: Float32[Array, " padded"] | None
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
+    bits: int = dataclasses.field(metadata={"static": True})
+    group: int = dataclasses.field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -101,7 +104,7 @@ class PositionQuantized(FixedRate):
         return encode_parts(lambda x, _: self._encode(x), x, 0)
 
     def decode(self, code: PositionQuantizedCode | ShardedCode) -> Float[Array, "..."]:
-        check_code(self, code, PositionQuantizedCode, ShardedCode)
+        check_code(self, code, PositionQuantizedCode, "bits", "group")
         return decode_parts(self._decode, code)
 
     def relative_error(self, x: Float[Array, "..."]) -> Float[Array, ""]:
@@ -138,7 +141,8 @@ class PositionQuantized(FixedRate):
             coded: tuple[tuple[Array, ...], Array, Array], centre: Array | None, size: Array | None
         ) -> PositionQuantizedCode:
             planes, low, distance = coded
-            return PositionQuantizedCode(planes, low, distance, centre, size, x.shape, np.dtype(x.dtype))
+            own = x.shape, np.dtype(x.dtype), self.bits, self.group
+            return PositionQuantizedCode(planes, low, distance, centre, size, *own)
 
         if math.prod(view.positions) < _FEWEST or not x.size:
             wide = _padded(flat, view).astype(jnp.float32)

@@ -29,6 +29,7 @@ class RectifiedBlocksCode:
       distance: for each channel of each block the distance of levels, float32; NaN where a value is not finite.
       view: the shape that the array is seen in, which `distance` broadcasts against.
       shape, dtype: the array's.
+      bits: of a level.
     """
 
     levels: UInt[Array, "..."]
@@ -36,6 +37,7 @@ class RectifiedBlocksCode:
     view: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
+    bits: int = dataclasses.field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -49,7 +51,7 @@ class MeasuredRectified:
 
     def encode(self, x: Float[Array, "..."]) -> RectifiedBlocksCode:
         level = _levels(in_shape(x, self.view).astype(jnp.float32), self.distance, self.bits).astype(LEVELS[self.bits])
-        return RectifiedBlocksCode(level, self.distance, self.view, x.shape, np.dtype(x.dtype))
+        return RectifiedBlocksCode(level, self.distance, self.view, x.shape, np.dtype(x.dtype), self.bits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +116,7 @@ class RectifiedBlocks(FixedRate):
         level, [distance], sums = block_kernel.encode(
             in_shape(x, view), self.bits, ends, ranges, levels, with_sums=with_sums, interpret=interpret
         )
-        return RectifiedBlocksCode(level, distance, view, x.shape, np.dtype(x.dtype)), sums
+        return RectifiedBlocksCode(level, distance, view, x.shape, np.dtype(x.dtype), self.bits), sums
 
     def steps(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """The distance of levels of each value, float32; 0 for zeros, which are exact."""
@@ -123,7 +125,7 @@ class RectifiedBlocks(FixedRate):
         return jnp.where(x == 0, 0, distance)
 
     def decode(self, code: RectifiedBlocksCode) -> Float[Array, "..."]:
-        check_code(self, code, RectifiedBlocksCode)
+        check_code(self, code, RectifiedBlocksCode, "bits")
         x = _from_levels(apart(code.levels, code.view[-1]), code.distance).astype(code.dtype)
         return in_shape(x, code.shape)
 

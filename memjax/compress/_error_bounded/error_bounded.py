@@ -152,7 +152,7 @@ class ErrorBounded(OptionalMembers):
         return encode_parts(encode, x, exponent)
 
     def decode(self, code: ErrorBoundedCode | ShardedCode) -> Float[Array, "..."]:
-        check_code(self, code, ErrorBoundedCode, ShardedCode)
+        check_code(self, code, ErrorBoundedCode)
         decode = functools.partial(_decode, self._implementation(), self.keeps_signs)
         return decode_parts(decode, code)
 

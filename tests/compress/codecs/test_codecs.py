@@ -21,6 +21,7 @@ from memjax.compress import (
     StepErrors,
 )
 from memjax.compress._codecs.channel_quantized import evenly_spaced
+from memjax.compress._codecs.rectified_blocks import RectifiedBlocks
 
 CODECS = [
     Cast(),
@@ -291,3 +292,32 @@ def test_codecs_of_explicitly_sharded_arrays(codec, spec):
         got = jax.jit(lambda x: _round_trip(codec, x))(placed)
         assert jax.typeof(got) == jax.typeof(placed)
     assert jnp.abs(jax.device_get(got) - x).max() <= (2**-6 if isinstance(codec, ErrorBounded) else 0.05)
+
+
+QUANTISERS = [
+    *(of(bits) for of in (BlockQuantized, RectifiedBlocks, ChannelQuantized) for bits in (4, 8)),
+    *(GroupQuantized(bits, size) for bits in (2, 4, 8) for size in (64, 256)),
+    *(PositionQuantized(bits, group) for bits in (3, 4, 5, 6, 8) for group in (32, 128)),
+]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_codes_are_decoded_by_what_made_them_alone(sharded):
+    x = jax.random.uniform(jax.random.key(0), (64, 64))
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        if sharded:
+            x = jax.device_put(x, NamedSharding(mesh, PartitionSpec("d")))
+        codes = [jax.jit(codec.encode)(x) for codec in QUANTISERS]
+        for codec in QUANTISERS:
+            for made_by, code in zip(QUANTISERS, codes, strict=True):
+                if made_by == codec:
+                    assert jnp.abs(jax.device_get(codec.decode(code)) - jax.device_get(x)).max() < 0.5
+                else:
+                    alike = type(made_by) is type(codec)
+                    with pytest.raises(ValueError if alike else TypeError, match="code must be "):
+                        codec.decode(code)
+    with pytest.raises(
+        ValueError, match=r"code must be one that BlockQuantized\(bits=8\) made, got one of BlockQuantized\(bits=4\): "
+    ):
+        BlockQuantized(8).decode(BlockQuantized(4).encode(jnp.ones((64, 64))))
