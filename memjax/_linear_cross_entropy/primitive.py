@@ -160,12 +160,20 @@ def _jvp(primitive: Primitive, primals: Any, tangents: Any, *, jaxpr: Any, tree:
 # Batching
 
 
-def _batch(
-    primitive: Primitive, name: str | None, args: Any, dims: Any, *, jaxpr: Any, tree: Any, program: Program
-) -> Any:
+def _register_batcher(primitive: Primitive, rule: Any) -> None:
+    def batch(name: str | None, args: Any, dims: Any, **parameters: Any) -> Any:
+        _not_a_vocabulary(name, parameters["program"].options)
+        if all(dim is None for dim in dims):  # JAX asks wherever a `jax.vmap` is outside of a `jax.shard_map`
+            outs = primitive.bind(*args, **parameters)
+            return outs, [None] * len(outs)
+        return rule(args, dims, **parameters)
+
+    register_batcher(primitive, batch)
+
+
+def _batch(primitive: Primitive, args: Any, dims: Any, *, jaxpr: Any, tree: Any, program: Program) -> Any:
     del jaxpr
     options = program.options
-    _not_a_vocabulary(name, options)
     batch = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
     operands = as_operands(jax.tree.unflatten(tree, args))
     axes = as_operands(dict(zip(jax.tree.unflatten(tree, args), dims, strict=True)))
@@ -232,7 +240,7 @@ total_p = _define("linear_cross_entropy_total")
 _PROGRAMS = {tokens_p: "losses", total_p: "total"}
 for _primitive in (tokens_p, total_p):
     ad.primitive_jvps[_primitive] = partial(_jvp, _primitive)
-    register_batcher(_primitive, partial(_batch, _primitive))
+    _register_batcher(_primitive, partial(_batch, _primitive))
 
 
 # Calls that partial evaluation leaves alone
@@ -252,12 +260,11 @@ def _opaque_jvp(primals: Any, tangents: Any, *, jaxpr: Any, **_: Any) -> Any:
     return jvp_of_some(lambda flat: jaxpr_as_fun(jaxpr)(*flat), primals, moving, pick(tangents, moving))
 
 
-def _opaque_batch(name: str | None, args: Any, dims: Any, *, jaxpr: Any, program: Program, **_: Any) -> Any:
-    _not_a_vocabulary(name, program.options)
+def _opaque_batch(args: Any, dims: Any, *, jaxpr: Any, **_: Any) -> Any:
     outs = jax.vmap(jaxpr_as_fun(jaxpr), in_axes=tuple(dims))(*args)
     return outs, [0] * len(outs)
 
 
 opaque_p = _define("linear_cross_entropy_forward")
 ad.primitive_jvps[opaque_p] = _opaque_jvp
-register_batcher(opaque_p, _opaque_batch)
+_register_batcher(opaque_p, _opaque_batch)
