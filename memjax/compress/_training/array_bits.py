@@ -46,7 +46,8 @@ class ArrayBits:
         check_bits(self.base, "base")
         if not isinstance(self.bits, tuple) or not set(self.bits) <= {*_CODED, *_WHOLE}:
             raise check.fail(ValueError, "bits", f"a tuple of the numbers {(*_CODED, *_WHOLE)}", self.bits, _MADE_BY)
-        if self.names and len(self.names) != len(self.bits):
+        texts = isinstance(self.names, tuple) and all(isinstance(name, str) for name in self.names)
+        if not texts or (self.names and len(self.names) != len(self.bits)):
             raise check.fail(ValueError, "names", f"{len(self.bits)} names, one for each array", self.names, _MADE_BY)
 
     def __repr__(self) -> str:

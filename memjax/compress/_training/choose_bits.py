@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from memjax._core import check
+from memjax._core.clear_errors import call_errors
 from memjax.compress._codecs.planes import PLANES
 from memjax.compress._codecs.step_errors import StepErrors
 from memjax.compress._training.array_bits import error_scale
@@ -71,28 +72,38 @@ def choose_bits(
 
     Raises:
       ValueError: `parts` is less than 1, `sigma` or a size is not positive, there are not as many sizes as parts, `known`
-        has bits of another number of parts, or the arrays of `reference` have other shapes than the gradients.
+        has bits of another number of parts, the arrays of `reference` have other shapes than the gradients or are not finite;
+        gradients are not finite, there are none, or the codec of a part changes none of them, as it is not used, or encodes
+        nothing.
     """
     check.function("gradient", gradient, "gradient(codecs)", arguments=1)
     parts = check.integer("parts", parts, least=1)
     check.number("sigma", sigma, positive=True, fix="0.01 is one per cent")
-    sizes = [1.0] * parts if sizes is None else list(sizes)
-    if len(sizes) != parts or not all(size > 0 for size in sizes):
+    sizes = [1.0] * parts if sizes is None else sizes
+    if not isinstance(sizes, Sequence | np.ndarray) or len(sizes) != parts:
         raise check.fail(ValueError, "sizes", f"{parts} positive numbers, one for each part", sizes)
-
-    known = [tuple(bits) for bits in known]
-    rungs = _rungs()
-    if any(len(bits) != parts or not set(bits) <= set(rungs) for bits in known):
-        raise check.fail(ValueError, "known", f"tuples of {parts} of the numbers {rungs}", known)
+    sizes = [check.number(f"sizes[{i}]", size, positive=True) for i, size in enumerate(sizes)]
+    known, finest = _checked_known(known, parts), (max(_rungs()),) * parts
 
     @jax.jit
     def gradients_at_8_bits(scales: jax.Array) -> list[jax.Array]:
-        return floats(gradient([StepErrors(8, seed, scales[i]) for i in range(parts)]))
+        codecs = [StepErrors(8, seed, scales[i]) for i in range(parts)]
+        with call_errors("gradient", gradient, {f"{parts} codecs, one for each part": codecs}):
+            return floats(gradient(codecs))
 
+    only = lambda part, scale: gradients_at_8_bits(jnp.zeros(parts).at[part].set(scale))
     exact = gradients_at_8_bits(jnp.zeros(parts))
     compared = compared_with(reference, exact)
     error = lambda gradients: _error(gradients, exact, compared)
-    alone = [error(gradients_at_8_bits(jnp.zeros(parts).at[i].set(1))) for i in range(parts)]
+    alone = [error(only(i, 1)) for i in range(parts)]
+    # A gradient that is zero has no errors. One that a codec reaches is not finite where its errors are not.
+    ignored = [i for i, found in enumerate(alone) if found == 0 and are_finite(only(i, jnp.nan))]
+    if ignored:
+        raise ValueError(
+            f"gradient must use the codec of each part, got one that codecs{ignored} of {parts} do not change: wrap each "
+            "part, as memjax.compressed(part, codecs[i]), inside of what is differentiated, and leave out parts of which nothing "
+            "is encoded"
+        )
 
     def predicted(bits: tuple[int, ...]) -> float:
         return error(jax.jit(lambda: floats(gradient([StepErrors(b, seed) for b in bits])))())
@@ -102,7 +113,6 @@ def choose_bits(
         fewest = lambda most: fewest_bits([e**2 for e in alone], sizes, most**2)
         new = ChosenBits(*bits_within(sigma, fewest, predicted), tuple(alone))
     else:
-        finest = (max(rungs),) * parts
         new = ChosenBits(finest, predicted(finest), tuple(alone))
     for bits in sorted(set(known), key=cost):
         is_near = WORTH * cost(bits) <= cost(new.bits)
@@ -113,11 +123,35 @@ def choose_bits(
 
 def compared_with(reference: Any, exact: list[jax.Array]) -> list[jax.Array]:
     """What errors are compared with: the arrays of `reference`, by default those of the exact gradient."""
+    if not exact:
+        raise ValueError(
+            "gradient must return floating-point arrays, got none: return jax.grad(loss)(params), for example"
+        )
+    if not are_finite(exact):
+        shapes = [leaf.shape for leaf in exact if not are_finite([leaf])]
+        raise check.fail(ValueError, "gradient", "one that gives finite gradients", shapes, "look at the loss")
     compared = exact if reference is None else floats(reference)
     if [leaf.shape for leaf in compared] != [leaf.shape for leaf in exact]:
         wanted = [leaf.shape for leaf in exact]
         raise check.fail(ValueError, "reference", f"arrays of the shapes {wanted}", [leaf.shape for leaf in compared])
+    if not are_finite(compared):
+        shapes = [leaf.shape for leaf in compared if not are_finite([leaf])]
+        raise check.fail(ValueError, "reference", "finite arrays", shapes, "look at the loss of the steps before")
     return compared
+
+
+def are_finite(arrays: Sequence[jax.Array]) -> bool:
+    return all(bool(jnp.isfinite(array).all()) for array in arrays)
+
+
+def _checked_known(known: Any, parts: int) -> list[tuple[int, ...]]:
+    rungs = _rungs()
+    wanted = f"tuples of {parts} of the numbers {rungs}"
+    if not isinstance(known, Sequence) or any(not isinstance(bits, Sequence) for bits in known):
+        raise check.fail(TypeError, "known", wanted, known)
+    if any(len(bits) != parts or not set(bits) <= set(rungs) for bits in known):
+        raise check.fail(ValueError, "known", wanted, known)
+    return [tuple(bits) for bits in known]
 
 
 def bits_within(
@@ -180,7 +214,8 @@ def _rungs() -> list[int]:
 
 def floats(gradients: Any) -> list[jax.Array]:
     """The floating-point arrays of a pytree, as float32."""
-    return [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(gradients) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    arrays = [leaf for leaf in jax.tree.leaves(gradients) if check.is_array(leaf)]
+    return [leaf.astype(jnp.float32) for leaf in arrays if jnp.issubdtype(leaf.dtype, jnp.floating)]
 
 
 def _error(gradients: list[jax.Array], exact: list[jax.Array], compared: list[jax.Array]) -> float:

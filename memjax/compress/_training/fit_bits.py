@@ -16,7 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from memjax._core import check
+from memjax._core.clear_errors import call_errors
 from memjax.compress._training.array_bits import (
+    BITS,
     ArrayBits,
     ArrayErrors,
     BitsRecorder,
@@ -47,6 +49,9 @@ class FittedBits:
       alone: for each array, the error if it alone had 8 bits and all else were exact.
       step: when they were chosen.
       known: the bits of all arrays of each choice so far, whose training steps are compiled.
+
+    Raises:
+      TypeError, ValueError: a field is something else, or there are not as many numbers as arrays.
     """
 
     bits: tuple[ArrayBits, ...]
@@ -55,16 +60,42 @@ class FittedBits:
     step: int = 0
     known: tuple[tuple[int, ...], ...] = ()
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.bits, tuple) or not all(isinstance(part, ArrayBits) for part in self.bits):
+            raise check.fail(TypeError, "bits", "a tuple of ArrayBits", self.bits)
+        count = sum(len(part.bits) for part in self.bits)
+        check.number("sigma", self.sigma, least=0)
+        check.integer("step", self.step, least=0)
+        if not isinstance(self.alone, tuple) or len(self.alone) != count:
+            raise check.fail(ValueError, "alone", f"{count} numbers, one for each array", self.alone)
+        for i, error in enumerate(self.alone):
+            check.number(f"alone[{i}]", error, least=0)
+        if not isinstance(self.known, tuple):
+            raise check.fail(TypeError, "known", "a tuple", self.known)
+        for bits in self.known:
+            ArrayBits(max(BITS), bits)  # which checks them
+            if len(bits) != count:
+                raise check.fail(ValueError, "known", f"tuples of {count} bits, one for each array", self.known)
+
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
 
     @staticmethod
     def from_json(text: str) -> FittedBits:
-        """The inverse of `to_json`. Raises ValueError if the text is something else."""
+        """The inverse of `to_json`. Raises ValueError for any other text."""
         found = check.json_fields("FittedBits", text, [field.name for field in dataclasses.fields(FittedBits)])
-        parts = [ArrayBits(part["base"], tuple(part["bits"]), tuple(part["names"])) for part in found["bits"]]
-        known = tuple(tuple(bits) for bits in found["known"])
-        return FittedBits(tuple(parts), found["sigma"], tuple(found["alone"]), found["step"], known)
+        try:
+            parts = [ArrayBits(part["base"], _of_list(part["bits"]), _of_list(part["names"])) for part in found["bits"]]
+            known = tuple(map(_of_list, _of_list(found["known"])))
+            return FittedBits(tuple(parts), found["sigma"], _of_list(found["alone"]), found["step"], known)
+        except (TypeError, ValueError, KeyError) as error:
+            raise check.fail(ValueError, "text", "what FittedBits.to_json wrote", text, str(error)) from error
+
+
+def _of_list(found: Any) -> tuple[Any, ...]:
+    if not isinstance(found, list):
+        raise TypeError(f"{check.shown(found)} is no list")
+    return tuple(found)
 
 
 def fit_bits(
@@ -109,8 +140,8 @@ def fit_bits(
 
     Raises:
       ValueError: `sigma` is not positive, `parts` or `draws` is less than 1, `base` is none of 8, 6, 4 and 3, the arrays of
-        `reference` have other shapes than the gradients, gradients are not finite, or calls that share bits encode different
-        arrays.
+        `reference` have other shapes than the gradients or are not finite, gradients are not finite, there are none, or the
+        bits of a part are not used; or calls that share bits encode different arrays.
     """
     return BitsController(gradient, sigma, parts=parts, base=base, draws=draws, seed=seed).update(
         None, 0, *args, reference=reference
@@ -158,22 +189,32 @@ class BitsController:
         self._draws = check.integer("draws", draws, least=1)
         self._seed = check.integer("seed", seed)
         self._found: list[BitsRecorder] = []
+        self._types: Any = None
         self._leaves = jax.jit(self._leaves_with_errors)
 
     def update(self, fitted: FittedBits | None, step: int, *args: Any, reference: Any = None) -> FittedBits:
         """The bits to train with at a step: those in `fitted`; others, if it is None or they have been in use for `every` steps.
 
         Args:
-          fitted: what the last call gave.
-          step: the number of the step.
+          fitted: what the last call gave. Where the gradient encodes other arrays since, their bits are chosen anew.
+          step: the number of the step; at least that of `fitted`.
           *args: those of `gradient`.
           reference: see `fit_bits`.
         """
         step = check.integer("step", step, least=0)
-        if fitted is not None and step - fitted.step < self._every:
+        if fitted is not None and not isinstance(fitted, FittedBits):
+            raise check.fail(TypeError, "fitted", "None or FittedBits", fitted, "FittedBits.from_json reads text")
+        if fitted is not None and step < fitted.step:
+            raise check.fail(
+                ValueError, "step", f"at least {fitted.step}, that of `fitted`", step, "pass None for `fitted`"
+            )
+        is_due = fitted is None or step - fitted.step >= self._every
+        if is_due or self._found:
+            self._record(args)
+        if fitted is not None and self._found and [len(part.bits) for part in fitted.bits] != self._counts:
+            fitted, is_due = None, True
+        if fitted is not None and not is_due:
             return fitted
-        if not self._found:
-            self._found = self._recorded(args)
         count = sum(self._counts)
         exact = self._leaves(jnp.zeros(count), 0, *args)
         compared = compared_with(reference, exact)
@@ -187,7 +228,8 @@ class BitsController:
         alone = [square(float(i == j) for j in range(count)) for i in range(count)]
         known = () if fitted is None else fitted.known
         if not np.isfinite(alone).all():
-            raise check.fail(ValueError, "gradient", "one that gives finite gradients", alone, "look at the loss")
+            fix = "look at the loss"
+            raise check.fail(ValueError, "gradient", "one that gives finite gradients with random errors", alone, fix)
         chosen, found = self._chosen(alone, lambda bits: square(map(error_scale, bits)), known)
         known = known if chosen in known else (*known, chosen)
         return FittedBits(self._split(chosen), found, tuple(np.sqrt(alone).tolist()), step, known)
@@ -215,10 +257,20 @@ class BitsController:
             found = errors[new]
         return new, found
 
-    def _recorded(self, args: Sequence[Any]) -> list[BitsRecorder]:
+    def _record(self, args: Sequence[Any]) -> None:
+        """Find out which arrays the gradient of arguments of these types encodes."""
+        types = jax.tree.map(lambda leaf: (np.shape(leaf), str(jnp.result_type(leaf))), args)
+        if types == self._types:
+            return
         recorders = [BitsRecorder(self._base) for _ in range(self._parts)]
-        jax.eval_shape(lambda *args: self._gradient(recorders, *args), *args)
-        return recorders
+        with call_errors("gradient", self._gradient, {"bits": recorders, "arguments": args}):
+            jax.eval_shape(lambda *args: self._gradient(recorders, *args), *args)
+        if ignored := [i for i, part in enumerate(recorders) if part.names is None]:
+            raise ValueError(
+                f"gradient must use the bits of each part, got one that leaves out bits{ignored} of {self._parts}: wrap each "
+                "part, as memjax.compressed(part, bits=bits[i]), inside of what is differentiated"
+            )
+        self._found, self._types = recorders, types
 
     @property
     def _counts(self) -> list[int]:

@@ -1,6 +1,7 @@
 """`choose_bits`: the choice beside all choices, and errors of gradients with the bits that were chosen."""
 
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -98,3 +99,34 @@ def test_refuses():
         choose_bits(lambda codecs: (), 1, -1)
     with pytest.raises(ValueError, match="sizes must be 2 positive numbers, one for each part, got"):
         choose_bits(lambda codecs: (), 2, 0.01, sizes=[1.0])
+    with pytest.raises(TypeError, match="known must be tuples of 1 of the numbers"):
+        choose_bits(lambda codecs: (), 1, 0.01, known=None)
+    with pytest.raises(ValueError, match="sizes must be 1 positive numbers"):
+        choose_bits(lambda codecs: (), 1, 0.01, sizes=3)
+    with pytest.raises(ValueError, match="gradient must return floating-point arrays, got none"):
+        choose_bits(lambda codecs: None, 1, 0.01)
+
+
+def test_refuses_a_gradient_that_codecs_do_not_reach():
+    w, x = jnp.eye(64), jax.random.normal(jax.random.key(0), (1024, 64))
+    layer = lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w)
+    wrapped = lambda codec, x: jax.grad(lambda w: jnp.mean(memjax.compressed(layer, codec)(w, x) ** 2))(w)
+    both = lambda codecs: (wrapped(codecs[0], x), wrapped(codecs[1], x))
+    assert len(choose_bits(both, 2, 0.01).bits) == 2
+    # A gradient of zero is reached all the same.
+    assert choose_bits(lambda codecs: 0 * wrapped(codecs[0], x), 1, 0.01).alone == (0.0,)
+    for ignores, parts, which in (
+        (lambda codecs: wrapped(codecs[0], x), 2, "[1] of 2"),
+        (lambda codecs: jax.grad(lambda w: layer(w, x).sum())(w), 2, "[0, 1] of 2"),
+        (lambda codecs: wrapped(codecs[0], x[:16]), 1, "[0] of 1"),  # arrays that are too small to be encoded
+    ):
+        with pytest.raises(
+            ValueError, match=re.escape(f"gradient must use the codec of each part, got one that codecs{which}")
+        ):
+            choose_bits(ignores, parts, 0.01)
+    with pytest.raises(TypeError, match=r"gradient must take 1 codecs.* raises IndexError"):
+        choose_bits(both, 1, 0.01)
+    with pytest.raises(ValueError, match="gradient must be one that gives finite gradients"):
+        choose_bits(lambda codecs: wrapped(codecs[0], x * jnp.nan), 1, 0.01)
+    with pytest.raises(ValueError, match="reference must be finite arrays"):
+        choose_bits(lambda codecs: wrapped(codecs[0], x), 1, 0.01, reference=w * jnp.nan)

@@ -1,6 +1,8 @@
 """Bits for each array: gradients are off by as much as `sigma` says, beside float64; choosing again; what is left alone."""
 
+import contextlib
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +74,7 @@ def test_choosing_again_compiles_few_steps():
     assert (again.bits, again.known, again.step) == (first.bits, first.known, 10)
     [bits] = first.known
     coarse = tuple((3, *[b] * (len(bits) - 1)) for b in (3, 4, 5, 6, 8))
-    finer = controller.update(dataclasses.replace(first, known=coarse, step=-10), 10, w, x)
+    finer = controller.update(dataclasses.replace(first, known=coarse, step=0), 20, w, x)
     assert len(finer.known) == 6
     assert all(a >= b for other in (*coarse, bits) for a, b in zip(finer.bits[0].bits, other, strict=True))
     assert finer.sigma <= 0.03
@@ -151,8 +153,14 @@ def test_refuses():
         memjax.compressed(lambda x: x, bits=8, sigma=0.1)
     with pytest.raises(ValueError, match="sigma must be left out beside a codec"):
         memjax.compressed(lambda x: x, PositionQuantized(8), sigma=0.1)
-    with pytest.raises(ValueError, match=r"text must be what FittedBits\.to_json wrote"):
-        FittedBits.from_json("{}")
+    with pytest.raises(
+        ValueError, match=r"gradient must use the bits of each part, got one that leaves out bits\[1\] of 2"
+    ):
+        fit_bits(lambda bits, w, x: _sums(bits[:1], w, x), w, x, sigma=0.1, parts=2)
+    with pytest.raises(ValueError, match="reference must be finite arrays"):
+        fit_bits(_sums, w, x, sigma=0.1, reference=jax.tree.map(lambda g: g * jnp.nan, _sums((8,), w, x)))
+    with pytest.raises(ValueError, match="gradient must return floating-point arrays, got none"):
+        fit_bits(lambda bits, w, x: (_sums(bits, w, x), None)[1], w, x, sigma=0.1)
     both = lambda bits, w, x: (_sums(bits, w, x), _sums(bits, w, jnp.concatenate([x, x])))
     with pytest.raises(ValueError, match="gradient must not share bits between calls that encode different arrays"):
         fit_bits(both, w, x, sigma=0.1)
@@ -177,3 +185,53 @@ def test_turns_of_a_scan_share_their_bits(around):
     error = np.sqrt(np.sum((np.asarray(found, np.float64) - exact) ** 2) / np.sum(exact**2))
     assert fitted.sigma <= 0.02
     assert error == pytest.approx(fitted.sigma, rel=0.15)
+
+
+def test_data_from_outside_is_checked():
+    w, x = _weights()
+    fitted = fit_bits(_sums, w, x, sigma=0.1)
+    assert FittedBits.from_json(fitted.to_json()) == fitted
+    good = json.loads(fitted.to_json())
+    part = good["bits"][0]
+    changes = [
+        *({name: value} for name in good for value in (None, "x", -4, {}, [[9]], ["a"], 1.5j)),
+        {"step": 1e9},
+        {"sigma": float("nan")},
+        {"alone": good["alone"][1:]},
+        {"known": [part["bits"][1:]]},
+        *({"bits": [part | {name: value}]} for name in part for value in (None, 7, "x", [7], {})),
+        {"bits": [{"base": 8}]},
+    ]
+    for change in changes:
+        with contextlib.suppress(TypeError):  # of what is no JSON
+            text = json.dumps(good | change)
+            with pytest.raises(ValueError, match=r"text must be what FittedBits\.to_json wrote"):
+                FittedBits.from_json(text)
+    with pytest.raises(ValueError, match=r"text must be what FittedBits\.to_json wrote"):
+        FittedBits.from_json("{}")
+
+
+def test_controller_of_other_arrays():
+    """Bits are chosen anew where the gradient encodes other arrays."""
+    w = [jax.random.normal(jax.random.key(i), (64, 64)) / 8 for i in range(3)]
+    x = jax.random.normal(jax.random.key(9), (1024, 64))
+
+    def net(w, x):
+        for one in w:
+            x = jnp.tanh(x @ one)
+        return x
+
+    gradient = lambda bits, w, x: jax.grad(lambda w: jnp.mean(memjax.compressed(net, bits=bits[0])(w, x) ** 2))(w)
+    controller = BitsController(gradient, 0.02, every=10)
+    fitted = controller.update(None, 5, w, x)
+    assert len(fitted.bits[0].bits) == len(w)
+    assert controller.update(fitted, 14, w, x) is fitted
+    for step in (6, 50):
+        fewer = controller.update(fitted, step, w[:2], x)
+        assert len(fewer.bits[0].bits) == 2
+        assert fewer.step == step
+        gradient(fewer.bits, w[:2], x)
+    with pytest.raises(ValueError, match="step must be at least 5, that of `fitted`, got 4"):
+        controller.update(fitted, 4, w, x)
+    with pytest.raises(TypeError, match="fitted must be None or FittedBits, got"):
+        controller.update(fitted.to_json(), 50, w, x)
