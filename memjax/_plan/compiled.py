@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -46,9 +46,31 @@ def compiled_bytes(run: Run | KeepAll, types: Sequence[Any], layout: Layout) -> 
 
     given = [aval for aval, one in zip(pick(out_types, derivative.outs), scalar, strict=True) if not one]
     others = [] if derivative.of_blocks else given
+    has_axes = any(names_an_axis(effect) for eqn in derivative.forward.eqns for effect in eqn.effects)
+    return step_bytes(step, types, others, layout, derivative.wrt, has_axes=has_axes)
+
+
+def step_bytes(
+    step: Callable[[Sequence[Any], Sequence[Any]], Any],
+    types: Sequence[Any],
+    others: Sequence[Any],
+    layout: Layout,
+    wrt: Sequence[bool],
+    *,
+    has_axes: bool,
+) -> int | None:
+    """Temporary bytes of a step, per device; None where it is no program of its own.
+
+    Args:
+      step: from (inputs, other arguments) to (other results, gradients of the inputs in `wrt`).
+      types, layout: of the inputs.
+      others: types of the other arguments.
+      wrt: which inputs are differentiated.
+      has_axes: it has collectives over named axes.
+    """
     manual = any(jax.sharding.AxisType.Manual in aval.sharding.mesh.axis_types for aval in types)
-    if manual or any(names_an_axis(effect) for eqn in derivative.forward.eqns for effect in eqn.effects):
-        program = compile_alone(jax.make_jaxpr(step)(list(types), others))
+    if manual or has_axes:
+        program = compile_alone(jax.make_jaxpr(step)(list(types), list(others)))
         return None if program is None else temporary(program)
     explicit = any(jax.sharding.AxisType.Explicit in aval.sharding.mesh.axis_types for aval in types)
     if explicit and any(sharding is None for sharding in layout.shardings):
@@ -61,8 +83,8 @@ def compiled_bytes(run: Run | KeepAll, types: Sequence[Any], layout: Layout) -> 
     if platform == "cpu":
         options |= remat_compiler_options("cpu")
         options["xla_backend_optimization_level"] = 0  # machine code is made after memory has been assigned
-    jitted = jax.jit(step, out_shardings=(None, pick(layout.of_results, derivative.wrt)))
-    lowered = jitted.trace(inputs, others).lower(lowering_platforms=(platform,))
+    jitted = jax.jit(step, out_shardings=(None, pick(layout.of_results, wrt)))
+    lowered = jitted.trace(inputs, list(others)).lower(lowering_platforms=(platform,))
     return temporary(lowered.compile(compiler_options=options))
 
 

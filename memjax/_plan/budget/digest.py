@@ -31,6 +31,11 @@ def digest(derivative: Derivative) -> str:
     return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:32]
 
 
+def digest_of(program: Any, *more: Any) -> str:
+    """Likewise for a jaxpr, and `more` that it is used with."""
+    return hashlib.sha256(" ".join((*_parameter(program), *map(str, more))).encode()).hexdigest()[:32]
+
+
 def _equations(eqns: Any, names: dict[Any, str]) -> Iterator[str]:
     for eqn in eqns:
         if does_nothing(eqn):

@@ -64,7 +64,7 @@ def _exact_seconds(plan: Plan, costs: Costs) -> float:
 
 
 def check_budget(budget: int | str | None, length: int, carry: int, kept: int) -> int:
-    """The bytes to plan with. "min" is the least for which there is a plan; ValueError for less."""
+    """The least bytes for which there is a plan, by the model; ValueError where the budget is less."""
     slots = _least_slots(length)
     needed = min((slots + 1) * carry + kept, carry + length * kept)
     if budget == "min":
@@ -76,7 +76,7 @@ def check_budget(budget: int | str | None, length: int, carry: int, kept: int) -
             f"{readable_bytes(carry)} and one step's residuals of {readable_bytes(kept)}. There each step runs forward "
             f'{HiddenCounts().count(length, slots) / length:.1f} times on average; give that or more, or "min"'
         )
-    return budget
+    return needed
 
 
 def _least_slots(length: int) -> int:

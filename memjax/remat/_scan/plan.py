@@ -68,6 +68,17 @@ class Plan:
         return self.levels[0] if self.levels else 0
 
     @property
+    def forward_runs(self) -> float:
+        """How often a step runs forward, on average."""
+        if self.schedule is not None:
+            return self.schedule.forward_steps / max(self.schedule.length, 1)
+        steps = self.length - self.tail
+        runs = steps
+        for part in self.levels[1:]:
+            runs += steps * (part - 1) // part
+        return 1 + runs / max(self.length, 1)
+
+    @property
     def keeps_residuals(self) -> bool:
         """Whether the table has rows for residuals."""
         return self.schedule is not None and self.schedule.strategy != "hidden"

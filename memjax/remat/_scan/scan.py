@@ -21,6 +21,7 @@ from memjax.remat._scan.blocks import Blocks
 from memjax.remat._scan.choose import check_budget, choose, exact
 from memjax.remat._scan.costs import Costs
 from memjax.remat._scan.execute import forward, pull_back
+from memjax.remat._scan.filling import compiled_bytes, filling, output_bytes
 from memjax.remat._scan.plan import Plan
 from memjax.remat._scan.schedules.schedule import Strategy
 from memjax.remat._scan.step import Step, StepBackward, trace_step
@@ -62,10 +63,11 @@ def scan(
         `memjax.remat.schedule(length, slots, strategy=strategy, internal_size=a)` runs, step by step, where a kept
         internal state takes a = 1 + ceil(r / s) units: r bytes of a step's residuals, s bytes of a carry. What `f` hands
         on unchanged is no part of the carry here: it is taken as closed over, and given back as it is.
-      budget: memory in bytes, or a text like "64MiB", or "min": the least possible. It counts all that is kept
-        for the backward pass beyond `xs`, `init`, what `f` closes over, and outputs: carries and residuals, those of
-        the step at work included. Of the plans that fit, the fastest by `costs` runs. Give exactly one of `slots` and
-        `budget`.
+      budget: memory in bytes, or a text like "64MiB", or "min": the least possible. It is for the temporary memory of the
+        scan's value and gradient as compiled by itself, per device: what is kept for the backward pass, the working memory of a
+        step, and `ys` with their cotangents, beyond `xs`, `init`, what `f` closes over, and the gradients of these. Of the plans
+        that fit, the fastest by `costs` runs. It is found when the scan is differentiated, and compiled up to five times,
+        mostly once or twice. Give exactly one of `slots` and `budget`.
       strategy: what `slots` may hold: "hidden" states, "internal" states (of which each takes one slot, whatever its size),
         or both ("mixed"). None: "hidden" or "mixed", whichever is predicted to be faster, and "hidden" where residuals
         cannot be cut into arrays like the carry's leaves.
@@ -83,7 +85,12 @@ def scan(
 
     Memory: `jax.lax.scan` keeps length * r or more. Here `slots` carries and one step's residuals, slots * s + r;
     or, by `budget`, blocks of L steps with the state before each: (length / L) s + L r for one more forward pass,
-    and less than that for more passes. The step's own working memory and the gradients come on top.
+    and less than that for more passes. With `slots` the step's own working memory and the gradients come on top.
+
+    Time: n = `length` steps run forward once more where (n / L) s + L r fits beside outputs and a step's working memory, so from
+    about 2 sqrt(n s r) bytes on; at most twice more from about 3 (n s^2 r)^(1/3) on. Less takes more: with m slots about
+    (m! n)^(1/m) times, so that the least budget of a long scan can take a hundred times as long. A UserWarning says how often a
+    step runs forward where that is more than ten times; `memjax.remat.schedule(length, slots).forward_steps` says it ahead.
 
     With `codec` a slot takes the bytes of a code instead of s.
 
@@ -140,15 +147,22 @@ def scan(
 
         step, init_leaves = trace_step(smaller, pick(init_leaves, moving), xs)
     xs_leaves = jax.tree.leaves(xs)
-    room = 0
+    least = 0
     if slots is None:
         everything = StepBackward(step, [is_float(jax.typeof(c)) for c in step.consts], [is_float(x) for x in step.x])
-        room = check_budget(budget, length, step.carry_nbytes, everything.kept_nbytes)
+        least = check_budget(budget, length, step.carry_nbytes, everything.kept_nbytes)
 
     def plan(backward: StepBackward) -> Plan:
         if slots is not None:
             return exact(length, slots, strategy, step, backward, costs)
-        return choose(length, room, step, backward, costs)
+        assert budget is not None
+        return filling(
+            budget,
+            least,
+            lambda room: choose(length, room, step, backward, costs),
+            lambda plan: compiled_bytes(plan, backward, init_leaves, xs_leaves, reverse, unroll),
+            output_bytes(length, backward),
+        )
 
     run = refusing_forward_mode(_differentiable(step, plan, length, reverse, unroll, codec), _FORWARD_MODE)
     carry, ys = run(step.consts, init_leaves, xs_leaves)

@@ -11,17 +11,17 @@ from memjax.remat._scan.step import StepBackward, trace_step
 WIDTH = 3
 HIDDEN = {"slots": 4, "strategy": "hidden"}
 MIXED = {"slots": 9, "strategy": "mixed"}
-NEST = {"budget": "1KiB"}
+LEAST = {"budget": "min"}
 WAYS = [
     {"slots": 1, "strategy": "hidden"},
     HIDDEN,
     {"slots": 3, "strategy": "internal"},
     MIXED,
     {"slots": 100},  # more than there is to keep
-    {"budget": 400},  # a table of single steps
-    {"budget": 700},
-    NEST,
-    {"budget": "2KiB"},
+    {"budget": 3000},  # a table of single steps
+    {"budget": 4000},  # of both kinds of states
+    {"budget": 4110},  # of blocks
+    {"budget": 5000},  # nested loops and a tail
     {"budget": "1MiB"},  # everything is kept
 ]
 

@@ -103,9 +103,19 @@ def test_budget_below_the_least():
     ) as info:
         scan(step, jnp.ones(2), XS, budget=10)
     least = int(re.search(r"possible is (\d+)", str(info.value))[1])
-    jax.grad(lambda h: scan(step, h, XS, budget=least)[0].sum())(jnp.ones(2))  # it is enough
-    with pytest.raises(ValueError, match="budget is"):
-        scan(step, jnp.ones(2), XS, budget=least - 1)
+    # That is what has to be kept. Compiled, with outputs, it takes more.
+    gradient = lambda budget: jax.grad(lambda h: scan(step, h, XS, budget=budget)[0].sum())(jnp.ones(2))
+    with pytest.raises(ValueError, match=r"possible is \d+ bytes, of which 640 B are outputs of the steps") as info:
+        gradient(least)
+    gradient(int(re.search(r"possible is (\d+)", str(info.value))[1]))  # it is enough
+
+
+def test_many_runs_of_a_step_are_said():
+    """Where what is kept is all there is, the least takes half as many runs of a step as there are steps."""
+    run = lambda budget: jax.grad(lambda h: scan(lambda h, _: (jnp.sin(h), None), h, length=64, budget=budget)[0].sum())
+    with pytest.warns(UserWarning, match="each of 64 steps runs forward 32 times on average"):
+        run("min")(jnp.ones(100_000))
+    run("4MiB")(jnp.ones(100_000))
 
 
 def test_too_few_slots_for_the_length():

@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 from memjax.remat import scan
-from tests.remat.scan.scan_cases import MIXED, NEST, arguments, close, loss
+from tests.remat.scan.scan_cases import LEAST, MIXED, arguments, close, loss
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -78,7 +78,7 @@ def inside_cond(run):
     return jax.jit(jax.grad(either, (0, 1)))(h, xs)
 
 
-@pytest.mark.parametrize("way", [MIXED, NEST], ids=str)
+@pytest.mark.parametrize("way", [MIXED, LEAST], ids=str)
 @pytest.mark.parametrize(
     "transform",
     [

@@ -1,0 +1,172 @@
+"""From a budget to the plan of a scan: choose by the model, compile, and choose again with what it was off by.
+
+The model counts what is kept. What the compiler takes besides, outputs and their gradients and the working memory of a step,
+differs little from plan to plan.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from memjax._core import check
+from memjax._core.barriers import barrier
+from memjax._core.compat import names_an_axis
+from memjax._core.lists import Arrays, drop, pick
+from memjax._core.program.jaxpr import nbytes, trace
+from memjax._plan.budget.digest import digest_of
+from memjax._plan.compiled import device_of, step_bytes
+from memjax._plan.layout import layout_of
+from memjax.remat._scan.blocks import Blocks
+from memjax.remat._scan.execute import forward, pull_back
+from memjax.remat._scan.plan import Plan
+from memjax.remat._scan.step import StepBackward
+
+_MOST_TRIES = 5
+_FULL = 0.95  # of the budget
+_ABOUT = 1.02  # times the fewest bytes: no more than that is taken in order to be faster
+_MOST_RUNS = 10  # of a step, forwards: more is said
+_MOST_KNOWN = 256
+
+_known: dict[str, int | None] = {}
+
+
+def filling(
+    budget: int | str,
+    least: int,
+    choose: Callable[[int], Plan],
+    compiled: Callable[[Plan], int | None],
+    outputs: int,
+) -> Plan:
+    """The fastest plan found of which the compiled scan and its gradient take no more than `budget`.
+
+    Args:
+      budget: bytes, or "min": about the fewest.
+      least: the fewest bytes by the model.
+      choose: from bytes by the model to a plan.
+      compiled: from a plan to its compiled bytes, or None where they cannot be known: then the model has to do.
+      outputs: bytes of the outputs and their gradients.
+
+    Raises:
+      ValueError: not even the plan of the fewest bytes fits.
+    """
+    if budget == "min":
+        plan, _ = _least(least, choose, compiled)
+        return _said(plan)
+    assert isinstance(budget, int)
+    tried: dict[Plan, int] = {}
+    fits: Plan | None = None
+    low, high = 0, 0  # the most room of which the plan fits, and the least of which it does not; 0: none is known
+    room = max(budget - outputs, least)
+    while len(tried) < _MOST_TRIES:
+        plan = choose(room)
+        is_new = plan not in tried
+        if is_new:
+            taken = compiled(plan)
+            if taken is None:
+                return _said(plan)
+            tried[plan] = taken
+        taken = tried[plan]
+        if taken <= budget:
+            fits, low = plan, room
+            if taken >= _FULL * budget or plan.forward_runs == 1:
+                break
+        else:
+            high = room
+        room += budget - taken  # what the model is off by differs little
+        if not is_new or room <= low or (high and room >= high):
+            room = math.isqrt(high * max(low, least))
+        if room <= max(low, least):
+            if low or high == least:
+                break
+            room = least
+    if fits is not None:
+        return _said(fits)
+    plan, taken = _least(least, choose, compiled)
+    if taken <= budget:
+        return _said(plan)
+    raise ValueError(
+        f"budget is {check.readable_bytes(budget)}, but the least possible is {taken} bytes, of which "
+        f"{check.readable_bytes(outputs)} are outputs of the steps and their gradients. There each step runs forward "
+        f'{plan.forward_runs:.1f} times on average; give that or more, or "min"'
+        + ("; return None as y where outputs are not used" if 2 * outputs > taken else "")
+    )
+
+
+def _least(least: int, choose: Callable[[int], Plan], compiled: Callable[[Plan], int | None]) -> tuple[Plan, int]:
+    """(plan, its compiled bytes): the fastest of those that take about the fewest bytes when compiled.
+
+    The plan that keeps the least is seldom worth its time: it runs a step hundreds of times to save what is little beside outputs
+    and working memory.
+    """
+    found: list[tuple[Plan, int]] = []
+    for i in range(_MOST_TRIES):
+        plan = choose(least * 2**i)
+        taken = compiled(plan)
+        if taken is None:
+            return (plan, least) if not i else found[-1]
+        found.append((plan, taken))
+    fewest = min(taken for _, taken in found)
+    return [(plan, taken) for plan, taken in found if taken <= _ABOUT * fewest][-1]
+
+
+def _said(plan: Plan) -> Plan:
+    if plan.forward_runs > _MOST_RUNS:
+        warnings.warn(
+            f"remat.scan: within this budget each of {plan.length} steps runs forward {plan.forward_runs:.0f} times on average. "
+            "A larger budget takes much less time: the docstring of remat.scan says from which on a step runs twice",
+            UserWarning,
+            stacklevel=2,
+        )
+    return plan
+
+
+def compiled_bytes(
+    plan: Plan, backward: StepBackward, init: Arrays, xs: Arrays, reverse: bool, unroll: int | bool
+) -> int | None:
+    """Temporary bytes of the scan and its gradient, its outputs and their cotangents included, compiled by itself, per device.
+
+    None where it is no program of its own.
+    """
+    step = backward.step
+    groups = [step.consts, init, xs]
+    values = [value for group in groups for value in group]
+    wrt = [*backward.wrt_consts, *backward.wrt_carry, *backward.wrt_x]
+    n, m = len(step.consts), len(step.consts) + len(init)
+
+    def plain(*values: Any) -> Any:
+        consts, carry, xs = values[:n], list(values[n:m]), list(values[m:])
+        return lax.scan(lambda carry, x: step.run(consts, carry, x), carry, xs, plan.length, reverse)
+
+    def gradient(inputs: Sequence[Any], _: Sequence[Any]) -> Any:
+        blocks = Blocks(step, list(inputs[:n]), list(inputs[m:]), plan.length, reverse, unroll)
+        carry, ys, saved = forward(plan, blocks, backward, None, list(inputs[n:m]))
+        outs = [*carry, *ys]
+        cts = barrier([out + out for out in pick(outs, backward.out_float)])
+        size = sum(backward.wrt_carry)
+        found = pull_back(plan, blocks, backward, None, saved, cts[:size], cts[size:])
+        return drop(outs, backward.out_float), [ct for group in found for ct in group]
+
+    types = [jax.typeof(value) for value in values]
+    closed = trace(plain, types, step.axes)
+    layout = layout_of(closed, values, wrt)
+    name = digest_of(closed, wrt, plan, reverse, unroll, *layout.shardings, device_of(layout.shardings).device_kind)
+    if name not in _known:
+        if len(_known) == _MOST_KNOWN:
+            _known.pop(next(iter(_known)))
+        has_axes = any(names_an_axis(effect) for effect in closed.jaxpr.effects)
+        _known[name] = step_bytes(gradient, types, [], layout, wrt, has_axes=has_axes)
+    return _known[name]
+
+
+def output_bytes(length: int, backward: StepBackward) -> int:
+    """Bytes of the outputs of all steps, and of the cotangents of their floats."""
+    floats = backward.out_float[len(backward.step.carry) :]
+    return length * sum(
+        (1 + has_cotangent) * nbytes(y) for y, has_cotangent in zip(backward.step.y, floats, strict=True)
+    )
