@@ -1,15 +1,16 @@
 """A function and its arguments as the program that JAX traces from them, and the program of its gradient."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+from flax import nnx
 from jax.sharding import AxisType
 
 from memjax._core import check
-from memjax._core.arguments import Parts, is_jitted, of_arrays, unbound
+from memjax._core.arguments import Parts, is_jitted, is_nnx, of_arrays, unbound
 from memjax._core.arrays import is_float
 from memjax._core.clear_errors import call_errors, refuse_leaks, trace_errors
 from memjax._core.meshes import own_sharding, parts, split_over
@@ -24,6 +25,7 @@ class Program:
       stage: the traced stage; Flax NNX may have wrapped it.
       args, kwargs: those of the jitted function that was traced.
       parts: the arrays among the arguments.
+      given: how many positional arguments the caller gave. What `fn` is bound to comes before them.
       result: which of the program's flat results are differentiated if it has no backward pass of its own.
     """
 
@@ -31,6 +33,7 @@ class Program:
     args: tuple
     kwargs: dict[str, Any]
     parts: Parts
+    given: int
     result: list[bool]
 
     @property
@@ -44,9 +47,27 @@ class Program:
         for array in self.parts.arrays:
             kind, sharding = (tuple(array.shape), array.dtype), own_sharding(array)
             told[kind] = sharding if told.get(kind, sharding) == sharding else None
-        arrays, avals = self.parts.arrays, self.jaxpr.in_avals
-        same = [(tuple(array.shape), array.dtype) for array in arrays] == [(aval.shape, aval.dtype) for aval in avals]
-        return [*map(own_sharding, arrays)] if same else [told.get((aval.shape, aval.dtype)) for aval in avals]
+        if self.has_arrays_in_order:
+            return [*map(own_sharding, self.parts.arrays)]
+        return [told.get((aval.shape, aval.dtype)) for aval in self.jaxpr.in_avals]
+
+    @property
+    def has_arrays_in_order(self) -> bool:
+        """Whether the program's inputs are the arrays of the arguments in their order, as far as types tell."""
+        given = [(tuple(array.shape), array.dtype) for array in self.parts.arrays]
+        return given == [(aval.shape, aval.dtype) for aval in self.jaxpr.in_avals]
+
+    def floats_of(self, positions: Sequence[int]) -> list[bool]:
+        """Which inputs are floats of the positional arguments at these positions, and of what `fn` is bound to; of NNX objects
+        the `nnx.Param`, as for `nnx.grad`."""
+        marks = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in self.parts.arrays]
+        args, _, _ = self.parts.rebuild(marks)
+        bound = len(args) - self.given
+        chosen = [*args[:bound], *(args[bound + position] for position in positions)]
+        found: set[int] = set()
+        for leaf in jax.tree.leaves(chosen, is_leaf=is_nnx):
+            found.update(map(id, jax.tree.leaves(nnx.split(leaf, nnx.Param, ...)[1]) if is_nnx(leaf) else [leaf]))
+        return [id(mark) in found and is_float(mark) for mark in marks]
 
     @property
     def devices(self) -> int:
@@ -82,6 +103,7 @@ def traced(name: str, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Prog
     check.function("fn", fn, f"call memjax.{name}(fn, *args), not memjax.{name}(fn(*args))")
     if isinstance(fn, jax.stages.Compiled | jax.stages.Lowered):
         raise check.fail(TypeError, "fn", "a function", fn, f"pass what was jitted; {name} compiles it")
+    given = len(args)
     fn, args, kwargs = unbound(fn, args, kwargs)
     parts = Parts(args, kwargs)
     if jitted := is_jitted(fn):
@@ -92,16 +114,16 @@ def traced(name: str, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Prog
         stage = program.trace(*args, **kwargs)
     refuse_leaks(fn, of_jax(stage))
     result = _differentiable(stage.out_info, has_updates=not jitted or of_jax(stage) is not stage)
-    return Program(stage, args, kwargs, parts, result)
+    return Program(stage, args, kwargs, parts, given, result)
 
 
-def gradient(program: Program) -> Gradient | str:
-    """The program with a backward pass, or why there is none."""
+def gradient(program: Program, wrt: Sequence[bool] | None = None) -> Gradient | str:
+    """The program with a backward pass, or why there is none. `wrt`: which inputs are differentiated where it is not its own."""
     found = residuals(program.jaxpr, program.devices)
     if found is not None:
         return Gradient(program.jaxpr, True, found)
     try:
-        both = differentiated(program.jaxpr, program.result)
+        both = differentiated(program.jaxpr, program.result, wrt)
     except (NotImplementedError, TypeError, ValueError) as error:
         return f"fn cannot be differentiated: {str(error).splitlines()[0]}"
     found = None if both is None else residuals(both, program.devices)

@@ -129,12 +129,12 @@ def iteration(equation: Equation, devices: int = 1) -> tuple[list[Equation], lis
     return forward.program, forward.visit(body, operands, "", place)
 
 
-def differentiated(closed_jaxpr, result: Sequence[bool]):
-    """The jaxpr of one forward and one backward pass with respect to all float arguments; None without any.
+def differentiated(closed_jaxpr, result: Sequence[bool], wrt: Sequence[bool] | None = None):
+    """The jaxpr of one forward and one backward pass with respect to the float arguments in `wrt`, or all; None without any.
 
     Of the outputs those are differentiated that `result` marks and that are floats.
     """
-    in_float = [is_float(aval) for aval in closed_jaxpr.in_avals]
+    in_float = [is_float(aval) for aval in closed_jaxpr.in_avals] if wrt is None else list(wrt)
     out_float = [marked and is_float(aval) for aval, marked in zip(closed_jaxpr.out_avals, result, strict=True)]
     if not any(in_float) or not any(out_float):
         return None

@@ -116,6 +116,17 @@ def integer(name: str, value: Any, *, least: int | None = None, what: str = "an 
     return whole
 
 
+def argnums(value: Any, count: int) -> list[int]:
+    """Positions among `count` arguments from one or several, counted from the start."""
+    found = []
+    for one in value if isinstance(value, Sequence) and not isinstance(value, str) else [value]:
+        position = integer("argnums", one, what="positions of arguments")
+        if not -count <= position < count:
+            raise fail(ValueError, "argnums", f"positions among {count} arguments", value)
+        found.append(position % count)
+    return found
+
+
 def number(
     name: str,
     value: Any,

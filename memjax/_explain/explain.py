@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.extend.core import jaxpr_as_fun
 
 from memjax._core import check
+from memjax._core.arrays import is_float
 from memjax._core.clear_errors import option_errors
 from memjax._core.compat import primitive_name
 from memjax._core.hlo import parse
@@ -29,18 +30,24 @@ from memjax._measure import remat_compiler_options
 from memjax._program import Gradient, Program, gradient, of_jax, traced
 
 
-def explain(fn: Callable, *args: Any, compiler_options: dict[str, Any] | None = None, **kwargs: Any) -> Explanation:
+def explain(
+    fn: Callable,
+    *args: Any,
+    argnums: int | Sequence[int] = 0,
+    compiler_options: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> Explanation:
     """Where the activation memory of `fn(*args, **kwargs)` goes, module by module, and what would save it.
 
-    `fn` is a loss or a training step over any model; `memjax.measure` says which derivative is meant where `fn` has no
-    backward pass of its own. It is traced and compiled, and never run.
+    `fn` is a loss or a training step over any model. Where it has no backward pass of its own, its value and gradient are
+    explained, `jax.value_and_grad(fn, argnums)`. It is traced and compiled, and never run.
 
         print(memjax.explain(loss, params, batch))
 
     Two questions are answered. What does the forward pass keep for the backward pass (`rows`)? These are the bytes of
-    `memjax.measure(...).residual_bytes`, array by array, on one device. And what is alive when the compiled program needs
-    most (`peak`)? The compiler fuses, schedules and frees, so this can be less than the residuals, or more;
-    `peak.difference` leads from one to the other.
+    `memjax.measure(jax.value_and_grad(fn, argnums), ...).residual_bytes`, array by array, on one device. And what is alive when
+    the compiled program needs most (`peak`)? The compiler fuses, schedules and frees, so this can be less than the residuals, or
+    more; `peak.difference` leads from one to the other.
 
     Paths are those of Linen's and NNX's modules and of `jax.named_scope`; elsewhere those of the functions that make an
     array. Flax NNX modules get scopes while `fn` is traced; a jitted function that was traced before has none then, and
@@ -49,8 +56,11 @@ def explain(fn: Callable, *args: Any, compiler_options: dict[str, Any] | None = 
     Args:
       fn: as in `memjax.measure`.
       *args: as in `memjax.measure`: `jax.ShapeDtypeStruct`s do.
+      argnums: where `fn` has no backward pass of its own, which of `args` are differentiated, as for `memjax.plan`: all their
+        floats, and of NNX modules the `nnx.Param`. So is what a module or method given as `fn` is bound to. `notes` say which float
+        arguments are not; of functions that NNX has jitted all floats are.
       compiler_options: as in `memjax.measure`.
-      **kwargs: like `args`.
+      **kwargs: like `args`; they are not differentiated.
 
     Returns:
       An `Explanation`: print it, draw it with `plot`, keep it with `to_json`.
@@ -60,11 +70,15 @@ def explain(fn: Callable, *args: Any, compiler_options: dict[str, Any] | None = 
       ValueError: `fn` cannot be differentiated, or the compiler does not know an option.
     """
     check.compiler_options(compiler_options)
+    positions = check.argnums(argnums, len(args)) if args else []
     options = remat_compiler_options() if compiler_options is None else dict(compiler_options)
     with nnx_scopes(), asked_for_reasons() as said:
         program = traced("explain", fn, args, kwargs)
-        found = gradient(program)
+        wrt = program.floats_of(positions) if program.has_arrays_in_order else None
+        found = gradient(program, wrt)
     if isinstance(found, str):
+        if wrt is not None and not any(wrt) and any(map(is_float, program.jaxpr.in_avals)):
+            found = f"argnums={argnums} has no floats to differentiate: say which arguments have"
         raise check.fail(ValueError, "fn", "a loss or a training step", fn, found)
     paths = Paths(fn)
     arrays = kept_arrays(found.residuals.device)
@@ -73,6 +87,8 @@ def explain(fn: Callable, *args: Any, compiler_options: dict[str, Any] | None = 
     logits, alike = logits_in(arrays), groups(arrays, paths)
     remedies = Remedies(paths, residual_bytes, device())
     notes = program.notes
+    if wrt is not None and not found.is_own:
+        notes += _not_differentiated(program, positions)
     peak, timeline = _compiled(program, found, paths, options, residual_bytes, notes)
     return Explanation(
         rows=tuple(
@@ -87,6 +103,16 @@ def explain(fn: Callable, *args: Any, compiler_options: dict[str, Any] | None = 
         notes=(*notes, *dict.fromkeys(said.notes)),
         dropped=tuple(dict.fromkeys(said.dropped)),
     )
+
+
+def _not_differentiated(program: Program, positions: Sequence[int]) -> list[str]:
+    """Which arguments have floats and are not differentiated, if any."""
+    none = program.floats_of([])
+    others = [i for i in range(program.given) if i not in positions and program.floats_of([i]) != none]
+    if not others:
+        return []
+    chosen, left = (" and ".join(map(str, some)) for some in (positions, others))
+    return [f"differentiated with respect to argument {chosen}, and not {left}: argnums chooses"]
 
 
 def _row(group: Group, whole: int, paths: Paths, remedies: tuple[Remedy, ...] = ()) -> Row:

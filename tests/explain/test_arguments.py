@@ -5,6 +5,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
@@ -26,6 +27,29 @@ def test_losses_gradients_and_steps_keep_the_same():
     rows = [memjax.explain(f, W, X).rows for f in (loss, jax.jit(loss), jax.value_and_grad(loss), step)]
     kept = [[(row.bytes, row.producer, row.shape) for row in some] for some in rows]
     assert kept[0] == kept[1] == kept[2] == kept[3] == [(64 * 32 * 4, "cos", (64, 32))]
+
+
+def test_what_is_data_is_not_differentiated():
+    """A CTC loss reads floats of the batch in every step of its loop: its gradient with respect to these is not what trains."""
+
+    def ctc(params, batch):
+        logits = jnp.tanh(batch["x"] @ params["w"])
+        return optax.ctc_loss(logits, batch["padding"], batch["labels"], batch["label_padding"]).mean()
+
+    shapes = {"x": (2, 50, 8), "padding": (2, 50), "label_padding": (2, 10)}
+    batch = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    batch["labels"] = jax.ShapeDtypeStruct((2, 10), jnp.int32)
+    params = {"w": jax.ShapeDtypeStruct((8, 16), jnp.float32)}
+    explanation, gradient = memjax.explain(ctc, params, batch), jax.value_and_grad(ctc)
+    assert explanation.residual_bytes == memjax.measure(gradient, params, batch).residual_bytes
+    assert explanation.notes == ("differentiated with respect to argument 0, and not 1: argnums chooses",)
+    both = memjax.explain(ctc, params, batch, argnums=(0, -1))
+    assert both.residual_bytes == memjax.measure(ctc, params, batch).residual_bytes > explanation.residual_bytes
+    assert not both.notes
+    with pytest.raises(ValueError, match=r"argnums must be positions among 2 arguments, got 2"):
+        memjax.explain(ctc, params, batch, argnums=2)
+    with pytest.raises(ValueError, match="argnums=0 has no floats to differentiate"):
+        memjax.explain(lambda tokens, x: (tokens * x).sum(), jax.ShapeDtypeStruct((3,), jnp.int32), jnp.ones(3))
 
 
 def test_auxiliary_results_are_not_differentiated():

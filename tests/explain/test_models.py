@@ -17,7 +17,9 @@ from . import models
 @functools.cache
 def explained(name):
     f, args = models.MODELS[name]()
-    return memjax.explain(f, *args), gradient(traced("explain", f, args, {})).residuals.device.nbytes
+    return memjax.explain(f, *args, argnums=range(len(args))), gradient(
+        traced("explain", f, args, {})
+    ).residuals.device.nbytes
 
 
 each_model = pytest.mark.parametrize("name", models.MODELS)
