@@ -57,8 +57,8 @@ def explain(
       fn: as in `memjax.measure`.
       *args: as in `memjax.measure`: `jax.ShapeDtypeStruct`s do.
       argnums: where `fn` has no backward pass of its own, which of `args` are differentiated, as for `memjax.plan`: all their
-        floats, and of NNX modules the `nnx.Param`. So is what a module or method given as `fn` is bound to. `notes` say which float
-        arguments are not; of functions that NNX has jitted all floats are.
+        floats, and of NNX modules the `nnx.Param`. So is what a module or method given as `fn` is bound to. `notes` say which
+        float arguments are not; of functions that NNX has jitted all floats are.
       compiler_options: as in `memjax.measure`.
       **kwargs: like `args`; they are not differentiated.
 
