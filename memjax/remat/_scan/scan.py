@@ -102,7 +102,7 @@ def scan(
     equation: with JAX 0.10 an undifferentiated call is a `custom_vjp_call`.
 
     Derivatives of the gradient exist (forward over reverse as well) and are those of `jax.lax.scan` over
-    `jax.checkpoint(f)`, without `codec`: they keep a few carries per step, whatever the budget.
+    `jax.checkpoint(f)`, without `codec`: they keep a few carries per step, one more than that, whatever the budget.
 
     Raises:
       ValueError: both or neither of `slots` and `budget`; a budget that nothing fits (the message gives the least
@@ -207,7 +207,7 @@ def _differentiable(
             carry, ys, saved = forward(chosen.plan, blocks, chosen.backward, codec, init)
             return (carry, ys), saved
 
-        out, saved = differentiated_as(functools.partial(plain, step_again), fast)(*values)
+        out, saved = differentiated_as(functools.partial(plain, step_again), fast, replaced=codec is None)(*values)
         return out, (chosen, values, saved)
 
     def run_backward(residuals, cotangents):
@@ -232,7 +232,7 @@ def _differentiable(
             _, vjp = jax.vjp(floats, *map(pick, values, wrt))
             return vjp((ct_carry, [ct for ct in ct_ys if ct is not None]))
 
-        both = with_axes(differentiated_as(reference, fast), step.axes)
+        both = with_axes(differentiated_as(reference, fast, replaced=codec is None), step.axes)
         cts, _ = both(values, saved, ct_carry, ct_ys)
         return tuple(merge(ct, [None] * (len(mask) - sum(mask)), mask) for ct, mask in zip(cts, wrt, strict=True))
 

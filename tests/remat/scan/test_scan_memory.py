@@ -151,3 +151,17 @@ def test_a_long_scan_runs():
 
     got = jax.jit(jax.grad(functools.partial(loss, functools.partial(scan, budget="4MiB"))))(params)
     close(got, jax.jit(jax.grad(functools.partial(loss, lax.scan)))(params), 1e-4)
+
+
+@pytest.mark.parametrize("way", [{"slots": 10}, {"budget": "1MiB"}], ids=str)
+def test_a_gradient_penalty_takes_little_more_than_with_checkpoints(way):
+    """A second derivative keeps the carries of all steps, once for each pass, and nothing that the first one works with."""
+    w, h, x = jnp.eye(64) / 3, jnp.ones((32, 64)), jnp.ones((100, 32, 64))
+
+    def penalty(run, wrap=lambda f: f, **options):
+        def loss(w, x):
+            return (run(wrap(lambda h, x: (jnp.tanh(h @ w + x), None)), h, x, **options)[0] ** 2).mean()
+
+        return temp(jax.jit(jax.grad(lambda w, x: (jax.grad(loss, 1)(w, x) ** 2).sum())).lower(w, x))
+
+    assert penalty(scan, **way) <= penalty(lax.scan, jax.checkpoint) + 1.1 * x.nbytes < penalty(lax.scan)
