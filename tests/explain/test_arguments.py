@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import memjax
@@ -46,10 +47,24 @@ def test_what_is_data_is_not_differentiated():
     both = memjax.explain(ctc, params, batch, argnums=(0, -1))
     assert both.residual_bytes == memjax.measure(ctc, params, batch).residual_bytes > explanation.residual_bytes
     assert not both.notes
+    tokens = jax.ShapeDtypeStruct((3,), jnp.int32)
+    assert not memjax.explain(lambda table, tokens: (table[tokens] ** 2).sum(), W, tokens).notes
     with pytest.raises(ValueError, match=r"argnums must be positions among 2 arguments, got 2"):
         memjax.explain(ctc, params, batch, argnums=2)
     with pytest.raises(ValueError, match="argnums=0 has no floats to differentiate"):
         memjax.explain(lambda tokens, x: x[tokens].sum(), jax.ShapeDtypeStruct((3,), jnp.int32), jnp.ones(3))
+
+
+def test_of_nnx_modules_parameters_are_differentiated():
+    class Scaled(nnx.Module):
+        def __init__(self):
+            self.w, self.scale = nnx.Param(jnp.ones((32, 32))), nnx.BatchStat(jnp.ones(32))
+
+        def __call__(self, x):
+            return jnp.sin(x @ self.w[...]) * self.scale[...]
+
+    explanation = memjax.explain(lambda model, x: model(x).sum(), Scaled(), X)
+    assert [row.producer for row in explanation.rows] == ["cos"]  # and no sine for the gradient of the scale
 
 
 def test_auxiliary_results_are_not_differentiated():

@@ -123,6 +123,9 @@ def test_a_plan_serves_a_chain_of_which_less_is_differentiated(budget):
             assert memjax.measure(found, trained, x).temp_bytes <= plan.nbytes + x.nbytes + SLACK  # of the loss
     with pytest.raises(ValueError, match=r"got one of chain_plan\(..., argnums=\(0,\)\)"):
         jax.grad(lambda x: chain(blocks, params, x, schedule=plans[1]).sum())(x)
+    assert (
+        memjax.measure(found, trained, x).residual_bytes < 3 * 4 * x.nbytes
+    )  # nothing of the loop, nor of blocks before
     # The last block's gradient alone needs nothing of the others again.
     everything = memjax.measure(gradient(plain), trained, x).flops
     assert memjax.measure(found, trained, x).flops < 1.1 * everything

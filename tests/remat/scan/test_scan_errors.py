@@ -118,6 +118,13 @@ def test_many_runs_of_a_step_are_said():
     run("4MiB")(jnp.ones(100_000))
 
 
+def test_the_least_runs_few_steps_again_where_outputs_take_most():
+    """A few more carries are nothing beside outputs: no step runs 32 times for them, which would be said by a warning."""
+    jax.grad(lambda h: scan(lambda h, _: (jnp.sin(h), jnp.tile(h, 100)), h, length=64, budget="min")[1].sum())(
+        jnp.ones(99)
+    )
+
+
 def test_too_few_slots_for_the_length():
     with pytest.raises(
         ValueError, match="slots is 1, with which 100000 steps take 5000050000 forward steps; give more, 3"
