@@ -64,7 +64,9 @@ def test_of_nnx_modules_parameters_are_differentiated():
             return jnp.sin(x @ self.w[...]) * self.scale[...]
 
     explanation = memjax.explain(lambda model, x: model(x).sum(), Scaled(), X)
-    assert [row.producer for row in explanation.rows] == ["cos"]  # and no sine for the gradient of the scale
+    assert (
+        {"cos"} <= {row.producer for row in explanation.rows} <= {"cos", "broadcast_in_dim"}
+    )  # no sine, for the scale's
 
 
 def test_auxiliary_results_are_not_differentiated():

@@ -10,6 +10,7 @@ from jax import lax
 from memjax.remat import Costs, profile, scan, schedule
 from memjax.remat._scan import choose as choose_module
 from memjax.remat._scan.choose import choose, exact
+from memjax.remat._scan.plan import Plan
 from memjax.remat._scan.step import StepBackward, trace_step
 from tests.remat.scan.scan_cases import close, lstm_step, stored_bytes
 
@@ -125,3 +126,11 @@ def test_executes_the_schedule(strategy, slots):
         assert len(set(plan.moves.residuals)) > 2
         assert (plan.moves.turns == 0).any()
         assert (plan.moves.turns > 0).any()
+
+
+def test_forward_runs_of_nests():
+    """12 steps in 2 parts of 3 of 2 steps: once at first, all again to find the parts, and to backpropagate blocks."""
+    nest = Plan(12, 2, 0, levels=(2, 3))
+    assert nest.forward_runs == 1 + (12 * 2 // 3 + 12) / 12
+    assert Plan(16, 4, 4, levels=(3,)).forward_runs == 1 + 12 / 16
+    assert Plan(16, 1, 16).forward_runs == 1
