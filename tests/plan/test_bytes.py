@@ -336,6 +336,7 @@ def test_no_budget_takes_less_than_the_least():
     arguments = weights, jax.ShapeDtypeStruct((512, 256), jnp.float32)
     least = memjax.plan(loss, *arguments, budget="min")
     assert least.nbytes == least.budget == least.compiled_nbytes
+    assert memjax.plan(loss, *arguments, budget=least.nbytes).nbytes == least.nbytes
     for share in (0.995, 0.97, 0.9, 0.8):
         with pytest.raises(ValueError, match="but the least possible is"):
             memjax.plan(loss, *arguments, budget=int(share * least.nbytes))

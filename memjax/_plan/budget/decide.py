@@ -97,49 +97,59 @@ def _can_be_faster(other: Known, found: Plan | str, budget: int | str) -> bool:
 
 
 def _decide(program: Known, budget: int | str) -> Plan | str:
-    """The plan, or why there is none.
+    """The plan, or why there is none."""
+    if isinstance(budget, int) and (found := _within(program, budget)):
+        return found
+    least = _least(program)
+    if not isinstance(budget, int):
+        return least
+    if least.nbytes <= budget:  # the search for the least may find what the search for the fastest does not
+        return dataclasses.replace(least, budget=budget)
+    return too_little(program.chain, budget, least.nbytes, program.layout)
+
+
+def _least(program: Known) -> Plan:
+    """The plan of the least memory, by compiling those that are predicted to take the least and then asking for less.
+
+    What is predicted to take the least need not take the least when compiled.
+    """
+    found = [(plans, plans.least()) for plans in _ways(program)]
+    plans, tries = min(found, key=lambda one: one[1][0].compiled)
+    least = _plan(program, plans, tries[0], tries, tries[0].compiled)
+    for share in _STEPS_DOWN:
+        less = _within(program, int(share * least.nbytes))
+        if less is not None:
+            least = dataclasses.replace(less, budget=less.nbytes)
+    return least
+
+
+def _ways(program: Known) -> list[_Plans]:
+    return [_Plans(program, in_steps) for in_steps in (False, True)]
+
+
+def _within(program: Known, budget: int) -> Plan | None:
+    """The fastest plan found that fits, if any.
 
     Where none fits otherwise, or the compiler takes so much more than was predicted that a faster plan is missed, the backward
     pass runs in steps: then what is alive at a time is what the model says, whichever kernels the compiler chooses.
     """
-    ways = [_Plans(program, in_steps) for in_steps in (False, True)]
-    if budget == "min":
-        found = [(plans, plans.least()) for plans in ways]
-        plans, tries = min(found, key=lambda one: one[1][0].compiled)
-        return _less(program, _plan(program, plans, tries[0], tries, tries[0].compiled))
-    assert isinstance(budget, int)
-    fewest: list[int] = []
     fitted: list[tuple[_Plans, Try, list[Try]]] = []
-    for plans in ways:
-        if not fitted and plans.in_steps and (least := plans.least()[0].compiled) > budget:
-            fewest.append(least)
+    for plans in _ways(program):
+        if not fitted and plans.in_steps and plans.least()[0].compiled > budget:
             break
         tries = search(plans.predicted, plans.seconds, budget, plans.compiled, plans.kind)
         if all(one.compiled > budget for one in tries):
             tries += [one for one in plans.least() if one.number not in {other.number for other in tries}]
         tries += _leaner(plans, tries, budget)
-        fewest += [one.compiled for one in tries]
         if fitting := [one for one in tries if one.compiled <= budget]:
             chosen = max(fitting)
             fitted.append((plans, chosen, tries))
             if chosen.compiled <= _AS_PREDICTED * chosen.predicted or not _faster_as_predicted(plans, chosen, budget):
                 break
     if not fitted:
-        return too_little(program.chain, budget, min(fewest), program.layout)
+        return None
     plans, chosen, tries = min(fitted, key=lambda one: one[0].seconds[one[1].number])  # of equals the first
     return _without_a_plan(program, plans, chosen, tries, budget) or _plan(program, plans, chosen, tries, budget)
-
-
-def _less(program: Known, least: Plan) -> Plan:
-    """The plan of the least memory that asking for less than that of `least` finds, in a few steps down.
-
-    What is predicted to take the least need not take the least when compiled.
-    """
-    for share in _STEPS_DOWN:
-        found = _decide(program, int(share * least.nbytes))
-        if isinstance(found, Plan):
-            least = dataclasses.replace(found, budget=found.nbytes)
-    return least
 
 
 def _leaner(plans: _Plans, tries: Sequence[Try], budget: int) -> list[Try]:
