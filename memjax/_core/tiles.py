@@ -23,6 +23,7 @@ from memjax._core.backward.derivatives import Static, perturbed
 from memjax._core.barriers import barrier
 from memjax._core.compat import varying
 from memjax._core.lists import Arrays, drop, merge, pick
+from memjax._core.program.jaxpr import with_axes
 from memjax._core.segments import Segments
 
 Body = Callable[[Arrays, Arrays], Arrays]
@@ -41,6 +42,7 @@ class Tiles:
       segments: of the axis with the positions.
       tile: how many positions a tile has, a multiple of the number of segments; the last one may have fewer.
       sum_dtype: sums of floats are kept in this dtype, or in their own if that is None or has more bits.
+      axes: the sizes of the named axes over which the body has collectives.
     """
 
     def __init__(
@@ -52,9 +54,11 @@ class Tiles:
         segments: Segments,
         tile: int,
         sum_dtype: Any | None,
+        axes: dict[str, int] | None = None,
     ):
         self._body, self._in_axes, self._out_axes = body, list(in_axes), list(out_axes)
         self._out_types, self._segments, self._sum_dtype = list(out_types), segments, sum_dtype
+        self._axes = axes or {}
         self._length, self._tile = segments.length // segments.count, tile // segments.count  # of a segment
         self._out_float = [is_float(aval) for aval in out_types]
         self._run = jax.custom_vjp(self._forward)
@@ -141,7 +145,8 @@ class Tiles:
             buffers = [put(b, d, start, axis) for b, d, axis in zip(buffers, d_tiles, target_axes, strict=True)]
             return sums, buffers
 
-        sums, buffers = self._over_tiles(one, (sums, buffers))
+        over_tiles = with_axes(lambda *state: self._over_tiles(one, state), self._axes)
+        sums, buffers = over_tiles(sums, buffers)
         buffers = self._join(buffers, target_axes)
         sums = [total.astype(value.dtype) for total, value in zip(sums, pick(shared, shared_wanted), strict=True)]
         return (

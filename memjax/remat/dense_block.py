@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from memjax._core import check
-from memjax._core.arrays import accumulator
+from memjax._core.arrays import accumulator, vary, varying_axes
 from memjax._core.backward.derivatives import forward_mode_message, refusing_forward_mode
 from memjax.remat._dense import triton
 from memjax.remat._dense.plain import plain
@@ -85,6 +85,7 @@ def dense_block(
     elif spec.dropout_rate > 0:
         fix = f"spec.dropout_rate is {spec.dropout_rate}"
         raise check.fail(ValueError, "dropout_key", "a random key", dropout_key, fix)
+    check.known_sizes("remat.dense_block", x)
     if keep == "all":
         return plain(spec, params, running, dropout_key, x)
 
@@ -92,6 +93,9 @@ def dense_block(
         return shared(spec, keep, chosen, params, running, dropout_key, x)
 
     chosen = _choose(implementation, spec, x.dtype)
+    params, x = vary(
+        (params, x), varying_axes(x, *jax.tree.leaves(params))
+    )  # sums over devices are taken once, outside
     features, statistics = refusing_forward_mode(run, _FORWARD_MODE)(params, x)
     return features, jax.lax.stop_gradient(statistics)
 

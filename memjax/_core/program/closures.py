@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from memjax._core.compat import is_tracer, varying
 from memjax._core.lists import Arrays
-from memjax._core.program.jaxpr import evaluate
+from memjax._core.program.jaxpr import axis_sizes, evaluate
 
 
 class Hoisted:
@@ -20,6 +20,7 @@ class Hoisted:
     time. In a backward pass what `f` closes over may be out of reach, so each shape has to have been there before.
 
     Attributes:
+      axes: the sizes of the named axes over which `f` has collectives.
       constants: what `f` closes over, found by tracing it for the example: the arrays that a derivative may be wanted of, and
         those that another trace has made.
     """
@@ -28,6 +29,7 @@ class Hoisted:
         self._f = f
         self._programs: dict[Any, Any] = {}
         closed, _ = self._program(example)
+        self.axes = axis_sizes(closed.jaxpr)
         self.constants: Arrays = [value for value in closed.consts if is_tracer(value)]
 
     def __call__(self, constants: Sequence[Any], *args: Any) -> Any:
@@ -41,7 +43,7 @@ class Hoisted:
     def _program(self, args: Sequence[Any]) -> Any:
         """(program, types of results) for arguments like these."""
         leaves, tree = jax.tree.flatten(args)
-        types = [leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf) for leaf in leaves]
+        types = [leaf if hasattr(leaf, "manual_axis_type") else jax.typeof(leaf) for leaf in leaves]
         key = tree, *((aval.shape, aval.dtype, varying(aval)) for aval in types)
         if key not in self._programs:
             self._programs[key] = jax.make_jaxpr(self._f, return_shape=True)(*args)

@@ -106,6 +106,12 @@ def trace(f: Callable[..., Any], types: Sequence[Any], axes: dict[str, int]) -> 
     return jax.make_jaxpr(f, axis_env=known)(*jax.tree.map(anywhere, list(types)))
 
 
+def result_types(f: Callable[..., Any], *args: Any) -> Any:
+    """The types of f's results for arguments, or for types of arguments. Those of `jax.eval_shape` say less of meshes."""
+    closed, shapes = jax.make_jaxpr(f, return_shape=True)(*args)
+    return jax.tree.unflatten(jax.tree.structure(shapes), closed.out_avals)
+
+
 def with_axes(f: Callable[..., Any], axes: dict[str, int]) -> Callable[..., Any]:
     """`f`, where its loops may run collectives over the named axes `axes` in a rule where their names are not known.
 

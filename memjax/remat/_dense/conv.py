@@ -41,6 +41,9 @@ def _in_forward_layout(x, kernel, dy):
     x_by_channel, dy_by_batch = lax.optimization_barrier((x.transpose(3, 1, 2, 0), dy.transpose(1, 2, 0, 3)))
     pads = ((1, 1), (1, 1))
     sharding = explicit_sharding(jax.typeof(kernel))  # the batch is summed over, and may be sharded
+    on_mesh = explicit_sharding(jax.typeof(x))
+    if sharding is None and on_mesh is not None:  # a constant lies on no mesh
+        sharding = on_mesh.update(spec=PartitionSpec())
     if sharding is not None:
         entries = list(sharding.spec) + [None] * (4 - len(sharding.spec))
         sharding = sharding.update(spec=PartitionSpec(*(entries[i] for i in (2, 0, 1, 3))))

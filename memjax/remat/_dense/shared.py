@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from memjax._core.arrays import accumulator, zeros
+from memjax._core.arrays import accumulator, vary, varying_axes, zeros
 from memjax.remat._dense import triton, xla
 from memjax.remat._dense.conv import conv3x3, conv3x3_backward
 from memjax.remat._dense.spec import (
@@ -197,10 +197,8 @@ def _backward(spec: DenseSpec, implementation: str, saved, d_features):
         return total, d_layer
 
     # A channel's gradient is the sum of up to one term per layer: too many for a narrow type.
-    total = xla.Gradients(
-        d_features.astype(wide),
-        *(jnp.zeros(shape, wide) for shape in (*[spec.out_features] * 2, *[spec.rows] * 2, rows.shape)),
-    )
+    sums = [jnp.zeros(shape, wide) for shape in (*[spec.out_features] * 2, *[spec.rows] * 2, rows.shape)]
+    total = xla.Gradients(d_features.astype(wide), *vary(sums, varying_axes(saved_features, d_features)))
     d_layers: list = []
     for (start, stop), kept in reversed(list(zip(runs(spec, implementation), z, strict=True))):
         index, arrays = _layer_arrays(spec, params, statistics, start, stop, wide)

@@ -94,7 +94,7 @@ def convolve_backward(
     sum_dy_xhat = column_sums(dy * (_prefix(features, width).astype(wide) - norm.mean)) * norm.inverse
     updated = _prefix(total.features, width) + dy * norm.gain
     # Not the gain, which is zero for channels that are not the layer's: there the sums are zero too.
-    scale = _layer_rows(spec, params.scale1, layer, width).astype(wide) * (features.shape[-1] / features.size)
+    scale = _layer_rows(spec, params.scale1, layer, width).astype(wide) * (features.shape[-1] / max(1, features.size))
     return Gradients(
         lax.dynamic_update_slice_in_dim(total.features, updated, 0, axis=features.ndim - 1),
         total.mean_dy.at[:width].add(scale * sum_dy),

@@ -27,6 +27,7 @@ from memjax._core.clear_errors import call_errors
 from memjax._core.compat import explicit_sharding
 from memjax._core.lists import Arrays, drop, merge, pick
 from memjax._core.program.closures import Hoisted
+from memjax._core.program.jaxpr import result_types, with_axes
 from memjax._core.segments import Segments, segment_count, shards, whole
 from memjax.remat._tiled.heads_apart import refuse_mixed_heads
 from memjax.remat._tiled.tiled import tiled
@@ -104,6 +105,7 @@ def attention_in_groups(
         positions = jnp.arange(x.shape[1], dtype=jnp.int32)
     if check.array("positions", positions).shape not in (x.shape[1:2], x.shape[:2]):
         raise check.fail(ValueError, "positions", f"of shape {x.shape[1:2]} or {x.shape[:2]}", positions)
+    check.known_sizes("remat.attention_in_groups", x)
     if x.size == 0:  # nothing to attend to
         return jnp.asarray(x)
     x, positions = vary((x, lax.stop_gradient(positions)), varying_axes(x, positions))
@@ -149,9 +151,9 @@ class _Layer:
                 q, k = (_like("rotary", rotary, a, positions) for a in (q, k))
             return q, k, v
 
-        group = jax.eval_shape(lambda kernels: self._of_group(kernels, 0, 1), kernels[:3])
+        group = result_types(lambda kernels: self._of_group(kernels, 0, 1), kernels[:3])
         self._project = Hoisted(project, *group, x, positions)
-        qkv = jax.eval_shape(project, *group, x, positions)
+        qkv = result_types(project, *group, x, positions)
         if groups > 1 and attend is not causal_attention:
             refuse_mixed_heads(attend, qkv)
         self._attend = Hoisted(lambda *qkv: _like("attend", attend, *qkv), *qkv)
@@ -162,7 +164,7 @@ class _Layer:
         self._attention = Backward(
             lambda values: [self._attend(values[:-3], *values[-3:])], types, list(map(is_float, types)), [True]
         )
-        self._qkv, self._o = qkv, jax.eval_shape(lambda values: self._attended(values[:-3], *values[-3:])[0], types)
+        self._qkv, self._o = qkv, result_types(lambda values: self._attended(values[:-3], *values[-3:])[0], types)
 
         def trace(and_x: bool, kernels: Arrays) -> Any:
             return self._projected(self._project.constants, kernels, x, positions, and_x=and_x)
@@ -172,7 +174,7 @@ class _Layer:
             jax.eval_shape(functools.partial(trace, and_x), kernels[:3])
         jax.eval_shape(functools.partial(trace, False), self._of_group(kernels[:3], 0, 1))
         self._run = jax.custom_vjp(lambda *arrays: self._forward(*arrays)[0])
-        self._run.defvjp(self._save, self._back)
+        self._run.defvjp(self._save, with_axes(self._back, self._project.axes | self._attend.axes))
 
     def __call__(self, constants: Arrays, kernels: Arrays, x: Array, positions: Array) -> Array:
         return self._run(constants, kernels, x, positions)

@@ -22,7 +22,7 @@ from memjax._core.lists import Arrays, drop, merge, pick
 from memjax._core.positions.lengths import check_alike, check_same, check_same_constants
 from memjax._core.positions.rules import walk
 from memjax._core.positions.walk import Mixed, Positions, Seen, State, Summed, shared
-from memjax._core.program.jaxpr import evaluate
+from memjax._core.program.jaxpr import axis_sizes, evaluate
 from memjax._core.segments import Segments, segments, shards
 from memjax._core.tiles import Tiles, with_size
 from memjax.remat._tiled.modules import wrapped_module
@@ -196,7 +196,7 @@ def _call(f: Callable[..., Any], arguments: Any, leaf_axes: list[int | None], op
         aval if axis is None else aval.update(shape=with_size(aval.shape, axis, length))
         for aval, axis in zip(program.out_types, out_axes, strict=True)
     ]
-    tiles = Tiles(body, axes, out_axes, types, parts, tile, options.sum_dtype)
+    tiles = Tiles(body, axes, out_axes, types, parts, tile, options.sum_dtype, axis_sizes(program.closed.jaxpr))
     outs = tiles(guarded[: count + len(shared_arrays)], guarded[count + len(shared_arrays) :])
     return jax.tree.unflatten(program.out_tree, outs)
 
