@@ -1,6 +1,7 @@
 """Arguments of any kind as the arrays in them, so that JAX can trace a function that was not written for `jax.jit`."""
 
 import functools
+import operator
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,6 +30,47 @@ def is_array(leaf: Any) -> bool:
 def is_nnx(value: Any) -> bool:
     """Whether `value` is an object that Flax NNX can update in place."""
     return isinstance(value, nnx.Pytree | nnx.Variable)
+
+
+def objects_in(tree: Any) -> list[Any]:
+    """The NNX objects in a pytree."""
+    return [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_nnx) if is_nnx(leaf)]
+
+
+def with_changes(f: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """What `f` returns, and what it changes in the NNX objects among its arguments, for `put_changes`.
+
+    A transform of JAX gives `f` copies of the objects: what changes in them is lost, unless it is a result as well.
+
+    Raises:
+      ValueError: `f` adds or removes variables of the objects, or changes what is no variable.
+    """
+    objects = objects_in((args, kwargs))
+    before, old = _split(objects)
+    out = f(*args, **kwargs)
+    after, new = _split(objects)
+    if after != before:
+        names = ", ".join(type(one).__name__ for one in objects)
+        raise ValueError(
+            f"NNX objects must keep their structure where memjax differentiates a call, but the call changes one of {names}: it "
+            "adds, removes or replaces variables, submodules or other attributes. Make them in __init__, and change a variable "
+            "by variable[...] = value"
+        )
+    return out, [None if is_same else value for is_same, value in zip(map(operator.is_, old, new), new, strict=True)]
+
+
+def _split(objects: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """The structure of NNX objects, and the values of their variables now."""
+    graph, state = nnx.split(objects)
+    return graph, jax.tree.leaves(state)
+
+
+def put_changes(objects: Sequence[Any], changes: Sequence[Any]) -> None:
+    """Changes the objects as `with_changes` tells. What stays may be a value of an outer trace, and is not written to."""
+    if any(change is not None for change in changes):
+        leaves, tree = jax.tree.flatten(nnx.split(objects)[1])
+        new = [old if change is None else change for old, change in zip(leaves, changes, strict=True)]
+        nnx.update(objects, jax.tree.unflatten(tree, new))
 
 
 class Parts:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
 from memjax._core import check
+from memjax._core.arguments import Parts, objects_in, put_changes, with_changes
 from memjax._core.arrays import is_float
 from memjax._core.compat import bodies, eval_jaxpr
 from memjax._core.lists import Arrays, drop, merge, pick
@@ -42,10 +43,10 @@ def checkpoint(
     On a CPU compile with `memjax.remat_compiler_options()`, or the compiler may undo the recomputation.
 
     Args:
-      f: a function of pytrees of arrays. What it closes over (parameters, Flax modules) is differentiated
-        as usual. Or a Flax module or class of modules, Linen or NNX: the result is one of the same kind with the
-        same variables, whose `__call__` is checkpointed. A class of Linen is named as by `nn.remat`; an instance of
-        NNX shares its variables with the one given.
+      f: a function of pytrees of arrays and of NNX objects, whose variables it may update. What it closes over
+        (parameters, Flax modules) is differentiated as usual. Or a Flax module or class of modules, Linen or NNX: the
+        result is one of the same kind with the same variables, whose `__call__` is checkpointed. A class of Linen is
+        named as by `nn.remat`; an instance of NNX shares its variables with the one given.
       policy: what to keep, `policies.save("conv_output") | policies.offload("mlp_hidden")`. None: nothing
         but the inputs.
       prevent_cse: as in `jax.checkpoint`: False inside a `scan`, whose loop keeps forward and recomputation
@@ -54,9 +55,8 @@ def checkpoint(
         differentiated. Of a module's `__call__`, `self` is position 0, as in `nn.remat`.
 
     Raises:
-      TypeError: `f` is not callable, `policy` is not from `memjax.remat.policies`, or a position is no integer; for
-        NNX, when called, a module among the arguments.
-      ValueError: when called, a position that no argument has.
+      TypeError: `f` is not callable, `policy` is not from `memjax.remat.policies`, or a position is no integer.
+      ValueError: when called, a position that no argument has; NNX objects whose structure `f` changes.
     """
     check.flag("prevent_cse", prevent_cse)
     if policy is not None and not isinstance(policy, NamePolicy):
@@ -77,8 +77,11 @@ def _checkpoint(
     @functools.wraps(f)
     def run(*args, **kwargs):
         arrays, of_arrays = _of_arrays(f, args, kwargs, static_argnums)
+        objects = objects_in((args, kwargs))
         if policy is None:
-            return jax.checkpoint(of_arrays, prevent_cse=prevent_cse)(arrays)
+            out, changes = jax.checkpoint(of_arrays, prevent_cse=prevent_cse)(arrays)
+            put_changes(objects, changes)
+            return out
 
         # Called by jax.checkpoint when, and only when, it traces. `f` itself runs once; its equations are then
         # replayed.
@@ -87,7 +90,9 @@ def _checkpoint(
             _warn_of_unmatched(f, policy, jaxpr)
             return jax.tree.unflatten(jax.tree.structure(out_shape), jaxpr_as_fun(jaxpr)(*arrays))
 
-        return jax.checkpoint(checked, prevent_cse=prevent_cse, policy=policy.to_jax())(arrays)
+        out, changes = jax.checkpoint(checked, prevent_cse=prevent_cse, policy=policy.to_jax())(arrays)
+        put_changes(objects, changes)
+        return out
 
     return run
 
@@ -95,20 +100,18 @@ def _checkpoint(
 def _of_arrays(
     f: Callable, args: tuple, kwargs: dict[str, Any], static_argnums: tuple[int, ...]
 ) -> tuple[Arrays, Callable[[Arrays], Any]]:
-    """The arrays in the arguments, and `f` as a function of them: all else is static."""
+    """The arrays in the arguments, and `f` `f` as a function of them to (result, changes in NNX objects). All else is static."""
     for position in static_argnums:
         if not -len(args) <= position < len(args):
             raise check.fail(ValueError, "static_argnums", f"positions among {len(args)} arguments", position)
     fixed = {position % len(args) for position in static_argnums}
-    leaves, tree = jax.tree.flatten(([None if i in fixed else arg for i, arg in enumerate(args)], kwargs))
-    dynamic = [check.is_array(leaf) or hasattr(leaf, "__jax_array__") for leaf in leaves]
-    static = drop(leaves, dynamic)
+    parts = Parts(tuple(None if i in fixed else arg for i, arg in enumerate(args)), kwargs)
 
     def of_arrays(arrays):
-        others, named = jax.tree.unflatten(tree, merge(arrays, static, dynamic))
-        return f(*(arg if i in fixed else others[i] for i, arg in enumerate(args)), **named)
+        others, named, _ = parts.rebuild(arrays)
+        return with_changes(f, [arg if i in fixed else others[i] for i, arg in enumerate(args)], named)
 
-    return pick(leaves, dynamic), of_arrays
+    return parts.arrays, of_arrays
 
 
 def _warn_of_unmatched(f: Callable, policy: NamePolicy, closed_jaxpr) -> None:

@@ -47,31 +47,7 @@ def linen_instance(wrap: Wrap, module: nn.Module, static: tuple[int, ...]) -> nn
 def nnx_class(wrap: Wrap, cls: type[nnx.Module], static: tuple[int, ...]) -> type[nnx.Module]:
     """A subclass whose `__call__` is checkpointed by `wrap(f, static_argnums=...)`; positions count `self` as 0."""
 
-    @functools.wraps(cls.__call__)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for argument in (*args, *kwargs.values()):
-            if isinstance(argument, nnx.Module | nnx.Rngs | nnx.RngStream | nnx.Variable):
-                raise TypeError(
-                    f"arguments of a checkpointed {cls.__name__} must hold arrays, got a {type(argument).__name__}, whose "
-                    "state could not be updated: make it an attribute of the module"
-                )
-        graph, state = nnx.split(self)
-
-        @functools.wraps(cls.__call__)
-        def run(state, *args, **kwargs):
-            module = nnx.merge(graph, state, copy=True)
-            out = cls.__call__(module, *args, **kwargs)
-            after, state = nnx.split(module)
-            if after != graph:
-                raise ValueError(
-                    f"{cls.__name__} must not add or remove variables inside a checkpoint: create them before"
-                )
-            return out, state
-
-        out, state = wrap(run, static_argnums=static)(state, *args, **kwargs)
-        nnx.update(self, state)
-        return out
-
+    call = wrap(cls.__call__, static_argnums=static)
     return type(cls)(  # type: ignore[misc]
         cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__, "__doc__": cls.__doc__}
     )

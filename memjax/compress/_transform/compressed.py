@@ -13,6 +13,7 @@ import flax.linen as nn
 from flax import nnx
 
 from memjax._core import check
+from memjax._core.arguments import objects_in, put_changes, with_changes
 from memjax.compress._codecs.codec import Codec
 from memjax.compress._training.array_bits import ArrayBits
 from memjax.compress._training.layers import Layers
@@ -156,8 +157,10 @@ def compressed(
 
         def call(lasting, passing):
             args, kwargs = joined(lasting, passing, chosen)
-            return f(*args, **kwargs)
+            return with_changes(f, args, kwargs)
 
-        return call_compressed(call, *split(args, kwargs, chosen), user=f, codecs=codecs, which=which)
+        out, changes = call_compressed(call, *split(args, kwargs, chosen), user=f, codecs=codecs, which=which)
+        put_changes(objects_in((args, kwargs)), changes)
+        return out
 
     return wrapped  # type: ignore[return-value]

@@ -14,6 +14,7 @@ import jax
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from memjax._core import check
 from memjax._core.arrays import is_float, zeros
 from memjax._core.backward import Backward
 from memjax._core.backward.derivatives import Static, perturbed
@@ -90,6 +91,7 @@ class Block:
     def _keep(self, p: Arrays, x: Arrays) -> tuple[tuple[Arrays, Arrays], Any]:
         wrt = perturbed([*p, *x])
         p, x = [leaf.value for leaf in p], [leaf.value for leaf in x]
+        check.known_sizes("remat.chain", (p, x))
         out, kept = self.backward(wrt).keep([*p, *x])
         n = len(self.y)
         saved = together([*out[:n], *kept])  # these arrays are kept, and not others that the compiler prefers

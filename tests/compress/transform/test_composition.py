@@ -45,7 +45,7 @@ class TestComposition:
 
         self.same(loss, (parameters(1)[0]["w"], images()))
 
-    @pytest.mark.parametrize("scan", [lax.scan, functools.partial(memjax.remat.scan, budget="200KiB")])
+    @pytest.mark.parametrize("scan", [lax.scan, functools.partial(memjax.remat.scan, budget="256KiB")])
     def test_scan(self, scan):
         def loss(wrap):
             def run(w, h, xs):

@@ -136,7 +136,7 @@ def test_nnx_updates_in_place_and_shares_variables():
     close(wrapped(X, False), twin(X, False))
 
 
-def test_names_are_checked_and_what_cannot_be_updated_is_refused():
+def test_names_and_static_positions_are_checked():
     for model in (
         checkpoint(Linen(8), policy=policies.save("mlp_hiden")),
         checkpoint(Linen, policy=policies.save("b"))(8),
@@ -145,7 +145,23 @@ def test_names_are_checked_and_what_cannot_be_updated_is_refused():
             model.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X)
     with pytest.warns(UnmatchedNameWarning, match="did you mean 'mlp_hidden'"):
         checkpoint(Nnx(8, nnx.Rngs(0)), policy=policies.save("mlp_hiden"))(X)
-    with pytest.raises(TypeError, match="make it an attribute of the module"):
-        checkpoint(nnx.Dropout(0.5))(X, rngs=nnx.Rngs(0))
     with pytest.raises(TypeError, match="static_argnums must be positions of arguments, got 't'"):
         checkpoint(Linen, static_argnums="train")
+
+
+def test_what_a_call_is_given_is_updated():
+    """Random streams move on, and variables of objects among the arguments of a function, once."""
+    ours, plain = nnx.Rngs(0), nnx.Rngs(0)
+    for _ in range(2):
+        close(checkpoint(nnx.Dropout(0.5))(X, rngs=ours), nnx.Dropout(0.5)(X, rngs=plain))
+    model, twin = Nnx(8, nnx.Rngs(0)), Nnx(8, nnx.Rngs(0))
+    call = lambda train, models: models["one"](X, train)
+    close(checkpoint(call)(True, {"one": model}), twin(X))
+    close(nnx.state(model, nnx.BatchStat), nnx.state(twin, nnx.BatchStat))
+
+    def grow(model):
+        model.more = nnx.Param(X)
+        return X
+
+    with pytest.raises(ValueError, match=r"must keep their structure.* the call changes one of Nnx"):
+        checkpoint(grow)(model)

@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 
 from memjax._core import check
-from memjax._core.arguments import is_array, is_nnx
+from memjax._core.arguments import is_array, is_nnx, put_changes, with_changes
 from memjax._core.compat import is_tracer
 from memjax.compress._transform.adapters.function import call_compressed
 from memjax.compress._transform.adapters.methods import methods_of
@@ -137,25 +137,12 @@ class _Classes:
         def pure(state, passing):
             copies = nnx.merge(graph, state, copy=True)  # or `state` itself would change
             self._unwrap(copies)
-            before, _ = nnx.split(copies)
             own, others = copies[0], iter(copies[1:])
             given_now = [next(others) if is_nnx(leaf) else new for leaf, new in zip(given, passing, strict=True)]
             args, kwargs = jax.tree.unflatten(tree, given_now)
-            out = method(own, *args, **kwargs)
-            after, new_state = nnx.split(copies)
-            if after != before:
-                raise ValueError(
-                    "f_or_module must be a module whose calls change the values of its variables alone, but a call of "
-                    f"{type(own).__name__} adds, removes or replaces variables, submodules or other attributes: "
-                    "make them in __init__, and change a variable by variable[...] = value"
-                )
-            leaves = zip(jax.tree.leaves(state), jax.tree.leaves(new_state), strict=True)
-            return out, [None if old is new else new for old, new in leaves]
+            return with_changes(method, (own, *args), kwargs)
 
         passing = [None if is_nnx(leaf) else leaf for leaf in given]
-        out, updates = call_compressed(pure, state, passing, user=type(module), codecs=self._codecs, which=which)
-        if any(update is not None for update in updates):
-            leaves, state_tree = jax.tree.flatten(state)
-            new = [old if update is None else update for old, update in zip(leaves, updates, strict=True)]
-            nnx.update(objects, jax.tree.unflatten(state_tree, new))
+        out, changes = call_compressed(pure, state, passing, user=type(module), codecs=self._codecs, which=which)
+        put_changes(objects, changes)
         return out
