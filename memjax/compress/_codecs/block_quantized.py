@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, UInt
 
 from memjax._core import check
+from memjax._core.segments import automatic_devices
 from memjax.compress._codecs import block_decoder, block_kernel
 from memjax.compress._codecs.centred_levels import from_levels, levels_between, levels_of_16_bits, to_levels
 from memjax.compress._codecs.channel_quantized import LEVELS, ends
@@ -120,7 +121,7 @@ class BlockQuantized(FixedRate):
     def _encode_by_kernel(
         self, x: Float[Array, "..."], *, with_sums: bool = False, interpret: bool = False
     ) -> tuple[BlockQuantizedCode, Array | None]:
-        view = view_of(jax.typeof(x), self.block).shape
+        view = view_of(jax.typeof(x), self.block).in_blocks
         reciprocal = functools.partial(block_kernel.inverse, interpret=interpret)
         is_wide = x.dtype == jnp.float32  # ranges may be small beside the values
 
@@ -205,6 +206,11 @@ class _View(NamedTuple):
     shape: tuple[int, ...]
     axes: tuple[int, ...]
 
+    @property
+    def in_blocks(self) -> tuple[int, ...]:
+        """Blocks x positions x channels."""
+        return (math.prod(self.shape[:-2]), *self.shape[-2:])
+
 
 def view_of(aval: Any, block: int) -> _View:
     shape = aval.shape
@@ -217,7 +223,12 @@ def view_of(aval: Any, block: int) -> _View:
     positions = aval.size // channels
     per_example = positions // shape[0] if len(shape) > 2 else positions
     if per_example >= _FEWEST:
-        length = _nearest_divisor(per_example, block)
+        # A block lies on one device where positions are sharded evenly. Axes stay apart there: merged, they would be gathered.
+        shared = math.gcd(per_example, automatic_devices([aval]) or 1)
+        part = per_example // shared
+        length = _nearest_divisor(part if part >= _FEWEST else per_example, block)
+        if len(shape) > 2 and not block_kernel.is_of_one_device(aval):
+            return _View((shape[0], per_example // length, length, channels), (2,))
     elif positions >= _FEWEST:
         length = _nearest_divisor(positions, block)
     else:

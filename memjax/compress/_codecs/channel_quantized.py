@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, UInt
 
 from memjax._core import check
+from memjax._core.segments import automatic_devices
 from memjax.compress._codecs.codec import FixedRate, check_code, check_floats
 from memjax.compress._codecs.levels import from_levels, levels_between, to_levels
 
@@ -133,10 +134,16 @@ def evenly_spaced(x: Float[Array, "..."], samples: int) -> Float[Array, "..."]:
         return x
     examples = len(x) if x.ndim > 2 else 1
     positions = math.prod(x.shape[:-1]) // examples
+    # Where devices share positions, each measures its own.
+    shared = math.gcd(positions, automatic_devices([jax.typeof(x)]) or 1)
     # An odd distance: an even one would often be found in the same columns of all rows.
     distance = (max(positions // -(-samples // examples), 1) - 1) | 1
     sharded = jax.typeof(x).sharding.spec[1:-1] if x.ndim > 2 else jax.typeof(x).sharding.spec[:1]
     if distance == 1 or any(axis is not None for axis in sharded):
         return x
+    part = positions // shared
+    if shared > 1 and distance <= part:
+        x = x.reshape(examples, shared, part, x.shape[-1])
+        return lax.slice_in_dim(x, distance // 2, None, distance, axis=2)
     x = x.reshape(examples, positions, x.shape[-1])
     return lax.slice_in_dim(x, distance // 2, None, distance, axis=1)

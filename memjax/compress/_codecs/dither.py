@@ -6,11 +6,13 @@ into the digits of a float, which needs no conversion of integers.
 
 import math
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, UInt32
 
 from memjax.compress._codecs.bits import u32
+from memjax.compress._codecs.launch import is_of_one_device_on
 
 _MIDDLE = 127.5 / 256  # the mean of bytes / 256
 OFFSET = 1.5 * 2.0**15 + 255 / 256
@@ -22,6 +24,11 @@ def places(shape: tuple[int, ...]) -> UInt32[Array, "..."]:
     axis = 0
     while math.prod(shape[axis:]) >= 2**32:
         axis += 1
+    if not is_of_one_device_on(jax.sharding.get_abstract_mesh()):
+        # An index for each axis: of one for all, each device would make the places of all devices.
+        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        each = [lax.broadcasted_iota(jnp.uint32, shape, i) * u32(strides[i]) for i in range(axis, len(shape))]
+        return sum(each, jnp.zeros(shape, jnp.uint32))
     # One index for all axes: the compiler would make those of single axes in kernels of their own.
     return jnp.broadcast_to(lax.iota(jnp.uint32, math.prod(shape[axis:])).reshape(shape[axis:]), shape)
 

@@ -22,9 +22,9 @@ from memjax.compress._codecs.sharded import ShardedCode, decode_parts, encode_pa
 class GroupQuantizedCode:
     """What `GroupQuantized` keeps: for every group its least value, the distance of levels, and its values' levels."""
 
-    words: UInt32[Array, "groups words"]
-    low: Float[Array, " groups"]
-    distance: Float[Array, " groups"]
+    words: UInt32[Array, "*groups words"]
+    low: Float[Array, "*groups"]
+    distance: Float[Array, "*groups"]
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
     bits: int = dataclasses.field(metadata={"static": True})
@@ -73,18 +73,29 @@ class GroupQuantized(FixedRate):
 
     def _encode(self, x: Float[Array, "..."], seed: Any) -> GroupQuantizedCode:
         shape, dtype = x.shape, np.dtype(x.dtype)
-        x = x.reshape(-1).astype(jnp.float32)
+        x = x.astype(jnp.float32)
         checksum = jnp.sum(lax.bitcast_convert_type(x, jnp.uint32), dtype=jnp.uint32)
-        if padding := -x.size % self.group_size:
-            x = jnp.concatenate([x, jnp.broadcast_to(x[-1:], (padding,))])
-        x = x.reshape(x.size // self.group_size, self.group_size)
-        low, distance = levels_between(jnp.min(x, 1), jnp.max(x, 1), self.bits)
+        x = self._in_groups(x)
+        low, distance = levels_between(jnp.min(x, -1), jnp.max(x, -1), self.bits)
         key = jax.random.fold_in(jax.random.key(seed), checksum)
-        level = u32(to_levels(x, low[:, None], distance[:, None], self.bits, jax.random.uniform(key, x.shape)))
+        level = u32(to_levels(x, low[..., None], distance[..., None], self.bits, jax.random.uniform(key, x.shape)))
         per_word = WORD // self.bits
         places = self.bits * jnp.arange(per_word, dtype=jnp.uint32)
-        words = jnp.sum(level.reshape(len(x), self.group_size // per_word, per_word) << places, -1, dtype=jnp.uint32)
+        words = jnp.sum(
+            level.reshape(*low.shape, self.group_size // per_word, per_word) << places, -1, dtype=jnp.uint32
+        )
         return GroupQuantizedCode(words, low, distance, shape, dtype, self.bits, self.group_size)
+
+    def _in_groups(self, x: Float[Array, "..."]) -> Float[Array, "*groups group_size"]:
+        """Groups of as few of the last axes as can be: axes that are not merged may lie on several devices."""
+        for count in range(1, x.ndim + 1):
+            size = math.prod(x.shape[-count:])
+            if size and size % self.group_size == 0:
+                return x.reshape(*x.shape[:-count], size // self.group_size, self.group_size)
+        x = x.reshape(-1)
+        if padding := -x.size % self.group_size:
+            x = jnp.concatenate([x, jnp.broadcast_to(x[-1:], (padding,))])
+        return x.reshape(-1, self.group_size) if x.size else x.reshape(0, self.group_size)
 
     def decode(self, code: GroupQuantizedCode | ShardedCode) -> Float[Array, "..."]:
         check_code(self, code, GroupQuantizedCode, "bits", "group_size")
@@ -93,6 +104,8 @@ class GroupQuantized(FixedRate):
     def _decode(self, code: GroupQuantizedCode) -> Float[Array, "..."]:
         places = self.bits * jnp.arange(WORD // self.bits, dtype=jnp.uint32)
         level = (code.words[..., None] >> places) & u32(2**self.bits - 1)
-        level = level.reshape(len(code.words), self.group_size).astype(jnp.float32)
-        x = from_levels(level, code.low[:, None], code.distance[:, None])
-        return x.reshape(-1)[: math.prod(code.shape)].reshape(code.shape).astype(code.dtype)
+        level = level.reshape(*code.low.shape, self.group_size).astype(jnp.float32)
+        x = from_levels(level, code.low[..., None], code.distance[..., None])
+        if x.size != math.prod(code.shape):
+            x = x.reshape(-1)[: math.prod(code.shape)]
+        return x.reshape(code.shape).astype(code.dtype)

@@ -12,9 +12,13 @@ from memjax._core.compat import varying_like
 
 def is_of_one_device(aval: Any) -> bool:
     """Whether the compiler cannot divide arrays of this type among devices: it would give all of them to a kernel on each."""
+    return is_of_one_device_on(aval.sharding.mesh)
+
+
+def is_of_one_device_on(mesh: Any) -> bool:
+    """The same of all arrays on a mesh."""
     if jax.device_count() == 1:
         return True
-    mesh = aval.sharding.mesh
     axes = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
     return not mesh.empty and all(kind == jax.sharding.AxisType.Manual or size == 1 for kind, size in axes)
 

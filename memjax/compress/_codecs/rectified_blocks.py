@@ -103,7 +103,7 @@ class RectifiedBlocks(FixedRate):
     def _encode_by_kernel(
         self, x: Float[Array, "..."], *, with_sums: bool = False, interpret: bool = False
     ) -> tuple[RectifiedBlocksCode, Array | None]:
-        view = view_of(jax.typeof(x), self.block).shape
+        view = view_of(jax.typeof(x), self.block).in_blocks
 
         def ranges(largest: Array) -> tuple[tuple[Array], tuple[Array]]:
             distance = self._distance(jnp.maximum(largest, 0), x.dtype)

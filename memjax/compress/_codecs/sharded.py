@@ -8,8 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
+
+from memjax._core.compat import is_tracer
 
 
 @jax.tree_util.register_dataclass
@@ -58,8 +61,9 @@ def encode_parts(encode: Callable[[Any, Any], Any], x: Array, setting: Any) -> A
     setting = jnp.asarray(setting)
     setting_spec = P(spec[-1]) if setting.ndim else P()
     stacked = lambda x, setting: jax.tree.map(lambda leaf: leaf[None], encode(x, setting))
-    on_each = jax.shard_map(stacked, in_specs=(spec, setting_spec), out_specs=P(axes), axis_names={*axes})
-    return ShardedCode(on_each(x, jax.sharding.reshard(setting, setting_spec)), spec)
+    mesh = _mesh_of(x)
+    on_each = jax.shard_map(stacked, mesh=mesh, in_specs=(spec, setting_spec), out_specs=P(axes), axis_names={*axes})
+    return ShardedCode(on_each(x, jax.sharding.reshard(setting, NamedSharding(mesh, setting_spec))), spec)
 
 
 def decode_parts(decode: Callable[[Any], Array], code: Any) -> Array:
@@ -68,7 +72,14 @@ def decode_parts(decode: Callable[[Any], Array], code: Any) -> Array:
         return decode(code)
     alone = lambda parts: decode(jax.tree.map(lambda leaf: leaf[0], parts))
     axes = _axes(code.spec)
-    return jax.shard_map(alone, in_specs=P(axes), out_specs=code.spec, axis_names={*axes})(code.parts)
+    mesh = _mesh_of(jax.tree.leaves(code.parts)[0])
+    return jax.shard_map(alone, mesh=mesh, in_specs=P(axes), out_specs=code.spec, axis_names={*axes})(code.parts)
+
+
+def _mesh_of(x: Array) -> Any:
+    """The mesh of a sharded array. There need not be a surrounding `jax.set_mesh`."""
+    known: Any = jax.typeof(x) if is_tracer(x) else x
+    return known.sharding.mesh
 
 
 def _axes(spec: P) -> tuple[str, ...]:

@@ -113,7 +113,8 @@ class ErrorBounded(OptionalMembers):
       implementation: `"pallas"` has kernels for NVIDIA GPUs. `"jnp"` runs everywhere; on a CPU its temporary memory is
         that of the array (twice that to encode one that is padded) and 100 KiB. None is the first of the two that runs here.
         Values and sizes are the same, bit for bit, but the kernels may put the parts of a code in another order each time.
-        Kernels run on one device: call them in `shard_map`.
+        Kernels run on one device: call them in `shard_map`. Of arrays that a mesh of automatic axes shards, each device encodes
+        all: use `shard_map`, explicit axes or another codec there.
 
     Raises:
       ValueError: a bound or a capacity is not positive, the bound has not one entry per channel, the implementation is
