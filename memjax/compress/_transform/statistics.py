@@ -31,9 +31,19 @@ class Collector:
       samples: see `Layers`.
       cotangents_and_codes: arrays of the backward pass. A zero that formally depends on all of them is added to all statistics,
         so that each counts once per example of a `vmap` and once per device, as derivatives do.
+
+    Raises:
+      ValueError: an array is sharded over explicit axes of a mesh.
     """
 
     def __init__(self, like: Statistics, samples: int | None, cotangents_and_codes: Any):
+        for x in jax.tree.leaves(cotangents_and_codes):
+            if axes := [axis for axis in jax.typeof(x).sharding.spec if axis is not None]:
+                raise ValueError(
+                    f"codec must not be Layers for arrays on explicit axes of a mesh, got {jax.typeof(x).str_short()} on "
+                    f"{axes}: its statistics are those of a device; call it within jax.shard_map over these axes, or take "
+                    "another codec, such as bits=8"
+                )
         firsts = [jnp.ravel(x)[0] == jnp.zeros((), x.dtype) for x in jax.tree.leaves(cotangents_and_codes) if x.size]
         self._zero = sum(jnp.where(first, jnp.float32(0), jnp.float32(0)) for first in firsts)
         self._like, self._samples = like, samples
