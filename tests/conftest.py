@@ -50,6 +50,7 @@ def pytest_report_header():
 
 # Files that take half a minute or more, the longest first. Begun last, one of them would leave the other process without work.
 _LONG = (
+    "contract/test_contract",
     "experiments/harness/test_experiment_resume",
     "compress/error_bounded/test_kernels",
     "remat/dense/test_dense_block",

@@ -11,6 +11,8 @@ import flax.linen as nn
 from flax import nnx
 from flax.core import lift
 
+from memjax._core.arguments import put_changes, with_changes
+
 Wrap = Callable[..., Callable[..., Any]]
 
 
@@ -47,7 +49,19 @@ def linen_instance(wrap: Wrap, module: nn.Module, static: tuple[int, ...]) -> nn
 def nnx_class(wrap: Wrap, cls: type[nnx.Module], static: tuple[int, ...]) -> type[nnx.Module]:
     """A subclass whose `__call__` is checkpointed by `wrap(f, static_argnums=...)`; positions count `self` as 0."""
 
-    call = wrap(cls.__call__, static_argnums=static)
+    @functools.wraps(cls.__call__)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        graph, state = nnx.split(self)
+
+        @functools.wraps(cls.__call__)
+        def run(state, *args, **kwargs):
+            module = nnx.merge(graph, state, copy=True)
+            return with_changes(lambda module: cls.__call__(module, *args, **kwargs), (module,), {})
+
+        out, changes = wrap(run, static_argnums=static)(state, *args, **kwargs)
+        put_changes([self], changes)
+        return out
+
     return type(cls)(  # type: ignore[misc]
         cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__, "__doc__": cls.__doc__}
     )

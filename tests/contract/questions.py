@@ -233,6 +233,22 @@ def _(t: Transform) -> None:
     close(t, aux, plain_answer("aux", t, lambda f: f(nothing, weights(), examples())))
 
 
+@ask("within a loop, jax.checkpoint and a branch")
+def _(t: Transform) -> None:
+    def run(f: Any) -> Any:
+        def turn(total: Any, scale: Any, w: Any, x: Any) -> Any:
+            one = jax.checkpoint(lambda w, x: value(f, nothing, w, scale * x))
+            return total + jax.lax.cond(total > 1e9, lambda: total, lambda: jnp.log1p(one(w, x))), None
+
+        def total(w: Any, x: Any) -> Any:
+            turns = lambda total, scale: turn(total, scale, w, x)
+            return jax.lax.scan(turns, jnp.float32(0), jnp.array([0.5, 1.0]))[0]
+
+        return jax.jit(jax.value_and_grad(total, (0, 1)))(weights(), examples())
+
+    close(t, run(t.ours), plain_answer("within a loop", t, run), rounding=1e-4)
+
+
 @ask("closed-over keys and integers")
 def _(t: Transform) -> None:
     """Traced, as in a training step: dropout, and a step's number."""

@@ -19,49 +19,6 @@ def loss_of(implementation, **options):
     return partial(memjax.linear_cross_entropy, implementation=implementation, chunk=16, **options)
 
 
-@pytest.mark.parametrize("implementation", ALGORITHMS)
-def test_transforms_compose(implementation):
-    """Inside jit, checkpoint and a scan over layers' worth of work, with a cotangent that is not one."""
-    x, w, labels = example(0, 50, 8, 33)
-
-    def scanned(loss, wrap):
-        def function(x, w):
-            def body(carry, scale):
-                return carry + jnp.sin(wrap(lambda x, w: loss(x * scale, w, labels))(x, w)), None
-
-            return jax.lax.scan(body, 0.0, jnp.array([0.5, 1.0, 2.0]))[0]
-
-        return jax.jit(jax.value_and_grad(function, argnums=(0, 1)))(x, w)
-
-    expected = scanned(plain, lambda f: f)
-    for wrap in (lambda f: f, jax.checkpoint):
-        actual = scanned(loss_of(implementation), wrap)
-        for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-            assert relative_error(a, e) < 1e-5
-
-
-@pytest.mark.parametrize("implementation", ALGORITHMS)
-def test_second_derivatives(implementation):
-    x, w, labels = example(0, 20, 6, 19)
-
-    def curvature(loss):
-        def slope(x, w):
-            gx, gw = jax.grad(lambda x, w: loss(x, w, labels), argnums=(0, 1))(x, w)
-            return (gx**2).sum() + (jnp.cos(gw)).sum()
-
-        return jax.jit(jax.grad(slope, argnums=(0, 1)))(x, w)
-
-    for a, e in zip(curvature(loss_of(implementation)), curvature(plain), strict=True):
-        assert relative_error(a, e) < 1e-4
-
-
-@pytest.mark.parametrize("implementation", ALGORITHMS)
-def test_forward_mode_raises(implementation):
-    x, w, labels = example(0, 20, 6, 19)
-    with pytest.raises(TypeError, match="linear_cross_entropy cannot be differentiated in forward mode"):
-        jax.jvp(lambda x: loss_of(implementation)(x, w, labels), (x,), (x,))
-
-
 def batched_example():
     x, w, labels = example(1, 60, 8, 33)
     return x.reshape(4, 15, 8), w, labels.reshape(4, 15)

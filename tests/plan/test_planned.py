@@ -265,12 +265,6 @@ def test_states_of_nnx_are_values():
         check(loss, params, rest, inputs(), has_aux=True)
 
 
-def test_forward_mode_is_refused():
-    planned = memjax.planned(unrolled_loss, budget="min")
-    with pytest.raises(TypeError, match=r"memjax\.planned cannot be differentiated in forward mode"):
-        jax.jvp(planned, (parameters(layers=1), inputs()), (parameters(layers=1), inputs()))
-
-
 @pytest.mark.parametrize(("reverse", "turns"), [(False, 2), (True, 2), (False, 1)])
 def test_turns_of_a_scan_that_keep_different_things(reverse, turns):
     def loss(params, x):

@@ -29,13 +29,6 @@ class TestComposition:
         )
         assert 0 < max(errors(rounded, want)) < rounding
 
-    def test_vmap(self):
-        def per_example(wrap):
-            one = lambda w, x: jnp.mean(jnp.tanh(wrap(lambda w, x: jnp.tanh(conv(jnp.tanh(x), w)))(w, x[None])))
-            return jax.vmap(jax.grad(one), (None, 0))
-
-        self.same(per_example, (parameters(1)[0]["w"], images()[:3, :, :, :]))
-
     def test_checkpoint(self):
         def loss(wrap):
             inner = lambda w, x: jax.nn.relu(conv(x, w))
@@ -76,17 +69,6 @@ class TestComposition:
 
         self.same(loss, (params, x), rounding=0.2)
 
-    def test_shard_map(self):
-        mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-
-        def loss(wrap):
-            f = wrap(lambda w, x: jax.nn.relu(conv(jnp.sin(x), w)))
-            local = lambda w, x: lax.pmean(jnp.mean(jnp.sin(f(w, x))), "data")
-            spread = jax.shard_map(local, mesh=mesh, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P())
-            return jax.grad(spread, argnums=(0, 1))
-
-        self.same(loss, (parameters(1)[0]["w"], images()))
-
     def test_closed_over_arrays_and_auxiliary_integers(self):
         def loss(wrap):
             def run(w, x):
@@ -97,19 +79,3 @@ class TestComposition:
             return jax.grad(run, argnums=(0, 1))
 
         self.same(loss, (parameters(1)[0]["w"], images()))
-
-
-@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_collectives_over_an_axis_of_vmap(jit):
-    """A batch norm over the examples of a vmap: the axis has no name any more where the backward pass is traced."""
-
-    def normalised(x):
-        centred = x - jax.lax.pmean(x, "batch")
-        return jnp.tanh(centred * jax.lax.rsqrt(jax.lax.pmean(centred**2, "batch") + 1e-5))
-
-    def loss(f, x):
-        return jit(lambda x: jnp.sum(jax.vmap(f, axis_name="batch")(x) ** 2))(x)
-
-    x = jax.random.normal(jax.random.key(0), (3, 64, 96))
-    got = jax.grad(lambda x: loss(compressed(normalised, EXACT, inputs=True), x))(x)
-    chex.assert_trees_all_close(got, jax.grad(lambda x: loss(normalised, x))(x), rtol=1e-3, atol=1e-4)

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
 from memjax.remat import BlockCost, ChainSchedule, chain, chain_costs, chain_schedule, schedule
 from tests.remat.chain import chain_cases as cases
@@ -124,52 +123,6 @@ class TestTransforms:
 
         close(product(chain, **WAYS[name]), product(plain), 1e-11)
 
-    def test_vmap(self, name):
-        blocks, params, x = cases.mlps()
-        xs = jnp.stack([x, 2 * x, -x])
-
-        def gradient(run, **options):
-            one = jax.grad(lambda params, x: (run(blocks, params, x, **options) ** 2).sum(), argnums=(0, 1))
-            return quick(jax.vmap(one, in_axes=(None, 0)))(params, xs)
-
-        close(gradient(chain, **WAYS[name]), gradient(plain))
-
-    def test_shard_map(self, name):
-        blocks, params, _ = cases.mlps()
-        mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-        x = jax.random.normal(jax.random.key(5), (16, 8))
-
-        def mixing(p, x):
-            return blocks[0](p, x) + jax.lax.pmean(x, "data") * 0.1
-
-        def reference(p, x):
-            shards = x.reshape(8, 2, 8)
-            return blocks[0](p, x) + jnp.tile(shards.mean(0), (8, 1)) * 0.1
-
-        def loss(params, x):
-            @functools.partial(
-                jax.shard_map,
-                mesh=mesh,
-                in_specs=(PartitionSpec(), PartitionSpec("data")),
-                out_specs=PartitionSpec("data"),
-            )
-            def sharded(params, x):
-                return chain([mixing] * 6, params, x, **WAYS[name])
-
-            return (sharded(params, x) ** 2).sum()
-
-        found = quick(jax.value_and_grad(loss, argnums=(0, 1)))(params, x)
-        close(found, gradients(plain, [reference] * 6, params, x))
-
-    def test_inside_scan_and_checkpoint(self, name):
-        blocks, params, x = cases.mlps()
-
-        def repeated(run, **options):
-            body = jax.checkpoint(lambda x, _: (run(blocks, params, x, **options) * 0.5, None))
-            return quick(jax.grad(lambda x: (jax.lax.scan(body, x, None, length=3)[0] ** 2).sum()))(x)
-
-        close(repeated(chain, **WAYS[name]), repeated(plain))
-
     def test_dropout_keys_integers_and_pairs(self, name):
         """Leaves that carry no gradient, in parameters and state; a structure that changes on the way."""
 
@@ -240,23 +193,6 @@ def test_frozen_parameters_cost_no_arithmetic():
     expected, plainly = flops(plain)
     close(gradient, expected, 1e-5)
     assert ours < 1.05 * plainly  # elementwise values are computed again
-
-
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_forward_mode_says_what_to_use_instead(wrap):
-    blocks, params, x = cases.mlps(count=2)
-
-    def f(x):
-        return chain(blocks, params, x, budget="1MiB")
-
-    for run in (
-        lambda: jax.jvp(f, (x,), (x,)),
-        lambda: jax.jacfwd(f)(x),
-        lambda: jax.linearize(f, x)[1](x),
-        lambda: jax.vmap(lambda t: jax.jvp(f, (x,), (t,))[1])(x[None]),
-    ):
-        with pytest.raises(TypeError, match=r"forward mode .* Call the blocks one after the other"):
-            wrap(run)()
 
 
 @pytest.mark.parametrize(

@@ -176,24 +176,3 @@ def test_carry_that_begins_to_vary():
     run = lambda x: scan(lambda h, x: (h * x.sum(), None), jnp.float32(1), x, slots=2)[0][None]
     with pytest.raises(TypeError, match="pcast"):
         jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec)(XS)
-
-
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_forward_mode(wrap):
-    def total(h, xs):
-        return scan(step, h, xs, slots=3)[0].sum()
-
-    def cell_with(w):
-        return scan(lambda h, x: (jnp.sin(h * w), None), jnp.ones(2), length=5, slots=3)[0]
-
-    message = "cannot be differentiated in forward mode .* Use jax.lax.scan there"
-    ones = jnp.ones(2)
-    for run in (
-        lambda: jax.jvp(total, (ones, XS), (ones, XS)),
-        lambda: jax.jacfwd(total)(ones, XS),
-        lambda: jax.linearize(total, ones, XS)[1](ones, XS),
-        lambda: jax.jvp(cell_with, (ones,), (ones,)),
-        lambda: jax.vmap(lambda t: jax.jvp(cell_with, (ones,), (t,))[1])(jnp.eye(2)),
-    ):
-        with pytest.raises(TypeError, match=message):
-            wrap(run)()

@@ -75,21 +75,6 @@ def test_equals_attention_at_once(x64, groups, keep_attention):
     close(jax.jit(functools.partial(gradients, run))(*args), gradients(at_once, *args))
 
 
-def test_composes(x64):
-    """With checkpoints, and schedules over layers."""
-    x, *layer = arguments()
-    close(jax.jit(functools.partial(gradients, jax.checkpoint(in_groups)))(x, *layer), gradients(at_once, x, *layer))
-    layers = jax.tree.map(lambda a: jnp.stack([a, 0.9 * a, 1.1 * a]), tuple(layer))
-
-    def stack(f, x, layers):
-        return memjax.remat.scan(lambda x, layer: (f(x, *layer), None), x, layers, slots=2)[0]
-
-    run, plain = functools.partial(stack, in_groups), functools.partial(stack, at_once)
-    close(
-        jax.jit(functools.partial(gradients, run))(x, layers), jax.jit(functools.partial(gradients, plain))(x, layers)
-    )
-
-
 @pytest.mark.parametrize("keep_attention", [False, True])
 def test_memory_is_that_of_the_formula(keep_attention):
     """Beside arguments and results."""
@@ -185,12 +170,6 @@ def test_errors(change, message):
     values |= {name: jnp.ones(value) if isinstance(value, tuple) else value for name, value in change.items()}
     with pytest.raises((ValueError, TypeError), match=message):
         attention_in_groups(**values)
-
-
-def test_forward_mode_is_refused():
-    x, *layer = arguments()
-    with pytest.raises(TypeError, match="attention_in_groups cannot be differentiated in forward mode"):
-        jax.jvp(lambda x: in_groups(x, *layer), (x,), (x,))
 
 
 @pytest.mark.parametrize("name", ["norm", "rotary", "attend"])

@@ -120,22 +120,6 @@ def test_a_gradient_inside_shard_map_meets_other_devices_once(x64):
     assert not any("psum" in eqn.primitive.name for loop in loops for eqn in _equations(loop.params["jaxpr"].jaxpr))
 
 
-def test_composes(x64):
-    """With vmap over either argument, itself, schedules over layers, and derivatives of its own gradient."""
-    x, w = normal(9, EXAMPLES, LENGTH, DIM), normal(1, 3, DIM, DIM)
-    f = lambda w, x: x + jnp.tanh(x @ w)
-    run = tiled(f, (None, 1), 1, tile=5)
-    of = lambda f: lambda w, x: gradients(f, w, x)
-    close(jax.vmap(of(run), (None, 0))(w[0], x[:, None]), jax.vmap(of(f), (None, 0))(w[0], x[:, None]))
-    close(jax.vmap(of(run), (0, None))(w, x), jax.vmap(of(f), (0, None))(w, x))
-    close(gradients(tiled(run, (None, 0), 0, tile=1), w[0], x), gradients(f, w[0], x))
-    stack = lambda f: lambda w, x: memjax.remat.scan(lambda x, w: (f(w, x), None), x, w, slots=2)[0]
-    close(jax.jit(gradients, static_argnums=0)(stack(run), w, x), gradients(stack(f), w, x))
-    blocks = lambda f: lambda w, x: memjax.remat.chain([f] * 3, list(w), x, budget="1GiB")
-    close(gradients(blocks(run), w, x), gradients(blocks(f), w, x))
-    close(gradients(of(run), w[0], x), gradients(of(f), w[0], x))
-
-
 class LinenFeedForward(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -169,6 +153,7 @@ def test_nnx():
     assert isinstance(shares, NnxFeedForward)
     assert shares.up.kernel is plain.up.kernel
     on = lambda module: nnx.grad(lambda module: jnp.sum(jnp.sin(module(x))))(module)
+    assert all(" while(" in jax.jit(module).lower(x).compile().as_text() for module in (shares, of_class))
     chex.assert_trees_all_close(jax.tree.leaves(on(shares)), jax.tree.leaves(on(plain)), rtol=1e-4, atol=1e-5)
     chex.assert_trees_all_close(jax.tree.leaves(on(of_class)), jax.tree.leaves(on(plain)), rtol=1e-4, atol=1e-5)
 
@@ -179,6 +164,8 @@ def test_modules_that_change_their_variables_are_refused():
         tiled(nnx.BatchNorm(DIM, rngs=nnx.Rngs(0)), 1, 1, tile=4)(x)
     with pytest.raises(ValueError, match=r"f must not mix positions.*made without the arguments.*random"):
         tiled(nn.Dropout(0.5, deterministic=False), 1, 1, tile=4).apply({}, x, rngs={"dropout": jax.random.key(0)})
+    with pytest.raises(TypeError, match="arguments of a tiled Dropout must hold arrays, got a Rngs"):
+        tiled(nnx.Dropout(0.5), 1, 1, tile=4)(x, rngs=nnx.Rngs(0))
 
 
 def temp_bytes(f, *args):

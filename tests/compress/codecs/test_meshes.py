@@ -1,0 +1,66 @@
+"""Codecs on meshes: each device encodes what it has."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import memjax
+from memjax.compress import BlockQuantized, ChannelQuantized, ErrorBounded, GroupQuantized, PositionQuantized
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+CODECS = {
+    "default": {},
+    "4 bits": {"bits": 4},
+    "blocks": {"codec": BlockQuantized(8)},
+    "channels": {"codec": ChannelQuantized(8)},
+    "groups": {"codec": GroupQuantized(4)},
+}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("sharded", ["batch", "tokens"])
+@pytest.mark.parametrize("options", CODECS)
+def test_codes_are_made_of_what_a_device_has(options, sharded, kind):
+    """Work and bytes of one of 8 devices are those of one device alone, over 8, and only what is small is gathered."""
+    x, ws = normal(0, 8, 2048, 128), 0.1 * normal(1, 2, 128, 128)
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(kind,))
+
+    def loss(ws, x):
+        for w in ws:
+            x = jax.nn.gelu(x @ w)
+        return jnp.mean(x**2)
+
+    gradient = jax.jit(jax.grad(memjax.compressed(loss, **CODECS[options])))
+    placed = (
+        jax.device_put(ws, NamedSharding(mesh, P())),
+        jax.device_put(x, NamedSharding(mesh, P("d") if sharded == "batch" else P(None, "d"))),
+    )
+    alone, each = (gradient.lower(*args).compile() for args in ((ws, x), placed))
+    nbytes = [one.memory_analysis().temp_size_in_bytes for one in (alone, each)]
+    flops = [one.cost_analysis()["flops"] for one in (alone, each)]
+    assert 8 * flops[1] < 1.1 * flops[0]
+    assert 8 * nbytes[1] < 1.2 * nbytes[0]
+    for shape in re.findall(r"= \w+\[([\d,]*)\]\S* all-gather\(", each.as_text()):
+        assert math.prod(map(int, shape.split(","))) < x.size / 25
+    rounded, exact = gradient(*placed), jax.grad(loss)(ws, x)
+    error = jnp.linalg.norm(jax.device_get(rounded) - exact) / jnp.linalg.norm(exact)
+    assert 0 < error < 0.1
+
+
+@pytest.mark.parametrize("codec", [GroupQuantized(8), PositionQuantized(8), ErrorBounded(0.02)], ids=str)
+def test_codes_of_explicit_axes_need_no_mesh_around(codec):
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
+    x = jax.device_put(normal(0, 16, 512, 64), NamedSharding(mesh, P(None, "d")))
+    for encode in (codec.encode, jax.jit(codec.encode)):
+        decoded = codec.decode(encode(x))
+        assert jax.typeof(decoded) == jax.typeof(x)
+        assert jnp.max(jnp.abs(jax.device_get(decoded) - jax.device_get(x))) < 0.05
