@@ -12,7 +12,7 @@ from memjax._plan.budget.decide import decide
 from memjax._plan.budget.digest import digest
 from memjax._plan.budget.pieces import pieces
 from memjax._plan.compiled import device_of
-from memjax._plan.derivative import Derivative
+from memjax._plan.derivative import Passes
 from memjax._plan.free import free_bytes
 from memjax._plan.layout import Layout, warn_of_guess
 from memjax._plan.result import Plan
@@ -66,7 +66,7 @@ def acting(
     return by_plan(derivative, plan, layout)
 
 
-def by_plan(derivative: Derivative, plan: Plan, layout: Layout, wrt: Sequence[bool] | None = None) -> Run | KeepAll:
+def by_plan(derivative: Passes, plan: Plan, layout: Layout, wrt: Sequence[bool] | None = None) -> Run | KeepAll:
     """The two passes of the derivative that the plan was made for.
 
     Args:

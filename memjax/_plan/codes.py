@@ -16,7 +16,7 @@ from memjax._core.backward.derivatives import without_derivative
 from memjax._core.barriers import barrier
 from memjax._core.compat import scan_counts
 from memjax._core.program.jaxpr import Program, is_literal, variables
-from memjax._plan.derivative import Derivative, LoopPair
+from memjax._plan.derivative import LoopPair, Passes
 from memjax.compress._transform.keep.encodable import Encodable
 
 BITS = 8  # of a value that a plan with "compress" keeps in a code
@@ -108,7 +108,7 @@ _encode.def_abstract_eval(lambda x, *, nbytes: jax.core.ShapedArray((nbytes,), j
 _decode.def_abstract_eval(lambda code, *, aval: jax.core.ShapedArray(aval.shape, aval.dtype))
 
 
-def codes_of(derivative: Derivative, free: set[Any]) -> Codes:
+def codes_of(derivative: Passes, free: set[Any]) -> Codes:
     """The codes of a derivative's forward pass, `free` being there anyway."""
     backward = derivative.backward
     encodable = Encodable(
@@ -122,7 +122,7 @@ def codes_of(derivative: Derivative, free: set[Any]) -> Codes:
     return Codes(derivative.forward, encodable)
 
 
-def codes_of_loop(derivative: Derivative, pair: LoopPair, free: set[Any]) -> Codes:
+def codes_of_loop(derivative: Passes, pair: LoopPair, free: set[Any]) -> Codes:
     """The codes of the body of a loop, `free` being there anyway in each turn."""
     made = {*_made(pair.program), *pair.program.invars}
     known = {*_made(derivative.forward), *derivative.forward.invars, *derivative.forward.constvars}
@@ -160,13 +160,13 @@ def _made(program: Program) -> set[Any]:
     return {out for eqn in program.eqns for out in eqn.outvars}
 
 
-def _parameters(derivative: Derivative) -> set[Any]:
+def _parameters(derivative: Passes) -> set[Any]:
     """The inputs that are differentiated: where others are not, those are activations, or data."""
     inputs = derivative.forward.invars
     return {var for var, wrt in zip(inputs, derivative.wrt, strict=True) if wrt}
 
 
-def _moved(derivative: Derivative, inputs: set[Any]) -> set[Any]:
+def _moved(derivative: Passes, inputs: set[Any]) -> set[Any]:
     """`inputs`, and what is computed of them and constants alone."""
     program = derivative.forward
     others, found = {*program.invars} - inputs, set(inputs)

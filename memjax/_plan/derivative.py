@@ -20,7 +20,36 @@ from memjax._core.program.jaxpr import Program, as_closed, calls_in_place, is_li
 from memjax._core.program.primitives import CHECKPOINTS
 
 
-class Derivative:
+class Passes:
+    """A forward and a backward pass, whoever made them.
+
+    Attributes:
+      forward: from the inputs to the outputs, then residuals.
+      backward: from cotangents to results. It reads variables of `forward`: the residuals.
+      outputs: the outputs among `forward.outvars`.
+      wrt: which inputs are differentiated.
+      outs: which outputs have a cotangent.
+      of_blocks: they are those of a chain of blocks inside of a larger program: outputs and cotangents are temporary.
+    """
+
+    forward: Program
+    backward: Program
+    outputs: list[Any]
+    wrt: tuple[bool, ...]
+    outs: tuple[bool, ...]
+    of_blocks: bool = False
+
+    def of_fewer(self, wrt: Sequence[bool]) -> Passes:
+        """Those with respect to some of the inputs only: the same forward pass, and less of the backward pass."""
+        found = copy.copy(self)
+        found.wrt = tuple(wrt)
+        here = self.backward
+        outs = pick(here.outvars, pick(wrt, self.wrt))
+        found.backward = without_dead_equations(Program(here.constvars, here.consts, here.invars, outs, here.eqns))
+        return found
+
+
+class Derivative(Passes):
     """The derivative of a closed jaxpr with respect to some of its inputs.
 
     Args:
@@ -31,12 +60,6 @@ class Derivative:
       outs: which outputs have a cotangent.
       axes: sizes of the named axes that its collectives run over.
       of_blocks: the program is a chain of blocks inside of a larger one: its outputs and their cotangents are temporary.
-
-    Attributes:
-      forward: from the inputs to the outputs, then residuals.
-      backward: from cotangents to the cotangents of the inputs in `wrt`. It reads variables of `forward`: the residuals.
-      outputs: the outputs among `forward.outvars`.
-      wrt, outs, of_blocks: as above.
     """
 
     def __init__(
@@ -81,15 +104,6 @@ class Derivative:
 
         wanted, pullback, others = jax.vjp(chosen_outputs, pick(inputs, self.wrt), has_aux=True)
         return merge(wanted, others, self.outs), pullback
-
-    def of_fewer(self, wrt: Sequence[bool]) -> Derivative:
-        """The derivative with respect to some of the inputs only: the same forward pass, and less of the backward pass."""
-        found = copy.copy(self)
-        found.wrt = tuple(wrt)
-        here = self.backward
-        outs = pick(here.outvars, pick(wrt, self.wrt))
-        found.backward = without_dead_equations(Program(here.constvars, here.consts, here.invars, outs, here.eqns))
-        return found
 
 
 def with_copies(backward: Program, made: set[Any], axes: dict[str, int]) -> Program:
@@ -171,7 +185,7 @@ class LoopPair(NamedTuple):
     residuals: list[int]
 
 
-def loop_pairs(derivative: Derivative) -> list[LoopPair]:
+def loop_pairs(derivative: Passes) -> list[LoopPair]:
     """The scans whose bodies can be planned."""
     forward, backward = derivative.forward, derivative.backward
     readers: dict[Any, list[Any]] = {}  # in the backward pass

@@ -18,7 +18,7 @@ from memjax._core.program.costs import is_fusible
 from memjax._core.program.jaxpr import bind, read, variables
 from memjax._core.program.working import needed_for
 from memjax._plan.codes import Code, encoded
-from memjax._plan.derivative import Derivative, LoopPair
+from memjax._plan.derivative import Derivative, LoopPair, Passes
 from memjax._plan.loop import Loop, Part, evaluate_in
 from memjax._plan.solve.order import in_time
 from memjax._plan.solve.steps import Step, in_steps, run_steps
@@ -55,7 +55,8 @@ class KeepAll:
       derivative: of the program.
     """
 
-    def __init__(self, derivative: Derivative):
+    def __init__(self, derivative: Passes):
+        assert isinstance(derivative, Derivative)
         self.derivative = derivative
 
     def forward(self, inputs: Sequence[Any]) -> tuple[Arrays, Any]:
@@ -83,7 +84,7 @@ class Run:
       is_rounded: whether anything is kept in codes, in loops as well.
     """
 
-    def __init__(self, derivative: Derivative, pieces: Sequence[Piece], in_steps_on: str | None = None):
+    def __init__(self, derivative: Passes, pieces: Sequence[Piece], in_steps_on: str | None = None):
         program, backward = derivative.forward, derivative.backward
         self.derivative = derivative
         self._inputs = {*program.invars, *program.constvars}
@@ -206,6 +207,6 @@ class _Both(dict):
         return self._first[var] if var in self._first else self._second[var]
 
 
-def run(derivative: Derivative, pieces: Sequence[Piece], in_steps_on: str | None = None) -> Run | KeepAll:
+def run(derivative: Passes, pieces: Sequence[Piece], in_steps_on: str | None = None) -> Run | KeepAll:
     """The two passes, by what a plan's pieces keep; with no pieces, all is kept."""
     return Run(derivative, pieces, in_steps_on) if pieces else KeepAll(derivative)

@@ -8,11 +8,11 @@ import math
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from memjax._plan.budget.known import Allowed, Known, known
+from memjax._plan.budget.known import Allowed, Known, Measure, known
 from memjax._plan.budget.search import DOUBTFUL, LARGE_GAIN, MOST_TRIES, search, told_apart
 from memjax._plan.budget.too_little import too_little, what_moving_saves
 from memjax._plan.compiled import device_of
-from memjax._plan.derivative import Derivative, loop_pairs
+from memjax._plan.derivative import Passes, loop_pairs
 from memjax._plan.layout import Layout
 from memjax._plan.result import Plan, Point, Try
 from memjax._plan.solve.chain import Choice, peak_of
@@ -34,18 +34,26 @@ class TooLittleError(ValueError):
 
 
 def decide(
-    derivative: Derivative,
+    derivative: Passes,
     types: Sequence[Any],
     layout: Layout,
     budget: int | str,
     *,
     compress: bool = False,
     offload: bool = False,
+    measure: Measure | None = None,
+    before: dict[Any, Known] | None = None,
 ) -> Plan:
     """The fastest plan found of which the compiled step takes no more than `budget`, or "min": the plan of the least memory.
 
     With more allowed the plan is never predicted slower than with less. The search among exact plans, say, may come closer to
     the budget than the search among all plans. So both are made where the exact plan could be the faster one.
+
+    Args:
+      derivative, types, layout: of the program.
+      budget: of bytes.
+      compress, offload: what else may be done.
+      measure, before: of the step that the program is part of, as for `known`.
 
     Raises:
       TooLittleError: the budget is less than the least possible.
@@ -53,19 +61,19 @@ def decide(
     nothing_moves = _why_nothing_moves(derivative, layout) if offload else ""
     offload = offload and not nothing_moves
     most = Allowed(compress, offload)
-    found = [_decide(known(derivative, types, layout, most), budget)]
+    of = lambda allowed: known(derivative, types, layout, allowed, measure, before)
+    found = [_decide(of(most), budget)]
     for less in dict.fromkeys((most, Allowed(compress), Allowed())):
         if less == most or (budget == "min" and less.compress != compress):
             continue
-        other = known(derivative, types, layout, less)
+        other = of(less)
         if budget == "min" or all(_can_be_faster(other, one, budget) for one in found):
             found.insert(0, _decide(other, budget))  # of equals it is the one to take
     plans = [plan for plan in found if isinstance(plan, Plan)]
     if not plans:
         hint = ""
         if not (offload or _why_nothing_moves(derivative, layout)):
-            moved = known(derivative, types, layout, most._replace(offload=True))
-            hint = what_moving_saves(known(derivative, types, layout, most).chain, moved.chain, layout)
+            hint = what_moving_saves(of(most).chain, of(most._replace(offload=True)).chain, layout)
         raise TooLittleError(f"{found[-1]}{hint}")
     best = min(plans, key=lambda plan: plan.nbytes if budget == "min" else plan.seconds)
     if offload and isinstance(found[-1], str):
@@ -75,7 +83,7 @@ def decide(
     return dataclasses.replace(best, notes=(nothing_moves,)) if nothing_moves else best
 
 
-def _why_nothing_moves(derivative: Derivative, layout: Layout) -> str:
+def _why_nothing_moves(derivative: Passes, layout: Layout) -> str:
     """Why plans cannot move anything to the host, if so."""
     device = device_of(layout.shardings)
     if device.platform not in ("gpu", "tpu"):

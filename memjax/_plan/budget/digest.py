@@ -16,13 +16,13 @@ from jax.extend import core
 
 from memjax._core.compat import parameters
 from memjax._core.program.jaxpr import does_nothing, is_literal
-from memjax._plan.derivative import Derivative
+from memjax._plan.derivative import Passes
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 _PLACES = (jax.sharding.Sharding, jax.sharding.Mesh, jax.sharding.AbstractMesh)
 
 
-def digest(derivative: Derivative) -> str:
+def digest(derivative: Passes) -> str:
     """Equal for equal programs, however their variables are called and wherever their arrays lie."""
     names: dict[Any, str] = {}
     parts: list[str] = [str(derivative.wrt), str(derivative.outs), *(["blocks"] if derivative.of_blocks else [])]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,13 +12,23 @@ from memjax._plan.budget.digest import digest
 from memjax._plan.budget.pieces import pieces
 from memjax._plan.budget.stretches import stretches
 from memjax._plan.compiled import compiled_bytes, device_of, platform_of
-from memjax._plan.derivative import Derivative
+from memjax._plan.derivative import Passes
 from memjax._plan.layout import Layout
 from memjax._plan.result import Stretch
-from memjax._plan.run import run
+from memjax._plan.run import Run, run
 from memjax._plan.solve.chain import Chain, Choice
 
 _MOST_PROGRAMS = 16
+
+
+Key = tuple[Any, ...]
+"""What tells plans of a program apart: `key_of`."""
+Measure = Callable[[Run | None, Key], int | None]
+"""From two passes (None: those of the program itself) and the key of their plan to temporary bytes per device, compiled."""
+
+
+def key_of(stretches: Sequence[Stretch], in_steps: bool) -> Key:
+    return (in_steps, *((one.start, one.stop, one.turns, one.kept) for one in stretches))
 
 
 class Allowed(NamedTuple):
@@ -36,21 +46,23 @@ class Known:
       layout: of its inputs.
       digest: of it.
       compiled: bytes of steps by what the plan keeps, shared by the chains for all that may be allowed.
+      measure: compiles a step; None: value and gradient are the step.
     """
 
     def __init__(
         self,
-        derivative: Derivative,
+        derivative: Passes,
         types: Sequence[Any],
         layout: Layout,
         allowed: Allowed,
         digest: str,
         compiled: dict[Any, int | None],
+        measure: Measure | None = None,
     ):
         self.chain = Chain(derivative, costs.device(device_of(layout.shardings)), **allowed._asdict())
         self.digest = digest
         self._types, self.layout = types, layout
-        self.compiled = compiled
+        self.compiled, self._measure = compiled, measure
 
     @property
     def base_seconds(self) -> float:
@@ -68,11 +80,14 @@ class Known:
 
     def step_bytes(self, stretches: tuple[Stretch, ...], in_steps: bool = False) -> int | None:
         """Temporary bytes of the step under a plan, compiled; None where it is no program of its own."""
-        key = (in_steps, *((one.start, one.stop, one.turns, one.kept) for one in stretches))
+        key = key_of(stretches, in_steps)
         if key not in self.compiled:
             platform = self.chain.rates.platform if in_steps else None
-            acting = run(self.chain.derivative, pieces(self.chain, stretches), platform)
-            self.compiled[key] = compiled_bytes(acting, self._types, self.layout)
+            derivative, parts = self.chain.derivative, pieces(self.chain, stretches)
+            if self._measure is not None:
+                self.compiled[key] = self._measure(Run(derivative, parts, platform) if parts else None, key)
+            else:
+                self.compiled[key] = compiled_bytes(run(derivative, parts, platform), self._types, self.layout)
         return self.compiled[key]
 
 
@@ -84,19 +99,33 @@ def forget() -> None:
     _known.clear()
 
 
-def known(derivative: Derivative, types: Sequence[Any], layout: Layout, allowed: Allowed) -> Known:
-    """What is known of an equal program for an equal device, or of this one from now on."""
+def known(
+    derivative: Passes,
+    types: Sequence[Any],
+    layout: Layout,
+    allowed: Allowed,
+    measure: Measure | None = None,
+    before: dict[Any, Known] | None = None,
+) -> Known:
+    """What is known of an equal program for an equal device, or of this one from now on.
+
+    Args:
+      derivative, types, layout, allowed: of the program.
+      measure: compiles the step that the program is part of; None: it is one by itself.
+      before: what is known of that step's plans; with `measure`.
+    """
+    every = _known if before is None else before
     kind, platform = device_of(layout.shardings).device_kind, platform_of(layout.shardings)
     name = digest(derivative)
     of_program = (name, kind, platform, tuple(map(str, layout.shardings)))
     key = (of_program, allowed)
-    if key in _known:
-        return _known[key]
-    other = next((one for (of, _), one in _known.items() if of == of_program), None)  # they have plans in common
-    found = Known(derivative, types, layout, allowed, name, {} if other is None else other.compiled)
+    if key in every:
+        return every[key]
+    other = next((one for (of, _), one in every.items() if of == of_program), None)  # they have plans in common
+    found = Known(derivative, types, layout, allowed, name, {} if other is None else other.compiled, measure)
     consts = [*derivative.forward.consts, *derivative.backward.consts]
     if not any(isinstance(const, jax.core.Tracer) for const in consts):  # which would outlive its trace
-        if len(_known) == _MOST_PROGRAMS:
-            _known.pop(next(iter(_known)))
-        _known[key] = found
+        if len(every) == _MOST_PROGRAMS:
+            every.pop(next(iter(every)))
+        every[key] = found
     return found

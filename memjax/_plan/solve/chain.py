@@ -21,7 +21,7 @@ from memjax._core.program.jaxpr import is_literal, variables
 from memjax._core.program.primitives import expensive
 from memjax._plan.blocks import ends_of_blocks
 from memjax._plan.codes import Codes, codes_of, codes_of_loop
-from memjax._plan.derivative import Derivative, LoopPair, can_be_split, loop_pairs
+from memjax._plan.derivative import LoopPair, Passes, can_be_split, loop_pairs
 from memjax._plan.lent import lent_to_pieces
 from memjax._plan.solve.moved import with_moves
 from memjax._plan.solve.phases import available_anywhere, backward_turns, cut_points
@@ -54,7 +54,7 @@ class Chain:
 
     def __init__(
         self,
-        derivative: Derivative,
+        derivative: Passes,
         rates: costs.Device,
         *,
         compress: bool = False,
