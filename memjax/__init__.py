@@ -1,6 +1,7 @@
 """memjax: training that fits in memory, with composable transforms for JAX and Flax.
 
 Functions:
+  jit: a training step within the memory of a device: `jax.jit`, and it fits.
   explain: where the activation memory of a training step goes, module by module, and what would save it.
   plan: what a function keeps and what it computes again, so that its step fits a budget of memory in the least time.
   planned: a function that is differentiated by such a plan.
@@ -13,6 +14,7 @@ Classes:
   Explanation: what `explain` returns.
   Measurement: what `measure` returns.
   Plan: what `plan` returns.
+  StepPlan: the plan of a step under `jit`.
 
 Packages:
   remat: recomputation by budget and by name: checkpoint, scan, chain, dense blocks, RNNs.
@@ -27,6 +29,8 @@ import importlib.metadata
 
 from memjax import compress, remat, shard
 from memjax._explain import Explanation, explain
+from memjax._jit.jit import jit
+from memjax._jit.step_plan import StepPlan
 from memjax._linear_cross_entropy import linear_cross_entropy
 from memjax._measure import measure, remat_compiler_options
 from memjax._measurement import Measurement
@@ -38,10 +42,12 @@ __all__ = [
     "Explanation",
     "Measurement",
     "Plan",
+    "StepPlan",
     "__version__",
     "compress",
     "compressed",
     "explain",
+    "jit",
     "linear_cross_entropy",
     "measure",
     "plan",

@@ -1,0 +1,1 @@
+"""`memjax.jit`: whole training steps within the memory of a device."""

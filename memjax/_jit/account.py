@@ -1,0 +1,72 @@
+"""What to say where no plan fits: where the memory of a step goes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from memjax._core.check import readable_bytes
+from memjax._core.program.jaxpr import nbytes
+from memjax._jit.step_plan import StepPlan
+
+_ROWS = 6
+
+
+def account(least: StepPlan, program: Any, traced: Any, *, nothing_to_plan: bool = False) -> str:
+    """The message for a budget that is less than the least possible.
+
+    Args:
+      least: the plan that takes the least.
+      program: the step, compiled with it.
+      traced: the step as it is written.
+      nothing_to_plan: there is no derivative in it.
+    """
+    found = program.memory_analysis()
+    results = found.output_size_in_bytes - found.alias_size_in_bytes
+    given, possible = readable_bytes(least.budget), readable_bytes(least.nbytes)
+    if given == possible:
+        given, possible = f"{least.budget:,} B", f"{least.nbytes:,} B"
+    if nothing_to_plan:
+        head = (
+            f"budget is {given}, but the step takes {possible} and has no derivative in it of which less could be kept"
+        )
+    else:
+        time = f", at {least.seconds / least.plain_seconds:.2f} of the predicted time" if least.plain_seconds else ""
+        plain = readable_bytes(least.plain_nbytes)
+        head = f"budget is {given}, but the least possible is {possible} of a device{time}; as it is written it takes {plain}"
+    rows = [f"arguments: {readable_bytes(found.argument_size_in_bytes)} ({_by_path(traced)})"]
+    rows.append(f"results that are no donated arguments: {readable_bytes(results)}{_donation(traced)}")
+    rows.append(f"temporaries: {readable_bytes(found.temp_size_in_bytes)}")
+    if found.generated_code_size_in_bytes:
+        rows.append(f"code: {readable_bytes(found.generated_code_size_in_bytes)}")
+    hint = "Give a larger budget, a smaller batch, a narrower optimizer state, or shard the arguments over more devices"
+    return "\n  ".join([head + ":", *rows]) + f"\n{hint}."
+
+
+def _by_path(traced: Any) -> str:
+    """Bytes of arguments by their path, the largest first; of all devices together."""
+    sizes: dict[str, int] = {}
+    for path, info in jax.tree_util.tree_leaves_with_path(traced.args_info):
+        name = jax.tree_util.keystr(path[1:3], simple=True, separator="/")
+        name = f"args[{name}]" if path[0].idx == 0 else name
+        sizes[name] = sizes.get(name, 0) + nbytes(info._aval)
+    largest = sorted(sizes.items(), key=lambda item: -item[1])
+    rows = [f"{name} {readable_bytes(size)}" for name, size in largest[:_ROWS]]
+    return ", ".join(rows + ["..."] * (len(largest) > _ROWS))
+
+
+def _donation(traced: Any) -> str:
+    """What donating would give back."""
+    free: dict[Any, int] = {}
+    for info in jax.tree.leaves(traced.args_info):
+        if not info.donated:
+            kind = info._aval.shape, info._aval.dtype
+            free[kind] = free.get(kind, 0) + 1
+    saved = 0
+    for aval in traced.jaxpr.out_avals:
+        kind = aval.shape, aval.dtype
+        if free.get(kind, 0):
+            free[kind] -= 1
+            saved += nbytes(aval)
+    return f"; donate_argnums would give up to {readable_bytes(saved)} back" if saved > 2**10 else ""

@@ -1,0 +1,196 @@
+"""A traced step as the derivatives in it: where their two passes are, in loops and branches as well.
+
+JAX marks what a derivative makes in name stacks: "jvp" the forward pass, "transpose" the backward pass. What depends on a
+backward pass comes after it: the update of parameters belongs to it, and the forward pass of another gradient begins anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from memjax._core.arrays import is_float
+from memjax._core.compat import derivatives, name_stack, parameters
+from memjax._core.lists import Arrays
+from memjax._core.program.jaxpr import (
+    Program,
+    as_closed,
+    axis_sizes,
+    bind,
+    calls_in_place,
+    read,
+    trace,
+    variables,
+)
+from memjax._plan.derivative import Passes, without_dead_equations
+from memjax._plan.run import Run
+
+_BODIES = ("scan", "cond", "while", "shard_map")
+Acting = Mapping["StepPasses", Run]
+"""How passes are run; those that are not there run as they are."""
+
+
+class StepPasses(Passes):
+    """The two passes of a derivative in a program, and what follows from the second.
+
+    Args:
+      forward, backward: their equations.
+      others: what is read elsewhere: variables.
+    """
+
+    def __init__(self, forward: Sequence[Any], backward: Sequence[Any], others: set[Any]):
+        made, late = _made(forward), _made(backward)
+        read_here = dict.fromkeys(var for eqn in (*forward, *backward) for var in variables(eqn.invars))
+        inputs = [var for var in read_here if var not in made and var not in late]
+        kept = {var for eqn in backward for var in variables(eqn.invars)}
+        self.outputs = [var for var in made if var in others]
+        residuals = [var for var in made if var in kept and var not in others]
+        self.forward = Program([], [], inputs, [*self.outputs, *residuals], list(forward))
+        self.backward = Program([], [], [], [var for var in late if var in others], list(backward))
+        self.wrt = tuple(is_float(var.aval) for var in inputs)
+        self.outs = (False,) * len(self.outputs)
+
+
+class Body:
+    """A program and the derivatives in it.
+
+    Args:
+      closed: the program.
+
+    Attributes:
+      passes: of the derivatives, in order.
+      inner: by number of an equation, the bodies that have derivatives in them.
+    """
+
+    def __init__(self, closed: Any):
+        self._program = without_dead_equations(calls_in_place(closed, differentiable=False))
+        eqns = self._program.eqns
+        levels = _levels(eqns)
+        self._stages = [
+            [i for i, level in enumerate(levels) if level // 2 == stage]
+            for stage in range(max(levels, default=0) // 2 + 1)
+        ]
+        self._of_stage: dict[int, StepPasses] = {}
+        for stage, numbers in enumerate(self._stages):
+            first, second = ([eqns[i] for i in numbers if levels[i] % 2 == part] for part in (0, 1))
+            if first and second:
+                elsewhere = [eqns[i] for other in self._stages[stage + 1 :] for i in other]
+                others = {var for eqn in elsewhere for var in variables(eqn.invars)} | {
+                    *variables(self._program.outvars)
+                }
+                self._of_stage[stage] = StepPasses(first, second, others)
+        self.passes = list(self._of_stage.values())
+        self.inner: dict[int, list[Body]] = {}
+        for i, eqn in enumerate(eqns):
+            if eqn.primitive.name in _BODIES and not derivatives(name_stack(eqn)):
+                bodies = [Body(one) for one in _closed_bodies(eqn)]
+                if any(body.has_passes for body in bodies):
+                    self.inner[i] = bodies
+
+    @property
+    def has_passes(self) -> bool:
+        return bool(self.passes or self.inner)
+
+    def every(self) -> Iterator[StepPasses]:
+        """All passes, those of bodies included."""
+        yield from self.passes
+        for bodies in self.inner.values():
+            for body in bodies:
+                yield from body.every()
+
+    def evaluate(self, inputs: Sequence[Any], acting: Acting) -> Arrays:
+        """The outputs of the program for values of its inputs."""
+        program = self._program
+        env = dict(zip([*program.constvars, *program.invars], [*program.consts, *inputs], strict=True))
+        if not any(one in acting for one in self.passes):
+            self._run(range(len(program.eqns)), env, acting)
+        else:
+            for stage, numbers in enumerate(self._stages):
+                one = self._of_stage.get(stage)
+                if one is None or one not in acting:
+                    self._run(numbers, env, acting)
+                    continue
+                given = read(env, one.forward.invars)
+                outs, kept = acting[one].forward(given)
+                env |= zip(one.outputs, outs, strict=True)
+                env |= zip(one.backward.outvars, acting[one].backward(given, kept, []), strict=True)
+        return read(env, program.outvars)
+
+    def _run(self, numbers: Sequence[int], env: dict[Any, Any], acting: Acting) -> None:
+        for i in numbers:
+            eqn = self._program.eqns[i]
+            values = read(env, eqn.invars)
+            bodies = self.inner.get(i)
+            if bodies is None or not any(one in acting for body in bodies for one in body.every()):
+                outs = bind(eqn, values)
+            else:
+                outs = _bind_with(eqn, values, [self._evaluating(body, acting) for body in bodies])
+            env |= zip(eqn.outvars, outs, strict=True)
+
+    def _evaluating(self, body: Body, acting: Acting) -> Callable[..., Arrays]:
+        return lambda *inputs: body.evaluate(inputs, acting)
+
+
+def _made(eqns: Sequence[Any]) -> dict[Any, None]:
+    return dict.fromkeys(out for eqn in eqns for out in eqn.outvars)
+
+
+def _levels(eqns: Sequence[Any]) -> list[int]:
+    """By equation: 0 in the first forward pass, 1 in the first backward pass and after it, 2 in the next forward pass, and so on.
+
+    An order by levels is one in which every equation comes after those that it depends on.
+    """
+    marks = [derivatives(name_stack(eqn)) for eqn in eqns]
+    # Within a derivative in forward mode all is marked "jvp" once more, and the passes are told by the marks inside of these.
+    while marks and any("transpose" in mark for mark in marks) and not any(mark[:1] == ["transpose"] for mark in marks):
+        marks = [mark[1:] for mark in marks]
+    level_of: dict[Any, int] = {}
+    levels = []
+    for eqn, mark in zip(eqns, marks, strict=True):
+        level = max((level_of.get(var, 0) for var in variables(eqn.invars)), default=0)
+        if mark[:1] == ["transpose"]:
+            level += 1 - level % 2
+        elif mark[:1] == ["jvp"]:
+            level += level % 2
+        levels.append(level)
+        level_of.update(dict.fromkeys(eqn.outvars, level))
+    return _put_off(eqns, marks, levels)
+
+
+def _put_off(eqns: Sequence[Any], marks: Sequence[Sequence[str]], levels: Sequence[int]) -> list[int]:
+    """The levels, what no derivative marks being computed where it is first read: decayed weights, say, with the update."""
+    found = list(levels)
+    readers: dict[Any, int] = {}
+    for i in reversed(range(len(eqns))):
+        reading = [readers[out] for out in eqns[i].outvars if out in readers]
+        if not marks[i] and not eqns[i].effects and reading:
+            found[i] = max(found[i], min(reading))
+        for var in variables(eqns[i].invars):
+            readers[var] = min(readers.get(var, found[i]), found[i])
+    return found
+
+
+def _closed_bodies(eqn: Any) -> list[Any]:
+    """The bodies of an equation that `_bind_with` can replace."""
+    params = parameters(eqn)
+    if eqn.primitive.name == "cond":
+        return list(params["branches"])
+    return [as_closed(params["body_jaxpr" if eqn.primitive.name == "while" else "jaxpr"])]
+
+
+def _bind_with(eqn: Any, values: Sequence[Any], fs: Sequence[Callable[..., Arrays]]) -> Arrays:
+    """The results of the equation with other bodies, which are functions of the same types."""
+    params = parameters(eqn)
+    if eqn.primitive.name == "shard_map":
+        specs = {name: params[name] for name in ("mesh", "in_specs", "out_specs", "check_vma")}
+        [f] = fs
+        return jax.shard_map(f, axis_names=set(params["newly_manual_axes"]), **specs)(*values)
+    old = _closed_bodies(eqn)
+    new = [trace(f, one.in_avals, axis_sizes(one.jaxpr)) for f, one in zip(fs, old, strict=True)]
+    if eqn.primitive.name == "cond":
+        changed: dict[str, Any] = {"branches": tuple(new)}
+    else:
+        changed = {"body_jaxpr" if eqn.primitive.name == "while" else "jaxpr": new[0]}
+    return bind(eqn.replace(params=eqn.params | changed), values)

@@ -1,0 +1,309 @@
+"""`memjax.jit`: `jax.jit`, and the step fits."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from memjax._core import check
+from memjax._core.arguments import objects_in, put_changes
+from memjax._core.arrays import is_float
+from memjax._core.compat import is_tracer
+from memjax._core.meshes import own_sharding, split_over
+from memjax._jit.account import account
+from memjax._jit.body import Acting, Body
+from memjax._jit.call import Pure, Statics, donated_but_unchanged, taken_apart
+from memjax._jit.fit import Compiled, DoesNotFitError, Fit, acting_by, held_bytes
+from memjax._jit.step_plan import StepPlan
+from memjax._measure import remat_compiler_options
+from memjax._plan.compiled import device_of
+from memjax._plan.layout import Layout
+
+_ALLOWED = ("recompute", "offload", "compress")
+
+
+class _Entry(NamedTuple):
+    """A step for arguments of some types and shardings.
+
+    Attributes:
+      plan: of it.
+      jitted: it as a function under `jax.jit`.
+      program: it, compiled.
+    """
+
+    plan: StepPlan
+    jitted: Any
+    program: Any
+
+
+def jit(
+    f: Callable[..., Any] | None = None,
+    *,
+    budget: int | str = "device",
+    allow: Sequence[str] = ("recompute",),
+    plan: StepPlan | None = None,
+    **options: Any,
+) -> Any:
+    """`f` under `jax.jit`, so that what is compiled holds no more than `budget` bytes of a device.
+
+    A step that fits is the program of `jax.jit`, compiled once. Otherwise the derivatives in it, wherever they are (`jax.grad`,
+    `nnx.value_and_grad`, in loops that accumulate gradients, in branches, several of them), keep less between their forward
+    and backward passes, and compute the rest again: the fastest plan that fits, each candidate being compiled as it will run.
+    Nothing in `f` is edited, and the results are the same up to rounding.
+
+    Args:
+      f: a training step: a function of pytrees, NNX objects among them, which it may update in place as under `nnx.jit`. None:
+        a decorator with these options.
+      budget: bytes of a device for all that the compiled step holds: arguments, results that are no donated arguments,
+        temporaries, code; a number, or a text like "40GiB". "device": the device's memory less what other arrays take; on
+        devices that tell no limit, as CPUs, everything fits. "min": the least memory.
+      allow: what a plan may do. "recompute": compute again what is not kept; always. "offload": move what loops keep to the
+        memory of the host. "compress": keep what may be rounded in 8 bits; gradients are rounded then. As for `memjax.plan`.
+      plan: a `StepPlan` that `step.plan` made, to act on; `budget` is not asked then.
+      **options: those of `jax.jit`: static_argnums, donate_argnums, in_shardings, out_shardings, compiler_options, and so on.
+
+    Returns:
+      A function with the signature of `f`. It has, for arguments or `jax.ShapeDtypeStruct`s with the shardings that they will
+      have: `plan(*args)`, a `StepPlan`; `lower(*args)` and `trace(*args)`, of the step as planned; `explain(*args)`, as
+      `memjax.explain(f, *args)`; `clear_cache()`. Within other transforms of JAX it is `jax.jit(f)`, and plans nothing.
+
+    Saved between forward and backward pass: what the plan says. Memory: at most `budget`, or an error.
+
+    Raises:
+      ValueError: no plan fits (the message is an account of the memory), or `plan` is of another step.
+      TypeError: an option that `jax.jit` does not know.
+    """
+    if f is None:
+        return functools.partial(jit, budget=budget, allow=allow, plan=plan, **options)
+    check.function("f", f)
+    room = check.byte_count("budget", budget, words=("min", "device"))
+    if isinstance(allow, str) or not isinstance(allow, Sequence):
+        raise check.fail(TypeError, "allow", "a sequence of names", allow, 'such as ("recompute",)')
+    for name in allow:
+        check.choice("allow", name, _ALLOWED)
+    if plan is not None and not isinstance(plan, StepPlan):
+        raise check.fail(TypeError, "plan", "a StepPlan", plan, "step.plan(*args) makes one")
+    return Jitted(f, room, allow, plan, options)
+
+
+class Jitted:
+    """A step under `memjax.jit`."""
+
+    def __init__(
+        self,
+        f: Callable[..., Any],
+        budget: int | str,
+        allow: Sequence[str],
+        plan: StepPlan | None,
+        options: dict[str, Any],
+    ):
+        self._f, self._budget, self._allow, self._plan, self._options = f, budget, tuple(allow), plan, options
+        jax.jit(f, **options)  # says what is wrong with the options
+        functools.update_wrapper(self, f)
+        self._statics = Statics(f, options.get("static_argnums"), options.get("static_argnames"))
+        self._steps: dict[Any, _Step] = {}
+        self._entries: dict[Any, _Entry] = {}
+        self._last: tuple[Any, _Entry] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        graph, apart, named = taken_apart(args, kwargs)
+        step = self._step(graph)
+        static, dynamic, dynamic_named = self._statics.split(apart, named)
+        if any(map(is_tracer, jax.tree.leaves((dynamic, dynamic_named)))):
+            return self._updated(step, args, kwargs, step.plain(*apart, **named))
+        of_call = graph, static, _context()
+        if self._last is not None and self._last[0] == of_call:
+            try:
+                return self._updated(step, args, kwargs, self._last[1].program(*dynamic, **dynamic_named))
+            except (TypeError, ValueError):  # of other types, or on other devices
+                pass
+        entry = self._entry(step, of_call, apart, named, dynamic, dynamic_named)
+        self._last = of_call, entry
+        return self._updated(step, args, kwargs, entry.program(*dynamic, **dynamic_named))
+
+    def plan(self, *args: Any, **kwargs: Any) -> StepPlan:
+        """The plan for these arguments, which are arrays or `jax.ShapeDtypeStruct`s."""
+        return self._for(args, kwargs).plan
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """The step as planned, traced: a `jax.stages.Traced`."""
+        return self._for(args, kwargs).jitted.trace(*args, **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """The step as planned, lowered: a `jax.stages.Lowered`."""
+        return self.trace(*args, **kwargs).lower()
+
+    def explain(self, *args: Any, **kwargs: Any) -> Any:
+        """Where the memory of the step goes, as it is written: see `memjax.explain`."""
+        from memjax._explain.explain import explain
+
+        return explain(self._f, *args, **kwargs)
+
+    def clear_cache(self) -> None:
+        """Forgets what was compiled."""
+        self._entries.clear()
+        self._steps.clear()
+        self._last = None
+
+    def _for(self, args: tuple, kwargs: dict[str, Any]) -> _Entry:
+        graph, apart, named = taken_apart(args, kwargs)
+        static, dynamic, dynamic_named = self._statics.split(apart, named)
+        of_call = graph, static, _context()
+        return self._entry(self._step(graph), of_call, apart, named, dynamic, dynamic_named)
+
+    def _step(self, graph: Any) -> _Step:
+        if graph not in self._steps:
+            self._steps[graph] = _Step(self._f, graph, self._options)
+        return self._steps[graph]
+
+    def _updated(self, step: _Step, args: tuple, kwargs: dict[str, Any], out: Any) -> Any:
+        if step.graph is None:
+            return out
+        result, changes = out
+        put_changes(objects_in((args, kwargs)), changes)
+        return result
+
+    def _entry(
+        self, step: _Step, of_call: Any, args: tuple, kwargs: dict[str, Any], dynamic: tuple, named: dict[str, Any]
+    ) -> _Entry:
+        leaves, tree = jax.tree.flatten((dynamic, named))
+        key = of_call, tree, tuple(map(_kind, leaves))
+        if key not in self._entries:
+            self._entries[key] = _decided(step, self._budget, self._allow, self._plan, args, kwargs, leaves)
+        return self._entries[key]
+
+
+class _Step:
+    """A step whose NNX objects have a certain structure.
+
+    Attributes:
+      graph: that structure.
+      plain: the step as it is written, under `jax.jit`, a function of arguments that are taken apart.
+    """
+
+    def __init__(self, f: Callable[..., Any], graph: Any, options: dict[str, Any]):
+        self.graph, self._f, self._options = graph, f, options
+        self._pure = Pure(f, graph)
+        self.plain = self._jitted()
+
+    def _jitted(self) -> Any:
+        if self.graph is None:
+            return jax.jit(self._f, **self._options)
+        return self.with_options(lambda *args, **kwargs: self._pure(args, kwargs))
+
+    def with_options(self, run: Callable[..., Any]) -> Any:
+        """`run`, a function of the same arguments, under `jax.jit` as the step is."""
+        return jax.jit(functools.wraps(self._f)(run), **self._options)
+
+    def trace(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The step as it is written, traced. What is donated and stays as it is becomes a result."""
+        traced = self.plain.trace(*args, **kwargs)
+        if self.graph is not None and (missing := donated_but_unchanged(traced)):
+            self._pure.returned |= missing
+            self.plain = self._jitted()
+            traced = self.plain.trace(*args, **kwargs)
+        return traced
+
+
+def _decided(
+    step: _Step,
+    budget: int | str,
+    allow: Sequence[str],
+    plan: StepPlan | None,
+    args: tuple,
+    kwargs: dict[str, Any],
+    leaves: Sequence[Any],
+) -> _Entry:
+    """The step for these arguments: as it is written if it fits, or by a plan."""
+    traced = step.trace(args, kwargs)
+    closed, out_tree = traced.jaxpr, jax.tree.structure(traced.out_info)
+    extra: dict[str, Any] = dict(remat_compiler_options(_device(leaves).platform))
+
+    def acting_step(body: Body, acting: Acting) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            given = [leaf for leaf in jax.tree.leaves((args, kwargs)) if is_tracer(leaf)]
+            return jax.tree.unflatten(out_tree, body.evaluate([*closed.consts, *given], acting))
+
+        return step.with_options(run)
+
+    if plan is not None:
+        body = Body(closed)
+        layout = _layout(closed, leaves)
+        jitted = acting_step(body, acting_by(body, plan, layout)) if any(plan.passes) else step.plain
+        return _Entry(plan, jitted, jitted.trace(*args, **kwargs).lower().compile(compiler_options=extra))
+    program = traced.lower().compile()
+    plain = Compiled(program, held_bytes(program))
+    room = _room(budget, program, leaves)
+    as_written = StepPlan(room if isinstance(room, int) else plain.nbytes, plain.nbytes, plain.nbytes)
+    if room is None or (isinstance(room, int) and plain.nbytes <= room):
+        return _Entry(as_written, step.plain, program)
+    body = Body(closed)
+    if not body.has_passes:
+        if room != "min":
+            raise ValueError(account(as_written, program, traced, nothing_to_plan=True))
+        return _Entry(as_written, step.plain, program)
+    found: dict[Any, Any] = {}
+
+    def compile_with(acting: Acting) -> Any:
+        jitted = acting_step(body, acting)
+        compiled = jitted.trace(*args, **kwargs).lower().compile(compiler_options=extra)
+        found[id(compiled)] = jitted
+        return compiled
+
+    fit = Fit(
+        body,
+        _layout(closed, leaves),
+        plain,
+        compile_with,
+        compress="compress" in allow,
+        offload="offload" in allow,
+    )
+    try:
+        decided, best = fit.within(room)
+    except DoesNotFitError as error:
+        raise ValueError(account(error.plan, error.program, traced)) from None
+    return _Entry(decided, found.get(id(best), step.plain), best)
+
+
+def _room(budget: int | str, program: Any, leaves: Sequence[Any]) -> int | str | None:
+    """Bytes of a device for the step, "min", or None where nothing limits it."""
+    if budget != "device":
+        return budget
+    device = _device(leaves)
+    stats = (device.memory_stats() if hasattr(device, "memory_stats") else None) or {}
+    if "bytes_limit" not in stats:
+        return None
+    mine = program.memory_analysis().argument_size_in_bytes
+    return stats["bytes_limit"] - max(stats.get("bytes_in_use", 0) - mine, 0)
+
+
+def _layout(closed: Any, leaves: Sequence[Any]) -> Layout:
+    """Where the constants and inputs of the step lie."""
+    shardings = [own_sharding(leaf) for leaf in (*closed.consts, *leaves)]
+    devices = split_over(
+        shardings, [not is_float(aval) for aval in (*map(jax.typeof, closed.consts), *closed.in_avals)]
+    )
+    return Layout(shardings, devices)
+
+
+def _device(leaves: Sequence[Any]) -> Any:
+    """A device that the step runs on."""
+    return device_of([own_sharding(leaf) for leaf in leaves])
+
+
+def _context() -> tuple[Any, ...]:
+    """What JAX traces by besides arguments."""
+    names = "jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_default_device"
+    return jax.sharding.get_abstract_mesh(), *(getattr(jax.config, name, None) for name in names)
+
+
+def _kind(leaf: Any) -> Any:
+    """Equal for leaves of arguments that one compiled program takes."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.shape, leaf.dtype, leaf.weak_type, leaf.sharding
+    if isinstance(leaf, jax.Array):
+        return leaf.shape, leaf.dtype, leaf.weak_type, leaf.sharding if leaf.committed else None
+    return type(leaf), getattr(leaf, "shape", None), getattr(leaf, "dtype", None)

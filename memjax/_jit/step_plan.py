@@ -1,0 +1,67 @@
+"""The plan of a whole step as data."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from memjax._core import check
+from memjax._core.check import readable_bytes
+from memjax._plan.result import Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """How a step fits a budget: what each derivative in it keeps between its two passes. Plain data.
+
+    Attributes:
+      budget: bytes of a device that the step may hold: arguments, results that are no donated arguments, temporaries, code.
+      nbytes: what it holds, compiled.
+      plain_nbytes: the same of the step as it is written.
+      passes: by derivative in the step, in the order of their equations, those in loops and branches after the others: the plan
+        of its two passes, of which the bytes are temporary ones; None where it runs as it is written. None at all: the whole step
+        does.
+    """
+
+    budget: int
+    nbytes: int
+    plain_nbytes: int
+    passes: tuple[Plan | None, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of the derivatives that are planned."""
+        return sum(plan.seconds for plan in self.passes if plan is not None)
+
+    @property
+    def plain_seconds(self) -> float:
+        """The same with nothing computed again."""
+        return sum(plan.plain_seconds for plan in self.passes if plan is not None)
+
+    def __str__(self) -> str:
+        if not any(self.passes):
+            return f"StepPlan: {readable_bytes(self.nbytes)} of {readable_bytes(self.budget)}, as it is written"
+        more = self.seconds / self.plain_seconds - 1 if self.plain_seconds else 0.0
+        head = (
+            f"StepPlan: {readable_bytes(self.nbytes)} of {readable_bytes(self.budget)}, {readable_bytes(self.plain_nbytes)} as "
+            f"it is written; predicted time {more:+.1%}"
+        )
+        return "\n".join([head, *(str(plan) for plan in self.passes if plan is not None)])
+
+    def to_json(self) -> str:
+        """The plan as JSON; `from_json` reads it back."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> StepPlan:
+        """The plan that `to_json` wrote; ValueError for any other text."""
+        fields = check.json_fields("StepPlan", text, [field.name for field in dataclasses.fields(cls)])
+        try:
+            passes = tuple(None if one is None else Plan.from_json(json.dumps(one)) for one in fields["passes"])
+            numbers: dict[str, Any] = {
+                name: check.integer(name, fields[name], least=0) for name in ("budget", "nbytes", "plain_nbytes")
+            }
+        except (TypeError, ValueError) as error:
+            raise check.fail(ValueError, "text", "what StepPlan.to_json wrote", text, str(error)) from error
+        return cls(passes=passes, **numbers)
