@@ -6,6 +6,7 @@ backward pass comes after it: the update of parameters belongs to it, and the fo
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -65,7 +66,10 @@ class Body:
     """
 
     def __init__(self, closed: Any):
-        self._program = without_dead_equations(calls_in_place(closed, differentiable=False))
+        program = calls_in_place(closed, differentiable=False)
+        losses = _unread_losses(program)
+        reached = dataclasses.replace(program, outvars=[*program.outvars, *losses])
+        self._program = dataclasses.replace(without_dead_equations(reached), outvars=program.outvars)
         eqns = self._program.eqns
         levels = _levels(eqns)
         self._stages = [
@@ -77,9 +81,8 @@ class Body:
             first, second = ([eqns[i] for i in numbers if levels[i] % 2 == part] for part in (0, 1))
             if first and second:
                 elsewhere = [eqns[i] for other in self._stages[stage + 1 :] for i in other]
-                others = {var for eqn in elsewhere for var in variables(eqn.invars)} | {
-                    *variables(self._program.outvars)
-                }
+                others = {var for eqn in elsewhere for var in variables(eqn.invars)}
+                others.update(variables(reached.outvars))
                 self._of_stage[stage] = StepPasses(first, second, others)
         self.passes = list(self._of_stage.values())
         self.inner: dict[int, list[Body]] = {}
@@ -133,6 +136,13 @@ class Body:
         return lambda *inputs: body.evaluate(inputs, acting)
 
 
+def _unread_losses(program: Program) -> list[Any]:
+    """What forward passes make last, where only the gradient is asked for: programs are cut by what leads there."""
+    read_at_all = {var for eqn in program.eqns for var in variables(eqn.invars)} | {*variables(program.outvars)}
+    made = (out for eqn in program.eqns if derivatives(name_stack(eqn))[:1] == ["jvp"] for out in eqn.outvars)
+    return [var for var in made if var not in read_at_all and is_float(var.aval) and var.aval.ndim <= 1]
+
+
 def _made(eqns: Sequence[Any]) -> dict[Any, None]:
     return dict.fromkeys(out for eqn in eqns for out in eqn.outvars)
 
@@ -160,15 +170,19 @@ def _levels(eqns: Sequence[Any]) -> list[int]:
 
 
 def _put_off(eqns: Sequence[Any], marks: Sequence[Sequence[str]], levels: Sequence[int]) -> list[int]:
-    """The levels, what no derivative marks being computed where it is first read: decayed weights, say, with the update."""
+    """The levels, each equation being put off until it is read: decayed weights to the update, a mask to the pass that uses it.
+
+    An equation of a forward pass stays in one, that of the gradient which reads it first.
+    """
     found = list(levels)
-    readers: dict[Any, int] = {}
+    first: dict[Any, int] = {}  # of the levels that read a variable
     for i in reversed(range(len(eqns))):
-        reading = [readers[out] for out in eqns[i].outvars if out in readers]
-        if not marks[i] and not eqns[i].effects and reading:
-            found[i] = max(found[i], min(reading))
+        reading = [first[out] for out in eqns[i].outvars if out in first]
+        if marks[i][:1] != ["transpose"] and not eqns[i].effects and reading:
+            level = min(reading)
+            found[i] = max(found[i], level - level % 2 if marks[i] else level)
         for var in variables(eqns[i].invars):
-            readers[var] = min(readers.get(var, found[i]), found[i])
+            first[var] = min(first.get(var, found[i]), found[i])
     return found
 
 
@@ -186,7 +200,8 @@ def _bind_with(eqn: Any, values: Sequence[Any], fs: Sequence[Callable[..., Array
     if eqn.primitive.name == "shard_map":
         specs = {name: params[name] for name in ("mesh", "in_specs", "out_specs", "check_vma")}
         [f] = fs
-        return jax.shard_map(f, axis_names=set(params["newly_manual_axes"]), **specs)(*values)
+        of_tuple = lambda *local: tuple(f(*local))
+        return list(jax.shard_map(of_tuple, axis_names=set(params["newly_manual_axes"]), **specs)(*values))
     old = _closed_bodies(eqn)
     new = [trace(f, one.in_avals, axis_sizes(one.jaxpr)) for f, one in zip(fs, old, strict=True)]
     if eqn.primitive.name == "cond":

@@ -9,13 +9,18 @@ from memjax._jit.body import Acting, Body, StepPasses
 from memjax._jit.step_plan import StepPlan
 from memjax._plan.acting import by_plan
 from memjax._plan.budget.decide import TooLittleError, decide
-from memjax._plan.budget.known import Key, Known, key_of
+from memjax._plan.budget.known import Allowed, Key, Known, Measure, key_of, known
+from memjax._plan.budget.pieces import pieces
 from memjax._plan.layout import Layout
 from memjax._plan.result import Plan
 from memjax._plan.run import Run
 
 Compile = Callable[[Acting], Any]
 """Compiles the step with these passes run otherwise than they are."""
+
+
+Chosen = dict[StepPasses, tuple[Run, Key]]
+"""How passes are run, and what tells that from other ways."""
 
 
 class DoesNotFitError(ValueError):
@@ -68,84 +73,98 @@ class Fit:
     ):
         self._passes = list(body.every())
         self._layout, self._plain, self._compile_with = layout, plain, compile_with
-        self._allowed = {"compress": compress, "offload": offload}
-        self._acting: dict[StepPasses, Run] = {}
+        self._allowed: dict[str, Any] = {"compress": compress, "offload": offload}
+        self._acting: Chosen = {}
         self._plans: dict[StepPasses, Plan] = {}
         self._before: dict[Any, dict[Any, Known]] = {}
         self._compiled: dict[Any, Compiled] = {}
+        self._elsewhere = 0
         # What no plan changes: arguments, results.
         self._beside = plain.nbytes - plain.program.memory_analysis().temp_size_in_bytes
 
     def within(self, budget: int | str) -> tuple[StepPlan, Any]:
         """The plan, and the step compiled with it.
 
-        The passes are decided on one after another, the others being as they were left. Where one alone cannot make the step fit,
-        it takes the least memory, and the next go on from there; at last the first are decided on again, with what the others
-        left free.
+        All passes begin with the plan that is predicted to take the least memory. Then they are decided on one after another, the
+        others being as they are.
 
         Raises:
           DoesNotFitError: the budget is less than the least possible.
         """
         room = budget if isinstance(budget, str) else budget - self._beside
-        fits = self._each(room)
-        if fits and len(self._acting) > 1 and room != "min":
-            self._each(room)
+        if len(self._passes) > 1:
+            self._acting = {one: self._least(one) for one in self._passes}
+        fits = True
+        for passes in self._passes:
+            fits = self._decide(passes, room)
         best = self._now()
         plan = self._plan(budget, best.nbytes)
         if not fits:
             raise DoesNotFitError(plan, best.program)
         return plan, best.program
 
-    def _each(self, room: int | str) -> bool:
-        """Decides on the passes, one after another, until the step fits; whether it does."""
-        for passes in self._passes:
-            others = {one: run for one, run in self._acting.items() if one is not passes}
-            try:
-                plan, fits = self._decided(passes, room, others), room != "min"
-            except TooLittleError:
-                plan, fits = self._decided(passes, "min", others), False
-            run = by_plan(passes, plan, self._layout) if plan.stretches else None
-            self._plans[passes] = plan
-            self._acting = {**others, passes: run} if isinstance(run, Run) else others
-            if fits and not any(one in self._acting for one in self._after(passes)):
-                return True
-        return room == "min"
+    def _decide(self, passes: StepPasses, room: int | str) -> bool:
+        """Decides on the passes; whether the step fits then. If it does not, they take the least memory."""
+        least = self._acting.pop(passes, None)
+        if least is not None and isinstance(room, int):
+            # Where the peak is elsewhere, compiling says nothing of these passes.
+            self._elsewhere = min(self._step({**self._acting, passes: least}), room)
+        try:
+            plan, fits = self._decided(passes, room), True
+        except TooLittleError:
+            plan, fits = self._decided(passes, "min"), False
+        run = by_plan(passes, plan, self._layout) if plan.stretches else None
+        self._plans[passes] = plan
+        if isinstance(run, Run):
+            self._acting[passes] = run, key_of(plan.stretches, plan.in_steps)
+        return fits
 
-    def _after(self, passes: StepPasses) -> list[StepPasses]:
-        return self._passes[self._passes.index(passes) + 1 :]
+    def _least(self, passes: StepPasses) -> tuple[Run, Key]:
+        """The plan that is predicted to take the least memory."""
+        program = known(*self._program(passes), Allowed(**self._allowed), *self._measured(passes))
+        stretches = program.stretches(program.chain.least_choices())
+        return Run(passes, pieces(program.chain, stretches)), key_of(stretches, False)
 
-    def _decided(self, passes: StepPasses, room: int | str, others: Acting) -> Plan:
-        types = [var.aval for var in passes.forward.invars]
-        of_others = self._key(others)
+    def _decided(self, passes: StepPasses, room: int | str) -> Plan:
+        measure, before = self._measured(passes)
+        return decide(*self._program(passes), room, measure=measure, before=before, **self._allowed)
 
-        def measure(run: Run | None, key: Key) -> int:
-            if run is None:
-                return self._step(others, of_others)
-            return self._step({**others, passes: run}, of_others | {(passes, key)})
+    def _program(self, passes: StepPasses) -> tuple[StepPasses, list[Any], Layout]:
+        return passes, [var.aval for var in passes.forward.invars], self._layout
 
-        before = self._before.setdefault((passes, of_others), {})
-        return decide(passes, types, self._layout, room, measure=measure, before=before, **self._allowed)
+    def _measured(self, passes: StepPasses) -> tuple[Measure, dict[Any, Known]]:
+        """What compiles the step with a plan of these passes, the others being as they are, and what is known of the plans."""
 
-    def _key(self, acting: Acting) -> frozenset[Any]:
-        return frozenset((one, key_of(self._plans[one].stretches, self._plans[one].in_steps)) for one in acting)
+        def measure(run: Run | None, key: Key) -> int | None:
+            others = {one: chosen for one, chosen in self._acting.items() if one is not passes}
+            found = self._step(others if run is None else {**others, passes: (run, key)})
+            return None if found <= self._elsewhere else found
 
-    def _step(self, acting: Acting, key: frozenset[Any]) -> int:
-        """Temporary bytes of the step, compiled once for each key."""
+        return measure, self._before.setdefault(passes, {})
+
+    def _step(self, acting: Chosen) -> int:
+        """Temporary bytes of the step, compiled once for each choice."""
+        return self._compiled_with(acting).nbytes - self._beside
+
+    def _compiled_with(self, acting: Chosen) -> Compiled:
         if not acting:
-            return self._plain.nbytes - self._beside
+            return self._plain
+        key = _key(acting)
         if key not in self._compiled:
-            program = self._compile_with(acting)
+            program = self._compile_with({one: run for one, (run, _) in acting.items()})
             self._compiled[key] = Compiled(program, held_bytes(program))
-        return self._compiled[key].nbytes - self._beside
+        return self._compiled[key]
 
     def _now(self) -> Compiled:
-        key = self._key(self._acting)
-        self._step(self._acting, key)
-        return self._compiled[key] if self._acting else self._plain
+        return self._compiled_with(self._acting)
 
     def _plan(self, budget: int | str, nbytes: int) -> StepPlan:
         plans = tuple(self._plans[one] if one in self._acting else None for one in self._passes)
         return StepPlan(nbytes if isinstance(budget, str) else budget, nbytes, self._plain.nbytes, plans)
+
+
+def _key(acting: Chosen) -> frozenset[Any]:
+    return frozenset((one, key) for one, (_, key) in acting.items())
 
 
 def acting_by(body: Body, plan: StepPlan, layout: Layout) -> Acting:

@@ -305,5 +305,5 @@ def _kind(leaf: Any) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.shape, leaf.dtype, leaf.weak_type, leaf.sharding
     if isinstance(leaf, jax.Array):
-        return leaf.shape, leaf.dtype, leaf.weak_type, leaf.sharding if leaf.committed else None
+        return leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False), leaf.sharding if leaf.committed else None
     return type(leaf), getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
