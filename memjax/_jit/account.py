@@ -48,7 +48,8 @@ def _by_path(traced: Any) -> str:
     """Bytes of arguments by their path, the largest first; of all devices together."""
     sizes: dict[str, int] = {}
     for path, info in jax.tree_util.tree_leaves_with_path(traced.args_info):
-        name = jax.tree_util.keystr(path[1:3], simple=True, separator="/")
+        named = path[1:2] if len(path) > 2 and isinstance(path[2], jax.tree_util.SequenceKey) else path[1:3]
+        name = jax.tree_util.keystr(named, simple=True, separator="/")
         name = f"args[{name}]" if path[0].idx == 0 else name
         sizes[name] = sizes.get(name, 0) + nbytes(info._aval)
     largest = sorted(sizes.items(), key=lambda item: -item[1])

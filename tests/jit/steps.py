@@ -1,0 +1,144 @@
+"""Training steps of a small network, as people write them: each with its arguments and the options of `jax.jit`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+WIDTH, LAYERS, EXAMPLES = 32, 6, 256
+OPTIMIZER = optax.adamw(1e-3)
+
+
+class Step(NamedTuple):
+    """`f(*args)`, and the options that it is jitted with."""
+
+    f: Callable[..., Any]
+    args: tuple
+    options: dict[str, Any] = {}  # noqa: RUF012 it is not changed
+
+
+def parameters() -> list[jax.Array]:
+    keys = jax.random.split(jax.random.key(0), LAYERS)
+    return [0.2 * jax.random.normal(key, (WIDTH, WIDTH)) for key in keys]
+
+
+def batch(count: int = EXAMPLES) -> jax.Array:
+    return jax.random.normal(jax.random.key(1), (count, WIDTH))
+
+
+def layer(w: jax.Array, x: jax.Array) -> jax.Array:
+    return x + jnp.tanh(jax.nn.gelu(x @ w) @ w.T)
+
+
+def loss(params: Any, x: jax.Array) -> jax.Array:
+    for w in params:
+        x = layer(w, x)
+    return jnp.mean(x**2)
+
+
+def scanned_loss(params: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.mean(jax.lax.scan(lambda x, w: (layer(w, x), None), x, params)[0] ** 2)
+
+
+def updating(loss: Callable[..., Any], optimizer: Any = OPTIMIZER) -> Callable[..., Any]:
+    def step(params, state, x):
+        value, gradients = jax.value_and_grad(loss)(params, x)
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    return step
+
+
+def of(loss: Any, params: Any, optimizer: Any = OPTIMIZER) -> Step:
+    return Step(updating(loss, optimizer), (params, optimizer.init(params), batch()), {"donate_argnums": (0, 1)})
+
+
+def accumulation() -> Step:
+    def step(params, state, x):
+        def one(total, x):
+            return jax.tree.map(jnp.add, total, jax.grad(loss)(params, x)), None
+
+        gradients, _ = jax.lax.scan(one, jax.tree.map(jnp.zeros_like, params), x.reshape(2, -1, WIDTH))
+        updates, state = OPTIMIZER.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = parameters()
+    return Step(step, (params, OPTIMIZER.init(params), batch(2 * EXAMPLES)), {"donate_argnums": (0, 1)})
+
+
+def alternating() -> Step:
+    """Two networks, the second gradient being that of a loss with the first network as updated."""
+
+    def step(one, other, x):
+        less = lambda params, gradients: jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+        one = less(one, jax.grad(lambda one: loss([*one, *other], x))(one))
+        other = less(other, jax.grad(lambda other: loss([*one, *other], x))(other))
+        return one, other
+
+    params = parameters()
+    return Step(step, (params[:3], params[3:], batch()))
+
+
+def in_a_branch() -> Step:
+    def step(params, x, number):
+        update = lambda: jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, x))
+        return jax.lax.cond(number > 0, update, lambda: params)
+
+    return Step(step, (parameters(), batch(), jnp.int32(1)))
+
+
+def curvature() -> Step:
+    """A product of the Hessian with a vector: forward over reverse."""
+    step = lambda params, x: jax.jvp(lambda p: jax.grad(loss)(p, x), (params,), (params,))[1]
+    return Step(step, (parameters(), batch()))
+
+
+def of_each_example() -> Step:
+    step = lambda params, x: jax.vmap(jax.grad(loss), (None, 0))(params, x.reshape(4, -1, WIDTH))
+    return Step(step, (parameters(), batch()))
+
+
+def by_shard_map() -> Step:
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+
+    def step(params, x):
+        def local(params, x):
+            value, gradients = jax.value_and_grad(lambda p: jax.lax.pmean(loss(p, x), "d"))(params)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+        return jax.shard_map(local, mesh=mesh, in_specs=(P(), P("d")), out_specs=(P(), P()))(params, x)
+
+    place = lambda tree, spec: jax.device_put(tree, NamedSharding(mesh, spec))
+    return Step(step, (place(parameters(), P()), place(batch(4 * EXAMPLES), P("d"))), {"donate_argnums": 0})
+
+
+def fully_sharded(kind: Any) -> Step:
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(kind,))
+    gathered = (lambda w: jax.sharding.reshard(w, NamedSharding(mesh, P()))) if kind == AxisType.Explicit else None
+    whole = loss if gathered is None else lambda params, x: loss([*map(gathered, params)], x)
+    params = jax.device_put(parameters(), NamedSharding(mesh, P("d")))
+    x = jax.device_put(batch(8 * EXAMPLES), NamedSharding(mesh, P("d")))
+    return Step(updating(whole), (params, OPTIMIZER.init(params), x), {"donate_argnums": (0, 1)})
+
+
+STEPS = {
+    "layers": lambda: of(loss, parameters()),
+    "a scan over layers": lambda: of(scanned_loss, jnp.stack(parameters())),
+    "optax.MultiSteps and clipping": lambda: of(
+        loss, parameters(), optax.MultiSteps(optax.chain(optax.clip_by_global_norm(1.0), OPTIMIZER), 2)
+    ),
+    "accumulation in a loop": accumulation,
+    "alternating updates": alternating,
+    "a branch": in_a_branch,
+    "forward over reverse": curvature,
+    "vmap of a gradient": of_each_example,
+    "shard_map": by_shard_map,
+    "fully sharded": lambda: fully_sharded(AxisType.Auto),
+    "fully sharded, explicit axes": lambda: fully_sharded(AxisType.Explicit),
+}

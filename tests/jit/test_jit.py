@@ -1,0 +1,196 @@
+"""`memjax.jit`: what is compiled holds no more than the budget and computes what `jax.jit` does."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import memjax
+from tests.jit.steps import LAYERS, OPTIMIZER, STEPS, WIDTH, batch, loss, parameters, updating
+
+OPTIONS = memjax.remat_compiler_options()
+
+
+def held(compiled):
+    """Bytes of arguments, results that are no donated arguments, temporaries and code."""
+    found = compiled.memory_analysis()
+    results = found.output_size_in_bytes - found.alias_size_in_bytes
+    return found.argument_size_in_bytes + results + found.temp_size_in_bytes + found.generated_code_size_in_bytes
+
+
+def copied(tree):
+    return jax.tree.map(lambda leaf: leaf + 0 if isinstance(leaf, jax.Array) else leaf, tree)
+
+
+def within(share, step):
+    """Bytes that leave so much of the temporaries of a step, compiled by itself."""
+    compiled = jax.jit(step.f, **step.options).lower(*step.args).compile(OPTIONS)
+    return held(compiled) - int((1 - share) * compiled.memory_analysis().temp_size_in_bytes)
+
+
+def close(found, expected, rtol=1e-5):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * max(np.max(np.abs(b), initial=0), 1e-6))
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_keeps_the_budget_and_the_results(name):
+    step = STEPS[name]()
+    budget = within(0.6, step)
+    jitted = memjax.jit(step.f, budget=budget, **step.options)
+    plan = jitted.plan(*step.args)
+    compiled = jitted.lower(*step.args).compile(OPTIONS)
+    assert plan.nbytes == held(compiled) <= budget < plan.plain_nbytes
+    expected = jax.jit(step.f)(*step.args)
+    found = jitted(*copied(step.args))
+    close(found, expected)
+    same = lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim)
+    assert all(jax.tree.leaves(jax.tree.map(same, found, jax.jit(step.f, **step.options)(*copied(step.args)))))
+
+
+def test_what_fits_is_the_program_of_jax_jit(monkeypatch):
+    step = STEPS["layers"]()
+    plain = jax.jit(step.f, **step.options)
+    count = []
+    compiling = jax.stages.Lowered.compile
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *a, **k: count.append(1) or compiling(*a, **k))
+    for budget in ("1GiB", "device"):  # a CPU tells no limit
+        jitted = memjax.jit(step.f, budget=budget, **step.options)
+        assert jitted.lower(*step.args).as_text() == plain.lower(*step.args).as_text()
+        assert not any(jitted.plan(*step.args).passes)
+        jitted(*copied(step.args))
+    assert len(count) == 2
+    no_gradient = memjax.jit(lambda x: jnp.sin(x) + 1, budget="min")
+    close(no_gradient(jnp.ones(3)), jnp.sin(1.0) + jnp.ones(3))
+
+
+def test_a_plan_is_kept_for_arguments_of_a_kind_and_acts_elsewhere():
+    step = STEPS["a scan over layers"]()
+    jitted = memjax.jit(step.f, budget=within(0.6, step), **step.options)
+    types = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), step.args)
+    ahead = jitted.plan(*types)
+    text = ahead.to_json()
+    again = memjax.StepPlan.from_json(text)
+    assert again == ahead
+    assert "as it is written" in str(ahead)
+    acting = memjax.jit(step.f, plan=again, **step.options)
+    assert held(acting.lower(*step.args).compile(OPTIONS)) == ahead.nbytes
+    params, state, x = copied(step.args)
+    for _ in range(2):
+        params, state, value = acting(params, state, x)
+    twice = copied(step.args)
+    for _ in range(2):
+        twice = (*jax.jit(step.f)(*twice)[:2], x)
+    close(params, twice[0])
+    assert value.shape == ()
+    other = STEPS["layers"]()
+    with pytest.raises(ValueError, match="plan must be of"):
+        memjax.jit(other.f, plan=again)(*other.args)
+    for damaged in ("{}", text.replace('"budget": ', '"budget": -'), text[:-9]):
+        with pytest.raises(ValueError, match="StepPlan"):
+            memjax.StepPlan.from_json(damaged)
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(LAYERS)])
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.unused = nnx.Variable(jnp.arange(3.0))
+
+    def __call__(self, x):
+        for one in self.layers:
+            x = x + jnp.tanh(nnx.gelu(one(x)))
+        return self.dropout(self.norm(x))
+
+
+def test_nnx_objects_are_updated_in_place():
+    def step(model, optimizer, x):
+        value, gradients = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+        optimizer.update(model, gradients)
+        return value
+
+    def made():
+        model = Model(nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+    ours, theirs = made(), made()
+    probe = memjax.jit(step, budget="min", donate_argnums=(0, 1)).plan(*ours, batch())
+    budget = (probe.nbytes + probe.plain_nbytes) // 2
+    jitted, plain = memjax.jit(step, budget=budget, donate_argnums=(0, 1)), nnx.jit(step)
+    for _ in range(3):
+        close(jitted(*ours, batch()), plain(*theirs, batch()))
+    no_keys = nnx.Not(nnx.RngState)
+    close(nnx.state(ours, no_keys), nnx.state(theirs, no_keys))
+    assert ours[0].dropout.rngs.count[...] == 3
+    np.testing.assert_array_equal(ours[0].unused[...], jnp.arange(3.0))  # donated, and there still
+    assert jitted.plan(*ours, batch()).nbytes <= budget
+
+
+def test_options_and_arguments_are_those_of_jax_jit():
+    @memjax.jit(budget="min", static_argnames="power", donate_argnames="params")
+    def step(params, x, *, power=1, **others):
+        """Documented."""
+        value, gradients = jax.value_and_grad(lambda p: loss(p, x) ** power)(params)
+        return jax.tree.map(lambda p, g: p - others["rate"] * g, params, gradients), value
+
+    assert step.__name__ == "step"
+    assert step.__doc__ == "Documented."
+    params = parameters()
+    given = copied(params)
+    new, value = step(given, batch(), power=2, rate=0.1)
+    assert given[0].is_deleted()
+    close(value, loss(params, batch()) ** 2)
+    assert step(copied(params), batch(), power=1, rate=0.1)[1] != value
+    close(step(copied(params), batch(), power=2, rate=0.1)[0], new)
+    close(step(copied(params), batch(128), power=2, rate=jnp.float32(0.1))[1], loss(params, batch(128)) ** 2)
+    within_jit = jax.jit(lambda params, x: step(params, x, power=2, rate=0.1)[1])
+    close(within_jit(params, batch()), value)
+    assert "Kept between the passes" in str(step.explain(params, batch(), power=2, rate=0.1))
+    step.clear_cache()
+    with pytest.raises(TypeError, match="donate"):
+        memjax.jit(loss, donate_arguments=0)
+
+
+def test_what_does_not_fit_gets_an_account_and_the_least_runs():
+    params = parameters()
+    args = params, OPTIMIZER.init(params), batch()
+    step = updating(loss)
+    with pytest.raises(ValueError, match=r"(?s)budget is 1\.00 KiB, but the least possible is") as error:
+        memjax.jit(step, budget="1KiB")(*args)
+    message = str(error.value)
+    assert "args[0] 24.00 KiB" in message
+    assert "donate_argnums would give up to 72.00 KiB back" in message
+    least = memjax.jit(step, budget="min").plan(*args)
+    assert memjax.jit(step, budget=least.nbytes).plan(*args).nbytes == least.nbytes
+    with pytest.raises(ValueError, match="no derivative in it"):
+        memjax.jit(lambda x: x @ x.T, budget=1)(batch())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget": -1}, "budget must be"),
+        ({"budget": "a lot"}, "budget must be"),
+        ({"allow": "recompute"}, "allow must be a sequence"),
+        ({"allow": ("tile",)}, "allow must be"),
+        ({"plan": 3}, "plan must be a StepPlan"),
+    ],
+)
+def test_bad_arguments(options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        memjax.jit(loss, **options)
+    with pytest.raises(TypeError, match="f must be a function"):
+        memjax.jit(3)
+
+
+def test_codes_where_they_are_allowed():
+    step = STEPS["layers"]()
+    least = memjax.jit(step.f, budget="min", **step.options).plan(*step.args).nbytes
+    jitted = memjax.jit(step.f, budget="min", allow=("recompute", "compress"), **step.options)
+    assert jitted.plan(*step.args).nbytes <= least
+    close(jitted(*copied(step.args))[2], functools.partial(loss)(step.args[0], step.args[2]))
