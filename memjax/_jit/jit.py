@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,8 +17,10 @@ from memjax._core.compat import is_tracer
 from memjax._core.meshes import own_sharding, split_over
 from memjax._jit.account import account
 from memjax._jit.body import Acting, Body
+from memjax._jit.cache import directory, load, name_of, save
 from memjax._jit.call import Pure, Statics, donated_but_unchanged, taken_apart
 from memjax._jit.fit import Compiled, DoesNotFitError, Fit, acting_by, held_bytes
+from memjax._jit.progress import Progress
 from memjax._jit.step_plan import StepPlan
 from memjax._measure import remat_compiler_options
 from memjax._plan.compiled import device_of
@@ -45,6 +49,7 @@ def jit(
     budget: int | str = "device",
     allow: Sequence[str] = ("recompute",),
     plan: StepPlan | None = None,
+    cache_dir: str | os.PathLike | None = None,
     **options: Any,
 ) -> Any:
     """`f` under `jax.jit`, so that what is compiled holds no more than `budget` bytes of a device.
@@ -63,6 +68,8 @@ def jit(
       allow: what a plan may do. "recompute": compute again what is not kept; always. "offload": move what loops keep to the
         memory of the host. "compress": keep what may be rounded in 8 bits; gradients are rounded then. As for `memjax.plan`.
       plan: a `StepPlan` that `step.plan` made, to act on; `budget` is not asked then.
+      cache_dir: where plans are kept, so that the next process compiles the step once; None: in a folder of JAX's compilation
+        cache, if there is one.
       **options: those of `jax.jit`: static_argnums, donate_argnums, in_shardings, out_shardings, compiler_options, and so on.
 
     Returns:
@@ -77,7 +84,7 @@ def jit(
       TypeError: an option that `jax.jit` does not know.
     """
     if f is None:
-        return functools.partial(jit, budget=budget, allow=allow, plan=plan, **options)
+        return functools.partial(jit, budget=budget, allow=allow, plan=plan, cache_dir=cache_dir, **options)
     check.function("f", f)
     room = check.byte_count("budget", budget, words=("min", "device"))
     if isinstance(allow, str) or not isinstance(allow, Sequence):
@@ -86,21 +93,25 @@ def jit(
         check.choice("allow", name, _ALLOWED)
     if plan is not None and not isinstance(plan, StepPlan):
         raise check.fail(TypeError, "plan", "a StepPlan", plan, "step.plan(*args) makes one")
-    return Jitted(f, room, allow, plan, options)
+    if not isinstance(cache_dir, str | os.PathLike | None):
+        raise check.fail(TypeError, "cache_dir", "a path", cache_dir)
+    return Jitted(f, _Asked(room, tuple(allow), plan, cache_dir), options)
+
+
+class _Asked(NamedTuple):
+    """What a user asks of a plan: see `jit`."""
+
+    budget: int | str
+    allow: tuple[str, ...]
+    plan: StepPlan | None
+    cache_dir: str | os.PathLike | None
 
 
 class Jitted:
     """A step under `memjax.jit`."""
 
-    def __init__(
-        self,
-        f: Callable[..., Any],
-        budget: int | str,
-        allow: Sequence[str],
-        plan: StepPlan | None,
-        options: dict[str, Any],
-    ):
-        self._f, self._budget, self._allow, self._plan, self._options = f, budget, tuple(allow), plan, options
+    def __init__(self, f: Callable[..., Any], asked: _Asked, options: dict[str, Any]):
+        self._f, self._asked, self._options = f, asked, options
         jax.jit(f, **options)  # says what is wrong with the options
         functools.update_wrapper(self, f)
         self._statics = Statics(f, options.get("static_argnums"), options.get("static_argnames"))
@@ -172,7 +183,7 @@ class Jitted:
         leaves, tree = jax.tree.flatten((dynamic, named))
         key = of_call, tree, tuple(map(_kind, leaves))
         if key not in self._entries:
-            self._entries[key] = _decided(step, self._budget, self._allow, self._plan, args, kwargs, leaves)
+            self._entries[key] = _decided(step, self._asked, args, kwargs, leaves)
         return self._entries[key]
 
 
@@ -181,22 +192,24 @@ class _Step:
 
     Attributes:
       graph: that structure.
+      name, options: of the function, and of `jax.jit`.
       plain: the step as it is written, under `jax.jit`, a function of arguments that are taken apart.
     """
 
     def __init__(self, f: Callable[..., Any], graph: Any, options: dict[str, Any]):
-        self.graph, self._f, self._options = graph, f, options
+        self.graph, self._f, self.options = graph, f, options
+        self.name = getattr(f, "__name__", type(f).__name__)
         self._pure = Pure(f, graph)
         self.plain = self._jitted()
 
     def _jitted(self) -> Any:
         if self.graph is None:
-            return jax.jit(self._f, **self._options)
+            return jax.jit(self._f, **self.options)
         return self.with_options(lambda *args, **kwargs: self._pure(args, kwargs))
 
     def with_options(self, run: Callable[..., Any]) -> Any:
         """`run`, a function of the same arguments, under `jax.jit` as the step is."""
-        return jax.jit(functools.wraps(self._f)(run), **self._options)
+        return jax.jit(functools.wraps(self._f)(run), **self.options)
 
     def trace(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The step as it is written, traced. What is donated and stays as it is becomes a result."""
@@ -208,74 +221,103 @@ class _Step:
         return traced
 
 
-def _decided(
-    step: _Step,
-    budget: int | str,
-    allow: Sequence[str],
-    plan: StepPlan | None,
-    args: tuple,
-    kwargs: dict[str, Any],
-    leaves: Sequence[Any],
-) -> _Entry:
+def _decided(step: _Step, asked: _Asked, args: tuple, kwargs: dict[str, Any], leaves: Sequence[Any]) -> _Entry:
     """The step for these arguments: as it is written if it fits, or by a plan."""
     traced = step.trace(args, kwargs)
-    closed, out_tree = traced.jaxpr, jax.tree.structure(traced.out_info)
-    extra: dict[str, Any] = dict(remat_compiler_options(_device(leaves).platform))
-
-    def acting_step(body: Body, acting: Acting) -> Any:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            given = [leaf for leaf in jax.tree.leaves((args, kwargs)) if is_tracer(leaf)]
-            return jax.tree.unflatten(out_tree, body.evaluate([*closed.consts, *given], acting))
-
-        return step.with_options(run)
-
-    if plan is not None:
-        body = Body(closed)
-        layout = _layout(closed, leaves)
-        jitted = acting_step(body, acting_by(body, plan, layout)) if any(plan.passes) else step.plain
-        return _Entry(plan, jitted, jitted.trace(*args, **kwargs).lower().compile(compiler_options=extra))
+    closed, layout, device = traced.jaxpr, _layout(traced.jaxpr, leaves), _device(leaves)
+    where = directory(asked.cache_dir)
+    name = None
+    if where is not None:
+        name = name_of(closed, [*map(_kind, leaves)], device, asked.budget, asked.allow, sorted(step.options.items()))
+    planned = _Planned(step, traced, args, kwargs, remat_compiler_options(device.platform))
+    if asked.plan is not None:
+        return planned.by(asked.plan, layout)
+    if (found := planned.as_before(load(where, name), layout)) is not None:
+        room = _room(asked.budget, found.program, device)
+        if held_bytes(found.program) <= (found.plan.nbytes if isinstance(room, str) else room):
+            return found
     program = traced.lower().compile()
     plain = Compiled(program, held_bytes(program))
-    room = _room(budget, program, leaves)
-    as_written = StepPlan(room if isinstance(room, int) else plain.nbytes, plain.nbytes, plain.nbytes)
-    if room is None or (isinstance(room, int) and plain.nbytes <= room):
+    room = _room(asked.budget, program, device)
+    limit = room if isinstance(room, int) and room < sys.maxsize else plain.nbytes
+    as_written = StepPlan(limit, plain.nbytes, plain.nbytes)
+    if isinstance(room, int) and plain.nbytes <= room:
         return _Entry(as_written, step.plain, program)
     body = Body(closed)
     if not body.has_passes:
         if room != "min":
             raise ValueError(account(as_written, program, traced, nothing_to_plan=True))
         return _Entry(as_written, step.plain, program)
-    found: dict[Any, Any] = {}
+    progress = Progress(step.name)
 
     def compile_with(acting: Acting) -> Any:
-        jitted = acting_step(body, acting)
-        compiled = jitted.trace(*args, **kwargs).lower().compile(compiler_options=extra)
-        found[id(compiled)] = jitted
+        compiled = planned.compiled(body, acting)
+        progress.compiled(held_bytes(compiled), room)
         return compiled
 
-    fit = Fit(
-        body,
-        _layout(closed, leaves),
-        plain,
-        compile_with,
-        compress="compress" in allow,
-        offload="offload" in allow,
-    )
+    allowed = {"compress": "compress" in asked.allow, "offload": "offload" in asked.allow}
     try:
-        decided, best = fit.within(room)
+        decided, best = Fit(body, layout, plain, compile_with, **allowed).within(room)
     except DoesNotFitError as error:
         raise ValueError(account(error.plan, error.program, traced)) from None
-    return _Entry(decided, found.get(id(best), step.plain), best)
+    save(where, name, decided)
+    return _Entry(decided, planned.jitted_of(best), best)
 
 
-def _room(budget: int | str, program: Any, leaves: Sequence[Any]) -> int | str | None:
-    """Bytes of a device for the step, "min", or None where nothing limits it."""
+class _Planned:
+    """A traced step with its passes run otherwise.
+
+    Args:
+      step, traced: it.
+      args, kwargs: its arguments, taken apart.
+      options: of the compiler, without which nothing is computed again.
+    """
+
+    def __init__(self, step: _Step, traced: Any, args: tuple, kwargs: dict[str, Any], options: dict[str, Any]):
+        self._step, self._args, self._kwargs, self._options = step, args, kwargs, options
+        self._closed, self._out_tree = traced.jaxpr, jax.tree.structure(traced.out_info)
+        self._jitted: dict[int, Any] = {}
+
+    def compiled(self, body: Body, acting: Acting) -> Any:
+        """The step with the passes in `acting` run by these, compiled."""
+        closed, out_tree = self._closed, self._out_tree
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            given = [leaf for leaf in jax.tree.leaves((args, kwargs)) if is_tracer(leaf)]  # the others are static
+            return jax.tree.unflatten(out_tree, body.evaluate([*closed.consts, *given], acting))
+
+        jitted = self._step.with_options(run) if acting else self._step.plain
+        program = jitted.trace(*self._args, **self._kwargs).lower().compile(compiler_options=self._options)
+        self._jitted[id(program)] = jitted
+        return program
+
+    def jitted_of(self, program: Any) -> Any:
+        """The function that was compiled to `program`."""
+        return self._jitted.get(id(program), self._step.plain)
+
+    def by(self, plan: StepPlan, layout: Layout) -> _Entry:
+        """The step by a plan that was made before."""
+        body = Body(self._closed)
+        program = self.compiled(body, acting_by(body, plan, layout) if plan.passes else {})
+        return _Entry(plan, self.jitted_of(program), program)
+
+    def as_before(self, plan: StepPlan | None, layout: Layout) -> _Entry | None:
+        """The step by a plan that was kept; None if there is none, or another version of memjax made it."""
+        if plan is None or not any(plan.passes):
+            return None
+        try:
+            return self.by(plan, layout)
+        except ValueError:
+            return None
+
+
+def _room(budget: int | str, program: Any, device: Any) -> int | str:
+    """Bytes of a device for the step, or "min"."""
     if budget != "device":
         return budget
-    device = _device(leaves)
     stats = (device.memory_stats() if hasattr(device, "memory_stats") else None) or {}
     if "bytes_limit" not in stats:
-        return None
+        return sys.maxsize  # nothing is known to limit it
     mine = program.memory_analysis().argument_size_in_bytes
     return stats["bytes_limit"] - max(stats.get("bytes_in_use", 0) - mine, 0)
 

@@ -52,12 +52,38 @@ def test_keeps_the_budget_and_the_results(name):
     assert all(jax.tree.leaves(jax.tree.map(same, found, jax.jit(step.f, **step.options)(*copied(step.args)))))
 
 
-def test_what_fits_is_the_program_of_jax_jit(monkeypatch):
+@pytest.fixture
+def count(monkeypatch):
+    """A list with an entry for each program that was compiled ahead."""
+    found = []
+    compiling = jax.stages.Lowered.compile
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *a, **k: found.append(1) or compiling(*a, **k))
+    return found
+
+
+def test_plans_on_disk_are_compiled_once(count, tmp_path):
+    step = STEPS["layers"]()
+    budget = within(0.6, step)
+    new = lambda **more: memjax.jit(step.f, budget=budget, cache_dir=tmp_path / "plans", **step.options, **more)
+    count.clear()
+    plan = new().plan(*step.args)
+    assert len(count) > 1
+    count.clear()
+    assert new().plan(*step.args) == plan
+    assert len(count) == 1
+    [file] = (tmp_path / "plans").iterdir()
+    for text in (file.read_text().replace('"program": "', '"program": "of another version'), "damaged"):
+        file.write_text(text)
+        count.clear()
+        assert new().plan(*step.args) == plan
+        assert len(count) > 1
+    assert new(keep_unused=True).plan(*step.args).nbytes <= budget
+    assert len(list(file.parent.iterdir())) == 2
+
+
+def test_what_fits_is_the_program_of_jax_jit(count):
     step = STEPS["layers"]()
     plain = jax.jit(step.f, **step.options)
-    count = []
-    compiling = jax.stages.Lowered.compile
-    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *a, **k: count.append(1) or compiling(*a, **k))
     for budget in ("1GiB", "device"):  # a CPU tells no limit
         jitted = memjax.jit(step.f, budget=budget, **step.options)
         assert jitted.lower(*step.args).as_text() == plain.lower(*step.args).as_text()
@@ -179,6 +205,7 @@ def test_what_does_not_fit_gets_an_account_and_the_least_runs():
         ({"allow": "recompute"}, "allow must be a sequence"),
         ({"allow": ("tile",)}, "allow must be"),
         ({"plan": 3}, "plan must be a StepPlan"),
+        ({"cache_dir": 3}, "cache_dir must be a path"),
     ],
 )
 def test_bad_arguments(options, message):
