@@ -152,7 +152,8 @@ def _within(program: Known, budget: int) -> Plan | None:
         if fitting := [one for one in tries if one.compiled <= budget]:
             chosen = max(fitting)
             fitted.append((plans, chosen, tries))
-            if chosen.compiled <= _AS_PREDICTED * chosen.predicted or not _faster_as_predicted(plans, chosen, budget):
+            as_predicted = chosen.compiled <= _AS_PREDICTED * chosen.predicted
+            if as_predicted or program.is_part or not _faster_as_predicted(plans, chosen, budget):
                 break
     if not fitted:
         return None

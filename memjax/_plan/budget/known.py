@@ -65,6 +65,11 @@ class Known:
         self.compiled, self._measure = compiled, measure
 
     @property
+    def is_part(self) -> bool:
+        """Whether the program is part of a step, which takes longer to compile."""
+        return self._measure is not None
+
+    @property
     def base_seconds(self) -> float:
         """Predicted seconds of a step that computes nothing again."""
         return self.chain.base_seconds / self.layout.devices
