@@ -32,6 +32,8 @@ class Config:
     steps: int = 5
     """Steps of which the median is taken."""
     budget: str = "device"
+    name: str = "jit_gpt"
+    """Of the file of results."""
     small: bool = False
     """A small model, for a CPU."""
 
@@ -134,7 +136,7 @@ def main(config: Config) -> None:
         del step
         gc.collect()
         if not config.small:
-            record.save("jit_gpt", rows)
+            record.save(config.name, rows)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -56,8 +57,8 @@ class Fit:
     Args:
       body: the step.
       layout: of its inputs.
-      plain: it, compiled as it is.
-      compile_with: compiles it otherwise.
+      compile_with: compiles it.
+      beside: bytes of a device that no plan changes, about: arguments and results.
       compress, offload: what plans may do besides computing again.
     """
 
@@ -65,22 +66,31 @@ class Fit:
         self,
         body: Body,
         layout: Layout,
-        plain: Compiled,
         compile_with: Compile,
+        beside: int,
         *,
         compress: bool,
         offload: bool,
     ):
         self._passes = list(body.every())
-        self._layout, self._plain, self._compile_with = layout, plain, compile_with
+        self._layout, self._beside, self._compile_with = layout, beside, compile_with
         self._allowed: dict[str, Any] = {"compress": compress, "offload": offload}
         self._acting: Chosen = {}
         self._plans: dict[StepPasses, Plan] = {}
         self._before: dict[Any, dict[Any, Known]] = {}
         self._compiled: dict[Any, Compiled] = {}
         self._elsewhere = 0
-        # What no plan changes: arguments, results.
-        self._beside = plain.nbytes - plain.program.memory_analysis().temp_size_in_bytes
+
+    @property
+    def plain(self) -> Compiled:
+        """The step as it is written."""
+        return self._compiled_with({})
+
+    @functools.cached_property
+    def predicted_plain(self) -> int:
+        """Bytes that the step as it is written is predicted to hold."""
+        kept_all = [self._layout.local(self._known(one).chain.frontier[-1][0]) for one in self._passes]
+        return self._beside + max(kept_all, default=0)
 
     def within(self, budget: int | str) -> tuple[StepPlan, Any]:
         """The plan, and the step compiled with it.
@@ -99,7 +109,7 @@ class Fit:
             fits = self._decide(passes, room)
         best = self._now()
         plan = self._plan(budget, best.nbytes)
-        if not fits:
+        if not fits or (isinstance(budget, int) and best.nbytes > budget):
             raise DoesNotFitError(plan, best.program)
         return plan, best.program
 
@@ -121,9 +131,12 @@ class Fit:
 
     def _least(self, passes: StepPasses) -> tuple[Run, Key]:
         """The plan that is predicted to take the least memory."""
-        program = known(*self._program(passes), Allowed(**self._allowed), *self._measured(passes))
+        program = self._known(passes)
         stretches = program.stretches(program.chain.least_choices())
         return Run(passes, pieces(program.chain, stretches)), key_of(stretches, False)
+
+    def _known(self, passes: StepPasses) -> Known:
+        return known(*self._program(passes), Allowed(**self._allowed), *self._measured(passes))
 
     def _decided(self, passes: StepPasses, room: int | str) -> Plan:
         measure, before = self._measured(passes)
@@ -147,8 +160,6 @@ class Fit:
         return self._compiled_with(acting).nbytes - self._beside
 
     def _compiled_with(self, acting: Chosen) -> Compiled:
-        if not acting:
-            return self._plain
         key = _key(acting)
         if key not in self._compiled:
             program = self._compile_with({one: run for one, (run, _) in acting.items()})
@@ -160,7 +171,9 @@ class Fit:
 
     def _plan(self, budget: int | str, nbytes: int) -> StepPlan:
         plans = tuple(self._plans[one] if one in self._acting else None for one in self._passes)
-        return StepPlan(nbytes if isinstance(budget, str) else budget, nbytes, self._plain.nbytes, plans)
+        plain = self._compiled.get(_key({}))
+        as_written = self.predicted_plain if plain is None else plain.nbytes
+        return StepPlan(nbytes if isinstance(budget, str) else budget, nbytes, as_written, plans)
 
 
 def _key(acting: Chosen) -> frozenset[Any]:

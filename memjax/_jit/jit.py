@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,17 +16,19 @@ from memjax._core.arguments import objects_in, put_changes
 from memjax._core.arrays import is_float
 from memjax._core.compat import is_tracer
 from memjax._core.meshes import own_sharding, split_over
+from memjax._core.program.jaxpr import nbytes as nbytes_of
 from memjax._jit.account import account
 from memjax._jit.body import Acting, Body
 from memjax._jit.cache import directory, load, name_of, save
 from memjax._jit.call import Pure, Statics, donated_but_unchanged, taken_apart
-from memjax._jit.fit import Compiled, DoesNotFitError, Fit, acting_by, held_bytes
+from memjax._jit.fit import DoesNotFitError, Fit, acting_by, held_bytes
 from memjax._jit.progress import Progress
 from memjax._jit.step_plan import StepPlan
 from memjax._measure import remat_compiler_options
 from memjax._plan.compiled import device_of
 from memjax._plan.layout import Layout
 
+_SURELY = 1.5  # times the budget: a step that is predicted to hold so much is not compiled as it is written
 _ALLOWED = ("recompute", "offload", "compress")
 
 
@@ -232,32 +235,32 @@ def _decided(step: _Step, asked: _Asked, args: tuple, kwargs: dict[str, Any], le
     planned = _Planned(step, traced, args, kwargs, remat_compiler_options(device.platform))
     if asked.plan is not None:
         return planned.by(asked.plan, layout)
-    if (found := planned.as_before(load(where, name), layout)) is not None:
-        room = _room(asked.budget, found.program, device)
-        if held_bytes(found.program) <= (found.plan.nbytes if isinstance(room, str) else room):
-            return found
-    program = traced.lower().compile()
-    plain = Compiled(program, held_bytes(program))
-    room = _room(asked.budget, program, device)
-    limit = room if isinstance(room, int) and room < sys.maxsize else plain.nbytes
-    as_written = StepPlan(limit, plain.nbytes, plain.nbytes)
-    if isinstance(room, int) and plain.nbytes <= room:
-        return _Entry(as_written, step.plain, program)
+    arguments = sum(map(_local_bytes, closed.in_avals, layout.shardings[len(closed.consts) :]))
+    room = _room(asked.budget, arguments, device)
+    found = planned.as_before(load(where, name), layout)
+    if found is not None and held_bytes(found.program) <= (found.plan.nbytes if isinstance(room, str) else room):
+        return found
     body = Body(closed)
-    if not body.has_passes:
-        if room != "min":
-            raise ValueError(account(as_written, program, traced, nothing_to_plan=True))
-        return _Entry(as_written, step.plain, program)
     progress = Progress(step.name)
 
     def compile_with(acting: Acting) -> Any:
         compiled = planned.compiled(body, acting)
-        progress.compiled(held_bytes(compiled), room)
+        if acting:
+            progress.compiled(held_bytes(compiled), room)
         return compiled
 
     allowed = {"compress": "compress" in asked.allow, "offload": "offload" in asked.allow}
+    fit = Fit(body, layout, compile_with, arguments + _results(traced), **allowed)
+    limit = room if isinstance(room, int) and room < sys.maxsize else None
+    if limit is None or not body.has_passes or fit.predicted_plain <= _SURELY * limit:
+        program, nbytes = fit.plain
+        as_written = StepPlan(nbytes if limit is None else limit, nbytes, nbytes)
+        if not body.has_passes and nbytes > as_written.budget:
+            raise ValueError(account(as_written, program, traced, nothing_to_plan=True))
+        if not body.has_passes or (isinstance(room, int) and nbytes <= room):
+            return _Entry(as_written, step.plain, program)
     try:
-        decided, best = Fit(body, layout, plain, compile_with, **allowed).within(room)
+        decided, best = fit.within(room)
     except DoesNotFitError as error:
         raise ValueError(account(error.plan, error.program, traced)) from None
     save(where, name, decided)
@@ -287,7 +290,8 @@ class _Planned:
             return jax.tree.unflatten(out_tree, body.evaluate([*closed.consts, *given], acting))
 
         jitted = self._step.with_options(run) if acting else self._step.plain
-        program = jitted.trace(*self._args, **self._kwargs).lower().compile(compiler_options=self._options)
+        options = self._options if acting else None  # the step as it is written is that of jax.jit
+        program = jitted.trace(*self._args, **self._kwargs).lower().compile(compiler_options=options)
         self._jitted[id(program)] = jitted
         return program
 
@@ -311,15 +315,30 @@ class _Planned:
             return None
 
 
-def _room(budget: int | str, program: Any, device: Any) -> int | str:
+def _local_bytes(aval: Any, sharding: Any) -> int:
+    """Bytes of a device's part of an array."""
+    return nbytes_of(aval if sharding is None else aval.update(shape=sharding.shard_shape(aval.shape), sharding=None))
+
+
+def _results(traced: Any) -> int:
+    """Bytes of results that are no donated arguments, as large as if each device had the whole."""
+    donated = Counter((a._aval.shape, a._aval.dtype) for a in jax.tree.leaves(traced.args_info) if a.donated)
+    found = 0
+    for aval in traced.jaxpr.out_avals:
+        kind = aval.shape, aval.dtype
+        found += 0 if donated[kind] > 0 else nbytes_of(aval)
+        donated[kind] -= 1
+    return found
+
+
+def _room(budget: int | str, arguments: int, device: Any) -> int | str:
     """Bytes of a device for the step, or "min"."""
     if budget != "device":
         return budget
     stats = (device.memory_stats() if hasattr(device, "memory_stats") else None) or {}
     if "bytes_limit" not in stats:
         return sys.maxsize  # nothing is known to limit it
-    mine = program.memory_analysis().argument_size_in_bytes
-    return stats["bytes_limit"] - max(stats.get("bytes_in_use", 0) - mine, 0)
+    return stats["bytes_limit"] - max(stats.get("bytes_in_use", 0) - arguments, 0)
 
 
 def _layout(closed: Any, leaves: Sequence[Any]) -> Layout:

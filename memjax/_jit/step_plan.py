@@ -18,7 +18,7 @@ class StepPlan:
     Attributes:
       budget: bytes of a device that the step may hold: arguments, results that are no donated arguments, temporaries, code.
       nbytes: what it holds, compiled.
-      plain_nbytes: the same of the step as it is written.
+      plain_nbytes: the same of the step as it is written; predicted, where that was so much more that it was not compiled.
       passes: by derivative in the step, in the order of their equations, those in loops and branches after the others: the plan
         of its two passes, of which the bytes are temporary ones; None where it runs as it is written. None at all: the whole step
         does.

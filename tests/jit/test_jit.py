@@ -67,7 +67,7 @@ def test_plans_on_disk_are_compiled_once(count, tmp_path):
     new = lambda **more: memjax.jit(step.f, budget=budget, cache_dir=tmp_path / "plans", **step.options, **more)
     count.clear()
     plan = new().plan(*step.args)
-    assert len(count) > 1
+    first = len(count)
     count.clear()
     assert new().plan(*step.args) == plan
     assert len(count) == 1
@@ -76,7 +76,7 @@ def test_plans_on_disk_are_compiled_once(count, tmp_path):
         file.write_text(text)
         count.clear()
         assert new().plan(*step.args) == plan
-        assert len(count) > 1
+        assert len(count) == first
     assert new(keep_unused=True).plan(*step.args).nbytes <= budget
     assert len(list(file.parent.iterdir())) == 2
 

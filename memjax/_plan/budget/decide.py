@@ -9,7 +9,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from memjax._plan.budget.known import Allowed, Known, Measure, known
-from memjax._plan.budget.search import DOUBTFUL, LARGE_GAIN, MOST_TRIES, search, told_apart
+from memjax._plan.budget.search import DOUBTFUL, GAIN, LARGE_GAIN, MOST_TRIES, search, told_apart
 from memjax._plan.budget.too_little import too_little, what_moving_saves
 from memjax._plan.compiled import device_of
 from memjax._plan.derivative import Passes, loop_pairs
@@ -26,6 +26,7 @@ _AS_PREDICTED = (
 )
 _UNSURE = 1.1  # by as much more or less the compiled bytes of one plan may be off than those of another
 _STEPS_DOWN = (0.98, 0.95, 0.85)  # of the least bytes so far, to ask for where the least is wanted
+_GAIN_OF_STEPS = 5e-3  # of a step's time: what compiling a whole step once more has to promise
 _LEANER = 1e-3  # of a step's time: what keeping less in a plan may cost
 
 
@@ -145,7 +146,8 @@ def _within(program: Known, budget: int) -> Plan | None:
     for plans in _ways(program):
         if not fitted and plans.in_steps and plans.least()[0].compiled > budget:
             break
-        tries = search(plans.predicted, plans.seconds, budget, plans.compiled, plans.kind)
+        gain = _GAIN_OF_STEPS if program.is_part else GAIN
+        tries = search(plans.predicted, plans.seconds, budget, plans.compiled, plans.kind, gain)
         if all(one.compiled > budget for one in tries):
             tries += [one for one in plans.least() if one.number not in {other.number for other in tries}]
         tries += _leaner(plans, tries, budget)

@@ -21,7 +21,7 @@ from memjax._plan.result import Try
 
 MOST_TRIES = 4  # once, and after each of at most three corrections
 _FULL = 0.985  # of the budget: then there is little to gain by another try
-_GAIN = 5e-4  # of a step's time: what another try has to promise
+GAIN = 5e-4  # of a step's time: what another try has to promise
 LARGE_GAIN = 0.02  # of a step's time: for it a plan is tried that is expected to take too much
 DOUBTFUL = 1.05  # times the budget: the most that may be expected of such a plan
 _AS_FAST = 1e-4  # of a step's time: less is no difference
@@ -34,6 +34,7 @@ def search(
     budget: int,
     compile: Callable[[int], int],
     kind: Callable[[int], Hashable] = lambda number: number,
+    gain: float = GAIN,
 ) -> list[Try]:
     """The plans that were compiled. Of those within the budget the one of the largest number is the fastest.
 
@@ -45,6 +46,7 @@ def search(
       budget: bytes.
       compile: from the number of a plan to its compiled bytes. It is called at most four times.
       kind: from the number of a plan to its kind.
+      gain: of a step's time: what another try has to promise once a plan fits.
     """
     tries: list[Try] = []
     fits: Try | None = None
@@ -66,8 +68,8 @@ def search(
         if fits is None and len(tries) == MOST_TRIES - 1:
             number = 0
         if fits is not None:
-            gain = seconds[fits.number] - seconds[number]
-            if fits.compiled >= _FULL * budget or gain < _GAIN * seconds[number]:
+            gained = seconds[fits.number] - seconds[number]
+            if fits.compiled >= _FULL * budget or gained < gain * seconds[number]:
                 fast = seconds[fits.number] / (1 + LARGE_GAIN)
                 doubtful = [i for i in expected if seconds[i] <= fast and expected[i] <= DOUBTFUL * budget]
                 if not doubtful:
