@@ -2,7 +2,7 @@
 
 import pathlib
 
-from benchmarks.tables import compress, densenet, long_context, loss, mesh, metp, overview, plan, scan, transformer
+from benchmarks.tables import compress, densenet, jit, long_context, loss, mesh, metp, overview, plan, scan, transformer
 from benchmarks.tables.markdown import Tables
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -15,6 +15,7 @@ PAGES: dict[str, Tables] = {
     "docs/benchmarks/compress.md": compress.TABLES,
     "docs/benchmarks/metp.md": metp.TABLES,
     "docs/benchmarks/mesh.md": mesh.TABLES,
+    "docs/benchmarks/jit.md": jit.TABLES,
     "docs/benchmarks/long-context.md": long_context.TABLES,
     "docs/guides/long-context.md": long_context.GUIDE,
     "docs/benchmarks/plan.md": plan.TABLES,

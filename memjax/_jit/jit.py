@@ -28,7 +28,7 @@ from memjax._measure import remat_compiler_options
 from memjax._plan.compiled import device_of
 from memjax._plan.layout import Layout
 
-_SURELY = 1.5  # times the budget: a step that is predicted to hold so much is not compiled as it is written
+_SURELY = 1.2  # times the budget: a step that is predicted to hold so much is not compiled as it is written
 _ALLOWED = ("recompute", "offload", "compress")
 
 
