@@ -25,6 +25,7 @@ from memjax._core.program.jaxpr import (
     trace,
     variables,
 )
+from memjax._core.program.primitives import expensive
 from memjax._plan.derivative import Passes, without_dead_equations
 from memjax._plan.run import Run
 
@@ -47,6 +48,8 @@ class StepPasses(Passes):
         inputs = [var for var in read_here if var not in made and var not in late]
         kept = {var for eqn in backward for var in variables(eqn.invars)}
         self.outputs = [var for var in made if var in others]
+        if (last := _last_of(forward, self.outputs)) is not None:
+            self.outputs.append(last)
         residuals = [var for var in made if var in kept and var not in others]
         self.forward = Program([], [], inputs, [*self.outputs, *residuals], list(forward))
         self.backward = Program([], [], [], [var for var in late if var in others], list(backward))
@@ -141,6 +144,28 @@ def _unread_losses(program: Program) -> list[Any]:
     read_at_all = {var for eqn in program.eqns for var in variables(eqn.invars)} | {*variables(program.outvars)}
     made = (out for eqn in program.eqns if derivatives(name_stack(eqn))[:1] == ["jvp"] for out in eqn.outvars)
     return [var for var in made if var not in read_at_all and is_float(var.aval) and var.aval.ndim <= 1]
+
+
+def _last_of(forward: Sequence[Any], outputs: Sequence[Any]) -> Any | None:
+    """What a forward pass makes last, where few of its products lead to its outputs; or None.
+
+    So it is for a `jax.vjp` of which only the pullback is used: programs are cut by what leads to outputs. It is the last of the
+    variables that no other is made of.
+    """
+    leading = set(outputs)
+    heavy = [0, 0]  # equations: of all, and of those that lead to outputs
+    for eqn in reversed(forward):
+        leads = not leading.isdisjoint(eqn.outvars)
+        if leads:
+            leading.update(variables(eqn.invars))
+        if expensive(eqn):
+            heavy[0] += 1
+            heavy[1] += leads
+    if 2 * heavy[1] >= heavy[0]:
+        return None
+    read_at_all = {var for eqn in forward for var in variables(eqn.invars)}
+    last = (out for eqn in reversed(forward) for out in eqn.outvars if out not in read_at_all and is_float(out.aval))
+    return next(last, None)
 
 
 def _made(eqns: Sequence[Any]) -> dict[Any, None]:

@@ -16,11 +16,12 @@ OPTIMIZER = optax.adamw(1e-3)
 
 
 class Step(NamedTuple):
-    """`f(*args)`, and the options that it is jitted with."""
+    """`f(*args)`, the options that it is jitted with, and a share of its temporary bytes that it can do with."""
 
     f: Callable[..., Any]
     args: tuple
     options: dict[str, Any] = {}  # noqa: RUF012 it is not changed
+    share: float = 0.6
 
 
 def parameters() -> list[jax.Array]:
@@ -99,6 +100,30 @@ def curvature() -> Step:
     return Step(step, (parameters(), batch()))
 
 
+def pullback() -> Step:
+    def network(params, x):
+        for w in params:
+            x = layer(w, x)
+        return x
+
+    def step(params, x):
+        y, pull = jax.vjp(lambda params: network(params, x), params)
+        return pull(y)[0]
+
+    return Step(step, (parameters(), batch()))
+
+
+def checkpointed() -> Step:
+    """With checkpoints of its own."""
+
+    def loss(params, x):
+        for w in params:
+            x = jax.checkpoint(layer)(w, x)
+        return jnp.mean(x**2)
+
+    return of(loss, parameters())._replace(share=0.85)
+
+
 def of_each_example() -> Step:
     step = lambda params, x: jax.vmap(jax.grad(loss), (None, 0))(params, x.reshape(4, -1, WIDTH))
     return Step(step, (parameters(), batch()))
@@ -137,6 +162,8 @@ STEPS = {
     "alternating updates": alternating,
     "a branch": in_a_branch,
     "forward over reverse": curvature,
+    "the pullback of jax.vjp": pullback,
+    "checkpoints in the step": checkpointed,
     "vmap of a gradient": of_each_example,
     "shard_map": by_shard_map,
     "fully sharded": lambda: fully_sharded(AxisType.Auto),

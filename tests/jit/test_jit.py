@@ -40,7 +40,7 @@ def close(found, expected, rtol=1e-5):
 @pytest.mark.parametrize("name", STEPS)
 def test_keeps_the_budget_and_the_results(name):
     step = STEPS[name]()
-    budget = within(0.6, step)
+    budget = within(step.share, step)
     jitted = memjax.jit(step.f, budget=budget, **step.options)
     plan = jitted.plan(*step.args)
     compiled = jitted.lower(*step.args).compile(OPTIONS)
