@@ -35,7 +35,7 @@ from experiments.compression.analysis import save_analysis
 from experiments.compression.controlled import controlled, parameter_count
 from experiments.compression.fill_memory import fill_memory
 from experiments.compression.observed import Images, Observed
-from experiments.compression.report import extra_report
+from experiments.compression.report import baseline, extra_report
 from experiments.data.image_folder import broken_log, image_folder, skipped
 from experiments.data.photographs import photographs
 from experiments.data.stream import ImageData, test_batches, train_batches
@@ -131,6 +131,8 @@ class CompressedConfig(RunConfig):
             raise ExperimentError(f"--image-size must be at most 4096, got {self.image_size}")
         if self.image_size < 64:
             raise ExperimentError(f"--image-size must be at least 64 for these networks, got {self.image_size}")
+        for name in self.baseline:
+            baseline(self, name)  # now, and not after the training
 
 
 PRESETS = {

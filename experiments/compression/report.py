@@ -27,7 +27,7 @@ def extra_report(config: Any, console: Console) -> None:
     analysis = files.read_json(folder / "analysis.json", dict, "train again under another --name, or put back a copy")
     if missing := sorted({"names", "rows", "values"} - set(analysis)):
         raise ExperimentError(f"{folder / 'analysis.json'} is damaged: it lacks {', '.join(missing)}")
-    others = [_other(config, name) for name in config.baseline]
+    others = [baseline(config, name) for name in config.baseline]
     console.print(_table(config, train, test, analysis, others))
     _draw_ratio(folder / "ratio.png", config, train, test, others)
     _draw_layers(folder / "layers.png", train, analysis)
@@ -39,8 +39,8 @@ Run = tuple[str, list[dict], list[dict]]
 """The label of a run, and its records of training and of tests."""
 
 
-def _other(config, name: str) -> Run:
-    """The run of this name, to compare with."""
+def baseline(config, name: str) -> Run:
+    """The run of this name, to compare with. Raises ExperimentError if there is none, or it is another training."""
     folder = config.runs_dir / name
     train, test = (records.read(folder / "metrics.jsonl", kind) for kind in ("train", "test"))
     if not test:

@@ -29,6 +29,11 @@ def check_elementwise(name: str, f: Callable[..., Any]) -> None:
         jaxpr, out = jax.make_jaxpr(f, return_shape=True)(struct)
     except (TypeError, ValueError) as error:
         raise TypeError(f"{name} must be {wanted}, got {check.shown(f)} that raises {error}") from error
+    except (NameError, AssertionError) as error:  # what JAX raises of an axis that only the surrounding transform knows
+        said = f"{type(error).__name__}: {error}".rstrip(": ")
+        raise ValueError(
+            f"{name} must be {wanted}, got {check.shown(f)} that raises {said}: collectives combine entries of different places"
+        ) from error
     if not isinstance(out, jax.ShapeDtypeStruct) or out.shape != _SHAPE:
         raise ValueError(f"{name} must be {wanted}, got {check.shown(f)} that returns {out} for {_SHAPE}: {blocks}")
     if not jnp.issubdtype(out.dtype, jnp.floating):

@@ -128,8 +128,10 @@ def test_a_run_with_an_overflow_reports_and_can_be_restored(tmp_path, capsys):
     compared = ["--runs-dir", str(tmp_path), "--name", "run", "--report-only", "--baseline", "run"]
     assert run(PRESETS, make_task, description="", argv=compared, extra_report=extra_report) == 0
     assert capsys.readouterr().out.count("sigma 0.01") == 2
-    assert run(PRESETS, make_task, description="", argv=[*compared, "none"], extra_report=extra_report) == 2
-    assert "--baseline" in capsys.readouterr().err
+    for more in ([*compared, "none"], ["--runs-dir", str(tmp_path), "--name", "new", "--baseline", "none"]):
+        assert run(PRESETS, make_task, description="", argv=more, extra_report=extra_report) == 2
+        assert "--baseline" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
 
     config = parse(PRESETS, description="", argv=["--resume", "--runs-dir", str(tmp_path), "--name", "run"])
     with Trainer(config, make_task(config), Console(quiet=True)) as trainer:

@@ -254,6 +254,12 @@ def test_activations_are_elementwise(name):
     MetpMlp(2, 2, activation=getattr(jax.nn, name), rngs=nnx.Rngs(0))
 
 
+def test_a_collective_in_an_activation_is_refused():
+    combining = lambda h: h - jax.lax.pmean(h, "batch")
+    with pytest.raises(ValueError, match=r"activation must be an elementwise function.*: collectives combine entries"):
+        jax.vmap(lambda x: mlp(activation=combining) + x, axis_name="batch")(jnp.ones(2))
+
+
 def test_a_traced_option_is_refused():
     with pytest.raises(TypeError, match="causal must be True or False"):
         jax.jit(lambda causal: attend(causal=causal))(True)

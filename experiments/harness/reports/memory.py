@@ -65,6 +65,6 @@ def load(path: Path) -> dict[str, dict]:
     fix = "delete it, or have it made again with --resume"
     found = files.read_json(path, dict, fix)
     for name, m in found.items():
-        if not isinstance(m, dict) or not all(type(m.get(f)) in (int, float) for f in _NUMBERS):
+        if not isinstance(m, dict) or not all(type(m.get(f)) in (int, float) and m[f] > 0 for f in _NUMBERS):
             raise ExperimentError(f"{path} is damaged ({name}): {fix}")
     return found

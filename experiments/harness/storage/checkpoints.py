@@ -88,6 +88,7 @@ class Checkpoints:
         """
         config = as_dict(self._config)
         sums = {"state": _state_sums(state), "data": _data_sums(data.get_state()), "config": _sum_of_json(config)}
+        sums["step"] = step
         with self._written():
             self._manager.save(
                 step,
@@ -161,6 +162,8 @@ class Checkpoints:
             raise _Damaged(_first_line(error)) from error
         if wrong := [name for name, equal in sums.items() if not equal]:
             raise _Damaged(f"checksums say that its {' and '.join(wrong)} changed after it was saved")
+        if (saved_at := wanted.get("step", step)) != step:
+            raise _Damaged(f"it was saved at step {saved_at}, and its folder was renamed")
         return found.state
 
     def _item(self, step: int, **args: ocp.args.CheckpointArgs) -> ocp.args.Composite:

@@ -163,6 +163,14 @@ def test_every_bit_of_the_arrays_counts(setting, two_saved, tmp_path):
     assert 1 in found
 
 
+def test_a_folder_that_was_renamed_to_a_later_step(setting, two_saved, tmp_path):
+    folder = Path(shutil.copytree(two_saved, tmp_path / "a"))
+    shutil.copytree(folder / "checkpoints" / "1", folder / "checkpoints" / "7")
+    step, said = restored(setting, folder)
+    assert step == 2
+    assert "it was saved at step 1, and its folder was renamed" in said
+
+
 def test_an_empty_folder_among_the_steps(setting, two_saved, tmp_path):
     folder = tmp_path / "a"
     shutil.copytree(two_saved, folder)
@@ -252,11 +260,16 @@ def wrong_types(path):
     path.write_text('{"kind": 3, "epochs": "many"}\n')
 
 
+def zeros(path):
+    path.write_text('{"plain": {"temp_bytes": 0, "argument_bytes": 0, "compile_seconds": 0}}')
+
+
 # What a kill leaves of records, the last line cut short, is no damage.
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
         *itertools.product(["config.json", "memory.json"], [empty, cut_in_half, garble, of_another_kind, wrong_types]),
+        ("memory.json", zeros),
         *itertools.product(["metrics.jsonl"], [empty, garble, of_another_kind, wrong_types]),
     ],
 )
