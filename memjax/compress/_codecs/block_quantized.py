@@ -72,7 +72,8 @@ class BlockQuantized(FixedRate):
     divisor of all positions that is nearest to `block`.
 
     The code cannot overflow: every finite value decodes to a finite one, at most half the distance of levels away
-    (`range / (2^bits - 1) / 2`, and a rounding of the dtype). Values are rounded to the nearest level. A NaN or an infinity makes
+    (`range / (2^bits - 1) / 2`, a rounding of the dtype, and 1e-37, since levels are no closer than 2^-125 and subnormal numbers
+    may count as zero). Values are rounded to the nearest level. A NaN or an infinity makes
     its channel of its block NaN.
 
     Encoding reads the array for the ranges and once more for the levels. On NVIDIA GPUs one kernel reads it once, where the

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
-# Distances below this have no inverse in float32.
+# Distances below this have no inverse in float32: levels are no closer.
 _LEAST_DISTANCE = 2.0**-125
 # Those above this have one that counts as zero, of 2 bits the largest: they are divided first.
 _LARGE_DISTANCE, _DIVISOR = 2.0**100, 2.0**26
@@ -22,14 +22,24 @@ def centre(bits: int) -> float:
 
 
 def levels_between(low: Float[Array, "..."], high: Float[Array, "..."], bits: int) -> tuple[Array, Array]:
-    """The middle of 2^bits levels from `low` to `high` and their distance, float32; NaN where an end is not finite."""
+    """The middle of 2^bits levels from `low` to `high` and their distance, float32; NaN where an end is not finite.
+
+    Where the ends differ the distance is 2^-125 at least.
+    """
     half = high * 0.5 - low * 0.5
     half = jnp.where(half <= _LARGEST, half, jnp.nan)
-    return low + half, half / centre(bits)
+    return low + half, _widened(half, bits) / centre(bits)
+
+
+def _widened(half: Float[Array, "..."], bits: int) -> Float[Array, "..."]:
+    """Half a range, or of a narrower one that is not empty half of what levels at their least distance reach over."""
+    return jnp.where(
+        half > 0, jnp.where(half < centre(bits) * _LEAST_DISTANCE, centre(bits) * _LEAST_DISTANCE, half), half
+    )
 
 
 def to_levels(x: Float[Array, "..."], middle: Float[Array, "..."], distance: Float[Array, "..."], bits: int) -> Array:
-    """The nearest level of each value, float32; any where the distance is (nearly) zero."""
+    """The nearest level of each value, float32; any where the distance is zero."""
     part = jnp.where(distance > _LARGE_DISTANCE, 1 / _DIVISOR, 1.0)
     inverse = jnp.where(distance >= _LEAST_DISTANCE, 1 / (distance * part), 0)
     level = jnp.floor((x.astype(jnp.float32) * part - middle * part) * inverse + (centre(bits) + 0.5))
@@ -49,10 +59,10 @@ def levels_of_16_bits(
     """
     half = high * 0.5 - low * 0.5
     half = jnp.where(half <= _LARGEST, half, jnp.nan)
-    middle, distance = low + half, half * (1 / centre(bits))
+    middle, half = low + half, _widened(half, bits)
+    distance = half * (1 / centre(bits))
     small = 2.0**-2  # so that the inverse of the largest range is no subnormal number
-    least = (2**bits - 1) * 2.0**-126
-    factor = jnp.where(half >= least, reciprocal(half * small) * (centre(bits) * small), 0)
+    factor = jnp.where(half > 0, reciprocal(half * small) * (centre(bits) * small), 0)
     return (middle, distance), (factor, centre(bits) - middle * factor)
 
 

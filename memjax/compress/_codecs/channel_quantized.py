@@ -60,8 +60,8 @@ class ChannelQuantized(FixedRate):
     """2^bits levels between the least and the largest value of each channel of the last axis, rounded to the nearest.
 
     For what a batch norm reads: of a Gaussian channel of a million values, 4 bits keep all but 0.2 standard deviations. An
-    error is at most half the distance of levels, `range / (2^bits - 1) / 2`, and a rounding of the dtype. A NaN or an
-    infinity makes its channel NaN.
+    error is at most half the distance of levels, `range / (2^bits - 1) / 2`, a rounding of the dtype, and 1e-37: levels
+    are no closer than 2^-125, and subnormal numbers may count as zero. A NaN or an infinity makes its channel NaN.
 
     Encoding reads the array for the ranges, and makes the levels where a batch norm normalises its input, or else reads it
     again. Decoding is arithmetic on single values, which XLA does where they are read: on a GPU no decoded array is

@@ -37,8 +37,9 @@ class GroupQuantized(FixedRate):
     """2^bits levels between the least and the largest value of each group, rounded at random to one of the two nearest.
 
     Unbiased: in float32 the expectation of what is decoded is the value, up to float32's rounding (16-bit dtypes round the
-    levels to nearest). `bits + 64 / group_size` bits per value. Zeros stay zeros only where zero is the least or the
-    largest value of a group; a NaN or an infinity makes its group NaN.
+    levels to nearest). An error is at most the distance of levels, `range / (2^bits - 1)`, a rounding of the dtype, and 1e-37,
+    since levels are no closer than 2^-125 and subnormal numbers may count as zero. `bits + 64 / group_size` bits per value.
+    Zeros stay zeros only where zero is the least or the largest value of a group; a NaN or an infinity makes its group NaN.
 
     After "ActNN: Reducing Training Memory Footprint via 2-Bit Activation Compressed Training" (Chen et al. 2021).
 

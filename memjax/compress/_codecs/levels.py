@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
-# Distances below this have no inverse in float32.
+# Distances below this have no inverse in float32: levels are no closer.
 _LEAST_DISTANCE = 2.0**-125
 # Those above this have one that counts as zero, of 2 bits the largest: they are divided first.
 _LARGE_DISTANCE, _DIVISOR = 2.0**100, 2.0**26
@@ -17,19 +17,20 @@ _LARGE_DISTANCE, _DIVISOR = 2.0**100, 2.0**26
 def levels_between(low: Float[Array, "..."], high: Float[Array, "..."], bits: int) -> tuple[Array, Array]:
     """The lowest of 2^bits levels from `low` to `high` and their distance, float32, for `to_levels` and `from_levels`.
 
-    The distance is NaN if `low` or `high` is not finite.
+    The distance is NaN if `low` or `high` is not finite, and 2^-125 at least where they differ.
     """
     fits = jnp.isfinite(high - low)
     scale = jnp.where(fits, 1.0, 0.5)
     low, high = low * scale, high * scale
-    distance = (high - low) / (2**bits - 1) * jnp.where(fits, 1.0, -1.0)
+    distance = (high - low) / (2**bits - 1)
+    distance = jnp.where(high - low > 0, jnp.maximum(distance, _LEAST_DISTANCE), 0) * jnp.where(fits, 1.0, -1.0)
     return low, jnp.where(jnp.isfinite(low) & jnp.isfinite(high), distance, jnp.nan)
 
 
 def to_levels(
     x: Float[Array, "..."], low: Float[Array, "..."], distance: Float[Array, "..."], bits: int, offset: Array | float
 ) -> Float[Array, "..."]:
-    """floor((x - low) / distance + offset), between 0 and 2^bits - 1, as float32; zero where the distance is (nearly) zero."""
+    """floor((x - low) / distance + offset), between 0 and 2^bits - 1, as float32; zero where the distance is zero."""
     size = jnp.abs(distance)
     part = jnp.where(size > _LARGE_DISTANCE, 1 / _DIVISOR, 1.0)
     inverse = jnp.where(size >= _LEAST_DISTANCE, 1 / (size * part), 0)

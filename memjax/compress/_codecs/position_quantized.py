@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, BFloat16, Float, Float32, UInt8
+from jaxtyping import Array, BFloat16, Float, Float32, UInt, UInt8
 
 from memjax._core import check
 from memjax.compress._codecs import dither, position_kernel
@@ -30,8 +30,10 @@ from memjax.compress._codecs.planes import MULTIPLE, PLANES, pack_levels, unpack
 from memjax.compress._codecs.sharded import ShardedCode, decode_parts, encode_parts
 
 _FEWEST = 512  # positions of an array whose channels are measured: means and sizes take 64 bits of a channel
-_LEAST_DISTANCE = 2.0**-125  # distances below this have no inverse in float32
+_LEAST_DISTANCE = 2.0**-125  # distances below this have no inverse in float32: levels are no closer
 _SIZE = 8.0  # of usual channels: values divided by it have ranges whose distances of levels, and their inverses, fit float32
+_LEAST_USUAL = 2.0**-100  # of spreads; those below are not told apart
+_SMALLEST = 2.0**-123  # values below this are zero when they have been divided by `_SIZE`
 _LARGEST_BFLOAT16 = float(jnp.finfo(jnp.bfloat16).max)
 
 
@@ -72,8 +74,9 @@ class PositionQuantized(FixedRate):
     values is about 5.2 deviations, so that their relative error is 0.6% at 8 bits, 2.4% at 6, 4.8% at 5, 10% at 4 and 22% at 3;
     `relative_error` tells it for an array.
 
-    The code cannot overflow: every finite value decodes to a finite one. A NaN or an infinity makes its group of its position
-    NaN.
+    The code cannot overflow: every finite value decodes to a finite one. Levels are no closer than 2^-122 (in a channel that is
+    scaled, than 1e-6 of its size), and subnormal numbers may count as zero: so an error may be 5e-37 larger, which ranges below
+    1e-34 show. A NaN or an infinity makes its group of its position NaN.
 
     Encoding reads the array for the ranges, and once more for each array of levels, of which 6, 5 and 3 bits have two; compiled
     for an NVIDIA GPU a kernel reads it once, if there are 512 positions or more, a multiple of 32. Decoding
@@ -109,19 +112,26 @@ class PositionQuantized(FixedRate):
 
     def relative_error(self, x: Float[Array, "..."]) -> Float[Array, ""]:
         """The expected norm of `decode(encode(x)) - x`, over the norm of `x`: errors are uniform in a step, and then rounded to
-        the dtype. NaN if `x` has values that are not finite.
+        the dtype. NaN if `x` has values that are not finite. Below 1e-36 it is rough, for values below 1e-37 count as lost.
         """
         check_floats(x)
-        largest = jnp.maximum(jnp.max(jnp.abs(x), initial=0).astype(jnp.float32), 1e-30)
-        steps = self.steps(x) / largest
         wide = x.astype(jnp.float32)
+        largest = jnp.max(jnp.abs(wide), initial=0)
+        # The inverse of neither the largest nor the smallest floats is a normal number.
+        part = jnp.where(largest > 1, 2.0**-64, 2.0**64)
+        inverse = 1 / jnp.maximum(largest * part, 1e-30)
+        over_largest = lambda values: values * part * inverse
+        steps = over_largest(self.steps(x))
         errors = steps**2 / 12
         if x.dtype.itemsize == 2:
             power_of_two = lax.bitcast_convert_type(
                 lax.bitcast_convert_type(wide, jnp.uint32) & 0x7F800000, jnp.float32
             )
-            errors = _rounded_errors(steps, float(jnp.finfo(x.dtype).eps) * power_of_two / largest)
-        return jnp.sqrt(jnp.sum(errors) / jnp.maximum(jnp.sum((wide / largest) ** 2), 1e-30))
+            errors = _rounded_errors(steps, float(jnp.finfo(x.dtype).eps) * over_largest(power_of_two))
+        errors += over_largest(jnp.minimum(jnp.abs(wide), _SMALLEST)) ** 2
+        found = jnp.sqrt(jnp.sum(errors) / jnp.maximum(jnp.sum(over_largest(wide) ** 2), 1e-30))
+        only_subnormal = (largest < float(jnp.finfo(jnp.float32).tiny)) & jnp.any(_digits(x) != 0)
+        return jnp.where(only_subnormal, 1.0, found)
 
     def steps(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """The distance of levels of each value, float32: errors are uniform in it, and independent of each other."""
@@ -199,6 +209,12 @@ class PositionQuantized(FixedRate):
         largest = float(jnp.finfo(code.dtype).max)
         y = jnp.clip(y, -largest, largest).astype(code.dtype)
         return _as(y if view.padded == view.flat else y[..., : view.features], code.shape)
+
+
+def _digits(x: Float[Array, "..."]) -> UInt[Array, "..."]:
+    """The bits of magnitudes: CPUs take subnormal numbers for zeros."""
+    bits = lax.bitcast_convert_type(x, jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32)
+    return bits << 1
 
 
 def _rounded_errors(steps: Float[Array, "..."], neighbours: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -280,7 +296,8 @@ def _of_samples(samples: Float[Array, "samples *groups width"]) -> tuple[Array, 
     spread = jnp.sum(jnp.abs(samples / 2 - centre / 2) * share, 0)
     # The usual spread of a group: a few large ones hardly change this mean.
     usual = (jnp.sum(jnp.sqrt(spread), -1, keepdims=True) / spread.shape[-1]) ** 2
-    ratio = jnp.where((usual > _LEAST_DISTANCE) & (spread < jnp.inf), spread / usual, 1)
+    # Values divided by a size must not be so small that levels at their least distance are too far apart.
+    ratio = jnp.where((usual > 0) & (spread < jnp.inf), spread / jnp.maximum(usual, _LEAST_USUAL), 1)
     return centre, _SIZE * jnp.clip(ratio, 1, 2.0**32)
 
 
@@ -293,8 +310,8 @@ def _levels(
     low = jnp.maximum(_rounded(low, upwards=False), -_LARGEST_BFLOAT16)
     # From the rounded lowest level, or the highest would not reach the largest value.
     # A compiler may compute this in several places: the result must not depend on whether it contracts operations.
-    distance = jnp.maximum(_rounded((high - low) / highest, upwards=True), 0)
-    distance = jnp.where(finite, distance, jnp.nan)
+    distance = jnp.maximum(_rounded((high - low) / highest, upwards=True), _LEAST_DISTANCE)
+    distance = jnp.where(finite, jnp.where(high - low > 0, distance, 0), jnp.nan)
     factor = jnp.where(distance >= _LEAST_DISTANCE, 1 / distance, 0)
     return low.astype(jnp.bfloat16), distance.astype(jnp.bfloat16), factor
 

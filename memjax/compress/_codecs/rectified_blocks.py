@@ -61,8 +61,9 @@ class RectifiedBlocks(FixedRate):
 
     With the distance of levels d = largest / (2^bits - 1), level n stands for the values from (n - 1) d to n d and is decoded
     to their middle. So an error is at most d / 2, and a rounding of the dtype. Zeros stay zeros, and all else stays positive:
-    d is at least so large that half of it is a positive number. What is finite decodes to what is finite. A NaN or an infinity
-    makes its channel of its block NaN, but `nonzero` is right there as elsewhere: a NaN is not positive.
+    d is at least so large that half of it is a positive number. Only subnormal numbers of float32 may count as zero. What is
+    finite decodes to what is finite. A NaN or an infinity makes its channel of its block NaN, but `nonzero` is right there as
+    elsewhere: a NaN is not positive.
 
     Encoding reads the array for the largest values and once more for the levels, or once where `BlockQuantized` does.
 

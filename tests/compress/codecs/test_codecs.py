@@ -321,3 +321,74 @@ def test_codes_are_decoded_by_what_made_them_alone(sharded):
         ValueError, match=r"code must be one that BlockQuantized\(bits=8\) made, got one of BlockQuantized\(bits=4\): "
     ):
         BlockQuantized(8).decode(BlockQuantized(4).encode(jnp.ones((64, 64))))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("codec", "axis", "slack"),
+    [
+        (PositionQuantized(8), 1, 5e-37),
+        (PositionQuantized(3), 1, 5e-37),
+        (BlockQuantized(8), 0, 1e-37),
+        (BlockQuantized(4), 0, 1e-37),
+        (ChannelQuantized(8), 0, 1e-37),
+        (ChannelQuantized(4), 0, 1e-37),
+        (GroupQuantized(8, 128), 1, 1e-37),
+        (GroupQuantized(2, 128), 1, 1e-37),
+        (RectifiedBlocks(8), 0, 1e-37),
+        (Cast(jnp.bfloat16), None, 1.2e-38),
+        (ErrorBounded(1e-30), None, 0.0),
+    ],
+    ids=repr,
+)
+def test_errors_have_their_bound_from_the_smallest_to_the_largest_numbers(codec, axis, slack, dtype):
+    rng = np.random.default_rng(0)
+    values = np.clip(rng.standard_normal((256, 128)) / 3, -1, 1)
+    if isinstance(codec, RectifiedBlocks):
+        values = np.maximum(values, 0)
+    run = jax.jit(lambda x: codec.decode(codec.encode(x)))
+    sizes = [1e-45, 1e-41, 1e-38, 1e-37, 3e-37, 1e-36, 1e-35, 1e-34, 1e-32, 1e-20, 1.0, 1e20, 1e37, 3e38]
+    mixed = [10.0 ** rng.integers(-45, 39, shape) for shape in ((256, 1), (1, 128), (256, 128))]
+    for size in [*sizes, *mixed]:
+        x = np.asarray(values * size, jnp.dtype(dtype))
+        # In float64, which has room for all of them, and by NumPy, which takes no subnormal number for zero.
+        wide, got = x.astype(np.float64), np.asarray(run(x)).astype(np.float64)
+        rounding = np.abs(wide) * float(jnp.finfo(dtype).eps) / 2
+        if isinstance(codec, Cast):
+            bound = np.abs(wide) * 2.0**-8
+        elif isinstance(codec, ErrorBounded):
+            bound, rounding = codec.bound, 0
+        else:
+            low, high = wide.min(axis, keepdims=True), wide.max(axis, keepdims=True)
+            steps = 1.0 if isinstance(codec, GroupQuantized) else 0.5
+            bound = steps * (high - low) / (2**codec.bits - 1)
+            largest = np.maximum(np.abs(low), np.abs(high))
+            # Sums are rounded to float32's digits; the ranges of positions have bfloat16's.
+            digits = 2.0**-6 / (2**codec.bits - 1) if isinstance(codec, PositionQuantized) else 2.0**-22
+            rounding = rounding + bound * float(jnp.finfo(dtype).eps) + largest * digits
+        assert np.all(np.abs(got - wide) <= bound + rounding + slack), size
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_large_channels_beside_the_smallest_ones_keep_their_bound(dtype):
+    values = np.random.default_rng(0).standard_normal((512, 128)) * 1e-37
+    values[:, 5] *= 1e7
+    x = jnp.asarray(np.asarray(values, jnp.dtype(dtype)))
+    codec = PositionQuantized(8)
+    wide, got = (np.asarray(a).astype(np.float64) for a in (x, jax.jit(lambda x: codec.decode(codec.encode(x)))(x)))
+    spread = np.abs(wide).max(0) / 255
+    assert np.all(np.abs(got - wide) <= np.maximum(spread, 0.5 * np.asarray(codec.steps(x)) + 5e-37) * 1.1)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("count", [8, 512])
+def test_relative_error_is_told_from_the_smallest_to_the_largest_numbers(dtype, count):
+    values = np.clip(np.random.default_rng(0).standard_normal((count, 128)) / 3, -1, 1)
+    codec = PositionQuantized(4)
+    for size in [1e-39, 1e-38, 1e-37, 1e-36, 1e-35, 1e-30, 1.0, 1e30, 1e38, 3e38]:
+        x = np.asarray(values * size, jnp.dtype(dtype))
+        wide, got = x.astype(np.float64), np.asarray(codec.decode(codec.encode(x))).astype(np.float64)
+        true = np.linalg.norm(got - wide) / np.linalg.norm(wide)
+        told = float(codec.relative_error(x))
+        assert true * (0.8 if size < 1e-35 else 0.95) <= told <= true * (2 if size < 1e-35 else 1.05), size
+    assert codec.relative_error(jnp.zeros((count, 128), dtype)) == 0
