@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from memjax._core.arrays import is_float, zeros
+from memjax._core.backward.derivatives import without_derivative
 from memjax._core.compat import scope
 from memjax._core.lists import Arrays, drop, merge, pick
 from memjax._core.program.jaxpr import Program, bind, calls_in_place, is_literal, producers, read, trace, variables
@@ -28,7 +29,7 @@ from memjax.compress._transform.keep.parameters import Inputs
 from memjax.compress._transform.keep.reasons import MASK, NOTHING, not_kept, why_encoded, why_whole
 from memjax.compress._transform.keep.which import SMALL, Which
 from memjax.compress._transform.loops import Loops
-from memjax.compress._transform.passes.encoder import Encoder, variables_of_packing
+from memjax.compress._transform.passes.encoder import FIRST_ORDER, Encoder, variables_of_packing
 from memjax.compress._transform.passes.late_pullback import run_late
 from memjax.compress._transform.passes.restored import NO_WAIT, Restored, Stored
 from memjax.compress._transform.pooling.max_pool import max_pool
@@ -138,7 +139,12 @@ class Derivative:
         program, keep = self._program, self.keep
         settings = codecs.settings if self._loops else []
         env = dict(zip([*program.constvars, *program.invars], [*program.consts, *inputs, *settings], strict=True))
-        encoder = Encoder(program, keep, codecs, self._packed)
+        try:
+            encoder = Encoder(program, keep, codecs, self._packed)
+        except ValueError:  # settings for other arrays: the gradient that is differentiated again is of other inputs
+            for value in inputs:
+                without_derivative(value, FIRST_ORDER)
+            raise
         encoder.after([*env], env)
         for eqn in program.eqns:
             if not eqn.outvars or not all(var in env for var in eqn.outvars):

@@ -28,7 +28,7 @@ from memjax.compress._transform.array_codecs import ArrayCodecs, is_fused
 from memjax.compress._transform.keep.channel_sums import channel_sums
 from memjax.compress._transform.keep.choose import Keep
 
-_FIRST_ORDER = (
+FIRST_ORDER = (
     "memjax.compressed supports first derivatives in reverse mode only: what it saves is rounded. "
     "Differentiate twice without it."
 )
@@ -101,7 +101,7 @@ class Encoder:
         if array not in self._codecs:
             env[array], self.codes[array] = lax.optimization_barrier((env[array], Mask().encode(env[array])))
             return
-        codec, x = self._codecs[array], without_derivative(env[array], _FIRST_ORDER)
+        codec, x = self._codecs[array], without_derivative(env[array], FIRST_ORDER)
         if array in self._fused:
             scale = self._keep.scales[array].variable
             env[scale], measured = lax.optimization_barrier((env[scale], codec.measured(env[array])))
