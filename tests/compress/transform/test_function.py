@@ -104,6 +104,7 @@ class Growing(nnx.Module):
 
 def test_modules_that_change_more_than_values_are_refused():
     with pytest.raises(
-        ValueError, match=r"a call of Growing adds, removes or replaces variables, .*: make them in __init__"
+        ValueError,
+        match=r"the call changes one of Growing: it adds, removes or replaces variables.*Make them in __init__",
     ):
         compressed(Growing())(X)
