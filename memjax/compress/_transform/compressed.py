@@ -106,7 +106,8 @@ def compressed(
       f_or_module: a function of pytrees of arrays (other leaves are static), or an NNX or Linen module, or a class of Linen
         modules. Calls are compressed, and so are its other public methods. An NNX module shares its variables with the result,
         whose submodules are compressed, too, where a loss calls them; methods without arrays among their arguments are left
-        alone. Of Linen, `method` of `apply` may be any function of the module; submodules of a bound module are left alone.
+        alone. Of Linen, `method` of `apply` may be any function of the module; what is read from a bound module are
+        compressed copies of its submodules, with the same variables.
       codec: one for all arrays, such as `memjax.compress.ErrorBounded(2**-7, bits_per_value=9)`; or `memjax.compress.layers`,
         with a bound for each array that training adapts. None: one that suits each array, as above.
       bits: bits per value without a codec: 8, 6, 4 or 3; 8 if left out. What convolutions and batch norms read has 8 or 4. Or

@@ -268,9 +268,10 @@ class LinenParent(nn.Module):
         lambda m, v, x: m.apply(v, x, method=LinenParts.encode),
         lambda m, v, x: m.apply(v, x, method=lambda m, x: m.encoder(x)),
         lambda m, v, x: m.bind(v).encode(x),
+        lambda m, v, x: m.bind(v).encoder(x),
         lambda m, v, x: LinenParent(type(m)).apply({"params": {"inner": v["params"]}}, x),
     ],
-    ids=["call", "name", "method", "function", "bound", "in a module"],
+    ids=["call", "name", "method", "function", "bound", "submodule of bound", "in a module"],
 )
 def test_methods_of_linen_modules_and_classes_are_compressed(call):
     module, x = LinenParts(), jax.random.normal(jax.random.key(1), (512, WIDTH))
@@ -283,3 +284,29 @@ def test_methods_of_linen_modules_and_classes_are_compressed(call):
         assert small.size() == WIDTH
         assert kept(small) < kept(module) / 2
         assert 0.003 < max(errors(gradient(small)(variables), gradient(module)(variables))) < 0.3
+
+
+def test_submodules_read_from_a_bound_linen_module_are_compressed_and_leave_it_as_it_is():
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return jnp.tanh(nn.Dense(64)(jnp.sin(x)))
+
+    class Net(nn.Module):
+        field: nn.Module
+
+        def setup(self):
+            self.layers = [Layer(), Layer()]
+
+        def __call__(self, x):
+            return self.layers[1](self.layers[0](self.field(x)))
+
+    x, net = jax.random.normal(jax.random.key(0), (128, 64)), Net(Layer())
+    variables = net.init(jax.random.key(1), x)
+    small = compressed(net)
+    gradient = lambda f, m: jax.grad(lambda v: jnp.mean(f(m.bind(v)) ** 2))(variables)
+    for part in (lambda m: m.field(x), lambda m: m.layers[1](x), lambda m: (m.layers, m.field, m(x))[-1]):
+        chex.assert_trees_all_equal(part(small.bind(variables)), part(net.bind(variables)))
+        off = jax.tree.map(lambda a, b: jnp.max(jnp.abs(a - b)), gradient(part, small), gradient(part, net))
+        assert 0 < max(jax.tree.leaves(off)) < 1e-3
+    chex.assert_trees_all_equal(gradient(part, small), gradient(lambda m: m(x), small))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.core.lift
 import flax.linen as nn
+import jax
 from flax.linen.transforms import lift_transform
 
 from memjax.compress._transform.adapters.function import call_compressed
@@ -68,9 +69,49 @@ def compressed_class(original: type[nn.Module], codecs: ArrayCodecs, which: Whic
         return original.apply(self, variables, *args, method=as_compressed(method), **kwargs)
 
     new.apply = apply
+    _compress_submodules_where_bound(new, original, codecs, dataclasses.replace(which, needed=False))
     # Linen names submodules after their classes.
     new.__name__, new.__qualname__, new.__module__ = original.__name__, original.__qualname__, original.__module__
     return new
+
+
+def _compress_submodules_where_bound(new: Any, original: Any, codecs: ArrayCodecs, which: Which) -> None:
+    """Let a module that `bind` gives have compressed submodules, for who calls them in its place.
+
+    Linen reads submodules, too: while it sets the module up, and in the module's own calls. Those it gets as they are.
+    """
+
+    @functools.wraps(original.bind)
+    def bind(self, *args, **kwargs):
+        bound = original.bind(self, *args, **kwargs)
+        object.__setattr__(bound, _FROM_OUTSIDE, True)
+        return bound
+
+    def as_seen(self, name, value):
+        is_inner = name in ("parent", "scope") or name.startswith("_")
+        if is_inner or not self.__dict__.get(_FROM_OUTSIDE) or self._state.in_setup:
+            return value
+        return jax.tree.map(submodule, value, is_leaf=lambda part: isinstance(part, nn.Module))
+
+    def submodule(part):
+        if not isinstance(part, nn.Module) or part.scope is None:
+            return part
+        bound = part.clone(parent=part.scope.rewound())  # in which the names of its own submodules are free
+        object.__setattr__(bound, "__class__", compressed_class(type(part), codecs, which))
+        object.__setattr__(bound, _FROM_OUTSIDE, True)
+        return bound
+
+    def __getattribute__(self, name):
+        value = original.__getattribute__(self, name)
+        return as_seen(self, name, value) if isinstance(value, nn.Module | tuple | list | Mapping) else value
+
+    def __getattr__(self, name):
+        return as_seen(self, name, original.__getattr__(self, name))
+
+    new.bind, new.__getattribute__, new.__getattr__ = bind, __getattribute__, __getattr__
+
+
+_FROM_OUTSIDE = "_memjax_reads_from_outside"  # an attribute of bound modules, which is False within their calls
 
 
 def _is_outside(cls: type[nn.Module], name: str) -> bool:
@@ -83,6 +124,13 @@ def _where_bound(compressed: Callable[..., Any], plain: Callable[..., Any]) -> C
 
     @functools.wraps(compressed)
     def call(module, *args, **kwargs):
-        return (plain if module.scope is None else compressed)(module, *args, **kwargs)
+        if module.scope is None:
+            return plain(module, *args, **kwargs)
+        from_outside = module.__dict__.get(_FROM_OUTSIDE, False)
+        object.__setattr__(module, _FROM_OUTSIDE, False)
+        try:
+            return compressed(module, *args, **kwargs)
+        finally:
+            object.__setattr__(module, _FROM_OUTSIDE, from_outside)
 
     return call
