@@ -158,3 +158,14 @@ def test_the_kernel_is_not_for_programs_that_the_compiler_divides(monkeypatch):
         on_each = jax.shard_map(inside, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"x"})
         jax.eval_shape(jax.jit(on_each), jax.ShapeDtypeStruct((64 * count, 28, 28, 64), jnp.bfloat16))
     assert seen == [True, False][: len(seen)]  # what is left to the compiler may be divided
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("size", [1e-38, 1e-37, 1e-36, 1e-34, 3e38])
+def test_the_kernel_keeps_the_bound_for_the_smallest_and_largest_numbers(bits, size):
+    codec, values = BlockQuantized(bits), np.clip(np.random.default_rng(0).standard_normal((256, 64)) / 3, -1, 1)
+    x = np.asarray(values * size, jnp.dtype(jnp.bfloat16))
+    wide, code = x.astype(np.float64), codec._encode_by_kernel(jnp.asarray(x), interpret=True)[0]
+    half_step = (wide.max(0) - wide.min(0)) / (2**bits - 1) / 2
+    bound = half_step * (1 + 1 / 16) + np.abs(wide).max(0) * 2.0**-8 + 1e-37
+    assert np.all(np.abs(np.asarray(codec.decode(code)).astype(np.float64) - wide) <= bound)
