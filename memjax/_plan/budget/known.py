@@ -49,6 +49,8 @@ class Known:
       measure: compiles a step; None: value and gradient are the step.
     """
 
+    _measure: Measure | None = None
+
     def __init__(
         self,
         derivative: Passes,

@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, UInt32
 
 from memjax._core import check
+from memjax._core.segments import automatic_devices
 from memjax.compress._codecs.bits import WORD, u32
 from memjax.compress._codecs.codec import FixedRate, check_code, check_floats, check_seed
 from memjax.compress._codecs.levels import from_levels, levels_between, to_levels
@@ -74,7 +75,8 @@ class GroupQuantized(FixedRate):
 
     def _encode(self, x: Float[Array, "..."], seed: Any) -> GroupQuantizedCode:
         shape, dtype = x.shape, np.dtype(x.dtype)
-        x = x.astype(jnp.float32)
+        several = (automatic_devices([jax.typeof(x)]) or 1) > 1
+        x = (x if several else x.reshape(-1)).astype(jnp.float32)
         checksum = jnp.sum(lax.bitcast_convert_type(x, jnp.uint32), dtype=jnp.uint32)
         x = self._in_groups(x)
         low, distance = levels_between(jnp.min(x, -1), jnp.max(x, -1), self.bits)
@@ -107,6 +109,6 @@ class GroupQuantized(FixedRate):
         level = (code.words[..., None] >> places) & u32(2**self.bits - 1)
         level = level.reshape(*code.low.shape, self.group_size).astype(jnp.float32)
         x = from_levels(level, code.low[..., None], code.distance[..., None])
-        if x.size != math.prod(code.shape):
+        if code.low.ndim == 1:
             x = x.reshape(-1)[: math.prod(code.shape)]
         return x.reshape(code.shape).astype(code.dtype)

@@ -133,16 +133,22 @@ class _Classes:
         # Random streams and other objects that a call is given may be changed by it, too.
         objects = [module, *filter(is_nnx, given)]
         graph, state = nnx.split(objects)
+        # Variables of the module are named by their paths in it, as in errors and in `Layers.weights`.
+        others = {f"argument {i}": state[i] for i in range(1, len(objects)) if i in state}
+        lasting = {**state.get(0, {}), **others}
 
-        def pure(state, passing):
-            copies = nnx.merge(graph, state, copy=True)  # or `state` itself would change
+        def pure(lasting, passing):
+            own = {name: lasting[name] for name in lasting if name not in others}
+            given_states = {i: lasting[f"argument {i}"] for i in range(1, len(objects)) if f"argument {i}" in others}
+            now = nnx.State({0: nnx.State(own), **given_states})
+            copies = nnx.merge(graph, now, copy=True)  # or `state` itself would change
             self._unwrap(copies)
-            own, others = copies[0], iter(copies[1:])
-            given_now = [next(others) if is_nnx(leaf) else new for leaf, new in zip(given, passing, strict=True)]
+            module, rest = copies[0], iter(copies[1:])
+            given_now = [next(rest) if is_nnx(leaf) else new for leaf, new in zip(given, passing, strict=True)]
             args, kwargs = jax.tree.unflatten(tree, given_now)
-            return with_changes(method, (own, *args), kwargs)
+            return with_changes(method, (module, *args), kwargs)
 
         passing = [None if is_nnx(leaf) else leaf for leaf in given]
-        out, changes = call_compressed(pure, state, passing, user=type(module), codecs=self._codecs, which=which)
+        out, changes = call_compressed(pure, lasting, passing, user=type(module), codecs=self._codecs, which=which)
         put_changes(objects, changes)
         return out
