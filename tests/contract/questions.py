@@ -90,11 +90,6 @@ def _(t: Transform) -> None:
         assert np.linalg.norm(found[1][0] - exact) > 1e-5 * np.linalg.norm(exact)
 
 
-@ask("eager")
-def _(t: Transform) -> None:
-    close(t, gradient(t.ours)(weights(), examples()), expected(t))
-
-
 @ask("vmap")
 def _(t: Transform) -> None:
     w, x = weights(), examples().reshape(4, EXAMPLES // 4, POSITIONS, WIDTH)
