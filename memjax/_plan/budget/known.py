@@ -49,8 +49,6 @@ class Known:
       measure: compiles a step; None: value and gradient are the step.
     """
 
-    _measure: Measure | None = None
-
     def __init__(
         self,
         derivative: Passes,
