@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import jax
@@ -35,7 +36,7 @@ def account(least: StepPlan, program: Any, traced: Any, *, nothing_to_plan: bool
         time = f", at {least.seconds / least.plain_seconds:.2f} of the predicted time" if least.plain_seconds else ""
         plain = readable_bytes(least.plain_nbytes)
         head = f"budget is {given}, but the least possible is {possible} of a device{time}; as it is written it takes {plain}"
-    rows = [f"arguments: {readable_bytes(found.argument_size_in_bytes)} ({_by_path(traced)})"]
+    rows = [f"arguments: {readable_bytes(found.argument_size_in_bytes)} (whole arrays: {_by_path(traced)})"]
     rows.append(f"results that are no donated arguments: {readable_bytes(results)}{_donation(traced)}")
     rows.append(f"temporaries: {readable_bytes(found.temp_size_in_bytes)}")
     if found.generated_code_size_in_bytes:
@@ -45,7 +46,7 @@ def account(least: StepPlan, program: Any, traced: Any, *, nothing_to_plan: bool
 
 
 def _by_path(traced: Any) -> str:
-    """Bytes of arguments by their path, the largest first; of all devices together."""
+    """Bytes of arguments by their path, the largest first, as whole arrays."""
     sizes: dict[str, int] = {}
     for path, info in jax.tree_util.tree_leaves_with_path(traced.args_info):
         named = path[1:2] if len(path) > 2 and isinstance(path[2], jax.tree_util.SequenceKey) else path[1:3]
@@ -57,17 +58,27 @@ def _by_path(traced: Any) -> str:
     return ", ".join(rows + ["..."] * (len(largest) > _ROWS))
 
 
-def _donation(traced: Any) -> str:
-    """What donating would give back."""
-    free: dict[Any, int] = {}
-    for info in jax.tree.leaves(traced.args_info):
-        if not info.donated:
-            kind = info._aval.shape, info._aval.dtype
-            free[kind] = free.get(kind, 0) + 1
-    saved = 0
+def bytes_of_results(traced: Any, *, all_donated: bool = False) -> int:
+    """Bytes of results that are no donated arguments, as whole arrays.
+
+    Args:
+      traced: the step.
+      all_donated: as if all arguments were donated.
+    """
+    given = Counter(
+        (info._aval.shape, info._aval.dtype)
+        for info in jax.tree.leaves(traced.args_info)
+        if info.donated or all_donated
+    )
+    found = 0
     for aval in traced.jaxpr.out_avals:
         kind = aval.shape, aval.dtype
-        if free.get(kind, 0):
-            free[kind] -= 1
-            saved += nbytes(aval)
+        found += 0 if given[kind] > 0 else nbytes(aval)
+        given[kind] -= 1
+    return found
+
+
+def _donation(traced: Any) -> str:
+    """What donating more would give back."""
+    saved = bytes_of_results(traced) - bytes_of_results(traced, all_donated=True)
     return f"; donate_argnums would give up to {readable_bytes(saved)} back" if saved > 2**10 else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections import Counter
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +17,8 @@ from memjax._core.arrays import is_float
 from memjax._core.compat import is_tracer
 from memjax._core.meshes import own_sharding, split_over
 from memjax._core.program.jaxpr import nbytes as nbytes_of
-from memjax._jit.account import account
+from memjax._explain.explain import explain
+from memjax._jit.account import account, bytes_of_results
 from memjax._jit.body import Acting, Body
 from memjax._jit.cache import directory, load, name_of, save
 from memjax._jit.call import Pure, Statics, donated_but_unchanged, taken_apart
@@ -138,13 +139,18 @@ class Jitted:
         self._last = of_call, entry
         return self._updated(step, args, kwargs, entry.program(*dynamic, **dynamic_named))
 
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """The step as a method, of which `self` is the first argument, as with `jax.jit`."""
+        return self if instance is None else types.MethodType(self, instance)
+
     def plan(self, *args: Any, **kwargs: Any) -> StepPlan:
         """The plan for these arguments, which are arrays or `jax.ShapeDtypeStruct`s."""
-        return self._for(args, kwargs).plan
+        return self._for(*taken_apart(args, kwargs)).plan
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """The step as planned, traced: a `jax.stages.Traced`."""
-        return self._for(args, kwargs).jitted.trace(*args, **kwargs)
+        graph, apart, named = taken_apart(args, kwargs)
+        return self._for(graph, apart, named).jitted.trace(*apart, **named)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The step as planned, lowered: a `jax.stages.Lowered`."""
@@ -152,8 +158,6 @@ class Jitted:
 
     def explain(self, *args: Any, **kwargs: Any) -> Any:
         """Where the memory of the step goes, as it is written: see `memjax.explain`."""
-        from memjax._explain.explain import explain
-
         return explain(self._f, *args, **kwargs)
 
     def clear_cache(self) -> None:
@@ -162,8 +166,7 @@ class Jitted:
         self._steps.clear()
         self._last = None
 
-    def _for(self, args: tuple, kwargs: dict[str, Any]) -> _Entry:
-        graph, apart, named = taken_apart(args, kwargs)
+    def _for(self, graph: Any, apart: tuple, named: dict[str, Any]) -> _Entry:
         static, dynamic, dynamic_named = self._statics.split(apart, named)
         of_call = graph, static, _context()
         return self._entry(self._step(graph), of_call, apart, named, dynamic, dynamic_named)
@@ -250,7 +253,7 @@ def _decided(step: _Step, asked: _Asked, args: tuple, kwargs: dict[str, Any], le
         return compiled
 
     allowed = {"compress": "compress" in asked.allow, "offload": "offload" in asked.allow}
-    fit = Fit(body, layout, compile_with, arguments + _results(traced), **allowed)
+    fit = Fit(body, layout, compile_with, arguments + bytes_of_results(traced), **allowed)
     limit = room if isinstance(room, int) and room < sys.maxsize else None
     if limit is None or not body.has_passes or fit.predicted_plain <= _SURELY * limit:
         program, nbytes = fit.plain
@@ -318,17 +321,6 @@ class _Planned:
 def _local_bytes(aval: Any, sharding: Any) -> int:
     """Bytes of a device's part of an array."""
     return nbytes_of(aval if sharding is None else aval.update(shape=sharding.shard_shape(aval.shape), sharding=None))
-
-
-def _results(traced: Any) -> int:
-    """Bytes of results that are no donated arguments, as large as if each device had the whole."""
-    donated = Counter((a._aval.shape, a._aval.dtype) for a in jax.tree.leaves(traced.args_info) if a.donated)
-    found = 0
-    for aval in traced.jaxpr.out_avals:
-        kind = aval.shape, aval.dtype
-        found += 0 if donated[kind] > 0 else nbytes_of(aval)
-        donated[kind] -= 1
-    return found
 
 
 def _room(budget: int | str, arguments: int, device: Any) -> int | str:

@@ -154,7 +154,7 @@ def test_nnx_objects_are_updated_in_place():
     close(nnx.state(ours, no_keys), nnx.state(theirs, no_keys))
     assert ours[0].dropout.rngs.count[...] == 3
     np.testing.assert_array_equal(ours[0].unused[...], jnp.arange(3.0))  # donated, and there still
-    assert jitted.plan(*ours, batch()).nbytes <= budget
+    assert held(jitted.lower(*ours, batch()).compile(OPTIONS)) == jitted.plan(*ours, batch()).nbytes <= budget
 
 
 def test_options_and_arguments_are_those_of_jax_jit():
@@ -180,6 +180,19 @@ def test_options_and_arguments_are_those_of_jax_jit():
     step.clear_cache()
     with pytest.raises(TypeError, match="donate"):
         memjax.jit(loss, donate_arguments=0)
+
+
+def test_a_method_is_bound():
+    class Trainer:
+        rate = 0.1
+
+        @memjax.jit(budget="min", static_argnums=0)
+        def step(self, params, x):
+            return jax.tree.map(lambda p, g: p - self.rate * g, params, jax.grad(loss)(params, x))
+
+    params = parameters()
+    expected = jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, batch()))
+    close(Trainer().step(params, batch()), expected)
 
 
 def test_what_does_not_fit_gets_an_account_and_the_least_runs():
