@@ -1,7 +1,7 @@
 """A whole AdamW step of an NNX decoder, 909M parameters, under `nnx.jit` and under `memjax.jit`: `python -m benchmarks.jit_gpt`.
 
-The largest batch that fits plainly is the peer: `memjax.jit(step, budget="device")` of that and of larger batches, in the same
-process, steps timed by themselves. `--small` tries it on a CPU.
+The peer is `nnx.jit` with the largest batch that fits. `memjax.jit(step, budget="device")` runs that batch and larger ones in the
+same process. `--small` tries the benchmark on a CPU.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class Config:
     """Steps of which the median is taken."""
     budget: str = "device"
     name: str = "jit_gpt"
-    """Of the file of results."""
+    """Name of the file of results."""
     small: bool = False
     """A small model, for a CPU."""
 

@@ -75,6 +75,7 @@ class GroupQuantized(FixedRate):
 
     def _encode(self, x: Float[Array, "..."], seed: Any) -> GroupQuantizedCode:
         shape, dtype = x.shape, np.dtype(x.dtype)
+        # Flat arrays take less memory; where a mesh may spread their axes they would be gathered.
         several = (automatic_devices([jax.typeof(x)]) or 1) > 1
         x = (x if several else x.reshape(-1)).astype(jnp.float32)
         checksum = jnp.sum(lax.bitcast_convert_type(x, jnp.uint32), dtype=jnp.uint32)
