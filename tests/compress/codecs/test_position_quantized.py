@@ -59,8 +59,10 @@ def test_errors_are_within_half_a_step_and_as_predicted(bits, dtype):
     wide, eps = np.asarray(x, np.float64), float(jnp.finfo(dtype).eps)
     error = np.abs(np.asarray(got, np.float64) - wide)
     assert (error <= step * 0.501 + np.abs(wide) * max(eps, 1e-6) * 2 + 1e-5).all()
-    # A step of 8 bits is smaller than the distance of large bfloat16 numbers: only a few values are off.
-    tolerance = 0.05 if bits == 8 and dtype == jnp.bfloat16 else 0.02
+    # Squares of errors uniform in a step deviate from their mean by 0.89 of it. A step of 8 bits is smaller than the distance of
+    # large bfloat16 numbers: only a few values are off.
+    chance = 0.5 * 0.89 * np.sqrt((step**4).sum()) / (step**2).sum()
+    tolerance = 0.05 if bits == 8 and dtype == jnp.bfloat16 else 0.005 + 4 * chance
     assert _relative(got, x) == pytest.approx(float(codec.relative_error(x)), rel=tolerance)
     assert np.sqrt((error**2).sum() / (wide**2).sum()) < {8: 0.008, 6: 0.03, 5: 0.055, 4: 0.11, 3: 0.22}[bits]
 
