@@ -7,6 +7,8 @@ backward pass comes after it: the update of parameters belongs to it, and the fo
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,7 +29,9 @@ from memjax._core.program.jaxpr import (
 )
 from memjax._core.program.primitives import expensive
 from memjax._plan.derivative import Passes, without_dead_equations
+from memjax._plan.result import Tiled
 from memjax._plan.run import Run
+from memjax._plan.tile.passes import TileOn, with_tiles
 
 _BODIES = ("scan", "cond", "while", "shard_map")
 Acting = Mapping["StepPasses", Run]
@@ -62,14 +66,20 @@ class Body:
 
     Args:
       closed: the program.
+      tile_on: losses and their gradients run tile by tile where they can, in tiles of that size; None: they run as they are.
 
     Attributes:
       passes: of the derivatives, in order.
+      tile_on: as given.
+      tiled: what runs tile by tile, that in bodies included.
       inner: by number of an equation, the bodies that have derivatives in them.
     """
 
-    def __init__(self, closed: Any):
+    def __init__(self, closed: Any, tile_on: TileOn | None = None):
         program = calls_in_place(closed, differentiable=False)
+        self.tile_on, self.tiled = tile_on, list[Tiled]()
+        if tile_on is not None:
+            program, self.tiled = with_tiles(without_dead_equations(program), tile_on)
         losses = _unread_losses(program)
         reached = dataclasses.replace(program, outvars=[*program.outvars, *losses])
         self._program = dataclasses.replace(without_dead_equations(reached), outvars=program.outvars)
@@ -91,9 +101,10 @@ class Body:
         self.inner: dict[int, list[Body]] = {}
         for i, eqn in enumerate(eqns):
             if eqn.primitive.name in _BODIES and not derivatives(name_stack(eqn)):
-                bodies = [Body(one) for one in _closed_bodies(eqn)]
+                bodies = [Body(one, tile_on) for one in _closed_bodies(eqn)]
                 if any(body.has_passes for body in bodies):
                     self.inner[i] = bodies
+                    self.tiled += [what for body in bodies for what in body.tiled]
 
     @property
     def has_passes(self) -> bool:
@@ -149,23 +160,22 @@ def _unread_losses(program: Program) -> list[Any]:
 def _last_of(forward: Sequence[Any], outputs: Sequence[Any]) -> Any | None:
     """What a forward pass makes last, where few of its products lead to its outputs; or None.
 
-    So it is for a `jax.vjp` of which only the pullback is used: programs are cut by what leads to outputs. It is the last of the
-    variables that no other is made of.
+    So it is for a `jax.vjp` of which only the pullback is used, and where a loss goes tile by tile: programs are cut by what
+    leads to outputs. It is the last of the variables to which most products lead.
     """
-    leading = set(outputs)
-    heavy = [0, 0]  # equations: of all, and of those that lead to outputs
-    for eqn in reversed(forward):
-        leads = not leading.isdisjoint(eqn.outvars)
-        if leads:
-            leading.update(variables(eqn.invars))
+    leading: dict[Any, int] = {}  # a bit for each product
+    heavy = 0
+    for eqn in forward:
+        bits = functools.reduce(operator.or_, (leading.get(var, 0) for var in variables(eqn.invars)), 0)
         if expensive(eqn):
-            heavy[0] += 1
-            heavy[1] += leads
-    if 2 * heavy[1] >= heavy[0]:
+            bits |= 1 << heavy
+            heavy += 1
+        leading |= dict.fromkeys(eqn.outvars, bits)
+    to_outputs = functools.reduce(operator.or_, (leading[out] for out in outputs), 0)
+    if 2 * to_outputs.bit_count() >= heavy:
         return None
-    read_at_all = {var for eqn in forward for var in variables(eqn.invars)}
-    last = (out for eqn in reversed(forward) for out in eqn.outvars if out not in read_at_all and is_float(out.aval))
-    return next(last, None)
+    last = (out for eqn in reversed(forward) for out in eqn.outvars if is_float(out.aval))
+    return max(last, key=lambda out: leading[out].bit_count(), default=None)
 
 
 def _made(eqns: Sequence[Any]) -> dict[Any, None]:

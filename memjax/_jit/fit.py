@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,6 +20,10 @@ from memjax._plan.run import Run
 Compile = Callable[[Acting], Any]
 """Compiles the step with these passes run otherwise than they are."""
 
+
+MAKE_ONE = "make it by step.plan(*args) of what you pass here"
+
+_SURELY = 1.2  # times the budget: a step that is predicted to hold so much is not compiled as it is
 
 Chosen = dict[StepPasses, tuple[Run, Key]]
 """How passes are run, and what tells that from other ways."""
@@ -72,7 +77,7 @@ class Fit:
         compress: bool,
         offload: bool,
     ):
-        self._passes = list(body.every())
+        self._passes, self._tile_on, self._tiled = list(body.every()), body.tile_on, tuple(body.tiled)
         self._layout, self._beside, self._compile_with = layout, beside, compile_with
         self._allowed: dict[str, Any] = {"compress": compress, "offload": offload}
         self._acting: Chosen = {}
@@ -83,24 +88,46 @@ class Fit:
 
     @property
     def plain(self) -> Compiled:
-        """The step as it is written."""
+        """The step with its passes as they are."""
         return self._compiled_with({})
 
     @functools.cached_property
     def predicted_plain(self) -> int:
-        """Bytes that the step as it is written is predicted to hold."""
+        """Bytes that the step with its passes as they are is predicted to hold."""
         kept_all = [self._layout.local(self._known(one).chain.frontier[-1][0]) for one in self._passes]
         return self._beside + max(kept_all, default=0)
+
+    def may_fit_plain(self, budget: int) -> bool:
+        """Whether the step with its passes as they are is worth compiling."""
+        return self.predicted_plain <= _SURELY * budget
+
+    @property
+    def plain_nbytes(self) -> int:
+        """Bytes that the step with its passes as they are holds; predicted, where it was not compiled."""
+        plain = self._compiled.get(_key({}))
+        return self.predicted_plain if plain is None else plain.nbytes
+
+    def predicted_seconds(self, budget: int | str) -> float:
+        """Of the derivatives, within a budget that each has for itself; infinite where none of their plans fits."""
+        if isinstance(budget, str):
+            return min(self._known(one).frontier[0][0] for one in self._passes)
+        found = 0.0
+        for one in map(self._known, self._passes):
+            fitting = [more for nbytes, more in one.frontier if self._beside + nbytes <= budget]
+            found += one.base_seconds + min(fitting, default=math.inf)
+        return found
 
     def within(self, budget: int | str) -> tuple[StepPlan, Any]:
         """The plan, and the step compiled with it.
 
-        All passes begin with the plan that is predicted to take the least memory. Then they are decided on one after another, the
-        others being as they are.
+        Where a loss runs tile by tile, that may be enough. Else all passes begin with the plan that is predicted to take the
+        least memory. Then they are decided on one after another, the others being as they are.
 
         Raises:
           DoesNotFitError: the budget is less than the least possible.
         """
+        if self._tiled and isinstance(budget, int) and self.may_fit_plain(budget) and self.plain.nbytes <= budget:
+            return self._plan(budget, self.plain.nbytes), self.plain.program
         room = budget if isinstance(budget, str) else budget - self._beside
         if len(self._passes) > 1:
             self._acting = {one: self._least(one) for one in self._passes}
@@ -171,9 +198,8 @@ class Fit:
 
     def _plan(self, budget: int | str, nbytes: int) -> StepPlan:
         plans = tuple(self._plans[one] if one in self._acting else None for one in self._passes)
-        plain = self._compiled.get(_key({}))
-        as_written = self.predicted_plain if plain is None else plain.nbytes
-        return StepPlan(nbytes if isinstance(budget, str) else budget, nbytes, as_written, plans)
+        tiles = (self._tiled, self._tile_on.nbytes) if self._tile_on else ()
+        return StepPlan(nbytes if isinstance(budget, str) else budget, nbytes, self.plain_nbytes, plans, *tiles)
 
 
 def _key(acting: Chosen) -> frozenset[Any]:
@@ -189,8 +215,7 @@ def acting_by(body: Body, plan: StepPlan, layout: Layout) -> Acting:
     passes = list(body.every())
     if len(passes) != len(plan.passes):
         raise ValueError(
-            f"plan must be of this step, got one for {len(plan.passes)} derivatives where this step has {len(passes)}: make it "
-            "by step.plan(*args) of what you pass here"
+            f"plan must be of this step, got one for {len(plan.passes)} derivatives where this step has {len(passes)}: {MAKE_ONE}"
         )
     found = {one: by_plan(one, part, layout) for one, part in zip(passes, plan.passes, strict=True) if part is not None}
     return {one: run for one, run in found.items() if isinstance(run, Run)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import sys
@@ -22,15 +23,16 @@ from memjax._jit.account import account, bytes_of_results
 from memjax._jit.body import Acting, Body
 from memjax._jit.cache import directory, load, name_of, save
 from memjax._jit.call import Pure, Statics, donated_but_unchanged, taken_apart
-from memjax._jit.fit import DoesNotFitError, Fit, acting_by, held_bytes
+from memjax._jit.fit import MAKE_ONE, DoesNotFitError, Fit, acting_by, held_bytes
 from memjax._jit.progress import Progress
 from memjax._jit.step_plan import StepPlan
 from memjax._measure import remat_compiler_options
 from memjax._plan.compiled import device_of
 from memjax._plan.layout import Layout
+from memjax._plan.tile.passes import TileOn
 
-_SURELY = 1.2  # times the budget: a step that is predicted to hold so much is not compiled as it is written
-_ALLOWED = ("recompute", "offload", "compress")
+_TILES = 64  # the logits of a tile take such a part of the budget: beside them a tile has others as large
+_ALLOWED = ("recompute", "tile", "offload", "compress")
 
 
 class _Entry(NamedTuple):
@@ -51,7 +53,7 @@ def jit(
     f: Callable[..., Any] | None = None,
     *,
     budget: int | str = "device",
-    allow: Sequence[str] = ("recompute",),
+    allow: Sequence[str] = ("recompute", "tile"),
     plan: StepPlan | None = None,
     cache_dir: str | os.PathLike | None = None,
     **options: Any,
@@ -69,8 +71,9 @@ def jit(
       budget: bytes of a device for all that the compiled step holds: arguments, results that are no donated arguments,
         temporaries, code; a number, or a text like "40GiB". "device": the device's memory less what other arrays take; on
         devices that tell no limit, as CPUs, everything fits. "min": the least memory.
-      allow: what a plan may do. "recompute": compute again what is not kept; always. "offload": move what loops keep to the
-        memory of the host. "compress": keep what may be rounded in 8 bits; gradients are rounded then. As for `memjax.plan`.
+      allow: what a plan may do. "recompute": compute again what is not kept; always. "tile": go through a loss and its gradient
+        tile by tile, so that logits are never whole; on one device. "offload": move what loops keep to the memory of the host.
+        "compress": keep what may be rounded in 8 bits; gradients are rounded then. As for `memjax.plan`.
       plan: a `StepPlan` that `step.plan` made, to act on; `budget` is not asked then.
       cache_dir: where plans are kept, so that the next process compiles the step once; None: in a folder of JAX's compilation
         cache, if there is one.
@@ -235,7 +238,7 @@ def _decided(step: _Step, asked: _Asked, args: tuple, kwargs: dict[str, Any], le
     name = None
     if where is not None:
         name = name_of(closed, [*map(_kind, leaves)], device, asked.budget, asked.allow, sorted(step.options.items()))
-    planned = _Planned(step, traced, args, kwargs, remat_compiler_options(device.platform))
+    planned = _Planned(step, traced, args, kwargs, device.platform)
     if asked.plan is not None:
         return planned.by(asked.plan, layout)
     arguments = sum(map(_local_bytes, closed.in_avals, layout.shardings[len(closed.consts) :]))
@@ -243,31 +246,59 @@ def _decided(step: _Step, asked: _Asked, args: tuple, kwargs: dict[str, Any], le
     found = planned.as_before(load(where, name), layout)
     if found is not None and held_bytes(found.program) <= (found.plan.nbytes if isinstance(room, str) else room):
         return found
-    body = Body(closed)
-    progress = Progress(step.name)
-
-    def compile_with(acting: Acting) -> Any:
-        compiled = planned.compiled(body, acting)
-        if acting:
-            progress.compiled(held_bytes(compiled), room)
-        return compiled
-
+    progress, beside = Progress(step.name), arguments + bytes_of_results(traced)
     allowed = {"compress": "compress" in asked.allow, "offload": "offload" in asked.allow}
-    fit = Fit(body, layout, compile_with, arguments + bytes_of_results(traced), **allowed)
+
+    def fit_of(body: Body) -> Fit:
+        def compile_with(acting: Acting) -> Any:
+            compiled = planned.compiled(body, acting)
+            if acting or body.tiled:
+                progress.compiled(held_bytes(compiled), room)
+            return compiled
+
+        return Fit(body, layout, compile_with, beside, **allowed)
+
+    body = Body(closed)
+    fit = fit_of(body)
     limit = room if isinstance(room, int) and room < sys.maxsize else None
-    if limit is None or not body.has_passes or fit.predicted_plain <= _SURELY * limit:
+    if limit is None or not body.has_passes or fit.may_fit_plain(limit):
         program, nbytes = fit.plain
         as_written = StepPlan(nbytes if limit is None else limit, nbytes, nbytes)
         if not body.has_passes and nbytes > as_written.budget:
             raise ValueError(account(as_written, program, traced, nothing_to_plan=True))
         if not body.has_passes or (isinstance(room, int) and nbytes <= room):
             return _Entry(as_written, step.plain, program)
+    ways = [fit]
+    if "tile" in asked.allow and layout.devices == 1:
+        tile_on = TileOn(device.platform, room // _TILES if isinstance(room, int) else 0)
+        if (tiled := Body(closed, tile_on)).tiled:
+            ways.append(fit_of(tiled))
     try:
-        decided, best = fit.within(room)
+        decided, best = _fastest(ways, room)
     except DoesNotFitError as error:
         raise ValueError(account(error.plan, error.program, traced)) from None
     save(where, name, decided)
     return _Entry(decided, planned.jitted_of(best), best)
+
+
+def _fastest(ways: Sequence[Fit], room: int | str) -> tuple[StepPlan, Any]:
+    """The plan of the way that is predicted to be the fastest, and the step compiled with it; of the next one if it does not fit.
+
+    Args:
+      ways: the step as it is written, then others.
+      room: bytes of a device.
+
+    Raises:
+      DoesNotFitError: no way fits; it is the one that takes the least.
+    """
+    refused: list[DoesNotFitError] = []
+    for fit in sorted(ways, key=lambda one: one.predicted_seconds(room)) if len(ways) > 1 else ways:
+        try:
+            plan, program = fit.within(room)
+            return dataclasses.replace(plan, plain_nbytes=ways[0].plain_nbytes), program
+        except DoesNotFitError as error:
+            refused.append(error)
+    raise min(refused, key=lambda error: error.plan.nbytes)
 
 
 class _Planned:
@@ -276,11 +307,11 @@ class _Planned:
     Args:
       step, traced: it.
       args, kwargs: its arguments, taken apart.
-      options: of the compiler, without which nothing is computed again.
+      platform: of the devices that it runs on.
     """
 
-    def __init__(self, step: _Step, traced: Any, args: tuple, kwargs: dict[str, Any], options: dict[str, Any]):
-        self._step, self._args, self._kwargs, self._options = step, args, kwargs, options
+    def __init__(self, step: _Step, traced: Any, args: tuple, kwargs: dict[str, Any], platform: str):
+        self._step, self._args, self._kwargs, self._platform = step, args, kwargs, platform
         self._closed, self._out_tree = traced.jaxpr, jax.tree.structure(traced.out_info)
         self._jitted: dict[int, Any] = {}
 
@@ -292,8 +323,10 @@ class _Planned:
             given = [leaf for leaf in jax.tree.leaves((args, kwargs)) if is_tracer(leaf)]  # the others are static
             return jax.tree.unflatten(out_tree, body.evaluate([*closed.consts, *given], acting))
 
-        jitted = self._step.with_options(run) if acting else self._step.plain
-        options = self._options if acting else None  # the step as it is written is that of jax.jit
+        changed = acting or body.tiled
+        jitted = self._step.with_options(run) if changed else self._step.plain
+        # Without them nothing is computed again. The step as it is written is that of jax.jit.
+        options = remat_compiler_options(self._platform) if changed else None
         program = jitted.trace(*self._args, **self._kwargs).lower().compile(compiler_options=options)
         self._jitted[id(program)] = jitted
         return program
@@ -304,13 +337,16 @@ class _Planned:
 
     def by(self, plan: StepPlan, layout: Layout) -> _Entry:
         """The step by a plan that was made before."""
-        body = Body(self._closed)
+        body = Body(self._closed, TileOn(self._platform, plan.tile_nbytes) if plan.tiled else None)
+        if [one[:-2] for one in body.tiled] != [one[:-2] for one in plan.tiled]:
+            what = ", ".join(one.what for one in plan.tiled)
+            raise ValueError(f"plan must be of this step, got one with tiles of {what} that are not in it: {MAKE_ONE}")
         program = self.compiled(body, acting_by(body, plan, layout) if plan.passes else {})
         return _Entry(plan, self.jitted_of(program), program)
 
     def as_before(self, plan: StepPlan | None, layout: Layout) -> _Entry | None:
         """The step by a plan that was kept; None if there is none, or another version of memjax made it."""
-        if plan is None or not any(plan.passes):
+        if plan is None or plan.as_written:
             return None
         try:
             return self.by(plan, layout)

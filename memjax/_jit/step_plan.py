@@ -8,7 +8,7 @@ from typing import Any
 
 from memjax._core import check
 from memjax._core.check import readable_bytes
-from memjax._plan.result import Plan
+from memjax._plan.result import Plan, Tiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,12 +22,21 @@ class StepPlan:
       passes: by derivative in the step, in the order of their equations, those in loops and branches after the others: the plan
         of its two passes, of which the bytes are temporary ones; None where it runs as it is written. None at all: the whole step
         does.
+      tiled: what runs tile by tile, a loss and its gradient at once.
+      tile_nbytes: what a tile may take, where that is more than usual.
     """
 
     budget: int
     nbytes: int
     plain_nbytes: int
     passes: tuple[Plan | None, ...] = ()
+    tiled: tuple[Tiled, ...] = ()
+    tile_nbytes: int = 0
+
+    @property
+    def as_written(self) -> bool:
+        """Whether the step runs as it is written."""
+        return not (any(self.passes) or self.tiled)
 
     @property
     def seconds(self) -> float:
@@ -40,14 +49,14 @@ class StepPlan:
         return sum(plan.plain_seconds for plan in self.passes if plan is not None)
 
     def __str__(self) -> str:
-        if not any(self.passes):
+        if self.as_written:
             return f"StepPlan: {readable_bytes(self.nbytes)} of {readable_bytes(self.budget)}, as it is written"
         more = self.seconds / self.plain_seconds - 1 if self.plain_seconds else 0.0
         head = (
             f"StepPlan: {readable_bytes(self.nbytes)} of {readable_bytes(self.budget)}, {readable_bytes(self.plain_nbytes)} as "
             f"it is written; predicted time {more:+.1%}"
         )
-        return "\n".join([head, *(str(plan) for plan in self.passes if plan is not None)])
+        return "\n".join([head, *map(str, self.tiled), *(str(plan) for plan in self.passes if plan is not None)])
 
     def to_json(self) -> str:
         """The plan as JSON; `from_json` reads it back."""
@@ -59,9 +68,11 @@ class StepPlan:
         fields = check.json_fields("StepPlan", text, [field.name for field in dataclasses.fields(cls)])
         try:
             passes = tuple(None if one is None else Plan.from_json(json.dumps(one)) for one in fields["passes"])
+            tiled = tuple(Tiled.of_fields(one) for one in fields["tiled"])
             numbers: dict[str, Any] = {
-                name: check.integer(name, fields[name], least=0) for name in ("budget", "nbytes", "plain_nbytes")
+                name: check.integer(name, fields[name], least=0)
+                for name in ("budget", "nbytes", "plain_nbytes", "tile_nbytes")
             }
         except (TypeError, ValueError) as error:
             raise check.fail(ValueError, "text", "what StepPlan.to_json wrote", text, str(error)) from error
-        return cls(passes=passes, **numbers)
+        return cls(passes=passes, tiled=tiled, **numbers)

@@ -88,6 +88,15 @@ class Tiled(NamedTuple):
     what: str
     loop: int | None = None
 
+    @classmethod
+    def of_fields(cls, fields: Sequence[Any]) -> Tiled:
+        """What data say; ValueError if they say something else."""
+        return _typed(cls, fields)
+
+    def __str__(self) -> str:
+        where = "" if self.loop is None else ", in each turn of a loop"
+        return f"in tiles of {self.tile} of {self.length} positions: {readable_bytes(self.nbytes)}  {self.what}{where}"
+
 
 class Point(NamedTuple):
     """A point of a frontier: predicted temporary bytes and seconds of one step."""
@@ -210,7 +219,7 @@ class Plan:
             stretches.append(_typed(Stretch, (start, stop, inside, *rest)))
         points = tuple(_typed(Point, point, least={"nbytes": -math.inf}) for point in fields["points"])
         tries = tuple(_typed(Try, one) for one in fields["tries"])
-        tiled = tuple(_typed(Tiled, one) for one in fields["tiled"])
+        tiled = tuple(map(Tiled.of_fields, fields["tiled"]))
         lists = {"stretches": tuple(stretches), "points": points, "tries": tries, "tiled": tiled}
         plan = cls(**fields | lists | {"notes": tuple(fields["notes"])})
         _check_types(plan, dict(vars(plan)))
@@ -225,11 +234,7 @@ class Plan:
             + ("; large arrays of the backward pass one after another" if self.in_steps else "")
             + ("" if self.stretches else "; nothing runs again, as without a plan"),
         ]
-        lines += [
-            f"in tiles of {one.tile} of {one.length} positions: {readable_bytes(one.nbytes)}  {one.what}"
-            + ("" if one.loop is None else ", in each turn of a loop")
-            for one in self.tiled
-        ]
+        lines += map(str, self.tiled)
         lines += self.notes
         lines += [f"bytes of a device, if {self.assumes}"] if self.assumes else []
         for times, stretch in _alike(self.stretches):

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 from memjax._core.compat import primitive_name
 from memjax._core.positions.rules import apply_rule
-from memjax._core.positions.walk import Mixed, Positions, Shared, State, Summed, Walk, shape_of, shared
+from memjax._core.positions.walk import Mixed, Positions, Shared, State, Summed, shape_of, shared
+from memjax._core.positions.walk import Walk as WalkOfStates
 from memjax._core.program.costs import array_bytes
-from memjax._core.program.jaxpr import Program, consumers, is_literal, producers, variables
+from memjax._core.program.jaxpr import Program, Walk, consumers, is_literal, producers, variables
 from memjax._core.program.primitives import (
     CHECKPOINTS,
     COLLECTIVES,
@@ -70,14 +71,19 @@ class Region(NamedTuple):
         return sum(array_bytes(var) for var, _ in self.mapped) + sum(map(array_bytes, self.outs))
 
 
-def regions(program: Program) -> list[Region]:
-    """The regions of a program that do not overlap, the largest first."""
+def regions(program: Program, *, gradients: bool = False) -> list[Region]:
+    """The regions of a program that do not overlap, the largest first.
+
+    Args:
+      program: straight lines of equations.
+      gradients: it has gradients in it, which are sums over positions of any size: those of what tiles share.
+    """
     taken: set[int] = set()
     found: list[Region] = []
     for seed in _seeds(program):
         if seed in taken:
             continue
-        grown = [region for dim in _free_dims(program.eqns[seed]) if (region := _grown(program, seed, dim)) is not None]
+        grown = [region for dim in _free_dims(program.eqns[seed]) if (region := _grown(program, seed, dim, gradients))]
         if not grown:
             continue
         best = min(grown, key=lambda region: (region.moved, -region.length))
@@ -110,9 +116,9 @@ def _free_dims(eqn: Any) -> Iterator[int]:
             yield dim
 
 
-def _grown(program: Program, seed: int, dim: int) -> Region | None:
+def _grown(program: Program, seed: int, dim: int, gradients: bool) -> Region | None:
     length = shape_of(program.eqns[seed].outvars[0])[dim]
-    growth = _Growth(program, seed, dim, length)
+    growth = _Growth(program, seed, dim, length, gradients)
     region = growth.region()
     if region is None or region.moved * _LARGE > growth.seed_bytes * 2:
         return None
@@ -122,9 +128,10 @@ def _grown(program: Program, seed: int, dim: int) -> Region | None:
 class _Growth:
     """A region that grows from a product, `dim` of its result holding positions."""
 
-    def __init__(self, program: Program, seed: int, dim: int, length: int):
+    def __init__(self, program: Program, seed: int, dim: int, length: int, gradients: bool):
         self._program, self._seed, self._dim, self._length = program, seed, dim, length
-        self._walk = Walk(length, True, apply_rule)
+        self._gradients = gradients
+        self._walk = WalkOfStates(length, True, apply_rule)
         self._makers, self._readers = producers(program), consumers(program)
         self.seed_bytes = array_bytes(program.eqns[seed].outvars[0])
         self._states: dict[Any, State] = {}  # of the values made inside the region
@@ -211,7 +218,8 @@ class _Growth:
             return None
         axes = [state.dim if isinstance(state, Positions) else None for state in states]
         # Else the features of a hidden layer would be taken for positions, and its result for a sum over them.
-        if any(axis is None and var.aval.size > _LARGEST_SUM for var, axis in zip(outs, axes, strict=True)):
+        large = (axis is None and var.aval.size > _LARGEST_SUM for var, axis in zip(outs, axes, strict=True))
+        if not self._gradients and any(large):
             return None
         if any(axis is not None and shape_of(var)[axis] != self._length for var, axis in zip(outs, axes, strict=True)):
             return None
@@ -235,6 +243,7 @@ class _Growth:
                         kept.append((atom, state.dim))
                     else:
                         common.append(atom)
+        common = [var for var in common if not self._absorb_constant(var, before)]
         kept, common = list(dict.fromkeys(kept)), list(dict.fromkeys(common))
         if len({var for var, _ in kept}) < len(kept) or {var for var, _ in kept}.intersection(common):
             return None
@@ -252,15 +261,37 @@ class _Growth:
         last |= dict.fromkeys(variables(self._program.outvars), len(number))
         best, count = self.seed_bytes, 0
         alive: dict[Any, int] = {}
+        made = {out for eqn in self._inside for out in eqn.outvars}
+        entered: dict[Any, int] = {}  # with positions
         for i, eqn in enumerate(self._inside):
+            if self._gradients:  # the region could go on, from layer to layer, and read what each of them has kept
+                given = zip(eqn.invars, self._operands[id(eqn)], strict=True)
+                entered |= {
+                    atom: self._bytes_behind(atom)
+                    for atom, state in given
+                    if isinstance(state, Positions) and atom not in made and atom not in entered
+                }
             alive |= {out: array_bytes(out) for out in eqn.outvars if last.get(out, -1) > i}
             alive = {var: nbytes for var, nbytes in alive.items() if last[var] > i}
-            total = sum(alive.values())
+            total = sum(alive.values()) + sum(entered.values())
             # What is done to a sum alone, a division by a count, belongs to it: gradients are rounded once then.
             sums = all(isinstance(self._states[var], Summed) for var in alive)
             if total < best or (total == best and sums):
                 best, count = total, i + 1
         return self._inside[:count]
+
+    def _bytes_behind(self, var: Any) -> int:
+        """Bytes of a variable, or of what it follows cheaply from, if these are fewer."""
+        walk, nbytes = Walk([var]), 0
+        for one in walk:
+            eqn = self._makers.get(one)
+            if eqn is None or expensive(eqn):
+                nbytes += array_bytes(one)
+            else:
+                walk.add(eqn.invars)
+            if nbytes >= array_bytes(var):
+                return array_bytes(var)
+        return nbytes
 
     def _read_outside(self, chosen: set[int]) -> list[Any]:
         read = [var for eqn in self._program.eqns if id(eqn) not in chosen for var in variables(eqn.invars)]
@@ -277,15 +308,18 @@ class _Growth:
             for atom, state in zip(eqn.invars, self._operands[id(eqn)], strict=True)
             if isinstance(state, Positions) and id(self._makers.get(atom)) not in trial
         }
-        if 2 * sum(map(array_bytes, read)) > array_bytes(var):
+        largest = max(array_bytes(out) for eqn in trial.values() for out in eqn.outvars)
+        if 2 * sum(map(array_bytes, read)) > largest:
             return False
         before |= trial
         return True
 
     def _absorb(self, var: Any, state: Positions, before: dict[int, Any]) -> bool:
-        """Make a large operand inside, if it follows cheaply from what is small."""
+        """Make an operand inside that is large, or is made from what is, if it follows cheaply from what is small."""
         eqn = self._makers.get(var)
-        if array_bytes(var) * _SMALL < self.seed_bytes or eqn is None or (expensive(eqn) and not self._is_ours(eqn)):
+        if eqn is None or (expensive(eqn) and not self._is_ours(eqn)):
+            return False
+        if not self._is_large_behind(var):
             return False
         if id(eqn) in before:
             return self._states[var] == state
@@ -301,11 +335,25 @@ class _Growth:
                 self._absorb(atom, one, before)
         return True
 
+    def _is_large_behind(self, var: Any) -> bool:
+        """Whether a variable, or what it follows cheaply from, is large beside the seed."""
+        walk = Walk([var])
+        for one in walk:
+            if array_bytes(one) * _SMALL >= self.seed_bytes:
+                return True
+            eqn = self._makers.get(one)
+            if eqn is not None and not expensive(eqn):
+                walk.add(eqn.invars)
+        return False
+
     def _is_ours(self, eqn: Any) -> bool:
         """Whether it is a product that nothing outside of the region reads: the gate of a feed-forward layer."""
         inside = {id(one) for one in self._inside}
         readers = self._readers.get(eqn.outvars[0], [])
         return primitive_name(eqn) == "dot_general" and all(id(reader) in inside for reader in readers)
+
+    def _absorb_constant(self, var: Any, before: dict[int, Any]) -> bool:
+        return self._is_constant(var) and self._absorb_view(var, before)
 
     def _absorb_view(self, var: Any, before: dict[int, Any]) -> bool:
         """Make a shared operand inside that is a constant, or a transpose, which the compiler makes part of the product."""
@@ -321,7 +369,7 @@ class _Growth:
 
 def program_states(program: Program, states: Sequence[State], length: int) -> dict[Any, State]:
     """The states of all variables of a program, for those of its inputs. Raises Mixed."""
-    walk = Walk(length, True, apply_rule)
+    walk = WalkOfStates(length, True, apply_rule)
     env: dict[Any, State] = {var: shared(shape_of(var)) for var in program.constvars}
     env |= zip(program.invars, states, strict=True)
     for eqn in program.eqns:

@@ -42,4 +42,5 @@ def scattered(column: int, shape: Sequence[int], labels: Any, values: Any) -> An
     labels, values = labels.reshape(wide), values.reshape(wide)
     if labels.dtype.itemsize < 4:  # columns may be more than it can count
         labels = labels.astype(jnp.int32)
-    return jnp.where(lax.broadcasted_iota(labels.dtype, tuple(shape), column) == labels, values, 0)
+    picked = lax.broadcasted_iota(labels.dtype, tuple(shape), column) == labels
+    return lax.select(picked, jnp.broadcast_to(values, shape), jnp.zeros(shape, values.dtype))

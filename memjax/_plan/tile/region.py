@@ -25,12 +25,11 @@ from memjax._plan.derivative import Derivative, strong, without_dead_equations
 from memjax._plan.tile.resized import Resized
 
 
-class TiledRegion:
-    """A region as a function of its shared and its mapped values.
+class TiledPasses:
+    """A region as a function of its shared and its mapped values, which is not differentiated: gradients are in it.
 
     Args:
       region: the region.
-      has_cotangent: which of its outputs are differentiated.
       tile: positions per tile.
       axes: sizes of the named axes around it.
       platform: of the device, as JAX calls it.
@@ -38,12 +37,11 @@ class TiledRegion:
     Attributes:
       region: as given.
 
-    Raises Mixed where the derivative mixes positions.
+    Raises Mixed where it mixes positions.
     """
 
-    def __init__(self, region: Region, has_cotangent: Sequence[bool], tile: int, axes: dict[str, int], platform: str):
+    def __init__(self, region: Region, tile: int, axes: dict[str, int], platform: str):
         self.region, self._tile, self._axes, self._platform = region, tile, axes, platform
-        self._has_cotangent = list(has_cotangent)
         variables_in = [*region.shared, *(var for var, _ in region.mapped)]
         self._types = [strong(var.aval) for var in variables_in]
         self._out_types = [strong(var.aval) for var in region.outs]
@@ -61,17 +59,18 @@ class TiledRegion:
         self._out_states: list[State] = [Summed() if axis is None else Positions(axis, 1) for axis in region.axes]
         forward = calls_in_place(self._closed, differentiable=False)
         self._forward = self._resized(forward, self._states, self._out_states)
-        number = [axis is None and aval.shape == () for axis, aval in zip(region.axes, self._out_types, strict=True)]
-        self._is_sum = sum(has_cotangent) == 1 and pick(number, has_cotangent) == [True]
-        self._derivatives: dict[tuple[bool, ...], Resized] = {}
-        self._derivative(tuple(is_float(aval) for aval in self._types))  # raises Mixed early
 
     def __call__(self, shared_values: Arrays, mapped: Arrays) -> Arrays:
         """The outputs."""
-        if self._is_sum:
-            return self._sums(shared_values, mapped)
+        return self._over_tiles(self._of_tiles(), shared_values, mapped)
+
+    def _of_tiles(self) -> Any:
+        """The function of tiles, from (shared, tiles)."""
+        return lambda some, tiles: self._forward([*some, *tiles])
+
+    def _over_tiles(self, body: Any, shared_values: Arrays, mapped: Arrays) -> Arrays:
         region = self.region
-        tiles = Tiles(self._body(), self._in_axes, region.axes, self._out_types, *self._parts(mapped), jnp.float32)
+        tiles = Tiles(body, self._in_axes, region.axes, self._out_types, *self._parts(mapped), jnp.float32)
         return tiles(shared_values, mapped)
 
     def _parts(self, mapped: Arrays) -> tuple[Segments, int]:
@@ -93,6 +92,30 @@ class TiledRegion:
             if not same or out.shape != _cut(shape_of(atom), state, self._tile):
                 raise Mixed(f"a tile of {atom.aval.str_short()} would be {out.str_short()}")
         return found
+
+
+class TiledRegion(TiledPasses):
+    """A region as a function of its shared and its mapped values, with a derivative.
+
+    Args:
+      region: the region.
+      has_cotangent: which of its outputs are differentiated.
+      tile, axes, platform: as for `TiledPasses`.
+
+    Raises Mixed where the derivative mixes positions.
+    """
+
+    def __init__(self, region: Region, has_cotangent: Sequence[bool], tile: int, axes: dict[str, int], platform: str):
+        super().__init__(region, tile, axes, platform)
+        self._has_cotangent = list(has_cotangent)
+        number = [axis is None and aval.shape == () for axis, aval in zip(region.axes, self._out_types, strict=True)]
+        self._is_sum = sum(has_cotangent) == 1 and pick(number, has_cotangent) == [True]
+        self._derivatives: dict[tuple[bool, ...], Resized] = {}
+        self._derivative(tuple(is_float(aval) for aval in self._types))  # raises Mixed early
+
+    def __call__(self, shared_values: Arrays, mapped: Arrays) -> Arrays:
+        """The outputs."""
+        return self._sums(shared_values, mapped) if self._is_sum else super().__call__(shared_values, mapped)
 
     def _derivative(self, wrt: tuple[bool, ...]) -> Resized:
         """From inputs and cotangents to the outputs and the cotangents of the inputs in `wrt`."""
@@ -118,9 +141,7 @@ class TiledRegion:
             self._derivatives[wrt] = found
         return self._derivatives[wrt]
 
-    def _body(self) -> Any:
-        """The function of tiles, from (shared, tiles)."""
-
+    def _of_tiles(self) -> Any:
         @jax.custom_vjp
         def run(inputs: Arrays) -> Arrays:
             return typed(self._forward(inputs), self._out_types)

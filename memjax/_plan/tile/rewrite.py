@@ -15,12 +15,12 @@ from memjax._core.lists import Arrays
 from memjax._core.positions.regions import Region, regions
 from memjax._core.positions.walk import Mixed
 from memjax._core.program.costs import array_bytes
-from memjax._core.program.jaxpr import bind, calls_in_place, is_literal, read, trace, variables
+from memjax._core.program.jaxpr import Program, bind, calls_in_place, is_literal, read, trace, variables
 from memjax._core.program.scopes import place_of
 from memjax._core.program.working import needed_for, producers_of
 from memjax._plan.derivative import without_checkpoints, without_dead_equations
 from memjax._plan.result import Tiled
-from memjax._plan.tile.region import TiledRegion
+from memjax._plan.tile.region import TiledPasses, TiledRegion
 from memjax._plan.tile.size import positions_per_tile
 from memjax._plan.tile.views import with_early_views
 
@@ -59,7 +59,7 @@ class Tiling:
         self._regions: dict[tuple[int, int], Region] = {}
         self.found: list[Tiled] = []
         for region in regions(self._program):
-            what = self._described(region, positions_per_tile(region, platform))
+            what = tiled_of(self._program, region, platform)
             self._regions[what.equation, what.dim] = region
             if what.tile < what.length and self._tiled(what) is not None:
                 self.found.append(what)
@@ -81,11 +81,6 @@ class Tiling:
                 if tiling.found:
                     found[i] = tiling
         return found
-
-    def _described(self, region: Region, tile: int) -> Tiled:
-        seed = self._program.eqns[region.seed]
-        what = f"{seed.outvars[0].aval.str_short()} {place_of(seed)}".strip()
-        return Tiled(region.seed, region.dim, tile, region.length, array_bytes(seed.outvars[0]), what)
 
     def _tiled(self, what: Tiled) -> TiledRegion | None:
         """The function of a region; None if there is none, or it is not differentiated, or its derivative mixes positions."""
@@ -128,8 +123,8 @@ class Tiling:
     def _run(self, inputs: Sequence[Any], picked: Sequence[TiledRegion], changed: dict[int, Any]) -> Arrays:
         program = self._program
         env = dict(zip([*program.constvars, *program.invars], [*program.consts, *inputs], strict=True))
-        for step in self._in_order(picked):
-            if isinstance(step, TiledRegion):
+        for step in in_order(program, picked):
+            if isinstance(step, TiledPasses):
                 region = step.region
                 outs = step(read(env, region.shared), read(env, [var for var, _ in region.mapped]))
                 env |= zip(region.outs, outs, strict=True)
@@ -138,45 +133,53 @@ class Tiling:
                 env |= zip(eqn.outvars, bind(eqn, read(env, eqn.invars)), strict=True)
         return read(env, program.outvars)
 
-    def _in_order(self, picked: Sequence[TiledRegion]) -> list[Any]:
-        """Equations and regions, each after what it reads; equations in their order otherwise."""
-        program = self._program
-        makers: dict[Any, Any] = dict(producers_of(program.eqns))
-        inside: set[int] = set()
-        for one in picked:
-            inside.update(id(eqn) for eqn in one.region.eqns)
-            makers |= dict.fromkeys(one.region.outs, one)
-        # What is made inside and read by nobody outside but through the region's outputs is made there alone; cheap
-        # equations that others read as well stay outside, too.
-        done: set[int] = set()
-        order: list[Any] = []
 
-        def add(step: Any) -> None:
-            stack = [(step, False)]
-            while stack:
-                one, ready = stack.pop()
-                if id(one) in done:
-                    continue
-                if ready:
-                    done.add(id(one))
-                    order.append(one)
-                    continue
-                stack.append((one, True))
-                if isinstance(one, TiledRegion):
-                    reads = [*one.region.shared, *(var for var, _ in one.region.mapped)]
-                else:
-                    reads = variables(one.invars)
-                stack += [(makers[var], False) for var in reads if var in makers and id(makers[var]) not in done]
-
-        for eqn in program.eqns:
-            if id(eqn) not in inside or eqn.effects:
-                add(eqn)
-        for atom in program.outvars:
-            if not is_literal(atom) and atom in makers:
-                add(makers[atom])
-        return order
+def tiled_of(program: Program, region: Region, platform: str, nbytes: int = 0) -> Tiled:
+    """What running a region of the program tile by tile means, as data; the last arguments are as for `positions_per_tile`."""
+    seed = program.eqns[region.seed]
+    what = f"{seed.outvars[0].aval.str_short()} {place_of(seed)}".strip()
+    tile = positions_per_tile(region, platform, nbytes)
+    return Tiled(region.seed, region.dim, tile, region.length, array_bytes(seed.outvars[0]), what)
 
 
 def described(chosen: Sequence[Tiled]) -> str:
     """What is tiled, for people."""
     return ", ".join(f"{readable_bytes(one.nbytes)} of {one.what}" for one in chosen)
+
+
+def in_order(program: Program, picked: Sequence[TiledPasses]) -> list[Any]:
+    """The equations of a program outside of regions, and the regions, each after what it reads; in their order otherwise."""
+    makers: dict[Any, Any] = dict(producers_of(program.eqns))
+    inside: set[int] = set()
+    for one in picked:
+        inside.update(id(eqn) for eqn in one.region.eqns)
+        makers |= dict.fromkeys(one.region.outs, one)
+    # What is made inside and read by nobody outside but through the region's outputs is made there alone; cheap
+    # equations that others read as well stay outside, too.
+    done: set[int] = set()
+    order: list[Any] = []
+
+    def add(step: Any) -> None:
+        stack = [(step, False)]
+        while stack:
+            one, ready = stack.pop()
+            if id(one) in done:
+                continue
+            if ready:
+                done.add(id(one))
+                order.append(one)
+                continue
+            stack.append((one, True))
+            if isinstance(one, TiledPasses):
+                reads = [*one.region.shared, *(var for var, _ in one.region.mapped)]
+            else:
+                reads = variables(one.invars)
+            stack += [(makers[var], False) for var in reads if var in makers and id(makers[var]) not in done]
+
+    for eqn in program.eqns:
+        if id(eqn) not in inside or eqn.effects:
+            add(eqn)
+    for atom in program.outvars:
+        if not is_literal(atom) and atom in makers:
+            add(makers[atom])
+    return order

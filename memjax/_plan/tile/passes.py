@@ -1,0 +1,81 @@
+"""A traced step in which what lies between a forward and its backward pass runs tile by tile: a loss of logits and its gradient.
+
+The gradient of a sum over positions is known up to a factor that does not depend on the sum. So a tile goes through the loss
+forwards and backwards at once, and no product is computed twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from memjax._core.compat import is_backward, name_stack
+from memjax._core.positions.regions import Region, regions
+from memjax._core.positions.walk import Mixed
+from memjax._core.program.jaxpr import Program, calls_in_place, is_literal, trace
+from memjax._plan.result import Tiled
+from memjax._plan.tile.region import TiledPasses
+from memjax._plan.tile.rewrite import in_order, tiled_of
+
+
+class TileOn(NamedTuple):
+    """How large tiles are.
+
+    Attributes:
+      platform: of the device, as JAX calls it.
+      nbytes: what a tile of logits may take, where that is more than usual.
+    """
+
+    platform: str
+    nbytes: int = 0
+
+
+def with_tiles(program: Program, on: TileOn) -> tuple[Program, list[Tiled]]:
+    """The program with all such parts run tile by tile, and what they are, the largest first.
+
+    Args:
+      program: straight lines of equations, with JAX's marks of derivatives.
+      on: how large tiles are.
+    """
+    picked, found = [], []
+    for region in regions(program, gradients=True):
+        what = tiled_of(program, region, *on)
+        marks = {is_backward(name_stack(eqn)) for eqn in region.eqns}
+        if what.tile < what.length and marks == {False, True} and (run := _tiled(region, what.tile, on.platform)):
+            picked.append(run)
+            found.append(what)
+    if not picked:
+        return program, []
+    eqns: list[Any] = []
+    constvars, consts = [*program.constvars], [*program.consts]
+    for step in in_order(program, picked):
+        if isinstance(step, TiledPasses):
+            inside = _as_program(step)
+            eqns += inside.eqns
+            constvars += inside.constvars
+            consts += inside.consts
+        else:
+            eqns.append(step)
+    return dataclasses.replace(program, constvars=constvars, consts=consts, eqns=eqns), found
+
+
+def _tiled(region: Region, tile: int, platform: str) -> TiledPasses | None:
+    try:
+        return TiledPasses(region, tile, {}, platform)
+    except Mixed:
+        return None
+
+
+def _as_program(run: TiledPasses) -> Program:
+    """The equations that run a region, of its own variables, marked as a part of the backward pass."""
+    region, n = run.region, len(run.region.shared)
+    inputs = [*region.shared, *(var for var, _ in region.mapped)]
+    call = lambda *values: run(list(values[:n]), list(values[n:]))
+    inside = calls_in_place(trace(call, [var.aval for var in inputs], {}), differentiable=False)
+    names = dict(zip(inside.invars, inputs, strict=True)) | dict(zip(inside.outvars, region.outs, strict=True))
+    renamed = lambda atoms: [atom if is_literal(atom) else names.get(atom, atom) for atom in atoms]
+    info = next(eqn.source_info for eqn in reversed(region.eqns) if is_backward(name_stack(eqn)))
+    eqns = [
+        eqn.replace(invars=renamed(eqn.invars), outvars=renamed(eqn.outvars), source_info=info) for eqn in inside.eqns
+    ]
+    return Program(inside.constvars, inside.consts, inputs, region.outs, eqns)

@@ -1,0 +1,155 @@
+"""Losses of logits in whole steps under `memjax.jit`, tile by tile with their gradients."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import memjax
+from tests.jit.test_jit import close, copied, held
+
+VOCABULARY, WIDTH, TOKENS = 2048, 32, 512
+LOGITS = 4 * VOCABULARY * TOKENS
+
+
+def mean(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def masked(logits, labels):
+    """A mean over those that count, as many as the labels say, with a metric."""
+    mask = (labels > 100).astype(jnp.float32)
+    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1)[..., 0]
+    return -(picked * mask).sum() / mask.sum()
+
+
+def one_hot_and_z_loss(logits, labels):
+    normalizers = jax.nn.logsumexp(logits, -1)
+    return optax.softmax_cross_entropy(logits, jax.nn.one_hot(labels, VOCABULARY)).mean() + 1e-4 * jnp.mean(
+        normalizers**2
+    )
+
+
+def weighted_and_scaled(logits, labels):
+    weights = jnp.linspace(0.5, 1.5, TOKENS).reshape(labels.shape)
+    return 1024 * jnp.sum(weights * optax.softmax_cross_entropy_with_integer_labels(logits, labels))
+
+
+def squared(logits, labels):
+    """Its gradient depends on the sum: it is known when all tiles have been gone through."""
+    return mean(logits, labels) ** 2
+
+
+def parameters():
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = [(WIDTH, WIDTH), (WIDTH, WIDTH), (WIDTH, VOCABULARY)]
+    return [jax.random.normal(key, shape) / 6 for key, shape in zip(keys, shapes, strict=True)]
+
+
+def batch(shape=(TOKENS,)):
+    x = jax.random.normal(jax.random.key(1), (*shape, WIDTH))
+    return x, jax.random.randint(jax.random.key(2), shape, 0, VOCABULARY)
+
+
+def step_of(of_logits):
+    def loss(ws, x, labels):
+        logits = jnp.tanh(x @ ws[0]) @ ws[1] @ ws[2]
+        return of_logits(logits, labels), jnp.mean(logits.argmax(-1) == labels)
+
+    def step(ws, x, labels):
+        (value, accuracy), gradients = jax.value_and_grad(loss, has_aux=True)(ws, x, labels)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, ws, gradients), value, accuracy
+
+    return step
+
+
+@pytest.mark.parametrize("of_logits", [mean, masked, one_hot_and_z_loss, weighted_and_scaled], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("shape", [(TOKENS,), (4, TOKENS // 4)], ids=str)
+def test_logits_are_never_whole(of_logits, shape):
+    step, args = step_of(of_logits), (parameters(), *batch(shape))
+    plain = jax.jit(step, donate_argnums=0).lower(*args).compile()
+    budget = held(plain) - LOGITS
+    jitted = memjax.jit(step, budget=budget, donate_argnums=0)
+    plan = jitted.plan(*args)
+    assert [one.nbytes for one in plan.tiled] == [LOGITS]
+    assert not any(plan.passes)  # the tiles were enough
+    assert plan.nbytes == held(jitted.lower(*args).compile(memjax.remat_compiler_options())) < held(plain) - LOGITS
+    close(jitted(*copied(args)), jax.jit(step)(*args))
+    assert not memjax.jit(step, budget=held(plain), donate_argnums=0).plan(*args).tiled  # it fits as it is written
+    again = memjax.jit(step, plan=type(plan).from_json(plan.to_json()))
+    close(again(*args), jax.jit(step)(*args))
+    changed = json.loads(plan.to_json())
+    changed["tiled"][0][0] += 1
+    with pytest.raises(ValueError, match="plan must be of this step"):
+        memjax.jit(step, plan=type(plan).from_json(json.dumps(changed)))(*args)
+
+
+def test_what_needs_the_whole_sum_is_left_as_it_is():
+    step, args = step_of(squared), (parameters(), *batch())
+    jitted = memjax.jit(step, budget="min")
+    assert not jitted.plan(*args).tiled
+    close(jitted(*args), jax.jit(step)(*args))
+
+
+def test_tiles_in_a_loop_that_accumulates_gradients():
+    step = step_of(mean)
+    x, labels = batch((2, TOKENS))
+
+    def accumulated(ws, x, labels):
+        def one(total, microbatch):
+            new, value, _ = step(ws, *microbatch)
+            return jax.tree.map(lambda total, a, b: total + (a - b), total, new, ws), value
+
+        total, values = jax.lax.scan(one, jax.tree.map(jnp.zeros_like, ws), (x, labels))
+        return jax.tree.map(jnp.add, ws, total), values
+
+    args = parameters(), x, labels
+    budget = held(jax.jit(accumulated).lower(*args).compile()) - LOGITS
+    jitted = memjax.jit(accumulated, budget=budget)
+    assert len(jitted.plan(*args).tiled) == 1
+    close(jitted(*args), jax.jit(accumulated)(*args))
+    with pytest.raises(ValueError, match="the least possible is"):
+        memjax.jit(accumulated, budget=budget, allow=("recompute",)).plan(*args)
+
+
+def test_a_tied_embedding_in_few_bits_and_dropout():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.embedding = nnx.Embed(VOCABULARY, WIDTH, dtype=jnp.bfloat16, rngs=rngs)
+            self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, dtype=jnp.bfloat16, rngs=rngs) for _ in range(3)])
+            self.norm = nnx.LayerNorm(WIDTH, dtype=jnp.bfloat16, rngs=rngs)
+            self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+        def __call__(self, tokens):
+            x = self.embedding(tokens)
+            for layer in self.layers:
+                x = x + self.dropout(nnx.gelu(layer(x)))
+            return self.embedding.attend(self.norm(x)).astype(jnp.float32)
+
+    def step(model, optimizer, tokens):
+        def loss(model):
+            return mean(model(tokens[:, :-1]), tokens[:, 1:])
+
+        value, gradients = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, gradients)
+        return value
+
+    def trained(jitted):
+        model = Model(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+        values = [jitted(model, optimizer, tokens) for _ in range(3)]
+        return values, nnx.state(model, nnx.Param)
+
+    tokens = jax.random.randint(jax.random.key(3), (8, 129), 0, VOCABULARY)
+    planned = memjax.jit(step, budget="min", donate_argnums=(0, 1))
+    found, expected = trained(planned), trained(nnx.jit(step))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0.02, atol=1e-3)  # sums in bfloat16 are rounded otherwise
+    model = Model(nnx.Rngs(0))
+    plan = planned.plan(model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), tokens)
+    assert [one.what.split()[0] for one in plan.tiled] == [f"bfloat16[8,128,{VOCABULARY}]"]
+    assert plan.nbytes < plan.plain_nbytes / 3
