@@ -1,10 +1,8 @@
 import dataclasses
 import os
-import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -58,23 +56,6 @@ def test_two_processes_train_as_one_does(tmp_path):
     )
     assert _losses(tmp_path / "two") == pytest.approx(_losses(tmp_path / "one"), rel=1e-4)
     assert (tmp_path / "one/parallelisms.png").stat().st_size > 1000
-
-
-def test_killed_and_resumed_equals_unbroken(tmp_path):
-    """The state is sharded over a ring of eight devices."""
-    flags = [*SMALL, "--steps", "60", "--checkpoint-every", "5", "--compare", "--runs-dir", str(tmp_path), "--name"]
-    assert metp.main([*flags, "unbroken"]) == 0
-    command = [sys.executable, str(ROOT / "experiments/metp.py"), *flags, "broken"]
-    killed = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL)
-    while not (tmp_path / "broken/checkpoints/5").exists():
-        assert killed.poll() is None
-        time.sleep(0.002)
-    killed.kill()
-    assert killed.wait() == -signal.SIGKILL
-    at_kill = len(_losses(tmp_path / "broken"))
-    assert metp.main(["--resume", "--runs-dir", str(tmp_path), "--name", "broken"]) == 0
-    assert at_kill < 60
-    assert _losses(tmp_path / "broken") == _losses(tmp_path / "unbroken")
 
 
 def test_memory_is_spent_while_there_is_enough():

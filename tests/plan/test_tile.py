@@ -9,7 +9,6 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from jax.sharding import PartitionSpec
 
 import memjax
 from memjax._core.program.costs import flops
@@ -207,31 +206,6 @@ def test_products_of_16_bit_floats_are_added_up_in_float32():
     error = lambda g: float(jnp.linalg.norm(g.astype(jnp.float32) - exact))
     assert found.dtype == jnp.bfloat16
     assert error(found) <= 1.05 * error(plain)
-
-
-def accumulated(loss, w, x, y):
-    def add(total, part):
-        return jax.tree.map(jnp.add, total, jax.grad(loss, (0, 1))(w, *part)[0]), None
-
-    return jax.lax.scan(add, jnp.zeros_like(w), (x.reshape(2, 2, T, D), y.reshape(2, 2, T)))[0]
-
-
-def sharded(loss, w, x, y):
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec = PartitionSpec("data")
-    of_part = lambda w, x, y: jax.lax.pmean(jax.grad(loss)(w, x, y), "data")
-    return jax.shard_map(of_part, mesh=mesh, in_specs=(PartitionSpec(), spec, spec), out_specs=PartitionSpec())(w, x, y)
-
-
-def batched(loss, w, x, y):
-    return jax.vmap(jax.grad(loss, (0, 1)), (None, 0, 0))(w, x[:, None], y[:, None])
-
-
-@pytest.mark.parametrize("transform", [accumulated, sharded, batched])
-def test_gradients_under_transformations(transform):
-    w, x, y = data()
-    planned = memjax.planned(ignored_labels, budget="min", allow=ALLOW)
-    close(jax.jit(functools.partial(transform, planned))(w, x, y), transform(ignored_labels, w, x, y))
 
 
 def test_donated_arguments():

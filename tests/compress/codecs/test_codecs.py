@@ -308,11 +308,13 @@ def test_codes_are_decoded_by_what_made_them_alone(sharded):
     with jax.set_mesh(mesh):
         if sharded:
             x = jax.device_put(x, NamedSharding(mesh, PartitionSpec("d")))
-        codes = [jax.jit(codec.encode)(x) for codec in QUANTISERS]
-        for codec in QUANTISERS:
-            for made_by, code in zip(QUANTISERS, codes, strict=True):
+        codecs = QUANTISERS[::3] if sharded else QUANTISERS
+        codes = [jax.jit(codec.encode)(x) for codec in codecs]
+        for codec in codecs:
+            for made_by, code in zip(codecs, codes, strict=True):
                 if made_by == codec:
-                    assert jnp.abs(jax.device_get(codec.decode(code)) - jax.device_get(x)).max() < 0.5
+                    decoded = jax.jit(codec.decode)(code)
+                    assert jnp.abs(jax.device_get(decoded) - jax.device_get(x)).max() < 0.5
                 else:
                     alike = type(made_by) is type(codec)
                     with pytest.raises(ValueError if alike else TypeError, match="code must be "):

@@ -1,5 +1,6 @@
 """Codecs on meshes: each device encodes what it has."""
 
+import itertools
 import math
 import re
 
@@ -26,9 +27,13 @@ CODECS = {
 }
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("sharded", ["batch", "tokens"])
-@pytest.mark.parametrize("options", CODECS)
+@pytest.mark.parametrize(
+    ("options", "sharded", "kind"),
+    [
+        *itertools.product(("default", "groups"), ("batch", "tokens"), (AxisType.Auto, AxisType.Explicit)),
+        *itertools.product(("4 bits", "blocks", "channels"), ("tokens",), (AxisType.Auto,)),
+    ],
+)
 def test_codes_are_made_of_what_a_device_has(options, sharded, kind):
     """Work and bytes of one of 8 devices are those of one device alone, over 8, and only what is small is gathered."""
     x, ws = normal(0, 8, 2048, 128), 0.1 * normal(1, 2, 128, 128)
