@@ -16,6 +16,8 @@ from pathlib import Path
 _FLAGS = ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"]
 # With a CPU's instructions for 16-bit floats, two programs that compute the same round it otherwise.
 _FLAGS.append("--xla_cpu_max_isa=AVX512")
+# Programs are small: dividing them for several threads takes longer than it saves.
+_FLAGS.append("--xla_cpu_parallel_codegen_split_count=1")
 if importlib.metadata.version("jax").startswith("0.10."):
     # The newer of two generators of code takes twice as long. Later versions have no other.
     _FLAGS.append("--xla_cpu_use_fusion_emitters=false")

@@ -11,6 +11,10 @@ def mesh(size):
 
 
 def sharded(f, size, in_specs, out_specs):
+    return jax.jit(eagerly_sharded(f, size, in_specs, out_specs))
+
+
+def eagerly_sharded(f, size, in_specs, out_specs):
     return jax.shard_map(f, mesh=mesh(size), in_specs=in_specs, out_specs=out_specs)
 
 

@@ -182,7 +182,7 @@ def test_sums_hop_beside_the_first_of_two_functions_and_the_block_beside_the_sec
     seen, sums = over_ring(a)
     np.testing.assert_allclose(seen, np.tile(np.sin(a).sum(0), (4, 1)), rtol=1e-5)
     np.testing.assert_allclose(sums[0], 4 * np.cos(a), rtol=1e-5)
-    (mapped,) = jax.make_jaxpr(over_ring)(a).eqns
+    ((mapped,),) = (eqn.params["jaxpr"].eqns for eqn in jax.make_jaxpr(over_ring)(a).eqns)
     names = [e.primitive.name for e in mapped.params["jaxpr"].eqns]
     wait = "optimization_barrier"
     order = [name for name in names if name in ("ppermute", "sin", "cos", wait)]

@@ -23,7 +23,7 @@ from memjax.shard import (
     vocab_cross_entropy,
     zigzag,
 )
-from tests.shard.rings import FIRST, ROWS, normal, sharded
+from tests.shard.rings import FIRST, ROWS, eagerly_sharded, normal, sharded
 
 X, W_IN, W_OUT = normal((1, 16, 4), (4, 16), (16, 4), dtype=np.float32)
 (Q,) = normal((1, 16, 4, 8), dtype=np.float32)
@@ -283,7 +283,7 @@ OVER_RING = {
 def test_forward_mode_is_refused(name, transform):
     """Eagerly too, where JAX itself says "unhashable type"."""
     local, shape, out = OVER_RING[name]
-    f = sharded(local, 2, ROWS, out)
+    f = eagerly_sharded(local, 2, ROWS, out)
     (a,) = normal(shape, dtype=np.float32)
     call = {
         "jvp": lambda: jax.jvp(f, (a,), (a,)),
