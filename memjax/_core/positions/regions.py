@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from memjax._core.compat import primitive_name
+from memjax._core.compat import is_backward, name_stack, primitive_name
 from memjax._core.positions.rules import apply_rule
 from memjax._core.positions.walk import Mixed, Positions, Shared, State, Summed, shape_of, shared
 from memjax._core.positions.walk import Walk as WalkOfStates
@@ -78,12 +78,13 @@ def regions(program: Program, *, gradients: bool = False) -> list[Region]:
       program: straight lines of equations.
       gradients: it has gradients in it, which are sums over positions of any size: those of what tiles share.
     """
+    flow = _Flow(program, gradients)
     taken: set[int] = set()
     found: list[Region] = []
     for seed in _seeds(program):
         if seed in taken:
             continue
-        grown = [region for dim in _free_dims(program.eqns[seed]) if (region := _grown(program, seed, dim, gradients))]
+        grown = [region for dim in _free_dims(program.eqns[seed]) if (region := _grown(flow, seed, dim))]
         if not grown:
             continue
         best = min(grown, key=lambda region: (region.moved, -region.length))
@@ -116,24 +117,46 @@ def _free_dims(eqn: Any) -> Iterator[int]:
             yield dim
 
 
-def _grown(program: Program, seed: int, dim: int, gradients: bool) -> Region | None:
-    length = shape_of(program.eqns[seed].outvars[0])[dim]
-    growth = _Growth(program, seed, dim, length, gradients)
+def _grown(flow: _Flow, seed: int, dim: int) -> Region | None:
+    length = shape_of(flow.program.eqns[seed].outvars[0])[dim]
+    growth = _Growth(flow, seed, dim, length)
     region = growth.region()
     if region is None or region.moved * _LARGE > growth.seed_bytes * 2:
         return None
     return region
 
 
+class _Flow:
+    """Where the variables of a program are made and read.
+
+    Attributes:
+      program: it.
+      gradients: whether it has gradients in it.
+      makers, readers: equations by variable.
+      reads: by number of an equation, the variables that it reads.
+      leading: if there are gradients, the variables that backward passes depend on.
+    """
+
+    def __init__(self, program: Program, gradients: bool):
+        self.program, self.gradients = program, gradients
+        self.makers, self.readers = producers(program), consumers(program)
+        self.reads = [variables(eqn.invars) for eqn in program.eqns]
+        self.leading: set[Any] = set()
+        if gradients:
+            for eqn, reads in zip(reversed(program.eqns), reversed(self.reads), strict=True):
+                if is_backward(name_stack(eqn)) or not self.leading.isdisjoint(eqn.outvars):
+                    self.leading.update(reads)
+
+
 class _Growth:
     """A region that grows from a product, `dim` of its result holding positions."""
 
-    def __init__(self, program: Program, seed: int, dim: int, length: int, gradients: bool):
-        self._program, self._seed, self._dim, self._length = program, seed, dim, length
-        self._gradients = gradients
+    def __init__(self, flow: _Flow, seed: int, dim: int, length: int):
+        self._flow, self._seed, self._dim, self._length = flow, seed, dim, length
+        self._program, self._gradients = flow.program, flow.gradients
         self._walk = WalkOfStates(length, True, apply_rule)
-        self._makers, self._readers = producers(program), consumers(program)
-        self.seed_bytes = array_bytes(program.eqns[seed].outvars[0])
+        self._makers, self._readers = flow.makers, flow.readers
+        self.seed_bytes = array_bytes(self._program.eqns[seed].outvars[0])
         self._states: dict[Any, State] = {}  # of the values made inside the region
         self._operands: dict[int, list[State]] = {}  # by equation
         self._grow()
@@ -144,16 +167,21 @@ class _Growth:
         wanted = Positions(self._dim, 1)
         self._inside: list[Any] = []
         behind: set[Any] = set()  # what follows from the region outside of it
-        for eqn in itertools.islice(eqns, self._seed, None):
-            reads = variables(eqn.invars)
+        for i in range(self._seed, len(eqns)):
+            eqn, reads = eqns[i], self._flow.reads[i]
             if eqn is first:
                 self._add(eqn, wanted)
             elif not behind.isdisjoint(reads):
                 behind.update(eqn.outvars)
             elif any(var in self._states for var in reads) and not self._add(eqn, None):
                 behind.update(eqn.outvars)
-                if not self._inside:
+                if not self._inside or self._needs_all(eqn):
+                    self._inside = []
                     return
+
+    def _needs_all(self, eqn: Any) -> bool:
+        """Whether gradients depend on an equation of the forward pass that mixes positions: they are not known tile by tile."""
+        return self._gradients and not is_backward(name_stack(eqn)) and not self._flow.leading.isdisjoint(eqn.outvars)
 
     def _add(self, eqn: Any, wanted: State | None) -> bool:
         """Take an equation in, if that keeps positions apart, and its result is `wanted`, if that is given."""
@@ -253,10 +281,13 @@ class _Growth:
 
     def _narrowest(self) -> list[Any]:
         """The first equations of the region, so many that the fewest bytes are read outside of them."""
+        if not self._inside:
+            return []
         number = {id(eqn): i for i, eqn in enumerate(self._inside)}
         last: dict[Any, float] = {}
-        for eqn in self._program.eqns[self._seed :]:
-            for var in variables(eqn.invars):
+        for i in range(self._seed, len(self._program.eqns)):
+            eqn = self._program.eqns[i]
+            for var in self._flow.reads[i]:
                 last[var] = max(last.get(var, -1), number.get(id(eqn), len(number)))
         last |= dict.fromkeys(variables(self._program.outvars), len(number))
         best, count = self.seed_bytes, 0
@@ -294,7 +325,8 @@ class _Growth:
         return nbytes
 
     def _read_outside(self, chosen: set[int]) -> list[Any]:
-        read = [var for eqn in self._program.eqns if id(eqn) not in chosen for var in variables(eqn.invars)]
+        every = zip(self._program.eqns, self._flow.reads, strict=True)
+        read = [var for eqn, reads in every if id(eqn) not in chosen for var in reads]
         return list(dict.fromkeys([*read, *variables(self._program.outvars)]))
 
     def _made_inside(self, var: Any, dim: int, before: dict[int, Any]) -> bool:
