@@ -131,7 +131,7 @@ def bytes_per_token(recipe):
 def test_bytes_per_token_are_those_of_the_formula(monkeypatch):
     """What does not grow with the length, such as gradients of parameters, is no part of them, nor is attention's own work."""
     monkeypatch.setattr(llama, "_ROWS", 1)
-    for recipe in ("tiled=32+groups+slots=1", "tiled=32+groups+bits=4", "tiled=32+groups+slots=3+bits=8"):
+    for recipe in ("tiled=32+groups+bits=4", "tiled=32+groups+slots=3+bits=8"):
         assert bytes_per_token(recipe) <= 1.1 * parse(recipe).bytes_per_token(TINY)
 
 

@@ -35,11 +35,10 @@ def _interpreted(monkeypatch):
         yield
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("layout", "dtype", "options"),
     [
-        ("vd", jnp.bfloat16, {}),
+        pytest.param("vd", jnp.bfloat16, {}, marks=pytest.mark.smoke),
         ("dv", jnp.bfloat16, {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 3.0, "logit_scale": 0.7}),
     ],
 )

@@ -46,8 +46,8 @@ def test_compiled_bytes_keep_within_every_budget_and_never_fall_as_it_grows(case
     least, fastest = (memjax.plan(loss, *args, budget=budget).tries[0].compiled for budget in ("min", "1GiB"))
     assert least < 0.6 * temp(loss, *args)
     peaks, times = [], []
-    for i in range(12):
-        budget = least + (fastest - least) * i // 11
+    for i in range(8):
+        budget = least + (fastest - least) * i // 7
         plan = memjax.plan(loss, *args, budget=budget)
         assert plan.compiled_nbytes <= budget
         assert len(plan.tries) <= 5

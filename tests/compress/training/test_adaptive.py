@@ -62,7 +62,6 @@ def test_layers_are_found_with_their_weights():
         compress.layers(lambda codec, x: jnp.sum(x), batch(0))
 
 
-@pytest.mark.smoke
 def test_statistics_are_what_they_are_called():
     layers, params, x = found_layers(bound=2**-4), weights(), batch(1)
     got, _ = gradient(loss)(layers, params, x)
