@@ -95,6 +95,20 @@ def test_what_needs_the_whole_sum_is_left_as_it_is():
     close(jitted(*args), jax.jit(step)(*args))
 
 
+def test_a_cotangent_that_is_computed_and_repeated_goes_into_the_tiles():
+    def step(w, x, labels):
+        def loss(w):
+            return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(x @ w), labels[:, None], 1))
+
+        value, gradient = jax.value_and_grad(loss)(w)
+        return w - 0.1 * gradient, value
+
+    args = parameters()[2], *batch()
+    jitted = memjax.jit(step, budget="min")
+    assert [one.nbytes for one in jitted.plan(*args).tiled] == [LOGITS]
+    close(jitted(*args), jax.jit(step)(*args))
+
+
 def test_tiles_in_a_loop_that_accumulates_gradients():
     step = step_of(mean)
     x, labels = batch((2, TOKENS))

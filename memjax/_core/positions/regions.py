@@ -271,7 +271,12 @@ class _Growth:
                         kept.append((atom, state.dim))
                     else:
                         common.append(atom)
-        common = [var for var in common if not self._absorb_constant(var, before)]
+        constants: dict[int, Any] = {}
+        common = [var for var in common if not self._absorb_constant(var, constants)]
+        before |= constants
+        for eqn in constants.values():  # the number that is repeated
+            read = variables(eqn.invars)
+            common += [var for var in read if var not in made and id(self._makers.get(var)) not in before]
         kept, common = list(dict.fromkeys(kept)), list(dict.fromkeys(common))
         if len({var for var, _ in kept}) < len(kept) or {var for var, _ in kept}.intersection(common):
             return None
