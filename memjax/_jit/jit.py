@@ -139,6 +139,8 @@ class Jitted:
             except (TypeError, ValueError):  # of other types, or on other devices
                 pass
         entry = self._entry(step, of_call, apart, named, dynamic, dynamic_named)
+        if entry is None:
+            return self._updated(step, args, kwargs, step.plain(*apart, **named))
         self._last = of_call, entry
         return self._updated(step, args, kwargs, entry.program(*dynamic, **dynamic_named))
 
@@ -172,7 +174,13 @@ class Jitted:
     def _for(self, graph: Any, apart: tuple, named: dict[str, Any]) -> _Entry:
         static, dynamic, dynamic_named = self._statics.split(apart, named)
         of_call = graph, static, _context()
-        return self._entry(self._step(graph), of_call, apart, named, dynamic, dynamic_named)
+        entry = self._entry(self._step(graph), of_call, apart, named, dynamic, dynamic_named)
+        if entry is None:
+            wanted = "a step that closes over no value of a transform around it"
+            raise check.fail(
+                ValueError, "f", wanted, self._f, "pass it as an argument, or plan outside of the transform"
+            )
+        return entry
 
     def _step(self, graph: Any) -> _Step:
         if graph not in self._steps:
@@ -188,11 +196,14 @@ class Jitted:
 
     def _entry(
         self, step: _Step, of_call: Any, args: tuple, kwargs: dict[str, Any], dynamic: tuple, named: dict[str, Any]
-    ) -> _Entry:
+    ) -> _Entry | None:
         leaves, tree = jax.tree.flatten((dynamic, named))
         key = of_call, tree, tuple(map(_kind, leaves))
         if key not in self._entries:
-            self._entries[key] = _decided(step, self._asked, args, kwargs, leaves)
+            traced = step.trace(args, kwargs)
+            if _closes_over_tracers(traced.jaxpr, leaves):
+                return None
+            self._entries[key] = _decided(step, traced, self._asked, args, kwargs, leaves)
         return self._entries[key]
 
 
@@ -230,9 +241,15 @@ class _Step:
         return traced
 
 
-def _decided(step: _Step, asked: _Asked, args: tuple, kwargs: dict[str, Any], leaves: Sequence[Any]) -> _Entry:
-    """The step for these arguments: as it is written if it fits, or by a plan."""
-    traced = step.trace(args, kwargs)
+def _closes_over_tracers(closed: Any, leaves: Sequence[Any]) -> bool:
+    """Whether a traced step closes over values of a transform around it: JAX makes them inputs, before the arguments."""
+    return len(closed.in_avals) > len(leaves) or any(map(is_tracer, closed.consts))
+
+
+def _decided(
+    step: _Step, traced: Any, asked: _Asked, args: tuple, kwargs: dict[str, Any], leaves: Sequence[Any]
+) -> _Entry:
+    """The step for these arguments, traced: as it is written if it fits, or by a plan."""
     closed, layout, device = traced.jaxpr, _layout(traced.jaxpr, leaves), _device(leaves)
     where = directory(asked.cache_dir)
     name = None
@@ -317,11 +334,11 @@ class _Planned:
 
     def compiled(self, body: Body, acting: Acting) -> Any:
         """The step with the passes in `acting` run by these, compiled."""
-        closed, out_tree = self._closed, self._out_tree
+        out_tree = self._out_tree
 
         def run(*args: Any, **kwargs: Any) -> Any:
             given = [leaf for leaf in jax.tree.leaves((args, kwargs)) if is_tracer(leaf)]  # the others are static
-            return jax.tree.unflatten(out_tree, body.evaluate([*closed.consts, *given], acting))
+            return jax.tree.unflatten(out_tree, body.evaluate(given, acting))
 
         changed = acting or body.tiled
         jitted = self._step.with_options(run) if changed else self._step.plain

@@ -174,23 +174,26 @@ def test_options_and_arguments_are_those_of_jax_jit():
     close(step(copied(params), batch(128), power=2, rate=jnp.float32(0.1))[1], loss(params, batch(128)) ** 2)
     within_jit = jax.jit(lambda params, x: step(params, x, power=2, rate=0.1)[1])
     close(within_jit(params, batch()), value)
+    over_tracers = jax.grad(lambda scale: memjax.jit(lambda x: jnp.sum(scale * x), budget="min")(batch()))
+    close(over_tracers(2.0), jnp.sum(batch()))
     assert "Kept between the passes" in str(step.explain(params, batch(), power=2, rate=0.1))
     step.clear_cache()
     with pytest.raises(TypeError, match="donate"):
         memjax.jit(loss, donate_arguments=0)
 
 
-def test_a_method_is_bound():
+def test_a_method_is_bound_and_arrays_are_closed_over():
     class Trainer:
         rate = 0.1
+        x = batch()
 
         @memjax.jit(budget="min", static_argnums=0)
-        def step(self, params, x):
-            return jax.tree.map(lambda p, g: p - self.rate * g, params, jax.grad(loss)(params, x))
+        def step(self, params):
+            return jax.tree.map(lambda p, g: p - self.rate * g, params, jax.grad(loss)(params, self.x))
 
     params = parameters()
     expected = jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, batch()))
-    close(Trainer().step(params, batch()), expected)
+    close(Trainer().step(params), expected)
 
 
 def test_what_does_not_fit_gets_an_account_and_the_least_runs():
