@@ -130,6 +130,19 @@ def test_tiles_in_a_loop_that_accumulates_gradients():
         memjax.jit(accumulated, budget=budget, allow=("recompute",)).plan(*args)
 
 
+def test_two_updates_one_after_the_other():
+    once, args = step_of(mean), (parameters(), *batch())
+
+    def step(ws, x, labels):
+        ws, first, _ = once(ws, x, labels)
+        ws, second, _ = once(ws, x, labels)
+        return ws, first, second
+
+    jitted = memjax.jit(step, budget=held(jax.jit(step).lower(*args).compile()) - LOGITS)
+    assert len(jitted.plan(*args).tiled) == 2
+    close(jitted(*args), jax.jit(step)(*args))
+
+
 def test_a_tied_embedding_in_few_bits_and_dropout():
     class Model(nnx.Module):
         def __init__(self, rngs):

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from memjax._core.compat import is_backward, name_stack, primitive_name
+from memjax._core.compat import derivatives, is_backward, name_stack, primitive_name
 from memjax._core.positions.rules import apply_rule
 from memjax._core.positions.walk import Mixed, Positions, Shared, State, Summed, shape_of, shared
 from memjax._core.positions.walk import Walk as WalkOfStates
@@ -181,7 +181,10 @@ class _Growth:
 
     def _needs_all(self, eqn: Any) -> bool:
         """Whether gradients depend on an equation of the forward pass that mixes positions: they are not known tile by tile."""
-        return self._gradients and not is_backward(name_stack(eqn)) and not self._flow.leading.isdisjoint(eqn.outvars)
+        if not self._gradients or self._flow.leading.isdisjoint(eqn.outvars):
+            return False
+        stack = name_stack(eqn)  # an update of parameters has no mark: the next gradient depends on it, not this one
+        return bool(derivatives(stack)) and not is_backward(stack)
 
     def _add(self, eqn: Any, wanted: State | None) -> bool:
         """Take an equation in, if that keeps positions apart, and its result is `wanted`, if that is given."""
