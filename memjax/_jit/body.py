@@ -66,7 +66,9 @@ class Body:
 
     Args:
       closed: the program.
-      tile_on: losses and their gradients run tile by tile where they can, in tiles of that size; None: they run as they are.
+      tile_on: losses and their gradients run tile by tile where they can, in tiles of that size; None: they run as they are. On a
+        mesh this is so within a `jax.shard_map` that does not check what varies.
+      axes: sizes of the axes of a `jax.shard_map` around it; None: it is in none.
 
     Attributes:
       passes: of the derivatives, in order.
@@ -75,11 +77,11 @@ class Body:
       inner: by number of an equation, the bodies that have derivatives in them.
     """
 
-    def __init__(self, closed: Any, tile_on: TileOn | None = None):
+    def __init__(self, closed: Any, tile_on: TileOn | None = None, axes: dict[str, int] | None = None):
         program = calls_in_place(closed, differentiable=False)
         self.tile_on, self.tiled = tile_on, list[Tiled]()
-        if tile_on is not None:
-            program, self.tiled = with_tiles(without_dead_equations(program), tile_on)
+        if tile_on is not None and (axes is not None or not tile_on.on_mesh):
+            program, self.tiled = with_tiles(without_dead_equations(program), tile_on, axes or {})
         losses = _unread_losses(program)
         reached = dataclasses.replace(program, outvars=[*program.outvars, *losses])
         self._program = dataclasses.replace(without_dead_equations(reached), outvars=program.outvars)
@@ -101,7 +103,8 @@ class Body:
         self.inner: dict[int, list[Body]] = {}
         for i, eqn in enumerate(eqns):
             if eqn.primitive.name in _BODIES and not derivatives(name_stack(eqn)):
-                bodies = [Body(one, tile_on) for one in _closed_bodies(eqn)]
+                inside = axes if eqn.primitive.name != "shard_map" else (axes or {}) | _manual_axes(eqn)
+                bodies = [Body(one, tile_on, inside) for one in _closed_bodies(eqn)]
                 if any(body.has_passes for body in bodies):
                     self.inner[i] = bodies
                     self.tiled += [what for body in bodies for what in body.tiled]
@@ -140,7 +143,7 @@ class Body:
             eqn = self._program.eqns[i]
             values = read(env, eqn.invars)
             bodies = self.inner.get(i)
-            if bodies is None or not any(one in acting for body in bodies for one in body.every()):
+            if bodies is None or not any(body.tiled or any(one in acting for one in body.every()) for body in bodies):
                 outs = bind(eqn, values)
             else:
                 outs = _bind_with(eqn, values, [self._evaluating(body, acting) for body in bodies])
@@ -227,6 +230,12 @@ def _closed_bodies(eqn: Any) -> list[Any]:
     if eqn.primitive.name == "cond":
         return list(params["branches"])
     return [as_closed(params["body_jaxpr" if eqn.primitive.name == "while" else "jaxpr"])]
+
+
+def _manual_axes(eqn: Any) -> dict[str, int]:
+    """The axes that a `jax.shard_map` makes manual, with their sizes."""
+    params = parameters(eqn)
+    return {name: params["mesh"].shape[name] for name in params["newly_manual_axes"]}
 
 
 def _bind_with(eqn: Any, values: Sequence[Any], fs: Sequence[Callable[..., Arrays]]) -> Arrays:

@@ -72,8 +72,9 @@ def jit(
         temporaries, code; a number, or a text like "40GiB". "device": the device's memory less what other arrays take; on
         devices that tell no limit, as CPUs, everything fits. "min": the least memory.
       allow: what a plan may do. "recompute": compute again what is not kept; always. "tile": go through a loss and its gradient
-        tile by tile, so that logits are never whole; on one device. "offload": move what loops keep to the memory of the host.
-        "compress": keep what may be rounded in 8 bits; gradients are rounded then. As for `memjax.plan`.
+        tile by tile, so that logits are never whole; on one device, or within a `jax.shard_map` with check_vma=False. "offload":
+        move what loops keep to the memory of the host. "compress": keep what may be rounded in 8 bits; gradients are rounded
+        then. As for `memjax.plan`.
       plan: a `StepPlan` that `step.plan` made, to act on; `budget` is not asked then.
       cache_dir: where plans are kept, so that the next process compiles the step once; None: in a folder of JAX's compilation
         cache, if there is one.
@@ -286,8 +287,8 @@ def _decided(
         if not body.has_passes or (isinstance(room, int) and nbytes <= room):
             return _Entry(as_written, step.plain, program)
     ways = [fit]
-    if "tile" in asked.allow and layout.devices == 1:
-        tile_on = TileOn(device.platform, room // _TILES if isinstance(room, int) else 0)
+    if "tile" in asked.allow:
+        tile_on = TileOn(device.platform, room // _TILES if isinstance(room, int) else 0, layout.devices > 1)
         if (tiled := Body(closed, tile_on)).tiled:
             ways.append(fit_of(tiled))
     try:
@@ -354,7 +355,7 @@ class _Planned:
 
     def by(self, plan: StepPlan, layout: Layout) -> _Entry:
         """The step by a plan that was made before."""
-        body = Body(self._closed, TileOn(self._platform, plan.tile_nbytes) if plan.tiled else None)
+        body = Body(self._closed, TileOn(self._platform, plan.tile_nbytes, layout.devices > 1) if plan.tiled else None)
         if [one[:-2] for one in body.tiled] != [one[:-2] for one in plan.tiled]:
             what = ", ".join(one.what for one in plan.tiled)
             raise ValueError(f"plan must be of this step, got one with tiles of {what} that are not in it: {MAKE_ONE}")

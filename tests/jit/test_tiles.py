@@ -8,6 +8,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import memjax
 from tests.jit.test_jit import close, copied, held
@@ -140,6 +142,26 @@ def test_two_updates_one_after_the_other():
 
     jitted = memjax.jit(step, budget=held(jax.jit(step).lower(*args).compile()) - LOGITS)
     assert len(jitted.plan(*args).tiled) == 2
+    close(jitted(*args), jax.jit(step)(*args))
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_tiles_of_a_device(check_vma):
+    """Within a `shard_map`; types that say over which axes values vary are not known outside of theirs."""
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+    def of_device(ws, x, labels):
+        loss = lambda ws: mean(jnp.tanh(x @ ws[0]) @ ws[1] @ ws[2], labels)
+        found = jax.value_and_grad(loss)(jax.lax.pcast(ws, "d", to="varying") if check_vma else ws)
+        value, gradients = jax.lax.pmean(found, "d")
+        return jax.tree.map(lambda w, g: w - 0.1 * g, ws, gradients), value
+
+    specs = {"in_specs": (P(), P("d"), P("d")), "out_specs": P(), "check_vma": check_vma}
+    step = jax.shard_map(of_device, mesh=mesh, **specs)
+    x, labels = (jax.device_put(a, NamedSharding(mesh, P("d"))) for a in batch((2 * TOKENS,)))
+    args = jax.device_put(parameters(), NamedSharding(mesh, P())), x, labels
+    jitted = memjax.jit(step, budget="min")
+    assert len(jitted.plan(*args).tiled) == (not check_vma)
     close(jitted(*args), jax.jit(step)(*args))
 
 

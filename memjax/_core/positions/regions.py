@@ -24,6 +24,7 @@ from memjax._core.program.primitives import (
     COLLECTIVES,
     LOOPS,
     RANDOM,
+    REPLICATIONS,
     VIEWS,
     expensive,
 )
@@ -234,6 +235,8 @@ class _Growth:
     def _is_constant(self, atom: Any) -> bool:
         """Whether it is one number, repeated."""
         eqn = None if is_literal(atom) else self._makers.get(atom)
+        if eqn is not None and eqn.primitive.name in REPLICATIONS:
+            return self._is_constant(eqn.invars[0])
         return eqn is not None and eqn.primitive.name == "broadcast_in_dim" and not shape_of(eqn.invars[0])
 
     def region(self) -> Region | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-from memjax._core.compat import is_backward, name_stack
+from memjax._core.compat import is_backward, name_stack, varying
 from memjax._core.positions.regions import Region, regions
 from memjax._core.positions.walk import Mixed
 from memjax._core.program.jaxpr import Program, calls_in_place, is_literal, trace
@@ -24,24 +24,27 @@ class TileOn(NamedTuple):
     Attributes:
       platform: of the device, as JAX calls it.
       nbytes: what a tile of logits may take, where that is more than usual.
+      on_mesh: whether arrays lie on several devices: tiles of a program for all of them would send sums for each tile.
     """
 
     platform: str
     nbytes: int = 0
+    on_mesh: bool = False
 
 
-def with_tiles(program: Program, on: TileOn) -> tuple[Program, list[Tiled]]:
+def with_tiles(program: Program, on: TileOn, axes: dict[str, int]) -> tuple[Program, list[Tiled]]:
     """The program with all such parts run tile by tile, and what they are, the largest first.
 
     Args:
       program: straight lines of equations, with JAX's marks of derivatives.
       on: how large tiles are.
+      axes: sizes of the named axes around it.
     """
     picked, found = [], []
     for region in regions(program, gradients=True):
-        what = tiled_of(program, region, *on)
+        what = tiled_of(program, region, on.platform, on.nbytes)
         marks = {is_backward(name_stack(eqn)) for eqn in region.eqns}
-        if what.tile < what.length and marks == {False, True} and (run := _tiled(region, what.tile, on.platform)):
+        if what.tile < what.length and marks == {False, True} and (run := _tiled(region, what.tile, axes, on.platform)):
             picked.append(run)
             found.append(what)
     if not picked:
@@ -50,7 +53,7 @@ def with_tiles(program: Program, on: TileOn) -> tuple[Program, list[Tiled]]:
     constvars, consts = [*program.constvars], [*program.consts]
     for step in in_order(program, picked):
         if isinstance(step, TiledPasses):
-            inside = _as_program(step)
+            inside = _as_program(step, axes)
             eqns += inside.eqns
             constvars += inside.constvars
             consts += inside.consts
@@ -59,19 +62,21 @@ def with_tiles(program: Program, on: TileOn) -> tuple[Program, list[Tiled]]:
     return dataclasses.replace(program, constvars=constvars, consts=consts, eqns=eqns), found
 
 
-def _tiled(region: Region, tile: int, platform: str) -> TiledPasses | None:
+def _tiled(region: Region, tile: int, axes: dict[str, int], platform: str) -> TiledPasses | None:
+    if any(map(varying, (var.aval for eqn in region.eqns for var in eqn.outvars))):
+        return None  # such types are known within their `jax.shard_map` alone
     try:
-        return TiledPasses(region, tile, {}, platform)
+        return TiledPasses(region, tile, axes, platform)
     except Mixed:
         return None
 
 
-def _as_program(run: TiledPasses) -> Program:
+def _as_program(run: TiledPasses, axes: dict[str, int]) -> Program:
     """The equations that run a region, of its own variables, marked as a part of the backward pass."""
     region, n = run.region, len(run.region.shared)
     inputs = [*region.shared, *(var for var, _ in region.mapped)]
     call = lambda *values: run(list(values[:n]), list(values[n:]))
-    inside = calls_in_place(trace(call, [var.aval for var in inputs], {}), differentiable=False)
+    inside = calls_in_place(trace(call, [var.aval for var in inputs], axes), differentiable=False)
     names = dict(zip(inside.invars, inputs, strict=True)) | dict(zip(inside.outvars, region.outs, strict=True))
     renamed = lambda atoms: [atom if is_literal(atom) else names.get(atom, atom) for atom in atoms]
     info = next(eqn.source_info for eqn in reversed(region.eqns) if is_backward(name_stack(eqn)))
