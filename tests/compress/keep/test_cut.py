@@ -13,7 +13,7 @@ from memjax._core.program.jaxpr import calls_in_place, producers, variables
 from memjax.compress._transform.keep.cut.needs import Need, needs
 from tests.compress.transformer_layers import by_a_rule_of_its_own
 
-_AGAIN = {"sin": 1, "mul": 2, "add": 1, "tanh": 3, "dot_general": None}
+_AGAIN = {"sin": 1, "mul": 2, "add": 1, "tanh": 3, "split": 6, "dot_general": None}
 
 
 def _programs():
@@ -35,10 +35,15 @@ def _programs():
         b = jnp.tanh(a)
         return a, b, b + jnp.sin(b @ w), b * a
 
-    return [calls_in_place(jax.make_jaxpr(f)(x, w), differentiable=False) for f in (gated, shared, residual)]
+    def several(x, w):
+        a, b = jnp.split(jnp.sin(x @ w), 2)
+        c, d = jnp.split(x @ w, 2)
+        return a, b, c * d, c, d
+
+    return [calls_in_place(jax.make_jaxpr(f)(x, w), differentiable=False) for f in (gated, shared, residual, several)]
 
 
-@pytest.mark.parametrize("program", range(3))
+@pytest.mark.parametrize("program", range(4))
 @pytest.mark.parametrize("seed", range(6))
 def test_nothing_is_cheaper(program, seed):
     program, rng = _programs()[program], np.random.default_rng(seed)
@@ -56,7 +61,7 @@ def test_nothing_is_cheaper(program, seed):
                 continue
             if var not in producer or again(producer[var]) is None:
                 return None
-            there.add(var)
+            there.update(producer[var].outvars)
             total += again(producer[var])
             pending += variables(producer[var].invars)
         return total
