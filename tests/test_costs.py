@@ -16,12 +16,14 @@ def equations(f, *shapes, dtype=jnp.bfloat16):
     return jax.make_jaxpr(f)(*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)).jaxpr.eqns
 
 
-def test_a_product_has_two_flops_for_each_pair_and_a_loop_as_many_times():
+def test_a_product_has_two_flops_for_each_pair_and_a_loop_as_many_times_and_as_much_time():
     w = (64, 64)
     [eqn] = equations(lambda x, w: x @ w, (32, 64), w)
     assert costs.flops(eqn) == 2 * 32 * 64 * 64
     [loop] = equations(lambda x, w: jax.lax.scan(lambda x, _: (x @ w, None), x, None, length=5)[0], (32, 64), w)
     assert costs.flops(loop) == 5 * costs.flops(eqn)
+    one, all_turns = (costs.seconds(found, H200, lambda var: True) for found in (eqn, loop))
+    assert all_turns == pytest.approx(5 * one)
 
 
 @pytest.mark.parametrize("causal", [False, True])
