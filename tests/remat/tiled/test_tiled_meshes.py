@@ -8,6 +8,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import memjax
+from memjax._core.segments import segments, whole
 from memjax.remat import tiled
 
 X, W = np.linspace(-1, 1, 8 * 512 * 16, dtype=np.float32).reshape(8, 512, 16), np.eye(16, 64, dtype=np.float32)
@@ -54,3 +55,11 @@ def test_any_length_and_tile_on_automatic_axes(length, tile):
     found = jax.jit(gradients(tiled(layer, (1, None), 1, tile=tile)))(x, W)
     for one, expected in zip(found, gradients(layer)(X[:, :length], W), strict=True):
         np.testing.assert_allclose(one, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_segments_are_those_of_the_axis_that_is_cut():
+    mesh = jax.make_mesh((2, 4), ("d", "t"), axis_types=(AxisType.Explicit,) * 2)
+    x = jax.device_put(X[..., :8], NamedSharding(mesh, P("d", None, "t")))
+    found = [segments(length, [x], [axis], 7) for axis, length in enumerate(x.shape)]
+    assert [(one.length, one.count, tile) for one, tile in found] == [(8, 2, 6), (512, 1, 7), (8, 4, 4)]
+    assert [jax.typeof(whole(x, axis)).sharding.spec for axis in (0, 2)] == [P(None, None, "t"), P("d", None, None)]
