@@ -74,18 +74,21 @@ def distance(got, expected):
     return np.linalg.norm(wide(got) - wide(expected)) / np.linalg.norm(wide(expected))
 
 
-def chain(f, *args, compress, device="H200"):
+def chain(f, *args, compress, device="H200", **options):
     flat = Flat(f, args, {})
     program = flat.program()
     wrt = [False] * len(program.closed.consts) + flat.float_arrays_of({0: None})
     derivative = Derivative(program.closed, program.types, wrt, program.has_cotangent, {})
     rates = next(rates for rates in costs._DEVICES if rates.kind == device)
-    return Chain(derivative, rates, compress=compress)
+    return Chain(derivative, rates, compress=compress, **options)
+
+
+def large(a):
+    return jax.ShapeDtypeStruct((*a.shape[:-2], 16 * a.shape[-2], 16 * a.shape[-1]), jnp.bfloat16)
 
 
 @pytest.mark.parametrize("f", [unrolled, scanned])
 def test_the_frontier_with_codes_is_nowhere_above_the_exact_one_and_below_it_somewhere(f):
-    large = lambda a: jax.ShapeDtypeStruct((*a.shape[:-2], 16 * a.shape[-2], 16 * a.shape[-1]), jnp.bfloat16)
     args = jax.tree.map(large, arguments(f))
     exact, both = (chain(f, *args, compress=compress).frontier for compress in (False, True))
     assert both[-1] == exact[-1]  # nothing in codes where there is room
@@ -95,6 +98,17 @@ def test_the_frontier_with_codes_is_nowhere_above_the_exact_one_and_below_it_som
         assert best <= seconds * (1 + 1e-9)
         gains.append(seconds - best)
     assert max(gains) > 0.1 * exact[0][1]
+
+
+def test_layers_share_options_only_if_the_same_may_be_in_codes(monkeypatch):
+    found = chain(unrolled, *jax.tree.map(large, arguments(unrolled)), compress=True, solved=False)
+    stretches = [(a, a + size) for size in (1, 2) for a in range(len(found.cuts) - size)]
+    coded = lambda: {var for ends in stretches for option in found.options(*ends) for var in option.coded}
+    *others, last = sorted(coded(), key=found.made.get)
+    nbytes = found.codes.nbytes
+    monkeypatch.setattr(found.codes, "nbytes", lambda var: None if var is last else nbytes(var))
+    assert {*others} <= coded()
+    assert last not in coded()
 
 
 @pytest.mark.parametrize("f", [scanned, transformed])
