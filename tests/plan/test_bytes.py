@@ -11,7 +11,7 @@ import memjax
 from memjax._core.program import costs
 from memjax._core.program.working import peak_bytes
 from memjax._plan.budget.decide import _decide, _Plans
-from memjax._plan.budget.known import Known
+from memjax._plan.budget.known import Known, key_of
 from memjax._plan.derivative import Derivative
 from memjax._plan.layout import Layout
 from memjax._plan.lent import lent_to, lent_to_pieces
@@ -217,7 +217,8 @@ def test_plans_of_one_kind_differ_in_the_turns_of_the_parts_of_a_loop_alone():
 
     wide = 32 * WIDTH  # so that keeping a product's result pays
     ws = {"up": array(8, wide, 8 * wide), "down": array(8, 8 * wide, wide)}
-    plans = _Plans(uncompiled(chain(loss, ws, array(8 * ROWS, wide))))
+    known = uncompiled(chain(loss, ws, array(8 * ROWS, wide)))
+    plans = _Plans(known)
     turns_of = {}
     for number in range(1, len(plans.predicted)):
         [parts] = [one.option.parts for one in plans.choices(number) if one.option.parts]
@@ -226,6 +227,9 @@ def test_plans_of_one_kind_differ_in_the_turns_of_the_parts_of_a_loop_alone():
     for turns in turns_of.values():
         assert len(set(turns)) == len(turns)
         assert len({tuple(count == 1 for count in one) for one in turns}) == 1
+    ways = {known.stretches(plans.choices(number)) for number in range(len(plans.predicted))}
+    keys = {key_of(way, in_steps) for way in ways for in_steps in (False, True)}
+    assert len(keys) == 2 * len(ways)  # each of these is compiled by itself
 
 
 def test_steps_are_tried_where_a_faster_plan_is_missed_and_not_otherwise(monkeypatch):
