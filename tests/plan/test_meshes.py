@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import memjax
+from memjax._plan.layout import layout_of
 
 
 def mesh(name="d", kind=AxisType.Auto):
@@ -101,6 +102,20 @@ def test_a_budget_under_jit_is_that_of_a_device_and_says_what_it_assumes():
         assert 0.8 * budget < temp(sgd(planned), *args, donate_argnums=0) <= budget
     with pytest.raises(ValueError, match="split evenly over the 8 devices"):
         jax.jit(jax.grad(memjax.planned(layers, budget=1000)))(*args)
+
+
+def test_an_axis_that_a_loop_slices_is_the_last_that_is_taken_to_be_split():
+    found = []
+
+    def traced(ws, x):
+        rows = lambda x, w: (jnp.tanh(x @ w), None)
+        closed = jax.make_jaxpr(lambda ws, x: jax.lax.scan(rows, x, ws)[0])(ws, x)
+        found.append(layout_of(closed, [ws, x], [True, True]))
+        return x
+
+    with jax.set_mesh(mesh()):
+        jax.jit(traced).trace(jnp.ones((8, 16, 16)), jnp.ones((16, 16)))
+    assert [one.spec for one in found[0].shardings] == [P(None, "d"), P("d")]
 
 
 def test_explicit_axes_tell_shardings_under_jit():
