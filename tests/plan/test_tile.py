@@ -208,6 +208,19 @@ def test_products_of_16_bit_floats_are_added_up_in_float32():
     assert error(found) <= 1.05 * error(plain)
 
 
+def test_gradients_of_16_bits_are_scaled_in_float32():
+    w, x, y = data(jnp.float16)
+
+    def loss(w, x, y):
+        return 100 * optax.softmax_cross_entropy_with_integer_labels((x @ w).astype(jnp.float32), y).sum()
+
+    scale = 24.5 * 2.0**-24  # of which float16 has the integer part alone
+    planned = memjax.planned(loss, budget="min", allow=ALLOW)
+    found = jax.jit(jax.grad(lambda *args: scale * planned(*args)))(w, x, y).astype(jnp.float32)
+    exact = scale * jax.jit(jax.grad(loss))(*(a.astype(jnp.float32) for a in (w, x)), y)
+    assert jnp.linalg.norm(found - exact) < 0.003 * jnp.linalg.norm(exact)
+
+
 def test_donated_arguments():
     w, x, y = data()
     wanted = w - jax.grad(mean)(w, x, y)
