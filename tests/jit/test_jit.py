@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.experimental import io_callback
 
 import memjax
 from tests.jit.steps import LAYERS, OPTIMIZER, STEPS, WIDTH, batch, loss, parameters, updating
@@ -90,6 +91,44 @@ def test_what_fits_is_the_program_of_jax_jit(count):
     assert len(count) == 2
     no_gradient = memjax.jit(lambda x: jnp.sin(x) + 1, budget="min")
     close(no_gradient(jnp.ones(3)), jnp.sin(1.0) + jnp.ones(3))
+
+
+def test_other_settings_are_another_program(count):
+    jitted = memjax.jit(lambda x: jnp.sin(x) @ x)
+    settings = [
+        jax.default_matmul_precision("highest"),
+        jax.enable_x64(True),
+        jax.numpy_dtype_promotion("strict"),
+        jax.default_device(jax.devices()[1]),
+    ]
+    x = np.ones((3, 3), np.float32)
+    jitted(x)
+    for number, one in enumerate(settings, 2):
+        with one:
+            jitted(x)
+        jitted(x)
+        assert len(count) == number
+
+
+def test_callbacks_stay_in_their_order():
+    seen = []
+
+    def half(value):
+        seen.append(float(value))
+        return np.float32(0.5)
+
+    def step(params, x):
+        called = lambda value: io_callback(half, jax.ShapeDtypeStruct((), jnp.float32), value, ordered=True)
+        rate = called(3.0)  # read after the gradients alone
+        value, gradients = jax.value_and_grad(loss)(params, x)
+        called(value)
+        return jax.tree.map(lambda p, g: p - rate * g, params, gradients)
+
+    args = parameters()[:2], batch()
+    jitted = memjax.jit(step, budget="min")
+    assert not jitted.plan(*args).as_written
+    close(jax.block_until_ready(jitted(*args)), jax.tree.map(lambda p, g: p - 0.5 * g, args[0], jax.grad(loss)(*args)))
+    assert seen == pytest.approx([3.0, float(loss(*args))], rel=1e-5)
 
 
 def test_a_plan_is_kept_for_arguments_of_a_kind_and_acts_elsewhere():
