@@ -1,5 +1,7 @@
 """`memjax.jit`: what is compiled holds no more than the budget and computes what `jax.jit` does."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,9 @@ from flax import nnx
 from jax.experimental import io_callback
 
 import memjax
+from memjax._jit.body import Body
+from memjax._jit.fit import DoesNotFitError, Fit
+from memjax._plan.layout import Layout
 from tests.jit.steps import LAYERS, OPTIMIZER, STEPS, WIDTH, batch, loss, parameters, updating
 
 OPTIONS = memjax.remat_compiler_options()
@@ -248,6 +253,20 @@ def test_what_does_not_fit_gets_an_account_and_the_least_runs():
     assert memjax.jit(step, budget=least.nbytes).plan(*args).nbytes == least.nbytes
     with pytest.raises(ValueError, match="no derivative in it"):
         memjax.jit(lambda x: x @ x.T, budget=1)(batch())
+
+
+def test_a_step_that_takes_too_much_is_judged_by_what_is_compiled():
+    """However little its passes are predicted to take."""
+    step, nbytes = STEPS["alternating updates"](), 2**20
+    closed = jax.make_jaxpr(step.f)(*step.args)
+    sizes = {"argument": 0, "output": 0, "alias": 0, "temp": nbytes, "generated_code": 0}
+    analysis = SimpleNamespace(**{f"{name}_size_in_bytes": size for name, size in sizes.items()})
+    compiled = SimpleNamespace(memory_analysis=lambda: analysis)
+    layout = Layout([None] * len(closed.in_avals))
+    fit = Fit(Body(closed), layout, lambda acting: compiled, 0, compress=False, offload=False)
+    with pytest.raises(DoesNotFitError) as error:
+        fit.within(nbytes - 1)
+    assert [one.compiled_nbytes for one in error.value.plan.passes] == [nbytes, nbytes]
 
 
 @pytest.mark.parametrize(
