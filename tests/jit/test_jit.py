@@ -11,6 +11,7 @@ from flax import nnx
 from jax.experimental import io_callback
 
 import memjax
+from memjax._jit.account import bytes_of_results
 from memjax._jit.body import Body
 from memjax._jit.fit import DoesNotFitError, Fit
 from memjax._plan.layout import Layout
@@ -238,6 +239,13 @@ def test_a_method_is_bound_and_arrays_are_closed_over():
     params = parameters()
     expected = jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, batch()))
     close(Trainer().step(params), expected)
+
+
+def test_a_donated_argument_holds_one_result():
+    a, b = jnp.ones((4, 8)), jnp.ones(16)
+    traced = jax.jit(lambda a, b: (a + 1, a + 2, b + 1), donate_argnums=0).trace(a, b)
+    assert bytes_of_results(traced) == a.nbytes + b.nbytes
+    assert bytes_of_results(traced, all_donated=True) == a.nbytes
 
 
 def test_what_does_not_fit_gets_an_account_and_the_least_runs():
