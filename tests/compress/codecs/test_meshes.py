@@ -69,3 +69,15 @@ def test_codes_of_explicit_axes_need_no_mesh_around(codec):
         decoded = codec.decode(encode(x))
         assert jax.typeof(decoded) == jax.typeof(x)
         assert jnp.max(jnp.abs(jax.device_get(decoded) - jax.device_get(x))) < 0.05
+
+
+def test_what_a_sharded_code_tells_is_what_those_of_its_parts_do():
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,))
+    parts = jnp.zeros((1, 64, 64)), normal(0, 1, 64, 64)
+    x = jax.device_put(jnp.concatenate(parts), NamedSharding(mesh, P("d")))
+    codec = ErrorBounded(0.02, bits_per_value=2.0)
+    code, (zeros, others) = codec.encode(x), map(codec.encode, parts)
+    assert zeros.needed_bits_per_value < 2 < others.needed_bits_per_value == code.needed_bits_per_value
+    assert code.needed_nbytes == zeros.needed_nbytes + others.needed_nbytes
+    assert code.raw_share == (zeros.raw_share + others.raw_share) / 2
+    assert [bool(one.overflowed) for one in (zeros, others, code)] == [False, True, True]
