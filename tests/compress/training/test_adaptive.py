@@ -335,6 +335,10 @@ def test_capacities_follow_the_need():
     for capacity, need in zip(run.capacities[0], needs[0], strict=True):
         assert capacity < 1.3 * need
     assert run.compiled == 3
+    # A step changes nothing if the one before has overflowed.
+    after, _, report = run.lower(state, batch(0)).compile()(state, jnp.asarray(True), batch(0))
+    assert report["overflowed"]
+    chex.assert_trees_all_equal(after, state)
 
 
 def test_overflows_leave_no_trace():
