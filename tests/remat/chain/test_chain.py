@@ -288,7 +288,9 @@ def test_leaves_of_the_input_that_are_handed_on_cost_nothing():
         assert cost.output == 40
         assert cost.kept <= 80
     made = [lambda p, x: (x * p, jnp.tile(x, (100, 10))), *handing[:2]]
-    assert [cost.output for cost in chain_costs(made, [jnp.float32(2)] * 3, jnp.ones(10))] == [40040] * 3
+    costs = chain_costs(made, [jnp.float32(2)] * 3, jnp.ones(10))
+    assert [cost.output for cost in costs] == [40040] * 3
+    assert all(40040 <= cost.kept <= 40080 for cost in costs)  # the output included, what is handed on, too
 
 
 def test_costs_leave_parameters_out():
