@@ -210,6 +210,12 @@ def test_arrays_that_stand_count_once_for_equal_blocks():
     assert chain_schedule(standing, 1000).nbytes == chain_schedule(costs, 1000).nbytes + 7
     for budget in range(chain_schedule(standing, "min").nbytes, 150):
         assert chain_schedule(standing, budget).nbytes <= budget
+    # However much it is: the rest of the budget is divided as finely.
+    costs = [cost._replace(kept=cost.kept * 997 + 13 * i) for i, cost in enumerate(random_costs(0, 8))]
+    standing = [costs[0]._replace(standing=10**7), *costs[1:]]
+    least, plain = chain_schedule(costs, "min").nbytes, chain_schedule(costs, "1GiB").nbytes
+    for budget in range(least, plain, (plain - least) // 8):
+        assert chain_schedule(standing, 10**7 + budget).seconds == chain_schedule(costs, budget).seconds
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "nonsense", None])
