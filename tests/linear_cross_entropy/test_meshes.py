@@ -205,3 +205,9 @@ def test_settings_are_those_of_the_call():
     with jax.enable_x64(True):
         for a, e in zip(jax.tree.leaves(compiled(*args)), jax.tree.leaves(expected), strict=True):
             assert relative_error(a, e) < 1e-13
+    args = placed(mesh_of(2), (P("t"), P(), P("t")), arguments())
+    with jax.default_matmul_precision("highest"):
+        lowered = jax.jit(step_of()).lower(*args)
+    products = re.findall(r" dot\(.*", lowered.compile().as_text())
+    assert products
+    assert all("operand_precision={highest,highest}" in product for product in products)
