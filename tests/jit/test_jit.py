@@ -1,5 +1,6 @@
 """`memjax.jit`: what is compiled holds no more than the budget and computes what `jax.jit` does."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import jax
@@ -92,7 +93,7 @@ def test_what_fits_is_the_program_of_jax_jit(count):
     for budget in ("1GiB", "device"):  # a CPU tells no limit
         jitted = memjax.jit(step.f, budget=budget, **step.options)
         assert jitted.lower(*step.args).as_text() == plain.lower(*step.args).as_text()
-        assert not any(jitted.plan(*step.args).passes)
+        assert jitted.plan(*step.args).as_written
         jitted(*copied(step.args))
     assert len(count) == 2
     no_gradient = memjax.jit(lambda x: jnp.sin(x) + 1, budget="min")
@@ -146,6 +147,8 @@ def test_a_plan_is_kept_for_arguments_of_a_kind_and_acts_elsewhere():
     again = memjax.StepPlan.from_json(text)
     assert again == ahead
     assert "as it is written" in str(ahead)
+    assert any(ahead.passes)
+    assert not dataclasses.replace(ahead, tiled=()).as_written
     acting = memjax.jit(step.f, plan=again, **step.options)
     assert held(acting.lower(*step.args).compile(OPTIONS)) == ahead.nbytes
     params, state, x = copied(step.args)

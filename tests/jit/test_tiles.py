@@ -79,6 +79,7 @@ def test_logits_are_never_whole(of_logits, shape):
     plan = jitted.plan(*args)
     assert [one.nbytes for one in plan.tiled] == [LOGITS]
     assert not any(plan.passes)  # the tiles were enough
+    assert not plan.as_written
     assert plan.nbytes == held(jitted.lower(*args).compile(memjax.remat_compiler_options())) < held(plain) - LOGITS
     close(jitted(*copied(args)), jax.jit(step)(*args))
     assert not memjax.jit(step, budget=held(plain), donate_argnums=0).plan(*args).tiled  # it fits as it is written
