@@ -33,6 +33,11 @@ _TRANSFORM = re.compile(r"\w+\(|\)")
 _DERIVATIVE = re.compile(r"\b(jvp|transpose)\(")
 
 
+def is_ordered(eqn: Any) -> bool:
+    """Whether an equation has effects in the order of the program, such as `io_callback(..., ordered=True)`."""
+    return any(type(effect).__name__.startswith("Ordered") for effect in eqn.effects)
+
+
 def varying(aval: Any) -> frozenset[str]:
     """Mesh axes over which values of this type differ, inside a `jax.shard_map` that tracks it."""
     return frozenset(aval.manual_axis_type.varying) if aval.manual_axis_type is not None else frozenset()

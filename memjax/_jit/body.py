@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from memjax._core.arrays import is_float
-from memjax._core.compat import derivatives, name_stack, parameters
+from memjax._core.compat import derivatives, is_ordered, name_stack, parameters
 from memjax._core.lists import Arrays
 from memjax._core.program.jaxpr import (
     Program,
@@ -195,14 +195,18 @@ def _levels(eqns: Sequence[Any]) -> list[int]:
     while marks and any("transpose" in mark for mark in marks) and not any(mark[:1] == ["transpose"] for mark in marks):
         marks = [mark[1:] for mark in marks]
     level_of: dict[Any, int] = {}
-    levels = []
+    levels, ordered = [], 0
     for eqn, mark in zip(eqns, marks, strict=True):
         level = max((level_of.get(var, 0) for var in variables(eqn.invars)), default=0)
+        if is_ordered(eqn):  # callbacks stay in their order
+            level = max(level, ordered)
         if mark[:1] == ["transpose"]:
             level += 1 - level % 2
         elif mark[:1] == ["jvp"]:
             level += level % 2
         levels.append(level)
+        if is_ordered(eqn):
+            ordered = level
         level_of.update(dict.fromkeys(eqn.outvars, level))
     return _put_off(eqns, marks, levels)
 

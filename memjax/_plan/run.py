@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from memjax._core.barriers import barrier
+from memjax._core.compat import is_ordered
 from memjax._core.lists import Arrays
 from memjax._core.program.costs import is_fusible
 from memjax._core.program.jaxpr import bind, read, variables
@@ -106,7 +107,7 @@ class Run:
             here = [var for eqn in again for var in variables(eqn.invars)] + wanted
             codes = [code for code in codes if code.of in here]
             steps = None
-            if in_steps_on is not None and piece.loop is None:
+            if in_steps_on is not None and piece.loop is None and not any(map(is_ordered, piece.backward)):
                 steps = self._steps(again, piece.backward, in_steps_on)
             self._turns.append((again, list(piece.backward), codes, steps))
             self.coded += codes

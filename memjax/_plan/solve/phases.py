@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
+from memjax._core.compat import is_ordered
 from memjax._core.program.costs import array_bytes, origins_of_names
 from memjax._core.program.jaxpr import Program, consumers, variables
 from memjax._core.program.primitives import VIEWS, expensive
@@ -152,6 +153,9 @@ def _wait(backward: Program, turns: list[int], reads: Sequence[bool], cotangents
             alive_until = max(min(there, default=turns[i]) for there in others)
             turns[i] = min(turns[i], max(needed[i], alive_until))
     when: dict[Any, int] = {}
+    ordered = max(turns, default=0)
     for i, eqn in enumerate(backward.eqns):  # what follows an equation that waits does so, too
         turns[i] = min([turns[i], *(when[var] for var in variables(eqn.invars) if var in when)])
+        if is_ordered(eqn):  # callbacks stay in their order
+            turns[i] = ordered = min(turns[i], ordered)
         when |= dict.fromkeys(eqn.outvars, turns[i])
