@@ -103,7 +103,10 @@ def attention_in_groups(
             check.function(name, f)
     if positions is None:
         positions = jnp.arange(x.shape[1], dtype=jnp.int32)
-    if check.array("positions", positions).shape not in (x.shape[1:2], x.shape[:2]):
+    kind = check.array("positions", positions).dtype
+    if not (jnp.issubdtype(kind, jnp.integer) or jnp.issubdtype(kind, jnp.floating)):
+        raise check.fail(TypeError, "positions", "integers or floats", positions)
+    if positions.shape not in (x.shape[1:2], x.shape[:2]):
         raise check.fail(ValueError, "positions", f"of shape {x.shape[1:2]} or {x.shape[:2]}", positions)
     check.known_sizes("remat.attention_in_groups", x)
     if x.size == 0:  # nothing to attend to
@@ -155,7 +158,10 @@ class _Layer:
         self._project = Hoisted(project, *group, x, positions)
         qkv = result_types(project, *group, x, positions)
         if groups > 1 and attend is not causal_attention:
-            refuse_mixed_heads(attend, qkv)
+            refuse_mixed_heads("attend", attend, qkv)
+        if groups > 1 and rotary is not None and keep_attention:  # it is then run for a group's heads, too
+            for one in qkv[:2]:
+                refuse_mixed_heads("rotary", lambda a: _like("rotary", rotary, a, positions), [one], rotary)
         self._attend = Hoisted(lambda *qkv: _like("attend", attend, *qkv), *qkv)
         self.constants = [*self._project.constants, *self._attend.constants]
         self._n = len(self._project.constants)
@@ -261,6 +267,7 @@ class _Layer:
         def project(kernels, x, positions):
             return (*self._project(constants, *kernels, x, positions), *([x] if and_x else []))
 
+        project.__qualname__ = "norm or rotary"  # for the error of what mixes positions
         return tiled(project, (None, 1, self._positions_axis), 1, tile=self._tile)(kernels, x, positions)
 
     def _attended(self, constants: Arrays, q: Array, k: Array, v: Array) -> tuple[Array, Arrays]:

@@ -14,32 +14,34 @@ from memjax._core.positions.walk import UNKNOWN, Mixed, Positions, Seen
 from memjax._core.tiles import with_size
 
 
-def refuse_mixed_heads(attend: Callable[..., Any], qkv: Sequence[Any]) -> None:
-    """Raises ValueError if `attend` mixes heads, or does what depends on how many or on which of them it is given.
+def refuse_mixed_heads(name: str, f: Callable[..., Any], arrays: Sequence[Any], given: Any = None) -> None:
+    """Raises ValueError if `f` mixes heads, or does what depends on how many or on which of them it is given.
 
     Heads take the place of the positions that `tiled` checks. What cannot be judged is taken for right: kernels, and functions of
     a number of heads of their own.
 
     Args:
-      attend: of queries, keys and values.
-      qkv: the types of these for one group.
+      name: of the argument that `f` is.
+      f: of queries, keys and values, say.
+      arrays: the types of these for one group.
+      given: what the user gave for `f`; None: `f` itself.
     """
-    queries = qkv[0].shape[2] // qkv[1].shape[2]  # per head of keys and values
-    states = [Positions(2, queries), Positions(2, 1), Positions(2, 1)]
-    least = max(qkv[1].shape[2], 2)
+    per_head = [one.shape[2] // arrays[-1].shape[2] for one in arrays]  # of the last, keys and values
+    states = [Positions(2, inner) for inner in per_head]
+    least = max(arrays[-1].shape[2], 2)
     programs, seen = [], []
     try:
         for heads in (least, 2 * least):
-            sizes = (heads * queries, heads, heads)
-            types = [one.update(shape=with_size(one.shape, 2, size)) for one, size in zip(qkv, sizes, strict=True)]
-            programs.append(jax.make_jaxpr(attend)(*types))
+            sizes = [heads * inner for inner in per_head]
+            types = [one.update(shape=with_size(one.shape, 2, size)) for one, size in zip(arrays, sizes, strict=True)]
+            programs.append(jax.make_jaxpr(f)(*types))
     except (TypeError, ValueError, IndexError, AssertionError):
         return
     try:
         for program, heads in zip(programs, (least, 2 * least), strict=True):
             seen.append(Seen())
-            if walk(program.jaxpr, states, heads, False, seen[-1]) != [Positions(2, queries)]:
-                raise Mixed("the heads of the result are not those of the queries")
+            if walk(program.jaxpr, states, heads, False, seen[-1]) != states[:1]:
+                raise Mixed("the heads of the result are not those of the first argument")
         first, second = programs
         check_same(first.jaxpr, second.jaxpr)
         check_alike(*seen)
@@ -51,6 +53,6 @@ def refuse_mixed_heads(attend: Callable[..., Any], qkv: Sequence[Any]) -> None:
             f", at {mixed.where}" if mixed.where else ""
         )
         raise ValueError(
-            f"attend must treat heads apart and alike, got {shown(attend)}, in which {said}: pass groups=1, which takes all "
+            f"{name} must treat heads apart and alike, got {shown(given or f)}, in which {said}: pass groups=1, which takes all "
             "heads at once"
         ) from None

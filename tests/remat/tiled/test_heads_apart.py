@@ -44,6 +44,19 @@ def test_refused(name):
     in_groups(attend(MIXING[name]), 1)
 
 
+def test_a_rotary_that_is_run_for_a_group_and_mixes_heads_is_refused():
+    """Its gradients would be of other heads. Where all heads are projected at once, it may mix them."""
+    run = lambda **options: attention_in_groups(X, Q, KV, KV, OUT, **options)
+    centred = lambda a, positions: a - jnp.mean(a, 2, keepdims=True)
+    with pytest.raises(ValueError, match=r"rotary must treat heads apart and alike, got .*over heads.*groups=1"):
+        run(rotary=centred, groups=2, keep_attention=True)
+    np.testing.assert_allclose(run(rotary=centred, groups=2), run(rotary=centred, groups=1), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="must not mix positions, got norm or rotary"):
+        run(norm=lambda x: x - jnp.mean(x, 1, keepdims=True), groups=2)
+    with pytest.raises(TypeError, match="positions must be integers or floats"):
+        run(positions=np.ones(6, bool))
+
+
 @pytest.mark.parametrize(
     "attention",
     [
