@@ -5,6 +5,7 @@ import json
 import math
 import numbers
 import operator
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -147,7 +148,7 @@ def number(
     concrete = isinstance(value, jax.Array | np.ndarray) and value.shape == ()
     if isinstance(value, bool | np.bool_) or not (isinstance(value, numbers.Real) or concrete):
         raise fail(TypeError, name, wanted, value, fix)
-    real = float(value)
+    real = _as_float(value)
     low, high = -math.inf if least is None else least, math.inf if most is None else most
     if (
         not math.isfinite(real)
@@ -157,6 +158,13 @@ def number(
     ):
         raise fail(ValueError, name, wanted, value, fix)
     return real
+
+
+def _as_float(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # of a large Python integer
+        return math.inf
 
 
 def is_array(value: Any) -> bool:
@@ -215,6 +223,28 @@ def json_fields(kind: str, text: Any, names: Sequence[str]) -> dict[str, Any]:
     if not isinstance(fields, dict) or set(fields) != set(names):
         raise fail(ValueError, "text", f"what {kind}.to_json wrote", text)
     return fields
+
+
+def lists(kind: str, text: Any, fields: Mapping[str, Any], names: Sequence[str]) -> None:
+    """That these fields of what was read from `text`, what `kind.to_json` wrote, are lists."""
+    for name in names:
+        if not isinstance(fields[name], list):
+            raise fail(
+                ValueError, "text", f"what {kind}.to_json wrote", text, f"{name} is {shown(fields[name])}, no list"
+            )
+
+
+def path(name: str, value: Any) -> Any:
+    """The path of a file, or an open file of bytes, as it is."""
+    if not (isinstance(value, str | os.PathLike) or hasattr(value, "write")):
+        raise fail(TypeError, name, "a path or an open file", value)
+    return value
+
+
+def axes(value: Any) -> None:
+    """That `ax` is None or axes of matplotlib."""
+    if value is not None and not hasattr(value, "plot"):
+        raise fail(TypeError, "ax", "None or axes of matplotlib", value, "matplotlib.pyplot.subplots() makes some")
 
 
 def prng_key(name: str, value: Any) -> Any:
@@ -315,7 +345,7 @@ def byte_count(name: str, value: Any, *, words: Sequence[str] = ()) -> Any:
         return int(count)
     if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Real):
         raise fail(TypeError, name, wanted, value)
-    count = float(value)
+    count = _as_float(value)
     if not math.isfinite(count) or count < 0 or count >= 2**63 or count != int(count):
         raise fail(ValueError, name, f"{wanted}; whole, finite and not negative", value)
     return int(count)

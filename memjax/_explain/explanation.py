@@ -53,7 +53,13 @@ class Explanation:
         """
         names = [field.name for field in dataclasses.fields(cls)]
         fields = check.json_fields("Explanation", text, names)
+        check.lists("Explanation", text, fields, ("rows", "offloaded", "warnings", "notes", "dropped"))
         try:
+            for name in ("residual_bytes", "offloaded_bytes"):
+                check.integer(name, fields[name], least=0)
+            for name in ("warnings", "notes", "dropped"):
+                if not all(isinstance(line, str) for line in fields[name]):
+                    raise TypeError(f"{name} must be texts")
             return cls(
                 rows=tuple(map(_row, fields["rows"])),
                 offloaded=tuple(map(_row, fields["offloaded"])),
@@ -65,8 +71,8 @@ class Explanation:
                 notes=tuple(fields["notes"]),
                 dropped=tuple(fields["dropped"]),
             )
-        except (TypeError, KeyError) as error:
-            raise check.fail(ValueError, "text", "what Explanation.to_json wrote", text) from error
+        except (TypeError, ValueError, KeyError) as error:
+            raise check.fail(ValueError, "text", "what Explanation.to_json wrote", text, str(error)) from error
 
     def plot(self, path: Any) -> None:
         """Draw the memory over the step, stacked by module, into a file: the forward slope, the peak, the backward slope.
@@ -79,6 +85,7 @@ class Explanation:
         Raises:
           ValueError: the compiled program is not known (`notes` says why).
         """
+        check.path("path", path)
         if self.timeline is None or self.peak is None:
             raise ValueError(f"explanation must have a timeline, got none: {'; '.join(self.notes)}")
 

@@ -66,6 +66,7 @@ class StepPlan:
     def from_json(cls, text: str) -> StepPlan:
         """The plan that `to_json` wrote; ValueError for any other text."""
         fields = check.json_fields("StepPlan", text, [field.name for field in dataclasses.fields(cls)])
+        check.lists("StepPlan", text, fields, ("passes", "tiled"))
         try:
             passes = tuple(None if one is None else Plan.from_json(json.dumps(one)) for one in fields["passes"])
             tiled = tuple(Tiled.of_fields(one) for one in fields["tiled"])

@@ -182,6 +182,9 @@ class Plan:
         """
         from matplotlib import pyplot as plt
 
+        check.axes(ax)
+        if path is not None:
+            check.path("path", path)
         if ax is None:
             _, ax = plt.subplots(figsize=(6, 4), layout="constrained")
         ax.step(
@@ -206,6 +209,7 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """The plan that `to_json` wrote; ValueError for any other text."""
         fields = check.json_fields("Plan", text, [field.name for field in dataclasses.fields(cls)])
+        check.lists("Plan", text, fields, ("stretches", "points", "tries", "tiled", "notes"))
         try:
             return cls._of_fields(fields)
         except (TypeError, ValueError) as error:
@@ -221,6 +225,8 @@ class Plan:
         tries = tuple(_typed(Try, one) for one in fields["tries"])
         tiled = tuple(map(Tiled.of_fields, fields["tiled"]))
         lists = {"stretches": tuple(stretches), "points": points, "tries": tries, "tiled": tiled}
+        if not all(isinstance(note, str) for note in fields["notes"]):
+            raise ValueError(f"notes is {check.shown(fields['notes'])}")
         plan = cls(**fields | lists | {"notes": tuple(fields["notes"])})
         _check_types(plan, dict(vars(plan)))
         return plan

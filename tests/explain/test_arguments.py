@@ -1,5 +1,6 @@
 """What `explain` takes, and how it refuses the rest."""
 
+import json
 import subprocess
 import sys
 
@@ -149,6 +150,11 @@ def test_errors_say_what_to_do(call, error, message):
 
 def test_a_picture_needs_a_program():
     explanation = memjax.Explanation((), (), 0, 0, None, None, notes=("no schedule",))
+    with pytest.raises(TypeError, match="path must be a path or an open file, got 3"):
+        explanation.plot(3)
+    for change in ({"residual_bytes": "x"}, {"offloaded_bytes": -1}, {"notes": "text"}, {"warnings": [3]}):
+        with pytest.raises(ValueError, match=r"text must be what Explanation.to_json wrote"):
+            memjax.Explanation.from_json(json.dumps(json.loads(explanation.to_json()) | change))
     with pytest.raises(ValueError, match="must have a timeline, got none: no schedule"):
         explanation.plot("never.png")
 

@@ -54,11 +54,14 @@ def test_a_changed_number_is_refused_or_changes_no_gradient(loss, allow):
     assert refused > len(spots) / 4
 
 
-@pytest.mark.parametrize("field", ["stretches", "points", "tries", "tiled", "budget", "seconds", "program", "in_steps"])
+@pytest.mark.parametrize(
+    "field", ["stretches", "points", "tries", "tiled", "notes", "budget", "seconds", "program", "in_steps"]
+)
 def test_a_field_of_another_kind_is_refused(field):
     plan = memjax.plan(lambda x: jnp.sum(jnp.sin(x)), jnp.ones(3), budget="1GiB")
-    with pytest.raises(ValueError, match=r"text must be what Plan\.to_json wrote"):
-        memjax.Plan.from_json(json.dumps(json.loads(plan.to_json()) | {field: ["x"]}))
+    for other in ([3], {}):
+        with pytest.raises(ValueError, match=r"text must be what Plan\.to_json wrote"):
+            memjax.Plan.from_json(json.dumps(json.loads(plan.to_json()) | {field: other}))
 
 
 def test_the_bytes_of_a_loop_are_those_of_all_its_turns():

@@ -150,6 +150,7 @@ class Schedule:
         A blue line is a run of forward steps, a red one a backward step, a dot a kept hidden state, a square a kept
         internal state; the grey or orange line below it shows for how long. Returns the axes.
         """
+        check.axes(ax)
         return draw(self.actions, str(self), start_in_slot=self.strategy != "internal", ax=ax)
 
 
