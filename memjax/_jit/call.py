@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from memjax._core import check
 from memjax._core.arguments import is_nnx, objects_in, with_changes
 
 
@@ -104,4 +105,10 @@ class Statics:
         numbered = tuple((i, arg) for i, arg in enumerate(args) if i in self._numbers)
         named = tuple((name, kwargs[name]) for name in sorted(kwargs) if name in self._names)
         others = tuple(arg for i, arg in enumerate(args) if i not in self._numbers)
+        for name, value in (*((f"argument {i}", arg) for i, arg in numbered), *named):
+            try:
+                hash(value)
+            except TypeError:
+                fix = "pass a tuple or a number, or do not name it static"
+                raise check.fail(TypeError, name, "hashable, as it is static", value, fix) from None
         return (numbered, named), others, {name: value for name, value in kwargs.items() if name not in self._names}

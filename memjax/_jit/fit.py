@@ -217,5 +217,6 @@ def acting_by(body: Body, plan: StepPlan, layout: Layout) -> Acting:
         raise ValueError(
             f"plan must be of this step, got one for {len(plan.passes)} derivatives where this step has {len(passes)}: {MAKE_ONE}"
         )
-    found = {one: by_plan(one, part, layout) for one, part in zip(passes, plan.passes, strict=True) if part is not None}
+    pairs = zip(passes, plan.passes, strict=True)
+    found = {one: by_plan(one, part, layout) for one, part in pairs if part is not None and part.stretches}
     return {one: run for one, run in found.items() if isinstance(run, Run)}

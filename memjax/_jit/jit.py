@@ -15,6 +15,7 @@ import jax
 from memjax._core import check
 from memjax._core.arguments import objects_in, put_changes
 from memjax._core.arrays import is_float
+from memjax._core.clear_errors import call_errors, option_errors, trace_errors
 from memjax._core.compat import is_tracer
 from memjax._core.meshes import own_sharding, split_over
 from memjax._core.program.jaxpr import nbytes as nbytes_of
@@ -103,6 +104,8 @@ def jit(
         raise check.fail(TypeError, "plan", "a StepPlan", plan, "step.plan(*args) makes one")
     if not isinstance(cache_dir, str | os.PathLike | None):
         raise check.fail(TypeError, "cache_dir", "a path", cache_dir)
+    if cache_dir is not None and ("\0" in os.fspath(cache_dir) or os.path.isfile(cache_dir)):
+        raise check.fail(ValueError, "cache_dir", "the path of a folder", cache_dir, "it is made where there is none")
     return Jitted(f, _Asked(room, tuple(allow), plan, cache_dir), options)
 
 
@@ -120,7 +123,7 @@ class Jitted:
 
     def __init__(self, f: Callable[..., Any], asked: _Asked, options: dict[str, Any]):
         self._f, self._asked, self._options = f, asked, options
-        jax.jit(f, **options)  # says what is wrong with the options
+        _check_options(f, options)
         functools.update_wrapper(self, f)
         self._statics = Statics(f, options.get("static_argnums"), options.get("static_argnames"))
         self._steps: dict[Any, _Step] = {}
@@ -142,6 +145,11 @@ class Jitted:
         entry = self._entry(step, of_call, apart, named, dynamic, dynamic_named)
         if entry is None:
             return self._updated(step, args, kwargs, step.plain(*apart, **named))
+        if types := [
+            leaf for leaf in jax.tree.leaves((dynamic, dynamic_named)) if isinstance(leaf, jax.ShapeDtypeStruct)
+        ]:
+            fix = "plan, trace, lower and explain take types"
+            raise check.fail(TypeError, "arguments", "arrays", types[0], fix)
         self._last = of_call, entry
         return self._updated(step, args, kwargs, entry.program(*dynamic, **dynamic_named))
 
@@ -201,11 +209,26 @@ class Jitted:
         leaves, tree = jax.tree.flatten((dynamic, named))
         key = of_call, tree, tuple(map(_kind, leaves))
         if key not in self._entries:
-            traced = step.trace(args, kwargs)
+            with call_errors("f", self._f, {"arguments": (*args, *kwargs.values())}), trace_errors("f", self._f):
+                traced = step.trace(args, kwargs)
             if _closes_over_tracers(traced.jaxpr, leaves):
                 return None
             self._entries[key] = _decided(step, traced, self._asked, args, kwargs, leaves)
         return self._entries[key]
+
+
+def _check_options(f: Callable[..., Any], options: dict[str, Any]) -> None:
+    """Says which of the options `jax.jit` refuses, and why."""
+    check.compiler_options(options.get("compiler_options"))
+    one_by_one = [{name: value} for name, value in options.items()]
+    for some in (*one_by_one, options):
+        try:
+            jax.jit(f, **some)
+        except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+            [name] = some if len(some) == 1 else ["options"]
+            kind = ValueError if isinstance(error, ValueError | RuntimeError) else TypeError
+            value = some if name == "options" else some[name]
+            raise check.fail(kind, name, "what jax.jit takes", value, f"it says {str(error)!r}") from error
 
 
 class _Step:
@@ -345,7 +368,8 @@ class _Planned:
         jitted = self._step.with_options(run) if changed else self._step.plain
         # Without them nothing is computed again. The step as it is written is that of jax.jit.
         options = remat_compiler_options(self._platform) if changed else None
-        program = jitted.trace(*self._args, **self._kwargs).lower().compile(compiler_options=options)
+        with option_errors(self._step.options.get("compiler_options") or {}):
+            program = jitted.trace(*self._args, **self._kwargs).lower().compile(compiler_options=options)
         self._jitted[id(program)] = jitted
         return program
 

@@ -145,7 +145,7 @@ def planned(
     @functools.wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
         flat = Flat(f, args, kwargs)
-        with trace_errors("f", f):
+        with call_errors("f", f, {"arguments": (*args, *kwargs.values())}), trace_errors("f", f):
             program = flat.program()
         closed = program.closed
         inputs = [*closed.consts, *flat.arrays]

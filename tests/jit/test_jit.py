@@ -1,6 +1,7 @@
 """`memjax.jit`: what is compiled holds no more than the budget and computes what `jax.jit` does."""
 
 import dataclasses
+import json
 from types import SimpleNamespace
 
 import jax
@@ -166,7 +167,17 @@ def test_a_plan_is_kept_for_arguments_of_a_kind_and_acts_elsewhere():
     other = STEPS["layers"]()
     with pytest.raises(ValueError, match="plan must be of"):
         memjax.jit(other.f, plan=again)(*other.args)
-    for damaged in ("{}", text.replace('"budget": ', '"budget": -'), text[:-9]):
+    nothing_again = json.loads(text)
+    nothing_again["passes"][0]["stretches"] = []
+    unplanned = memjax.jit(step.f, plan=memjax.StepPlan.from_json(json.dumps(nothing_again)))
+    close(unplanned(*copied(step.args)), jax.jit(step.f)(*step.args))
+    assert '"tiled": []' in text
+    for damaged in (
+        "{}",
+        text.replace('"tiled": []', '"tiled": {}'),
+        text.replace('"budget": ', '"budget": -'),
+        text[:-9],
+    ):
         with pytest.raises(ValueError, match="StepPlan"):
             memjax.StepPlan.from_json(damaged)
 
@@ -293,6 +304,11 @@ def test_a_step_that_takes_too_much_is_judged_by_what_is_compiled():
         ({"allow": ("tiles",)}, "allow must be"),
         ({"plan": 3}, "plan must be a StepPlan"),
         ({"cache_dir": 3}, "cache_dir must be a path"),
+        ({"cache_dir": __file__}, "cache_dir must be the path of a folder"),
+        ({"static_argnums": "0"}, "static_argnums must be what jax.jit takes, got '0': it says"),
+        ({"donate_argnums": 7}, "donate_argnums must be what jax.jit takes, got 7: it says"),
+        ({"static_argnums": 0, "donate_argnums": 0}, "options must be what jax.jit takes"),
+        ({"compiler_options": "x"}, "compiler_options must be None or a dict"),
     ],
 )
 def test_bad_arguments(options, message):
@@ -300,6 +316,21 @@ def test_bad_arguments(options, message):
         memjax.jit(loss, **options)
     with pytest.raises(TypeError, match="f must be a function"):
         memjax.jit(3)
+
+
+def test_bad_calls():
+    with pytest.raises(TypeError, match=r"f must take arguments of .* that raises TypeError: dot_general"):
+        memjax.jit(loss)(parameters(), batch()[:, :3])
+    with pytest.raises(TypeError, match=r"arguments of a jitted function must be arrays: .* static_argnames"):
+        memjax.jit(loss).plan(parameters(), "x")
+    with pytest.raises(TypeError, match="argument 1 must be hashable, as it is static, got an array"):
+        memjax.jit(loss, static_argnums=1)(parameters(), batch())
+    with pytest.raises(
+        TypeError, match=r"arguments must be arrays, got the type float32\[3\] of an array: plan, trace"
+    ):
+        memjax.jit(jnp.sin)(jax.ShapeDtypeStruct((3,), jnp.float32))
+    with pytest.raises(ValueError, match="compiler_options must be options that the compiler knows"):
+        memjax.jit(jnp.sin, compiler_options={"nonsense": 1})(1.0)
 
 
 def test_codes_where_they_are_allowed():

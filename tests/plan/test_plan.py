@@ -172,6 +172,9 @@ def test_too_small_a_budget_says_what_is_least_and_what_holds_it_up():
         (lambda: memjax.plan(3, budget="min"), "f must be a function"),
         (lambda: memjax.planned(unrolled_loss), "give exactly one of budget and plan"),
         (lambda: memjax.planned(unrolled_loss, plan="min"), "plan must be a Plan"),
+        (lambda: memjax.planned(jnp.dot, budget="min")(jnp.ones(3), jnp.ones(4)), "f must take arguments of"),
+        (lambda: memjax.plan(jnp.sum, jnp.ones(3), budget="1GiB").plot(3), "path must be a path"),
+        (lambda: memjax.plan(jnp.sum, jnp.ones(3), budget="1GiB").plot(ax=3), "ax must be None or axes of matplotlib"),
     ],
 )
 def test_bad_arguments(call, message):
