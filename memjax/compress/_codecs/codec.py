@@ -134,8 +134,11 @@ def check_bound(bound: Any) -> None:
         not check.is_array(bound) or bound.dtype == jnp.bool_
     ):
         raise check.fail(TypeError, "bound", _BOUND, bound)
-    is_number = isinstance(bound, int | float | np.ndarray | np.generic) and not isinstance(bound, bool)
-    if is_number and not (np.all(np.isfinite(bound)) and np.all(np.asarray(bound) > 0)):
+    if isinstance(bound, int | float):
+        check.number("bound", bound, positive=True)
+    elif isinstance(bound, np.ndarray | np.generic) and not (
+        np.all(np.isfinite(bound)) and np.all(np.asarray(bound) > 0)
+    ):
         raise ValueError(f"bound must be {_BOUND}, got {bound!r}")
 
 
@@ -151,7 +154,9 @@ def check_seed(seed: Any) -> None:
     """Check that a random key can be made from `seed`."""
     is_array = isinstance(seed, jax.Array | np.ndarray)
     if not (is_array and seed.shape == () and jnp.issubdtype(seed.dtype, jnp.integer)):
-        check.integer("seed", seed)
+        whole = check.integer("seed", seed)
+        if not -(2**63) <= whole < 2**63:
+            raise check.fail(ValueError, "seed", "an integer of at most 64 bits", seed)
 
 
 def largest_error(x: Array, decoded: Array) -> Float[Array, ""]:
@@ -218,6 +223,9 @@ class Cast(FixedRate):
 
     def decode(self, code: CastCode) -> Float[Array, "..."]:
         check_code(self, code, CastCode)
+        if code.values.dtype != self.dtype:
+            wanted = f"one that Cast({jnp.dtype(self.dtype)}) made"
+            raise check.fail(ValueError, "code", wanted, code.values, "decode it with the codec that made it")
         narrow, wide = jnp.finfo(self.dtype), jnp.finfo(code.dtype)
         # Where one program encodes and decodes, compilers leave both conversions out: this they do not.
         return lax.reduce_precision(code.values.astype(code.dtype), wide.nexp, min(narrow.nmant, wide.nmant))

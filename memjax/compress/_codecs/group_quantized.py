@@ -65,8 +65,8 @@ class GroupQuantized(FixedRate):
         object.__setattr__(self, "group_size", check.integer("group_size", self.group_size))
         if self.bits not in (2, 4, 8):
             raise ValueError(f"bits must be 2, 4 or 8, got {self.bits!r}")
-        if self.group_size < 16 or self.group_size % 16:
-            raise ValueError(f"group_size must be a multiple of 16, got {self.group_size!r}")
+        if not 16 <= self.group_size < 2**31 or self.group_size % 16:
+            raise check.fail(ValueError, "group_size", "a multiple of 16, less than 2^31", self.group_size)
 
     def encode(self, x: Float[Array, "..."]) -> GroupQuantizedCode | ShardedCode:
         check_floats(x)

@@ -178,6 +178,7 @@ class ErrorBounded(OptionalMembers):
 
     def scaled(self, deviation: Float[Array, " channels"]) -> "ErrorBounded":
         """The codec with its bound in units of each channel's standard deviation."""
+        check.array("deviation", deviation, floating=True)
         return dataclasses.replace(self, bound=self.bound * deviation)
 
     def _capacity(self, aval: Any) -> int:

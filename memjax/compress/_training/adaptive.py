@@ -154,7 +154,7 @@ def adaptive(
     check.number("sigma", sigma, positive=True, fix="0.01 is the default")
     if coefficient is not None:
         check.number("coefficient", coefficient, positive=True, fix="0.32 is the paper's")
-    if coarsest != math.inf:
+    if not (isinstance(coarsest, float) and coarsest == math.inf):
         check.number("coarsest", coarsest, positive=True, fix="1 is the default, infinity no limit")
     if not isinstance(clip, optax.GradientTransformation | None):
         fix = "pass optax.clip_by_global_norm(1.0), for example"

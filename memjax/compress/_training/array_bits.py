@@ -44,7 +44,8 @@ class ArrayBits:
 
     def __post_init__(self) -> None:
         check_bits(self.base, "base")
-        if not isinstance(self.bits, tuple) or not set(self.bits) <= {*_CODED, *_WHOLE}:
+        numbers = isinstance(self.bits, tuple) and float not in map(type, self.bits)
+        if not numbers or not set(self.bits) <= {*_CODED, *_WHOLE}:
             raise check.fail(ValueError, "bits", f"a tuple of the numbers {(*_CODED, *_WHOLE)}", self.bits, _MADE_BY)
         texts = isinstance(self.names, tuple) and all(isinstance(name, str) for name in self.names)
         if not texts or (self.names and len(self.names) != len(self.bits)):

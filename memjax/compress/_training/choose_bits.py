@@ -137,6 +137,11 @@ def compared_with(reference: Any, exact: list[jax.Array]) -> list[jax.Array]:
     if not are_finite(compared):
         shapes = [leaf.shape for leaf in compared if not are_finite([leaf])]
         raise check.fail(ValueError, "reference", "finite arrays", shapes, "look at the loss of the steps before")
+    if reference is not None and not any(bool(leaf.any()) for leaf in compared):
+        shapes = [leaf.shape for leaf in compared]
+        raise check.fail(
+            ValueError, "reference", "arrays that are not all zero", shapes, "pass None before the first step"
+        )
     return compared
 
 
@@ -149,7 +154,7 @@ def _checked_known(known: Any, parts: int) -> list[tuple[int, ...]]:
     wanted = f"tuples of {parts} of the numbers {rungs}"
     if not isinstance(known, Sequence) or any(not isinstance(bits, Sequence) for bits in known):
         raise check.fail(TypeError, "known", wanted, known)
-    if any(len(bits) != parts or not set(bits) <= set(rungs) for bits in known):
+    if any(len(bits) != parts or not set(bits) <= set(rungs) or float in map(type, bits) for bits in known):
         raise check.fail(ValueError, "known", wanted, known)
     return [tuple(bits) for bits in known]
 

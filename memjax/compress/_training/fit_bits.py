@@ -73,9 +73,9 @@ class FittedBits:
         if not isinstance(self.known, tuple):
             raise check.fail(TypeError, "known", "a tuple", self.known)
         for bits in self.known:
-            ArrayBits(max(BITS), bits)  # which checks them
-            if len(bits) != count:
+            if not isinstance(bits, tuple) or len(bits) != count:
                 raise check.fail(ValueError, "known", f"tuples of {count} bits, one for each array", self.known)
+            ArrayBits(max(BITS), bits)  # which checks them
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -188,6 +188,8 @@ class BitsController:
         self._every = check.integer("every", every, least=1)
         self._draws = check.integer("draws", draws, least=1)
         self._seed = check.integer("seed", seed)
+        if not -(2**31) <= self._seed < 2**31 - self._draws:
+            raise check.fail(ValueError, "seed", "an integer of at most 32 bits", seed)
         self._found: list[BitsRecorder] = []
         self._types: Any = None
         self._leaves = jax.jit(self._leaves_with_errors)
@@ -259,6 +261,12 @@ class BitsController:
 
     def _record(self, args: Sequence[Any]) -> None:
         """Find out which arrays the gradient of arguments of these types encodes."""
+        for path, leaf in jax.tree_util.tree_leaves_with_path(args):
+            if not check.is_number_or_array(leaf):
+                wanted = "a pytree of arrays and numbers"
+                raise check.fail(
+                    TypeError, f"args{jax.tree_util.keystr(path)}", wanted, leaf, "let gradient close over it"
+                )
         types = jax.tree.map(lambda leaf: (np.shape(leaf), str(jnp.result_type(leaf))), args)
         if types == self._types:
             return

@@ -57,6 +57,7 @@ class Statistics(NamedTuple):
 
     @staticmethod
     def zeros(layers: int, readers: int) -> Statistics:
+        layers, readers = check.integer("layers", layers, least=0), check.integer("readers", readers, least=0)
         axes = {"needed": (len(LADDER) + 1,), "cotangent": (readers,), "power": (readers,)}
         shapes = [(layers, *axes.get(field, ())) for field in Statistics._fields]
         return Statistics(*[jnp.zeros(shape, jnp.float32) for shape in shapes])  # each of its own: they are donated
@@ -117,6 +118,9 @@ class Layers:
 
     def layer(self, i: int) -> ErrorBounded:
         """The codec of the i-th array."""
+        i, count = check.integer("i", i), len(self.names)
+        if not -count <= i < count:
+            raise check.fail(ValueError, "i", f"the number of one of {count} arrays", i)
         return ErrorBounded(self.bound[i], bits_per_value=self.bits_per_value[i])
 
     def check_count(self, arrays: int) -> None:

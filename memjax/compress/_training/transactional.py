@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from memjax._core import check
-from memjax._core.clear_errors import argument_errors, call_errors
+from memjax._core.clear_errors import argument_errors, call_errors, option_errors
 from memjax.compress._training.adaptive import AdaptiveState
 from memjax.compress._training.layers import LADDER, Layers, check_bits, split_layers
 
@@ -90,7 +90,7 @@ class Transactional:
         check.flag("donate", donate)
         check.flag("ahead", ahead)
         self._margin, self._window, self._saving = margin, window, saving
-        self._step = step
+        self._step, self._compiler_options = step, options.get("compiler_options") or {}
         self._needs: list[list[np.ndarray]] = []
         self._capacities: Capacities | None = None
         self.replays = 0
@@ -175,7 +175,10 @@ class Transactional:
         flag = self._under_way[-1][1]["overflowed"] if self._under_way else self._false
         capacities = tuple(self._capacities)
         self._visited.add(capacities)
-        with argument_errors(self._step, (state, *args), "bind what is no array with functools.partial"):
+        with (
+            argument_errors(self._step, (state, *args), "bind what is no array with functools.partial"),
+            option_errors(self._compiler_options),
+        ):
             state, out, report = self._jitted(state, capacities, flag, *args)
         self._under_way.append((args, report))
         return state, out

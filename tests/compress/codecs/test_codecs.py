@@ -217,8 +217,13 @@ def test_refuses():
         ChannelQuantized(bits=2)
     with pytest.raises(ValueError, match="samples must be None or an integer of at least 1, got 0"):
         ChannelQuantized(samples=0)
-    with pytest.raises(ValueError, match="group_size must be a multiple of 16, got 20"):
-        GroupQuantized(group_size=20)
+    for size in (20, 2**31):
+        with pytest.raises(ValueError, match=rf"group_size must be a multiple of 16, less than 2\^31, got {size}"):
+            GroupQuantized(group_size=size)
+    with pytest.raises(ValueError, match="seed must be an integer of at most 64 bits, got"):
+        GroupQuantized(seed=2**63).encode(jnp.ones(64))
+    with pytest.raises(ValueError, match=r"code must be one that Cast\(float16\) made, got an array of bfloat16"):
+        Cast(jnp.float16).decode(Cast().encode(jnp.ones(3)))
     with pytest.raises(TypeError, match="dtype must be a floating-point dtype, got"):
         Cast(jnp.int8)
     with pytest.raises(TypeError, match="x must be boolean, got float32"):

@@ -368,6 +368,12 @@ def test_refuses():
         TypeError, match=r"clip must be a gradient transformation or None, got 1.0: pass optax.clip_by_global_norm"
     ):
         compress.adaptive(optax.sgd(0.1), clip=1.0)
+    with pytest.raises(TypeError, match="coarsest must be a positive finite number, got an array"):
+        compress.adaptive(optax.sgd(0.1), coarsest=jnp.ones(3))
+    with pytest.raises(TypeError, match="layers must be an integer of at least 0, got '3'"):
+        compress.Statistics.zeros("3", 1)
+    with pytest.raises(ValueError, match=r"i must be the number of one of .* arrays, got 99"):
+        found_layers().layer(99)
     tx = compress.adaptive(optax.sgd(0.1))
     with pytest.raises(ValueError, match="params must contain the Layers"):
         tx.init(weights())

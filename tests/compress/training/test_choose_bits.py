@@ -101,6 +101,10 @@ def test_refuses():
         choose_bits(lambda codecs: (), 2, 0.01, sizes=[1.0])
     with pytest.raises(TypeError, match="known must be tuples of 1 of the numbers"):
         choose_bits(lambda codecs: (), 1, 0.01, known=None)
+    with pytest.raises(ValueError, match="known must be tuples of 1 of the numbers"):
+        choose_bits(lambda codecs: (), 1, 0.01, known=((8.0,),))
+    with pytest.raises(ValueError, match="reference must be arrays that are not all zero"):
+        choose_bits(lambda codecs: [jnp.ones(3)], 1, 0.01, reference=[jnp.zeros(3)])
     with pytest.raises(ValueError, match="sizes must be 1 positive numbers"):
         choose_bits(lambda codecs: (), 1, 0.01, sizes=3)
     with pytest.raises(ValueError, match="gradient must return floating-point arrays, got none"):

@@ -161,6 +161,14 @@ def test_refuses():
         fit_bits(_sums, w, x, sigma=0.1, reference=jax.tree.map(lambda g: g * jnp.nan, _sums((8,), w, x)))
     with pytest.raises(ValueError, match="gradient must return floating-point arrays, got none"):
         fit_bits(lambda bits, w, x: (_sums(bits, w, x), None)[1], w, x, sigma=0.1)
+    with pytest.raises(ValueError, match="reference must be arrays that are not all zero"):
+        fit_bits(_sums, w, x, sigma=0.1, reference=jax.tree.map(jnp.zeros_like, _sums((8,), w, x)))
+    with pytest.raises(ValueError, match="seed must be an integer of at most 32 bits"):
+        fit_bits(_sums, w, x, sigma=0.1, seed=2**31)
+    with pytest.raises(TypeError, match=r"args\[1\] must be a pytree of arrays and numbers, got 'x'"):
+        fit_bits(_sums, w, "x", sigma=0.1)
+    with pytest.raises(ValueError, match="bits must be a tuple of the numbers"):
+        ArrayBits(8, (8.0,))
     both = lambda bits, w, x: (_sums(bits, w, x), _sums(bits, w, jnp.concatenate([x, x])))
     with pytest.raises(ValueError, match="gradient must not share bits between calls that encode different arrays"):
         fit_bits(both, w, x, sigma=0.1)
