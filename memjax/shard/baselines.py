@@ -63,6 +63,8 @@ def sequence_parallel_mlp(
     """
     _check_mlp(x, w_in, w_out, w_gate, activation, axis_name)
     check.sharded("x", x, axis_name)
+    if x.ndim == 2:
+        return sequence_parallel_mlp(x[None], w_in, w_out, activation=activation, w_gate=w_gate, axis_name=axis_name)[0]
     return scattered(mlp(gathered_tokens(x, axis_name), w_in, w_out, activation, w_gate), axis_name)
 
 

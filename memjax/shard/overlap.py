@@ -153,6 +153,8 @@ def measure_link(
     for device in ring_devices.flat:
         if not isinstance(device, jax.Device):
             raise check.fail(TypeError, "devices", "devices of JAX", device, "pass jax.devices(), for example")
+    if len(set(ring_devices.flat)) < ring_devices.size:
+        raise check.fail(ValueError, "devices", "devices that differ", list(ring_devices.flat))
     mesh = Mesh(ring_devices, ("ring",))
     sharding = NamedSharding(mesh, PartitionSpec("ring"))
 

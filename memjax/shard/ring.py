@@ -181,7 +181,7 @@ def _explained(body: Callable[..., Any], *, pair: bool = False) -> Callable[...,
             out = body(carry, block, step)
         if pair and not (isinstance(out, tuple) and len(out) == 2):
             raise check.fail(TypeError, "body", "a function that returns (carry, sums)", out)
-        return out
+        return check.arrays("the result of body", out)
 
     return call
 

@@ -17,6 +17,9 @@ def test_mlp_is_that_of_one_device(x64, name):
     plain = lambda x, w_in, w_gate, w_out: baselines.mlp(x, w_in, w_out, jax.nn.silu, w_gate)
     for a, b in zip(got, outputs_and_gradients(plain, do, x, w_in, w_gate, w_out), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-10)
+    one = P() if name == "tensor_parallel_mlp" else FIRST  # a sequence without an axis of batches
+    got = sharded(local, 4, (one, ROWS, ROWS, FIRST), one)(x[0], w_in, w_gate, w_out)
+    np.testing.assert_allclose(got, plain(x, w_in, w_gate, w_out)[0], rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("kv_heads", [2])
