@@ -80,6 +80,8 @@ def dense_block(
     check.array("x", x, floating=True)
     if x.ndim != 4 or x.shape[-1] != spec.in_features:
         raise check.fail(ValueError, "x", f"an array of shape (batch, height, width, {spec.in_features})", x)
+    if x.size == 0 and not spec.use_running_average:
+        raise check.fail(ValueError, "x", "an array with images and pixels", x, "statistics of none are NaN")
     if dropout_key is not None:
         check.prng_key("dropout_key", dropout_key)
     elif spec.dropout_rate > 0:

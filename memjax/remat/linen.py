@@ -63,6 +63,8 @@ class RNN(nn.RNN):
             self, return_carry=return_carry, time_major=time_major, reverse=reverse, keep_order=keep_order
         )
         check_inputs(inputs, self.cell.num_feature_axes)
+        if not isinstance(self.unroll, bool):
+            check.integer("unroll", self.unroll, least=0, what="True, False or a number of steps")
         if not isinstance(self.split_rngs, Mapping):
             raise check.fail(TypeError, "split_rngs", "a dict of names and flags", self.split_rngs)
         if self.variable_axes:

@@ -51,6 +51,10 @@ def rnn(**change):
     return remat.RNN(**({"cell": nnx.SimpleCell(2, 2, rngs=nnx.Rngs(0))} | change))
 
 
+def attention(**change):
+    return remat.AttentionInGroups(**({"dim": 8, "heads": 2, "rngs": nnx.Rngs(0)} | change))
+
+
 def linen_rnn(**change):
     model, x = remat.linen.RNN(nn.SimpleCell(2), **change), jnp.ones((1, 5, 2))
     return model.apply(model.init(jax.random.key(0), x), x)
@@ -82,6 +86,14 @@ CALLS = [
     (dense_module, "rngs", (None, nnx.Rngs, 0, jax.random.key(0))),
     (dense_spec, "in_features", COUNTS),
     (dense_spec, "use_running_average", FLAGS),
+    (attention, "groups", COUNTS[1:]),
+    (attention, "tile", COUNTS[1:]),
+    (attention, "norm", FUNCTIONS[1:]),
+    (attention, "rotary", (*FUNCTIONS[1:], jnp.sin)),
+    (attention, "attend", (*FUNCTIONS[1:], jnp.sin)),
+    (attention, "keep_attention", FLAGS),
+    (lambda ax: remat.schedule(4, 2).plot(ax), "ax", ("three", 3)),
+    (lambda unroll: linen_rnn(slots=2, unroll=unroll), "unroll", (None, "3", [1], NAN, -3, 0.5)),
     (scan, "slots", COUNTS[1:]),
     (scan, "budget", AMOUNTS),
     (lambda reverse: scan(slots=3, reverse=reverse), "reverse", FLAGS),

@@ -140,6 +140,9 @@ def checked_costs(costs: Sequence[BlockCost]) -> list[BlockCost]:
             check.integer(f"{name}.{_FIELDS[i]}", cost[i], least=0, what="a number of bytes")
             for i in range(2, len(cost))
         ]
+        for i, size in enumerate(sizes, 2):
+            if size >= 2**48:  # sums of them are 64-bit integers
+                raise check.fail(ValueError, f"{name}.{_FIELDS[i]}", "a number of bytes below 2^48", cost[i])
         checked.append(BlockCost(forward, backward, *sizes))
     return checked
 

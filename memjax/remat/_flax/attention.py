@@ -54,6 +54,14 @@ class AttentionInGroups(nnx.Module):
         if dtype is not None:
             check.dtype("dtype", dtype, floating=True)
 
+        for name, count in (("groups", groups), ("tile", tile)):
+            if count is not None:
+                check.integer(name, count, least=1)
+        for name, f, arguments in (("norm", norm, 1), ("rotary", rotary, 2), ("attend", attend, 3)):
+            if f is not None:
+                check.function(name, f, arguments=arguments)
+        check.flag("keep_attention", keep_attention)
+
         inward, outward = _normal(in_axis=0, out_axis=(1, 2)), _normal(in_axis=(0, 1), out_axis=2)
         self.query = nnx.Param(inward(rngs.params(), (dim, heads, head_dim)))
         self.key = nnx.Param(inward(rngs.params(), (dim, kv_heads, head_dim)))

@@ -15,6 +15,7 @@ from jax import lax
 from memjax._core import check
 from memjax._core.arrays import as_array, is_float, zeros
 from memjax._core.backward.derivatives import Static, differentiated_as, perturbed, refusing_forward_mode
+from memjax._core.clear_errors import call_errors
 from memjax._core.lists import Arrays, drop, merge, pick
 from memjax._core.program.jaxpr import with_axes
 from memjax.remat._scan.blocks import Blocks
@@ -146,6 +147,8 @@ def scan(
             return pick(jax.tree.leaves(carry), moving), y
 
         step, init_leaves = trace_step(smaller, pick(init_leaves, moving), xs)
+    if codec is not None:
+        _check_codec(codec, init_leaves)
     xs_leaves = jax.tree.leaves(xs)
     least = 0
     if slots is None:
@@ -175,6 +178,17 @@ def check_memory(slots: int | None, budget: int | str | None) -> tuple[int | Non
     if slots is not None:
         return check.integer("slots", slots, least=1, what="a number of carries"), None
     return None, check.byte_count("budget", budget, words=("min",))
+
+
+def _check_codec(codec: StateCodec, state: Arrays) -> None:
+    """Raises if what the codec decodes is no array like the one that it was given."""
+    for leaf in state:
+        if is_float(jax.typeof(leaf)):
+            with call_errors("codec", codec, {"a state": leaf}):
+                out = jax.eval_shape(lambda x: codec.decode(codec.encode(x)), leaf)
+            if (getattr(out, "shape", None), getattr(out, "dtype", None)) != (leaf.shape, leaf.dtype):
+                wanted = f"one that decodes {leaf.dtype}{list(leaf.shape)} where that was encoded"
+                raise check.fail(TypeError, "codec", wanted, codec, f"decode gives {check.shown(out)}")
 
 
 def _differentiable(

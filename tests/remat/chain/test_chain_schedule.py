@@ -194,6 +194,7 @@ def test_schedules_are_data():
         ([BlockCost(1, 1, -1, 1)], r"costs\[0\].output must be a number of bytes of at least 0, got -1"),
         ([BlockCost(1, float("nan"), 1, 1)], r"costs\[0\].backward must be a finite number .* got nan"),
         ([BlockCost(1, 1, 1, float("nan"))], r"costs\[0\].kept must be a number of bytes"),
+        ([BlockCost(1, 1, 10**30, 1)], r"costs\[0\].output must be a number of bytes below 2\^48"),
         ([(1, 1)], r"costs\[0\] must be a BlockCost"),
         (None, "costs must be a sequence of BlockCost"),
     ],

@@ -189,6 +189,10 @@ def test_function_refuses():
         dense_block(spec, params, running, x[..., :3])
     with pytest.raises(TypeError, match="x must be a floating-point array, got an array of int32"):
         dense_block(spec, params, running, x.astype(jnp.int32))
+    with pytest.raises(
+        ValueError, match=r"x must be an array with images and pixels, got .*: statistics of none are NaN"
+    ):
+        dense_block(spec, params, running, x[:0])
     with pytest.raises(ValueError, match="implementation must be"):
         dense_block(spec, params, running, x, implementation="cuda")
     if jax.default_backend() != "gpu":

@@ -16,6 +16,15 @@ def step(h, x):
     return jnp.sin(h * x), x
 
 
+class Shortening:
+    encode = staticmethod(lambda x: x)
+    decode = staticmethod(lambda code: code[:1])
+
+
+class Losing(Shortening):
+    decode = staticmethod(lambda code: None)
+
+
 @pytest.mark.smoke
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -67,6 +76,11 @@ def test_budgets_that_are_no_number_of_bytes(budget):
             lambda: jax.jit(lambda n: scan(step, jnp.ones(2), XS, slots=2, unroll=n))(3),
             "unroll must be True, False or a number of steps known when tracing",
         ),
+        (
+            lambda: scan(step, jnp.ones(2), XS, slots=2, codec=Shortening()),
+            r"codec must be one that decodes float32\[2\] .*: decode gives the type float32\[1\]",
+        ),
+        (lambda: scan(step, jnp.ones(2), XS, slots=2, codec=Losing()), "codec must be .*: decode gives None"),
         (lambda: scan(step, jnp.ones(2), XS, slots=2, costs=3), "costs must be a memjax.remat.Costs or None"),
         (lambda: Costs(1.0, float("nan"), 0.0, 0.0, 0.0), "backward must be a finite number .* got nan"),
         (lambda: Costs(1.0, 1.0, -1.0, 0.0, 0.0), "store must be a finite number"),
