@@ -156,12 +156,12 @@ class PositionQuantized(FixedRate):
 
         if math.prod(view.positions) < _FEWEST or not x.size:
             wide = _padded(flat, view).astype(jnp.float32)
-            return made(self._encode_scaled(wide / _SIZE, view), None, None)
+            return made(self._encode_scaled(_times(wide, 1 / _SIZE), view), None, None)
 
         def plain(x: Array) -> tuple[Any, Array, Array]:
             centre, size = _channels(x, view)
             wide = _padded(x, view).astype(jnp.float32)
-            return self._encode_scaled(wide * (1 / size) - centre * (1 / size), view), centre, size
+            return self._encode_scaled(_times(wide, 1 / size) - centre * (1 / size), view), centre, size
 
         grouped = math.prod(view.positions), view.groups, view.width
         if view.padded == view.flat and position_kernel.suits(jax.typeof(x), grouped):
@@ -314,6 +314,13 @@ def _levels(
     distance = jnp.where(finite, jnp.where(high - low > 0, distance, 0), jnp.nan)
     factor = jnp.where(distance >= _LEAST_DISTANCE, 1 / distance, 0)
     return low.astype(jnp.bfloat16), distance.astype(jnp.bfloat16), factor
+
+
+def _times(x: Float[Array, "..."], factor: Array | float) -> Float[Array, "..."]:
+    """The product; subnormal ones are zero. A compiler makes each plane of levels by itself, and may contract this product with a
+    sum in one of them: then the planes would be those of different levels where it is subnormal."""
+    product = x * factor
+    return jnp.where(jnp.abs(product) < float(jnp.finfo(jnp.float32).tiny), 0, product)
 
 
 def _with_few_digits(x: Float[Array, "groups width"]) -> Float[Array, " padded"]:
