@@ -1,4 +1,4 @@
-"""The table of whole steps in `docs/benchmarks/jit.md`."""
+"""The tables of whole steps in `docs/benchmarks/jit.md`."""
 
 from benchmarks.tables.markdown import Tables, load, table
 
@@ -38,4 +38,24 @@ def decoder() -> str:
     return table(header, body, [environment, other], "jit")
 
 
-TABLES: Tables = {"jit": decoder}
+def layers() -> str:
+    environment, rows = load("jit_mesh", failed=True)
+    body = []
+    for row in rows:
+        planned = "planned_ms" in row
+        body.append(
+            [
+                row["mode"],
+                row["policy"],
+                f"{row['held'] / 2**30:.2f}",
+                f"{row['ms']:.1f}",
+                f"{row['planned_held'] / 2**30:.2f}" if planned else "refused",
+                f"{row['planned_ms']:.1f}" if planned else "",
+                f"{row['time']:.3f}" if planned else "",
+            ]
+        )
+    header = ["layers", "kept by hand", "GiB", "ms", "`memjax.jit`, GiB", "ms", "time to by hand"]
+    return table(header, body, [environment], "jit_mesh")
+
+
+TABLES: Tables = {"jit": decoder, "jit_mesh": layers}
