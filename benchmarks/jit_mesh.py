@@ -146,14 +146,14 @@ def timed(step: Any, params: Any, state: Any, x: jax.Array, steps: int) -> tuple
 
 def main(config: Config) -> None:
     if config.small:
-        small = {"layers": 4, "width": 64, "hidden": 256, "heads": 4, "key_heads": 2, "length": 128, "examples": 2}
+        small: dict[str, Any] = {"layers": 4, "width": 64, "hidden": 256, "heads": 4, "key_heads": 2, "length": 128, "examples": 2}
         config = dataclasses.replace(config, **small, steps=2)
     mesh = jax.make_mesh((len(jax.devices()),), ("data",), axis_types=(AxisType.Auto,))
     rows: list[dict[str, Any]] = []
     for mode in config.modes:
         args = arguments(config, mode, mesh)
         shardings = jax.tree.map(lambda a: a.sharding, args)
-        options = {"donate_argnums": (0, 1), "out_shardings": (*shardings[:2], None)}
+        options: dict[str, Any] = {"donate_argnums": (0, 1), "out_shardings": (*shardings[:2], None)}
         plain = functools.partial(layer, config)
         for name, names in POLICIES.items():
             by_hand = jax.jit(step_of(mode, checkpointed(plain, names)), **options).lower(*args).compile()
