@@ -146,7 +146,15 @@ def timed(step: Any, params: Any, state: Any, x: jax.Array, steps: int) -> tuple
 
 def main(config: Config) -> None:
     if config.small:
-        small: dict[str, Any] = {"layers": 4, "width": 64, "hidden": 256, "heads": 4, "key_heads": 2, "length": 128, "examples": 2}
+        small: dict[str, Any] = {
+            "layers": 4,
+            "width": 64,
+            "hidden": 256,
+            "heads": 4,
+            "key_heads": 2,
+            "length": 128,
+            "examples": 2,
+        }
         config = dataclasses.replace(config, **small, steps=2)
     mesh = jax.make_mesh((len(jax.devices()),), ("data",), axis_types=(AxisType.Auto,))
     rows: list[dict[str, Any]] = []
