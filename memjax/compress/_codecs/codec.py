@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -128,18 +129,17 @@ def check_code(codec: Any, code: Any, kind: type, *settings: str) -> None:
 
 def check_bound(bound: Any) -> None:
     """Check that a bound is positive and finite, if it is known. A leaf of a pytree may be a placeholder of any type."""
-    if isinstance(bound, str | bytes | dict | list | tuple | complex):
+    if isinstance(bound, bool | str | bytes | dict | list | tuple | complex):
         raise check.fail(TypeError, "bound", _BOUND, bound)
     if isinstance(bound, np.ndarray | np.generic | jax.Array) and (
         not check.is_array(bound) or bound.dtype == jnp.bool_
     ):
         raise check.fail(TypeError, "bound", _BOUND, bound)
-    if isinstance(bound, int | float):
-        check.number("bound", bound, positive=True)
-    elif isinstance(bound, np.ndarray | np.generic) and not (
-        np.all(np.isfinite(bound)) and np.all(np.asarray(bound) > 0)
+    is_number, is_known = isinstance(bound, int | float), isinstance(bound, np.ndarray | np.generic)
+    if (is_number and not 0 < bound <= sys.float_info.max) or (
+        is_known and not (np.all(np.isfinite(bound)) and np.all(np.asarray(bound) > 0))
     ):
-        raise ValueError(f"bound must be {_BOUND}, got {bound!r}")
+        raise check.fail(ValueError, "bound", _BOUND, bound)
 
 
 def bound_of(bound: Any) -> Array:

@@ -266,7 +266,7 @@ def test_vmap():
 
 @pytest.mark.parametrize("bound", [0, 0.0, -1.0, float("nan"), float("inf"), np.array([0.1, 0.0])])
 def test_refuses_bounds(bound):
-    with pytest.raises(ValueError, match=r"bound must be a positive finite number,.* got"):
+    with pytest.raises(ValueError, match=r"bound must be a positive finite number, .* got"):
         ErrorBounded(bound)
 
 
