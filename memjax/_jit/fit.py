@@ -107,8 +107,9 @@ class Fit:
         plain = self._compiled.get(_key({}))
         return self.predicted_plain if plain is None else plain.nbytes
 
-    def predicted_seconds(self, budget: int | str) -> float:
-        """Of the derivatives, within a budget that each has for itself; infinite where none of their plans fits."""
+    def rank(self, budget: int | str) -> float:
+        """What ways to run a step are compared by, the lower the better: predicted seconds, each derivative having the whole
+        budget, infinite where none of its plans fits; for "min" predicted bytes."""
         if isinstance(budget, str):
             return min(self._known(one).frontier[0][0] for one in self._passes)
         found = 0.0
@@ -120,13 +121,14 @@ class Fit:
     def within(self, budget: int | str) -> tuple[StepPlan, Any]:
         """The plan, and the step compiled with it.
 
-        Where a loss runs tile by tile, that may be enough. Else all passes begin with the plan that is predicted to take the
-        least memory. Then they are decided on one after another, the others being as they are.
+        With its passes as they are the step may fit: where a loss runs tile by tile, that can be enough. Else all passes begin
+        with the plan that is predicted to take the least memory. Then they are decided on one after another, the others being
+        as they are.
 
         Raises:
           DoesNotFitError: the budget is less than the least possible.
         """
-        if self._tiled and isinstance(budget, int) and self.may_fit_plain(budget) and self.plain.nbytes <= budget:
+        if isinstance(budget, int) and self.may_fit_plain(budget) and self.plain.nbytes <= budget:
             return self._plan(budget, self.plain.nbytes), self.plain.program
         room = budget if isinstance(budget, str) else budget - self._beside
         if len(self._passes) > 1:

@@ -145,11 +145,11 @@ class Jitted:
         entry = self._entry(step, of_call, apart, named, dynamic, dynamic_named)
         if entry is None:
             return self._updated(step, args, kwargs, step.plain(*apart, **named))
-        if types := [
+        if structs := [
             leaf for leaf in jax.tree.leaves((dynamic, dynamic_named)) if isinstance(leaf, jax.ShapeDtypeStruct)
         ]:
             fix = "plan, trace, lower and explain take types"
-            raise check.fail(TypeError, "arguments", "arrays", types[0], fix)
+            raise check.fail(TypeError, "arguments", "arrays", structs[0], fix)
         self._last = of_call, entry
         return self._updated(step, args, kwargs, entry.program(*dynamic, **dynamic_named))
 
@@ -333,7 +333,7 @@ def _fastest(ways: Sequence[Fit], room: int | str) -> tuple[StepPlan, Any]:
       DoesNotFitError: no way fits; it is the one that takes the least.
     """
     refused: list[DoesNotFitError] = []
-    for fit in sorted(ways, key=lambda one: one.predicted_seconds(room)) if len(ways) > 1 else ways:
+    for fit in sorted(ways, key=lambda one: one.rank(room)) if len(ways) > 1 else ways:
         try:
             plan, program = fit.within(room)
             return dataclasses.replace(plan, plain_nbytes=ways[0].plain_nbytes), program
