@@ -36,7 +36,7 @@ class Config:
     key_heads: int = 8
     length: int = 4096
     examples: int = 4
-    """Of each device."""
+    """Sequences on each device."""
     steps: int = 8
     """Steps of which the median is taken."""
     name: str = "jit_mesh"
