@@ -1,0 +1,250 @@
+"""A step for arguments of certain types: as it is written if it fits, or by a plan, compiled as it will run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from memjax._core.arrays import is_float
+from memjax._core.clear_errors import option_errors
+from memjax._core.compat import is_tracer
+from memjax._core.meshes import own_sharding, split_over
+from memjax._core.program.jaxpr import nbytes as nbytes_of
+from memjax._jit.account import account, bytes_of_results
+from memjax._jit.body import Acting, Body
+from memjax._jit.cache import directory, load, name_of, save
+from memjax._jit.call import Pure, donated_but_unchanged
+from memjax._jit.fit import MAKE_ONE, DoesNotFitError, Fit, acting_by, held_bytes
+from memjax._jit.progress import Progress
+from memjax._jit.step_plan import StepPlan
+from memjax._measure import remat_compiler_options
+from memjax._plan.compiled import device_of
+from memjax._plan.layout import Layout
+from memjax._plan.tile.passes import TileOn
+
+_TILES = 64  # the logits of a tile take such a part of the budget: beside them a tile has others as large
+
+
+class Entry(NamedTuple):
+    """A step for arguments of some types and shardings.
+
+    Attributes:
+      plan: of it.
+      jitted: it as a function under `jax.jit`.
+      program: it, compiled.
+    """
+
+    plan: StepPlan
+    jitted: Any
+    program: Any
+
+
+class Asked(NamedTuple):
+    """What a user asks of a plan: see `jit`."""
+
+    budget: int | str
+    allow: tuple[str, ...]
+    plan: StepPlan | None
+    cache_dir: str | os.PathLike | None
+
+
+class Step:
+    """A step whose NNX objects have a certain structure.
+
+    Attributes:
+      graph: that structure.
+      name, options: of the function, and of `jax.jit`.
+      plain: the step as it is written, under `jax.jit`, a function of arguments that are taken apart.
+    """
+
+    def __init__(self, f: Callable[..., Any], graph: Any, options: dict[str, Any]):
+        self.graph, self._f, self.options = graph, f, options
+        self.name = getattr(f, "__name__", type(f).__name__)
+        self._pure = Pure(f, graph)
+        self.plain = self._jitted()
+
+    def _jitted(self) -> Any:
+        if self.graph is None:
+            return jax.jit(self._f, **self.options)
+        return self.with_options(lambda *args, **kwargs: self._pure(args, kwargs))
+
+    def with_options(self, run: Callable[..., Any]) -> Any:
+        """`run`, a function of the same arguments, under `jax.jit` as the step is."""
+        return jax.jit(functools.wraps(self._f)(run), **self.options)
+
+    def trace(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The step as it is written, traced. What is donated and stays as it is becomes a result."""
+        traced = self.plain.trace(*args, **kwargs)
+        if self.graph is not None and (missing := donated_but_unchanged(traced)):
+            self._pure.returned |= missing
+            self.plain = self._jitted()
+            traced = self.plain.trace(*args, **kwargs)
+        return traced
+
+
+def decided(step: Step, traced: Any, asked: Asked, args: tuple, kwargs: dict[str, Any], leaves: Sequence[Any]) -> Entry:
+    """The step for these arguments, traced: as it is written if it fits, or by a plan."""
+    closed, layout, device = traced.jaxpr, _layout(traced.jaxpr, leaves), _device(leaves)
+    where = directory(asked.cache_dir)
+    name = None
+    if where is not None:
+        name = name_of(closed, [*map(kind_of, leaves)], device, asked.budget, asked.allow, sorted(step.options.items()))
+    planned = _Planned(step, traced, args, kwargs, device.platform)
+    if asked.plan is not None:
+        return planned.by(asked.plan, layout)
+    arguments = sum(map(_local_bytes, closed.in_avals, layout.shardings[len(closed.consts) :]))
+    room = _room(asked.budget, arguments, device)
+    found = planned.as_before(load(where, name), layout)
+    if found is not None and held_bytes(found.program) <= (found.plan.nbytes if isinstance(room, str) else room):
+        return found
+    progress, beside = Progress(step.name), arguments + bytes_of_results(traced)
+    allowed = {"compress": "compress" in asked.allow, "offload": "offload" in asked.allow}
+
+    def fit_of(body: Body) -> Fit:
+        def compile_with(acting: Acting) -> Any:
+            compiled = planned.compiled(body, acting)
+            if acting or body.tiled:
+                progress.compiled(held_bytes(compiled), room)
+            return compiled
+
+        return Fit(body, layout, compile_with, beside, **allowed)
+
+    body = Body(closed)
+    fit = fit_of(body)
+    limit = room if isinstance(room, int) and room < sys.maxsize else None
+    if limit is None or not body.has_passes or fit.may_fit_plain(limit):
+        program, nbytes = fit.plain
+        as_written = StepPlan(nbytes if limit is None else limit, nbytes, nbytes)
+        if not body.has_passes and nbytes > as_written.budget:
+            raise ValueError(account(as_written, program, traced, nothing_to_plan=True))
+        if not body.has_passes or (isinstance(room, int) and nbytes <= room):
+            return Entry(as_written, step.plain, program)
+    ways = [fit]
+    if "tile" in asked.allow:
+        tile_on = TileOn(device.platform, room // _TILES if isinstance(room, int) else 0, layout.devices > 1)
+        if (tiled := Body(closed, tile_on)).tiled:
+            ways.append(fit_of(tiled))
+    try:
+        chosen, best = _fastest(ways, room)
+    except DoesNotFitError as error:
+        raise ValueError(account(error.plan, error.program, traced)) from None
+    save(where, name, chosen)
+    return Entry(chosen, planned.jitted_of(best), best)
+
+
+def _fastest(ways: Sequence[Fit], room: int | str) -> tuple[StepPlan, Any]:
+    """The plan of the way that is predicted to be the fastest, and the step compiled with it; of the next one if it does not fit.
+
+    Args:
+      ways: the step as it is written, then others.
+      room: bytes of a device.
+
+    Raises:
+      DoesNotFitError: no way fits; it is the one that takes the least.
+    """
+    refused: list[DoesNotFitError] = []
+    for fit in sorted(ways, key=lambda one: one.rank(room)) if len(ways) > 1 else ways:
+        try:
+            plan, program = fit.within(room)
+            return dataclasses.replace(plan, plain_nbytes=ways[0].plain_nbytes), program
+        except DoesNotFitError as error:
+            refused.append(error)
+    raise min(refused, key=lambda error: error.plan.nbytes)
+
+
+class _Planned:
+    """A traced step with its passes run otherwise.
+
+    Args:
+      step, traced: it.
+      args, kwargs: its arguments, taken apart.
+      platform: of the devices that it runs on.
+    """
+
+    def __init__(self, step: Step, traced: Any, args: tuple, kwargs: dict[str, Any], platform: str):
+        self._step, self._args, self._kwargs, self._platform = step, args, kwargs, platform
+        self._closed, self._out_tree = traced.jaxpr, jax.tree.structure(traced.out_info)
+        self._jitted: dict[int, Any] = {}
+
+    def compiled(self, body: Body, acting: Acting) -> Any:
+        """The step with the passes in `acting` run by these, compiled."""
+        out_tree = self._out_tree
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            given = [leaf for leaf in jax.tree.leaves((args, kwargs)) if is_tracer(leaf)]  # the others are static
+            return jax.tree.unflatten(out_tree, body.evaluate(given, acting))
+
+        changed = acting or body.tiled
+        jitted = self._step.with_options(run) if changed else self._step.plain
+        # Without them nothing is computed again. The step as it is written is that of jax.jit.
+        options = remat_compiler_options(self._platform) if changed else None
+        with option_errors(self._step.options.get("compiler_options") or {}):
+            program = jitted.trace(*self._args, **self._kwargs).lower().compile(compiler_options=options)
+        self._jitted[id(program)] = jitted
+        return program
+
+    def jitted_of(self, program: Any) -> Any:
+        """The function that was compiled to `program`."""
+        return self._jitted.get(id(program), self._step.plain)
+
+    def by(self, plan: StepPlan, layout: Layout) -> Entry:
+        """The step by a plan that was made before."""
+        body = Body(self._closed, TileOn(self._platform, plan.tile_nbytes, layout.devices > 1) if plan.tiled else None)
+        if [one[:-2] for one in body.tiled] != [one[:-2] for one in plan.tiled]:
+            what = ", ".join(one.what for one in plan.tiled)
+            raise ValueError(f"plan must be of this step, got one with tiles of {what} that are not in it: {MAKE_ONE}")
+        program = self.compiled(body, acting_by(body, plan, layout) if plan.passes else {})
+        return Entry(plan, self.jitted_of(program), program)
+
+    def as_before(self, plan: StepPlan | None, layout: Layout) -> Entry | None:
+        """The step by a plan that was kept; None if there is none, or another version of memjax made it."""
+        if plan is None or plan.as_written:
+            return None
+        try:
+            return self.by(plan, layout)
+        except ValueError:
+            return None
+
+
+def _local_bytes(aval: Any, sharding: Any) -> int:
+    """Bytes of a device's part of an array."""
+    return nbytes_of(aval if sharding is None else aval.update(shape=sharding.shard_shape(aval.shape), sharding=None))
+
+
+def _room(budget: int | str, arguments: int, device: Any) -> int | str:
+    """Bytes of a device for the step, or "min"."""
+    if budget != "device":
+        return budget
+    stats = (device.memory_stats() if hasattr(device, "memory_stats") else None) or {}
+    if "bytes_limit" not in stats:
+        return sys.maxsize  # nothing is known to limit it
+    return stats["bytes_limit"] - max(stats.get("bytes_in_use", 0) - arguments, 0)
+
+
+def _layout(closed: Any, leaves: Sequence[Any]) -> Layout:
+    """Where the constants and inputs of the step lie."""
+    shardings = [own_sharding(leaf) for leaf in (*closed.consts, *leaves)]
+    devices = split_over(
+        shardings, [not is_float(aval) for aval in (*map(jax.typeof, closed.consts), *closed.in_avals)]
+    )
+    return Layout(shardings, devices)
+
+
+def _device(leaves: Sequence[Any]) -> Any:
+    """A device that the step runs on."""
+    return device_of([own_sharding(leaf) for leaf in leaves])
+
+
+def kind_of(leaf: Any) -> Any:
+    """Equal for leaves of arguments that one compiled program takes."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.shape, leaf.dtype, leaf.weak_type, leaf.sharding
+    if isinstance(leaf, jax.Array):
+        return leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False), leaf.sharding if leaf.committed else None
+    return type(leaf), getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
