@@ -268,7 +268,6 @@ register(
         ("explicit mesh: examples", "explicit mesh: positions"), r"must not be Layers .* within jax\.shard_map"
     )
     | dict.fromkeys(("no examples", "float64"), "settings for the . arrays that are encoded, got settings for"),
-    without={"bytes and work of a device": "on automatic axes ErrorBounded encodes all arrays on each device"},
 )
 register("remat.tiled", each_layer(lambda f: remat.tiled(f, (None, 1), 1, tile=32)), refuses=FORWARD_MODE | SYMBOLIC,
          without={"mutable state of a module": "it transforms functions"},

@@ -1,4 +1,4 @@
-"""Codes of arrays that may be sharded over explicit mesh axes: each device encodes its own part."""
+"""Codes of arrays that may be sharded over the axes of a mesh: each device encodes its own part."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
-from memjax._core.compat import is_tracer
+from memjax._core.compat import is_tracer, mesh_axes
 
 
 @jax.tree_util.register_dataclass
@@ -22,7 +22,7 @@ class ShardedCode:
 
     Attributes:
       parts: the code of a part; every leaf has that leading axis.
-      spec: how the array is sharded.
+      spec: how the array is sharded, or with automatic axes how it is taken to be sharded.
     """
 
     parts: Any
@@ -52,34 +52,61 @@ class ShardedCode:
         return jax.vmap(lambda part: getattr(part, name))(self.parts)
 
 
-def encode_parts(encode: Callable[[Any, Any], Any], x: Array, setting: Any) -> Any:
-    """`encode(x, setting)`, on each device for its part of `x`. A setting with an axis has an entry for each channel."""
+def encode_parts(encode: Callable[[Any, Any], Any], x: Array, setting: Any, *, automatic: bool = False) -> Any:
+    """`encode(x, setting)`, on each device for its part of `x`. A setting with an axis has an entry for each channel.
+
+    Args:
+      automatic: whether a device also takes a part of its own where axes of the mesh are automatic. The compiler decides how `x`
+        lies there, after this: parts are taken along the first axis, so that examples stay where they are. For codecs whose
+        arithmetic the compiler cannot divide.
+    """
     spec = P(*jax.typeof(x).sharding.spec)
+    if automatic and not _axes(spec):
+        spec = _automatic_spec(x)
     axes = _axes(spec)
     if not axes:
         return encode(x, setting)
     setting = jnp.asarray(setting)
-    setting_spec = P(spec[-1]) if setting.ndim else P()
+    setting_spec = P(spec[-1]) if setting.ndim and len(spec) == x.ndim else P()
     stacked = lambda x, setting: jax.tree.map(lambda leaf: leaf[None], encode(x, setting))
     mesh = _mesh_of(x)
+    if mesh.explicit_axes:
+        setting = jax.sharding.reshard(setting, NamedSharding(mesh, setting_spec))
     on_each = jax.shard_map(stacked, mesh=mesh, in_specs=(spec, setting_spec), out_specs=P(axes), axis_names={*axes})
-    return ShardedCode(on_each(x, jax.sharding.reshard(setting, NamedSharding(mesh, setting_spec))), spec)
+    return ShardedCode(on_each(x, setting), spec)
 
 
 def decode_parts(decode: Callable[[Any], Array], code: Any) -> Array:
     """`decode(code)`, on each device for its part of a `ShardedCode`."""
     if not isinstance(code, ShardedCode):
         return decode(code)
-    alone = lambda parts: decode(jax.tree.map(lambda leaf: leaf[0], parts))
     axes = _axes(code.spec)
     mesh = _mesh_of(jax.tree.leaves(code.parts)[0])
+    if mesh.empty:  # parts along the first axis, of a mesh that is not known any more
+        decoded = jax.vmap(decode)(code.parts)
+        return decoded.reshape(-1, *decoded.shape[2:])
+    alone = lambda parts: decode(jax.tree.map(lambda leaf: leaf[0], parts))
     return jax.shard_map(alone, mesh=mesh, in_specs=P(axes), out_specs=code.spec, axis_names={*axes})(code.parts)
+
+
+def _automatic_spec(x: Array) -> P:
+    """Parts along the first axis, over as many automatic axes of the mesh as divide it."""
+    sizes, automatic = mesh_axes(jax.typeof(x))
+    if not is_tracer(x) or not x.ndim:
+        return P()
+    axes, count = [], 1
+    for name, size in sizes.items():
+        if name in automatic and x.shape[0] and x.shape[0] % (count * size) == 0:
+            axes.append(name)
+            count *= size
+    return P(tuple(axes)) if count > 1 else P()
 
 
 def _mesh_of(x: Array) -> Any:
     """The mesh of a sharded array. There need not be a surrounding `jax.set_mesh`."""
     known: Any = jax.typeof(x) if is_tracer(x) else x
-    return known.sharding.mesh
+    mesh = getattr(getattr(known, "sharding", None), "mesh", None)  # arrays on one device have none
+    return jax.sharding.get_abstract_mesh() if mesh is None or mesh.empty else mesh
 
 
 def _axes(spec: P) -> tuple[str, ...]:

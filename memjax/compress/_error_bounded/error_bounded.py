@@ -113,8 +113,8 @@ class ErrorBounded(OptionalMembers):
       implementation: `"pallas"` has kernels for NVIDIA GPUs. `"jnp"` runs everywhere; on a CPU its temporary memory is
         that of the array (twice that to encode one that is padded) and 100 KiB. None is the first of the two that runs here.
         Values and sizes are the same, bit for bit, but the kernels may put the parts of a code in another order each time.
-        Kernels run on one device: call them in `shard_map`. Of arrays that a mesh of automatic axes shards, each device encodes
-        all: use `shard_map`, explicit axes or another codec there.
+        On a mesh each device encodes its own part, of examples where axes are automatic. Where `jax.jit` learns of the mesh
+        from `in_shardings` alone, each device encodes all: give it arrays that are on the mesh, or use `jax.set_mesh`.
 
     Raises:
       ValueError: a bound or a capacity is not positive, the bound has not one entry per channel, the implementation is
@@ -150,7 +150,7 @@ class ErrorBounded(OptionalMembers):
             packed = _encode(implementation, self._capacity(x), x, exponent)
             return ErrorBoundedCode(packed, exponent, x.shape, np.dtype(x.dtype))
 
-        return encode_parts(encode, x, exponent)
+        return encode_parts(encode, x, exponent, automatic=True)
 
     def decode(self, code: ErrorBoundedCode | ShardedCode) -> Float[Array, "..."]:
         check_code(self, code, ErrorBoundedCode)

@@ -6,6 +6,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -24,6 +25,7 @@ CODECS = {
     "blocks": {"codec": BlockQuantized(8)},
     "channels": {"codec": ChannelQuantized(8)},
     "groups": {"codec": GroupQuantized(4)},
+    "error bounded": {"codec": ErrorBounded(0.05, bits_per_value=8.0)},
 }
 
 
@@ -32,6 +34,7 @@ CODECS = {
     [
         *itertools.product(("default", "groups"), ("batch", "tokens"), (AxisType.Auto, AxisType.Explicit)),
         *itertools.product(("4 bits", "blocks", "channels"), ("tokens",), (AxisType.Auto,)),
+        ("error bounded", "batch", AxisType.Auto),
     ],
 )
 def test_codes_are_made_of_what_a_device_has(options, sharded, kind):
@@ -69,6 +72,16 @@ def test_codes_of_explicit_axes_need_no_mesh_around(codec):
         decoded = codec.decode(encode(x))
         assert jax.typeof(decoded) == jax.typeof(x)
         assert jnp.max(jnp.abs(jax.device_get(decoded) - jax.device_get(x))) < 0.05
+
+
+def test_parts_along_automatic_axes_that_divide_the_examples():
+    mesh = jax.make_mesh((4, 2), ("d", "t"), axis_types=(AxisType.Auto,) * 2)
+    x, bound = normal(0, 12, 64, 64), jnp.linspace(0.01, 0.1, 64)
+    codec = ErrorBounded(bound)
+    code = jax.jit(codec.encode)(jax.device_put(x, NamedSharding(mesh, P("d", None, "t"))))
+    assert code.spec == P("d")  # 12 examples are not divisible by 8
+    for decoded in (codec.decode(code), jax.jit(codec.decode)(code), codec.decode(jax.tree.map(np.asarray, code))):
+        assert jnp.all(jnp.abs(jax.device_get(decoded) - x) <= bound)
 
 
 def test_what_a_sharded_code_tells_is_what_those_of_its_parts_do():
