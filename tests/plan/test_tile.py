@@ -208,17 +208,21 @@ def test_products_of_16_bit_floats_are_added_up_in_float32():
     assert error(found) <= 1.05 * error(plain)
 
 
-def test_gradients_of_16_bits_are_scaled_in_float32():
+@pytest.mark.parametrize("scale", [1.0, 2.0**20])
+def test_a_loss_scale_reaches_into_tiles_of_float16(scale):
     w, x, y = data(jnp.float16)
 
     def loss(w, x, y):
-        return 100 * optax.softmax_cross_entropy_with_integer_labels((x @ w).astype(jnp.float32), y).sum()
+        return optax.softmax_cross_entropy_with_integer_labels((x @ w).astype(jnp.float32), y).mean() / 256
 
-    scale = 24.5 * 2.0**-24  # of which float16 has the integer part alone
-    planned = memjax.planned(loss, budget="min", allow=ALLOW)
-    found = jax.jit(jax.grad(lambda *args: scale * planned(*args)))(w, x, y).astype(jnp.float32)
-    exact = scale * jax.jit(jax.grad(loss))(*(a.astype(jnp.float32) for a in (w, x)), y)
-    assert jnp.linalg.norm(found - exact) < 0.003 * jnp.linalg.norm(exact)
+    def scaled(loss):
+        return jax.jit(jax.grad(lambda *args: scale * loss(*args)))(w, x, y).astype(jnp.float32) / scale
+
+    exact = jax.jit(jax.grad(loss))(*(a.astype(jnp.float32) for a in (w, x)), y)
+    error = lambda f: float(jnp.linalg.norm(scaled(f) - exact) / jnp.linalg.norm(exact))
+    plan = memjax.plan(loss, w, x, y, budget="min", allow=ALLOW)
+    assert plan.tiled
+    assert error(memjax.planned(loss, plan=plan)) <= 1.1 * error(loss)
 
 
 def test_donated_arguments():

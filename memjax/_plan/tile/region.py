@@ -2,7 +2,8 @@
 
 If all that is differentiated is one number, a sum over positions (a loss), its gradients are computed in the forward pass, in
 the same tile: they are known up to the cotangent, which is a factor. Then no product is computed twice, and the gradients are
-kept. Otherwise the arguments are kept, and the backward pass runs each tile again.
+kept. Otherwise the arguments are kept, and the backward pass runs each tile again. So it is with float16: a factor that scales
+the loss is there to keep small cotangents from being rounded to zero, and has to come first.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ class TiledRegion(TiledPasses):
         super().__init__(region, tile, axes, platform)
         self._has_cotangent = list(has_cotangent)
         number = [axis is None and aval.shape == () for axis, aval in zip(region.axes, self._out_types, strict=True)]
-        self._is_sum = sum(has_cotangent) == 1 and pick(number, has_cotangent) == [True]
+        scaled = any(var.aval.dtype == jnp.float16 for eqn in region.eqns for var in eqn.outvars)
+        self._is_sum = not scaled and sum(has_cotangent) == 1 and pick(number, has_cotangent) == [True]
         self._derivatives: dict[tuple[bool, ...], Resized] = {}
         self._derivative(tuple(is_float(aval) for aval in self._types))  # raises Mixed early
 
