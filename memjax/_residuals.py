@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
 from memjax._core.arrays import is_float
+from memjax._core.backward.passes import vjp
 from memjax._core.compat import (
     bodies,
     derivatives,
@@ -30,7 +31,7 @@ from memjax._core.compat import (
     scan_counts,
     without_dead_code,
 )
-from memjax._core.lists import drop, merge, pick
+from memjax._core.lists import pick
 from memjax._core.meshes import parts_by
 from memjax._core.program.jaxpr import is_literal, nbytes
 from memjax._core.program.primitives import ALIASES, CALLS, SOURCES
@@ -141,12 +142,8 @@ def differentiated(closed_jaxpr, result: Sequence[bool], wrt: Sequence[bool] | N
     flat_fn = jaxpr_as_fun(closed_jaxpr)
 
     def forward_backward(args: Sequence, cotangents: Sequence):
-        def of_floats(floats):
-            outs = flat_fn(*merge(floats, drop(args, in_float), in_float))
-            return pick(outs, out_float), drop(outs, out_float)
-
-        outs, pullback, aux = jax.vjp(of_floats, pick(args, in_float), has_aux=True)
-        return outs, aux, pullback(list(cotangents))
+        outs, pullback = vjp(lambda every: flat_fn(*every), args, in_float, out_float)
+        return outs, pullback(list(cotangents))
 
     structs = [struct(aval) for aval in closed_jaxpr.in_avals]
     cotangents = [struct(aval) for aval in pick(closed_jaxpr.out_avals, out_float)]

@@ -80,6 +80,14 @@ def test_private_modules_of_jax_are_imported_behind_doors():
     assert {name for name, imports in IMPORTS.items() if any("jax._src" in other for other in imports)} <= PRIVATE_JAX
 
 
+def test_one_module_builds_the_passes_of_derivatives():
+    """Others ask it; those named here take the derivative of an expression of their own."""
+    own = {"memjax.remat._dense.conv", "memjax.remat._tiled.heads", "memjax.remat._scan.scan", "memjax._core.tiles"}
+    own |= {"memjax.remat._chain.chain", "memjax.shard._metp"}
+    found = {name for name, path in LIBRARY.items() if re.search(r"(?<!`)jax\.(vjp|linearize)\(", path.read_text())}
+    assert found - own == {"memjax._core.backward.passes"}
+
+
 def test_the_harness_knows_no_experiment():
     harness = modules("experiments/harness")
     for name, path in harness.items():

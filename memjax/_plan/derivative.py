@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from memjax._core.backward.passes import TracedPasses, vjp
 from memjax._core.compat import bodies, eval_jaxpr, primitive_name, scan_counts
-from memjax._core.lists import Arrays, drop, merge, pick
+from memjax._core.lists import Arrays, pick
 from memjax._core.program.jaxpr import Program, as_closed, calls_in_place, is_literal, trace, variables
 from memjax._core.program.primitives import CHECKPOINTS
 
@@ -75,35 +76,21 @@ class Derivative(Passes):
         self.wrt, self.outs, self.of_blocks = tuple(wrt), tuple(outs), of_blocks
         primal, self._n_consts = without_checkpoints(closed), len(closed.consts)
         self._jaxpr, self._consts_of_calls = primal.jaxpr, primal.consts[self._n_consts :]  # the others are inputs
-        trees = []
-
-        def with_residuals(*inputs: Any) -> Arrays:
-            outputs, pullback = self.vjp(inputs)
-            residuals, tree = jax.tree.flatten(pullback)
-            trees.append(tree)
-            return [*outputs, *residuals]
-
-        self.forward = calls_in_place(trace(with_residuals, types, axes), differentiable=False)
-        n = len(closed.out_avals)
-        self.outputs, residuals = self.forward.outvars[:n], self.forward.outvars[n:]
-        [tree] = trees
-        pull = lambda residuals, cts: jax.tree.leaves(jax.tree.unflatten(tree, residuals)(cts))
+        traced = TracedPasses(self._outputs, types, wrt, outs, axes)
+        self.forward = traced.forward()
+        self.outputs, residuals = self.forward.outvars[: traced.count], self.forward.outvars[traced.count :]
         cotangents = [strong(aval.to_ct_aval()) for aval in pick(closed.out_avals, outs)]
-        traced = trace(pull, [[atom.aval for atom in residuals], cotangents], axes)
-        backward = without_dead_equations(calls_in_place(traced, differentiable=False))
+        backward = without_dead_equations(traced.backward(cotangents))
         backward = renamed(backward, dict(zip(backward.invars, residuals, strict=False)))
         self.backward = with_copies(backward, {out for eqn in self.forward.eqns for out in eqn.outvars}, axes)
 
     def vjp(self, inputs: Sequence[Any]) -> tuple[Arrays, Any]:
         """The outputs and the pullback of those in `outs`, as JAX makes them: with all that the backward pass reads kept."""
+        return vjp(self._outputs, inputs, self.wrt, self.outs)
 
-        def chosen_outputs(chosen: Arrays) -> tuple[Arrays, Arrays]:
-            full, n = merge(chosen, drop(inputs, self.wrt), self.wrt), self._n_consts
-            every = eval_jaxpr(self._jaxpr, [*full[:n], *self._consts_of_calls], full[n:])
-            return pick(every, self.outs), drop(every, self.outs)
-
-        wanted, pullback, others = jax.vjp(chosen_outputs, pick(inputs, self.wrt), has_aux=True)
-        return merge(wanted, others, self.outs), pullback
+    def _outputs(self, inputs: Arrays) -> Arrays:
+        n = self._n_consts
+        return eval_jaxpr(self._jaxpr, [*inputs[:n], *self._consts_of_calls], inputs[n:])
 
 
 def with_copies(backward: Program, made: set[Any], axes: dict[str, int]) -> Program:

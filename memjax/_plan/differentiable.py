@@ -18,6 +18,7 @@ from memjax._core.backward.derivatives import (
     perturbed,
     refusing_forward_mode,
 )
+from memjax._core.backward.passes import vjp
 from memjax._core.barriers import barrier
 from memjax._core.compat import eval_jaxpr
 from memjax._core.lists import Arrays, drop, merge, pick
@@ -105,9 +106,8 @@ def _pullback(closed: Any, acting: Any, wrt: Sequence[bool], outs: Sequence[bool
         return fast
 
     def reference(values: Arrays, _: Any, cotangents: Arrays) -> Arrays:
-        every = lambda chosen: in_checkpoints(closed, merge(chosen, drop(values, wrt), wrt))
-        _, pullback = jax.vjp(lambda chosen: pick(every(chosen), outs), pick(values, wrt))
-        return pullback(cotangents)[0]
+        wanted = lambda inputs: pick(in_checkpoints(closed, inputs), outs)
+        return vjp(wanted, values, wrt)[1](list(cotangents))[0]
 
     return differentiated_as(reference, fast, replaced=True)
 
@@ -121,11 +121,10 @@ def _whole_backward(
     passed = barrier([*given, *values])
     given, values = passed[: len(given)], passed[len(given) :]
 
-    def outputs(chosen):
-        every = merge(chosen, drop(values, wrt), wrt)
-        outs = pick(eval_jaxpr(closed.jaxpr, every[:n], every[n:]), made)
+    def outputs(inputs):
+        outs = pick(eval_jaxpr(closed.jaxpr, inputs[:n], inputs[n:]), made)
         return [out for out in outs if is_float(out)]
 
-    _, pullback = jax.vjp(outputs, pick(values, wrt))
+    _, pullback = vjp(outputs, values, wrt)
     floats = [ct for ct, out in zip(given, pick(closed.out_avals, made), strict=True) if is_float(out)]
     return pullback(floats)[0]

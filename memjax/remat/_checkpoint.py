@@ -14,8 +14,9 @@ from jax.extend.core import jaxpr_as_fun
 from memjax._core import check
 from memjax._core.arguments import Parts, objects_in, put_changes, with_changes
 from memjax._core.arrays import is_float
+from memjax._core.backward.passes import vjp
 from memjax._core.compat import bodies, eval_jaxpr
-from memjax._core.lists import Arrays, drop, merge, pick
+from memjax._core.lists import Arrays
 from memjax.remat._checkpoint_modules import wrapped
 from memjax.remat.policies import NamePolicy
 
@@ -153,13 +154,8 @@ def _names_when_differentiated(closed_jaxpr) -> set[str]:
     constants = len(closed_jaxpr.consts)
 
     def forward(*values):
-        mask = list(map(is_float, values))
-
-        def of_floats(floats):
-            merged = merge(floats, drop(values, mask), mask)
-            return eval_jaxpr(closed_jaxpr.jaxpr, merged[:constants], merged[constants:])
-
-        return jax.vjp(of_floats, pick(values, mask))[0]
+        run = lambda inputs: eval_jaxpr(closed_jaxpr.jaxpr, inputs[:constants], inputs[constants:])
+        return vjp(run, values, list(map(is_float, values)))[0]
 
     try:
         return set(_names(jax.make_jaxpr(forward)(*structs).jaxpr))

@@ -9,8 +9,9 @@ import jax
 
 from memjax._core.backward.minimum_cut import cheapest
 from memjax._core.backward.partition import Part
+from memjax._core.backward.passes import TracedPasses
 from memjax._core.compat import varying
-from memjax._core.lists import Arrays, drop, merge, pick
+from memjax._core.lists import Arrays, drop, pick
 from memjax._core.program.jaxpr import is_literal, nbytes, producers, variables
 from memjax._core.program.primitives import expensive
 
@@ -49,18 +50,8 @@ class Backward:
         invariant = [False] * len(inputs) if invariant is None else invariant
         lost = [False] * len(inputs) if lost is None else lost
         self._varying = [varying(aval) for aval in inputs]
-
-        def forward(*values):
-            def floats(chosen):
-                out = f(merge(chosen, drop(values, self.wrt), self.wrt))
-                return pick(out, self.out_float), drop(out, self.out_float)
-
-            out, vjp, others = jax.vjp(floats, pick(values, self.wrt), has_aux=True)
-            residuals, self._vjp_tree = jax.tree.flatten(vjp)
-            return [*merge(out, others, self.out_float), *residuals]
-
-        closed = jax.make_jaxpr(forward)(*inputs)
-        jaxpr, self._consts = closed.jaxpr, list(closed.consts)
+        self._passes = TracedPasses(f, inputs, self.wrt, self.out_float, {})
+        jaxpr, self._consts = self._passes.closed.jaxpr, list(self._passes.closed.consts)
         available, n_out = drop(jaxpr.invars, lost), len(self.out_float)
         self._outs, residuals = jaxpr.outvars[:n_out], jaxpr.outvars[n_out:]
         constant = [*jaxpr.constvars, *pick(jaxpr.invars, invariant)]
@@ -82,7 +73,7 @@ class Backward:
     def back(self, available: Arrays, kept: Arrays, cts: Arrays) -> Arrays:
         """Cotangents of the chosen inputs, from the inputs that are not lost and those of the outputs with a gradient."""
         residuals = self._rebuild([*self._consts, *available, *kept])
-        return jax.tree.unflatten(self._vjp_tree, residuals)(list(cts))[0]
+        return self._passes.pull(residuals, cts)
 
     def nbytes_with(self, outputs: int) -> int:
         """Bytes of the kept values and the first `outputs` outputs together, without those that are inputs."""

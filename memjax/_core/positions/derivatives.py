@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-
 from memjax._core.arrays import is_float
-from memjax._core.lists import drop, merge, pick
+from memjax._core.backward.passes import vjp
+from memjax._core.lists import pick
 from memjax._core.positions.bodies import call
 from memjax._core.positions.walk import UNKNOWN, Mixed, Positions, Shared, State, Walk, shared
 from memjax._core.program.jaxpr import axis_sizes, bind, trace
@@ -35,8 +34,7 @@ def _check_backward(walk: Walk, eqn: Any, states: list[State], outs: list[State]
         return
 
     def pull(values: list[Any], cotangents: list[Any]) -> Any:
-        outputs = lambda some: pick(bind(eqn, merge(some, drop(values, wrt), wrt)), floats)
-        return jax.vjp(outputs, pick(values, wrt))[1](cotangents)[0]
+        return vjp(lambda inputs: pick(bind(eqn, inputs), floats), values, wrt)[1](cotangents)[0]
 
     cotangents = [aval.to_ct_aval().update(weak_type=False) for aval in pick(out_types, floats)]
     program = trace(pull, [types, cotangents], axis_sizes(eqn)).jaxpr

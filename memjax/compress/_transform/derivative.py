@@ -15,9 +15,10 @@ import jax
 
 from memjax._core.arrays import is_float, zeros
 from memjax._core.backward.derivatives import without_derivative
+from memjax._core.backward.passes import TracedPasses
 from memjax._core.compat import scope
-from memjax._core.lists import Arrays, drop, merge, pick
-from memjax._core.program.jaxpr import Program, bind, calls_in_place, is_literal, producers, read, trace, variables
+from memjax._core.lists import Arrays, pick
+from memjax._core.program.jaxpr import Program, bind, is_literal, producers, read, variables
 from memjax._core.reasons import Said, asked, with_reason
 from memjax.compress._codecs.codec import Mask
 from memjax.compress._training.layers import EncodedArray, Statistics
@@ -77,41 +78,31 @@ class Derivative:
         in_loop: bool,
     ):
         self.wanted = wanted
-        self._axes, self._names = axes, pick(names, wanted)
+        self._names = pick(names, wanted)
         self._loops, self._in_loop = loops, in_loop
         out_types = [atom.aval for atom in pick(primal.outvars, outs)]
         self._out_float = [is_float(aval) for aval in out_types]
         # Loops with derivatives of their own read the codecs' settings. So the settings are inputs of the program.
         setting_types = [jax.typeof(one) for one in codecs.settings] if loops else []
-        n_inputs, trees = len(types), []
+        count = len(setting_types)
 
-        def with_residuals(*inputs):
-            inputs, settings = inputs[:n_inputs], inputs[n_inputs:]
-
+        def run(inputs):
             def scan(eqn, values):
-                return loops.run(eqn, values, list(settings)) if eqn in loops else bind(eqn, values)
+                return loops.run(eqn, values, inputs[len(types) :]) if eqn in loops else bind(eqn, values)
 
-            def floats(chosen):
-                full = merge(chosen, drop(inputs, wanted), wanted)
-                every = pick(evaluate_pools_first(primal, full, replace={**_REPLACE, "scan": scan}), outs)
-                return pick(every, self._out_float), drop(every, self._out_float)
+            replace = {**_REPLACE, "scan": scan}
+            return pick(evaluate_pools_first(primal, inputs[: len(types)], replace=replace), outs)
 
-            float_outs, pullback, others = jax.vjp(floats, pick(inputs, wanted), has_aux=True)
-            residuals, tree = jax.tree.flatten(pullback)
-            trees.append(tree)
-            return [*merge(float_outs, others, self._out_float), *residuals]
-
-        self._program = calls_in_place(trace(with_residuals, [*types, *setting_types], axes), differentiable=False)
-        [self._tree] = trees
+        self._passes = TracedPasses(run, [*types, *setting_types], [*wanted, *[False] * count], self._out_float, axes)
+        self._program = self._passes.forward()
         n_outs = len(out_types)
         self._outs, self._residuals = self._program.outvars[:n_outs], self._program.outvars[n_outs:]
         self._producer = producers(self._program)
-        count = len(setting_types)
         kept_inputs = pick(self._program.invars, [*given.lasting, *[True] * count])
         parameters = pick(self._program.invars, [*given.parameters, *[False] * count])
         # Now, not when cotangents arrive: a `jax.vmap` around has taken its axis name away by then.
         self._cotangent_types = [_not_weak(aval.to_ct_aval()) for aval in pick(out_types, self._out_float)]
-        self._pullback = self._trace_pullback(self._cotangent_types)
+        self._pullback = self._passes.backward(self._cotangent_types)
         self._kept_inputs, self._which = kept_inputs, which
         self.keep = choose(self._program, self._needed(kept_inputs), kept_inputs, parameters, which, codecs)
         self._packed = variables_of_packing(
@@ -167,7 +158,7 @@ class Derivative:
         whole, codes, masks = kept
         cotangents = [_instantiate(ct) for ct in pick(cotangents, self._out_float)]
         types = [_not_weak(jax.typeof(ct)) for ct in cotangents]
-        pullback = self._pullback if types == self._cotangent_types else self._trace_pullback(types)
+        pullback = self._pullback if types == self._cotangent_types else self._passes.backward(types)
 
         n = len(self._residuals)
         late = set(pullback.invars[n:])
@@ -212,12 +203,6 @@ class Derivative:
             if restored.has(var):
                 collector.decoded(i, decoded(var))
         return outs, collector.statistics()
-
-    def _trace_pullback(self, cotangents: Sequence[Any]) -> Program:
-        """The program from residuals and cotangents of these types to cotangents of the inputs."""
-        pullback = lambda residuals, cts: jax.tree.unflatten(self._tree, residuals)(cts)
-        types = [[var.aval for var in self._residuals], list(cotangents)]
-        return calls_in_place(trace(pullback, types, self._axes), differentiable=False)
 
     def _needed(self, kept_inputs: Sequence[Any]) -> dict[Any, Need]:
         """How exactly the backward pass needs each variable of the forward pass that it wants."""

@@ -14,6 +14,7 @@ import jax
 from jax import lax
 
 from memjax._core.arrays import is_float
+from memjax._core.backward.passes import vjp
 from memjax._core.compat import varying
 from memjax._core.lists import Arrays, drop, merge, pick
 from memjax._core.program.jaxpr import axis_sizes, nbytes, trace
@@ -224,13 +225,7 @@ class _ByBlock:
 
     def forward(self, inputs: Sequence[Any]) -> tuple[Arrays, Any]:
         """(outputs, pullback)."""
-
-        def chosen_outputs(chosen):
-            every = self._run(merge(chosen, drop(inputs, self._wrt), self._wrt))
-            return pick(every, self._outs), drop(every, self._outs)
-
-        wanted, pullback, others = jax.vjp(chosen_outputs, pick(inputs, self._wrt), has_aux=True)
-        return merge(wanted, others, self._outs), pullback
+        return vjp(self._run, inputs, self._wrt, self._outs)
 
     def backward(self, inputs: Sequence[Any], kept: Any, cotangents: Sequence[Any]) -> Arrays:
         """The cotangents of the inputs that are differentiated."""
