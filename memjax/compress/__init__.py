@@ -42,7 +42,7 @@ from memjax.compress._codecs.channel_quantized import ChannelQuantized, ChannelQ
 from memjax.compress._codecs.codec import Cast, Codec, Mask
 from memjax.compress._codecs.group_quantized import GroupQuantized
 from memjax.compress._codecs.position_quantized import PositionQuantized, PositionQuantizedCode
-from memjax.compress._codecs.step_errors import StepErrors
+from memjax.compress._codecs.step_errors import StepErrors, UniformError
 from memjax.compress._error_bounded.error_bounded import ErrorBounded, ErrorBoundedCode
 from memjax.compress._training.adaptive import AdaptiveState, adaptive, predicted_sigma, scale_gradient
 from memjax.compress._training.array_bits import ArrayBits
@@ -50,9 +50,8 @@ from memjax.compress._training.choose_bits import ChosenBits, choose_bits
 from memjax.compress._training.fit_bits import BitsController, FittedBits, fit_bits
 from memjax.compress._training.layers import LADDER, Layers, Statistics, layers
 from memjax.compress._training.transactional import Transactional, transactional
-from memjax.compress._transform.compressed import compressed
-from memjax.compress._transform.inject_error import UniformError, inject_error
-from memjax.compress._transform.passes.overflow import CapacityWarning
+from memjax.compress._transform.compressed import compressed, inject_error
+from memjax.compress._transform.overflow import CapacityWarning
 
 __all__ = [
     "DEFAULT",

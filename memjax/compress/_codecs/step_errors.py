@@ -1,4 +1,4 @@
-"""`StepErrors`: random errors as large as those of a number of bits, to predict what these do to gradients."""
+"""Random errors in place of codes, to predict what codes do to gradients, or to check such predictions."""
 
 import dataclasses
 from typing import Any
@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from memjax._core import check
 from memjax._core.compat import is_tracer
-from memjax.compress._codecs.codec import FixedRate, check_floats, check_seed
+from memjax.compress._codecs.codec import FixedRate, bound_of, check_bound, check_floats, check_seed
 from memjax.compress._codecs.planes import PLANES
 from memjax.compress._codecs.position_quantized import PositionQuantized
 
@@ -66,7 +66,7 @@ class ErrorsOf(FixedRate):
         _check_scale(self.scale)
         wide = x.astype(jnp.float32)
         steps = self.codec.steps(x) * jnp.asarray(self.scale, jnp.float32)
-        changed = wide + steps * uniform_errors(wide, self.seed, 0.5)
+        changed = wide + steps * _uniform_errors(wide, self.seed, 0.5)
         largest = float(jnp.finfo(x.dtype).max)  # what is finite stays so, as in the codes
         changed = jnp.where(jnp.isfinite(wide), jnp.clip(changed, -largest, largest), changed).astype(x.dtype)
         return jnp.where(changed == 0, x, changed) if self.keeps_zeros else changed
@@ -75,7 +75,42 @@ class ErrorsOf(FixedRate):
         return code
 
 
-def uniform_errors(x: Float[Array, "..."], seed: Any, largest: float) -> Float[Array, "..."]:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class UniformError(FixedRate):
+    """A codec that saves no memory: adds to each value that is not zero an error, uniform in [-bound, bound].
+
+    Args:
+      bound: a positive number, or an array of one.
+      seed: it determines the errors together with the values: different arrays get different errors.
+      zeros: whether zeros get errors.
+
+    Raises:
+      ValueError: `bound` is not positive.
+      TypeError: what is encoded is not floating point.
+    """
+
+    bound: Any
+    seed: Any = 0
+    zeros: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    def __post_init__(self):
+        check_bound(self.bound)
+        check.flag("zeros", self.zeros)
+
+    def encode(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        check.array("x", x, floating=True)
+        if jnp.ndim(self.bound):
+            raise check.fail(ValueError, "bound", "one positive number", self.bound)
+        wide = x.astype(jnp.float32)
+        error = bound_of(self.bound) * _uniform_errors(wide, self.seed, 1)
+        return jnp.where((wide == 0) & (not self.zeros), wide, wide + error).astype(x.dtype)
+
+    def decode(self, code: Float[Array, "..."]) -> Float[Array, "..."]:
+        return check.array("code", code)
+
+
+def _uniform_errors(x: Float[Array, "..."], seed: Any, largest: float) -> Float[Array, "..."]:
     """Errors uniform in [-largest, largest] for float32 values, which determine them together with the seed."""
     check_seed(seed)
     checksum = jnp.sum(jax.lax.bitcast_convert_type(x, jnp.uint32), dtype=jnp.uint32)

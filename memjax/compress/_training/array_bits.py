@@ -25,7 +25,7 @@ _MADE_BY = "make it with memjax.compress.fit_bits from the gradient that is trai
 class ArrayBits:
     """Bits for each array that one call of `compressed` encodes: its argument `bits`. `memjax.compress.fit_bits` makes it.
 
-    What is encoded and what is computed again is decided as for `bits=base`. The arrays take their bits in the order of the
+    What is encoded and what is recomputed is decided as for `bits=base`. The arrays take their bits in the order of the
     forward pass; calls that share an `ArrayBits` share the bits.
 
     Attributes:

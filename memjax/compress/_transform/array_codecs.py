@@ -33,7 +33,7 @@ from memjax.compress._training.array_bits import (
 )
 from memjax.compress._training.choose_bits import fewest_bits
 from memjax.compress._training.layers import EncodedArray, Layers, Recorder, Statistics
-from memjax.compress._transform.passes.overflow import warn_of_overflow
+from memjax.compress._transform.overflow import warn_of_overflow
 from memjax.compress._transform.statistics import Collector
 
 _CODED = (3, 4, 5, 6, 8)
@@ -89,7 +89,7 @@ class ArrayCodecs:
     Attributes:
       name: the codec's class, for messages.
       reads_gradients: whether the backward pass looks for what it multiplies into gradients, and calls `collector`.
-      in_turns: whether loops may encode in each turn: not where each array of a call has something of its own.
+      in_iterations: whether loops may encode in each iteration: not where each array of a call has something of its own.
       keeps_fine: whether arrays that have to be fine are not encoded.
       keeps_images: whether what a convolution reads is not encoded if it is an input of few channels.
       flops_of_coding: what the device's products could do in the time that it takes to encode a byte and to decode it. A product
@@ -97,7 +97,7 @@ class ArrayCodecs:
     """
 
     reads_gradients = False
-    in_turns = True
+    in_iterations = True
     keeps_fine = False
     keeps_images = False
     flops_of_coding = 0
@@ -215,7 +215,7 @@ class _StepErrors(_ByBits):
 class _ByArray(_ByBits):
     """Codecs of the bits that each array has; what is encoded is decided as for all arrays in so many bits."""
 
-    in_turns = False
+    in_iterations = False
 
     def __init__(self, given: ArrayBits):
         super().__init__(given.base)
@@ -248,7 +248,7 @@ class _BySigma(_ByBits):
 class _ArrayErrors(_ByBits):
     """The errors of 8 bits, each array's times a number of its own: see `fit_bits`."""
 
-    in_turns = False
+    in_iterations = False
 
     def __init__(self, errors: ArrayErrors):
         super().__init__(errors.base)
@@ -265,7 +265,7 @@ class _ArrayErrors(_ByBits):
 class _BitsRecorderCodecs(_ByBits):
     """Records which arrays are encoded: see `fit_bits`."""
 
-    in_turns = False
+    in_iterations = False
 
     def __init__(self, recorder: BitsRecorder):
         super().__init__(recorder.base)
@@ -293,7 +293,7 @@ class _LayersCodecs(ArrayCodecs):
     """A codec for each array, and statistics. These have the overflows, which lead to another try: see `transactional`."""
 
     reads_gradients = True
-    in_turns = False
+    in_iterations = False
     keeps_zeros = True
 
     def each(self, roles: Sequence[Role]) -> list[Any]:

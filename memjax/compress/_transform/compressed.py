@@ -6,22 +6,24 @@ After Jin et al. 2020, "A Novel Memory-Efficient Deep Learning Training Framewor
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import flax.linen as nn
 from flax import nnx
+from jaxtyping import Array, Float
 
 from memjax._core import check
 from memjax._core.arguments import objects_in, put_changes, with_changes
 from memjax.compress._codecs.codec import Codec
+from memjax.compress._codecs.step_errors import UniformError
 from memjax.compress._training.array_bits import ArrayBits
 from memjax.compress._training.layers import Layers
-from memjax.compress._transform.adapters import linen
-from memjax.compress._transform.adapters import nnx as _nnx
-from memjax.compress._transform.adapters.activations import activations, joined, split
-from memjax.compress._transform.adapters.function import call_compressed
+from memjax.compress._transform import linen
+from memjax.compress._transform import nnx as _nnx
 from memjax.compress._transform.array_codecs import array_codecs
+from memjax.compress._transform.differentiable import call_compressed
 from memjax.compress._transform.keep.which import SMALL, Which
 
 F = TypeVar("F")
@@ -59,7 +61,7 @@ def compressed(
     that is an assumption: `memjax.compress.fit_bits` measures it instead.
 
     Parameters are exact: whatever follows from a function's arguments or a module's variables by slicing, reshaping,
-    transposing or casting is computed again or kept, and so is what a module computes of its variables alone.
+    transposing or casting is recomputed or kept, and so is what a module computes of its variables alone.
 
     What `jax.vjp` saves is treated as follows.
 
@@ -67,11 +69,11 @@ def compressed(
       keeps the zeros of all arrays (`ErrorBounded`); of a gated feed-forward layer the two products, and both are decoded once
       for all that follows from them. What is chosen takes the fewest bytes (a minimum cut of the function). A matrix product is
       repeated where that saves more bytes for its FLOPs than products write on average; the fewer the bits, the more readily:
-      with 4 or 3 a Transformer's queries and keys are computed again, with 8 they are kept. On a GPU, without a codec, it is also
-      repeated where that takes less time than a code: of layers about 1,000 wide or less all is computed again that comes by
+      with 4 or 3 a Transformer's queries and keys are recomputed, with 8 they are kept. On a GPU, without a codec, it is also
+      repeated where that takes less time than a code: of layers about 1,000 wide or less all is recomputed that comes by
       one product, and `bits` and `sigma` are about the rest.
-    - Statistics of norms over features are computed again where the norm's input is there.
-    - What has to agree with something else is exact: kept, or computed again from what is exact. So are the operands of
+    - Statistics of norms over features are recomputed where the norm's input is there.
+    - What has to agree with something else is exact: kept, or recomputed from what is exact. So are the operands of
       exponentials of several saved arrays, as queries and keys with a log-sum-exp in attention; divisors, and what a root or a
       logarithm is taken of; and what kernels read that memjax does not know.
     - Other bfloat16, float16 and float32 arrays of 4096 values, or `smallest`, or more are encoded when they are computed, and
@@ -80,11 +82,11 @@ def compressed(
       kept as it is; if that holds for all of them, a warning says so when tracing.
     - Boolean arrays are kept as bits, or not at all where they are the sign of something encoded (a ReLU before a
       convolution, without a codec or with `ErrorBounded`).
-    - Loops (`jax.lax.scan`) encode in each turn what a turn keeps, if that is large enough; so only codes are stacked. With
-      `layers`, or bits for each array, the stacks of all turns are encoded after the loop.
+    - Loops (`jax.lax.scan`) encode in each iteration what it keeps, if that is large enough; so only codes are stacked.
+      With `layers`, or bits for each array, the stacks of all iterations are encoded after the loop.
     - Max-pooling keeps the index of each maximum, uint8, whatever `where` says.
     - Constants are not kept. What follows from smaller integer arrays by cheap operations, as floats do from images of
-      bytes, is computed again from these, which training keeps anyway. So give a module bytes, and normalise inside it.
+      bytes, is recomputed from these, which training keeps anyway. So give a module bytes, and normalise inside it.
     - Parameters and other variables of a module, what a function closes over, a function's arguments, integer, complex and
       float64 arrays, and small ones are left alone.
 
@@ -150,18 +152,99 @@ def compressed(
         fix = "make an instance first" if isinstance(f_or_module, type) else ""
         raise check.fail(TypeError, "f_or_module", "a function or a Flax module", f_or_module, fix)
     f = f_or_module
-    named = activations(f, inputs)
+    named = _activations(f, inputs)
 
     @functools.wraps(f)
     def wrapped(*args, **kwargs):
         chosen = named(args, kwargs)
 
         def call(lasting, passing):
-            args, kwargs = joined(lasting, passing, chosen)
+            args, kwargs = _joined(lasting, passing, chosen)
             return with_changes(f, args, kwargs)
 
-        out, changes = call_compressed(call, *split(args, kwargs, chosen), user=f, codecs=codecs, which=which)
+        out, changes = call_compressed(call, *_split(args, kwargs, chosen), user=f, codecs=codecs, which=which)
         put_changes(objects_in((args, kwargs)), changes)
         return out
 
     return wrapped  # type: ignore[return-value]
+
+
+def inject_error(
+    f_or_module: F,
+    bound: float | Float[Array, ""],
+    *,
+    seed: Any = 0,
+    zeros: bool = False,
+    where: str | Callable[[str, Any], bool] | None = "conv",
+    inputs: bool = False,
+) -> F:
+    """`compressed` with random errors in place of a codec's: uniform in [-bound, bound], and none for zeros.
+
+    This is the model of errors of Jin et al. 2020, section 3. With it the errors of gradients are normally distributed, with the
+    standard deviation that `predicted_sigma` gives. No memory is saved.
+
+    Args:
+      f_or_module, where, inputs: see `compressed`; by default errors go to what convolutions read.
+      bound: the largest error; a positive number.
+      seed: an integer, which may be traced. Another seed gives other errors.
+      zeros: whether zeros get errors, as in the paper's figure 6a.
+
+    Raises:
+      ValueError, TypeError: those of `compressed`; `bound` is not positive.
+    """
+    return compressed(f_or_module, UniformError(bound, seed, zeros), where=where, inputs=inputs)
+
+
+# Which arguments of a function are activations. The others last until the backward pass anyway.
+
+Keys = set[int | str]
+"""Positions of positional arguments, and names of the others."""
+
+
+def _activations(
+    f: Callable[..., Any], inputs: bool | int | str | Sequence[int | str]
+) -> Callable[[tuple[Any, ...], dict[str, Any]], Keys]:
+    """A function from the arguments of a call of `f` to the keys of those that `inputs` names: see `memjax.compressed`."""
+    if isinstance(inputs, bool):
+        return lambda args, kwargs: {*range(len(args)), *kwargs} if inputs else set()
+    wanted = "True, False, or positions and names of arguments"
+    names = (inputs,) if isinstance(inputs, int | str) else inputs
+    if not isinstance(names, Sequence):
+        raise check.fail(TypeError, "inputs", wanted, inputs)
+    names = [name if isinstance(name, str) else check.integer("inputs", name, what=wanted) for name in names]
+    try:
+        parameters = list(inspect.signature(f).parameters)
+    except (TypeError, ValueError):  # a function without a signature that Python can see
+        parameters = []
+
+    def named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Keys:
+        keys: Keys = set()
+        for name in names:
+            key: int | str = name
+            if isinstance(name, str):
+                if name not in kwargs and name in parameters:
+                    key = parameters.index(name)
+            elif name < 0:
+                key = len(args) + name
+            if key not in kwargs and not (isinstance(key, int) and 0 <= key < len(args)):
+                call = f"a call with {len(args)} positional arguments and the names {sorted(kwargs)}"
+                raise ValueError(f"inputs must be positions and names of arguments, got {name!r} for {call}")
+            keys.add(key)
+        return keys
+
+    return named
+
+
+def _split(args: tuple[Any, ...], kwargs: dict[str, Any], chosen: Keys) -> tuple[Any, Any]:
+    """The other arguments and the chosen ones: two calls' arguments, with None where the argument is in the other."""
+    part = lambda inside: (
+        tuple(arg if (i in chosen) == inside else None for i, arg in enumerate(args)),
+        {name: arg if (name in chosen) == inside else None for name, arg in kwargs.items()},
+    )
+    return part(False), part(True)
+
+
+def _joined(others: Any, chosen_ones: Any, chosen: Keys) -> tuple[list[Any], dict[str, Any]]:
+    """The inverse of `_split`."""
+    args = [chosen_ones[0][i] if i in chosen else arg for i, arg in enumerate(others[0])]
+    return args, {name: chosen_ones[1][name] if name in chosen else arg for name, arg in others[1].items()}

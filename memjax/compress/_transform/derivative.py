@@ -1,8 +1,8 @@
 """The derivative of a flat function, its saved arrays passing through a codec.
 
 The forward pass runs what `jax.vjp` does and encodes each saved array (encoder.py), which may give the sums that a batch
-norm needs. The backward pass runs the pullback equation by equation (late_pullback.py) and decodes an array when an equation
-first reads it (restored.py).
+norm needs. The backward pass runs the pullback equation by equation (pullback.py) and decodes an array when an equation
+first reads it.
 """
 
 from __future__ import annotations
@@ -23,19 +23,15 @@ from memjax._core.reasons import Said, asked, with_reason
 from memjax.compress._codecs.codec import Mask
 from memjax.compress._training.layers import EncodedArray, Statistics
 from memjax.compress._transform.array_codecs import ArrayCodecs, waits
-from memjax.compress._transform.keep.choose import choose
-from memjax.compress._transform.keep.cut.needs import Need, needs
-from memjax.compress._transform.keep.kept_by_loop import is_kept_by_loop, kept_by_loop
+from memjax.compress._transform.encoder import FIRST_ORDER, Encoder, variables_of_packing
+from memjax.compress._transform.keep.choose import MASK, NOTHING, choose, not_kept, why_encoded, why_whole
+from memjax.compress._transform.keep.needs import Need, needs
 from memjax.compress._transform.keep.parameters import Inputs
-from memjax.compress._transform.keep.reasons import MASK, NOTHING, not_kept, why_encoded, why_whole
 from memjax.compress._transform.keep.which import SMALL, Which
-from memjax.compress._transform.loops import Loops
-from memjax.compress._transform.passes.encoder import FIRST_ORDER, Encoder, variables_of_packing
-from memjax.compress._transform.passes.late_pullback import run_late
-from memjax.compress._transform.passes.restored import NO_WAIT, Restored, Stored
-from memjax.compress._transform.pooling.max_pool import max_pool
-from memjax.compress._transform.pooling.pool_first import evaluate_pools_first
-from memjax.compress._transform.readers import Reader, only_in_gradients, readers
+from memjax.compress._transform.loops import Loops, is_kept_by_loop, kept_by_loop
+from memjax.compress._transform.max_pool import evaluate_pools_first, max_pool
+from memjax.compress._transform.pullback import NO_WAIT, Restored, Stored, run_late
+from memjax.compress._transform.statistics import Reader, only_in_gradients, readers
 
 _REPLACE = {"reduce_window_max": lambda eqn, values: [max_pool(*values, **eqn.params)]}
 
@@ -54,7 +50,7 @@ class Derivative:
       codecs: the codecs of encoded arrays.
       names: the names of its inputs.
       axes: sizes of the named axes that its collectives run over.
-      loops: those of its loops that encode in each turn.
+      loops: those of its loops that encode in each iteration.
       in_loop: whether the program is the body of a loop, and what it keeps is marked as decided.
 
     Attributes:
@@ -219,7 +215,7 @@ class Derivative:
         return needed
 
     def _marked(self, whole: Arrays) -> Arrays:
-        """What a turn keeps as it is, marked where that has been decided: of what is small, all turns' may be large."""
+        """What an iteration keeps as it is, marked where that has been decided: what is small may be large in all iterations."""
         made = lambda var: var in self._producer
         decided = lambda var: made(var) and (var.aval.size >= SMALL or is_kept_by_loop(var, self._producer))
         return [kept_by_loop(one) if decided(var) else one for var, one in zip(self.keep.whole, whole, strict=True)]

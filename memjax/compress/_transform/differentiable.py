@@ -1,4 +1,4 @@
-"""A program that is differentiated through codecs, and so are its loops, turn by turn."""
+"""A program that is differentiated through codecs, and so are its loops, iteration by iteration."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from memjax._core import check
+from memjax._core.arguments import is_array
 from memjax._core.arrays import is_float
+from memjax._core.backward.derivatives import forward_mode_errors, forward_mode_message, reverse_only
+from memjax._core.clear_errors import call_errors
 from memjax._core.compat import eval_jaxpr
-from memjax._core.lists import Arrays, merge, pick
+from memjax._core.lists import Arrays, drop, merge, pick
 from memjax._core.program.jaxpr import axis_sizes, calls_in_place, is_literal, nbytes
 from memjax.compress._transform.array_codecs import ArrayCodecs
 from memjax.compress._transform.derivative import Derivative
-from memjax.compress._transform.keep.parameters import Inputs
+from memjax.compress._transform.keep.parameters import Inputs, inputs_of
 from memjax.compress._transform.keep.which import Which
 from memjax.compress._transform.loops import Loops
 
@@ -127,3 +132,78 @@ class Differentiable:
                 f"{self._codecs.name} fewer bits per value, or leave the codec out for the default.",
                 stacklevel=4,
             )
+
+
+_FORWARD_MODE = forward_mode_message("memjax.compressed", "the function itself, of which forward mode saves nothing")
+
+
+def call_compressed(
+    f: Callable[..., Any], lasting: Any, passing: Any, *, user: Any, codecs: ArrayCodecs, which: Which
+) -> Any:
+    """`f(lasting, passing)`, differentiated through codecs.
+
+    Args:
+      f: a function of two pytrees. Their leaves, and those of its result, that are no arrays are left as they are.
+      lasting: what lives until the backward pass anyway, and is never encoded; the same holds for what `f` closes over.
+      passing: what may be encoded.
+      user: what the user calls, for errors.
+      codecs: the codecs of encoded arrays.
+      which: which saved arrays to encode.
+    """
+    leaves, tree = jax.tree.flatten((lasting, passing))
+    dynamic = [_is_dynamic(leaf) for leaf in leaves]
+    arrays = [jnp.asarray(leaf) for leaf in pick(leaves, dynamic)]
+    static_result = []
+
+    def flat(*arrays):
+        out = f(*jax.tree.unflatten(tree, merge(arrays, drop(leaves, dynamic), dynamic)))
+        out_leaves, out_tree = jax.tree.flatten(out)
+        out_dynamic = [_is_dynamic(leaf) for leaf in out_leaves]
+        static_result.append((out_tree, out_dynamic, drop(out_leaves, out_dynamic)))
+        return pick(out_leaves, out_dynamic)
+
+    # A module's variables are not what a caller gives.
+    given = passing if isinstance(user, type) else (lasting, passing)
+    with call_errors("f_or_module", user, {"arguments": given}):
+        closed = jax.make_jaxpr(flat)(*arrays)
+    [(out_tree, out_dynamic, out_static)] = static_result
+    inputs = [*closed.consts, *arrays]
+    lasts = [True] * (len(closed.consts) + sum(dynamic[: len(jax.tree.leaves(lasting))]))
+    lasts += [False] * (len(inputs) - len(lasts))
+    given_inputs = inputs_of(lasts, [jax.typeof(value) for value in inputs])
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path((lasting, passing))]
+    names = [""] * len(closed.consts) + [_name(path) for path in pick(paths, dynamic)]
+
+    run = Differentiable(closed, given_inputs, codecs, which, names)
+    guarded = [reverse_only(value, _FORWARD_MODE) for value in inputs]
+    with forward_mode_errors(_FORWARD_MODE):
+        every = run(guarded)
+    return jax.tree.unflatten(out_tree, merge(every, out_static, out_dynamic))
+
+
+def _is_dynamic(leaf: Any) -> bool:
+    """Whether a leaf is traced; numbers are not."""
+    return isinstance(leaf, jax.Array | np.ndarray) and is_array(leaf)
+
+
+def _name(path: Any) -> str:
+    """The path of a leaf of (lasting, passing) as text, without the position in that pair."""
+    return jax.tree_util.keystr(path[1:], simple=True, separator="/")
+
+
+# Which methods of a module are compressed: its call, and what else may be called from outside.
+
+
+def methods_of(cls: type, base: type) -> list[str]:
+    """The names of `__call__` and of the public methods that `cls` has beside those of `base`."""
+    members: dict[str, object] = {}
+    for parent in reversed(cls.__mro__):
+        if parent not in base.__mro__:
+            members.update(vars(parent))
+    return [name for name, member in members.items() if name == "__call__" or _is_public_method(name, member)]
+
+
+def _is_public_method(name: str, member: object) -> bool:
+    if name.startswith("_") or isinstance(member, type | staticmethod):
+        return False
+    return callable(member) and hasattr(member, "__get__")

@@ -1,13 +1,13 @@
-"""Loops of a compressed function: what a turn keeps is encoded in the turn.
+"""Loops of a compressed function: what an iteration keeps is encoded in it.
 
-Encoded after the loop, the arrays of all turns would be there at once, stacked, and be decoded at once before the backward loop.
-So the body of a scan is compressed by itself, as if the user had done so, and what it keeps is stacked. Of what the body reads,
+Encoded after the loop, the arrays of all iterations would be there at once, stacked, and be decoded at once before the backward
+loop. So the body of a scan is compressed by itself, as if the user had done so, and what it keeps is stacked. Of what it reads,
 
     slices of what lasts until the backward pass, as the layers' weights    are kept anyway, and never encoded
-    other slices, and what is carried                                      may be encoded in each turn
-    what is the same in all turns                                          is left to the program around: one code is enough
+    other slices, and what is carried                                      may be encoded in each iteration
+    what is the same in all iterations                                     is left to the program around: one code is enough
 
-A loop in whose turns nothing is encoded, because arrays are small, is left as it is: its stacks may be large.
+A loop in whose iterations nothing is encoded, because arrays are small, is left as it is: its stacks may be large.
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from memjax._core.arrays import is_float
 from memjax._core.compat import scan_counts, scope
 from memjax._core.lists import Arrays
-from memjax._core.program.jaxpr import Program, as_closed, is_literal, variables
+from memjax._core.program.jaxpr import Program, as_closed, is_literal, producers, variables
 from memjax.compress._transform.array_codecs import ArrayCodecs
-from memjax.compress._transform.keep.origins import Origins
+from memjax.compress._transform.keep.origins import Origins, body_of
 from memjax.compress._transform.keep.parameters import Inputs, Parameters
 from memjax.compress._transform.keep.which import Which
 
 
 class Loops:
-    """The loops of a program that encode in each turn.
+    """The loops of a program that encode in each iteration.
 
     Args:
       program: with calls in place.
@@ -54,7 +56,7 @@ class Loops:
         self._bodies: dict[int, Any] = {}  # by equation
         self.derivatives: list[Any] = []
         scans = [eqn for eqn in program.eqns if eqn.primitive.name == "scan"]
-        if not scans or not codecs.in_turns:
+        if not scans or not codecs.in_iterations:
             return
         of_program = _OfProgram(program, inputs, wanted)
         for eqn in scans:
@@ -78,12 +80,12 @@ class Loops:
         body = self._bodies[id(eqn)].with_settings(settings)
         consts, carried = scan_counts(eqn)
 
-        def turn(carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
+        def iteration(carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
             outs = body([*values[:consts], *carry, *xs])
             return outs[:carried], outs[carried:]
 
         options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-        carry, ys = lax.scan(turn, values[consts : consts + carried], values[consts + carried :], **options)
+        carry, ys = lax.scan(iteration, values[consts : consts + carried], values[consts + carried :], **options)
         return [*carry, *ys]
 
 
@@ -121,3 +123,28 @@ class _OfProgram:
 
     def _is_parameter(self, atom: Any) -> bool:
         return not is_literal(atom) and self._parameters.is_parameter(atom)
+
+
+# Marks what an iteration keeps, so that the program around the loop leaves the stacks as they are.
+_NAME = "memjax, kept by an iteration of a loop"
+
+
+def kept_by_loop(kept: Any) -> Any:
+    """The arrays of a pytree, marked."""
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, _NAME), kept)
+
+
+def is_kept_by_loop(var: Any, producer: dict[Any, Any]) -> bool:
+    """Whether `var` has such a mark: it is made, or stacked, of what has one."""
+    while (eqn := producer.get(var)) is not None:
+        if eqn.primitive.name == "name":
+            if eqn.params["name"] == _NAME:
+                return True
+            [var] = eqn.invars  # another name for it
+        elif (body := body_of(eqn)) is not None:
+            var, producer = body.outvars[eqn.outvars.index(var)], producers(body)
+        else:
+            return False
+        if is_literal(var):
+            return False
+    return False

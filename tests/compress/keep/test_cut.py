@@ -10,7 +10,7 @@ from jax import lax
 
 from memjax._core.backward.minimum_cut import cheapest
 from memjax._core.program.jaxpr import calls_in_place, producers, variables
-from memjax.compress._transform.keep.cut.needs import Need, needs
+from memjax.compress._transform.keep.needs import Need, needs
 from tests.compress.transformer_layers import by_a_rule_of_its_own
 
 _AGAIN = {"sin": 1, "mul": 2, "add": 1, "tanh": 3, "split": 6, "dot_general": None}

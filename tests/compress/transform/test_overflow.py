@@ -9,7 +9,7 @@ import pytest
 
 from memjax import compress, compressed
 from memjax.compress import ErrorBounded
-from memjax.compress._transform.passes import overflow
+from memjax.compress._transform import overflow
 from tests.compress.networks import conv, images, parameters
 
 

@@ -13,8 +13,7 @@ from memjax import compressed
 from memjax._core.compat import scope
 from memjax._core.program.jaxpr import calls_in_place
 from memjax.compress import Cast
-from memjax.compress._transform.pooling.max_pool import max_pool
-from memjax.compress._transform.pooling.pool_first import evaluate_pools_first
+from memjax.compress._transform.max_pool import evaluate_pools_first, max_pool
 
 
 def pool(x, size=3, stride=2, padding=(1, 1), **dilation):

@@ -1,1 +1,1 @@
-"""What to do with each value that the backward pass wants: keep it, encode it, or compute it again from others."""
+"""What to do with each value that the backward pass wants: keep it, encode it, or recompute it from others."""

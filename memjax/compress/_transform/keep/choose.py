@@ -1,53 +1,62 @@
-"""What to do with each value that the backward pass wants: keep it, encode it, or compute it again from others.
+"""What to do with each value that the backward pass wants: keep it, encode it, or recompute it from others.
 
 What `jax.vjp` saves is redundant. A batch norm saves its input twice, less its mean and times two; a gated feed-forward layer six
-arrays that follow from two; a ReLU a mask besides its output, and zeros; a matrix product an input that is there anyway, cast.
+arrays that follow from two; a ReLU a mask besides its output, and zeros; a matrix product an input that is kept anyway, cast.
 So large residuals are traced back to where they come from:
 
-    an input that is kept       computed again from it                                          origins.py
-    parameters                  computed again, if only moved or cast; otherwise kept           parameters.py
-    smaller integers            computed again, if that is cheap: images, which are data anyway integers.py
-    other images                kept, if the codecs are chosen by `bits`                        cut/candidates.py
-    constants                   computed again
-    a mask x > 0                from the code of max(x, 0) if that keeps zeros, as the default  masks.py
+    an input that is kept       recomputed from it                                              origins.py
+    parameters                  recomputed, if only moved or cast; otherwise kept               parameters.py
+    smaller integers            recomputed, if that is cheap: images, which are data anyway     origins.py
+    other images                kept, if the codecs are chosen by `bits`                        costs.py
+    constants                   recomputed
+    a mask x > 0                from the code of max(x, 0) if that keeps zeros, as the default  origins.py
                                 codec of what convolutions read does; or else kept bit by bit
-    a ReLU of a norm            computed again from what the norm reads, decoded, its mask      cut/smooth.py
+    a ReLU of a norm            recomputed from what the norm reads, decoded, its mask          smooth.py
                                 kept; but encoded if codecs keep the zeros of all arrays
-    floats that must be exact   kept, or computed again from what is exact: the fewest bytes    cut/
-    other floats                computed again from decoded arrays, those that take the fewest  cut/
+    floats that must be exact   kept, or recomputed from what is exact: the fewest bytes        needs.py, costs.py
+    other floats                recomputed from decoded arrays, those that take the fewest      costs.py
                                 bytes, each decoded once
-    statistics                  kept: sums of a softmax, deviations of a norm; but computed     statistic.py
-                                again if they are of features, and the norm's input is there
-    what a loop keeps           kept: in each turn it has been decided, and encoded             ../loops.py
+    statistics                  kept: sums of a softmax, deviations of a norm; but recomputed   smooth.py
+                                if they are of features, and the norm's input is available
+    what a loop keeps           kept: in each iteration it has been decided, and encoded        ../loops.py
     other dtypes, small arrays  kept
-
-Floats must be exact that have to agree with others, such as queries and keys with a log-sum-exp: see cut/needs.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, KeysView, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
 from memjax._core.backward.minimum_cut import cheapest
+from memjax._core.compat import scope
 from memjax._core.program.jaxpr import Program, Walk, is_literal, nbytes
-from memjax.compress._codecs.codec import DTYPES
+from memjax.compress._codecs.codec import DTYPES, Exact
 from memjax.compress._transform.array_codecs import ArrayCodecs, Role
-from memjax.compress._transform.keep.cut.again import Again, again_exactly, again_linear, again_rounded, flops_per_byte
-from memjax.compress._transform.keep.cut.candidates import Candidates
-from memjax.compress._transform.keep.cut.needs import Need
-from memjax.compress._transform.keep.cut.smooth import is_rectifier
-from memjax.compress._transform.keep.deviations import Scale, scale_of_norm
-from memjax.compress._transform.keep.integers import integer_sources
-from memjax.compress._transform.keep.kept_by_loop import is_kept_by_loop
-from memjax.compress._transform.keep.masks import masks_of_nonzero, outputs_in_memory
-from memjax.compress._transform.keep.origins import Origins
+from memjax.compress._transform.keep.costs import (
+    Candidates,
+    RecomputeCost,
+    flops_per_byte,
+    recompute_exactly,
+    recompute_linear,
+    recompute_rounded,
+)
+from memjax.compress._transform.keep.needs import Need
+from memjax.compress._transform.keep.origins import (
+    Origins,
+    Scale,
+    integer_sources,
+    masks_of_nonzero,
+    outputs_in_memory,
+    scale_of_norm,
+)
 from memjax.compress._transform.keep.parameters import Parameters
-from memjax.compress._transform.keep.statistic import follows_from_rows, is_statistic
+from memjax.compress._transform.keep.smooth import follows_from_rows, is_rectifier, is_statistic
 from memjax.compress._transform.keep.which import SMALL, Which
+from memjax.compress._transform.loops import is_kept_by_loop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,13 +70,13 @@ class Keep:
       scales: the deviations of the channels of those variables in `encoded` that a batch norm reads.
       masks: kept as bits.
       outputs: for each of these that is the sign of a ReLU's output which a product reads, that output.
-      nonzero: for each mask that is computed again, the variable in `encoded` that is not zero where the mask is true.
+      nonzero: for each mask that is recomputed, the variable in `encoded` that is not zero where the mask is true.
       origins: for each residual that is, or is a multiple of, a variable in `encoded`, that variable.
       computed: those in `encoded` that other residuals are computed from.
       matched: whether the user's selection matched any residual, small or large.
       refused: variables that are not encoded because their codes would be larger.
       images: variables that are not encoded because they are images that a convolution reads.
-      normalised: variables that statistics are computed again from.
+      normalised: variables that statistics are recomputed from.
     """
 
     whole: list[Any]
@@ -107,36 +116,20 @@ def choose(
     kept_inputs = {*lasting, *program.constvars}
     floats = [var for var in program.constvars if jnp.issubdtype(var.aval.dtype, jnp.floating)]
     parameters = Parameters(program, origins, kept_inputs, {*known_parameters, *floats} if known_parameters else set())
-    whole: dict[Any, None] = {}  # ordered sets
-    masks: dict[Any, None] = {}
-    exact: list[Any] = []
-    rounded: list[Any] = []
-    matched = False
-    least_exact = Need.FINE if codecs.keeps_fine else Need.EXACT
-    for var, need in needed.items():
-        matched |= which.matches(origins.uses(origins.path(var)), var.aval)
-        if var.aval.size < SMALL or is_kept_by_loop(var, origins.producer):
-            whole[var] = None
-        elif (sources := _recomputed_from(var, origins, parameters, kept_inputs)) is not None:
-            whole.update(dict.fromkeys(sources))
-        elif var.aval.dtype in DTYPES and is_statistic(var, origins.producer):
-            whole[var] = None
-        elif var.aval.dtype in DTYPES:
-            (exact if need >= least_exact else rounded).append(var)
-        elif var.aval.dtype == jnp.bool_:
-            masks[var] = None
-        else:
-            whole[var] = None
+    whole, masks, exact, rounded = _sorted(needed, origins, parameters, kept_inputs, keeps_fine=codecs.keeps_fine)
+    matched = [which.matches(origins.uses(origins.path(var)), var.aval) for var in needed]
 
     candidates = Candidates(origins, parameters, which, codecs, needed, rounded)
     price = 0.0 if codecs.reads_gradients else flops_per_byte(program, codecs.bits(rounded))
-    free = {*kept_inputs, *origins.constants, *whole, *masks}
-    kept = cheapest(exact, origins.producer, free, candidates.whole_bytes, again_exactly(price))
-    free.update(kept)
-    free.update(_between(exact, origins, free))
-    again = again_linear(origins) if codecs.reads_gradients else again_rounded(program, origins, free, price)
+    available = {*kept_inputs, *origins.constants, *whole, *masks}
+    kept = cheapest(exact, origins.producer, available, candidates.whole_bytes, recompute_exactly(price))
+    available.update(kept)
+    available.update(_between(exact, origins, available))
+    recompute = (
+        recompute_linear(origins) if codecs.reads_gradients else recompute_rounded(program, origins, available, price)
+    )
     if codecs.keeps_zeros:
-        again = _except_relus(again)
+        recompute = _except_relus(recompute)
 
     def cost(var: Any) -> int:
         if not (price and candidates.is_encoded(var)):
@@ -144,10 +137,10 @@ def choose(
         return candidates.kept_bytes(var) + int(codecs.flops_of_coding * nbytes(var.aval) / price)
 
     encoded: dict[Any, None] = {}
-    for var in cheapest(rounded, origins.producer, free, cost, again):
+    for var in cheapest(rounded, origins.producer, available, cost, recompute):
         # A copy in another shape or a wider dtype is not encoded, but what it is copied from.
         source = origins.path(var, exact=True)[-1]
-        if candidates.is_encoded(var) and source not in free:
+        if candidates.is_encoded(var) and source not in available:
             encoded[source] = None
         else:
             kept.append(var)
@@ -160,14 +153,16 @@ def choose(
     nonzero = masks_of_nonzero(masks, telling, origins)
     masks = {mask: None for mask in masks if mask not in nonzero}
     given = {*encoded, *whole, *masks, *nonzero}
-    inputs = _sources([*exact, *rounded], origins, given) & kept_inputs
+    inputs = _sources([*exact, *rounded], origins.producer, given) & kept_inputs
     whole.update(dict.fromkeys(var for var in (*program.constvars, *lasting) if var in inputs))
     arrays = {*encoded, *(var for var in whole if not is_statistic(var, origins.producer))}
-    there = arrays | _between([*exact, *rounded], origins, given)
-    again_statistics = [var for var in whole if var not in there and follows_from_rows(var, there, origins.producer)]
-    for var in again_statistics:
+    available = arrays | _between([*exact, *rounded], origins, given)
+    recomputed_statistics = [
+        var for var in whole if var not in available and follows_from_rows(var, available, origins.producer)
+    ]
+    for var in recomputed_statistics:
         del whole[var]
-    given.difference_update(again_statistics)
+    given.difference_update(recomputed_statistics)
     ends = {var: next((end for end in origins.path(var) if end in encoded), None) for var in rounded}
     return Keep(
         whole=list(whole),
@@ -178,17 +173,38 @@ def choose(
         outputs=outputs_in_memory(masks, origins),
         nonzero=nonzero,
         origins={var: end for var, end in ends.items() if end is not None},
-        computed=_sources([var for var, end in ends.items() if end is None], origins, given) & encoded.keys(),
-        matched=matched,
+        computed=_sources([var for var, end in ends.items() if end is None], origins.producer, given) & encoded.keys(),
+        matched=any(matched),
         refused=list(candidates.refused),
         images=list(candidates.images),
-        normalised=_sources(again_statistics, origins, given),
+        normalised=set(_sources(recomputed_statistics, origins.producer, given)),
     )
 
 
-def _except_relus(again: Again) -> Again:
-    """The same, but ReLUs are not computed again: their codes tell the masks, which would be kept beside."""
-    return lambda eqn: None if is_rectifier(eqn) else again(eqn)
+def _sorted(
+    needed: dict[Any, Need], origins: Origins, parameters: Parameters, kept_inputs: set[Any], *, keeps_fine: bool
+) -> tuple[dict[Any, None], dict[Any, None], list[Any], list[Any]]:
+    """What is kept whole, as ordered sets this and the masks, and of the other floats those that must be exact, and the rest."""
+    whole: dict[Any, None] = {}
+    masks: dict[Any, None] = {}
+    exact: list[Any] = []
+    rounded: list[Any] = []
+    least_exact = Need.FINE if keeps_fine else Need.EXACT
+    for var, need in needed.items():
+        if var.aval.size < SMALL or is_kept_by_loop(var, origins.producer):
+            whole[var] = None
+        elif (sources := _recomputed_from(var, origins, parameters, kept_inputs)) is not None:
+            whole.update(dict.fromkeys(sources))
+        elif var.aval.dtype in DTYPES and not is_statistic(var, origins.producer):
+            (exact if need >= least_exact else rounded).append(var)
+        else:
+            (masks if var.aval.dtype == jnp.bool_ else whole)[var] = None
+    return whole, masks, exact, rounded
+
+
+def _except_relus(recompute: RecomputeCost) -> RecomputeCost:
+    """The same, but ReLUs are not recomputed: their codes tell the masks, which would be kept beside."""
+    return lambda eqn: None if is_rectifier(eqn) else recompute(eqn)
 
 
 def _between(wanted: Iterable[Any], origins: Origins, given: set[Any]) -> set[Any]:
@@ -201,15 +217,15 @@ def _between(wanted: Iterable[Any], origins: Origins, given: set[Any]) -> set[An
     return found
 
 
-def _sources(wanted: Iterable[Any], origins: Origins, given: set[Any]) -> set[Any]:
+def _sources(wanted: Iterable[Any], producer: dict[Any, Any], given: set[Any]) -> KeysView[Any]:
     """Those of `given`, and inputs, that `wanted` is computed from."""
-    walk, found = Walk(wanted), set[Any]()
+    walk, found = Walk(wanted), dict[Any, None]()
     for var in walk:
-        if var in given or var not in origins.producer:
-            found.add(var)
+        if var in given or var not in producer:
+            found[var] = None
         else:
-            walk.add(origins.producer[var].invars)
-    return found
+            walk.add(producer[var].invars)
+    return found.keys()
 
 
 def _recomputed_from(var: Any, origins: Origins, parameters: Parameters, kept_inputs: set[Any]) -> Sequence[Any] | None:
@@ -225,3 +241,72 @@ def _recomputed_from(var: Any, origins: Origins, parameters: Parameters, kept_in
     path = origins.path(var, to_input=True)
     end = next((i for i, source in enumerate(path) if source in kept_inputs), None)
     return None if end is None else [path[end], *origins.small_operands(path[: end + 1])]
+
+
+MASK = "1 bit per value: a mask"
+NOTHING = (
+    "memjax.compressed encodes nothing of a function: what may be rounded is small, its code is no smaller, or it is computed "
+    "again in less time than its code takes"
+)
+_NEEDS = {
+    Need.EXACT: "it has to agree with other values: an exponential, a divisor, a root or a kernel reads it",
+    Need.FINE: "one product with it is subtracted from another, and little may remain",
+}
+_MOST = 4  # sources that are named
+
+
+def why_whole(var: Any, keep: Keep, needed: dict[Any, Need], which: Which, producer: dict[Any, Any]) -> str:
+    """Why an array is kept as it is."""
+    if var.aval.dtype == jnp.bool_:
+        return "exact: a small mask"
+    if var.aval.dtype not in DTYPES:
+        return f"exact: {var.aval.dtype} is not encoded"
+    if var.aval.size < max(which.smallest, SMALL):
+        return "exact: small"
+    if is_statistic(var, producer):
+        return "exact: a statistic that many values depend on"
+    if (need := needed.get(var, Need.COARSE)) in _NEEDS:
+        return f"exact: {_NEEDS[need]}"
+    if var in keep.images:
+        return "exact: an image; to encode it takes long and saves little"
+    if var in keep.refused:
+        return "exact: its code would be larger"
+    if var not in needed:
+        return "exact: what has to be exact is computed again from it"
+    return "exact: computed from parameters, or not selected by `where`"
+
+
+def why_encoded(codec: Any, *, is_source: bool) -> str:
+    """Why an array is encoded, or kept as it is beside encoded ones."""
+    if isinstance(codec, Exact):
+        return "exact: in fewer bits gradients would be off by more than they may be"
+    also = ", and what is computed again from it" if is_source else ""
+    bits = f"{codec.bits} bits, " if hasattr(codec, "bits") else ""
+    return f"{bits}{type(codec).__name__}: the backward pass bears its rounding{also}"
+
+
+def not_kept(residuals: list[Any], keep: Keep, inputs: set[Any], producer: dict[Any, Any]) -> Iterator[str]:
+    """What `jax.vjp` would keep and this does not, and from what it is recomputed.
+
+    Args:
+      residuals: what `jax.vjp` would keep.
+      keep: what is kept.
+      inputs: which are in memory anyway.
+      producer: the equation that makes each variable.
+    """
+    given = {*keep.whole, *keep.encoded, *keep.masks, *keep.nonzero, *inputs}
+    found: Counter[str] = Counter()
+    for var in dict.fromkeys(residuals):
+        if var in given or var.aval.size < SMALL:
+            continue
+        large = [source for source in _sources([var], producer, given) if source.aval.size >= SMALL]
+        names = [_name(source, producer) + (", decoded" if source in keep.encoded else "") for source in large]
+        rest = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
+        found[f"{_name(var, producer)}: from {'; '.join(names[:_MOST]) or 'constants and small arrays'}{rest}"] += 1
+    yield from (f"{text} (x{count})" if count > 1 else text for text, count in found.items())
+
+
+def _name(var: Any, producer: dict[Any, Any]) -> str:
+    eqn = producer.get(var)
+    where = "an input" if eqn is None else "/".join(filter(None, (scope(eqn), eqn.primitive.name)))
+    return f"{var.aval.str_short()} of {where}"

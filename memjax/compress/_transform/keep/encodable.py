@@ -14,12 +14,11 @@ from memjax._core.lists import pick
 from memjax._core.program.jaxpr import Program
 from memjax.compress._codecs.codec import DTYPES
 from memjax.compress._transform.array_codecs import array_codecs
-from memjax.compress._transform.keep.cut.candidates import Candidates
-from memjax.compress._transform.keep.cut.needs import Need, needs
-from memjax.compress._transform.keep.cut.smooth import is_smooth
+from memjax.compress._transform.keep.costs import Candidates
+from memjax.compress._transform.keep.needs import Need, needs
 from memjax.compress._transform.keep.origins import Origins
 from memjax.compress._transform.keep.parameters import Parameters, inputs_of
-from memjax.compress._transform.keep.statistic import is_statistic
+from memjax.compress._transform.keep.smooth import is_smooth, is_statistic
 from memjax.compress._transform.keep.which import SMALL, Which
 
 

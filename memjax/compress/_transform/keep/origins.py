@@ -1,4 +1,4 @@
-"""From a value back to the array that it is a cheap function of.
+"""What a value is computed from: the array that it is a cheap function of, a norm's deviations, a ReLU, or integers.
 
 What `jax.vjp` saves is often a scaled, shifted, reshaped or cast copy of something else that it saves, too. The way back
 goes through equations with one large operand; their small operands, a batch norm's mean for one, are kept beside.
@@ -6,11 +6,14 @@ goes through equations with one large operand; their small operands, a batch nor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
-from memjax._core.program.jaxpr import Program, consumers, is_literal, producers, variables
-from memjax._core.program.primitives import AFFINE, VIEWS
+import jax.numpy as jnp
+from jax.extend.core import jaxprs_in_params
+
+from memjax._core.program.jaxpr import Program, Walk, consumers, is_literal, nbytes, producers, variables
+from memjax._core.program.primitives import AFFINE, CALLS_OF_ONE_BODY, COMPARISONS, MOVES, PRODUCTS, VIEWS
 from memjax.compress._codecs.codec import DTYPES
 
 UNCHANGED = VIEWS | {"stop_gradient"}
@@ -92,3 +95,143 @@ class Origins:
 
 def _is_small(operand: Any, var: Any) -> bool:
     return operand.aval.size * _MANY <= var.aval.size
+
+
+def body_of(eqn: Any) -> Any:
+    """The program inside a scan or a call, with an output for each of the equation's; None for other equations."""
+    if eqn.primitive.name != "scan" and eqn.primitive.name not in CALLS_OF_ONE_BODY:
+        return None
+    closed = next(iter(jaxprs_in_params(eqn.params)))
+    return getattr(closed, "jaxpr", closed)
+
+
+# Finds the standard deviations that a batch norm divides an array by. They are units of its codec's bound, and where
+# they are computed its ranges can be measured, too.
+
+_ROOTS = ("rsqrt", "sqrt")
+
+
+class Scale(NamedTuple):
+    """What a batch norm divides or multiplies channels by.
+
+    Attributes:
+      variable: has one entry for each channel.
+      is_deviation: whether it is the standard deviation; otherwise it is its reciprocal.
+    """
+
+    variable: Any
+    is_deviation: bool
+
+
+def scale_of_norm(root: Any, origins: Origins) -> Scale | None:
+    """The square root, or its reciprocal, that a batch norm multiplies or divides the channels of `root` by."""
+    channels = root.aval.shape[-1] if root.aval.ndim else 0
+    descendants, walk = {root}, Walk([root])
+    for var in walk:
+        for eqn in origins.consumers.get(var, []):
+            out = eqn.outvars[0] if eqn.outvars else None
+            if out is None:  # a debug callback
+                continue
+            if out not in descendants and (step := origins.parent(out)) is not None and step[0] in descendants:
+                for small in step[1]:
+                    if eqn.primitive.name == "mul" and (scale := _square_root(small, channels, origins)) is not None:
+                        return scale
+                descendants.add(out)
+                walk.add([out])
+            elif eqn.primitive.name == "div" and not any(map(is_literal, eqn.invars)) and eqn.invars[0] in descendants:
+                scale = _square_root(eqn.invars[1], channels, origins)
+                if scale is not None:
+                    return Scale(scale.variable, not scale.is_deviation)
+    return None
+
+
+def _square_root(var: Any, channels: int, origins: Origins) -> Scale | None:
+    """The square root with an entry for each channel that `var` is computed from."""
+    walk = Walk([var])
+    for ancestor in walk:
+        eqn = origins.producer.get(ancestor)
+        if eqn is None:
+            continue
+        name = eqn.primitive.name
+        if name in _ROOTS and ancestor.aval.size == channels:
+            return Scale(ancestor, name == "sqrt")
+        if name in AFFINE | UNCHANGED | {*_ROOTS, "broadcast_in_dim"}:
+            walk.add(eqn.invars)
+    return None
+
+
+# Finds the masks of ReLUs that follow from their outputs: from codes that keep zeros, or as products read them.
+
+
+def masks_of_nonzero(masks: Iterable[Any], encoded: Iterable[Any], origins: Origins) -> dict[Any, Any]:
+    """For each mask x > 0 the variable of `encoded` that is zero exactly where the mask is false, if there is one."""
+    found = {rectified_by(var, origins): var for var in encoded}
+    sources = {mask: _against_zero(mask, "gt", origins) for mask in masks}
+    return {mask: found[x] for mask, x in sources.items() if x is not None and x in found}
+
+
+def outputs_in_memory(masks: Iterable[Any], origins: Origins) -> dict[Any, Any]:
+    """For each mask x > 0 max(x, 0), if a product reads that: then it is in memory anyway."""
+    found = {}
+    for mask in masks:
+        if (x := _against_zero(mask, "gt", origins)) is None:
+            continue
+        for eqn in origins.consumers.get(x, []):
+            [out] = eqn.outvars if len(eqn.outvars) == 1 else [None]
+            if out is None or _against_zero(out, "max", origins) is not x:
+                continue
+            if any(reader.primitive.name in PRODUCTS for reader in origins.consumers.get(out, [])):
+                found[mask] = out
+    return found
+
+
+def rectified_by(var: Any, origins: Origins) -> Any | None:
+    """The x for which `var` has the signs of max(x, 0)."""
+    if (eqn := origins.producer.get(var)) is None:
+        return None
+    name = eqn.primitive.name
+    if name == "convert_element_type" and (eqn.invars[0].aval.dtype, var.aval.dtype) == (jnp.float32, jnp.bfloat16):
+        var = eqn.invars[0]  # of the same range
+    elif name == "mul":  # the square of a ReLU saves twice the ReLU
+        literals = [atom.val for atom in eqn.invars if is_literal(atom)]
+        var = variables(eqn.invars)[0] if literals and literals[0] >= 1 else var
+    return _against_zero(var, "max", origins)
+
+
+def _against_zero(var: Any, primitive: str, origins: Origins) -> Any | None:
+    """The x for which `var` is `primitive` of x and 0."""
+    eqn = origins.producer.get(var)
+    if eqn is None or eqn.primitive.name != primitive or is_literal(eqn.invars[0]):
+        return None
+    zero = eqn.invars[1]
+    if not is_literal(zero) and (zero := origins.repeated(zero)) is None:
+        return None
+    return eqn.invars[0] if is_literal(zero) and zero.val == 0 else None
+
+
+# Finds values that follow from smaller integer arrays by cheap operations, as floats do from images of bytes.
+
+# They scale bytes to floats, resize images, and turn classes into unit vectors. Random numbers take too long.
+_CHEAP = AFFINE | UNCHANGED | COMPARISONS | MOVES | {"div", "square", "integer_pow", "dot_general", "reduce_sum"}
+
+
+def integer_sources(var: Any, origins: Origins, kept_inputs: set[Any]) -> list[Any] | None:
+    """The integers and kept vectors that `var` follows from cheaply, if they take less memory than it does.
+
+    None if it needs other inputs, matrices among them: otherwise all layers of a network would be recomputed.
+    """
+    walk, sources = Walk([var]), list[Any]()
+    for source in walk:
+        eqn = origins.producer.get(source)
+        if eqn is None:
+            is_vector = source in kept_inputs and source.aval.size == max(source.aval.shape, default=1)
+            if not is_vector and not jnp.issubdtype(source.aval.dtype, jnp.integer):
+                return None
+            sources.append(source)
+        elif eqn.primitive.name in _CHEAP and not eqn.effects:
+            walk.add(eqn.invars)
+        elif source not in origins.constants:
+            return None
+    # Without a codec masks are packed.
+    kept = var.aval.size // 8 if var.aval.dtype == jnp.bool_ else nbytes(var.aval)
+    return sources if sum(nbytes(source.aval) for source in sources) < kept else None

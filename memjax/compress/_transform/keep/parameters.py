@@ -1,4 +1,4 @@
-"""Finds values that follow from parameters alone. They stay exact: computed again by moving and casting parameters, or kept."""
+"""Finds values that follow from parameters alone. They stay exact: recomputed by moving and casting parameters, or kept."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import jax.numpy as jnp
 
 from memjax._core.program.jaxpr import Program, Walk, is_literal, nbytes, producers, variables
 from memjax._core.program.primitives import MOVES
-from memjax.compress._transform.keep.bodies import body_of
-from memjax.compress._transform.keep.origins import UNCHANGED, Origins
+from memjax.compress._transform.keep.origins import UNCHANGED, Origins, body_of
 
 # These change no value except by rounding: applied to parameters they give parameters.
 _MOVED = UNCHANGED | MOVES | {"reduce_precision", "dynamic_update_slice", "sharding_constraint", "reshard"}

@@ -29,7 +29,7 @@ from memjax._core.program.primitives import (
     KERNELS,
     is_attention,
 )
-from memjax.compress._transform.keep.cut.smooth import is_exponential, is_reduction, operands_with_poles
+from memjax.compress._transform.keep.smooth import is_exponential, is_reduction, operands_with_poles
 
 
 class Need(enum.IntEnum):
@@ -125,7 +125,7 @@ def _of_body(body: Any, inputs: Sequence[_Value], mark: Callable[[Iterable[Any],
 
 
 def _of_scan(eqn: Any, inputs: list[_Value], mark: Callable[[Iterable[Any], Need], None]) -> list[_Value]:
-    """What is carried depends on what it depended on in any turn."""
+    """What is carried depends on what it depended on in any iteration."""
     constants, carried = scan_counts(eqn)
     [body] = bodies(eqn)
     while True:

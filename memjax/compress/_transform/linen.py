@@ -12,9 +12,8 @@ import flax.linen as nn
 import jax
 from flax.linen.transforms import lift_transform
 
-from memjax.compress._transform.adapters.function import call_compressed
-from memjax.compress._transform.adapters.methods import methods_of
 from memjax.compress._transform.array_codecs import ArrayCodecs
+from memjax.compress._transform.differentiable import call_compressed, methods_of
 from memjax.compress._transform.keep.which import Which
 
 

@@ -1,23 +1,20 @@
-"""What keeping each value takes: its own bytes, or those of its code, where it may be encoded."""
+"""What each value costs: bytes to keep it, its own or those of its code where it may be encoded, or to recompute it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax.numpy as jnp
 
-from memjax._core.program.jaxpr import Walk, is_literal, nbytes, variables
-from memjax._core.program.primitives import VIEWS, expensive
+from memjax._core.program.jaxpr import Program, Walk, is_literal, nbytes, variables
+from memjax._core.program.primitives import VIEWS, expensive, flops_of_product
 from memjax.compress._codecs.codec import DTYPES
 from memjax.compress._transform.array_codecs import ArrayCodecs, Role
-from memjax.compress._transform.keep.cut.needs import Need
-from memjax.compress._transform.keep.cut.smooth import is_exponential
-from memjax.compress._transform.keep.deviations import scale_of_norm
-from memjax.compress._transform.keep.masks import rectified_by
-from memjax.compress._transform.keep.origins import Origins
+from memjax.compress._transform.keep.needs import Need
+from memjax.compress._transform.keep.origins import Origins, rectified_by, scale_of_norm
 from memjax.compress._transform.keep.parameters import Parameters
-from memjax.compress._transform.keep.statistic import is_statistic
+from memjax.compress._transform.keep.smooth import is_exponential, is_smooth, is_statistic
 from memjax.compress._transform.keep.which import Which
 
 _IMAGE = 4  # channels: of an image, at most
@@ -145,3 +142,67 @@ def _is_exponential(var: Any, origins: Origins) -> bool:
             return False
         var = eqn.invars[0]
     return False
+
+
+# What it costs to recompute a value, in bytes: those that the time is worth.
+
+RecomputeCost = Callable[[Any], int | None]
+
+# At these bits per value a product is repeated if it saves as many bytes for its FLOPs as products write on average.
+_BITS = 6
+_MOST = 1.2  # times as many FLOPs for a byte, at most
+_PASSES = 8  # a pass over memory costs an eighth of what is read
+_FUSED = 512  # an elementwise operation costs next to nothing: it is fused into what reads its result
+
+
+def flops_per_byte(program: Program, bits: float) -> float:
+    """The FLOPs that are worth spending for a byte less, if codes have so many bits per value.
+
+    With six bits those that the program's products take for each byte that they write. With eight fewer, by their square, and
+    with less than six a few more: then the rest of the memory is as small, and what is kept exactly weighs more.
+    """
+    products = [eqn for eqn in program.eqns if flops_of_product(eqn)]
+    written = sum(nbytes(eqn.outvars[0].aval) for eqn in products)
+    return min((_BITS / bits) ** 2, _MOST) * sum(map(flops_of_product, products)) / max(written, 1)
+
+
+def recompute_exactly(price: float) -> RecomputeCost:
+    """What recomputing an equation costs, its operands being exact."""
+
+    def cost(eqn: Any) -> int | None:
+        if eqn.primitive.name == "dot_general":
+            return _of_product(eqn, price)
+        return None if expensive(eqn) else _of_pass(eqn)
+
+    return cost
+
+
+def recompute_rounded(program: Program, origins: Origins, available: set[Any], price: float) -> RecomputeCost:
+    """What recomputing an equation costs, operands that do not follow from `available` being decoded; None where it would
+    multiply their errors.
+    """
+    exactly, exact = recompute_exactly(price), set(available)
+    for eqn in program.eqns:
+        if exact.issuperset(variables(eqn.invars)) and not expensive(eqn):
+            exact.update(eqn.outvars)
+
+    def cost(eqn: Any) -> int | None:
+        is_exact = exact.issuperset(variables(eqn.invars))
+        return exactly(eqn) if is_exact or is_smooth(eqn, origins.producer) else None
+
+    return cost
+
+
+def recompute_linear(origins: Origins) -> RecomputeCost:
+    """What recomputing an equation costs that scales, shifts or moves one large operand; None for any other."""
+    return lambda eqn: None if origins.parent(eqn.outvars[0]) is None else _of_pass(eqn)
+
+
+def _of_product(eqn: Any, price: float) -> int | None:
+    return int(flops_of_product(eqn) / price) if price else None
+
+
+def _of_pass(eqn: Any) -> int:
+    out = sum(nbytes(var.aval) for var in eqn.outvars)
+    read = sum(nbytes(var.aval) for var in variables(eqn.invars))
+    return 1 + (read // _PASSES if read > 4 * out else out // _FUSED)

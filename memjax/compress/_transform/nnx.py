@@ -13,9 +13,8 @@ from flax import nnx
 from memjax._core import check
 from memjax._core.arguments import is_array, is_nnx, put_changes, with_changes
 from memjax._core.compat import is_tracer
-from memjax.compress._transform.adapters.function import call_compressed
-from memjax.compress._transform.adapters.methods import methods_of
 from memjax.compress._transform.array_codecs import ArrayCodecs
+from memjax.compress._transform.differentiable import call_compressed, methods_of
 from memjax.compress._transform.keep.which import Which, matches
 
 _CONTAINERS = nnx.List, nnx.Dict

@@ -21,11 +21,10 @@ from jax import lax
 
 from memjax._core.backward.derivatives import without_derivative
 from memjax._core.compat import bodies
-from memjax._core.program.jaxpr import Program, Walk, consumers, producers, variables
+from memjax._core.program.jaxpr import Program, Walk, consumers, is_literal, producers, variables
 from memjax._core.program.primitives import PRODUCTS
 from memjax.compress._codecs.codec import Mask
 from memjax.compress._transform.array_codecs import ArrayCodecs, is_fused
-from memjax.compress._transform.keep.channel_sums import channel_sums
 from memjax.compress._transform.keep.choose import Keep
 
 FIRST_ORDER = (
@@ -60,7 +59,7 @@ class Encoder:
         self._sums = {
             var: sums
             for var, codec in self._codecs.items()
-            if codec.encode_with_sums and codec.reads_once(var.aval) and (sums := channel_sums(var, reading))
+            if codec.encode_with_sums and codec.reads_once(var.aval) and (sums := _channel_sums(var, reading))
         }
         self._unread: dict[Any, set[Any]] = {}  # by array with a code that nothing waits for yet, what should
         self._arrays_by_need: dict[Any, list[Any]] = {}
@@ -165,3 +164,31 @@ def _computed_of(var: Any, program: Program) -> set[Any]:
         if not _is_own_pass(eqn) and not computed.isdisjoint(variables(eqn.invars)):
             computed.update(eqn.outvars)
     return computed
+
+
+def _channel_sums(root: Any, consumers: dict[Any, list[Any]]) -> dict[Any, int]:
+    """The variables that are sums of `root` over all axes but the last: 0 for sums of its values, 1 for those of squares.
+
+    Args:
+      root: a variable.
+      consumers: the equations that read each variable.
+    """
+    wide = [root] if root.aval.dtype == jnp.float32 else []
+    for eqn in consumers.get(root, []):
+        if eqn.primitive.name == "convert_element_type" and eqn.outvars[0].aval.dtype == jnp.float32:
+            wide.append(eqn.outvars[0])
+    squares = [eqn.outvars[0] for var in wide for eqn in consumers.get(var, []) if _is_square(eqn)]
+    axes = tuple(range(root.aval.ndim - 1))
+    found = {}
+    for power, summed in enumerate((wide, squares)):
+        for eqn in (eqn for var in summed for eqn in consumers.get(var, [])):
+            if eqn.primitive.name == "reduce_sum" and tuple(eqn.params["axes"]) == axes:
+                found[eqn.outvars[0]] = power
+    return found
+
+
+def _is_square(eqn: Any) -> bool:
+    name, operands = eqn.primitive.name, eqn.invars
+    if name == "mul":
+        return not any(map(is_literal, operands)) and operands[0] is operands[1]
+    return name == "square" or (name == "integer_pow" and eqn.params["y"] == 2)
