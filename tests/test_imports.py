@@ -9,7 +9,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text()
 PRIVATE_JAX = {
     "memjax._core.compat",
-    "memjax.compress._error_bounded.kernels.kernel_memory",
+    "memjax.compress._error_bounded.kernel_memory",
     "memjax._attention.cudnn",
 }
 

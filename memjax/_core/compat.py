@@ -1,7 +1,7 @@
 """What JAX keeps changing, each behind one function. When a release moves or renames something, change this file.
 
 JAX's private modules, which kernels are made with, are imported in two more places, since each import is large and may fail:
-`memjax.compress._error_bounded.kernels.kernel_memory` and `memjax._attention.cudnn`.
+`memjax.compress._error_bounded.kernel_memory` and `memjax._attention.cudnn`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,17 @@
-"""Operations on 32-bit words, elementwise: what the codecs pack with."""
+"""Integer arithmetic of codes, elementwise: bits in 32-bit words, levels in planes of bytes, and dither by place."""
 
+import functools
+import math
+import operator
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, UInt32
+from jaxtyping import Array, Bool, Float, UInt8, UInt32
+
+from memjax.compress._codecs.kernels import is_of_one_device_on
 
 WORD = 32
 Words = UInt32[Array, "..."]
@@ -87,3 +94,141 @@ def expand(x: Words, moves: Moves, mask: Words) -> Words:
     for i in reversed(range(5)):
         x = x ^ ((x ^ (x << (1 << i))) & moves.high[i])
     return x & mask
+
+
+# Levels of 8, 6, 5, 4 or 3 bits packed into bytes without gaps: 6 bits as 4 and 2, 5 as 4 and 1, 3 as 2 and 1.
+#
+# Each part of a level has a byte array of its own, a plane. A byte of a plane of 4 bits holds the parts of two values
+# that are half of the last axis apart: so neighbours read and write neighbouring bytes. One of 2 or 1 bits holds those
+# of neighbours: a kernel has these in the registers of one thread, where others would be in pieces too narrow to read.
+# Both ways are arithmetic on single values.
+
+PLANES = {8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1)}
+"""By number of bits, the widths of the planes, lowest bits first."""
+
+_APART = 4  # bits, of a plane whose bytes do not hold neighbours
+
+MULTIPLE = 8
+"""The last axis must be a multiple of this."""
+
+
+def pack_levels(level: UInt32[Array, "... n"], bits: int) -> tuple[UInt8[Array, "... _"], ...]:
+    """The planes of levels below 2^bits. What bits 16 and up of `level` are does not matter."""
+    planes = []
+    for width in PLANES[bits]:
+        parts = _split(_lowest(level, width, bits), width)
+        planes.append(functools.reduce(operator.or_, (part << u32(i * width) for i, part in enumerate(parts))))
+        level = level >> u32(width)
+    return tuple(plane.astype(jnp.uint8) for plane in planes)
+
+
+def _split(level: UInt32[Array, "... n"], width: int) -> list[UInt32[Array, "... _"]]:
+    """The values of each place in a byte, as slices: XLA fuses these with what makes the levels, and kernels have none."""
+    per_byte = 8 // width
+    if width == _APART:
+        return jnp.split(level, per_byte, -1)
+    return [level[..., i::per_byte] for i in range(per_byte)]
+
+
+def pack_halves(
+    low: UInt32[Array, "rows half"], high: UInt32[Array, "rows half"], bits: int
+) -> list[list[UInt32[Array, "rows _"]]]:
+    """The planes of levels whose last axis is cut into two halves, in one piece or two: for kernels."""
+    planes = []
+    for width in PLANES[bits]:
+        parts = [_lowest(half, width, bits) for half in (low, high)]
+        if width == _APART:
+            planes.append([parts[0] | (parts[1] << u32(width))])
+        else:
+            planes.append([_neighbours(part, width) for part in parts])
+        low, high = low >> u32(width), high >> u32(width)
+    return planes
+
+
+def _neighbours(part: UInt32[Array, "rows n"], width: int) -> UInt32[Array, "rows _"]:
+    per_byte = 8 // width
+    if per_byte == 1:
+        return part
+    parts = part.reshape(part.shape[0], -1, per_byte)
+    return jnp.sum(parts << (u32(width) * lax.broadcasted_iota(jnp.uint32, parts.shape, 2)), 2, dtype=jnp.uint32)
+
+
+def _lowest(level: UInt32[Array, "..."], width: int, bits: int) -> UInt32[Array, "..."]:
+    """The part of a level for a plane. Above the last plane's there is nothing that a byte would have."""
+    return level if width == PLANES[bits][-1] else level & u32(2**width - 1)
+
+
+def unpack_levels(planes: Sequence[UInt8[Array, "... _"]], bits: int) -> UInt32[Array, "... n"]:
+    """The inverse of `pack_levels`."""
+    level, below = None, 0
+    for width, plane in zip(PLANES[bits], planes, strict=True):
+        per_byte = 8 // width
+        places = width * jnp.arange(per_byte, dtype=jnp.uint32)
+        wide = u32(plane)
+        shifted = wide[..., None, :] >> places[:, None] if width == _APART else wide[..., None] >> places
+        parts = (shifted << u32(below)) & u32((2**width - 1) << below)
+        part = parts.reshape(*plane.shape[:-1], per_byte * plane.shape[-1])
+        level, below = part if level is None else level | part, below + width
+    assert level is not None
+    return level
+
+
+# Subtractive dither that depends on the place alone, in few instructions: what bounds the speed of codes on GPUs.
+#
+# A place has one of 256 parts of a step, a byte of a hash; four neighbours share a hash. A level and its part are put
+# side by side into the digits of a float, which needs no conversion of integers.
+
+_MIDDLE = 127.5 / 256  # the mean of bytes / 256
+DITHER_OFFSET = 1.5 * 2.0**15 + 255 / 256
+"""Added to a value from 0 to 255 before `dithered_level`: floats around it are multiples of 1/256, whose digits count these."""
+
+
+def places(shape: tuple[int, ...]) -> UInt32[Array, "..."]:
+    """The places of an array's values; they repeat after 2^32."""
+    axis = 0
+    while math.prod(shape[axis:]) >= 2**32:
+        axis += 1
+    if not is_of_one_device_on(jax.sharding.get_abstract_mesh()):
+        # An index for each axis: of one for all, each device would make the places of all devices.
+        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        each = [lax.broadcasted_iota(jnp.uint32, shape, i) * u32(strides[i]) for i in range(axis, len(shape))]
+        return sum(each, jnp.zeros(shape, jnp.uint32))
+    # One index for all axes: the compiler would make those of single axes in kernels of their own.
+    return jnp.broadcast_to(lax.iota(jnp.uint32, math.prod(shape[axis:])).reshape(shape[axis:]), shape)
+
+
+def dithered_level(x: Float[Array, "..."], place: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
+    """Levels less than 1 from `x` - `DITHER_OFFSET`, and on average that. `plus_dither` undoes what was subtracted.
+
+    Levels are the lowest 8 bits; those from the 14th on are not zero.
+    """
+    return level_of_byte(x, _byte(place))
+
+
+def level_of_byte(x: Float[Array, "..."], byte: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
+    """`dithered_level` of places with these bytes."""
+    return (lax.bitcast_convert_type(x, jnp.uint32) - byte) >> u32(8)
+
+
+def bytes_of_rows(first: UInt32[Array, "rows fours"]) -> UInt32[Array, "rows places"]:
+    """The bytes of places, each four of which follow one that is a multiple of four: for kernels, where four share a hash."""
+    fours = jnp.broadcast_to(_hash(first >> u32(2))[..., None], (*first.shape, 4))
+    shifts = u32(8) * lax.broadcasted_iota(jnp.uint32, fours.shape, 2)
+    return ((fours >> shifts) & u32(0xFF)).reshape(first.shape[0], -1)
+
+
+def plus_dither(level: UInt32[Array, "..."], place: UInt32[Array, "..."]) -> Float[Array, "..."]:
+    """Levels below 256, plus the parts of a step that `dithered_level` subtracted: at most half a step from what was rounded."""
+    digits = (level << u32(15)) | (_byte(place) << u32(7)) | u32(0x43800000)  # 256 + level + a byte / 256
+    return lax.bitcast_convert_type(digits, jnp.float32) - (256 + _MIDDLE)
+
+
+def _byte(place: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
+    """A byte that looks random."""
+    return (_hash(place >> u32(2)) >> (u32(8) * (place & u32(3)))) & u32(0xFF)
+
+
+def _hash(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
+    x = x * u32(0x85EBCA6B)
+    x = (x ^ (x >> u32(15))) * u32(0xC2B2AE35)
+    return x ^ (x >> u32(16))

@@ -14,11 +14,11 @@ from jaxtyping import Array, Float, UInt
 
 from memjax._core import check
 from memjax._core.segments import automatic_devices
-from memjax.compress._codecs import block_decoder, block_kernel
-from memjax.compress._codecs.centred_levels import from_levels, levels_between, levels_of_16_bits, to_levels
+from memjax.compress._codecs import block_kernel
 from memjax.compress._codecs.channel_quantized import LEVELS, ends
 from memjax.compress._codecs.codec import FixedRate, check_code, check_floats
-from memjax.compress._codecs.pairs import apart, as_pairs
+from memjax.compress._codecs.kernels import apart, as_pairs
+from memjax.compress._codecs.levels import centred_between, from_centred, levels_of_16_bits, to_centred
 
 _FEWEST = 32  # values that share a range, if the array has so many
 
@@ -29,7 +29,7 @@ class BlockQuantizedCode:
     """What `BlockQuantized` keeps.
 
     Attributes:
-      levels: in the shape of the view, or pairs of them: see `pairs.py`.
+      levels: in the shape of the view, or pairs of them: see `kernels.paired`.
       middle, distance: for each channel of each block, the middle of its range and the distance of levels, float32.
       view: the shape that the array is seen in, which `middle` and `distance` broadcast against.
       shape, dtype: the array's.
@@ -56,7 +56,7 @@ class MeasuredBlocks:
     bits: int = dataclasses.field(metadata={"static": True})
 
     def encode(self, x: Float[Array, "..."]) -> BlockQuantizedCode:
-        level = to_levels(in_shape(x, self.view), self.middle, self.distance, self.bits)
+        level = to_centred(in_shape(x, self.view), self.middle, self.distance, self.bits)
         level = level.astype(LEVELS[self.bits])
         return BlockQuantizedCode(level, self.middle, self.distance, self.view, x.shape, np.dtype(x.dtype), self.bits)
 
@@ -107,7 +107,7 @@ class BlockQuantized(FixedRate):
         low, high = (
             jnp.expand_dims(end.astype(jnp.float32), view.axes) for end in ends(in_shape(x, view.shape), view.axes)
         )
-        return MeasuredBlocks(*levels_between(low, high, self.bits), view.shape, self.bits)
+        return MeasuredBlocks(*centred_between(low, high, self.bits), view.shape, self.bits)
 
     def reads_once(self, aval: Any) -> bool:
         """Whether encoding an array of this type takes one pass over it."""
@@ -128,13 +128,13 @@ class BlockQuantized(FixedRate):
 
         def ranges(low: Array, high: Array) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
             if is_wide:
-                found = levels_between(low, high, self.bits)
+                found = centred_between(low, high, self.bits)
                 return found, found
             return levels_of_16_bits(low, high, self.bits, reciprocal)
 
         def levels(values: Array, one: Array, other: Array) -> Array:
             if is_wide:
-                return to_levels(values, one, other, self.bits).astype(jnp.int32)
+                return to_centred(values, one, other, self.bits).astype(jnp.int32)
             return block_kernel.rounded(values, one, other, interpret=interpret)
 
         ends = block_kernel.LEAST, block_kernel.LARGEST
@@ -151,15 +151,15 @@ class BlockQuantized(FixedRate):
     def decode(self, code: BlockQuantizedCode) -> Float[Array, "..."]:
         check_code(self, code, BlockQuantizedCode, "bits")
         levels = apart(code.levels, code.view[-1])
-        return in_shape(from_levels(levels, code.middle, code.distance, self.bits, code.dtype), code.shape)
+        return in_shape(from_centred(levels, code.middle, code.distance, self.bits, code.dtype), code.shape)
 
     def decoder_to_memory(self, code: BlockQuantizedCode) -> Callable[[Any], Array] | None:
         return decoder_of_blocks(self, code)
 
     def _decode_by_kernel(self, code: BlockQuantizedCode, *, interpret: bool = False) -> Float[Array, "..."]:
-        value = functools.partial(from_levels, bits=self.bits, dtype=code.dtype)
+        value = functools.partial(from_centred, bits=self.bits, dtype=code.dtype)
         numbers = [code.middle, code.distance]
-        x = block_decoder.decode(code.levels, numbers, value, self.bits, code.dtype, interpret=interpret)
+        x = block_kernel.decode(code.levels, numbers, value, self.bits, code.dtype, interpret=interpret)
         return in_shape(x, code.shape)
 
 

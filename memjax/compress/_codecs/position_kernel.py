@@ -16,10 +16,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from memjax.compress._codecs import dither, fused
-from memjax.compress._codecs.bits import u32
-from memjax.compress._codecs.launch import has_kernels, is_of_one_device, on_same_axes, params
-from memjax.compress._codecs.planes import pack_halves
+from memjax.compress._codecs import kernels
+from memjax.compress._codecs.bits import DITHER_OFFSET, bytes_of_rows, level_of_byte, pack_halves, u32
+from memjax.compress._codecs.kernels import has_kernels, is_of_one_device, on_same_axes, params
 
 SAMPLES = 256
 """Positions from which channels are measured."""
@@ -90,7 +89,7 @@ def encode(
     positions, groups, width = x.shape
     part = width // _HALVES
     rows = _MORE_ROWS if positions % _MORE_ROWS == 0 else _ROWS
-    multiply_add = fused.interpreted if interpret else fused.nearest
+    multiply_add = kernels.interpreted if interpret else kernels.nearest
 
     def kernel(x_ref: Any, shift_ref: Any, inverse_ref: Any, *out: Any) -> None:
         *planes, low_ref, distance_ref = out
@@ -110,8 +109,8 @@ def encode(
         found, lowest = [], low.astype(jnp.float32)[:, None]
         for i, piece in enumerate(pieces):
             # Not one multiplication and addition: the lowest level in steps has no digits left for a small part of a step.
-            scaled = multiply_add(piece - lowest, factor[:, None], jnp.float32(dither.OFFSET))
-            found.append(dither.level_of_byte(scaled, dither.bytes_of_rows(place + u32(i * part))))
+            scaled = multiply_add(piece - lowest, factor[:, None], jnp.float32(DITHER_OFFSET))
+            found.append(level_of_byte(scaled, bytes_of_rows(place + u32(i * part))))
         for plane_ref, plane in zip(planes, pack_halves(found[0], found[1], bits), strict=True):
             for i, piece in enumerate(plane):
                 plane_ref[:, i, :] = piece.astype(jnp.uint8)

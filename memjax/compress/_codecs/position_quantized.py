@@ -22,11 +22,20 @@ from jax import lax
 from jaxtyping import Array, BFloat16, Float, Float32, UInt, UInt8
 
 from memjax._core import check
-from memjax.compress._codecs import dither, position_kernel
-from memjax.compress._codecs.bits import u32
+from memjax.compress._codecs import position_kernel
+from memjax.compress._codecs.bits import (
+    DITHER_OFFSET,
+    MULTIPLE,
+    PLANES,
+    dithered_level,
+    pack_levels,
+    places,
+    plus_dither,
+    u32,
+    unpack_levels,
+)
 from memjax.compress._codecs.channel_quantized import ends, evenly_spaced
 from memjax.compress._codecs.codec import FixedRate, check_code, check_floats
-from memjax.compress._codecs.planes import MULTIPLE, PLANES, pack_levels, unpack_levels
 from memjax.compress._codecs.sharded import ShardedCode, decode_parts, encode_parts
 
 _FEWEST = 512  # positions of an array whose channels are measured: means and sizes take 64 bits of a channel
@@ -43,7 +52,7 @@ class PositionQuantizedCode:
     """What `PositionQuantized` keeps.
 
     Attributes:
-      planes: the levels, packed: see `planes.py`.
+      planes: the levels, packed: see `pack_levels`.
       low, distance: for each position and group, the least value and the distance of levels, of centred and scaled values.
       centre, size: of each channel; sizes are 8 or more. None, which stands for 0 and 8, where there are few positions.
       shape, dtype: of the array.
@@ -194,15 +203,15 @@ class PositionQuantized(FixedRate):
         """Planes, lowest levels and distances of values that were centred and scaled."""
         highest = 2**self.bits - 1
         low, distance, factor = _levels(*ends(y.reshape(view.grouped), (len(view.positions) + 1,)), highest)
-        scaled = (y - _of_each(low, view)) * _of_each(factor, view) + dither.OFFSET
-        level = dither.level(scaled, dither.places(view.padded)).reshape(view.grouped)
+        scaled = (y - _of_each(low, view)) * _of_each(factor, view) + DITHER_OFFSET
+        level = dithered_level(scaled, places(view.padded)).reshape(view.grouped)
         return pack_levels(level, self.bits), low, distance
 
     def _decode(self, code: PositionQuantizedCode) -> Float[Array, "..."]:
         view = _view_of(code.shape, self.group)
         # Arithmetic is in the array's own shape, not in groups: only so is it fused into what reads the array.
         level = unpack_levels(code.planes, self.bits).reshape(view.padded)
-        y = dither.plus(level, dither.places(view.padded)) * _of_each(code.distance, view) + _of_each(code.low, view)
+        y = plus_dither(level, places(view.padded)) * _of_each(code.distance, view) + _of_each(code.low, view)
         y = y * (_SIZE if code.size is None else code.size)
         if code.centre is not None:
             y = y + code.centre

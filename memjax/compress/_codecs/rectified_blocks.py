@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, UInt
 
-from memjax.compress._codecs import block_decoder, block_kernel
+from memjax.compress._codecs import block_kernel
 from memjax.compress._codecs.block_quantized import decoder_of_blocks, encode_blocks, in_shape, view_of
 from memjax.compress._codecs.channel_quantized import LEVELS
 from memjax.compress._codecs.codec import FixedRate, check_code, check_floats
-from memjax.compress._codecs.pairs import apart
+from memjax.compress._codecs.kernels import apart
 
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 
@@ -25,7 +25,7 @@ class RectifiedBlocksCode:
     """What `RectifiedBlocks` keeps.
 
     Attributes:
-      levels: in the shape of the view, or pairs of them: see `pairs.py`.
+      levels: in the shape of the view, or pairs of them: see `kernels.paired`.
       distance: for each channel of each block the distance of levels, float32; NaN where a value is not finite.
       view: the shape that the array is seen in, which `distance` broadcasts against.
       shape, dtype: the array's.
@@ -135,7 +135,7 @@ class RectifiedBlocks(FixedRate):
 
     def _decode_by_kernel(self, code: RectifiedBlocksCode, *, interpret: bool = False) -> Float[Array, "..."]:
         numbers = [code.distance]
-        x = block_decoder.decode(code.levels, numbers, _from_levels, self.bits, code.dtype, interpret=interpret)
+        x = block_kernel.decode(code.levels, numbers, _from_levels, self.bits, code.dtype, interpret=interpret)
         return in_shape(x, code.shape)
 
     def nonzero(self, code: RectifiedBlocksCode) -> Bool[Array, "..."]:

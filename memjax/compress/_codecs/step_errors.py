@@ -9,8 +9,8 @@ from jaxtyping import Array, Float
 
 from memjax._core import check
 from memjax._core.compat import is_tracer
+from memjax.compress._codecs.bits import PLANES
 from memjax.compress._codecs.codec import FixedRate, bound_of, check_bound, check_floats, check_seed
-from memjax.compress._codecs.planes import PLANES
 from memjax.compress._codecs.position_quantized import PositionQuantized
 
 

@@ -26,9 +26,8 @@ from memjax.compress._codecs.codec import (
     largest_error,
 )
 from memjax.compress._codecs.sharded import ShardedCode, decode_parts, encode_parts
-from memjax.compress._error_bounded import reference
+from memjax.compress._error_bounded import launch, reference
 from memjax.compress._error_bounded import tiles as _tiles
-from memjax.compress._error_bounded.kernels import launch
 from memjax.compress._error_bounded.quantize import step_exponent
 from memjax.compress._error_bounded.reference import Packed
 from memjax.compress._error_bounded.tiles import LANES, TILE_VALUES, Grid

@@ -17,10 +17,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt8, UInt32
 
 from memjax.compress._codecs.bits import WORD, Words, bit_length, shift_left, shift_right, u32
-from memjax.compress._error_bounded import dither as _dither
 from memjax.compress._error_bounded import tiles
 from memjax.compress._error_bounded.bitmaps import Bitmaps
-from memjax.compress._error_bounded.quantize import dequantize, quantize
+from memjax.compress._error_bounded.quantize import dequantize, dither_of_group, quantize
 from memjax.compress._error_bounded.tiles import GROUPS, LANES, Grid
 from memjax.compress._error_bounded.warp import Warp
 
@@ -306,7 +305,7 @@ def _number(tile: Array, group: tuple[Array, Array, Array], dtype) -> UInt32[Arr
     """What is known of each value, from the lowest bit on: whether it is not zero, whether it is negative, and p; or `_RAW`."""
     bits, exponent, index = group
     p, is_some, negative, escapes = quantize(
-        tiles.from_bits(bits, dtype), exponent, _dither.of_group(tile, index, dtype)
+        tiles.from_bits(bits, dtype), exponent, dither_of_group(tile, index, dtype)
     )
     return jnp.where(escapes, _RAW, u32(is_some) | (u32(negative) << 1) | (p << 2))
 
@@ -314,7 +313,7 @@ def _number(tile: Array, group: tuple[Array, Array, Array], dtype) -> UInt32[Arr
 def _value(tile: Array, group: tuple[Array, Array, Array, Array], dtype, keeps_signs: bool) -> Array:
     """The bits of values, from the numbers above without their lowest bit, and the mask."""
     number, mask, exponent, index = group
-    dither = _dither.of_group(tile, index, dtype)
+    dither = dither_of_group(tile, index, dtype)
     is_some, negative = ((mask >> _VALUE) & u32(1)) != 0, number & u32(1) != 0
     return tiles.to_bits(dequantize(number >> 1, is_some, negative, exponent, dither, dtype, keeps_signs=keeps_signs))
 

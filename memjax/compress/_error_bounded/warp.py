@@ -33,7 +33,7 @@ class Warp:
     def fetch_add(self, ref, x: Int32[Array, "32"]) -> Int32[Array, "32"]:
         """Atomically `ref[0] += x`, where all threads have the same x; returns the value before to all threads."""
         if self.native:
-            from memjax.compress._error_bounded.kernels import kernel_memory
+            from memjax.compress._error_bounded import kernel_memory
 
             before = kernel_memory.fetch_add(ref, x, jnp.arange(LANES, dtype=jnp.int32) == 0)
             return _asm("shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;", "=r,r", before).astype(jnp.int32)

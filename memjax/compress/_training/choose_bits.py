@@ -12,7 +12,7 @@ import numpy as np
 
 from memjax._core import check
 from memjax._core.clear_errors import call_errors
-from memjax.compress._codecs.planes import PLANES
+from memjax.compress._codecs.bits import PLANES
 from memjax.compress._codecs.step_errors import StepErrors
 from memjax.compress._training.array_bits import error_scale
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from memjax._core.arrays import accumulator, is_float
 from memjax._core.program.jaxpr import Program, bind, calls_in_place, consumers, inside, is_literal, read, same_program
-from memjax.compress._error_bounded.kernels.launch import why_not
+from memjax.compress._error_bounded.launch import why_not
 from memjax.compress._transform.max_pool_kernel import Axis, Plan, max_pool_gradient, windows_of
 
 _FEW = 64  # the kernel is compiled for windows of at most so many values, because it is unrolled over them

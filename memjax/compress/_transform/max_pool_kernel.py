@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, UInt8
 
 from memjax._core.arrays import accumulator
-from memjax.compress._error_bounded.kernels.whole_arrays import call
+from memjax.compress._codecs.kernels import call_on_whole_arrays
 
 _BLOCK, _WARPS = 1024, 4
 
@@ -77,7 +77,7 @@ def max_pool_gradient(
       index: the index of each maximum in its window.
       ct: cotangents of the outputs.
     """
-    return call(
+    return call_on_whole_arrays(
         _kernel(plan),
         (index.reshape(-1), ct.reshape(-1)),
         jax.ShapeDtypeStruct((plan.inputs,), ct.dtype),

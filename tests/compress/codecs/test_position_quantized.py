@@ -8,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import memjax
 from memjax.compress import BlockQuantized, PositionQuantized, StepErrors
-from memjax.compress._codecs.planes import PLANES, pack_levels, unpack_levels
+from memjax.compress._codecs.bits import PLANES, pack_levels, unpack_levels
 
 BITS = (8, 6, 5, 4, 3)
 

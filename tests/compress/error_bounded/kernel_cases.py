@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from memjax.compress._error_bounded import reference
+from memjax.compress._error_bounded import launch, reference
 from memjax.compress._error_bounded import tiles as _tiles
-from memjax.compress._error_bounded.kernels import launch
 from memjax.compress._error_bounded.quantize import step_exponent
 from memjax.compress._error_bounded.tiles import Grid
 from tests.compress.patterns import in_lanes

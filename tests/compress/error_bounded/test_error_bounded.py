@@ -10,7 +10,8 @@ import pytest
 from hypothesis import strategies as st
 
 from memjax.compress import ErrorBounded
-from memjax.compress._error_bounded import dither, tiles
+from memjax.compress._error_bounded import tiles
+from memjax.compress._error_bounded.quantize import dither_of_group
 from tests.compress.error_bounded.kernel_cases import columns_of_all_kinds
 from tests.compress.patterns import check_bound, every_16_bit_pattern, in_lanes, random_float32_patterns, to_bits
 
@@ -197,7 +198,7 @@ def test_size_is_what_the_values_need():
     codec = ErrorBounded(0.25)
     code = codec.encode(x)
     tile = lambda number: jnp.stack(
-        [dither.of_group(jnp.int32(number), group, x.dtype) for group in range(tiles.GROUPS)]
+        [dither_of_group(jnp.int32(number), group, x.dtype) for group in range(tiles.GROUPS)]
     )
     eighths = [tiles.rows(tile(number)) for number in range(x.size // tiles.TILE_VALUES)]
     eighths = np.concatenate(eighths).reshape(x.shape)

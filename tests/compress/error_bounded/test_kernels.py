@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from memjax.compress import ErrorBounded
-from memjax.compress._error_bounded.kernels import launch
+from memjax.compress._error_bounded import launch
 from tests.compress.error_bounded.kernel_cases import check_same, check_same_batched, values_of_all_kinds
 
 # What takes time is to compile: all of bfloat16 by channel is one program, with a capacity that nearly all codes keep within.

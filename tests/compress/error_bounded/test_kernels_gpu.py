@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from memjax.compress._error_bounded import tiles
-from memjax.compress._error_bounded.kernels import launch
+from memjax.compress._error_bounded import launch, tiles
 from tests.compress.codecs.test_codecs import check_transformations
 from tests.compress.error_bounded.kernel_cases import check_same, values_of_all_kinds
 from tests.compress.patterns import every_16_bit_pattern, random_float32_patterns

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from memjax.compress._error_bounded import warp as _warp
-from memjax.compress._error_bounded.kernels.decode import _value_of
+from memjax.compress._error_bounded.decode_kernel import _value_of
 from memjax.compress._error_bounded.quantize import dequantize, inverse_step, step
 from memjax.compress._error_bounded.warp import INTEGER, Warp, scales_of_bfloat16_values
 from tests.compress.error_bounded import ptx

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int32
 
+from memjax.compress._codecs.kernels import call_on_whole_arrays
 from memjax.compress._error_bounded import reference
-from memjax.compress._error_bounded.kernels.decode import decode_tile
-from memjax.compress._error_bounded.kernels.encode import encode_tile
-from memjax.compress._error_bounded.kernels.pallas_tile import Layout, Where, sizes
-from memjax.compress._error_bounded.kernels.whole_arrays import call
+from memjax.compress._error_bounded.decode_kernel import decode_tile
+from memjax.compress._error_bounded.encode_kernel import encode_tile
+from memjax.compress._error_bounded.pallas_tile import Layout, Where, sizes
 from memjax.compress._error_bounded.reference import Packed
 from memjax.compress._error_bounded.tiles import LANES, Grid
 from memjax.compress._error_bounded.warp import Warp
@@ -33,7 +33,7 @@ def why_not() -> str | None:
     if float(device.compute_capability) < 9:
         return f"it needs an NVIDIA GPU of compute capability 9.0 or later, this one has {device.compute_capability}"
     try:
-        from memjax.compress._error_bounded.kernels import kernel_memory  # noqa: F401
+        from memjax.compress._error_bounded import kernel_memory  # noqa: F401
     except ImportError:
         return f"it needs what Pallas is made of, which JAX {jax.__version__} has no longer"
     return None
@@ -103,7 +103,7 @@ _DECODE_TILE = {flag: functools.partial(decode_tile, keeps_signs=flag) for flag 
 def _call(of_tile, args, layout: Layout, grid: Grid, out_shape, interpret: bool, **options):
     """Run `of_tile` for every tile, each in a warp."""
     kernel = _kernel(of_tile, layout, interpret)
-    return call(kernel, args, out_shape, programs=grid.tiles, warps=1, interpret=interpret, **options)
+    return call_on_whole_arrays(kernel, args, out_shape, programs=grid.tiles, warps=1, interpret=interpret, **options)
 
 
 @functools.cache

@@ -7,18 +7,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from memjax.compress._codecs.bits import WORD, Words, expand, moves_of, u32
-from memjax.compress._error_bounded import dither, tiles
-from memjax.compress._error_bounded.kernels import lane_bits
-from memjax.compress._error_bounded.kernels.pallas_tile import (
+from memjax.compress._error_bounded import tiles
+from memjax.compress._error_bounded.pallas_tile import (
     RAW_ROWS,
     Where,
     any_lane,
     rows_of_bytes,
     stack,
     take,
+    transpose,
     when,
 )
-from memjax.compress._error_bounded.quantize import LEAST, middle, step
+from memjax.compress._error_bounded.quantize import LEAST, dither_bits, middle, step
 from memjax.compress._error_bounded.reference import columns_without, read_headers
 from memjax.compress._error_bounded.tiles import GROUPS, LANES
 from memjax.compress._error_bounded.warp import scales_of_bfloat16_values
@@ -113,7 +113,7 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref, kee
     def finish_short():
         """Decode up to four planes without signs: the outputs of most ReLUs."""
         numbers, state = get_planes(4, start)
-        words = lane_bits.transpose([*numbers, *[~none] * in_pairs], warp)
+        words = transpose([*numbers, *[~none] * in_pairs], warp)
         second, steps = jnp.arange(2, dtype=jnp.uint32)[:, None, None], [step(k) for k in exponents()]
         if in_pairs:
             scales = scales_of_bfloat16_values(steps, keeps_signs)
@@ -135,8 +135,8 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref, kee
         def finish_group(group, groups):
             """Decode a group at a time, so that many warps fit into the registers."""
             *planes, signs = groups[0]
-            lower = lane_bits.transpose(planes[:8], warp)
-            upper = lane_bits.transpose([*planes[8:], *[zero] * (15 - len(planes)), *[signs] * signed], warp)
+            lower = transpose(planes[:8], warp)
+            upper = transpose([*planes[8:], *[zero] * (15 - len(planes)), *[signs] * signed], warp)
             for i, which in itertools.product(range(8), ((0, 4, 2, 6), (1, 5, 3, 7))):
                 halves, sign = warp.bytes_of((lower[i], upper[i]), which), zero
                 if signed:
@@ -169,7 +169,7 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref, kee
 
         def finish_group(group, carry):
             signs_of_group, *bits = (take(x, group) for x in (signs, *numbers))
-            words = tuple(tuple(lane_bits.transpose(bits[i : i + 8], warp)) for i in range(0, len(bits), 8))
+            words = tuple(tuple(transpose(bits[i : i + 8], warp)) for i in range(0, len(bits), 8))
 
             def finish_word(word, carry):
                 rows = jnp.arange(2, dtype=jnp.int32)[:, None] * 8, 16 * group + word
@@ -241,7 +241,7 @@ def _into_cache(words_ref, offset, where):
 
 def _value_of(number, step, dtype, keeps_signs):
     """The `middle` of a number of `numbers_of` times a step, as `dtype`; the number is given as 2^23 more, a float."""
-    half = 1 << (dither.planes_of(dtype) - 1)
+    half = 1 << (dither_bits(dtype) - 1)
     value = (number - (2.0**23 + half)) * (step * (0.5 / half))
     if keeps_signs:
         value = jnp.maximum(value, (number - 2.0**23) * (step * (LEAST / half)))

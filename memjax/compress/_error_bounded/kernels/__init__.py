@@ -1,1 +1,0 @@
-"""The kernels of `ErrorBounded`, in Pallas."""
