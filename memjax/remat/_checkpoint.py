@@ -17,7 +17,7 @@ from memjax._core.arrays import is_float
 from memjax._core.backward.passes import vjp
 from memjax._core.compat import bodies, eval_jaxpr
 from memjax._core.lists import Arrays
-from memjax.remat._checkpoint_modules import wrapped
+from memjax.remat._modules import wrapped
 from memjax.remat.policies import NamePolicy
 
 
@@ -101,7 +101,7 @@ def _checkpoint(
 def _of_arrays(
     f: Callable, args: tuple, kwargs: dict[str, Any], static_argnums: tuple[int, ...]
 ) -> tuple[Arrays, Callable[[Arrays], Any]]:
-    """The arrays in the arguments, and `f` `f` as a function of them to (result, changes in NNX objects). All else is static."""
+    """The arrays in the arguments, and `f` as a function of them to (result, changes in NNX objects). All else is static."""
     for position in static_argnums:
         if not -len(args) <= position < len(args):
             raise check.fail(ValueError, "static_argnums", f"positions among {len(args)} arguments", position)

@@ -15,8 +15,7 @@ from memjax._core.lists import drop, merge, pick
 from memjax._plan.result import Plan
 from memjax.remat._chain.chain import chain
 from memjax.remat._chain.schedule import ChainSchedule
-from memjax.remat._flax.layers import call, check_layers
-from memjax.remat._flax.rnn import check_inputs, flags_of_call, run_cell
+from memjax.remat._layers import call, check_inputs, check_layers, flags_of_call, run_cell
 from memjax.remat._scan.scan import scan
 
 __all__ = ["RNN", "Chain"]
@@ -128,7 +127,7 @@ class RNN(nn.RNN):
 class Chain(nn.Sequential):
     """`flax.linen.Sequential` whose backward pass keeps within a memory budget, by `memjax.remat.chain`.
 
-    Each layer is one block of the chain, of which some values are kept and the others computed again. Parameters,
+    Each layer is one block of the chain, of which some values are kept and the others recomputed. Parameters,
     outputs and gradients are those of `nn.Sequential`, running statistics included; dropout masks are others.
 
     Attributes:

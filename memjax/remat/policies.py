@@ -11,7 +11,7 @@ other string does as well. What a checkpointed function keeps between forward an
 
     its inputs + the bytes of the values with a saved name (device) + those with an offloaded name (host)
 
-and everything else is computed again. `memjax.remat.checkpoint` warns of a name that no value has, where
+and everything else is recomputed. `memjax.remat.checkpoint` warns of a name that no value has, where
 `jax.checkpoint` stays silent and recomputes everything.
 """
 

@@ -1,7 +1,7 @@
 """The kernel that encodes a tile: one warp, with a lane of 128 values to a thread. It reads values once if they are not
 negative and, in float32, have at most 256 steps.
 
-The planes of values (value_planes.py) determine how many words the tile needs. When it has a place for them, the warp writes
+The planes of values (`_value_planes`) determine how many words the tile needs. When it has a place for them, the warp writes
 them; all lanes do the same, with different distances of shifts.
 
 Tiles get places in the order in which they arrive, by adding their counts of words to one sum. That order alone may differ from
@@ -141,8 +141,7 @@ def _write(where, coded, signs, is_unrolled, x_ref, words_ref, headers_ref, offs
     lax.fori_loop(0, warp.opaque(any_lane(u32(raw)).astype(jnp.int32) * (tiles.ROWS // RAW_ROWS)), put_raw, 0)
 
 
-# Turns a tile's values into planes of bits: magnitudes (quantize.py) with dither , in the order of a lane's values
-# (`transpose`).
+# A tile's values as planes of bits: magnitudes (quantize.py) with dither, in the order of a lane's values (`transpose`).
 #
 # Values become numbers of parts of steps. Two bytes of each number are read at a time, and collected four to a word.
 # Dither is added to their planes.

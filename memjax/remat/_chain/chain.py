@@ -19,8 +19,7 @@ from memjax._core.clear_errors import call_errors
 from memjax._core.lists import Arrays, drop, merge, pick
 from memjax._core.program.jaxpr import with_axes
 from memjax._plan.result import Plan
-from memjax.remat._chain.block import Block, after, together
-from memjax.remat._chain.cost import estimate, measured
+from memjax.remat._chain.block import Block, after, estimate, measured, together
 from memjax.remat._chain.items import BlockCost, Items, blocks_of
 from memjax.remat._chain.schedule import ChainSchedule, chain_schedule, checked_costs
 from memjax.remat._chain.within import Whole, ahead, whole, within
@@ -63,11 +62,11 @@ def chain(
       The last block's output; with `has_aux`, a pair of it and the list of what the blocks returned besides.
 
     Memory: within a budget the chain is planned as `memjax.plan` plans a loss, and cut where a block ends, inside of blocks as
-    well. Of each stretch the arrays are kept that take the longest to compute again for their bytes, and what else the
-    backward pass reads is computed again at its turn. So a block can keep everything, its input, or anything between. The plan
+    well. Of each stretch the arrays are kept that take the longest to recompute for their bytes, and what else the
+    backward pass reads is recomputed when it gets there. So a block can keep everything, its input, or anything between. The plan
     is made when the chain is differentiated, once for each program, and compiled up to four times until it fills the budget,
     or twice as often where the compiler takes more than was predicted. Where no plan is small enough, groups of blocks of
-    which the input is kept hold such groups in turn, each run again by a schedule of its own, as `chain_schedule` finds it.
+    which the input is kept hold such groups themselves, each recomputed by a schedule of its own, as `chain_schedule` finds it.
     Recomputation waits for the gradient that needs it. On a CPU compile with `memjax.remat_compiler_options()`, or the
     compiler may undo the recomputation.
 
@@ -132,7 +131,7 @@ def chain_plan(
 
     Returns:
       A `memjax.Plan`, or a `ChainSchedule` where that alone fits. It serves a chain of which less is differentiated, too, such as
-      one with frozen parameters: nothing is computed or kept for the others then, but what runs again is what was planned.
+      one with frozen parameters: nothing is computed or kept for the others then, but what is recomputed is what was planned.
 
     Raises:
       ValueError: as `chain`; `argnums` that are none of these, or choose no float.
@@ -271,7 +270,7 @@ def _run(items: Items, traced: Sequence[Block], values: Mapping[int, Arrays], x:
 
 
 def _recomputed(items: Items, traced: Sequence[Block]) -> Callable[..., tuple[Arrays, list[Arrays]]]:
-    """The blocks of `items`, of which only the input is kept; run again as `items` says."""
+    """The blocks of `items`, of which only the input is kept; recomputed as `items` says."""
     blocks = list(blocks_of(items))
 
     def plain(values, x):

@@ -44,7 +44,7 @@ def predict(items: Items, costs: Sequence[BlockCost]) -> tuple[float, int]:
 
     def visit(items: Items, held: int) -> None:
         nonlocal seconds, peak
-        gradient = costs[last(items)].output  # that of the last output waits while blocks run again
+        gradient = costs[last(items)].output  # that of the last output waits while blocks are recomputed
         for item in items:
             blocks = list(blocks_of(item))
             if isinstance(item, int):

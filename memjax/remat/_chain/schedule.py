@@ -2,7 +2,7 @@
 
 Beaumont et al. 2019, "Optimal checkpointing for heterogeneous chains: how to train deep neural networks with limited
 memory" (rotor). For each block the forward pass keeps all that its backward pass needs, or the block is part of a group
-of which only the input is kept: when the backward pass gets there, the group is run again, by a schedule of its own.
+of which only the input is kept: when the backward pass gets there, the group is recomputed, by a schedule of its own.
 Costs in, a schedule out.
 """
 
@@ -16,8 +16,7 @@ from typing import Any
 from memjax._core import check
 from memjax._core.check import readable_bytes
 from memjax.remat._chain.items import BlockCost, Items, blocks_of, predict, standing_bytes
-from memjax.remat._chain.least_memory import LeastMemory
-from memjax.remat._chain.least_time import LeastTime
+from memjax.remat._chain.solvers import LeastMemory, LeastTime
 
 _FIELDS = BlockCost._fields
 
@@ -28,7 +27,7 @@ class ChainSchedule:
 
     Attributes:
       items: the blocks in order. A number is a block that keeps all its backward pass needs; a tuple is a group of
-        consecutive blocks of which only the input is kept, run again in the backward pass as its own items say.
+        consecutive blocks of which only the input is kept, recomputed in the backward pass as its own items say.
       seconds: predicted time of forward and backward pass together.
       nbytes: predicted largest memory at one moment, beyond the chain's input, its parameters and their gradients.
       plain_seconds, plain_nbytes: the same with everything kept.

@@ -1,7 +1,7 @@
 """A chain within a budget: the blocks as one program, which is planned as any other, and cut between the blocks, too.
 
-A plan runs a stretch again once. Where the least such plan is too large, groups of blocks that hold groups to run again in their
-turn take less, by the schedule of `chain_schedule`.
+A plan recomputes a stretch once. Where the least such plan is too large, groups of blocks that hold groups to recompute take
+less, by the schedule of `chain_schedule`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ After "Memory-Efficient Implementation of DenseNets" (Pleiss et al. 2017, arXiv 
 
 Features are only ever appended, so the block's output already holds the input of every layer as a prefix. Between
 forward and backward nothing else is kept (`keep="features"`), or besides it the output of every 1x1 convolution
-(`keep="convolutions"`, the paper's choice). Concatenation costs nothing, normalisation and ReLU are computed again.
+(`keep="convolutions"`, the paper's choice). Concatenation costs nothing, normalisation and ReLU are recomputed.
 
 Three things make this cheap.
 
@@ -28,7 +28,6 @@ from jax import lax
 
 from memjax._core.arrays import accumulator, vary, varying_axes, zeros
 from memjax.remat._dense import triton, xla
-from memjax.remat._dense.conv import conv3x3, conv3x3_backward
 from memjax.remat._dense.spec import (
     DenseParams,
     DenseSpec,
@@ -37,6 +36,7 @@ from memjax.remat._dense.spec import (
     moments,
     norm_relu,
 )
+from memjax.remat._dense.xla import conv3x3, conv3x3_backward
 
 # The widest prefix of a run of layers that share a loop body, against the narrowest. Larger: fewer bodies to compile,
 # more work on channels that are switched off.

@@ -161,7 +161,7 @@ def norm_relu(x, mean, gain, bias):
 
 
 def dropout(spec: DenseSpec, key, layer, new):
-    """Drops new features of `layer`. The mask depends on `key` and `layer` alone, so that it can be made again."""
+    """Drops new features of `layer`. The mask depends on `key` and `layer` alone, so that it can be recomputed."""
     if spec.dropout_rate == 0.0:
         return new
     kept = jax.random.bernoulli(jax.random.fold_in(key, layer), 1.0 - spec.dropout_rate, new.shape)

@@ -11,9 +11,9 @@ import numpy as np
 
 from memjax._core.check import readable_bytes
 from memjax.remat._scan.costs import Costs, model
+from memjax.remat._scan.forward_counts import HiddenCounts
 from memjax.remat._scan.plan import Plan
-from memjax.remat._scan.schedules.forward_counts import HiddenCounts
-from memjax.remat._scan.schedules.schedule import Strategy, schedule
+from memjax.remat._scan.schedule import Strategy, schedule
 from memjax.remat._scan.step import Step, StepBackward
 from memjax.remat._scan.store import Shared
 
@@ -156,7 +156,7 @@ def _nest_seconds(
     length, budget, carry, kept = sizes
     count = (length - tail) // outermost
     inner = block * kept + carry * sum(parts, np.int64(0))  # bytes while a block is backpropagated
-    # A single part would be no loop: XLA might run it again before the tail's residuals are gone.
+    # A single part would be no loop: XLA might recompute it before the tail's residuals are gone.
     fits = (count >= 2) & ((count + 1) * carry + np.maximum(inner, tail * kept) <= budget)
     recomputed = (length - tail).astype(float)  # steps
     parts_above, part_steps = count.astype(float), outermost.astype(float)
@@ -167,7 +167,7 @@ def _nest_seconds(
         loops = loops + 3 * parts_above * part
         parts_above = parts_above * part
     several = block > 1
-    # Every block is advanced, advanced again, kept and pulled back; single steps need no loop, and no memory.
+    # Every block is advanced twice, kept and pulled back; single steps need no loop, and no memory.
     loops = loops + several * (2 * (length - tail) + recomputed) / block
     stored = tail + several * (length - tail)
     once = length * (costs.forward + costs.backward)
@@ -183,10 +183,10 @@ def _tables(sizes: _Sizes, costs: Costs, most_blocks: int) -> Iterator[tuple[Pla
         if blocks > most_blocks or (blocks == 2 and block > 1):  # the latter would be a nest of a single part
             continue
         slots = min(slots, blocks)
-        turns = HiddenCounts().count(blocks, slots) - 2 * blocks + 1
-        if turns > _MOST_MOVES:
+        runs = HiddenCounts().count(blocks, slots) - 2 * blocks + 1
+        if runs > _MOST_MOVES:
             continue
-        seconds = _table_seconds(sizes, costs, block, blocks, turns)
+        seconds = _table_seconds(sizes, costs, block, blocks, runs)
         yield Plan(sizes.length, block, tail, schedule(blocks, slots, strategy="hidden")), seconds
 
 
@@ -230,13 +230,13 @@ def _division(sizes: _Sizes, block: int) -> tuple[int, int, int]:
     return tail, (sizes.length - tail) // block + 1, slots
 
 
-def _table_seconds(sizes: _Sizes, costs: Costs, block: int, blocks: int, turns: int) -> float:
-    """Predicted time of a table that runs a block forward `turns` times to find a state.
+def _table_seconds(sizes: _Sizes, costs: Costs, block: int, blocks: int, runs: int) -> float:
+    """Predicted time of a table that runs a block forward `runs` times to find a state.
 
-    Besides there are the first pass, and running each block but the tail again to pull it back.
+    Besides there are the first pass, and running each block but the tail once more to pull it back.
     """
     loop = costs.loop if block > 1 else 0.0
     store = costs.store if block > 1 else 0.0
     once = sizes.length * (costs.forward + costs.backward + store) + 3 * blocks * loop
     move = block * costs.forward + costs.turn
-    return once + (blocks - 1) * move + turns * (move + loop)
+    return once + (blocks - 1) * move + runs * (move + loop)

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
+from memjax._core import check
+from memjax._core.arrays import is_float, zeros
 from memjax._core.check import number
+from memjax._core.lists import Arrays, pick
 from memjax._core.program.costs import flops
 from memjax._core.program.jaxpr import nbytes
 from memjax._core.program.primitives import expensive
-from memjax.remat._scan.step import Step
+from memjax._core.timing import seconds
+from memjax.remat._scan.step import Blocks, Pull, Step, StepBackward, trace_step
+from memjax.remat._scan.store import Separate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +32,7 @@ class Costs:
       backward: one step backward, from its residuals.
       store: writing the residuals of one step to memory and reading them again.
       loop: starting a loop over the steps of a block.
-      turn: a turn of a loop whose number of turns stands in a table, and moving its state to and from a slot.
+      turn: an iteration of a loop whose number of iterations stands in a table, and moving its state to and from a slot.
 
     Raises:
       ValueError: a time that is negative or not finite.
@@ -56,3 +66,119 @@ def model(step: Step, kept: int) -> Costs:
         loop=1e-6,
         turn=2e-6 + step.carry_nbytes / 1e10,
     )
+
+
+_BLOCK = 8  # steps of a block whose residuals are kept
+_SECONDS = 0.015  # for one run of the longer loops
+_REPETITIONS = 15
+
+
+class _Cycled(Blocks):
+    """Blocks that read the rows of xs over and over."""
+
+    def _row(self, i: Any) -> Any:
+        return i % self.length
+
+
+def profile(f: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any = None) -> Costs:
+    """Time one step of `f` forward and backward, and what storing and loops cost, on the default device.
+
+    Args:
+      f, init, xs: as for `memjax.remat.scan`, with concrete arrays (outside `jit`). A few rows of `xs` will do.
+
+    Returns:
+      `Costs` in seconds: plain data, to keep and to give to `memjax.remat.scan(..., costs=...)`. Takes some seconds,
+      for the most part compilation.
+
+    Every figure is a difference between loops of two lengths, each the fastest of many runs taken in turn, so that
+    starting a program and a busy machine count for little.
+
+    Raises:
+      TypeError: what is no concrete array; a carry whose structure or type changes.
+      ValueError: no row in `xs`.
+    """
+    check.function("f", f, "f(carry, x) returns (carry, y)", arguments=2)
+    for name, tree in (("init", init), ("xs", xs)):
+        for leaf in jax.tree.leaves(check.arrays(name, tree)):
+            if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
+                raise check.fail(TypeError, name, "concrete arrays", leaf, "profile runs f: call it outside jit")
+    if any(not jnp.ndim(leaf) or not len(leaf) for leaf in jax.tree.leaves(xs)):
+        raise check.fail(ValueError, "xs", "arrays with at least one row", xs, "a few rows will do")
+    step, carry = trace_step(f, init, xs)
+    backward = StepBackward(step, [is_float(jax.typeof(c)) for c in step.consts], [False] * len(step.x))
+    rows = [jnp.asarray(x) for x in jax.tree.leaves(xs)]
+    ways: list[Callable[..., Any]] = [
+        _advance,
+        _in_pairs,
+        _by_moves,
+        partial(_forward_and_back, 1),
+        partial(_forward_and_back, _BLOCK),
+    ]
+
+    def program(way: Callable[..., Any], steps: int) -> Callable[[], Any]:
+        def run(consts, rows, carry, count):
+            return way(_Cycled(step, consts, rows, len(rows[0]) if rows else 1, False), backward, carry, steps, count)
+
+        compiled = jax.jit(run).lower(step.consts, rows, carry, steps).compile()
+        return lambda: compiled(step.consts, rows, carry, steps)
+
+    probe = program(_advance, 2 * _BLOCK)
+    seconds(probe)
+    once = min(seconds(probe) for _ in range(3)) / (2 * _BLOCK)
+    short = _BLOCK * max(1, min(16, round(_SECONDS / once / 4 / _BLOCK)))
+    long = 4 * short
+    pairs = [(program(way, short), program(way, long)) for way in ways]
+    for pair in pairs:
+        for run in pair:
+            seconds(run)
+    taken = [[(seconds(a), seconds(b)) for a, b in pairs] for _ in range(_REPETITIONS)]
+    fastest = [tuple(map(min, zip(*column, strict=True))) for column in zip(*taken, strict=True)]
+    flat, in_pairs, by_moves, single, blocks = ((b - a) / (long - short) for a, b in fastest)
+    flat = max(flat, 0.0)  # a step that does nothing takes less than the clock tells apart
+    loop = max(2 * (in_pairs - flat), 0.0)
+    return Costs(
+        forward=flat,
+        backward=max(single - flat, 0.1 * flat),
+        store=max(blocks - single - 2 * loop / _BLOCK, 0.0),
+        loop=loop,
+        turn=max(by_moves - flat, 0.0),
+    )
+
+
+def _advance(blocks: Blocks, backward: StepBackward, carry: Arrays, steps: int, count: Any) -> Any:
+    return blocks.advance(carry, 0, steps)
+
+
+def _in_pairs(blocks: Blocks, backward: StepBackward, carry: Arrays, steps: int, count: Any) -> Any:
+    """A loop for every second step."""
+
+    def body(carry, i):
+        return blocks.advance(carry, 2 * i, 2), None
+
+    return lax.scan(body, carry, jnp.arange(steps // 2, dtype=jnp.int32))[0]
+
+
+def _by_moves(blocks: Blocks, backward: StepBackward, carry: Arrays, steps: int, count: Any) -> Any:
+    """A loop whose number of iterations the compiler does not know, in which every state goes to a slot."""
+    store = Separate(blocks.step.carry, backward.kept, 1, 3, 0)
+
+    def iteration(i, state):
+        carry, slots = state
+        carry = blocks.advance(carry, i, 1)
+        return carry, store.put_state(slots, i % 4, carry)
+
+    return lax.fori_loop(0, count, iteration, (carry, store.new(carry)))
+
+
+def _forward_and_back(n: int, blocks: Blocks, backward: StepBackward, carry: Arrays, steps: int, count: Any) -> Any:
+    """Run and backpropagate `n` steps at a time, always forwards."""
+    ct_ys = [zeros(aval, (blocks.length,)) for aval in pick(blocks.step.y, backward.out_float[len(carry) :])]
+
+    def body(state, i):
+        carry, pull = state
+        carry, _, kept = blocks.keep(backward, carry, [], i * n, n)
+        return (carry, blocks.back(backward, kept, i * n, n, pull, [], ct_ys)[0]), None
+
+    consts = [jnp.zeros_like(c) for c in pick(blocks.consts, backward.wrt_consts)]
+    start = (carry, Pull(pick(carry, backward.wrt_carry), consts))
+    return lax.scan(body, start, jnp.arange(steps // n, dtype=jnp.int32))[0]

@@ -1,9 +1,9 @@
 """Running a `Plan`: the forward pass that fills slots, and the backward pass that recomputes from them.
 
 The size of the compiled program does not depend on the length: moves are rows of constant tables that loops read. Slots
-are preallocated buffers that the loops carry and update in place. All moves are alike, and the moves of one turn are one loop,
-for two reasons: XLA would copy whole buffers that a branch of a `cond` writes to, and a GPU waits for the host at every branch
-and at every turn of a loop of unknown length.
+are preallocated buffers that the loops carry and update in place. All moves are alike, and the moves of one iteration are one
+loop, for two reasons: XLA would copy whole buffers that a branch of a `cond` writes to, and a GPU waits for the host at every
+branch and at every iteration of a loop of unknown length.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from jax import lax
 
 from memjax._core.arrays import zeros
 from memjax._core.lists import Arrays, pick
-from memjax.remat._scan.blocks import Blocks, Pull, at, put
 from memjax.remat._scan.plan import Plan
-from memjax.remat._scan.step import Step, StepBackward
+from memjax.remat._scan.step import Blocks, Pull, Step, StepBackward, at, put
 from memjax.remat._scan.store import Separate, Shared, StateCodec
 
 _Cotangents = tuple[Pull, Arrays]
@@ -40,9 +39,9 @@ def forward(
     n = plan.block
     store = store_of(plan, blocks.step, backward, codec)
 
-    def body(state, turn):
+    def body(state, rows):
         carry, slots, ys = state
-        block, row, kept_row = turn
+        block, row, kept_row = rows
         if row is not None:
             slots = store.put_state(slots, row.astype(jnp.int32), carry)
         if kept_row is None:
@@ -60,8 +59,8 @@ def forward(
         if plan.schedule is not None:
             row = jnp.asarray(plan.moves.stored)
             kept_row = jnp.asarray(plan.moves.kept) if plan.keeps_residuals else None
-        turns = jnp.arange(plan.blocks, dtype=jnp.int32), row, kept_row
-        state, _ = lax.scan(body, state, turns, unroll=blocks.unroll if n == 1 else 1)
+        table = jnp.arange(plan.blocks, dtype=jnp.int32), row, kept_row
+        state, _ = lax.scan(body, state, table, unroll=blocks.unroll if n == 1 else 1)
     carry, slots, ys = state
     tail: Arrays = []
     if plan.tail:
@@ -113,7 +112,7 @@ class _PullBack:
         return self.blocks.back(self.backward, kept, start, steps, *cotangents, self.ct_ys)
 
     def recomputed(self, carry: Arrays, start: Any, cotangents: _Cotangents) -> _Cotangents:
-        """Run a block again from its first state, and backpropagate it."""
+        """Recompute a block from its first state, and backpropagate it."""
         _, _, kept = self.blocks.keep(self.backward, carry, [], start, self.plan.block)
         return self.kept(kept, start, self.plan.block, cotangents)
 
@@ -149,12 +148,12 @@ class _PullBack:
         return parts(plan.levels, plan.blocks // plan.levels[0], starts, 0, cotangents)
 
     def table(self, slots: Arrays, cotangents: _Cotangents) -> _Cotangents:
-        """A turn for every block: run forward what its row of the table says, then backpropagate the block."""
+        """An iteration for every block: run forward what its row of the table says, then backpropagate the block."""
         store, blocks, n = self.store, self.blocks, self.plan.block
         moves, keeps = self.plan.moves, self.plan.keeps_residuals
         ahead, ahead_kept = jnp.asarray(moves.ahead), jnp.asarray(moves.ahead_kept)
 
-        def turn(state, row):
+        def iteration(state, row):
             slots, cotangents, done = state
             block, count, source, kept_row = (column.astype(jnp.int32) for column in row)
             first = block - count + (1 if keeps else 0)  # with rows for residuals the last move is the block itself
@@ -180,5 +179,5 @@ class _PullBack:
 
         columns = moves.turns, moves.source, moves.residuals
         table = jnp.arange(self.plan.blocks - 1, -1, -1, dtype=jnp.int32), *map(jnp.asarray, columns)
-        (_, cotangents, _), _ = lax.scan(turn, (slots, cotangents, jnp.int32(0)), table)
+        (_, cotangents, _), _ = lax.scan(iteration, (slots, cotangents, jnp.int32(0)), table)
         return cotangents

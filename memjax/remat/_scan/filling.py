@@ -1,4 +1,4 @@
-"""From a budget to the plan of a scan: choose by the model, compile, and choose again with what it was off by.
+"""From a budget to the plan of a scan: choose by the model, compile, and choose anew with what it was off by.
 
 The model counts what is kept. What the compiler takes besides, outputs and their gradients and the working memory of a step,
 differs little from plan to plan.
@@ -22,10 +22,9 @@ from memjax._core.program.jaxpr import nbytes, trace
 from memjax._plan.budget.digest import digest_of
 from memjax._plan.compiled import device_of, step_bytes
 from memjax._plan.layout import layout_of
-from memjax.remat._scan.blocks import Blocks
 from memjax.remat._scan.execute import forward, pull_back
 from memjax.remat._scan.plan import Plan
-from memjax.remat._scan.step import StepBackward
+from memjax.remat._scan.step import Blocks, StepBackward
 
 _MOST_TRIES = 5
 _FULL = 0.95  # of the budget

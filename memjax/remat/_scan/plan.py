@@ -14,22 +14,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from memjax.remat._scan.schedules.actions import CORE
-from memjax.remat._scan.schedules.schedule import Schedule
+from memjax.remat._scan.schedule import CORE, Schedule
 
 
 class Moves(NamedTuple):
     """A schedule as columns of constant tables, which name rows of the slots.
 
     The first pass runs the blocks in their order. Then they are backpropagated from the last on. Before each, the
-    blocks from some kept state up to it may run again. What nobody reads goes to the rows after the slots, so that
-    every move is alike. Schedules that may keep residuals have rows for them: there a block that has to run again right
+    blocks from some kept state up to it may be recomputed. What nobody reads goes to the rows after the slots, so that
+    every move is alike. Schedules that may keep residuals have rows for them: there a block that is recomputed right
     before its backpropagation is one more move, which leaves its residuals after the slots.
 
     Attributes:
       stored: (blocks,) row for the state before each block of the first pass.
       kept: (blocks,) row for the residuals of each block of the first pass.
-      ahead: (moves,) what runs again, one block a move: row for the state after it.
+      ahead: (moves,) what is recomputed, one block a move: row for the state after it.
       ahead_kept: (moves,) row for its residuals.
       turns: (blocks,) in the order of the backward pass: moves ahead of a block's backpropagation.
       source: (blocks,) row of the state that they start from.

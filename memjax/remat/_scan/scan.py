@@ -18,14 +18,13 @@ from memjax._core.backward.derivatives import Static, differentiated_as, perturb
 from memjax._core.clear_errors import call_errors
 from memjax._core.lists import Arrays, drop, merge, pick
 from memjax._core.program.jaxpr import with_axes
-from memjax.remat._scan.blocks import Blocks
 from memjax.remat._scan.choose import check_budget, choose, exact
 from memjax.remat._scan.costs import Costs
 from memjax.remat._scan.execute import forward, pull_back
 from memjax.remat._scan.filling import compiled_bytes, filling, output_bytes
 from memjax.remat._scan.plan import Plan
-from memjax.remat._scan.schedules.schedule import Strategy
-from memjax.remat._scan.step import Step, StepBackward, trace_step
+from memjax.remat._scan.schedule import Strategy
+from memjax.remat._scan.step import Blocks, Step, StepBackward, trace_step
 from memjax.remat._scan.store import StateCodec
 
 _STRATEGIES = (None, "hidden", "internal", "mixed")
@@ -58,8 +57,8 @@ def scan(
       xs: a pytree of arrays of shape (length, ...), or None.
       length: the number of steps; needed where `xs` has no arrays.
       reverse: run from the last row of `xs` to the first.
-      unroll: how many steps one turn of a loop takes, as for `jax.lax.scan`, wherever steps simply follow each other: in the
-        forward pass and in blocks. The steps that a schedule for `slots` repeats, and backpropagates, stay one to a turn.
+      unroll: how many steps one iteration of a loop takes, as for `jax.lax.scan`, wherever steps simply follow each other: in the
+        forward pass and in blocks. The steps that a schedule for `slots` repeats, and backpropagates, stay one to an iteration.
       slots: memory in units of one carry, the first state's included: exactly the schedule
         `memjax.remat.schedule(length, slots, strategy=strategy, internal_size=a)` runs, step by step, where a kept
         internal state takes a = 1 + ceil(r / s) units: r bytes of a step's residuals, s bytes of a carry. What `f` hands
@@ -95,7 +94,7 @@ def scan(
 
     With `codec` a slot takes the bytes of a code instead of s.
 
-    What is computed again runs its effects again: a `jax.debug.callback` or `jax.debug.print` in `f` may run more than once for
+    What is recomputed runs its effects again: a `jax.debug.callback` or `jax.debug.print` in `f` may run more than once for
     a step, in the backward pass as well.
 
     Not supported, where `jax.lax.scan` has it: forward-mode differentiation; a traced `length`, also with

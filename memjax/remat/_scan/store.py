@@ -22,8 +22,7 @@ from jax import lax
 from memjax._core.arrays import is_float, vary, zeros
 from memjax._core.lists import Arrays
 from memjax._core.program.jaxpr import nbytes
-from memjax.remat._scan.blocks import at, put
-from memjax.remat._scan.step import ArrayType
+from memjax.remat._scan.step import ArrayType, at, put
 
 
 class StateCodec(Protocol):
@@ -73,8 +72,7 @@ class Separate:
         return [*(self._put(*pair, row) for pair in zip(buffers[:n], cells, strict=True)), *buffers[n:]]
 
     def _put(self, buffer: Any, cell: Any, row: Any) -> Any:
-        """The buffer with the cell in that row. Past the last row: as it is, by writing what is in a row there again,
-
+        """The buffer with the cell in that row. Past the last row: as it is, by writing what is in a row there once more,
         since a branch would copy the buffer.
         """
         exists = row < self.rows
@@ -182,9 +180,9 @@ class _Pieces:
         buffers = list(buffers)
         for place, leaf in zip(self.places, kept, strict=True):
             parts = jnp.split(leaf, place.pieces, axis=-1) if place.pieces > 1 else [leaf]
-            for turn, part in enumerate(parts):
+            for index, part in enumerate(parts):
                 written = 0
-                for buffer, first, stop in self._rows(place, turn):
+                for buffer, first, stop in self._rows(place, index):
                     steps = part[written : written + stop - first]
                     buffers[buffer] = lax.dynamic_update_slice_in_dim(buffers[buffer], steps, row + first, 0)
                     written += stop - first
@@ -194,15 +192,15 @@ class _Pieces:
         kept = []
         for place in self.places:
             parts = []
-            for turn in range(place.pieces):
-                steps = [cells[buffer][first:stop] for buffer, first, stop in self._rows(place, turn)]
+            for index in range(place.pieces):
+                steps = [cells[buffer][first:stop] for buffer, first, stop in self._rows(place, index)]
                 parts.append(jnp.concatenate(steps) if len(steps) > 1 else steps[0])
             kept.append(jnp.concatenate(parts, -1) if len(parts) > 1 else parts[0])
         return kept
 
-    def _rows(self, place: _Place, turn: int) -> Iterator[tuple[int, int, int]]:
+    def _rows(self, place: _Place, index: int) -> Iterator[tuple[int, int, int]]:
         """(leaf of the carry, first row, row after the last) for the steps of one piece, the group's rows end to end."""
-        start = place.first + turn * self.block
+        start = place.first + index * self.block
         for i, leaf in enumerate(self.groups[place.group]):
             low = max(start - i * self.rows, 0)
             high = min(start + self.block - i * self.rows, self.rows)

@@ -29,7 +29,7 @@ from memjax._core.lists import Arrays, drop, merge, pick
 from memjax._core.program.closures import Hoisted
 from memjax._core.program.jaxpr import result_types, with_axes
 from memjax._core.segments import Segments, segment_count, shards, whole
-from memjax.remat._tiled.heads_apart import refuse_mixed_heads
+from memjax.remat._tiled.mixing import refuse_mixed_heads
 from memjax.remat._tiled.tiled import tiled
 
 Attend = Callable[[Array, Array, Array], Array]
@@ -212,7 +212,7 @@ class _Layer:
 
     def _back(self, saved: Any, dy: Array) -> tuple[Arrays, Arrays, Array, None]:
         constants, kernels, x, positions, kept = saved
-        # Nothing is computed again, nor a buffer made, before the cotangent is there.
+        # Nothing is recomputed, nor a buffer made, before the cotangent is there.
         dy, x, zero, *kept = barrier([dy, x, jnp.zeros((), x.dtype), *kept])
         before, within = constants[: self._n], constants[self._n :]
         floats = [is_float(jax.typeof(value)) for value in constants]

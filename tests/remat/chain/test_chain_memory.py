@@ -6,7 +6,7 @@ import pytest
 
 from memjax._core.program.jaxpr import calls_in_place
 from memjax.remat import chain, chain_costs, chain_plan, chain_schedule
-from memjax.remat._chain.cost import modelled_bytes
+from memjax.remat._chain.block import modelled_bytes
 from tests.remat.chain import chain_cases as cases
 from tests.remat.chain.chain_cases import plain
 

@@ -8,10 +8,9 @@ import random
 import pytest
 
 from memjax.remat import BlockCost, ChainSchedule, chain_schedule
-from memjax.remat._chain import least_time
 from memjax.remat._chain.items import predict
-from memjax.remat._chain.least_time import LeastTime
-from memjax.remat._scan.schedules.forward_counts import HiddenCounts
+from memjax.remat._chain.solvers import LeastTime
+from memjax.remat._scan.forward_counts import HiddenCounts
 
 
 def random_costs(seed, n, *, largest=6):
@@ -170,7 +169,7 @@ def test_equal_stretches_are_solved_once():
 
 def test_work_is_bounded(monkeypatch):
     """More different blocks share fewer units of memory, down to a number that schedules still follow from."""
-    monkeypatch.setattr(least_time, "_WORK", 1e5)
+    monkeypatch.setattr(solvers, "_WORK", 1e5)
     costs, budget = random_costs(0, 40), 1 << 20
     found = LeastTime(costs, budget)
     assert found.segments == 40 * 41 // 2

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from memjax.remat._dense.conv import conv3x3, conv3x3_backward
+from memjax.remat._dense.xla import conv3x3, conv3x3_backward
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 7, 3), (1, 1, 1, 2), (3, 4, 1, 1)])

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memjax.remat import Schedule, schedule
-from memjax.remat._scan.schedules import forward_counts
-from memjax.remat._scan.schedules.actions import CORE, INIT
-from memjax.remat._scan.schedules.schedule import _counts
+from memjax.remat._scan import forward_counts
+from memjax.remat._scan.schedule import CORE, INIT, _counts
 
 # Minimal forward steps, found by exhaustive search and dynamic programming outside this project:
 # (strategy, length, slots, internal size): steps.

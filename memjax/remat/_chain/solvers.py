@@ -1,4 +1,4 @@
-"""The schedules of a chain that take the least time, for every amount of memory."""
+"""The schedules of a chain that take the least memory, and those that take the least time for every amount of memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,52 @@ import numpy as np
 
 from memjax.remat._chain.items import BlockCost, Items, forward_peaks
 
+
+class LeastMemory:
+    """The schedules of the least memory, exact in bytes. Among equal ones it is the fastest.
+
+    For blocks s to t - 1 either block s keeps all, or the first k do not, k being chosen:
+    M(s, t) = min(kept_s + M(s + 1, t), max over the split's parts(forward peak, output_{k-1} + M(k, t), M(s, k))).
+    """
+
+    def __init__(self, costs: Sequence[BlockCost]):
+        n = len(costs)
+        self.nbytes = np.zeros((n, n + 1), np.int64)
+        self.seconds = np.zeros((n, n + 1))  # recomputed forward passes
+        self.split = np.zeros((n, n + 1), np.int64)  # 0: block s keeps all
+        output = np.array([cost.output for cost in costs])
+        forward = np.concatenate([[0.0], np.cumsum([cost.forward for cost in costs])])
+        for s in range(n - 1, -1, -1):
+            here, peaks = costs[s], forward_peaks(costs, s)
+            for t in range(s + 1, n + 1):
+                gradient = costs[t - 1].output
+                keep = max(here.kept + gradient + here.forward_work, here.kept + here.backward_work)
+                seconds = 0.0
+                if t > s + 1:
+                    keep = max(keep, here.kept + int(self.nbytes[s + 1, t]))
+                    seconds = self.seconds[s + 1, t]
+                best, k = (keep, seconds), 0
+                if t > s + 1:
+                    ks = np.arange(s + 1, t)
+                    parts = np.maximum(output[ks - 1] + self.nbytes[ks, t], self.nbytes[s, ks])
+                    parts = np.maximum(parts, gradient + peaks[: t - s - 1])
+                    recomputed = forward[ks] - forward[s] + self.seconds[ks, t] + self.seconds[s, ks]
+                    i = np.lexsort((recomputed, parts))[0]
+                    if (parts[i], recomputed[i]) < best:
+                        best, k = (parts[i], recomputed[i]), int(ks[i])
+                self.nbytes[s, t], self.seconds[s, t] = best
+                self.split[s, t] = k
+
+    def items(self, s: int, t: int) -> Items:
+        """The schedule for blocks `s` to `t - 1`."""
+        items: list[Any] = []
+        while s < t:
+            k = int(self.split[s, t])
+            items.append(self.items(s, k) if k else s)
+            s = k or s + 1
+        return tuple(items)
+
+
 _STEPS = 500  # units of memory that a budget is divided into
 _FEWEST_STEPS = 150
 _WORK = 1e9  # elements that the dynamic program may visit before it takes fewer units
@@ -17,7 +63,7 @@ _WORK = 1e9  # elements that the dynamic program may visit before it takes fewer
 class LeastTime:
     """The schedules of the least time for every number of units of memory.
 
-    C(s, t, m), the time that blocks s to t - 1 spend on running again within m units, the paper's equations 1 and 2:
+    C(s, t, m), the time that blocks s to t - 1 spend on recomputing within m units, the paper's equations 1 and 2:
     min(C(s + 1, t, m - kept_s), min over k of (F_s + ... + F_{k-1} + C(k, t, m - output_{k-1}) + C(s, k, m))).
     """
 
@@ -32,7 +78,7 @@ class LeastTime:
         self.forward = np.concatenate([[0.0], np.cumsum([cost.forward for cost in costs])])
         self.peaks = [_rises(forward_peaks(costs, s)) for s in range(n)]
         self.rows = np.full((self.segments, self.most + 1), np.inf)
-        self.moved: dict[tuple[int, int], int] = {}  # (row, units): the row, moved by so many units, in `after`
+        self.shifted: dict[tuple[int, int], int] = {}  # (row, units): the row, shifted by so many units, in `after`
         self.after = np.full((self.segments, self.most + 1), np.inf)
         self.row = np.zeros((n, n + 1), np.int64)
         self.row_after = np.zeros((n, n + 1), np.int64)  # of C(s, t, m - output_{s-1})
@@ -47,19 +93,19 @@ class LeastTime:
                 else:
                     self.row[s, t] = self.row[twin, twin + length]
                 if s:
-                    self.row_after[s, t] = self._move(int(self.row[s, t]), self._units(costs[s - 1].output))
+                    self.row_after[s, t] = self._shift(int(self.row[s, t]), self._units(costs[s - 1].output))
 
     def _units(self, nbytes: int) -> int:
         return min(-(-nbytes // self.unit), self.most + 1)
 
-    def _move(self, row: int, units: int) -> int:
+    def _shift(self, row: int, units: int) -> int:
         key = (row, units)
-        if key not in self.moved:
-            index = self.moved[key] = len(self.moved)
+        if key not in self.shifted:
+            index = self.shifted[key] = len(self.shifted)
             if index == len(self.after):
                 self.after = np.concatenate([self.after, np.full_like(self.after, np.inf)])
             self.after[index, units:] = self.rows[row, : self.most + 1 - units]
-        return self.moved[key]
+        return self.shifted[key]
 
     def _times(self, s: int, t: int, units: slice) -> np.ndarray:
         """(choices, units) times. First block s keeps all; then, for k = s + 1, ..., the blocks before k do not."""

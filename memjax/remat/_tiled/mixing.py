@@ -1,4 +1,4 @@
-"""Whether attention treats heads apart and alike, so that a group of them is computed as they are among all."""
+"""Refusing functions that mix positions of tiles, or heads of groups: a part is to be computed as it is among all."""
 
 from __future__ import annotations
 
@@ -10,8 +10,49 @@ import jax
 from memjax._core.check import shown
 from memjax._core.positions.lengths import check_alike, check_same, check_same_constants
 from memjax._core.positions.rules import walk
-from memjax._core.positions.walk import UNKNOWN, Mixed, Positions, Seen
+from memjax._core.positions.walk import UNKNOWN, Mixed, Positions, Seen, State, Summed
 from memjax._core.tiles import with_size
+
+
+def refuse_mixed_positions(
+    f: Callable[..., Any],
+    traced: Callable[[int], Any],
+    out_axes: Sequence[int | None],
+    tile: int,
+    length: int,
+) -> None:
+    """Raises ValueError if `f` mixes positions. `traced` gives its program for a number of positions."""
+    lengths = (tile, length) if 1 < tile < length else (max(length, 2), 2 * max(length, 2))
+    name = getattr(f, "__qualname__", None) or repr(f)
+    try:
+        first, second = map(traced, lengths)
+        seen, as_well = (program.check_results(out_axes) for program in (first, second))
+        check_same(first.closed.jaxpr, second.closed.jaxpr)
+        check_alike(seen, as_well)
+        check_same_constants(first.closed.consts, second.closed.consts)
+    except Mixed as reason:
+        raise ValueError(
+            f"f must not mix positions, got {name}, in which {reason}. Take that part out of it; if it is exact tile by tile "
+            "all the same, use check=False"
+        ) from None
+
+
+def check_result(index: int, state: State, axis: int | None) -> None:
+    if axis is None:
+        if not isinstance(state, Summed):
+            what = (
+                "has positions"
+                if isinstance(state, Positions)
+                else "does not depend on positions: tiles would add it again"
+            )
+            raise Mixed(f"result {index}, which is to be added up (out_axes=None), {what}")
+    elif isinstance(state, Summed):
+        raise Mixed(f"result {index} is a sum over positions, which needs out_axes=None")
+    elif isinstance(state, Positions):
+        if state != Positions(axis, 1):
+            raise Mixed(f"result {index} has its positions in dimension {state.dim}, not {axis}")
+    elif state.uneven[axis]:
+        raise Mixed(f"result {index} differs from position to position but does not depend on the mapped arguments")
 
 
 def refuse_mixed_heads(name: str, f: Callable[..., Any], arrays: Sequence[Any], given: Any = None) -> None:

@@ -9,17 +9,37 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, NamedTuple
 
 from memjax._core import check
-from memjax.remat._scan.schedules.actions import CORE, INIT, Action
-from memjax.remat._scan.schedules.forward_counts import HiddenCounts, InternalCounts, MixedCounts
-from memjax.remat._scan.schedules.schedule_plot import draw
+from memjax.remat._scan.forward_counts import HiddenCounts, InternalCounts, MixedCounts
+
+INIT = -1  # the state the whole chain starts from, where it is not one of the slots ("internal")
+CORE = -2  # the working core: one internal state, used up by the backward step that follows
+
+
+class Action(NamedTuple):
+    """One move of the machine: a working hidden state, a working core and the slots.
+
+    kind        meaning
+    "load"      the working state becomes the state before step `start`, kept in `slot`
+    "advance"   run steps `start` to `stop - 1` from the working state
+    "store"     keep the working state, the one before step `start`, in `slot`
+    "keep"      run step `start`, its internal state kept from `slot` on, or in the working core (CORE)
+    "backward"  backpropagate step `start` from the internal state in `slot` or CORE, which is then free
+    "free"      `slot` is free from now on
+    """
+
+    kind: str
+    start: int
+    stop: int
+    slot: int
+
 
 Strategy = Literal["hidden", "internal", "mixed", "mixed-shared"]
 _MOST_ENTRIES = 50_000_000  # of a table of both kinds of states: 400 MB
-STRATEGIES = ("hidden", "internal", "mixed", "mixed-shared")
+_STRATEGIES = ("hidden", "internal", "mixed", "mixed-shared")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +60,7 @@ class Schedule:
     forward_steps: int
 
     def __post_init__(self) -> None:
-        check.choice("strategy", self.strategy, STRATEGIES)
+        check.choice("strategy", self.strategy, _STRATEGIES)
         for name, least in (("length", 0), ("slots", 1), ("internal_size", 1), ("forward_steps", 0)):
             check.integer(name, getattr(self, name), least=least)
 
@@ -151,7 +171,7 @@ class Schedule:
         internal state; the grey or orange line below it shows for how long. Returns the axes.
         """
         check.axes(ax)
-        return draw(self.actions, str(self), start_in_slot=self.strategy != "internal", ax=ax)
+        return _draw(self.actions, str(self), start_in_slot=self.strategy != "internal", ax=ax)
 
 
 def schedule(length: int, slots: int, *, strategy: Strategy = "mixed", internal_size: int = 1) -> Schedule:
@@ -178,7 +198,7 @@ def schedule(length: int, slots: int, *, strategy: Strategy = "mixed", internal_
 
     Source: Gruslys et al. 2016, section 3, equations 2, 4, 8, 9 and 10.
     """
-    check.choice("strategy", strategy, STRATEGIES)
+    check.choice("strategy", strategy, _STRATEGIES)
     length = check.integer("length", length, least=0, what="a number of steps")
     slots = check.integer("slots", slots, least=1, what="units of memory", fix="the working state needs one")
     least = 2 if strategy == "mixed-shared" else 1
@@ -201,3 +221,53 @@ def _counts(length: int, slots: int, strategy: str, internal_size: int) -> Hidde
     if strategy == "internal":
         return InternalCounts()
     return MixedCounts(length, slots, internal_size, shared=strategy == "mixed-shared")
+
+
+def _draw(actions: Iterable[Action], title: str, *, start_in_slot: bool, ax: Any = None) -> Any:
+    """Actions downwards, steps to the right; returns the axes. `start_in_slot`: the first state takes slot 0."""
+    from matplotlib import pyplot as plt
+
+    if ax is None:
+        _, ax = plt.subplots(figsize=(7, 7))
+    kept_since = {0: (0, 0, "hidden")} if start_in_slot else {}
+    forward, backward, hidden, internal, lives = [], [], [], [], []
+    row = 0
+    for action in actions:
+        if action.kind == "advance":
+            forward.append((row, action.start, action.stop))
+            row += 1
+        elif action.kind == "store":
+            hidden.append((row - 1, action.start))
+            kept_since[action.slot] = (row - 1, action.start, "hidden")
+        elif action.kind == "keep":
+            forward.append((row, action.start, action.stop))
+            if action.slot >= 0:
+                internal.append((row, action.stop))
+                kept_since[action.slot] = (row, action.stop, "internal")
+            row += 1
+        elif action.kind == "backward":
+            backward.append((row, action.start, action.stop))
+            row += 1
+        if action.kind in ("free", "backward") and action.slot >= 0:
+            lives.append((*kept_since.pop(action.slot), row))
+    lives += [(*life, row) for life in kept_since.values()]
+
+    for kind, colour in (("hidden", "0.75"), ("internal", "tab:orange")):
+        spans = [(step, since, until) for since, step, of, until in lives if of == kind]
+        if spans:
+            at, since, until = zip(*spans, strict=True)
+            ax.vlines(at, since, until, color=colour, linewidth=3, label=f"{kind} state kept")
+    for spans, colour, label in ((forward, "tab:blue", "forward"), (backward, "tab:red", "backward")):
+        if spans:
+            rows, starts, stops = zip(*spans, strict=True)
+            ax.hlines(rows, starts, stops, color=colour, linewidth=1.2, label=label)
+    for marks, marker in ((hidden, "o"), (internal, "s")):
+        if marks:
+            rows, at = zip(*marks, strict=True)
+            ax.plot(at, rows, marker, color="black", markersize=3)
+    ax.invert_yaxis()
+    ax.set_xlabel("step")
+    ax.set_ylabel("action")
+    ax.set_title(title, fontsize="small")
+    ax.legend(loc="lower right", fontsize="small")
+    return ax

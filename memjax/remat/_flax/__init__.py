@@ -1,1 +1,0 @@
-"""`RNN` and `Chain` as Flax modules, and stacks of equal layers."""

@@ -1,1 +1,0 @@
-"""Optimal schedules for chains of equal steps, as data."""
