@@ -17,14 +17,13 @@ from memjax._core.hlo import parse
 from memjax._core.program.costs import device
 from memjax._core.program.scopes import Paths
 from memjax._core.reasons import asked_for_reasons
-from memjax._explain.compiled.peak import peak_of
 from memjax._explain.explanation import Explanation
-from memjax._explain.kept import kept_arrays
+from memjax._explain.kept import Group, collapsed, groups, kept_arrays, template
+from memjax._explain.logits import fused_loss, logits_in
 from memjax._explain.nnx_scopes import nnx_scopes
 from memjax._explain.parts import Peak, Remedy, Row, Timeline
-from memjax._explain.remedy.logits import fused_loss, logits_in
-from memjax._explain.remedy.remedies import Remedies
-from memjax._explain.rows import Group, collapsed, groups, template
+from memjax._explain.peak import peak_of
+from memjax._explain.remedies import Remedies
 from memjax._explain.warn import warnings_of
 from memjax._measure import remat_compiler_options
 from memjax._program import Gradient, Program, gradient, of_jax, traced

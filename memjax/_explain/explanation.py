@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from memjax._core import check
+from memjax._core.check import readable_bytes
 from memjax._explain.parts import Peak, PeakRow, Remedy, Row, Timeline
-from memjax._explain.picture import draw
-from memjax._explain.table import as_rich, as_text
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -27,7 +27,7 @@ class Explanation:
       timeline: what is alive over the whole program; None likewise.
       warnings: what is probably not as it was meant.
       notes: what could not be found out, and why.
-      dropped: what `memjax.compressed` does not keep, and from what it is computed again; and where it encodes nothing.
+      dropped: what `memjax.compressed` does not keep, and from what it is recomputed; and where it encodes nothing.
     """
 
     rows: tuple[Row, ...]
@@ -89,7 +89,7 @@ class Explanation:
         if self.timeline is None or self.peak is None:
             raise ValueError(f"explanation must have a timeline, got none: {'; '.join(self.notes)}")
 
-        draw(self, path)
+        _draw(self, path)
 
     def __repr__(self) -> str:
         largest = self.rows[0].path if self.rows else "nothing"
@@ -97,10 +97,10 @@ class Explanation:
         return f"Explanation({held} of residuals in {len(self.rows)} rows, most in {largest})"
 
     def __str__(self) -> str:
-        return as_text(self)
+        return _as_text(self)
 
     def __rich__(self) -> Any:
-        return as_rich(self)
+        return _as_rich(self)
 
 
 def _tuples(value: Any) -> Any:
@@ -117,3 +117,156 @@ def _row(fields: dict[str, Any]) -> Row:
 def _peak(fields: dict[str, Any]) -> Peak:
     peak = Peak(**_tuples(fields))
     return dataclasses.replace(peak, rows=tuple(PeakRow(**row) for row in fields["rows"]))
+
+
+# An explanation as text, and as tables of rich.
+
+_ROWS = 12
+_REMEDIES = 6
+
+
+def _as_text(explanation: Any) -> str:
+    """Tables in columns of plain text."""
+    parts = []
+    for title, heads, cells in _tables(explanation):
+        widths = [max(len(row[column]) for row in (heads, *cells)) for column in range(len(heads))]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in (heads, *cells)
+        ]
+        parts.append("\n".join([title, *(f"  {line}" for line in lines)]))
+    return "\n\n".join([*parts, *_messages(explanation)])
+
+
+def _as_rich(explanation: Any) -> Any:
+    """The same for `rich.print`, which is only imported here."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    shown: list[Any] = []
+    for title, heads, cells in _tables(explanation):
+        table = Table(title=Text(title), title_justify="left", pad_edge=False)
+        for head in heads:
+            table.add_column(head, justify="right" if head in ("bytes", "share", "count") else "left", overflow="fold")
+        for row in cells:
+            table.add_row(*map(Text, row))  # brackets are no markup
+        shown.append(table)
+    return Group(*shown, *map(Text, _messages(explanation)))
+
+
+def _tables(explanation: Any) -> list[tuple[str, list[str], list[list[str]]]]:
+    tables = [_kept_table("Kept between the passes", explanation.rows, explanation.residual_bytes)]
+    if explanation.offloaded:
+        tables.append(_kept_table("Offloaded to the host", explanation.offloaded, explanation.offloaded_bytes))
+    if chosen := _remedies(explanation.rows):
+        cells = [[readable_bytes(one.saves), f"{one.milliseconds:.2g}", _kind(one), one.how] for one in chosen]
+        tables.append(("What would save it", ["bytes", "ms", "kind", "how"], cells))
+    peak = explanation.peak
+    if peak is not None:
+        title = f"Alive at the peak of the compiled program: {readable_bytes(peak.bytes)}"
+        title += f" (the compiler reserves {readable_bytes(peak.temp_bytes)})"
+        cells = [
+            [readable_bytes(row.bytes), f"{row.bytes / max(peak.bytes, 1):.0%}", row.path, row.kind, str(row.count)]
+            for row in peak.rows[:_ROWS]
+        ]
+        if len(peak.rows) > _ROWS:
+            rest = sum(row.bytes for row in peak.rows[_ROWS:])
+            cells.append(
+                [readable_bytes(rest), f"{rest / peak.bytes:.0%}", f"{len(peak.rows) - _ROWS} more rows", "", ""]
+            )
+        tables.append((title, ["bytes", "share", "module", "kind", "count"], cells))
+        steps = [
+            [f"+{readable_bytes(count)}" if index and count > 0 else _signed(count), what]
+            for index, (what, count) in enumerate(peak.difference)
+        ]
+        steps.append([readable_bytes(peak.bytes), "the peak"])
+        tables.append(("From what is kept to the peak", ["bytes", "what"], steps))
+    return tables
+
+
+def _kept_table(what: str, rows: Sequence[Row], whole: int) -> tuple[str, list[str], list[list[str]]]:
+    cells = [_cells(row) for row in rows[:_ROWS]]
+    if len(rows) > _ROWS:
+        rest = sum(row.bytes for row in rows[_ROWS:])
+        cells.append([readable_bytes(rest), f"{rest / whole:.0%}", f"{len(rows) - _ROWS} more rows", *[""] * 5])
+    heads = ["bytes", "share", "module", "arrays", "made by", "read by", "line", "first remedy"]
+    if any(row.why for row in rows):
+        heads.append("why")
+        reasons = [row.why for row in rows[:_ROWS]]
+        cells = [[*line, reason] for line, reason in zip(cells, [*reasons, ""], strict=False)]
+    return f"{what}: {readable_bytes(whole)}", heads, cells
+
+
+def _remedies(rows: Sequence[Row]) -> list[Remedy]:
+    """The first remedy of each of the largest rows, those that save most first."""
+    first = dict.fromkeys(row.remedies[0] for row in rows[:_ROWS] if row.remedies)
+    return sorted(first, key=lambda remedy: -remedy.saves)[:_REMEDIES]
+
+
+def _signed(count: int) -> str:
+    return f"-{readable_bytes(-count)}" if count < 0 else readable_bytes(count)
+
+
+def _cells(row: Row) -> list[str]:
+    arrays = f"{row.dtype}[{','.join(map(str, row.shape))}]" + (f" x{row.count}" if row.count > 1 else "")
+    near = [
+        f"{name} in {where.rpartition('/')[2]}" if where else name
+        for name, _, where in (reader.partition(" in ") for reader in row.readers)
+    ]
+    readers = ", ".join(near[:2]) + (f" and {len(row.readers) - 2} more" if len(row.readers) > 2 else "")
+    remedy = f"{row.remedies[0].kind}, {readable_bytes(row.remedies[0].saves)}" if row.remedies else ""
+    return [readable_bytes(row.bytes), f"{row.share:.0%}", row.path, arrays, row.producer, readers, row.source, remedy]
+
+
+def _kind(remedy: Remedy) -> str:
+    return remedy.kind if remedy.is_exact else f"{remedy.kind} (not exact)"
+
+
+def _messages(explanation: Any) -> list[str]:
+    dropped = [f"not kept: {text}" for text in explanation.dropped[:_ROWS]]
+    if len(explanation.dropped) > _ROWS:
+        dropped.append(f"not kept: {len(explanation.dropped) - _ROWS} more")
+    warnings = [f"warning: {text}" for text in explanation.warnings]
+    return [*dropped, *warnings, *(f"note: {text}" for text in explanation.notes)]
+
+
+# The memory of a compiled program over its instructions, stacked by module.
+
+_MIB = 2**20
+
+
+def _draw(explanation: Any, path: Any) -> None:
+    """Write the picture. matplotlib is only imported here."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    timeline, peak = explanation.timeline, explanation.peak
+    assert timeline is not None
+    assert peak is not None
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    x, series = timeline.instructions, [[count / _MIB for count in line] for line in timeline.bytes]
+    colours = [f"C{index}" for index in range(len(series) - 1)] + ["0.8"]
+    axes.stackplot(x, series, labels=timeline.modules, colors=colours, step="post", linewidth=0)
+    axes.axvline(timeline.backward, color="0.3", linewidth=0.8, linestyle=":")
+    axes.axhline(peak.bytes / _MIB, color="0.3", linewidth=0.8)
+    axes.annotate(
+        "the peak", (0, peak.bytes / _MIB), xytext=(2, 2), textcoords="offset points", fontsize=8, color="0.3"
+    )
+    axes.annotate(
+        "backward pass",
+        (timeline.backward, 1),
+        xycoords=("data", "axes fraction"),
+        xytext=(3, -10),
+        textcoords="offset points",
+        fontsize=8,
+        color="0.3",
+    )
+    axes.set(xlabel="instruction of the compiled program", ylabel="temporary memory, MiB", ylim=(0, None))
+    axes.margins(x=0)
+    axes.set_ylim(0, 1.12 * peak.bytes / _MIB)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside right upper", fontsize=7, frameon=False)
+    figure.savefig(path, dpi=150)

@@ -10,8 +10,8 @@ class Remedy:
     """A way to keep fewer bytes.
 
     Attributes:
-      kind: "fused loss"; "schedule" (of a long loop); "free" (a cheap function of what is kept anyway: no product is computed
-        again); "recompute"; "tile"; "offload"; "8 bits"; "dtype".
+      kind: "fused loss"; "schedule" (of a long loop); "free" (a cheap function of what is kept anyway: no product is
+        recomputed); "recompute"; "tile"; "offload"; "8 bits"; "dtype".
       saves: residual bytes. A module's other rows are included where the remedy is for the module as a whole.
       milliseconds: estimated time that it costs in each step.
       flops: what is computed once more.
@@ -34,7 +34,7 @@ class Row:
     Attributes:
       path: the module that makes them; "layers[0..31]/mlp" stands for 32 modules.
       bytes: of all of them together.
-      count: how many there are. Turns of a loop count.
+      count: how many there are. Iterations of a loop count.
       share: of all residual bytes.
       shape, dtype: of one of them.
       producer: the operation that makes it.

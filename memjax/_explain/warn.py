@@ -14,9 +14,8 @@ from memjax._core.compat import bodies, name_stack, parameters, primitive_name
 from memjax._core.program.jaxpr import nbytes, variables
 from memjax._core.program.primitives import CHECKPOINTS, NAMES
 from memjax._core.program.scopes import Paths
-from memjax._explain.kept import Kept
-from memjax._explain.remedy.logits import Logits
-from memjax._explain.rows import Group
+from memjax._explain.kept import Group, Kept
+from memjax._explain.logits import Logits
 
 _SHARE = 0.02
 _UNROLLED = 8
@@ -81,7 +80,7 @@ def _names(policy: Any, depth: int = 4) -> set[str]:
 
 
 def _useless(arrays: Sequence[Kept], paths: Paths) -> Iterator[str]:
-    """Checkpoints that keep as much, only to compute something again, as that would take."""
+    """Checkpoints that keep as much, only to recompute something, as that would take."""
     places = {
         id(eqn): reader[: index + 1]
         for array in arrays
@@ -92,13 +91,13 @@ def _useless(arrays: Sequence[Kept], paths: Paths) -> Iterator[str]:
     for place in places.values():
         eqn = place[-1]
         body = bodies(eqn)[0]
-        again = {var for inner in body.eqns if _again((inner,)) for var in inner.outvars}
-        late = {var for inner in body.eqns if not _again((inner,)) for var in variables(inner.invars)}
-        instead = sum(nbytes(var.aval) for var in again & late) // arrays[0].value.devices
-        only_for_this = lambda reader, eqn=eqn: any(part is eqn for part in reader) and _again(reader)
+        recomputed = {var for inner in body.eqns if _is_recomputed((inner,)) for var in inner.outvars}
+        late = {var for inner in body.eqns if not _is_recomputed((inner,)) for var in variables(inner.invars)}
+        instead = sum(nbytes(var.aval) for var in recomputed & late) // arrays[0].value.devices
+        only_for_this = lambda reader, eqn=eqn: any(part is eqn for part in reader) and _is_recomputed(reader)
         kept = sum(array.value.nbytes for array in arrays if all(map(only_for_this, array.readers)))
         where = _around([paths.of((*place, inner)) for inner in body.eqns]) or paths.of(place)
-        if not again:
+        if not recomputed:
             yield (
                 f"the checkpoint round {where} computes nothing again: its policy keeps everything that "
                 "the backward pass reads. Without it the program is the same."
@@ -118,7 +117,7 @@ def _around(paths: Sequence[str]) -> str:
     return "/".join(column[0] for column in columns)
 
 
-def _again(place: Sequence[Any]) -> bool:
+def _is_recomputed(place: Sequence[Any]) -> bool:
     return any("rematted_computation" in name_stack(eqn) for eqn in place)
 
 
@@ -164,7 +163,7 @@ def _unrolled(groups: Sequence[Group], residual_bytes: int) -> Iterator[str]:
     layers: dict[str, int] = {}
     for group in groups:
         numbers = [part for part in group.path.split("/") if ".." in part]
-        times = sum(array.forward.turns == 1 for array in group.arrays)
+        times = sum(array.forward.iterations == 1 for array in group.arrays)
         if times >= _UNROLLED and times == len(group.arrays):
             where = group.path.split(numbers[0])[0] + numbers[0] if numbers else group.path
             layers[where] = layers.get(where, 0) + group.nbytes

@@ -3,7 +3,7 @@
 import pytest
 
 from memjax._core.hlo import parse
-from memjax._explain.compiled.live import live
+from memjax._explain.live import live
 
 KIB = 1024
 HEAD = "HloModule m, is_scheduled=true, entry_computation_layout={(f32[256]{0})->f32[]}\n\n"

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 
 from memjax._core.compat import primitive_name
 from memjax._core.program.primitives import ELEMENTWISE, SOURCES
-from memjax._explain.kept import Kept, Pass
+from memjax._explain.kept import Group, Kept, Pass
 from memjax._explain.parts import Remedy
-from memjax._explain.rows import Group
 from memjax._linear_cross_entropy import linear_cross_entropy
 from memjax._program import gradient, traced
 from memjax._residuals import Equation, Value
@@ -61,7 +60,7 @@ def logits_in(arrays: Sequence[Kept]) -> list[Logits]:
             kept = sum(value.nbytes for value in copies.intersection(forward.kept))
             if kept > instead:
                 shape = tuple(product.eqn.outvars[0].aval.shape)
-                found.append(Logits(shape, copies, forward.turns * (kept - instead)))
+                found.append(Logits(shape, copies, forward.iterations * (kept - instead)))
     return found
 
 

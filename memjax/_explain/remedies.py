@@ -7,25 +7,23 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax.numpy as jnp
 
 from memjax._core.compat import call_site, primitive_name
-from memjax._core.program.costs import Device, flops
-from memjax._core.program.primitives import PRODUCTS
+from memjax._core.program.costs import Device, array_bytes, flops
+from memjax._core.program.primitives import ALIASES, ELEMENTWISE, PRODUCTS, RANDOM, REDUCTIONS, SOURCES
 from memjax._core.program.scopes import Paths, runs_in_loop
-from memjax._explain.kept import Pass
+from memjax._explain.kept import Group, Pass, collapsed
 from memjax._explain.parts import Remedy
-from memjax._explain.remedy.estimate import seconds
-from memjax._explain.remedy.tile import by_position
-from memjax._explain.rows import Group, collapsed
 from memjax._residuals import Equation, Value
 from memjax.compress._codecs.block_quantized import DEFAULT
 
 # One checkpoint round nearly everything keeps nothing, and computes everything at once: the peak is then there.
 _MOST = 0.6
 _OFFLOADS = 1 << 20
-_LONG = 64  # turns of a loop: over time, as layers are fewer
+_LONG = 64  # iterations of a loop: over time, as layers are fewer
 _MORE = 1.05
 _LEAST = 0.5
 _NARROW = {"float64": "float32", "float32": "bfloat16"}
@@ -56,7 +54,7 @@ class Remedies:
         """`jax.checkpoint` round the module, or one of those around it; keeping the results of products, or nothing."""
         depth = min(path.count("/") + 1 for path in group.paths)
         passes = list({id(array.forward): array.forward for array in group.arrays}.values())
-        loops = {self._paths.of(forward.program[0].outer) for forward in passes if forward.turns > 1}
+        loops = {self._paths.of(forward.program[0].outer) for forward in passes if forward.iterations > 1}
         for size in range(depth, 0, -1):
             prefixes = tuple(dict.fromkeys("/".join(path.split("/")[:size]) for path in group.paths))
             # What is around a loop cannot be checkpointed in its body, nor what the function does outside of any other.
@@ -76,7 +74,7 @@ class Remedies:
                     yield Remedy(kind, effect.saves, 1000 * effect.seconds, effect.flops, True, how)
 
     def _tiled(self, group: Group) -> Iterator[Remedy]:
-        """The smallest module around that treats positions alone: what a checkpoint saves, and no peak while it runs again."""
+        """The smallest module around that treats positions alone: what a checkpoint saves, and no peak while it is recomputed."""
         depth = min(path.count("/") + 1 for path in group.paths)
         passes = list({id(array.forward): array.forward for array in group.arrays}.values())
         for size in range(depth, 0, -1):
@@ -97,17 +95,17 @@ class Remedies:
         regions = [(forward, _regions(forward, prefixes, self._paths)) for forward in passes]
         self._effects[key] = {}
         for kind in ("free", "recompute"):
-            effect = _Effect(instances=sum(forward.turns * len(calls) for forward, calls in regions))
-            effect.is_by_position = all(by_position(call.equations()) for _, calls in regions for call in calls)
+            effect = _Effect(instances=sum(forward.iterations * len(calls) for forward, calls in regions))
+            effect.is_by_position = all(_by_position(call.equations()) for _, calls in regions for call in calls)
             for forward, calls in regions:
                 found = _checkpointed(forward, calls, self._paths, keeps_products=kind == "free")
                 new = [
                     value for value in found.inputs if value not in forward.kept and value.program is forward.program
                 ]
                 eqns = [equation.eqn for equation in found.equations]
-                effect.saves += forward.turns * (_nbytes(found.dropped) - _nbytes(new))
-                effect.seconds += forward.turns * seconds(eqns, self._of)
-                effect.flops += forward.turns * sum(map(flops, eqns))
+                effect.saves += forward.iterations * (_nbytes(found.dropped) - _nbytes(new))
+                effect.seconds += forward.iterations * seconds(eqns, self._of)
+                effect.flops += forward.iterations * sum(map(flops, eqns))
                 effect.removed |= found.dropped
             self._effects[key][kind] = effect
         return self._effects[key]
@@ -126,17 +124,17 @@ class _Effect:
 
 
 def _scheduled(group: Group, paths: Paths, of: Device) -> Iterator[Remedy]:
-    """A schedule for a long loop: of the states of all turns about twice the square root stays, at one more forward pass."""
+    """A schedule for a long loop: of the states of all iterations about twice the square root stays, at one more forward pass."""
     forward = group.arrays[0].forward
-    if forward.turns < _LONG or any(array.forward is not forward for array in group.arrays):
+    if forward.iterations < _LONG or any(array.forward is not forward for array in group.arrays):
         return
     eqns = [equation.eqn for equation in forward.program]
-    saves = int(group.nbytes * (1 - 2 / math.sqrt(forward.turns)))
+    saves = int(group.nbytes * (1 - 2 / math.sqrt(forward.iterations)))
     where = paths.of(forward.program[0].outer)
-    how = f"memjax.remat.scan(..., budget=) in place of the loop of {forward.turns} turns in {where}"
+    how = f"memjax.remat.scan(..., budget=) in place of the loop of {forward.iterations} iterations in {where}"
     how += ", or memjax.planned(loss, budget=)"
-    flops_again = forward.turns * sum(map(flops, eqns))
-    yield Remedy("schedule", saves, 1000 * forward.turns * seconds(eqns, of), flops_again, True, how)
+    recomputed_flops = forward.iterations * sum(map(flops, eqns))
+    yield Remedy("schedule", saves, 1000 * forward.iterations * seconds(eqns, of), recomputed_flops, True, how)
 
 
 def _offload(group: Group, of: Device) -> list[Remedy]:
@@ -166,7 +164,7 @@ def _narrower(group: Group, of: Device) -> list[Remedy]:
 
 @dataclass(frozen=True)
 class _Checkpointed:
-    """What checkpoints change: what is no longer kept, what they need instead, and the equations that run again."""
+    """What checkpoints change: what is no longer kept, what they need instead, and the equations that are recomputed."""
 
     dropped: set[Value]
     inputs: set[Value]
@@ -198,7 +196,7 @@ def _regions(forward: Pass, prefixes: Sequence[str], paths: Paths) -> list[_Regi
     regions: list[_Region] = []
     for prefix, found in inside.items():
         function = prefix.rpartition("/")[2]
-        is_body = bool(found) and forward.turns > 1 and paths.of(found[0][0].outer) == prefix
+        is_body = bool(found) and forward.iterations > 1 and paths.of(found[0][0].outer) == prefix
         is_only = is_body or any(paths.has_scopes(place) or runs_in_loop(place, function) for _, place in found[:1])
         starts = [False] * len(found) if is_only else _starts([place for _, place in found])
         for (equation, _), begins in zip(found, starts, strict=True):
@@ -209,7 +207,7 @@ def _regions(forward: Pass, prefixes: Sequence[str], paths: Paths) -> list[_Regi
 
 
 def _starts(places: Sequence[tuple]) -> list[bool]:
-    """Which equations begin a call of a function whose calls all have the same path: where its first line comes again.
+    """Which equations begin a call of a function whose calls all have the same path: where its first line comes once more.
 
     The first line may itself be run several times in a call: as often as it is run more than most lines are.
     """
@@ -265,3 +263,64 @@ def _checkpointed(forward: Pass, regions: Sequence[_Region], paths: Paths, *, ke
 
 def _nbytes(values: Iterable[Value]) -> int:
     return sum(value.nbytes for value in values)
+
+
+# A rough time of what a remedy computes, or moves over the link to the host.
+
+
+def seconds(eqns: Iterable[Any], of: Device) -> float:
+    """The time of these equations, one after the other, half of their traffic fused away."""
+    return sum(max(flops(eqn) / of.flops, _traffic(eqn) / (2 * of.nbytes)) for eqn in eqns)
+
+
+def _traffic(eqn: Any) -> int:
+    if eqn.primitive.name in ALIASES:
+        return 0
+    return sum(map(array_bytes, (*eqn.invars, *eqn.outvars)))
+
+
+# Which modules treat each position of a sequence alone, as `memjax.remat.tiled` wants them.
+#
+# Not the regions that plans look for (`memjax._core.positions.regions`): those need a result much larger than what goes
+# in and comes out, which gated feed-forward layers of up to four times their width do not have, while tiles save there,
+# too.
+
+_LEAST_DIMS = 3  # batch, positions, features
+_ALONE = (ELEMENTWISE - RANDOM) | ALIASES | SOURCES
+
+
+def _by_position(equations: Iterable[Equation]) -> bool:
+    """Whether no equation mixes positions: products with weights, operations on elements, sums over features.
+
+    A quick look: `memjax.remat.tiled` itself checks the function, and refuses what mixes.
+    """
+    weights: set[Value] = set()
+    has_products = False
+    for equation in equations:
+        eqn, name = equation.eqn, primitive_name(equation.eqn)
+        if all(not isinstance(read, Value) or read in weights for read in equation.inputs):
+            outputs = [value for value in equation.outputs if isinstance(value, Value)]
+            weights.update(value for value in outputs if value.aval.ndim < _LEAST_DIMS)
+        if name == "dot_general":
+            has_products = True
+            if not _of_weights(equation, weights):
+                return False
+        elif name in REDUCTIONS:
+            if tuple(eqn.params["axes"]) != (eqn.invars[0].aval.ndim - 1,):
+                return False
+        elif name not in _ALONE:
+            return False
+    return has_products
+
+
+def _of_weights(equation: Equation, weights: set[Value]) -> bool:
+    """Whether a product sums over features alone, and one operand is the same for all positions."""
+    contracted, batch = equation.eqn.params["dimension_numbers"]
+    fixed = lambda read: not isinstance(read, Value) or read in weights
+    sides: list[tuple[Any, Any, Any]] = list(
+        zip(equation.inputs, (atom.aval for atom in equation.eqn.invars), contracted, strict=True)
+    )
+    for (_, aval, axes), (other, *_) in (sides, sides[::-1]):
+        if aval.ndim >= _LEAST_DIMS and tuple(axes) == (aval.ndim - 1,) and fixed(other):
+            return not any(batch)
+    return False

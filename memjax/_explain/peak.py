@@ -11,9 +11,9 @@ import numpy as np
 from memjax._core.compat import user_frames
 from memjax._core.hlo import Instruction, Module
 from memjax._core.program.scopes import Paths, scopes
-from memjax._explain.compiled.live import Buffer, Live, Made, live, roots
+from memjax._explain.kept import collapsed, template
+from memjax._explain.live import Buffer, Live, Made, live, roots
 from memjax._explain.parts import Peak, PeakRow, Timeline
-from memjax._explain.rows import collapsed, template
 
 _BACKWARD = re.compile(r"\btranspose\(")
 _POINTS = 400
@@ -203,11 +203,11 @@ def _timeline(found: Live, names: dict[int, str], at: int) -> Timeline:
         modules=(*(collapsed(members[name]) for name in largest), "other"),
         instructions=tuple(points),
         bytes=tuple(tuple(int(series[name][point]) for point in points) for name in (*largest, "")),
-        backward=_turn(found),
+        backward=_start_of_backward(found),
     )
 
 
-def _turn(found: Live) -> int:
+def _start_of_backward(found: Live) -> int:
     """Where the backward pass begins: the scheduler puts some of it before, and some of the forward pass after."""
     later = np.cumsum([1 if _BACKWARD.search(one.op_name) else -("jvp(" in one.op_name) for one in found.instructions])
     return int(later.argmin()) + 1 if len(later) else 0

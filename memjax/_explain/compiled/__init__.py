@@ -1,1 +1,0 @@
-"""The compiled program: its text, which buffers are alive when, and whose they are."""

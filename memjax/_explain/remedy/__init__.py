@@ -1,1 +1,0 @@
-"""What would remove an array that is kept."""
