@@ -178,7 +178,7 @@ def implementation(name: str | None, reduction: Any, dtype: Any) -> tuple[str | 
 def suited(operands: Operands, options: Options) -> None:
     """Raises unless the Mosaic kernels apply, where nothing else may be used."""
     if options.kernels == ("mosaic",):
-        from memjax._linear_cross_entropy.mosaic import hopper
+        from memjax._linear_cross_entropy.gpu import hopper
 
         if reason := hopper.unsuited(operands, options):
             raise ValueError(

@@ -26,10 +26,9 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from memjax._core.compat import tiles_of_devices
-from memjax._linear_cross_entropy.options import Array, psum
+from memjax._linear_cross_entropy.options import Array, Axes, as_axes, as_entry, psum
 from memjax._linear_cross_entropy.programs import Arrays, Program
 
-Axes = tuple[str, ...]
 Run = Callable[[Program, Arrays], Arrays]
 
 
@@ -72,7 +71,7 @@ class _Placement:
 
     def spec(self, program: Program, name: str) -> PartitionSpec:
         at = {"V": self.vocabulary, **{f"T{i}": axes for i, axes in enumerate(self.tokens)}}
-        return PartitionSpec(*(_entry(at.get(d, ())) for d in program.dimensions(name, len(self.tokens))))
+        return PartitionSpec(*(as_entry(at.get(d, ())) for d in program.dimensions(name, len(self.tokens))))
 
 
 def _placement(program: Program, mesh: _Mesh, arrays: dict[str, Any]) -> _Placement:
@@ -123,13 +122,13 @@ def _scattered(spec: PartitionSpec, given: Any, mesh: _Mesh, tokens: Axes) -> An
     """The sharding of the head's gradient, and the axes of tokens over which a dimension is scattered, as in `given`."""
     entries, scattered = [], []
     for dimension, (entry, wanted) in enumerate(zip(spec, mesh.axes(given), strict=True)):
-        local = _as_axes(entry)
+        local = as_axes(entry)
         more = wanted[len(local) :]
         fits = wanted[: len(local)] == local and set(more) <= set(tokens)
         if more and fits and given.shape[dimension] % mesh.size(wanted) == 0:
             scattered.append((dimension, more))
             local = wanted
-        entries.append(_entry(local))
+        entries.append(as_entry(local))
     return PartitionSpec(*entries), scattered
 
 
@@ -213,15 +212,6 @@ def _prime_factors(count: int) -> list[tuple[int, ...]]:
     """The prime factors of `count`, in every order."""
     primes = [p for p in range(2, count + 1) if count % p == 0 and all(p % q for q in range(2, p))]
     return [(p, *rest) for p in primes for rest in _prime_factors(count // p)] or [()]
-
-
-def _entry(axes: Axes) -> Any:
-    """The axes as an entry of a `PartitionSpec`."""
-    return None if not axes else axes[0] if len(axes) == 1 else axes
-
-
-def _as_axes(entry: Any) -> Axes:
-    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
 _over_devices = custom_partitioning(_whole, static_argnums=(0, 1, 2))

@@ -16,9 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from memjax._core import check as _check
 from memjax._linear_cross_entropy import check
-from memjax._linear_cross_entropy.options import Array
-
-Axes = tuple[str, ...]
+from memjax._linear_cross_entropy.options import Array, Axes, as_axes, as_entry
 
 
 def placed(*arrays: Any) -> bool:
@@ -41,12 +39,12 @@ def over_shards(loss: Callable[..., Any], aux: Callable[..., Any], arguments: di
     of_vocabulary = tuple(axis for axis in of_w["v"] if axis not in token_axes)
     # What is sharded with the tokens is gathered by every device, so that its gradient is scattered.
     gathered = {name: tuple(axis for axis in axes if axis in token_axes) for name, axes in of_w.items()}
-    of_tokens = PartitionSpec(*map(_entry, tokens))
-    vocabulary = _entry(of_vocabulary)
+    of_tokens = PartitionSpec(*map(as_entry, tokens))
+    vocabulary = as_entry(of_vocabulary)
     kept = {"v": of_vocabulary + gathered["v"], "d": gathered["d"]}
     specs = {
         "x": PartitionSpec(*of_tokens, None),
-        "w": PartitionSpec(*(_entry(kept[name]) for name in layout)),
+        "w": PartitionSpec(*(as_entry(kept[name]) for name in layout)),
         "labels": of_tokens if labels.ndim < x.ndim else PartitionSpec(*of_tokens, vocabulary),
         "bias": PartitionSpec(vocabulary),
         "weights": of_tokens,
@@ -84,25 +82,16 @@ def _axes(a: Array) -> list[Axes]:
     """The mesh axes over which each dimension is sharded, as its type says."""
     spec = jax.typeof(a).sharding.spec
     entries = [*spec, *[None] * (a.ndim - len(spec))]
-    return [_as_axes(entry) for entry in entries]
-
-
-def _entry(axes: Axes) -> Any:
-    """The axes as an entry of a `PartitionSpec`."""
-    return None if not axes else axes[0] if len(axes) == 1 else axes
+    return [as_axes(entry) for entry in entries]
 
 
 def _joined(option: Any, axes: Axes) -> Any:
     """An option such as `axis_name`, with `axes` added."""
-    return (*_as_axes(option), *axes) or None
+    return (*as_axes(option), *axes) or None
 
 
 def _following(a: Any, mesh: Any, spec: PartitionSpec) -> Any:
     """The array, sharded as `spec` says."""
-    if isinstance(a, jax.Array) and _axes(a) != [_as_axes(entry) for entry in spec]:
+    if isinstance(a, jax.Array) and _axes(a) != [as_axes(entry) for entry in spec]:
         return jax.sharding.reshard(a, NamedSharding(mesh, spec))
     return a
-
-
-def _as_axes(entry: Any) -> Axes:
-    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)

@@ -15,6 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 from memjax._core import check
 
 Array = jax.Array
+Axes = tuple[str, ...]  # of a mesh
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,16 @@ scaled.defjvp(_scaled_jvp, symbolic_zeros=True)
 def psum(a: Array, axis_name: str | tuple[str, ...] | None) -> Array:
     """The sum over devices of `axis_name`, if there is one."""
     return a if axis_name is None else lax.psum(a, axis_name)
+
+
+def as_entry(axes: Axes) -> Any:
+    """The axes as an entry of a `PartitionSpec`."""
+    return None if not axes else axes[0] if len(axes) == 1 else axes
+
+
+def as_axes(entry: Any) -> Axes:
+    """The inverse of `as_entry`."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
 def columns(operands: Operands, options: Options) -> int:

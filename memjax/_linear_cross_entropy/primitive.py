@@ -25,7 +25,7 @@ from memjax._core.arrays import vary, varying_axes
 from memjax._core.backward.derivatives import forward_mode_errors, forward_mode_message, jvp_of_some, only_transposed
 from memjax._core.compat import is_in_order, register_batcher, spread_by_xla
 from memjax._core.lists import pick
-from memjax._linear_cross_entropy import choice, devices, recompute
+from memjax._linear_cross_entropy import algorithms, choice, devices
 from memjax._linear_cross_entropy.options import Array, Operands, Options, Result, scaled, with_rows
 from memjax._linear_cross_entropy.programs import Arrays, Program, as_operands, named
 
@@ -125,7 +125,7 @@ def _differentiable_total_by_recompute(options: Options, wanted: frozenset[str],
 def _later(operands: Operands, options: Options, wanted: frozenset[str]) -> bool:
     """Whether gradients are better computed after the loss. Chunks of tokens need to know how many there are."""
     symbolic = not isinstance(operands.x.shape[0], int)
-    return symbolic or choice.recompute_is_faster(operands, options, recompute.by_mosaic(operands, options), wanted)
+    return symbolic or choice.recompute_is_faster(operands, options, algorithms.by_mosaic(operands, options), wanted)
 
 
 def _cotangents(like: Operands, grads: dict[str, Array]) -> Operands:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import jax
 
 from memjax._core.compat import is_x64, matmul_precision
-from memjax._linear_cross_entropy import forward_grad, recompute
+from memjax._linear_cross_entropy import algorithms
 from memjax._linear_cross_entropy.options import Array, Operands, Options, Result
 
 Arrays = dict[str, Array]
@@ -64,22 +64,22 @@ def _rows(result: Result) -> Arrays:
 
 
 def _total(arrays: Arrays, options: Options, _: frozenset[str]) -> Arrays:
-    rows = _rows(forward_grad.total_loss(as_operands(arrays), options))
+    rows = _rows(algorithms.total_loss(as_operands(arrays), options))
     return {"total": rows.pop("loss"), **rows}
 
 
 def _losses(arrays: Arrays, options: Options, _: frozenset[str]) -> Arrays:
-    return _rows(recompute.token_losses(as_operands(arrays), options)[0])
+    return _rows(algorithms.token_losses(as_operands(arrays), options)[0])
 
 
 def _losses_and_mass(arrays: Arrays, options: Options, _: frozenset[str]) -> Arrays:
     """What the backward pass needs besides."""
-    result, mass = recompute.token_losses(as_operands(arrays), options)
+    result, mass = algorithms.token_losses(as_operands(arrays), options)
     return _rows(result) | ({} if mass is None else {"mass": mass})
 
 
 def _losses_and_gradients(arrays: Arrays, options: Options, wanted: frozenset[str]) -> Arrays:
-    rows, grads = forward_grad.loss_and_gradients(as_operands(arrays), options, wanted)
+    rows, grads = algorithms.loss_and_gradients(as_operands(arrays), options, wanted)
     return _rows(rows) | grads
 
 
@@ -87,7 +87,7 @@ def _gradients(arrays: Arrays, options: Options, wanted: frozenset[str]) -> Arra
     lse, mass, cotangent = (arrays.get(name) for name in ("lse", "mass", "cotangent"))
     assert lse is not None
     assert cotangent is not None
-    return recompute.gradients(as_operands(arrays), lse, mass, cotangent, options, wanted)
+    return algorithms.gradients(as_operands(arrays), lse, mass, cotangent, options, wanted)
 
 
 _PROGRAMS: dict[str, Callable[[Arrays, Options, frozenset[str]], Arrays]] = {

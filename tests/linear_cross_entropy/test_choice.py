@@ -12,7 +12,7 @@ import pytest
 
 import memjax
 from memjax._linear_cross_entropy import choice
-from memjax._linear_cross_entropy.mosaic import hopper
+from memjax._linear_cross_entropy.gpu import hopper
 from memjax._linear_cross_entropy.options import Operands, Options
 from tests.linear_cross_entropy.oracle import example, plain, relative_error
 

@@ -20,8 +20,7 @@ TOKENS, DIM, CLASSES, CHUNK = 261, 256, 320, 256
 def _interpreted(monkeypatch):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from memjax._linear_cross_entropy.mosaic import hopper
-    from memjax._linear_cross_entropy.mosaic import matmul as mosaic_matmul
+    from memjax._linear_cross_entropy.gpu import hopper, mosaic_matmul
 
     def add_input_gradient(dx, d, operands, start, options):
         """What the interpreter cannot: adding in memory."""

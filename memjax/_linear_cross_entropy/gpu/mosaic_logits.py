@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
-from memjax._linear_cross_entropy.mosaic.matmul import Operand, Tile, Tiling, matmul, staging, store
+from memjax._linear_cross_entropy.gpu.mosaic_matmul import Operand, Tile, Tiling, matmul, staging, store
 from memjax._linear_cross_entropy.options import Array, Operands, Options, columns
 from memjax._linear_cross_entropy.rows import Stats, from_sums
 

@@ -1,6 +1,6 @@
 """Both algorithms on Hopper GPUs, by three matmuls that also do what takes passes over memory elsewhere.
 
-Logits are turned into statistics, or into their gradient, in the matmul that makes them (`logits`). The other
+Logits are turned into statistics, or into their gradient, in the matmul that makes them (`mosaic_logits`). The other
 two read windows of the head and write into dx and dW in place, where XLA would copy a slice in and a slice out.
 """
 
@@ -16,8 +16,8 @@ from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
 
 from memjax._core.arrays import vary, varying_axes
-from memjax._linear_cross_entropy.mosaic import logits
-from memjax._linear_cross_entropy.mosaic.matmul import (
+from memjax._linear_cross_entropy.gpu import mosaic_logits
+from memjax._linear_cross_entropy.gpu.mosaic_matmul import (
     ALIGNMENT,
     Operand,
     Tile,
@@ -53,7 +53,7 @@ def statistics(operands: Operands, labels: Array, options: Options) -> Stats:
     """Row statistics over this device's columns, from the first of which `labels` count."""
 
     def call(operands: Operands) -> Stats:
-        stats = logits.statistics(_whole_rows(operands), options)
+        stats = mosaic_logits.statistics(_whole_rows(operands), options)
         return jax.tree.map(lambda a: a[: operands.x.shape[0]], stats)
 
     return _launch(call, operands, labels, options)
@@ -68,7 +68,7 @@ def logit_gradient(
         tokens = operands.x.shape[0]
         operands = _whole_rows(operands)
         lse, scale = (jnp.pad(a, (0, operands.x.shape[0] - tokens)) for a in (lse, scale))
-        return logits.logit_gradient(operands, lse, scale, start, size, options)[:tokens]
+        return mosaic_logits.logit_gradient(operands, lse, scale, start, size, options)[:tokens]
 
     return _launch(call, operands, labels, options, lse, scale, jnp.asarray(start, jnp.int32))
 
@@ -122,7 +122,7 @@ def _gradients(
         db = jax.new_ref(jnp.zeros(bias.shape, bias.dtype))
 
     def one_chunk(start: Any, size: int) -> None:
-        d = logits.logit_gradient(operands, lse, scale, start, size, options)
+        d = mosaic_logits.logit_gradient(operands, lse, scale, start, size, options)
         if dw is not None:
             _write_head_gradient(dw, d, x, norm, start, options)
         if dx is not None:
@@ -174,7 +174,7 @@ def _add_input_gradient(dx: Any, d: Array, operands: Operands, start: Any, optio
 
     matmul(
         Operand(d, 1),
-        logits.head(operands, options, contract_vocabulary=True),
+        mosaic_logits.head(operands, options, contract_vocabulary=True),
         epilogue,
         shape=(tokens, dim, d.shape[1]),
         start=start,

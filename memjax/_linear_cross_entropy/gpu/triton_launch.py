@@ -12,9 +12,9 @@ import triton
 from jax.custom_batching import sequential_vmap
 
 from memjax._core.arrays import vary, varying_axes
+from memjax._linear_cross_entropy.gpu import triton_kernels
 from memjax._linear_cross_entropy.options import Array, Chunk, Options
 from memjax._linear_cross_entropy.rows import Stats, from_sums
-from memjax._linear_cross_entropy.triton import kernels
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def stats(chunk: Chunk, options: Options) -> Stats:
     products, bias, labels, *_ = chunk
     tokens, width = products.shape
     maximum, total, plain, moment, label = _call(
-        kernels.stats_kernel,
+        triton_kernels.stats_kernel,
         (products, labels if bias is None else bias, labels),
         [_row(tokens)] * 5,
         grid=(tokens,),
@@ -88,7 +88,7 @@ def gradient(chunk: Chunk, lse: Array, mass: Array | None, scale: Array, options
     tokens, width = products.shape
     block = _block(width, TILES.gradient_block)
     return _call(
-        kernels.gradient_kernel,
+        triton_kernels.gradient_kernel,
         (products, labels if bias is None else bias, labels, lse, scale),
         jax.ShapeDtypeStruct(products.shape, products.dtype),
         input_output_aliases={0: 0},
@@ -108,7 +108,7 @@ def stats_and_gradient(chunk: Chunk, scale: Array, options: Options) -> tuple[St
     block = _block(width, TILES.row_block)
     parts = triton.cdiv(width, block)
     d, maximum, total, label, plain, moment, *_ = _call(
-        kernels.stats_and_gradient_kernel,
+        triton_kernels.stats_and_gradient_kernel,
         (products, labels if bias is None else bias, labels, scale),
         [
             jax.ShapeDtypeStruct(products.shape, products.dtype),

@@ -1,1 +1,0 @@
-"""The kernels for Hopper GPUs, in Pallas: matmuls with the softmax inside."""

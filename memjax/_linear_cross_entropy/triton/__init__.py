@@ -1,1 +1,0 @@
-"""The Triton kernels over rows of products, launched through `jax_triton`."""
