@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as fused
 
-from memjax._attention.causal import causal_attention
+from memjax._attention.choice import causal_attention
 from memjax._core.program import costs
 from memjax._core.program.primitives import expensive
 

@@ -17,9 +17,8 @@ from memjax._attention.block import Options, Tokens
 from memjax._core import check as _check
 from memjax._core.arrays import accumulator, vary, varying_axes
 from memjax._core.backward.derivatives import forward_mode_message, refusing_forward_mode
-from memjax.shard import _attention_check as check
 from memjax.shard import ring
-from memjax.shard._layout import positions
+from memjax.shard._layout import attention_options, check_attention, positions
 
 Array = jax.Array
 _FORWARD_MODE = forward_mode_message("memjax.shard.metp_attention")
@@ -92,7 +91,7 @@ def metp_attention(
     order is that of Zhu's ring-flash-attention.
     """
     size = _check.axis_size("axis_name", axis_name)
-    choices = check.options(
+    choices = attention_options(
         causal=causal,
         layout=layout,
         window=window,
@@ -101,7 +100,7 @@ def metp_attention(
         head_chunks=head_chunks,
         implementation=implementation,
     )
-    check.arrays(q, k, v, segment_ids, choices["layout"], choices["head_chunks"])
+    check_attention(q, k, v, segment_ids, choices["layout"], choices["head_chunks"])
     for name, a in (("q", q), ("k", k), ("v", v), ("segment_ids", segment_ids)):
         if a is not None:
             _check.sharded(name, a, axis_name, "its tokens, axis 1")
@@ -122,10 +121,10 @@ def attention(
     implementation: str | None = None,
 ) -> Float[Array, "b s h d"]:
     """Attention of a whole sequence on one device, through the kernels of `metp_attention` and with its options."""
-    choices = check.options(
+    choices = attention_options(
         causal=causal, layout="contiguous", window=window, scale=scale, softcap=softcap, implementation=implementation
     )
-    check.arrays(q, k, v, segment_ids, choices["layout"], choices["head_chunks"])
+    check_attention(q, k, v, segment_ids, choices["layout"], choices["head_chunks"])
     return _of_tokens(None, 4 * _FEW_ROWS, choices, q, k, v, segment_ids)
 
 

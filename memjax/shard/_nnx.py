@@ -12,10 +12,8 @@ from jax import lax
 from memjax._core import check
 from memjax.shard import baselines
 from memjax.shard._attention import metp_attention
-from memjax.shard._attention_check import options as attention_options
-from memjax.shard._elementwise import check_elementwise
-from memjax.shard._layout import positions
-from memjax.shard._metp import metp_mlp
+from memjax.shard._layout import attention_options, positions
+from memjax.shard._metp import check_elementwise, metp_mlp
 
 Array = jax.Array
 _OPTIONS = ("causal", "layout", "window", "scale", "softcap", "head_chunks", "implementation")

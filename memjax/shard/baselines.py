@@ -19,7 +19,7 @@ from jax import lax
 
 from memjax._core import check
 from memjax.shard._attention import attention as attention
-from memjax.shard._elementwise import check_elementwise
+from memjax.shard._metp import check_elementwise
 
 Array = jax.Array
 Activation = Callable[[Array], Array]

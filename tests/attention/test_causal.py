@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from memjax._attention.causal import causal_attention
+from memjax._attention.choice import causal_attention
 from memjax.remat import attention_in_groups
 from memjax.shard.baselines import attention
 

@@ -12,7 +12,7 @@ from jax import lax
 
 import memjax
 from memjax import compressed
-from memjax._attention.causal import causal_attention
+from memjax._attention.choice import causal_attention
 from memjax.compress import BlockQuantized, ChannelQuantized, PositionQuantized
 from tests.compress.kept import kept_bytes, saved
 from tests.compress.networks import errors

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import memjax
-from memjax._attention.causal import causal_attention
+from memjax._attention.choice import causal_attention
 from tests.plan.networks import (
     LAYERS,
     images,

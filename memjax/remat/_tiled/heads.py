@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from memjax._attention.causal import causal_attention
+from memjax._attention.choice import causal_attention
 from memjax._core import check
 from memjax._core.arrays import is_float, vary, varying_axes, zeros
 from memjax._core.backward import Backward
