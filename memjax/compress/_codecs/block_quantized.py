@@ -61,9 +61,59 @@ class MeasuredBlocks:
         return BlockQuantizedCode(level, self.middle, self.distance, self.view, x.shape, np.dtype(x.dtype), self.bits)
 
 
+class OfBlocks(FixedRate):
+    """What codecs of blocks have in common: they encode and decode by kernels where these suit."""
+
+    bits: int
+    block: int
+    measured: Callable[[Array], Any]
+    decode: Callable[[Any], Array]
+    _encode_by_kernel: Callable[..., tuple[Any, Any]]
+    _decode_by_kernel: Callable[[Any], Array]
+
+    def reads_once(self, aval: Any) -> bool:
+        """Whether encoding an array of this type takes one pass over it."""
+        return block_kernel.suits(aval, *view_of(aval, self.block))
+
+    def encode(self, x: Float[Array, "..."]) -> Any:
+        return self._encoded(x)[0]
+
+    def encode_with_sums(self, x: Float[Array, "..."]) -> tuple[Any, Array]:
+        """The code, and the sums of each channel's values and of their squares, float32, 2 x channels."""
+        return self._encoded(x, with_sums=True)
+
+    def _encoded(self, x: Float[Array, "..."], *, with_sums: bool = False) -> tuple[Any, Any]:
+        check_floats(x)
+        x = lax.stop_gradient(x)
+
+        def plain(x: Array) -> tuple[Any, Any]:
+            wide, axes = x.astype(jnp.float32), tuple(range(x.ndim - 1))
+            sums = jnp.stack([jnp.sum(wide, axes), jnp.sum(wide * wide, axes)]) if with_sums else None
+            return self.measured(x).encode(x), sums
+
+        def in_pairs(x: Array) -> tuple[Any, Any]:
+            code, sums = plain(x)
+            return dataclasses.replace(code, levels=as_pairs(code.levels, self.bits)), sums
+
+        def by_kernel(x: Array) -> tuple[Any, Any]:
+            code, sums = self._encode_by_kernel(x, with_sums=with_sums)
+            return code, jnp.sum(sums, 0) if with_sums else None
+
+        if not self.reads_once(jax.typeof(x)):
+            return plain(x)
+        return lax.platform_dependent(x, cuda=by_kernel, default=in_pairs)
+
+    def decoder_to_memory(self, code: Any) -> Callable[[Any], Array] | None:
+        """A kernel where the levels are in pairs, and the program is compiled for an NVIDIA GPU."""
+        in_pairs = code.levels.shape[-1] != code.view[-1]
+        if not (in_pairs and block_kernel.is_of_one_device(jax.typeof(code.levels)) and block_kernel.has_kernels()):
+            return None
+        return lambda code: lax.platform_dependent(code, cuda=self._decode_by_kernel, default=self.decode)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class BlockQuantized(FixedRate):
+class BlockQuantized(OfBlocks):
     """2^bits levels between the least and the largest value of each channel of every block of neighbouring positions.
 
     Channels are the last axis, positions the other axes. A block lies within one example (the first of three axes or more) if
@@ -109,16 +159,6 @@ class BlockQuantized(FixedRate):
         )
         return MeasuredBlocks(*centred_between(low, high, self.bits), view.shape, self.bits)
 
-    def reads_once(self, aval: Any) -> bool:
-        """Whether encoding an array of this type takes one pass over it."""
-        return block_kernel.suits(aval, *view_of(aval, self.block))
-
-    def encode(self, x: Float[Array, "..."]) -> BlockQuantizedCode:
-        return encode_blocks(self, x)[0]
-
-    def encode_with_sums(self, x: Float[Array, "..."]) -> tuple[BlockQuantizedCode, Array]:
-        return encode_blocks(self, x, with_sums=True)
-
     def _encode_by_kernel(
         self, x: Float[Array, "..."], *, with_sums: bool = False, interpret: bool = False
     ) -> tuple[BlockQuantizedCode, Array | None]:
@@ -153,9 +193,6 @@ class BlockQuantized(FixedRate):
         levels = apart(code.levels, code.view[-1])
         return in_shape(from_centred(levels, code.middle, code.distance, self.bits, code.dtype), code.shape)
 
-    def decoder_to_memory(self, code: BlockQuantizedCode) -> Callable[[Any], Array] | None:
-        return decoder_of_blocks(self, code)
-
     def _decode_by_kernel(self, code: BlockQuantizedCode, *, interpret: bool = False) -> Float[Array, "..."]:
         value = functools.partial(from_centred, bits=self.bits, dtype=code.dtype)
         numbers = [code.middle, code.distance]
@@ -165,40 +202,6 @@ class BlockQuantized(FixedRate):
 
 DEFAULT = BlockQuantized(8)
 """What `memjax.compressed` uses if no codec is given: 8 bits per value, at a fixed rate, for any finite values."""
-
-
-def encode_blocks(codec: Any, x: Float[Array, "..."], *, with_sums: bool = False) -> tuple[Any, Any]:
-    """The code of `x`: by a kernel where the codec reads `x` once, and the program is compiled for an NVIDIA GPU.
-
-    Second, with `with_sums`, the sums of each channel's values and of their squares, float32, 2 x channels; or else None.
-    """
-    check_floats(x)
-    x = lax.stop_gradient(x)
-
-    def plain(x: Array) -> tuple[Any, Any]:
-        wide, axes = x.astype(jnp.float32), tuple(range(x.ndim - 1))
-        sums = jnp.stack([jnp.sum(wide, axes), jnp.sum(wide * wide, axes)]) if with_sums else None
-        return codec.measured(x).encode(x), sums
-
-    def in_pairs(x: Array) -> tuple[Any, Any]:
-        code, sums = plain(x)
-        return dataclasses.replace(code, levels=as_pairs(code.levels, codec.bits)), sums
-
-    def by_kernel(x: Array) -> tuple[Any, Any]:
-        code, sums = codec._encode_by_kernel(x, with_sums=with_sums)
-        return code, jnp.sum(sums, 0) if with_sums else None
-
-    if not codec.reads_once(jax.typeof(x)):
-        return plain(x)
-    return lax.platform_dependent(x, cuda=by_kernel, default=in_pairs)
-
-
-def decoder_of_blocks(codec: Any, code: Any) -> Callable[[Any], Array] | None:
-    """What decodes to memory: a kernel where the levels are in pairs, and the program is compiled for an NVIDIA GPU."""
-    in_pairs = code.levels.shape[-1] != code.view[-1]
-    if not (in_pairs and block_kernel.is_of_one_device(jax.typeof(code.levels)) and block_kernel.has_kernels()):
-        return None
-    return lambda code: lax.platform_dependent(code, cuda=codec._decode_by_kernel, default=codec.decode)
 
 
 class _View(NamedTuple):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,9 +10,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, UInt
 
 from memjax.compress._codecs import block_kernel
-from memjax.compress._codecs.block_quantized import decoder_of_blocks, encode_blocks, in_shape, view_of
+from memjax.compress._codecs.block_quantized import OfBlocks, in_shape, view_of
 from memjax.compress._codecs.channel_quantized import LEVELS
-from memjax.compress._codecs.codec import FixedRate, check_code, check_floats
+from memjax.compress._codecs.codec import check_code, check_floats
 from memjax.compress._codecs.kernels import apart
 
 _TINY = float(jnp.finfo(jnp.float32).tiny)
@@ -55,7 +54,7 @@ class MeasuredRectified:
 
 
 @dataclasses.dataclass(frozen=True)
-class RectifiedBlocks(FixedRate):
+class RectifiedBlocks(OfBlocks):
     """For arrays without negative values: level 0 is zero, and the others divide what is between zero and the largest value
     of each channel of every block. Blocks are those of `BlockQuantized`.
 
@@ -91,16 +90,6 @@ class RectifiedBlocks(FixedRate):
         distance = jnp.maximum(largest / (2**self.bits - 1), 2 * _least_positive(dtype))
         return jnp.where(jnp.isfinite(largest), distance, jnp.nan)
 
-    def reads_once(self, aval: Any) -> bool:
-        """Whether encoding an array of this type takes one pass over it."""
-        return block_kernel.suits(aval, *view_of(aval, self.block))
-
-    def encode(self, x: Float[Array, "..."]) -> RectifiedBlocksCode:
-        return encode_blocks(self, x)[0]
-
-    def encode_with_sums(self, x: Float[Array, "..."]) -> tuple[RectifiedBlocksCode, Array]:
-        return encode_blocks(self, x, with_sums=True)
-
     def _encode_by_kernel(
         self, x: Float[Array, "..."], *, with_sums: bool = False, interpret: bool = False
     ) -> tuple[RectifiedBlocksCode, Array | None]:
@@ -129,9 +118,6 @@ class RectifiedBlocks(FixedRate):
         check_code(self, code, RectifiedBlocksCode, "bits")
         x = _from_levels(apart(code.levels, code.view[-1]), code.distance).astype(code.dtype)
         return in_shape(x, code.shape)
-
-    def decoder_to_memory(self, code: RectifiedBlocksCode) -> Callable[[Any], Array] | None:
-        return decoder_of_blocks(self, code)
 
     def _decode_by_kernel(self, code: RectifiedBlocksCode, *, interpret: bool = False) -> Float[Array, "..."]:
         numbers = [code.distance]
