@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 
 from memjax._core import check as _check
 from memjax._core.arrays import accumulator, as_array, vary, varying_axes
-from memjax._linear_cross_entropy import check, explicit, primitive, reference
+from memjax._linear_cross_entropy import check, devices, primitive, reference
 from memjax._linear_cross_entropy.options import Array, Operands, Options, Result, psum, scaled, with_rows
 
 
@@ -139,9 +139,9 @@ def linear_cross_entropy(
     et al., "Cut your losses in large-vocabulary language models", algorithms 1 to 3 ("recompute").
     """
     arguments = dict(locals())
-    if explicit.placed(x, w, labels, bias, weights, class_weights):
+    if devices.is_on_explicit_mesh(x, w, labels, bias, weights, class_weights):
         aux = lambda of_tokens, scalar: Aux(of_tokens, scalar, scalar, scalar)
-        return explicit.over_shards(linear_cross_entropy, aux, arguments)
+        return devices.over_shards(linear_cross_entropy, aux, arguments)
     call = prepared(**arguments)
     check.same_on_all(axis_name, x=x, labels=labels, weights=weights, class_weights=class_weights)
     result = share(call)

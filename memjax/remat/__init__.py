@@ -38,11 +38,11 @@ from memjax.remat._chain.items import BlockCost
 from memjax.remat._chain.schedule import ChainSchedule, chain_schedule
 from memjax.remat._checkpoint import UnmatchedNameWarning, checkpoint
 from memjax.remat._dense.spec import DenseParams, DenseSpec, DenseStatistics
+from memjax.remat._layers import stack_layers, unstack_layers
 from memjax.remat._nnx import RNN, AttentionInGroups, Chain
 from memjax.remat._scan.costs import Costs, profile
 from memjax.remat._scan.scan import scan
 from memjax.remat._scan.schedule import Action, Schedule, schedule
-from memjax.remat._stack import stack_layers, unstack_layers
 from memjax.remat._tiled.heads import attention_in_groups
 from memjax.remat._tiled.tiled import tiled
 from memjax.remat.dense_block import DenseBlock, dense_block

@@ -21,7 +21,6 @@ from jaxtyping import Array, Bool
 
 from memjax.compress._codecs.bits import WORD, Words, compress, moves_of, u32
 from memjax.compress._error_bounded import tiles
-from memjax.compress._error_bounded.bitmaps import Bitmaps
 from memjax.compress._error_bounded.pallas_tile import (
     RAW_ROWS,
     Where,
@@ -37,7 +36,7 @@ from memjax.compress._error_bounded.pallas_tile import (
 )
 from memjax.compress._error_bounded.quantize import RAW_EXPONENT, dither_bits, float32_bits, inverse_step
 from memjax.compress._error_bounded.reference import Lanes, write_headers
-from memjax.compress._error_bounded.tiles import GROUPS, LANES
+from memjax.compress._error_bounded.tiles import GROUPS, LANES, Bitmaps
 from memjax.compress._error_bounded.warp import INTEGER
 
 

@@ -18,9 +18,8 @@ from jaxtyping import Array, Bool, Float, Int32, UInt8, UInt32
 
 from memjax.compress._codecs.bits import WORD, Words, bit_length, shift_left, shift_right, u32
 from memjax.compress._error_bounded import tiles
-from memjax.compress._error_bounded.bitmaps import Bitmaps
 from memjax.compress._error_bounded.quantize import dequantize, dither_of_group, quantize
-from memjax.compress._error_bounded.tiles import GROUPS, LANES, Grid
+from memjax.compress._error_bounded.tiles import GROUPS, LANES, Bitmaps, Grid
 from memjax.compress._error_bounded.warp import Warp
 
 _WARP = Warp(native=False)
