@@ -15,14 +15,7 @@ from memjax._core.backward.derivatives import forward_mode_message, refusing_for
 from memjax.remat import policies
 from memjax.remat._dense import triton
 from memjax.remat._dense.shared import shared
-from memjax.remat._dense.spec import (
-    KEEP,
-    DenseParams,
-    DenseSpec,
-    DenseStatistics,
-    dropout,
-    norm_relu,
-)
+from memjax.remat._dense.spec import KEEP, DenseParams, DenseSpec, DenseStatistics, dropout, norm_relu
 from memjax.remat._dense.xla import conv1x1, conv3x3
 
 _IMPLEMENTATIONS = (None, "xla", "triton")

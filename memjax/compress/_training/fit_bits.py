@@ -27,14 +27,7 @@ from memjax.compress._training.array_bits import (
     check_sigma,
     error_scale,
 )
-from memjax.compress._training.choose_bits import (
-    MOST_KNOWN,
-    WORTH,
-    bits_within,
-    compared_with,
-    fewest_bits,
-    floats,
-)
+from memjax.compress._training.choose_bits import MOST_KNOWN, WORTH, bits_within, compared_with, fewest_bits, floats
 
 _SMALL = 1e-3  # of the size of the gradient's other values: an array of smaller ones is zero but for rounding
 

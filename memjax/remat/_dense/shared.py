@@ -28,14 +28,7 @@ from jax import lax
 
 from memjax._core.arrays import accumulator, vary, varying_axes, zeros
 from memjax.remat._dense import triton, xla
-from memjax.remat._dense.spec import (
-    DenseParams,
-    DenseSpec,
-    DenseStatistics,
-    dropout,
-    moments,
-    norm_relu,
-)
+from memjax.remat._dense.spec import DenseParams, DenseSpec, DenseStatistics, dropout, moments, norm_relu
 from memjax.remat._dense.xla import conv3x3, conv3x3_backward
 
 # The widest prefix of a run of layers that share a loop body, against the narrowest. Larger: fewer bodies to compile,
