@@ -225,7 +225,7 @@ def _block(bs: tuple[jax.Array, ...], c: jax.Array, index: Any, count: int) -> t
 def _add_product(sums: Any, a: jax.Array, b: jax.Array) -> tuple[jax.Array, ...]:
     """sums + a b, in two halves of the rows: a product that is not added where it is made then takes half as much memory."""
     product = partial(jnp.matmul, preferred_element_type=accumulator(a.dtype))
-    # Made once, in one kernel: in the kernels that slice it XLA would compute it again.
+    # Made once, in one kernel: in the kernels that slice it XLA would recompute it.
     a = jax.lax.optimization_barrier(a)
     first = product(_halves(a)[0], b)
     first = first if sums is None else sums[0] + first

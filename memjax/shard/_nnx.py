@@ -95,7 +95,7 @@ class MetpAttention(nnx.Module):
       kv_heads: a divisor of `heads`; by default as many as heads.
       head_dim: by default dim / heads.
       rotate: applied to queries and keys, (B, t, heads, head_dim) and their positions: none by default.
-      dropout_rate: must be 0. A block's weights are never held and are computed again in the backward pass on other
+      dropout_rate: must be 0. A block's weights are never held and are recomputed in the backward pass on other
         devices; cuDNN's dropout could not be repeated there.
       options: of `metp_attention`: causal, layout, window, softcap, head_chunks and the others.
 

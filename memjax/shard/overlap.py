@@ -5,7 +5,7 @@ A hop is hidden if it takes no longer than the step it runs beside:
     message bytes / bandwidth(message bytes) <= step FLOP / (FLOP/s)
 
 `full_overlap_tokens` solves this for the tokens per device, the paper's condition of full overlap (Liang et al. 2025,
-abstract). `measure_matmul` and `measure_link` give the two rates of the machine at hand; bandwidth grows with the message.
+abstract). `measure_matmul` and `measure_link` give the two rates of the available machine; bandwidth grows with the message.
 
     >>> link = Link((2**20, 2**29), (26e9, 350e9))
     >>> full_overlap_tokens(lambda t: mlp_step(t, dim=4096, hidden=16384, size=8), 789e12, link)

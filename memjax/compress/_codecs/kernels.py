@@ -27,7 +27,7 @@ def is_of_one_device_on(mesh: Any) -> bool:
 
 
 def has_kernels() -> bool:
-    """Whether Pallas's Triton backend compiles for the GPU available."""
+    """Whether Pallas's Triton backend compiles for the available GPU."""
     capability = str(getattr(jax.devices()[0], "compute_capability", ""))  # of AMD's GPUs a name
     is_nvidia = capability.replace(".", "").isdigit()
     return jax.default_backend() == "gpu" and is_nvidia and float(capability) >= 8
