@@ -7,12 +7,14 @@ are one equation (attention, Pallas, Triton) have FLOPs, too.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Literal
 
 from memjax._core.compat import bodies
 from memjax._core.program.jaxpr import is_literal, nbytes
@@ -135,16 +137,46 @@ def array_bytes(atom: Any) -> int:
     return 0 if is_literal(atom) or not hasattr(atom.aval, "dtype") else nbytes(atom.aval)
 
 
+class Kind(NamedTuple):
+    """What the compiler does with all equations of a primitive.
+
+    Attributes:
+      is_alias: its output is another name for its operand.
+      is_whole: its operands are written to memory first.
+      is_fusible: it and the equation that reads its output make one pass over memory.
+      is_transcendental: it takes an exponential or the like.
+      is_free: making its output again costs nothing.
+    """
+
+    is_alias: bool
+    is_whole: bool
+    is_fusible: bool
+    is_transcendental: bool
+    is_free: bool
+
+
+@functools.cache  # planning asks for every equation of every way to run a stretch
+def kind_of(name: str) -> Kind:
+    """The kind of a primitive, by its name."""
+    is_whole = name in WHOLE_OPERANDS or name in _HOLDERS or is_attention(name)
+    is_free = name in SOURCES or name in VIEWS or name in DECODING
+    return Kind(name in ALIASES, is_whole, not is_whole and name not in REDUCTIONS, name in TRANSCENDENTAL, is_free)
+
+
 def is_fusible(eqn: Any) -> bool:
     """Whether the compiler makes one pass over memory of this equation and the one that reads its output."""
-    name = eqn.primitive.name
-    return not (name in WHOLE_OPERANDS or name in REDUCTIONS or reads_whole_operands(eqn))
+    return kind_of(eqn.primitive.name).is_fusible
 
 
 def reads_whole_operands(eqn: Any) -> bool:
     """Whether the compiler writes the equation's operands to memory first."""
-    name = eqn.primitive.name
-    return name in WHOLE_OPERANDS or name in _HOLDERS or is_attention(name)
+    return kind_of(eqn.primitive.name).is_whole
+
+
+def roots_read(eqns: Iterable[Any], names: dict[Any, Any]) -> list[set[Any]]:
+    """For each equation the variables that it reads, by the names that `origins_of_names` gives them."""
+    get = names.get
+    return [{get(atom, atom) for atom in eqn.invars if not isinstance(atom, Literal)} for eqn in eqns]
 
 
 def origins_of_names(eqns: Iterable[Any], before: dict[Any, Any] | None = None) -> dict[Any, Any]:
@@ -169,23 +201,22 @@ def stored(
     With `writes_shared` a value that several equations read is written too, unless making it costs nothing.
     """
     names = origins_of_names(eqns)
-    readers: dict[Any, list[Any]] = {}
-    for eqn in eqns:
-        if eqn.primitive.name not in ALIASES:
-            for var in {names.get(atom, atom) for atom in eqn.invars if not is_literal(atom)}:
-                readers.setdefault(var, []).append(eqn)
+    kinds, roots = [kind_of(eqn.primitive.name) for eqn in eqns], roots_read(eqns, names)
+    readers: dict[Any, int] = {}
+    whole: set[Any] = set()
+    for kind, read in zip(kinds, roots, strict=True):
+        if not kind.is_alias:
+            for var in read:
+                readers[var] = readers.get(var, 0) + 1
+            if kind.is_whole:
+                whole |= read
     written = {names.get(atom, atom) for atom in outputs if not is_literal(atom)}
     heavy: set[Any] = set()
-    for eqn in eqns:
-        is_heavy = platform == "cpu" and (
-            eqn.primitive.name in TRANSCENDENTAL
-            or any(names.get(atom, atom) in heavy for atom in eqn.invars if not is_literal(atom))
-        )
+    for eqn, kind, read in zip(eqns, kinds, roots, strict=True):
+        is_heavy = platform == "cpu" and (kind.is_transcendental or not heavy.isdisjoint(read))
+        again = is_heavy or (writes_shared and not kind.is_free)
         for var in eqn.outvars:
-            found = readers.get(var, [])
-            whole = any(map(reads_whole_operands, found))
-            again = is_heavy or (writes_shared and eqn.primitive.name not in SOURCES | VIEWS | DECODING)
-            if var not in names and (not is_fusible(eqn) or whole or (again and len(found) > 1)):
+            if var not in names and (not kind.is_fusible or var in whole or (again and readers.get(var, 0) > 1)):
                 written.add(var)
             elif is_heavy:
                 heavy.add(names.get(var, var))

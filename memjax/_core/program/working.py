@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from memjax._core.program.costs import array_bytes, is_fusible, origins_of_names, running, stored
+from memjax._core.program.costs import array_bytes, is_fusible, origins_of_names, roots_read, running, stored
 from memjax._core.program.jaxpr import variables
 from memjax._core.program.primitives import CALLS, CALLS_OF_ONE_BODY, LOOPS, SCATTERS
 
 PROGRAMS = LOOPS | CALLS | CALLS_OF_ONE_BODY
+_WITH_MEMORY = PROGRAMS | {"conv_general_dilated", "select_and_scatter_add"}  # of their own
 
 
 def peak_bytes(
@@ -37,8 +38,7 @@ def peak_bytes(
       is_loop: whether they are the body of a loop, whose arrays are laid out side by side with few gaps.
     """
     names = origins_of_names(eqns, names)
-    root = lambda var: names.get(var, var)
-    roots = lambda atoms: {root(var) for var in variables(atoms)}
+    roots = lambda atoms: {names.get(var, var) for var in variables(atoms)}
     resident, results = roots(resident), roots(results)
     entering, leaving = roots(entering) - resident, roots(leaving) - resident
     # On GPUs reserved memory is more than what is alive, in fragments: as if values that several equations read were written.
@@ -47,16 +47,24 @@ def peak_bytes(
     )
     end = len(eqns)
     last: dict[Any, int] = dict.fromkeys(leaving, end)
+    read = roots_read(eqns, names)
     for i in range(end - 1, -1, -1):
-        runs = max([i, *(last.get(var, i) for var in eqns[i].outvars if var not in written and var not in names)])
-        for var in map(root, variables(eqns[i].invars)):
-            last[var] = max(last.get(var, -1), min(runs, end - 1) if var not in leaving else end)
+        runs = i  # a value that is not written is made where it is read
+        for var in eqns[i].outvars:
+            if var not in written and var not in names:
+                runs = max(runs, last.get(var, i))
+        runs = min(runs, end - 1)
+        for var in read[i]:
+            if last.get(var, -1) < runs:
+                last[var] = runs
     alive = peak = sum(map(array_bytes, entering))
     ends: dict[int, list[Any]] = {}
     for var in entering:
         ends.setdefault(last.get(var, 0), []).append(var)
     for i, eqn in enumerate(eqns):
         made = [out for out in eqn.outvars if out in written and out not in names and out not in resident]
+        if not made and i not in ends and eqn.primitive.name not in _WITH_MEMORY:
+            continue
         new = sum(map(array_bytes, made))
         dying = sum(map(array_bytes, ends.get(i, [])))
         inside = sum(array_bytes(out) for out in made if out in results)

@@ -75,6 +75,7 @@ class Chain:
         self._index()
         self._frontiers: dict[Any, list[Option]] = {}
         self._texts: dict[int, str] = {}
+        self._types: dict[Any, str] = {}
         self._codes_of_loops: dict[int, Codes] = {}
         if solved:
             self._solve()
@@ -267,7 +268,9 @@ class Chain:
                     if atom not in number:
                         number[atom] = len(number)
                         same = roles.get(atom), atom in self.free, atom in results
-                        parts.append((*same, need(atom), atom.aval.str_short()))
+                        if atom not in self._types:
+                            self._types[atom] = atom.aval.str_short()
+                        parts.append((*same, need(atom), self._types[atom]))
                     parts.append(number[atom])
         passing = [array_bytes(v) for v in segment.entering if v not in number]
         return (len(segment.eqns), len(segment.primal), sum(passing), tuple(segment.places), *parts)
