@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -18,15 +18,15 @@ def own_sharding(value: Any) -> Any:
     return getattr(value, "sharding", None) if getattr(value, "committed", True) else None
 
 
-def parts(sharding: Any) -> int:
-    """Into how many parts an array is divided over devices."""
-    return parts_by(sharding.mesh, sharding.spec) if isinstance(sharding, NamedSharding) else 1
+def parts(sharding: Any, but: Collection[str] = ()) -> int:
+    """Into how many parts an array is divided over devices, along all axes but these."""
+    return parts_by(sharding.mesh, sharding.spec, but) if isinstance(sharding, NamedSharding) else 1
 
 
-def parts_by(mesh: Any, spec: Any) -> int:
-    """Into how many parts a `PartitionSpec` divides an array over a mesh."""
+def parts_by(mesh: Any, spec: Any, but: Collection[str] = ()) -> int:
+    """Into how many parts a `PartitionSpec` divides an array over a mesh, along all axes but these."""
     names = [name for entry in spec if entry is not None for name in (entry if isinstance(entry, tuple) else (entry,))]
-    return math.prod(mesh.shape[name] for name in names if name in mesh.shape)
+    return math.prod(mesh.shape[name] for name in names if name in mesh.shape and name not in but)
 
 
 def split_over(shardings: Sequence[Any], likely: Sequence[bool]) -> int:

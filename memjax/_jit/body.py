@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -44,9 +44,11 @@ class StepPasses(Passes):
     Args:
       forward, backward: their equations.
       others: what is read elsewhere: variables.
+      manual: the axes of the `jax.shard_map`s around them.
     """
 
-    def __init__(self, forward: Sequence[Any], backward: Sequence[Any], others: set[Any]):
+    def __init__(self, forward: Sequence[Any], backward: Sequence[Any], others: set[Any], manual: Collection[str] = ()):
+        self.manual = frozenset(manual)
         made, late = _made(forward), _made(backward)
         read_here = dict.fromkeys(var for eqn in (*forward, *backward) for var in variables(eqn.invars))
         inputs = [var for var in read_here if var not in made and var not in late]
@@ -98,7 +100,7 @@ class Body:
                 elsewhere = [eqns[i] for other in self._stages[stage + 1 :] for i in other]
                 others = {var for eqn in elsewhere for var in variables(eqn.invars)}
                 others.update(variables(reached.outvars))
-                self._of_stage[stage] = StepPasses(first, second, others)
+                self._of_stage[stage] = StepPasses(first, second, others, axes or ())
         self.passes = list(self._of_stage.values())
         self.inner: dict[int, list[Body]] = {}
         for i, eqn in enumerate(eqns):

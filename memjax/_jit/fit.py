@@ -94,7 +94,7 @@ class Fit:
     @functools.cached_property
     def predicted_plain(self) -> int:
         """Bytes that the step with its passes as they are is predicted to hold."""
-        kept_all = [self._layout.local(self._known(one).chain.frontier[-1][0]) for one in self._passes]
+        kept_all = [self._known(one).frontier[-1][0] for one in self._passes]
         return self._beside + max(kept_all, default=0)
 
     def may_fit_plain(self, budget: int) -> bool:
@@ -172,7 +172,7 @@ class Fit:
         return decide(*self._program(passes), room, measure=measure, before=before, **self._allowed)
 
     def _program(self, passes: StepPasses) -> tuple[StepPasses, list[Any], Layout]:
-        return passes, [var.aval for var in passes.forward.invars], self._layout
+        return passes, [var.aval for var in passes.forward.invars], self._layout.within(passes.manual)
 
     def _measured(self, passes: StepPasses) -> tuple[Measure, dict[Any, Known]]:
         """What compiles the step with a plan of these passes, the others being as they are, and what is known of the plans."""

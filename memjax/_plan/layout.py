@@ -9,14 +9,14 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from memjax._core.compat import is_batched, is_tracer, scan_counts
-from memjax._core.meshes import own_sharding, split_over, with_devices
+from memjax._core.meshes import own_sharding, parts, split_over, with_devices
 from memjax._core.program.jaxpr import calls_in_place, variables
 
 _GRADIENTS = "gradients are sharded as what they are gradients of"
@@ -42,6 +42,11 @@ class Layout(NamedTuple):
         """The shardings of gradients with respect to the inputs; None: as the compiler decides."""
         automatic = lambda one: isinstance(one, NamedSharding) and set(one.mesh.axis_types) == {AxisType.Auto}
         return [NamedSharding(one.mesh, one.spec) if automatic(one) else None for one in self.shardings]
+
+    def within(self, manual: Collection[str]) -> Layout:
+        """That inside a `jax.shard_map` over these axes, where types are those of a device's part."""
+        split = next((one for one in self.shardings if parts(one) == self.devices), None)
+        return self._replace(devices=parts(split, manual)) if manual else self
 
     def local(self, nbytes: int) -> int:
         """A device's share of bytes that are computed."""

@@ -1,0 +1,36 @@
+"""`memjax.jit` on meshes, and in loops as people write them there: bytes of one device, and what policies by hand reach."""
+
+import jax
+import jax.numpy as jnp
+
+import memjax
+from tests.jit.steps import EXAMPLES, STEPS, of, parameters
+from tests.jit.test_jit import close, copied, within
+
+
+def test_bytes_within_a_shard_map_are_those_of_a_device():
+    step = STEPS["shard_map"]()
+    [plan] = memjax.jit(step.f, budget=within(0.6, step), **step.options).plan(*step.args).passes
+    assert plan.first_nbytes > 0.5 * plan.nbytes
+
+
+def test_a_loop_reads_no_array_that_is_one_number():
+    """JAX puts what is the same in all turns outside of the loop. With a checkpoint by hand it is inside."""
+
+    def attending(w, x):
+        scores = jnp.where(jnp.tri(EXAMPLES, dtype=bool), x @ w @ x.T, -jnp.inf)
+        return x + jax.nn.softmax(scores) @ x
+
+    def loss(params, x):
+        return jnp.mean(jax.lax.scan(lambda x, w: (attending(w, x), None), x, params)[0] ** 2)
+
+    def read_by_loops(traced):
+        scans = [eqn for eqn in traced.jaxpr.eqns if eqn.primitive.name == "scan"]
+        atoms = [atom for eqn in scans for atom in eqn.invars[: eqn.params["num_consts"]]]
+        return [atom.aval.shape for atom in atoms if atom.aval.dtype == jnp.float32]
+
+    step = of(loss, jnp.stack(parameters()))
+    assert (EXAMPLES, EXAMPLES) in read_by_loops(jax.jit(step.f).trace(*step.args))
+    jitted = memjax.jit(step.f, budget="min", **step.options)
+    assert (EXAMPLES, EXAMPLES) not in read_by_loops(jitted.trace(*step.args))
+    close(jitted(*copied(step.args)), jax.jit(step.f)(*step.args))
