@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +13,8 @@ from memjax._core.arrays import zeros
 from memjax._core.barriers import barrier
 from memjax._core.compat import scan_counts
 from memjax._core.lists import Arrays
-from memjax._core.program.jaxpr import Program, bind, read, variables
+from memjax._core.program.jaxpr import Program, bind, is_literal, read, variables
+from memjax._core.program.primitives import REPLICATIONS, SOURCES, VIEWS
 from memjax._core.program.working import needed_for
 from memjax._plan.codes import Code, encoded
 from memjax._plan.derivative import LoopPair
@@ -52,6 +53,8 @@ class Loop:
       pair: the loops.
       parts: all turns, in the order of what is scanned over.
       in_steps_on: the platform for which a turn of the backward pass runs in steps; None: the compiler has its way.
+      constants: what the loops may read that is made of nothing but literals: by variable, the equations that make it. A turn
+        makes it for itself: outside of the loop, where JAX puts what is the same in all turns, it would be in memory.
 
     Attributes:
       pair: as given.
@@ -65,8 +68,9 @@ class Loop:
         pair: LoopPair,
         parts: Sequence[Part],
         in_steps_on: str | None = None,
+        constants: Mapping[Any, Sequence[Any]] | None = None,
     ):
-        self.pair = pair
+        self.pair, self._constants = pair, constants or {}
         self._turns = [part.turns for part in parts]
         self._bodies = [_Body(pair, part, in_steps_on) for part in parts]
         read_again = set().union(*(body.read for body in self._bodies))
@@ -89,7 +93,7 @@ class Loop:
         outvars = [program.outvars[i] for i in self._stays]
 
         def turn(body: _Body, carry: Arrays, xs: Any) -> tuple[Arrays, Arrays, Arrays]:
-            inner = _inputs(program, [*values[:consts], *carry, *xs])
+            inner = _inputs(program, [*self._here(pair.forward.invars[:consts], values), *carry, *xs])
             codes: Env = {}
             body.encode(program.invars, inner, codes)
             for eqn in body.forward(outvars):
@@ -110,13 +114,15 @@ class Loop:
         eqn, program, pull = self.pair.backward, self.pair.program, self.pair.pull
         consts, carried = scan_counts(eqn)
         own = read(values, self._own)
-        fixed = _inputs(program, [None] * len(program.invars))
-        fixed |= zip((var for _, var in self._consts), read(values, [atom for atom, _ in self._consts]), strict=True)
+        atoms = [atom for atom, _ in self._consts]
+        again = read(values, atoms)
         slices = read(values, [atom for atom, _ in self._slices])
 
         def turn(body: _Body, carry: Arrays, xs: Any) -> tuple[Arrays, Arrays, Arrays]:
             mine, sliced, kept = xs
-            inner: Env = dict(fixed)
+            fixed = self._here(self._own[:consts], own)
+            inner: Env = _inputs(program, [None] * len(program.invars))
+            inner |= zip((var for _, var in self._consts), self._here(atoms, again), strict=True)
             inner |= zip((var for _, var in self._slices), sliced, strict=True)
             for var in body.missing:  # so that nothing is taken for known that is not
                 inner.pop(var, None)
@@ -125,12 +131,12 @@ class Loop:
             inner |= {one.of: one.codec.decode(next(given)) for one in body.codes}
             inner |= {var: jax.device_put(next(given), jax.memory.Space.Device) for var in body.moved}
             if body.steps is not None:
-                inner |= _inputs(pull, [*own[:consts], *carry, *mine])
+                inner |= _inputs(pull, [*fixed, *carry, *mine])
                 inner = run_steps(body.steps, inner, {*inner, *variables(pull.outvars)})
             else:
                 for one in body.again:
                     evaluate_in(one, inner)
-                inner |= _inputs(pull, [*own[:consts], *carry, *mine])
+                inner |= _inputs(pull, [*fixed, *carry, *mine])
                 for one in pull.eqns:
                     evaluate_in(one, inner)
             outs = read(inner, pull.outvars)
@@ -142,6 +148,15 @@ class Loop:
         init, mine = own[consts : consts + carried], own[consts + carried :]
         outs, _ = self._run(eqn, turn, init, (mine, slices), pull.outvars[carried:], parts)
         env |= zip(eqn.outvars, outs, strict=True)
+
+    def _here(self, atoms: Sequence[Any], values: Sequence[Any]) -> Arrays:
+        """The first of the values, those of `atoms`; the constants among these made anew."""
+        made: Env = {}
+        for atom in atoms:
+            for eqn in () if is_literal(atom) else self._constants.get(atom, ()):
+                evaluate_in(eqn, made)
+        pairs = zip(atoms, values, strict=False)
+        return [value if is_literal(atom) else made.get(atom, value) for atom, value in pairs]
 
     def _run(
         self,
@@ -242,6 +257,16 @@ class _Body:
         for var in made:
             if var in self._codecs:
                 env[var], codes[var] = encoded(env[var], self._codecs[var])
+
+
+def constants_in(programs: Iterable[Program]) -> dict[Any, list[Any]]:
+    """By variable that is one number everywhere, or an index, the equations that make it."""
+    found: dict[Any, list[Any]] = {}
+    for eqn in (eqn for program in programs for eqn in program.eqns):
+        if eqn.primitive.name in SOURCES | VIEWS | REPLICATIONS and all(var in found for var in variables(eqn.invars)):
+            before = [one for var in variables(eqn.invars) for one in found[var]]
+            found[eqn.outvars[0]] = [*before, eqn]
+    return found
 
 
 def _apart(carry: Arrays, kept: Arrays, turns: int) -> tuple[Arrays, Arrays]:

@@ -20,7 +20,7 @@ from memjax._core.program.jaxpr import bind, read, variables
 from memjax._core.program.working import needed_for
 from memjax._plan.codes import Code, encoded
 from memjax._plan.derivative import Derivative, LoopPair, Passes
-from memjax._plan.loop import Loop, Part, evaluate_in
+from memjax._plan.loop import Loop, Part, constants_in, evaluate_in
 from memjax._plan.solve.order import in_time
 from memjax._plan.solve.steps import Step, in_steps, run_steps
 
@@ -89,7 +89,12 @@ class Run:
         program, backward = derivative.forward, derivative.backward
         self.derivative = derivative
         self._inputs = {*program.invars, *program.constvars}
-        loops = {id(one.loop.forward): Loop(one.loop, one.parts, in_steps_on) for one in pieces if one.loop is not None}
+        constants = constants_in((program, backward))
+        loops = {
+            id(one.loop.forward): Loop(one.loop, one.parts, in_steps_on, constants)
+            for one in pieces
+            if one.loop is not None
+        }
         self._loops = loops
         self.is_rounded = any(one.coded or any(part.codes for part in one.parts) for one in pieces)
         self._mirrors = {id(loop.pair.backward): loop for loop in loops.values()}
