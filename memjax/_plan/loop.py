@@ -116,14 +116,19 @@ class Loop:
         own = read(values, self._own)
         atoms = [atom for atom, _ in self._consts]
         again = read(values, atoms)
-        slices = read(values, [atom for atom, _ in self._slices])
+        # One slice of a sharded parameter is gathered once, two slices of it would be gathered twice.
+        mine_too = {atom: i for i, atom in enumerate(self._own[consts + carried :]) if not is_literal(atom)}
+        known = [(mine_too[atom], var) for atom, var in self._slices if atom in mine_too]
+        others = [(atom, var) for atom, var in self._slices if atom not in mine_too]
+        slices = read(values, [atom for atom, _ in others])
 
         def turn(body: _Body, carry: Arrays, xs: Any) -> tuple[Arrays, Arrays, Arrays]:
             mine, sliced, kept = xs
             fixed = self._here(self._own[:consts], own)
             inner: Env = _inputs(program, [None] * len(program.invars))
             inner |= zip((var for _, var in self._consts), self._here(atoms, again), strict=True)
-            inner |= zip((var for _, var in self._slices), sliced, strict=True)
+            inner |= zip((var for _, var in others), sliced, strict=True)
+            inner |= {var: mine[i] for i, var in known}
             for var in body.missing:  # so that nothing is taken for known that is not
                 inner.pop(var, None)
             given = iter(kept)

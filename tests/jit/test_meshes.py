@@ -2,10 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import memjax
-from tests.jit.steps import EXAMPLES, STEPS, of, parameters
-from tests.jit.test_jit import close, copied, within
+from tests.jit.steps import EXAMPLES, STEPS, batch, layer, of, parameters, updating
+from tests.jit.test_jit import OPTIONS, close, copied, held, within
 
 
 def test_bytes_within_a_shard_map_are_those_of_a_device():
@@ -34,3 +36,22 @@ def test_a_loop_reads_no_array_that_is_one_number():
     jitted = memjax.jit(step.f, budget="min", **step.options)
     assert (EXAMPLES, EXAMPLES) not in read_by_loops(jitted.trace(*step.args))
     close(jitted(*copied(step.args)), jax.jit(step.f)(*step.args))
+
+
+def test_a_sharded_parameter_is_gathered_as_often_as_by_hand():
+    """In a loop over layers: once in the forward pass, and once for all of the backward pass."""
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    place = lambda a, *spec: jax.device_put(a, NamedSharding(mesh, P(*spec)))
+
+    def step_of(layer):
+        def loss(params, x):
+            return jnp.mean(jax.lax.scan(lambda x, w: (layer(w, x), None), x, params)[0] ** 2)
+
+        return updating(loss)
+
+    args = (*of(None, place(jnp.stack(parameters()), None, "d")).args[:2], place(batch(8 * EXAMPLES), "d"))
+    by_hand = jax.jit(step_of(jax.checkpoint(layer))).lower(*args).compile(OPTIONS)
+    jitted = memjax.jit(step_of(layer), budget=held(by_hand))
+    found = jitted.lower(*args).compile(OPTIONS)
+    assert 0 < found.as_text().count(" all-gather(") <= by_hand.as_text().count(" all-gather(")
+    close(jitted(*args), jax.jit(step_of(layer))(*args))
