@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -58,13 +59,15 @@ def _by_path(traced: Any) -> str:
     return ", ".join(rows + ["..."] * (len(largest) > _ROWS))
 
 
-def bytes_of_results(traced: Any, *, all_donated: bool = False) -> int:
-    """Bytes of results that are no donated arguments, as whole arrays.
+def bytes_of_results(traced: Any, local: Mapping[Any, int] | None = None, *, all_donated: bool = False) -> int:
+    """Bytes of results that are no donated arguments.
 
     Args:
       traced: the step.
+      local: by shape and dtype, bytes of a device's part of such a result. Others count as whole arrays.
       all_donated: as if all arguments were donated.
     """
+    local = local or {}
     given = Counter(
         (info._aval.shape, info._aval.dtype)
         for info in jax.tree.leaves(traced.args_info)
@@ -73,7 +76,7 @@ def bytes_of_results(traced: Any, *, all_donated: bool = False) -> int:
     found = 0
     for aval in traced.jaxpr.out_avals:
         kind = aval.shape, aval.dtype
-        found += 0 if given[kind] > 0 else nbytes(aval)
+        found += 0 if given[kind] > 0 else local.get(kind, nbytes(aval))
         given[kind] -= 1
     return found
 

@@ -98,12 +98,15 @@ def decided(step: Step, traced: Any, asked: Asked, args: tuple, kwargs: dict[str
     planned = _Planned(step, traced, args, kwargs, device.platform)
     if asked.plan is not None:
         return planned.by(asked.plan, layout)
-    arguments = sum(map(_local_bytes, closed.in_avals, layout.shardings[len(closed.consts) :]))
+    sizes = list(map(_local_bytes, closed.in_avals, layout.shardings[len(closed.consts) :]))
+    arguments = sum(sizes)
     room = _room(asked.budget, arguments, device)
     found = planned.as_before(load(where, name), layout)
     if found is not None and held_bytes(found.program) <= (found.plan.nbytes if isinstance(room, str) else room):
         return found
-    progress, beside = Progress(step.name), arguments + bytes_of_results(traced)
+    # New parameters, say, are taken to be split over devices as the old ones.
+    alike = {(aval.shape, aval.dtype): size for aval, size in zip(closed.in_avals, sizes, strict=True)}
+    progress, beside = Progress(step.name), arguments + bytes_of_results(traced, alike)
     allowed = {"compress": "compress" in asked.allow, "offload": "offload" in asked.allow}
 
     def fit_of(body: Body) -> Fit:

@@ -55,3 +55,13 @@ def test_a_sharded_parameter_is_gathered_as_often_as_by_hand():
     found = jitted.lower(*args).compile(OPTIONS)
     assert 0 < found.as_text().count(" all-gather(") <= by_hand.as_text().count(" all-gather(")
     close(jitted(*args), jax.jit(step_of(layer))(*args))
+
+
+def test_a_sharded_step_that_fits_is_the_program_of_jax_jit():
+    """Without donation as well: results are counted as a device's parts."""
+    step = STEPS["fully sharded"]()
+    args = *step.args[:2], step.args[2][:8]
+    plain = jax.jit(step.f)
+    jitted = memjax.jit(step.f, budget=held(plain.lower(*args).compile()))
+    assert jitted.plan(*args).as_written
+    assert jitted.lower(*args).as_text() == plain.lower(*args).as_text()
