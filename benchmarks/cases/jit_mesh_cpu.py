@@ -10,8 +10,8 @@ import optax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-LAYERS, WIDTH, HIDDEN, HEADS, KEY_HEADS, LENGTH, VOCABULARY = 4, 128, 384, 4, 2, 64, 256
-EXAMPLES = 32
+LAYERS, WIDTH, HIDDEN, HEADS, KEY_HEADS, LENGTH, VOCABULARY = 4, 64, 192, 4, 2, 32, 128
+EXAMPLES = 64
 MICROBATCHES = 2
 MODES = "unrolled", "scan"
 MESHES = "fsdp", "fsdp x tensor", "explicit", "shard_map"
@@ -65,7 +65,7 @@ def step(mode: str, where: str, update: str, wrap: Callable[[Layer], Layer] = la
     params = _placed(_parameters(mode), where, mesh)
     state = optimizer.init(params)
     state = jax.tree.map(lambda a: a if a.ndim else jax.device_put(a, NamedSharding(mesh, P())), state)
-    shape = (MICROBATCHES, EXAMPLES) if update == "accumulation" else (EXAMPLES,)
+    shape = (MICROBATCHES, EXAMPLES // MICROBATCHES) if update == "accumulation" else (EXAMPLES,)
     tokens = jax.random.randint(jax.random.key(1), (*shape, LENGTH + 1), 0, VOCABULARY)
     args = params, state, jax.device_put(tokens, NamedSharding(mesh, P(*[None] * (len(shape) - 1), "data")))
     shardings = jax.tree.map(lambda a: a.sharding, args)
