@@ -1,5 +1,5 @@
 """`memjax.jit` on meshes of eight simulated CPU devices beside policies by hand: `python -m benchmarks.jit_mesh_cpu`, about
-half an hour on two cores.
+an hour on two cores.
 
 For each way to write a step (`benchmarks/cases/jit_mesh_cpu.py`) the step as it is, with `jax.checkpoint` round each layer,
 and by `memjax.jit` within the bytes that each policy by hand takes, and 70% of the temporaries of the step as it is. Bytes,
