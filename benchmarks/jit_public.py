@@ -1,0 +1,118 @@
+"""`memjax.jit` on training steps that others published, unchanged, on a CPU: `python -m benchmarks.jit_public`, over an hour.
+
+`--models-path` is a folder with clones of google/flax, google-deepmind/optax, google-deepmind/dm-haiku, google-deepmind/jraph,
+patrick-kidger/equinox and luchris429/purejaxrl, by the names of the repositories. What the steps import has to be installed:
+clu, ml-collections, dm-haiku, dm-tree, jmp, jraph, equinox, einops, gymnax. What only loads data need not be.
+
+Each step is compiled with memory to spare, which has to give the program of `jax.jit`, and within 70% and 50% of its temporary
+bytes, beside arguments and results. Where that is refused, it is planned for the least that can be had. Results are those after
+three steps, compared with plain JAX. One more row of each step has float64, where its code allows. `--small` runs some steps and
+saves nothing.
+"""
+
+import dataclasses
+import json
+import pathlib
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import record
+from benchmarks.cases.jit_public import CASES
+
+_SMALL = ("flax vae", "flax seq2seq", "optax meta_learning", "haiku gan", "equinox rnn")
+# As for the tests: with JAX 0.10 XLA:CPU drops barriers without the first. The others save time and change no bytes.
+_FLAGS = ["--xla_backend_optimization_level=0", "--xla_cpu_max_isa=AVX512", "--xla_cpu_parallel_codegen_split_count=1"]
+if jax.__version_info__ < (0, 11):
+    _FLAGS += ["--xla_disable_hlo_passes=cse_barrier_expander", "--xla_cpu_use_fusion_emitters=false"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What to run."""
+
+    models_path: pathlib.Path = pathlib.Path("public")
+    """A folder with clones of the repositories."""
+    models: tuple[str, ...] = ()
+    """Which steps; none: all."""
+    shares: tuple[float, ...] = (0.7, 0.5)
+    """Of a step's temporary bytes, that budgets leave."""
+    double: bool = True
+    """One more row in float64."""
+    small: bool = False
+    """A few steps, nothing is saved."""
+
+
+def planned_rows(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The rows of a step that were planned and run, in float32."""
+    for row in result.get("rows", ()):
+        row = row.get("least", row)
+        if "compiled" in row:
+            yield row
+
+
+def accuracy(results: list[dict[str, Any]]) -> str:
+    """How far predicted bytes are from compiled ones."""
+    rows = [row for result in results for row in planned_rows(result) if row["predicted"]]
+    off = [abs(row["predicted"] / row["compiled"] - 1) for row in rows]
+    if not off:
+        return "no plan was predicted"
+    return f"predicted bytes are off by {statistics.median(off):.1%} in the median, {max(off):.1%} at worst, of {len(off)} plans"
+
+
+def show(results: list[dict[str, Any]]) -> None:
+    table = Table(
+        "step", "asked", "plain MiB", "budget", "compiled", "predicted", "compiled times", "FLOPs", "error", "seconds"
+    )
+    mib = lambda nbytes: f"{nbytes / 2**20:.2f}" if nbytes else ""
+    for result in results:
+        if "rows" not in result:
+            table.add_row(result["name"], "", result["error"][:60])
+            continue
+        rows = [*result["rows"], *([result["double"]] if "compiled" in result.get("double", {}) else [])]
+        for i, row in enumerate(rows):
+            least = row.get("least", row)
+            asked = f"{row['share']:.0%}" + (f" refused: {least.get('share', 0):.0%}" if least is not row else "")
+            head = result["name"] if i == 0 else "  in float64" if row is result.get("double") else ""
+            if "compiled" not in least:
+                table.add_row(head, asked, mib(result["plain"]), least.get("refused", "")[:60])
+                continue
+            bytes_of = [mib(least[name]) for name in ("budget", "compiled", "predicted")]
+            rest = [
+                str(least["compilations"]),
+                f"{least['flops_ratio']:.2f}",
+                f"{least['error']:.0e}",
+                f"{least['seconds']:.1f}",
+            ]
+            table.add_row(head, asked, "" if head.startswith(" ") else mib(result["plain"]), *bytes_of, *rest)
+    console = Console(width=None if Console().is_terminal else 150)
+    console.print(table)
+    same = [result["spare"].get("same_program") for result in results if "spare" in result]
+    console.print(
+        f"with memory to spare: {same.count(True)} programs are those of jax.jit, {same.count(False)} are not"
+    )
+    console.print(accuracy(results))
+
+
+def main(config: Config) -> None:
+    if unknown := set(config.models) - CASES.keys():
+        raise SystemExit(f"--models must be some of {', '.join(CASES)}, got {', '.join(sorted(unknown))}")
+    results: list[dict[str, Any]] = []
+    for name in config.models or (_SMALL if config.small else CASES):
+        case = {"name": name, "public": str(config.models_path), "shares": config.shares, "double": config.double}
+        module = "benchmarks.cases.jit_public.measure"
+        found = record.in_fresh_process(module, case, {"XLA_FLAGS": " ".join(_FLAGS)}, timeout=900)
+        results.append({key: value for key, value in found.items() if key not in ("public", "shares")})
+        print(json.dumps(results[-1]), flush=True)
+        if not config.small:
+            record.save("jit_public" if not config.models else "jit_public_some", results)
+    show(results)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))
