@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 
 from memjax._jit.body import Acting, Body, StepPasses
 from memjax._jit.step_plan import StepPlan
+from memjax._jit.together import Line
 from memjax._plan.acting import by_plan
-from memjax._plan.budget.decide import TooLittleError, decide
+from memjax._plan.budget.decide import GAIN_OF_STEPS, TooLittleError, decide
 from memjax._plan.budget.known import Allowed, Key, Known, Measure, key_of, known
 from memjax._plan.budget.pieces import pieces
+from memjax._plan.budget.search import LARGE_GAIN, search
 from memjax._plan.layout import Layout
-from memjax._plan.result import Plan
+from memjax._plan.result import Plan, Try
 from memjax._plan.run import Run
 
 Compile = Callable[[Acting], Any]
@@ -23,6 +25,7 @@ Compile = Callable[[Acting], Any]
 
 MAKE_ONE = "make it by step.plan(*args) of what you pass here"
 
+_MOST_ONE_BY_ONE = 3  # derivatives: each of them takes a few compilations then
 _SURELY = 1.2  # times the budget: a step that is predicted to hold so much is not compiled as it is
 
 Chosen = dict[StepPasses, tuple[Run, Key]]
@@ -121,9 +124,9 @@ class Fit:
     def within(self, budget: int | str) -> tuple[StepPlan, Any]:
         """The plan, and the step compiled with it.
 
-        With its passes as they are the step may fit: where a loss runs tile by tile, that can be enough. Else all passes begin
-        with the plan that is predicted to take the least memory. Then they are decided on one after another, the others being
-        as they are.
+        With its passes as they are the step may fit: where a loss runs tile by tile, that can be enough. Else they are decided
+        on together. Where that is not as good as predicted, a few of them are decided on one after another, the others being as
+        they are: then all begin with the plan that is predicted to take the least memory.
 
         Raises:
           DoesNotFitError: the budget is less than the least possible.
@@ -131,6 +134,15 @@ class Fit:
         if isinstance(budget, int) and self.may_fit_plain(budget) and self.plain.nbytes <= budget:
             return self._plan(budget, self.plain.nbytes), self.plain.program
         room = budget if isinstance(budget, str) else budget - self._beside
+        if self._may_be_together(room):
+            fast = self._together(room if isinstance(room, int) else 0)
+            best = self._now()
+            plan = self._plan(budget, best.nbytes)
+            one_by_one = len(self._passes) <= _MOST_ONE_BY_ONE
+            if isinstance(budget, str) or (best.nbytes <= budget and (fast or not one_by_one)):
+                return plan, best.program
+            if not one_by_one:
+                raise DoesNotFitError(plan, best.program)
         if len(self._passes) > 1:
             self._acting = {one: self._least(one) for one in self._passes}
         fits = True
@@ -141,6 +153,32 @@ class Fit:
         if not fits or (isinstance(budget, int) and best.nbytes > budget):
             raise DoesNotFitError(plan, best.program)
         return plan, best.program
+
+    def _may_be_together(self, room: int | str) -> bool:
+        several = len(self._passes) > (1 if isinstance(room, int) else _MOST_ONE_BY_ONE)
+        return several and not any(self._allowed.values())
+
+    def _together(self, room: int) -> bool:
+        """Decides on all passes at once; whether the step is about as fast then as was predicted."""
+        programs = [self._known(one) for one in self._passes]
+        found: list[tuple[Line, Try, list[Try]]] = []
+        for in_steps in (False, True):
+            line = Line(programs, in_steps)
+            compiled = lambda way, line=line: self._step(self._chosen(line, way))
+            tries = search(line.predicted, line.seconds, room, compiled, line.kind, GAIN_OF_STEPS)
+            fitting = [one for one in tries if one.compiled <= room]
+            best = max(fitting, default=None) or min(tries, key=lambda one: one.compiled)
+            found.append((line, best, tries))
+            if fitting:
+                break
+        line, best, tries = min(found, key=lambda one: max(one[1].compiled - room, 0))
+        self._acting = self._chosen(line, best.number)
+        self._plans = dict(zip(self._passes, line.as_plans(tries, best, room), strict=True))
+        ideal = min((s for n, s in zip(line.predicted, line.seconds, strict=True) if n <= room), default=math.inf)
+        return line.seconds[best.number] <= (1 + LARGE_GAIN) * ideal
+
+    def _chosen(self, line: Line, way: int) -> Chosen:
+        return {one: run for one, run in zip(self._passes, line.runs(way), strict=True) if run is not None}
 
     def _decide(self, passes: StepPasses, room: int | str) -> bool:
         """Decides on the passes; whether the step fits then. If it does not, they take the least memory."""

@@ -86,6 +86,17 @@ def alternating() -> Step:
     return Step(step, (params[:3], params[3:], batch()))
 
 
+def attacked() -> Step:
+    """Gradients by the examples, one after another, then one by the parameters."""
+
+    def step(params, x):
+        for _ in range(3):
+            x = x + 0.1 * jnp.sign(jax.grad(loss, 1)(params, x))
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, x))
+
+    return Step(step, (parameters()[:4], batch()))
+
+
 def in_a_branch() -> Step:
     def step(params, x, number):
         update = lambda: jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, x))
@@ -160,6 +171,7 @@ STEPS = {
     ),
     "accumulation in a loop": accumulation,
     "alternating updates": alternating,
+    "an attack before the gradient": attacked,
     "a branch": in_a_branch,
     "forward over reverse": curvature,
     "the pullback of jax.vjp": pullback,

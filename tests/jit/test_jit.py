@@ -101,6 +101,24 @@ def test_what_fits_is_the_program_of_jax_jit(count):
     close(no_gradient(jnp.ones(3)), jnp.sin(1.0) + jnp.ones(3))
 
 
+def test_many_derivatives_take_few_compilations(count):
+    step = STEPS["an attack before the gradient"]()
+    budget = within(0.7, step)
+    for asked, most in ((budget, 4), ("min", 5)):
+        count.clear()
+        plan = memjax.jit(step.f, budget=asked, **step.options).plan(*step.args)
+        assert len(plan.passes) == 4
+        assert len(count) <= most
+        assert plan.nbytes <= budget
+
+
+@pytest.mark.parametrize("name", ["alternating updates", "an attack before the gradient"])
+def test_the_least_can_be_had(name):
+    step = STEPS[name]()
+    least = memjax.jit(step.f, budget="min", **step.options).plan(*step.args).nbytes
+    assert memjax.jit(step.f, budget=least, **step.options).plan(*step.args).nbytes <= least
+
+
 def test_other_settings_are_another_program(count):
     jitted = memjax.jit(lambda x: jnp.sin(x) @ x)
     settings = [

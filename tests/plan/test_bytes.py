@@ -10,7 +10,7 @@ import pytest
 import memjax
 from memjax._core.program import costs
 from memjax._core.program.working import peak_bytes
-from memjax._plan.budget.decide import _decide, _Plans
+from memjax._plan.budget.decide import Plans, _decide
 from memjax._plan.budget.known import Known, key_of
 from memjax._plan.derivative import Derivative
 from memjax._plan.layout import Layout
@@ -218,7 +218,7 @@ def test_plans_of_one_kind_differ_in_the_turns_of_the_parts_of_a_loop_alone():
     wide = 32 * WIDTH  # so that keeping a product's result pays
     ws = {"up": array(8, wide, 8 * wide), "down": array(8, 8 * wide, wide)}
     known = uncompiled(chain(loss, ws, array(8 * ROWS, wide)))
-    plans = _Plans(known)
+    plans = Plans(known)
     turns_of = {}
     for number in range(1, len(plans.predicted)):
         [parts] = [one.option.parts for one in plans.choices(number) if one.option.parts]
@@ -247,7 +247,7 @@ def test_steps_are_tried_where_a_faster_plan_is_missed_and_not_otherwise(monkeyp
         tried.append(plans.in_steps)
         return plans.predicted[number] * 11 // 10
 
-    monkeypatch.setattr(_Plans, "compiled", compiled)
+    monkeypatch.setattr(Plans, "compiled", compiled)
     found = chain(loss, ws, array(ROWS, WIDTH))
     program = uncompiled(found)
     middle, most = (found.frontier[at][0] for at in (len(found.frontier) // 2, -1))
@@ -293,7 +293,7 @@ def test_a_plan_that_takes_a_little_too_much_is_made_leaner_if_it_is_much_faster
     """The compiler takes a byte more than was predicted, and than the budget, for one plan, and less for a leaner one."""
     found = chain(narrow_loss, *narrow_arguments())
     program = uncompiled(found)
-    plans = _Plans(program)
+    plans = Plans(program)
     lost = [before / after - 1 for before, after in pairwise(plans.seconds)]
     [over, *_] = [number + 1 for number, part in enumerate(lost) if number and part > 0.02]
     assert plans.predicted[over] < 1.5 * plans.predicted[over - 1]
@@ -302,7 +302,7 @@ def test_a_plan_that_takes_a_little_too_much_is_made_leaner_if_it_is_much_faster
     def compiled(plans, number):
         return plans.predicted[number] - (number >= plans.count) + (number == over)
 
-    monkeypatch.setattr(_Plans, "compiled", compiled)
+    monkeypatch.setattr(Plans, "compiled", compiled)
     decided = _decide(program, budget)
     assert decided.tries[-1].number >= plans.count
     assert plans.seconds[over] <= decided.seconds <= 1.001 * plans.seconds[over]

@@ -26,7 +26,7 @@ _AS_PREDICTED = (
 )
 _UNSURE = 1.1  # by as much more or less the compiled bytes of one plan may be off than those of another
 _STEPS_DOWN = (0.98, 0.95, 0.85)  # of the least bytes so far, to ask for where the least is wanted
-_GAIN_OF_STEPS = 5e-3  # of a step's time: what compiling a whole step once more has to promise
+GAIN_OF_STEPS = 5e-3  # of a step's time: what compiling a whole step once more has to promise
 _LEANER = 1e-3  # of a step's time: what keeping less in a plan may cost
 
 
@@ -99,7 +99,7 @@ def _can_be_faster(other: Known, found: Plan | str, budget: int | str) -> bool:
     fast."""
     assert isinstance(budget, int)
     if isinstance(found, str):  # seldom does a plan with less fit where none with more does
-        return any(_Plans(other, in_steps).least()[0].compiled <= budget for in_steps in (False, True))
+        return any(Plans(other, in_steps).least()[0].compiled <= budget for in_steps in (False, True))
     room = _UNSURE * found.first_nbytes * budget / max(found.nbytes, 1)
     fitting = [seconds for nbytes, seconds in other.frontier if nbytes <= room]
     return bool(fitting) and other.base_seconds + min(fitting) <= found.seconds
@@ -124,7 +124,7 @@ def _least(program: Known) -> Plan:
     """
     found = [(plans, plans.least()) for plans in _ways(program)]
     plans, tries = min(found, key=lambda one: one[1][0].compiled)
-    least = _plan(program, plans, tries[0], tries, tries[0].compiled)
+    least = plan_of(program, plans, tries[0], tries, tries[0].compiled)
     for share in _STEPS_DOWN:
         less = _within(program, int(share * least.nbytes))
         if less is not None:
@@ -132,8 +132,8 @@ def _least(program: Known) -> Plan:
     return least
 
 
-def _ways(program: Known) -> list[_Plans]:
-    return [_Plans(program, in_steps) for in_steps in (False, True)]
+def _ways(program: Known) -> list[Plans]:
+    return [Plans(program, in_steps) for in_steps in (False, True)]
 
 
 def _within(program: Known, budget: int) -> Plan | None:
@@ -142,11 +142,11 @@ def _within(program: Known, budget: int) -> Plan | None:
     Where none fits otherwise, or the compiler takes so much more than was predicted that a faster plan is missed, the backward
     pass runs in steps: then what is alive at a time is what the model says, whichever kernels the compiler chooses.
     """
-    fitted: list[tuple[_Plans, Try, list[Try]]] = []
+    fitted: list[tuple[Plans, Try, list[Try]]] = []
     for plans in _ways(program):
         if not fitted and plans.in_steps and plans.least()[0].compiled > budget:
             break
-        gain = _GAIN_OF_STEPS if program.is_part else GAIN
+        gain = GAIN_OF_STEPS if program.is_part else GAIN
         tries = search(plans.predicted, plans.seconds, budget, plans.compiled, plans.kind, gain)
         if all(one.compiled > budget for one in tries):
             tries += [one for one in plans.least() if one.number not in {other.number for other in tries}]
@@ -160,10 +160,10 @@ def _within(program: Known, budget: int) -> Plan | None:
     if not fitted:
         return None
     plans, chosen, tries = min(fitted, key=lambda one: one[0].seconds[one[1].number])  # of equals the first
-    return _without_a_plan(program, plans, chosen, tries, budget) or _plan(program, plans, chosen, tries, budget)
+    return _without_a_plan(program, plans, chosen, tries, budget) or plan_of(program, plans, chosen, tries, budget)
 
 
-def _leaner(plans: _Plans, tries: Sequence[Try], budget: int) -> list[Try]:
+def _leaner(plans: Plans, tries: Sequence[Try], budget: int) -> list[Try]:
     """A plan that takes a little more than the budget, with less kept, if it is much faster than those that fit; compiled.
 
     Where the budget is what a policy by hand takes, the plan that keeps the same arrays can be a few kilobytes over it. The next
@@ -180,13 +180,13 @@ def _leaner(plans: _Plans, tries: Sequence[Try], budget: int) -> list[Try]:
     return [Try(number, nbytes, nbytes, plans.compiled(number))]
 
 
-def _faster_as_predicted(plans: _Plans, chosen: Try, budget: int) -> bool:
+def _faster_as_predicted(plans: Plans, chosen: Try, budget: int) -> bool:
     """Whether a plan would be faster than the one chosen by enough to notice, if the compiler took what was predicted."""
     fitting = plans.seconds[: bisect.bisect_right(plans.predicted, budget, hi=plans.count)]
     return bool(fitting) and plans.seconds[chosen.number] > _AS_FAST * min(fitting)
 
 
-class _Plans:
+class Plans:
     """The plans that are worth a try, in a line.
 
     The first two are those of the least memory: that which keeps the least, for the model may be wrong about what is kept for
@@ -258,7 +258,7 @@ def _kept(option: Option, turns: int) -> Hashable:
     return min(turns, 2), option.kept, option.coded, option.moved
 
 
-def _without_a_plan(program: Known, plans: _Plans, chosen: Try, tries: Sequence[Try], budget: int) -> Plan | None:
+def _without_a_plan(program: Known, plans: Plans, chosen: Try, tries: Sequence[Try], budget: int) -> Plan | None:
     """The plan that keeps everything, if it fits and the one chosen is predicted to be as slow.
 
     Running again what costs little by itself can divide what the compiler would have made one kernel of, and no model of time
@@ -270,13 +270,13 @@ def _without_a_plan(program: Known, plans: _Plans, chosen: Try, tries: Sequence[
     nbytes = program.step_bytes(())
     if nbytes is None or nbytes > budget:
         return None
-    plan = _plan(program, plans, chosen, [*tries, Try(len(plans.predicted), nbytes, nbytes, nbytes)], budget)
+    plan = plan_of(program, plans, chosen, [*tries, Try(len(plans.predicted), nbytes, nbytes, nbytes)], budget)
     seconds = plan.plain_seconds
     plan = dataclasses.replace(plan, nbytes=nbytes, first_nbytes=nbytes, compiled_nbytes=nbytes)
     return dataclasses.replace(plan, seconds=seconds, stretches=(), in_steps=False)
 
 
-def _plan(program: Known, plans: _Plans, chosen: Try, tries: Sequence[Try], budget: int) -> Plan:
+def plan_of(program: Known, plans: Plans, chosen: Try, tries: Sequence[Try], budget: int) -> Plan:
     found = program.stretches(plans.choices(chosen.number))
     added = chosen.compiled - chosen.predicted
     points = [Point(max(nbytes + added, 0), program.base_seconds + seconds) for nbytes, seconds in program.frontier]

@@ -1,0 +1,81 @@
+"""Plans of all derivatives of a step at once, so that few programs are compiled.
+
+Derivatives have their turns one after another, and the step holds what the largest of them does. So all of them may take equally
+much: the ways to run a step are in a line, from the fewest bytes to the most, as the plans of one derivative are.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Hashable, Sequence
+
+from memjax._plan.budget.decide import Plans, plan_of
+from memjax._plan.budget.known import Key, Known, key_of
+from memjax._plan.budget.pieces import pieces
+from memjax._plan.result import Plan, Try
+from memjax._plan.run import Run
+
+
+class Line:
+    """Ways to run all derivatives, each by the fastest plan that is predicted to take no more than so many bytes.
+
+    As in the line of a single derivative, the first way keeps the least.
+
+    Args:
+      programs: the derivatives.
+      in_steps: whether backward passes run in steps.
+
+    Attributes:
+      predicted, seconds: of each way; the bytes are those of the derivative that takes the most.
+    """
+
+    def __init__(self, programs: Sequence[Known], in_steps: bool):
+        self._programs, self._in_steps = programs, in_steps
+        self._plans = [Plans(program, in_steps) for program in programs]
+        least = max(plans.predicted[0] for plans in self._plans)
+        levels = sorted({least, *(n for plans in self._plans for n in plans.predicted if n > least)})
+        within = lambda level: [bisect.bisect_right(plans.predicted, level) - 1 for plans in self._plans]
+        self._numbers = [[0] * len(programs), *map(within, levels)]
+        self.predicted = [least, *levels]
+        self.seconds = [
+            sum(plans.seconds[number] for plans, number in zip(self._plans, numbers, strict=True))
+            for numbers in self._numbers
+        ]
+
+    def kind(self, way: int) -> Hashable:
+        """Equal for ways that differ in turns of loops alone: see `Plans.kind`."""
+        return tuple(plans.kind(number) for plans, number in zip(self._plans, self._numbers[way], strict=True))
+
+    def runs(self, way: int) -> list[tuple[Run, Key] | None]:
+        """By derivative how it is run, and what tells that from other ways; None: as it is written."""
+        found: list[tuple[Run, Key] | None] = []
+        for program, plans, number in zip(self._programs, self._plans, self._numbers[way], strict=True):
+            if self._as_written(program, plans, number):
+                found.append(None)
+                continue
+            stretches = program.stretches(plans.choices(number))
+            platform = program.chain.rates.platform if self._in_steps else None
+            run = Run(program.chain.derivative, pieces(program.chain, stretches), platform)
+            found.append((run, key_of(stretches, self._in_steps)))
+        return found
+
+    def as_plans(self, tries: Sequence[Try], chosen: Try, budget: int) -> list[Plan]:
+        """One of the ways that were compiled as data, by derivative."""
+        found = []
+        for i, (program, plans) in enumerate(zip(self._programs, self._plans, strict=True)):
+            of_one = lambda one, i=i, plans=plans: one._replace(
+                number=self._numbers[one.number][i], predicted=plans.predicted[self._numbers[one.number][i]]
+            )
+            own = of_one(chosen)
+            key = key_of(program.stretches(plans.choices(own.number)), self._in_steps)
+            before = dict(program.compiled)
+            program.compiled[key] = chosen.compiled
+            found.append(plan_of(program, plans, own, [of_one(one) for one in tries], budget))
+            # It is known with these plans of the others alone.
+            program.compiled.clear()
+            program.compiled.update(before)
+        return found
+
+    def _as_written(self, program: Known, plans: Plans, number: int) -> bool:
+        """Whether nothing is computed again. A loop keeps its plan: see `decide`."""
+        return number == plans.count - 1 and not program.chain.loops
