@@ -39,7 +39,7 @@ class Config:
     models_path: pathlib.Path = pathlib.Path("public")
     """A folder with clones of the repositories."""
     models: tuple[str, ...] = ()
-    """Which steps; none: all."""
+    """Which steps; none: all. The rows of others stay as they are."""
     shares: tuple[float, ...] = (0.7, 0.5)
     """Of a step's temporary bytes, that budgets leave."""
     double: bool = True
@@ -102,6 +102,9 @@ def show(results: list[dict[str, Any]]) -> None:
 def main(config: Config) -> None:
     if unknown := set(config.models) - CASES.keys():
         raise SystemExit(f"--models must be some of {', '.join(CASES)}, got {', '.join(sorted(unknown))}")
+    path = record.RESULTS / "jit_public.json"
+    keep = config.models and path.exists() and not config.small
+    before = {row["name"]: row for row in json.loads(path.read_text())["rows"]} if keep else {}
     results: list[dict[str, Any]] = []
     for name in config.models or (_SMALL if config.small else CASES):
         case = {"name": name, "public": str(config.models_path), "shares": config.shares, "double": config.double}
@@ -110,7 +113,8 @@ def main(config: Config) -> None:
         results.append({key: value for key, value in found.items() if key not in ("public", "shares")})
         print(json.dumps(results[-1]), flush=True)
         if not config.small:
-            record.save("jit_public" if not config.models else "jit_public_some", results)
+            every = before | {result["name"]: result for result in results}
+            record.save("jit_public", [every[name] for name in CASES if name in every])
     show(results)
 
 

@@ -58,7 +58,10 @@ class Step(NamedTuple):
 
 def begins_with(out: Any, args: tuple) -> tuple:
     """Results that take the places of the first arguments, in order; what is left over are metrics."""
-    kind: Callable[[Any], Any] = lambda tree: jax.tree.map(jax.typeof, tree)
+
+    def kind(tree: Any) -> tuple[str, list[Any]]:
+        return str(jax.tree.structure(tree)), [*map(jax.typeof, jax.tree.leaves(tree))]
+
     count = 0
     for one, other in zip(out, args, strict=False):
         if kind(one) != kind(other):
@@ -73,7 +76,8 @@ def in_place(out: Any, args: tuple) -> tuple:
 
 def first(out: Any, args: tuple) -> tuple:
     """The result, or its first part, is the state."""
-    whole = jax.tree.structure(out) == jax.tree.structure(args[0])
+    structure: Callable[[Any], Any] = jax.tree.structure
+    whole = structure(out) == structure(args[0])
     return (out if whole else out[0], *args[1:])
 
 

@@ -48,11 +48,12 @@ def double(args: tuple) -> tuple:
     """The arguments with float64 where float32 was."""
 
     def one(leaf: Any) -> Any:
-        return leaf.astype(jnp.float64) if getattr(leaf, "dtype", None) == jnp.float32 else leaf
+        wide = isinstance(leaf, jax.Array | np.ndarray) and leaf.dtype == jnp.float32
+        return leaf.astype(jnp.float64) if wide else leaf
 
     def of(leaf: Any) -> Any:
-        if not is_nnx(leaf):
-            return one(leaf)
+        if not isinstance(leaf, nnx.Module | nnx.Optimizer | nnx.Metric):
+            return jax.tree.map(one, leaf)
         nnx.update(leaf, jax.tree.map(one, nnx.state(leaf)))
         return leaf
 
@@ -68,11 +69,10 @@ def plain_of(step: Step) -> Any:
 def values(tree: Any) -> list[np.ndarray]:
     """Arrays in results and arguments."""
     found = []
-    for leaf in jax.tree.leaves(tree, is_leaf=is_nnx):
-        for value in jax.tree.leaves(nnx.state(leaf) if is_nnx(leaf) else leaf):
-            if isinstance(value, jax.Array):
-                keys = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-                found.append(np.asarray(jax.random.key_data(value) if keys else value))
+    for value in jax.tree.leaves(tree):
+        if isinstance(value, jax.Array):
+            keys = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+            found.append(np.asarray(jax.random.key_data(value) if keys else value))
     return found
 
 

@@ -155,7 +155,7 @@ def gemma(public: pathlib.Path) -> Step:
         final_logit_softcap=None,
         use_post_attn_norm=True,
         use_post_ffw_norm=True,
-        attention_types=[kinds.LOCAL_SLIDING, kinds.LOCAL_SLIDING, kinds.GLOBAL],
+        attention_types=(kinds.LOCAL_SLIDING, kinds.LOCAL_SLIDING, kinds.GLOBAL),
         sliding_window_size=16,
     )
     return _gemma(train, config)

@@ -31,7 +31,7 @@ def adversarial_training(public: pathlib.Path) -> Step:
         public / "optax/examples/adversarial_training.ipynb", cells, num_classes=10, optimizer=optax.adam(1e-3)
     )
     params = found.net.init(_KEY, jnp.zeros((1, 28, 28, 1)))["params"]
-    args = params, found.optimizer.init(params), ((255 * _images(32)).astype(jnp.uint8), _labels(32))
+    args = params, found.optimizer.init(params), ((255 * _images(128)).astype(jnp.uint8), _labels(128))
     return Step(found.train_step.__wrapped__, args, {}, begins_with)
 
 
