@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -139,10 +140,12 @@ class Fit:
             best = self._now()
             plan = self._plan(budget, best.nbytes)
             one_by_one = len(self._passes) <= _MOST_ONE_BY_ONE
-            if isinstance(budget, str) or (best.nbytes <= budget and (fast or not one_by_one)):
+            if isinstance(budget, str):
+                return self._least_of(plan, best.program)
+            if best.nbytes <= budget and (fast or not one_by_one):
                 return plan, best.program
             if not one_by_one:
-                raise DoesNotFitError(plan, best.program)
+                raise DoesNotFitError(*self._least_of(plan, best.program))
         if len(self._passes) > 1:
             self._acting = {one: self._least(one) for one in self._passes}
         fits = True
@@ -150,9 +153,22 @@ class Fit:
             fits = self._decide(passes, room)
         best = self._now()
         plan = self._plan(budget, best.nbytes)
-        if not fits or (isinstance(budget, int) and best.nbytes > budget):
-            raise DoesNotFitError(plan, best.program)
+        if isinstance(budget, str):
+            return self._least_of(plan, best.program)
+        if not fits or best.nbytes > budget:
+            raise DoesNotFitError(*self._least_of(plan, best.program))
         return plan, best.program
+
+    def _least_of(self, plan: StepPlan, program: Any) -> tuple[StepPlan, Any]:
+        """A plan for the least memory, or the step with its passes as they are if that takes less.
+
+        Where parameters outweigh what is kept between the passes, computing again can take more than it gives back.
+        """
+        nbytes = self.plain.nbytes
+        if nbytes >= plan.nbytes:
+            return dataclasses.replace(plan, plain_nbytes=nbytes), program
+        least = dataclasses.replace(plan, nbytes=nbytes, plain_nbytes=nbytes, passes=(None,) * len(self._passes))
+        return dataclasses.replace(least, budget=min(plan.budget, nbytes)), self.plain.program
 
     def _may_be_together(self, room: int | str) -> bool:
         several = len(self._passes) > (1 if isinstance(room, int) else _MOST_ONE_BY_ONE)

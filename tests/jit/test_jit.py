@@ -13,6 +13,7 @@ from flax import nnx
 from jax.experimental import io_callback
 
 import memjax
+from memjax._core.check import readable_bytes
 from memjax._jit.account import bytes_of_results
 from memjax._jit.body import Body
 from memjax._jit.fit import DoesNotFitError, Fit
@@ -117,6 +118,23 @@ def test_the_least_can_be_had(name):
     step = STEPS[name]()
     least = memjax.jit(step.f, budget="min", **step.options).plan(*step.args).nbytes
     assert memjax.jit(step.f, budget=least, **step.options).plan(*step.args).nbytes <= least
+
+
+def test_the_least_is_no_more_than_the_step_takes_as_it_is_written():
+    """Parameters outweigh what is kept: whatever is computed again takes more memory."""
+
+    def step(params, x):
+        network = lambda params, x: jnp.sum(jnp.tanh(jnp.tanh(x @ params[0]) @ params[1]))
+        for _ in range(3):
+            x = x + 0.1 * jax.grad(network, 1)(params, x)
+        return jax.grad(network)(params, x)
+
+    args = [jnp.eye(128)] * 2, jnp.ones((8, 128))
+    plain = held(jax.jit(step).lower(*args).compile())
+    assert memjax.jit(step, budget="min").plan(*args).nbytes <= plain
+    with pytest.raises(ValueError, match="the least possible is") as refused:
+        memjax.jit(step, budget=plain // 2).plan(*args)
+    assert f"it takes {readable_bytes(plain)}" in str(refused.value)
 
 
 def test_other_settings_are_another_program(count):
