@@ -39,8 +39,9 @@ class Compiled:
 def copied(args: tuple) -> tuple:
     """The arguments again, so that what is donated stays; NNX objects that share variables do so in the copies."""
     leaves, tree = jax.tree.flatten(args, is_leaf=is_nnx)
-    objects = iter(nnx.clone([leaf for leaf in leaves if is_nnx(leaf)]))
     again = lambda leaf: jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf
+    graph, state = nnx.split([leaf for leaf in leaves if is_nnx(leaf)])
+    objects: Any = iter(nnx.merge(graph, jax.tree.map(again, state)))  # type: ignore[arg-type]
     return jax.tree.unflatten(tree, [next(objects) if is_nnx(leaf) else again(leaf) for leaf in leaves])
 
 
