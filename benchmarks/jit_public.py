@@ -110,7 +110,13 @@ def main(config: Config) -> None:
         case = {"name": name, "public": str(config.models_path), "shares": config.shares, "double": config.double}
         module = "benchmarks.cases.jit_public.measure"
         found = record.in_fresh_process(module, case, {"XLA_FLAGS": " ".join(_FLAGS)}, timeout=900)
-        results.append({key: value for key, value in found.items() if key not in ("public", "shares")})
+        results.append(
+            {
+                key: value
+                for key, value in found.items()
+                if key not in ("public", "shares") and value not in (True, False)
+            }
+        )
         print(json.dumps(results[-1]), flush=True)
         if not config.small:
             every = before | {result["name"]: result for result in results}
