@@ -9,10 +9,16 @@ from tests.contract.page import PAGE, page
 from tests.contract.questions import QUESTIONS
 from tests.contract.transforms import TRANSFORMS
 
-CELLS = [(name, question) for name in TRANSFORMS for question in QUESTIONS if question not in TRANSFORMS[name].without]
+SMOKE = "jit, debug_nans, transfer_guard"
+CELLS = [
+    pytest.param(name, question, id=f"{name}: {question}", marks=[pytest.mark.smoke] if question == SMOKE else [])
+    for name in TRANSFORMS
+    for question in QUESTIONS
+    if question not in TRANSFORMS[name].without
+]
 
 
-@pytest.mark.parametrize(("name", "question"), CELLS, ids=[f"{name}: {question}" for name, question in CELLS])
+@pytest.mark.parametrize(("name", "question"), CELLS)
 def test_contract(name, question):
     transform = TRANSFORMS[name]
     ask = QUESTIONS[question]

@@ -45,7 +45,7 @@ def close(found, expected, rtol=1e-5):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * max(np.max(np.abs(b), initial=0), 1e-6))
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", [pytest.param("layers", marks=pytest.mark.smoke), *list(STEPS)[1:]])
 def test_keeps_the_budget_and_the_results(name):
     step = STEPS[name]()
     budget = within(step.share, step)

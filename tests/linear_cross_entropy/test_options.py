@@ -89,7 +89,6 @@ def test_values_and_gradients(
             assert np.linalg.norm(difference) <= 4 * tolerance * norm + floor * np.sqrt(tokens), name
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("implementation", ["forward_grad", "recompute"])
 @pytest.mark.parametrize("layout", ["vd", "dv"])
 def test_matches_the_plain_loss(implementation, layout):

@@ -65,7 +65,6 @@ def test_cast_rounds_to_nearest():
     assert Cast().ratio(x) == 2
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_group_quantized_is_unbiased(bits):
     """The mean over many seeds, within four standard errors of the value, for all but as many as chance explains."""

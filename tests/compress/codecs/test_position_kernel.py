@@ -45,7 +45,6 @@ def _check(codec, x, interpret):
         assert (np.asarray(got) != np.asarray(expected))[same].mean() < 1e-3
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("bits", [8, 6, 5, 4, 3])
 def test_interpreted_kernel(bits):
     _check(PositionQuantized(bits), _values(jnp.bfloat16 if bits % 2 else jnp.float32), interpret=True)

@@ -48,7 +48,6 @@ def test_levels_are_packed_without_gaps(bits):
     np.testing.assert_array_equal(unpack_levels(planes, bits), level)
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_errors_are_within_half_a_step_and_as_predicted(bits, dtype):

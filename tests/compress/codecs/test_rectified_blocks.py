@@ -55,7 +55,6 @@ def test_levels_are_the_middles_of_what_they_stand_for():
     assert isinstance(RectifiedBlocks(), Codec)
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("bits", [4, 8])
 @settings(max_examples=60, deadline=None)

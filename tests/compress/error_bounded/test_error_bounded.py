@@ -42,7 +42,6 @@ def check_both_ways(x, bound):
     check_bound(x, free, float(np.float32(bound)), keeps_signs=False)
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_bound_holds_for_every_16_bit_value(dtype):
     x = every_16_bit_pattern(dtype)
@@ -191,7 +190,6 @@ def test_bound_per_channel(shape):
     assert (error >= 0.2 * bounds).all()  # and each channel makes use of its own
 
 
-@pytest.mark.smoke
 def test_size_is_what_the_values_need():
     """Bits per value of a rectified Gaussian, by the format's arithmetic over the lanes, and its bytes."""
     x = jnp.maximum(jax.random.normal(jax.random.key(0), (64, 32, 64), jnp.bfloat16), 0)

@@ -67,7 +67,6 @@ def numbers_and_values(dtype, exponent, keeps_signs):
     return numbers, values.view(np.uint32 if dtype == jnp.float32 else np.uint16), p < 16
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("keeps_signs", [True, False])
 @pytest.mark.parametrize("exponent", [-112, -7, 0, 3, 106])
 def test_bfloat16_values_are_those_of_the_quantiser(exponent, keeps_signs):
@@ -89,7 +88,6 @@ def test_bfloat16_values_are_those_of_the_quantiser(exponent, keeps_signs):
         np.testing.assert_array_equal(got[::-1] >> 16, expected[is_short])
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("keeps_signs", [True, False])
 @pytest.mark.parametrize("exponent", [-112, -7, 0, 3, 109])
 def test_float32_values_are_those_of_the_quantiser(exponent, keeps_signs):

@@ -19,7 +19,6 @@ def _square(squares, bits):
     return sum(s * (255 / (2**b - 1)) ** 2 for s, b in zip(squares, bits, strict=True))
 
 
-@pytest.mark.smoke
 def test_few_bits_are_the_best_of_all_choices():
     random = np.random.default_rng(0)
     for _ in range(200):

@@ -25,7 +25,6 @@ def test_gradients_are_exact_with_an_exact_codec():
     )
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("where", [None, "conv"])
 def test_gradients_err_with_the_bound_and_values_do_not(where):
     args = parameters(2), images()

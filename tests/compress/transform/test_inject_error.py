@@ -32,7 +32,6 @@ def setting():
     return params, jax.random.normal(keys[4], (16, 16, 16, 16))
 
 
-@pytest.mark.smoke
 def test_sigma_is_as_predicted_and_errors_are_normal():
     params, x = setting()
     bound = 0.05

@@ -23,7 +23,6 @@ def test_gradients(way):
     close(gradient(scan, values, **way), gradient(lax.scan, values))
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("way", [HIDDEN, MIXED, LEAST], ids=str)
 def test_reverse(way):
     values = arguments(13)

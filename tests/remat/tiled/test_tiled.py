@@ -16,7 +16,6 @@ from memjax.remat import tiled
 from tests.remat.tiled.tiled_cases import DIM, EXAMPLES, LENGTH, close, feed_forward, gradients, normal, parameters
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("tile", [None, 1, 4, 5, LENGTH, 100])
 def test_equals_the_function(x64, tile):
     p, x = parameters(), normal(9, EXAMPLES, LENGTH, DIM)
