@@ -1,5 +1,6 @@
 """Trainings side by side: each is the training that it would be alone; a tiny run that is stopped and goes on; bad flags."""
 
+import functools
 import json
 
 import jax
@@ -55,10 +56,10 @@ def test_members_are_the_trainings_that_they_would_be_alone():
         for batch in text:
             state, sums = step(state, {"text": batch})
         for i, bits in enumerate(kinds):
+            one = lambda j, bits=bits: with_bits(make(jax.random.key(5 + j)), bits)
+            step_alone = jax.jit(train_step(functools.partial(one, 0), gpt.loss, alone, 1))
             for j in range(seeds):
-                one = lambda bits=bits, j=j: with_bits(make(jax.random.key(5 + j)), bits)
-                own = init_state(one, alone)
-                step_alone = jax.jit(train_step(one, gpt.loss, alone, 1))
+                own = init_state(functools.partial(one, j), alone)
                 for batch in text:
                     own, own_sums = step_alone(own, {"text": batch[4 * j : 4 * j + 4]})
                 name = f"plain, {j}" if bits == PLAIN else f"{bits} bits, {j}"
