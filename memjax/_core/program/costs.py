@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
 
 from memjax._core.compat import bodies
-from memjax._core.program.jaxpr import is_literal, nbytes
+from memjax._core.program.jaxpr import is_literal, nbytes, variables
 from memjax._core.program.primitives import (
     ALIASES,
     CALLS,
@@ -176,7 +175,7 @@ def reads_whole_operands(eqn: Any) -> bool:
 def roots_read(eqns: Iterable[Any], names: dict[Any, Any]) -> list[set[Any]]:
     """For each equation the variables that it reads, by the names that `origins_of_names` gives them."""
     get = names.get
-    return [{get(atom, atom) for atom in eqn.invars if not isinstance(atom, Literal)} for eqn in eqns]
+    return [{get(var, var) for var in variables(eqn.invars)} for eqn in eqns]
 
 
 def origins_of_names(eqns: Iterable[Any], before: dict[Any, Any] | None = None) -> dict[Any, Any]:

@@ -11,7 +11,7 @@ from memjax._core.program.jaxpr import variables
 from memjax._core.program.primitives import CALLS, CALLS_OF_ONE_BODY, LOOPS, SCATTERS
 
 PROGRAMS = LOOPS | CALLS | CALLS_OF_ONE_BODY
-_WITH_MEMORY = PROGRAMS | {"conv_general_dilated", "select_and_scatter_add"}  # of their own
+_WITH_MEMORY = PROGRAMS | {"conv_general_dilated", "select_and_scatter_add"}  # those that `_inside` knows
 
 
 def peak_bytes(

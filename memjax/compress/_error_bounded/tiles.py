@@ -180,8 +180,8 @@ class Bitmaps(NamedTuple):
 
         Args:
           mask: which values are not zero, a word for each group.
-          bits: the number of other bits of each such value. If it is 0, a lane without zeros needs a bitmap, too, to be
-            distinguished from a lane of zeros.
+          bits: the number of other bits of each such value. With none, a lane without zeros has a bitmap as well: it tells
+            the lane from a lane of zeros.
         """
         some, every = functools.reduce(jnp.bitwise_or, mask), functools.reduce(jnp.bitwise_and, mask)
         some_first, some_second = (some & u32(0xFFFF)) != 0, (some >> 16) != 0
