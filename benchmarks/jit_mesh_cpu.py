@@ -23,6 +23,7 @@ import memjax
 from benchmarks import record
 from benchmarks.cases.compiled_work import work
 from benchmarks.cases.jit_mesh_cpu import MESHES, MODES, UPDATES, Step, step
+from memjax._jit.fit import held_bytes
 
 POLICIES = {
     "nothing": jax.checkpoint_policies.nothing_saveable,
@@ -98,9 +99,12 @@ def _compiled(one: Step) -> Any:
 
 def _counted(compiled: Any) -> dict[str, float]:
     found, done = compiled.memory_analysis(), work(compiled.as_text())
-    results = found.output_size_in_bytes - found.alias_size_in_bytes
-    held = found.argument_size_in_bytes + results + found.temp_size_in_bytes + found.generated_code_size_in_bytes
-    return {"held": held, "temporary": found.temp_size_in_bytes, "flops": done.flops, "sent": done.sent}
+    return {
+        "held": held_bytes(compiled),
+        "temporary": found.temp_size_in_bytes,
+        "flops": done.flops,
+        "sent": done.sent,
+    }
 
 
 def _planned(plain: Step, budget: int, expected: Any) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class Config:
     models: tuple[str, ...] = ()
     """Which steps; none: all. The rows of others stay as they are."""
     shares: tuple[float, ...] = (0.7, 0.5)
-    """Of a step's temporary bytes, that budgets leave."""
+    """Budgets, as shares of the temporary bytes of the step."""
     double: bool = True
     """One more row in float64."""
     small: bool = False
@@ -110,13 +110,7 @@ def main(config: Config) -> None:
         case = {"name": name, "public": str(config.models_path), "shares": config.shares, "double": config.double}
         module = "benchmarks.cases.jit_public.measure"
         found = record.in_fresh_process(module, case, {"XLA_FLAGS": " ".join(_FLAGS)}, timeout=900)
-        results.append(
-            {
-                key: value
-                for key, value in found.items()
-                if key not in ("public", "shares") and value not in (True, False)
-            }
-        )
+        results.append({"name": name} | {key: value for key, value in found.items() if value != case.get(key)})
         print(json.dumps(results[-1]), flush=True)
         if not config.small:
             every = before | {result["name"]: result for result in results}

@@ -14,7 +14,7 @@ _NAMED = re.compile(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}")
 
 
 class Work(NamedTuple):
-    """Of one device.
+    """What one device does in a program.
 
     Attributes:
       flops: of products.

@@ -207,7 +207,7 @@ def purejaxrl_ppo(public: pathlib.Path) -> Step:
 
 
 class _Categorical:
-    """Of distrax, what these programs use."""
+    """The parts of distrax that these programs use."""
 
     def __init__(self, logits: jax.Array):
         self._log = jax.nn.log_softmax(logits)
