@@ -88,6 +88,20 @@ def test_custom_derivatives_are_kept():
     check(loss, parameters(), inputs())
 
 
+def test_a_rule_may_return_what_it_kept_as_it_is():
+    @jax.custom_vjp
+    def total(x):
+        return jnp.sum(jnp.exp(x))
+
+    total.defvjp(lambda x: (jnp.sum(jnp.exp(x)), jnp.exp(x)), lambda kept, ct: (kept,))
+
+    def loss(params, x):
+        return total(x) if params is None else total(x) + unrolled_loss(params, x)
+
+    check(loss, None, inputs(), argnums=1)
+    check(loss, parameters(), inputs(), argnums=(0, 1))
+
+
 def test_checkpoints_in_the_function_are_taken_out_and_change_nothing():
     def loss(params, x):
         return jnp.sum(jax.lax.scan(lambda x, p: (jax.checkpoint(layer)(p, x), None), x, params)[0] ** 2)

@@ -60,8 +60,7 @@ def pad(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
 
 def windows(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
     place = one_place(eqn, [state for state in states if not (isinstance(state, Shared) and not state.uneven)])
-    strides = eqn.params.get("window_strides") or (1,) * len(eqn.params["window_dimensions"])
-    if eqn.params["window_dimensions"][place.dim] != 1 or strides[place.dim] != 1:
+    if eqn.params["window_dimensions"][place.dim] != 1 or eqn.params["window_strides"][place.dim] != 1:
         raise reason(eqn, "is over neighbouring positions")
     return [place] * len(eqn.outvars)
 

@@ -61,15 +61,27 @@ def test_the_operation_and_its_source_line_are_named():
     def sharpen(x):
         return x / jnp.max(x, 1, keepdims=True)
 
-    line = sharpen.__code__.co_firstlineno + 1
-    with pytest.raises(
-        ValueError, match=rf"sharpen, in which reduce_max is over positions, at test_tiled_positions.py:{line} \("
+    def every_other(x):
+        padding = ((0, 0), (0, x.shape[1] - 1), (0, 0))
+        return jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 1, 1), (1, 2, 1), padding)
+
+    for f, fault in (
+        (sharpen, "reduce_max is over positions"),
+        (every_other, "reduce_window_sum is over neighbouring"),
     ):
-        tiled(sharpen, 1, 1, tile=4)(normal(9, EXAMPLES, LENGTH, DIM))
+        line = f.__code__.co_firstlineno + f.__code__.co_nlocals
+        with pytest.raises(
+            ValueError, match=rf"{f.__name__}, in which {fault}.*, at test_tiled_positions.py:{line} \("
+        ):
+            tiled(f, 1, 1, tile=4)(normal(9, EXAMPLES, LENGTH, DIM))
 
 
 @pytest.mark.parametrize(
-    "name", ["mean", "square", "weighted by an arange", "constant", "maximum", "positions", "parameters alone"]
+    "name",
+    [
+        *("mean", "square", "weighted by an arange", "constant", "maximum", "positions", "parameters alone"),
+        "rows of two thirds of a position",
+    ],
 )
 def test_what_is_no_sum_over_positions_is_refused(name):
     w = normal(1, DIM)
@@ -81,6 +93,9 @@ def test_what_is_no_sum_over_positions_is_refused(name):
         "maximum": lambda x: jnp.max(x),
         "positions": lambda x: jnp.sum(x, -1),
         "parameters alone": lambda x: jnp.sum(w),
+        "rows of two thirds of a position": lambda x: jnp.sum(
+            jax.nn.softmax(jnp.concatenate([x, x[..., : DIM // 2]], -1).reshape(-1, DIM)) ** 2
+        ),
     }[name]
     with pytest.raises(ValueError, match="f must not mix positions"):
         tiled(f, 1, None, tile=4)(normal(9, EXAMPLES, LENGTH, DIM))
