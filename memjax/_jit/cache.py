@@ -1,20 +1,30 @@
-"""Plans of steps on disk, so that the next process compiles once."""
+"""What the next process need not do again, on disk: plans of steps, and the steps that were compiled by them.
+
+A plan goes by the equations of the step. A compiled step has constants in it, too, and runs on certain devices: it goes by the
+whole module of the step as it is written, as JAX's compilation cache has it, and is loaded without planning or tracing anew.
+"""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import os
+import pickle
+import platform
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental import serialize_executable
 
 from memjax._core.compat import is_tracer
 from memjax._jit.step_plan import StepPlan
 from memjax._plan.budget.digest import digest_of
+
+_HIT = "/jax/compilation_cache/cache_hits"
 
 
 def directory(given: str | os.PathLike | None) -> Path | None:
@@ -53,9 +63,90 @@ def load(where: Path | None, name: str | None) -> StepPlan | None:
 
 def save(where: Path | None, name: str | None, plan: StepPlan) -> None:
     """Keeps a plan. Another process may do so at the same time."""
-    if where is None or name is None:
+    if where is not None and name is not None:
+        _write(where / f"{name}.json", plan.to_json().encode())
+
+
+def name_of_program(lowered: Any, device: Any, *asked: Any) -> str:
+    """A name for the step that is compiled by the plan for a step that is lowered as it is written.
+
+    Args:
+      lowered: a `jax.stages.Lowered`.
+      device: one that it runs on.
+      *asked: what the plan goes by: arguments and options, the shardings in which tell devices.
+    """
+    set_here = [(name, str(value)) for name, value in sorted(jax.config.values.items()) if "cache" not in name]
+    flags = [os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
+    machine = (platform.node(), platform.machine()) if device.platform == "cpu" else ()
+    places = [_ids(one) for one in jax.tree.leaves(asked, is_leaf=_is_sharding) if _is_sharding(one)]
+    text = repr(
+        (_own_code(), device.device_kind, device.client.platform_version, machine, set_here, flags, asked, places)
+    )
+    return hashlib.sha256((lowered.as_text() + text).encode()).hexdigest()[:32]
+
+
+def _is_sharding(value: Any) -> bool:
+    return isinstance(value, jax.sharding.Sharding)
+
+
+def _ids(sharding: Any) -> list[int]:
+    """Numbers of devices, in order."""
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        return [device.id for device in sharding.mesh.devices.flat]
+    return sorted(device.id for device in sharding.device_set)
+
+
+@functools.cache
+def _own_code() -> str:
+    """What tells this version of memjax from others, one that is being edited included: a plan says what runs, this how."""
+    found = hashlib.sha256()
+    root = Path(__file__).parents[1]
+    for path in sorted(root.rglob("*.py")):
+        found.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+    return found.hexdigest()
+
+
+def load_program(where: Path, name: str, device: Any, lowered: Any) -> Any | None:
+    """The compiled step of that name, if there is one that can be loaded."""
+    try:
+        ids, serialized = pickle.loads((where / f"{name}.program").read_bytes())
+        by_id = {one.id: one for one in device.client.devices()}
+        return serialize_executable.deserialize_and_load(
+            serialized, lowered.in_tree, lowered.out_tree, device.client, execution_devices=[by_id[i] for i in ids]
+        )
+    except Exception:  # of any kind: an executable of another driver, a file that is cut off
+        return None
+
+
+_hits: list[str] = []
+
+
+@functools.cache
+def _listening() -> None:
+    jax.monitoring.register_event_listener(lambda event, **_: _hits.append(event) if event == _HIT else None)
+
+
+def found_in_jax_cache() -> int:
+    """How many programs JAX has found in its compilation cache so far, from the first call on."""
+    _listening()
+    return len(_hits)
+
+
+def save_program(where: Path, name: str, program: Any) -> None:
+    """Keeps a compiled step, if it can be kept: one with callbacks into this process cannot.
+
+    Nor can, on CPUs, one that was loaded itself: what is written then cannot run.
+    """
+    try:
+        [ids] = {tuple(_ids(sharding)) for sharding in jax.tree.leaves(program.input_shardings)}
+        serialized, _, _ = serialize_executable.serialize(program)
+    except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError, TypeError, pickle.PicklingError):
         return
-    where.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=where, suffix=".part", delete=False) as file:
-        file.write(plan.to_json())
-    os.replace(file.name, where / f"{name}.json")
+    _write(where / f"{name}.program", pickle.dumps((ids, serialized)))
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
+        file.write(content)
+    os.replace(file.name, path)

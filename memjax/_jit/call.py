@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -64,13 +65,13 @@ class Pure:
         return out, [value if change is None and i in self.returned else change for i, (change, value) in pairs]
 
 
-def donated_but_unchanged(traced: Any) -> set[int]:
-    """Numbers of values of objects that a trace of `Pure` is given to keep and does not return."""
-    every = jax.tree.leaves(traced.args_info, is_leaf=_is_values)
+def donated_values(f: Callable[..., Any], options: dict[str, Any], args: tuple, kwargs: dict[str, Any]) -> set[int]:
+    """Numbers of the values of objects that `jax.jit` with these options gives `f` to keep."""
+    of_arguments = {name: value for name, value in options.items() if name.startswith(("static_", "donate_"))}
+    does_nothing = functools.wraps(f)(lambda *args, **kwargs: None)
+    every = jax.tree.leaves(jax.jit(does_nothing, **of_arguments).trace(*args, **kwargs).args_info, is_leaf=_is_values)
     infos = [info for one in every if _is_values(one) for info in jax.tree.leaves(one, is_leaf=_is_info)]
-    _, changes = traced.out_info
-    pairs = enumerate(zip(infos, changes, strict=True))
-    return {i for i, (info, change) in pairs if info.donated and change is None}
+    return {i for i, info in enumerate(infos) if info.donated}
 
 
 def _is_info(value: Any) -> bool:

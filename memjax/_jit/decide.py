@@ -18,8 +18,17 @@ from memjax._core.meshes import own_sharding, split_over
 from memjax._core.program.jaxpr import nbytes as nbytes_of
 from memjax._jit.account import account, bytes_of_results
 from memjax._jit.body import Acting, Body
-from memjax._jit.cache import directory, load, name_of, save
-from memjax._jit.call import Pure, donated_but_unchanged
+from memjax._jit.cache import (
+    directory,
+    found_in_jax_cache,
+    load,
+    load_program,
+    name_of,
+    name_of_program,
+    save,
+    save_program,
+)
+from memjax._jit.call import Pure, donated_values
 from memjax._jit.fit import MAKE_ONE, DoesNotFitError, Fit, acting_by, held_bytes
 from memjax._jit.progress import Progress
 from memjax._jit.step_plan import StepPlan
@@ -31,18 +40,21 @@ from memjax._plan.tile.passes import TileOn
 _TILES = 64  # the logits of a tile take such a part of the budget: beside them a tile has others as large
 
 
-class Entry(NamedTuple):
+class Entry:
     """A step for arguments of some types and shardings.
 
-    Attributes:
+    Args:
       plan: of it.
-      jitted: it as a function under `jax.jit`.
       program: it, compiled.
+      as_jitted: gives it as a function under `jax.jit`.
     """
 
-    plan: StepPlan
-    jitted: Any
-    program: Any
+    def __init__(self, plan: StepPlan, program: Any, as_jitted: Callable[[], Any]):
+        self.plan, self.program, self._as_jitted = plan, program, as_jitted
+
+    @functools.cached_property
+    def jitted(self) -> Any:
+        return self._as_jitted()
 
 
 class Asked(NamedTuple):
@@ -80,28 +92,25 @@ class Step:
 
     def trace(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The step as it is written, traced. What is donated and stays as it is becomes a result."""
-        traced = self.plain.trace(*args, **kwargs)
-        if self.graph is not None and (missing := donated_but_unchanged(traced)):
-            self._pure.returned |= missing
-            self.plain = self._jitted()
-            traced = self.plain.trace(*args, **kwargs)
-        return traced
+        if self.graph is not None and self.options.keys() & {"donate_argnums", "donate_argnames"}:
+            donated = donated_values(self._f, self.options, args, kwargs)
+            if not donated <= self._pure.returned:
+                self._pure.returned |= donated
+                self.plain = self._jitted()
+        return self.plain.trace(*args, **kwargs)
 
 
 def decided(step: Step, traced: Any, asked: Asked, args: tuple, kwargs: dict[str, Any], leaves: Sequence[Any]) -> Entry:
     """The step for these arguments, traced: as it is written if it fits, or by a plan."""
     closed, layout, device = traced.jaxpr, _layout(traced.jaxpr, leaves), _device(leaves)
-    where = directory(asked.cache_dir)
-    name = None
-    if where is not None:
-        name = name_of(closed, [*map(kind_of, leaves)], device, asked.budget, asked.allow, sorted(step.options.items()))
     planned = _Planned(step, traced, args, kwargs, device.platform)
     if asked.plan is not None:
         return planned.by(asked.plan, layout)
+    kept = _Kept(asked, step, traced, leaves, device)
     sizes = list(map(_local_bytes, closed.in_avals, layout.shardings[len(closed.consts) :]))
     arguments = sum(sizes)
     room = _room(asked.budget, arguments, device)
-    found = planned.as_before(load(where, name), layout)
+    found = kept.entry(planned, layout)
     if found is not None and held_bytes(found.program) <= (found.plan.nbytes if isinstance(room, str) else room):
         return found
     # New parameters, say, are taken to be split over devices as the old ones.
@@ -127,7 +136,7 @@ def decided(step: Step, traced: Any, asked: Asked, args: tuple, kwargs: dict[str
         if not body.has_passes and nbytes > as_written.budget:
             raise ValueError(account(as_written, program, traced, nothing_to_plan=True))
         if not body.has_passes or (isinstance(room, int) and nbytes <= room):
-            return Entry(as_written, step.plain, program)
+            return Entry(as_written, program, lambda: step.plain)
     ways = [fit]
     if "tile" in asked.allow:
         tile_on = TileOn(device.platform, room // _TILES if isinstance(room, int) else 0, layout.devices > 1)
@@ -137,8 +146,8 @@ def decided(step: Step, traced: Any, asked: Asked, args: tuple, kwargs: dict[str
         chosen, best = _fastest(ways, room)
     except DoesNotFitError as error:
         raise ValueError(account(error.plan, error.program, traced)) from None
-    save(where, name, chosen)
-    return Entry(chosen, planned.jitted_of(best), best)
+    kept.put(planned, chosen, best)
+    return Entry(chosen, best, lambda: planned.jitted_of(best))
 
 
 def _fastest(ways: Sequence[Fit], room: int | str) -> tuple[StepPlan, Any]:
@@ -161,6 +170,50 @@ def _fastest(ways: Sequence[Fit], room: int | str) -> tuple[StepPlan, Any]:
     raise min(refused, key=lambda error: error.plan.nbytes)
 
 
+class _Kept:
+    """What is on disk of a step for these arguments: its plan, and what was compiled by it."""
+
+    def __init__(self, asked: Asked, step: Step, traced: Any, leaves: Sequence[Any], device: Any):
+        self._where, self._device, self._traced = directory(asked.cache_dir), device, traced
+        self._of_call = [*map(kind_of, leaves)], asked.budget, asked.allow, sorted(step.options.items())
+        self._name = None
+        if self._where is not None:
+            kinds, *others = self._of_call
+            self._name = name_of(traced.jaxpr, kinds, device, *others)
+
+    @functools.cached_property
+    def _lowered(self) -> Any:
+        return self._traced.lower()
+
+    @functools.cached_property
+    def _name_of_program(self) -> str:
+        return name_of_program(self._lowered, self._device, *self._of_call)
+
+    def entry(self, planned: _Planned, layout: Layout) -> Entry | None:
+        """The step by the plan that is kept, compiled unless that is kept as well; None if there is no plan that is any good."""
+        plan = load(self._where, self._name)
+        if self._where is None or plan is None or plan.as_written:
+            return None
+        program = load_program(self._where, self._name_of_program, self._device, self._lowered)
+        if program is not None:
+            return Entry(plan, program, lambda: planned.by(plan, layout).jitted)
+        try:
+            found = planned.by(plan, layout)
+        except ValueError:  # another version of memjax made it
+            return None
+        self._put_program(planned, found.program)
+        return found
+
+    def put(self, planned: _Planned, plan: StepPlan, program: Any) -> None:
+        save(self._where, self._name, plan)
+        if self._name is not None and not plan.as_written:
+            self._put_program(planned, program)
+
+    def _put_program(self, planned: _Planned, program: Any) -> None:
+        if self._where is not None and not planned.was_loaded(program):
+            save_program(self._where, self._name_of_program, program)
+
+
 class _Planned:
     """A traced step with its passes run otherwise.
 
@@ -174,6 +227,7 @@ class _Planned:
         self._step, self._args, self._kwargs, self._platform = step, args, kwargs, platform
         self._closed, self._out_tree = traced.jaxpr, jax.tree.structure(traced.out_info)
         self._jitted: dict[int, Any] = {}
+        self._loaded: set[int] = set()  # programs
 
     def compiled(self, body: Body, acting: Acting) -> Any:
         """The step with the passes in `acting` run by these, compiled."""
@@ -188,13 +242,20 @@ class _Planned:
         # Without them nothing is computed again. The step as it is written is that of jax.jit.
         options = remat_compiler_options(self._platform) if changed else None
         with option_errors(self._step.options.get("compiler_options") or {}):
-            program = jitted.trace(*self._args, **self._kwargs).lower().compile(compiler_options=options)
+            lowered, before = jitted.trace(*self._args, **self._kwargs).lower(), found_in_jax_cache()
+            program = lowered.compile(compiler_options=options)
         self._jitted[id(program)] = jitted
+        if found_in_jax_cache() > before:
+            self._loaded.add(id(program))
         return program
 
     def jitted_of(self, program: Any) -> Any:
         """The function that was compiled to `program`."""
         return self._jitted.get(id(program), self._step.plain)
+
+    def was_loaded(self, program: Any) -> bool:
+        """Whether JAX has found the program in its cache."""
+        return id(program) in self._loaded
 
     def by(self, plan: StepPlan, layout: Layout) -> Entry:
         """The step by a plan that was made before."""
@@ -203,16 +264,7 @@ class _Planned:
             what = ", ".join(one.what for one in plan.tiled)
             raise ValueError(f"plan must be of this step, got one with tiles of {what} that are not in it: {MAKE_ONE}")
         program = self.compiled(body, acting_by(body, plan, layout) if plan.passes else {})
-        return Entry(plan, self.jitted_of(program), program)
-
-    def as_before(self, plan: StepPlan | None, layout: Layout) -> Entry | None:
-        """The step by a plan that was kept; None if there is none, or another version of memjax made it."""
-        if plan is None or plan.as_written:
-            return None
-        try:
-            return self.by(plan, layout)
-        except ValueError:
-            return None
+        return Entry(plan, program, lambda: self.jitted_of(program))
 
 
 def _local_bytes(aval: Any, sharding: Any) -> int:

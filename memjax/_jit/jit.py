@@ -49,8 +49,8 @@ def jit(
         move what loops keep to the memory of the host. "compress": keep what may be rounded in 8 bits; gradients are rounded
         then. As for `memjax.plan`.
       plan: a `StepPlan` that `step.plan` made, to act on; `budget` is not asked then.
-      cache_dir: where plans are kept, so that the next process compiles the step once; None: in a folder of JAX's compilation
-        cache, if there is one.
+      cache_dir: where plans and what is compiled by them are kept, so that the next process traces the step and no more; None: in
+        a folder of JAX's compilation cache, if there is one. What lies there is run: it has to be trusted as programs are.
       **options: those of `jax.jit`: static_argnums, donate_argnums, in_shardings, out_shardings, compiler_options, and so on.
 
     Returns:
