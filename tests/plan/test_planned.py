@@ -223,12 +223,6 @@ class Statistics(nn.Module):
         return jnp.mean(x**2)
 
 
-def test_batch_statistics_of_linen():
-    model, x = Statistics(), inputs()
-    with jax.numpy_dtype_promotion("standard"):  # statistics of Linen are float32
-        check_statistics(model, x)
-
-
 def check_statistics(model, x):
     variables = model.init(jax.random.key(0), x)
 
@@ -279,7 +273,7 @@ def test_states_of_nnx_are_values():
         check(loss, params, rest, inputs(), has_aux=True)
 
 
-@pytest.mark.parametrize(("reverse", "turns"), [(False, 2), (True, 2), (False, 1)])
+@pytest.mark.parametrize(("reverse", "turns"), [(True, 2), (False, 1)])
 def test_turns_of_a_scan_that_keep_different_things(reverse, turns):
     def loss(params, x):
         def turn(x, p):
@@ -307,7 +301,7 @@ def test_turns_of_a_scan_that_keep_different_things(reverse, turns):
     assert count(plan) - count(little) == (turns == 1)
 
 
-@pytest.mark.parametrize("network", ["unrolled", "scanned", "resnet"])
+@pytest.mark.parametrize("network", ["unrolled", "scanned"])
 def test_a_plan_that_keeps_all_is_the_program_without_a_plan(network):
     """To the instruction, so that it takes the same bytes. JAX may add two sums of cotangents in the other order."""
     losses = {"unrolled": unrolled_loss, "scanned": scanned_loss, "resnet": resnet_loss}

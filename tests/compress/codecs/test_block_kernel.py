@@ -113,7 +113,7 @@ def _check_decoder(codec, x, interpret):
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-@pytest.mark.parametrize("shape", [*SHAPES, (2, 8, 8, 192), (1, 8, 8, 512)], ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[0], (2, 8, 8, 192), (1, 8, 8, 512)], ids=str)
 def test_interpreted_decoder(codec, shape):
     _check_decoder(codec, _values(codec, shape, jnp.bfloat16), interpret=True)
 

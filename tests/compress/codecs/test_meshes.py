@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import memjax
-from memjax.compress import BlockQuantized, ChannelQuantized, ErrorBounded, GroupQuantized, PositionQuantized
+from memjax.compress import BlockQuantized, ChannelQuantized, ErrorBounded, GroupQuantized
 
 
 def normal(seed, *shape):
@@ -64,7 +64,7 @@ def test_codes_are_made_of_what_a_device_has(options, sharded, kind):
     assert 0 < error < 0.1
 
 
-@pytest.mark.parametrize("codec", [GroupQuantized(8), PositionQuantized(8), ErrorBounded(0.02)], ids=str)
+@pytest.mark.parametrize("codec", [GroupQuantized(8), ErrorBounded(0.02)], ids=str)
 def test_codes_of_explicit_axes_need_no_mesh_around(codec):
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
     x = jax.device_put(normal(0, 16, 512, 64), NamedSharding(mesh, P(None, "d")))

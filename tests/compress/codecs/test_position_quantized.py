@@ -114,8 +114,9 @@ def test_takes_so_many_bits(bits):
         assert 8 * codec.nbytes(aval) / aval.size <= bits + limit
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize(
+    ("bits", "dtype"), list(zip(BITS, [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float32, jnp.bfloat16], strict=True))
+)
 def test_any_finite_values(bits, dtype):
     """Finite values decode to finite ones, about a step away, with channels measured (600 positions) and without."""
     largest, key = float(jnp.finfo(dtype).max), jax.random.key(0)
@@ -156,7 +157,7 @@ def test_under_vmap_and_scan():
         assert np.mean(np.abs(got - alone) > 1e-4) < 1e-3
 
 
-@pytest.mark.parametrize("spec", [("d",), (("d", "e"),), ("d", None, "e"), (None, "d")])
+@pytest.mark.parametrize("spec", [(("d", "e"),), ("d", None, "e")])
 def test_explicitly_sharded_arrays(spec):
     mesh = jax.make_mesh((2, 2), ("d", "e"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
     codec, x = PositionQuantized(8), _activations((4, 1024, 256))

@@ -55,9 +55,8 @@ def test_levels_are_the_middles_of_what_they_stand_for():
     assert isinstance(RectifiedBlocks(), Codec)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
-@pytest.mark.parametrize("bits", [4, 8])
-@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize(("bits", "dtype"), [(8, jnp.float32), (4, jnp.bfloat16), (8, jnp.float16)])
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_zeros_are_exact_and_errors_are_half_a_distance(bits, dtype, data):
     """Three channels in a block each, with values from the dtype's smallest to its largest."""
@@ -125,7 +124,7 @@ def test_under_transformations(bits):
     np.testing.assert_array_equal(jax.jit(jax.vmap(lambda x: _round_trip(codec, x)))(x), alone)
 
 
-@pytest.mark.parametrize("spec", [("d",), (("d", "e"),), ("d", None, "e"), (None, "d")])
+@pytest.mark.parametrize("spec", [(("d", "e"),), ("d", None, "e")])
 def test_explicitly_sharded_arrays(spec):
     mesh = jax.make_mesh((2, 2), ("d", "e"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
     x = jax.nn.relu(jax.random.normal(jax.random.key(0), (4, 64, 64)))

@@ -52,18 +52,6 @@ class Transformer(nnx.Module):
         return self.out(x)
 
 
-class UNet(nnx.Module):
-    def __init__(self, rngs):
-        conv = functools.partial(nnx.Conv, kernel_size=(3, 3), rngs=rngs)
-        self.first, self.deep, self.last = conv(3, 8), conv(8, 16), conv(16, 3)
-        self.up = nnx.ConvTranspose(16, 8, (2, 2), (2, 2), rngs=rngs)
-
-    def __call__(self, x):
-        fine = nnx.relu(self.first(x))
-        coarse = nnx.relu(self.deep(nnx.max_pool(fine, (2, 2), (2, 2))))
-        return self.last(jnp.concatenate([fine, nnx.relu(self.up(coarse))], -1))
-
-
 def resnet():
     """Images of a class have one colour, and noise."""
 
@@ -109,22 +97,11 @@ def transformer():
     return of_nnx(Transformer, loss)
 
 
-def unet():
-    """Smooth images without their noise."""
-
-    def loss(model, key):
-        clean = jax.image.resize(jax.random.normal(key, (8, 4, 4, 3)), (8, 32, 32, 3), "linear")
-        noisy = clean + jax.random.normal(jax.random.fold_in(key, 1), clean.shape)
-        return jnp.square(model(noisy) - clean).mean()
-
-    return of_nnx(UNet, loss)
-
-
 def assert_finite(tree):
     assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(tree))
 
 
-@pytest.mark.parametrize("case", [resnet, transformer, unet])
+@pytest.mark.parametrize("case", [resnet, transformer])
 def test_trainings_end_where_plain_ones_do(case):
     init, loss = case()
     optimizer = optax.adam(3e-3)

@@ -1,13 +1,14 @@
 """`remat.chain` against the blocks one after the other: values, gradients of every order, and the whole contract."""
 
 import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from memjax.remat import BlockCost, ChainSchedule, chain, chain_costs, chain_schedule, schedule
+from memjax.remat import BlockCost, ChainSchedule, chain, chain_costs, schedule
 from tests.remat.chain import chain_cases as cases
 from tests.remat.chain.chain_cases import close, plain
 
@@ -19,8 +20,6 @@ def items(*items):
 
 SCHEDULES = {
     "kept": items(0, 1, 2, 3, 4, 5),
-    "one group": items((0, 1, 2, 3, 4), 5),
-    "inputs": items((0,), (1,), (2,), (3,), (4,), 5),
     "nested": items((0, (1, (2,), 3), 4), 5),
     "mixed": items(0, (1, 2), 3, ((4,), 5)),
 }
@@ -47,15 +46,6 @@ def quick(f):
 def test_gradients(model, name):
     arguments = model()
     close(gradients(chain, *arguments, schedule=SCHEDULES[name]), gradients(plain, *arguments))
-
-
-@pytest.mark.usefixtures("x64")
-def test_gradients_within_a_budget():
-    blocks, params, tokens = cases.transformers(count=2)
-    costs = chain_costs(blocks, params, tokens)
-    budget = int(0.6 * chain_schedule(costs, 1 << 40).plain_nbytes)
-    found = quick(jax.value_and_grad(lambda params: chain(blocks, params, tokens, budget=budget)))(params)
-    close(found, quick(jax.value_and_grad(lambda params: plain(blocks, params, tokens)))(params))
 
 
 def test_equal_blocks_are_traced_once_and_not_again_to_recompute():
@@ -92,22 +82,21 @@ def test_each_block_runs_as_often_as_the_schedule_says():
     assert counts == {0: 2, 1: 3, 2: 4, 3: 3, 4: 2, 5: 1}
 
 
-WAYS = {"nested": {"schedule": SCHEDULES["nested"]}, "planned": {"budget": "min"}}
+WAY = {"schedule": SCHEDULES["nested"]}
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("name", WAYS)
 class TestTransforms:
-    def test_forward_over_reverse(self, name):
+    def test_forward_over_reverse(self):
         blocks, params, x = cases.mlps()
 
         def product(run, **options):
             gradient = jax.grad(lambda x: (run(blocks, params, x, **options) ** 3).sum())
             return jax.jvp(gradient, (x,), (jnp.ones_like(x),))[1]
 
-        close(product(chain, **WAYS[name]), product(plain), 1e-11)
+        close(product(chain, **WAY), product(plain), 1e-11)
 
-    def test_dropout_keys_integers_and_pairs(self, name):
+    def test_dropout_keys_integers_and_pairs(self):
         """Leaves that carry no gradient, in parameters and state; a structure that changes on the way."""
 
         def first(p, x):
@@ -137,9 +126,9 @@ class TestTransforms:
 
             return quick(jax.value_and_grad(loss, argnums=(0, 1)))([p["w"] for p in params[1:-1]], x)
 
-        close(gradient(chain, **WAYS[name]), gradient(plain))
+        close(gradient(chain, **WAY), gradient(plain))
 
-    def test_what_blocks_close_over_is_differentiated(self, name):
+    def test_what_blocks_close_over_is_differentiated(self):
         _, params, x = cases.mlps()
 
         def gradient(run, **options):
@@ -149,14 +138,14 @@ class TestTransforms:
 
             return quick(jax.grad(loss, argnums=(0, 1)))(jnp.float64(1.1), params)
 
-        close(gradient(chain, **WAYS[name]), gradient(plain))
+        close(gradient(chain, **WAY), gradient(plain))
 
-    def test_aux_leaves_the_chain_without_gradient(self, name):
+    def test_aux_leaves_the_chain_without_gradient(self):
         blocks, params, x = cases.mlps()
         with_aux = [lambda p, x: (cases.mlp(p, x), {"mean": x.mean(), "n": x.size})] * 6
 
         def loss(params):
-            y, aux = chain(with_aux, params, x, **WAYS[name], has_aux=True)
+            y, aux = chain(with_aux, params, x, **WAY, has_aux=True)
             return (y**2).sum() + 100 * sum(a["mean"] for a in aux), aux
 
         (_, aux), found = quick(jax.value_and_grad(loss, has_aux=True))(params)
@@ -243,16 +232,14 @@ def test_nothing_traced_stays_alive():
         def loss(p, budget):
             return chain([block] * 3, [p] * 3, jnp.ones((4, 8)), budget=budget).sum()
 
-        jax.jit(jax.grad(lambda p: loss(p, "min")))(jnp.eye(8))
+        gradient = jax.jit(jax.grad(lambda p: loss(p, "min")))
+        gradient(jnp.eye(8))
+        gradient.clear_cache()
+        return weakref.ref(big)
 
-    def held():
-        jax.clear_caches()
-        gc.collect()
-        return sum(array.nbytes for array in jax.live_arrays())
-
-    before = held()
-    once()
-    assert held() - before < 256 * 256 * 4
+    big = once()
+    gc.collect()
+    assert big() is None
 
 
 def test_measured_costs_have_the_bytes_of_estimated_ones():

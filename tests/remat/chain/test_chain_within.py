@@ -67,7 +67,7 @@ def test_the_small_value_that_takes_long_is_kept_and_the_wide_one_is_not():
     assert flops(compiled(chain, *arguments, schedule=two_options)) - flops(everything) > PRODUCTS_OF_SMALL
 
 
-@pytest.mark.parametrize("names", [(), ("small",), ("wide",), ("small", "wide")])
+@pytest.mark.parametrize("names", [("small",), ("small", "wide")])
 def test_no_policy_for_all_blocks_computes_less_in_the_same_memory(names):
     blocks, params, x = model(12)  # so that what is kept takes more than what one block works with
     policy = jax.checkpoint_policies.save_only_these_names(*names)
@@ -101,8 +101,7 @@ def looping(p, x):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("budget", [1_000_000, "1GiB"])
-def test_a_plan_serves_a_chain_of_which_less_is_differentiated(budget):
+def test_a_plan_serves_a_chain_of_which_less_is_differentiated():
     """With data as input, and with frozen blocks: a loop before all others, or some in the middle."""
     blocks, params, x = model(4)
     blocks, params = [looping, *blocks], [jnp.stack([jnp.eye(WIDTH)] * 3), *params]
@@ -113,7 +112,7 @@ def test_a_plan_serves_a_chain_of_which_less_is_differentiated(budget):
 
         return jax.jit(jax.grad(loss))
 
-    plans = [chain_plan(blocks, params, x, budget=budget, argnums=argnums) for argnums in ((0, 1), 0)]
+    plans = [chain_plan(blocks, params, x, budget=1_000_000, argnums=argnums) for argnums in ((0, 1), 0)]
     for numbers in (range(5), (1, 3), (4,)):
         trained = {number: params[number] for number in numbers}
         want = gradient(plain)(trained, x)

@@ -71,8 +71,9 @@ def outputs(params, h, x):
     return h, (h, h > 0)
 
 
-@pytest.mark.parametrize("share", [0.05, 0.4])
-@pytest.mark.parametrize("name", ["lstm", "wide lstm", "deep", "attention", "outputs"])
+@pytest.mark.parametrize(
+    ("name", "share"), [("lstm", 0.4), ("wide lstm", 0.05), ("deep", 0.4), ("attention", 0.05), ("outputs", 0.4)]
+)
 def test_budget_is_kept(name, share):
     """Temporary bytes of the compiled gradient, outputs and working memory of a step included."""
     cell, params, carry, xs = case(name)
