@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from memjax._core.check import readable_bytes
 from memjax._core.compat import bodies, name_stack, parameters, primitive_name
-from memjax._core.program.jaxpr import nbytes, variables
+from memjax._core.program.dataflow import variables
+from memjax._core.program.jaxpr import nbytes
 from memjax._core.program.primitives import CHECKPOINTS, NAMES
 from memjax._core.program.scopes import Paths
 from memjax._explain.kept import Group, Kept

@@ -17,7 +17,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from memjax._core.compat import is_batched, is_tracer, scan_counts
 from memjax._core.meshes import own_sharding, parts, split_over, with_devices
-from memjax._core.program.jaxpr import calls_in_place, variables
+from memjax._core.program.dataflow import variables
+from memjax._core.program.jaxpr import calls_in_place
 
 _GRADIENTS = "gradients are sharded as what they are gradients of"
 

@@ -13,9 +13,9 @@ from memjax._core.arrays import zeros
 from memjax._core.barriers import barrier
 from memjax._core.compat import scan_counts
 from memjax._core.lists import Arrays
-from memjax._core.program.jaxpr import Program, bind, is_literal, read, variables
+from memjax._core.program.dataflow import is_literal, read_by, variables
+from memjax._core.program.jaxpr import Program, bind, read
 from memjax._core.program.primitives import REPLICATIONS, SOURCES, VIEWS
-from memjax._core.program.working import needed_for
 from memjax._plan.codes import Code, encoded
 from memjax._plan.derivative import LoopPair
 from memjax._plan.solve.order import in_time
@@ -231,13 +231,12 @@ class _Body:
     def __init__(self, pair: LoopPair, part: Part, in_steps_on: str | None):
         program, pull = pair.program, pair.pull
         free = {*pair.free, *program.constvars}
-        made = {out for eqn in program.eqns for out in eqn.outvars} | set(program.invars)
-        wanted = [var for eqn in pull.eqns for var in variables(eqn.invars) if var in made]
-        wanted += [var for var in variables(pull.outvars) if var in made]
+        made = {*program.flow.place, *program.invars}
+        wanted = [var for var in (*pull.flow.read, *variables(pull.outvars)) if var in made]
         self._program = program
         there = free | {*part.kept, *part.moved, *(code.of for code in part.codes)}
-        self.again = needed_for(program.eqns, wanted, there)
-        self.read = {var for eqn in self.again for var in variables(eqn.invars)} | set(wanted)
+        self.again = program.flow.needed(wanted, there)
+        self.read = {*read_by(self.again), *wanted}
         self.kept = [var for var in part.kept if var in self.read]
         self.codes = [code for code in part.codes if code.of in self.read]
         self.moved = [var for var in part.moved if var in self.read]
@@ -251,11 +250,8 @@ class _Body:
 
     def forward(self, outvars: Sequence[Any]) -> list[Any]:
         """The equations that lead to `outvars` and to what is kept, and those with effects."""
-        known = {*self._program.invars, *self._program.constvars}
-        acting = [eqn for eqn in self._program.eqns if eqn.effects]
-        wanted = [*outvars, *self.kept, *self.moved, *self._codecs, *(atom for eqn in acting for atom in eqn.invars)]
-        chosen = {id(eqn) for eqn in [*needed_for(self._program.eqns, wanted, known), *acting]}
-        return [eqn for eqn in self._program.eqns if id(eqn) in chosen]
+        flow = self._program.flow
+        return flow.needed([*outvars, *self.kept, *self.moved, *self._codecs], always=flow.acting)
 
     def encode(self, made: Iterable[Any], env: Env, codes: Env) -> None:
         """Add to `codes` those of the variables that have been made."""
@@ -267,10 +263,9 @@ class _Body:
 def constants_in(programs: Iterable[Program]) -> dict[Any, list[Any]]:
     """By variable that is one number everywhere, or an index, the equations that make it."""
     found: dict[Any, list[Any]] = {}
-    for eqn in (eqn for program in programs for eqn in program.eqns):
-        if eqn.primitive.name in SOURCES | VIEWS | REPLICATIONS and all(var in found for var in variables(eqn.invars)):
-            before = [one for var in variables(eqn.invars) for one in found[var]]
-            found[eqn.outvars[0]] = [*before, eqn]
+    for eqn, reads in ((eqn, reads) for one in programs for eqn, reads in zip(one.eqns, one.flow.reads, strict=True)):
+        if eqn.primitive.name in SOURCES | VIEWS | REPLICATIONS and all(var in found for var in reads):
+            found[eqn.outvars[0]] = [*(one for var in reads for one in found[var]), eqn]
     return found
 
 

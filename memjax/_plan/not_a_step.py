@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from memjax._core import check
+from memjax._core.program.dataflow import is_literal
 from memjax._core.program.gradients_inside import origins
-from memjax._core.program.jaxpr import is_literal
 from memjax._plan.flat import Traced
 
 _MANY = 2  # arrays that are the gradients of a whole argument: a force is one

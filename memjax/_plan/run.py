@@ -16,8 +16,8 @@ from memjax._core.barriers import barrier
 from memjax._core.compat import is_ordered
 from memjax._core.lists import Arrays
 from memjax._core.program.costs import is_fusible
-from memjax._core.program.jaxpr import bind, read, variables
-from memjax._core.program.working import needed_for
+from memjax._core.program.dataflow import made_by, read_by, variables
+from memjax._core.program.jaxpr import bind, read
 from memjax._plan.codes import Code, encoded
 from memjax._plan.derivative import Derivative, LoopPair, Passes
 from memjax._plan.loop import Loop, Part, constants_in, evaluate_in
@@ -98,18 +98,19 @@ class Run:
         self._loops = loops
         self.is_rounded = any(one.coded or any(part.codes for part in one.parts) for one in pieces)
         self._mirrors = {id(loop.pair.backward): loop for loop in loops.values()}
-        forward_vars = {out for eqn in program.eqns for out in eqn.outvars} | self._inputs
+        flow = program.flow
         known = {var for piece in pieces for var in piece.kept} | self._inputs
         reads: list[Any] = variables(backward.outvars)
         # (equations to run again, equations of the backward pass, codes, both kinds of equations in steps)
         self._turns: list[tuple[list[Any], list[Any], list[Code], list[Step] | None]] = []
         self.coded: list[Code] = []
         for piece in reversed(pieces):
-            wanted = [var for eqn in piece.backward for var in self._read_by(eqn) if var in forward_vars]
+            read = (var for eqn in piece.backward for var in self._read_by(eqn))
+            wanted = [var for var in read if var in flow.place or var in self._inputs]
             codes = [code for code in piece.coded if code.of not in known]
             in_codes = {code.of for code in codes}
-            again = needed_for(program.eqns, wanted, known | in_codes)
-            here = [var for eqn in again for var in variables(eqn.invars)] + wanted
+            again = flow.needed(wanted, known | in_codes)
+            here = [*read_by(again), *wanted]
             codes = [code for code in codes if code.of in here]
             steps = None
             if in_steps_on is not None and piece.loop is None and not any(map(is_ordered, piece.backward)):
@@ -118,15 +119,12 @@ class Run:
             self.coded += codes
             reads += here
         self.kept = [var for var in dict.fromkeys(reads) if var in known and var not in self._inputs]
-        fusible = {out for eqn in program.eqns if is_fusible(eqn) for out in eqn.outvars}
-        self._fusible = fusible.intersection(self.kept)
+        self._fusible = {var for var in self.kept if is_fusible(flow.makers[var])}
         stacked = {var for loop in loops.values() for var in loop.replaced}
-        acting = [eqn for eqn in program.eqns if eqn.effects]
         self._encoded = {code.of: code.codec for code in self.coded}
-        held = [*self.kept, *self._encoded]
-        wanted = variables([*derivative.outputs, *held, *(atom for eqn in acting for atom in eqn.invars)])
-        eqns = needed_for(program.eqns, [var for var in wanted if var not in stacked], self._inputs)
-        chosen = {id(eqn) for eqn in [*eqns, *acting]} | loops.keys()
+        wanted = variables([*derivative.outputs, *self.kept, *self._encoded])
+        eqns = flow.needed([var for var in wanted if var not in stacked], always=flow.acting)
+        chosen = {id(eqn) for eqn in eqns} | loops.keys()
         self._forward = [eqn for eqn in program.eqns if id(eqn) in chosen]
 
     def _steps(self, again: Sequence[Any], eqns: Sequence[Any], platform: str) -> list[Step]:
@@ -177,7 +175,7 @@ class Run:
         cts = set(backward.invars)
         for again, eqns, codes, steps in self._turns:
             mine = dict.fromkeys(var for eqn in eqns for var in self._read_by(eqn))
-            leaves = list(dict.fromkeys(var for eqn in again for var in variables(eqn.invars) if var in known))
+            leaves = [var for var in read_by(again) if var in known]
             turn = {var: known[var] for var in mine if var in known}
             waiting = [var for var in mine if var in cts]
             if again or codes:
@@ -190,7 +188,7 @@ class Run:
                 for eqn in again if steps is None else ():
                     evaluate_in(eqn, turn)
             if steps is not None:
-                env |= run_steps(steps, env | turn, {out for eqn in eqns for out in eqn.outvars} | cts)
+                env |= run_steps(steps, env | turn, made_by(eqns).keys() | cts)
             for eqn in eqns if steps is None else ():
                 if (mirror := self._mirrors.get(id(eqn))) is not None:
                     mirror.backward(_Both(env, turn), env, stacks[id(mirror)])
@@ -199,7 +197,7 @@ class Run:
                     if eqn.primitive.name == _OF_POOLS:
                         values = barrier(values)
                     env |= zip(eqn.outvars, bind(eqn, values), strict=True)
-            cts.update(out for eqn in eqns for out in eqn.outvars)
+            cts.update(made_by(eqns))
         return read(_Both(env, known), backward.outvars)
 
 

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from memjax._core.compat import bodies
-from memjax._core.program.jaxpr import is_literal, nbytes, variables
+from memjax._core.program.dataflow import Dataflow, flow_of, is_literal
+from memjax._core.program.jaxpr import nbytes
 from memjax._core.program.primitives import (
     ALIASES,
     CALLS,
@@ -172,25 +173,8 @@ def reads_whole_operands(eqn: Any) -> bool:
     return kind_of(eqn.primitive.name).is_whole
 
 
-def roots_read(eqns: Iterable[Any], names: dict[Any, Any]) -> list[set[Any]]:
-    """For each equation the variables that it reads, by the names that `origins_of_names` gives them."""
-    get = names.get
-    return [{get(var, var) for var in variables(eqn.invars)} for eqn in eqns]
-
-
-def origins_of_names(eqns: Iterable[Any], before: dict[Any, Any] | None = None) -> dict[Any, Any]:
-    """The variable whose bytes each reshaped, or otherwise renamed, variable has, those found `before` included."""
-    found: dict[Any, Any] = dict(before or {})
-    for eqn in eqns:
-        if eqn.primitive.name in ALIASES and len(eqn.invars) == len(eqn.outvars):
-            for atom, out in zip(eqn.invars, eqn.outvars, strict=True):
-                if not is_literal(atom):
-                    found[out] = found.get(atom, atom)
-    return found
-
-
 def stored(
-    eqns: Sequence[Any], outputs: Iterable[Any], platform: str = "cuda", *, writes_shared: bool = False
+    eqns: Sequence[Any] | Dataflow, outputs: Iterable[Any], platform: str = "cuda", *, writes_shared: bool = False
 ) -> set[Any]:
     """Which values of straight-line equations the compiler writes to memory; other names for these are among them.
 
@@ -199,8 +183,8 @@ def stored(
 
     With `writes_shared` a value that several equations read is written too, unless making it costs nothing.
     """
-    names = origins_of_names(eqns)
-    kinds, roots = [kind_of(eqn.primitive.name) for eqn in eqns], roots_read(eqns, names)
+    flow = flow_of(eqns)
+    names, roots, kinds = flow.names, flow.roots, [kind_of(eqn.primitive.name) for eqn in flow.eqns]
     readers: dict[Any, int] = {}
     whole: set[Any] = set()
     for kind, read in zip(kinds, roots, strict=True):
@@ -211,7 +195,7 @@ def stored(
                 whole |= read
     written = {names.get(atom, atom) for atom in outputs if not is_literal(atom)}
     heavy: set[Any] = set()
-    for eqn, kind, read in zip(eqns, kinds, roots, strict=True):
+    for eqn, kind, read in zip(flow.eqns, kinds, roots, strict=True):
         is_heavy = platform == "cpu" and (kind.is_transcendental or not heavy.isdisjoint(read))
         again = is_heavy or (writes_shared and not kind.is_free)
         for var in eqn.outvars:
@@ -255,7 +239,8 @@ def _speed(eqn: Any, rates: Device) -> float:
     return {1: 2.0, 2: 1.0, 4: 0.5, 8: 0.08}.get(dtype.itemsize, 0.04)
 
 
-def program_seconds(jaxpr: Any, rates: Device) -> float:
-    """A rough time of a program."""
-    written = stored(jaxpr.eqns, [*jaxpr.constvars, *jaxpr.invars, *jaxpr.outvars], rates.platform)
-    return sum(seconds(eqn, rates, written.__contains__) for eqn in jaxpr.eqns)
+def program_seconds(program: Any, rates: Device) -> float:
+    """A rough time of a program, a jaxpr or a `Program`. What it reads of others is in memory."""
+    flow = Dataflow(program.eqns)
+    written = stored(flow, [*program.outvars, *flow.outside], rates.platform)
+    return sum(seconds(eqn, rates, written.__contains__) for eqn in flow.eqns)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from memjax._core.compat import bodies, is_backward, name_stack, primitive_name, scan_counts
-from memjax._core.program.jaxpr import is_literal
+from memjax._core.program.dataflow import is_literal
 from memjax._core.program.primitives import AFFINE, ALIASES, VIEWS
 
 _DIRECT = AFFINE | ALIASES | VIEWS | {"div", "select_n"}

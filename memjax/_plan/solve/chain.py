@@ -7,6 +7,7 @@ more. All of the frontier is kept, so that one solution answers for every budget
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -16,8 +17,8 @@ import numpy as np
 
 from memjax._core.compat import scan_counts
 from memjax._core.program import costs
-from memjax._core.program.costs import array_bytes, origins_of_names
-from memjax._core.program.jaxpr import is_literal, variables
+from memjax._core.program.costs import array_bytes
+from memjax._core.program.dataflow import Dataflow, is_literal, made_by, read_by, variables
 from memjax._core.program.primitives import expensive
 from memjax._plan.blocks import ends_of_blocks
 from memjax._plan.codes import Codes, codes_of, codes_of_loop
@@ -83,22 +84,17 @@ class Chain:
     def _index(self) -> None:
         """Where variables are made and read."""
         program, backward, n = self.derivative.forward, self.derivative.backward, len(self.cuts) - 1
-        self.made = {out: i for i, eqn in enumerate(program.eqns) for out in eqn.outvars}
-        self.last: dict[Any, int] = {}
-        for i, eqn in enumerate(program.eqns):
-            self.last |= dict.fromkeys(variables(eqn.invars), i)
         self.last_turn: dict[Any, int] = {}
         self.ct_made = dict.fromkeys([*backward.invars, *backward.constvars], n)
         self.ct_read: dict[Any, int] = {}
-        for eqn, turn in zip(backward.eqns, self.turns, strict=True):
+        for eqn, reads, turn in zip(backward.eqns, backward.flow.reads, self.turns, strict=True):
             self.ct_made |= dict.fromkeys(eqn.outvars, turn)
-            for var in variables(eqn.invars):
+            for var in reads:
                 self.last_turn[var] = max(self.last_turn.get(var, -1), turn)
                 self.ct_read[var] = min(self.ct_read.get(var, n), turn)
-        self.needed: set[Any] = set(variables(self.derivative.outputs))
-        for eqn in reversed(program.eqns):
-            if eqn.effects or not self.needed.isdisjoint(eqn.outvars):
-                self.needed.update(variables(eqn.invars))
+        flow = program.flow
+        self.primal = flow.needed(self.derivative.outputs, always=flow.acting)
+        self._is_primal = set(map(id, self.primal))
         self.by_turn: list[list[Any]] = [[] for _ in range(n)]
         for eqn, turn in zip(backward.eqns, self.turns, strict=True):
             self.by_turn[turn].append(eqn)
@@ -109,7 +105,7 @@ class Chain:
     def _places(self, n: int) -> list[list[int]]:
         """For each piece the bytes of the arrays that may lie in the memory of results."""
         results = set(variables(self.derivative.backward.outvars))
-        names = origins_of_names(self.derivative.forward.eqns)
+        names = self.derivative.forward.flow.names
         made = [[array_bytes(v) for eqn in eqns for v in eqn.outvars if v in results] for eqns in self.by_turn]
         pieces = [self.segment(a, a + 1) for a in range(n)]
         handed_on = [{names.get(var, var) for var in piece.crossing} for piece in pieces]
@@ -120,20 +116,20 @@ class Chain:
     def segment(self, a: int, b: int) -> Segment:
         """The stretch of pieces `a` to `b` - 1."""
         start, stop = self.cuts[a], self.cuts[b]
-        eqns = self.derivative.forward.eqns[start:stop]
-        made = [out for eqn in eqns for out in eqn.outvars if out not in self.free]
-        late = lambda var: self.last.get(var, -1) >= stop or self.last_turn.get(var, -1) >= b
+        eqns, last = self.derivative.forward.eqns[start:stop], self.derivative.forward.flow.last_reader
+        made = [out for out in made_by(eqns) if out not in self.free]
+        late = lambda var: last(var) >= stop or self.last_turn.get(var, -1) >= b
         backward = [eqn for turns in reversed(self.by_turn[a:b]) for eqn in turns]
         inside = set(made)
         return Segment(
             eqns=eqns,
             backward=backward,
-            wanted=[v for v in dict.fromkeys(v for e in backward for v in variables(e.invars)) if v in inside],
+            wanted=[var for var in read_by(backward) if var in inside],
             crossing=[var for var in made if late(var)],
             entering=[v for v, turn in self.ct_made.items() if turn >= b and self.ct_read.get(v, b) < b],
             leaving=[v for v, turn in self.ct_made.items() if turn >= a and self.ct_read.get(v, a) < a],
             results=variables(self.derivative.backward.outvars),
-            primal=[eqn for eqn in eqns if eqn.effects or not self.needed.isdisjoint(eqn.outvars)],
+            primal=[eqn for eqn in eqns if id(eqn) in self._is_primal],
             outputs=variables(self.derivative.outputs),
             places=sorted(size for piece in self.places[a:b] for size in piece),
         )
@@ -164,19 +160,14 @@ class Chain:
 
         Two stretches take no more then, and the second has had its turn before anything of the first runs again.
         """
-        names = origins_of_names(segment.eqns)
-        made = {out for eqn in segment.eqns for out in eqn.outvars} - self.free
-        there = {names.get(var, var) for var in (*option.kept, *segment.crossing)}
-        for eqn in segment.eqns:
-            if not expensive(eqn) and there.issuperset(
-                made.intersection(names.get(v, v) for v in variables(eqn.invars))
-            ):
-                there.update(eqn.outvars)
+        flow, last = Dataflow(segment.eqns), self.derivative.forward.flow.last_reader
+        root = lambda var: flow.names.get(var, var)
+        kept = set(map(root, (*option.kept, *segment.crossing)))
+        before = flow.outside.keys() - kept
+        there = flow.following(kept | before, lambda eqn: not expensive(eqn), flow.roots) - before
         for cut in self.cuts[a + 1 : b]:
-            before = self.derivative.forward.eqns[self.cuts[a] : cut]
-            outs = {out for eqn in before for out in eqn.outvars} & made
-            alive = {names.get(var, var) for var in outs if self.last.get(var, -1) >= cut}
-            if alive <= there:
+            made = made_by(self.derivative.forward.eqns[self.cuts[a] : cut]).keys() - self.free
+            if there.issuperset(root(var) for var in made if last(var) >= cut):
                 return True
         return False
 
@@ -184,18 +175,9 @@ class Chain:
         program, pull, length = pair.program, pair.pull, pair.forward.params["length"]
         free = available_anywhere(program, pair.free)
         lost = [var for var in program.invars if var not in free]
-        made = {out for eqn in program.eqns for out in eqn.outvars} | set(lost)
-        read = dict.fromkeys(var for eqn in pull.eqns for var in variables(eqn.invars))
-        read |= dict.fromkeys(variables(pull.outvars))
-        n_out = len(program.outvars)
-        outs = {
-            program.outvars[i] for i in range(n_out) if i not in pair.residuals and not is_literal(program.outvars[i])
-        }
-        needed, primal = set(outs), []
-        for eqn in reversed(program.eqns):
-            if eqn.effects or not needed.isdisjoint(eqn.outvars):
-                primal.append(eqn)
-                needed.update(variables(eqn.invars))
+        made = {*program.flow.place, *lost}
+        read = {**read_by(pull.eqns), **dict.fromkeys(variables(pull.outvars))}
+        outs = [atom for i, atom in enumerate(program.outvars) if i not in pair.residuals]
         body = Segment(
             eqns=program.eqns,
             backward=pull.eqns,
@@ -204,7 +186,7 @@ class Chain:
             entering=[var for var in pull.invars if var in read],
             leaving=variables(pull.outvars),
             results=(),
-            primal=primal[::-1],
+            primal=program.flow.needed(outs, always=program.flow.acting),
             lost=lost,
         )
         crossing = sum(map(array_bytes, segment.crossing))
@@ -313,22 +295,11 @@ class Chain:
 
     @functools.cached_property
     def base_seconds(self) -> float:
-        total = 0.0
-        for eqns, outputs in (
-            (self.derivative.forward.eqns, self.derivative.outputs),
-            (self.derivative.backward.eqns, self.derivative.backward.outvars),
-        ):
-            mine = (
-                [eqn for eqn in eqns if self.needed.intersection(eqn.outvars)]
-                if outputs is self.derivative.outputs
-                else eqns
-            )
-            there = {var for eqn in mine for var in variables(eqn.invars)} - {
-                out for eqn in mine for out in eqn.outvars
-            }
-            written = costs.stored(mine, [*outputs, *there], self.rates.platform)
-            total += sum(costs.seconds(eqn, self.rates, written.__contains__) for eqn in mine)
-        return total
+        program, outputs = self.derivative.forward, self.derivative.outputs
+        read = {*variables(outputs), *read_by(self.primal)}
+        eqns = [eqn for eqn in self.primal if not read.isdisjoint(eqn.outvars)]
+        primal = dataclasses.replace(program, outvars=outputs, eqns=eqns)
+        return sum(costs.program_seconds(one, self.rates) for one in (primal, self.derivative.backward))
 
     @property
     def frontier(self) -> list[tuple[int, float]]:

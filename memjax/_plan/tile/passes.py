@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from memjax._core.compat import is_backward, name_stack, varying
 from memjax._core.positions.regions import Region, regions
 from memjax._core.positions.walk import Mixed
-from memjax._core.program.jaxpr import Program, calls_in_place, is_literal, trace
+from memjax._core.program.dataflow import is_literal
+from memjax._core.program.jaxpr import Program, calls_in_place, trace
 from memjax._plan.result import Tiled
 from memjax._plan.tile.region import TiledPasses
 from memjax._plan.tile.rewrite import in_order, tiled_of

@@ -15,9 +15,9 @@ from memjax._core.lists import Arrays
 from memjax._core.positions.regions import Region, regions
 from memjax._core.positions.walk import Mixed
 from memjax._core.program.costs import array_bytes
-from memjax._core.program.jaxpr import Program, bind, calls_in_place, is_literal, read, trace, variables
+from memjax._core.program.dataflow import Dataflow, read_by, variables
+from memjax._core.program.jaxpr import Program, bind, calls_in_place, read, trace
 from memjax._core.program.scopes import place_of
-from memjax._core.program.working import needed_for, producers_of
 from memjax._plan.derivative import without_checkpoints, without_dead_equations
 from memjax._plan.result import Tiled
 from memjax._plan.tile.region import TiledPasses, TiledRegion
@@ -69,7 +69,7 @@ class Tiling:
 
     def _tilings_of_bodies(self) -> dict[int, Tiling]:
         """By number of an equation that is a scan on the way to what is differentiated: its body, where it can be tiled."""
-        leading = {id(eqn) for eqn in needed_for(self._program.eqns, variables(self._wanted), set())}
+        leading = {id(eqn) for eqn in self._program.flow.needed(self._wanted)}
         found = {}
         for i, eqn in enumerate(self._program.eqns):
             if eqn.primitive.name == "scan" and id(eqn) in leading:
@@ -88,10 +88,8 @@ class Tiling:
         if region is None:
             return None
         mine = {id(eqn) for eqn in region.eqns}
-        reached = set(variables(self._wanted))
-        for eqn in reversed(self._program.eqns):
-            if id(eqn) not in mine and not reached.isdisjoint(eqn.outvars):
-                reached.update(variables(eqn.invars))
+        others = Dataflow([eqn for eqn in self._program.eqns if id(eqn) not in mine])
+        reached = {*variables(self._wanted), *read_by(others.needed(self._wanted))}
         has_cotangent = [var in reached and is_float(var.aval) for var in region.outs]
         try:
             return (
@@ -149,7 +147,7 @@ def described(chosen: Sequence[Tiled]) -> str:
 
 def in_order(program: Program, picked: Sequence[TiledPasses]) -> list[Any]:
     """The equations of a program outside of regions, and the regions, each after what it reads; in their order otherwise."""
-    makers: dict[Any, Any] = dict(producers_of(program.eqns))
+    makers = dict(program.flow.makers)
     inside: set[int] = set()
     for one in picked:
         inside.update(id(eqn) for eqn in one.region.eqns)
@@ -179,7 +177,7 @@ def in_order(program: Program, picked: Sequence[TiledPasses]) -> list[Any]:
     for eqn in program.eqns:
         if id(eqn) not in inside or eqn.effects:
             add(eqn)
-    for atom in program.outvars:
-        if not is_literal(atom) and atom in makers:
-            add(makers[atom])
+    for var in variables(program.outvars):
+        if var in makers:
+            add(makers[var])
     return order

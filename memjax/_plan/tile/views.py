@@ -14,7 +14,8 @@ from jax.extend import core
 
 from memjax._core.compat import primitive_name
 from memjax._core.positions.walk import shape_of
-from memjax._core.program.jaxpr import Program, is_literal, producers
+from memjax._core.program.dataflow import is_literal
+from memjax._core.program.jaxpr import Program
 from memjax._core.program.primitives import ELEMENTWISE, flops_of_product
 from memjax._plan.derivative import without_dead_equations
 
@@ -41,7 +42,7 @@ class _Lifting:
 
     def __init__(self, program: Program):
         self._program = program
-        self._makers = producers(program)
+        self._makers = program.flow.makers
         self._eqns: list[Any] = []
         self._made: dict[Any, Any] = {}
         self._names: dict[Any, Any] = {}
