@@ -16,9 +16,10 @@ from jax import lax
 from memjax._core.compat import primitive_name
 from memjax._core.lists import Arrays
 from memjax._core.positions.indexing import scatter_places
-from memjax._core.positions.regions import program_states
-from memjax._core.positions.walk import Mixed, Positions, Shared, State, Summed, shape_of, shared
-from memjax._core.program.jaxpr import Program, bind, inside, is_literal, producers
+from memjax._core.positions.rules import apply_rule
+from memjax._core.positions.walk import Mixed, Positions, Shared, State, Summed, Walk, shape_of, shared
+from memjax._core.program.dataflow import is_literal
+from memjax._core.program.jaxpr import Program, bind, inside
 from memjax._core.program.primitives import ELEMENTWISE, SCATTERS
 from memjax._plan.derivative import without_dead_equations
 from memjax._plan.tile.one_hot import column_of, scattered
@@ -48,8 +49,8 @@ class Resized:
         sums = [i for i, state in enumerate(out_states) if isinstance(state, Summed)]
         program = without_dead_equations(with_wide_sums(program, sums, platform))
         self._program, self._length = program, length
-        self._states = program_states(program, states, length)
-        self._makers = producers(program)
+        self._states = Walk(length, True, apply_rule).states(program, states)
+        self._makers = program.flow.makers
         self._out_dims: list[int | None] = []  # of results that are the same for every position
         for atom, wanted in zip(program.outvars, out_states, strict=True):
             self._out_dims.append(self._dim_to_narrow(atom, wanted))
