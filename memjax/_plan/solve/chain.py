@@ -31,7 +31,6 @@ from memjax._plan.solve.segment import Option, Segment, corners, falling, option
 _LONGEST = 4  # pieces in a stretch
 _MOST_POINTS = 1500
 _MOST_TURNS = 64  # of a loop that is split, so that few options arise
-_SECONDS_TO_SPLIT = 2e-5
 
 
 class Choice(NamedTuple):
@@ -219,7 +218,7 @@ class Chain:
                 # A turn has copies of what it reads of the stacks. A loop of one turn is none when it is compiled.
                 peak = max(peak, held + option.working + (turns * option.nbytes if turns > 1 else 0))
                 held += turns * option.nbytes
-            seconds = sum(turns * option.seconds for turns, option in parts) + (len(parts) - 1) * _SECONDS_TO_SPLIT
+            seconds = sum(turns * option.seconds for turns, option in parts) + (len(parts) - 1) * costs.SECONDS_TO_SPLIT
             return Option((), held, seconds, peak + moving, parts)
 
         return [whole(parts) for parts in ([((length, option),) for option in found] + mixed)]

@@ -33,7 +33,7 @@ def with_moves(found: Sequence[Option], rates: costs.Device) -> list[Option]:
                     kept=tuple(var for var in option.kept if var not in moved),
                     moved=tuple(moved),
                     nbytes=option.nbytes - nbytes,
-                    seconds=option.seconds + 2 * nbytes / rates.link,
+                    seconds=option.seconds + costs.moving_seconds(nbytes, rates),
                 )
             )
     best: list[Option] = []

@@ -14,9 +14,6 @@ from memjax._plan.lent import lent_to
 from memjax._plan.solve.order import freeing_first, in_time, scattered_into_sums
 from memjax._plan.solve.subsets import Problem, Subset, coded_subsets, exact_subsets
 
-# Over what a turn of a loop keeps: a copy into the stack and one out of it, each read and written, by kernels of their own.
-_PASSES_OF_STACKING = 4
-
 
 class Segment(NamedTuple):
     """A stretch of the forward pass and what of the backward pass has its turn with it.
@@ -101,7 +98,7 @@ def options(
     seconds = {id(eqn): costs.seconds(eqn, rates, in_memory.__contains__) for eqn in again}
     written = costs.stored(segment.primal, segment.crossing, rates.platform, writes_shared=True)
 
-    copying = (_PASSES_OF_STACKING if is_loop and rates.platform != "cpu" else 0) / rates.nbytes
+    copying = costs.stacking_seconds(1, rates) if is_loop else 0.0
 
     def to_keep(var: Any) -> float:
         """It is read, and, unless the forward pass does so anyway, written."""

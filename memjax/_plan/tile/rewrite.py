@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,15 +14,14 @@ from memjax._core.check import readable_bytes
 from memjax._core.compat import bodies
 from memjax._core.lists import Arrays
 from memjax._core.positions.regions import Region, regions
-from memjax._core.positions.walk import Mixed
-from memjax._core.program.costs import array_bytes
+from memjax._core.positions.walk import Mixed, shape_of
+from memjax._core.program.costs import array_bytes, rows_of_tile
 from memjax._core.program.dataflow import Dataflow, read_by, variables
 from memjax._core.program.jaxpr import Program, bind, calls_in_place, read, trace
 from memjax._core.program.scopes import place_of
 from memjax._plan.derivative import without_checkpoints, without_dead_equations
 from memjax._plan.result import Tiled
 from memjax._plan.tile.region import TiledPasses, TiledRegion
-from memjax._plan.tile.size import positions_per_tile
 from memjax._plan.tile.views import with_early_views
 
 
@@ -138,6 +138,25 @@ def tiled_of(program: Program, region: Region, platform: str, nbytes: int = 0) -
     what = f"{seed.outvars[0].aval.str_short()} {place_of(seed)}".strip()
     tile = positions_per_tile(region, platform, nbytes)
     return Tiled(region.seed, region.dim, tile, region.length, array_bytes(seed.outvars[0]), what)
+
+
+def positions_per_tile(region: Region, platform: str, nbytes: int = 0) -> int:
+    """As many that a tile of the product takes half of the sums of the shared values' gradients, which are in float32.
+
+    Args:
+      region: to be tiled.
+      platform: of the device, as JAX calls it.
+      nbytes: what a tile of the product may take, if that is more: fewer tiles read and write the sums less often.
+    """
+    product, usual = region.product, rows_of_tile(platform)
+    (contracted, _), left = product.params["dimension_numbers"][0], product.invars[0]
+    shape, first = shape_of(product.outvars[0]), len(shape_of(left)) - len(contracted)
+    rows = math.prod(shape[:first] if region.dim < first else shape[first:])
+    sums = sum(4 * var.aval.size for var in region.shared if is_float(var.aval))
+    of_row = max(array_bytes(product.outvars[0]) // rows, 1)
+    wanted = max(sums // 2 // of_row, usual.least, min(nbytes // of_row, usual.enough))
+    positions = max(wanted * region.length // rows, 1)
+    return int(min(1 << (positions.bit_length() - 1), region.length))
 
 
 def described(chosen: Sequence[Tiled]) -> str:
