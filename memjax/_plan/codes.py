@@ -6,6 +6,7 @@ there, for compilers fuse decoding into what reads the array.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -107,6 +108,11 @@ def _code(var: Any, codec: Any, nbytes: int) -> Code:
 _encode, _decode = core.Primitive("memjax_encode"), core.Primitive("memjax_decode")
 _encode.def_abstract_eval(lambda x, *, nbytes: jax.core.ShapedArray((nbytes,), jnp.uint8))
 _decode.def_abstract_eval(lambda code, *, aval: jax.core.ShapedArray(aval.shape, aval.dtype))
+
+
+def codes_in(codes: Codes | None, coded: Iterable[Any]) -> list[Code]:
+    """The codes of variables; none where nothing may be kept in codes."""
+    return [] if codes is None else [codes.of(var) for var in coded]
 
 
 def codes_of(derivative: Passes, free: set[Any]) -> Codes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,10 @@ from memjax._core.lists import Arrays
 from memjax._core.program.dataflow import is_literal, read_by, variables
 from memjax._core.program.jaxpr import Program, bind, read
 from memjax._core.program.primitives import REPLICATIONS, SOURCES, VIEWS
-from memjax._plan.codes import Code, encoded
+from memjax._plan.codes import Code, Codes, codes_in, encoded
 from memjax._plan.derivative import LoopPair
 from memjax._plan.solve.order import in_time
+from memjax._plan.solve.segment import Option
 from memjax._plan.solve.steps import Step, in_steps, run_steps
 
 Env = dict[Any, Any]
@@ -30,34 +31,20 @@ def evaluate_in(eqn: Any, env: Env) -> None:
         env.setdefault(var, value)  # a known value is not replaced by its recomputation
 
 
-class Part(NamedTuple):
-    """Some turns of a loop, one after another, of which the same is kept.
-
-    Attributes:
-      turns: how many they are.
-      kept: variables of the body.
-      codes: of further ones.
-      moved: further ones, which are kept in the memory of the host.
-    """
-
-    turns: int
-    kept: Sequence[Any]
-    codes: Sequence[Code] = ()
-    moved: Sequence[Any] = ()
-
-
 class Loop:
     """The two loops of a pair under a plan.
 
     Args:
       pair: the loops.
-      parts: all turns, in the order of what is scanned over.
+      parts: all turns, in the order of what is scanned over: how many they are, and what is kept of each.
+      codes: of the body, if anything is kept in codes.
       in_steps_on: the platform for which a turn of the backward pass runs in steps; None: the compiler has its way.
       constants: what the loops may read that is made of nothing but literals: by variable, the equations that make it. A turn
         makes it for itself: outside of the loop, where JAX puts what is the same in all turns, it would be in memory.
 
     Attributes:
       pair: as given.
+      is_rounded: whether anything is kept in codes.
       replaced: outputs of the forward loop that it does not make any more.
       read_by_mirror: variables that `backward` reads.
       stack_count: how many stacks `forward` returns.
@@ -66,13 +53,15 @@ class Loop:
     def __init__(
         self,
         pair: LoopPair,
-        parts: Sequence[Part],
+        parts: Sequence[tuple[int, Option]],
+        codes: Codes | None = None,
         in_steps_on: str | None = None,
         constants: Mapping[Any, Sequence[Any]] | None = None,
     ):
         self.pair, self._constants = pair, constants or {}
-        self._turns = [part.turns for part in parts]
-        self._bodies = [_Body(pair, part, in_steps_on) for part in parts]
+        self._turns = [turns for turns, _ in parts]
+        self._bodies = [_Body(pair, option, codes_in(codes, option.coded), in_steps_on) for _, option in parts]
+        self.is_rounded = any(option.coded for _, option in parts)
         read_again = set().union(*(body.read for body in self._bodies))
         consts, carried = scan_counts(pair.forward)
         operands = list(zip(pair.forward.invars, pair.program.invars, strict=True))
@@ -228,18 +217,18 @@ class _Body:
       steps: the equations of a turn of the backward pass in steps, or None.
     """
 
-    def __init__(self, pair: LoopPair, part: Part, in_steps_on: str | None):
+    def __init__(self, pair: LoopPair, option: Option, codes: Sequence[Code], in_steps_on: str | None):
         program, pull = pair.program, pair.pull
         free = {*pair.free, *program.constvars}
         made = {*program.flow.place, *program.invars}
         wanted = [var for var in (*pull.flow.read, *variables(pull.outvars)) if var in made]
         self._program = program
-        there = free | {*part.kept, *part.moved, *(code.of for code in part.codes)}
+        there = free | {*option.kept, *option.moved, *option.coded}
         self.again = program.flow.needed(wanted, there)
         self.read = {*read_by(self.again), *wanted}
-        self.kept = [var for var in part.kept if var in self.read]
-        self.codes = [code for code in part.codes if code.of in self.read]
-        self.moved = [var for var in part.moved if var in self.read]
+        self.kept = [var for var in option.kept if var in self.read]
+        self.codes = [code for code in codes if code.of in self.read]
+        self.moved = [var for var in option.moved if var in self.read]
         self.stack_count = len(self.kept) + len(self.codes) + len(self.moved)
         self._codecs = {code.of: code.codec for code in self.codes}
         self.steps: list[Step] | None = None

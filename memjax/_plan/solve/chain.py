@@ -19,6 +19,7 @@ from memjax._core.compat import scan_counts
 from memjax._core.program import costs
 from memjax._core.program.costs import array_bytes
 from memjax._core.program.dataflow import Dataflow, is_literal, made_by, read_by, variables
+from memjax._core.program.jaxpr import Program
 from memjax._core.program.primitives import expensive
 from memjax._plan.blocks import ends_of_blocks
 from memjax._plan.codes import Codes, codes_of, codes_of_loop
@@ -222,6 +223,10 @@ class Chain:
             return Option((), held, seconds, peak + moving, parts)
 
         return [whole(parts) for parts in ([((length, option),) for option in found] + mixed)]
+
+    def of_loop(self, pair: LoopPair | None) -> tuple[Program, Codes | None]:
+        """The body of a loop, or the forward pass, and its codes."""
+        return (self.derivative.forward, self.codes) if pair is None else (pair.program, self.codes_of_loop(pair))
 
     def codes_of_loop(self, pair: LoopPair) -> Codes | None:
         """The codes of the body of a loop, if something may be kept in codes."""
