@@ -168,7 +168,7 @@ def _last_of(forward: Sequence[Any], outputs: Sequence[Any]) -> Any | None:
     to_outputs = functools.reduce(operator.or_, (leading[out] for out in outputs), 0)
     if 2 * to_outputs.bit_count() >= heavy:
         return None
-    last = (out for eqn in reversed(forward) for out in eqn.outvars if is_float(out.aval))
+    last = (out for out in made_by(reversed(forward)) if is_float(out.aval))
     return max(last, key=lambda out: leading[out].bit_count(), default=None)
 
 

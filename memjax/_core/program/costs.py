@@ -228,11 +228,6 @@ def is_fusible(eqn: Any) -> bool:
     return kind_of(eqn.primitive.name).is_fusible
 
 
-def reads_whole_operands(eqn: Any) -> bool:
-    """Whether the compiler writes the equation's operands to memory first."""
-    return kind_of(eqn.primitive.name).is_whole
-
-
 def stored(
     eqns: Sequence[Any] | Dataflow, outputs: Iterable[Any], platform: str = "cuda", *, writes_shared: bool = False
 ) -> set[Any]:

@@ -15,8 +15,9 @@ from jax.extend import core
 
 from memjax._core.arrays import anywhere, vary
 from memjax._core.compat import eval_jaxpr, nested, parameters, primitive_name, scope, settings
-from memjax._core.program.dataflow import Dataflow, is_literal, variables
+from memjax._core.program.dataflow import Dataflow, is_literal
 from memjax._core.program.dataflow import Walk as Walk
+from memjax._core.program.dataflow import variables as variables
 from memjax._core.program.primitives import CHECKPOINTS, CUSTOM_CALLS, PLAIN_CALLS, REPLICATIONS
 
 
@@ -37,16 +38,12 @@ def as_closed(jaxpr: Any) -> Any:
 
 def producers(jaxpr: Any) -> dict[Any, Any]:
     """The equation that makes each variable."""
-    return {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+    return Dataflow(jaxpr.eqns).makers
 
 
 def consumers(jaxpr: Any) -> dict[Any, list[Any]]:
     """The equations that read each variable, every equation once."""
-    by_variable: dict[Any, list[Any]] = {}
-    for eqn in jaxpr.eqns:
-        for var in dict.fromkeys(variables(eqn.invars)):
-            by_variable.setdefault(var, []).append(eqn)
-    return by_variable
+    return {var: [jaxpr.eqns[i] for i in readers] for var, readers in Dataflow(jaxpr.eqns).readers.items()}
 
 
 @contextlib.contextmanager

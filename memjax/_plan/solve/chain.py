@@ -106,7 +106,7 @@ class Chain:
         """For each piece the bytes of the arrays that may lie in the memory of results."""
         results = set(variables(self.derivative.backward.outvars))
         names = self.derivative.forward.flow.names
-        made = [[array_bytes(v) for eqn in eqns for v in eqn.outvars if v in results] for eqns in self.by_turn]
+        made = [[array_bytes(var) for var in made_by(eqns) if var in results] for eqns in self.by_turn]
         pieces = [self.segment(a, a + 1) for a in range(n)]
         handed_on = [{names.get(var, var) for var in piece.crossing} for piece in pieces]
         wanted = [{names.get(v, v) for v in one.wanted} - there for one, there in zip(pieces, handed_on, strict=True)]

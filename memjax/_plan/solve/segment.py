@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from memjax._core.program import costs
 from memjax._core.program.costs import array_bytes
-from memjax._core.program.dataflow import Dataflow, aliases, read_by
+from memjax._core.program.dataflow import Dataflow, aliases, made_by, read_by
 from memjax._core.program.working import hoisted_bytes, peak_bytes
 from memjax._plan.codes import Codes
 from memjax._plan.lent import lent_to
@@ -165,7 +165,7 @@ def _forward_bytes(segment: Segment, flow: Dataflow, subset: Subset, platform: s
     if coded:
         encodes = {code.of: code.encode for code in coded}
         eqns = [encodes[var] for var in encodes.keys() - flow.place.keys()] + [
-            one for eqn in eqns for one in (eqn, *(encodes[out] for out in eqn.outvars if out in encodes))
+            one for eqn in eqns for one in (eqn, *(encodes[out] for out in made_by([eqn]) if out in encodes))
         ]
         stays = [*segment.crossing, *kept, *(code.variable for code in coded)]
     return peak_bytes(eqns, read_by(eqns).keys() - flow.place.keys(), [], stays, segment.outputs, platform)

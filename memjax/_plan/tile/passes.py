@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from memjax._core.compat import is_backward, name_stack, varying
 from memjax._core.positions.regions import Region, regions
 from memjax._core.positions.walk import Mixed
-from memjax._core.program.dataflow import is_literal
+from memjax._core.program.dataflow import is_literal, made_by
 from memjax._core.program.jaxpr import Program, calls_in_place, trace
 from memjax._plan.result import Tiled
 from memjax._plan.tile.region import TiledPasses
@@ -64,7 +64,7 @@ def with_tiles(program: Program, on: TileOn, axes: dict[str, int]) -> tuple[Prog
 
 
 def _tiled(region: Region, tile: int, axes: dict[str, int], platform: str) -> TiledPasses | None:
-    if any(map(varying, (var.aval for eqn in region.eqns for var in eqn.outvars))):
+    if any(varying(var.aval) for var in made_by(region.eqns)):
         return None  # such types are known within their `jax.shard_map` alone
     try:
         return TiledPasses(region, tile, axes, platform)

@@ -19,6 +19,7 @@ from memjax._core.backward.derivatives import Static, perturbed
 from memjax._core.lists import Arrays, merge, pick
 from memjax._core.positions.regions import Region
 from memjax._core.positions.walk import Mixed, Positions, State, Summed, shape_of, shared
+from memjax._core.program.dataflow import made_by
 from memjax._core.program.jaxpr import Program, bind, calls_in_place, read, trace
 from memjax._core.segments import Segments, segments
 from memjax._core.tiles import Tiles
@@ -110,7 +111,7 @@ class TiledRegion(TiledPasses):
         super().__init__(region, tile, axes, platform)
         self._has_cotangent = list(has_cotangent)
         number = [axis is None and aval.shape == () for axis, aval in zip(region.axes, self._out_types, strict=True)]
-        scaled = any(var.aval.dtype == jnp.float16 for eqn in region.eqns for var in eqn.outvars)
+        scaled = any(var.aval.dtype == jnp.float16 for var in made_by(region.eqns))
         self._is_sum = not scaled and sum(has_cotangent) == 1 and pick(number, has_cotangent) == [True]
         self._derivatives: dict[tuple[bool, ...], Resized] = {}
         self._derivative(tuple(is_float(aval) for aval in self._types))  # raises Mixed early
