@@ -52,15 +52,11 @@ class Remedies:
 
     def _checkpoints(self, group: Group) -> Iterator[Remedy]:
         """`jax.checkpoint` round the module, or one of those around it; keeping the results of products, or nothing."""
-        depth = min(path.count("/") + 1 for path in group.paths)
-        passes = list({id(array.forward): array.forward for array in group.arrays}.values())
+        passes = _passes(group)
         loops = {self._paths.of(forward.program[0].outer) for forward in passes if forward.iterations > 1}
-        for size in range(depth, 0, -1):
-            prefixes = tuple(dict.fromkeys("/".join(path.split("/")[:size]) for path in group.paths))
-            # What is around a loop cannot be checkpointed in its body, nor what the function does outside of any other.
-            if self._paths.name in prefixes or any(
-                _inside(loop, one) and loop != one for loop in loops for one in prefixes
-            ):
+        for prefixes in self._around(group):
+            # What is around a loop cannot be checkpointed in its body.
+            if any(_inside(loop, one) and loop != one for loop in loops for one in prefixes):
                 return
             where = collapsed(prefixes)
             where = f"the body of the loop in {where}" if loops & set(prefixes) else where
@@ -75,17 +71,20 @@ class Remedies:
 
     def _tiled(self, group: Group) -> Iterator[Remedy]:
         """The smallest module around that treats positions alone: what a checkpoint saves, and no peak while it is recomputed."""
-        depth = min(path.count("/") + 1 for path in group.paths)
-        passes = list({id(array.forward): array.forward for array in group.arrays}.values())
-        for size in range(depth, 0, -1):
-            prefixes = tuple(dict.fromkeys("/".join(path.split("/")[:size]) for path in group.paths))
-            if self._paths.name in prefixes:
-                return
-            effect = self._effect(prefixes, passes)["recompute"]
+        for prefixes in self._around(group):
+            effect = self._effect(prefixes, _passes(group))["recompute"]
             if effect.is_by_position and all(array.value in effect.removed for array in group.arrays):
                 how = f"memjax.remat.tiled round {collapsed(prefixes)}"
                 yield Remedy("tile", effect.saves, 1000 * effect.seconds, effect.flops, True, how)
                 return
+
+    def _around(self, group: Group) -> Iterator[tuple[str, ...]]:
+        """The modules of a row, then those around these, and so on, as far as they are not the function itself."""
+        for size in range(min(path.count("/") + 1 for path in group.paths), 0, -1):
+            prefixes = tuple(dict.fromkeys("/".join(path.split("/")[:size]) for path in group.paths))
+            if self._paths.name in prefixes:
+                return
+            yield prefixes
 
     def _effect(self, prefixes: tuple[str, ...], passes: Sequence[Pass]) -> dict[str, _Effect]:
         """What checkpoints round these modules do, by kind. Rows of one module ask for the same."""
@@ -109,6 +108,11 @@ class Remedies:
                 effect.removed |= found.dropped
             self._effects[key][kind] = effect
         return self._effects[key]
+
+
+def _passes(group: Group) -> list[Pass]:
+    """Those that the arrays of a row are made in."""
+    return list({id(array.forward): array.forward for array in group.arrays}.values())
 
 
 @dataclass

@@ -114,7 +114,7 @@ class Body:
     def evaluate(self, inputs: Sequence[Any], acting: Acting) -> Arrays:
         """The outputs of the program for values of its inputs."""
         program = self._program
-        env = dict(zip([*program.constvars, *program.invars], [*program.consts, *inputs], strict=True))
+        env = program.given(inputs)
         if not any(one in acting for one in self.passes):
             self._run(range(len(program.eqns)), env, acting)
         else:

@@ -14,7 +14,7 @@ import jax
 
 from memjax._core.lists import Arrays
 from memjax._core.program.dataflow import Dataflow, variables
-from memjax._core.program.jaxpr import bind, calls_in_place, read
+from memjax._core.program.jaxpr import calls_in_place, evaluate_in, read
 from memjax._plan.derivative import without_checkpoints
 from memjax._plan.solve.phases import available_anywhere, cut_points
 
@@ -45,8 +45,7 @@ def in_checkpoints(closed: Any, inputs: Sequence[Any]) -> Arrays:
 def _part(eqns: Sequence[Any], reads: Sequence[Any], wanted: Sequence[Any]) -> Any:
     def run(values: Arrays) -> Arrays:
         env = dict(zip(reads, values, strict=True))
-        for eqn in eqns:
-            env |= zip(eqn.outvars, bind(eqn, read(env, eqn.invars)), strict=True)
+        evaluate_in(eqns, env)
         return read(env, wanted)
 
     return run

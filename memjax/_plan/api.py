@@ -77,7 +77,7 @@ def plan(
     """
     check.function("f", f)
     room = _budget(budget)
-    _check_allow(allow)
+    check.names("allow", allow, _ALLOWED)
     chosen = _positions(argnums, len(args))
     flat = Flat(f, args, kwargs)
     with call_errors("f", f, {"arguments": (*args, *kwargs.values())}), trace_errors("f", f):
@@ -129,7 +129,7 @@ def planned(
     """
     check.function("f", f)
     check.exactly_one(budget=budget, plan=plan)
-    _check_allow(allow)
+    check.names("allow", allow, _ALLOWED)
     if plan is not None and not isinstance(plan, Plan):
         raise check.fail(TypeError, "plan", "a Plan", plan, "memjax.plan makes one")
     asked = Asked(None if budget is None else _budget(budget), plan, allow, {})
@@ -171,10 +171,3 @@ def _positions(argnums: Any, count: int) -> dict[int, Any]:
 
 def _budget(value: Any) -> Any:
     return check.byte_count("budget", value, words=("min", "device"))
-
-
-def _check_allow(allow: Any) -> None:
-    if isinstance(allow, str) or not isinstance(allow, Sequence):
-        raise check.fail(TypeError, "allow", "a sequence of names", allow, 'such as ("recompute",)')
-    for name in allow:
-        check.choice("allow", name, _ALLOWED)

@@ -14,7 +14,7 @@ from memjax._core.barriers import barrier
 from memjax._core.compat import scan_counts
 from memjax._core.lists import Arrays
 from memjax._core.program.dataflow import is_literal, read_by, variables
-from memjax._core.program.jaxpr import Program, bind, read
+from memjax._core.program.jaxpr import Program, evaluate_in, read
 from memjax._core.program.primitives import REPLICATIONS, SOURCES, VIEWS
 from memjax._plan.codes import Code, Codes, codes_in, encoded
 from memjax._plan.derivative import LoopPair
@@ -23,12 +23,6 @@ from memjax._plan.solve.segment import Option
 from memjax._plan.solve.steps import Step, in_steps, run_steps
 
 Env = dict[Any, Any]
-
-
-def evaluate_in(eqn: Any, env: Env) -> None:
-    """Add the outputs of an equation to the values in `env`."""
-    for var, value in zip(eqn.outvars, bind(eqn, read(env, eqn.invars)), strict=True):
-        env.setdefault(var, value)  # a known value is not replaced by its recomputation
 
 
 class Loop:
@@ -82,11 +76,11 @@ class Loop:
         outvars = [program.outvars[i] for i in self._stays]
 
         def turn(body: _Body, carry: Arrays, xs: Any) -> tuple[Arrays, Arrays, Arrays]:
-            inner = _inputs(program, [*self._here(pair.forward.invars[:consts], values), *carry, *xs])
+            inner = program.given([*self._here(pair.forward.invars[:consts], values), *carry, *xs])
             codes: Env = {}
             body.encode(program.invars, inner, codes)
             for eqn in body.forward(outvars):
-                evaluate_in(eqn, inner)
+                evaluate_in([eqn], inner)
                 body.encode(eqn.outvars, inner, codes)
             outs = read(inner, outvars)
             on_host = [jax.device_put(value, jax.memory.Space.Host) for value in read(inner, body.moved)]
@@ -114,7 +108,7 @@ class Loop:
         def turn(body: _Body, carry: Arrays, xs: Any) -> tuple[Arrays, Arrays, Arrays]:
             mine, sliced, kept = xs
             fixed = self._here(self._own[:consts], own)
-            inner: Env = _inputs(program, [None] * len(program.invars))
+            inner: Env = program.given([None] * len(program.invars))
             inner |= zip((var for _, var in self._consts), self._here(atoms, again), strict=True)
             inner |= zip((var for _, var in others), sliced, strict=True)
             inner |= {var: mine[i] for i, var in known}
@@ -125,14 +119,12 @@ class Loop:
             inner |= {one.of: one.codec.decode(next(given)) for one in body.codes}
             inner |= {var: jax.device_put(next(given), jax.memory.Space.Device) for var in body.moved}
             if body.steps is not None:
-                inner |= _inputs(pull, [*fixed, *carry, *mine])
+                inner |= pull.given([*fixed, *carry, *mine])
                 inner = run_steps(body.steps, inner, {*inner, *variables(pull.outvars)})
             else:
-                for one in body.again:
-                    evaluate_in(one, inner)
-                inner |= _inputs(pull, [*fixed, *carry, *mine])
-                for one in pull.eqns:
-                    evaluate_in(one, inner)
+                evaluate_in(body.again, inner)
+                inner |= pull.given([*fixed, *carry, *mine])
+                evaluate_in(pull.eqns, inner)
             outs = read(inner, pull.outvars)
             return outs[:carried], outs[carried:], []
 
@@ -147,8 +139,7 @@ class Loop:
         """The first of the values, those of `atoms`; the constants among these made anew."""
         made: Env = {}
         for atom in atoms:
-            for eqn in () if is_literal(atom) else self._constants.get(atom, ()):
-                evaluate_in(eqn, made)
+            evaluate_in(() if is_literal(atom) else self._constants.get(atom, ()), made)
         pairs = zip(atoms, values, strict=False)
         return [value if is_literal(atom) else made.get(atom, value) for atom, value in pairs]
 
@@ -272,7 +263,3 @@ def _apart(carry: Arrays, kept: Arrays, turns: int) -> tuple[Arrays, Arrays]:
 
 def _mapped(f: Callable[[Any], Any], tree: Any) -> Any:
     return [_mapped(f, one) for one in tree] if isinstance(tree, list | tuple) else f(tree)
-
-
-def _inputs(program: Program, values: Iterable[Any]) -> Env:
-    return dict(zip([*program.constvars, *program.invars], [*program.consts, *values], strict=True))

@@ -17,10 +17,10 @@ from memjax._core.compat import is_ordered
 from memjax._core.lists import Arrays
 from memjax._core.program.costs import is_fusible
 from memjax._core.program.dataflow import made_by, read_by, variables
-from memjax._core.program.jaxpr import bind, read
+from memjax._core.program.jaxpr import bind, evaluate_in, read
 from memjax._plan.codes import Code, codes_in, encoded
 from memjax._plan.derivative import Derivative, Passes
-from memjax._plan.loop import Loop, constants_in, evaluate_in
+from memjax._plan.loop import Loop, constants_in
 from memjax._plan.solve.chain import Chain, Choice
 from memjax._plan.solve.order import in_time
 from memjax._plan.solve.steps import Step, in_steps, run_steps
@@ -148,14 +148,14 @@ class Run:
     def forward(self, inputs: Sequence[Any]) -> tuple[Arrays, Arrays]:
         """(outputs, what is kept)."""
         program = self.derivative.forward
-        env: Env = dict(zip([*program.constvars, *program.invars], [*program.consts, *inputs], strict=True))
+        env = program.given(inputs)
         stacks: Arrays = []
         codes: Env = {}
         for eqn in self._forward:
             if (loop := self._loops.get(id(eqn))) is not None:
                 stacks += loop.forward(env)
             else:
-                evaluate_in(eqn, env)
+                evaluate_in([eqn], env)
             for var in eqn.outvars:
                 if var in self._encoded:
                     env[var], codes[var] = encoded(env[var], self._encoded[var])
@@ -169,7 +169,7 @@ class Run:
     def backward(self, inputs: Sequence[Any], kept: Sequence[Any], cotangents: Sequence[Any]) -> Arrays:
         """The cotangents of the inputs that are differentiated."""
         program, backward = self.derivative.forward, self.derivative.backward
-        known: Env = dict(zip([*program.constvars, *program.invars], [*program.consts, *inputs], strict=True))
+        known = program.given(inputs)
         known |= zip(self.kept, kept[: len(self.kept)], strict=True)
         at = len(self.kept) + len(self.coded)
         code_of = dict(zip((code.of for code in self.coded), kept[len(self.kept) : at], strict=True))
@@ -178,7 +178,7 @@ class Run:
             if (loop := self._loops.get(id(eqn))) is not None:
                 stacks[id(loop)] = kept[at : at + loop.stack_count]
                 at += loop.stack_count
-        env: Env = dict(zip([*backward.constvars, *backward.invars], [*backward.consts, *cotangents], strict=True))
+        env = backward.given(cotangents)
         cts = set(backward.invars)
         for again, eqns, codes, steps in self._turns:
             mine = dict.fromkeys(var for eqn in eqns for var in self._read_by(eqn))
@@ -192,8 +192,7 @@ class Run:
                 turn |= zip(leaves, passed[len(waiting) :], strict=False)
                 found = jax.tree.unflatten(tree, passed[len(waiting) + len(leaves) :])
                 turn |= {code.of: code.codec.decode(one) for code, one in zip(codes, found, strict=True)}
-                for eqn in again if steps is None else ():
-                    evaluate_in(eqn, turn)
+                evaluate_in(again if steps is None else (), turn)
             if steps is not None:
                 env |= run_steps(steps, env | turn, made_by(eqns).keys() | cts)
             for eqn in eqns if steps is None else ():

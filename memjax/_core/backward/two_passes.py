@@ -12,7 +12,7 @@ from memjax._core.backward.passes import TracedPasses
 from memjax._core.compat import varying
 from memjax._core.lists import Arrays, drop, pick
 from memjax._core.program.dataflow import Dataflow, is_literal, read_by, variables
-from memjax._core.program.jaxpr import bind, nbytes, read
+from memjax._core.program.jaxpr import evaluate_in, nbytes, read
 from memjax._core.program.primitives import expensive
 
 
@@ -97,9 +97,7 @@ class Part:
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
         env = dict(zip(self.known, values, strict=True))
-        for eqn in self.eqns:
-            for var, value in zip(eqn.outvars, bind(eqn, read(env, eqn.invars)), strict=True):
-                env.setdefault(var, value)  # a known value is not replaced by its recomputation
+        evaluate_in(self.eqns, env)
         return read(env, self.wanted)
 
 

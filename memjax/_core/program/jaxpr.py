@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -127,10 +127,16 @@ def evaluate(
       differentiable: keep calls with a derivative rule of their own as they are.
     """
     program = calls_in_place(core.ClosedJaxpr(jaxpr, list(consts)), differentiable=differentiable)
-    env = dict(zip([*program.constvars, *program.invars], [*program.consts, *inputs], strict=True))
-    for eqn in program.eqns:
-        env.update(zip(eqn.outvars, bind(eqn, read(env, eqn.invars)), strict=True))
+    env = program.given(inputs)
+    evaluate_in(program.eqns, env)
     return read(env, program.outvars)
+
+
+def evaluate_in(eqns: Iterable[Any], env: dict[Any, Any]) -> None:
+    """Add what equations make to the values in `env`. One that is known is not replaced by its recomputation."""
+    for eqn in eqns:
+        for var, value in zip(eqn.outvars, bind(eqn, read(env, eqn.invars)), strict=True):
+            env.setdefault(var, value)
 
 
 def read(env: dict[Any, Any], atoms: Sequence[Any]) -> list[Any]:
@@ -152,6 +158,10 @@ class Program:
     def flow(self) -> Dataflow:
         """What depends on what in it."""
         return Dataflow(self.eqns)
+
+    def given(self, inputs: Iterable[Any]) -> dict[Any, Any]:
+        """The values of constants and inputs, by variable."""
+        return dict(zip([*self.constvars, *self.invars], [*self.consts, *inputs], strict=True))
 
     def with_inputs(self, consts: int) -> Program:
         """The program whose first `consts` constants are its first inputs."""

@@ -20,7 +20,7 @@ from memjax._core.lists import Arrays, merge, pick
 from memjax._core.positions.regions import Region
 from memjax._core.positions.walk import Mixed, Positions, State, Summed, shape_of, shared
 from memjax._core.program.dataflow import made_by
-from memjax._core.program.jaxpr import Program, bind, calls_in_place, read, trace
+from memjax._core.program.jaxpr import Program, calls_in_place, evaluate_in, read, trace
 from memjax._core.segments import Segments, segments
 from memjax._core.tiles import Tiles
 from memjax._plan.derivative import Derivative, strong, without_dead_equations
@@ -53,8 +53,7 @@ class TiledPasses:
 
         def run(*inputs: Any) -> Arrays:
             env = dict(zip(variables_in, inputs, strict=True))
-            for eqn in region.eqns:
-                env |= zip(eqn.outvars, bind(eqn, read(env, eqn.invars)), strict=True)
+            evaluate_in(region.eqns, env)
             return read(env, region.outs)
 
         self._closed = trace(run, self._types, axes)

@@ -17,7 +17,7 @@ from memjax._core.positions.regions import Region, regions
 from memjax._core.positions.walk import Mixed, shape_of
 from memjax._core.program.costs import array_bytes, rows_of_tile
 from memjax._core.program.dataflow import Dataflow, read_by, variables
-from memjax._core.program.jaxpr import Program, bind, calls_in_place, read, trace
+from memjax._core.program.jaxpr import Program, calls_in_place, evaluate_in, read, trace
 from memjax._core.program.scopes import place_of
 from memjax._plan.derivative import without_checkpoints, without_dead_equations
 from memjax._plan.result import Tiled
@@ -120,15 +120,14 @@ class Tiling:
 
     def _run(self, inputs: Sequence[Any], picked: Sequence[TiledRegion], changed: dict[int, Any]) -> Arrays:
         program = self._program
-        env = dict(zip([*program.constvars, *program.invars], [*program.consts, *inputs], strict=True))
+        env = program.given(inputs)
         for step in in_order(program, picked):
             if isinstance(step, TiledPasses):
                 region = step.region
                 outs = step(read(env, region.shared), read(env, [var for var, _ in region.mapped]))
                 env |= zip(region.outs, outs, strict=True)
             else:
-                eqn = changed.get(id(step), step)
-                env |= zip(eqn.outvars, bind(eqn, read(env, eqn.invars)), strict=True)
+                evaluate_in([changed.get(id(step), step)], env)
         return read(env, program.outvars)
 
 
