@@ -74,7 +74,8 @@ class Chain:
         self.cuts = [0, *sorted({*cuts, *ends_of_blocks(program)} - {0, n}), n]
         self.turns = backward_turns(program, backward, self.cuts, self.free)
         self._index()
-        self._frontiers: dict[Any, list[Option]] = {}
+        self._options: dict[tuple[int, int], list[Option]] = {}
+        self._frontiers: dict[Any, list[Option]] = {}  # by signature of a stretch, of places instead of variables
         self._texts: dict[int, str] = {}
         self._types: dict[Any, str] = {}
         self._codes_of_loops: dict[int, Codes] = {}
@@ -85,13 +86,15 @@ class Chain:
         """Where variables are made and read."""
         program, backward, n = self.derivative.forward, self.derivative.backward, len(self.cuts) - 1
         self.last_turn: dict[Any, int] = {}
-        self.ct_made = dict.fromkeys([*backward.invars, *backward.constvars], n)
-        self.ct_read: dict[Any, int] = {}
+        made = dict.fromkeys([*backward.invars, *backward.constvars], n)
+        read: dict[Any, int] = {}
         for eqn, reads, turn in zip(backward.eqns, backward.flow.reads, self.turns, strict=True):
-            self.ct_made |= dict.fromkeys(eqn.outvars, turn)
+            made |= dict.fromkeys(eqn.outvars, turn)
             for var in reads:
                 self.last_turn[var] = max(self.last_turn.get(var, -1), turn)
-                self.ct_read[var] = min(self.ct_read.get(var, n), turn)
+                read[var] = min(read.get(var, n), turn)
+        # Cotangents alive between the turns of pieces `k` and `k` - 1.
+        self.alive = [[var for var, turn in made.items() if turn >= k > read.get(var, k)] for k in range(n + 1)]
         flow = program.flow
         self.primal = flow.needed(self.derivative.outputs, always=flow.acting)
         self._is_primal = set(map(id, self.primal))
@@ -126,8 +129,8 @@ class Chain:
             backward=backward,
             wanted=[var for var in read_by(backward) if var in inside],
             crossing=[var for var in made if late(var)],
-            entering=[v for v, turn in self.ct_made.items() if turn >= b and self.ct_read.get(v, b) < b],
-            leaving=[v for v, turn in self.ct_made.items() if turn >= a and self.ct_read.get(v, a) < a],
+            entering=self.alive[b],
+            leaving=self.alive[a],
             results=variables(self.derivative.backward.outvars),
             primal=[eqn for eqn in eqns if id(eqn) in self._is_primal],
             outputs=variables(self.derivative.outputs),
@@ -139,7 +142,13 @@ class Chain:
         return self.segment(self.cuts.index(start), len(self.cuts) - 1 - self.cuts[::-1].index(stop))
 
     def options(self, a: int, b: int) -> list[Option]:
-        """The options for the stretch of pieces `a` to `b` - 1; equal stretches share them."""
+        """The options for the stretch of pieces `a` to `b` - 1."""
+        if (a, b) not in self._options:
+            self._options[a, b] = self._find_options(a, b)
+        return self._options[a, b]
+
+    def _find_options(self, a: int, b: int) -> list[Option]:
+        """Likewise; equal stretches share them."""
         segment = self.segment(a, b)
         if (pair := self.loops.get(self.cuts[a])) is not None and b == a + 1:
             return self._loop_options(pair, segment)
