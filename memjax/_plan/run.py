@@ -19,7 +19,7 @@ from memjax._core.program.costs import is_fusible
 from memjax._core.program.dataflow import made_by, read_by, variables
 from memjax._core.program.jaxpr import bind, evaluate_in, read
 from memjax._plan.codes import Code, codes_in, encoded
-from memjax._plan.derivative import Derivative, Passes
+from memjax._plan.derivative import Passes
 from memjax._plan.loop import Loop, constants_in
 from memjax._plan.solve.chain import Chain, Choice
 from memjax._plan.solve.order import in_time
@@ -35,12 +35,11 @@ _OF_POOLS = "select_and_scatter_add"
 class KeepAll:
     """The two passes of a derivative as JAX makes them.
 
-    Attributes:
-      derivative: of the program.
+    Args:
+      derivative: of a program, or what else has a method `vjp`, from inputs to outputs and their pullback.
     """
 
-    def __init__(self, derivative: Passes):
-        assert isinstance(derivative, Derivative)
+    def __init__(self, derivative: Any):
         self.derivative = derivative
 
     def forward(self, inputs: Sequence[Any]) -> tuple[Arrays, Any]:
