@@ -17,7 +17,7 @@ from jax.extend import core
 from memjax._core.backward.passes import TracedPasses, vjp
 from memjax._core.compat import bodies, eval_jaxpr, primitive_name, scan_counts
 from memjax._core.lists import Arrays, pick
-from memjax._core.program.dataflow import is_literal, read_by, variables
+from memjax._core.program.dataflow import is_literal, read_by, renamed, variables
 from memjax._core.program.jaxpr import Program, as_closed, calls_in_place, trace
 from memjax._core.program.primitives import CHECKPOINTS
 
@@ -82,7 +82,7 @@ class Derivative(Passes):
         self.outputs, residuals = self.forward.outvars[: traced.count], self.forward.outvars[traced.count :]
         cotangents = [strong(aval.to_ct_aval()) for aval in pick(closed.out_avals, outs)]
         backward = without_dead_equations(traced.backward(cotangents))
-        backward = renamed(backward, dict(zip(backward.invars, residuals, strict=False)))
+        backward = instead(backward, dict(zip(backward.invars, residuals, strict=False)))
         self.backward = with_copies(backward, self.forward.flow.place.keys(), axes)
 
     def vjp(self, inputs: Sequence[Any]) -> tuple[Arrays, Any]:
@@ -108,12 +108,11 @@ def with_copies(backward: Program, made: Collection[Any], axes: dict[str, int]) 
     return Program(backward.constvars, backward.consts, backward.invars, outs, eqns)
 
 
-def renamed(program: Program, names: dict[Any, Any]) -> Program:
+def instead(program: Program, names: dict[Any, Any]) -> Program:
     """The program that reads other variables, or literals, in place of some of its inputs, which it has no more."""
-    read = lambda atoms: [atom if is_literal(atom) else names.get(atom, atom) for atom in atoms]
-    eqns = [eqn.replace(invars=read(eqn.invars)) for eqn in program.eqns]
+    eqns = [eqn.replace(invars=renamed(eqn.invars, names)) for eqn in program.eqns]
     inputs = [var for var in program.invars if var not in names]
-    return Program(program.constvars, program.consts, inputs, read(program.outvars), eqns)
+    return Program(program.constvars, program.consts, inputs, renamed(program.outvars, names), eqns)
 
 
 def strong(aval: Any) -> Any:
@@ -213,4 +212,4 @@ def _pair(forward: Any, backward: Any, only: set[Any]) -> LoopPair:
             residuals.add(position)
             again.append(i)
     free = [*program.constvars, *program.invars[:consts], *program.invars[consts + carried :]]
-    return LoopPair(forward, backward, program, renamed(pull, names), again, free, sorted(residuals))
+    return LoopPair(forward, backward, program, instead(pull, names), again, free, sorted(residuals))

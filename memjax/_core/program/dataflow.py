@@ -23,6 +23,11 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
     return [atom for atom in atoms if not isinstance(atom, _Literal)]  # planning spends much of its time here
 
 
+def renamed(atoms: Iterable[Any], names: Mapping[Any, Any]) -> list[Any]:
+    """The atoms, other ones in place of some variables."""
+    return [atom if isinstance(atom, _Literal) else names.get(atom, atom) for atom in atoms]
+
+
 def made_by(eqns: Iterable[Any]) -> dict[Any, None]:
     """What the equations make, in order."""
     return dict.fromkeys(out for eqn in eqns for out in eqn.outvars)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from memjax._core.compat import is_backward, name_stack, varying
 from memjax._core.positions.regions import Region, regions
 from memjax._core.positions.walk import Mixed
-from memjax._core.program.dataflow import is_literal, made_by
+from memjax._core.program.dataflow import made_by, renamed
 from memjax._core.program.jaxpr import Program, calls_in_place, trace
 from memjax._plan.result import Tiled
 from memjax._plan.tile.region import TiledPasses
@@ -79,9 +79,9 @@ def _as_program(run: TiledPasses, axes: dict[str, int]) -> Program:
     call = lambda *values: run(list(values[:n]), list(values[n:]))
     inside = calls_in_place(trace(call, [var.aval for var in inputs], axes), differentiable=False)
     names = dict(zip(inside.invars, inputs, strict=True)) | dict(zip(inside.outvars, region.outs, strict=True))
-    renamed = lambda atoms: [atom if is_literal(atom) else names.get(atom, atom) for atom in atoms]
     info = next(eqn.source_info for eqn in reversed(region.eqns) if is_backward(name_stack(eqn)))
     eqns = [
-        eqn.replace(invars=renamed(eqn.invars), outvars=renamed(eqn.outvars), source_info=info) for eqn in inside.eqns
+        eqn.replace(invars=renamed(eqn.invars, names), outvars=renamed(eqn.outvars, names), source_info=info)
+        for eqn in inside.eqns
     ]
     return Program(inside.constvars, inside.consts, inputs, region.outs, eqns)

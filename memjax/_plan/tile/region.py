@@ -22,7 +22,7 @@ from memjax._core.positions.walk import Mixed, Positions, State, Summed, shape_o
 from memjax._core.program.dataflow import made_by
 from memjax._core.program.jaxpr import Program, calls_in_place, evaluate_in, read, trace
 from memjax._core.segments import Segments, segments
-from memjax._core.tiles import Tiles
+from memjax._core.tiles import Tiles, with_size
 from memjax._plan.derivative import Derivative, strong, without_dead_equations
 from memjax._plan.tile.resized import Resized
 
@@ -217,6 +217,4 @@ def _times(gradient: Any, factor: Any) -> Any:
 
 
 def _cut(shape: Sequence[int], state: Any, tile: int) -> tuple[int, ...]:
-    if not isinstance(state, Positions):
-        return tuple(shape)
-    return (*shape[: state.dim], tile, *shape[state.dim + 1 :])
+    return with_size(shape, state.dim, tile) if isinstance(state, Positions) else tuple(shape)

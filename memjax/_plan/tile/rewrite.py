@@ -17,7 +17,7 @@ from memjax._core.positions.regions import Region, regions
 from memjax._core.positions.walk import Mixed, shape_of
 from memjax._core.program.costs import array_bytes, rows_of_tile
 from memjax._core.program.dataflow import Dataflow, read_by, variables
-from memjax._core.program.jaxpr import Program, calls_in_place, evaluate_in, read, trace
+from memjax._core.program.jaxpr import Program, as_closed, calls_in_place, evaluate_in, read, trace
 from memjax._core.program.scopes import place_of
 from memjax._plan.derivative import without_checkpoints, without_dead_equations
 from memjax._plan.result import Tiled
@@ -74,7 +74,7 @@ class Tiling:
         for i, eqn in enumerate(self._program.eqns):
             if eqn.primitive.name == "scan" and id(eqn) in leading:
                 (body,) = bodies(eqn)
-                closed = body if isinstance(body, core.ClosedJaxpr) else core.ClosedJaxpr(body, ())
+                closed = as_closed(body)
                 types = [*map(jax.typeof, closed.consts), *closed.in_avals]
                 outs = [is_float(aval) for aval in closed.out_avals]
                 tiling = Tiling(closed, types, outs, self._axes, self._platform, is_body=True)
@@ -91,12 +91,10 @@ class Tiling:
         others = Dataflow([eqn for eqn in self._program.eqns if id(eqn) not in mine])
         reached = {*variables(self._wanted), *read_by(others.needed(self._wanted))}
         has_cotangent = [var in reached and is_float(var.aval) for var in region.outs]
+        if not any(has_cotangent):
+            return None
         try:
-            return (
-                TiledRegion(region, has_cotangent, what.tile, self._axes, self._platform)
-                if any(has_cotangent)
-                else None
-            )
+            return TiledRegion(region, has_cotangent, what.tile, self._axes, self._platform)
         except Mixed:
             return None
 
@@ -112,11 +110,9 @@ class Tiling:
         traced = trace(lambda *inputs: self._run(inputs, picked, changed), self._types, self._axes)
         jaxpr = traced.jaxpr
         constvars = [*jaxpr.invars[:n], *jaxpr.constvars]
-        rest = core.Jaxpr(constvars, jaxpr.invars[n:], jaxpr.outvars, jaxpr.eqns, jaxpr.effects, self._debug())
+        debug = self._closed.jaxpr.debug_info
+        rest = core.Jaxpr(constvars, jaxpr.invars[n:], jaxpr.outvars, jaxpr.eqns, jaxpr.effects, debug)
         return core.ClosedJaxpr(rest, [*self._closed.consts, *traced.consts])
-
-    def _debug(self) -> Any:
-        return self._closed.jaxpr.debug_info
 
     def _run(self, inputs: Sequence[Any], picked: Sequence[TiledRegion], changed: dict[int, Any]) -> Arrays:
         program = self._program
