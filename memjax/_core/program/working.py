@@ -86,7 +86,9 @@ def _inside(eqn: Any, platform: str) -> int:
     """Working memory of one turn of a loop, of a branch, of a call; of convolutions, and of the gradients of pools."""
     name = eqn.primitive.name
     if name in PROGRAMS:
-        return max((_body_bytes(body, platform) for body in running(eqn, platform)), default=0)
+        inputs = lambda body: [*body.invars, *body.constvars]
+        peaks = (peak_bytes(one.eqns, inputs(one), [], [], one.outvars, platform) for one in running(eqn, platform))
+        return max(peaks, default=0)
     if name == "conv_general_dilated":
         return _inside_convolution(eqn, platform)
     if name == "select_and_scatter_add" and platform in ("cuda", "rocm"):
@@ -116,7 +118,3 @@ def hoisted_bytes(eqns: Iterable[Any], platform: str) -> int:
     each element in each of its dimensions, and a zero for each."""
     pools = [eqn for eqn in eqns if eqn.primitive.name == "select_and_scatter_add"] if platform == "cpu" else []
     return sum(4 * (eqn.outvars[0].aval.ndim + 1) * eqn.outvars[0].aval.size for eqn in pools)
-
-
-def _body_bytes(jaxpr: Any, platform: str) -> int:
-    return peak_bytes(jaxpr.eqns, [*jaxpr.invars, *jaxpr.constvars], [], [], jaxpr.outvars, platform)

@@ -254,7 +254,7 @@ class Chain:
             for var in members:
                 roles[var] = roles.get(var, "") + role
         results = set(segment.results)
-        need = _no_need if self.codes is None else self.codes.need
+        need = (lambda var: None) if self.codes is None else self.codes.need
         parts: list[Any] = []
         for eqn in (*segment.eqns, *segment.backward):
             parts.append(self._text(eqn))
@@ -363,10 +363,6 @@ def peak_of(choices: Sequence[Choice]) -> float:
 def _renamed(option: Option, name: Callable[[Any], Any]) -> Option:
     """The option of variables that are called otherwise."""
     return option._replace(kept=tuple(map(name, option.kept)), coded=tuple(map(name, option.coded)))
-
-
-def _no_need(var: Any) -> Any:
-    return None
 
 
 def _frontier(nbytes: np.ndarray, seconds: np.ndarray, which: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

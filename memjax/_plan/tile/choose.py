@@ -86,6 +86,7 @@ def choose(program: Program, layout: Layout, budget: int | str, allow: Sequence[
         except ValueError as error:
             return None, str(error)
 
+    measure = lambda plan: plan.nbytes if budget == "min" else plan.seconds
     best, refused = attempt(())
     if "tile" not in allow:
         if best is not None:
@@ -96,15 +97,11 @@ def choose(program: Program, layout: Layout, budget: int | str, allow: Sequence[
             break
         plan, message = attempt(tiled)
         refused = message or refused
-        if plan is not None and (best is None or _is_better(plan, best, budget)):
+        if plan is not None and (best is None or measure(plan) < measure(best)):
             best = dataclasses.replace(plan, tiled=tiled)
     if best is None:
         raise ValueError(refused)
     return best
-
-
-def _is_better(plan: Plan, other: Plan, budget: int | str) -> bool:
-    return plan.nbytes < other.nbytes if budget == "min" else plan.seconds < other.seconds
 
 
 def _hint(program: Program, allow: Sequence[str]) -> str:
