@@ -10,12 +10,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from memjax._core.compat import scan_counts
 from memjax._core.program import costs
 from memjax._core.program.costs import array_bytes
 from memjax._core.program.dataflow import Dataflow, is_literal, made_by, read_by, variables
@@ -23,15 +21,14 @@ from memjax._core.program.jaxpr import Program
 from memjax._core.program.primitives import expensive
 from memjax._plan.blocks import ends_of_blocks
 from memjax._plan.codes import Codes, codes_of, codes_of_loop
-from memjax._plan.derivative import LoopPair, Passes, can_be_split, loop_pairs
+from memjax._plan.derivative import LoopPair, Passes, loop_pairs
 from memjax._plan.lent import lent_to_pieces
-from memjax._plan.solve.moved import with_moves
+from memjax._plan.solve.loops import loop_options
 from memjax._plan.solve.phases import available_anywhere, backward_turns, cut_points
-from memjax._plan.solve.segment import Option, Segment, corners, falling, options
+from memjax._plan.solve.segment import Option, Segment, options
 
 _LONGEST = 4  # pieces in a stretch
 _MOST_POINTS = 1500
-_MOST_TURNS = 64  # of a loop that is split, so that few options arise
 
 
 class Choice(NamedTuple):
@@ -151,7 +148,7 @@ class Chain:
         """Likewise; equal stretches share them."""
         segment = self.segment(a, b)
         if (pair := self.loops.get(self.cuts[a])) is not None and b == a + 1:
-            return self._loop_options(pair, segment)
+            return loop_options(pair, segment, self.rates, self.codes_of_loop(pair), offload=self._offload)
         key = self._signature(segment)
         if key not in self._frontiers:
             found = [
@@ -179,59 +176,6 @@ class Chain:
             if there.issuperset(root(var) for var in made if last(var) >= cut):
                 return True
         return False
-
-    def _loop_options(self, pair: LoopPair, segment: Segment) -> list[Option]:
-        program, pull, length = pair.program, pair.pull, pair.forward.params["length"]
-        free = available_anywhere(program, pair.free)
-        lost = [var for var in program.invars if var not in free]
-        made = {*program.flow.place, *lost}
-        read = {**read_by(pull.eqns), **dict.fromkeys(variables(pull.outvars))}
-        outs = [atom for i, atom in enumerate(program.outvars) if i not in pair.residuals]
-        body = Segment(
-            eqns=program.eqns,
-            backward=pull.eqns,
-            wanted=[var for var in read if var in made],
-            crossing=(),
-            entering=[var for var in pull.invars if var in read],
-            leaving=variables(pull.outvars),
-            results=(),
-            primal=program.flow.needed(outs, always=program.flow.acting),
-            lost=lost,
-        )
-        crossing = sum(map(array_bytes, segment.crossing))
-        moving = sum(map(array_bytes, segment.entering))
-        if self.rates.platform != "cpu":  # what a loop carries to a result lies in that from its start
-            carried = pair.backward.outvars[: scan_counts(pair.backward)[1]]
-            moving -= sum(map(array_bytes, set(segment.results).intersection(carried)))
-        found = options(body, self.rates, free, self.codes_of_loop(pair), is_loop=True)
-        if self._offload:
-            found = with_moves(found, self.rates)
-        mixed: list[tuple[tuple[int, Option], ...]] = []
-        is_reverse = pair.forward.params["reverse"]
-        # XLA:CPU copies what loops in parts stack: more of them takes less memory there, or less takes more.
-        if self.rates.kind != "cpu" and 1 < length <= _MOST_TURNS and can_be_split(pair):
-            exact = [option for option in found if not option.coded and not option.moved]
-            here = [option for option in found if not option.moved]
-            pairs = [
-                *pairwise(corners(exact)),
-                *(pair for one in (here, found) for pair in pairwise(corners(falling(one)))),
-            ]
-            for less, more in dict.fromkeys(pairs):
-                mixed += [((turns, less), (length - turns, more)) for turns in range(1, length)]
-        if is_reverse:  # turns are numbered by what is scanned over; those that run first keep less
-            mixed = [parts[::-1] for parts in mixed]
-
-        def whole(parts: tuple[tuple[int, Option], ...]) -> Option:
-            held = peak = crossing
-            # The part that runs last has its turns first in the backward pass, and nothing is kept of it afterwards.
-            for turns, option in reversed(parts) if is_reverse else parts:
-                # A turn has copies of what it reads of the stacks. A loop of one turn is none when it is compiled.
-                peak = max(peak, held + option.working + (turns * option.nbytes if turns > 1 else 0))
-                held += turns * option.nbytes
-            seconds = sum(turns * option.seconds for turns, option in parts) + (len(parts) - 1) * costs.SECONDS_TO_SPLIT
-            return Option((), held, seconds, peak + moving, parts)
-
-        return [whole(parts) for parts in ([((length, option),) for option in found] + mixed)]
 
     def of_loop(self, pair: LoopPair | None) -> tuple[Program, Codes | None]:
         """The body of a loop, or the forward pass, and its codes."""

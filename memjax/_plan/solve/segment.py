@@ -169,28 +169,3 @@ def _forward_bytes(segment: Segment, flow: Dataflow, subset: Subset, platform: s
         ]
         stays = [*segment.crossing, *kept, *(code.variable for code in coded)]
     return peak_bytes(eqns, read_by(eqns).keys() - flow.place.keys(), [], stays, segment.outputs, platform)
-
-
-def falling(found: Sequence[Option]) -> list[Option]:
-    """Those, in order of bytes, that are faster than all before."""
-    chosen: list[Option] = []
-    for option in found:
-        if not chosen or option.seconds < chosen[-1].seconds:
-            chosen.append(option)
-    return chosen
-
-
-def corners(found: Sequence[Option]) -> list[Option]:
-    """The options that no mixture of two others beats; those found rise in bytes."""
-    hull: list[Option] = []
-    for option in found:
-        while len(hull) > 1 and _lies_above(hull[-2], hull[-1], option):
-            hull.pop()
-        hull.append(option)
-    return hull
-
-
-def _lies_above(left: Option, middle: Option, right: Option) -> bool:
-    """Whether the middle one is no better than a mixture of the others."""
-    over, step = right.nbytes - left.nbytes, middle.nbytes - left.nbytes
-    return (middle.seconds - left.seconds) * over >= (right.seconds - left.seconds) * step
