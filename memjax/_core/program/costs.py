@@ -194,7 +194,7 @@ def _pallas_flops(eqn: Any) -> float:
 
 def array_bytes(atom: Any) -> int:
     """The bytes of a variable; literals and what is no array have none."""
-    return 0 if is_literal(atom) or not hasattr(atom.aval, "dtype") else nbytes(atom.aval)
+    return 0 if is_literal(atom) else nbytes(atom.aval)
 
 
 class Kind(NamedTuple):

@@ -109,6 +109,16 @@ class Dataflow:
         """The equations with effects, which run whoever reads what they make."""
         return [i for i, eqn in enumerate(self.eqns) if eqn.effects]
 
+    def reordered(self, order: Sequence[int]) -> Dataflow:
+        """The same equations in another order in which they can run."""
+        found = Dataflow([self.eqns[i] for i in order])
+        found.reads, found.roots, found.names = (
+            [self.reads[i] for i in order],
+            [self.roots[i] for i in order],
+            self.names,
+        )
+        return found
+
     def roots_by(self, names: Mapping[Any, Any]) -> list[set[Any]]:
         """What each equation reads, by other names."""
         get = names.get
@@ -122,8 +132,8 @@ class Dataflow:
         """The equations that lead from `known` variables to `wanted` ones, and those that `always` run with what they need."""
         place, reads, chosen = self.place, self.reads, set(always)
         pending = variables(wanted)
-        for i in chosen:
-            pending += reads[i]
+        for number in chosen:
+            pending += reads[number]
         while pending:
             var = pending.pop()
             i = None if var in known else place.get(var)

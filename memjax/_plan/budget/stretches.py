@@ -65,7 +65,8 @@ def _option(program: Program, stretch: Stretch) -> Option:
     kept: dict[str, list[Any]] = {"kept": [], "coded": [], "moved": []}
     for one in stretch.kept:
         kept["moved" if one.on_host else "kept" if one.bits is None else "coded"].append(variable_of(program, one))
-    return Option(nbytes=0, seconds=0.0, working=0, **{kind: tuple(some) for kind, some in kept.items()})
+    of: Any = {kind: tuple(some) for kind, some in kept.items()}
+    return Option(nbytes=0, seconds=0.0, working=0, **of)
 
 
 def variable_of(program: Program, kept: Kept) -> Any:

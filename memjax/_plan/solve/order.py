@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from memjax._core.program.costs import array_bytes, stored
-from memjax._core.program.dataflow import Dataflow, flow_of, is_literal, variables
+from memjax._core.program.dataflow import Dataflow, is_literal, variables
 
 
 def in_time(again: Sequence[Any], backward: Sequence[Any]) -> list[Any]:
@@ -77,18 +77,15 @@ def scattered_into_sums(eqns: Sequence[Any]) -> list[Any]:
     return [instead.get(id(eqn), eqn) for eqn in eqns if id(eqn) not in gone]
 
 
-def freeing_first(
-    eqns: Sequence[Any] | Dataflow, results: Iterable[Any], stays: Iterable[Any], platform: str
-) -> list[Any]:
+def freeing_first(flow: Dataflow, results: Iterable[Any], stays: Iterable[Any], platform: str) -> Dataflow:
     """The equations in an order in which one that frees no less than it needs runs as soon as it can.
 
     Args:
-      eqns: in an order in which they can run.
+      flow: of equations in an order in which they can run.
       results: what takes no temporary memory.
       stays: what is needed afterwards.
       platform: what is compiled for.
     """
-    flow = flow_of(eqns)
     root = lambda var: flow.names.get(var, var)
     outside, needed = set(map(root, results)), set(map(root, stays))
     written = stored(flow, [*outside, *needed], platform)
@@ -115,11 +112,11 @@ def freeing_first(
             left[var] -= 1
         return i
 
-    return _topological(flow, choose)
+    return flow.reordered(_topological(flow, choose))
 
 
-def _topological(flow: Dataflow, choose: Callable[[list[int]], int]) -> list[Any]:
-    """The equations, of those that are ready always the one that `choose` takes out of their numbers."""
+def _topological(flow: Dataflow, choose: Callable[[list[int]], int]) -> list[int]:
+    """The numbers of the equations, of those that are ready always the one that `choose` takes out."""
     before = [{flow.place[var] for var in reads if var in flow.place} for reads in flow.reads]
     after: list[list[int]] = [[] for _ in flow.eqns]
     for i, found in enumerate(before):
@@ -130,7 +127,7 @@ def _topological(flow: Dataflow, choose: Callable[[list[int]], int]) -> list[Any
     order = []
     while ready:
         i = choose(ready)
-        order.append(flow.eqns[i])
+        order.append(i)
         for j in after[i]:
             waits[j] -= 1
             if not waits[j]:

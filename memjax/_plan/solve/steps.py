@@ -46,8 +46,9 @@ def in_steps(eqns: Sequence[Any], results: Iterable[Any], stays: Iterable[Any], 
     outside = flow.outside
     results = [var for var in results if var in flow.place]
     stays = [var for var in stays if var in flow.place]
-    orders = [freeing_first(order, results, stays, platform) for order in (flow, results_first(eqns, results))]
-    flow = min(map(Dataflow, orders), key=lambda order: peak_bytes(order, [], outside, stays, results, platform))
+    given = flow, Dataflow(results_first(eqns, results))
+    orders = [freeing_first(order, results, stays, platform) for order in given]
+    flow = min(orders, key=lambda order: peak_bytes(order, [], outside, stays, results, platform))
     names, needed = flow.names, {*results, *stays}
     written = stored(flow, [*outside, *needed], platform) - names.keys()
     in_memory = written | outside.keys()

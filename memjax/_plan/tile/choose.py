@@ -80,9 +80,9 @@ def choose(program: Program, layout: Layout, budget: int | str, allow: Sequence[
         budget = free_bytes(program.types, program.derivative(), layout)
 
     def attempt(tiled: Sequence[Tiled]) -> tuple[Plan | None, str]:
-        derivative, more = program.derivative(tiled), {name: name in allow for name in ("compress", "offload")}
+        derivative, compress, offload = program.derivative(tiled), "compress" in allow, "offload" in allow
         try:
-            return decide(derivative, program.types, layout, budget, **more), ""
+            return decide(derivative, program.types, layout, budget, compress=compress, offload=offload), ""
         except ValueError as error:
             return None, str(error)
 
