@@ -71,7 +71,6 @@ class Chain:
         self.cuts = [0, *sorted({*cuts, *ends_of_blocks(program)} - {0, n}), n]
         self.turns = backward_turns(program, backward, self.cuts, self.free)
         self._index()
-        self._options: dict[tuple[int, int], list[Option]] = {}
         self._frontiers: dict[Any, list[Option]] = {}  # by signature of a stretch, of places instead of variables
         self._texts: dict[int, str] = {}
         self._types: dict[Any, str] = {}
@@ -136,16 +135,13 @@ class Chain:
 
     def between(self, start: int, stop: int) -> Segment:
         """The stretch of equations `start` to `stop` - 1. A program without equations has one piece, too."""
-        return self.segment(self.cuts.index(start), len(self.cuts) - 1 - self.cuts[::-1].index(stop))
+        return self.segment(*self._pieces(start, stop))
+
+    def _pieces(self, start: int, stop: int) -> tuple[int, int]:
+        return self.cuts.index(start), len(self.cuts) - 1 - self.cuts[::-1].index(stop)
 
     def options(self, a: int, b: int) -> list[Option]:
-        """The options for the stretch of pieces `a` to `b` - 1."""
-        if (a, b) not in self._options:
-            self._options[a, b] = self._find_options(a, b)
-        return self._options[a, b]
-
-    def _find_options(self, a: int, b: int) -> list[Option]:
-        """Likewise; equal stretches share them."""
+        """The options for the stretch of pieces `a` to `b` - 1; equal stretches share them."""
         segment = self.segment(a, b)
         if (pair := self.loops.get(self.cuts[a])) is not None and b == a + 1:
             return loop_options(pair, segment, self.rates, self.codes_of_loop(pair), offload=self._offload)
@@ -281,8 +277,8 @@ class Chain:
 
     def options_of(self, choice: Choice) -> list[Option]:
         """The options for the stretch of a choice."""
-        a, b = self.cuts.index(choice.start), len(self.cuts) - 1 - self.cuts[::-1].index(choice.stop)
-        return self.options(a, b)
+        start, stop = self._pieces(choice.start, choice.stop)
+        return [option for j, option in self._from[start] if j == stop]
 
     def choices(self, nbytes: float) -> list[Choice]:
         """The fastest way within so many bytes, or that of the least memory if there is none."""
