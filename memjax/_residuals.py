@@ -33,7 +33,8 @@ from memjax._core.compat import (
 )
 from memjax._core.lists import pick
 from memjax._core.meshes import parts_by
-from memjax._core.program.jaxpr import is_literal, nbytes
+from memjax._core.program.dataflow import is_literal
+from memjax._core.program.jaxpr import nbytes
 from memjax._core.program.primitives import ALIASES, CALLS, SOURCES
 from memjax._core.reasons import reason_of
 

@@ -80,12 +80,42 @@ def test_private_modules_of_jax_are_imported_behind_doors():
     assert {name for name, imports in IMPORTS.items() if any("jax._src" in other for other in imports)} <= PRIVATE_JAX
 
 
+def having(pattern: str, rooms: tuple[str, ...] = ("memjax",)) -> set[str]:
+    """The modules of some rooms that have a text in them."""
+    inside = (name for name in LIBRARY if any(f"{name}.".startswith(f"{room}.") for room in rooms))
+    return {name for name in inside if re.search(pattern, LIBRARY[name].read_text())}
+
+
+ENGINE = (
+    *(f"memjax.{room}" for room in ("_core", "_plan", "_jit", "_explain")),
+    "memjax.remat._chain",
+    "memjax.remat._scan",
+)
+
+
 def test_one_module_builds_the_passes_of_derivatives():
     """Others ask it; those named here take the derivative of an expression of their own."""
     own = {"memjax.remat._dense.xla", "memjax.remat._tiled.heads", "memjax.remat._scan.scan", "memjax._core.tiles"}
     own |= {"memjax.remat._chain.chain", "memjax.shard._metp"}
-    found = {name for name, path in LIBRARY.items() if re.search(r"(?<!`)jax\.(vjp|linearize)\(", path.read_text())}
-    assert found - own == {"memjax._core.backward.passes"}
+    assert having(r"(?<!`)jax\.(vjp|linearize)\(") - own == {"memjax._core.backward.passes"}
+
+
+def test_one_module_says_what_depends_on_what():
+    walk = r"for (\w+) in [^\n]+ for \w+ in (variables\()?\1\.(in|out)vars"
+    assert having(walk, ENGINE) == {"memjax._core.program.dataflow"}
+
+
+def test_one_module_solves_flows():
+    assert having(r"\bmaximum_flow\b|\bmax_flow\b") == {"memjax._core.backward.minimum_cut"}
+
+
+def test_one_module_holds_the_rates_of_devices():
+    examples = {"memjax.shard.overlap"}  # in its documentation
+    assert having(r"\b\d+(\.\d+)?e1\d\b") - examples == {"memjax._core.program.costs"}
+
+
+def test_one_module_of_the_engine_makes_barriers():
+    assert having(r"\blax\.optimization_barrier\(", ENGINE) == {"memjax._core.barriers"}
 
 
 def test_the_harness_knows_no_experiment():

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from memjax._core.backward.partition import Part
+from memjax._core.backward.two_passes import Part
 from memjax._core.compat import scope
 from memjax._core.program.jaxpr import (
     Program,
@@ -88,7 +88,7 @@ def test_what_is_known_is_not_replaced_by_its_recomputation():
 
     program = calls_in_place(jax.make_jaxpr(f)(jnp.arange(4.0)), differentiable=False)
     low = program.outvars[1]
-    part = Part(program, [*program.invars, low], program.outvars, effects=False)
+    part = Part(program.flow, [*program.invars, low], program.outvars, effects=False)
     product, known = part([jnp.arange(4.0), jnp.full(2, 7.0)])  # what was kept may be rounded
     np.testing.assert_array_equal(known, [7, 7])
     np.testing.assert_allclose(product, 7 * np.sin([2, 3]), rtol=1e-6)

@@ -101,6 +101,14 @@ def choice(name: str, value: Any, options: Sequence[Any]) -> Any:
     return value
 
 
+def names(name: str, value: Any, options: Sequence[str]) -> None:
+    """A sequence of a few strings."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise fail(TypeError, name, "a sequence of names", value, f'such as ("{options[0]}",)')
+    for one in value:
+        choice(name, one, options)
+
+
 def integer(name: str, value: Any, *, least: int | None = None, what: str = "an integer", fix: str = "") -> int:
     """A Python int from anything that is a concrete integer (NumPy's included), booleans left out."""
     wanted = what if least is None else f"{what} of at least {least}"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from memjax._core.compat import bodies, primitive_name, scan_counts
-from memjax._core.program.jaxpr import is_literal
+from memjax._core.program.dataflow import is_literal
 from memjax._core.program.primitives import ALIASES
 from memjax._core.program.scopes import Paths, line_of
 from memjax._residuals import Equation, Held, Value, iteration

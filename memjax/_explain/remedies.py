@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from memjax._core.compat import call_site, primitive_name
-from memjax._core.program.costs import Device, array_bytes, flops
+from memjax._core.program.costs import Device, coding_seconds, flops, fused_seconds, moving_seconds
 from memjax._core.program.primitives import ALIASES, ELEMENTWISE, PRODUCTS, RANDOM, REDUCTIONS, SOURCES
 from memjax._core.program.scopes import Paths, runs_in_loop
 from memjax._explain.kept import Group, Pass, collapsed
@@ -52,15 +52,11 @@ class Remedies:
 
     def _checkpoints(self, group: Group) -> Iterator[Remedy]:
         """`jax.checkpoint` round the module, or one of those around it; keeping the results of products, or nothing."""
-        depth = min(path.count("/") + 1 for path in group.paths)
-        passes = list({id(array.forward): array.forward for array in group.arrays}.values())
+        passes = _passes(group)
         loops = {self._paths.of(forward.program[0].outer) for forward in passes if forward.iterations > 1}
-        for size in range(depth, 0, -1):
-            prefixes = tuple(dict.fromkeys("/".join(path.split("/")[:size]) for path in group.paths))
-            # What is around a loop cannot be checkpointed in its body, nor what the function does outside of any other.
-            if self._paths.name in prefixes or any(
-                _inside(loop, one) and loop != one for loop in loops for one in prefixes
-            ):
+        for prefixes in self._around(group):
+            # What is around a loop cannot be checkpointed in its body.
+            if any(_inside(loop, one) and loop != one for loop in loops for one in prefixes):
                 return
             where = collapsed(prefixes)
             where = f"the body of the loop in {where}" if loops & set(prefixes) else where
@@ -75,17 +71,20 @@ class Remedies:
 
     def _tiled(self, group: Group) -> Iterator[Remedy]:
         """The smallest module around that treats positions alone: what a checkpoint saves, and no peak while it is recomputed."""
-        depth = min(path.count("/") + 1 for path in group.paths)
-        passes = list({id(array.forward): array.forward for array in group.arrays}.values())
-        for size in range(depth, 0, -1):
-            prefixes = tuple(dict.fromkeys("/".join(path.split("/")[:size]) for path in group.paths))
-            if self._paths.name in prefixes:
-                return
-            effect = self._effect(prefixes, passes)["recompute"]
+        for prefixes in self._around(group):
+            effect = self._effect(prefixes, _passes(group))["recompute"]
             if effect.is_by_position and all(array.value in effect.removed for array in group.arrays):
                 how = f"memjax.remat.tiled round {collapsed(prefixes)}"
                 yield Remedy("tile", effect.saves, 1000 * effect.seconds, effect.flops, True, how)
                 return
+
+    def _around(self, group: Group) -> Iterator[tuple[str, ...]]:
+        """The modules of a row, then those around these, and so on, as far as they are not the function itself."""
+        for size in range(min(path.count("/") + 1 for path in group.paths), 0, -1):
+            prefixes = tuple(dict.fromkeys("/".join(path.split("/")[:size]) for path in group.paths))
+            if self._paths.name in prefixes:
+                return
+            yield prefixes
 
     def _effect(self, prefixes: tuple[str, ...], passes: Sequence[Pass]) -> dict[str, _Effect]:
         """What checkpoints round these modules do, by kind. Rows of one module ask for the same."""
@@ -104,11 +103,16 @@ class Remedies:
                 ]
                 eqns = [equation.eqn for equation in found.equations]
                 effect.saves += forward.iterations * (_nbytes(found.dropped) - _nbytes(new))
-                effect.seconds += forward.iterations * seconds(eqns, self._of)
+                effect.seconds += forward.iterations * fused_seconds(eqns, self._of)
                 effect.flops += forward.iterations * sum(map(flops, eqns))
                 effect.removed |= found.dropped
             self._effects[key][kind] = effect
         return self._effects[key]
+
+
+def _passes(group: Group) -> list[Pass]:
+    """Those that the arrays of a row are made in."""
+    return list({id(array.forward): array.forward for array in group.arrays}.values())
 
 
 @dataclass
@@ -134,14 +138,14 @@ def _scheduled(group: Group, paths: Paths, of: Device) -> Iterator[Remedy]:
     how = f"memjax.remat.scan(..., budget=) in place of the loop of {forward.iterations} iterations in {where}"
     how += ", or memjax.planned(loss, budget=)"
     recomputed_flops = forward.iterations * sum(map(flops, eqns))
-    yield Remedy("schedule", saves, 1000 * forward.iterations * seconds(eqns, of), recomputed_flops, True, how)
+    yield Remedy("schedule", saves, 1000 * forward.iterations * fused_seconds(eqns, of), recomputed_flops, True, how)
 
 
 def _offload(group: Group, of: Device) -> list[Remedy]:
     if group.nbytes < _OFFLOADS or of.platform == "cpu":  # which has no memory besides the host's
         return []
     how = "name it with jax.ad_checkpoint.checkpoint_name, and memjax.remat.checkpoint(policy=policies.offload(name))"
-    return [Remedy("offload", group.nbytes, 1000 * 2 * group.nbytes / of.link, 0.0, True, how)]
+    return [Remedy("offload", group.nbytes, 1000 * moving_seconds(group.nbytes, of), 0.0, True, how)]
 
 
 def _narrower(group: Group, of: Device) -> list[Remedy]:
@@ -153,7 +157,7 @@ def _narrower(group: Group, of: Device) -> list[Remedy]:
         code = min(DEFAULT.nbytes(aval) / (aval.dtype.itemsize * aval.size), 1) if aval.size else 1
         saves = group.nbytes - round(code * group.nbytes)
         if saves > 0:
-            cost = 1000 * 2 * group.nbytes / of.nbytes
+            cost = 1000 * coding_seconds(group.nbytes, of)
             found.append(Remedy("8 bits", saves, cost, 0.0, False, f"memjax.compressed round {group.path}"))
         narrow = _NARROW.get(str(aval.dtype))
         if narrow is not None:
@@ -263,20 +267,6 @@ def _checkpointed(forward: Pass, regions: Sequence[_Region], paths: Paths, *, ke
 
 def _nbytes(values: Iterable[Value]) -> int:
     return sum(value.nbytes for value in values)
-
-
-# A rough time of what a remedy computes, or moves over the link to the host.
-
-
-def seconds(eqns: Iterable[Any], of: Device) -> float:
-    """The time of these equations, one after the other, half of their traffic fused away."""
-    return sum(max(flops(eqn) / of.flops, _traffic(eqn) / (2 * of.nbytes)) for eqn in eqns)
-
-
-def _traffic(eqn: Any) -> int:
-    if eqn.primitive.name in ALIASES:
-        return 0
-    return sum(map(array_bytes, (*eqn.invars, *eqn.outvars)))
 
 
 # Which modules treat each position of a sequence alone, as `memjax.remat.tiled` wants them.

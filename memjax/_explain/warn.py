@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from memjax._core.check import readable_bytes
 from memjax._core.compat import bodies, name_stack, parameters, primitive_name
-from memjax._core.program.jaxpr import nbytes, variables
+from memjax._core.program.dataflow import made_by, read_by, variables
+from memjax._core.program.jaxpr import nbytes
 from memjax._core.program.primitives import CHECKPOINTS, NAMES
 from memjax._core.program.scopes import Paths
 from memjax._explain.kept import Group, Kept
@@ -91,9 +92,9 @@ def _useless(arrays: Sequence[Kept], paths: Paths) -> Iterator[str]:
     for place in places.values():
         eqn = place[-1]
         body = bodies(eqn)[0]
-        recomputed = {var for inner in body.eqns if _is_recomputed((inner,)) for var in inner.outvars}
-        late = {var for inner in body.eqns if not _is_recomputed((inner,)) for var in variables(inner.invars)}
-        instead = sum(nbytes(var.aval) for var in recomputed & late) // arrays[0].value.devices
+        recomputed = made_by(inner for inner in body.eqns if _is_recomputed((inner,)))
+        late = read_by(inner for inner in body.eqns if not _is_recomputed((inner,)))
+        instead = sum(nbytes(var.aval) for var in recomputed if var in late) // arrays[0].value.devices
         only_for_this = lambda reader, eqn=eqn: any(part is eqn for part in reader) and _is_recomputed(reader)
         kept = sum(array.value.nbytes for array in arrays if all(map(only_for_this, array.readers)))
         where = _around([paths.of((*place, inner)) for inner in body.eqns]) or paths.of(place)

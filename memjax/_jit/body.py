@@ -17,16 +17,8 @@ import jax
 from memjax._core.arrays import is_float
 from memjax._core.compat import derivatives, is_ordered, name_stack, parameters
 from memjax._core.lists import Arrays
-from memjax._core.program.jaxpr import (
-    Program,
-    as_closed,
-    axis_sizes,
-    bind,
-    calls_in_place,
-    read,
-    trace,
-    variables,
-)
+from memjax._core.program.dataflow import Dataflow, made_by, read_by, variables
+from memjax._core.program.jaxpr import Program, as_closed, axis_sizes, bind, calls_in_place, read, trace
 from memjax._core.program.primitives import expensive
 from memjax._plan.derivative import Passes, without_dead_equations
 from memjax._plan.result import Tiled
@@ -49,10 +41,8 @@ class StepPasses(Passes):
 
     def __init__(self, forward: Sequence[Any], backward: Sequence[Any], others: set[Any], manual: Collection[str] = ()):
         self.manual = frozenset(manual)
-        made, late = _made(forward), _made(backward)
-        read_here = dict.fromkeys(var for eqn in (*forward, *backward) for var in variables(eqn.invars))
-        inputs = [var for var in read_here if var not in made and var not in late]
-        kept = {var for eqn in backward for var in variables(eqn.invars)}
+        made, late, kept = made_by(forward), made_by(backward), read_by(backward)
+        inputs = list(Dataflow([*forward, *backward]).outside)
         self.outputs = [var for var in made if var in others]
         if (last := _last_of(forward, self.outputs)) is not None:
             self.outputs.append(last)
@@ -88,7 +78,7 @@ class Body:
         reached = dataclasses.replace(program, outvars=[*program.outvars, *losses])
         self._program = dataclasses.replace(without_dead_equations(reached), outvars=program.outvars)
         eqns = self._program.eqns
-        levels = _levels(eqns)
+        levels = _levels(self._program.flow)
         self._stages = [
             [i for i, level in enumerate(levels) if level // 2 == stage]
             for stage in range(max(levels, default=0) // 2 + 1)
@@ -98,8 +88,7 @@ class Body:
             first, second = ([eqns[i] for i in numbers if levels[i] % 2 == part] for part in (0, 1))
             if first and second:
                 elsewhere = [eqns[i] for other in self._stages[stage + 1 :] for i in other]
-                others = {var for eqn in elsewhere for var in variables(eqn.invars)}
-                others.update(variables(reached.outvars))
+                others = {*read_by(elsewhere), *variables(reached.outvars)}
                 self._of_stage[stage] = StepPasses(first, second, others, axes or ())
         self.passes = list(self._of_stage.values())
         self.inner: dict[int, list[Body]] = {}
@@ -125,7 +114,7 @@ class Body:
     def evaluate(self, inputs: Sequence[Any], acting: Acting) -> Arrays:
         """The outputs of the program for values of its inputs."""
         program = self._program
-        env = dict(zip([*program.constvars, *program.invars], [*program.consts, *inputs], strict=True))
+        env = program.given(inputs)
         if not any(one in acting for one in self.passes):
             self._run(range(len(program.eqns)), env, acting)
         else:
@@ -157,8 +146,8 @@ class Body:
 
 def _unread_losses(program: Program) -> list[Any]:
     """What forward passes make last, where only the gradient is asked for: programs are cut by what leads there."""
-    read_at_all = {var for eqn in program.eqns for var in variables(eqn.invars)} | {*variables(program.outvars)}
-    made = (out for eqn in program.eqns if derivatives(name_stack(eqn))[:1] == ["jvp"] for out in eqn.outvars)
+    read_at_all = {*program.flow.read, *variables(program.outvars)}
+    made = made_by(eqn for eqn in program.eqns if derivatives(name_stack(eqn))[:1] == ["jvp"])
     return [var for var in made if var not in read_at_all and is_float(var.aval) and var.aval.ndim <= 1]
 
 
@@ -179,27 +168,23 @@ def _last_of(forward: Sequence[Any], outputs: Sequence[Any]) -> Any | None:
     to_outputs = functools.reduce(operator.or_, (leading[out] for out in outputs), 0)
     if 2 * to_outputs.bit_count() >= heavy:
         return None
-    last = (out for eqn in reversed(forward) for out in eqn.outvars if is_float(out.aval))
+    last = (out for out in made_by(reversed(forward)) if is_float(out.aval))
     return max(last, key=lambda out: leading[out].bit_count(), default=None)
 
 
-def _made(eqns: Sequence[Any]) -> dict[Any, None]:
-    return dict.fromkeys(out for eqn in eqns for out in eqn.outvars)
-
-
-def _levels(eqns: Sequence[Any]) -> list[int]:
+def _levels(flow: Dataflow) -> list[int]:
     """By equation: 0 in the first forward pass, 1 in the first backward pass and after it, 2 in the next forward pass, and so on.
 
     An order by levels is one in which every equation comes after those that it depends on.
     """
-    marks = [derivatives(name_stack(eqn)) for eqn in eqns]
+    marks = [derivatives(name_stack(eqn)) for eqn in flow.eqns]
     # Within a derivative in forward mode all is marked "jvp" once more, and the passes are told by the marks inside of these.
     while marks and any("transpose" in mark for mark in marks) and not any(mark[:1] == ["transpose"] for mark in marks):
         marks = [mark[1:] for mark in marks]
     level_of: dict[Any, int] = {}
     levels, ordered = [], 0
-    for eqn, mark in zip(eqns, marks, strict=True):
-        level = max((level_of.get(var, 0) for var in variables(eqn.invars)), default=0)
+    for eqn, reads, mark in zip(flow.eqns, flow.reads, marks, strict=True):
+        level = max((level_of.get(var, 0) for var in reads), default=0)
         if is_ordered(eqn):  # callbacks stay in their order
             level = max(level, ordered)
         if mark[:1] == ["transpose"]:
@@ -210,22 +195,22 @@ def _levels(eqns: Sequence[Any]) -> list[int]:
         if is_ordered(eqn):
             ordered = level
         level_of.update(dict.fromkeys(eqn.outvars, level))
-    return _put_off(eqns, marks, levels)
+    return _put_off(flow, marks, levels)
 
 
-def _put_off(eqns: Sequence[Any], marks: Sequence[Sequence[str]], levels: Sequence[int]) -> list[int]:
+def _put_off(flow: Dataflow, marks: Sequence[Sequence[str]], levels: Sequence[int]) -> list[int]:
     """The levels, each equation being put off until it is read: decayed weights to the update, a mask to the pass that uses it.
 
     An equation of a forward pass stays in one, that of the gradient which reads it first.
     """
     found = list(levels)
     first: dict[Any, int] = {}  # of the levels that read a variable
-    for i in reversed(range(len(eqns))):
-        reading = [first[out] for out in eqns[i].outvars if out in first]
-        if marks[i][:1] != ["transpose"] and not eqns[i].effects and reading:
+    for i, eqn in reversed(list(enumerate(flow.eqns))):
+        reading = [first[out] for out in eqn.outvars if out in first]
+        if marks[i][:1] != ["transpose"] and not eqn.effects and reading:
             level = min(reading)
             found[i] = max(found[i], level - level % 2 if marks[i] else level)
-        for var in variables(eqns[i].invars):
+        for var in flow.reads[i]:
             first[var] = min(first.get(var, found[i]), found[i])
     return found
 

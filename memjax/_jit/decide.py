@@ -15,7 +15,6 @@ from memjax._core.arrays import is_float
 from memjax._core.clear_errors import option_errors
 from memjax._core.compat import is_tracer
 from memjax._core.meshes import own_sharding, split_over
-from memjax._core.program.jaxpr import nbytes as nbytes_of
 from memjax._jit.account import account, bytes_of_results
 from memjax._jit.body import Acting, Body
 from memjax._jit.cache import (
@@ -34,7 +33,7 @@ from memjax._jit.progress import Progress
 from memjax._jit.step_plan import StepPlan
 from memjax._measure import remat_compiler_options
 from memjax._plan.compiled import device_of
-from memjax._plan.layout import Layout
+from memjax._plan.layout import Layout, local_bytes
 from memjax._plan.tile.passes import TileOn
 
 _TILES = 64  # the logits of a tile take such a part of the budget: beside them a tile has others as large
@@ -107,7 +106,7 @@ def decided(step: Step, traced: Any, asked: Asked, args: tuple, kwargs: dict[str
     if asked.plan is not None:
         return planned.by(asked.plan, layout)
     kept = _Kept(asked, step, traced, leaves, device)
-    sizes = list(map(_local_bytes, closed.in_avals, layout.shardings[len(closed.consts) :]))
+    sizes = list(map(local_bytes, closed.in_avals, layout.shardings[len(closed.consts) :]))
     arguments = sum(sizes)
     room = _room(asked.budget, arguments, device)
     found = kept.entry(planned, layout)
@@ -265,11 +264,6 @@ class _Planned:
             raise ValueError(f"plan must be of this step, got one with tiles of {what} that are not in it: {MAKE_ONE}")
         program = self.compiled(body, acting_by(body, plan, layout) if plan.passes else {})
         return Entry(plan, program, lambda: self.jitted_of(program))
-
-
-def _local_bytes(aval: Any, sharding: Any) -> int:
-    """Bytes of a device's part of an array."""
-    return nbytes_of(aval if sharding is None else aval.update(shape=sharding.shard_shape(aval.shape), sharding=None))
 
 
 def _room(budget: int | str, arguments: int, device: Any) -> int | str:

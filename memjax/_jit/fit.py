@@ -14,7 +14,6 @@ from memjax._jit.together import Line
 from memjax._plan.acting import by_plan
 from memjax._plan.budget.decide import GAIN_OF_STEPS, TooLittleError, decide
 from memjax._plan.budget.known import Allowed, Key, Known, Measure, key_of, known
-from memjax._plan.budget.pieces import pieces
 from memjax._plan.budget.search import LARGE_GAIN, search
 from memjax._plan.layout import Layout
 from memjax._plan.result import Plan, Try
@@ -216,7 +215,7 @@ class Fit:
         """The plan that is predicted to take the least memory."""
         program = self._known(passes)
         stretches = program.stretches(program.chain.least_choices())
-        return Run(passes, pieces(program.chain, stretches)), key_of(stretches, False)
+        return program.run(stretches), key_of(stretches, False)
 
     def _known(self, passes: StepPasses) -> Known:
         return known(*self._program(passes), Allowed(**self._allowed), *self._measured(passes))

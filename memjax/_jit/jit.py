@@ -68,10 +68,7 @@ def jit(
         return functools.partial(jit, budget=budget, allow=allow, plan=plan, cache_dir=cache_dir, **options)
     check.function("f", f)
     room = check.byte_count("budget", budget, words=("min", "device"))
-    if isinstance(allow, str) or not isinstance(allow, Sequence):
-        raise check.fail(TypeError, "allow", "a sequence of names", allow, 'such as ("recompute",)')
-    for name in allow:
-        check.choice("allow", name, _ALLOWED)
+    check.names("allow", allow, _ALLOWED)
     if plan is not None and not isinstance(plan, StepPlan):
         raise check.fail(TypeError, "plan", "a StepPlan", plan, "step.plan(*args) makes one")
     if not isinstance(cache_dir, str | os.PathLike | None):

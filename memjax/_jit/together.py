@@ -11,7 +11,6 @@ from collections.abc import Hashable, Sequence
 
 from memjax._plan.budget.decide import Plans, plan_of
 from memjax._plan.budget.known import Key, Known, key_of
-from memjax._plan.budget.pieces import pieces
 from memjax._plan.result import Plan, Try
 from memjax._plan.run import Run
 
@@ -54,9 +53,7 @@ class Line:
                 found.append(None)
                 continue
             stretches = program.stretches(plans.choices(number))
-            platform = program.chain.rates.platform if self._in_steps else None
-            run = Run(program.chain.derivative, pieces(program.chain, stretches), platform)
-            found.append((run, key_of(stretches, self._in_steps)))
+            found.append((program.run(stretches, self._in_steps), key_of(stretches, self._in_steps)))
         return found
 
     def as_plans(self, tries: Sequence[Try], chosen: Try, budget: int) -> list[Plan]:

@@ -2,68 +2,71 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from memjax._core.program import costs
 from memjax._plan.budget.checked import check_stretches, check_tiles
-from memjax._plan.budget.decide import decide
 from memjax._plan.budget.digest import digest
-from memjax._plan.budget.pieces import pieces
+from memjax._plan.budget.stretches import choices
 from memjax._plan.compiled import device_of
 from memjax._plan.derivative import Passes
-from memjax._plan.free import free_bytes
 from memjax._plan.layout import Layout, warn_of_guess
 from memjax._plan.result import Plan
-from memjax._plan.run import KeepAll, Piece, Run, run
+from memjax._plan.run import KeepAll, Run
 from memjax._plan.solve.chain import Chain
 from memjax._plan.tile.choose import Program, choose
 
 _OF_DEVICES = {"cuda": "gpu", "rocm": "gpu"}  # by what JAX compiles for, what it calls the platform of a device
 
 
+class Asked(NamedTuple):
+    """What a user asks of `planned`.
+
+    Attributes:
+      budget, plan: exactly one of them.
+      allow: what a plan that is made may do.
+      known: the plans made so far, by digest of the program and shardings; more are added.
+    """
+
+    budget: int | str | None
+    plan: Plan | None
+    allow: Sequence[str]
+    known: dict[Any, Plan]
+
+
 def acting(
+    asked: Asked,
     closed: Any,
     axes: dict[str, int],
     types: Sequence[Any],
     wrt: Sequence[bool],
     outs: Sequence[bool],
     layout: Layout,
-    *,
-    budget: int | str | None,
-    plan: Plan | None,
-    known: dict[Any, Plan],
-    allow: Sequence[str],
 ) -> Run | KeepAll:
-    """The two passes by `plan`, or by one that is made for `budget`.
+    """The two passes by the plan that was asked for, or by one that is made.
 
     Args:
+      asked: what the user asks.
       closed: the program.
       axes: sizes of the named axes that its collectives run over.
       types, layout: of its constants and inputs together.
       wrt, outs: which of them, and which outputs, are differentiated.
-      budget, plan: exactly one of them.
-      known: the plans made so far, by digest of the program and shardings; more are added.
-      allow: what a plan that is made may do.
     """
+    plan = asked.plan
     platform = device_of(layout.shardings).platform if plan is None else _OF_DEVICES.get(plan.platform, plan.platform)
     program = Program(closed, types, wrt, outs, axes, platform)
     if plan is None:
         key = digest(program.derivative()), tuple(map(str, layout.shardings))
-        if key not in known:
-            room = free_bytes(types, program.derivative(), layout) if budget == "device" else budget
-            assert room is not None
-            more: dict[str, Any] = {"compress": "compress" in allow, "offload": "offload" in allow}
-            solve = functools.partial(decide, types=types, layout=layout, budget=room, **more)
-            known[key] = choose(program, solve, allow, room)
+        if key not in asked.known:
+            assert asked.budget is not None
+            asked.known[key] = choose(program, layout, asked.budget, asked.allow)
             fix = "plan ahead: plan=memjax.plan(f, *args, budget=...) of sharded arrays, then memjax.planned(f, plan=plan)"
             warn_of_guess(layout, "planned", fix)
-        plan = known[key]
+        plan = asked.known[key]
     elif plan.tiled:
         check_tiles(program.tiling.found, plan)
-    derivative = program.derivative(plan.tiled)
-    return by_plan(derivative, plan, layout)
+    return by_plan(program.derivative(plan.tiled), plan, layout)
 
 
 def by_plan(derivative: Passes, plan: Plan, layout: Layout, wrt: Sequence[bool] | None = None) -> Run | KeepAll:
@@ -86,17 +89,8 @@ def by_plan(derivative: Passes, plan: Plan, layout: Layout, wrt: Sequence[bool] 
     in_codes = any(kept.bits is not None for stretch in plan.stretches for kept in stretch.kept)
     chain = Chain(derivative, costs.device(device_of(layout.shardings)), compress=in_codes, solved=False)
     check_stretches(chain, plan)
-    parts = pieces(chain, plan.stretches)
     if wrt is not None and tuple(wrt) != derivative.wrt:
         derivative = derivative.of_fewer(wrt)
-        there = {id(eqn) for eqn in derivative.backward.eqns}
-        parts = [_still_read(piece, there) for piece in parts]
-    return run(derivative, parts, plan.platform if plan.in_steps else None)
-
-
-def _still_read(piece: Piece, backward: set[int]) -> Piece:
-    """The piece with those equations of the backward pass alone that are there still, by their ids."""
-    piece = piece._replace(backward=[eqn for eqn in piece.backward if id(eqn) in backward])
-    if piece.loop is not None and id(piece.loop.backward) not in backward:
-        return piece._replace(loop=None, parts=())
-    return piece
+    if not plan.stretches:
+        return KeepAll(derivative)
+    return Run(chain, choices(chain, plan.stretches), plan.platform if plan.in_steps else None, derivative)

@@ -13,7 +13,8 @@ from typing import Any
 import jax
 
 from memjax._core.lists import Arrays
-from memjax._core.program.jaxpr import bind, calls_in_place, read, variables
+from memjax._core.program.dataflow import Dataflow, variables
+from memjax._core.program.jaxpr import calls_in_place, evaluate_in, read
 from memjax._plan.derivative import without_checkpoints
 from memjax._plan.solve.phases import available_anywhere, cut_points
 
@@ -33,12 +34,9 @@ def in_checkpoints(closed: Any, inputs: Sequence[Any]) -> Arrays:
     later = set(variables(program.outvars))
     parts: list[tuple[Sequence[Any], list[Any], list[Any]]] = []
     for start, stop in reversed(list(pairwise(cuts))):
-        eqns = program.eqns[start:stop]
-        made = [out for eqn in eqns for out in eqn.outvars]
-        wanted = [var for var in made if var in later]
-        reads = list(dict.fromkeys(v for eqn in eqns for v in variables(eqn.invars) if v not in set(made)))
-        later.update(reads)
-        parts.append((eqns, reads, wanted))
+        flow = Dataflow(program.eqns[start:stop])
+        parts.append((flow.eqns, list(flow.outside), [var for var in flow.place if var in later]))
+        later.update(flow.outside)
     for eqns, reads, wanted in reversed(parts):
         env |= zip(wanted, jax.checkpoint(_part(eqns, reads, wanted))(read(env, reads)), strict=True)
     return read(env, program.outvars)
@@ -47,8 +45,7 @@ def in_checkpoints(closed: Any, inputs: Sequence[Any]) -> Arrays:
 def _part(eqns: Sequence[Any], reads: Sequence[Any], wanted: Sequence[Any]) -> Any:
     def run(values: Arrays) -> Arrays:
         env = dict(zip(reads, values, strict=True))
-        for eqn in eqns:
-            env |= zip(eqn.outvars, bind(eqn, read(env, eqn.invars)), strict=True)
+        evaluate_in(eqns, env)
         return read(env, wanted)
 
     return run

@@ -12,12 +12,10 @@ from memjax._core import check
 from memjax._core.backward.derivatives import forward_mode_message
 from memjax._core.clear_errors import call_errors, trace_errors
 from memjax._core.program.jaxpr import axis_sizes
-from memjax._plan.acting import acting
-from memjax._plan.budget.decide import decide
+from memjax._plan.acting import Asked, acting
 from memjax._plan.compiled import device_of
 from memjax._plan.differentiable import differentiable
 from memjax._plan.flat import Flat
-from memjax._plan.free import free_bytes
 from memjax._plan.layout import layout_of
 from memjax._plan.not_a_step import step_message
 from memjax._plan.result import Plan
@@ -79,7 +77,7 @@ def plan(
     """
     check.function("f", f)
     room = _budget(budget)
-    _check_allow(allow)
+    check.names("allow", allow, _ALLOWED)
     chosen = _positions(argnums, len(args))
     flat = Flat(f, args, kwargs)
     with call_errors("f", f, {"arguments": (*args, *kwargs.values())}), trace_errors("f", f):
@@ -93,12 +91,7 @@ def plan(
         raise ValueError(refused)
     layout = layout_of(program.closed, [*program.closed.consts, *flat.arrays], wrt)
     platform = device_of(layout.shardings).platform
-    parts = Program(program.closed, program.types, wrt, program.has_cotangent, {}, platform)
-    if room == "device":
-        room = free_bytes(program.types, parts.derivative(), layout)
-    more: dict[str, Any] = {"compress": "compress" in allow, "offload": "offload" in allow}
-    solve = functools.partial(decide, types=program.types, layout=layout, budget=room, **more)
-    return choose(parts, solve, allow, room)
+    return choose(Program(program.closed, program.types, wrt, program.has_cotangent, {}, platform), layout, room, allow)
 
 
 def planned(
@@ -136,11 +129,10 @@ def planned(
     """
     check.function("f", f)
     check.exactly_one(budget=budget, plan=plan)
-    _check_allow(allow)
+    check.names("allow", allow, _ALLOWED)
     if plan is not None and not isinstance(plan, Plan):
         raise check.fail(TypeError, "plan", "a Plan", plan, "memjax.plan makes one")
-    room = None if budget is None else _budget(budget)
-    known: dict[Any, Plan] = {}
+    asked = Asked(None if budget is None else _budget(budget), plan, allow, {})
 
     @functools.wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -149,7 +141,7 @@ def planned(
             program = flat.program()
         closed = program.closed
         inputs = [*closed.consts, *flat.arrays]
-        act = functools.partial(acting, closed, axis_sizes(closed), budget=room, plan=plan, known=known, allow=allow)
+        act = functools.partial(acting, asked, closed, axis_sizes(closed))
         first = [False] * len(closed.consts) + flat.float_arrays_of({0: nnx.Param} if args else {})
         outs = differentiable(
             closed,
@@ -179,10 +171,3 @@ def _positions(argnums: Any, count: int) -> dict[int, Any]:
 
 def _budget(value: Any) -> Any:
     return check.byte_count("budget", value, words=("min", "device"))
-
-
-def _check_allow(allow: Any) -> None:
-    if isinstance(allow, str) or not isinstance(allow, Sequence):
-        raise check.fail(TypeError, "allow", "a sequence of names", allow, 'such as ("recompute",)')
-    for name in allow:
-        check.choice("allow", name, _ALLOWED)

@@ -6,6 +6,7 @@ there, for compilers fuse decoding into what reads the array.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,8 @@ from jax.extend import core
 from memjax._core.backward.derivatives import without_derivative
 from memjax._core.barriers import barrier
 from memjax._core.compat import scan_counts
-from memjax._core.program.jaxpr import Program, is_literal, variables
+from memjax._core.program.dataflow import is_literal, variables
+from memjax._core.program.jaxpr import Program
 from memjax._plan.derivative import LoopPair, Passes
 from memjax.compress._transform.keep.encodable import Encodable
 
@@ -56,7 +58,7 @@ class Codes:
 
     def __init__(self, program: Program, encodable: Encodable):
         self._encodable = encodable
-        self._mine = {*program.invars, *(out for eqn in program.eqns for out in eqn.outvars)}
+        self._mine = {*program.invars, *program.flow.place}
         self._codecs: dict[Any, Any] = {}
         self._codes: dict[Any, Code] = {}
 
@@ -108,12 +110,17 @@ _encode.def_abstract_eval(lambda x, *, nbytes: jax.core.ShapedArray((nbytes,), j
 _decode.def_abstract_eval(lambda code, *, aval: jax.core.ShapedArray(aval.shape, aval.dtype))
 
 
+def codes_in(codes: Codes | None, coded: Iterable[Any]) -> list[Code]:
+    """The codes of variables; none where nothing may be kept in codes."""
+    return [] if codes is None else [codes.of(var) for var in coded]
+
+
 def codes_of(derivative: Passes, free: set[Any]) -> Codes:
     """The codes of a derivative's forward pass, `free` being there anyway."""
     backward = derivative.backward
     encodable = Encodable(
         derivative.forward,
-        [var for var in _read(backward) if var in _made(derivative.forward) and var not in free],
+        [var for var in _read(backward) if var in derivative.forward.flow.place and var not in free],
         backward,
         backward.invars,
         _parameters(derivative),
@@ -124,8 +131,9 @@ def codes_of(derivative: Passes, free: set[Any]) -> Codes:
 
 def codes_of_loop(derivative: Passes, pair: LoopPair, free: set[Any]) -> Codes:
     """The codes of the body of a loop, `free` being there anyway in each turn."""
-    made = {*_made(pair.program), *pair.program.invars}
-    known = {*_made(derivative.forward), *derivative.forward.invars, *derivative.forward.constvars}
+    program = derivative.forward
+    made = {*pair.program.flow.place, *pair.program.invars}
+    known = {*program.flow.place, *program.invars, *program.constvars}
     operands = [atom for i, atom in enumerate(pair.backward.invars) if i not in pair.again]
     consts, carried = scan_counts(pair.backward)
     cotangents = [
@@ -133,7 +141,9 @@ def codes_of_loop(derivative: Passes, pair: LoopPair, free: set[Any]) -> Codes:
         for i, (atom, var) in enumerate(zip(operands, pair.pull.invars, strict=True))
         if consts <= i < consts + carried or (not is_literal(atom) and atom not in known)
     ]
-    of_parameters = _moved(derivative, _parameters(derivative))
+    flow, mine = program.flow, _parameters(derivative)
+    alone = lambda start: flow.following({*start, *program.constvars}, lambda eqn: not eqn.effects)
+    of_parameters = alone(mine) - alone(())
     consts, carried = scan_counts(pair.forward)
     parameters = {
         var
@@ -152,31 +162,13 @@ def codes_of_loop(derivative: Passes, pair: LoopPair, free: set[Any]) -> Codes:
 
 
 def _read(program: Program) -> dict[Any, None]:
-    read = dict.fromkeys(var for eqn in program.eqns for var in variables(eqn.invars))
-    return read | dict.fromkeys(variables(program.outvars))
-
-
-def _made(program: Program) -> set[Any]:
-    return {out for eqn in program.eqns for out in eqn.outvars}
+    return program.flow.read | dict.fromkeys(variables(program.outvars))
 
 
 def _parameters(derivative: Passes) -> set[Any]:
     """The inputs that are differentiated: where others are not, those are activations, or data."""
     inputs = derivative.forward.invars
     return {var for var, wrt in zip(inputs, derivative.wrt, strict=True) if wrt}
-
-
-def _moved(derivative: Passes, inputs: set[Any]) -> set[Any]:
-    """`inputs`, and what is computed of them and constants alone."""
-    program = derivative.forward
-    others, found = {*program.invars} - inputs, set(inputs)
-    for eqn in program.eqns:
-        read = variables(eqn.invars)
-        if eqn.effects or not others.isdisjoint(read):
-            others.update(eqn.outvars)
-        elif not found.isdisjoint(read):
-            found.update(eqn.outvars)
-    return found
 
 
 def encoded(value: Any, codec: Any) -> tuple[Any, Any]:

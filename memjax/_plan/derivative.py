@@ -7,7 +7,7 @@ or computed again one by one. A scan is one equation in each; `loop_pairs` finds
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,8 @@ from jax.extend import core
 from memjax._core.backward.passes import TracedPasses, vjp
 from memjax._core.compat import bodies, eval_jaxpr, primitive_name, scan_counts
 from memjax._core.lists import Arrays, pick
-from memjax._core.program.jaxpr import Program, as_closed, calls_in_place, is_literal, trace, variables
+from memjax._core.program.dataflow import is_literal, read_by, renamed, variables
+from memjax._core.program.jaxpr import Program, as_closed, calls_in_place, trace
 from memjax._core.program.primitives import CHECKPOINTS
 
 
@@ -81,8 +82,8 @@ class Derivative(Passes):
         self.outputs, residuals = self.forward.outvars[: traced.count], self.forward.outvars[traced.count :]
         cotangents = [strong(aval.to_ct_aval()) for aval in pick(closed.out_avals, outs)]
         backward = without_dead_equations(traced.backward(cotangents))
-        backward = renamed(backward, dict(zip(backward.invars, residuals, strict=False)))
-        self.backward = with_copies(backward, {out for eqn in self.forward.eqns for out in eqn.outvars}, axes)
+        backward = instead(backward, dict(zip(backward.invars, residuals, strict=False)))
+        self.backward = with_copies(backward, self.forward.flow.place.keys(), axes)
 
     def vjp(self, inputs: Sequence[Any]) -> tuple[Arrays, Any]:
         """The outputs and the pullback of those in `outs`, as JAX makes them: with all that the backward pass reads kept."""
@@ -93,7 +94,7 @@ class Derivative(Passes):
         return eval_jaxpr(self._jaxpr, [*inputs[:n], *self._consts_of_calls], inputs[n:])
 
 
-def with_copies(backward: Program, made: set[Any], axes: dict[str, int]) -> Program:
+def with_copies(backward: Program, made: Collection[Any], axes: dict[str, int]) -> Program:
     """The program in which an equation makes each result that is one of `made`, so that it is read in a turn like the others.
 
     Rules of custom derivatives may return a residual as it is.
@@ -107,12 +108,11 @@ def with_copies(backward: Program, made: set[Any], axes: dict[str, int]) -> Prog
     return Program(backward.constvars, backward.consts, backward.invars, outs, eqns)
 
 
-def renamed(program: Program, names: dict[Any, Any]) -> Program:
+def instead(program: Program, names: dict[Any, Any]) -> Program:
     """The program that reads other variables, or literals, in place of some of its inputs, which it has no more."""
-    read = lambda atoms: [atom if is_literal(atom) else names.get(atom, atom) for atom in atoms]
-    eqns = [eqn.replace(invars=read(eqn.invars)) for eqn in program.eqns]
+    eqns = [eqn.replace(invars=renamed(eqn.invars, names)) for eqn in program.eqns]
     inputs = [var for var in program.invars if var not in names]
-    return Program(program.constvars, program.consts, inputs, read(program.outvars), eqns)
+    return Program(program.constvars, program.consts, inputs, renamed(program.outvars, names), eqns)
 
 
 def strong(aval: Any) -> Any:
@@ -122,12 +122,8 @@ def strong(aval: Any) -> Any:
 
 def without_dead_equations(program: Program) -> Program:
     """The program without equations that no output depends on."""
-    needed, eqns = set(variables(program.outvars)), []
-    for eqn in reversed(program.eqns):
-        if eqn.effects or not needed.isdisjoint(eqn.outvars):
-            needed.update(variables(eqn.invars))
-            eqns.append(eqn)
-    return Program(program.constvars, program.consts, program.invars, program.outvars, eqns[::-1])
+    eqns = program.flow.needed(program.outvars, always=program.flow.acting)
+    return Program(program.constvars, program.consts, program.invars, program.outvars, eqns)
 
 
 def without_checkpoints(closed: Any) -> Any:
@@ -175,25 +171,19 @@ class LoopPair(NamedTuple):
 def loop_pairs(derivative: Passes) -> list[LoopPair]:
     """The scans whose bodies can be planned."""
     forward, backward = derivative.forward, derivative.backward
-    readers: dict[Any, list[Any]] = {}  # in the backward pass
-    for eqn in backward.eqns:
-        for var in dict.fromkeys(variables(eqn.invars)):
-            readers.setdefault(var, []).append(eqn)
-    elsewhere = {var for eqn in forward.eqns for var in variables(eqn.invars)}
-    elsewhere.update(variables([*derivative.outputs, *backward.outvars]))
+    readers = backward.flow.readers
+    elsewhere = {*read_by(forward.eqns), *variables([*derivative.outputs, *backward.outvars])}
     found = []
     for eqn in forward.eqns:
         if eqn.primitive.name != "scan":
             continue
-        mirrors = {
-            id(reader): reader for out in eqn.outvars for reader in readers.get(out, []) if _mirrors(eqn, reader)
-        }
-        for mirror in mirrors.values():
-            only = {out for out in eqn.outvars if all(reader is mirror for reader in readers.get(out, []))} - elsewhere
-            pair = _pair(eqn, mirror, only)
-            if pair.again:
-                found.append(pair)
-                break
+        for i in dict.fromkeys(i for out in eqn.outvars for i in readers.get(out, [])):
+            if _mirrors(eqn, backward.eqns[i]):
+                only = {out for out in eqn.outvars if readers.get(out, [i]) == [i]} - elsewhere
+                pair = _pair(eqn, backward.eqns[i], only)
+                if pair.again:
+                    found.append(pair)
+                    break
     return found
 
 
@@ -222,4 +212,4 @@ def _pair(forward: Any, backward: Any, only: set[Any]) -> LoopPair:
             residuals.add(position)
             again.append(i)
     free = [*program.constvars, *program.invars[:consts], *program.invars[consts + carried :]]
-    return LoopPair(forward, backward, program, renamed(pull, names), again, free, sorted(residuals))
+    return LoopPair(forward, backward, program, instead(pull, names), again, free, sorted(residuals))

@@ -22,7 +22,7 @@ from memjax._core.backward.passes import vjp
 from memjax._core.barriers import barrier
 from memjax._core.compat import eval_jaxpr
 from memjax._core.lists import Arrays, drop, merge, pick
-from memjax._core.program.jaxpr import is_literal
+from memjax._core.program.dataflow import is_literal
 from memjax._plan.again import in_checkpoints
 from memjax._plan.layout import Layout, layout_of
 from memjax._plan.run import Run

@@ -8,10 +8,10 @@ from typing import Any
 from memjax._core.check import readable_bytes
 from memjax._core.lists import pick
 from memjax._core.program.costs import array_bytes
-from memjax._core.program.jaxpr import nbytes, variables
+from memjax._core.program.dataflow import variables
 from memjax._plan.compiled import device_of
 from memjax._plan.derivative import Derivative
-from memjax._plan.layout import Layout
+from memjax._plan.layout import Layout, local_bytes
 
 
 def free_bytes(types: Sequence[Any], derivative: Derivative, layout: Layout) -> int:
@@ -26,7 +26,7 @@ def free_bytes(types: Sequence[Any], derivative: Derivative, layout: Layout) -> 
             f'budget must be a number of bytes, got "device" on {device.device_kind}, which tells no limit of its memory: '
             'give bytes, or a text like "40GiB"'
         )
-    held = [_held(aval, sharding) for aval, sharding in zip(types, layout.shardings, strict=True)]
+    held = list(map(local_bytes, types, layout.shardings))
     inputs, gradients = sum(held), sum(pick(held, derivative.wrt))
     results = gradients + sum(map(array_bytes, variables(derivative.outputs)))
     free = stats["bytes_limit"] - max(stats.get("bytes_in_use", 0), inputs) - results
@@ -36,8 +36,3 @@ def free_bytes(types: Sequence[Any], derivative: Derivative, layout: Layout) -> 
             f"of {readable_bytes(stats['bytes_limit'])}: donate arguments, or shard them"
         )
     return free
-
-
-def _held(aval: Any, sharding: Any) -> int:
-    """Bytes of a device's part."""
-    return nbytes(aval if sharding is None else aval.update(shape=sharding.shard_shape(aval.shape), sharding=None))

@@ -17,7 +17,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from memjax._core.compat import is_batched, is_tracer, scan_counts
 from memjax._core.meshes import own_sharding, parts, split_over, with_devices
-from memjax._core.program.jaxpr import calls_in_place, variables
+from memjax._core.program.dataflow import variables
+from memjax._core.program.jaxpr import calls_in_place, nbytes
 
 _GRADIENTS = "gradients are sharded as what they are gradients of"
 
@@ -125,6 +126,11 @@ def _split(shape: Sequence[int], mesh: jax.sharding.Mesh, is_scanned: bool) -> P
             if shape[dim] and shape[dim] % count(chosen) == 0:
                 return PartitionSpec(*[None] * dim, chosen)
     return PartitionSpec()
+
+
+def local_bytes(aval: Any, sharding: Any) -> int:
+    """Bytes of a device's part of an array."""
+    return nbytes(aval if sharding is None else aval.update(shape=sharding.shard_shape(aval.shape), sharding=None))
 
 
 def scanned(closed: Any) -> list[bool]:

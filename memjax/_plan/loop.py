@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,37 +13,16 @@ from memjax._core.arrays import zeros
 from memjax._core.barriers import barrier
 from memjax._core.compat import scan_counts
 from memjax._core.lists import Arrays
-from memjax._core.program.jaxpr import Program, bind, is_literal, read, variables
+from memjax._core.program.dataflow import is_literal, read_by, variables
+from memjax._core.program.jaxpr import Program, evaluate_in, read
 from memjax._core.program.primitives import REPLICATIONS, SOURCES, VIEWS
-from memjax._core.program.working import needed_for
-from memjax._plan.codes import Code, encoded
+from memjax._plan.codes import Code, Codes, codes_in, encoded
 from memjax._plan.derivative import LoopPair
 from memjax._plan.solve.order import in_time
+from memjax._plan.solve.segment import Option
 from memjax._plan.solve.steps import Step, in_steps, run_steps
 
 Env = dict[Any, Any]
-
-
-def evaluate_in(eqn: Any, env: Env) -> None:
-    """Add the outputs of an equation to the values in `env`."""
-    for var, value in zip(eqn.outvars, bind(eqn, read(env, eqn.invars)), strict=True):
-        env.setdefault(var, value)  # a known value is not replaced by its recomputation
-
-
-class Part(NamedTuple):
-    """Some turns of a loop, one after another, of which the same is kept.
-
-    Attributes:
-      turns: how many they are.
-      kept: variables of the body.
-      codes: of further ones.
-      moved: further ones, which are kept in the memory of the host.
-    """
-
-    turns: int
-    kept: Sequence[Any]
-    codes: Sequence[Code] = ()
-    moved: Sequence[Any] = ()
 
 
 class Loop:
@@ -51,13 +30,15 @@ class Loop:
 
     Args:
       pair: the loops.
-      parts: all turns, in the order of what is scanned over.
+      parts: all turns, in the order of what is scanned over: how many they are, and what is kept of each.
+      codes: of the body, if anything is kept in codes.
       in_steps_on: the platform for which a turn of the backward pass runs in steps; None: the compiler has its way.
       constants: what the loops may read that is made of nothing but literals: by variable, the equations that make it. A turn
         makes it for itself: outside of the loop, where JAX puts what is the same in all turns, it would be in memory.
 
     Attributes:
       pair: as given.
+      is_rounded: whether anything is kept in codes.
       replaced: outputs of the forward loop that it does not make any more.
       read_by_mirror: variables that `backward` reads.
       stack_count: how many stacks `forward` returns.
@@ -66,13 +47,15 @@ class Loop:
     def __init__(
         self,
         pair: LoopPair,
-        parts: Sequence[Part],
+        parts: Sequence[tuple[int, Option]],
+        codes: Codes | None = None,
         in_steps_on: str | None = None,
         constants: Mapping[Any, Sequence[Any]] | None = None,
     ):
         self.pair, self._constants = pair, constants or {}
-        self._turns = [part.turns for part in parts]
-        self._bodies = [_Body(pair, part, in_steps_on) for part in parts]
+        self._turns = [turns for turns, _ in parts]
+        self._bodies = [_Body(pair, option, codes_in(codes, option.coded), in_steps_on) for _, option in parts]
+        self.is_rounded = any(option.coded for _, option in parts)
         read_again = set().union(*(body.read for body in self._bodies))
         consts, carried = scan_counts(pair.forward)
         operands = list(zip(pair.forward.invars, pair.program.invars, strict=True))
@@ -93,11 +76,11 @@ class Loop:
         outvars = [program.outvars[i] for i in self._stays]
 
         def turn(body: _Body, carry: Arrays, xs: Any) -> tuple[Arrays, Arrays, Arrays]:
-            inner = _inputs(program, [*self._here(pair.forward.invars[:consts], values), *carry, *xs])
+            inner = program.given([*self._here(pair.forward.invars[:consts], values), *carry, *xs])
             codes: Env = {}
             body.encode(program.invars, inner, codes)
             for eqn in body.forward(outvars):
-                evaluate_in(eqn, inner)
+                evaluate_in([eqn], inner)
                 body.encode(eqn.outvars, inner, codes)
             outs = read(inner, outvars)
             on_host = [jax.device_put(value, jax.memory.Space.Host) for value in read(inner, body.moved)]
@@ -125,7 +108,7 @@ class Loop:
         def turn(body: _Body, carry: Arrays, xs: Any) -> tuple[Arrays, Arrays, Arrays]:
             mine, sliced, kept = xs
             fixed = self._here(self._own[:consts], own)
-            inner: Env = _inputs(program, [None] * len(program.invars))
+            inner: Env = program.given([None] * len(program.invars))
             inner |= zip((var for _, var in self._consts), self._here(atoms, again), strict=True)
             inner |= zip((var for _, var in others), sliced, strict=True)
             inner |= {var: mine[i] for i, var in known}
@@ -136,14 +119,12 @@ class Loop:
             inner |= {one.of: one.codec.decode(next(given)) for one in body.codes}
             inner |= {var: jax.device_put(next(given), jax.memory.Space.Device) for var in body.moved}
             if body.steps is not None:
-                inner |= _inputs(pull, [*fixed, *carry, *mine])
+                inner |= pull.given([*fixed, *carry, *mine])
                 inner = run_steps(body.steps, inner, {*inner, *variables(pull.outvars)})
             else:
-                for one in body.again:
-                    evaluate_in(one, inner)
-                inner |= _inputs(pull, [*fixed, *carry, *mine])
-                for one in pull.eqns:
-                    evaluate_in(one, inner)
+                evaluate_in(body.again, inner)
+                inner |= pull.given([*fixed, *carry, *mine])
+                evaluate_in(pull.eqns, inner)
             outs = read(inner, pull.outvars)
             return outs[:carried], outs[carried:], []
 
@@ -158,8 +139,7 @@ class Loop:
         """The first of the values, those of `atoms`; the constants among these made anew."""
         made: Env = {}
         for atom in atoms:
-            for eqn in () if is_literal(atom) else self._constants.get(atom, ()):
-                evaluate_in(eqn, made)
+            evaluate_in(() if is_literal(atom) else self._constants.get(atom, ()), made)
         pairs = zip(atoms, values, strict=False)
         return [value if is_literal(atom) else made.get(atom, value) for atom, value in pairs]
 
@@ -228,19 +208,18 @@ class _Body:
       steps: the equations of a turn of the backward pass in steps, or None.
     """
 
-    def __init__(self, pair: LoopPair, part: Part, in_steps_on: str | None):
+    def __init__(self, pair: LoopPair, option: Option, codes: Sequence[Code], in_steps_on: str | None):
         program, pull = pair.program, pair.pull
         free = {*pair.free, *program.constvars}
-        made = {out for eqn in program.eqns for out in eqn.outvars} | set(program.invars)
-        wanted = [var for eqn in pull.eqns for var in variables(eqn.invars) if var in made]
-        wanted += [var for var in variables(pull.outvars) if var in made]
+        made = {*program.flow.place, *program.invars}
+        wanted = [var for var in (*pull.flow.read, *variables(pull.outvars)) if var in made]
         self._program = program
-        there = free | {*part.kept, *part.moved, *(code.of for code in part.codes)}
-        self.again = needed_for(program.eqns, wanted, there)
-        self.read = {var for eqn in self.again for var in variables(eqn.invars)} | set(wanted)
-        self.kept = [var for var in part.kept if var in self.read]
-        self.codes = [code for code in part.codes if code.of in self.read]
-        self.moved = [var for var in part.moved if var in self.read]
+        there = free | {*option.kept, *option.moved, *option.coded}
+        self.again = program.flow.needed(wanted, there)
+        self.read = {*read_by(self.again), *wanted}
+        self.kept = [var for var in option.kept if var in self.read]
+        self.codes = [code for code in codes if code.of in self.read]
+        self.moved = [var for var in option.moved if var in self.read]
         self.stack_count = len(self.kept) + len(self.codes) + len(self.moved)
         self._codecs = {code.of: code.codec for code in self.codes}
         self.steps: list[Step] | None = None
@@ -251,11 +230,8 @@ class _Body:
 
     def forward(self, outvars: Sequence[Any]) -> list[Any]:
         """The equations that lead to `outvars` and to what is kept, and those with effects."""
-        known = {*self._program.invars, *self._program.constvars}
-        acting = [eqn for eqn in self._program.eqns if eqn.effects]
-        wanted = [*outvars, *self.kept, *self.moved, *self._codecs, *(atom for eqn in acting for atom in eqn.invars)]
-        chosen = {id(eqn) for eqn in [*needed_for(self._program.eqns, wanted, known), *acting]}
-        return [eqn for eqn in self._program.eqns if id(eqn) in chosen]
+        flow = self._program.flow
+        return flow.needed([*outvars, *self.kept, *self.moved, *self._codecs], always=flow.acting)
 
     def encode(self, made: Iterable[Any], env: Env, codes: Env) -> None:
         """Add to `codes` those of the variables that have been made."""
@@ -267,10 +243,9 @@ class _Body:
 def constants_in(programs: Iterable[Program]) -> dict[Any, list[Any]]:
     """By variable that is one number everywhere, or an index, the equations that make it."""
     found: dict[Any, list[Any]] = {}
-    for eqn in (eqn for program in programs for eqn in program.eqns):
-        if eqn.primitive.name in SOURCES | VIEWS | REPLICATIONS and all(var in found for var in variables(eqn.invars)):
-            before = [one for var in variables(eqn.invars) for one in found[var]]
-            found[eqn.outvars[0]] = [*before, eqn]
+    for eqn, reads in ((eqn, reads) for one in programs for eqn, reads in zip(one.eqns, one.flow.reads, strict=True)):
+        if eqn.primitive.name in SOURCES | VIEWS | REPLICATIONS and all(var in found for var in reads):
+            found[eqn.outvars[0]] = [*(one for var in reads for one in found[var]), eqn]
     return found
 
 
@@ -288,7 +263,3 @@ def _apart(carry: Arrays, kept: Arrays, turns: int) -> tuple[Arrays, Arrays]:
 
 def _mapped(f: Callable[[Any], Any], tree: Any) -> Any:
     return [_mapped(f, one) for one in tree] if isinstance(tree, list | tuple) else f(tree)
-
-
-def _inputs(program: Program, values: Iterable[Any]) -> Env:
-    return dict(zip([*program.constvars, *program.invars], [*program.consts, *values], strict=True))

@@ -16,11 +16,12 @@ from memjax._core.barriers import barrier
 from memjax._core.compat import is_ordered
 from memjax._core.lists import Arrays
 from memjax._core.program.costs import is_fusible
-from memjax._core.program.jaxpr import bind, read, variables
-from memjax._core.program.working import needed_for
-from memjax._plan.codes import Code, encoded
-from memjax._plan.derivative import Derivative, LoopPair, Passes
-from memjax._plan.loop import Loop, Part, constants_in, evaluate_in
+from memjax._core.program.dataflow import made_by, read_by, variables
+from memjax._core.program.jaxpr import bind, evaluate_in, read
+from memjax._plan.codes import Code, codes_in, encoded
+from memjax._plan.derivative import Passes
+from memjax._plan.loop import Loop, constants_in
+from memjax._plan.solve.chain import Chain, Choice
 from memjax._plan.solve.order import in_time
 from memjax._plan.solve.steps import Step, in_steps, run_steps
 
@@ -30,34 +31,15 @@ Env = dict[Any, Any]
 _OF_POOLS = "select_and_scatter_add"
 
 
-class Piece(NamedTuple):
-    """One stretch of a plan.
-
-    Attributes:
-      backward: the equations of the backward pass that have their turn with it.
-      kept: variables of the forward pass.
-      coded: codes of further ones.
-      loop: the loop that it is, or None.
-      parts: of the loop.
-    """
-
-    backward: Sequence[Any]
-    kept: Sequence[Any]
-    coded: Sequence[Code] = ()
-    loop: LoopPair | None = None
-    parts: Sequence[Part] = ()
-
-
 @jax.tree_util.register_static
 class KeepAll:
     """The two passes of a derivative as JAX makes them.
 
-    Attributes:
-      derivative: of the program.
+    Args:
+      derivative: of a program, or what else has a method `vjp`, from inputs to outputs and their pullback.
     """
 
-    def __init__(self, derivative: Passes):
-        assert isinstance(derivative, Derivative)
+    def __init__(self, derivative: Any):
         self.derivative = derivative
 
     def forward(self, inputs: Sequence[Any]) -> tuple[Arrays, Any]:
@@ -69,14 +51,31 @@ class KeepAll:
         return jax.tree.leaves(kept(cotangents))
 
 
+class _Turn(NamedTuple):
+    """What runs in the backward pass when a stretch has its turn.
+
+    Attributes:
+      again: equations of the forward pass.
+      backward: equations of the backward pass.
+      codes: what is decoded.
+      steps: both kinds of equations in steps, or None.
+    """
+
+    again: list[Any]
+    backward: list[Any]
+    codes: list[Code]
+    steps: list[Step] | None
+
+
 @jax.tree_util.register_static
 class Run:
     """The two passes of a derivative under a plan.
 
     Args:
-      derivative: of the program.
-      pieces: in the order of the forward pass.
+      chain: of the program.
+      choices: its stretches, in the order of the forward pass, and what is kept of each.
       in_steps_on: the platform for which the turns of the backward pass run in steps; None: the compiler has its way.
+      derivative: of which less is differentiated than of the chain's; None: that one.
 
     Attributes:
       derivative: as given.
@@ -85,48 +84,53 @@ class Run:
       is_rounded: whether anything is kept in codes, in loops as well.
     """
 
-    def __init__(self, derivative: Passes, pieces: Sequence[Piece], in_steps_on: str | None = None):
-        program, backward = derivative.forward, derivative.backward
-        self.derivative = derivative
+    def __init__(
+        self,
+        chain: Chain,
+        choices: Sequence[Choice],
+        in_steps_on: str | None = None,
+        derivative: Passes | None = None,
+    ):
+        self.derivative = derivative = derivative or chain.derivative
+        program, backward, flow = derivative.forward, derivative.backward, derivative.forward.flow
         self._inputs = {*program.invars, *program.constvars}
+        there = set(map(id, backward.eqns))
         constants = constants_in((program, backward))
-        loops = {
-            id(one.loop.forward): Loop(one.loop, one.parts, in_steps_on, constants)
-            for one in pieces
-            if one.loop is not None
-        }
-        self._loops = loops
-        self.is_rounded = any(one.coded or any(part.codes for part in one.parts) for one in pieces)
-        self._mirrors = {id(loop.pair.backward): loop for loop in loops.values()}
-        forward_vars = {out for eqn in program.eqns for out in eqn.outvars} | self._inputs
-        known = {var for piece in pieces for var in piece.kept} | self._inputs
+        self._loops: dict[int, Loop] = {}
+        for one in choices:
+            if one.option.parts and id((pair := chain.loops[one.start]).backward) in there:
+                loop = Loop(pair, one.option.parts, chain.codes_of_loop(pair), in_steps_on, constants)
+                self._loops[id(pair.forward)] = loop
+        self._mirrors = {id(loop.pair.backward): loop for loop in self._loops.values()}
+        stretches = [(one, chain.between(one.start, one.stop)) for one in choices]
+        known = {var for one, segment in stretches for var in (*one.option.kept, *segment.crossing)} | self._inputs
         reads: list[Any] = variables(backward.outvars)
-        # (equations to run again, equations of the backward pass, codes, both kinds of equations in steps)
-        self._turns: list[tuple[list[Any], list[Any], list[Code], list[Step] | None]] = []
-        self.coded: list[Code] = []
-        for piece in reversed(pieces):
-            wanted = [var for eqn in piece.backward for var in self._read_by(eqn) if var in forward_vars]
-            codes = [code for code in piece.coded if code.of not in known]
-            in_codes = {code.of for code in codes}
-            again = needed_for(program.eqns, wanted, known | in_codes)
-            here = [var for eqn in again for var in variables(eqn.invars)] + wanted
-            codes = [code for code in codes if code.of in here]
+        self._turns: list[_Turn] = []
+        for one, segment in reversed(stretches):
+            eqns = [eqn for eqn in segment.backward if id(eqn) in there]
+            read = (var for eqn in eqns for var in self._read_by(eqn))
+            wanted = [var for var in read if var in flow.place or var in self._inputs]
+            coded = [var for var in one.option.coded if var not in known]
+            again = flow.needed(wanted, known.union(coded))
+            here = [*read_by(again), *wanted]
+            codes = codes_in(chain.codes, [var for var in coded if var in here])
             steps = None
-            if in_steps_on is not None and piece.loop is None and not any(map(is_ordered, piece.backward)):
-                steps = self._steps(again, piece.backward, in_steps_on)
-            self._turns.append((again, list(piece.backward), codes, steps))
-            self.coded += codes
+            is_loop = bool(one.option.parts) and id(program.eqns[one.start]) in self._loops
+            if in_steps_on is not None and not is_loop and not any(map(is_ordered, eqns)):
+                steps = self._steps(again, eqns, in_steps_on)
+            self._turns.append(_Turn(again, eqns, codes, steps))
             reads += here
+        self.coded = [code for turn in self._turns for code in turn.codes]
+        self.is_rounded = any(one.option.coded for one in choices) or any(
+            loop.is_rounded for loop in self._loops.values()
+        )
         self.kept = [var for var in dict.fromkeys(reads) if var in known and var not in self._inputs]
-        fusible = {out for eqn in program.eqns if is_fusible(eqn) for out in eqn.outvars}
-        self._fusible = fusible.intersection(self.kept)
-        stacked = {var for loop in loops.values() for var in loop.replaced}
-        acting = [eqn for eqn in program.eqns if eqn.effects]
+        self._fusible = {var for var in self.kept if is_fusible(flow.makers[var])}
         self._encoded = {code.of: code.codec for code in self.coded}
-        held = [*self.kept, *self._encoded]
-        wanted = variables([*derivative.outputs, *held, *(atom for eqn in acting for atom in eqn.invars)])
-        eqns = needed_for(program.eqns, [var for var in wanted if var not in stacked], self._inputs)
-        chosen = {id(eqn) for eqn in [*eqns, *acting]} | loops.keys()
+        stacked = {var for loop in self._loops.values() for var in loop.replaced}
+        wanted = variables([*derivative.outputs, *self.kept, *self._encoded])
+        eqns = flow.needed([var for var in wanted if var not in stacked], always=flow.acting)
+        chosen = {id(eqn) for eqn in eqns} | self._loops.keys()
         self._forward = [eqn for eqn in program.eqns if id(eqn) in chosen]
 
     def _steps(self, again: Sequence[Any], eqns: Sequence[Any], platform: str) -> list[Step]:
@@ -143,14 +147,14 @@ class Run:
     def forward(self, inputs: Sequence[Any]) -> tuple[Arrays, Arrays]:
         """(outputs, what is kept)."""
         program = self.derivative.forward
-        env: Env = dict(zip([*program.constvars, *program.invars], [*program.consts, *inputs], strict=True))
+        env = program.given(inputs)
         stacks: Arrays = []
         codes: Env = {}
         for eqn in self._forward:
             if (loop := self._loops.get(id(eqn))) is not None:
                 stacks += loop.forward(env)
             else:
-                evaluate_in(eqn, env)
+                evaluate_in([eqn], env)
             for var in eqn.outvars:
                 if var in self._encoded:
                     env[var], codes[var] = encoded(env[var], self._encoded[var])
@@ -164,7 +168,7 @@ class Run:
     def backward(self, inputs: Sequence[Any], kept: Sequence[Any], cotangents: Sequence[Any]) -> Arrays:
         """The cotangents of the inputs that are differentiated."""
         program, backward = self.derivative.forward, self.derivative.backward
-        known: Env = dict(zip([*program.constvars, *program.invars], [*program.consts, *inputs], strict=True))
+        known = program.given(inputs)
         known |= zip(self.kept, kept[: len(self.kept)], strict=True)
         at = len(self.kept) + len(self.coded)
         code_of = dict(zip((code.of for code in self.coded), kept[len(self.kept) : at], strict=True))
@@ -173,11 +177,11 @@ class Run:
             if (loop := self._loops.get(id(eqn))) is not None:
                 stacks[id(loop)] = kept[at : at + loop.stack_count]
                 at += loop.stack_count
-        env: Env = dict(zip([*backward.constvars, *backward.invars], [*backward.consts, *cotangents], strict=True))
+        env = backward.given(cotangents)
         cts = set(backward.invars)
         for again, eqns, codes, steps in self._turns:
             mine = dict.fromkeys(var for eqn in eqns for var in self._read_by(eqn))
-            leaves = list(dict.fromkeys(var for eqn in again for var in variables(eqn.invars) if var in known))
+            leaves = [var for var in read_by(again) if var in known]
             turn = {var: known[var] for var in mine if var in known}
             waiting = [var for var in mine if var in cts]
             if again or codes:
@@ -187,10 +191,9 @@ class Run:
                 turn |= zip(leaves, passed[len(waiting) :], strict=False)
                 found = jax.tree.unflatten(tree, passed[len(waiting) + len(leaves) :])
                 turn |= {code.of: code.codec.decode(one) for code, one in zip(codes, found, strict=True)}
-                for eqn in again if steps is None else ():
-                    evaluate_in(eqn, turn)
+                evaluate_in(again if steps is None else (), turn)
             if steps is not None:
-                env |= run_steps(steps, env | turn, {out for eqn in eqns for out in eqn.outvars} | cts)
+                env |= run_steps(steps, env | turn, made_by(eqns).keys() | cts)
             for eqn in eqns if steps is None else ():
                 if (mirror := self._mirrors.get(id(eqn))) is not None:
                     mirror.backward(_Both(env, turn), env, stacks[id(mirror)])
@@ -199,7 +202,7 @@ class Run:
                     if eqn.primitive.name == _OF_POOLS:
                         values = barrier(values)
                     env |= zip(eqn.outvars, bind(eqn, values), strict=True)
-            cts.update(out for eqn in eqns for out in eqn.outvars)
+            cts.update(made_by(eqns))
         return read(_Both(env, known), backward.outvars)
 
 
@@ -211,8 +214,3 @@ class _Both(dict):
 
     def __getitem__(self, var: Any) -> Any:
         return self._first[var] if var in self._first else self._second[var]
-
-
-def run(derivative: Passes, pieces: Sequence[Piece], in_steps_on: str | None = None) -> Run | KeepAll:
-    """The two passes, by what a plan's pieces keep; with no pieces, all is kept."""
-    return Run(derivative, pieces, in_steps_on) if pieces else KeepAll(derivative)

@@ -104,7 +104,7 @@ def test_layers_share_options_only_if_the_same_may_be_in_codes(monkeypatch):
     found = chain(unrolled, *jax.tree.map(large, arguments(unrolled)), compress=True, solved=False)
     stretches = [(a, a + size) for size in (1, 2) for a in range(len(found.cuts) - size)]
     coded = lambda: {var for ends in stretches for option in found.options(*ends) for var in option.coded}
-    *others, last = sorted(coded(), key=found.made.get)
+    *others, last = sorted(coded(), key=found.derivative.forward.flow.place.get)
     nbytes = found.codes.nbytes
     monkeypatch.setattr(found.codes, "nbytes", lambda var: None if var is last else nbytes(var))
     assert {*others} <= coded()

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from memjax._core.program.dataflow import Dataflow
 from memjax._core.program.working import peak_bytes
 from memjax._plan.solve.order import freeing_first, in_time
 
@@ -20,7 +21,7 @@ def test_what_frees_memory_runs_first():
     jaxpr = program(f, (64, 8), (8, 4096), (8, 4096))
     products = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
     one, other, first, second = products
-    order = freeing_first(jaxpr.eqns, jaxpr.outvars, [], "cuda")
+    order = freeing_first(Dataflow(jaxpr.eqns), jaxpr.outvars, [], "cuda").eqns
     assert sorted(map(id, order)) == sorted(map(id, jaxpr.eqns))
     assert [eqn for eqn in order if eqn in products] == [one, first, other, second]
 
@@ -35,7 +36,7 @@ def test_it_takes_less_than_the_order_of_the_program():
     entering = jaxpr.invars
     peaks = [
         peak_bytes(order, [], entering, [], jaxpr.outvars, "cuda")
-        for order in (jaxpr.eqns, freeing_first(jaxpr.eqns, jaxpr.outvars, [], "cuda"))
+        for order in (jaxpr.eqns, freeing_first(Dataflow(jaxpr.eqns), jaxpr.outvars, [], "cuda"))
     ]
     assert peaks[1] <= peaks[0]
 

@@ -16,7 +16,7 @@ import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from memjax._core.program.jaxpr import Walk, variables
+from memjax._core.program.dataflow import Walk, variables
 
 _WHOLE = 1 << 29  # the finite capacities together: flows are counted in 32 bits
 _SOURCE, _SINK = 0, 1

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 
 from memjax._core.backward.minimum_cut import cheapest
-from memjax._core.backward.partition import Part
 from memjax._core.backward.passes import TracedPasses
 from memjax._core.compat import varying
 from memjax._core.lists import Arrays, drop, pick
-from memjax._core.program.jaxpr import is_literal, nbytes, producers, variables
+from memjax._core.program.dataflow import Dataflow, is_literal, read_by, variables
+from memjax._core.program.jaxpr import evaluate_in, nbytes, read
 from memjax._core.program.primitives import expensive
 
 
@@ -55,9 +55,10 @@ class Backward:
         available, n_out = drop(jaxpr.invars, lost), len(self.out_float)
         self._outs, residuals = jaxpr.outvars[:n_out], jaxpr.outvars[n_out:]
         constant = [*jaxpr.constvars, *pick(jaxpr.invars, invariant)]
-        self._kept = _smallest_kept(jaxpr, constant, available, residuals)
-        self._keep = Part(jaxpr, [*jaxpr.constvars, *jaxpr.invars], [*self._outs, *self._kept], effects=True)
-        self._rebuild = Part(jaxpr, [*jaxpr.constvars, *available, *self._kept], residuals, effects=False)
+        flow = Dataflow(jaxpr.eqns)
+        self._kept = _smallest_kept(flow, constant, available, residuals)
+        self._keep = Part(flow, [*jaxpr.constvars, *jaxpr.invars], [*self._outs, *self._kept], effects=True)
+        self._rebuild = Part(flow, [*jaxpr.constvars, *available, *self._kept], residuals, effects=False)
         self.kept = [var.aval for var in self._kept]
         places = {var: i for i, var in enumerate(self._kept)}
         self.kept_outputs = [None if is_literal(var) else places.get(var) for var in self._outs]
@@ -81,27 +82,39 @@ class Backward:
         return sum(nbytes(var.aval) for var in held.difference(self._keep.known))
 
 
-def _smallest_kept(jaxpr: Any, invariant: Iterable[Any], again: Iterable[Any], wanted: Iterable[Any]) -> list[Any]:
-    """Variables of `jaxpr`, fewest bytes in all, from which every `wanted` one follows cheaply.
+class Part:
+    """The equations that lead from `known` variables to `wanted` ones, in order.
+
+    With `effects`, equations with effects (callbacks) run even if nothing wanted depends on them.
+    """
+
+    def __init__(self, flow: Dataflow, known: Iterable[Any], wanted: Sequence[Any], *, effects: bool):
+        self.known, self.wanted = list(known), list(wanted)
+        have = set(self.known)
+        self.eqns = flow.needed(self.wanted, have, flow.acting if effects else ())
+        if missing := {*variables(self.wanted), *read_by(self.eqns)} - have - flow.makers.keys():
+            raise AssertionError(f"not computable from what is known: {missing}")
+
+    def __call__(self, values: Sequence[Any]) -> list[Any]:
+        env = dict(zip(self.known, values, strict=True))
+        evaluate_in(self.eqns, env)
+        return read(env, self.wanted)
+
+
+def _smallest_kept(flow: Dataflow, invariant: Iterable[Any], again: Iterable[Any], wanted: Iterable[Any]) -> list[Any]:
+    """Variables, fewest bytes in all, from which every `wanted` one follows cheaply.
 
     The residuals of reverse-mode differentiation are redundant. An LSTM keeps gates, their derivatives and tanh of the state,
     where the sum that goes into the gates gives them all.
 
     Args:
-      jaxpr: straight-line equations. Inputs that are not named below (the carry) are lost unless they are kept.
+      flow: of straight-line equations. Inputs that are not named below (the carry) are lost unless they are kept.
       invariant: inputs that are the same for every step; what depends on them alone is never kept.
       again: inputs that are there again in the backward pass; what follows from them cheaply is never kept.
       wanted: what has to be recomputable.
     """
-    invariant = set(invariant)
-    available = invariant | set(again)
-    for eqn in jaxpr.eqns:
-        inputs = set(variables(eqn.invars))
-        if not eqn.effects and inputs <= invariant:
-            invariant.update(eqn.outvars)
-            available.update(eqn.outvars)
-        elif inputs <= available and not expensive(eqn):
-            available.update(eqn.outvars)
+    alike = flow.following(invariant, lambda eqn: not eqn.effects)
+    available = flow.following({*alike, *again}, lambda eqn: not expensive(eqn))
     to_keep = lambda var: max(nbytes(var.aval), 1)
     to_recompute = lambda eqn: None if expensive(eqn) else 0
-    return cheapest(wanted, producers(jaxpr), available, to_keep, to_recompute, late=False)
+    return cheapest(wanted, flow.makers, available, to_keep, to_recompute, late=False)

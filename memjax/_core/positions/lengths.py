@@ -9,7 +9,7 @@ import numpy as np
 
 from memjax._core.compat import bodies, is_tracer, parameters, primitive_name
 from memjax._core.positions.walk import Mixed, Seen, reason
-from memjax._core.program.jaxpr import is_literal
+from memjax._core.program.dataflow import is_literal
 
 _MOST_COMPARED = 4096  # elements of a constant
 

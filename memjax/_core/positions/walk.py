@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from memjax._core.compat import primitive_name
-from memjax._core.program.jaxpr import is_literal
+from memjax._core.program.dataflow import is_literal
 from memjax._core.program.scopes import place_of
 
 UNKNOWN = "is not known to keep positions apart"
@@ -118,12 +118,21 @@ class Walk:
 
     def program(self, jaxpr: Any, states: Sequence[State]) -> list[State]:
         """The states of the outputs of a program for those of its inputs; its constants are shared. Raises Mixed."""
+        env = self.states(jaxpr, states)
+        return [_read(env, atom) for atom in jaxpr.outvars]
+
+    def states(self, jaxpr: Any, states: Sequence[State]) -> dict[Any, State]:
+        """Likewise the states of all variables."""
         env: dict[Any, State] = {var: shared(var.aval.shape) for var in jaxpr.constvars}
         env |= dict(zip(jaxpr.invars, states, strict=True))
-        read = lambda atom: shared(np.shape(atom.val)) if is_literal(atom) else env[atom]
         for eqn in jaxpr.eqns:
-            env.update(zip(eqn.outvars, self._rule(self, eqn, list(map(read, eqn.invars))), strict=True))
-        return list(map(read, jaxpr.outvars))
+            operands = [_read(env, atom) for atom in eqn.invars]
+            env.update(zip(eqn.outvars, self._rule(self, eqn, operands), strict=True))
+        return env
+
+
+def _read(env: dict[Any, State], atom: Any) -> State:
+    return shared(np.shape(atom.val)) if is_literal(atom) else env[atom]
 
 
 Rule = Callable[[Walk, Any, list[State]], list[State]]

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from memjax._core.compat import bodies
-from memjax._core.program.jaxpr import is_literal, nbytes, variables
+from memjax._core.program.dataflow import Dataflow, flow_of, is_literal
+from memjax._core.program.jaxpr import nbytes
 from memjax._core.program.primitives import (
     ALIASES,
     CALLS,
@@ -72,6 +73,51 @@ _OTHER_GPU = Device("gpu", 1.5e14, 1.0e14, 1.0e12, 4e-6, 1e10)
 _AMD_GPU = _OTHER_GPU._replace(platform="rocm")
 _CPU = Device("cpu", 5e10, 5e10, 1e10, 1e-6, 1e10, "cpu")
 
+
+class InLoop(NamedTuple):
+    """The rates of small operations in the steps of a loop, where starting them counts. Only their ratios are meant.
+
+    Attributes:
+      start: seconds that a product or the like takes at least.
+      flops: of products, per second.
+      nbytes: read or written by all operations as they are written, fused or not, per second.
+      stack: bytes of stacks written or read, per second; starting that takes `start` for each.
+      loop: seconds that starting a loop takes.
+      turn: seconds that a turn takes of which the compiler does not know how many there are.
+    """
+
+    start: float
+    flops: float
+    nbytes: float
+    stack: float
+    loop: float
+    turn: float
+
+
+_IN_LOOP = {"gpu": InLoop(3e-6, 4e13, 2e13, 3e12, 7e-6, 1.3e-5)}
+_IN_LOOP_ELSEWHERE = InLoop(3e-7, 4e11, 6e10, 1e10, 1e-6, 2e-6)
+
+
+class Rows(NamedTuple):
+    """How many rows of matrix products a tile has.
+
+    A tile adds to the gradients of what tiles share, which reads and writes sums: about 12 bytes a parameter, beside 6 FLOPs for
+    each row and parameter.
+
+    Attributes:
+      least: with fewer that takes longer than the products.
+      usual: with so many it takes 5% of the time of an H200's products, or 2% of a CPU's.
+      enough: with so many 2% of an H100's: more gain nothing.
+    """
+
+    least: int
+    usual: int
+    enough: int = 16384
+
+
+_ROWS = dict.fromkeys(("gpu", "tpu"), Rows(1024, 8192))
+_ROWS_ELSEWHERE = Rows(128, 512)
+
 # What the compiler fuses nothing into or out of, for it holds programs.
 _HOLDERS = LOOPS | CALLS | CALLS_OF_ONE_BODY
 
@@ -81,6 +127,11 @@ _PASSES_OF_UNKNOWN_KERNEL = 8
 # Passes over an array that encoding it in a few bits takes, or decoding it, on an H200: 1.6 ps a byte for both.
 _PASSES_OF_CODE = 3.2
 
+# Over what a turn of a loop keeps: a copy into the stack and one out of it, each read and written, by kernels of their own.
+_PASSES_OF_STACKING = 4
+
+SECONDS_TO_SPLIT = 2e-5  # a loop into two
+
 
 def device(of: Any = None) -> Device:
     """The rates of a JAX device; None: of the default one."""
@@ -89,6 +140,16 @@ def device(of: Any = None) -> Device:
     if known or of.platform == "cpu":
         return known or _CPU
     return _AMD_GPU if "amd" in of.device_kind.lower() else _OTHER_GPU
+
+
+def in_loop(platform: str) -> InLoop:
+    """The rates in loops on a platform, as JAX calls it."""
+    return _IN_LOOP.get(platform, _IN_LOOP_ELSEWHERE)
+
+
+def rows_of_tile(platform: str) -> Rows:
+    """How many rows a tile has on a platform, as JAX calls it."""
+    return _ROWS.get(platform, _ROWS_ELSEWHERE)
 
 
 def running(eqn: Any, platform: str) -> list[Any]:
@@ -133,7 +194,7 @@ def _pallas_flops(eqn: Any) -> float:
 
 def array_bytes(atom: Any) -> int:
     """The bytes of a variable; literals and what is no array have none."""
-    return 0 if is_literal(atom) or not hasattr(atom.aval, "dtype") else nbytes(atom.aval)
+    return 0 if is_literal(atom) else nbytes(atom.aval)
 
 
 class Kind(NamedTuple):
@@ -167,30 +228,8 @@ def is_fusible(eqn: Any) -> bool:
     return kind_of(eqn.primitive.name).is_fusible
 
 
-def reads_whole_operands(eqn: Any) -> bool:
-    """Whether the compiler writes the equation's operands to memory first."""
-    return kind_of(eqn.primitive.name).is_whole
-
-
-def roots_read(eqns: Iterable[Any], names: dict[Any, Any]) -> list[set[Any]]:
-    """For each equation the variables that it reads, by the names that `origins_of_names` gives them."""
-    get = names.get
-    return [{get(var, var) for var in variables(eqn.invars)} for eqn in eqns]
-
-
-def origins_of_names(eqns: Iterable[Any], before: dict[Any, Any] | None = None) -> dict[Any, Any]:
-    """The variable whose bytes each reshaped, or otherwise renamed, variable has, those found `before` included."""
-    found: dict[Any, Any] = dict(before or {})
-    for eqn in eqns:
-        if eqn.primitive.name in ALIASES and len(eqn.invars) == len(eqn.outvars):
-            for atom, out in zip(eqn.invars, eqn.outvars, strict=True):
-                if not is_literal(atom):
-                    found[out] = found.get(atom, atom)
-    return found
-
-
 def stored(
-    eqns: Sequence[Any], outputs: Iterable[Any], platform: str = "cuda", *, writes_shared: bool = False
+    eqns: Sequence[Any] | Dataflow, outputs: Iterable[Any], platform: str = "cuda", *, writes_shared: bool = False
 ) -> set[Any]:
     """Which values of straight-line equations the compiler writes to memory; other names for these are among them.
 
@@ -199,8 +238,8 @@ def stored(
 
     With `writes_shared` a value that several equations read is written too, unless making it costs nothing.
     """
-    names = origins_of_names(eqns)
-    kinds, roots = [kind_of(eqn.primitive.name) for eqn in eqns], roots_read(eqns, names)
+    flow = flow_of(eqns)
+    names, roots, kinds = flow.names, flow.roots, [kind_of(eqn.primitive.name) for eqn in flow.eqns]
     readers: dict[Any, int] = {}
     whole: set[Any] = set()
     for kind, read in zip(kinds, roots, strict=True):
@@ -211,7 +250,7 @@ def stored(
                 whole |= read
     written = {names.get(atom, atom) for atom in outputs if not is_literal(atom)}
     heavy: set[Any] = set()
-    for eqn, kind, read in zip(eqns, kinds, roots, strict=True):
+    for eqn, kind, read in zip(flow.eqns, kinds, roots, strict=True):
         is_heavy = platform == "cpu" and (kind.is_transcendental or not heavy.isdisjoint(read))
         again = is_heavy or (writes_shared and not kind.is_free)
         for var in eqn.outvars:
@@ -247,6 +286,26 @@ def coding_seconds(nbytes: int, rates: Device) -> float:
     return 2 * (rates.start + _PASSES_OF_CODE * nbytes / rates.nbytes)
 
 
+def moving_seconds(nbytes: int, rates: Device) -> float:
+    """A rough time of moving an array of so many bytes to the memory of the host and back."""
+    return 2 * nbytes / rates.link
+
+
+def stacking_seconds(nbytes: int, rates: Device) -> float:
+    """A rough time of what a turn of a loop takes to stack so many bytes, and to read them again; compilers for CPUs fuse it."""
+    return 0.0 if rates.platform == "cpu" else _PASSES_OF_STACKING * nbytes / rates.nbytes
+
+
+def fused_seconds(eqns: Iterable[Any], rates: Device) -> float:
+    """A rough time of equations in calls, whose variables do not tell who reads what: half of their traffic is fused away."""
+    return sum(max(flops(eqn) / rates.flops, traffic(eqn) / (2 * rates.nbytes)) for eqn in eqns)
+
+
+def traffic(eqn: Any) -> int:
+    """Bytes that an equation reads and writes, if it is run by itself."""
+    return 0 if eqn.primitive.name in ALIASES else sum(map(array_bytes, (*eqn.invars, *eqn.outvars)))
+
+
 def _speed(eqn: Any, rates: Device) -> float:
     """The rate of products of this dtype, relative to 16-bit floats."""
     dtype = next((atom.aval.dtype for atom in eqn.invars if hasattr(atom.aval, "dtype")), jnp.dtype("float32"))
@@ -255,7 +314,8 @@ def _speed(eqn: Any, rates: Device) -> float:
     return {1: 2.0, 2: 1.0, 4: 0.5, 8: 0.08}.get(dtype.itemsize, 0.04)
 
 
-def program_seconds(jaxpr: Any, rates: Device) -> float:
-    """A rough time of a program."""
-    written = stored(jaxpr.eqns, [*jaxpr.constvars, *jaxpr.invars, *jaxpr.outvars], rates.platform)
-    return sum(seconds(eqn, rates, written.__contains__) for eqn in jaxpr.eqns)
+def program_seconds(program: Any, rates: Device) -> float:
+    """A rough time of a program, a jaxpr or a `Program`. What it reads of others is in memory."""
+    flow = Dataflow(program.eqns)
+    written = stored(flow, [*program.outvars, *flow.outside], rates.platform)
+    return sum(seconds(eqn, rates, written.__contains__) for eqn in flow.eqns)

@@ -15,6 +15,9 @@ from jax.extend import core
 
 from memjax._core.arrays import anywhere, vary
 from memjax._core.compat import eval_jaxpr, nested, parameters, primitive_name, scope, settings
+from memjax._core.program.dataflow import Dataflow, is_literal
+from memjax._core.program.dataflow import Walk as Walk
+from memjax._core.program.dataflow import variables as variables
 from memjax._core.program.primitives import CHECKPOINTS, CUSTOM_CALLS, PLAIN_CALLS, REPLICATIONS
 
 
@@ -28,54 +31,19 @@ def _bits(dtype: Any) -> int:
     return jnp.iinfo(dtype).bits if jnp.issubdtype(dtype, jnp.integer) else 8 * dtype.itemsize
 
 
-_Literal = core.Literal
-
-
-def is_literal(atom: Any) -> bool:
-    return isinstance(atom, _Literal)
-
-
 def as_closed(jaxpr: Any) -> Any:
     """The body of an equation as a closed jaxpr, which some of JAX's versions have already."""
     return jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else core.ClosedJaxpr(jaxpr, ())
 
 
-def variables(atoms: Iterable[Any]) -> list[Any]:
-    """The atoms that are no literals."""
-    return [atom for atom in atoms if not isinstance(atom, _Literal)]  # planning spends much of its time here
-
-
 def producers(jaxpr: Any) -> dict[Any, Any]:
     """The equation that makes each variable."""
-    return {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+    return Dataflow(jaxpr.eqns).makers
 
 
 def consumers(jaxpr: Any) -> dict[Any, list[Any]]:
     """The equations that read each variable, every equation once."""
-    by_variable: dict[Any, list[Any]] = {}
-    for eqn in jaxpr.eqns:
-        for var in dict.fromkeys(variables(eqn.invars)):
-            by_variable.setdefault(var, []).append(eqn)
-    return by_variable
-
-
-class Walk:
-    """An iterator over variables to which more are added on the way. It gives each variable once, the latest first."""
-
-    def __init__(self, start: Iterable[Any]):
-        self._pending: list[Any] = []
-        self._seen: set[Any] = set()
-        self.add(start)
-
-    def add(self, atoms: Iterable[Any]) -> None:
-        """Visit these, too; literals are left out."""
-        new = [var for var in dict.fromkeys(variables(atoms)) if var not in self._seen]
-        self._seen.update(new)
-        self._pending += new
-
-    def __iter__(self) -> Iterator[Any]:
-        while self._pending:
-            yield self._pending.pop()
+    return {var: [jaxpr.eqns[i] for i in readers] for var, readers in Dataflow(jaxpr.eqns).readers.items()}
 
 
 @contextlib.contextmanager
@@ -159,10 +127,16 @@ def evaluate(
       differentiable: keep calls with a derivative rule of their own as they are.
     """
     program = calls_in_place(core.ClosedJaxpr(jaxpr, list(consts)), differentiable=differentiable)
-    env = dict(zip([*program.constvars, *program.invars], [*program.consts, *inputs], strict=True))
-    for eqn in program.eqns:
-        env.update(zip(eqn.outvars, bind(eqn, read(env, eqn.invars)), strict=True))
+    env = program.given(inputs)
+    evaluate_in(program.eqns, env)
     return read(env, program.outvars)
+
+
+def evaluate_in(eqns: Iterable[Any], env: dict[Any, Any]) -> None:
+    """Add what equations make to the values in `env`. One that is known is not replaced by its recomputation."""
+    for eqn in eqns:
+        for var, value in zip(eqn.outvars, bind(eqn, read(env, eqn.invars)), strict=True):
+            env.setdefault(var, value)
 
 
 def read(env: dict[Any, Any], atoms: Sequence[Any]) -> list[Any]:
@@ -172,13 +146,22 @@ def read(env: dict[Any, Any], atoms: Sequence[Any]) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The equations of a jaxpr, with the values of its constants."""
+    """The equations of a jaxpr, with the values of its constants. They stay as they are."""
 
     constvars: list[Any]
     consts: list[Any]
     invars: list[Any]
     outvars: list[Any]
     eqns: list[Any]
+
+    @functools.cached_property
+    def flow(self) -> Dataflow:
+        """What depends on what in it."""
+        return Dataflow(self.eqns)
+
+    def given(self, inputs: Iterable[Any]) -> dict[Any, Any]:
+        """The values of constants and inputs, by variable."""
+        return dict(zip([*self.constvars, *self.invars], [*self.consts, *inputs], strict=True))
 
     def with_inputs(self, consts: int) -> Program:
         """The program whose first `consts` constants are its first inputs."""

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from memjax._core.program.costs import array_bytes, is_fusible, origins_of_names, roots_read, running, stored
-from memjax._core.program.jaxpr import variables
+from memjax._core.program.costs import array_bytes, is_fusible, running, stored
+from memjax._core.program.dataflow import Dataflow, flow_of, variables
 from memjax._core.program.primitives import CALLS, CALLS_OF_ONE_BODY, LOOPS, SCATTERS
 
 PROGRAMS = LOOPS | CALLS | CALLS_OF_ONE_BODY
@@ -15,7 +15,7 @@ _WITH_MEMORY = PROGRAMS | {"conv_general_dilated", "select_and_scatter_add"}  # 
 
 
 def peak_bytes(
-    eqns: Sequence[Any],
+    eqns: Sequence[Any] | Dataflow,
     resident: Iterable[Any],
     entering: Iterable[Any],
     leaving: Iterable[Any],
@@ -34,23 +34,24 @@ def peak_bytes(
       leaving: what stays alive at the end.
       results: what lies outside of temporary memory once it is made.
       platform: what is compiled for.
-      names: the variable whose bytes each of the others has that is another name for it, where equations before these say so.
+      names: the variable whose bytes each of the others has that is another name for it; None: as these equations say.
       is_loop: whether they are the body of a loop, whose arrays are laid out side by side with few gaps.
     """
-    names = origins_of_names(eqns, names)
+    flow = flow_of(eqns)
+    names = flow.names if names is None else names
     roots = lambda atoms: {names.get(var, var) for var in variables(atoms)}
     resident, results = roots(resident), roots(results)
     entering, leaving = roots(entering) - resident, roots(leaving) - resident
     # On GPUs reserved memory is more than what is alive, in fragments: as if values that several equations read were written.
     written = stored(
-        eqns, [*resident, *entering, *leaving, *results], platform, writes_shared=platform != "cpu" and not is_loop
+        flow, [*resident, *entering, *leaving, *results], platform, writes_shared=platform != "cpu" and not is_loop
     )
-    end = len(eqns)
+    end = len(flow.eqns)
     last: dict[Any, int] = dict.fromkeys(leaving, end)
-    read = roots_read(eqns, names)
+    read = flow.roots_by(names)
     for i in range(end - 1, -1, -1):
         runs = i  # a value that is not written is made where it is read
-        for var in eqns[i].outvars:
+        for var in flow.eqns[i].outvars:
             if var not in written and var not in names:
                 runs = max(runs, last.get(var, i))
         runs = min(runs, end - 1)
@@ -61,7 +62,7 @@ def peak_bytes(
     ends: dict[int, list[Any]] = {}
     for var in entering:
         ends.setdefault(last.get(var, 0), []).append(var)
-    for i, eqn in enumerate(eqns):
+    for i, eqn in enumerate(flow.eqns):
         made = [out for out in eqn.outvars if out in written and out not in names and out not in resident]
         if not made and i not in ends and eqn.primitive.name not in _WITH_MEMORY:
             continue
@@ -85,7 +86,9 @@ def _inside(eqn: Any, platform: str) -> int:
     """Working memory of one turn of a loop, of a branch, of a call; of convolutions, and of the gradients of pools."""
     name = eqn.primitive.name
     if name in PROGRAMS:
-        return max((_body_bytes(body, platform) for body in running(eqn, platform)), default=0)
+        inputs = lambda body: [*body.invars, *body.constvars]
+        peaks = (peak_bytes(one.eqns, inputs(one), [], [], one.outvars, platform) for one in running(eqn, platform))
+        return max(peaks, default=0)
     if name == "conv_general_dilated":
         return _inside_convolution(eqn, platform)
     if name == "select_and_scatter_add" and platform in ("cuda", "rocm"):
@@ -115,25 +118,3 @@ def hoisted_bytes(eqns: Iterable[Any], platform: str) -> int:
     each element in each of its dimensions, and a zero for each."""
     pools = [eqn for eqn in eqns if eqn.primitive.name == "select_and_scatter_add"] if platform == "cpu" else []
     return sum(4 * (eqn.outvars[0].aval.ndim + 1) * eqn.outvars[0].aval.size for eqn in pools)
-
-
-def _body_bytes(jaxpr: Any, platform: str) -> int:
-    return peak_bytes(jaxpr.eqns, [*jaxpr.invars, *jaxpr.constvars], [], [], jaxpr.outvars, platform)
-
-
-def needed_for(eqns: Sequence[Any], wanted: Iterable[Any], known: set[Any]) -> list[Any]:
-    """Those of the equations that lead from `known` variables to `wanted` ones, in order."""
-    made = producers_of(eqns)
-    needed, chosen = set(variables(wanted)) - known, set[int]()
-    pending = list(needed)
-    while pending:
-        eqn = made.get(pending.pop())
-        if eqn is None or id(eqn) in chosen:
-            continue
-        chosen.add(id(eqn))
-        pending += [var for var in variables(eqn.invars) if var not in known]
-    return [eqn for eqn in eqns if id(eqn) in chosen]
-
-
-def producers_of(eqns: Sequence[Any]) -> dict[Any, Any]:
-    return {out: eqn for eqn in eqns for out in eqn.outvars}

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from memjax._core.program.jaxpr import is_literal, variables
-from memjax._core.program.working import needed_for
+from memjax._core.program.dataflow import is_literal, read_by, variables
+from memjax._plan.budget.stretches import variable_of
 from memjax._plan.codes import BITS
 from memjax._plan.derivative import LoopPair, can_be_split
 from memjax._plan.result import Kept, Plan, Stretch, Tiled
@@ -57,13 +57,11 @@ def _check_parts(chain: Chain, parts: Sequence[Stretch]) -> None:
 
 def _check_turn(part: Stretch, loop: LoopPair) -> None:
     """All that the backward pass reads of a turn is kept, or follows from what is."""
-    program, made = loop.program, {out for eqn in loop.program.eqns for out in eqn.outvars}
-    outs = [program.invars if one.equation < 0 else program.eqns[one.equation].outvars for one in part.kept]
-    known = {some[one.output] for some, one in zip(outs, part.kept, strict=True)}.union(loop.free)
-    wanted = variables([*(atom for eqn in loop.pull.eqns for atom in eqn.invars), *loop.pull.outvars])
+    program, made = loop.program, loop.program.flow.place
+    known = {variable_of(program, one) for one in part.kept}.union(loop.free)
+    wanted = [*loop.pull.flow.read, *variables(loop.pull.outvars)]
     wanted = [var for var in wanted if var in made or var in set(program.invars)]
-    again = needed_for(program.eqns, wanted, known)
-    reads = [*wanted, *variables(atom for eqn in again for atom in eqn.invars)]
+    reads = [*wanted, *read_by(program.flow.needed(wanted, known))]
     if any(var not in known and var not in made for var in reads):
         raise _damaged(f"a loop at equation {part.start} that does not keep what it carries")
 
@@ -77,7 +75,7 @@ def _check_kept(chain: Chain, part: Stretch, kept: Kept, loop: Any) -> None:
     if not 0 <= kept.output < len(outs) or is_literal(outs[kept.output]):
         raise _damaged(f"output {kept.output} of equation {kept.equation}, which is not among those of its stretch")
     if kept.bits is not None:
-        codes = chain.codes if loop is None else chain.codes_of_loop(loop)
+        _, codes = chain.of_loop(loop)
         if kept.bits != BITS or codes is None or codes.nbytes(outs[kept.output]) is None:
             raise _damaged(f"{kept.bits} bits of output {kept.output} of equation {kept.equation}")
     if kept.on_host and loop is None:

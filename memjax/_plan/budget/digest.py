@@ -15,7 +15,8 @@ import jax
 from jax.extend import core
 
 from memjax._core.compat import parameters
-from memjax._core.program.jaxpr import does_nothing, is_literal
+from memjax._core.program.dataflow import is_literal
+from memjax._core.program.jaxpr import does_nothing
 from memjax._plan.derivative import Passes
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")

@@ -9,13 +9,12 @@ import jax
 
 from memjax._core.program import costs
 from memjax._plan.budget.digest import digest
-from memjax._plan.budget.pieces import pieces
-from memjax._plan.budget.stretches import stretches
+from memjax._plan.budget.stretches import choices, stretches
 from memjax._plan.compiled import compiled_bytes, device_of, platform_of
 from memjax._plan.derivative import Passes
 from memjax._plan.layout import Layout
 from memjax._plan.result import Stretch
-from memjax._plan.run import Run, run
+from memjax._plan.run import KeepAll, Run
 from memjax._plan.solve.chain import Chain, Choice
 
 _MOST_PROGRAMS = 16
@@ -79,21 +78,24 @@ class Known:
         """Predicted bytes, and seconds on top of `base_seconds`, of the plans that solve the chain."""
         return [(self.layout.local(nbytes), seconds / self.layout.devices) for nbytes, seconds in self.chain.frontier]
 
-    def stretches(self, choices: Sequence[Choice]) -> tuple[Stretch, ...]:
-        """The choices as data."""
-        return stretches(self.chain, choices, self.layout)
+    def stretches(self, way: Sequence[Choice]) -> tuple[Stretch, ...]:
+        """A way through the chain as data."""
+        return stretches(self.chain, way, self.layout)
 
     def step_bytes(self, stretches: tuple[Stretch, ...], in_steps: bool = False) -> int | None:
         """Temporary bytes of the step under a plan, compiled; None where it is no program of its own."""
         key = key_of(stretches, in_steps)
         if key not in self.compiled:
-            platform = self.chain.rates.platform if in_steps else None
-            derivative, parts = self.chain.derivative, pieces(self.chain, stretches)
             if self._measure is not None:
-                self.compiled[key] = self._measure(Run(derivative, parts, platform) if parts else None, key)
+                self.compiled[key] = self._measure(self.run(stretches, in_steps) if stretches else None, key)
             else:
-                self.compiled[key] = compiled_bytes(run(derivative, parts, platform), self._types, self.layout)
+                found = self.run(stretches, in_steps) if stretches else KeepAll(self.chain.derivative)
+                self.compiled[key] = compiled_bytes(found, self._types, self.layout)
         return self.compiled[key]
+
+    def run(self, stretches: tuple[Stretch, ...], in_steps: bool = False) -> Run:
+        """The two passes under a plan."""
+        return Run(self.chain, choices(self.chain, stretches), self.chain.rates.platform if in_steps else None)
 
 
 _known: dict[Any, Known] = {}

@@ -1,17 +1,19 @@
-"""A way through a chain as plain data."""
+"""A way through a chain as plain data, and back."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 from memjax._core.program.costs import array_bytes
+from memjax._core.program.jaxpr import Program
 from memjax._core.program.scopes import place_of
-from memjax._plan.budget.pieces import codes_in
-from memjax._plan.codes import BITS
+from memjax._plan.codes import BITS, codes_in
 from memjax._plan.layout import Layout
 from memjax._plan.result import Kept, Stretch
 from memjax._plan.solve.chain import Chain, Choice
+from memjax._plan.solve.segment import Option
 
 
 def stretches(chain: Chain, choices: Sequence[Choice], layout: Layout) -> tuple[Stretch, ...]:
@@ -20,25 +22,53 @@ def stretches(chain: Chain, choices: Sequence[Choice], layout: Layout) -> tuple[
 
 
 def _stretches(chain: Chain, choice: Choice, layout: Layout) -> list[Stretch]:
-    option = choice.option
-    program = chain.loops[choice.start].program if option.parts else chain.derivative.forward
-    place = {out: (i, k, eqn) for i, eqn in enumerate(program.eqns) for k, out in enumerate(eqn.outvars)}
-    place |= {var: (-1, k, None) for k, var in enumerate(program.invars)}
-    inside = [(turns or None, one) for turns, one in option.parts or ((0, option),)]
+    option, loop = choice.option, chain.loops[choice.start] if choice.option.parts else None
+    program, codes = chain.of_loop(loop)
     handed_on = layout.local(option.nbytes + option.lent - option.kept_nbytes)
+
+    def kept(var: Any, nbytes: int, bits: int | None = None, on_host: bool = False) -> Kept:
+        equation = program.flow.place.get(var, -1)
+        eqn = program.eqns[equation] if equation >= 0 else None
+        output = (program.invars if eqn is None else eqn.outvars).index(var)
+        made = "carried by the loop" if eqn is None else f"{eqn.primitive.name} {place_of(eqn)}".strip()
+        return Kept(equation, output, layout.local(nbytes), f"{var.aval.str_short()} {made}", bits, on_host)
+
     found = []
-    for turns, one in inside:
-        kept = []
-        codes = codes_in(chain, chain.loops[choice.start] if turns else None, one.coded)
-        every: list[tuple[Any, int, int | None, bool]] = [*((var, array_bytes(var), None, False) for var in one.kept)]
-        every += [(code.of, code.nbytes, BITS, False) for code in codes]
-        every += [(var, array_bytes(var), None, True) for var in one.moved]
-        for var, nbytes, few, on_host in every:
-            equation, output, eqn = place[var]
-            made = "carried by the loop" if eqn is None else f"{eqn.primitive.name} {place_of(eqn)}".strip()
-            local = layout.local(nbytes)
-            kept.append(Kept(equation, output, local, f"{var.aval.str_short()} {made}", few, on_host))
+    parts: Sequence[tuple[int | None, Option]] = option.parts or ((None, option),)
+    for turns, one in parts:
+        inside = [
+            *(kept(var, array_bytes(var)) for var in one.kept),
+            *(kept(code.of, code.nbytes, BITS) for code in codes_in(codes, one.coded)),
+            *(kept(var, array_bytes(var), on_host=True) for var in one.moved),
+        ]
         seconds, working = one.seconds * (turns or 1) / layout.devices, layout.local(option.working)
-        found.append(Stretch(choice.start, choice.stop, tuple(kept), handed_on, turns, seconds, working))
+        found.append(Stretch(choice.start, choice.stop, tuple(inside), handed_on, turns, seconds, working))
         handed_on = 0
     return found
+
+
+def choices(chain: Chain, stretches: Sequence[Stretch]) -> list[Choice]:
+    """The stretches as choices of `chain`, one of the program that they were found for; without bytes and seconds."""
+    found = []
+    for (start, stop), same in itertools.groupby(stretches, lambda stretch: (stretch.start, stretch.stop)):
+        of_turns = list(same)
+        if of_turns[0].turns is None:
+            found.append(Choice(start, stop, _option(chain.derivative.forward, of_turns[0])))
+        else:
+            program = chain.loops[start].program
+            parts = tuple((one.turns or 0, _option(program, one)) for one in of_turns)
+            found.append(Choice(start, stop, Option((), 0, 0.0, 0, parts)))
+    return found
+
+
+def _option(program: Program, stretch: Stretch) -> Option:
+    kept: dict[str, list[Any]] = {"kept": [], "coded": [], "moved": []}
+    for one in stretch.kept:
+        kept["moved" if one.on_host else "kept" if one.bits is None else "coded"].append(variable_of(program, one))
+    of: Any = {kind: tuple(some) for kind, some in kept.items()}
+    return Option(nbytes=0, seconds=0.0, working=0, **of)
+
+
+def variable_of(program: Program, kept: Kept) -> Any:
+    """The variable that is kept, of the forward pass or of a loop's body."""
+    return (program.invars if kept.equation < 0 else program.eqns[kept.equation].outvars)[kept.output]

@@ -7,30 +7,28 @@ more. All of the frontier is kept, so that one solution answers for every budget
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from memjax._core.compat import scan_counts
 from memjax._core.program import costs
-from memjax._core.program.costs import array_bytes, origins_of_names
-from memjax._core.program.jaxpr import is_literal, variables
+from memjax._core.program.costs import array_bytes
+from memjax._core.program.dataflow import Dataflow, is_literal, made_by, read_by, variables
+from memjax._core.program.jaxpr import Program
 from memjax._core.program.primitives import expensive
 from memjax._plan.blocks import ends_of_blocks
 from memjax._plan.codes import Codes, codes_of, codes_of_loop
-from memjax._plan.derivative import LoopPair, Passes, can_be_split, loop_pairs
+from memjax._plan.derivative import LoopPair, Passes, loop_pairs
 from memjax._plan.lent import lent_to_pieces
-from memjax._plan.solve.moved import with_moves
+from memjax._plan.solve.loops import loop_options
 from memjax._plan.solve.phases import available_anywhere, backward_turns, cut_points
-from memjax._plan.solve.segment import Option, Segment, corners, falling, options
+from memjax._plan.solve.segment import Option, Segment, options
 
 _LONGEST = 4  # pieces in a stretch
 _MOST_POINTS = 1500
-_MOST_TURNS = 64  # of a loop that is split, so that few options arise
-_SECONDS_TO_SPLIT = 2e-5
 
 
 class Choice(NamedTuple):
@@ -73,7 +71,7 @@ class Chain:
         self.cuts = [0, *sorted({*cuts, *ends_of_blocks(program)} - {0, n}), n]
         self.turns = backward_turns(program, backward, self.cuts, self.free)
         self._index()
-        self._frontiers: dict[Any, list[Option]] = {}
+        self._frontiers: dict[Any, list[Option]] = {}  # by signature of a stretch, of places instead of variables
         self._texts: dict[int, str] = {}
         self._types: dict[Any, str] = {}
         self._codes_of_loops: dict[int, Codes] = {}
@@ -83,22 +81,19 @@ class Chain:
     def _index(self) -> None:
         """Where variables are made and read."""
         program, backward, n = self.derivative.forward, self.derivative.backward, len(self.cuts) - 1
-        self.made = {out: i for i, eqn in enumerate(program.eqns) for out in eqn.outvars}
-        self.last: dict[Any, int] = {}
-        for i, eqn in enumerate(program.eqns):
-            self.last |= dict.fromkeys(variables(eqn.invars), i)
         self.last_turn: dict[Any, int] = {}
-        self.ct_made = dict.fromkeys([*backward.invars, *backward.constvars], n)
-        self.ct_read: dict[Any, int] = {}
-        for eqn, turn in zip(backward.eqns, self.turns, strict=True):
-            self.ct_made |= dict.fromkeys(eqn.outvars, turn)
-            for var in variables(eqn.invars):
+        made = dict.fromkeys([*backward.invars, *backward.constvars], n)
+        read: dict[Any, int] = {}
+        for eqn, reads, turn in zip(backward.eqns, backward.flow.reads, self.turns, strict=True):
+            made |= dict.fromkeys(eqn.outvars, turn)
+            for var in reads:
                 self.last_turn[var] = max(self.last_turn.get(var, -1), turn)
-                self.ct_read[var] = min(self.ct_read.get(var, n), turn)
-        self.needed: set[Any] = set(variables(self.derivative.outputs))
-        for eqn in reversed(program.eqns):
-            if eqn.effects or not self.needed.isdisjoint(eqn.outvars):
-                self.needed.update(variables(eqn.invars))
+                read[var] = min(read.get(var, n), turn)
+        # Cotangents alive between the turns of pieces `k` and `k` - 1.
+        self.alive = [[var for var, turn in made.items() if turn >= k > read.get(var, k)] for k in range(n + 1)]
+        flow = program.flow
+        self.primal = flow.needed(self.derivative.outputs, always=flow.acting)
+        self._is_primal = set(map(id, self.primal))
         self.by_turn: list[list[Any]] = [[] for _ in range(n)]
         for eqn, turn in zip(backward.eqns, self.turns, strict=True):
             self.by_turn[turn].append(eqn)
@@ -109,8 +104,8 @@ class Chain:
     def _places(self, n: int) -> list[list[int]]:
         """For each piece the bytes of the arrays that may lie in the memory of results."""
         results = set(variables(self.derivative.backward.outvars))
-        names = origins_of_names(self.derivative.forward.eqns)
-        made = [[array_bytes(v) for eqn in eqns for v in eqn.outvars if v in results] for eqns in self.by_turn]
+        names = self.derivative.forward.flow.names
+        made = [[array_bytes(var) for var in made_by(eqns) if var in results] for eqns in self.by_turn]
         pieces = [self.segment(a, a + 1) for a in range(n)]
         handed_on = [{names.get(var, var) for var in piece.crossing} for piece in pieces]
         wanted = [{names.get(v, v) for v in one.wanted} - there for one, there in zip(pieces, handed_on, strict=True)]
@@ -120,33 +115,36 @@ class Chain:
     def segment(self, a: int, b: int) -> Segment:
         """The stretch of pieces `a` to `b` - 1."""
         start, stop = self.cuts[a], self.cuts[b]
-        eqns = self.derivative.forward.eqns[start:stop]
-        made = [out for eqn in eqns for out in eqn.outvars if out not in self.free]
-        late = lambda var: self.last.get(var, -1) >= stop or self.last_turn.get(var, -1) >= b
+        eqns, last = self.derivative.forward.eqns[start:stop], self.derivative.forward.flow.last_reader
+        made = [out for out in made_by(eqns) if out not in self.free]
+        late = lambda var: last(var) >= stop or self.last_turn.get(var, -1) >= b
         backward = [eqn for turns in reversed(self.by_turn[a:b]) for eqn in turns]
         inside = set(made)
         return Segment(
             eqns=eqns,
             backward=backward,
-            wanted=[v for v in dict.fromkeys(v for e in backward for v in variables(e.invars)) if v in inside],
+            wanted=[var for var in read_by(backward) if var in inside],
             crossing=[var for var in made if late(var)],
-            entering=[v for v, turn in self.ct_made.items() if turn >= b and self.ct_read.get(v, b) < b],
-            leaving=[v for v, turn in self.ct_made.items() if turn >= a and self.ct_read.get(v, a) < a],
+            entering=self.alive[b],
+            leaving=self.alive[a],
             results=variables(self.derivative.backward.outvars),
-            primal=[eqn for eqn in eqns if eqn.effects or not self.needed.isdisjoint(eqn.outvars)],
+            primal=[eqn for eqn in eqns if id(eqn) in self._is_primal],
             outputs=variables(self.derivative.outputs),
             places=sorted(size for piece in self.places[a:b] for size in piece),
         )
 
     def between(self, start: int, stop: int) -> Segment:
         """The stretch of equations `start` to `stop` - 1. A program without equations has one piece, too."""
-        return self.segment(self.cuts.index(start), len(self.cuts) - 1 - self.cuts[::-1].index(stop))
+        return self.segment(*self._pieces(start, stop))
+
+    def _pieces(self, start: int, stop: int) -> tuple[int, int]:
+        return self.cuts.index(start), len(self.cuts) - 1 - self.cuts[::-1].index(stop)
 
     def options(self, a: int, b: int) -> list[Option]:
         """The options for the stretch of pieces `a` to `b` - 1; equal stretches share them."""
         segment = self.segment(a, b)
         if (pair := self.loops.get(self.cuts[a])) is not None and b == a + 1:
-            return self._loop_options(pair, segment)
+            return loop_options(pair, segment, self.rates, self.codes_of_loop(pair), offload=self._offload)
         key = self._signature(segment)
         if key not in self._frontiers:
             found = [
@@ -164,83 +162,20 @@ class Chain:
 
         Two stretches take no more then, and the second has had its turn before anything of the first runs again.
         """
-        names = origins_of_names(segment.eqns)
-        made = {out for eqn in segment.eqns for out in eqn.outvars} - self.free
-        there = {names.get(var, var) for var in (*option.kept, *segment.crossing)}
-        for eqn in segment.eqns:
-            if not expensive(eqn) and there.issuperset(
-                made.intersection(names.get(v, v) for v in variables(eqn.invars))
-            ):
-                there.update(eqn.outvars)
+        flow, last = Dataflow(segment.eqns), self.derivative.forward.flow.last_reader
+        root = lambda var: flow.names.get(var, var)
+        kept = set(map(root, (*option.kept, *segment.crossing)))
+        before = flow.outside.keys() - kept
+        there = flow.following(kept | before, lambda eqn: not expensive(eqn), flow.roots) - before
         for cut in self.cuts[a + 1 : b]:
-            before = self.derivative.forward.eqns[self.cuts[a] : cut]
-            outs = {out for eqn in before for out in eqn.outvars} & made
-            alive = {names.get(var, var) for var in outs if self.last.get(var, -1) >= cut}
-            if alive <= there:
+            made = made_by(self.derivative.forward.eqns[self.cuts[a] : cut]).keys() - self.free
+            if there.issuperset(root(var) for var in made if last(var) >= cut):
                 return True
         return False
 
-    def _loop_options(self, pair: LoopPair, segment: Segment) -> list[Option]:
-        program, pull, length = pair.program, pair.pull, pair.forward.params["length"]
-        free = available_anywhere(program, pair.free)
-        lost = [var for var in program.invars if var not in free]
-        made = {out for eqn in program.eqns for out in eqn.outvars} | set(lost)
-        read = dict.fromkeys(var for eqn in pull.eqns for var in variables(eqn.invars))
-        read |= dict.fromkeys(variables(pull.outvars))
-        n_out = len(program.outvars)
-        outs = {
-            program.outvars[i] for i in range(n_out) if i not in pair.residuals and not is_literal(program.outvars[i])
-        }
-        needed, primal = set(outs), []
-        for eqn in reversed(program.eqns):
-            if eqn.effects or not needed.isdisjoint(eqn.outvars):
-                primal.append(eqn)
-                needed.update(variables(eqn.invars))
-        body = Segment(
-            eqns=program.eqns,
-            backward=pull.eqns,
-            wanted=[var for var in read if var in made],
-            crossing=(),
-            entering=[var for var in pull.invars if var in read],
-            leaving=variables(pull.outvars),
-            results=(),
-            primal=primal[::-1],
-            lost=lost,
-        )
-        crossing = sum(map(array_bytes, segment.crossing))
-        moving = sum(map(array_bytes, segment.entering))
-        if self.rates.platform != "cpu":  # what a loop carries to a result lies in that from its start
-            carried = pair.backward.outvars[: scan_counts(pair.backward)[1]]
-            moving -= sum(map(array_bytes, set(segment.results).intersection(carried)))
-        found = options(body, self.rates, free, self.codes_of_loop(pair), is_loop=True)
-        if self._offload:
-            found = with_moves(found, self.rates)
-        mixed: list[tuple[tuple[int, Option], ...]] = []
-        is_reverse = pair.forward.params["reverse"]
-        # XLA:CPU copies what loops in parts stack: more of them takes less memory there, or less takes more.
-        if self.rates.kind != "cpu" and 1 < length <= _MOST_TURNS and can_be_split(pair):
-            exact = [option for option in found if not option.coded and not option.moved]
-            here = [option for option in found if not option.moved]
-            pairs = [
-                *pairwise(corners(exact)),
-                *(pair for one in (here, found) for pair in pairwise(corners(falling(one)))),
-            ]
-            for less, more in dict.fromkeys(pairs):
-                mixed += [((turns, less), (length - turns, more)) for turns in range(1, length)]
-        if is_reverse:  # turns are numbered by what is scanned over; those that run first keep less
-            mixed = [parts[::-1] for parts in mixed]
-
-        def whole(parts: tuple[tuple[int, Option], ...]) -> Option:
-            held = peak = crossing
-            # The part that runs last has its turns first in the backward pass, and nothing is kept of it afterwards.
-            for turns, option in reversed(parts) if is_reverse else parts:
-                # A turn has copies of what it reads of the stacks. A loop of one turn is none when it is compiled.
-                peak = max(peak, held + option.working + (turns * option.nbytes if turns > 1 else 0))
-                held += turns * option.nbytes
-            seconds = sum(turns * option.seconds for turns, option in parts) + (len(parts) - 1) * _SECONDS_TO_SPLIT
-            return Option((), held, seconds, peak + moving, parts)
-
-        return [whole(parts) for parts in ([((length, option),) for option in found] + mixed)]
+    def of_loop(self, pair: LoopPair | None) -> tuple[Program, Codes | None]:
+        """The body of a loop, or the forward pass, and its codes."""
+        return (self.derivative.forward, self.codes) if pair is None else (pair.program, self.codes_of_loop(pair))
 
     def codes_of_loop(self, pair: LoopPair) -> Codes | None:
         """The codes of the body of a loop, if something may be kept in codes."""
@@ -259,7 +194,7 @@ class Chain:
             for var in members:
                 roles[var] = roles.get(var, "") + role
         results = set(segment.results)
-        need = _no_need if self.codes is None else self.codes.need
+        need = (lambda var: None) if self.codes is None else self.codes.need
         parts: list[Any] = []
         for eqn in (*segment.eqns, *segment.backward):
             parts.append(self._text(eqn))
@@ -313,22 +248,11 @@ class Chain:
 
     @functools.cached_property
     def base_seconds(self) -> float:
-        total = 0.0
-        for eqns, outputs in (
-            (self.derivative.forward.eqns, self.derivative.outputs),
-            (self.derivative.backward.eqns, self.derivative.backward.outvars),
-        ):
-            mine = (
-                [eqn for eqn in eqns if self.needed.intersection(eqn.outvars)]
-                if outputs is self.derivative.outputs
-                else eqns
-            )
-            there = {var for eqn in mine for var in variables(eqn.invars)} - {
-                out for eqn in mine for out in eqn.outvars
-            }
-            written = costs.stored(mine, [*outputs, *there], self.rates.platform)
-            total += sum(costs.seconds(eqn, self.rates, written.__contains__) for eqn in mine)
-        return total
+        program, outputs = self.derivative.forward, self.derivative.outputs
+        read = {*variables(outputs), *read_by(self.primal)}
+        eqns = [eqn for eqn in self.primal if not read.isdisjoint(eqn.outvars)]
+        primal = dataclasses.replace(program, outvars=outputs, eqns=eqns)
+        return sum(costs.program_seconds(one, self.rates) for one in (primal, self.derivative.backward))
 
     @property
     def frontier(self) -> list[tuple[int, float]]:
@@ -353,8 +277,8 @@ class Chain:
 
     def options_of(self, choice: Choice) -> list[Option]:
         """The options for the stretch of a choice."""
-        a, b = self.cuts.index(choice.start), len(self.cuts) - 1 - self.cuts[::-1].index(choice.stop)
-        return self.options(a, b)
+        start, stop = self._pieces(choice.start, choice.stop)
+        return [option for j, option in self._from[start] if j == stop]
 
     def choices(self, nbytes: float) -> list[Choice]:
         """The fastest way within so many bytes, or that of the least memory if there is none."""
@@ -379,10 +303,6 @@ def peak_of(choices: Sequence[Choice]) -> float:
 def _renamed(option: Option, name: Callable[[Any], Any]) -> Option:
     """The option of variables that are called otherwise."""
     return option._replace(kept=tuple(map(name, option.kept)), coded=tuple(map(name, option.coded)))
-
-
-def _no_need(var: Any) -> Any:
-    return None
 
 
 def _frontier(nbytes: np.ndarray, seconds: np.ndarray, which: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -6,15 +6,15 @@ from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from memjax._core.program.costs import array_bytes, origins_of_names, stored
-from memjax._core.program.jaxpr import is_literal, variables
+from memjax._core.program.costs import array_bytes, stored
+from memjax._core.program.dataflow import Dataflow, is_literal, variables
 
 
 def in_time(again: Sequence[Any], backward: Sequence[Any]) -> list[Any]:
     """The equations of `again` and `backward`, each of the former no earlier than the latter need it."""
     found = _Found(again)
     for eqn in backward:
-        found.add_before(eqn)
+        found.add_makers(variables(eqn.invars))
         found.order.append(eqn)
     return found.order
 
@@ -35,7 +35,7 @@ class _Found:
 
     def __init__(self, eqns: Sequence[Any]):
         self.order: list[Any] = []
-        self._made = {out: eqn for eqn in eqns for out in eqn.outvars}
+        self._makers = Dataflow(eqns).makers
         self._done: set[int] = set()
 
     def add(self, eqn: Any) -> None:
@@ -47,28 +47,24 @@ class _Found:
             elif id(eqn) not in self._done:
                 self._done.add(id(eqn))
                 stack.append((eqn, True))
-                stack.extend((self._made[var], False) for var in variables(eqn.invars) if var in self._made)
+                stack.extend((self._makers[var], False) for var in variables(eqn.invars) if var in self._makers)
 
-    def add_before(self, eqn: Any) -> None:
-        for var in variables(eqn.invars):
-            if var in self._made:
-                self.add(self._made[var])
+    def add_makers(self, read: Iterable[Any]) -> None:
+        for var in read:
+            if var in self._makers:
+                self.add(self._makers[var])
 
 
 def scattered_into_sums(eqns: Sequence[Any]) -> list[Any]:
     """The equations; what is scattered into zeros and added to an array is scattered into that array, as compilers do."""
-    readers: dict[Any, list[Any]] = {}
-    for eqn in eqns:
-        for var in variables(eqn.invars):
-            readers.setdefault(var, []).append(eqn)
-    makers = {out: eqn for eqn in eqns for out in eqn.outvars}
+    flow = Dataflow(eqns)
     gone: set[int] = set()
     instead: dict[int, Any] = {}
     for eqn in eqns:
         if eqn.primitive.name not in ("scatter-add", "scatter_add"):
             continue
-        found = readers.get(eqn.outvars[0], [])
-        zeros = None if is_literal(eqn.invars[0]) else makers.get(eqn.invars[0])
+        found = [eqns[i] for i in flow.readers.get(eqn.outvars[0], [])]
+        zeros = None if is_literal(eqn.invars[0]) else flow.makers.get(eqn.invars[0])
         if len(found) != 1 or found[0].primitive.name not in ("add", "add_any") or zeros is None:
             continue
         if zeros.primitive.name != "broadcast_in_dim" or not is_literal(zeros.invars[0]) or zeros.invars[0].val != 0:
@@ -81,26 +77,25 @@ def scattered_into_sums(eqns: Sequence[Any]) -> list[Any]:
     return [instead.get(id(eqn), eqn) for eqn in eqns if id(eqn) not in gone]
 
 
-def freeing_first(eqns: Sequence[Any], results: Iterable[Any], stays: Iterable[Any], platform: str) -> list[Any]:
+def freeing_first(flow: Dataflow, results: Iterable[Any], stays: Iterable[Any], platform: str) -> Dataflow:
     """The equations in an order in which one that frees no less than it needs runs as soon as it can.
 
     Args:
-      eqns: in an order in which they can run.
+      flow: of equations in an order in which they can run.
       results: what takes no temporary memory.
       stays: what is needed afterwards.
       platform: what is compiled for.
     """
-    names = origins_of_names(eqns)
-    root = lambda var: names.get(var, var)
+    root = lambda var: flow.names.get(var, var)
     outside, needed = set(map(root, results)), set(map(root, stays))
-    written = stored(eqns, [*outside, *needed], platform)
+    written = stored(flow, [*outside, *needed], platform)
     needs = [
-        sum(array_bytes(out) for out in eqn.outvars if out in written and root(out) not in outside) for eqn in eqns
+        sum(array_bytes(out) for out in eqn.outvars if out in written and root(out) not in outside) for eqn in flow.eqns
     ]
     reads: list[set[Any]] = []
     through: dict[Any, set[Any]] = {}  # what is read to compute a value that is not written
-    for eqn in eqns:
-        found: set[Any] = set().union(*(through.get(root(var), {root(var)}) for var in variables(eqn.invars)))
+    for eqn, roots in zip(flow.eqns, flow.roots, strict=True):
+        found: set[Any] = set().union(*(through.get(var, {var}) for var in roots))
         inside = {root(out) for out in eqn.outvars if out not in written}
         through |= dict.fromkeys(inside, found)
         reads.append(set() if len(inside) == len(eqn.outvars) else found)
@@ -117,14 +112,13 @@ def freeing_first(eqns: Sequence[Any], results: Iterable[Any], stays: Iterable[A
             left[var] -= 1
         return i
 
-    return _topological(eqns, choose)
+    return flow.reordered(_topological(flow, choose))
 
 
-def _topological(eqns: Sequence[Any], choose: Callable[[list[int]], int]) -> list[Any]:
-    """The equations, of those that are ready always the one that `choose` takes out of their numbers."""
-    made = {out: i for i, eqn in enumerate(eqns) for out in eqn.outvars}
-    before = [{made[var] for var in variables(eqn.invars) if var in made} for eqn in eqns]
-    after: list[list[int]] = [[] for _ in eqns]
+def _topological(flow: Dataflow, choose: Callable[[list[int]], int]) -> list[int]:
+    """The numbers of the equations, of those that are ready always the one that `choose` takes out."""
+    before = [{flow.place[var] for var in reads if var in flow.place} for reads in flow.reads]
+    after: list[list[int]] = [[] for _ in flow.eqns]
     for i, found in enumerate(before):
         for j in found:
             after[j].append(i)
@@ -133,7 +127,7 @@ def _topological(eqns: Sequence[Any], choose: Callable[[list[int]], int]) -> lis
     order = []
     while ready:
         i = choose(ready)
-        order.append(eqns[i])
+        order.append(i)
         for j in after[i]:
             waits[j] -= 1
             if not waits[j]:

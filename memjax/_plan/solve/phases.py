@@ -12,8 +12,9 @@ from itertools import pairwise
 from typing import Any
 
 from memjax._core.compat import is_ordered
-from memjax._core.program.costs import array_bytes, origins_of_names
-from memjax._core.program.jaxpr import Program, consumers, variables
+from memjax._core.program.costs import array_bytes
+from memjax._core.program.dataflow import made_by, read_by, variables
+from memjax._core.program.jaxpr import Program
 from memjax._core.program.primitives import VIEWS, expensive
 
 _MOST_PIECES = 160
@@ -21,17 +22,9 @@ _MOST_PIECES = 160
 
 def available_anywhere(program: Program, free: Iterable[Any]) -> set[Any]:
     """What is there again in the backward pass, or follows from that by moving it, or from constants cheaply."""
-    free, constant = {*free, *program.constvars}, set[Any]()
-    for eqn in program.eqns:
-        inputs = variables(eqn.invars)
-        if eqn.effects or expensive(eqn):
-            continue
-        if constant.issuperset(inputs):
-            constant.update(eqn.outvars)
-            free.update(eqn.outvars)
-        elif eqn.primitive.name in VIEWS and free.issuperset(inputs):
-            free.update(eqn.outvars)
-    return free
+    flow = program.flow
+    constant = flow.following((), lambda eqn: not expensive(eqn))
+    return flow.following({*free, *program.constvars, *constant}, lambda eqn: eqn.primitive.name in VIEWS)
 
 
 def cut_points(program: Program, outputs: Sequence[Any], free: set[Any], alone: Sequence[Any] = ()) -> list[int]:
@@ -43,22 +36,13 @@ def cut_points(program: Program, outputs: Sequence[Any], free: set[Any], alone: 
       free: what counts as alive nowhere.
       alone: equations that are a piece each.
     """
-    eqns = program.eqns
-    needed = set(variables(outputs))
-    primal = []
-    for eqn in reversed(eqns):
-        primal.append(not needed.isdisjoint(eqn.outvars) or bool(eqn.effects))
-        if primal[-1]:
-            needed.update(variables(eqn.invars))
-    primal.reverse()
-    names = origins_of_names(eqns)
-    made = {out: i for i, eqn in enumerate(eqns) for out in eqn.outvars if out not in names and out not in free}
+    eqns, flow = program.eqns, program.flow
+    primal = {id(eqn) for eqn in flow.needed(outputs, always=flow.acting)}
+    made = {out: i for out, i in flow.place.items() if out not in flow.names and out not in free}
     last: dict[Any, int] = {}
-    for i, eqn in enumerate(eqns):
-        if primal[i]:
-            for var in variables(eqn.invars):
-                if names.get(var, var) in made:
-                    last[names.get(var, var)] = i
+    for i, roots in enumerate(flow.roots):
+        if id(eqns[i]) in primal:
+            last |= dict.fromkeys(roots.intersection(made), i)
     change = [0] * (len(eqns) + 2)
     for var, end in last.items():
         change[made[var] + 1] += array_bytes(var)
@@ -68,7 +52,9 @@ def cut_points(program: Program, outputs: Sequence[Any], free: set[Any], alone: 
         total += step
         alive.append(total)
 
-    heavy = [i for i, eqn in enumerate(eqns) if primal[i] and expensive(eqn) and not free.issuperset(eqn.outvars)]
+    heavy = [
+        i for i, eqn in enumerate(eqns) if id(eqn) in primal and expensive(eqn) and not free.issuperset(eqn.outvars)
+    ]
     # The latest of the places with the fewest bytes: what is added to a residual stream belongs to what made it.
     gaps = [min(range(other, one, -1), key=alive.__getitem__) for one, other in pairwise(heavy)]
     if heavy:  # what follows the last of them, a loss, is a piece, too
@@ -96,13 +82,11 @@ def backward_turns(program: Program, backward: Program, cuts: Sequence[int], fre
     that is alive for others: the sums of a bias, and of a scale, then take one pass over the cotangent that both read.
     """
     piece: dict[Any, int] = {}
+    last_reader: dict[Any, int] = {}
     for number, (start, stop) in enumerate(pairwise(cuts)):
-        for eqn in program.eqns[start:stop]:
-            piece |= dict.fromkeys(eqn.outvars, number)
-    last_reader = {
-        var: max((piece[out] for eqn in eqns for out in eqn.outvars), default=0)
-        for var, eqns in consumers(program).items()
-    }
+        eqns = [eqn for eqn in program.eqns[start:stop] if eqn.outvars]
+        piece |= dict.fromkeys(made_by(eqns), number)
+        last_reader |= dict.fromkeys(read_by(eqns), number)
 
     def turn_of(var: Any) -> int | None:
         """When a residual is read: in its piece, or, if it is an input of later pieces, in the last one of these."""
@@ -114,48 +98,45 @@ def backward_turns(program: Program, backward: Program, cuts: Sequence[int], fre
     when: dict[Any, int] = {}
     turns: list[int] = []
     reads = []
-    for eqn in backward.eqns:
-        inputs = variables(eqn.invars)
+    for eqn, inputs in zip(backward.eqns, backward.flow.reads, strict=True):
         own = [turn for var in inputs if (turn := turn_of(var)) is not None]
         reads.append(bool(own))
         turn = min([n - 1, *own, *(when[var] for var in inputs if var in when)])
         turns.append(turn)
         when |= dict.fromkeys(eqn.outvars, turn)
-    _wait(backward, turns, reads, set(when))
+    _wait(backward, turns, reads)
     return turns
 
 
-def _wait(backward: Program, turns: list[int], reads: Sequence[bool], cotangents: set[Any]) -> None:
+def _wait(backward: Program, turns: list[int], reads: Sequence[bool]) -> None:
     """Let equations that read no residual wait, as `backward_turns` says: changes `turns`.
 
     Args:
       backward: the backward pass.
       turns: of its equations, as early as they can run.
       reads: which of them read residuals.
-      cotangents: what it computes.
     """
-    place = {id(eqn): i for i, eqn in enumerate(backward.eqns)}
-    readers = {var: [place[id(eqn)] for eqn in eqns] for var, eqns in consumers(backward).items()}
+    flow = backward.flow
     outputs = set(variables(backward.outvars))
     needed: dict[int, int] = {}  # the first turn in which something follows that reads a residual
     for i in range(len(backward.eqns) - 1, -1, -1):
         eqn = backward.eqns[i]
-        after = [one for out in eqn.outvars for one in readers.get(out, [])]
+        after = [one for out in eqn.outvars for one in flow.readers.get(out, [])]
         needed[i] = turns[i] if reads[i] else max((needed[one] for one in after), default=0)
         if reads[i]:
             continue
-        inputs = [var for var in variables(eqn.invars) if var in cotangents]
+        inputs = [var for var in flow.reads[i] if var in flow.place]
         shrinks = sum(map(array_bytes, eqn.outvars)) < sum(map(array_bytes, inputs))
         if not shrinks and outputs.isdisjoint(eqn.outvars):
             turns[i] = min(turns[i], max((turns[one] for one in after), default=turns[i]))
         elif shrinks:
-            others = [[turns[one] for one in readers[var] if one != i] for var in inputs]
+            others = [[turns[one] for one in flow.readers[var] if one != i] for var in inputs]
             alive_until = max(min(there, default=turns[i]) for there in others)
             turns[i] = min(turns[i], max(needed[i], alive_until))
     when: dict[Any, int] = {}
     ordered = max(turns, default=0)
     for i, eqn in enumerate(backward.eqns):  # what follows an equation that waits does so, too
-        turns[i] = min([turns[i], *(when[var] for var in variables(eqn.invars) if var in when)])
+        turns[i] = min([turns[i], *(when[var] for var in flow.reads[i] if var in when)])
         if is_ordered(eqn):  # callbacks stay in their order
             turns[i] = ordered = min(turns[i], ordered)
         when |= dict.fromkeys(eqn.outvars, turns[i])

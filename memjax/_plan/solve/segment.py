@@ -6,16 +6,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from memjax._core.program import costs
-from memjax._core.program.costs import array_bytes, origins_of_names
-from memjax._core.program.jaxpr import variables
-from memjax._core.program.working import hoisted_bytes, needed_for, peak_bytes
-from memjax._plan.codes import Code, Codes
+from memjax._core.program.costs import array_bytes
+from memjax._core.program.dataflow import Dataflow, aliases, made_by, read_by
+from memjax._core.program.working import hoisted_bytes, peak_bytes
+from memjax._plan.codes import Codes
 from memjax._plan.lent import lent_to
 from memjax._plan.solve.order import freeing_first, in_time, scattered_into_sums
 from memjax._plan.solve.subsets import Problem, Subset, coded_subsets, exact_subsets
-
-# Over what a turn of a loop keeps: a copy into the stack and one out of it, each read and written, by kernels of their own.
-_PASSES_OF_STACKING = 4
 
 
 class Segment(NamedTuple):
@@ -90,19 +87,18 @@ def options(
 
     What `free` has, and what earlier stretches make, is there anyhow; but not what is `lost`, which can only be kept.
     """
-    made = {out for eqn in segment.eqns for out in eqn.outvars}
-    outside = _read(segment.eqns) - made - set(segment.lost)
-    is_known = (free & made) | set(segment.crossing) | outside
+    flow = Dataflow(segment.eqns)
+    made = flow.place.keys()
+    is_known = {*(free & made), *segment.crossing, *flow.outside} - set(segment.lost)
     wanted = [var for var in dict.fromkeys(segment.wanted) if var not in is_known]
-    again = needed_for(segment.eqns, wanted, is_known)
-    names = origins_of_names(segment.eqns)
+    again = flow.needed(wanted, is_known)
     in_memory = costs.stored(
         [*again, *segment.backward], [*is_known, *segment.results, *segment.leaving], rates.platform
     )
     seconds = {id(eqn): costs.seconds(eqn, rates, in_memory.__contains__) for eqn in again}
     written = costs.stored(segment.primal, segment.crossing, rates.platform, writes_shared=True)
 
-    copying = (_PASSES_OF_STACKING if is_loop and rates.platform != "cpu" else 0) / rates.nbytes
+    copying = costs.stacking_seconds(1, rates) if is_loop else 0.0
 
     def to_keep(var: Any) -> float:
         """It is read, and, unless the forward pass does so anyway, written."""
@@ -112,41 +108,42 @@ def options(
         return costs.coding_seconds(array_bytes(var), rates) + nbytes * copying
 
     # Of several names for the same bytes one counts; none where an earlier stretch makes these.
-    handed_on = [array_bytes(var) for var in {names.get(var, var) for var in segment.crossing} & made]
+    handed_on = [array_bytes(var) for var in {flow.names.get(var, var) for var in segment.crossing} & made]
     crossing = sum(handed_on) + hoisted_bytes(segment.backward, rates.platform)
 
     backward = scattered_into_sums(segment.backward)
+    names = aliases(backward, flow.names)
 
     def option(subset: Subset) -> Option:
         kept, coded = subset.kept, subset.coded
-        rerun = needed_for(again, wanted, {*is_known, *kept, *(code.of for code in coded)})
+        rerun = flow.needed(wanted, {*is_known, *kept, *(code.of for code in coded)})
         time = sum(seconds[id(eqn)] for eqn in rerun) + sum(map(to_keep, kept))
         time += sum(to_code(code.of, code.nbytes) for code in coded)
         # A code is read where what it decodes to is.
         rerun = [*(code.decode for code in coded), *rerun]
         # On CPUs all that can run does, so that several operators may run at a time.
         order = [*rerun, *backward] if rates.platform == "cpu" else in_time(rerun, backward)
-        read = _read(order)
+        run = Dataflow(order)
         in_codes = [code.variable for code in coded]
-        here = [var for var in (*kept, *in_codes, *segment.crossing) if var in read]
-        elsewhere = read - set(here) - set(segment.entering) - {out for eqn in order for out in eqn.outvars}
+        here = [var for var in (*kept, *in_codes, *segment.crossing) if var in run.read]
+        elsewhere = run.outside.keys() - set(here) - set(segment.entering)
         entering = [*segment.entering, *here]
         peak = lambda order: peak_bytes(
             *(order, elsewhere, entering, segment.leaving, segment.results, rates.platform, names), is_loop=is_loop
         )
-        working = peak(order)
+        working = peak(run)
         if rates.platform != "cpu":  # of several schedules the compiler takes the one of the least memory
             stays = [*segment.leaving, *elsewhere]
-            working = min(working, peak(freeing_first(order, segment.results, stays, rates.platform)))
+            working = min(working, peak(freeing_first(run, segment.results, stays, rates.platform)))
         if rates.platform == "cpu":
-            working = max(working, _forward_bytes(segment, kept, coded, rates.platform))
+            working = max(working, _forward_bytes(segment, flow, subset, rates.platform))
         coded_nbytes = sum(code.nbytes for code in coded)
         lent = lent_to([*handed_on, *map(array_bytes, kept)], segment.places)
         nbytes = crossing + sum(map(array_bytes, kept)) + coded_nbytes - lent
         coded_vars = tuple(code.of for code in coded)
         return Option(tuple(kept), nbytes, time, working - lent, (), coded_vars, coded_nbytes, lent)
 
-    problem = Problem(again, wanted, is_known, seconds, to_keep, to_code, names)
+    problem = Problem(Dataflow(again), wanted, is_known, seconds, to_keep, to_code, flow.names)
     found = [option(subset) for subset in exact_subsets(problem)]
     if codes is not None:
         fastest = min((one.seconds for one in found), default=0.0)
@@ -159,45 +156,16 @@ def options(
     return found
 
 
-def _forward_bytes(segment: Segment, kept: Sequence[Any], coded: Sequence[Code], platform: str) -> int:
+def _forward_bytes(segment: Segment, flow: Dataflow, subset: Subset, platform: str) -> int:
     """The most bytes alive in the forward pass of the segment, besides what was there before."""
+    kept, coded = subset
     stays = [*segment.crossing, *kept, *(code.of for code in coded)]
-    made = {out for eqn in segment.eqns for out in eqn.outvars}
-    chosen = {id(eqn) for eqn in (*segment.primal, *needed_for(segment.eqns, stays, set()))}
+    chosen = {id(eqn) for eqn in (*segment.primal, *flow.needed(stays))}
     eqns = [eqn for eqn in segment.eqns if id(eqn) in chosen]
     if coded:
         encodes = {code.of: code.encode for code in coded}
-        eqns = [encodes[var] for var in encodes.keys() - made] + [
-            one for eqn in eqns for one in (eqn, *(encodes[out] for out in eqn.outvars if out in encodes))
+        eqns = [encodes[var] for var in encodes.keys() - flow.place.keys()] + [
+            one for eqn in eqns for one in (eqn, *(encodes[out] for out in made_by([eqn]) if out in encodes))
         ]
         stays = [*segment.crossing, *kept, *(code.variable for code in coded)]
-    return peak_bytes(eqns, _read(eqns) - made, [], stays, segment.outputs, platform)
-
-
-def _read(eqns: Sequence[Any]) -> set[Any]:
-    return {var for eqn in eqns for var in variables(eqn.invars)}
-
-
-def falling(found: Sequence[Option]) -> list[Option]:
-    """Those, in order of bytes, that are faster than all before."""
-    chosen: list[Option] = []
-    for option in found:
-        if not chosen or option.seconds < chosen[-1].seconds:
-            chosen.append(option)
-    return chosen
-
-
-def corners(found: Sequence[Option]) -> list[Option]:
-    """The options that no mixture of two others beats; those found rise in bytes."""
-    hull: list[Option] = []
-    for option in found:
-        while len(hull) > 1 and _lies_above(hull[-2], hull[-1], option):
-            hull.pop()
-        hull.append(option)
-    return hull
-
-
-def _lies_above(left: Option, middle: Option, right: Option) -> bool:
-    """Whether the middle one is no better than a mixture of the others."""
-    over, step = right.nbytes - left.nbytes, middle.nbytes - left.nbytes
-    return (middle.seconds - left.seconds) * over >= (right.seconds - left.seconds) * step
+    return peak_bytes(eqns, read_by(eqns).keys() - flow.place.keys(), [], stays, segment.outputs, platform)

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from memjax._core.barriers import barrier
-from memjax._core.program.costs import array_bytes, origins_of_names, stored
-from memjax._core.program.jaxpr import bind, is_literal, read, variables
-from memjax._core.program.working import needed_for, peak_bytes
+from memjax._core.program.costs import array_bytes, stored
+from memjax._core.program.dataflow import Dataflow, is_literal, read_by
+from memjax._core.program.jaxpr import bind, read
+from memjax._core.program.working import peak_bytes
 from memjax._plan.solve.order import freeing_first, results_first
 
 _WIDE = 0.5  # of the largest array: smaller ones are left to the compiler
@@ -41,33 +42,32 @@ def in_steps(eqns: Sequence[Any], results: Iterable[Any], stays: Iterable[Any], 
       stays: what is needed afterwards.
       platform: what is compiled for.
     """
-    made = {out for eqn in eqns for out in eqn.outvars}
-    outside = {var for eqn in eqns for var in variables(eqn.invars)} - made
-    results = [var for var in results if var in made]
-    stays = [var for var in stays if var in made]
-    orders = [freeing_first(order, results, stays, platform) for order in (eqns, results_first(eqns, results))]
-    order = min(orders, key=lambda order: peak_bytes(order, [], outside, stays, results, platform))
-    names = origins_of_names(order)
-    needed = {*results, *stays}
-    written = stored(order, [*outside, *needed], platform) - names.keys()
-    in_memory = written | outside
+    flow = Dataflow(eqns)
+    outside = flow.outside
+    results = [var for var in results if var in flow.place]
+    stays = [var for var in stays if var in flow.place]
+    given = flow, Dataflow(results_first(eqns, results))
+    orders = [freeing_first(order, results, stays, platform) for order in given]
+    flow = min(orders, key=lambda order: peak_bytes(order, [], outside, stays, results, platform))
+    names, needed = flow.names, {*results, *stays}
+    written = stored(flow, [*outside, *needed], platform) - names.keys()
+    in_memory = written | outside.keys()
     wide = _WIDE * max((array_bytes(var) for var in written - needed), default=0)
-    last = {var: i for i, eqn in enumerate(order) for var in variables(eqn.invars)}
     steps: list[Step] = []
     before: list[Any] = []  # what the last step with wide arrays has made, if it is needed again
-    for eqn in order:
+    for eqn, own in zip(flow.eqns, flow.reads, strict=True):
         outs = [out for out in eqn.outvars if out in written or out in needed]
         if not outs and not eqn.effects:
             continue
-        inner = [*needed_for(order, eqn.invars, in_memory), eqn]
-        reads = list(dict.fromkeys(var for one in inner for var in variables(one.invars) if var in in_memory))
+        inner = [*flow.needed(own, in_memory), eqn]
+        reads = [var for var in read_by(inner) if var in in_memory]
         waits: list[Any] = []
         if eqn.outvars[0] not in names and any(array_bytes(var) >= wide for var in (*reads, *outs)):
             # What is in no memory would be taken from a step before otherwise, and be kept from there on.
             computes = any(one.outvars[0] not in names for one in inner[:-1])
             if before and (computes or not set(before).intersection(reads)):
                 waits = list(dict.fromkeys([*reads, *before]))
-            before = [out for out in outs if out in last or out in needed] or before
+            before = [out for out in outs if out in flow.read or out in needed] or before
         steps.append(Step(waits, inner))
     return steps
 

@@ -15,9 +15,8 @@ import numpy as np
 
 from memjax._core.backward.minimum_cut import cheapest
 from memjax._core.program.costs import array_bytes
-from memjax._core.program.jaxpr import variables
+from memjax._core.program.dataflow import Dataflow, made_by, read_by
 from memjax._core.program.primitives import expensive
-from memjax._core.program.working import needed_for
 from memjax._plan.codes import Code, Codes
 
 _PRICES = 12
@@ -32,7 +31,7 @@ class Problem(NamedTuple):
     """What has to be had in the backward pass of a stretch.
 
     Attributes:
-      again: equations that can run again.
+      again: equations that can run again, with what depends on what in them.
       wanted: variables.
       known: variables that are available in the backward pass without being kept.
       seconds: of each of the equations, by its `id`.
@@ -41,7 +40,7 @@ class Problem(NamedTuple):
       names: the variable whose bytes a variable has that is another name for it.
     """
 
-    again: Sequence[Any]
+    again: Dataflow
     wanted: Sequence[Any]
     known: set[Any]
     seconds: dict[int, float]
@@ -51,8 +50,8 @@ class Problem(NamedTuple):
 
     def prices(self) -> list[float]:
         """Seconds that a byte is worth: several; one where nothing can run again, for what is wanted can only be kept there."""
-        total_bytes = sum(array_bytes(out) for eqn in self.again for out in eqn.outvars)
-        total_seconds = sum(self.seconds[id(eqn)] for eqn in self.again)
+        total_bytes = sum(map(array_bytes, self.again.place))
+        total_seconds = sum(self.seconds[id(eqn)] for eqn in self.again.eqns)
         if not total_bytes or not total_seconds:
             return [0.0]
         return [0.0, *(total_seconds / total_bytes * np.logspace(-2, 3, _PRICES))]
@@ -79,7 +78,7 @@ def exact_subsets(problem: Problem) -> list[Subset]:
             votes[var] = votes.get(var, 0) + 1
     # Sums over devices cannot run again. Those of statistics are many, and small: they are no choice.
     total = sum(map(array_bytes, problem.wanted))
-    once = {out for eqn in problem.again if eqn.effects for out in eqn.outvars}
+    once = made_by(problem.again.eqns[i] for i in problem.again.acting)
     always = [var for var in votes if var in once and _SMALL * array_bytes(var) <= total]
     candidates = sorted((var for var in votes if var not in always), key=lambda var: -votes[var])[:_MOST_CANDIDATES]
     wanted = [var for var in problem.wanted if var not in always]
@@ -93,12 +92,12 @@ def exact_subsets(problem: Problem) -> list[Subset]:
 def coded_subsets(problem: Problem, codes: Codes) -> list[Subset]:
     """Those with codes; statistics are kept in all of them."""
     total = sum(map(array_bytes, problem.wanted))
-    at_hand = {
-        out
-        for eqn in problem.again
-        if problem.known.issuperset(variables(eqn.invars)) and not expensive(eqn)
-        for out in eqn.outvars
-    }
+    again = problem.again
+    at_hand = made_by(
+        eqn
+        for eqn, reads in zip(again.eqns, again.reads, strict=True)
+        if problem.known.issuperset(reads) and not expensive(eqn)
+    )
     small = [
         var
         for var in problem.wanted
@@ -127,11 +126,8 @@ def _kept_with_codes(price: float, problem: Problem, codes: Codes) -> list[tuple
     strict = [var for var in problem.wanted if var in codes.exact]
     kept = _kept_at(price, problem, strict, problem.known)
     known = {*problem.known, *kept}
-    known.update(out for eqn in needed_for(problem.again, strict, known) for out in eqn.outvars)
-    exact = set(known)  # what can be had exactly
-    for eqn in problem.again:
-        if exact.issuperset(variables(eqn.invars)):
-            exact.update(eqn.outvars)
+    known.update(made_by(problem.again.needed(strict, known)))
+    exact = problem.again.following(known, lambda eqn: True)  # what can be had exactly
 
     def is_coded(var: Any) -> bool:
         few = codes.nbytes(var)
@@ -147,7 +143,7 @@ def _kept_with_codes(price: float, problem: Problem, codes: Codes) -> list[tuple
         return problem.to_code(var, nbytes(var)) if is_coded(var) else problem.to_keep(var)
 
     def never(eqn: Any) -> bool:
-        is_exact = exact.issuperset(variables(eqn.invars))
+        is_exact = exact.issuperset(read_by([eqn]))
         return bool(eqn.effects) or not (is_exact or codes.keeps_errors_small(eqn))
 
     rest = _kept_at(price, problem, problem.wanted, known, nbytes, to_keep, never)
@@ -167,7 +163,7 @@ def _kept_at(
     to_keep = to_keep or problem.to_keep
     return cheapest(
         wanted,
-        {out: eqn for eqn in problem.again for out in eqn.outvars},
+        problem.again.makers,
         known,
         lambda var: price * max(nbytes(var), 1) + to_keep(var),
         lambda eqn: None if never(eqn) else max(problem.seconds[id(eqn)], _SOME_TIME),
@@ -196,17 +192,16 @@ def _on_frontier(problem: Problem, exact: Sequence[Any], coded: Sequence[Code], 
 
     needed = {var: ~there.get(var, nothing) for var in problem.wanted}
     running: list[tuple[Any, np.ndarray]] = []
-    for eqn in reversed(problem.again):
+    for eqn, reads in zip(reversed(problem.again.eqns), reversed(problem.again.reads), strict=True):
         runs = np.logical_or.reduce([needed.get(out, nothing) for out in eqn.outvars])
         if not runs.any():
             continue
         running.append((eqn, runs))
         times[runs] += np.inf if eqn.effects else problem.seconds[id(eqn)]
-        for var in dict.fromkeys(variables(eqn.invars)):
+        for var in dict.fromkeys(reads):
             if var not in problem.known:
                 needed[var] = needed.get(var, nothing) | (runs & ~there.get(var, nothing))
-    made = {out for eqn in problem.again for out in eqn.outvars}
-    for var in needed.keys() - made:
+    for var in needed.keys() - problem.again.place.keys():
         times[needed[var]] = np.inf
     if codes is not None:
         times[_breaks(problem, running[::-1], there, in_code, codes)] = np.inf
@@ -238,7 +233,7 @@ def _breaks(
     nothing = np.zeros_like(next(iter(in_code.values())))
     rounded, broken = dict(in_code), nothing.copy()
     for eqn, runs in running:
-        mine = runs & np.logical_or.reduce([nothing, *(rounded[v] for v in variables(eqn.invars) if v in rounded)])
+        mine = runs & np.logical_or.reduce([nothing, *(rounded[v] for v in read_by([eqn]) if v in rounded)])
         if not mine.any():
             continue
         if not codes.keeps_errors_small(eqn):

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from memjax._plan.budget.decide import decide
 from memjax._plan.derivative import Derivative
+from memjax._plan.free import free_bytes
+from memjax._plan.layout import Layout
 from memjax._plan.result import Plan, Tiled
 from memjax._plan.tile.rewrite import Tiling, described
-
-Decide = Callable[[Derivative], Plan]
-"""The plan for a derivative; ValueError if there is none."""
 
 _PAYS = 1.002  # times the time of keeping everything: a plan that takes less than this has nothing to gain from tiles
 
@@ -25,6 +25,9 @@ class Program:
       wrt, outs: which of them, and which outputs, are differentiated.
       axes: sizes of the named axes around it.
       platform: of the device, as JAX calls it.
+
+    Attributes:
+      types: as given.
     """
 
     def __init__(
@@ -36,7 +39,7 @@ class Program:
         axes: dict[str, int],
         platform: str,
     ):
-        self._arguments, self._platform = (closed, types, wrt, outs, axes), platform
+        self.types, self._arguments, self._platform = types, (closed, types, wrt, outs, axes), platform
         self._tiling: Tiling | None = None
         self._derivatives: dict[tuple[Tiled, ...], Derivative] = {}
 
@@ -61,13 +64,30 @@ class Program:
         return list(dict.fromkeys(part for part in (found[:1], found) if part))
 
 
-def choose(program: Program, decide: Decide, allow: Sequence[str], budget: int | str) -> Plan:
-    """The plan that `decide` makes of the program, or of what it is with parts of it tiled.
+def choose(program: Program, layout: Layout, budget: int | str, allow: Sequence[str]) -> Plan:
+    """The plan of the program, or of what it is with parts of it tiled.
+
+    Args:
+      program: to be planned.
+      layout: of its constants and inputs.
+      budget: of bytes, "device" or "min".
+      allow: what the plan may do.
 
     Raises:
       ValueError: no plan fits; the message says whether "tile" would help where that is not allowed.
     """
-    best, refused = _attempt(decide, program.derivative())
+    if budget == "device":
+        budget = free_bytes(program.types, program.derivative(), layout)
+
+    def attempt(tiled: Sequence[Tiled]) -> tuple[Plan | None, str]:
+        derivative, compress, offload = program.derivative(tiled), "compress" in allow, "offload" in allow
+        try:
+            return decide(derivative, program.types, layout, budget, compress=compress, offload=offload), ""
+        except ValueError as error:
+            return None, str(error)
+
+    measure = lambda plan: plan.nbytes if budget == "min" else plan.seconds
+    best, refused = attempt(())
     if "tile" not in allow:
         if best is not None:
             return best
@@ -75,24 +95,13 @@ def choose(program: Program, decide: Decide, allow: Sequence[str], budget: int |
     for tiled in program.choices():
         if best is not None and budget != "min" and best.seconds <= _PAYS * best.plain_seconds:
             break
-        plan, message = _attempt(decide, program.derivative(tiled))
+        plan, message = attempt(tiled)
         refused = message or refused
-        if plan is not None and (best is None or _is_better(plan, best, budget)):
+        if plan is not None and (best is None or measure(plan) < measure(best)):
             best = dataclasses.replace(plan, tiled=tiled)
     if best is None:
         raise ValueError(refused)
     return best
-
-
-def _is_better(plan: Plan, other: Plan, budget: int | str) -> bool:
-    return plan.nbytes < other.nbytes if budget == "min" else plan.seconds < other.seconds
-
-
-def _attempt(decide: Decide, derivative: Derivative) -> tuple[Plan | None, str]:
-    try:
-        return decide(derivative), ""
-    except ValueError as error:
-        return None, str(error)
 
 
 def _hint(program: Program, allow: Sequence[str]) -> str:

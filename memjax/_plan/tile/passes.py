@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from memjax._core.compat import is_backward, name_stack, varying
 from memjax._core.positions.regions import Region, regions
 from memjax._core.positions.walk import Mixed
-from memjax._core.program.jaxpr import Program, calls_in_place, is_literal, trace
+from memjax._core.program.dataflow import made_by, renamed
+from memjax._core.program.jaxpr import Program, calls_in_place, trace
 from memjax._plan.result import Tiled
 from memjax._plan.tile.region import TiledPasses
 from memjax._plan.tile.rewrite import in_order, tiled_of
@@ -63,7 +64,7 @@ def with_tiles(program: Program, on: TileOn, axes: dict[str, int]) -> tuple[Prog
 
 
 def _tiled(region: Region, tile: int, axes: dict[str, int], platform: str) -> TiledPasses | None:
-    if any(map(varying, (var.aval for eqn in region.eqns for var in eqn.outvars))):
+    if any(varying(var.aval) for var in made_by(region.eqns)):
         return None  # such types are known within their `jax.shard_map` alone
     try:
         return TiledPasses(region, tile, axes, platform)
@@ -78,9 +79,9 @@ def _as_program(run: TiledPasses, axes: dict[str, int]) -> Program:
     call = lambda *values: run(list(values[:n]), list(values[n:]))
     inside = calls_in_place(trace(call, [var.aval for var in inputs], axes), differentiable=False)
     names = dict(zip(inside.invars, inputs, strict=True)) | dict(zip(inside.outvars, region.outs, strict=True))
-    renamed = lambda atoms: [atom if is_literal(atom) else names.get(atom, atom) for atom in atoms]
     info = next(eqn.source_info for eqn in reversed(region.eqns) if is_backward(name_stack(eqn)))
     eqns = [
-        eqn.replace(invars=renamed(eqn.invars), outvars=renamed(eqn.outvars), source_info=info) for eqn in inside.eqns
+        eqn.replace(invars=renamed(eqn.invars, names), outvars=renamed(eqn.outvars, names), source_info=info)
+        for eqn in inside.eqns
     ]
     return Program(inside.constvars, inside.consts, inputs, region.outs, eqns)

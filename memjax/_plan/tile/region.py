@@ -19,9 +19,10 @@ from memjax._core.backward.derivatives import Static, perturbed
 from memjax._core.lists import Arrays, merge, pick
 from memjax._core.positions.regions import Region
 from memjax._core.positions.walk import Mixed, Positions, State, Summed, shape_of, shared
-from memjax._core.program.jaxpr import Program, bind, calls_in_place, read, trace
+from memjax._core.program.dataflow import made_by
+from memjax._core.program.jaxpr import Program, calls_in_place, evaluate_in, read, trace
 from memjax._core.segments import Segments, segments
-from memjax._core.tiles import Tiles
+from memjax._core.tiles import Tiles, with_size
 from memjax._plan.derivative import Derivative, strong, without_dead_equations
 from memjax._plan.tile.resized import Resized
 
@@ -52,8 +53,7 @@ class TiledPasses:
 
         def run(*inputs: Any) -> Arrays:
             env = dict(zip(variables_in, inputs, strict=True))
-            for eqn in region.eqns:
-                env |= zip(eqn.outvars, bind(eqn, read(env, eqn.invars)), strict=True)
+            evaluate_in(region.eqns, env)
             return read(env, region.outs)
 
         self._closed = trace(run, self._types, axes)
@@ -110,7 +110,7 @@ class TiledRegion(TiledPasses):
         super().__init__(region, tile, axes, platform)
         self._has_cotangent = list(has_cotangent)
         number = [axis is None and aval.shape == () for axis, aval in zip(region.axes, self._out_types, strict=True)]
-        scaled = any(var.aval.dtype == jnp.float16 for eqn in region.eqns for var in eqn.outvars)
+        scaled = any(var.aval.dtype == jnp.float16 for var in made_by(region.eqns))
         self._is_sum = not scaled and sum(has_cotangent) == 1 and pick(number, has_cotangent) == [True]
         self._derivatives: dict[tuple[bool, ...], Resized] = {}
         self._derivative(tuple(is_float(aval) for aval in self._types))  # raises Mixed early
@@ -217,6 +217,4 @@ def _times(gradient: Any, factor: Any) -> Any:
 
 
 def _cut(shape: Sequence[int], state: Any, tile: int) -> tuple[int, ...]:
-    if not isinstance(state, Positions):
-        return tuple(shape)
-    return (*shape[: state.dim], tile, *shape[state.dim + 1 :])
+    return with_size(shape, state.dim, tile) if isinstance(state, Positions) else tuple(shape)

@@ -16,10 +16,12 @@ from jax import lax
 from memjax._core.compat import primitive_name
 from memjax._core.lists import Arrays
 from memjax._core.positions.indexing import scatter_places
-from memjax._core.positions.regions import program_states
-from memjax._core.positions.walk import Mixed, Positions, Shared, State, Summed, shape_of, shared
-from memjax._core.program.jaxpr import Program, bind, inside, is_literal, producers
+from memjax._core.positions.rules import apply_rule
+from memjax._core.positions.walk import Mixed, Positions, Shared, State, Summed, Walk, shape_of, shared
+from memjax._core.program.dataflow import is_literal
+from memjax._core.program.jaxpr import Program, bind, inside
 from memjax._core.program.primitives import ELEMENTWISE, SCATTERS
+from memjax._core.tiles import with_size
 from memjax._plan.derivative import without_dead_equations
 from memjax._plan.tile.one_hot import column_of, scattered
 from memjax._plan.tile.sums import with_wide_sums
@@ -48,8 +50,8 @@ class Resized:
         sums = [i for i, state in enumerate(out_states) if isinstance(state, Summed)]
         program = without_dead_equations(with_wide_sums(program, sums, platform))
         self._program, self._length = program, length
-        self._states = program_states(program, states, length)
-        self._makers = producers(program)
+        self._states = Walk(length, True, apply_rule).states(program, states)
+        self._makers = program.flow.makers
         self._out_dims: list[int | None] = []  # of results that are the same for every position
         for atom, wanted in zip(program.outvars, out_states, strict=True):
             self._out_dims.append(self._dim_to_narrow(atom, wanted))
@@ -127,7 +129,7 @@ class _Evaluation:
         state, shape = self.state(eqn.outvars[0]), shape_of(eqn.outvars[0])
         assert isinstance(state, Positions)
         with inside(eqn):
-            return scattered(column, _changed(shape, state.dim, self._new_size(shape[state.dim])), labels, values)
+            return scattered(column, with_size(shape, state.dim, self._new_size(shape[state.dim])), labels, values)
 
     def value(self, atom: Any) -> Any:
         """A value, with all its elements if it is the same for every position."""
@@ -151,7 +153,7 @@ class _Evaluation:
             into = eqn.params["broadcast_dimensions"]
             (atom,) = eqn.invars
             if dim not in into or shape_of(atom)[into.index(dim)] == 1:
-                shape = _changed(eqn.params["shape"], dim, size)
+                shape = with_size(eqn.params["shape"], dim, size)
                 return bind(eqn.replace(params=eqn.params | {"shape": shape}), [self.value(atom)])[0]
         if eqn is not None and primitive_name(eqn) in ELEMENTWISE and len(eqn.outvars) == 1:
             wide = lambda atom: len(shape_of(atom)) > dim and shape_of(atom)[dim] > 1 and not is_literal(atom)
@@ -167,7 +169,7 @@ class _Evaluation:
         out = self.state(eqn.outvars[0])
         if not isinstance(out, Positions):
             return eqn
-        resized = lambda shape, dim: _changed(shape, dim, self._new_size(shape[dim]))
+        resized = lambda shape, dim: with_size(shape, dim, self._new_size(shape[dim]))
         if name == "broadcast_in_dim":
             changes = {"shape": resized(params["shape"], out.dim)}
         elif name == "reshape":
@@ -183,10 +185,6 @@ class _Evaluation:
         else:
             changes = {}
         return eqn.replace(params=params | changes) if changes else eqn
-
-
-def _changed(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
-    return (*shape[:dim], size, *shape[dim + 1 :])
 
 
 def _dims_to_narrow(eqn: Any, states: Sequence[State | None]) -> list[int | None]:

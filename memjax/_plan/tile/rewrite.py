@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,15 +14,14 @@ from memjax._core.check import readable_bytes
 from memjax._core.compat import bodies
 from memjax._core.lists import Arrays
 from memjax._core.positions.regions import Region, regions
-from memjax._core.positions.walk import Mixed
-from memjax._core.program.costs import array_bytes
-from memjax._core.program.jaxpr import Program, bind, calls_in_place, is_literal, read, trace, variables
+from memjax._core.positions.walk import Mixed, shape_of
+from memjax._core.program.costs import array_bytes, rows_of_tile
+from memjax._core.program.dataflow import Dataflow, read_by, variables
+from memjax._core.program.jaxpr import Program, as_closed, calls_in_place, evaluate_in, read, trace
 from memjax._core.program.scopes import place_of
-from memjax._core.program.working import needed_for, producers_of
 from memjax._plan.derivative import without_checkpoints, without_dead_equations
 from memjax._plan.result import Tiled
 from memjax._plan.tile.region import TiledPasses, TiledRegion
-from memjax._plan.tile.size import positions_per_tile
 from memjax._plan.tile.views import with_early_views
 
 
@@ -69,12 +69,12 @@ class Tiling:
 
     def _tilings_of_bodies(self) -> dict[int, Tiling]:
         """By number of an equation that is a scan on the way to what is differentiated: its body, where it can be tiled."""
-        leading = {id(eqn) for eqn in needed_for(self._program.eqns, variables(self._wanted), set())}
+        leading = {id(eqn) for eqn in self._program.flow.needed(self._wanted)}
         found = {}
         for i, eqn in enumerate(self._program.eqns):
             if eqn.primitive.name == "scan" and id(eqn) in leading:
                 (body,) = bodies(eqn)
-                closed = body if isinstance(body, core.ClosedJaxpr) else core.ClosedJaxpr(body, ())
+                closed = as_closed(body)
                 types = [*map(jax.typeof, closed.consts), *closed.in_avals]
                 outs = [is_float(aval) for aval in closed.out_avals]
                 tiling = Tiling(closed, types, outs, self._axes, self._platform, is_body=True)
@@ -88,17 +88,13 @@ class Tiling:
         if region is None:
             return None
         mine = {id(eqn) for eqn in region.eqns}
-        reached = set(variables(self._wanted))
-        for eqn in reversed(self._program.eqns):
-            if id(eqn) not in mine and not reached.isdisjoint(eqn.outvars):
-                reached.update(variables(eqn.invars))
+        others = Dataflow([eqn for eqn in self._program.eqns if id(eqn) not in mine])
+        reached = {*variables(self._wanted), *read_by(others.needed(self._wanted))}
         has_cotangent = [var in reached and is_float(var.aval) for var in region.outs]
+        if not any(has_cotangent):
+            return None
         try:
-            return (
-                TiledRegion(region, has_cotangent, what.tile, self._axes, self._platform)
-                if any(has_cotangent)
-                else None
-            )
+            return TiledRegion(region, has_cotangent, what.tile, self._axes, self._platform)
         except Mixed:
             return None
 
@@ -114,23 +110,20 @@ class Tiling:
         traced = trace(lambda *inputs: self._run(inputs, picked, changed), self._types, self._axes)
         jaxpr = traced.jaxpr
         constvars = [*jaxpr.invars[:n], *jaxpr.constvars]
-        rest = core.Jaxpr(constvars, jaxpr.invars[n:], jaxpr.outvars, jaxpr.eqns, jaxpr.effects, self._debug())
+        debug = self._closed.jaxpr.debug_info
+        rest = core.Jaxpr(constvars, jaxpr.invars[n:], jaxpr.outvars, jaxpr.eqns, jaxpr.effects, debug)
         return core.ClosedJaxpr(rest, [*self._closed.consts, *traced.consts])
-
-    def _debug(self) -> Any:
-        return self._closed.jaxpr.debug_info
 
     def _run(self, inputs: Sequence[Any], picked: Sequence[TiledRegion], changed: dict[int, Any]) -> Arrays:
         program = self._program
-        env = dict(zip([*program.constvars, *program.invars], [*program.consts, *inputs], strict=True))
+        env = program.given(inputs)
         for step in in_order(program, picked):
             if isinstance(step, TiledPasses):
                 region = step.region
                 outs = step(read(env, region.shared), read(env, [var for var, _ in region.mapped]))
                 env |= zip(region.outs, outs, strict=True)
             else:
-                eqn = changed.get(id(step), step)
-                env |= zip(eqn.outvars, bind(eqn, read(env, eqn.invars)), strict=True)
+                evaluate_in([changed.get(id(step), step)], env)
         return read(env, program.outvars)
 
 
@@ -142,6 +135,25 @@ def tiled_of(program: Program, region: Region, platform: str, nbytes: int = 0) -
     return Tiled(region.seed, region.dim, tile, region.length, array_bytes(seed.outvars[0]), what)
 
 
+def positions_per_tile(region: Region, platform: str, nbytes: int = 0) -> int:
+    """As many that a tile of the product takes half of the sums of the shared values' gradients, which are in float32.
+
+    Args:
+      region: to be tiled.
+      platform: of the device, as JAX calls it.
+      nbytes: what a tile of the product may take, if that is more: fewer tiles read and write the sums less often.
+    """
+    product, usual = region.product, rows_of_tile(platform)
+    (contracted, _), left = product.params["dimension_numbers"][0], product.invars[0]
+    shape, first = shape_of(product.outvars[0]), len(shape_of(left)) - len(contracted)
+    rows = math.prod(shape[:first] if region.dim < first else shape[first:])
+    sums = sum(4 * var.aval.size for var in region.shared if is_float(var.aval))
+    of_row = max(array_bytes(product.outvars[0]) // rows, 1)
+    wanted = max(sums // 2 // of_row, usual.least, min(nbytes // of_row, usual.enough))
+    positions = max(wanted * region.length // rows, 1)
+    return int(min(1 << (positions.bit_length() - 1), region.length))
+
+
 def described(chosen: Sequence[Tiled]) -> str:
     """What is tiled, for people."""
     return ", ".join(f"{readable_bytes(one.nbytes)} of {one.what}" for one in chosen)
@@ -149,7 +161,7 @@ def described(chosen: Sequence[Tiled]) -> str:
 
 def in_order(program: Program, picked: Sequence[TiledPasses]) -> list[Any]:
     """The equations of a program outside of regions, and the regions, each after what it reads; in their order otherwise."""
-    makers: dict[Any, Any] = dict(producers_of(program.eqns))
+    makers = dict(program.flow.makers)
     inside: set[int] = set()
     for one in picked:
         inside.update(id(eqn) for eqn in one.region.eqns)
@@ -179,7 +191,7 @@ def in_order(program: Program, picked: Sequence[TiledPasses]) -> list[Any]:
     for eqn in program.eqns:
         if id(eqn) not in inside or eqn.effects:
             add(eqn)
-    for atom in program.outvars:
-        if not is_literal(atom) and atom in makers:
-            add(makers[atom])
+    for var in variables(program.outvars):
+        if var in makers:
+            add(makers[var])
     return order

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from memjax._core.program.jaxpr import Program, is_literal, producers
+from memjax._core.program.dataflow import is_literal
+from memjax._core.program.jaxpr import Program
 
 _LINEAR = {"transpose", "reshape", "squeeze", "copy", "neg", "add_any"}
 
@@ -21,7 +22,7 @@ def with_wide_sums(program: Program, positions: Collection[int], platform: str) 
     What would be rounded for each tile is then rounded once, at the end, and the compiler adds the product where it makes it.
     XLA:CPU cannot make some products of 16-bit floats in float32, and widens operands anyway: there they are widened before.
     """
-    makers = producers(program)
+    makers = program.flow.makers
     eqns = list(program.eqns)
     outs = list(program.outvars)
     known: dict[Any, Any] = {}

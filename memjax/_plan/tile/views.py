@@ -14,7 +14,8 @@ from jax.extend import core
 
 from memjax._core.compat import primitive_name
 from memjax._core.positions.walk import shape_of
-from memjax._core.program.jaxpr import Program, is_literal, producers
+from memjax._core.program.dataflow import is_literal, renamed
+from memjax._core.program.jaxpr import Program
 from memjax._core.program.primitives import ELEMENTWISE, flops_of_product
 from memjax._plan.derivative import without_dead_equations
 
@@ -41,7 +42,7 @@ class _Lifting:
 
     def __init__(self, program: Program):
         self._program = program
-        self._makers = producers(program)
+        self._makers = program.flow.makers
         self._eqns: list[Any] = []
         self._made: dict[Any, Any] = {}
         self._names: dict[Any, Any] = {}
@@ -50,12 +51,11 @@ class _Lifting:
 
     def program(self) -> Program:
         for eqn in self._program.eqns:
-            read = [atom if is_literal(atom) else self._names.get(atom, atom) for atom in eqn.invars]
             if primitive_name(eqn) in ("slice", "reshape") and self._leads_to_product(eqn, eqn.invars[0]):
                 self._names[eqn.outvars[0]] = self._viewed(eqn, eqn.invars[0])
             else:
-                self._eqns.append(eqn.replace(invars=read))
-        outs = [atom if is_literal(atom) else self._names.get(atom, atom) for atom in self._program.outvars]
+                self._eqns.append(eqn.replace(invars=renamed(eqn.invars, self._names)))
+        outs = renamed(self._program.outvars, self._names)
         return dataclasses.replace(self._program, eqns=self._eqns, outvars=outs)
 
     def _leads_to_product(self, view: Any, atom: Any) -> bool:
@@ -96,11 +96,10 @@ class _Lifting:
             found = _rows_of(view, eqn)
             assert found is not None
             params, dimension_numbers = found
-            x = self._names.get(eqn.invars[0], eqn.invars[0])
+            x, operand = renamed(eqn.invars, self._names)
             rows = core.Var(x.aval.update(shape=_shape_after(view, params)))
             self._eqns.append(view.replace(invars=[x], outvars=[rows], params=params))
             changed = eqn.params | {"dimension_numbers": dimension_numbers}
-            operand = self._names.get(eqn.invars[1], eqn.invars[1])
             self._eqns.append(eqn.replace(invars=[rows, operand], outvars=[out], params=changed))
             self.count += 1
             return out
@@ -109,7 +108,7 @@ class _Lifting:
             if not is_literal(atom) and shape_of(atom) == shape_of(eqn.outvars[0]):
                 operands.append(self._viewed(view, atom))
             elif is_literal(atom) or not shape_of(atom) or primitive_name(view) == "slice":
-                operands.append(atom if is_literal(atom) else self._names.get(atom, atom))
+                operands += renamed([atom], self._names)
             else:  # the same for all rows
                 source = self._names.get(atom, atom)
                 rank, own = len(shape_of(out)), _own_dims(view)

@@ -23,7 +23,8 @@ from memjax._core.backward.derivatives import Static, perturbed
 from memjax._core.barriers import barrier
 from memjax._core.lists import Arrays, drop, merge, pick
 from memjax._core.program.costs import device, program_seconds
-from memjax._core.program.jaxpr import axis_sizes, calls_in_place, evaluate, is_literal, nbytes, variables, with_axes
+from memjax._core.program.dataflow import is_literal, variables
+from memjax._core.program.jaxpr import axis_sizes, calls_in_place, evaluate, nbytes, with_axes
 from memjax._core.program.working import peak_bytes
 from memjax._core.timing import seconds
 from memjax._measure import remat_compiler_options

@@ -26,6 +26,7 @@ from memjax._plan.derivative import Derivative
 from memjax._plan.differentiable import differentiable
 from memjax._plan.layout import Layout, layout_of, warn_of_guess
 from memjax._plan.result import Plan
+from memjax._plan.run import KeepAll
 from memjax.remat._chain.block import Block
 from memjax.remat._chain.items import BlockCost
 from memjax.remat._chain.schedule import ChainSchedule, chain_schedule, too_little
@@ -111,7 +112,7 @@ def within(chain: Whole, budget: int | str | None, plan: Plan | None, forward_mo
         )
         if isinstance(found, Plan):
             return by_plan(derivative, found, layout)
-        return _ByBlock(functools.partial(chain.by_block, found), wrt, outs)
+        return KeepAll(_ByBlock(functools.partial(chain.by_block, found), wrt, outs))
 
     outs = differentiable(chain.closed, chain.has_cotangent, chain.inputs, act, "remat.chain", forward_mode)
     return merge(
@@ -211,22 +212,12 @@ def _held_by_sums(types: Sequence[Any], wrt: Sequence[bool]) -> int:
     return 2 * summed
 
 
-@jax.tree_util.register_static
-class _ByBlock:
-    """The two passes of a chain by a schedule.
+class _ByBlock(NamedTuple):
+    """A chain's program differentiated by a schedule, `run` being from inputs to outputs."""
 
-    Args:
-      run: from inputs to outputs.
-      wrt, outs: which of them are differentiated.
-    """
+    run: Callable[[Arrays], Arrays]
+    wrt: Sequence[bool]
+    outs: Sequence[bool]
 
-    def __init__(self, run: Callable[[Arrays], Arrays], wrt: Sequence[bool], outs: Sequence[bool]):
-        self._run, self._wrt, self._outs = run, wrt, outs
-
-    def forward(self, inputs: Sequence[Any]) -> tuple[Arrays, Any]:
-        """(outputs, pullback)."""
-        return vjp(self._run, inputs, self._wrt, self._outs)
-
-    def backward(self, inputs: Sequence[Any], kept: Any, cotangents: Sequence[Any]) -> Arrays:
-        """The cotangents of the inputs that are differentiated."""
-        return jax.tree.leaves(kept(cotangents))
+    def vjp(self, inputs: Sequence[Any]) -> tuple[Arrays, Any]:
+        return vjp(self.run, inputs, self.wrt, self.outs)

@@ -15,7 +15,7 @@ from memjax._core import check
 from memjax._core.arrays import is_float, zeros
 from memjax._core.check import number
 from memjax._core.lists import Arrays, pick
-from memjax._core.program.costs import flops
+from memjax._core.program.costs import flops, in_loop
 from memjax._core.program.jaxpr import nbytes
 from memjax._core.program.primitives import expensive
 from memjax._core.timing import seconds
@@ -51,21 +51,15 @@ class Costs:
 
 def model(step: Step, kept: int) -> Costs:
     """Rough times from the step's operations and its `kept` bytes of residuals: only their ratios matter."""
-    eqns = step.jaxpr.eqns
+    eqns, platform = step.jaxpr.eqns, jax.default_backend()
+    rates = in_loop(platform)
     moved = sum(nbytes(var.aval) for eqn in eqns for var in (*eqn.invars, *eqn.outvars))
-    total_flops = sum(map(flops, eqns))
-    if jax.default_backend() == "gpu":
-        heavy = sum(expensive(eqn) for eqn in eqns)
-        forward = 3e-6 * (1 + heavy) + total_flops / 4e13 + moved / 2e13
-        return Costs(forward, forward, store=6e-6 + 2 * kept / 3e12, loop=7e-6, turn=1.3e-5)
-    forward = 3e-7 * len(eqns) + total_flops / 4e11 + moved / 6e10
-    return Costs(
-        forward,
-        2 * forward,
-        store=2 * kept / 1e10,
-        loop=1e-6,
-        turn=2e-6 + step.carry_nbytes / 1e10,
-    )
+    starts = 1 + sum(map(expensive, eqns)) if platform == "gpu" else len(eqns)
+    forward = rates.start * starts + sum(map(flops, eqns)) / rates.flops + moved / rates.nbytes
+    stacked = 2 * kept / rates.stack
+    if platform == "gpu":
+        return Costs(forward, forward, 2 * rates.start + stacked, rates.loop, rates.turn)
+    return Costs(forward, 2 * forward, stacked, rates.loop, rates.turn + step.carry_nbytes / rates.stack)
 
 
 _BLOCK = 8  # steps of a block whose residuals are kept

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -101,23 +101,30 @@ def attention_in_groups(
     for name, f in (("norm", norm), ("rotary", rotary), ("attend", attend)):
         if f is not None:
             check.function(name, f)
-    if positions is None:
-        positions = jnp.arange(x.shape[1], dtype=jnp.int32)
-    kind = check.array("positions", positions).dtype
-    if not (jnp.issubdtype(kind, jnp.integer) or jnp.issubdtype(kind, jnp.floating)):
-        raise check.fail(TypeError, "positions", "integers or floats", positions)
-    if positions.shape not in (x.shape[1:2], x.shape[:2]):
-        raise check.fail(ValueError, "positions", f"of shape {x.shape[1:2]} or {x.shape[:2]}", positions)
+    positions = _checked_positions(x, positions)
     check.known_sizes("remat.attention_in_groups", x)
     if x.size == 0:  # nothing to attend to
         return jnp.asarray(x)
     x, positions = vary((x, lax.stop_gradient(positions)), varying_axes(x, positions))
     kernels = [*(whole(kernel, 0) for kernel in (query, key, value)), whole(out, 2)]
     kernels = vary(kernels, varying_axes(x))
-    layer = _Layer(norm, rotary, attend or causal_attention, groups, tile, keep_attention, kernels, x, positions)
+    layer = _Layer(
+        _Options(norm, rotary, attend or causal_attention, groups, tile, keep_attention), kernels, x, positions
+    )
     guarded = [reverse_only(leaf, _FORWARD_MODE) for leaf in (*vary(layer.constants, varying_axes(x)), *kernels, x)]
     n = len(layer.constants)
     return layer(guarded[:n], guarded[n:-1], guarded[-1], positions)
+
+
+class _Options(NamedTuple):
+    """How attention is computed: arguments of `attention_in_groups`."""
+
+    norm: Callable[[Array], Array] | None
+    rotary: Callable[[Array, Array], Array] | None
+    attend: Attend
+    groups: int
+    tile: int | None
+    keep_attention: bool
 
 
 class _Layer:
@@ -130,19 +137,9 @@ class _Layer:
       constants: what the functions close over.
     """
 
-    def __init__(
-        self,
-        norm: Callable[[Array], Array] | None,
-        rotary: Callable[[Array, Array], Array] | None,
-        attend: Attend,
-        groups: int,
-        tile: int | None,
-        keep_attention: bool,
-        kernels: Arrays,
-        x: Array,
-        positions: Array,
-    ):
-        self._groups, self._tile, self._keep_attention = groups, tile, keep_attention
+    def __init__(self, options: _Options, kernels: Arrays, x: Array, positions: Array):
+        norm, rotary, attend, groups, self._tile, self._keep_attention = options
+        self._groups = groups
         # Of the heads: a group has some of every device's.
         self._segments = segment_count(kernels[1].shape[1] // groups, kernels, (1, 1, 1, 0))
         self._positions_axis = positions.ndim - 1
@@ -159,7 +156,7 @@ class _Layer:
         qkv = result_types(project, *group, x, positions)
         if groups > 1 and attend is not causal_attention:
             refuse_mixed_heads("attend", attend, qkv)
-        if groups > 1 and rotary is not None and keep_attention:  # it is then run for a group's heads, too
+        if groups > 1 and rotary is not None and self._keep_attention:  # it is then run for a group's heads, too
             for one in qkv[:2]:
                 refuse_mixed_heads("rotary", lambda a: _like("rotary", rotary, a, positions), [one], rotary)
         self._attend = Hoisted(lambda *qkv: _like("attend", attend, *qkv), *qkv)
@@ -330,6 +327,18 @@ def _outward(out: Array, o: Array, dtype: Any) -> Array:
     if sharding is not None:  # heads may be sharded: the sum over them is taken over devices, too
         sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:2], None))
     return jnp.einsum("btnh,nhd->btd", o, out.astype(o.dtype), out_sharding=sharding).astype(dtype)
+
+
+def _checked_positions(x: Array, positions: Any) -> Array:
+    """The positions, those of a whole sequence where none are given."""
+    if positions is None:
+        positions = jnp.arange(x.shape[1], dtype=jnp.int32)
+    kind = check.array("positions", positions).dtype
+    if not (jnp.issubdtype(kind, jnp.integer) or jnp.issubdtype(kind, jnp.floating)):
+        raise check.fail(TypeError, "positions", "integers or floats", positions)
+    if positions.shape not in (x.shape[1:2], x.shape[:2]):
+        raise check.fail(ValueError, "positions", f"of shape {x.shape[1:2]} or {x.shape[:2]}", positions)
+    return positions
 
 
 def _checked(x: Any, query: Any, key: Any, value: Any, out: Any, groups: Any) -> int:

@@ -22,6 +22,7 @@ from memjax._core.clear_errors import call_errors
 from memjax._core.lists import Arrays, drop, merge, pick
 from memjax._core.positions.rules import walk
 from memjax._core.positions.walk import Positions, Seen, State, shared
+from memjax._core.program.costs import rows_of_tile
 from memjax._core.program.jaxpr import axis_sizes, evaluate
 from memjax._core.segments import Segments, automatic_devices, segments, shards
 from memjax._core.tiles import Tiles, with_size
@@ -286,11 +287,6 @@ def _per_leaf(name: str, axes: Any, tree: Any) -> list[int | None]:
     return out
 
 
-# Rows of matrix products in a tile. A tile adds to the gradients of the parameters, which reads and writes them: about
-# 12 bytes a parameter, beside 6 FLOPs for each row and parameter. At 8,192 rows that is 5% of the time of an H200's
-# products, and at 512 rows 2% of a CPU's.
-_ROWS = {"gpu": 8192, "tpu": 8192}
-_ROWS_ELSEWHERE = 512
 _MULTIPLE = 128  # of which GPUs like rows to be
 
 
@@ -307,7 +303,7 @@ def _default_tile(length: int, arrays: Sequence[Any], axes: Sequence[int]) -> in
     types = list(map(jax.typeof, arrays))
     examples = max([math.prod(aval.shape[:axis]) for aval, axis in zip(types, axes, strict=True)], default=1)
     explicit = max(math.prod(shards(aval, i) for i in range(axis + 1)) for aval, axis in zip(types, axes, strict=True))
-    rows = _ROWS.get(jax.default_backend(), _ROWS_ELSEWHERE) * explicit * (automatic_devices(types) or 1)
+    rows = rows_of_tile(jax.default_backend()).usual * explicit * (automatic_devices(types) or 1)
     wanted = max(1, rows // max(examples, 1))
     tiles = -(-length // wanted)
     tile = -(-length // max(tiles, 1))

@@ -1,0 +1,111 @@
+"""What follows from a large product with its positions kept apart: equations, with the states of what they read and make."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from memjax._core.compat import derivatives, is_backward, name_stack, primitive_name
+from memjax._core.positions.rules import apply_rule
+from memjax._core.positions.walk import Mixed, Positions, Shared, State, Summed, Walk, shape_of, shared
+from memjax._core.program.dataflow import is_literal
+from memjax._core.program.jaxpr import Program
+from memjax._core.program.primitives import CHECKPOINTS, COLLECTIVES, LOOPS, RANDOM, REPLICATIONS
+
+_MOST_OPERANDS = 3  # from outside, of one equation
+_LEFT_OUT = LOOPS | COLLECTIVES | RANDOM | CHECKPOINTS
+
+
+class Growth:
+    """The equations that follow from a product, as far as they keep positions apart.
+
+    Args:
+      program: straight lines of equations.
+      seed: number of the product.
+      dim: of its result, which holds positions.
+      leading: variables that the program's backward passes depend on; None: there are none.
+
+    Attributes:
+      program, seed, dim, leading: as given.
+      length: the number of positions.
+      inside: numbers of the equations, in order; none if gradients depend on something that mixes positions.
+      states: of the values that they make.
+      operands: by number, the states of what an equation reads.
+    """
+
+    def __init__(self, program: Program, seed: int, dim: int, leading: Collection[Any] | None):
+        self.program, self.seed, self.dim, self.leading = program, seed, dim, leading
+        self.length = shape_of(program.eqns[seed].outvars[0])[dim]
+        self._walk = Walk(self.length, True, apply_rule)
+        self.states: dict[Any, State] = {}
+        self.operands: dict[int, list[State]] = {}
+        self.inside: list[int] = []
+        behind: set[Any] = set()  # what follows from the region outside of it
+        for i in range(seed, len(program.eqns)):
+            eqn, reads = program.eqns[i], program.flow.reads[i]
+            if i == seed:
+                self._add(i, Positions(dim, 1))
+            elif not behind.isdisjoint(reads):
+                behind.update(eqn.outvars)
+            elif any(var in self.states for var in reads) and not self._add(i, None):
+                behind.update(eqn.outvars)
+                if not self.inside or self._needs_all(eqn):
+                    self.inside = []
+                    return
+
+    def _needs_all(self, eqn: Any) -> bool:
+        """Whether gradients depend on an equation of the forward pass that mixes positions: they are not known tile by tile."""
+        if self.leading is None or not any(out in self.leading for out in eqn.outvars):
+            return False
+        stack = name_stack(eqn)  # an update of parameters has no mark: the next gradient depends on it, not this one
+        return bool(derivatives(stack)) and not is_backward(stack)
+
+    def _add(self, i: int, wanted: State | None) -> bool:
+        """Take an equation in, if that keeps positions apart, and its result is `wanted`, if that is given."""
+        found = self.kept_apart(i, wanted)
+        if found is None:
+            return False
+        self.operands[i], outs = found
+        self.states |= zip(self.program.eqns[i].outvars, outs, strict=True)
+        self.inside.append(i)
+        return True
+
+    def kept_apart(self, i: int, wanted: State | None) -> tuple[list[State], list[State]] | None:
+        """States of the operands of an equation, and of its results."""
+        eqn = self.program.eqns[i]
+        if eqn.effects or primitive_name(eqn) in _LEFT_OUT or primitive_name(eqn).startswith("random_"):
+            return None
+        if sum(var not in self.states for var in self.program.flow.reads[i]) > _MOST_OPERANDS:
+            return None
+        is_inside = lambda atom: not is_literal(atom) and atom in self.states
+        choices = [[self.states[atom]] if is_inside(atom) else list(self._possible(atom)) for atom in eqn.invars]
+        for operands in itertools.product(*choices):
+            if not any(isinstance(state, Positions | Summed) for state in operands):
+                continue
+            try:
+                outs = apply_rule(self._walk, eqn, list(operands))
+            except Mixed:
+                continue
+            if wanted is None or outs[0] == wanted:
+                return list(operands), outs
+        return None
+
+    def _possible(self, atom: Any) -> Iterator[State]:
+        """What an operand from outside may be; the first that fits is taken."""
+        shape = shape_of(atom)
+        if self.is_constant(atom):
+            yield Shared((False,) * len(shape))
+            return
+        yield shared(shape)
+        if not is_literal(atom):
+            for dim, size in enumerate(shape):
+                if size == self.length:
+                    yield Positions(dim, 1)
+
+    def is_constant(self, atom: Any) -> bool:
+        """Whether it is one number, repeated."""
+        eqn = None if is_literal(atom) else self.program.flow.makers.get(atom)
+        if eqn is not None and eqn.primitive.name in REPLICATIONS:
+            return self.is_constant(eqn.invars[0])
+        return eqn is not None and eqn.primitive.name == "broadcast_in_dim" and not shape_of(eqn.invars[0])
