@@ -23,8 +23,6 @@ LADDER                the capacities that `transactional` chooses from
 adaptive              an optimizer that also sets the bounds of `Layers`
 AdaptiveState         the state of `adaptive`
 predicted_sigma       the predicted error of gradients
-choose_bits           the fewest bits for each part of a model with which gradients are off by at most so much
-ChosenBits            what `choose_bits` returns
 fit_bits              the fewest bits for each encoded array with which gradients are off by at most so much
 FittedBits            what `fit_bits` returns
 BitsController        `fit_bits` again every so many steps of a training
@@ -46,7 +44,6 @@ from memjax.compress._codecs.step_errors import StepErrors, UniformError
 from memjax.compress._error_bounded.error_bounded import ErrorBounded, ErrorBoundedCode
 from memjax.compress._training.adaptive import AdaptiveState, adaptive, predicted_sigma, scale_gradient
 from memjax.compress._training.array_bits import ArrayBits
-from memjax.compress._training.choose_bits import ChosenBits, choose_bits
 from memjax.compress._training.fit_bits import BitsController, FittedBits, fit_bits
 from memjax.compress._training.layers import LADDER, Layers, Statistics, layers
 from memjax.compress._training.transactional import Transactional, transactional
@@ -65,7 +62,6 @@ __all__ = [
     "Cast",
     "ChannelQuantized",
     "ChannelQuantizedCode",
-    "ChosenBits",
     "Codec",
     "ErrorBounded",
     "ErrorBoundedCode",
@@ -81,7 +77,6 @@ __all__ = [
     "Transactional",
     "UniformError",
     "adaptive",
-    "choose_bits",
     "compressed",
     "fit_bits",
     "inject_error",

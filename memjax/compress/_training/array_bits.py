@@ -1,4 +1,4 @@
-"""`ArrayBits`: bits for each array that a call of `compressed` encodes, and which of them an array may have."""
+"""`ArrayBits`: bits for each array that a call of `compressed` encodes, which an array may have, and the fewest that do."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ _CODED = (3, 4, 5, 6, 8)
 _WHOLE = (16, 32)  # bits of floats that are kept as they are
 _WIDE = 8  # bits, at least, of what has values of very unequal sizes, or has to be fine
 _GAUSSIAN = 1.5  # the range of 128 Gaussian values in deviations, 5.2, over the root of 12
+_FRONT = 4096  # choices for the first arrays that are looked at
 _MADE_BY = "make it with memjax.compress.fit_bits from the gradient that is trained with"
 
 
@@ -157,3 +158,41 @@ def gaussian_error(bits: int) -> float:
 def base_of(sigma: float) -> int:
     """The fewest bits for all arrays with which a Gaussian array is off by at most `sigma`; 8 if none are."""
     return next((bits for bits in BITS if gaussian_error(bits) <= sigma), BITS[-1])
+
+
+def fewest_bits(
+    squares: Sequence[float], sizes: Sequence[float], most: float, choices: Sequence[Sequence[int]]
+) -> tuple[int, ...]:
+    """The bits of each array with which `sizes` times bits is least, and the sum of squares at most `most`; the most if none are.
+
+    Of choices for the first arrays only those matter that no other beats in both bits and error. If they are at most 4,096, as
+    where sizes are equal, the result is the best of all choices. Of more, those are looked at that have the least error in
+    each of so many equal ranges of bits.
+
+    Args:
+      squares: the square of each array's error at 8 bits.
+      sizes: the number of values of each.
+      most: what the sum of squares may be.
+      choices: see `choices_of`.
+    """
+    front: list[tuple[float, float, tuple[int, ...]]] = [(0.0, 0.0, ())]
+    least = [square * error_scale(own[0]) ** 2 for square, own in zip(squares, choices, strict=True)]
+    needed = [sum(least[i:]) for i in range(1, len(least) + 1)]  # by the arrays that follow, with the most bits
+    for square, size, rungs, of_others in zip(squares, sizes, choices, needed, strict=True):
+        every = [
+            (cost + size * bits, total + square * error_scale(bits) ** 2, (*before, bits))
+            for cost, total, before in front
+            for bits in rungs
+        ]
+        front = []
+        for choice in sorted(every):
+            allowed = choice[1] + of_others <= most
+            if allowed and (not front or choice[1] < front[-1][1]):
+                front.append(choice)
+        if len(front) > _FRONT:
+            width = (front[-1][0] - front[0][0]) / _FRONT
+            of_range = {
+                int((choice[0] - front[0][0]) / width): choice for choice in front
+            }  # the last has the least error
+            front = list(of_range.values())
+    return front[0][2] if front else tuple(own[0] for own in choices)

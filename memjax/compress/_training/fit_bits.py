@@ -26,9 +26,12 @@ from memjax.compress._training.array_bits import (
     check_bits,
     check_sigma,
     error_scale,
+    fewest_bits,
 )
-from memjax.compress._training.choose_bits import MOST_KNOWN, WORTH, bits_within, compared_with, fewest_bits, floats
 
+_ROUNDS = 4  # of choosing and looking at what was chosen
+_MOST_KNOWN = 5  # choices, each of which is a training step to compile
+_WORTH = 0.9  # of the bytes: only then is another training step compiled
 _SMALL = 1e-3  # of the size of the gradient's other values: an array of smaller ones is zero but for rounding
 
 
@@ -212,7 +215,7 @@ class BitsController:
             return fitted
         count = sum(self._counts)
         exact = self._leaves(jnp.zeros(count), 0, *args)
-        compared = compared_with(reference, exact)
+        compared = _compared_with(reference, exact)
 
         def square(scales: Iterable[float]) -> float:
             """The mean square of errors that are so many times as large as those of 8 bits."""
@@ -237,16 +240,16 @@ class BitsController:
         cost = lambda bits: sum(size * b for size, b in zip(sizes, bits, strict=True))
         predicted = lambda bits: square(bits) ** 0.5
         fewest = lambda most: fewest_bits(alone, sizes, most**2, choices)
-        new, found = bits_within(self._sigma, fewest, predicted)
+        new, found = _bits_within(self._sigma, fewest, predicted)
         own = [bits for bits in dict.fromkeys(known) if len(bits) == len(sizes)]
         errors = {bits: predicted(bits) for bits in own}
         for bits in sorted(own, key=cost):
-            if errors[bits] <= max(self._sigma, found) and WORTH * cost(bits) <= cost(new):
+            if errors[bits] <= max(self._sigma, found) and _WORTH * cost(bits) <= cost(new):
                 return bits, errors[bits]
-        if len(own) == MOST_KNOWN:  # one more, finer than they are
+        if len(own) == _MOST_KNOWN:  # one more, finer than they are
             new = tuple(max(bits) for bits in zip(new, *own, strict=True))
             found = predicted(new)
-        elif len(own) > MOST_KNOWN:
+        elif len(own) > _MOST_KNOWN:
             met = [bits for bits in own if errors[bits] <= self._sigma]
             new = min(met, key=cost) if met else min(own, key=lambda bits: errors[bits])
             found = errors[new]
@@ -296,7 +299,7 @@ class BitsController:
         """The gradient's arrays, with random errors in each encoded array."""
         ends = np.cumsum(self._counts).tolist()
         parts = [scales[end - count : end] for count, end in zip(self._counts, ends, strict=True)]
-        return floats(self._gradient([ArrayErrors(part, seed, self._base) for part in parts], *args))
+        return _floats(self._gradient([ArrayErrors(part, seed, self._base) for part in parts], *args))
 
 
 @jax.jit
@@ -308,3 +311,49 @@ def _mean_square(changed: list[jax.Array], exact: list[jax.Array], compared: lis
     norms = jnp.maximum(norms, sizes * (_SMALL**2 * jnp.sum(norms) / jnp.sum(sizes)))
     counted = (power(exact) != 0).astype(jnp.float32)
     return jnp.sum(jnp.where(counted > 0, errors / jnp.maximum(norms, 1e-30), 0)) / jnp.maximum(jnp.sum(counted), 1)
+
+
+def _compared_with(reference: Any, exact: list[jax.Array]) -> list[jax.Array]:
+    """What errors are compared with: the arrays of `reference`, by default those of the exact gradient."""
+    if not exact:
+        raise ValueError(
+            "gradient must return floating-point arrays, got none: return jax.grad(loss)(params), for example"
+        )
+    _check_finite("gradient", "one that gives finite gradients", exact, "look at the loss")
+    if reference is None:
+        return exact
+    compared = _floats(reference)
+    shapes, wanted = [leaf.shape for leaf in compared], [leaf.shape for leaf in exact]
+    if shapes != wanted:
+        raise check.fail(ValueError, "reference", f"arrays of the shapes {wanted}", shapes)
+    _check_finite("reference", "finite arrays", compared, "look at the loss of the steps before")
+    if not any(bool(leaf.any()) for leaf in compared):
+        fix = "pass None before the first step"
+        raise check.fail(ValueError, "reference", "arrays that are not all zero", shapes, fix)
+    return compared
+
+
+def _check_finite(name: str, wanted: str, arrays: Sequence[jax.Array], fix: str) -> None:
+    if shapes := [array.shape for array in arrays if not bool(jnp.isfinite(array).all())]:
+        raise check.fail(ValueError, name, wanted, shapes, fix)
+
+
+def _bits_within(
+    sigma: float, fewest: Callable[[float], tuple[int, ...]], predicted: Callable[[tuple[int, ...]], float]
+) -> tuple[tuple[int, ...], float]:
+    """Bits and their predicted error: `fewest(most)`, with `most` made smaller until what is predicted is at most `sigma`."""
+    most, bits = sigma, fewest(sigma)
+    error = predicted(bits)
+    for _ in range(_ROUNDS - 1):
+        if error <= sigma:
+            break
+        most /= 1.05 * error / sigma
+        if (finer := fewest(most)) != bits:
+            bits, error = finer, predicted(finer)
+    return bits, error
+
+
+def _floats(gradients: Any) -> list[jax.Array]:
+    """The floating-point arrays of a pytree, as float32."""
+    arrays = [leaf for leaf in jax.tree.leaves(gradients) if check.is_array(leaf)]
+    return [leaf.astype(jnp.float32) for leaf in arrays if jnp.issubdtype(leaf.dtype, jnp.floating)]

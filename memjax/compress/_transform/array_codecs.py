@@ -28,10 +28,10 @@ from memjax.compress._training.array_bits import (
     check_bits,
     check_sigma,
     choices_of,
+    fewest_bits,
     gaussian_error,
     is_whole,
 )
-from memjax.compress._training.choose_bits import fewest_bits
 from memjax.compress._training.layers import EncodedArray, Layers, Recorder, Statistics
 from memjax.compress._transform.overflow import warn_of_overflow
 from memjax.compress._transform.statistics import Collector
