@@ -10,13 +10,18 @@ import jax
 import numpy as np
 
 from memjax._core import check
+from memjax.compress._codecs.bits import widths_with
 
-BITS = (3, 4, 6, 8)
-"""The bits per value that `memjax.compressed` takes for all arrays."""
+CODED = widths_with("planes")
+"""The bits per value that an array may have, most first."""
 
-_CODED = (3, 4, 5, 6, 8)
+BITS = tuple(bits for bits in reversed(CODED) if bits != 5)
+"""Those that `memjax.compressed` takes for all arrays; with 4 some get 5."""
+
+WIDE = 8
+"""Bits, at least, of what has values of very unequal sizes, or has to be fine."""
+
 _WHOLE = (16, 32)  # bits of floats that are kept as they are
-_WIDE = 8  # bits, at least, of what has values of very unequal sizes, or has to be fine
 _GAUSSIAN = 1.5  # the range of 128 Gaussian values in deviations, 5.2, over the root of 12
 _FRONT = 4096  # choices for the first arrays that are looked at
 _MADE_BY = "make it with memjax.compress.fit_bits from the gradient that is trained with"
@@ -46,8 +51,8 @@ class ArrayBits:
     def __post_init__(self) -> None:
         check_bits(self.base, "base")
         numbers = isinstance(self.bits, tuple) and float not in map(type, self.bits)
-        if not numbers or not set(self.bits) <= {*_CODED, *_WHOLE}:
-            raise check.fail(ValueError, "bits", f"a tuple of the numbers {(*_CODED, *_WHOLE)}", self.bits, _MADE_BY)
+        if not numbers or not set(self.bits) <= {*CODED, *_WHOLE}:
+            raise check.fail(ValueError, "bits", f"a tuple of the numbers {(*CODED, *_WHOLE)}", self.bits, _MADE_BY)
         texts = isinstance(self.names, tuple) and all(isinstance(name, str) for name in self.names)
         if not texts or (self.names and len(self.names) != len(self.bits)):
             raise check.fail(ValueError, "names", f"{len(self.bits)} names, one for each array", self.names, _MADE_BY)
@@ -55,9 +60,7 @@ class ArrayBits:
     def __repr__(self) -> str:
         """A line for each array."""
         if not self.bits:
-            return (
-                f"ArrayBits(base={self.base}, nothing is encoded: codes would not be smaller, or values must be exact)"
-            )
+            return f"ArrayBits(base={self.base}, nothing is encoded: codes are no smaller, or values must be exact)"
         names = self.names or [f"array {i}" for i in range(len(self.bits))]
         say = lambda bits: "as it is" if is_whole(bits) else f"{bits} bits"
         lines = [f"  {name}: {say(bits)}" for name, bits in zip(names, self.bits, strict=True)]
@@ -70,7 +73,7 @@ class ArrayBits:
         Args:
           seed: of the errors: an integer, which may be traced.
         """
-        return ArrayErrors(np.array([error_scale(bits) for bits in self.bits], np.float32), seed, self.base)
+        return Errors(self.base, np.array([error_scale(bits) for bits in self.bits], np.float32), seed)
 
     def check_count(self, arrays: int) -> None:
         """Raises ValueError if a call encodes another number of arrays."""
@@ -107,18 +110,18 @@ class BitsRecorder:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ArrayErrors:
-    """Stands for an `ArrayBits`, with random errors in place of codes: those of 8 bits, `scales[i]` times as large.
+class Errors:
+    """Stands for bits: `compressed` encodes nothing, and adds random errors in place of codes. Gradients are off by as much.
 
     Attributes:
-      scales: (n,) float32.
+      base: what would be encoded is decided as for `bits=base`.
+      scales: (n,) float32: the errors of array i are those of 8 bits, `scales[i]` times as large. None: those of `bits=base`.
       seed: of the errors.
-      base: see `ArrayBits`.
     """
 
-    scales: Any
-    seed: Any
     base: int = dataclasses.field(metadata={"static": True})
+    scales: Any = None
+    seed: Any = 0
 
 
 def check_bits(bits: Any, name: str = "bits") -> int:
@@ -136,13 +139,6 @@ def check_sigma(sigma: Any) -> float:
 def is_whole(bits: int) -> bool:
     """Whether these bits stand for an array that is kept as it is."""
     return bits in _WHOLE
-
-
-def choices_of(dtype: Any, *, by_channel: bool, at_least_wide: bool) -> tuple[int, ...]:
-    """The bits that an array may have, most first."""
-    whole = 8 * dtype.itemsize
-    coded = (8, 4) if by_channel else _CODED[::-1]
-    return (whole, *(bits for bits in coded if bits >= _WIDE or not at_least_wide))
 
 
 def error_scale(bits: int) -> float:
@@ -173,7 +169,7 @@ def fewest_bits(
       squares: the square of each array's error at 8 bits.
       sizes: the number of values of each.
       most: what the sum of squares may be.
-      choices: see `choices_of`.
+      choices: the bits that each may have, most first; with its own 16 or 32 an array has no error.
     """
     front: list[tuple[float, float, tuple[int, ...]]] = [(0.0, 0.0, ())]
     least = [square * error_scale(own[0]) ** 2 for square, own in zip(squares, choices, strict=True)]
