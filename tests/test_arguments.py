@@ -15,6 +15,7 @@ from flax import nnx
 
 import memjax
 from memjax import compress, remat
+from memjax.compress._training.layers import Statistics
 
 X = jnp.ones((8, 4))
 STEP = lambda carry, x: (carry + x, carry)
@@ -130,15 +131,6 @@ def predicted_sigma(**changes):
 def scale_gradient(**changes):
     arguments = {"gradients": {"w": W}, "by": 2.0, **changes}
     return compress.scale_gradient(arguments["gradients"], arguments["by"])
-
-
-def measured_channels(**changes):
-    ranges = {"low": jnp.zeros(64), "distance": jnp.ones(64), "bits": 4, **changes}
-    return compress.MeasuredChannels(**ranges).encode(BATCH)
-
-
-def uniform_error(**changes):
-    return compress.UniformError(**changes).encode(BATCH)
 
 
 CALLS = [
@@ -263,7 +255,7 @@ CALLS = [
             ("bound", None),
             ("bound", jnp.ones(7)),
             ("bound", jnp.ones(2, int)),
-            ("statistics", compress.Statistics.zeros(7, 1)),
+            ("statistics", Statistics.zeros(7, 1)),
             ("names", None),
             ("bits_per_value", 4.0),
             ("bits_per_value", (4.0,) * 7),
@@ -284,7 +276,6 @@ CALLS = [
     (capacities, {"new": [(-1.0,)]}, "bits_per_value must be a positive finite number, got -1.0"),
     (compress.Cast, {"dtype": W}, "dtype must be a floating-point dtype, got an array"),
     (compress.Cast().ratio, {"x": None}, "x must be an array, got None"),
-    (compress.UniformError(0.1).decode, {"code": None}, "code must be an array, got None"),
     (compress.ErrorBounded, {"bound": np.array(["a"])}, "bound must be a positive finite number"),
     (compress.ErrorBounded, {"bound": np.bool_(True)}, "bound must be a positive finite number"),
     (layers, {"argnums": ()}, "argnums must be positions among the 2 arguments"),
@@ -296,10 +287,6 @@ CALLS = [
     ),
     (compress.Cast().nbytes, {"aval": "text"}, "aval must be an array or the type of one, got 'text'"),
     (compress.GroupQuantized().nbytes, {"aval": None}, "aval must be an array or the type of one, got None"),
-    (measured_channels, {"low": None}, "low must be an array, got None"),
-    (measured_channels, {"distance": jnp.ones(12)}, r"distance must be of shape \(64,\)"),
-    (measured_channels, {"bits": 5}, "bits must be one of 4, 8, got 5"),
-    (uniform_error, {"bound": jnp.ones(3)}, "bound must be one positive number, got an array"),
     (layers, {"f": lambda codec: 1.0}, "f must be a function of 3 arguments, got"),
     (layers, {"args": (W,)}, "f must be a function of 2 arguments, got"),
     (layers, {"argnums": 7}, "argnums must be positions among the 2 arguments of f, got 7"),
@@ -330,8 +317,6 @@ def test_the_calls_of_remat_are_right_as_they_stand(f):
     f()
 
 
-@pytest.mark.parametrize(
-    "f", [compressed, layers, with_settings, transactional, predicted_sigma, scale_gradient, measured_channels]
-)
+@pytest.mark.parametrize("f", [compressed, layers, with_settings, transactional, predicted_sigma, scale_gradient])
 def test_the_calls_of_compress_are_right_as_they_stand(f):
     f()

@@ -1,7 +1,7 @@
 """A transactional step, and records of each layer's bits and bounds."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -34,7 +34,7 @@ class Observed:
 
     def __init__(self, window: int, images: Images):
         self._window, self._images = window, images
-        self._run: compress.Transactional | None = None
+        self._run: Any = None  # what `compress.transactional` gives
 
     def compile_step(self, step: Callable, **options) -> Callable:
         self._run = compress.transactional(step, window=self._window, ahead=True, **options)

@@ -1,7 +1,7 @@
 """What compression does to the gradients and the memory of one model: errors by layer, predicted and measured, and bytes.
 
 The prediction knows the codec's steps alone: errors of decoded values are uniform in a step, and independent of each other and
-of the values (`memjax.compress.StepErrors`).
+of the values (`Errors`, which stand for bits).
 
 Both are means over many draws of the errors. After training a few examples carry most of a gradient, and in a batch that holds
 one, an error is a single random number times what that example adds: draws of one batch differ by six times, and one draw for
@@ -27,6 +27,7 @@ from experiments.harness.loop.step import Batch, Loss
 from experiments.paired.fitted import sigma_gradient
 from experiments.paired.members import PLAIN, is_sigma, kind_name, with_bits
 from memjax import compress
+from memjax.compress._training.array_bits import Errors  # private: no user of the library asks for errors without codes
 
 _DRAWS = 8  # of errors, for each batch
 _OPTIONS = {"gpu": {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}}
@@ -125,7 +126,8 @@ def _with_errors(of_blocks: Sequence[Any], model: Any, seed: Any) -> Any:
     def wrapped(block, bits):
         if isinstance(bits, compress.ArrayBits):
             return memjax.compressed(block, bits=bits.errors(seed))
-        return memjax.compressed(block, compress.StepErrors(bits, seed))
+        errors: Any = Errors(bits, seed=seed)
+        return memjax.compressed(block, bits=errors)
 
     model.blocks = nnx.List([wrapped(*pair) for pair in zip(model.blocks, of_blocks, strict=True)])
     return model

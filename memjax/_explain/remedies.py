@@ -18,7 +18,7 @@ from memjax._core.program.scopes import Paths, runs_in_loop
 from memjax._explain.kept import Group, Pass, collapsed
 from memjax._explain.parts import Remedy
 from memjax._residuals import Equation, Value
-from memjax.compress._codecs.block_quantized import DEFAULT
+from memjax.compress._codecs.block_quantized import BlockQuantized
 
 # One checkpoint round nearly everything keeps nothing, and computes everything at once: the peak is then there.
 _MOST = 0.6
@@ -154,7 +154,7 @@ def _narrower(group: Group, of: Device) -> list[Remedy]:
     if group.why:  # it is compressed already
         return found
     if jnp.issubdtype(aval.dtype, jnp.floating):
-        code = min(DEFAULT.nbytes(aval) / (aval.dtype.itemsize * aval.size), 1) if aval.size else 1
+        code = min(BlockQuantized(8).nbytes(aval) / (aval.dtype.itemsize * aval.size), 1) if aval.size else 1
         saves = group.nbytes - round(code * group.nbytes)
         if saves > 0:
             cost = 1000 * coding_seconds(group.nbytes, of)

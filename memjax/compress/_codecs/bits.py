@@ -4,16 +4,60 @@ import functools
 import math
 import operator
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, UInt8, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt, UInt8, UInt32
 
+from memjax._core import check
 from memjax.compress._codecs.kernels import is_of_one_device_on
 
 WORD = 32
+
+
+class Width(NamedTuple):
+    """How levels of a number of bits are packed, where they are.
+
+    Attributes:
+      planes: by `PositionQuantized`: the widths of the arrays of `pack_levels`, lowest bits first.
+      number: by `BlockQuantized` and `ChannelQuantized`: XLA's type for one level.
+      pair: the type for two of these, as a kernel writes them: see `paired`.
+      per_word: by `GroupQuantized`: how many a word has.
+    """
+
+    planes: tuple[int, ...] = ()
+    number: Any = None
+    pair: Any = None
+    per_word: int = 0
+
+
+# XLA has a number of two bits, too, but cannot transpose it on GPUs.
+WIDTHS = {
+    8: Width((8,), jnp.uint8, jnp.uint16, 4),
+    6: Width((4, 2)),
+    5: Width((4, 1)),
+    4: Width((4,), jnp.uint4, jnp.uint8, 8),
+    3: Width((2, 1)),
+    2: Width(per_word=16),
+}
+"""By the number of bits of a level."""
+
+
+def widths_with(column: str) -> tuple[int, ...]:
+    """The numbers of bits that have an entry in this column of the table, most first."""
+    return tuple(bits for bits, width in WIDTHS.items() if getattr(width, column))
+
+
+def check_width(bits: Any, column: str) -> int:
+    """Check that levels of so many bits can be packed so."""
+    bits, known = check.integer("bits", bits), widths_with(column)
+    if bits not in known:
+        raise ValueError(f"bits must be {', '.join(map(str, known[:-1]))} or {known[-1]}, got {bits!r}")
+    return bits
+
+
 Words = UInt32[Array, "..."]
 
 
@@ -103,9 +147,6 @@ def expand(x: Words, moves: Moves, mask: Words) -> Words:
 # of neighbours: a kernel has these in the registers of one thread, where others would be in pieces too narrow to read.
 # Both ways are arithmetic on single values.
 
-PLANES = {8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1)}
-"""By number of bits, the widths of the planes, lowest bits first."""
-
 _APART = 4  # bits, of a plane whose bytes do not hold neighbours
 
 MULTIPLE = 8
@@ -115,7 +156,7 @@ MULTIPLE = 8
 def pack_levels(level: UInt32[Array, "... n"], bits: int) -> tuple[UInt8[Array, "... _"], ...]:
     """The planes of levels below 2^bits. What bits 16 and up of `level` are does not matter."""
     planes = []
-    for width in PLANES[bits]:
+    for width in WIDTHS[bits].planes:
         parts = _split(_lowest(level, width, bits), width)
         planes.append(functools.reduce(operator.or_, (part << u32(i * width) for i, part in enumerate(parts))))
         level = level >> u32(width)
@@ -135,7 +176,7 @@ def pack_halves(
 ) -> list[list[UInt32[Array, "rows _"]]]:
     """The planes of levels whose last axis is cut into two halves, in one piece or two: for kernels."""
     planes = []
-    for width in PLANES[bits]:
+    for width in WIDTHS[bits].planes:
         parts = [_lowest(half, width, bits) for half in (low, high)]
         if width == _APART:
             planes.append([parts[0] | (parts[1] << u32(width))])
@@ -155,13 +196,13 @@ def _neighbours(part: UInt32[Array, "rows n"], width: int) -> UInt32[Array, "row
 
 def _lowest(level: UInt32[Array, "..."], width: int, bits: int) -> UInt32[Array, "..."]:
     """The part of a level for a plane. Above the last plane's there is nothing that a byte would have."""
-    return level if width == PLANES[bits][-1] else level & u32(2**width - 1)
+    return level if width == WIDTHS[bits].planes[-1] else level & u32(2**width - 1)
 
 
 def unpack_levels(planes: Sequence[UInt8[Array, "... _"]], bits: int) -> UInt32[Array, "... n"]:
     """The inverse of `pack_levels`."""
     level, below = None, 0
-    for width, plane in zip(PLANES[bits], planes, strict=True):
+    for width, plane in zip(WIDTHS[bits].planes, planes, strict=True):
         per_byte = 8 // width
         places = width * jnp.arange(per_byte, dtype=jnp.uint32)
         wide = u32(plane)
@@ -171,6 +212,35 @@ def unpack_levels(planes: Sequence[UInt8[Array, "... _"]], bits: int) -> UInt32[
         level, below = part if level is None else level | part, below + width
     assert level is not None
     return level
+
+
+# Levels of two neighbouring channels in one number, as a kernel writes them: 4 bits each in a byte, or 8 bits each in
+# two bytes. In memory they are what XLA has as an array of 4-bit or 8-bit numbers.
+
+
+def paired(levels: Int[Array, "rows channels"], bits: int) -> Int[Array, "rows pairs"]:
+    """Pairs of levels, the first in the lower bits; in a kernel. What `levels` have above the lowest bits does not matter."""
+    pairs = (levels & (2**bits - 1)).reshape(levels.shape[0], -1, 2)
+    return jnp.sum(pairs << (bits * lax.broadcasted_iota(jnp.int32, pairs.shape, 2)), axis=2)
+
+
+def as_pairs(levels: UInt[Array, "... channels"], bits: int) -> UInt[Array, "... pairs"]:
+    """The same of XLA's numbers of so many bits."""
+    pairs = levels.reshape(*levels.shape[:-1], -1, 2)
+    return lax.bitcast_convert_type(pairs, WIDTHS[bits].pair)
+
+
+def apart(levels: UInt[Array, "... numbers"], bits: int) -> UInt[Array, "... channels"]:
+    """The levels, of what may be pairs of them."""
+    if levels.dtype != WIDTHS[bits].pair:
+        return levels
+    return lax.bitcast_convert_type(levels, WIDTHS[bits].number).reshape(*levels.shape[:-1], -1)
+
+
+def unpaired(pairs: Int[Array, "rows pairs"], bits: int) -> Int[Array, "rows channels"]:
+    """The levels of pairs; in a kernel."""
+    places = bits * lax.broadcasted_iota(jnp.int32, (*pairs.shape, 2), 2)
+    return ((pairs[:, :, None] >> places) & (2**bits - 1)).reshape(pairs.shape[0], -1)
 
 
 # Subtractive dither that depends on the place alone, in few instructions: what bounds the speed of codes on GPUs.

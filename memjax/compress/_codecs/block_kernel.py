@@ -14,7 +14,8 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, UInt
 
 from memjax.compress._codecs import kernels
-from memjax.compress._codecs.kernels import PAIR, has_kernels, is_of_one_device, on_same_axes, paired, params, unpaired
+from memjax.compress._codecs.bits import WIDTHS, paired, unpaired
+from memjax.compress._codecs.kernels import has_kernels, is_of_one_device
 
 _CHANNELS = 64  # of a program: 128 bytes of a row
 _FEWEST_ROWS, _MOST_ROWS = 32, 2**12  # of a block, which one program encodes
@@ -81,7 +82,7 @@ def encode(
     list[Float[Array, "blocks 1 channels"]],
     Float[Array, "blocks 2 channels"] | None,
 ]:
-    """Pairs of levels (`kernels.paired`), the ranges of each channel of each block, and the sums of its values and their squares.
+    """Pairs of levels (`bits.paired`), the ranges of each channel of each block, and the sums of its values and their squares.
 
     Args:
       x: the array.
@@ -138,22 +139,22 @@ def encode(
 
     # Neighbouring programs have neighbouring channels of the same positions, so that what runs at a time reads whole rows.
     tile = lambda width: pl.BlockSpec((None, length, width), lambda j, i: (i, 0, j))
-    outs: list[tuple[tuple[int, ...], Any]] = [((blocks, length, channels // 2), PAIR[bits])]
+    outs: list[tuple[tuple[int, ...], Any]] = [((blocks, length, channels // 2), WIDTHS[bits].pair)]
     outs += [((blocks, channels), jnp.float32)] * count
     out_specs = [tile(_CHANNELS // 2), *[pl.BlockSpec((None, _CHANNELS), lambda j, i: (i, j))] * count]
     if with_sums:
         outs.append(((blocks, 2, channels), jnp.float32))
         out_specs.append(pl.BlockSpec((None, 2, _CHANNELS), lambda j, i: (i, 0, j)))
-    [x], shapes = on_same_axes([x], outs)
-    level, *found = pl.pallas_call(
+    level, *found = kernels.call(
         kernel,
-        out_shape=shapes,
+        [x],
+        outs,
         grid=(channels // _CHANNELS, blocks),
         in_specs=[tile(_CHANNELS)],
         out_specs=out_specs,
+        warps=max(1, rows * _CHANNELS // _VALUES_OF_A_WARP),
         interpret=interpret,
-        **({} if interpret else {"compiler_params": params(num_warps=max(1, rows * _CHANNELS // _VALUES_OF_A_WARP))}),
-    )(x)
+    )
     return level, [one[:, None] for one in found[:count]], found[count] if with_sums else None
 
 
@@ -179,7 +180,7 @@ def decode(
     """The values of levels, in `dtype`.
 
     Args:
-      pairs: levels, see `kernels.paired`; of a multiple of 64 channels.
+      pairs: levels, see `bits.paired`; of a multiple of 64 channels.
       numbers: what `value` needs of each channel of each block.
       value: from levels, int32, and these numbers, 1 x channels, to values.
       bits: 4 or 8.
@@ -199,15 +200,14 @@ def decode(
 
     tile = lambda width: pl.BlockSpec((None, length, width), lambda j, i, block: (block, 0, j))
     of_channels = pl.BlockSpec((None, width), lambda j, i, block: (block, j))
-    args, [out] = on_same_axes(
-        [pairs, *(one.reshape(blocks, channels) for one in numbers)], [((blocks, length, channels), dtype)]
-    )
-    return pl.pallas_call(
+    [out] = kernels.call(
         kernel,
-        out_shape=out,
+        [pairs, *(one.reshape(blocks, channels) for one in numbers)],
+        [((blocks, length, channels), dtype)],
         grid=(channels // width, pl.cdiv(length, rows), blocks),
         in_specs=[tile(width // 2), *[of_channels] * len(numbers)],
-        out_specs=tile(width),
+        out_specs=[tile(width)],
+        warps=_WARPS,
         interpret=interpret,
-        **({} if interpret else {"compiler_params": params(num_warps=_WARPS)}),
-    )(*args)
+    )
+    return out

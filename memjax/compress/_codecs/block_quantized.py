@@ -8,68 +8,48 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, UInt
 
 from memjax._core import check
 from memjax._core.segments import automatic_devices
 from memjax.compress._codecs import block_kernel
-from memjax.compress._codecs.channel_quantized import LEVELS, ends
-from memjax.compress._codecs.codec import FixedRate, check_code, check_floats
-from memjax.compress._codecs.kernels import apart, as_pairs
+from memjax.compress._codecs.bits import WIDTHS, apart, as_pairs, check_width
+from memjax.compress._codecs.channel_quantized import ends
+from memjax.compress._codecs.codec import Code, FixedRate, Measured, check_floats, in_shape
 from memjax.compress._codecs.levels import centred_between, from_centred, levels_of_16_bits, to_centred
 
 _FEWEST = 32  # values that share a range, if the array has so many
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class BlockQuantizedCode:
-    """What `BlockQuantized` keeps.
+class OfBlocks(FixedRate):
+    """What codecs of blocks share: they encode and decode by kernels where these suit.
+
+    A subclass says what ranges and levels are, once for XLA and once for `block_kernel.encode`.
 
     Attributes:
-      levels: in the shape of the view, or pairs of them: see `kernels.paired`.
-      middle, distance: for each channel of each block, the middle of its range and the distance of levels, float32.
-      view: the shape that the array is seen in, which `middle` and `distance` broadcast against.
-      shape, dtype: the array's.
-      bits: of a level.
+      bits, block: see `BlockQuantized`.
+      ends: of the ranges, that the kernel looks for.
     """
-
-    levels: UInt[Array, "..."]
-    middle: Float[Array, "..."]
-    distance: Float[Array, "..."]
-    view: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-    dtype: np.dtype = dataclasses.field(metadata={"static": True})
-    bits: int = dataclasses.field(metadata={"static": True})
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class MeasuredBlocks:
-    """Encodes an array whose ranges are known: arithmetic on single values."""
-
-    middle: Float[Array, "..."]
-    distance: Float[Array, "..."]
-    view: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-    bits: int = dataclasses.field(metadata={"static": True})
-
-    def encode(self, x: Float[Array, "..."]) -> BlockQuantizedCode:
-        level = to_centred(in_shape(x, self.view), self.middle, self.distance, self.bits)
-        level = level.astype(LEVELS[self.bits])
-        return BlockQuantizedCode(level, self.middle, self.distance, self.view, x.shape, np.dtype(x.dtype), self.bits)
-
-
-class OfBlocks(FixedRate):
-    """What codecs of blocks have in common: they encode and decode by kernels where these suit."""
 
     bits: int
     block: int
-    measured: Callable[[Array], Any]
-    decode: Callable[[Any], Array]
-    _encode_by_kernel: Callable[..., tuple[Any, Any]]
-    _decode_by_kernel: Callable[[Any], Array]
+    decoded_by = ("bits",)
+    ends: tuple[block_kernel.End, ...]
+    ranges: Callable[[Array, "View"], tuple[Array, ...]]  # float32, they broadcast against the view; last the distance
+    levels: Callable[..., Array]  # of values and ranges, float32
+    value: Callable[..., Array]  # of levels and ranges
+    ranges_in_kernel: Callable[..., tuple[tuple[Array, ...], tuple[Array, ...]]]  # and what `levels_in_kernel` is given
+    levels_in_kernel: Callable[..., Array]
+
+    def measured(self, x: Float[Array, "..."]) -> Measured:
+        """An encoder with the ranges of `x`: only they need the whole array."""
+        check_floats(x)
+        return Measured(self.ranges(x, view_of(jax.typeof(x), self.block)), self)
+
+    def levels_of(self, x: Float[Array, "..."], *ranges: Array) -> UInt[Array, "..."]:
+        values = in_shape(x, view_of(jax.typeof(x), self.block).shape)
+        return self.levels(values, *ranges).astype(WIDTHS[self.bits].number)
 
     def reads_once(self, aval: Any) -> bool:
         """Whether encoding an array of this type takes one pass over it."""
@@ -97,7 +77,7 @@ class OfBlocks(FixedRate):
 
         def by_kernel(x: Array) -> tuple[Any, Any]:
             code, sums = self._encode_by_kernel(x, with_sums=with_sums)
-            return code, jnp.sum(sums, 0) if with_sums else None
+            return code, None if sums is None else jnp.sum(sums, 0)
 
         if not self.reads_once(jax.typeof(x)):
             return plain(x)
@@ -105,10 +85,37 @@ class OfBlocks(FixedRate):
 
     def decoder_to_memory(self, code: Any) -> Callable[[Any], Array] | None:
         """A kernel where the levels are in pairs, and the program is compiled for an NVIDIA GPU."""
-        in_pairs = code.levels.shape[-1] != code.view[-1]
+        in_pairs = code.levels.dtype == WIDTHS[self.bits].pair
         if not (in_pairs and block_kernel.is_of_one_device(jax.typeof(code.levels)) and block_kernel.has_kernels()):
             return None
         return lambda code: lax.platform_dependent(code, cuda=self._decode_by_kernel, default=self.decode)
+
+    def steps(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """The distance of levels of each value, float32."""
+        view = view_of(jax.typeof(x), self.block)
+        return in_shape(jnp.broadcast_to(self.measured(x).ranges[-1], view.shape), x.shape)
+
+    def _encode_by_kernel(
+        self, x: Float[Array, "..."], *, with_sums: bool = False, interpret: bool = False
+    ) -> tuple[Code, Array | None]:
+        level, ranges, sums = block_kernel.encode(
+            in_shape(x, view_of(jax.typeof(x), self.block).in_blocks),
+            self.bits,
+            self.ends,
+            functools.partial(self.ranges_in_kernel, x.dtype, interpret),
+            functools.partial(self.levels_in_kernel, interpret),
+            with_sums=with_sums,
+            interpret=interpret,
+        )
+        return self.code_of(x, level, *ranges), sums
+
+    def _decode(self, code: Code) -> Float[Array, "..."]:
+        return in_shape(self.value(apart(code.levels, self.bits), *code.ranges, dtype=code.dtype), code.shape)
+
+    def _decode_by_kernel(self, code: Code, *, interpret: bool = False) -> Float[Array, "..."]:
+        value = functools.partial(self.value, dtype=code.dtype)
+        x = block_kernel.decode(code.levels, code.ranges, value, self.bits, code.dtype, interpret=interpret)
+        return in_shape(x, code.shape)
 
 
 @jax.tree_util.register_dataclass
@@ -133,7 +140,7 @@ class BlockQuantized(OfBlocks):
     Memory: `bits` per value, and 64 bits for each channel of a block: 8.25 or 4.25 bits per value at blocks of 256.
 
     Args:
-      bits: 4 or 8.
+      bits: 8 or 4.
       block: positions that share a range, about; at least 32.
 
     Raises:
@@ -144,67 +151,38 @@ class BlockQuantized(OfBlocks):
     bits: int = dataclasses.field(default=8, metadata={"static": True})
     block: int = dataclasses.field(default=256, metadata={"static": True})
 
+    ends = (block_kernel.LEAST, block_kernel.LARGEST)
+
     def __post_init__(self):
-        object.__setattr__(self, "bits", check.integer("bits", self.bits))
-        if self.bits not in LEVELS:
-            raise ValueError(f"bits must be 4 or 8, got {self.bits!r}")
+        object.__setattr__(self, "bits", check_width(self.bits, "number"))
         object.__setattr__(self, "block", check.integer("block", self.block, least=_FEWEST))
 
-    def measured(self, x: Float[Array, "..."]) -> MeasuredBlocks:
-        """An encoder with the ranges of `x`: only they need the whole array."""
-        check_floats(x)
-        view = view_of(jax.typeof(x), self.block)
+    def ranges(self, x: Float[Array, "..."], view: "View") -> tuple[Array, ...]:
+        """The middle of the range, and the distance of levels."""
         low, high = (
             jnp.expand_dims(end.astype(jnp.float32), view.axes) for end in ends(in_shape(x, view.shape), view.axes)
         )
-        return MeasuredBlocks(*centred_between(low, high, self.bits), view.shape, self.bits)
+        return centred_between(low, high, self.bits)
 
-    def _encode_by_kernel(
-        self, x: Float[Array, "..."], *, with_sums: bool = False, interpret: bool = False
-    ) -> tuple[BlockQuantizedCode, Array | None]:
-        view = view_of(jax.typeof(x), self.block).in_blocks
-        reciprocal = functools.partial(block_kernel.inverse, interpret=interpret)
-        is_wide = x.dtype == jnp.float32  # ranges may be small beside the values
+    def levels(self, values: Float[Array, "..."], middle: Array, distance: Array) -> Float[Array, "..."]:
+        return to_centred(values, middle, distance, self.bits)
 
-        def ranges(low: Array, high: Array) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-            if is_wide:
-                found = centred_between(low, high, self.bits)
-                return found, found
-            return levels_of_16_bits(low, high, self.bits, reciprocal)
+    def value(self, levels: UInt[Array, "..."], middle: Array, distance: Array, *, dtype: Any) -> Float[Array, "..."]:
+        return from_centred(levels, middle, distance, self.bits, dtype)
 
-        def levels(values: Array, one: Array, other: Array) -> Array:
-            if is_wide:
-                return to_centred(values, one, other, self.bits).astype(jnp.int32)
-            return block_kernel.rounded(values, one, other, interpret=interpret)
+    def ranges_in_kernel(self, dtype: Any, interpret: bool, low: Array, high: Array) -> Any:
+        if dtype == jnp.float32:  # ranges may be small beside the values
+            found = centred_between(low, high, self.bits)
+            return found, found
+        return levels_of_16_bits(low, high, self.bits, functools.partial(block_kernel.inverse, interpret=interpret))
 
-        ends = block_kernel.LEAST, block_kernel.LARGEST
-        level, (middle, distance), sums = block_kernel.encode(
-            in_shape(x, view), self.bits, ends, ranges, levels, with_sums=with_sums, interpret=interpret
-        )
-        return BlockQuantizedCode(level, middle, distance, view, x.shape, np.dtype(x.dtype), self.bits), sums
-
-    def steps(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """The distance of levels of each value, float32."""
-        measured = self.measured(x)
-        return in_shape(jnp.broadcast_to(measured.distance, measured.view), x.shape)
-
-    def decode(self, code: BlockQuantizedCode) -> Float[Array, "..."]:
-        check_code(self, code, BlockQuantizedCode, "bits")
-        levels = apart(code.levels, code.view[-1])
-        return in_shape(from_centred(levels, code.middle, code.distance, self.bits, code.dtype), code.shape)
-
-    def _decode_by_kernel(self, code: BlockQuantizedCode, *, interpret: bool = False) -> Float[Array, "..."]:
-        value = functools.partial(from_centred, bits=self.bits, dtype=code.dtype)
-        numbers = [code.middle, code.distance]
-        x = block_kernel.decode(code.levels, numbers, value, self.bits, code.dtype, interpret=interpret)
-        return in_shape(x, code.shape)
+    def levels_in_kernel(self, interpret: bool, values: Array, one: Array, other: Array) -> Array:
+        if values.dtype == jnp.float32:
+            return to_centred(values, one, other, self.bits).astype(jnp.int32)
+        return block_kernel.rounded(values, one, other, interpret=interpret)
 
 
-DEFAULT = BlockQuantized(8)
-"""What `memjax.compressed` uses if no codec is given: 8 bits per value, at a fixed rate, for any finite values."""
-
-
-class _View(NamedTuple):
+class View(NamedTuple):
     """A shape with as many values, and the axes over which values share a range."""
 
     shape: tuple[int, ...]
@@ -216,13 +194,13 @@ class _View(NamedTuple):
         return (math.prod(self.shape[:-2]), *self.shape[-2:])
 
 
-def view_of(aval: Any, block: int) -> _View:
+def view_of(aval: Any, block: int) -> View:
     shape = aval.shape
     if aval.size == 0 or not shape:
-        return _View((aval.size, 1), (1,))
+        return View((aval.size, 1), (1,))
     if any(axis is not None for axis in aval.sharding.spec):
         # Axes that lie on several devices are left as they are: all positions of an example share a range.
-        return _View(shape, tuple(range(1, len(shape) - 1)) or (0,))
+        return View(shape, tuple(range(1, len(shape) - 1)) or (0,))
     channels = shape[-1] if len(shape) > 1 else 1
     positions = aval.size // channels
     per_example = positions // shape[0] if len(shape) > 2 else positions
@@ -232,12 +210,12 @@ def view_of(aval: Any, block: int) -> _View:
         part = per_example // shared
         length = _nearest_divisor(part if part >= _FEWEST else per_example, block)
         if len(shape) > 2 and not block_kernel.is_of_one_device(aval):
-            return _View((shape[0], per_example // length, length, channels), (2,))
+            return View((shape[0], per_example // length, length, channels), (2,))
     elif positions >= _FEWEST:
         length = _nearest_divisor(positions, block)
     else:
         channels, length = 1, _nearest_divisor(aval.size, block)
-    return _View((aval.size // (length * channels), length, channels), (1,))
+    return View((aval.size // (length * channels), length, channels), (1,))
 
 
 def _nearest_divisor(number: int, wanted: int) -> int:
@@ -245,7 +223,3 @@ def _nearest_divisor(number: int, wanted: int) -> int:
     small = [i for i in range(1, math.isqrt(number) + 1) if number % i == 0]
     divisors = {*small, *(number // i for i in small)}
     return min((d for d in divisors if d >= min(_FEWEST, number)), key=lambda d: abs(math.log(d / wanted)))
-
-
-def in_shape(x: Array, shape: tuple[int, ...]) -> Array:
-    return x if x.shape == shape else x.reshape(shape)

@@ -11,47 +11,9 @@ from jaxtyping import Array, Float, UInt
 
 from memjax._core import check
 from memjax._core.segments import automatic_devices
-from memjax.compress._codecs.codec import FixedRate, check_code, check_floats
+from memjax.compress._codecs.bits import WIDTHS, check_width
+from memjax.compress._codecs.codec import Code, FixedRate, Measured, check_floats
 from memjax.compress._codecs.levels import from_levels, levels_between, to_levels
-
-LEVELS = {4: jnp.uint4, 8: jnp.uint8}  # XLA has two bits, too, but cannot transpose them on GPUs
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class ChannelQuantizedCode:
-    """What `ChannelQuantized` keeps: for every channel its least value and the distance of levels, and the values' levels.
-
-    Levels of four bits are XLA's own, two to a byte.
-    """
-
-    levels: UInt[Array, "..."]
-    low: Float[Array, "*channels"]
-    distance: Float[Array, "*channels"]
-    dtype: np.dtype = dataclasses.field(metadata={"static": True})
-    bits: int = dataclasses.field(metadata={"static": True})
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class MeasuredChannels:
-    """Encodes an array whose channels' least values, and the distances of their levels, are known."""
-
-    low: Float[Array, "*channels"]
-    distance: Float[Array, "*channels"]
-    bits: int = dataclasses.field(metadata={"static": True})
-
-    def encode(self, x: Float[Array, "..."]) -> ChannelQuantizedCode:
-        check.array("x", x, floating=True)
-        if check.integer("bits", self.bits) not in LEVELS:
-            raise check.fail(ValueError, "bits", f"one of {', '.join(map(str, LEVELS))}", self.bits)
-        for name in ("low", "distance"):
-            shape = check.array(name, getattr(self, name), floating=True).shape
-            if shape not in ((), x.shape[-1:]):
-                wanted = f"of shape {x.shape[-1:]}, one number for each channel of x"
-                raise check.fail(ValueError, name, wanted, getattr(self, name))
-        level = to_levels(x, self.low, self.distance, self.bits, 0.5).astype(LEVELS[self.bits])
-        return ChannelQuantizedCode(level, self.low, self.distance, np.dtype(x.dtype), self.bits)
 
 
 @jax.tree_util.register_dataclass
@@ -75,7 +37,7 @@ class ChannelQuantized(FixedRate):
     Memory: `bits` per value and 8 bytes per channel.
 
     Args:
-      bits: 4 or 8.
+      bits: 8 or 4.
       samples: how many values of a channel are measured, up to three times as many, and one of each example at least; None: all.
 
     Raises:
@@ -86,15 +48,15 @@ class ChannelQuantized(FixedRate):
     bits: int = dataclasses.field(default=4, metadata={"static": True})
     samples: int | None = dataclasses.field(default=None, metadata={"static": True})
 
+    decoded_by = ("bits",)
+
     def __post_init__(self):
-        object.__setattr__(self, "bits", check.integer("bits", self.bits))
-        if self.bits not in LEVELS:
-            raise ValueError(f"bits must be 4 or 8, got {self.bits!r}")
+        object.__setattr__(self, "bits", check_width(self.bits, "number"))
         if self.samples is not None:
             samples = check.integer("samples", self.samples, least=1, what="None or an integer")
             object.__setattr__(self, "samples", samples)
 
-    def measured(self, x: Float[Array, "..."]) -> "MeasuredChannels":
+    def measured(self, x: Float[Array, "..."]) -> Measured:
         """An encoder with the ranges of `x`: only they need the whole array. It encodes what a batch norm reads where that is
         normalised.
         """
@@ -111,14 +73,16 @@ class ChannelQuantized(FixedRate):
                     jnp.where(jnp.isfinite(margin), jnp.clip(end, -largest, largest), end)
                     for end in (low - margin, high + margin)
                 )
-        return MeasuredChannels(*levels_between(low, high, self.bits), self.bits)
+        return Measured(levels_between(low, high, self.bits), self)
 
-    def encode(self, x: Float[Array, "..."]) -> ChannelQuantizedCode:
+    def levels_of(self, x: Float[Array, "..."], low: Array, distance: Array) -> UInt[Array, "..."]:
+        return to_levels(x, low, distance, self.bits, 0.5).astype(WIDTHS[self.bits].number)
+
+    def encode(self, x: Float[Array, "..."]) -> Code:
         return self.measured(x).encode(x)
 
-    def decode(self, code: ChannelQuantizedCode) -> Float[Array, "..."]:
-        check_code(self, code, ChannelQuantizedCode, "bits")
-        return from_levels(code.levels, code.low, code.distance).astype(code.dtype)
+    def _decode(self, code: Code) -> Float[Array, "..."]:
+        return from_levels(code.levels, *code.ranges).astype(code.dtype)
 
 
 def ends(x: Float[Array, "..."], axes: tuple[int, ...]) -> tuple[Array, Array]:

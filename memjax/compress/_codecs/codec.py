@@ -1,8 +1,7 @@
-"""What a codec is, and the two simplest: narrower floats, and booleans as bits."""
+"""What a codec is, what those of a fixed rate share, and the simplest: narrower floats, booleans as bits, errors for codes."""
 
 import dataclasses
 import math
-import sys
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -10,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, UInt32
+from jaxtyping import Array, Bool, Float
 
 from memjax._core import check
 from memjax._core.program.jaxpr import nbytes
 from memjax.compress._codecs.bits import WORD, pack, unpack
+from memjax.compress._codecs.sharded import decode_parts
 
 
 @runtime_checkable
@@ -79,24 +79,13 @@ class OptionalMembers:
         return self
 
 
-_OPTIONAL = (
-    "elementwise",
-    "keeps_zeros",
-    "decoder_to_memory",
-    "nonzero",
-    "scaled",
-    "measured",
-    "reads_once",
-    "without_signs",
-)
-
-
 def with_optional_members(codec: Any) -> Any:
     """`codec`, with the defaults of the optional members that a user's class lacks."""
     if isinstance(codec, OptionalMembers):
         return codec
     complete = OptionalMembers()
-    members = {name: getattr(codec, name, getattr(complete, name)) for name in _OPTIONAL}
+    names = [name for name in vars(OptionalMembers) if not name.startswith("_")]
+    members = {name: getattr(codec, name, getattr(complete, name)) for name in names}
     vars(complete).update(members, encode=codec.encode, decode=codec.decode)
     return complete
 
@@ -104,50 +93,12 @@ def with_optional_members(codec: Any) -> Any:
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 """The dtypes that are encoded."""
 
-_BOUND = "a positive finite number, or an array of one for each channel"
-
 
 def check_floats(x: Any) -> None:
     """Check that `x` is an array of a dtype that quantisers take."""
     check.array("x", x)
     if x.dtype not in DTYPES:
         raise TypeError(f"x must be bfloat16, float16 or float32, got {x.dtype}: convert it, or leave it as it is")
-
-
-def check_code(codec: Any, code: Any, kind: type, *settings: str) -> None:
-    """Check that `code` is one that `codec` makes: of this kind, or of parts of it, and with the same `settings`."""
-    own, name = getattr(code, "parts", code), type(codec).__name__
-    if not isinstance(own, kind):
-        raise check.fail(TypeError, "code", f"what {name}.encode returns", code)
-    made, wanted = ({setting: getattr(one, setting) for setting in settings} for one in (own, codec))
-    if made != wanted:
-        shown = [", ".join(f"{setting}={value}" for setting, value in some.items()) for some in (wanted, made)]
-        raise ValueError(
-            f"code must be one that {name}({shown[0]}) made, got one of {name}({shown[1]}): decode it with the codec that made it"
-        )
-
-
-def check_bound(bound: Any) -> None:
-    """Check that a bound is positive and finite, if it is known. A leaf of a pytree may be a placeholder of any type."""
-    if isinstance(bound, bool | str | bytes | dict | list | tuple | complex):
-        raise check.fail(TypeError, "bound", _BOUND, bound)
-    if isinstance(bound, np.ndarray | np.generic | jax.Array) and (
-        not check.is_array(bound) or bound.dtype == jnp.bool_
-    ):
-        raise check.fail(TypeError, "bound", _BOUND, bound)
-    is_number, is_known = isinstance(bound, int | float), isinstance(bound, np.ndarray | np.generic)
-    if (is_number and not 0 < bound <= sys.float_info.max) or (
-        is_known and not (np.all(np.isfinite(bound)) and np.all(np.asarray(bound) > 0))
-    ):
-        raise check.fail(ValueError, "bound", _BOUND, bound)
-
-
-def bound_of(bound: Any) -> Array:
-    """The bound as an array, when something is encoded with it."""
-    is_number = isinstance(bound, int | float) and not isinstance(bound, bool)
-    if not is_number and not isinstance(bound, jax.Array | np.ndarray | np.generic):
-        raise check.fail(TypeError, "bound", _BOUND, bound)
-    return jnp.asarray(bound, jnp.float32)
 
 
 def check_seed(seed: Any) -> None:
@@ -159,6 +110,10 @@ def check_seed(seed: Any) -> None:
             raise check.fail(ValueError, "seed", "an integer of at most 64 bits", seed)
 
 
+def in_shape(x: Array, shape: tuple[int, ...]) -> Array:
+    return x if x.shape == shape else x.reshape(shape)
+
+
 def largest_error(x: Array, decoded: Array) -> Float[Array, ""]:
     """The largest difference where both are finite, infinite where only `x` is, as float32."""
     wide = jnp.float32 if x.dtype.itemsize < 8 else x.dtype
@@ -167,36 +122,83 @@ def largest_error(x: Array, decoded: Array) -> Float[Array, ""]:
     return jnp.max(jnp.where(jnp.isfinite(x), difference, 0), initial=0).astype(jnp.float32)
 
 
-def tree_nbytes(tree: Any) -> int:
-    """Bytes of the arrays, or array types, of a pytree."""
-    return sum(map(nbytes, jax.tree.leaves(tree)))
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Code:
+    """What a codec of a fixed rate keeps of an array.
+
+    Attributes:
+      levels: a number for each value, as the codec packs them.
+      ranges: what decodes these: of all values that share a range the least one and the distance of levels, say.
+      shape, dtype: the array's.
+      codec: the class of the codec.
+      settings: those that decoding depends on, by name.
+    """
+
+    levels: Any
+    ranges: tuple[Any, ...]
+    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    dtype: np.dtype = dataclasses.field(metadata={"static": True})
+    codec: type = dataclasses.field(metadata={"static": True})
+    settings: tuple[tuple[str, Any], ...] = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """Encodes an array whose ranges are known: arithmetic on single values."""
+
+    ranges: tuple[Any, ...]
+    codec: Any = dataclasses.field(metadata={"static": True})
+
+    def encode(self, x: Float[Array, "..."]) -> Code:
+        return self.codec.code_of(x, self.codec.levels_of(x, *self.ranges), *self.ranges)
 
 
 class FixedRate(OptionalMembers):
-    """`nbytes`, `ratio` and `error` of an elementwise codec whose codes of all values are equally large."""
+    """What elementwise codecs share whose codes of all values are equally large. They have `encode` and `_decode`.
+
+    Attributes:
+      decoded_by: the names of the settings that decoding depends on.
+    """
 
     elementwise = True
+    decoded_by: tuple[str, ...] = ()
+    encode: Callable[[Array], Any]
+    _decode: Callable[[Code], Array]
+
+    def code_of(self, x: Array, levels: Any, *ranges: Any) -> Code:
+        """The code of `x` with these levels."""
+        return Code(levels, ranges, x.shape, np.dtype(x.dtype), type(self), self._settings())
+
+    def _settings(self) -> tuple[tuple[str, Any], ...]:
+        return tuple((name, getattr(self, name)) for name in self.decoded_by)
+
+    def decode(self, code: Any) -> Array:
+        """The array, of a code that this codec has made."""
+        own, name = getattr(code, "parts", code), type(self).__name__
+        if not isinstance(own, Code) or own.codec is not type(self):
+            raise check.fail(TypeError, "code", f"what {name}.encode returns", code)
+        if own.settings != self._settings():
+            wanted, made = (
+                ", ".join(f"{setting}={value}" for setting, value in one) for one in (self._settings(), own.settings)
+            )
+            raise ValueError(
+                f"code must be one that {name}({wanted}) made, got one of {name}({made}): decode it with the codec that made it"
+            )
+        return decode_parts(self._decode, code)
 
     def nbytes(self, aval: Any) -> int:
         if not (hasattr(aval, "shape") and hasattr(aval, "dtype")):
             raise check.fail(TypeError, "aval", "an array or the type of one", aval, "pass jax.typeof(x)")
-        return tree_nbytes(jax.eval_shape(self.encode, aval))  # type: ignore[attr-defined]
+        return sum(map(nbytes, jax.tree.leaves(jax.eval_shape(self.encode, aval))))
 
     def ratio(self, x: Array) -> Float[Array, ""]:
         check.array("x", x)
         return jnp.float32(x.size * x.dtype.itemsize / max(self.nbytes(jax.typeof(x)), 1))
 
     def error(self, x: Array) -> Float[Array, ""]:
-        return largest_error(x, self.decode(self.encode(x)))  # type: ignore[attr-defined]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class CastCode:
-    """What `Cast` keeps."""
-
-    values: Float[Array, "..."]
-    dtype: np.dtype = dataclasses.field(metadata={"static": True})
+        return largest_error(x, self.decode(self.encode(x)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,25 +212,25 @@ class Cast(FixedRate):
     """
 
     dtype: Any = jnp.bfloat16
+    decoded_by = ("dtype",)
 
     def __post_init__(self):
         check.dtype("dtype", self.dtype, floating=True, fix="pass jnp.bfloat16, for example")
+        object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
 
-    def encode(self, x: Float[Array, "..."]) -> CastCode:
+    def encode(self, x: Float[Array, "..."]) -> Code:
         check.array("x", x, floating=True)
         largest = float(jnp.finfo(self.dtype).max)
         if largest < float(jnp.finfo(x.dtype).max):
-            x = jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
-        return CastCode(x.astype(self.dtype), np.dtype(x.dtype))
+            narrow = jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x).astype(self.dtype)
+        else:
+            narrow = x.astype(self.dtype)
+        return self.code_of(x, narrow)
 
-    def decode(self, code: CastCode) -> Float[Array, "..."]:
-        check_code(self, code, CastCode)
-        if code.values.dtype != self.dtype:
-            wanted = f"one that Cast({jnp.dtype(self.dtype)}) made"
-            raise check.fail(ValueError, "code", wanted, code.values, "decode it with the codec that made it")
+    def _decode(self, code: Code) -> Float[Array, "..."]:
         narrow, wide = jnp.finfo(self.dtype), jnp.finfo(code.dtype)
         # Where one program encodes and decodes, compilers leave both conversions out: this they do not.
-        return lax.reduce_precision(code.values.astype(code.dtype), wide.nexp, min(narrow.nmant, wide.nmant))
+        return lax.reduce_precision(code.levels.astype(code.dtype), wide.nexp, min(narrow.nmant, wide.nmant))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,13 +246,38 @@ class Exact(FixedRate):
         return code
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class MaskCode:
-    """What `Mask` keeps."""
+class StepErrors(FixedRate):
+    """A codec that saves no memory: errors uniform in the steps of a codec, independent of each other and of the values, as those
+    of dithered codes are. If that codec keeps zeros, nothing else becomes zero.
 
-    words: UInt32[Array, " words"]
-    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    Args:
+      codec: a codec that tells its `steps`.
+      seed: it determines the errors together with the values: different arrays get different errors.
+      scale: errors are this many times as large. With 0 values are exact, with 17 errors of 8 bits are as large as those of 4.
+    """
+
+    codec: Any
+    seed: Any
+    scale: Any
+
+    def __post_init__(self):
+        object.__setattr__(self, "keeps_zeros", self.codec.keeps_zeros)
+
+    def encode(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        check_floats(x)
+        check_seed(self.seed)
+        wide = x.astype(jnp.float32)
+        steps = self.codec.steps(x) * jnp.asarray(self.scale, jnp.float32)
+        checksum = jnp.sum(lax.bitcast_convert_type(wide, jnp.uint32), dtype=jnp.uint32)
+        key = jax.random.fold_in(jax.random.key(self.seed), checksum)
+        changed = wide + steps * jax.random.uniform(key, x.shape, minval=-0.5, maxval=0.5)
+        largest = float(jnp.finfo(x.dtype).max)  # what is finite stays so, as in the codes
+        changed = jnp.where(jnp.isfinite(wide), jnp.clip(changed, -largest, largest), changed).astype(x.dtype)
+        return jnp.where(changed == 0, x, changed) if self.keeps_zeros else changed
+
+    def decode(self, code: Float[Array, "..."]) -> Float[Array, "..."]:
+        return code
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,15 +288,14 @@ class Mask(FixedRate):
       TypeError: what is encoded is not boolean.
     """
 
-    def encode(self, x: Bool[Array, "..."]) -> MaskCode:
+    def encode(self, x: Bool[Array, "..."]) -> Code:
         check.array("x", x)
         if x.dtype != jnp.bool_:
             raise TypeError(f"x must be boolean, got {x.dtype}: pass x != 0, for example")
         flat = x.reshape(-1)
         if padding := -x.size % WORD:
             flat = jnp.concatenate([flat, jnp.zeros(padding, bool)])
-        return MaskCode(pack(flat), x.shape)
+        return self.code_of(x, pack(flat))
 
-    def decode(self, code: MaskCode) -> Bool[Array, "..."]:
-        check_code(self, code, MaskCode)
-        return unpack(code.words)[: math.prod(code.shape)].reshape(code.shape)
+    def _decode(self, code: Code) -> Bool[Array, "..."]:
+        return unpack(code.levels)[: math.prod(code.shape)].reshape(code.shape)

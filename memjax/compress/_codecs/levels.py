@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
-# Distances below this have no inverse in float32: levels are no closer.
-_LEAST_DISTANCE = 2.0**-125
+LEAST_DISTANCE = 2.0**-125
+"""Distances below this have no inverse in float32: levels are no closer."""
 # Those above this have one that counts as zero, of 2 bits the largest: they are divided first.
 _LARGE_DISTANCE, _DIVISOR = 2.0**100, 2.0**26
 
@@ -25,7 +25,7 @@ def levels_between(low: Float[Array, "..."], high: Float[Array, "..."], bits: in
     scale = jnp.where(fits, 1.0, 0.5)
     low, high = low * scale, high * scale
     distance = (high - low) / (2**bits - 1)
-    distance = jnp.where(high - low > 0, jnp.maximum(distance, _LEAST_DISTANCE), 0) * jnp.where(fits, 1.0, -1.0)
+    distance = jnp.where(high - low > 0, jnp.maximum(distance, LEAST_DISTANCE), 0) * jnp.where(fits, 1.0, -1.0)
     return low, jnp.where(jnp.isfinite(low) & jnp.isfinite(high), distance, jnp.nan)
 
 
@@ -35,7 +35,7 @@ def to_levels(
     """floor((x - low) / distance + offset), between 0 and 2^bits - 1, as float32; zero where the distance is zero."""
     size = jnp.abs(distance)
     part = jnp.where(size > _LARGE_DISTANCE, 1 / _DIVISOR, 1.0)
-    inverse = jnp.where(size >= _LEAST_DISTANCE, 1 / (size * part), 0)
+    inverse = jnp.where(size >= LEAST_DISTANCE, 1 / (size * part), 0)
     scale = jnp.where(distance < 0, 0.5, 1.0) * part
     level = jnp.floor((x.astype(jnp.float32) * scale - low * part) * inverse + offset)
     return jnp.clip(level, 0, 2**bits - 1)
@@ -71,14 +71,14 @@ def centred_between(low: Float[Array, "..."], high: Float[Array, "..."], bits: i
 def _widened(half: Float[Array, "..."], bits: int) -> Float[Array, "..."]:
     """Half a range, or of a narrower one that is not empty half of what levels at their least distance reach over."""
     return jnp.where(
-        half > 0, jnp.where(half < _centre(bits) * _LEAST_DISTANCE, _centre(bits) * _LEAST_DISTANCE, half), half
+        half > 0, jnp.where(half < _centre(bits) * LEAST_DISTANCE, _centre(bits) * LEAST_DISTANCE, half), half
     )
 
 
 def to_centred(x: Float[Array, "..."], middle: Float[Array, "..."], distance: Float[Array, "..."], bits: int) -> Array:
     """The nearest level of each value, float32; any where the distance is zero."""
     part = jnp.where(distance > _LARGE_DISTANCE, 1 / _DIVISOR, 1.0)
-    inverse = jnp.where(distance >= _LEAST_DISTANCE, 1 / (distance * part), 0)
+    inverse = jnp.where(distance >= LEAST_DISTANCE, 1 / (distance * part), 0)
     level = jnp.floor((x.astype(jnp.float32) * part - middle * part) * inverse + (_centre(bits) + 0.5))
     return jnp.clip(level, 0, 2**bits - 1)
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from memjax.compress._codecs import kernels
 from memjax.compress._codecs.bits import DITHER_OFFSET, bytes_of_rows, level_of_byte, pack_halves, u32
-from memjax.compress._codecs.kernels import has_kernels, is_of_one_device, on_same_axes, params
+from memjax.compress._codecs.kernels import has_kernels, is_of_one_device
 
 SAMPLES = 256
 """Positions from which channels are measured."""
@@ -58,17 +58,17 @@ def measure(
         place = sample * stride + (sample * _PRIME) % stride
         first_ref[:], second_ref[:] = of_samples(x_ref[place, :].astype(jnp.float32))
 
-    [x], [first, second] = on_same_axes([x], [((groups, width), jnp.float32)] * 2)
     return tuple(
-        pl.pallas_call(
+        kernels.call(
             kernel,
-            out_shape=[first, second],
+            [x],
+            [((groups, width), jnp.float32)] * 2,
             grid=(groups,),
             in_specs=[pl.BlockSpec((positions, None, width), lambda j: (0, j, 0))],
             out_specs=[pl.BlockSpec((None, width), lambda j: (j, 0))] * 2,
+            warps=16,
             interpret=interpret,
-            **({} if interpret else {"compiler_params": params(num_warps=16)}),
-        )(x)
+        )
     )
 
 
@@ -128,16 +128,16 @@ def encode(
         x.reshape(positions, groups, _HALVES, part),
         *(a.reshape(groups, _HALVES, part) for a in (-centre, inverse)),
     ]
-    args, shapes = on_same_axes(args, outs)
-    *planes, low, distance = pl.pallas_call(
+    *planes, low, distance = kernels.call(
         kernel,
-        out_shape=shapes,
+        args,
+        outs,
         grid=(groups, positions // rows),
         in_specs=[block(_HALVES, part), whole, whole],
         out_specs=[*(block(*shape) for shape in shapes_of_planes), block(), block()],
+        warps=4,
         interpret=interpret,
-        **({} if interpret else {"compiler_params": params(num_warps=4)}),
-    )(*args)
+    )
     return (*(plane.reshape(positions, groups, -1) for plane in planes), low, distance)
 
 

@@ -17,16 +17,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jaxtyping import Array, BFloat16, Float, Float32, UInt, UInt8
+from jaxtyping import Array, BFloat16, Float, UInt
 
 from memjax._core import check
 from memjax.compress._codecs import position_kernel
 from memjax.compress._codecs.bits import (
     DITHER_OFFSET,
     MULTIPLE,
-    PLANES,
+    check_width,
     dithered_level,
     pack_levels,
     places,
@@ -35,39 +34,15 @@ from memjax.compress._codecs.bits import (
     unpack_levels,
 )
 from memjax.compress._codecs.channel_quantized import ends, evenly_spaced
-from memjax.compress._codecs.codec import FixedRate, check_code, check_floats
+from memjax.compress._codecs.codec import Code, FixedRate, check_floats, in_shape
+from memjax.compress._codecs.levels import LEAST_DISTANCE
 from memjax.compress._codecs.sharded import ShardedCode, decode_parts, encode_parts
 
 _FEWEST = 512  # positions of an array whose channels are measured: means and sizes take 64 bits of a channel
-_LEAST_DISTANCE = 2.0**-125  # distances below this have no inverse in float32: levels are no closer
 _SIZE = 8.0  # of usual channels: values divided by it have ranges whose distances of levels, and their inverses, fit float32
 _LEAST_USUAL = 2.0**-100  # of spreads; those below are not told apart
 _SMALLEST = 2.0**-123  # values below this are zero when they have been divided by `_SIZE`
 _LARGEST_BFLOAT16 = float(jnp.finfo(jnp.bfloat16).max)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class PositionQuantizedCode:
-    """What `PositionQuantized` keeps.
-
-    Attributes:
-      planes: the levels, packed: see `pack_levels`.
-      low, distance: for each position and group, the least value and the distance of levels, of centred and scaled values.
-      centre, size: of each channel; sizes are 8 or more. None, which stands for 0 and 8, where there are few positions.
-      shape, dtype: of the array.
-      bits, group: of the codec.
-    """
-
-    planes: tuple[UInt8[Array, "*positions groups _"], ...]
-    low: BFloat16[Array, "*positions groups"]
-    distance: BFloat16[Array, "*positions groups"]
-    centre: Float32[Array, " padded"] | None
-    size: Float32[Array, " padded"] | None
-    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-    dtype: np.dtype = dataclasses.field(metadata={"static": True})
-    bits: int = dataclasses.field(metadata={"static": True})
-    group: int = dataclasses.field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -105,19 +80,15 @@ class PositionQuantized(FixedRate):
     bits: int = dataclasses.field(default=8, metadata={"static": True})
     group: int = dataclasses.field(default=128, metadata={"static": True})
 
+    decoded_by = ("bits", "group")
+
     def __post_init__(self):
-        object.__setattr__(self, "bits", check.integer("bits", self.bits))
-        if self.bits not in PLANES:
-            raise ValueError(f"bits must be 8, 6, 5, 4 or 3, got {self.bits!r}")
+        object.__setattr__(self, "bits", check_width(self.bits, "planes"))
         object.__setattr__(self, "group", check.integer("group", self.group, least=MULTIPLE))
 
-    def encode(self, x: Float[Array, "..."]) -> PositionQuantizedCode | ShardedCode:
+    def encode(self, x: Float[Array, "..."]) -> Code | ShardedCode:
         check_floats(x)
         return encode_parts(lambda x, _: self._encode(x), x, 0)
-
-    def decode(self, code: PositionQuantizedCode | ShardedCode) -> Float[Array, "..."]:
-        check_code(self, code, PositionQuantizedCode, "bits", "group")
-        return decode_parts(self._decode, code)
 
     def relative_error(self, x: Float[Array, "..."]) -> Float[Array, ""]:
         """The expected norm of `decode(encode(x)) - x`, over the norm of `x`: errors are uniform in a step, and then rounded to
@@ -147,25 +118,22 @@ class PositionQuantized(FixedRate):
         check_floats(x)
         return decode_parts(lambda steps: steps, encode_parts(lambda x, _: self._steps(x, self._encode(x)), x, 0))
 
-    def _steps(self, x: Float[Array, "..."], code: PositionQuantizedCode) -> Float[Array, "..."]:
-        view = _view_of(x.shape, self.group)
-        steps = _of_each(code.distance, view) * (_SIZE if code.size is None else code.size)
-        return _as(steps[..., : view.features], x.shape)
+    def _steps(self, x: Float[Array, "..."], code: Code) -> Float[Array, "..."]:
+        view, (_, distance, _, size) = _view_of(x.shape, self.group), code.ranges
+        steps = _of_each(distance, view) * (_SIZE if size is None else size)
+        return in_shape(steps[..., : view.features], x.shape)
 
-    def _encode(self, x: Float[Array, "..."]) -> PositionQuantizedCode:
+    def _encode(self, x: Float[Array, "..."]) -> Code:
+        """Levels are planes, ranges for each position and group the least value and the distance of levels, of centred and scaled
+        values, as bfloat16, and of each channel the centre and the size, float32. Without these they are 0 and `_SIZE`.
+        """
         view = _view_of(x.shape, self.group)
-        flat = _as(x, view.flat)
-
-        def made(
-            coded: tuple[tuple[Array, ...], Array, Array], centre: Array | None, size: Array | None
-        ) -> PositionQuantizedCode:
-            planes, low, distance = coded
-            own = x.shape, np.dtype(x.dtype), self.bits, self.group
-            return PositionQuantizedCode(planes, low, distance, centre, size, *own)
+        flat = in_shape(x, view.flat)
 
         if math.prod(view.positions) < _FEWEST or not x.size:
             wide = _padded(flat, view).astype(jnp.float32)
-            return made(self._encode_scaled(_times(wide, 1 / _SIZE), view), None, None)
+            planes, low, distance = self._encode_scaled(_times(wide, 1 / _SIZE), view)
+            return self.code_of(x, planes, low, distance, None, None)
 
         def plain(x: Array) -> tuple[Any, Array, Array]:
             centre, size = _channels(x, view)
@@ -175,10 +143,10 @@ class PositionQuantized(FixedRate):
         grouped = math.prod(view.positions), view.groups, view.width
         if view.padded == view.flat and position_kernel.suits(jax.typeof(x), grouped):
             kernel = functools.partial(self._encode_by_kernels, view)
-            coded, centre, size = lax.platform_dependent(flat, cuda=kernel, default=plain)
+            (planes, *ranges), centre, size = lax.platform_dependent(flat, cuda=kernel, default=plain)
         else:
-            coded, centre, size = plain(flat)
-        return made(coded, centre, size)
+            (planes, *ranges), centre, size = plain(flat)
+        return self.code_of(x, planes, *ranges, centre, size)
 
     def _encode_by_kernels(self, view: "_View", x: Array, *, interpret: bool = False) -> Any:
         """What `_encode` makes, with kernels."""
@@ -207,17 +175,17 @@ class PositionQuantized(FixedRate):
         level = dithered_level(scaled, places(view.padded)).reshape(view.grouped)
         return pack_levels(level, self.bits), low, distance
 
-    def _decode(self, code: PositionQuantizedCode) -> Float[Array, "..."]:
-        view = _view_of(code.shape, self.group)
+    def _decode(self, code: Code) -> Float[Array, "..."]:
+        view, (low, distance, centre, size) = _view_of(code.shape, self.group), code.ranges
         # Arithmetic is in the array's own shape, not in groups: only so is it fused into what reads the array.
-        level = unpack_levels(code.planes, self.bits).reshape(view.padded)
-        y = plus_dither(level, places(view.padded)) * _of_each(code.distance, view) + _of_each(code.low, view)
-        y = y * (_SIZE if code.size is None else code.size)
-        if code.centre is not None:
-            y = y + code.centre
+        level = unpack_levels(code.levels, self.bits).reshape(view.padded)
+        y = plus_dither(level, places(view.padded)) * _of_each(distance, view) + _of_each(low, view)
+        y = y * (_SIZE if size is None else size)
+        if centre is not None:
+            y = y + centre
         largest = float(jnp.finfo(code.dtype).max)
         y = jnp.clip(y, -largest, largest).astype(code.dtype)
-        return _as(y if view.padded == view.flat else y[..., : view.features], code.shape)
+        return in_shape(y if view.padded == view.flat else y[..., : view.features], code.shape)
 
 
 def _digits(x: Float[Array, "..."]) -> UInt[Array, "..."]:
@@ -285,10 +253,6 @@ def _of_each(x: Float[Array, "... groups"], view: _View) -> Float[Array, "... pa
     return jnp.broadcast_to(x.astype(jnp.float32)[..., None], view.grouped).reshape(view.padded)
 
 
-def _as(x: Array, shape: tuple[int, ...]) -> Array:
-    return x if x.shape == shape else x.reshape(shape)
-
-
 def _channels(x: Float[Array, "*positions features"], view: _View) -> tuple[Array, Array]:
     """Centre and size of each channel. Sizes are `_SIZE` or more."""
     samples = _padded(evenly_spaced(x, position_kernel.SAMPLES), view).astype(jnp.float32)
@@ -319,9 +283,9 @@ def _levels(
     low = jnp.maximum(_rounded(low, upwards=False), -_LARGEST_BFLOAT16)
     # From the rounded lowest level, or the highest would not reach the largest value.
     # A compiler may compute this in several places: the result must not depend on whether it contracts operations.
-    distance = jnp.maximum(_rounded((high - low) / highest, upwards=True), _LEAST_DISTANCE)
+    distance = jnp.maximum(_rounded((high - low) / highest, upwards=True), LEAST_DISTANCE)
     distance = jnp.where(finite, jnp.where(high - low > 0, distance, 0), jnp.nan)
-    factor = jnp.where(distance >= _LEAST_DISTANCE, 1 / distance, 0)
+    factor = jnp.where(distance >= LEAST_DISTANCE, 1 / distance, 0)
     return low.astype(jnp.bfloat16), distance.astype(jnp.bfloat16), factor
 
 

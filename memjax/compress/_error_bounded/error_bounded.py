@@ -9,6 +9,7 @@ static size.
 import dataclasses
 import functools
 import math
+import sys
 from typing import Any
 
 import jax
@@ -17,14 +18,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
 from memjax._core import check
-from memjax.compress._codecs.codec import (
-    OptionalMembers,
-    bound_of,
-    check_bound,
-    check_code,
-    check_floats,
-    largest_error,
-)
+from memjax.compress._codecs.codec import OptionalMembers, check_floats, largest_error
 from memjax.compress._codecs.sharded import ShardedCode, decode_parts, encode_parts
 from memjax.compress._error_bounded import launch, reference
 from memjax.compress._error_bounded import tiles as _tiles
@@ -32,6 +26,7 @@ from memjax.compress._error_bounded.quantize import step_exponent
 from memjax.compress._error_bounded.reference import Packed
 from memjax.compress._error_bounded.tiles import LANES, TILE_VALUES, Grid
 
+_BOUND = "a positive finite number, or an array of one for each channel"
 _MOST_VALUES = 2**31 - TILE_VALUES  # so that places of values and words fit into 32 bits
 
 
@@ -80,17 +75,13 @@ class ErrorBounded(OptionalMembers):
 
     Signs are kept exactly, unless `keeps_signs` is False: `decoded > 0` wherever `x > 0`, so that the code of a ReLU's output
     gives the mask. (A negative zero decodes to zero.) A value is rounded to the middle of a step of width 2^k, the largest power
-    of two not above `2 * bound`. Before rounding it is moved by a part of a step that depends on its place in the array, and
-    afterwards moved back (subtractive dither); parts are sixteenths of a step, and eighths for 16-bit floats. So errors are
-    nearly uniform, and independent of values and of each other however alike the values are; and equal values in two places
-    decode to different ones. Bfloat16s are coarse beside an eighth of a step: their errors have a mean, towards zero, of 1/64
-    of a step from 4 steps on, of 1/16 from 16 on, and of 1/4 from 64 on.
-
-    Over all places the errors of a value have a mean of at most half a part of a step, because a code tells only which part
-    the value is in. Values smaller than half a step can be moved down by half a step only if signs are not kept: with signs
-    they decode to values that are too large on average, by up to 0.16 steps. Without signs some of them decode to numbers of
-    the other sign, and the mean is at most 9/256 of a step, or 5/64 for 16-bit floats; the mask is `decoded != 0` then.
-    `memjax.compressed` decodes without signs what the backward pass only multiplies into gradients of weights.
+    of two not above `2 * bound`, with subtractive dither by its place: see quantize.py. So errors are nearly uniform, and
+    independent of values and of each other however alike the values are. Over all places the errors of a value have a mean of at
+    most half a part of a step, a sixteenth, or an eighth for 16-bit floats. With signs, values below half a step decode to values
+    that are too large on average, by up to 0.16 steps. Without signs the mean is at most 9/256 of a step, or 5/64 for 16-bit
+    floats, and the mask is `decoded != 0`: `memjax.compressed` decodes so what the backward pass only multiplies into gradients
+    of weights. Bfloat16s are coarse beside an eighth of a step: their errors have a mean, towards zero, of 1/64 of a step from 4
+    steps on, of 1/16 from 16 on, and of 1/4 from 64 on.
 
     128 values at a time share a number of bits. If one of them is a NaN or an infinity, or has 256 steps or more (with dither
     sometimes 255; float32: 32,768), they are stored raw. The error is then zero: a bound that is too small for the values costs
@@ -107,8 +98,7 @@ class ErrorBounded(OptionalMembers):
         checked: a bound that is not positive, or below 2^-113 (float16: 2^-14), stores everything raw; bounds above 2^118
         (float16: 64, float32: 2^110) count as these.
       bits_per_value: the capacity, without headers; None never overflows.
-      keeps_signs: whether decoded values have the signs of the values. If not, values below half a step may change their sign,
-        and errors have hardly any mean. Codes are the same.
+      keeps_signs: whether decoded values have the signs of the values. Codes are the same.
       implementation: `"pallas"` has kernels for NVIDIA GPUs. `"jnp"` runs everywhere; on a CPU its temporary memory is
         that of the array (twice that to encode one that is padded) and 100 KiB. None is the first of the two that runs here.
         Values and sizes are the same, bit for bit, but the kernels may put the parts of a code in another order each time.
@@ -130,7 +120,7 @@ class ErrorBounded(OptionalMembers):
     implementation: str | None = dataclasses.field(default=None, metadata={"static": True})
 
     def __post_init__(self):
-        check_bound(self.bound)
+        _check_bound(self.bound)
         if self.bits_per_value is not None:
             check.number("bits_per_value", self.bits_per_value, positive=True)
         check.flag("keeps_signs", self.keeps_signs)
@@ -138,7 +128,7 @@ class ErrorBounded(OptionalMembers):
 
     def encode(self, x: Float[Array, "..."]) -> ErrorBoundedCode | ShardedCode:
         check_floats(x)
-        exponent = step_exponent(bound_of(self.bound), x.dtype)
+        exponent = step_exponent(_bound_of(self.bound), x.dtype)
         if exponent.shape not in ((), x.shape[-1:]):
             raise ValueError(
                 f"bound must be a number or have one entry per channel of x, shape {x.shape[-1:]}, got {exponent.shape}."
@@ -152,7 +142,8 @@ class ErrorBounded(OptionalMembers):
         return encode_parts(encode, x, exponent, automatic=True)
 
     def decode(self, code: ErrorBoundedCode | ShardedCode) -> Float[Array, "..."]:
-        check_code(self, code, ErrorBoundedCode)
+        if not isinstance(getattr(code, "parts", code), ErrorBoundedCode):
+            raise check.fail(TypeError, "code", "what ErrorBounded.encode returns", code)
         decode = functools.partial(_decode, self._implementation(), self.keeps_signs)
         return decode_parts(decode, code)
 
@@ -194,6 +185,29 @@ class ErrorBounded(OptionalMembers):
         if self.implementation == "pallas" and (reason := launch.why_not()):
             raise ValueError(f'implementation must be "jnp" or None here, got "pallas": {reason}.')
         return self.implementation or ("jnp" if launch.why_not() else "pallas")
+
+
+def _check_bound(bound: Any) -> None:
+    """Check that a bound is positive and finite, if it is known. A leaf of a pytree may be a placeholder of any type."""
+    if isinstance(bound, bool | str | bytes | dict | list | tuple | complex):
+        raise check.fail(TypeError, "bound", _BOUND, bound)
+    if isinstance(bound, np.ndarray | np.generic | jax.Array) and (
+        not check.is_array(bound) or bound.dtype == jnp.bool_
+    ):
+        raise check.fail(TypeError, "bound", _BOUND, bound)
+    is_number, is_known = isinstance(bound, int | float), isinstance(bound, np.ndarray | np.generic)
+    if (is_number and not 0 < bound <= sys.float_info.max) or (
+        is_known and not (np.all(np.isfinite(bound)) and np.all(np.asarray(bound) > 0))
+    ):
+        raise check.fail(ValueError, "bound", _BOUND, bound)
+
+
+def _bound_of(bound: Any) -> Array:
+    """The bound as an array, when something is encoded with it."""
+    is_number = isinstance(bound, int | float) and not isinstance(bound, bool)
+    if not is_number and not isinstance(bound, jax.Array | np.ndarray | np.generic):
+        raise check.fail(TypeError, "bound", _BOUND, bound)
+    return jnp.asarray(bound, jnp.float32)
 
 
 _IMPLEMENTATIONS: dict[str, Any] = {"jnp": reference, "pallas": launch}

@@ -47,20 +47,15 @@ def encode(x: Float[Array, "..."], exponent: Int32[Array, "..."], capacity: int,
         return reference.encode(x, exponent, capacity)
     words, headers, offsets, needed = _call(
         encode_tile,
-        (
-            sizes(grid, exponent.size, capacity),
-            x.reshape(-1),
-            exponent.reshape(-1),
-            jnp.zeros((1,), jnp.int32),
-        ),
+        (sizes(grid, exponent.size, capacity), x.reshape(-1), exponent.reshape(-1), jnp.zeros((1,), jnp.int32)),
         Layout.of(grid, x.dtype, exponent.size),
         grid,
-        (
-            jax.ShapeDtypeStruct((max(capacity, 1),), jnp.uint32),
-            jax.ShapeDtypeStruct((tiles * LANES,), jnp.uint8),
-            jax.ShapeDtypeStruct((tiles,), jnp.int32),
-            jax.ShapeDtypeStruct((1,), jnp.int32),
-        ),
+        [
+            ((max(capacity, 1),), jnp.uint32),
+            ((tiles * LANES,), jnp.uint8),
+            ((tiles,), jnp.int32),
+            ((1,), jnp.int32),
+        ],
         interpret,
         input_output_aliases={3: 3},
     )
@@ -79,7 +74,7 @@ def decode(
     grid = Grid.of(shape)
     if grid.tiles == 0:
         return jnp.zeros(shape, dtype)
-    x = _call(
+    [x] = _call(
         _DECODE_TILE[keeps_signs],
         (
             sizes(grid, exponent.size, code.words.size),
@@ -91,7 +86,7 @@ def decode(
         ),
         Layout.of(grid, dtype, exponent.size),
         grid,
-        jax.ShapeDtypeStruct((grid.size,), dtype),
+        [((grid.size,), dtype)],
         interpret,
     )
     return x.reshape(shape)
@@ -100,10 +95,10 @@ def decode(
 _DECODE_TILE = {flag: functools.partial(decode_tile, keeps_signs=flag) for flag in (True, False)}
 
 
-def _call(of_tile, args, layout: Layout, grid: Grid, out_shape, interpret: bool, **options):
+def _call(of_tile, args, layout: Layout, grid: Grid, outs, interpret: bool, **options):
     """Run `of_tile` for every tile, each in a warp."""
     kernel = _kernel(of_tile, layout, interpret)
-    return call_on_whole_arrays(kernel, args, out_shape, programs=grid.tiles, warps=1, interpret=interpret, **options)
+    return call_on_whole_arrays(kernel, args, outs, programs=grid.tiles, warps=1, interpret=interpret, **options)
 
 
 @functools.cache

@@ -7,8 +7,10 @@ Compression".
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -127,9 +129,6 @@ def adaptive(
     which is at most twice the bound, is wider than `coarsest` times the mean magnitude of the values that are not zero. That
     mean is taken from decoded values, which wide steps enlarge: a `coarsest` of 4 or more limits nothing.
 
-    Clipping gradients by their norm makes their errors smaller, too. Give the clipping as `clip`. As a part of `tx` it would
-    make the momentum smaller but not the statistics, and the bounds too strict by the same factor.
-
     Works under `jit` and `shard_map`, where gradients have to be added up or averaged over devices, and statistics with them.
     Averaging makes `sum_j L_j^2` too large, and bounds too strict by the square root of the number of devices.
 
@@ -138,10 +137,10 @@ def adaptive(
       interval: updates between changes of the bounds.
       sigma: the root mean square of the error over arrays, as a share of the momentum.
       coefficient: use the simplified equation 6 with this a, such as 0.32.
-      coarsest: the widest step, in mean magnitudes. Wider steps save space, but errors of first layers are then larger
-        than predicted.
+      coarsest: the widest step, in mean magnitudes.
       clip: applied to gradients before `tx`, such as `optax.clip_by_global_norm(1.0)`; it has to scale all gradients alike.
-        Statistics are scaled by its change of the global norm.
+        Statistics are scaled by its change of the global norm: as a part of `tx` it would make the momentum smaller but not
+        the statistics, and the bounds too strict by the same factor.
 
     Raises:
       TypeError: `tx` or `clip` is no gradient transformation.
@@ -159,61 +158,70 @@ def adaptive(
     if not isinstance(clip, optax.GradientTransformation | None):
         fix = "pass optax.clip_by_global_norm(1.0), for example"
         raise check.fail(TypeError, "clip", "a gradient transformation or None", clip, fix)
+    bounds = functools.partial(_bounds, sigma=sigma, coefficient=coefficient, coarsest=coarsest)
+    return optax.GradientTransformation(
+        functools.partial(_init, tx, clip), functools.partial(_update, tx, clip, interval, bounds)
+    )
 
-    def init(params):
-        all_layers, weights = _without_layers(params)
-        if not all_layers:
-            raise ValueError("params must contain the Layers that memjax.compress.layers made, beside the parameters.")
-        for layers in all_layers:
-            _paths_of_weights(layers, weights)
-        # Each array is its own: they are donated.
-        zeros = lambda: tuple(jax.tree.map(jnp.zeros_like, layers.statistics) for layers in all_layers)
-        none = lambda: jnp.zeros((), jnp.int32)
-        clip_state = clip.init(weights) if clip is not None else ()
-        return AdaptiveState(tx.init(weights), none(), none(), zeros(), zeros(), clip_state)
 
-    def update(updates, state, params=None):
-        if params is None:
-            raise ValueError("params must be given to the update of memjax.compress.adaptive: they hold the bounds.")
-        if not isinstance(state, AdaptiveState):
-            raise check.fail(TypeError, "state", "an AdaptiveState", state, "pass what init returned")
-        all_layers, weights = _without_layers(params)
-        clip_state = state.clip
-        if clip is not None:
-            updates, clip_state = _clipped(updates, clip, clip_state, weights)
-        with_statistics, gradients = _without_layers(updates)
-        if len(with_statistics) != len(all_layers):
-            wanted, fix = (
-                f"as many Layers as params has, {len(all_layers)}",
-                "differentiate with respect to the Layers, too",
-            )
-            raise check.fail(ValueError, "updates", wanted, len(with_statistics), fix)
-        new_updates, inner = tx.update(gradients, state.inner, weights)
-        last = tuple(layers.statistics for layers in with_statistics)
-        sums = jax.tree.map(jnp.add, state.sums, last)
-        step, since = state.step + 1, state.since + 1
-        due = (step % interval == 0) | ((step < interval) & (step & (step - 1) == 0))
+def _init(tx: optax.GradientTransformation, clip: optax.GradientTransformation | None, params: Any) -> AdaptiveState:
+    all_layers, weights = _without_layers(params)
+    if not all_layers:
+        raise ValueError("params must contain the Layers that memjax.compress.layers made, beside the parameters.")
+    for layers in all_layers:
+        _paths_of_weights(layers, weights)
+    # Each array is its own: they are donated.
+    zeros = lambda: tuple(jax.tree.map(jnp.zeros_like, layers.statistics) for layers in all_layers)
+    none = lambda: jnp.zeros((), jnp.int32)
+    return AdaptiveState(tx.init(weights), none(), none(), zeros(), zeros(), clip.init(weights) if clip else ())
 
-        def new_bounds():
-            magnitudes = _magnitudes(_momentum(inner, gradients))
-            bounds = []
-            for layers, total in zip(all_layers, sums, strict=True):
-                momenta = [[magnitudes[path] for path in paths] for paths in _paths_of_weights(layers, weights)]
-                mean = jax.tree.map(lambda field: field / since.astype(jnp.float32), total)
-                bounds.append(_bounds(layers.bound, mean, momenta, sigma, coefficient, coarsest))
-            return bounds
 
-        # The momenta are as large as the parameters: they are read only when they are needed.
-        bounds = jax.lax.cond(due, new_bounds, lambda: [layers.bound for layers in all_layers])
-        changes = [
-            dataclasses.replace(layers, bound=bound - layers.bound, statistics=jax.tree.map(jnp.zeros_like, total))
-            for layers, bound, total in zip(all_layers, bounds, sums, strict=True)
-        ]
-        sums = jax.tree.map(lambda total: jnp.where(due, jnp.zeros_like(total), total), sums)
-        new_state = AdaptiveState(inner, step, jnp.where(due, 0, since), sums, last, clip_state)
-        return _with_layers(new_updates, changes), new_state
+def _update(
+    tx: optax.GradientTransformation,
+    clip: optax.GradientTransformation | None,
+    interval: int,
+    bounds_of: Callable[..., Array],
+    updates: Any,
+    state: AdaptiveState,
+    params: Any = None,
+) -> tuple[Any, AdaptiveState]:
+    if params is None:
+        raise ValueError("params must be given to the update of memjax.compress.adaptive: they hold the bounds.")
+    if not isinstance(state, AdaptiveState):
+        raise check.fail(TypeError, "state", "an AdaptiveState", state, "pass what init returned")
+    all_layers, weights = _without_layers(params)
+    clip_state = state.clip
+    if clip is not None:
+        updates, clip_state = _clipped(updates, clip, clip_state, weights)
+    with_statistics, gradients = _without_layers(updates)
+    if len(with_statistics) != len(all_layers):
+        wanted = f"as many Layers as params has, {len(all_layers)}"
+        fix = "differentiate with respect to the Layers, too"
+        raise check.fail(ValueError, "updates", wanted, len(with_statistics), fix)
+    new_updates, inner = tx.update(gradients, state.inner, weights)
+    last = tuple(layers.statistics for layers in with_statistics)
+    sums = jax.tree.map(jnp.add, state.sums, last)
+    step, since = state.step + 1, state.since + 1
+    due = (step % interval == 0) | ((step < interval) & (step & (step - 1) == 0))
 
-    return optax.GradientTransformation(init, update)
+    def new_bounds():
+        magnitudes = _magnitudes(_momentum(inner, gradients))
+        bounds = []
+        for layers, total in zip(all_layers, sums, strict=True):
+            momenta = [[magnitudes[path] for path in paths] for paths in _paths_of_weights(layers, weights)]
+            mean = jax.tree.map(lambda field: field / since.astype(jnp.float32), total)
+            bounds.append(bounds_of(layers.bound, mean, momenta))
+        return bounds
+
+    # The momenta are as large as the parameters: they are read only when they are needed.
+    bounds = jax.lax.cond(due, new_bounds, lambda: [layers.bound for layers in all_layers])
+    changes = [
+        dataclasses.replace(layers, bound=bound - layers.bound, statistics=jax.tree.map(jnp.zeros_like, total))
+        for layers, bound, total in zip(all_layers, bounds, sums, strict=True)
+    ]
+    sums = jax.tree.map(lambda total: jnp.where(due, jnp.zeros_like(total), total), sums)
+    new_state = AdaptiveState(inner, step, jnp.where(due, 0, since), sums, last, clip_state)
+    return _with_layers(new_updates, changes), new_state
 
 
 def _clipped(updates: Any, clip: optax.GradientTransformation, state: Any, params: Any) -> tuple[Any, Any]:
@@ -227,7 +235,13 @@ def _clipped(updates: Any, clip: optax.GradientTransformation, state: Any, param
 
 
 def _bounds(
-    old: Array, mean: Statistics, momenta: list[list[Array]], sigma: float, coefficient: float | None, coarsest: float
+    old: Array,
+    mean: Statistics,
+    momenta: list[list[Array]],
+    *,
+    sigma: float,
+    coefficient: float | None,
+    coarsest: float,
 ) -> Array:
     """New bounds from mean statistics and, by array and gradient, mean absolute momenta."""
     per_unit = predicted_sigma(mean, jnp.ones_like(old), coefficient=coefficient)

@@ -20,15 +20,19 @@ from memjax._core.clear_errors import call_errors
 from memjax.compress._training.array_bits import (
     BITS,
     ArrayBits,
-    ArrayErrors,
     BitsRecorder,
+    Errors,
     base_of,
     check_bits,
     check_sigma,
     error_scale,
+    fewest_bits,
 )
-from memjax.compress._training.choose_bits import MOST_KNOWN, WORTH, bits_within, compared_with, fewest_bits, floats
 
+_ROUNDS = 4  # of choosing and looking at what was chosen
+_MOST_KNOWN = 5  # choices, each of which is a training step to compile
+_WORTH = 0.9  # of the bytes: only then is another training step compiled
+Bits = tuple[int, ...]
 _SMALL = 1e-3  # of the size of the gradient's other values: an array of smaller ones is zero but for rounding
 
 
@@ -200,19 +204,18 @@ class BitsController:
         if fitted is not None and not isinstance(fitted, FittedBits):
             raise check.fail(TypeError, "fitted", "None or FittedBits", fitted, "FittedBits.from_json reads text")
         if fitted is not None and step < fitted.step:
-            raise check.fail(
-                ValueError, "step", f"at least {fitted.step}, that of `fitted`", step, "pass None for `fitted`"
-            )
+            wanted = f"at least {fitted.step}, that of `fitted`"
+            raise check.fail(ValueError, "step", wanted, step, "pass None for `fitted`")
         is_due = fitted is None or step - fitted.step >= self._every
         if is_due or self._found:
             self._record(args)
-        if fitted is not None and self._found and [len(part.bits) for part in fitted.bits] != self._counts:
+        counts = [len(part.sizes) for part in self._found]
+        if fitted is not None and self._found and [len(part.bits) for part in fitted.bits] != counts:
             fitted, is_due = None, True
         if fitted is not None and not is_due:
             return fitted
-        count = sum(self._counts)
-        exact = self._leaves(jnp.zeros(count), 0, *args)
-        compared = compared_with(reference, exact)
+        exact = self._leaves(jnp.zeros(sum(counts)), 0, *args)
+        compared = _compared_with(reference, exact)
 
         def square(scales: Iterable[float]) -> float:
             """The mean square of errors that are so many times as large as those of 8 bits."""
@@ -220,33 +223,42 @@ class BitsController:
             seeds = range(self._seed, self._seed + self._draws)
             return float(np.mean([_mean_square(self._leaves(row, s, *args), exact, compared) for s in seeds]))
 
-        alone = [square(float(i == j) for j in range(count)) for i in range(count)]
+        alone = [square(float(i == j) for j in range(sum(counts))) for i in range(sum(counts))]
         known = () if fitted is None else fitted.known
         if not np.isfinite(alone).all():
             fix = "look at the loss"
             raise check.fail(ValueError, "gradient", "one that gives finite gradients with random errors", alone, fix)
-        chosen, found = self._chosen(alone, lambda bits: square(map(error_scale, bits)), known)
+        chosen, found = self._chosen(alone, lambda bits: square(map(error_scale, bits)) ** 0.5, known)
         known = known if chosen in known else (*known, chosen)
-        return FittedBits(self._split(chosen), found, tuple(np.sqrt(alone).tolist()), step, known)
+        pairs = zip(self._found, self._in_parts(chosen), strict=True)
+        bits = tuple(ArrayBits(self._base, tuple(own), part.names or ()) for part, own in pairs)
+        return FittedBits(bits, found, tuple(np.sqrt(alone).tolist()), step, known)
 
     def _chosen(
-        self, alone: Sequence[float], square: Callable[[tuple[int, ...]], float], known: Sequence[tuple[int, ...]]
-    ) -> tuple[tuple[int, ...], float]:
+        self, alone: Sequence[float], predicted: Callable[[Bits], float], known: Sequence[Bits]
+    ) -> tuple[Bits, float]:
         """The bits of all arrays, and the predicted error with them."""
-        sizes, choices = self._sizes, self._choices
+        sizes = [size for part in self._found for size in part.sizes]
+        choices = [of_array for part in self._found for of_array in part.choices]
         cost = lambda bits: sum(size * b for size, b in zip(sizes, bits, strict=True))
-        predicted = lambda bits: square(bits) ** 0.5
-        fewest = lambda most: fewest_bits(alone, sizes, most**2, choices)
-        new, found = bits_within(self._sigma, fewest, predicted)
+        most = self._sigma
+        new = fewest_bits(alone, sizes, most**2, choices)
+        found = predicted(new)
+        for _ in range(_ROUNDS - 1):  # stricter, until what is predicted is at most sigma
+            if found <= self._sigma:
+                break
+            most /= 1.05 * found / self._sigma
+            if (finer := fewest_bits(alone, sizes, most**2, choices)) != new:
+                new, found = finer, predicted(finer)
         own = [bits for bits in dict.fromkeys(known) if len(bits) == len(sizes)]
         errors = {bits: predicted(bits) for bits in own}
         for bits in sorted(own, key=cost):
-            if errors[bits] <= max(self._sigma, found) and WORTH * cost(bits) <= cost(new):
+            if errors[bits] <= max(self._sigma, found) and _WORTH * cost(bits) <= cost(new):
                 return bits, errors[bits]
-        if len(own) == MOST_KNOWN:  # one more, finer than they are
+        if len(own) == _MOST_KNOWN:  # one more, finer than they are
             new = tuple(max(bits) for bits in zip(new, *own, strict=True))
             found = predicted(new)
-        elif len(own) > MOST_KNOWN:
+        elif len(own) > _MOST_KNOWN:
             met = [bits for bits in own if errors[bits] <= self._sigma]
             new = min(met, key=cost) if met else min(own, key=lambda bits: errors[bits])
             found = errors[new]
@@ -256,10 +268,8 @@ class BitsController:
         """Find out which arrays the gradient of arguments of these types encodes."""
         for path, leaf in jax.tree_util.tree_leaves_with_path(args):
             if not check.is_number_or_array(leaf):
-                wanted = "a pytree of arrays and numbers"
-                raise check.fail(
-                    TypeError, f"args{jax.tree_util.keystr(path)}", wanted, leaf, "let gradient close over it"
-                )
+                name, wanted = f"args{jax.tree_util.keystr(path)}", "a pytree of arrays and numbers"
+                raise check.fail(TypeError, name, wanted, leaf, "let gradient close over it")
         types = jax.tree.map(lambda leaf: (np.shape(leaf), str(jnp.result_type(leaf))), args)
         if types == self._types:
             return
@@ -273,30 +283,15 @@ class BitsController:
             )
         self._found, self._types = recorders, types
 
-    @property
-    def _counts(self) -> list[int]:
-        return [len(part.sizes) for part in self._found]
-
-    @property
-    def _sizes(self) -> list[int]:
-        return [size for part in self._found for size in part.sizes]
-
-    @property
-    def _choices(self) -> list[tuple[int, ...]]:
-        return [choices for part in self._found for choices in part.choices]
-
-    def _split(self, bits: Sequence[int]) -> tuple[ArrayBits, ...]:
-        ends = np.cumsum(self._counts).tolist()
-        pairs = zip(self._found, ends, strict=True)
-        return tuple(
-            ArrayBits(self._base, tuple(bits[end - len(part.sizes) : end]), part.names or ()) for part, end in pairs
-        )
+    def _in_parts(self, values: Any) -> list[Any]:
+        """What belongs to all arrays, part by part."""
+        ends = np.cumsum([len(part.sizes) for part in self._found]).tolist()
+        return [values[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
     def _leaves_with_errors(self, scales: jax.Array, seed: Any, *args: Any) -> list[jax.Array]:
         """The gradient's arrays, with random errors in each encoded array."""
-        ends = np.cumsum(self._counts).tolist()
-        parts = [scales[end - count : end] for count, end in zip(self._counts, ends, strict=True)]
-        return floats(self._gradient([ArrayErrors(part, seed, self._base) for part in parts], *args))
+        errors = [Errors(self._base, of_part, seed) for of_part in self._in_parts(scales)]
+        return _floats(self._gradient(errors, *args))
 
 
 @jax.jit
@@ -308,3 +303,34 @@ def _mean_square(changed: list[jax.Array], exact: list[jax.Array], compared: lis
     norms = jnp.maximum(norms, sizes * (_SMALL**2 * jnp.sum(norms) / jnp.sum(sizes)))
     counted = (power(exact) != 0).astype(jnp.float32)
     return jnp.sum(jnp.where(counted > 0, errors / jnp.maximum(norms, 1e-30), 0)) / jnp.maximum(jnp.sum(counted), 1)
+
+
+def _compared_with(reference: Any, exact: list[jax.Array]) -> list[jax.Array]:
+    """What errors are compared with: the arrays of `reference`, by default those of the exact gradient."""
+    if not exact:
+        raise ValueError(
+            "gradient must return floating-point arrays, got none: return jax.grad(loss)(params), for example"
+        )
+    _check_finite("gradient", "one that gives finite gradients", exact, "look at the loss")
+    if reference is None:
+        return exact
+    compared = _floats(reference)
+    shapes, wanted = [leaf.shape for leaf in compared], [leaf.shape for leaf in exact]
+    if shapes != wanted:
+        raise check.fail(ValueError, "reference", f"arrays of the shapes {wanted}", shapes)
+    _check_finite("reference", "finite arrays", compared, "look at the loss of the steps before")
+    if not any(bool(leaf.any()) for leaf in compared):
+        fix = "pass None before the first step"
+        raise check.fail(ValueError, "reference", "arrays that are not all zero", shapes, fix)
+    return compared
+
+
+def _check_finite(name: str, wanted: str, arrays: Sequence[jax.Array], fix: str) -> None:
+    if shapes := [array.shape for array in arrays if not bool(jnp.isfinite(array).all())]:
+        raise check.fail(ValueError, name, wanted, shapes, fix)
+
+
+def _floats(gradients: Any) -> list[jax.Array]:
+    """The floating-point arrays of a pytree, as float32."""
+    arrays = [leaf for leaf in jax.tree.leaves(gradients) if check.is_array(leaf)]
+    return [leaf.astype(jnp.float32) for leaf in arrays if jnp.issubdtype(leaf.dtype, jnp.floating)]

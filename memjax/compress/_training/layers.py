@@ -20,7 +20,6 @@ from memjax._core import check
 from memjax._core.clear_errors import call_errors
 from memjax._core.compat import is_tracer
 from memjax._core.lists import drop, merge, pick
-from memjax.compress._codecs.codec import tree_nbytes
 from memjax.compress._error_bounded.error_bounded import ErrorBounded
 
 LADDER = tuple(0.5 * 1.125**i for i in range(36))
@@ -102,8 +101,9 @@ class Layers:
             if not isinstance(given, tuple) or len(given) != len(self.names):
                 raise check.fail(TypeError, name, "a tuple with an entry for each array", given, _MADE_BY)
         for bits in self.bits_per_value:
-            check_bits(bits)
-        check_samples(self.samples)
+            ErrorBounded(1.0, bits_per_value=bits)  # which checks them
+        if self.samples is not None:
+            check.integer("samples", self.samples, least=1, what="None or an integer")
 
     def __repr__(self) -> str:
         """A line for each array: its name, shape, bound and capacity."""
@@ -138,9 +138,8 @@ class Layers:
 
     def nbytes(self) -> int:
         """Bytes of all codes."""
-        codecs = [ErrorBounded(1.0, bits_per_value=bits) for bits in self.bits_per_value]
-        pairs = zip(codecs, self.shapes, strict=True)
-        return sum(tree_nbytes(jax.eval_shape(codec.encode, jax.ShapeDtypeStruct(*shape))) for codec, shape in pairs)
+        pairs = zip(self.bits_per_value, self.shapes, strict=True)
+        return sum(ErrorBounded(1.0, bits_per_value=b).nbytes(jax.ShapeDtypeStruct(*shape)) for b, shape in pairs)
 
 
 class EncodedArray(NamedTuple):
@@ -191,8 +190,6 @@ def layers(
     """
     check.function("f", f)
     check.number("bound", bound, positive=True)
-    check_bits(bits_per_value)
-    check_samples(samples)
     recorder = Recorder()
     positions = argnums if isinstance(argnums, Sequence) and not isinstance(argnums, str) else (argnums,)
     numbers = tuple(
@@ -218,17 +215,6 @@ def layers(
         shapes=tuple((tuple(aval.shape), np.dtype(aval.dtype)) for aval in avals),
         samples=samples,
     )
-
-
-def check_bits(bits_per_value: Any) -> None:
-    """That it is a capacity, or None for one that cannot overflow."""
-    if bits_per_value is not None:
-        check.number("bits_per_value", bits_per_value, positive=True)
-
-
-def check_samples(samples: Any) -> None:
-    if samples is not None:
-        check.integer("samples", samples, least=1, what="None or an integer")
 
 
 def split_layers(tree: Any) -> tuple[list[Layers], Callable[[list[Any]], Any]]:

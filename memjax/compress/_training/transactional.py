@@ -12,8 +12,9 @@ import numpy as np
 
 from memjax._core import check
 from memjax._core.clear_errors import argument_errors, call_errors, option_errors
+from memjax.compress._error_bounded.error_bounded import ErrorBounded
 from memjax.compress._training.adaptive import AdaptiveState
-from memjax.compress._training.layers import LADDER, Layers, check_bits, split_layers
+from memjax.compress._training.layers import LADDER, Layers, split_layers
 
 _STEP = "(state, *args) -> (state, out)"
 Capacities = list[tuple[float | None, ...]]
@@ -59,9 +60,10 @@ def transactional(
       compiler_options, jit_options: those of `jax.jit`.
 
     Returns:
-      A function `(state, *args) -> (state, out)`, with attributes `replays` (how often a step overflowed) and
-      `compiled` (number of sets of capacities so far), and methods `finish(state)`, which gives the state after all steps, and
-      `lower(state, *args)`, which lowers a function whose argument after the state says whether an earlier step overflowed.
+      A function `(state, *args) -> (state, out)`, with attributes `replays` (how often a step overflowed),
+      `compiled` (number of sets of capacities so far) and `capacities` (bits per value, by `Layers` and array), and methods
+      `finish(state)`, which gives the state after all steps, and `lower(state, *args)`, which lowers a function whose argument
+      after the state says whether an earlier step overflowed.
 
     Raises:
       ValueError: `margin` is below 1, `window` below 1 or `saving` is not between 0 and 1; called with a state that has no
@@ -71,9 +73,8 @@ def transactional(
     check.compiler_options(compiler_options)
     for name in jit_options.keys() & {"static_argnums", "static_argnames", "donate_argnums", "donate_argnames"}:
         raise check.fail(TypeError, name, "left out", jit_options[name], "bind what is static with functools.partial")
-    return Transactional(
-        step, margin, window, saving, donate, ahead, {"compiler_options": compiler_options, **jit_options}
-    )
+    options = {"compiler_options": compiler_options, **jit_options}
+    return Transactional(step, margin, window, saving, donate, ahead, options)
 
 
 class Transactional:
@@ -99,35 +100,31 @@ class Transactional:
         # Arguments and reports of steps that may have overflowed. Each step gets the flag of the one before it.
         self._under_way: list[tuple[tuple, dict[str, Any]]] = []
         self._false: Any = None
-
-        def run(state, capacities, earlier_overflowed, *args):
-            with_capacities = _with_capacities(state, capacities)
-            with call_errors("step", step, {"the state": with_capacities, "arguments": args}):
-                result = step(with_capacities, *args)
-            if not (isinstance(result, tuple | list) and len(result) == 2):
-                raise check.fail(TypeError, "step", "a function that returns a pair", result, _STEP)
-            new, out = result
-            before, after = str(jax.tree.structure(with_capacities)), str(jax.tree.structure(new))
-            if before != after:
-                raise ValueError(f"step must return a state of the structure that it gets, {before}, got {after}")
-            old_leaves = jax.tree_util.tree_leaves_with_path(with_capacities)
-            for (path, old), leaf in zip(old_leaves, jax.tree.leaves(new), strict=True):
-                old, leaf = jax.typeof(old), jax.typeof(leaf)
-                if (old.shape, old.dtype) != (leaf.shape, leaf.dtype):
-                    name = f"state{jax.tree_util.keystr(path)}"
-                    raise TypeError(
-                        f"step must return {name} of the type that it gets, {old.str_short()}, got {leaf.str_short()}"
-                    )
-            last = _adaptive_state(new).last
-            overflows = jnp.stack([jnp.any(statistics.overflows > 0) for statistics in last])
-            overflowed = earlier_overflowed | jnp.any(overflows)
-            new = _with_capacities(new, _capacities_of(state))
-            kept = jax.tree.map(lambda before, after: jnp.where(overflowed, before, after), state, new)
-            report = {"overflowed": overflowed, "rungs": [statistics.rung for statistics in last]}
-            return kept, out, report
-
         # Capacities are put into the state inside the traced function: outside, every step would rebuild a large tree.
-        self._jitted = jax.jit(run, static_argnums=1, donate_argnums=(0,) if donate else (), **options)
+        self._jitted = jax.jit(self._run, static_argnums=1, donate_argnums=(0,) if donate else (), **options)
+
+    def _run(self, state: Any, capacities: Any, earlier_overflowed: Any, *args: Any) -> tuple[Any, Any, dict[str, Any]]:
+        """The step as it is traced: the state after it, or as it was where codes overflowed; its result; and a report."""
+        with_capacities = _with_capacities(state, capacities)
+        with call_errors("step", self._step, {"the state": with_capacities, "arguments": args}):
+            result = self._step(with_capacities, *args)
+        if not (isinstance(result, tuple | list) and len(result) == 2):
+            raise check.fail(TypeError, "step", "a function that returns a pair", result, _STEP)
+        new, out = result
+        before, after = str(jax.tree.structure(with_capacities)), str(jax.tree.structure(new))
+        if before != after:
+            raise ValueError(f"step must return a state of the structure that it gets, {before}, got {after}")
+        leaves = jax.tree_util.tree_leaves_with_path(with_capacities)
+        for (path, old), leaf in zip(leaves, jax.tree.leaves(new), strict=True):
+            old, leaf = jax.typeof(old), jax.typeof(leaf)
+            if (old.shape, old.dtype) != (leaf.shape, leaf.dtype):
+                name, types = f"state{jax.tree_util.keystr(path)}", (old.str_short(), leaf.str_short())
+                raise TypeError(f"step must return {name} of the type that it gets, {types[0]}, got {types[1]}")
+        last = _adaptive_state(new).last
+        overflowed = earlier_overflowed | jnp.any(jnp.stack([jnp.any(one.overflows > 0) for one in last]))
+        new = _with_capacities(new, _capacities_of(state))
+        kept = jax.tree.map(lambda before, after: jnp.where(overflowed, before, after), state, new)
+        return kept, out, {"overflowed": overflowed, "rungs": [statistics.rung for statistics in last]}
 
     def __repr__(self) -> str:
         return f"Transactional(replays={self.replays}, compiled={self.compiled}, capacities={self._capacities})"
@@ -147,7 +144,7 @@ class Transactional:
             wanted = "a list with a tuple of bits per value for each Layers"
             raise check.fail(TypeError, "capacities", wanted, new)
         for bits in (bits for group in new for bits in group):
-            check_bits(bits)
+            ErrorBounded(1.0, bits_per_value=bits)  # which checks them
         self._capacities = [tuple(group) for group in new]
 
     def trace(self, state: Any, *args: Any) -> Any:

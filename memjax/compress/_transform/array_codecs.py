@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,32 +13,30 @@ import jax
 from memjax._core import check
 from memjax._core.arrays import zeros
 from memjax._core.lists import merge
+from memjax.compress._codecs.bits import widths_with
 from memjax.compress._codecs.block_quantized import BlockQuantized
-from memjax.compress._codecs.codec import Exact, OptionalMembers, with_optional_members
+from memjax.compress._codecs.codec import Exact, OptionalMembers, StepErrors, with_optional_members
 from memjax.compress._codecs.position_quantized import PositionQuantized
 from memjax.compress._codecs.rectified_blocks import RectifiedBlocks
-from memjax.compress._codecs.step_errors import ErrorsOf, StepErrors
 from memjax.compress._error_bounded.error_bounded import ErrorBounded
 from memjax.compress._training.array_bits import (
-    BITS,
+    CODED,
+    WIDE,
     ArrayBits,
-    ArrayErrors,
     BitsRecorder,
+    Errors,
     base_of,
     check_bits,
     check_sigma,
-    choices_of,
+    fewest_bits,
     gaussian_error,
     is_whole,
 )
-from memjax.compress._training.choose_bits import fewest_bits
 from memjax.compress._training.layers import EncodedArray, Layers, Recorder, Statistics
 from memjax.compress._transform.overflow import warn_of_overflow
 from memjax.compress._transform.statistics import Collector
 
-_CODED = (3, 4, 5, 6, 8)
 _FINE = 2  # times the bits of others
-_WIDE = 8  # bits, at least
 _WHOLE = 16  # bits of a value that is not encoded
 # On an H200 a byte is encoded and decoded in 1.6 ps, less where decoding is fused into what reads the array. In 1 ps its
 # products do 750 FLOPs. CPUs take longer for a product.
@@ -164,19 +162,28 @@ class _ByBits(ArrayCodecs):
     gets more bits, half a bit each time that its size halves: so the sum of the errors is least for all bytes. With 4 bits, what
     other saved arrays are computed from gets one more: its errors are theirs, too. Values of a softmax have 8 bits or more,
     and what has to be fine twice as many as others: with 8 and 6 it is exact.
+
+    Args:
+      bits: what is encoded is decided as for so many bits.
+      given: in place of a number of bits; `choose` gives the codecs of all roles from it.
     """
 
     keeps_zeros = False
     keeps_images = True
 
-    def __init__(self, bits: int):
-        super().__init__(PositionQuantized(bits))
-        self._bits = bits
-        self.keeps_fine = _FINE * bits > BITS[-1]
+    def __init__(self, bits: int, given: Any = None, choose: Callable[..., list[Any]] | None = None):
+        super().__init__(given)
+        self._bits, self._choose, self.name = bits, choose, "PositionQuantized"
+        of_arrays = isinstance(given, ArrayBits | BitsRecorder) or (
+            isinstance(given, Errors) and given.scales is not None
+        )
+        self.in_iterations = not of_arrays
+        self.keeps_fine = _FINE * bits > CODED[0]
         self.flops_of_coding = _FLOPS_OF_CODING if jax.default_backend() == "gpu" else 0
 
     def each(self, roles: Sequence[Role]) -> list[Any]:
-        return [self._codec_of(role) for role in roles]
+        by_role = list(map(self._codec_of, roles))
+        return by_role if self._choose is None else self._choose(self._codec, roles, by_role)
 
     def keeps_zeros_of(self, role: Role) -> bool:
         return role.by_channel and role.is_rectified
@@ -185,98 +192,53 @@ class _ByBits(ArrayCodecs):
         return self._bits
 
     def nbytes(self, aval: Any, role: Role | None = None) -> int:
-        if role is None:
-            return super().nbytes(aval)
-        key = aval, codec = aval, self._codec_of(role)
-        if key not in self._nbytes:
-            self._nbytes[key] = codec.nbytes(aval)
-        return self._nbytes[key]
+        codec = PositionQuantized(self._bits) if role is None else self._codec_of(role)
+        if (aval, codec) not in self._nbytes:
+            self._nbytes[aval, codec] = codec.nbytes(aval)
+        return self._nbytes[aval, codec]
+
+    def encoded(self, names: Sequence[str], roles: Sequence[Role], codes: Sequence[Any]) -> None:
+        """These codes cannot overflow."""
+        if isinstance(self._codec, BitsRecorder):
+            self._codec.record(names, [role.aval.size for role in roles], list(map(_choices, roles)))
 
     def _codec_of(self, role: Role) -> Any:
         if role.by_channel:
             return _by_channel(role, self._bits)
         more = role.is_source and self._bits == 4
-        least = max(self._bits + more - math.log2(role.share) / 2, _WIDE if role.is_wide else 0)
+        least = max(self._bits + more - math.log2(role.share) / 2, WIDE if role.is_wide else 0)
         least = max(least, _FINE * self._bits if role.is_fine else 0)
-        return PositionQuantized(next((bits for bits in _CODED if bits >= least), _CODED[-1]))
+        return PositionQuantized(next((bits for bits in reversed(CODED) if bits >= least), CODED[0]))
 
 
-class _StepErrors(_ByBits):
-    """The errors of `_ByBits` in place of its codes: see `StepErrors`."""
-
-    def __init__(self, codec: StepErrors):
-        super().__init__(codec.bits)
-        self._codec = codec
-
-    def each(self, roles: Sequence[Role]) -> list[Any]:
-        return [ErrorsOf(codec, self._codec.seed, self._codec.scale) for codec in super().each(roles)]
+def _by_array(given: ArrayBits, roles: Sequence[Role], by_role: list[Any]) -> list[Any]:
+    given.check_count(len(roles))
+    return [_with_bits(role, bits) for role, bits in zip(roles, given.bits, strict=True)]
 
 
-class _ByArray(_ByBits):
-    """Codecs of the bits that each array has; what is encoded is decided as for all arrays in so many bits."""
-
-    in_iterations = False
-
-    def __init__(self, given: ArrayBits):
-        super().__init__(given.base)
-        self._given = given
-
-    def each(self, roles: Sequence[Role]) -> list[Any]:
-        self._given.check_count(len(roles))
-        return [_with_bits(role, bits) for role, bits in zip(roles, self._given.bits, strict=True)]
-
-
-class _BySigma(_ByBits):
+def _by_sigma(sigma: float, roles: Sequence[Role], by_role: list[Any]) -> list[Any]:
     """The bits with which the fewest bytes are kept if gradients are off by `sigma` where arrays are, on average.
 
     So it is if arrays and cotangents are independent and normally distributed: the gradient of a weight is a sum over positions,
     and its relative error is that of the array that it is a product with. Errors of arrays that others are computed from count
     twice.
     """
-
-    def __init__(self, sigma: float):
-        super().__init__(base_of(sigma))
-        self._sigma = sigma
-
-    def each(self, roles: Sequence[Role]) -> list[Any]:
-        most = self._sigma**2 * len(roles)
-        squares = [(gaussian_error(8) * (2 if role.is_source else 1)) ** 2 for role in roles]
-        chosen = fewest_bits(squares, [role.aval.size for role in roles], most, list(map(_choices, roles)))
-        return [_with_bits(role, bits) for role, bits in zip(roles, chosen, strict=True)]
+    squares = [(gaussian_error(8) * (2 if role.is_source else 1)) ** 2 for role in roles]
+    chosen = fewest_bits(squares, [role.aval.size for role in roles], sigma**2 * len(roles), list(map(_choices, roles)))
+    return [_with_bits(role, bits) for role, bits in zip(roles, chosen, strict=True)]
 
 
-class _ArrayErrors(_ByBits):
-    """The errors of 8 bits, each array's times a number of its own: see `fit_bits`."""
-
-    in_iterations = False
-
-    def __init__(self, errors: ArrayErrors):
-        super().__init__(errors.base)
-        self._codec = errors
-
-    def each(self, roles: Sequence[Role]) -> list[Any]:
-        errors = self._codec
-        return [ErrorsOf(_with_bits(role, 8), errors.seed, errors.scales[i]) for i, role in enumerate(roles)]
-
-    def nbytes(self, aval: Any, role: Role | None = None) -> int:
-        return PositionQuantized(self._bits).nbytes(aval) if role is None else super().nbytes(aval, role)
-
-
-class _BitsRecorderCodecs(_ByBits):
-    """Records which arrays are encoded: see `fit_bits`."""
-
-    in_iterations = False
-
-    def __init__(self, recorder: BitsRecorder):
-        super().__init__(recorder.base)
-        self._recorder = recorder
-
-    def encoded(self, names: Sequence[str], roles: Sequence[Role], codes: Sequence[Any]) -> None:
-        self._recorder.record(names, [role.aval.size for role in roles], list(map(_choices, roles)))
+def _errors(errors: Errors, roles: Sequence[Role], by_role: list[Any]) -> list[Any]:
+    if errors.scales is None:
+        return [StepErrors(codec, errors.seed, 1.0) for codec in by_role]
+    return [StepErrors(_with_bits(role, 8), errors.seed, errors.scales[i]) for i, role in enumerate(roles)]
 
 
 def _choices(role: Role) -> tuple[int, ...]:
-    return choices_of(role.aval.dtype, by_channel=role.by_channel, at_least_wide=role.is_fine or role.is_wide)
+    """The bits that an array may have, most first."""
+    coded = widths_with("number") if role.by_channel else CODED
+    least = WIDE if role.is_fine or role.is_wide else 0
+    return (8 * role.aval.dtype.itemsize, *(bits for bits in coded if bits >= least))
 
 
 def _with_bits(role: Role, bits: int) -> Any:
@@ -286,7 +248,8 @@ def _with_bits(role: Role, bits: int) -> Any:
 
 
 def _by_channel(role: Role, bits: int) -> Any:
-    return (RectifiedBlocks if role.is_rectified else BlockQuantized)(4 if bits <= 4 else 8)
+    fewest = min(own for own in widths_with("number") if own >= bits)
+    return (RectifiedBlocks if role.is_rectified else BlockQuantized)(fewest)
 
 
 class _LayersCodecs(ArrayCodecs):
@@ -336,17 +299,18 @@ def array_codecs(codec: Any, bits: Any = None, sigma: float | None = None) -> Ar
         if sigma is not None and bits is not None:
             raise check.fail(ValueError, "sigma", "left out beside bits", sigma, "one of them says what errors may be")
         if sigma is not None:
-            return _BySigma(check_sigma(sigma))
-        kinds = {ArrayBits: _ByArray, ArrayErrors: _ArrayErrors, BitsRecorder: _BitsRecorderCodecs}
-        return kinds.get(type(bits), lambda bits: _ByBits(check_bits(bits)))(8 if bits is None else bits)
+            return _ByBits(base_of(check_sigma(sigma)), sigma, _by_sigma)
+        if isinstance(bits, BitsRecorder):
+            return _ByBits(bits.base, bits)
+        if isinstance(bits, ArrayBits | Errors):
+            return _ByBits(check_bits(bits.base), bits, _by_array if isinstance(bits, ArrayBits) else _errors)
+        return _ByBits(8 if bits is None else check_bits(bits))
     if bits is not None:
         raise check.fail(ValueError, "bits", "left out beside a codec", bits, "give the codec its bits")
     if sigma is not None:
         raise check.fail(ValueError, "sigma", "left out beside a codec", sigma, "its errors are what they are")
     if isinstance(codec, Layers):
         return _LayersCodecs(codec)
-    if isinstance(codec, StepErrors):
-        return _StepErrors(codec)
     if isinstance(codec, Recorder):
         return _RecorderCodecs(codec)
     if isinstance(codec, type) or not all(callable(getattr(codec, name, None)) for name in _REQUIRED):

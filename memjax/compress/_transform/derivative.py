@@ -26,9 +26,8 @@ from memjax.compress._transform.array_codecs import ArrayCodecs, waits
 from memjax.compress._transform.encoder import FIRST_ORDER, Encoder, variables_of_packing
 from memjax.compress._transform.keep.choose import MASK, NOTHING, choose, not_kept, why_encoded, why_whole
 from memjax.compress._transform.keep.needs import Need, needs
-from memjax.compress._transform.keep.parameters import Inputs
-from memjax.compress._transform.keep.which import SMALL, Which
-from memjax.compress._transform.loops import Loops, is_kept_by_loop, kept_by_loop
+from memjax.compress._transform.keep.which import SMALL
+from memjax.compress._transform.loops import Loops, Setting, is_kept_by_loop, kept_by_loop
 from memjax.compress._transform.max_pool import evaluate_pools_first, max_pool
 from memjax.compress._transform.pullback import NO_WAIT, Restored, Stored, run_late
 from memjax.compress._transform.statistics import Reader, only_in_gradients, readers
@@ -45,13 +44,8 @@ class Derivative:
       outs: which of its outputs to compute; the others are inputs.
       types: the types of its inputs.
       wanted: which inputs to differentiate with respect to.
-      given: which inputs live until the backward pass anyway, and which are parameters.
-      which: which saved arrays to encode.
-      codecs: the codecs of encoded arrays.
-      names: the names of its inputs.
-      axes: sizes of the named axes that its collectives run over.
+      setting: of the program.
       loops: those of its loops that encode in each iteration.
-      in_loop: whether the program is the body of a loop, and what it keeps is marked as decided.
 
     Attributes:
       wanted: as above.
@@ -64,18 +58,12 @@ class Derivative:
         outs: Sequence[bool],
         types: Sequence[Any],
         wanted: Sequence[bool],
-        given: Inputs,
-        which: Which,
-        codecs: ArrayCodecs,
-        names: Sequence[str],
-        axes: dict[str, int],
+        setting: Setting,
         loops: Loops,
-        *,
-        in_loop: bool,
     ):
-        self.wanted = wanted
-        self._names = pick(names, wanted)
-        self._loops, self._in_loop = loops, in_loop
+        self.wanted, given, codecs = wanted, setting.inputs, setting.codecs
+        self._names, self._which = pick(setting.names, wanted), setting.which
+        self._loops, self._in_loop = loops, setting.in_loop
         out_types = [atom.aval for atom in pick(primal.outvars, outs)]
         self._out_float = [is_float(aval) for aval in out_types]
         # Loops with derivatives of their own read the codecs' settings. So the settings are inputs of the program.
@@ -89,7 +77,8 @@ class Derivative:
             replace = {**_REPLACE, "scan": scan}
             return pick(evaluate_pools_first(primal, inputs[: len(types)], replace=replace), outs)
 
-        self._passes = TracedPasses(run, [*types, *setting_types], [*wanted, *[False] * count], self._out_float, axes)
+        every, wrt = [*types, *setting_types], [*wanted, *[False] * count]
+        self._passes = TracedPasses(run, every, wrt, self._out_float, setting.axes)
         self._program = self._passes.forward()
         n_outs = len(out_types)
         self._outs, self._residuals = self._program.outvars[:n_outs], self._program.outvars[n_outs:]
@@ -99,8 +88,8 @@ class Derivative:
         # Now, not when cotangents arrive: a `jax.vmap` around has taken its axis name away by then.
         self._cotangent_types = [_not_weak(aval.to_ct_aval()) for aval in pick(out_types, self._out_float)]
         self._pullback = self._passes.backward(self._cotangent_types)
-        self._kept_inputs, self._which = kept_inputs, which
-        self.keep = choose(self._program, self._needed(kept_inputs), kept_inputs, parameters, which, codecs)
+        self._kept_inputs = kept_inputs
+        self.keep = choose(self._program, self._needed(kept_inputs), kept_inputs, parameters, self._which, codecs)
         self._packed = variables_of_packing(
             self._program, [var for var in self.keep.masks if var not in self.keep.outputs]
         )

@@ -13,43 +13,23 @@ import numpy as np
 
 from memjax._core import check
 from memjax._core.arguments import is_array
-from memjax._core.arrays import is_float
-from memjax._core.backward.derivatives import forward_mode_errors, forward_mode_message, reverse_only
+from memjax._core.backward.derivatives import forward_mode_errors, forward_mode_message, perturbed, reverse_only
 from memjax._core.clear_errors import call_errors
 from memjax._core.compat import eval_jaxpr
 from memjax._core.lists import Arrays, drop, merge, pick
 from memjax._core.program.jaxpr import axis_sizes, calls_in_place, is_literal, nbytes
 from memjax.compress._transform.array_codecs import ArrayCodecs
 from memjax.compress._transform.derivative import Derivative
-from memjax.compress._transform.keep.parameters import Inputs, inputs_of
+from memjax.compress._transform.keep.parameters import inputs_of
 from memjax.compress._transform.keep.which import Which
-from memjax.compress._transform.loops import Loops
+from memjax.compress._transform.loops import Loops, Setting
 
 
 class Differentiable:
-    """The outputs of a closed jaxpr as a function of its constants and inputs, differentiated by `Derivative`.
+    """The outputs of a closed jaxpr as a function of its constants and inputs together, differentiated by `Derivative`."""
 
-    Args:
-      closed: the program. Below, its inputs are its constants and its inputs together.
-      inputs: which of its inputs last until the backward pass anyway, and which are parameters.
-      codecs: the codecs of encoded arrays.
-      which: which arrays to encode.
-      names: the names of its inputs.
-      in_loop: the program is the body of a loop: what it keeps is decided, and a program around leaves it as it is.
-    """
-
-    def __init__(
-        self,
-        closed: Any,
-        inputs: Inputs,
-        codecs: ArrayCodecs,
-        which: Which,
-        names: Sequence[str],
-        *,
-        in_loop: bool = False,
-    ):
-        self._closed, self._inputs, self._codecs, self._which, self._names = closed, inputs, codecs, which, names
-        self._in_loop, self._axes = in_loop, axis_sizes(closed)
+    def __init__(self, closed: Any, setting: Setting):
+        self._closed, self._setting, self._codecs = closed, setting, setting.codecs
         self._position = {var: i for i, var in enumerate([*closed.jaxpr.constvars, *closed.jaxpr.invars])}
         # An output that is an input is not passed through the derivative: it has nothing to do with what is saved.
         self._made = [is_literal(var) or var not in self._position for var in closed.jaxpr.outvars]
@@ -73,20 +53,8 @@ class Differentiable:
         key = tuple(types), tuple(wanted)
         if key not in self._derivatives:  # JAX may trace the body of a loop several times
             program = calls_in_place(self._closed, differentiable=True).with_inputs(len(self._closed.consts))
-            loops = Loops(program, self._inputs, wanted, self._codecs, self._which, Differentiable)
-            self._derivatives[key] = Derivative(
-                program,
-                self._made,
-                types,
-                wanted,
-                self._inputs,
-                self._which,
-                self._codecs,
-                self._names,
-                self._axes,
-                loops,
-                in_loop=self._in_loop,
-            )
+            loops = Loops(program, wanted, self._setting, Differentiable)
+            self._derivatives[key] = Derivative(program, self._made, types, wanted, self._setting, loops)
         return self._derivatives[key]
 
     def _run(self) -> Callable[[Arrays, Arrays], Arrays]:
@@ -98,11 +66,11 @@ class Differentiable:
             return pick(eval_jaxpr(closed.jaxpr, inputs[:n_consts], inputs[n_consts:]), self._made)
 
         def forward(settings, inputs):
-            wanted = [primal.perturbed and is_float(primal.value) for primal in inputs]
+            wanted = perturbed(inputs)
             settings, inputs = ([primal.value for primal in group] for group in (settings, inputs))
             check.known_sizes("compressed", inputs)
             derivative = self.derivative([jax.typeof(value) for value in inputs], wanted)
-            if not self._in_loop:
+            if not self._setting.in_loop:
                 self._check(derivative)
             outs, kept = derivative.forward(inputs, codecs.with_settings(settings))
             return outs, (derivative, settings, kept)
@@ -119,11 +87,13 @@ class Differentiable:
 
     def _check(self, derivative: Derivative) -> None:
         """Say what is wrong with `where`, and warn if nothing is encoded."""
-        if self._which.where is not None and self._which.needed and not derivative.matched:
-            fix = f"the named scopes of the function are {derivative.scopes}"
-            raise check.fail(
-                ValueError, "where", "a match for something that the backward pass reads", self._which.where, fix
+        which = self._setting.which
+        if which.where is not None and which.needed and not derivative.matched:
+            wanted, fix = (
+                "a match for something that the backward pass reads",
+                f"the named scopes of the function are {derivative.scopes}",
             )
+            raise check.fail(ValueError, "where", wanted, which.where, fix)
         if derivative.keep.refused and not derivative.encodes:
             largest = max((var.aval for var in derivative.keep.refused), key=nbytes)
             warnings.warn(
@@ -170,11 +140,11 @@ def call_compressed(
     inputs = [*closed.consts, *arrays]
     lasts = [True] * (len(closed.consts) + sum(dynamic[: len(jax.tree.leaves(lasting))]))
     lasts += [False] * (len(inputs) - len(lasts))
-    given_inputs = inputs_of(lasts, [jax.typeof(value) for value in inputs])
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path((lasting, passing))]
     names = [""] * len(closed.consts) + [_name(path) for path in pick(paths, dynamic)]
 
-    run = Differentiable(closed, given_inputs, codecs, which, names)
+    given_inputs = inputs_of(lasts, [jax.typeof(value) for value in inputs])
+    run = Differentiable(closed, Setting(given_inputs, codecs, which, names, axis_sizes(closed)))
     guarded = [reverse_only(value, _FORWARD_MODE) for value in inputs]
     with forward_mode_errors(_FORWARD_MODE):
         every = run(guarded)

@@ -12,6 +12,7 @@ A loop in whose iterations nothing is encoded, because arrays are small, is left
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,11 +23,32 @@ from jax.ad_checkpoint import checkpoint_name
 from memjax._core.arrays import is_float
 from memjax._core.compat import scan_counts, scope
 from memjax._core.lists import Arrays
-from memjax._core.program.jaxpr import Program, as_closed, is_literal, producers, variables
+from memjax._core.program.jaxpr import Program, as_closed, axis_sizes, is_literal, producers, variables
 from memjax.compress._transform.array_codecs import ArrayCodecs
 from memjax.compress._transform.keep.origins import Origins, body_of
 from memjax.compress._transform.keep.parameters import Inputs, Parameters
 from memjax.compress._transform.keep.which import Which
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What is known of a program that is differentiated through codecs, beside the program.
+
+    Attributes:
+      inputs: which of its inputs last until the backward pass anyway, and which are parameters.
+      codecs: the codecs of encoded arrays.
+      which: which saved arrays to encode.
+      names: of its inputs.
+      axes: sizes of the named axes that its collectives run over.
+      in_loop: whether it is the body of a loop: what it keeps is then marked as decided, for the program around.
+    """
+
+    inputs: Inputs
+    codecs: ArrayCodecs
+    which: Which
+    names: Sequence[str]
+    axes: dict[str, int]
+    in_loop: bool = False
 
 
 class Loops:
@@ -34,36 +56,27 @@ class Loops:
 
     Args:
       program: with calls in place.
-      inputs: which of its inputs last until the backward pass anyway, and which are parameters.
       wanted: its inputs that are differentiated.
-      codecs: the codecs of encoded arrays.
-      which: which arrays to encode.
-      compress: makes a function of a body that is differentiated through codecs: `Differentiable`.
+      setting: of the program.
+      compress: makes a function of a body, given its `Setting`, that is differentiated through codecs: `Differentiable`.
 
     Attributes:
       derivatives: of the bodies.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        inputs: Inputs,
-        wanted: Sequence[bool],
-        codecs: ArrayCodecs,
-        which: Which,
-        compress: Callable[..., Any],
-    ):
+    def __init__(self, program: Program, wanted: Sequence[bool], setting: Setting, compress: Callable[..., Any]):
         self._bodies: dict[int, Any] = {}  # by equation
         self.derivatives: list[Any] = []
         scans = [eqn for eqn in program.eqns if eqn.primitive.name == "scan"]
-        if not scans or not codecs.in_iterations:
+        if not scans or not setting.codecs.in_iterations:
             return
-        of_program = _OfProgram(program, inputs, wanted)
+        of_program = _OfProgram(program, setting.inputs, wanted)
         for eqn in scans:
             of_body, of_derivative = of_program.operands(eqn)
             if any(of_derivative):
-                closed, names = as_closed(eqn.params["jaxpr"]), [""] * len(of_derivative)
-                body = compress(closed, of_body, codecs, which.within(scope(eqn)), names, in_loop=True)
+                closed, which = as_closed(eqn.params["jaxpr"]), setting.which.within(scope(eqn))
+                names = [""] * len(of_derivative)
+                body = compress(closed, Setting(of_body, setting.codecs, which, names, axis_sizes(closed), True))
                 derivative = body.derivative([var.aval for var in closed.jaxpr.invars], of_derivative)
                 if derivative.encodes:
                     self._bodies[id(eqn)] = body

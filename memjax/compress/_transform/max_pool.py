@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from memjax._core.arrays import accumulator, is_float
 from memjax._core.program.jaxpr import Program, bind, calls_in_place, consumers, inside, is_literal, read, same_program
+from memjax.compress._codecs.kernels import is_of_one_device
 from memjax.compress._error_bounded.launch import why_not
 from memjax.compress._transform.max_pool_kernel import Axis, Plan, max_pool_gradient, windows_of
 
@@ -79,20 +80,15 @@ def _forward(x, window: _Window):
 
 def _backward(window: _Window, index, ct):
     woven = functools.partial(_woven, window)
-    if not (_overlap(window) and 0 not in ct.shape and why_not() is None and _is_in_one_piece(ct)):
+    aval = jax.typeof(ct)
+    is_whole = is_of_one_device(aval) and all(axis is None for axis in aval.sharding.spec)
+    if not (_overlap(window) and 0 not in ct.shape and why_not() is None and is_whole):
         return woven(index, ct)
     plan = plan_of(axes_of(window, ct.shape))
     if plan.inputs >= 2**31 or math.prod(window.size) > _FEW or plan.share_of_lanes < 0.5:
         return woven(index, ct)
     by_kernel = lambda index, ct: (max_pool_gradient(plan, index, ct).reshape(window.shape),)
     return lax.platform_dependent(index, ct, cuda=by_kernel, default=woven)
-
-
-def _is_in_one_piece(x) -> bool:
-    """Whether each device runs the kernel on an array of its own, so that no compiler has to partition it."""
-    mesh = jax.sharding.get_abstract_mesh()
-    is_whole = jax.device_count() == 1 or (not mesh.empty and set(mesh.manual_axes) == set(mesh.axis_names))
-    return is_whole and all(axis is None for axis in jax.typeof(x).sharding.spec)
 
 
 def _woven(window: _Window, index, ct):

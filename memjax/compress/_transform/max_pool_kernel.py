@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -77,14 +76,15 @@ def max_pool_gradient(
       index: the index of each maximum in its window.
       ct: cotangents of the outputs.
     """
-    return call_on_whole_arrays(
+    [gradient] = call_on_whole_arrays(
         _kernel(plan),
         (index.reshape(-1), ct.reshape(-1)),
-        jax.ShapeDtypeStruct((plan.inputs,), ct.dtype),
+        [((plan.inputs,), ct.dtype)],
         programs=plan.rows * plan.blocks,
         warps=_WARPS,
         interpret=interpret,
     )
+    return gradient
 
 
 @functools.cache

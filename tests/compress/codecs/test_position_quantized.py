@@ -7,8 +7,10 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import memjax
-from memjax.compress import BlockQuantized, PositionQuantized, StepErrors
-from memjax.compress._codecs.bits import PLANES, pack_levels, unpack_levels
+from memjax.compress import BlockQuantized, PositionQuantized
+from memjax.compress._codecs.bits import WIDTHS, pack_levels, unpack_levels
+from memjax.compress._codecs.codec import StepErrors
+from memjax.compress._training.array_bits import Errors
 
 BITS = (8, 6, 5, 4, 3)
 
@@ -20,8 +22,9 @@ def _round_trip(codec, x):
 def _steps(codec, x):
     """The distance of levels for each value of (positions, features), a multiple of the codec's group."""
     code = jax.jit(codec.encode)(x)
-    size = 8 if code.size is None else np.asarray(code.size, np.float64)
-    return np.asarray(code.distance, np.float64).repeat(codec.group, 1) * size
+    _, distance, _, size = code.ranges
+    size = 8 if size is None else np.asarray(size, np.float64)
+    return np.asarray(distance, np.float64).repeat(codec.group, 1) * size
 
 
 def _relative(a, b):
@@ -44,7 +47,7 @@ def test_levels_are_packed_without_gaps(bits):
     level = jax.random.randint(jax.random.key(bits), (3, 5, 40), 0, 2**bits).astype(jnp.uint32)
     planes = pack_levels(level, bits)
     assert sum(plane.nbytes for plane in planes) == level.size * bits // 8
-    assert sum(PLANES[bits]) == bits
+    assert sum(WIDTHS[bits].planes) == bits
     np.testing.assert_array_equal(unpack_levels(planes, bits), level)
 
 
@@ -83,7 +86,8 @@ def test_unbiased_in_sums_over_positions(bits):
     code = PositionQuantized(bits).encode(x + 0.01 * jax.random.normal(jax.random.key(2), (positions, 1)))
     got = np.asarray(PositionQuantized(bits).decode(code), np.float64)
     wanted = np.asarray(x + 0.01 * jax.random.normal(jax.random.key(2), (positions, 1)), np.float64)
-    step = np.asarray(code.distance, np.float64).mean() * np.asarray(code.size, np.float64)
+    _, distance, _, size = (np.asarray(one, np.float64) for one in code.ranges)
+    step = distance.mean() * size
     off = (got - wanted).mean(0) / (step / 12**0.5 / positions**0.5)
     assert np.abs(off).max() < 5
     assert 0.5 < np.sqrt((off**2).mean()) < 1.5
@@ -169,18 +173,6 @@ def test_explicitly_sharded_arrays(spec):
     assert _relative(jax.device_get(got), x) == pytest.approx(predicted, rel=0.02)
 
 
-def test_step_errors_refuse_a_scale_that_is_no_finite_number():
-    x = jnp.ones((2, 8))
-    for scale in (float("nan"), np.float32(np.inf), jnp.float32(-1)):
-        with pytest.raises(ValueError, match=r"scale must be a finite number in \[0, inf\), got"):
-            StepErrors(4, scale=scale).encode(x)
-    for scale in ("4", None, jnp.ones(2)):
-        with pytest.raises(TypeError, match=r"scale must be a finite number in \[0, inf\), got"):
-            StepErrors(4, scale=scale).encode(x)
-    with pytest.raises(ValueError, match="scale must be one number, got"):
-        jax.jit(lambda scale: StepErrors(4, scale=scale).encode(x))(jnp.ones(2))
-
-
 def test_refuses():
     with pytest.raises(ValueError, match="bits must be 8, 6, 5, 4 or 3, got 7"):
         PositionQuantized(7)
@@ -210,15 +202,16 @@ def test_step_errors_are_as_large_as_those_of_codes():
         )
 
     exact = gradient()
-    np.testing.assert_allclose(gradient(StepErrors(8, scale=jnp.float32(0))), exact, atol=1e-7)
+    by_scale = lambda scale: gradient(StepErrors(PositionQuantized(8), 0, scale))
+    np.testing.assert_allclose(by_scale(jnp.float32(0)), exact, atol=1e-7)
     for bits in (8, 4):
         measured = np.linalg.norm(gradient(bits=bits) - exact)
         assert measured > 0
-        assert np.linalg.norm(gradient(StepErrors(bits)) - exact) == pytest.approx(measured, rel=0.15)
-    few, many = (np.linalg.norm(gradient(StepErrors(8, scale=scale)) - exact) for scale in (1.0, 17.0))
+        assert np.linalg.norm(gradient(bits=Errors(bits)) - exact) == pytest.approx(measured, rel=0.15)
+    few, many = (np.linalg.norm(by_scale(scale) - exact) for scale in (1.0, 17.0))
     assert many == pytest.approx(17 * few, rel=0.15)
-    with pytest.raises(ValueError, match="bits must be 8, 6, 5, 4 or 3, got 7"):
-        StepErrors(7)
+    with pytest.raises(ValueError, match="bits must be one of"):
+        gradient(bits=Errors(7))
 
 
 @pytest.mark.parametrize(("codec", "large"), [(PositionQuantized(4), 1e30), (BlockQuantized(8), 7e37)], ids=repr)

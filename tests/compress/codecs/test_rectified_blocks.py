@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from memjax.compress import Codec
+from memjax.compress._codecs.codec import StepErrors
 from memjax.compress._codecs.rectified_blocks import RectifiedBlocks
-from memjax.compress._codecs.step_errors import ErrorsOf
 
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 LEAST = {jnp.float32: 2.0**-126, jnp.bfloat16: 2.0**-126, jnp.float16: 2.0**-24}
@@ -33,7 +33,7 @@ def check(codec, x, largest):
     code, decoded, nonzero, positive = _encoded(codec, x)
     dtype = x.dtype.type
     chex.assert_trees_all_equal_shapes_and_dtypes(decoded, x)
-    assert codec.nbytes(jax.typeof(x)) == -(-x.size * codec.bits // 8) + 4 * code.distance.size
+    assert codec.nbytes(jax.typeof(x)) == -(-x.size * codec.bits // 8) + 4 * code.ranges[0].size
     np.testing.assert_array_equal(nonzero, positive)
     np.testing.assert_array_equal(jax.jit(lambda y: y > 0)(decoded), positive)
     np.testing.assert_array_equal(jax.jit(lambda y: y == 0)(decoded), ~positive)
@@ -140,10 +140,10 @@ def test_explicitly_sharded_arrays(spec):
 def test_errors_of_its_steps_keep_zeros(dtype):
     codec = RectifiedBlocks(4)
     x = jax.nn.relu(jax.random.normal(jax.random.key(0), (256, 16))).astype(dtype)
-    found = ErrorsOf(codec, 0, 1.0).encode(x)
+    found = StepErrors(codec, 0, 1.0).encode(x)
     np.testing.assert_array_equal(found == 0, x == 0)
     error = np.abs(np.float64(found) - np.float64(x)).max(0) / (np.float64(x).max(0) / 15)
     assert (error <= 0.5 + 15 * EPS[dtype]).all()
     assert (error > 0.4).all()
     # An error that is minus the value would make a zero of it.
-    assert ErrorsOf(codec, 0, 1e6).encode(jnp.full((64,), LEAST[dtype], dtype)).all()
+    assert StepErrors(codec, 0, 1e6).encode(jnp.full((64,), LEAST[dtype], dtype)).all()

@@ -8,7 +8,8 @@ import pytest
 
 import memjax
 from memjax import compressed
-from memjax.compress import Cast, ErrorBounded, StepErrors
+from memjax.compress import Cast, ErrorBounded
+from memjax.compress._training.array_bits import Errors
 from memjax.compress._transform.array_codecs import Role, array_codecs
 from tests.compress.kept import kept_of_sum, saved
 from tests.compress.networks import SIZE, batch_norm, conv, errors, images, loss_of, parameters
@@ -50,7 +51,7 @@ def test_masks_of_what_a_convolution_reads_are_exact():
     np.testing.assert_array_equal(got, wanted)
 
 
-CODES = [{"bits": 8}, {"bits": 4}, {"sigma": 0.01}, {"sigma": 1e-9}, {"codec": StepErrors(4)}]
+CODES = [{"bits": 8}, {"bits": 4}, {"sigma": 0.01}, {"sigma": 1e-9}, {"bits": Errors(4)}]
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda dtype: dtype.__name__)
@@ -58,7 +59,7 @@ CODES = [{"bits": 8}, {"bits": 4}, {"sigma": 0.01}, {"sigma": 1e-9}, {"codec": S
 def test_masks_follow_from_codes_of_what_convolutions_read(options, dtype):
     """The gradient of a sum's operand depends on no code but the mask's: zeros of both signs, small and large values, a NaN."""
     a = images().at[0, 0].set(0.0).at[1, 1].set(-0.0).at[:, 2].multiply(1e-7).at[:, 3].multiply(1e4)
-    if "codec" not in options:  # errors of steps say nothing of the others in a NaN's block
+    if options != {"bits": Errors(4)}:  # errors of steps say nothing of the others in a NaN's block
         a = a.at[2, 2, 2, 2].set(jnp.nan)
     a = a.astype(dtype)
     b = jnp.zeros_like(a).at[0, :, 5].set(-1)
@@ -108,7 +109,7 @@ def test_what_follows_from_a_code_is_what_its_codec_keeps():
     aval = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     roles = [Role(aval, False, False, channel, 1.0, False, relu) for channel in (True, False) for relu in (True, False)]
     given = [(None, bits, None) for bits in (8, 6, 4, 3)] + [(None, None, 0.01), (None, None, 1e-9)]
-    given += [(StepErrors(4), None, None), (ErrorBounded(0.1), None, None), (Cast(), None, None)]
+    given += [(None, Errors(4), None), (ErrorBounded(0.1), None, None), (Cast(), None, None)]
     for arguments in given:
         codecs = array_codecs(*arguments)
         for role, codec in zip(roles, codecs.each(roles), strict=True):

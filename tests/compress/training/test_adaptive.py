@@ -13,7 +13,8 @@ import pytest
 
 from memjax import compress, compressed
 from memjax._residuals import residuals
-from memjax.compress import LADDER, Layers
+from memjax.compress import Layers
+from memjax.compress._training.layers import LADDER, Statistics
 from tests.compress.networks import conv
 
 SHAPE = (4, 8, 8, 16)
@@ -204,7 +205,7 @@ def statistics_of(power):
     """Statistics of arrays of ones that are used once, with these sums of squares of cotangents."""
     ones = jnp.ones(len(power), jnp.float32)
     of_ones = {"uses": ones, "examples": ones, "nonzero": ones, "magnitude": ones}
-    return compress.Statistics.zeros(len(power), 1)._replace(**of_ones, power=jnp.asarray(power)[:, None])
+    return Statistics.zeros(len(power), 1)._replace(**of_ones, power=jnp.asarray(power)[:, None])
 
 
 def test_sigma_is_the_root_mean_square_over_arrays():
@@ -225,7 +226,7 @@ def test_bounds_of_what_has_no_cotangents_stay(coarsest):
 
 
 def test_the_papers_coefficient():
-    found = compress.Statistics.zeros(1, 1)._replace(
+    found = Statistics.zeros(1, 1)._replace(
         uses=jnp.ones(1), examples=jnp.full(1, 64.0), nonzero=jnp.full(1, 0.25), cotangent=jnp.full((1, 1), 0.5)
     )
     got = compress.predicted_sigma(found, jnp.full(1, 0.125), coefficient=0.32)
@@ -371,7 +372,7 @@ def test_refuses():
     with pytest.raises(TypeError, match="coarsest must be a positive finite number, got an array"):
         compress.adaptive(optax.sgd(0.1), coarsest=jnp.ones(3))
     with pytest.raises(TypeError, match="layers must be an integer of at least 0, got '3'"):
-        compress.Statistics.zeros("3", 1)
+        Statistics.zeros("3", 1)
     with pytest.raises(ValueError, match=r"i must be the number of one of .* arrays, got 99"):
         found_layers().layer(99)
     tx = compress.adaptive(optax.sgd(0.1))

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 
 import jax
@@ -11,8 +12,32 @@ import pytest
 
 import memjax
 from memjax.compress import ArrayBits, BitsController, FittedBits, PositionQuantized, fit_bits
+from memjax.compress._training.array_bits import fewest_bits
 from tests.compress.kept import kept_bytes
 from tests.compress.transformer_layers import inputs, layer, parameters
+
+BITS = (8, 6, 4, 3)
+
+
+def _square(squares, bits):
+    return sum(s * (255 / (2**b - 1)) ** 2 for s, b in zip(squares, bits, strict=True))
+
+
+def test_few_bits_are_the_best_of_all_choices():
+    random = np.random.default_rng(0)
+    of_all = lambda arrays: [BITS] * arrays
+    for _ in range(200):
+        squares, sizes = 10 ** random.uniform(-6, -3, 4), random.uniform(0.5, 2, 4)
+        most = sum(squares) * 10 ** random.uniform(0, 3)
+        bits = fewest_bits(squares, sizes, most, of_all(4))
+        assert _square(squares, bits) <= most * (1 + 1e-9)
+        allowed = [c for c in itertools.product(BITS, repeat=4) if _square(squares, c) <= most]
+        assert np.dot(sizes, bits) == pytest.approx(min(np.dot(sizes, c) for c in allowed))
+    squares, sizes = 10 ** random.uniform(-6, -3, 40), random.uniform(0.5, 2, 40)
+    many = fewest_bits(squares, sizes, 30 * sum(squares), of_all(40))
+    assert _square(squares, many) == pytest.approx(30 * sum(squares), rel=0.05)
+    assert fewest_bits([1e-9] * 3, [1] * 3, 1.0, of_all(3)) == (3, 3, 3)
+    assert fewest_bits([1.0] * 3, [1] * 3, 1e-3, of_all(3)) == (8, 8, 8)
 
 
 def _gradient(bits, p, x):
@@ -53,6 +78,33 @@ def test_sigma_without_data_is_about_the_error():
         error = _error(jax.jit(jax.grad(f))(p), p, x)
         assert max(before, 0.2 * sigma) < error < 3 * sigma
         before = error
+
+
+def test_parts_have_bits_of_their_own():
+    w = jax.random.normal(jax.random.key(0), (3, 2, 128, 128)) / 128**0.5
+    x = jax.random.normal(jax.random.key(1), (1024, 128))
+
+    def gradient(bits, w, x):
+        def loss(w):
+            y = x
+            for own, of_part in zip(w, bits, strict=True):
+                f = lambda w, x: x + jax.nn.silu(x @ w[0]) @ w[1]
+                y = (f if of_part is None else memjax.compressed(f, bits=of_part, inputs="x"))(own, y)
+            return jnp.mean(jnp.tanh(y) ** 2)
+
+        return jax.grad(loss)(list(w))
+
+    exact = jax.jit(gradient, static_argnums=0)((None,) * 3, w, x)
+    before = np.inf
+    for sigma in (0.004, 0.1):
+        fitted = fit_bits(gradient, w, x, sigma=sigma, parts=3, draws=1)
+        assert fitted.sigma <= sigma
+        found = jax.jit(gradient, static_argnums=0)(fitted.bits, w, x)
+        errors = [jnp.sum((a - b) ** 2) / jnp.sum(b**2) for a, b in zip(found, exact, strict=True)]
+        assert float(jnp.sqrt(jnp.mean(jnp.array(errors)))) == pytest.approx(fitted.sigma, rel=0.2)
+        bits = sum(sum(part.bits) for part in fitted.bits)
+        assert bits < before
+        before = bits
 
 
 def _sums(bits, w, x):

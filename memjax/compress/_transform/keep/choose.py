@@ -33,12 +33,11 @@ import jax.numpy as jnp
 
 from memjax._core.backward.minimum_cut import cheapest
 from memjax._core.compat import scope
-from memjax._core.program.jaxpr import Program, Walk, is_literal, nbytes
+from memjax._core.program.jaxpr import Program, is_literal, nbytes
 from memjax.compress._codecs.codec import DTYPES, Exact
 from memjax.compress._transform.array_codecs import ArrayCodecs, Role
 from memjax.compress._transform.keep.costs import (
     Candidates,
-    RecomputeCost,
     flops_per_byte,
     recompute_exactly,
     recompute_linear,
@@ -48,6 +47,7 @@ from memjax.compress._transform.keep.needs import Need
 from memjax.compress._transform.keep.origins import (
     Origins,
     Scale,
+    back_from,
     integer_sources,
     masks_of_nonzero,
     outputs_in_memory,
@@ -117,37 +117,11 @@ def choose(
     floats = [var for var in program.constvars if jnp.issubdtype(var.aval.dtype, jnp.floating)]
     parameters = Parameters(program, origins, kept_inputs, {*known_parameters, *floats} if known_parameters else set())
     whole, masks, exact, rounded = _sorted(needed, origins, parameters, kept_inputs, keeps_fine=codecs.keeps_fine)
-    matched = [which.matches(origins.uses(origins.path(var)), var.aval) for var in needed]
-
     candidates = Candidates(origins, parameters, which, codecs, needed, rounded)
-    price = 0.0 if codecs.reads_gradients else flops_per_byte(program, codecs.bits(rounded))
-    available = {*kept_inputs, *origins.constants, *whole, *masks}
-    kept = cheapest(exact, origins.producer, available, candidates.whole_bytes, recompute_exactly(price))
-    available.update(kept)
-    available.update(_between(exact, origins, available))
-    recompute = (
-        recompute_linear(origins) if codecs.reads_gradients else recompute_rounded(program, origins, available, price)
-    )
-    if codecs.keeps_zeros:
-        recompute = _except_relus(recompute)
-
-    def cost(var: Any) -> int:
-        if not (price and candidates.is_encoded(var)):
-            return candidates.kept_bytes(var)
-        return candidates.kept_bytes(var) + int(codecs.flops_of_coding * nbytes(var.aval) / price)
-
-    encoded: dict[Any, None] = {}
-    for var in cheapest(rounded, origins.producer, available, cost, recompute):
-        # A copy in another shape or a wider dtype is not encoded, but what it is copied from.
-        source = origins.path(var, exact=True)[-1]
-        if candidates.is_encoded(var) and source not in available:
-            encoded[source] = None
-        else:
-            kept.append(var)
+    there = {*kept_inputs, *origins.constants, *whole, *masks}
+    encoded, kept = _cut(program, exact, rounded, there, candidates, codecs)
     for var in kept:
         (masks if var.aval.dtype == jnp.bool_ else whole)[var] = None
-    encoded = dict.fromkeys(sorted(encoded, key=origins.place))
-    scales = {root: scale for root in encoded if (scale := scale_of_norm(root, origins)) is not None}
     roles = [candidates.role(var) for var in encoded]
     telling = [var for var, role in zip(encoded, roles, strict=True) if codecs.keeps_zeros_of(role)]
     nonzero = masks_of_nonzero(masks, telling, origins)
@@ -166,19 +140,57 @@ def choose(
     ends = {var: next((end for end in origins.path(var) if end in encoded), None) for var in rounded}
     return Keep(
         whole=list(whole),
-        encoded=list(encoded),
+        encoded=encoded,
         roles=roles,
-        scales=scales,
+        scales={root: scale for root in encoded if (scale := scale_of_norm(root, origins)) is not None},
         masks=list(masks),
         outputs=outputs_in_memory(masks, origins),
         nonzero=nonzero,
         origins={var: end for var, end in ends.items() if end is not None},
-        computed=_sources([var for var, end in ends.items() if end is None], origins.producer, given) & encoded.keys(),
-        matched=any(matched),
+        computed=_sources([var for var, end in ends.items() if end is None], origins.producer, given) & set(encoded),
+        matched=any(which.matches(origins.uses(origins.path(var)), var.aval) for var in needed),
         refused=list(candidates.refused),
         images=list(candidates.images),
         normalised=set(_sources(recomputed_statistics, origins.producer, given)),
     )
+
+
+def _cut(
+    program: Program,
+    exact: list[Any],
+    rounded: list[Any],
+    available: set[Any],
+    candidates: Candidates,
+    codecs: ArrayCodecs,
+) -> tuple[list[Any], list[Any]]:
+    """The fewest bytes from which `exact` and `rounded` follow: arrays to encode, in the order of the program, and to keep as
+    they are or as bits.
+    """
+    origins = candidates.origins
+    price = 0.0 if codecs.reads_gradients else flops_per_byte(program, codecs.bits(rounded))
+    kept = cheapest(exact, origins.producer, available, candidates.whole_bytes, recompute_exactly(price))
+    available = available | {*kept}
+    available |= _between(exact, origins, available)
+    recompute = (
+        recompute_linear(origins) if codecs.reads_gradients else recompute_rounded(program, origins, available, price)
+    )
+    # Codes of ReLUs that keep zeros tell the masks, which would be kept beside.
+    again = (lambda eqn: None if is_rectifier(eqn) else recompute(eqn)) if codecs.keeps_zeros else recompute
+
+    def cost(var: Any) -> int:
+        if not (price and candidates.is_encoded(var)):
+            return candidates.kept_bytes(var)
+        return candidates.kept_bytes(var) + int(codecs.flops_of_coding * nbytes(var.aval) / price)
+
+    encoded: dict[Any, None] = {}
+    for var in cheapest(rounded, origins.producer, available, cost, again):
+        # A copy in another shape or a wider dtype is not encoded, but what it is copied from.
+        source = origins.path(var, exact=True)[-1]
+        if candidates.is_encoded(var) and source not in available:
+            encoded[source] = None
+        else:
+            kept.append(var)
+    return sorted(encoded, key=origins.place), kept
 
 
 def _sorted(
@@ -202,30 +214,16 @@ def _sorted(
     return whole, masks, exact, rounded
 
 
-def _except_relus(recompute: RecomputeCost) -> RecomputeCost:
-    """The same, but ReLUs are not recomputed: their codes tell the masks, which would be kept beside."""
-    return lambda eqn: None if is_rectifier(eqn) else recompute(eqn)
-
-
 def _between(wanted: Iterable[Any], origins: Origins, given: set[Any]) -> set[Any]:
     """What is computed on the way from `given` to `wanted`: the product that gives queries and keys may give values, too."""
-    walk, found = Walk(wanted), set[Any]()
-    for var in walk:
-        if var not in given and (eqn := origins.producer.get(var)) is not None:
-            found.update(eqn.outvars)
-            walk.add(eqn.invars)
-    return found
+    passed = back_from(wanted, origins.producer, lambda var, _: var not in given)
+    return {out for _, eqn in passed if eqn is not None for out in eqn.outvars}
 
 
 def _sources(wanted: Iterable[Any], producer: dict[Any, Any], given: set[Any]) -> KeysView[Any]:
     """Those of `given`, and inputs, that `wanted` is computed from."""
-    walk, found = Walk(wanted), dict[Any, None]()
-    for var in walk:
-        if var in given or var not in producer:
-            found[var] = None
-        else:
-            walk.add(producer[var].invars)
-    return found.keys()
+    passed = back_from(wanted, producer, lambda var, _: var not in given)
+    return dict.fromkeys(var for var, eqn in passed if eqn is None).keys()
 
 
 def _recomputed_from(var: Any, origins: Origins, parameters: Parameters, kept_inputs: set[Any]) -> Sequence[Any] | None:

@@ -7,14 +7,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from memjax._core.program.jaxpr import Program, Walk, is_literal, nbytes, variables
-from memjax._core.program.primitives import VIEWS, expensive, flops_of_product
+from memjax._core.program.jaxpr import Program, is_literal, nbytes, variables
+from memjax._core.program.primitives import EXPONENTIALS, VIEWS, expensive, flops_of_product
 from memjax.compress._codecs.codec import DTYPES
 from memjax.compress._transform.array_codecs import ArrayCodecs, Role
 from memjax.compress._transform.keep.needs import Need
-from memjax.compress._transform.keep.origins import Origins, rectified_by, scale_of_norm
+from memjax.compress._transform.keep.origins import Origins, back_from, rectified_by, scale_of_norm
 from memjax.compress._transform.keep.parameters import Parameters
-from memjax.compress._transform.keep.smooth import is_exponential, is_smooth, is_statistic
+from memjax.compress._transform.keep.smooth import is_smooth, is_statistic
 from memjax.compress._transform.keep.which import Which
 
 _IMAGE = 4  # channels: of an image, at most
@@ -32,6 +32,7 @@ class Candidates:
       rounded: those residuals that need not be exact.
 
     Attributes:
+      origins: as given.
       refused: variables that are not encoded because their codes would be larger.
       images: variables that are not encoded because they are images that a convolution reads.
     """
@@ -45,7 +46,7 @@ class Candidates:
         needed: dict[Any, Need],
         rounded: Iterable[Any],
     ):
-        self._origins, self._parameters, self._which, self._codecs = origins, parameters, which, codecs
+        self.origins, self._parameters, self._which, self._codecs = origins, parameters, which, codecs
         self._largest = max((var.aval.size for var in rounded), default=1)
         self._uses: dict[Any, list[Any]] = {}  # by variable, the residuals that are computed from it, and itself
         for var in rounded:
@@ -80,10 +81,10 @@ class Candidates:
     def _is_encoded(self, var: Any) -> bool:
         if var.aval.dtype not in DTYPES or var.aval.size < self._which.smallest:
             return False
-        if self._parameters.is_computed(var) or is_statistic(var, self._origins.producer):
+        if self._parameters.is_computed(var) or is_statistic(var, self.origins.producer):
             return False
-        paths = [self._origins.path(var), *(self._origins.path(member) for member in self._uses.get(var, []))]
-        if not self._which.matches(self._origins.uses([var for path in paths for var in path]), var.aval):
+        paths = [self.origins.path(var), *(self.origins.path(member) for member in self._uses.get(var, []))]
+        if not self._which.matches(self.origins.uses([var for path in paths for var in path]), var.aval):
             return False
         if self._codecs.keeps_images and self._is_image(var):
             self.images[var] = None
@@ -100,16 +101,16 @@ class Candidates:
         """
         if not self._feeds_convolution(var) or var.aval.shape[-1] > _IMAGE:
             return False
-        return self._origins.path(var, to_input=True)[-1] not in self._origins.producer
+        return self.origins.path(var, to_input=True)[-1] not in self.origins.producer
 
     def _feeds_convolution(self, var: Any) -> bool:
-        readers = [eqn for source in self._origins.path(var) for eqn in self._origins.consumers.get(source, [])]
+        readers = [eqn for source in self.origins.path(var) for eqn in self.origins.consumers.get(source, [])]
         return any(eqn.primitive.name == "conv_general_dilated" for eqn in readers)
 
     def role(self, var: Any) -> Role:
         """What the choice of a codec depends on."""
         if var not in self._roles:
-            origins = self._origins
+            origins = self.origins
             self._roles[var] = Role(
                 aval=var.aval,
                 is_fine=var in self._fine,
@@ -124,19 +125,13 @@ class Candidates:
 
 def _computed_cheaply(wanted: Iterable[Any], origins: Origins) -> set[Any]:
     """`wanted`, and what they are computed from without products, kernels and loops."""
-    walk, found = Walk(wanted), set[Any]()
-    for var in walk:
-        found.add(var)
-        eqn = origins.producer.get(var)
-        if eqn is not None and not expensive(eqn):
-            walk.add(eqn.invars)
-    return found
+    return {var for var, _ in back_from(wanted, origins.producer, lambda _, eqn: not expensive(eqn))}
 
 
 def _is_exponential(var: Any, origins: Origins) -> bool:
     """Whether `var` is an exponential, or one over a statistic: a softmax."""
     while (eqn := origins.producer.get(var)) is not None:
-        if is_exponential(eqn):
+        if eqn.primitive.name in EXPONENTIALS:
             return True
         if eqn.primitive.name not in {"div", "mul"} | VIEWS or is_literal(eqn.invars[0]):
             return False

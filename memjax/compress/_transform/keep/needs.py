@@ -26,10 +26,11 @@ from memjax._core.program.primitives import (
     CALLS_OF_ONE_BODY,
     CUSTOM_CALLS,
     DECOMPOSITIONS,
+    EXPONENTIALS,
     KERNELS,
     is_attention,
 )
-from memjax.compress._transform.keep.smooth import is_exponential, is_reduction, operands_with_poles
+from memjax.compress._transform.keep.smooth import is_reduction, operands_with_poles
 
 
 class Need(enum.IntEnum):
@@ -103,7 +104,7 @@ def _outputs(eqn: Any, inputs: list[_Value], mark: Callable[[Iterable[Any], Need
         for place in operands_with_poles(eqn):
             if inputs[place].pointwise:
                 mark(inputs[place].sources, Need.EXACT)
-        if is_exponential(eqn) and not inputs[0].late and len(inputs[0].sources) > 1:
+        if name in EXPONENTIALS and not inputs[0].late and len(inputs[0].sources) > 1:
             mark(inputs[0].sources, Need.EXACT)
         if name == "sub" and all(value.late for value in inputs):
             one, other = inputs[0].sources - inputs[1].sources, inputs[1].sources - inputs[0].sources

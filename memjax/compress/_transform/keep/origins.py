@@ -6,19 +6,20 @@ goes through equations with one large operand; their small operands, a batch nor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax.extend.core import jaxprs_in_params
 
+from memjax._core.compat import bodies
 from memjax._core.program.jaxpr import Program, Walk, consumers, is_literal, nbytes, producers, variables
 from memjax._core.program.primitives import AFFINE, CALLS_OF_ONE_BODY, COMPARISONS, MOVES, PRODUCTS, VIEWS
 from memjax.compress._codecs.codec import DTYPES
 
 UNCHANGED = VIEWS | {"stop_gradient"}
 """Primitives whose output is their operand, except for its shape and a rounding."""
-_MANY = 16  # a small operand has at most a 16th of the values of the array that it is combined with
+MANY = 16
+"""A small operand, or a statistic, has at most a 16th of the values of the array that it is combined with."""
 
 
 class Origins:
@@ -94,15 +95,28 @@ class Origins:
 
 
 def _is_small(operand: Any, var: Any) -> bool:
-    return operand.aval.size * _MANY <= var.aval.size
+    return operand.aval.size * MANY <= var.aval.size
+
+
+def back_from(
+    wanted: Iterable[Any], producer: dict[Any, Any], passes: Callable[[Any, Any], bool]
+) -> Iterator[tuple[Any, Any]]:
+    """`wanted` and what they are computed from, each variable with the equation that makes it; with None where the way back ends,
+    at an input, or where `passes(var, eqn)` is false.
+    """
+    walk = Walk(wanted)
+    for var in walk:
+        eqn = producer.get(var)
+        if eqn is not None and passes(var, eqn):
+            walk.add(eqn.invars)
+            yield var, eqn
+        else:
+            yield var, None
 
 
 def body_of(eqn: Any) -> Any:
     """The program inside a scan or a call, with an output for each of the equation's; None for other equations."""
-    if eqn.primitive.name != "scan" and eqn.primitive.name not in CALLS_OF_ONE_BODY:
-        return None
-    closed = next(iter(jaxprs_in_params(eqn.params)))
-    return getattr(closed, "jaxpr", closed)
+    return bodies(eqn)[0] if eqn.primitive.name == "scan" or eqn.primitive.name in CALLS_OF_ONE_BODY else None
 
 
 # Finds the standard deviations that a batch norm divides an array by. They are units of its codec's bound, and where
@@ -147,16 +161,10 @@ def scale_of_norm(root: Any, origins: Origins) -> Scale | None:
 
 def _square_root(var: Any, channels: int, origins: Origins) -> Scale | None:
     """The square root with an entry for each channel that `var` is computed from."""
-    walk = Walk([var])
-    for ancestor in walk:
-        eqn = origins.producer.get(ancestor)
-        if eqn is None:
-            continue
-        name = eqn.primitive.name
-        if name in _ROOTS and ancestor.aval.size == channels:
-            return Scale(ancestor, name == "sqrt")
-        if name in AFFINE | UNCHANGED | {*_ROOTS, "broadcast_in_dim"}:
-            walk.add(eqn.invars)
+    passed = AFFINE | UNCHANGED | {*_ROOTS, "broadcast_in_dim"}
+    for ancestor, eqn in back_from([var], origins.producer, lambda _, eqn: eqn.primitive.name in passed):
+        if eqn is not None and eqn.primitive.name in _ROOTS and ancestor.aval.size == channels:
+            return Scale(ancestor, eqn.primitive.name == "sqrt")
     return None
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from memjax._core.compat import scan_counts
 from memjax._core.program.jaxpr import Program, Walk, is_literal, nbytes, producers, variables
 from memjax._core.program.primitives import MOVES
 from memjax.compress._transform.keep.origins import UNCHANGED, Origins, body_of
@@ -114,10 +115,7 @@ def _moved_to_output(eqn: Any, index: int) -> list[Any] | None:
     if body is None:
         return None
     if eqn.primitive.name == "scan":
-        # Told by shapes, for JAX 0.12 names these numbers otherwise: what is scanned over, or stacked, has an axis more outside.
-        same = lambda outer, inner: sum(a.aval.ndim == b.aval.ndim for a, b in zip(outer, inner, strict=True))
-        carried = same(eqn.outvars, body.outvars)
-        constants = same(eqn.invars, body.invars) - carried
+        constants, carried = scan_counts(eqn)
         if index < carried:
             return None
         changing = set(body.invars[constants : constants + carried])

@@ -8,7 +8,6 @@ from memjax._core.program.jaxpr import Walk, is_literal, producers, variables
 from memjax._core.program.primitives import (
     AFFINE,
     COMPARISONS,
-    EXPONENTIALS,
     POLES,
     PRODUCTS,
     REDUCTIONS,
@@ -16,9 +15,8 @@ from memjax._core.program.primitives import (
     VIEWS,
     expensive,
 )
-from memjax.compress._transform.keep.origins import body_of
+from memjax.compress._transform.keep.origins import MANY, body_of
 
-_MANY = 16  # values for each of a divisor that is a statistic, at least
 _RECTIFIERS = frozenset(("max", "min"))
 
 
@@ -31,7 +29,7 @@ def is_smooth(eqn: Any, producer: dict[Any, Any]) -> bool:
         return 1 <= eqn.params["y"] <= 3
     if name == "div":
         divisor = eqn.invars[1]
-        return is_literal(divisor) or divisor.aval.size * _MANY <= eqn.outvars[0].aval.size
+        return is_literal(divisor) or divisor.aval.size * MANY <= eqn.outvars[0].aval.size
     if name == "exp":  # the derivative of the normal distribution's integral has one
         return _is_at_most_zero(eqn.invars[0], producer)
     if is_rectifier(eqn):
@@ -59,22 +57,17 @@ def _is_of_one_array(var: Any, producer: dict[Any, Any]) -> bool:
 
 def _is_repeated(atom: Any, var: Any, producer: dict[Any, Any]) -> bool:
     """Whether the operand `atom` of what makes `var` is a literal, small, or one of these broadcast."""
-    if is_literal(atom) or atom.aval.size * _MANY <= var.aval.size:
+    if is_literal(atom) or atom.aval.size * MANY <= var.aval.size:
         return True
     eqn = producer.get(atom)
     return eqn is not None and eqn.primitive.name == "broadcast_in_dim" and _is_repeated(eqn.invars[0], atom, producer)
-
-
-def is_exponential(eqn: Any) -> bool:
-    """Whether an error in the operand becomes a factor of the result."""
-    return eqn.primitive.name in EXPONENTIALS
 
 
 def is_reduction(eqn: Any) -> bool:
     """Whether each result is a sum or the like of many values."""
     if eqn.primitive.name not in REDUCTIONS:
         return False
-    return bool(eqn.invars[0].aval.size >= _MANY * eqn.outvars[0].aval.size)
+    return bool(eqn.invars[0].aval.size >= MANY * eqn.outvars[0].aval.size)
 
 
 def operands_with_poles(eqn: Any) -> list[int]:
@@ -114,7 +107,6 @@ def _is_at_most_zero(atom: Any, producer: dict[Any, Any]) -> bool:
 # in the backward pass: these are recomputed from it. A statistic that is kept leaves the kernel that computes it
 # and normalises, and a compiler then makes two or three kernels of it, each of which reads the array.
 
-_OF_MANY = 16  # values for each of a statistic, at least
 # What may be done to statistics, but not to single values, whose errors it might multiply.
 _OF_STATISTICS = COMPARISONS | {"sqrt", "rsqrt", "integer_pow", "div"}
 
@@ -123,7 +115,7 @@ def is_statistic(var: Any, producer: dict[Any, Any]) -> bool:
     """Whether `var` is computed, value by value, of sums or maxima over many values of a larger array.
 
     An error of the sum of a softmax, or of a norm's deviation, becomes an error of all values that are divided by it, at least
-    `_OF_MANY` times as many.
+    `MANY` times as many.
 
     Args:
       var: a variable of a program.
@@ -135,7 +127,7 @@ def is_statistic(var: Any, producer: dict[Any, Any]) -> bool:
         if eqn is None or eqn.primitive.name in PRODUCTS:
             continue
         operands = variables(eqn.invars)
-        many = _OF_MANY * max(current.aval.size, 1)
+        many = MANY * max(current.aval.size, 1)
         if eqn.primitive.name.startswith(("reduce_", "arg")) and any(atom.aval.size >= many for atom in operands):
             return True
         if (body := body_of(eqn)) is not None:

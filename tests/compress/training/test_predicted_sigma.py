@@ -3,12 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax import lax
 
 from memjax import compress, compressed
-from memjax.compress import UniformError
 from tests.compress.networks import conv, loss_of
+from tests.compress.uniform_error import inject_error
 
 
 def down(x, w):
@@ -45,7 +44,7 @@ def test_sigma_is_as_predicted_and_errors_are_normal():
 
     @jax.jit
     def with_errors(seed):
-        f = compress.inject_error(network, bound, seed=seed, inputs=True)
+        f = inject_error(network, bound, seed=seed)
         return jax.grad(loss_of(f))(params, x)
 
     found, gradients = exact(params, x)
@@ -65,26 +64,3 @@ def test_sigma_is_as_predicted_and_errors_are_normal():
             # Pairs of channels have deviations of their own, so that all together are a mixture of normal distributions.
             own_sigma = errors.std((0, 1, 2), keepdims=True)
             assert abs(np.mean(np.abs(errors) < own_sigma) - 0.682) < 0.03
-
-
-def test_error_is_uniform_within_the_bound_and_spares_zeros():
-    x = jnp.maximum(jax.random.normal(jax.random.key(0), (64, 512)), 0)
-    codec = UniformError(0.25, seed=3)
-    error = np.asarray(codec.decode(codec.encode(x)) - x)
-    assert (error[x == 0] == 0).all()
-    rest = error[x != 0]
-    assert np.abs(rest).max() <= 0.25 + 1e-6
-    shares = np.histogram(rest, 10, (-0.25, 0.25))[0] / rest.size
-    np.testing.assert_allclose(shares, 0.1, atol=0.01)
-    everywhere = UniformError(0.25, zeros=True)
-    assert (np.asarray(everywhere.encode(x))[x == 0] != 0).mean() > 0.99
-    assert (codec.encode(x) != UniformError(0.25, seed=4).encode(x)).any()
-
-
-def test_refuses():
-    with pytest.raises(
-        ValueError, match="bound must be a positive finite number, or an array of one for each channel, got 0"
-    ):
-        compress.inject_error(network, 0)
-    with pytest.raises(TypeError, match="x must be a floating-point array, got an array of int32"):
-        UniformError(0.1).encode(jnp.zeros(4, jnp.int32))
