@@ -8,41 +8,80 @@ from typing import Any
 
 from memjax._core.compat import derivatives, is_backward, name_stack, primitive_name
 from memjax._core.positions.rules import apply_rule
-from memjax._core.positions.walk import Mixed, Positions, Shared, State, Summed, Walk, shape_of, shared
-from memjax._core.program.dataflow import is_literal
+from memjax._core.positions.walk import Mixed, Positions, Shared, State, Summed, shape_of, shared
+from memjax._core.positions.walk import Walk as WalkOfStates
+from memjax._core.program.costs import array_bytes
+from memjax._core.program.dataflow import Walk, is_literal
 from memjax._core.program.jaxpr import Program
-from memjax._core.program.primitives import CHECKPOINTS, COLLECTIVES, LOOPS, RANDOM, REPLICATIONS
+from memjax._core.program.primitives import CHECKPOINTS, COLLECTIVES, LOOPS, RANDOM, REPLICATIONS, expensive
 
 _MOST_OPERANDS = 3  # from outside, of one equation
 _LEFT_OUT = LOOPS | COLLECTIVES | RANDOM | CHECKPOINTS
 
 
+class Sources:
+    """What the variables of a program follow from cheaply."""
+
+    def __init__(self, program: Program):
+        self._makers, self._known = program.flow.makers, dict[Any, int]()
+
+    def behind(self, var: Any) -> Iterator[tuple[Any, bool]]:
+        """A variable, and what it follows cheaply from: each with whether it does so from more."""
+        walk = Walk([var])
+        for one in walk:
+            eqn = self._makers.get(one)
+            is_cheap = eqn is not None and not expensive(eqn)
+            walk.add(eqn.invars if is_cheap else ())
+            yield one, is_cheap
+
+    def nbytes(self, var: Any) -> int:
+        """Bytes of a variable, or of what it follows cheaply from, if these are fewer."""
+        if var not in self._known:
+            own, nbytes = array_bytes(var), 0
+            for one, is_cheap in self.behind(var):
+                nbytes += 0 if is_cheap else array_bytes(one)
+                if nbytes >= own:
+                    break
+            self._known[var] = min(nbytes, own)
+        return self._known[var]
+
+
 class Growth:
     """The equations that follow from a product, as far as they keep positions apart.
 
+    With gradients it could go on, from layer to layer, and read what each of them has kept. It ends where more bytes with
+    positions go in than the product has.
+
     Args:
       program: straight lines of equations.
+      sources: what follows from what there.
       seed: number of the product.
       dim: of its result, which holds positions.
       leading: variables that the program's backward passes depend on; None: there are none.
 
     Attributes:
-      program, seed, dim, leading: as given.
+      program, sources, seed, dim, leading: as given.
       length: the number of positions.
       inside: numbers of the equations, in order; none if gradients depend on something that mixes positions.
+      entered: for each of them, with gradients, bytes with positions that have gone in.
       states: of the values that they make.
       operands: by number, the states of what an equation reads.
     """
 
-    def __init__(self, program: Program, seed: int, dim: int, leading: Collection[Any] | None):
-        self.program, self.seed, self.dim, self.leading = program, seed, dim, leading
+    def __init__(self, program: Program, sources: Sources, seed: int, dim: int, leading: Collection[Any] | None):
+        self.program, self.sources, self.seed, self.dim, self.leading = program, sources, seed, dim, leading
         self.length = shape_of(program.eqns[seed].outvars[0])[dim]
-        self._walk = Walk(self.length, True, apply_rule)
+        self._walk = WalkOfStates(self.length, True, apply_rule)
         self.states: dict[Any, State] = {}
         self.operands: dict[int, list[State]] = {}
         self.inside: list[int] = []
+        self.entered: list[int] = []
+        self._read: set[Any] = set()  # from outside, with positions
+        most = array_bytes(program.eqns[seed].outvars[0])
         behind: set[Any] = set()  # what follows from the region outside of it
         for i in range(seed, len(program.eqns)):
+            if self.entered and self.entered[-1] > most:
+                return
             eqn, reads = program.eqns[i], program.flow.reads[i]
             if i == seed:
                 self._add(i, Positions(dim, 1))
@@ -67,6 +106,14 @@ class Growth:
         if found is None:
             return False
         self.operands[i], outs = found
+        new = {
+            atom
+            for atom, state in zip(self.program.eqns[i].invars, found[0], strict=True)
+            if isinstance(state, Positions) and atom not in self.states and atom not in self._read
+        }
+        self._read |= new
+        before = self.entered[-1] if self.entered else 0
+        self.entered.append(before + sum(map(self.sources.nbytes, new)) if self.leading is not None else 0)
         self.states |= zip(self.program.eqns[i].outvars, outs, strict=True)
         self.inside.append(i)
         return True

@@ -13,10 +13,10 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from memjax._core.compat import is_backward, name_stack, primitive_name
-from memjax._core.positions.growth import Growth
+from memjax._core.positions.growth import Growth, Sources
 from memjax._core.positions.walk import Positions, State, Summed, shape_of, shared
 from memjax._core.program.costs import array_bytes
-from memjax._core.program.dataflow import Walk, is_literal, made_by, read_by, variables
+from memjax._core.program.dataflow import is_literal, made_by, read_by, variables
 from memjax._core.program.jaxpr import Program
 from memjax._core.program.primitives import VIEWS, expensive
 
@@ -72,13 +72,13 @@ def regions(program: Program, *, gradients: bool = False) -> list[Region]:
     if gradients:
         backward = [i for i, eqn in enumerate(program.eqns) if is_backward(name_stack(eqn))]
         leading = read_by(flow.needed((), always=backward))
-    taken: set[int] = set()
+    sources, taken = Sources(program), set[int]()
     found: list[Region] = []
     for seed in _seeds(program):
         if seed in taken:
             continue
         dims = _free_dims(program.eqns[seed])
-        grown = [region for dim in dims if (region := _cut_out(Growth(program, seed, dim, leading)))]
+        grown = [region for dim in dims if (region := _cut_out(Growth(program, sources, seed, dim, leading)))]
         if grown:
             best = min(grown, key=lambda region: (region.moved, -region.length))
             places = {flow.place[eqn.outvars[0]] for eqn in best.eqns}
@@ -169,28 +169,30 @@ class _Cut:
                 readers = flow.readers.get(out, [])
                 last[out] = end if out in results else max((order.get(one, end) for one in readers), default=-1)
         best, count = self.seed_bytes, 0
-        alive: dict[Any, int] = {}
-        entered: dict[Any, int] = {}  # with positions
+        alive, values = 0, 0  # bytes, and how many of them are no sums
+        ends: dict[int, list[Any]] = {}
         for k, i in enumerate(inside):
-            # With gradients the region could go on, from layer to layer, and read what each of them has kept.
-            if growth.leading is not None:
-                mapped, _ = self._operands([i], order)
-                entered |= {var: self._bytes_behind(var) for var, _ in mapped if var not in entered}
-            alive |= {out: array_bytes(out) for out in self._program.eqns[i].outvars}
-            alive = {var: nbytes for var, nbytes in alive.items() if last[var] > k}
-            total = sum(alive.values()) + sum(entered.values())
+            outs = [out for out in self._program.eqns[i].outvars if last[out] > k]
+            for out in outs:
+                ends.setdefault(last[out], []).append(out)
+            for sign, some in ((1, outs), (-1, ends.get(k, ()))):
+                alive += sign * sum(map(array_bytes, some))
+                values += sign * sum(not isinstance(growth.states[out], Summed) for out in some)
+            total = alive + growth.entered[k]
             # What is done to a sum alone, a division by a count, belongs to it: gradients are rounded once then.
-            sums = all(isinstance(growth.states[var], Summed) for var in alive)
-            if total < best or (total == best and sums):
+            if total < best or (total == best and not values):
                 best, count = total, k + 1
         return inside[:count]
 
     def _read_outside(self, inside: Collection[int]) -> list[Any]:
-        """What equations make that others read, or that are results of the program."""
-        chosen = set(inside)
-        made = made_by(self._program.eqns[i] for i in inside)
-        read = read_by(eqn for i, eqn in enumerate(self._program.eqns) if i not in chosen)
-        return [var for var in read | dict.fromkeys(variables(self._program.outvars)) if var in made]
+        """What equations make that others read, or that are results of the program; what is read first comes first."""
+        chosen, results = set(inside), set(variables(self._program.outvars))
+        first: dict[Any, int] = {}
+        for var in made_by(self._program.eqns[i] for i in inside):
+            reader = next((one for one in self._flow.readers.get(var, ()) if one not in chosen), None)
+            if reader is not None or var in results:
+                first[var] = len(self._program.eqns) if reader is None else reader
+        return sorted(first, key=lambda var: first[var])
 
     def _operands(self, numbers: Iterable[int], within: Collection[int]) -> tuple[Mapped, list[Any]]:
         """What equations read that those `within` do not make: with positions and in which dimension, and without."""
@@ -204,24 +206,6 @@ class _Cut:
                     else:
                         common.append(atom)
         return mapped, common
-
-    def _behind(self, var: Any) -> Iterator[tuple[Any, bool]]:
-        """A variable, and what it follows cheaply from: each with whether it does so from more."""
-        walk = Walk([var])
-        for one in walk:
-            eqn: Any = self._flow.makers.get(one)
-            is_cheap = eqn is not None and not expensive(eqn)
-            walk.add(eqn.invars if is_cheap else ())
-            yield one, is_cheap
-
-    def _bytes_behind(self, var: Any) -> int:
-        """Bytes of a variable, or of what it follows cheaply from, if these are fewer."""
-        nbytes = 0
-        for one, is_cheap in self._behind(var):
-            nbytes += 0 if is_cheap else array_bytes(one)
-            if nbytes >= array_bytes(var):
-                return array_bytes(var)
-        return nbytes
 
     def _make_inside(self, var: Any, dim: int) -> bool:
         """Make an operand inside if what that reads with positions is much smaller."""
@@ -258,7 +242,7 @@ class _Cut:
             readers = self._flow.readers.get(eqn.outvars[0], [])
             if primitive_name(eqn) != "dot_general" or not set(self._growth.inside).issuperset(readers):
                 return False
-        return any(array_bytes(one) * _SMALL >= self.seed_bytes for one, _ in self._behind(var))
+        return any(array_bytes(one) * _SMALL >= self.seed_bytes for one, _ in self._growth.sources.behind(var))
 
     def _absorb_view(self, var: Any, before: dict[int, None]) -> bool:
         """Make a shared operand inside that is a constant, or a transpose, which the compiler makes part of the product."""

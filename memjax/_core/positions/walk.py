@@ -50,18 +50,28 @@ State = Shared | Positions | Summed
 
 
 class Mixed(Exception):
-    """The reason why a program cannot run tile by tile: an operation, and the source line where that is known."""
+    """The reason why a program cannot run tile by tile: an operation, and the source line where that is known.
 
-    def __init__(self, what: str, where: str = ""):
+    Args:
+      what: the operation, and what it does.
+      where: the line.
+      eqn: an equation that knows it, in place of `where`. The line is looked up when somebody reads it: most are never read.
+    """
+
+    def __init__(self, what: str, where: str = "", eqn: Any = None):
         super().__init__(what, where)
-        self.what, self.where = what, where
+        self.what, self._where, self._eqn = what, where, eqn
+
+    @property
+    def where(self) -> str:
+        return self._where if self._eqn is None else place_of(self._eqn)
 
     def __str__(self) -> str:
         return self.what + (f", at {self.where}" if self.where else "")
 
 
 def reason(eqn: Any, what: str) -> Mixed:
-    return Mixed(f"{primitive_name(eqn)} {what}", place_of(eqn))
+    return Mixed(f"{primitive_name(eqn)} {what}", eqn=eqn)
 
 
 def shared(shape: Sequence[int]) -> Shared:
