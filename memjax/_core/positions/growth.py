@@ -29,7 +29,7 @@ class Sources:
         """A variable, and what it follows cheaply from: each with whether it does so from more."""
         walk = Walk([var])
         for one in walk:
-            eqn = self._makers.get(one)
+            eqn: Any = self._makers.get(one)
             is_cheap = eqn is not None and not expensive(eqn)
             walk.add(eqn.invars if is_cheap else ())
             yield one, is_cheap
