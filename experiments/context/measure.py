@@ -122,7 +122,7 @@ def gradient_error(
 
     def step(x, p):
         code: Any = codec(recipe, config.dim).encode(x)
-        variance = jnp.mean(jnp.square(code.distance)) / 6
+        variance = jnp.mean(jnp.square(code.ranges[1])) / 6  # of the distance of levels
         return llama.layer(config, exact, p, x), variance / jnp.mean(jnp.square(x.astype(jnp.float32)))
 
     measured = size(difference) / size(gradients[0])
