@@ -1,11 +1,22 @@
 """The loss as one writes it down, in float64, for oracles and for the plain low-precision code to compare
 with."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 IGNORED = -100
+
+
+def grad(f, *args, **options):
+    """`jax.grad`, compiled: operations one by one are compiled too, each by itself."""
+    return jax.jit(jax.grad(f, *args, **options))
+
+
+def value_and_grad(f, *args, **options):
+    return jax.jit(jax.value_and_grad(f, *args, **options))
 
 
 def plain_losses(
@@ -53,6 +64,7 @@ def relative_error(actual, expected):
     return np.linalg.norm(actual - expected) / (scale if scale else 1.0)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), static_argnames=("dtype", "layout", "ignored"))
 def example(seed, tokens, dim, classes, *, dtype=jnp.float32, layout="vd", ignored=0.2):
     """(x, w, labels) with logits of standard deviation about 2."""
     keys = jax.random.split(jax.random.key(seed), 4)

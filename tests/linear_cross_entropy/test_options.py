@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import memjax
-from tests.linear_cross_entropy.oracle import IGNORED, example, plain, relative_error, to_float64
+from tests.linear_cross_entropy.oracle import IGNORED, example, grad, plain, relative_error, to_float64, value_and_grad
 
 IMPLEMENTATIONS = ("full", "forward_grad/jnp", "recompute/jnp")
 TOLERANCE = {jnp.float64: 1e-12, jnp.float32: 1e-6, jnp.bfloat16: 2e-2, jnp.float16: 2e-3}
@@ -93,12 +93,12 @@ def test_values_and_gradients(
 @pytest.mark.parametrize("layout", ["vd", "dv"])
 def test_matches_the_plain_loss(implementation, layout):
     x, w, labels = example(3, 50, 24, 130, layout=layout)
-    grads = jax.grad(
+    grads = grad(
         lambda x, w: memjax.linear_cross_entropy(x, w, labels, layout=layout, implementation=implementation, chunk=16),
         argnums=(0, 1),
     )(x, w)
     with jax.enable_x64(True):
-        expected = jax.grad(lambda x, w: plain(x, w, labels, layout=layout), argnums=(0, 1))(*to_float64((x, w)))
+        expected = grad(lambda x, w: plain(x, w, labels, layout=layout), argnums=(0, 1))(*to_float64((x, w)))
     for actual, oracle in zip(grads, expected, strict=True):
         assert relative_error(actual, oracle) < 1e-6
 
@@ -106,7 +106,7 @@ def test_matches_the_plain_loss(implementation, layout):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_all_tokens_ignored(implementation):
     x, w, labels = example(0, 9, 8, 33, ignored=1.0)
-    value, grads = jax.value_and_grad(
+    value, grads = value_and_grad(
         lambda x, w: memjax.linear_cross_entropy(
             x, w, labels, implementation=implementation, chunk=4, z_loss=0.1, label_smoothing=0.1
         ),
@@ -119,9 +119,7 @@ def test_all_tokens_ignored(implementation):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_no_tokens(implementation):
     x, w, labels = example(0, 0, 8, 33)
-    value, dw = jax.value_and_grad(lambda w: memjax.linear_cross_entropy(x, w, labels, implementation=implementation))(
-        w
-    )
+    value, dw = value_and_grad(lambda w: memjax.linear_cross_entropy(x, w, labels, implementation=implementation))(w)
     assert value == 0
     assert not np.any(np.asarray(dw))
 
@@ -137,8 +135,8 @@ def test_impossible_entries(implementation):
     def loss(x, w, labels, bias=None):
         return memjax.linear_cross_entropy(x, w, labels, bias=bias, implementation=implementation, chunk=8)
 
-    expected, expected_dx = jax.value_and_grad(loss)(x, w, labels)
-    actual, (dx, dw) = jax.value_and_grad(loss, argnums=(0, 1))(x, padded, shifted, bias)
+    expected, expected_dx = value_and_grad(loss)(x, w, labels)
+    actual, (dx, dw) = value_and_grad(loss, argnums=(0, 1))(x, padded, shifted, bias)
     np.testing.assert_allclose(actual, expected, rtol=1e-6)
     np.testing.assert_allclose(dx, expected_dx, rtol=1e-5, atol=1e-7)
     assert not np.any(np.asarray(dw[:8]))
@@ -174,7 +172,7 @@ def test_aux(implementation, soft):
     lse = np.log(np.exp(z).sum(-1))
     p = np.exp(z - lse[:, None])
     loss, aux = memjax.linear_cross_entropy(x, w, given_labels, return_aux=True, implementation=implementation, chunk=7)
-    (again, grad_aux), _ = jax.value_and_grad(
+    (again, grad_aux), _ = value_and_grad(
         lambda x: memjax.linear_cross_entropy(
             x, w, given_labels, return_aux=True, implementation=implementation, chunk=7
         ),
@@ -214,8 +212,8 @@ def test_tokens_that_do_not_count_may_hold_anything(implementation, reduction, s
             z_loss=0.1,
         ).sum()
 
-    value, grads = jax.value_and_grad(loss, (0, 1, 2))(bad, w, bias)
-    expected, expected_grads = jax.value_and_grad(loss, (0, 1, 2))(x, w, bias)
+    value, grads = value_and_grad(loss, (0, 1, 2))(bad, w, bias)
+    expected, expected_grads = value_and_grad(loss, (0, 1, 2))(x, w, bias)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     assert not np.any(np.asarray(grads[0])[[3, 5]])
     for got, want in zip(grads, expected_grads, strict=True):
@@ -228,7 +226,7 @@ def test_a_weight_of_zero_has_a_derivative(implementation):
     x, w, labels = example(0, 14, 8, 33, ignored=0.0)
     weights = jnp.ones(14).at[5].set(0.0)
     loss = lambda weights, **options: memjax.linear_cross_entropy(x, w, labels, weights=weights, chunk=5, **options)
-    slope = jax.grad(lambda weights: loss(weights, reduction="sum", implementation=implementation))(weights)
+    slope = grad(lambda weights: loss(weights, reduction="sum", implementation=implementation))(weights)
     np.testing.assert_allclose(slope, loss(jnp.ones(14), reduction="none"), rtol=1e-5)
 
 
@@ -265,6 +263,6 @@ def test_class_weights_are_torchs(x64, implementation, reduction, smoothing, sof
     )  # fmt: skip
     theirs = lambda x, w: torch_cross_entropy(x, w, labels, class_weights, smoothing, reduction)
     np.testing.assert_allclose(ours(x, w), theirs(x, w), rtol=1e-12)
-    slopes = lambda f: jax.grad(lambda x, w: jnp.cos(f(x, w)).sum(), (0, 1))(x, w)
+    slopes = lambda f: grad(lambda x, w: jnp.cos(f(x, w)).sum(), (0, 1))(x, w)
     for got, want in zip(slopes(ours), slopes(theirs), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-12)

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import memjax
-from tests.linear_cross_entropy.oracle import example, plain, relative_error
+from tests.linear_cross_entropy.oracle import example, grad, plain, relative_error, value_and_grad
 
 ALGORITHMS = ["forward_grad", "recompute"]
 
@@ -57,21 +57,19 @@ def test_per_example_gradients(implementation, axes):
     arguments = [a if axis == 0 else a[0] for a, axis in zip((x, heads, labels), axes, strict=True)]
 
     def value_and_grads(loss):
-        return jax.vmap(jax.value_and_grad(loss, argnums=(0, 1)), in_axes=axes)(*arguments)
+        return jax.jit(jax.vmap(jax.value_and_grad(loss, argnums=(0, 1)), in_axes=axes))(*arguments)
 
     actual, expected = value_and_grads(loss_of(implementation)), value_and_grads(plain)
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert relative_error(a, e) < 1e-5
 
     def grad_of_sum(loss):
-        return jax.grad(lambda x, w: jax.vmap(loss, in_axes=axes)(x, w, arguments[2]).sum(), argnums=(0, 1))(
-            *arguments[:2]
-        )
+        return grad(lambda x, w: jax.vmap(loss, in_axes=axes)(x, w, arguments[2]).sum(), argnums=(0, 1))(*arguments[:2])
 
     for a, e in zip(grad_of_sum(loss_of(implementation)), grad_of_sum(plain), strict=True):
         assert relative_error(a, e) < 1e-5
 
-    values = lambda loss: jax.vmap(loss, in_axes=axes)(*arguments)
+    values = lambda loss: jax.jit(jax.vmap(loss, in_axes=axes))(*arguments)
     assert relative_error(values(loss_of(implementation)), values(plain)) < 1e-6
 
 
@@ -210,9 +208,7 @@ def test_tied_embedding_and_linen_head():
         log_p = jax.nn.log_softmax(dense.apply({"params": params}, embed(tokens)))
         return -jnp.take_along_axis(log_p, tokens[..., None], -1).mean()
 
-    for a, e in zip(
-        jax.tree.leaves(jax.grad(linen)(params)), jax.tree.leaves(jax.grad(linen_plain)(params)), strict=True
-    ):
+    for a, e in zip(jax.tree.leaves(grad(linen)(params)), jax.tree.leaves(grad(linen_plain)(params)), strict=True):
         assert relative_error(a, e) < 1e-5
 
 
@@ -236,7 +232,7 @@ def test_sharded_with_and_without_tracking(check_vma, implementation, grad_insid
             return jax.lax.psum(dx, "v") / 8, jax.lax.psum(dw, "t") / 8
 
         function = place(summed, out_specs=(P("t"), P("v")))
-    expected = jax.grad(plain, argnums=(0, 1))(x, w, labels)
+    expected = grad(plain, argnums=(0, 1))(x, w, labels)
     for a, e in zip(jax.jit(function)(x, w, labels), expected, strict=True):
         assert relative_error(a, e) < 1e-5
 
@@ -280,7 +276,7 @@ def test_explicit_mesh(implementation, of_x, of_w, of_labels):
     loss = lambda x, w, labels: memjax.linear_cross_entropy(
         x, w, labels, weights=weights, bias=bias, implementation=implementation, **options
     )
-    expected = jax.value_and_grad(
+    expected = value_and_grad(
         lambda x, w: plain(x.reshape(48, 8), w, labels.reshape(48), weights=weights.reshape(48), bias=bias, **options),
         argnums=(0, 1),
     )(x, w)

@@ -29,7 +29,7 @@ def gradients(f, *args):
     def loss(*args):
         return sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(f(*args)))
 
-    return jax.grad(loss, tuple(range(len(args))))(*args)
+    return jax.jit(jax.grad(loss, tuple(range(len(args)))))(*args)
 
 
 def close(actual, expected):
