@@ -7,17 +7,8 @@ import pytest
 
 from memjax._core.backward.two_passes import Part
 from memjax._core.compat import scope
-from memjax._core.program.jaxpr import (
-    Program,
-    Walk,
-    bind,
-    calls_in_place,
-    consumers,
-    is_literal,
-    producers,
-    read,
-    same_program,
-)
+from memjax._core.program.dataflow import Walk, is_literal
+from memjax._core.program.jaxpr import Program, bind, calls_in_place, consumers, producers, read, same_program
 
 X = jnp.linspace(-1, 1, 6).reshape(2, 3)
 

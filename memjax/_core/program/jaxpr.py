@@ -16,8 +16,6 @@ from jax.extend import core
 from memjax._core.arrays import anywhere, vary
 from memjax._core.compat import eval_jaxpr, nested, parameters, primitive_name, scope, settings
 from memjax._core.program.dataflow import Dataflow, is_literal
-from memjax._core.program.dataflow import Walk as Walk
-from memjax._core.program.dataflow import variables as variables
 from memjax._core.program.primitives import CHECKPOINTS, CUSTOM_CALLS, PLAIN_CALLS, REPLICATIONS
 
 

@@ -18,7 +18,8 @@ from memjax._core.backward.derivatives import without_derivative
 from memjax._core.backward.passes import TracedPasses
 from memjax._core.compat import scope
 from memjax._core.lists import Arrays, pick
-from memjax._core.program.jaxpr import Program, bind, is_literal, producers, read, variables
+from memjax._core.program.dataflow import is_literal, variables
+from memjax._core.program.jaxpr import Program, bind, producers, read
 from memjax._core.reasons import Said, asked, with_reason
 from memjax.compress._codecs.codec import Mask
 from memjax.compress._training.layers import EncodedArray, Statistics

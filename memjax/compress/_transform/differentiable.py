@@ -17,7 +17,8 @@ from memjax._core.backward.derivatives import forward_mode_errors, forward_mode_
 from memjax._core.clear_errors import call_errors
 from memjax._core.compat import eval_jaxpr
 from memjax._core.lists import Arrays, drop, merge, pick
-from memjax._core.program.jaxpr import axis_sizes, calls_in_place, is_literal, nbytes
+from memjax._core.program.dataflow import is_literal
+from memjax._core.program.jaxpr import axis_sizes, calls_in_place, nbytes
 from memjax.compress._transform.array_codecs import ArrayCodecs
 from memjax.compress._transform.derivative import Derivative
 from memjax.compress._transform.keep.parameters import inputs_of

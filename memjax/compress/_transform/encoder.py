@@ -21,7 +21,8 @@ from jax import lax
 
 from memjax._core.backward.derivatives import without_derivative
 from memjax._core.compat import bodies
-from memjax._core.program.jaxpr import Program, Walk, consumers, is_literal, producers, variables
+from memjax._core.program.dataflow import Walk, is_literal, variables
+from memjax._core.program.jaxpr import Program, consumers, producers
 from memjax._core.program.primitives import PRODUCTS
 from memjax.compress._codecs.codec import Mask
 from memjax.compress._transform.array_codecs import ArrayCodecs, is_fused

@@ -23,7 +23,8 @@ from jax.ad_checkpoint import checkpoint_name
 from memjax._core.arrays import is_float
 from memjax._core.compat import scan_counts, scope
 from memjax._core.lists import Arrays
-from memjax._core.program.jaxpr import Program, as_closed, axis_sizes, is_literal, producers, variables
+from memjax._core.program.dataflow import is_literal, variables
+from memjax._core.program.jaxpr import Program, as_closed, axis_sizes, producers
 from memjax.compress._transform.array_codecs import ArrayCodecs
 from memjax.compress._transform.keep.origins import Origins, body_of
 from memjax.compress._transform.keep.parameters import Inputs, Parameters

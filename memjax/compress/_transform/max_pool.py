@@ -13,7 +13,8 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from memjax._core.arrays import accumulator, is_float
-from memjax._core.program.jaxpr import Program, bind, calls_in_place, consumers, inside, is_literal, read, same_program
+from memjax._core.program.dataflow import is_literal
+from memjax._core.program.jaxpr import Program, bind, calls_in_place, consumers, inside, read, same_program
 from memjax.compress._codecs.kernels import is_of_one_device
 from memjax.compress._error_bounded.launch import why_not
 from memjax.compress._transform.max_pool_kernel import Axis, Plan, max_pool_gradient, windows_of

@@ -19,7 +19,8 @@ from jax import lax
 
 from memjax._core import check
 from memjax._core.compat import bodies
-from memjax._core.program.jaxpr import Program, bind, is_literal, producers, read, variables
+from memjax._core.program.dataflow import is_literal, variables
+from memjax._core.program.jaxpr import Program, bind, producers, read
 from memjax._core.program.primitives import WHOLE_OPERANDS, expensive
 
 

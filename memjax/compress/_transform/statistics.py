@@ -14,7 +14,8 @@ from jax import lax
 
 from memjax._core.arrays import is_float
 from memjax._core.compat import varying
-from memjax._core.program.jaxpr import Program, consumers, is_literal, variables
+from memjax._core.program.dataflow import is_literal, variables
+from memjax._core.program.jaxpr import Program, consumers
 from memjax._core.program.primitives import PRODUCTS, REPLICATIONS, VIEWS
 from memjax.compress._training.layers import LADDER, Statistics
 

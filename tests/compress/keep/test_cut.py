@@ -9,7 +9,8 @@ import pytest
 from jax import lax
 
 from memjax._core.backward.minimum_cut import cheapest
-from memjax._core.program.jaxpr import calls_in_place, producers, variables
+from memjax._core.program.dataflow import variables
+from memjax._core.program.jaxpr import calls_in_place, producers
 from memjax.compress._transform.keep.needs import Need, needs
 from tests.compress.transformer_layers import by_a_rule_of_its_own
 

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from memjax import compressed
-from memjax._core.program.jaxpr import evaluate, is_literal
+from memjax._core.program.dataflow import is_literal
+from memjax._core.program.jaxpr import evaluate
 from memjax.compress import ChannelQuantized
 from memjax.compress._codecs.codec import FixedRate
 from tests.compress.networks import batch_norm, conv, images

@@ -33,7 +33,8 @@ import jax.numpy as jnp
 
 from memjax._core.backward.minimum_cut import cheapest
 from memjax._core.compat import scope
-from memjax._core.program.jaxpr import Program, is_literal, nbytes
+from memjax._core.program.dataflow import is_literal
+from memjax._core.program.jaxpr import Program, nbytes
 from memjax.compress._codecs.codec import DTYPES, Exact
 from memjax.compress._transform.array_codecs import ArrayCodecs, Role
 from memjax.compress._transform.keep.costs import (

@@ -7,7 +7,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from memjax._core.program.jaxpr import Program, is_literal, nbytes, variables
+from memjax._core.program.dataflow import is_literal, variables
+from memjax._core.program.jaxpr import Program, nbytes
 from memjax._core.program.primitives import EXPONENTIALS, VIEWS, expensive, flops_of_product
 from memjax.compress._codecs.codec import DTYPES
 from memjax.compress._transform.array_codecs import ArrayCodecs, Role

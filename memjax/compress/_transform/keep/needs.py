@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from memjax._core.compat import bodies, scan_counts
-from memjax._core.program.jaxpr import is_literal
+from memjax._core.program.dataflow import is_literal
 from memjax._core.program.primitives import (
     ALIASES,
     CALLBACKS,

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from memjax._core.compat import bodies
-from memjax._core.program.jaxpr import Program, Walk, consumers, is_literal, nbytes, producers, variables
+from memjax._core.program.dataflow import Walk, is_literal, variables
+from memjax._core.program.jaxpr import Program, consumers, nbytes, producers
 from memjax._core.program.primitives import AFFINE, CALLS_OF_ONE_BODY, COMPARISONS, MOVES, PRODUCTS, VIEWS
 from memjax.compress._codecs.codec import DTYPES
 

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from memjax._core.compat import scan_counts
-from memjax._core.program.jaxpr import Program, Walk, is_literal, nbytes, producers, variables
+from memjax._core.program.dataflow import Walk, is_literal, variables
+from memjax._core.program.jaxpr import Program, nbytes, producers
 from memjax._core.program.primitives import MOVES
 from memjax.compress._transform.keep.origins import UNCHANGED, Origins, body_of
 

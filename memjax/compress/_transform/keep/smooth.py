@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from memjax._core.program.jaxpr import Walk, is_literal, producers, variables
+from memjax._core.program.dataflow import Walk, is_literal, variables
+from memjax._core.program.jaxpr import producers
 from memjax._core.program.primitives import (
     AFFINE,
     COMPARISONS,
