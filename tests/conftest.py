@@ -47,7 +47,7 @@ gc.set_threshold(50_000, 20, 50)
 
 
 def pytest_report_header():
-    return "All tests take about 24 minutes on two cores; those marked smoke take a few."
+    return "All tests take 20 to 28 minutes on two cores; those marked smoke take two."
 
 
 # Files that take half a minute or more, the longest first. Begun last, one of them would leave the other process without work.
