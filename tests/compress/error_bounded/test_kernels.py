@@ -9,9 +9,9 @@ from memjax.compress import ErrorBounded
 from memjax.compress._error_bounded import launch
 from tests.compress.error_bounded.kernel_cases import check_same, check_same_batched, values_of_all_kinds
 
-# What takes time is to compile: all of bfloat16 by channel is one program, with a capacity that nearly all codes keep within.
+# What takes time is to compile: all of float32 by channel is one program, with a capacity that nearly all codes keep within.
 BY_CHANNEL = 3, 64, 128
-CAPACITY = 12000
+CAPACITY = 24000
 
 
 def by_channel(values: np.ndarray) -> jax.Array:
@@ -19,32 +19,25 @@ def by_channel(values: np.ndarray) -> jax.Array:
     return jnp.asarray(values.reshape(3, 2, 64, 64).transpose(0, 2, 1, 3).reshape(BY_CHANNEL))
 
 
-def test_bfloat16_by_channel():
+def test_float32_by_channel():
     bounds = np.exp2(np.arange(128) % 3 - 2).astype(np.float32)
     bounds[[5, 70]] = 0, np.nan  # stored as they are, and their neighbours with them
-    assert check_same(by_channel(values_of_all_kinds(jnp.bfloat16)), bounds, CAPACITY) <= CAPACITY
+    assert check_same(by_channel(values_of_all_kinds(jnp.float32)), bounds, CAPACITY) <= CAPACITY
 
 
 def test_few_steps_without_signs_and_the_ends_of_exponents():
-    x = np.abs(values_of_all_kinds(jnp.bfloat16, 4)[:4096])
+    x = np.abs(values_of_all_kinds(jnp.float32, 4)[:4096])
     x, same = by_channel(np.resize(x, 6 * 4096)), np.ones(128, np.float32)
     assert check_same(x, same, CAPACITY) <= CAPACITY
-    for exponent in (-112, 119):
-        scale = jnp.asarray(2.0**exponent, jnp.bfloat16)
+    for exponent in (-112, 111):
+        scale = jnp.float32(2.0**exponent)
         assert check_same(x * scale, np.float32(2.0 ** (exponent - 1)) * same, CAPACITY) <= CAPACITY
 
 
 def test_capacity_that_does_not_suffice():
     """All is stored as it is."""
-    x = jnp.full(BY_CHANNEL, 1.5, jnp.bfloat16)
-    assert check_same(x, np.zeros(128, np.float32), CAPACITY) == x.size // 2 > CAPACITY
-
-
-def test_float32_with_padding_and_the_ends_of_exponents():
-    x = jnp.asarray(values_of_all_kinds(jnp.float32)[:-100])
-    check_same(x, np.float32(0.5))
-    for exponent in (-112, 111):
-        check_same(x * jnp.float32(2.0**exponent), np.float32(2.0 ** (exponent - 1)))
+    x = jnp.full(BY_CHANNEL, 1.5, jnp.float32)
+    assert check_same(x, np.zeros(128, np.float32), CAPACITY) == x.size > CAPACITY
 
 
 def test_float16_under_vmap_with_bounds_that_vary_within_lanes():
