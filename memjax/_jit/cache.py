@@ -67,14 +67,19 @@ def save(where: Path | None, name: str | None, plan: StepPlan) -> None:
         _write(where / f"{name}.json", plan.to_json().encode())
 
 
-def name_of_program(lowered: Any, device: Any, *asked: Any) -> str:
+def name_of_program(lowered: Any, device: Any, *asked: Any) -> str | None:
     """A name for the step that is compiled by the plan for a step that is lowered as it is written.
+
+    None for a step that may call back into this process: the next process would not be called.
 
     Args:
       lowered: a `jax.stages.Lowered`.
       device: one that it runs on.
       *asked: what the plan goes by: arguments and options, the shardings in which tell devices.
     """
+    module = lowered.as_text()
+    if "callback" in module:
+        return None
     set_here = [(name, str(value)) for name, value in sorted(jax.config.values.items()) if "cache" not in name]
     flags = [os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
     machine = (platform.node(), platform.machine()) if device.platform == "cpu" else ()
@@ -82,7 +87,7 @@ def name_of_program(lowered: Any, device: Any, *asked: Any) -> str:
     text = repr(
         (_own_code(), device.device_kind, device.client.platform_version, machine, set_here, flags, asked, places)
     )
-    return hashlib.sha256((lowered.as_text() + text).encode()).hexdigest()[:32]
+    return hashlib.sha256((module + text).encode()).hexdigest()[:32]
 
 
 def _is_sharding(value: Any) -> bool:
@@ -106,7 +111,7 @@ def _own_code() -> str:
     return found.hexdigest()
 
 
-def load_program(where: Path, name: str, device: Any, lowered: Any) -> Any | None:
+def load_program(where: Path, name: str | None, device: Any, lowered: Any) -> Any | None:
     """The compiled step of that name, if there is one that can be loaded."""
     try:
         ids, serialized = pickle.loads((where / f"{name}.program").read_bytes())
@@ -132,15 +137,14 @@ def found_in_jax_cache() -> int:
     return len(_hits)
 
 
-def save_program(where: Path, name: str, program: Any) -> None:
-    """Keeps a compiled step, if it can be kept: one with callbacks into this process cannot.
-
-    Nor can, on CPUs, one that was loaded itself: what is written then cannot run.
-    """
+def save_program(where: Path, name: str | None, program: Any) -> None:
+    """Keeps a compiled step, if it can be kept. On CPUs one that was loaded cannot: what would be written does not run."""
+    if name is None:
+        return
     try:
         [ids] = {tuple(_ids(sharding)) for sharding in jax.tree.leaves(program.input_shardings)}
         serialized, _, _ = serialize_executable.serialize(program)
-    except Exception:  # of any kind: Python's versions differ in what they say of a callback
+    except Exception:  # of any kind: it may hold what has no other form than in this process
         return
     _write(where / f"{name}.program", pickle.dumps((ids, serialized)))
 

@@ -185,7 +185,7 @@ class _Kept:
         return self._traced.lower()
 
     @functools.cached_property
-    def _name_of_program(self) -> str:
+    def _name_of_program(self) -> str | None:
         return name_of_program(self._lowered, self._device, *self._of_call)
 
     def entry(self, planned: _Planned, layout: Layout) -> Entry | None:
