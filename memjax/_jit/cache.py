@@ -1,7 +1,7 @@
 """What the next process need not do again, on disk: plans of steps, and the steps that were compiled by them.
 
-A plan goes by the equations of the step. A compiled step has constants in it, too, and runs on certain devices: it goes by the
-whole module of the step as it is written, as JAX's compilation cache has it, and is loaded without planning or tracing anew.
+The name of a plan is a hash of the step's equations. A compiled step also has constants in it and runs on certain devices. Its
+name is a hash of the plan and of the step's whole module, as in JAX's compilation cache.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def name_of_program(lowered: Any, device: Any, *asked: Any) -> str | None:
     Args:
       lowered: a `jax.stages.Lowered`.
       device: one that it runs on.
-      *asked: what the plan goes by: arguments and options, the shardings in which tell devices.
+      *asked: the plan, and what it was made for: types of arguments, and options. Shardings among them tell devices.
     """
     module = lowered.as_text()
     if "callback" in module:
@@ -103,7 +103,7 @@ def _ids(sharding: Any) -> list[int]:
 
 @functools.cache
 def _own_code() -> str:
-    """What tells this version of memjax from others, one that is being edited included: a plan says what runs, this how."""
+    """A hash of memjax's source: the same plan may be run in another way by another version, or by one that is being edited."""
     found = hashlib.sha256()
     root = Path(__file__).parents[1]
     for path in sorted(root.rglob("*.py")):
@@ -123,18 +123,17 @@ def load_program(where: Path, name: str | None, device: Any, lowered: Any) -> An
         return None
 
 
-_hits: list[str] = []
-
-
 @functools.cache
-def _listening() -> None:
-    jax.monitoring.register_event_listener(lambda event, **_: _hits.append(event) if event == _HIT else None)
+def _hits() -> list[str]:
+    """An entry for each program that JAX has found in its compilation cache, from the first call on."""
+    found: list[str] = []
+    jax.monitoring.register_event_listener(lambda event, **_: found.append(event) if event == _HIT else None)
+    return found
 
 
 def found_in_jax_cache() -> int:
-    """How many programs JAX has found in its compilation cache so far, from the first call on."""
-    _listening()
-    return len(_hits)
+    """How many programs JAX has found in its compilation cache, from the first call on."""
+    return len(_hits())
 
 
 def save_program(where: Path, name: str | None, program: Any) -> None:

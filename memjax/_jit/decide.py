@@ -184,33 +184,32 @@ class _Kept:
     def _lowered(self) -> Any:
         return self._traced.lower()
 
-    @functools.cached_property
-    def _name_of_program(self) -> str | None:
-        return name_of_program(self._lowered, self._device, *self._of_call)
+    def _name_of_program(self, plan: StepPlan) -> str | None:
+        return name_of_program(self._lowered, self._device, plan.to_json(), *self._of_call)
 
     def entry(self, planned: _Planned, layout: Layout) -> Entry | None:
         """The step by the plan that is kept, compiled unless that is kept as well; None if there is no plan that is any good."""
         plan = load(self._where, self._name)
         if self._where is None or plan is None or plan.as_written:
             return None
-        program = load_program(self._where, self._name_of_program, self._device, self._lowered)
+        program = load_program(self._where, self._name_of_program(plan), self._device, self._lowered)
         if program is not None:
             return Entry(plan, program, lambda: planned.by(plan, layout).jitted)
         try:
             found = planned.by(plan, layout)
         except ValueError:  # another version of memjax made it
             return None
-        self._put_program(planned, found.program)
+        self._put_program(planned, plan, found.program)
         return found
 
     def put(self, planned: _Planned, plan: StepPlan, program: Any) -> None:
         save(self._where, self._name, plan)
         if self._name is not None and not plan.as_written:
-            self._put_program(planned, program)
+            self._put_program(planned, plan, program)
 
-    def _put_program(self, planned: _Planned, program: Any) -> None:
+    def _put_program(self, planned: _Planned, plan: StepPlan, program: Any) -> None:
         if self._where is not None and not planned.was_loaded(program):
-            save_program(self._where, self._name_of_program, program)
+            save_program(self._where, self._name_of_program(plan), program)
 
 
 class _Planned:

@@ -76,7 +76,7 @@ def loop_options(
 
 
 def _turn(pair: LoopPair, free: set[Any]) -> Segment:
-    """A turn of the loop as a stretch, `free` being what is there again in the backward pass."""
+    """One iteration of the loop as a stretch. The backward pass has the variables in `free` without keeping them."""
     program, pull = pair.program, pair.pull
     lost = [var for var in program.invars if var not in free]
     made = {*program.flow.place, *lost}
