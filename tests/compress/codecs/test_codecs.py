@@ -170,21 +170,6 @@ def test_channel_quantized_measures_as_much_as_it_is_asked_for(shape):
         assert len(np.unique(measured)) == measured.size
 
 
-@pytest.mark.parametrize("spec", [("d",), (None, None, None, "d"), ("d", "e")])
-def test_channel_quantized_of_explicitly_sharded_arrays(spec):
-    mesh = jax.make_mesh((2, 2), ("d", "e"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
-    x = jax.random.normal(jax.random.key(0), (8, 64, 64, 4))
-    codec = ChannelQuantized(samples=1000)
-    for array in (x, x.reshape(-1, 4)):
-        with jax.set_mesh(mesh):
-            placed = jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec[: array.ndim])))
-            code = jax.jit(codec.encode)(placed)
-        positions = spec[1:3] if array.ndim > 2 else spec[:1]
-        whole = any(axis is not None for axis in positions)
-        alone = (ChannelQuantized() if whole else codec).encode(array)
-        chex.assert_trees_all_equal(jax.device_get(code), jax.device_get(alone))
-
-
 @pytest.mark.parametrize("bits", [4, 8])
 def test_channel_quantized_under_transformations(bits):
     check_transformations(bits)
@@ -284,22 +269,6 @@ def test_block_quantized_keeps_other_blocks_from_a_nan():
         got = _round_trip(BlockQuantized(8, block=64), x.at[1, 70, 2].set(bad))
         assert np.isnan(got[1, 64:, 2]).all()
         assert np.isnan(got).sum() == 64
-
-
-@pytest.mark.parametrize("spec", [(("d", "e"),), ("d", None, "e")])
-@pytest.mark.parametrize(
-    "codec",
-    [ErrorBounded(2**-6), ErrorBounded(np.full(64, 2**-6, np.float32)), BlockQuantized(8), GroupQuantized(8)],
-    ids=["bound", "bounds", "block", "group"],
-)
-def test_codecs_of_explicitly_sharded_arrays(codec, spec):
-    mesh = jax.make_mesh((2, 2), ("d", "e"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
-    x = jax.random.normal(jax.random.key(0), (4, 64, 64))
-    with jax.set_mesh(mesh):
-        placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
-        got = jax.jit(lambda x: _round_trip(codec, x))(placed)
-        assert jax.typeof(got) == jax.typeof(placed)
-    assert jnp.abs(jax.device_get(got) - x).max() <= (2**-6 if isinstance(codec, ErrorBounded) else 0.05)
 
 
 QUANTISERS = [

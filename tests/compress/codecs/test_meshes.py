@@ -4,6 +4,7 @@ import itertools
 import math
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,3 +95,34 @@ def test_what_a_sharded_code_tells_is_what_those_of_its_parts_do():
     assert code.needed_nbytes == zeros.needed_nbytes + others.needed_nbytes
     assert code.raw_share == (zeros.raw_share + others.raw_share) / 2
     assert [bool(one.overflowed) for one in (zeros, others, code)] == [False, True, True]
+
+
+@pytest.mark.parametrize("spec", [("d",), (None, None, None, "d"), ("d", "e")])
+def test_channel_quantized_of_explicitly_sharded_arrays(spec):
+    mesh = jax.make_mesh((2, 2), ("d", "e"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
+    x = jax.random.normal(jax.random.key(0), (8, 64, 64, 4))
+    codec = ChannelQuantized(samples=1000)
+    for array in (x, x.reshape(-1, 4)):
+        with jax.set_mesh(mesh):
+            placed = jax.device_put(array, NamedSharding(mesh, P(*spec[: array.ndim])))
+            code = jax.jit(codec.encode)(placed)
+        positions = spec[1:3] if array.ndim > 2 else spec[:1]
+        whole = any(axis is not None for axis in positions)
+        alone = (ChannelQuantized() if whole else codec).encode(array)
+        chex.assert_trees_all_equal(jax.device_get(code), jax.device_get(alone))
+
+
+@pytest.mark.parametrize("spec", [(("d", "e"),), ("d", None, "e")])
+@pytest.mark.parametrize(
+    "codec",
+    [ErrorBounded(2**-6), ErrorBounded(np.full(64, 2**-6, np.float32)), BlockQuantized(8), GroupQuantized(8)],
+    ids=["bound", "bounds", "block", "group"],
+)
+def test_codecs_of_explicitly_sharded_arrays(codec, spec):
+    mesh = jax.make_mesh((2, 2), ("d", "e"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
+    x = jax.random.normal(jax.random.key(0), (4, 64, 64))
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, NamedSharding(mesh, P(*spec)))
+        got = jax.jit(lambda x: codec.decode(codec.encode(x)))(placed)
+        assert jax.typeof(got) == jax.typeof(placed)
+    assert jnp.abs(jax.device_get(got) - x).max() <= (2**-6 if isinstance(codec, ErrorBounded) else 0.05)
