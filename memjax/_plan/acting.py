@@ -93,4 +93,5 @@ def by_plan(derivative: Passes, plan: Plan, layout: Layout, wrt: Sequence[bool] 
         derivative = derivative.of_fewer(wrt)
     if not plan.stretches:
         return KeepAll(derivative)
-    return Run(chain, choices(chain, plan.stretches), plan.platform if plan.in_steps else None, derivative)
+    platform = plan.platform if plan.in_steps else None
+    return Run(chain, choices(chain, plan.stretches), platform, derivative, gathers_again=layout.devices > 1)

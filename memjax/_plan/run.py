@@ -76,6 +76,8 @@ class Run:
       choices: its stretches, in the order of the forward pass, and what is kept of each.
       in_steps_on: the platform for which the turns of the backward pass run in steps; None: the compiler has its way.
       derivative: of which less is differentiated than of the chain's; None: that one.
+      gathers_again: whether a stretch that runs again has its sharded inputs gathered again for its backward pass, too, as
+        `jax.checkpoint` does; otherwise the compiler keeps them gathered from the forward pass on.
 
     Attributes:
       derivative: as given.
@@ -90,8 +92,11 @@ class Run:
         choices: Sequence[Choice],
         in_steps_on: str | None = None,
         derivative: Passes | None = None,
+        *,
+        gathers_again: bool = False,
     ):
         self.derivative = derivative = derivative or chain.derivative
+        self._gathers_again = gathers_again
         program, backward, flow = derivative.forward, derivative.backward, derivative.forward.flow
         self._inputs = {*program.invars, *program.constvars}
         there = set(map(id, backward.eqns))
@@ -182,6 +187,9 @@ class Run:
         for again, eqns, codes, steps in self._turns:
             mine = dict.fromkeys(var for eqn in eqns for var in self._read_by(eqn))
             leaves = [var for var in read_by(again) if var in known]
+            if self._gathers_again:  # arrays, not numbers; loops gather slices, each in its turn
+                alone = read_by(eqn for eqn in eqns if id(eqn) not in self._mirrors)
+                leaves += [var for var in alone if var in self._inputs and var.aval.shape and var not in leaves]
             turn = {var: known[var] for var in mine if var in known}
             waiting = [var for var in mine if var in cts]
             if again or codes:

@@ -95,7 +95,8 @@ class Known:
 
     def run(self, stretches: tuple[Stretch, ...], in_steps: bool = False) -> Run:
         """The two passes under a plan."""
-        return Run(self.chain, choices(self.chain, stretches), self.chain.rates.platform if in_steps else None)
+        platform = self.chain.rates.platform if in_steps else None
+        return Run(self.chain, choices(self.chain, stretches), platform, gathers_again=self.layout.devices > 1)
 
 
 _known: dict[Any, Known] = {}
