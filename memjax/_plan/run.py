@@ -184,10 +184,11 @@ class Run:
                 at += loop.stack_count
         env = backward.given(cotangents)
         cts = set(backward.invars)
-        for again, eqns, codes, steps in self._turns:
+        for turn_number, (again, eqns, codes, steps) in enumerate(self._turns):
             mine = dict.fromkeys(var for eqn in eqns for var in self._read_by(eqn))
             leaves = [var for var in read_by(again) if var in known]
-            if self._gathers_again:  # arrays, not numbers; loops gather slices, each in its turn
+            # Arrays, not numbers; loops gather slices, each in its turn. The last of several stretches has just gathered its own.
+            if self._gathers_again and (turn_number > 0 or len(self._turns) == 1):
                 alone = read_by(eqn for eqn in eqns if id(eqn) not in self._mirrors)
                 leaves += [var for var in alone if var in self._inputs and var.aval.shape and var not in leaves]
             turn = {var: known[var] for var in mine if var in known}
