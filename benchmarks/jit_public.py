@@ -1,8 +1,9 @@
 """`memjax.jit` on training steps that others published, unchanged, on a CPU: `python -m benchmarks.jit_public`, over an hour.
 
 `--models-path` is a folder with clones of google/flax, google-deepmind/optax, google-deepmind/dm-haiku, google-deepmind/jraph,
-patrick-kidger/equinox and luchris429/purejaxrl, by the names of the repositories. What the steps import has to be installed:
-clu, ml-collections, dm-haiku, dm-tree, jmp, jraph, equinox, einops, gymnax. What only loads data need not be.
+patrick-kidger/equinox, luchris429/purejaxrl and jax-md/jax-md, by the names of the repositories. What the steps import has to be
+installed: clu, ml-collections, dm-haiku, dm-tree, jmp, jraph, equinox, einops, gymnax, e3nn-jax, sympy. What only loads data
+need not.
 
 Each step is compiled with memory to spare, which has to give the program of `jax.jit`, and within 70% and 50% of its temporary
 bytes, beside arguments and results. Where that is refused, it is planned for the least that can be had. Results are those after

@@ -226,6 +226,52 @@ def _labels(shape: Any, count: int) -> jax.Array:
     return jax.random.randint(_KEY, shape if isinstance(shape, tuple) else (shape,), 0, count)
 
 
+def jax_md_nequip(public: pathlib.Path) -> Step:
+    """NequIP trained on energies and forces: the gradient of a loss that has a gradient by positions in it."""
+    sys.path.insert(0, str(public / "jax-md"))
+    from jax_md import space
+    from jax_md.nn import nequip
+    from jraph import GraphsTuple
+
+    atoms, neighbors, molecules = 16, 8, 4
+    config = nequip.default_config()
+    config.graph_net_steps, config.n_elements, config.hidden_irreps = 2, 4, "16x0e + 8x1e"
+    config.shift, config.scale = 0.0, 1.0
+    model = nequip.model_from_config(config)
+    kinds = jax.nn.one_hot(_labels((molecules, atoms), 4), 4)
+    positions = 2.0 * jax.random.normal(_KEY, (molecules, atoms, 3))
+    receivers = jnp.repeat(jnp.arange(atoms), neighbors)
+    senders = (receivers + 1 + jnp.tile(jnp.arange(neighbors), atoms)) % atoms
+    displacement, _ = space.free()
+
+    def energy(params: Any, positions: Any, kinds: Any) -> Any:
+        edges = jax.vmap(displacement)(positions[receivers], positions[senders])
+        count = jnp.array([atoms]), jnp.array([len(receivers)])
+        graph = GraphsTuple(kinds, edges, receivers, senders, jnp.zeros((1, 1)), *count)
+        return jnp.sum(model.apply(params, graph))
+
+    optimizer = optax.adam(1e-3)
+
+    def loss(params: Any, batch: Any) -> Any:
+        positions, kinds, energies, forces = batch
+        found, slope = jax.vmap(jax.value_and_grad(energy, 1), (None, 0, 0))(params, positions, kinds)
+        return jnp.mean((found - energies) ** 2) + jnp.mean((forces + slope) ** 2)
+
+    def update(state: Any, batch: Any) -> Any:
+        params, moments = state
+        value, gradients = jax.value_and_grad(loss)(params, batch)
+        updates, moments = optimizer.update(gradients, moments, params)
+        return (optax.apply_updates(params, updates), moments), value
+
+    edges = jax.vmap(displacement)(positions[0][receivers], positions[0][senders])
+    graph = GraphsTuple(
+        kinds[0], edges, receivers, senders, jnp.zeros((1, 1)), jnp.array([atoms]), jnp.array([len(edges)])
+    )
+    params = model.init(_KEY, graph)
+    batch = positions, kinds, jnp.zeros(molecules), 0.1 * jax.random.normal(_KEY, positions.shape)
+    return Step(update, ((params, optimizer.init(params)), batch), {"donate_argnums": 0}, first)
+
+
 CASES: dict[str, Callable[[pathlib.Path], Step]] = {
     "haiku imagenet": haiku_imagenet,
     "haiku rnn": haiku_rnn,
@@ -240,4 +286,5 @@ CASES: dict[str, Callable[[pathlib.Path], Step]] = {
     "equinox diffusion": equinox_diffusion,
     "jraph e_voting": jraph_voting,
     "purejaxrl ppo": purejaxrl_ppo,
+    "jax_md nequip": jax_md_nequip,
 }
