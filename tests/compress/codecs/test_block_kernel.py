@@ -1,5 +1,7 @@
 """The kernel that encodes blocks in one pass on GPUs, against XLA's code: interpreted here, compiled on a GPU."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,40 +10,52 @@ import pytest
 from memjax.compress import BlockQuantized
 from memjax.compress._codecs import block_kernel
 from memjax.compress._codecs.rectified_blocks import RectifiedBlocks
+from tests.compress.codecs.round_trip import normal, uniform
 
 CODECS = [BlockQuantized(8), BlockQuantized(4), RectifiedBlocks(8), RectifiedBlocks(4)]
 SHAPES = [(2, 28, 28, 64), (3, 7, 7, 128), (2, 32, 64), (2, 257, 64)]  # blocks of 196, 49, 32 and 257 positions
 
 
 def _values(codec, shape, dtype):
-    values, sizes = jax.random.split(jax.random.key(0))
-    x = jax.random.normal(values, shape) * jnp.exp(2 * jax.random.normal(sizes, shape[-1:]))
-    x = x.at[..., 3].set(0).at[..., 4].set(2).at[..., 5].multiply(1e-30)
-    x = jax.nn.relu(x) if isinstance(codec, RectifiedBlocks) else x.at[..., 6].multiply(1e36)
-    flat = x.reshape(-1, shape[-1])
-    flat = flat.at[:, 7].set(
-        jnp.where(jnp.arange(len(flat)) % 3 == 0, 3e38, 0 if isinstance(codec, RectifiedBlocks) else -3e38)
-    )
-    flat = flat.at[5, 10].set(jnp.nan).at[6, 20].set(jnp.inf)  # beside channels 11 and 21 in a pair
-    return jnp.clip(flat, -3e38, None).reshape(shape).astype(dtype)
+    rectified = isinstance(codec, RectifiedBlocks)
+    x = normal(*shape) * np.exp(2 * normal(shape[-1], seed=1))
+    x[..., 3], x[..., 4] = 0, 2
+    x[..., 5] *= 1e-30
+    x[..., 6] *= 1 if rectified else 1e36
+    flat = (np.maximum(x, 0) if rectified else x).reshape(-1, shape[-1])
+    flat[:, 7] = 0 if rectified else -3e38
+    flat[::3, 7] = 3e38
+    flat = np.maximum(flat, -3e38)
+    flat[5, 10], flat[6, 20] = np.nan, np.inf  # beside channels 11 and 21 in a pair
+    return flat.reshape(shape).astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _by_kernel(codec, x, interpret):
+    code = codec._encode_by_kernel(x, interpret=interpret)[0]
+    return code, codec.decode(code)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _by_xla(codec, x):
+    code = codec.measured(x).encode(x)
+    return code, codec.decode(code), codec.steps(x)
 
 
 def _check(codec, x, interpret):
-    got = jax.jit(lambda x: codec._encode_by_kernel(x, interpret=interpret)[0])(x)
-    expected = jax.jit(lambda x: codec.measured(x).encode(x))(x)
+    (got, decoded), (expected, wanted, steps) = _by_kernel(codec, x, interpret), _by_xla(codec, x)
     assert got.levels.nbytes * 8 == expected.levels.size * codec.bits
     distance = np.asarray(expected.ranges[-1]).reshape(got.ranges[-1].shape)
     spoilt = np.isnan(distance)
     np.testing.assert_array_equal(np.isnan(np.asarray(got.ranges[-1])), spoilt)
     assert 0 < spoilt.sum() < 0.1 * spoilt.size
     np.testing.assert_allclose(got.ranges[-1], distance, rtol=1e-6)
-    decoded, wanted = (np.asarray(codec.decode(code), np.float32) for code in (got, expected))
+    decoded, wanted, steps = (np.asarray(a, np.float32) for a in (decoded, wanted, steps))
     np.testing.assert_array_equal(np.isnan(decoded), np.isnan(wanted))
-    steps = np.asarray(codec.steps(x), np.float32)
     assert np.nanmax(np.abs(decoded - wanted) - 1.01 * steps - 2**-7 * np.abs(wanted)) <= 0  # another level at a tie
     assert np.mean((decoded != wanted)[~np.isnan(wanted)]) < 1e-2
     if isinstance(codec, RectifiedBlocks):
-        np.testing.assert_array_equal(codec.nonzero(got), x > 0)
+        np.testing.assert_array_equal(jax.jit(codec.nonzero)(got), np.asarray(x, np.float32) > 0)
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
@@ -53,9 +67,9 @@ def test_interpreted_kernel(codec, shape):
 @pytest.mark.parametrize("codec", [BlockQuantized(4), RectifiedBlocks(8)], ids=str)
 def test_interpreted_kernel_in_vmap(codec):
     x = _values(codec, (3, 2, 8, 8, 64), jnp.bfloat16)
-    run = lambda x: codec._encode_by_kernel(x, interpret=True)[0]
-    for together, alone in zip(jax.tree.leaves(jax.vmap(run)(x)), jax.tree.leaves(run(x[1])), strict=True):
-        np.testing.assert_array_equal(together[1], alone)
+    together = jax.jit(jax.vmap(lambda x: codec._encode_by_kernel(x, interpret=True)[0]))(x)
+    for of_all, alone in zip(*map(jax.tree.leaves, (together, _by_kernel(codec, x[1], True)[0])), strict=True):
+        np.testing.assert_array_equal(np.asarray(of_all)[1], alone)
 
 
 @pytest.mark.parametrize(
@@ -63,51 +77,55 @@ def test_interpreted_kernel_in_vmap(codec):
 )
 def test_interpreted_kernel_of_any_size(bits, size):
     codec = BlockQuantized(bits)
-    x = (size * jax.random.uniform(jax.random.key(0), (1, 64, 64), minval=-1)).astype(jnp.bfloat16)
-    got = codec.decode(jax.jit(lambda x: codec._encode_by_kernel(x, interpret=True)[0])(x))
+    x = (np.float32(size) * (2 * uniform(1, 64, 64) - 1)).astype(jnp.bfloat16)
+    got = _by_kernel(codec, x, True)[1]
     error = np.abs(np.asarray(got, np.float64) - np.asarray(x, np.float64))
     assert np.max(error) <= (0.7 * 2 / (2**bits - 1) + 2**-8) * size
 
 
 def _check_sums(codec, shape, interpret):
-    x = (jax.random.normal(jax.random.key(0), shape) + 3).astype(jnp.bfloat16)
-    x = jax.nn.relu(x) if isinstance(codec, RectifiedBlocks) else x
+    x = normal(*shape) + 3
+    x = (np.maximum(x, 0) if isinstance(codec, RectifiedBlocks) else x).astype(jnp.bfloat16)
     code, sums = jax.jit(lambda x: codec._encode_by_kernel(x, with_sums=True, interpret=interpret))(x)
     wanted = np.asarray(x, np.float64).reshape(-1, shape[-1])
     np.testing.assert_allclose(np.sum(sums, 0), [wanted.sum(0), np.square(wanted).sum(0)], rtol=2e-6)
-    alone = codec._encode_by_kernel(x, interpret=interpret)[0]
+    alone = _by_kernel(codec, x, interpret)[0]
     for got, expected in zip(jax.tree.leaves(code), jax.tree.leaves(alone), strict=True):
         np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize("codec", [BlockQuantized(4), RectifiedBlocks(8)], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("codec", "shape"), list(zip([BlockQuantized(4), RectifiedBlocks(8)] * 2, SHAPES, strict=True)), ids=str
+)
 def test_sums_of_the_interpreted_kernel(codec, shape):
     _check_sums(codec, shape, interpret=True)
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("codec", [BlockQuantized(8), RectifiedBlocks(4)], ids=str)
 def test_programs_for_other_platforms_have_the_same_codes(codec, monkeypatch):
     """With a GPU at hand a program may still be compiled for a CPU. Derivatives of codes are zero on both."""
     x = _values(codec, (2, 28, 28, 64), jnp.bfloat16)
-    expected = jax.jit(lambda x: codec.encode(x))(x)
+    run = lambda x: (codec.encode(x), codec.decode(codec.encode(x)))
+    _, wanted = jax.jit(lambda x: run(x))(x)
     monkeypatch.setattr(block_kernel, "has_kernels", lambda: True)
     monkeypatch.setattr(block_kernel, "is_of_one_device", lambda aval: True)
-    got = jax.jit(lambda x: codec.encode(x))(x)
+    got, decoded = jax.jit(lambda x: run(x))(x)
     assert got.levels.nbytes * 8 == x.size * codec.bits
-    decoded, wanted = (np.asarray(codec.decode(code), np.float32) for code in (got, expected))
-    np.testing.assert_array_equal(decoded, wanted)
+    np.testing.assert_array_equal(np.asarray(decoded, np.float32), np.asarray(wanted, np.float32))
     through = lambda x: jnp.sum(jnp.nan_to_num(x + codec.decode(codec.encode(x))).astype(jnp.float32))
-    np.testing.assert_array_equal(jax.grad(through)(jnp.nan_to_num(x) * 0 + 1), jnp.ones_like(x))
+    ones = np.ones(x.shape, x.dtype)
+    np.testing.assert_array_equal(jax.jit(jax.grad(through))(ones), ones)
 
 
 def _check_decoder(codec, x, interpret):
-    code = jax.jit(lambda x: codec._encode_by_kernel(x, interpret=interpret)[0])(x)
+    code, expected = _by_kernel(codec, x, interpret)
     got = jax.jit(lambda code: codec._decode_by_kernel(code, interpret=interpret))(code)
-    expected = np.asarray(jax.jit(codec.decode)(code), np.float32)
+    expected = np.asarray(expected, np.float32)
     assert (got.dtype, got.shape) == (x.dtype, x.shape)
     # Compilers may round a product and a sum at once.
-    rounding = 2.0**-8 if x.dtype == jnp.bfloat16 else 2.0**-20 * codec.steps(x) / np.maximum(np.abs(expected), 1e-30)
+    rounding = (
+        2.0**-8 if x.dtype == jnp.bfloat16 else 2.0**-20 * jax.jit(codec.steps)(x) / np.maximum(np.abs(expected), 1e-30)
+    )
     np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
     assert np.nanmax(np.abs(np.asarray(got, np.float32) - expected) - rounding * np.abs(expected)) <= 0
 
@@ -165,7 +183,7 @@ def test_the_kernel_is_not_for_programs_that_the_compiler_divides(monkeypatch):
 def test_the_kernel_keeps_the_bound_for_the_smallest_and_largest_numbers(bits, size):
     codec, values = BlockQuantized(bits), np.clip(np.random.default_rng(0).standard_normal((256, 64)) / 3, -1, 1)
     x = np.asarray(values * size, jnp.dtype(jnp.bfloat16))
-    wide, code = x.astype(np.float64), codec._encode_by_kernel(jnp.asarray(x), interpret=True)[0]
+    wide, got = x.astype(np.float64), _by_kernel(codec, x, True)[1]
     half_step = (wide.max(0) - wide.min(0)) / (2**bits - 1) / 2
     bound = half_step * (1 + 1 / 16) + np.abs(wide).max(0) * 2.0**-8 + 1e-37
-    assert np.all(np.abs(np.asarray(codec.decode(code)).astype(np.float64) - wide) <= bound)
+    assert np.all(np.abs(np.asarray(got).astype(np.float64) - wide) <= bound)

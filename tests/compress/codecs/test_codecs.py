@@ -22,6 +22,7 @@ from memjax.compress import (
 from memjax.compress._codecs.channel_quantized import evenly_spaced
 from memjax.compress._codecs.codec import StepErrors
 from memjax.compress._codecs.rectified_blocks import RectifiedBlocks
+from tests.compress.codecs.round_trip import normal, round_trip, uniform
 
 CODECS = [
     Cast(),
@@ -35,43 +36,43 @@ CODECS = [
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
-@pytest.mark.parametrize("shape", [(), (0, 3), (7, 9, 11)])
-def test_codecs_keep_shape_and_dtype_in_codes_of_known_size(codec, shape):
+def test_codecs_keep_shape_and_dtype_in_codes_of_known_size(codec):
     assert isinstance(codec, Codec)
-    x = jax.random.normal(jax.random.key(0), shape, jnp.float32)
-    code, largest = jax.jit(lambda x: (codec.encode(x), codec.error(x)))(x)
-    decoded = jax.jit(codec.decode)(code)
-    chex.assert_trees_all_equal_shapes_and_dtypes(decoded, x)
-    assert sum(leaf.nbytes for leaf in jax.tree.leaves(code)) == codec.nbytes(jax.typeof(x))
-    error = np.abs(np.asarray(x, np.float64) - np.asarray(decoded, np.float64)).max(initial=0)
-    np.testing.assert_allclose(largest, error, rtol=1e-6, atol=2**-21)  # values up to 4, one program or two
+    xs = [np.asarray(normal(*shape)) for shape in ((), (0, 3), (7, 9, 11))]
+    codes, errors = jax.jit(lambda xs: ([codec.encode(x) for x in xs], [codec.error(x) for x in xs]))(xs)
+    every_decoded = jax.jit(lambda codes: [codec.decode(code) for code in codes])(codes)
+    for x, code, largest, decoded in zip(xs, codes, errors, every_decoded, strict=True):
+        chex.assert_trees_all_equal_shapes_and_dtypes(decoded, x)
+        assert sum(leaf.nbytes for leaf in jax.tree.leaves(code)) == codec.nbytes(jax.typeof(x))
+        error = np.abs(np.asarray(x, np.float64) - np.asarray(decoded, np.float64)).max(initial=0)
+        np.testing.assert_allclose(largest, error, rtol=1e-6, atol=2**-21)  # values up to 4, one program or two
 
 
 def test_mask_is_exact_at_one_bit_per_value():
     assert isinstance(Mask(), Codec)
-    for size in (0, 1, 32, 1000):
-        x = jax.random.bernoulli(jax.random.key(size), 0.3, (size,))
-        code = Mask().encode(x)
-        np.testing.assert_array_equal(Mask().decode(code), x)
-        assert code.levels.size == -(-size // 32)
+    xs = [uniform(size) < 0.3 for size in (0, 1, 32, 1000)]
+    codes, error = jax.jit(lambda xs: ([Mask().encode(x) for x in xs], Mask().error(xs[-1])))(xs)
+    for x, code, decoded in zip(xs, codes, jax.jit(lambda codes: list(map(Mask().decode, codes)))(codes), strict=True):
+        np.testing.assert_array_equal(decoded, x)
+        assert code.levels.size == -(-x.size // 32)
     assert Mask().nbytes(jax.ShapeDtypeStruct((4, 1024), jnp.bool_)) == 512
-    assert Mask().error(x) == 0
+    assert error == 0
 
 
 def test_cast_rounds_to_nearest():
-    x = jnp.float32([1.0, 1 + 2**-9, 3e38])
-    decoded = Cast(jnp.bfloat16).decode(Cast(jnp.bfloat16).encode(x))
-    np.testing.assert_array_equal(decoded, x.astype(jnp.bfloat16).astype(jnp.float32))
+    x = np.float32([1.0, 1 + 2**-9, 3e38])
+    np.testing.assert_array_equal(round_trip(Cast(jnp.bfloat16), x), x.astype(jnp.bfloat16).astype(np.float32))
     assert Cast().ratio(x) == 2
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_group_quantized_is_unbiased(bits):
     """The mean over many seeds, within four standard errors of the value, for all but as many as chance explains."""
-    x = jnp.concatenate([jax.random.normal(jax.random.key(0), (300,)), jnp.linspace(-5, 5, 212)])
+    x = np.concatenate([normal(300), np.linspace(-5, 5, 212, dtype=np.float32)])
     seeds = 1000
-    decoded = jax.vmap(lambda seed: _round_trip(GroupQuantized(bits=bits, seed=seed), x))(jnp.arange(seeds))
-    decoded, x = np.asarray(decoded, np.float64), np.asarray(x, np.float64)
+    of_seed = lambda seed: round_trip.__wrapped__(GroupQuantized(bits=bits, seed=seed), x)
+    decoded = np.asarray(jax.jit(jax.vmap(of_seed))(np.arange(seeds)), np.float64)
+    x = x.astype(np.float64)
     distance = np.ptp(x.reshape(-1, 256), 1).repeat(256) / (2**bits - 1)
     # A value so close to a level that all draws agree says nothing about their deviation.
     deviation = np.maximum(decoded.std(0), distance / seeds**0.5)
@@ -81,38 +82,33 @@ def test_group_quantized_is_unbiased(bits):
     assert (np.abs(decoded - x) <= distance * (1 + 1e-5) + 1e-6).all()
 
 
-def _round_trip(codec, x):
-    return jax.jit(lambda x: codec.decode(codec.encode(x)))(x)
-
-
 def test_group_quantized_sizes_and_constants():
     x = jnp.zeros((64, 64), jnp.bfloat16)
     assert GroupQuantized(bits=2).nbytes(x) == 64 * 64 // 4 + 16 * 8
     for value in (0.0, -3.5, 3e38):
-        constant = jnp.full((100,), value, jnp.float32)
-        np.testing.assert_array_equal(_round_trip(GroupQuantized(), constant), constant)
-    one_nan = jnp.zeros(600).at[300].set(jnp.nan)
-    assert list(np.isnan(_round_trip(GroupQuantized(), one_nan)).nonzero()[0][[0, -1]]) == [256, 511]
+        constant = np.full(100, value, np.float32)
+        np.testing.assert_array_equal(round_trip(GroupQuantized(), constant), constant)
+    one_nan = np.zeros(600, np.float32)
+    one_nan[300] = np.nan
+    assert list(np.isnan(round_trip(GroupQuantized(), one_nan)).nonzero()[0][[0, -1]]) == [256, 511]
 
 
 def test_group_quantized_draws_anew_for_other_arrays_and_seeds():
-    x = jax.random.uniform(jax.random.key(0), (256,))
-    errors = [_round_trip(GroupQuantized(seed=s), x) - x for s in (0, 0, 1)]
-    np.testing.assert_array_equal(errors[0], errors[1])
-    assert (errors[0] != errors[2]).any()
+    x = uniform(256)
+    of_seeds = [np.asarray(round_trip(GroupQuantized(seed=seed), x)) for seed in (0, 0, 1)]
+    np.testing.assert_array_equal(of_seeds[0], of_seeds[1])
+    assert (of_seeds[0] != of_seeds[2]).any()
     # The same group beside another one.
-    beside = [_round_trip(GroupQuantized(), jnp.concatenate([x, other]))[:256] for other in (x, x + 1)]
+    beside = [np.asarray(round_trip(GroupQuantized(), np.concatenate([x, other])))[:256] for other in (x, x + 1)]
     assert (beside[0] != beside[1]).any()
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("bits", "dtype"), [(4, jnp.float32), (8, jnp.bfloat16)])
 def test_channel_quantized_errs_by_half_a_level(bits, dtype):
-    scales = jnp.asarray([1e-30, 1.0, 3e30, 0.0, 1.0], dtype)
-    x = (jax.random.normal(jax.random.key(0), (40, 7, 5), jnp.float32).astype(dtype) + 2) * scales
+    x = ((normal(40, 7, 5) + 2) * np.float32([1e-30, 1.0, 3e30, 0.0, 1.0])).astype(dtype)
     codec = ChannelQuantized(bits=bits)
-    got, x = np.asarray(_round_trip(codec, x), np.float64), np.asarray(x, np.float64)
+    got, x = np.asarray(round_trip(codec, x), np.float64), np.asarray(x, np.float64)
     half = np.ptp(x, (0, 1)) / (2**bits - 1) / 2
     rounding = np.abs(x).max((0, 1)) * (2**-8 if dtype == jnp.bfloat16 else 2**-22)
     error = np.abs(got - x).max((0, 1))
@@ -135,37 +131,44 @@ def test_channel_quantized_takes_so_many_bits(bits):
 
 def test_channel_quantized_keeps_other_channels_from_a_nan():
     for bad in (jnp.nan, jnp.inf):
-        got = _round_trip(ChannelQuantized(), jnp.ones((9, 3)).at[4, 1].set(bad))
+        x = np.ones((9, 3), np.float32)
+        x[4, 1] = bad
+        got = np.asarray(round_trip(ChannelQuantized(), x))
         assert np.isnan(got[:, 1]).all()
         assert (got[:, [0, 2]] == 1).all()
 
 
 def test_channel_quantized_can_measure_samples():
     codec = ChannelQuantized(samples=1000)
-    x = jax.random.uniform(jax.random.key(0), (64, 20, 24, 3))
-    ends = jnp.clip(x * 131008 - 65504, -65504, 65504).astype(jnp.float16)
-    assert jnp.isfinite(_round_trip(codec, ends)).all()
-    x = x.at[5, 7, 1, 1].set(9.0)  # not measured: 16 of an example's 480 values are, those at 14, 43, 72, ...
-    got = _round_trip(codec, x)
+    x = uniform(64, 20, 24, 3)
+    ends = np.clip(x * 131008 - 65504, -65504, 65504).astype(np.float16)
+    assert np.isfinite(round_trip(codec, ends)).all()
+    x[5, 7, 1, 1] = 9  # not measured: 16 of an example's 480 values are, those at 14, 43, 72, ...
+    got = np.asarray(round_trip(codec, x))
     measured = x.reshape(64, 480, 3)[:, 14::29]
-    low, high = (reduce(measured, (0, 1)) for reduce in (jnp.min, jnp.max))
+    low, high = (reduce(measured, (0, 1)) for reduce in (np.min, np.max))
     half = 1.125 * (high - low) / 15 / 2
-    error = jnp.abs(got - x).at[5, 7, 1, 1].set(0)
+    error = np.abs(got - x)
+    error[5, 7, 1, 1] = 0
     assert (error.max((0, 1, 2)) <= half + 1e-6).all()
     assert (error.max((0, 1, 2)) > 0.9 * half).all()
     assert got[5, 7, 1, 1] == pytest.approx(float((high + (high - low) / 16)[1]))
 
 
-@pytest.mark.parametrize("shape", [(900, 3), (10, 90, 3), (999, 1, 3), (9, 10, 10, 3), (5,), (1, 1), (0, 4, 2), (2, 0)])
-def test_channel_quantized_measures_all_of_little(shape):
-    x = jax.random.normal(jax.random.key(1), shape)
-    chex.assert_trees_all_equal(ChannelQuantized(samples=1000).encode(x), ChannelQuantized().encode(x))
+def test_channel_quantized_measures_all_of_little():
+    shapes = (900, 3), (10, 90, 3), (999, 1, 3), (9, 10, 10, 3), (5,), (1, 1), (0, 4, 2), (2, 0)
+    xs = [normal(*shape) for shape in shapes]
+    some, every = jax.jit(
+        lambda xs: [list(map(codec.encode, xs)) for codec in (ChannelQuantized(samples=1000), ChannelQuantized())]
+    )(xs)
+    chex.assert_trees_all_equal(some, every)
 
 
 @pytest.mark.parametrize("shape", [(9000, 3), (10, 300, 3), (2, 3, 9000, 3)])
 def test_channel_quantized_measures_as_much_as_it_is_asked_for(shape):
-    for samples in (1, 7, 400, 1000, 1001):
-        measured = evenly_spaced(jnp.arange(math.prod(shape)).reshape(shape), samples)
+    places, every_samples = np.arange(math.prod(shape)).reshape(shape), (1, 7, 400, 1000, 1001)
+    found = jax.jit(lambda places: [evenly_spaced(places, samples) for samples in every_samples])(places)
+    for samples, measured in zip(every_samples, found, strict=True):
         assert samples <= measured.size // 3 <= 3 * max(samples, shape[0] if len(shape) > 2 else 1)
         assert len(np.unique(measured)) == measured.size
 
@@ -177,22 +180,21 @@ def test_channel_quantized_under_transformations(bits):
 
 def check_transformations(bits):
     """Levels stacked by `scan`, batched by `vmap`, transposed and sliced give what they give by themselves."""
-    codec = ChannelQuantized(bits)
-    x = jax.random.normal(jax.random.key(0), (3, 64, 20, 48))
-    alone = np.stack([jax.jit(lambda x: _round_trip(codec, x))(one) for one in x])
+    codec, x = ChannelQuantized(bits), normal(3, 64, 20, 48)
+    alone = np.stack([round_trip(codec, one) for one in x])
 
     @jax.jit
     def stacked(x):
         _, codes = jax.lax.scan(lambda _, x: (None, codec.encode(x)), None, x)
         return jax.lax.scan(lambda _, code: (None, codec.decode(code)), None, codes, reverse=True)[1]
 
-    batched = jax.jit(jax.vmap(lambda x: _round_trip(codec, x)))
-    moved = jax.jit(lambda x: codec.encode(x).levels.transpose(2, 0, 1)[5:40:3, ::2])
-    levels = np.asarray(jax.jit(lambda x: codec.encode(x).levels)(x[0]).astype(jnp.uint8))
+    batched = jax.jit(jax.vmap(lambda x: codec.decode(codec.encode(x))))
+    moved = jax.jit(lambda x: codec.encode(x).levels.transpose(2, 0, 1)[5:40:3, ::2])(x[0])
+    levels = np.asarray(jax.jit(lambda x: codec.encode(x).levels)(x[0])).astype(np.uint8)
     same = lambda a: np.testing.assert_allclose(a, alone, rtol=1e-6, atol=1e-6)  # programs contract products and sums
     same(stacked(x))
     same(batched(x))
-    np.testing.assert_array_equal(moved(x[0]).astype(jnp.uint8), levels.transpose(2, 0, 1)[5:40:3, ::2])
+    np.testing.assert_array_equal(np.asarray(moved).astype(np.uint8), levels.transpose(2, 0, 1)[5:40:3, ::2])
 
 
 def test_refuses():
@@ -225,11 +227,11 @@ def test_refuses():
 )
 def test_quantisers_take_any_finite_values(codec):
     """Finite values decode to finite ones, at most a distance of levels away, however large or small they are."""
-    key = jax.random.key(0)
-    x = jax.random.normal(key, (4, 64, 32)) * 10.0 ** jax.random.randint(key, (4, 1, 32), -44, 38).astype(jnp.float32)
-    largest = float(jnp.finfo(jnp.float32).max)
-    x = jnp.clip(x, -largest, largest).at[0, :2, 0].set(jnp.array([largest, -largest])).at[1, :, 1].set(largest)
-    got = np.asarray(_round_trip(codec, x), np.float64)
+    rng, largest = np.random.default_rng(0), float(jnp.finfo(jnp.float32).max)
+    x = rng.normal(size=(4, 64, 32)) * 10.0 ** rng.integers(-44, 38, (4, 1, 32))
+    x[0, :2, 0], x[1, :, 1] = (largest, -largest), largest
+    x = np.clip(x, -largest, largest).astype(np.float32)
+    got = np.asarray(round_trip(codec, x), np.float64)
     assert np.isfinite(got).all()
     wide = np.asarray(x, np.float64)
     assert (np.abs(got - wide) <= np.ptp(wide) / (2**codec.bits - 1) * (1 + 1e-5)).all()
@@ -239,34 +241,44 @@ def test_quantisers_take_any_finite_values(codec):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
 def test_what_is_finite_stays_finite_and_what_is_not_is_seen(codec, dtype):
     largest = jnp.finfo(dtype).max
-    extremes = jnp.array([[largest, -largest], [0, largest], [largest, largest]], dtype)
+    extremes = np.array([[largest, -largest], [0, largest], [largest, largest]], dtype)
     if dtype == jnp.float32 or codec != Cast():  # float16's largest value rounds up in bfloat16
-        assert np.isfinite(_round_trip(codec, extremes)).all()
-    assert not np.isfinite(_round_trip(codec, extremes.at[0, 0].set(jnp.inf))[0, 0])
-    assert np.isnan(_round_trip(codec, extremes.at[0, 0].set(jnp.nan))[0, 0])
+        assert np.isfinite(round_trip(codec, extremes)).all()
+    extremes[0, 0] = np.inf
+    assert not np.isfinite(np.asarray(round_trip(codec, extremes))[0, 0])
+    extremes[0, 0] = np.nan
+    assert np.isnan(np.asarray(round_trip(codec, extremes))[0, 0])
 
 
 def test_block_quantized_has_ranges_of_its_own_for_examples_channels_and_stretches():
     """A part that is 1000 times as large leaves the others as they are."""
     codec = BlockQuantized(8, block=64)
-    x = jax.random.normal(jax.random.key(0), (4, 256, 16))
-    plain = jnp.abs(_round_trip(codec, x) - x).max()
+    x = normal(4, 256, 16)
+    plain = np.abs(round_trip(codec, x) - x).max()
     for place in (np.s_[1], np.s_[:, :, 3], np.s_[2, 64:128]):
-        loud = x.at[place].multiply(1000)
-        off = jnp.abs(_round_trip(codec, loud) - loud).at[place].set(0)
+        loud = x.copy()
+        loud[place] *= 1000
+        off = np.abs(round_trip(codec, loud) - loud)
+        off[place] = 0
         assert off.max() <= plain
     assert codec.nbytes(x) == x.size + 2 * 4 * x.size // 64
-    # Few positions: blocks along memory; and lengths that nothing divides.
-    for shape in ((5000,), (3, 4096), (7, 4099), (1, 1, 4096), (2, 1021, 5)):
-        x = jax.random.normal(jax.random.key(1), shape)
+
+
+def test_block_quantized_of_few_positions_and_of_lengths_that_nothing_divides():
+    """Of few positions blocks lie along memory."""
+    codec, shapes = BlockQuantized(8, block=64), ((5000,), (3, 4096), (7, 4099), (1, 1, 4096), (2, 1021, 5))
+    xs = [normal(*shape) for shape in shapes]
+    round_trips = jax.jit(lambda xs: [codec.decode(codec.encode(x)) for x in xs])
+    for x, got in zip(xs, round_trips(xs), strict=True):
         assert codec.nbytes(x) <= 1.3 * x.size
-        assert jnp.abs(_round_trip(codec, x) - x).max() < 0.02
+        assert np.abs(got - x).max() < 0.02
 
 
 def test_block_quantized_keeps_other_blocks_from_a_nan():
-    x = jnp.ones((2, 128, 4))
-    for bad in (jnp.nan, jnp.inf, -jnp.inf):
-        got = _round_trip(BlockQuantized(8, block=64), x.at[1, 70, 2].set(bad))
+    x = np.ones((2, 128, 4), np.float32)
+    for bad in (np.nan, np.inf, -np.inf):
+        x[1, 70, 2] = bad
+        got = np.asarray(round_trip(BlockQuantized(8, block=64), x))
         assert np.isnan(got[1, 64:, 2]).all()
         assert np.isnan(got).sum() == 64
 
@@ -280,18 +292,18 @@ QUANTISERS = [
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_codes_are_decoded_by_what_made_them_alone(sharded):
-    x = jax.random.uniform(jax.random.key(0), (64, 64))
+    """A code says what made it: nothing is computed."""
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
     with jax.set_mesh(mesh):
-        if sharded:
-            x = jax.device_put(x, NamedSharding(mesh, PartitionSpec("d")))
+        sharding = NamedSharding(mesh, PartitionSpec("d")) if sharded else None
+        x = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=sharding)
         codecs = QUANTISERS[::3] if sharded else QUANTISERS
-        codes = [jax.jit(codec.encode)(x) for codec in codecs]
+        codes = [jax.eval_shape(codec.encode, x) for codec in codecs]
         for codec in codecs:
             for made_by, code in zip(codecs, codes, strict=True):
                 if made_by == codec:
-                    decoded = jax.jit(codec.decode)(code)
-                    assert jnp.abs(jax.device_get(decoded) - jax.device_get(x)).max() < 0.5
+                    decoded = jax.eval_shape(codec.decode, code)
+                    assert (decoded.shape, decoded.dtype) == (x.shape, x.dtype)
                 else:
                     alike = type(made_by) is type(codec)
                     with pytest.raises(ValueError if alike else TypeError, match="code must be "):
@@ -299,7 +311,7 @@ def test_codes_are_decoded_by_what_made_them_alone(sharded):
     with pytest.raises(
         ValueError, match=r"code must be one that BlockQuantized\(bits=8\) made, got one of BlockQuantized\(bits=4\): "
     ):
-        BlockQuantized(8).decode(BlockQuantized(4).encode(jnp.ones((64, 64))))
+        BlockQuantized(8).decode(jax.jit(BlockQuantized(4).encode)(np.ones((64, 64), np.float32)))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -325,13 +337,12 @@ def test_errors_have_their_bound_from_the_smallest_to_the_largest_numbers(codec,
     values = np.clip(rng.standard_normal((256, 128)) / 3, -1, 1)
     if isinstance(codec, RectifiedBlocks):
         values = np.maximum(values, 0)
-    run = jax.jit(lambda x: codec.decode(codec.encode(x)))
     sizes = [1e-45, 1e-41, 1e-38, 1e-37, 3e-37, 1e-36, 1e-35, 1e-34, 1e-32, 1e-20, 1.0, 1e20, 1e37, 3e38]
     mixed = [10.0 ** rng.integers(-45, 39, shape) for shape in ((256, 1), (1, 128), (256, 128))]
     for size in [*sizes, *mixed]:
         x = np.asarray(values * size, jnp.dtype(dtype))
         # In float64, which has room for all of them, and by NumPy, which takes no subnormal number for zero.
-        wide, got = x.astype(np.float64), np.asarray(run(x)).astype(np.float64)
+        wide, got = x.astype(np.float64), np.asarray(round_trip(codec, x)).astype(np.float64)
         rounding = np.abs(wide) * float(jnp.finfo(dtype).eps) / 2
         if isinstance(codec, Cast):
             bound = np.abs(wide) * 2.0**-8
@@ -352,22 +363,22 @@ def test_errors_have_their_bound_from_the_smallest_to_the_largest_numbers(codec,
 def test_large_channels_beside_the_smallest_ones_keep_their_bound(dtype):
     values = np.random.default_rng(0).standard_normal((512, 128)) * 1e-37
     values[:, 5] *= 1e7
-    x = jnp.asarray(np.asarray(values, jnp.dtype(dtype)))
+    x = np.asarray(values, jnp.dtype(dtype))
     codec = PositionQuantized(8)
-    wide, got = (np.asarray(a).astype(np.float64) for a in (x, jax.jit(lambda x: codec.decode(codec.encode(x)))(x)))
+    wide, got = (np.asarray(a).astype(np.float64) for a in (x, round_trip(codec, x)))
     spread = np.abs(wide).max(0) / 255
-    assert np.all(np.abs(got - wide) <= np.maximum(spread, 0.5 * np.asarray(codec.steps(x)) + 5e-37) * 1.1)
+    assert np.all(np.abs(got - wide) <= np.maximum(spread, 0.5 * np.asarray(jax.jit(codec.steps)(x)) + 5e-37) * 1.1)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("count", [8, 512])
 def test_relative_error_is_told_from_the_smallest_to_the_largest_numbers(dtype, count):
     values = np.clip(np.random.default_rng(0).standard_normal((count, 128)) / 3, -1, 1)
-    codec = PositionQuantized(4)
+    codec, relative_error = PositionQuantized(4), jax.jit(PositionQuantized(4).relative_error)
     for size in [1e-39, 1e-38, 1e-37, 1e-36, 1e-35, 1e-30, 1.0, 1e30, 1e38, 3e38]:
         x = np.asarray(values * size, jnp.dtype(dtype))
-        wide, got = x.astype(np.float64), np.asarray(codec.decode(codec.encode(x))).astype(np.float64)
+        wide, got = x.astype(np.float64), np.asarray(round_trip(codec, x)).astype(np.float64)
         true = np.linalg.norm(got - wide) / np.linalg.norm(wide)
-        told = float(codec.relative_error(x))
+        told = float(relative_error(x))
         assert true * (0.8 if size < 1e-35 else 0.95) <= told <= true * (2 if size < 1e-35 else 1.05), size
-    assert codec.relative_error(jnp.zeros((count, 128), dtype)) == 0
+    assert relative_error(np.zeros((count, 128), dtype)) == 0
