@@ -2,17 +2,15 @@
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 
 def from_bits(bits: np.ndarray, dtype):
-    unsigned = jnp.uint32 if jnp.dtype(dtype).itemsize == 4 else jnp.uint16
-    return lax.bitcast_convert_type(jnp.asarray(bits, unsigned), dtype)
+    dtype = jnp.dtype(dtype)
+    return bits.astype(np.uint32 if dtype.itemsize == 4 else np.uint16).view(dtype)
 
 
 def to_bits(x) -> np.ndarray:
-    unsigned = jnp.uint32 if x.dtype.itemsize == 4 else jnp.uint16
-    return np.asarray(lax.bitcast_convert_type(x, unsigned))
+    return np.ascontiguousarray(x).view(np.uint32 if x.dtype.itemsize == 4 else np.uint16)
 
 
 def in_lanes(values):
