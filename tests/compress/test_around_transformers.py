@@ -33,7 +33,7 @@ def layers():
 
 
 def stacked():
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers())
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *layers())
 
 
 def in_turn(layer, params, x):
@@ -72,7 +72,7 @@ def test_loops_and_chains(loss, bits):
     assert 1e-4 < distance(got, gradient(in_a_scan, with_rule, params)) < MOST[bits]
 
 
-@pytest.mark.parametrize(("is_outside", "bits"), [(True, 4), (False, 8), (False, 4)])
+@pytest.mark.parametrize(("is_outside", "bits"), [(True, 8), (False, 4)])
 def test_checkpoints_with_names(is_outside, bits):
     policy = jax.checkpoint_policies.save_only_these_names("attention", "gate")
     checkpoint = functools.partial(jax.checkpoint, policy=policy)
@@ -86,10 +86,12 @@ def test_checkpoints_with_names(is_outside, bits):
 
 
 def test_a_planned_function_with_compressed_layers():
-    small = compressed(with_rule, bits=4, inputs=1)
+    plain = lambda p, x: x + jax.nn.silu(norm(x) @ p["gate"]) @ p["down"]
+    small = compressed(plain, bits=4, inputs=1)
     loss = memjax.planned(functools.partial(in_turn, small), budget="64MiB")
-    got = jax.jit(jax.grad(loss))(layers()[:1], inputs())
-    want = jax.grad(functools.partial(in_turn, with_rule))(layers()[:1], inputs())
+    params = [{name: p[name] for name in ("gate", "down")} for p in layers()]
+    got = jax.jit(jax.grad(loss))(params, inputs())
+    want = jax.jit(jax.grad(functools.partial(in_turn, plain)))(params, inputs())
     assert 1e-4 < distance(got, want) < MOST[4]
 
 
@@ -116,7 +118,7 @@ class LinenStack(nn.Module):
 
 @pytest.mark.parametrize("bits", [8])
 def test_linen_layers_in_a_scan(bits):
-    params = LinenStack(None).init(jax.random.key(0), inputs())
+    params = jax.jit(LinenStack(None).init)(jax.random.key(0), inputs())
     loss = lambda model, params, x: jnp.mean(model.apply(params, x) ** 2)
     got, want = (gradient(loss, LinenStack(of), params) for of in (bits, None))
     assert 1e-4 < distance(got, want) < MOST[bits]
@@ -144,7 +146,7 @@ def test_nnx_layers_in_a_scan(bits):
 
         return jnp.mean(over(x, stack) ** 2)
 
-    got, want = (nnx.grad(functools.partial(loss, of))(stack, inputs()) for of in (bits, None))
+    got, want = (nnx.jit(nnx.grad(functools.partial(loss, of)))(stack, inputs()) for of in (bits, None))
     assert 1e-4 < distance(got, want) < MOST[bits]
 
 
@@ -164,7 +166,7 @@ def test_rings(bits):
         specs |= dict.fromkeys(("up", "gate"), ROWS) | {"down": FIRST}
         return jnp.mean(sharded(layer, 4, (specs, ROWS), ROWS)(p, x) ** 2)
 
-    p, x = parameters(), jax.random.normal(jax.random.key(3), (2, 256, FEATURES))
+    p, x = parameters(), np.random.default_rng(3).normal(size=(2, 256, FEATURES)).astype(np.float32)
     got, want = (
         jax.jit(jax.grad(functools.partial(loss, one), (0, 1)))(p, x)
         for one in (compressed(layer, bits=bits, inputs=1), layer)

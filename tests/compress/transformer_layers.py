@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 FEATURES, HIDDEN, HEADS, TOKENS = 128, 512, 2, (4, 64)
@@ -12,13 +13,13 @@ FEATURES, HIDDEN, HEADS, TOKENS = 128, 512, 2, (4, 64)
 def parameters(seed=0, dtype=jnp.float32):
     shapes = dict.fromkeys(("query", "key", "value", "out"), (FEATURES, FEATURES))
     shapes |= {"gate": (FEATURES, HIDDEN), "up": (FEATURES, HIDDEN), "down": (HIDDEN, FEATURES)}
-    keys = jax.random.split(jax.random.key(seed), len(shapes))
-    draw = lambda key, shape: (jax.random.normal(key, shape) * shape[0] ** -0.5).astype(dtype)
-    return {name: draw(key, shape) for key, (name, shape) in zip(keys, shapes.items(), strict=True)}
+    rng = np.random.default_rng(seed)
+    draw = lambda shape: jnp.asarray(rng.normal(size=shape) * shape[0] ** -0.5, dtype)
+    return {name: draw(shape) for name, shape in shapes.items()}
 
 
 def inputs(seed=1, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(seed), (*TOKENS, FEATURES), dtype)
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(*TOKENS, FEATURES)), dtype)
 
 
 def norm(x):

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 
@@ -13,6 +14,7 @@ import pytest
 import memjax
 from memjax.compress import ArrayBits, BitsController, FittedBits, PositionQuantized, fit_bits
 from memjax.compress._training.array_bits import fewest_bits
+from tests.compress.codecs.round_trip import normal
 from tests.compress.kept import kept_bytes
 from tests.compress.transformer_layers import inputs, layer, parameters
 
@@ -45,44 +47,45 @@ def _gradient(bits, p, x):
     return jax.grad(f)(p, x)
 
 
-def _error(gradient, p, x):
-    """The root mean square over arrays of relative errors beside the gradient in float64."""
+@functools.cache
+def _exact():
+    """The gradient for `parameters()` and `inputs()` in float64."""
+    wide = jax.tree.map(lambda a: np.asarray(a, np.float64), (parameters(), inputs()))
     with jax.enable_x64(True):
-        wide = lambda tree: jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), tree)
-        exact = jax.jit(jax.grad(lambda p, x: jnp.mean(jnp.tanh(layer(p, x)) ** 2)))(wide(p), wide(x))
-        exact = [np.asarray(leaf) for leaf in jax.tree.leaves(exact)]
-    pairs = zip(jax.tree.leaves(gradient), exact, strict=True)
+        found = jax.jit(jax.grad(lambda p, x: jnp.mean(jnp.tanh(layer(p, x)) ** 2)))(*wide)
+        return list(map(np.asarray, jax.tree.leaves(found)))
+
+
+def _error(gradient):
+    """The root mean square over arrays of relative errors beside the gradient in float64."""
+    pairs = zip(jax.tree.leaves(gradient), _exact(), strict=True)
     return np.sqrt(np.mean([np.sum((np.asarray(a, np.float64) - b) ** 2) / np.sum(b**2) for a, b in pairs]))
 
 
-@pytest.mark.parametrize("sigma", [0.01, 0.03])
-def test_gradients_are_off_by_as_much_as_was_asked_for(sigma):
-    p, x = parameters(), inputs()
+def test_gradients_are_off_by_as_much_as_was_asked_for():
+    p, x, sigma = parameters(), inputs(), 0.03
     fitted = fit_bits(_gradient, p, x, sigma=sigma, draws=1)
     assert 0.5 * sigma < fitted.sigma <= sigma
-    gradient = jax.jit(_gradient, static_argnums=0)(fitted.bits, p, x)
-    assert _error(gradient, p, x) == pytest.approx(fitted.sigma, rel=0.15)
+    assert _error(jax.jit(_gradient, static_argnums=0)(fitted.bits, p, x)) == pytest.approx(fitted.sigma, rel=0.15)
     assert FittedBits.from_json(fitted.to_json()) == fitted
     plain = kept_bytes(lambda p: jnp.mean(layer(p, x)), p)
     kept = lambda bits: kept_bytes(lambda p: jnp.mean(memjax.compressed(layer, bits=bits, inputs="x")(p, x)), p)
     assert kept(fitted.bits[0]) < 0.75 * plain
-    if sigma > 0.02:
-        assert kept(fitted.bits[0]) < kept(8)
+    assert kept(fitted.bits[0]) < kept(8)
 
 
 def test_sigma_without_data_is_about_the_error():
     p, x = parameters(), inputs()
     before = 0
-    for sigma in (0.01, 0.03, 0.1):
+    for sigma in (0.01, 0.1):
         f = lambda p, s=sigma: jnp.mean(jnp.tanh(memjax.compressed(layer, sigma=s, inputs="x")(p, x)) ** 2)
-        error = _error(jax.jit(jax.grad(f))(p), p, x)
+        error = _error(jax.jit(jax.grad(f))(p))
         assert max(before, 0.2 * sigma) < error < 3 * sigma
         before = error
 
 
 def test_parts_have_bits_of_their_own():
-    w = jax.random.normal(jax.random.key(0), (3, 2, 128, 128)) / 128**0.5
-    x = jax.random.normal(jax.random.key(1), (1024, 128))
+    w, x = normal(3, 2, 128, 128) / np.float32(128**0.5), normal(512, 128, seed=1)
 
     def gradient(bits, w, x):
         def loss(w):
@@ -100,8 +103,10 @@ def test_parts_have_bits_of_their_own():
         fitted = fit_bits(gradient, w, x, sigma=sigma, parts=3, draws=1)
         assert fitted.sigma <= sigma
         found = jax.jit(gradient, static_argnums=0)(fitted.bits, w, x)
-        errors = [jnp.sum((a - b) ** 2) / jnp.sum(b**2) for a, b in zip(found, exact, strict=True)]
-        assert float(jnp.sqrt(jnp.mean(jnp.array(errors)))) == pytest.approx(fitted.sigma, rel=0.2)
+        errors = [
+            np.sum(np.square(np.subtract(a, b))) / np.sum(np.square(b)) for a, b in zip(found, exact, strict=True)
+        ]
+        assert np.sqrt(np.mean(errors)) == pytest.approx(fitted.sigma, rel=0.2)
         bits = sum(sum(part.bits) for part in fitted.bits)
         assert bits < before
         before = bits
@@ -112,8 +117,11 @@ def _sums(bits, w, x):
     return jax.grad(lambda w: jnp.mean(jnp.tanh(memjax.compressed(f, bits=bits[0], inputs="x")(w, x)) ** 2))(w)
 
 
+_sums_with = jax.jit(_sums, static_argnums=0)
+
+
 def _weights():
-    return jax.random.normal(jax.random.key(0), (2, 64, 64)) / 8, jax.random.normal(jax.random.key(1), (256, 64))
+    return jnp.asarray(normal(2, 64, 64) / 8), jnp.asarray(normal(256, 64, seed=1))
 
 
 def test_choosing_again_compiles_few_steps():
@@ -134,7 +142,7 @@ def test_choosing_again_compiles_few_steps():
     least = controller.update(dataclasses.replace(first, known=six), 10, w, x)
     assert least.known == six
     assert least.bits[0].bits in six
-    moment = jax.tree.map(lambda g: 4 * g, _sums((8,), w, x))
+    moment = jax.tree.map(lambda g: 4 * g, _sums_with((8,), w, x))
     larger = controller.update(dataclasses.replace(first, known=()), 10, w, x, reference=moment)
     np.testing.assert_allclose(larger.alone, np.array(first.alone) / 4, rtol=1e-2)
     assert sum(larger.bits[0].bits) < sum(bits)
@@ -171,12 +179,12 @@ def test_each_array_has_its_own_bits():
 def test_what_saves_nothing_is_left_alone_and_said():
     """A layer of small arrays, an error below what 8 bits can do, and values near the largest."""
     w, _ = _weights()
-    few = jnp.ones((2, 64))
+    few = np.ones((2, 64), np.float32)
     fitted = fit_bits(_sums, w, few, sigma=0.01)
     assert fitted.bits[0].bits == ()
     assert "nothing is encoded" in repr(fitted.bits[0])
     assert fitted.sigma == 0
-    np.testing.assert_allclose(_sums(fitted.bits, w, few), _sums((8,), w, few))
+    np.testing.assert_allclose(_sums_with(fitted.bits, w, few), _sums_with((8,), w, few))
     _, x = _weights()
     tight = fit_bits(_sums, w, x, sigma=1e-6)
     assert set(tight.bits[0].bits) == {32}
@@ -186,7 +194,7 @@ def test_what_saves_nothing_is_left_alone_and_said():
     )
     huge = fit_bits(_sums, w, x * 1e30, sigma=0.01)
     assert np.isfinite(huge.sigma)
-    assert np.isfinite(_sums(huge.bits, w, x * 1e30)).all()
+    assert np.isfinite(_sums_with(huge.bits, w, x * 1e30)).all()
 
 
 def _wrapped(bits):
@@ -210,11 +218,11 @@ def test_refuses():
     ):
         fit_bits(lambda bits, w, x: _sums(bits[:1], w, x), w, x, sigma=0.1, parts=2)
     with pytest.raises(ValueError, match="reference must be finite arrays"):
-        fit_bits(_sums, w, x, sigma=0.1, reference=jax.tree.map(lambda g: g * jnp.nan, _sums((8,), w, x)))
+        fit_bits(_sums, w, x, sigma=0.1, reference=jax.tree.map(lambda g: g * jnp.nan, _sums_with((8,), w, x)))
     with pytest.raises(ValueError, match="gradient must return floating-point arrays, got none"):
         fit_bits(lambda bits, w, x: (_sums(bits, w, x), None)[1], w, x, sigma=0.1)
     with pytest.raises(ValueError, match="reference must be arrays that are not all zero"):
-        fit_bits(_sums, w, x, sigma=0.1, reference=jax.tree.map(jnp.zeros_like, _sums((8,), w, x)))
+        fit_bits(_sums, w, x, sigma=0.1, reference=jax.tree.map(jnp.zeros_like, _sums_with((8,), w, x)))
     with pytest.raises(ValueError, match="seed must be an integer of at most 32 bits"):
         fit_bits(_sums, w, x, sigma=0.1, seed=2**31)
     with pytest.raises(TypeError, match=r"args\[1\] must be a pytree of arrays and numbers, got 'x'"):
@@ -229,8 +237,7 @@ def test_refuses():
 @pytest.mark.parametrize("around", [lambda f: f, jax.checkpoint], ids=["alone", "checkpoint"])
 def test_turns_of_a_scan_share_their_bits(around):
     """Errors of all turns add up, and the prediction knows."""
-    w = jax.random.normal(jax.random.key(0), (3, 2, 64, 64)) / 8
-    _, x = _weights()
+    w, x = normal(3, 2, 64, 64) / 8, _weights()[1]
 
     def gradient(bits, w, x):
         f = lambda w, x: x + jax.nn.silu(x @ w[0]) @ w[1]
@@ -240,8 +247,7 @@ def test_turns_of_a_scan_share_their_bits(around):
     fitted = fit_bits(gradient, w, x, sigma=0.02)
     found = jax.jit(gradient, static_argnums=0)(fitted.bits, w, x)
     with jax.enable_x64(True):
-        wide = [jnp.asarray(np.asarray(a, np.float64)) for a in (w, x)]
-        exact = np.asarray(jax.jit(gradient, static_argnums=0)(None, *wide))
+        exact = np.asarray(jax.jit(gradient, static_argnums=0)(None, *(np.asarray(a, np.float64) for a in (w, x))))
     error = np.sqrt(np.sum((np.asarray(found, np.float64) - exact) ** 2) / np.sum(exact**2))
     assert fitted.sigma <= 0.02
     assert error == pytest.approx(fitted.sigma, rel=0.15)
@@ -273,8 +279,7 @@ def test_data_from_outside_is_checked():
 
 def test_controller_of_other_arrays():
     """Bits are chosen anew where the gradient encodes other arrays."""
-    w = [jax.random.normal(jax.random.key(i), (64, 64)) / 8 for i in range(3)]
-    x = jax.random.normal(jax.random.key(9), (1024, 64))
+    w, x = [normal(64, 64, seed=i) / 8 for i in range(3)], normal(1024, 64, seed=9)
 
     def net(w, x):
         for one in w:
@@ -290,7 +295,7 @@ def test_controller_of_other_arrays():
         fewer = controller.update(fitted, step, w[:2], x)
         assert len(fewer.bits[0].bits) == 2
         assert fewer.step == step
-        gradient(fewer.bits, w[:2], x)
+        jax.eval_shape(lambda w, x, bits=fewer.bits: gradient(bits, w, x), w[:2], x)
     with pytest.raises(ValueError, match="step must be at least 5, that of `fitted`, got 4"):
         controller.update(fitted, 4, w, x)
     with pytest.raises(TypeError, match="fitted must be None or FittedBits, got"):
