@@ -22,12 +22,12 @@ from tests.compress.networks import conv
 SHAPE = (4, 8, 8, 16)
 
 
-def weights():
-    return {f"conv{i}": jnp.asarray(np.float32(0.1) * normal(3, 3, 16, 16, seed=i)) for i in range(2)}
+def weights(convolutions=2):
+    return {f"conv{i}": jnp.asarray(np.float32(0.1) * normal(3, 3, 16, 16, seed=i)) for i in range(convolutions)}
 
 
 def network(params, x):
-    for i in range(2):
+    for i in range(len(params)):
         x = jax.nn.relu(conv(x, params[f"conv{i}"]))
     return x
 
@@ -41,8 +41,9 @@ def batch(seed, scale=1.0):
 
 
 @functools.cache
-def found_layers(**options):
-    return compress.layers(loss, weights(), batch(0), **options)
+def found_layers(convolutions=2, **options):
+    """Of a network with so many: where one will do, programs are half as large."""
+    return compress.layers(loss, weights(convolutions), batch(0), **options)
 
 
 gradient = jax.jit(jax.grad(loss, (0, 1)))  # of the weights, too: without them nothing is saved
@@ -103,11 +104,11 @@ def test_statistics_are_what_they_are_called():
 
 
 def test_statistics_are_of_so_many_samples():
-    layers, params, x = found_layers(bound=2**-4, samples=None), weights(), batch(1)
+    layers, params, x = found_layers(1, bound=2**-4, samples=None), weights(1), batch(1)
     exact, few, one = (
         gradient(dataclasses.replace(layers, samples=samples), params, x)[0].statistics for samples in (None, 512, 1)
     )
-    np.testing.assert_allclose(exact.power, gradient(found_layers(bound=2**-4), params, x)[0].statistics.power)
+    np.testing.assert_allclose(exact.power, gradient(found_layers(1, bound=2**-4), params, x)[0].statistics.power)
     assert not np.any(few.power == exact.power)
     np.testing.assert_allclose(few.power, exact.power, rtol=0.3)  # of 512 of 4,096 values
     assert np.all(np.isfinite(one.power))
@@ -117,7 +118,7 @@ def test_statistics_are_of_so_many_samples():
 
 
 def test_statistics_add_up_over_devices_and_examples():
-    layers, params, x = found_layers(bound=2**-4), weights(), np.concatenate([batch(i) for i in range(4)])
+    layers, params, x = found_layers(1, bound=2**-4), weights(1), np.concatenate([batch(i) for i in range(4)])
     whole = gradient(layers, params, x)[0].statistics
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     in_specs = (jax.P(), jax.P(), jax.P("data"))
@@ -242,7 +243,7 @@ def test_the_papers_coefficient():
 
 
 def test_scaled_gradients_have_the_statistics_of_scaled_losses():
-    args = found_layers(), weights(), batch(0)
+    args = found_layers(1), weights(1), batch(0)
     got, want = jax.jit(
         lambda *args: (
             compress.scale_gradient(jax.grad(loss, (0, 1))(*args), 0.25),
@@ -261,7 +262,7 @@ def step_with(tx, params, state, x, by):
 
 def stepped(tx, by=1.0, steps=3):
     """Parameters after so many steps of a loss `by` times as large."""
-    params = {"net": weights(), "codec": found_layers(bound=2**-3)}
+    params = {"net": weights(1), "codec": found_layers(1, bound=2**-3)}
     state = jax.jit(tx.init)(params)
     for i in range(steps):
         params, state = step_with(tx, params, state, batch(i), by)
@@ -288,7 +289,7 @@ def test_errors_are_clipped_with_gradients():
 def test_nothing_to_clip():
     """Gradients of zero, of which no scale can be found."""
     found = stepped(compress.adaptive(optax.sgd(0.01), clip=optax.clip_by_global_norm(1.0)), by=0.0)
-    chex.assert_trees_all_close(found["net"], jax.device_get(weights()))
+    chex.assert_trees_all_close(found["net"], jax.device_get(weights(1)))
     assert np.isfinite(found["codec"].bound).all()
 
 
@@ -325,7 +326,7 @@ def values(state):
 def test_capacities_follow_the_need():
     """Up at once, to what was needed and no further; down when a window has needed less."""
     tx = compress.adaptive(optax.sgd(0.01), interval=10**6)
-    params = {"net": weights(), "codec": found_layers(bound=2**-3, bits_per_value=1.0)}
+    params = {"net": weights(1), "codec": found_layers(1, bound=2**-3, bits_per_value=1.0)}
     state = {"params": params, "optimizer": tx.init(params)}
     needs = []
 

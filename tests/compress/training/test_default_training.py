@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from memjax import compressed
+from tests.compress.codecs.round_trip import normal
 
 STEPS, SEEDS, CLASSES = 30, 3, 4
 CHECKED = 5  # last steps, whose mean loss counts
@@ -22,9 +23,8 @@ class ResNet(nn.Module):
     def __call__(self, x):
         norm = functools.partial(nn.BatchNorm, use_running_average=False, momentum=0.9)
         x = nn.relu(norm()(nn.Conv(16, (3, 3), use_bias=False)(x)))
-        for _ in range(2):
-            y = nn.relu(norm()(nn.Conv(16, (3, 3), use_bias=False)(x)))
-            x = nn.relu(x + norm(scale_init=nn.initializers.zeros)(nn.Conv(16, (3, 3), use_bias=False)(y)))
+        y = nn.relu(norm()(nn.Conv(16, (3, 3), use_bias=False)(x)))
+        x = nn.relu(x + norm(scale_init=nn.initializers.zeros)(nn.Conv(16, (3, 3), use_bias=False)(y)))
         return nn.Dense(CLASSES)(x.mean((1, 2)))
 
 
@@ -42,14 +42,12 @@ class Block(nnx.Module):
 class Transformer(nnx.Module):
     def __init__(self, rngs):
         self.embed, self.places = nnx.Embed(32, 32, rngs=rngs), nnx.Embed(32, 32, rngs=rngs)
-        self.blocks = nnx.List([Block(32, rngs) for _ in range(2)])
+        self.block = Block(32, rngs)
         self.out = nnx.Linear(32, 32, rngs=rngs)
 
     def __call__(self, tokens):
         x = self.embed(tokens) + self.places(jnp.arange(tokens.shape[1]))
-        for block in self.blocks:
-            x = block(x, nnx.make_causal_mask(tokens))
-        return self.out(x)
+        return self.out(self.block(x, nnx.make_causal_mask(tokens)))
 
 
 def resnet():
@@ -117,7 +115,7 @@ def test_trainings_end_where_plain_ones_do(case):
 
         return step
 
-    steps = {"plain": step_of(plain), "compressed": step_of(compressed)}
+    steps = {"compressed": step_of(compressed), "plain": step_of(plain)}
     init, start = jax.jit(init), jax.jit(optimizer.init)
     ends, began = {name: [] for name in steps}, []
     for seed in range(SEEDS):
@@ -127,9 +125,9 @@ def test_trainings_end_where_plain_ones_do(case):
         # The forward pass is the same, batch statistics with it.
         for own, exact in zip(jax.tree.leaves(first["compressed"][1]), jax.tree.leaves(first["plain"][1]), strict=True):
             np.testing.assert_allclose(own, exact, rtol=1e-5, atol=1e-6)
-        apart = jax.tree.map(jnp.subtract, first["compressed"][4], first["plain"][4])
+        got, exact = (np.concatenate(list(map(np.ravel, jax.tree.leaves(first[name][4])))) for name in steps)
         # Something was encoded, and little is lost.
-        assert 0 < optax.tree.norm(apart) < 0.02 * optax.tree.norm(first["plain"][4])
+        assert 0 < np.linalg.norm(got - exact) < 0.02 * np.linalg.norm(exact)
         for name, step in steps.items():
             state, losses = (params, rest, start(params)), []
             for key in keys:
@@ -149,7 +147,16 @@ LARGEST = 1.6e38  # twice it is finite, in bfloat16, too
 
 
 def times(scale, place):
-    return lambda x: x.at[place].multiply(scale)
+    def changed(x):
+        x[place] *= np.float32(scale)
+        return x
+
+    return changed
+
+
+def constant_channels(x):
+    x[:, :, ::3] = 7
+    return x
 
 
 ACTIVATIONS = {
@@ -157,11 +164,11 @@ ACTIVATIONS = {
     "examples": times(1000, np.s_[::3]),
     "positions": times(1000, np.s_[:, ::7]),
     "small channels": times(1e-30, np.s_[:, :, ::5]),
-    "constant channels": lambda x: x.at[:, :, ::3].set(7.0),
-    "constant": lambda x: jnp.full_like(x, -3.0),
-    "zero": jnp.zeros_like,
-    "large": lambda x: x * 1e30,
-    "largest": lambda x: jnp.where(x < 0, -LARGEST, LARGEST),
+    "constant channels": constant_channels,
+    "constant": lambda x: np.full_like(x, -3),
+    "zero": np.zeros_like,
+    "large": lambda x: x * np.float32(1e30),
+    "largest": lambda x: np.where(x < 0, -LARGEST, LARGEST),
 }
 
 
@@ -169,9 +176,8 @@ def gradients_of_all(f, dtype, names):
     """Name, and gradients of compressed(f)(x) and f(x); each compiled once."""
     own, exact = (jax.jit(jax.grad(g, (0, 1))) for g in (compressed(f, inputs="x"), f))
     for name in names:
-        x = ACTIVATIONS[name](jax.random.normal(jax.random.key(0), SHAPE))
-        x = jnp.clip(x, -LARGEST, LARGEST).astype(dtype)
-        weights = [jax.random.normal(key, (16, 16), dtype) / 4 for key in jax.random.split(jax.random.key(1), 4)]
+        x = np.clip(ACTIVATIONS[name](normal(*SHAPE)), -LARGEST, LARGEST).astype(dtype)
+        weights = [(normal(16, 16, seed=i) / 4).astype(dtype) for i in range(4)]
         yield name, own(weights, x), exact(weights, x)
 
 

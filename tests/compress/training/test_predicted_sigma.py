@@ -6,6 +6,7 @@ import numpy as np
 from jax import lax
 
 from memjax import compress, compressed
+from tests.compress.codecs.round_trip import normal
 from tests.compress.networks import conv, loss_of
 from tests.compress.uniform_error import inject_error
 
@@ -22,13 +23,9 @@ def network(params, x):
 
 
 def setting():
-    keys = jax.random.split(jax.random.key(0), 5)
-    shapes = {"first": (3, 3), "second": (3, 3), "third": (3, 3), "shortcut": (1, 1)}
-    params = {
-        name: jax.random.normal(key, (*size, 16, 16)) / 10
-        for key, (name, size) in zip(keys, shapes.items(), strict=False)
-    }
-    return params, jax.random.normal(keys[4], (16, 16, 16, 16))
+    sizes = {"first": (3, 3), "second": (3, 3), "third": (3, 3), "shortcut": (1, 1)}
+    params = {name: normal(*size, 16, 16, seed=i) / 10 for i, (name, size) in enumerate(sizes.items())}
+    return params, normal(16, 16, 16, 16, seed=4)
 
 
 def test_sigma_is_as_predicted_and_errors_are_normal():
@@ -49,8 +46,8 @@ def test_sigma_is_as_predicted_and_errors_are_normal():
 
     found, gradients = exact(params, x)
     samples = [with_errors(seed) for seed in range(24)]
-    half_width = jnp.full(len(layers.names), bound)
-    predicted = np.asarray(compress.predicted_sigma(found.statistics, half_width))
+    half_width = np.full(len(layers.names), bound, np.float32)
+    predicted = np.asarray(jax.jit(compress.predicted_sigma)(found.statistics, half_width))
     names = {tuple(name.split("/")[-1] for name in own): i for i, own in enumerate(layers.weights)}
     assert {frozenset(own) for own in names} == {
         frozenset({"first"}),
@@ -59,7 +56,7 @@ def test_sigma_is_as_predicted_and_errors_are_normal():
     }
     for own, i in names.items():
         for j, name in enumerate(own):
-            errors = np.stack([np.asarray(sample[name] - gradients[name], np.float64) for sample in samples])
+            errors = np.stack([np.asarray(sample[name], np.float64) - gradients[name] for sample in samples])
             assert 0.8 < predicted[i, j] / errors.std() < 1.2
             # Pairs of channels have deviations of their own, so that all together are a mixture of normal distributions.
             own_sigma = errors.std((0, 1, 2), keepdims=True)
