@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from memjax._program import gradient, traced
 from memjax._residuals import residuals
 
 
@@ -19,3 +20,8 @@ def saved(f, *args):
     """Shapes and dtypes of what a function keeps, arguments left out."""
     leaves = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(f, *args)[1], *args))
     return sorted((str(leaf.dtype), leaf.size) for leaf in leaves if leaf.size >= 512)
+
+
+def measured_bytes(f, *args):
+    """The residual bytes of `memjax.measure`, which takes modules, too."""
+    return gradient(traced("measure", f, args, {})).residuals.device.nbytes

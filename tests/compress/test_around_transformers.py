@@ -15,6 +15,7 @@ import memjax
 from memjax import compressed
 from memjax.shard import metp_attention, metp_mlp
 from tests.compress import transformer_layers as transformer
+from tests.compress.kept import measured_bytes
 from tests.compress.transformer_layers import FEATURES, HEADS, TOKENS, inputs, norm, parameters, with_rule
 from tests.shard.rings import FIRST, ROWS, sharded
 
@@ -62,7 +63,7 @@ def gradient(loss, layer, params):
 
 
 def kept(loss, layer, params):
-    return memjax.measure(functools.partial(loss, layer), params, inputs()).residual_bytes
+    return measured_bytes(functools.partial(loss, layer), params, inputs())
 
 
 @pytest.mark.parametrize(("loss", "bits"), [(in_a_scan, 8), (in_remat_scan, 4)])

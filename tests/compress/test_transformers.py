@@ -15,7 +15,7 @@ import memjax
 from memjax import compressed
 from memjax._attention.choice import causal_attention
 from memjax.compress import BlockQuantized, ChannelQuantized, PositionQuantized
-from tests.compress.kept import kept_bytes, saved
+from tests.compress.kept import kept_bytes, measured_bytes, saved
 from tests.compress.transformer_layers import (
     FEATURES,
     HEADS,
@@ -192,7 +192,7 @@ def test_an_nnx_module():
     module, x = NNXLayer(nnx.Rngs(0)), inputs()
     loss = lambda module, x: jnp.sum(module(x) ** 2)
     small = compressed(module, bits=8)
-    kept = [memjax.measure(loss, m, x).residual_bytes for m in (module, small)]
+    kept = [measured_bytes(loss, m, x) for m in (module, small)]
     assert kept[1] < kept[0] / 2
     assert _largest_error(*(nnx.jit(nnx.grad(loss))(m, x) for m in (small, module))) < 0.03
 
@@ -202,7 +202,7 @@ def test_a_linen_module():
     params = jax.jit(plain.init)(jax.random.key(0), x)
     loss = lambda m: lambda p: jnp.sum(m.apply(p, x) ** 2)
     models = compressed(plain, bits=4), plain
-    kept = [memjax.measure(loss(m), params).residual_bytes for m in models]
+    kept = [measured_bytes(loss(m), params) for m in models]
     assert kept[0] < kept[1] / 3
     assert _largest_error(*(jax.jit(jax.grad(loss(m)))(params) for m in models)) < 0.3
 

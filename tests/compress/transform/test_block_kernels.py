@@ -11,6 +11,7 @@ from jax import lax
 
 import memjax
 from memjax.compress._codecs import block_kernel
+from tests.compress.codecs.round_trip import normal
 
 
 @pytest.fixture
@@ -36,9 +37,8 @@ def _network(weights, x):
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_kernel_decodes_what_convolutions_read(bits, with_kernels):
     """What others read of the same code is decoded where they read it."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    weights = [jax.random.normal(key, (3, 3, 64, 64), jnp.bfloat16) / 24 for key in keys[:2]]
-    x = jax.random.normal(keys[2], (4, 16, 16, 64), jnp.bfloat16)
+    weights = [(normal(3, 3, 64, 64, seed=i) / 24).astype(jnp.bfloat16) for i in range(2)]
+    x = normal(4, 16, 16, 64, dtype=jnp.bfloat16)
     gradient = lambda: jax.grad(memjax.compressed(_network, bits=bits))  # anew: traces are remembered
     expected = jax.jit(gradient())(weights, x)
     with_kernels()
@@ -61,8 +61,8 @@ class _Norms(nn.Module):
 
 @jax.numpy_dtype_promotion("standard")  # Flax's batch norm needs it
 def test_sums_of_batch_norms_come_from_the_kernel(with_kernels):
-    x = jax.random.normal(jax.random.key(0), (4, 16, 16, 64), jnp.bfloat16)
-    variables = _Norms().init(jax.random.key(1), x)
+    x = normal(4, 16, 16, 64, dtype=jnp.bfloat16)
+    variables = jax.jit(_Norms().init)(jax.random.key(1), x)
 
     def gradient():
         model = memjax.compressed(_Norms())
@@ -73,7 +73,7 @@ def test_sums_of_batch_norms_come_from_the_kernel(with_kernels):
 
         return jax.grad(loss, has_aux=True)
 
-    expected = gradient()(variables["params"])
+    expected, _ = gradient()(variables["params"])  # in one program roundings would depend on what is fused
     sums_of_arrays = lambda: sum(
         eqn.primitive.name == "reduce_sum" and eqn.invars[0].aval.size == x.size and eqn.outvars[0].aval.size == 64
         for eqn in jax.make_jaxpr(gradient())(variables["params"]).jaxpr.eqns
@@ -81,7 +81,7 @@ def test_sums_of_batch_norms_come_from_the_kernel(with_kernels):
     before = sums_of_arrays()
     with_kernels()
     after = sums_of_arrays()
-    got = gradient()(variables["params"])
+    got, _ = gradient()(variables["params"])
     assert before - after == 4  # of values and of squares, for each norm
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), rtol=1e-6)

@@ -12,6 +12,7 @@ import memjax
 from memjax import compressed
 from memjax.compress import ErrorBounded
 from memjax.remat import DenseSpec, dense_block
+from tests.compress.codecs.round_trip import normal
 from tests.compress.networks import EXACT, conv, errors, images, parameters
 from tests.remat.dense.dense_cases import random_block
 
@@ -21,8 +22,8 @@ class TestComposition:
 
     @staticmethod
     def same(with_codec, args, rounding=0.02):
-        want = jax.jit(with_codec(lambda f: f))(*args)
-        got = jax.jit(with_codec(lambda f: compressed(f, EXACT, inputs=True)))(*args)
+        want = jax.device_get(jax.jit(with_codec(lambda f: f))(*args))
+        got = jax.device_get(jax.jit(with_codec(lambda f: compressed(f, EXACT, inputs=True)))(*args))
         chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-7)
         rounded = jax.jit(with_codec(lambda f: compressed(f, ErrorBounded(2**-10, bits_per_value=28), inputs=True)))(
             *args
@@ -47,17 +48,14 @@ class TestComposition:
 
             return jax.grad(run, argnums=(0, 1, 2))
 
-        keys = jax.random.split(jax.random.key(0), 3)
-        w = jax.random.normal(keys[0], (64, 64)) / 16
-        self.same(loss, (w, jax.random.normal(keys[1], (64, 64)), jax.random.normal(keys[2], (6, 64, 64))))
+        self.same(loss, (normal(64, 64) / 16, normal(64, 64, seed=1), normal(6, 64, 64, seed=2)))
 
     def test_scan_inside(self):
         def loss(wrap):
             run = wrap(lambda w, h: lax.scan(lambda h, _: (jnp.tanh(h @ w), None), h, None, 4)[0])
             return jax.grad(lambda w, h: jnp.mean(run(w, h) ** 2))
 
-        w = jax.random.normal(jax.random.key(0), (64, 64)) / 16
-        self.same(loss, (w, jax.random.normal(jax.random.key(1), (64, 64))))
+        self.same(loss, (normal(64, 64) / 16, normal(64, 64, seed=1)))
 
     def test_dense_block(self):
         spec = DenseSpec(16, 8, 2)

@@ -1,15 +1,18 @@
 """`compressed` NNX and Linen modules: same variables, same updates, same dropout, gradients within the codec's error."""
 
+import functools
+
 import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
-import memjax
 from memjax import compressed
 from memjax.compress import Cast, ChannelQuantized, ErrorBounded, GroupQuantized
+from tests.compress.kept import measured_bytes
 from tests.compress.networks import SIZE, LinenBlock, LinenNetwork, NNXNetwork, errors, images
 
 EXACT = Cast(jnp.float32)
@@ -27,6 +30,16 @@ def nnx_step(module):
     return loss, nnx.to_pure_dict(grads), nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param)))
 
 
+@functools.cache
+def plain_nnx_step():
+    return nnx_step(NNXNetwork(nnx.Rngs(0)))
+
+
+@functools.cache
+def plain_linen_step():
+    return linen_step(LinenNetwork())
+
+
 @pytest.mark.parametrize("where", [None, "conv", "blocks/*/norm", lambda path, module: isinstance(module, nnx.Dropout)])
 def test_nnx_module_is_the_same(where):
     original = NNXNetwork(nnx.Rngs(0))
@@ -36,12 +49,12 @@ def test_nnx_module_is_the_same(where):
         nnx.to_pure_dict(nnx.state(module)), nnx.to_pure_dict(nnx.state(NNXNetwork(nnx.Rngs(0))))
     )
     assert module.blocks[0].conv.kernel is original.blocks[0].conv.kernel
-    want, got = nnx_step(NNXNetwork(nnx.Rngs(0))), nnx_step(module)
-    chex.assert_trees_all_close(got[:2], want[:2], rtol=1e-3, atol=1e-6)
+    want, got = plain_nnx_step(), nnx_step(module)
+    chex.assert_trees_all_close(*jax.device_get((got[:2], want[:2])), rtol=1e-3, atol=1e-6)
     keys = lambda tree: jax.tree.map(
         lambda x: jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x, tree
     )
-    chex.assert_trees_all_close(keys(got[2]), keys(want[2]), rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(*jax.device_get((keys(got[2]), keys(want[2]))), rtol=1e-5, atol=1e-6)
 
 
 def test_nnx_module_saves_memory_and_keeps_its_gradients():
@@ -53,28 +66,28 @@ def test_nnx_module_saves_memory_and_keeps_its_gradients():
     for name, codec in (("plain", None), ("all", FOUR_BITS)):
         module = NNXNetwork(nnx.Rngs(0))
         f, state = gradient(module if codec is None else compressed(module, codec))
-        kept[name] = memjax.measure(f, state).residual_bytes
+        kept[name] = measured_bytes(f, state)
     # Of each block its input and its convolution's output, and the masks of ReLU and dropout; an index.
     assert kept["all"] <= 2 * (2 * (SIZE // 2 + SIZE // 113) + 2 * SIZE // 8) + SIZE // 4 + 4096
     assert kept["plain"] > 7 * kept["all"]
     rounded = nnx_step(compressed(NNXNetwork(nnx.Rngs(0)), ErrorBounded(2**-9, bits_per_value=28)))
-    exact = nnx_step(NNXNetwork(nnx.Rngs(0)))
+    exact = plain_nnx_step()
     assert 0 < max(errors(rounded[1], exact[1])) < 0.01
-    chex.assert_trees_all_close(rounded[0], exact[0], rtol=1e-5)
+    np.testing.assert_allclose(rounded[0], exact[0], rtol=1e-5)
 
 
-@pytest.mark.parametrize("where", [None, "conv", "blocks/*"])
-def test_smallest_of_modules(where):
+@pytest.mark.parametrize(
+    ("network", "where"), [("nnx", "conv"), ("nnx", "blocks/*"), ("linen", None), ("linen", "LinenBlock_*")]
+)
+def test_smallest_of_modules(network, where):
     """Codes of two bits change gradients a lot."""
-    nnx_where, linen_where = where, {"blocks/*": "LinenBlock_*"}.get(where, where)
     for smallest, least, most in ((SIZE, 0.3, 10), (SIZE + 1, 0, 1e-5)):
-        wrap = lambda module, where, smallest=smallest: compressed(
-            module, GroupQuantized(2), where=where, smallest=smallest
-        )
-        got = nnx_step(wrap(NNXNetwork(nnx.Rngs(0)), nnx_where))[1], linen_step(wrap(LinenNetwork(), linen_where))[3]
-        want = nnx_step(NNXNetwork(nnx.Rngs(0)))[1], linen_step(LinenNetwork())[3]
-        for own, exact in zip(got, want, strict=True):
-            assert least <= max(errors(own, exact)) <= most
+        wrap = functools.partial(compressed, codec=GroupQuantized(2), where=where, smallest=smallest)
+        if network == "nnx":
+            own, exact = nnx_step(wrap(NNXNetwork(nnx.Rngs(0))))[1], plain_nnx_step()[1]
+        else:
+            own, exact = linen_step(wrap(LinenNetwork()))[3], plain_linen_step()[3]
+        assert least <= max(errors(own, exact)) <= most
 
 
 def test_what_convolutions_read_and_the_rest_through_different_codecs():
@@ -84,7 +97,7 @@ def test_what_convolutions_read_and_the_rest_through_different_codecs():
             module = compressed(module, ChannelQuantized(bits))
         graph, state = nnx.split(module)
         f = jax.jit(jax.grad(lambda s: jnp.mean(nnx.merge(graph, s, copy=True)(images())), allow_int=True))
-        return memjax.measure(f, state).residual_bytes, nnx_step(module)[1]
+        return measured_bytes(f, state), nnx_step(module)[1]
 
     before, exact = gradient(None)
     after, rounded = gradient(4)
@@ -107,7 +120,7 @@ def test_nnx_optimizer_sees_the_same_parameters():
 
 def linen_step(module):
     rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-    variables = module.init(rngs, images(), True)
+    variables = jax.jit(lambda rngs: module.init(rngs, images(), True))(rngs)
 
     @jax.jit
     def step(variables):
@@ -138,7 +151,7 @@ def linen_step(module):
 def test_linen_module_is_the_same(wrap):
     module = wrap()
     assert isinstance(module, LinenNetwork)
-    chex.assert_trees_all_close(linen_step(module), linen_step(LinenNetwork()), rtol=1e-3, atol=1e-6)
+    chex.assert_trees_all_close(*map(jax.device_get, (linen_step(module), plain_linen_step())), rtol=1e-3, atol=1e-6)
 
 
 def test_linen_where_that_matches_nothing():
@@ -152,11 +165,14 @@ def test_linen_where_that_matches_nothing():
 def test_linen_evaluation_without_dropout():
     x = images()
     block = LinenBlock()
-    variables = block.init(jax.random.key(0), x, False)
     wrapped = compressed(LinenBlock(), EXACT)
-    chex.assert_trees_all_close(
-        wrapped.apply(variables, x, False), block.apply(variables, x, False), rtol=1e-5, atol=1e-6
-    )
+
+    @jax.jit
+    def both(key, x):
+        variables = block.init(key, x, False)
+        return [module.apply(variables, x, False) for module in (wrapped, block)]
+
+    np.testing.assert_allclose(*both(jax.random.key(0), x), rtol=1e-5, atol=1e-6)
 
 
 WIDTH = 64
@@ -179,33 +195,45 @@ class NNXParts(nnx.Module):
         return self.drop(self.encode(x), rngs=rngs)
 
 
+@functools.cache
 def nnx_gradient(call):
-    return lambda module, x: jax.tree.leaves(nnx.grad(lambda module: jnp.mean(call(module, x) ** 2))(module))
+    return nnx.jit(lambda module, x: jax.tree.leaves(nnx.grad(lambda module: jnp.mean(call(module, x) ** 2))(module)))
 
 
-@pytest.mark.parametrize("where", [None, "encoder"])
+@functools.cache
+def parts():
+    return NNXParts(nnx.Rngs(0))
+
+
+PARTS_INPUT = np.random.default_rng(1).normal(size=(512, WIDTH)).astype(np.float32)
+
+
 @pytest.mark.parametrize(
-    "call",
+    ("call", "where"),
     [
-        lambda m, x: m.encode(x),
-        lambda m, x: m.encoder(x),
-        lambda m, x: m.heads["one"](m.encoder(x)),
-        lambda m, x: nnx.jit(lambda m, x: m.encode(x))(m, x),
+        (lambda m, x: m.encode(x), None),
+        (lambda m, x: m.encode(x), "encoder"),
+        (lambda m, x: m.encoder(x), None),
+        (lambda m, x: m.encoder(x), "encoder"),
+        (lambda m, x: m.heads["one"](m.encoder(x)), None),
+        (lambda m, x: m.heads["one"](m.encoder(x)), "encoder"),
+        (lambda m, x: nnx.jit(lambda m, x: m.encode(x))(m, x), None),
     ],
-    ids=["method", "submodule", "in a dict", "jit"],
+    ids=["method", "method, where", "submodule", "submodule, where", "in a dict", "in a dict, where", "jit"],
 )
 def test_methods_and_submodules_of_nnx_modules_are_compressed(call, where):
-    module, x = NNXParts(nnx.Rngs(0)), jax.random.normal(jax.random.key(1), (512, WIDTH))
-    kept = lambda m: memjax.measure(nnx_gradient(call), m, x).residual_bytes
+    module, x = parts(), PARTS_INPUT
+    kept = lambda m: measured_bytes(nnx_gradient(call), m, x)
     small = compressed(module, ChannelQuantized(4), where=where)
     assert kept(small) < 0.75 * kept(module)
-    error = max(errors(nnx_gradient(call)(small, x), nnx_gradient(call)(module, x)))
-    assert 0.003 < error < 0.3
-    # What a compressed call calls itself is not compressed once more.
-    inside = compressed(module, ChannelQuantized(4))
-    chex.assert_trees_all_equal(
-        nnx_gradient(lambda m, x: m.encode(x))(inside, x), nnx_gradient(lambda m, x: m(x))(eval_mode(inside), x)
-    )
+    assert 0.003 < max(errors(nnx_gradient(call)(small, x), nnx_gradient(call)(module, x))) < 0.3
+
+
+def test_what_a_compressed_nnx_call_calls_itself_is_not_compressed_once_more():
+    inside, x = compressed(NNXParts(nnx.Rngs(0)), ChannelQuantized(4)), PARTS_INPUT
+    alone = nnx_gradient(lambda m, x: m.encode(x))(inside, x)
+    for got, want in zip(nnx_gradient(lambda m, x: m(x))(eval_mode(inside), x), alone, strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 def eval_mode(module):
@@ -214,14 +242,14 @@ def eval_mode(module):
 
 
 def test_nnx_methods_that_set_something_up_and_random_streams_that_are_given():
-    module, x = NNXParts(nnx.Rngs(0)), jnp.ones((4, WIDTH))
+    module, x = NNXParts(nnx.Rngs(0)), np.ones((4, WIDTH), np.float32)
     small, rngs, own = compressed(module, EXACT), nnx.Rngs(0), nnx.Rngs(0)
     small.table(3)
     assert small.positions.shape == (3,)
     small.heads["two"] = module.encoder
     assert "two" not in module.heads
     for _ in range(2):  # other values are dropped the second time
-        chex.assert_trees_all_close(small(x, rngs=rngs), module(x, rngs=own), rtol=1e-5)
+        np.testing.assert_allclose(small(x, rngs=rngs), module(x, rngs=own), rtol=1e-5)
     assert rngs["default"].count[...] == own["default"].count[...] == 2
 
 
@@ -273,17 +301,30 @@ class LinenParent(nn.Module):
     ],
     ids=["call", "name", "method", "function", "bound", "submodule of bound", "in a module"],
 )
-def test_methods_of_linen_modules_and_classes_are_compressed(call):
-    module, x = LinenParts(), jax.random.normal(jax.random.key(1), (512, WIDTH))
-    variables = module.init(jax.random.key(0), x)
-    gradient = lambda m: jax.grad(lambda v: jnp.mean(call(m, v, x) ** 2))
-    kept = lambda m: memjax.measure(gradient(m), variables).residual_bytes
-    for small in (compressed(module, ChannelQuantized(4)), compressed(LinenParts, ChannelQuantized(4))(width=WIDTH)):
-        chex.assert_trees_all_equal(small.init(jax.random.key(0), x), variables)
-        assert isinstance(small, LinenParts)
-        assert small.size() == WIDTH
-        assert kept(small) < kept(module) / 2
-        assert 0.003 < max(errors(gradient(small)(variables), gradient(module)(variables))) < 0.3
+def test_methods_of_linen_modules_are_compressed(call):
+    check_linen_call(call, compressed(LinenParts(), ChannelQuantized(4)))
+
+
+def check_linen_call(call, small):
+    gradient = lambda m: jax.jit(jax.grad(lambda v: jnp.mean(call(m, v, PARTS_INPUT) ** 2)))
+    kept = lambda m: measured_bytes(gradient(m), linen_variables())
+    assert kept(small) < kept(LinenParts()) / 2
+    assert 0.003 < max(errors(*(gradient(m)(linen_variables()) for m in (small, LinenParts())))) < 0.3
+
+
+@functools.cache
+def linen_variables():
+    return jax.jit(LinenParts().init)(jax.random.key(0), PARTS_INPUT)
+
+
+def test_classes_of_linen_modules_are_compressed():
+    small = compressed(LinenParts, ChannelQuantized(4))(width=WIDTH)
+    assert isinstance(small, LinenParts)
+    assert small.size() == WIDTH
+    chex.assert_trees_all_equal(
+        *jax.device_get((jax.jit(small.init)(jax.random.key(0), PARTS_INPUT), linen_variables()))
+    )
+    check_linen_call(lambda m, v, x: m.bind(v).encode(x), small)
 
 
 def test_submodules_read_from_a_bound_linen_module_are_compressed_and_leave_it_as_it_is():
@@ -301,12 +342,13 @@ def test_submodules_read_from_a_bound_linen_module_are_compressed_and_leave_it_a
         def __call__(self, x):
             return self.layers[1](self.layers[0](self.field(x)))
 
-    x, net = jax.random.normal(jax.random.key(0), (128, 64)), Net(Layer())
-    variables = net.init(jax.random.key(1), x)
+    x, net = PARTS_INPUT, Net(Layer())
+    variables = jax.jit(net.init)(jax.random.key(1), x)
     small = compressed(net)
-    gradient = lambda f, m: jax.grad(lambda v: jnp.mean(f(m.bind(v)) ** 2))(variables)
+    value = lambda f, m: jax.jit(lambda v: f(m.bind(v)))(variables)
+    gradient = lambda f, m: jax.device_get(jax.jit(jax.grad(lambda v: jnp.mean(f(m.bind(v)) ** 2)))(variables))
     for part in (lambda m: m.field(x), lambda m: m.layers[1](x), lambda m: (m.layers, m.field, m(x))[-1]):
-        chex.assert_trees_all_equal(part(small.bind(variables)), part(net.bind(variables)))
-        off = jax.tree.map(lambda a, b: jnp.max(jnp.abs(a - b)), gradient(part, small), gradient(part, net))
+        np.testing.assert_array_equal(value(part, small), value(part, net))
+        off = jax.tree.map(lambda a, b: np.max(np.abs(a - b)), gradient(part, small), gradient(part, net))
         assert 0 < max(jax.tree.leaves(off)) < 1e-3
     chex.assert_trees_all_equal(gradient(part, small), gradient(lambda m: m(x), small))
