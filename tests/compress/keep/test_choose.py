@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,9 +46,9 @@ def test_residual_bytes():
 
 def test_a_relu_of_a_norm_follows_from_what_the_norm_reads():
     """By default a layer keeps its convolution's output in 8 bits, and a mask; not the ReLU's output besides."""
-    few, many = (kept_by_network(compressed(network), layers) for layers in (2, 6))
-    assert SIZE * (1 + 1 / 8) <= (many - few) / 4 <= SIZE * (1 + 1 / 8) * 1.1
-    gradient = lambda f: jax.jit(jax.grad(loss_of(f)))(parameters(3), images())
+    few, many = (kept_by_network(compressed(network), layers) for layers in (2, 4))
+    assert SIZE * (1 + 1 / 8) <= (many - few) / 2 <= SIZE * (1 + 1 / 8) * 1.1
+    gradient = lambda f: jax.jit(jax.grad(loss_of(f)))(parameters(2), images())
     assert max(errors(gradient(compressed(network)), gradient(network))) < 0.02
 
 
@@ -61,8 +60,8 @@ def test_a_relu_of_a_sum_of_blocks_is_kept():
             x = jax.nn.relu(x + batch_norm(conv(x, layer["w"]), layer["scale"], layer["bias"]))
         return x
 
-    few, many = (kept_by_network(compressed(blocks), layers) for layers in (2, 6))
-    assert SIZE * 2 <= (many - few) / 4 <= SIZE * (2 + 1 / 16)
+    few, many = (kept_by_network(compressed(blocks), layers) for layers in (2, 4))
+    assert SIZE * 2 <= (many - few) / 2 <= SIZE * (2 + 1 / 16)
 
 
 def test_arrays_of_less_than_the_smallest_are_kept_as_they_are():
@@ -87,28 +86,28 @@ def test_arrays_of_less_than_the_smallest_are_kept_as_they_are():
 
 def test_compiled_memory_grows_by_the_codes_alone():
     f = compressed(network, ErrorBounded(2**-4, bits_per_value=4))
-    few, many = (temporary(f, layers) for layers in (2, 6))
-    plain_few, plain_many = (temporary(network, layers) for layers in (2, 6))
-    assert (many - few) / 4 < 1.3 * 2 * (SIZE // 2 + CODES)  # weights' gradients are in it too
+    few, many = (temporary(f, layers) for layers in (2, 4))
+    plain_few, plain_many = (temporary(network, layers) for layers in (2, 4))
+    assert (many - few) / 2 < 1.3 * 2 * (SIZE // 2 + CODES)  # weights' gradients are in it too
     assert (many - few) < 0.4 * (plain_many - plain_few)
 
 
 def test_what_convolutions_do_not_read_leaves_memory_when_it_has_a_code():
     both = compressed(compressed(network, ErrorBounded(2**-4, bits_per_value=4), where="conv"), ChannelQuantized(4))
-    few, many = (temporary(both, count) for count in (2, 6))
-    assert (many - few) / 4 < 5.5 * SIZE  # 8.5 without waiting, 12 of the network as it is
+    few, many = (temporary(both, count) for count in (2, 4))
+    assert (many - few) / 2 < 5.5 * SIZE  # 8.5 without waiting, 12 of the network as it is
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="on a GPU decoding is fused into what reads the array")
 def test_codes_of_a_fixed_rate_are_not_decoded_in_the_forward_pass():
-    few, many = (temporary(compressed(network, ChannelQuantized(4)), count) for count in (2, 6))
-    assert (many - few) / 4 < 1.5 * SIZE  # 8.6 without waiting: two codes, of half a byte a value
+    few, many = (temporary(compressed(network, ChannelQuantized(4)), count) for count in (2, 4))
+    assert (many - few) / 2 < 1.5 * SIZE  # 8.6 without waiting: two codes, of half a byte a value
 
 
 def test_codes_that_would_be_larger_are_not_used():
     """Exact gradients, no more bytes than without, and a warning when nothing at all is encoded."""
     f = lambda x: jnp.sum(jnp.sin(jnp.exp(x)))
-    x = jnp.linspace(-1, 1, 8192)
+    x = np.linspace(-1, 1, 8192, dtype=np.float32)
     for codec in (
         ChannelQuantized(4),
         ErrorBounded(2**-7),
@@ -120,7 +119,7 @@ def test_codes_that_would_be_larger_are_not_used():
         with pytest.warns(UserWarning, match="leaves everything as it is: the code of") if larger else nullcontext():
             assert kept_bytes(wrapped, x) <= kept_bytes(f, x)
             if larger:
-                chex.assert_trees_all_close(jax.grad(wrapped)(x), jax.grad(f)(x), rtol=1e-6)
+                np.testing.assert_allclose(*(jax.jit(jax.grad(g))(x) for g in (wrapped, f)), rtol=1e-6)
 
 
 def test_constants_among_what_is_saved():
@@ -130,6 +129,6 @@ def test_constants_among_what_is_saved():
         by, start = jnp.exp(-(jnp.sin(x * w) ** 2)), jnp.cos(x)
         return jnp.sum(lax.associative_scan(lambda a, b: (b[0] * a[0], b[0] * a[1] + b[1]), (by, start), axis=1)[1])
 
-    x = jax.random.normal(jax.random.key(0), (64, 128))
+    x = np.random.default_rng(0).normal(size=(64, 128)).astype(np.float32)
     got, want = (jax.jit(jax.grad(g))(jnp.float32(2), x) for g in (compressed(f), f))
     np.testing.assert_allclose(got, want, rtol=0.02)
