@@ -1,11 +1,14 @@
 """What is never held and never computed, read off the compiled programs, and the error of low precision."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import memjax
-from tests.linear_cross_entropy.oracle import example, plain, relative_error, to_float64
+from tests.linear_cross_entropy.oracle import example, grad, plain, relative_error
 
 N, D, V = 2048, 256, 32000
 
@@ -89,6 +92,28 @@ def test_no_work_for_what_is_frozen(implementation, chunk, logits, dx, dw):
     assert not {dx, dw} & set(value)
 
 
+@functools.cache
+def in_float64(dtype, scale=1.0):
+    """An example and its gradients in float64."""
+    x, w, labels = example(0, 4096, 16, 515, dtype=dtype, ignored=0.0)
+    x = (np.asarray(x, np.float64) * scale).astype(dtype)
+    with jax.enable_x64(True):
+        oracle = grad(plain, argnums=(0, 1))(*(np.asarray(a, np.float64) for a in (x, w)), labels)
+        return (x, w, labels), jax.device_get(oracle)
+
+
+def errors(loss, dtype):
+    arrays, oracle = in_float64(dtype)
+    lowered = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*arrays)
+    grads = lowered.compile({"xla_allow_excess_precision": False})(*arrays)
+    return [relative_error(g, o) for g, o in zip(grads, oracle, strict=True)]
+
+
+@functools.cache
+def plain_errors(dtype):
+    return errors(plain, dtype)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize("implementation", ["forward_grad", "recompute"])
 def test_error_is_that_of_plain_code(implementation, dtype):
@@ -97,20 +122,9 @@ def test_error_is_that_of_plain_code(implementation, dtype):
     Both are compiled to round where they say so. By default XLA may skip roundings where it fuses, and on a
     CPU it skips those of full logits and of their gradient, which are then float32.
     """
-    x, w, labels = example(0, 4096, 16, 515, dtype=dtype, ignored=0.0)
-    with jax.enable_x64(True):
-        oracle = jax.grad(plain, argnums=(0, 1))(*to_float64((x, w)), labels)
-
-    def errors(loss):
-        lowered = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, w, labels)
-        grads = lowered.compile({"xla_allow_excess_precision": False})(x, w, labels)
-        return [relative_error(g, o) for g, o in zip(grads, oracle, strict=True)]
-
-    theirs = errors(plain)
     for chunk in (4096, 64):
-        for ours, plain_error in zip(
-            errors(loss_with(implementation=implementation, chunk=chunk)), theirs, strict=True
-        ):
+        found = errors(loss_with(implementation=implementation, chunk=chunk), dtype)
+        for ours, plain_error in zip(found, plain_errors(dtype), strict=True):
             # Equal but for which of two neighbours a tie is rounded to.
             assert ours < 1e-6 if dtype == jnp.float32 else ours <= 1.005 * plain_error
 
@@ -118,9 +132,7 @@ def test_error_is_that_of_plain_code(implementation, dtype):
 def test_float16_gradients_survive_a_loss_scale():
     """The scale comes with the cotangent, after forward_grad has its gradients: 1 / N must not have rounded
     them to 0."""
-    x, w, labels = example(0, 4096, 16, 515, dtype=jnp.float16, ignored=0.0)
-    x = x / 256  # so that gradients have few digits in float16 before they are scaled
-    with jax.enable_x64(True):
-        oracle = jax.grad(plain, argnums=1)(*to_float64((x, w)), labels)
-    dw = jax.grad(lambda w: 1024.0 * loss_with(chunk=256)(x, w, labels))(w)
-    assert relative_error(dw.astype(jnp.float32) / 1024, oracle) < 2e-3
+    # Of so small values that gradients have few digits in float16 before they are scaled.
+    (x, w, labels), (_, oracle) = in_float64(jnp.float16, scale=1 / 256)
+    dw = grad(lambda w: 1024.0 * loss_with(chunk=256)(x, w, labels))(w)
+    assert relative_error(np.asarray(dw, np.float32) / 1024, oracle) < 2e-3

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import memjax
-from tests.linear_cross_entropy.oracle import example, grad, plain, relative_error, value_and_grad
+from tests.linear_cross_entropy.oracle import example, grad, plain, relative_error
 
 ALGORITHMS = ["forward_grad", "recompute"]
 
@@ -31,7 +31,7 @@ def test_vmap_over_a_shared_head(implementation, reduction):
     if reduction == "none" and implementation == "forward_grad":
         pytest.skip("forward_grad has no per-token losses")
     x, w, labels = batched_example()
-    coefficients = jnp.arange(1.0, 5.0)
+    coefficients = np.arange(1, 5, dtype=np.float32)
 
     def value_and_grads(loss):
         def total(x, w):
@@ -53,24 +53,23 @@ def test_vmap_over_a_shared_head(implementation, reduction):
 def test_per_example_gradients(implementation, axes):
     """vmap of grad, and vmap over heads: here a gradient of the head per example is what is asked for."""
     x, w, labels = batched_example()
-    heads = jnp.stack([w, 2 * w, w + 1, -w])
-    arguments = [a if axis == 0 else a[0] for a, axis in zip((x, heads, labels), axes, strict=True)]
+    w = np.asarray(w)
+    heads = np.stack([w, 2 * w, w + 1, -w])
+    arguments = [np.asarray(a if axis == 0 else a[0]) for a, axis in zip((x, heads, labels), axes, strict=True)]
 
-    def value_and_grads(loss):
-        return jax.jit(jax.vmap(jax.value_and_grad(loss, argnums=(0, 1)), in_axes=axes))(*arguments)
+    @partial(jax.jit, static_argnums=0)
+    def values_and_grads(loss, x, w, labels):
+        batched = jax.vmap(loss, in_axes=axes)
+        of_each = jax.vmap(jax.value_and_grad(loss, argnums=(0, 1)), in_axes=axes)(x, w, labels)
+        of_sum = jax.grad(lambda x, w: batched(x, w, labels).sum(), argnums=(0, 1))(x, w)
+        return batched(x, w, labels), (of_each, of_sum)
 
-    actual, expected = value_and_grads(loss_of(implementation)), value_and_grads(plain)
-    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+    (values, found), (expected_values, expected) = (
+        values_and_grads(loss, *arguments) for loss in (loss_of(implementation), plain)
+    )
+    assert relative_error(values, expected_values) < 1e-6
+    for a, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert relative_error(a, e) < 1e-5
-
-    def grad_of_sum(loss):
-        return grad(lambda x, w: jax.vmap(loss, in_axes=axes)(x, w, arguments[2]).sum(), argnums=(0, 1))(*arguments[:2])
-
-    for a, e in zip(grad_of_sum(loss_of(implementation)), grad_of_sum(plain), strict=True):
-        assert relative_error(a, e) < 1e-5
-
-    values = lambda loss: jax.jit(jax.vmap(loss, in_axes=axes))(*arguments)
-    assert relative_error(values(loss_of(implementation)), values(plain)) < 1e-6
 
 
 def mesh(tokens, vocabulary):
@@ -88,8 +87,7 @@ def mesh(tokens, vocabulary):
 def test_sharded(shape, implementation, grad_inside):
     """Tokens and vocabulary sharded, gradients taken outside of and inside the shard_map."""
     x, w, labels = example(0, 48, 8, 64)
-    bias = jnp.linspace(-1, 1, 64)
-    weights = jnp.linspace(0, 2, 48)
+    bias, weights = np.linspace(-1, 1, 64, dtype=np.float32), np.linspace(0, 2, 48, dtype=np.float32)
     options = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 3.0}
     chunk = {"forward_grad": 5, "recompute": 3}.get(implementation)
 
@@ -111,7 +109,7 @@ def test_sharded(shape, implementation, grad_inside):
         return plain(x, w, labels, bias=bias, weights=weights, **options)
 
     arrays = (x, w, labels, bias, weights)
-    actual, expected = jax.jit(function)(*arrays), grads(whole)(*arrays)
+    actual, expected = jax.jit(function)(*arrays), jax.jit(grads(whole))(*arrays)
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert a.shape == e.shape
         assert relative_error(a, e) < 1e-5
@@ -121,7 +119,7 @@ def test_sharded(shape, implementation, grad_inside):
 def test_sharded_losses_and_aux(soft):
     x, w, labels = example(0, 24, 8, 64)
     if soft:
-        labels = jax.random.uniform(jax.random.key(1), (24, 64))
+        labels = np.random.default_rng(1).random((24, 64), np.float32)
 
     def local(x, w, labels):
         return memjax.linear_cross_entropy(
@@ -129,14 +127,13 @@ def test_sharded_losses_and_aux(soft):
         )
 
     label_spec = P("t", "v") if soft else P("t")
-    aux_specs = type(memjax.linear_cross_entropy(x, w, labels, return_aux=True)[1])(P("t"), P(), P(), P())
+    whole = partial(memjax.linear_cross_entropy, reduction="none", return_aux=True, implementation="full")
+    expected, expected_aux = jax.jit(whole)(x, w, labels)
+    aux_specs = type(expected_aux)(P("t"), P(), P(), P())
     function = jax.shard_map(
         local, mesh=mesh(2, 4), in_specs=(P("t"), P("v"), label_spec), out_specs=(P("t"), aux_specs)
     )
     losses, aux = jax.jit(function)(x, w, labels)
-    expected, expected_aux = memjax.linear_cross_entropy(
-        x, w, labels, reduction="none", return_aux=True, implementation="full"
-    )
     np.testing.assert_allclose(losses, expected, rtol=1e-5, atol=1e-6)
     for a, e in zip(aux, expected_aux, strict=True):
         np.testing.assert_allclose(a, e, rtol=1e-5)
@@ -174,7 +171,7 @@ def test_tied_embedding_and_linen_head():
 
     rngs = nnx.Rngs(0)
     embed, head = nnx.Embed(33, 8, rngs=rngs), nnx.Linear(8, 33, rngs=rngs)
-    tokens = jax.random.randint(jax.random.key(0), (2, 10), 0, 33)
+    tokens = np.random.default_rng(0).integers(0, 33, (2, 10), np.int32)
 
     def tied(embed):
         return memjax.linear_cross_entropy(embed(tokens), embed.embedding[...], jnp.roll(tokens, -1, 1))
@@ -192,12 +189,12 @@ def test_tied_embedding_and_linen_head():
         return -jnp.take_along_axis(log_p, tokens[..., None], -1).mean()
 
     for ours, theirs, module in ((tied, tied_plain, embed), (linear, linear_plain, head)):
-        actual, expected = nnx.grad(ours)(module), nnx.grad(theirs)(module)
+        actual, expected = (nnx.jit(nnx.grad(loss))(module) for loss in (ours, theirs))
         for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
             assert relative_error(a, e) < 1e-5
 
     dense = nn.Dense(33)
-    params = dense.init(jax.random.key(1), embed(tokens))["params"]
+    params = jax.jit(dense.init)(jax.random.key(1), embed(tokens))["params"]
 
     def linen(params):
         return memjax.linear_cross_entropy(
@@ -268,31 +265,37 @@ def test_what_must_be_sharded_and_is_not_is_refused(specs, message):
 )
 def test_explicit_mesh(implementation, of_x, of_w, of_labels):
     """Arrays whose types say how they are sharded: values, gradients and losses of tokens, and where the gradients are."""
-    x, w, labels = example(0, 48, 8, 64)
+    x, w, labels = map(np.asarray, example(0, 48, 8, 64))
     x, labels = x.reshape(8, 6, 8), labels.reshape(8, 6)
-    weights, bias = jnp.linspace(0.0, 1.0, 48).reshape(8, 6), jnp.linspace(-1.0, 1.0, 64)
+    weights = jnp.asarray(np.linspace(0.0, 1.0, 48, dtype=np.float32).reshape(8, 6))
+    bias = jnp.asarray(np.linspace(-1.0, 1.0, 64, dtype=np.float32))
     options = {"label_smoothing": 0.1}
     explicit = jax.make_mesh((2, 2), ("t", "v"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
     loss = lambda x, w, labels: memjax.linear_cross_entropy(
         x, w, labels, weights=weights, bias=bias, implementation=implementation, **options
     )
-    expected = value_and_grad(
-        lambda x, w: plain(x.reshape(48, 8), w, labels.reshape(48), weights=weights.reshape(48), bias=bias, **options),
-        argnums=(0, 1),
-    )(x, w)
+
+    @jax.jit
+    def oracle(x, w, labels, weights):
+        whole = lambda x, w: plain(x, w, labels, weights=weights, bias=bias, **options)
+        return jax.value_and_grad(whole, argnums=(0, 1))(x, w), plain(x, w, labels, reduction="none")
+
+    @jax.jit
+    def ours(x, w, labels):
+        losses = memjax.linear_cross_entropy(x, w, labels, reduction="none", return_aux=True)
+        return jax.value_and_grad(loss, argnums=(0, 1))(x, w, labels), losses
+
+    expected, expected_losses = oracle(x.reshape(48, 8), w, labels.reshape(48), np.reshape(weights, 48))
     with jax.set_mesh(explicit):
         arrays = [
             jax.device_put(a, NamedSharding(explicit, spec)) for a, spec in ((x, of_x), (w, of_w), (labels, of_labels))
         ]
-        actual = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(*arrays)
+        actual, (losses, aux) = ours(*arrays)
         assert [jax.typeof(g) for g in actual[1]] == [jax.typeof(a) for a in arrays[:2]]
-        losses, aux = memjax.linear_cross_entropy(*arrays, reduction="none", return_aux=True)
         assert tuple(jax.typeof(losses).sharding.spec) == tuple(jax.typeof(arrays[0]).sharding.spec)[:2]
-    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert relative_error(jax.device_get(a), e) < 1e-5
-    np.testing.assert_allclose(
-        jax.device_get(losses).reshape(48), plain(x.reshape(48, 8), w, labels.reshape(48), reduction="none"), rtol=1e-5
-    )
+    for a, e in zip(jax.tree.leaves(jax.device_get(actual)), jax.tree.leaves(expected), strict=True):
+        assert relative_error(a.reshape(e.shape), e) < 1e-5
+    np.testing.assert_allclose(jax.device_get(losses).reshape(48), expected_losses, rtol=1e-5)
     assert jax.device_get(aux.valid_count) == (labels != -100).sum()
 
 
