@@ -56,7 +56,6 @@ EVERYTHING = {"causal": True, "segment_ids": SEGMENTS, "window": 7, "softcap": 2
     ("size", "layout", "head_chunks", "options"),
     [
         (1, "zigzag", 2, EVERYTHING),
-        (4, "zigzag", 1, EVERYTHING),
         (2, "contiguous", 1, {"causal": True}),
         (4, "contiguous", 2, {"window": 5, "segment_ids": SEGMENTS}),
         (8, "contiguous", 1, {"causal": True, "segment_ids": SEGMENTS}),
@@ -132,8 +131,8 @@ def test_a_step_is_one_product_without_branches():
 
 
 def test_merge_survives_rows_that_saw_nothing():
-    o, lse = jnp.ones((1, 2, 1, 3)), jnp.asarray([[[-jnp.inf, 0.0]]])
-    merged, total = merge(jnp.zeros_like(o), jnp.full_like(lse, -jnp.inf), o * 0, lse)
+    zeros, lse = np.zeros((1, 2, 1, 3), np.float32), np.float32([[[-np.inf, 0.0]]])
+    merged, total = jax.jit(merge)(zeros, np.full_like(lse, -np.inf), zeros, lse)
     np.testing.assert_array_equal(total, lse)
     np.testing.assert_array_equal(merged, 0)
 
