@@ -12,6 +12,11 @@ from flax import nnx
 BATCH, TOKENS, WIDTH, VOCABULARY = 4, 32, 32, 128
 
 
+def initialised(model, *args):
+    """The types of a model's variables: nothing of it is ever run."""
+    return jax.eval_shape(lambda key, x: model.init(key, x, *args[1:]), jax.random.key(0), args[0])
+
+
 def linen_mlp():
     class MLP(nn.Module):
         @nn.compact
@@ -21,7 +26,7 @@ def linen_mlp():
             return nn.Dense(10)(x)
 
     model, x = MLP(), jnp.ones((256, 64))
-    params = model.init(jax.random.key(0), x)
+    params = initialised(model, x)
 
     def loss(params, x):
         return jnp.mean(model.apply(params, x) ** 2)
@@ -47,7 +52,7 @@ def linen_cnn():
             return nn.Dense(10)(x.mean((1, 2)))
 
     model, images = CNN(), jnp.ones((8, 16, 16, 3))
-    variables = model.init(jax.random.key(0), images, False)
+    variables = initialised(model, images, False)
     optimizer = optax.sgd(0.1)
 
     def step(variables, state, images, labels):
@@ -59,7 +64,7 @@ def linen_cnn():
         changes, state = optimizer.update(grads, state)
         return {"params": optax.apply_updates(variables["params"], changes), **updates}, state, value
 
-    state = optimizer.init(variables["params"])
+    state = jax.eval_shape(optimizer.init, variables["params"])
     return jax.jit(step, donate_argnums=(0, 1)), (variables, state, images, jnp.zeros(8, jnp.int32))
 
 
@@ -107,7 +112,7 @@ def language_model(block=Block, layers=2, scan=False, vocabulary=VOCABULARY):
             return nn.Dense(vocabulary, use_bias=False, name="head")(nn.LayerNorm()(x))
 
     model, tokens = Transformer(), jnp.zeros((BATCH, TOKENS), jnp.int32)
-    params = model.init(jax.random.key(0), tokens)
+    params = initialised(model, tokens)
 
     def loss(params, tokens):
         logits = model.apply(params, tokens)
@@ -219,7 +224,7 @@ def rnn():
             return nn.Dense(10)(nn.RNN(nn.LSTMCell(64))(x))
 
     model, x = Tagger(), jnp.ones((8, 40, 16))
-    params = model.init(jax.random.key(0), x)
+    params = initialised(model, x)
 
     def loss(params, x):
         return jnp.mean(model.apply(params, x) ** 2)
@@ -243,7 +248,7 @@ def unet():
             return nn.Conv(3, (1, 1))(x)
 
     model, images = UNet(), jnp.ones((4, 16, 16, 3))
-    params = model.init(jax.random.key(0), images)
+    params = initialised(model, images)
 
     def loss(params, images):
         return jnp.mean((model.apply(params, images) - images) ** 2)
