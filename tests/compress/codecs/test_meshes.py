@@ -55,9 +55,8 @@ def _needs(compiled):
 @pytest.mark.parametrize(
     ("options", "sharded", "kind"),
     [
-        *itertools.product(("default",), ("batch", "tokens"), (AxisType.Auto, AxisType.Explicit)),
-        *itertools.product(("groups",), ("batch", "tokens"), (AxisType.Auto,)),
-        ("groups", "tokens", AxisType.Explicit),
+        *itertools.product(("default", "groups"), ("batch", "tokens"), (AxisType.Auto,)),
+        *itertools.product(("default", "groups"), ("tokens",), (AxisType.Explicit,)),
         *itertools.product(("blocks", "channels"), ("tokens",), (AxisType.Auto,)),
         ("error bounded", "batch", AxisType.Auto),
     ],
