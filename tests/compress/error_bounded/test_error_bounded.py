@@ -143,7 +143,7 @@ def test_errors_of_equal_values_do_not_add_up():
         assert abs(np.mean(centred * neighbour)) < 0.01 * np.mean(centred**2)
 
 
-@pytest.mark.parametrize(("dtype", "parts"), [("float32", 16), ("bfloat16", 8)])
+@pytest.mark.parametrize(("dtype", "parts"), [("float32", 16), ("bfloat16", 8), ("float16", 8)])
 def test_errors_of_small_values_have_hardly_a_mean_without_signs(dtype, parts):
     """The mean is half a part at most for values up to half a step, or what replaces zero. With signs it is larger."""
     values = np.concatenate([np.arange(1, 17) / 32, np.arange(8) / 16 + 1e-3])

@@ -75,10 +75,8 @@ def test_statistics_are_what_they_are_called():
         """What each convolution reads, what is decoded of it, its code, and the cotangent of what it gives."""
         acts = [x, jax.nn.relu(conv(x, params["conv0"]))]
         codes = [codec.encode(act) for act in acts]
-        cts = [
-            jax.grad(functools.partial(rest, i, params))(conv(act, params[f"conv{i}"])) for i, act in enumerate(acts)
-        ]
-        return acts, [codec.without_signs().decode(code) for code in codes], codes, cts
+        of_output = lambda i: jax.grad(functools.partial(rest, i, params))(conv(acts[i], params[f"conv{i}"]))
+        return acts, [codec.without_signs().decode(code) for code in codes], codes, list(map(of_output, range(2)))
 
     def rest(at, params, out):  # the loss from the at-th convolution's output on
         for i in range(at, 2):
@@ -212,7 +210,7 @@ def bounds_after_an_update(found, **options):
 
 def statistics_of(power):
     """Statistics of arrays of ones that are used once, with these sums of squares of cotangents."""
-    ones = jnp.ones(len(power), jnp.float32)
+    ones = np.ones(len(power), np.float32)
     of_ones = {"uses": ones, "examples": ones, "nonzero": ones, "magnitude": ones}
     return Statistics.zeros(len(power), 1)._replace(**of_ones, power=jnp.asarray(power)[:, None])
 
