@@ -18,8 +18,6 @@ from experiments.models.stack import codec
 SMALL = llama.LlamaConfig(24, 16, 3, 4, 2, 4, 24, tied=True, dtype="float64", rope_base=100.0)
 # Each way to keep and each way to cut, in pairs.
 EXACT = [
-    "checkpoint",
-    "budget=1MiB",
     "tiled+plain",
     "tiled=7+slots=1",
     "groups=1+checkpoint",
