@@ -83,8 +83,9 @@ def test_a_run_goes_on_where_it_was_and_is_analysed(tmp_path, capsys, monkeypatc
     handler = signal.getsignal(signal.SIGINT)  # a run that is stopped leaves the default
     with monkeypatch.context() as stopped:
         stopped.setattr(analysis, "errors", interrupted)
-        assert start(gpt, tmp_path, *TINY, "--seeds", "2", "--sigma", "0.03", "--choose-every", "4") == 130
+        status = start(gpt, tmp_path, *TINY, "--seeds", "2", "--sigma", "0.03", "--choose-every", "4")
     signal.signal(signal.SIGINT, handler)
+    assert status == 130
     choices = lambda: [json.loads(text) for text in json.loads((tmp_path / "a" / "bits.json").read_text())]
     (first,) = choices()
     assert first["step"] == 0
