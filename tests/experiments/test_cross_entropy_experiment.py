@@ -6,11 +6,13 @@ import jax
 import numpy as np
 import pytest
 
+from experiments import cross_entropy
 from experiments.cross_entropy import main
 from experiments.harness.storage import records
+from tests.experiments.short_text import read_short_text
 
 TINY = [
-    *("--length", "16", "--dim", "8", "--layers", "1", "--heads", "2", "--batch-size", "64", "--epochs", "0.0008"),
+    *("--length", "16", "--dim", "8", "--layers", "1", "--heads", "2", "--batch-size", "64", "--epochs", "0.1"),
     *("--log-every", "1", "--loss-chunk", "64", "--figure-tokens", "32", "--figure-vocabulary", "64"),
     *("--figure-dims", "4", "--figure-chunks", "1", "4"),
 ]
@@ -22,7 +24,8 @@ def start(folder, *argv):
         return main(["--runs-dir", str(folder), *TINY, *argv])
 
 
-def test_both_losses_train_alike(tmp_path, capsys):
+def test_both_losses_train_alike(tmp_path, capsys, monkeypatch):
+    read_short_text(monkeypatch, cross_entropy)
     assert start(tmp_path, "--name", "a") == 0
     ours, plain = (
         [row["loss"] for row in records.read(tmp_path / name / "metrics.jsonl", "train")] for name in ("a", "a-plain")

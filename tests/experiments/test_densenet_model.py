@@ -1,10 +1,12 @@
 """DenseNets: published sizes, memory of the whole network, and the modes' agreement."""
 
 import math
+from functools import partial
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -57,30 +59,30 @@ def temp_bytes(depth, keep) -> int:
     return memjax.measure(f, params, state, jax.ShapeDtypeStruct((64, 32, 32, 3), jnp.float32)).temp_bytes
 
 
-def test_memory_of_densenet_bc_100():
-    """The memory of plain autodiff grows with the square of the depth. "features" takes less than a tenth of it at depth 100.
+def test_memory_of_densenet_bc_40():
+    """The memory of plain autodiff grows with the square of the depth, that of "features" with the depth.
 
-    The paper reports 22% at depth 160. There it is 6.4%, but compiling takes twice as long.
+    The paper reports 22% at depth 160. At depth 100 it was 9.6%, at 160 6.4%; compiling takes many times as long there.
     """
-    at_100 = {keep: temp_bytes(100, keep) for keep in ("all", "features")}
-    assert at_100["features"] <= 0.096 * at_100["all"]
-    assert at_100["features"] <= 2 * temp_bytes(40, "features")
+    at_40 = {keep: temp_bytes(40, keep) for keep in ("all", "features")}
+    assert at_40["features"] <= 0.22 * at_40["all"]
+    assert at_40["features"] <= 1.7 * temp_bytes(22, "features")
 
 
-@pytest.mark.parametrize("stem", ["imagenet", "cifar"])
-def test_modes_agree(stem):
-    images = jax.random.normal(jax.random.key(0), (4, 33, 33, 3))
-    results = {}
-    for keep in ("all", "convolutions", "features"):
-        model = DenseNet((2, 3), 4, 7, stem=stem, keep=keep, rngs=nnx.Rngs(0))
-        f, params, state = step(model)
+@pytest.mark.parametrize(("stem", "keep"), [("imagenet", "convolutions"), ("cifar", "features")])
+def test_modes_agree(stem, keep):
+    images = np.random.default_rng(0).normal(size=(4, 33, 33, 3)).astype(np.float32)
+
+    @partial(jax.jit, static_argnums=0)
+    def results(keep):
+        f, params, state = step(DenseNet((2, 3), 4, 7, stem=stem, keep=keep, rngs=nnx.Rngs(0)))
         with jax.default_matmul_precision("highest"):
-            results[keep] = jax.jit(f)(params, state, images)
-        logits = nnx.eval_shape(lambda model: model(images), model)
-        chex.assert_shape(logits, (4, 7))
-        chex.assert_type(logits, jnp.float32)
-    for keep in ("convolutions", "features"):
-        chex.assert_trees_all_close(results[keep], results["all"], rtol=5e-3, atol=5e-3)
+            return f(params, state, jnp.asarray(images))
+
+    chex.assert_trees_all_close(*jax.device_get([results(keep), results("all")]), rtol=5e-3, atol=5e-3)
+    logits = jax.eval_shape(lambda: DenseNet((2, 3), 4, 7, stem=stem, keep=keep, rngs=nnx.Rngs(0))(jnp.asarray(images)))
+    chex.assert_shape(logits, (4, 7))
+    chex.assert_type(logits, jnp.float32)
 
 
 def test_refuses():

@@ -128,11 +128,10 @@ def test_random_crops_are_inside_and_of_the_right_size():
                 assert _AREA[0] * 0.85 <= (right - left) * (bottom - top) / (40 * 30) <= 1
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_truncated_jpeg_is_an_error_that_names_it(tree, workers):
+def test_a_truncated_jpeg_is_an_error_that_names_it(tree):
     truncate(tree / "train" / "blue" / "4.jpg")
     data = image_folder(tree, image_size=16, broken_log=None)
-    batches = train_batches(data, batch_size=20, seed=0, workers=workers)
+    batches = train_batches(data, batch_size=20, seed=0, workers=0)
     with pytest.raises(ExperimentError, match=r"blue/4\.jpg.*--skip-broken"):
         next(batches)
     batches.close()
@@ -145,7 +144,7 @@ def test_broken_files_are_skipped_and_counted_once(tree, tmp_path):
     log = tmp_path / "broken_files.txt"
     assert broken_files(log) == []
     data = image_folder(tree, image_size=16, broken_log=log)
-    batches = train_batches(data, batch_size=19, seed=0, workers=1)
+    batches = train_batches(data, batch_size=19, seed=0, workers=0)
     for _ in range(2):
         labels = next(batches)["label"]
         np.testing.assert_array_equal(np.bincount(labels), [9, 10])

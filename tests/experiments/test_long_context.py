@@ -6,6 +6,8 @@ import jax
 import pytest
 
 from experiments import long_context
+from experiments.context import comparison
+from tests.experiments.short_text import read_short_text
 
 SMALLEST = ["--layers", "1", "--length", "64", "--batch-size", "8", "--epochs", "0.0001", "--recipe", "checkpoint"]
 TINY = [*SMALLEST, "--compare-lengths", "64", "--memory-limit", "4MiB", "--longest", "64"]
@@ -17,7 +19,8 @@ def start(folder, *flags) -> int:
         return long_context.main([*TINY, "--runs-dir", str(folder), "--name", "a", *flags])
 
 
-def test_a_run_measures_what_it_has_not_measured_yet(tmp_path, capsys):
+def test_a_run_measures_what_it_has_not_measured_yet(tmp_path, capsys, monkeypatch):
+    read_short_text(monkeypatch, long_context, comparison)
     assert start(tmp_path, "--compare", "slots=1", "--longest", "0") == 0
     path = tmp_path / "a" / "lengths.json"
     (first,) = json.loads(path.read_text())

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from experiments.harness.main import run
 from experiments.models.blocks import GPT, BlocksConfig, ViT
 from experiments.paired import analysis, config
 from experiments.paired.members import PLAIN, Members, members_loss, members_optimizer, with_bits
+from tests.experiments.short_text import read_short_text
 
 TINY = [
     "--layers",
@@ -29,9 +31,8 @@ TINY = [
     "--batch-size",
     "8",
     "--epochs",
-    "0.0001",
-    "--bits",
-    "4",
+    "0.003",  # two steps
+    "--bits",  # none, beside the sigma
 ]
 
 
@@ -42,15 +43,20 @@ def start(module, folder, *flags) -> int:
         return run(module.PRESETS, module.make_task, description="", argv=argv, extra_report=module.paired_report)
 
 
+@pytest.fixture(autouse=True)
+def short_text(monkeypatch):
+    read_short_text(monkeypatch, gpt)
+
+
 def test_members_are_the_trainings_that_they_would_be_alone():
     blocks, clip, kinds, seeds = BlocksConfig(16, 1, 2), 0.1, (PLAIN, 8), 2
     make = lambda seed: GPT(blocks, vocabulary=256, length=16, rngs=nnx.Rngs(seed))
-    text = jax.random.randint(jax.random.key(0), (3, 8, 17), 0, 256).astype(jnp.uint8)
+    text = np.random.default_rng(0).integers(256, size=(3, 8, 17), dtype=np.uint8)
     inner = optax.adamw(optax.cosine_decay_schedule(1e-2, 3))
     with jax.numpy_dtype_promotion("standard"):
         together = members_optimizer(inner, clip, seeds * len(kinds))
         make_members = lambda: Members(make, kinds, seeds, first=5)
-        state = init_state(make_members, together)
+        state = jax.jit(functools.partial(init_state, make_members, together))()
         step = jax.jit(train_step(make_members, members_loss(gpt.loss, together=False), together, 1))
         alone = optax.chain(optax.clip_by_global_norm(clip), inner)
         for batch in text:
@@ -58,50 +64,92 @@ def test_members_are_the_trainings_that_they_would_be_alone():
         for i, bits in enumerate(kinds):
             one = lambda j, bits=bits: with_bits(make(jax.random.key(5 + j)), bits)
             step_alone = jax.jit(train_step(functools.partial(one, 0), gpt.loss, alone, 1))
+            start_alone = jax.jit(lambda j, one=one: init_state(functools.partial(one, j), alone))
             for j in range(seeds):
-                own = init_state(functools.partial(one, j), alone)
+                own = start_alone(j)
                 for batch in text:
                     own, own_sums = step_alone(own, {"text": batch[4 * j : 4 * j + 4]})
                 name = f"plain, {j}" if bits == PLAIN else f"{bits} bits, {j}"
                 np.testing.assert_allclose(sums[name], own_sums["loss"], rtol=1e-4)
-                got, wanted = (jax.tree.leaves(params) for params in (state.params["models"][i], own.params))
+                got, wanted = map(jax.tree.leaves, jax.device_get((state.params["models"][i], own.params)))
                 for a, b in zip(got, wanted, strict=True):
                     np.testing.assert_allclose(a[j], b, atol=2e-3)
 
 
-def test_a_run_is_analysed_and_goes_on_where_it_was(tmp_path, capsys, monkeypatch):
+def test_a_run_goes_on_where_it_was_and_is_analysed(tmp_path, capsys, monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    handler = signal.getsignal(signal.SIGINT)  # a run that is stopped leaves the default
+    with monkeypatch.context() as stopped:
+        stopped.setattr(analysis, "errors", interrupted)
+        status = start(gpt, tmp_path, *TINY, "--seeds", "2", "--sigma", "0.03", "--choose-every", "4")
+    signal.signal(signal.SIGINT, handler)
+    assert status == 130
+    choices = lambda: [json.loads(text) for text in json.loads((tmp_path / "a" / "bits.json").read_text())]
+    (first,) = choices()
+    assert first["step"] == 0
+    assert first["sigma"] <= 0.03
+
     monkeypatch.setattr(config, "_ANALYSED", 2)
     monkeypatch.setattr(analysis, "_DRAWS", 2)
-    assert start(gpt, tmp_path, *TINY, "--seeds", "2", "--sigma", "0.03", "--choose-every", "3") == 0
+    assert start(gpt, tmp_path, "--resume", "--epochs", "0.0071") == 0
+    said = capsys.readouterr().out
+    assert "Resuming at step 2" in said
+    assert choices()[0] == first
+    assert [choice["step"] for choice in choices()] == [0, 4]
     found = json.loads((tmp_path / "a" / "analysis.json").read_text())
-    assert {row["bits"] for row in found["errors"]} == {4, 0.03}
-    choices = lambda: [json.loads(text) for text in json.loads((tmp_path / "a" / "bits.json").read_text())]
-    before = choices()
-    assert [choice["step"] for choice in before] == list(range(0, 3 * len(before), 3))
-    assert all(choice["sigma"] <= 0.03 for choice in before)
-    assert all(row["measured"] >= 0 < row["predicted"] for row in found["errors"])
-    plain, codes = (next(row["bytes"] for row in found["bytes"] if row["kind"] == kind) for kind in ("plain", "4 bits"))
+    assert {row["bits"] for row in found["errors"]} == {0.03}
+    plain, codes = (
+        next(row["bytes"] for row in found["bytes"] if row["kind"] == kind) for kind in ("plain", "sigma 0.03")
+    )
     assert 0 < codes <= plain
-    assert "predicted within 20%" in capsys.readouterr().out
+    assert "predicted within 20%" in said
     for name in ("differences", "errors", "bytes"):
         assert (tmp_path / "a" / f"{name}.png").stat().st_size > 1000
-    assert start(gpt, tmp_path, "--resume", "--epochs", "0.0002") == 0
-    assert "Resuming at step" in capsys.readouterr().out
-    assert choices()[: len(before)] == before
-    assert len(choices()) > len(before)
-    assert start(gpt, tmp_path, "--resume", "--sigma", "0.02") == 2
-    assert "was made with --sigma 0.03, not 0.02" in capsys.readouterr().err
-    assert start(gpt, tmp_path, "--resume", "--seeds", "3") == 2
-    assert "was made with --seeds 2, not 3" in capsys.readouterr().err
+    for flag, made, given in (("--sigma", "0.03", "0.02"), ("--seeds", "2", "3")):
+        assert start(gpt, tmp_path, "--resume", flag, given) == 2
+        assert f"was made with {flag} {made}, not {given}" in capsys.readouterr().err
+
+
+class Stack(nnx.Module):
+    """Of two blocks, the smallest that compression changes the gradients of."""
+
+    def __init__(self, rngs):
+        block = lambda: nnx.Sequential(nnx.Linear(8, 64, rngs=rngs), jnp.sin, nnx.Linear(64, 8, rngs=rngs))
+        self.blocks = nnx.List([block() for _ in range(2)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_errors_of_gradients_are_those_predicted():
+    batches = np.random.default_rng(0).normal(size=(4, 256, 8)).astype(np.float32)
+    loss = lambda model, batch: {"loss": jnp.sum(model(batch["x"]) ** 2), "count": jnp.float32(256)}
+    make = lambda: Stack(nnx.Rngs(0))
+    params = nnx.state(make(), nnx.Param)
+    rows = analysis.errors(make, params, loss, (PLAIN, 4, 3), [{"x": jnp.asarray(batch)} for batch in batches])
+    assert [row["bits"] for row in rows] == 4 * [4, 3]
+    for row in rows:
+        assert row["predicted"] == pytest.approx(row["measured"], rel=0.25)
+    by_bits = {bits: [row["measured"] for row in rows if row["bits"] == bits] for bits in (4, 3)}
+    assert max(by_bits[4]) < min(by_bits[3]) < 0.3
 
 
 def test_vit_sees_patches():
-    model = ViT(BlocksConfig(16, 1, 2), classes=3, image_size=16, patch=8, rngs=nnx.Rngs(0))
-    seen = []
-    model.patches = lambda x: seen.append(x) or jnp.zeros((*x.shape[:2], 16))
-    images = jax.random.normal(jax.random.key(0), (2, 16, 16, 3))
-    assert model(images).shape == (2, 3)
-    np.testing.assert_array_equal(seen[0][1, 2].reshape(8, 8, 3), images[1, 8:, :8])
+    @jax.jit
+    def seen_and_logits(images):
+        model = ViT(BlocksConfig(16, 1, 2), classes=3, image_size=16, patch=8, rngs=nnx.Rngs(0))
+        seen = []
+        model.patches = lambda x: seen.append(x) or jnp.zeros((*x.shape[:2], 16))
+        return seen, model(images)
+
+    images = np.random.default_rng(0).normal(size=(2, 16, 16, 3)).astype(np.float32)
+    (seen,), logits = jax.device_get(seen_and_logits(images))
+    assert logits.shape == (2, 3)
+    np.testing.assert_array_equal(seen[1, 2].reshape(8, 8, 3), images[1, 8:, :8])
 
 
 @pytest.mark.parametrize(

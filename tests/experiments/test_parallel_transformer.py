@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,15 +21,23 @@ def _plain(model, tokens, labels):
     return linear_cross_entropy(model(tokens), model.head, labels, reduction="sum", implementation="full")
 
 
+@functools.cache
+def tokens_labels_and_expected():
+    """Of one device."""
+    text = np.random.default_rng(0).integers(0, 32, (2, 17))
+    tokens, labels = jnp.asarray(text[:, :-1], jnp.int32), jnp.asarray(text[:, 1:], jnp.int32)
+    graph, params = nnx.split(Transformer(TransformerConfig(**SIZES), rngs=nnx.Rngs(0)))
+    plain = jax.jit(jax.value_and_grad(lambda p: _plain(nnx.merge(graph, p), tokens, labels)))
+    return tokens, labels, jax.device_get(plain(params))
+
+
 @pytest.mark.parametrize(
     ("name", "options"), [*((name, {}) for name in NAMES), ("metp", {"recompute": False, "head_chunks": 1})]
 )
 def test_loss_and_gradients_are_those_of_one_device(name, options):
     """On a mesh of two by four devices; parameters and gradients sharded."""
     mesh = jax.make_mesh((2, 4), ("data", "ring"), axis_types=(AxisType.Auto,) * 2)
-    text = np.random.default_rng(0).integers(0, 32, (2, 17))
-    tokens, labels = jnp.asarray(text[:, :-1], jnp.int32), jnp.asarray(text[:, 1:], jnp.int32)
-    one = Transformer(TransformerConfig(**SIZES), rngs=nnx.Rngs(0))
+    tokens, labels, (expected_loss, expected) = tokens_labels_and_expected()
     model = Transformer(TransformerConfig(**SIZES, parallelism=name, **options), rngs=nnx.Rngs(0))
     graph, params = nnx.split(model)
     placed = jax.device_put(params, shardings(params, mesh))
@@ -36,10 +46,7 @@ def test_loss_and_gradients_are_those_of_one_device(name, options):
     def step(params):
         return jax.value_and_grad(lambda p: sharded_loss(nnx.merge(graph, p), mesh, tokens, labels))(params)
 
-    graph_of_one, params_of_one = nnx.split(one)
-    plain = jax.jit(jax.value_and_grad(lambda p: _plain(nnx.merge(graph_of_one, p), tokens, labels)))
     loss, gradients = step(placed)
-    expected_loss, expected = plain(params_of_one)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
     for got, want in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4)
@@ -86,9 +93,9 @@ def test_a_layer_keeps_what_the_formula_says(name):
         return [vary(a.reshape(1, -1), frozenset({"data", "ring"})) for a in kept.values()]
 
     over_ring = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(_specs(params), rows), out_specs=P(("data", "ring"))))
-    first, second = (over_ring(params, x) for x in normal((1, tokens, 32), (1, tokens, 32), dtype=np.float32))
+    first, second = (
+        jax.device_get(over_ring(params, x)) for x in normal((1, tokens, 32), (1, tokens, 32), dtype=np.float32)
+    )
     # Of one device, without weights and positions, which do not depend on the input; the same numbers in another shape once.
-    kept = {
-        np.sort(np.asarray(a[1])).tobytes() for a, b in zip(first, second, strict=True) if not jnp.array_equal(a, b)
-    }
+    kept = {np.sort(a[1]).tobytes() for a, b in zip(first, second, strict=True) if not np.array_equal(a, b)}
     assert sum(map(len, kept)) == saved_bytes(name, tokens=tokens, size=size, itemsize=4, **shape)

@@ -22,22 +22,22 @@ MODELS = [
 ]
 
 
-def test_a_run_explains_and_plans_both_models(tmp_path, capsys):
-    argv = ["--runs-dir", str(tmp_path), "--name", "a", *TINY, *MODELS]
+@pytest.mark.parametrize(("name", "budgets", "count"), [("transformer", [], 2), ("resnet", ["--budgets", "min"], 1)])
+def test_a_run_explains_and_plans_a_model(tmp_path, capsys, name, budgets, count):
+    argv = ["--runs-dir", str(tmp_path), "--name", "a", "--models", name, *budgets, *TINY, *MODELS]
     assert main(argv) == 0
     shown = capsys.readouterr().out
     assert "Kept between the passes" in shown
-    found = json.loads((tmp_path / "a" / "plans.json").read_text())
-    for name in ("transformer", "resnet"):
-        assert f"{name}: temporary memory of one step" in shown
-        for kind in ("explained.json", "explained.png", "plans.png"):
-            assert (tmp_path / "a" / f"{name}_{kind}").stat().st_size > 1000
-        unchanged, *plans = found[name]
-        assert unchanged["milliseconds"] > 0
-        assert len(plans) == 2
-        for row in plans:
-            assert row["compiled_bytes"] <= row["budget"]
-            assert row["plan"]["compiled_nbytes"] <= row["budget"]
+    assert f"{name}: temporary memory of one step" in shown
+    for kind in ("explained.json", "explained.png", "plans.png"):
+        assert (tmp_path / "a" / f"{name}_{kind}").stat().st_size > 1000
+    ((model, (unchanged, *plans)),) = json.loads((tmp_path / "a" / "plans.json").read_text()).items()
+    assert model == name
+    assert unchanged["milliseconds"] > 0
+    assert len(plans) == count
+    for row in plans:
+        assert row["compiled_bytes"] <= row["budget"]
+        assert row["plan"]["compiled_nbytes"] <= row["budget"]
     assert main(argv) == 2
     assert "holds a run already" in capsys.readouterr().err
 

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 LAYERS, WIDTH, HIDDEN, ROWS = 5, 32, 128, 256
 
@@ -14,18 +15,18 @@ def layer(p, x):
 
 
 def parameters(dtype=jnp.float64, layers=LAYERS):
-    keys = jax.random.split(jax.random.key(0), layers)
+    rng = np.random.default_rng(0)
     shapes = {"up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
-    one = lambda key: {name: 0.1 * jax.random.normal(key, shape, dtype) for name, shape in shapes.items()}
-    return [one(key) for key in keys]
+    one = lambda: {name: jnp.asarray(0.1 * rng.normal(size=shape), dtype) for name, shape in shapes.items()}
+    return [one() for _ in range(layers)]
 
 
 def inputs(dtype=jnp.float64, rows=ROWS):
-    return jax.random.normal(jax.random.key(1), (rows, WIDTH), dtype)
+    return jnp.asarray(np.random.default_rng(1).normal(size=(rows, WIDTH)), dtype)
 
 
 def stacked(params):
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *params)
+    return jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *params)
 
 
 def unrolled_loss(params, x):
@@ -40,8 +41,8 @@ def scanned_loss(params, x):
 
 
 def resnet_parameters(width=8, blocks=1):
-    keys = iter(jax.random.split(jax.random.key(0), 2 + 4 * blocks))
-    kernel = lambda *shape: 0.2 * jax.random.normal(next(keys), shape, jnp.float32)
+    rng = np.random.default_rng(0)
+    kernel = lambda *shape: jnp.asarray(0.2 * rng.normal(size=shape), jnp.float32)
     stages = [
         {"down": kernel(3, 3, before, after), "blocks": [[kernel(3, 3, after, after)] * 2 for _ in range(blocks)]}
         for before, after in ((3, width), (width, 2 * width))
@@ -50,7 +51,7 @@ def resnet_parameters(width=8, blocks=1):
 
 
 def images():
-    return jax.random.normal(jax.random.key(1), (8, 32, 32, 3), jnp.float32)
+    return jnp.asarray(np.random.default_rng(1).normal(size=(8, 32, 32, 3)), jnp.float32)
 
 
 def resnet_loss(params, x):

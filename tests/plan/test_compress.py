@@ -21,11 +21,12 @@ ROWS, WIDTH, HIDDEN, LAYERS = 256, 256, 1024, 3
 BOTH = ("recompute", "compress")
 
 
-def parameters(seed=0):
-    keys = jax.random.split(jax.random.key(seed), LAYERS)
+@jax.jit
+def parameters_and_input():
+    keys = jax.random.split(jax.random.key(0), LAYERS)
     shapes = {"up": (WIDTH, HIDDEN), "gate": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
     one = lambda key: {name: 0.05 * jax.random.normal(key, shape) for name, shape in shapes.items()}
-    return [one(key) for key in keys]
+    return [one(key) for key in keys], jax.random.normal(jax.random.key(9), (ROWS, WIDTH))
 
 
 def layer(p, x):
@@ -52,8 +53,7 @@ def transformed(params, x):
 def arguments(f):
     if f is transformed:
         return [transformer.parameters(i) for i in range(2)], transformer.inputs()
-    params = parameters()
-    x = jax.random.normal(jax.random.key(9), (ROWS, WIDTH))
+    params, x = parameters_and_input()
     return (networks.stacked(params) if f is scanned else params), x
 
 
@@ -116,10 +116,10 @@ def test_a_plan_that_may_use_codes_is_never_slower_than_an_exact_one():
     f = transformed
     args = arguments(f)
     least, most = (memjax.plan(f, *args, budget=budget).nbytes for budget in ("min", "1GiB"))
-    for budget in np.linspace(least, most, 3)[:2].astype(int).tolist():
-        exact, both = (memjax.plan(f, *args, budget=budget, allow=allow) for allow in (("recompute",), BOTH))
-        assert both.seconds <= exact.seconds
-        assert both.nbytes <= budget
+    budget = least + (most - least) // 3
+    exact, both = (memjax.plan(f, *args, budget=budget, allow=allow) for allow in (("recompute",), BOTH))
+    assert both.seconds <= exact.seconds
+    assert both.nbytes <= budget
 
 
 def test_a_refusal_compiles_few_plans():
@@ -136,7 +136,7 @@ def test_a_refusal_compiles_few_plans():
 def test_gradients_are_off_by_the_rounding_of_8_bits_and_values_not_at_all():
     f = unrolled
     args, plan = arguments(f), with_codes(f, (0, 1))
-    exact = jax.value_and_grad(f, (0, 1))
+    exact = jax.jit(jax.value_and_grad(f, (0, 1)))
     run = jax.jit(jax.value_and_grad(memjax.planned(f, plan=plan), (0, 1)), donate_argnums=(1,))
     value, gradients = run(args[0], jnp.copy(args[1]))
     expected, wanted = exact(*args)
@@ -152,7 +152,7 @@ def test_codes_of_parts_of_a_loop_that_have_one_turn():
     turns = [stretch._replace(turns=1, handed_on=stretch.handed_on if last else 0) for last in (False, False, True)]
     apart = dataclasses.replace(plan, stretches=(*plan.stretches[:i], *turns, *plan.stretches[i + 1 :]))
     found = jax.jit(jax.grad(memjax.planned(scanned, plan=apart), (0, 1)))(*args)
-    assert 1e-5 < distance(found, jax.grad(scanned, (0, 1))(*args)) < 0.01
+    assert 1e-5 < distance(found, jax.jit(jax.grad(scanned, (0, 1)))(*args)) < 0.01
 
 
 def test_errors_average_out_over_the_dither():
@@ -160,9 +160,9 @@ def test_errors_average_out_over_the_dither():
     f = scanned
     params, x = arguments(f)
     run = jax.jit(jax.grad(memjax.planned(f, plan=with_codes(f))))
-    wanted = jax.grad(f)(params, x)
-    orders = [jax.random.permutation(key, ROWS) for key in jax.random.split(jax.random.key(3), 16)]
-    found = [run(params, x[order]) for order in orders]
+    wanted = jax.jit(jax.grad(f))(params, x)
+    rng = np.random.default_rng(3)
+    found = [jax.device_get(run(params, rng.permutation(np.asarray(x)))) for _ in range(16)]
     mean = jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *found)
     single = np.mean([distance(one, wanted) for one in found])
     assert distance(mean, wanted) < 0.45 * single  # 1 / sqrt(16) = 0.25 where there is no bias
@@ -171,11 +171,13 @@ def test_errors_average_out_over_the_dither():
 @pytest.mark.parametrize("size", [1e-30, 1e10])
 def test_finite_inputs_of_any_size_give_finite_gradients(size):
     params, x = arguments(unrolled)
-    x = x.at[:, ::7].multiply(size).at[3].set(0)
+    x = np.array(x)
+    x[:, ::7] *= size
+    x[3] = 0
     with_rows = jax.jit(jax.grad(memjax.planned(unrolled, plan=with_codes(unrolled))))
-    expected = jax.grad(unrolled)(params, x)
-    assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(expected))
-    assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(with_rows(params, x)))
+    expected = jax.jit(jax.grad(unrolled))(params, x)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(expected))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(with_rows(params, x)))
 
 
 def test_a_plan_of_codes_as_json_and_as_text():
@@ -217,14 +219,14 @@ def test_gradients_through_attention_stay_close():
     plan = memjax.plan(transformed, params, x, budget="min", allow=BOTH)
     assert coded(plan)
     got = jax.jit(jax.grad(memjax.planned(transformed, plan=plan)))(params, x)
-    assert distance(got, jax.grad(transformed)(params, x)) < 0.01
+    assert distance(got, jax.jit(jax.grad(transformed))(params, x)) < 0.01
 
 
 def test_under_vmap():
     params, x = arguments(unrolled)
     gradient = jax.grad(memjax.planned(unrolled, plan=with_codes(unrolled)))
-    found = jax.jit(jax.vmap(gradient, (None, 0)))(params, jnp.stack([x, 0.5 * x]))
-    wanted = jax.vmap(jax.grad(unrolled), (None, 0))(params, jnp.stack([x, 0.5 * x]))
+    two = np.stack([x, 0.5 * np.asarray(x)])
+    found, wanted = (jax.jit(jax.vmap(f, (None, 0)))(params, two) for f in (gradient, jax.grad(unrolled)))
     assert 1e-5 < distance(found, wanted) < 0.01
 
 

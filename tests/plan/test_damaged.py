@@ -31,13 +31,13 @@ def changed(text, path, value):
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("loss", "allow"),
-    [(networks.unrolled_loss, "compress"), (networks.scanned_loss, "recompute"), (networks.scanned_loss, "compress")],
+    [(networks.unrolled_loss, "recompute"), (networks.scanned_loss, "compress")],
 )
 def test_a_changed_number_is_refused_or_changes_no_gradient(loss, allow):
     params, x = networks.parameters(layers=3), networks.inputs()
     params = networks.stacked(params) if loss is networks.scanned_loss else params
     text = memjax.plan(loss, params, x, budget="min", allow=("recompute", allow)).to_json()
-    expected = jax.grad(loss)(params, x)
+    expected = jax.device_get(jax.jit(jax.grad(loss))(params, x))
     refused = 0
     spots = list(numbers(json.loads(text)["stretches"]))
     for i, (path, old) in enumerate(spots):
@@ -49,8 +49,9 @@ def test_a_changed_number_is_refused_or_changes_no_gradient(loss, allow):
             assert str(error).startswith(("plan must be what", "text must be what"))  # noqa: PT017
             refused += 1
         else:
-            worst = lambda a, b: float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b)))
-            assert max(jax.tree.leaves(jax.tree.map(worst, got, expected))) < (1e-9 if allow == "recompute" else 0.1)
+            worst = lambda a, b: np.max(np.abs(a - b)) / np.max(np.abs(b))
+            errors = jax.tree.leaves(jax.tree.map(worst, jax.device_get(got), expected))
+            assert max(errors) < (1e-9 if allow == "recompute" else 0.1)
     assert refused > len(spots) / 4
 
 

@@ -80,8 +80,9 @@ def test_a_turn_waits_for_what_the_link_takes_longer_for():
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("budget", ["min", "1GiB"])
-@pytest.mark.parametrize("transformation", ["jit", "eager", "vmap"])
+@pytest.mark.parametrize(
+    ("budget", "transformation"), [("min", "jit"), ("1GiB", "jit"), ("1GiB", "eager"), ("min", "vmap")]
+)
 def test_gradients(budget, transformation):
     params, x = networks.stacked(networks.parameters()), networks.inputs()
     plan = networks.on_host(memjax.plan(networks.scanned_loss, params, x, budget=budget))
@@ -89,7 +90,7 @@ def test_gradients(budget, transformation):
     assert "on the host" in str(plan)
     assert memjax.Plan.from_json(plan.to_json()) == plan
     f = jax.value_and_grad(memjax.planned(networks.scanned_loss, plan=plan))
-    reference = jax.value_and_grad(networks.scanned_loss)
+    reference = jax.jit(jax.value_and_grad(networks.scanned_loss))
     if transformation == "vmap":
         f, reference = (jax.jit(jax.vmap(one, (None, 0))) for one in (f, reference))
         x = jnp.stack([x, 2 * x])

@@ -46,8 +46,8 @@ def test_compiled_bytes_keep_within_every_budget_and_never_fall_as_it_grows(case
     least, fastest = (memjax.plan(loss, *args, budget=budget).tries[0].compiled for budget in ("min", "1GiB"))
     assert least < 0.6 * temp(loss, *args)
     peaks, times = [], []
-    for i in range(8):
-        budget = least + (fastest - least) * i // 7
+    for i in range(5):
+        budget = least + (fastest - least) * i // 4
         plan = memjax.plan(loss, *args, budget=budget)
         assert plan.compiled_nbytes <= budget
         assert len(plan.tries) <= 5
@@ -71,15 +71,14 @@ def test_a_large_budget_gives_the_step_as_it_is_where_that_moves_fewer_bytes():
     less = memjax.plan(loss, *args, budget=plain - 1)
     assert less.stretches
     assert less.compiled_nbytes < plain
-    x = jax.tree.map(lambda leaf: jax.random.normal(jax.random.key(0), leaf.shape, leaf.dtype), args)
-    found = jax.jit(jax.value_and_grad(memjax.planned(loss, plan=plan)))(*x)
-    chex.assert_trees_all_equal(found, jax.jit(jax.value_and_grad(loss))(*x))
+    found = jax.jit(jax.value_and_grad(memjax.planned(loss, plan=plan)))(*args)
+    chex.assert_trees_all_equal(*jax.device_get((found, jax.jit(jax.value_and_grad(loss))(*args))))
 
 
 def test_a_plan_does_not_depend_on_what_was_planned_before():
     args = arguments(2)
     least, most = (memjax.plan(unrolled_loss, *args, budget=budget).compiled_nbytes for budget in ("min", "1GiB"))
-    budgets = [least + (most - least) * i // 4 for i in range(5)]
+    budgets = [least + (most - least) * i // 2 for i in range(3)]
     later = [memjax.plan(unrolled_loss, *args, budget=budget) for budget in budgets]
     for budget, plan in zip(budgets, later, strict=True):
         forget()

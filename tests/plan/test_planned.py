@@ -36,7 +36,7 @@ def check(f, *args, argnums=0, has_aux=False, planned=None):
     differentiate = functools.partial(jax.value_and_grad, argnums=argnums, has_aux=has_aux)
     expected, got = jax.jit(differentiate(f))(*args), jax.jit(differentiate(planned))(*args)
     chex.assert_trees_all_equal_shapes_and_dtypes(got, expected)
-    close(got, expected)
+    close(*jax.device_get((got, expected)))
 
 
 @pytest.mark.smoke
@@ -44,7 +44,7 @@ def test_unrolled_layers():
     check(unrolled_loss, parameters(), inputs(), argnums=(0, 1))
 
 
-@pytest.mark.parametrize("budget", ["min", "2MiB", "1GiB"])
+@pytest.mark.parametrize("budget", ["min", "1GiB"])
 def test_scanned_layers(budget):
     planned = memjax.planned(scanned_loss, budget=budget)
     check(scanned_loss, stacked(parameters()), inputs(), argnums=(0, 1), planned=planned)
@@ -64,13 +64,13 @@ def test_a_scan_whose_slices_are_integers_and_whose_constants_are_differentiated
 
 def test_dropout_keys_integers_and_auxiliary_results():
     def loss(params, x, labels, key):
-        for p, one in zip(params, jax.random.split(key, LAYERS), strict=True):
+        for p, one in zip(params, jax.random.split(key, 2), strict=True):
             x = jnp.where(jax.random.bernoulli(one, 0.8, x.shape), layer(p, x) / 0.8, 0)
         logits = jax.nn.log_softmax(x)
         return -jnp.mean(jnp.take_along_axis(logits, labels[:, None], 1)), {"logits": logits, "labels": labels + 1}
 
     labels = jnp.arange(256) % 32
-    check(loss, parameters(), inputs(), labels, jax.random.key(3), has_aux=True)
+    check(loss, parameters(layers=2), inputs(), labels, jax.random.key(3), has_aux=True)
 
 
 def test_custom_derivatives_are_kept():
@@ -85,7 +85,7 @@ def test_custom_derivatives_are_kept():
             x = doubled_gradient(jax.nn.relu(layer(p, x)))
         return jnp.sum(x)
 
-    check(loss, parameters(), inputs())
+    check(loss, parameters(layers=2), inputs())
 
 
 def test_a_rule_may_return_what_it_kept_as_it_is():
@@ -99,7 +99,7 @@ def test_a_rule_may_return_what_it_kept_as_it_is():
         return total(x) if params is None else total(x) + unrolled_loss(params, x)
 
     check(loss, None, inputs(), argnums=1)
-    check(loss, parameters(), inputs(), argnums=(0, 1))
+    check(loss, parameters(layers=2), inputs(), argnums=(0, 1))
 
 
 def test_checkpoints_in_the_function_are_taken_out_and_change_nothing():
@@ -112,7 +112,7 @@ def test_checkpoints_in_the_function_are_taken_out_and_change_nothing():
         return jnp.sum(x**2)
 
     check(loss, stacked(parameters()), inputs())
-    check(unrolled, parameters(), inputs())
+    check(unrolled, parameters(layers=2), inputs())
 
 
 def test_our_own_transforms_inside():
@@ -130,9 +130,8 @@ def test_attention_of_a_kernel_by_platform():
             q = q + causal_attention(q, k, v)
         return jnp.sum(q.astype(jnp.float32) ** 2)
 
-    q, k, v = (
-        0.1 * jax.random.normal(key, (1, 64, 2, 16), jnp.bfloat16) for key in jax.random.split(jax.random.key(0), 3)
-    )
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(0.1 * rng.normal(size=(1, 64, 2, 16)), jnp.bfloat16) for _ in range(3))
     planned = memjax.planned(loss, budget="min")
     found, wanted = (jax.jit(jax.grad(f, (0, 1, 2)))(q, k, v) for f in (planned, loss))
     for one, other in zip(found, wanted, strict=True):
@@ -150,7 +149,7 @@ def test_what_the_function_closes_over_is_differentiated():
             wrapped = planned(lambda params: unrolled_loss([jax.tree.map(lambda w: w * scale, p) for p in params], x))
             return wrapped(params) ** 2
 
-        return jax.jit(jax.grad(of_scale, (0, 1)))(1.5, parameters())
+        return jax.jit(jax.grad(of_scale, (0, 1)))(1.5, parameters(layers=2))
 
     close(outer(functools.partial(memjax.planned, budget="min")), outer(lambda f: f))
 
@@ -247,13 +246,13 @@ def test_modules_of_nnx_and_what_changes_in_them():
     def loss(model, x):
         return jnp.sum(model(model(x)) ** 2)
 
-    models = [Model(nnx.Rngs(0)), Model(nnx.Rngs(0))]
+    models = [nnx.jit(lambda: Model(nnx.Rngs(0)))() for _ in range(2)]
     fs = [loss, memjax.planned(loss, budget="min")]
     with jax.numpy_dtype_promotion("standard"):  # as Flax's norm does
-        values = [nnx.value_and_grad(f)(model, inputs()) for f, model in zip(fs, models, strict=True)]
-    close(nnx.to_pure_dict(values[1][1]), nnx.to_pure_dict(values[0][1]))
-    close(values[1][0], values[0][0])
-    states = [jax.tree.leaves(nnx.state(model, nnx.BatchStat)) for model in models]
+        values = [nnx.jit(nnx.value_and_grad(f))(model, inputs()) for f, model in zip(fs, models, strict=True)]
+    values = jax.device_get([(value, nnx.to_pure_dict(gradient)) for value, gradient in values])
+    close(values[1], values[0])
+    states = jax.device_get([jax.tree.leaves(nnx.state(model, nnx.BatchStat)) for model in models])
     close(states[1], states[0])
     assert not np.allclose(states[0][0], 0)
 

@@ -26,7 +26,7 @@ FLAGS = [
     "--batch-size",
     "32",
 ]
-FLAGS += ["--dropout-rate", "0.1", "--checkpoint-every", "7", "--no-compare"]
+FLAGS += ["--dropout-rate", "0.1", "--checkpoint-every", "12", "--no-compare"]
 MEASURED = ("seconds", "examples_per_second", "memory_bytes")  # differ from run to run
 
 

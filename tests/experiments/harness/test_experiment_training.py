@@ -212,16 +212,15 @@ def test_images_are_normalised_before_the_model():
 def test_memory_figures_do_not_depend_on_how_fast_the_program_is_compiled(tmp_path):
     _, task = tiny_task(tmp_path)
     rule = optax.sgd(0.1, momentum=0.9)
-    for make_model in task.compare.values():
-        step = jax.jit(train_step(make_model, task.loss, rule, 1), donate_argnums=0)
-        state = jax.eval_shape(lambda make_model=make_model: init_state(make_model, rule))
-        quick = memory.measure(step, state, task.batch)
-        assert quick.temp_bytes == memjax.measure(step, state, task.batch).temp_bytes
+    step = jax.jit(train_step(task.make_model, task.loss, rule, 1), donate_argnums=0)
+    state = jax.eval_shape(lambda: init_state(task.make_model, rule))
+    quick = memory.measure(step, state, task.batch)
+    assert quick.temp_bytes == memjax.measure(step, state, task.batch).temp_bytes
 
 
 def test_this_runs_training_step_takes_less_memory(tmp_path):
     config, _ = tiny_task(tmp_path)
-    config = dataclasses.replace(config, block_sizes=(12,), growth_rate=4, image_size=16)
+    config = dataclasses.replace(config, block_sizes=(8,), growth_rate=4, image_size=16)
     task = make_task(config)
     rule = optax.sgd(0.1, momentum=0.9)
     temp = {}
@@ -237,10 +236,12 @@ def test_checkpoints_are_rotated_and_restore_everything(tmp_path):
     config, task = tiny_task(tmp_path, keep_checkpoints=2, dropout_rate=0.1)
     rule = optax.sgd(0.1, momentum=0.9)
     state = jax.jit(lambda: init_state(task.make_model, rule))()
-    step = jax.jit(train_step(task.make_model, task.loss, rule, 1), donate_argnums=0)
+    is_key = lambda a: jnp.issubdtype(a.dtype, jax.dtypes.prng_key)
+    step = jax.jit(lambda state: jax.tree.map(lambda a: a if is_key(a) else a + jnp.ones((), a.dtype), state))
     with Checkpoints(config, Console(quiet=True)) as checkpoints:
         for number in range(1, 4):
-            state, _ = step(state, next(task.train_batches))
+            state = step(state)
+            next(task.train_batches)
             checkpoints.save(state, task.train_batches, number)
     kept = {path.name for path in (config.folder / "checkpoints").iterdir()}
     assert {"2", "3"} <= kept
@@ -255,7 +256,7 @@ def test_checkpoints_are_rotated_and_restore_everything(tmp_path):
     assert found_step == 3
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
-        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+        if is_key(a):
             a, b = jax.random.key_data(a), jax.random.key_data(b)
         np.testing.assert_array_equal(a, b)
     np.testing.assert_array_equal(next(fresh.train_batches)["image"], expected_batch["image"])

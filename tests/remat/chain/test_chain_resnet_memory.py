@@ -41,7 +41,7 @@ class Bottleneck(nnx.Module):
 
 def layers(axis_name):
     rngs = nnx.Rngs(0)
-    sizes = [(8, 32, 1), (32, 64, 2), (64, 64, 1)]
+    sizes = [(8, 32, 1), (32, 64, 2)]
     return [Stem(8, axis_name, rngs), *(Bottleneck(*size, axis_name, rngs) for size in sizes)]
 
 

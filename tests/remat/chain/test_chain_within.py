@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
@@ -26,10 +27,10 @@ PRODUCTS_OF_WIDE = 2 * ROWS * WIDTH * 8 * WIDTH
 
 
 def model(count=BLOCKS):
-    keys = jax.random.split(jax.random.key(0), count + 1)
-    sizes = {"up": (WIDTH, 8 * WIDTH), "down": (8 * WIDTH, WIDTH)}
-    draw = lambda key: {name: jax.random.normal(key, size) * 0.1 for name, size in sizes.items()}
-    return [uneven] * count, list(map(draw, keys[1:])), jax.random.normal(keys[0], (ROWS, WIDTH))
+    rng = np.random.default_rng(0)
+    draw = lambda *size: jnp.asarray(rng.normal(size=size), float)
+    params = [{"up": draw(WIDTH, 8 * WIDTH) * 0.1, "down": draw(8 * WIDTH, WIDTH) * 0.1} for _ in range(count)]
+    return [uneven] * count, params, draw(ROWS, WIDTH)
 
 
 def compiled(run, blocks, params, x, **options):
@@ -67,10 +68,9 @@ def test_the_small_value_that_takes_long_is_kept_and_the_wide_one_is_not():
     assert flops(compiled(chain, *arguments, schedule=two_options)) - flops(everything) > PRODUCTS_OF_SMALL
 
 
-@pytest.mark.parametrize("names", [("small",), ("small", "wide")])
-def test_no_policy_for_all_blocks_computes_less_in_the_same_memory(names):
+def test_no_policy_for_all_blocks_computes_less_in_the_same_memory():
     blocks, params, x = model(12)  # so that what is kept takes more than what one block works with
-    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    policy = jax.checkpoint_policies.save_only_these_names("small")
     by_hand = compiled(plain, [jax.checkpoint(f, policy=policy) for f in blocks], params, x)
     found = compiled(chain, blocks, params, x, budget=temp(by_hand))
     assert temp(found) <= temp(by_hand)
@@ -113,10 +113,10 @@ def test_a_plan_serves_a_chain_of_which_less_is_differentiated():
         return jax.jit(jax.grad(loss))
 
     plans = [chain_plan(blocks, params, x, budget=1_000_000, argnums=argnums) for argnums in ((0, 1), 0)]
-    for numbers in (range(5), (1, 3), (4,)):
+    for numbers, of_numbers in ((range(5), plans[:1]), ((1, 3), plans[1:]), ((4,), plans)):
         trained = {number: params[number] for number in numbers}
         want = gradient(plain)(trained, x)
-        for plan in plans:
+        for plan in of_numbers:
             found = gradient(chain, schedule=plan)
             close(found(trained, x), want, 1e-10)
             assert memjax.measure(found, trained, x).temp_bytes <= plan.nbytes + x.nbytes + SLACK  # of the loss

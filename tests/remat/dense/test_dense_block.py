@@ -1,5 +1,7 @@
 """Dense blocks: the memory-saving versions against plain autodiff, their bytes, and what they refuse."""
 
+import functools
+
 import chex
 import hypothesis
 import jax
@@ -18,30 +20,30 @@ SAVING = ("convolutions", "features")
 
 
 @pytest.mark.parametrize(
-    ("bottleneck", "running", "dropout_rate"),
+    ("bottleneck", "running", "dropout_rate", "keeps"),
     [
-        pytest.param(4, False, 0.3, marks=pytest.mark.smoke),
-        (None, True, 0.0),
-        (4, True, 0.0),
-        (None, False, 0.3),
+        pytest.param(4, False, 0.3, SAVING, marks=pytest.mark.smoke),
+        (None, True, 0.0, ("convolutions",)),
+        (4, True, 0.0, ("features",)),
+        (None, False, 0.3, ("features",)),
     ],
 )
-def test_equals_plain_autodiff_in_float64(x64, bottleneck, running, dropout_rate):
-    spec = DenseSpec(5, 3, 5, bottleneck, dropout_rate=dropout_rate, use_running_average=running)
+def test_equals_plain_autodiff_in_float64(x64, bottleneck, running, dropout_rate, keeps):
+    spec = DenseSpec(5, 3, 3, bottleneck, dropout_rate=dropout_rate, use_running_average=running)
     case = random_block(spec, (1, 5, 3), seed=0, dtype=jnp.float64)
     plain = run(spec, case, keep="all")
-    for keep in SAVING:
+    for keep in keeps:
         saving = run(spec, case, keep=keep)
         chex.assert_trees_all_equal_shapes_and_dtypes(saving, plain)
         errors = relative_errors(saving, plain)
         assert max(errors.values()) < 1e-10, (keep, errors)
 
 
-@hypothesis.settings(max_examples=6, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=4, deadline=None, derandomize=True)
 @hypothesis.given(
     st.integers(1, 6),
     st.integers(1, 5),
-    st.integers(1, 4),
+    st.integers(1, 3),
     st.integers(1, 3),
     st.integers(1, 6),
     st.sampled_from([1, 4, None]),
@@ -55,11 +57,10 @@ def test_equals_plain_autodiff_for_any_size(channels, growth, layers, batch, sid
         assert max(relative_errors(saving, plain).values()) < 1e-8
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("running", [False, True])
+@pytest.mark.parametrize(("dtype", "running"), [(jnp.float32, False), (jnp.bfloat16, False), (jnp.bfloat16, True)])
 def test_rounding_errors_are_those_of_plain_autodiff(x64, dtype, running):
     """Over several seeds, and their median: a sign that flips before a ReLU makes one error a hundred times another."""
-    spec = DenseSpec(24, 12, 8, use_running_average=running)
+    spec = DenseSpec(24, 12, 5, use_running_average=running)
     errors = {"all": [], "features": []}
     for seed in range(5):
         exact = run(spec, random_block(spec, (4, 8, 8), seed=seed, dtype=jnp.float64), keep="all")
@@ -76,11 +77,11 @@ def test_statistics_carry_no_gradient():
     spec = DenseSpec(4, 2, 3)
     params, running, x, _ = random_block(spec, (2, 4, 4), seed=3)
     loss = lambda p: jnp.sum(dense_block(spec, p, running, x)[1].mean1)
-    chex.assert_trees_all_equal(jax.grad(loss)(params), jax.tree.map(jnp.zeros_like, params))
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(jax.device_get(jax.jit(jax.grad(loss))(params))))
 
 
 def test_vmap_and_second_derivatives(x64):
-    spec = DenseSpec(3, 2, 3)
+    spec = DenseSpec(3, 2, 2)
     params, running, x, _ = random_block(spec, (2, 3, 3), seed=4, dtype=jnp.float64)
 
     def loss(x, keep):
@@ -93,7 +94,8 @@ def test_vmap_and_second_derivatives(x64):
     chex.assert_trees_all_close(twice("features"), twice("all"), rtol=1e-8)
 
 
-def block_step(keep, layers=24):
+@functools.cache
+def measured(keep, layers):
     block = nnx.eval_shape(lambda: DenseBlock(24, 12, layers, keep=keep, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(block)
 
@@ -101,17 +103,15 @@ def block_step(keep, layers=24):
         # A sum: its gradient needs nothing, so that what is kept is the block's.
         return jnp.sum(nnx.merge(graph, state, copy=True)(x))
 
-    return jax.grad(loss, allow_int=True), (state, jax.ShapeDtypeStruct((8, 16, 16, 24), jnp.float32))
+    x = jax.ShapeDtypeStruct((8, 16, 16, 24), jnp.float32)
+    return memjax.measure(jax.grad(loss, allow_int=True), state, x)
 
 
 def test_bytes_kept_are_the_features_and_the_convolutions():
-    pixels, layers = 8 * 16 * 16, 24
+    pixels, layers = 8 * 16 * 16, 16
     features = pixels * (24 + 12 * layers) * 4
     bottlenecks = pixels * 48 * layers * 4
-    kept = {}
-    for keep in ("all", *SAVING):
-        f, arguments = block_step(keep)
-        kept[keep] = memjax.measure(f, *arguments)
+    kept = {keep: measured(keep, layers) for keep in ("all", *SAVING)}
     small = 64 * 1024  # statistics, by channel
     assert features <= kept["features"].residual_bytes <= features + small
     assert features + bottlenecks <= kept["convolutions"].residual_bytes <= features + bottlenecks + small
@@ -121,27 +121,19 @@ def test_bytes_kept_are_the_features_and_the_convolutions():
 
 
 def test_memory_is_linear_in_depth():
-    shallow, deep = (memjax.measure(*_flat(block_step("features", layers))).temp_bytes for layers in (12, 48))
-    assert deep < 5.5 * shallow  # the feature buffer grows 3.6 times; squared depth would give 16
-
-
-def _flat(step):
-    return step[0], *step[1]
+    shallow, deep = (measured("features", layers).temp_bytes for layers in (16, 48))
+    assert deep < 4.2 * shallow  # the feature buffer grows 2.8 times; squared depth would give 9
 
 
 def test_module_updates_running_statistics_once():
-    x = jax.random.normal(jax.random.key(0), (4, 6, 6, 8))
+    x = np.random.default_rng(0).normal(size=(4, 6, 6, 8)).astype(np.float32)
     blocks = {keep: DenseBlock(8, 4, 3, keep=keep, momentum=0.75, rngs=nnx.Rngs(0)) for keep in ("all", *SAVING)}
+    statistics = {}
     for keep, block in blocks.items():
-        nnx.jit(nnx.grad(lambda block: jnp.sum(block(x))))(block)
-        batch_mean = jnp.mean(x, (0, 1, 2))
-        chex.assert_trees_all_close(block.mean1[...][:8], 0.25 * batch_mean, atol=1e-6)
-        reference = blocks["all"]
-        for name in ("mean1", "var1", "mean2", "var2"):
-            (
-                chex.assert_trees_all_close(getattr(block, name)[...], getattr(reference, name)[...], atol=1e-5),
-                keep,
-            )
+        nnx.jit(nnx.grad(lambda block: jnp.sum(block(jnp.asarray(x)))))(block)
+        statistics[keep] = jax.device_get([getattr(block, name)[...] for name in ("mean1", "var1", "mean2", "var2")])
+        np.testing.assert_allclose(statistics[keep][0][:8], 0.25 * x.mean((0, 1, 2)), atol=1e-6)
+        chex.assert_trees_all_close(statistics[keep], statistics["all"], atol=1e-5)
 
 
 def test_module_evaluates_with_running_statistics_and_without_dropout():

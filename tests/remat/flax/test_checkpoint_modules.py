@@ -60,13 +60,13 @@ LINEN = {
 }
 
 
-@pytest.mark.parametrize("policy", [None, POLICY], ids=["inputs", "names"])
-@pytest.mark.parametrize("kind", LINEN)
+@pytest.mark.parametrize(("kind", "policy"), [("class", POLICY), ("instance", None)], ids=str)
 def test_linen(kind, policy):
     plain, model = Linen(32), LINEN[kind](policy=policy)
     assert isinstance(model, Linen)
-    variables = plain.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X)
-    close(model.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X), variables)
+    init = lambda model: jax.jit(model.init)({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X)
+    variables = init(plain)
+    close(init(model), variables)
     less, (value, grads) = linen_gradient(model, variables)
     more, wanted = linen_gradient(plain, variables)
     close((value, grads), wanted)
@@ -112,8 +112,7 @@ def is_key(leaf):
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-@pytest.mark.parametrize("policy", [None, POLICY], ids=["inputs", "names"])
-@pytest.mark.parametrize("kind", NNX)
+@pytest.mark.parametrize(("kind", "policy"), [("class", None), ("instance", POLICY)], ids=str)
 def test_nnx(kind, policy):
     model = NNX[kind](policy=policy)
     assert isinstance(model, Nnx)

@@ -28,9 +28,10 @@ WAYS = [
 
 def arguments(length):
     """(parameters, first hidden state, xs)."""
-    keys = jax.random.split(jax.random.key(0), 4)
-    params = {name: jax.random.normal(key, (WIDTH, WIDTH)) for name, key in zip("wu", keys[:2], strict=True)}
-    return params, jax.random.normal(keys[2], (2, WIDTH)), jax.random.normal(keys[3], (length, 2, WIDTH))
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), float)
+    params = {name: normal(WIDTH, WIDTH) for name in "wu"}
+    return params, normal(2, WIDTH), normal(length, 2, WIDTH)
 
 
 def loss(scan, params, h, xs, **options):

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -35,13 +36,6 @@ def one_step(cell, params, carry, xs):
     return memory.temp_size_in_bytes + memory.output_size_in_bytes
 
 
-def deep(params, h, x):
-    """Four layers: the parameters are much larger than the states."""
-    for layer in params:
-        h = jnp.tanh(h @ layer)
-    return h + x, h[0].sum()
-
-
 def attention(params, carry, x):
     """A memory that is read: residuals of other shapes than the carry's."""
     memory, n = carry
@@ -58,8 +52,6 @@ def case(name):
         return lstm, *lstm_shapes(32, 16, 300)
     if name == "wide lstm":  # parameters 128 times as large as the carry
         return lstm, *lstm_shapes(256, 8, 60)
-    if name == "deep":
-        return deep, floats(4, 128, 128), floats(8, 128), floats(100, 8, 128)
     if name == "outputs":
         return outputs, floats(64, 64), floats(16, 64), floats(200, 16, 64)
     return attention, floats(16, 16), (floats(48, 16), jax.ShapeDtypeStruct((), jnp.int32)), floats(120, 8, 16)
@@ -71,9 +63,7 @@ def outputs(params, h, x):
     return h, (h, h > 0)
 
 
-@pytest.mark.parametrize(
-    ("name", "share"), [("lstm", 0.4), ("wide lstm", 0.05), ("deep", 0.4), ("attention", 0.05), ("outputs", 0.4)]
-)
+@pytest.mark.parametrize(("name", "share"), [("lstm", 0.4), ("wide lstm", 0.05), ("attention", 0.05), ("outputs", 0.4)])
 def test_budget_is_kept(name, share):
     """Temporary bytes of the compiled gradient, outputs and working memory of a step included."""
     cell, params, carry, xs = case(name)
@@ -143,9 +133,9 @@ def test_program_does_not_grow():
 
 
 def test_a_long_scan_runs():
-    params, carry, xs = jax.tree.map(
-        lambda aval: jax.random.normal(jax.random.key(aval.size), aval.shape) / 2, lstm_shapes(4, 2, 100_000)
-    )
+    rng = np.random.default_rng(0)
+    draw = lambda aval: jnp.asarray(rng.normal(size=aval.shape) / 2, aval.dtype)
+    params, carry, xs = jax.tree.map(draw, lstm_shapes(4, 2, 100_000))
 
     def loss(scan, params):
         return squares(scan(functools.partial(lstm, params), carry, xs)[0])

@@ -33,14 +33,15 @@ def forward_over_reverse(run):
     return jax.jit(jax.jacfwd(jax.jit(jax.grad(run, 1)), 1))(*arguments(7))
 
 
-@pytest.mark.parametrize("way", [MIXED, LEAST], ids=str)
 @pytest.mark.parametrize(
-    "transform",
+    ("transform", "way"),
     [
-        gradient_of_gradient,
-        third_derivative,
-        forward_over_reverse,
+        (gradient_of_gradient, MIXED),
+        (gradient_of_gradient, LEAST),
+        (third_derivative, MIXED),
+        (forward_over_reverse, LEAST),
     ],
+    ids=str,
 )
 def test_transforms(transform, way):
     close(transform(functools.partial(loss, scan, **way)), transform(functools.partial(loss, lax.scan)))

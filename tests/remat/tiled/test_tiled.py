@@ -1,5 +1,7 @@
 """`tiled` against the same function on whole sequences, in float64; what it keeps, in bytes; errors."""
 
+import functools
+
 import chex
 import flax.linen as nn
 import jax
@@ -16,26 +18,34 @@ from memjax.remat import tiled
 from tests.remat.tiled.tiled_cases import DIM, EXAMPLES, LENGTH, close, feed_forward, gradients, normal, parameters
 
 
-@pytest.mark.parametrize("tile", [None, 1, 4, 5, LENGTH, 100])
+def both(f, *args):
+    """Results and gradients."""
+    return jax.jit(lambda *args: (f(*args), gradients(f, *args)))(*args)
+
+
+@functools.cache
+def whole(length=LENGTH):
+    return both(feed_forward, parameters(), normal(9, EXAMPLES, length, DIM))
+
+
+@pytest.mark.parametrize("tile", [None, 1, 5, LENGTH, 100])
 def test_equals_the_function(x64, tile):
     p, x = parameters(), normal(9, EXAMPLES, LENGTH, DIM)
-    f = tiled(feed_forward, (None, 1), 1, tile=tile)
-    close(jax.jit(f)(p, x), feed_forward(p, x))
-    close(jax.jit(gradients, static_argnums=0)(f, p, x), gradients(feed_forward, p, x))
+    close(both(tiled(feed_forward, (None, 1), 1, tile=tile), p, x), whole())
 
 
 @settings(deadline=None, max_examples=10)
 @given(length=st.integers(0, 20), tile=st.integers(1, 21), axis=st.integers(-2, 1))
 def test_any_length_tile_and_axis(length, tile, axis):
-    x = np.random.default_rng(0).normal(size=(3, 3))
-    x = np.repeat(np.take(x, [0], axis), length, axis) * 1.5
+    x = np.random.default_rng(0).normal(size=(3, 3)).astype(np.float32)
+    x = jnp.asarray(np.repeat(np.take(x, [0], axis), length, axis))
 
     def f(x):
         return {"y": jnp.moveaxis(jnp.tanh(jnp.moveaxis(x, axis, 0)), 0, axis), "n": jnp.isfinite(x)}
 
-    out = tiled(f, axis, axis, tile=tile)(x)
-    chex.assert_trees_all_close(out, f(x), rtol=1e-6)
-    chex.assert_shape(jax.grad(lambda x: jnp.sum(tiled(f, axis, axis, tile=tile)(x)["y"]))(jnp.asarray(x)), x.shape)
+    of = lambda f: lambda x: (f(x), jax.grad(lambda x: jnp.sum(f(x)["y"]))(x))
+    out, expected = jax.device_get(jax.jit(lambda x: (of(tiled(f, axis, axis, tile=tile))(x), of(f)(x)))(x))
+    chex.assert_trees_all_close(out, expected, rtol=1e-6)
 
 
 def test_sums_are_added_up(x64):
@@ -52,11 +62,11 @@ def test_sums_are_added_up(x64):
         return {"loss": -0.5 * jnp.sum(chosen), "correct": jnp.sum(correct)}, logits
 
     f = tiled(loss, (None, 1, 1), (None, 1), tile=4)
-    out, expected = f(p, x, labels), loss(p, x, labels)
-    close(out, expected)
-    assert out[0]["correct"].dtype == expected[0]["correct"].dtype
     of_floats = lambda f: lambda p, x: (f(p, x, labels)[0]["loss"], f(p, x, labels)[1])
-    close(gradients(of_floats(f), p, x), gradients(of_floats(loss), p, x))
+    results = lambda f: jax.jit(lambda p, x: (f(p, x, labels), gradients(of_floats(f), p, x)))(p, x)
+    found, expected = results(f), results(loss)
+    close(found, expected)
+    assert found[0][0]["correct"].dtype == expected[0][0]["correct"].dtype
 
 
 def test_sums_of_gradients_are_kept_in_float32_or_as_asked():
@@ -91,10 +101,8 @@ def test_positions_and_keys_are_arguments(x64):
         drop = lambda row, key: jnp.where(jax.random.bernoulli(key, rate, row.shape), row, 0.0)
         return jax.vmap(drop, (1, 0), 1)(x, keys)
 
-    f = tiled(rotate_and_drop, (1, 0, 0), 1, tile=4)
-    close(f(x, positions, keys, rate=0.3), rotate_and_drop(x, positions, keys, rate=0.3))
-    on_x = lambda f: lambda x: f(x, positions, keys)
-    close(gradients(on_x(f), x), gradients(on_x(rotate_and_drop), x))
+    on_x = lambda f: both(lambda x: f(x, positions, keys, rate=0.3), x)
+    close(on_x(tiled(rotate_and_drop, (1, 0, 0), 1, tile=4)), on_x(rotate_and_drop))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -103,7 +111,7 @@ def test_inside_shard_map_over_the_same_axis(x64, check_vma):
     mesh = jax.make_mesh((4,), ("s",), axis_types=(jax.sharding.AxisType.Auto,))
     specs = {"mesh": mesh, "in_specs": (P(), P(None, "s")), "out_specs": P(None, "s"), "check_vma": check_vma}
     f = jax.shard_map(tiled(feed_forward, (None, 1), 1, tile=4), **specs)
-    close(jax.jit(gradients, static_argnums=0)(f, p, x), gradients(feed_forward, p, x))
+    close(jax.jit(gradients, static_argnums=0)(f, p, x), whole(24)[1])
 
 
 def test_a_gradient_inside_shard_map_meets_other_devices_once(x64):
@@ -113,7 +121,7 @@ def test_a_gradient_inside_shard_map_meets_other_devices_once(x64):
     inside = jax.shard_map(
         lambda p, x: gradients(f, p, x), mesh=mesh, in_specs=(P(), P(None, "s")), out_specs=(P(), P(None, "s"))
     )
-    close(inside(p, x), gradients(feed_forward, p, x))
+    close(jax.jit(inside)(p, x), whole(24)[1])
     loops = [eqn for eqn in _equations(jax.make_jaxpr(inside)(p, x).jaxpr) if eqn.primitive.name == "scan"]
     assert loops
     assert not any("psum" in eqn.primitive.name for loop in loops for eqn in _equations(loop.params["jaxpr"].jaxpr))
@@ -138,12 +146,13 @@ class NnxFeedForward(nnx.Module):
 def test_linen(is_class):
     x = normal(9, EXAMPLES, LENGTH, DIM)
     plain = LinenFeedForward()
-    variables = plain.init(jax.random.key(0), x)
+    init = lambda module: jax.jit(module.init)(jax.random.key(0), x)
+    variables = init(plain)
     module = tiled(LinenFeedForward, 1, 1, tile=5)() if is_class else tiled(plain, 1, 1, tile=5)
     assert isinstance(module, LinenFeedForward)
-    chex.assert_trees_all_equal_shapes_and_dtypes(module.init(jax.random.key(0), x), variables)
+    chex.assert_trees_all_equal_shapes_and_dtypes(init(module), variables)
     on = lambda module: gradients(module.apply, variables, x)
-    chex.assert_trees_all_close(on(module), on(plain), rtol=1e-4, atol=1e-5)
+    chex.assert_trees_all_close(*jax.device_get((on(module), on(plain))), rtol=1e-4, atol=1e-5)
 
 
 def test_nnx():
@@ -151,10 +160,11 @@ def test_nnx():
     shares, of_class = tiled(plain, 1, 1, tile=5), tiled(NnxFeedForward, 1, 1, tile=5)(nnx.Rngs(0))
     assert isinstance(shares, NnxFeedForward)
     assert shares.up.kernel is plain.up.kernel
-    on = lambda module: nnx.grad(lambda module: jnp.sum(jnp.sin(module(x))))(module)
+    on = lambda module: jax.tree.leaves(nnx.jit(nnx.grad(lambda module: jnp.sum(jnp.sin(module(x)))))(module))
     assert all(" while(" in jax.jit(module).lower(x).compile().as_text() for module in (shares, of_class))
-    chex.assert_trees_all_close(jax.tree.leaves(on(shares)), jax.tree.leaves(on(plain)), rtol=1e-4, atol=1e-5)
-    chex.assert_trees_all_close(jax.tree.leaves(on(of_class)), jax.tree.leaves(on(plain)), rtol=1e-4, atol=1e-5)
+    found, of_class, expected = jax.device_get((on(shares), on(of_class), on(plain)))
+    chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-5)
+    chex.assert_trees_all_close(of_class, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_modules_that_change_their_variables_are_refused():

@@ -140,4 +140,4 @@ APART = {
 @pytest.mark.parametrize("name", APART)
 def test_what_keeps_positions_apart_is_accepted(x64, name):
     x = normal(9, EXAMPLES, LENGTH, DIM)
-    close(tiled(APART[name], 1, 1, tile=4)(x), APART[name](x))
+    close(*jax.jit(lambda x: (tiled(APART[name], 1, 1, tile=4)(x), APART[name](x)))(x))

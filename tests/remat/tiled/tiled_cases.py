@@ -3,12 +3,13 @@
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 EXAMPLES, LENGTH, DIM = 2, 13, 8
 
 
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape, jnp.result_type(float))
+def normal(seed, *shape, scale=1.0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * scale, float)
 
 
 def norm(x, scale):
@@ -22,7 +23,7 @@ def feed_forward(p, x):
 
 def parameters(dim=DIM, hidden=16):
     shapes = {"scale": (dim,), "gate": (dim, hidden), "up": (dim, hidden), "down": (hidden, dim)}
-    return {name: normal(i, *shape) * shape[0] ** -0.5 for i, (name, shape) in enumerate(shapes.items())}
+    return {name: normal(i, *shape, scale=shape[0] ** -0.5) for i, (name, shape) in enumerate(shapes.items())}
 
 
 def gradients(f, *args):
@@ -33,4 +34,4 @@ def gradients(f, *args):
 
 
 def close(actual, expected):
-    chex.assert_trees_all_close(actual, expected, rtol=1e-10, atol=1e-10)
+    chex.assert_trees_all_close(*jax.device_get((actual, expected)), rtol=1e-10, atol=1e-10)
