@@ -37,7 +37,7 @@ def _interpreted(monkeypatch):
 @pytest.mark.parametrize(
     ("layout", "dtype", "options"),
     [
-        pytest.param("vd", jnp.bfloat16, {}, marks=pytest.mark.smoke),
+        ("vd", jnp.bfloat16, {}),
         ("dv", jnp.bfloat16, {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 3.0, "logit_scale": 0.7}),
     ],
 )

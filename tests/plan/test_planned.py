@@ -39,7 +39,6 @@ def check(f, *args, argnums=0, has_aux=False, planned=None):
     close(*jax.device_get((got, expected)))
 
 
-@pytest.mark.smoke
 def test_unrolled_layers():
     check(unrolled_loss, parameters(), inputs(), argnums=(0, 1))
 

@@ -38,7 +38,6 @@ def quick(f):
     return jax.jit(f, compiler_options={"xla_backend_optimization_level": 0})
 
 
-@pytest.mark.smoke
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("model", "name"), [*((cases.mlps, name) for name in SCHEDULES), (cases.convolutions, "mixed")]

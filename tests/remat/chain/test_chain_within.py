@@ -51,7 +51,6 @@ def flops(program):
     return program.cost_analysis()["flops"]
 
 
-@pytest.mark.smoke
 @pytest.mark.usefixtures("x64")
 def test_the_small_value_that_takes_long_is_kept_and_the_wide_one_is_not():
     arguments = _, params, x = model()

@@ -22,7 +22,7 @@ SAVING = ("convolutions", "features")
 @pytest.mark.parametrize(
     ("bottleneck", "running", "dropout_rate", "keeps"),
     [
-        pytest.param(4, False, 0.3, SAVING, marks=pytest.mark.smoke),
+        (4, False, 0.3, SAVING),
         (None, True, 0.0, ("convolutions",)),
         (4, True, 0.0, ("features",)),
         (None, False, 0.3, ("features",)),

@@ -33,7 +33,6 @@ def x():
     return jax.random.normal(jax.random.key(0), (3, WIDTH), jnp.result_type(float))
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("scan", [jax.lax.scan, lambda *args: remat.scan(*args, slots=2)])
 def test_a_loop_over_a_stack_of_modules_is_one_after_the_other(x64, scan):
     layers = [Block(i) for i in range(4)]
