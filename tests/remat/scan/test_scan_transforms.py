@@ -41,7 +41,7 @@ def forward_over_reverse(run):
         (third_derivative, MIXED),
         (forward_over_reverse, LEAST),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_transforms(transform, way):
     close(transform(functools.partial(loss, scan, **way)), transform(functools.partial(loss, lax.scan)))
