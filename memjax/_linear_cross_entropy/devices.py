@@ -26,6 +26,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from memjax._core import check as _check
+from memjax._core.arrays import as_array
 from memjax._core.compat import tiles_of_devices
 from memjax._linear_cross_entropy import check
 from memjax._linear_cross_entropy.options import Array, Axes, as_axes, as_entry, psum
@@ -302,7 +303,8 @@ def _joined(option: Any, axes: Axes) -> Any:
 
 
 def _following(a: Any, mesh: Any, spec: PartitionSpec) -> Any:
-    """The array, sharded as `spec` says."""
-    if isinstance(a, jax.Array) and _axes(a) != [as_axes(entry) for entry in spec]:
+    """The array, of JAX, sharded as `spec` says."""
+    a = as_array(a)
+    if _axes(a) != [as_axes(entry) for entry in spec]:
         return jax.sharding.reshard(a, NamedSharding(mesh, spec))
     return a

@@ -267,8 +267,8 @@ def test_explicit_mesh(implementation, of_x, of_w, of_labels):
     """Arrays whose types say how they are sharded: values, gradients and losses of tokens, and where the gradients are."""
     x, w, labels = map(np.asarray, example(0, 48, 8, 64))
     x, labels = x.reshape(8, 6, 8), labels.reshape(8, 6)
-    weights = jnp.asarray(np.linspace(0.0, 1.0, 48, dtype=np.float32).reshape(8, 6))
-    bias = jnp.asarray(np.linspace(-1.0, 1.0, 64, dtype=np.float32))
+    weights = np.linspace(0.0, 1.0, 48, dtype=np.float32).reshape(8, 6)  # of NumPy, on no mesh
+    bias = np.linspace(-1.0, 1.0, 64, dtype=np.float32)
     options = {"label_smoothing": 0.1}
     explicit = jax.make_mesh((2, 2), ("t", "v"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
     loss = lambda x, w, labels: memjax.linear_cross_entropy(
