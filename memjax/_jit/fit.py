@@ -205,7 +205,7 @@ class Fit:
             plan, fits = self._decided(passes, room), True
         except TooLittleError:
             plan, fits = self._decided(passes, "min"), False
-        run = by_plan(passes, plan, self._layout.within(passes.manual)) if plan.stretches else None
+        run = by_plan(passes, plan, self._layout) if plan.stretches else None
         self._plans[passes] = plan
         if isinstance(run, Run):
             self._acting[passes] = run, key_of(plan.stretches, plan.in_steps)
@@ -273,7 +273,5 @@ def acting_by(body: Body, plan: StepPlan, layout: Layout) -> Acting:
             f"plan must be of this step, got one for {len(plan.passes)} derivatives where this step has {len(passes)}: {MAKE_ONE}"
         )
     pairs = zip(passes, plan.passes, strict=True)
-    found = {
-        one: by_plan(one, part, layout.within(one.manual)) for one, part in pairs if part is not None and part.stretches
-    }
+    found = {one: by_plan(one, part, layout) for one, part in pairs if part is not None and part.stretches}
     return {one: run for one, run in found.items() if isinstance(run, Run)}

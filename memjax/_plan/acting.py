@@ -94,4 +94,4 @@ def by_plan(derivative: Passes, plan: Plan, layout: Layout, wrt: Sequence[bool] 
     if not plan.stretches:
         return KeepAll(derivative)
     platform = plan.platform if plan.in_steps else None
-    return Run(chain, choices(chain, plan.stretches), platform, derivative, gathers_again=layout.devices > 1)
+    return Run(chain, choices(chain, plan.stretches), platform, derivative, gathers_again=plan.gathers_again)

@@ -146,6 +146,7 @@ class Plan:
         time. That takes less memory and a little more time.
       assumes: under which assumption the bytes are those of a device, where arguments lie on a mesh; "" if under none. They are
         those of value and gradients: a step that updates parameters takes as much, and what the update itself needs.
+      gathers_again: whether sharded inputs are gathered again for what is computed again, as where arguments lie on a mesh.
     """
 
     budget: int
@@ -163,6 +164,7 @@ class Plan:
     in_steps: bool = False
     notes: tuple[str, ...] = ()
     assumes: str = ""
+    gathers_again: bool = False
 
     @property
     def host_nbytes(self) -> int:

@@ -163,3 +163,23 @@ def test_a_chain_counts_the_bytes_of_a_device():
     of_mesh = memjax.remat.chain_plan(blocks, ws, x, budget="min")
     assert type(of_mesh) is type(one)
     assert of_mesh.nbytes < 1.3 * one.nbytes / 8
+
+
+def test_a_plan_gathers_parameters_again_wherever_it_is_used():
+    """Under `jax.jit` nothing tells that they are sharded: the plan does."""
+
+    def feed_forwards(ws, x):
+        for w, v in ws:
+            x = x + jax.nn.gelu(x / (1 + jnp.mean(x**2, -1, keepdims=True)) @ w) @ v
+        return jnp.mean(x**2)
+
+    rows = NamedSharding(mesh(), P("d"))
+    sharded = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=rows)
+    args = [(sharded(64, 256), sharded(256, 64)) for _ in range(3)], sharded(1024, 64)
+    plan = memjax.plan(feed_forwards, *args, budget="1.45MiB")
+    assert plan.gathers_again
+    step = jax.value_and_grad(memjax.planned(feed_forwards, plan=plan))
+    untold = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), args)
+    jitted = jax.jit(step, in_shardings=rows, out_shardings=(None, rows))
+    compiled = jitted.lower(*untold).compile(memjax.remat_compiler_options())
+    assert compiled.memory_analysis().temp_size_in_bytes == plan.compiled_nbytes <= plan.budget

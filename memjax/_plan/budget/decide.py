@@ -295,4 +295,5 @@ def plan_of(program: Known, plans: Plans, chosen: Try, tries: Sequence[Try], bud
         platform=program.chain.rates.platform,
         assumes=program.layout.assumes,
         in_steps=plans.in_steps,
+        gathers_again=program.gathers_again,
     )

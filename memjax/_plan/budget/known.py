@@ -69,6 +69,11 @@ class Known:
         return self._measure is not None
 
     @property
+    def gathers_again(self) -> bool:
+        """Whether what is computed again gathers sharded inputs again: on one device there is nothing to gather."""
+        return self.layout.devices > 1
+
+    @property
     def base_seconds(self) -> float:
         """Predicted seconds of a step that computes nothing again."""
         return self.chain.base_seconds / self.layout.devices
@@ -96,7 +101,7 @@ class Known:
     def run(self, stretches: tuple[Stretch, ...], in_steps: bool = False) -> Run:
         """The two passes under a plan."""
         platform = self.chain.rates.platform if in_steps else None
-        return Run(self.chain, choices(self.chain, stretches), platform, gathers_again=self.layout.devices > 1)
+        return Run(self.chain, choices(self.chain, stretches), platform, gathers_again=self.gathers_again)
 
 
 _known: dict[Any, Known] = {}
