@@ -58,12 +58,14 @@ class _Turn(NamedTuple):
       again: equations of the forward pass.
       backward: equations of the backward pass.
       codes: what is decoded.
+      gathered: inputs that the backward equations read, to be gathered again if they are sharded.
       steps: both kinds of equations in steps, or None.
     """
 
     again: list[Any]
     backward: list[Any]
     codes: list[Code]
+    gathered: list[Any]
     steps: list[Step] | None
 
 
@@ -76,8 +78,8 @@ class Run:
       choices: its stretches, in the order of the forward pass, and what is kept of each.
       in_steps_on: the platform for which the turns of the backward pass run in steps; None: the compiler has its way.
       derivative: of which less is differentiated than of the chain's; None: that one.
-      gathers_again: whether a stretch that runs again has its sharded inputs gathered again for its backward pass, too, as
-        `jax.checkpoint` does; otherwise the compiler keeps them gathered from the forward pass on.
+      gathers_again: whether sharded inputs are gathered again for the backward pass of a stretch that runs again.
+        `jax.checkpoint` does so. Otherwise the compiler keeps them gathered from the forward pass on.
 
     Attributes:
       derivative: as given.
@@ -96,7 +98,6 @@ class Run:
         gathers_again: bool = False,
     ):
         self.derivative = derivative = derivative or chain.derivative
-        self._gathers_again = gathers_again
         program, backward, flow = derivative.forward, derivative.backward, derivative.forward.flow
         self._inputs = {*program.invars, *program.constvars}
         there = set(map(id, backward.eqns))
@@ -123,7 +124,9 @@ class Run:
             is_loop = bool(one.option.parts) and id(program.eqns[one.start]) in self._loops
             if in_steps_on is not None and not is_loop and not any(map(is_ordered, eqns)):
                 steps = self._steps(again, eqns, in_steps_on)
-            self._turns.append(_Turn(again, eqns, codes, steps))
+            # The last of several stretches, which is the first here, has just gathered its own.
+            gathered = self._gathered(eqns) if gathers_again and (self._turns or len(stretches) == 1) else []
+            self._turns.append(_Turn(again, eqns, codes, gathered, steps))
             reads += here
         self.coded = [code for turn in self._turns for code in turn.codes]
         self.is_rounded = any(one.option.coded for one in choices) or any(
@@ -143,6 +146,11 @@ class Run:
         backward, mine = self.derivative.backward, {id(eqn) for eqn in eqns}
         others = {var for eqn in backward.eqns if id(eqn) not in mine for var in self._read_by(eqn)}
         return in_steps(in_time(again, eqns), variables(backward.outvars), others, platform)
+
+    def _gathered(self, eqns: Sequence[Any]) -> list[Any]:
+        """The arrays among the inputs that these equations read; loops gather slices, each in its turn."""
+        found = read_by(eqn for eqn in eqns if id(eqn) not in self._mirrors)
+        return [var for var in found if var in self._inputs and var.aval.shape]
 
     def _read_by(self, eqn: Any) -> list[Any]:
         """What an equation of the backward pass reads."""
@@ -184,13 +192,9 @@ class Run:
                 at += loop.stack_count
         env = backward.given(cotangents)
         cts = set(backward.invars)
-        for turn_number, (again, eqns, codes, steps) in enumerate(self._turns):
+        for again, eqns, codes, gathered, steps in self._turns:
             mine = dict.fromkeys(var for eqn in eqns for var in self._read_by(eqn))
-            leaves = [var for var in read_by(again) if var in known]
-            # Arrays, not numbers; loops gather slices, each in its turn. The last of several stretches has just gathered its own.
-            if self._gathers_again and (turn_number > 0 or len(self._turns) == 1):
-                alone = read_by(eqn for eqn in eqns if id(eqn) not in self._mirrors)
-                leaves += [var for var in alone if var in self._inputs and var.aval.shape and var not in leaves]
+            leaves = [var for var in dict.fromkeys([*read_by(again), *gathered]) if var in known]
             turn = {var: known[var] for var in mine if var in known}
             waiting = [var for var in mine if var in cts]
             if again or codes:
