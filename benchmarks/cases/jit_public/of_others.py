@@ -244,11 +244,13 @@ def jax_md_nequip(public: pathlib.Path) -> Step:
     senders = (receivers + 1 + jnp.tile(jnp.arange(neighbors), atoms)) % atoms
     displacement, _ = space.free()
 
-    def energy(params: Any, positions: Any, kinds: Any) -> Any:
+    def graph(positions: Any, kinds: Any) -> GraphsTuple:
         edges = jax.vmap(displacement)(positions[receivers], positions[senders])
         count = jnp.array([atoms]), jnp.array([len(receivers)])
-        graph = GraphsTuple(kinds, edges, receivers, senders, jnp.zeros((1, 1)), *count)
-        return jnp.sum(model.apply(params, graph))
+        return GraphsTuple(kinds, edges, receivers, senders, jnp.zeros((1, 1)), *count)
+
+    def energy(params: Any, positions: Any, kinds: Any) -> Any:
+        return jnp.sum(model.apply(params, graph(positions, kinds)))
 
     optimizer = optax.adam(1e-3)
 
@@ -263,13 +265,10 @@ def jax_md_nequip(public: pathlib.Path) -> Step:
         updates, moments = optimizer.update(gradients, moments, params)
         return (optax.apply_updates(params, updates), moments), value
 
-    edges = jax.vmap(displacement)(positions[0][receivers], positions[0][senders])
-    graph = GraphsTuple(
-        kinds[0], edges, receivers, senders, jnp.zeros((1, 1)), jnp.array([atoms]), jnp.array([len(edges)])
-    )
-    params = model.init(_KEY, graph)
+    params = model.init(_KEY, graph(positions[0], kinds[0]))
     batch = positions, kinds, jnp.zeros(molecules), 0.1 * jax.random.normal(_KEY, positions.shape)
-    return Step(update, ((params, optimizer.init(params)), batch), {"donate_argnums": 0}, first)
+    state = params, optimizer.init(params)
+    return Step(update, (state, batch), {"donate_argnums": 0}, first)
 
 
 CASES: dict[str, Callable[[pathlib.Path], Step]] = {
