@@ -207,7 +207,7 @@ def test_a_linen_module():
 
 
 def _largest_error(got, want):
-    """Of leaves, relative to the largest leaf: gradients of keys' biases are zero."""
+    """Errors of leaves, relative to the largest leaf: the gradients of keys' biases are zero."""
     got, want = (list(map(np.asarray, jax.tree.leaves(tree))) for tree in (got, want))
     scale = max(map(np.linalg.norm, want))
     return max(np.linalg.norm(a - b) for a, b in zip(got, want, strict=True)) / scale

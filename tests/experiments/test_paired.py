@@ -113,7 +113,7 @@ def test_a_run_goes_on_where_it_was_and_is_analysed(tmp_path, capsys, monkeypatc
 
 
 class Stack(nnx.Module):
-    """Of two blocks, the smallest that compression changes the gradients of."""
+    """A model of two blocks: with fewer, compression changes no gradient."""
 
     def __init__(self, rngs):
         block = lambda: nnx.Sequential(nnx.Linear(8, 64, rngs=rngs), jnp.sin, nnx.Linear(64, 8, rngs=rngs))

@@ -23,7 +23,7 @@ def _plain(model, tokens, labels):
 
 @functools.cache
 def tokens_labels_and_expected():
-    """Of one device."""
+    """What one device computes."""
     text = np.random.default_rng(0).integers(0, 32, (2, 17))
     tokens, labels = jnp.asarray(text[:, :-1], jnp.int32), jnp.asarray(text[:, 1:], jnp.int32)
     graph, params = nnx.split(Transformer(TransformerConfig(**SIZES), rngs=nnx.Rngs(0)))

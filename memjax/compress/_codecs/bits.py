@@ -33,7 +33,7 @@ class Width(NamedTuple):
     per_word: int = 0
 
 
-# XLA has a 2-bit type, too, but cannot transpose it on GPUs.
+# XLA also has a 2-bit type, but cannot transpose it on GPUs.
 WIDTHS = {
     8: Width((8,), jnp.uint8, jnp.uint16, 4),
     6: Width((4, 2)),

@@ -265,7 +265,7 @@ def test_block_quantized_has_ranges_of_its_own_for_examples_channels_and_stretch
 
 
 def test_block_quantized_of_few_positions_and_of_lengths_that_nothing_divides():
-    """Of few positions blocks lie along memory."""
+    """Arrays of few positions have blocks that lie along memory."""
     codec, shapes = BlockQuantized(8, block=64), ((5000,), (3, 4096), (7, 4099), (1, 1, 4096), (2, 1021, 5))
     xs = [normal(*shape) for shape in shapes]
     round_trips = jax.jit(lambda xs: [codec.decode(codec.encode(x)) for x in xs])

@@ -42,7 +42,7 @@ def batch(seed, scale=1.0):
 
 @functools.cache
 def found_layers(convolutions=2, **options):
-    """Of a network with so many: where one will do, programs are half as large."""
+    """The layers of a network with so many convolutions. With one, programs are half as large."""
     return compress.layers(loss, weights(convolutions), batch(0), **options)
 
 

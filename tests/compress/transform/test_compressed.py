@@ -41,7 +41,7 @@ def test_gradients_err_with_the_bound_and_values_do_not(where):
 
     @jax.jit
     def step(bound, params, x):
-        """Of another bound, too, without compiling again."""
+        """It takes another bound without compiling again."""
         traces.append(1)
         return jax.grad(lambda bound, params, x: loss_of(of(bound))(params, x), argnums=(0, 1, 2))(bound, params, x)
 
