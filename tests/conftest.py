@@ -27,6 +27,8 @@ if importlib.metadata.version("jax").startswith("0.10."):
         _FLAGS.append("--xla_disable_hlo_passes=cse_barrier_expander")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS]).strip()
 os.environ.setdefault("MPLBACKEND", "agg")
+# After each product NumPy's BLAS keeps its threads spinning, on cores that the other test process needs.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Several test processes share a GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 if "PYTEST_XDIST_WORKER" not in os.environ:
