@@ -42,19 +42,22 @@ class Config:
     modes: tuple[str, ...] = MODES
     meshes: tuple[str, ...] = MESHES
     updates: tuple[str, ...] = UPDATES
+    jobs: int = 1
+    """How many steps are measured at once. One takes about two cores."""
     name: str = "jit_mesh_cpu"
     """Name of the file of results."""
 
 
 def main(config: Config) -> None:
-    rows: list[dict[str, Any]] = []
     every = [(mode, where, update) for where in config.meshes for mode in config.modes for update in config.updates]
-    for mode, where, update in every:
-        case = {"mode": mode, "mesh": where, "update": update}
-        environ = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS}
-        found = record.in_fresh_process("benchmarks.jit_mesh_cpu", case, environ)
-        rows += [{**case, **row} for row in found["rows"]] if "rows" in found else [found]
+    cases = [{"mode": mode, "mesh": where, "update": update} for mode, where, update in every]
+    environ = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS}
+    results: dict[str, list[dict[str, Any]]] = {}
+    rows: list[dict[str, Any]] = []
+    for case, found in record.in_fresh_processes("benchmarks.jit_mesh_cpu", cases, environ, jobs=config.jobs):
+        results[str(case)] = [{**case, **row} for row in found["rows"]] if "rows" in found else [found]
         print(json.dumps(found), flush=True)
+        rows = [row for one in cases for row in results.get(str(one), ())]
         record.save(config.name, rows)
     show(rows)
 

@@ -45,6 +45,8 @@ class Config:
     """Budgets, as shares of the temporary bytes of the step."""
     double: bool = True
     """One more row in float64."""
+    jobs: int = 1
+    """How many steps are measured at once. One takes about two cores; seconds are comparable with one alone."""
     small: bool = False
     """A few steps, nothing is saved."""
 
@@ -106,17 +108,19 @@ def main(config: Config) -> None:
     path = record.RESULTS / "jit_public.json"
     keep = config.models and path.exists() and not config.small
     before = {row["name"]: row for row in json.loads(path.read_text())["rows"]} if keep else {}
-    results: list[dict[str, Any]] = []
-    for name in config.models or (_SMALL if config.small else CASES):
-        case = {"name": name, "public": str(config.models_path), "shares": config.shares, "double": config.double}
-        module = "benchmarks.cases.jit_public.measure"
-        found = record.in_fresh_process(module, case, {"XLA_FLAGS": " ".join(_FLAGS)}, timeout=900)
-        results.append({"name": name} | {key: value for key, value in found.items() if value != case.get(key)})
-        print(json.dumps(results[-1]), flush=True)
+    found: dict[str, dict[str, Any]] = {}
+    names = config.models or (_SMALL if config.small else CASES)
+    common = {"public": str(config.models_path), "shares": config.shares, "double": config.double}
+    cases = [{"name": name} | common for name in names]
+    module, environ = "benchmarks.cases.jit_public.measure", {"XLA_FLAGS": " ".join(_FLAGS)}
+    for case, result in record.in_fresh_processes(module, cases, environ, jobs=config.jobs):
+        name = case["name"]
+        found[name] = {"name": name} | {key: value for key, value in result.items() if value != case.get(key)}
+        print(json.dumps(found[name]), flush=True)
         if not config.small:
-            every = before | {result["name"]: result for result in results}
+            every = before | found
             record.save("jit_public", [every[name] for name in CASES if name in every])
-    show(results)
+    show([found[name] for name in names])
 
 
 if __name__ == "__main__":

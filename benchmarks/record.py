@@ -1,5 +1,6 @@
 """Saves the rows of a benchmark with machine, versions, date and command, and runs cases in fresh processes."""
 
+import concurrent.futures
 import datetime
 import importlib.metadata
 import json
@@ -11,6 +12,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 _PACKAGES = ("jax", "jaxlib", "flax", "jax-triton", "triton", "torch", "torchvision", "equinox")
@@ -79,3 +81,13 @@ def in_fresh_process(module: str, case: dict, environ: dict[str, str] | None = N
     if done.returncode:
         return {**case, "error": (done.stderr.strip().splitlines() or ["no message"])[-1][:300]}
     return {**case, **json.loads(done.stdout.strip().splitlines()[-1])}
+
+
+def in_fresh_processes(
+    module: str, cases: Sequence[dict], environ: dict[str, str] | None = None, timeout: float = 900, jobs: int = 1
+) -> Iterator[tuple[dict, dict]]:
+    """Each case and its result as it is there, `jobs` of them at once: for cases that measure no time."""
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        begun = {pool.submit(in_fresh_process, module, case, environ, timeout): case for case in cases}
+        for done in concurrent.futures.as_completed(begun):
+            yield begun[done], done.result()
