@@ -15,6 +15,7 @@ from memjax._core.arrays import is_float
 from memjax._core.clear_errors import option_errors
 from memjax._core.compat import is_tracer
 from memjax._core.meshes import own_sharding, split_over
+from memjax._core.program import costs
 from memjax._jit.account import account, bytes_of_results
 from memjax._jit.body import Acting, Body
 from memjax._jit.cache import (
@@ -136,11 +137,13 @@ def decided(step: Step, traced: Any, asked: Asked, args: tuple, kwargs: dict[str
             raise ValueError(account(as_written, program, traced, nothing_to_plan=True))
         if not body.has_passes or (isinstance(room, int) and nbytes <= room):
             return Entry(as_written, program, lambda: step.plain)
-    ways = [fit]
+    ways, rates = [fit], costs.device(device)
     if "tile" in asked.allow:
         tile_on = TileOn(device.platform, room // _TILES if isinstance(room, int) else 0, layout.devices > 1)
         if (tiled := Body(closed, tile_on)).tiled:
             ways.append(fit_of(tiled))
+    if (nested := Body(closed, inner_again_on=rates)).inner_again:
+        ways.append(fit_of(nested))
     try:
         chosen, best = _fastest(ways, room)
     except DoesNotFitError as error:
@@ -257,7 +260,9 @@ class _Planned:
 
     def by(self, plan: StepPlan, layout: Layout) -> Entry:
         """The step by a plan that was made before."""
-        body = Body(self._closed, TileOn(self._platform, plan.tile_nbytes, layout.devices > 1) if plan.tiled else None)
+        tile_on = TileOn(self._platform, plan.tile_nbytes, layout.devices > 1) if plan.tiled else None
+        rates = costs.device(device_of(layout.shardings)) if plan.inner_again else None
+        body = Body(self._closed, tile_on, inner_again_on=rates)
         if [one[:-2] for one in body.tiled] != [one[:-2] for one in plan.tiled]:
             what = ", ".join(one.what for one in plan.tiled)
             raise ValueError(f"plan must be of this step, got one with tiles of {what} that are not in it: {MAKE_ONE}")

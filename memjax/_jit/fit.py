@@ -8,7 +8,8 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from memjax._jit.body import Acting, Body, StepPasses
+from memjax._jit.body import Acting, Body
+from memjax._jit.passes import StepPasses
 from memjax._jit.step_plan import StepPlan
 from memjax._jit.together import Line
 from memjax._plan.acting import by_plan
@@ -80,7 +81,7 @@ class Fit:
         compress: bool,
         offload: bool,
     ):
-        self._passes, self._tile_on, self._tiled = list(body.every()), body.tile_on, tuple(body.tiled)
+        self._passes, self._body = list(body.every()), body
         self._layout, self._beside, self._compile_with = layout, beside, compile_with
         self._allowed: dict[str, Any] = {"compress": compress, "offload": offload}
         self._acting: Chosen = {}
@@ -225,7 +226,7 @@ class Fit:
         return decide(*self._program(passes), room, measure=measure, before=before, **self._allowed)
 
     def _program(self, passes: StepPasses) -> tuple[StepPasses, list[Any], Layout]:
-        return passes, [var.aval for var in passes.forward.invars], self._layout.within(passes.manual)
+        return passes, [var.aval for var in passes.forward.invars], self._layout.within(passes.axes)
 
     def _measured(self, passes: StepPasses) -> tuple[Measure, dict[Any, Known]]:
         """What compiles the step with a plan of these passes, the others being as they are, and what is known of the plans."""
@@ -253,8 +254,9 @@ class Fit:
 
     def _plan(self, budget: int | str, nbytes: int) -> StepPlan:
         plans = tuple(self._plans[one] if one in self._acting else None for one in self._passes)
-        tiles = (self._tiled, self._tile_on.nbytes) if self._tile_on else ()
-        return StepPlan(nbytes if isinstance(budget, str) else budget, nbytes, self.plain_nbytes, plans, *tiles)
+        tiles = (tuple(self._body.tiled), self._body.tile_on.nbytes) if self._body.tile_on else ((), 0)
+        asked = nbytes if isinstance(budget, str) else budget
+        return StepPlan(asked, nbytes, self.plain_nbytes, plans, *tiles, self._body.inner_again)
 
 
 def _key(acting: Chosen) -> frozenset[Any]:

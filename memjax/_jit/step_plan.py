@@ -24,6 +24,7 @@ class StepPlan:
         does.
       tiled: what runs tile by tile, a loss and its gradient at once.
       tile_nbytes: what a tile may take, where that is more than usual.
+      inner_again: whether derivatives inside of a derivative, such as forces in a loss, compute again what they read.
     """
 
     budget: int
@@ -32,6 +33,7 @@ class StepPlan:
     passes: tuple[Plan | None, ...] = ()
     tiled: tuple[Tiled, ...] = ()
     tile_nbytes: int = 0
+    inner_again: bool = False
 
     @property
     def as_written(self) -> bool:
@@ -74,6 +76,7 @@ class StepPlan:
                 name: check.integer(name, fields[name], least=0)
                 for name in ("budget", "nbytes", "plain_nbytes", "tile_nbytes")
             }
+            inner_again = check.flag("inner_again", fields["inner_again"])
         except (TypeError, ValueError) as error:
             raise check.fail(ValueError, "text", "what StepPlan.to_json wrote", text, str(error)) from error
-        return cls(passes=passes, tiled=tiled, **numbers)
+        return cls(passes=passes, tiled=tiled, inner_again=inner_again, **numbers)

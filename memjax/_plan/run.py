@@ -51,7 +51,7 @@ class KeepAll:
         return jax.tree.leaves(kept(cotangents))
 
 
-class _Turn(NamedTuple):
+class Turn(NamedTuple):
     """What runs in the backward pass when a stretch has its turn.
 
     Attributes:
@@ -86,6 +86,7 @@ class Run:
       kept: variables of the forward pass that are kept.
       coded: codes of those that are kept in codes.
       is_rounded: whether anything is kept in codes, in loops as well.
+      turns: what runs in the backward pass, by stretch.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class Run:
         stretches = [(one, chain.between(one.start, one.stop)) for one in choices]
         known = {var for one, segment in stretches for var in (*one.option.kept, *segment.crossing)} | self._inputs
         reads: list[Any] = variables(backward.outvars)
-        self._turns: list[_Turn] = []
+        self.turns: list[Turn] = []
         for one, segment in reversed(stretches):
             eqns = [eqn for eqn in segment.backward if id(eqn) in there]
             read = (var for eqn in eqns for var in self._read_by(eqn))
@@ -125,10 +126,10 @@ class Run:
             if in_steps_on is not None and not is_loop and not any(map(is_ordered, eqns)):
                 steps = self._steps(again, eqns, in_steps_on)
             # The last of several stretches, which is the first here, has just gathered its own.
-            gathered = self._gathered(eqns) if gathers_again and (self._turns or len(stretches) == 1) else []
-            self._turns.append(_Turn(again, eqns, codes, gathered, steps))
+            gathered = self._gathered(eqns) if gathers_again and (self.turns or len(stretches) == 1) else []
+            self.turns.append(Turn(again, eqns, codes, gathered, steps))
             reads += here
-        self.coded = [code for turn in self._turns for code in turn.codes]
+        self.coded = [code for turn in self.turns for code in turn.codes]
         self.is_rounded = any(one.option.coded for one in choices) or any(
             loop.is_rounded for loop in self._loops.values()
         )
@@ -140,6 +141,11 @@ class Run:
         eqns = flow.needed([var for var in wanted if var not in stacked], always=flow.acting)
         chosen = {id(eqn) for eqn in eqns} | self._loops.keys()
         self._forward = [eqn for eqn in program.eqns if id(eqn) in chosen]
+
+    @property
+    def has_loops(self) -> bool:
+        """Whether iterations of loops run by the plan."""
+        return bool(self._loops)
 
     def _steps(self, again: Sequence[Any], eqns: Sequence[Any], platform: str) -> list[Step]:
         """The equations of a turn in steps."""
@@ -192,7 +198,7 @@ class Run:
                 at += loop.stack_count
         env = backward.given(cotangents)
         cts = set(backward.invars)
-        for again, eqns, codes, gathered, steps in self._turns:
+        for again, eqns, codes, gathered, steps in self.turns:
             mine = dict.fromkeys(var for eqn in eqns for var in self._read_by(eqn))
             leaves = [var for var in dict.fromkeys([*read_by(again), *gathered]) if var in known]
             turn = {var: known[var] for var in mine if var in known}

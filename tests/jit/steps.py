@@ -37,10 +37,14 @@ def layer(w: jax.Array, x: jax.Array) -> jax.Array:
     return x + jnp.tanh(jax.nn.gelu(x @ w) @ w.T)
 
 
-def loss(params: Any, x: jax.Array) -> jax.Array:
+def network(params: Any, x: jax.Array) -> jax.Array:
     for w in params:
         x = layer(w, x)
-    return jnp.mean(x**2)
+    return x
+
+
+def loss(params: Any, x: jax.Array) -> jax.Array:
+    return jnp.mean(network(params, x) ** 2)
 
 
 def scanned_loss(params: jax.Array, x: jax.Array) -> jax.Array:
@@ -111,12 +115,34 @@ def curvature() -> Step:
     return Step(step, (parameters(), batch()))
 
 
-def pullback() -> Step:
-    def network(params, x):
-        for w in params:
-            x = layer(w, x)
-        return x
+@jax.custom_vjp
+def clipped(x: jax.Array) -> jax.Array:
+    """The same, with small cotangents."""
+    return x
 
+
+clipped.defvjp(lambda x: (x, None), lambda _, ct: (jnp.clip(ct, -3e-6, 3e-6),))
+
+
+def forces() -> Step:
+    """A loss of energies and of their slopes by positions: a gradient inside of the one by parameters.
+
+    One of its rules is not linear in cotangents.
+    """
+
+    def energies_of(params, x):
+        for w in params:
+            x = x + jnp.tanh(jnp.sin(clipped(x @ w)) @ w.T)
+        return jnp.mean(jnp.sin(x), 1)
+
+    def loss_of_forces(params, x):
+        energies, pull = jax.vjp(lambda x: energies_of(params, x), x)
+        return jnp.mean(energies**2) + jnp.mean((pull(jnp.ones_like(energies))[0] - 0.1) ** 2)
+
+    return of(loss_of_forces, parameters())._replace(share=0.5)
+
+
+def pullback() -> Step:
     def step(params, x):
         y, pull = jax.vjp(lambda params: network(params, x), params)
         return pull(y)[0]
@@ -174,6 +200,7 @@ STEPS = {
     "an attack before the gradient": attacked,
     "a branch": in_a_branch,
     "forward over reverse": curvature,
+    "forces in the loss": forces,
     "the pullback of jax.vjp": pullback,
     "checkpoints in the step": checkpointed,
     "vmap of a gradient": of_each_example,
