@@ -18,8 +18,9 @@ The questions:
 """
 
 _TABLE = """
-All answers are right but for these. Each is refused, with an error, or not asked, for the reason given. Modules, pickles and
-arguments that are no arrays are asked of what returns a function.
+All answers are right but for these. Each is refused, with an error, or not asked, for the reason given. Where a transform is in
+the table with several arguments, questions in whose answers these play no part are asked with one of them: "as" says which.
+Modules, pickles and arguments that are no arrays are asked of what returns a function.
 
 | Transform | Refused | Not asked |
 |---|---|---|
@@ -34,8 +35,8 @@ def page() -> str:
 def _row(name: str) -> str:
     transform = TRANSFORMS[name]
     by_reason: dict[str, list[str]] = {}
-    for question, reason in transform.without.items():
-        if reason != NO_FUNCTION:
+    for question in QUESTIONS:
+        if (reason := transform.without.get(question, NO_FUNCTION)) != NO_FUNCTION:
             by_reason.setdefault(reason, []).append(question)
     without = "<br>".join(f"{'; '.join(questions)} ({reason})" for reason, questions in by_reason.items())
     return f"| `{name}` | {'; '.join(transform.refuses)} | {without} |\n"

@@ -230,19 +230,48 @@ MESHES = (
 
 
 WITH_INSIDE = ("vmap with a named axis", "closed-over keys and integers, debug_nans")
+NO_CALL = dict.fromkeys(WITH_INSIDE, "it calls no function")
+
+# Questions in whose answers a transform's arguments play no part: one of its variants is asked.
+ANY_CODES = (
+    *WITH_INSIDE,
+    "shard_map, check_vma=False",
+    "shard_map, some axes manual",
+    "automatic mesh: positions",
+    "within a loop, jax.checkpoint and a branch",
+    "bfloat16",
+    "export",
+    "threads",
+)
+ANY_SCHEDULE = (*ANY_CODES, "automatic mesh: features and parameters", "float64")
 
 
-def register(name: str, ours: Any, plain: Any = layers, **options: Any) -> None:
-    without = dict(options.pop("without", {}))
+def register(name: str, ours: Any, plain: Any = layers, *, like: str = "", alike: Any = (), **options: Any) -> None:
+    """`alike`: questions that are asked of `like` and not of this one."""
+    without = dict.fromkeys(alike, f"as `{like}`") | dict(options.pop("without", {}))
     if "wrap" not in options:
         without |= dict.fromkeys(OF_FUNCTIONS, NO_FUNCTION)
     TRANSFORMS[name] = Transform(ours, plain, without=without, **options)
 
 
 register("remat.checkpoint", each_layer(remat.checkpoint), wrap=remat.checkpoint)
-for options in ({"slots": 2}, {"budget": "min"}, {"slots": 4, "strategy": "internal"}):
-    name = f"remat.scan({list(options)[-1]}=)"
-    register(name, by_scan(**options), refuses=FORWARD_MODE | SYMBOLIC)
+register("remat.scan(slots=)", by_scan(slots=2), refuses=FORWARD_MODE | SYMBOLIC)
+register(
+    "remat.scan(budget=)",
+    by_scan(budget="min"),
+    refuses=FORWARD_MODE | SYMBOLIC,
+    like="remat.scan(slots=)",
+    # Not those in which the bytes are others, or of a device.
+    alike=(*WITH_INSIDE, "shard_map, check_vma=False", "automatic mesh: features and parameters", "explicit mesh: positions",
+           "within a loop, jax.checkpoint and a branch", "bfloat16", "export"),
+)  # fmt: skip
+register(
+    "remat.scan(strategy=)",
+    by_scan(slots=4, strategy="internal"),
+    refuses=FORWARD_MODE | SYMBOLIC,
+    like="remat.scan(slots=)",
+    alike=ANY_SCHEDULE,
+)
 register(
     "remat.scan(codec=)",
     by_scan(slots=2, codec=compress.BlockQuantized(8)),
@@ -250,16 +279,27 @@ register(
     encodes=True,
     refuses=FORWARD_MODE | SYMBOLIC | {"float64": "must be bfloat16, float16 or float32, got float64: convert it"},
 )
-register("remat.chain(schedule=)", by_chain(of_plain=0.95), refuses=FORWARD_MODE | SYMBOLIC)
+register(
+    "remat.chain(schedule=)",
+    by_chain(of_plain=0.95),
+    refuses=FORWARD_MODE | SYMBOLIC,
+    like="remat.chain(budget=)",
+    alike=ANY_SCHEDULE,
+)
 register("remat.chain(budget=)", by_chain(budget=2**22), refuses=FORWARD_MODE | SYMBOLIC)
-for allow, plain, error in (((), layers, 0.0), (("tile",), feed_forward, 0.0), (("compress",), layers, 0.02)):
+for allow, plain, error, alike in (
+    ((), layers, 0.0, ()),
+    (("tile",), feed_forward, 0.0, tuple(q for q in ANY_CODES if q != "automatic mesh: positions")),
+    (("compress",), layers, 0.02, ANY_CODES),
+):
     wrap = functools.partial(memjax.planned, budget="min", allow=("recompute", *allow))
     name = f"planned(allow={allow[0]!r})" if allow else "planned"
-    register(name, whole(plain, wrap), plain, error=error, refuses=FORWARD_MODE | SYMBOLIC, wrap=wrap)
-for bits, error in ((8, 0.02), (4, 0.3)):
+    register(name, whole(plain, wrap), plain, error=error, refuses=FORWARD_MODE | SYMBOLIC, wrap=wrap, like="planned",
+             alike=(*alike, *OF_FUNCTIONS) if alike else ())  # fmt: skip
+for bits, error, alike in ((8, 0.02, ()), (4, 0.3, (*ANY_CODES, *OF_FUNCTIONS))):
     wrap = functools.partial(memjax.compressed, bits=bits)
     register(f"compressed(bits={bits})", whole(layers, wrap), error=error, encodes=True, wrap=wrap,
-             refuses=FORWARD_MODE | SYMBOLIC | TWICE)  # fmt: skip
+             refuses=FORWARD_MODE | SYMBOLIC | TWICE, like="compressed(bits=8)", alike=alike)  # fmt: skip
 MEASURED = measured_layers()
 register(
     "compressed(Layers)",
@@ -274,6 +314,8 @@ register(
         ("explicit mesh: examples", "explicit mesh: positions"), r"must not be Layers .* within jax\.shard_map"
     )
     | dict.fromkeys(("no examples", "float64"), "settings for the . arrays that are encoded, got settings for"),
+    like="compressed(bits=8)",
+    alike=ANY_CODES,
 )
 register("remat.tiled", each_layer(lambda f: remat.tiled(f, (None, 1), 1, tile=32)), refuses=FORWARD_MODE | SYMBOLIC,
          without={"mutable state of a module": "it transforms functions"},
@@ -290,11 +332,12 @@ register(
     loss(None, "sum"),
     total_of_losses,
     refuses=FORWARD_MODE | {"export, symbolic examples": 'implementation="recompute" takes symbolic numbers'},
+    without=NO_CALL,
 )
-register("linear_cross_entropy(recompute)", loss("recompute", "none"), losses, refuses=FORWARD_MODE)
-register("linear_cross_entropy(full)", loss("full", "none"), losses)
+register("linear_cross_entropy(recompute)", loss("recompute", "none"), losses, refuses=FORWARD_MODE, without=NO_CALL)
+register("linear_cross_entropy(full)", loss("full", "none"), losses, without=NO_CALL)
 plain_dense = dense("all")
-for keep in ("features", "convolutions"):
+for keep, alike in (("features", ()), ("convolutions", ANY_CODES)):
     register(
         f"remat.dense_block({keep})",
         dense(keep),
@@ -303,8 +346,10 @@ for keep in ("features", "convolutions"):
         without={
             "no examples": "the statistics of nothing are no numbers, with or without it",
             "explicit mesh: positions": "rows and columns of an image are not sharded",
-            **dict.fromkeys(WITH_INSIDE, "it calls no function"),
+            **NO_CALL,
         },
+        like="remat.dense_block(features)",
+        alike=alike,
     )
 register(
     "shard.metp_mlp",
