@@ -24,6 +24,7 @@ def loss(w, x):
 W = jax.ShapeDtypeStruct((32, 32), jnp.float32)
 
 
+@pytest.mark.smoke
 def test_losses_gradients_and_steps_keep_the_same():
     step = jax.jit(lambda w, x: w - jax.grad(loss)(w, x), donate_argnums=0)
     rows = [memjax.explain(f, W, X).rows for f in (loss, jax.jit(loss), jax.value_and_grad(loss), step)]

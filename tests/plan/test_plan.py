@@ -196,6 +196,7 @@ def test_a_function_that_is_not_differentiated_is_not_planned():
     assert functools.wraps(unrolled_loss)(planned).__name__ == planned.__name__ == "unrolled_loss"
 
 
+@pytest.mark.smoke
 def test_a_kept_mask_is_kept_and_not_what_it_is_made_from():
     """The compiler would fuse the comparison into the mask's readers, and keep the product, eight times as large."""
 

@@ -46,7 +46,6 @@ def finished(tmp_path_factory):
     return folder / "a"
 
 
-@pytest.mark.smoke
 def test_a_run_learns_and_leaves_its_records(finished):
     train = records.read(finished / "metrics.jsonl", "train")
     assert [record["step"] for record in train] == list(range(1, 2 * (1437 // 64) + 1))
@@ -262,6 +261,7 @@ def test_checkpoints_are_rotated_and_restore_everything(tmp_path):
     np.testing.assert_array_equal(next(fresh.train_batches)["image"], expected_batch["image"])
 
 
+@pytest.mark.smoke
 def test_records_forget_later_steps_and_cut_lines(tmp_path):
     path = tmp_path / "metrics.jsonl"
     log = records.Records(path)

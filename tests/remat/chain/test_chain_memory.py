@@ -35,7 +35,7 @@ MODELS = {
 
 @pytest.mark.parametrize(
     ("name", "is_planned"),
-    [pytest.param("transformer", True, marks=pytest.mark.smoke), ("convolution", False)],
+    [("transformer", True), ("convolution", False)],
 )
 def test_compiled_bytes_keep_within_the_budget(name, is_planned):
     blocks, params, x = MODELS[name]()
@@ -63,6 +63,7 @@ def test_keeping_inputs_alone_takes_a_fraction_of_plain():
     assert least < 0.2 * everything
 
 
+@pytest.mark.smoke
 def test_converted_parameters_are_not_kept():
     """Without a barrier on parameters too, what is computed from them stays from the forward to the backward pass."""
 

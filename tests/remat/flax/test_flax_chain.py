@@ -46,7 +46,6 @@ def layers():
     return [Block(rngs), Block(rngs), twice, lambda x, y: x * jnp.sin(y), Block(rngs), Block(rngs)]
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("memory", MEMORY)
 def test_nnx_is_sequential(memory):
     """Two steps: outputs, gradients, running statistics, and dropout that differs between them."""
@@ -74,6 +73,7 @@ def test_nnx_evaluation_and_checkpoints():
     close(ours(x()), flaxs(x()))
 
 
+@pytest.mark.smoke
 def test_nnx_tied_parameters_add_their_gradients():
     linear = nnx.Linear(WIDTH, WIDTH, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
     gradient = lambda model: nnx.grad(lambda model: (model(x()) ** 2).sum())(model)
