@@ -41,20 +41,20 @@ def columns_of_all_kinds(rng: np.random.Generator) -> np.ndarray:
     return np.stack([np.stack([first, second], 1).reshape(128) for first in kinds for second in kinds] * 2)
 
 
-def kernels_and_reference(x, bound, capacity=None, interpret=True):
+def kernels_and_reference(x, bound, capacity=None, interpret=True, signs=(True, False)):
     """Codes by both, that of the kernels with the words of its tiles in order, and their decoded values as bits, with signs and
-    without.
+    without, or as `signs` says.
 
     The reference runs on a CPU, where it compiles in seconds. For a GPU that takes XLA minutes.
     """
     exponent = step_exponent(bound, x.dtype)
     capacity = Grid.of(x.shape).tiles * 32 * _tiles.raw_words(x.dtype) if capacity is None else capacity
-    by_kernels, by_reference = _coders(x.shape, x.dtype, capacity, interpret)
+    by_kernels, by_reference = _coders(x.shape, x.dtype, capacity, interpret, signs)
     return by_kernels(x, exponent), by_reference(*jax.device_put((x, exponent), jax.devices("cpu")[0]))
 
 
 @functools.lru_cache
-def _coders(shape, dtype, capacity, interpret):
+def _coders(shape, dtype, capacity, interpret, signs):
     # XLA takes half as long for three kernels, one by one, as for a program of all.
     @jax.jit
     def encode(x, exponent):
@@ -67,27 +67,27 @@ def _coders(shape, dtype, capacity, interpret):
 
     def by_kernels(x, exponent):
         code = encode(x, exponent)
-        return code, [decode(code, exponent, keeps_signs=keeps) for keeps in (True, False)]
+        return code, [decode(code, exponent, keeps_signs=keeps) for keeps in signs]
 
     @jax.jit
     def by_reference(x, exponent):
         code = reference.encode(x, exponent, capacity)
         decode = functools.partial(reference.decode, code, exponent, shape, dtype)
-        return code, [_tiles.to_bits(decode(keeps_signs=keeps)) for keeps in (True, False)]
+        return code, [_tiles.to_bits(decode(keeps_signs=keeps)) for keeps in signs]
 
     return by_kernels, by_reference
 
 
-def check_same(x, bound, capacity=None, interpret=True) -> int:
+def check_same(x, bound, capacity=None, interpret=True, signs=(True, False)) -> int:
     """The words that the code needs."""
-    return _check(*kernels_and_reference(x, bound, capacity, interpret))
+    return _check(*kernels_and_reference(x, bound, capacity, interpret, signs))
 
 
 def check_same_batched(xs, bound) -> None:
     """Of each of `xs`, whose codes the kernels make side by side under `jax.vmap`."""
     exponent = step_exponent(bound, xs.dtype)
     capacity = Grid.of(xs[0].shape).tiles * 32 * _tiles.raw_words(xs.dtype)
-    by_kernels, by_reference = _coders(xs[0].shape, xs.dtype, capacity, True)
+    by_kernels, by_reference = _coders(xs[0].shape, xs.dtype, capacity, True, (True, False))
     found = jax.vmap(by_kernels, in_axes=(0, None))(xs, exponent)
     for i, x in enumerate(xs):
         _check(jax.tree.map(lambda leaf, i=i: leaf[i], found), by_reference(x, exponent))
