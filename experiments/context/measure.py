@@ -60,11 +60,21 @@ class Gradient:
         value, gradients = self._step(params, window[:, :-1], window[:, 1:])
         jax.block_until_ready((value, gradients))
         seconds = time.perf_counter() - begin
-        squares = (jnp.sum(jnp.square(leaf), dtype=jnp.float32) for leaf in jax.tree.leaves(gradients))
-        loss, norm = float(value), math.sqrt(sum(map(float, squares)))
+        loss, norm = float(value), float(_norm(gradients))
         if not math.isfinite(loss + norm):
             raise FloatingPointError(f"the loss of {self.length} tokens is {loss}, the norm of its gradient {norm}")
         return seconds, loss, norm
+
+
+@jax.jit
+def _norm(tree: Any) -> jax.Array:
+    return jnp.sqrt(sum(jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)))
+
+
+@jax.jit
+def _relative_error(exact: Any, found: Any) -> jax.Array:
+    difference = jax.tree.map(lambda a, b: a.astype(jnp.float32) - b.astype(jnp.float32), exact, found)
+    return _norm(difference) / _norm(exact)
 
 
 def longest(bytes_of: Callable[[int], int], limit: int, *, fixed: int, unit: int, first: int, last: int) -> int:
@@ -116,16 +126,13 @@ def gradient_error(
         jax.jit(jax.grad(functools.partial(llama.loss, config, r)))(params, window[:, :-1], window[:, 1:])
         for r in (exact, recipe)
     ]
-    size = lambda tree: float(jnp.sqrt(sum(jnp.sum(jnp.square(a.astype(jnp.float32))) for a in jax.tree.leaves(tree))))
-    wide = lambda tree: jax.tree.map(lambda a: a.astype(jnp.float32), tree)
-    difference = jax.tree.map(jnp.subtract, *map(wide, gradients))
 
     def step(x, p):
         code: Any = codec(recipe, config.dim).encode(x)
         variance = jnp.mean(jnp.square(code.ranges[1])) / 6  # of the distance of levels
         return llama.layer(config, exact, p, x), variance / jnp.mean(jnp.square(x.astype(jnp.float32)))
 
-    measured = size(difference) / size(gradients[0])
+    measured = float(_relative_error(*gradients))
     if recipe.kept == "slots":
         return {"at_most": None, "measured": measured}
     x = params["embed"][window[:, :-1]]
