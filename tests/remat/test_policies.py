@@ -107,7 +107,7 @@ def test_vmap_and_second_derivative(x64):
 
     def of(f):
         second = jax.grad(lambda x: (jax.grad(lambda x: f(w_in, w_out, x).sum())(x) ** 2).sum())
-        return jax.vmap(second)(xs)
+        return jax.jit(jax.vmap(second))(xs)
 
     np.testing.assert_allclose(of(f), of(block), rtol=1e-12, atol=1e-12)
 

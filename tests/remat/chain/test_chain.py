@@ -91,7 +91,7 @@ class TestTransforms:
 
         def product(run, **options):
             gradient = jax.grad(lambda x: (run(blocks, params, x, **options) ** 3).sum())
-            return jax.jvp(gradient, (x,), (jnp.ones_like(x),))[1]
+            return jax.jit(lambda x: jax.jvp(gradient, (x,), (jnp.ones_like(x),))[1])(x)
 
         close(product(chain, **WAY), product(plain), 1e-11)
 

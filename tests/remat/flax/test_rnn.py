@@ -83,13 +83,6 @@ def test_unroll(unroll):
     assert looped(lambda x: model.apply(variables, x, initial_carry=start), x) == (unroll == 1)
 
 
-def test_nnx_cells_of_one_carry():
-    close(
-        gradients(remat.RNN(cell(nnx.GRUCell), budget="min"), inputs(), return_carry=True),
-        gradients(nnx.RNN(cell(nnx.GRUCell)), inputs(), return_carry=True),
-    )
-
-
 class DropoutCell(nnx.RNNCellBase):
     """A GRU with dropout on its inputs, and statistics of them."""
 

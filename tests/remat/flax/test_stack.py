@@ -42,7 +42,8 @@ def test_a_loop_over_a_stack_of_modules_is_one_after_the_other(x64, scan):
 
     def loss(apply, module):
         graph, params, rest = nnx.split(module, nnx.Param, ...)
-        return jax.value_and_grad(lambda params: (apply(nnx.merge(graph, params, rest), x()) ** 2).sum())(params)
+        of_params = lambda params: (apply(nnx.merge(graph, params, rest, copy=True), x()) ** 2).sum()
+        return jax.jit(jax.value_and_grad(of_params))(params)
 
     def one_by_one(model, x):
         for layer in model.layers:

@@ -55,7 +55,7 @@ def test_any_length_and_tile_on_automatic_axes(length, tile):
     spec = P("d", "t") if length % 4 == 0 else P("d")
     x = jax.device_put(X[:, :length], NamedSharding(mesh, spec))
     found = jax.jit(gradients(tiled(layer, (1, None), 1, tile=tile)))(x, W)
-    for one, expected in zip(found, gradients(layer)(X[:, :length], W), strict=True):
+    for one, expected in zip(found, jax.jit(gradients(layer))(X[:, :length], W), strict=True):
         np.testing.assert_allclose(one, expected, rtol=1e-4, atol=1e-4)
 
 
