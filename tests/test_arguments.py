@@ -75,7 +75,7 @@ def dense_block(**changes):
 
 
 def compressed(**changes):
-    return jax.grad(memjax.compressed(NET, **changes))(W, BATCH)
+    return jax.jit(jax.grad(memjax.compressed(NET, **changes)))(W, BATCH)
 
 
 def layers(**changes):
@@ -85,7 +85,7 @@ def layers(**changes):
 
 def with_settings(**changes):
     codec = dataclasses.replace(SETTINGS, **changes)
-    return jax.grad(memjax.compressed(NET, codec))(W, BATCH)
+    return jax.jit(jax.grad(memjax.compressed(NET, codec)))(W, BATCH)
 
 
 def train(step, *args):

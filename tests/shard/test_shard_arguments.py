@@ -283,7 +283,12 @@ OVER_RING = {
 
 @pytest.mark.parametrize(
     ("transform", "name"),
-    [("linearize", "metp_mlp"), *itertools.product(("jvp", "jit of jvp", "vmap of jvp"), OVER_RING)],
+    [
+        ("linearize", "metp_mlp"),
+        ("jvp", "metp_mlp"),
+        ("jvp", "metp_attention"),
+        *itertools.product(("jit of jvp", "vmap of jvp"), OVER_RING),
+    ],
 )
 def test_forward_mode_is_refused(name, transform):
     """Eagerly too, where JAX itself says "unhashable type"."""
