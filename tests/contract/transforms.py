@@ -243,6 +243,13 @@ ANY_CODES = (
     "export",
     "threads",
 )
+ANY_OF_JAX = (
+    "shard_map, check_vma=False",
+    "shard_map, some axes manual",
+    "within a loop, jax.checkpoint and a branch",
+    "export",
+    "threads",
+)
 ANY_SCHEDULE = (*ANY_CODES, "automatic mesh: features and parameters", "float64")
 
 
@@ -278,6 +285,14 @@ register(
     error=0.02,
     encodes=True,
     refuses=FORWARD_MODE | SYMBOLIC | {"float64": "must be bfloat16, float16 or float32, got float64: convert it"},
+    like="remat.scan(slots=)",
+    alike=(
+        *WITH_INSIDE,
+        "shard_map, some axes manual",
+        "within a loop, jax.checkpoint and a branch",
+        "export",
+        "threads",
+    ),
 )
 register(
     "remat.chain(schedule=)",
@@ -334,8 +349,21 @@ register(
     refuses=FORWARD_MODE | {"export, symbolic examples": 'implementation="recompute" takes symbolic numbers'},
     without=NO_CALL,
 )
-register("linear_cross_entropy(recompute)", loss("recompute", "none"), losses, refuses=FORWARD_MODE, without=NO_CALL)
-register("linear_cross_entropy(full)", loss("full", "none"), losses, without=NO_CALL)
+register(
+    "linear_cross_entropy(recompute)",
+    loss("recompute", "none"),
+    losses,
+    refuses=FORWARD_MODE,
+    without=NO_CALL,
+    like="linear_cross_entropy",
+    alike=("within a loop, jax.checkpoint and a branch", "threads", "shard_map, check_vma=False"),
+)
+register(
+    "linear_cross_entropy(full)",
+    loss("full", "none"),
+    losses,
+    without=NO_CALL | dict.fromkeys(ANY_OF_JAX, "it is plain JAX"),
+)
 plain_dense = dense("all")
 for keep, alike in (("features", ()), ("convolutions", ANY_CODES)):
     register(
