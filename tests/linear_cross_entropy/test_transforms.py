@@ -1,7 +1,7 @@
 """jit, vmap, checkpoint, scan, second derivatives, sharding."""
 
 import itertools
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,26 @@ import memjax
 from tests.linear_cross_entropy.oracle import example, grad, plain, relative_error
 
 ALGORITHMS = ["forward_grad", "recompute"]
+
+
+def arrays_of_a_loss():
+    """Of 48 tokens and 64 classes: x, w, labels, a bias and weights of tokens."""
+    bias, weights = np.linspace(-1, 1, 64, dtype=np.float32), np.linspace(0, 2, 48, dtype=np.float32)
+    return (*map(np.asarray, example(0, 48, 8, 64)), bias, weights)
+
+
+@cache
+def expected_of_a_loss(argnums, **options):
+    """Loss and gradients of `arrays_of_a_loss`, and the losses of tokens without bias and weights."""
+    x, w, labels, bias, weights = arrays_of_a_loss()
+
+    @jax.jit
+    def oracle(x, w, labels, bias, weights):
+        whole = lambda x, w, labels, bias, weights: plain(x, w, labels, bias=bias, weights=weights, **options)
+        gradients = jax.value_and_grad(whole, argnums=argnums)(x, w, labels, bias, weights)
+        return gradients, plain(x, w, labels, reduction="none")
+
+    return jax.device_get(oracle(x, w, labels, bias, weights))
 
 
 def loss_of(implementation, **options):
@@ -86,8 +106,6 @@ def mesh(tokens, vocabulary):
 )
 def test_sharded(shape, implementation, grad_inside):
     """Tokens and vocabulary sharded, gradients taken outside of and inside the shard_map."""
-    x, w, labels = example(0, 48, 8, 64)
-    bias, weights = np.linspace(-1, 1, 64, dtype=np.float32), np.linspace(0, 2, 48, dtype=np.float32)
     options = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 3.0}
     chunk = {"forward_grad": 5, "recompute": 3}.get(implementation)
 
@@ -105,11 +123,7 @@ def test_sharded(shape, implementation, grad_inside):
     else:
         function = grads(jax.shard_map(local, mesh=mesh(*shape), in_specs=specs, out_specs=P()))
 
-    def whole(x, w, labels, bias, weights):
-        return plain(x, w, labels, bias=bias, weights=weights, **options)
-
-    arrays = (x, w, labels, bias, weights)
-    actual, expected = jax.jit(function)(*arrays), jax.jit(grads(whole))(*arrays)
+    actual, (expected, _) = jax.jit(function)(*arrays_of_a_loss()), expected_of_a_loss((0, 1, 3, 4), **options)
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert a.shape == e.shape
         assert relative_error(a, e) < 1e-5
@@ -265,10 +279,9 @@ def test_what_must_be_sharded_and_is_not_is_refused(specs, message):
 )
 def test_explicit_mesh(implementation, of_x, of_w, of_labels):
     """Arrays whose types say how they are sharded: values, gradients and losses of tokens, and where the gradients are."""
-    x, w, labels = map(np.asarray, example(0, 48, 8, 64))
-    x, labels = x.reshape(8, 6, 8), labels.reshape(8, 6)
-    weights = np.linspace(0.0, 1.0, 48, dtype=np.float32).reshape(8, 6)  # of NumPy, on no mesh
-    bias = np.linspace(-1.0, 1.0, 64, dtype=np.float32)
+    x, w, labels, bias, weights = arrays_of_a_loss()
+    # Bias and weights stay of NumPy, on no mesh.
+    x, labels, weights = x.reshape(8, 6, 8), labels.reshape(8, 6), weights.reshape(8, 6)
     options = {"label_smoothing": 0.1}
     explicit = jax.make_mesh((2, 2), ("t", "v"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
     loss = lambda x, w, labels: memjax.linear_cross_entropy(
@@ -276,16 +289,11 @@ def test_explicit_mesh(implementation, of_x, of_w, of_labels):
     )
 
     @jax.jit
-    def oracle(x, w, labels, weights):
-        whole = lambda x, w: plain(x, w, labels, weights=weights, bias=bias, **options)
-        return jax.value_and_grad(whole, argnums=(0, 1))(x, w), plain(x, w, labels, reduction="none")
-
-    @jax.jit
     def ours(x, w, labels):
         losses = memjax.linear_cross_entropy(x, w, labels, reduction="none", return_aux=True)
         return jax.value_and_grad(loss, argnums=(0, 1))(x, w, labels), losses
 
-    expected, expected_losses = oracle(x.reshape(48, 8), w, labels.reshape(48), np.reshape(weights, 48))
+    expected, expected_losses = expected_of_a_loss((0, 1), **options)
     with jax.set_mesh(explicit):
         arrays = [
             jax.device_put(a, NamedSharding(explicit, spec)) for a, spec in ((x, of_x), (w, of_w), (labels, of_labels))
