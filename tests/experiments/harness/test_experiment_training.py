@@ -33,7 +33,7 @@ def start(folder, *argv) -> int:
 
 def tiny_task(folder, **changes):
     config = dataclasses.replace(
-        PRESETS["cpu"], name="a", runs_dir=folder, block_sizes=(2, 2), growth_rate=2, image_size=8, **changes
+        PRESETS["cpu"], name="a", runs_dir=folder, block_sizes=(1, 1), growth_rate=2, image_size=8, **changes
     )
     return config, make_task(config)
 
