@@ -311,7 +311,7 @@ for allow, plain, error, alike in (
     name = f"planned(allow={allow[0]!r})" if allow else "planned"
     register(name, whole(plain, wrap), plain, error=error, refuses=FORWARD_MODE | SYMBOLIC, wrap=wrap, like="planned",
              alike=(*alike, *OF_FUNCTIONS) if alike else ())  # fmt: skip
-for bits, error, alike in ((8, 0.02, ()), (4, 0.3, (*ANY_CODES, *OF_FUNCTIONS))):
+for bits, error, alike in ((8, 0.02, ()), (4, 0.1, (*ANY_CODES, *OF_FUNCTIONS))):
     wrap = functools.partial(memjax.compressed, bits=bits)
     register(f"compressed(bits={bits})", whole(layers, wrap), error=error, encodes=True, wrap=wrap,
              refuses=FORWARD_MODE | SYMBOLIC | TWICE, like="compressed(bits=8)", alike=alike)  # fmt: skip
