@@ -104,7 +104,6 @@ def test_states_take_one_row_for_each_slot(slots):
     assert sum(rows) == slots + 2  # the last step's residuals are its input and its output
 
 
-@pytest.mark.smoke
 def test_less_than_lax_scan():
     """A tenth of the memory of a plain scan, from a budget."""
     cell, params, carry, xs = case("lstm")
