@@ -21,8 +21,8 @@ from memjax._core.program.dataflow import is_literal
 from memjax._core.program.jaxpr import axis_sizes, calls_in_place, nbytes
 from memjax.compress._transform.array_codecs import ArrayCodecs
 from memjax.compress._transform.derivative import Derivative
-from memjax.compress._transform.keep.parameters import inputs_of
-from memjax.compress._transform.keep.which import Which
+from memjax.compress._transform.keep.costs import Which
+from memjax.compress._transform.keep.origins import inputs_of
 from memjax.compress._transform.loops import Loops, Setting
 
 
@@ -90,10 +90,8 @@ class Differentiable:
         """Say what is wrong with `where`, and warn if nothing is encoded."""
         which = self._setting.which
         if which.where is not None and which.needed and not derivative.matched:
-            wanted, fix = (
-                "a match for something that the backward pass reads",
-                f"the named scopes of the function are {derivative.scopes}",
-            )
+            wanted = "a match for something that the backward pass reads"
+            fix = f"the named scopes of the function are {derivative.scopes}"
             raise check.fail(ValueError, "where", wanted, which.where, fix)
         if derivative.keep.refused and not derivative.encodes:
             largest = max((var.aval for var in derivative.keep.refused), key=nbytes)
@@ -141,11 +139,13 @@ def call_compressed(
     inputs = [*closed.consts, *arrays]
     lasts = [True] * (len(closed.consts) + sum(dynamic[: len(jax.tree.leaves(lasting))]))
     lasts += [False] * (len(inputs) - len(lasts))
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path((lasting, passing))]
-    names = [""] * len(closed.consts) + [_name(path) for path in pick(paths, dynamic)]
+    paths = [path[1:] for path, _ in jax.tree_util.tree_leaves_with_path((lasting, passing))]  # of what they are in
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path in pick(paths, dynamic)]
 
     given_inputs = inputs_of(lasts, [jax.typeof(value) for value in inputs])
-    run = Differentiable(closed, Setting(given_inputs, codecs, which, names, axis_sizes(closed)))
+    run = Differentiable(
+        closed, Setting(given_inputs, codecs, which, [""] * len(closed.consts) + names, axis_sizes(closed))
+    )
     guarded = [reverse_only(value, _FORWARD_MODE) for value in inputs]
     with forward_mode_errors(_FORWARD_MODE):
         every = run(guarded)
@@ -155,26 +155,3 @@ def call_compressed(
 def _is_dynamic(leaf: Any) -> bool:
     """Whether a leaf is traced; numbers are not."""
     return isinstance(leaf, jax.Array | np.ndarray) and is_array(leaf)
-
-
-def _name(path: Any) -> str:
-    """The path of a leaf of (lasting, passing) as text, without the position in that pair."""
-    return jax.tree_util.keystr(path[1:], simple=True, separator="/")
-
-
-# Which methods of a module are compressed: its call, and what else may be called from outside.
-
-
-def methods_of(cls: type, base: type) -> list[str]:
-    """The names of `__call__` and of the public methods that `cls` has beside those of `base`."""
-    members: dict[str, object] = {}
-    for parent in reversed(cls.__mro__):
-        if parent not in base.__mro__:
-            members.update(vars(parent))
-    return [name for name, member in members.items() if name == "__call__" or _is_public_method(name, member)]
-
-
-def _is_public_method(name: str, member: object) -> bool:
-    if name.startswith("_") or isinstance(member, type | staticmethod):
-        return False
-    return callable(member) and hasattr(member, "__get__")

@@ -26,9 +26,8 @@ from memjax._core.lists import Arrays
 from memjax._core.program.dataflow import is_literal, variables
 from memjax._core.program.jaxpr import Program, as_closed, axis_sizes, producers
 from memjax.compress._transform.array_codecs import ArrayCodecs
-from memjax.compress._transform.keep.origins import Origins, body_of
-from memjax.compress._transform.keep.parameters import Inputs, Parameters
-from memjax.compress._transform.keep.which import Which
+from memjax.compress._transform.keep.costs import Which
+from memjax.compress._transform.keep.origins import Inputs, Origins, Parameters, body_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,13 +55,8 @@ class Loops:
     """The loops of a program that encode in each iteration.
 
     Args:
-      program: with calls in place.
-      wanted: its inputs that are differentiated.
-      setting: of the program.
-      compress: makes a function of a body, given its `Setting`, that is differentiated through codecs: `Differentiable`.
-
-    Attributes:
-      derivatives: of the bodies.
+      wanted: inputs of the program that are differentiated.
+      compress: `Differentiable`, which makes a function of a body, given its `Setting`.
     """
 
     def __init__(self, program: Program, wanted: Sequence[bool], setting: Setting, compress: Callable[..., Any]):
@@ -121,22 +115,17 @@ class _OfProgram:
         consts, carried = scan_counts(eqn)
         places = range(len(eqn.invars))
         is_carried = [consts <= i < consts + carried for i in places]
+        parameters, constants = self._parameters, self._origins.constants
+        lasts = lambda atom: is_literal(atom) or atom in constants or parameters.sources(atom) is not None
+        is_parameter = lambda atom: not is_literal(atom) and parameters.is_parameter(atom)
         inputs = Inputs(
-            [i < consts or (not is_carried[i] and self._lasts(eqn.invars[i])) for i in places],
-            [not is_carried[i] and self._is_parameter(eqn.invars[i]) for i in places],
+            [i < consts or (not is_carried[i] and lasts(eqn.invars[i])) for i in places],
+            [not is_carried[i] and is_parameter(eqn.invars[i]) for i in places],
         )
         is_wanted = lambda i: is_carried[i] or (not is_literal(eqn.invars[i]) and eqn.invars[i] in self._of_derivative)
         of_derivative = not self._of_derivative.isdisjoint(variables(eqn.invars))
         wanted = [of_derivative and is_float(eqn.invars[i].aval) and is_wanted(i) for i in places]
         return inputs, wanted
-
-    def _lasts(self, atom: Any) -> bool:
-        if is_literal(atom) or atom in self._origins.constants:
-            return True
-        return self._parameters.sources(atom) is not None
-
-    def _is_parameter(self, atom: Any) -> bool:
-        return not is_literal(atom) and self._parameters.is_parameter(atom)
 
 
 # Marks what an iteration keeps, so that the program around the loop leaves the stacks as they are.
