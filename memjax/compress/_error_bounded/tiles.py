@@ -66,7 +66,6 @@ class Grid:
     """The matrix that an array is seen as.
 
     Attributes:
-      size: values of the array.
       columns: a multiple of 64.
       by_channel: whether columns are the array's last axis.
     """

@@ -116,8 +116,6 @@ def call_compressed(
       lasting: what lives until the backward pass anyway, and is never encoded; the same holds for what `f` closes over.
       passing: what may be encoded.
       user: what the user calls, for errors.
-      codecs: the codecs of encoded arrays.
-      which: which saved arrays to encode.
     """
     leaves, tree = jax.tree.flatten((lasting, passing))
     dynamic = [_is_dynamic(leaf) for leaf in leaves]

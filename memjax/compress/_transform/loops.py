@@ -35,9 +35,6 @@ class Setting:
     """What is known of a program that is differentiated through codecs, beside the program.
 
     Attributes:
-      inputs: which of its inputs last until the backward pass anyway, and which are parameters.
-      codecs: the codecs of encoded arrays.
-      which: which saved arrays to encode.
       names: of its inputs.
       axes: sizes of the named axes that its collectives run over.
       in_loop: whether it is the body of a loop: what it keeps is then marked as decided, for the program around.

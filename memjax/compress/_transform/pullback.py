@@ -110,8 +110,6 @@ class Stored(NamedTuple):
     """What is kept of a variable.
 
     Attributes:
-      decode: gives its value.
-      code: what that is computed from.
       waits: whether decoding waits for a cotangent.
       to_memory: in place of `decode` where the reader fuses nothing, if it is not the same.
     """

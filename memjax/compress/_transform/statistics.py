@@ -123,8 +123,6 @@ class _Sums(NamedTuple):
 
     Attributes:
       nonzero: share of the samples that is not zero.
-      magnitude: mean magnitude.
-      power: sum of squares.
       share: number of samples over the number of all values.
     """
 
