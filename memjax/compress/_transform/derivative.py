@@ -26,9 +26,9 @@ from memjax.compress._training.layers import Statistics, Weighed
 from memjax.compress._transform.array_codecs import ArrayCodecs, waits
 from memjax.compress._transform.encoder import FIRST_ORDER, Encoder
 from memjax.compress._transform.keep.choose import MASK, NOTHING, choose, not_kept, why_encoded, why_whole
-from memjax.compress._transform.keep.costs import SMALL
+from memjax.compress._transform.keep.costs import SMALL, Setting
 from memjax.compress._transform.keep.needs import Need, needs
-from memjax.compress._transform.loops import Loops, Setting, is_kept_by_loop, kept_by_loop
+from memjax.compress._transform.keep.origins import is_kept_by_loop, kept_by_loop
 from memjax.compress._transform.max_pool import evaluate_pools_first, max_pool
 from memjax.compress._transform.pullback import NO_WAIT, Restored, Stored, run_late
 from memjax.compress._transform.statistics import Reader, only_in_gradients, readers
@@ -44,7 +44,7 @@ class Derivative:
       primal: the program, with calls in place.
       outs: which of its outputs to compute; the others are inputs.
       types: the types of its inputs.
-      loops: those of its loops that encode in each iteration.
+      loops: those of its loops that encode in each iteration, `differentiable.Loops`.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Derivative:
         types: Sequence[Any],
         wanted: Sequence[bool],
         setting: Setting,
-        loops: Loops,
+        loops: Any,
     ):
         self.wanted, given, codecs = wanted, setting.inputs, setting.codecs
         self._names, self._which = pick(setting.names, wanted), setting.which

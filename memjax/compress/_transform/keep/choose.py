@@ -18,7 +18,7 @@ So large residuals are traced back to where they come from:
                                 bytes, each decoded once
     statistics                  kept: sums of a softmax, deviations of a norm; but recomputed   needs.py
                                 if they are of features, and the norm's input is available
-    what a loop keeps           kept: in each iteration it has been decided, and encoded        ../loops.py
+    what a loop keeps           kept: in each iteration it has been decided, and encoded        ../differentiable.py
     other dtypes, small arrays  kept
 """
 
@@ -53,11 +53,11 @@ from memjax.compress._transform.keep.origins import (
     Scale,
     back_from,
     integer_sources,
+    is_kept_by_loop,
     masks_of_nonzero,
     outputs_in_memory,
     scale_of_norm,
 )
-from memjax.compress._transform.loops import is_kept_by_loop
 
 
 @dataclasses.dataclass(frozen=True)

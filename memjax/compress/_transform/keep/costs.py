@@ -23,6 +23,7 @@ from memjax.compress._codecs.codec import DTYPES
 from memjax.compress._transform.array_codecs import ArrayCodecs, Role, array_codecs
 from memjax.compress._transform.keep.needs import Need, is_smooth, is_statistic, needs
 from memjax.compress._transform.keep.origins import (
+    Inputs,
     Origins,
     Parameters,
     back_from,
@@ -68,6 +69,24 @@ class Which:
         if callable(self.where):
             return any(self.where(self.scope(eqn), aval) for eqn, _ in uses)
         return any(matches(self.scope(eqn), self.where) for eqn, _ in uses)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What is known of a program that is differentiated through codecs, beside the program.
+
+    Attributes:
+      names: of its inputs.
+      axes: sizes of the named axes that its collectives run over.
+      in_loop: whether it is the body of a loop: what it keeps is then marked as decided, for the program around.
+    """
+
+    inputs: Inputs
+    codecs: ArrayCodecs
+    which: Which
+    names: Sequence[str]
+    axes: dict[str, int]
+    in_loop: bool = False
 
 
 def _joined(outer: str, inner: str) -> str:

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from memjax._core.compat import bodies, scan_counts
 from memjax._core.program.dataflow import Walk, is_literal, variables
@@ -338,3 +340,28 @@ def _moved_to_output(eqn: Any, index: int) -> list[Any] | None:
                 return None
             walk.add(deeper)
     return operands or None
+
+
+# Marks what an iteration keeps, so that the program around the loop leaves the stacks as they are.
+_NAME = "memjax, kept by an iteration of a loop"
+
+
+def kept_by_loop(kept: Any) -> Any:
+    """The arrays of a pytree, marked."""
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, _NAME), kept)
+
+
+def is_kept_by_loop(var: Any, producer: dict[Any, Any]) -> bool:
+    """Whether `var` has such a mark: it is made, or stacked, of what has one."""
+    while (eqn := producer.get(var)) is not None:
+        if eqn.primitive.name == "name":
+            if eqn.params["name"] == _NAME:
+                return True
+            [var] = eqn.invars  # another name for it
+        elif (body := body_of(eqn)) is not None:
+            var, producer = body.outvars[eqn.outvars.index(var)], producers(body)
+        else:
+            return False
+        if is_literal(var):
+            return False
+    return False
