@@ -19,9 +19,9 @@ from memjax._core.compat import scan_counts
 from memjax._core.program.dataflow import is_literal, variables
 from memjax._core.program.jaxpr import Program
 from memjax._plan.derivative import LoopPair, Passes
-from memjax.compress._transform.keep.encodable import Encodable
+from memjax.compress._transform.keep.costs import Encodable
 
-BITS = 8  # of a value that a plan with "compress" keeps in a code
+BITS = 8  # of a value that a plan with "compress" keeps in a code, as `compressed` does by default
 
 _FIRST_ORDER = (
     'memjax.planned with allow=(..., "compress") supports first derivatives in reverse mode only: what it keeps is rounded. '
@@ -48,53 +48,24 @@ class Code(NamedTuple):
     decode: Any
 
 
-class Codes:
-    """The codes of a program's variables.
+class Codes(Encodable):
+    """The codes of a program's variables."""
 
-    Args:
-      program: the forward pass.
-      encodable: which of its variables may be encoded.
-    """
-
-    def __init__(self, program: Program, encodable: Encodable):
-        self._encodable = encodable
-        self._mine = {*program.invars, *program.flow.place}
-        self._codecs: dict[Any, Any] = {}
+    def __init__(self, *of_program: Any):
+        super().__init__(*of_program)
         self._codes: dict[Any, Code] = {}
-
-    @property
-    def exact(self) -> set[Any]:
-        """Variables that the backward pass needs exactly."""
-        return self._encodable.exact
-
-    @property
-    def statistics(self) -> set[Any]:
-        """Those of `exact` that are small, so that keeping them costs next to nothing."""
-        return self._encodable.statistics
-
-    def keeps_errors_small(self, eqn: Any) -> bool:
-        """Whether the equation may run again on decoded values."""
-        return self._encodable.keeps_errors_small(eqn)
 
     def need(self, var: Any) -> tuple[bool, int | None]:
         """Whether a variable has to be exact, and bytes of its code, if it may be encoded: the same for alike variables."""
         return var in self.exact, self.nbytes(var)
 
-    def nbytes(self, var: Any) -> int | None:
-        """Bytes of the code of a variable; None where it is not to be encoded."""
-        return None if self._codec(var) is None else self._encodable.nbytes(var)
-
     def of(self, var: Any) -> Code:
         """The code of a variable that may be encoded."""
         if var not in self._codes:
-            self._codes[var] = _code(var, self._codec(var), self._encodable.nbytes(var))
+            nbytes = self.nbytes(var)
+            assert nbytes is not None
+            self._codes[var] = _code(var, self.codec(var), nbytes)
         return self._codes[var]
-
-    def _codec(self, var: Any) -> Any:
-        if var not in self._codecs:
-            is_array = var in self._mine and hasattr(var.aval, "dtype")
-            self._codecs[var] = self._encodable.codec(var) if is_array else None
-        return self._codecs[var]
 
 
 def _code(var: Any, codec: Any, nbytes: int) -> Code:
@@ -118,15 +89,13 @@ def codes_in(codes: Codes | None, coded: Iterable[Any]) -> list[Code]:
 def codes_of(derivative: Passes, free: set[Any]) -> Codes:
     """The codes of a derivative's forward pass, `free` being there anyway."""
     backward = derivative.backward
-    encodable = Encodable(
+    return Codes(
         derivative.forward,
         [var for var in _read(backward) if var in derivative.forward.flow.place and var not in free],
         backward,
         backward.invars,
         _parameters(derivative),
-        BITS,
     )
-    return Codes(derivative.forward, encodable)
 
 
 def codes_of_loop(derivative: Passes, pair: LoopPair, free: set[Any]) -> Codes:
@@ -150,15 +119,13 @@ def codes_of_loop(derivative: Passes, pair: LoopPair, free: set[Any]) -> Codes:
         for i, (atom, var) in enumerate(zip(pair.forward.invars, pair.program.invars, strict=True))
         if not consts <= i < consts + carried and not is_literal(atom) and atom in of_parameters
     }
-    encodable = Encodable(
+    return Codes(
         pair.program,
         [var for var in _read(pair.pull) if var in made and var not in free],
         pair.pull,
         cotangents,
         parameters,
-        BITS,
     )
-    return Codes(pair.program, encodable)
 
 
 def _read(program: Program) -> dict[Any, None]:

@@ -23,18 +23,16 @@ transactional      a training step that an overflow cannot spoil
 """
 
 from memjax.compress._codecs.block_quantized import BlockQuantized
-from memjax.compress._codecs.channel_quantized import ChannelQuantized
+from memjax.compress._codecs.channel_quantized import ChannelQuantized, GroupQuantized
 from memjax.compress._codecs.codec import Cast, Codec, Mask
-from memjax.compress._codecs.group_quantized import GroupQuantized
 from memjax.compress._codecs.position_quantized import PositionQuantized
-from memjax.compress._error_bounded.error_bounded import ErrorBounded
+from memjax.compress._error_bounded.error_bounded import CapacityWarning, ErrorBounded
 from memjax.compress._training.adaptive import adaptive, predicted_sigma, scale_gradient
 from memjax.compress._training.array_bits import ArrayBits
 from memjax.compress._training.fit_bits import BitsController, FittedBits, fit_bits
 from memjax.compress._training.layers import Layers, layers
 from memjax.compress._training.transactional import transactional
 from memjax.compress._transform.compressed import compressed
-from memjax.compress._transform.overflow import CapacityWarning
 
 __all__ = [
     "ArrayBits",

@@ -127,6 +127,9 @@ _PASSES_OF_UNKNOWN_KERNEL = 8
 # Passes over an array that encoding it in a few bits takes, or decoding it, on an H200: 1.6 ps a byte for both.
 _PASSES_OF_CODE = 3.2
 
+# FLOPs of products while a byte is encoded and decoded. It takes 1 ps then, for decoding is fused into what reads the array.
+_FLOPS_OF_CODING = {"gpu": 750}
+
 # Over what a turn of a loop keeps: a copy into the stack and one out of it, each read and written, by kernels of their own.
 _PASSES_OF_STACKING = 4
 
@@ -284,6 +287,11 @@ def seconds(eqn: Any, rates: Device, is_stored: Callable[[Any], bool]) -> float:
 def coding_seconds(nbytes: int, rates: Device) -> float:
     """A rough time of encoding an array of so many bytes in few bits and decoding it once."""
     return 2 * (rates.start + _PASSES_OF_CODE * nbytes / rates.nbytes)
+
+
+def flops_of_coding(platform: str) -> int:
+    """What products could do while a byte is encoded and decoded, on a platform, as JAX calls it. CPUs take longer for these."""
+    return _FLOPS_OF_CODING.get(platform, 0)
 
 
 def moving_seconds(nbytes: int, rates: Device) -> float:

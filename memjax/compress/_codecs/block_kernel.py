@@ -85,13 +85,9 @@ def encode(
     """Pairs of levels (`bits.paired`), the ranges of each channel of each block, and the sums of its values and their squares.
 
     Args:
-      x: the array.
-      bits: 4 or 8.
-      ends: `LEAST`, `LARGEST`.
       ranges: from the ends of each channel, float32, 1 x channels, to the ranges and to what `levels` gets, numbers for each
         channel, too. If a value is NaN, the largest is infinity.
       levels: from values, in the array's dtype, and these numbers to levels, int32, in the lowest bits.
-      with_sums: whether sums are wanted, which are float32.
     """
     blocks, length, channels = x.shape
     rows = min(_ROWS, pl.next_power_of_2(length))
@@ -177,14 +173,12 @@ def decode(
     *,
     interpret: bool = False,
 ) -> Float[Array, "blocks positions channels"]:
-    """The values of levels, in `dtype`.
+    """The values of levels of 4 or 8 bits, in `dtype`.
 
     Args:
       pairs: levels, see `bits.paired`; of a multiple of 64 channels.
       numbers: what `value` needs of each channel of each block.
       value: from levels, int32, and these numbers, 1 x channels, to values.
-      bits: 4 or 8.
-      dtype: of the values.
     """
     blocks, length, half = pairs.shape
     channels = 2 * half

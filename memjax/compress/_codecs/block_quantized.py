@@ -1,4 +1,4 @@
-"""The default codec: a fixed number of bits per value, with a range for each channel in a few hundred neighbouring positions."""
+"""A fixed number of bits per value with ranges of channels in blocks: the default codecs of what convolutions and norms read."""
 
 import dataclasses
 import functools
@@ -9,17 +9,60 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, UInt
+from jaxtyping import Array, Bool, Float, UInt
 
 from memjax._core import check
 from memjax._core.segments import automatic_devices
 from memjax.compress._codecs import block_kernel
 from memjax.compress._codecs.bits import WIDTHS, apart, as_pairs, check_width
-from memjax.compress._codecs.channel_quantized import ends
+from memjax.compress._codecs.channel_quantized import LARGEST, LEAST_DISTANCE, ends, inverse_of
 from memjax.compress._codecs.codec import Code, FixedRate, Measured, check_floats, in_shape
-from memjax.compress._codecs.levels import centred_between, from_centred, levels_of_16_bits, to_centred
 
+_TINY = float(jnp.finfo(jnp.float32).tiny)
 _FEWEST = 32  # values that share a range, if the array has so many
+
+
+class View(NamedTuple):
+    """A shape with as many values, and the axes over which values share a range."""
+
+    shape: tuple[int, ...]
+    axes: tuple[int, ...]
+
+    @property
+    def in_blocks(self) -> tuple[int, ...]:
+        """Blocks x positions x channels."""
+        return (math.prod(self.shape[:-2]), *self.shape[-2:])
+
+
+def view_of(aval: Any, block: int) -> View:
+    shape = aval.shape
+    if aval.size == 0 or not shape:
+        return View((aval.size, 1), (1,))
+    if any(axis is not None for axis in aval.sharding.spec):
+        # Axes that lie on several devices are left as they are: all positions of an example share a range.
+        return View(shape, tuple(range(1, len(shape) - 1)) or (0,))
+    channels = shape[-1] if len(shape) > 1 else 1
+    positions = aval.size // channels
+    per_example = positions // shape[0] if len(shape) > 2 else positions
+    if per_example >= _FEWEST:
+        # A block lies on one device where positions are sharded evenly. Axes stay apart there: merged, they would be gathered.
+        shared = math.gcd(per_example, automatic_devices([aval]) or 1)
+        part = per_example // shared
+        length = _nearest_divisor(part if part >= _FEWEST else per_example, block)
+        if len(shape) > 2 and not block_kernel.is_of_one_device(aval):
+            return View((shape[0], per_example // length, length, channels), (2,))
+    elif positions >= _FEWEST:
+        length = _nearest_divisor(positions, block)
+    else:
+        channels, length = 1, _nearest_divisor(aval.size, block)
+    return View((aval.size // (length * channels), length, channels), (1,))
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    """The divisor of `number`, of `_FEWEST` or more if there is one, whose ratio to `wanted` is nearest to one."""
+    small = [i for i in range(1, math.isqrt(number) + 1) if number % i == 0]
+    divisors = {*small, *(number // i for i in small)}
+    return min((d for d in divisors if d >= min(_FEWEST, number)), key=lambda d: abs(math.log(d / wanted)))
 
 
 class OfBlocks(FixedRate):
@@ -36,7 +79,7 @@ class OfBlocks(FixedRate):
     block: int
     decoded_by = ("bits",)
     ends: tuple[block_kernel.End, ...]
-    ranges: Callable[[Array, "View"], tuple[Array, ...]]  # float32, they broadcast against the view; last the distance
+    ranges: Callable[[Array, View], tuple[Array, ...]]  # float32, they broadcast against the view; last the distance
     levels: Callable[..., Array]  # of values and ranges, float32
     value: Callable[..., Array]  # of levels and ranges
     ranges_in_kernel: Callable[..., tuple[tuple[Array, ...], tuple[Array, ...]]]  # and what `levels_in_kernel` is given
@@ -157,69 +200,131 @@ class BlockQuantized(OfBlocks):
         object.__setattr__(self, "bits", check_width(self.bits, "number"))
         object.__setattr__(self, "block", check.integer("block", self.block, least=_FEWEST))
 
-    def ranges(self, x: Float[Array, "..."], view: "View") -> tuple[Array, ...]:
-        """The middle of the range, and the distance of levels."""
+    # A level is decoded to `middle + (level - centre) * distance`. So no step overflows, even of ranges beyond float32's
+    # largest value, and decoding takes three operations on a value.
+
+    @property
+    def _centre(self) -> float:
+        """The mean of the levels."""
+        return (2**self.bits - 1) / 2
+
+    def ranges(self, x: Float[Array, "..."], view: View) -> tuple[Array, ...]:
         low, high = (
             jnp.expand_dims(end.astype(jnp.float32), view.axes) for end in ends(in_shape(x, view.shape), view.axes)
         )
-        return centred_between(low, high, self.bits)
+        return self._between(low, high)
+
+    def _between(self, low: Float[Array, "..."], high: Float[Array, "..."]) -> tuple[Array, Array]:
+        """The middle of levels from `low` to `high` and their distance, NaN where an end is not finite; 2^-125 at least where
+        the ends differ.
+        """
+        middle, half = self._middle_and_half(low, high)
+        return middle, half / self._centre
+
+    def _middle_and_half(self, low: Float[Array, "..."], high: Float[Array, "..."]) -> tuple[Array, Array]:
+        """The middle of a range, and half of it; of a narrow one that is not empty half of what levels at their least distance
+        reach over.
+        """
+        half = high * 0.5 - low * 0.5
+        half = jnp.where(half <= LARGEST, half, jnp.nan)
+        least = self._centre * LEAST_DISTANCE
+        return low + half, jnp.where(half > 0, jnp.where(half < least, least, half), half)
 
     def levels(self, values: Float[Array, "..."], middle: Array, distance: Array) -> Float[Array, "..."]:
-        return to_centred(values, middle, distance, self.bits)
+        """The nearest level of each value; any where the distance is zero."""
+        part, inverse = inverse_of(distance)
+        level = jnp.floor((values.astype(jnp.float32) * part - middle * part) * inverse + (self._centre + 0.5))
+        return jnp.clip(level, 0, 2**self.bits - 1)
 
     def value(self, levels: UInt[Array, "..."], middle: Array, distance: Array, *, dtype: Any) -> Float[Array, "..."]:
-        return from_centred(levels, middle, distance, self.bits, dtype)
+        x = middle + (levels.astype(jnp.float32) - self._centre) * distance
+        if dtype == jnp.float32:  # the largest numbers of 16 bits are too far from float32's to be rounded to infinity
+            x = jnp.where(x > LARGEST, LARGEST, jnp.where(x < -LARGEST, -LARGEST, x))  # a kernel's maximum loses a NaN
+        return x.astype(dtype)
 
     def ranges_in_kernel(self, dtype: Any, interpret: bool, low: Array, high: Array) -> Any:
+        """For 16 bits levels get a factor and a shift: `x * factor + shift` is x's level, not rounded. That is off by 1 / 32 at
+        most, for different values are no closer than 2^-11 of their size, and takes few instructions.
+        """
         if dtype == jnp.float32:  # ranges may be small beside the values
-            found = centred_between(low, high, self.bits)
+            found = self._between(low, high)
             return found, found
-        return levels_of_16_bits(low, high, self.bits, functools.partial(block_kernel.inverse, interpret=interpret))
+        middle, half = self._middle_and_half(low, high)
+        distance = half * (1 / self._centre)
+        small = 2.0**-2  # so that the inverse of the largest range is no subnormal number
+        inverse = functools.partial(block_kernel.inverse, interpret=interpret)
+        factor = jnp.where(half > 0, inverse(half * small) * (self._centre * small), 0)
+        return (middle, distance), (factor, self._centre - middle * factor)
 
     def levels_in_kernel(self, interpret: bool, values: Array, one: Array, other: Array) -> Array:
         if values.dtype == jnp.float32:
-            return to_centred(values, one, other, self.bits).astype(jnp.int32)
+            return self.levels(values, one, other).astype(jnp.int32)
         return block_kernel.rounded(values, one, other, interpret=interpret)
 
 
-class View(NamedTuple):
-    """A shape with as many values, and the axes over which values share a range."""
+@dataclasses.dataclass(frozen=True)
+class RectifiedBlocks(OfBlocks):
+    """For arrays without negative values: level 0 is zero, and the others divide what is between zero and the largest value
+    of each channel of every block. Blocks are those of `BlockQuantized`.
 
-    shape: tuple[int, ...]
-    axes: tuple[int, ...]
+    With the distance of levels d = largest / (2^bits - 1), level n stands for the values from (n - 1) d to n d and is decoded
+    to their middle. So an error is at most d / 2, and a rounding of the dtype. Zeros stay zeros, and all else stays positive:
+    d is at least so large that half of it is a positive number. Only subnormal numbers of float32 may count as zero. What is
+    finite decodes to what is finite. A NaN or an infinity makes its channel of its block NaN, but `nonzero` is right there as
+    elsewhere: a NaN is not positive.
 
-    @property
-    def in_blocks(self) -> tuple[int, ...]:
-        """Blocks x positions x channels."""
-        return (math.prod(self.shape[:-2]), *self.shape[-2:])
+    Encoding reads the array for the largest values and once more for the levels, or once where `BlockQuantized` does.
 
+    Memory: `bits` per value, and 32 bits for each channel of a block: 8.125 or 4.125 bits per value at blocks of 256.
 
-def view_of(aval: Any, block: int) -> View:
-    shape = aval.shape
-    if aval.size == 0 or not shape:
-        return View((aval.size, 1), (1,))
-    if any(axis is not None for axis in aval.sharding.spec):
-        # Axes that lie on several devices are left as they are: all positions of an example share a range.
-        return View(shape, tuple(range(1, len(shape) - 1)) or (0,))
-    channels = shape[-1] if len(shape) > 1 else 1
-    positions = aval.size // channels
-    per_example = positions // shape[0] if len(shape) > 2 else positions
-    if per_example >= _FEWEST:
-        # A block lies on one device where positions are sharded evenly. Axes stay apart there: merged, they would be gathered.
-        shared = math.gcd(per_example, automatic_devices([aval]) or 1)
-        part = per_example // shared
-        length = _nearest_divisor(part if part >= _FEWEST else per_example, block)
-        if len(shape) > 2 and not block_kernel.is_of_one_device(aval):
-            return View((shape[0], per_example // length, length, channels), (2,))
-    elif positions >= _FEWEST:
-        length = _nearest_divisor(positions, block)
-    else:
-        channels, length = 1, _nearest_divisor(aval.size, block)
-    return View((aval.size // (length * channels), length, channels), (1,))
+    Args:
+      bits: 4 or 8.
+      block: positions that share a range, about; at least 32.
+    """
 
+    bits: int = 8
+    block: int = 256
 
-def _nearest_divisor(number: int, wanted: int) -> int:
-    """The divisor of `number`, of `_FEWEST` or more if there is one, whose ratio to `wanted` is nearest to one."""
-    small = [i for i in range(1, math.isqrt(number) + 1) if number % i == 0]
-    divisors = {*small, *(number // i for i in small)}
-    return min((d for d in divisors if d >= min(_FEWEST, number)), key=lambda d: abs(math.log(d / wanted)))
+    keeps_zeros = True
+
+    ends = (block_kernel.LARGEST,)
+
+    def ranges(self, x: Float[Array, "..."], view: View) -> tuple[Array, ...]:
+        """The distance of levels: NaN where a value is not finite."""
+        x = jnp.where(jnp.isnan(x), jnp.inf, x)  # a maximum may lose a NaN
+        largest = jnp.max(in_shape(x, view.shape), view.axes, keepdims=True, initial=0).astype(jnp.float32)
+        return (self._distance(largest, x.dtype),)
+
+    def _distance(self, largest: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
+        # CPUs take subnormal numbers of float32 for zeros.
+        least_positive = max(float(jnp.finfo(dtype).smallest_subnormal), _TINY)
+        distance = jnp.maximum(largest / (2**self.bits - 1), 2 * least_positive)
+        return jnp.where(jnp.isfinite(largest), distance, jnp.nan)
+
+    def levels(self, values: Float[Array, "..."], distance: Array) -> Float[Array, "..."]:
+        values = values.astype(jnp.float32)
+        scaled = values * jnp.where(distance > 0, 1 / distance, 0)
+        # Written so that levels are right in a channel with a NaN or an infinity, too.
+        positive = jnp.where(scaled > 1, jnp.minimum(jnp.ceil(scaled), 2**self.bits - 1), 1)
+        return jnp.where(values > 0, positive, 0)
+
+    def value(self, levels: UInt[Array, "..."], distance: Array, *, dtype: Any) -> Float[Array, "..."]:
+        return (jnp.maximum(levels.astype(jnp.float32) - 0.5, 0) * distance).astype(dtype)
+
+    def ranges_in_kernel(self, dtype: Any, interpret: bool, largest: Array) -> Any:
+        distance = self._distance(jnp.maximum(largest, 0), dtype)
+        # A little less than the inverse, so that the largest value gets the last level.
+        factor = block_kernel.inverse(distance, interpret=interpret) * (1 - 2.0**-21)
+        return (distance,), (jnp.where(distance > 0, factor, _TINY),)
+
+    def levels_in_kernel(self, interpret: bool, values: Array, factor: Array) -> Array:
+        return block_kernel.rounded_up(values, factor, interpret=interpret)
+
+    def steps(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """The distance of levels of each value, float32; 0 for zeros, which are exact."""
+        distance = super().steps(x)
+        return jnp.where(x == 0, 0, distance)
+
+    def nonzero(self, code: Code) -> Bool[Array, "..."]:
+        """Where the values were positive."""
+        return in_shape(apart(code.levels, self.bits) > 0, code.shape)

@@ -76,20 +76,21 @@ def interpreted(x: Float[Array, "..."], y: Float[Array, "..."], z: Float[Array, 
 
 def reciprocal(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """1 / x, off by one digit at most; 0 or infinity where a number is subnormal."""
-    return _instruction("rcp.approx.ftz.f32 $0, $1;", x)
+    return instruction("rcp.approx.ftz.f32 $0, $1;", "=f,f", x, dtype=jnp.float32)
 
 
 def _multiply_add(rounding: str, *args: Array) -> Array:
-    return _instruction(f"fma.{rounding}.f32 $0, $1, $2, $3;", *jnp.broadcast_arrays(*args))
+    code = f"fma.{rounding}.f32 $0, $1, $2, $3;"
+    return instruction(code, "=f,f,f,f", *jnp.broadcast_arrays(*args), dtype=jnp.float32)
 
 
-def _instruction(text: str, *args: Array) -> Array:
+def instruction(code: str, constraints: str, *args: Array, dtype: Any = jnp.int32) -> Array:
+    """Run an instruction in each thread; integers are unsigned."""
     from jax.experimental.pallas import triton
 
-    like = jax.ShapeDtypeStruct(args[0].shape, jnp.float32)
-    constraints = ",".join(["=f", *["f"] * len(args)])
-    [out] = triton.elementwise_inline_asm(text, args=args, constraints=constraints, pack=1, result_shape_dtypes=[like])
-    return out
+    like = [jax.ShapeDtypeStruct(args[0].shape, dtype)]
+    [out] = triton.elementwise_inline_asm(code, args=args, constraints=constraints, pack=1, result_shape_dtypes=like)
+    return out.astype(jnp.uint32) if dtype == jnp.int32 else out
 
 
 def call_on_whole_arrays(

@@ -7,7 +7,7 @@ and still there in 0.12.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -100,7 +100,8 @@ def encode(
             multiply_add(x_ref[:, i, :].astype(jnp.float32), inverse_ref[i, :][None], shift_ref[i, :][None])
             for i in range(_HALVES)
         ]
-        least, most = (_over(pieces, two, one) for two, one in ((jnp.minimum, jnp.min), (jnp.maximum, jnp.max)))
+        least = jnp.min(functools.reduce(jnp.minimum, pieces), 1)
+        most = jnp.max(functools.reduce(jnp.maximum, pieces), 1)
         # A maximum may lose a NaN; a sum does not, and 0 x infinity is one.
         nothing = jnp.zeros((rows, part), jnp.float32)
         spoilt = jnp.sum(functools.reduce(lambda total, piece: multiply_add(piece, nothing, total), pieces, nothing), 1)
@@ -139,10 +140,3 @@ def encode(
         interpret=interpret,
     )
     return (*(plane.reshape(positions, groups, -1) for plane in planes), low, distance)
-
-
-def _over(pieces: Sequence[Array], two: Any, one: Any) -> Array:
-    total = pieces[0]
-    for piece in pieces[1:]:
-        total = two(total, piece)
-    return one(total, 1)

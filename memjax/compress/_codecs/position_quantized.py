@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, BFloat16, Float, UInt
+from jaxtyping import Array, BFloat16, Float
 
 from memjax._core import check
 from memjax.compress._codecs import position_kernel
@@ -33,9 +33,8 @@ from memjax.compress._codecs.bits import (
     u32,
     unpack_levels,
 )
-from memjax.compress._codecs.channel_quantized import ends, evenly_spaced
+from memjax.compress._codecs.channel_quantized import LEAST_DISTANCE, ends, evenly_spaced
 from memjax.compress._codecs.codec import Code, FixedRate, check_floats, in_shape
-from memjax.compress._codecs.levels import LEAST_DISTANCE
 from memjax.compress._codecs.sharded import ShardedCode, decode_parts, encode_parts
 
 _FEWEST = 512  # positions of an array whose channels are measured: means and sizes take 64 bits of a channel
@@ -110,8 +109,10 @@ class PositionQuantized(FixedRate):
             errors = _rounded_errors(steps, float(jnp.finfo(x.dtype).eps) * over_largest(power_of_two))
         errors += over_largest(jnp.minimum(jnp.abs(wide), _SMALLEST)) ** 2
         found = jnp.sqrt(jnp.sum(errors) / jnp.maximum(jnp.sum(over_largest(wide) ** 2), 1e-30))
-        only_subnormal = (largest < float(jnp.finfo(jnp.float32).tiny)) & jnp.any(_digits(x) != 0)
-        return jnp.where(only_subnormal, 1.0, found)
+        # By bits of magnitudes: CPUs take subnormal numbers for zeros.
+        is_subnormal = largest < float(jnp.finfo(jnp.float32).tiny)
+        digits = lax.bitcast_convert_type(x, jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32) << 1
+        return jnp.where(is_subnormal & jnp.any(digits != 0), 1.0, found)
 
     def steps(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """The distance of levels of each value, float32: errors are uniform in it, and independent of each other."""
@@ -136,7 +137,8 @@ class PositionQuantized(FixedRate):
             return self.code_of(x, planes, low, distance, None, None)
 
         def plain(x: Array) -> tuple[Any, Array, Array]:
-            centre, size = _channels(x, view)
+            samples = _padded(evenly_spaced(x, position_kernel.SAMPLES), view).astype(jnp.float32)
+            centre, size = map(_with_few_digits, _of_samples(samples.reshape(-1, view.groups, view.width)))
             wide = _padded(x, view).astype(jnp.float32)
             return self._encode_scaled(_times(wide, 1 / size) - centre * (1 / size), view), centre, size
 
@@ -186,12 +188,6 @@ class PositionQuantized(FixedRate):
         largest = float(jnp.finfo(code.dtype).max)
         y = jnp.clip(y, -largest, largest).astype(code.dtype)
         return in_shape(y if view.padded == view.flat else y[..., : view.features], code.shape)
-
-
-def _digits(x: Float[Array, "..."]) -> UInt[Array, "..."]:
-    """The bits of magnitudes: CPUs take subnormal numbers for zeros."""
-    bits = lax.bitcast_convert_type(x, jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32)
-    return bits << 1
 
 
 def _rounded_errors(steps: Float[Array, "..."], neighbours: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -253,16 +249,8 @@ def _of_each(x: Float[Array, "... groups"], view: _View) -> Float[Array, "... pa
     return jnp.broadcast_to(x.astype(jnp.float32)[..., None], view.grouped).reshape(view.padded)
 
 
-def _channels(x: Float[Array, "*positions features"], view: _View) -> tuple[Array, Array]:
-    """Centre and size of each channel. Sizes are `_SIZE` or more."""
-    samples = _padded(evenly_spaced(x, position_kernel.SAMPLES), view).astype(jnp.float32)
-    samples = samples.reshape(-1, view.groups, view.width)
-    centre, size = map(_with_few_digits, _of_samples(samples))
-    return centre, size
-
-
 def _of_samples(samples: Float[Array, "samples *groups width"]) -> tuple[Array, Array]:
-    """The centre and the size of channels."""
+    """The centre and the size of channels. Sizes are `_SIZE` or more."""
     share = 1 / len(samples)
     centre = jnp.sum(samples * share, 0)
     centre = jnp.clip(jnp.where(centre == centre, centre, 0), -_LARGEST_BFLOAT16, _LARGEST_BFLOAT16)

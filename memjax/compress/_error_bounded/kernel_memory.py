@@ -22,13 +22,7 @@ from memjax.compress._codecs.bits import Words
 
 
 class Rows(NamedTuple):
-    """Pairs `start + row * distance`. Multiplied by a constant in 64 bits, the distance takes one instruction a row.
-
-    Attributes:
-      start: of 32 threads.
-      row: constants.
-      distance: of rows.
-    """
+    """Pairs `start + row * distance`. Multiplied by a constant in 64 bits, the distance takes one instruction a row."""
 
     start: Int32[Array, "32"]
     row: Int32[Array, "*more"]

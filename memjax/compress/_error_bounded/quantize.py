@@ -68,7 +68,7 @@ def quantize(
     wide, planes = float32_bits(x), dither_bits(x.dtype)
     count, too_large = parts_of_steps(wide & u32(0x7FFFFFFF), exponent - planes)
     p = (count + dither) >> planes
-    too_large |= (p > u32(tiles.max_code(x.dtype))) | (exponent == RAW_EXPONENT)
+    too_large |= (p > u32(2 ** tiles.max_planes(x.dtype) - 1)) | (exponent == RAW_EXPONENT)
     return p, count != 0, (wide >> 31 != 0) & (count != 0), too_large
 
 
@@ -103,7 +103,7 @@ def dequantize(
     *,
     keeps_signs: bool,
 ) -> Float[Array, "..."]:
-    """The decoded values: the inverse of `quantize`, for `p` <= `max_code(dtype)`."""
+    """The decoded values: the inverse of `quantize`, for `p` below 2^`max_planes(dtype)`."""
     parts = 1 << dither_bits(dtype)
     number = p * u32(parts) + (u32(parts - 1) - dither)
     if not keeps_signs:
@@ -169,9 +169,7 @@ def dither_planes(
 
 def dither_of_group(tile: Int32[Array, ""], group: Int32[Array, ""], dtype) -> UInt32[Array, "32 32"]:
     """The number of parts for every value of a group of a tile, 0 to 7 or 15: see `tiles.lanes`."""
-    words, value = (
-        dither_planes(dither_bits(dtype), tile, jnp.arange(LANES), group),
-        jnp.arange(WORD, dtype=jnp.uint32)[:, None],
-    )
+    words = dither_planes(dither_bits(dtype), tile, jnp.arange(LANES), group)
+    value = jnp.arange(WORD, dtype=jnp.uint32)[:, None]
     bits = [((word >> value) & u32(1)) << p for p, word in enumerate(words)]
     return sum(bits[1:], bits[0])

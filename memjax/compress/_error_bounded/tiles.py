@@ -61,17 +61,11 @@ def max_planes(dtype) -> int:
     return 15 if jnp.dtype(dtype).itemsize == 4 else 8
 
 
-def max_code(dtype) -> int:
-    """The largest quantised magnitude in a lane that is not raw."""
-    return 2 ** max_planes(dtype) - 1
-
-
 @dataclasses.dataclass(frozen=True)
 class Grid:
     """The matrix that an array is seen as.
 
     Attributes:
-      size: values of the array.
       columns: a multiple of 64.
       by_channel: whether columns are the array's last axis.
     """

@@ -8,12 +8,12 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from memjax.compress._codecs.bits import Words, shift_left, shift_right, u32
+from memjax.compress._codecs.kernels import instruction as _asm
 from memjax.compress._error_bounded.quantize import LEAST, middle, parts_of_steps
 from memjax.compress._error_bounded.tiles import LANES
 
@@ -192,19 +192,9 @@ def _alike(*args: Words) -> list[Words]:
 def scales_of_bfloat16_values(steps: Sequence[Float[Array, "..."]], keeps_signs: bool) -> list[Words]:
     """The scales for which `Warp.bfloat16_values` is `middle` times a step. With signs numbers have to be 0, or 4 or more."""
     scales = (1, -16.5, 2 * LEAST, -32 * LEAST) if keeps_signs else (1, -16.5)
-    return [two_bfloat16s(*(x * jnp.float32(s) for x in steps)) for s in scales]
-
-
-def two_bfloat16s(low: Float[Array, "..."], high: Float[Array, "..."]) -> Words:
-    """Two float32s whose values are bfloat16s, as bfloat16s in a word."""
-    low, high = (lax.bitcast_convert_type(x, jnp.uint32) for x in (low, high))
-    return (low >> 16) | (high & u32(0xFFFF0000))
-
-
-def _asm(code: str, constraints: str, *args: Array, dtype=jnp.int32) -> Array:
-    """Run an instruction in each thread; integers are unsigned."""
-    from jax.experimental.pallas import triton
-
-    shape = [jax.ShapeDtypeStruct(args[0].shape, dtype)]
-    [out] = triton.elementwise_inline_asm(code, args=args, constraints=constraints, pack=1, result_shape_dtypes=shape)
-    return u32(out) if dtype == jnp.int32 else out
+    found = []
+    for s in scales:
+        scaled = [x * jnp.float32(s) for x in steps]
+        low, high = (lax.bitcast_convert_type(x, jnp.uint32) for x in scaled)
+        found.append((low >> 16) | (high & u32(0xFFFF0000)))
+    return found

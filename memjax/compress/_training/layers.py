@@ -142,18 +142,8 @@ class Layers:
         return sum(ErrorBounded(1.0, bits_per_value=b).nbytes(jax.ShapeDtypeStruct(*shape)) for b, shape in pairs)
 
 
-class EncodedArray(NamedTuple):
-    """What `layers` finds out about an array that a call encodes.
-
-    Attributes:
-      name: the first of `weights`, or else a number.
-      weights: names of the inputs whose gradients it is multiplied into.
-      aval: its type.
-    """
-
-    name: str
-    weights: tuple[str, ...]
-    aval: Any
+Weighed = tuple[tuple[str, ...], Any]
+"""What `layers` finds out about an encoded array: the names of the inputs whose gradients it is multiplied into, and its type."""
 
 
 @jax.tree_util.register_static
@@ -161,7 +151,7 @@ class Recorder:
     """Stands for the codec while `layers` traces, and records which arrays are encoded."""
 
     def __init__(self) -> None:
-        self.arrays: list[EncodedArray] = []
+        self.arrays: list[Weighed] = []
 
 
 def layers(
@@ -204,13 +194,13 @@ def layers(
         jax.eval_shape(jax.grad(call, numbers, has_aux=has_aux, allow_int=True), *args)
     if not recorder.arrays:
         raise ValueError("f must call something compressed with the codec that it gets; nothing of it is encoded.")
-    names, weights, avals = zip(*recorder.arrays, strict=True)
-    count = len(names)
+    weights, avals = zip(*recorder.arrays, strict=True)
+    count = len(weights)
     return Layers(
         jnp.full(count, bound, jnp.float32),
         Statistics.zeros(count, max(1, *map(len, weights))),
         bits_per_value=(bits_per_value,) * count,
-        names=names,
+        names=tuple(of_array[0] if of_array else f"array {i}" for i, of_array in enumerate(weights)),
         weights=weights,
         shapes=tuple((tuple(aval.shape), np.dtype(aval.dtype)) for aval in avals),
         samples=samples,

@@ -3,7 +3,7 @@
 The way of the data through one gradient, by the files of this folder:
 
 1. compressed.py checks the arguments, and splits those of a plain function into those that last (parameters) and those that
-   may be encoded. linen.py and nnx.py make a pure function of a module.
+   may be encoded. modules.py makes a pure function of a module.
 2. differentiable.py traces that function to a program and wraps it in `jax.custom_vjp`. Undifferentiated calls run it as it is.
 3. derivative.py, when JAX differentiates the call, traces two more programs. The forward pass is what `jax.vjp` runs; its
    outputs are those of the function and the residuals, which are what `jax.vjp` would save. The pullback goes from
@@ -11,7 +11,7 @@ The way of the data through one gradient, by the files of this folder:
    programs are put in place without tracing again (`memjax._core.program.jaxpr.calls_in_place`).
 4. keep/ decides what is saved so that every residual follows from it: arrays as they are, arrays to encode, masks as bits.
 5. encoder.py encodes in the course of the forward pass, each array when it has been computed. array_codecs.py says
-   with which codec. overflow.py tells the user of codes whose capacity did not suffice.
+   with which codec. The user is told of codes whose capacity did not suffice.
 6. Between the passes there are the outputs, the kept arrays, the codes and the packed masks. Nothing else is saved.
 7. pullback.py runs the pullback. Where it first needs a residual together with a cotangent, it decodes the array, or recomputes
    the residual from what is kept. A barrier makes decoding wait for that cotangent.

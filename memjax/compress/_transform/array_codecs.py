@@ -5,20 +5,20 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from memjax._core import check
 from memjax._core.arrays import zeros
-from memjax._core.lists import merge
+from memjax._core.lists import drop, merge
+from memjax._core.program.costs import flops_of_coding
 from memjax.compress._codecs.bits import widths_with
-from memjax.compress._codecs.block_quantized import BlockQuantized
+from memjax.compress._codecs.block_quantized import BlockQuantized, RectifiedBlocks
 from memjax.compress._codecs.codec import Exact, OptionalMembers, StepErrors, with_optional_members
 from memjax.compress._codecs.position_quantized import PositionQuantized
-from memjax.compress._codecs.rectified_blocks import RectifiedBlocks
-from memjax.compress._error_bounded.error_bounded import ErrorBounded
+from memjax.compress._error_bounded.error_bounded import ErrorBounded, warn_of_overflow
 from memjax.compress._training.array_bits import (
     CODED,
     WIDE,
@@ -32,15 +32,11 @@ from memjax.compress._training.array_bits import (
     gaussian_error,
     is_whole,
 )
-from memjax.compress._training.layers import EncodedArray, Layers, Recorder, Statistics
-from memjax.compress._transform.overflow import warn_of_overflow
+from memjax.compress._training.layers import Layers, Recorder, Statistics, Weighed
 from memjax.compress._transform.statistics import Collector
 
 _FINE = 2  # times the bits of others
 _WHOLE = 16  # bits of a value that is not encoded
-# On an H200 a byte is encoded and decoded in 1.6 ps, less where decoding is fused into what reads the array. In 1 ps its
-# products do 750 FLOPs. CPUs take longer for a product.
-_FLOPS_OF_CODING = 750
 _REQUIRED = ("encode", "decode", "nbytes")  # of a codec
 
 
@@ -90,8 +86,8 @@ class ArrayCodecs:
       in_iterations: whether loops may encode in each iteration: not where each array of a call has something of its own.
       keeps_fine: whether arrays that have to be fine are not encoded.
       keeps_images: whether what a convolution reads is not encoded if it is an input of few channels.
-      flops_of_coding: what the device's products could do in the time that it takes to encode a byte and to decode it. A product
-        that takes fewer FLOPs for each byte of its result is rather repeated. 0 where the user has chosen the codec.
+      flops_of_coding: see `costs.flops_of_coding`; 0 where the user has chosen the codec. A product that takes fewer FLOPs for
+        each byte of its result is rather repeated.
     """
 
     reads_gradients = False
@@ -133,7 +129,7 @@ class ArrayCodecs:
         """Told what a forward pass encodes. Says at run time which of the codes overflow."""
         warn_of_overflow(names, codes)
 
-    def collector(self, arrays: list[EncodedArray], cotangents_and_codes: Any) -> Collector | None:
+    def collector(self, arrays: list[Weighed], cotangents_and_codes: Any) -> Collector | None:
         """What gathers statistics of these arrays in a backward pass."""
         return None
 
@@ -144,9 +140,8 @@ class ArrayCodecs:
 
     def with_settings(self, settings: list[Any]) -> ArrayCodecs:
         leaves, tree = jax.tree.flatten(self._codec)
-        others = [leaf for leaf in leaves if not _is_setting(leaf)]
-        changed = copy.copy(self)
-        changed._codec = jax.tree.unflatten(tree, merge(settings, others, [_is_setting(leaf) for leaf in leaves]))
+        changed, mask = copy.copy(self), list(map(_is_setting, leaves))
+        changed._codec = jax.tree.unflatten(tree, merge(settings, drop(leaves, mask), mask))
         return changed
 
     def settings_cotangents(self, statistics: Statistics | None) -> list[Any]:
@@ -165,25 +160,32 @@ class _ByBits(ArrayCodecs):
 
     Args:
       bits: what is encoded is decided as for so many bits.
-      given: in place of a number of bits; `choose` gives the codecs of all roles from it.
+      given: in place of a number of bits: a sigma, `ArrayBits`, or what stands for these.
     """
 
     keeps_zeros = False
     keeps_images = True
 
-    def __init__(self, bits: int, given: Any = None, choose: Callable[..., list[Any]] | None = None):
+    def __init__(self, bits: int, given: float | ArrayBits | BitsRecorder | Errors | None = None):
         super().__init__(given)
-        self._bits, self._choose, self.name = bits, choose, "PositionQuantized"
-        of_arrays = isinstance(given, ArrayBits | BitsRecorder) or (
-            isinstance(given, Errors) and given.scales is not None
-        )
-        self.in_iterations = not of_arrays
+        self._bits, self.name = bits, "PositionQuantized"
+        self.in_iterations = not isinstance(given, ArrayBits | BitsRecorder) and getattr(given, "scales", None) is None
         self.keeps_fine = _FINE * bits > CODED[0]
-        self.flops_of_coding = _FLOPS_OF_CODING if jax.default_backend() == "gpu" else 0
+        self.flops_of_coding = flops_of_coding(jax.default_backend())
 
     def each(self, roles: Sequence[Role]) -> list[Any]:
+        given = self._codec
+        if isinstance(given, float):
+            return _by_sigma(given, roles)
+        if isinstance(given, ArrayBits):
+            given.check_count(len(roles))
+            return list(map(_with_bits, roles, given.bits))
         by_role = list(map(self._codec_of, roles))
-        return by_role if self._choose is None else self._choose(self._codec, roles, by_role)
+        if not isinstance(given, Errors):
+            return by_role
+        if given.scales is None:
+            return [StepErrors(codec, given.seed, 1.0) for codec in by_role]
+        return [StepErrors(_with_bits(role, 8), given.seed, given.scales[i]) for i, role in enumerate(roles)]
 
     def keeps_zeros_of(self, role: Role) -> bool:
         return role.by_channel and role.is_rectified
@@ -211,12 +213,7 @@ class _ByBits(ArrayCodecs):
         return PositionQuantized(next((bits for bits in reversed(CODED) if bits >= least), CODED[0]))
 
 
-def _by_array(given: ArrayBits, roles: Sequence[Role], by_role: list[Any]) -> list[Any]:
-    given.check_count(len(roles))
-    return [_with_bits(role, bits) for role, bits in zip(roles, given.bits, strict=True)]
-
-
-def _by_sigma(sigma: float, roles: Sequence[Role], by_role: list[Any]) -> list[Any]:
+def _by_sigma(sigma: float, roles: Sequence[Role]) -> list[Any]:
     """The bits with which the fewest bytes are kept if gradients are off by `sigma` where arrays are, on average.
 
     So it is if arrays and cotangents are independent and normally distributed: the gradient of a weight is a sum over positions,
@@ -225,13 +222,7 @@ def _by_sigma(sigma: float, roles: Sequence[Role], by_role: list[Any]) -> list[A
     """
     squares = [(gaussian_error(8) * (2 if role.is_source else 1)) ** 2 for role in roles]
     chosen = fewest_bits(squares, [role.aval.size for role in roles], sigma**2 * len(roles), list(map(_choices, roles)))
-    return [_with_bits(role, bits) for role, bits in zip(roles, chosen, strict=True)]
-
-
-def _errors(errors: Errors, roles: Sequence[Role], by_role: list[Any]) -> list[Any]:
-    if errors.scales is None:
-        return [StepErrors(codec, errors.seed, 1.0) for codec in by_role]
-    return [StepErrors(_with_bits(role, 8), errors.seed, errors.scales[i]) for i, role in enumerate(roles)]
+    return list(map(_with_bits, roles, chosen))
 
 
 def _choices(role: Role) -> tuple[int, ...]:
@@ -270,7 +261,7 @@ class _LayersCodecs(ArrayCodecs):
     def encoded(self, names: Sequence[str], roles: Sequence[Role], codes: Sequence[Any]) -> None:
         pass
 
-    def collector(self, arrays: list[EncodedArray], cotangents_and_codes: Any) -> Collector | None:
+    def collector(self, arrays: list[Weighed], cotangents_and_codes: Any) -> Collector | None:
         return Collector(self._codec.statistics, self._codec.samples, cotangents_and_codes)
 
     def settings_cotangents(self, statistics: Statistics | None) -> list[Any]:
@@ -285,7 +276,7 @@ class _RecorderCodecs(_LayersCodecs):
     def each(self, roles: Sequence[Role]) -> list[Any]:
         return [ErrorBounded(1.0)] * len(roles)
 
-    def collector(self, arrays: list[EncodedArray], cotangents_and_codes: Any) -> Collector | None:
+    def collector(self, arrays: list[Weighed], cotangents_and_codes: Any) -> Collector | None:
         self._codec.arrays.extend(arrays)
         return None
 
@@ -299,11 +290,9 @@ def array_codecs(codec: Any, bits: Any = None, sigma: float | None = None) -> Ar
         if sigma is not None and bits is not None:
             raise check.fail(ValueError, "sigma", "left out beside bits", sigma, "one of them says what errors may be")
         if sigma is not None:
-            return _ByBits(base_of(check_sigma(sigma)), sigma, _by_sigma)
-        if isinstance(bits, BitsRecorder):
-            return _ByBits(bits.base, bits)
-        if isinstance(bits, ArrayBits | Errors):
-            return _ByBits(check_bits(bits.base), bits, _by_array if isinstance(bits, ArrayBits) else _errors)
+            return _ByBits(base_of(check_sigma(sigma)), float(sigma))
+        if isinstance(bits, ArrayBits | BitsRecorder | Errors):
+            return _ByBits(check_bits(bits.base), bits)
         return _ByBits(8 if bits is None else check_bits(bits))
     if bits is not None:
         raise check.fail(ValueError, "bits", "left out beside a codec", bits, "give the codec its bits")

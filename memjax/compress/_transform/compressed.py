@@ -18,11 +18,10 @@ from memjax._core.arguments import objects_in, put_changes, with_changes
 from memjax.compress._codecs.codec import Codec
 from memjax.compress._training.array_bits import ArrayBits
 from memjax.compress._training.layers import Layers
-from memjax.compress._transform import linen
-from memjax.compress._transform import nnx as _nnx
 from memjax.compress._transform.array_codecs import ArrayCodecs, array_codecs
 from memjax.compress._transform.differentiable import call_compressed
-from memjax.compress._transform.keep.which import SMALL, Which
+from memjax.compress._transform.keep.costs import SMALL, Which
+from memjax.compress._transform.modules import compressed_linen_class, compressed_linen_module, compressed_nnx_module
 
 F = TypeVar("F")
 
@@ -90,11 +89,11 @@ def _compressed(f: Any, inputs: Any, codecs: ArrayCodecs, which: Which) -> Any:
     if (is_linen_class or isinstance(f, nnx.Module | nn.Module)) and inputs is not False:
         raise check.fail(ValueError, "inputs", "left out for a module", inputs, "its arguments are always activations")
     if isinstance(f, nnx.Module):
-        return _nnx.compressed_module(f, codecs, which)
+        return compressed_nnx_module(f, codecs, which)
     if isinstance(f, nn.Module):
-        return linen.compressed_module(f, codecs, which)
+        return compressed_linen_module(f, codecs, which)
     if is_linen_class:
-        return linen.compressed_class(f, codecs, which)
+        return compressed_linen_class(f, codecs, which)
     if isinstance(f, type) or not callable(f):
         fix = "make an instance first" if isinstance(f, type) else ""
         raise check.fail(TypeError, "f_or_module", "a function or a Flax module", f, fix)

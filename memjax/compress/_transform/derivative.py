@@ -22,13 +22,13 @@ from memjax._core.program.dataflow import is_literal, variables
 from memjax._core.program.jaxpr import Program, bind, producers, read
 from memjax._core.reasons import Said, asked, with_reason
 from memjax.compress._codecs.codec import Mask
-from memjax.compress._training.layers import EncodedArray, Statistics
+from memjax.compress._training.layers import Statistics, Weighed
 from memjax.compress._transform.array_codecs import ArrayCodecs, waits
-from memjax.compress._transform.encoder import FIRST_ORDER, Encoder, variables_of_packing
+from memjax.compress._transform.encoder import FIRST_ORDER, Encoder
 from memjax.compress._transform.keep.choose import MASK, NOTHING, choose, not_kept, why_encoded, why_whole
+from memjax.compress._transform.keep.costs import SMALL, Setting
 from memjax.compress._transform.keep.needs import Need, needs
-from memjax.compress._transform.keep.which import SMALL
-from memjax.compress._transform.loops import Loops, Setting, is_kept_by_loop, kept_by_loop
+from memjax.compress._transform.keep.origins import is_kept_by_loop, kept_by_loop
 from memjax.compress._transform.max_pool import evaluate_pools_first, max_pool
 from memjax.compress._transform.pullback import NO_WAIT, Restored, Stored, run_late
 from memjax.compress._transform.statistics import Reader, only_in_gradients, readers
@@ -44,13 +44,7 @@ class Derivative:
       primal: the program, with calls in place.
       outs: which of its outputs to compute; the others are inputs.
       types: the types of its inputs.
-      wanted: which inputs to differentiate with respect to.
-      setting: of the program.
-      loops: those of its loops that encode in each iteration.
-
-    Attributes:
-      wanted: as above.
-      keep: what the forward pass keeps, and what of that it encodes.
+      loops: those of its loops that encode in each iteration, `differentiable.Loops`.
     """
 
     def __init__(
@@ -60,7 +54,7 @@ class Derivative:
         types: Sequence[Any],
         wanted: Sequence[bool],
         setting: Setting,
-        loops: Loops,
+        loops: Any,
     ):
         self.wanted, given, codecs = wanted, setting.inputs, setting.codecs
         self._names, self._which = pick(setting.names, wanted), setting.which
@@ -84,16 +78,13 @@ class Derivative:
         n_outs = len(out_types)
         self._outs, self._residuals = self._program.outvars[:n_outs], self._program.outvars[n_outs:]
         self._producer = producers(self._program)
-        kept_inputs = pick(self._program.invars, [*given.lasting, *[True] * count])
+        self._kept_inputs = pick(self._program.invars, [*given.lasting, *[True] * count])
         parameters = pick(self._program.invars, [*given.parameters, *[False] * count])
         # Now, not when cotangents arrive: a `jax.vmap` around has taken its axis name away by then.
         self._cotangent_types = [_not_weak(aval.to_ct_aval()) for aval in pick(out_types, self._out_float)]
         self._pullback = self._passes.backward(self._cotangent_types)
-        self._kept_inputs = kept_inputs
-        self.keep = choose(self._program, self._needed(kept_inputs), kept_inputs, parameters, self._which, codecs)
-        self._packed = variables_of_packing(
-            self._program, [var for var in self.keep.masks if var not in self.keep.outputs]
-        )
+        self._needed = self._needs()
+        self.keep = choose(self._program, self._needed, self._kept_inputs, parameters, self._which, codecs)
 
     @property
     def scopes(self) -> list[str]:
@@ -114,10 +105,9 @@ class Derivative:
     def forward(self, inputs: Arrays, codecs: ArrayCodecs) -> tuple[Arrays, Any]:
         """The outputs, and what is kept for `backward`."""
         program, keep = self._program, self.keep
-        settings = codecs.settings if self._loops else []
-        env = dict(zip([*program.constvars, *program.invars], [*program.consts, *inputs, *settings], strict=True))
+        env = program.given([*inputs, *(codecs.settings if self._loops else [])])
         try:
-            encoder = Encoder(program, keep, codecs, self._packed)
+            encoder = Encoder(program, keep, codecs)
         except ValueError:  # settings for other arrays: the gradient that is differentiated again is of other inputs
             for value in inputs:
                 without_derivative(value, FIRST_ORDER)
@@ -142,16 +132,16 @@ class Derivative:
     def backward(self, kept: Any, codecs: ArrayCodecs, cotangents: Arrays) -> tuple[Arrays, Statistics | None]:
         """Cotangents of the inputs in `wanted`, and statistics, if the codecs collect them."""
         whole, codes, masks = kept
-        cotangents = [_instantiate(ct) for ct in pick(cotangents, self._out_float)]
+        is_zero = lambda ct: isinstance(ct, jax.custom_derivatives.SymbolicZero)
+        cotangents = [zeros(ct.aval) if is_zero(ct) else ct for ct in pick(cotangents, self._out_float)]
         types = [_not_weak(jax.typeof(ct)) for ct in cotangents]
         pullback = self._pullback if types == self._cotangent_types else self._passes.backward(types)
 
         n = len(self._residuals)
-        late = set(pullback.invars[n:])
-        pairs = list(zip(pullback.invars[:n], self._residuals, strict=True))
-        residuals = {var: source for var, source in pairs if not is_literal(source)}
+        late, residuals = set(pullback.invars[n:]), self._sources(pullback)
+        literals = zip(pullback.invars[:n], self._residuals, strict=True)
         env = dict(zip(pullback.constvars, pullback.consts, strict=True))
-        env |= {var: source.val for var, source in pairs if is_literal(source)}
+        env |= {var: source.val for var, source in literals if is_literal(source)}
         env |= dict(zip(pullback.invars[n:], cotangents, strict=True))
 
         encoded, keep = self.keep.encoded, self.keep
@@ -173,7 +163,7 @@ class Derivative:
 
         index = {var: i for i, var in enumerate(encoded)}
         reading = readers(pullback, late, {var: index[origin] for var, origin in origins.items()})
-        collector = codecs.collector(self._encoded_arrays(reading.values()), [cotangents, codes])
+        collector = codecs.collector(self._weighed(reading.values()), [cotangents, codes])
         if collector is None:
             return run(), None
         decoded = lambda var: restored.value(var, NO_WAIT)
@@ -186,18 +176,18 @@ class Derivative:
 
         outs = run(see)
         for i, var in enumerate(encoded):
-            if restored.has(var):
+            if var in restored.values:
                 collector.decoded(i, decoded(var))
         return outs, collector.statistics()
 
-    def _needed(self, kept_inputs: Sequence[Any]) -> dict[Any, Need]:
+    def _sources(self, pullback: Program) -> dict[Any, Any]:
+        """For each input of a pullback that is a residual, and no literal, the variable of the forward pass."""
+        pairs = zip(pullback.invars[: len(self._residuals)], self._residuals, strict=True)
+        return {var: source for var, source in pairs if not is_literal(source)}
+
+    def _needs(self) -> dict[Any, Need]:
         """How exactly the backward pass needs each variable of the forward pass that it wants."""
-        n, there = len(self._residuals), set(kept_inputs)
-        sources = {
-            var: source
-            for var, source in zip(self._pullback.invars[:n], self._residuals, strict=True)
-            if not is_literal(source)
-        }
+        n, there, sources = len(self._residuals), set(self._kept_inputs), self._sources(self._pullback)
         found = needs(self._pullback, [var for var, s in sources.items() if s not in there], self._pullback.invars[n:])
         needed = dict.fromkeys(sources.values(), Need.COARSE)
         for var, need in found.items():
@@ -214,7 +204,7 @@ class Derivative:
         self, said: Said, whole: Arrays, codes: Arrays, bits: Arrays, codecs: ArrayCodecs
     ) -> tuple[Arrays, Arrays, Arrays]:
         """What is kept, with names that say why; and say what is not kept."""
-        keep, needed = self.keep, self._needed(self._kept_inputs)
+        keep, needed = self.keep, self._needed
         there = {*self._kept_inputs, *self._program.invars, *self._program.constvars}
         said.dropped += not_kept(variables(self._residuals), keep, there, self._producer)
         if not self.encodes:
@@ -235,18 +225,13 @@ class Derivative:
         where = scope(self._producer[var]) if var in self._producer else "an input"
         return f"{where or self._producer[var].primitive.name} {var.aval.str_short()}"
 
-    def _encoded_arrays(self, reading: Iterable[Reader]) -> list[EncodedArray]:
+    def _weighed(self, reading: Iterable[Reader]) -> list[Weighed]:
         weights: list[tuple[str, ...]] = [()] * len(self.keep.encoded)
         for reader in reading:
             weights[reader.layer] += (self._names[reader.weight],)
-        pairs = enumerate(zip(self.keep.encoded, weights, strict=True))
-        return [EncodedArray(names[0] if names else f"array {i}", names, var.aval) for i, (var, names) in pairs]
+        return [(names, var.aval) for names, var in zip(weights, self.keep.encoded, strict=True)]
 
 
 def _not_weak(aval: Any) -> Any:
     """The same type; weak types of Python numbers become ordinary ones."""
     return aval.update(weak_type=False)
-
-
-def _instantiate(ct: Any) -> Any:
-    return zeros(ct.aval) if isinstance(ct, jax.custom_derivatives.SymbolicZero) else ct

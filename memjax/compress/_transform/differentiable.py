@@ -10,20 +10,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from memjax._core import check
 from memjax._core.arguments import is_array
+from memjax._core.arrays import is_float
 from memjax._core.backward.derivatives import forward_mode_errors, forward_mode_message, perturbed, reverse_only
 from memjax._core.clear_errors import call_errors
-from memjax._core.compat import eval_jaxpr
+from memjax._core.compat import eval_jaxpr, scan_counts, scope
 from memjax._core.lists import Arrays, drop, merge, pick
-from memjax._core.program.dataflow import is_literal
-from memjax._core.program.jaxpr import axis_sizes, calls_in_place, nbytes
+from memjax._core.program.dataflow import is_literal, variables
+from memjax._core.program.jaxpr import Program, as_closed, axis_sizes, calls_in_place, nbytes
 from memjax.compress._transform.array_codecs import ArrayCodecs
 from memjax.compress._transform.derivative import Derivative
-from memjax.compress._transform.keep.parameters import inputs_of
-from memjax.compress._transform.keep.which import Which
-from memjax.compress._transform.loops import Loops, Setting
+from memjax.compress._transform.keep.costs import Setting, Which
+from memjax.compress._transform.keep.origins import Inputs, Origins, Parameters, inputs_of
 
 
 class Differentiable:
@@ -54,7 +55,7 @@ class Differentiable:
         key = tuple(types), tuple(wanted)
         if key not in self._derivatives:  # JAX may trace the body of a loop several times
             program = calls_in_place(self._closed, differentiable=True).with_inputs(len(self._closed.consts))
-            loops = Loops(program, wanted, self._setting, Differentiable)
+            loops = Loops(program, wanted, self._setting)
             self._derivatives[key] = Derivative(program, self._made, types, wanted, self._setting, loops)
         return self._derivatives[key]
 
@@ -90,10 +91,8 @@ class Differentiable:
         """Say what is wrong with `where`, and warn if nothing is encoded."""
         which = self._setting.which
         if which.where is not None and which.needed and not derivative.matched:
-            wanted, fix = (
-                "a match for something that the backward pass reads",
-                f"the named scopes of the function are {derivative.scopes}",
-            )
+            wanted = "a match for something that the backward pass reads"
+            fix = f"the named scopes of the function are {derivative.scopes}"
             raise check.fail(ValueError, "where", wanted, which.where, fix)
         if derivative.keep.refused and not derivative.encodes:
             largest = max((var.aval for var in derivative.keep.refused), key=nbytes)
@@ -103,6 +102,93 @@ class Differentiable:
                 f"{self._codecs.name} fewer bits per value, or leave the codec out for the default.",
                 stacklevel=4,
             )
+
+
+# Loops: what an iteration keeps is encoded in it.
+#
+# Encoded after the loop, the arrays of all iterations would be there at once, stacked, and be decoded at once before the backward
+# loop. So the body of a scan is compressed by itself, as if the user had done so, and what it keeps is stacked. Of what it reads,
+#
+#     slices of what lasts until the backward pass, as the layers' weights    are kept anyway, and never encoded
+#     other slices, and what is carried                                      may be encoded in each iteration
+#     what is the same in all iterations                                     is left to the program around: one code is enough
+#
+# A loop in whose iterations nothing is encoded, because arrays are small, is left as it is: its stacks may be large.
+
+
+class Loops:
+    """The loops of a program that encode in each iteration.
+
+    Args:
+      wanted: inputs of the program that are differentiated.
+    """
+
+    def __init__(self, program: Program, wanted: Sequence[bool], setting: Setting):
+        self._bodies: dict[int, Any] = {}  # by equation
+        self.derivatives: list[Any] = []
+        scans = [eqn for eqn in program.eqns if eqn.primitive.name == "scan"]
+        if not scans or not setting.codecs.in_iterations:
+            return
+        of_program = _OfProgram(program, setting.inputs, wanted)
+        for eqn in scans:
+            of_body, of_derivative = of_program.operands(eqn)
+            if any(of_derivative):
+                closed, which = as_closed(eqn.params["jaxpr"]), setting.which.within(scope(eqn))
+                names = [""] * len(of_derivative)
+                body = Differentiable(closed, Setting(of_body, setting.codecs, which, names, axis_sizes(closed), True))
+                derivative = body.derivative([var.aval for var in closed.jaxpr.invars], of_derivative)
+                if derivative.encodes:
+                    self._bodies[id(eqn)] = body
+                    self.derivatives.append(derivative)
+
+    def __bool__(self) -> bool:
+        return bool(self._bodies)
+
+    def __contains__(self, eqn: Any) -> bool:
+        return id(eqn) in self._bodies
+
+    def run(self, eqn: Any, values: Arrays, settings: Arrays) -> Arrays:
+        """The outputs of a loop that is one of these, the codecs having these settings."""
+        body = self._bodies[id(eqn)].with_settings(settings)
+        consts, carried = scan_counts(eqn)
+
+        def iteration(carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
+            outs = body([*values[:consts], *carry, *xs])
+            return outs[:carried], outs[carried:]
+
+        options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+        carry, ys = lax.scan(iteration, values[consts : consts + carried], values[consts + carried :], **options)
+        return [*carry, *ys]
+
+
+class _OfProgram:
+    """What is known of the operands of a program's loops."""
+
+    def __init__(self, program: Program, inputs: Inputs, wanted: Sequence[bool]):
+        self._origins = Origins(program)
+        kept, parameters = pick(program.invars, inputs.lasting), pick(program.invars, inputs.parameters)
+        self._parameters = Parameters(program, self._origins, {*kept, *program.constvars}, set(parameters))
+        self._of_derivative = set(pick(program.invars, wanted))
+        for eqn in program.eqns:
+            if not self._of_derivative.isdisjoint(variables(eqn.invars)):
+                self._of_derivative.update(eqn.outvars)
+
+    def operands(self, eqn: Any) -> tuple[Inputs, list[bool]]:
+        """The inputs of a loop's body, and those of them that are differentiated."""
+        consts, carried = scan_counts(eqn)
+        places = range(len(eqn.invars))
+        is_carried = [consts <= i < consts + carried for i in places]
+        parameters, constants = self._parameters, self._origins.constants
+        lasts = lambda atom: is_literal(atom) or atom in constants or parameters.sources(atom) is not None
+        is_parameter = lambda atom: not is_literal(atom) and parameters.is_parameter(atom)
+        inputs = Inputs(
+            [i < consts or (not is_carried[i] and lasts(eqn.invars[i])) for i in places],
+            [not is_carried[i] and is_parameter(eqn.invars[i]) for i in places],
+        )
+        is_wanted = lambda i: is_carried[i] or (not is_literal(eqn.invars[i]) and eqn.invars[i] in self._of_derivative)
+        of_derivative = not self._of_derivative.isdisjoint(variables(eqn.invars))
+        wanted = [of_derivative and is_float(eqn.invars[i].aval) and is_wanted(i) for i in places]
+        return inputs, wanted
 
 
 _FORWARD_MODE = forward_mode_message("memjax.compressed", "the function itself, of which forward mode saves nothing")
@@ -118,8 +204,6 @@ def call_compressed(
       lasting: what lives until the backward pass anyway, and is never encoded; the same holds for what `f` closes over.
       passing: what may be encoded.
       user: what the user calls, for errors.
-      codecs: the codecs of encoded arrays.
-      which: which saved arrays to encode.
     """
     leaves, tree = jax.tree.flatten((lasting, passing))
     dynamic = [_is_dynamic(leaf) for leaf in leaves]
@@ -141,11 +225,13 @@ def call_compressed(
     inputs = [*closed.consts, *arrays]
     lasts = [True] * (len(closed.consts) + sum(dynamic[: len(jax.tree.leaves(lasting))]))
     lasts += [False] * (len(inputs) - len(lasts))
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path((lasting, passing))]
-    names = [""] * len(closed.consts) + [_name(path) for path in pick(paths, dynamic)]
+    paths = [path[1:] for path, _ in jax.tree_util.tree_leaves_with_path((lasting, passing))]  # of what they are in
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path in pick(paths, dynamic)]
 
     given_inputs = inputs_of(lasts, [jax.typeof(value) for value in inputs])
-    run = Differentiable(closed, Setting(given_inputs, codecs, which, names, axis_sizes(closed)))
+    run = Differentiable(
+        closed, Setting(given_inputs, codecs, which, [""] * len(closed.consts) + names, axis_sizes(closed))
+    )
     guarded = [reverse_only(value, _FORWARD_MODE) for value in inputs]
     with forward_mode_errors(_FORWARD_MODE):
         every = run(guarded)
@@ -155,26 +241,3 @@ def call_compressed(
 def _is_dynamic(leaf: Any) -> bool:
     """Whether a leaf is traced; numbers are not."""
     return isinstance(leaf, jax.Array | np.ndarray) and is_array(leaf)
-
-
-def _name(path: Any) -> str:
-    """The path of a leaf of (lasting, passing) as text, without the position in that pair."""
-    return jax.tree_util.keystr(path[1:], simple=True, separator="/")
-
-
-# Which methods of a module are compressed: its call, and what else may be called from outside.
-
-
-def methods_of(cls: type, base: type) -> list[str]:
-    """The names of `__call__` and of the public methods that `cls` has beside those of `base`."""
-    members: dict[str, object] = {}
-    for parent in reversed(cls.__mro__):
-        if parent not in base.__mro__:
-            members.update(vars(parent))
-    return [name for name, member in members.items() if name == "__call__" or _is_public_method(name, member)]
-
-
-def _is_public_method(name: str, member: object) -> bool:
-    if name.startswith("_") or isinstance(member, type | staticmethod):
-        return False
-    return callable(member) and hasattr(member, "__get__")

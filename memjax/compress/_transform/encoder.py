@@ -37,20 +37,14 @@ FIRST_ORDER = (
 class Encoder:
     """Encodes the arrays of one forward pass. In its methods `env` has the values of the variables computed so far.
 
-    Args:
-      program: the forward pass.
-      keep: what to encode.
-      codecs: the codecs of `keep.encoded`.
-      packed: variables that are computed in a pass that packs bits: see `variables_of_packing`.
-
-    Attributes:
-      codes: the code of each variable encoded so far.
+    `codes` has the code of each variable encoded so far.
     """
 
-    def __init__(self, program: Program, keep: Keep, codecs: ArrayCodecs, packed: set[Any]):
+    def __init__(self, program: Program, keep: Keep, codecs: ArrayCodecs):
         self.codes: dict[Any, Any] = {}
         self._program, self._keep = program, keep
         self._codecs = dict(zip(keep.encoded, codecs.each(keep.roles), strict=True))
+        packed = _variables_of_packing(program, [var for var in keep.masks if var not in keep.outputs])
         self._fused = {
             var
             for var, codec in self._codecs.items()
@@ -136,7 +130,7 @@ class Encoder:
                 del self._unread[array]
 
 
-def variables_of_packing(program: Program, masks: Iterable[Any]) -> set[Any]:
+def _variables_of_packing(program: Program, masks: Iterable[Any]) -> set[Any]:
     """Variables that are computed in a pass that packs bits: `masks`, sums of integers, and what these are computed from.
 
     Codes are not fused into such a pass: on GPUs XLA makes one slow kernel of both.
@@ -168,12 +162,7 @@ def _computed_of(var: Any, program: Program) -> set[Any]:
 
 
 def _channel_sums(root: Any, consumers: dict[Any, list[Any]]) -> dict[Any, int]:
-    """The variables that are sums of `root` over all axes but the last: 0 for sums of its values, 1 for those of squares.
-
-    Args:
-      root: a variable.
-      consumers: the equations that read each variable.
-    """
+    """The variables that are sums of `root` over all axes but the last: 0 for sums of its values, 1 for those of squares."""
     wide = [root] if root.aval.dtype == jnp.float32 else []
     for eqn in consumers.get(root, []):
         if eqn.primitive.name == "convert_element_type" and eqn.outvars[0].aval.dtype == jnp.float32:

@@ -1,28 +1,30 @@
 """Max-pooling that keeps the index of each maximum in its window, a byte per output, instead of its input."""
 
+from __future__ import annotations
+
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, UInt8
 
 from memjax._core.arrays import accumulator, is_float
 from memjax._core.program.dataflow import is_literal
 from memjax._core.program.jaxpr import Program, bind, calls_in_place, consumers, inside, read, same_program
-from memjax.compress._codecs.kernels import is_of_one_device
+from memjax.compress._codecs.kernels import call_on_whole_arrays, is_of_one_device
 from memjax.compress._error_bounded.launch import why_not
-from memjax.compress._transform.max_pool_kernel import Axis, Plan, max_pool_gradient, windows_of
 
 _FEW = 64  # the kernel is compiled for windows of at most so many values, because it is unrolled over them
 
 
-def max_pool(x: Float[Array, "..."], *, window_dimensions, window_strides, padding, base_dilation, window_dilation):
+def max_pool(x: Float[Array, ...], *, window_dimensions, window_strides, padding, base_dilation, window_dilation):
     """What the primitive `reduce_window_max` computes, with the same gradient, which goes to the first of equal values.
 
     It keeps an exact index into the window, uint8, for every output. Windows of more than 256 values, dilated windows and
@@ -157,12 +159,10 @@ def evaluate_pools_first(
     """The outputs of a program whose only calls are those with a derivative of their own.
 
     Args:
-      program: see `calls_in_place`.
-      inputs: values.
       replace: by the name of a primitive, a function of an equation and its inputs that does the same.
     """
     relus = _relus_before_pooling(program)
-    env = dict(zip([*program.constvars, *program.invars], [*program.consts, *inputs], strict=True))
+    env = program.given(inputs)
     for eqn in program.eqns:
         values = read(env, eqn.invars)
         name, first = eqn.primitive.name, eqn.invars[0] if eqn.invars else None
@@ -221,3 +221,139 @@ def _is_relu(eqn: Any) -> bool:
         return calls_in_place(traced, differentiable=False)
 
     return same_program(derivative(lambda x: bind(eqn, [x])[0]), derivative(jax.nn.relu))
+
+
+# The gradient for overlapping windows, as a Pallas kernel that writes every element once. XLA's version of the same sums
+# writes an array for each place (`_woven`) and reads all of them again.
+
+_BLOCK, _WARPS = 1024, 4
+
+
+class Axis(NamedTuple):
+    """An axis of the arrays of a max-pooling.
+
+    Attributes:
+      inputs, outputs: number of elements of the input and of the output.
+      begun: number of windows that begin before the input's end, with an output or without.
+      size, stride: those of the windows.
+      low: padding before the input.
+    """
+
+    inputs: int
+    outputs: int
+    begun: int
+    size: int
+    stride: int
+    low: int
+
+
+class Plan(NamedTuple):
+    """Arrays as (outer, *axes, inner)."""
+
+    outer: int
+    axes: tuple[Axis, ...]
+    inner: int
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of windows. A row has those that differ in the last axis and in `inner` alone."""
+        return self.outer * math.prod(axis.begun for axis in self.axes[:-1])
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks in a row."""
+        return -(-self.axes[-1].begun * self.inner // _BLOCK)
+
+    @property
+    def share_of_lanes(self) -> float:
+        """Share of the lanes of all blocks that have a window."""
+        return self.axes[-1].begun * self.inner / (self.blocks * _BLOCK)
+
+    @property
+    def inputs(self) -> int:
+        return self.outer * math.prod(axis.inputs for axis in self.axes) * self.inner
+
+
+def max_pool_gradient(
+    plan: Plan, index: UInt8[Array, ...], ct: Float[Array, ...], *, interpret: bool = False
+) -> Float[Array, n]:
+    """The gradient of the input, flat, from the index of each maximum in its window. `plan.inputs` must be below 2^31."""
+    [gradient] = call_on_whole_arrays(
+        _kernel(plan),
+        (index.reshape(-1), ct.reshape(-1)),
+        [((plan.inputs,), ct.dtype)],
+        programs=plan.rows * plan.blocks,
+        warps=_WARPS,
+        interpret=interpret,
+    )
+    return gradient
+
+
+@functools.cache
+def _kernel(plan: Plan):
+    """Each program adds up `_BLOCK` windows' neighbours for all places: see `_woven`."""
+
+    def kernel(index_ref, ct_ref, out_ref):
+        from jax.experimental.pallas import triton
+
+        row, block = lax.div(pl.program_id(0), plan.blocks), lax.rem(pl.program_id(0), plan.blocks)
+        starts = _split(row, [axis.begun for axis in plan.axes[:-1]])
+        outer, starts = starts[0], starts[1:]
+        element = block * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)
+        # Of the last axis, by element; of the others, one for all.
+        starts = [*starts, lax.div(element, jnp.int32(plan.inner))]
+        channel = lax.rem(element, jnp.int32(plan.inner))
+
+        loaded = {}
+        for back in itertools.product(*(range(-(-axis.size // axis.stride)) for axis in plan.axes)):
+            at = [start - b for start, b in zip(starts, back, strict=True)]
+            inside = _all((i >= 0) & (i < axis.outputs) for i, axis in zip(at, plan.axes, strict=True))
+            before = _join(outer, at[:-1], [axis.outputs for axis in plan.axes[:-1]])
+            place = before * (plan.axes[-1].outputs * plan.inner) + (element - back[-1] * plan.inner)
+            loaded[back] = (
+                triton.load(index_ref.at[place], mask=inside, other=0).astype(jnp.int32),
+                triton.load(ct_ref.at[place], mask=inside, other=0).astype(accumulator(ct_ref.dtype)),
+            )
+        for place in itertools.product(*(range(axis.stride) for axis in plan.axes)):
+            total = jnp.zeros((_BLOCK,), accumulator(ct_ref.dtype))
+            for back, i in windows_of(place, plan.axes):
+                index, ct = loaded[back]
+                total = total + jnp.where(index == i, ct, jnp.zeros_like(ct))
+            at = [start * axis.stride + (p - axis.low) for start, p, axis in zip(starts, place, plan.axes, strict=True)]
+            inside = _all((i >= 0) & (i < axis.inputs) for i, axis in zip(at, plan.axes, strict=True))
+            before = _join(outer, at[:-1], [axis.inputs for axis in plan.axes[:-1]])
+            to = (before * plan.axes[-1].inputs + at[-1]) * plan.inner + channel
+            triton.store(out_ref.at[to], total.astype(ct_ref.dtype), mask=inside)
+
+    return kernel
+
+
+def windows_of(place: tuple[int, ...], axes: Any) -> Iterator[tuple[tuple[int, ...], int]]:
+    """The windows that have an input which lies `place` after the beginning of a window: by how many windows earlier each
+    begins, and the input's index in it.
+    """
+    earlier = (range(-(-(axis.size - at) // axis.stride)) for at, axis in zip(place, axes, strict=True))
+    for back in itertools.product(*earlier):
+        offset = [at + axis.stride * b for at, axis, b in zip(place, axes, back, strict=True)]
+        yield back, int(np.ravel_multi_index(offset, [axis.size for axis in axes]))
+
+
+def _split(number, sizes) -> list[Any]:
+    """The digits of a number in a mixed base: each is below its size, and the first digit has no limit."""
+    parts = []
+    for size in reversed(sizes):
+        parts.append(lax.rem(number, jnp.int32(size)))
+        number = lax.div(number, jnp.int32(size))
+    return [number, *reversed(parts)]
+
+
+def _join(number, parts, sizes):
+    """The inverse of `_split`."""
+    for part, size in zip(parts, sizes, strict=True):
+        number = number * size + part
+    return number
+
+
+def _all(conditions):
+    """Whether all conditions hold, for each element of a block."""
+    return functools.reduce(jnp.logical_and, conditions, jnp.ones((_BLOCK,), bool))

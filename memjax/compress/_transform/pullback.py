@@ -35,11 +35,9 @@ def run_late(
     """The outputs of a pullback.
 
     Args:
-      program: the pullback.
       env: the values of its constants and cotangents, by variable.
       cotangents: its inputs that are cotangents.
       residuals: for each input that is a residual, the variable of the forward pass.
-      restored: the values of these variables.
       see: called with each equation that runs and the values known then, which include those of its operands.
     """
     producer = producers(program)
@@ -66,7 +64,7 @@ def run_late(
         if eqn.primitive is lax.optimization_barrier_p and late.isdisjoint(variables(eqn.invars)):
             # This barrier is there so that something is recomputed. A value that is new is already: let it be fused.
             for atom, out in zip(eqn.invars, eqn.outvars, strict=True):
-                is_new = not is_literal(atom) and atom in residuals and restored.is_new(residuals[atom])
+                is_new = not is_literal(atom) and atom in residuals and residuals[atom] in restored.new
                 env[out] = get(atom, wait) if is_new else lax.optimization_barrier(get(atom, wait))
             return
         see(eqn, env)
@@ -112,8 +110,6 @@ class Stored(NamedTuple):
     """What is kept of a variable.
 
     Attributes:
-      decode: gives its value.
-      code: what that is computed from.
       waits: whether decoding waits for a cotangent.
       to_memory: in place of `decode` where the reader fuses nothing, if it is not the same.
     """
@@ -128,11 +124,12 @@ class Restored:
     """The values of the forward pass's variables, each decoded or recomputed once.
 
     Args:
-      producer: the equation that makes each variable.
       nonzero: for each mask the variable that is zero where the mask is false.
-      kept: the values of variables that are kept as they are.
-      codes: of variables that are kept otherwise.
       normalised: variables that statistics are recomputed from.
+
+    Attributes:
+      values: of those variables that are known by now.
+      new: those of them whose values are not the ones that the forward pass computed.
     """
 
     def __init__(
@@ -143,29 +140,22 @@ class Restored:
         codes: dict[Any, Stored],
         normalised: Set[Any] = frozenset(),
     ):
-        self._producer, self._nonzero, self._values, self._codes = producer, nonzero, kept, codes
+        self._producer, self._nonzero, self.values, self._codes = producer, nonzero, kept, codes
         self._normalised = normalised
-        self._new: set[Any] = set()
+        self.new: set[Any] = set()
         self._in_memory: dict[Any, Any] = {}
-
-    def has(self, var: Any) -> bool:
-        return var in self._values
-
-    def is_new(self, var: Any) -> bool:
-        """Whether its value is not the one that the forward pass computed."""
-        return var in self._new
 
     def value(self, atom: Any, wait: _Wait) -> Any:
         """The value of a variable. Codes that wait do so as `wait` says."""
         if is_literal(atom):
             return atom.val
-        if atom not in self._values:
+        if atom not in self.values:
             if atom in self._codes:
-                self._values[atom] = self._decoded(atom, self._codes[atom].decode, wait)
+                self.values[atom] = self._decoded(atom, self._codes[atom].decode, wait)
             elif atom in self._nonzero:
                 # The output of a ReLU may have been decoded without signs, but not to zero. The mask of a NaN is false.
                 source = self.value(self._nonzero[atom], wait)
-                self._values[atom] = jnp.abs(source) > jnp.zeros((), source.dtype)
+                self.values[atom] = jnp.abs(source) > jnp.zeros((), source.dtype)
             else:
                 eqn = self._producer[atom]
                 is_expensive = expensive(eqn)
@@ -174,11 +164,11 @@ class Restored:
                 if is_expensive:
                     operands = wait.barrier(operands)
                 outs = bind(eqn, operands)
-                self._new.update(eqn.outvars)
+                self.new.update(eqn.outvars)
                 for var, out in zip(eqn.outvars, outs, strict=True):
-                    self._values.setdefault(var, out)
-            self._new.add(atom)
-        return self._values[atom]
+                    self.values.setdefault(var, out)
+            self.new.add(atom)
+        return self.values[atom]
 
     def in_memory(self, atom: Any, wait: _Wait) -> Any:
         """The value of a variable for a reader that fuses nothing; None where that is decoded as for others."""
@@ -204,8 +194,8 @@ class Restored:
         waits for them: otherwise a compiler normalises all such arrays before the backward pass begins.
         """
         value = self.value(atom, wait)
-        if not is_literal(atom) and atom not in self._new:
+        if not is_literal(atom) and atom not in self.new:
             barrier = wait.barrier if atom in self._normalised else lax.optimization_barrier
-            value = self._values[atom] = barrier(value)
-            self._new.add(atom)
+            value = self.values[atom] = barrier(value)
+            self.new.add(atom)
         return value

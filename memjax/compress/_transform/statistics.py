@@ -123,8 +123,6 @@ class _Sums(NamedTuple):
 
     Attributes:
       nonzero: share of the samples that is not zero.
-      magnitude: mean magnitude.
-      power: sum of squares.
       share: number of samples over the number of all values.
     """
 
@@ -197,12 +195,8 @@ class Reader:
 
 
 def readers(pullback: Program, cotangents: set[Any], origins: dict[Any, int]) -> dict[int, Reader]:
-    """The readers among the equations of a pullback, by the `id` of the equation.
-
-    Args:
-      pullback: a program with calls in place.
-      cotangents: its inputs that are cotangents.
-      origins: the index of the encoded array that an input comes from.
+    """The readers among the equations of a pullback, by the `id` of the equation. `origins` has the index of the encoded array
+    that an input comes from.
     """
     late, origins = set(cotangents), dict(origins)
     consumer = consumers(pullback)
@@ -225,11 +219,7 @@ def readers(pullback: Program, cotangents: set[Any], origins: dict[Any, int]) ->
 
 def only_in_gradients(pullback: Program, cotangents: set[Any], origins: dict[Any, Any]) -> set[Any]:
     """The encoded arrays that a pullback reads in convolutions and matrix products with cotangents alone, whose results are added
-    to outputs. Outputs are linear in them.
-
-    Args:
-      pullback, cotangents: see `readers`.
-      origins: the encoded array that an input comes from.
+    to outputs. Outputs are linear in them. `origins` has the encoded array that an input comes from.
     """
     late, stored, read_otherwise = set(cotangents), dict(origins), set()
     consumer = consumers(pullback)

@@ -9,7 +9,7 @@ import pytest
 
 from memjax.compress import BlockQuantized
 from memjax.compress._codecs import block_kernel
-from memjax.compress._codecs.rectified_blocks import RectifiedBlocks
+from memjax.compress._codecs.block_quantized import RectifiedBlocks
 from tests.compress.codecs.round_trip import normal, uniform
 
 CODECS = [BlockQuantized(8), BlockQuantized(4), RectifiedBlocks(8), RectifiedBlocks(4)]

@@ -19,9 +19,9 @@ from memjax.compress import (
     Mask,
     PositionQuantized,
 )
+from memjax.compress._codecs.block_quantized import RectifiedBlocks
 from memjax.compress._codecs.channel_quantized import evenly_spaced
 from memjax.compress._codecs.codec import StepErrors
-from memjax.compress._codecs.rectified_blocks import RectifiedBlocks
 from tests.compress.codecs.round_trip import normal, round_trip, uniform
 
 CODECS = [

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from memjax.compress import Codec
+from memjax.compress._codecs.block_quantized import RectifiedBlocks
 from memjax.compress._codecs.codec import StepErrors
-from memjax.compress._codecs.rectified_blocks import RectifiedBlocks
 from tests.compress.codecs.round_trip import normal, round_trip
 
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]

@@ -11,8 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from memjax import compressed
-from memjax.compress._transform.max_pool import _forward, _Window, _woven, axes_of, max_pool, plan_of
-from memjax.compress._transform.max_pool_kernel import max_pool_gradient
+from memjax.compress._transform.max_pool import _forward, _Window, _woven, axes_of, max_pool, max_pool_gradient, plan_of
 from tests.compress.codecs.round_trip import normal
 from tests.compress.kept import kept_of_sum
 from tests.compress.networks import EXACT

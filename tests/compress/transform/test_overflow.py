@@ -9,7 +9,7 @@ import pytest
 
 from memjax import compress, compressed
 from memjax.compress import ErrorBounded
-from memjax.compress._transform import overflow
+from memjax.compress._error_bounded import error_bounded
 from tests.compress.networks import conv, images, parameters
 
 
@@ -17,7 +17,7 @@ from tests.compress.networks import conv, images, parameters
     "around", [lambda f: f, jax.checkpoint, lambda f: lambda w, x: jax.vmap(f, (None, 0))(w, x[:, None])]
 )
 def test_an_overflow_is_said_once_with_the_bits_needed(around, monkeypatch):
-    monkeypatch.setattr(overflow, "_warned", set())
+    monkeypatch.setattr(error_bounded, "_warned", set())
     f = around(compressed(lambda w, x: jnp.tanh(conv(jnp.tanh(x), w)), ErrorBounded(2**-8, bits_per_value=2)))
     args = parameters(1)[0]["w"], images()
     gradient = jax.jit(jax.grad(lambda w, x: jnp.sum(jnp.sin(f(w, x)))))

@@ -5,20 +5,20 @@ arrays that follow from two; a ReLU a mask besides its output, and zeros; a matr
 So large residuals are traced back to where they come from:
 
     an input that is kept       recomputed from it                                              origins.py
-    parameters                  recomputed, if only moved or cast; otherwise kept               parameters.py
+    parameters                  recomputed, if only moved or cast; otherwise kept               origins.py
     smaller integers            recomputed, if that is cheap: images, which are data anyway     origins.py
     other images                kept, if the codecs are chosen by `bits`                        costs.py
     constants                   recomputed
     a mask x > 0                from the code of max(x, 0) if that keeps zeros, as the default  origins.py
                                 codec of what convolutions read does; or else kept bit by bit
-    a ReLU of a norm            recomputed from what the norm reads, decoded, its mask          smooth.py
+    a ReLU of a norm            recomputed from what the norm reads, decoded, its mask          needs.py
                                 kept; but encoded if codecs keep the zeros of all arrays
     floats that must be exact   kept, or recomputed from what is exact: the fewest bytes        needs.py, costs.py
     other floats                recomputed from decoded arrays, those that take the fewest      costs.py
                                 bytes, each decoded once
-    statistics                  kept: sums of a softmax, deviations of a norm; but recomputed   smooth.py
+    statistics                  kept: sums of a softmax, deviations of a norm; but recomputed   needs.py
                                 if they are of features, and the norm's input is available
-    what a loop keeps           kept: in each iteration it has been decided, and encoded        ../loops.py
+    what a loop keeps           kept: in each iteration it has been decided, and encoded        ../differentiable.py
     other dtypes, small arrays  kept
 """
 
@@ -38,26 +38,26 @@ from memjax._core.program.jaxpr import Program, nbytes
 from memjax.compress._codecs.codec import DTYPES, Exact
 from memjax.compress._transform.array_codecs import ArrayCodecs, Role
 from memjax.compress._transform.keep.costs import (
+    SMALL,
     Candidates,
+    Which,
     flops_per_byte,
     recompute_exactly,
     recompute_linear,
     recompute_rounded,
 )
-from memjax.compress._transform.keep.needs import Need
+from memjax.compress._transform.keep.needs import Need, follows_from_rows, is_rectifier, is_statistic
 from memjax.compress._transform.keep.origins import (
     Origins,
+    Parameters,
     Scale,
     back_from,
     integer_sources,
+    is_kept_by_loop,
     masks_of_nonzero,
     outputs_in_memory,
     scale_of_norm,
 )
-from memjax.compress._transform.keep.parameters import Parameters
-from memjax.compress._transform.keep.smooth import follows_from_rows, is_rectifier, is_statistic
-from memjax.compress._transform.keep.which import SMALL, Which
-from memjax.compress._transform.loops import is_kept_by_loop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,15 +103,12 @@ def choose(
     which: Which,
     codecs: ArrayCodecs,
 ) -> Keep:
-    """What to keep, so that all residuals follow from it.
+    """What to keep of the forward pass, a program with calls in place, so that all residuals follow from it.
 
     Args:
-      program: the forward pass, with calls in place.
       needed: those of its variables that the backward pass wants, and how exactly.
       lasting: its inputs that live until the backward pass anyway.
       known_parameters: those of them that are parameters.
-      which: which arrays to encode.
-      codecs: what they are encoded with.
     """
     origins = Origins(program)
     kept_inputs = {*lasting, *program.constvars}
@@ -191,7 +188,7 @@ def _cut(
             encoded[source] = None
         else:
             kept.append(var)
-    return sorted(encoded, key=origins.place), kept
+    return sorted(encoded, key=lambda var: program.flow.place.get(var, -1)), kept
 
 
 def _sorted(
@@ -285,14 +282,7 @@ def why_encoded(codec: Any, *, is_source: bool) -> str:
 
 
 def not_kept(residuals: list[Any], keep: Keep, inputs: set[Any], producer: dict[Any, Any]) -> Iterator[str]:
-    """What `jax.vjp` would keep and this does not, and from what it is recomputed.
-
-    Args:
-      residuals: what `jax.vjp` would keep.
-      keep: what is kept.
-      inputs: which are in memory anyway.
-      producer: the equation that makes each variable.
-    """
+    """What of `residuals` `jax.vjp` would keep and this does not, and from what it is recomputed. `inputs` are there anyway."""
     given = {*keep.whole, *keep.encoded, *keep.masks, *keep.nonzero, *inputs}
     found: Counter[str] = Counter()
     for var in dict.fromkeys(residuals):

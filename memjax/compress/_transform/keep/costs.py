@@ -1,22 +1,104 @@
-"""What each value costs: bytes to keep it, its own or those of its code where it may be encoded, or to recompute it."""
+"""Which values may be encoded, and what each costs: bytes to keep it, its own or those of its code, or to recompute it.
+
+The user chooses some by `where` and `smallest` of `memjax.compressed`; the rest is told from the programs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import dataclasses
+import fnmatch
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
+from memjax._core.arrays import is_float
+from memjax._core.compat import scope
+from memjax._core.lists import pick
 from memjax._core.program.dataflow import is_literal, variables
 from memjax._core.program.jaxpr import Program, nbytes
 from memjax._core.program.primitives import EXPONENTIALS, VIEWS, expensive, flops_of_product
 from memjax.compress._codecs.codec import DTYPES
-from memjax.compress._transform.array_codecs import ArrayCodecs, Role
-from memjax.compress._transform.keep.needs import Need
-from memjax.compress._transform.keep.origins import Origins, back_from, rectified_by, scale_of_norm
-from memjax.compress._transform.keep.parameters import Parameters
-from memjax.compress._transform.keep.smooth import is_smooth, is_statistic
-from memjax.compress._transform.keep.which import Which
+from memjax.compress._transform.array_codecs import ArrayCodecs, Role, array_codecs
+from memjax.compress._transform.keep.needs import Need, is_smooth, is_statistic, needs
+from memjax.compress._transform.keep.origins import (
+    Inputs,
+    Origins,
+    Parameters,
+    back_from,
+    inputs_of,
+    rectified_by,
+    scale_of_norm,
+)
+
+SMALL = 4096
+"""Arrays of fewer values are kept as they are, masks too: less than one tile of a code."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Which:
+    """What to encode.
+
+    Attributes:
+      where: see `compressed`.
+      smallest: number of values of an array below which it is left alone.
+      outer: the scope of the loop around the program, "" if there is none.
+      needed: whether a `where` that matches nothing is a mistake: not in the parts of a module.
+    """
+
+    where: Any = None
+    smallest: int = SMALL
+    outer: str = ""
+    needed: bool = True
+
+    def within(self, scope: str) -> Which:
+        """The same for the body of a loop in this scope."""
+        return dataclasses.replace(self, outer=_joined(self.outer, scope))
+
+    def scope(self, eqn: Any) -> str:
+        """The scope of an equation, that of the loop around it included."""
+        return _joined(self.outer, scope(eqn))
+
+    def matches(self, uses: Sequence[tuple[Any, Any]], aval: Any) -> bool:
+        """Whether `where` selects an array of type `aval`, given pairs of an equation and the variable that it reads."""
+        if self.where is None:
+            return True
+        if self.where == "conv":
+            return any(eqn.primitive.name == "conv_general_dilated" and eqn.invars[0] is var for eqn, var in uses)
+        if callable(self.where):
+            return any(self.where(self.scope(eqn), aval) for eqn, _ in uses)
+        return any(matches(self.scope(eqn), self.where) for eqn, _ in uses)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What is known of a program that is differentiated through codecs, beside the program.
+
+    Attributes:
+      names: of its inputs.
+      axes: sizes of the named axes that its collectives run over.
+      in_loop: whether it is the body of a loop: what it keeps is then marked as decided, for the program around.
+    """
+
+    inputs: Inputs
+    codecs: ArrayCodecs
+    which: Which
+    names: Sequence[str]
+    axes: dict[str, int]
+    in_loop: bool = False
+
+
+def _joined(outer: str, inner: str) -> str:
+    return "/".join(filter(None, (outer, inner)))
+
+
+def matches(path: str, pattern: str) -> bool:
+    """Whether `pattern` matches consecutive names in `path`, "a/b/c", those of a module or of modules that contain it."""
+    parts = path.split("/")
+    runs = ("/".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1))
+    return any(fnmatch.fnmatchcase(run, pattern) for run in runs)
+
 
 _IMAGE = 4  # channels: of an image, at most
 
@@ -24,16 +106,8 @@ _IMAGE = 4  # channels: of an image, at most
 class Candidates:
     """Which values of a program may be encoded, and what they cost.
 
-    Args:
-      origins: where the values come from.
-      parameters: which follow from parameters alone.
-      which: which arrays the user wants encoded.
-      codecs: what they are encoded with.
-      needed: how exactly the backward pass needs its residuals.
-      rounded: those residuals that need not be exact.
-
     Attributes:
-      origins: as given.
+      origins: where the values come from.
       refused: variables that are not encoded because their codes would be larger.
       images: variables that are not encoded because they are images that a convolution reads.
     """
@@ -60,8 +134,7 @@ class Candidates:
         self._sources = _computed_cheaply(operands, origins)
         self.refused: dict[Any, None] = {}
         self.images: dict[Any, None] = {}
-        self._known: dict[Any, bool] = {}
-        self._roles: dict[Any, Role] = {}
+        self.is_encoded, self.role = functools.cache(self._is_encoded), functools.cache(self._role)
 
     def whole_bytes(self, var: Any) -> int:
         """Bytes of the array itself; booleans are packed."""
@@ -73,16 +146,11 @@ class Candidates:
             return self.whole_bytes(var)
         return self._codecs.nbytes(var.aval, self.role(var)) or nbytes(var.aval) // 2
 
-    def is_encoded(self, var: Any) -> bool:
-        """Whether the array is encoded if it is kept."""
-        if var not in self._known:
-            self._known[var] = self._is_encoded(var)
-        return self._known[var]
-
     def _is_encoded(self, var: Any) -> bool:
+        """Whether the array is encoded if it is kept."""
         if var.aval.dtype not in DTYPES or var.aval.size < self._which.smallest:
             return False
-        if self._parameters.is_computed(var) or is_statistic(var, self.origins.producer):
+        if var in self._parameters.computed or is_statistic(var, self.origins.producer):
             return False
         paths = [self.origins.path(var), *(self.origins.path(member) for member in self._uses.get(var, []))]
         if not self._which.matches(self.origins.uses([var for path in paths for var in path]), var.aval):
@@ -108,20 +176,83 @@ class Candidates:
         readers = [eqn for source in self.origins.path(var) for eqn in self.origins.consumers.get(source, [])]
         return any(eqn.primitive.name == "conv_general_dilated" for eqn in readers)
 
-    def role(self, var: Any) -> Role:
+    def _role(self, var: Any) -> Role:
         """What the choice of a codec depends on."""
-        if var not in self._roles:
-            origins = self.origins
-            self._roles[var] = Role(
-                aval=var.aval,
-                is_fine=var in self._fine,
-                is_wide=_is_exponential(var, origins),
-                by_channel=self._feeds_convolution(var) or scale_of_norm(var, origins) is not None,
-                share=min(var.aval.size / self._largest, 1.0),
-                is_source=var in self._sources,
-                is_rectified=rectified_by(var, origins) is not None,
-            )
-        return self._roles[var]
+        origins = self.origins
+        return Role(
+            aval=var.aval,
+            is_fine=var in self._fine,
+            is_wide=_is_exponential(var, origins),
+            by_channel=self._feeds_convolution(var) or scale_of_norm(var, origins) is not None,
+            share=min(var.aval.size / self._largest, 1.0),
+            is_source=var in self._sources,
+            is_rectified=rectified_by(var, origins) is not None,
+        )
+
+
+class Encodable:
+    """What may be encoded of a program's values, and how, for who decides otherwise than `choose` what to keep of it.
+
+    A value that is encoded is rounded, and so is what follows from it. What has to be exact may follow from exact values alone,
+    and from rounded ones only what is off by about as much as they are.
+
+    Args:
+      program: the forward pass, with calls in place.
+      wanted: those of its variables that the backward pass reads and that are not there anyway.
+      pullback: the backward pass, a program that reads `wanted`.
+      cotangents: its other inputs that depend on a cotangent.
+      parameters: inputs of `program` that are parameters.
+
+    Attributes:
+      exact: those in `wanted` that have to be exact.
+      statistics: those of them that are small beside what they are computed from.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        wanted: Iterable[Any],
+        pullback: Any,
+        cotangents: Iterable[Any],
+        parameters: set[Any],
+    ):
+        self._codecs, self._origins = array_codecs(None), Origins(program)
+        self._mine = {*program.invars, *program.flow.place}
+        found = needs(pullback, wanted, cotangents)
+        least = Need.FINE if self._codecs.keeps_fine else Need.EXACT
+        self.statistics = {
+            var
+            for var in found
+            if is_float(var.aval) and (var.aval.size < SMALL or is_statistic(var, self._origins.producer))
+        }
+        rounded = [
+            var
+            for var, need in found.items()
+            if need < least and var.aval.dtype in DTYPES and var not in self.statistics
+        ]
+        self.exact: set[Any] = found.keys() - set(rounded)
+        flags = inputs_of([var in parameters for var in program.invars], [var.aval for var in program.invars])
+        known = set(pick(program.invars, flags.parameters))
+        of_parameters = Parameters(program, self._origins, parameters, known)
+        self._candidates = Candidates(self._origins, of_parameters, Which(None, SMALL), self._codecs, found, rounded)
+        self.codec = functools.cache(self._codec)
+
+    def _codec(self, var: Any) -> Any:
+        """The codec of a variable, with all optional members; None where it may not be encoded, or that saves nothing."""
+        if var not in self._mine or not hasattr(var.aval, "dtype") or var in self.exact:
+            return None
+        if self._candidates.kept_bytes(var) >= self._candidates.whole_bytes(var):
+            return None
+        [codec] = self._codecs.each([self._candidates.role(var)])
+        return codec
+
+    def nbytes(self, var: Any) -> int | None:
+        """Bytes of the code of a variable; None where it is not to be encoded."""
+        return None if self.codec(var) is None else self._candidates.kept_bytes(var)
+
+    def keeps_errors_small(self, eqn: Any) -> bool:
+        """Whether the equation may run on rounded values: its results are off by about as much as they are."""
+        return is_smooth(eqn, self._origins.producer) and all(is_float(out.aval) for out in eqn.outvars)
 
 
 def _computed_cheaply(wanted: Iterable[Any], origins: Origins) -> set[Any]:
@@ -167,7 +298,7 @@ def recompute_exactly(price: float) -> RecomputeCost:
 
     def cost(eqn: Any) -> int | None:
         if eqn.primitive.name == "dot_general":
-            return _of_product(eqn, price)
+            return int(flops_of_product(eqn) / price) if price else None
         return None if expensive(eqn) else _of_pass(eqn)
 
     return cost
@@ -177,10 +308,7 @@ def recompute_rounded(program: Program, origins: Origins, available: set[Any], p
     """What recomputing an equation costs, operands that do not follow from `available` being decoded; None where it would
     multiply their errors.
     """
-    exactly, exact = recompute_exactly(price), set(available)
-    for eqn in program.eqns:
-        if exact.issuperset(variables(eqn.invars)) and not expensive(eqn):
-            exact.update(eqn.outvars)
+    exactly, exact = recompute_exactly(price), program.flow.following(available, lambda eqn: not expensive(eqn))
 
     def cost(eqn: Any) -> int | None:
         is_exact = exact.issuperset(variables(eqn.invars))
@@ -192,10 +320,6 @@ def recompute_rounded(program: Program, origins: Origins, available: set[Any], p
 def recompute_linear(origins: Origins) -> RecomputeCost:
     """What recomputing an equation costs that scales, shifts or moves one large operand; None for any other."""
     return lambda eqn: None if origins.parent(eqn.outvars[0]) is None else _of_pass(eqn)
-
-
-def _of_product(eqn: Any, price: float) -> int | None:
-    return int(flops_of_product(eqn) / price) if price else None
 
 
 def _of_pass(eqn: Any) -> int:

@@ -15,22 +15,33 @@ and therefore coarse.
 from __future__ import annotations
 
 import enum
+import functools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from memjax._core.compat import bodies, scan_counts
-from memjax._core.program.dataflow import is_literal
+from memjax._core.program.dataflow import Walk, is_literal, variables
+from memjax._core.program.jaxpr import producers
 from memjax._core.program.primitives import (
+    AFFINE,
     ALIASES,
     CALLBACKS,
     CALLS_OF_ONE_BODY,
+    COMPARISONS,
     CUSTOM_CALLS,
     DECOMPOSITIONS,
     EXPONENTIALS,
     KERNELS,
+    POLES,
+    PRODUCTS,
+    REDUCTIONS,
+    SMOOTH,
+    VIEWS,
+    expensive,
     is_attention,
 )
-from memjax.compress._transform.keep.smooth import is_reduction, operands_with_poles
+from memjax.compress._transform.keep.origins import MANY, body_of
 
 
 class Need(enum.IntEnum):
@@ -59,6 +70,7 @@ class _Value(NamedTuple):
 
 
 _NOTHING = _Value()
+_Mark = Callable[[Iterable[Any], Need], None]
 _OPAQUE = KERNELS | CALLBACKS | DECOMPOSITIONS | {"while"}
 
 
@@ -76,14 +88,14 @@ def needs(pullback: Any, residuals: Iterable[Any], cotangents: Iterable[Any]) ->
     return found
 
 
-def _follow(eqns: Sequence[Any], env: dict[Any, _Value], mark: Callable[[Iterable[Any], Need], None]) -> None:
+def _follow(eqns: Sequence[Any], env: dict[Any, _Value], mark: _Mark) -> None:
     """Complete `env` by the results of equations, and mark the residuals that they need."""
     for eqn in eqns:
         inputs = [_NOTHING if is_literal(atom) else env.get(atom, _NOTHING) for atom in eqn.invars]
         env.update(zip(eqn.outvars, _outputs(eqn, inputs, mark), strict=True))
 
 
-def _outputs(eqn: Any, inputs: list[_Value], mark: Callable[[Iterable[Any], Need], None]) -> list[_Value]:
+def _outputs(eqn: Any, inputs: list[_Value], mark: _Mark) -> list[_Value]:
     name = eqn.primitive.name
     if not any(value.sources or value.late for value in inputs):
         return [_NOTHING] * len(eqn.outvars)
@@ -96,12 +108,12 @@ def _outputs(eqn: Any, inputs: list[_Value], mark: Callable[[Iterable[Any], Need
         return _of_body(bodies(eqn)[0], inputs, mark)
     if name in ALIASES and len(inputs) == len(eqn.outvars):
         return inputs
-    if is_attention(name):
-        _mark_attention(inputs, mark)
+    if is_attention(name):  # cuDNN's: query, key, value, others; last the log-sum-exp, the output and its cotangent
+        _mark_early(inputs, mark, fine=(2, len(inputs) - 2))
     elif name in _OPAQUE or bodies(eqn):
-        _mark_exact(inputs, mark)
+        _mark_early(inputs, mark)
     else:
-        for place in operands_with_poles(eqn):
+        for place in _operands_with_poles(eqn):
             if inputs[place].pointwise:
                 mark(inputs[place].sources, Need.EXACT)
         if name in EXPONENTIALS and not inputs[0].late and len(inputs[0].sources) > 1:
@@ -111,21 +123,21 @@ def _outputs(eqn: Any, inputs: list[_Value], mark: Callable[[Iterable[Any], Need
             if one and other:
                 mark(one | other, Need.FINE)
     together = _union(inputs)
-    if together.late or is_reduction(eqn):
+    if together.late or (name in REDUCTIONS and eqn.invars[0].aval.size >= MANY * eqn.outvars[0].aval.size):
         together = together._replace(pointwise=frozenset())
     return [together] * len(eqn.outvars)
 
 
-def _of_body(body: Any, inputs: Sequence[_Value], mark: Callable[[Iterable[Any], Need], None]) -> list[_Value]:
+def _of_body(body: Any, inputs: Sequence[_Value], mark: _Mark) -> list[_Value]:
     if len(body.invars) != len(inputs):
-        _mark_exact(inputs, mark)
+        _mark_early(inputs, mark)
         return [_union(inputs)] * len(body.outvars)
     env = dict(zip(body.invars, inputs, strict=True))
     _follow(body.eqns, env, mark)
     return [_NOTHING if is_literal(atom) else env.get(atom, _NOTHING) for atom in body.outvars]
 
 
-def _of_scan(eqn: Any, inputs: list[_Value], mark: Callable[[Iterable[Any], Need], None]) -> list[_Value]:
+def _of_scan(eqn: Any, inputs: list[_Value], mark: _Mark) -> list[_Value]:
     """What is carried depends on what it depended on in any iteration."""
     constants, carried = scan_counts(eqn)
     [body] = bodies(eqn)
@@ -138,22 +150,154 @@ def _of_scan(eqn: Any, inputs: list[_Value], mark: Callable[[Iterable[Any], Need
         inputs = [*inputs[:constants], *after, *inputs[constants + carried :]]
 
 
-def _mark_attention(inputs: list[_Value], mark: Callable[[Iterable[Any], Need], None]) -> None:
-    """cuDNN's operands: query, key, value, others; last the log-sum-exp, the output and its cotangent."""
-    fine = {2, len(inputs) - 2}
+def _mark_early(inputs: Sequence[_Value], mark: _Mark, fine: Sequence[int] = ()) -> None:
+    """What does not depend on a cotangent has to be exact, or in the places `fine` fine."""
     for place, value in enumerate(inputs):
         if not value.late:
             mark(value.sources, Need.FINE if place in fine else Need.EXACT)
 
 
-def _mark_exact(inputs: Sequence[_Value], mark: Callable[[Iterable[Any], Need], None]) -> None:
-    for value in inputs:
-        if not value.late:
-            mark(value.sources, Need.EXACT)
-
-
 def _union(values: Iterable[_Value]) -> _Value:
-    together = _NOTHING
-    for value in values:
-        together = together | value
-    return together
+    return functools.reduce(operator.or_, values, _NOTHING)
+
+
+# Which operations may be applied to rounded values: their result is then off by about as much as their operands are.
+
+_RECTIFIERS = frozenset(("max", "min"))
+
+
+def is_smooth(eqn: Any, producer: dict[Any, Any]) -> bool:
+    """Whether the equation's result is off by about as much as its operands are."""
+    name = eqn.primitive.name
+    if eqn.effects:
+        return False
+    if name == "integer_pow":
+        return 1 <= eqn.params["y"] <= 3
+    if name == "div":
+        divisor = eqn.invars[1]
+        return is_literal(divisor) or divisor.aval.size * MANY <= eqn.outvars[0].aval.size
+    if name == "exp":  # the derivative of the normal distribution's integral has one
+        return _is_at_most_zero(eqn.invars[0], producer)
+    if is_rectifier(eqn):
+        return _is_of_one_array(eqn.outvars[0], producer)
+    return name in SMOOTH or name == "dot_general"
+
+
+def is_rectifier(eqn: Any) -> bool:
+    """Whether it is a ReLU or the like, or any other maximum or minimum of two values."""
+    return eqn.primitive.name in _RECTIFIERS
+
+
+def _is_of_one_array(var: Any, producer: dict[Any, Any]) -> bool:
+    """Whether `var` is a norm, a ReLU or the like of one array, so that its value follows from that one alone.
+
+    The ReLU of a sum of blocks would follow from all earlier ones, which would be recomputed at the same time.
+    """
+    while (eqn := producer.get(var)) is not None and eqn.primitive.name in AFFINE | VIEWS | _RECTIFIERS:
+        large = [atom for atom in eqn.invars if not _is_repeated(atom, var, producer)]
+        if len(large) != 1:
+            return False
+        var = large[0]
+    return True
+
+
+def _is_repeated(atom: Any, var: Any, producer: dict[Any, Any]) -> bool:
+    """Whether the operand `atom` of what makes `var` is a literal, small, or one of these broadcast."""
+    if is_literal(atom) or atom.aval.size * MANY <= var.aval.size:
+        return True
+    eqn = producer.get(atom)
+    return eqn is not None and eqn.primitive.name == "broadcast_in_dim" and _is_repeated(eqn.invars[0], atom, producer)
+
+
+def _operands_with_poles(eqn: Any) -> list[int]:
+    """The operands near some value of which (zero, mostly) the result, or its derivative, has no bound."""
+    name = eqn.primitive.name
+    if name == "div":
+        return [1]
+    if name == "integer_pow":
+        return [0] if eqn.params["y"] < 0 else []
+    return list(range(len(eqn.invars))) if name in POLES else []
+
+
+def _is_at_most_zero(atom: Any, producer: dict[Any, Any]) -> bool:
+    """Whether `atom` is minus a square or minus an absolute value, or a positive multiple of that."""
+    negative = False
+    while not is_literal(atom) and (eqn := producer.get(atom)) is not None:
+        name, first = eqn.primitive.name, eqn.invars[0]
+        factor = next((other.val for other in eqn.invars if is_literal(other)), None)
+        is_square = name == "mul" and len(eqn.invars) == 2 and first is eqn.invars[1]
+        is_square |= name == "integer_pow" and eqn.params["y"] == 2
+        if is_square or name in ("abs", "square"):
+            return negative
+        if name == "neg":
+            negative = not negative
+        elif name == "mul" and factor is not None:
+            negative ^= bool(factor < 0)
+            first = next(other for other in eqn.invars if not is_literal(other))
+        elif name not in VIEWS:
+            return False
+        atom = first
+    return False
+
+
+# Statistics: sums of a softmax, deviations of a norm, one for many values.
+#
+# They are kept as they are, but for those of norms over features, such as layer norm, where the norm's input is there
+# in the backward pass: these are recomputed from it. A statistic that is kept leaves the kernel that computes it
+# and normalises, and a compiler then makes two or three kernels of it, each of which reads the array.
+
+# What may be done to statistics, but not to single values, whose errors it might multiply.
+_OF_STATISTICS = COMPARISONS | {"sqrt", "rsqrt", "integer_pow", "div"}
+
+
+def is_statistic(var: Any, producer: dict[Any, Any]) -> bool:
+    """Whether `var` is computed, value by value, of sums or maxima over many values of a larger array.
+
+    An error of the sum of a softmax, or of a norm's deviation, becomes an error of all values that are divided by it, at least
+    `MANY` times as many.
+    """
+    walk = Walk([var])
+    for current in walk:
+        eqn = producer.get(current)
+        if eqn is None or eqn.primitive.name in PRODUCTS:
+            continue
+        operands = variables(eqn.invars)
+        many = MANY * max(current.aval.size, 1)
+        if eqn.primitive.name.startswith(("reduce_", "arg")) and any(atom.aval.size >= many for atom in operands):
+            return True
+        if (body := body_of(eqn)) is not None:
+            inner = body.outvars[eqn.outvars.index(current)]
+            if not is_literal(inner) and is_statistic(inner, producers(body)):
+                return True
+        elif any(out.aval.size >= many for out in eqn.outvars):  # a kernel that gives a log-sum-exp beside its result
+            return True
+        elif all(atom.aval.size <= current.aval.size for atom in operands):
+            walk.add(atom for atom in operands if atom.aval.size == current.aval.size)
+    return False
+
+
+def follows_from_rows(var: Any, given: set[Any], producer: dict[Any, Any]) -> bool:
+    """Whether a statistic is one of a norm's rows: computed of variables in `given` by sums over the last axes,
+    roots and operations that multiply no error.
+
+    A sum of squares of rounded values is off by the square of their relative error, or by less where errors are independent:
+    so a root of it may be taken.
+    """
+    walk, sums = Walk([var]), 0
+    for current in walk:
+        eqn = producer.get(current)
+        if current in given:
+            continue
+        if eqn is None or expensive(eqn):
+            return False
+        if eqn.primitive.name == "reduce_sum":
+            axes, ndim = eqn.params["axes"], eqn.invars[0].aval.ndim
+            if sorted(axes) != list(range(ndim - len(axes), ndim)):
+                return False
+            sums += 1
+        elif not (
+            is_smooth(eqn, producer) or (eqn.primitive.name in _OF_STATISTICS and is_statistic(current, producer))
+        ):
+            return False
+        walk.add(eqn.invars)
+    return sums > 0

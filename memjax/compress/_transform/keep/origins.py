@@ -1,4 +1,4 @@
-"""What a value is computed from: the array that it is a cheap function of, a norm's deviations, a ReLU, or integers.
+"""What a value is computed from: the array that it is a cheap function of, a norm's deviations, a ReLU, integers, parameters.
 
 What `jax.vjp` saves is often a scaled, shifted, reshaped or cast copy of something else that it saves, too. The way back
 goes through equations with one large operand; their small operands, a batch norm's mean for one, are kept beside.
@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
-from memjax._core.compat import bodies
+from memjax._core.compat import bodies, scan_counts
 from memjax._core.program.dataflow import Walk, is_literal, variables
 from memjax._core.program.jaxpr import Program, consumers, nbytes, producers
 from memjax._core.program.primitives import AFFINE, CALLS_OF_ONE_BODY, COMPARISONS, MOVES, PRODUCTS, VIEWS
@@ -24,25 +26,11 @@ MANY = 16
 
 
 class Origins:
-    """Where the values of a program come from.
-
-    Attributes:
-      producer: the equation that makes each variable.
-      consumers: the equations that read each variable.
-      constants: variables that depend on no input.
-    """
+    """Where the values of a program come from. `constants` are those that depend on no input."""
 
     def __init__(self, program: Program):
-        self.producer, self.consumers = producers(program), consumers(program)
-        self._place = {out: i for i, eqn in enumerate(program.eqns) for out in eqn.outvars}
-        self.constants: set[Any] = set()
-        for eqn in program.eqns:
-            if not eqn.effects and self.constants.issuperset(variables(eqn.invars)):
-                self.constants.update(eqn.outvars)
-
-    def place(self, var: Any) -> int:
-        """Where the program makes `var`; inputs come first."""
-        return self._place.get(var, -1)
+        self.producer, self.consumers = program.flow.makers, consumers(program)
+        self.constants = program.flow.following((), _has_no_effects)
 
     def parent(self, var: Any) -> tuple[Any, list[Any]] | None:
         """The array as large as `var` that it is a cheap function of, and the small operands of that function."""
@@ -68,7 +56,6 @@ class Origins:
         """From `var` back to where it comes from.
 
         Args:
-          var: where to begin.
           exact: pass only equations that change no value.
           to_input: also pass roundings, which cannot be undone, but can be repeated from an input.
         """
@@ -93,6 +80,10 @@ class Origins:
         """Pairs of an equation and the one of `vars` that it reads. If none reads them, the equations that make them."""
         pairs = [(eqn, var) for var in dict.fromkeys(vars) for eqn in self.consumers.get(var, [])]
         return pairs or [(self.producer[var], var) for var in vars if var in self.producer]
+
+
+def _has_no_effects(eqn: Any) -> bool:
+    return not eqn.effects
 
 
 def _is_small(operand: Any, var: Any) -> bool:
@@ -244,3 +235,133 @@ def integer_sources(var: Any, origins: Origins, kept_inputs: set[Any]) -> list[A
     # Without a codec masks are packed.
     kept = var.aval.size // 8 if var.aval.dtype == jnp.bool_ else nbytes(var.aval)
     return sources if sum(nbytes(source.aval) for source in sources) < kept else None
+
+
+# Finds values that follow from parameters alone. They stay exact: recomputed by moving and casting parameters, or kept.
+
+# These change no value except by rounding: applied to parameters they give parameters.
+_MOVED = UNCHANGED | MOVES | {"reduce_precision", "dynamic_update_slice", "sharding_constraint", "reshard"}
+# How many operands have the values that are moved; the others say where to.
+_DATA_OPERANDS = {"dynamic_slice": 1, "dynamic_update_slice": 2, "gather": 1}
+
+
+class Inputs(NamedTuple):
+    """What is known of each input of a program.
+
+    Attributes:
+      lasting: whether it lives until the backward pass anyway.
+      parameters: whether it is a parameter.
+    """
+
+    lasting: Sequence[bool]
+    parameters: Sequence[bool]
+
+
+def inputs_of(lasting: Sequence[bool], types: Sequence[Any]) -> Inputs:
+    """The inputs of a function. What lasts is parameters where it is floating point, and not all lasts: then it is not known."""
+    known = not all(lasting)
+    is_float = lambda aval: bool(jnp.issubdtype(aval.dtype, jnp.floating))
+    return Inputs(lasting, [known and lasts and is_float(aval) for lasts, aval in zip(lasting, types, strict=True)])
+
+
+class Parameters:
+    """Which values of a program follow from `parameters`, which are among its `kept_inputs`, as constants are.
+
+    `computed` are those that are computed from parameters and constants alone, such as normalised weights.
+    """
+
+    def __init__(self, program: Program, origins: Origins, kept_inputs: set[Any], parameters: set[Any]):
+        self._origins, self._kept_inputs, self._parameters = origins, kept_inputs, parameters
+        self.computed = program.flow.following(parameters, _has_no_effects) - parameters - origins.constants
+
+    def sources(self, var: Any) -> list[Any] | None:
+        """What `var` follows from by slicing, reshaping, transposing and casting: parameters, values computed from parameters
+        alone, and the small arrays that say which parts. None if it depends on anything else.
+        """
+        walk, sources = Walk([var]), list[Any]()
+        for source in walk:
+            eqn = self._origins.producer.get(source)
+            if source in self._kept_inputs:
+                sources.append(source)
+            elif eqn is None:
+                return None
+            elif _is_moved(eqn):
+                data, places = _data_and_places(eqn)
+                sources += [atom for atom in variables(places) if atom not in self._origins.constants]
+                walk.add(data)
+            elif source in self.computed or self._is_moved_in_body(eqn, eqn.outvars.index(source)):
+                sources.append(source)
+            elif source not in self._origins.constants:
+                return None
+        computed = sum(nbytes(source.aval) for source in sources if source not in self._kept_inputs)
+        return sources if computed <= nbytes(var.aval) else [var]
+
+    def is_parameter(self, var: Any) -> bool:
+        """Whether `var` is a parameter, or computed from parameters and constants alone."""
+        return var in self._parameters or var in self.computed
+
+    def _is_moved_in_body(self, eqn: Any, index: int) -> bool:
+        """Whether a loop or a call only moves values of kept inputs to this output, as a scan over layers does to its weights."""
+        operands = _moved_to_output(eqn, index)
+        return operands is not None and all(is_literal(atom) or self.sources(atom) is not None for atom in operands)
+
+
+def _is_moved(eqn: Any) -> bool:
+    return eqn.primitive.name in _MOVED and not eqn.effects
+
+
+def _data_and_places(eqn: Any) -> tuple[list[Any], list[Any]]:
+    """The operands whose values an equation moves, and those that say where to."""
+    count = _DATA_OPERANDS.get(eqn.primitive.name, len(eqn.invars))
+    return eqn.invars[:count], eqn.invars[count:]
+
+
+def _moved_to_output(eqn: Any, index: int) -> list[Any] | None:
+    """The operands whose values a loop's or call's body only moves to its output `index`; None if it does anything else."""
+    body, changing = body_of(eqn), set[Any]()
+    if body is None:
+        return None
+    if eqn.primitive.name == "scan":
+        constants, carried = scan_counts(eqn)
+        if index < carried:
+            return None
+        changing = set(body.invars[constants : constants + carried])
+    producer, operand = producers(body), dict(zip(body.invars, eqn.invars, strict=True))
+    walk, operands = Walk([body.outvars[index]]), list[Any]()
+    for source in walk:
+        if source in changing:
+            return None
+        if source in operand:
+            operands.append(operand[source])
+        elif source in producer:  # else it is a constant
+            inner = producer[source]
+            deeper = _data_and_places(inner)[0] if _is_moved(inner) else None
+            if deeper is None and (deeper := _moved_to_output(inner, inner.outvars.index(source))) is None:
+                return None
+            walk.add(deeper)
+    return operands or None
+
+
+# Marks what an iteration keeps, so that the program around the loop leaves the stacks as they are.
+_NAME = "memjax, kept by an iteration of a loop"
+
+
+def kept_by_loop(kept: Any) -> Any:
+    """The arrays of a pytree, marked."""
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, _NAME), kept)
+
+
+def is_kept_by_loop(var: Any, producer: dict[Any, Any]) -> bool:
+    """Whether `var` has such a mark: it is made, or stacked, of what has one."""
+    while (eqn := producer.get(var)) is not None:
+        if eqn.primitive.name == "name":
+            if eqn.params["name"] == _NAME:
+                return True
+            [var] = eqn.invars  # another name for it
+        elif (body := body_of(eqn)) is not None:
+            var, producer = body.outvars[eqn.outvars.index(var)], producers(body)
+        else:
+            return False
+        if is_literal(var):
+            return False
+    return False
