@@ -49,7 +49,7 @@ gc.set_threshold(50_000, 20, 50)
 
 
 def pytest_report_header():
-    return "All tests take about 20 minutes on two cores; those marked smoke take two."
+    return "All tests take about 20 minutes on two cores; those marked smoke take one."
 
 
 # Files that take half a minute or more, the longest first. Begun last, one of them would leave the other process without work.

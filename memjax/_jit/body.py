@@ -1,8 +1,4 @@
-"""A traced step as the derivatives in it: where their two passes are, in loops and branches as well.
-
-JAX marks what a derivative makes in name stacks: "jvp" the forward pass, "transpose" the backward pass. What depends on a
-backward pass comes after it: the update of parameters belongs to it, and the forward pass of another gradient begins anew.
-"""
+"""A traced step as the derivatives in it: where their two passes are, in loops and branches as well."""
 
 from __future__ import annotations
 

@@ -30,6 +30,7 @@ from memjax._jit.cache import (
 )
 from memjax._jit.call import Pure, donated_values
 from memjax._jit.fit import MAKE_ONE, DoesNotFitError, Fit, acting_by, held_bytes
+from memjax._jit.inner import has_inner
 from memjax._jit.progress import Progress
 from memjax._jit.step_plan import StepPlan
 from memjax._measure import remat_compiler_options
@@ -137,13 +138,13 @@ def decided(step: Step, traced: Any, asked: Asked, args: tuple, kwargs: dict[str
             raise ValueError(account(as_written, program, traced, nothing_to_plan=True))
         if not body.has_passes or (isinstance(room, int) and nbytes <= room):
             return Entry(as_written, program, lambda: step.plain)
-    ways, rates = [fit], costs.device(device)
+    ways = [fit]
     if "tile" in asked.allow:
         tile_on = TileOn(device.platform, room // _TILES if isinstance(room, int) else 0, layout.devices > 1)
         if (tiled := Body(closed, tile_on)).tiled:
             ways.append(fit_of(tiled))
-    if (nested := Body(closed, inner_again_on=rates)).inner_again:
-        ways.append(fit_of(nested))
+    if any(map(has_inner, body.every())) and (again := Body(closed, inner_again_on=costs.device(device))).inner_again:
+        ways.append(fit_of(again))
     try:
         chosen, best = _fastest(ways, room)
     except DoesNotFitError as error:

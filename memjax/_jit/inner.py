@@ -21,7 +21,7 @@ from jax.extend import core
 from memjax._core.barriers import barrier
 from memjax._core.compat import derivatives, name_stack
 from memjax._core.program.costs import Device
-from memjax._core.program.dataflow import made_by, read_by, renamed, variables
+from memjax._core.program.dataflow import is_literal, made_by, read_by, renamed, variables
 from memjax._core.program.jaxpr import trace
 from memjax._core.program.primitives import expensive
 from memjax._jit.passes import StepPasses, passes_of
@@ -29,19 +29,14 @@ from memjax._plan.run import Run
 from memjax._plan.solve.chain import Chain
 
 _SUM = "add_any"
-# In their only operand that is a cotangent. Rules of custom derivatives need not be linear, as one that clips is not.
-_LINEAR = {
-    "broadcast_in_dim",
-    "convert_element_type",
-    "copy",
-    "div",
-    "expand_dims",
-    "mul",
-    "neg",
-    "reduce_sum",
-    "reshape",
-}
-_LINEAR |= {"rev", "slice", "squeeze", "transpose"}
+# Linear in their only operand that is a cotangent. Rules of custom derivatives can have others in a backward pass.
+_LINEAR = {"broadcast_in_dim", "convert_element_type", "copy", "div", "expand_dims", "mul", "neg"}
+_LINEAR |= {"reduce_sum", "reshape", "rev", "slice", "squeeze", "transpose"}
+
+
+def has_inner(passes: StepPasses) -> bool:
+    """Whether there is a derivative inside of this one."""
+    return any("transpose" in derivatives(name_stack(eqn)) for eqn in passes.forward.eqns)
 
 
 def computed_again(passes: StepPasses, rates: Device) -> bool:
@@ -104,7 +99,7 @@ class _Again:
 
     @property
     def eqns(self) -> list[Any]:
-        """Of both passes."""
+        """The equations of both passes, in an order in which they can run."""
         both = itertools.chain(*itertools.zip_longest(self._again, self._backward))
         return [*self._forward.eqns, *itertools.chain(*both)]
 
@@ -149,12 +144,11 @@ class _Outer:
     """
 
     def __init__(self, again: _Again, results: Sequence[Any]):
-        self._again, self._results = again, set(variables(results))
+        self._again, self._results = again, variables(results)
         self._found: list[Any] = []
-        self._early: dict[
-            Any, int
-        ] = {}  # by cotangent that follows from an inner backward pass alone, the turn of that
-        self._parts: dict[Any, tuple[Any, Any]] = {}  # what follows so, and the rest
+        # A cotangent is early if it follows from an inner backward pass alone. By cotangent, the turn of that pass.
+        self._early: dict[Any, int] = {}
+        self._parts: dict[Any, tuple[Any, Any]] = {}  # by cotangent, its early part and the rest
         self._sum: Any = None
 
     def of(self, eqns: Sequence[Any]) -> list[Any]:
@@ -164,7 +158,7 @@ class _Outer:
             marks = derivatives(name_stack(eqn))
             if marks[2:3] == ["transpose"]:
                 self._add_of_inner_backward(eqn)
-            elif marks[:1] != ["transpose"]:  # not linear: what is made from gradients
+            elif marks[:1] != ["transpose"]:  # what uses gradients, such as an update: it need not be linear
                 self._whole(variables(eqn.invars))
                 self._found.append(eqn)
             elif not any(var in self._early or var in self._parts for var in variables(eqn.invars)):
@@ -173,7 +167,7 @@ class _Outer:
                 self._add_sum(eqn)
             else:
                 self._add(eqn, [var for var in variables(eqn.invars) if var in cotangents])
-        self._whole(list(self._results))
+        self._whole(self._results)
         return self._found
 
     def _add_of_inner_backward(self, eqn: Any) -> None:
@@ -196,10 +190,13 @@ class _Outer:
     def _add_sum(self, eqn: Any) -> None:
         self._sum, [out] = eqn, eqn.outvars
         early, late = list[Any](), list[Any]()
-        for var in eqn.invars:
-            first, second = self._parts.get(var, (var, None) if var in self._early else (None, var))
-            early += [] if first is None else [first]
-            late += [] if second is None else [second]
+        for atom in eqn.invars:
+            if not is_literal(atom) and atom in self._parts:
+                first, second = self._parts[atom]
+                early.append(first)
+                late.append(second)
+            else:
+                (late if is_literal(atom) or atom not in self._early else early).append(atom)
         turn = min(self._early[var] for var in early)
         if not late:
             self._found.append(eqn)

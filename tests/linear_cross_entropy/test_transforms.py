@@ -17,7 +17,7 @@ ALGORITHMS = ["forward_grad", "recompute"]
 
 
 def arrays_of_a_loss():
-    """Of 48 tokens and 64 classes: x, w, labels, a bias and weights of tokens."""
+    """x, w, labels, a bias and weights of tokens, for 48 tokens and 64 classes."""
     bias, weights = np.linspace(-1, 1, 64, dtype=np.float32), np.linspace(0, 2, 48, dtype=np.float32)
     return (*map(np.asarray, example(0, 48, 8, 64)), bias, weights)
 
