@@ -20,8 +20,8 @@ from memjax._core.arrays import vary, varying_axes
 from memjax._core.backward.derivatives import forward_mode_message, reverse_only
 from memjax._core.clear_errors import call_errors
 from memjax._core.lists import Arrays, drop, merge, pick
-from memjax._core.positions.rules import walk
-from memjax._core.positions.walk import Positions, Seen, State, shared
+from memjax._core.positions.rules import apply_rule
+from memjax._core.positions.walk import Positions, Seen, State, Walk, shared
 from memjax._core.program.costs import rows_of_tile
 from memjax._core.program.jaxpr import axis_sizes, evaluate
 from memjax._core.segments import Segments, automatic_devices, segments, shards
@@ -245,7 +245,7 @@ class _Program:
     def check_results(self, out_axes: Sequence[int | None]) -> Seen:
         """Raises Mixed unless the results have their positions where `out_axes` say."""
         seen = Seen()
-        states = walk(self.closed.jaxpr, self._states, self._size, None in out_axes, seen)
+        states = Walk(self._size, None in out_axes, apply_rule, seen).program(self.closed.jaxpr, self._states)
         for i, (state, axis) in enumerate(zip(states, out_axes, strict=True)):
             check_result(i, state, axis)
         return seen
