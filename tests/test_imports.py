@@ -114,8 +114,8 @@ def test_one_module_holds_the_rates_of_devices():
     assert having(r"\b\d+(\.\d+)?e1\d\b") - examples == {"memjax._core.program.costs"}
 
 
-def test_one_module_of_the_engine_makes_barriers():
-    assert having(r"\blax\.optimization_barrier\(", ENGINE) == {"memjax._core.barriers"}
+def test_one_module_of_engine_and_remat_makes_barriers():
+    assert having(r"\blax\.optimization_barrier\(", (*ENGINE, "memjax.remat")) == {"memjax._core.barriers"}
 
 
 def test_the_harness_knows_no_experiment():
