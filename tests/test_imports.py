@@ -96,7 +96,7 @@ ENGINE = (
 def test_one_module_builds_the_passes_of_derivatives():
     """Others ask it; those named here take the derivative of an expression of their own."""
     own = {"memjax.remat._dense.xla", "memjax.remat._tiled.heads", "memjax.remat._scan.scan", "memjax._core.tiles"}
-    own |= {"memjax.remat._chain.chain", "memjax.shard._metp"}
+    own |= {"memjax.remat._chain.block", "memjax.shard._metp"}
     assert having(r"(?<!`)jax\.(vjp|linearize)\(") - own == {"memjax._core.backward.passes"}
 
 

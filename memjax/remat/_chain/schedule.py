@@ -15,8 +15,7 @@ from typing import Any
 
 from memjax._core import check
 from memjax._core.check import readable_bytes
-from memjax.remat._chain.items import BlockCost, Items, blocks_of, predict, standing_bytes
-from memjax.remat._chain.solvers import LeastMemory, LeastTime
+from memjax.remat._chain.solvers import BlockCost, Items, LeastMemory, LeastTime, blocks_of, predict, standing_bytes
 
 _FIELDS = BlockCost._fields
 
