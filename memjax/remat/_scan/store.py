@@ -100,24 +100,16 @@ class Shared:
     Where every residual is made of pieces that look like a leaf of the carry (the sum going into the gates of an LSTM:
     four hidden states side by side), the rows keep the carry's types, and with them its sharding. Otherwise they hold
     words of 32 bits, residuals of 2 and 4 bits packed.
+
+    Attributes:
+      rows_of_kept: rows that the residuals of one block take.
+      keeps_types: whether rows look like the carry.
     """
 
     def __init__(self, carry: Sequence[Any], kept: Sequence[Any], block: int, rows: int):
-        self.rows, self.block = rows, block
-        self.layout: _Pieces | _Words = _Words(carry, kept, block)
-        pieces = _Pieces.fit(carry, kept, block)
-        if pieces is not None and pieces.rows <= self.layout.rows:
-            self.layout = pieces
-
-    @property
-    def rows_of_kept(self) -> int:
-        """Rows that the residuals of one block take."""
-        return self.layout.rows
-
-    @property
-    def keeps_types(self) -> bool:
-        """Whether rows look like the carry."""
-        return isinstance(self.layout, _Pieces)
+        words, pieces = _Words(carry, kept, block), _Pieces.fit(carry, kept, block)
+        self.layout = words if pieces is None or pieces.rows > words.rows else pieces
+        self.rows, self.rows_of_kept, self.keeps_types = rows, self.layout.rows, self.layout is pieces
 
     def new(self, init: Arrays) -> Arrays:
         rows = self.rows + self.rows_of_kept
@@ -147,10 +139,8 @@ class _Place(NamedTuple):
 class _Pieces:
     """A buffer for every leaf of the carry; leaves that look the same form a group, whose pieces go to any of them."""
 
-    def __init__(self, groups: list[list[int]], places: list[_Place], block: int):
-        self.groups, self.places, self.block = groups, places, block
-        totals = [sum(block * place.pieces for place in places if place.group == i) for i in range(len(groups))]
-        self.rows = max([1, *(-(-total // len(leaves)) for total, leaves in zip(totals, groups, strict=True))])
+    def __init__(self, groups: list[list[int]], places: list[_Place], block: int, rows: int):
+        self.groups, self.places, self.block, self.rows = groups, places, block, rows
 
     @classmethod
     def fit(cls, carry: Sequence[Any], kept: Sequence[Any], block: int) -> _Pieces | None:
@@ -167,7 +157,8 @@ class _Pieces:
             places.append(_Place(group, totals[group], pieces))
             totals[group] += block * pieces
         groups = [[i for i, type_ in enumerate(types) if type_ == kind] for kind in kinds]
-        return cls(groups, places, block)
+        rows = max([1, *(-(-total // len(leaves)) for total, leaves in zip(totals, groups, strict=True))])
+        return cls(groups, places, block, rows)
 
     def cells(self, state: Arrays) -> Arrays:
         return state
@@ -189,14 +180,10 @@ class _Pieces:
         return buffers
 
     def kept(self, cells: Arrays) -> Arrays:
-        kept = []
-        for place in self.places:
-            parts = []
-            for index in range(place.pieces):
-                steps = [cells[buffer][first:stop] for buffer, first, stop in self._rows(place, index)]
-                parts.append(jnp.concatenate(steps) if len(steps) > 1 else steps[0])
-            kept.append(jnp.concatenate(parts, -1) if len(parts) > 1 else parts[0])
-        return kept
+        def piece(place: _Place, index: int) -> Any:
+            return _joined([cells[buffer][first:stop] for buffer, first, stop in self._rows(place, index)], 0)
+
+        return [_joined([piece(place, index) for index in range(place.pieces)], -1) for place in self.places]
 
     def _rows(self, place: _Place, index: int) -> Iterator[tuple[int, int, int]]:
         """(leaf of the carry, first row, row after the last) for the steps of one piece, the group's rows end to end."""
@@ -206,6 +193,10 @@ class _Pieces:
             high = min(start + self.block - i * self.rows, self.rows)
             if low < high:
                 yield leaf, low, high
+
+
+def _joined(parts: list[Any], axis: int) -> Any:
+    return jnp.concatenate(parts, axis) if len(parts) > 1 else parts[0]
 
 
 def _pieces(whole: ArrayType, piece: ArrayType) -> int:
