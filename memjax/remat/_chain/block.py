@@ -225,17 +225,13 @@ def _estimate(block: Block, from_input: Sequence[bool]) -> BlockCost:
     pull = jax.make_jaxpr(backward.back)([*block.p, *block.x], backward.kept, cts)
     forward, back = (calls_in_place(traced, differentiable=False) for traced in (run, pull))
     rates = device()
-    output, kept = _sizes(block, backward, from_input)
-    compiled = _compiled_bytes(run, pull)
-    if compiled is not None:
-        forward_work, back_temp, standing = compiled
-        backward_work = back_temp + _gradient_bytes(block)
-    else:
+    works = _compiled_bytes(block, run, pull)
+    if works is None:
         n_kept, n_dp = len(back.invars) - len(cts), len(back.outvars) - sum(map(is_float, block.x))
-        forward_work, standing = modelled_bytes(forward, rates.platform), 0
         backward_work = modelled_bytes(back, rates.platform, back.invars[n_kept:], back.outvars[n_dp:])
+        works = modelled_bytes(forward, rates.platform), backward_work, 0
     times = program_seconds(forward, rates), program_seconds(back, rates)
-    return BlockCost(*times, output, kept, forward_work, backward_work, standing)
+    return BlockCost(*times, *_sizes(block, backward, from_input), *works)
 
 
 def modelled_bytes(program: Any, platform: str, entering: Sequence[Any] = (), leaving: Sequence[Any] = ()) -> int:
@@ -253,9 +249,7 @@ def _measured(block: Block, from_input: Sequence[bool], p: Arrays, x: Arrays) ->
     arguments = [*p, *x], kept, [jnp.ones_like(leaf) for leaf in out[: len(block.y)] if is_float(leaf)]
     back = backward.back.lower(*arguments).compile(compiler_options=options)  # type: ignore[attr-defined]  # jitted
     times = _fastest(run, p, x), _fastest(back, *arguments)
-    forward_work, back_temp, standing = _bytes(run, back)
-    sizes = *_sizes(block, backward, from_input), forward_work, back_temp + _gradient_bytes(block), standing
-    return BlockCost(*times, *sizes)
+    return BlockCost(*times, *_sizes(block, backward, from_input), *_bytes(block, run, back))
 
 
 def _whole_backward(block: Block) -> Backward:
@@ -270,34 +264,30 @@ def _sizes(block: Block, backward: Backward, from_input: Sequence[bool]) -> tupl
     return sum(nbytes(var.aval) for var in outputs), backward.nbytes_with(len(block.y)) + handed_on
 
 
-def _gradient_bytes(block: Block) -> int:
-    """Bytes of the gradients of output and input."""
-    return sum(nbytes(aval) for aval in (*block.x, *block.y) if is_float(aval))
-
-
 _compiled: dict[str, tuple[int, int, int] | None] = {}
 """Bytes by digest of the programs, which themselves would hold what blocks close over."""
 
 
-def _compiled_bytes(run: Any, pull: Any) -> tuple[int, int, int] | None:
+def _compiled_bytes(block: Block, run: Any, pull: Any) -> tuple[int, int, int] | None:
     """As `_bytes`, for programs that are compiled here; None if they cannot be."""
-    key = digest_of([run, pull], run.in_avals, pull.in_avals, jax.default_backend())
+    key = digest_of([run, pull], block.p, block.x, block.y, pull.in_avals, jax.default_backend())
     if key not in _compiled:
         programs = compile_alone(run), compile_alone(pull)
         if len(_compiled) == _MOST_COMPILED:
             _compiled.pop(next(iter(_compiled)))
-        _compiled[key] = None if None in programs else _bytes(*programs)
+        _compiled[key] = None if None in programs else _bytes(block, *programs)
     return _compiled[key]
 
 
-def _bytes(run: Any, pull: Any) -> tuple[int, int, int]:
-    """Temporary bytes of the forward and of the backward pass, and of the constants that stand throughout.
+def _bytes(block: Block, run: Any, pull: Any) -> tuple[int, int, int]:
+    """Temporary bytes of the forward pass; of the backward pass, with the gradients of output and input; and of constants.
 
-    Constants of the same type in both passes are taken to be the same ones.
+    These stand throughout. Constants of the same type in both passes are taken to be the same ones.
     """
+    gradients = sum(nbytes(aval) for aval in (*block.x, *block.y) if is_float(aval))
     standing = [constants(program) for program in (run, pull)]
     works = [temporary(program) - bytes_of(types) for program, types in zip((run, pull), standing, strict=True)]
-    return max(works[0], 0), max(works[1], 0), bytes_of(standing[0] | standing[1])
+    return max(works[0], 0), max(works[1], 0) + gradients, bytes_of(standing[0] | standing[1])
 
 
 def _fastest(run: Callable[..., Any], *arguments: Any) -> float:

@@ -121,10 +121,8 @@ def _planned_for(
     Raises:
       ValueError: the plan was made for another chain, or for fewer inputs.
     """
-    every: dict[tuple[bool, ...], tuple[int, ...]] = {tuple(wrt): ()}
-    for numbers in ((0, 1), (0,), (1,)):
-        every.setdefault(tuple(_floats(chain, types, numbers)), numbers)
-    for differentiated in every:
+    for argnums in ((), (0, 1), (0,), (1,)):
+        differentiated = _floats(chain, types, argnums) if argnums else wrt
         if any(differentiated):
             derivative = chain.derivative(types, differentiated, outs)
             if digest(derivative) == plan.program:
@@ -134,7 +132,6 @@ def _planned_for(
             f"schedule must be of these blocks, with params and x of these shapes and dtypes, got a plan of another program "
             f"({plan.program}): make it by memjax.remat.chain_plan(blocks, params, x, budget=...) of what you pass here"
         )
-    argnums = every[differentiated]
     if any(one and not mine for one, mine in zip(wrt, differentiated, strict=True)):
         raise ValueError(
             f"schedule must be a plan for all that is differentiated, got one of chain_plan(..., argnums={argnums}): "
