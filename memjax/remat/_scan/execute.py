@@ -233,7 +233,7 @@ class Execution:
         """The residuals of a block, from its first state."""
         return self.blocks.run(carry, [], start, self.plan.block, keeps=True)[2]
 
-    def _nest(self, starts: Arrays, cotangents: _Cotangents, back: Callable[..., _Cotangents]) -> _Cotangents:
+    def _nest(self, slots: Any, cotangents: _Cotangents, back: Callable[..., _Cotangents]) -> _Cotangents:
         """Nested loops: each level finds the states its parts start from, then takes them from the last on."""
         plan, n = self.plan, self.plan.block
 
@@ -262,9 +262,9 @@ class Execution:
             starts = [jnp.broadcast_to(leaf, (count, *leaf.shape)) for leaf in carry]
             return lax.scan(block, (carry, starts), jnp.arange((count - 1) * size, dtype=jnp.int32))[0][1]
 
-        return parts(plan.levels, plan.blocks // plan.levels[0], starts, 0, cotangents)
+        return parts(plan.levels, plan.blocks // plan.levels[0], slots[0], 0, cotangents)
 
-    def _table(self, slots: Arrays, cotangents: _Cotangents, back: Callable[..., _Cotangents]) -> _Cotangents:
+    def _table(self, slots: Any, cotangents: _Cotangents, back: Callable[..., _Cotangents]) -> _Cotangents:
         """An iteration for every block: run forward what its row of the table says, then backpropagate the block."""
         store, n = self.store, self.plan.block
         moves, keeps = self.plan.moves, self.plan.keeps_residuals

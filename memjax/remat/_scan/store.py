@@ -3,7 +3,7 @@
 `Separate` has rows for states and rows for residuals. `Shared` has rows of one state's size, and puts residuals into
 as many of them as they need: that is how the schedules of both kinds of states count memory.
 
-Buffers are lists of arrays whose first axis is the row. Values are lists of arrays: a state, or the residuals of one block,
+Buffers are pytrees of arrays whose first axis is the row. Values are lists of arrays: a state, or the residuals of one block,
 whose first axis is the step. Residuals that are never read go to a row after those of the slots. A state that is never read
 is not written: it can be large (a layer's input over a long sequence), so there is no row for it.
 """
@@ -52,24 +52,21 @@ class Separate:
     ):
         self.carry, self.kept_types, self.block = list(carry), list(kept), block
         self.rows, self.residuals, self.codec = rows, residuals, codec
-        cells, self._tree = jax.tree.flatten(jax.eval_shape(self._coded, list(carry)))
-        self._cells = len(cells)
 
     def _coded(self, state: Arrays) -> Arrays:
         if self.codec is None:
             return state
         return [self.codec.encode(leaf) if is_float(jax.typeof(leaf)) else leaf for leaf in state]
 
-    def new(self, init: Arrays) -> Arrays:
-        """Buffers, with `init` for every state."""
-        states = [jnp.broadcast_to(cell, (self.rows, *cell.shape)) for cell in jax.tree.leaves(self._coded(init))]
-        if not self.residuals:
-            return states
-        return states + [zeros(aval, (self.residuals, self.block)) for aval in self.kept_types]
+    def new(self, init: Arrays) -> Any:
+        """Buffers for states, with `init` for every one, and for residuals."""
+        states = jax.tree.map(lambda cell: jnp.broadcast_to(cell, (self.rows, *cell.shape)), self._coded(init))
+        return states, [zeros(aval, (self.residuals, self.block)) for aval in self.kept_types if self.residuals]
 
-    def put_state(self, buffers: Arrays, row: Any, state: Arrays) -> Arrays:
-        n, cells = self._cells, jax.tree.leaves(self._coded(state))
-        return [*(self._put(*pair, row) for pair in zip(buffers[:n], cells, strict=True)), *buffers[n:]]
+    def put_state(self, buffers: Any, row: Any, state: Arrays) -> Any:
+        states, residuals = buffers
+        put_one = lambda buffer, cell: self._put(buffer, cell, row)
+        return jax.tree.map(put_one, states, self._coded(state)), residuals
 
     def _put(self, buffer: Any, cell: Any, row: Any) -> Any:
         """The buffer with the cell in that row. Past the last row: as it is, by writing what is in a row there once more,
@@ -79,19 +76,19 @@ class Separate:
         row = jnp.where(exists, row, 0)
         return put(buffer, jnp.where(exists, cell, at(buffer, row)), row)
 
-    def state(self, buffers: Arrays, row: Any) -> Arrays:
-        state = jax.tree.unflatten(self._tree, [at(buffer, row) for buffer in buffers[: self._cells]])
+    def state(self, buffers: Any, row: Any) -> Arrays:
+        state = jax.tree.map(lambda buffer: at(buffer, row), buffers[0])
         if self.codec is None:
             return state
         floats = map(is_float, self.carry)
         return [self.codec.decode(cell) if coded else cell for cell, coded in zip(state, floats, strict=True)]
 
-    def put_kept(self, buffers: Arrays, row: Any, kept: Arrays) -> Arrays:
-        n = self._cells
-        return [*buffers[:n], *map(put, buffers[n:], kept, [row] * len(kept))]
+    def put_kept(self, buffers: Any, row: Any, kept: Arrays) -> Any:
+        states, residuals = buffers
+        return states, [put(buffer, leaf, row) for buffer, leaf in zip(residuals, kept, strict=True)]
 
-    def kept(self, buffers: Arrays, row: Any) -> Arrays:
-        return [at(buffer, row) for buffer in buffers[self._cells :]]
+    def kept(self, buffers: Any, row: Any) -> Arrays:
+        return [at(buffer, row) for buffer in buffers[1]]
 
 
 class Shared:
