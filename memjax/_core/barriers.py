@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import jax
 from jax import lax
 
 from memjax._core.compat import varying
-from memjax._core.lists import Arrays, drop, merge, pick
+from memjax._core.lists import drop, merge, pick
+
+Tree = TypeVar("Tree")
 
 
-def barrier(leaves: Arrays) -> Arrays:
+def barrier(values: Tree) -> Tree:
     """`jax.lax.optimization_barrier`, which would make all leaves vary over every mesh axis that one of them varies over.
 
     Those that vary over fewer are waited for, and pass a barrier of their own.
     """
+    leaves, tree = jax.tree.flatten(values)
     kinds = [varying(jax.typeof(leaf)) for leaf in leaves]
-    out = list(leaves)
+    out = leaves
     for kind in sorted(set(kinds), key=len):
         same = [other == kind for other in kinds]
         waited = [other < kind for other in kinds]
         passed = lax.optimization_barrier([*pick(leaves, same), *pick(leaves, waited)])
         out = merge(passed[: sum(same)], drop(out, same), same)
-    return out
+    return jax.tree.unflatten(tree, out)

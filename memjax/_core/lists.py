@@ -18,6 +18,12 @@ def drop(values: Sequence[Any], mask: Sequence[bool]) -> Arrays:
     return [value for value, chosen in zip(values, mask, strict=True) if not chosen]
 
 
+def spread(values: Sequence[Any], mask: Sequence[bool]) -> Arrays:
+    """The values where `mask` is true, None elsewhere."""
+    remaining = iter(values)
+    return [next(remaining) if chosen else None for chosen in mask]
+
+
 def merge(chosen: Sequence[Any], others: Sequence[Any], mask: Sequence[bool]) -> Arrays:
     """The list of which `pick` gave `chosen` and `drop` gave `others`."""
     chosen_iter, other_iter = iter(chosen), iter(others)

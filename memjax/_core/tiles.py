@@ -22,7 +22,7 @@ from memjax._core.arrays import filled, is_float, vary, zeros
 from memjax._core.backward.derivatives import Static, perturbed
 from memjax._core.barriers import barrier
 from memjax._core.compat import varying
-from memjax._core.lists import Arrays, drop, merge, pick
+from memjax._core.lists import Arrays, drop, merge, pick, spread
 from memjax._core.program.jaxpr import with_axes
 from memjax._core.segments import Segments
 
@@ -38,7 +38,6 @@ class Tiles:
       in_axes: where the arguments have positions.
       out_axes: where the results have them; None for results that are sums over positions.
       out_types: of the whole results.
-      length: the number of positions.
       segments: of the axis with the positions.
       tile: how many positions a tile has, a multiple of the number of segments; the last one may have fewer.
       sum_dtype: sums of floats are kept in this dtype, or in their own if that is None or has more bits.
@@ -69,27 +68,8 @@ class Tiles:
         return self._run(shared, arrays)
 
     def _forward(self, shared: Arrays, arrays: Arrays) -> Arrays:
-        over = _written_over(self._out_types, self._out_axes, arrays, self._in_axes)
-        made = [self._start(aval, axis) for aval, axis in zip(self._out_types, self._out_axes, strict=True)]
-        if self._tile < self._length:
-            made, arrays = _made_after(made, arrays)
-        buffers = [arrays[over[i]] if i in over else filled(*new) for i, new in enumerate(made)]
-        arrays, buffers = self._split(arrays, self._in_axes), self._split(buffers, self._out_axes)
-        source = {array: result for result, array in over.items()}
-
-        def one(start, size, buffers):
-            tiles = [
-                self._segments.cut(buffers[source[i]] if i in source else array, start, size, axis)
-                for i, (array, axis) in enumerate(zip(arrays, self._in_axes, strict=True))
-            ]
-            outs = self._body(shared, tiles)
-            return [
-                _add(buffer, out) if axis is None else self._segments.put(buffer, out, start, axis)
-                for buffer, out, axis in zip(buffers, outs, self._out_axes, strict=True)
-            ]
-
-        buffers = self._join(self._over_tiles(one, buffers), self._out_axes)
-        return [buffer.astype(aval.dtype) for buffer, aval in zip(buffers, self._out_types, strict=True)]
+        body = lambda tiles, _: self._body(shared, tiles)
+        return self._tiled(body, arrays, self._in_axes, self._out_types, self._out_axes)
 
     def _keep(self, shared: Any, arrays: Any) -> tuple[Arrays, Any]:
         wanted = perturbed(shared), perturbed(arrays)
@@ -97,37 +77,18 @@ class Tiles:
         return self._forward(shared, arrays), (shared, arrays, Static(wanted))
 
     def _back(self, kept: Any, cotangents: Any) -> tuple[Arrays, Arrays]:
+        """The backward pass is a function of tiles, too: of those of the arguments and of the cotangents."""
         shared, arrays, (shared_wanted, arrays_wanted) = kept[0], kept[1], kept[2].value
-        types = pick(self._out_types, self._out_float)
-        axes = pick(self._out_axes, self._out_float)
-        cotangents = pick(cotangents, self._out_float)
+        types, axes, cotangents = (
+            pick(some, self._out_float) for some in (self._out_types, self._out_axes, cotangents)
+        )
         is_nonzero = [not isinstance(ct, SymbolicZero) for ct in cotangents]
-        # Recomputation waits for the cotangents, or a compiler begins it as soon as the arguments exist.
-        nonzero = pick(cotangents, is_nonzero)
-        made = [self._start(jax.typeof(value), None) for value in pick(shared, shared_wanted)]
-        made += [self._start(jax.typeof(value), 0) for value in pick(arrays, arrays_wanted)]
-        made, waited = _made_after(made, [*nonzero, *arrays])
-        nonzero, arrays = waited[: len(nonzero)], waited[len(nonzero) :]
+        n, count = len(arrays), sum(shared_wanted)
 
-        targets, target_axes = pick(arrays, arrays_wanted), pick(self._in_axes, arrays_wanted)
-        over = _written_over(list(map(jax.typeof, targets)), target_axes, nonzero, pick(axes, is_nonzero))
-        source = {cotangent: target for target, cotangent in over.items()}
-        sums, new = [filled(*one) for one in made[: sum(shared_wanted)]], made[sum(shared_wanted) :]
-        buffers = [nonzero[over[i]] if i in over else filled(*new[i]) for i in range(len(targets))]
-        arrays, buffers = self._split(arrays, self._in_axes), self._split(buffers, target_axes)
-        nonzero_axes = pick(axes, is_nonzero)
-        nonzero = self._split(nonzero, nonzero_axes)
-
-        def one(start, size, state):
-            sums, buffers = state
-            cut, count = self._segments.cut, self._segments.count
-            tiles = [cut(array, start, size, axis) for array, axis in zip(arrays, self._in_axes, strict=True)]
-            of_tile = [
-                ct if axis is None else cut(buffers[source[i]] if i in source else ct, start, size, axis)
-                for i, (ct, axis) in enumerate(zip(nonzero, nonzero_axes, strict=True))
-            ]
+        def gradients(given: Arrays, size: int) -> Arrays:
+            tiles = given[:n]
             nothing = [
-                zeros(aval if axis is None else aval.update(shape=with_size(aval.shape, axis, count * size)))
+                zeros(aval if axis is None else aval.update(shape=with_size(aval.shape, axis, size)))
                 for aval, axis in zip(drop(types, is_nonzero), drop(axes, is_nonzero), strict=True)
             ]
 
@@ -139,28 +100,62 @@ class Tiles:
                 return pick(outs, self._out_float)
 
             _, pull = jax.vjp(float_results, pick(shared, shared_wanted), pick(tiles, arrays_wanted))
-            d_shared, d_tiles = pull(merge(of_tile, nothing, is_nonzero))
-            sums = [_add(total, d) for total, d in zip(sums, d_shared, strict=True)]
-            put = self._segments.put
-            buffers = [put(b, d, start, axis) for b, d, axis in zip(buffers, d_tiles, target_axes, strict=True)]
-            return sums, buffers
+            d_shared, d_tiles = pull(merge(given[n:], nothing, is_nonzero))
+            return [*d_shared, *d_tiles]
 
-        over_tiles = with_axes(lambda *state: self._over_tiles(one, state), self._axes)
-        sums, buffers = over_tiles(sums, buffers)
-        buffers = self._join(buffers, target_axes)
-        sums = [total.astype(value.dtype) for total, value in zip(sums, pick(shared, shared_wanted), strict=True)]
-        return (
-            merge(sums, [None] * (len(shared) - len(sums)), shared_wanted),
-            merge(buffers, [None] * (len(arrays) - len(buffers)), arrays_wanted),
+        wanted = [*pick(shared, shared_wanted), *pick(arrays, arrays_wanted)]
+        found = self._tiled(
+            gradients,
+            [*arrays, *pick(cotangents, is_nonzero)],
+            [*self._in_axes, *pick(axes, is_nonzero)],
+            list(map(jax.typeof, wanted)),
+            [*[None] * count, *pick(self._in_axes, arrays_wanted)],
+            is_backward=True,
         )
+        return spread(found[:count], shared_wanted), spread(found[count:], arrays_wanted)
 
-    def _split(self, arrays: Arrays, axes: Sequence[int | None]) -> Arrays:
-        split = self._segments.split
-        return [a if axis is None else split(a, axis) for a, axis in zip(arrays, axes, strict=True)]
+    def _tiled(
+        self,
+        body: Callable[[Arrays, int], Arrays],
+        arrays: Arrays,
+        in_axes: Sequence[int | None],
+        types: Sequence[Any],
+        axes: Sequence[int | None],
+        *,
+        is_backward: bool = False,
+    ) -> Arrays:
+        """The results of `body`, of (tiles, positions in a tile), for whole arrays. What has no positions it is given whole.
 
-    def _join(self, arrays: Arrays, axes: Sequence[int | None]) -> Arrays:
-        join = self._segments.join
-        return [a if axis is None else join(a, axis) for a, axis in zip(arrays, axes, strict=True)]
+        In the backward pass the arrays are the arguments, which are not written over, and then cotangents.
+        """
+        made = [self._start(aval, axis) for aval, axis in zip(types, axes, strict=True)]
+        # In the backward pass recomputation waits for the cotangents, or a compiler begins it as soon as the arguments exist.
+        if is_backward or self._tile < self._length:
+            made, arrays = _made_after(made, arrays)
+        first = len(self._in_axes) if is_backward else 0
+        over = _written_over(types, axes, arrays[first:], in_axes[first:])
+        buffers = [arrays[first + over[i]] if i in over else filled(*new) for i, new in enumerate(made)]
+        source = {first + array: result for result, array in over.items()}
+        split, join, cut, put = self._segments.split, self._segments.join, self._segments.cut, self._segments.put
+        arrays = [a if axis is None else split(a, axis) for a, axis in zip(arrays, in_axes, strict=True)]
+        buffers = [a if axis is None else split(a, axis) for a, axis in zip(buffers, axes, strict=True)]
+
+        def one(start, size, buffers):
+            tiles = [
+                array if axis is None else cut(buffers[source[i]] if i in source else array, start, size, axis)
+                for i, (array, axis) in enumerate(zip(arrays, in_axes, strict=True))
+            ]
+            outs = body(tiles, self._segments.count * size)
+            return [
+                _add(buffer, out) if axis is None else put(buffer, out, start, axis)
+                for buffer, out, axis in zip(buffers, outs, axes, strict=True)
+            ]
+
+        over_tiles = with_axes(lambda buffers: self._over_tiles(one, buffers), self._axes if is_backward else {})
+        return [
+            (buffer if axis is None else join(buffer, axis)).astype(aval.dtype)
+            for buffer, axis, aval in zip(over_tiles(buffers), axes, types, strict=True)
+        ]
 
     def _over_tiles(self, one: Callable[[Any, int, Any], Any], state: Any) -> Any:
         """`state = one(start, size, state)` for each tile: `size` places of each segment, from `start` on."""
@@ -186,9 +181,9 @@ _New = tuple[jax.Array, Any]  # a zero, and the type of a buffer of it
 def _made_after(made: Sequence[_New], arrays: Arrays) -> tuple[list[_New], Arrays]:
     """Both again, so that buffers are made when the arrays are there: a compiler makes all that are alike at the first."""
     floats = [is_float(jax.typeof(array)) for array in arrays]
-    waited = barrier([*(zero for zero, _ in made), *pick(arrays, floats)])
-    made = [(zero, aval) for zero, (_, aval) in zip(waited, made, strict=False)]
-    return made, merge(waited[len(made) :], drop(arrays, floats), floats)
+    starts, waited = barrier(([zero for zero, _ in made], pick(arrays, floats)))
+    made = [(zero, aval) for zero, (_, aval) in zip(starts, made, strict=True)]
+    return made, merge(waited, drop(arrays, floats), floats)
 
 
 def _written_over(

@@ -34,8 +34,8 @@ On a CPU compile with `memjax.remat_compiler_options()`, or the compiler may und
 
 from memjax.remat import linen, policies
 from memjax.remat._chain.chain import chain, chain_costs, chain_plan
-from memjax.remat._chain.items import BlockCost
 from memjax.remat._chain.schedule import ChainSchedule, chain_schedule
+from memjax.remat._chain.solvers import BlockCost
 from memjax.remat._checkpoint import UnmatchedNameWarning, checkpoint
 from memjax.remat._dense.spec import DenseParams, DenseSpec, DenseStatistics
 from memjax.remat._layers import stack_layers, unstack_layers

@@ -78,21 +78,18 @@ def _checkpoint(
     @functools.wraps(f)
     def run(*args, **kwargs):
         arrays, of_arrays = _of_arrays(f, args, kwargs, static_argnums)
-        objects = objects_in((args, kwargs))
-        if policy is None:
-            out, changes = jax.checkpoint(of_arrays, prevent_cse=prevent_cse)(arrays)
-            put_changes(objects, changes)
-            return out
 
         # Called by jax.checkpoint when, and only when, it traces. `f` itself runs once; its equations are then
         # replayed.
         def checked(arrays):
+            assert policy is not None
             jaxpr, out_shape = jax.make_jaxpr(of_arrays, return_shape=True)(arrays)
             _warn_of_unmatched(f, policy, jaxpr)
             return jax.tree.unflatten(jax.tree.structure(out_shape), jaxpr_as_fun(jaxpr)(*arrays))
 
-        out, changes = jax.checkpoint(checked, prevent_cse=prevent_cse, policy=policy.to_jax())(arrays)
-        put_changes(objects, changes)
+        kept, to_keep = (of_arrays, None) if policy is None else (checked, policy.to_jax())
+        out, changes = jax.checkpoint(kept, prevent_cse=prevent_cse, policy=to_keep)(arrays)
+        put_changes(objects_in((args, kwargs)), changes)
         return out
 
     return run

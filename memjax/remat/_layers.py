@@ -41,24 +41,21 @@ def call(layer: Callable[..., Any], x: Any) -> Any:
 
 
 def run_cell(
-    scan: Callable[..., tuple[Any, Any]],
+    rnn: Any,
     inputs: jax.Array,
     carry: Any,
     initial_carry: Callable[[tuple[int, ...]], Any],
-    feature_axes: int,
     seq_lengths: Any,
     flip_sequences: Callable[..., jax.Array],
-    *,
-    return_carry: bool,
-    time_major: bool,
-    reverse: bool,
-    keep_order: bool,
+    flags: dict[str, bool],
 ) -> Any:
     """Flax's `RNN.__call__` around another scan.
 
-    `scan(wrap, carry, xs, reverse)` scans `wrap(cell)` over rows of `xs`; `initial_carry(shape)` makes a carry for inputs
-    of one step.
+    `rnn.scan_cell(wrap, carry, xs, reverse)` scans `wrap(cell)` over rows of `xs`; `initial_carry(shape)` makes a carry for
+    inputs of one step; `flags` are those of `flags_of_call`.
     """
+    return_carry, time_major, reverse, keep_order = flags.values()
+    feature_axes, scan = rnn.cell.num_feature_axes, rnn.scan_cell
     time = 0 if time_major else inputs.ndim - (feature_axes + 1)
     batch_axes = inputs.ndim - feature_axes - 1
     length = inputs.shape[time]
@@ -113,17 +110,16 @@ def run_cell(
     return (carry, outputs) if return_carry else outputs
 
 
-def check_inputs(inputs: Any, feature_axes: int) -> None:
-    if check.array("inputs", inputs).ndim < feature_axes + 1:
-        raise check.fail(
-            ValueError, "inputs", f"an array of at least {feature_axes + 1} axes, time and features", inputs
-        )
-
-
-def flags_of_call(module: Any, **flags: Any) -> dict[str, bool]:
-    """The flags that a module is called with, checked; those that are None are the module's."""
-    flags = {name: getattr(module, name) if value is None else value for name, value in flags.items()}
-    return {name: check.flag(name, value) for name, value in flags.items()}
+def flags_of_call(rnn: Any, inputs: Any, *values: Any) -> dict[str, bool]:
+    """The flags that a module is called with, those that are None being the module's. Checked, and so are the inputs."""
+    flags = {
+        name: check.flag(name, getattr(rnn, name) if value is None else value)
+        for name, value in zip(("return_carry", "time_major", "reverse", "keep_order"), values, strict=True)
+    }
+    least = rnn.cell.num_feature_axes + 1
+    if check.array("inputs", inputs).ndim < least:
+        raise check.fail(ValueError, "inputs", f"an array of at least {least} axes, time and features", inputs)
+    return flags
 
 
 def _as_wide(mask: jax.Array, x: jax.Array) -> jax.Array:

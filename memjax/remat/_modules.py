@@ -36,17 +36,6 @@ def _linen_class(wrap: Wrap, cls: type[nn.Module], static: tuple[int, ...]) -> t
     return nn.transforms.lift_transform(transform, cls)
 
 
-def _linen_instance(wrap: Wrap, module: nn.Module, static: tuple[int, ...]) -> nn.Module:
-    """The module as an instance of the class that `_linen_class` gives, bound to variables if the module is."""
-    cls = _linen_class(wrap, type(module), static)
-    if module.scope is None and not isinstance(module.parent, nn.Module):
-        fields = [field.name for field in dataclasses.fields(module) if field.init and field.name != "parent"]
-        return cls(**{name: getattr(module, name) for name in fields}, parent=None)
-    copy = object.__new__(cls)
-    vars(copy).update(vars(module))
-    return copy
-
-
 def _nnx_class(wrap: Wrap, cls: type[nnx.Module], static: tuple[int, ...]) -> type[nnx.Module]:
     """A subclass whose `__call__` is checkpointed by `wrap(f, static_argnums=...)`; positions count `self` as 0."""
 
@@ -68,22 +57,21 @@ def _nnx_class(wrap: Wrap, cls: type[nnx.Module], static: tuple[int, ...]) -> ty
     )
 
 
-def _nnx_instance(wrap: Wrap, module: nnx.Module, static: tuple[int, ...]) -> nnx.Module:
-    """An instance of the class that `_nnx_class` gives, which shares the variables of the module."""
-    copy = object.__new__(_nnx_class(wrap, type(module), static))
-    vars(copy).update(vars(module))
-    return copy
-
-
 def wrapped(wrap: Wrap, target: Any, static: tuple[int, ...]) -> Any | None:
-    """The checkpointed module or class of modules; None where `target` is neither."""
-    if isinstance(target, type):
-        if issubclass(target, nn.Module):
-            return _linen_class(wrap, target, static)
-        return _nnx_class(wrap, target, static) if issubclass(target, nnx.Module) else None
-    if isinstance(target, nn.Module):
-        return _linen_instance(wrap, target, static)
-    return _nnx_instance(wrap, target, static) if isinstance(target, nnx.Module) else None
+    """The checkpointed module, with the same variables, or class of modules; None where `target` is neither."""
+    cls: Any = target if isinstance(target, type) else type(target)
+    if not issubclass(cls, nn.Module | nnx.Module):
+        return None
+    is_linen = issubclass(cls, nn.Module)
+    made: Any = (_linen_class if is_linen else _nnx_class)(wrap, cls, static)
+    if target is cls:
+        return made
+    if is_linen and target.scope is None and not isinstance(target.parent, nn.Module):  # it has no variables yet
+        fields = [field.name for field in dataclasses.fields(target) if field.init and field.name != "parent"]
+        return made(**{name: getattr(target, name) for name in fields}, parent=None)
+    copy = object.__new__(made)
+    vars(copy).update(vars(target))
+    return copy
 
 
 class _CreatesVariables(Exception):

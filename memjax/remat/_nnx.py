@@ -15,7 +15,7 @@ from memjax._plan.result import Plan
 from memjax.remat._chain.chain import chain
 from memjax.remat._chain.chain import check_memory as check_memory_of_chain
 from memjax.remat._chain.schedule import ChainSchedule
-from memjax.remat._layers import call, check_inputs, check_layers, flags_of_call, run_cell
+from memjax.remat._layers import call, check_layers, flags_of_call, run_cell
 from memjax.remat._scan.scan import check_memory, scan
 from memjax.remat._tiled.heads import attention_in_groups
 
@@ -85,25 +85,15 @@ class RNN(nnx.RNN):
         keep_order: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | None = None,
     ) -> Any:
-        flags = flags_of_call(
-            self, return_carry=return_carry, time_major=time_major, reverse=reverse, keep_order=keep_order
-        )
-        check_inputs(inputs, self.cell.num_feature_axes)
+        flags = flags_of_call(self, inputs, return_carry, time_major, reverse, keep_order)
         rngs = self.rngs if rngs is None else rngs
         if not isinstance(rngs, nnx.Rngs | nnx.RngStream | None):
             raise check.fail(TypeError, "rngs", "an nnx.Rngs or nnx.RngStream", rngs, "such as nnx.Rngs(0)")
-        return run_cell(
-            self._scan,
-            inputs,
-            initial_carry,
-            lambda shape: self.cell.initialize_carry(shape, rngs.carry.fork() if isinstance(rngs, nnx.Rngs) else rngs),
-            self.cell.num_feature_axes,
-            seq_lengths,
-            flip_sequences,
-            **flags,
-        )
+        key = lambda: rngs.carry.fork() if isinstance(rngs, nnx.Rngs) else rngs
+        initial = lambda shape: self.cell.initialize_carry(shape, key())
+        return run_cell(self, inputs, initial_carry, initial, seq_lengths, flip_sequences, flags)
 
-    def _scan(self, wrap: Callable[..., Any], carry: Any, xs: Any, reverse: bool) -> tuple[Any, Any]:
+    def scan_cell(self, wrap: Callable[..., Any], carry: Any, xs: Any, reverse: bool) -> tuple[Any, Any]:
         """Scan `wrap(cell)` over `xs`, the cell's state going along."""
         fixed = nnx.Any(nnx.Param, nnx.RngKey, nnx.All(nnx.RngState, self.broadcast_rngs))
 

@@ -15,7 +15,7 @@ from memjax._core.lists import drop, merge, pick
 from memjax._plan.result import Plan
 from memjax.remat._chain.chain import chain
 from memjax.remat._chain.schedule import ChainSchedule
-from memjax.remat._layers import call, check_inputs, check_layers, flags_of_call, run_cell
+from memjax.remat._layers import call, check_layers, flags_of_call, run_cell
 from memjax.remat._scan.scan import scan
 
 __all__ = ["RNN", "Chain"]
@@ -58,10 +58,7 @@ class RNN(nn.RNN):
             raise check.fail(
                 TypeError, "cell", "a Flax Linen cell", self.cell, "pass nn.GRUCell(features), for example"
             )
-        flags = flags_of_call(
-            self, return_carry=return_carry, time_major=time_major, reverse=reverse, keep_order=keep_order
-        )
-        check_inputs(inputs, self.cell.num_feature_axes)
+        flags = flags_of_call(self, inputs, return_carry, time_major, reverse, keep_order)
         if not isinstance(self.unroll, bool):
             check.integer("unroll", self.unroll, least=0, what="True, False or a number of steps")
         if not isinstance(self.split_rngs, Mapping):
@@ -73,18 +70,10 @@ class RNN(nn.RNN):
                 inputs, initial_carry=initial_carry, init_key=init_key, seq_lengths=seq_lengths, **flags
             )
         key = jax.random.key(0) if init_key is None else check.prng_key("init_key", init_key)
-        return run_cell(
-            self._scan,
-            inputs,
-            initial_carry,
-            lambda shape: self.cell.initialize_carry(key, shape),
-            self.cell.num_feature_axes,
-            seq_lengths,
-            flip_sequences,
-            **flags,
-        )
+        initial = lambda shape: self.cell.initialize_carry(key, shape)
+        return run_cell(self, inputs, initial_carry, initial, seq_lengths, flip_sequences, flags)
 
-    def _scan(self, wrap: Callable[..., Any], carry: Any, xs: Any, reverse: bool) -> tuple[Any, Any]:
+    def scan_cell(self, wrap: Callable[..., Any], carry: Any, xs: Any, reverse: bool) -> tuple[Any, Any]:
         """Scan `wrap(cell)` over `xs`, as `flax.core.lift.scan` does with `jax.lax.scan`."""
         length = len(jax.tree.leaves(xs)[0])
 
@@ -104,14 +93,9 @@ class RNN(nn.RNN):
 
                 # Flax traces its step once before it scans, which moves random streams on: for the same masks, so does this.
                 jax.eval_shape(lambda xs: step((state, carry), jax.tree.map(lambda a: a[0], xs)), (one_each, xs))
+                xs = one_each, xs
                 (state, carry), ys = scan(
-                    step,
-                    (state, carry),
-                    (one_each, xs),
-                    slots=self.slots,
-                    budget=self.budget,
-                    reverse=reverse,
-                    unroll=self.unroll,
+                    step, (state, carry), xs, None, reverse, self.unroll, slots=self.slots, budget=self.budget
                 )
                 return (carry, ys), (state,)
 

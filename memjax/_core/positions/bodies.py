@@ -1,16 +1,20 @@
-"""Rules for what holds programs: calls, loops and branches."""
+"""Rules for what holds programs: calls, derivative rules, loops and branches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from memjax._core.arrays import is_float
+from memjax._core.backward.passes import vjp
 from memjax._core.compat import bodies, scan_counts
-from memjax._core.positions.walk import UNKNOWN, Mixed, Positions, Shared, State, Walk, reason
+from memjax._core.lists import pick
+from memjax._core.positions.walk import UNKNOWN, Mixed, Positions, Shared, State, Walk, fits, reason, shared
+from memjax._core.program.jaxpr import axis_sizes, bind, trace
 from memjax._core.program.scopes import place_of
 
 
-def call(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
+def call(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
     body = next(iter(bodies(eqn)), None)
     if body is None or len(body.invars) != len(states):
         raise reason(eqn, UNKNOWN)
@@ -20,22 +24,55 @@ def call(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
         raise Mixed(mixed.what, mixed.where or place_of(eqn)) from None
 
 
-def linear_solve(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
+def custom_call(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
+    """A function with a derivative rule of its own, which must not mix positions either."""
+    outs = call(walk, eqn, states)
+    if walk.is_backward:
+        return outs
+    try:
+        _check_backward(walk, eqn, states, outs)
+    except Mixed as mixed:
+        if UNKNOWN not in mixed.what:  # kernels, and loops that add up the gradients of parameters
+            raise Mixed(f"the derivative rule, where {mixed.what}", mixed.where or place_of(eqn)) from None
+    return outs
+
+
+def _check_backward(walk: Walk, eqn: Any, states: list[State], outs: list[State]) -> None:
+    """Raises Mixed if the cotangent of a position depends on other positions, or that of a shared value is no sum over them."""
+    types, out_types = ([atom.aval for atom in atoms] for atoms in (eqn.invars, eqn.outvars))
+    wrt, floats = list(map(is_float, types)), list(map(is_float, out_types))
+    inputs = pick(states, wrt)
+    if not any(isinstance(state, Positions) for state in inputs):
+        return
+
+    def pull(values: list[Any], cotangents: list[Any]) -> Any:
+        return vjp(lambda inputs: pick(bind(eqn, inputs), floats), values, wrt)[1](cotangents)[0]
+
+    cotangents = [aval.to_ct_aval().update(weak_type=False) for aval in pick(out_types, floats)]
+    program = trace(pull, [types, cotangents], axis_sizes(eqn)).jaxpr
+    walk.seen.backward.append(program)
+    pairs = zip(pick(outs, floats), cotangents, strict=True)
+    given = [state if isinstance(state, Positions) else shared(aval.shape) for state, aval in pairs]
+    for wanted, found in zip(inputs, walk.backward().program(program, [*states, *given]), strict=True):
+        if isinstance(wanted, Positions) and not fits(found, wanted):
+            raise Mixed("the cotangent of a position depends on other positions")
+        if not isinstance(wanted, Positions) and isinstance(found, Positions):
+            raise Mixed("the cotangent of a shared value has positions")
+
+
+def linear_solve(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
     """The program that solves, and the one that solves with the transpose, for the backward pass."""
     counts, programs = eqn.params["const_lengths"], eqn.params["jaxprs"]
-    constants, first = [], 0
-    for count in counts:
-        constants.append(states[first : first + count])
-        first += count
-    of = dict(zip(counts._fields, constants, strict=True))
-    outs = walk.program(programs.solve.jaxpr, [*of["solve"], *states[first:]])
+    rest = list(states)
+    of = {name: [rest.pop(0) for _ in range(count)] for name, count in counts._asdict().items()}
+    outs = walk.program(programs.solve.jaxpr, [*of["solve"], *rest])
     if programs.transpose_solve is None:
         raise reason(eqn, UNKNOWN)
     walk.program(programs.transpose_solve.jaxpr, [*of["transpose_solve"], *outs])
     return outs
 
 
-def scan(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
+def scan(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
     """Positions stay where they are while another axis is scanned over."""
     (body,) = bodies(eqn)
     constants, carried = scan_counts(eqn)
@@ -48,7 +85,7 @@ def scan(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
     return [*carry, *map(_stacked, outs[carried:])]
 
 
-def while_(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
+def while_(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
     tested, looped = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     constants = states[tested : tested + looped]
     turn = lambda carry: walk.program(eqn.params["body_jaxpr"].jaxpr, [*constants, *carry])
@@ -59,7 +96,7 @@ def while_(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
     return carry
 
 
-def cond(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
+def cond(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
     if not isinstance(states[0], Shared):
         raise reason(eqn, "chooses by what depends on positions")
     joined, *others = (walk.program(branch.jaxpr, states[1:]) for branch in eqn.params["branches"])
@@ -99,10 +136,7 @@ def _join(eqn: Any, a: State, b: State) -> State:
     """The state of a value that is one or the other."""
     if isinstance(a, Shared) and isinstance(b, Shared):
         return Shared(tuple(x or y for x, y in zip(a.uneven, b.uneven, strict=True)))
-    if a == b:
-        return a
-    if isinstance(b, Shared):
-        a, b = b, a
-    if isinstance(a, Shared) and isinstance(b, Positions) and not a.uneven[b.dim]:
-        return b
+    for one, other in ((a, b), (b, a)):
+        if one == other or (isinstance(other, Positions) and fits(one, other)):
+            return other
     raise reason(eqn, UNKNOWN)

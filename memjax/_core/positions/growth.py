@@ -60,7 +60,6 @@ class Growth:
       leading: variables that the program's backward passes depend on; None: there are none.
 
     Attributes:
-      program, sources, seed, dim, leading: as given.
       length: the number of positions.
       inside: numbers of the equations, in order; none if gradients depend on something that mixes positions.
       entered: for each of them, with gradients, bytes with positions that have gone in.

@@ -74,11 +74,12 @@ def regions(program: Program, *, gradients: bool = False) -> list[Region]:
         leading = read_by(flow.needed((), always=backward))
     sources, taken = Sources(program), set[int]()
     found: list[Region] = []
-    for seed in _seeds(program):
+    products = [i for i, eqn in enumerate(program.eqns) if primitive_name(eqn) == "dot_general"]
+    for seed in sorted(products, key=lambda i: -array_bytes(program.eqns[i].outvars[0])):
         if seed in taken:
             continue
-        dims = _free_dims(program.eqns[seed])
-        grown = [region for dim in dims if (region := _cut_out(Growth(program, sources, seed, dim, leading)))]
+        growths = (Growth(program, sources, seed, dim, leading) for dim in _free_dims(program.eqns[seed]))
+        grown = [region for growth in growths if (region := _Cut(growth).region())]
         if grown:
             best = min(grown, key=lambda region: (region.moved, -region.length))
             places = {flow.place[eqn.outvars[0]] for eqn in best.eqns}
@@ -86,14 +87,6 @@ def regions(program: Program, *, gradients: bool = False) -> list[Region]:
                 taken |= places
                 found.append(best)
     return found
-
-
-def _seeds(program: Program) -> list[int]:
-    large = []
-    for i, eqn in enumerate(program.eqns):
-        if primitive_name(eqn) == "dot_general" and next(iter(_free_dims(eqn)), None) is not None:
-            large.append((-array_bytes(eqn.outvars[0]), i))
-    return [i for _, i in sorted(large)]
 
 
 def _free_dims(eqn: Any) -> Iterator[int]:
@@ -109,25 +102,21 @@ def _free_dims(eqn: Any) -> Iterator[int]:
             yield dim
 
 
-def _cut_out(growth: Growth) -> Region | None:
-    """The part of what has grown out of which the fewest bytes come, if it is worth a loop."""
-    cut = _Cut(growth)
-    region = cut.region()
-    return None if region is None or region.moved * _LARGE > cut.seed_bytes * 2 else region
-
-
 Mapped = dict[tuple[Any, int], None]
 
 
 class _Cut:
-    """The first equations of what has grown, and what of their operands is made inside with them."""
+    """The part of what has grown out of which the fewest bytes come: its first equations, and what of their operands is made
+    inside with them.
+    """
 
     def __init__(self, growth: Growth):
         self._growth, self._program, self._flow = growth, growth.program, growth.program.flow
-        self.seed_bytes = array_bytes(self._program.eqns[growth.seed].outvars[0])
+        self._seed_bytes = array_bytes(self._program.eqns[growth.seed].outvars[0])
         self._before: dict[int, None] = {}  # equations that make operands inside
 
     def region(self) -> Region | None:
+        """None where it is no loop, or not worth one."""
         growth, inside = self._growth, self._narrowest()
         outs = self._read_outside(inside)
         states = [growth.states[var] for var in outs]
@@ -156,7 +145,8 @@ class _Cut:
         if len({var for var, _ in mapped}) < len(mapped) or {var for var, _ in mapped}.intersection(common):
             return None
         eqns = [self._program.eqns[i] for i in sorted(numbers)]
-        return Region(growth.seed, growth.dim, growth.length, eqns, common, list(mapped), outs, axes)
+        region = Region(growth.seed, growth.dim, growth.length, eqns, common, list(mapped), outs, axes)
+        return None if region.moved * _LARGE > self._seed_bytes * 2 else region
 
     def _narrowest(self) -> list[int]:
         """The first equations of the growth, so many that the fewest bytes are read outside of them."""
@@ -168,7 +158,7 @@ class _Cut:
             for out in self._program.eqns[i].outvars:
                 readers = flow.readers.get(out, [])
                 last[out] = end if out in results else max((order.get(one, end) for one in readers), default=-1)
-        best, count = self.seed_bytes, 0
+        best, count = self._seed_bytes, 0
         alive, values = 0, 0  # bytes, and how many of them are no sums
         ends: dict[int, list[Any]] = {}
         for k, i in enumerate(inside):
@@ -242,7 +232,7 @@ class _Cut:
             readers = self._flow.readers.get(eqn.outvars[0], [])
             if primitive_name(eqn) != "dot_general" or not set(self._growth.inside).issuperset(readers):
                 return False
-        return any(array_bytes(one) * _SMALL >= self.seed_bytes for one, _ in self._growth.sources.behind(var))
+        return any(array_bytes(one) * _SMALL >= self._seed_bytes for one, _ in self._growth.sources.behind(var))
 
     def _absorb_view(self, var: Any, before: dict[int, None]) -> bool:
         """Make a shared operand inside that is a constant, or a transpose, which the compiler makes part of the product."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from memjax._core.compat import primitive_name
-from memjax._core.positions import bodies, derivatives, dimensions, indexing, layout, products, shared_values, sums
-from memjax._core.positions.walk import UNKNOWN, Rule, Seen, Shared, State, Summed, Walk, one_place, reason
+from memjax._core.positions import bodies, dimensions
+from memjax._core.positions import without_positions as without
+from memjax._core.positions.walk import UNKNOWN, Rule, Shared, State, Summed, Walk, one_place, reason
 from memjax._core.program.primitives import (
     ALIASES,
     CALLS_OF_ONE_BODY,
@@ -20,33 +20,15 @@ from memjax._core.program.primitives import (
 )
 
 
-def walk(jaxpr: Any, states: Sequence[State], length: int, may_sum: bool, seen: Seen | None = None) -> list[State]:
-    """The states of a program's outputs, the program being traced for `length` positions.
-
-    Args:
-      jaxpr: without constants that hold positions.
-      states: of its inputs.
-      length: at least 2.
-      may_sum: whether sums over positions are of use.
-      seen: what has to be compared with a walk for another length is added to this.
-
-    Raises Mixed.
-    """
-    return Walk(length, may_sum, apply_rule, seen).program(jaxpr, states)
-
-
-def apply_rule(walk: Walk, eqn: Any, states: list[State]) -> list[State]:
+def apply_rule(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
     """The states of an equation's outputs. Raises Mixed."""
     name = primitive_name(eqn)
     if all(isinstance(state, Shared) for state in states):
-        is_of_any_size = name in _OF_ANY_SIZE or (
-            name in _CUTS and isinstance(states[0], Shared) and not any(states[0].uneven)
-        )
-        if not is_of_any_size:
+        if name not in _OF_ANY_SIZE and not (name in _CUTS and not any(states[0].uneven)):
             walk.seen.made.append(eqn)
-        return _FOR_SHARED.get(name, shared_values.uneven_everywhere)(walk, eqn, states)
+        return _FOR_SHARED.get(name, without.uneven_everywhere)(walk, eqn, states)
     if any(isinstance(state, Summed) for state in states):
-        return _FOR_SUMS.get(name, sums.refused)(walk, eqn, states)
+        return _FOR_SUMS.get(name, without.sum_refused)(walk, eqn, states)
     if name not in _FOR_POSITIONS:
         raise reason(eqn, UNKNOWN)
     return _FOR_POSITIONS[name](walk, eqn, states)
@@ -73,36 +55,36 @@ _CUTS = ("slice", "dynamic_slice", "rev")  # of what is even they are the same, 
 _OF_ANY_SIZE = ELEMENTWISE.union(_RESHAPES, _UNCHANGED, _PLAIN_CALLS, ("iota", "broadcast_in_dim", "transpose"))
 
 _FOR_SHARED: dict[str, Rule] = {
-    "iota": shared_values.iota,
-    "broadcast_in_dim": shared_values.broadcast,
-    "transpose": shared_values.transpose,
-    **dict.fromkeys(_CUTS, shared_values.cut),
-    "dynamic_update_slice": shared_values.written,
-    "pad": shared_values.pad,
-    "concatenate": shared_values.concatenate,
-    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min"), shared_values.reduce),
-    **dict.fromkeys(SCATTERS, shared_values.scatter),
-    "gather": shared_values.gather,
-    **dict.fromkeys(_RESHAPES, shared_values.reshape),
-    **dict.fromkeys(ELEMENTWISE, shared_values.elementwise),
+    "iota": without.iota,
+    "broadcast_in_dim": without.broadcast,
+    "transpose": without.transpose,
+    **dict.fromkeys(_CUTS, without.cut),
+    "dynamic_update_slice": without.written,
+    "pad": without.pad,
+    "concatenate": without.concatenate,
+    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min"), without.reduce),
+    **dict.fromkeys(SCATTERS, without.scatter),
+    "gather": without.gather,
+    **dict.fromkeys(_RESHAPES, without.reshape),
+    **dict.fromkeys(ELEMENTWISE, without.elementwise),
     **dict.fromkeys(_UNCHANGED, _unchanged),
     **dict.fromkeys(_PLAIN_CALLS, bodies.call),
 }
 
 _FOR_SUMS: dict[str, Rule] = {
-    **dict.fromkeys((*_RESHAPES, "broadcast_in_dim", "transpose", "reduce_sum", "rev", "slice"), sums.moved),
-    "concatenate": sums.concatenate,
-    "dot_general": sums.product,
+    **dict.fromkeys((*_RESHAPES, "broadcast_in_dim", "transpose", "reduce_sum", "rev", "slice"), without.sum_moved),
+    "concatenate": without.sum_concatenate,
+    "dot_general": without.sum_product,
     **dict.fromkeys(_CALLS, bodies.call),
     **dict.fromkeys(_UNCHANGED, _unchanged),
-    **dict.fromkeys(ELEMENTWISE, sums.elementwise),
+    **dict.fromkeys(ELEMENTWISE, without.sum_elementwise),
 }
 
 _FOR_POSITIONS: dict[str, Rule] = {
-    "broadcast_in_dim": layout.broadcast,
-    **dict.fromkeys(_RESHAPES, layout.reshape),
-    "transpose": layout.transpose,
-    "bitcast_convert_type": layout.bitcast,
+    "broadcast_in_dim": dimensions.broadcast,
+    **dict.fromkeys(_RESHAPES, dimensions.reshape),
+    "transpose": dimensions.transpose,
+    "bitcast_convert_type": dimensions.bitcast,
     **dict.fromkeys(REDUCTIONS, dimensions.reduce),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), dimensions.along("axis")),
     "split": dimensions.along("axis"),
@@ -118,19 +100,19 @@ _FOR_POSITIONS: dict[str, Rule] = {
     **dict.fromkeys(
         ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"), dimensions.windows
     ),
-    **dict.fromkeys(("slice", "dynamic_slice"), indexing.slice_),
-    "dynamic_update_slice": indexing.update_slice,
-    "gather": indexing.gather,
-    **dict.fromkeys(SCATTERS | {"scatter-mul", "scatter-min", "scatter-max"}, indexing.scatter),
-    "dot_general": products.dot,
-    "conv_general_dilated": products.convolution,
+    **dict.fromkeys(("slice", "dynamic_slice"), dimensions.slice_),
+    "dynamic_update_slice": dimensions.update_slice,
+    "gather": dimensions.gather,
+    **dict.fromkeys(SCATTERS | {"scatter-mul", "scatter-min", "scatter-max"}, dimensions.scatter),
+    "dot_general": dimensions.dot,
+    "conv_general_dilated": dimensions.convolution,
     "custom_linear_solve": bodies.linear_solve,
     "scan": bodies.scan,
     "while": bodies.while_,
     "cond": bodies.cond,
     **dict.fromkeys(("pmax", "pmin", "ppermute", *_OF_KEYS), _unchanged),
     **dict.fromkeys(_CALLS, bodies.call),
-    **dict.fromkeys((*CUSTOM_CALLS, *TRACED_CUSTOM_CALLS), derivatives.custom_call),
+    **dict.fromkeys((*CUSTOM_CALLS, *TRACED_CUSTOM_CALLS), bodies.custom_call),
     **dict.fromkeys(_UNCHANGED, _unchanged),
     **dict.fromkeys(ELEMENTWISE, _elementwise),
 }

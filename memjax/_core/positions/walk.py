@@ -82,6 +82,11 @@ def shape_of(atom: Any) -> tuple[int, ...]:
     return tuple(getattr(atom.aval, "shape", ()))
 
 
+def fits(state: State, place: Positions) -> bool:
+    """Whether a value has its positions there, or is the same for all of these."""
+    return state == place or (isinstance(state, Shared) and not state.uneven[place.dim])
+
+
 def one_place(eqn: Any, states: Sequence[State]) -> Positions:
     """Where all operands have their positions; shared operands must be the same for all of these."""
     places = {state for state in states if isinstance(state, Positions)}
@@ -95,7 +100,7 @@ def one_place(eqn: Any, states: Sequence[State]) -> Positions:
 
 
 class Seen:
-    """What a walk cannot judge alone: two walks, for different lengths, have to see the same (`lengths.check_alike`).
+    """What a walk cannot judge alone: two walks, for different lengths, have to see the same.
 
     Attributes:
       made: equations of shared values that may depend on how large their operands are: a sum of ones.
@@ -145,4 +150,5 @@ def _read(env: dict[Any, State], atom: Any) -> State:
     return shared(np.shape(atom.val)) if is_literal(atom) else env[atom]
 
 
-Rule = Callable[[Walk, Any, list[State]], list[State]]
+Rule = Callable[[Walk, Any, list[Any]], list[State]]
+"""From an equation and the states of its inputs to those of its outputs. Raises Mixed."""

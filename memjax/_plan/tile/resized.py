@@ -15,7 +15,7 @@ from jax import lax
 
 from memjax._core.compat import primitive_name
 from memjax._core.lists import Arrays
-from memjax._core.positions.indexing import scatter_places
+from memjax._core.positions.dimensions import scatter_places
 from memjax._core.positions.rules import apply_rule
 from memjax._core.positions.walk import Mixed, Positions, Shared, State, Summed, Walk, shape_of, shared
 from memjax._core.program.dataflow import is_literal

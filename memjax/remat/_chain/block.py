@@ -7,8 +7,7 @@ from which its backward pass follows without repeating matrix products and the l
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +20,7 @@ from memjax._core.arrays import is_float, zeros
 from memjax._core.backward import Backward
 from memjax._core.backward.derivatives import Static, perturbed
 from memjax._core.barriers import barrier
-from memjax._core.lists import Arrays, drop, merge, pick
+from memjax._core.lists import Arrays, drop, merge, pick, spread
 from memjax._core.program.costs import device, program_seconds
 from memjax._core.program.dataflow import is_literal, variables
 from memjax._core.program.jaxpr import axis_sizes, calls_in_place, evaluate, nbytes, with_axes
@@ -29,7 +28,8 @@ from memjax._core.program.working import peak_bytes
 from memjax._core.timing import seconds
 from memjax._measure import remat_compiler_options
 from memjax._plan.alone import bytes_of, compile_alone, constants, temporary
-from memjax.remat._chain.items import BlockCost
+from memjax._plan.budget.digest import digest_of
+from memjax.remat._chain.solvers import BlockCost, Items, blocks_of
 
 
 class Block:
@@ -103,33 +103,82 @@ class Block:
         check.known_sizes("remat.chain", (p, x))
         out, kept = self.backward(wrt).keep([*p, *x])
         n = len(self.y)
-        saved = together([*out[:n], *kept])  # these arrays are kept, and not others that the compiler prefers
+        saved = barrier([*out[:n], *kept])  # these arrays are kept, and not others that the compiler prefers
         return (saved[:n], out[n:]), (Static(wrt), p, x, saved[n:])
 
     def _back(self, saved: Any, cts: Any) -> tuple[Arrays, Arrays]:
         wrt, p, x, kept = saved
-        (p, x, kept), cts = after(pick(cts[0], self.y_float), (p, x, kept))
-        cts = together(with_axes(self.backward(wrt.value).back, self.axes)([*p, *x], kept, cts))
-        cts = merge(cts, [None] * (len(wrt.value) - len(cts)), wrt.value)
+        (p, x, kept), cts = _after(pick(cts[0], self.y_float), (p, x, kept))
+        cts = barrier(with_axes(self.backward(wrt.value).back, self.axes)([*p, *x], kept, cts))  # none is put off
+        cts = spread(cts, wrt.value)
         return cts[: self.n_p], cts[self.n_p :]
 
 
-def after(cts: Sequence[Any], values: Any) -> tuple[Any, Arrays]:
+def _after(cts: Sequence[Any], values: Any) -> tuple[Any, Arrays]:
     """(values, cts): the values may only be used once the gradients are there, so nothing is recomputed early.
 
     Cotangents that are known to be zero become zeros.
     """
     is_zero = [isinstance(ct, SymbolicZero) for ct in cts]
     nonzero = drop(cts, is_zero)
-    leaves, tree = jax.tree.flatten(values)
-    out = barrier([*nonzero, *leaves]) if nonzero else leaves
-    cts = merge([zeros(ct.aval) for ct in pick(cts, is_zero)], out[: len(nonzero)], is_zero)
-    return jax.tree.unflatten(tree, out[len(nonzero) :]), cts
+    if nonzero:
+        nonzero, values = barrier((nonzero, values))
+    return values, merge([zeros(ct.aval) for ct in pick(cts, is_zero)], nonzero, is_zero)
 
 
-def together(arrays: Arrays) -> Arrays:
-    """The arrays. None can be used before all are there, so no gradient of a parameter is put off."""
-    return barrier(arrays)
+# Blocks one after the other, differentiated by a schedule of whole blocks.
+
+
+def run_items(
+    items: Items, blocks: Sequence[Block], values: Mapping[int, Arrays], x: Arrays
+) -> tuple[Arrays, list[Arrays]]:
+    """(y, aux of each block): the blocks of `items`, from the first one's input. `values` are their `p`."""
+    auxs: list[Arrays] = []
+    for item in items:
+        if isinstance(item, int):
+            x, aux = blocks[item].keep(values[item], x)
+            auxs.append(aux)
+        else:
+            x, more = _recomputed(item, blocks)({i: values[i] for i in blocks_of(item)}, x)
+            auxs += more
+    return x, auxs
+
+
+def _recomputed(items: Items, blocks: Sequence[Block]) -> Callable[..., tuple[Arrays, list[Arrays]]]:
+    """The blocks of `items`, of which only the input is kept; recomputed as `items` says."""
+
+    def plain(values, x):
+        auxs = []
+        for i, p in values.items():
+            x, aux = blocks[i].run(p, x)
+            x = barrier(x)  # or the compiler sums residual branches up again in each block, and keeps them all
+            auxs.append(aux)
+        return x, auxs
+
+    def forward(values, x):
+        leaves, tree = jax.tree.flatten((values, x), is_leaf=lambda leaf: hasattr(leaf, "perturbed"))
+        arrays = [leaf.value for leaf in leaves]
+        return plain(*jax.tree.unflatten(tree, arrays)), (Static((perturbed(leaves), tree)), arrays)
+
+    def backward(saved, cts):
+        (wrt, tree), arrays = saved[0].value, saved[1]
+        mine = list(blocks_of(items))
+        y_float = blocks[mine[-1]].y_float
+        arrays, cts = _after(pick(cts[0], y_float), arrays)
+        fixed = drop(arrays, wrt)
+
+        def run(chosen):
+            y, _ = run_items(items, blocks, *jax.tree.unflatten(tree, merge(chosen, fixed, wrt)))
+            return pick(y, y_float)
+
+        axes = {name: size for i in mine for name, size in blocks[i].axes.items()}
+        pull_back = with_axes(lambda chosen, cts: jax.vjp(run, chosen)[1](cts)[0], axes)
+        d_chosen = barrier(pull_back(pick(arrays, wrt), cts))
+        return jax.tree.unflatten(tree, spread(d_chosen, wrt))
+
+    group = jax.custom_vjp(plain)
+    group.defvjp(forward, backward, symbolic_zeros=True)
+    return group
 
 
 # What a block costs: time from its operations or by the clock, working memory from compiling it by itself.
@@ -137,11 +186,38 @@ def together(arrays: Arrays) -> Arrays:
 _MOST_COMPILED = 1024
 
 
-def estimate(block: Block, from_input: Sequence[bool]) -> BlockCost:
-    """The cost of a block whose float inputs are all differentiated. Nothing is run.
+def estimates(blocks: Sequence[Block]) -> list[BlockCost]:
+    """The costs of the blocks of a chain. Nothing is run."""
+    keys = list(_with_handed_on(blocks))
+    costs = {key: _estimate(*key) for key in dict.fromkeys(keys)}
+    return [costs[key] for key in keys]
 
-    `from_input` marks the leaves of its input that are leaves of the chain's input, handed on. They cost nothing where the block
-    hands them on as well.
+
+def measured(blocks: Sequence[Block], values: Sequence[Arrays], x: Arrays) -> list[BlockCost]:
+    """The costs of the blocks on the default device: compiled and timed for these arguments."""
+    if any(isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)) for leaf in jax.tree.leaves((values, x))):
+        raise TypeError("measure=True runs the blocks: call chain_costs outside jit, with arrays as params and x")
+    keys = list(_with_handed_on(blocks))
+    costs: dict[Any, BlockCost] = {}
+    for key, p in zip(keys, values, strict=True):
+        if key not in costs:
+            costs[key] = _measured(*key, p, x)
+        x, _ = key[0].run(p, x)
+    return [costs[key] for key in keys]
+
+
+def _with_handed_on(blocks: Sequence[Block]) -> Iterator[tuple[Block, tuple[bool, ...]]]:
+    """Each block, and which leaves of its input are leaves of the chain's input, handed on."""
+    from_input = (True,) * len(blocks[0].x)
+    for block in blocks:
+        yield block, from_input
+        from_input = block.handed_on(from_input)
+
+
+def _estimate(block: Block, from_input: Sequence[bool]) -> BlockCost:
+    """The cost of a block whose float inputs are all differentiated.
+
+    Leaves of the chain's input, which `from_input` marks, cost nothing where the block hands them on as well.
     """
     backward = _whole_backward(block)
     cts = [aval for aval in block.y if is_float(aval)]
@@ -149,17 +225,13 @@ def estimate(block: Block, from_input: Sequence[bool]) -> BlockCost:
     pull = jax.make_jaxpr(backward.back)([*block.p, *block.x], backward.kept, cts)
     forward, back = (calls_in_place(traced, differentiable=False) for traced in (run, pull))
     rates = device()
-    output, kept = _sizes(block, backward, from_input)
-    compiled = _compiled_bytes(run, pull)
-    if compiled is not None:
-        forward_work, back_temp, standing = compiled
-        backward_work = back_temp + _gradient_bytes(block)
-    else:
+    works = _compiled_bytes(block, run, pull)
+    if works is None:
         n_kept, n_dp = len(back.invars) - len(cts), len(back.outvars) - sum(map(is_float, block.x))
-        forward_work, standing = modelled_bytes(forward, rates.platform), 0
         backward_work = modelled_bytes(back, rates.platform, back.invars[n_kept:], back.outvars[n_dp:])
+        works = modelled_bytes(forward, rates.platform), backward_work, 0
     times = program_seconds(forward, rates), program_seconds(back, rates)
-    return BlockCost(*times, output, kept, forward_work, backward_work, standing)
+    return BlockCost(*times, *_sizes(block, backward, from_input), *works)
 
 
 def modelled_bytes(program: Any, platform: str, entering: Sequence[Any] = (), leaving: Sequence[Any] = ()) -> int:
@@ -169,27 +241,15 @@ def modelled_bytes(program: Any, platform: str, entering: Sequence[Any] = (), le
     return peak_bytes(program.eqns, set(elsewhere) - counted, variables(entering), variables(leaving), [], platform)
 
 
-def measured(block: Block, from_input: Sequence[bool], p: Arrays, x: Arrays) -> tuple[BlockCost, Arrays]:
-    """(the cost of the block on the default device, its output): compiled and timed for these arguments."""
+def _measured(block: Block, from_input: Sequence[bool], p: Arrays, x: Arrays) -> BlockCost:
     backward = _whole_backward(block)
     options: dict[str, Any] = dict(remat_compiler_options())
     run = jax.jit(block.evaluate).lower(p, x).compile(compiler_options=options)
     out, kept = backward.keep([*p, *x])
-    y = out[: len(block.y)]
-    cts = [jnp.ones_like(leaf) for leaf in y if is_float(leaf)]
-    back = backward.back.lower([*p, *x], kept, cts).compile(compiler_options=options)  # type: ignore[attr-defined]  # jitted
-    output, kept_nbytes = _sizes(block, backward, from_input)
-    forward_work, back_temp, standing = _bytes(run, back)
-    cost = BlockCost(
-        forward=_fastest(run, p, x),
-        backward=_fastest(back, [*p, *x], kept, cts),
-        output=output,
-        kept=kept_nbytes,
-        forward_work=forward_work,
-        backward_work=back_temp + _gradient_bytes(block),
-        standing=standing,
-    )
-    return cost, y
+    arguments = [*p, *x], kept, [jnp.ones_like(leaf) for leaf in out[: len(block.y)] if is_float(leaf)]
+    back = backward.back.lower(*arguments).compile(compiler_options=options)  # type: ignore[attr-defined]  # jitted
+    times = _fastest(run, p, x), _fastest(back, *arguments)
+    return BlockCost(*times, *_sizes(block, backward, from_input), *_bytes(block, run, back))
 
 
 def _whole_backward(block: Block) -> Backward:
@@ -204,35 +264,30 @@ def _sizes(block: Block, backward: Backward, from_input: Sequence[bool]) -> tupl
     return sum(nbytes(var.aval) for var in outputs), backward.nbytes_with(len(block.y)) + handed_on
 
 
-def _gradient_bytes(block: Block) -> int:
-    """Bytes of the gradients of output and input."""
-    return sum(nbytes(aval) for aval in (*block.x, *block.y) if is_float(aval))
+_compiled: dict[str, tuple[int, int, int] | None] = {}
+"""Bytes by digest of the programs, which themselves would hold what blocks close over."""
 
 
-_compiled: dict[tuple[str, str], tuple[int, int, int] | None] = {}
-"""Bytes by backend and digest of the programs. The programs would hold what blocks close over."""
-
-
-def _compiled_bytes(run: Any, pull: Any) -> tuple[int, int, int] | None:
+def _compiled_bytes(block: Block, run: Any, pull: Any) -> tuple[int, int, int] | None:
     """As `_bytes`, for programs that are compiled here; None if they cannot be."""
-    text = f"{run}\n{pull}\n{run.in_avals} {pull.in_avals}"
-    key = (jax.default_backend(), hashlib.sha256(text.encode()).hexdigest())
+    key = digest_of([run, pull], block.p, block.x, block.y, pull.in_avals, jax.default_backend())
     if key not in _compiled:
         programs = compile_alone(run), compile_alone(pull)
         if len(_compiled) == _MOST_COMPILED:
             _compiled.pop(next(iter(_compiled)))
-        _compiled[key] = None if None in programs else _bytes(*programs)
+        _compiled[key] = None if None in programs else _bytes(block, *programs)
     return _compiled[key]
 
 
-def _bytes(run: Any, pull: Any) -> tuple[int, int, int]:
-    """Temporary bytes of the forward and of the backward pass, and of the constants that stand throughout.
+def _bytes(block: Block, run: Any, pull: Any) -> tuple[int, int, int]:
+    """Temporary bytes of the forward pass; of the backward pass, with the gradients of output and input; and of constants.
 
-    Constants of the same type in both passes are taken to be the same ones.
+    These stand throughout. Constants of the same type in both passes are taken to be the same ones.
     """
+    gradients = sum(nbytes(aval) for aval in (*block.x, *block.y) if is_float(aval))
     standing = [constants(program) for program in (run, pull)]
     works = [temporary(program) - bytes_of(types) for program, types in zip((run, pull), standing, strict=True)]
-    return max(works[0], 0), max(works[1], 0), bytes_of(standing[0] | standing[1])
+    return max(works[0], 0), max(works[1], 0) + gradients, bytes_of(standing[0] | standing[1])
 
 
 def _fastest(run: Callable[..., Any], *arguments: Any) -> float:

@@ -1,28 +1,24 @@
 """A chain of blocks whose backward pass keeps within a memory budget, at the least recomputation.
 
-`within.py` has the plan for a budget; here is what acts on a schedule that keeps a block as a whole, or groups of blocks' inputs:
 Beaumont et al. 2019, "Optimal checkpointing for heterogeneous chains: how to train deep neural networks with limited
 memory" (rotor).
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 
 from memjax._core import check
-from memjax._core.backward.derivatives import Static, perturbed, refusing_forward_mode
 from memjax._core.clear_errors import call_errors
-from memjax._core.lists import Arrays, drop, merge, pick
-from memjax._core.program.jaxpr import with_axes
+from memjax._core.lists import Arrays
 from memjax._plan.result import Plan
-from memjax.remat._chain.block import Block, after, estimate, measured, together
-from memjax.remat._chain.items import BlockCost, Items, blocks_of
+from memjax.remat._chain.block import Block, estimates, measured
 from memjax.remat._chain.schedule import ChainSchedule, chain_schedule, checked_costs
-from memjax.remat._chain.within import Whole, ahead, whole, within
+from memjax.remat._chain.solvers import BlockCost, blocks_of
+from memjax.remat._chain.within import Whole, ahead, within
 
 _FORWARD_MODE = (
     "memjax.remat.chain cannot be differentiated in forward mode (jax.jvp, jax.jacfwd, jax.linearize). Call the blocks one "
@@ -96,20 +92,13 @@ def chain(
         if len(costs) != len(traced):
             raise ValueError(f"costs must have one entry per block, got {len(costs)} for {len(traced)} blocks")
         schedule = chain_schedule(costs, budget)
-    if isinstance(schedule, ChainSchedule):
-        if list(blocks_of(schedule.items)) != list(range(len(traced))):
-            raise ValueError(f"schedule must be of {len(traced)} blocks in order, got {schedule.items}")
-        y, aux = refusing_forward_mode(functools.partial(_scheduled, traced, schedule), _FORWARD_MODE)(values, leaves)
-    else:
-        outs = within(_whole(traced, values, leaves), budget, schedule, _FORWARD_MODE)
-        y, aux = outs[: len(traced[-1].y)], []
-        for block in traced:
-            at = len(y) + sum(map(len, aux))
-            aux.append(outs[at : at + len(block.aux)])
-    y = jax.tree.unflatten(traced[-1].y_tree, y)
+    if isinstance(schedule, ChainSchedule) and list(blocks_of(schedule.items)) != list(range(len(traced))):
+        raise ValueError(f"schedule must be of {len(traced)} blocks in order, got {schedule.items}")
+    outs = iter(within(Whole(traced, values, leaves), budget, schedule, _FORWARD_MODE))
+    y = jax.tree.unflatten(traced[-1].y_tree, [next(outs) for _ in traced[-1].y])
     if not has_aux:
         return y
-    return y, [jax.tree.unflatten(block.aux_tree, leaves) for block, leaves in zip(traced, aux, strict=True)]
+    return y, [jax.tree.unflatten(block.aux_tree, [next(outs) for _ in block.aux]) for block in traced]
 
 
 def chain_plan(
@@ -141,7 +130,7 @@ def chain_plan(
     numbers = [check.integer("argnums", one, what="0 (params), 1 (x), or both") for one in _as_sequence(argnums)]
     if not numbers or not {0, 1}.issuperset(numbers):
         raise check.fail(ValueError, "argnums", "0 (params), 1 (x), or both", argnums)
-    return ahead(_whole(*_trace(blocks, params, x, has_aux)), room, sorted(set(numbers)))
+    return ahead(Whole(*_trace(blocks, params, x, has_aux)), room, sorted(set(numbers)))
 
 
 def _as_sequence(argnums: Any) -> Sequence[Any]:
@@ -180,7 +169,7 @@ def chain_costs(
     """
     check.flag("measure", measure)
     traced, values, leaves = _trace(blocks, params, x, has_aux)
-    return _measured(traced, values, leaves) if measure else _estimates(traced)
+    return measured(traced, values, leaves) if measure else estimates(traced)
 
 
 def _trace(
@@ -215,94 +204,3 @@ def _trace(
         values.append([*block.consts, *p_leaves])
         state = jax.tree.unflatten(block.y_tree, block.y)
     return traced, values, jax.tree.leaves(x)
-
-
-def _whole(traced: Sequence[Block], values: Sequence[Arrays], x: Arrays) -> Whole:
-    run = functools.partial(_scheduled, traced)
-    return whole(traced, values, x, functools.partial(_estimates, traced), run)
-
-
-def _estimates(traced: Sequence[Block]) -> list[BlockCost]:
-    keys = list(_with_handed_on(traced))
-    costs = {key: estimate(*key) for key in dict.fromkeys(keys)}
-    return [costs[key] for key in keys]
-
-
-def _measured(traced: Sequence[Block], values: Sequence[Arrays], x: Arrays) -> list[BlockCost]:
-    if any(isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)) for leaf in jax.tree.leaves((values, x))):
-        raise TypeError("measure=True runs the blocks: call chain_costs outside jit, with arrays as params and x")
-    keys = list(_with_handed_on(traced))
-    costs: dict[Any, BlockCost] = {}
-    for key, p in zip(keys, values, strict=True):
-        if key in costs:
-            x, _ = key[0].run(p, x)
-        else:
-            costs[key], x = measured(*key, p, x)
-    return [costs[key] for key in keys]
-
-
-def _with_handed_on(traced: Sequence[Block]) -> Iterator[tuple[Block, tuple[bool, ...]]]:
-    """Each block, and which leaves of its input are leaves of the chain's input, handed on."""
-    from_input = (True,) * len(traced[0].x)
-    for block in traced:
-        yield block, from_input
-        from_input = block.handed_on(from_input)
-
-
-def _scheduled(
-    traced: Sequence[Block], schedule: ChainSchedule, values: Sequence[Arrays], x: Arrays
-) -> tuple[Arrays, list[Arrays]]:
-    """(y, aux of each block), differentiated by the schedule."""
-    return _run(schedule.items, traced, dict(enumerate(values)), x)
-
-
-def _run(items: Items, traced: Sequence[Block], values: Mapping[int, Arrays], x: Arrays) -> tuple[Arrays, list[Arrays]]:
-    """(y, aux of each block): the blocks of `items`, from the first one's input."""
-    auxs: list[Arrays] = []
-    for item in items:
-        if isinstance(item, int):
-            x, aux = traced[item].keep(values[item], x)
-            auxs.append(aux)
-        else:
-            x, group_auxs = _recomputed(item, traced)([values[i] for i in blocks_of(item)], x)
-            auxs += group_auxs
-    return x, auxs
-
-
-def _recomputed(items: Items, traced: Sequence[Block]) -> Callable[..., tuple[Arrays, list[Arrays]]]:
-    """The blocks of `items`, of which only the input is kept; recomputed as `items` says."""
-    blocks = list(blocks_of(items))
-
-    def plain(values, x):
-        auxs = []
-        for i, p in zip(blocks, values, strict=True):
-            x, aux = traced[i].run(p, x)
-            x = together(x)  # or the compiler sums residual branches up again in each block, and keeps them all
-            auxs.append(aux)
-        return x, auxs
-
-    def forward(values, x):
-        leaves, tree = jax.tree.flatten((values, x), is_leaf=lambda leaf: hasattr(leaf, "perturbed"))
-        arrays = [leaf.value for leaf in leaves]
-        return plain(*jax.tree.unflatten(tree, arrays)), (Static((perturbed(leaves), tree)), arrays)
-
-    def backward(saved, cts):
-        (wrt, tree), arrays = saved[0].value, saved[1]
-        y_float = traced[blocks[-1]].y_float
-        arrays, cts = after(pick(cts[0], y_float), arrays)
-        fixed = drop(arrays, wrt)
-
-        def run(chosen):
-            values, x = jax.tree.unflatten(tree, merge(chosen, fixed, wrt))
-            by_block = dict(zip(blocks, values, strict=True))
-            y, _ = _run(items, traced, by_block, x)
-            return pick(y, y_float)
-
-        axes = {name: size for i in blocks for name, size in traced[i].axes.items()}
-        pull_back = with_axes(lambda chosen, cts: jax.vjp(run, chosen)[1](cts)[0], axes)
-        d_chosen = together(pull_back(pick(arrays, wrt), cts))
-        return jax.tree.unflatten(tree, merge(d_chosen, [None] * len(fixed), wrt))
-
-    group = jax.custom_vjp(plain)
-    group.defvjp(forward, backward, symbolic_zeros=True)
-    return group

@@ -15,10 +15,7 @@ from typing import Any
 
 from memjax._core import check
 from memjax._core.check import readable_bytes
-from memjax.remat._chain.items import BlockCost, Items, blocks_of, predict, standing_bytes
-from memjax.remat._chain.solvers import LeastMemory, LeastTime
-
-_FIELDS = BlockCost._fields
+from memjax.remat._chain.solvers import BlockCost, Items, LeastMemory, LeastTime, blocks_of, predict, standing_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,14 +131,12 @@ def checked_costs(costs: Sequence[BlockCost]) -> list[BlockCost]:
         name = f"costs[{index}]"
         if not isinstance(cost, tuple | list) or not 4 <= len(cost) <= len(BlockCost._fields):
             raise check.fail(TypeError, name, "a BlockCost (forward, backward, output, kept, ...)", cost)
-        forward, backward = (check.number(f"{name}.{_FIELDS[i]}", cost[i], least=0) for i in range(2))
-        sizes = [
-            check.integer(f"{name}.{_FIELDS[i]}", cost[i], least=0, what="a number of bytes")
-            for i in range(2, len(cost))
-        ]
+        where = [f"{name}.{field}" for field in BlockCost._fields]
+        forward, backward = (check.number(where[i], cost[i], least=0) for i in range(2))
+        sizes = [check.integer(where[i], cost[i], least=0, what="a number of bytes") for i in range(2, len(cost))]
         for i, size in enumerate(sizes, 2):
             if size >= 2**48:  # sums of them are 64-bit integers
-                raise check.fail(ValueError, f"{name}.{_FIELDS[i]}", "a number of bytes below 2^48", cost[i])
+                raise check.fail(ValueError, where[i], "a number of bytes below 2^48", cost[i])
         checked.append(BlockCost(forward, backward, *sizes))
     return checked
 

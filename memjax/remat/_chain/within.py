@@ -7,8 +7,9 @@ less, by the schedule of `chain_schedule`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 from jax import lax
@@ -16,7 +17,7 @@ from jax import lax
 from memjax._core.arrays import is_float
 from memjax._core.backward.passes import vjp
 from memjax._core.compat import varying
-from memjax._core.lists import Arrays, drop, merge, pick
+from memjax._core.lists import Arrays, pick
 from memjax._core.program.jaxpr import axis_sizes, nbytes, trace
 from memjax._plan.acting import by_plan
 from memjax._plan.blocks import end_of_block
@@ -27,97 +28,74 @@ from memjax._plan.differentiable import differentiable
 from memjax._plan.layout import Layout, layout_of, warn_of_guess
 from memjax._plan.result import Plan
 from memjax._plan.run import KeepAll
-from memjax.remat._chain.block import Block
-from memjax.remat._chain.items import BlockCost
+from memjax.remat._chain.block import Block, estimates, run_items
 from memjax.remat._chain.schedule import ChainSchedule, chain_schedule, too_little
-
-ByBlock = Callable[[ChainSchedule, Arrays], Arrays]
-"""The outputs of a chain's program, differentiated by a schedule."""
+from memjax.remat._chain.solvers import BlockCost
 
 
-class Whole(NamedTuple):
-    """A chain as one program.
+class Whole:
+    """A chain as one program: blocks, the values of the `p` of each, and the leaves of the input.
 
     Attributes:
+      blocks: as given.
       closed: from the parameters of all blocks and the input to the last output and what the blocks return besides, marked
         where a block ends.
       inputs: the values, after those of the program's constants.
       is_x: which of them are leaves of the chain's input.
       has_cotangent: which outputs are differentiated.
-      costs: of the blocks, estimated when they are asked for.
-      by_block: runs the chain by a schedule.
     """
 
-    closed: Any
-    inputs: Arrays
-    is_x: list[bool]
-    has_cotangent: list[bool]
-    costs: Callable[[], list[BlockCost]]
-    by_block: ByBlock
+    def __init__(self, blocks: Sequence[Block], values: Sequence[Arrays], x: Arrays):
+        def program(*inputs):
+            of_blocks, y = self._by_block(inputs)
+            every = []
+            for block, p in zip(blocks, of_blocks.values(), strict=True):
+                y, aux = block.run(p, y)
+                y = end_of_block(y)
+                every += aux
+            return [*y, *every]
 
+        self.blocks = blocks
+        arrays = [leaf for p in (*values, x) for leaf in p]
+        self.closed: Any = trace(program, arrays, {})
+        self.inputs = [*self.closed.consts, *arrays]
+        self.is_x = [i >= len(self.inputs) - len(x) for i in range(len(self.inputs))]
+        y_float = blocks[-1].y_float
+        self.has_cotangent = [*y_float, *[False] * (len(self.closed.out_avals) - len(y_float))]
 
-def whole(
-    traced: Sequence[Block],
-    values: Sequence[Arrays],
-    x: Arrays,
-    costs: Callable[[], list[BlockCost]],
-    run: Callable[[ChainSchedule, Sequence[Arrays], Arrays], tuple[Arrays, list[Arrays]]],
-) -> Whole:
-    """The chain of these blocks, `run` being (schedule, values, x) to (y, aux of each block)."""
+    def _by_block(self, inputs: Sequence[Any]) -> tuple[dict[int, Arrays], Arrays]:
+        """The `p` of each block, and the chain's input."""
+        rest = list(inputs)
+        return {i: [rest.pop(0) for _ in block.p] for i, block in enumerate(self.blocks)}, rest
 
-    def split(inputs):
-        rest, found = list(inputs), []
-        for p in values:
-            found.append(rest[: len(p)])
-            del rest[: len(p)]
-        return found, rest
+    def derivative(self, types: Sequence[Any], wrt: Sequence[bool], outs: Sequence[bool]) -> Derivative:
+        return Derivative(self.closed, types, wrt, outs, axis_sizes(self.closed), of_blocks=True)
 
-    def program(*inputs):
-        of_blocks, y = split(inputs)
-        every = []
-        for block, p in zip(traced, of_blocks, strict=True):
-            y, aux = block.run(p, y)
-            y = end_of_block(y)
-            every += aux
-        return [*y, *every]
-
-    arrays = [leaf for p in (*values, x) for leaf in p]
-    closed = trace(program, arrays, {})
-    n = len(closed.consts)
-
-    def by_block(schedule, inputs):
-        y, every = run(schedule, *split(inputs[n:]))
+    def scheduled(self, schedule: ChainSchedule, inputs: Sequence[Any]) -> Arrays:
+        """The outputs, differentiated by the schedule."""
+        y, every = run_items(schedule.items, self.blocks, *self._by_block(inputs[len(self.closed.consts) :]))
         return [*y, *(leaf for aux in every for leaf in aux)]
 
-    last = traced[-1]
-    has_cotangent = [*last.y_float, *[False] * (len(closed.out_avals) - len(last.y))]
-    inputs = [*closed.consts, *arrays]
-    is_x = [i >= len(inputs) - len(x) for i in range(len(inputs))]
-    return Whole(closed, inputs, is_x, has_cotangent, costs, by_block)
 
-
-def within(chain: Whole, budget: int | str | None, plan: Plan | None, forward_mode: str) -> Arrays:
-    """The outputs of the chain, differentiated within `budget`, or by `plan`."""
-    axes = axis_sizes(chain.closed)
+def within(chain: Whole, budget: int | str | None, schedule: Plan | ChainSchedule | None, forward_mode: str) -> Arrays:
+    """The outputs of the chain, differentiated within `budget`, or by `schedule`."""
 
     def act(types, wrt, outs, layout):
-        if plan is not None:
-            return by_plan(_planned_for(plan, chain, types, wrt, outs, axes), plan, layout, wrt)
-        derivative = Derivative(chain.closed, types, wrt, outs, axes, of_blocks=True)
-        found = _decided(chain, derivative, types, layout, budget)
-        warn_of_guess(
-            layout,
-            "remat.chain",
-            "make the plan ahead, with memjax.remat.chain_plan of sharded arrays, and give it",
-        )
+        found = schedule
         if isinstance(found, Plan):
-            return by_plan(derivative, found, layout)
-        return KeepAll(_ByBlock(functools.partial(chain.by_block, found), wrt, outs))
+            return by_plan(_planned_for(found, chain, types, wrt, outs), found, layout, wrt)
+        if found is None:
+            derivative = chain.derivative(types, wrt, outs)
+            found = _decided(chain, derivative, types, layout, budget)
+            fix = "make the plan ahead, with memjax.remat.chain_plan of sharded arrays, and give it"
+            warn_of_guess(layout, "remat.chain", fix)
+            if isinstance(found, Plan):
+                return by_plan(derivative, found, layout)
+        run = functools.partial(chain.scheduled, found)
+        return KeepAll(SimpleNamespace(vjp=lambda inputs: vjp(run, inputs, wrt, outs)))
 
     outs = differentiable(chain.closed, chain.has_cotangent, chain.inputs, act, "remat.chain", forward_mode)
-    return merge(
-        pick(outs, chain.has_cotangent), lax.stop_gradient(drop(outs, chain.has_cotangent)), chain.has_cotangent
-    )
+    return [out if has else lax.stop_gradient(out) for out, has in zip(outs, chain.has_cotangent, strict=True)]
 
 
 def ahead(chain: Whole, budget: int | str, argnums: Sequence[int]) -> Plan | ChainSchedule:
@@ -127,7 +105,7 @@ def ahead(chain: Whole, budget: int | str, argnums: Sequence[int]) -> Plan | Cha
     if not any(wrt):
         names = " and ".join(("params", "x")[one] for one in argnums)
         raise ValueError(f"argnums must choose float arrays to differentiate, got {tuple(argnums)}: {names} has none")
-    derivative = Derivative(chain.closed, types, wrt, chain.has_cotangent, axis_sizes(chain.closed), of_blocks=True)
+    derivative = chain.derivative(types, wrt, chain.has_cotangent)
     return _decided(chain, derivative, types, layout_of(chain.closed, chain.inputs, wrt), budget)
 
 
@@ -136,19 +114,17 @@ def _floats(chain: Whole, types: Sequence[Any], argnums: Sequence[int]) -> list[
 
 
 def _planned_for(
-    plan: Plan, chain: Whole, types: Sequence[Any], wrt: Sequence[bool], outs: Sequence[bool], axes: dict[str, int]
+    plan: Plan, chain: Whole, types: Sequence[Any], wrt: Sequence[bool], outs: Sequence[bool]
 ) -> Derivative:
     """The derivative that the plan was made for, with respect to the inputs in `wrt` or to more.
 
     Raises:
       ValueError: the plan was made for another chain, or for fewer inputs.
     """
-    every: dict[tuple[bool, ...], tuple[int, ...]] = {tuple(wrt): ()}
-    for numbers in ((0, 1), (0,), (1,)):
-        every.setdefault(tuple(_floats(chain, types, numbers)), numbers)
-    for differentiated in every:
+    for argnums in ((), (0, 1), (0,), (1,)):
+        differentiated = _floats(chain, types, argnums) if argnums else wrt
         if any(differentiated):
-            derivative = Derivative(chain.closed, types, differentiated, outs, axes, of_blocks=True)
+            derivative = chain.derivative(types, differentiated, outs)
             if digest(derivative) == plan.program:
                 break
     else:
@@ -156,7 +132,6 @@ def _planned_for(
             f"schedule must be of these blocks, with params and x of these shapes and dtypes, got a plan of another program "
             f"({plan.program}): make it by memjax.remat.chain_plan(blocks, params, x, budget=...) of what you pass here"
         )
-    argnums = every[differentiated]
     if any(one and not mine for one, mine in zip(wrt, differentiated, strict=True)):
         raise ValueError(
             f"schedule must be a plan for all that is differentiated, got one of chain_plan(..., argnums={argnums}): "
@@ -181,7 +156,7 @@ def _decided(
         except TooLittleError:
             pass
     plan = decide(derivative, types, layout, "min")
-    costs = [_of_a_device(cost, layout) for cost in chain.costs()]
+    costs = [_of_a_device(cost, layout) for cost in estimates(chain.blocks)]
     schedule = chain_schedule(costs, "min")
     fewest = min(plan.nbytes + aside, schedule.nbytes)
     least: Plan | ChainSchedule = schedule if fewest == schedule.nbytes else plan
@@ -210,14 +185,3 @@ def _held_by_sums(types: Sequence[Any], wrt: Sequence[bool]) -> int:
         manual = {name for name, kind in kinds if kind == jax.sharding.AxisType.Manual}
         summed += nbytes(aval) if manual - varying(aval) else 0
     return 2 * summed
-
-
-class _ByBlock(NamedTuple):
-    """A chain's program differentiated by a schedule, `run` being from inputs to outputs."""
-
-    run: Callable[[Arrays], Arrays]
-    wrt: Sequence[bool]
-    outs: Sequence[bool]
-
-    def vjp(self, inputs: Sequence[Any]) -> tuple[Arrays, Any]:
-        return vjp(self.run, inputs, self.wrt, self.outs)

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from memjax._core.arrays import accumulator, vary, varying_axes, zeros
+from memjax._core.barriers import barrier
 from memjax.remat._dense import triton, xla
 from memjax.remat._dense.spec import DenseParams, DenseSpec, DenseStatistics, dropout, moments, norm_relu
 from memjax.remat._dense.xla import conv3x3, conv3x3_backward
@@ -156,7 +157,7 @@ def _backward(spec: DenseSpec, implementation: str, saved, d_features):
     operations = _IMPLEMENTATIONS[implementation]
     params, key, saved_features, statistics, z = saved
     # Nothing below may start before the gradient has arrived, or recomputed values would be held until it does.
-    saved_features, d_features = lax.optimization_barrier((saved_features, d_features))
+    saved_features, d_features = barrier((saved_features, d_features))
     dtype, wide = saved_features.dtype, accumulator(saved_features.dtype)
     tail = jnp.zeros(spec.growth_rate, wide)
     used_mean = jnp.concatenate([statistics.mean1.astype(wide), tail])
@@ -177,7 +178,7 @@ def _backward(spec: DenseSpec, implementation: str, saved, d_features):
         i, arrays, z = inputs
         # A prefix and its normalisation are the same in every iteration of a loop: left alone, the compiler would
         # compute them once, ahead of it, and hold them. They have to depend on something that changes.
-        features, mean, var, mean_dy = lax.optimization_barrier((saved_features, used_mean, used_var, total.mean_dy))
+        features, mean, var, mean_dy = barrier((saved_features, used_mean, used_var, total.mean_dy))
         total = total._replace(mean_dy=mean_dy)
         d_new = put_off(features, mean, var, total, spec.channels(i), spec.growth_rate)
         d_new = dropout(spec, key, i, d_new.astype(dtype))

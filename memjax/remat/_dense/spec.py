@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from memjax._core import check
 from memjax._core.arrays import accumulator
+from memjax._core.barriers import barrier
 from memjax._core.segments import shards
 
 _TERMS = 8  # at least, that one step of `column_sums` adds up
@@ -142,7 +143,7 @@ def column_sums(x: Float[Array, "*batch c"]) -> Float[Array, " c"]:
         terms = next((t for t in range(most, 1, -1) if rows % (t * held) == 0), rows // held)
         rows //= terms
         # Without the barrier the compiler merges the steps.
-        x = jax.lax.optimization_barrier(jnp.sum(x.reshape(rows, terms, channels), 1))
+        x = barrier(jnp.sum(x.reshape(rows, terms, channels), 1))
     return jnp.sum(x, 0)
 
 

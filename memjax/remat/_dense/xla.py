@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from memjax._core.barriers import barrier
 from memjax._core.compat import explicit_sharding
 from memjax.remat._dense.spec import DenseParams, DenseSpec, column_sums, moments, norm_relu
 
@@ -143,8 +144,8 @@ def _by_autodiff(x, kernel, dy):
 
 def _in_forward_layout(x, kernel, dy):
     # Left to itself, the compiler folds the transpositions back into the convolutions.
-    swapped = lax.optimization_barrier(jnp.flip(kernel, (0, 1)).swapaxes(2, 3))
-    x_by_channel, dy_by_batch = lax.optimization_barrier((x.transpose(3, 1, 2, 0), dy.transpose(1, 2, 0, 3)))
+    swapped = barrier(jnp.flip(kernel, (0, 1)).swapaxes(2, 3))
+    x_by_channel, dy_by_batch = barrier((x.transpose(3, 1, 2, 0), dy.transpose(1, 2, 0, 3)))
     pads = ((1, 1), (1, 1))
     sharding = explicit_sharding(jax.typeof(kernel))  # the batch is summed over, and may be sharded
     on_mesh = explicit_sharding(jax.typeof(x))

@@ -11,8 +11,8 @@ import numpy as np
 
 from memjax._core.check import readable_bytes
 from memjax.remat._scan.costs import Costs, model
+from memjax.remat._scan.execute import Plan
 from memjax.remat._scan.forward_counts import HiddenCounts
-from memjax.remat._scan.plan import Plan
 from memjax.remat._scan.schedule import Strategy, schedule
 from memjax.remat._scan.step import Step, StepBackward
 from memjax.remat._scan.store import Shared
@@ -27,29 +27,27 @@ def exact(
     length: int, slots: int, strategy: Strategy | None, step: Step, backward: StepBackward, costs: Costs | None
 ) -> Plan:
     """The schedule for `slots` units of one carry, single steps as blocks; without a strategy the fastest one's."""
+    store = Shared(step.carry, backward.kept, 1, slots)
+
+    def plan(strategy: Strategy) -> Plan:
+        found = schedule(length, slots, strategy=strategy, internal_size=1 + store.rows_of_kept)
+        if found.forward_steps > _MOST_MOVES:
+            raise ValueError(
+                f"slots is {slots}, with which {length} steps take {found.forward_steps} forward steps; give more, "
+                f"{_least_slots(length)} for the hidden strategy"
+            )
+        return Plan(length, 1, 1, found)
+
     if strategy is not None:
-        return _exact(length, slots, strategy, step, backward)
-    hidden = _exact(length, slots, "hidden", step, backward)
+        return plan(strategy)
+    hidden = plan("hidden")
     # Both kinds of states only where rows of residuals look like carries, as words would lose how the carry is sharded,
     # and where the schedule is found in no time. Internal states alone are counted in another unit.
-    store = Shared(step.carry, backward.kept, 1, slots)
     useful_slots = min(slots, (1 + store.rows_of_kept) * length)
     if not store.keeps_types or length * useful_slots > _LARGEST_TABLE:
         return hidden
     costs = costs or model(step, backward.kept_nbytes)
-    mixed = _exact(length, slots, "mixed", step, backward)
-    return min(hidden, mixed, key=lambda plan: _exact_seconds(plan, costs))
-
-
-def _exact(length: int, slots: int, strategy: Strategy, step: Step, backward: StepBackward) -> Plan:
-    internal_size = 1 + Shared(step.carry, backward.kept, 1, slots).rows_of_kept
-    plan = schedule(length, slots, strategy=strategy, internal_size=internal_size)
-    if plan.forward_steps > _MOST_MOVES:
-        raise ValueError(
-            f"slots is {slots}, with which {length} steps take {plan.forward_steps} forward steps; give more, "
-            f"{_least_slots(length)} for the hidden strategy"
-        )
-    return Plan(length, 1, 1, plan)
+    return min(hidden, plan("mixed"), key=lambda plan: _exact_seconds(plan, costs))
 
 
 def _exact_seconds(plan: Plan, costs: Costs) -> float:

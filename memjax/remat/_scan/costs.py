@@ -111,7 +111,7 @@ def profile(f: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any = None)
 
     def program(way: Callable[..., Any], steps: int) -> Callable[[], Any]:
         def run(consts, rows, carry, count):
-            return way(_Cycled(step, consts, rows, len(rows[0]) if rows else 1, False), backward, carry, steps, count)
+            return way(_Cycled(backward, consts, rows, len(rows[0]) if rows else 1, False), carry, steps, count)
 
         compiled = jax.jit(run).lower(step.consts, rows, carry, steps).compile()
         return lambda: compiled(step.consts, rows, carry, steps)
@@ -139,11 +139,11 @@ def profile(f: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any = None)
     )
 
 
-def _advance(blocks: Blocks, backward: StepBackward, carry: Arrays, steps: int, count: Any) -> Any:
+def _advance(blocks: Blocks, carry: Arrays, steps: int, count: Any) -> Any:
     return blocks.advance(carry, 0, steps)
 
 
-def _in_pairs(blocks: Blocks, backward: StepBackward, carry: Arrays, steps: int, count: Any) -> Any:
+def _in_pairs(blocks: Blocks, carry: Arrays, steps: int, count: Any) -> Any:
     """A loop for every second step."""
 
     def body(carry, i):
@@ -152,9 +152,9 @@ def _in_pairs(blocks: Blocks, backward: StepBackward, carry: Arrays, steps: int,
     return lax.scan(body, carry, jnp.arange(steps // 2, dtype=jnp.int32))[0]
 
 
-def _by_moves(blocks: Blocks, backward: StepBackward, carry: Arrays, steps: int, count: Any) -> Any:
+def _by_moves(blocks: Blocks, carry: Arrays, steps: int, count: Any) -> Any:
     """A loop whose number of iterations the compiler does not know, in which every state goes to a slot."""
-    store = Separate(blocks.step.carry, backward.kept, 1, 3, 0)
+    store = Separate(blocks.step.carry, blocks.backward.kept, 1, 3, 0)
 
     def iteration(i, state):
         carry, slots = state
@@ -164,14 +164,15 @@ def _by_moves(blocks: Blocks, backward: StepBackward, carry: Arrays, steps: int,
     return lax.fori_loop(0, count, iteration, (carry, store.new(carry)))
 
 
-def _forward_and_back(n: int, blocks: Blocks, backward: StepBackward, carry: Arrays, steps: int, count: Any) -> Any:
+def _forward_and_back(n: int, blocks: Blocks, carry: Arrays, steps: int, count: Any) -> Any:
     """Run and backpropagate `n` steps at a time, always forwards."""
+    backward = blocks.backward
     ct_ys = [zeros(aval, (blocks.length,)) for aval in pick(blocks.step.y, backward.out_float[len(carry) :])]
 
     def body(state, i):
         carry, pull = state
-        carry, _, kept = blocks.keep(backward, carry, [], i * n, n)
-        return (carry, blocks.back(backward, kept, i * n, n, pull, [], ct_ys)[0]), None
+        carry, _, kept = blocks.run(carry, [], i * n, n, keeps=True)
+        return (carry, blocks.back(kept, i * n, n, pull, [], ct_ys)[0]), None
 
     consts = [jnp.zeros_like(c) for c in pick(blocks.consts, backward.wrt_consts)]
     start = (carry, Pull(pick(carry, backward.wrt_carry), consts))

@@ -1,4 +1,8 @@
-"""Running a `Plan`: the forward pass that fills slots, and the backward pass that recomputes from them.
+"""What a scan executes, blocks of steps in nested loops or by a table of moves between slots, and its two passes.
+
+A scan of `length` steps is cut into blocks of `block` steps and a last part, the tail. The residuals of the tail are kept
+from the forward pass on; nested loops can do without one. What else is kept is said either by a `Schedule` over the blocks,
+in which the tail is the last one, or by `levels`: (n, r, ...) means n parts of r parts of ... of one block.
 
 The size of the compiled program does not depend on the length: moves are rows of constant tables that loops read. Slots
 are preallocated buffers that the loops carry and update in place. All moves are alike, and the moves of one iteration are one
@@ -8,115 +12,228 @@ branch and at every iteration of a loop of unknown length.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import array
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from memjax._core.arrays import zeros
 from memjax._core.lists import Arrays, pick
-from memjax.remat._scan.plan import Plan
-from memjax.remat._scan.step import Blocks, Pull, Step, StepBackward, at, put
+from memjax.remat._scan.schedule import CORE, Schedule
+from memjax.remat._scan.step import Blocks, Pull, at, put
 from memjax.remat._scan.store import Separate, Shared, StateCodec
+
+
+class Moves(NamedTuple):
+    """A schedule as columns of constant tables, which name rows of the slots.
+
+    The first pass runs the blocks in their order. Then they are backpropagated from the last on. Before each, the
+    blocks from some kept state up to it may be recomputed. What nobody reads goes to the rows after the slots, so that
+    every move is alike. Schedules that may keep residuals have rows for them: there a block that is recomputed right
+    before its backpropagation is one more move, which leaves its residuals after the slots.
+
+    Attributes:
+      stored: (blocks,) row for the state before each block of the first pass.
+      kept: (blocks,) row for the residuals of each block of the first pass.
+      ahead: (moves,) what is recomputed, one block a move: row for the state after it.
+      ahead_kept: (moves,) row for its residuals.
+      turns: (blocks,) in the order of the backward pass: moves ahead of a block's backpropagation.
+      source: (blocks,) row of the state that they start from.
+      residuals: (blocks,) row of the block's residuals.
+    """
+
+    stored: np.ndarray
+    kept: np.ndarray
+    ahead: np.ndarray
+    ahead_kept: np.ndarray
+    turns: np.ndarray
+    source: np.ndarray
+    residuals: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Blocks and a tail, with a `schedule` or `levels`; neither if the tail is everything."""
+
+    length: int
+    block: int
+    tail: int
+    schedule: Schedule | None = None
+    levels: tuple[int, ...] = ()
+
+    @property
+    def blocks(self) -> int:
+        """Blocks before the tail."""
+        return (self.length - self.tail) // self.block
+
+    @property
+    def rows(self) -> int:
+        """Rows of the slots. What nobody reads has the number after them."""
+        if self.schedule is not None:
+            return self.schedule.peak_slots
+        return self.levels[0] if self.levels else 0
+
+    @property
+    def forward_runs(self) -> float:
+        """How often a step runs forward, on average."""
+        if self.schedule is not None:
+            return self.schedule.forward_steps / max(self.schedule.length, 1)
+        steps = self.length - self.tail
+        runs = steps
+        for part in self.levels[1:]:
+            runs += steps * (part - 1) // part
+        return 1 + runs / max(self.length, 1)
+
+    @property
+    def keeps_residuals(self) -> bool:
+        """Whether the table has rows for residuals."""
+        return self.schedule is not None and self.schedule.strategy != "hidden"
+
+    @property
+    def scrap(self) -> int:
+        """The row after the slots for residuals."""
+        assert self.schedule is not None
+        # With "internal" the slots include the working core.
+        return self.schedule.peak_slots - (self.schedule.strategy == "internal")
+
+    @property
+    def tail_among_slots(self) -> bool:
+        """Whether the tail's residuals share a row with those of other blocks, which come later."""
+        return self.keeps_residuals and self.tail == self.block
+
+    @functools.cached_property
+    def moves(self) -> Moves:
+        """The schedule's tables."""
+        assert self.schedule is not None
+        return _moves(self.schedule, self.scrap)
+
+
+def _moves(plan: Schedule, scrap: int) -> Moves:
+    """The schedule's actions as tables. The units of its slots are the rows."""
+    # With "internal" the first state has no slot, but it takes the first row for states.
+    first = 1 if plan.strategy == "internal" else 0
+    spare, last = plan.peak_slots, plan.length - 1
+    stored, kept = np.full(last, spare), np.full(last, scrap)
+    stored[:1] = 0
+    ahead, ahead_kept, back = array.array("i"), array.array("i"), array.array("i")
+    source, since, first_pass = 0, 0, True
+    for (kind, start, stop, slot), units in plan.with_units():
+        if kind == "load":
+            source = slot + first
+        elif kind == "advance" and not first_pass:
+            ahead.extend([spare] * (stop - start))
+            ahead_kept.extend([scrap] * (stop - start))
+        elif kind == "store":
+            if not first_pass:
+                ahead[-1] = slot + first
+            elif start < last:
+                stored[start] = slot + first
+        elif kind == "keep" and slot != CORE:
+            output = slot + units - 1 + first
+            if not first_pass:
+                ahead.append(output)
+                ahead_kept.append(slot)
+            else:
+                kept[start] = slot
+                if stop < last:
+                    stored[stop] = output
+        elif kind == "backward":
+            if start < last:
+                if slot == CORE and plan.strategy != "hidden":
+                    ahead.append(spare)
+                    ahead_kept.append(scrap)
+                back.extend((len(ahead) - since, source, scrap if slot == CORE else slot))
+            since, first_pass = len(ahead), False
+    columns = stored, kept, ahead, ahead_kept, *np.array(back, np.int32).reshape(-1, 3).T
+    return Moves(*map(_narrow, columns))
+
+
+def _narrow(column: Any) -> np.ndarray:
+    """The column as an array of the smallest sufficient type: tables are part of the program."""
+    values = np.asarray(column, np.int32)
+    largest = max(np.abs(values).max(initial=0), 1)
+    return values.astype(np.result_type(np.int8, np.min_scalar_type(-largest)))
+
 
 _Cotangents = tuple[Pull, Arrays]
 
 
-def store_of(plan: Plan, step: Step, backward: StepBackward, codec: StateCodec | None) -> Separate | Shared:
-    """Where the plan's slots are."""
-    strategy = plan.schedule.strategy if plan.schedule is not None else "hidden"
-    if strategy == "mixed":
-        return Shared(step.carry, backward.kept, plan.block, plan.rows)
-    residuals = plan.rows if strategy == "internal" else 0
-    return Separate(step.carry, backward.kept, plan.block, plan.rows, residuals, codec)
+class Execution:
+    """The passes of a plan: forwards, filling slots, and backwards, recomputing from them.
 
+    Cotangents are a pair: those of carry and consts, and those of the chosen xs.
+    """
 
-def forward(
-    plan: Plan, blocks: Blocks, backward: StepBackward, codec: StateCodec | None, init: Arrays
-) -> tuple[Arrays, Arrays, Any]:
-    """(carry, ys, what `pull_back` needs: slots, residuals of the tail)."""
-    n = plan.block
-    store = store_of(plan, blocks.step, backward, codec)
+    def __init__(self, plan: Plan, blocks: Blocks, codec: StateCodec | None):
+        self.plan, self.blocks = plan, blocks
+        types = blocks.step.carry, blocks.backward.kept, plan.block, plan.rows
+        strategy = plan.schedule.strategy if plan.schedule is not None else "hidden"
+        residuals = plan.rows if strategy == "internal" else 0
+        self.store = Shared(*types) if strategy == "mixed" else Separate(*types, residuals, codec)
 
-    def body(state, rows):
+    def forward(self, init: Arrays) -> tuple[Arrays, Arrays, Any]:
+        """(carry, ys, what `pull_back` needs: slots, residuals of the tail)."""
+        plan, blocks, store, n = self.plan, self.blocks, self.store, self.plan.block
+
+        def body(state, rows):
+            carry, slots, ys = state
+            block, row, kept_row = rows
+            if row is not None:
+                slots = store.put_state(slots, row.astype(jnp.int32), carry)
+            carry, ys, kept = blocks.run(carry, ys, block * n, n, keeps=kept_row is not None)
+            if kept_row is not None:
+                slots = store.put_kept(slots, kept_row.astype(jnp.int32), kept)
+            if row is None:  # nested loops: what a part's last block leaves in its row is where the next one starts
+                slots = store.put_state(slots, block // (plan.blocks // plan.levels[0]) + 1, carry)
+            return (carry, slots, ys), None
+
+        state = (list(init), store.new(init), [zeros(aval, (plan.length,)) for aval in blocks.step.y])
+        if plan.blocks:
+            row = kept_row = None
+            if plan.schedule is not None:
+                row = jnp.asarray(plan.moves.stored)
+                kept_row = jnp.asarray(plan.moves.kept) if plan.keeps_residuals else None
+            table = jnp.arange(plan.blocks, dtype=jnp.int32), row, kept_row
+            state, _ = lax.scan(body, state, table, unroll=blocks.unroll if n == 1 else 1)
         carry, slots, ys = state
-        block, row, kept_row = rows
-        if row is not None:
-            slots = store.put_state(slots, row.astype(jnp.int32), carry)
-        if kept_row is None:
-            carry, ys = blocks.emit(carry, ys, block * n, n)
-        else:
-            carry, ys, kept = blocks.keep(backward, carry, ys, block * n, n)
-            slots = store.put_kept(slots, kept_row.astype(jnp.int32), kept)
-        if row is None:  # nested loops: what a part's last block leaves in its row is where the next one starts
-            slots = store.put_state(slots, block // (plan.blocks // plan.levels[0]) + 1, carry)
-        return (carry, slots, ys), None
+        tail: Arrays = []
+        if plan.tail:
+            carry, ys, tail = blocks.run(carry, ys, plan.blocks * n, plan.tail, keeps=True)
+            if plan.tail_among_slots:
+                slots, tail = store.put_kept(slots, plan.scrap, tail), []
+        return carry, ys, (slots, tail)
 
-    state = (list(init), store.new(init), [zeros(aval, (plan.length,)) for aval in blocks.step.y])
-    if plan.blocks:
-        row = kept_row = None
-        if plan.schedule is not None:
-            row = jnp.asarray(plan.moves.stored)
-            kept_row = jnp.asarray(plan.moves.kept) if plan.keeps_residuals else None
-        table = jnp.arange(plan.blocks, dtype=jnp.int32), row, kept_row
-        state, _ = lax.scan(body, state, table, unroll=blocks.unroll if n == 1 else 1)
-    carry, slots, ys = state
-    tail: Arrays = []
-    if plan.tail:
-        carry, ys, tail = blocks.keep(backward, carry, ys, plan.blocks * n, plan.tail)
-        if plan.tail_among_slots:
-            slots, tail = store.put_kept(slots, plan.scrap, tail), []
-    return carry, ys, (slots, tail)
+    def pull_back(self, saved: Any, ct_carry: Arrays, ct_ys: Sequence[Any]) -> tuple[Arrays, Arrays, Arrays]:
+        """Cotangents of the chosen consts, of the carry's floats and of the chosen xs.
 
+        `ct_ys` are the cotangents of the float outputs, each of shape (length, ...), or None for one that is zero.
+        """
+        (slots, tail), plan, blocks = saved, self.plan, self.blocks
+        pull = Pull(ct_carry, [jnp.zeros_like(c) for c in pick(blocks.consts, blocks.backward.wrt_consts)])
+        cotangents = pull, [jnp.zeros_like(x) for x in pick(blocks.xs, blocks.backward.wrt_x)]
 
-def pull_back(
-    plan: Plan,
-    blocks: Blocks,
-    backward: StepBackward,
-    codec: StateCodec | None,
-    saved: Any,
-    ct_carry: Arrays,
-    ct_ys: Sequence[Any],
-) -> tuple[Arrays, Arrays, Arrays]:
-    """Cotangents of the chosen consts, of the carry's floats and of the chosen xs."""
-    slots, tail = saved
-    store = store_of(plan, blocks.step, backward, codec)
-    run = _PullBack(plan, blocks, backward, store, ct_ys)
-    pull = Pull(ct_carry, [jnp.zeros_like(c) for c in pick(blocks.consts, backward.wrt_consts)])
-    cotangents = pull, [jnp.zeros_like(x) for x in pick(blocks.xs, backward.wrt_x)]
-    if plan.tail:
-        kept = store.kept(slots, plan.scrap) if plan.tail_among_slots else tail
-        cotangents = run.kept(kept, plan.blocks * plan.block, plan.tail, cotangents)
-    if plan.blocks:
-        cotangents = run.nest(slots, cotangents) if plan.schedule is None else run.table(slots, cotangents)
-    pull, d_xs = cotangents
-    return pull.consts, pull.carry, d_xs
+        def back(kept: Arrays, start: Any, cotangents: _Cotangents, steps: int = plan.block) -> _Cotangents:
+            """Backpropagate steps whose residuals are kept."""
+            return blocks.back(kept, start, steps, *cotangents, ct_ys)
 
+        if plan.tail:
+            kept = self.store.kept(slots, plan.scrap) if plan.tail_among_slots else tail
+            cotangents = back(kept, plan.blocks * plan.block, cotangents, plan.tail)
+        if plan.blocks:
+            cotangents = (self._nest if plan.schedule is None else self._table)(slots, cotangents, back)
+        pull, d_xs = cotangents
+        return pull.consts, pull.carry, d_xs
 
-class _PullBack:
-    """The backward pass of a plan. Cotangents are a pair: those of carry and consts, and those of the chosen xs."""
+    def _recomputed(self, carry: Arrays, start: Any) -> Arrays:
+        """The residuals of a block, from its first state."""
+        return self.blocks.run(carry, [], start, self.plan.block, keeps=True)[2]
 
-    def __init__(
-        self,
-        plan: Plan,
-        blocks: Blocks,
-        backward: StepBackward,
-        store: Separate | Shared,
-        ct_ys: Sequence[Any],
-    ):
-        self.plan, self.blocks, self.backward, self.store, self.ct_ys = plan, blocks, backward, store, ct_ys
-
-    def kept(self, kept: Arrays, start: Any, steps: int, cotangents: _Cotangents) -> _Cotangents:
-        """Backpropagate `steps` steps whose residuals are kept."""
-        return self.blocks.back(self.backward, kept, start, steps, *cotangents, self.ct_ys)
-
-    def recomputed(self, carry: Arrays, start: Any, cotangents: _Cotangents) -> _Cotangents:
-        """Recompute a block from its first state, and backpropagate it."""
-        _, _, kept = self.blocks.keep(self.backward, carry, [], start, self.plan.block)
-        return self.kept(kept, start, self.plan.block, cotangents)
-
-    def nest(self, starts: Arrays, cotangents: _Cotangents) -> _Cotangents:
+    def _nest(self, slots: Any, cotangents: _Cotangents, back: Callable[..., _Cotangents]) -> _Cotangents:
         """Nested loops: each level finds the states its parts start from, then takes them from the last on."""
         plan, n = self.plan, self.plan.block
 
@@ -126,7 +243,7 @@ class _PullBack:
             def body(cotangents, i):
                 carry, first = [at(leaf, i) for leaf in starts], start + i * size * n
                 if len(levels) == 1:
-                    return self.recomputed(carry, first, cotangents), None
+                    return back(self._recomputed(carry, first), first, cotangents), None
                 smaller = size // levels[1]
                 inner_starts = find(carry, first, levels[1], smaller)
                 return parts(levels[1:], smaller, inner_starts, first, cotangents), None
@@ -145,11 +262,11 @@ class _PullBack:
             starts = [jnp.broadcast_to(leaf, (count, *leaf.shape)) for leaf in carry]
             return lax.scan(block, (carry, starts), jnp.arange((count - 1) * size, dtype=jnp.int32))[0][1]
 
-        return parts(plan.levels, plan.blocks // plan.levels[0], starts, 0, cotangents)
+        return parts(plan.levels, plan.blocks // plan.levels[0], slots[0], 0, cotangents)
 
-    def table(self, slots: Arrays, cotangents: _Cotangents) -> _Cotangents:
+    def _table(self, slots: Any, cotangents: _Cotangents, back: Callable[..., _Cotangents]) -> _Cotangents:
         """An iteration for every block: run forward what its row of the table says, then backpropagate the block."""
-        store, blocks, n = self.store, self.blocks, self.plan.block
+        store, n = self.store, self.plan.block
         moves, keeps = self.plan.moves, self.plan.keeps_residuals
         ahead, ahead_kept = jnp.asarray(moves.ahead), jnp.asarray(moves.ahead_kept)
 
@@ -162,20 +279,17 @@ class _PullBack:
             def move(i, state):
                 carry, slots = state
                 row, start = at(ahead, done + i).astype(jnp.int32), (first + i) * n
-                if not keeps:
-                    carry = blocks.advance(carry, start, n)
-                    return carry, store.put_state(slots, row, carry)
-                carry, _, kept = blocks.keep(self.backward, carry, [], start, n)
+                carry, _, kept = self.blocks.run(carry, [], start, n, keeps=keeps)
                 slots = store.put_state(slots, row, carry)
-                return carry, store.put_kept(slots, at(ahead_kept, done + i).astype(jnp.int32), kept)
+                if keeps:
+                    slots = store.put_kept(slots, at(ahead_kept, done + i).astype(jnp.int32), kept)
+                return carry, slots
 
             if len(moves.ahead):
                 carry, slots = lax.fori_loop(0, count, move, (carry, slots))
-            if keeps:
-                cotangents = self.kept(store.kept(slots, kept_row), block * n, n, cotangents)
-            else:
-                cotangents = self.recomputed(carry, block * n, cotangents)
-            return (slots, cotangents, done + count), None
+            start = block * n
+            kept = store.kept(slots, kept_row) if keeps else self._recomputed(carry, start)
+            return (slots, back(kept, start, cotangents), done + count), None
 
         columns = moves.turns, moves.source, moves.residuals
         table = jnp.arange(self.plan.blocks - 1, -1, -1, dtype=jnp.int32), *map(jnp.asarray, columns)

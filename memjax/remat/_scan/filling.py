@@ -22,8 +22,7 @@ from memjax._core.program.jaxpr import nbytes, trace
 from memjax._plan.budget.digest import digest_of
 from memjax._plan.compiled import device_of, step_bytes
 from memjax._plan.layout import layout_of
-from memjax.remat._scan.execute import forward, pull_back
-from memjax.remat._scan.plan import Plan
+from memjax.remat._scan.execute import Execution, Plan
 from memjax.remat._scan.step import Blocks, StepBackward
 
 _MOST_TRIES = 5
@@ -143,12 +142,13 @@ def compiled_bytes(
         return lax.scan(lambda carry, x: step.run(consts, carry, x), carry, xs, plan.length, reverse)
 
     def gradient(inputs: Sequence[Any], _: Sequence[Any]) -> Any:
-        blocks = Blocks(step, list(inputs[:n]), list(inputs[m:]), plan.length, reverse, unroll)
-        carry, ys, saved = forward(plan, blocks, backward, None, list(inputs[n:m]))
+        blocks = Blocks(backward, list(inputs[:n]), list(inputs[m:]), plan.length, reverse, unroll)
+        execution = Execution(plan, blocks, None)
+        carry, ys, saved = execution.forward(list(inputs[n:m]))
         outs = [*carry, *ys]
         cts = barrier([out + out for out in pick(outs, backward.out_float)])
         size = sum(backward.wrt_carry)
-        found = pull_back(plan, blocks, backward, None, saved, cts[:size], cts[size:])
+        found = execution.pull_back(saved, cts[:size], cts[size:])
         return drop(outs, backward.out_float), [ct for group in found for ct in group]
 
     types = [jax.typeof(value) for value in values]

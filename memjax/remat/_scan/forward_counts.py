@@ -12,6 +12,7 @@ table, `t * m` entries, each found by looking at convex breakpoints only (see `_
 
 from __future__ import annotations
 
+import bisect
 import math
 from typing import NamedTuple
 
@@ -29,16 +30,10 @@ class Split(NamedTuple):
 
 def _repetitions(t: int, m: int) -> int:
     """The smallest r with binom(m + r, m) >= t."""
-    low, high = 0, 1
+    high = 1
     while math.comb(m + high, m) < t:
-        low, high = high, 2 * high
-    while low < high:
-        middle = (low + high) // 2
-        if math.comb(m + middle, m) >= t:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+        high *= 2
+    return bisect.bisect_left(range(high), t, lo=high // 2, key=lambda r: math.comb(m + r, m))
 
 
 class HiddenCounts:

@@ -16,13 +16,12 @@ from memjax._core import check
 from memjax._core.arrays import as_array, is_float, zeros
 from memjax._core.backward.derivatives import Static, differentiated_as, perturbed, refusing_forward_mode
 from memjax._core.clear_errors import call_errors
-from memjax._core.lists import Arrays, drop, merge, pick
+from memjax._core.lists import Arrays, drop, merge, pick, spread
 from memjax._core.program.jaxpr import with_axes
 from memjax.remat._scan.choose import check_budget, choose, exact
 from memjax.remat._scan.costs import Costs
-from memjax.remat._scan.execute import forward, pull_back
+from memjax.remat._scan.execute import Execution, Plan
 from memjax.remat._scan.filling import compiled_bytes, filling, output_bytes
-from memjax.remat._scan.plan import Plan
 from memjax.remat._scan.schedule import Strategy
 from memjax.remat._scan.step import Blocks, Step, StepBackward, trace_step
 from memjax.remat._scan.store import StateCodec
@@ -216,8 +215,8 @@ def _differentiable(
         values = [[as_array(argument.value) for argument in group] for group in (consts, init, xs)]
 
         def fast(consts, init, xs):
-            blocks = Blocks(step, consts, xs, length, reverse, unroll)
-            carry, ys, saved = forward(chosen.plan, blocks, chosen.backward, codec, init)
+            blocks = Blocks(chosen.backward, consts, xs, length, reverse, unroll)
+            carry, ys, saved = Execution(chosen.plan, blocks, codec).forward(init)
             return (carry, ys), saved
 
         out, saved = differentiated_as(functools.partial(plain, step_again), fast, replaced=codec is None)(*values)
@@ -232,8 +231,8 @@ def _differentiable(
 
         def fast(values, saved, ct_carry, ct_ys):
             consts, _, xs = values
-            blocks = Blocks(step, consts, xs, length, reverse, unroll)
-            return pull_back(chosen.plan, blocks, backward, codec, saved, ct_carry, ct_ys), ()
+            blocks = Blocks(backward, consts, xs, length, reverse, unroll)
+            return Execution(chosen.plan, blocks, codec).pull_back(saved, ct_carry, ct_ys), ()
 
         def reference(values, saved, ct_carry, ct_ys):
             def floats(*chosen_values):
@@ -247,7 +246,7 @@ def _differentiable(
 
         both = with_axes(differentiated_as(reference, fast, replaced=codec is None), step.axes)
         cts, _ = both(values, saved, ct_carry, ct_ys)
-        return tuple(merge(ct, [None] * (len(mask) - sum(mask)), mask) for ct, mask in zip(cts, wrt, strict=True))
+        return tuple(map(spread, cts, wrt))
 
     run.defvjp(run_forward, run_backward, symbolic_zeros=True)
     return run

@@ -163,8 +163,10 @@ class Blocks:
     Outputs (ys, and cotangents of xs) go straight into rows of whole arrays, which the loops update in place.
     """
 
-    def __init__(self, step: Step, consts: Arrays, xs: Arrays, length: int, reverse: bool, unroll: int | bool = 1):
-        self.step, self.consts, self.xs = step, consts, xs
+    def __init__(
+        self, backward: StepBackward, consts: Arrays, xs: Arrays, length: int, reverse: bool, unroll: int | bool = 1
+    ):
+        self.step, self.backward, self.consts, self.xs = backward.step, backward, consts, xs
         self.length, self.reverse, self.unroll = length, reverse, unroll
 
     def _row(self, i: Any) -> Any:
@@ -178,47 +180,34 @@ class Blocks:
 
     def advance(self, carry: Arrays, start: Any, n: int) -> Arrays:
         """The carry after `n` steps from `start` on."""
-        return self._loop(n, lambda carry, i: (self.step.run(self.consts, carry, self._x(start + i))[0], []), carry)[0]
+        return self.run(carry, [], start, n)[0]
 
-    def emit(self, carry: Arrays, ys: Arrays, start: Any, n: int) -> tuple[Arrays, Arrays]:
-        """(carry, ys) after `n` steps, outputs written into `ys`."""
-
-        def body(state, i):
-            carry, ys = state
-            carry, y = self.step.run(self.consts, carry, self._x(start + i))
-            return (carry, self._write(ys, y, start + i)), []
-
-        return self._loop(n, body, (carry, ys))[0]
-
-    def keep(
-        self, backward: StepBackward, carry: Arrays, ys: Arrays, start: Any, n: int
+    def run(
+        self, carry: Arrays, ys: Arrays, start: Any, n: int, *, keeps: bool = False
     ) -> tuple[Arrays, Arrays, Arrays]:
-        """(carry, ys, kept) after `n` steps, with what `back` needs. Outputs are written unless `ys` is empty."""
+        """(carry, ys, kept) after `n` steps, outputs written into `ys`, unless that is empty.
+
+        With `keeps`, kept is what `back` needs.
+        """
 
         def body(state, i):
             carry, ys = state
-            out, kept = backward.keep([*self.consts, *carry, *self._x(start + i)])
-            carry, y = out[: len(carry)], out[len(carry) :]
+            x, kept = self._x(start + i), Arrays()
+            if keeps:
+                out, kept = self.backward.keep([*self.consts, *carry, *x])
+                carry, y = out[: len(carry)], out[len(carry) :]
+            else:
+                carry, y = self.step.run(self.consts, carry, x)
             return (carry, self._write(ys, y, start + i) if ys else ys), kept
 
         (carry, ys), kept = self._loop(n, body, (carry, ys))
         return carry, ys, kept
 
     def back(
-        self,
-        backward: StepBackward,
-        kept: Arrays,
-        start: Any,
-        n: int,
-        pull: Pull,
-        d_xs: Arrays,
-        ct_ys: Sequence[Any],
+        self, kept: Arrays, start: Any, n: int, pull: Pull, d_xs: Arrays, ct_ys: Sequence[Any]
     ) -> tuple[Pull, Arrays]:
-        """Backpropagate through `n` steps: (pull, cotangents of the chosen xs).
-
-        `ct_ys` are the cotangents of the float outputs, each of shape (length, ...), or None for one that is zero.
-        """
-        y_types = pick(self.step.y, backward.out_float[len(self.step.carry) :])
+        """Backpropagate through `n` steps: (pull, cotangents of the chosen xs). None in `ct_ys` is zero."""
+        y_types = pick(self.step.y, self.backward.out_float[len(self.step.carry) :])
         n_consts = len(pull.consts)
         n_before_x = n_consts + len(pull.carry)
 
@@ -229,7 +218,7 @@ class Blocks:
                 zeros(aval) if ct is None else at(ct, self._row(j)) for aval, ct in zip(y_types, ct_ys, strict=True)
             ]
             kept_here = [at(k, i) for k in kept]
-            cts = backward.back([*self.consts, *self._x(j)], kept_here, [*ct_carry, *ct_y])
+            cts = self.backward.back([*self.consts, *self._x(j)], kept_here, [*ct_carry, *ct_y])
             so_far = [a + b for a, b in zip(so_far, cts[:n_consts], strict=True)]
             ct_carry, d_x = cts[n_consts:n_before_x], cts[n_before_x:]
             return (Pull(ct_carry, so_far), self._write(d_xs, d_x, j)), []

@@ -3,7 +3,7 @@
 `Separate` has rows for states and rows for residuals. `Shared` has rows of one state's size, and puts residuals into
 as many of them as they need: that is how the schedules of both kinds of states count memory.
 
-Buffers are lists of arrays whose first axis is the row. Values are lists of arrays: a state, or the residuals of one block,
+Buffers are pytrees of arrays whose first axis is the row. Values are lists of arrays: a state, or the residuals of one block,
 whose first axis is the step. Residuals that are never read go to a row after those of the slots. A state that is never read
 is not written: it can be large (a layer's input over a long sequence), so there is no row for it.
 """
@@ -52,24 +52,21 @@ class Separate:
     ):
         self.carry, self.kept_types, self.block = list(carry), list(kept), block
         self.rows, self.residuals, self.codec = rows, residuals, codec
-        cells, self._tree = jax.tree.flatten(jax.eval_shape(self._coded, list(carry)))
-        self._cells = len(cells)
 
     def _coded(self, state: Arrays) -> Arrays:
         if self.codec is None:
             return state
         return [self.codec.encode(leaf) if is_float(jax.typeof(leaf)) else leaf for leaf in state]
 
-    def new(self, init: Arrays) -> Arrays:
-        """Buffers, with `init` for every state."""
-        states = [jnp.broadcast_to(cell, (self.rows, *cell.shape)) for cell in jax.tree.leaves(self._coded(init))]
-        if not self.residuals:
-            return states
-        return states + [zeros(aval, (self.residuals, self.block)) for aval in self.kept_types]
+    def new(self, init: Arrays) -> Any:
+        """Buffers for states, with `init` for every one, and for residuals."""
+        states = jax.tree.map(lambda cell: jnp.broadcast_to(cell, (self.rows, *cell.shape)), self._coded(init))
+        return states, [zeros(aval, (self.residuals, self.block)) for aval in self.kept_types if self.residuals]
 
-    def put_state(self, buffers: Arrays, row: Any, state: Arrays) -> Arrays:
-        n, cells = self._cells, jax.tree.leaves(self._coded(state))
-        return [*(self._put(*pair, row) for pair in zip(buffers[:n], cells, strict=True)), *buffers[n:]]
+    def put_state(self, buffers: Any, row: Any, state: Arrays) -> Any:
+        states, residuals = buffers
+        put_one = lambda buffer, cell: self._put(buffer, cell, row)
+        return jax.tree.map(put_one, states, self._coded(state)), residuals
 
     def _put(self, buffer: Any, cell: Any, row: Any) -> Any:
         """The buffer with the cell in that row. Past the last row: as it is, by writing what is in a row there once more,
@@ -79,19 +76,19 @@ class Separate:
         row = jnp.where(exists, row, 0)
         return put(buffer, jnp.where(exists, cell, at(buffer, row)), row)
 
-    def state(self, buffers: Arrays, row: Any) -> Arrays:
-        state = jax.tree.unflatten(self._tree, [at(buffer, row) for buffer in buffers[: self._cells]])
+    def state(self, buffers: Any, row: Any) -> Arrays:
+        state = jax.tree.map(lambda buffer: at(buffer, row), buffers[0])
         if self.codec is None:
             return state
         floats = map(is_float, self.carry)
         return [self.codec.decode(cell) if coded else cell for cell, coded in zip(state, floats, strict=True)]
 
-    def put_kept(self, buffers: Arrays, row: Any, kept: Arrays) -> Arrays:
-        n = self._cells
-        return [*buffers[:n], *map(put, buffers[n:], kept, [row] * len(kept))]
+    def put_kept(self, buffers: Any, row: Any, kept: Arrays) -> Any:
+        states, residuals = buffers
+        return states, [put(buffer, leaf, row) for buffer, leaf in zip(residuals, kept, strict=True)]
 
-    def kept(self, buffers: Arrays, row: Any) -> Arrays:
-        return [at(buffer, row) for buffer in buffers[self._cells :]]
+    def kept(self, buffers: Any, row: Any) -> Arrays:
+        return [at(buffer, row) for buffer in buffers[1]]
 
 
 class Shared:
@@ -100,24 +97,16 @@ class Shared:
     Where every residual is made of pieces that look like a leaf of the carry (the sum going into the gates of an LSTM:
     four hidden states side by side), the rows keep the carry's types, and with them its sharding. Otherwise they hold
     words of 32 bits, residuals of 2 and 4 bits packed.
+
+    Attributes:
+      rows_of_kept: rows that the residuals of one block take.
+      keeps_types: whether rows look like the carry.
     """
 
     def __init__(self, carry: Sequence[Any], kept: Sequence[Any], block: int, rows: int):
-        self.rows, self.block = rows, block
-        self.layout: _Pieces | _Words = _Words(carry, kept, block)
-        pieces = _Pieces.fit(carry, kept, block)
-        if pieces is not None and pieces.rows <= self.layout.rows:
-            self.layout = pieces
-
-    @property
-    def rows_of_kept(self) -> int:
-        """Rows that the residuals of one block take."""
-        return self.layout.rows
-
-    @property
-    def keeps_types(self) -> bool:
-        """Whether rows look like the carry."""
-        return isinstance(self.layout, _Pieces)
+        words, pieces = _Words(carry, kept, block), _Pieces.fit(carry, kept, block)
+        self.layout = words if pieces is None or pieces.rows > words.rows else pieces
+        self.rows, self.rows_of_kept, self.keeps_types = rows, self.layout.rows, self.layout is pieces
 
     def new(self, init: Arrays) -> Arrays:
         rows = self.rows + self.rows_of_kept
@@ -147,10 +136,8 @@ class _Place(NamedTuple):
 class _Pieces:
     """A buffer for every leaf of the carry; leaves that look the same form a group, whose pieces go to any of them."""
 
-    def __init__(self, groups: list[list[int]], places: list[_Place], block: int):
-        self.groups, self.places, self.block = groups, places, block
-        totals = [sum(block * place.pieces for place in places if place.group == i) for i in range(len(groups))]
-        self.rows = max([1, *(-(-total // len(leaves)) for total, leaves in zip(totals, groups, strict=True))])
+    def __init__(self, groups: list[list[int]], places: list[_Place], block: int, rows: int):
+        self.groups, self.places, self.block, self.rows = groups, places, block, rows
 
     @classmethod
     def fit(cls, carry: Sequence[Any], kept: Sequence[Any], block: int) -> _Pieces | None:
@@ -167,7 +154,8 @@ class _Pieces:
             places.append(_Place(group, totals[group], pieces))
             totals[group] += block * pieces
         groups = [[i for i, type_ in enumerate(types) if type_ == kind] for kind in kinds]
-        return cls(groups, places, block)
+        rows = max([1, *(-(-total // len(leaves)) for total, leaves in zip(totals, groups, strict=True))])
+        return cls(groups, places, block, rows)
 
     def cells(self, state: Arrays) -> Arrays:
         return state
@@ -189,14 +177,10 @@ class _Pieces:
         return buffers
 
     def kept(self, cells: Arrays) -> Arrays:
-        kept = []
-        for place in self.places:
-            parts = []
-            for index in range(place.pieces):
-                steps = [cells[buffer][first:stop] for buffer, first, stop in self._rows(place, index)]
-                parts.append(jnp.concatenate(steps) if len(steps) > 1 else steps[0])
-            kept.append(jnp.concatenate(parts, -1) if len(parts) > 1 else parts[0])
-        return kept
+        def piece(place: _Place, index: int) -> Any:
+            return _joined([cells[buffer][first:stop] for buffer, first, stop in self._rows(place, index)], 0)
+
+        return [_joined([piece(place, index) for index in range(place.pieces)], -1) for place in self.places]
 
     def _rows(self, place: _Place, index: int) -> Iterator[tuple[int, int, int]]:
         """(leaf of the carry, first row, row after the last) for the steps of one piece, the group's rows end to end."""
@@ -206,6 +190,10 @@ class _Pieces:
             high = min(start + self.block - i * self.rows, self.rows)
             if low < high:
                 yield leaf, low, high
+
+
+def _joined(parts: list[Any], axis: int) -> Any:
+    return jnp.concatenate(parts, axis) if len(parts) > 1 else parts[0]
 
 
 def _pieces(whole: ArrayType, piece: ArrayType) -> int:

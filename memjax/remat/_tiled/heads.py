@@ -25,7 +25,7 @@ from memjax._core.backward.derivatives import forward_mode_message, reverse_only
 from memjax._core.barriers import barrier
 from memjax._core.clear_errors import call_errors
 from memjax._core.compat import explicit_sharding
-from memjax._core.lists import Arrays, drop, merge, pick
+from memjax._core.lists import Arrays, drop, merge, pick, spread
 from memjax._core.program.closures import Hoisted
 from memjax._core.program.jaxpr import result_types, with_axes
 from memjax._core.segments import Segments, segment_count, shards, whole
@@ -113,7 +113,7 @@ def attention_in_groups(
     )
     guarded = [reverse_only(leaf, _FORWARD_MODE) for leaf in (*vary(layer.constants, varying_axes(x)), *kernels, x)]
     n = len(layer.constants)
-    return layer(guarded[:n], guarded[n:-1], guarded[-1], positions)
+    return layer.run(guarded[:n], guarded[n:-1], guarded[-1], positions)
 
 
 class _Options(NamedTuple):
@@ -135,6 +135,7 @@ class _Layer:
 
     Attributes:
       constants: what the functions close over.
+      run: from these, the kernels, x and positions to the result.
     """
 
     def __init__(self, options: _Options, kernels: Arrays, x: Array, positions: Array):
@@ -152,14 +153,14 @@ class _Layer:
             return q, k, v
 
         group = result_types(lambda kernels: self._of_group(kernels, 0, 1), kernels[:3])
-        self._project = Hoisted(project, *group, x, positions)
+        self._project = Hoisted(project, (*group, x, positions))
         qkv = result_types(project, *group, x, positions)
         if groups > 1 and attend is not causal_attention:
             refuse_mixed_heads("attend", attend, qkv)
         if groups > 1 and rotary is not None and self._keep_attention:  # it is then run for a group's heads, too
             for one in qkv[:2]:
                 refuse_mixed_heads("rotary", lambda a: _like("rotary", rotary, a, positions), [one], rotary)
-        self._attend = Hoisted(lambda *qkv: _like("attend", attend, *qkv), *qkv)
+        self._attend = Hoisted(lambda *qkv: _like("attend", attend, *qkv), qkv)
         self.constants = [*self._project.constants, *self._attend.constants]
         self._n = len(self._project.constants)
         # As varying as where they are used: the sum over devices of their gradients is then taken once, outside.
@@ -169,18 +170,12 @@ class _Layer:
         )
         self._qkv, self._o = qkv, result_types(lambda values: self._attended(values[:-3], *values[-3:])[0], types)
 
-        def trace(and_x: bool, kernels: Arrays) -> Any:
-            return self._projected(self._project.constants, kernels, x, positions, and_x=and_x)
-
         # Traces `project` for all heads and for those of a group, as the backward pass takes it.
-        for and_x in (False, True):
-            jax.eval_shape(functools.partial(trace, and_x), kernels[:3])
-        jax.eval_shape(functools.partial(trace, False), self._of_group(kernels[:3], 0, 1))
-        self._run = jax.custom_vjp(lambda *arrays: self._forward(*arrays)[0])
-        self._run.defvjp(self._save, with_axes(self._back, self._project.axes | self._attend.axes))
-
-    def __call__(self, constants: Arrays, kernels: Arrays, x: Array, positions: Array) -> Array:
-        return self._run(constants, kernels, x, positions)
+        projected = functools.partial(self._projected, self._project.constants, x=x, positions=positions)
+        for some, and_x in ((kernels[:3], False), (kernels[:3], True), (group, False)):
+            jax.eval_shape(functools.partial(projected, and_x=and_x), some)
+        self.run = jax.custom_vjp(lambda *arrays: self._forward(*arrays)[0])
+        self.run.defvjp(self._save, with_axes(self._back, self._project.axes | self._attend.axes))
 
     def _forward(self, constants: Arrays, kernels: Arrays, x: Array, positions: Array) -> tuple[Array, Arrays]:
         """The result, and what is kept: the outputs of all groups, and of each what else its attention keeps."""
@@ -253,8 +248,7 @@ class _Layer:
         _, pull_projected = jax.vjp(projected, pick(before, floats_before), kernels[:3], x)
         d_before, d_kernels, dx = pull_projected((*d_qkv, dy))
         d_kernels = [*d_kernels, self._in_order(d_out)]
-        d_constants = [*d_before, *d_within]
-        return merge(d_constants, [None] * (len(floats) - len(d_constants)), floats), d_kernels, dx, None
+        return spread([*d_before, *d_within], floats), d_kernels, dx, None
 
     def _projected(
         self, constants: Arrays, kernels: Arrays, x: Array, positions: Array, *, and_x: bool = False

@@ -20,10 +20,10 @@ from memjax._core.arrays import vary, varying_axes
 from memjax._core.backward.derivatives import forward_mode_message, reverse_only
 from memjax._core.clear_errors import call_errors
 from memjax._core.lists import Arrays, drop, merge, pick
-from memjax._core.positions.rules import walk
-from memjax._core.positions.walk import Positions, Seen, State, shared
+from memjax._core.positions.rules import apply_rule
+from memjax._core.positions.walk import Positions, Seen, State, Walk, shared
+from memjax._core.program.closures import Hoisted
 from memjax._core.program.costs import rows_of_tile
-from memjax._core.program.jaxpr import axis_sizes, evaluate
 from memjax._core.segments import Segments, automatic_devices, segments, shards
 from memjax._core.tiles import Tiles, with_size
 from memjax.remat._modules import wrapped_module
@@ -173,31 +173,32 @@ def _call(f: Callable[..., Any], arguments: Any, leaf_axes: list[int | None], op
                     "gather it with jax.sharding.reshard, or use check=True: tiles of a sharded axis are not contiguous"
                 )
                 raise _check.fail(ValueError, path, f"whole along axis {axis} with check=False", array, fix)
-    traced = functools.cache(lambda size: _Program(f, flat, shared_arrays, arrays, axes, size))
+    hoisted = Hoisted(flat)
+    states: list[State] = [*(shared(value.shape) for value in shared_arrays), *(Positions(axis, 1) for axis in axes)]
+
+    def traced(size: int) -> _Program:
+        tiles = _resized(arrays, axes, size)
+        with call_errors("f", f, {"tiles": tiles}):
+            return _Program(*hoisted.program(shared_arrays, tiles), states, size)
+
     program = traced(tile)
     out_axes = _per_leaf("out_axes", options.out_axes, jax.tree.unflatten(program.out_tree, program.out_types))
     out_axes = program.checked_axes(out_axes)
     if options.check:
         refuse_mixed_positions(f, traced, out_axes, tile, length)
-    programs = {size: traced(size) for size in {tile, length % tile or tile}}
-    constants: Arrays = []
-    for each in programs.values():
-        each.take(constants)
-    guarded = [
-        reverse_only(value, _FORWARD_MODE)
-        for value in (*vary(constants, varying_axes(*arrays)), *shared_arrays, *arrays)
-    ]
-    count = len(constants)
+    for size in (tile, length % tile or tile):
+        hoisted.add(shared_arrays, _resized(arrays, axes, size))
+    constants, count = vary(hoisted.constants, varying_axes(*arrays)), len(hoisted.constants)
+    guarded = [reverse_only(value, _FORWARD_MODE) for value in (*constants, *shared_arrays, *arrays)]
 
     def body(shared_values: Arrays, tiles: Arrays) -> Arrays:
-        size = tiles[0].shape[axes[0]]
-        return programs[size](shared_values[:count], shared_values[count:], tiles)
+        return jax.tree.leaves(hoisted(shared_values[:count], shared_values[count:], tiles))
 
     types = [
         aval if axis is None else aval.update(shape=with_size(aval.shape, axis, length))
         for aval, axis in zip(program.out_types, out_axes, strict=True)
     ]
-    tiles = Tiles(body, axes, out_axes, types, parts, tile, options.sum_dtype, axis_sizes(program.closed.jaxpr))
+    tiles = Tiles(body, axes, out_axes, types, parts, tile, options.sum_dtype, hoisted.axes)
     outs = tiles(guarded[: count + len(shared_arrays)], guarded[count + len(shared_arrays) :])
     return jax.tree.unflatten(program.out_tree, outs)
 
@@ -208,19 +209,12 @@ def _path(path: Any) -> str:
 
 
 class _Program:
-    """`flat` traced for tiles of `size` positions."""
+    """The function of tiles of `size` positions as JAX traces it, for arguments of these states."""
 
-    def __init__(
-        self, f: Any, flat: Callable[..., Any], shared_arrays: Arrays, arrays: Arrays, axes: Sequence[int], size: int
-    ):
-        tiles = _resized(arrays, axes, size)
-        with call_errors("f", f, {"tiles": tiles}):
-            self.closed, shapes = jax.make_jaxpr(flat, return_shape=True)(shared_arrays, tiles)
+    def __init__(self, closed: Any, shapes: Any, states: Sequence[State], size: int):
+        self.closed, self._states, self._size = closed, states, size
         self.out_tree = jax.tree.structure(shapes)
-        self.out_types = [aval.update(weak_type=False) for aval in self.closed.out_avals]
-        self._size, self._constants = size, list[int]()
-        self._states: list[State] = [shared(value.shape) for value in shared_arrays]
-        self._states += [Positions(axis, 1) for axis in axes]
+        self.out_types = [aval.update(weak_type=False) for aval in closed.out_avals]
 
     def checked_axes(self, out_axes: list[int | None]) -> list[int | None]:
         """The axes, counted from the first. Raises for one that a result does not have, or that is not as long as a tile."""
@@ -245,23 +239,10 @@ class _Program:
     def check_results(self, out_axes: Sequence[int | None]) -> Seen:
         """Raises Mixed unless the results have their positions where `out_axes` say."""
         seen = Seen()
-        states = walk(self.closed.jaxpr, self._states, self._size, None in out_axes, seen)
+        states = Walk(self._size, None in out_axes, apply_rule, seen).program(self.closed.jaxpr, self._states)
         for i, (state, axis) in enumerate(zip(states, out_axes, strict=True)):
             check_result(i, state, axis)
         return seen
-
-    def take(self, constants: Arrays) -> None:
-        """Adds the program's constants to `constants`, each array once."""
-        for value in self.closed.consts:
-            known = [i for i, other in enumerate(constants) if other is value]
-            if not known:
-                constants.append(value if isinstance(value, jax.Array) else jnp.asarray(value))
-                known = [len(constants) - 1]
-            self._constants.append(known[0])
-
-    def __call__(self, constants: Arrays, shared_arrays: Arrays, tiles: Arrays) -> Arrays:
-        program_constants = [constants[i] for i in self._constants]
-        return evaluate(self.closed.jaxpr, program_constants, [*shared_arrays, *tiles], differentiable=True)
 
 
 def _resized(arrays: Arrays, axes: Sequence[int], size: int) -> list[Any]:
@@ -293,12 +274,8 @@ _MULTIPLE = 128  # of which GPUs like rows to be
 def _default_tile(length: int, arrays: Sequence[Any], axes: Sequence[int]) -> int:
     """Positions per tile, tiles as equal as can be.
 
-    Args:
-      length: the number of positions.
-      arrays: those with positions.
-      axes: where they have them. The dimensions before are taken for examples, which multiply the rows.
-
-    The rows of a device count. On a mesh of automatic axes examples and positions are taken to be spread over all of it.
+    Dimensions before the positions are taken for examples, which multiply the rows. The rows of a device count.
+    On a mesh of automatic axes examples and positions are taken to be spread over all of it.
     """
     types = list(map(jax.typeof, arrays))
     examples = max([math.prod(aval.shape[:axis]) for aval, axis in zip(types, axes, strict=True)], default=1)

@@ -9,8 +9,7 @@ import pytest
 
 from memjax.remat import BlockCost, ChainSchedule, chain_schedule
 from memjax.remat._chain import solvers
-from memjax.remat._chain.items import predict
-from memjax.remat._chain.solvers import LeastTime
+from memjax.remat._chain.solvers import LeastTime, predict
 from memjax.remat._scan.forward_counts import HiddenCounts
 
 

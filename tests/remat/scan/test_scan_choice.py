@@ -10,7 +10,7 @@ from jax import lax
 from memjax.remat import Costs, profile, scan, schedule
 from memjax.remat._scan import choose as choose_module
 from memjax.remat._scan.choose import choose, exact
-from memjax.remat._scan.plan import Plan
+from memjax.remat._scan.execute import Plan
 from memjax.remat._scan.step import StepBackward, trace_step
 from tests.remat.scan.scan_cases import close, lstm_step, stored_bytes
 
