@@ -7,8 +7,8 @@ need not.
 
 Each step is compiled with memory to spare, which has to give the program of `jax.jit`, and within 70% and 50% of its temporary
 bytes, beside arguments and results. Where that is refused, it is planned for the least that can be had. Results are those after
-three steps, compared with plain JAX. One more row of each step has float64, where its code allows. `--small` runs some steps and
-saves nothing.
+three steps, compared with plain JAX; `rounding` is how far those of plain JAX move where every second float in the arguments is
+the next one. One more row of each step has float64, where its code allows. `--small` runs some steps and saves nothing.
 """
 
 import dataclasses
@@ -70,7 +70,17 @@ def accuracy(results: list[dict[str, Any]]) -> str:
 
 def show(results: list[dict[str, Any]]) -> None:
     table = Table(
-        "step", "asked", "plain MiB", "budget", "compiled", "predicted", "compiled times", "FLOPs", "error", "seconds"
+        "step",
+        "asked",
+        "plain MiB",
+        "budget",
+        "compiled",
+        "predicted",
+        "compiled times",
+        "FLOPs",
+        "error",
+        "rounding",
+        "seconds",
     )
     mib = lambda nbytes: f"{nbytes / 2**20:.2f}" if nbytes else ""
     for result in results:
@@ -90,6 +100,7 @@ def show(results: list[dict[str, Any]]) -> None:
                 str(least["compilations"]),
                 f"{least['flops_ratio']:.2f}",
                 f"{least['error']:.0e}",
+                f"{row.get('rounding', result['rounding']):.0e}",
                 f"{least['seconds']:.1f}",
             ]
             table.add_row(head, asked, "" if head.startswith(" ") else mib(result["plain"]), *bytes_of, *rest)

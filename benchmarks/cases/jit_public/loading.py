@@ -22,12 +22,14 @@ _STANDINS = (
     "cv2",
     "datasets",
     "dp_accounting",
+    "grain",
     "gym",
     "gymnasium",
     "IPython",
     "navix",
     "seaborn",
     "sentencepiece",
+    "sklearn",
     "tensorboard",
     "tensorboardX",
     "tensorflow",
@@ -111,7 +113,7 @@ class _Anything(types.ModuleType):
         return value
 
 
-sys.meta_path.append(_Finder())  # what is installed is found before
+sys.meta_path.insert(0, _Finder())  # the same whatever is installed
 
 
 def module(path: pathlib.Path, *, above: int = 0, name: str | None = None) -> Any:
