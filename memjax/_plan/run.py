@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 
 import jax
 
+from memjax._core.arrays import is_float
 from memjax._core.barriers import barrier
 from memjax._core.compat import is_ordered
 from memjax._core.lists import Arrays
 from memjax._core.program.costs import is_fusible
 from memjax._core.program.dataflow import made_by, read_by, variables
 from memjax._core.program.jaxpr import bind, evaluate_in, read
+from memjax._core.program.primitives import RANDOM
 from memjax._plan.codes import Code, codes_in, encoded
 from memjax._plan.derivative import Passes
 from memjax._plan.loop import Loop, constants_in
@@ -141,6 +143,7 @@ class Run:
         eqns = flow.needed([var for var in wanted if var not in stacked], always=flow.acting)
         chosen = {id(eqn) for eqn in eqns} | self._loops.keys()
         self._forward = [eqn for eqn in program.eqns if id(eqn) in chosen]
+        self._waiting = self._random_bits_after()
 
     @property
     def has_loops(self) -> bool:
@@ -152,6 +155,20 @@ class Run:
         backward, mine = self.derivative.backward, {id(eqn) for eqn in eqns}
         others = {var for eqn in backward.eqns if id(eqn) not in mine for var in self._read_by(eqn)}
         return in_steps(in_time(again, eqns), variables(backward.outvars), others, platform)
+
+    def _random_bits_after(self) -> dict[int, Any]:
+        """For each equation that makes random bits the kept array before it.
+
+        They need a key alone, so that a compiler may make those of all layers before the first one runs.
+        """
+        found: dict[int, Any] = {}
+        before = None
+        kept = set(self.kept) - self._fusible
+        for eqn in self._forward:
+            if eqn.primitive.name in RANDOM:
+                found[id(eqn)] = before
+            before = next((var for var in eqn.outvars if var in kept and is_float(var.aval)), before)
+        return {number: var for number, var in found.items() if var is not None}
 
     def _gathered(self, eqns: Sequence[Any]) -> list[Any]:
         """The arrays among the inputs that these equations read; loops gather slices, each in its turn."""
@@ -172,6 +189,10 @@ class Run:
         for eqn in self._forward:
             if (loop := self._loops.get(id(eqn))) is not None:
                 stacks += loop.forward(env)
+            elif (before := self._waiting.get(id(eqn))) is not None:
+                key, *counts = read(env, eqn.invars)
+                key, _ = barrier((key, env[before]))
+                env |= zip(eqn.outvars, bind(eqn, [key, *counts]), strict=True)
             else:
                 evaluate_in([eqn], env)
             for var in eqn.outvars:
