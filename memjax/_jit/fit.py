@@ -13,7 +13,7 @@ from memjax._jit.passes import StepPasses
 from memjax._jit.step_plan import StepPlan
 from memjax._jit.together import Line
 from memjax._plan.acting import by_plan
-from memjax._plan.budget.decide import GAIN_OF_STEPS, TooLittleError, decide
+from memjax._plan.budget.decide import GAIN_OF_STEPS, Plans, TooLittleError, decide, plan_of
 from memjax._plan.budget.known import Allowed, Key, Known, Measure, key_of, known
 from memjax._plan.budget.search import LARGE_GAIN, search
 from memjax._plan.layout import Layout
@@ -88,6 +88,7 @@ class Fit:
         self._plans: dict[StepPasses, Plan] = {}
         self._before: dict[Any, dict[Any, Known]] = {}
         self._compiled: dict[Any, Compiled] = {}
+        self._compiled_of: dict[int, Chosen] = {}  # by the program
         self._elsewhere = 0
 
     @property
@@ -135,29 +136,57 @@ class Fit:
         if isinstance(budget, int) and self.may_fit_plain(budget) and self.plain.nbytes <= budget:
             return self._plan(budget, self.plain.nbytes), self.plain.program
         room = budget if isinstance(budget, str) else budget - self._beside
+        found: list[tuple[StepPlan, Any]] = []
         if self._may_be_together(room):
             fast = self._together(room if isinstance(room, int) else 0)
-            best = self._now()
-            plan = self._plan(budget, best.nbytes)
-            one_by_one = len(self._passes) <= _MOST_ONE_BY_ONE
-            if isinstance(budget, str):
-                return self._least_of(plan, best.program)
-            if best.nbytes <= budget and (fast or not one_by_one):
-                return plan, best.program
-            if not one_by_one:
-                raise DoesNotFitError(*self._least_of(plan, best.program))
-        if len(self._passes) > 1:
-            self._acting = {one: self._least(one) for one in self._passes}
-        fits = True
-        for passes in self._passes:
-            fits = self._decide(passes, room)
-        best = self._now()
-        plan = self._plan(budget, best.nbytes)
+            found.append(self._planned(budget))
+            if isinstance(budget, int) and fast and found[0][0].nbytes <= budget:
+                return found[0]
+        if not found or len(self._passes) <= _MOST_ONE_BY_ONE:
+            if len(self._passes) > 1:
+                self._acting = {one: self._least(one) for one in self._passes}
+            for passes in self._passes:
+                self._decide(passes, room)
+            found.append(self._planned(budget))
+        fits = lambda one: isinstance(budget, int) and one[0].nbytes <= budget
+        if not any(map(fits, found)):
+            found += self._met_on_the_way(min(plan.nbytes for plan, _ in found), budget)
+        fitting = [*filter(fits, found)]
+        if fitting:
+            return min(fitting, key=lambda one: one[0].seconds - one[0].plain_seconds)
+        least = self._least_of(*min(found, key=lambda one: one[0].nbytes))
         if isinstance(budget, str):
-            return self._least_of(plan, best.program)
-        if not fits or best.nbytes > budget:
-            raise DoesNotFitError(*self._least_of(plan, best.program))
-        return plan, best.program
+            return least
+        raise DoesNotFitError(*least)
+
+    def _met_on_the_way(self, less_than: int, budget: int | str) -> list[tuple[StepPlan, Any]]:
+        """The step that was compiled to decide on a derivative and takes the least, if that is less than what was decided on.
+
+        What the others keep changes between one decision and the next.
+        """
+        least = min(self._compiled.values(), key=lambda one: one.nbytes)
+        acting = self._compiled_of.get(id(least.program), {})
+        if least.nbytes >= less_than or not acting:
+            return []
+        plans = {one: self._plan_with(one, key, least.nbytes) for one, (_, key) in acting.items()}
+        self._acting, self._plans = acting, {one: plan for one, plan in plans.items() if plan is not None}
+        return [self._planned(budget)] if len(self._plans) == len(acting) else []
+
+    def _plan_with(self, passes: StepPasses, key: Key, nbytes: int) -> Plan | None:
+        """The plan in the line of the derivative with this key, if it is in it; it takes so many bytes."""
+        program, room = self._known(passes), nbytes - self._beside
+        program.compiled[key] = room
+        for plans in (Plans(program, in_steps) for in_steps in (False, True)):
+            for number, predicted in enumerate(plans.predicted):
+                if key_of(program.stretches(plans.choices(number)), plans.in_steps) == key:
+                    found = Try(number, predicted, predicted, room)
+                    return plan_of(program, plans, found, [found], room)
+        return None
+
+    def _planned(self, budget: int | str) -> tuple[StepPlan, Any]:
+        """The step with what is decided on by now."""
+        now = self._now()
+        return self._plan(budget, now.nbytes), now.program
 
     def _least_of(self, plan: StepPlan, program: Any) -> tuple[StepPlan, Any]:
         """A plan for the least memory, or the step with its passes as they are if that takes less.
@@ -196,21 +225,20 @@ class Fit:
     def _chosen(self, line: Line, way: int) -> Chosen:
         return {one: run for one, run in zip(self._passes, line.runs(way), strict=True) if run is not None}
 
-    def _decide(self, passes: StepPasses, room: int | str) -> bool:
-        """Decides on the passes; whether the step fits then. If it does not, they take the least memory."""
+    def _decide(self, passes: StepPasses, room: int | str) -> None:
+        """Decides on the passes. If the step does not fit then, they take the least memory."""
         least = self._acting.pop(passes, None)
         if least is not None and isinstance(room, int):
             # Where the peak is elsewhere, compiling says nothing of these passes.
             self._elsewhere = min(self._step({**self._acting, passes: least}), room)
         try:
-            plan, fits = self._decided(passes, room), True
+            plan = self._decided(passes, room)
         except TooLittleError:
-            plan, fits = self._decided(passes, "min"), False
+            plan = self._decided(passes, "min")
         run = by_plan(passes, plan, self._layout) if plan.stretches else None
         self._plans[passes] = plan
         if isinstance(run, Run):
             self._acting[passes] = run, key_of(plan.stretches, plan.in_steps)
-        return fits
 
     def _least(self, passes: StepPasses) -> tuple[Run, Key]:
         """The plan that is predicted to take the least memory."""
@@ -247,6 +275,7 @@ class Fit:
         if key not in self._compiled:
             program = self._compile_with({one: run for one, (run, _) in acting.items()})
             self._compiled[key] = Compiled(program, held_bytes(program))
+            self._compiled_of[id(program)] = dict(acting)
         return self._compiled[key]
 
     def _now(self) -> Compiled:

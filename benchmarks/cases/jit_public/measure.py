@@ -75,7 +75,8 @@ def rounded(args: tuple) -> tuple:
             return leaf
         array = jnp.asarray(leaf)
         every_second = (jnp.arange(array.size) % 2 == 0).reshape(array.shape)
-        return jnp.where(every_second, jnp.nextafter(array, jnp.full_like(array, jnp.inf)), array)
+        moved = jnp.where(every_second, jnp.nextafter(array, jnp.full_like(array, jnp.inf)), array)
+        return moved if isinstance(leaf, jax.Array) else np.asarray(moved)
 
     return changed(args, one)
 
