@@ -328,7 +328,7 @@ def local(name: str, value: Any) -> None:
 
 
 def known_sizes(name: str, tree: Any) -> None:
-    """Raises where the size of an array is a symbol of `jax.export`, of a transform that decides by sizes: `name`."""
+    """Raises if the size of an array is a symbol of `jax.export`. The transform `name` decides by sizes."""
     for leaf in jax.tree.leaves(tree):
         if any(jax.export.is_symbolic_dim(size) for size in getattr(leaf, "shape", ())):
             raise ValueError(

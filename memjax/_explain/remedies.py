@@ -189,7 +189,7 @@ class _Region:
 
 
 def _regions(forward: Pass, prefixes: Sequence[str], paths: Paths) -> list[_Region]:
-    """Each call of the modules at these paths, which are of one length."""
+    """Each call of the modules at these paths. All paths have the same number of names."""
     size = prefixes[0].count("/") + 1
     inside: dict[str, list[tuple[Equation, tuple]]] = {prefix: [] for prefix in prefixes}
     for equation in forward.program:

@@ -40,7 +40,7 @@ def warnings_of(
 
 
 def _all(jaxpr: Any, outer: tuple = ()) -> Iterator[tuple]:
-    """Each equation, with those around it before it."""
+    """Each equation as a tuple: the equations around it, the outermost first, then itself."""
     for eqn in jaxpr.eqns:
         yield (*outer, eqn)
         for body in bodies(eqn):
@@ -123,7 +123,7 @@ def _is_recomputed(place: Sequence[Any]) -> bool:
 
 
 def _copies(groups: Sequence[Group]) -> Iterator[str]:
-    """Wider copies, and copies of parts or of repeated parts."""
+    """Warnings of copies that are kept though they are larger than what they copy: of a wider dtype, or with more elements."""
     for group in groups:
         place = group.arrays[0].place
         eqn, aval = place[-1], group.arrays[0].value.aval

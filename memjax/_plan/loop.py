@@ -198,12 +198,12 @@ class _Body:
     """The body of a loop of which something is kept.
 
     Attributes:
-      kept: variables, none that is not read.
-      codes: of further ones.
-      moved: further ones, on the host.
-      stack_count: how many stacks these are.
+      kept: variables that are kept as they are. Here and below, only those that are read.
+      codes: of variables that are kept in codes.
+      moved: variables that are kept on the host.
+      stack_count: how many stacks these three make.
       again: equations that run again in the backward pass.
-      read: what these and the backward pass read.
+      read: what `again` and the backward pass read.
       missing: inputs that are gone in the backward pass.
       steps: the equations of a turn of the backward pass in steps, or None.
     """

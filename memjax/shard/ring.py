@@ -150,8 +150,11 @@ def collect(
 
 
 def _in_pairs(step: Callable[..., Any], state: Any, begin: int, end: int) -> Any:
-    """Steps `begin` to `end`, two by two: a loop of single steps would copy every block that arrives to where the one before was,
-    and send it on only then. With two, each has its place."""
+    """Steps `begin` to `end`, two in each turn of a loop.
+
+    With one step in each turn, a block that arrives would be copied to the place of the one before, and only then be sent on.
+    With two, each block has a place of its own.
+    """
     whole = lambda *args: lax.optimization_barrier(step(*args))
     if begin < end and (end - begin) % 2 == 1:
         state, begin = whole(*state, begin), begin + 1

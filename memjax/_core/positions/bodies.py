@@ -133,7 +133,7 @@ def _stacked(state: State) -> State:
 
 
 def _join(eqn: Any, a: State, b: State) -> State:
-    """The state of a value that is one or the other."""
+    """The state of a value that is either of two values, whose states are `a` and `b`."""
     if isinstance(a, Shared) and isinstance(b, Shared):
         return Shared(tuple(x or y for x, y in zip(a.uneven, b.uneven, strict=True)))
     for one, other in ((a, b), (b, a)):

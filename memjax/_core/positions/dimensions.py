@@ -257,7 +257,7 @@ def scatter(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
 
 
 def scatter_places(eqn: Any) -> list[tuple[int, int | None, int]]:
-    """Dimensions of a scatter's operand that it leaves apart, with those of indices, if they have them, and of updates."""
+    """Dimensions of a scatter's operand that it does not mix, each with that of the indices, or None, and of the updates."""
     numbers, shape, updates = eqn.params["dimension_numbers"], shape_of(eqn.invars[0]), shape_of(eqn.invars[2])
     into = [dim for dim in range(len(updates)) if dim not in numbers.update_window_dims]
     batching = zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)

@@ -93,7 +93,7 @@ class Growth:
                     return
 
     def _needs_all(self, eqn: Any) -> bool:
-        """Whether gradients depend on an equation of the forward pass that mixes positions: they are not known tile by tile."""
+        """Whether gradients depend on an equation of the forward pass. If it mixes positions, no tile alone gives gradients."""
         if self.leading is None or not any(out in self.leading for out in eqn.outvars):
             return False
         stack = name_stack(eqn)  # an update of parameters has no mark: the next gradient depends on it, not this one

@@ -101,13 +101,13 @@ _IN_LOOP_ELSEWHERE = InLoop(3e-7, 4e11, 6e10, 1e10, 1e-6, 2e-6)
 class Rows(NamedTuple):
     """How many rows of matrix products a tile has.
 
-    A tile adds to the gradients of what tiles share, which reads and writes sums: about 12 bytes a parameter, beside 6 FLOPs for
-    each row and parameter.
+    Each tile adds to the gradients of parameters that all tiles share. These additions read and write about 12 bytes for each
+    parameter. The products take 6 FLOPs for each row and parameter.
 
     Attributes:
-      least: with fewer that takes longer than the products.
-      usual: with so many it takes 5% of the time of an H200's products, or 2% of a CPU's.
-      enough: with so many 2% of an H100's: more gain nothing.
+      least: with fewer rows, additions take longer than products.
+      usual: with so many, additions take 5% of the time of products on an H200, or 2% on a CPU.
+      enough: with so many, additions take 2% on an H100. More rows gain nothing.
     """
 
     least: int

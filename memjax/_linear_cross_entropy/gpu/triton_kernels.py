@@ -41,7 +41,7 @@ def _logits(
 
 @triton.jit
 def _exp(z, shift):
-    """exp(z - shift) in two instructions: one multiplies and subtracts, `shift` times log2(e) being a row's number."""
+    """exp(z - shift) in two instructions: one multiplies and subtracts, one is exp2. `shift * LOG2E` is computed once a row."""
     return tl.exp2(z * LOG2E - shift * LOG2E)
 
 

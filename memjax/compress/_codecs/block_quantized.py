@@ -222,8 +222,9 @@ class BlockQuantized(OfBlocks):
         return middle, half / self._centre
 
     def _middle_and_half(self, low: Float[Array, "..."], high: Float[Array, "..."]) -> tuple[Array, Array]:
-        """The middle of a range, and half of it; of a narrow one that is not empty half of what levels at their least distance
-        reach over.
+        """The middle of a range, and half of its width.
+
+        A narrow range that is not empty is widened, so that levels are at least `LEAST_DISTANCE` apart.
         """
         half = high * 0.5 - low * 0.5
         half = jnp.where(half <= LARGEST, half, jnp.nan)

@@ -278,8 +278,11 @@ def _levels(
 
 
 def _times(x: Float[Array, "..."], factor: Array | float) -> Float[Array, "..."]:
-    """The product; subnormal ones are zero. A compiler makes each plane of levels by itself, and may contract this product with a
-    sum in one of them: then the planes would be those of different levels where it is subnormal."""
+    """The product, or zero where it is subnormal.
+
+    A compiler may compute the levels once for each plane, and contract this product with a sum in only one of these. Where
+    the product is subnormal, levels could then differ, and the planes would not belong together.
+    """
     product = x * factor
     return jnp.where(jnp.abs(product) < float(jnp.finfo(jnp.float32).tiny), 0, product)
 

@@ -240,7 +240,7 @@ def _into_cache(words_ref, offset, where):
 
 
 def _value_of(number, step, dtype, keeps_signs):
-    """The `middle` of a number of `numbers_of` times a step, as `dtype`; the number is given as 2^23 more, a float."""
+    """The `middle` of a number of `numbers_of`, times a step, as `dtype`. `number` is a float: that number plus 2^23."""
     half = 1 << (dither_bits(dtype) - 1)
     value = (number - (2.0**23 + half)) * (step * (0.5 / half))
     if keeps_signs:

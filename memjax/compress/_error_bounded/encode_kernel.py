@@ -41,7 +41,7 @@ from memjax.compress._error_bounded.warp import INTEGER
 
 
 def encode_tile(where: Where, x_ref, exponent_ref, _, words_ref, headers_ref, offsets_ref, needed_ref):
-    """The unnamed input, zero, is the memory of `needed_ref`."""
+    """`_` is an input of zero. The output `needed_ref` lies in its memory, and so starts from zero."""
     of_values = _value_planes(where, x_ref, exponent_ref)
 
     def write(coded, is_unrolled):

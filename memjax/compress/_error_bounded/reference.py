@@ -279,7 +279,7 @@ def _bits_of_lanes(flags: Bool[Array, "... 32"]) -> UInt32[Array, "..."]:
 
 
 def _is_in(row: UInt32[Array, "..."]) -> Bool[Array, "... 32"]:
-    """The inverse; a word has an axis of 1 for the lanes, or is a scalar."""
+    """The flags of all lanes, from a word: the inverse of `_bits_of_lanes`. Words are scalars, or have an axis of 1 for lanes."""
     return ((row >> _LANE) & u32(1)) != 0
 
 
@@ -326,7 +326,7 @@ def _raw_words(bits: UInt32[Array, "4 32 32"], dtype) -> UInt32[Array, "words 32
 
 
 def _raw_bits(words: UInt32[Array, "words 32"], dtype) -> UInt32[Array, "4 32 32"]:
-    """The inverse."""
+    """The inverse of `_raw_words`."""
     if jnp.dtype(dtype).itemsize == 2:
         words = words.reshape(GROUPS, 16, LANES)
         return jnp.concatenate([words & u32(0xFFFF), words >> 16], 1)
