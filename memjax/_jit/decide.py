@@ -31,6 +31,7 @@ from memjax._jit.cache import (
 from memjax._jit.call import Pure, donated_values
 from memjax._jit.fit import MAKE_ONE, DoesNotFitError, Fit, acting_by, held_bytes
 from memjax._jit.inner import has_inner
+from memjax._jit.processes import are_in_all_processes, compiler_options, plan_of_the_first
 from memjax._jit.progress import Progress
 from memjax._jit.step_plan import StepPlan
 from memjax._measure import remat_compiler_options
@@ -103,10 +104,27 @@ class Step:
 
 def decided(step: Step, traced: Any, asked: Asked, args: tuple, kwargs: dict[str, Any], leaves: Sequence[Any]) -> Entry:
     """The step for these arguments, traced: as it is written if it fits, or by a plan."""
-    closed, layout, device = traced.jaxpr, _layout(traced.jaxpr, leaves), _device(leaves)
+    layout, device = _layout(traced.jaxpr, leaves), _device(leaves)
     planned = _Planned(step, traced, args, kwargs, device.platform)
     if asked.plan is not None:
         return planned.by(asked.plan, layout)
+    if not are_in_all_processes(leaves):
+        return _decided_here(step, traced, asked, planned, layout, device, leaves)
+    found: list[Entry] = []
+
+    def plan() -> StepPlan:
+        found.append(_decided_here(step, traced, asked, planned, layout, device, leaves))
+        return found[0].plan
+
+    plan_of_all = plan_of_the_first(plan)
+    return found[0] if found else planned.by(plan_of_all, layout)
+
+
+def _decided_here(
+    step: Step, traced: Any, asked: Asked, planned: _Planned, layout: Layout, device: Any, leaves: Sequence[Any]
+) -> Entry:
+    """The same, decided in this process."""
+    closed = traced.jaxpr
     kept = _Kept(asked, step, traced, leaves, device)
     sizes = list(map(local_bytes, closed.in_avals, layout.shardings[len(closed.consts) :]))
     arguments = sum(sizes)
@@ -242,10 +260,11 @@ class _Planned:
         changed = acting or body.tiled
         jitted = self._step.with_options(run) if changed else self._step.plain
         # Without them nothing is computed again. The step as it is written is that of jax.jit.
-        options = remat_compiler_options(self._platform) if changed else None
+        options: dict[str, Any] = dict(remat_compiler_options(self._platform)) if changed else {}
+        options |= compiler_options(self._platform)
         with option_errors(self._step.options.get("compiler_options") or {}):
             lowered, before = jitted.trace(*self._args, **self._kwargs).lower(), found_in_jax_cache()
-            program = lowered.compile(compiler_options=options)
+            program = lowered.compile(compiler_options=options or None)
         self._jitted[id(program)] = jitted
         if found_in_jax_cache() > before:
             self._loaded.add(id(program))

@@ -36,7 +36,8 @@ def jit(
     A step that fits is the program of `jax.jit`, compiled once. Otherwise the derivatives in it, wherever they are (`jax.grad`,
     `nnx.value_and_grad`, in loops that accumulate gradients, in branches, several of them), keep less between their forward
     and backward passes, and compute the rest again: the fastest plan that fits, each candidate being compiled as it will run.
-    Nothing in `f` is edited, and the results are the same up to rounding.
+    Nothing in `f` is edited, and the results are the same up to rounding. Where arguments lie on devices of several processes,
+    the first process decides for all.
 
     Args:
       f: a training step: a function of pytrees, NNX objects among them, which it may update in place as under `nnx.jit`. None:
