@@ -150,7 +150,7 @@ def _decided_here(
     fit = fit_of(body)
     limit = room if isinstance(room, int) and room < sys.maxsize else None
     if limit is None or not body.has_passes or fit.may_fit_plain(limit):
-        program, nbytes = fit.plain
+        program, nbytes, _ = fit.plain
         as_written = StepPlan(nbytes if limit is None else limit, nbytes, nbytes)
         if not body.has_passes and nbytes > as_written.budget:
             raise ValueError(account(as_written, program, traced, nothing_to_plan=True))

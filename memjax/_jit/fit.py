@@ -47,10 +47,12 @@ class Compiled(NamedTuple):
     Attributes:
       program: the executable.
       nbytes: what it holds on a device: see `held_bytes`.
+      acting: how its passes are run.
     """
 
     program: Any
     nbytes: int
+    acting: Chosen
 
 
 def held_bytes(program: Any) -> int:
@@ -88,7 +90,6 @@ class Fit:
         self._plans: dict[StepPasses, Plan] = {}
         self._before: dict[Any, dict[Any, Known]] = {}
         self._compiled: dict[Any, Compiled] = {}
-        self._compiled_of: dict[int, Chosen] = {}  # by the program
         self._elsewhere = 0
 
     @property
@@ -154,7 +155,8 @@ class Fit:
         fitting = [*filter(fits, found)]
         if fitting:
             return min(fitting, key=lambda one: one[0].seconds - one[0].plain_seconds)
-        least = self._least_of(*min(found, key=lambda one: one[0].nbytes))
+        # Of equals the one that was decided on last.
+        least = self._least_of(*min(reversed(found), key=lambda one: one[0].nbytes))
         if isinstance(budget, str):
             return least
         raise DoesNotFitError(*least)
@@ -165,12 +167,11 @@ class Fit:
         What the others keep changes between one decision and the next.
         """
         least = min(self._compiled.values(), key=lambda one: one.nbytes)
-        acting = self._compiled_of.get(id(least.program), {})
-        if least.nbytes >= less_than or not acting:
+        if least.nbytes >= less_than or not least.acting:
             return []
-        plans = {one: self._plan_with(one, key, least.nbytes) for one, (_, key) in acting.items()}
-        self._acting, self._plans = acting, {one: plan for one, plan in plans.items() if plan is not None}
-        return [self._planned(budget)] if len(self._plans) == len(acting) else []
+        plans = {one: self._plan_with(one, key, least.nbytes) for one, (_, key) in least.acting.items()}
+        self._acting, self._plans = least.acting, {one: plan for one, plan in plans.items() if plan is not None}
+        return [self._planned(budget)] if len(self._plans) == len(plans) else []
 
     def _plan_with(self, passes: StepPasses, key: Key, nbytes: int) -> Plan | None:
         """The plan in the line of the derivative with this key, if it is in it; it takes so many bytes."""
@@ -274,8 +275,7 @@ class Fit:
         key = _key(acting)
         if key not in self._compiled:
             program = self._compile_with({one: run for one, (run, _) in acting.items()})
-            self._compiled[key] = Compiled(program, held_bytes(program))
-            self._compiled_of[id(program)] = dict(acting)
+            self._compiled[key] = Compiled(program, held_bytes(program), dict(acting))
         return self._compiled[key]
 
     def _now(self) -> Compiled:

@@ -50,10 +50,9 @@ def plan_of_the_first(decide: Callable[[], StepPlan]) -> StepPlan:
     if is_first():
         try:
             said = {"plan": decide().to_json()}
-        except ValueError as error:
-            said = {"refused": str(error)}
-        except BaseException as error:  # the others must not wait for ever
-            failed, said = error, {"failed": f"{type(error).__name__}: {error}"}
+        except BaseException as error:  # of any kind: the others must not wait for ever
+            failed = error
+            said = {"refused": str(error)} if isinstance(error, ValueError) else {"failed": repr(error)}
     said = json.loads(_from_the_first(json.dumps(said).encode()))
     if failed is not None:
         raise failed

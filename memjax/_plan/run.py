@@ -143,7 +143,7 @@ class Run:
         eqns = flow.needed([var for var in wanted if var not in stacked], always=flow.acting)
         chosen = {id(eqn) for eqn in eqns} | self._loops.keys()
         self._forward = [eqn for eqn in program.eqns if id(eqn) in chosen]
-        self._waiting = self._random_bits_after()
+        self._bits_after = self._random_bits_after()
 
     @property
     def has_loops(self) -> bool:
@@ -165,10 +165,10 @@ class Run:
         before = None
         kept = set(self.kept) - self._fusible
         for eqn in self._forward:
-            if eqn.primitive.name in RANDOM:
+            if eqn.primitive.name in RANDOM and before is not None:
                 found[id(eqn)] = before
             before = next((var for var in eqn.outvars if var in kept and is_float(var.aval)), before)
-        return {number: var for number, var in found.items() if var is not None}
+        return found
 
     def _gathered(self, eqns: Sequence[Any]) -> list[Any]:
         """The arrays among the inputs that these equations read; loops gather slices, each in its turn."""
@@ -189,7 +189,7 @@ class Run:
         for eqn in self._forward:
             if (loop := self._loops.get(id(eqn))) is not None:
                 stacks += loop.forward(env)
-            elif (before := self._waiting.get(id(eqn))) is not None:
+            elif (before := self._bits_after.get(id(eqn))) is not None:
                 key, *counts = read(env, eqn.invars)
                 key, _ = barrier((key, env[before]))
                 env |= zip(eqn.outvars, bind(eqn, [key, *counts]), strict=True)
