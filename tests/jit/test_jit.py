@@ -1,6 +1,7 @@
 """`memjax.jit`: what is compiled holds no more than the budget and computes what `jax.jit` does."""
 
 import dataclasses
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -289,18 +290,34 @@ def test_what_does_not_fit_gets_an_account_and_the_least_runs():
         memjax.jit(lambda x: x @ x.T, budget=1)(batch())
 
 
+def _fit_that_compiles_to(nbytes):
+    """The search for a plan of a step of two derivatives, the compiled bytes of which are `nbytes`, of how many were compiled."""
+    step, count = STEPS["alternating updates"](), itertools.count()
+
+    def compiled(acting):
+        sizes = {"argument": 0, "output": 0, "alias": 0, "temp": nbytes(next(count)), "generated_code": 0}
+        analysis = SimpleNamespace(**{f"{name}_size_in_bytes": size for name, size in sizes.items()})
+        return SimpleNamespace(memory_analysis=lambda: analysis)
+
+    closed = jax.make_jaxpr(step.f)(*step.args)
+    layout = Layout([None] * len(closed.in_avals))
+    return Fit(Body(closed), layout, compiled, 0, compress=False, offload=False)
+
+
 def test_a_step_that_takes_too_much_is_judged_by_what_is_compiled():
     """However little its passes are predicted to take."""
-    step, nbytes = STEPS["alternating updates"](), 2**20
-    closed = jax.make_jaxpr(step.f)(*step.args)
-    sizes = {"argument": 0, "output": 0, "alias": 0, "temp": nbytes, "generated_code": 0}
-    analysis = SimpleNamespace(**{f"{name}_size_in_bytes": size for name, size in sizes.items()})
-    compiled = SimpleNamespace(memory_analysis=lambda: analysis)
-    layout = Layout([None] * len(closed.in_avals))
-    fit = Fit(Body(closed), layout, lambda acting: compiled, 0, compress=False, offload=False)
+    nbytes = 2**20
+    fit = _fit_that_compiles_to(lambda count: nbytes)
     with pytest.raises(DoesNotFitError) as error:
         fit.within(nbytes - 1)
     assert [one.compiled_nbytes for one in error.value.plan.passes] == [nbytes, nbytes]
+
+
+@pytest.mark.parametrize("fitting", [1, 4, 7])
+def test_the_one_candidate_that_fits_is_taken(fitting):
+    """Whichever it is: what the other derivative keeps changes after it."""
+    fit = _fit_that_compiles_to(lambda count: 1000 if count == fitting else 2000 + count)
+    assert fit.within(1500)[0].nbytes == 1000
 
 
 @pytest.mark.parametrize(
