@@ -32,6 +32,7 @@ DenseStatistics       the running statistics of a dense block
 On a CPU compile with `memjax.remat_compiler_options()`, or the compiler may undo the recomputation.
 """
 
+from memjax._plan.schedule.schedule import Action, Schedule, schedule
 from memjax.remat import linen, policies
 from memjax.remat._chain.chain import chain, chain_costs, chain_plan
 from memjax.remat._chain.schedule import ChainSchedule, chain_schedule
@@ -42,7 +43,6 @@ from memjax.remat._layers import stack_layers, unstack_layers
 from memjax.remat._nnx import RNN, AttentionInGroups, Chain
 from memjax.remat._scan.costs import Costs, profile
 from memjax.remat._scan.scan import scan
-from memjax.remat._scan.schedule import Action, Schedule, schedule
 from memjax.remat._tiled.heads import attention_in_groups
 from memjax.remat._tiled.tiled import tiled
 from memjax.remat.dense_block import DenseBlock, dense_block

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,40 +12,15 @@ from jax import lax
 
 from memjax._core import check
 from memjax._core.arrays import is_float, zeros
-from memjax._core.check import number
 from memjax._core.lists import Arrays, pick
 from memjax._core.program.costs import flops, in_loop
 from memjax._core.program.jaxpr import nbytes
 from memjax._core.program.primitives import expensive
 from memjax._core.timing import seconds
-from memjax.remat._scan.step import Blocks, Pull, Step, StepBackward, trace_step
-from memjax.remat._scan.store import Separate
-
-
-@dataclasses.dataclass(frozen=True)
-class Costs:
-    """Times to predict with, in seconds.
-
-    Attributes:
-      forward: one step forward.
-      backward: one step backward, from its residuals.
-      store: writing the residuals of one step to memory and reading them again.
-      loop: starting a loop over the steps of a block.
-      turn: an iteration of a loop whose number of iterations stands in a table, and moving its state to and from a slot.
-
-    Raises:
-      ValueError: a time that is negative or not finite.
-    """
-
-    forward: float
-    backward: float
-    store: float
-    loop: float
-    turn: float
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            number(field.name, getattr(self, field.name), least=0)
+from memjax._plan.schedule.choose import Costs
+from memjax._plan.schedule.execute import Blocks
+from memjax._plan.schedule.store import Separate
+from memjax.remat._scan.step import Pull, ScanBlocks, Step, StepBackward, trace_step
 
 
 def model(step: Step, kept: int) -> Costs:
@@ -67,10 +41,10 @@ _SECONDS = 0.015  # for one run of the longer loops
 _REPETITIONS = 15
 
 
-class _Cycled(Blocks):
+class _Cycled(ScanBlocks):
     """Blocks that read the rows of xs over and over."""
 
-    def _row(self, i: Any) -> Any:
+    def row(self, i: Any) -> Any:
         return i % self.length
 
 
@@ -154,7 +128,7 @@ def _in_pairs(blocks: Blocks, carry: Arrays, steps: int, count: Any) -> Any:
 
 def _by_moves(blocks: Blocks, carry: Arrays, steps: int, count: Any) -> Any:
     """A loop whose number of iterations the compiler does not know, in which every state goes to a slot."""
-    store = Separate(blocks.step.carry, blocks.backward.kept, 1, 3, 0)
+    store = Separate(blocks.carry, blocks.kept, 1, 3, 0)
 
     def iteration(i, state):
         carry, slots = state
@@ -164,15 +138,16 @@ def _by_moves(blocks: Blocks, carry: Arrays, steps: int, count: Any) -> Any:
     return lax.fori_loop(0, count, iteration, (carry, store.new(carry)))
 
 
-def _forward_and_back(n: int, blocks: Blocks, carry: Arrays, steps: int, count: Any) -> Any:
+def _forward_and_back(n: int, blocks: ScanBlocks, carry: Arrays, steps: int, count: Any) -> Any:
     """Run and backpropagate `n` steps at a time, always forwards."""
     backward = blocks.backward
-    ct_ys = [zeros(aval, (blocks.length,)) for aval in pick(blocks.step.y, backward.out_float[len(carry) :])]
+    types = pick(backward.step.y, backward.out_float[len(carry) :])
+    step = blocks.step_back([zeros(aval, (blocks.length,)) for aval in types])
 
     def body(state, i):
         carry, pull = state
         carry, _, kept = blocks.run(carry, [], i * n, n, keeps=True)
-        return (carry, blocks.back(kept, i * n, n, pull, [], ct_ys)[0]), None
+        return (carry, blocks.back(step, kept, i * n, n, (pull, []))[0]), None
 
     consts = [jnp.zeros_like(c) for c in pick(blocks.consts, backward.wrt_consts)]
     start = (carry, Pull(pick(carry, backward.wrt_carry), consts))

@@ -22,8 +22,8 @@ from memjax._core.program.jaxpr import nbytes, trace
 from memjax._plan.budget.digest import digest_of
 from memjax._plan.compiled import device_of, step_bytes
 from memjax._plan.layout import layout_of
-from memjax.remat._scan.execute import Execution, Plan
-from memjax.remat._scan.step import Blocks, StepBackward
+from memjax._plan.schedule.execute import Execution, LoopPlan
+from memjax.remat._scan.step import ScanBlocks, StepBackward
 
 _MOST_TRIES = 5
 _FULL = 0.95  # of the budget
@@ -37,10 +37,10 @@ _known: dict[str, int | None] = {}
 def filling(
     budget: int | str,
     least: int,
-    choose: Callable[[int], Plan],
-    compiled: Callable[[Plan], int | None],
+    choose: Callable[[int], LoopPlan],
+    compiled: Callable[[LoopPlan], int | None],
     outputs: int,
-) -> Plan:
+) -> LoopPlan:
     """The fastest plan found of which the compiled scan and its gradient take no more than `budget`.
 
     Args:
@@ -57,8 +57,8 @@ def filling(
         plan, _ = _least(least, choose, compiled)
         return _said(plan)
     assert isinstance(budget, int)
-    tried: dict[Plan, int] = {}
-    fits: Plan | None = None
+    tried: dict[LoopPlan, int] = {}
+    fits: LoopPlan | None = None
     low, high = 0, 0  # the most room of which the plan fits, and the least of which it does not; 0: none is known
     room = max(budget - outputs, least)
     while len(tried) < _MOST_TRIES:
@@ -96,13 +96,15 @@ def filling(
     )
 
 
-def _least(least: int, choose: Callable[[int], Plan], compiled: Callable[[Plan], int | None]) -> tuple[Plan, int]:
+def _least(
+    least: int, choose: Callable[[int], LoopPlan], compiled: Callable[[LoopPlan], int | None]
+) -> tuple[LoopPlan, int]:
     """(plan, its compiled bytes): the fastest of those that take about the fewest bytes when compiled.
 
     The plan that keeps the least is seldom worth its time: it runs a step hundreds of times to save what is little beside outputs
     and working memory.
     """
-    found: list[tuple[Plan, int]] = []
+    found: list[tuple[LoopPlan, int]] = []
     for i in range(_MOST_TRIES):
         plan = choose(least * 2**i)
         taken = compiled(plan)
@@ -113,7 +115,7 @@ def _least(least: int, choose: Callable[[int], Plan], compiled: Callable[[Plan],
     return [(plan, taken) for plan, taken in found if taken <= _ABOUT * fewest][-1]
 
 
-def _said(plan: Plan) -> Plan:
+def _said(plan: LoopPlan) -> LoopPlan:
     if plan.forward_runs > _MOST_RUNS:
         warnings.warn(
             f"remat.scan: within this budget each of {plan.length} steps runs forward {plan.forward_runs:.0f} times on average. "
@@ -125,7 +127,7 @@ def _said(plan: Plan) -> Plan:
 
 
 def compiled_bytes(
-    plan: Plan, backward: StepBackward, init: Arrays, xs: Arrays, reverse: bool, unroll: int | bool
+    plan: LoopPlan, backward: StepBackward, init: Arrays, xs: Arrays, reverse: bool, unroll: int | bool
 ) -> int | None:
     """Temporary bytes of the scan and its gradient, its outputs and their cotangents included, compiled by itself, per device.
 
@@ -142,13 +144,13 @@ def compiled_bytes(
         return lax.scan(lambda carry, x: step.run(consts, carry, x), carry, xs, plan.length, reverse)
 
     def gradient(inputs: Sequence[Any], _: Sequence[Any]) -> Any:
-        blocks = Blocks(backward, list(inputs[:n]), list(inputs[m:]), plan.length, reverse, unroll)
+        blocks = ScanBlocks(backward, list(inputs[:n]), list(inputs[m:]), plan.length, reverse, unroll)
         execution = Execution(plan, blocks, None)
         carry, ys, saved = execution.forward(list(inputs[n:m]))
         outs = [*carry, *ys]
         cts = barrier([out + out for out in pick(outs, backward.out_float)])
         size = sum(backward.wrt_carry)
-        found = execution.pull_back(saved, cts[:size], cts[size:])
+        found = blocks.pull_back(execution, saved, cts[:size], cts[size:])
         return drop(outs, backward.out_float), [ct for group in found for ct in group]
 
     types = [jax.typeof(value) for value in values]

@@ -18,13 +18,13 @@ from memjax._core.backward.derivatives import Static, differentiated_as, perturb
 from memjax._core.clear_errors import call_errors
 from memjax._core.lists import Arrays, drop, merge, pick, spread
 from memjax._core.program.jaxpr import with_axes
-from memjax.remat._scan.choose import check_budget, choose, exact
-from memjax.remat._scan.costs import Costs
-from memjax.remat._scan.execute import Execution, Plan
+from memjax._plan.schedule.choose import Costs, check_budget, exact, fastest
+from memjax._plan.schedule.execute import Execution, LoopPlan
+from memjax._plan.schedule.schedule import Strategy
+from memjax._plan.schedule.store import StateCodec
+from memjax.remat._scan.costs import model
 from memjax.remat._scan.filling import compiled_bytes, filling, output_bytes
-from memjax.remat._scan.schedule import Strategy
-from memjax.remat._scan.step import Blocks, Step, StepBackward, trace_step
-from memjax.remat._scan.store import StateCodec
+from memjax.remat._scan.step import ScanBlocks, Step, StepBackward, trace_step
 
 _STRATEGIES = (None, "hidden", "internal", "mixed")
 _FORWARD_MODE = (
@@ -153,14 +153,15 @@ def scan(
         everything = StepBackward(step, [is_float(jax.typeof(c)) for c in step.consts], [is_float(x) for x in step.x])
         least = check_budget(budget, length, step.carry_nbytes, everything.kept_nbytes)
 
-    def plan(backward: StepBackward) -> Plan:
+    def plan(backward: StepBackward) -> LoopPlan:
+        steps, rates = backward.steps(length), costs or model(step, backward.kept_nbytes)
         if slots is not None:
-            return exact(length, slots, strategy, step, backward, costs)
+            return exact(steps, slots, strategy, rates)
         assert budget is not None
         return filling(
             budget,
             least,
-            lambda room: choose(length, room, step, backward, costs),
+            lambda room: fastest(steps, room, rates)[0],
             lambda plan: compiled_bytes(plan, backward, init_leaves, xs_leaves, reverse, unroll),
             output_bytes(length, backward),
         )
@@ -191,7 +192,7 @@ def _check_codec(codec: StateCodec, state: Arrays) -> None:
 
 def _differentiable(
     step: Step,
-    plan: Callable[[StepBackward], Plan],
+    plan: Callable[[StepBackward], LoopPlan],
     length: int,
     reverse: bool,
     unroll: int | bool,
@@ -215,7 +216,7 @@ def _differentiable(
         values = [[as_array(argument.value) for argument in group] for group in (consts, init, xs)]
 
         def fast(consts, init, xs):
-            blocks = Blocks(chosen.backward, consts, xs, length, reverse, unroll)
+            blocks = ScanBlocks(chosen.backward, consts, xs, length, reverse, unroll)
             carry, ys, saved = Execution(chosen.plan, blocks, codec).forward(init)
             return (carry, ys), saved
 
@@ -231,8 +232,8 @@ def _differentiable(
 
         def fast(values, saved, ct_carry, ct_ys):
             consts, _, xs = values
-            blocks = Blocks(backward, consts, xs, length, reverse, unroll)
-            return Execution(chosen.plan, blocks, codec).pull_back(saved, ct_carry, ct_ys), ()
+            blocks = ScanBlocks(backward, consts, xs, length, reverse, unroll)
+            return blocks.pull_back(Execution(chosen.plan, blocks, codec), saved, ct_carry, ct_ys), ()
 
         def reference(values, saved, ct_carry, ct_ys):
             def floats(*chosen_values):
@@ -257,7 +258,7 @@ class _Chosen(Static):
     """What is differentiated, and how: static, so that it can travel from the forward to the backward rule."""
 
     def __init__(
-        self, step: Step, plan: Callable[[StepBackward], Plan], consts: tuple[bool, ...], xs: tuple[bool, ...]
+        self, step: Step, plan: Callable[[StepBackward], LoopPlan], consts: tuple[bool, ...], xs: tuple[bool, ...]
     ):
         super().__init__((id(step), consts, xs))
         self.backward = StepBackward(step, consts, xs)

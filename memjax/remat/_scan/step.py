@@ -13,26 +13,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from memjax._core.arrays import as_array, is_float, zeros
 from memjax._core.backward import Backward
 from memjax._core.clear_errors import call_errors
-from memjax._core.compat import varying
 from memjax._core.lists import Arrays, pick
 from memjax._core.program.jaxpr import axis_sizes, evaluate, nbytes
-
-
-class ArrayType(NamedTuple):
-    """What two arrays have in common that can stand in for each other."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    varying: frozenset[str]  # the mesh axes of a surrounding `shard_map` that values differ along
-
-    @classmethod
-    def of(cls, aval: Any, leading: tuple[int, ...] = ()) -> ArrayType:
-        return cls((*leading, *aval.shape), aval.dtype, varying(aval))
+from memjax._plan.schedule.choose import Steps
+from memjax._plan.schedule.execute import Blocks, Execution, StepBack
+from memjax._plan.schedule.store import ArrayType, at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,8 +135,9 @@ class StepBackward(Backward):
             lost=mask(False, True, False),
         )
 
-
-# Runs of consecutive steps as plain scans: the units that schedules move.
+    def steps(self, length: int) -> Steps:
+        """So many of them, for who chooses what to keep."""
+        return Steps(length, self.step.carry, self.kept)
 
 
 class Pull(NamedTuple):
@@ -157,86 +147,55 @@ class Pull(NamedTuple):
     consts: Arrays
 
 
-class Blocks:
-    """Blocks of steps of one scan over `xs` (flat), which are sliced where they are used and never copied.
-
-    Outputs (ys, and cotangents of xs) go straight into rows of whole arrays, which the loops update in place.
-    """
+class ScanBlocks(Blocks):
+    """The steps of one scan over `xs` (flat), which are sliced where they are used and never copied."""
 
     def __init__(
         self, backward: StepBackward, consts: Arrays, xs: Arrays, length: int, reverse: bool, unroll: int | bool = 1
     ):
-        self.step, self.backward, self.consts, self.xs = backward.step, backward, consts, xs
-        self.length, self.reverse, self.unroll = length, reverse, unroll
+        super().__init__(backward.step.carry, backward.kept, length, reverse, unroll)
+        self.backward, self.consts, self._step, self._xs = backward, consts, backward.step, xs
 
-    def _row(self, i: Any) -> Any:
-        return self.length - 1 - i if self.reverse else i
+    def outputs(self) -> Arrays:
+        return [zeros(aval, (self.length,)) for aval in self._step.y]
 
     def _x(self, i: Any) -> Arrays:
-        return [at(x, self._row(i)) for x in self.xs]
+        return [at(x, self.row(i)) for x in self._xs]
 
-    def _write(self, stacks: Arrays, rows: Arrays, i: Any) -> Arrays:
-        return [put(stack, row, self._row(i)) for stack, row in zip(stacks, rows, strict=True)]
+    def step(self, carry: Arrays, i: Any, *, writes: bool, keeps: bool) -> tuple[Arrays, Arrays, Arrays]:
+        x, kept = self._x(i), Arrays()
+        if keeps:
+            out, kept = self.backward.keep([*self.consts, *carry, *x])
+            carry, y = out[: len(carry)], out[len(carry) :]
+        else:
+            carry, y = self._step.run(self.consts, carry, x)
+        return carry, y if writes else [], kept
 
-    def advance(self, carry: Arrays, start: Any, n: int) -> Arrays:
-        """The carry after `n` steps from `start` on."""
-        return self.run(carry, [], start, n)[0]
-
-    def run(
-        self, carry: Arrays, ys: Arrays, start: Any, n: int, *, keeps: bool = False
+    def pull_back(
+        self, execution: Execution, saved: Any, ct_carry: Arrays, ct_ys: Sequence[Any]
     ) -> tuple[Arrays, Arrays, Arrays]:
-        """(carry, ys, kept) after `n` steps, outputs written into `ys`, unless that is empty.
+        """Cotangents of the chosen consts, of the carry's floats and of the chosen xs, after the forward pass of `execution`.
 
-        With `keeps`, kept is what `back` needs.
+        `ct_ys` are the cotangents of the float outputs, each of shape (length, ...), or None for one that is zero.
         """
+        consts = [jnp.zeros_like(c) for c in pick(self.consts, self.backward.wrt_consts)]
+        none_yet = Pull(ct_carry, consts), [jnp.zeros_like(x) for x in pick(self._xs, self.backward.wrt_x)]
+        pull, d_xs = execution.pull_back(saved, none_yet, self.step_back(ct_ys))
+        return pull.consts, pull.carry, d_xs
 
-        def body(state, i):
-            carry, ys = state
-            x, kept = self._x(start + i), Arrays()
-            if keeps:
-                out, kept = self.backward.keep([*self.consts, *carry, *x])
-                carry, y = out[: len(carry)], out[len(carry) :]
-            else:
-                carry, y = self.step.run(self.consts, carry, x)
-            return (carry, self._write(ys, y, start + i) if ys else ys), kept
+    def step_back(self, ct_ys: Sequence[Any]) -> StepBack:
+        """One step of the backward pass, with cotangents of outputs as for `pull_back`."""
+        backward = self.backward
+        y_types = pick(self._step.y, backward.out_float[len(self.carry) :])
+        n_consts = sum(backward.wrt_consts)
+        n_before_x = n_consts + sum(backward.wrt_carry)
 
-        (carry, ys), kept = self._loop(n, body, (carry, ys))
-        return carry, ys, kept
-
-    def back(
-        self, kept: Arrays, start: Any, n: int, pull: Pull, d_xs: Arrays, ct_ys: Sequence[Any]
-    ) -> tuple[Pull, Arrays]:
-        """Backpropagate through `n` steps: (pull, cotangents of the chosen xs). None in `ct_ys` is zero."""
-        y_types = pick(self.step.y, self.backward.out_float[len(self.step.carry) :])
-        n_consts = len(pull.consts)
-        n_before_x = n_consts + len(pull.carry)
-
-        def body(state, i):
-            (ct_carry, so_far), d_xs = state
-            j = start + i
-            ct_y = [
-                zeros(aval) if ct is None else at(ct, self._row(j)) for aval, ct in zip(y_types, ct_ys, strict=True)
-            ]
-            kept_here = [at(k, i) for k in kept]
-            cts = self.backward.back([*self.consts, *self._x(j)], kept_here, [*ct_carry, *ct_y])
+        def step(cotangents: tuple[Pull, Arrays], kept: Arrays, i: Any) -> tuple[Pull, Arrays]:
+            (ct_carry, so_far), d_xs = cotangents
+            ct_y = [zeros(aval) if ct is None else at(ct, self.row(i)) for aval, ct in zip(y_types, ct_ys, strict=True)]
+            cts = backward.back([*self.consts, *self._x(i)], kept, [*ct_carry, *ct_y])
             so_far = [a + b for a, b in zip(so_far, cts[:n_consts], strict=True)]
             ct_carry, d_x = cts[n_consts:n_before_x], cts[n_before_x:]
-            return (Pull(ct_carry, so_far), self._write(d_xs, d_x, j)), []
+            return Pull(ct_carry, so_far), self.write(d_xs, d_x, i)
 
-        return self._loop(n, body, (pull, d_xs), reverse=True)[0]
-
-    def _loop(self, n: int, body: Any, state: Any, *, reverse: bool = False) -> tuple[Any, Arrays]:
-        if n == 1:  # no loop to set up
-            state, out = body(state, 0)
-            return state, [a[None] for a in out]
-        return lax.scan(body, state, jnp.arange(n, dtype=jnp.int32), reverse=reverse, unroll=self.unroll)
-
-
-def at(stack: Any, i: Any) -> Any:
-    """One row of a stack."""
-    return lax.dynamic_index_in_dim(stack, i, 0, keepdims=False)
-
-
-def put(stack: Any, row: Any, i: Any) -> Any:
-    """The stack with one row replaced."""
-    return lax.dynamic_update_index_in_dim(stack, row, i, 0)
+        return step

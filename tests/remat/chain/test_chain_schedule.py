@@ -7,10 +7,10 @@ import random
 
 import pytest
 
+from memjax._plan.schedule.forward_counts import HiddenCounts
 from memjax.remat import BlockCost, ChainSchedule, chain_schedule
 from memjax.remat._chain import solvers
 from memjax.remat._chain.solvers import LeastTime, predict
-from memjax.remat._scan.forward_counts import HiddenCounts
 
 
 def random_costs(seed, n, *, largest=6):

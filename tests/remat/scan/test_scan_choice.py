@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from memjax._plan.schedule import choose as choose_module
+from memjax._plan.schedule.choose import exact, fastest
+from memjax._plan.schedule.execute import LoopPlan
 from memjax.remat import Costs, profile, scan, schedule
-from memjax.remat._scan import choose as choose_module
-from memjax.remat._scan.choose import choose, exact
-from memjax.remat._scan.execute import Plan
+from memjax.remat._scan.costs import model
 from memjax.remat._scan.step import StepBackward, trace_step
 from tests.remat.scan.scan_cases import close, lstm_step, stored_bytes
 
@@ -23,7 +24,7 @@ def test_choice():
     steps_alone, dear_turns = Costs(1.0, 2.0, 0.01, 0.0, 0.0), Costs(1.0, 2.0, 0.0, 0.0, 9.0)
 
     def plan(length, carries, costs):
-        return choose(length, carries * step.carry_nbytes, step, backward, costs)
+        return fastest(backward.steps(length), carries * step.carry_nbytes, costs)[0]
 
     assert plan(210, 30, steps_alone).schedule.strategy == "mixed"
     assert plan(210, 30, Costs(1.0, 2.0, 5.0, 0.0, 0.0)).schedule.strategy == "hidden"  # storing is dear
@@ -32,7 +33,9 @@ def test_choice():
     assert plan(1999, 60, dear_turns).tail
     assert plan(210, 800, dear_turns).tail == 210  # everything is kept
     for carries in range(6, 800, 41):
-        stored = stored_bytes(plan(210, carries, None), step.carry_nbytes, backward.kept_nbytes)
+        stored = stored_bytes(
+            plan(210, carries, model(step, backward.kept_nbytes)), step.carry_nbytes, backward.kept_nbytes
+        )
         assert stored <= carries * step.carry_nbytes
 
 
@@ -77,16 +80,18 @@ def test_steps_that_cost_nothing(monkeypatch):
 
 def test_default_strategy():
     """Hidden states or both kinds, whichever time, predicted from the schedule itself, is least."""
-    step, _, backward = lstm_step(8, 4)
+    _, _, backward = lstm_step(8, 4)
 
     def strategy(slots, length=210, **costs):
-        plan = exact(length, slots, None, step, backward, Costs(**costs))
+        plan = exact(backward.steps(length), slots, None, Costs(**costs))
         assert plan.rows <= slots
         return plan.schedule.strategy
 
     steps_alone = {"forward": 1.0, "backward": 2.0, "store": 0.0, "loop": 0.0, "turn": 0.0}
     for slots in (12, 40, 300):  # where only steps cost, the fewer of them
-        hidden, mixed = (exact(210, slots, s, step, backward, None).schedule for s in ("hidden", "mixed"))
+        hidden, mixed = (
+            exact(backward.steps(210), slots, s, Costs(**steps_alone)).schedule for s in ("hidden", "mixed")
+        )
         fewest = "hidden" if hidden.forward_steps <= mixed.forward_steps else "mixed"
         assert strategy(slots, **steps_alone) == fewest
     assert strategy(300, **steps_alone) == "mixed"
@@ -115,7 +120,7 @@ def test_executes_the_schedule(strategy, slots):
         return scan(cell, h, xs, **options)[0].sum()
 
     step, _ = trace_step(cell, jnp.ones(4), xs)
-    plan = exact(29, slots, strategy, step, StepBackward(step, [], [True]), None)
+    plan = exact(StepBackward(step, [], [True]).steps(29), slots, strategy, Costs(1.0, 2.0, 0.0, 0.0, 0.0))
     assert plan.schedule == schedule(29, slots, strategy=strategy, internal_size=plan.schedule.internal_size)
     got = jax.jit(jax.grad(functools.partial(total, scan, slots=slots, strategy=strategy), (0, 1)))(jnp.ones(4), xs)
     jax.effects_barrier()
@@ -130,7 +135,7 @@ def test_executes_the_schedule(strategy, slots):
 
 def test_forward_runs_of_nests():
     """12 steps in 2 parts of 3 of 2 steps: once at first, all again to find the parts, and to backpropagate blocks."""
-    nest = Plan(12, 2, 0, levels=(2, 3))
+    nest = LoopPlan(12, 2, 0, levels=(2, 3))
     assert nest.forward_runs == 1 + (12 * 2 // 3 + 12) / 12
-    assert Plan(16, 4, 4, levels=(3,)).forward_runs == 1 + 12 / 16
-    assert Plan(16, 1, 16).forward_runs == 1
+    assert LoopPlan(16, 4, 4, levels=(3,)).forward_runs == 1 + 12 / 16
+    assert LoopPlan(16, 1, 16).forward_runs == 1

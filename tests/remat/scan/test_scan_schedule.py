@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memjax._plan.schedule import forward_counts
+from memjax._plan.schedule.schedule import CORE, INIT, _counts
 from memjax.remat import Schedule, schedule
-from memjax.remat._scan import forward_counts
-from memjax.remat._scan.schedule import CORE, INIT, _counts
 
 # Minimal forward steps, found by exhaustive search and dynamic programming outside this project:
 # (strategy, length, slots, internal size): steps.

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from memjax._core.check import readable_bytes
-from memjax.remat._scan.costs import Costs, model
-from memjax.remat._scan.execute import Plan
-from memjax.remat._scan.forward_counts import HiddenCounts
-from memjax.remat._scan.schedule import Strategy, schedule
-from memjax.remat._scan.step import Step, StepBackward
-from memjax.remat._scan.store import Shared
+from memjax._core.check import number, readable_bytes
+from memjax._core.program.jaxpr import nbytes
+from memjax._plan.schedule.execute import LoopPlan
+from memjax._plan.schedule.forward_counts import HiddenCounts
+from memjax._plan.schedule.schedule import Strategy, schedule
+from memjax._plan.schedule.store import Shared
 
 _LARGEST_TABLE = 300_000  # entries of a dynamic program: some tenths of a second
 _MOST_BLOCKS = 1024  # in a table that is not asked for by `slots`: the program must not grow with the length
@@ -23,20 +24,67 @@ _MOST_MOVES = 1 << 24  # in a table: 64 MiB of program, and of the order of a mi
 _WORTH_IT = 0.98  # of the best time so far, for a plan of both kinds of states
 
 
-def exact(
-    length: int, slots: int, strategy: Strategy | None, step: Step, backward: StepBackward, costs: Costs | None
-) -> Plan:
-    """The schedule for `slots` units of one carry, single steps as blocks; without a strategy the fastest one's."""
-    store = Shared(step.carry, backward.kept, 1, slots)
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """Times to predict with, in seconds.
 
-    def plan(strategy: Strategy) -> Plan:
+    Attributes:
+      forward: one step forward.
+      backward: one step backward, from its residuals.
+      store: writing the residuals of one step to memory and reading them again.
+      loop: starting a loop over the steps of a block.
+      turn: an iteration of a loop whose number of iterations stands in a table, and moving its state to and from a slot.
+
+    Raises:
+      ValueError: a time that is negative or not finite.
+    """
+
+    forward: float
+    backward: float
+    store: float
+    loop: float
+    turn: float
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            number(field.name, getattr(self, field.name), least=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """The steps of a loop.
+
+    Attributes:
+      length: how many they are.
+      carry: types of the state between two steps.
+      kept: types of the residuals of one step.
+    """
+
+    length: int
+    carry: Sequence[Any]
+    kept: Sequence[Any]
+
+    @functools.cached_property
+    def carry_nbytes(self) -> int:
+        return sum(map(nbytes, self.carry))
+
+    @functools.cached_property
+    def kept_nbytes(self) -> int:
+        return sum(map(nbytes, self.kept))
+
+
+def exact(steps: Steps, slots: int, strategy: Strategy | None, costs: Costs) -> LoopPlan:
+    """The schedule for `slots` units of one carry, single steps as blocks; without a strategy the fastest one's."""
+    length, store = steps.length, Shared(steps.carry, steps.kept, 1, slots)
+
+    def plan(strategy: Strategy) -> LoopPlan:
         found = schedule(length, slots, strategy=strategy, internal_size=1 + store.rows_of_kept)
         if found.forward_steps > _MOST_MOVES:
             raise ValueError(
                 f"slots is {slots}, with which {length} steps take {found.forward_steps} forward steps; give more, "
                 f"{_least_slots(length)} for the hidden strategy"
             )
-        return Plan(length, 1, 1, found)
+        return LoopPlan(length, 1, 1, found)
 
     if strategy is not None:
         return plan(strategy)
@@ -46,11 +94,10 @@ def exact(
     useful_slots = min(slots, (1 + store.rows_of_kept) * length)
     if not store.keeps_types or length * useful_slots > _LARGEST_TABLE:
         return hidden
-    costs = costs or model(step, backward.kept_nbytes)
     return min(hidden, plan("mixed"), key=lambda plan: _exact_seconds(plan, costs))
 
 
-def _exact_seconds(plan: Plan, costs: Costs) -> float:
+def _exact_seconds(plan: LoopPlan, costs: Costs) -> float:
     """Predicted time of a schedule over single steps."""
     assert plan.schedule is not None
     once = plan.length * (costs.forward + costs.backward)
@@ -82,13 +129,20 @@ def _least_slots(length: int) -> int:
     return next(slots for slots in itertools.count(1) if HiddenCounts().count(length, slots) <= _MOST_MOVES)
 
 
-def choose(length: int, budget: int, step: Step, backward: StepBackward, costs: Costs | None) -> Plan:
-    """The plan of the least predicted time within `budget` bytes."""
-    costs = costs or model(step, backward.kept_nbytes)
-    sizes = _Sizes(length, budget, step.carry_nbytes, backward.kept_nbytes)
-    timed = [*_nests(sizes, costs), *_tables(sizes, costs, _MOST_BLOCKS)] or [*_tables(sizes, costs, length)]
+def fastest(steps: Steps, budget: int, costs: Costs, *, mixed: bool = True) -> tuple[LoopPlan, float]:
+    """The plan of the least predicted time within `budget` bytes, and that time.
+
+    Args:
+      steps: the steps.
+      budget: bytes for states and residuals, no less than `check_budget` gives.
+      costs: of a step.
+      mixed: whether tables of both kinds of states are among the plans.
+    """
+    sizes = _Sizes(steps.length, budget, steps.carry_nbytes, steps.kept_nbytes)
+    timed = [*_nests(sizes, costs), *_tables(sizes, costs, _MOST_BLOCKS)] or [*_tables(sizes, costs, steps.length)]
     plan, seconds = min(timed, key=lambda candidate: candidate[1])
-    return _mixed_table(sizes, costs, step, backward, _WORTH_IT * seconds) or plan
+    both = _mixed_table(sizes, costs, steps, _WORTH_IT * seconds) if mixed else None
+    return both or (plan, seconds)
 
 
 class _Sizes(NamedTuple):
@@ -109,11 +163,11 @@ def _series(limit: int, ratio: float = 1.08) -> list[int]:
     return numbers
 
 
-def _nests(sizes: _Sizes, costs: Costs) -> Iterator[tuple[Plan, float]]:
+def _nests(sizes: _Sizes, costs: Costs) -> Iterator[tuple[LoopPlan, float]]:
     """The fastest nest of equal parts for each depth, with its time. Where everything fits, the plan that keeps it, alone."""
     length, budget, carry, kept = sizes
     if length * kept + carry <= budget:
-        yield Plan(length, 1, length), length * (costs.forward + costs.backward + costs.store)
+        yield LoopPlan(length, 1, length), length * (costs.forward + costs.backward + costs.store)
         return
     for depth, ratio in ((1, 1.01), (2, 1.08), (3, 1.25), (4, 1.5)):
         yield from _fastest_nest(sizes, costs, _series(length, ratio), depth, tails=True)
@@ -127,7 +181,7 @@ def _nests(sizes: _Sizes, costs: Costs) -> Iterator[tuple[Plan, float]]:
 
 def _fastest_nest(
     sizes: _Sizes, costs: Costs, candidates: list[int], depth: int, *, tails: bool
-) -> Iterator[tuple[Plan, float]]:
+) -> Iterator[tuple[LoopPlan, float]]:
     """The fastest nest of `depth` levels with parts of these sizes, if any fits."""
     length, budget, carry, kept = sizes
     fitting = np.array([size for size in candidates if size * min(carry, kept) <= budget], int)
@@ -144,7 +198,7 @@ def _fastest_nest(
     if seconds.size and np.isfinite(seconds.min()):
         i = np.unravel_index(np.argmin(seconds), seconds.shape)
         levels = [int((length - tail[i]) // outermost[i]), *(int(part[i]) for part in parts)]
-        yield Plan(length, int(block[i]), int(tail[i]), levels=tuple(levels)), float(seconds[i])
+        yield LoopPlan(length, int(block[i]), int(tail[i]), levels=tuple(levels)), float(seconds[i])
 
 
 def _nest_seconds(
@@ -172,7 +226,7 @@ def _nest_seconds(
     return np.where(fits, once + recomputed * costs.forward + loops * costs.loop + stored * costs.store, np.inf)
 
 
-def _tables(sizes: _Sizes, costs: Costs, most_blocks: int) -> Iterator[tuple[Plan, float]]:
+def _tables(sizes: _Sizes, costs: Costs, most_blocks: int) -> Iterator[tuple[LoopPlan, float]]:
     """The optimal schedule of hidden states over at most `most_blocks`, for every size of block, with its time."""
     for block in _series(sizes.length):
         tail, blocks, slots = _division(sizes, block)
@@ -185,11 +239,11 @@ def _tables(sizes: _Sizes, costs: Costs, most_blocks: int) -> Iterator[tuple[Pla
         if runs > _MOST_MOVES:
             continue
         seconds = _table_seconds(sizes, costs, block, blocks, runs)
-        yield Plan(sizes.length, block, tail, schedule(blocks, slots, strategy="hidden")), seconds
+        yield LoopPlan(sizes.length, block, tail, schedule(blocks, slots, strategy="hidden")), seconds
 
 
-def _mixed_table(sizes: _Sizes, costs: Costs, step: Step, backward: StepBackward, limit: float) -> Plan | None:
-    """The fastest schedule of both kinds of states over blocks, if it takes less than `limit`.
+def _mixed_table(sizes: _Sizes, costs: Costs, steps: Steps, limit: float) -> tuple[LoopPlan, float] | None:
+    """The fastest schedule of both kinds of states over blocks, and its time, if that is less than `limit`.
 
     Only where residuals are kept in rows that look like carries: words would lose how the carry is sharded.
     """
@@ -203,7 +257,7 @@ def _mixed_table(sizes: _Sizes, costs: Costs, step: Step, backward: StepBackward
             break
         if tail != block:  # which takes memory of its own
             slots -= -(-tail * sizes.kept // max(sizes.carry, 1))
-        store = Shared(step.carry, backward.kept, block, slots)
+        store = Shared(steps.carry, steps.kept, block, slots)
         if (
             2 < blocks <= _MOST_BLOCKS
             and slots >= 2
@@ -216,7 +270,8 @@ def _mixed_table(sizes: _Sizes, costs: Costs, step: Step, backward: StepBackward
             writing = plan.forward_steps * block * costs.store / 2
             seconds = _table_seconds(sizes, costs, block, blocks, plan.forward_steps - 2 * blocks + 1) + writing
             if seconds < limit:
-                limit, fastest = seconds, Plan(sizes.length, block, tail, plan)
+                limit = seconds
+                fastest = LoopPlan(sizes.length, block, tail, plan), seconds
         block *= 4
     return fastest
 

@@ -20,9 +20,21 @@ import numpy as np
 from jax import lax
 
 from memjax._core.arrays import is_float, vary, zeros
+from memjax._core.compat import varying
 from memjax._core.lists import Arrays
 from memjax._core.program.jaxpr import nbytes
-from memjax.remat._scan.step import ArrayType, at, put
+
+
+class ArrayType(NamedTuple):
+    """What two arrays have in common that can stand in for each other."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    varying: frozenset[str]  # the mesh axes of a surrounding `shard_map` that values differ along
+
+    @classmethod
+    def of(cls, aval: Any, leading: tuple[int, ...] = ()) -> ArrayType:
+        return cls((*leading, *aval.shape), aval.dtype, varying(aval))
 
 
 class StateCodec(Protocol):
@@ -306,3 +318,13 @@ def _leaf_from_words(words: Any, shape: tuple[int, ...], dtype: Any) -> Any:
         words = words.reshape(-1, 2)
     flat = lax.bitcast_convert_type(words, stored).reshape(-1)
     return flat[: math.prod(shape)].reshape(shape).astype(dtype)
+
+
+def at(stack: Any, i: Any) -> Any:
+    """One row of a stack."""
+    return lax.dynamic_index_in_dim(stack, i, 0, keepdims=False)
+
+
+def put(stack: Any, row: Any, i: Any) -> Any:
+    """The stack with one row replaced."""
+    return lax.dynamic_update_index_in_dim(stack, row, i, 0)

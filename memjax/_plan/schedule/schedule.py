@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 from memjax._core import check
-from memjax.remat._scan.forward_counts import HiddenCounts, InternalCounts, MixedCounts
+from memjax._plan.schedule.forward_counts import HiddenCounts, InternalCounts, MixedCounts
 
 INIT = -1  # the state the whole chain starts from, where it is not one of the slots ("internal")
 CORE = -2  # the working core: one internal state, used up by the backward step that follows

@@ -12,21 +12,21 @@ branch and at every iteration of a loop of unknown length.
 
 from __future__ import annotations
 
+import abc
 import array
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from memjax._core.arrays import zeros
-from memjax._core.lists import Arrays, pick
-from memjax.remat._scan.schedule import CORE, Schedule
-from memjax.remat._scan.step import Blocks, Pull, at, put
-from memjax.remat._scan.store import Separate, Shared, StateCodec
+from memjax._core.lists import Arrays
+from memjax._plan.schedule.schedule import CORE, Schedule
+from memjax._plan.schedule.store import Separate, Shared, StateCodec, at, put
 
 
 class Moves(NamedTuple):
@@ -57,7 +57,7 @@ class Moves(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class LoopPlan:
     """Blocks and a tail, with a `schedule` or `levels`; neither if the tail is everything."""
 
     length: int
@@ -160,18 +160,82 @@ def _narrow(column: Any) -> np.ndarray:
     return values.astype(np.result_type(np.int8, np.min_scalar_type(-largest)))
 
 
-_Cotangents = tuple[Pull, Arrays]
+Cotangents = Any
+"""What the backward pass carries from step to step."""
+StepBack = Callable[[Cotangents, Arrays, Any], Cotangents]
+"""One step of the backward pass, from cotangents, the residuals of a step and its number."""
+
+
+class Blocks(abc.ABC):
+    """Runs of consecutive steps of a loop as plain scans: the units that schedules move.
+
+    Outputs go straight into rows of whole arrays, which the loops update in place.
+
+    Args:
+      carry, kept: types of the state, and of the residuals of one step.
+      length: how many steps there are.
+      reverse: whether the first step reads the last row.
+      unroll: as for `jax.lax.scan`.
+    """
+
+    def __init__(self, carry: Arrays, kept: Arrays, length: int, reverse: bool, unroll: int | bool):
+        self.carry, self.kept = carry, kept
+        self.length, self.reverse, self.unroll = length, reverse, unroll
+
+    @abc.abstractmethod
+    def outputs(self) -> Arrays:
+        """Where all steps write their outputs to."""
+
+    @abc.abstractmethod
+    def step(self, carry: Arrays, i: Any, *, writes: bool, keeps: bool) -> tuple[Arrays, Arrays, Arrays]:
+        """Step `i`: (carry, outputs if it `writes`, residuals if it `keeps`)."""
+
+    def row(self, i: Any) -> Any:
+        """The row of stacked arrays that step `i` reads and writes."""
+        return self.length - 1 - i if self.reverse else i
+
+    def write(self, stacks: Arrays, rows: Arrays, i: Any) -> Arrays:
+        """The stacks with what step `i` has made."""
+        return [put(stack, row, self.row(i)) for stack, row in zip(stacks, rows, strict=True)]
+
+    def advance(self, carry: Arrays, start: Any, n: int) -> Arrays:
+        """The carry after `n` steps from `start` on."""
+        return self.run(carry, [], start, n)[0]
+
+    def run(
+        self, carry: Arrays, ys: Arrays, start: Any, n: int, *, writes: bool = False, keeps: bool = False
+    ) -> tuple[Arrays, Arrays, Arrays]:
+        """(carry, ys, kept) after `n` steps. It `writes` outputs into `ys`. With `keeps`, kept is what `back` needs."""
+
+        def body(state, i):
+            carry, ys = state
+            carry, y, kept = self.step(carry, start + i, writes=writes, keeps=keeps)
+            return (carry, self.write(ys, y, start + i)), kept
+
+        (carry, ys), kept = self._loop(n, body, (carry, ys))
+        return carry, ys, kept
+
+    def back(self, step: StepBack, kept: Arrays, start: Any, n: int, cotangents: Cotangents) -> Cotangents:
+        """Backpropagate through `n` steps whose residuals are kept."""
+
+        def body(cotangents, i):
+            return step(cotangents, jax.tree.map(lambda stack: at(stack, i), kept), start + i), []
+
+        return self._loop(n, body, cotangents, reverse=True)[0]
+
+    def _loop(self, n: int, body: Any, state: Any, *, reverse: bool = False) -> tuple[Any, Arrays]:
+        if n == 1:  # no loop to set up
+            state, out = body(state, 0)
+            return state, jax.tree.map(lambda leaf: leaf[None], out)
+        return lax.scan(body, state, jnp.arange(n, dtype=jnp.int32), reverse=reverse, unroll=self.unroll)
 
 
 class Execution:
-    """The passes of a plan: forwards, filling slots, and backwards, recomputing from them.
+    """The passes of a plan: forwards, filling slots, and backwards, recomputing from them."""
 
-    Cotangents are a pair: those of carry and consts, and those of the chosen xs.
-    """
-
-    def __init__(self, plan: Plan, blocks: Blocks, codec: StateCodec | None):
+    def __init__(self, plan: LoopPlan, blocks: Blocks, codec: StateCodec | None = None):
         self.plan, self.blocks = plan, blocks
-        types = blocks.step.carry, blocks.backward.kept, plan.block, plan.rows
+        types = blocks.carry, blocks.kept, plan.block, plan.rows
         strategy = plan.schedule.strategy if plan.schedule is not None else "hidden"
         residuals = plan.rows if strategy == "internal" else 0
         self.store = Shared(*types) if strategy == "mixed" else Separate(*types, residuals, codec)
@@ -185,14 +249,14 @@ class Execution:
             block, row, kept_row = rows
             if row is not None:
                 slots = store.put_state(slots, row.astype(jnp.int32), carry)
-            carry, ys, kept = blocks.run(carry, ys, block * n, n, keeps=kept_row is not None)
+            carry, ys, kept = blocks.run(carry, ys, block * n, n, writes=True, keeps=kept_row is not None)
             if kept_row is not None:
                 slots = store.put_kept(slots, kept_row.astype(jnp.int32), kept)
             if row is None:  # nested loops: what a part's last block leaves in its row is where the next one starts
                 slots = store.put_state(slots, block // (plan.blocks // plan.levels[0]) + 1, carry)
             return (carry, slots, ys), None
 
-        state = (list(init), store.new(init), [zeros(aval, (plan.length,)) for aval in blocks.step.y])
+        state = (list(init), store.new(init), blocks.outputs())
         if plan.blocks:
             row = kept_row = None
             if plan.schedule is not None:
@@ -203,37 +267,27 @@ class Execution:
         carry, slots, ys = state
         tail: Arrays = []
         if plan.tail:
-            carry, ys, tail = blocks.run(carry, ys, plan.blocks * n, plan.tail, keeps=True)
+            carry, ys, tail = blocks.run(carry, ys, plan.blocks * n, plan.tail, writes=True, keeps=True)
             if plan.tail_among_slots:
                 slots, tail = store.put_kept(slots, plan.scrap, tail), []
         return carry, ys, (slots, tail)
 
-    def pull_back(self, saved: Any, ct_carry: Arrays, ct_ys: Sequence[Any]) -> tuple[Arrays, Arrays, Arrays]:
-        """Cotangents of the chosen consts, of the carry's floats and of the chosen xs.
-
-        `ct_ys` are the cotangents of the float outputs, each of shape (length, ...), or None for one that is zero.
-        """
-        (slots, tail), plan, blocks = saved, self.plan, self.blocks
-        pull = Pull(ct_carry, [jnp.zeros_like(c) for c in pick(blocks.consts, blocks.backward.wrt_consts)])
-        cotangents = pull, [jnp.zeros_like(x) for x in pick(blocks.xs, blocks.backward.wrt_x)]
-
-        def back(kept: Arrays, start: Any, cotangents: _Cotangents, steps: int = plan.block) -> _Cotangents:
-            """Backpropagate steps whose residuals are kept."""
-            return blocks.back(kept, start, steps, *cotangents, ct_ys)
-
+    def pull_back(self, saved: Any, cotangents: Cotangents, step: StepBack) -> Cotangents:
+        """What `step` makes of the cotangents, from the last step to the first."""
+        (slots, tail), plan = saved, self.plan
+        back = functools.partial(self.blocks.back, step)
         if plan.tail:
             kept = self.store.kept(slots, plan.scrap) if plan.tail_among_slots else tail
-            cotangents = back(kept, plan.blocks * plan.block, cotangents, plan.tail)
+            cotangents = back(kept, plan.blocks * plan.block, plan.tail, cotangents)
         if plan.blocks:
             cotangents = (self._nest if plan.schedule is None else self._table)(slots, cotangents, back)
-        pull, d_xs = cotangents
-        return pull.consts, pull.carry, d_xs
+        return cotangents
 
     def _recomputed(self, carry: Arrays, start: Any) -> Arrays:
         """The residuals of a block, from its first state."""
         return self.blocks.run(carry, [], start, self.plan.block, keeps=True)[2]
 
-    def _nest(self, slots: Any, cotangents: _Cotangents, back: Callable[..., _Cotangents]) -> _Cotangents:
+    def _nest(self, slots: Any, cotangents: Cotangents, back: Callable[..., Cotangents]) -> Cotangents:
         """Nested loops: each level finds the states its parts start from, then takes them from the last on."""
         plan, n = self.plan, self.plan.block
 
@@ -243,7 +297,7 @@ class Execution:
             def body(cotangents, i):
                 carry, first = [at(leaf, i) for leaf in starts], start + i * size * n
                 if len(levels) == 1:
-                    return back(self._recomputed(carry, first), first, cotangents), None
+                    return back(self._recomputed(carry, first), first, n, cotangents), None
                 smaller = size // levels[1]
                 inner_starts = find(carry, first, levels[1], smaller)
                 return parts(levels[1:], smaller, inner_starts, first, cotangents), None
@@ -264,7 +318,7 @@ class Execution:
 
         return parts(plan.levels, plan.blocks // plan.levels[0], slots[0], 0, cotangents)
 
-    def _table(self, slots: Any, cotangents: _Cotangents, back: Callable[..., _Cotangents]) -> _Cotangents:
+    def _table(self, slots: Any, cotangents: Cotangents, back: Callable[..., Cotangents]) -> Cotangents:
         """An iteration for every block: run forward what its row of the table says, then backpropagate the block."""
         store, n = self.store, self.plan.block
         moves, keeps = self.plan.moves, self.plan.keeps_residuals
@@ -289,7 +343,7 @@ class Execution:
                 carry, slots = lax.fori_loop(0, count, move, (carry, slots))
             start = block * n
             kept = store.kept(slots, kept_row) if keeps else self._recomputed(carry, start)
-            return (slots, back(kept, start, cotangents), done + count), None
+            return (slots, back(kept, start, n, cotangents), done + count), None
 
         columns = moves.turns, moves.source, moves.residuals
         table = jnp.arange(self.plan.blocks - 1, -1, -1, dtype=jnp.int32), *map(jnp.asarray, columns)
