@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from memjax._core.arrays import zeros
+from memjax._core.arrays import as_array, zeros
 from memjax._core.barriers import barrier
 from memjax._core.compat import scan_counts
 from memjax._core.lists import Arrays
@@ -18,11 +18,15 @@ from memjax._core.program.jaxpr import Program, evaluate_in, read
 from memjax._core.program.primitives import REPLICATIONS, SOURCES, VIEWS
 from memjax._plan.codes import Code, Codes, codes_in, encoded
 from memjax._plan.derivative import LoopPair
+from memjax._plan.schedule.execute import Blocks, Execution, LoopPlan
+from memjax._plan.schedule.store import at
 from memjax._plan.solve.order import in_time
 from memjax._plan.solve.segment import Option
 from memjax._plan.solve.steps import Step, in_steps, run_steps
 
 Env = dict[Any, Any]
+_Turn = Callable[..., tuple[Arrays, Arrays, Arrays]]
+"""Runs a turn: from a body, the state and slices to the state, outputs and what is kept."""
 
 
 class Loop:
@@ -35,6 +39,8 @@ class Loop:
       in_steps_on: the platform for which a turn of the backward pass runs in steps; None: the compiler has its way.
       constants: what the loops may read that is made of nothing but literals: by variable, the equations that make it. A turn
         makes it for itself: outside of the loop, where JAX puts what is the same in all turns, it would be in memory.
+      in_blocks: the plan by which turns run again in blocks in the backward pass, or None. With a plan there is one part: what is
+        kept of each turn while its block is backpropagated.
 
     Attributes:
       pair: as given.
@@ -51,13 +57,17 @@ class Loop:
         codes: Codes | None = None,
         in_steps_on: str | None = None,
         constants: Mapping[Any, Sequence[Any]] | None = None,
+        in_blocks: LoopPlan | None = None,
     ):
-        self.pair, self._constants = pair, constants or {}
+        self.pair, self._constants, self._plan = pair, constants or {}, in_blocks
         self._turns = [turns for turns, _ in parts]
         self._bodies = [_Body(pair, option, codes_in(codes, option.coded), in_steps_on) for _, option in parts]
         self.is_rounded = any(option.coded for _, option in parts)
         read_again = set().union(*(body.read for body in self._bodies))
         consts, carried = scan_counts(pair.forward)
+        if in_blocks is not None:
+            [body] = self._bodies
+            read_again.update(read_by(body.forward(pair.program.outvars[:carried], keeps=True)))
         operands = list(zip(pair.forward.invars, pair.program.invars, strict=True))
         self._consts = [(atom, var) for atom, var in operands[:consts] if var in read_again]
         self._slices = [(atom, var) for atom, var in operands[consts + carried :] if var in read_again]
@@ -67,6 +77,8 @@ class Loop:
         self.read_by_mirror = variables([*self._own, *(atom for atom, _ in (*self._consts, *self._slices))])
         self._stays = [i for i in range(len(pair.program.outvars)) if i not in set(pair.residuals)]
         self.stack_count = sum(body.stack_count for body in self._bodies)
+        if in_blocks is not None:
+            self.stack_count = carried + (self.stack_count if in_blocks.tail else 0)
 
     def forward(self, env: Env) -> Arrays:
         """Run the loop: its outputs go to `env`, all but those that are replaced; what it keeps is returned."""
@@ -74,23 +86,43 @@ class Loop:
         consts, carried = scan_counts(pair.forward)
         values = read(env, pair.forward.invars)
         outvars = [program.outvars[i] for i in self._stays]
+        turn = self._forward_turn(values[:consts])
+        init, xs = values[consts : consts + carried], values[consts + carried :]
+        if self._plan is None:
+            outs, stacks = self._run(pair.forward, turn, init, xs, outvars[carried:], None)
+            kept = [stack for part in stacks for stack in part]
+        else:
+            init = list(map(as_array, init))  # literals are not
+            blocks = _Turns(pair.forward, self._bodies[0], turn, init, xs, outvars[carried:])
+            carry, ys, ((states, _), tail) = Execution(self._plan, blocks).forward(init)
+            outs, kept = [*carry, *ys], [*states, *tail]
+        env |= zip((pair.forward.outvars[i] for i in self._stays), outs, strict=True)
+        return kept
 
-        def turn(body: _Body, carry: Arrays, xs: Any) -> tuple[Arrays, Arrays, Arrays]:
-            inner = program.given([*self._here(pair.forward.invars[:consts], values), *carry, *xs])
+    def _forward_turn(self, given: Arrays) -> _Turn:
+        """A turn of the forward loop, whose constants are `given`."""
+        pair, program = self.pair, self.pair.program
+        consts, carried = scan_counts(pair.forward)
+
+        def turn(
+            body: _Body, carry: Arrays, xs: Any, *, writes: bool = True, keeps: bool = True
+        ) -> tuple[Arrays, Arrays, Arrays]:
+            outvars = [program.outvars[i] for i in (self._stays if writes else range(carried))]
+            inner = program.given([*self._here(pair.forward.invars[:consts], given), *carry, *xs])
             codes: Env = {}
-            body.encode(program.invars, inner, codes)
-            for eqn in body.forward(outvars):
+            if keeps:
+                body.encode(program.invars, inner, codes)
+            for eqn in body.forward(outvars, keeps=keeps, acts=writes):
                 evaluate_in([eqn], inner)
-                body.encode(eqn.outvars, inner, codes)
-            outs = read(inner, outvars)
-            on_host = [jax.device_put(value, jax.memory.Space.Host) for value in read(inner, body.moved)]
-            kept = [*read(inner, body.kept), *(codes[one.of] for one in body.codes), *on_host]
+                if keeps:
+                    body.encode(eqn.outvars, inner, codes)
+            outs, kept = read(inner, outvars), Arrays()
+            if keeps:
+                on_host = [jax.device_put(value, jax.memory.Space.Host) for value in read(inner, body.moved)]
+                kept = [*read(inner, body.kept), *(codes[one.of] for one in body.codes), *on_host]
             return outs[:carried], outs[carried:], kept
 
-        init, xs = values[consts : consts + carried], values[consts + carried :]
-        outs, stacks = self._run(pair.forward, turn, init, xs, outvars[carried:], None)
-        env |= zip((pair.forward.outvars[i] for i in self._stays), outs, strict=True)
-        return [stack for part in stacks for stack in part]
+        return turn
 
     def backward(self, values: Any, env: Env, stacks: Sequence[Any]) -> None:
         """Run the loop of the backward pass; its outputs go to `env`."""
@@ -128,12 +160,39 @@ class Loop:
             outs = read(inner, pull.outvars)
             return outs[:carried], outs[carried:], []
 
-        parts, given = [], iter(stacks)
-        for body in self._bodies:
-            parts.append([next(given) for _ in range(body.stack_count)])
         init, mine = own[consts : consts + carried], own[consts + carried :]
-        outs, _ = self._run(eqn, turn, init, (mine, slices), pull.outvars[carried:], parts)
+        if self._plan is not None:
+            outs = self._backward_in_blocks(values, turn, init, (mine, slices), stacks)
+        else:
+            parts, given = [], iter(stacks)
+            for body in self._bodies:
+                parts.append([next(given) for _ in range(body.stack_count)])
+            outs, _ = self._run(eqn, turn, init, (mine, slices), pull.outvars[carried:], parts)
         env |= zip(eqn.outvars, outs, strict=True)
+
+    def _backward_in_blocks(self, values: Any, turn: _Turn, init: Arrays, xs: Any, stacks: Sequence[Any]) -> Arrays:
+        """Results of the loop of the backward pass, turns of the forward loop running again in blocks."""
+        pair, plan, [body] = self.pair, self._plan, self._bodies
+        assert plan is not None
+        consts, carried = scan_counts(pair.forward)
+        needed = {*(atom for atom, _ in self._consts), *(atom for atom, _ in self._slices)}
+        # What only outputs are made of is not there any more, nor wanted.
+        there = [values[a] if not is_literal(a) and a in needed else None for a in pair.forward.invars]
+        there = [a.val if is_literal(a) else value for a, value in zip(pair.forward.invars, there, strict=True)]
+        states, tail = list(stacks[:carried]), list(stacks[carried:])
+        again = self._forward_turn(there[:consts])
+        blocks = _Turns(pair.forward, body, again, states, there[consts + carried :], ())
+
+        def step(state: Any, kept: Arrays, i: Any) -> Any:
+            carry, written = state
+            slices = _mapped(lambda array: at(array, blocks.row(i)), xs)
+            carry, ys, _ = turn(body, carry, (*slices, kept))
+            return carry, blocks.write(written, ys, i)
+
+        made = pair.pull.outvars[scan_counts(pair.backward)[1] :]
+        none_yet = list(init), [zeros(var.aval, (blocks.length,)) for var in made]
+        carry, written = Execution(plan, blocks).pull_back(((states, []), tail), none_yet, step)
+        return [*carry, *written]
 
     def _here(self, atoms: Sequence[Any], values: Sequence[Any]) -> Arrays:
         """The first of the values, those of `atoms`; the constants among these made anew."""
@@ -146,7 +205,7 @@ class Loop:
     def _run(
         self,
         eqn: Any,
-        turn: Callable[[_Body, Arrays, Any], tuple[Arrays, Arrays, Arrays]],
+        turn: _Turn,
         init: Arrays,
         xs: Any,
         stacked: Sequence[Any],
@@ -179,8 +238,7 @@ class Loop:
 
             def one(state: Any, inputs: Any, body: _Body = body) -> Any:
                 (carry, buffers), (i, kept) = state, inputs
-                at = lambda array: lax.dynamic_index_in_dim(array, i, keepdims=False)
-                slices = _mapped(at, xs)
+                slices = _mapped(lambda array: at(array, i), xs)
                 carry, ys, extra = turn(body, carry, slices if given is None else (*slices, kept))
                 written = [lax.dynamic_update_index_in_dim(b, y, i, 0) for b, y in zip(buffers, ys, strict=True)]
                 return (carry, written), extra
@@ -192,6 +250,29 @@ class Loop:
                 state = carry, state[1]
             state, extras[part] = lax.scan(one, state, (places, saved), **settings)
         return [*state[0], *state[1]], extras
+
+
+class _Turns(Blocks):
+    """The turns of a loop, for a plan that runs them again in blocks.
+
+    Args:
+      eqn: the loop.
+      body, turn: run one turn.
+      carry: arrays like the state, or stacks of these.
+      xs: what is scanned over; None: what no turn reads.
+      stacked: variables that the loop stacks.
+    """
+
+    def __init__(self, eqn: Any, body: _Body, turn: _Turn, carry: Arrays, xs: Arrays, stacked: Sequence[Any]):
+        super().__init__(carry, [], eqn.params["length"], eqn.params["reverse"], eqn.params["unroll"])
+        self._body, self._turn, self._xs, self._stacked = body, turn, xs, stacked
+
+    def outputs(self) -> Arrays:
+        return [zeros(var.aval, (self.length,)) for var in self._stacked]
+
+    def step(self, carry: Arrays, i: Any, *, writes: bool, keeps: bool) -> tuple[Arrays, Arrays, Arrays]:
+        slices = [None if one is None else at(one, self.row(i)) for one in self._xs]
+        return self._turn(self._body, carry, slices, writes=writes, keeps=keeps)
 
 
 class _Body:
@@ -228,10 +309,11 @@ class _Body:
             self.steps = in_steps(in_time(self.again, pull.eqns), (), variables(pull.outvars), in_steps_on)
         self.missing = [var for var in program.invars if var not in free and var not in {*self.kept, *self.moved}]
 
-    def forward(self, outvars: Sequence[Any]) -> list[Any]:
-        """The equations that lead to `outvars` and to what is kept, and those with effects."""
+    def forward(self, outvars: Sequence[Any], *, keeps: bool = True, acts: bool = False) -> list[Any]:
+        """The equations that lead to `outvars`, and to what is kept; and if it `acts` those with effects."""
         flow = self._program.flow
-        return flow.needed([*outvars, *self.kept, *self.moved, *self._codecs], always=flow.acting)
+        kept = [*self.kept, *self.moved, *self._codecs] if keeps else []
+        return flow.needed([*outvars, *kept], always=flow.acting if acts else ())
 
     def encode(self, made: Iterable[Any], env: Env, codes: Env) -> None:
         """Add to `codes` those of the variables that have been made."""

@@ -35,6 +35,29 @@ class Kept(NamedTuple):
     on_host: bool = False
 
 
+class InBlocks(NamedTuple):
+    """How the turns of a loop run again in the backward pass: in blocks, from states that are kept.
+
+    Attributes:
+      block: turns of a block. What is kept of each of them is there while the block is backpropagated.
+      tail: turns at the end, of which it is kept from the forward pass on.
+      levels: of nested loops, the number of parts on each level, the outermost first; none where there is a schedule.
+      slots: of an optimal schedule over the blocks, the number of states; 0: there is none.
+      state_nbytes: of a state.
+    """
+
+    block: int
+    tail: int
+    levels: tuple[int, ...]
+    slots: int
+    state_nbytes: int
+
+    @property
+    def states(self) -> int:
+        """How many states are kept between the two passes."""
+        return self.slots or (self.levels[0] if self.levels else 0)
+
+
 class Stretch(NamedTuple):
     """A stretch of the forward pass whose residuals are kept, or computed again at its turn in the backward pass.
 
@@ -46,6 +69,7 @@ class Stretch(NamedTuple):
         equations. None: no loop.
       seconds: predicted time spent on running again and on keeping.
       working_nbytes: predicted bytes alive while it has its turn in the backward pass, what is kept of it included.
+      in_blocks: of a loop whose turns run again in blocks: how; else None.
     """
 
     start: int
@@ -55,16 +79,24 @@ class Stretch(NamedTuple):
     turns: int | None
     seconds: float
     working_nbytes: int
+    in_blocks: InBlocks | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes kept on the device, what is handed on included."""
-        return self.handed_on + (self.turns or 1) * sum(kept.nbytes for kept in self.kept if not kept.on_host)
+        of_turn = sum(kept.nbytes for kept in self.kept if not kept.on_host)
+        if self.in_blocks is not None:
+            states = self.in_blocks.states * self.in_blocks.state_nbytes
+            return self.handed_on + states + self.in_blocks.tail * of_turn
+        return self.handed_on + (self.turns or 1) * of_turn
 
     @property
     def host_nbytes(self) -> int:
         """Bytes kept in the memory of the host."""
         return (self.turns or 1) * sum(kept.nbytes for kept in self.kept if kept.on_host)
+
+
+_FIELDS_OF_LOOP = len(Stretch._fields) - 3  # after `kept`, with `in_blocks`
 
 
 class Tiled(NamedTuple):
@@ -222,6 +254,9 @@ class Plan:
         stretches = []
         for start, stop, kept, *rest in fields["stretches"]:
             inside = tuple(_typed(Kept, one, least={"equation": -1}) for one in kept)
+            if len(rest) == _FIELDS_OF_LOOP and rest[-1] is not None:
+                block, tail, levels, *others = rest[-1]
+                rest[-1] = _typed(InBlocks, (block, tail, tuple(levels), *others))
             stretches.append(_typed(Stretch, (start, stop, inside, *rest)))
         points = tuple(_typed(Point, point, least={"nbytes": -math.inf}) for point in fields["points"])
         tries = tuple(_typed(Try, one) for one in fields["tries"])
@@ -250,6 +285,7 @@ class Plan:
             lines.append(
                 f"{many}{stretch.stop - stretch.start} equations from {stretch.start}"
                 + (f", {stretch.turns} turns of a loop" if stretch.turns else "")
+                + _in_blocks(stretch.in_blocks)
                 + f": hands on {readable_bytes(stretch.handed_on)}, runs {stretch.seconds * 1e3:.2f} ms again, keeps"
                 + ("" if stretch.kept else " nothing else")
             )
@@ -276,6 +312,16 @@ def _check_types(
         number = type(value) in (int, float)
         if not right or (number and not least.get(name, 0) <= value < math.inf):
             raise ValueError(f"{name} is {check.shown(value)}")
+
+
+def _in_blocks(how: InBlocks | None) -> str:
+    if how is None:
+        return ""
+    over = f"of {how.slots} states by a schedule" if how.slots else f"of {' x '.join(map(str, how.levels))} blocks"
+    return (
+        f" that run again in blocks of {how.block}, the last {how.tail} not, {over}, "
+        f"each state {readable_bytes(how.state_nbytes)}"
+    )
 
 
 def _how(kept: Kept) -> str:

@@ -108,7 +108,8 @@ class Run:
         self._loops: dict[int, Loop] = {}
         for one in choices:
             if one.option.parts and id((pair := chain.loops[one.start]).backward) in there:
-                loop = Loop(pair, one.option.parts, chain.codes_of_loop(pair), in_steps_on, constants)
+                of_loop = chain.codes_of_loop(pair), in_steps_on, constants, one.option.in_blocks
+                loop = Loop(pair, one.option.parts, *of_loop)
                 self._loops[id(pair.forward)] = loop
         self._mirrors = {id(loop.pair.backward): loop for loop in self._loops.values()}
         stretches = [(one, chain.between(one.start, one.stop)) for one in choices]

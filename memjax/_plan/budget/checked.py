@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from memjax._core.program.dataflow import is_literal, read_by, variables
-from memjax._plan.budget.stretches import variable_of
+from memjax._plan.budget.stretches import loop_plan, variable_of
 from memjax._plan.codes import BITS
 from memjax._plan.derivative import LoopPair, can_be_split
 from memjax._plan.result import Kept, Plan, Stretch, Tiled
@@ -46,6 +46,8 @@ def _check_parts(chain: Chain, parts: Sequence[Stretch]) -> None:
     else:
         length = loop.forward.params["length"]
         few = [one for one in turns if one is not None and one >= 1]
+        if any(one.in_blocks is not None for one in parts):
+            _check_blocks(parts, loop)
         if len(few) < len(turns) or sum(few) != length or (len(turns) > 1 and not can_be_split(loop)):
             raise _damaged(f"turns {turns} of a loop of {length}")
     for part in parts:
@@ -53,6 +55,16 @@ def _check_parts(chain: Chain, parts: Sequence[Stretch]) -> None:
             _check_kept(chain, part, kept, loop)
         if loop is not None:
             _check_turn(part, loop)
+
+
+def _check_blocks(parts: Sequence[Stretch], loop: LoopPair) -> None:
+    """Turns run again in blocks in one part, with nothing on the host."""
+    if len(parts) > 1 or not can_be_split(loop) or any(kept.on_host for kept in parts[0].kept):
+        raise _damaged(f"{len(parts)} parts of a loop at equation {parts[0].start} that runs in blocks")
+    try:
+        loop_plan(parts[0])
+    except ValueError as error:
+        raise _damaged(f"{error} of a loop at equation {parts[0].start}") from None
 
 
 def _check_turn(part: Stretch, loop: LoopPair) -> None:

@@ -236,7 +236,10 @@ class Plans:
             return number
         if number not in self._kinds:
             self._kinds[number] = tuple(
-                (one.start, one.stop, *(_kept(part, turns) for turns, part in one.option.parts or ((0, one.option),)))
+                (
+                    *(one.start, one.stop, _kind_of_blocks(one.option)),
+                    *(_kept(part, turns) for turns, part in one.option.parts or ((0, one.option),)),
+                )
                 for one in self.choices(number)
             )
         return self._kinds[number]
@@ -251,6 +254,12 @@ class Plans:
         nbytes = self.predicted[0]
         found = [Try(number, nbytes, nbytes, self.compiled(number)) for number in range(2)]
         return sorted(found, key=lambda one: (one.compiled, -one.number))
+
+
+def _kind_of_blocks(option: Option) -> Hashable:
+    """Equal for loops whose turns run again in the same loops, of other lengths."""
+    plan = option.in_blocks
+    return None if plan is None else (len(plan.levels), plan.block > 1, plan.tail > plan.block)
 
 
 def _kept(option: Option, turns: int) -> Hashable:

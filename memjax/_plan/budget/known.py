@@ -27,7 +27,7 @@ Measure = Callable[[Run | None, Key], int | None]
 
 
 def key_of(stretches: Sequence[Stretch], in_steps: bool) -> Key:
-    return (in_steps, *((one.start, one.stop, one.turns, one.kept) for one in stretches))
+    return (in_steps, *((one.start, one.stop, one.turns, one.kept, one.in_blocks) for one in stretches))
 
 
 class Allowed(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,9 @@ from memjax._core.program.jaxpr import Program
 from memjax._core.program.scopes import place_of
 from memjax._plan.codes import BITS, codes_in
 from memjax._plan.layout import Layout
-from memjax._plan.result import Kept, Stretch
+from memjax._plan.result import InBlocks, Kept, Stretch
+from memjax._plan.schedule.execute import LoopPlan
+from memjax._plan.schedule.schedule import schedule
 from memjax._plan.solve.chain import Chain, Choice
 from memjax._plan.solve.segment import Option
 
@@ -42,7 +45,8 @@ def _stretches(chain: Chain, choice: Choice, layout: Layout) -> list[Stretch]:
             *(kept(var, array_bytes(var), on_host=True) for var in one.moved),
         ]
         seconds, working = one.seconds * (turns or 1) / layout.devices, layout.local(option.working)
-        found.append(Stretch(choice.start, choice.stop, tuple(inside), handed_on, turns, seconds, working))
+        in_blocks = None if option.in_blocks is None else _in_blocks(option, layout)
+        found.append(Stretch(choice.start, choice.stop, tuple(inside), handed_on, turns, seconds, working, in_blocks))
         handed_on = 0
     return found
 
@@ -57,7 +61,39 @@ def choices(chain: Chain, stretches: Sequence[Stretch]) -> list[Choice]:
         else:
             program = chain.loops[start].program
             parts = tuple((one.turns or 0, _option(program, one)) for one in of_turns)
-            found.append(Choice(start, stop, Option((), 0, 0.0, 0, parts)))
+            plan = loop_plan(of_turns[0])
+            found.append(Choice(start, stop, Option((), 0, 0.0, 0, parts, in_blocks=plan)))
+    return found
+
+
+def _in_blocks(option: Option, layout: Layout) -> InBlocks:
+    plan = option.in_blocks
+    assert plan is not None
+    slots = 0 if plan.schedule is None else plan.schedule.slots
+    return InBlocks(plan.block, plan.tail, plan.levels, slots, layout.local(option.states_nbytes // max(plan.rows, 1)))
+
+
+def loop_plan(stretch: Stretch) -> LoopPlan | None:
+    """How the turns of a loop run again in blocks, or None.
+
+    Raises:
+      ValueError: what the data say is no such plan.
+    """
+    if (how := stretch.in_blocks) is None:
+        return None
+    length, plan = stretch.turns or 0, None
+    blocks = (length - how.tail) // max(how.block, 1)
+    if how.slots and blocks > 0:
+        plan = schedule(blocks + 1, how.slots, strategy="hidden")
+    found = LoopPlan(length, how.block, how.tail, plan, how.levels)
+    in_levels = how.block * math.prod(how.levels) + how.tail == length and len(how.levels) > 0 and not how.slots
+    in_slots = (
+        how.slots > 0 and 1 <= how.tail <= how.block and how.block * blocks + how.tail == length and not how.levels
+    )
+    if not (in_levels or in_slots) or how.block < 1 or min(how.levels, default=1) < 1 or blocks < 1:
+        raise ValueError(
+            f"blocks of {how.block}, levels {how.levels}, {how.slots} slots and a tail of {how.tail} for {length} turns"
+        )
     return found
 
 

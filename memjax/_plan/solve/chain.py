@@ -144,7 +144,7 @@ class Chain:
         """The options for the stretch of pieces `a` to `b` - 1; equal stretches share them."""
         segment = self.segment(a, b)
         if (pair := self.loops.get(self.cuts[a])) is not None and b == a + 1:
-            return loop_options(pair, segment, self.rates, self.codes_of_loop(pair), offload=self._offload)
+            return loop_options(pair, segment, self.rates, self.free, self.codes_of_loop(pair), offload=self._offload)
         key = self._signature(segment)
         if key not in self._frontiers:
             found = [

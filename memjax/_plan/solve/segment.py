@@ -11,6 +11,7 @@ from memjax._core.program.dataflow import Dataflow, aliases, made_by, read_by
 from memjax._core.program.working import hoisted_bytes, peak_bytes
 from memjax._plan.codes import Codes
 from memjax._plan.lent import lent_to
+from memjax._plan.schedule.execute import LoopPlan
 from memjax._plan.solve.order import freeing_first, in_time, scattered_into_sums
 from memjax._plan.solve.subsets import Problem, Subset, coded_subsets, exact_subsets
 
@@ -59,6 +60,8 @@ class Option(NamedTuple):
       coded_nbytes: of these codes.
       parts: of a loop, for each part of its turns how many they are, in the order of what is scanned over, and the option for its
         body.
+      in_blocks: of a loop, the plan by which its turns run again in blocks; None: they do not.
+      states_nbytes: of a loop that does, the bytes of the states that are kept for it.
     """
 
     kept: tuple[Any, ...]
@@ -70,12 +73,18 @@ class Option(NamedTuple):
     coded_nbytes: int = 0
     lent: int = 0
     moved: tuple[Any, ...] = ()
+    in_blocks: LoopPlan | None = None
+    states_nbytes: int = 0
 
     @property
     def kept_nbytes(self) -> int:
         """Bytes of what is kept on the device besides what crosses, codes included; in a loop of all turns."""
         inside = self.parts or ((1, self),)
-        return sum(turns * (one.coded_nbytes + sum(map(array_bytes, one.kept))) for turns, one in inside)
+        if self.in_blocks is not None:
+            inside = tuple((self.in_blocks.tail, one) for _, one in inside)
+        return self.states_nbytes + sum(
+            turns * (one.coded_nbytes + sum(map(array_bytes, one.kept))) for turns, one in inside
+        )
 
 
 def options(

@@ -1,0 +1,85 @@
+"""Plans that run the turns of a loop again in blocks, from states that are kept (Gruslys et al. 2016)."""
+
+import functools
+import json
+
+import jax
+import pytest
+from jax import lax
+
+import memjax
+from tests.remat.scan.scan_cases import arguments, close, loss, lstm, lstm_shapes
+
+LENGTH = 37
+WAYS = [  # block, tail, levels, slots
+    (4, 1, (9,), 0),
+    (1, 0, (37,), 0),
+    (3, 1, (3, 4), 0),
+    (1, 5, (4, 2, 4), 0),
+    (5, 2, (), 3),
+    (1, 1, (), 6),
+]
+
+
+@functools.cache
+def plan_in_blocks(reverse, budget=6500):
+    args = arguments(LENGTH)
+    f = functools.partial(loss, functools.partial(lax.scan, reverse=reverse))
+    return memjax.plan(f, *args, budget=budget, argnums=(0, 1, 2))
+
+
+def with_blocks(plan, **changes):
+    """The plan with other blocks, as JSON has it."""
+    data = json.loads(plan.to_json())
+    [loop] = [stretch for stretch in data["stretches"] if stretch[4] is not None]
+    loop[-1] = [changes[name] for name in ("block", "tail", "levels", "slots")] + [0]
+    return memjax.Plan.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.usefixtures("x64")
+def test_gradients_are_those_of_the_loop(way, reverse):
+    """Nests and schedules, with and without a tail; a carry with integers, outputs, closed-over values."""
+    args = arguments(LENGTH)
+    f = functools.partial(loss, functools.partial(lax.scan, reverse=reverse))
+    plan = with_blocks(plan_in_blocks(reverse), **dict(zip(("block", "tail", "levels", "slots"), way, strict=True)))
+    wanted = jax.jit(jax.value_and_grad(f, (0, 1, 2)))(*args)
+    found = jax.jit(jax.value_and_grad(memjax.planned(f, plan=plan), (0, 1, 2)))(*args)
+    close(found, wanted)
+
+
+def test_an_lstm_in_a_fiftieth_of_its_memory():
+    """Budgets that no plan without blocks keeps: the state of every step alone is more. Gradients are the same bits."""
+    length, batch, width = 200, 8, 32
+    params, carry, xs = jax.tree.map(
+        lambda aval: jax.random.normal(jax.random.key(aval.size), aval.shape) / 6, lstm_shapes(width, batch, length)
+    )
+
+    def f(params, xs):
+        (h, s), _ = lax.scan(functools.partial(lstm, params), carry, xs)
+        return (h * s).sum()
+
+    options = memjax.remat_compiler_options("cpu")
+    compiled = lambda f: jax.jit(jax.value_and_grad(f)).lower(params, xs).compile(options)
+    plain = compiled(f)
+    nbytes = plain.memory_analysis().temp_size_in_bytes
+    plan = memjax.plan(f, params, xs, budget=nbytes // 40)
+    assert plan.compiled_nbytes <= nbytes // 40 < length * 2 * batch * width * 4
+    assert plan.seconds < 2 * plan.plain_seconds
+    planned = compiled(memjax.planned(f, plan=plan))
+    assert planned.memory_analysis().temp_size_in_bytes <= nbytes // 40
+    close(planned(params, xs), plain(params, xs), 1e-6)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"block": 0}, {"block": 5}, {"tail": 40}, {"levels": [4, -1]}, {"slots": 3, "levels": [4]}, {"levels": []}],
+)
+@pytest.mark.usefixtures("x64")
+def test_damaged_blocks_are_refused(changes):
+    args = arguments(LENGTH)
+    f = functools.partial(loss, lax.scan)
+    plan = with_blocks(plan_in_blocks(False), **{"block": 4, "tail": 1, "levels": [9], "slots": 0} | changes)
+    with pytest.raises(ValueError, match="plan must be what memjax.plan made"):
+        jax.grad(memjax.planned(f, plan=plan), (0, 1, 2))(*args)
