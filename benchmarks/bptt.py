@@ -27,6 +27,7 @@ from jax import lax
 from rich.console import Console
 from rich.progress import track
 
+import memjax
 from benchmarks import record
 from memjax import remat
 
@@ -48,6 +49,8 @@ class Options:
     """Lengths in the curves over the length."""
     long: int = 100_000
     """Steps of one long sequence: its program is compared with that for `length` steps, and run on a GPU."""
+    curves: bool = True
+    """Whether to draw the curves over the length, too."""
     name: str = "bptt"
 
 
@@ -124,6 +127,8 @@ def cases(options: Options) -> Iterator[tuple[str, str, Callable[..., Any]]]:
     yield "plain", "jax.lax.scan", with_scan(lax.scan)
     for budget in options.budgets:
         yield "memjax", f"budget {budget}", with_scan(remat.scan, budget=budget)
+    for budget in options.budgets:
+        yield "planned", f"planned, budget {budget}", memjax.planned(with_scan(lax.scan), budget=budget)
     for slots in options.slots:
         yield "memjax", f"hidden, {slots} slots", with_scan(remat.scan, slots=slots, strategy="hidden")
         yield "memjax", f"mixed, {slots} slots", with_scan(remat.scan, slots=slots)
@@ -264,6 +269,8 @@ def main(options: Options) -> None:
     rows += measure(compiled, options.rounds, console)
     rows += long_sequences(options, params, console)
     record.save(options.name, rows)
+    if not options.curves:
+        return
 
     todo = [
         (group, name, length, functools.partial(loss_with, scan))
