@@ -17,7 +17,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ Scan = Callable[..., Any]
 class Options:
     """What to run."""
 
+    cell: Literal["lstm", "gru"] = "lstm"
     length: int = 1000
     batch: int = 64
     hidden: int = 256
@@ -63,10 +64,27 @@ def cell(params: dict[str, Any], carry: Any, x: Any) -> tuple[Any, None]:
     return (jax.nn.sigmoid(o) * jnp.tanh(s), s), None
 
 
+def gru(params: dict[str, Any], carry: Any, x: Any) -> tuple[Any, None]:
+    """One step of a GRU: x of shape (batch, inputs), a carry of one (batch, hidden)."""
+    (h,) = carry
+    of_x, of_h = (jnp.split(z, 3, -1) for z in (x @ params["wi"] + params["b"], h @ params["wh"]))
+    r, z = (jax.nn.sigmoid(of_x[i] + of_h[i]) for i in range(2))
+    return ((1 - z) * jnp.tanh(of_x[2] + r * of_h[2]) + z * h,), None
+
+
+GATES = {"lstm": 4, "gru": 3}
+
+
+def step_of(params: dict[str, Any]) -> tuple[Callable[..., Any], int]:
+    """The cell of these parameters, and how many arrays it carries."""
+    hidden, gates = params["wh"].shape
+    return (functools.partial(gru, params), 1) if gates == 3 * hidden else (functools.partial(cell, params), 2)
+
+
 def loss_with(scan: Scan, params: Any, xs: Any) -> Any:
     """Run the cell with `scan(f, init, xs)` and return a scalar."""
-    start = jnp.zeros((xs.shape[1], params["wh"].shape[0]))
-    (h, _), _ = scan(functools.partial(cell, params), (start, start), xs)
+    step, count = step_of(params)
+    (h, *_), _ = scan(step, (jnp.zeros((xs.shape[1], params["wh"].shape[0])),) * count, xs)
     return (h**2).sum()
 
 
@@ -110,11 +128,11 @@ def flax_loss(params: Any, xs: Any) -> Any:
         @nn.compact
         def __call__(self, carry, x):
             own_params = {k: self.param(k, nn.initializers.zeros, v.shape) for k, v in params.items()}
-            return cell(own_params, carry, x)
+            return step_of(own_params)[0](carry, x)
 
-    start = jnp.zeros((xs.shape[1], params["wh"].shape[0]))
+    start = (jnp.zeros((xs.shape[1], params["wh"].shape[0])),) * step_of(params)[1]
     run = nn.scan(nn.remat(Cell), variable_broadcast="params", split_rngs={"params": False})()
-    (h, _), _ = run.apply({"params": params}, (start, start), xs)
+    (h, *_), _ = run.apply({"params": params}, start, xs)
     return (h**2).sum()
 
 
@@ -244,16 +262,17 @@ def long_sequences(options: Options, params: Any, console: Console) -> list[dict
 
 def main(options: Options) -> None:
     keys = jax.random.split(jax.random.key(0), 3)
-    hidden = options.hidden
+    hidden, gates = options.hidden, GATES[options.cell]
     params = {
-        "wi": jax.random.normal(keys[0], (hidden, 4 * hidden)) * 0.05,
-        "wh": jax.random.normal(keys[1], (hidden, 4 * hidden)) * 0.05,
-        "b": jnp.zeros(4 * hidden),
+        "wi": jax.random.normal(keys[0], (hidden, gates * hidden)) * 0.05,
+        "wh": jax.random.normal(keys[1], (hidden, gates * hidden)) * 0.05,
+        "b": jnp.zeros(gates * hidden),
     }
     xs = jax.random.normal(keys[2], (max(options.length, *options.lengths), options.batch, hidden))
-    start = jnp.zeros((options.batch, hidden))
+    step, count = step_of(params)
+    start = (jnp.zeros((options.batch, hidden)),) * count
     console = Console(width=150)
-    costs = [remat.profile(functools.partial(cell, params), (start, start), xs) for _ in range(2)]  # do they repeat?
+    costs = [remat.profile(step, start, xs) for _ in range(2)]  # do they repeat?
     rows = [{"group": "profile", "run": i, **dataclasses.asdict(cost)} for i, cost in enumerate(costs)]
     console.print(*costs)
 

@@ -39,4 +39,33 @@ def strategies_table() -> str:
     return table(["cell", "memory", "strategy", "temp MiB", "ms"], body, [environment], "strategies")
 
 
-TABLES: Tables = {"scan": scan_table, "strategies": strategies_table}
+def planned_table() -> str:
+    """Plans of loops beside the fastest other way that takes no more than the budget."""
+    body, sources = [], []
+    for cell, name in (("LSTM", "bptt_planned_lstm"), ("GRU", "bptt_planned_gru")):
+        environment, rows = load(name)
+        timed = [row for row in rows if "ratio" in row and "profiled" not in row["name"]]
+        plain = next(row for row in timed if row["group"] == "plain")
+        sources.append(environment)
+        for row in timed:
+            if row["group"] != "planned":
+                continue
+            budget = row["name"].removeprefix("planned, budget ")
+            nbytes = float(budget.removesuffix("MiB")) * 2**20
+            scan = next(one for one in timed if one["name"] == f"budget {budget}")
+            others = [one for one in timed if one["group"] in ("nest", "two-level", "flax", "equinox")]
+            fitting = [one for one in others if one["temp"] <= nbytes]
+            best = min(fitting, key=lambda one: one["ratio"], default=None)
+            body.append(
+                [
+                    f"{cell}, {row['length']:,} steps",
+                    f"{budget.removesuffix('MiB')} ({nbytes / plain['temp']:.0%})",
+                    *(f"{one['ratio']:.2f} ({one['temp'] / 2**20:.1f})" for one in (row, scan)),
+                    "none fits" if best is None else f"{best['ratio']:.2f} ({best['temp'] / 2**20:.1f})",
+                ]
+            )
+    header = ["loop", "budget, MiB", "`memjax.planned`", "`remat.scan`", "the fastest by hand, Flax's or equinox's"]
+    return table(header, body, sources, "planned")
+
+
+TABLES: Tables = {"scan": scan_table, "planned_loops": planned_table, "strategies": strategies_table}

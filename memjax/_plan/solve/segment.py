@@ -107,14 +107,14 @@ def options(
     seconds = {id(eqn): costs.seconds(eqn, rates, in_memory.__contains__) for eqn in again}
     written = costs.stored(segment.primal, segment.crossing, rates.platform, writes_shared=True)
 
-    copying = costs.stacking_seconds(1, rates) if is_loop else 0.0
+    copying = lambda nbytes: costs.stacking_seconds(nbytes, rates) if is_loop else 0.0
 
     def to_keep(var: Any) -> float:
         """It is read, and, unless the forward pass does so anyway, written."""
-        return array_bytes(var) * ((1 if var in written else 2) / rates.nbytes + copying)
+        return array_bytes(var) * (1 if var in written else 2) / rates.nbytes + copying(array_bytes(var))
 
     def to_code(var: Any, nbytes: int) -> float:
-        return costs.coding_seconds(array_bytes(var), rates) + nbytes * copying
+        return costs.coding_seconds(array_bytes(var), rates) + copying(nbytes)
 
     # Of several names for the same bytes one counts; none where an earlier stretch makes these.
     handed_on = [array_bytes(var) for var in {flow.names.get(var, var) for var in segment.crossing} & made]
