@@ -231,8 +231,11 @@ def rows_of(config: Config, mode: str, mesh: Any) -> Iterator[dict[str, Any]]:
             continue
         if name != "plain":  # first, so that the most bytes held are its own if they were more than before
             row |= planned(memjax.jit(step, budget=budget, **options), structs, start, config)
-        row |= timed(by_hand, start, config)
-        if "planned_ms" in row:
+        try:
+            row |= timed(by_hand, start, config)
+        except jax.errors.JaxRuntimeError as error:
+            row["by_hand_error"] = str(error)[:500]
+        if "planned_ms" in row and "ms" in row:
             row |= {"time": round(row["planned_ms"] / row["ms"], 4), "losses": [row["loss"], row["planned_loss"]]}
         yield row
     for words in config.budgets:
