@@ -2,15 +2,22 @@
 `python -m benchmarks.jit_mesh`.
 
 Layers are unrolled, or a scan over stacked parameters. State is donated. `--small` tries the benchmark on simulated CPU devices.
+
+With `--vocabulary` it is a whole decoder, of which this is the shape of Llama 3 8B, with 8,192 tokens on each device:
+
+    python -m benchmarks.jit_mesh --layers 32 --width 4096 --hidden 14336 --vocabulary 128256 --length 8192 --examples 1
 """
 
 import dataclasses
 import functools
 import json
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.93")  # of a GPU's memory; by itself JAX takes three quarters
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +29,9 @@ from jax.sharding import PartitionSpec as P
 
 import memjax
 from benchmarks import record
+from experiments.models.llama import rotated
+
+Policy = Literal["nothing", "attention", "attention and hidden", "products", "plain"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +47,17 @@ class Config:
     length: int = 4096
     examples: int = 4
     """Sequences on each device."""
+    vocabulary: int = 0
+    """Of an embedding before the layers, which then have rotary positions, and of a head after them, with the loss
+    `memjax.linear_cross_entropy`. 0: the layers alone."""
+    policies: tuple[Policy, ...] = ("nothing", "attention", "attention and hidden")
+    """What is kept by hand; "plain" is the step without `jax.checkpoint`, with which `memjax.jit` would be the same."""
+    budgets: tuple[str, ...] = ()
+    """Budgets of `memjax.jit` alone, after these."""
     steps: int = 8
     """Steps of which the median is taken."""
+    warm: int = 1
+    """Steps before these."""
     name: str = "jit_mesh"
     """Name of the file of results."""
     small: bool = False
@@ -46,8 +65,16 @@ class Config:
 
 
 OPTIMIZER = optax.adamw(1e-4)
-POLICIES = {"nothing": (), "attention": ("x",), "attention and hidden": ("x", "hidden")}
-"""By-hand policies: the names that are kept beside attention's results; "nothing" keeps the inputs of layers alone."""
+POLICIES: dict[Policy, tuple[str, ...] | None] = {
+    "nothing": (),
+    "attention": ("x",),
+    "attention and hidden": ("x", "hidden"),
+    "products": ("x", "hidden", "heads"),
+    "plain": None,
+}
+"""By-hand policies: the names that are kept beside attention's results; "nothing" keeps the inputs of layers alone, "products"
+all that matrix products give."""
+_MOST = 0.98  # of a device's memory: a step that holds more is not run
 
 
 def init(config: Config, key: jax.Array) -> dict[str, jax.Array]:
@@ -74,9 +101,12 @@ def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 def layer(config: Config, p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     h = norm(x, p["norm1"])
-    split = lambda a, heads: a.reshape(*x.shape[:2], heads, -1)
+    split = lambda a, heads: checkpoint_name(a.reshape(*x.shape[:2], heads, -1), "heads")
     query = split(h @ p["query"], config.heads)
     key, value = (split(h @ p[name], config.key_heads) for name in ("key", "value"))
+    if config.vocabulary:
+        positions = jnp.arange(x.shape[1], dtype=jnp.int32)
+        query, key = (rotated(a, positions, 500_000.0) for a in (query, key))
     kernel: Any = "cudnn" if jax.default_backend() == "gpu" else "xla"
     attended = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=kernel)
     x = checkpoint_name(x + attended.reshape(x.shape) @ p["out"], "x")
@@ -85,7 +115,9 @@ def layer(config: Config, p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     return x + (jax.nn.silu(gate) * up) @ p["down"]
 
 
-def checkpointed(f: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
+def checkpointed(f: Callable[..., Any], names: tuple[str, ...] | None) -> Callable[..., Any]:
+    if names is None:
+        return f
     if not names:
         return jax.checkpoint(f)
     is_attention = lambda primitive, *_, **__: "dot_product_attention" in primitive.name
@@ -94,14 +126,21 @@ def checkpointed(f: Callable[..., Any], names: tuple[str, ...]) -> Callable[...,
     return jax.checkpoint(f, policy=policy)
 
 
-def step_of(mode: str, f: Callable[..., Any]) -> Callable[..., Any]:
-    def loss(params: Any, x: jax.Array) -> jax.Array:
+def step_of(config: Config, mode: str, mesh: Any, f: Callable[..., Any]) -> Callable[..., Any]:
+    def stack(params: Any, x: jax.Array) -> jax.Array:
         if mode == "scan":
-            x = jax.lax.scan(lambda x, p: (f(p, x), None), x, params)[0]
-        else:
-            for p in params:
-                x = f(p, x)
-        return jnp.mean(x.astype(jnp.float32) ** 2)
+            return jax.lax.scan(lambda x, p: (f(p, x), None), x, params)[0]
+        for p in params:
+            x = f(p, x)
+        return x
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        if not config.vocabulary:
+            return jnp.mean(stack(params, x).astype(jnp.float32) ** 2)
+        placed = lambda a, spec: jax.lax.with_sharding_constraint(a, NamedSharding(mesh, spec))
+        embedded = placed(placed(params["embedding"], P())[x], P("data"))
+        last = norm(stack(params["layers"], embedded), params["norm"])
+        return memjax.linear_cross_entropy(last, params["head"], jnp.roll(x, -1, 1))
 
     def step(params: Any, state: Any, x: jax.Array) -> Any:
         value, gradients = jax.value_and_grad(loss)(params, x)
@@ -116,12 +155,20 @@ def arguments(config: Config, mode: str, mesh: Any) -> tuple[Any, Any, jax.Array
     split = lambda spec: NamedSharding(mesh, spec)
     keys = jax.random.split(jax.random.key(0), config.layers)
     make = functools.partial(init, config)
+    params: Any
     if mode == "scan":
         params = jax.jit(jax.vmap(make), out_shardings=split(P(None, "data")))(keys)
     else:
         params = [jax.jit(make, out_shardings=split(P("data")))(key) for key in keys]
-    shape = (config.examples * mesh.size, config.length, config.width)
-    x = jax.device_put(jax.random.normal(jax.random.key(1), shape, jnp.bfloat16), split(P("data")))
+    shape, key = (config.examples * mesh.size, config.length), jax.random.key(1)
+    normal = lambda *shape: jax.random.normal(key, shape, jnp.bfloat16)
+    draw = lambda: normal(*shape, config.width)
+    if config.vocabulary:
+        table = lambda: normal(config.vocabulary, config.width) * jnp.bfloat16(config.width**-0.5)
+        tables = lambda: {"embedding": table(), "head": table(), "norm": jnp.ones(config.width, jnp.bfloat16)}
+        params = {"layers": params, **jax.jit(tables, out_shardings=split(P("data")))()}
+        draw = lambda: jax.random.randint(key, shape, 0, config.vocabulary)
+    x = jax.jit(draw, out_shardings=split(P("data")))()
     everywhere = lambda a: a if a.ndim else jax.device_put(a, split(P()))
     return params, jax.tree.map(everywhere, OPTIMIZER.init(params)), x
 
@@ -132,16 +179,68 @@ def held(compiled: Any) -> int:
     return found.argument_size_in_bytes + results + found.temp_size_in_bytes + found.generated_code_size_in_bytes
 
 
-def timed(step: Any, params: Any, state: Any, x: jax.Array, steps: int) -> tuple[float, float]:
-    """Milliseconds of the median step, and the loss after all."""
-    params, state = jax.tree.map(jnp.copy, (params, state))
+def room() -> float:
+    """Bytes of a device that a step may hold."""
+    return _MOST * (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", float("inf"))
+
+
+def timed(step: Any, start: Callable[[], Any], config: Config) -> dict[str, Any]:
+    """Milliseconds of the median step, the loss after all, and the most bytes that each device has held until now."""
+    params, state, x = start()
     seconds = []
-    for _ in range(steps + 1):
+    for _ in range(config.warm + config.steps):
         begun = time.perf_counter()
         params, state, value = step(params, state, x)
         jax.block_until_ready(params)
         seconds.append(time.perf_counter() - begun)
-    return round(1e3 * statistics.median(seconds[1:]), 2), float(value)
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    ms = round(1e3 * statistics.median(seconds[config.warm :]), 2)
+    return {"ms": ms, "loss": float(value), "peaks": [one.get("peak_bytes_in_use") for one in stats]}
+
+
+def planned(step: Any, structs: Any, start: Callable[[], Any], config: Config) -> dict[str, Any]:
+    """The step under `memjax.jit`, or why not."""
+    begun = time.perf_counter()
+    try:
+        plan = step.plan(*structs)
+        tries = sum(len(part.tries) for part in plan.passes if part)
+        row = {"planned_held": plan.nbytes, "tries": tries, "plan_s": round(time.perf_counter() - begun, 1)}
+        print(json.dumps(row), flush=True)
+        return row | {f"planned_{name}": value for name, value in timed(step, start, config).items()}
+    except (ValueError, jax.errors.JaxRuntimeError) as error:
+        return {"plan_s": round(time.perf_counter() - begun, 1), "error": str(error)[:500]}
+
+
+def rows_of(config: Config, mode: str, mesh: Any) -> Iterator[dict[str, Any]]:
+    start = functools.partial(arguments, config, mode, mesh)
+    # Nothing but a step is on the devices while it is compiled or run.
+    structs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), start())
+    shardings = jax.tree.map(lambda a: a.sharding, structs)
+    options: dict[str, Any] = {"donate_argnums": (0, 1), "out_shardings": (*shardings[:2], None)}
+    plain = functools.partial(layer, config)
+    step = step_of(config, mode, mesh, plain)
+    same: dict[str, Any] = {"mode": mode, "devices": mesh.size, "tokens": config.examples * config.length}
+    for name in config.policies:
+        f = checkpointed(plain, POLICIES[name])
+        begun = time.perf_counter()
+        by_hand = jax.jit(step_of(config, mode, mesh, f), **options).lower(*structs).compile()
+        budget = held(by_hand)
+        row = same | {"policy": name, "held": budget, "compile_s": round(time.perf_counter() - begun, 1)}
+        if budget > room():
+            yield row | {"error": "more than a device has"}
+            continue
+        if name != "plain":  # first, so that the most bytes held are its own if they were more than before
+            row |= planned(memjax.jit(step, budget=budget, **options), structs, start, config)
+        try:
+            row |= timed(by_hand, start, config)
+        except jax.errors.JaxRuntimeError as error:
+            row["by_hand_error"] = str(error)[:500]
+        if "planned_ms" in row and "ms" in row:
+            row |= {"time": round(row["planned_ms"] / row["ms"], 4), "losses": [row["loss"], row["planned_loss"]]}
+        yield row
+    for words in config.budgets:
+        row = same | {"budget": words}
+        yield row | planned(memjax.jit(step, budget=words, **options), structs, start, config)
 
 
 def main(config: Config) -> None:
@@ -154,29 +253,13 @@ def main(config: Config) -> None:
             "key_heads": 2,
             "length": 128,
             "examples": 2,
+            "vocabulary": min(config.vocabulary, 512),
         }
         config = dataclasses.replace(config, **small, steps=2)
     mesh = jax.make_mesh((len(jax.devices()),), ("data",), axis_types=(AxisType.Auto,))
     rows: list[dict[str, Any]] = []
     for mode in config.modes:
-        args = arguments(config, mode, mesh)
-        shardings = jax.tree.map(lambda a: a.sharding, args)
-        options: dict[str, Any] = {"donate_argnums": (0, 1), "out_shardings": (*shardings[:2], None)}
-        plain = functools.partial(layer, config)
-        for name, names in POLICIES.items():
-            by_hand = jax.jit(step_of(mode, checkpointed(plain, names)), **options).lower(*args).compile()
-            budget = held(by_hand)
-            ms, value = timed(by_hand, *args, config.steps)
-            row: dict[str, Any] = {"mode": mode, "policy": name, "devices": mesh.size, "held": budget, "ms": ms}
-            planned = memjax.jit(step_of(mode, plain), budget=budget, **options)
-            try:
-                plan = planned.plan(*args)
-                ms, own = timed(planned, *args, config.steps)
-                tries = sum(len(part.tries) for part in plan.passes if part)
-                row |= {"planned_held": plan.nbytes, "planned_ms": ms, "tries": tries, "time": round(ms / row["ms"], 4)}
-                row["losses"] = [value, own]
-            except ValueError as error:
-                row["error"] = str(error)[:500]
+        for row in rows_of(config, mode, mesh):
             rows.append(row)
             print(json.dumps(row), flush=True)
             if not config.small:

@@ -8,7 +8,9 @@ feed_forward  half a layer, tiled and not
 real          one step of whole shapes at great length: six minutes for each; `--real-cases` picks some
 longest       the longest sequence that compiles within the memory of the GPU, by recipe, in one process; nothing is run
 
-`--smoke` tries it on a CPU in about two minutes and saves nothing.
+`--smoke` tries it on a CPU in about two minutes and saves nothing. On a ring of four GPUs:
+
+    python -m benchmarks.long_context --devices 4 --parts real --real-cases "8B 524288 tiled+groups+slots=32+keep_attention"
 """
 
 import dataclasses
@@ -20,7 +22,9 @@ import time
 from typing import Any, Literal
 
 import jax
+import numpy as np
 import tyro
+from jax.sharding import Mesh
 
 import memjax
 from benchmarks import record
@@ -62,6 +66,9 @@ class Config:
     """Shape and recipe of each search of the part "longest"."""
     memory_limit: str | None = None
     """What parameters, gradients and all else may take in that search, such as 70GiB. Default: the device's."""
+    devices: int = 1
+    """Of a ring over which "real" and "longest" spread sequence and parameters; with several, results have the number in their
+    names."""
     repeats: int = 2
     """Steps that are timed, after one that is not."""
     smoke: bool = False
@@ -106,15 +113,18 @@ def main(config: Config) -> None:
         rows = []
         for case in cases[part]:
             case = {"part": part, **case, "repeats": config.repeats}
+            case |= {"devices": config.devices} if config.devices > 1 else {}
             rows.append(record.in_fresh_process("benchmarks.long_context", case, environ=_ENVIRON, timeout=1800))
             print(json.dumps(rows[-1]), flush=True)
             if not config.smoke:
-                record.save(f"long_context_{part}", rows)
+                record.save(f"long_context_{part}" + (f"_{config.devices}" if config.devices > 1 else ""), rows)
 
 
 def case(case: dict) -> dict:
     """One measurement, in a process of its own."""
     part = case["part"]
+    if case.get("devices", 1) > 1:
+        memjax.shard.hide_hops()  # before the first use of a device
     decoder = llama.SHAPES[case["shape"]]
     if jax.default_backend() == "cpu":
         decoder = dataclasses.replace(decoder, dtype="float32")
@@ -171,16 +181,17 @@ def _layer(decoder: LlamaConfig, case: dict) -> dict:
 
 def _real(decoder: LlamaConfig, case: dict) -> dict:
     """One step, from compiled program to gradient, without another before it."""
-    begin = time.perf_counter()
-    gradient = measure.Gradient(decoder, parse(case["recipe"]), case["length"])
+    begin, mesh = time.perf_counter(), _ring(case)
+    gradient = measure.Gradient(decoder, parse(case["recipe"]), case["length"], mesh=mesh)
     compiling = time.perf_counter() - begin
     found = {
         "total_bytes": gradient.bytes.total,
-        "kib_per_token": gradient.bytes.temp / 1024 / case["length"],
+        "kib_per_token": gradient.bytes.temp / 1024 / (case["length"] / case.get("devices", 1)),
         "compile_seconds": compiling,
     }
-    seconds, loss, norm = gradient.step(_params(decoder), standard_library().train)
-    peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    print(json.dumps(found), file=sys.stderr, flush=True)
+    seconds, loss, norm = gradient.step(_params(decoder, mesh), standard_library().train)
+    peak = max((device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices())
     return found | {"seconds": seconds, "loss": loss, "gradient_norm": norm, "peak_bytes": peak}
 
 
@@ -193,23 +204,31 @@ def _longest(decoder: LlamaConfig, case: dict) -> dict:
         else (jax.local_devices()[0].memory_stats() or {})["bytes_limit"]
     )
     found: dict[int, measure.Bytes] = {}
+    mesh = _ring(case)
 
     def total(length: int) -> int:
-        found[length] = measure.Gradient(decoder, recipe, length, quick=True).bytes
+        found[length] = measure.Gradient(decoder, recipe, length, quick=True, mesh=mesh).bytes
         return found[length].total
 
     params = jax.eval_shape(functools.partial(llama.init, decoder), jax.random.key(0))
-    fixed = 2 * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
-    unit = _UNIT if jax.default_backend() == "gpu" else 32
-    length = measure.longest(total, limit, fixed=fixed, unit=unit, first=2 * unit, last=2**22)
+    devices = case.get("devices", 1)
+    fixed = 2 * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params)) // devices
+    unit = devices * (_UNIT if jax.default_backend() == "gpu" else 32)
+    length = measure.longest(total, limit, fixed=fixed, unit=unit, first=2 * unit, last=devices * 2**22)
     if not length:
         return {"limit": limit, "length": 0}
-    kib = found[length].temp / 1024 / length
+    kib = found[length].temp / 1024 / (length / devices)
     return {"limit": limit, "length": length, "total_bytes": found[length].total, "kib_per_token": kib}
 
 
-def _params(decoder: LlamaConfig) -> Any:
-    return jax.jit(functools.partial(llama.init, decoder))(jax.random.key(0))
+def _params(decoder: LlamaConfig, mesh: Mesh | None = None) -> Any:
+    at = None if mesh is None else measure.params_at(decoder, mesh)
+    return jax.jit(functools.partial(llama.init, decoder), out_shardings=at)(jax.random.key(0))
+
+
+def _ring(case: dict) -> Mesh | None:
+    size = case.get("devices", 1)
+    return Mesh(np.asarray(jax.devices()[:size]), ("ring",)) if size > 1 else None
 
 
 if __name__ == "__main__":

@@ -7,6 +7,9 @@ tokens sharded: time, and bytes of a device
 - automatic: under `jit`, the mesh's axes automatic;
 - explicit: under `jit`, the mesh's axes explicit, as `jax.make_mesh` makes them.
 
+With `--tools vocabulary` tokens are whole, and devices hold entries of a table that is both embedding and head. Plain JAX with
+automatic axes is beside it.
+
 `--tokens 256 --dim 64 --vocabulary 512 --hidden 128 --seconds 0.1 --devices 2` tries it on simulated CPU devices.
 `--target h200.txtpb` compiles for GPUs that need not be there, as `benchmarks.metp_compiled` does, and times nothing.
 """
@@ -25,6 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import tyro
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -67,9 +71,10 @@ def main(config: Config) -> None:
 def case(config: Config, tool: str) -> dict:
     steps: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
-    for how in ("by hand", "automatic", "explicit"):
+    for how in ("by hand", "automatic", "explicit", *(("plain JAX",) if tool == "vocabulary" else ())):
         try:
             steps[how] = _compiled(config, tool, how)
+            print(how, "is compiled", file=sys.stderr, flush=True)
         except Exception as error:  # one way that fails must not hide the others
             rows.append({"tool": tool, "how": how, "error": f"{type(error).__name__}: {str(error)[:300]}"})
     times = (
@@ -95,7 +100,10 @@ def case(config: Config, tool: str) -> dict:
 def _compiled(config: Config, tool: str, how: str) -> tuple[Any, Callable[[], Any]]:
     """The compiled step, and a call of it."""
     mesh = _mesh(config, AxisType.Explicit if how == "explicit" else AxisType.Auto)
-    loss, shapes = (_loss if tool == "linear_cross_entropy" else _layer)(config, how == "by hand")
+    if tool == "vocabulary":
+        loss, shapes = _vocabulary(config, how)
+    else:
+        loss, shapes = (_loss if tool == "linear_cross_entropy" else _layer)(config, how == "by hand")
     if how == "by hand":
         specs = tuple(spec for *_, spec in shapes)
         loss = jax.shard_map(loss, mesh=mesh, in_specs=specs, out_specs=P())
@@ -142,6 +150,30 @@ def _loss(config: Config, by_hand: bool) -> tuple[Any, list[Any]]:
     tokens, bfloat16 = (1, config.tokens), jnp.bfloat16
     shapes = [((*tokens, config.dim), bfloat16, P(None, "d")), ((config.vocabulary, config.dim), bfloat16, P())]
     return loss, [*shapes, (tokens, jnp.int32, P(None, "d"))]
+
+
+def _vocabulary(config: Config, how: str) -> tuple[Any, list[Any]]:
+    """Tokens are embedded, and their loss is taken, with one table, of which each device holds some entries."""
+
+    def embedded(table: Any, tokens: Any) -> Any:
+        if how == "explicit":
+            return table.at[tokens].get(out_sharding=P())
+        if how != "by hand":
+            return table[tokens]
+        here = tokens - jax.lax.axis_index("d") * table.shape[0]
+        mine = (here >= 0) & (here < table.shape[0])
+        return jax.lax.psum(jnp.where(mine[..., None], table[jnp.where(mine, here, 0)], 0), "d")
+
+    def loss(x: Any, table: Any, tokens: Any) -> Any:
+        x, labels = x + embedded(table, tokens), jnp.roll(tokens, -1, 1)
+        if how == "plain JAX":
+            logits = jnp.einsum("btd,vd->btv", x, table, preferred_element_type=jnp.float32)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+        return memjax.linear_cross_entropy(x, table, labels, axis_name="d" if how == "by hand" else None)
+
+    tokens, bfloat16 = (1, config.tokens), jnp.bfloat16
+    shapes = [((*tokens, config.dim), bfloat16, P()), ((config.vocabulary, config.dim), bfloat16, P("d"))]
+    return loss, [*shapes, (tokens, jnp.int32, P())]
 
 
 def _layer(config: Config, by_hand: bool) -> tuple[Any, list[Any]]:

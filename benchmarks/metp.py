@@ -59,6 +59,10 @@ class Config:
     """Steps of the ring in overlap and attention, if there are more than GPUs. Blocks then travel between fewer devices than the
     ring has, as many and as large as in the ring. Times are those of such a ring, results are not."""
     repeats: int = 8
+    name: str = ""
+    """Added to the names of the files of results."""
+    timeout: float = 90.0
+    """Seconds that one measurement may take."""
     time_limit: float = 120.0
     """Start nothing after this many seconds."""
 
@@ -76,14 +80,17 @@ def main(config: Config) -> None:
         environ = {"CUDA_VISIBLE_DEVICES": ",".join(str(first + i) for i in range(size))}
         if not gpu:
             environ = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={size}"}
-        return record.in_fresh_process("benchmarks.metp", case, environ=environ, timeout=90)
+        return record.in_fresh_process("benchmarks.metp", case, environ=environ, timeout=config.timeout)
 
     def keep(result: dict) -> None:
         sizes = ("tokens", "dim", "steps") if config.steps else ("tokens", "dim")
         row = {key: value for key, value in result.items() if key not in base or key in sizes}
         rows[row["kind"]].append(row)
         print(json.dumps(row), flush=True)
-        record.save(f"metp_{row['kind']}" + (f"_{config.steps}" if config.steps else ""), rows[row["kind"]])
+        name = (
+            f"metp_{row['kind']}" + (f"_{config.steps}" if config.steps else "") + (config.name and f"_{config.name}")
+        )
+        record.save(name, rows[row["kind"]])
 
     for size in sorted(config.sizes) if "memory" in config.kinds else ():
         # Rings that fit side by side run side by side.

@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import memjax
 from experiments.harness.reports import memory
@@ -32,16 +34,27 @@ class Gradient:
 
     Args:
       quick: compile quickly, for the bytes alone.
+      mesh: a ring of devices, its axis named "ring", each of which holds a part of the sequence and of the parameters; None: one.
     """
 
-    def __init__(self, config: LlamaConfig, recipe: Recipe, length: int, *, quick: bool = False):
+    def __init__(
+        self, config: LlamaConfig, recipe: Recipe, length: int, *, quick: bool = False, mesh: Mesh | None = None
+    ):
         params = jax.eval_shape(functools.partial(llama.init, config), jax.random.key(0))
         tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
-        loss = functools.partial(llama.loss, config, recipe)
         options = memory.options_for_memory() if quick else memjax.remat_compiler_options()
-        step = jax.jit(jax.value_and_grad(loss), compiler_options=options)
+        gradient = jax.value_and_grad(
+            functools.partial(llama.loss, config, recipe, axis_name=None if mesh is None else "ring")
+        )
+        self._tokens_at = None
+        if mesh is not None:
+            specs = llama.shards(params, "ring"), P(None, "ring"), P(None, "ring")
+            gradient = jax.shard_map(gradient, mesh=mesh, in_specs=specs, out_specs=(P(), specs[0]))
+            self._tokens_at = NamedSharding(mesh, specs[1])
+            params = memory.placed(params, params_at(config, mesh))
+            tokens = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=self._tokens_at)
         self.length = length
-        self._step = step.lower(params, tokens, tokens).compile()
+        self._step = jax.jit(gradient, compiler_options=options).lower(params, tokens, tokens).compile()
 
     @property
     def bytes(self) -> Bytes:
@@ -55,15 +68,29 @@ class Gradient:
 
     def step(self, params: Any, text: np.ndarray) -> tuple[float, float, float]:
         """Seconds of one such step, its loss, and the norm of its gradient."""
-        window = jnp.asarray(np.resize(text, self.length + 1)[None], jnp.int32)
+        window = np.resize(text, self.length + 1)[None].astype(np.int32)
+        tokens, labels = map(self._put, (window[:, :-1], window[:, 1:]))
         begin = time.perf_counter()
-        value, gradients = self._step(params, window[:, :-1], window[:, 1:])
+        value, gradients = self._step(params, tokens, labels)
         jax.block_until_ready((value, gradients))
         seconds = time.perf_counter() - begin
         loss, norm = float(value), float(_norm(gradients))
         if not math.isfinite(loss + norm):
             raise FloatingPointError(f"the loss of {self.length} tokens is {loss}, the norm of its gradient {norm}")
         return seconds, loss, norm
+
+    def _put(self, tokens: np.ndarray) -> jax.Array:
+        """On a ring in zigzag order, in which devices have equally much to attend to."""
+        if self._tokens_at is None:
+            return jnp.asarray(tokens)
+        ordered = memjax.shard.zigzag(jnp.asarray(tokens), self._tokens_at.mesh.size)
+        return jax.device_put(ordered, self._tokens_at)
+
+
+def params_at(config: LlamaConfig, mesh: Mesh) -> Any:
+    """How a `Gradient` over a ring wants the parameters."""
+    params = jax.eval_shape(functools.partial(llama.init, config), jax.random.key(0))
+    return jax.tree.map(functools.partial(NamedSharding, mesh), llama.shards(params, "ring"))
 
 
 @jax.jit

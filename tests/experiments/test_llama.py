@@ -132,6 +132,16 @@ def test_bytes_per_token_are_those_of_the_formula(monkeypatch):
     assert (many - few) / 512 <= 1.1 * parse("tiled=32+groups+bits=4").bytes_per_token(TINY)
 
 
+def test_a_ring_takes_the_same_steps():
+    """Devices hold parts of the text in zigzag order. Loss and norm of the gradient are those of one device."""
+    recipe, text = parse("tiled=16+groups+checkpoint"), np.arange(64).astype(np.uint8)
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:2]), ("ring",))
+    shared = jax.device_put(tiny_params(), measure.params_at(TINY, mesh))
+    _, *found = measure.Gradient(TINY, recipe, 64, mesh=mesh).step(shared, text)
+    _, *expected = measure.Gradient(TINY, recipe, 64).step(tiny_params(), text)
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
 def test_the_error_of_compressed_inputs_is_predicted():
     """Where positions contribute to the gradient independently, as those of random text do; elsewhere it is less."""
     random = np.random.default_rng(0).integers(256, size=200).astype(np.uint8)
