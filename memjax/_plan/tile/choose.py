@@ -11,6 +11,7 @@ from memjax._plan.derivative import Derivative
 from memjax._plan.free import free_bytes
 from memjax._plan.layout import Layout
 from memjax._plan.result import Plan, Tiled
+from memjax._plan.tile.chunks import chunk_sizes
 from memjax._plan.tile.rewrite import Tiling, described
 
 _PAYS = 1.002  # times the time of keeping everything: a plan that takes less than this has nothing to gain from tiles
@@ -59,9 +60,14 @@ class Program:
         return self._derivatives[key]
 
     def choices(self) -> list[tuple[Tiled, ...]]:
-        """What can be tiled: the largest alone, and all."""
+        """What can be tiled: the largest alone, and all; and the first recurrence in chunks of several sizes."""
         found = tuple(self.tiling.found)
-        return list(dict.fromkeys(part for part in (found[:1], found) if part))
+        return list(dict.fromkeys(part for part in (found[:1], found, *((one,) for one in self.chunks)) if part))
+
+    @property
+    def chunks(self) -> list[Tiled]:
+        """The first recurrence in chunks of several sizes, the largest first."""
+        return [one._replace(tile=tile) for one in self.tiling.recurrences[:1] for tile in chunk_sizes(one.length)]
 
 
 def choose(program: Program, layout: Layout, budget: int | str, allow: Sequence[str]) -> Plan:
@@ -99,6 +105,8 @@ def choose(program: Program, layout: Layout, budget: int | str, allow: Sequence[
         refused = message or refused
         if plan is not None and (best is None or measure(plan) < measure(best)):
             best = dataclasses.replace(plan, tiled=tiled)
+            if tiled[0] in program.chunks and budget != "min":  # smaller chunks take longer
+                break
     if best is None:
         raise ValueError(refused)
     return best

@@ -74,9 +74,8 @@ def _tiled(region: Region, tile: int, axes: dict[str, int], platform: str) -> Ti
 
 def _as_program(run: TiledPasses, axes: dict[str, int]) -> Program:
     """The equations that run a region, of its own variables, marked as a part of the backward pass."""
-    region, n = run.region, len(run.region.shared)
-    inputs = [*region.shared, *(var for var, _ in region.mapped)]
-    call = lambda *values: run(list(values[:n]), list(values[n:]))
+    region, inputs = run.region, run.reads
+    call = lambda *values: run(list(values))
     inside = calls_in_place(trace(call, [var.aval for var in inputs], axes), differentiable=False)
     names = dict(zip(inside.invars, inputs, strict=True)) | dict(zip(inside.outvars, region.outs, strict=True))
     info = next(eqn.source_info for eqn in reversed(region.eqns) if is_backward(name_stack(eqn)))

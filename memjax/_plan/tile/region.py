@@ -61,9 +61,20 @@ class TiledPasses:
         forward = calls_in_place(self._closed, differentiable=False)
         self._forward = self._resized(forward, self._states, self._out_states)
 
-    def __call__(self, shared_values: Arrays, mapped: Arrays) -> Arrays:
+    @property
+    def reads(self) -> list[Any]:
+        """What it is called with."""
+        return [*self.region.shared, *(var for var, _ in self.region.mapped)]
+
+    @property
+    def makes(self) -> list[Any]:
+        """What it returns."""
+        return self.region.outs
+
+    def __call__(self, values: Arrays) -> Arrays:
         """The outputs."""
-        return self._over_tiles(self._of_tiles(), shared_values, mapped)
+        n = len(self.region.shared)
+        return self._over_tiles(self._of_tiles(), values[:n], values[n:])
 
     def _of_tiles(self) -> Any:
         """The function of tiles, from (shared, tiles)."""
@@ -115,9 +126,10 @@ class TiledRegion(TiledPasses):
         self._derivatives: dict[tuple[bool, ...], Resized] = {}
         self._derivative(tuple(is_float(aval) for aval in self._types))  # raises Mixed early
 
-    def __call__(self, shared_values: Arrays, mapped: Arrays) -> Arrays:
+    def __call__(self, values: Arrays) -> Arrays:
         """The outputs."""
-        return self._sums(shared_values, mapped) if self._is_sum else super().__call__(shared_values, mapped)
+        n = len(self.region.shared)
+        return self._sums(values[:n], values[n:]) if self._is_sum else super().__call__(values)
 
     def _derivative(self, wrt: tuple[bool, ...]) -> Resized:
         """From inputs and cotangents to the outputs and the cotangents of the inputs in `wrt`."""

@@ -7,17 +7,17 @@ such a value meets positions, it is cut to their number.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from jax import lax
 
-from memjax._core.compat import primitive_name
+from memjax._core.compat import primitive_name, scan_counts
 from memjax._core.lists import Arrays
 from memjax._core.positions.dimensions import scatter_places
 from memjax._core.positions.rules import apply_rule
-from memjax._core.positions.walk import Mixed, Positions, Shared, State, Summed, Walk, shape_of, shared
+from memjax._core.positions.walk import Mixed, Positions, Rule, Shared, State, Summed, Walk, shape_of, shared
 from memjax._core.program.dataflow import is_literal
 from memjax._core.program.jaxpr import Program, bind, inside
 from memjax._core.program.primitives import ELEMENTWISE, SCATTERS
@@ -40,18 +40,29 @@ class Resized:
       out_states: of its outputs; sums of fewer bits are given in float32.
       length: the number of positions.
       platform: that it is compiled for, as JAX calls devices.
+      rule: gives the states of an equation's outputs.
+
+    Attributes:
+      calls: functions that run in place of equations, by the first variable that these make.
 
     Raises Mixed where positions are mixed, or the outputs have other states.
     """
 
     def __init__(
-        self, program: Program, states: Sequence[State], out_states: Sequence[State], length: int, platform: str
+        self,
+        program: Program,
+        states: Sequence[State],
+        out_states: Sequence[State],
+        length: int,
+        platform: str,
+        rule: Rule = apply_rule,
     ):
         sums = [i for i, state in enumerate(out_states) if isinstance(state, Summed)]
         program = without_dead_equations(with_wide_sums(program, sums, platform))
         self._program, self._length = program, length
-        self._states = Walk(length, True, apply_rule).states(program, states)
+        self._states = Walk(length, True, rule).states(program, states)
         self._makers = program.flow.makers
+        self.calls: dict[Any, Callable[[Arrays], Arrays]] = {}
         self._out_dims: list[int | None] = []  # of results that are the same for every position
         for atom, wanted in zip(program.outvars, out_states, strict=True):
             self._out_dims.append(self._dim_to_narrow(atom, wanted))
@@ -118,6 +129,9 @@ class _Evaluation:
             self.value(atom) if dim is None else self.narrowed(atom, dim)
             for atom, dim in zip(eqn.invars, dims, strict=True)
         ]
+        if eqn.outvars and (call := self._of.calls.get(eqn.outvars[0])) is not None:
+            self.env |= zip(eqn.outvars, call(values), strict=True)
+            return
         if has_positions:
             eqn = self._with_sizes(eqn, states)
         if has_positions and (column := column_of(eqn)) is not None and self._of.is_zero(eqn.invars[0]):
@@ -166,6 +180,10 @@ class _Evaluation:
     def _with_sizes(self, eqn: Any, states: Sequence[State | None]) -> Any:
         """The equation with the sizes that it names changed."""
         name, params = primitive_name(eqn), eqn.params
+        if name == "scan":  # over the positions: others have none in their parameters
+            rows = states[sum(scan_counts(eqn)) :]
+            is_over = bool(rows) and rows[0] == Positions(0, 1)
+            return eqn.replace(params=params | {"length": self._new_size(params["length"])}) if is_over else eqn
         out = self.state(eqn.outvars[0])
         if not isinstance(out, Positions):
             return eqn

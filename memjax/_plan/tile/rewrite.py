@@ -21,8 +21,12 @@ from memjax._core.program.jaxpr import Program, as_closed, calls_in_place, evalu
 from memjax._core.program.scopes import place_of
 from memjax._plan.derivative import without_checkpoints, without_dead_equations
 from memjax._plan.result import Tiled
+from memjax._plan.tile.chunks import InChunks, Recurrence, chunk_sizes, recurrences
 from memjax._plan.tile.region import TiledPasses, TiledRegion
 from memjax._plan.tile.views import with_early_views
+
+Part = TiledPasses | InChunks
+"""What of a program runs in parts."""
 
 
 class Tiling:
@@ -38,6 +42,7 @@ class Tiling:
 
     Attributes:
       found: the regions that can run tile by tile, the largest first.
+      recurrences: what can run in chunks of time, in order.
     """
 
     def __init__(
@@ -63,6 +68,8 @@ class Tiling:
             self._regions[what.equation, what.dim] = region
             if what.tile < what.length and self._tiled(what) is not None:
                 self.found.append(what)
+        self._recurrences = {} if is_body else {one.seed: one for one in recurrences(self._program)}
+        self.recurrences = [one for one in map(self._in_chunks, self._recurrences.values()) if one is not None]
         self._bodies = {} if is_body else self._tilings_of_bodies()
         self.found += [one._replace(loop=loop) for loop, body in self._bodies.items() for one in body.found]
         self.found.sort(key=lambda one: -one.nbytes)
@@ -82,6 +89,22 @@ class Tiling:
                     found[i] = tiling
         return found
 
+    def _in_chunks(self, region: Recurrence) -> Tiled | None:
+        """A recurrence in the largest chunks, as data; None where it has none, or mixes steps."""
+        chunk = next(chunk_sizes(region.length), None)
+        seed = self._program.eqns[region.seed]
+        what = f"a loop over time with what leads to it and follows {place_of(seed)}".strip()
+        found = Tiled(region.seed, 0, chunk or region.length, region.length, region.nbytes, what)
+        return None if chunk is None or self._chunked(found) is None else found
+
+    def _chunked(self, what: Tiled) -> InChunks | None:
+        if (region := self._recurrences.get(what.equation)) is None:
+            return None
+        try:
+            return InChunks(region, what.tile, self._platform)
+        except Mixed:
+            return None
+
     def _tiled(self, what: Tiled) -> TiledRegion | None:
         """The function of a region; None if there is none, or it is not differentiated, or its derivative mixes positions."""
         region = self._regions.get((what.equation, what.dim))
@@ -100,7 +123,8 @@ class Tiling:
 
     def rewritten(self, chosen: Sequence[Tiled]) -> Any:
         """The closed jaxpr with the chosen regions run tile by tile; others are as they were."""
-        picked = [run for one in chosen if one.loop is None and (run := self._tiled(one)) is not None]
+        here = [one for one in chosen if one.loop is None]
+        picked = [run for one in here if (run := self._chunked(one) or self._tiled(one)) is not None]
         changed = {}
         for loop, tiling in self._bodies.items():
             if inside := [one._replace(loop=None) for one in chosen if one.loop == loop]:
@@ -114,14 +138,12 @@ class Tiling:
         rest = core.Jaxpr(constvars, jaxpr.invars[n:], jaxpr.outvars, jaxpr.eqns, jaxpr.effects, debug)
         return core.ClosedJaxpr(rest, [*self._closed.consts, *traced.consts])
 
-    def _run(self, inputs: Sequence[Any], picked: Sequence[TiledRegion], changed: dict[int, Any]) -> Arrays:
+    def _run(self, inputs: Sequence[Any], picked: Sequence[Part], changed: dict[int, Any]) -> Arrays:
         program = self._program
         env = program.given(inputs)
         for step in in_order(program, picked):
-            if isinstance(step, TiledPasses):
-                region = step.region
-                outs = step(read(env, region.shared), read(env, [var for var, _ in region.mapped]))
-                env |= zip(region.outs, outs, strict=True)
+            if isinstance(step, Part):
+                env |= zip(step.makes, step(read(env, step.reads)), strict=True)
             else:
                 evaluate_in([changed.get(id(step), step)], env)
         return read(env, program.outvars)
@@ -159,13 +181,13 @@ def described(chosen: Sequence[Tiled]) -> str:
     return ", ".join(f"{readable_bytes(one.nbytes)} of {one.what}" for one in chosen)
 
 
-def in_order(program: Program, picked: Sequence[TiledPasses]) -> list[Any]:
+def in_order(program: Program, picked: Sequence[Part]) -> list[Any]:
     """The equations of a program outside of regions, and the regions, each after what it reads; in their order otherwise."""
     makers = dict(program.flow.makers)
     inside: set[int] = set()
     for one in picked:
         inside.update(id(eqn) for eqn in one.region.eqns)
-        makers |= dict.fromkeys(one.region.outs, one)
+        makers |= dict.fromkeys(one.makes, one)
     # What is made inside and read by nobody outside but through the region's outputs is made there alone; cheap
     # equations that others read as well stay outside, too.
     done: set[int] = set()
@@ -182,10 +204,7 @@ def in_order(program: Program, picked: Sequence[TiledPasses]) -> list[Any]:
                 order.append(one)
                 continue
             stack.append((one, True))
-            if isinstance(one, TiledPasses):
-                reads = [*one.region.shared, *(var for var, _ in one.region.mapped)]
-            else:
-                reads = variables(one.invars)
+            reads = variables(one.reads if isinstance(one, Part) else one.invars)
             stack += [(makers[var], False) for var in reads if var in makers and id(makers[var]) not in done]
 
     for eqn in program.eqns:

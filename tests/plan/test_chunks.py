@@ -1,0 +1,102 @@
+"""Plans that run a loop over time, with what leads to it and what follows, chunk by chunk."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import memjax
+from memjax import Plan
+
+LENGTH, BATCH, WIDTH = 70, 3, 8  # no number of chunks divides the length
+ALLOW = ("recompute", "tile")
+
+
+def parameters(dtype=float):
+    names = {"embed": (5, WIDTH), "in": (WIDTH, WIDTH), "loop": (WIDTH, WIDTH), "hidden": (WIDTH, 4 * WIDTH)}
+    names |= {"out": (4 * WIDTH, 6), "second": (WIDTH, WIDTH)}
+    keys = jax.random.split(jax.random.key(0), len(names))
+    shapes = zip(names.items(), keys, strict=True)
+    return {name: jax.random.normal(key, shape, dtype) / np.sqrt(shape[0]) for (name, shape), key in shapes}
+
+
+def data(length=LENGTH, batch=BATCH, dtype=float):
+    keys = jax.random.split(jax.random.key(1), 2)
+    return jax.random.normal(keys[0], (length, batch, 5), dtype), jax.random.randint(keys[1], (length, batch), 0, 6)
+
+
+def loop(p, x, reverse=False):
+    return lax.scan(lambda h, x: ((h := jnp.tanh(x + h @ p)), h), jnp.ones(x.shape[1:], x.dtype), x, reverse=reverse)
+
+
+def head(p, h, labels):
+    logits = jax.nn.relu(h @ p["hidden"]) @ p["out"]
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1)
+
+
+def one_loop(p, x, labels, reverse=False):
+    """An embedding, a loop and a head; what the loop ends with counts, too."""
+    end, h = loop(p["loop"], jax.nn.relu(x @ p["embed"]) @ p["in"], reverse)
+    return head(p, h, labels).mean() + (end**2).sum()
+
+
+def two_loops(p, x, labels):
+    """The second one reads the first one's outputs; something is computed for each step that the caller gets."""
+    _, h = loop(p["loop"], x @ p["embed"])
+    _, h = loop(p["second"], jax.nn.gelu(h) @ p["in"])
+    losses = head(p, h, labels)
+    return losses.sum() / losses.size, losses[..., 0]
+
+
+def batch_first(p, x, labels):
+    """Time is the second axis outside of the loop."""
+    h = loop(p["loop"], jnp.swapaxes(jnp.swapaxes(x, 0, 1) @ p["embed"], 0, 1))[1]
+    return head(p, jnp.swapaxes(h, 0, 1), jnp.swapaxes(labels, 0, 1)).mean()
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    "f",
+    [one_loop, functools.partial(one_loop, reverse=True), two_loops, batch_first],
+    ids=["one", "reverse", "two", "batch first"],
+)
+def test_gradients_are_those_of_the_whole(f):
+    args, has_aux = (parameters(), *data()), f is two_loops
+    wanted = jax.jit(jax.value_and_grad(f, has_aux=has_aux))(*args)
+    plan = memjax.plan(f, *args, budget="min", allow=ALLOW)
+    [chunks] = plan.tiled
+    assert "a loop over time" in chunks.what
+    assert chunks.length == LENGTH > chunks.tile
+    planned = memjax.planned(f, plan=Plan.from_json(plan.to_json()))
+    found = jax.jit(jax.value_and_grad(planned, has_aux=has_aux))(*args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13), found, wanted)
+
+
+def test_little_is_there_at_once():
+    """A sixteenth of the steps, and the state before each of the chunks."""
+    args = parameters(jnp.float32), *data(512, 16, jnp.float32)
+    options = memjax.remat_compiler_options("cpu")
+    nbytes = lambda f: jax.jit(jax.value_and_grad(f)).lower(*args).compile(options).memory_analysis().temp_size_in_bytes
+    plain = nbytes(one_loop)
+    with pytest.raises(ValueError, match='"tile"'):
+        memjax.plan(one_loop, *args, budget=plain // 8)
+    plan = memjax.plan(one_loop, *args, budget=plain // 8, allow=ALLOW)
+    assert nbytes(memjax.planned(one_loop, plan=plan)) <= plain // 8
+
+
+def test_gradients_of_shared_values_are_summed_in_float32():
+    """In bfloat16 each of the chunks would be rounded away beside the sum of those before."""
+    x = jnp.ones((1024, 1, 1), jnp.bfloat16)
+
+    def f(w, x):
+        _, h = lax.scan(lambda c, x: (c, x + 0 * c), jnp.zeros((1, 1), jnp.bfloat16), x)
+        return jnp.sum((jnp.tanh(h @ w) * jnp.bfloat16(2) + h @ w).astype(jnp.float32))
+
+    w = jnp.full((1, 64), 0.5, jnp.bfloat16)
+    plan = memjax.plan(f, w, x, budget="min", allow=ALLOW)
+    assert plan.tiled
+    found = jax.jit(jax.grad(memjax.planned(f, plan=plan)))(w, x)
+    np.testing.assert_allclose(found.astype(float), jax.jit(jax.grad(f))(w, x).astype(float), rtol=1e-2)
