@@ -271,8 +271,11 @@ class InChunks:
 
     def __init__(self, region: Recurrence, chunk: int, platform: str):
         self.region, self._chunk = region, chunk
-        self.starts = [atom for eqn in region.loops for atom in (eqn.invars[k] for k in _carried(eqn, region.length))]
-        self.ends = [out for eqn in region.loops for out in eqn.outvars[: scan_counts(eqn)[1]]]
+        self.starts, self.ends = list[Any](), list[Any]()
+        for eqn in region.loops:
+            where = _carried(eqn, region.length)
+            self.starts += eqn.invars[where.start : where.stop]
+            self.ends += eqn.outvars[: len(where)]
         states_in = [core.Var(strong(out.aval)) for out in self.ends]
         given = iter(states_in)
         eqns = []
