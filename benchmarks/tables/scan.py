@@ -68,4 +68,26 @@ def planned_table() -> str:
     return table(header, body, sources, "planned")
 
 
-TABLES: Tables = {"scan": scan_table, "planned_loops": planned_table, "strategies": strategies_table}
+def recurrent_table() -> str:
+    """A recurrent network with what leads to its loop and what follows."""
+    body, sources = [], []
+    for name, what in (("recurrent", "512 steps"), ("recurrent_long", "1,024 steps")):
+        environment, rows = load(name)
+        sources.append(environment)
+        for row in rows:
+            if row["way"] == "plain":
+                way = "`jax.lax.scan`"
+            elif row["way"] == "planned":
+                way = f"planned, budget {row['share']:.0%}"
+            else:
+                way = f"by hand, chunks of {row['chunk']} steps"
+            body.append([what, way, f"{row['temp'] / 2**20:,.0f}", f"{row['of_plain']:.1%}", f"{row['ratio']:.2f}"])
+    return table(["rollout", "gradient", "temp MiB", "of plain", "time, relative"], body, sources, "recurrent")
+
+
+TABLES: Tables = {
+    "scan": scan_table,
+    "planned_loops": planned_table,
+    "recurrent": recurrent_table,
+    "strategies": strategies_table,
+}
