@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from memjax._core.program import costs
+from memjax._core.program.working import hoisted_bytes, peak_bytes
 from memjax._jit.body import Acting, Body
 from memjax._jit.passes import StepPasses
 from memjax._jit.step_plan import StepPlan
@@ -16,9 +18,11 @@ from memjax._plan.acting import by_plan
 from memjax._plan.budget.decide import GAIN_OF_STEPS, Plans, TooLittleError, decide, plan_of
 from memjax._plan.budget.known import Allowed, Key, Known, Measure, key_of, known
 from memjax._plan.budget.search import LARGE_GAIN, search
+from memjax._plan.compiled import device_of
 from memjax._plan.layout import Layout
 from memjax._plan.result import Plan, Try
 from memjax._plan.run import Run
+from memjax._plan.solve.order import scattered_into_sums
 
 Compile = Callable[[Acting], Any]
 """Compiles the step with these passes run otherwise than they are."""
@@ -100,8 +104,16 @@ class Fit:
     @functools.cached_property
     def predicted_plain(self) -> int:
         """Bytes that the step with its passes as they are is predicted to hold."""
-        kept_all = [self._known(one).frontier[-1][0] for one in self._passes]
-        return self._beside + max(kept_all, default=0)
+        return self._beside + max(map(self._plain_bytes, self._passes), default=0)
+
+    def _plain_bytes(self, passes: StepPasses) -> int:
+        """Temporary bytes of the passes as they are: JAX keeps what the backward equations read of the forward ones."""
+        layout = self._layout.within(passes.axes)
+        platform = costs.device(device_of(layout.shardings)).platform
+        eqns = scattered_into_sums([*passes.forward.eqns, *passes.backward.eqns])
+        results = [*passes.outputs, *passes.backward.outvars]
+        peak = peak_bytes(eqns, passes.forward.invars, [], [], results, platform)
+        return layout.local(peak + hoisted_bytes(passes.backward.eqns, platform))
 
     def may_fit_plain(self, budget: int) -> bool:
         """Whether the step with its passes as they are is worth compiling."""
