@@ -33,6 +33,11 @@ _TRANSFORM = re.compile(r"\w+\(|\)")
 _DERIVATIVE = re.compile(r"\b(jvp|transpose)\(")
 
 
+def makes_two_words(key: Any) -> bool:
+    """Whether two words are made of each random number of a key of this dtype, and combined by whatever reads the number."""
+    return str(key) == "key<fry>" and bool(jax.config.jax_threefry_partitionable)  # type: ignore[attr-defined]
+
+
 def is_ordered(eqn: Any) -> bool:
     """Whether an equation has effects in the order of the program, such as `io_callback(..., ordered=True)`."""
     return any(type(effect).__name__.startswith("Ordered") for effect in eqn.effects)

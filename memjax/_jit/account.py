@@ -15,13 +15,14 @@ from memjax._jit.step_plan import StepPlan
 _ROWS = 6
 
 
-def account(least: StepPlan, program: Any, traced: Any, *, nothing_to_plan: bool = False) -> str:
+def account(least: StepPlan, program: Any, traced: Any, *, about: bool = False, nothing_to_plan: bool = False) -> str:
     """The message for a budget that is less than the least possible.
 
     Args:
       least: the plan that takes the least.
       program: the step, compiled with it.
       traced: the step as it is written.
+      about: what the step takes as it is written is predicted.
       nothing_to_plan: there is no derivative in it.
     """
     found = program.memory_analysis()
@@ -35,7 +36,7 @@ def account(least: StepPlan, program: Any, traced: Any, *, nothing_to_plan: bool
         )
     else:
         time = f", at {least.seconds / least.plain_seconds:.2f} of the predicted time" if least.plain_seconds else ""
-        plain = readable_bytes(least.plain_nbytes)
+        plain = "about " * about + readable_bytes(least.plain_nbytes)
         head = f"budget is {given}, but the least possible is {possible} of a device{time}; as it is written it takes {plain}"
     rows = [f"arguments: {readable_bytes(found.argument_size_in_bytes)} (whole arrays: {_by_path(traced)})"]
     rows.append(f"results that are no donated arguments: {readable_bytes(results)}{_donation(traced)}")
@@ -43,7 +44,8 @@ def account(least: StepPlan, program: Any, traced: Any, *, nothing_to_plan: bool
     if found.generated_code_size_in_bytes:
         rows.append(f"code: {readable_bytes(found.generated_code_size_in_bytes)}")
     hint = "Give a larger budget, a smaller batch, a narrower optimizer state, or shard the arguments over more devices"
-    return "\n  ".join([head + ":", *rows]) + f"\n{hint}."
+    longer = "" if nothing_to_plan else '; budget="min" looks longer for the least'
+    return "\n  ".join([head + ":", *rows]) + f"\n{hint}{longer}."
 
 
 def _by_path(traced: Any) -> str:

@@ -166,7 +166,7 @@ def _decided_here(
     try:
         chosen, best = _fastest(ways, room)
     except DoesNotFitError as error:
-        raise ValueError(account(error.plan, error.program, traced)) from None
+        raise ValueError(account(error.plan, error.program, traced, about=not fit.is_plain_compiled)) from None
     kept.put(planned, chosen, best)
     return Entry(chosen, best, lambda: planned.jitted_of(best))
 

@@ -8,17 +8,21 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from memjax._core.program import costs
+from memjax._core.program.working import hoisted_bytes, peak_bytes
 from memjax._jit.body import Acting, Body
 from memjax._jit.passes import StepPasses
 from memjax._jit.step_plan import StepPlan
 from memjax._jit.together import Line
 from memjax._plan.acting import by_plan
-from memjax._plan.budget.decide import GAIN_OF_STEPS, Plans, TooLittleError, decide, plan_of
+from memjax._plan.budget.decide import GAIN_OF_STEPS, Plans, TooLittleError, decide, is_hopeless, plan_of
 from memjax._plan.budget.known import Allowed, Key, Known, Measure, key_of, known
 from memjax._plan.budget.search import LARGE_GAIN, search
+from memjax._plan.compiled import device_of
 from memjax._plan.layout import Layout
 from memjax._plan.result import Plan, Try
 from memjax._plan.run import Run
+from memjax._plan.solve.order import scattered_into_sums
 
 Compile = Callable[[Acting], Any]
 """Compiles the step with these passes run otherwise than they are."""
@@ -28,6 +32,7 @@ MAKE_ONE = "make it by step.plan(*args) of what you pass here"
 
 _MOST_ONE_BY_ONE = 3  # derivatives: each of them takes a few compilations then
 _SURELY = 1.2  # times the budget: a step that is predicted to hold so much is not compiled as it is
+_CERTAINLY = 1.5  # times the bytes of a plan: a step that is predicted to hold more takes more than that as it is
 
 Chosen = dict[StepPasses, tuple[Run, Key]]
 """How passes are run, and what tells that from other ways."""
@@ -100,18 +105,30 @@ class Fit:
     @functools.cached_property
     def predicted_plain(self) -> int:
         """Bytes that the step with its passes as they are is predicted to hold."""
-        kept_all = [self._known(one).frontier[-1][0] for one in self._passes]
-        return self._beside + max(kept_all, default=0)
+        return self._beside + max(map(self._plain_bytes, self._passes), default=0)
+
+    def _plain_bytes(self, passes: StepPasses) -> int:
+        """Temporary bytes of the passes as they are: JAX keeps what the backward equations read of the forward ones."""
+        layout = self._layout.within(passes.axes)
+        platform = costs.device(device_of(layout.shardings)).platform
+        eqns = scattered_into_sums([*passes.forward.eqns, *passes.backward.eqns])
+        results = [*passes.outputs, *passes.backward.outvars]
+        peak = peak_bytes(eqns, passes.forward.invars, [], [], results, platform)
+        return layout.local(peak + hoisted_bytes(passes.backward.eqns, platform))
 
     def may_fit_plain(self, budget: int) -> bool:
         """Whether the step with its passes as they are is worth compiling."""
         return self.predicted_plain <= _SURELY * budget
 
     @property
+    def is_plain_compiled(self) -> bool:
+        """Whether the step with its passes as they are was compiled."""
+        return _key({}) in self._compiled
+
+    @property
     def plain_nbytes(self) -> int:
         """Bytes that the step with its passes as they are holds; predicted, where it was not compiled."""
-        plain = self._compiled.get(_key({}))
-        return self.predicted_plain if plain is None else plain.nbytes
+        return self.plain.nbytes if self.is_plain_compiled else self.predicted_plain
 
     def rank(self, budget: int | str) -> float:
         """What ways to run a step are compared by, the lower the better: predicted seconds, each derivative having the whole
@@ -139,10 +156,12 @@ class Fit:
         room = budget if isinstance(budget, str) else budget - self._beside
         found: list[tuple[StepPlan, Any]] = []
         if self._may_be_together(room):
-            fast = self._together(room if isinstance(room, int) else 0)
+            fast, least_tries = self._together(room if isinstance(room, int) else 0)
             found.append(self._planned(budget))
             if isinstance(budget, int) and fast and found[0][0].nbytes <= budget:
                 return found[0]
+            if isinstance(room, int) and is_hopeless(least_tries, room):
+                raise DoesNotFitError(*self._least_of(*found[0]))
         if not found or len(self._passes) <= _MOST_ONE_BY_ONE:
             if len(self._passes) > 1:
                 self._acting = {one: self._least(one) for one in self._passes}
@@ -194,6 +213,8 @@ class Fit:
 
         Where parameters outweigh what is kept between the passes, computing again can take more than it gives back.
         """
+        if self.predicted_plain > _CERTAINLY * plan.nbytes:
+            return plan, program
         nbytes = self.plain.nbytes
         if nbytes >= plan.nbytes:
             return dataclasses.replace(plan, plain_nbytes=nbytes), program
@@ -204,24 +225,34 @@ class Fit:
         several = len(self._passes) > (1 if isinstance(room, int) else _MOST_ONE_BY_ONE)
         return several and not any(self._allowed.values())
 
-    def _together(self, room: int) -> bool:
-        """Decides on all passes at once; whether the step is about as fast then as was predicted."""
+    def _together(self, room: int) -> tuple[bool, list[Try]]:
+        """Decides on all passes at once.
+
+        Returns:
+          Whether the step is about as fast then as was predicted, and of each line that was tried what takes the least.
+        """
         programs = [self._known(one) for one in self._passes]
         found: list[tuple[Line, Try, list[Try]]] = []
         for in_steps in (False, True):
             line = Line(programs, in_steps)
             compiled = lambda way, line=line: self._step(self._chosen(line, way))
+            if room and found and is_hopeless([found[0][1]], room):
+                first = Try(0, line.predicted[0], line.predicted[0], compiled(0))
+                if is_hopeless([first], room):
+                    found.append((line, first, [first]))
+                    break
             tries = search(line.predicted, line.seconds, room, compiled, line.kind, GAIN_OF_STEPS)
             fitting = [one for one in tries if one.compiled <= room]
             best = max(fitting, default=None) or min(tries, key=lambda one: one.compiled)
             found.append((line, best, tries))
             if fitting:
                 break
+        least = [best for _, best, _ in found]
         line, best, tries = min(found, key=lambda one: max(one[1].compiled - room, 0))
         self._acting = self._chosen(line, best.number)
         self._plans = dict(zip(self._passes, line.as_plans(tries, best, room), strict=True))
         ideal = min((s for n, s in zip(line.predicted, line.seconds, strict=True) if n <= room), default=math.inf)
-        return line.seconds[best.number] <= (1 + LARGE_GAIN) * ideal
+        return line.seconds[best.number] <= (1 + LARGE_GAIN) * ideal, least
 
     def _chosen(self, line: Line, way: int) -> Chosen:
         return {one: run for one, run in zip(self._passes, line.runs(way), strict=True) if run is not None}
@@ -234,8 +265,8 @@ class Fit:
             self._elsewhere = min(self._step({**self._acting, passes: least}), room)
         try:
             plan = self._decided(passes, room)
-        except TooLittleError:
-            plan = self._decided(passes, "min")
+        except TooLittleError as error:
+            plan = error.least
         run = by_plan(passes, plan, self._layout) if plan.stretches else None
         self._plans[passes] = plan
         if isinstance(run, Run):

@@ -18,7 +18,7 @@ from memjax._core.check import readable_bytes
 from memjax._jit.account import bytes_of_results
 from memjax._jit.body import Body
 from memjax._jit.fit import DoesNotFitError, Fit
-from memjax._plan.layout import Layout
+from memjax._plan.layout import Layout, local_bytes
 from tests.jit.steps import LAYERS, OPTIMIZER, STEPS, WIDTH, batch, loss, parameters, updating
 
 OPTIONS = memjax.remat_compiler_options()
@@ -311,6 +311,39 @@ def test_a_step_that_takes_too_much_is_judged_by_what_is_compiled():
     with pytest.raises(DoesNotFitError) as error:
         fit.within(nbytes - 1)
     assert [one.compiled_nbytes for one in error.value.plan.passes] == [nbytes, nbytes]
+
+
+@pytest.mark.parametrize(("share", "few"), [(0.5, True), (0.95, False)])
+def test_what_cannot_fit_is_refused_soon(share, few):
+    """Once the least has been compiled, and in steps as well, others are tried only where one of them may be that much less."""
+    nbytes, calls = 600_000, itertools.count()
+    fit = _fit_that_compiles_to(lambda count: nbytes + next(calls))
+    with pytest.raises(DoesNotFitError) as error:
+        fit.within(int(share * nbytes))
+    assert error.value.plan.nbytes == nbytes  # the least of those that were compiled
+    assert (next(calls) <= 4) == few
+
+
+@pytest.mark.parametrize("name", ["layers", "alternating updates"])
+def test_a_refusal_takes_few_compilations(name, count):
+    step = STEPS[name]()
+    budget = within(0.1, step)
+    count.clear()
+    with pytest.raises(ValueError, match="the least possible is"):
+        memjax.jit(step.f, budget=budget, **step.options).plan(*step.args)
+    assert len(count) <= 3
+
+
+@pytest.mark.parametrize("name", ["layers", "a scan over layers", "alternating updates"])
+def test_what_a_step_takes_as_it_is_written_is_predicted(name):
+    """From what JAX keeps: the fastest plan keeps less where a loop makes something again for nothing."""
+    step = STEPS[name]()
+    closed = jax.make_jaxpr(step.f)(*step.args)
+    traced = jax.jit(step.f, **step.options).trace(*step.args)
+    beside = sum(map(local_bytes, closed.in_avals, [None] * len(closed.in_avals))) + bytes_of_results(traced)
+    layout = Layout([None] * len(closed.in_avals))
+    fit = Fit(Body(closed), layout, lambda acting: None, beside, compress=False, offload=False)
+    assert fit.predicted_plain == pytest.approx(held(traced.lower().compile(OPTIONS)), rel=0.05)
 
 
 @pytest.mark.parametrize("fitting", [1, 4, 7])

@@ -9,6 +9,7 @@ import pytest
 
 import memjax
 from memjax._core.program import costs
+from memjax._core.program.jaxpr import calls_in_place
 from memjax._core.program.working import peak_bytes
 from memjax._plan.budget.decide import Plans, _decide
 from memjax._plan.budget.known import Known, key_of
@@ -109,6 +110,20 @@ def test_gradients_of_pools_find_the_largest_of_each_window_first():
         return jax.vjp(pool, x)[1](ct)[0]
 
     assert working(gradient, array(4, 32, 32, 8), array(4, 16, 16, 8)) >= 4 * 4 * (4 * 16 * 16 * 8)
+
+
+def test_random_bits_are_two_words_until_they_are_read():
+    """The mask is made of them in both of its readers."""
+
+    def dropped(key, x, w):
+        keep = jax.random.bernoulli(key, 0.5, x.shape)
+        return jnp.sum(jnp.where(keep, jnp.where(keep, x, 0.0) @ w, 0.0))
+
+    types = jax.eval_shape(lambda: jax.random.key(0)), array(ROWS, WIDTH), array(WIDTH, WIDTH)
+    program = calls_in_place(jax.make_jaxpr(dropped)(*types), differentiable=False)
+    predicted = peak_bytes(program.eqns, program.invars, [], [], program.outvars, "cpu")
+    compiled = jax.jit(dropped).lower(*types).compile().memory_analysis().temp_size_in_bytes
+    assert predicted == pytest.approx(compiled, rel=0.02)
 
 
 def test_convolutions_that_are_padded_more_on_one_side_copy_their_operand():

@@ -6,11 +6,13 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from memjax._core.compat import makes_two_words
 from memjax._core.program.costs import array_bytes, is_fusible, running, stored
-from memjax._core.program.dataflow import Dataflow, flow_of, variables
+from memjax._core.program.dataflow import Dataflow, flow_of, made_by, variables
 from memjax._core.program.primitives import CALLS, CALLS_OF_ONE_BODY, LOOPS, SCATTERS
 
 PROGRAMS = LOOPS | CALLS | CALLS_OF_ONE_BODY
+_WORDS = 8  # bytes of two words
 _WITH_MEMORY = PROGRAMS | {"conv_general_dilated", "select_and_scatter_add"}  # those that `_inside` knows
 
 
@@ -58,7 +60,9 @@ def peak_bytes(
         for var in read[i]:
             if last.get(var, -1) < runs:
                 last[var] = runs
-    alive = peak = sum(map(array_bytes, entering))
+    words = {out: _WORDS * out.aval.size for out in made_by(filter(_stays_words, flow.eqns))}
+    size = lambda var: words.get(var) or array_bytes(var)
+    alive = peak = sum(map(size, entering))
     ends: dict[int, list[Any]] = {}
     for var in entering:
         ends.setdefault(last.get(var, 0), []).append(var)
@@ -66,9 +70,9 @@ def peak_bytes(
         made = [out for out in eqn.outvars if out in written and out not in names and out not in resident]
         if not made and i not in ends and eqn.primitive.name not in _WITH_MEMORY:
             continue
-        new = sum(map(array_bytes, made))
-        dying = sum(map(array_bytes, ends.get(i, [])))
-        inside = sum(array_bytes(out) for out in made if out in results)
+        new = sum(map(size, made))
+        dying = sum(map(size, ends.get(i, [])))
+        inside = sum(size(out) for out in made if out in results)
         in_place = is_fusible(eqn) or eqn.primitive.name in SCATTERS
         over = min(new, dying) if in_place else 0  # written over an operand that is not needed any more
         peak = max(peak, alive + new - over + _inside(eqn, platform))
@@ -78,8 +82,13 @@ def peak_bytes(
                 if last.get(out, -1) > i:
                     ends.setdefault(last[out], []).append(out)
                 else:
-                    alive -= array_bytes(out)
+                    alive -= size(out)
     return peak
+
+
+def _stays_words(eqn: Any) -> bool:
+    """Whether random bits stay the two words that are made of each number: each reader combines them for itself."""
+    return eqn.primitive.name == "random_bits" and makes_two_words(eqn.invars[0].aval.dtype)
 
 
 def _inside(eqn: Any, platform: str) -> int:

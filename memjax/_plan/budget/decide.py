@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 from memjax._plan.budget.known import Allowed, Known, Measure, known
@@ -25,13 +25,26 @@ _AS_PREDICTED = (
     1.05  # of the predicted bytes: a plan that takes more may take less in steps, and leave room for a faster
 )
 _UNSURE = 1.1  # by as much more or less the compiled bytes of one plan may be off than those of another
+_KNOWN = 0.5  # of the predicted bytes: where the compiler takes less, the prediction says little
 _STEPS_DOWN = (0.98, 0.95, 0.85)  # of the least bytes so far, to ask for where the least is wanted
 GAIN_OF_STEPS = 5e-3  # of a step's time: what compiling a whole step once more has to promise
 _LEANER = 1e-3  # of a step's time: what keeping less in a plan may cost
 
 
 class TooLittleError(ValueError):
-    """The budget is less than the least possible."""
+    """The budget is less than the least possible. It has the plan of the least memory that was found."""
+
+    def __init__(self, message: str, least: Plan):
+        super().__init__(message)
+        self.least = least
+
+
+def is_hopeless(tries: Iterable[Try], budget: int) -> bool:
+    """Whether no plan is expected to fit, by those that were compiled: the ones that are predicted to take the least among them.
+
+    Where the compiler takes far less than was predicted, the model does not know which plan takes the least.
+    """
+    return all(one.compiled > _UNSURE * budget and one.compiled > _KNOWN * one.predicted for one in tries)
 
 
 def decide(
@@ -70,14 +83,16 @@ def decide(
         other = of(less)
         if budget == "min" or all(_can_be_faster(other, one, budget) for one in found):
             found.insert(0, _decide(other, budget))  # of equals it is the one to take
-    plans = [plan for plan in found if isinstance(plan, Plan)]
+    plans = [plan for plan in found if _fits(plan, budget)]
     if not plans:
+        assert isinstance(budget, int)
         hint = ""
         if not (offload or _why_nothing_moves(derivative, layout)):
             hint = what_moving_saves(of(most).chain, of(most._replace(offload=True)).chain, layout)
-        raise TooLittleError(f"{found[-1]}{hint}")
+        message = too_little(of(most).chain, budget, found[-1].nbytes, layout)
+        raise TooLittleError(f"{message}{hint}", min(found, key=lambda plan: plan.nbytes))
     best = min(plans, key=lambda plan: plan.nbytes if budget == "min" else plan.seconds)
-    if offload and isinstance(found[-1], str):
+    if offload and not _fits(found[-1], budget):
         nothing_moves = (
             "offload: nothing is moved, for the plans that move something take more than the budget when compiled"
         )
@@ -94,37 +109,42 @@ def _why_nothing_moves(derivative: Passes, layout: Layout) -> str:
     return ""
 
 
-def _can_be_faster(other: Known, found: Plan | str, budget: int | str) -> bool:
+def _fits(plan: Plan, budget: int | str) -> bool:
+    return isinstance(budget, str) or plan.nbytes <= budget
+
+
+def _can_be_faster(other: Known, found: Plan, budget: int | str) -> bool:
     """Whether a plan of those with less allowed that may fill the budget is predicted to be faster than the one found, or as
     fast."""
     assert isinstance(budget, int)
-    if isinstance(found, str):  # seldom does a plan with less fit where none with more does
+    if not _fits(found, budget):  # seldom does a plan with less fit where none with more does
         return any(Plans(other, in_steps).least()[0].compiled <= budget for in_steps in (False, True))
     room = _UNSURE * found.first_nbytes * budget / max(found.nbytes, 1)
     fitting = [seconds for nbytes, seconds in other.frontier if nbytes <= room]
     return bool(fitting) and other.base_seconds + min(fitting) <= found.seconds
 
 
-def _decide(program: Known, budget: int | str) -> Plan | str:
-    """The plan, or why there is none."""
+def _decide(program: Known, budget: int | str) -> Plan:
+    """The plan; if none fits that of the least memory that was found."""
     if isinstance(budget, int) and (found := _within(program, budget)):
         return found
-    least = _least(program)
-    if not isinstance(budget, int):
-        return least
-    if least.nbytes <= budget:  # the search for the least may find what the search for the fastest does not
-        return dataclasses.replace(least, budget=budget)
-    return too_little(program.chain, budget, least.nbytes, program.layout)
+    least = _least(program, budget)
+    # The search for the least may find what the search for the fastest does not.
+    return dataclasses.replace(least, budget=budget) if isinstance(budget, int) and least.nbytes <= budget else least
 
 
-def _least(program: Known) -> Plan:
+def _least(program: Known, budget: int | str) -> Plan:
     """The plan of the least memory, by compiling those that are predicted to take the least and then asking for less.
 
-    What is predicted to take the least need not take the least when compiled.
+    What is predicted to take the least need not take the least when compiled. Where that of a whole step is so much more than
+    the budget that asking for less will not do, it is left at that.
     """
-    found = [(plans, plans.least()) for plans in _ways(program)]
+    room = budget if isinstance(budget, int) and program.is_part else None
+    found = [(plans, plans.least(room)) for plans in _ways(program)]
     plans, tries = min(found, key=lambda one: one[1][0].compiled)
     least = plan_of(program, plans, tries[0], tries, tries[0].compiled)
+    if room is not None and is_hopeless((one for _, tries in found for one in tries), room):
+        return least
     for share in _STEPS_DOWN:
         less = _within(program, int(share * least.nbytes))
         if less is not None:
@@ -143,13 +163,14 @@ def _within(program: Known, budget: int) -> Plan | None:
     pass runs in steps: then what is alive at a time is what the model says, whichever kernels the compiler chooses.
     """
     fitted: list[tuple[Plans, Try, list[Try]]] = []
+    room = budget if program.is_part else None
     for plans in _ways(program):
-        if not fitted and plans.in_steps and plans.least()[0].compiled > budget:
+        if not fitted and plans.in_steps and plans.least(room)[0].compiled > budget:
             break
         gain = GAIN_OF_STEPS if program.is_part else GAIN
         tries = search(plans.predicted, plans.seconds, budget, plans.compiled, plans.kind, gain)
         if all(one.compiled > budget for one in tries):
-            tries += [one for one in plans.least() if one.number not in {other.number for other in tries}]
+            tries += [one for one in plans.least(room) if one.number not in {other.number for other in tries}]
         tries += _leaner(plans, tries, budget)
         if fitting := [one for one in tries if one.compiled <= budget]:
             chosen = max(fitting)
@@ -249,10 +270,16 @@ class Plans:
         nbytes = self._program.step_bytes(self._program.stretches(self.choices(number)), self.in_steps)
         return self.predicted[number] if nbytes is None else nbytes
 
-    def least(self) -> list[Try]:
-        """The first two, compiled: first the one that takes less memory, or of equals the faster one."""
+    def least(self, budget: int | None = None) -> list[Try]:
+        """The first two, compiled: first the one that takes less memory, or of equals the faster one.
+
+        With a budget the first one alone, where that takes too much for the second to fit.
+        """
         nbytes = self.predicted[0]
-        found = [Try(number, nbytes, nbytes, self.compiled(number)) for number in range(2)]
+        found: list[Try] = []
+        for number in range(2):
+            if not found or budget is None or not is_hopeless(found, budget):
+                found.append(Try(number, nbytes, nbytes, self.compiled(number)))
         return sorted(found, key=lambda one: (one.compiled, -one.number))
 
 

@@ -1,13 +1,13 @@
 """Which plan of a frontier fills a budget, found by compiling a few: interpolation between what has been compiled.
 
 The plans are in a line, from the fewest predicted bytes to the most. Those that fit are taken to come before those that do not,
-which is true as far as compiled bytes rise with predicted ones. Each plan that is compiled moves one of the two ends between
-which the answer lies; the next is where the line through both meets the budget, less half of what may be left of it. Compiled
-bytes rise in stairs, so that after a correction, while all have fitted, the next is where the whole budget is met: it may lie
-on the same stair, and is faster. Stairs can also fall: where the step becomes much faster, as by the last attention that need not
-run again, it is cut otherwise, and the model is off by another amount. So a plan with such a gain is tried even if it is expected
-to be a little over the budget. Nothing but the frontier, the compiled bytes and the budget decides, so that equal programs have
-equal plans.
+which is true as far as compiled bytes rise with predicted ones. Where none is expected to fit, the first is compiled. Each plan
+that is compiled moves one of the two ends between which the answer lies; the next is where the line through both meets the
+budget, less half of what may be left of it. Compiled bytes rise in stairs, so that after a correction, while all have fitted,
+the next is where the whole budget is met: it may lie on the same stair, and is faster. Stairs can also fall: where the step
+becomes much faster, as by the last attention that need not run again, it is cut otherwise, and the model is off by another
+amount. So a plan with such a gain is tried even if it is expected to be a little over the budget. Nothing but the frontier, the
+compiled bytes and the budget decides, so that equal programs have equal plans.
 
 Plans of one kind differ in how many turns of a loop keep what, and in nothing else. By how much the model is off for one of them
 it is off for the others, closely; for another kind the compiler may order all of it otherwise.
@@ -65,7 +65,7 @@ def search(
             above = min((one for one in alike if one.number > i), default=None)
             expected[i] = _expected(predicted[i], *((below, above) if alike else (fits, over)))
         number = max(i for i in expected if expected[i] <= max(aim, expected[low]))
-        if fits is None and len(tries) == MOST_TRIES - 1:
+        if fits is None and (len(tries) == MOST_TRIES - 1 or expected[low] > budget):
             number = 0
         if fits is not None:
             gained = seconds[fits.number] - seconds[number]
