@@ -14,7 +14,7 @@ import jax
 from memjax._core.arrays import is_float
 from memjax._core.clear_errors import option_errors
 from memjax._core.compat import is_tracer
-from memjax._core.meshes import own_sharding, split_over
+from memjax._core.meshes import device_of, own_sharding, split_over
 from memjax._core.program import costs
 from memjax._jit.account import account, bytes_of_results
 from memjax._jit.body import Acting, Body
@@ -35,7 +35,6 @@ from memjax._jit.processes import are_in_all_processes, compiler_options, plan_o
 from memjax._jit.progress import Progress
 from memjax._jit.step_plan import StepPlan
 from memjax._measure import remat_compiler_options
-from memjax._plan.compiled import device_of
 from memjax._plan.layout import Layout, local_bytes
 from memjax._plan.tile.passes import TileOn
 
