@@ -75,11 +75,12 @@ def measure(fn: Callable, *args: Any, compiler_options: dict[str, Any] | None = 
       ValueError: the compiler does not know an option.
     """
     check.compiler_options(compiler_options)
-    options = remat_compiler_options() if compiler_options is None else dict(compiler_options)
     notes: list[str] = []
 
     start = time.perf_counter()
     program = traced("measure", fn, args, kwargs)
+    needed = remat_compiler_options(program.device.platform)
+    options = needed if compiler_options is None else dict(compiler_options)
     lowered = program.stage.lower()
     with option_errors(options):
         compiled = lowered.compile(compiler_options=options or None)

@@ -13,7 +13,7 @@ from memjax._core import check
 from memjax._core.arguments import Parts, is_jitted, is_nnx, of_arrays, unbound
 from memjax._core.arrays import is_float
 from memjax._core.clear_errors import call_errors, refuse_leaks, trace_errors
-from memjax._core.meshes import own_sharding, parts, split_over
+from memjax._core.meshes import device_of, own_sharding, parts, split_over
 from memjax._residuals import Residuals, differentiated, residuals
 
 
@@ -68,6 +68,11 @@ class Program:
         for leaf in jax.tree.leaves(chosen, is_leaf=is_nnx):
             found.update(map(id, jax.tree.leaves(nnx.split(leaf, nnx.Param, ...)[1]) if is_nnx(leaf) else [leaf]))
         return [id(mark) in found and is_float(mark) for mark in marks]
+
+    @property
+    def device(self) -> Any:
+        """A device that it is compiled for."""
+        return device_of(self.shardings)
 
     @property
     def devices(self) -> int:

@@ -1,5 +1,7 @@
 """The tables of whole steps in `docs/benchmarks/jit.md`."""
 
+from typing import Any
+
 from benchmarks.tables.markdown import Tables, load, table
 
 
@@ -58,4 +60,49 @@ def layers() -> str:
     return table(header, body, [environment], "jit_mesh")
 
 
-TABLES: Tables = {"jit": decoder, "jit_mesh": layers}
+def ahead() -> str:
+    names = ("scan", "unrolled_8192", "unrolled_131072", "unrolled_139", "scan_tiled", "unrolled_tiled")
+    loaded = [load(f"jit_ahead_{name}", failed=True) for name in names]
+    machine = loaded[0][1][0]["machine"].replace(", not run", " and not run")
+    found: dict[Any, dict[float | None, dict[str, Any]]] = {}
+    for _, rows in loaded:
+        for row in rows:
+            of_row = (*row["batch"], row["mode"], row["tile"])
+            row["held"] = row["held"] + row["workspace"] if "held" in row else None
+            found.setdefault(of_row, {})[row["budget_gib"]] = row
+    body = []
+    for (examples, length, mode, tile), by_budget in sorted(
+        found.items(), key=lambda one: (one[0][1], one[0][3], one[0][2])
+    ):
+        way = f"{mode}, feed-forward layers in tiles of {tile:,}" if tile else mode
+        cells = [f"{examples} x {length:,}", way, f"{by_budget[None]['held'] / 2**30:.1f}" if None in by_budget else ""]
+        for budget in (80.0, 139.0):
+            planned = by_budget.get(budget, {})
+            fits = planned.get("held") is not None
+            cells.append(f"{planned['held'] / 2**30:.1f}" if fits else "refused" if planned else "")
+            cells.append(f"{planned['predicted_time']:.2f}" if fits else "")
+        body.append(cells)
+    header = ["tokens of a device", "layers", "`jax.checkpoint` a layer, GiB"]
+    for budget in (80, 139):
+        header += [f"`memjax.jit`, {budget} GiB", "predicted time"]
+    sources = [{**environment, "accelerator": machine} for environment, _ in loaded]
+    return table(header, body, sources, "jit_ahead")
+
+
+def scheduler() -> str:
+    names = ("jit_ahead_scan", "jit_ahead_unrolled_8192", "jit_ahead_scheduler")
+    loaded = [load(name) for name in names]
+    machine = loaded[0][1][0]["machine"].replace(", not run", " and not run")
+    rows = [row for _, rows in loaded for row in rows if row["policy"] == "checkpoint" and row["batch"] == [8, 8192]]
+    of = lambda mode, off: next(
+        r["held"] + r["workspace"] for r in rows if (r["mode"], bool(r["compiler_options"])) == (mode, off)
+    )
+    body = []
+    for mode in ("scan", "unrolled"):
+        default, off = of(mode, False), of(mode, True)
+        body.append([mode, f"{default / 2**30:.1f}", f"{off / 2**30:.1f}", f"{off / default:.3f}"])
+    header = ["layers, a checkpoint each", "as XLA does by default, GiB", "scheduler off, GiB", "ratio"]
+    return table(header, body, [{**environment, "accelerator": machine} for environment, _ in loaded], "jit_scheduler")
+
+
+TABLES: Tables = {"jit": decoder, "jit_mesh": layers, "jit_ahead": ahead, "jit_scheduler": scheduler}

@@ -171,6 +171,11 @@ def matmul_precision() -> str | None:
     return getattr(jax.config, "jax_default_matmul_precision", None)
 
 
+def is_described(device: Any) -> bool:
+    """Whether a device is one of a topology (`jax.experimental.topologies`): JAX compiles for it, and it is not there."""
+    return type(device.client).__name__ == "CompileOnlyPyClient"
+
+
 def is_x64() -> bool:
     """The setting of `jax.enable_x64`."""
     return bool(getattr(jax.config, "jax_enable_x64", False))

@@ -43,3 +43,19 @@ def with_devices(mesh: Any) -> jax.sharding.Mesh | None:
         return None
     placed = np.array(devices[: mesh.size]).reshape(mesh.axis_sizes)
     return jax.sharding.Mesh(placed, mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def device_of(shardings: Sequence[Any]) -> Any:
+    """A device that the inputs are on, or the default one."""
+    for sharding in shardings:
+        if sharding is not None:
+            return next(iter(sharding.device_set))
+    return jax.devices()[0]
+
+
+def platform_of(shardings: Sequence[Any]) -> str:
+    """The platform to compile for."""
+    device = device_of(shardings)
+    if device.platform == "gpu":
+        return "rocm" if "amd" in device.device_kind.lower() else "cuda"
+    return device.platform

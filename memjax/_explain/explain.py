@@ -70,11 +70,12 @@ def explain(
     """
     check.compiler_options(compiler_options)
     positions = check.argnums(argnums, len(args)) if args else []
-    options = remat_compiler_options() if compiler_options is None else dict(compiler_options)
     with nnx_scopes(), asked_for_reasons() as said:
         program = traced("explain", fn, args, kwargs)
         wrt = program.floats_of(positions) if program.has_arrays_in_order else None
         found = gradient(program, wrt)
+    needed = remat_compiler_options(program.device.platform)
+    options = needed if compiler_options is None else dict(compiler_options)
     if isinstance(found, str):
         if wrt is not None and not any(wrt) and any(map(is_float, program.jaxpr.in_avals)):
             found = f"argnums={argnums} has no floats to differentiate: say which arguments have"
@@ -84,7 +85,7 @@ def explain(
     on_host = kept_arrays(found.residuals.host)
     residual_bytes, offloaded_bytes = found.residuals.device.nbytes, found.residuals.host.nbytes
     logits, alike = logits_in(arrays), groups(arrays, paths)
-    remedies = Remedies(paths, residual_bytes, device())
+    remedies = Remedies(paths, residual_bytes, device(program.device))
     notes = program.notes
     if wrt is not None and not found.is_own:
         notes += _not_differentiated(program, positions)

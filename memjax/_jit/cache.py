@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
-from memjax._core.compat import is_tracer
+from memjax._core.compat import is_described, is_tracer
 from memjax._jit.step_plan import StepPlan
 from memjax._plan.budget.digest import digest_of
 
@@ -70,13 +70,16 @@ def save(where: Path | None, name: str | None, plan: StepPlan) -> None:
 def name_of_program(lowered: Any, device: Any, *asked: Any) -> str | None:
     """A name for the step that is compiled by the plan for a step that is lowered as it is written.
 
-    None for a step that may call back into this process: the next process would not be called.
+    None for a step that may call back into this process: the next process would not be called. None for devices that are not
+    there: nothing is tuned for them.
 
     Args:
       lowered: a `jax.stages.Lowered`.
       device: one that it runs on.
       *asked: the plan, and what it was made for: types of arguments, and options. Shardings among them tell devices.
     """
+    if is_described(device):
+        return None
     module = lowered.as_text()
     if "callback" in module:
         return None

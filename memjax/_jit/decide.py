@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 import jax
 
+from memjax._core import check
 from memjax._core.arrays import is_float
 from memjax._core.clear_errors import option_errors
-from memjax._core.compat import is_tracer
-from memjax._core.meshes import own_sharding, split_over
+from memjax._core.compat import is_described, is_tracer
+from memjax._core.meshes import device_of, own_sharding, split_over
 from memjax._core.program import costs
 from memjax._jit.account import account, bytes_of_results
 from memjax._jit.body import Acting, Body
@@ -35,7 +36,6 @@ from memjax._jit.processes import are_in_all_processes, compiler_options, plan_o
 from memjax._jit.progress import Progress
 from memjax._jit.step_plan import StepPlan
 from memjax._measure import remat_compiler_options
-from memjax._plan.compiled import device_of
 from memjax._plan.layout import Layout, local_bytes
 from memjax._plan.tile.passes import TileOn
 
@@ -294,6 +294,9 @@ def _room(budget: int | str, arguments: int, device: Any) -> int | str:
     """Bytes of a device for the step, or "min"."""
     if budget != "device":
         return budget
+    if is_described(device):
+        fix = 'pass bytes, such as "70GiB"'
+        raise check.fail(ValueError, "budget", "bytes for devices that are not there, which tell no limit", budget, fix)
     stats = (device.memory_stats() if hasattr(device, "memory_stats") else None) or {}
     if "bytes_limit" not in stats:
         return sys.maxsize  # nothing is known to limit it

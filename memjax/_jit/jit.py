@@ -44,7 +44,8 @@ def jit(
         a decorator with these options.
       budget: bytes of a device for all that the compiled step holds: arguments, results that are no donated arguments,
         temporaries, code; a number, or a text like "40GiB". "device": the device's memory less what other arrays take; on
-        devices that tell no limit, as CPUs, everything fits. "min": the least memory.
+        devices that tell no limit, as CPUs, everything fits; refused for those of a topology, which are not there. "min": the
+        least memory.
       allow: what a plan may do. "recompute": compute again what is not kept; always. "tile": go through a loss and its gradient
         tile by tile, so that logits are never whole; on one device, or within a `jax.shard_map` with check_vma=False. "offload":
         move what loops keep to the memory of the host. "compress": keep what may be rounded in 8 bits; gradients are rounded
@@ -103,14 +104,13 @@ class Jitted:
                 return self._updated(step, args, kwargs, self._last[1].program(*dynamic, **dynamic_named))
             except (TypeError, ValueError):  # of other types, or on other devices
                 pass
+        leaves = jax.tree.leaves((dynamic, dynamic_named))
+        if structs := [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]:
+            fix = "plan, trace, lower and explain take types"
+            raise check.fail(TypeError, "arguments", "arrays", structs[0], fix)
         entry = self._entry(step, of_call, apart, named, dynamic, dynamic_named)
         if entry is None:
             return self._updated(step, args, kwargs, step.plain(*apart, **named))
-        if structs := [
-            leaf for leaf in jax.tree.leaves((dynamic, dynamic_named)) if isinstance(leaf, jax.ShapeDtypeStruct)
-        ]:
-            fix = "plan, trace, lower and explain take types"
-            raise check.fail(TypeError, "arguments", "arrays", structs[0], fix)
         self._last = of_call, entry
         return self._updated(step, args, kwargs, entry.program(*dynamic, **dynamic_named))
 

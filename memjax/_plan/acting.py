@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from memjax._core.meshes import device_of
 from memjax._core.program import costs
 from memjax._plan.budget.checked import check_stretches, check_tiles
 from memjax._plan.budget.digest import digest
 from memjax._plan.budget.stretches import choices
-from memjax._plan.compiled import device_of
 from memjax._plan.derivative import Passes
 from memjax._plan.layout import Layout, warn_of_guess
 from memjax._plan.result import Plan

@@ -11,9 +11,9 @@ from flax import nnx
 from memjax._core import check
 from memjax._core.backward.derivatives import forward_mode_message
 from memjax._core.clear_errors import call_errors, trace_errors
+from memjax._core.meshes import device_of
 from memjax._core.program.jaxpr import axis_sizes
 from memjax._plan.acting import Asked, acting
-from memjax._plan.compiled import device_of
 from memjax._plan.differentiable import differentiable
 from memjax._plan.flat import Flat
 from memjax._plan.layout import layout_of

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from memjax._core.barriers import barrier
 from memjax._core.compat import names_an_axis
 from memjax._core.lists import drop, pick
+from memjax._core.meshes import platform_of
 from memjax._measure import remat_compiler_options
 from memjax._plan.alone import compile_alone, temporary
 from memjax._plan.layout import Layout
@@ -86,19 +87,3 @@ def step_bytes(
     jitted = jax.jit(step, out_shardings=(None, pick(layout.of_results, wrt)))
     lowered = jitted.trace(inputs, list(others)).lower(lowering_platforms=(platform,))
     return temporary(lowered.compile(compiler_options=options))
-
-
-def device_of(shardings: Sequence[Any]) -> Any:
-    """A device that the inputs are on, or the default one."""
-    for sharding in shardings:
-        if sharding is not None:
-            return next(iter(sharding.device_set))
-    return jax.devices()[0]
-
-
-def platform_of(shardings: Sequence[Any]) -> str:
-    """The platform to compile for."""
-    device = device_of(shardings)
-    if device.platform == "gpu":
-        return "rocm" if "amd" in device.device_kind.lower() else "cuda"
-    return device.platform

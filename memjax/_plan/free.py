@@ -7,9 +7,9 @@ from typing import Any
 
 from memjax._core.check import readable_bytes
 from memjax._core.lists import pick
+from memjax._core.meshes import device_of
 from memjax._core.program.costs import array_bytes
 from memjax._core.program.dataflow import variables
-from memjax._plan.compiled import device_of
 from memjax._plan.derivative import Derivative
 from memjax._plan.layout import Layout, local_bytes
 

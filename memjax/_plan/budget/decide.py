@@ -8,10 +8,10 @@ import math
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
+from memjax._core.meshes import device_of
 from memjax._plan.budget.known import Allowed, Known, Measure, known
 from memjax._plan.budget.search import DOUBTFUL, GAIN, LARGE_GAIN, MOST_TRIES, search, told_apart
 from memjax._plan.budget.too_little import too_little, what_moving_saves
-from memjax._plan.compiled import device_of
 from memjax._plan.derivative import Passes, loop_pairs
 from memjax._plan.layout import Layout
 from memjax._plan.result import Plan, Point, Try

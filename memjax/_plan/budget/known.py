@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 import jax
 
+from memjax._core.meshes import device_of, platform_of
 from memjax._core.program import costs
 from memjax._plan.budget.digest import digest
 from memjax._plan.budget.stretches import choices, stretches
-from memjax._plan.compiled import compiled_bytes, device_of, platform_of
+from memjax._plan.compiled import compiled_bytes
 from memjax._plan.derivative import Passes
 from memjax._plan.layout import Layout
 from memjax._plan.result import Stretch

@@ -18,9 +18,10 @@ from memjax._core import check
 from memjax._core.barriers import barrier
 from memjax._core.compat import names_an_axis
 from memjax._core.lists import Arrays, drop, pick
+from memjax._core.meshes import device_of
 from memjax._core.program.jaxpr import nbytes, trace
 from memjax._plan.budget.digest import digest_of
-from memjax._plan.compiled import device_of, step_bytes
+from memjax._plan.compiled import step_bytes
 from memjax._plan.layout import layout_of
 from memjax._plan.schedule.execute import Execution, LoopPlan
 from memjax.remat._scan.step import ScanBlocks, StepBackward
