@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from memjax._core.meshes import device_of
 from memjax._core.program import costs
 from memjax._core.program.working import hoisted_bytes, peak_bytes
 from memjax._jit.body import Acting, Body
@@ -18,7 +19,6 @@ from memjax._plan.acting import by_plan
 from memjax._plan.budget.decide import GAIN_OF_STEPS, Plans, TooLittleError, decide, is_hopeless, plan_of
 from memjax._plan.budget.known import Allowed, Key, Known, Measure, key_of, known
 from memjax._plan.budget.search import LARGE_GAIN, search
-from memjax._plan.compiled import device_of
 from memjax._plan.layout import Layout
 from memjax._plan.result import Plan, Try
 from memjax._plan.run import Run
