@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from memjax._core.arrays import anywhere, vary
-from memjax._core.compat import eval_jaxpr, nested, parameters, primitive_name, scope, settings
+from memjax._core.compat import eval_jaxpr, lines, nested, parameters, primitive_name, scope, settings
 from memjax._core.program.dataflow import Dataflow, is_literal
 from memjax._core.program.primitives import CHECKPOINTS, CUSTOM_CALLS, PLAIN_CALLS, REPLICATIONS
 
@@ -46,9 +46,9 @@ def consumers(jaxpr: Any) -> dict[Any, list[Any]]:
 
 @contextlib.contextmanager
 def inside(eqn: Any) -> Iterator[None]:
-    """Enters an equation's scope and settings."""
+    """Enters an equation's scope and settings. What is traced there has its lines of the user's code."""
     name = scope(eqn)
-    with settings(eqn), jax.named_scope(name) if name else contextlib.nullcontext():
+    with settings(eqn), lines(eqn), jax.named_scope(name) if name else contextlib.nullcontext():
         yield
 
 
