@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from memjax._core.backward.derivatives import without_derivative
+from memjax._core.barriers import barrier, joint_barrier
 from memjax._core.compat import bodies
 from memjax._core.program.dataflow import Walk, is_literal, variables
 from memjax._core.program.jaxpr import Program, consumers, producers
@@ -88,17 +89,17 @@ class Encoder:
 
     def _encode(self, array: Any, env: dict[Any, Any]) -> None:
         if (out := self._keep.outputs.get(array)) is not None:
-            value = lax.optimization_barrier(env[out])  # which the product that reads it needs in memory, too
+            value = barrier(env[out])  # which the product that reads it needs in memory, too
             mask = value > jnp.zeros((), value.dtype)
-            env[out], self.codes[array] = lax.optimization_barrier((value, Mask().encode(mask)))
+            env[out], self.codes[array] = barrier((value, Mask().encode(mask)))
             return
         if array not in self._codecs:
-            env[array], self.codes[array] = lax.optimization_barrier((env[array], Mask().encode(env[array])))
+            env[array], self.codes[array] = barrier((env[array], Mask().encode(env[array])))
             return
         codec, x = self._codecs[array], without_derivative(env[array], FIRST_ORDER)
         if array in self._fused:
             scale = self._keep.scales[array].variable
-            env[scale], measured = lax.optimization_barrier((env[scale], codec.measured(env[array])))
+            env[scale], measured = joint_barrier((env[scale], codec.measured(env[array])))
             self.codes[array] = measured.encode(x)
             self._unread[array] = _computed_of(array, self._program)
             return
@@ -108,7 +109,7 @@ class Encoder:
             return
         if array in self._sums:
             kept = env[array], *codec.encode_with_sums(x)
-            env[array], self.codes[array], sums = lax.optimization_barrier(kept)
+            env[array], self.codes[array], sums = barrier(kept)
             env.update({var: sums[power].astype(var.aval.dtype) for var, power in self._sums[array].items()})
             return
         encode = codec.encode
@@ -116,7 +117,7 @@ class Encoder:
             scale = self._keep.scales[array]
             root = env[scale.variable].reshape(-1)
             encode = codec.scaled(root if scale.is_deviation else 1 / root).encode
-        env[array], self.codes[array] = lax.optimization_barrier((env[array], encode(x)))
+        env[array], self.codes[array] = joint_barrier((env[array], encode(x)))
 
     def _wait(self, operands: Sequence[Any], env: dict[Any, Any]) -> None:
         """Let the largest of the variables that are about to be read wait for the codes of what they are computed from."""
@@ -124,7 +125,7 @@ class Encoder:
         encoded = [array for array, computed in self._unread.items() if not computed.isdisjoint(read)]
         if encoded:
             var = max(read, key=lambda var: var.aval.size)
-            env[var], codes = lax.optimization_barrier((env[var], [self.codes[array] for array in encoded]))
+            env[var], codes = joint_barrier((env[var], [self.codes[array] for array in encoded]))
             self.codes.update(zip(encoded, codes, strict=True))
             for array in encoded:
                 del self._unread[array]
