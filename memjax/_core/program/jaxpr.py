@@ -34,16 +34,6 @@ def as_closed(jaxpr: Any) -> Any:
     return jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else core.ClosedJaxpr(jaxpr, ())
 
 
-def producers(jaxpr: Any) -> dict[Any, Any]:
-    """The equation that makes each variable."""
-    return Dataflow(jaxpr.eqns).makers
-
-
-def consumers(jaxpr: Any) -> dict[Any, list[Any]]:
-    """The equations that read each variable, every equation once."""
-    return {var: [jaxpr.eqns[i] for i in readers] for var, readers in Dataflow(jaxpr.eqns).readers.items()}
-
-
 @contextlib.contextmanager
 def inside(eqn: Any) -> Iterator[None]:
     """Enters an equation's scope and settings. What is traced there has its lines of the user's code."""

@@ -23,7 +23,7 @@ from memjax._core.backward.derivatives import without_derivative
 from memjax._core.barriers import barrier, joint_barrier
 from memjax._core.compat import bodies
 from memjax._core.program.dataflow import Walk, is_literal, variables
-from memjax._core.program.jaxpr import Program, consumers, producers
+from memjax._core.program.jaxpr import Program
 from memjax._core.program.primitives import PRODUCTS
 from memjax.compress._codecs.codec import Mask
 from memjax.compress._transform.array_codecs import ArrayCodecs, is_fused
@@ -51,7 +51,7 @@ class Encoder:
             for var, codec in self._codecs.items()
             if var in keep.scales and codec.measured and var not in packed and not codec.reads_once(var.aval)
         }
-        reading = consumers(program)
+        reading = program.flow.consumers
         self._sums = {
             var: sums
             for var, codec in self._codecs.items()
@@ -136,7 +136,7 @@ def _variables_of_packing(program: Program, masks: Iterable[Any]) -> set[Any]:
 
     Codes are not fused into such a pass: on GPUs XLA makes one slow kernel of both.
     """
-    producer = producers(program)
+    producer = program.flow.makers
     sums = [eqn for eqn in program.eqns if eqn.primitive.name == "reduce_sum"]
     integers = [eqn for eqn in sums if jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.integer)]
     walk, packed = Walk([*masks, *(atom for eqn in integers for atom in eqn.invars)]), set[Any]()

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, UInt8
 from memjax._core.arrays import accumulator, is_float
 from memjax._core.barriers import barrier
 from memjax._core.program.dataflow import is_literal
-from memjax._core.program.jaxpr import Program, bind, calls_in_place, consumers, inside, read, same_program
+from memjax._core.program.jaxpr import Program, bind, calls_in_place, inside, read, same_program
 from memjax.compress._codecs.kernels import call_on_whole_arrays, is_of_one_device
 from memjax.compress._error_bounded.launch import why_not
 
@@ -183,7 +183,7 @@ def evaluate_pools_first(
 
 def _relus_before_pooling(program: Program) -> dict[Any, Any]:
     """The ReLUs that only a max-pooling reads, by their outputs."""
-    readers = consumers(program)
+    readers = program.flow.consumers
     relus = {}
     for eqn in program.eqns:
         if eqn.primitive.name == "custom_jvp_call" and len(eqn.outvars) == 1:

@@ -21,7 +21,7 @@ from memjax._core import check
 from memjax._core.barriers import barrier, joint_barrier
 from memjax._core.compat import bodies
 from memjax._core.program.dataflow import is_literal, variables
-from memjax._core.program.jaxpr import Program, bind, producers, read
+from memjax._core.program.jaxpr import Program, bind, read
 from memjax._core.program.primitives import WHOLE_OPERANDS, expensive
 
 
@@ -41,7 +41,7 @@ def run_late(
       residuals: for each input that is a residual, the variable of the forward pass.
       see: called with each equation that runs and the values known then, which include those of its operands.
     """
-    producer = producers(program)
+    producer = program.flow.makers
     late = set(cotangents)
 
     def get(atom, wait):
