@@ -3,6 +3,7 @@
 Functions:
   jit: a training step within the memory of a device: `jax.jit`, and it fits.
   explain: where the activation memory of a training step goes, module by module, and what would save it.
+  explain_peak: why a plan takes other bytes than were predicted, array by array.
   plan: what a function keeps and what it computes again, so that its step fits a budget of memory in the least time.
   planned: a function that is differentiated by such a plan.
   measure: bytes, FLOPs and compile time of a function, and what it holds for its backward pass.
@@ -13,6 +14,7 @@ Functions:
 Classes:
   Explanation: what `explain` returns.
   Measurement: what `measure` returns.
+  PeakComparison: what `explain_peak` returns.
   Plan: what `plan` returns.
   StepPlan: the plan of a step under `jit`.
 
@@ -28,25 +30,27 @@ Constants:
 import importlib.metadata
 
 from memjax import compress, remat, shard
-from memjax._explain import Explanation, explain
+from memjax._explain import Explanation, PeakComparison, explain
 from memjax._jit.jit import jit
 from memjax._jit.step_plan import StepPlan
 from memjax._linear_cross_entropy import linear_cross_entropy
 from memjax._measure import measure, remat_compiler_options
 from memjax._measurement import Measurement
-from memjax._plan.api import plan, planned
+from memjax._plan.api import explain_peak, plan, planned
 from memjax._plan.result import Plan
 from memjax.compress import compressed
 
 __all__ = [
     "Explanation",
     "Measurement",
+    "PeakComparison",
     "Plan",
     "StepPlan",
     "__version__",
     "compress",
     "compressed",
     "explain",
+    "explain_peak",
     "jit",
     "linear_cross_entropy",
     "measure",

@@ -8,7 +8,7 @@ import pytest
 from memjax._core.backward.two_passes import Part
 from memjax._core.compat import scope
 from memjax._core.program.dataflow import Walk, is_literal
-from memjax._core.program.jaxpr import Program, bind, calls_in_place, consumers, producers, read, same_program
+from memjax._core.program.jaxpr import Program, bind, calls_in_place, read, same_program
 
 X = jnp.linspace(-1, 1, 6).reshape(2, 3)
 
@@ -55,16 +55,16 @@ def test_constants_become_inputs():
     np.testing.assert_allclose(outputs(program, *closed.consts, X)[0], jnp.sin(X + shift), rtol=1e-6)
 
 
-def test_producers_and_consumers():
+def test_makers_and_consumers():
     program = calls_in_place(jax.make_jaxpr(lambda x: (x * x, jnp.sin(x)))(X), differentiable=False)
     square, sine = program.eqns
-    assert producers(program) == {square.outvars[0]: square, sine.outvars[0]: sine}
-    assert consumers(program) == {program.invars[0]: [square, sine]}
+    assert program.flow.makers == {square.outvars[0]: square, sine.outvars[0]: sine}
+    assert program.flow.consumers == {program.invars[0]: [square, sine]}
 
 
 def test_a_walk_visits_each_variable_once():
     program = calls_in_place(jax.make_jaxpr(lambda x: (x + 1) * (x + 2) * x)(X), differentiable=False)
-    producer, walk, seen = producers(program), Walk(program.outvars), []
+    producer, walk, seen = program.flow.makers, Walk(program.outvars), []
     for var in walk:
         seen.append(var)
         walk.add(producer[var].invars if var in producer else [])

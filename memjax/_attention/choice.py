@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 from memjax._attention import block, cudnn
 from memjax._attention.block import Options, Tokens
 from memjax._core.arrays import vary, varying_axes
+from memjax._core.barriers import barrier
 
 
 def implementation(name: str | None, q: Any, segment_ids: Any, window: Any, softcap: Any) -> str:
@@ -84,7 +85,7 @@ def _forward(options: Options, q: Array, k: Array, v: Array) -> tuple[Array, Any
 
 
 def _backward(options: Options, saved: Any, do: Array) -> tuple[Array, Array, Array]:
-    (q, k, v, o, lse), do = lax.optimization_barrier((saved, do))
+    (q, k, v, o, lse), do = barrier((saved, do))
     tokens = _tokens(q)
     gradients = kernels(options.implementation).backward(options, q, k, v, o, lse, do, tokens, tokens, True)
     dq, dk, dv = (d.astype(a.dtype) for d, a in zip(gradients, (q, k, v), strict=True))

@@ -27,3 +27,11 @@ def barrier(values: Tree) -> Tree:
         passed = lax.optimization_barrier([*pick(leaves, same), *pick(leaves, waited)])
         out = merge(passed[: sum(same)], drop(out, same), same)
     return jax.tree.unflatten(tree, out)
+
+
+def joint_barrier(values: Tree) -> Tree:
+    """`jax.lax.optimization_barrier` as it is: each leaf waits for all, and varies then over every mesh axis that one does.
+
+    For what has to wait for something that varies over more axes, and for states of loops, whose types stay the same then.
+    """
+    return lax.optimization_barrier(values)

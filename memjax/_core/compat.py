@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.extend.core import jaxprs_in_params
+from jax.extend.source_info_util import user_context
 from jax.interpreters import batching
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import NamedSharding, PartitionSpec
@@ -129,6 +130,11 @@ def nested(eqn: Any, outer: Any) -> Any:
 def settings(eqn: Any) -> contextlib.AbstractContextManager[Any]:
     """A context with the settings that an equation was traced with."""
     return eqn.ctx.manager
+
+
+def lines(eqn: Any) -> contextlib.AbstractContextManager[Any]:
+    """A context in which what is traced counts as made where the equation was: by the same lines of the user's code."""
+    return user_context(eqn.source_info.traceback)
 
 
 def eval_jaxpr(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from memjax._core.compat import Frame
 
+_KINDS = {"f": "float", "bf": "bfloat", "s": "int", "u": "uint", "c": "complex"}
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 _COMMENT = re.compile(r"/\*.*?\*/")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<= ]*)\](?:\{([^}]*)\})?")
@@ -119,6 +120,14 @@ def parse(text: str) -> Module:
         computation.root = computation.root or next(reversed(computation.instructions), "")
     is_scheduled = "is_scheduled=true" in (lines[0] if lines else "")
     return Module(computations, entry, is_scheduled, '"operation_queue_id"' in text, _frames(tables))
+
+
+def dtype_name(dtype: str) -> str:
+    """What JAX calls a dtype of the text: "float32" for "f32"."""
+    kind, bits, rest = re.fullmatch(r"([a-z]+)(\d*)(.*)", dtype).groups()  # type: ignore[union-attr]
+    if rest:  # f8e4m3fn
+        return f"float{bits}_{rest}"
+    return "bool" if dtype == "pred" else f"{_KINDS.get(kind, kind)}{bits}"
 
 
 def elements(instruction: Instruction) -> list[slice]:

@@ -97,10 +97,10 @@ class Explanation:
         return f"Explanation({held} of residuals in {len(self.rows)} rows, most in {largest})"
 
     def __str__(self) -> str:
-        return _as_text(self)
+        return as_text(_tables(self), _messages(self))
 
     def __rich__(self) -> Any:
-        return _as_rich(self)
+        return as_rich(_tables(self), _messages(self))
 
 
 def _tuples(value: Any) -> Any:
@@ -122,40 +122,45 @@ def _peak(fields: dict[str, Any]) -> Peak:
 # An explanation as text, and as tables of rich.
 
 _ROWS = 12
+_NUMBERS = frozenset(("bytes", "share", "count", "predicted", "compiled", "difference"))
 _REMEDIES = 6
 
 
-def _as_text(explanation: Any) -> str:
+Table = tuple[str, list[str], list[list[str]]]
+"""A title, the heads of columns, and rows of cells."""
+
+
+def as_text(tables: Sequence[Table], messages: Sequence[str] = ()) -> str:
     """Tables in columns of plain text."""
     parts = []
-    for title, heads, cells in _tables(explanation):
+    for title, heads, cells in tables:
         widths = [max(len(row[column]) for row in (heads, *cells)) for column in range(len(heads))]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
             for row in (heads, *cells)
         ]
         parts.append("\n".join([title, *(f"  {line}" for line in lines)]))
-    return "\n\n".join([*parts, *_messages(explanation)])
+    return "\n\n".join([*parts, *messages])
 
 
-def _as_rich(explanation: Any) -> Any:
+def as_rich(tables: Sequence[Table], messages: Sequence[str] = ()) -> Any:
     """The same for `rich.print`, which is only imported here."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
     shown: list[Any] = []
-    for title, heads, cells in _tables(explanation):
+    for title, heads, cells in tables:
         table = Table(title=Text(title), title_justify="left", pad_edge=False)
         for head in heads:
-            table.add_column(head, justify="right" if head in ("bytes", "share", "count") else "left", overflow="fold")
+            table.add_column(head, justify="right" if head in _NUMBERS else "left", overflow="fold")
         for row in cells:
             table.add_row(*map(Text, row))  # brackets are no markup
         shown.append(table)
-    return Group(*shown, *map(Text, _messages(explanation)))
+    return Group(*shown, *map(Text, messages))
 
 
-def _tables(explanation: Any) -> list[tuple[str, list[str], list[list[str]]]]:
+def _tables(explanation: Any) -> list[Table]:
     tables = [_kept_table("Kept between the passes", explanation.rows, explanation.residual_bytes)]
     if explanation.offloaded:
         tables.append(_kept_table("Offloaded to the host", explanation.offloaded, explanation.offloaded_bytes))
@@ -177,7 +182,7 @@ def _tables(explanation: Any) -> list[tuple[str, list[str], list[list[str]]]]:
             )
         tables.append((title, ["bytes", "share", "module", "kind", "count"], cells))
         steps = [
-            [f"+{readable_bytes(count)}" if index and count > 0 else _signed(count), what]
+            [f"+{readable_bytes(count)}" if index and count > 0 else signed(count), what]
             for index, (what, count) in enumerate(peak.difference)
         ]
         steps.append([readable_bytes(peak.bytes), "the peak"])
@@ -185,7 +190,7 @@ def _tables(explanation: Any) -> list[tuple[str, list[str], list[list[str]]]]:
     return tables
 
 
-def _kept_table(what: str, rows: Sequence[Row], whole: int) -> tuple[str, list[str], list[list[str]]]:
+def _kept_table(what: str, rows: Sequence[Row], whole: int) -> Table:
     cells = [_cells(row) for row in rows[:_ROWS]]
     if len(rows) > _ROWS:
         rest = sum(row.bytes for row in rows[_ROWS:])
@@ -204,7 +209,7 @@ def _remedies(rows: Sequence[Row]) -> list[Remedy]:
     return sorted(first, key=lambda remedy: -remedy.saves)[:_REMEDIES]
 
 
-def _signed(count: int) -> str:
+def signed(count: int) -> str:
     return f"-{readable_bytes(-count)}" if count < 0 else readable_bytes(count)
 
 

@@ -112,3 +112,38 @@ class Timeline:
     instructions: tuple[int, ...]
     bytes: tuple[tuple[int, ...], ...]
     backward: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Alive:
+    """An array that is alive at a moment.
+
+    Attributes:
+      name: what makes it, and where: "mul model.py:12 (norm)".
+      place: where alone; "" if that is not known.
+      type: "float32[256,128]"; "" if it is no array.
+      bytes: fewer than none where what is alive lies in other memory.
+    """
+
+    name: str
+    place: str
+    type: str
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ComparedRow:
+    """Alike arrays that are alive at a predicted peak, at the compiled one, or at both.
+
+    Attributes:
+      name: what makes them, and where in the user's code.
+      type: of one of them; "" if they are no arrays.
+      predicted, compiled: bytes of all of them together.
+      counts: how many are predicted, and how many compiled.
+    """
+
+    name: str
+    type: str
+    predicted: int
+    compiled: int
+    counts: tuple[int, int]

@@ -5,15 +5,16 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from memjax._core.compat import user_frames
-from memjax._core.hlo import Instruction, Module
-from memjax._core.program.scopes import Paths, scopes
+from memjax._core.compat import Frame, user_frames
+from memjax._core.hlo import Instruction, Module, dtype_name, parse
+from memjax._core.program.scopes import Paths, place, scopes
 from memjax._explain.kept import collapsed, template
 from memjax._explain.live import Buffer, Live, Made, live, roots
-from memjax._explain.parts import Peak, PeakRow, Timeline
+from memjax._explain.parts import Alive, Peak, PeakRow, Timeline
 
 _BACKWARD = re.compile(r"\btranspose\(")
 _POINTS = 400
@@ -26,13 +27,7 @@ def peak_of(module: Module, paths: Paths, residual_bytes: int, temp_bytes: int) 
     """The peak and what leads to it."""
     found = live(module)
     origins = _Origins(module, paths)
-    change = np.zeros(2 * len(found.instructions) + 2, np.int64)
-    for buffer in found.buffers:
-        change[buffer.first] += buffer.nbytes
-        change[buffer.last] -= buffer.nbytes
-    alive = np.cumsum(change)
-    at = int(alive.argmax())
-    held = [buffer for buffer in found.buffers if buffer.first <= at < buffer.last]
+    at, held = _fullest(found)
     names = {id(buffer): origins.path(buffer) for buffer in found.buffers}
     kinds = {id(buffer): origins.kind(buffer) for buffer in found.buffers}
 
@@ -49,13 +44,41 @@ def peak_of(module: Module, paths: Paths, residual_bytes: int, temp_bytes: int) 
     kept = sum(buffer.nbytes for buffer in found.buffers if kinds[id(buffer)] == "residual")
     position = min(at // 2, len(found.instructions) - 1)
     peak = Peak(
-        bytes=int(alive[at]),
+        bytes=sum(buffer.nbytes for buffer in held),
         temp_bytes=temp_bytes,
         rows=tuple(sorted(made, key=lambda row: -row.bytes)),
         difference=_difference(residual_bytes, kept, by_kind),
         instruction=found.instructions[position].name if found.instructions else "",
     )
     return peak, _timeline(found, names, at)
+
+
+def alive_at_peak(program: Any, paths: Paths) -> list[Alive]:
+    """What is alive at the peak of a compiled program, array by array. The sum is what the compiler reserves.
+
+    Raises:
+      ValueError: the compiler does not tell.
+    """
+    module, memory = parse(program.as_text() or ""), program.memory_analysis()
+    if memory is None or not module.is_scheduled:
+        raise ValueError(
+            "the compiled peak is not known: the backend gives no memory analysis, or no schedule of its program"
+        )
+    origins = _Origins(module, paths)
+    found = [origins.named(buffer) for buffer in _fullest(live(module))[1]]
+    besides = memory.temp_size_in_bytes - sum(one.bytes for one in found)
+    what = "reserved besides what is alive" if besides >= 0 else "reserved less than what is alive"
+    return [*found, Alive(what, "", "", besides)] if besides else found
+
+
+def _fullest(found: Live) -> tuple[int, list[Buffer]]:
+    """The step at which most bytes are alive, and what is alive then."""
+    change = np.zeros(2 * len(found.instructions) + 2, np.int64)
+    for buffer in found.buffers:
+        change[buffer.first] += buffer.nbytes
+        change[buffer.last] -= buffer.nbytes
+    at = int(np.cumsum(change).argmax())
+    return at, [buffer for buffer in found.buffers if buffer.first <= at < buffer.last]
 
 
 def _difference(residual_bytes: int, kept: int, by_kind: dict[str, int]) -> tuple[tuple[str, int], ...]:
@@ -108,6 +131,34 @@ class _Origins:
         if not name and not lines:
             return ""
         return self.paths.joined(scopes(name.rpartition("/")[0]), lines)
+
+    def named(self, buffer: Buffer) -> Alive:
+        """What fills the buffer, and where in the user's code: in a loop what is written into it, not what it starts with."""
+        largest = max(buffer.makers, key=lambda made: made.instruction.arrays[made.index].nbytes)
+        array = largest.instruction.arrays[largest.index]
+        kind = f"{dtype_name(array.dtype)}[{','.join(map(str, array.shape))}]"
+        writers = [writer for made in buffer.makers if (writer := self.writer(made)) is not None]
+        sources = [*writers, *(made.instruction for made in buffer.makers)]
+        source, what = next((one for one in map(self.source, sources) if one.op_name), None), ""
+        if source is None and (near := self.near(buffer)) is not None:  # a copy
+            source, what = self.source(near), f"{largest.instruction.opcode} of "
+        if source is None:
+            return Alive(largest.instruction.opcode, "", kind, buffer.nbytes)
+        scope, _, operation = source.op_name.split(";")[0].rpartition("/")
+        where = place(scope, self.lines(source))
+        return Alive(f"{what}{operation} {where}".strip(), where, kind, buffer.nbytes)
+
+    def source(self, instruction: Instruction) -> Instruction:
+        """The instruction, or of a fusion without a name the last one in it that has a name, and lines if any has."""
+        if instruction.op_name or instruction.opcode != "fusion":
+            return instruction
+        inner = self.module.computations[instruction.called["calls"]].instructions.values()
+        named = [one for one in inner if one.op_name]
+        return next((one for one in reversed(named) if self.lines(one)), named[-1] if named else instruction)
+
+    def lines(self, instruction: Instruction) -> Sequence[Frame]:
+        """The lines of the user's function that make it."""
+        return self.paths.inside(user_frames(self.module.frames.get(instruction.frame, [])))
 
     def near(self, buffer: Buffer) -> Instruction | None:
         """The nearest instruction with a path among what is read to make the buffer, or to be made of it."""

@@ -32,6 +32,7 @@ from memjax._jit.cache import (
 from memjax._jit.call import Pure, donated_values
 from memjax._jit.fit import MAKE_ONE, DoesNotFitError, Fit, acting_by, held_bytes
 from memjax._jit.inner import has_inner
+from memjax._jit.passes import StepPasses
 from memjax._jit.processes import are_in_all_processes, compiler_options, plan_of_the_first
 from memjax._jit.progress import Progress
 from memjax._jit.step_plan import StepPlan
@@ -126,15 +127,12 @@ def _decided_here(
     """The same, decided in this process."""
     closed = traced.jaxpr
     kept = _Kept(asked, step, traced, leaves, device)
-    sizes = list(map(local_bytes, closed.in_avals, layout.shardings[len(closed.consts) :]))
-    arguments = sum(sizes)
+    arguments, results = beside(traced, layout)
     room = _room(asked.budget, arguments, device)
     found = kept.entry(planned, layout)
     if found is not None and held_bytes(found.program) <= (found.plan.nbytes if isinstance(room, str) else room):
         return found
-    # New parameters, say, are taken to be split over devices as the old ones.
-    alike = {(aval.shape, aval.dtype): size for aval, size in zip(closed.in_avals, sizes, strict=True)}
-    progress, beside = Progress(step.name), arguments + bytes_of_results(traced, alike)
+    progress = Progress(step.name)
     allowed = {"compress": "compress" in asked.allow, "offload": "offload" in asked.allow}
 
     def fit_of(body: Body) -> Fit:
@@ -144,7 +142,7 @@ def _decided_here(
                 progress.compiled(held_bytes(compiled), room)
             return compiled
 
-        return Fit(body, layout, compile_with, beside, **allowed)
+        return Fit(body, layout, compile_with, arguments + results, **allowed)
 
     body = Body(closed)
     fit = fit_of(body)
@@ -278,16 +276,39 @@ class _Planned:
         """Whether JAX has found the program in its cache."""
         return id(program) in self._loaded
 
-    def by(self, plan: StepPlan, layout: Layout) -> Entry:
-        """The step by a plan that was made before."""
+    def body_by(self, plan: StepPlan, layout: Layout) -> Body:
+        """The derivatives in the step, as a plan has them that was made before."""
         tile_on = TileOn(self._platform, plan.tile_nbytes, layout.devices > 1) if plan.tiled else None
         rates = costs.device(device_of(layout.shardings)) if plan.inner_again else None
         body = Body(self._closed, tile_on, inner_again_on=rates)
         if [one[:-2] for one in body.tiled] != [one[:-2] for one in plan.tiled]:
             what = ", ".join(one.what for one in plan.tiled)
             raise ValueError(f"plan must be of this step, got one with tiles of {what} that are not in it: {MAKE_ONE}")
+        return body
+
+    def by(self, plan: StepPlan, layout: Layout) -> Entry:
+        """The step by a plan that was made before."""
+        body = self.body_by(plan, layout)
         program = self.compiled(body, acting_by(body, plan, layout) if plan.passes else {})
         return Entry(plan, program, lambda: self.jitted_of(program))
+
+
+def passes_by(
+    step: Step, traced: Any, plan: StepPlan, args: tuple, kwargs: dict[str, Any], leaves: Sequence[Any]
+) -> tuple[list[StepPasses], Layout]:
+    """The passes of the derivatives in a step for which a plan was made, and the layout of its inputs."""
+    layout, device = _layout(traced.jaxpr, leaves), _device(leaves)
+    body = _Planned(step, traced, args, kwargs, device.platform).body_by(plan, layout)
+    return list(body.every()), layout
+
+
+def beside(traced: Any, layout: Layout) -> tuple[int, int]:
+    """Bytes of a device for arguments, and for results that are no donated arguments, about: what no plan changes."""
+    closed = traced.jaxpr
+    sizes = list(map(local_bytes, closed.in_avals, layout.shardings[len(closed.consts) :]))
+    # New parameters, say, are taken to be split over devices as the old ones.
+    alike = {(aval.shape, aval.dtype): size for aval, size in zip(closed.in_avals, sizes, strict=True)}
+    return sum(sizes), bytes_of_results(traced, alike)
 
 
 def _room(budget: int | str, arguments: int, device: Any) -> int | str:

@@ -14,9 +14,12 @@ from memjax._core import check
 from memjax._core.arguments import objects_in, put_changes
 from memjax._core.clear_errors import call_errors, trace_errors
 from memjax._core.compat import is_tracer
+from memjax._core.program.scopes import Paths
+from memjax._explain.compared import PeakComparison
 from memjax._explain.explain import explain
 from memjax._jit.call import Statics, taken_apart
 from memjax._jit.decide import Asked, Entry, Step, decided, kind_of
+from memjax._jit.explained import explained_peak
 from memjax._jit.step_plan import StepPlan
 
 _ALLOWED = ("recompute", "tile", "offload", "compress")
@@ -134,6 +137,18 @@ class Jitted:
     def explain(self, *args: Any, **kwargs: Any) -> Any:
         """Where the memory of the step goes, as it is written: see `memjax.explain`."""
         return explain(self._f, *args, **kwargs)
+
+    def explain_peak(self, *args: Any, **kwargs: Any) -> PeakComparison:
+        """Why the plan for these arguments takes other bytes than were predicted: see `memjax.explain_peak`.
+
+        Arguments, results and code of the step are rows as well, so that the compiled bytes are `plan(*args).nbytes`. Predicted
+        is the peak of the derivative that takes the most; of one that runs as it is written, the peak of keeping everything.
+        """
+        graph, apart, named = taken_apart(args, kwargs)
+        step, entry = self._step(graph), self._for(graph, apart, named)
+        _, dynamic, dynamic_named = self._statics.split(apart, named)
+        leaves = jax.tree.leaves((dynamic, dynamic_named))
+        return explained_peak(step, step.trace(apart, named), entry, apart, named, leaves, Paths(self._f))
 
     def clear_cache(self) -> None:
         """Forgets what was compiled."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from memjax._core.arrays import accumulator, vary, varying_axes
+from memjax._core.barriers import barrier, joint_barrier
 from memjax._linear_cross_entropy import choice, rows
 from memjax._linear_cross_entropy.options import (
     Array,
@@ -97,7 +98,7 @@ def gradients(
 ) -> dict[str, Array]:
     """Gradients, of those of "x", "w" and "bias" that are wanted, of sum(cotangent * losses)."""
     # Logits that both passes compute would be merged, and kept from one to the other.
-    x, cotangent = lax.optimization_barrier((operands.x, cotangent))
+    x, cotangent = joint_barrier((operands.x, cotangent))
     # 0 times NaN is NaN: tokens without a gradient are left out of the products.
     x = jnp.where(cotangent[:, None] == 0, 0, x)
     operands = operands._replace(x=x)
@@ -129,7 +130,7 @@ def gradients(
             dx = matmul("nv,vd->nd", d, w_chunk, options, sums)
             new["x"] = carry["x"] + dx if "x" in carry else dx
             # The chunk's rows of w are let go of before those of dW are made.
-            d, new["x"] = lax.optimization_barrier((d, new["x"]))
+            d, new["x"] = joint_barrier((d, new["x"]))
         if "w" in wanted:
             dw = head_gradient(d, x, options, w.dtype)
             new["w"] = lax.dynamic_update_slice_in_dim(carry["w"], dw, start, vocabulary_axis)
@@ -179,7 +180,7 @@ def loss_and_gradients(operands: Operands, options: Options, wanted: frozenset[s
     def step(carry: dict[str, Any], start: Any, size: int) -> dict[str, Any]:
         part: Callable[[Any], Any] = lambda a: None if a is None else lax.dynamic_slice_in_dim(a, start, size)
         # A copy of its own: products that read x itself could run after dx is written there, so XLA would copy all of x.
-        x_chunk = lax.optimization_barrier(part(carry.get("x", x)))
+        x_chunk = barrier(part(carry.get("x", x)))
         weight = part(relative)
         products = matmul("nd,vd->nv", x_chunk, w, options, x.dtype)
         chunk = Chunk(products, bias, part(labels), part(targets), class_weights)

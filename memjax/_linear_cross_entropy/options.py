@@ -13,6 +13,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from memjax._core import check
+from memjax._core.barriers import joint_barrier
 
 Array = jax.Array
 Axes = tuple[str, ...]  # of a mesh
@@ -173,4 +174,4 @@ def for_chunks(body: Callable[[Any, Any, int], Any], carry: Any, stop: int, chun
 def after(carry: Any, start: int) -> Array:
     """`start`, known when `carry` is: XLA merges matmuls that share an operand, and would hold two chunks at once."""
     leaf = jax.tree.leaves(carry)[0]
-    return lax.optimization_barrier((jnp.asarray(start, jnp.int32), leaf[(0,) * leaf.ndim]))[0]
+    return joint_barrier((jnp.asarray(start, jnp.int32), leaf[(0,) * leaf.ndim]))[0]

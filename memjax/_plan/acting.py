@@ -81,6 +81,17 @@ def by_plan(derivative: Passes, plan: Plan, layout: Layout, wrt: Sequence[bool] 
     Raises:
       ValueError: it was made for another one, or says what no plan of it does.
     """
+    chain = chain_of(derivative, plan, layout)
+    if wrt is not None and tuple(wrt) != derivative.wrt:
+        derivative = derivative.of_fewer(wrt)
+    if not plan.stretches:
+        return KeepAll(derivative)
+    platform = plan.platform if plan.in_steps else None
+    return Run(chain, choices(chain, plan.stretches), platform, derivative, gathers_again=plan.gathers_again)
+
+
+def chain_of(derivative: Passes, plan: Plan, layout: Layout) -> Chain:
+    """The chain, not solved, of the derivative that the plan was made for; raises as `by_plan`."""
     if plan.program != (found := digest(derivative)):
         raise ValueError(
             "plan must be of the function, the types and the differentiated arguments that it is used for, got one of another "
@@ -89,9 +100,4 @@ def by_plan(derivative: Passes, plan: Plan, layout: Layout, wrt: Sequence[bool] 
     in_codes = any(kept.bits is not None for stretch in plan.stretches for kept in stretch.kept)
     chain = Chain(derivative, costs.device(device_of(layout.shardings)), compress=in_codes, solved=False)
     check_stretches(chain, plan)
-    if wrt is not None and tuple(wrt) != derivative.wrt:
-        derivative = derivative.of_fewer(wrt)
-    if not plan.stretches:
-        return KeepAll(derivative)
-    platform = plan.platform if plan.in_steps else None
-    return Run(chain, choices(chain, plan.stretches), platform, derivative, gathers_again=plan.gathers_again)
+    return chain

@@ -13,11 +13,17 @@ from memjax._core.backward.derivatives import forward_mode_message
 from memjax._core.clear_errors import call_errors, trace_errors
 from memjax._core.meshes import device_of
 from memjax._core.program.jaxpr import axis_sizes
-from memjax._plan.acting import Asked, acting
+from memjax._core.program.scopes import Paths
+from memjax._explain.compared import PeakComparison, compared
+from memjax._explain.peak import alive_at_peak
+from memjax._plan.acting import Asked, acting, by_plan
+from memjax._plan.budget.checked import check_tiles
+from memjax._plan.compiled import compiled_step
 from memjax._plan.differentiable import differentiable
 from memjax._plan.flat import Flat
-from memjax._plan.layout import layout_of
+from memjax._plan.layout import Layout, layout_of
 from memjax._plan.not_a_step import step_message
+from memjax._plan.predicted import predicted_at_peak
 from memjax._plan.result import Plan
 from memjax._plan.tile.choose import Program, choose
 
@@ -78,20 +84,46 @@ def plan(
     check.function("f", f)
     room = _budget(budget)
     check.names("allow", allow, _ALLOWED)
-    chosen = _positions(argnums, len(args))
-    flat = Flat(f, args, kwargs)
-    with call_errors("f", f, {"arguments": (*args, *kwargs.values())}), trace_errors("f", f):
-        program = flat.program()
-    wrt = [False] * len(program.closed.consts) + flat.float_arrays_of(chosen)
-    if not any(wrt):
-        raise check.fail(TypeError, "f", "a function with float arrays to differentiate", f, "see argnums")
-    if not any(program.has_cotangent):
-        raise check.fail(TypeError, "f", "a function with a float result", f)
-    if refused := step_message(f, program, wrt):
-        raise ValueError(refused)
-    layout = layout_of(program.closed, [*program.closed.consts, *flat.arrays], wrt)
-    platform = device_of(layout.shardings).platform
-    return choose(Program(program.closed, program.types, wrt, program.has_cotangent, {}, platform), layout, room, allow)
+    program, layout = _problem(f, args, kwargs, argnums)
+    return choose(program, layout, room, allow)
+
+
+def explain_peak(
+    f: Callable[..., Any],
+    *args: Any,
+    plan: Plan,
+    argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
+    **kwargs: Any,
+) -> PeakComparison:
+    """Why a plan takes other bytes than were predicted: what is alive at its predicted peak, and at the compiled one.
+
+    A plan is plain data, and may come from JSON: it does not know the program. So it takes that, as `memjax.plan` does, and
+    compiles it once. Of a step under `memjax.jit`, `step.explain_peak(*args)` says the same.
+
+        print(memjax.explain_peak(loss, params, batch, plan=plan))
+
+    Args:
+      f, *args, argnums, **kwargs: as for `memjax.plan`, when it made the plan.
+      plan: the plan.
+
+    Returns:
+      A `PeakComparison`: print it. Its predicted bytes are `plan.first_nbytes`, as the model alone has them, and its compiled
+      ones `plan.compiled_nbytes`. Of a plan without stretches they are those of keeping everything.
+
+    Raises:
+      ValueError: the plan is of another program, or what it plans is no program of its own, as within a `jax.vmap` with a name.
+    """
+    check.function("f", f)
+    if not isinstance(plan, Plan):
+        raise check.fail(TypeError, "plan", "a Plan", plan, "memjax.plan makes one")
+    program, layout = _problem(f, args, kwargs, argnums)
+    if plan.tiled:
+        check_tiles(program.tiling.found, plan)
+    derivative = program.derivative(plan.tiled)
+    compiled = compiled_step(by_plan(derivative, plan, layout), program.types, layout)
+    if compiled is None:
+        raise ValueError("the compiled peak is not known: f is no program of its own here")
+    return compared(predicted_at_peak(derivative, plan, layout), alive_at_peak(compiled, Paths(f)))
 
 
 def planned(
@@ -155,6 +187,24 @@ def planned(
         return flat.result(program, outs)
 
     return run
+
+
+def _problem(f: Callable[..., Any], args: tuple, kwargs: dict[str, Any], argnums: Any) -> tuple[Program, Layout]:
+    """The program to differentiate, and where its inputs lie."""
+    chosen = _positions(argnums, len(args))
+    flat = Flat(f, args, kwargs)
+    with call_errors("f", f, {"arguments": (*args, *kwargs.values())}), trace_errors("f", f):
+        program = flat.program()
+    wrt = [False] * len(program.closed.consts) + flat.float_arrays_of(chosen)
+    if not any(wrt):
+        raise check.fail(TypeError, "f", "a function with float arrays to differentiate", f, "see argnums")
+    if not any(program.has_cotangent):
+        raise check.fail(TypeError, "f", "a function with a float result", f)
+    if refused := step_message(f, program, wrt):
+        raise ValueError(refused)
+    layout = layout_of(program.closed, [*program.closed.consts, *flat.arrays], wrt)
+    platform = device_of(layout.shardings).platform
+    return Program(program.closed, program.types, wrt, program.has_cotangent, {}, platform), layout
 
 
 def _positions(argnums: Any, count: int) -> dict[int, Any]:

@@ -19,7 +19,13 @@ from memjax._plan.run import KeepAll, Run
 
 
 def compiled_bytes(run: Run | KeepAll, types: Sequence[Any], layout: Layout) -> int | None:
-    """Temporary bytes of value and gradient, per device; None where they are no program of their own.
+    """Temporary bytes of `compiled_step`, per device; None where there is none."""
+    program = compiled_step(run, types, layout)
+    return None if program is None else temporary(program)
+
+
+def compiled_step(run: Run | KeepAll, types: Sequence[Any], layout: Layout) -> Any | None:
+    """Value and gradient, compiled; None where they are no program of their own.
 
     Gradients have the shardings of what they are gradients of, as in a step that updates parameters: left to itself the compiler
     may return them whole, in the memory of results.
@@ -48,7 +54,7 @@ def compiled_bytes(run: Run | KeepAll, types: Sequence[Any], layout: Layout) -> 
     given = [aval for aval, one in zip(pick(out_types, derivative.outs), scalar, strict=True) if not one]
     others = [] if derivative.of_blocks else given
     has_axes = any(names_an_axis(effect) for eqn in derivative.forward.eqns for effect in eqn.effects)
-    return step_bytes(step, types, others, layout, derivative.wrt, has_axes=has_axes)
+    return _compiled(step, types, others, layout, derivative.wrt, has_axes=has_axes)
 
 
 def step_bytes(
@@ -69,10 +75,23 @@ def step_bytes(
       wrt: which inputs are differentiated.
       has_axes: it has collectives over named axes.
     """
+    program = _compiled(step, types, others, layout, wrt, has_axes=has_axes)
+    return None if program is None else temporary(program)
+
+
+def _compiled(
+    step: Callable[[Sequence[Any], Sequence[Any]], Any],
+    types: Sequence[Any],
+    others: Sequence[Any],
+    layout: Layout,
+    wrt: Sequence[bool],
+    *,
+    has_axes: bool,
+) -> Any | None:
+    """The step of `step_bytes`, compiled."""
     manual = any(jax.sharding.AxisType.Manual in aval.sharding.mesh.axis_types for aval in types)
     if manual or has_axes:
-        program = compile_alone(jax.make_jaxpr(step)(list(types), list(others)))
-        return None if program is None else temporary(program)
+        return compile_alone(jax.make_jaxpr(step)(list(types), list(others)))
     explicit = any(jax.sharding.AxisType.Explicit in aval.sharding.mesh.axis_types for aval in types)
     if explicit and any(sharding is None for sharding in layout.shardings):
         return None
@@ -86,4 +105,4 @@ def step_bytes(
         options["xla_backend_optimization_level"] = 0  # machine code is made after memory has been assigned
     jitted = jax.jit(step, out_shardings=(None, pick(layout.of_results, wrt)))
     lowered = jitted.trace(inputs, list(others)).lower(lowering_platforms=(platform,))
-    return temporary(lowered.compile(compiler_options=options))
+    return lowered.compile(compiler_options=options)

@@ -17,6 +17,7 @@ from memjax._attention.block import Options, Tokens
 from memjax._core import check as _check
 from memjax._core.arrays import accumulator, vary, varying_axes
 from memjax._core.backward.derivatives import forward_mode_message, refusing_forward_mode
+from memjax._core.barriers import joint_barrier
 from memjax.shard import ring
 from memjax.shard._layout import attention_options, check_attention, positions
 
@@ -163,7 +164,7 @@ def _forward(options: Options, q: Array, k: Array, v: Array, segments: Array | N
 
 def _backward(options: Options, saved: Any, do: Array) -> tuple[Array, Array, Array, None]:
     # Nothing is recomputed before the cotangent is there.
-    (q, k, v, segments, o, lse), do = lax.optimization_barrier((saved, do))
+    (q, k, v, segments, o, lse), do = joint_barrier((saved, do))
 
     def group(q: Array, k: Array, v: Array, o: Array, do: Array, lse: Array) -> tuple[Array, ...]:
         return _ring_backward(options, q, k, v, segments, o, lse, do)

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 from memjax._core import check
 from memjax._core.arrays import accumulator, vary, varying_axes
 from memjax._core.backward.derivatives import forward_mode_message, refusing_forward_mode
+from memjax._core.barriers import barrier, joint_barrier
 from memjax._core.compat import bodies
 from memjax.shard import ring
 
@@ -174,7 +175,7 @@ def _backward(
     f: Any, axis_name: str, recompute: bool, saved: Any, do: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array]:
     # Nothing is recomputed before the cotangent is there, nor merged with the forward pass and held until then.
-    (a, bs, c, products), do = jax.lax.optimization_barrier((saved, do))
+    (a, bs, c, products), do = joint_barrier((saved, do))
     wide, count = accumulator(a.dtype), _pieces(a, bs, c) if recompute else 1
 
     def of_rows(da: Any, block: Any, step: Any) -> Any:
@@ -182,7 +183,7 @@ def _backward(
         z = a @ b if recompute else jax.lax.dynamic_index_in_dim(products, step, 0, keepdims=False)
         h, pull = jax.vjp(_elementwise(f, len(bs), a.dtype), z)
         (dz,) = pull(do @ c.T)
-        h, dz = jax.lax.optimization_barrier((h, dz))  # made once, both in one kernel
+        h, dz = joint_barrier((h, dz))  # made once, both in one kernel
         return _add_product(da, dz, b.T), h, dz
 
     def of_block(carry: Any, block: Any, step: Any) -> tuple[Any, Any]:
@@ -226,10 +227,10 @@ def _add_product(sums: Any, a: jax.Array, b: jax.Array) -> tuple[jax.Array, ...]
     """sums + a b, in two halves of the rows: a product that is not added where it is made then takes half as much memory."""
     product = partial(jnp.matmul, preferred_element_type=accumulator(a.dtype))
     # Made once, in one kernel: in the kernels that slice it XLA would recompute it.
-    a = jax.lax.optimization_barrier(a)
+    a = barrier(a)
     first = product(_halves(a)[0], b)
     first = first if sums is None else sums[0] + first
-    first, a = jax.lax.optimization_barrier((first, a))
+    first, a = joint_barrier((first, a))
     second = product(_halves(a)[1], b)
     return first, second if sums is None else sums[1] + second
 

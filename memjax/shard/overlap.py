@@ -24,6 +24,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from memjax._core import check
+from memjax._core.barriers import barrier
 from memjax._core.timing import seconds
 from memjax.shard import ring
 
@@ -161,7 +162,7 @@ def measure_link(
     def hops(a: jax.Array) -> jax.Array:
         seen = a[:1]
         for _ in range(_ROUNDS):  # so that starting the program takes little of the time
-            seen, a = jax.lax.optimization_barrier((seen, a))
+            seen, a = barrier((seen, a))
             seen = ring.scan(lambda seen, block, step: seen + block[:1], a, seen, axis_name="ring")
         return seen
 

@@ -32,6 +32,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from memjax._core import check
+from memjax._core.barriers import joint_barrier
 from memjax._core.clear_errors import call_errors
 
 
@@ -64,10 +65,10 @@ def scan(body: Callable[[Any, Any, Any], Any], moving: Any, init: Any, *, axis_n
         return body(carry, block, index), block_next
 
     # The barriers keep the next hop from starting before a step is over: all blocks would be held at once.
-    state = lax.optimization_barrier(step(init, moving, 0))
+    state = joint_barrier(step(init, moving, 0))
     carry, block = _in_pairs(step, state, 1, size - 1)
     # So that the last sum is made in its matmul, as the others are, and not beside it in what casts it.
-    return lax.optimization_barrier(body(carry, block, size - 1))
+    return joint_barrier(body(carry, block, size - 1))
 
 
 def collect(
@@ -119,7 +120,7 @@ def collect(
         if first is not None:
             carry = first(carry, block, index)
             if sums is not None:
-                carry, arrived, onward = lax.optimization_barrier((carry, arrived, onward))
+                carry, arrived, onward = joint_barrier((carry, arrived, onward))
         block_next = _hop(onward, axis_name, size)
         carry, computed = second(carry, block, index)
         return carry, block_next, computed if arrived is None else _add(arrived, computed)
@@ -129,15 +130,15 @@ def collect(
         if size == 1:
             carry, sums = work(carry, piece(moving, index), 0)
             return (carry, None), cast(sums)
-        carry, block, sums = lax.optimization_barrier(step(carry, block, None, 1, block if size > 2 else None))
+        carry, block, sums = joint_barrier(step(carry, block, None, 1, block if size > 2 else None))
         go_on = lambda carry, block, sums, index: step(carry, block, sums, index, block)
         carry, block, sums = _in_pairs(go_on, (carry, block, sums), 2, size - 1)
         if size > 2:
             carry, _, sums = step(carry, block, sums, size - 1, None)
         # Nothing is computed from the own block earlier, and held.
-        carry, sums, index, own_block = lax.optimization_barrier((carry, sums, index, moving))
+        carry, sums, index, own_block = joint_barrier((carry, sums, index, moving))
         following = piece(own_block, (index + 1) % count) if count > 1 else None
-        carry, block, sums = lax.optimization_barrier(step(carry, piece(own_block, index), sums, 0, following))
+        carry, block, sums = joint_barrier(step(carry, piece(own_block, index), sums, 0, following))
         return (carry, block), cast(sums)
 
     cast = lambda sums: jax.tree.map(lambda a: a.astype(dtype), sums)
@@ -155,7 +156,7 @@ def _in_pairs(step: Callable[..., Any], state: Any, begin: int, end: int) -> Any
     With one step in each turn, a block that arrives would be copied to the place of the one before, and only then be sent on.
     With two, each block has a place of its own.
     """
-    whole = lambda *args: lax.optimization_barrier(step(*args))
+    whole = lambda *args: joint_barrier(step(*args))
     if begin < end and (end - begin) % 2 == 1:
         state, begin = whole(*state, begin), begin + 1
     if begin < end:

@@ -95,6 +95,11 @@ class Dataflow:
         return found
 
     @functools.cached_property
+    def consumers(self) -> dict[Any, list[Any]]:
+        """The equations that read a variable, themselves."""
+        return {var: [self.eqns[i] for i in numbers] for var, numbers in self.readers.items()}
+
+    @functools.cached_property
     def names(self) -> dict[Any, Any]:
         """By variable that is another name for the bytes of a variable, that one."""
         return aliases(self.eqns)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from memjax._core.arrays import anywhere, vary
-from memjax._core.compat import eval_jaxpr, nested, parameters, primitive_name, scope, settings
+from memjax._core.compat import eval_jaxpr, lines, nested, parameters, primitive_name, scope, settings
 from memjax._core.program.dataflow import Dataflow, is_literal
 from memjax._core.program.primitives import CHECKPOINTS, CUSTOM_CALLS, PLAIN_CALLS, REPLICATIONS
 
@@ -34,21 +34,11 @@ def as_closed(jaxpr: Any) -> Any:
     return jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else core.ClosedJaxpr(jaxpr, ())
 
 
-def producers(jaxpr: Any) -> dict[Any, Any]:
-    """The equation that makes each variable."""
-    return Dataflow(jaxpr.eqns).makers
-
-
-def consumers(jaxpr: Any) -> dict[Any, list[Any]]:
-    """The equations that read each variable, every equation once."""
-    return {var: [jaxpr.eqns[i] for i in readers] for var, readers in Dataflow(jaxpr.eqns).readers.items()}
-
-
 @contextlib.contextmanager
 def inside(eqn: Any) -> Iterator[None]:
-    """Enters an equation's scope and settings."""
+    """Enters an equation's scope and settings. What is traced there has its lines of the user's code."""
     name = scope(eqn)
-    with settings(eqn), jax.named_scope(name) if name else contextlib.nullcontext():
+    with settings(eqn), lines(eqn), jax.named_scope(name) if name else contextlib.nullcontext():
         yield
 
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from memjax._core.compat import Frame, call_site, frames, name_stack
+from memjax._core.compat import Frame, call_site, frames, name_stack, primitive_name
 
 # jit(silu), transpose(jvp(Model)): the first is no scope, the last has one.
 _JIT = re.compile(r"\bp?jit\([^()]*\)")
@@ -84,11 +84,14 @@ class Paths:
         return "/".join(_without_repeats(found) or self._functions(lines)) or (self.name if lines else "")
 
     def _functions(self, lines: Sequence[Frame]) -> list[str]:
-        places = [(frame.file, frame.function) for frame in lines]
-        own = [index for index, place in enumerate(places) if place == self._root]
-        outside = sum(1 for _ in itertools.takewhile(self._callers.__contains__, places))
-        names = [_function(frame.function) for frame in lines[own[-1] + 1 if own else outside :]]
+        own = [index for index, frame in enumerate(lines) if (frame.file, frame.function) == self._root]
+        names = [_function(frame.function) for frame in (lines[own[-1] + 1 :] if own else self.inside(lines))]
         return _without_repeats([name for name in names if name])
+
+    def inside(self, lines: Sequence[Frame]) -> Sequence[Frame]:
+        """The lines without those of what calls the function."""
+        places = ((frame.file, frame.function) for frame in lines)
+        return lines[sum(1 for _ in itertools.takewhile(self._callers.__contains__, places)) :]
 
 
 def line_of(eqns: Sequence[Any]) -> str:
@@ -104,10 +107,21 @@ def place_of(eqn: Any) -> str:
 
     Empty where that is not known.
     """
-    path, lines = "/".join(_without_repeats(scopes(name_stack(eqn)))), frames(eqn)
+    return place(name_stack(eqn), frames(eqn))
+
+
+def place(stack: str, lines: Sequence[Frame]) -> str:
+    """The same of a name stack and the user's lines, the outermost first."""
+    path = "/".join(_without_repeats(scopes(stack)))
+    line = f"{os.path.basename(lines[-1].file)}:{lines[-1].line}" if lines else ""
     if path or not lines:
-        return ", ".join(part for part in (path, line_of((eqn,))) if part)
-    return f"{line_of((eqn,))} ({lines[-1].function})"
+        return ", ".join(part for part in (path, line) if part)
+    return f"{line} ({lines[-1].function})"
+
+
+def maker_of(eqn: Any) -> str:
+    """What makes a value, and where in the user's code: "mul model.py:12 (norm)"."""
+    return f"{primitive_name(eqn)} {place_of(eqn)}".strip()
 
 
 def runs_in_loop(eqns: Sequence[Any], function: str) -> bool:

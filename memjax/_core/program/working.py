@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from memjax._core.compat import makes_two_words
 from memjax._core.program.costs import array_bytes, is_fusible, running, stored
@@ -16,7 +16,42 @@ _WORDS = 8  # bytes of two words
 _WITH_MEMORY = PROGRAMS | {"conv_general_dilated", "select_and_scatter_add"}  # those that `_inside` knows
 
 
-def peak_bytes(
+class Moment(NamedTuple):
+    """A moment in a stretch of equations.
+
+    Attributes:
+      nbytes: alive then.
+      flow: the equations, in the order in which they run.
+      at: the number of the one that runs then; -1: none has run.
+      made: the variables that it makes.
+      over: bytes of these that are written over an operand which is not needed any more.
+      inside: bytes of its working memory.
+      spans: of each variable that outlives an equation, those after which, and up to which, it is alive.
+      words: bytes of the variables that take others than their types say.
+    """
+
+    nbytes: int
+    flow: Dataflow
+    at: int
+    made: list[Any]
+    over: int
+    inside: int
+    spans: list[tuple[Any, int, int]]
+    words: dict[Any, int]
+
+    @property
+    def alive(self) -> list[tuple[Any, int]]:
+        """The variables that are alive then, with their bytes."""
+        there = [var for var, first, last in self.spans if first < self.at <= last] + self.made
+        return [(var, self.words.get(var) or array_bytes(var)) for var in there]
+
+
+def peak_bytes(*arguments: Any, **options: Any) -> int:
+    """The most bytes alive at one moment: see `fullest_moment`."""
+    return fullest_moment(*arguments, **options).nbytes
+
+
+def fullest_moment(
     eqns: Sequence[Any] | Dataflow,
     resident: Iterable[Any],
     entering: Iterable[Any],
@@ -26,8 +61,8 @@ def peak_bytes(
     names: dict[Any, Any] | None = None,
     *,
     is_loop: bool = False,
-) -> int:
-    """The most bytes alive at one moment.
+) -> Moment:
+    """The moment with the most bytes alive.
 
     Args:
       eqns: in the order in which they run.
@@ -63,9 +98,11 @@ def peak_bytes(
     words = {out: _WORDS * out.aval.size for out in made_by(filter(_stays_words, flow.eqns))}
     size = lambda var: words.get(var) or array_bytes(var)
     alive = peak = sum(map(size, entering))
+    then: tuple[int, list[Any], int, int] = -1, [], 0, 0
+    spans = [(var, -2, last.get(var, 0)) for var in entering]
     ends: dict[int, list[Any]] = {}
-    for var in entering:
-        ends.setdefault(last.get(var, 0), []).append(var)
+    for var, _, until in spans:
+        ends.setdefault(until, []).append(var)
     for i, eqn in enumerate(flow.eqns):
         made = [out for out in eqn.outvars if out in written and out not in names and out not in resident]
         if not made and i not in ends and eqn.primitive.name not in _WITH_MEMORY:
@@ -75,15 +112,18 @@ def peak_bytes(
         inside = sum(size(out) for out in made if out in results)
         in_place = is_fusible(eqn) or eqn.primitive.name in SCATTERS
         over = min(new, dying) if in_place else 0  # written over an operand that is not needed any more
-        peak = max(peak, alive + new - over + _inside(eqn, platform))
+        within = _inside(eqn, platform)
+        if alive + new - over + within > peak:
+            peak, then = alive + new - over + within, (i, made, over, within)
         alive += new - dying - inside
         for out in made:
             if out not in results:
                 if last.get(out, -1) > i:
                     ends.setdefault(last[out], []).append(out)
+                    spans.append((out, i, last[out]))
                 else:
                     alive -= size(out)
-    return peak
+    return Moment(peak, flow, *then, spans, words)
 
 
 def _stays_words(eqn: Any) -> bool:

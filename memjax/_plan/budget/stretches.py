@@ -9,7 +9,7 @@ from typing import Any
 
 from memjax._core.program.costs import array_bytes
 from memjax._core.program.jaxpr import Program
-from memjax._core.program.scopes import place_of
+from memjax._core.program.scopes import maker_of
 from memjax._plan.codes import BITS, codes_in
 from memjax._plan.layout import Layout
 from memjax._plan.result import InBlocks, Kept, Stretch
@@ -33,7 +33,7 @@ def _stretches(chain: Chain, choice: Choice, layout: Layout) -> list[Stretch]:
         equation = program.flow.place.get(var, -1)
         eqn = program.eqns[equation] if equation >= 0 else None
         output = (program.invars if eqn is None else eqn.outvars).index(var)
-        made = "carried by the loop" if eqn is None else f"{eqn.primitive.name} {place_of(eqn)}".strip()
+        made = "carried by the loop" if eqn is None else maker_of(eqn)
         return Kept(equation, output, layout.local(nbytes), f"{var.aval.str_short()} {made}", bits, on_host)
 
     found = []

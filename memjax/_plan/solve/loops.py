@@ -51,7 +51,7 @@ def loop_options(
     """
     length, is_reverse = pair.forward.params["length"], pair.forward.params["reverse"]
     free = available_anywhere(pair.program, pair.free)
-    found = options(_turn(pair, free), rates, free, codes, is_loop=True)
+    found = options(turn_of(pair, free), rates, free, codes, is_loop=True)
     if offload:
         found = _with_moves(found, rates)
     mixed: list[Parts] = []
@@ -68,19 +68,18 @@ def loop_options(
     if is_reverse:  # turns are numbered by what is scanned over; those that run first keep less
         mixed = [parts[::-1] for parts in mixed]
     crossing, moving = sum(map(array_bytes, segment.crossing)), sum(map(array_bytes, segment.entering))
-    if rates.platform != "cpu":  # what a loop carries to a result lies in that from its start
-        carried = pair.backward.outvars[: scan_counts(pair.backward)[1]]
-        moving -= sum(map(array_bytes, set(segment.results).intersection(carried)))
+    if rates.platform != "cpu":
+        moving -= sum(map(array_bytes, in_results(pair, segment)))
 
-    carry = [var.aval for var in pair.program.invars[slice(*_carried(pair.forward))]]
-    remade = _remade(pair, there)
+    carry = [var.aval for var in pair.program.invars[slice(*carried(pair.forward))]]
+    again_nbytes = sum(map(array_bytes, remade(pair, there)))
 
     def in_blocks(option: Option, plan: LoopPlan, seconds: float) -> Option:
         state, kept = sum(map(nbytes, carry)), option.kept_nbytes
         states = plan.rows * state
         # While a block is backpropagated there are its residuals, states of the loops around it and the working one.
         inner = plan.block * kept + (sum(plan.levels[1:]) + 1) * state
-        peak = crossing + states + max(plan.tail * kept, inner) + option.working + remade + moving
+        peak = crossing + states + max(plan.tail * kept, inner) + option.working + again_nbytes + moving
         held = crossing + states + plan.tail * kept
         return Option((), held, seconds, peak, ((length, option),), in_blocks=plan, states_nbytes=states)
 
@@ -107,17 +106,22 @@ def loop_options(
     return [*every, *(one for one in _best(again) if one.in_blocks is not None)]
 
 
-def _carried(eqn: Any) -> tuple[int, int]:
+def in_results(pair: LoopPair, segment: Segment) -> set[Any]:
+    """What the loop of the backward pass carries to a result: it lies in that from the loop's start."""
+    return set(segment.results).intersection(pair.backward.outvars[: scan_counts(pair.backward)[1]])
+
+
+def carried(eqn: Any) -> tuple[int, int]:
     """Where, among the inputs of a loop's body, what it carries begins and ends."""
     consts, carried = scan_counts(eqn)
     return consts, consts + carried
 
 
-def _remade(pair: LoopPair, there: set[Any]) -> int:
-    """Bytes of what the loop reads that the loop of the backward pass does not: to run turns again it has to be there."""
-    start, stop = _carried(pair.forward)
+def remade(pair: LoopPair, there: set[Any]) -> set[Any]:
+    """What the loop reads that the loop of the backward pass does not: to run turns again it has to be there."""
+    start, stop = carried(pair.forward)
     read = {*variables(pair.forward.invars[:start]), *variables(pair.forward.invars[stop:])}
-    return sum(map(array_bytes, read - {*variables(pair.backward.invars)} - there))
+    return read - {*variables(pair.backward.invars)} - there
 
 
 def _schedules(steps: Steps, forward: float, of_turn: float, rates: costs.Device) -> list[tuple[LoopPlan, float]]:
@@ -151,7 +155,7 @@ def _best(found: Sequence[Option]) -> list[Option]:
     return best
 
 
-def _turn(pair: LoopPair, free: set[Any]) -> Segment:
+def turn_of(pair: LoopPair, free: set[Any]) -> Segment:
     """One iteration of the loop as a stretch. The backward pass has the variables in `free` without keeping them."""
     program, pull = pair.program, pair.pull
     lost = [var for var in program.invars if var not in free]

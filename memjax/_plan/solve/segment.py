@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from memjax._core.program import costs
 from memjax._core.program.costs import array_bytes
 from memjax._core.program.dataflow import Dataflow, aliases, made_by, read_by
-from memjax._core.program.working import hoisted_bytes, peak_bytes
+from memjax._core.program.working import Moment, fullest_moment, hoisted_bytes
 from memjax._plan.codes import Codes
 from memjax._plan.lent import lent_to
 from memjax._plan.schedule.execute import LoopPlan
@@ -96,10 +96,8 @@ def options(
 
     What `free` has, and what earlier stretches make, is there anyhow; but not what is `lost`, which can only be kept.
     """
-    flow = Dataflow(segment.eqns)
-    made = flow.place.keys()
-    is_known = {*(free & made), *segment.crossing, *flow.outside} - set(segment.lost)
-    wanted = [var for var in dict.fromkeys(segment.wanted) if var not in is_known]
+    turn = BackwardTurn(segment, rates, free, is_loop=is_loop)
+    flow, is_known, wanted = turn.flow, turn.is_known, turn.wanted
     again = flow.needed(wanted, is_known)
     in_memory = costs.stored(
         [*again, *segment.backward], [*is_known, *segment.results, *segment.leaving], rates.platform
@@ -116,41 +114,20 @@ def options(
     def to_code(var: Any, nbytes: int) -> float:
         return costs.coding_seconds(array_bytes(var), rates) + copying(nbytes)
 
-    # Of several names for the same bytes one counts; none where an earlier stretch makes these.
-    handed_on = [array_bytes(var) for var in {flow.names.get(var, var) for var in segment.crossing} & made]
-    crossing = sum(handed_on) + hoisted_bytes(segment.backward, rates.platform)
-
-    backward = scattered_into_sums(segment.backward)
-    names = aliases(backward, flow.names)
+    crossing = sum(map(array_bytes, turn.handed_on)) + turn.hoisted_nbytes
 
     def option(subset: Subset) -> Option:
         kept, coded = subset.kept, subset.coded
-        rerun = flow.needed(wanted, {*is_known, *kept, *(code.of for code in coded)})
+        rerun = turn.again(subset)
         time = sum(seconds[id(eqn)] for eqn in rerun) + sum(map(to_keep, kept))
         time += sum(to_code(code.of, code.nbytes) for code in coded)
-        # A code is read where what it decodes to is.
-        rerun = [*(code.decode for code in coded), *rerun]
-        # On CPUs all that can run does, so that several operators may run at a time.
-        order = [*rerun, *backward] if rates.platform == "cpu" else in_time(rerun, backward)
-        run = Dataflow(order)
-        in_codes = [code.variable for code in coded]
-        here = [var for var in (*kept, *in_codes, *segment.crossing) if var in run.read]
-        elsewhere = run.outside.keys() - set(here) - set(segment.entering)
-        entering = [*segment.entering, *here]
-        peak = lambda order: peak_bytes(
-            *(order, elsewhere, entering, segment.leaving, segment.results, rates.platform, names), is_loop=is_loop
-        )
-        working = peak(run)
-        if rates.platform != "cpu":  # of several schedules the compiler takes the one of the least memory
-            stays = [*segment.leaving, *elsewhere]
-            working = min(working, peak(freeing_first(run, segment.results, stays, rates.platform)))
-        if rates.platform == "cpu":
-            working = max(working, _forward_bytes(segment, flow, subset, rates.platform))
         coded_nbytes = sum(code.nbytes for code in coded)
-        lent = lent_to([*handed_on, *map(array_bytes, kept)], segment.places)
+        lent = turn.lent(subset)
         nbytes = crossing + sum(map(array_bytes, kept)) + coded_nbytes - lent
         coded_vars = tuple(code.of for code in coded)
-        return Option(tuple(kept), nbytes, time, working - lent, (), coded_vars, coded_nbytes, lent)
+        return Option(
+            tuple(kept), nbytes, time, turn.peak(subset, rerun).nbytes - lent, (), coded_vars, coded_nbytes, lent
+        )
 
     problem = Problem(Dataflow(again), wanted, is_known, seconds, to_keep, to_code, flow.names)
     found = [option(subset) for subset in exact_subsets(problem)]
@@ -165,8 +142,65 @@ def options(
     return found
 
 
-def _forward_bytes(segment: Segment, flow: Dataflow, subset: Subset, platform: str) -> int:
-    """The most bytes alive in the forward pass of the segment, besides what was there before."""
+class BackwardTurn:
+    """The turn of a segment in the backward pass, for any way to keep something of it.
+
+    Args:
+      segment, rates, free, is_loop: as for `options`.
+
+    Attributes:
+      flow: of the segment's equations of the forward pass.
+      is_known: what is there anyhow.
+      wanted: what else the backward pass reads of the segment.
+      handed_on: what crosses to later segments. Of several names for the same bytes one counts; none where an earlier stretch
+        makes these.
+      hoisted_nbytes: of what the compiler makes at the start of the program.
+    """
+
+    def __init__(self, segment: Segment, rates: costs.Device, free: set[Any], *, is_loop: bool = False):
+        self._segment, self._platform, self._is_loop = segment, rates.platform, is_loop
+        self.flow = flow = Dataflow(segment.eqns)
+        made = flow.place.keys()
+        self.is_known = {*(free & made), *segment.crossing, *flow.outside} - set(segment.lost)
+        self.wanted = [var for var in dict.fromkeys(segment.wanted) if var not in self.is_known]
+        self.handed_on = [*({flow.names.get(var, var) for var in segment.crossing} & made)]
+        self.hoisted_nbytes = hoisted_bytes(segment.backward, rates.platform)
+        self._backward = scattered_into_sums(segment.backward)
+        self._names = aliases(self._backward, flow.names)
+
+    def again(self, subset: Subset) -> list[Any]:
+        """The equations that run again."""
+        return self.flow.needed(self.wanted, {*self.is_known, *subset.kept, *(code.of for code in subset.coded)})
+
+    def lent(self, subset: Subset) -> int:
+        """Bytes of what is kept that lie in the memory of results."""
+        return lent_to([*map(array_bytes, self.handed_on), *map(array_bytes, subset.kept)], self._segment.places)
+
+    def peak(self, subset: Subset, again: Sequence[Any]) -> Moment:
+        """The moment with the most bytes alive, `again` running again; on CPUs that of the forward pass if that has more."""
+        segment, platform = self._segment, self._platform
+        # A code is read where what it decodes to is.
+        again = [*(code.decode for code in subset.coded), *again]
+        # On CPUs all that can run does, so that several operators may run at a time.
+        run = Dataflow([*again, *self._backward] if platform == "cpu" else in_time(again, self._backward))
+        in_codes = [code.variable for code in subset.coded]
+        here = [var for var in (*subset.kept, *in_codes, *segment.crossing) if var in run.read]
+        elsewhere = run.outside.keys() - set(here) - set(segment.entering)
+        entering = [*segment.entering, *here]
+        of = lambda order: fullest_moment(
+            *(order, elsewhere, entering, segment.leaving, segment.results, platform, self._names),
+            is_loop=self._is_loop,
+        )
+        found = of(run)
+        if platform == "cpu":
+            return max(found, _in_forward(segment, self.flow, subset, platform), key=lambda moment: moment.nbytes)
+        # Of several schedules the compiler takes the one of the least memory.
+        stays = [*segment.leaving, *elsewhere]
+        return min(*(found, of(freeing_first(run, segment.results, stays, platform))), key=lambda moment: moment.nbytes)
+
+
+def _in_forward(segment: Segment, flow: Dataflow, subset: Subset, platform: str) -> Moment:
+    """The moment with the most bytes alive in the forward pass of the segment, besides what was there before."""
     kept, coded = subset
     stays = [*segment.crossing, *kept, *(code.of for code in coded)]
     chosen = {id(eqn) for eqn in (*segment.primal, *flow.needed(stays))}
@@ -177,4 +211,4 @@ def _forward_bytes(segment: Segment, flow: Dataflow, subset: Subset, platform: s
             one for eqn in eqns for one in (eqn, *(encodes[out] for out in made_by([eqn]) if out in encodes))
         ]
         stays = [*segment.crossing, *kept, *(code.variable for code in coded)]
-    return peak_bytes(eqns, read_by(eqns).keys() - flow.place.keys(), [], stays, segment.outputs, platform)
+    return fullest_moment(eqns, read_by(eqns).keys() - flow.place.keys(), [], stays, segment.outputs, platform)

@@ -19,7 +19,7 @@ from memjax._core.backward.passes import TracedPasses
 from memjax._core.compat import scope
 from memjax._core.lists import Arrays, pick
 from memjax._core.program.dataflow import is_literal, variables
-from memjax._core.program.jaxpr import Program, bind, producers, read
+from memjax._core.program.jaxpr import Program, bind, read
 from memjax._core.reasons import Said, asked, with_reason
 from memjax.compress._codecs.codec import Mask
 from memjax.compress._training.layers import Statistics, Weighed
@@ -77,7 +77,7 @@ class Derivative:
         self._program = self._passes.forward()
         n_outs = len(out_types)
         self._outs, self._residuals = self._program.outvars[:n_outs], self._program.outvars[n_outs:]
-        self._producer = producers(self._program)
+        self._producer = self._program.flow.makers
         self._kept_inputs = pick(self._program.invars, [*given.lasting, *[True] * count])
         parameters = pick(self._program.invars, [*given.parameters, *[False] * count])
         # Now, not when cotangents arrive: a `jax.vmap` around has taken its axis name away by then.

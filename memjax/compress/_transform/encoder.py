@@ -20,9 +20,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from memjax._core.backward.derivatives import without_derivative
+from memjax._core.barriers import barrier, joint_barrier
 from memjax._core.compat import bodies
 from memjax._core.program.dataflow import Walk, is_literal, variables
-from memjax._core.program.jaxpr import Program, consumers, producers
+from memjax._core.program.jaxpr import Program
 from memjax._core.program.primitives import PRODUCTS
 from memjax.compress._codecs.codec import Mask
 from memjax.compress._transform.array_codecs import ArrayCodecs, is_fused
@@ -50,7 +51,7 @@ class Encoder:
             for var, codec in self._codecs.items()
             if var in keep.scales and codec.measured and var not in packed and not codec.reads_once(var.aval)
         }
-        reading = consumers(program)
+        reading = program.flow.consumers
         self._sums = {
             var: sums
             for var, codec in self._codecs.items()
@@ -88,17 +89,17 @@ class Encoder:
 
     def _encode(self, array: Any, env: dict[Any, Any]) -> None:
         if (out := self._keep.outputs.get(array)) is not None:
-            value = lax.optimization_barrier(env[out])  # which the product that reads it needs in memory, too
+            value = barrier(env[out])  # which the product that reads it needs in memory, too
             mask = value > jnp.zeros((), value.dtype)
-            env[out], self.codes[array] = lax.optimization_barrier((value, Mask().encode(mask)))
+            env[out], self.codes[array] = barrier((value, Mask().encode(mask)))
             return
         if array not in self._codecs:
-            env[array], self.codes[array] = lax.optimization_barrier((env[array], Mask().encode(env[array])))
+            env[array], self.codes[array] = barrier((env[array], Mask().encode(env[array])))
             return
         codec, x = self._codecs[array], without_derivative(env[array], FIRST_ORDER)
         if array in self._fused:
             scale = self._keep.scales[array].variable
-            env[scale], measured = lax.optimization_barrier((env[scale], codec.measured(env[array])))
+            env[scale], measured = joint_barrier((env[scale], codec.measured(env[array])))
             self.codes[array] = measured.encode(x)
             self._unread[array] = _computed_of(array, self._program)
             return
@@ -108,7 +109,7 @@ class Encoder:
             return
         if array in self._sums:
             kept = env[array], *codec.encode_with_sums(x)
-            env[array], self.codes[array], sums = lax.optimization_barrier(kept)
+            env[array], self.codes[array], sums = barrier(kept)
             env.update({var: sums[power].astype(var.aval.dtype) for var, power in self._sums[array].items()})
             return
         encode = codec.encode
@@ -116,7 +117,7 @@ class Encoder:
             scale = self._keep.scales[array]
             root = env[scale.variable].reshape(-1)
             encode = codec.scaled(root if scale.is_deviation else 1 / root).encode
-        env[array], self.codes[array] = lax.optimization_barrier((env[array], encode(x)))
+        env[array], self.codes[array] = joint_barrier((env[array], encode(x)))
 
     def _wait(self, operands: Sequence[Any], env: dict[Any, Any]) -> None:
         """Let the largest of the variables that are about to be read wait for the codes of what they are computed from."""
@@ -124,7 +125,7 @@ class Encoder:
         encoded = [array for array, computed in self._unread.items() if not computed.isdisjoint(read)]
         if encoded:
             var = max(read, key=lambda var: var.aval.size)
-            env[var], codes = lax.optimization_barrier((env[var], [self.codes[array] for array in encoded]))
+            env[var], codes = joint_barrier((env[var], [self.codes[array] for array in encoded]))
             self.codes.update(zip(encoded, codes, strict=True))
             for array in encoded:
                 del self._unread[array]
@@ -135,7 +136,7 @@ def _variables_of_packing(program: Program, masks: Iterable[Any]) -> set[Any]:
 
     Codes are not fused into such a pass: on GPUs XLA makes one slow kernel of both.
     """
-    producer = producers(program)
+    producer = program.flow.makers
     sums = [eqn for eqn in program.eqns if eqn.primitive.name == "reduce_sum"]
     integers = [eqn for eqn in sums if jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.integer)]
     walk, packed = Walk([*masks, *(atom for eqn in integers for atom in eqn.invars)]), set[Any]()

@@ -16,8 +16,9 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, UInt8
 
 from memjax._core.arrays import accumulator, is_float
+from memjax._core.barriers import barrier
 from memjax._core.program.dataflow import is_literal
-from memjax._core.program.jaxpr import Program, bind, calls_in_place, consumers, inside, read, same_program
+from memjax._core.program.jaxpr import Program, bind, calls_in_place, inside, read, same_program
 from memjax.compress._codecs.kernels import call_on_whole_arrays, is_of_one_device
 from memjax.compress._error_bounded.launch import why_not
 
@@ -65,7 +66,7 @@ def _indexed(x, window: _Window):
 def _forward(x, window: _Window):
     """The maxima and where they are, in one pass."""
     if _overlap(window):
-        x = lax.optimization_barrier(x)  # or the compiler would compute it once for every window that it is in
+        x = barrier(x)  # or the compiler would compute it once for every window that it is in
     shape = jax.eval_shape(lambda: _plain(x, window)).shape
     if 0 in shape:
         return _plain(x, window), jnp.zeros(shape, jnp.uint8)
@@ -113,7 +114,7 @@ def _woven(window: _Window, index, ct):
             total = total + lax.pad(jnp.where(index == jnp.uint8(i), wide, zero), zero, edges)
         places.append(total.astype(ct.dtype))
     if _overlap(window):
-        places = lax.optimization_barrier(places)  # or all would be computed for every element of the gradient
+        places = barrier(places)  # or all would be computed for every element of the gradient
     strided = [axis for axis, s in enumerate(window.strides) if s > 1]
     woven = jnp.stack(places).reshape(*(window.strides[axis] for axis in strided), *begun)
     # One by one: JAX does not reshape several axes of an explicitly sharded array at once.
@@ -182,7 +183,7 @@ def evaluate_pools_first(
 
 def _relus_before_pooling(program: Program) -> dict[Any, Any]:
     """The ReLUs that only a max-pooling reads, by their outputs."""
-    readers = consumers(program)
+    readers = program.flow.consumers
     relus = {}
     for eqn in program.eqns:
         if eqn.primitive.name == "custom_jvp_call" and len(eqn.outvars) == 1:

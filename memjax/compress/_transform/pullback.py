@@ -18,9 +18,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from memjax._core import check
+from memjax._core.barriers import barrier, joint_barrier
 from memjax._core.compat import bodies
 from memjax._core.program.dataflow import is_literal, variables
-from memjax._core.program.jaxpr import Program, bind, producers, read
+from memjax._core.program.jaxpr import Program, bind, read
 from memjax._core.program.primitives import WHOLE_OPERANDS, expensive
 
 
@@ -40,7 +41,7 @@ def run_late(
       residuals: for each input that is a residual, the variable of the forward pass.
       see: called with each equation that runs and the values known then, which include those of its operands.
     """
-    producer = producers(program)
+    producer = program.flow.makers
     late = set(cotangents)
 
     def get(atom, wait):
@@ -65,7 +66,7 @@ def run_late(
             # This barrier is there so that something is recomputed. A value that is new is already: let it be fused.
             for atom, out in zip(eqn.invars, eqn.outvars, strict=True):
                 is_new = not is_literal(atom) and atom in residuals and residuals[atom] in restored.new
-                env[out] = get(atom, wait) if is_new else lax.optimization_barrier(get(atom, wait))
+                env[out] = get(atom, wait) if is_new else barrier(get(atom, wait))
             return
         see(eqn, env)
         operands = read(env | in_memory if in_memory else env, eqn.invars)
@@ -76,13 +77,13 @@ def run_late(
         if cotangent is None:
             continue
 
-        def barrier(code, cotangent=cotangent):
+        def waiting(code, cotangent=cotangent):
             # The cotangent goes on from the barrier too: a barrier with an unused output loses the input.
-            code, env[cotangent] = lax.optimization_barrier((code, env[cotangent]))
+            code, env[cotangent] = joint_barrier((code, env[cotangent]))
             return code
 
         late.update(eqn.outvars)
-        run(eqn, _Wait(barrier, _reads_memory(eqn)))
+        run(eqn, _Wait(waiting, _reads_memory(eqn)))
     return [get(atom, NO_WAIT) for atom in program.outvars]
 
 
@@ -195,7 +196,7 @@ class Restored:
         """
         value = self.value(atom, wait)
         if not is_literal(atom) and atom not in self.new:
-            barrier = wait.barrier if atom in self._normalised else lax.optimization_barrier
-            value = self.values[atom] = barrier(value)
+            passes = wait.barrier if atom in self._normalised else barrier
+            value = self.values[atom] = passes(value)
             self.new.add(atom)
         return value

@@ -15,7 +15,7 @@ from jax import lax
 from memjax._core.arrays import is_float
 from memjax._core.compat import varying
 from memjax._core.program.dataflow import is_literal, variables
-from memjax._core.program.jaxpr import Program, consumers
+from memjax._core.program.jaxpr import Program
 from memjax._core.program.primitives import PRODUCTS, REPLICATIONS, VIEWS
 from memjax.compress._training.layers import LADDER, Statistics
 
@@ -199,7 +199,7 @@ def readers(pullback: Program, cotangents: set[Any], origins: dict[Any, int]) ->
     that an input comes from.
     """
     late, origins = set(cotangents), dict(origins)
-    consumer = consumers(pullback)
+    consumer = pullback.flow.consumers
     outputs = {var: i for i, var in reversed(list(enumerate(pullback.outvars))) if not is_literal(var)}
     readers: dict[int, Reader] = {}
     for eqn in pullback.eqns:
@@ -222,7 +222,7 @@ def only_in_gradients(pullback: Program, cotangents: set[Any], origins: dict[Any
     to outputs. Outputs are linear in them. `origins` has the encoded array that an input comes from.
     """
     late, stored, read_otherwise = set(cotangents), dict(origins), set()
-    consumer = consumers(pullback)
+    consumer = pullback.flow.consumers
 
     def ends_in_outputs(var):
         return all(

@@ -10,7 +10,7 @@ from jax import lax
 
 from memjax._core.backward.minimum_cut import cheapest
 from memjax._core.program.dataflow import variables
-from memjax._core.program.jaxpr import calls_in_place, producers
+from memjax._core.program.jaxpr import calls_in_place
 from memjax.compress._transform.keep.needs import Need, needs
 from tests.compress.transformer_layers import by_a_rule_of_its_own
 
@@ -48,7 +48,7 @@ def _programs():
 @pytest.mark.parametrize("seed", range(6))
 def test_nothing_is_cheaper(program, seed):
     program, rng = _programs()[program], np.random.default_rng(seed)
-    producer = producers(program)
+    producer = program.flow.makers
     values = [*program.invars, *(var for eqn in program.eqns for var in eqn.outvars)]
     nbytes = dict(zip(values, rng.integers(1, 9, len(values)).tolist(), strict=True))
     again = lambda eqn: _AGAIN[eqn.primitive.name]

@@ -21,8 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from memjax._core.compat import bodies, scan_counts
-from memjax._core.program.dataflow import Walk, is_literal, variables
-from memjax._core.program.jaxpr import producers
+from memjax._core.program.dataflow import Dataflow, Walk, is_literal, variables
 from memjax._core.program.primitives import (
     AFFINE,
     ALIASES,
@@ -267,7 +266,7 @@ def is_statistic(var: Any, producer: dict[Any, Any]) -> bool:
             return True
         if (body := body_of(eqn)) is not None:
             inner = body.outvars[eqn.outvars.index(current)]
-            if not is_literal(inner) and is_statistic(inner, producers(body)):
+            if not is_literal(inner) and is_statistic(inner, Dataflow(body.eqns).makers):
                 return True
         elif any(out.aval.size >= many for out in eqn.outvars):  # a kernel that gives a log-sum-exp beside its result
             return True

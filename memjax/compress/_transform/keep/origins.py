@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from memjax._core.compat import bodies, scan_counts
-from memjax._core.program.dataflow import Walk, is_literal, variables
-from memjax._core.program.jaxpr import Program, consumers, nbytes, producers
+from memjax._core.program.dataflow import Dataflow, Walk, is_literal, variables
+from memjax._core.program.jaxpr import Program, nbytes
 from memjax._core.program.primitives import AFFINE, CALLS_OF_ONE_BODY, COMPARISONS, MOVES, PRODUCTS, VIEWS
 from memjax.compress._codecs.codec import DTYPES
 
@@ -29,7 +29,7 @@ class Origins:
     """Where the values of a program come from. `constants` are those that depend on no input."""
 
     def __init__(self, program: Program):
-        self.producer, self.consumers = program.flow.makers, consumers(program)
+        self.producer, self.consumers = program.flow.makers, program.flow.consumers
         self.constants = program.flow.following((), _has_no_effects)
 
     def parent(self, var: Any) -> tuple[Any, list[Any]] | None:
@@ -326,7 +326,7 @@ def _moved_to_output(eqn: Any, index: int) -> list[Any] | None:
         if index < carried:
             return None
         changing = set(body.invars[constants : constants + carried])
-    producer, operand = producers(body), dict(zip(body.invars, eqn.invars, strict=True))
+    producer, operand = Dataflow(body.eqns).makers, dict(zip(body.invars, eqn.invars, strict=True))
     walk, operands = Walk([body.outvars[index]]), list[Any]()
     for source in walk:
         if source in changing:
@@ -359,7 +359,7 @@ def is_kept_by_loop(var: Any, producer: dict[Any, Any]) -> bool:
                 return True
             [var] = eqn.invars  # another name for it
         elif (body := body_of(eqn)) is not None:
-            var, producer = body.outvars[eqn.outvars.index(var)], producers(body)
+            var, producer = body.outvars[eqn.outvars.index(var)], Dataflow(body.eqns).makers
         else:
             return False
         if is_literal(var):

@@ -1,0 +1,41 @@
+"""Why a plan of a step takes other bytes than were predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from memjax._core.program.scopes import Paths
+from memjax._explain.compared import PeakComparison, compared
+from memjax._explain.parts import Alive
+from memjax._explain.peak import alive_at_peak
+from memjax._jit.decide import Entry, Step, beside, passes_by
+from memjax._plan.predicted import predicted_at_peak
+
+
+def explained_peak(
+    step: Step, traced: Any, entry: Entry, args: tuple, kwargs: dict[str, Any], leaves: Sequence[Any], paths: Paths
+) -> PeakComparison:
+    """What is predicted to be alive where the derivative that takes the most does so, beside what is alive in the compiled step.
+
+    Args:
+      step, traced: the step, and it traced.
+      entry: it as planned.
+      args, kwargs, leaves: its arguments, taken apart, and their dynamic leaves.
+      paths: of the function.
+    """
+    passes, layout = passes_by(step, traced, entry.plan, args, kwargs, leaves)
+    parts = entry.plan.passes or (None,) * len(passes)
+    every = [predicted_at_peak(one, part, layout.within(one.axes)) for one, part in zip(passes, parts, strict=True)]
+    most = max(every, key=lambda alive: sum(one.bytes for one in alive), default=[])
+    found = entry.program.memory_analysis()
+    results = found.output_size_in_bytes - found.alias_size_in_bytes
+    held = found.argument_size_in_bytes, results, found.generated_code_size_in_bytes
+    return compared(
+        [*most, *_besides(*beside(traced, layout))], [*alive_at_peak(entry.program, paths), *_besides(*held)]
+    )
+
+
+def _besides(arguments: int, results: int, code: int = 0) -> list[Alive]:
+    sizes = {"arguments": arguments, "results that are no donated arguments": results, "code": code}
+    return [Alive(name, "", "", size) for name, size in sizes.items() if size]
