@@ -14,9 +14,10 @@ Tree = TypeVar("Tree")
 
 
 def barrier(values: Tree) -> Tree:
-    """`jax.lax.optimization_barrier`, which would make all leaves vary over every mesh axis that one of them varies over.
+    """Applies `jax.lax.optimization_barrier` without changing the mesh axes that each leaf varies over.
 
-    Those that vary over fewer are waited for, and pass a barrier of their own.
+    One common barrier would make every leaf vary over the union of all axes. So leaves with equal axes share one
+    barrier, which also waits for the leaves whose axes are a proper subset of theirs.
     """
     leaves, tree = jax.tree.flatten(values)
     kinds = [varying(jax.typeof(leaf)) for leaf in leaves]

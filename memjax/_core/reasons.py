@@ -1,4 +1,4 @@
-"""Why a transform keeps an array, or does not, told to `memjax.explain` while it traces."""
+"""Why a transform keeps an array, or does not, recorded for `memjax.explain` while it traces."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PREFIX = "memjax, kept: "
 
 @dataclasses.dataclass
 class Said:
-    """What transforms say of arrays that they do not keep, and of themselves."""
+    """What transforms report: which arrays they dropped, and notes about themselves."""
 
     dropped: list[str] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -26,7 +26,10 @@ _said: contextvars.ContextVar[Said | None] = contextvars.ContextVar("said", defa
 
 @contextlib.contextmanager
 def asked_for_reasons() -> Iterator[Said]:
-    """Transforms that are traced inside say why."""
+    """Context manager. Transforms traced in it record why they keep an array, as a name in the trace.
+
+    In the `Said` that it yields, they record which arrays they dropped, and notes.
+    """
     said = Said()
     token = _said.set(said)
     try:
@@ -36,12 +39,12 @@ def asked_for_reasons() -> Iterator[Said]:
 
 
 def asked() -> Said | None:
-    """Where to say something, if somebody wants to know."""
+    """Where to record something; None outside of `asked_for_reasons`."""
     return _said.get()
 
 
 def with_reason(value: Any, reason: str) -> Any:
-    """The value, with a name that says why it is kept, if somebody wants to know."""
+    """The value, within `asked_for_reasons` with a name that states why it is kept."""
     return checkpoint_name(value, _PREFIX + reason) if asked() is not None and reason else value
 
 

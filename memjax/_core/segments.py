@@ -1,8 +1,8 @@
 """Parts of an axis that may be sharded, such that every device has its share of each part.
 
-Positions `start` to `start + size` of a sharded axis lie on one device, or on a few: the others have nothing to do, or compute
-the same. So the axis is taken for equal segments, as many as there are devices or a multiple, and a part has the same places of
-each segment: every device cuts it from what it holds. Where positions do not mix, any part of them will do.
+A contiguous part of a sharded axis lies on one device or a few; the others would idle or repeat the work. So the axis
+is split into equal segments, one per device or a multiple of that, where its length allows it. A part takes the same
+positions of every segment, so each device cuts it from its own shard. This is valid only where positions do not mix.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from memjax._core.meshes import parts_by
 
 
 class Segments(NamedTuple):
-    """An axis of `length` places as `count` segments. A part has `size` places of each."""
+    """An axis of `length` positions as `count` segments. A part has the same positions of each."""
 
     length: int
     count: int  # type: ignore[assignment]
 
     def split(self, array: Any, axis: int) -> Any:
-        """The array with one axis for segments and one for the places in them, instead of the axis."""
+        """The array with the axis replaced by two: one for segments, and one for the positions in them."""
         if self.count == 1:
             return array
         shape = array.shape
         return array.reshape(*shape[:axis], self.count, self.length // self.count, *shape[axis + 1 :])
 
     def join(self, array: Any, axis: int) -> Any:
-        """The other way round, of a part, too."""
+        """The inverse of `split`. It also applies to a part."""
         if self.count == 1:
             return array
         shape = array.shape
@@ -54,7 +54,10 @@ class Segments(NamedTuple):
 
 
 def segments(length: int, arrays: Sequence[Any], axes: Sequence[int], size: int) -> tuple[Segments, int]:
-    """Segments of an axis that the arrays have in common, and `size` rounded to a multiple of them, down where that can be."""
+    """The `Segments` of the axis that `arrays` share, and `size` for a part.
+
+    `size` is rounded down to a multiple of the number of segments, but is at least that number.
+    """
     count = segment_count(length, arrays, axes)
     return Segments(length, count), max(size // count, 1) * count
 
@@ -62,8 +65,9 @@ def segments(length: int, arrays: Sequence[Any], axes: Sequence[int], size: int)
 def segment_count(length: int, arrays: Sequence[Any], axes: Sequence[int]) -> int:
     """A divisor of `length`: as many segments as devices over which an array shards its axis, or a multiple.
 
-    Types tell this on a mesh of explicit axes. With automatic axes they tell the mesh at most. Where arrays get to a mesh by
-    `in_shardings` alone, not even that: one segment is taken then, for on one device several cost a copy of what is written.
+    On a mesh of explicit axes, types state how many there are. With automatic axes they state the mesh at most; where
+    arrays get to a mesh by `in_shardings` alone, not even that. Then there is one segment: on one device several cost
+    a copy of what is written.
     """
     types = list(map(jax.typeof, arrays))
     explicit = math.lcm(*(shards(aval, axis) for aval, axis in zip(types, axes, strict=True)))

@@ -14,9 +14,9 @@ class Remedy:
         recomputed); "recompute"; "tile"; "offload"; "8 bits"; "dtype".
       saves: residual bytes. A module's other rows are included where the remedy is for the module as a whole.
       milliseconds: estimated time that it costs in each step.
-      flops: what is computed once more.
+      flops: FLOPs that are recomputed.
       is_exact: whether gradients stay as they are.
-      how: what to write.
+      how: what to change in the code.
     """
 
     kind: str

@@ -1,4 +1,7 @@
-"""The arguments of a jitted step: NNX objects as the values of their variables, and what is static left out."""
+"""The arguments of a jitted step.
+
+NNX objects are replaced by the values of their variables, and static arguments are split off.
+"""
 
 from __future__ import annotations
 

@@ -40,9 +40,13 @@ def has_inner(passes: StepPasses) -> bool:
 
 
 def computed_again(passes: StepPasses, rates: Device) -> bool:
-    """Has inner backward passes compute again what they read; whether there are any. Changes the equations of `passes`.
+    """Rewrites `passes` so that inner backward passes recompute the residuals that they read.
 
-    Loops are left as they are.
+    An inner derivative that contains a loop is left as it is, and so is one whose plan of least memory is a single
+    stretch.
+
+    Returns:
+      whether anything changed.
     """
     forward = passes.forward
     marks = [derivatives(name_stack(eqn))[1:] for eqn in forward.eqns]

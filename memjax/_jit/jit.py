@@ -38,24 +38,25 @@ def jit(
 
     A step that fits is the program of `jax.jit`, compiled once. Otherwise the derivatives in it, wherever they are (`jax.grad`,
     `nnx.value_and_grad`, in loops that accumulate gradients, in branches, several of them), keep less between their forward
-    and backward passes, and compute the rest again: the fastest plan that fits, each candidate being compiled as it will run.
-    Nothing in `f` is edited, and the results are the same up to rounding. Where arguments lie on devices of several processes,
-    the first process decides for all.
+    and backward passes, and compute the rest again. memjax takes the fastest plan that fits. To tell whether one fits,
+    it compiles it exactly as it will run. Nothing in `f` is edited, and the results are the same up to rounding. Where
+    arguments lie on devices of several processes, the first process decides for all.
 
     Args:
       f: a training step: a function of pytrees, NNX objects among them, which it may update in place as under `nnx.jit`. None:
         a decorator with these options.
-      budget: bytes of a device for all that the compiled step holds: arguments, results that are no donated arguments,
-        temporaries, code; a number, or a text like "40GiB". "device": the device's memory less what other arrays take; on
-        devices that tell no limit, as CPUs, everything fits; refused for those of a topology, which are not there. "min": the
-        least memory.
+      budget: bytes of a device for all that the compiled step holds: arguments, results that do not reuse a donated
+        argument's memory, temporaries, code; a number, or a text like "40GiB". "device": the device's memory less what
+        other arrays take; if the device reports no limit, as CPUs do, every step fits; refused for devices of a
+        topology, which are not there. "min": the least memory.
       allow: what a plan may do. "recompute": compute again what is not kept; always. "tile": go through a loss and its gradient
         tile by tile, so that logits are never whole; on one device, or within a `jax.shard_map` with check_vma=False. "offload":
         move what loops keep to the memory of the host. "compress": keep what may be rounded in 8 bits; gradients are rounded
         then. As for `memjax.plan`.
-      plan: a `StepPlan` that `step.plan` made, to act on; `budget` is not asked then.
-      cache_dir: where plans and what is compiled by them are kept, so that the next process traces the step and no more; None: in
-        a folder of JAX's compilation cache, if there is one. What lies there is run: it has to be trusted as programs are.
+      plan: a `StepPlan` that `step.plan` made, to act on; `budget` is then ignored.
+      cache_dir: where plans and what is compiled by them are kept, so that the next process only has to trace the step;
+        None: in a folder of JAX's compilation cache, if there is one. Compiled programs from this folder are run: use
+        only a folder that you trust.
       **options: those of `jax.jit`: static_argnums, donate_argnums, in_shardings, out_shardings, compiler_options, and so on.
 
     Returns:

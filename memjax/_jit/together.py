@@ -1,7 +1,8 @@
 """Plans of all derivatives of a step at once, so that few programs are compiled.
 
-Derivatives have their turns one after another, and the step holds what the largest of them does. So all of them may take equally
-much: the ways to run a step are in a line, from the fewest bytes to the most, as the plans of one derivative are.
+The derivatives of a step run one after another, so the step's peak is that of the largest one, and all may use equally
+many bytes. So there is one list of ways to run the step, from the fewest predicted bytes to the most. In each way,
+every derivative has its fastest plan within that many bytes. The first way is an exception: it keeps the least.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Line:
         return tuple(plans.kind(number) for plans, number in zip(self._plans, self._numbers[way], strict=True))
 
     def runs(self, way: int) -> list[tuple[Run, Key] | None]:
-        """By derivative how it is run, and what tells that from other ways; None: as it is written."""
+        """For each derivative, how it is run, and a key that differs from that of other ways; None: as written."""
         found: list[tuple[Run, Key] | None] = []
         for program, plans, number in zip(self._programs, self._plans, self._numbers[way], strict=True):
             if self._as_written(program, plans, number):

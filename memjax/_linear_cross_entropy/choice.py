@@ -2,11 +2,12 @@
 
 With N tokens, D dimensions and V columns of b bytes, and time in milliseconds:
 
-    forward_grad        matmuls, two passes over b N V bytes of logits, a sum into the 8 D V bytes of dW for every chunk. Where
-                        rows of logits are not a multiple of 16 bytes, as with V = 50,257, matmuls are slower, dW's most: then
-                        all of them have the logits for an operand, while "recompute" has only its last chunk of them.
-    recompute           one matmul more, and work for every chunk; with Triton kernels three passes over the logits, with
-                        Mosaic kernels the softmax inside the matmuls, twice for every logit, which short rows do not hide.
+    forward_grad        matmuls; two passes over b N V bytes of logits; for each chunk, a read and a write of dW's
+                        float32 sum (8 D V bytes). Where a row of logits is not a multiple of 16 bytes, as with
+                        V = 50,257, the gradient matmuls, which read the logits, are slower, dW's most. In "recompute"
+                        only the last chunk has such rows.
+    recompute           one matmul more, and work for every chunk. With Triton kernels three passes over the logits.
+                        With Mosaic kernels the softmax is evaluated in the matmuls, twice for every logit.
 
 `COSTS` is the least-squares fit (`python -m benchmarks.cross_entropy_choice --fit`) to an H200's times of 17 shapes: 1,024 to
 32,768 tokens, D from 512 to 8,192, V from 8,192 to 256,128, bfloat16 and float32, with and without a frozen head. Predictions

@@ -1,4 +1,4 @@
-"""O = f(A B) C over a ring of devices, and the feed-forward layer that is made of it."""
+"""O = f(A B) C over a ring of devices, and the feed-forward layer that is built from it."""
 
 from __future__ import annotations
 
@@ -183,7 +183,8 @@ def _backward(
         z = a @ b if recompute else jax.lax.dynamic_index_in_dim(products, step, 0, keepdims=False)
         h, pull = jax.vjp(_elementwise(f, len(bs), a.dtype), z)
         (dz,) = pull(do @ c.T)
-        h, dz = joint_barrier((h, dz))  # made once, both in one kernel
+        # The barrier makes XLA compute h and dz once, in one kernel; otherwise it may recompute them in each reader.
+        h, dz = joint_barrier((h, dz))
         return _add_product(da, dz, b.T), h, dz
 
     def of_block(carry: Any, block: Any, step: Any) -> tuple[Any, Any]:
@@ -224,9 +225,12 @@ def _block(bs: tuple[jax.Array, ...], c: jax.Array, index: Any, count: int) -> t
 
 
 def _add_product(sums: Any, a: jax.Array, b: jax.Array) -> tuple[jax.Array, ...]:
-    """sums + a b, in two halves of the rows: a product that is not added where it is made then takes half as much memory."""
+    """`sums + a @ b`, one half of the rows at a time. `sums` is a pair of halves; None means zero.
+
+    If XLA does not fuse the addition into the matmul, the temporary product is then half as large.
+    """
     product = partial(jnp.matmul, preferred_element_type=accumulator(a.dtype))
-    # Made once, in one kernel: in the kernels that slice it XLA would recompute it.
+    # The barrier makes XLA compute a once, in one kernel; otherwise it would recompute a in the kernels that slice it.
     a = barrier(a)
     first = product(_halves(a)[0], b)
     first = first if sums is None else sums[0] + first
@@ -259,7 +263,7 @@ _MIXING = (
 
 
 def check_elementwise(name: str, f: Callable[..., Any]) -> None:
-    """Raises unless `f` of an array gives one of its shape, each entry made of the entry at the same place."""
+    """Raises unless `f` maps an array to one of its shape, each entry computed from the entry at the same place."""
     check.function(name, f, "pass one such as jax.nn.gelu")
     wanted = "an elementwise function of one array"
     blocks = "it sees only blocks of rows and columns"

@@ -65,7 +65,7 @@ class Backward:
         self.kept_nbytes = sum(map(nbytes, self.kept))
 
     def keep(self, inputs: Arrays) -> tuple[Arrays, Arrays]:
-        """(outputs, kept)."""
+        """Runs the forward pass. Returns (outputs, the values that `back` needs)."""
         # Sums over devices are part of the program, so it is wrong by a factor for values that vary over other axes.
         assert [varying(jax.typeof(value)) for value in inputs] == self._varying, "inputs vary over other mesh axes"
         out = self._keep([*self._consts, *inputs])

@@ -1,4 +1,4 @@
-"""Rules for equations without programs in them: where the dimension that holds positions goes."""
+"""Rules for equations whose sub-jaxpr, if any, need not be walked: which dimension of the result holds positions."""
 
 from __future__ import annotations
 

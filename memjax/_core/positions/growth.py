@@ -75,7 +75,7 @@ class Growth:
         self.operands: dict[int, list[State]] = {}
         self.inside: list[int] = []
         self.entered: list[int] = []
-        self._read: set[Any] = set()  # from outside, with positions
+        self._read: set[Any] = set()  # variables with positions that the region reads from outside
         most = array_bytes(program.eqns[seed].outvars[0])
         behind: set[Any] = set()  # what follows from the region outside of it
         for i in range(seed, len(program.eqns)):

@@ -20,7 +20,9 @@ from memjax._core.program.dataflow import is_literal, made_by, read_by, variable
 from memjax._core.program.jaxpr import Program
 from memjax._core.program.primitives import VIEWS, expensive
 
-_LARGE = 4  # times what goes in and comes out: less is not worth a loop
+# A seed's result must be at least 4 times as large as one operand, the one that the positions come from. A region is used only if
+# the seed's result has at least 4 / 2 times the bytes with positions that go in and come out. Less is not worth a loop.
+_LARGE = 4
 _SMALL = 8  # times smaller than the seed: not worth making inside
 _LEAST_LENGTH = 4
 _LARGEST_SUM = 1024  # elements
@@ -106,8 +108,9 @@ Mapped = dict[tuple[Any, int], None]
 
 
 class _Cut:
-    """The part of what has grown out of which the fewest bytes come: its first equations, and what of their operands is made
-    inside with them.
+    """The part of a growth that the fewest bytes leave.
+
+    These are its first equations, and those that make some of their operands inside.
     """
 
     def __init__(self, growth: Growth):
@@ -123,7 +126,7 @@ class _Cut:
         if not outs or any(isinstance(state, Positions) and state.inner != 1 for state in states):
             return None
         axes = [state.dim if isinstance(state, Positions) else None for state in states]
-        # Else the features of a hidden layer would be taken for positions, and its result for a sum over them.
+        # Otherwise the features of a hidden layer would be mistaken for positions, and its result for a sum over them.
         large = (axis is None and var.aval.size > _LARGEST_SUM for var, axis in zip(outs, axes, strict=True))
         if growth.leading is None and any(large):
             return None

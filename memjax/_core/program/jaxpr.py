@@ -144,7 +144,7 @@ class Program:
 
     @functools.cached_property
     def flow(self) -> Dataflow:
-        """What depends on what in it."""
+        """The data dependences between the equations of the program."""
         return Dataflow(self.eqns)
 
     def given(self, inputs: Iterable[Any]) -> dict[Any, Any]:

@@ -19,7 +19,9 @@ from memjax._plan.schedule.schedule import Strategy, schedule
 from memjax._plan.schedule.store import Shared
 
 _LARGEST_TABLE = 300_000  # entries of a dynamic program: some tenths of a second
-_MOST_BLOCKS = 1024  # in a table that is not asked for by `slots`: the program must not grow with the length
+# Most blocks in a table that `fastest` tries first, because the table is part of the program. More are allowed only if no other
+# plan fits, and never in a table of both kinds of states.
+_MOST_BLOCKS = 1024
 _MOST_MOVES = 1 << 24  # in a table: 64 MiB of program, and of the order of a minute even for the smallest of steps
 _WORTH_IT = 0.98  # of the best time so far, for a plan of both kinds of states
 

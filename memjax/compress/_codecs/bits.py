@@ -254,7 +254,11 @@ DITHER_OFFSET = 1.5 * 2.0**15 + 255 / 256
 
 
 def places(shape: tuple[int, ...]) -> UInt32[Array, "..."]:
-    """The places of an array's values; they repeat after 2^32."""
+    """The row-major index of each value.
+
+    In an array of 2^32 values or more, leading axes are ignored until fewer than 2^32 indices are left, so indices
+    repeat along those axes.
+    """
     axis = 0
     while math.prod(shape[axis:]) >= 2**32:
         axis += 1

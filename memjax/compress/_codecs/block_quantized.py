@@ -59,7 +59,10 @@ def view_of(aval: Any, block: int) -> View:
 
 
 def _nearest_divisor(number: int, wanted: int) -> int:
-    """The divisor of `number`, of `_FEWEST` or more if there is one, whose ratio to `wanted` is nearest to one."""
+    """Among the divisors of `number` that are at least `_FEWEST`, the one whose ratio to `wanted` is closest to 1.
+
+    `number` itself if it is smaller than `_FEWEST`.
+    """
     small = [i for i in range(1, math.isqrt(number) + 1) if number % i == 0]
     divisors = {*small, *(number // i for i in small)}
     return min((d for d in divisors if d >= min(_FEWEST, number)), key=lambda d: abs(math.log(d / wanted)))
@@ -297,7 +300,7 @@ class RectifiedBlocks(OfBlocks):
         return (self._distance(largest, x.dtype),)
 
     def _distance(self, largest: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
-        # CPUs take subnormal numbers of float32 for zeros.
+        # CPUs treat subnormal numbers of float32 as zeros.
         least_positive = max(float(jnp.finfo(dtype).smallest_subnormal), _TINY)
         distance = jnp.maximum(largest / (2**self.bits - 1), 2 * least_positive)
         return jnp.where(jnp.isfinite(largest), distance, jnp.nan)

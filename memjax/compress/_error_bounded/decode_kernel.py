@@ -223,7 +223,7 @@ def _decode(where, words_ref, headers_ref, offsets_ref, exponent_ref, x_ref, kee
         where.store(x_ref, row, RAW_ROWS * i, words, live)
         return carry
 
-    # Compilers would write out a loop whose length they know.
+    # The trip count is opaque, because compilers would unroll a loop with a known one.
     lax.fori_loop(0, warp.opaque(any_lane(lanes.raw).astype(jnp.int32) * (tiles.ROWS // RAW_ROWS)), get_raw, 0)
 
 

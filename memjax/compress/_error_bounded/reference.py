@@ -165,7 +165,8 @@ def decode(
             place, reader = reader.advance(slot)
             dense = shift_right(get(place.latest), place.used)
             dense |= shift_left(get(place.fresh), u32(WORD) - place.used)
-            return numbers | (((dense[:, None] >> ranks) & u32(1)) << u32(slot)), reader  # zeros' are anything
+            # The bits read for values that are zero are arbitrary; `dequantize` ignores them (`is_some`).
+            return numbers | (((dense[:, None] >> ranks) & u32(1)) << u32(slot)), reader
 
         numbers, reader = lax.fori_loop(0, reader.most_slots, get_slot, (jnp.zeros_like(ranks), reader))
         of_groups = numbers, mask, *_of_groups(grid, exponent, tile)
@@ -268,7 +269,8 @@ def _raw_places(row: UInt32[Array, ""], following: UInt32[Array, ""], dtype) -> 
 def _of_live(row: Array, first: Array) -> Array:
     """The places of a row whose live lanes are the bits of `row`, from `first` on.
 
-    That is told from the bits again, because XLA would compile what told it before once more for each reader.
+    Which lanes are live is computed from the bits again, because XLA would compile the earlier computation once more
+    for each reader.
     """
     return jnp.where(_is_in(row), first + lax.population_count(row & _BELOW), _NOWHERE)
 

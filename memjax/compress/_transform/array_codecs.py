@@ -45,8 +45,9 @@ class Role(NamedTuple):
 
     Attributes:
       aval: its type.
-      is_fine: whether the backward pass subtracts a product with it from another: `Need.FINE`.
-      is_wide: whether it has values of very unequal sizes, as an exponential has.
+      is_fine: whether the backward pass subtracts two products from each other and this array is a factor of one:
+        `Need.FINE`.
+      is_wide: whether its values differ by orders of magnitude, as those of an exponential or a softmax do.
       by_channel: whether a convolution or a batch norm reads it, whose channels have scales of their own.
       share: its size as a share of the largest array's.
       is_source: whether other saved arrays are computed from it.
@@ -67,7 +68,7 @@ def waits(codec: OptionalMembers) -> bool:
 
     On a GPU, decoding that is arithmetic on single values is fused into what reads the array, which waiting would prevent.
     XLA:CPU decodes such codes in the forward pass if they do not wait, and keeps the decoded arrays. So does XLA:GPU where a
-    product reads what is computed of a decoded array: that always waits, see `run_late`.
+    product reads what is computed from a decoded array: that always waits, see `run_late`.
     """
     return jax.default_backend() != "gpu" or is_fused(codec) or not codec.elementwise
 
@@ -121,12 +122,12 @@ class ArrayCodecs:
 
     def nbytes(self, aval: Any, role: Role | None = None) -> int:
         """Bytes of the code of an array of this type."""
-        if aval not in self._nbytes:  # most codecs trace themselves to tell
+        if aval not in self._nbytes:  # cached: most codecs find the size by tracing `encode`
             self._nbytes[aval] = int(check.number("codec.nbytes", self._codec.nbytes(aval), least=0))
         return self._nbytes[aval]
 
     def encoded(self, names: Sequence[str], roles: Sequence[Role], codes: Sequence[Any]) -> None:
-        """Told what a forward pass encodes. Says at run time which of the codes overflow."""
+        """Called with what a forward pass encodes. Reports at run time which of the codes overflow."""
         warn_of_overflow(names, codes)
 
     def collector(self, arrays: list[Weighed], cotangents_and_codes: Any) -> Collector | None:

@@ -124,7 +124,7 @@ class Loops:
     """
 
     def __init__(self, program: Program, wanted: Sequence[bool], setting: Setting):
-        self._bodies: dict[int, Any] = {}  # by equation
+        self._bodies: dict[int, Any] = {}  # by id(eqn)
         self.derivatives: list[Any] = []
         scans = [eqn for eqn in program.eqns if eqn.primitive.name == "scan"]
         if not scans or not setting.codecs.in_iterations:

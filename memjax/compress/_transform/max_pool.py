@@ -209,7 +209,7 @@ def _is_pooling(eqn: Any) -> bool:
 
 
 def _is_relu(eqn: Any) -> bool:
-    """Whether the equation has the value and the derivative of `jax.nn.relu`: the same program for both together."""
+    """Whether the equation is `jax.nn.relu`: the JVPs of both (value and tangent) trace to the same program."""
     if len(eqn.invars) != 1 or not is_float(eqn.invars[0].aval):
         return False
     body = calls_in_place(eqn.params["call_jaxpr"], differentiable=False)

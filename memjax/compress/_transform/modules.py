@@ -229,7 +229,7 @@ class _Classes:
         key = original, is_part
         if key not in self._compressed:
             calls = {name: self._call(original, name, is_part=is_part) for name in _methods_of(original, nnx.Module)}
-            # The class keeps its name, after which modules may be named.
+            # The new class keeps the original's name, because modules may be named after their class.
             members = {**calls, "__module__": original.__module__, "__doc__": original.__doc__}
             kind: Any = type(original)
             self._compressed[key] = new = kind(original.__name__, (original,), members)

@@ -61,8 +61,9 @@ def attention_in_groups(
       x: B sequences of T positions.
       query, key, value, out: kernels of N query heads and K heads of keys and values, H features each; N is a multiple of K.
         Their shapes are those of `nnx.MultiHeadAttention`.
-      groups: in how many groups the heads are taken, a divisor of K. None: K. On a mesh that shards heads over p devices a group
-        has heads of each of them, so it is a divisor of K / p; automatic axes do not tell, and more groups leave devices idle.
+      groups: the number of groups that the heads are split into, a divisor of K. None: K. On a mesh that shards heads
+        over p devices a group has heads of each of them, so it is a divisor of K / p; automatic axes do not show p, and
+        more groups leave devices idle.
       tile: positions per tile of projections; see `tiled`.
       norm: applied to x before the projections. What it closes over (a scale) is differentiated.
       rotary: applied to queries and keys of shape (B, t, heads, H), with the positions of the tile, of shape (t,) or (B, t).
@@ -91,7 +92,7 @@ def attention_in_groups(
 
     Raises:
       ValueError: kernels that do not fit x or each other, `groups` that does not divide K, or an `attend` that mixes heads, or
-        depends on their number (ALiBi's slopes), as far as its program tells.
+        depends on their number (ALiBi's slopes), as far as its program shows that.
       TypeError: an argument of the wrong kind; forward-mode differentiation.
 
     Source: Ghadia et al. 2026, "Untied Ulysses: Memory-Efficient Context Parallelism via Headwise Chunking".
@@ -291,7 +292,7 @@ class _Layer:
         return list(map(cut, arrays))
 
     def _put(self, side_by_side: Array, one: Array, group: Any) -> Array:
-        """The heads of one group, written among all."""
+        """`side_by_side`, which holds all heads, with the heads of `group` replaced by `one`."""
         heads = Segments(side_by_side.shape[2], self._segments)
         size = one.shape[2] // heads.count
         return heads.join(heads.put(heads.split(side_by_side, 2), one, group * size, 2), 2)

@@ -1,4 +1,4 @@
-"""How exactly the backward pass needs each residual, told from what its equations do with it.
+"""How exactly the backward pass needs each residual, inferred from what its equations do with it.
 
     EXACT   It meets another residual inside an exponential, as queries, keys and a log-sum-exp do, or is divided by, or has its
             logarithm or root taken, or a kernel or a loop reads it of which nothing is known. Rounded independently of the
@@ -166,7 +166,7 @@ _RECTIFIERS = frozenset(("max", "min"))
 
 
 def is_smooth(eqn: Any, producer: dict[Any, Any]) -> bool:
-    """Whether the equation's result is off by about as much as its operands are."""
+    """Whether the equation does not amplify rounding errors: its result is off by about as much as its operands are."""
     name = eqn.primitive.name
     if eqn.effects:
         return False
@@ -250,10 +250,10 @@ _OF_STATISTICS = COMPARISONS | {"sqrt", "rsqrt", "integer_pow", "div"}
 
 
 def is_statistic(var: Any, producer: dict[Any, Any]) -> bool:
-    """Whether `var` is computed, value by value, of sums or maxima over many values of a larger array.
+    """Whether `var` is a statistic: a reduction of an array at least `MANY` times as large.
 
-    An error of the sum of a softmax, or of a norm's deviation, becomes an error of all values that are divided by it, at least
-    `MANY` times as many.
+    Operations that keep its size may follow. Examples are a softmax's denominator and a norm's variance. An error in
+    one statistic affects all the values normalized with it, at least `MANY` of them.
     """
     walk = Walk([var])
     for current in walk:
@@ -276,7 +276,7 @@ def is_statistic(var: Any, producer: dict[Any, Any]) -> bool:
 
 
 def follows_from_rows(var: Any, given: set[Any], producer: dict[Any, Any]) -> bool:
-    """Whether a statistic is one of a norm's rows: computed of variables in `given` by sums over the last axes,
+    """Whether a statistic is one of a norm's rows: computed from variables in `given` by sums over the last axes,
     roots and operations that multiply no error.
 
     A sum of squares of rounded values is off by the square of their relative error, or by less where errors are independent:
