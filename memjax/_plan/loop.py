@@ -175,7 +175,7 @@ class Loop:
         pair, plan, [body] = self.pair, self._plan, self._bodies
         assert plan is not None
         consts, carried = scan_counts(pair.forward)
-        needed = {*(atom for atom, _ in self._consts), *(atom for atom, _ in self._slices)}
+        needed = set(variables(atom for atom, _ in (*self._consts, *self._slices)))
         # What only outputs are made of is not there any more, nor wanted.
         there = [values[a] if not is_literal(a) and a in needed else None for a in pair.forward.invars]
         there = [a.val if is_literal(a) else value for a, value in zip(pair.forward.invars, there, strict=True)]

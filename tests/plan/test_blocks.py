@@ -4,6 +4,7 @@ import functools
 import json
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax import lax
 
@@ -47,6 +48,18 @@ def test_gradients_are_those_of_the_loop(way, reverse):
     wanted = jax.jit(jax.value_and_grad(f, (0, 1, 2)))(*args)
     found = jax.jit(jax.value_and_grad(memjax.planned(f, plan=plan), (0, 1, 2)))(*args)
     close(found, wanted)
+
+
+def test_a_number_that_all_turns_read():
+    """JAX hands it to the loop as a literal."""
+
+    def f(w, xs):
+        scale = jnp.float32(1.5)
+        return (lax.scan(lambda h, x: (jnp.tanh(h @ w * scale + x), None), jnp.zeros((4, 8)), xs)[0] ** 2).sum()
+
+    args = jnp.eye(8), jnp.linspace(-1, 1, 40 * 32).reshape(40, 4, 8)
+    plan = with_blocks(memjax.plan(f, *args, budget="16KiB"), block=10, tail=10, levels=[3], slots=0)
+    close(jax.jit(jax.grad(memjax.planned(f, plan=plan)))(*args), jax.jit(jax.grad(f))(*args), 1e-6)
 
 
 def test_an_lstm_in_a_fiftieth_of_its_memory():
