@@ -105,4 +105,33 @@ def scheduler() -> str:
     return table(header, body, [{**environment, "accelerator": machine} for environment, _ in loaded], "jit_scheduler")
 
 
-TABLES: Tables = {"jit": decoder, "jit_mesh": layers, "jit_ahead": ahead, "jit_scheduler": scheduler}
+def whole_decoder() -> str:
+    """Llama 3 8B over four GPUs."""
+    loaded = [load(name) for name in ("jit_mesh_8b_2", "jit_mesh_8b_131072")]
+    body = []
+    for _, rows in loaded:
+        for row in rows:
+            by_hand = "policy" in row
+            body.append(
+                [
+                    f"{row['tokens']:,}",
+                    row["policy"] if by_hand else "(the device's memory is the budget)",
+                    f"{row['held'] / 2**30:.2f}" if by_hand else "",
+                    f"{row['ms'] / 1e3:.3f}" if by_hand else "",
+                    f"{row['planned_held'] / 2**30:.2f}",
+                    f"{row['planned_ms'] / 1e3:.3f}",
+                    f"{row['time']:.3f}" if by_hand else "",
+                    f"{row['tries']}",
+                ]
+            )
+    header = ["tokens of a device", "kept by hand", "GiB", "s", "`memjax.jit`, GiB", "s", "time to by hand", "compiled"]
+    return table(header, body, [environment for environment, _ in loaded], "jit_mesh_8b")
+
+
+TABLES: Tables = {
+    "jit": decoder,
+    "jit_mesh": layers,
+    "jit_mesh_8b": whole_decoder,
+    "jit_ahead": ahead,
+    "jit_scheduler": scheduler,
+}

@@ -34,4 +34,10 @@ def against_hand() -> str:
     return table(header, body, environments, "mesh")
 
 
-TABLES: Tables = {"mesh": against_hand}
+def vocabulary() -> str:
+    environment, rows = load("mesh_vocabulary")
+    body = [[row["how"], f"{row['ms']:.1f}", f"{row['temp_bytes'] / 2**20:,.0f}"] for row in rows]
+    return table(["loss over a sharded vocabulary", "ms", "temp MiB"], body, [environment], "vocabulary")
+
+
+TABLES: Tables = {"mesh": against_hand, "vocabulary": vocabulary}

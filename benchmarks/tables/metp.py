@@ -27,6 +27,22 @@ def memory_table() -> str:
     return table(header, body, [environment for environment, _ in files], "memory")
 
 
+def long_table() -> str:
+    """One layer over a long sequence, four GPUs."""
+    environment, rows = load("metp_memory_524288")
+    metp = next(row for row in rows if row["parallelism"] == "metp")
+    body = [
+        [
+            _NAMES[row["parallelism"]],
+            gib(row["peak_bytes"]),
+            f"{row['peak_bytes'] / metp['peak_bytes']:.2f}",
+            f"{row['milliseconds'] / 1e3:.2f}",
+        ]
+        for row in rows
+    ]
+    return table(["524,288 tokens", "peak, GiB", "to METP's", "s"], body, [environment], "long")
+
+
 def compiled_table() -> str:
     environment, rows = load("metp_compiled")
     lengths = sorted({row["tokens"] for row in rows})
@@ -112,6 +128,7 @@ def _overlap_row() -> tuple[dict[str, Any], dict[str, Any]]:
 
 TABLES: Tables = {
     "memory": memory_table,
+    "long": long_table,
     "compiled": compiled_table,
     "longest": longest_table,
     "overlap": overlap_table,
