@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from memjax._core.meshes import device_of
 from memjax._core.program import costs
-from memjax._core.program.working import hoisted_bytes, peak_bytes
 from memjax._jit.body import Acting, Body
 from memjax._jit.passes import StepPasses
 from memjax._jit.step_plan import StepPlan
@@ -20,9 +19,9 @@ from memjax._plan.budget.decide import GAIN_OF_STEPS, Plans, TooLittleError, dec
 from memjax._plan.budget.known import Allowed, Key, Known, Measure, key_of, known
 from memjax._plan.budget.search import LARGE_GAIN, search
 from memjax._plan.layout import Layout
+from memjax._plan.predicted import as_written
 from memjax._plan.result import Plan, Try
 from memjax._plan.run import Run
-from memjax._plan.solve.order import scattered_into_sums
 
 Compile = Callable[[Acting], Any]
 """Compiles the step with these passes run otherwise than they are."""
@@ -108,13 +107,11 @@ class Fit:
         return self._beside + max(map(self._plain_bytes, self._passes), default=0)
 
     def _plain_bytes(self, passes: StepPasses) -> int:
-        """Temporary bytes of the passes as they are: JAX keeps what the backward equations read of the forward ones."""
+        """Temporary bytes of the passes as they are."""
         layout = self._layout.within(passes.axes)
         platform = costs.device(device_of(layout.shardings)).platform
-        eqns = scattered_into_sums([*passes.forward.eqns, *passes.backward.eqns])
-        results = [*passes.outputs, *passes.backward.outvars]
-        peak = peak_bytes(eqns, passes.forward.invars, [], [], results, platform)
-        return layout.local(peak + hoisted_bytes(passes.backward.eqns, platform))
+        moment, hoisted = as_written(passes, platform)
+        return layout.local(moment.nbytes + hoisted)
 
     def may_fit_plain(self, budget: int) -> bool:
         """Whether the step with its passes as they are is worth compiling."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -10,19 +9,22 @@ from memjax._core.meshes import device_of
 from memjax._core.program import costs
 from memjax._core.program.costs import array_bytes
 from memjax._core.program.scopes import maker_of, place_of
-from memjax._core.program.working import Moment
+from memjax._core.program.working import Moment, fullest_moment, hoisted_bytes
 from memjax._explain.parts import Alive
 from memjax._plan.acting import chain_of
 from memjax._plan.budget.stretches import choices
 from memjax._plan.codes import codes_in
-from memjax._plan.derivative import Passes
+from memjax._plan.derivative import LoopPair, Passes
 from memjax._plan.layout import Layout
 from memjax._plan.result import Plan
 from memjax._plan.solve.chain import Chain, Choice
 from memjax._plan.solve.loops import carried, in_results, remade, turn_of
+from memjax._plan.solve.order import scattered_into_sums
 from memjax._plan.solve.phases import available_anywhere
 from memjax._plan.solve.segment import BackwardTurn, Option
 from memjax._plan.solve.subsets import Subset
+
+_HOISTED = "indices and zeros for the gradients of pools"
 
 
 class _Held(NamedTuple):
@@ -46,16 +48,24 @@ def predicted_at_peak(derivative: Passes, plan: Plan | None, layout: Layout) -> 
 
     Args:
       derivative: of the program.
-      plan: of it; None, or one without stretches: everything is kept.
+      plan: of it; None, or one without stretches: everything is kept, see `as_written`.
       layout: of its inputs.
     """
-    if plan is None or not plan.stretches:
-        chain = Chain(derivative, costs.device(device_of(layout.shardings)))
-        way = chain.choices(math.inf)
-    else:
+    if plan is not None and plan.stretches:
         chain = chain_of(derivative, plan, layout)
-        way = choices(chain, plan.stretches)
-    return alive_by(chain, way, layout)
+        return alive_by(chain, choices(chain, plan.stretches), layout)
+    moment, hoisted = as_written(derivative, costs.device(device_of(layout.shardings)).platform)
+    held = [*_in(moment, Subset([], [])), _Held(_HOISTED, hoisted)]
+    return _named(held, dict(_origins(derivative, ())), layout)
+
+
+def as_written(passes: Passes, platform: str) -> tuple[Moment, int]:
+    """The moment with the most bytes alive if everything is kept, and bytes of what compilers make at the start for the backward
+    pass: JAX keeps what the backward equations read of the forward ones."""
+    eqns = scattered_into_sums([*passes.forward.eqns, *passes.backward.eqns])
+    results = [*passes.outputs, *passes.backward.outvars]
+    moment = fullest_moment(eqns, passes.forward.invars, [], [], results, platform)
+    return moment, hoisted_bytes(passes.backward.eqns, platform)
 
 
 def alive_by(chain: Chain, way: Iterable[Choice], layout: Layout) -> list[Alive]:
@@ -66,9 +76,7 @@ def alive_by(chain: Chain, way: Iterable[Choice], layout: Layout) -> list[Alive]
         kept, there = (_of_loop if choice.option.parts else _of_stretch)(chain, choice)
         most = max(most, [*before, *there], key=_nbytes)
         before += kept
-    origins = dict(_origins(chain))
-    found = (_named(one, origins, layout) for one in most)
-    return [one for one in found if one.bytes]
+    return _named(most, dict(_origins(chain.derivative, chain.loops.values())), layout)
 
 
 def _nbytes(held: Iterable[_Held]) -> int:
@@ -124,7 +132,7 @@ def _whole(var: Any) -> _Held:
 
 def _kept(turn: BackwardTurn, subset: Subset) -> list[_Held]:
     codes = (_Held(code.of, code.nbytes, in_code=True) for code in subset.coded)
-    hoisted = _Held("indices and zeros for the gradients of pools", turn.hoisted_nbytes)
+    hoisted = _Held(_HOISTED, turn.hoisted_nbytes)
     return [*map(_whole, subset.kept), *codes, hoisted]
 
 
@@ -144,10 +152,10 @@ def _in(moment: Moment, subset: Subset) -> list[_Held]:
     return [*found, _Held(moment.flow.eqns[moment.at], moment.inside)] if moment.inside else found
 
 
-def _origins(chain: Chain) -> Iterator[tuple[Any, tuple[str, str]]]:
+def _origins(derivative: Passes, loops: Iterable[LoopPair]) -> Iterator[tuple[Any, tuple[str, str]]]:
     """By variable what makes it, and where."""
-    programs = [chain.derivative.forward, chain.derivative.backward]
-    for pair in chain.loops.values():
+    programs = [derivative.forward, derivative.backward]
+    for pair in loops:
         programs += [pair.program, pair.pull]
         for body in (pair.program, pair.pull):
             yield from dict.fromkeys(body.invars, (f"read by a turn of {maker_of(pair.forward)}", "")).items()
@@ -156,8 +164,12 @@ def _origins(chain: Chain) -> Iterator[tuple[Any, tuple[str, str]]]:
             yield var, (maker_of(eqn), place_of(eqn))
 
 
-def _named(held: _Held, origins: dict[Any, tuple[str, str]], layout: Layout) -> Alive:
-    nbytes = layout.local(held.nbytes)
+def _named(held: Iterable[_Held], origins: dict[Any, tuple[str, str]], layout: Layout) -> list[Alive]:
+    """What is alive, with names, places and bytes of a device."""
+    return [_as_alive(one, origins, layout.local(one.nbytes)) for one in held if one.nbytes]
+
+
+def _as_alive(held: _Held, origins: dict[Any, tuple[str, str]], nbytes: int) -> Alive:
     if isinstance(held.of, str):
         return Alive(held.of, "", "", nbytes)
     if hasattr(held.of, "primitive"):
