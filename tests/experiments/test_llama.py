@@ -74,8 +74,7 @@ def test_every_recipe_has_the_plain_gradients(x64, recipe):
     assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("recipe", ["plain", "tiled=3+groups+slots=2"])
-def test_a_ring_has_the_plain_gradients(x64, recipe):
+def test_a_ring_has_the_plain_gradients(x64, recipe="tiled=3+groups+slots=2"):
     """The sequence in zigzag order over four devices, which hold a quarter of the parameters each; the head is untied."""
     with jax.numpy_dtype_promotion("standard"):
         config, params, wanted = expected(False, length=16)

@@ -20,7 +20,6 @@ WAYS = [
     {"slots": 100},  # more than there is to keep
     {"budget": 3000},  # a table of single steps
     {"budget": 4000},  # of both kinds of states
-    {"budget": 4110},  # of blocks
     {"budget": 5000},  # nested loops and a tail
     {"budget": "1MiB"},  # everything is kept
 ]
