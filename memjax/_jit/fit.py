@@ -15,7 +15,7 @@ from memjax._jit.passes import StepPasses
 from memjax._jit.step_plan import StepPlan
 from memjax._jit.together import Line
 from memjax._plan.acting import by_plan
-from memjax._plan.budget.decide import GAIN_OF_STEPS, Plans, TooLittleError, decide, is_hopeless, plan_of
+from memjax._plan.budget.decide import GAIN_OF_STEPS, OF_ONE, Plans, TooLittleError, decide, is_hopeless, plan_of
 from memjax._plan.budget.known import Allowed, Key, Known, Measure, key_of, known
 from memjax._plan.budget.search import LARGE_GAIN, search
 from memjax._plan.layout import Layout
@@ -157,7 +157,7 @@ class Fit:
             found.append(self._planned(budget))
             if isinstance(budget, int) and fast and found[0][0].nbytes <= budget:
                 return found[0]
-            if isinstance(room, int) and is_hopeless(least_tries, room):
+            if isinstance(room, int) and is_hopeless(least_tries, room, OF_ONE):
                 raise DoesNotFitError(*self._least_of(*found[0]))
         if not found or len(self._passes) <= _MOST_ONE_BY_ONE:
             if len(self._passes) > 1:
@@ -233,9 +233,9 @@ class Fit:
         for in_steps in (False, True):
             line = Line(programs, in_steps)
             compiled = lambda way, line=line: self._step(self._chosen(line, way))
-            if room and found and is_hopeless([found[0][1]], room):
+            if room and found and is_hopeless([found[0][1]], room, OF_ONE):
                 first = Try(0, line.predicted[0], line.predicted[0], compiled(0))
-                if is_hopeless([first], room):
+                if is_hopeless([first], room, OF_ONE):
                     found.append((line, first, [first]))
                     break
             tries = search(line.predicted, line.seconds, room, compiled, line.kind, GAIN_OF_STEPS)

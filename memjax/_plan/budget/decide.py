@@ -25,6 +25,7 @@ _AS_PREDICTED = (
     1.05  # of the predicted bytes: a plan that takes more may take less in steps, and leave room for a faster
 )
 _UNSURE = 1.1  # by as much more or less the compiled bytes of one plan may be off than those of another
+OF_ONE = 1.25  # the same of one plan alone, or of one for several derivatives: others took up to 1.2 times less
 _KNOWN = 0.5  # of the predicted bytes: where the compiler takes less, the prediction says little
 _STEPS_DOWN = (0.98, 0.95, 0.85)  # of the least bytes so far, to ask for where the least is wanted
 GAIN_OF_STEPS = 5e-3  # of a step's time: what compiling a whole step once more has to promise
@@ -39,12 +40,13 @@ class TooLittleError(ValueError):
         self.least = least
 
 
-def is_hopeless(tries: Iterable[Try], budget: int) -> bool:
+def is_hopeless(tries: Iterable[Try], budget: int, unsure: float = _UNSURE) -> bool:
     """Whether no plan is expected to fit, by those that were compiled: the ones that are predicted to take the least among them.
 
-    Where the compiler takes far less than was predicted, the model does not know which plan takes the least.
+    Each takes more than `unsure` times the budget. Where the compiler takes far less than was predicted, the model does not know
+    which plan takes the least.
     """
-    return all(one.compiled > _UNSURE * budget and one.compiled > _KNOWN * one.predicted for one in tries)
+    return all(one.compiled > unsure * budget and one.compiled > _KNOWN * one.predicted for one in tries)
 
 
 def decide(
@@ -278,7 +280,7 @@ class Plans:
         nbytes = self.predicted[0]
         found: list[Try] = []
         for number in range(2):
-            if not found or budget is None or not is_hopeless(found, budget):
+            if not found or budget is None or not is_hopeless(found, budget, OF_ONE):
                 found.append(Try(number, nbytes, nbytes, self.compiled(number)))
         return sorted(found, key=lambda one: (one.compiled, -one.number))
 
