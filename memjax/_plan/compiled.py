@@ -54,32 +54,10 @@ def compiled_step(run: Run | KeepAll, types: Sequence[Any], layout: Layout) -> A
     given = [aval for aval, one in zip(pick(out_types, derivative.outs), scalar, strict=True) if not one]
     others = [] if derivative.of_blocks else given
     has_axes = any(names_an_axis(effect) for eqn in derivative.forward.eqns for effect in eqn.effects)
-    return _compiled(step, types, others, layout, derivative.wrt, has_axes=has_axes)
+    return compile_step(step, types, others, layout, derivative.wrt, has_axes=has_axes)
 
 
-def step_bytes(
-    step: Callable[[Sequence[Any], Sequence[Any]], Any],
-    types: Sequence[Any],
-    others: Sequence[Any],
-    layout: Layout,
-    wrt: Sequence[bool],
-    *,
-    has_axes: bool,
-) -> int | None:
-    """Temporary bytes of a step, per device; None where it is no program of its own.
-
-    Args:
-      step: from (inputs, other arguments) to (other results, gradients of the inputs in `wrt`).
-      types, layout: of the inputs.
-      others: types of the other arguments.
-      wrt: which inputs are differentiated.
-      has_axes: it has collectives over named axes.
-    """
-    program = _compiled(step, types, others, layout, wrt, has_axes=has_axes)
-    return None if program is None else temporary(program)
-
-
-def _compiled(
+def compile_step(
     step: Callable[[Sequence[Any], Sequence[Any]], Any],
     types: Sequence[Any],
     others: Sequence[Any],
@@ -88,7 +66,15 @@ def _compiled(
     *,
     has_axes: bool,
 ) -> Any | None:
-    """The step of `step_bytes`, compiled."""
+    """A step, compiled; None where it is no program of its own.
+
+    Args:
+      step: from (inputs, other arguments) to (other results, gradients of the inputs in `wrt`).
+      types, layout: of the inputs.
+      others: types of the other arguments.
+      wrt: which inputs are differentiated.
+      has_axes: it has collectives over named axes.
+    """
     manual = any(jax.sharding.AxisType.Manual in aval.sharding.mesh.axis_types for aval in types)
     if manual or has_axes:
         return compile_alone(jax.make_jaxpr(step)(list(types), list(others)))

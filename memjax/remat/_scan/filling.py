@@ -20,8 +20,9 @@ from memjax._core.compat import names_an_axis
 from memjax._core.lists import Arrays, drop, pick
 from memjax._core.meshes import device_of
 from memjax._core.program.jaxpr import nbytes, trace
+from memjax._plan.alone import temporary
 from memjax._plan.budget.digest import digest_of
-from memjax._plan.compiled import step_bytes
+from memjax._plan.compiled import compile_step
 from memjax._plan.layout import layout_of
 from memjax._plan.schedule.execute import Execution, LoopPlan
 from memjax.remat._scan.step import ScanBlocks, StepBackward
@@ -162,7 +163,8 @@ def compiled_bytes(
         if len(_known) == _MOST_KNOWN:
             _known.pop(next(iter(_known)))
         has_axes = any(names_an_axis(effect) for effect in closed.jaxpr.effects)
-        _known[name] = step_bytes(gradient, types, [], layout, wrt, has_axes=has_axes)
+        program = compile_step(gradient, types, [], layout, wrt, has_axes=has_axes)
+        _known[name] = None if program is None else temporary(program)
     return _known[name]
 
 
