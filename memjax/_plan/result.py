@@ -96,9 +96,6 @@ class Stretch(NamedTuple):
         return (self.turns or 1) * sum(kept.nbytes for kept in self.kept if kept.on_host)
 
 
-_FIELDS_OF_LOOP = len(Stretch._fields) - 3  # after `kept`, with `in_blocks`
-
-
 class Tiled(NamedTuple):
     """A part of the program that runs tile by tile, in both passes.
 
@@ -254,10 +251,11 @@ class Plan:
         stretches = []
         for start, stop, kept, *rest in fields["stretches"]:
             inside = tuple(_typed(Kept, one, least={"equation": -1}) for one in kept)
-            if len(rest) == _FIELDS_OF_LOOP and rest[-1] is not None:
-                block, tail, levels, *others = rest[-1]
-                rest[-1] = _typed(InBlocks, (block, tail, tuple(levels), *others))
-            stretches.append(_typed(Stretch, (start, stop, inside, *rest)))
+            one = Stretch(start, stop, inside, *rest)
+            if one.in_blocks is not None:
+                block, tail, levels, *others = one.in_blocks
+                one = one._replace(in_blocks=_typed(InBlocks, (block, tail, tuple(levels), *others)))
+            stretches.append(_typed(Stretch, one))
         points = tuple(_typed(Point, point, least={"nbytes": -math.inf}) for point in fields["points"])
         tries = tuple(_typed(Try, one) for one in fields["tries"])
         tiled = tuple(map(Tiled.of_fields, fields["tiled"]))
