@@ -67,15 +67,21 @@ class Growth:
       operands: by number, the states of what an equation reads.
     """
 
-    def __init__(self, program: Program, sources: Sources, seed: int, dim: int, leading: Collection[Any] | None):
-        self.program, self.sources, self.seed, self.dim, self.leading = program, sources, seed, dim, leading
-        self.length = shape_of(program.eqns[seed].outvars[0])[dim]
-        self._walk = WalkOfStates(self.length, True, apply_rule)
+    def _begin(
+        self, program: Program, sources: Sources, seed: int, length: int, leading: Collection[Any] | None = None
+    ) -> None:
+        """Nothing has grown yet."""
+        self.program, self.sources, self.seed, self.length, self.leading = program, sources, seed, length, leading
+        self._walk = WalkOfStates(length, True, apply_rule)
         self.states: dict[Any, State] = {}
         self.operands: dict[int, list[State]] = {}
         self.inside: list[int] = []
         self.entered: list[int] = []
         self._read: set[Any] = set()  # variables with positions that the region reads from outside
+
+    def __init__(self, program: Program, sources: Sources, seed: int, dim: int, leading: Collection[Any] | None):
+        self.dim = dim
+        self._begin(program, sources, seed, shape_of(program.eqns[seed].outvars[0])[dim], leading)
         most = array_bytes(program.eqns[seed].outvars[0])
         behind: set[Any] = set()  # what follows from the region outside of it
         for i in range(seed, len(program.eqns)):

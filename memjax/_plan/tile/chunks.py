@@ -47,7 +47,7 @@ class Recurrence(NamedTuple):
       eqns: in order.
       shared: variables that all chunks read.
       mapped: variables of which each chunk reads its steps, and in which dimension these are.
-      outs: variables that are read outside, but for what loops carry.
+      outs: variables that are read outside. The states that its loops end with are not among them.
       axes: where these have their steps; None: sums.
       nbytes: of what it makes.
     """
@@ -99,11 +99,9 @@ class _Grown(Growth):
     """The equations around a loop that keep steps apart: those that follow from it, then those that lead to these alone."""
 
     def __init__(self, program: Program, sources: Sources, seed: int):
-        self.program, self.sources, self.seed, self.dim, self.leading = program, sources, seed, 0, None
         first = program.eqns[seed]
-        self.length, self._reverse = first.params["length"], first.params["reverse"]
-        self._walk = Walk(self.length, True, apply_rule)
-        self.states, self.operands, self.inside, self.entered, self._read = {}, {}, [], [], set()
+        self._begin(program, sources, seed, first.params["length"])
+        self._reverse = first.params["reverse"]
         behind: set[Any] = set()  # what follows from the region outside of it
         for i in range(seed, len(program.eqns)):
             eqn, reads = program.eqns[i], program.flow.reads[i]
@@ -115,7 +113,6 @@ class _Grown(Growth):
                     behind.update(eqn.outvars[: scan_counts(eqn)[1]])
                 elif is_mine or not self._add(i, None):
                     behind.update(eqn.outvars)
-        self._behind = behind
 
     def _add_loop(self, i: int) -> bool:
         """Take a loop in, if it scans over steps and nothing else of it has steps."""
