@@ -31,6 +31,7 @@ from jax.sharding import PartitionSpec as P
 
 import memjax
 from benchmarks import record
+from benchmarks.jit_mesh import norm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,11 +112,6 @@ def arguments(config: Config, mode: str, batch: tuple[int, int], mesh: Mesh) -> 
     examples, length = batch
     tokens = struct((examples * mesh.size, length), jnp.int32, "data")
     return params, state, tokens, tokens
-
-
-def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    wide = x.astype(jnp.float32)
-    return (wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-5)).astype(x.dtype) * scale
 
 
 def rotary(x: jax.Array) -> jax.Array:

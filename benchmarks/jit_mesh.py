@@ -48,8 +48,8 @@ class Config:
     examples: int = 4
     """Sequences on each device."""
     vocabulary: int = 0
-    """Of an embedding before the layers, which then have rotary positions, and of a head after them, with the loss
-    `memjax.linear_cross_entropy`. 0: the layers alone."""
+    """How many entries an embedding and a head have; the loss is `memjax.linear_cross_entropy` then, and layers have rotary
+    positions. 0: the layers alone."""
     policies: tuple[Policy, ...] = ("nothing", "attention", "attention and hidden")
     """What is kept by hand; "plain" is the step without `jax.checkpoint`, with which `memjax.jit` would be the same."""
     budgets: tuple[str, ...] = ()

@@ -67,8 +67,8 @@ class Config:
     memory_limit: str | None = None
     """What parameters, gradients and all else may take in that search, such as 70GiB. Default: the device's."""
     devices: int = 1
-    """Of a ring over which "real" and "longest" spread sequence and parameters; with several, results have the number in their
-    names."""
+    """The size of the ring. "real" and "longest" split the sequence and the parameters over it. With several devices the names
+    of results have their number."""
     repeats: int = 2
     """Steps that are timed, after one that is not."""
     smoke: bool = False

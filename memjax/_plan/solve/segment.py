@@ -150,7 +150,7 @@ class BackwardTurn:
 
     Attributes:
       flow: of the segment's equations of the forward pass.
-      is_known: what is there anyhow.
+      is_known: variables that the backward pass has without keeping them.
       wanted: what else the backward pass reads of the segment.
       handed_on: what crosses to later segments. Of several names for the same bytes one counts; none where an earlier stretch
         makes these.
