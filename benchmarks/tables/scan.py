@@ -71,7 +71,11 @@ def planned_table() -> str:
 def recurrent_table() -> str:
     """A recurrent network with what leads to its loop and what follows."""
     body, sources = [], []
-    for name, what in (("recurrent", "512 steps"), ("recurrent_long", "1,024 steps")):
+    for name, what in (
+        ("recurrent", "GPU, 512 steps"),
+        ("recurrent_long", "GPU, 1,024 steps"),
+        ("recurrent_cpu", "CPU, 512 steps, smaller"),
+    ):
         environment, rows = load(name)
         sources.append(environment)
         for row in rows:
