@@ -11,8 +11,11 @@ import optax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import memjax
+
 WIDTH, LAYERS, EXAMPLES = 32, 6, 256
 OPTIMIZER = optax.adamw(1e-3)
+OPTIONS = memjax.remat_compiler_options()
 
 
 class Step(NamedTuple):
@@ -206,3 +209,16 @@ STEPS = {
     "fully sharded": lambda: fully_sharded(AxisType.Auto),
     "fully sharded, explicit axes": lambda: fully_sharded(AxisType.Explicit),
 }
+
+
+def held(compiled):
+    """Bytes of arguments, results that are no donated arguments, temporaries and code."""
+    found = compiled.memory_analysis()
+    results = found.output_size_in_bytes - found.alias_size_in_bytes
+    return found.argument_size_in_bytes + results + found.temp_size_in_bytes + found.generated_code_size_in_bytes
+
+
+def within(share, step):
+    """Bytes that leave so much of the temporaries of a step, compiled by itself."""
+    compiled = jax.jit(step.f, **step.options).lower(*step.args).compile(OPTIONS)
+    return held(compiled) - int((1 - share) * compiled.memory_analysis().temp_size_in_bytes)

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 import memjax
-from tests.jit.steps import STEPS, WIDTH
-from tests.jit.test_jit import OPTIONS, close, copied, held, within
+from tests.jit.steps import OPTIONS, STEPS, WIDTH, held, within
+from tests.jit.test_jit import close, copied
 
 
 def test_what_is_on_disk_is_not_done_again(count, tmp_path):

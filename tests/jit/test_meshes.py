@@ -7,8 +7,8 @@ from jax.sharding import PartitionSpec as P
 
 import memjax
 from memjax._core.compat import scan_counts
-from tests.jit.steps import EXAMPLES, STEPS, batch, layer, of, parameters, updating
-from tests.jit.test_jit import OPTIONS, close, copied, held, within
+from tests.jit.steps import EXAMPLES, OPTIONS, STEPS, batch, held, layer, of, parameters, updating, within
+from tests.jit.test_jit import close, copied
 
 
 def test_bytes_within_a_shard_map_are_those_of_a_device():

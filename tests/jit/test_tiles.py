@@ -12,7 +12,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import memjax
-from tests.jit.test_jit import close, copied, held
+from tests.jit.steps import held
+from tests.jit.test_jit import close, copied
 
 VOCABULARY, WIDTH, TOKENS = 2048, 32, 512
 LOGITS = 4 * VOCABULARY * TOKENS

@@ -10,8 +10,7 @@ from jaxlib import _jax
 import memjax
 from memjax._jit.cache import name_of_program
 from memjax._program import traced
-from tests.jit.steps import STEPS, Step
-from tests.jit.test_jit import within
+from tests.jit.steps import STEPS, Step, within
 
 
 def types(step: Step, devices: list) -> list:

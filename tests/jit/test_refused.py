@@ -1,0 +1,98 @@
+"""Budgets that a step does not fit: what is compiled before they are refused, and what the refusal says."""
+
+import itertools
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+import memjax
+from memjax._jit.account import bytes_of_results
+from memjax._jit.body import Body
+from memjax._jit.fit import DoesNotFitError, Fit
+from memjax._plan.layout import Layout, local_bytes
+from tests.jit.steps import OPTIMIZER, OPTIONS, STEPS, batch, held, loss, parameters, updating, within
+
+
+def test_what_does_not_fit_gets_an_account_and_the_least_runs():
+    params = parameters()
+    args = params, OPTIMIZER.init(params), batch()
+    step = updating(loss)
+    with pytest.raises(ValueError, match=r"(?s)budget is 1\.00 KiB, but the least possible is") as error:
+        memjax.jit(step, budget="1KiB")(*args)
+    message = str(error.value)
+    assert "args[0] 24.00 KiB" in message
+    assert "donate_argnums would give up to 72.00 KiB back" in message
+    least = memjax.jit(step, budget="min").plan(*args)
+    assert memjax.jit(step, budget=least.nbytes).plan(*args).nbytes == least.nbytes
+    with pytest.raises(ValueError, match="no derivative in it"):
+        memjax.jit(lambda x: x @ x.T, budget=1)(batch())
+
+
+def _fit_that_compiles_to(nbytes):
+    """The search for a plan of a step of two derivatives, the compiled bytes of which are `nbytes`, of how many were compiled."""
+    step, count = STEPS["alternating updates"](), itertools.count()
+
+    def compiled(acting):
+        sizes = {"argument": 0, "output": 0, "alias": 0, "temp": nbytes(next(count)), "generated_code": 0}
+        analysis = SimpleNamespace(**{f"{name}_size_in_bytes": size for name, size in sizes.items()})
+        return SimpleNamespace(memory_analysis=lambda: analysis)
+
+    closed = jax.make_jaxpr(step.f)(*step.args)
+    layout = Layout([None] * len(closed.in_avals))
+    return Fit(Body(closed), layout, compiled, 0, compress=False, offload=False)
+
+
+def test_a_step_that_takes_too_much_is_judged_by_what_is_compiled():
+    """However little its passes are predicted to take."""
+    nbytes = 2**20
+    fit = _fit_that_compiles_to(lambda count: nbytes)
+    with pytest.raises(DoesNotFitError) as error:
+        fit.within(nbytes - 1)
+    assert [one.compiled_nbytes for one in error.value.plan.passes] == [nbytes, nbytes]
+
+
+@pytest.mark.parametrize(("share", "few"), [(0.5, True), (0.95, False)])
+def test_what_cannot_fit_is_refused_soon(share, few):
+    """Once the least has been compiled, and in steps as well, others are tried only where one of them may be that much less."""
+    nbytes, calls = 600_000, itertools.count()
+    fit = _fit_that_compiles_to(lambda count: nbytes + next(calls))
+    with pytest.raises(DoesNotFitError) as error:
+        fit.within(int(share * nbytes))
+    assert error.value.plan.nbytes == nbytes  # the least of those that were compiled
+    assert (next(calls) <= 4) == few
+
+
+def test_what_takes_a_fifth_less_than_the_first_is_found():
+    """What is predicted to take the least may take that much more than another plan."""
+    fit = _fit_that_compiles_to(lambda count: 300_000 if count == 2 else 354_000)
+    assert fit.within(300_000)[0].nbytes == 300_000
+
+
+@pytest.mark.parametrize("name", ["layers", "alternating updates"])
+def test_a_refusal_takes_few_compilations(name, count):
+    step = STEPS[name]()
+    budget = within(0.1, step)
+    count.clear()
+    with pytest.raises(ValueError, match="the least possible is"):
+        memjax.jit(step.f, budget=budget, **step.options).plan(*step.args)
+    assert len(count) <= 3
+
+
+@pytest.mark.parametrize("name", ["layers", "a scan over layers", "alternating updates"])
+def test_what_a_step_takes_as_it_is_written_is_predicted(name):
+    """From what JAX keeps: the fastest plan keeps less where a loop makes something again for nothing."""
+    step = STEPS[name]()
+    closed = jax.make_jaxpr(step.f)(*step.args)
+    traced = jax.jit(step.f, **step.options).trace(*step.args)
+    beside = sum(map(local_bytes, closed.in_avals, [None] * len(closed.in_avals))) + bytes_of_results(traced)
+    layout = Layout([None] * len(closed.in_avals))
+    fit = Fit(Body(closed), layout, lambda acting: None, beside, compress=False, offload=False)
+    assert fit.predicted_plain == pytest.approx(held(traced.lower().compile(OPTIONS)), rel=0.05)
+
+
+@pytest.mark.parametrize("fitting", [1, 4, 7])
+def test_the_one_candidate_that_fits_is_taken(fitting):
+    """Whichever it is: what the other derivative keeps changes after it."""
+    fit = _fit_that_compiles_to(lambda count: 1000 if count == fitting else 2000 + count)
+    assert fit.within(1500)[0].nbytes == 1000
