@@ -132,9 +132,14 @@ def settings(eqn: Any) -> contextlib.AbstractContextManager[Any]:
     return eqn.ctx.manager
 
 
-def lines(eqn: Any) -> contextlib.AbstractContextManager[Any]:
-    """A context in which what is traced counts as made where the equation was: by the same lines of the user's code."""
-    return user_context(eqn.source_info.traceback)
+def lines(eqn: Any, *, marked: bool = False) -> contextlib.AbstractContextManager[Any]:
+    """A context in which what is traced counts as made where the equation was: by the same lines of the user's code.
+
+    `marked`: with its whole name stack as well.
+    """
+    if not marked:
+        return user_context(eqn.source_info.traceback)
+    return user_context(eqn.source_info.traceback, name_stack=eqn.source_info.name_stack)
 
 
 def eval_jaxpr(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:

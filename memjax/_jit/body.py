@@ -35,10 +35,11 @@ class Body:
         mesh this is so within a `jax.shard_map` that does not check what varies.
       axes: sizes of the axes of a `jax.shard_map` around it; None: it is in none.
       inner_again_on: derivatives inside of derivatives compute again what they read, by rates of that device; None: they do not.
+      microbatches: how many the program goes through one after the other.
 
     Attributes:
       passes: of the derivatives, in order.
-      tile_on: as given.
+      tile_on, microbatches: as given.
       tiled: what runs tile by tile, that in bodies included.
       inner: by number of an equation, the bodies that have derivatives in them.
       inner_again: whether any derivative inside of one computes again what it reads.
@@ -50,9 +51,10 @@ class Body:
         tile_on: TileOn | None = None,
         axes: dict[str, int] | None = None,
         inner_again_on: Device | None = None,
+        microbatches: int = 1,
     ):
         program = calls_in_place(closed, differentiable=False)
-        self.tile_on, self.tiled = tile_on, list[Tiled]()
+        self.tile_on, self.tiled, self.microbatches = tile_on, list[Tiled](), microbatches
         if tile_on is not None and (axes is not None or not tile_on.on_mesh):
             program, self.tiled = with_tiles(without_dead_equations(program), tile_on, axes or {})
         losses = _unread_losses(program)
@@ -75,6 +77,11 @@ class Body:
                     self.inner[i] = bodies
                     self.tiled += [what for body in bodies for what in body.tiled]
                     self.inner_again |= any(body.inner_again for body in bodies)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether it is another program than that of the step, even with all passes as they are."""
+        return bool(self.tiled) or self.microbatches > 1
 
     @property
     def has_passes(self) -> bool:

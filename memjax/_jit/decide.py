@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +33,7 @@ from memjax._jit.cache import (
 from memjax._jit.call import Pure, donated_values
 from memjax._jit.fit import MAKE_ONE, DoesNotFitError, Fit, acting_by, held_bytes
 from memjax._jit.inner import has_inner
+from memjax._jit.microbatches import PASSES_OF_SUMS, batch_of, counts, in_microbatches, sum_bytes
 from memjax._jit.passes import StepPasses
 from memjax._jit.processes import are_in_all_processes, compiler_options, plan_of_the_first
 from memjax._jit.progress import Progress
@@ -135,19 +137,19 @@ def _decided_here(
     progress = Progress(step.name)
     allowed = {"compress": "compress" in asked.allow, "offload": "offload" in asked.allow}
 
-    def fit_of(body: Body) -> Fit:
+    def fit_of(body: Body, more_bytes: int = 0, more_seconds: float = 0.0) -> Fit:
         def compile_with(acting: Acting) -> Any:
             compiled = planned.compiled(body, acting)
-            if acting or body.tiled:
+            if acting or body.is_changed:
                 progress.compiled(held_bytes(compiled), room)
             return compiled
 
-        return Fit(body, layout, compile_with, arguments + results, **allowed)
+        return Fit(body, layout, compile_with, arguments + results + more_bytes, other_seconds=more_seconds, **allowed)
 
     body = Body(closed)
     fit = fit_of(body)
     limit = room if isinstance(room, int) and room < sys.maxsize else None
-    if limit is None or not body.has_passes or fit.may_fit_plain(limit):
+    if limit is None or not body.has_passes or fit.may_fit_plain(limit, quickly=True):
         program, nbytes, _ = fit.plain
         as_written = StepPlan(nbytes if limit is None else limit, nbytes, nbytes)
         if not body.has_passes and nbytes > as_written.budget:
@@ -161,26 +163,40 @@ def _decided_here(
             ways.append(fit_of(tiled))
     if any(map(has_inner, body.every())) and (again := Body(closed, inner_again_on=costs.device(device))).inner_again:
         ways.append(fit_of(again))
+    more: Iterator[Fit] = iter(())
+    if "microbatch" in asked.allow and layout.devices == 1 and (batch := batch_of(closed)) is not None:
+        sums, rates = sum_bytes(batch), costs.device(device)
+
+        def in_parts(count: int) -> Fit:
+            parts = in_microbatches(closed, batch, count, device.platform)
+            return fit_of(Body(parts, microbatches=count), sums, count * PASSES_OF_SUMS * sums / rates.nbytes)
+
+        beside_parts = arguments + results + 2 * sums  # the sums, and the gradients of a microbatch
+        first, others = counts(batch, fit.predicted_kept - arguments - results - sums, room, beside_parts)
+        ways += map(in_parts, first)
+        more = map(in_parts, others)
     try:
-        chosen, best = _fastest(ways, room)
+        chosen, best = _fastest(ways, more, room)
     except DoesNotFitError as error:
         raise ValueError(account(error.plan, error.program, traced, about=not fit.is_plain_compiled)) from None
     kept.put(planned, chosen, best)
     return Entry(chosen, best, lambda: planned.jitted_of(best))
 
 
-def _fastest(ways: Sequence[Fit], room: int | str) -> tuple[StepPlan, Any]:
+def _fastest(ways: Sequence[Fit], more: Iterator[Fit], room: int | str) -> tuple[StepPlan, Any]:
     """The plan of the way that is predicted to be the fastest, and the step compiled with it; of the next one if it does not fit.
 
     Args:
       ways: the step as it is written, then others.
+      more: tried where none of these fits.
       room: bytes of a device.
 
     Raises:
       DoesNotFitError: no way fits; it is the one that takes the least.
     """
     refused: list[DoesNotFitError] = []
-    for fit in sorted(ways, key=lambda one: one.rank(room)) if len(ways) > 1 else ways:
+    in_order = sorted(ways, key=lambda one: one.rank(room)) if len(ways) > 1 else ways
+    for fit in itertools.chain(in_order, more):
         try:
             plan, program = fit.within(room)
             return dataclasses.replace(plan, plain_nbytes=ways[0].plain_nbytes), program
@@ -255,7 +271,7 @@ class _Planned:
             given = [leaf for leaf in jax.tree.leaves((args, kwargs)) if is_tracer(leaf)]  # the others are static
             return jax.tree.unflatten(out_tree, body.evaluate(given, acting))
 
-        changed = acting or body.tiled
+        changed = acting or body.is_changed
         jitted = self._step.with_options(run) if changed else self._step.plain
         # Without them nothing is computed again. The step as it is written is that of jax.jit.
         options: dict[str, Any] = dict(remat_compiler_options(self._platform)) if changed else {}
@@ -280,7 +296,14 @@ class _Planned:
         """The derivatives in the step, as a plan has them that was made before."""
         tile_on = TileOn(self._platform, plan.tile_nbytes, layout.devices > 1) if plan.tiled else None
         rates = costs.device(device_of(layout.shardings)) if plan.inner_again else None
-        body = Body(self._closed, tile_on, inner_again_on=rates)
+        closed = self._closed
+        if plan.microbatches > 1:
+            batch = batch_of(closed)
+            if batch is None or batch.length % plan.microbatches:
+                what = f"{plan.microbatches} microbatches, which this one cannot run in"
+                raise ValueError(f"plan must be of this step, got one with {what}: {MAKE_ONE}")
+            closed = in_microbatches(closed, batch, plan.microbatches, self._platform)
+        body = Body(closed, tile_on, inner_again_on=rates, microbatches=plan.microbatches)
         if [one[:-2] for one in body.tiled] != [one[:-2] for one in plan.tiled]:
             what = ", ".join(one.what for one in plan.tiled)
             raise ValueError(f"plan must be of this step, got one with tiles of {what} that are not in it: {MAKE_ONE}")

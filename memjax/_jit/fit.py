@@ -75,6 +75,7 @@ class Fit:
       compile_with: compiles it.
       beside: bytes of a device that no plan changes, about: arguments and results.
       compress, offload: what plans may do besides computing again.
+      other_seconds: that it takes beside its passes, where other ways do not.
     """
 
     def __init__(
@@ -86,9 +87,11 @@ class Fit:
         *,
         compress: bool,
         offload: bool,
+        other_seconds: float = 0.0,
     ):
         self._passes, self._body = list(body.every()), body
         self._layout, self._beside, self._compile_with = layout, beside, compile_with
+        self._other_seconds = other_seconds
         self._allowed: dict[str, Any] = {"compress": compress, "offload": offload}
         self._acting: Chosen = {}
         self._plans: dict[StepPasses, Plan] = {}
@@ -113,9 +116,20 @@ class Fit:
         moment, hoisted = as_written(passes, platform)
         return layout.local(moment.nbytes + hoisted)
 
-    def may_fit_plain(self, budget: int) -> bool:
-        """Whether the step with its passes as they are is worth compiling."""
-        return self.predicted_plain <= _SURELY * budget
+    @functools.cached_property
+    def predicted_kept(self) -> int:
+        """The same, more slowly: what plans predict where nothing is computed again.
+
+        On GPUs this is nearer to what is compiled: XLA fuses there what JAX keeps, and computes it again where it is read.
+        """
+        if costs.device(device_of(self._layout.shardings)).platform == "cpu":
+            return self.predicted_plain
+        return self._beside + max((self._known(one).frontier[-1][0] for one in self._passes), default=0)
+
+    def may_fit_plain(self, budget: int, *, quickly: bool = False) -> bool:
+        """Whether the step with its passes as they are is worth compiling, by either prediction; `quickly`: by the first."""
+        may = self.predicted_plain <= _SURELY * budget
+        return may or (not quickly and self.predicted_kept <= budget)
 
     @property
     def is_plain_compiled(self) -> bool:
@@ -136,7 +150,7 @@ class Fit:
         for one in map(self._known, self._passes):
             fitting = [more for nbytes, more in one.frontier if self._beside + nbytes <= budget]
             found += one.base_seconds + min(fitting, default=math.inf)
-        return found
+        return self._body.microbatches * found + self._other_seconds
 
     def within(self, budget: int | str) -> tuple[StepPlan, Any]:
         """The plan, and the step compiled with it.
@@ -313,7 +327,9 @@ class Fit:
         plans = tuple(self._plans[one] if one in self._acting else None for one in self._passes)
         tiles = (tuple(self._body.tiled), self._body.tile_on.nbytes) if self._body.tile_on else ((), 0)
         asked = nbytes if isinstance(budget, str) else budget
-        return StepPlan(asked, nbytes, self.plain_nbytes, plans, *tiles, self._body.inner_again)
+        return StepPlan(
+            asked, nbytes, self.plain_nbytes, plans, *tiles, self._body.inner_again, self._body.microbatches
+        )
 
 
 def _key(acting: Chosen) -> frozenset[Any]:

@@ -22,14 +22,14 @@ from memjax._jit.decide import Asked, Entry, Step, decided, kind_of
 from memjax._jit.explained import explained_peak
 from memjax._jit.step_plan import StepPlan
 
-_ALLOWED = ("recompute", "tile", "offload", "compress")
+_ALLOWED = ("recompute", "tile", "microbatch", "offload", "compress")
 
 
 def jit(
     f: Callable[..., Any] | None = None,
     *,
     budget: int | str = "device",
-    allow: Sequence[str] = ("recompute", "tile"),
+    allow: Sequence[str] = ("recompute", "tile", "microbatch"),
     plan: StepPlan | None = None,
     cache_dir: str | os.PathLike | None = None,
     **options: Any,

@@ -25,6 +25,7 @@ class StepPlan:
       tiled: what runs tile by tile, a loss and its gradient at once.
       tile_nbytes: what a tile may take, where that is more than usual.
       inner_again: whether derivatives inside of a derivative, such as forces in a loss, compute again what they read.
+      microbatches: parts of the batch that the derivative goes through one after the other, adding up gradients.
     """
 
     budget: int
@@ -34,21 +35,22 @@ class StepPlan:
     tiled: tuple[Tiled, ...] = ()
     tile_nbytes: int = 0
     inner_again: bool = False
+    microbatches: int = 1
 
     @property
     def as_written(self) -> bool:
         """Whether the step runs as it is written."""
-        return not (any(self.passes) or self.tiled)
+        return not (any(self.passes) or self.tiled or self.microbatches > 1)
 
     @property
     def seconds(self) -> float:
         """Predicted seconds of the derivatives that are planned."""
-        return sum(plan.seconds for plan in self.passes if plan is not None)
+        return self.microbatches * sum(plan.seconds for plan in self.passes if plan is not None)
 
     @property
     def plain_seconds(self) -> float:
         """The same with nothing computed again."""
-        return sum(plan.plain_seconds for plan in self.passes if plan is not None)
+        return self.microbatches * sum(plan.plain_seconds for plan in self.passes if plan is not None)
 
     def __str__(self) -> str:
         if self.as_written:
@@ -58,6 +60,8 @@ class StepPlan:
             f"StepPlan: {readable_bytes(self.nbytes)} of {readable_bytes(self.budget)}, {readable_bytes(self.plain_nbytes)} as "
             f"it is written; predicted time {more:+.1%}"
         )
+        if self.microbatches > 1:
+            head += f"; in {self.microbatches} microbatches"
         return "\n".join([head, *map(str, self.tiled), *(str(plan) for plan in self.passes if plan is not None)])
 
     def to_json(self) -> str:
@@ -77,6 +81,7 @@ class StepPlan:
                 for name in ("budget", "nbytes", "plain_nbytes", "tile_nbytes")
             }
             inner_again = check.flag("inner_again", fields["inner_again"])
+            numbers["microbatches"] = check.integer("microbatches", fields["microbatches"], least=1)
         except (TypeError, ValueError) as error:
             raise check.fail(ValueError, "text", "what StepPlan.to_json wrote", text, str(error)) from error
         return cls(passes=passes, tiled=tiled, inner_again=inner_again, **numbers)

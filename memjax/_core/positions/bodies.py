@@ -79,10 +79,10 @@ def scan(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
     stacks = states[constants + carried :]
     if any(isinstance(state, Positions) and state.dim == 0 for state in stacks):
         raise reason(eqn, "is over positions")
-    rows = [_row(state) for state in stacks]
+    rows = [row(state) for state in stacks]
     turn = lambda carry: walk.program(body, [*states[:constants], *carry, *rows])
     carry, outs = _settled(eqn, states[constants : constants + carried], turn)
-    return [*carry, *map(_stacked, outs[carried:])]
+    return [*carry, *map(stacked, outs[carried:])]
 
 
 def while_(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
@@ -101,7 +101,7 @@ def cond(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
         raise reason(eqn, "chooses by what depends on positions")
     joined, *others = (walk.program(branch.jaxpr, states[1:]) for branch in eqn.params["branches"])
     for other in others:
-        joined = [_join(eqn, a, b) for a, b in zip(joined, other, strict=True)]
+        joined = [join(eqn, a, b) for a, b in zip(joined, other, strict=True)]
     return joined
 
 
@@ -111,28 +111,28 @@ def _settled(
     """The states of a loop's carry that a turn of the loop leaves as they are, and all outputs of that turn."""
     for _ in range(len(carry) + 2):
         outs = turn(carry)
-        joined = [_join(eqn, before, after) for before, after in zip(carry, outs[: len(carry)], strict=True)]
+        joined = [join(eqn, before, after) for before, after in zip(carry, outs[: len(carry)], strict=True)]
         if joined == carry:
             return carry, outs
         carry = joined
     raise reason(eqn, UNKNOWN)
 
 
-def _row(state: State) -> State:
+def row(state: State) -> State:
     """The state of a row of a stack."""
     if isinstance(state, Positions):
         return Positions(state.dim - 1, state.inner)
     return Shared(state.uneven[1:]) if isinstance(state, Shared) else state
 
 
-def _stacked(state: State) -> State:
+def stacked(state: State) -> State:
     """The state of a stack of rows."""
     if isinstance(state, Positions):
         return Positions(state.dim + 1, state.inner)
     return Shared((True, *state.uneven)) if isinstance(state, Shared) else state
 
 
-def _join(eqn: Any, a: State, b: State) -> State:
+def join(eqn: Any, a: State, b: State) -> State:
     """The state of a value that is either of two values, whose states are `a` and `b`."""
     if isinstance(a, Shared) and isinstance(b, Shared):
         return Shared(tuple(x or y for x, y in zip(a.uneven, b.uneven, strict=True)))

@@ -35,20 +35,25 @@ def as_closed(jaxpr: Any) -> Any:
 
 
 @contextlib.contextmanager
-def inside(eqn: Any) -> Iterator[None]:
-    """Enters an equation's scope and settings. What is traced there has its lines of the user's code."""
+def inside(eqn: Any, *, marked: bool = False) -> Iterator[None]:
+    """Enters an equation's scope and settings. What is traced there has its lines of the user's code; `marked`: and its marks of
+    derivatives."""
+    if marked:
+        with settings(eqn), lines(eqn, marked=True):
+            yield
+        return
     name = scope(eqn)
     with settings(eqn), lines(eqn), jax.named_scope(name) if name else contextlib.nullcontext():
         yield
 
 
-def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """The equation's outputs for these inputs, in its scope."""
+def bind(eqn: Any, values: Sequence[Any], *, marked: bool = False) -> list[Any]:
+    """The equation's outputs for these inputs, in its scope; see `inside`."""
     params = eqn.primitive.get_bind_params(eqn.params)
     if eqn.primitive.name in REPLICATIONS:
         # A value that stands for a constant may vary already.
         return [vary(value, frozenset(params["axes"])) for value in values]
-    with inside(eqn):
+    with inside(eqn, marked=marked):
         out = eqn.primitive.bind(*values, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
 

@@ -221,7 +221,7 @@ class _Chunk(Resized):
 
 def _with_rule(
     eqn: Any, states: list[State], outs: list[State], length: int, platform: str
-) -> Callable[[Arrays], Arrays]:
+) -> Callable[[Arrays, int], Arrays]:
     """A call of a function with a derivative rule, for any number of steps. Raises Mixed."""
     types, out_types = ([strong(atom.aval) for atom in atoms] for atoms in (eqn.invars, eqn.outvars))
     wrt, floats = list(map(is_float, types)), list(map(is_float, out_types))
@@ -252,7 +252,7 @@ def _with_rule(
         return (merge(found, [None] * (len(wrt) - len(found)), wrt),)
 
     run.defvjp(keep, back)
-    return run
+    return lambda values, _: run(values)
 
 
 class InChunks:

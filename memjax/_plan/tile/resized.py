@@ -7,6 +7,7 @@ such a value meets positions, it is cut to their number.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ from memjax._plan.tile.one_hot import column_of, scattered
 from memjax._plan.tile.sums import with_wide_sums
 
 _TOGETHER = ELEMENTWISE | {"concatenate", "dynamic_update_slice"}
-_ZEROS_STAY = {"broadcast_in_dim", "convert_element_type", "reshape", "transpose", "neg", "copy"}
+ZEROS_STAY = {"broadcast_in_dim", "convert_element_type", "reshape", "transpose", "neg", "copy"}
 _SCATTERS = SCATTERS | {"scatter-mul", "scatter-min", "scatter-max"}
 
 
@@ -41,9 +42,12 @@ class Resized:
       length: the number of positions.
       platform: that it is compiled for, as JAX calls devices.
       rule: gives the states of an equation's outputs.
+      marked: what runs keeps the marks of derivatives that equations have.
 
     Attributes:
-      calls: functions that run in place of equations, by the first variable that these make.
+      length: as given.
+      calls: functions of the operands and the number of positions that run in place of equations, by the first variable that
+        these make.
 
     Raises Mixed where positions are mixed, or the outputs have other states.
     """
@@ -56,20 +60,22 @@ class Resized:
         length: int,
         platform: str,
         rule: Rule = apply_rule,
+        *,
+        marked: bool = False,
     ):
         sums = [i for i, state in enumerate(out_states) if isinstance(state, Summed)]
         program = without_dead_equations(with_wide_sums(program, sums, platform))
-        self._program, self._length = program, length
+        self._program, self.length, self._marked = program, length, marked
         self._states = Walk(length, True, rule).states(program, states)
         self._makers = program.flow.makers
-        self.calls: dict[Any, Callable[[Arrays], Arrays]] = {}
+        self.calls: dict[Any, Callable[[Arrays, int], Arrays]] = {}
         self._out_dims: list[int | None] = []  # of results that are the same for every position
         for atom, wanted in zip(program.outvars, out_states, strict=True):
             self._out_dims.append(self._dim_to_narrow(atom, wanted))
 
     def _dim_to_narrow(self, atom: Any, wanted: State) -> int | None:
         state = shared(()) if is_literal(atom) else self._states[atom]
-        if state == wanted:
+        if state == wanted or (isinstance(wanted, Shared) and isinstance(state, Shared)):
             return None
         if (
             isinstance(wanted, Positions)
@@ -86,19 +92,26 @@ class Resized:
         """Whether it is a gradient of zeros, which tiles may add as often as they like."""
         while not is_literal(atom):
             eqn = self._makers.get(atom)
-            if eqn is None or eqn.primitive.name not in _ZEROS_STAY:
+            if eqn is None or eqn.primitive.name not in ZEROS_STAY:
                 return False
             (atom,) = eqn.invars
         return not np.any(atom.val)
 
-    def __call__(self, inputs: Arrays) -> Arrays:
-        """The outputs. How many positions there are is told by the inputs."""
+    def scope(self, eqn: Any) -> contextlib.AbstractContextManager[Any]:
+        """What is traced there counts as made where the equation was."""
+        return inside(eqn, marked=self._marked)
+
+    def bind(self, eqn: Any, values: Sequence[Any]) -> Arrays:
+        return bind(eqn, values, marked=self._marked)
+
+    def __call__(self, inputs: Arrays, size: int = 0) -> Arrays:
+        """The outputs, for `size` positions, which the inputs tell if some of them have positions."""
         program = self._program
-        run = _Evaluation(self, dict(zip(program.constvars, program.consts, strict=True)))
+        run = _Evaluation(self, dict(zip(program.constvars, program.consts, strict=True)), size)
         for var, value in zip(program.invars, inputs, strict=True):
             run.env[var] = value
             if isinstance(state := self._states[var], Positions):
-                run.size = value.shape[state.dim] * self._length // shape_of(var)[state.dim]
+                run.size = value.shape[state.dim] * self.length // shape_of(var)[state.dim]
         for eqn in program.eqns:
             run.add(eqn)
         return [
@@ -110,8 +123,8 @@ class Resized:
 class _Evaluation:
     """One run, for `size` positions. Values of `env` that are the same for every position have their whole size."""
 
-    def __init__(self, of: Resized, env: dict[Any, Any]):
-        self.env, self.size = env, 0
+    def __init__(self, of: Resized, env: dict[Any, Any], size: int):
+        self.env, self.size = env, size
         self._of = of
         self._narrow: dict[tuple[Any, int], Any] = {}
 
@@ -121,7 +134,8 @@ class _Evaluation:
     def add(self, eqn: Any) -> None:
         """Evaluate an equation, unless its results are the same for every position: these are made when they are needed."""
         states = [self.state(atom) for atom in eqn.invars]
-        if all(state is None or isinstance(state, Shared) for state in states):
+        made = [self.state(out) for out in eqn.outvars]
+        if all(state is None or isinstance(state, Shared) for state in (*states, *made)):
             return
         has_positions = any(isinstance(state, Positions) for state in states)
         dims = _dims_to_narrow(eqn, states) if has_positions else [None] * len(states)
@@ -130,19 +144,20 @@ class _Evaluation:
             for atom, dim in zip(eqn.invars, dims, strict=True)
         ]
         if eqn.outvars and (call := self._of.calls.get(eqn.outvars[0])) is not None:
-            self.env |= zip(eqn.outvars, call(values), strict=True)
+            with self._of.scope(eqn):
+                self.env |= zip(eqn.outvars, call(values, self.size), strict=True)
             return
         if has_positions:
             eqn = self._with_sizes(eqn, states)
         if has_positions and (column := column_of(eqn)) is not None and self._of.is_zero(eqn.invars[0]):
             self.env[eqn.outvars[0]] = self._scattered(eqn, column, *values[1:])
             return
-        self.env |= zip(eqn.outvars, bind(eqn, values), strict=True)
+        self.env |= zip(eqn.outvars, self._of.bind(eqn, values), strict=True)
 
     def _scattered(self, eqn: Any, column: int, labels: Any, values: Any) -> Any:
         state, shape = self.state(eqn.outvars[0]), shape_of(eqn.outvars[0])
         assert isinstance(state, Positions)
-        with inside(eqn):
+        with self._of.scope(eqn):
             return scattered(column, with_size(shape, state.dim, self._new_size(shape[state.dim])), labels, values)
 
     def value(self, atom: Any) -> Any:
@@ -151,7 +166,7 @@ class _Evaluation:
             return atom.val
         if atom not in self.env:
             eqn = self._of._makers[atom]
-            self.env |= zip(eqn.outvars, bind(eqn, [self.value(read) for read in eqn.invars]), strict=True)
+            self.env |= zip(eqn.outvars, self._of.bind(eqn, [self.value(read) for read in eqn.invars]), strict=True)
         return self.env[atom]
 
     def narrowed(self, var: Any, dim: int) -> Any:
@@ -168,14 +183,14 @@ class _Evaluation:
             (atom,) = eqn.invars
             if dim not in into or shape_of(atom)[into.index(dim)] == 1:
                 shape = with_size(eqn.params["shape"], dim, size)
-                return bind(eqn.replace(params=eqn.params | {"shape": shape}), [self.value(atom)])[0]
+                return self._of.bind(eqn.replace(params=eqn.params | {"shape": shape}), [self.value(atom)])[0]
         if eqn is not None and primitive_name(eqn) in ELEMENTWISE and len(eqn.outvars) == 1:
             wide = lambda atom: len(shape_of(atom)) > dim and shape_of(atom)[dim] > 1 and not is_literal(atom)
-            return bind(eqn, [self.narrowed(a, dim) if wide(a) else self.value(a) for a in eqn.invars])[0]
+            return self._of.bind(eqn, [self.narrowed(a, dim) if wide(a) else self.value(a) for a in eqn.invars])[0]
         return lax.slice_in_dim(self.value(var), 0, size, axis=dim)
 
     def _new_size(self, size: int) -> int:
-        return size // self._of._length * self.size
+        return size // self._of.length * self.size
 
     def _with_sizes(self, eqn: Any, states: Sequence[State | None]) -> Any:
         """The equation with the sizes that it names changed."""

@@ -181,9 +181,9 @@ def described(chosen: Sequence[Tiled]) -> str:
     return ", ".join(f"{readable_bytes(one.nbytes)} of {one.what}" for one in chosen)
 
 
-def in_order(program: Program, picked: Sequence[Part]) -> list[Any]:
+def in_order(program: Program, picked: Sequence[Any]) -> list[Any]:
     """The equations of a program outside of regions, and the regions, each after what it reads; in their order otherwise."""
-    makers = dict(program.flow.makers)
+    makers, parts = dict(program.flow.makers), set(map(id, picked))
     inside: set[int] = set()
     for one in picked:
         inside.update(id(eqn) for eqn in one.region.eqns)
@@ -204,7 +204,7 @@ def in_order(program: Program, picked: Sequence[Part]) -> list[Any]:
                 order.append(one)
                 continue
             stack.append((one, True))
-            reads = variables(one.reads if isinstance(one, Part) else one.invars)
+            reads = variables(one.reads if id(one) in parts else one.invars)
             stack += [(makers[var], False) for var in reads if var in makers and id(makers[var]) not in done]
 
     for eqn in program.eqns:

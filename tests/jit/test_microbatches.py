@@ -1,0 +1,162 @@
+"""Steps in microbatches: gradients are those of the whole batch, in fewer bytes, or the step has none."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import memjax
+from memjax._jit.step_plan import StepPlan
+from tests.jit.steps import network, parameters, scanned_loss
+
+WIDTH, EXAMPLES = 32, 8
+PLAN = StepPlan(budget=1, nbytes=1, plain_nbytes=1, microbatches=4)
+
+
+def descend(loss, has_aux=False):
+    """A step whose new parameters show the gradients, which an optimizer like Adam would hide."""
+
+    def step(params, *batch):
+        value, gradients = jax.value_and_grad(loss, has_aux=has_aux)(params, *batch)
+        return jax.tree.map(jnp.subtract, params, gradients), optax.tree.norm(gradients), value
+
+    return step
+
+
+def masked(params, x, mask):
+    """The mean over the examples that count, and what it is of each."""
+    errors = jnp.sum(network(params, x) ** 2, axis=-1)
+    return jnp.sum(errors * mask) / jnp.maximum(mask.sum(), 1), errors
+
+
+def dropped_out(params, x, key):
+    """Dropout, and decay in the loss, which every microbatch would add again."""
+    for number, w in enumerate(params):
+        key_of_layer = jax.random.fold_in(key, number)
+        x = jnp.where(jax.random.bernoulli(key_of_layer, 0.5, x.shape), x @ w / 0.5, 0.0)
+    return jnp.mean(x**2) + 1e-2 * sum(jnp.sum(w**2) for w in params)
+
+
+def dropped_out_in_a_loop(params, x, key):
+    def layer(x, of_layer):
+        w, key = of_layer
+        return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), jnp.tanh(x @ w), 0.0), jnp.sum(x)
+
+    x, sums = jax.lax.scan(layer, x, (params, jax.random.split(key, len(params))))
+    return jnp.mean(x**2) + jnp.mean(sums)
+
+
+def shared_in_a_loop(params, x):
+    """One weight for all steps of a loop: its gradient is a sum over steps as well."""
+    return jnp.mean(jax.lax.scan(lambda x, _: (jnp.tanh(x @ params[0]), None), x, None, length=4)[0] ** 2)
+
+
+def embedded(params, tokens):
+    """A table of which examples read rows, tied to logits."""
+    logits = params[1][tokens[:, :-1]] @ params[0] @ params[1].T
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+class Pooled(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.max_pool(nn.relu(nn.Conv(4, (3, 3), param_dtype=x.dtype)(x)), (2, 2), (2, 2))
+        x = nn.avg_pool(nn.Conv(4, (3, 3), feature_group_count=2, param_dtype=x.dtype)(x), (2, 2), (2, 2))
+        return nn.Dense(3, param_dtype=x.dtype)(x.reshape(x.shape[0], -1))
+
+
+def convolved(params, images):
+    return jnp.mean(Pooled().apply(params, images) ** 2)
+
+
+def normed_by_batch(params, x):
+    x = x @ params[0]
+    return jnp.mean(((x - x.mean(0)) / x.std(0)) ** 3)
+
+
+def rows(count=EXAMPLES, *shape):
+    return jax.random.normal(jax.random.key(1), (count, *(shape or (WIDTH,))))
+
+
+def cases():
+    key, params = jax.random.key(2), parameters()[:3]
+    tokens = jax.random.randint(key, (EXAMPLES, 6), 0, WIDTH)
+    images = rows(EXAMPLES, 8, 8, 2)
+    return {
+        "mask": (descend(masked, has_aux=True), params, rows(), jnp.arange(EXAMPLES) % 3 * 1.0),
+        "dropout": (descend(dropped_out), params, rows(), key),
+        "loop": (descend(scanned_loss), jnp.stack(params), rows()),
+        "dropout in a loop": (descend(dropped_out_in_a_loop), jnp.stack(params), rows(), key),
+        "shared in a loop": (descend(shared_in_a_loop), params, rows()),
+        "table": (descend(embedded), params, tokens),
+        "convolutions": (descend(convolved), Pooled().init(key, images), images),
+        # As many examples as features: shapes do not tell which axis of a weight they are.
+        "square": (descend(scanned_loss), jnp.stack(params), rows(WIDTH)),
+    }
+
+
+NAMES = "mask", "dropout", "loop", "dropout in a loop", "shared in a loop", "table", "convolutions", "square"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_are_those_of_the_whole_batch(name, x64):
+    step, *args = cases()[name]
+    found = memjax.jit(step, plan=PLAN)(*args)
+    wanted = jax.jit(step)(*args)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert one.dtype == other.dtype == jnp.float64
+        np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-13)
+
+
+def test_sums_of_narrow_gradients_are_rounded_once():
+    params = [w.astype(jnp.bfloat16) for w in parameters()[:2]]
+    x = rows(64).astype(jnp.bfloat16)
+    step = descend(lambda params, x: jnp.mean((x @ params[0] @ params[1]).astype(jnp.float32) ** 2))
+    plan = StepPlan(budget=1, nbytes=1, plain_nbytes=1, microbatches=64)
+    found, wanted = memjax.jit(step, plan=plan)(params, x), jax.jit(step)(params, x)
+    for one, other in zip(found[0], wanted[0], strict=True):
+        assert one.dtype == jnp.bfloat16
+        np.testing.assert_allclose(one.astype(jnp.float32), other.astype(jnp.float32), rtol=2**-7, atol=2**-10)
+
+
+def test_a_plan_takes_them_where_the_step_does_not_fit():
+    params = parameters()
+    step, args = descend(lambda params, x: jnp.mean(network(params, x) ** 2)), (params, rows(1024))
+    plain = memjax.jit(step).plan(*args).nbytes
+    beside = sum(one.nbytes for one in jax.tree.leaves(args)) + sum(w.nbytes for w in params)
+    room = beside + (plain - beside) // 3
+    planned = memjax.jit(step, budget=room)
+    plan = planned.plan(*args)
+    assert plan.nbytes <= room
+    assert plan.microbatches > 1
+    assert f"in {plan.microbatches} microbatches" in str(plan)
+    assert StepPlan.from_json(plan.to_json()) == plan
+    assert planned.lower(*args).compile(memjax.remat_compiler_options()).memory_analysis().temp_size_in_bytes < room
+    found, wanted = memjax.jit(step, plan=plan)(*args), jax.jit(step)(*args)
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6), found, wanted)
+    recomputed = memjax.jit(step, budget=room, allow=("recompute",)).plan(*args)
+    assert recomputed.microbatches == 1
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        normed_by_batch,
+        lambda params, x: jnp.mean(jax.nn.logsumexp(x @ params[0] @ (x @ params[1]).T, axis=1)),  # contrastive
+        lambda params, x: jnp.std(x @ params[0]),
+    ],
+    ids=["batch norm", "contrastive", "not linear in the sum"],
+)
+def test_a_loss_that_mixes_examples_has_none(loss):
+    step = descend(loss)
+    with pytest.raises(ValueError, match="4 microbatches, which this one cannot run in"):
+        memjax.jit(step, plan=PLAN)(parameters(), rows())
+
+
+def test_a_number_that_does_not_divide_the_batch_is_refused():
+    with pytest.raises(ValueError, match="4 microbatches"):
+        memjax.jit(descend(scanned_loss), plan=PLAN)(jnp.stack(parameters()), rows(6))
