@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +39,7 @@ from memjax._jit.processes import are_in_all_processes, compiler_options, plan_o
 from memjax._jit.progress import Progress
 from memjax._jit.step_plan import StepPlan
 from memjax._measure import remat_compiler_options
+from memjax._plan.budget.decide import OF_ONE
 from memjax._plan.layout import Layout, local_bytes
 from memjax._plan.tile.passes import TileOn
 
@@ -186,6 +187,8 @@ def _decided_here(
 def _fastest(ways: Sequence[Fit], more: Iterator[Fit], room: int | str) -> tuple[StepPlan, Any]:
     """The plan of the way that is predicted to be the fastest, and the step compiled with it; of the next one if it does not fit.
 
+    Those that are predicted not to fit come last, the leanest of them.
+
     Args:
       ways: the step as it is written, then others.
       more: tried where none of these fits.
@@ -195,13 +198,26 @@ def _fastest(ways: Sequence[Fit], more: Iterator[Fit], room: int | str) -> tuple
       DoesNotFitError: no way fits; it is the one that takes the least.
     """
     refused: list[DoesNotFitError] = []
-    in_order = sorted(ways, key=lambda one: one.rank(room)) if len(ways) > 1 else ways
-    for fit in itertools.chain(in_order, more):
+    lean: list[Fit] = []
+
+    def tried(fit: Fit) -> tuple[StepPlan, Any] | None:
         try:
             plan, program = fit.within(room)
-            return dataclasses.replace(plan, plain_nbytes=ways[0].plain_nbytes), program
         except DoesNotFitError as error:
             refused.append(error)
+            return None
+        return dataclasses.replace(plan, plain_nbytes=ways[0].plain_nbytes), program
+
+    for some in (ways, more):
+        ranks = {fit: fit.rank(room) for fit in some}
+        lean += [fit for fit, rank in ranks.items() if rank == math.inf]
+        for fit in sorted(ranks, key=lambda fit: ranks[fit]):
+            if ranks[fit] < math.inf and (found := tried(fit)) is not None:
+                return found
+    least = {fit: fit.rank("min") for fit in lean}
+    for fit in sorted(lean, key=lambda fit: least[fit]):
+        if least[fit] <= OF_ONE * min(least.values()) and (found := tried(fit)) is not None:
+            return found
     raise min(refused, key=lambda error: error.plan.nbytes)
 
 

@@ -311,7 +311,7 @@ class Fit:
 
     def _step(self, acting: Chosen) -> int:
         """Temporary bytes of the step, compiled once for each choice."""
-        return self._compiled_with(acting).nbytes - self._beside
+        return max(self._compiled_with(acting).nbytes - self._beside, 0)  # what is beside may be less than predicted
 
     def _compiled_with(self, acting: Chosen) -> Compiled:
         key = _key(acting)

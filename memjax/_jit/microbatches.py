@@ -192,7 +192,9 @@ def counts(batch: Batch, nbytes: int, budget: int | str, beside: int) -> tuple[l
         return possible[-1:], []
     first = next((i for i, count in enumerate(possible) if beside + nbytes / count <= budget), len(possible) - 1)
     # Fewer, with something computed again, may be as fast.
-    return possible[max(first - 1, 0) : first + 1], possible[first + 1 :]
+    return possible[max(first - 1, 0) : first + 1], sorted(
+        {*possible[first + 1 : first + 2], *possible[first + 1 :][-1:]}
+    )
 
 
 # Which values have examples

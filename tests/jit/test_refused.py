@@ -69,13 +69,20 @@ def test_what_takes_a_fifth_less_than_the_first_is_found():
     assert fit.within(300_000)[0].nbytes == 300_000
 
 
-@pytest.mark.parametrize("name", ["layers", "alternating updates"])
-def test_a_refusal_takes_few_compilations(name, count):
+@pytest.mark.parametrize(
+    ("name", "share", "allow"),
+    [
+        ("layers", 0.1, ("recompute",)),
+        ("layers", -0.05, ("recompute", "microbatch")),  # less than the arguments take
+        ("alternating updates", 0.1, ("recompute",)),
+    ],
+)
+def test_a_refusal_takes_few_compilations(name, share, allow, count):
     step = STEPS[name]()
-    budget = within(0.1, step)
+    budget = within(share, step)
     count.clear()
     with pytest.raises(ValueError, match="the least possible is"):
-        memjax.jit(step.f, budget=budget, **step.options).plan(*step.args)
+        memjax.jit(step.f, budget=budget, allow=allow, **step.options).plan(*step.args)
     assert len(count) <= 3
 
 

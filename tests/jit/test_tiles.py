@@ -16,6 +16,7 @@ from tests.jit.steps import held
 from tests.jit.test_jit import close, copied
 
 VOCABULARY, WIDTH, TOKENS = 2048, 32, 512
+TILES = "recompute", "tile"
 LOGITS = 4 * VOCABULARY * TOKENS
 
 
@@ -82,7 +83,7 @@ CASES = [
 def test_logits_are_never_whole(of_logits, shape):
     step, args = step_of(of_logits), (parameters(), *batch(shape))
     plain = jax.jit(step, donate_argnums=0)
-    jitted = memjax.jit(step, budget=held(plain.lower(*args).compile()) - LOGITS, donate_argnums=0)
+    jitted = memjax.jit(step, budget=held(plain.lower(*args).compile()) - LOGITS, allow=TILES, donate_argnums=0)
     plan = jitted.plan(*args)
     assert [one.nbytes for one in plan.tiled] == [LOGITS]
     assert not any(plan.passes)  # the tiles were enough
@@ -94,7 +95,7 @@ def test_logits_are_never_whole(of_logits, shape):
 
 def test_tiles_are_in_the_text_of_a_plan():
     step, args = step_of(mean), (parameters(), *batch())
-    plan = memjax.jit(step, budget="min").plan(*args)
+    plan = memjax.jit(step, budget="min", allow=TILES).plan(*args)
     again = memjax.jit(step, plan=type(plan).from_json(plan.to_json()))
     close(again(*args), jax.jit(step)(*args))
     assert held(again.lower(*args).compile(memjax.remat_compiler_options())) == plan.nbytes
@@ -109,7 +110,7 @@ def test_tiles_are_in_the_text_of_a_plan():
 
 def test_what_needs_the_whole_sum_is_left_as_it_is():
     step, args = step_of(squared), (parameters(), *batch())
-    jitted = memjax.jit(step, budget="min")
+    jitted = memjax.jit(step, budget="min", allow=TILES)
     assert not jitted.plan(*args).tiled
     close(jitted(*args), jax.jit(step)(*args))
 
@@ -123,7 +124,7 @@ def test_a_cotangent_that_is_computed_and_repeated_goes_into_the_tiles():
         return w - 0.1 * gradient, value
 
     args = parameters()[2], *batch()
-    jitted = memjax.jit(step, budget="min")
+    jitted = memjax.jit(step, budget="min", allow=TILES)
     assert [one.nbytes for one in jitted.plan(*args).tiled] == [LOGITS]
     close(jitted(*args), jax.jit(step)(*args))
 
@@ -177,7 +178,7 @@ def test_tiles_of_a_device(check_vma):
     step = jax.shard_map(of_device, mesh=mesh, **specs)
     x, labels = (jax.device_put(a, NamedSharding(mesh, P("d"))) for a in batch((2 * TOKENS,)))
     args = jax.device_put(parameters(), NamedSharding(mesh, P())), x, labels
-    jitted = memjax.jit(step, budget="min")
+    jitted = memjax.jit(step, budget="min", allow=TILES)
     assert len(jitted.plan(*args).tiled) == (not check_vma)
     close(jitted(*args), jax.jit(step)(*args))
 
@@ -211,7 +212,7 @@ def test_a_tied_embedding_in_few_bits_and_dropout():
         return values, nnx.state(model, nnx.Param)
 
     tokens = jax.random.randint(jax.random.key(3), (8, 129), 0, VOCABULARY)
-    planned = memjax.jit(step, budget="min", donate_argnums=(0, 1))
+    planned = memjax.jit(step, budget="min", allow=TILES, donate_argnums=(0, 1))
     found, expected = trained(planned), trained(nnx.jit(step))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=0.02, atol=1e-3)  # sums in bfloat16 are rounded otherwise
