@@ -125,6 +125,7 @@ def main(config: Config) -> None:
                 plan = step.plan(*state, tokens)
                 row |= {"budget": plan.budget, "nbytes": plan.nbytes, "plain_nbytes": plan.plain_nbytes}
                 row["predicted_time"] = round(plan.seconds / plan.plain_seconds, 4) if any(plan.passes) else 1.0
+                row["microbatches"] = plan.microbatches
                 row["compiled"] = [
                     {"predicted": one.predicted, "compiled": one.compiled}
                     for part in plan.passes

@@ -43,6 +43,7 @@ from memjax._plan.budget.decide import OF_ONE
 from memjax._plan.layout import Layout, local_bytes
 from memjax._plan.tile.passes import TileOn
 
+_ABOUT = 1.03  # times as slow: predictions are no better
 _TILES = 64  # the logits of a tile take such a part of the budget: beside them a tile has others as large
 
 
@@ -138,19 +139,19 @@ def _decided_here(
     progress = Progress(step.name)
     allowed = {"compress": "compress" in asked.allow, "offload": "offload" in asked.allow}
 
-    def fit_of(body: Body, more_bytes: int = 0, more_seconds: float = 0.0) -> Fit:
+    def fit_of(body: Body, **sums: Any) -> Fit:
         def compile_with(acting: Acting) -> Any:
             compiled = planned.compiled(body, acting)
             if acting or body.is_changed:
                 progress.compiled(held_bytes(compiled), room)
             return compiled
 
-        return Fit(body, layout, compile_with, arguments + results + more_bytes, other_seconds=more_seconds, **allowed)
+        return Fit(body, layout, compile_with, arguments + results, **allowed, **sums)
 
     body = Body(closed)
     fit = fit_of(body)
     limit = room if isinstance(room, int) and room < sys.maxsize else None
-    if limit is None or not body.has_passes or fit.may_fit_plain(limit, quickly=True):
+    if limit is None or not body.has_passes or fit.may_fit_plain(limit):
         program, nbytes, _ = fit.plain
         as_written = StepPlan(nbytes if limit is None else limit, nbytes, nbytes)
         if not body.has_passes and nbytes > as_written.budget:
@@ -170,29 +171,31 @@ def _decided_here(
 
         def in_parts(count: int) -> Fit:
             parts = in_microbatches(closed, batch, count, device.platform)
-            return fit_of(Body(parts, microbatches=count), sums, count * PASSES_OF_SUMS * sums / rates.nbytes)
+            seconds = count * PASSES_OF_SUMS * sums / rates.nbytes
+            return fit_of(Body(parts, microbatches=count), sums=sums, seconds_of_sums=seconds)
 
         beside_parts = arguments + results + 2 * sums  # the sums, and the gradients of a microbatch
         first, others = counts(batch, fit.predicted_kept - arguments - results - sums, room, beside_parts)
         ways += map(in_parts, first)
         more = map(in_parts, others)
     try:
-        chosen, best = _fastest(ways, more, room)
+        chosen, best = _fastest(ways, more, room, arguments + results)
     except DoesNotFitError as error:
         raise ValueError(account(error.plan, error.program, traced, about=not fit.is_plain_compiled)) from None
     kept.put(planned, chosen, best)
     return Entry(chosen, best, lambda: planned.jitted_of(best))
 
 
-def _fastest(ways: Sequence[Fit], more: Iterator[Fit], room: int | str) -> tuple[StepPlan, Any]:
+def _fastest(ways: Sequence[Fit], more: Iterator[Fit], room: int | str, beside: int) -> tuple[StepPlan, Any]:
     """The plan of the way that is predicted to be the fastest, and the step compiled with it; of the next one if it does not fit.
 
-    Those that are predicted not to fit come last, the leanest of them.
+    Those that are predicted not to fit come last, the leanest first, until one is far from fitting.
 
     Args:
       ways: the step as it is written, then others.
       more: tried where none of these fits.
       room: bytes of a device.
+      beside: of these, what no way changes.
 
     Raises:
       DoesNotFitError: no way fits; it is the one that takes the least.
@@ -210,14 +213,24 @@ def _fastest(ways: Sequence[Fit], more: Iterator[Fit], room: int | str) -> tuple
 
     for some in (ways, more):
         ranks = {fit: fit.rank(room) for fit in some}
-        lean += [fit for fit, rank in ranks.items() if rank == math.inf]
-        for fit in sorted(ranks, key=lambda fit: ranks[fit]):
-            if ranks[fit] < math.inf and (found := tried(fit)) is not None:
+        lean += [fit for fit, rank in ranks.items() if rank.cost == math.inf]
+        best = min((rank.cost for rank in ranks.values()), default=math.inf)
+        # What is about as fast as the best: rather what computes little again, of which more time is predicted wrongly.
+        order = lambda fit, ranks=ranks, best=best: (
+            ranks[fit].cost > _ABOUT * best and ranks[fit].cost,
+            ranks[fit].again,
+        )
+        for fit in sorted(ranks, key=order):
+            if ranks[fit].cost < math.inf and (found := tried(fit)) is not None:
                 return found
-    least = {fit: fit.rank("min") for fit in lean}
+    least = {fit: fit.rank("min").cost for fit in lean}
     for fit in sorted(lean, key=lambda fit: least[fit]):
-        if least[fit] <= OF_ONE * min(least.values()) and (found := tried(fit)) is not None:
+        if least[fit] > OF_ONE * min(least.values()):
+            break
+        if (found := tried(fit)) is not None:
             return found
+        if isinstance(room, int) and refused[-1].plan.nbytes - beside > OF_ONE * (room - beside):
+            break
     raise min(refused, key=lambda error: error.plan.nbytes)
 
 

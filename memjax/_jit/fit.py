@@ -45,6 +45,18 @@ class DoesNotFitError(ValueError):
         self.plan, self.program = plan, program
 
 
+class Rank(NamedTuple):
+    """What ways to run a step are compared by, the less the better.
+
+    Attributes:
+      cost: predicted seconds, infinite where no plan fits; or bytes.
+      again: of these seconds, what is computed again.
+    """
+
+    cost: float
+    again: float
+
+
 class Compiled(NamedTuple):
     """A compiled step.
 
@@ -75,7 +87,7 @@ class Fit:
       compile_with: compiles it.
       beside: bytes of a device that no plan changes, about: arguments and results.
       compress, offload: what plans may do besides computing again.
-      other_seconds: that it takes beside its passes, where other ways do not.
+      sums, seconds_of_sums: bytes of what is added up beside the passes, and what that takes: the gradients of microbatches.
     """
 
     def __init__(
@@ -87,11 +99,12 @@ class Fit:
         *,
         compress: bool,
         offload: bool,
-        other_seconds: float = 0.0,
+        sums: int = 0,
+        seconds_of_sums: float = 0.0,
     ):
         self._passes, self._body = list(body.every()), body
         self._layout, self._beside, self._compile_with = layout, beside, compile_with
-        self._other_seconds = other_seconds
+        self._sums, self._seconds_of_sums = sums, seconds_of_sums
         self._allowed: dict[str, Any] = {"compress": compress, "offload": offload}
         self._acting: Chosen = {}
         self._plans: dict[StepPasses, Plan] = {}
@@ -107,7 +120,7 @@ class Fit:
     @functools.cached_property
     def predicted_plain(self) -> int:
         """Bytes that the step with its passes as they are is predicted to hold."""
-        return self._beside + max(map(self._plain_bytes, self._passes), default=0)
+        return self._beside + self._sums + max(map(self._plain_bytes, self._passes), default=0)
 
     def _plain_bytes(self, passes: StepPasses) -> int:
         """Temporary bytes of the passes as they are."""
@@ -124,12 +137,11 @@ class Fit:
         """
         if costs.device(device_of(self._layout.shardings)).platform == "cpu":
             return self.predicted_plain
-        return self._beside + max((self._known(one).frontier[-1][0] for one in self._passes), default=0)
+        return self._beside + self._sums + max((self._known(one).frontier[-1][0] for one in self._passes), default=0)
 
-    def may_fit_plain(self, budget: int, *, quickly: bool = False) -> bool:
-        """Whether the step with its passes as they are is worth compiling, by either prediction; `quickly`: by the first."""
-        may = self.predicted_plain <= _SURELY * budget
-        return may or (not quickly and self.predicted_kept <= budget)
+    def may_fit_plain(self, budget: int) -> bool:
+        """Whether the step with its passes as they are is worth compiling, by either prediction."""
+        return self.predicted_plain <= _SURELY * budget or self.predicted_kept <= budget
 
     @property
     def is_plain_compiled(self) -> bool:
@@ -141,16 +153,17 @@ class Fit:
         """Bytes that the step with its passes as they are holds; predicted, where it was not compiled."""
         return self.plain.nbytes if self.is_plain_compiled else self.predicted_plain
 
-    def rank(self, budget: int | str) -> float:
-        """What ways to run a step are compared by, the lower the better: predicted seconds, each derivative having the whole
-        budget, infinite where none of its plans fits; for "min" predicted bytes."""
+    def rank(self, budget: int | str) -> Rank:
+        """What ways to run a step are compared by: predictions, each derivative having the whole budget; for "min" bytes."""
         if isinstance(budget, str):
-            return min(self._known(one).frontier[0][0] for one in self._passes)
-        found = 0.0
+            return Rank(self._sums + min(self._known(one).frontier[0][0] for one in self._passes), 0.0)
+        base = again = 0.0
         for one in map(self._known, self._passes):
-            fitting = [more for nbytes, more in one.frontier if self._beside + nbytes <= budget]
-            found += one.base_seconds + min(fitting, default=math.inf)
-        return self._body.microbatches * found + self._other_seconds
+            fitting = [more for nbytes, more in one.frontier if self._beside + self._sums + nbytes <= budget]
+            base += one.base_seconds
+            again += min(fitting, default=math.inf)
+        again *= self._body.microbatches
+        return Rank(self._body.microbatches * base + again + self._seconds_of_sums, again)
 
     def within(self, budget: int | str) -> tuple[StepPlan, Any]:
         """The plan, and the step compiled with it.
@@ -311,7 +324,7 @@ class Fit:
 
     def _step(self, acting: Chosen) -> int:
         """Temporary bytes of the step, compiled once for each choice."""
-        return max(self._compiled_with(acting).nbytes - self._beside, 0)  # what is beside may be less than predicted
+        return self._compiled_with(acting).nbytes - self._beside
 
     def _compiled_with(self, acting: Chosen) -> Compiled:
         key = _key(acting)
