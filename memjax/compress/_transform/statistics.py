@@ -194,11 +194,11 @@ class Reader:
     weight: int
 
 
-def readers(pullback: Program, cotangents: set[Any], origins: dict[Any, int]) -> dict[int, Reader]:
+def readers(pullback: Program, origins: dict[Any, int]) -> dict[int, Reader]:
     """The readers among the equations of a pullback, by the `id` of the equation. `origins` has the index of the encoded array
-    that an input comes from.
+    that a residual comes from.
     """
-    late, origins = set(cotangents), dict(origins)
+    late, origins = set(pullback.invars), dict(origins)
     consumer = pullback.flow.consumers
     outputs = {var: i for i, var in reversed(list(enumerate(pullback.outvars))) if not is_literal(var)}
     readers: dict[int, Reader] = {}
@@ -217,11 +217,11 @@ def readers(pullback: Program, cotangents: set[Any], origins: dict[Any, int]) ->
     return readers
 
 
-def only_in_gradients(pullback: Program, cotangents: set[Any], origins: dict[Any, Any]) -> set[Any]:
+def only_in_gradients(pullback: Program, origins: dict[Any, Any]) -> set[Any]:
     """The encoded arrays that a pullback reads in convolutions and matrix products with cotangents alone, whose results are added
-    to outputs. Outputs are linear in them. `origins` has the encoded array that an input comes from.
+    to outputs. Outputs are linear in them. `origins` has the encoded array that a residual comes from.
     """
-    late, stored, read_otherwise = set(cotangents), dict(origins), set()
+    late, stored, read_otherwise = set(pullback.invars), dict(origins), set()
     consumer = pullback.flow.consumers
 
     def ends_in_outputs(var):

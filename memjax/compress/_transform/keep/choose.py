@@ -281,11 +281,11 @@ def why_encoded(codec: Any, *, is_source: bool) -> str:
     return f"{bits}{type(codec).__name__}: the backward pass bears its rounding{also}"
 
 
-def not_kept(residuals: list[Any], keep: Keep, inputs: set[Any], producer: dict[Any, Any]) -> Iterator[str]:
+def not_kept(residuals: Iterable[Any], keep: Keep, inputs: set[Any], producer: dict[Any, Any]) -> Iterator[str]:
     """What of `residuals` `jax.vjp` would keep and this does not, and from what it is recomputed. `inputs` are there anyway."""
     given = {*keep.whole, *keep.encoded, *keep.masks, *keep.nonzero, *inputs}
     found: Counter[str] = Counter()
-    for var in dict.fromkeys(residuals):
+    for var in residuals:
         if var in given or var.aval.size < SMALL:
             continue
         large = [source for source in _sources([var], producer, given) if source.aval.size >= SMALL]
