@@ -186,7 +186,7 @@ class Derivative:
         """What is kept, with names that say why; and say what is not kept."""
         keep, needed = self.keep, self._needed
         there = {*self._kept_inputs, *self._program.invars, *self._program.constvars}
-        said.dropped += not_kept(self._needed, keep, there, self._producer)
+        said.dropped += not_kept(self._needed, keep, there, self._program)
         if not self.encodes:
             said.notes.append(NOTHING)
         whole = [

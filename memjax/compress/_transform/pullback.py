@@ -37,7 +37,7 @@ def run_late(
       see: called with each equation that runs and the values known then, which include those of its operands.
     """
     producer = program.flow.makers
-    env, late = program.given(cotangents), set(program.invars)
+    env, late = program.given(cotangents), program.flow.depending(program.invars)
 
     def get(atom, wait):
         if is_literal(atom):
@@ -76,7 +76,6 @@ def run_late(
             code, env[cotangent] = joint_barrier((code, env[cotangent]))
             return code
 
-        late.update(eqn.outvars)
         run(eqn, _Wait(waiting, _reads_memory(eqn)))
     return [get(atom, NO_WAIT) for atom in program.outvars]
 
