@@ -205,6 +205,4 @@ def _parameters(derivative: Passes) -> set[Any]:
 
 def encoded(value: Any, codec: Any) -> tuple[Any, Any]:
     """(the value, its code): what reads the value waits for the code, or the compiler may make all codes at the end."""
-    leaves, tree = jax.tree.flatten(codec.encode(without_derivative(value, _FIRST_ORDER)))
-    value, *leaves = barrier([value, *leaves])
-    return value, jax.tree.unflatten(tree, leaves)
+    return barrier((value, codec.encode(without_derivative(value, _FIRST_ORDER))))

@@ -15,7 +15,7 @@ from jax import lax
 from memjax._core import check
 from memjax._core.arguments import is_array
 from memjax._core.arrays import is_float
-from memjax._core.backward.derivatives import forward_mode_errors, forward_mode_message, perturbed, reverse_only
+from memjax._core.backward.derivatives import forward_mode_message, perturbed, refusing_forward_mode
 from memjax._core.clear_errors import call_errors
 from memjax._core.compat import eval_jaxpr, scan_counts, scope
 from memjax._core.lists import Arrays, drop, merge, pick
@@ -220,9 +220,7 @@ def call_compressed(
     run = Differentiable(
         closed, Setting(given_inputs, codecs, which, [""] * len(closed.consts) + names, axis_sizes(closed))
     )
-    guarded = [reverse_only(value, _FORWARD_MODE) for value in inputs]
-    with forward_mode_errors(_FORWARD_MODE):
-        every = run(guarded)
+    every = refusing_forward_mode(run, _FORWARD_MODE)(inputs)
     return jax.tree.unflatten(out_tree, merge(every, out_static, out_dynamic))
 
 

@@ -99,11 +99,8 @@ class Encoder:
         codec, x = self._codecs[array], without_derivative(env[array], FIRST_ORDER)
         if array in self._fused:
             scale = self._keep.scales[array].variable
-            env[scale], measured = joint_barrier((env[scale], codec.measured(env[array])))
-            self.codes[array] = measured.encode(x)
-            self._unread[array] = self._before_passes(array)
-            return
-        if is_fused(codec):
+            env[scale], codec = joint_barrier((env[scale], codec.measured(env[array])))
+        if array in self._fused or is_fused(codec):
             self.codes[array] = codec.encode(x)
             self._unread[array] = self._before_passes(array)
             return
