@@ -118,7 +118,7 @@ class Codes:
 
     def keeps_errors_small(self, eqn: Any) -> bool:
         """Whether the equation may run on rounded values: its results are off by about as much as they are."""
-        return is_smooth(eqn, self._origins.producer) and all(is_float(out.aval) for out in eqn.outvars)
+        return is_smooth(eqn, self._origins) and all(is_float(out.aval) for out in eqn.outvars)
 
     def need(self, var: Any) -> tuple[bool, int | None]:
         """Whether a variable has to be exact, and bytes of its code, if it may be encoded: the same for alike variables."""

@@ -129,7 +129,7 @@ def choose(
     arrays = {*encoded, *(var for var in whole if not is_statistic(var, origins.producer))}
     available = arrays | _between([*exact, *rounded], program, given)
     recomputed_statistics = [
-        var for var in whole if var not in available and follows_from_rows(var, available, origins.producer)
+        var for var in whole if var not in available and follows_from_rows(var, available, origins)
     ]
     for var in recomputed_statistics:
         del whole[var]

@@ -244,7 +244,7 @@ def recompute_rounded(program: Program, origins: Origins, available: set[Any], p
 
     def cost(eqn: Any) -> int | None:
         is_exact = exact.issuperset(variables(eqn.invars))
-        return exactly(eqn) if is_exact or is_smooth(eqn, origins.producer) else None
+        return exactly(eqn) if is_exact or is_smooth(eqn, origins) else None
 
     return cost
 
