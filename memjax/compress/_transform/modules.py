@@ -162,7 +162,7 @@ def compressed_nnx_module(module: nnx.Module, codecs: ArrayCodecs, which: Which)
     has the original classes: nothing is compressed twice.
     """
     where = which.where
-    new = _copied(module, {})
+    new = nnx.merge(*nnx.split(module))  # other module objects with the same variables
     if where is None or where == "conv":
         parts = [new]
     else:
@@ -177,23 +177,6 @@ def compressed_nnx_module(module: nnx.Module, codecs: ArrayCodecs, which: Which)
         for name, node in _modules(part):
             classes.wrap(node, is_part=not name)
     return new
-
-
-def _copied(node: Any, seen: dict[int, Any]) -> Any:
-    """Other module objects with the same variables."""
-    if id(node) in seen:
-        return seen[id(node)]
-    if isinstance(node, nnx.Module):
-        seen[id(node)] = new = object.__new__(type(node))
-        vars(new).update(vars(node))
-        for key, value in vars(node).items():
-            vars(new)[key] = _copied(value, seen)
-        return new
-    if isinstance(node, list | tuple) and not hasattr(node, "_fields"):
-        return type(node)(_copied(value, seen) for value in node)
-    if isinstance(node, dict):
-        return {key: _copied(value, seen) for key, value in node.items()}
-    return node
 
 
 def _modules(node: Any) -> list[tuple[str, nnx.Module]]:
