@@ -278,7 +278,7 @@ CALLS = [
     (compress.Cast().ratio, {"x": None}, "x must be an array, got None"),
     (compress.ErrorBounded, {"bound": np.array(["a"])}, "bound must be a positive finite number"),
     (compress.ErrorBounded, {"bound": np.bool_(True)}, "bound must be a positive finite number"),
-    (layers, {"argnums": ()}, "argnums must be positions among the 2 arguments"),
+    (layers, {"argnums": ()}, "argnums must be positions among 2 arguments"),
     (layers, {"f": lambda codec, w, x: x @ w}, "f must take .* raises TypeError: Gradient only defined for scalar"),
     (
         memjax.measure,
@@ -289,7 +289,7 @@ CALLS = [
     (compress.GroupQuantized().nbytes, {"aval": None}, "aval must be an array or the type of one, got None"),
     (layers, {"f": lambda codec: 1.0}, "f must be a function of 3 arguments, got"),
     (layers, {"args": (W,)}, "f must be a function of 2 arguments, got"),
-    (layers, {"argnums": 7}, "argnums must be positions among the 2 arguments of f, got 7"),
+    (layers, {"argnums": 7}, "argnums must be positions among 2 arguments, got 7"),
     (adaptive, {"state": 3}, "state must be an AdaptiveState, got 3"),
     (transactional, {"compiler_options": "fast"}, "compiler_options must be None or a dict"),
     (transactional, {"compiler_options": []}, "compiler_options must be None or a dict"),

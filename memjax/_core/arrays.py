@@ -16,6 +16,11 @@ def is_float(aval: Any) -> bool:
     return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
 
 
+def strong(aval: Any) -> Any:
+    """The type without weakness, which says nothing about an array."""
+    return aval.update(weak_type=False)
+
+
 def anywhere(value: Any) -> Any:
     """The type, or that of an array, without an automatic mesh, which says nothing of where an array lies. Other meshes stay."""
     # A jax.ShapeDtypeStruct is no type of JAX, and serves as one.

@@ -25,8 +25,13 @@ def parts(sharding: Any, but: Collection[str] = ()) -> int:
 
 def parts_by(mesh: Any, spec: Any, but: Collection[str] = ()) -> int:
     """Into how many parts a `PartitionSpec` divides an array over a mesh, along all axes but these."""
-    names = [name for entry in spec if entry is not None for name in (entry if isinstance(entry, tuple) else (entry,))]
-    return math.prod(mesh.shape[name] for name in names if name in mesh.shape and name not in but)
+    return math.prod(mesh.shape[name] for name in names_in(spec) if name in mesh.shape and name not in but)
+
+
+def names_in(spec: Any) -> tuple[str, ...]:
+    """The names of all mesh axes in a `PartitionSpec`."""
+    entries = (entry if isinstance(entry, tuple) else (entry,) for entry in spec if entry is not None)
+    return tuple(name for entry in entries for name in entry)
 
 
 def split_over(shardings: Sequence[Any], likely: Sequence[bool]) -> int:

@@ -6,6 +6,7 @@ there, for compilers fuse decoding into what reads the array.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -13,13 +14,19 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from memjax._core.arrays import is_float
 from memjax._core.backward.derivatives import without_derivative
 from memjax._core.barriers import barrier
 from memjax._core.compat import scan_counts
+from memjax._core.lists import pick
 from memjax._core.program.dataflow import is_literal, variables
 from memjax._core.program.jaxpr import Program
 from memjax._plan.derivative import LoopPair, Passes
-from memjax.compress._transform.keep.costs import Encodable
+from memjax.compress._codecs.codec import DTYPES
+from memjax.compress._transform.array_codecs import array_codecs
+from memjax.compress._transform.keep.costs import SMALL, Candidates, Which
+from memjax.compress._transform.keep.needs import Need, is_smooth, is_statistic, needs
+from memjax.compress._transform.keep.origins import Origins, Parameters, inputs_of
 
 BITS = 8  # of a value that a plan with "compress" keeps in a code, as `compressed` does by default
 
@@ -48,12 +55,70 @@ class Code(NamedTuple):
     decode: Any
 
 
-class Codes(Encodable):
-    """The codes of a program's variables."""
+class Codes:
+    """The codes of a program's variables: what may be encoded, and how.
 
-    def __init__(self, *of_program: Any):
-        super().__init__(*of_program)
+    A value that is encoded is rounded, and so is what follows from it. What has to be exact may follow from exact values alone,
+    and from rounded ones only what is off by about as much as they are.
+
+    Args:
+      program: the forward pass, with calls in place.
+      wanted: those of its variables that the backward pass reads and that are not there anyway.
+      pullback: the backward pass, a program that reads `wanted`.
+      cotangents: its other inputs that depend on a cotangent.
+      parameters: inputs of `program` that are parameters.
+
+    Attributes:
+      exact: those in `wanted` that have to be exact.
+      statistics: those of them that are small beside what they are computed from.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        wanted: Iterable[Any],
+        pullback: Program,
+        cotangents: Iterable[Any],
+        parameters: set[Any],
+    ):
+        self._codecs, self._origins = array_codecs(None), Origins(program)
+        self._mine = {*program.invars, *program.flow.place}
+        found = needs(pullback, wanted, cotangents)
+        least = Need.FINE if self._codecs.keeps_fine else Need.EXACT
+        self.statistics = {
+            var
+            for var in found
+            if is_float(var.aval) and (var.aval.size < SMALL or is_statistic(var, self._origins.producer))
+        }
+        rounded = [
+            var
+            for var, need in found.items()
+            if need < least and var.aval.dtype in DTYPES and var not in self.statistics
+        ]
+        self.exact: set[Any] = found.keys() - set(rounded)
+        flags = inputs_of([var in parameters for var in program.invars], [var.aval for var in program.invars])
+        known = set(pick(program.invars, flags.parameters))
+        of_parameters = Parameters(program, self._origins, parameters, known)
+        self._candidates = Candidates(self._origins, of_parameters, Which(), self._codecs, found, rounded)
+        self.codec = functools.cache(self._codec)
         self._codes: dict[Any, Code] = {}
+
+    def _codec(self, var: Any) -> Any:
+        """The codec of a variable, with all optional members; None where it may not be encoded, or that saves nothing."""
+        if var not in self._mine or not hasattr(var.aval, "dtype") or var in self.exact:
+            return None
+        if self._candidates.kept_bytes(var) >= self._candidates.whole_bytes(var):
+            return None
+        [codec] = self._codecs.each([self._candidates.role(var)])
+        return codec
+
+    def nbytes(self, var: Any) -> int | None:
+        """Bytes of the code of a variable; None where it is not to be encoded."""
+        return None if self.codec(var) is None else self._candidates.kept_bytes(var)
+
+    def keeps_errors_small(self, eqn: Any) -> bool:
+        """Whether the equation may run on rounded values: its results are off by about as much as they are."""
+        return is_smooth(eqn, self._origins) and all(is_float(out.aval) for out in eqn.outvars)
 
     def need(self, var: Any) -> tuple[bool, int | None]:
         """Whether a variable has to be exact, and bytes of its code, if it may be encoded: the same for alike variables."""
@@ -140,6 +205,4 @@ def _parameters(derivative: Passes) -> set[Any]:
 
 def encoded(value: Any, codec: Any) -> tuple[Any, Any]:
     """(the value, its code): what reads the value waits for the code, or the compiler may make all codes at the end."""
-    leaves, tree = jax.tree.flatten(codec.encode(without_derivative(value, _FIRST_ORDER)))
-    value, *leaves = barrier([value, *leaves])
-    return value, jax.tree.unflatten(tree, leaves)
+    return barrier((value, codec.encode(without_derivative(value, _FIRST_ORDER))))

@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from memjax._core.arrays import strong
 from memjax._core.backward.passes import TracedPasses, vjp
 from memjax._core.compat import bodies, eval_jaxpr, primitive_name, scan_counts
 from memjax._core.lists import Arrays, pick
-from memjax._core.program.dataflow import is_literal, read_by, renamed, variables
-from memjax._core.program.jaxpr import Program, as_closed, calls_in_place, trace
+from memjax._core.program.dataflow import is_literal, read_by, variables
+from memjax._core.program.jaxpr import Program, as_closed, calls_in_place, instead, trace
 from memjax._core.program.primitives import CHECKPOINTS
 
 
@@ -78,11 +79,9 @@ class Derivative(Passes):
         primal, self._n_consts = without_checkpoints(closed), len(closed.consts)
         self._jaxpr, self._consts_of_calls = primal.jaxpr, primal.consts[self._n_consts :]  # the others are inputs
         traced = TracedPasses(self._outputs, types, wrt, outs, axes)
-        self.forward = traced.forward()
-        self.outputs, residuals = self.forward.outvars[: traced.count], self.forward.outvars[traced.count :]
+        self.forward, self.outputs = traced.forward, traced.outputs
         cotangents = [strong(aval.to_ct_aval()) for aval in pick(closed.out_avals, outs)]
         backward = without_dead_equations(traced.backward(cotangents))
-        backward = instead(backward, dict(zip(backward.invars, residuals, strict=False)))
         self.backward = with_copies(backward, self.forward.flow.place.keys(), axes)
 
     def vjp(self, inputs: Sequence[Any]) -> tuple[Arrays, Any]:
@@ -106,18 +105,6 @@ def with_copies(backward: Program, made: Collection[Any], axes: dict[str, int]) 
             eqns.append(copy)
             [outs[i]] = copy.outvars
     return Program(backward.constvars, backward.consts, backward.invars, outs, eqns)
-
-
-def instead(program: Program, names: dict[Any, Any]) -> Program:
-    """The program that reads other variables, or literals, in place of some of its inputs, which it has no more."""
-    eqns = [eqn.replace(invars=renamed(eqn.invars, names)) for eqn in program.eqns]
-    inputs = [var for var in program.invars if var not in names]
-    return Program(program.constvars, program.consts, inputs, renamed(program.outvars, names), eqns)
-
-
-def strong(aval: Any) -> Any:
-    """The type without weakness, which says nothing about an array."""
-    return aval.update(weak_type=False)
 
 
 def without_dead_equations(program: Program) -> Program:

@@ -5,13 +5,14 @@ Every transform that looks into a derivative asks here for it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from memjax._core.lists import Arrays, drop, merge, pick
-from memjax._core.program.jaxpr import Program, calls_in_place, trace
+from memjax._core.program.jaxpr import Program, calls_in_place, instead, trace
 
 
 def vjp(
@@ -67,14 +68,26 @@ class TracedPasses:
         [self._tree] = trees
         self.count, self.axes = len(outs), axes
 
+    @functools.cached_property
     def forward(self) -> Program:
         """The forward pass with calls in place."""
         return calls_in_place(self.closed, differentiable=False)
 
+    @property
+    def outputs(self) -> list[Any]:
+        """The outputs, of `forward`."""
+        return self.forward.outvars[: self.count]
+
+    @property
+    def residuals(self) -> list[Any]:
+        """What of `forward` the backward pass reads: variables and literals."""
+        return self.forward.outvars[self.count :]
+
     def backward(self, cotangents: Sequence[Any]) -> Program:
-        """The backward pass, from residuals and cotangents of these types, with calls in place."""
+        """The backward pass from cotangents of these types, with calls in place. It reads variables of `forward`."""
         types = [self.closed.out_avals[self.count :], list(cotangents)]
-        return calls_in_place(trace(self.pull, types, self.axes), differentiable=False)
+        program = calls_in_place(trace(self.pull, types, self.axes), differentiable=False)
+        return instead(program, dict(zip(program.invars, self.residuals, strict=False)))
 
     def pull(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Arrays:
         """The cotangents of the inputs in `wrt`."""

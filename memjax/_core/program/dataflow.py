@@ -157,6 +157,14 @@ class Dataflow:
                 found.update(eqn.outvars)
         return found
 
+    def depending(self, start: Iterable[Any], passes: Callable[[Any], bool] = lambda eqn: True) -> set[Any]:
+        """`start`, and what equations that pass make of any of that."""
+        found = set(start)
+        for eqn, read in zip(self.eqns, self.reads, strict=True):
+            if not found.isdisjoint(read) and passes(eqn):
+                found.update(eqn.outvars)
+        return found
+
 
 def flow_of(eqns: Sequence[Any] | Dataflow) -> Dataflow:
     """The dependences of equations, if they are not that already."""

@@ -15,7 +15,7 @@ from jax.extend import core
 
 from memjax._core.arrays import anywhere, vary
 from memjax._core.compat import eval_jaxpr, lines, nested, parameters, primitive_name, scope, settings
-from memjax._core.program.dataflow import Dataflow, is_literal
+from memjax._core.program.dataflow import Dataflow, is_literal, renamed
 from memjax._core.program.primitives import CHECKPOINTS, CUSTOM_CALLS, PLAIN_CALLS, REPLICATIONS
 
 
@@ -160,6 +160,13 @@ class Program:
         """The program whose first `consts` constants are its first inputs."""
         inputs = [*self.constvars[:consts], *self.invars]
         return dataclasses.replace(self, constvars=self.constvars[consts:], consts=self.consts[consts:], invars=inputs)
+
+
+def instead(program: Program, names: dict[Any, Any]) -> Program:
+    """The program that reads other variables, or literals, in place of some of its inputs, which it has no more."""
+    eqns = [eqn.replace(invars=renamed(eqn.invars, names)) for eqn in program.eqns]
+    inputs = [var for var in program.invars if var not in names]
+    return Program(program.constvars, program.consts, inputs, renamed(program.outvars, names), eqns)
 
 
 def does_nothing(eqn: Any) -> bool:

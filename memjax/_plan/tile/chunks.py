@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from memjax._core.arrays import as_array, is_float, zeros
+from memjax._core.arrays import as_array, is_float, strong, zeros
 from memjax._core.backward.passes import vjp
 from memjax._core.compat import primitive_name, scan_counts
 from memjax._core.lists import Arrays, merge, pick
@@ -27,7 +27,6 @@ from memjax._core.program.costs import array_bytes
 from memjax._core.program.dataflow import is_literal, made_by, variables
 from memjax._core.program.jaxpr import Program, axis_sizes, bind, calls_in_place, trace
 from memjax._core.program.primitives import CUSTOM_CALLS, TRACED_CUSTOM_CALLS
-from memjax._plan.derivative import strong
 from memjax._plan.tile.resized import Resized
 
 _FEWEST_STEPS = 32

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from memjax._core.arrays import is_float, zeros
+from memjax._core.arrays import is_float, strong, zeros
 from memjax._core.backward.derivatives import Static, perturbed
 from memjax._core.lists import Arrays, merge, pick
 from memjax._core.positions.regions import Region
@@ -23,7 +23,7 @@ from memjax._core.program.dataflow import made_by
 from memjax._core.program.jaxpr import Program, calls_in_place, evaluate_in, read, trace
 from memjax._core.segments import Segments, segments
 from memjax._core.tiles import Tiles, with_size
-from memjax._plan.derivative import Derivative, strong, without_dead_equations
+from memjax._plan.derivative import Derivative, without_dead_equations
 from memjax._plan.tile.resized import Resized
 
 

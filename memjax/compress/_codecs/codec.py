@@ -247,7 +247,7 @@ class Exact(FixedRate):
 
 
 @dataclasses.dataclass(frozen=True)
-class StepErrors(FixedRate):
+class StepErrors(Exact):
     """A codec that saves no memory: errors uniform in the steps of a codec, independent of each other and of the values, as those
     of dithered codes are. If that codec keeps zeros, nothing else becomes zero.
 
@@ -275,9 +275,6 @@ class StepErrors(FixedRate):
         largest = float(jnp.finfo(x.dtype).max)  # what is finite stays so, as in the codes
         changed = jnp.where(jnp.isfinite(wide), jnp.clip(changed, -largest, largest), changed).astype(x.dtype)
         return jnp.where(changed == 0, x, changed) if self.keeps_zeros else changed
-
-    def decode(self, code: Float[Array, "..."]) -> Float[Array, "..."]:
-        return code
 
 
 @dataclasses.dataclass(frozen=True)

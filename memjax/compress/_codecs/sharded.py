@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
 from memjax._core.compat import is_tracer, mesh_axes
+from memjax._core.meshes import names_in
 
 
 @jax.tree_util.register_dataclass
@@ -61,9 +62,9 @@ def encode_parts(encode: Callable[[Any, Any], Any], x: Array, setting: Any, *, a
         arithmetic the compiler cannot divide.
     """
     spec = P(*jax.typeof(x).sharding.spec)
-    if automatic and not _axes(spec):
+    if automatic and not names_in(spec):
         spec = _automatic_spec(x)
-    axes = _axes(spec)
+    axes = names_in(spec)
     if not axes:
         return encode(x, setting)
     setting = jnp.asarray(setting)
@@ -80,7 +81,7 @@ def decode_parts(decode: Callable[[Any], Array], code: Any) -> Array:
     """`decode(code)`, on each device for its part of a `ShardedCode`."""
     if not isinstance(code, ShardedCode):
         return decode(code)
-    axes = _axes(code.spec)
+    axes = names_in(code.spec)
     mesh = _mesh_of(jax.tree.leaves(code.parts)[0])
     if mesh.empty:  # parts along the first axis, of a mesh that is not known any more
         decoded = jax.vmap(decode)(code.parts)
@@ -107,10 +108,3 @@ def _mesh_of(x: Array) -> Any:
     known: Any = jax.typeof(x) if is_tracer(x) else x
     mesh = getattr(getattr(known, "sharding", None), "mesh", None)  # arrays on one device have none
     return jax.sharding.get_abstract_mesh() if mesh is None or mesh.empty else mesh
-
-
-def _axes(spec: P) -> tuple[str, ...]:
-    """The names of all mesh axes in `spec`."""
-    return tuple(
-        name for entry in spec if entry is not None for name in ((entry,) if isinstance(entry, str) else entry)
-    )

@@ -8,7 +8,7 @@ scan, examples of a `vmap` and devices; so every statistic is one that makes sen
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -181,12 +181,9 @@ def layers(
     check.function("f", f)
     check.number("bound", bound, positive=True)
     recorder = Recorder()
-    positions = argnums if isinstance(argnums, Sequence) and not isinstance(argnums, str) else (argnums,)
-    numbers = tuple(
-        check.integer("argnums", position, what="the position of an argument, or several") for position in positions
-    )
-    if not numbers or not all(0 <= number < len(args) for number in numbers):
-        raise check.fail(ValueError, "argnums", f"positions among the {len(args)} arguments of f", argnums)
+    numbers = tuple(check.argnums(argnums, len(args)))
+    if not numbers:
+        raise check.fail(ValueError, "argnums", f"positions among {len(args)} arguments", argnums)
     check.function("f", f, "f(codec, *args) takes the codec and what follows", arguments=1 + len(args))
     call = lambda *args: f(recorder, *args)
     with call_errors("f", f, {"the codec": "one", "the arguments": args}):

@@ -13,12 +13,12 @@ from typing import Any
 
 import jax
 
-from memjax._core.arrays import is_float, zeros
+from memjax._core.arrays import is_float, strong, zeros
 from memjax._core.backward.derivatives import without_derivative
 from memjax._core.backward.passes import TracedPasses
 from memjax._core.compat import scope
 from memjax._core.lists import Arrays, pick
-from memjax._core.program.dataflow import is_literal, variables
+from memjax._core.program.dataflow import variables
 from memjax._core.program.jaxpr import Program, bind, read
 from memjax._core.reasons import Said, asked, with_reason
 from memjax.compress._codecs.codec import Mask
@@ -74,16 +74,18 @@ class Derivative:
 
         every, wrt = [*types, *setting_types], [*wanted, *[False] * count]
         self._passes = TracedPasses(run, every, wrt, self._out_float, setting.axes)
-        self._program = self._passes.forward()
-        n_outs = len(out_types)
-        self._outs, self._residuals = self._program.outvars[:n_outs], self._program.outvars[n_outs:]
+        self._program = self._passes.forward
         self._producer = self._program.flow.makers
         self._kept_inputs = pick(self._program.invars, [*given.lasting, *[True] * count])
         parameters = pick(self._program.invars, [*given.parameters, *[False] * count])
         # Now, not when cotangents arrive: a `jax.vmap` around has taken its axis name away by then.
-        self._cotangent_types = [_not_weak(aval.to_ct_aval()) for aval in pick(out_types, self._out_float)]
+        self._cotangent_types = [strong(aval.to_ct_aval()) for aval in pick(out_types, self._out_float)]
         self._pullback = self._passes.backward(self._cotangent_types)
-        self._needed = self._needs()
+        residuals, there = variables(self._passes.residuals), set(self._kept_inputs)
+        # How exactly the backward pass needs each variable of the forward pass that it wants.
+        self._needed = dict.fromkeys(residuals, Need.COARSE)
+        wanted_vars = [var for var in self._needed if var not in there]
+        self._needed |= needs(self._pullback, wanted_vars, self._pullback.invars)
         self.keep = choose(self._program, self._needed, self._kept_inputs, parameters, self._which, codecs)
 
     @property
@@ -118,7 +120,7 @@ class Derivative:
                 encoder.before(eqn, env)
                 env.update(zip(eqn.outvars, bind(eqn, read(env, eqn.invars)), strict=True))
             encoder.after(eqn.outvars, env)
-        encoder.finish(self._outs, env)
+        encoder.finish(self._passes.outputs, env)
         codes = [encoder.codes[var] for var in keep.encoded]
         bits = [encoder.codes[var] for var in keep.masks]
         whole = read(env, keep.whole)
@@ -127,26 +129,18 @@ class Derivative:
         if (said := asked()) is not None:
             whole, codes, bits = self._with_reasons(said, whole, codes, bits, codecs)
         codecs.encoded([self._name(var) for var in keep.encoded], keep.roles, codes)
-        return read(env, self._outs), (whole, codes, bits)
+        return read(env, self._passes.outputs), (whole, codes, bits)
 
     def backward(self, kept: Any, codecs: ArrayCodecs, cotangents: Arrays) -> tuple[Arrays, Statistics | None]:
         """Cotangents of the inputs in `wanted`, and statistics, if the codecs collect them."""
         whole, codes, masks = kept
         is_zero = lambda ct: isinstance(ct, jax.custom_derivatives.SymbolicZero)
         cotangents = [zeros(ct.aval) if is_zero(ct) else ct for ct in pick(cotangents, self._out_float)]
-        types = [_not_weak(jax.typeof(ct)) for ct in cotangents]
+        types = [strong(jax.typeof(ct)) for ct in cotangents]
         pullback = self._pullback if types == self._cotangent_types else self._passes.backward(types)
 
-        n = len(self._residuals)
-        late, residuals = set(pullback.invars[n:]), self._sources(pullback)
-        literals = zip(pullback.invars[:n], self._residuals, strict=True)
-        env = dict(zip(pullback.constvars, pullback.consts, strict=True))
-        env |= {var: source.val for var, source in literals if is_literal(source)}
-        env |= dict(zip(pullback.invars[n:], cotangents, strict=True))
-
         encoded, keep = self.keep.encoded, self.keep
-        origins = {var: keep.origins[source] for var, source in residuals.items() if source in keep.origins}
-        without_signs = only_in_gradients(pullback, late, origins) - keep.computed
+        without_signs = only_in_gradients(pullback, keep.origins) - keep.computed
         stored = {var: Stored(Mask().decode, code, waits(Mask())) for var, code in zip(keep.masks, masks, strict=True)}
         for var, code, codec in zip(encoded, codes, codecs.each(keep.roles), strict=True):
             decode = codec.without_signs().decode if var in without_signs else codec.decode
@@ -157,12 +151,12 @@ class Derivative:
         known = dict(zip(self._program.constvars, self._program.consts, strict=True))
         known |= dict(zip(keep.whole, whole, strict=True))
         restored = Restored(self._producer, keep.nonzero, known, stored, keep.normalised)
-        run = functools.partial(run_late, pullback, env, late, residuals, restored)
+        run = functools.partial(run_late, pullback, cotangents, restored)
         if not codecs.reads_gradients:
             return run(), None
 
         index = {var: i for i, var in enumerate(encoded)}
-        reading = readers(pullback, late, {var: index[origin] for var, origin in origins.items()})
+        reading = readers(pullback, {var: index[origin] for var, origin in keep.origins.items()})
         collector = codecs.collector(self._weighed(reading.values()), [cotangents, codes])
         if collector is None:
             return run(), None
@@ -180,20 +174,6 @@ class Derivative:
                 collector.decoded(i, decoded(var))
         return outs, collector.statistics()
 
-    def _sources(self, pullback: Program) -> dict[Any, Any]:
-        """For each input of a pullback that is a residual, and no literal, the variable of the forward pass."""
-        pairs = zip(pullback.invars[: len(self._residuals)], self._residuals, strict=True)
-        return {var: source for var, source in pairs if not is_literal(source)}
-
-    def _needs(self) -> dict[Any, Need]:
-        """How exactly the backward pass needs each variable of the forward pass that it wants."""
-        n, there, sources = len(self._residuals), set(self._kept_inputs), self._sources(self._pullback)
-        found = needs(self._pullback, [var for var, s in sources.items() if s not in there], self._pullback.invars[n:])
-        needed = dict.fromkeys(sources.values(), Need.COARSE)
-        for var, need in found.items():
-            needed[sources[var]] = max(needed[sources[var]], need)
-        return needed
-
     def _marked(self, whole: Arrays) -> Arrays:
         """What an iteration keeps as it is, marked where that has been decided: what is small may be large in all iterations."""
         made = lambda var: var in self._producer
@@ -206,7 +186,7 @@ class Derivative:
         """What is kept, with names that say why; and say what is not kept."""
         keep, needed = self.keep, self._needed
         there = {*self._kept_inputs, *self._program.invars, *self._program.constvars}
-        said.dropped += not_kept(variables(self._residuals), keep, there, self._producer)
+        said.dropped += not_kept(self._needed, keep, there, self._program)
         if not self.encodes:
             said.notes.append(NOTHING)
         whole = [
@@ -230,8 +210,3 @@ class Derivative:
         for reader in reading:
             weights[reader.layer] += (self._names[reader.weight],)
         return [(names, var.aval) for names, var in zip(weights, self.keep.encoded, strict=True)]
-
-
-def _not_weak(aval: Any) -> Any:
-    """The same type; weak types of Python numbers become ordinary ones."""
-    return aval.update(weak_type=False)

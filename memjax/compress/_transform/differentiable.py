@@ -15,7 +15,7 @@ from jax import lax
 from memjax._core import check
 from memjax._core.arguments import is_array
 from memjax._core.arrays import is_float
-from memjax._core.backward.derivatives import forward_mode_errors, forward_mode_message, perturbed, reverse_only
+from memjax._core.backward.derivatives import forward_mode_message, perturbed, refusing_forward_mode
 from memjax._core.clear_errors import call_errors
 from memjax._core.compat import eval_jaxpr, scan_counts, scope
 from memjax._core.lists import Arrays, drop, merge, pick
@@ -129,9 +129,13 @@ class Loops:
         scans = [eqn for eqn in program.eqns if eqn.primitive.name == "scan"]
         if not scans or not setting.codecs.in_iterations:
             return
-        of_program = _OfProgram(program, setting.inputs, wanted)
+        origins, inputs = Origins(program), setting.inputs
+        kept, known = pick(program.invars, inputs.lasting), pick(program.invars, inputs.parameters)
+        self._parameters = Parameters(program, origins, {*kept, *program.constvars}, set(known))
+        self._constants = origins.constants
+        self._of_derivative = program.flow.depending(pick(program.invars, wanted))
         for eqn in scans:
-            of_body, of_derivative = of_program.operands(eqn)
+            of_body, of_derivative = self._operands(eqn)
             if any(of_derivative):
                 closed, which = as_closed(eqn.params["jaxpr"]), setting.which.within(scope(eqn))
                 names = [""] * len(of_derivative)
@@ -140,6 +144,20 @@ class Loops:
                 if derivative.encodes:
                     self._bodies[id(eqn)] = body
                     self.derivatives.append(derivative)
+
+    def _operands(self, eqn: Any) -> tuple[Inputs, list[bool]]:
+        """The inputs of a loop's body, and those of them that are differentiated."""
+        consts, carried = scan_counts(eqn)
+        of_derivative = not self._of_derivative.isdisjoint(variables(eqn.invars))
+        lasting, parameters, wanted = [], [], []
+        for i, atom in enumerate(eqn.invars):
+            is_carried, is_constant = consts <= i < consts + carried, is_literal(atom) or atom in self._constants
+            lasts = is_constant or self._parameters.sources(atom) is not None
+            lasting.append(i < consts or (not is_carried and lasts))
+            parameters.append(not is_carried and not is_literal(atom) and self._parameters.is_parameter(atom))
+            is_wanted = is_carried or (not is_literal(atom) and atom in self._of_derivative)
+            wanted.append(of_derivative and is_float(atom.aval) and is_wanted)
+        return Inputs(lasting, parameters), wanted
 
     def __bool__(self) -> bool:
         return bool(self._bodies)
@@ -159,36 +177,6 @@ class Loops:
         options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
         carry, ys = lax.scan(iteration, values[consts : consts + carried], values[consts + carried :], **options)
         return [*carry, *ys]
-
-
-class _OfProgram:
-    """What is known of the operands of a program's loops."""
-
-    def __init__(self, program: Program, inputs: Inputs, wanted: Sequence[bool]):
-        self._origins = Origins(program)
-        kept, parameters = pick(program.invars, inputs.lasting), pick(program.invars, inputs.parameters)
-        self._parameters = Parameters(program, self._origins, {*kept, *program.constvars}, set(parameters))
-        self._of_derivative = set(pick(program.invars, wanted))
-        for eqn in program.eqns:
-            if not self._of_derivative.isdisjoint(variables(eqn.invars)):
-                self._of_derivative.update(eqn.outvars)
-
-    def operands(self, eqn: Any) -> tuple[Inputs, list[bool]]:
-        """The inputs of a loop's body, and those of them that are differentiated."""
-        consts, carried = scan_counts(eqn)
-        places = range(len(eqn.invars))
-        is_carried = [consts <= i < consts + carried for i in places]
-        parameters, constants = self._parameters, self._origins.constants
-        lasts = lambda atom: is_literal(atom) or atom in constants or parameters.sources(atom) is not None
-        is_parameter = lambda atom: not is_literal(atom) and parameters.is_parameter(atom)
-        inputs = Inputs(
-            [i < consts or (not is_carried[i] and lasts(eqn.invars[i])) for i in places],
-            [not is_carried[i] and is_parameter(eqn.invars[i]) for i in places],
-        )
-        is_wanted = lambda i: is_carried[i] or (not is_literal(eqn.invars[i]) and eqn.invars[i] in self._of_derivative)
-        of_derivative = not self._of_derivative.isdisjoint(variables(eqn.invars))
-        wanted = [of_derivative and is_float(eqn.invars[i].aval) and is_wanted(i) for i in places]
-        return inputs, wanted
 
 
 _FORWARD_MODE = forward_mode_message("memjax.compressed", "the function itself, of which forward mode saves nothing")
@@ -232,9 +220,7 @@ def call_compressed(
     run = Differentiable(
         closed, Setting(given_inputs, codecs, which, [""] * len(closed.consts) + names, axis_sizes(closed))
     )
-    guarded = [reverse_only(value, _FORWARD_MODE) for value in inputs]
-    with forward_mode_errors(_FORWARD_MODE):
-        every = run(guarded)
+    every = refusing_forward_mode(run, _FORWARD_MODE)(inputs)
     return jax.tree.unflatten(out_tree, merge(every, out_static, out_dynamic))
 
 

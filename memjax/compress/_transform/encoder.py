@@ -99,13 +99,10 @@ class Encoder:
         codec, x = self._codecs[array], without_derivative(env[array], FIRST_ORDER)
         if array in self._fused:
             scale = self._keep.scales[array].variable
-            env[scale], measured = joint_barrier((env[scale], codec.measured(env[array])))
-            self.codes[array] = measured.encode(x)
-            self._unread[array] = _computed_of(array, self._program)
-            return
-        if is_fused(codec):
+            env[scale], codec = joint_barrier((env[scale], codec.measured(env[array])))
+        if array in self._fused or is_fused(codec):
             self.codes[array] = codec.encode(x)
-            self._unread[array] = _computed_of(array, self._program)
+            self._unread[array] = self._before_passes(array)
             return
         if array in self._sums:
             kept = env[array], *codec.encode_with_sums(x)
@@ -118,6 +115,10 @@ class Encoder:
             root = env[scale.variable].reshape(-1)
             encode = codec.scaled(root if scale.is_deviation else 1 / root).encode
         env[array], self.codes[array] = joint_barrier((env[array], encode(x)))
+
+    def _before_passes(self, array: Any) -> set[Any]:
+        """The array, and what is computed from it before products and calls."""
+        return self._program.flow.depending([array], lambda eqn: not _is_own_pass(eqn))
 
     def _wait(self, operands: Sequence[Any], env: dict[Any, Any]) -> None:
         """Let the largest of the variables that are about to be read wait for the codes of what they are computed from."""
@@ -151,15 +152,6 @@ def _variables_of_packing(program: Program, masks: Iterable[Any]) -> set[Any]:
 def _is_own_pass(eqn: Any) -> bool:
     """Whether compilers fuse the equation with (almost) nothing that follows it: products, and calls and loops."""
     return eqn.primitive.name in PRODUCTS or bool(bodies(eqn))
-
-
-def _computed_of(var: Any, program: Program) -> set[Any]:
-    """`var`, and what is computed from it before products and calls."""
-    computed = {var}
-    for eqn in program.eqns:
-        if not _is_own_pass(eqn) and not computed.isdisjoint(variables(eqn.invars)):
-            computed.update(eqn.outvars)
-    return computed
 
 
 def _channel_sums(root: Any, consumers: dict[Any, list[Any]]) -> dict[Any, int]:

@@ -31,20 +31,43 @@ def max_pool(x: Float[Array, ...], *, window_dimensions, window_strides, padding
     It keeps an exact index into the window, uint8, for every output. Windows of more than 256 values, dilated windows and
     negative padding keep the input instead.
     """
-    window = _Window(x.shape, tuple(window_dimensions), tuple(window_strides), tuple(map(tuple, padding)))
+    axes = axes_of(x.shape, window_dimensions, window_strides, padding)
     is_dilated = any(d != 1 for d in (*base_dilation, *window_dilation))
-    if is_dilated or math.prod(window.size) > 256 or any(edge < 0 for pair in window.padding for edge in pair):
-        return _plain(x, window, tuple(base_dilation), tuple(window_dilation))
-    return _indexed(x, window)
+    if is_dilated or math.prod(window_dimensions) > 256 or any(edge < 0 for pair in padding for edge in pair):
+        return _plain(x, axes, base_dilation, window_dilation)
+    return _indexed(x, axes)
 
 
-class _Window(NamedTuple):
-    """The input's shape, and by axis the window's size, strides and padding."""
+class Axis(NamedTuple):
+    """An axis of the arrays of a max-pooling.
 
-    shape: tuple[int, ...]
-    size: tuple[int, ...]
-    strides: tuple[int, ...]
-    padding: tuple[tuple[int, int], ...]
+    Attributes:
+      inputs: number of elements of the input.
+      size, stride: those of the windows.
+      low, high: padding before and after the input.
+    """
+
+    inputs: int
+    size: int
+    stride: int
+    low: int
+    high: int
+
+    @property
+    def outputs(self) -> int:
+        return max((self.low + self.inputs + self.high - self.size) // self.stride + 1, 0)
+
+    @property
+    def begun(self) -> int:
+        """Number of windows that begin before the input's end, with an output or without."""
+        return -(-(self.inputs + self.low) // self.stride)
+
+
+Axes = tuple[Axis, ...]
+
+
+def axes_of(shape: Sequence[int], sizes: Sequence[int], strides: Sequence[int], padding: Sequence[Any]) -> Axes:
+    return tuple(Axis(n, k, s, low, high) for n, k, s, (low, high) in zip(shape, sizes, strides, padding, strict=True))
 
 
 def _least(dtype) -> Any:
@@ -53,28 +76,29 @@ def _least(dtype) -> Any:
     return np.asarray(-np.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min, dtype)
 
 
-def _plain(x, window: _Window, base_dilation=None, window_dilation=None):
-    shape = (window.size, window.strides, window.padding, base_dilation, window_dilation)
-    return lax.reduce_window(x, _least(x.dtype), lax.max, *shape)
+def _plain(x, axes: Axes, base_dilation=None, window_dilation=None):
+    sizes, strides = tuple(axis.size for axis in axes), tuple(axis.stride for axis in axes)
+    padding = tuple((axis.low, axis.high) for axis in axes)
+    return lax.reduce_window(x, _least(x.dtype), lax.max, sizes, strides, padding, base_dilation, window_dilation)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _indexed(x, window: _Window):
-    return _plain(x, window)
+def _indexed(x, axes: Axes):
+    return _plain(x, axes)
 
 
-def _forward(x, window: _Window):
+def _forward(x, axes: Axes):
     """The maxima and where they are, in one pass."""
-    if _overlap(window):
+    if _overlap(axes):
         x = barrier(x)  # or the compiler would compute it once for every window that it is in
-    shape = jax.eval_shape(lambda: _plain(x, window)).shape
+    shape = tuple(axis.outputs for axis in axes)
     if 0 in shape:
-        return _plain(x, window), jnp.zeros(shape, jnp.uint8)
-    x = lax.pad(x, _least(x.dtype), [(low, high, 0) for low, high in window.padding])
+        return _plain(x, axes), jnp.zeros(shape, jnp.uint8)
+    x = lax.pad(x, _least(x.dtype), [(axis.low, axis.high, 0) for axis in axes])
     values = []
-    for offset in itertools.product(*map(range, window.size)):
-        stop = [at + (n - 1) * s + 1 for at, n, s in zip(offset, shape, window.strides, strict=True)]
-        values.append(lax.slice(x, offset, stop, window.strides))
+    for offset in itertools.product(*(range(axis.size) for axis in axes)):
+        stop = [at + (axis.outputs - 1) * axis.stride + 1 for at, axis in zip(offset, axes, strict=True)]
+        values.append(lax.slice(x, offset, stop, [axis.stride for axis in axes]))
     out, index = values[0], jnp.zeros_like(values[0], jnp.uint8)
     for i, value in enumerate(values[1:], 1):
         is_next = (out == out) & ~(value <= out)  # the first NaN, if there is any
@@ -82,41 +106,40 @@ def _forward(x, window: _Window):
     return out, index
 
 
-def _backward(window: _Window, index, ct):
-    woven = functools.partial(_woven, window)
+def _backward(axes: Axes, index, ct):
+    woven = functools.partial(_woven, axes)
     aval = jax.typeof(ct)
     is_whole = is_of_one_device(aval) and all(axis is None for axis in aval.sharding.spec)
-    if not (_overlap(window) and 0 not in ct.shape and why_not() is None and is_whole):
+    if not (_overlap(axes) and 0 not in ct.shape and why_not() is None and is_whole):
         return woven(index, ct)
-    plan = plan_of(axes_of(window, ct.shape))
-    if plan.inputs >= 2**31 or math.prod(window.size) > _FEW or plan.share_of_lanes < 0.5:
+    plan = plan_of(axes)
+    if plan.inputs >= 2**31 or math.prod(axis.size for axis in axes) > _FEW or plan.share_of_lanes < 0.5:
         return woven(index, ct)
-    by_kernel = lambda index, ct: (max_pool_gradient(plan, index, ct).reshape(window.shape),)
+    by_kernel = lambda index, ct: (max_pool_gradient(plan, index, ct).reshape([axis.inputs for axis in axes]),)
     return lax.platform_dependent(index, ct, cuda=by_kernel, default=woven)
 
 
-def _woven(window: _Window, index, ct):
+def _woven(axes: Axes, index, ct):
     """The gradient in plain JAX. Windows begin every `stride`; the `place` of an input is its distance from the last beginning.
 
     The window that begins there has the input at offset `place`, the window before it at `place` + stride, and so on. So there is
     an array for every place, with an element for every beginning, and the gradient interleaves these arrays.
     """
-    axes = axes_of(window, ct.shape)
     if any(axis.begun == 0 or axis.outputs == 0 for axis in axes):
         none = [(0, axis.inputs - axis.outputs, 0) for axis in axes]
         return (lax.pad(jnp.zeros_like(ct), jnp.zeros((), ct.dtype), none),)
     wide, places = ct.astype(accumulator(ct.dtype)), []
     zero, begun = jnp.zeros((), wide.dtype), [axis.begun for axis in axes]
-    for place in itertools.product(*map(range, window.strides)):
+    for place in itertools.product(*(range(axis.stride) for axis in axes)):
         total = lax.pad(jnp.zeros_like(wide), zero, [(0, axis.begun - axis.outputs, 0) for axis in axes])
         for back, i in windows_of(place, axes):
             edges = [(b, axis.begun - axis.outputs - b, 0) for b, axis in zip(back, axes, strict=True)]
             total = total + lax.pad(jnp.where(index == jnp.uint8(i), wide, zero), zero, edges)
         places.append(total.astype(ct.dtype))
-    if _overlap(window):
+    if _overlap(axes):
         places = barrier(places)  # or all would be computed for every element of the gradient
-    strided = [axis for axis, s in enumerate(window.strides) if s > 1]
-    woven = jnp.stack(places).reshape(*(window.strides[axis] for axis in strided), *begun)
+    strided = [i for i, axis in enumerate(axes) if axis.stride > 1]
+    woven = jnp.stack(places).reshape(*(axes[i].stride for i in strided), *begun)
     # One by one: JAX does not reshape several axes of an explicitly sharded array at once.
     for axis in reversed(strided):
         left = strided.index(axis)
@@ -126,21 +149,16 @@ def _woven(window: _Window, index, ct):
     return (lax.slice(woven, [axis.low for axis in axes], ends),)
 
 
-def _overlap(window: _Window) -> bool:
-    return any(k > s for k, s in zip(window.size, window.strides, strict=True))
+def _overlap(axes: Axes) -> bool:
+    return any(axis.size > axis.stride for axis in axes)
 
 
-def axes_of(window: _Window, outputs: tuple[int, ...]) -> list[Axis]:
-    by_axis = zip(*window, outputs, strict=True)
-    return [Axis(n, m, -(-(n + low) // s), k, s, low) for n, k, s, (low, _), m in by_axis]
-
-
-def plan_of(axes: list[Axis]) -> Plan:
+def plan_of(axes: Axes) -> Plan:
     is_whole = lambda axis: axis.size == axis.stride == 1 and axis.low == 0 and axis.inputs == axis.outputs
     first = next((i for i, axis in enumerate(axes) if not is_whole(axis)), 0)
     last = next((i for i in reversed(range(len(axes))) if not is_whole(axes[i])), len(axes) - 1)
     outer, inner = (math.prod(axis.inputs for axis in others) for others in (axes[:first], axes[last + 1 :]))
-    return Plan(outer, tuple(axes[first : last + 1]), inner)
+    return Plan(outer, axes[first : last + 1], inner)
 
 
 _indexed.defvjp(_forward, _backward)
@@ -152,6 +170,7 @@ _indexed.defvjp(_forward, _backward)
 # follows; before pooling the mask has to be kept.
 
 _POOLING = "reduce_window_max"
+_DILATIONS = "base_dilation", "window_dilation"
 
 
 def evaluate_pools_first(
@@ -196,16 +215,12 @@ def _relus_before_pooling(program: Program) -> dict[Any, Any]:
 
 def _is_pooling(eqn: Any) -> bool:
     """Whether an equation takes maxima of windows. No window may be all padding: a ReLU would turn its -inf into zero."""
-    if eqn.primitive.name != _POOLING or any(d != 1 for d in eqn.params["base_dilation"]):
+    names = "window_dimensions", "window_strides", "padding"
+    if eqn.primitive.name != _POOLING or any(d != 1 for name in _DILATIONS for d in eqn.params[name]):
         return False
-    if any(d != 1 for d in eqn.params["window_dilation"]):
-        return False
-    [x], [out] = eqn.invars, eqn.outvars
-    sizes = zip(x.aval.shape, out.aval.shape, strict=True)
-    windows = zip(
-        sizes, *(eqn.params[name] for name in ("window_dimensions", "window_strides", "padding")), strict=True
-    )
-    return all(n > 0 and low < k and (m - 1) * s < n + low for (n, m), k, s, (low, _) in windows)
+    last = lambda axis: (axis.outputs - 1) * axis.stride - axis.low  # where the last window begins
+    axes = axes_of(eqn.invars[0].aval.shape, *(eqn.params[name] for name in names))
+    return all(axis.inputs > 0 and axis.low < axis.size and last(axis) < axis.inputs for axis in axes)
 
 
 def _is_relu(eqn: Any) -> bool:
@@ -228,24 +243,6 @@ def _is_relu(eqn: Any) -> bool:
 # writes an array for each place (`_woven`) and reads all of them again.
 
 _BLOCK, _WARPS = 1024, 4
-
-
-class Axis(NamedTuple):
-    """An axis of the arrays of a max-pooling.
-
-    Attributes:
-      inputs, outputs: number of elements of the input and of the output.
-      begun: number of windows that begin before the input's end, with an output or without.
-      size, stride: those of the windows.
-      low: padding before the input.
-    """
-
-    inputs: int
-    outputs: int
-    begun: int
-    size: int
-    stride: int
-    low: int
 
 
 class Plan(NamedTuple):

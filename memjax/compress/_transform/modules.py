@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.core.lift
@@ -162,55 +162,27 @@ def compressed_nnx_module(module: nnx.Module, codecs: ArrayCodecs, which: Which)
     has the original classes: nothing is compressed twice.
     """
     where = which.where
-    new = _copied(module, {})
+    new = nnx.merge(*nnx.split(module))  # other module objects with the same variables
     if where is None or where == "conv":
         parts = [new]
     else:
         which = dataclasses.replace(which, where=None)
         wanted = where if callable(where) else lambda path, module: matches(path, where)
-        paths = {name: node for name, node in _modules(new, ()) if name}
+        paths = {name: node for name, node in _modules(new) if name}
         parts = [node for name, node in paths.items() if callable(node) and wanted(name, node)]
         if not parts:
             raise check.fail(ValueError, "where", f"a match for one of the submodules {[*paths]}", where)
     classes = _Classes(codecs, which)
     for part in parts:
-        for name, node in _modules(part, ()):
+        for name, node in _modules(part):
             classes.wrap(node, is_part=not name)
     return new
 
 
-def _copied(node: Any, seen: dict[int, Any]) -> Any:
-    """Other module objects with the same variables."""
-    if id(node) in seen:
-        return seen[id(node)]
-    if isinstance(node, nnx.Module):
-        seen[id(node)] = new = object.__new__(type(node))
-        vars(new).update(vars(node))
-        for key, value in vars(node).items():
-            vars(new)[key] = _copied(value, seen)
-        return new
-    if isinstance(node, list | tuple) and not hasattr(node, "_fields"):
-        return type(node)(_copied(value, seen) for value in node)
-    if isinstance(node, dict):
-        return {key: _copied(value, seen) for key, value in node.items()}
-    return node
-
-
-def _modules(node: Any, path: tuple[str, ...], seen: set[int] | None = None) -> Iterator[tuple[str, nnx.Module]]:
-    """The modules in a module, or in lists, tuples and dicts, with their paths. The module itself comes first."""
-    seen = set() if seen is None else seen
-    if id(node) in seen:
-        return
-    if isinstance(node, nnx.Module):
-        seen.add(id(node))
-        yield "/".join(path), node
-        inside: Any = dict(vars(node))
-    elif isinstance(node, list | tuple):
-        inside = dict(enumerate(node))
-    else:
-        inside = node if isinstance(node, dict) else {}
-    for key, value in inside.items():
-        yield from _modules(value, (*path, str(key)), seen)
+def _modules(node: Any) -> list[tuple[str, nnx.Module]]:
+    """The modules in a module, or in a list of modules, with their paths. A module comes before those in it."""
+    found = [("/".join(map(str, path)), each) for path, each in nnx.iter_graph(node) if isinstance(each, nnx.Module)]
+    return sorted(found, key=lambda pair: pair[0])
 
 
 class _Classes:
@@ -269,7 +241,7 @@ class _Classes:
             given_states = {i: lasting[f"argument {i}"] for i in range(1, len(objects)) if f"argument {i}" in others}
             now = nnx.State({0: nnx.State(own), **given_states})
             copies = nnx.merge(graph, now, copy=True)  # or `state` itself would change
-            for _, copy in _modules(copies, ()):
+            for _, copy in _modules(copies):
                 if type(copy) in self._original:
                     object.__setattr__(copy, "__class__", self._original[type(copy)])
             module, rest = copies[0], iter(copies[1:])

@@ -11,7 +11,7 @@ memory. Fewer bits save more for that time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -27,45 +27,39 @@ from memjax._core.program.primitives import WHOLE_OPERANDS, expensive
 
 def run_late(
     program: Program,
-    env: dict[Any, Any],
-    cotangents: set[Any],
-    residuals: dict[Any, Any],
+    cotangents: Sequence[Any],
     restored: Restored,
     see: Callable[[Any, dict[Any, Any]], None] = lambda eqn, env: None,
 ) -> list[Any]:
-    """The outputs of a pullback.
+    """The outputs of a pullback, which reads residuals as variables of the forward pass.
 
     Args:
-      env: the values of its constants and cotangents, by variable.
-      cotangents: its inputs that are cotangents.
-      residuals: for each input that is a residual, the variable of the forward pass.
       see: called with each equation that runs and the values known then, which include those of its operands.
     """
     producer = program.flow.makers
-    late = set(cotangents)
+    env, late = program.given(cotangents), program.flow.depending(program.invars)
 
     def get(atom, wait):
         if is_literal(atom):
             return atom.val
         if atom not in env:
-            if atom in residuals:
-                env[atom] = restored.value(residuals[atom], wait)
-            else:
+            if atom in producer:
                 run(producer[atom], wait)
+            else:
+                env[atom] = restored.value(atom, wait)
         return env[atom]
 
     def run(eqn, wait):
         in_memory = {}
         for atom in variables(eqn.invars):
-            source = residuals.get(atom) if _reads_memory(eqn) else None
-            if source is not None and (value := restored.in_memory(source, wait)) is not None:
+            if _reads_memory(eqn) and (value := restored.in_memory(atom, wait)) is not None:
                 in_memory[atom] = value
             else:
                 get(atom, wait)
         if eqn.primitive is lax.optimization_barrier_p and late.isdisjoint(variables(eqn.invars)):
             # This barrier is there so that something is recomputed. A value that is new is already: let it be fused.
             for atom, out in zip(eqn.invars, eqn.outvars, strict=True):
-                is_new = not is_literal(atom) and atom in residuals and residuals[atom] in restored.new
+                is_new = not is_literal(atom) and atom in restored.new
                 env[out] = get(atom, wait) if is_new else barrier(get(atom, wait))
             return
         see(eqn, env)
@@ -82,7 +76,6 @@ def run_late(
             code, env[cotangent] = joint_barrier((code, env[cotangent]))
             return code
 
-        late.update(eqn.outvars)
         run(eqn, _Wait(waiting, _reads_memory(eqn)))
     return [get(atom, NO_WAIT) for atom in program.outvars]
 
@@ -173,7 +166,7 @@ class Restored:
 
     def in_memory(self, atom: Any, wait: _Wait) -> Any:
         """The value of a variable for a reader that fuses nothing; None where that is decoded as for others."""
-        if is_literal(atom) or atom not in self._codes or (decode := self._codes[atom].to_memory) is None:
+        if atom not in self._codes or (decode := self._codes[atom].to_memory) is None:
             return None
         if atom not in self._in_memory:
             self._in_memory[atom] = self._decoded(atom, decode, wait)

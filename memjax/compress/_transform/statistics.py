@@ -194,11 +194,11 @@ class Reader:
     weight: int
 
 
-def readers(pullback: Program, cotangents: set[Any], origins: dict[Any, int]) -> dict[int, Reader]:
+def readers(pullback: Program, origins: dict[Any, int]) -> dict[int, Reader]:
     """The readers among the equations of a pullback, by the `id` of the equation. `origins` has the index of the encoded array
-    that an input comes from.
+    that a residual comes from.
     """
-    late, origins = set(cotangents), dict(origins)
+    late, origins = pullback.flow.depending(pullback.invars), dict(origins)
     consumer = pullback.flow.consumers
     outputs = {var: i for i, var in reversed(list(enumerate(pullback.outvars))) if not is_literal(var)}
     readers: dict[int, Reader] = {}
@@ -207,7 +207,6 @@ def readers(pullback: Program, cotangents: set[Any], origins: dict[Any, int]) ->
         cts = [var for var in operands if var in late]
         stored = [origins[var] for var in operands if var in origins]
         if cts:
-            late.update(eqn.outvars)
             if eqn.primitive.name in PRODUCTS and stored:
                 weight = _output(eqn.outvars[0], consumer, outputs)
                 if weight is not None:
@@ -217,11 +216,11 @@ def readers(pullback: Program, cotangents: set[Any], origins: dict[Any, int]) ->
     return readers
 
 
-def only_in_gradients(pullback: Program, cotangents: set[Any], origins: dict[Any, Any]) -> set[Any]:
+def only_in_gradients(pullback: Program, origins: dict[Any, Any]) -> set[Any]:
     """The encoded arrays that a pullback reads in convolutions and matrix products with cotangents alone, whose results are added
-    to outputs. Outputs are linear in them. `origins` has the encoded array that an input comes from.
+    to outputs. Outputs are linear in them. `origins` has the encoded array that a residual comes from.
     """
-    late, stored, read_otherwise = set(cotangents), dict(origins), set()
+    late, stored, read_otherwise = pullback.flow.depending(pullback.invars), dict(origins), set()
     consumer = pullback.flow.consumers
 
     def ends_in_outputs(var):
@@ -233,8 +232,6 @@ def only_in_gradients(pullback: Program, cotangents: set[Any], origins: dict[Any
         operands, name = variables(eqn.invars), eqn.primitive.name
         arrays = [stored[var] for var in operands if var in stored]
         is_late = not late.isdisjoint(operands)
-        if is_late:
-            late.update(eqn.outvars)
         if is_late and name in PRODUCTS and ends_in_outputs(eqn.outvars[0]):
             continue
         if not is_late and name in _SAME and len(arrays) == len(operands) == 1 and is_float(eqn.outvars[0].aval):

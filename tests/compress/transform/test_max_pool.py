@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from memjax import compressed
-from memjax.compress._transform.max_pool import _forward, _Window, _woven, axes_of, max_pool, max_pool_gradient, plan_of
+from memjax.compress._transform.max_pool import _forward, _woven, axes_of, max_pool, max_pool_gradient, plan_of
 from tests.compress.codecs.round_trip import normal
 from tests.compress.kept import kept_of_sum
 from tests.compress.networks import EXACT
@@ -72,12 +72,12 @@ def test_the_kernel_of_the_gradient(shape, size, strides, padding, dtype):
 
 def check_kernel(shape, size, strides, padding, dtype, interpret):
     """Against what XLA makes of the same sums, in the same order."""
-    window = _Window(shape, size, strides, padding)
+    axes = axes_of(shape, size, strides, padding)
     x = np.round(2 * normal(*shape)).astype(dtype)
-    out, index = jax.jit(_forward, static_argnums=1)(x, window)
+    out, index = jax.jit(_forward, static_argnums=1)(x, axes)
     ct = normal(*out.shape, seed=1).astype(dtype)
-    [wanted] = jax.jit(functools.partial(_woven, window))(index, ct)
-    plan = plan_of(axes_of(window, out.shape))
+    [wanted] = jax.jit(functools.partial(_woven, axes))(index, ct)
+    plan = plan_of(axes)
     got = jax.jit(functools.partial(max_pool_gradient, plan, interpret=interpret))(index, ct)
     np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(wanted, np.float32).reshape(-1))
 
@@ -88,12 +88,12 @@ def test_what_is_cut_off():
 
 
 def test_plan():
-    window = _Window((256, 112, 112, 64), (1, 3, 3, 1), (1, 2, 2, 1), ((0, 0), (1, 1), (1, 1), (0, 0)))
-    plan = plan_of(axes_of(window, (256, 56, 56, 64)))
+    axes = axes_of((256, 112, 112, 64), (1, 3, 3, 1), (1, 2, 2, 1), ((0, 0), (1, 1), (1, 1), (0, 0)))
+    plan = plan_of(axes)
     assert (plan.outer, [axis.begun for axis in plan.axes], plan.inner) == (256, [57, 57], 64)
     assert plan.share_of_lanes == 57 * 64 / 4096
-    first = _Window((256, 64, 112, 112), (1, 1, 3, 3), (1, 1, 2, 2), ((0, 0), (0, 0), (1, 1), (1, 1)))
-    assert plan_of(axes_of(first, (256, 64, 56, 56))).share_of_lanes < 0.1
+    first = axes_of((256, 64, 112, 112), (1, 1, 3, 3), (1, 1, 2, 2), ((0, 0), (0, 0), (1, 1), (1, 1)))
+    assert plan_of(first).share_of_lanes < 0.1
 
 
 def test_signed_zeros_and_nans():

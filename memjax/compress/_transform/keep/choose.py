@@ -33,7 +33,7 @@ import jax.numpy as jnp
 
 from memjax._core.backward.minimum_cut import cheapest
 from memjax._core.compat import scope
-from memjax._core.program.dataflow import is_literal
+from memjax._core.program.dataflow import is_literal, made_by, read_by
 from memjax._core.program.jaxpr import Program, nbytes
 from memjax.compress._codecs.codec import DTYPES, Exact
 from memjax.compress._transform.array_codecs import ArrayCodecs, Role
@@ -51,7 +51,6 @@ from memjax.compress._transform.keep.origins import (
     Origins,
     Parameters,
     Scale,
-    back_from,
     integer_sources,
     is_kept_by_loop,
     masks_of_nonzero,
@@ -125,12 +124,12 @@ def choose(
     nonzero = masks_of_nonzero(masks, telling, origins)
     masks = {mask: None for mask in masks if mask not in nonzero}
     given = {*encoded, *whole, *masks, *nonzero}
-    inputs = _sources([*exact, *rounded], origins.producer, given) & kept_inputs
+    inputs = _sources([*exact, *rounded], program, given) & kept_inputs
     whole.update(dict.fromkeys(var for var in (*program.constvars, *lasting) if var in inputs))
     arrays = {*encoded, *(var for var in whole if not is_statistic(var, origins.producer))}
-    available = arrays | _between([*exact, *rounded], origins, given)
+    available = arrays | _between([*exact, *rounded], program, given)
     recomputed_statistics = [
-        var for var in whole if var not in available and follows_from_rows(var, available, origins.producer)
+        var for var in whole if var not in available and follows_from_rows(var, available, origins)
     ]
     for var in recomputed_statistics:
         del whole[var]
@@ -145,11 +144,11 @@ def choose(
         outputs=outputs_in_memory(masks, origins),
         nonzero=nonzero,
         origins={var: end for var, end in ends.items() if end is not None},
-        computed=_sources([var for var, end in ends.items() if end is None], origins.producer, given) & set(encoded),
+        computed=_sources([var for var, end in ends.items() if end is None], program, given) & set(encoded),
         matched=any(which.matches(origins.uses(origins.path(var)), var.aval) for var in needed),
         refused=list(candidates.refused),
         images=list(candidates.images),
-        normalised=set(_sources(recomputed_statistics, origins.producer, given)),
+        normalised=set(_sources(recomputed_statistics, program, given)),
     )
 
 
@@ -168,7 +167,7 @@ def _cut(
     price = 0.0 if codecs.reads_gradients else flops_per_byte(program, codecs.bits(rounded))
     kept = cheapest(exact, origins.producer, available, candidates.whole_bytes, recompute_exactly(price))
     available = available | {*kept}
-    available |= _between(exact, origins, available)
+    available |= _between(exact, program, available)
     recompute = (
         recompute_linear(origins) if codecs.reads_gradients else recompute_rounded(program, origins, available, price)
     )
@@ -212,16 +211,15 @@ def _sorted(
     return whole, masks, exact, rounded
 
 
-def _between(wanted: Iterable[Any], origins: Origins, given: set[Any]) -> set[Any]:
+def _between(wanted: Iterable[Any], program: Program, given: set[Any]) -> KeysView[Any]:
     """What is computed on the way from `given` to `wanted`: the product that gives queries and keys may give values, too."""
-    passed = back_from(wanted, origins.producer, lambda var, _: var not in given)
-    return {out for _, eqn in passed if eqn is not None for out in eqn.outvars}
+    return made_by(program.flow.needed(wanted, given)).keys()
 
 
-def _sources(wanted: Iterable[Any], producer: dict[Any, Any], given: set[Any]) -> KeysView[Any]:
+def _sources(wanted: Sequence[Any], program: Program, given: set[Any]) -> KeysView[Any]:
     """Those of `given`, and inputs, that `wanted` is computed from."""
-    passed = back_from(wanted, producer, lambda var, _: var not in given)
-    return dict.fromkeys(var for var, eqn in passed if eqn is None).keys()
+    read = [*wanted, *read_by(program.flow.needed(wanted, given))]
+    return dict.fromkeys(var for var in read if var in given or var not in program.flow.place).keys()
 
 
 def _recomputed_from(var: Any, origins: Origins, parameters: Parameters, kept_inputs: set[Any]) -> Sequence[Any] | None:
@@ -281,14 +279,15 @@ def why_encoded(codec: Any, *, is_source: bool) -> str:
     return f"{bits}{type(codec).__name__}: the backward pass bears its rounding{also}"
 
 
-def not_kept(residuals: list[Any], keep: Keep, inputs: set[Any], producer: dict[Any, Any]) -> Iterator[str]:
+def not_kept(residuals: Iterable[Any], keep: Keep, inputs: set[Any], program: Program) -> Iterator[str]:
     """What of `residuals` `jax.vjp` would keep and this does not, and from what it is recomputed. `inputs` are there anyway."""
     given = {*keep.whole, *keep.encoded, *keep.masks, *keep.nonzero, *inputs}
+    producer = program.flow.makers
     found: Counter[str] = Counter()
-    for var in dict.fromkeys(residuals):
+    for var in residuals:
         if var in given or var.aval.size < SMALL:
             continue
-        large = [source for source in _sources([var], producer, given) if source.aval.size >= SMALL]
+        large = [source for source in _sources([var], program, given) if source.aval.size >= SMALL]
         names = [_name(source, producer) + (", decoded" if source in keep.encoded else "") for source in large]
         rest = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
         found[f"{_name(var, producer)}: from {'; '.join(names[:_MOST]) or 'constants and small arrays'}{rest}"] += 1

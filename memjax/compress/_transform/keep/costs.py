@@ -13,21 +13,18 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from memjax._core.arrays import is_float
 from memjax._core.compat import scope
-from memjax._core.lists import pick
 from memjax._core.program.dataflow import is_literal, variables
 from memjax._core.program.jaxpr import Program, nbytes
 from memjax._core.program.primitives import EXPONENTIALS, VIEWS, expensive, flops_of_product
 from memjax.compress._codecs.codec import DTYPES
-from memjax.compress._transform.array_codecs import ArrayCodecs, Role, array_codecs
-from memjax.compress._transform.keep.needs import Need, is_smooth, is_statistic, needs
+from memjax.compress._transform.array_codecs import ArrayCodecs, Role
+from memjax.compress._transform.keep.needs import Need, is_smooth, is_statistic
 from memjax.compress._transform.keep.origins import (
     Inputs,
     Origins,
     Parameters,
     back_from,
-    inputs_of,
     rectified_by,
     scale_of_norm,
 )
@@ -190,71 +187,6 @@ class Candidates:
         )
 
 
-class Encodable:
-    """What may be encoded of a program's values, and how, for who decides otherwise than `choose` what to keep of it.
-
-    A value that is encoded is rounded, and so is what follows from it. What has to be exact may follow from exact values alone,
-    and from rounded ones only what is off by about as much as they are.
-
-    Args:
-      program: the forward pass, with calls in place.
-      wanted: those of its variables that the backward pass reads and that are not there anyway.
-      pullback: the backward pass, a program that reads `wanted`.
-      cotangents: its other inputs that depend on a cotangent.
-      parameters: inputs of `program` that are parameters.
-
-    Attributes:
-      exact: those in `wanted` that have to be exact.
-      statistics: those of them that are small beside what they are computed from.
-    """
-
-    def __init__(
-        self,
-        program: Program,
-        wanted: Iterable[Any],
-        pullback: Any,
-        cotangents: Iterable[Any],
-        parameters: set[Any],
-    ):
-        self._codecs, self._origins = array_codecs(None), Origins(program)
-        self._mine = {*program.invars, *program.flow.place}
-        found = needs(pullback, wanted, cotangents)
-        least = Need.FINE if self._codecs.keeps_fine else Need.EXACT
-        self.statistics = {
-            var
-            for var in found
-            if is_float(var.aval) and (var.aval.size < SMALL or is_statistic(var, self._origins.producer))
-        }
-        rounded = [
-            var
-            for var, need in found.items()
-            if need < least and var.aval.dtype in DTYPES and var not in self.statistics
-        ]
-        self.exact: set[Any] = found.keys() - set(rounded)
-        flags = inputs_of([var in parameters for var in program.invars], [var.aval for var in program.invars])
-        known = set(pick(program.invars, flags.parameters))
-        of_parameters = Parameters(program, self._origins, parameters, known)
-        self._candidates = Candidates(self._origins, of_parameters, Which(None, SMALL), self._codecs, found, rounded)
-        self.codec = functools.cache(self._codec)
-
-    def _codec(self, var: Any) -> Any:
-        """The codec of a variable, with all optional members; None where it may not be encoded, or that saves nothing."""
-        if var not in self._mine or not hasattr(var.aval, "dtype") or var in self.exact:
-            return None
-        if self._candidates.kept_bytes(var) >= self._candidates.whole_bytes(var):
-            return None
-        [codec] = self._codecs.each([self._candidates.role(var)])
-        return codec
-
-    def nbytes(self, var: Any) -> int | None:
-        """Bytes of the code of a variable; None where it is not to be encoded."""
-        return None if self.codec(var) is None else self._candidates.kept_bytes(var)
-
-    def keeps_errors_small(self, eqn: Any) -> bool:
-        """Whether the equation may run on rounded values: its results are off by about as much as they are."""
-        return is_smooth(eqn, self._origins.producer) and all(is_float(out.aval) for out in eqn.outvars)
-
-
 def _computed_cheaply(wanted: Iterable[Any], origins: Origins) -> set[Any]:
     """`wanted`, and what they are computed from without products, kernels and loops."""
     return {var for var, _ in back_from(wanted, origins.producer, lambda _, eqn: not expensive(eqn))}
@@ -312,7 +244,7 @@ def recompute_rounded(program: Program, origins: Origins, available: set[Any], p
 
     def cost(eqn: Any) -> int | None:
         is_exact = exact.issuperset(variables(eqn.invars))
-        return exactly(eqn) if is_exact or is_smooth(eqn, origins.producer) else None
+        return exactly(eqn) if is_exact or is_smooth(eqn, origins) else None
 
     return cost
 

@@ -40,7 +40,7 @@ from memjax._core.program.primitives import (
     expensive,
     is_attention,
 )
-from memjax.compress._transform.keep.origins import MANY, body_of
+from memjax.compress._transform.keep.origins import MANY, Origins, body_of
 
 
 class Need(enum.IntEnum):
@@ -163,9 +163,10 @@ def _union(values: Iterable[_Value]) -> _Value:
 # Which operations may be applied to rounded values: their result is then off by about as much as their operands are.
 
 _RECTIFIERS = frozenset(("max", "min"))
+_OF_ONE_ARRAY = AFFINE | VIEWS | _RECTIFIERS
 
 
-def is_smooth(eqn: Any, producer: dict[Any, Any]) -> bool:
+def is_smooth(eqn: Any, origins: Origins) -> bool:
     """Whether the equation does not amplify rounding errors: its result is off by about as much as its operands are."""
     name = eqn.primitive.name
     if eqn.effects:
@@ -176,9 +177,9 @@ def is_smooth(eqn: Any, producer: dict[Any, Any]) -> bool:
         divisor = eqn.invars[1]
         return is_literal(divisor) or divisor.aval.size * MANY <= eqn.outvars[0].aval.size
     if name == "exp":  # the derivative of the normal distribution's integral has one
-        return _is_at_most_zero(eqn.invars[0], producer)
+        return _is_at_most_zero(eqn.invars[0], origins.producer)
     if is_rectifier(eqn):
-        return _is_of_one_array(eqn.outvars[0], producer)
+        return _is_of_one_array(eqn.outvars[0], origins)
     return name in SMOOTH or name == "dot_general"
 
 
@@ -187,25 +188,16 @@ def is_rectifier(eqn: Any) -> bool:
     return eqn.primitive.name in _RECTIFIERS
 
 
-def _is_of_one_array(var: Any, producer: dict[Any, Any]) -> bool:
+def _is_of_one_array(var: Any, origins: Origins) -> bool:
     """Whether `var` is a norm, a ReLU or the like of one array, so that its value follows from that one alone.
 
     The ReLU of a sum of blocks would follow from all earlier ones, which would be recomputed at the same time.
     """
-    while (eqn := producer.get(var)) is not None and eqn.primitive.name in AFFINE | VIEWS | _RECTIFIERS:
-        large = [atom for atom in eqn.invars if not _is_repeated(atom, var, producer)]
-        if len(large) != 1:
+    while (eqn := origins.producer.get(var)) is not None and eqn.primitive.name in _OF_ONE_ARRAY:
+        if (step := origins.parent(var, _OF_ONE_ARRAY)) is None:
             return False
-        var = large[0]
+        var = step[0]
     return True
-
-
-def _is_repeated(atom: Any, var: Any, producer: dict[Any, Any]) -> bool:
-    """Whether the operand `atom` of what makes `var` is a literal, small, or one of these broadcast."""
-    if is_literal(atom) or atom.aval.size * MANY <= var.aval.size:
-        return True
-    eqn = producer.get(atom)
-    return eqn is not None and eqn.primitive.name == "broadcast_in_dim" and _is_repeated(eqn.invars[0], atom, producer)
 
 
 def _operands_with_poles(eqn: Any) -> list[int]:
@@ -275,14 +267,14 @@ def is_statistic(var: Any, producer: dict[Any, Any]) -> bool:
     return False
 
 
-def follows_from_rows(var: Any, given: set[Any], producer: dict[Any, Any]) -> bool:
+def follows_from_rows(var: Any, given: set[Any], origins: Origins) -> bool:
     """Whether a statistic is one of a norm's rows: computed from variables in `given` by sums over the last axes,
     roots and operations that multiply no error.
 
     A sum of squares of rounded values is off by the square of their relative error, or by less where errors are independent:
     so a root of it may be taken.
     """
-    walk, sums = Walk([var]), 0
+    producer, walk, sums = origins.producer, Walk([var]), 0
     for current in walk:
         eqn = producer.get(current)
         if current in given:
@@ -295,7 +287,7 @@ def follows_from_rows(var: Any, given: set[Any], producer: dict[Any, Any]) -> bo
                 return False
             sums += 1
         elif not (
-            is_smooth(eqn, producer) or (eqn.primitive.name in _OF_STATISTICS and is_statistic(current, producer))
+            is_smooth(eqn, origins) or (eqn.primitive.name in _OF_STATISTICS and is_statistic(current, producer))
         ):
             return False
         walk.add(eqn.invars)

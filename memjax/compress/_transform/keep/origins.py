@@ -6,7 +6,7 @@ goes through equations with one large operand; their small operands, a batch nor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -32,10 +32,10 @@ class Origins:
         self.producer, self.consumers = program.flow.makers, program.flow.consumers
         self.constants = program.flow.following((), _has_no_effects)
 
-    def parent(self, var: Any) -> tuple[Any, list[Any]] | None:
-        """The array as large as `var` that it is a cheap function of, and the small operands of that function."""
+    def parent(self, var: Any, passed: Set[str] = AFFINE | UNCHANGED) -> tuple[Any, list[Any]] | None:
+        """The array as large as `var` that it is a cheap function of, by one of `passed`, and the function's small operands."""
         eqn = self.producer.get(var)
-        if eqn is None or eqn.primitive.name not in AFFINE | UNCHANGED:
+        if eqn is None or eqn.primitive.name not in passed:
             return None
         operands = variables(eqn.invars)
         small = [atom for atom in operands if _is_small(atom, var) or self.repeated(atom) is not None]
