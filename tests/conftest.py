@@ -43,9 +43,14 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-# Tracing makes many objects, and what was traced before stays in JAX's caches: by default Python would look through
-# all of it again and again.
-gc.set_threshold(50_000, 20, 50)
+# Tracing makes many objects, and what was traced before stays in JAX's caches: Python would look through all of it again
+# and again. Once after each file is enough.
+gc.disable()
+
+
+def pytest_runtest_teardown(item, nextitem):
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
 
 
 def pytest_report_header():
