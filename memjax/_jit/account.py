@@ -70,15 +70,23 @@ def bytes_of_results(traced: Any, local: Mapping[Any, int] | None = None, *, all
       all_donated: as if all arguments were donated.
     """
     local = local or {}
+    avals = traced.jaxpr.out_avals
+    donated = donated_results(traced, all_donated=all_donated)
+    return sum(local.get((aval.shape, aval.dtype), nbytes(aval)) for i, aval in enumerate(avals) if i not in donated)
+
+
+def donated_results(traced: Any, *, all_donated: bool = False) -> set[int]:
+    """The numbers of the results that lie in donated arguments: of each type as many as are donated, the first ones."""
     given = Counter(
         (info._aval.shape, info._aval.dtype)
         for info in jax.tree.leaves(traced.args_info)
         if info.donated or all_donated
     )
-    found = 0
-    for aval in traced.jaxpr.out_avals:
+    found = set()
+    for i, aval in enumerate(traced.jaxpr.out_avals):
         kind = aval.shape, aval.dtype
-        found += 0 if given[kind] > 0 else local.get(kind, nbytes(aval))
+        if given[kind] > 0:
+            found.add(i)
         given[kind] -= 1
     return found
 

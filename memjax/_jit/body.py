@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -93,6 +93,18 @@ class Body:
         for bodies in self.inner.values():
             for body in bodies:
                 yield from body.every()
+
+    def put_in_use(self, numbers: Set[int]) -> None:
+        """Note that the memory of the results with these numbers holds something else until they are made."""
+        in_use = set(variables(self._program.outvars[i] for i in numbers))
+        for one in self.passes:
+            one.in_use = in_use
+        for i, bodies in self.inner.items():
+            eqn = self._program.eqns[i]
+            is_loop = eqn.primitive.name in ("scan", "while")
+            of_body = {k for k, out in enumerate(eqn.outvars) if is_loop or out in in_use}
+            for body in bodies:
+                body.put_in_use(of_body)
 
     def evaluate(self, inputs: Sequence[Any], acting: Acting) -> Arrays:
         """The outputs of the program for values of its inputs."""

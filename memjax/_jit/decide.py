@@ -18,7 +18,7 @@ from memjax._core.clear_errors import option_errors
 from memjax._core.compat import is_described, is_tracer
 from memjax._core.meshes import device_of, own_sharding, split_over
 from memjax._core.program import costs
-from memjax._jit.account import account, bytes_of_results
+from memjax._jit.account import account, bytes_of_results, donated_results
 from memjax._jit.body import Acting, Body
 from memjax._jit.cache import (
     directory,
@@ -39,7 +39,7 @@ from memjax._jit.processes import are_in_all_processes, compiler_options, plan_o
 from memjax._jit.progress import Progress
 from memjax._jit.step_plan import StepPlan
 from memjax._measure import remat_compiler_options
-from memjax._plan.budget.decide import OF_ONE
+from memjax._plan.budget.search import OF_ONE
 from memjax._plan.layout import Layout, local_bytes
 from memjax._plan.tile.passes import TileOn
 
@@ -140,6 +140,8 @@ def _decided_here(
     allowed = {"compress": "compress" in asked.allow, "offload": "offload" in asked.allow}
 
     def fit_of(body: Body, **sums: Any) -> Fit:
+        body.put_in_use(donated_results(traced))
+
         def compile_with(acting: Acting) -> Any:
             compiled = planned.compiled(body, acting)
             if acting or body.is_changed:
@@ -351,6 +353,7 @@ def passes_by(
     """The passes of the derivatives in a step for which a plan was made, and the layout of its inputs."""
     layout, device = _layout(traced.jaxpr, leaves), _device(leaves)
     body = _Planned(step, traced, args, kwargs, device.platform).body_by(plan, layout)
+    body.put_in_use(donated_results(traced))
     return list(body.every()), layout
 
 

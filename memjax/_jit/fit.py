@@ -15,9 +15,9 @@ from memjax._jit.passes import StepPasses
 from memjax._jit.step_plan import StepPlan
 from memjax._jit.together import Line
 from memjax._plan.acting import by_plan
-from memjax._plan.budget.decide import GAIN_OF_STEPS, OF_ONE, Plans, TooLittleError, decide, is_hopeless, plan_of
+from memjax._plan.budget.decide import GAIN_OF_STEPS, Plans, TooLittleError, decide, is_hopeless, plan_of
 from memjax._plan.budget.known import Allowed, Key, Known, Measure, key_of, known
-from memjax._plan.budget.search import LARGE_GAIN, search
+from memjax._plan.budget.search import LARGE_GAIN, OF_ONE, search
 from memjax._plan.layout import Layout
 from memjax._plan.predicted import as_written
 from memjax._plan.result import Plan, Try

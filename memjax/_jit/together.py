@@ -2,7 +2,8 @@
 
 The derivatives of a step run one after another, so the step's peak is that of the largest one, and all may use equally
 many bytes. So there is one list of ways to run the step, from the fewest predicted bytes to the most. In each way,
-every derivative has its fastest plan within that many bytes. The first way is an exception: it keeps the least.
+every derivative has its fastest plan within that many bytes. The first way is an exception: it has for each derivative the plan
+that takes the least, or the one that runs nothing again where that takes no more than the others.
 """
 
 from __future__ import annotations
@@ -19,8 +20,6 @@ from memjax._plan.run import Run
 class Line:
     """Ways to run all derivatives, each by the fastest plan that is predicted to take no more than so many bytes.
 
-    As in the line of a single derivative, the first way keeps the least.
-
     Args:
       programs: the derivatives.
       in_steps: whether backward passes run in steps.
@@ -35,7 +34,8 @@ class Line:
         least = max(plans.predicted[0] for plans in self._plans)
         levels = sorted({least, *(n for plans in self._plans for n in plans.predicted if n > least)})
         within = lambda level: [bisect.bisect_right(plans.predicted, level) - 1 for plans in self._plans]
-        self._numbers = [[0] * len(programs), *map(within, levels)]
+        first = [plans.count - 1 if plans.predicted[plans.count - 1] <= least else 1 for plans in self._plans]
+        self._numbers = [first, *map(within, levels)]
         self.predicted = [least, *levels]
         self.seconds = [
             sum(plans.seconds[number] for plans, number in zip(self._plans, numbers, strict=True))

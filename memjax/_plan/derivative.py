@@ -7,7 +7,7 @@ or computed again one by one. A scan is one equation in each; `loop_pairs` finds
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -33,6 +33,7 @@ class Passes:
       wrt: which inputs are differentiated.
       outs: which outputs have a cotangent.
       of_blocks: they are those of a chain of blocks inside of a larger program: outputs and cotangents are temporary.
+      in_use: results whose memory holds something else until they are made: donated arguments, what a loop carries.
     """
 
     forward: Program
@@ -41,6 +42,7 @@ class Passes:
     wrt: tuple[bool, ...]
     outs: tuple[bool, ...]
     of_blocks: bool = False
+    in_use: Set[Any] = frozenset()
 
     def of_fewer(self, wrt: Sequence[bool]) -> Passes:
         """Those with respect to some of the inputs only: the same forward pass, and less of the backward pass."""

@@ -10,6 +10,7 @@ import memjax
 from memjax._jit.account import bytes_of_results
 from memjax._jit.body import Body
 from memjax._jit.fit import DoesNotFitError, Fit
+from memjax._jit.together import Line
 from memjax._plan.layout import Layout, local_bytes
 from tests.jit.steps import OPTIMIZER, OPTIONS, STEPS, batch, held, loss, parameters, updating, within
 
@@ -67,6 +68,18 @@ def test_what_takes_a_fifth_less_than_the_first_is_found():
     """What is predicted to take the least may take that much more than another plan."""
     fit = _fit_that_compiles_to(lambda count: 300_000 if count == 2 else 354_000)
     assert fit.within(300_000)[0].nbytes == 300_000
+
+
+def test_a_derivative_that_takes_less_as_it_is_than_another_at_its_least_stays_so():
+    def step(params, x):
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, x))
+        return jax.grad(loss)(params, x[:8])
+
+    closed = jax.make_jaxpr(step)(parameters(), batch())
+    layout = Layout([None] * len(closed.in_avals))
+    fit = Fit(Body(closed), layout, lambda acting: None, 0, compress=False, offload=False)
+    line = Line([fit._known(one) for one in fit._passes], in_steps=False)
+    assert sorted(run is None for run in line.runs(0)) == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import memjax
 from memjax._core.program import costs
 from memjax._core.program.jaxpr import calls_in_place
-from memjax._core.program.working import peak_bytes
+from memjax._core.program.working import hoisted_bytes, peak_bytes
 from memjax._plan.budget.decide import Plans, _decide
 from memjax._plan.budget.known import Known, key_of
 from memjax._plan.derivative import Derivative
@@ -110,6 +110,33 @@ def test_gradients_of_pools_find_the_largest_of_each_window_first():
         return jax.vjp(pool, x)[1](ct)[0]
 
     assert working(gradient, array(4, 32, 32, 8), array(4, 16, 16, 8)) >= 4 * 4 * (4 * 16 * 16 * 8)
+
+
+def test_gradients_of_pools_on_cpus_take_indices_of_the_padded_array():
+    def gradient(x, ct):
+        pool = lambda x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
+        return jnp.tanh(jax.vjp(pool, x)[1](ct)[0])
+
+    types = array(4, 8, 8, 8), array(4, 4, 4, 8)
+    program = jax.make_jaxpr(gradient)(*types).jaxpr
+    predicted = peak_bytes(program.eqns, program.invars, [], [], program.outvars, "cpu")
+    compiled = jax.jit(gradient).lower(*types).compile().memory_analysis().temp_size_in_bytes
+    assert predicted + hoisted_bytes(program.eqns, "cpu") == pytest.approx(compiled, rel=0.2)
+
+
+def test_on_cpus_what_a_reduction_and_others_read_is_written():
+    """Targets that are made of labels: two sums of products with them."""
+
+    def sums(x, w, labels):
+        logits = x @ w
+        targets = jnp.where(jnp.arange(w.shape[1]) == labels[:, None], 0.9, 0.001)
+        return jnp.sum(targets * logits, 1), jnp.sum(targets * logits**2, 1)
+
+    types = array(ROWS, WIDTH), array(WIDTH, 8 * WIDTH), array(ROWS, dtype=jnp.int32)
+    program = calls_in_place(jax.make_jaxpr(sums)(*types), differentiable=False)
+    predicted = peak_bytes(program.eqns, program.invars, [], [], program.outvars, "cpu")
+    compiled = jax.jit(sums).lower(*types).compile().memory_analysis().temp_size_in_bytes
+    assert predicted == pytest.approx(compiled, rel=0.02)
 
 
 def test_random_bits_are_two_words_until_they_are_read():

@@ -126,6 +126,22 @@ def test_a_step_has_its_arguments_and_the_update_beside():
     assert memjax.jit(train_step).explain_peak(*args).compiled > found.compiled
 
 
+@pytest.mark.parametrize("donated", [(), (0,)])
+def test_what_is_kept_lies_in_new_parameters_unless_these_lie_in_donated_ones(donated):
+    def train_step(params, x):
+        def loss(params):
+            h = x
+            for w in params:
+                h = jnp.tanh(jnp.tanh(h @ w) @ w.T)
+            return jnp.sum(h**2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    args = [jnp.eye(64) for _ in range(8)], jnp.ones((64, 64))
+    found = memjax.jit(train_step, budget="min", allow=("recompute",), donate_argnums=donated).explain_peak(*args)
+    assert found.predicted == pytest.approx(found.compiled, rel=0.03)
+
+
 def test_layers_that_differ_in_numbers_are_one_row():
     class Layer(linen.Module):
         @linen.compact

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from memjax._plan.budget.search import search, told_apart
+from memjax._plan.budget.search import is_out_of_reach, search, told_apart
+from memjax._plan.result import Try
 
 RNG = np.random.default_rng(0)
 
@@ -129,6 +130,21 @@ def test_plans_of_much_the_same_bytes_are_one():
 def test_of_plans_that_are_as_fast_the_one_of_the_fewest_bytes_is_tried():
     assert told_apart([1000, 2000, 2001, 2002, 2500], [2.0, 1.5, 1.00005, 1.0, 0.9]) == [0, 2, 4]
     assert told_apart([1000, 2000, 2001], [2.0, 1.0, 1.0]) == [0, 1, 2]  # the last keeps everything
+
+
+def test_of_the_plans_that_are_predicted_to_take_the_least_one_is_compiled_if_none_fits():
+    """By default the first; the caller may know which one takes less."""
+    tries = search([1000, 1000, 1500], [3.0, 2.0, 1.0], 900, lambda number: 1020, least=1)
+    assert [one.number for one in tries] == [1]
+
+
+@pytest.mark.parametrize(
+    ("predicted", "compiled", "is_known"),
+    [(1000, 1020, True), (1000, 1100, False), (1000, 1240, True), (2600, 1240, False)],
+)
+def test_nothing_is_expected_to_fit_where_the_least_is_far_over_or_as_predicted(predicted, compiled, is_known):
+    """A plan that takes more than the budget, but not far more than was predicted, leaves room for others to take less."""
+    assert is_out_of_reach(Try(0, predicted, predicted, compiled), 990) == is_known
 
 
 def test_the_last_of_the_tries_is_the_least_plan_if_none_fits():

@@ -20,6 +20,7 @@ from memjax._core.program.dataflow import Dataflow, flow_of, is_literal
 from memjax._core.program.jaxpr import nbytes
 from memjax._core.program.primitives import (
     ALIASES,
+    BESIDE_REDUCTIONS,
     CALLS,
     CALLS_OF_ONE_BODY,
     DECODING,
@@ -240,7 +241,8 @@ def stored(
     """Which values of straight-line equations the compiler writes to memory; other names for these are among them.
 
     An elementwise value is written if an equation reads it that is not elementwise, nor a sum. All others compute it again, each
-    for itself; on CPUs not where that takes an exponential or the like.
+    for itself; on CPUs not where that takes an exponential or the like. On CPUs a reduction along rows makes one
+    kernel with what it alone reads: a value that others read, too, is written for it, as is one that is selected or cut out.
 
     With `writes_shared` a value that several equations read is written too, unless making it costs nothing.
     """
@@ -248,12 +250,21 @@ def stored(
     names, roots, kinds = flow.names, flow.roots, [kind_of(eqn.primitive.name) for eqn in flow.eqns]
     readers: dict[Any, int] = {}
     whole: set[Any] = set()
+    inside: set[Any] = set()  # of the kernels of reductions
     for kind, read in zip(kinds, roots, strict=True):
         if not kind.is_alias:
             for var in read:
                 readers[var] = readers.get(var, 0) + 1
             if kind.is_whole:
                 whole |= read
+    if platform == "cpu":
+        for eqn, kind, read in zip(reversed(flow.eqns), reversed(kinds), reversed(roots), strict=True):
+            outs = [names.get(out, out) for out in eqn.outvars]
+            if kind.is_fusible and not inside.isdisjoint(outs) and eqn.primitive.name in BESIDE_REDUCTIONS:
+                whole.update(outs)
+            elif _is_along_rows(eqn) or (kind.is_fusible and not inside.isdisjoint(outs)):
+                inside |= {var for var in read if readers[var] == 1}
+                whole |= {var for var in read if readers[var] > 1}
     written = {names.get(atom, atom) for atom in outputs if not is_literal(atom)}
     heavy: set[Any] = set()
     for eqn, kind, read in zip(flow.eqns, kinds, roots, strict=True):
@@ -265,6 +276,11 @@ def stored(
             elif is_heavy:
                 heavy.add(names.get(var, var))
     return written | {var for var, origin in names.items() if origin in written}
+
+
+def _is_along_rows(eqn: Any) -> bool:
+    """Whether it is a reduction along the last dimension, in which elements lie side by side."""
+    return eqn.primitive.name in REDUCTIONS and eqn.invars[0].aval.ndim - 1 in eqn.params["axes"]
 
 
 def seconds(eqn: Any, rates: Device, is_stored: Callable[[Any], bool]) -> float:

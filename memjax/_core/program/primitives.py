@@ -30,6 +30,8 @@ SCATTERS = frozenset(("scatter", "scatter-add", "scatter_add"))
 REDUCTIONS = frozenset(
     ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin")
 )
+# XLA:CPU makes no one kernel of these and a reduction that reads them.
+BESIDE_REDUCTIONS = frozenset(("select_n", "clamp", "slice", "concatenate", "pad"))
 COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "select_n", "max", "min", "clamp"))
 # Linear in each operand. "one_minus_square" is the derivative of tanh in JAX 0.12.
 AFFINE = frozenset(("add", "sub", "mul", "add_any", "neg", "one_minus_square"))

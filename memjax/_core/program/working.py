@@ -146,6 +146,12 @@ def _inside(eqn: Any, platform: str) -> int:
     return 0
 
 
+def _padded_size(eqn: Any) -> int:
+    """Elements of what the gradient of a pool is with respect to, padding included."""
+    shape, padding = eqn.outvars[0].aval.shape, eqn.params["padding"]
+    return math.prod(size + low + high for size, (low, high) in zip(shape, padding, strict=True))
+
+
 def _inside_convolution(eqn: Any, platform: str) -> int:
     """On CPUs the operands of the gradient of a kernel, transposed; on GPUs an operand that is padded more on one side."""
     if platform == "cpu":
@@ -164,6 +170,6 @@ def _inside_convolution(eqn: Any, platform: str) -> int:
 
 def hoisted_bytes(eqns: Iterable[Any], platform: str) -> int:
     """What the compiler makes at the start of the program for these equations: on CPUs, for the gradients of pools, the index of
-    each element in each of its dimensions, and a zero for each."""
+    each element in each of its dimensions, and a zero for each, padding included."""
     pools = [eqn for eqn in eqns if eqn.primitive.name == "select_and_scatter_add"] if platform == "cpu" else []
-    return sum(4 * (eqn.outvars[0].aval.ndim + 1) * eqn.outvars[0].aval.size for eqn in pools)
+    return sum(4 * (eqn.outvars[0].aval.ndim + 1) * _padded_size(eqn) for eqn in pools)

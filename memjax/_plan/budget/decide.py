@@ -10,7 +10,15 @@ from typing import Any
 
 from memjax._core.meshes import device_of
 from memjax._plan.budget.known import Allowed, Known, Measure, known
-from memjax._plan.budget.search import DOUBTFUL, GAIN, LARGE_GAIN, MOST_TRIES, search, told_apart
+from memjax._plan.budget.search import (
+    DOUBTFUL,
+    GAIN,
+    LARGE_GAIN,
+    MOST_TRIES,
+    is_out_of_reach,
+    search,
+    told_apart,
+)
 from memjax._plan.budget.too_little import too_little, what_moving_saves
 from memjax._plan.derivative import Passes, loop_pairs
 from memjax._plan.layout import Layout
@@ -25,8 +33,6 @@ _AS_PREDICTED = (
     1.05  # of the predicted bytes: a plan that takes more may take less in steps, and leave room for a faster
 )
 _UNSURE = 1.1  # by as much more or less the compiled bytes of one plan may be off than those of another
-OF_ONE = 1.25  # the same of one plan alone, or of one for several derivatives: others took up to 1.2 times less
-_KNOWN = 0.5  # of the predicted bytes: where the compiler takes less, the prediction says little
 _STEPS_DOWN = (0.98, 0.95, 0.85)  # of the least bytes so far, to ask for where the least is wanted
 GAIN_OF_STEPS = 5e-3  # of a step's time: what compiling a whole step once more has to promise
 _LEANER = 1e-3  # of a step's time: what keeping less in a plan may cost
@@ -41,12 +47,8 @@ class TooLittleError(ValueError):
 
 
 def is_hopeless(tries: Iterable[Try], budget: int, unsure: float = _UNSURE) -> bool:
-    """Whether no plan is expected to fit, by those that were compiled: the ones that are predicted to take the least among them.
-
-    Each takes more than `unsure` times the budget. Where the compiler takes far less than was predicted, the model does not know
-    which plan takes the least.
-    """
-    return all(one.compiled > unsure * budget and one.compiled > _KNOWN * one.predicted for one in tries)
+    """Whether no plan is expected to fit, by those that were compiled, which are predicted to take the least."""
+    return all(is_out_of_reach(one, budget, unsure) for one in tries)
 
 
 def decide(
@@ -142,10 +144,12 @@ def _least(program: Known, budget: int | str) -> Plan:
     the budget that asking for less will not do, it is left at that.
     """
     room = budget if isinstance(budget, int) and program.is_part else None
-    found = [(plans, plans.least(room)) for plans in _ways(program)]
+    ways = _ways(program)
+    alone = room is not None and _is_refused(ways, room)
+    found = [(plans, plans.least(alone)) for plans in ways]
     plans, tries = min(found, key=lambda one: one[1][0].compiled)
     least = plan_of(program, plans, tries[0], tries, tries[0].compiled)
-    if room is not None and is_hopeless((one for _, tries in found for one in tries), room):
+    if alone or (room is not None and is_hopeless((one for _, tries in found for one in tries), room)):
         return least
     for share in _STEPS_DOWN:
         less = _within(program, int(share * least.nbytes))
@@ -158,6 +162,11 @@ def _ways(program: Known) -> list[Plans]:
     return [Plans(program, in_steps) for in_steps in (False, True)]
 
 
+def _is_refused(ways: Iterable[Plans], budget: int) -> bool:
+    """Whether no plan of a part of a step is expected to fit, by one for the least memory of each way."""
+    return is_hopeless([plans.tried(1) for plans in ways], budget)
+
+
 def _within(program: Known, budget: int) -> Plan | None:
     """The fastest plan found that fits, if any.
 
@@ -165,14 +174,16 @@ def _within(program: Known, budget: int) -> Plan | None:
     pass runs in steps: then what is alive at a time is what the model says, whichever kernels the compiler chooses.
     """
     fitted: list[tuple[Plans, Try, list[Try]]] = []
-    room = budget if program.is_part else None
-    for plans in _ways(program):
-        if not fitted and plans.in_steps and plans.least(room)[0].compiled > budget:
+    ways = _ways(program)
+    for plans in ways:
+        if not fitted and plans.in_steps and plans.least()[0].compiled > budget:
             break
         gain = GAIN_OF_STEPS if program.is_part else GAIN
-        tries = search(plans.predicted, plans.seconds, budget, plans.compiled, plans.kind, gain)
+        tries = search(plans.predicted, plans.seconds, budget, plans.compiled, plans.kind, gain, least=1)
         if all(one.compiled > budget for one in tries):
-            tries += [one for one in plans.least(room) if one.number not in {other.number for other in tries}]
+            if program.is_part and _is_refused(ways, budget):
+                break
+            tries += [one for one in plans.least() if one.number not in {other.number for other in tries}]
         tries += _leaner(plans, tries, budget)
         if fitting := [one for one in tries if one.compiled <= budget]:
             chosen = max(fitting)
@@ -272,16 +283,13 @@ class Plans:
         nbytes = self._program.step_bytes(self._program.stretches(self.choices(number)), self.in_steps)
         return self.predicted[number] if nbytes is None else nbytes
 
-    def least(self, budget: int | None = None) -> list[Try]:
-        """The first two, compiled: first the one that takes less memory, or of equals the faster one.
+    def tried(self, number: int) -> Try:
+        """One that is predicted to take the least, compiled."""
+        return Try(number, self.predicted[0], self.predicted[0], self.compiled(number))
 
-        With a budget the first one alone, where that takes too much for the second to fit.
-        """
-        nbytes = self.predicted[0]
-        found: list[Try] = []
-        for number in range(2):
-            if not found or budget is None or not is_hopeless(found, budget, OF_ONE):
-                found.append(Try(number, nbytes, nbytes, self.compiled(number)))
+    def least(self, alone: bool = False) -> list[Try]:
+        """The first two, or the faster one alone, compiled: first the one that takes less memory, or of equals the faster one."""
+        found = map(self.tried, (1,) if alone else (0, 1))
         return sorted(found, key=lambda one: (one.compiled, -one.number))
 
 

@@ -1,13 +1,13 @@
 """Which plan of a frontier fills a budget, found by compiling a few: interpolation between what has been compiled.
 
 The plans are in a line, from the fewest predicted bytes to the most. Those that fit are taken to come before those that do not,
-which is true as far as compiled bytes rise with predicted ones. Where none is expected to fit, the first is compiled. Each plan
-that is compiled moves one of the two ends between which the answer lies; the next is where the line through both meets the
-budget, less half of what may be left of it. Compiled bytes rise in stairs, so that after a correction, while all have fitted,
-the next is where the whole budget is met: it may lie on the same stair, and is faster. Stairs can also fall: where the step
-becomes much faster, as by the last attention that need not run again, it is cut otherwise, and the model is off by another
-amount. So a plan with such a gain is tried even if it is expected to be a little over the budget. Nothing but the frontier, the
-compiled bytes and the budget decides, so that equal programs have equal plans.
+which is true as far as compiled bytes rise with predicted ones. Where none is expected to fit, one that is predicted to take
+the least is compiled. Each plan that is compiled moves one of the two ends between which the answer lies; the next is where the
+line through both meets the budget, less half of what may be left of it. Compiled bytes rise in stairs, so that after a
+correction, while all have fitted, the next is where the whole budget is met: it may lie on the same stair, and is faster.
+Stairs can also fall: where the step becomes much faster, as by the last attention that need not run again, it is cut otherwise,
+and the model is off by another amount. So a plan with such a gain is tried even if it is expected to be a little over the
+budget. Nothing but the frontier, the compiled bytes and the budget decides, so that equal programs have equal plans.
 
 Plans of one kind differ in how many turns of a loop keep what, and in nothing else. By how much the model is off for one of them
 it is off for the others, closely; for another kind the compiler may order all of it otherwise.
@@ -23,8 +23,11 @@ MOST_TRIES = 4  # once, and after each of at most three corrections
 _FULL = 0.985  # of the budget: then there is little to gain by another try
 GAIN = 5e-4  # of a step's time: what another try has to promise
 LARGE_GAIN = 0.02  # of a step's time: for it a plan is tried that is expected to take too much
+OF_ONE = 1.25  # by so much more the one plan that was compiled may take than others: these took up to 1.2 times less
 DOUBTFUL = 1.05  # times the budget: the most that may be expected of such a plan
+_AS_PREDICTED = 1.05  # of the predicted bytes, or that part of them: the model knows what takes the least there
 _AS_FAST = 1e-4  # of a step's time: less is no difference
+_KNOWN = 0.5  # of the predicted bytes: where the compiler takes less, the prediction says little
 _STEP = 1.002  # between the predicted bytes of plans that are worth telling apart
 
 
@@ -35,10 +38,11 @@ def search(
     compile: Callable[[int], int],
     kind: Callable[[int], Hashable] = lambda number: number,
     gain: float = GAIN,
+    least: int = 0,
 ) -> list[Try]:
     """The plans that were compiled. Of those within the budget the one of the largest number is the fastest.
 
-    If none of them fits, the plan of number 0 is the last.
+    If none of them fits, the last is the plan of number `least`.
 
     Args:
       predicted: bytes of each plan, rising.
@@ -47,6 +51,7 @@ def search(
       compile: from the number of a plan to its compiled bytes. It is called at most four times.
       kind: from the number of a plan to its kind.
       gain: of a step's time: what another try has to promise once a plan fits.
+      least: the number of the plan that is compiled where none is expected to fit.
     """
     tries: list[Try] = []
     fits: Try | None = None
@@ -66,7 +71,9 @@ def search(
             expected[i] = _expected(predicted[i], *((below, above) if alike else (fits, over)))
         number = max(i for i in expected if expected[i] <= max(aim, expected[low]))
         if fits is None and (len(tries) == MOST_TRIES - 1 or expected[low] > budget):
-            number = 0
+            if over is not None and over.number <= least:
+                break
+            number = min(least, high)
         if fits is not None:
             gained = seconds[fits.number] - seconds[number]
             if fits.compiled >= _FULL * budget or gained < gain * seconds[number]:
@@ -82,6 +89,18 @@ def search(
         else:
             over = one
     return tries
+
+
+def is_out_of_reach(one: Try, budget: int, unsure: float = OF_ONE) -> bool:
+    """Whether a plan that is predicted to take the least takes so much, compiled, that no other is expected to fit.
+
+    That is `unsure` times the budget; or any more than the budget where the model says so, too, and is right about this plan.
+    Where the compiler takes far less than was predicted, the model does not know which plan takes the least.
+    """
+    is_as_predicted = one.predicted <= _AS_PREDICTED * one.compiled and one.compiled <= _AS_PREDICTED * one.predicted
+    if is_as_predicted and min(one.predicted, one.compiled) > budget:
+        return True
+    return one.compiled > unsure * budget and one.compiled > _KNOWN * one.predicted
 
 
 def _expected(predicted: int, below: Try | None, above: Try | None) -> float:

@@ -97,13 +97,12 @@ class Chain:
         self.by_turn: list[list[Any]] = [[] for _ in range(n)]
         for eqn, turn in zip(backward.eqns, self.turns, strict=True):
             self.by_turn[turn].append(eqn)
-        self.places: list[list[int]] = [[] for _ in range(n)]
-        if self.rates.platform != "cpu":
-            self.places = self._places(n)
+        self.places: list[list[int]] = [[] for _ in range(n)]  # `_places` asks for segments
+        self.places = self._places(n)
 
     def _places(self, n: int) -> list[list[int]]:
         """For each piece the bytes of the arrays that may lie in the memory of results."""
-        results = set(variables(self.derivative.backward.outvars))
+        results = set(variables(self.derivative.backward.outvars)) - self.derivative.in_use
         names = self.derivative.forward.flow.names
         made = [[array_bytes(var) for var in made_by(eqns) if var in results] for eqns in self.by_turn]
         pieces = [self.segment(a, a + 1) for a in range(n)]
