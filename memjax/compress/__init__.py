@@ -20,6 +20,9 @@ adaptive           an optimizer that also sets the bounds of `Layers`
 predicted_sigma    the predicted error of gradients
 scale_gradient     scales gradients and the statistics among them
 transactional      a training step that an overflow cannot spoil
+split_master       an optimizer of bfloat16 weights that trains float32 masters: the other half of their bits is in its state
+join_master        the float32 masters of such weights
+set_master         weights and state for given float32 masters
 """
 
 from memjax.compress._codecs.block_quantized import BlockQuantized
@@ -27,6 +30,7 @@ from memjax.compress._codecs.channel_quantized import ChannelQuantized, GroupQua
 from memjax.compress._codecs.codec import Cast, Codec, Mask
 from memjax.compress._codecs.position_quantized import PositionQuantized
 from memjax.compress._error_bounded.error_bounded import CapacityWarning, ErrorBounded
+from memjax.compress._state.split_master import join_master, set_master, split_master
 from memjax.compress._training.adaptive import adaptive, predicted_sigma, scale_gradient
 from memjax.compress._training.array_bits import ArrayBits
 from memjax.compress._training.fit_bits import BitsController, FittedBits, fit_bits
@@ -51,8 +55,11 @@ __all__ = [
     "adaptive",
     "compressed",
     "fit_bits",
+    "join_master",
     "layers",
     "predicted_sigma",
     "scale_gradient",
+    "set_master",
+    "split_master",
     "transactional",
 ]
