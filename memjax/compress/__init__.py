@@ -24,6 +24,7 @@ split_master       an optimizer of bfloat16 weights that trains float32 masters:
 join_master        the float32 masters of such weights
 decoded            the state of a compressed optimizer as arrays
 encoded_like       arrays as such a state
+stochastic_round   an optimizer of bfloat16 weights without masters, whose updates are rounded at random
 set_master         weights and state for given float32 masters
 """
 
@@ -34,6 +35,7 @@ from memjax.compress._codecs.position_quantized import PositionQuantized
 from memjax.compress._error_bounded.error_bounded import CapacityWarning, ErrorBounded
 from memjax.compress._state.coded import decoded, encoded_like
 from memjax.compress._state.split_master import join_master, set_master, split_master
+from memjax.compress._state.stochastic_round import stochastic_round
 from memjax.compress._training.adaptive import adaptive, predicted_sigma, scale_gradient
 from memjax.compress._training.array_bits import ArrayBits
 from memjax.compress._training.fit_bits import BitsController, FittedBits, fit_bits
@@ -66,5 +68,6 @@ __all__ = [
     "scale_gradient",
     "set_master",
     "split_master",
+    "stochastic_round",
     "transactional",
 ]

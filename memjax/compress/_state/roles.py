@@ -46,6 +46,7 @@ ROLES: dict[str, dict[str, str]] = {
     "MadgradState": {},
     "COCOBState": {},
     "SplitMasterState": {},
+    "StochasticRoundState": {},
     "CodedState": {},
 }
 

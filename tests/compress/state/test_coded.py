@@ -189,7 +189,7 @@ def test_hard_gradients_give_no_nan_and_move_no_parameter_by_a_code():
 
 
 def test_training_at_twice_the_best_rate_does_not_diverge():
-    """0.04 is the best of 0.005, 0.01, 0.02, ... for 300 steps in float32, and in codes."""
+    """Of 0.005, 0.01, 0.02 and so on to 1.28 the best is 0.08 after 300 steps, in float32 and in codes."""
     x, w, start = normal(256, 64, seed=3), normal(64, 64, seed=4) / 8, normal(64, 64, seed=5)
     loss = lambda params: jnp.mean(jnp.square(jnp.tanh(x @ params) - jnp.tanh(x @ w)))
 
@@ -202,9 +202,9 @@ def test_training_at_twice_the_best_rate_does_not_diverge():
 
         return np.asarray(jax.lax.scan(step, (start, tx.init(start)), length=300)[1])
 
-    exact = losses(optax.adam(0.08))
+    exact = losses(optax.adam(0.16))
     for bits in (8, 4):
-        found = losses(memjax.compressed(optax.adam(0.08), bits=bits))
+        found = losses(memjax.compressed(optax.adam(0.16), bits=bits))
         assert np.all(np.isfinite(found))
         assert found[-1] < 1.3 * exact[-1]
 
