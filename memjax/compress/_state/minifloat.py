@@ -30,6 +30,7 @@ from memjax.compress._state.noise import random_bits
 BLOCK = 32  # values with one unit, or a few more
 _MANTISSA = {8: 4, 4: 1}
 _NOT_FINITE = 255  # as an exponent
+_INFINITY = 0x7F800000  # its bits
 _LEAST_EXPONENT = 48  # of a block, biased: units of all codes are normal numbers
 
 
@@ -69,26 +70,28 @@ def encode(x: Float[Array, "..."], step: Int32[Array, ""], *, bits: int, signed:
     if count * size > x.shape[axis]:
         wide = jnp.pad(wide, [(0, count * size - n if i == axis else 0) for i, n in enumerate(x.shape)])
     wide = wide.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :])
-    magnitude = jnp.abs(wide)
-    largest = jnp.max(magnitude, axis + 1, keepdims=True)
-    finite = jnp.all(jnp.isfinite(wide), axis + 1, keepdims=True)  # a maximum may lose a NaN
+    # The largest of the bits as integers: a maximum of floats may lose a NaN, whose bits are larger than infinity's.
+    largest = jnp.max(_as_bits(jnp.abs(wide)), axis + 1, keepdims=True)
     mantissa = _MANTISSA[bits]
     # Rounded up where the mantissa is more than that of the largest code.
-    exponent = (_as_bits(largest) + u32(2 ** (23 - mantissa) - 1)) >> u32(23)
+    exponent = (largest + u32(2 ** (23 - mantissa) - 1)) >> u32(23)
     exponent = jnp.clip(exponent, u32(_LEAST_EXPONENT), u32(254))
-    in_units = magnitude * _as_float((u32(254 + _top(bits, signed)) - exponent) << u32(23))
-    noise = random_bits(wide.shape, step, salt)
-    if signed:
-        level = _with_underflow(in_units, noise, bits) | (u32(wide < 0) << u32(bits - 1))
-    else:
-        level = jnp.where(wide > 0, _tapered(in_units, noise, bits), u32(0))
-    if bits == 4:
-        low, high = jnp.split(level, 2, axis + 1)
-        level = low | (high << u32(4))
+    to_units = _as_float((u32(254 + _top(bits, signed)) - exponent) << u32(23))
+    # The halves of 4 bits are computed apart: of levels that were cut, the compiler would write all, 4 bytes each.
+    parts = jnp.split(wide, 8 // bits, axis + 1)
+    level = u32(0)
+    for i, part in enumerate(parts):
+        noise = random_bits(part.shape, step, 2 * salt + i)
+        in_units = jnp.abs(part) * to_units
+        if signed:
+            levels = _with_underflow(in_units, noise, bits) | (u32(part < 0) << u32(bits - 1))
+        else:
+            levels = jnp.where(part > 0, _tapered(in_units, noise, bits), u32(0))
+        level = level | (levels << u32(4 * i))
     codes = level.astype(jnp.uint8).reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
     if bits == 8 and count * size > x.shape[axis]:
         codes = lax.slice_in_dim(codes, 0, x.shape[axis], axis=axis)
-    exponents = jnp.squeeze(jnp.where(finite, exponent, u32(_NOT_FINITE)).astype(jnp.uint8), axis + 1)
+    exponents = jnp.squeeze(jnp.where(largest < _INFINITY, exponent, u32(_NOT_FINITE)).astype(jnp.uint8), axis + 1)
     return Coded(codes, exponents, x.shape, jnp.dtype(x.dtype), bits, signed)
 
 
@@ -103,7 +106,9 @@ def decode(code: Coded) -> Float[Array, "..."]:
         codes = jnp.pad(codes, [(0, count * size - n if i == axis else 0) for i, n in enumerate(code.shape)])
     level = u32(codes.reshape(*code.shape[:axis], count, -1, *code.shape[axis + 1 :]))
     if bits == 4:
-        level = jnp.concatenate([level & u32(15), level >> u32(4)], axis + 1)
+        shifts = jnp.expand_dims(u32(jnp.array([0, 4])), tuple(range(1, level.ndim - axis)))
+        level = (jnp.expand_dims(level, axis + 1) >> shifts) & u32(15)
+        level = level.reshape(*code.shape[:axis], count, size, *code.shape[axis + 1 :])
     exponent = jnp.expand_dims(u32(code.exponents), axis + 1)
     unit = _as_float((exponent - u32(_top(bits, code.signed))) << u32(23))
     unit = jnp.where(exponent == _NOT_FINITE, jnp.nan, unit)

@@ -268,6 +268,22 @@ def test_bytes_of_the_state(bits, most):
     assert compiled.memory_analysis().output_size_in_bytes <= most * values + 1024
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_an_update_holds_no_decoded_arrays(bits):
+    """Nor levels of 4 bits before they are packed: of eight arrays, all temporary bytes are less than one array in float32."""
+    layers = [jnp.zeros((256, 512)) for _ in range(8)]
+    tx = memjax.compressed(optax.adam(1e-2), bits=bits)
+
+    def step(weights, state, gradients):
+        updates, state = tx.update(gradients, state, weights)
+        return optax.apply_updates(weights, updates), state
+
+    # XLA:CPU begins all arrays at once by default.
+    options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+    lowered = jax.jit(step).lower(layers, jax.eval_shape(tx.init, layers), layers)
+    assert lowered.compile(options).memory_analysis().temp_size_in_bytes < layers[0].nbytes
+
+
 def test_where_and_small_arrays():
     codes = lambda **options: codes_of(jax.eval_shape(memjax.compressed(optax.adam(1e-2), **options).init, PARAMS))
     assert [code.signed for code in codes(where="mu/*")] == [True]
