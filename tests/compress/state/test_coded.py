@@ -270,8 +270,8 @@ def test_bytes_of_the_state(bits, most):
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_an_update_holds_no_decoded_arrays(bits):
-    """Nor levels of 4 bits before they are packed: of eight arrays, all temporary bytes are less than one array in float32."""
-    layers = [jnp.zeros((256, 512)) for _ in range(8)]
+    """Nor levels of 4 bits before they are packed: of four arrays, all temporary bytes are less than one array in float32."""
+    layers = [jnp.zeros((256, 512)) for _ in range(4)]
     tx = memjax.compressed(optax.adam(1e-2), bits=bits)
 
     def step(weights, state, gradients):

@@ -69,7 +69,7 @@ def test_zero_is_zero_and_what_is_divided_by_never_becomes_it(bits, signed):
 @each_code
 def test_rounding_is_right_on_average_and_by_as_much_as_predicted(bits, signed):
     x = values(8, 64, signed=signed, octaves=1.0)
-    steps = 2048
+    steps = 1024
     found = np.asarray(jax.lax.map(lambda i: round_trip(x, i, bits, signed), jnp.arange(steps)), np.float64)
     wanted = np.asarray(x, np.float64)
     error = found - wanted
@@ -78,7 +78,7 @@ def test_rounding_is_right_on_average_and_by_as_much_as_predicted(bits, signed):
     share = np.where(step > 0, (wanted - least) / np.where(step > 0, step, 1), 0)
     variance = share * (1 - share)
     often = variance * steps > 10
-    assert np.mean(often) > 0.8
+    assert np.mean(often) > 0.7
     z = np.mean(error, 0)[often] / (step * np.sqrt(variance / steps))[often]
     assert np.all(np.abs(z) < 5)
     assert 0.8 < np.std(z) < 1.2
@@ -98,17 +98,23 @@ def test_a_round_trip_is_off_by_as_much_as_predicted():
 
 
 @pytest.mark.parametrize(("bits", "signed"), [(8, True), (4, False)])
-@pytest.mark.parametrize("shape", [(64, 50), (33,), (2, 48, 3), (7, 50257)])
+@pytest.mark.parametrize("shape", [(64, 50), (33,), (2, 48, 3), (7, 5025)])
 def test_shapes_and_bytes(bits, signed, shape):
     x = values(*shape, signed=signed)
-    code = jax.jit(lambda x: minifloat.encode(x, jnp.int32(0), bits=bits, signed=signed))(x)
-    found = minifloat.decode(code)
+
+    @jax.jit
+    def coded(x):
+        code = minifloat.encode(x, jnp.int32(0), bits=bits, signed=signed)
+        return code, minifloat.decode(code)
+
+    code, found = coded(x)
     assert found.shape == x.shape
     assert found.dtype == x.dtype
     nbytes = code.codes.nbytes + code.exponents.nbytes
     assert nbytes <= (1.04 if bits == 8 else 0.56) * x.size + 1
     if bits == 8:
         assert code.codes.shape == shape
+    x, found = np.asarray(x), np.asarray(found)
     largest = np.max(np.abs(x))
     assert np.max(np.abs(found - x)) <= largest / (8 if bits == 8 else 2)
 
