@@ -1,6 +1,6 @@
 """Lossy compression of what training keeps between forward and backward.
 
-compressed         a function or Flax module whose saved arrays pass through a codec
+compressed         a function or Flax module whose saved arrays pass through a codec; an optimizer whose state lies in codes
 Codec              the methods that a codec has
 BlockQuantized     8 or 4 bits per value, a range for each channel of a block of positions
 ChannelQuantized   8 or 4 bits per value, a range for each channel
@@ -20,6 +20,12 @@ adaptive           an optimizer that also sets the bounds of `Layers`
 predicted_sigma    the predicted error of gradients
 scale_gradient     scales gradients and the statistics among them
 transactional      a training step that an overflow cannot spoil
+split_master       an optimizer of bfloat16 weights that trains float32 masters: the other half of their bits is in its state
+join_master        the float32 masters of such weights
+decoded            the state of a compressed optimizer as arrays
+encoded_like       arrays as such a state
+stochastic_round   an optimizer of bfloat16 weights without masters, whose updates are rounded at random
+set_master         weights and state for given float32 masters
 """
 
 from memjax.compress._codecs.block_quantized import BlockQuantized
@@ -27,6 +33,9 @@ from memjax.compress._codecs.channel_quantized import ChannelQuantized, GroupQua
 from memjax.compress._codecs.codec import Cast, Codec, Mask
 from memjax.compress._codecs.position_quantized import PositionQuantized
 from memjax.compress._error_bounded.error_bounded import CapacityWarning, ErrorBounded
+from memjax.compress._state.coded import decoded, encoded_like
+from memjax.compress._state.split_master import join_master, set_master, split_master
+from memjax.compress._state.stochastic_round import stochastic_round
 from memjax.compress._training.adaptive import adaptive, predicted_sigma, scale_gradient
 from memjax.compress._training.array_bits import ArrayBits
 from memjax.compress._training.fit_bits import BitsController, FittedBits, fit_bits
@@ -50,9 +59,15 @@ __all__ = [
     "PositionQuantized",
     "adaptive",
     "compressed",
+    "decoded",
+    "encoded_like",
     "fit_bits",
+    "join_master",
     "layers",
     "predicted_sigma",
     "scale_gradient",
+    "set_master",
+    "split_master",
+    "stochastic_round",
     "transactional",
 ]

@@ -1,5 +1,7 @@
 """`memjax.compressed`: any function or Flax module, with what it saves for the backward pass in a fraction of the space.
 
+Optimizers, whose state lies in codes, are in `memjax/compress/_state/`.
+
 After Jin et al. 2020, "A Novel Memory-Efficient Deep Learning Training Framework via Error-Bounded Lossy Compression".
 """
 
@@ -11,11 +13,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import flax.linen as nn
+import optax
 from flax import nnx
 
 from memjax._core import check
 from memjax._core.arguments import objects_in, put_changes, with_changes
+from memjax._core.patterns import matches
 from memjax.compress._codecs.codec import Codec
+from memjax.compress._state.coded import coded_optimizer
 from memjax.compress._training.array_bits import ArrayBits
 from memjax.compress._training.layers import Layers
 from memjax.compress._transform.array_codecs import ArrayCodecs, array_codecs
@@ -50,9 +55,12 @@ def compressed(
     Reverse mode, once. Works under and around `jit`, `vmap`, `jax.checkpoint`, `jax.lax.scan`, `memjax.remat.scan` and
     `shard_map`, inside which each device encodes its own part. Source: Jin et al. 2020, section 3.
 
+    An optimizer of optax comes back as one whose state is in codes between steps, of 8 or 4 bits for each value of a moment;
+    `codec`, `sigma` and `inputs` do not apply. The guide "Optimizer state" says what is encoded, and how exactly.
+
     Args:
       f_or_module: a function of pytrees of arrays (other leaves are static), or an NNX or Linen module, or a class of Linen
-        modules, whose calls are compressed and other public methods, too.
+        modules, whose calls are compressed and other public methods, too; or an `optax.GradientTransformation`.
       codec: one for all arrays, such as `memjax.compress.ErrorBounded(2**-7, bits_per_value=9)`; or `memjax.compress.layers`,
         with a bound for each array that training adapts.
       bits: bits per value without a codec: 8, 6, 4 or 3; 8 if left out. What convolutions and batch norms read has 8 or 4. Or
@@ -63,7 +71,7 @@ def compressed(
         pattern (`fnmatch`) for paths of submodules or parts of them, "encoder/*" or "Conv_*", or a predicate `where(path, x)`.
         For functions and Linen modules paths are `jax.named_scope`s in which an array is read (or made, if the forward pass does
         not read it), and x is its type; for NNX modules paths of submodules, and x the submodule, each of which is then
-        compressed by itself.
+        compressed by itself. For optimizers paths in the state, "0/mu/layers/kernel", and x an array of it.
       inputs: which arguments of a function are activations, to be encoded like what is computed of them: their positions or
         names, one or several (`inputs=1` for `f(params, x)`), True for all, False for none, since a caller mostly keeps
         them anyway. A module's arguments, except its variables, are always activations.
@@ -75,13 +83,35 @@ def compressed(
         and `sigma` are given; `smallest` is negative; `inputs` names no argument; `where` matches nothing, for functions and
         Linen modules when called or differentiated.
     """
+    if isinstance(f_or_module, optax.GradientTransformation):
+        return _optimizer(f_or_module, codec, bits, sigma, where, inputs, smallest)
     codecs = array_codecs(codec, bits, sigma)
+    which = Which(_checked(where), _smallest(smallest))
+    return _compressed(f_or_module, inputs, codecs, which)
+
+
+def _checked(where: Any) -> Any:
     if where == "" or not (where is None or isinstance(where, str) or callable(where)):
         raise check.fail(TypeError, "where", '"conv", a pattern, a predicate or None', where)
     if callable(where):
         check.function("where", where, "where(scope, type) says whether to encode what is read there", arguments=2)
-    which = Which(where, max(check.integer("smallest", smallest, least=0, what="a number of values"), SMALL))
-    return _compressed(f_or_module, inputs, codecs, which)
+    return where
+
+
+def _smallest(smallest: int) -> int:
+    return max(check.integer("smallest", smallest, least=0, what="a number of values"), SMALL)
+
+
+def _optimizer(tx: Any, codec: Any, bits: Any, sigma: Any, where: Any, inputs: Any, smallest: int) -> Any:
+    for name, value in (("codec", codec), ("sigma", sigma)):
+        if value is not None:
+            raise check.fail(ValueError, name, "left out for an optimizer", value, "bits=8 or bits=4 chooses its codes")
+    if inputs is not False:
+        raise check.fail(ValueError, "inputs", "left out for an optimizer", inputs, "it has no activations")
+    if _checked(where) == "conv":
+        raise check.fail(ValueError, "where", "a pattern for paths in the state", where, 'such as "mu/*" or "kernel"')
+    wanted = (lambda path, x: where is None or matches(path, where)) if not callable(where) else where
+    return coded_optimizer(tx, bits, where, wanted, _smallest(smallest))
 
 
 def _compressed(f: Any, inputs: Any, codecs: ArrayCodecs, which: Which) -> Any:

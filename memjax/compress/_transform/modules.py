@@ -16,9 +16,10 @@ from flax.linen.transforms import lift_transform
 from memjax._core import check
 from memjax._core.arguments import is_array, is_nnx, put_changes, with_changes
 from memjax._core.compat import is_tracer
+from memjax._core.patterns import matches
 from memjax.compress._transform.array_codecs import ArrayCodecs
 from memjax.compress._transform.differentiable import call_compressed
-from memjax.compress._transform.keep.costs import Which, matches
+from memjax.compress._transform.keep.costs import Which
 
 
 def _methods_of(cls: type, base: type) -> list[str]:

@@ -6,7 +6,6 @@ The user chooses some by `where` and `smallest` of `memjax.compressed`; the rest
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from memjax._core.compat import scope
+from memjax._core.patterns import matches
 from memjax._core.program.dataflow import is_literal, variables
 from memjax._core.program.jaxpr import Program, nbytes
 from memjax._core.program.primitives import EXPONENTIALS, VIEWS, expensive, flops_of_product
@@ -88,13 +88,6 @@ class Setting:
 
 def _joined(outer: str, inner: str) -> str:
     return "/".join(filter(None, (outer, inner)))
-
-
-def matches(path: str, pattern: str) -> bool:
-    """Whether `pattern` matches consecutive names in `path`, "a/b/c", those of a module or of modules that contain it."""
-    parts = path.split("/")
-    runs = ("/".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1))
-    return any(fnmatch.fnmatchcase(run, pattern) for run in runs)
 
 
 _IMAGE = 4  # channels: of an image, at most

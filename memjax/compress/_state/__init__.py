@@ -1,0 +1,1 @@
+"""Optimizer state in fewer bytes: exact halves of weights, weights rounded at random, states in codes."""
