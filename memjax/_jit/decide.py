@@ -140,7 +140,7 @@ def _decided_here(
     allowed = {"compress": "compress" in asked.allow, "offload": "offload" in asked.allow}
 
     def fit_of(body: Body, **sums: Any) -> Fit:
-        body.put_in_use(donated_results(traced))
+        _note_donated(body, traced, device)
 
         def compile_with(acting: Acting) -> Any:
             compiled = planned.compiled(body, acting)
@@ -353,8 +353,15 @@ def passes_by(
     """The passes of the derivatives in a step for which a plan was made, and the layout of its inputs."""
     layout, device = _layout(traced.jaxpr, leaves), _device(leaves)
     body = _Planned(step, traced, args, kwargs, device.platform).body_by(plan, layout)
-    body.put_in_use(donated_results(traced))
+    _note_donated(body, traced, device)
     return list(body.every()), layout
+
+
+def _note_donated(body: Body, traced: Any, device: Any) -> None:
+    """Donated arguments lend no memory. On a GPU predictions are nearer without this: a decoder of 909M parameters, plain, took 53.5
+    GiB, predicted were 53.3; with this it would be about 56.6."""
+    if device.platform == "cpu":
+        body.put_in_use(donated_results(traced))
 
 
 def beside(traced: Any, layout: Layout) -> tuple[int, int]:
