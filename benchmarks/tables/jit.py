@@ -21,6 +21,7 @@ def decoder() -> str:
             [
                 f"`{row['case']}`, batch {row['batch']}",
                 held,
+                str(row["microbatches"]) if planned else "",
                 f"{row['tokens_per_s']:,}",
                 f"{row['tokens_per_s'] / peer['tokens_per_s']:.3f}",
                 f"{row['predicted_time']:.3f}" if planned else "",
@@ -31,6 +32,7 @@ def decoder() -> str:
     header = [
         "909M decoder, AdamW",
         "holds",
+        "microbatches",
         "tokens a second",
         "to plain",
         "predicted time",

@@ -39,7 +39,8 @@ def jit(
     A step that fits is the program of `jax.jit`, compiled once. Otherwise the derivatives in it, wherever they are (`jax.grad`,
     `nnx.value_and_grad`, in loops that accumulate gradients, in branches, several of them), keep less between their forward
     and backward passes, and compute the rest again. memjax takes the fastest plan that fits. To tell whether one fits,
-    it compiles it exactly as it will run. Nothing in `f` is edited, and the results are the same up to rounding. Where
+    it compiles it exactly as it will run. Nothing in `f` is edited, and the results are the same up to rounding, as sums over
+    examples may be made in another order. Where
     arguments lie on devices of several processes, the first process decides for all.
 
     Args:
@@ -50,9 +51,10 @@ def jit(
         other arrays take; if the device reports no limit, as CPUs do, every step fits; refused for devices of a
         topology, which are not there. "min": the least memory.
       allow: what a plan may do. "recompute": compute again what is not kept; always. "tile": go through a loss and its gradient
-        tile by tile, so that logits are never whole; on one device, or within a `jax.shard_map` with check_vma=False. "offload":
-        move what loops keep to the memory of the host. "compress": keep what may be rounded in 8 bits; gradients are rounded
-        then. As for `memjax.plan`.
+        tile by tile, so that logits are never whole; on one device, or within a `jax.shard_map` with check_vma=False.
+        "microbatch": run the derivative for some examples of the batch after the others, and add up gradients, where examples do
+        not mix; on one device. "offload": move what loops keep to the memory of the host. "compress": keep what may be rounded
+        in 8 bits; gradients are rounded then. As for `memjax.plan`.
       plan: a `StepPlan` that `step.plan` made, to act on; `budget` is then ignored.
       cache_dir: where plans and what is compiled by them are kept, so that the next process only has to trace the step;
         None: in a folder of JAX's compilation cache, if there is one. Compiled programs from this folder are run: use
