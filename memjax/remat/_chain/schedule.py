@@ -53,7 +53,10 @@ class ChainSchedule:
     def from_json(cls, text: str) -> ChainSchedule:
         """The schedule that `to_json` wrote; ValueError for any other text."""
         fields = check.json_fields("ChainSchedule", text, [field.name for field in dataclasses.fields(cls)])
-        return cls(**fields | {"items": _as_tuples(fields["items"])})
+        try:
+            return cls(**fields | {"items": _as_tuples(fields["items"])})
+        except (TypeError, ValueError) as error:
+            raise check.fail(ValueError, "text", "what ChainSchedule.to_json wrote", text, str(error)) from error
 
     def __str__(self) -> str:
         return (
