@@ -40,7 +40,7 @@ def makes_two_words(key: Any) -> bool:
 
 
 def is_ordered(eqn: Any) -> bool:
-    """Whether an equation has effects in the order of the program, such as `io_callback(..., ordered=True)`."""
+    """Whether the equation has ordered effects, as `io_callback(..., ordered=True)` does."""
     return any(type(effect).__name__.startswith("Ordered") for effect in eqn.effects)
 
 
@@ -55,9 +55,9 @@ def varying_like(aval: Any, shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeS
 
 
 def explicit_sharding(aval: Any, leading: int = 0) -> NamedSharding | None:
-    """How the type says that values are sharded, behind `leading` dimensions that are whole. None: it says nothing.
+    """The sharding that the type states, with `leading` unsharded dimensions in front. None: it states none.
 
-    It says so on a mesh of explicit axes (`AxisType.Explicit`).
+    Types state a sharding on a mesh of explicit axes (`AxisType.Explicit`).
     """
     sharding = getattr(aval, "sharding", None)
     if sharding is None or not sharding.mesh.explicit_axes:
@@ -66,9 +66,9 @@ def explicit_sharding(aval: Any, leading: int = 0) -> NamedSharding | None:
 
 
 def mesh_axes(aval: Any) -> tuple[dict[str, int], frozenset[str]]:
-    """The sizes of the axes of the mesh that a value lives on, as far as its type tells, and those that are automatic.
+    """The axis sizes of the mesh that a value lives on, as far as its type tells, and the names of the automatic axes.
 
-    The type of an argument on a mesh names the mesh. The type of a value that a program makes may not.
+    The type of an argument on a mesh names the mesh. The type of a computed value may not.
     """
     mesh = aval.sharding.mesh
     mesh = jax.sharding.get_abstract_mesh() if mesh.empty else mesh
@@ -76,7 +76,7 @@ def mesh_axes(aval: Any) -> tuple[dict[str, int], frozenset[str]]:
 
 
 def is_in_order(effect: Any) -> bool:
-    """Whether JAX keeps what has this effect in order, as `io_callback(ordered=True)` asks."""
+    """Whether the effect is ordered: JAX runs equations with it in program order, as for `io_callback(ordered=True)`."""
     return type(effect).__name__.startswith("Ordered")
 
 
@@ -86,7 +86,7 @@ def parameters(eqn: Any) -> dict[str, Any]:
 
 
 def primitive_name(eqn: Any) -> str:
-    """The name of what an equation does. JAX's newer primitives share one name, and have a class each."""
+    """The name of an equation's primitive. JAX's newer primitives share one name; the name of their class is returned."""
     return type(eqn.params["_prim"]).__name__ if "_prim" in eqn.params else eqn.primitive.name
 
 

@@ -1,4 +1,4 @@
-"""Why a transform keeps an array, or does not, recorded for `memjax.explain` while it traces."""
+"""Records, during tracing, why a transform keeps arrays, and which it drops; `memjax.explain` shows this."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PREFIX = "memjax, kept: "
 
 @dataclasses.dataclass
 class Said:
-    """What transforms report: which arrays they dropped, and notes about themselves."""
+    """The reports of transforms: the arrays that they dropped, and notes."""
 
     dropped: list[str] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -28,7 +28,7 @@ _said: contextvars.ContextVar[Said | None] = contextvars.ContextVar("said", defa
 def asked_for_reasons() -> Iterator[Said]:
     """Context manager. Transforms traced in it record why they keep an array, as a name in the trace.
 
-    In the `Said` that it yields, they record which arrays they dropped, and notes.
+    In the `Said` that it yields, they record dropped arrays and notes.
     """
     said = Said()
     token = _said.set(said)
@@ -39,12 +39,12 @@ def asked_for_reasons() -> Iterator[Said]:
 
 
 def asked() -> Said | None:
-    """Where to record something; None outside of `asked_for_reasons`."""
+    """The `Said` to record in; None outside of `asked_for_reasons`."""
     return _said.get()
 
 
 def with_reason(value: Any, reason: str) -> Any:
-    """The value, within `asked_for_reasons` with a name that states why it is kept."""
+    """Names the value by the reason why it is kept. Outside of `asked_for_reasons`, returns it unchanged."""
     return checkpoint_name(value, _PREFIX + reason) if asked() is not None and reason else value
 
 

@@ -1,4 +1,4 @@
-"""A predicted peak beside the compiled one: what is alive at both, and what at one of them alone."""
+"""Compares a predicted peak with the compiled one: which arrays are live at both, and which at only one."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class PeakComparison:
 
     Attributes:
       rows: the largest first.
-      predicted: the sum of what is predicted.
-      compiled: the sum of what is compiled: the compiler's own figure. One row of it is what it reserves besides the
-        buffers that are found alive, such as gaps between them, or less than these.
+      predicted: the predicted bytes of all rows.
+      compiled: the compiled bytes of all rows, which is the compiler's own figure. One row accounts for the difference between
+        this and the buffers that were found live, such as gaps between buffers.
     """
 
     rows: tuple[ComparedRow, ...]
@@ -36,12 +36,12 @@ class PeakComparison:
 
     @property
     def predicted_alone(self) -> int:
-        """Bytes of what is predicted and not in the compiled program."""
+        """Bytes of the rows that are predicted but absent from the compiled program."""
         return sum(row.predicted for row in self.rows if not row.counts[1])
 
     @property
     def compiled_alone(self) -> int:
-        """Bytes of what is in the compiled program and not predicted."""
+        """Bytes of the rows that are in the compiled program but not predicted."""
         return sum(row.compiled for row in self.rows if not row.counts[0])
 
     def __repr__(self) -> str:
@@ -56,7 +56,7 @@ class PeakComparison:
 
 
 def compared(predicted: Sequence[Alive], compiled: Sequence[Alive]) -> PeakComparison:
-    """The comparison of what is alive at the two peaks."""
+    """Compares the arrays that are live at the two peaks."""
     pairs, left, right = _paired(predicted, compiled)
     sides = [*pairs, *((one, None) for one in left), *((None, one) for one in right)]
     alike: dict[tuple[str, ...], list[tuple[Alive, Alive | None, Alive | None]]] = {}
@@ -71,7 +71,7 @@ def compared(predicted: Sequence[Alive], compiled: Sequence[Alive]) -> PeakCompa
 
 
 def _row(members: Sequence[tuple[Alive, Alive | None, Alive | None]]) -> ComparedRow:
-    """The row of arrays of one type, from modules that differ in numbers only."""
+    """Merges arrays of one type and line into a row; their modules differ only in numbers."""
     parts = [_parted(named.name) for named, _, _ in members]
     name = collapsed([head for head, _ in parts]) + (f", {parts[0][1]}" if parts[0][1] else "")
     predicted = [one.bytes for _, one, _ in members if one is not None]
@@ -81,7 +81,10 @@ def _row(members: Sequence[tuple[Alive, Alive | None, Alive | None]]) -> Compare
 
 
 def _parted(name: str) -> tuple[str, str]:
-    """What makes an array with the module, and the line: "mul Model/mlp" and "model.py:12"; without a module all and nothing."""
+    """Splits a name at its last comma: "mul Model/mlp, model.py:12" gives ("mul Model/mlp", "model.py:12").
+
+    A name without a comma gives (name, "").
+    """
     head, _, line = name.rpartition(", ")
     return (head, line) if head else (name, "")
 
@@ -89,7 +92,7 @@ def _parted(name: str) -> tuple[str, str]:
 def _paired(
     predicted: Sequence[Alive], compiled: Sequence[Alive]
 ) -> tuple[list[tuple[Alive | None, Alive | None]], list[Alive], list[Alive]]:
-    """The arrays that are the same, and what is left of both sides."""
+    """Pairs predicted with compiled arrays; returns the pairs, and the unpaired arrays of each side."""
     found: list[tuple[Alive | None, Alive | None]] = []
     left, right = list(predicted), list(compiled)
     for key, key_of_compiled in _ALIKE:

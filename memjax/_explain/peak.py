@@ -72,7 +72,7 @@ def alive_at_peak(program: Any, paths: Paths) -> list[Alive]:
 
 
 def _fullest(found: Live) -> tuple[int, list[Buffer]]:
-    """The step at which most bytes are alive, and what is alive then."""
+    """The step with the most live bytes, and the buffers that are live at it."""
     change = np.zeros(2 * len(found.instructions) + 2, np.int64)
     for buffer in found.buffers:
         change[buffer.first] += buffer.nbytes
@@ -102,13 +102,13 @@ def _difference(residual_bytes: int, kept: int, by_kind: dict[str, int]) -> tupl
 
 
 class _Origins:
-    """Where buffers come from."""
+    """Finds the instructions, paths and source lines that buffers come from."""
 
     def __init__(self, module: Module, paths: Paths):
         self.module, self.paths = module, paths
 
     def path(self, buffer: Buffer) -> str:
-        """The path of what fills the buffer: in a loop what is written into it, not what it starts with."""
+        """The path of the instruction that fills the buffer: in a loop the one that writes into it, not the initial value."""
         writers = [self.writer(made) for made in buffer.makers]
         updates = [self.path_at(writer) for writer in writers if writer is not None]
         plain = [
@@ -133,7 +133,7 @@ class _Origins:
         return self.paths.joined(scopes(name.rpartition("/")[0]), lines)
 
     def named(self, buffer: Buffer) -> Alive:
-        """What fills the buffer, and where in the user's code: in a loop what is written into it, not what it starts with."""
+        """The buffer, named by the operation that fills it (in a loop, that writes into it) and its place in the user's code."""
         largest = max(buffer.makers, key=lambda made: made.instruction.arrays[made.index].nbytes)
         array = largest.instruction.arrays[largest.index]
         kind = f"{dtype_name(array.dtype)}[{','.join(map(str, array.shape))}]"
@@ -149,7 +149,7 @@ class _Origins:
         return Alive(f"{what}{operation} {where}".strip(), where, kind, buffer.nbytes)
 
     def source(self, instruction: Instruction) -> Instruction:
-        """The instruction, or of a fusion without a name the last one in it that has a name, and lines if any has."""
+        """The instruction; of an unnamed fusion, the last named instruction inside, preferably one with source lines."""
         if instruction.op_name or instruction.opcode != "fusion":
             return instruction
         inner = self.module.computations[instruction.called["calls"]].instructions.values()
@@ -157,11 +157,11 @@ class _Origins:
         return next((one for one in reversed(named) if self.lines(one)), named[-1] if named else instruction)
 
     def lines(self, instruction: Instruction) -> Sequence[Frame]:
-        """The lines of the user's function that make it."""
+        """The lines of the user's function that the instruction comes from."""
         return self.paths.inside(user_frames(self.module.frames.get(instruction.frame, [])))
 
     def near(self, buffer: Buffer) -> Instruction | None:
-        """The nearest instruction with a path among what is read to make the buffer, or to be made of it."""
+        """The nearest instruction with a path among those that the buffer's makers, then its readers, depend on."""
         for made in (*buffer.makers, *buffer.readers):
             pending, seen = [made.instruction], set[str]()
             while pending and len(seen) < _NEAR:
@@ -175,7 +175,7 @@ class _Origins:
         return None
 
     def writer(self, made: Made) -> Instruction | None:
-        """What an update in place writes; None if the instruction is none."""
+        """The instruction whose result an in-place update writes; None if the instruction is no such update."""
         instruction, computation = made.instruction, made.computation
         operands: Sequence[str] = ()
         if instruction.opcode == "fusion":
@@ -220,7 +220,7 @@ class _Origins:
 
 
 def _is_workspace(made: Made) -> bool:
-    """Bytes beside the result of a kernel."""
+    """Whether the buffer is a kernel's workspace: a byte array after its results."""
     arrays = made.instruction.arrays
     array = arrays[made.index]
     is_bytes = array.dtype in ("s8", "u8") and len(array.shape) == 1
@@ -228,7 +228,7 @@ def _is_workspace(made: Made) -> bool:
 
 
 def _timeline(found: Live, names: dict[int, str], at: int) -> Timeline:
-    """What is alive over the program, the modules with most at the peak apart and the rest together."""
+    """Live bytes over the program: a series for each of the modules that hold most at the peak (`at`), and one for all others."""
     steps = 2 * len(found.instructions) + 2
     totals: dict[str, int] = {}
     for buffer in found.buffers:
@@ -259,6 +259,6 @@ def _timeline(found: Live, names: dict[int, str], at: int) -> Timeline:
 
 
 def _start_of_backward(found: Live) -> int:
-    """Where the backward pass begins: the scheduler puts some of it before, and some of the forward pass after."""
+    """The index that best separates the two passes: the scheduler puts a few instructions of each on the other side."""
     later = np.cumsum([1 if _BACKWARD.search(one.op_name) else -("jvp(" in one.op_name) for one in found.instructions])
     return int(later.argmin()) + 1 if len(later) else 0

@@ -1,4 +1,6 @@
-"""A traced step as the derivatives in it: where their two passes are, in loops and branches as well."""
+"""Finds the derivatives in a traced step: the forward and backward pass of each, including those in loop, branch and shard_map
+bodies. Evaluates the step with these passes run by plans.
+"""
 
 from __future__ import annotations
 
@@ -34,15 +36,15 @@ class Body:
       tile_on: losses and their gradients run tile by tile where they can, in tiles of that size; None: they run as they are. On a
         mesh this is so within a `jax.shard_map` that does not check what varies.
       axes: sizes of the axes of a `jax.shard_map` around it; None: it is in none.
-      inner_again_on: derivatives inside of derivatives compute again what they read, by rates of that device; None: they do not.
-      microbatches: how many the program goes through one after the other.
+      inner_again_on: inner derivatives recompute their residuals, by the rates of that device; None: they do not.
+      microbatches: how many microbatches the program processes one after the other.
 
     Attributes:
-      passes: of the derivatives, in order.
+      passes: the passes of each derivative, in order.
       tile_on, microbatches: as given.
-      tiled: what runs tile by tile, that in bodies included.
-      inner: by number of an equation, the bodies that have derivatives in them.
-      inner_again: whether any derivative inside of one computes again what it reads.
+      tiled: the computations that run tile by tile, in bodies as well.
+      inner: by index of an equation, its bodies if they contain derivatives.
+      inner_again: whether any inner derivative recomputes its residuals.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class Body:
 
     @property
     def is_changed(self) -> bool:
-        """Whether it is another program than that of the step, even with all passes as they are."""
+        """Whether the program differs from the step's even if no pass is changed."""
         return bool(self.tiled) or self.microbatches > 1
 
     @property
@@ -88,14 +90,14 @@ class Body:
         return bool(self.passes or self.inner)
 
     def every(self) -> Iterator[StepPasses]:
-        """All passes, those of bodies included."""
+        """Yields all passes, those of bodies included."""
         yield from self.passes
         for bodies in self.inner.values():
             for body in bodies:
                 yield from body.every()
 
     def put_in_use(self, numbers: Set[int]) -> None:
-        """Note that the memory of the results with these numbers holds something else until they are made."""
+        """Note that the memory of the results with these indices holds other values until they are computed."""
         in_use = set(variables(self._program.outvars[i] for i in numbers))
         for one in self.passes:
             one.in_use = in_use
@@ -140,7 +142,7 @@ class Body:
 
 
 def _unread_losses(program: Program) -> list[Any]:
-    """What forward passes make last, where only the gradient is asked for: programs are cut by what leads there."""
+    """The losses of forward passes that nothing reads, as only the gradient is used: a program is cut by what they depend on."""
     read_at_all = {*program.flow.read, *variables(program.outvars)}
     made = made_by(eqn for eqn in program.eqns if derivatives(name_stack(eqn))[:1] == ["jvp"])
     return [var for var in made if var not in read_at_all and is_float(var.aval) and var.aval.ndim <= 1]
@@ -161,7 +163,7 @@ def _manual_axes(eqn: Any) -> dict[str, int]:
 
 
 def _bind_with(eqn: Any, values: Sequence[Any], fs: Sequence[Callable[..., Arrays]]) -> Arrays:
-    """The results of the equation with other bodies, which are functions of the same types."""
+    """Runs the equation with its bodies replaced by functions of the same types; returns its outputs."""
     params = parameters(eqn)
     if eqn.primitive.name == "shard_map":
         specs = {name: params[name] for name in ("mesh", "in_specs", "out_specs", "check_vma")}

@@ -35,7 +35,7 @@ _LINEAR |= {"reduce_sum", "reshape", "rev", "slice", "squeeze", "transpose"}
 
 
 def has_inner(passes: StepPasses) -> bool:
-    """Whether there is a derivative inside of this one."""
+    """Whether the forward pass contains another derivative."""
     return any("transpose" in derivatives(name_stack(eqn)) for eqn in passes.forward.eqns)
 
 
@@ -68,14 +68,14 @@ def computed_again(passes: StepPasses, rates: Device) -> bool:
 
 
 class _Again:
-    """Two passes by a plan without loops and codes, as equations.
+    """Writes out the forward and backward pass of a plan without loops and codes as equations.
 
     Args:
       run: the plan.
-      axes: sizes of the named axes around them.
+      axes: sizes of the named axes in scope.
 
     Attributes:
-      turns: by variable that the backward pass makes, the number of the stretch in whose turn it does.
+      turns: for each variable of the backward pass, the index of the stretch whose backward pass computes it.
     """
 
     def __init__(self, run: Run, axes: Mapping[str, int]):
@@ -108,11 +108,17 @@ class _Again:
         return [*self._forward.eqns, *itertools.chain(*both)]
 
     def turns_of(self, var: Any) -> set[int]:
-        """The turns that have a copy of a variable."""
+        """The indices of the backward stretches that already hold their own copy of `var`.
+
+        A copy is recomputed, or passed through a barrier.
+        """
         return {number for number, here in enumerate(self._copies) if here.get(var, var) is not var}
 
     def copy(self, var: Any, turn: int) -> Any | None:
-        """The copy of a variable in a turn, or itself where it is known; None where a copy would take a product."""
+        """The copy of `var` in the backward stretch `turn`, recomputed if need be, or `var` itself if it is kept or an input.
+
+        None if recomputing it would take a product or an effect.
+        """
         here = self._copies[turn]
         if var not in here:
             eqns = self._forward.flow.needed([var], here.keys() | self._known)
@@ -130,7 +136,7 @@ class _Again:
 
 
 def _passed(atoms: Sequence[Any], axes: Mapping[str, int]) -> tuple[list[Any], list[Any]]:
-    """The variables after a barrier, and its equations."""
+    """Passes variables through a barrier; returns the new variables and the barrier's equations."""
     jaxpr = trace(lambda *values: barrier(list(values)), [var.aval for var in atoms], dict(axes)).jaxpr
     names = dict(zip(jaxpr.invars, atoms, strict=True)) | {out: core.Var(out.aval) for out in made_by(jaxpr.eqns)}
     replaced = lambda eqn: eqn.replace(invars=renamed(eqn.invars, names), outvars=renamed(eqn.outvars, names))
@@ -142,9 +148,10 @@ def _divides_by(eqn: Any, var: Any) -> bool:
 
 
 class _Outer:
-    """The outer backward pass: that of an inner backward pass reads copies, and so does what follows from its cotangents at once.
+    """Rewrites the outer backward pass so that the backward pass of each inner backward pass reads recomputed copies.
 
-    A cotangent that has a part of the one and a part of the other kind is two variables, until something needs their sum.
+    So do the linear equations that propagate its cotangents, as far as the copies take no product. A cotangent with contributions
+    from this part and from the rest is kept as two variables until their sum is needed.
     """
 
     def __init__(self, again: _Again, results: Sequence[Any]):
@@ -156,7 +163,7 @@ class _Outer:
         self._sum: Any = None
 
     def of(self, eqns: Sequence[Any]) -> list[Any]:
-        """The pass."""
+        """Rewrites the equations of the pass."""
         cotangents = made_by(eqns)
         for eqn in eqns:
             marks = derivatives(name_stack(eqn))
@@ -175,7 +182,7 @@ class _Outer:
         return self._found
 
     def _add_of_inner_backward(self, eqn: Any) -> None:
-        """With copies of one turn, if there is one that has all that the equation reads."""
+        """Adds an equation that reads copies from one stretch: one that holds copies of all these operands, if there is one."""
         again, reads = self._again, variables(eqn.invars)
         self._whole(reads)
         of_turn = [turns for var in reads if (turns := again.turns_of(var))]
@@ -217,7 +224,7 @@ class _Outer:
         self._parts[out] = sums[0], sums[1]
 
     def _add(self, eqn: Any, cotangents: Sequence[Any]) -> None:
-        """An equation that reads what follows from an inner backward pass."""
+        """Adds an equation that reads a cotangent computed from an inner backward pass."""
         copies = self._copies(eqn, cotangents)
         if copies is None or len(eqn.outvars) != 1:
             self._whole(cotangents)
@@ -247,7 +254,7 @@ class _Outer:
         return None if any(copy is None for copy in found.values()) else found
 
     def _whole(self, cotangents: Sequence[Any]) -> None:
-        """Have the sums of their parts made."""
+        """Adds the equations that sum the parts of these cotangents."""
         for var in cotangents:
             if (parts := self._parts.pop(var, None)) is not None:
                 self._found.append(self._sum.replace(invars=list(parts), outvars=[var]))

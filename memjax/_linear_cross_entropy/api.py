@@ -1,6 +1,6 @@
-"""`linear_cross_entropy`: the loss log sum exp(l) - l_label of logits l = x w^T that are never all held.
+"""`linear_cross_entropy`: the loss log sum exp(l) - l_label of logits l = x w^T, without holding all logits in memory at once.
 
-Here arguments are checked, an implementation chosen, and losses reduced.
+This module checks arguments, chooses an implementation and reduces losses.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from memjax._linear_cross_entropy.options import Array, Operands, Options, Resul
 
 
 class Aux(NamedTuple):
-    """What training loops log, without gradients.
+    """Statistics for logging, without gradients.
 
     Counts and means are over valid tokens, whatever their weights.
     """
@@ -184,7 +184,7 @@ def prepared(
     return_aux: Any = False,
     implementation: Any = None,
 ) -> Call:
-    """Checks the arguments of `linear_cross_entropy`, and finds what each token's loss is multiplied by."""
+    """Checks the arguments of `linear_cross_entropy`, and computes the factor of each token's loss."""
     scalars = check.scalars(label_smoothing, z_loss, softcap, logit_scale, chunk, ignore_index)
     axes, token_axes = check.axes("axis_name", axis_name), check.axes("token_axis_name", token_axis_name)
     devices = math.prod(lax.axis_size(axis) for axis in axes)

@@ -148,14 +148,17 @@ def token_chunk(operands: Operands, options: Options) -> int:
 
 
 def vocabulary_chunk(operands: Operands, options: Options, chunk: int | None) -> int:
-    """Vocabulary entries per chunk: 8 D bytes of logits a token rounded down to a power of two, so that a
-    chunk takes at most twice the float32 gradient of x; at least 1024."""
+    """Vocabulary entries per chunk.
+
+    By default, the entries whose logits take 8 D bytes per token, rounded down to a power of two, but at least 1024. Unless this
+    minimum applies, the logits of a chunk take at most twice the bytes of the float32 gradient of x.
+    """
     default = max(_power_of_two_up_to(8 * operands.x.shape[1] // operands.x.dtype.itemsize), 1024)
     return min(chunk or default, columns(operands, options))
 
 
 def for_chunks(body: Callable[[Any, Any, int], Any], carry: Any, stop: int, chunk: int) -> Any:
-    """`carry = body(carry, start, size)` over [0, stop): first what does not fill a chunk, or one chunk, then equal chunks.
+    """Repeats `carry = body(carry, start, size)` over [0, stop): first the remainder, or one chunk, then equal chunks.
 
     The equal chunks are one loop. Sums may start in the first step: only from then on the structure of the carry is fixed.
     """
@@ -172,6 +175,6 @@ def for_chunks(body: Callable[[Any, Any, int], Any], carry: Any, stop: int, chun
 
 
 def after(carry: Any, start: int) -> Array:
-    """`start`, known when `carry` is: XLA merges matmuls that share an operand, and would hold two chunks at once."""
+    """Makes `start` depend on `carry`: otherwise XLA merges matmuls that share an operand, and holds two chunks at once."""
     leaf = jax.tree.leaves(carry)[0]
     return joint_barrier((jnp.asarray(start, jnp.int32), leaf[(0,) * leaf.ndim]))[0]

@@ -1,4 +1,4 @@
-"""A function of pytrees and NNX objects as a program of arrays, and its result put together again."""
+"""Traces a function of pytrees and NNX objects as a program of arrays, and rebuilds its result."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ class Traced(NamedTuple):
     """The program of a function.
 
     Attributes:
-      closed: from arrays to the arrays of the result, then those of all NNX objects.
-      types: of its constants and inputs together.
-      has_cotangent: which outputs are differentiated: the loss, if there is one, or else all floats of the result.
+      closed: the closed jaxpr. It returns the array leaves of the result, then the state of the NNX arguments.
+      types: avals of the jaxpr's constants, then of its inputs.
+      has_cotangent: for each output, whether it is differentiated: only the loss if the first result is a float scalar,
+        otherwise all float leaves of the result.
       out_tree: structure of the result.
-      is_dynamic: which of its leaves are arrays.
-      static: the others.
+      is_dynamic: for each leaf of the result, whether it is an array.
+      static: the leaves of the result that are not arrays.
     """
 
     closed: Any
@@ -36,10 +37,10 @@ class Traced(NamedTuple):
 
 
 class Flat:
-    """`f` with arguments taken apart.
+    """Flattens the arguments of `f` to arrays, and rebuilds its result from arrays.
 
     Attributes:
-      arrays: of the arguments.
+      arrays: the arrays in the arguments.
     """
 
     def __init__(self, f: Callable[..., Any], args: tuple, kwargs: dict[str, Any]):
@@ -50,7 +51,7 @@ class Flat:
         self.arrays = [leaf if _is_abstract(leaf) else jnp.asarray(leaf) for leaf in self._parts.arrays]
 
     def program(self) -> Traced:
-        """The program, traced."""
+        """Traces `f` as a function of `arrays`."""
         found: list[Any] = []
 
         def run(*arrays: Any) -> list[Any]:
@@ -66,7 +67,7 @@ class Flat:
         return Traced(closed, types, _has_cotangent(closed.out_avals, tree, dynamic), tree, dynamic, static)
 
     def result(self, program: Traced, outs: Sequence[Any]) -> Any:
-        """What `f` returns, after what it changes in the NNX objects among the arguments has been updated."""
+        """Updates the state that `f` changes in its NNX arguments, and returns its result."""
         n = sum(program.is_dynamic)
         inputs = set(program.closed.jaxpr.invars)
         changed = [var not in inputs for var in program.closed.jaxpr.outvars[n:]]
@@ -80,7 +81,7 @@ class Flat:
         return jax.tree.unflatten(program.out_tree, merge(outs[:n], program.static, program.is_dynamic))
 
     def float_arrays_of(self, chosen: Mapping[int, Any]) -> list[bool]:
-        """Which arrays are floats of the positional arguments at these positions; of NNX objects what a filter chooses."""
+        """For each array, whether it is a float of a chosen positional argument and, in an NNX object, selected by the filter."""
         marks = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in self.arrays]  # an array may be there twice
         args, _, _ = self._parts.rebuild(marks)
         found: set[int] = set()

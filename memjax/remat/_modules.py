@@ -1,4 +1,4 @@
-"""Flax modules and classes of modules whose call is checkpointed or tiled: one of the same kind, with the same variables."""
+"""Checkpoints or tiles the call of a Flax module or class; returns one of the same kind, with the same variables."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def wrapped(wrap: Wrap, target: Any, static: tuple[int, ...]) -> Any | None:
 
 
 class _CreatesVariables(Exception):
-    """A module of Linen is being initialised."""
+    """Raised if a call changes the tree structure of a Linen module's variables, as `init` does. The module then runs untiled."""
 
 
 def wrapped_module(tile: Wrap, target: Any) -> Any | None:

@@ -1,9 +1,9 @@
-"""The cheapest values to keep, so that wanted ones follow: a minimum cut of a program.
+"""Chooses which values to keep so that all wanted values can be obtained at the least total cost: a minimum cut.
 
-A value can be had if it is kept, or if the equation that makes it runs again, which needs the equation's operands. Keeping has
-a price, running again has one, too. Let a value be on the source's side if it has to be had, an equation if it runs again. Then
-cutting the edge from a value to its equation is keeping it, cutting the edge from an equation to the sink is running it
-again, and an equation pulls its operands to its own side. The least price in all is a minimum cut.
+Nodes are values and equations. The source has infinite edges to the wanted values. The edge from a value to its equation costs
+what keeping the value costs. The edge from an equation to the sink costs what rerunning it costs. Infinite edges lead from an
+equation to those of its operands that are not available anyway. A value that cannot be recomputed has an edge to the sink at its
+cost of keeping. Cutting an edge means paying its cost.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ def cheapest(
     *,
     late: bool = True,
 ) -> list[Any]:
-    """Variables to keep, so that with those in `available` every wanted one follows.
+    """Chooses variables to keep so that all wanted variables can be computed from these and those in `available`.
 
-    The wanted ones among them come first, then the others in the program's order.
+    Wanted variables come first in the result, then the others in the program's order.
 
     Args:
       wanted: variables of a program.
-      producer: the equation that makes each variable, in the program's order. One that no equation makes can only be kept.
-      available: variables that are in memory whatever is kept.
-      to_keep: the price of keeping a variable.
-      to_recompute: the price of running an equation again; None: it never runs again.
-      late: of several cuts of the same price, the one nearest to what is wanted, or the one nearest to where it comes from.
+      producer: the equation that computes each variable, in the program's order. A variable without one can only be kept.
+      available: variables that are in memory in any case.
+      to_keep: the cost of keeping a variable.
+      to_recompute: the cost of rerunning an equation; None: it must not be rerun.
+      late: of several cuts of the same cost, take the one nearest to the wanted variables, or else nearest to the inputs.
     """
     wanted = [var for var in dict.fromkeys(variables(wanted)) if var not in available]
     number: dict[Any, int] = {}
@@ -72,7 +72,7 @@ def cheapest(
 
 
 def _near_side(edges: list[tuple[int, int, float]], nodes: int, small: bool) -> set[int]:
-    """Nodes on the source's side of a minimum cut: the smallest such side, or the largest."""
+    """The nodes on the source's side of a minimum cut; of several cuts, the smallest side if `small`, else the largest."""
     tails, heads, weights = (np.array(column) for column in zip(*edges, strict=True))
     capacities = _integers(weights)
     graph = csr_array((capacities, (tails, heads)), shape=(nodes, nodes))
@@ -86,7 +86,7 @@ def _near_side(edges: list[tuple[int, int, float]], nodes: int, small: bool) -> 
 
 
 def _integers(weights: Any) -> Any:
-    """Capacities in 32 bits, in the ratios of the weights. Integers stay exact where their common divisor allows it."""
+    """Scales weights to 32-bit integer capacities. Integer weights keep their exact ratios if their common divisor allows it."""
     finite = weights[np.isfinite(weights)]
     if np.all(finite == np.rint(finite)) and finite.max(initial=0) < 2**53:
         divisor = max(np.gcd.reduce(finite.astype(np.int64)), 1)
@@ -95,7 +95,7 @@ def _integers(weights: Any) -> Any:
     if divisor and finite.sum() / divisor <= _WHOLE:
         scaled = np.where(np.isfinite(weights), weights, 0) / divisor
     else:
-        # What costs anything costs a unit at least, so that ties go to what is free.
+        # A positive weight becomes at least 1, so that a free edge is always cheaper.
         scaled = np.where(np.isfinite(weights), weights, 0) * (_WHOLE / finite.sum())
         scaled = np.where((weights > 0) & (scaled < 1), 1, scaled)
     return np.where(np.isfinite(weights), np.rint(scaled), 2 * _WHOLE).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Rules for what holds programs: calls, derivative rules, loops and branches."""
+"""Rules for equations that contain programs: calls, derivative rules, loops and branches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def call(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
 
 
 def custom_call(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
-    """A function with a derivative rule of its own, which must not mix positions either."""
+    """The states of a call with a custom derivative rule. Raises Mixed if the rule mixes positions, too."""
     outs = call(walk, eqn, states)
     if walk.is_backward:
         return outs
@@ -38,7 +38,7 @@ def custom_call(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
 
 
 def _check_backward(walk: Walk, eqn: Any, states: list[State], outs: list[State]) -> None:
-    """Raises Mixed if the cotangent of a position depends on other positions, or that of a shared value is no sum over them."""
+    """Raises Mixed if a position's cotangent depends on other positions, or a shared value's is not a sum over positions."""
     types, out_types = ([atom.aval for atom in atoms] for atoms in (eqn.invars, eqn.outvars))
     wrt, floats = list(map(is_float, types)), list(map(is_float, out_types))
     inputs = pick(states, wrt)
@@ -61,7 +61,7 @@ def _check_backward(walk: Walk, eqn: Any, states: list[State], outs: list[State]
 
 
 def linear_solve(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
-    """The program that solves, and the one that solves with the transpose, for the backward pass."""
+    """Walks the program that solves, and for the backward pass the one that solves with the transpose."""
     counts, programs = eqn.params["const_lengths"], eqn.params["jaxprs"]
     rest = list(states)
     of = {name: [rest.pop(0) for _ in range(count)] for name, count in counts._asdict().items()}
@@ -73,7 +73,7 @@ def linear_solve(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
 
 
 def scan(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
-    """Positions stay where they are while another axis is scanned over."""
+    """The states of a scan's outputs. Raises Mixed if it scans over the positions."""
     (body,) = bodies(eqn)
     constants, carried = scan_counts(eqn)
     stacks = states[constants + carried :]
@@ -108,7 +108,7 @@ def cond(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
 def _settled(
     eqn: Any, carry: list[State], turn: Callable[[list[State]], list[State]]
 ) -> tuple[list[State], list[State]]:
-    """The states of a loop's carry that a turn of the loop leaves as they are, and all outputs of that turn."""
+    """Repeats an iteration until the states of the carry no longer change; returns these, and the states of its outputs."""
     for _ in range(len(carry) + 2):
         outs = turn(carry)
         joined = [join(eqn, before, after) for before, after in zip(carry, outs[: len(carry)], strict=True)]
@@ -119,14 +119,14 @@ def _settled(
 
 
 def row(state: State) -> State:
-    """The state of a row of a stack."""
+    """The state of one row of an array: removes the leading dimension."""
     if isinstance(state, Positions):
         return Positions(state.dim - 1, state.inner)
     return Shared(state.uneven[1:]) if isinstance(state, Shared) else state
 
 
 def stacked(state: State) -> State:
-    """The state of a stack of rows."""
+    """The state of an array that stacks rows of state `state`: adds a leading dimension. `row` undoes it."""
     if isinstance(state, Positions):
         return Positions(state.dim + 1, state.inner)
     return Shared((True, *state.uneven)) if isinstance(state, Shared) else state

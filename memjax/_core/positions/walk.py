@@ -1,4 +1,4 @@
-"""The walk through a program, and what it knows of each value: its state."""
+"""Walks through a program and infers the state of each value: how it depends on positions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Shared(NamedTuple):
     """A value that is the same for every position.
 
     Attributes:
-      uneven: for each dimension, whether values differ along it. It is safe to say that they do.
+      uneven: for each dimension, whether values differ along it. True is always safe.
     """
 
     uneven: tuple[bool, ...]
@@ -53,9 +53,10 @@ class Mixed(Exception):
     """The reason why a program cannot run tile by tile: an operation, and the source line where that is known.
 
     Args:
-      what: the operation, and what it does.
-      where: the line.
-      eqn: an equation that knows it, in place of `where`. The line is looked up when somebody reads it: most are never read.
+      what: the operation, and how it mixes positions.
+      where: the source line.
+      eqn: the equation whose source line to report, instead of `where`. The line is looked up lazily, because most are never
+        shown.
     """
 
     def __init__(self, what: str, where: str = "", eqn: Any = None):
@@ -83,12 +84,12 @@ def shape_of(atom: Any) -> tuple[int, ...]:
 
 
 def fits(state: State, place: Positions) -> bool:
-    """Whether a value has its positions there, or is the same for all of these."""
+    """Whether a value has its positions at `place`, or is the same along that dimension."""
     return state == place or (isinstance(state, Shared) and not state.uneven[place.dim])
 
 
 def one_place(eqn: Any, states: Sequence[State]) -> Positions:
-    """Where all operands have their positions; shared operands must be the same for all of these."""
+    """The one place where operands have their positions; shared operands must not vary along it. Raises Mixed."""
     places = {state for state in states if isinstance(state, Positions)}
     if len(places) != 1:
         raise reason(eqn, COMBINES)
@@ -100,7 +101,7 @@ def one_place(eqn: Any, states: Sequence[State]) -> Positions:
 
 
 class Seen:
-    """What a walk cannot judge alone: two walks, for different lengths, have to see the same.
+    """Collects what one walk cannot judge alone: two walks, for different lengths, must collect the same.
 
     Attributes:
       made: equations of shared values that may depend on how large their operands are: a sum of ones.
@@ -119,7 +120,7 @@ class Walk:
       length: at least 2.
       may_sum: whether sums over positions are of use to the caller.
       rule: gives the states of an equation's outputs for those of its inputs.
-      seen: what more is seen is added to this.
+      seen: this walk adds to it.
       is_backward: whether the program is that of a derivative rule, whose own derivatives do not matter.
     """
 

@@ -1,4 +1,4 @@
-"""Evaluating jaxprs equation by equation, calls in place, so that what they keep and compute can be seen and replaced."""
+"""Evaluates jaxprs equation by equation, with calls in place, so that equations and kept values can be seen and replaced."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from memjax._core.program.primitives import CHECKPOINTS, CUSTOM_CALLS, PLAIN_CAL
 
 
 def nbytes(aval: Any) -> int:
-    """The bytes of an array of this type, 0 for what is no array. Integers of 2 and 4 bits are packed; PRNG keys are included."""
+    """The bytes of an array of this type; 0 for other types. Integers of 2 and 4 bits are packed; PRNG keys are included."""
     return -(-math.prod(aval.shape) * _bits(aval.dtype) // 8) if hasattr(aval, "dtype") else 0
 
 
@@ -36,8 +36,8 @@ def as_closed(jaxpr: Any) -> Any:
 
 @contextlib.contextmanager
 def inside(eqn: Any, *, marked: bool = False) -> Iterator[None]:
-    """Enters an equation's scope and settings. What is traced there has its lines of the user's code; `marked`: and its marks of
-    derivatives."""
+    """Enters an equation's scope and settings: equations traced inside get its source lines; if `marked`, also its derivative
+    marks."""
     if marked:
         with settings(eqn), lines(eqn, marked=True):
             yield
@@ -48,10 +48,11 @@ def inside(eqn: Any, *, marked: bool = False) -> Iterator[None]:
 
 
 def bind(eqn: Any, values: Sequence[Any], *, marked: bool = False) -> list[Any]:
-    """The equation's outputs for these inputs, in its scope; see `inside`."""
+    """Runs the equation on these inputs, in its scope (see `inside`); returns its outputs."""
     params = eqn.primitive.get_bind_params(eqn.params)
     if eqn.primitive.name in REPLICATIONS:
-        # A value that stands for a constant may vary already.
+        # A value substituted for a constant may already vary over some of these axes; `vary` adds only the missing ones, where
+        # `pcast` would fail.
         return [vary(value, frozenset(params["axes"])) for value in values]
     with inside(eqn, marked=marked):
         out = eqn.primitive.bind(*values, **params)
@@ -112,7 +113,7 @@ def evaluate(
     *,
     differentiable: bool,
 ) -> list[Any]:
-    """The outputs of a jaxpr, the bodies of calls evaluated in place.
+    """Evaluates a jaxpr, with the bodies of calls in place; returns its outputs.
 
     Args:
       jaxpr: of `consts` and `inputs`.
@@ -126,7 +127,7 @@ def evaluate(
 
 
 def evaluate_in(eqns: Iterable[Any], env: dict[Any, Any]) -> None:
-    """Add what equations make to the values in `env`. One that is known is not replaced by its recomputation."""
+    """Runs equations and adds their outputs to `env`. A value that is already in it is not replaced by a recomputed one."""
     for eqn in eqns:
         for var, value in zip(eqn.outvars, bind(eqn, read(env, eqn.invars)), strict=True):
             env.setdefault(var, value)

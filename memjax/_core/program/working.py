@@ -20,14 +20,14 @@ class Moment(NamedTuple):
     """A moment in a stretch of equations.
 
     Attributes:
-      nbytes: alive then.
+      nbytes: live bytes at that moment.
       flow: the equations, in the order in which they run.
-      at: the number of the one that runs then; -1: none has run.
-      made: the variables that it makes.
-      over: bytes of these that are written over an operand which is not needed any more.
-      inside: bytes of its working memory.
-      spans: of each variable that outlives an equation, those after which, and up to which, it is alive.
-      words: bytes of the variables that take others than their types say.
+      at: the index of the equation that runs at that moment; -1: none has run.
+      made: the variables that this equation writes to memory.
+      over: bytes of these that are written over an operand which is no longer needed.
+      inside: bytes of the equation's working memory.
+      spans: (variable, first, last) for those that outlive an equation: live after equation `first`, up to `last`.
+      words: bytes of the variables whose size in memory differs from that of their type.
     """
 
     nbytes: int
@@ -41,13 +41,13 @@ class Moment(NamedTuple):
 
     @property
     def alive(self) -> list[tuple[Any, int]]:
-        """The variables that are alive then, with their bytes."""
+        """The variables that are live at that moment, with their bytes."""
         there = [var for var, first, last in self.spans if first < self.at <= last] + self.made
         return [(var, self.words.get(var) or array_bytes(var)) for var in there]
 
 
 def peak_bytes(*arguments: Any, **options: Any) -> int:
-    """The most bytes alive at one moment: see `fullest_moment`."""
+    """The most bytes live at one moment: see `fullest_moment`."""
     return fullest_moment(*arguments, **options).nbytes
 
 
@@ -62,17 +62,17 @@ def fullest_moment(
     *,
     is_loop: bool = False,
 ) -> Moment:
-    """The moment with the most bytes alive.
+    """The moment with the most live bytes.
 
     Args:
       eqns: in the order in which they run.
       resident: values that are in memory all the time. The caller counts them.
-      entering: what is alive at the start, until it is read for the last time.
-      leaving: what stays alive at the end.
-      results: what lies outside of temporary memory once it is made.
-      platform: what is compiled for.
-      names: the variable whose bytes each of the others has that is another name for it; None: as these equations say.
-      is_loop: whether they are the body of a loop, whose arrays are laid out side by side with few gaps.
+      entering: values that are live at the start, until their last read.
+      leaving: values that stay live at the end.
+      results: values that are outside of temporary memory once computed.
+      platform: the platform to compile for.
+      names: maps each alias to the variable whose memory it shares; None: as these equations say.
+      is_loop: whether the equations are the body of a loop, whose arrays are laid out side by side with few gaps.
     """
     flow = flow_of(eqns)
     names = flow.names if names is None else names
@@ -87,7 +87,9 @@ def fullest_moment(
     last: dict[Any, int] = dict.fromkeys(leaving, end)
     read = flow.roots_by(names)
     for i in range(end - 1, -1, -1):
-        runs = i  # a value that is not written is made where it is read
+        # An output that is not written to memory is fused into its consumers, so this equation's operands live until the last
+        # of them.
+        runs = i
         for var in flow.eqns[i].outvars:
             if var not in written and var not in names:
                 runs = max(runs, last.get(var, i))
@@ -127,12 +129,12 @@ def fullest_moment(
 
 
 def _stays_words(eqn: Any) -> bool:
-    """Whether random bits stay the two words that are made of each number: each reader combines them for itself."""
+    """Whether the equation's random bits are stored as two words per number, which each consumer combines for itself."""
     return eqn.primitive.name == "random_bits" and makes_two_words(eqn.invars[0].aval.dtype)
 
 
 def _inside(eqn: Any, platform: str) -> int:
-    """Working memory of one turn of a loop, of a branch, of a call; of convolutions, and of the gradients of pools."""
+    """Bytes of working memory inside an equation: a loop's iteration, a branch, a call, a convolution or a pool's gradient."""
     name = eqn.primitive.name
     if name in PROGRAMS:
         inputs = lambda body: [*body.invars, *body.constvars]
@@ -147,7 +149,7 @@ def _inside(eqn: Any, platform: str) -> int:
 
 
 def _padded_size(eqn: Any) -> int:
-    """Elements of what the gradient of a pool is with respect to, padding included."""
+    """The number of elements of a pool's input, which its gradient has as well, padding included."""
     shape, padding = eqn.outvars[0].aval.shape, eqn.params["padding"]
     return math.prod(size + low + high for size, (low, high) in zip(shape, padding, strict=True))
 
@@ -169,7 +171,9 @@ def _inside_convolution(eqn: Any, platform: str) -> int:
 
 
 def hoisted_bytes(eqns: Iterable[Any], platform: str) -> int:
-    """What the compiler makes at the start of the program for these equations: on CPUs, for the gradients of pools, the index of
-    each element in each of its dimensions, and a zero for each, padding included."""
+    """Bytes of the values that the compiler computes at the start of the program for these equations.
+
+    On CPUs, for the gradients of pools: each element's index in each of its dimensions, and a zero, padding included.
+    """
     pools = [eqn for eqn in eqns if eqn.primitive.name == "select_and_scatter_add"] if platform == "cpu" else []
     return sum(4 * (eqn.outvars[0].aval.ndim + 1) * _padded_size(eqn) for eqn in pools)

@@ -1,8 +1,8 @@
-"""What runs on the GPU: Triton kernels over rows of a chunk of products.
+"""Triton kernels. Each works on rows of a chunk of x w^T ("products").
 
-`stats_and_gradient_kernel` reads every product once and writes its gradient over it: programs share a row, hold it in
-registers, and exchange their sums in between. `stats_kernel` and `gradient_kernel` are the halves, for rows of which other
-chunks or other devices hold a part. The arithmetic is that of `rows`.
+`stats_and_gradient_kernel` reads each product once and overwrites it with its gradient; one or more programs share a row, hold it
+in registers, and exchange their statistics. `stats_kernel` and `gradient_kernel` do this in two steps, for rows split over chunks
+or devices. The arithmetic is that of `rows`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _exp(z, shift):
 
 @triton.jit
 def _finite(maximum):
-    """A row without any possible entry has a maximum of -inf, which must not be subtracted from itself."""
+    """Replaces a maximum of -inf, that of a row without any possible entry: it must not be subtracted from itself."""
     return tl.where(maximum == -float("inf"), 0.0, maximum)
 
 
@@ -118,7 +118,7 @@ def _gradient(
     z, hit, lse, scale,
     SCALE: tl.constexpr, CAP: tl.constexpr, KEEP: tl.constexpr, SPREAD: tl.constexpr, Z_LOSS: tl.constexpr,
 ):  # fmt: skip
-    """The gradient in the products of logits `z`; `hit` is 1 at the label. Factors of whole rows come first."""
+    """The gradient with respect to the products, for logits `z`; `hit` is 1 at the label. Factors of whole rows come first."""
     scale *= SCALE
     d = _exp(z, lse) * ((1.0 + 2.0 * Z_LOSS * lse) * scale) - (KEEP * hit + SPREAD) * scale
     if CAP > 0.0:
@@ -196,9 +196,9 @@ def gradient_kernel(
 
 @triton.jit
 def _exchange(shares, arrived, maximum, total, part, PARTS: tl.constexpr, PADDED: tl.constexpr):
-    """(max, sum) of a row from those of its parts, of which this program has one.
+    """Combines (max, sum) of this program's part of a row with those of the other parts, and returns the row's.
 
-    Only one thread asks whether all have arrived: when all do, the asking takes longer than the row.
+    Only one thread polls whether all have arrived: if all threads did, polling would take longer than the row.
     """
     high = maximum.to(tl.int32, bitcast=True).to(tl.int64) << 32
     low = total.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
@@ -207,7 +207,7 @@ def _exchange(shares, arrived, maximum, total, part, PARTS: tl.constexpr, PADDED
     while here < PARTS:
         here = tl.atomic_add(arrived, 0, sem="acquire")
     p = tl.arange(0, PADDED)
-    # Not through the first level of cache, which may hold what was there before.
+    # `.cg` bypasses L1, which may hold stale values of `shares`.
     loaded = tl.load(shares + p, mask=p < PARTS, other=0, cache_modifier=".cg")
     maxima = tl.where(p < PARTS, (loaded >> 32).to(tl.int32).to(tl.float32, bitcast=True), -float("inf"))
     totals = loaded.to(tl.int32).to(tl.float32, bitcast=True)
@@ -222,9 +222,9 @@ def stats_and_gradient_kernel(
     HAS_BIAS: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, SUM: tl.constexpr, AUX: tl.constexpr,
     KEEP: tl.constexpr, SPREAD: tl.constexpr, Z_LOSS: tl.constexpr,
 ):  # fmt: skip
-    """A row is shared by PARTS programs, each of which holds its part in registers: read once, written once.
+    """Computes statistics and gradient of a row, shared by PARTS programs: each reads its part once, and holds it in registers.
 
-    Each waits for the others' sums. Which program is which part follows from the order in which they start, so that
+    Each waits for the others' statistics. Which program is which part follows from the order in which they start, so that
     those it waits for have started or are the next to start.
     """
     number = tl.atomic_add(ticket, 1, sem="relaxed") if PARTS > 1 else tl.program_id(0)

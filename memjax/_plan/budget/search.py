@@ -20,7 +20,9 @@ from collections.abc import Callable, Hashable, Sequence
 from memjax._plan.result import Try
 
 MOST_TRIES = 4  # once, and after each of at most three corrections
-_FULL = 0.985  # of the budget: then there is little to gain by another try
+# Once a plan that fits uses this fraction of the budget, only a plan that promises LARGE_GAIN is still tried. The first two
+# tries, and all after one that did not fit, aim at the midpoint of this and 1.
+_FULL = 0.985
 GAIN = 5e-4  # of a step's time: what another try has to promise
 LARGE_GAIN = 0.02  # of a step's time: for it a plan is tried that is expected to take too much
 OF_ONE = 1.25  # by so much more the one plan that was compiled may take than others: these took up to 1.2 times less
@@ -40,7 +42,7 @@ def search(
     gain: float = GAIN,
     least: int = 0,
 ) -> list[Try]:
-    """The plans that were compiled. Of those within the budget the one of the largest number is the fastest.
+    """Compiles a few plans, and returns these tries. The largest number within the budget is the fastest plan that fits.
 
     If none of them fits, the last is the plan of number `least`.
 
@@ -104,7 +106,7 @@ def is_out_of_reach(one: Try, budget: int, unsure: float = OF_ONE) -> bool:
 
 
 def _expected(predicted: int, below: Try | None, above: Try | None) -> float:
-    """The compiled bytes of a plan with so many predicted ones, by those of one or two others."""
+    """Estimates the compiled bytes of a plan from its predicted bytes and the tries of one or two other plans."""
     if below is not None and above is not None:
         part = (predicted - below.predicted) / max(above.predicted - below.predicted, 1)
         return below.compiled + part * (above.compiled - below.compiled)
@@ -113,7 +115,7 @@ def _expected(predicted: int, below: Try | None, above: Try | None) -> float:
 
 
 def _slope(one: Try) -> float:
-    """Compiled bytes by predicted ones: the model is off by an amount, mostly; or, where a step is sharded, by a factor."""
+    """Compiled bytes per predicted byte: 1 if the model is off by an amount, as mostly; or a factor, as for a sharded step."""
     factor = max(one.compiled, 1) / max(one.predicted, 1)
     return 1.0 if 2 / 3 < factor < 3 / 2 else factor
 

@@ -127,7 +127,7 @@ def check_budget(budget: int | str | None, length: int, carry: int, kept: int) -
 
 
 def _least_slots(length: int) -> int:
-    """The fewest slots with which the table of moves has a sensible size."""
+    """The fewest slots with which a table has at most `_MOST_MOVES` moves."""
     return next(slots for slots in itertools.count(1) if HiddenCounts().count(length, slots) <= _MOST_MOVES)
 
 
@@ -148,7 +148,7 @@ def fastest(steps: Steps, budget: int, costs: Costs, *, mixed: bool = True) -> t
 
 
 class _Sizes(NamedTuple):
-    """Steps, bytes that may be kept, bytes of a carry, bytes of a step's residuals."""
+    """The number of steps, and bytes: that may be kept, of a carry, and of a step's residuals."""
 
     length: int
     budget: int
@@ -221,7 +221,8 @@ def _nest_seconds(
         loops = loops + 3 * parts_above * part
         parts_above = parts_above * part
     several = block > 1
-    # Every block is advanced twice, kept and pulled back; single steps need no loop, and no memory.
+    # Every block before the tail takes one loop in the forward pass, one per recomputation (the last keeps residuals), and one in
+    # the backward pass. A one-step block needs no loop and stores nothing.
     loops = loops + several * (2 * (length - tail) + recomputed) / block
     stored = tail + several * (length - tail)
     once = length * (costs.forward + costs.backward)
@@ -288,7 +289,7 @@ def _division(sizes: _Sizes, block: int) -> tuple[int, int, int]:
 def _table_seconds(sizes: _Sizes, costs: Costs, block: int, blocks: int, runs: int) -> float:
     """Predicted time of a table that runs a block forward `runs` times to find a state.
 
-    Besides there are the first pass, and running each block but the tail once more to pull it back.
+    The forward pass, and one more run of each block but the tail in the backward pass, come on top.
     """
     loop = costs.loop if block > 1 else 0.0
     store = costs.store if block > 1 else 0.0

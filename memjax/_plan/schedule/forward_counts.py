@@ -2,8 +2,9 @@
 
 Gruslys et al. 2016, "Memory-Efficient Backpropagation Through Time": sections 3.1 (hidden states), 3.2
 (internal states), 3.4 (both) and equation 10. Each class answers two questions about a segment of `t` steps
-and `m` units: `count(t, m)`, the least number of forward steps, and `split(t, m)`, the first decision of a
-schedule reaching it.
+with `m` units of memory (one unit holds one hidden state; in `InternalCounts`, one internal state):
+`count(t, m)`, the least number of forward steps, and `split(t, m)`, the first decision of a schedule with
+that count.
 
 Hidden and internal states have closed forms, so their cost is that of a few binomials. Both together need the
 table, `t * m` entries, each found by looking at convex breakpoints only (see `_relax_row`): about 1 s for
@@ -20,7 +21,7 @@ import numpy as np
 
 
 class Split(NamedTuple):
-    """Advance `y` steps into the segment, then keep what is there."""
+    """Advance `y` steps into the segment, then keep the state there."""
 
     y: int
     # "hidden": the state after step y; "internal": the internal state of step y; "none": nothing is kept
@@ -143,7 +144,7 @@ class MixedCounts:
 
 
 def _growing_slopes(values: np.ndarray) -> list[int]:
-    """Places in `values`, counted from one, where its sum with a line may be least: 1, and convex ones."""
+    """Indices into `values`, counted from one, where its sum with a line may be least: 1, and those where the slope grows."""
     if len(values) < 2:
         return []
     slopes = np.diff(values)

@@ -1,1 +1,1 @@
-"""The least time for every amount of memory: where to divide a program, and what to keep of each part."""
+"""Finds the fastest plan for each memory budget: where to divide a program, and what to keep of each part."""

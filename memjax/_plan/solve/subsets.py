@@ -28,16 +28,16 @@ _SMALL = 64  # bytes of all that is wanted to those of a statistic, at least, th
 
 
 class Problem(NamedTuple):
-    """What has to be had in the backward pass of a stretch.
+    """The values that the backward pass of a stretch needs, and the costs of keeping or recomputing them.
 
     Attributes:
-      again: equations that can run again, with what depends on what in them.
-      wanted: variables.
+      again: equations that can be rerun, with their dependences.
+      wanted: variables that the backward pass reads.
       known: variables that are available in the backward pass without being kept.
-      seconds: of each of the equations, by its `id`.
+      seconds: the time of each equation, by its `id`.
       to_keep: seconds that keeping a variable takes.
-      to_code: seconds that keeping it in a code of so many bytes takes.
-      names: the variable whose bytes a variable has that is another name for it.
+      to_code: seconds that keeping a variable in a code of so many bytes takes.
+      names: maps each alias to the variable whose memory it shares.
     """
 
     again: Dataflow
@@ -58,14 +58,14 @@ class Problem(NamedTuple):
 
 
 class Subset(NamedTuple):
-    """What is kept as it is, and what in codes."""
+    """The variables that are kept uncoded, and those kept in codes."""
 
     kept: list[Any]
     coded: list[Code]
 
 
 def exact_subsets(problem: Problem) -> list[Subset]:
-    """Those without codes; the fewest bytes first."""
+    """The subsets without codes; the fewest bytes first."""
     names = problem.names
     votes: dict[Any, int] = {}
     cuts = []
@@ -90,7 +90,7 @@ def exact_subsets(problem: Problem) -> list[Subset]:
 
 
 def coded_subsets(problem: Problem, codes: Codes) -> list[Subset]:
-    """Those with codes; statistics are kept in all of them."""
+    """The subsets with codes; statistics are kept in all of them."""
     total = sum(map(array_bytes, problem.wanted))
     again = problem.again
     at_hand = made_by(
@@ -122,12 +122,13 @@ def coded_subsets(problem: Problem, codes: Codes) -> list[Subset]:
 
 
 def _kept_with_codes(price: float, problem: Problem, codes: Codes) -> list[tuple[Any, bool]]:
-    """The variables to keep at one price of memory, and whether in a code."""
+    """Chooses the variables to keep at one price of memory; returns (variable, whether it is kept in a code)."""
     strict = [var for var in problem.wanted if var in codes.exact]
     kept = _kept_at(price, problem, strict, problem.known)
     known = {*problem.known, *kept}
     known.update(made_by(problem.again.needed(strict, known)))
-    exact = problem.again.following(known, lambda eqn: True)  # what can be had exactly
+    # Values that can be computed without a code's rounding, from values known or kept uncoded.
+    exact = problem.again.following(known, lambda eqn: True)
 
     def is_coded(var: Any) -> bool:
         few = codes.nbytes(var)
@@ -159,7 +160,7 @@ def _kept_at(
     to_keep: Callable[[Any], float] | None = None,
     never: Callable[[Any], bool] = lambda eqn: bool(eqn.effects),
 ) -> list[Any]:
-    """The variables to keep where a byte is worth `price` seconds; `never` says which equations may not run again."""
+    """Chooses the variables to keep if a byte costs `price` seconds; `never` says which equations must not be rerun."""
     to_keep = to_keep or problem.to_keep
     return cheapest(
         wanted,
@@ -221,13 +222,13 @@ def _breaks(
     in_code: dict[Any, np.ndarray],
     codes: Codes,
 ) -> np.ndarray:
-    """In which subsets something that has to be exact would follow from a rounded value, or errors would grow.
+    """Marks the subsets in which a value that must be exact would be computed from a rounded one, or errors would grow.
 
     Args:
       problem: the stretch.
-      running: equations with the subsets in which they run again, in order.
-      there: by variable, in which subsets it is kept.
-      in_code: by variable, in which of these in a code.
+      running: equations with the subsets in which they are rerun, in order.
+      there: for each variable, the subsets in which it is kept.
+      in_code: for each variable, the subsets in which it is kept in a code.
       codes: the codes of the program.
     """
     nothing = np.zeros_like(next(iter(in_code.values())))
@@ -247,7 +248,7 @@ def _breaks(
 
 
 def _frontier(nbytes: np.ndarray, times: np.ndarray) -> list[int]:
-    """The points of which none takes more of both than another; the fewest bytes first."""
+    """The indices of the Pareto-optimal points in bytes and times; the fewest bytes first."""
     order = np.lexsort((times, nbytes))
     found, best = [], np.inf
     for i in order:

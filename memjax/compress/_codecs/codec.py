@@ -125,14 +125,14 @@ def largest_error(x: Array, decoded: Array) -> Float[Array, ""]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """What a codec of a fixed rate keeps of an array.
+    """The code of an array, by a codec of a fixed rate.
 
     Attributes:
       levels: a number for each value, as the codec packs them.
-      ranges: what decodes these: of all values that share a range the least one and the distance of levels, say.
+      ranges: the parameters that decode the levels, such as the least value and the step of each range.
       shape, dtype: the array's.
       codec: the class of the codec.
-      settings: those that decoding depends on, by name.
+      settings: names and values of the settings that decoding depends on.
     """
 
     levels: Any
@@ -156,7 +156,7 @@ class Measured:
 
 
 class FixedRate(OptionalMembers):
-    """What elementwise codecs share whose codes of all values are equally large. They have `encode` and `_decode`.
+    """Base of elementwise codecs that take the same number of bits for all values. They have `encode` and `_decode`.
 
     Attributes:
       decoded_by: the names of the settings that decoding depends on.
@@ -175,7 +175,7 @@ class FixedRate(OptionalMembers):
         return tuple((name, getattr(self, name)) for name in self.decoded_by)
 
     def decode(self, code: Any) -> Array:
-        """The array, of a code that this codec has made."""
+        """Decodes `code`, which must have been made by a codec of the same class and `decoded_by` settings."""
         own, name = getattr(code, "parts", code), type(self).__name__
         if not isinstance(own, Code) or own.codec is not type(self):
             raise check.fail(TypeError, "code", f"what {name}.encode returns", code)
@@ -205,7 +205,7 @@ class FixedRate(OptionalMembers):
 class Cast(FixedRate):
     """Floats kept in a narrower dtype, rounded to nearest: `size * itemsize(dtype)` bytes.
 
-    What is finite and too large for that dtype becomes its largest value, not infinite.
+    Finite values that are too large for that dtype become its largest value, not infinite.
 
     Raises:
       TypeError: `dtype` is not a floating dtype, or what is encoded is not floating point.
@@ -235,7 +235,7 @@ class Cast(FixedRate):
 
 @dataclasses.dataclass(frozen=True)
 class Exact(FixedRate):
-    """Arrays as they are, where others beside them are encoded."""
+    """Keeps arrays uncoded, where others beside them are encoded."""
 
     keeps_zeros = True
 

@@ -151,7 +151,7 @@ class PositionQuantized(FixedRate):
         return self.code_of(x, planes, *ranges, centre, size)
 
     def _encode_by_kernels(self, view: "_View", x: Array, *, interpret: bool = False) -> Any:
-        """What `_encode` makes, with kernels."""
+        """Computes the same as `_encode`, with kernels."""
         grouped = x.reshape(-1, view.groups, view.width)
         centre, size = map(_with_few_digits, position_kernel.measure(grouped, _of_samples, interpret=interpret))
         return self._encode_by_kernel(view, x, centre * (1 / size), 1 / size, interpret=interpret), centre, size
@@ -159,7 +159,7 @@ class PositionQuantized(FixedRate):
     def _encode_by_kernel(
         self, view: "_View", x: Array, shift: Array, inverse: Array, *, interpret: bool = False
     ) -> tuple[tuple[Array, ...], Array, Array]:
-        """What `_encode_scaled` gives for `x * inverse - shift`, but for last digits."""
+        """Computes `_encode_scaled` of `x * inverse - shift`, up to rounding."""
         groups = view.groups, view.width
         *planes, low, distance = position_kernel.encode(
             *(x.reshape(-1, *groups), shift.reshape(groups), inverse.reshape(groups), self.bits),
@@ -170,7 +170,7 @@ class PositionQuantized(FixedRate):
         return tuple(map(as_grouped, planes)), as_grouped(low), as_grouped(distance)
 
     def _encode_scaled(self, y: Float[Array, "..."], view: "_View") -> tuple[tuple[Array, ...], Array, Array]:
-        """Planes, lowest levels and distances of values that were centred and scaled."""
+        """Quantises centred and scaled values: returns bit planes, lowest levels and steps."""
         highest = 2**self.bits - 1
         low, distance, factor = _levels(*ends(y.reshape(view.grouped), (len(view.positions) + 1,)), highest)
         scaled = (y - _of_each(low, view)) * _of_each(factor, view) + DITHER_OFFSET
@@ -191,7 +191,10 @@ class PositionQuantized(FixedRate):
 
 
 def _rounded_errors(steps: Float[Array, "..."], neighbours: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The mean square of errors uniform in a step, rounded to multiples of the distance of neighbouring numbers."""
+    """The mean square of quantisation errors that are uniform in [-step/2, step/2], and then rounded.
+
+    They are rounded to multiples of `neighbours`, the float spacing.
+    """
     half = steps / jnp.maximum(neighbours, 1e-30) / 2
     most = jnp.floor(half + 0.5)  # errors are -most to most neighbours, the outermost ones with a smaller probability
     squares = (most - 1) * most * (2 * most - 1) / 6 + most**2 * (half - most + 0.5)
@@ -200,7 +203,7 @@ def _rounded_errors(steps: Float[Array, "..."], neighbours: Float[Array, "..."])
 
 
 class _View(NamedTuple):
-    """Positions, features, and features in groups that are filled up to a multiple of `MULTIPLE`."""
+    """The shapes of an array as positions by features, and with features in groups padded to a multiple of `MULTIPLE`."""
 
     positions: tuple[int, ...]
     features: int
@@ -237,7 +240,7 @@ def _view_of(shape: tuple[int, ...], group: int) -> _View:
 
 
 def _padded(x: Float[Array, "... features"], view: _View) -> Float[Array, "... padded"]:
-    """With the last value repeated, which leaves ranges as they are."""
+    """Pads the features by repeating the last value, which leaves ranges unchanged."""
     padding = view.groups * view.width - view.features
     if padding == 0:
         return x
@@ -245,12 +248,12 @@ def _padded(x: Float[Array, "... features"], view: _View) -> Float[Array, "... p
 
 
 def _of_each(x: Float[Array, "... groups"], view: _View) -> Float[Array, "... padded"]:
-    """What belongs to a group, for each of its values, as float32."""
+    """Repeats a number per group for each value of the group, as float32."""
     return jnp.broadcast_to(x.astype(jnp.float32)[..., None], view.grouped).reshape(view.padded)
 
 
 def _of_samples(samples: Float[Array, "samples *groups width"]) -> tuple[Array, Array]:
-    """The centre and the size of channels. Sizes are `_SIZE` or more."""
+    """Estimates the centre and the size of each channel from samples. Sizes are at least `_SIZE`."""
     share = 1 / len(samples)
     centre = jnp.sum(samples * share, 0)
     centre = jnp.clip(jnp.where(centre == centre, centre, 0), -_LARGEST_BFLOAT16, _LARGEST_BFLOAT16)

@@ -1,4 +1,4 @@
-"""`Where`: where the values and the words of a tile are, as a kernel reads and writes them."""
+"""`Where`: locates the values and words of a tile in memory, for kernels to read and write."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ RAW_ROWS = 16  # of raw lanes, copied at once
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What a kernel is compiled for. Kernels read other sizes at run time (`sizes`), so that few have to be compiled.
+    """The parameters that a kernel is compiled for. It reads sizes at run time (`sizes`), so that few kernels are compiled.
 
     Attributes:
       is_padded: whether the last tile has more values than the array.
@@ -39,7 +39,7 @@ class Layout:
 
 
 def sizes(grid: Grid, exponents: int, capacity: int) -> np.ndarray:
-    """What a kernel reads first."""
+    """The sizes that a kernel reads at run time, as int32: matrix columns, array size, number of exponents, capacity in words."""
     return np.array([grid.columns, grid.size, exponents, capacity], np.int32)
 
 
@@ -77,7 +77,7 @@ class Where:
         return self.sizes_ref[3]
 
     def _values(self, row, later, live=None):
-        """For both columns the indices of values, and which of them are in the array and live."""
+        """Yields, for each of the two columns, the indices of values and a mask of those that are in the array and live."""
         pair = self.first + (row + later) * self.row_pairs
         for index in (2 * pair, 2 * pair + 1):
             inside = index < self.sizes_ref[1] if self.layout.is_padded else None
@@ -88,7 +88,7 @@ class Where:
 
     @property
     def _memory(self):
-        """Operations of GPUs; imported late, because they need private parts of JAX."""
+        """The module of GPU operations, imported late because it needs private parts of JAX."""
         from memjax.compress._error_bounded import kernel_memory
 
         return kernel_memory
@@ -97,7 +97,7 @@ class Where:
         return self._memory.Rows(self.first + later * self.row_pairs, row, self.row_pairs)
 
     def load(self, ref, row: Int32[Array, "..."], later: Int32[Array, ""]) -> list[Words]:
-        """The lanes' pairs in rows `row + later`: a word for both values, or, if they have 32 bits, one for each."""
+        """Loads the lanes' pairs in rows `row + later`: one word for both values, or one for each if they have 32 bits."""
         from jax.experimental.pallas import triton
 
         if self.warp.native and not self.layout.is_padded:
@@ -109,7 +109,7 @@ class Where:
         return [first, second] if self.layout.dtype.itemsize == 4 else [first | (second << 16)]
 
     def store(self, ref, row: Int32[Array, "..."], later: Int32[Array, ""], words: list[Words], live=None) -> None:
-        """The inverse of `load`, for the lanes that are `live`."""
+        """Stores words as `load` returns them, for the lanes that are `live`."""
         from jax.experimental.pallas import triton
 
         if self.warp.native and not self.layout.is_padded:

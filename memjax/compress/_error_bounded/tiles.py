@@ -103,14 +103,14 @@ class Grid:
         return lax.div(tile, across) * ROWS, lax.rem(tile, across) * COLUMNS
 
     def index(self, tile: Int32[Array, ""]) -> Int32[Array, "64 64"]:
-        """Where in memory the values of a tile are."""
+        """The index in memory of each value of a tile."""
         row, column = self.corner(tile)
         down, right = (jnp.arange(length, dtype=jnp.int32) for length in (ROWS, COLUMNS))
         return (row + down[:, None]) * self.columns + column + right
 
 
 def lanes(tile: Shaped[Array, "64 64"]) -> Shaped[Array, "4 32 32"]:
-    """Groups, a group's values, and lanes."""
+    """Rearranges a tile as (groups, values of a group, lanes)."""
     return tile.reshape(GROUPS, 16, LANES, 2).transpose(0, 3, 1, 2).reshape(GROUPS, LANES, LANES)
 
 
@@ -120,7 +120,7 @@ def rows(values: Shaped[Array, "4 32 32"]) -> Shaped[Array, "64 64"]:
 
 
 def unsigned(dtype) -> Any:
-    """The dtype of the bits of a float."""
+    """The unsigned integer dtype of the same width as a float dtype."""
     return jnp.uint32 if jnp.dtype(dtype).itemsize == 4 else jnp.uint16
 
 
@@ -165,17 +165,17 @@ class Bitmaps(NamedTuple):
 
     @property
     def words(self) -> Words:
-        """The number of their words."""
+        """The number of words that the bitmaps take."""
         return u32(2) * (u32(self.first) + u32(self.second))
 
     @classmethod
     def of(cls, mask: Sequence[Words], bits: Words) -> "Bitmaps":
-        """The bitmaps that lanes need.
+        """Decides which bitmaps each lane needs.
 
         Args:
-          mask: which values are not zero, a word for each group.
-          bits: the number of other bits of each such value. With none, a lane without zeros has a bitmap as well: it tells
-            the lane from a lane of zeros.
+          mask: which values are nonzero, one word per group.
+          bits: for each lane, bits stored per nonzero value besides the bitmap (planes and sign). If this is 0, a lane without
+            zeros also gets a bitmap; without one it could not be told from an all-zero lane.
         """
         some, every = functools.reduce(jnp.bitwise_or, mask), functools.reduce(jnp.bitwise_and, mask)
         some_first, some_second = (some & u32(0xFFFF)) != 0, (some >> 16) != 0
@@ -188,7 +188,7 @@ class Bitmaps(NamedTuple):
         )
 
     def pack(self, mask: Sequence[Words], warp: Any) -> list[Words]:
-        """Four words for each lane, of which the last two count only if the lane has both bitmaps."""
+        """Packs the bitmaps into four words per lane; the last two are valid only if the lane has both bitmaps."""
         packed = []
         for g, of_both in zip((0, 2), mask[:2], strict=True):
             pair = mask[g : g + 2]

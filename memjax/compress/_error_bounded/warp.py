@@ -26,7 +26,7 @@ INTEGER = 0x4B000000
 
 @dataclasses.dataclass(frozen=True)
 class Warp:
-    """The operations; if `native`, in PTX."""
+    """The operations of a warp; if `native`, in PTX."""
 
     native: bool
 
@@ -42,8 +42,10 @@ class Warp:
         return jnp.broadcast_to(before, (LANES,))
 
     def opaque(self, x: Int32[Array, ""]) -> Int32[Array, ""]:
-        """`x`, about which compilers know nothing. If they knew that it is a multiple of something, they would let threads load
-        neighbouring values at once, and move them to other threads afterwards.
+        """Returns `x`; if `native`, hides its value from the compiler.
+
+        If the compiler could prove that x is a multiple of something, it would vectorise loads and then shuffle values between
+        threads.
         """
         return (
             jnp.max(_asm("mov.b32 $0, $1;", "=r,r", jnp.broadcast_to(x, (LANES,))).astype(jnp.int32))
@@ -52,7 +54,7 @@ class Warp:
         )
 
     def before(self, flags: Bool[Array, "*more 32"]) -> tuple[Lane, Lane]:
-        """The number of threads before each whose flag is set, and the number of all such threads."""
+        """Counts set flags: for each thread those of the threads before it, and those of all threads."""
         if not self.native:
             count = jnp.cumsum(u32(flags), -1, dtype=jnp.uint32)
             return count - u32(flags), jnp.broadcast_to(count[..., -1:], count.shape)
@@ -67,7 +69,7 @@ class Warp:
         return _asm("{ .reg .b32 t; clz.b32 t, $1; shr.u32 $0, t, 6; }", "=r,r", word) if self.native else word & u32(0)
 
     def bytes_of(self, words: Sequence[Words], which: tuple[int, int, int, int]) -> Lane:
-        """A word of bytes, the lowest first; bytes 0 to 3 are those of the first of two words, 4 to 7 those of the second."""
+        """Selects four bytes of two words, the lowest first: 0 to 3 are bytes of the first word, 4 to 7 those of the second."""
         low, high = words
         if self.native:
             selector = sum(byte << (4 * i) for i, byte in enumerate(which))

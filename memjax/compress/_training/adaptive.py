@@ -225,7 +225,7 @@ def _update(
 
 
 def _clipped(updates: Any, clip: optax.GradientTransformation, state: Any, params: Any) -> tuple[Any, Any]:
-    """Gradients that `clip` has scaled, with statistics scaled accordingly, and its new state."""
+    """Applies `clip` to the gradients and scales the statistics accordingly; returns these and the new state of `clip`."""
     all_layers, before = _without_layers(updates)
     after, state = clip.update(before, state, params)
     norms = [optax.tree_utils.tree_norm(gradients).astype(jnp.float32) for gradients in (after, before)]
@@ -243,7 +243,11 @@ def _bounds(
     coefficient: float | None,
     coarsest: float,
 ) -> Array:
-    """New bounds from mean statistics and, by array and gradient, mean absolute momenta."""
+    """New error bounds, one per saved array.
+
+    `momenta[i][j]` is the mean absolute momentum of the j-th weight whose gradient reads array i. Where no usable bound results,
+    the old one stays.
+    """
     per_unit = predicted_sigma(mean, jnp.ones_like(old), coefficient=coefficient)
     readers = per_unit.shape[1]
     rows = [jnp.stack([*of_array, *[jnp.float32(jnp.inf)] * (readers - len(of_array))]) for of_array in momenta]
@@ -261,7 +265,7 @@ def _power_of_two(x: Array) -> Array:
 
 
 def _without_layers(tree: Any) -> tuple[list[Layers], Any]:
-    """The `Layers` of a tree, and the tree with `optax.MaskedNode` in their place."""
+    """Splits a tree into its `Layers` and the tree with `optax.MaskedNode` in place of these."""
     all_layers, rebuild = split_layers(tree)
     return all_layers, rebuild([optax.MaskedNode()] * len(all_layers))
 
@@ -292,7 +296,7 @@ def _path(path: Any) -> str:
 
 
 def _paths_of_weights(layers: Layers, params: Any) -> list[list[str]]:
-    """For each array the paths of its weights among the parameters: those with the longest common end with their names."""
+    """Finds, for each array, the parameter paths of its weights: those that share the longest suffix with the weights' names."""
     paths = [_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
 
     def common_end(name, path):

@@ -104,7 +104,7 @@ class Transactional:
         self._jitted = jax.jit(self._run, static_argnums=1, donate_argnums=(0,) if donate else (), **options)
 
     def _run(self, state: Any, capacities: Any, earlier_overflowed: Any, *args: Any) -> tuple[Any, Any, dict[str, Any]]:
-        """The step as it is traced: the state after it, or as it was where codes overflowed; its result; and a report."""
+        """Runs the step; returns the new state, or the old one if codes overflowed, the step's result, and a report."""
         with_capacities = _with_capacities(state, capacities)
         with call_errors("step", self._step, {"the state": with_capacities, "arguments": args}):
             result = self._step(with_capacities, *args)
@@ -135,7 +135,7 @@ class Transactional:
 
     @property
     def capacities(self) -> Capacities | None:
-        """Bits per value that the next step begins with, by `Layers` and array; None before the first step."""
+        """Bits per value for the next step, for each `Layers` and array; None before the first step."""
         return self._capacities
 
     @capacities.setter
@@ -144,11 +144,11 @@ class Transactional:
             wanted = "a list with a tuple of bits per value for each Layers"
             raise check.fail(TypeError, "capacities", wanted, new)
         for bits in (bits for group in new for bits in group):
-            ErrorBounded(1.0, bits_per_value=bits)  # which checks them
+            ErrorBounded(1.0, bits_per_value=bits)  # the constructor validates `bits_per_value`
         self._capacities = [tuple(group) for group in new]
 
     def trace(self, state: Any, *args: Any) -> Any:
-        """The step as the next call will run it, traced as by `jax.jit(step).trace`."""
+        """Traces the step as the next call will run it, like `jax.jit(step).trace`."""
         capacities = self._capacities or _capacities_of(state)
         sharding = getattr(_adaptive_state(state).step, "sharding", None)
         flag = jax.ShapeDtypeStruct((), bool, sharding=sharding)
@@ -161,7 +161,7 @@ class Transactional:
         return self._check(*self._start(state, args), self._most_under_way)
 
     def finish(self, state: Any) -> Any:
-        """The state after all steps. If steps run ahead, call it at the end, and before the state is saved."""
+        """Returns the state after all steps. If steps run ahead, call this at the end, and before saving the state."""
         return self._check(state, None, 0)[0]
 
     def _start(self, state: Any, args: tuple) -> tuple[Any, Any]:
@@ -198,7 +198,7 @@ class Transactional:
         return state, out
 
     def _raise_capacities(self) -> None:
-        """Make room for all needs remembered; no capacity falls."""
+        """Raise capacities to cover all recorded needs; none falls."""
         pairs = [zip(now, new, strict=True) for now, new in zip(self._capacities or [], self._needed(), strict=True)]
         self._capacities = [tuple(None if a is None or b is None else max(a, b) for a, b in group) for group in pairs]
 
@@ -215,7 +215,7 @@ class Transactional:
         self._needs = []
 
     def _needed(self) -> Capacities:
-        """Capacities for all needs remembered. Arrays that have none, for they were not used, are stored raw."""
+        """The capacities that cover all recorded needs. Arrays without a need, since they were not used, are stored raw."""
         highest = [np.max(rungs, 0) for rungs in zip(*self._needs, strict=True)]
         return [tuple(self._capacity(int(rung)) for rung in rungs) for rungs in highest]
 
@@ -236,7 +236,7 @@ def _capacities_of(tree: Any) -> Capacities:
 
 
 def _with_capacities(tree: Any, capacities: Capacities) -> Any:
-    """The tree with `Layers` of these capacities."""
+    """Replaces the capacities of the `Layers` in a tree."""
     all_layers, rebuild = split_layers(tree)
     pairs = zip(all_layers, capacities, strict=True)
     return rebuild([dataclasses.replace(layers, bits_per_value=bits) for layers, bits in pairs])

@@ -83,10 +83,10 @@ class ArrayCodecs:
 
     Attributes:
       name: the codec's class, for messages.
-      reads_gradients: whether the backward pass looks for what it multiplies into gradients, and calls `collector`.
+      reads_gradients: whether the backward pass finds the arrays that are multiplied into gradients, and calls `collector`.
       in_iterations: whether loops may encode in each iteration: not where each array of a call has something of its own.
       keeps_fine: whether arrays that have to be fine are not encoded.
-      keeps_images: whether what a convolution reads is not encoded if it is an input of few channels.
+      keeps_images: whether inputs of few channels that a convolution reads are not encoded.
       flops_of_coding: see `costs.flops_of_coding`; 0 where the user has chosen the codec. A product that takes fewer FLOPs for
         each byte of its result is rather repeated.
     """
@@ -108,7 +108,7 @@ class ArrayCodecs:
         return with_optional_members(self._codec).keeps_zeros
 
     def keeps_zeros_of(self, role: Role) -> bool:
-        """Whether they are for an array with this role."""
+        """Whether `keeps_zeros` holds for an array with this role."""
         return self.keeps_zeros
 
     def each(self, roles: Sequence[Role]) -> list[Any]:
@@ -127,16 +127,19 @@ class ArrayCodecs:
         return self._nbytes[aval]
 
     def encoded(self, names: Sequence[str], roles: Sequence[Role], codes: Sequence[Any]) -> None:
-        """Called with what a forward pass encodes. Reports at run time which of the codes overflow."""
+        """Called with the arrays that a forward pass encodes, and their codes. Reports at run time which codes overflow."""
         warn_of_overflow(names, codes)
 
     def collector(self, arrays: list[Weighed], cotangents_and_codes: Any) -> Collector | None:
-        """What gathers statistics of these arrays in a backward pass."""
+        """The collector of these arrays' statistics in a backward pass; None: none are collected."""
         return None
 
     @property
     def settings(self) -> list[Any]:
-        """The codec's leaves that are arrays: its bound, perhaps. What is a Python number is part of the program."""
+        """The leaves of the codec that are JAX arrays, such as its bound; they are passed as inputs.
+
+        Python numbers are compile-time constants.
+        """
         return [leaf for leaf in jax.tree.leaves(self._codec) if _is_setting(leaf)]
 
     def with_settings(self, settings: list[Any]) -> ArrayCodecs:

@@ -1,4 +1,4 @@
-"""A program that is differentiated through codecs, and so are its loops, iteration by iteration."""
+"""Differentiates a program through codecs, and its loops iteration by iteration."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from memjax.compress._transform.keep.origins import Inputs, Origins, Parameters,
 
 
 class Differentiable:
-    """The outputs of a closed jaxpr as a function of its constants and inputs together, differentiated by `Derivative`."""
+    """Evaluates a closed jaxpr as a function of its constants and inputs, differentiated by `Derivative`."""
 
     def __init__(self, closed: Any, setting: Setting):
         self._closed, self._setting, self._codecs = closed, setting, setting.codecs
@@ -45,7 +45,7 @@ class Differentiable:
         ]
 
     def with_settings(self, settings: Arrays) -> Differentiable:
-        """The same with these settings of the codecs, which derivatives do not depend on."""
+        """A copy with other settings of the codecs. It shares the derivatives, which do not depend on settings."""
         changed = copy.copy(self)
         changed._codecs = self._codecs.with_settings(settings)
         return changed
@@ -60,7 +60,7 @@ class Differentiable:
         return self._derivatives[key]
 
     def _run(self) -> Callable[[Arrays, Arrays], Arrays]:
-        """The outputs that are made, as a function of (the codecs' settings, inputs)."""
+        """A function from (the codecs' settings, inputs) to the outputs that are no inputs."""
         closed, codecs, n_consts = self._closed, self._codecs, len(self._closed.consts)
 
         @jax.custom_vjp
@@ -88,7 +88,7 @@ class Differentiable:
         return run
 
     def _check(self, derivative: Derivative) -> None:
-        """Say what is wrong with `where`, and warn if nothing is encoded."""
+        """Raises ValueError if `where` matches nothing; warns if nothing is encoded."""
         which = self._setting.which
         if which.where is not None and which.needed and not derivative.matched:
             wanted = "a match for something that the backward pass reads"
@@ -166,7 +166,7 @@ class Loops:
         return id(eqn) in self._bodies
 
     def run(self, eqn: Any, values: Arrays, settings: Arrays) -> Arrays:
-        """The outputs of a loop that is one of these, the codecs having these settings."""
+        """Runs `eqn`, a scan for which `eqn in self`, with `settings` for the codecs; returns its outputs."""
         body = self._bodies[id(eqn)].with_settings(settings)
         consts, carried = scan_counts(eqn)
 
@@ -185,13 +185,13 @@ _FORWARD_MODE = forward_mode_message("memjax.compressed", "the function itself, 
 def call_compressed(
     f: Callable[..., Any], lasting: Any, passing: Any, *, user: Any, codecs: ArrayCodecs, which: Which
 ) -> Any:
-    """`f(lasting, passing)`, differentiated through codecs.
+    """Calls `f(lasting, passing)`, differentiated through codecs.
 
     Args:
       f: a function of two pytrees. Their leaves, and those of its result, that are no arrays are left as they are.
-      lasting: what lives until the backward pass anyway, and is never encoded; the same holds for what `f` closes over.
-      passing: what may be encoded.
-      user: what the user calls, for errors.
+      lasting: arrays that live until the backward pass anyway, and are never encoded, like the arrays that `f` closes over.
+      passing: arrays that may be encoded.
+      user: the user's function or module, for errors.
     """
     leaves, tree = jax.tree.flatten((lasting, passing))
     dynamic = [_is_dynamic(leaf) for leaf in leaves]

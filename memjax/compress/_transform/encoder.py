@@ -1,14 +1,15 @@
-"""When the forward pass encodes each array, and what waits for the code.
+"""Encodes each array during the forward pass, and lets the equations that read it wait for its code.
 
-What reads an array waits for its code, behind an optimisation barrier: otherwise a compiler may make all codes at the end
-of the forward pass, when all arrays are there at once.
+They wait behind an optimisation barrier: otherwise a compiler may compute all codes at the end of the forward pass, when all
+arrays are live at once.
 
-Elementwise codes of what a batch norm reads are fused into the normalisation. The codec measures its ranges first, as the
-batch norm measures its deviations; the normalisation waits for both, and only matrix products, convolutions and calls
-after the normalisation wait for the code. The mask of a ReLU after it is packed of the ReLU's output where a product reads that,
-in a pass of its own.
+An elementwise code of a batch norm's input is fused into the normalisation. The codec measures its ranges first, as the batch
+norm computes its deviations. The normalisation waits for both, and only matrix products, convolutions and calls after it wait for
+the code. If a product reads the output of the ReLU that follows the normalisation, the ReLU's mask is computed from that output
+and packed in a separate pass.
 
-A codec that reads the array once gains nothing by that. It computes the batch norm's sums in the same pass instead.
+A codec that encodes in one read of the array is not fused, since fusion saves it nothing. If it offers `encode_with_sums`, it
+also computes the batch norm's sums in that read.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Encoder:
                 self._arrays_by_need.setdefault(needed, []).append(var)
 
     def after(self, computed: Iterable[Any], env: dict[Any, Any]) -> None:
-        """Encode the arrays that were waiting for these variables. This may compute other variables, too."""
+        """Encode the arrays that need these variables, once all their needs are computed. May compute other variables, too."""
         for array in dict.fromkeys(array for var in computed for array in self._arrays_by_need.get(var, [])):
             if array not in self.codes and all(needed in env for needed in self._needs(array)):
                 self._encode(array, env)
@@ -117,11 +118,11 @@ class Encoder:
         env[array], self.codes[array] = joint_barrier((env[array], encode(x)))
 
     def _before_passes(self, array: Any) -> set[Any]:
-        """The array, and what is computed from it before products and calls."""
+        """The array, and the variables computed from it before products and calls."""
         return self._program.flow.depending([array], lambda eqn: not _is_own_pass(eqn))
 
     def _wait(self, operands: Sequence[Any], env: dict[Any, Any]) -> None:
-        """Let the largest of the variables that are about to be read wait for the codes of what they are computed from."""
+        """Let the largest operand wait for the codes of the arrays that the operands are computed from."""
         read = variables(operands)
         encoded = [array for array, computed in self._unread.items() if not computed.isdisjoint(read)]
         if encoded:
@@ -133,9 +134,9 @@ class Encoder:
 
 
 def _variables_of_packing(program: Program, masks: Iterable[Any]) -> set[Any]:
-    """Variables that are computed in a pass that packs bits: `masks`, sums of integers, and what these are computed from.
+    """Variables computed in a pass that packs bits: `masks`, operands of integer sums, and the variables they are computed from.
 
-    Codes are not fused into such a pass: on GPUs XLA makes one slow kernel of both.
+    Codes are not fused into such a pass: on GPUs XLA compiles both into one slow kernel.
     """
     producer = program.flow.makers
     sums = [eqn for eqn in program.eqns if eqn.primitive.name == "reduce_sum"]
@@ -150,7 +151,7 @@ def _variables_of_packing(program: Program, masks: Iterable[Any]) -> set[Any]:
 
 
 def _is_own_pass(eqn: Any) -> bool:
-    """Whether compilers fuse the equation with (almost) nothing that follows it: products, and calls and loops."""
+    """Whether the equation is a product, call or loop, which compilers hardly ever fuse with its consumers."""
     return eqn.primitive.name in PRODUCTS or bool(bodies(eqn))
 
 

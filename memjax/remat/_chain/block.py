@@ -41,7 +41,7 @@ class Block:
       p, x, y, aux: types of the leaves.
       x_vars, y_vars: the variables of `jaxpr` that hold x and y.
       axes: sizes of the named axes that collectives of the block run over.
-      y_tree, aux_tree: to give the user's structure back.
+      y_tree, aux_tree: tree structures of the user's results.
       run: (p, x) to (y, aux), as a program that equal blocks share. It must not be differentiated.
       keep: (p, x) to (y, aux). Differentiating it keeps what the backward pass needs.
     """
@@ -69,7 +69,8 @@ class Block:
         self.x = [var.aval for var in self.x_vars]
         self.y, self.aux = list(closed.out_avals[:n_y]), list(closed.out_avals[n_y:])
         self.y_float = [is_float(aval) for aval in self.y]
-        self._backwards: dict[tuple[bool, ...], Backward] = {}  # no cache that outlives the block, with its constants
+        # Cached on the block: a global cache would keep its constants alive.
+        self._backwards: dict[tuple[bool, ...], Backward] = {}
         self.run = jax.jit(self.evaluate)
         self.keep = jax.custom_vjp(self.run)
         self.keep.defvjp(self._keep, self._back, symbolic_zeros=True)
@@ -79,17 +80,17 @@ class Block:
         return evaluate(self.jaxpr, inputs[:n], inputs[n:], differentiable=True)
 
     def evaluate(self, p: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
-        """(y, aux), traced into the program that calls it."""
+        """Evaluates the block inside the caller's trace; returns (y, aux)."""
         out = self._flat([*p, *x])
         return out[: len(self.y)], out[len(self.y) :]
 
     def handed_on(self, x_mask: Sequence[bool]) -> tuple[bool, ...]:
-        """Flags for the leaves of the output: whether they are leaves of the input that `x_mask` marks."""
+        """For each leaf of the output, whether it is a leaf of the input that `x_mask` marks."""
         marked = set(pick(self.x_vars, x_mask))
         return tuple(not is_literal(var) and var in marked for var in self.y_vars)
 
     def backward(self, wrt: tuple[bool, ...]) -> Backward:
-        """How to differentiate the block with respect to the leaves of (p, x) that are chosen."""
+        """The derivative of the block with respect to the leaves of (p, x) that `wrt` marks."""
         if wrt not in self._backwards:
             out_float = [*self.y_float, *[False] * len(self.aux)]
             backward = self._backwards[wrt] = Backward(self._flat, [*self.p, *self.x], wrt, out_float)
@@ -132,7 +133,7 @@ def _after(cts: Sequence[Any], values: Any) -> tuple[Any, Arrays]:
 def run_items(
     items: Items, blocks: Sequence[Block], values: Mapping[int, Arrays], x: Arrays
 ) -> tuple[Arrays, list[Arrays]]:
-    """(y, aux of each block): the blocks of `items`, from the first one's input. `values` are their `p`."""
+    """Runs the blocks of `items` on the first one's input; returns (y, aux of each block). `values` are their `p`."""
     auxs: list[Arrays] = []
     for item in items:
         if isinstance(item, int):
@@ -145,7 +146,7 @@ def run_items(
 
 
 def _recomputed(items: Items, blocks: Sequence[Block]) -> Callable[..., tuple[Arrays, list[Arrays]]]:
-    """The blocks of `items`, of which only the input is kept; recomputed as `items` says."""
+    """A function that runs the blocks of `items` and keeps only the input; its backward pass recomputes as `items` says."""
 
     def plain(values, x):
         auxs = []
@@ -187,14 +188,14 @@ _MOST_COMPILED = 1024
 
 
 def estimates(blocks: Sequence[Block]) -> list[BlockCost]:
-    """The costs of the blocks of a chain. Nothing is run."""
+    """Estimates the costs of the blocks of a chain, without running them."""
     keys = list(_with_handed_on(blocks))
     costs = {key: _estimate(*key) for key in dict.fromkeys(keys)}
     return [costs[key] for key in keys]
 
 
 def measured(blocks: Sequence[Block], values: Sequence[Arrays], x: Arrays) -> list[BlockCost]:
-    """The costs of the blocks on the default device: compiled and timed for these arguments."""
+    """Measures the costs of the blocks on the default device: compiles and times them for these arguments."""
     if any(isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)) for leaf in jax.tree.leaves((values, x))):
         raise TypeError("measure=True runs the blocks: call chain_costs outside jit, with arrays as params and x")
     keys = list(_with_handed_on(blocks))
@@ -207,7 +208,7 @@ def measured(blocks: Sequence[Block], values: Sequence[Arrays], x: Arrays) -> li
 
 
 def _with_handed_on(blocks: Sequence[Block]) -> Iterator[tuple[Block, tuple[bool, ...]]]:
-    """Each block, and which leaves of its input are leaves of the chain's input, handed on."""
+    """Yields each block, with flags for the leaves of its input that are leaves of the chain's input, handed on."""
     from_input = (True,) * len(blocks[0].x)
     for block in blocks:
         yield block, from_input

@@ -20,7 +20,7 @@ from memjax.remat._chain.solvers import BlockCost, Items, LeastMemory, LeastTime
 
 @dataclasses.dataclass(frozen=True)
 class ChainSchedule:
-    """What a chain keeps and what it recomputes, with the predicted time and memory.
+    """The blocks that a chain keeps and those that it recomputes, with the predicted time and memory.
 
     Attributes:
       items: the blocks in order. A number is a block that keeps all its backward pass needs; a tuple is a group of
@@ -51,9 +51,12 @@ class ChainSchedule:
 
     @classmethod
     def from_json(cls, text: str) -> ChainSchedule:
-        """The schedule that `to_json` wrote; ValueError for any other text."""
+        """Reads the schedule that `to_json` wrote; raises ValueError for any other text."""
         fields = check.json_fields("ChainSchedule", text, [field.name for field in dataclasses.fields(cls)])
-        return cls(**fields | {"items": _as_tuples(fields["items"])})
+        try:
+            return cls(**fields | {"items": _as_tuples(fields["items"])})
+        except (TypeError, ValueError) as error:
+            raise check.fail(ValueError, "text", "what ChainSchedule.to_json wrote", text, str(error)) from error
 
     def __str__(self) -> str:
         return (
@@ -112,7 +115,7 @@ def chain_schedule(costs: Sequence[BlockCost], budget: int | str) -> ChainSchedu
 
 
 def too_little(budget: int, least: int, ratio: float, plain_nbytes: int) -> str:
-    """What to say of a budget that nothing fits, `ratio` being the time of the least memory."""
+    """The message for a budget that no schedule fits; `ratio` is the relative time of the schedule of the least memory."""
     return (
         f"budget is {readable_bytes(budget)}, but the least possible is {readable_bytes(least)}, at {ratio:.2f} of the time that "
         f"everything kept takes, with {readable_bytes(plain_nbytes)}: give a larger budget, "
@@ -121,7 +124,7 @@ def too_little(budget: int, least: int, ratio: float, plain_nbytes: int) -> str:
 
 
 def checked_costs(costs: Sequence[BlockCost]) -> list[BlockCost]:
-    """The costs, as `BlockCost`s of Python numbers."""
+    """Checks the costs; returns them as `BlockCost`s of Python numbers."""
     if not isinstance(costs, Sequence) or isinstance(costs, str):
         raise check.fail(TypeError, "costs", "a sequence of BlockCost, one for each block", costs, "see chain_costs")
     if not costs:

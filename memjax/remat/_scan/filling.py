@@ -1,7 +1,7 @@
-"""From a budget to the plan of a scan: choose by the model, compile, and choose anew with what it was off by.
+"""Finds the plan of a scan for a budget: chooses by the model, compiles, and chooses again, corrected by the model's error.
 
-The model counts what is kept. What the compiler takes besides, outputs and their gradients and the working memory of a step,
-differs little from plan to plan.
+The model counts the bytes that are kept. The compiler's other bytes, for outputs, their gradients and the working memory of a
+step, differ little from plan to plan.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def filling(
     compiled: Callable[[LoopPlan], int | None],
     outputs: int,
 ) -> LoopPlan:
-    """The fastest plan found of which the compiled scan and its gradient take no more than `budget`.
+    """Returns the fastest plan found for which the compiled scan and its gradient take no more than `budget`.
 
     Args:
       budget: bytes, or "min": about the fewest.
       least: the fewest bytes by the model.
       choose: from bytes by the model to a plan.
-      compiled: from a plan to its compiled bytes, or None where they cannot be known: then the model has to do.
+      compiled: from a plan to its compiled bytes, or None if these cannot be known: then the model decides.
       outputs: bytes of the outputs and their gradients.
 
     Raises:
@@ -78,7 +78,8 @@ def filling(
                 break
         else:
             high = room
-        room += budget - taken  # what the model is off by differs little
+        # The model's error is nearly the same for all plans, so correct `room` by it.
+        room += budget - taken
         if not is_new or room <= low or (high and room >= high):
             room = math.isqrt(high * max(low, least))
         if room <= max(low, least):

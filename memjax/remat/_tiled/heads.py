@@ -254,7 +254,7 @@ class _Layer:
     def _projected(
         self, constants: Arrays, kernels: Arrays, x: Array, positions: Array, *, and_x: bool = False
     ) -> tuple[Array, ...]:
-        """Queries, keys and values of as many heads as the kernels have, and x."""
+        """Computes queries, keys and values for the heads of the kernels; with `and_x`, returns x as well."""
 
         def project(kernels, x, positions):
             return (*self._project(constants, *kernels, x, positions), *([x] if and_x else []))
@@ -263,13 +263,13 @@ class _Layer:
         return tiled(project, (None, 1, self._positions_axis), 1, tile=self._tile)(kernels, x, positions)
 
     def _attended(self, constants: Arrays, q: Array, k: Array, v: Array) -> tuple[Array, Arrays]:
-        """One group's outputs, and what else its backward pass needs beside q, k and v."""
+        """Computes a group's attention; returns its outputs, and the values its backward pass needs besides these, q, k and v."""
         (o,), kept = self._attention.keep([*constants, q, k, v])
         place = self._attention.kept_outputs[0]
         return o, [a for i, a in enumerate(kept) if i != place]
 
     def _with_output(self, kept: Arrays, o: Array) -> Arrays:
-        """What `Backward.back` is given."""
+        """`kept` with the attention output `o` put back at its place, if it was a kept value (`_attended` removed it)."""
         place = self._attention.kept_outputs[0]
         return kept if place is None else [*kept[:place], o, *kept[place:]]
 
@@ -277,12 +277,12 @@ class _Layer:
         return jnp.arange(self._groups, dtype=jnp.int32)
 
     def _side_by_side(self, like: Any, x: Array, zero: Any = 0) -> Array:
-        """Zeros for all groups, of one of which `like` is an array; varying as x does."""
+        """Makes an array of zeros for all groups, where `like` is the array of one group; it varies over mesh axes as x does."""
         shape = (*like.shape[:2], like.shape[2] * self._groups, like.shape[3])
         return vary(jnp.broadcast_to(jnp.asarray(zero, like.dtype), shape), varying_axes(x))
 
     def _of_group(self, arrays: Arrays, group: Any, axis: int) -> Arrays:
-        """The heads of one group, along an axis."""
+        """Slices the heads of one group out of each array, along an axis."""
 
         def cut(array):
             heads = Segments(array.shape[axis], self._segments)
@@ -298,7 +298,7 @@ class _Layer:
         return heads.join(heads.put(heads.split(side_by_side, 2), one, group * size, 2), 2)
 
     def _in_order(self, of_groups: Array) -> Array:
-        """What was made for each group, heads behind the first axis, with all heads in one axis."""
+        """Merges results of shape (groups, heads of a group, ...) into (heads, ...), with heads in their original order."""
         groups, size, *others = of_groups.shape
         apart = of_groups.reshape(groups, self._segments, size // self._segments, *others)
         return jnp.moveaxis(apart, 0, 1).reshape(groups * size, *others)
@@ -309,7 +309,7 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def _like(name: str, f: Callable[..., Array], a: Array, *others: Array) -> Array:
-    """`f(a, *others)`, which is to be of the shape of `a`, and of floats: others would cut off what follows."""
+    """Calls `f(a, *others)`; checks that the result has the shape of `a` and is floating: integers would stop the gradient."""
     with call_errors(name, f, {f"array {i + 1}": value for i, value in enumerate((a, *others))}):
         out = f(a, *others)
     if check.array(f"the result of {name}", out, floating=True).shape != a.shape:
@@ -325,7 +325,7 @@ def _outward(out: Array, o: Array, dtype: Any) -> Array:
 
 
 def _checked_positions(x: Array, positions: Any) -> Array:
-    """The positions, those of a whole sequence where none are given."""
+    """Checks the positions; if None, returns those of a whole sequence."""
     if positions is None:
         positions = jnp.arange(x.shape[1], dtype=jnp.int32)
     kind = check.array("positions", positions).dtype
@@ -337,7 +337,7 @@ def _checked_positions(x: Array, positions: Any) -> Array:
 
 
 def _checked(x: Any, query: Any, key: Any, value: Any, out: Any, groups: Any) -> int:
-    """The number of groups. Raises ValueError or TypeError where arguments do not fit."""
+    """Returns the number of groups. Raises ValueError or TypeError if the arguments do not fit."""
     check.array("x", x, ndim=3, floating=True)
     for name, kernel in (("query", query), ("key", key), ("value", value), ("out", out)):
         check.array(name, kernel, ndim=3, floating=True)

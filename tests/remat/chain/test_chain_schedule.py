@@ -3,6 +3,7 @@
 import dataclasses
 import heapq
 import itertools
+import json
 import random
 
 import pytest
@@ -222,3 +223,14 @@ def test_arrays_that_stand_count_once_for_equal_blocks():
 def test_texts_that_are_no_schedule(text):
     with pytest.raises(ValueError, match=r"text must be what ChainSchedule.to_json wrote"):
         ChainSchedule.from_json(text)
+
+
+@pytest.mark.parametrize(
+    "change", [{"items": []}, {"items": None}, {"items": [0, []]}, {"seconds": None}, {"nbytes": 1.5}, {"nbytes": -1}]
+)
+def test_fields_that_are_no_schedule(change):
+    fields = json.loads(chain_schedule([BlockCost(1, 2, 10, 30, 5, 40)] * 3, "min").to_json())
+    with pytest.raises(
+        ValueError, match=rf"text must be what ChainSchedule.to_json wrote, .*: {next(iter(change))} must"
+    ):
+        ChainSchedule.from_json(json.dumps(fields | change))
