@@ -171,15 +171,16 @@ def _decided_here(
     if "microbatch" in asked.allow and layout.devices == 1 and (batch := batch_of(closed)) is not None:
         sums, rates = sum_bytes(batch), costs.device(device)
 
-        def in_parts(count: int) -> Fit:
-            parts = in_microbatches(closed, batch, count, device.platform)
-            seconds = count * PASSES_OF_SUMS * sums / rates.nbytes
-            return fit_of(Body(parts, microbatches=count), sums=sums, seconds_of_sums=seconds)
+        def in_parts(some: Sequence[int]) -> Iterator[Fit]:
+            for count in some:
+                if (parts := in_microbatches(closed, batch, count, device.platform)) is not None:
+                    seconds = count * PASSES_OF_SUMS * sums / rates.nbytes
+                    yield fit_of(Body(parts, microbatches=count), sums=sums, seconds_of_sums=seconds)
 
         beside_parts = arguments + results + 2 * sums  # the sums, and the gradients of a microbatch
         first, others = counts(batch, fit.predicted_kept - arguments - results - sums, room, beside_parts)
-        ways += map(in_parts, first)
-        more = map(in_parts, others)
+        ways += in_parts(first)
+        more = in_parts(others)
     try:
         chosen, best = _fastest(ways, more, room, arguments + results)
     except DoesNotFitError as error:
@@ -329,11 +330,13 @@ class _Planned:
         rates = costs.device(device_of(layout.shardings)) if plan.inner_again else None
         closed = self._closed
         if plan.microbatches > 1:
-            batch = batch_of(closed)
-            if batch is None or batch.length % plan.microbatches:
+            batch, divided = batch_of(closed), None
+            if batch is not None and batch.length % plan.microbatches == 0:
+                divided = in_microbatches(closed, batch, plan.microbatches, self._platform)
+            if divided is None:
                 what = f"{plan.microbatches} microbatches, which this one cannot run in"
                 raise ValueError(f"plan must be of this step, got one with {what}: {MAKE_ONE}")
-            closed = in_microbatches(closed, batch, plan.microbatches, self._platform)
+            closed = divided
         body = Body(closed, tile_on, inner_again_on=rates, microbatches=plan.microbatches)
         if [one[:-2] for one in body.tiled] != [one[:-2] for one in plan.tiled]:
             what = ", ".join(one.what for one in plan.tiled)

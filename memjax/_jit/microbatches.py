@@ -32,7 +32,18 @@ from memjax._core.positions.walk import Mixed, Positions, Shared, State, Summed,
 from memjax._core.program.costs import array_bytes
 from memjax._core.program.dataflow import is_literal, made_by, read_by, renamed, variables
 from memjax._core.program.jaxpr import Program, as_closed, calls_in_place, trace
-from memjax._core.program.primitives import SCATTERS, expensive, is_attention
+from memjax._core.program.primitives import (
+    CALLS,
+    CALLS_OF_ONE_BODY,
+    CHECKPOINTS,
+    CUSTOM_CALLS,
+    LOOPS,
+    PLAIN_CALLS,
+    SCATTERS,
+    TRACED_CUSTOM_CALLS,
+    expensive,
+    is_attention,
+)
 from memjax._plan.derivative import without_dead_equations
 from memjax._plan.tile.resized import ZEROS_STAY, Resized
 from memjax._plan.tile.rewrite import in_order
@@ -40,6 +51,9 @@ from memjax._plan.tile.rewrite import in_order
 PASSES_OF_SUMS = 1
 """Over the gradients, for each microbatch: sums are read where gradients are written."""
 
+# They hold programs, which are not run for fewer examples. Loops and checkpoints are; calls are in place.
+_WITH_BODIES = (LOOPS | CALLS | CALLS_OF_ONE_BODY | TRACED_CUSTOM_CALLS | {"custom_linear_solve"}) - {"scan"}
+_WITH_BODIES -= CHECKPOINTS | PLAIN_CALLS.keys() | CUSTOM_CALLS.keys()
 _MOST_SIZES = 3  # sizes of leading axes that are tried as the number of examples
 _MOST_ELEMENTS = 2**32  # of an array of random numbers: they are counted in one word here
 
@@ -207,6 +221,8 @@ def rule(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
         shape = shape_of(eqn.outvars[0])
         if shape and shape[0] == walk.length and not shape_of(eqn.invars[0]) and _can_be_cut(eqn):
             return [Positions(0, 1)]
+    elif name in _WITH_BODIES and not all(isinstance(state, Shared) for state in states):
+        raise reason(eqn, "is not run for some of the examples")
     elif name == "scan" and not all(isinstance(state, Shared) for state in states):
         return _loop(walk, eqn, states)
     elif name in ("add", "add_any") and _sums_and_zeros(eqn, states):
@@ -338,6 +354,9 @@ class _Part(Resized):
             elif eqn.primitive.name == "scan" and not all(isinstance(state, Shared) for state in outs):
                 read = [shared(np.shape(a.val)) if is_literal(a) else self._states[a] for a in eqn.invars]
                 self.calls[eqn.outvars[0]] = _Loop(self, walk, eqn, read, platform)
+            elif eqn.primitive.name in CHECKPOINTS and not all(isinstance(state, Shared) for state in outs):
+                read = [shared(np.shape(a.val)) if is_literal(a) else self._states[a] for a in eqn.invars]
+                self.calls[eqn.outvars[0]] = _Checkpoint(self, eqn, read, outs, platform)
 
     def run(self, inputs: Arrays, first: Any, size: int) -> Arrays:
         """The outputs for `size` examples, from the one with number `first` on."""
@@ -407,6 +426,35 @@ class _Loop:
             unroll=params["unroll"],
         )
         return [*carry, *rows]
+
+
+class _Checkpoint:
+    """A `jax.checkpoint`, of either pass, for some of the examples: it stays one, or nothing would be computed again."""
+
+    def __init__(self, part: _Part, eqn: Any, states: Sequence[State], outs: Sequence[State], platform: str):
+        self._part, self._eqn = part, eqn
+        program = calls_in_place(as_closed(eqn.params["jaxpr"]), differentiable=False)
+        self._body = _Part(program, states, outs, part.length, platform)
+
+    def __call__(self, values: Arrays, size: int) -> Arrays:
+        eqn = self._eqn
+        inputs = [jnp.asarray(self._part.first), *values]
+
+        def run(first: Any, *values: Any) -> Arrays:
+            outs = self._body.run(list(values), first, size)
+            return [out.astype(var.aval.dtype) for out, var in zip(outs, eqn.outvars, strict=True)]
+
+        closed = trace(run, [*map(jax.typeof, inputs)], {})
+        jaxpr = closed.jaxpr
+        body = core.Jaxpr(
+            (),
+            [*jaxpr.constvars, *jaxpr.invars],
+            jaxpr.outvars,
+            jaxpr.eqns,
+            jaxpr.effects,
+            jaxpr.debug_info.with_unknown_names(),
+        )
+        return list(eqn.primitive.bind(*closed.consts, *inputs, **eqn.params | {"jaxpr": body}))
 
 
 def _fewer(value: Any, before: State, after: State, part: _Part, size: int) -> Any:
@@ -480,8 +528,15 @@ def _wide(aval: Any) -> tuple[Any, Any]:
     return aval, jnp.dtype("float32") if narrow else aval.dtype
 
 
-def in_microbatches(closed: Any, batch: Batch, count: int, platform: str) -> Any:
-    """The traced step, a closed jaxpr, with that part of it in `count` microbatches. Raises Mixed."""
+def in_microbatches(closed: Any, batch: Batch, count: int, platform: str) -> Any | None:
+    """The traced step, a closed jaxpr, with that part of it in `count` microbatches; None where an equation cannot run so."""
+    try:
+        return _in_microbatches(closed, batch, count, platform)
+    except (Mixed, TypeError, ValueError):  # the last two: sizes that an equation names in a way not known here
+        return None
+
+
+def _in_microbatches(closed: Any, batch: Batch, count: int, platform: str) -> Any:
     run, program = Microbatches(batch, count, platform), batch.program
     eqns: list[Any] = []
     constvars, consts = [*program.constvars], [*program.consts]

@@ -150,6 +150,14 @@ def bitcast(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
     return [state]
 
 
+def of_keys(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
+    """Keys, one for each position, and not the words of one."""
+    place = one_place(eqn, states)
+    if place.dim >= min(len(shape_of(eqn.invars[0])), len(shape_of(eqn.outvars[0]))):
+        raise reason(eqn, "splits the positions")
+    return [place]
+
+
 # Matrix products and convolutions
 
 
@@ -261,10 +269,10 @@ def scatter_places(eqn: Any) -> list[tuple[int, int | None, int]]:
     numbers, shape, updates = eqn.params["dimension_numbers"], shape_of(eqn.invars[0]), shape_of(eqn.invars[2])
     into = [dim for dim in range(len(updates)) if dim not in numbers.update_window_dims]
     batching = zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
-    found: list[tuple[int, int | None, int]] = [(dim, where, into[where]) for dim, where in batching]
+    found: list[tuple[int, int | None, int]] = [(int(dim), int(where), into[where]) for dim, where in batching]
     dropped = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     window = [dim for dim in range(len(shape)) if dim not in dropped]
     for dim, place in zip(window, numbers.update_window_dims, strict=True):
         if dim not in numbers.scatter_dims_to_operand_dims and shape[dim] == updates[place]:
-            found.append((dim, None, place))
+            found.append((dim, None, int(place)))
     return found

@@ -85,7 +85,9 @@ def shape_of(atom: Any) -> tuple[int, ...]:
 
 def fits(state: State, place: Positions) -> bool:
     """Whether a value has its positions at `place`, or is the same along that dimension."""
-    return state == place or (isinstance(state, Shared) and not state.uneven[place.dim])
+    return (isinstance(state, Positions) and state == place) or (
+        isinstance(state, Shared) and not state.uneven[place.dim]
+    )
 
 
 def one_place(eqn: Any, states: Sequence[State]) -> Positions:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
+
 from memjax._core.compat import primitive_name
 from memjax._core.positions.dimensions import scatter_places
 from memjax._core.positions.walk import Positions, Shared, State, Summed, Walk, reason, shape_of, shared
@@ -69,6 +71,16 @@ def pad(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
     return [Shared(tuple(u or tuple(c) != (0, 0, 0) for u, c in zip(states[0].uneven, config, strict=True)))]
 
 
+def product(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
+    """The result differs along a dimension if an operand does along the dimension that it comes from."""
+    contracted, batch = eqn.params["dimension_numbers"]
+    pairs = zip(*(map(states[side].uneven.__getitem__, batch[side]) for side in (0, 1)), strict=True)
+    uneven = [a or b for a, b in pairs]
+    for state, summed, shared_dims in zip(states, contracted, batch, strict=True):
+        uneven += [one for dim, one in enumerate(state.uneven) if dim not in (*summed, *shared_dims)]
+    return [Shared(tuple(uneven))]
+
+
 def concatenate(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
     parts = [state.uneven for state in states]
     along = eqn.params["dimension"]
@@ -122,7 +134,7 @@ def sum_product(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
 
 def sum_elementwise(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
     name, summed = primitive_name(eqn), _summed(states)
-    if name not in _LINEAR or _has_positions(states) or (name == "div" and summed[1]):
+    if name not in _LINEAR or _has_positions(states) or (name == "div" and summed[1]) or not _rounds_only(eqn, name):
         return sum_refused(walk, eqn, states)
     # A derivative rule adds its sums to zeros.
     if name in ("add", "sub", "add_any") and not all(summed) and not walk.is_backward:
@@ -130,6 +142,19 @@ def sum_elementwise(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
     if name == "mul" and all(summed):
         raise reason(eqn, "multiplies sums over positions")
     return [Summed()] * len(eqn.outvars)
+
+
+def _rounds_only(eqn: Any, name: str) -> bool:
+    """Whether an equation is linear but for rounding of floats. Quotients of integers, and floats made integers, are cut off."""
+    old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+    is_kind = lambda dtype, kind: jnp.issubdtype(dtype, kind)
+    if name == "div":
+        return is_kind(new, jnp.inexact)
+    if name != "convert_element_type" or is_kind(old, jnp.inexact):
+        return name != "convert_element_type" or is_kind(new, jnp.inexact)
+    if is_kind(new, jnp.inexact):  # sums of narrow integers wrap around
+        return is_kind(old, jnp.integer) and old.itemsize >= 4
+    return is_kind(old, jnp.integer) and is_kind(new, jnp.integer) and new.itemsize <= old.itemsize
 
 
 def _summed(states: list[State]) -> list[bool]:

@@ -27,7 +27,7 @@ from memjax._plan.derivative import without_dead_equations
 from memjax._plan.tile.one_hot import column_of, scattered
 from memjax._plan.tile.sums import with_wide_sums
 
-_TOGETHER = ELEMENTWISE | {"concatenate", "dynamic_update_slice"}
+_TOGETHER = ELEMENTWISE | {"concatenate", "dynamic_update_slice", "sort"}
 ZEROS_STAY = {"broadcast_in_dim", "convert_element_type", "reshape", "transpose", "neg", "copy"}
 _SCATTERS = SCATTERS | {"scatter-mul", "scatter-min", "scatter-max"}
 
