@@ -112,10 +112,10 @@ def _sizes(program: Program) -> Iterator[tuple[int, list[Any]]]:
             by_size.setdefault(shape_of(var)[0], []).append(var)
     is_data = lambda var: not (is_float(var.aval) and outs[var.aval.shape, var.aval.dtype])
     data = {size: list(filter(is_data, some)) for size, some in by_size.items()}
-    for size in sorted(filter(data.get, data), key=lambda size: -sum(array_bytes(var) for var in data[size]))[
-        :_MOST_SIZES
-    ]:
-        yield size, data[size]
+    by_bytes = lambda size: (-sum(map(array_bytes, data[size])), -sum(map(array_bytes, by_size[size])))
+    for size in sorted(by_size, key=by_bytes)[:_MOST_SIZES]:
+        if data[size]:
+            yield size, data[size]
         if len(data[size]) < len(by_size[size]):
             yield size, by_size[size]
 

@@ -73,7 +73,7 @@ def counted(params, x):
     """What a sum is divided by, or rounded to, is not what parts of it are."""
     out = network(params, x)
     positive = jnp.sum(out > 0)
-    return jnp.mean(out**2), (positive // 3, jnp.sum(out**2).astype("int32"), positive.astype(bool), positive / 2)
+    return jnp.mean(out**2), (x, positive // 3, jnp.sum(out**2).astype("int32"), positive.astype(bool), positive / 2)
 
 
 def embedded(params, tokens):
