@@ -83,7 +83,9 @@ CASES = [
 def test_logits_are_never_whole(of_logits, shape):
     step, args = step_of(of_logits), (parameters(), *batch(shape))
     plain = jax.jit(step, donate_argnums=0)
-    jitted = memjax.jit(step, budget=held(plain.lower(*args).compile()) - LOGITS, allow=TILES, donate_argnums=0)
+    # Less than with whole logits and everything else computed again.
+    budget = held(plain.lower(*args).compile()) - 9 * LOGITS // 8
+    jitted = memjax.jit(step, budget=budget, allow=TILES, donate_argnums=0)
     plan = jitted.plan(*args)
     assert [one.nbytes for one in plan.tiled] == [LOGITS]
     assert not any(plan.passes)  # the tiles were enough
