@@ -31,9 +31,10 @@ from memjax._jit.cache import (
     save_program,
 )
 from memjax._jit.call import Pure, donated_values
+from memjax._jit.examples import batch_of
 from memjax._jit.fit import MAKE_ONE, DoesNotFitError, Fit, acting_by, held_bytes
 from memjax._jit.inner import has_inner
-from memjax._jit.microbatches import PASSES_OF_SUMS, batch_of, counts, in_microbatches, sum_bytes
+from memjax._jit.microbatches import PASSES_OF_SUMS, counts, in_microbatches, sum_bytes
 from memjax._jit.passes import StepPasses
 from memjax._jit.processes import are_in_all_processes, compiler_options, plan_of_the_first
 from memjax._jit.progress import Progress

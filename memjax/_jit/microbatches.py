@@ -1,18 +1,13 @@
 """A traced step in microbatches: the derivative in it runs for some examples at a time, and its gradients are added up.
 
-Nothing in the step says which argument is the batch. The walk of `memjax._core.positions` follows the first axis of what may be
-it: examples must not mix but in sums, of which gradients and mean losses are made. What mixes them (a batch norm, a loss that
-compares examples) ends the region, and a step whose derivative does not lie within it has no microbatches. Factors such as one
-over the number of examples are written in the program and stay as they are. So gradients are the same but for the order
-of their sums; masks of dropout are the same bits.
+Factors such as one over the number of examples are written in the program and stay as they are. So gradients are the same but
+for the order of their sums; masks of dropout are the same bits.
 """
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,167 +18,21 @@ from jax.extend import core
 from jax.extend.random import threefry2x32_p
 
 from memjax._core.arrays import is_float
-from memjax._core.compat import bodies, derivatives, is_backward, makes_two_words, name_stack, scan_counts
+from memjax._core.compat import bodies, scan_counts
 from memjax._core.lists import Arrays, pick
-from memjax._core.positions.bodies import join, row, stacked
-from memjax._core.positions.dimensions import windows
-from memjax._core.positions.rules import apply_rule
-from memjax._core.positions.walk import Mixed, Positions, Shared, State, Summed, Walk, reason, shape_of, shared
-from memjax._core.program.costs import array_bytes
-from memjax._core.program.dataflow import is_literal, made_by, read_by, renamed, variables
+from memjax._core.positions.bodies import row
+from memjax._core.positions.walk import Mixed, Positions, Shared, State, Summed, Walk, shared
+from memjax._core.program.dataflow import is_literal, renamed
 from memjax._core.program.jaxpr import Program, as_closed, calls_in_place, trace
 from memjax._core.program.primitives import (
-    CALLS,
-    CALLS_OF_ONE_BODY,
     CHECKPOINTS,
-    CUSTOM_CALLS,
-    LOOPS,
-    PLAIN_CALLS,
-    SCATTERS,
-    TRACED_CUSTOM_CALLS,
-    expensive,
-    is_attention,
 )
-from memjax._plan.derivative import without_dead_equations
-from memjax._plan.tile.resized import ZEROS_STAY, Resized
+from memjax._jit.examples import Batch, rule, settled
+from memjax._plan.tile.resized import Resized
 from memjax._plan.tile.rewrite import in_order
 
 PASSES_OF_SUMS = 1
 """Over the gradients, for each microbatch: sums are read where gradients are written."""
-
-# They hold programs, which are not run for fewer examples. Loops and checkpoints are; calls are in place.
-_WITH_BODIES = (LOOPS | CALLS | CALLS_OF_ONE_BODY | TRACED_CUSTOM_CALLS | {"custom_linear_solve"}) - {"scan"}
-_WITH_BODIES -= CHECKPOINTS | PLAIN_CALLS.keys() | CUSTOM_CALLS.keys()
-_MOST_SIZES = 3  # sizes of leading axes that are tried as the number of examples
-_MOST_ELEMENTS = 2**32  # of an array of random numbers: they are counted in one word here
-
-
-class Zeros(Shared):
-    """A shared value that is zero everywhere: a sum over positions as well."""
-
-
-_GONE = Shared(())  # of what follows from mixed examples, which is not looked at
-
-
-@dataclasses.dataclass
-class Batch:
-    """The part of a step that can run for some examples at a time.
-
-    Attributes:
-      length: the number of examples.
-      program: the step, with calls in place.
-      states: of its variables.
-      eqns: of the part, in order.
-      reads: what the part reads, whoever makes it.
-      makes: what it makes that is read elsewhere.
-    """
-
-    length: int
-    program: Program
-    states: dict[Any, State]
-    eqns: list[Any]
-    reads: list[Any]
-    makes: list[Any]
-
-
-def batch_of(closed: Any) -> Batch | None:
-    """The part of a traced step that can run in microbatches; None where its derivative is not within one."""
-    program = without_dead_equations(calls_in_place(closed, differentiable=False))
-    if not any(is_backward(name_stack(eqn)) for eqn in program.eqns):
-        return None
-    for length, inputs in _sizes(program):
-        found = _grown(program, length, inputs)
-        if found is not None:
-            return found
-    return None
-
-
-def _sizes(program: Program) -> Iterator[tuple[int, list[Any]]]:
-    """What may be the number of examples, and the inputs that have them; the one of which most bytes are inputs first.
-
-    Parameters, and what an optimizer keeps, come out of the step as they go in; data mostly does not.
-    """
-    outs = collections.Counter(
-        (var.aval.shape, var.aval.dtype) for var in program.outvars if hasattr(var.aval, "shape")
-    )
-    by_size: dict[int, list[Any]] = {}
-    for var in program.invars:
-        if shape_of(var)[:1] > (1,):
-            by_size.setdefault(shape_of(var)[0], []).append(var)
-    is_data = lambda var: not (is_float(var.aval) and outs[var.aval.shape, var.aval.dtype])
-    data = {size: list(filter(is_data, some)) for size, some in by_size.items()}
-    by_bytes = lambda size: (-sum(map(array_bytes, data[size])), -sum(map(array_bytes, by_size[size])))
-    for size in sorted(by_size, key=by_bytes)[:_MOST_SIZES]:
-        if data[size]:
-            yield size, data[size]
-        if len(data[size]) < len(by_size[size]):
-            yield size, by_size[size]
-
-
-def _grown(program: Program, length: int, inputs: Sequence[Any]) -> Batch | None:
-    """What follows from the examples, as far as they are kept apart; None if a derivative goes further."""
-    marks = [derivatives(name_stack(eqn)) for eqn in program.eqns]
-    walk = Walk(length, True, rule)
-    states: dict[Any, State] = {var: shared(shape_of(var)) for var in (*program.constvars, *program.invars)}
-    states |= dict.fromkeys(inputs, Positions(0, 1))
-    of_data = set(inputs)  # what follows from examples alone
-    behind: set[Any] = set()  # what follows from what is not kept apart
-    inside: list[int] = []
-    for i, eqn in enumerate(program.eqns):
-        reads = program.flow.reads[i]
-        read = [shared(np.shape(atom.val)) if is_literal(atom) else states.get(atom, _GONE) for atom in eqn.invars]
-        is_apart = any(isinstance(state, Positions | Summed) for state in read)
-        outs = None if eqn.effects or not behind.isdisjoint(reads) else _outs(walk, eqn, read)
-        if outs is not None and any(isinstance(state, Summed) for state in read) and not marks[i]:
-            outs = None  # an update reads the sum of all gradients
-        # How many examples there are, by their mask: known before they are gone through.
-        is_of_data = bool(reads) and of_data.issuperset(reads) and not expensive(eqn)
-        if is_of_data and (outs is None or any(isinstance(state, Summed) for state in outs)):
-            states |= ((var, shared(shape_of(var))) for var in eqn.outvars)
-            continue
-        if outs is None:
-            if marks[i] and expensive(eqn):
-                return None
-            behind.update(eqn.outvars)
-            continue
-        if is_of_data:
-            of_data.update(eqn.outvars)
-        states |= zip(eqn.outvars, outs, strict=True)
-        if is_apart or marks[i] or any(isinstance(state, Positions) for state in outs):
-            inside.append(i)
-    return _batch(program, length, states, inside, of_data)
-
-
-def _outs(walk: Walk, eqn: Any, states: list[State]) -> list[State] | None:
-    try:
-        return rule(walk, eqn, states)
-    except Mixed:
-        return None
-
-
-def _batch(
-    program: Program, length: int, states: dict[Any, State], inside: Sequence[int], of_data: set[Any]
-) -> Batch | None:
-    # What follows from data alone and is read elsewhere, by a sum over a mask for instance, is made there once more: that sum
-    # is read here.
-    chosen, results = set(inside), set(variables(program.outvars))
-    eqns = [program.eqns[i] for i in inside]
-    made = made_by(eqns)
-    is_read = lambda var: var in results or not chosen.issuperset(program.flow.readers.get(var, ()))
-    makes = [var for var in made if isinstance(states[var], Positions | Summed) and is_read(var) and var not in of_data]
-    needed = program.flow.reordered(list(inside)).needed(makes)
-    if not any(is_backward(name_stack(eqn)) and expensive(eqn) for eqn in needed):
-        return None
-    for var in makes:
-        state = states[var]
-        if isinstance(state, Positions) and shape_of(var)[state.dim] != length * state.inner:
-            return None
-        if isinstance(state, Summed) and not is_float(var.aval) and not jnp.issubdtype(var.aval.dtype, jnp.integer):
-            return None
-    eqns = list(needed)
-    made = made_by(eqns)
-    reads = [var for var in read_by(eqns) if var not in made]
-    return Batch(length, program, states, eqns, reads, makes)
 
 
 def sum_bytes(batch: Batch) -> int:
@@ -209,128 +58,6 @@ def counts(batch: Batch, nbytes: int, budget: int | str, beside: int) -> tuple[l
     return possible[max(first - 1, 0) : first + 1], sorted(
         {*possible[first + 1 : first + 2], *possible[first + 1 :][-1:]}
     )
-
-
-# Which values have examples
-
-
-def rule(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
-    """The states of an equation's outputs. Raises Mixed. Beside the usual rules it knows sums in loops, zeros and random bits."""
-    name = eqn.primitive.name
-    if name == "random_bits" and isinstance(states[0], Shared):
-        shape = shape_of(eqn.outvars[0])
-        if shape and shape[0] == walk.length and not shape_of(eqn.invars[0]) and _can_be_cut(eqn):
-            return [Positions(0, 1)]
-    elif name in _WITH_BODIES and not all(isinstance(state, Shared) for state in states):
-        raise reason(eqn, "is not run for some of the examples")
-    elif name == "scan" and not all(isinstance(state, Shared) for state in states):
-        return _loop(walk, eqn, states)
-    elif name in ("add", "add_any") and _sums_and_zeros(eqn, states):
-        return [Summed()]
-    elif name in SCATTERS and (found := _scattered(eqn, states)) is not None:
-        return found
-    elif name == "pad" and isinstance(states[0], Summed) and is_zero(eqn.invars[1], states[1]):
-        return [Summed()]
-    elif name == "conv_general_dilated" and all(isinstance(state, Positions) for state in states):
-        return _kernel_gradient(eqn, states)
-    elif name == "select_and_scatter_add":
-        return windows(walk, eqn, states)
-    elif is_attention(name) and any(isinstance(state, Positions) for state in states):
-        return _attention(walk, eqn, states)
-    outs = apply_rule(walk, eqn, states)
-    if name in ZEROS_STAY and is_zero(eqn.invars[0], states[0]):
-        outs = [Zeros(state.uneven) if isinstance(state, Shared) else state for state in outs]
-    return outs
-
-
-def is_zero(atom: Any, state: State) -> bool:
-    return not np.any(atom.val) if is_literal(atom) else isinstance(state, Zeros)
-
-
-def _sums_and_zeros(eqn: Any, states: Sequence[State]) -> bool:
-    pairs = list(zip(eqn.invars, states, strict=True))
-    sums = [isinstance(state, Summed) for _, state in pairs]
-    return any(sums) and all(a_sum or is_zero(*pair) for a_sum, pair in zip(sums, pairs, strict=True))
-
-
-def _scattered(eqn: Any, states: Sequence[State]) -> list[State] | None:
-    """Updates that every example adds to zeros: the gradient of a table that examples read rows of."""
-    (operand, indices, updates), numbers = states, eqn.params["dimension_numbers"]
-    if eqn.primitive.name == "scatter" or not is_zero(eqn.invars[0], operand):
-        return None
-    if not isinstance(indices, Positions) or not isinstance(updates, Positions):
-        return None
-    if numbers.operand_batching_dims or indices.dim == len(shape_of(eqn.invars[1])) - 1:
-        return None
-    into = [dim for dim in range(len(shape_of(eqn.invars[2]))) if dim not in numbers.update_window_dims]
-    return [Summed()] if updates == Positions(into[indices.dim], indices.inner) else None
-
-
-def _kernel_gradient(eqn: Any, states: Sequence[State]) -> list[State]:
-    """A convolution that sums over examples, which are the channels that it mixes."""
-    numbers = eqn.params["dimension_numbers"]
-    apart = [Positions(numbers.lhs_spec[1], 1), Positions(numbers.rhs_spec[1], 1)]
-    if list(states) != apart or eqn.params["feature_group_count"] != 1:
-        raise reason(eqn, "mixes examples")
-    return [Summed()]
-
-
-def _attention(walk: Walk, eqn: Any, states: Sequence[State]) -> list[State]:
-    """A kernel of attention keeps sequences apart, which are the first axis of everything; other operands are empty."""
-    first = Positions(0, 1)
-    for atom, state in zip(eqn.invars, states, strict=True):
-        if state != first and atom.aval.size:
-            raise reason(eqn, "has operands that all examples share")
-    if any(shape_of(out)[:1] != (walk.length,) for out in eqn.outvars if out.aval.size):
-        raise reason(eqn, "mixes examples")
-    return [first if out.aval.size else shared(shape_of(out)) for out in eqn.outvars]
-
-
-def _loop(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
-    """A loop over another axis, layers for instance, whose state may be a sum over examples that begins with zeros."""
-    consts, carried = scan_counts(eqn)
-    if any(isinstance(state, Positions) and state.dim == 0 for state in states[consts + carried :]):
-        raise reason(eqn, "is over positions")
-    carry, outs = _settled(walk, eqn, states)
-    return [*carry, *map(stacked, outs[carried:])]
-
-
-def _settled(walk: Walk, eqn: Any, states: Sequence[Any]) -> tuple[list[State], list[State]]:
-    """The states of a loop's carry that an iteration leaves as they are, and of all that an iteration makes."""
-    (body,) = bodies(eqn)
-    consts, carried = scan_counts(eqn)
-    rows = [*map(row, states[consts + carried :])]
-    begin = list(zip(eqn.invars, states, strict=True))[consts : consts + carried]
-    carry = [
-        Zeros(state.uneven) if is_zero(atom, state) and isinstance(state, Shared) else state for atom, state in begin
-    ]
-    for _ in range(len(carry) + 2):
-        outs = walk.program(body, [*states[:consts], *carry, *rows])
-        new = [
-            after if isinstance(before, Zeros) and isinstance(after, Summed) else _still(eqn, before, after)
-            for before, after in zip(carry, outs[:carried], strict=True)
-        ]
-        if [*zip(map(type, new), new, strict=True)] == [*zip(map(type, carry), carry, strict=True)]:
-            return carry, outs
-        carry = new
-    raise reason(eqn, "is not known to keep positions apart")
-
-
-def _still(eqn: Any, before: State, after: State) -> State:
-    found = join(eqn, before, after)
-    is_still_zero = isinstance(before, Zeros) and isinstance(after, Zeros)
-    return Shared(found.uneven) if isinstance(found, Shared) and not is_still_zero else found
-
-
-def _can_be_cut(eqn: Any) -> bool:
-    """Whether each random number is that of its place alone, so that some of them can be made without the others."""
-    if math.prod(shape_of(eqn.outvars[0])) >= _MOST_ELEMENTS:
-        return False
-    with eqn.ctx.manager:
-        return makes_two_words(eqn.invars[0].aval.dtype)
-
-
-# Running some of the examples
 
 
 class _Part(Resized):
@@ -393,7 +120,7 @@ class _Loop:
         self._part, self._eqn, self._states = part, eqn, list(states)
         (body,) = bodies(eqn)
         self._consts, self._carried = scan_counts(eqn)
-        self._carry, outs = _settled(walk, eqn, states)
+        self._carry, outs = settled(walk, eqn, states)
         rows = [*map(row, states[self._consts + self._carried :])]
         program = calls_in_place(as_closed(body), differentiable=False)
         inputs = [*states[: self._consts], *self._carry, *rows]
