@@ -241,8 +241,8 @@ def stored(
     """Which values of straight-line equations the compiler writes to memory; other names for these are among them.
 
     An elementwise value is written if an equation reads it that is not elementwise, nor a sum. All others compute it again, each
-    for itself; on CPUs not where that takes an exponential or the like. On CPUs a reduction along rows makes one
-    kernel with what it alone reads: a value that others read, too, is written for it, as is one that is selected or cut out.
+    for itself; on CPUs not where that takes an exponential or the like. On CPUs a reduction along rows is one kernel with the
+    values that it alone reads. A value that others read as well, or one that is selected or cut out, is written before it.
 
     With `writes_shared` a value that several equations read is written too, unless making it costs nothing.
     """

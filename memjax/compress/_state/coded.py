@@ -154,7 +154,7 @@ def _warn_of_unknown(state: Any, params: Any, smallest: int) -> None:
 
 
 def _shapes_of(value: Any) -> set[tuple[int, ...]]:
-    """Of floats in a tree that are in no other state."""
+    """The shapes of the float arrays in a tree, without those in states inside of it."""
     is_state = lambda node: hasattr(node, "_fields")
     leaves = jax.tree.leaves(value, is_leaf=is_state)
     return {leaf.shape for leaf in leaves if not is_state(leaf) and _is_real(leaf)}

@@ -119,7 +119,7 @@ def test_it_composes_with_halves_in_either_order():
 
 
 def predicted_error(b1, b2):
-    """Of Adam's updates in 8 bits, beside their size, by steps of 2^-4 of a power of two and rounding at random, for noise.
+    """The error of Adam's updates in 8 bits, relative to their size, where gradients are noise. Codes have 4 bits of mantissa.
 
     A step s, of which a change passes a share f beyond the grid, adds a variance of s^2 f (1 - f), and this decays as the
     moment does. A momentum changes by more than a step, so that f is anything: s^2 / 6. The root halves errors of nu.
@@ -189,7 +189,7 @@ def test_hard_gradients_give_no_nan_and_move_no_parameter_by_a_code():
 
 
 def test_training_at_twice_the_best_rate_does_not_diverge():
-    """Of 0.005, 0.01, 0.02 and so on to 1.28 the best is 0.08 after 300 steps, in float32 and in codes."""
+    """Of the rates 0.005, 0.01, and so on to 1.28, 0.08 is the best after 300 steps, in float32 and in codes."""
     x, w, start = normal(256, 64, seed=3), normal(64, 64, seed=4) / 8, normal(64, 64, seed=5)
     loss = lambda params: jnp.mean(jnp.square(jnp.tanh(x @ params) - jnp.tanh(x @ w)))
 

@@ -23,7 +23,7 @@ def gradients(f):
 
 
 def exact_gradients(length):
-    """Of `layer`, by hand, in float64: a sum of 4,096 float32s is off by 1e-3 on some CPUs."""
+    """The gradient of `layer`, computed by hand in float64: a sum of 4,096 float32 numbers is off by 1e-3 on some CPUs."""
     x, w = X[:, :length].astype(np.float64), W.astype(np.float64)
     h = np.tanh(x @ w)
     of_y = np.cos(x + h @ w.T)
