@@ -96,8 +96,8 @@ def search(
 def is_out_of_reach(one: Try, budget: int, unsure: float = OF_ONE) -> bool:
     """Whether a plan that is predicted to take the least takes so much, compiled, that no other is expected to fit.
 
-    It is so if the plan takes more than `unsure` times the budget. It is so as well if the plan takes more than the budget and the
-    model predicted that, nearly right.
+    So it is if the plan takes more than `unsure` times the budget, or more than the budget where the model predicted that,
+    nearly right.
     Where the compiler takes far less than was predicted, the model does not know which plan takes the least.
     """
     is_as_predicted = one.predicted <= _AS_PREDICTED * one.compiled and one.compiled <= _AS_PREDICTED * one.predicted
