@@ -170,7 +170,7 @@ def _decided_here(
         ways.append(fit_of(again))
     more: Iterator[Fit] = iter(())
     if "microbatch" in asked.allow and layout.devices == 1 and (batch := batch_of(closed)) is not None:
-        sums, rates = sum_bytes(batch), costs.device(device)
+        sums, rates = sum_bytes(batch, device.platform), costs.device(device)
 
         def in_parts(some: Sequence[int]) -> Iterator[Fit]:
             for count in some:
@@ -178,8 +178,8 @@ def _decided_here(
                     seconds = count * PASSES_OF_SUMS * sums / rates.nbytes
                     yield fit_of(Body(parts, microbatches=count), sums=sums, seconds_of_sums=seconds)
 
-        beside_parts = arguments + results + 2 * sums  # the sums, and the gradients of a microbatch
-        first, others = counts(batch, fit.predicted_kept - arguments - results - sums, room, beside_parts)
+        divisible = fit.predicted_kept - arguments - results
+        first, others = counts(batch, divisible, room, arguments + results + sums)
         ways += in_parts(first)
         more = in_parts(others)
     try:
@@ -193,7 +193,8 @@ def _decided_here(
 def _fastest(ways: Sequence[Fit], more: Iterator[Fit], room: int | str, beside: int) -> tuple[StepPlan, Any]:
     """The plan of the way that is predicted to be the fastest, and the step compiled with it; of the next one if it does not fit.
 
-    Those that are predicted not to fit come last, the leanest first, until one is far from fitting.
+    Those that are predicted not to fit come last, the leanest first, until one is far from fitting; and with them those that
+    turn out to take far more than was predicted.
 
     Args:
       ways: the step as it is written, then others.
@@ -207,9 +208,9 @@ def _fastest(ways: Sequence[Fit], more: Iterator[Fit], room: int | str, beside: 
     refused: list[DoesNotFitError] = []
     lean: list[Fit] = []
 
-    def tried(fit: Fit) -> tuple[StepPlan, Any] | None:
+    def tried(fit: Fit, thoroughly: bool) -> tuple[StepPlan, Any] | None:
         try:
-            plan, program = fit.within(room)
+            plan, program = fit.within(room, thoroughly)
         except DoesNotFitError as error:
             refused.append(error)
             return None
@@ -225,13 +226,16 @@ def _fastest(ways: Sequence[Fit], more: Iterator[Fit], room: int | str, beside: 
             ranks[fit].again,
         )
         for fit in sorted(ranks, key=order):
-            if ranks[fit].cost < math.inf and (found := tried(fit)) is not None:
+            if ranks[fit].cost == math.inf:
+                continue
+            if (found := tried(fit, thoroughly=False)) is not None:
                 return found
+            lean.append(fit)
     least = {fit: fit.rank("min").cost for fit in lean}
     for fit in sorted(lean, key=lambda fit: least[fit]):
         if least[fit] > OF_ONE * min(least.values()):
             break
-        if (found := tried(fit)) is not None:
+        if (found := tried(fit, thoroughly=True)) is not None:
             return found
         if isinstance(room, int) and refused[-1].plan.nbytes - beside > OF_ONE * (room - beside):
             break
