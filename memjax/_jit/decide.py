@@ -140,7 +140,7 @@ def _decided_here(
     progress = Progress(step.name)
     allowed = {"compress": "compress" in asked.allow, "offload": "offload" in asked.allow}
 
-    def fit_of(body: Body, **sums: Any) -> Fit:
+    def fit_of(body: Body, sums: int = 0, seconds_of_sums: float = 0.0) -> Fit:
         _note_donated(body, traced, device)
 
         def compile_with(acting: Acting) -> Any:
@@ -149,7 +149,8 @@ def _decided_here(
                 progress.compiled(held_bytes(compiled), room)
             return compiled
 
-        return Fit(body, layout, compile_with, arguments + results, **allowed, **sums)
+        beside = arguments + results + sums
+        return Fit(body, layout, compile_with, beside, **allowed, seconds_of_sums=seconds_of_sums)
 
     body = Body(closed)
     fit = fit_of(body)
@@ -170,13 +171,13 @@ def _decided_here(
         ways.append(fit_of(again))
     more: Iterator[Fit] = iter(())
     if "microbatch" in asked.allow and layout.devices == 1 and (batch := batch_of(closed)) is not None:
-        sums, rates = sum_bytes(batch, device.platform), costs.device(device)
+        sums, rates = sum_bytes(batch), costs.device(device)
 
         def in_parts(some: Sequence[int]) -> Iterator[Fit]:
             for count in some:
                 if (parts := in_microbatches(closed, batch, count, device.platform)) is not None:
                     seconds = count * PASSES_OF_SUMS * sums / rates.nbytes
-                    yield fit_of(Body(parts, microbatches=count), sums=sums, seconds_of_sums=seconds)
+                    yield fit_of(Body(parts, microbatches=count), sums, seconds)
 
         divisible = fit.predicted_kept - arguments - results
         first, others = counts(batch, divisible, room, arguments + results + sums)
@@ -239,7 +240,7 @@ def _fastest(ways: Sequence[Fit], more: Iterator[Fit], room: int | str, beside: 
             return found
         if isinstance(room, int) and refused[-1].plan.nbytes - beside > OF_ONE * (room - beside):
             break
-    raise min(refused, key=lambda error: error.plan.nbytes)
+    raise min(reversed(refused), key=lambda error: error.plan.nbytes)  # the last of equals knows most
 
 
 class _Kept:

@@ -85,9 +85,9 @@ class Fit:
       body: the step.
       layout: of its inputs.
       compile_with: compiles it.
-      beside: bytes of a device that no plan changes, about: arguments and results.
+      beside: bytes of a device that no plan changes, about: arguments and results, sums over microbatches.
       compress, offload: what plans may do besides computing again.
-      sums, seconds_of_sums: bytes of what is added up beside the passes, and what that takes: the gradients of microbatches.
+      seconds_of_sums: what adding up the gradients of microbatches takes.
     """
 
     def __init__(
@@ -99,12 +99,11 @@ class Fit:
         *,
         compress: bool,
         offload: bool,
-        sums: int = 0,
         seconds_of_sums: float = 0.0,
     ):
         self._passes, self._body = list(body.every()), body
         self._layout, self._beside, self._compile_with = layout, beside, compile_with
-        self._sums, self._seconds_of_sums = sums, seconds_of_sums
+        self._seconds_of_sums = seconds_of_sums
         self._allowed: dict[str, Any] = {"compress": compress, "offload": offload}
         self._acting: Chosen = {}
         self._plans: dict[StepPasses, Plan] = {}
@@ -120,7 +119,7 @@ class Fit:
     @functools.cached_property
     def predicted_plain(self) -> int:
         """Bytes that the step with its passes as they are is predicted to hold."""
-        return self._beside + self._sums + max(map(self._plain_bytes, self._passes), default=0)
+        return self._beside + max(map(self._plain_bytes, self._passes), default=0)
 
     def _plain_bytes(self, passes: StepPasses) -> int:
         """Temporary bytes of the passes as they are."""
@@ -137,7 +136,7 @@ class Fit:
         """
         if costs.device(device_of(self._layout.shardings)).platform == "cpu":
             return self.predicted_plain
-        return self._beside + self._sums + max((self._known(one).frontier[-1][0] for one in self._passes), default=0)
+        return self._beside + max((self._known(one).frontier[-1][0] for one in self._passes), default=0)
 
     def may_fit_plain(self, budget: int) -> bool:
         """Whether the step with its passes as they are is worth compiling, by either prediction."""
@@ -156,10 +155,10 @@ class Fit:
     def rank(self, budget: int | str) -> Rank:
         """What ways to run a step are compared by: predictions, each derivative having the whole budget; for "min" bytes."""
         if isinstance(budget, str):
-            return Rank(self._sums + min(self._known(one).frontier[0][0] for one in self._passes), 0.0)
+            return Rank(self._beside + min(self._known(one).frontier[0][0] for one in self._passes), 0.0)
         base = again = 0.0
         for one in map(self._known, self._passes):
-            fitting = [more for nbytes, more in one.frontier if self._beside + self._sums + nbytes <= budget]
+            fitting = [more for nbytes, more in one.frontier if self._beside + nbytes <= budget]
             base += one.base_seconds
             again += min(fitting, default=math.inf)
         again *= self._body.microbatches
@@ -199,7 +198,7 @@ class Fit:
             if len(self._passes) > 1:
                 self._acting = {one: self._least(one) for one in self._passes}
             for passes in self._passes:
-                self._decide(passes, room)
+                self._decide(passes, room, thoroughly)
             found.append(self._planned(budget))
         fits = lambda one: isinstance(budget, int) and one[0].nbytes <= budget
         if not any(map(fits, found)):
@@ -208,7 +207,10 @@ class Fit:
         if fitting:
             return min(fitting, key=lambda one: one[0].seconds - one[0].plain_seconds)
         # Of equals the one that was decided on last.
-        least = self._least_of(*min(reversed(found), key=lambda one: one[0].nbytes))
+        best = min(reversed(found), key=lambda one: one[0].nbytes)
+        if not thoroughly and isinstance(budget, int):
+            raise DoesNotFitError(*best)
+        least = self._least_of(*best)
         if isinstance(budget, str):
             return least
         raise DoesNotFitError(*least)
@@ -216,7 +218,7 @@ class Fit:
     def _expected_least(self) -> float:
         """Bytes, beside what no plan changes, that are expected of the least plan by what the step takes with its passes as
         they are."""
-        saved = self.predicted_plain - self._beside - self.rank("min").cost
+        saved = self.predicted_plain - self.rank("min").cost
         return self.plain.nbytes - self._beside - max(saved, 0)
 
     def _met_on_the_way(self, less_than: int, budget: int | str) -> list[tuple[StepPlan, Any]]:
@@ -301,14 +303,14 @@ class Fit:
     def _chosen(self, line: Line, way: int) -> Chosen:
         return {one: run for one, run in zip(self._passes, line.runs(way), strict=True) if run is not None}
 
-    def _decide(self, passes: StepPasses, room: int | str) -> None:
+    def _decide(self, passes: StepPasses, room: int | str, thoroughly: bool) -> None:
         """Decides on the passes. If the step does not fit then, they take the least memory."""
         least = self._acting.pop(passes, None)
         if least is not None and isinstance(room, int):
             # Where the peak is elsewhere, compiling says nothing of these passes.
             self._elsewhere = min(self._step({**self._acting, passes: least}), room)
         try:
-            plan = self._decided(passes, room)
+            plan = self._decided(passes, room, thoroughly)
         except TooLittleError as error:
             plan = error.least
         run = by_plan(passes, plan, self._layout) if plan.stretches else None
@@ -325,9 +327,9 @@ class Fit:
     def _known(self, passes: StepPasses) -> Known:
         return known(*self._program(passes), Allowed(**self._allowed), *self._measured(passes))
 
-    def _decided(self, passes: StepPasses, room: int | str) -> Plan:
-        measure, before = self._measured(passes)
-        return decide(*self._program(passes), room, measure=measure, before=before, **self._allowed)
+    def _decided(self, passes: StepPasses, room: int | str, thoroughly: bool) -> Plan:
+        measured: Any = dict(zip(("measure", "before"), self._measured(passes), strict=True))
+        return decide(*self._program(passes), room, thoroughly=thoroughly, **measured, **self._allowed)
 
     def _program(self, passes: StepPasses) -> tuple[StepPasses, list[Any], Layout]:
         return passes, [var.aval for var in passes.forward.invars], self._layout.within(passes.axes)

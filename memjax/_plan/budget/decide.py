@@ -14,6 +14,7 @@ from memjax._plan.budget.search import (
     DOUBTFUL,
     LARGE_GAIN,
     MOST_TRIES,
+    OF_ONE,
     Patience,
     is_out_of_reach,
     search,
@@ -37,6 +38,7 @@ _STEPS_DOWN = (0.98, 0.95, 0.85)  # of the least bytes so far, to ask for where 
 OF_PARTS = Patience(gain=5e-3, enough=3)
 """Plans of parts of a step: each try compiles the whole step."""
 _OFF = 1.1  # times the predicted bytes: the compiler orders the backward pass otherwise than the model has it
+_FAR_OFF = 1.4  # the same: the model may not know this program
 _LEANER = 1e-3  # of a step's time: what keeping less in a plan may cost
 
 
@@ -63,6 +65,7 @@ def decide(
     offload: bool = False,
     measure: Measure | None = None,
     before: dict[Any, Known] | None = None,
+    thoroughly: bool = True,
 ) -> Plan:
     """The fastest plan found of which the compiled step takes no more than `budget`, or "min": the plan of the least memory.
 
@@ -74,6 +77,7 @@ def decide(
       budget: of bytes.
       compress, offload: what else may be done.
       measure, before: of the step that the program is part of, as for `known`.
+      thoroughly: look for the least where nothing fits. Else what was compiled may be enough to see that nothing will.
 
     Raises:
       TooLittleError: the budget is less than the least possible.
@@ -82,13 +86,13 @@ def decide(
     offload = offload and not nothing_moves
     most = Allowed(compress, offload)
     of = lambda allowed: known(derivative, types, layout, allowed, measure, before)
-    found = [_decide(of(most), budget)]
+    found = [_decide(of(most), budget, thoroughly)]
     for less in dict.fromkeys((most, Allowed(compress), Allowed())):
         if less == most or (budget == "min" and less.compress != compress):
             continue
         other = of(less)
         if budget == "min" or all(_can_be_faster(other, one, budget) for one in found):
-            found.insert(0, _decide(other, budget))  # of equals it is the one to take
+            found.insert(0, _decide(other, budget, thoroughly))  # of equals it is the one to take
     plans = [plan for plan in found if _fits(plan, budget)]
     if not plans:
         assert isinstance(budget, int)
@@ -134,11 +138,15 @@ Tried = dict[bool, list[Try]]
 """What was compiled for a budget, by whether the backward pass runs in steps."""
 
 
-def _decide(program: Known, budget: int | str) -> Plan:
+def _decide(program: Known, budget: int | str, thoroughly: bool) -> Plan:
     """The plan; if none fits that of the least memory that was found."""
     tried: Tried = {}
-    if isinstance(budget, int) and (found := _within(program, budget, tried)):
+    if isinstance(budget, int) and (found := _within(program, budget, tried, thoroughly)):
         return found
+    if isinstance(budget, int) and not thoroughly:
+        best = [(plans, min(tried[plans.in_steps], key=lambda one: one.compiled)) for plans in _ways(program)]
+        plans, one = min(best, key=lambda one: one[1].compiled)
+        return plan_of(program, plans, one, tried[plans.in_steps], budget)
     least = _least(program, budget, tried)
     # The search for the least may find what the search for the fastest does not.
     return dataclasses.replace(least, budget=budget) if isinstance(budget, int) and least.nbytes <= budget else least
@@ -182,7 +190,7 @@ def _is_refused(ways: Iterable[Plans], budget: int) -> bool:
     return is_hopeless([plans.tried(1) for plans in ways], budget)
 
 
-def _within(program: Known, budget: int, tried: Tried) -> Plan | None:
+def _within(program: Known, budget: int, tried: Tried, thoroughly: bool = True) -> Plan | None:
     """The fastest plan found that fits, if any. What is compiled is noted in `tried`.
 
     Where none fits otherwise, or the compiler takes so much more than was predicted that a faster plan is missed, the backward
@@ -197,12 +205,18 @@ def _within(program: Known, budget: int, tried: Tried) -> Plan | None:
             break
         patience = Patience()
         if program.is_part:
-            enough = OF_PARTS.enough - sum(map(len, tried.values()))
-            patience = OF_PARTS._replace(enough=max(enough, 1), off=math.inf if plans.in_steps else _OFF)
+            before = tried[False] if plans.in_steps else []
+            patience = OF_PARTS._replace(
+                enough=max(OF_PARTS.enough - len(before), 1),
+                off=math.inf if plans.in_steps else _OFF,
+                most=MOST_TRIES if thoroughly else 1 if before else OF_PARTS.enough,
+                over=math.inf if thoroughly else OF_ONE,
+                least_first=bool(before) and before[0].compiled > _FAR_OFF * before[0].predicted,
+            )
         tries = search(plans.predicted, plans.seconds, budget, plans.compiled, plans.kind, patience, least=1)
         tried[plans.in_steps] = tries
         if all(one.compiled > budget for one in tries):
-            if tries[0].compiled > patience.off * tries[0].predicted:
+            if not thoroughly or tries[0].compiled > patience.off * tries[0].predicted:
                 continue
             if program.is_part and _is_refused(_ways_to_the_least(ways, tried), budget):
                 break

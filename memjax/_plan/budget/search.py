@@ -40,15 +40,18 @@ class Patience(NamedTuple):
 
     Attributes:
       gain: of a step's time: what another try has to promise once a plan fits.
-      enough: as many tries will do if one of them fits.
+      enough, most: so many tries will do if one of them fits, and if none does.
       off: the search ends where the first try takes so many times the predicted bytes and does not fit.
       over: it ends where nothing fits and nothing is expected to take less than so many times the budget.
+      least_first: the plan of number `least` is compiled first, as nothing is known to be predicted well.
     """
 
     gain: float = GAIN
     enough: int = MOST_TRIES
+    most: int = MOST_TRIES
     off: float = math.inf
     over: float = math.inf
+    least_first: bool = False
 
 
 def search(
@@ -76,7 +79,7 @@ def search(
     tries: list[Try] = []
     fits: Try | None = None
     over: Try | None = None
-    while len(tries) < (MOST_TRIES if fits is None else patience.enough):
+    while len(tries) < (patience.most if fits is None else patience.enough):
         low = 0 if fits is None else fits.number + 1
         high = len(predicted) - 1 if over is None else over.number - 1
         if low > high:
@@ -97,6 +100,8 @@ def search(
         if fits is None and (len(tries) == MOST_TRIES - 1 or expected[low] > budget):
             if over is not None and over.number <= least:
                 break
+            number = min(least, high)
+        if not tries and patience.least_first:
             number = min(least, high)
         if fits is not None:
             gained = seconds[fits.number] - seconds[number]
