@@ -124,6 +124,9 @@ def _peak(fields: dict[str, Any]) -> Peak:
 _ROWS = 12
 _NUMBERS = frozenset(("bytes", "share", "count", "predicted", "compiled", "difference"))
 _REMEDIES = 6
+_LINE = (
+    'To fit a budget without changing the model: step = memjax.jit(train_step, budget="40GiB"), in place of jax.jit.'
+)
 
 
 Table = tuple[str, list[str], list[list[str]]]
@@ -233,7 +236,8 @@ def _messages(explanation: Any) -> list[str]:
     if len(explanation.dropped) > _ROWS:
         dropped.append(f"not kept: {len(explanation.dropped) - _ROWS} more")
     warnings = [f"warning: {text}" for text in explanation.warnings]
-    return [*dropped, *warnings, *(f"note: {text}" for text in explanation.notes)]
+    notes = [f"note: {text}" for text in explanation.notes]
+    return [*dropped, *warnings, *notes, *([_LINE] if explanation.rows else [])]
 
 
 # The memory of a compiled program over its instructions, stacked by module.
