@@ -12,7 +12,7 @@ from memjax._core.meshes import device_of
 from memjax._core.program import costs
 from memjax._jit.body import Acting, Body
 from memjax._jit.passes import StepPasses
-from memjax._jit.step_plan import StepPlan
+from memjax._jit.step_plan import StepPlan, StepPoint
 from memjax._jit.together import Line
 from memjax._plan.acting import by_plan
 from memjax._plan.budget.decide import GAIN_OF_STEPS, Plans, TooLittleError, decide, is_hopeless, plan_of
@@ -164,6 +164,15 @@ class Fit:
             again += min(fitting, default=math.inf)
         again *= self._body.microbatches
         return Rank(self._body.microbatches * base + again + self._seconds_of_sums, again)
+
+    def frontier(self) -> list[StepPoint]:
+        """The bytes that plans are predicted to hold, and their seconds."""
+        beside = self._beside + self._sums
+        sizes = {beside + nbytes for one in map(self._known, self._passes) for nbytes, _ in one.frontier}
+        found = [
+            StepPoint(size, self.rank(size).cost, self._body.microbatches, bool(self._body.tiled)) for size in sizes
+        ]
+        return [point for point in found if point.seconds < math.inf]
 
     def within(self, budget: int | str) -> tuple[StepPlan, Any]:
         """The plan, and the step compiled with it.
