@@ -154,8 +154,9 @@ def _within(step: Callable[..., Any], args: Sequence[Any], asked: Fit) -> tuple[
     """The step under `memjax.jit` with what is asked, and how to write that. Options that it is jitted with already stay."""
     asked_for: dict[str, Any] = {"donate_argnums": asked.donate_argnums, "allow": asked.allow}
     options = {name: value for name, value in asked_for.items() if value}
-    if isinstance(step, jax.stages.Wrapped) and "donate_argnums" not in options:  # by jax.jit
-        infos = step.trace(*args).args_info[0]
+    if isinstance(step, jax.stages.Wrapped) and "donate_argnums" not in options:  # by jax.jit, or nnx.jit
+        traced = step.trace(*args)
+        infos = getattr(traced, "traced", traced).args_info[0]
         donated = [i for i, info in enumerate(infos) if any(leaf.donated for leaf in jax.tree.leaves(info))]
         options |= {"donate_argnums": tuple(donated)} if donated else {}
     budget: dict[str, Any] = {"budget": asked.budget}

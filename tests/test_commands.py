@@ -18,11 +18,14 @@ from tests.jit.steps import STEPS, within
 FACTORIES = """
 import jax
 import memjax
+from flax import nnx
 from tests.jit.steps import STEPS
 
 step = STEPS["layers"]()
 make = lambda: (step.f, step.args)
 jitted = lambda: (jax.jit(step.f, **step.options), step.args)
+model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+objects = lambda: (nnx.jit(lambda model, x: model(x), donate_argnums=0), (model, jax.numpy.ones((2, 2))))
 planned = lambda: (memjax.jit(step.f, budget="1GiB", **step.options), step.args)
 alone = lambda: step.f
 of_one = lambda x: x
@@ -64,6 +67,11 @@ def test_fit_says_where_nothing_fits_what_is_possible(folder, capsys):
     assert found["frontier"][0]["nbytes"] == pytest.approx(found["nbytes"], rel=0.3)
     assert found["plain_nbytes"] > found["nbytes"] == found["plan"]["nbytes"]
     assert picture.read_bytes()[1:4] == b"PNG"
+
+
+def test_what_nnx_donates_is_donated(capsys):
+    assert run(["fit", "factories:objects"]) == 0
+    assert "donate_argnums=(0,), budget='device')" in capsys.readouterr().out
 
 
 def test_explain_prints_what_the_function_does(capsys):
