@@ -1,6 +1,6 @@
-"""Draw `overview.png`, what memjax is for in one picture, and `activations.png`: `python docs/overview.py`.
+"""Draw `overview.png`, `savings.png` and `activations.png`: `python docs/overview.py`.
 
-The first has measurements: left batches of a training step that did not fit, right README's table. The second is a sketch: one
+The first two have measurements: batches of a training step that did not fit, and README's table. The third is a sketch: one
 training step of a chain of equal layers, computed from the number of layers alone.
 """
 
@@ -102,13 +102,11 @@ def measured(axes) -> None:
 
 
 def main(folder: pathlib.Path) -> None:
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12.5, 4.9), layout="constrained", width_ratios=(1, 1.4))
-    fitted(left)
-    measured(right)
-    saved(figure, folder / "overview.png")
-    figure, axes = plt.subplots(figsize=(6.5, 4.2), layout="constrained")
-    sketch(axes)
-    saved(figure, folder / "activations.png")
+    drawn = {"overview": (fitted, (7.5, 3.9)), "savings": (measured, (7.5, 4.6)), "activations": (sketch, (6.5, 4.2))}
+    for name, (draw, size_of) in drawn.items():
+        figure, axes = plt.subplots(figsize=size_of, layout="constrained")
+        draw(axes)
+        saved(figure, folder / f"{name}.png")
 
 
 def saved(figure, path: pathlib.Path) -> None:

@@ -180,3 +180,4 @@ def test_site_builds_without_warnings(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "warning" not in (done.stdout + done.stderr).lower()
     assert (tmp_path / "site" / "reference" / "remat" / "index.html").is_file()
+    assert [*(tmp_path / "site").rglob("*.py")] == []
