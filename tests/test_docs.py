@@ -58,6 +58,24 @@ def test_code_runs(page, capsys):
     assert "nan" not in capsys.readouterr().out.lower()
 
 
+FIRST_SCREEN = 2000  # letters, about
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "README.md",
+        "docs/index.md",
+        "docs/quick-start.md",
+        "docs/tutorial.md",
+        "docs/faq.md",
+        "docs/guides/out-of-memory.md",
+    ],
+)
+def test_whoever_comes_first_meets_the_whole_step(page):
+    assert "memjax.jit" in text_of(page)[:FIRST_SCREEN]
+
+
 @each_page
 def test_no_code_is_left_untested(page):
     languages = set(re.findall(r"^```(\S*)\n(?=.)", text_of(page), re.MULTILINE)) - {""}
