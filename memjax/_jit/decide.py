@@ -166,7 +166,8 @@ def _decided_here(
 def _fastest(ways: Sequence[Fit], more: Iterator[Fit], room: int | str, beside: int) -> tuple[StepPlan, Any]:
     """The plan of the way that is predicted to be the fastest, and the step compiled with it; of the next one if it does not fit.
 
-    Those that are predicted not to fit come last, the leanest first, until one is far from fitting.
+    Those that are predicted not to fit come last, the leanest first, until one is far from fitting; and with them those that
+    turn out to take far more than was predicted.
 
     Args:
       ways: the step as it is written, then others.
@@ -180,9 +181,9 @@ def _fastest(ways: Sequence[Fit], more: Iterator[Fit], room: int | str, beside: 
     refused: list[DoesNotFitError] = []
     lean: list[Fit] = []
 
-    def tried(fit: Fit) -> tuple[StepPlan, Any] | None:
+    def tried(fit: Fit, thoroughly: bool) -> tuple[StepPlan, Any] | None:
         try:
-            plan, program = fit.within(room)
+            plan, program = fit.within(room, thoroughly)
         except DoesNotFitError as error:
             refused.append(error)
             return None
@@ -198,13 +199,16 @@ def _fastest(ways: Sequence[Fit], more: Iterator[Fit], room: int | str, beside: 
             ranks[fit].again,
         )
         for fit in sorted(ranks, key=order):
-            if ranks[fit].cost < math.inf and (found := tried(fit)) is not None:
+            if ranks[fit].cost == math.inf:
+                continue
+            if (found := tried(fit, thoroughly=False)) is not None:
                 return found
+            lean.append(fit)
     least = {fit: fit.rank("min").cost for fit in lean}
     for fit in sorted(lean, key=lambda fit: least[fit]):
         if least[fit] > OF_ONE * min(least.values()):
             break
-        if (found := tried(fit)) is not None:
+        if (found := tried(fit, thoroughly=True)) is not None:
             return found
         if isinstance(room, int) and refused[-1].plan.nbytes - beside > OF_ONE * (room - beside):
             break

@@ -15,7 +15,7 @@ from memjax._jit.passes import StepPasses
 from memjax._jit.step_plan import StepPlan, StepPoint
 from memjax._jit.together import Line
 from memjax._plan.acting import by_plan
-from memjax._plan.budget.decide import GAIN_OF_STEPS, Plans, TooLittleError, decide, is_hopeless, plan_of
+from memjax._plan.budget.decide import OF_PARTS, Plans, TooLittleError, decide, is_hopeless, plan_of
 from memjax._plan.budget.known import Allowed, Key, Known, Measure, key_of, known
 from memjax._plan.budget.search import LARGE_GAIN, OF_ONE, search
 from memjax._plan.layout import Layout
@@ -174,25 +174,34 @@ class Fit:
         ]
         return [point for point in found if point.seconds < math.inf]
 
-    def within(self, budget: int | str) -> tuple[StepPlan, Any]:
+    def within(self, budget: int | str, thoroughly: bool = True) -> tuple[StepPlan, Any]:
         """The plan, and the step compiled with it.
 
         With its passes as they are the step may fit: where a loss runs tile by tile, that can be enough. Else they are decided
         on together. Where that is not as good as predicted, a few of them are decided on one after another, the others being as
         they are: then all begin with the plan that is predicted to take the least memory.
 
+        Args:
+          budget: bytes of a device, or "min".
+          thoroughly: look for the least. Else what was compiled may be enough to see that no plan will fit.
+
         Raises:
           DoesNotFitError: the budget is less than the least possible.
         """
-        if isinstance(budget, int) and self.may_fit_plain(budget) and self.plain.nbytes <= budget:
-            return self._plan(budget, self.plain.nbytes), self.plain.program
+        if isinstance(budget, int) and self.may_fit_plain(budget):
+            if self.plain.nbytes <= budget:
+                return self._plan(budget, self.plain.nbytes), self.plain.program
+            if not thoroughly and self._expected_least() > OF_ONE * (budget - self._beside):
+                raise DoesNotFitError(self._plan(budget, self.plain.nbytes), self.plain.program)
         room = budget if isinstance(budget, str) else budget - self._beside
         found: list[tuple[StepPlan, Any]] = []
         if self._may_be_together(room):
-            fast, least_tries = self._together(room if isinstance(room, int) else 0)
+            fast, least_tries = self._together(room if isinstance(room, int) else 0, thoroughly)
             found.append(self._planned(budget))
             if isinstance(budget, int) and fast and found[0][0].nbytes <= budget:
                 return found[0]
+            if not thoroughly and isinstance(budget, int) and found[0][0].nbytes > budget:
+                raise DoesNotFitError(*found[0])
             if isinstance(room, int) and is_hopeless(least_tries, room, OF_ONE):
                 raise DoesNotFitError(*self._least_of(*found[0]))
         if not found or len(self._passes) <= _MOST_ONE_BY_ONE:
@@ -212,6 +221,12 @@ class Fit:
         if isinstance(budget, str):
             return least
         raise DoesNotFitError(*least)
+
+    def _expected_least(self) -> float:
+        """Bytes, beside what no plan changes, that are expected of the least plan by what the step takes with its passes as
+        they are."""
+        saved = self.predicted_plain - self._beside - self.rank("min").cost
+        return self.plain.nbytes - self._beside - max(saved, 0)
 
     def _met_on_the_way(self, less_than: int, budget: int | str) -> list[tuple[StepPlan, Any]]:
         """The step that was compiled to decide on a derivative and takes the least, if that is less than what was decided on.
@@ -258,14 +273,19 @@ class Fit:
         several = len(self._passes) > (1 if isinstance(room, int) else _MOST_ONE_BY_ONE)
         return several and not any(self._allowed.values())
 
-    def _together(self, room: int) -> tuple[bool, list[Try]]:
+    def _together(self, room: int, thoroughly: bool) -> tuple[bool, list[Try]]:
         """Decides on all passes at once.
+
+        Args:
+          room: bytes for them.
+          thoroughly: as for `within`.
 
         Returns:
           Whether the step is about as fast then as was predicted, and of each line that was tried what takes the least.
         """
         programs = [self._known(one) for one in self._passes]
         found: list[tuple[Line, Try, list[Try]]] = []
+        patience = OF_PARTS if thoroughly else OF_PARTS._replace(over=OF_ONE)
         for in_steps in (False, True):
             line = Line(programs, in_steps)
             compiled = lambda way, line=line: self._step(self._chosen(line, way))
@@ -274,11 +294,11 @@ class Fit:
                 if is_hopeless([first], room, OF_ONE):
                     found.append((line, first, [first]))
                     break
-            tries = search(line.predicted, line.seconds, room, compiled, line.kind, GAIN_OF_STEPS)
+            tries = search(line.predicted, line.seconds, room, compiled, line.kind, patience)
             fitting = [one for one in tries if one.compiled <= room]
             best = max(fitting, default=None) or min(tries, key=lambda one: one.compiled)
             found.append((line, best, tries))
-            if fitting:
+            if fitting or (not thoroughly and is_hopeless([best], room, OF_ONE)):
                 break
         least = [best for _, best, _ in found]
         line, best, tries = min(found, key=lambda one: max(one[1].compiled - room, 0))

@@ -35,10 +35,10 @@ PASSES_OF_SUMS = 1
 """Over the gradients, for each microbatch: sums are read where gradients are written."""
 
 
-def sum_bytes(batch: Batch) -> int:
-    """Bytes of what is added up over microbatches."""
+def sum_bytes(batch: Batch, platform: str) -> int:
+    """Bytes that adding up over microbatches takes beside a microbatch: the sums; on a CPU the new ones beside the old."""
     sums = [var.aval for var in batch.makes if isinstance(batch.states[var], Summed)]
-    return sum(aval.size * dtype.itemsize for aval, dtype in map(_wide, sums))
+    return (2 if platform == "cpu" else 1) * sum(aval.size * dtype.itemsize for aval, dtype in map(_wide, sums))
 
 
 def counts(batch: Batch, nbytes: int, budget: int | str, beside: int) -> tuple[list[int], list[int]]:

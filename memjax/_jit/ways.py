@@ -65,9 +65,8 @@ class Ways:
         batch = self._batch
         if batch is None:
             return ways, iter(())
-        nbytes = self.as_written.predicted_kept - self.beside - sum_bytes(batch)
-        beside_parts = self.beside + 2 * sum_bytes(batch)  # the sums, and the gradients of a microbatch
-        first, others = counts(batch, nbytes, room, beside_parts)
+        divisible = self.as_written.predicted_kept - self.beside
+        first, others = counts(batch, divisible, room, self.beside + sum_bytes(batch, self._device.platform))
         return [*ways, *self._in_parts(first)], self._in_parts(others)
 
     def frontier(self) -> list[StepPoint]:
@@ -105,7 +104,7 @@ class Ways:
     def _in_parts(self, numbers: Sequence[int]) -> Iterator[Fit]:
         """The step in these numbers of microbatches, where it has them."""
         assert self._batch is not None
-        sums, rates = sum_bytes(self._batch), costs.device(self._device)
+        sums, rates = sum_bytes(self._batch, self._device.platform), costs.device(self._device)
         for count in numbers:
             parts = in_microbatches(self._traced.jaxpr, self._batch, count, self._device.platform)
             if parts is not None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from memjax._plan.budget.search import is_out_of_reach, search, told_apart
+from memjax._plan.budget.search import Patience, is_out_of_reach, search, told_apart
 from memjax._plan.result import Try
 
 RNG = np.random.default_rng(0)
@@ -120,6 +120,23 @@ def test_a_much_faster_plan_is_tried_though_it_may_take_too_much():
     # It is not where the gain is small, nor where much more is expected.
     assert len(search(predicted, [2 - 1e-4 * i for i in range(len(predicted))], 15_500, compiled)) == 1
     assert max(one.number for one in search(predicted, seconds, 14_500, compiled)) < 60
+
+
+def test_patience_ends_a_search():
+    predicted, seconds = list(range(1000, 2000, 10)), np.linspace(2, 1, 100).tolist()
+    tried = lambda budget, factor, **patience: [
+        one.number for one in search(predicted, seconds, budget, lambda i: int(factor * predicted[i]), **patience)
+    ]
+    patient = tried(1500, 1.2)
+    assert len(patient) > 2  # the first takes too much, the next ones fit
+    assert tried(1500, 1.2, patience=Patience(enough=2)) == patient[:2]
+    assert tried(1500, 1.2, patience=Patience(off=1.3)) == patient
+    assert tried(1500, 1.2, patience=Patience(off=1.1)) == patient[:1]
+    # Of three times the bytes nothing fits, and after the first try nothing is expected to.
+    assert tried(1500, 3.0)[-1] == 0
+    assert len(tried(1500, 3.0, patience=Patience(over=1.25))) == 1
+    # While nothing fits, enough is not enough.
+    assert len(tried(1100, 1.12, patience=Patience(enough=1))) > 1
 
 
 def test_plans_of_much_the_same_bytes_are_one():

@@ -12,9 +12,9 @@ from memjax._core.meshes import device_of
 from memjax._plan.budget.known import Allowed, Known, Measure, known
 from memjax._plan.budget.search import (
     DOUBTFUL,
-    GAIN,
     LARGE_GAIN,
     MOST_TRIES,
+    Patience,
     is_out_of_reach,
     search,
     told_apart,
@@ -34,7 +34,9 @@ _AS_PREDICTED = (
 )
 _UNSURE = 1.1  # by as much more or less the compiled bytes of one plan may be off than those of another
 _STEPS_DOWN = (0.98, 0.95, 0.85)  # of the least bytes so far, to ask for where the least is wanted
-GAIN_OF_STEPS = 5e-3  # of a step's time: what compiling a whole step once more has to promise
+OF_PARTS = Patience(gain=5e-3, enough=3)
+"""Plans of parts of a step: each try compiles the whole step."""
+_OFF = 1.1  # times the predicted bytes: the compiler orders the backward pass otherwise than the model has it
 _LEANER = 1e-3  # of a step's time: what keeping less in a plan may cost
 
 
@@ -128,23 +130,28 @@ def _can_be_faster(other: Known, found: Plan, budget: int | str) -> bool:
     return bool(fitting) and other.base_seconds + min(fitting) <= found.seconds
 
 
+Tried = dict[bool, list[Try]]
+"""What was compiled for a budget, by whether the backward pass runs in steps."""
+
+
 def _decide(program: Known, budget: int | str) -> Plan:
     """The plan; if none fits that of the least memory that was found."""
-    if isinstance(budget, int) and (found := _within(program, budget)):
+    tried: Tried = {}
+    if isinstance(budget, int) and (found := _within(program, budget, tried)):
         return found
-    least = _least(program, budget)
+    least = _least(program, budget, tried)
     # The search for the least may find what the search for the fastest does not.
     return dataclasses.replace(least, budget=budget) if isinstance(budget, int) and least.nbytes <= budget else least
 
 
-def _least(program: Known, budget: int | str) -> Plan:
+def _least(program: Known, budget: int | str, tried: Tried) -> Plan:
     """The plan of the least memory, by compiling those that are predicted to take the least and then asking for less.
 
     What is predicted to take the least need not take the least when compiled. Where that of a whole step is so much more than
     the budget that asking for less will not do, it is left at that.
     """
     room = budget if isinstance(budget, int) and program.is_part else None
-    ways = _ways(program)
+    ways = _ways_to_the_least(_ways(program), tried)
     alone = room is not None and _is_refused(ways, room)
     found = [(plans, plans.least(alone)) for plans in ways]
     plans, tries = min(found, key=lambda one: one[1][0].compiled)
@@ -152,7 +159,7 @@ def _least(program: Known, budget: int | str) -> Plan:
     if alone or (room is not None and is_hopeless((one for _, tries in found for one in tries), room)):
         return least
     for share in _STEPS_DOWN:
-        less = _within(program, int(share * least.nbytes))
+        less = _within(program, int(share * least.nbytes), {})
         if less is not None:
             least = dataclasses.replace(less, budget=less.nbytes)
     return least
@@ -162,26 +169,42 @@ def _ways(program: Known) -> list[Plans]:
     return [Plans(program, in_steps) for in_steps in (False, True)]
 
 
+def _ways_to_the_least(ways: Sequence[Plans], tried: Tried) -> list[Plans]:
+    """Those ways of which the least may be the least of all, by what was compiled of each."""
+    expected = {plans: plans.expected_least(tried.get(plans.in_steps, ())) for plans in ways}
+    known = [nbytes for nbytes, is_compiled in expected.values() if is_compiled]
+    least = min(known, default=math.inf)
+    return [plans for plans, (nbytes, is_compiled) in expected.items() if is_compiled or nbytes <= least]
+
+
 def _is_refused(ways: Iterable[Plans], budget: int) -> bool:
     """Whether no plan of a part of a step is expected to fit, by one for the least memory of each way."""
     return is_hopeless([plans.tried(1) for plans in ways], budget)
 
 
-def _within(program: Known, budget: int) -> Plan | None:
-    """The fastest plan found that fits, if any.
+def _within(program: Known, budget: int, tried: Tried) -> Plan | None:
+    """The fastest plan found that fits, if any. What is compiled is noted in `tried`.
 
     Where none fits otherwise, or the compiler takes so much more than was predicted that a faster plan is missed, the backward
-    pass runs in steps: then what is alive at a time is what the model says, whichever kernels the compiler chooses.
+    pass runs in steps: then what is alive at a time is what the model says, whichever kernels the compiler chooses. Where
+    compiling takes long, as for a part of a step, the first plan that takes more than was predicted, and too much, is enough
+    to try that.
     """
     fitted: list[tuple[Plans, Try, list[Try]]] = []
     ways = _ways(program)
     for plans in ways:
-        if not fitted and plans.in_steps and plans.least()[0].compiled > budget:
+        if not (fitted or program.is_part) and plans.in_steps and plans.least()[0].compiled > budget:
             break
-        gain = GAIN_OF_STEPS if program.is_part else GAIN
-        tries = search(plans.predicted, plans.seconds, budget, plans.compiled, plans.kind, gain, least=1)
+        patience = Patience()
+        if program.is_part:
+            enough = OF_PARTS.enough - sum(map(len, tried.values()))
+            patience = OF_PARTS._replace(enough=max(enough, 1), off=math.inf if plans.in_steps else _OFF)
+        tries = search(plans.predicted, plans.seconds, budget, plans.compiled, plans.kind, patience, least=1)
+        tried[plans.in_steps] = tries
         if all(one.compiled > budget for one in tries):
-            if program.is_part and _is_refused(ways, budget):
+            if tries[0].compiled > patience.off * tries[0].predicted:
+                continue
+            if program.is_part and _is_refused(_ways_to_the_least(ways, tried), budget):
                 break
             tries += [one for one in plans.least() if one.number not in {other.number for other in tries}]
         tries += _leaner(plans, tries, budget)
@@ -283,6 +306,16 @@ class Plans:
         nbytes = self._program.step_bytes(self._program.stretches(self.choices(number)), self.in_steps)
         return self.predicted[number] if nbytes is None else nbytes
 
+    def expected_least(self, tries: Sequence[Try]) -> tuple[float, bool]:
+        """Bytes of the plan that is predicted to take the least, by those of this way that were compiled, and whether it was."""
+        if not tries:
+            return 0.0, False
+        for one in tries:
+            if one.number <= 1:
+                return one.compiled, True
+        nearest = min(tries)
+        return nearest.compiled - (nearest.predicted - self.predicted[0]), False
+
     def tried(self, number: int) -> Try:
         """One that is predicted to take the least, compiled."""
         return Try(number, self.predicted[0], self.predicted[0], self.compiled(number))
@@ -313,7 +346,8 @@ def _without_a_plan(program: Known, plans: Plans, chosen: Try, tries: Sequence[T
     """
     if program.chain.loops or plans.seconds[chosen.number] > _AS_FAST * plans.seconds[plans.count - 1]:
         return None
-    nbytes = program.step_bytes(())
+    # A step that is worth compiling as it is was compiled before its parts were planned.
+    nbytes = None if program.is_part and not program.knows_all_kept else program.step_bytes(())
     if nbytes is None or nbytes > budget:
         return None
     plan = plan_of(program, plans, chosen, [*tries, Try(len(plans.predicted), nbytes, nbytes, nbytes)], budget)

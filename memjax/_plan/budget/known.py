@@ -88,6 +88,11 @@ class Known:
         """A way through the chain as data."""
         return stretches(self.chain, way, self.layout)
 
+    @property
+    def knows_all_kept(self) -> bool:
+        """Whether the step was compiled with everything kept."""
+        return key_of((), False) in self.compiled
+
     def step_bytes(self, stretches: tuple[Stretch, ...], in_steps: bool = False) -> int | None:
         """Temporary bytes of the step under a plan, compiled; None where it is no program of its own."""
         key = key_of(stretches, in_steps)

@@ -15,7 +15,9 @@ it is off for the others, closely; for another kind the compiler may order all o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
 
 from memjax._plan.result import Try
 
@@ -33,18 +35,34 @@ _KNOWN = 0.5  # of the predicted bytes: where the compiler takes less, the predi
 _STEP = 1.002  # between the predicted bytes of plans that are worth telling apart
 
 
+class Patience(NamedTuple):
+    """How much a search may compile.
+
+    Attributes:
+      gain: of a step's time: what another try has to promise once a plan fits.
+      enough: as many tries will do if one of them fits.
+      off: the search ends where the first try takes so many times the predicted bytes and does not fit.
+      over: it ends where nothing fits and nothing is expected to take less than so many times the budget.
+    """
+
+    gain: float = GAIN
+    enough: int = MOST_TRIES
+    off: float = math.inf
+    over: float = math.inf
+
+
 def search(
     predicted: Sequence[int],
     seconds: Sequence[float],
     budget: int,
     compile: Callable[[int], int],
     kind: Callable[[int], Hashable] = lambda number: number,
-    gain: float = GAIN,
+    patience: Patience = Patience(),  # noqa: B008 (it is immutable)
     least: int = 0,
 ) -> list[Try]:
     """Compiles a few plans, and returns these tries. The largest number within the budget is the fastest plan that fits.
 
-    If none of them fits, the last is the plan of number `least`.
+    If none of them fits, the last is the plan of number `least`, unless patience has ended the search.
 
     Args:
       predicted: bytes of each plan, rising.
@@ -52,13 +70,13 @@ def search(
       budget: bytes.
       compile: from the number of a plan to its compiled bytes. It is called at most four times.
       kind: from the number of a plan to its kind.
-      gain: of a step's time: what another try has to promise once a plan fits.
+      patience: how much may be compiled.
       least: the number of the plan that is compiled where none is expected to fit.
     """
     tries: list[Try] = []
     fits: Try | None = None
     over: Try | None = None
-    while len(tries) < MOST_TRIES:
+    while len(tries) < (MOST_TRIES if fits is None else patience.enough):
         low = 0 if fits is None else fits.number + 1
         high = len(predicted) - 1 if over is None else over.number - 1
         if low > high:
@@ -71,6 +89,10 @@ def search(
             below = max((one for one in alike if one.number < i), default=None)
             above = min((one for one in alike if one.number > i), default=None)
             expected[i] = _expected(predicted[i], *((below, above) if alike else (fits, over)))
+        if tries and fits is None:
+            is_off = tries[0].compiled > patience.off * tries[0].predicted
+            if is_off or min(expected.values()) > patience.over * budget:
+                break
         number = max(i for i in expected if expected[i] <= max(aim, expected[low]))
         if fits is None and (len(tries) == MOST_TRIES - 1 or expected[low] > budget):
             if over is not None and over.number <= least:
@@ -78,7 +100,7 @@ def search(
             number = min(least, high)
         if fits is not None:
             gained = seconds[fits.number] - seconds[number]
-            if fits.compiled >= _FULL * budget or gained < gain * seconds[number]:
+            if fits.compiled >= _FULL * budget or gained < patience.gain * seconds[number]:
                 fast = seconds[fits.number] / (1 + LARGE_GAIN)
                 doubtful = [i for i in expected if seconds[i] <= fast and expected[i] <= DOUBTFUL * budget]
                 if not doubtful:
