@@ -1,7 +1,7 @@
-"""Draw `overview.png`, what memjax is for in one picture: `python docs/overview.py`.
+"""Draw `overview.png`, `savings.png` and `activations.png`: `python docs/overview.py`.
 
-Left is a sketch: one training step of a chain of equal layers, computed from the number of layers alone. Right are
-measurements, the same as in README's table.
+The first two have measurements: batches of a training step that did not fit, and README's table. The third is a sketch: one
+training step of a chain of equal layers, computed from the number of layers alone.
 """
 
 import pathlib
@@ -11,11 +11,13 @@ import matplotlib
 matplotlib.use("agg")
 from matplotlib import pyplot as plt
 
+from benchmarks.tables.markdown import load
 from benchmarks.tables.overview import savings, size
 from memjax import remat
 
 LAYERS, SLOTS, CODE = 24, 7, 0.3
 GREY, BLUE, ORANGE = "0.6", "tab:blue", "tab:orange"
+WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 2}
 
 
 def everything_kept(share: float) -> tuple[list[float], list[float]]:
@@ -53,6 +55,33 @@ def sketch(axes) -> None:
     axes.legend(frameon=False, fontsize="small", loc="upper right", bbox_to_anchor=(1, 0.93))
 
 
+def fitted(axes) -> None:
+    """Batches of a step under `jax.jit`, of which the first fits, and under `memjax.jit`."""
+    environment, rows = load("jit_gpt")
+    (plain,) = (row for row in rows if row["case"] == "nnx.jit")
+    planned = [row for row in rows if row["case"] == "memjax.jit"]
+    limit = planned[0]["budget"] / 2**30
+    for place, row in enumerate(planned):
+        fits = row["batch"] <= plain["batch"]
+        height = row["nbytes"] / 2**30
+        if fits:
+            axes.bar(place - 0.2, height, 0.36, color=GREY, alpha=0.5)
+        else:
+            axes.bar(place - 0.2, limit, 0.36, color="none", edgecolor=GREY, hatch="///", lw=0)
+            axes.text(place - 0.2, limit / 2, "does not fit", rotation=90, ha="center", va="center", bbox=WHITE)
+        axes.bar(place + 0.2, height, 0.36, color=BLUE)
+        speed = f"{row['tokens_per_s'] / 1e3:.0f}k tokens/s"
+        axes.text(place + 0.2, height / 2, speed, rotation=90, ha="center", va="center", color="white")
+    axes.axhline(limit, color="0.3", lw=0.8)
+    axes.text(-0.45, limit + 1, f"memory that JAX may use: {limit:.1f} GiB", color="0.3", fontsize=8.5)
+    axes.bar(0, 0, color=GREY, alpha=0.5, label=plain["case"])
+    axes.bar(0, 0, color=BLUE, label="memjax.jit")
+    axes.legend(frameon=False, fontsize="small", loc="upper right", ncols=2)
+    axes.set_xticks(range(len(planned)), [f"batch {row['batch']}" for row in planned])
+    card = environment["accelerator"].removesuffix(" 80GB HBM3")
+    axes.set(ylim=(0, 1.22 * limit), ylabel="memory of the step, GiB", title=f"909M decoder, AdamW, one {card}")
+
+
 def measured(axes) -> None:
     rows = savings()[::-1]
     for place, row in enumerate(rows):
@@ -72,11 +101,16 @@ def measured(axes) -> None:
     axes.tick_params(axis="y", length=0)
 
 
-def main(path: pathlib.Path) -> None:
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12.5, 4.9), layout="constrained", width_ratios=(1, 1.25))
-    sketch(left)
-    measured(right)
-    for axes in (left, right):
+def main(folder: pathlib.Path) -> None:
+    drawn = {"overview": (fitted, (7.5, 3.9)), "savings": (measured, (7.5, 4.6)), "activations": (sketch, (6.5, 4.2))}
+    for name, (draw, size_of) in drawn.items():
+        figure, axes = plt.subplots(figsize=size_of, layout="constrained")
+        draw(axes)
+        saved(figure, folder / f"{name}.png")
+
+
+def saved(figure, path: pathlib.Path) -> None:
+    for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.title.set_fontsize(11)
     figure.savefig(path, dpi=130)
@@ -84,4 +118,4 @@ def main(path: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-    main(pathlib.Path(__file__).with_name("overview.png"))
+    main(pathlib.Path(__file__).parent)

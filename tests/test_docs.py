@@ -21,7 +21,6 @@ import memjax
 from benchmarks import public_decoder
 from benchmarks.tables import __main__ as tables
 
-P = jax.sharding.PartitionSpec
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
 import run_page  # noqa: E402
@@ -35,22 +34,9 @@ each_page = pytest.mark.parametrize("page", PAGES)
 
 # What README's short examples leave out.
 README_SETUP = """
-import flax.nnx as nnx
 import jax
-import jax.numpy as jnp
-import optax
 
-import memjax
-
-ones = jnp.ones
-rngs = nnx.Rngs(0)
-train_step = lambda state, batch: jax.tree.map(lambda p, g: p - g, state, jax.grad(lambda p: jnp.sum(p * batch) ** 2)(state))
-cell = lambda carry, x: (jnp.tanh(carry + x), carry)
-init, xs = ones((4,)), ones((20, 4))
-hidden, head, labels = ones((8, 16)), ones((32, 16)), jnp.arange(8)
-model = nnx.Sequential(nnx.Conv(4, 4, (3, 3), rngs=rngs), nnx.relu)
-x = images = ones((1, 8, 8, 4))
-layers = [nnx.Conv(4 + 2 * i, 2, (3, 3), rngs=rngs) for i in range(2)]
+train_step = lambda state, batch: jax.tree.map(lambda p, g: p - g, state, jax.grad(lambda p: (p * batch).sum() ** 2)(state))
 """
 
 
@@ -67,13 +53,27 @@ def test_code_runs(page, capsys):
     with mock.patch.dict(os.environ), jax.numpy_dtype_promotion("standard"):
         names = run_page.run(ROOT / page, README_SETUP if page == "README.md" else "")
         if page == "README.md":
-            mesh = jax.make_mesh((2,), ("ring",), axis_types=(jax.sharding.AxisType.Auto,))
-            rows, columns = P("ring"), P(None, "ring")
-            f = jax.shard_map(names["feed_forward"], mesh=mesh, in_specs=(rows, columns, rows), out_specs=rows)
-            x, w = np.random.default_rng(0).normal(size=(2, 4, 4)).astype(np.float32)
-            found, wanted = jax.jit(lambda x, w: (f(x, w, w.T), jax.nn.gelu(x @ w) @ w.T))(x, w)
-            np.testing.assert_allclose(found, wanted, atol=1e-5)
+            batch = jax.numpy.arange(3.0)
+            np.testing.assert_allclose(names["step"](jax.numpy.ones(3), batch), 1 - 2 * batch.sum() * batch)
     assert "nan" not in capsys.readouterr().out.lower()
+
+
+FIRST_SCREEN = 2000  # letters, about
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "README.md",
+        "docs/index.md",
+        "docs/quick-start.md",
+        "docs/tutorial.md",
+        "docs/faq.md",
+        "docs/guides/out-of-memory.md",
+    ],
+)
+def test_whoever_comes_first_meets_the_whole_step(page):
+    assert "memjax.jit" in text_of(page)[:FIRST_SCREEN]
 
 
 @each_page
@@ -198,3 +198,4 @@ def test_site_builds_without_warnings(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "warning" not in (done.stdout + done.stderr).lower()
     assert (tmp_path / "site" / "reference" / "remat" / "index.html").is_file()
+    assert [*(tmp_path / "site").rglob("*.py")] == []

@@ -82,8 +82,23 @@ def test_version_is_the_one_of_the_metadata():
     assert memjax.__version__ == importlib.metadata.version("memjax") == declared
 
 
+def test_the_citation_and_badges_say_what_the_package_does():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"\nversion: {project['version']}\n" in (ROOT / "CITATION.cff").read_text()
+    pythons = [name.rpartition(" ")[2] for name in project["classifiers"] if re.search(r":: 3\.\d+$", name)]
+    lowest, bound = re.search(r"jax>=(.*?),<0\.(\d+)", " ".join(project["dependencies"])).groups()
+    badges = "".join(re.findall(r"img.shields.io/badge/([^)]*)", (ROOT / "README.md").read_text()))
+    wanted = [
+        project["license"].replace("-", "--"),
+        f"{pythons[0]}_to_{pythons[-1]}",
+        f"{lowest}_to_0.{int(bound) - 1}",
+    ]
+    assert [text for text in wanted if text not in badges] == []
+
+
 def test_pictures_of_the_readme_can_be_seen_from_anywhere():
-    places = re.findall(r"!\[[^]]*\]\(([^)]*)\)", (ROOT / "README.md").read_text())
+    found = re.findall(r"!\[[^]]*\]\(([^)]*)\)", (ROOT / "README.md").read_text())
+    places = [place for place in found if not place.startswith("https://img.shields.io/badge/")]
     home = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
     start = home.replace("github.com", "raw.githubusercontent.com") + "/main/"
     assert places

@@ -29,6 +29,11 @@ _VALUE_FIX = (
 )
 
 
+def is_own(error: Exception) -> bool:
+    """Whether an error is one of memjax's own, which says what to change."""
+    return _OWN.match(str(error)) is not None
+
+
 @contextlib.contextmanager
 def value_errors(name: str, fn: Any) -> Iterator[None]:
     """Explains errors of tracing that come from needing the value of an array. `fn` is the value of the argument `name`."""

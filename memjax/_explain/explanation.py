@@ -124,6 +124,10 @@ def _peak(fields: dict[str, Any]) -> Peak:
 _ROWS = 12
 _NUMBERS = frozenset(("bytes", "share", "count", "predicted", "compiled", "difference"))
 _REMEDIES = 6
+_PATH = 40  # letters
+_LINE = (
+    'To fit a budget without changing the model: step = memjax.jit(train_step, budget="40GiB"), in place of jax.jit.'
+)
 
 
 Table = tuple[str, list[str], list[list[str]]]
@@ -172,7 +176,13 @@ def _tables(explanation: Any) -> list[Table]:
         title = f"Alive at the peak of the compiled program: {readable_bytes(peak.bytes)}"
         title += f" (the compiler reserves {readable_bytes(peak.temp_bytes)})"
         cells = [
-            [readable_bytes(row.bytes), f"{row.bytes / max(peak.bytes, 1):.0%}", row.path, row.kind, str(row.count)]
+            [
+                readable_bytes(row.bytes),
+                f"{row.bytes / max(peak.bytes, 1):.0%}",
+                _short(row.path),
+                row.kind,
+                str(row.count),
+            ]
             for row in peak.rows[:_ROWS]
         ]
         if len(peak.rows) > _ROWS:
@@ -221,7 +231,26 @@ def _cells(row: Row) -> list[str]:
     ]
     readers = ", ".join(near[:2]) + (f" and {len(row.readers) - 2} more" if len(row.readers) > 2 else "")
     remedy = f"{row.remedies[0].kind}, {readable_bytes(row.remedies[0].saves)}" if row.remedies else ""
-    return [readable_bytes(row.bytes), f"{row.share:.0%}", row.path, arrays, row.producer, readers, row.source, remedy]
+    return [
+        readable_bytes(row.bytes),
+        f"{row.share:.0%}",
+        _short(row.path),
+        arrays,
+        row.producer,
+        readers,
+        row.source,
+        remedy,
+    ]
+
+
+def _short(path: str) -> str:
+    """A path as tables have it: of a long one its first name, and the last ones, two at least."""
+    first, *names = path.split("/")
+    shown = path
+    for skipped in range(1, len(names) - 1):
+        if len(shown) > _PATH:
+            shown = "/".join([first, "...", *names[skipped:]])
+    return shown
 
 
 def _kind(remedy: Remedy) -> str:
@@ -233,7 +262,8 @@ def _messages(explanation: Any) -> list[str]:
     if len(explanation.dropped) > _ROWS:
         dropped.append(f"not kept: {len(explanation.dropped) - _ROWS} more")
     warnings = [f"warning: {text}" for text in explanation.warnings]
-    return [*dropped, *warnings, *(f"note: {text}" for text in explanation.notes)]
+    notes = [f"note: {text}" for text in explanation.notes]
+    return [*dropped, *warnings, *notes, *([_LINE] if explanation.rows else [])]
 
 
 # The memory of a compiled program over its instructions, stacked by module.

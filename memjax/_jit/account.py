@@ -15,6 +15,14 @@ from memjax._jit.step_plan import StepPlan
 _ROWS = 6
 
 
+class BudgetError(ValueError):
+    """A budget is less than the least possible. It has the account, and the plan that takes the least."""
+
+    def __init__(self, message: str, least: StepPlan):
+        super().__init__(message)
+        self.least = least
+
+
 def account(least: StepPlan, program: Any, traced: Any, *, about: bool = False, nothing_to_plan: bool = False) -> str:
     """The message for a budget that is less than the least possible.
 

@@ -18,7 +18,7 @@ from memjax._core.clear_errors import option_errors
 from memjax._core.compat import is_described, is_tracer
 from memjax._core.meshes import device_of, own_sharding, split_over
 from memjax._core.program import costs
-from memjax._jit.account import account, bytes_of_results, donated_results
+from memjax._jit.account import BudgetError, account, bytes_of_results
 from memjax._jit.body import Acting, Body
 from memjax._jit.cache import (
     directory,
@@ -33,19 +33,18 @@ from memjax._jit.cache import (
 from memjax._jit.call import Pure, donated_values
 from memjax._jit.examples import batch_of
 from memjax._jit.fit import MAKE_ONE, DoesNotFitError, Fit, acting_by, held_bytes
-from memjax._jit.inner import has_inner
-from memjax._jit.microbatches import PASSES_OF_SUMS, counts, in_microbatches, sum_bytes
+from memjax._jit.microbatches import in_microbatches
 from memjax._jit.passes import StepPasses
 from memjax._jit.processes import are_in_all_processes, compiler_options, plan_of_the_first
 from memjax._jit.progress import Progress
-from memjax._jit.step_plan import StepPlan
+from memjax._jit.step_plan import StepPlan, StepPoint
+from memjax._jit.ways import Ways, note_donated
 from memjax._measure import remat_compiler_options
 from memjax._plan.budget.search import OF_ONE
 from memjax._plan.layout import Layout, local_bytes
 from memjax._plan.tile.passes import TileOn
 
 _ABOUT = 1.03  # times as slow: predictions are no better
-_TILES = 64  # the logits of a tile take such a part of the budget: beside them a tile has others as large
 
 
 class Entry:
@@ -130,7 +129,6 @@ def _decided_here(
     step: Step, traced: Any, asked: Asked, planned: _Planned, layout: Layout, device: Any, leaves: Sequence[Any]
 ) -> Entry:
     """The same, decided in this process."""
-    closed = traced.jaxpr
     kept = _Kept(asked, step, traced, leaves, device)
     arguments, results = beside(traced, layout)
     room = _room(asked.budget, arguments, device)
@@ -138,55 +136,29 @@ def _decided_here(
     if found is not None and held_bytes(found.program) <= (found.plan.nbytes if isinstance(room, str) else room):
         return found
     progress = Progress(step.name)
-    allowed = {"compress": "compress" in asked.allow, "offload": "offload" in asked.allow}
 
-    def fit_of(body: Body, sums: int = 0, seconds_of_sums: float = 0.0) -> Fit:
-        _note_donated(body, traced, device)
+    def compile_with(body: Body, acting: Acting) -> Any:
+        compiled = planned.compiled(body, acting)
+        if acting or body.is_changed:
+            progress.compiled(held_bytes(compiled), room)
+        return compiled
 
-        def compile_with(acting: Acting) -> Any:
-            compiled = planned.compiled(body, acting)
-            if acting or body.is_changed:
-                progress.compiled(held_bytes(compiled), room)
-            return compiled
-
-        beside = arguments + results + sums
-        return Fit(body, layout, compile_with, beside, **allowed, seconds_of_sums=seconds_of_sums)
-
-    body = Body(closed)
-    fit = fit_of(body)
+    ways = Ways(traced, asked.allow, layout, device, arguments, results, compile_with)
+    body, fit = ways.body, ways.as_written
     limit = room if isinstance(room, int) and room < sys.maxsize else None
     if limit is None or not body.has_passes or fit.may_fit_plain(limit):
         program, nbytes, _ = fit.plain
         as_written = StepPlan(nbytes if limit is None else limit, nbytes, nbytes)
         if not body.has_passes and nbytes > as_written.budget:
-            raise ValueError(account(as_written, program, traced, nothing_to_plan=True))
+            raise BudgetError(account(as_written, program, traced, nothing_to_plan=True), as_written)
         if not body.has_passes or (isinstance(room, int) and nbytes <= room):
             return Entry(as_written, program, lambda: step.plain)
-    ways = [fit]
-    if "tile" in asked.allow:
-        tile_on = TileOn(device.platform, room // _TILES if isinstance(room, int) else 0, layout.devices > 1)
-        if (tiled := Body(closed, tile_on)).tiled:
-            ways.append(fit_of(tiled))
-    if any(map(has_inner, body.every())) and (again := Body(closed, inner_again_on=costs.device(device))).inner_again:
-        ways.append(fit_of(again))
-    more: Iterator[Fit] = iter(())
-    if "microbatch" in asked.allow and layout.devices == 1 and (batch := batch_of(closed)) is not None:
-        sums, rates = sum_bytes(batch), costs.device(device)
-
-        def in_parts(some: Sequence[int]) -> Iterator[Fit]:
-            for count in some:
-                if (parts := in_microbatches(closed, batch, count, device.platform)) is not None:
-                    seconds = count * PASSES_OF_SUMS * sums / rates.nbytes
-                    yield fit_of(Body(parts, microbatches=count), sums, seconds)
-
-        divisible = fit.predicted_kept - arguments - results
-        first, others = counts(batch, divisible, room, arguments + results + sums)
-        ways += in_parts(first)
-        more = in_parts(others)
     try:
-        chosen, best = _fastest(ways, more, room, arguments + results)
+        chosen, best = _fastest(*ways.within(room), room, ways.beside)
     except DoesNotFitError as error:
-        raise ValueError(account(error.plan, error.program, traced, about=not fit.is_plain_compiled)) from None
+        least = dataclasses.replace(error.plan, plain_nbytes=fit.plain_nbytes)
+        message = account(least, error.program, traced, about=not fit.is_plain_compiled)
+        raise BudgetError(message, least) from None
     kept.put(planned, chosen, best)
     return Entry(chosen, best, lambda: planned.jitted_of(best))
 
@@ -240,7 +212,21 @@ def _fastest(ways: Sequence[Fit], more: Iterator[Fit], room: int | str, beside: 
             return found
         if isinstance(room, int) and refused[-1].plan.nbytes - beside > OF_ONE * (room - beside):
             break
-    raise min(reversed(refused), key=lambda error: error.plan.nbytes)  # the last of equals knows most
+    error = min(reversed(refused), key=lambda error: error.plan.nbytes)  # the last of equals knows most
+    plan, program = ways[0].least_of(error.plan, error.program)
+    if isinstance(room, int) and plan.nbytes > room:
+        raise DoesNotFitError(plan, program)
+    return plan, program
+
+
+def frontier(traced: Any, asked: Asked, leaves: Sequence[Any]) -> list[StepPoint]:
+    """What a step is predicted to hold and to take, by budget: see `Ways.frontier`. Nothing is compiled."""
+    layout, device = _layout(traced.jaxpr, leaves), _device(leaves)
+
+    def compile_with(body: Body, acting: Acting) -> Any:
+        raise AssertionError("a frontier is predicted")
+
+    return Ways(traced, asked.allow, layout, device, *beside(traced, layout), compile_with).frontier()
 
 
 class _Kept:
@@ -362,18 +348,8 @@ def passes_by(
     """The passes of the derivatives in a step for which a plan was made, and the layout of its inputs."""
     layout, device = _layout(traced.jaxpr, leaves), _device(leaves)
     body = _Planned(step, traced, args, kwargs, device.platform).body_by(plan, layout)
-    _note_donated(body, traced, device)
+    note_donated(body, traced, device)
     return list(body.every()), layout
-
-
-def _note_donated(body: Body, traced: Any, device: Any) -> None:
-    """Donated arguments lend no memory.
-
-    On GPUs predictions are nearer without this: a decoder of 909M parameters took 53.5 GiB as it is written, where 53.3 were
-    predicted; with this it would be about 56.6.
-    """
-    if device.platform == "cpu":
-        body.put_in_use(donated_results(traced))
 
 
 def beside(traced: Any, layout: Layout) -> tuple[int, int]:

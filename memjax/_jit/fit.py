@@ -12,7 +12,7 @@ from memjax._core.meshes import device_of
 from memjax._core.program import costs
 from memjax._jit.body import Acting, Body
 from memjax._jit.passes import StepPasses
-from memjax._jit.step_plan import StepPlan
+from memjax._jit.step_plan import StepPlan, StepPoint
 from memjax._jit.together import Line
 from memjax._plan.acting import by_plan
 from memjax._plan.budget.decide import OF_PARTS, Plans, TooLittleError, decide, is_hopeless, plan_of
@@ -164,6 +164,14 @@ class Fit:
         again *= self._body.microbatches
         return Rank(self._body.microbatches * base + again + self._seconds_of_sums, again)
 
+    def frontier(self) -> list[StepPoint]:
+        """The bytes that plans are predicted to hold, and their seconds."""
+        sizes = {self._beside + nbytes for one in map(self._known, self._passes) for nbytes, _ in one.frontier}
+        found = [
+            StepPoint(size, self.rank(size).cost, self._body.microbatches, bool(self._body.tiled)) for size in sizes
+        ]
+        return [point for point in found if point.seconds < math.inf]
+
     def within(self, budget: int | str, thoroughly: bool = True) -> tuple[StepPlan, Any]:
         """The plan, and the step compiled with it.
 
@@ -193,7 +201,7 @@ class Fit:
             if not thoroughly and isinstance(budget, int) and found[0][0].nbytes > budget:
                 raise DoesNotFitError(*found[0])
             if isinstance(room, int) and is_hopeless(least_tries, room, OF_ONE):
-                raise DoesNotFitError(*self._least_of(*found[0]))
+                return self._if_it_fits(budget, *self.least_of(*found[0]))
         if not found or len(self._passes) <= _MOST_ONE_BY_ONE:
             if len(self._passes) > 1:
                 self._acting = {one: self._least(one) for one in self._passes}
@@ -210,10 +218,12 @@ class Fit:
         best = min(reversed(found), key=lambda one: one[0].nbytes)
         if not thoroughly and isinstance(budget, int):
             raise DoesNotFitError(*best)
-        least = self._least_of(*best)
-        if isinstance(budget, str):
-            return least
-        raise DoesNotFitError(*least)
+        return self._if_it_fits(budget, *self.least_of(*best))
+
+    def _if_it_fits(self, budget: int | str, plan: StepPlan, program: Any) -> tuple[StepPlan, Any]:
+        if isinstance(budget, int) and plan.nbytes > budget:
+            raise DoesNotFitError(plan, program)
+        return plan, program
 
     def _expected_least(self) -> float:
         """Bytes, beside what no plan changes, that are expected of the least plan by what the step takes with its passes as
@@ -249,7 +259,7 @@ class Fit:
         now = self._now()
         return self._plan(budget, now.nbytes), now.program
 
-    def _least_of(self, plan: StepPlan, program: Any) -> tuple[StepPlan, Any]:
+    def least_of(self, plan: StepPlan, program: Any) -> tuple[StepPlan, Any]:
         """A plan for the least memory, or the step with its passes as they are if that takes less.
 
         Where parameters outweigh what is kept between the passes, computing again can take more than it gives back.
@@ -259,8 +269,8 @@ class Fit:
         nbytes = self.plain.nbytes
         if nbytes >= plan.nbytes:
             return dataclasses.replace(plan, plain_nbytes=nbytes), program
-        least = dataclasses.replace(plan, nbytes=nbytes, plain_nbytes=nbytes, passes=(None,) * len(self._passes))
-        return dataclasses.replace(least, budget=min(plan.budget, nbytes)), self.plain.program
+        self._acting = {}
+        return self._plan(min(plan.budget, nbytes), nbytes), self.plain.program
 
     def _may_be_together(self, room: int | str) -> bool:
         several = len(self._passes) > (1 if isinstance(room, int) else _MOST_ONE_BY_ONE)
@@ -328,8 +338,9 @@ class Fit:
         return known(*self._program(passes), Allowed(**self._allowed), *self._measured(passes))
 
     def _decided(self, passes: StepPasses, room: int | str, thoroughly: bool) -> Plan:
-        measured: Any = dict(zip(("measure", "before"), self._measured(passes), strict=True))
-        return decide(*self._program(passes), room, thoroughly=thoroughly, **measured, **self._allowed)
+        measure, before = self._measured(passes)
+        options: dict[str, Any] = {**self._allowed, "thoroughly": thoroughly}
+        return decide(*self._program(passes), room, measure=measure, before=before, **options)
 
     def _program(self, passes: StepPasses) -> tuple[StepPasses, list[Any], Layout]:
         return passes, [var.aval for var in passes.forward.invars], self._layout.within(passes.axes)

@@ -18,9 +18,9 @@ from memjax._core.program.scopes import Paths
 from memjax._explain.compared import PeakComparison
 from memjax._explain.explain import explain
 from memjax._jit.call import Statics, taken_apart
-from memjax._jit.decide import Asked, Entry, Step, decided, kind_of
+from memjax._jit.decide import Asked, Entry, Step, decided, frontier, kind_of
 from memjax._jit.explained import explained_peak
-from memjax._jit.step_plan import StepPlan
+from memjax._jit.step_plan import StepPlan, StepPoint
 
 _ALLOWED = ("recompute", "tile", "microbatch", "offload", "compress")
 
@@ -63,8 +63,9 @@ def jit(
 
     Returns:
       A function with the signature of `f`. It has, for arguments or `jax.ShapeDtypeStruct`s with the shardings that they will
-      have: `plan(*args)`, a `StepPlan`; `lower(*args)` and `trace(*args)`, of the step as planned; `explain(*args)`, as
-      `memjax.explain(f, *args)`; `clear_cache()`. Within other transforms of JAX it is `jax.jit(f)`, and plans nothing.
+      have: `plan(*args)`, a `StepPlan`; `frontier(*args)`, what each budget is predicted to cost; `lower(*args)` and
+      `trace(*args)`, of the step as planned; `explain(*args)`, as `memjax.explain(f, *args)`; `clear_cache()`. Within other
+      transforms of JAX it is `jax.jit(f)`, and plans nothing.
 
     Saved between forward and backward pass: what the plan says. Memory: at most `budget`, or an error.
 
@@ -128,6 +129,17 @@ class Jitted:
         """The plan for these arguments, which are arrays or `jax.ShapeDtypeStruct`s."""
         return self._for(*taken_apart(args, kwargs)).plan
 
+    def frontier(self, *args: Any, **kwargs: Any) -> list[StepPoint]:
+        """What each budget is predicted to cost, from the least memory to the least time: a `StepPoint` for each plan.
+
+        Nothing is compiled, and bytes are those of a device. The budget does not matter. The list is empty for a step
+        without derivatives.
+        """
+        graph, apart, named = taken_apart(args, kwargs)
+        _, dynamic, dynamic_named = self._statics.split(apart, named)
+        traced = self._traced(self._step(graph), apart, named)
+        return frontier(traced, self._asked, jax.tree.leaves((dynamic, dynamic_named)))
+
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """The step as planned, traced: a `jax.stages.Traced`."""
         graph, apart, named = taken_apart(args, kwargs)
@@ -153,6 +165,12 @@ class Jitted:
         leaves = jax.tree.leaves((dynamic, dynamic_named))
         return explained_peak(step, step.trace(apart, named), entry, apart, named, leaves, Paths(self._f))
 
+    def asking(self, **changes: Any) -> Jitted:
+        """The same step under other options of `memjax.jit`."""
+        budget, allow, plan, cache_dir = self._asked
+        own = {"budget": budget, "allow": allow, "plan": plan, "cache_dir": cache_dir}
+        return jit(self._f, **own | self._options | changes)
+
     def clear_cache(self) -> None:
         """Forgets what was compiled."""
         self._entries.clear()
@@ -175,6 +193,10 @@ class Jitted:
             self._steps[graph] = Step(self._f, graph, self._options)
         return self._steps[graph]
 
+    def _traced(self, step: Step, args: tuple, kwargs: dict[str, Any]) -> Any:
+        with call_errors("f", self._f, {"arguments": (*args, *kwargs.values())}), trace_errors("f", self._f):
+            return step.trace(args, kwargs)
+
     def _updated(self, step: Step, args: tuple, kwargs: dict[str, Any], out: Any) -> Any:
         if step.graph is None:
             return out
@@ -188,8 +210,7 @@ class Jitted:
         leaves, tree = jax.tree.flatten((dynamic, named))
         key = of_call, tree, tuple(map(kind_of, leaves))
         if key not in self._entries:
-            with call_errors("f", self._f, {"arguments": (*args, *kwargs.values())}), trace_errors("f", self._f):
-                traced = step.trace(args, kwargs)
+            traced = self._traced(step, args, kwargs)
             if _closes_over_tracers(traced.jaxpr, leaves):
                 return None
             self._entries[key] = decided(step, traced, self._asked, args, kwargs, leaves)

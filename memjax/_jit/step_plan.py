@@ -4,11 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 from memjax._core import check
 from memjax._core.check import readable_bytes
 from memjax._plan.result import Plan, Tiled
+
+
+class StepPoint(NamedTuple):
+    """What a step is predicted to hold and to take, by one of its plans.
+
+    Attributes:
+      nbytes: bytes of a device: arguments, results that are no donated arguments, temporaries.
+      seconds: of its derivatives.
+      microbatches: as of the plan.
+      tiled: whether a loss goes tile by tile.
+    """
+
+    nbytes: int
+    seconds: float
+    microbatches: int
+    tiled: bool
 
 
 @dataclasses.dataclass(frozen=True)

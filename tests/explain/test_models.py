@@ -1,10 +1,13 @@
 """Explanations of small models of many kinds: sums, attribution to modules, and the walk against the compiler's own figure."""
 
+import contextlib
 import functools
 import inspect
 import io
 import re
 
+import jax
+import jax.numpy as jnp
 import pytest
 import rich.console
 
@@ -123,6 +126,19 @@ def test_an_explanation_prints_the_same_facts():
         assert expected in text
     assert "Transformer/layers[0..1]/mlp" in repr(explanation)
     assert len(max(text.splitlines(), key=len)) < 300
+
+
+def test_long_paths_are_short_in_tables_alone():
+    def loss(x):
+        names = "Model", "Transformer", "layers_0", "MultiHeadAttention_0", "projection"
+        with contextlib.ExitStack() as stack:
+            [stack.enter_context(jax.named_scope(name)) for name in names]
+            return jnp.sum(jnp.sin(x))
+
+    explanation = memjax.explain(loss, jnp.ones(8))
+    assert explanation.rows[0].path == "Model/Transformer/layers_0/MultiHeadAttention_0/projection"
+    assert "  Model/.../MultiHeadAttention_0/projection  " in str(explanation)
+    assert "Transformer" not in str(explanation).partition("What would")[0]
 
 
 def test_rich_shows_brackets_as_they_are():

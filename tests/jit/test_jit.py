@@ -1,6 +1,7 @@
 """`memjax.jit`: what is compiled holds no more than the budget and computes what `jax.jit` does."""
 
 import dataclasses
+import itertools
 import json
 
 import jax
@@ -38,6 +39,20 @@ def test_keeps_the_budget_and_the_results(name):
     close(found, expected)
     same = lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim)
     assert all(jax.tree.leaves(jax.tree.map(same, found, expected)))
+
+
+def test_each_budget_costs_what_the_frontier_predicts(count):
+    step = STEPS["layers"]()
+    jitted = memjax.jit(step.f, **step.options)
+    count.clear()
+    points = jitted.frontier(*step.args)
+    assert not count
+    assert all(a.nbytes < b.nbytes and a.seconds > b.seconds for a, b in itertools.pairwise(points))
+    assert points[-1].nbytes == pytest.approx(jitted.plan(*step.args).nbytes, rel=0.1)
+    point = points[len(points) // 2]
+    plan = jitted.asking(budget=point.nbytes).plan(*step.args)
+    assert plan.nbytes <= point.nbytes
+    assert plan.microbatches == pytest.approx(point.microbatches, rel=1)
 
 
 def test_what_fits_is_the_program_of_jax_jit(count):

@@ -7,6 +7,7 @@ import jax
 import pytest
 
 import memjax
+from memjax._core.check import readable_bytes
 from memjax._jit.account import bytes_of_results
 from memjax._jit.body import Body
 from memjax._jit.fit import DoesNotFitError, Fit
@@ -24,6 +25,7 @@ def test_what_does_not_fit_gets_an_account_and_the_least_runs():
     message = str(error.value)
     assert "args[0] 24.00 KiB" in message
     assert "donate_argnums would give up to 72.00 KiB back" in message
+    assert f"as it is written it takes about {readable_bytes(memjax.jit(step).plan(*args).nbytes)[:3]}" in message
     least = memjax.jit(step, budget="min").plan(*args)
     assert memjax.jit(step, budget=least.nbytes).plan(*args).nbytes == least.nbytes
     with pytest.raises(ValueError, match="no derivative in it"):
