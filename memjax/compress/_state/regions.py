@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from memjax._core.compat import is_batched, is_tracer
+from memjax._core.compat import bodies, is_batched, is_tracer
 from memjax._core.program.dataflow import Walk, variables
 from memjax._core.program.jaxpr import Program, bind, calls_in_place, read
 from memjax.compress._codecs.kernels import has_kernels, is_of_one_device
@@ -78,8 +78,8 @@ def by_kernels(update: Update) -> Update:
             replaced = {out: inputs[i] for i, out in enumerate(program.outvars[:count]) if i in inputs}
         regions = regions_of(program, replaced)
         order = _ordered(program, regions)
-        if not regions or order is None or not all(map(kernel.can_run, regions)):
-            return update(old, *args)  # anew: there may be more of it to find inside of loops and branches
+        if not regions or order is None or not all(map(kernel.can_run, regions)) or any(map(_has_inside, order)):
+            return update(old, *args)  # anew: updates inside of it, as in a branch, may have kernels
         env = program.given(arrays)
         for part in order:
             _run(part, env)
@@ -168,6 +168,12 @@ def _ordered(program: Program, regions: Iterable[Region]) -> list[Any] | None:
             return None
         waiting = later
     return order
+
+
+def _has_inside(part: Any) -> bool:
+    """Whether operations are in the body of a loop or of a branch, where nothing here can run them."""
+    inside = [] if isinstance(part, Region) else [eqn for body in bodies(part) for eqn in body.eqns]
+    return any(eqn.primitive in OPERATIONS or _has_inside(eqn) for eqn in inside)
 
 
 def _shape(eqn: Any) -> tuple[int, ...] | None:
