@@ -12,6 +12,7 @@ from jaxtyping import Array, Int32
 
 from memjax._core import check
 from memjax._core.barriers import barrier
+from memjax.compress._state import noise
 from memjax.compress._state.minifloat import Coded, block_axis
 from memjax.compress._state.operations import decode, encode
 from memjax.compress._state.regions import by_kernels
@@ -52,7 +53,7 @@ def coded_optimizer(
             any_coded = True
             # Most are zero. The compiler would compute their codes by itself, in seconds for each, if it knew.
             x = x + barrier(jnp.zeros((), x.dtype))
-            return encode(x, step, bits=width, signed=role == "signed", salt=0)
+            return encode(x, noise.seed(step, 0), bits=width, signed=role == "signed")
 
         result = map_roles(coded, state)
         if where is not None and not any_coded:
@@ -117,13 +118,18 @@ def _encoded(inner: Any, old: Any, step: Int32[Array, ""]) -> Any:
     """A state in the codes of an old one."""
     tree: Any
     leaves, tree = jax.tree.flatten(old, is_leaf=_is_code)
-    # Counted apart: so the two moments of an array have one number, and share what their random numbers are made of.
+    # Counted apart: so the two moments of an array have one seed, and their random numbers are made of one hash.
+    seeds: list[Any] = []
     counts = {True: itertools.count(), False: itertools.count()}
-    new = [
-        encode(x, step, bits=code.bits, signed=code.signed, salt=next(counts[code.signed])) if _is_code(code) else x
-        for x, code in zip(tree.flatten_up_to(inner), leaves, strict=True)
-    ]
-    return tree.unflatten(new)
+
+    def encoded(x: Any, code: Coded) -> Coded:
+        number = next(counts[code.signed])
+        if number == len(seeds):
+            seeds.append(noise.seed(step, number))
+        return encode(x, seeds[number], bits=code.bits, signed=code.signed)
+
+    pairs = zip(tree.flatten_up_to(inner), leaves, strict=True)
+    return tree.unflatten([encoded(x, code) if _is_code(code) else x for x, code in pairs])
 
 
 def _is_real(x: Any) -> bool:

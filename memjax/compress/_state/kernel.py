@@ -65,9 +65,11 @@ def run(region: Any, values: Sequence[Array]) -> list[Array]:
         if is_place and place[old] not in aliases:
             aliases[place[old]], dtype = i, old.aval.dtype
         outs.append(((out.aval.size,), dtype))
+    args = [value.astype(jnp.int32) if value.dtype == jnp.bool_ else value for value in values]
+    args += [1 / values[place[var]] for var in _divisors(region)]
     results = kernels.call_on_whole_arrays(
         functools.partial(_body, region, rows, interpret),
-        [(value.astype(jnp.int32) if value.dtype == jnp.bool_ else value).reshape(-1) for value in values],
+        [arg.reshape(-1) for arg in args],
         outs,
         programs=blocks // rows,
         warps=max(1, rows * BLOCK // (32 * _VALUES)),
@@ -80,11 +82,19 @@ def run(region: Any, values: Sequence[Array]) -> list[Array]:
     ]
 
 
+def _divisors(region: Any) -> list[Any]:
+    """Numbers that arrays are divided by, as bias corrections are. A division takes ten instructions."""
+    pairs = [
+        eqn.invars for eqn in region.eqns if eqn.primitive.name == "div" and eqn.outvars[0].aval.dtype == jnp.float32
+    ]
+    return [*dict.fromkeys(var for _, var in pairs if not is_literal(var) and not var.aval.shape)]
+
+
 def _body(region: Any, rows: int, interpret: bool, *refs: Any) -> None:
     tile = _Tile(region, rows, interpret, refs)
     for eqn in region.eqns:
         tile.run(eqn)
-    for var, ref in zip(region.outputs, refs[len(region.inputs) :], strict=True):
+    for var, ref in zip(region.outputs, refs[-len(region.outputs) :], strict=True):
         tile.write(var, ref)
 
 
@@ -104,6 +114,8 @@ class _Tile:
         self.in_array = [self.row[:, None] * BLOCK + (column + i * self.shape[1]) for i in range(self.parts)]
         self.in_halves = self.row[:, None] * (BLOCK // 2) + column  # of codes of 4 bits
         self.refs = dict(zip(region.inputs, refs[: len(region.inputs)], strict=True))
+        divisors = _divisors(region)
+        self.inverses = dict(zip(divisors, refs[len(region.inputs) :][: len(divisors)], strict=True))
         self.makers = {eqn.outvars[0]: eqn for eqn in region.eqns}
         self.values: dict[Any, list[Array]] = {}  # in each part
         self.codes: dict[Any, tuple[list[Any], list[Array]]] = {}  # where they lie, and what they are
@@ -131,10 +143,8 @@ class _Tile:
             self.values[out] = self._random(eqn.invars[0], eqn.params["purpose"])
         elif eqn.primitive.name in ("broadcast_in_dim", "optimization_barrier"):
             self.values[out] = self.operand(eqn.invars[0])
-        elif self.interpret or out.aval.dtype != jnp.float32:
-            self.values[out] = self._bound(eqn)
         else:
-            self.values[out] = self._contracted(eqn)
+            self.values[out] = self._contracted(eqn) if out.aval.dtype == jnp.float32 else self._bound(eqn)
 
     def write(self, var: Any, ref: Any) -> None:
         places, values = self.codes[var] if var in self.codes else (self.in_array, self.values[var])
@@ -156,15 +166,19 @@ class _Tile:
         """As the compiler does it: one instruction for a sum with a product, and a product for a division by a number."""
         name, atoms = eqn.primitive.name, eqn.invars
         if name == "div" and not atoms[1].aval.shape:
-            inverse = 1 / self.number(atoms[1])
+            inverse = 1 / atoms[1].val if is_literal(atoms[1]) else self.inverses[atoms[1]][0]
             return [value * inverse for value in self.operand(atoms[0])]
         if name == "div" and self._is_root(atoms[1]):
             [values, roots] = map(self.operand, atoms)
-            return [value * kernels.reciprocal(root) for value, root in zip(values, roots, strict=True)]
+            inverse = (lambda root: 1 / root) if self.interpret else kernels.reciprocal
+            return [value * inverse(root) for value, root in zip(values, roots, strict=True)]
+        if name == "add" and any(is_literal(atom) and atom.val == 0 for atom in atoms):
+            return self.operand(next(atom for atom in atoms if not is_literal(atom)))
         products = [self.makers[atom] for atom in atoms if not is_literal(atom) and self._is_product(atom)]
         if name == "add" and products:
             [other] = [atom for atom in atoms if atom is not products[0].outvars[0]] or atoms[:1]
-            return [kernels.nearest(*values) for values in self._parts([*products[0].invars, other])]
+            multiply_add = kernels.interpreted if self.interpret else kernels.nearest
+            return [multiply_add(*values) for values in self._parts([*products[0].invars, other])]
         return self._bound(eqn)
 
     def _is_product(self, var: Any) -> bool:

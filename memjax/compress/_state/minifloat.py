@@ -69,16 +69,10 @@ def block_axis(shape: tuple[int, ...]) -> int | None:
     return next((axis for axis in reversed(range(len(shape))) if shape[axis] >= BLOCK), None)
 
 
-def encode(x: Float[Array, "..."], step: Int32[Array, ""], *, bits: int, signed: bool, salt: int = 0) -> Coded:
-    """The code of an array with an axis of 32 values or more. `step` and `salt` choose how values are rounded."""
-    codes, exponents = encoded(x, noise.seed(step, salt), bits=bits, signed=signed)
-    return Coded(codes, exponents, x.shape, jnp.dtype(x.dtype), bits, signed)
-
-
-def encoded(
+def encode(
     x: Float[Array, "..."], seed: UInt32[Array, ""], *, bits: int, signed: bool
 ) -> tuple[UInt8[Array, "..."], UInt8[Array, "..."]]:
-    """The codes and exponents of an array."""
+    """The codes and exponents of an array with an axis of 32 values or more. `seed` chooses how values are rounded."""
     axis = block_axis(x.shape)
     assert axis is not None
     count, size = _blocks(x.shape[axis])
@@ -189,14 +183,16 @@ def _top(bits: int, signed: bool) -> int:
 
 def _signed_level(x: Any, to_units: Any, noise: Any, bits: int, subnormals: bool) -> UInt32[Array, "..."]:
     drop = 23 - _MANTISSA[bits]
-    level = (_digits(jnp.abs(x) * to_units, subnormals) + _noise(noise, drop)) >> _i32(drop)
-    return _as_unsigned(level) | (_as_unsigned(_as_bits(x)) >> u32(32 - bits)) & u32(1 << (bits - 1))
+    digits = _as_unsigned(_digits(jnp.abs(x) * to_units, subnormals) + _noise(noise, drop))
+    # Both move to the highest bits: the largest digits end below the sign.
+    sign = _as_unsigned(_as_bits(x)) & u32(1 << 31)
+    return ((digits << u32(32 - bits - drop)) | sign) >> u32(32 - bits)
 
 
 def _signed_value(level: Any, bits: int, subnormals: bool) -> Float32[Array, "..."]:
-    # The sign moves to the highest bit, and the magnitude to where a float's digits begin.
+    # With the sign in the bits above, the magnitude moves to where a float's digits begin.
     place = 23 - _MANTISSA[bits]
-    digits = (level << _i32(32 - bits)) >> _i32(32 - bits - place)
+    digits = ((level << _i32(32 - bits)) >> _i32(32 - bits)) << _i32(place)
     magnitude = (2 ** (bits - 1) - 1) << place
     if subnormals:
         return _value(digits & _i32(magnitude - 2**31), True)

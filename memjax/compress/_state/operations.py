@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
-from jaxtyping import Array, Float, Int32, UInt32
+from jaxtyping import Array, Float, UInt32
 
 from memjax.compress._codecs.bits import places
 from memjax.compress._state import minifloat, noise
@@ -36,9 +36,9 @@ def are_equations() -> bool:
     return _seen.get()
 
 
-def encode(x: Float[Array, "..."], step: Int32[Array, ""], *, bits: int, signed: bool, salt: int) -> Coded:
-    """See `minifloat.encode`."""
-    codes, exponents = _run(ENCODE, x, noise.seed(step, salt), bits=bits, signed=signed)
+def encode(x: Float[Array, "..."], seed: UInt32[Array, ""], *, bits: int, signed: bool) -> Coded:
+    """The code of an array with an axis of 32 values or more. `seed` chooses how values are rounded: see `noise`."""
+    codes, exponents = _run(ENCODE, x, seed, bits=bits, signed=signed)
     return Coded(codes, exponents, x.shape, jnp.dtype(x.dtype), bits, signed)
 
 
@@ -48,9 +48,9 @@ def decode(code: Coded) -> Float[Array, "..."]:
     return _run(DECODE, code.codes, code.exponents, **about)[0]
 
 
-def random_bits(shape: tuple[int, ...], step: Int32[Array, ""], salt: int, purpose: int) -> UInt32[Array, "..."]:
+def random_bits(shape: tuple[int, ...], seed: UInt32[Array, ""], purpose: int) -> UInt32[Array, "..."]:
     """See `noise.at`, for all places of an array."""
-    return _run(NOISE, noise.seed(step, salt), shape=shape, purpose=purpose)[0]
+    return _run(NOISE, seed, shape=shape, purpose=purpose)[0]
 
 
 def run(primitive: Any, *args: Any, **params: Any) -> Any:
@@ -85,6 +85,6 @@ def _primitive(name: str, function: Callable[..., Any]) -> Any:
 
 ENCODE, DECODE, NOISE = (
     _primitive(name, function)
-    for name, function in (("encode", minifloat.encoded), ("decode", _decoded), ("noise", _random))
+    for name, function in (("encode", minifloat.encode), ("decode", _decoded), ("noise", _random))
 )
-_FUNCTIONS: dict[Any, Callable[..., Any]] = {ENCODE: minifloat.encoded, DECODE: _decoded, NOISE: _random}
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {ENCODE: minifloat.encode, DECODE: _decoded, NOISE: _random}

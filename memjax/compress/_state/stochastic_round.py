@@ -76,7 +76,7 @@ def stochastic_round(tx: optax.GradientTransformation) -> optax.GradientTransfor
         leaves, tree = jax.tree.flatten(params)
         parts = zip(leaves, tree.flatten_up_to(new), tree.flatten_up_to(changes), strict=True)
         rounded = [
-            _rounded(w, random_bits(w.shape, step, salt, noise.WEIGHT)) if is_split(p) else u
+            _rounded(w, random_bits(w.shape, noise.seed(step, salt), noise.WEIGHT)) if is_split(p) else u
             for salt, (p, w, u) in enumerate(parts)
         ]
         return ((tree.unflatten(rounded), StochasticRoundState(step, inner)),)
