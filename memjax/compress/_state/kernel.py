@@ -153,8 +153,13 @@ class _Tile:
 
     def _bound(self, eqn: Any) -> list[Array]:
         name, params = eqn.primitive.name, eqn.primitive.get_bind_params(eqn.params)
-        results = [eqn.primitive.bind(*values, **params) for values in self._parts(eqn.invars)]
-        if name not in ("max", "min", "sign") or not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating):
+        parts, out = self._parts(eqn.invars), eqn.outvars[0].aval.dtype
+        if name not in ("convert_element_type", "bitcast_convert_type", "select_n"):
+            # In float32 and rounded, as XLA does it: Triton has no roots of bfloat16.
+            widened = lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
+            parts = [tuple(map(widened, values)) for values in parts]
+        results = [eqn.primitive.bind(*values, **params).astype(out) for values in parts]
+        if name not in ("max", "min", "sign") or not jnp.issubdtype(out, jnp.floating):
             return results
         # Triton's may lose a NaN.
         for atom in eqn.invars:

@@ -115,7 +115,7 @@ def test_what_takes_the_place_of_what(found):
     ],
 )
 def test_optimizers_with_and_without_kernels(tx, count, found):
-    weights = jnp.ones((64, 64))
+    weights = jnp.ones((64, 64), jnp.bfloat16)  # moments have this dtype, too
     small = memjax.compressed(tx)
     state = jax.eval_shape(small.init, weights)
     updates, after = jax.eval_shape(jax.jit(small.update), weights, state, weights)
