@@ -21,7 +21,7 @@ from memjax.compress._state import minifloat, noise, operations
 from memjax.compress._state.minifloat import BLOCK
 
 _FEWEST = 2**16  # values of an array for which the kernel pays
-_ROWS = 64  # blocks of a program, at most
+_FEWEST_ROWS, _ROWS = 8, 64  # blocks of a program
 _VALUES = 16  # of a thread
 
 _ELEMENTWISE = """
@@ -40,7 +40,9 @@ def has(eqn: Any) -> bool:
 
 def suits(shape: tuple[int, ...]) -> bool:
     """Whether blocks of arrays of this shape lie one after another in memory, and a kernel is worth it."""
-    return bool(shape) and shape[-1] % BLOCK == 0 and _FEWEST <= math.prod(shape) < 2**31
+    count = math.prod(shape)
+    is_whole = bool(shape) and shape[-1] % BLOCK == 0 and count % (_FEWEST_ROWS * BLOCK) == 0
+    return is_whole and _FEWEST <= count < 2**31
 
 
 def can_run(region: Any) -> bool:
@@ -56,7 +58,7 @@ def run(region: Any, values: Sequence[Array]) -> list[Array]:
     """The outputs of a region for the values of its inputs."""
     interpret = not kernels.has_kernels()  # in tests
     blocks = math.prod(region.shape) // BLOCK
-    rows = next(rows for rows in (_ROWS >> i for i in range(_ROWS.bit_length())) if blocks % rows == 0)
+    rows = math.gcd(blocks, _ROWS)
     place = {var: i for i, var in enumerate(region.inputs)}
     aliases, outs = {}, []
     for i, (out, old) in enumerate(zip(region.outputs, region.old, strict=True)):
