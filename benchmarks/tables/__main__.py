@@ -2,7 +2,20 @@
 
 import pathlib
 
-from benchmarks.tables import compress, densenet, jit, long_context, loss, mesh, metp, overview, plan, scan, transformer
+from benchmarks.tables import (
+    compress,
+    densenet,
+    jit,
+    long_context,
+    loss,
+    mesh,
+    metp,
+    optimizer,
+    overview,
+    plan,
+    scan,
+    transformer,
+)
 from benchmarks.tables.markdown import Tables
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -18,6 +31,7 @@ PAGES: dict[str, Tables] = {
     "docs/benchmarks/jit.md": jit.TABLES,
     "docs/benchmarks/long-context.md": long_context.TABLES,
     "docs/guides/long-context.md": long_context.GUIDE,
+    "docs/guides/optimizer.md": optimizer.GUIDE,
     "docs/benchmarks/plan.md": plan.TABLES,
     "docs/benchmarks/transformer.md": transformer.TABLES,
 }

@@ -1,5 +1,6 @@
 """`memjax.compressed` of an optimizer: its state in codes between steps."""
 
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,7 +11,11 @@ import optax
 from jaxtyping import Array, Int32
 
 from memjax._core import check
-from memjax.compress._state.minifloat import Coded, block_axis, decode, encode
+from memjax._core.barriers import barrier
+from memjax.compress._state import noise
+from memjax.compress._state.minifloat import Coded, block_axis
+from memjax.compress._state.operations import decode, encode
+from memjax.compress._state.regions import by_kernels
 from memjax.compress._state.roles import ROLES, known_class, map_roles
 from memjax.compress._state.transformation import like
 
@@ -39,17 +44,19 @@ def coded_optimizer(
     extra = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> CodedState:
-        state, step, count = extra.init(params), jnp.zeros((), jnp.int32), 0
+        state, step, any_coded = extra.init(params), jnp.zeros((), jnp.int32), False
 
         def coded(role: str, path: str, x: Any) -> Any:
-            nonlocal count
+            nonlocal any_coded
             if not (_is_real(x) and x.size >= smallest and block_axis(x.shape) is not None and wanted(path, x)):
                 return x
-            count += 1
-            return encode(x, step, bits=width, signed=role == "signed", salt=count)
+            any_coded = True
+            # Most are zero. The compiler would compute their codes by itself, in seconds for each, if it knew.
+            x = x + barrier(jnp.zeros((), x.dtype))
+            return encode(x, noise.seed(step, 0), bits=width, signed=role == "signed")
 
         result = map_roles(coded, state)
-        if where is not None and not count:
+        if where is not None and not any_coded:
             raise check.fail(
                 ValueError, "where", "a pattern or predicate for paths in the state that has some in it", where
             )
@@ -59,9 +66,14 @@ def coded_optimizer(
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, CodedState]:
         if not isinstance(state, CodedState):
             raise check.fail(TypeError, "state", "a state in codes", state, "pass what init returned")
+        state, updates = compute(state, updates, params, extra_args)
+        return updates, state
+
+    @by_kernels
+    def compute(state: CodedState, updates: Any, params: Any, extra_args: Any) -> tuple[Any, ...]:
         updates, inner = extra.update(updates, _decoded(state.inner), params, **extra_args)
         step = optax.safe_increment(state.step)
-        return updates, CodedState(step, _encoded(inner, state.inner, step))
+        return CodedState(step, _encoded(inner, state.inner, step)), updates
 
     return like(tx, init, update)
 
@@ -106,11 +118,18 @@ def _encoded(inner: Any, old: Any, step: Int32[Array, ""]) -> Any:
     """A state in the codes of an old one."""
     tree: Any
     leaves, tree = jax.tree.flatten(old, is_leaf=_is_code)
-    new = [
-        encode(x, step, bits=code.bits, signed=code.signed, salt=i) if _is_code(code) else x
-        for i, (x, code) in enumerate(zip(tree.flatten_up_to(inner), leaves, strict=True))
-    ]
-    return tree.unflatten(new)
+    # Counted apart: so the two moments of an array have one seed, and their random numbers are made of one hash.
+    seeds: list[Any] = []
+    counts = {True: itertools.count(), False: itertools.count()}
+
+    def encoded(x: Any, code: Coded) -> Coded:
+        number = next(counts[code.signed])
+        if number == len(seeds):
+            seeds.append(noise.seed(step, number))
+        return encode(x, seeds[number], bits=code.bits, signed=code.signed)
+
+    pairs = zip(tree.flatten_up_to(inner), leaves, strict=True)
+    return tree.unflatten([encoded(x, code) if _is_code(code) else x for x, code in pairs])
 
 
 def _is_real(x: Any) -> bool:

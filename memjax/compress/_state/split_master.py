@@ -11,6 +11,7 @@ from jaxtyping import Array, BFloat16, Float32, UInt16
 from memjax._core import check
 from memjax._core.barriers import barrier
 from memjax.compress._state.bfloat16 import bits, check_weights, is_split, update_between, wide_gradients
+from memjax.compress._state.regions import by_kernels
 from memjax.compress._state.transformation import check_transformation, like
 
 _NAN = 0x7FC00000
@@ -71,15 +72,21 @@ def split_master(tx: optax.GradientTransformation) -> optax.GradientTransformati
             )
         if not isinstance(state, SplitMasterState):
             raise check.fail(TypeError, "state", "a SplitMasterState", state, "pass what init returned")
+        (new, state), *_ = compute((params, state), updates, extra_args)
+        return jax.tree.map(lambda p, w: update_between(p, w) if is_split(p) else w, params, new), state
+
+    @by_kernels
+    def compute(old: Any, updates: Any, extra_args: Any) -> tuple[Any, ...]:
+        """The bits of the new weights, or where weights are not bfloat16 the updates, and the new state."""
+        params, state = old
         masters = jax.tree.map(_joined, params, state.low)
         changes, inner = extra.update(wide_gradients(params, updates), state.inner, masters, **extra_args)
         masters = optax.apply_updates(masters, changes)
         # Computed once for both halves: two kernels may round a sum of products otherwise, and halves of two masters are none.
         pairs = jax.tree.map(lambda p, m: _halves(barrier(m)) if is_split(p) else None, params, masters)
-        new_update = lambda p, u, pair: update_between(p, pair[0]) if is_split(p) else u
-        new_low = lambda p, pair: pair[1] if is_split(p) else optax.MaskedNode()
-        low = jax.tree.map(new_low, params, pairs)
-        return jax.tree.map(new_update, params, changes, pairs), SplitMasterState(low, inner)
+        high = jax.tree.map(lambda p, u, pair: pair[0] if is_split(p) else u, params, changes, pairs)
+        low = jax.tree.map(lambda p, pair: pair[1] if is_split(p) else optax.MaskedNode(), params, pairs)
+        return ((high, SplitMasterState(low, inner)),)
 
     return like(tx, init, update)
 

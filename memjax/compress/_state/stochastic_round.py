@@ -6,12 +6,14 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jaxtyping import Array, Float32, Int32, UInt16
+from jaxtyping import Array, Float32, Int32, UInt16, UInt32
 
 from memjax._core import check
 from memjax.compress._codecs.bits import u32
+from memjax.compress._state import noise
 from memjax.compress._state.bfloat16 import check_weights, is_split, update_between, wide_gradients
-from memjax.compress._state.noise import random_bits
+from memjax.compress._state.operations import random_bits
+from memjax.compress._state.regions import by_kernels
 from memjax.compress._state.transformation import check_transformation, like
 
 
@@ -60,6 +62,13 @@ def stochastic_round(tx: optax.GradientTransformation) -> optax.GradientTransfor
             raise ValueError("params must be given to the update of memjax.compress.stochastic_round: it rounds them.")
         if not isinstance(state, StochasticRoundState):
             raise check.fail(TypeError, "state", "a StochasticRoundState", state, "pass what init returned")
+        (new, state), *_ = compute((params, state), updates, extra_args)
+        return jax.tree.map(lambda p, w: update_between(p, w) if is_split(p) else w, params, new), state
+
+    @by_kernels
+    def compute(old: Any, updates: Any, extra_args: Any) -> tuple[Any, ...]:
+        """The bits of the new weights, or where weights are not bfloat16 the updates, and the new state."""
+        params, state = old
         weights = jax.tree.map(wide, params)
         changes, inner = extra.update(wide_gradients(params, updates), state.inner, weights, **extra_args)
         new, step = optax.apply_updates(weights, changes), optax.safe_increment(state.step)
@@ -67,18 +76,17 @@ def stochastic_round(tx: optax.GradientTransformation) -> optax.GradientTransfor
         leaves, tree = jax.tree.flatten(params)
         parts = zip(leaves, tree.flatten_up_to(new), tree.flatten_up_to(changes), strict=True)
         rounded = [
-            update_between(p, _rounded(w, random_bits(w.shape, step, salt))) if is_split(p) else u
+            _rounded(w, random_bits(w.shape, noise.seed(step, salt), noise.WEIGHT)) if is_split(p) else u
             for salt, (p, w, u) in enumerate(parts)
         ]
-        return tree.unflatten(rounded), StochasticRoundState(step, inner)
+        return ((tree.unflatten(rounded), StochasticRoundState(step, inner)),)
 
     return like(tx, init, update)
 
 
-def _rounded(x: Float32[Array, "..."], noise: Array) -> UInt16[Array, "..."]:
-    """The bits of a bfloat16 neighbour; NaNs become one, and what is finite stays so."""
+def _rounded(x: Float32[Array, "..."], random: UInt32[Array, "..."]) -> UInt16[Array, "..."]:
+    """The bits of a bfloat16 neighbour. NaNs stay NaN: of those that arithmetic makes, the upper bits are set."""
     whole = lax.bitcast_convert_type(x, jnp.uint32)
-    up = (whole + (noise >> u32(16))) >> u32(16)
-    # The largest bfloat16 has the bits 0x7F7F; the next is infinity.
-    up = jnp.where((up & u32(0x7FFF)) >= 0x7F80, whole >> u32(16), up)
-    return jnp.where(jnp.isnan(x), u32(0x7FC0), up).astype(jnp.uint16)
+    magnitude = jnp.minimum(whole & u32(0x7FFFFFFF), u32(0x7FC00000))  # of a NaN: nothing may be carried into its sign
+    up = (magnitude + (random >> u32(16))) | (whole & u32(0x80000000))
+    return (up >> u32(16)).astype(jnp.uint16)

@@ -47,7 +47,7 @@ def test_small_updates_are_not_lost():
 
 
 def test_weights_become_neighbours_and_stay_finite():
-    x = jnp.asarray([1.0, -1.003, 3.4e38, -3.4e38, jnp.inf, 0.0, -0.0, 1e-39, jnp.nan])
+    x = jnp.asarray([1.0, -1.003, 3.38e38, -3.38e38, jnp.inf, 0.0, -0.0, 1e-39, jnp.nan])
     for noise in (0, 0x7FFFFFFF, 0xFFFFFFFF):
         bits = _rounded(x, jnp.full(x.shape, noise, jnp.uint32))
         found = np.asarray(jax.lax.bitcast_convert_type(bits, jnp.bfloat16), np.float32)
