@@ -130,10 +130,31 @@ def whole_decoder() -> str:
     return table(header, body, [environment for environment, _ in loaded], "jit_mesh_8b")
 
 
+def public_steps() -> str:
+    """Steps that others published, within 70% and 50% of their temporary bytes."""
+    environment, every = load("jit_public", failed=True)
+    mib = lambda nbytes: f"{nbytes / 2**20:.3g}"
+    body = []
+    for row in every:
+        if "rows" not in row:
+            continue
+        cells = [row["name"], mib(row["plain"])]
+        for planned in row["rows"]:
+            if "refused" in planned:
+                cells += [mib(planned["asked"]), f"refused; {mib(planned['least']['compiled'])} runs"]
+            else:
+                cells += [mib(planned["asked"]), mib(planned["compiled"])]
+            cells.append(str(planned["compilations"]))
+        body.append(cells)
+    header = ["step", "plain, MiB", "70%: budget", "holds", "compiled", "50%: budget", "holds", "compiled"]
+    return table(header, body, [environment], "jit_public")
+
+
 TABLES: Tables = {
     "jit": decoder,
     "jit_mesh": layers,
     "jit_mesh_8b": whole_decoder,
     "jit_ahead": ahead,
     "jit_scheduler": scheduler,
+    "jit_public": public_steps,
 }

@@ -151,7 +151,7 @@ def row_of(step: Step, budget: Any, plain: dict[str, Any], compiled: Compiled) -
     jitted, plan, program, row = planned(step, budget, compiled)
     row |= {"budget": plan.budget, "compiled": held_bytes(program), "predicted": predicted(plan, program)}
     row["kept_budget"] = row["compiled"] <= plan.budget
-    row["tiles"] = len(plan.tiled)
+    row["tiles"], row["microbatches"] = len(plan.tiled), plan.microbatches
     row["passes"] = len(plan.passes)
     row["replanned"] = sum(part is not None and bool(part.stretches) for part in plan.passes)
     row["in_steps"] = any(part.in_steps for part in plan.passes if part is not None)
