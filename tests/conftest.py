@@ -44,13 +44,14 @@ import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 # Tracing makes many objects, and what was traced before stays in JAX's caches: Python would look through all of it again
-# and again. Once after each file is enough.
+# and again. Once after each file is enough, and then at what this file made: what outlives its file stays.
 gc.disable()
 
 
 def pytest_runtest_teardown(item, nextitem):
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
+        gc.freeze()
 
 
 def pytest_report_header():
