@@ -44,39 +44,41 @@ import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 # Tracing makes many objects, and what was traced before stays in JAX's caches: Python would look through all of it again
-# and again. Once after each file is enough.
+# and again. Once after each file is enough, and then at what this file made: what outlives its file stays.
 gc.disable()
 
 
 def pytest_runtest_teardown(item, nextitem):
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
+        gc.freeze()
 
 
 def pytest_report_header():
     return "All tests take about 20 minutes on two cores; those marked smoke take one."
 
 
-# Files that take half a minute or more, the longest first. Begun last, one of them would leave the other process without work.
+# Files that take the longest, in this order. Begun last, one of them would leave the other process without work.
 _LONG = (
     "contract/test_contract",
     "jit/test_jit",
     "test_docs",
-    "compress/error_bounded/test_kernels",
     "experiments/test_llama",
-    "experiments/test_metp_experiment",
+    "compress/error_bounded/test_kernels",
     "experiments/harness/test_experiment_resume",
     "plan/test_tile",
-    "experiments/harness/test_experiment_training",
-    "experiments/test_compressed_training",
-    "remat/dense/test_dense_block",
     "plan/test_compress",
-    "plan/test_planned",
     "compress/training/test_adaptive",
-    "remat/flax/test_rnn",
+    "experiments/test_metp_experiment",
     "experiments/test_paired",
+    "experiments/test_compressed_training",
     "experiments/harness/test_experiment_damage",
-    "remat/scan/test_scan_memory",
+    "compress/transform/test_modules",
+    "remat/flax/test_rnn",
+    "experiments/harness/test_experiment_training",
+    "remat/dense/test_dense_block",
+    "remat/scan/test_scan",
+    "plan/test_planned",
 )
 _ORDER = {Path(__file__).parent / f"{name}.py": place for place, name in enumerate(_LONG)}
 assert all(path.exists() for path in _ORDER), "_LONG must name files of tests: follow them where they went"

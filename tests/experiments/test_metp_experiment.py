@@ -15,6 +15,7 @@ from experiments.parallelism.trial import Trial
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--length", "64", "--dim", "16", "--layers", "1", "--steps", "2", "--batch-size", "1", "--preset", "cpu"]
+SMALL += ["--compare-lengths", "64"]
 
 
 def _losses(folder):
@@ -26,7 +27,7 @@ def test_two_processes_train_as_one_does(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    flags = [*SMALL, "--runs-dir", str(tmp_path), "--name", "two", "--distributed", "--compare"]
+    flags = [*SMALL, "--runs-dir", str(tmp_path), "--name", "two", "--distributed", "--compare", "ring"]
     environ = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -48,25 +49,20 @@ def test_two_processes_train_as_one_does(tmp_path):
         for process in processes:
             process.kill()
             process.stderr.close()
-    assert (
-        metp.main(
-            [*SMALL, "--runs-dir", str(tmp_path), "--name", "one", "--compare", "metp", "--compare-lengths", "64"]
-        )
-        == 0
-    )
+    assert metp.main([*SMALL, "--runs-dir", str(tmp_path), "--name", "one", "--compare", "tp_sp", "ulysses"]) == 0
     assert _losses(tmp_path / "two") == pytest.approx(_losses(tmp_path / "one"), rel=1e-4)
     assert (tmp_path / "one/parallelisms.png").stat().st_size > 1000
 
 
 def test_memory_is_spent_while_there_is_enough():
-    config = dataclasses.replace(metp.PRESETS["cpu"], name="x", ring=8, dim=64, layers=1, batch_size=1, spend="auto")
-    fastest = Trial.fitting(config, "metp", 1024)  # nothing limits it here
+    config = dataclasses.replace(metp.PRESETS["cpu"], name="x", ring=2, dim=64, layers=1, batch_size=4, spend="auto")
+    fastest = Trial.fitting(config, "metp", 512)  # nothing limits it here
     assert fastest.config.spend == "memory"
-    smallest = Trial.fitting(config, "metp", 1024, limit=fastest.bytes - 1)
+    smallest = Trial.fitting(config, "metp", 512, limit=fastest.bytes - 1)
     assert smallest.config.spend == "time"
     assert fastest.bytes > 1.1 * smallest.bytes
     text = np.arange(2000, dtype=np.uint8)
-    found = comparison.try_steps(config, "metp", 1024, text, steps=1, limit=fastest.bytes - 1)
+    found = comparison.try_steps(config, "metp", 512, text, steps=1, limit=fastest.bytes - 1)
     assert found["spent"] == "time"
 
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import memjax
 
-WIDTH, LAYERS, EXAMPLES = 32, 6, 256
+WIDTH, LAYERS, EXAMPLES = 32, 4, 256
 OPTIMIZER = optax.adamw(1e-3)
 OPTIONS = memjax.remat_compiler_options()
 
@@ -27,8 +27,8 @@ class Step(NamedTuple):
     share: float = 0.6
 
 
-def parameters() -> list[jax.Array]:
-    keys = jax.random.split(jax.random.key(0), LAYERS)
+def parameters(layers: int = LAYERS) -> list[jax.Array]:
+    keys = jax.random.split(jax.random.key(0), layers)
     return [0.2 * jax.random.normal(key, (WIDTH, WIDTH)) for key in keys]
 
 
@@ -90,7 +90,7 @@ def alternating() -> Step:
         return one, other
 
     params = parameters()
-    return Step(step, (params[:3], params[3:], batch()))
+    return Step(step, (params[:2], params[2:], batch()))
 
 
 def attacked() -> Step:
@@ -101,7 +101,7 @@ def attacked() -> Step:
             x = x + 0.1 * jnp.sign(jax.grad(loss, 1)(params, x))
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, x))
 
-    return Step(step, (parameters()[:4], batch()))
+    return Step(step, (parameters()[:3], batch()))
 
 
 def in_a_branch() -> Step:

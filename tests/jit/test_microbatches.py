@@ -156,7 +156,7 @@ def test_sums_of_narrow_gradients_are_rounded_once():
 
 
 def test_a_plan_takes_them_where_the_step_does_not_fit():
-    params = parameters()
+    params = parameters(6)
     step, args = descend(lambda params, x: jnp.mean(network(params, x) ** 2)), (params, rows(1024))
     plain = memjax.jit(step).plan(*args).nbytes
     beside = sum(one.nbytes for one in jax.tree.leaves(args)) + sum(w.nbytes for w in params)

@@ -9,22 +9,21 @@ import sys
 import numpy as np
 
 import memjax
+from tests.jit import two_processes
 
-PROGRAM = pathlib.Path(__file__).with_name("two_processes.py")
+PROGRAM = pathlib.Path(two_processes.__file__)
 
 
-def run(folder, cache, count):
-    """`PROGRAM` in so many processes, with two devices in all."""
+def run_in_two(folder, cache):
+    """The program in two processes, with a device each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    flags = os.environ["XLA_FLAGS"].replace("device_count=8", f"device_count={2 // count}")
+    flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=1")
     environ = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "0"}
     environ |= {"PYTHONPATH": str(PROGRAM.parents[2])}
-    command = [sys.executable, str(PROGRAM), str(folder), str(cache), address, str(count)]
-    processes = [
-        subprocess.Popen([*command, str(i)], env=environ, stderr=subprocess.PIPE, text=True) for i in range(count)
-    ]
+    command = [sys.executable, str(PROGRAM), str(folder), str(cache), address, "2"]
+    processes = [subprocess.Popen([*command, str(i)], env=environ, stderr=subprocess.PIPE, text=True) for i in range(2)]
     try:
         for process in processes:
             _, said = process.communicate(timeout=200)
@@ -41,11 +40,11 @@ def parameters(path):
 
 def test_two_processes_with_a_cache_train_bit_for_bit_as_one_without(tmp_path):
     cache = tmp_path / "cache"
-    run(tmp_path, "none", 1)
-    run(tmp_path, cache, 2)
+    two_processes.main(tmp_path, "none", "", 1, 0)  # on two of the devices here
+    run_in_two(tmp_path, cache)
     [file] = (tmp_path / "cache0").glob("*.json")
     before = file.stat().st_mtime_ns
-    run(tmp_path, cache, 2)  # by the plan on disk
+    run_in_two(tmp_path, cache)  # by the plan on disk
     assert file.stat().st_mtime_ns == before
     assert not (tmp_path / "cache1").exists()
     expected = parameters(tmp_path / "0_of_1.npz")

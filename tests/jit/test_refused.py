@@ -17,7 +17,7 @@ from tests.jit.steps import OPTIMIZER, OPTIONS, STEPS, batch, held, loss, parame
 
 
 def test_what_does_not_fit_gets_an_account_and_the_least_runs():
-    params = parameters()
+    params = parameters(6)
     args = params, OPTIMIZER.init(params), batch()
     step = updating(loss)
     with pytest.raises(ValueError, match=r"(?s)budget is 1\.00 KiB, but the least possible is") as error:

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import memjax
 
-WIDTH, LAYERS, BATCH = 64, 6, 512
+WIDTH, LAYERS, BATCH = 64, 4, 512
 TX = optax.adam(1e-3)
 
 
@@ -40,7 +40,7 @@ def main(folder, cache, address, count, number):
     state = jax.jit(TX.init)(params)
     plain = memjax.jit(train_step, budget="1TiB").plan(params, state, x)
     step = memjax.jit(
-        train_step, budget=int(0.8 * plain.nbytes), cache_dir=None if cache == "none" else f"{cache}{number}"
+        train_step, budget=int(0.85 * plain.nbytes), cache_dir=None if cache == "none" else f"{cache}{number}"
     )
     plan = step.plan(params, state, x)
     for _ in range(3):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-LAYERS, WIDTH, HIDDEN, ROWS = 5, 32, 128, 256
+LAYERS, WIDTH, HIDDEN, ROWS = 4, 32, 128, 256
 
 
 def layer(p, x):

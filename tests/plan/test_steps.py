@@ -13,7 +13,7 @@ from memjax._plan.solve.order import results_first
 from memjax._plan.solve.steps import in_steps, run_steps
 from tests.plan import networks
 
-WIDTH, HIDDEN, LAYERS, BATCH, LENGTH, HEADS = 64, 512, 3, 2, 256, 4
+WIDTH, HIDDEN, LAYERS, BATCH, LENGTH, HEADS = 64, 512, 2, 2, 256, 4
 
 
 def layer(p, x):
