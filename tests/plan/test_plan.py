@@ -7,6 +7,7 @@ import re
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import memjax
@@ -74,6 +75,20 @@ def test_a_large_budget_gives_the_step_as_it_is_where_that_moves_fewer_bytes():
     assert less.compiled_nbytes < plain
     found = jax.jit(jax.value_and_grad(memjax.planned(loss, plan=plan)))(*args)
     chex.assert_trees_all_equal(*jax.device_get((found, jax.jit(jax.value_and_grad(loss))(*args))))
+
+
+def test_constants_that_the_function_holds_are_constants_of_what_is_compiled():
+    """The compiler computes with their values: indices that are never negative need no correction at run time."""
+    order = np.random.default_rng(0).integers(0, 64, 1024)
+
+    def loss(w, x):
+        for _ in range(3):
+            x = x + jax.ops.segment_sum(jnp.tanh(x[order] @ w), order[::-1], 64)
+        return jnp.mean(x**2)
+
+    args = jnp.eye(4) / 2, jnp.linspace(-1, 1, 256).reshape(64, 4)
+    plan = memjax.plan(loss, *args, budget="min")
+    assert temp(memjax.planned(loss, plan=plan), *args) == plan.compiled_nbytes
 
 
 def test_a_plan_does_not_depend_on_what_was_planned_before():
