@@ -28,9 +28,9 @@ from benchmarks.cases.jit_public import CASES
 
 _SMALL = ("flax vae", "flax seq2seq", "optax meta_learning", "haiku gan", "equinox rnn")
 # As for the tests: with JAX 0.10 XLA:CPU drops barriers without the first. The others save time and change no bytes.
-_FLAGS = ["--xla_backend_optimization_level=0", "--xla_cpu_max_isa=AVX512", "--xla_cpu_parallel_codegen_split_count=1"]
+FLAGS = ["--xla_backend_optimization_level=0", "--xla_cpu_max_isa=AVX512", "--xla_cpu_parallel_codegen_split_count=1"]
 if jax.__version_info__ < (0, 11):
-    _FLAGS += ["--xla_disable_hlo_passes=cse_barrier_expander", "--xla_cpu_use_fusion_emitters=false"]
+    FLAGS += ["--xla_disable_hlo_passes=cse_barrier_expander", "--xla_cpu_use_fusion_emitters=false"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +123,7 @@ def main(config: Config) -> None:
     names = config.models or (_SMALL if config.small else CASES)
     common = {"public": str(config.models_path), "shares": config.shares, "double": config.double}
     cases = [{"name": name} | common for name in names]
-    module, environ = "benchmarks.cases.jit_public.measure", {"XLA_FLAGS": " ".join(_FLAGS)}
+    module, environ = "benchmarks.cases.jit_public.measure", {"XLA_FLAGS": " ".join(FLAGS)}
     for case, result in record.in_fresh_processes(module, cases, environ, jobs=config.jobs):
         name = case["name"]
         found[name] = {"name": name} | {key: value for key, value in result.items() if value != case.get(key)}

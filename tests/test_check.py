@@ -62,6 +62,11 @@ def test_bytes_are_readable(count, text):
     assert check.readable_bytes(count) == text
 
 
+@pytest.mark.parametrize("count", [7, 1029, 1609 * 1024 + 1, 2**30 + 1])
+def test_bytes_that_are_rounded_up_are_enough_as_a_budget(count):
+    assert count <= check.byte_count("budget", check.readable_bytes(count, up=True)) <= 1.01 * count
+
+
 def test_integers():
     assert check.integer("slots", np.int64(2), least=1) == 2
     assert type(check.integer("slots", np.int64(2))) is int

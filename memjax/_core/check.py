@@ -359,10 +359,12 @@ def byte_count(name: str, value: Any, *, words: Sequence[str] = ()) -> Any:
     return int(count)
 
 
-def readable_bytes(count: float) -> str:
-    """A number of bytes as people read it: "1.50 MiB", "312 B"."""
+def readable_bytes(count: float, *, up: bool = False) -> str:
+    """A number of bytes as people read it: "1.50 MiB", "312 B". Rounded up it is a budget that has room for them."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(count) < 1024 or unit == "TiB":
             break
         count /= 1024
+    if up:
+        count = math.ceil(100 * count) / 100
     return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"

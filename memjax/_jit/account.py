@@ -35,8 +35,8 @@ def account(least: StepPlan, program: Any, traced: Any, *, about: bool = False, 
     """
     found = program.memory_analysis()
     results = found.output_size_in_bytes - found.alias_size_in_bytes
-    given, possible = readable_bytes(least.budget), readable_bytes(least.nbytes)
-    if given == possible:
+    given, possible = readable_bytes(least.budget), readable_bytes(least.nbytes, up=True)
+    if given == readable_bytes(least.nbytes):
         given, possible = f"{least.budget:,} B", f"{least.nbytes:,} B"
     if nothing_to_plan:
         head = (

@@ -271,7 +271,7 @@ def settled(walk: Walk, eqn: Any, states: Sequence[Any]) -> tuple[list[State], l
             after if isinstance(before, Zeros) and isinstance(after, Summed) else _still(eqn, before, after)
             for before, after in zip(carry, outs[:carried], strict=True)
         ]
-        if [*zip(map(type, new), new, strict=True)] == [*zip(map(type, carry), carry, strict=True)]:
+        if new == carry:
             return carry, outs
         carry = new
     raise reason(eqn, "is not known to keep positions apart")

@@ -210,7 +210,9 @@ class Fit:
             found.append(self._planned(budget))
         fits = lambda one: isinstance(budget, int) and one[0].nbytes <= budget
         if not any(map(fits, found)):
-            found += self._met_on_the_way(min(plan.nbytes for plan, _ in found), budget)
+            # What a search for this budget met by chance and is over it must not be called the least: others would not meet it.
+            most = budget if isinstance(budget, int) else min(plan.nbytes for plan, _ in found) - 1
+            found += self._met_on_the_way(most, budget)
         fitting = [*filter(fits, found)]
         if fitting:
             return min(fitting, key=lambda one: one[0].seconds - one[0].plain_seconds)
@@ -231,13 +233,13 @@ class Fit:
         saved = self.predicted_plain - self.rank("min").cost
         return self.plain.nbytes - self._beside - max(saved, 0)
 
-    def _met_on_the_way(self, less_than: int, budget: int | str) -> list[tuple[StepPlan, Any]]:
-        """The step that was compiled to decide on a derivative and takes the least, if that is less than what was decided on.
+    def _met_on_the_way(self, most: int, budget: int | str) -> list[tuple[StepPlan, Any]]:
+        """The step that was compiled to decide on a derivative and takes the least, if that is no more than `most`.
 
         What the others keep changes between one decision and the next.
         """
         least = min(self._compiled.values(), key=lambda one: one.nbytes)
-        if least.nbytes >= less_than or not least.acting:
+        if least.nbytes > most or not least.acting:
             return []
         plans = {one: self._plan_with(one, key, least.nbytes) for one, (_, key) in least.acting.items()}
         self._acting, self._plans = least.acting, {one: plan for one, plan in plans.items() if plan is not None}
@@ -299,7 +301,8 @@ class Fit:
                     break
             tries = search(line.predicted, line.seconds, room, compiled, line.kind, patience)
             fitting = [one for one in tries if one.compiled <= room]
-            best = max(fitting, default=None) or min(tries, key=lambda one: one.compiled)
+            # That of the least is in every search that fails, so that it is found again where it is the budget.
+            best = max(fitting, default=None) or next(one for one in tries if one.number == 0)
             found.append((line, best, tries))
             if fitting or (not thoroughly and is_hopeless([best], room, OF_ONE)):
                 break

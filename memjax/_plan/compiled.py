@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from memjax._core.barriers import barrier
 from memjax._core.compat import names_an_axis
@@ -54,7 +56,8 @@ def compiled_step(run: Run | KeepAll, types: Sequence[Any], layout: Layout) -> A
     given = [aval for aval, one in zip(pick(out_types, derivative.outs), scalar, strict=True) if not one]
     others = [] if derivative.of_blocks else given
     has_axes = any(names_an_axis(effect) for eqn in derivative.forward.eqns for effect in eqn.effects)
-    return compile_step(step, types, others, layout, derivative.wrt, has_axes=has_axes)
+    fixed = derivative.constants
+    return compile_step(step, types, others, layout, derivative.wrt, has_axes=has_axes, constants=fixed)
 
 
 def compile_step(
@@ -65,6 +68,7 @@ def compile_step(
     wrt: Sequence[bool],
     *,
     has_axes: bool,
+    constants: Mapping[int, np.ndarray] = MappingProxyType({}),
 ) -> Any | None:
     """A step, compiled; None where it is no program of its own.
 
@@ -74,6 +78,7 @@ def compile_step(
       others: types of the other arguments.
       wrt: which inputs are differentiated.
       has_axes: it has collectives over named axes.
+      constants: by position, inputs that are constants of the program: the compiler makes others of their values.
     """
     manual = any(jax.sharding.AxisType.Manual in aval.sharding.mesh.axis_types for aval in types)
     if manual or has_axes:
@@ -81,14 +86,20 @@ def compile_step(
     explicit = any(jax.sharding.AxisType.Explicit in aval.sharding.mesh.axis_types for aval in types)
     if explicit and any(sharding is None for sharding in layout.shardings):
         return None
-    inputs = [
-        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
-        for aval, sharding in zip(types, layout.shardings, strict=True)
-    ]
+    inputs = {
+        i: jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+        for i, (aval, sharding) in enumerate(zip(types, layout.shardings, strict=True))
+        if i not in constants
+    }
     platform, options = platform_of(layout.shardings), dict[str, Any]()
     if platform == "cpu":
         options |= remat_compiler_options("cpu")
         options["xla_backend_optimization_level"] = 0  # machine code is made after memory has been assigned
-    jitted = jax.jit(step, out_shardings=(None, pick(layout.of_results, wrt)))
+
+    def run(inputs: dict[int, Any], others: Sequence[Any]) -> Any:
+        every = {**inputs, **constants}
+        return step([every[i] for i in range(len(every))], others)
+
+    jitted = jax.jit(run, out_shardings=(None, pick(layout.of_results, wrt)))
     lowered = jitted.trace(inputs, list(others)).lower(lowering_platforms=(platform,))
     return lowered.compile(compiler_options=options)

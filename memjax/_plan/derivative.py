@@ -7,11 +7,13 @@ or computed again one by one. A scan is one equation in each; `loop_pairs` finds
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 from memjax._core.arrays import strong
@@ -34,6 +36,7 @@ class Passes:
       outs: which outputs have a cotangent.
       of_blocks: they are those of a chain of blocks inside of a larger program: outputs and cotangents are temporary.
       in_use: results whose memory holds something else until they are made: donated arguments, what a loop carries.
+      constants: by position, inputs that are NumPy arrays which the function holds.
     """
 
     forward: Program
@@ -43,6 +46,7 @@ class Passes:
     outs: tuple[bool, ...]
     of_blocks: bool = False
     in_use: Set[Any] = frozenset()
+    constants: Mapping[int, np.ndarray] = MappingProxyType({})
 
     def of_fewer(self, wrt: Sequence[bool]) -> Passes:
         """Those with respect to some of the inputs only: the same forward pass, and less of the backward pass."""
@@ -79,6 +83,7 @@ class Derivative(Passes):
     ):
         self.wrt, self.outs, self.of_blocks = tuple(wrt), tuple(outs), of_blocks
         primal, self._n_consts = without_checkpoints(closed), len(closed.consts)
+        self.constants = {i: value for i, value in enumerate(closed.consts) if isinstance(value, np.ndarray)}
         self._jaxpr, self._consts_of_calls = primal.jaxpr, primal.consts[self._n_consts :]  # the others are inputs
         traced = TracedPasses(self._outputs, types, wrt, outs, axes)
         self.forward, self.outputs = traced.forward, traced.outputs

@@ -125,8 +125,9 @@ class Run:
             here = [*read_by(again), *wanted]
             codes = codes_in(chain.codes, [var for var in coded if var in here])
             steps = None
-            is_loop = bool(one.option.parts) and id(program.eqns[one.start]) in self._loops
-            if in_steps_on is not None and not is_loop and not any(map(is_ordered, eqns)):
+            # A loop that runs by the plan has steps of its own. It may read what is made before it, and run in that turn.
+            is_in_order = any(id(eqn) in self._mirrors or is_ordered(eqn) for eqn in eqns)
+            if in_steps_on is not None and not is_in_order:
                 steps = self._steps(again, eqns, in_steps_on)
             # The last of several stretches, which is the first here, has just gathered its own.
             gathered = self._gathered(eqns) if gathers_again and (self.turns or len(stretches) == 1) else []

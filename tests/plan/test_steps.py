@@ -61,12 +61,45 @@ def test_steps_take_fewer_bytes_and_a_budget_is_met_with_them():
     assert "one after another" in str(least)
 
 
+def forwards(rows):
+    def turn(state, row):
+        new = 0.9 * jnp.sin(state) + jnp.tanh(row)
+        return new, (new, 0.9 * jnp.cos(state), 1 - jnp.tanh(row) ** 2)
+
+    return jax.lax.scan(turn, jnp.zeros_like(rows[0]), rows)[1]
+
+
+@jax.custom_vjp
+def recurrence(rows, early):
+    """The states of a recurrence; backwards their loop reads what was made long before it, and the loop forwards does not."""
+    return forwards(rows)[0]
+
+
+def backwards(kept, cts):
+    def turn(ct, slices):
+        by_state, by_row, early, one = slices
+        ct = ct + one
+        return by_state * ct, by_row * ct * early
+
+    rows = jax.lax.scan(turn, jnp.zeros_like(cts[0]), (*kept, cts), reverse=True)[1]
+    return rows, jnp.zeros_like(rows)
+
+
+recurrence.defvjp(lambda rows, early: ((out := forwards(rows))[0], (*out[1:], early)), backwards)
+
+
+def recurrent_loss(params, x):
+    early = jnp.sin(x @ params[0]["up"])
+    for p in params[1:3]:
+        x = networks.layer(p, x)
+    return jnp.mean(recurrence(x @ params[3]["up"], early) ** 2)
+
+
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("is_scan", [False, True])
-def test_gradients_in_steps(is_scan):
+@pytest.mark.parametrize("f", [networks.unrolled_loss, networks.scanned_loss, recurrent_loss])
+def test_gradients_in_steps(f):
     params, x = networks.parameters(), networks.inputs()
-    f = networks.scanned_loss if is_scan else networks.unrolled_loss
-    args = (networks.stacked(params) if is_scan else params, x)
+    args = (networks.stacked(params) if f is networks.scanned_loss else params, x)
     plan = dataclasses.replace(memjax.plan(f, *args, budget="min"), in_steps=True)
     found = jax.jit(jax.value_and_grad(memjax.planned(f, plan=plan)))(*args)
     wanted = jax.jit(jax.value_and_grad(f))(*args)

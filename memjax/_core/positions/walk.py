@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,8 @@ TABLE = (
 )
 
 
-class Shared(NamedTuple):
+@dataclass(frozen=True)
+class Shared:
     """A value that is the same for every position.
 
     Attributes:
@@ -30,7 +32,8 @@ class Shared(NamedTuple):
     uneven: tuple[bool, ...]
 
 
-class Positions(NamedTuple):
+@dataclass(frozen=True)
+class Positions:
     """A value with positions.
 
     Attributes:
@@ -42,7 +45,8 @@ class Positions(NamedTuple):
     inner: int
 
 
-class Summed(NamedTuple):
+@dataclass(frozen=True)
+class Summed:
     """A sum over positions, times what is the same for every position."""
 
 

@@ -33,8 +33,8 @@ def too_little(chain: Chain, budget: int, least: int, layout: Layout) -> str:
         hints.append(
             f"; of a jax.lax.scan over time ({max(turns)} turns here) memjax.remat.scan(..., budget=) keeps less"
         )
-    given, possible = readable_bytes(budget), readable_bytes(least)
-    if given == possible:  # two digits do not tell them apart
+    given, possible = readable_bytes(budget), readable_bytes(least, up=True)
+    if given == readable_bytes(least):  # two digits do not tell them apart
         given, possible = f"{budget:,} B", f"{least:,} B"
     return (
         f"budget is {given}, but the least possible is {possible}, at {ratio:.2f} of the time that "

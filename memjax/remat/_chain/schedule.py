@@ -117,8 +117,8 @@ def chain_schedule(costs: Sequence[BlockCost], budget: int | str) -> ChainSchedu
 def too_little(budget: int, least: int, ratio: float, plain_nbytes: int) -> str:
     """The message for a budget that no schedule fits; `ratio` is the relative time of the schedule of the least memory."""
     return (
-        f"budget is {readable_bytes(budget)}, but the least possible is {readable_bytes(least)}, at {ratio:.2f} of the time that "
-        f"everything kept takes, with {readable_bytes(plain_nbytes)}: give a larger budget, "
+        f"budget is {readable_bytes(budget)}, but the least possible is {readable_bytes(least, up=True)}, at {ratio:.2f} of the "
+        f"time that everything kept takes, with {readable_bytes(plain_nbytes)}: give a larger budget, "
         '"min" for the least, or divide the largest block'
     )
 

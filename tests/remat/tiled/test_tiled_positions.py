@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from memjax._core.positions.walk import Positions, Shared
 from memjax.remat import tiled
 from tests.remat.tiled.tiled_cases import DIM, EXAMPLES, LENGTH, close, normal
 
@@ -141,3 +142,9 @@ APART = {
 def test_what_keeps_positions_apart_is_accepted(x64, name):
     x = normal(9, EXAMPLES, LENGTH, DIM)
     close(*jax.jit(lambda x: (tiled(APART[name], 1, 1, tile=4)(x), APART[name](x)))(x))
+
+
+def test_states_of_different_kinds_differ_whatever_they_hold():
+    """Axes may be NumPy's integers, which compare with a tuple element by element."""
+    assert Positions(np.int64(0), 1) != Shared((True, False))
+    assert Positions(np.int64(0), 1) == Positions(0, 1)
