@@ -302,7 +302,8 @@ class Fit:
             tries = search(line.predicted, line.seconds, room, compiled, line.kind, patience)
             fitting = [one for one in tries if one.compiled <= room]
             # That of the least is in every search that fails, so that it is found again where it is the budget.
-            best = max(fitting, default=None) or next(one for one in tries if one.number == 0)
+            tried_least = next((one for one in tries if one.number == 0), None)
+            best = max(fitting, default=tried_least) or min(tries, key=lambda one: one.compiled)
             found.append((line, best, tries))
             if fitting or (not thoroughly and is_hopeless([best], room, OF_ONE)):
                 break
