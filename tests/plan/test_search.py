@@ -123,7 +123,7 @@ def test_a_much_faster_plan_is_tried_though_it_may_take_too_much():
 
 
 def test_patience_ends_a_search():
-    predicted, seconds = list(range(1000, 2000, 10)), np.linspace(2, 1, 100).tolist()
+    predicted, seconds = list(range(1000, 2000, 10)), np.linspace(2, 1.9, 100).tolist()
     tried = lambda budget, factor, **patience: [
         one.number for one in search(predicted, seconds, budget, lambda i: int(factor * predicted[i]), **patience)
     ]

@@ -203,16 +203,7 @@ def _within(program: Known, budget: int, tried: Tried, thoroughly: bool = True) 
     for plans in ways:
         if not (fitted or program.is_part) and plans.in_steps and plans.least()[0].compiled > budget:
             break
-        patience = Patience()
-        if program.is_part:
-            before = tried[False] if plans.in_steps else []
-            patience = OF_PARTS._replace(
-                enough=max(OF_PARTS.enough - len(before), 1),
-                off=math.inf if plans.in_steps else _OFF,
-                most=MOST_TRIES if thoroughly else 1 if before else OF_PARTS.enough,
-                over=math.inf if thoroughly else OF_ONE,
-                least_first=bool(before) and before[0].compiled > _FAR_OFF * before[0].predicted,
-            )
+        patience = _patience(program, tried[False] if plans.in_steps else [], plans.in_steps, thoroughly)
         tries = search(plans.predicted, plans.seconds, budget, plans.compiled, plans.kind, patience, least=1)
         tried[plans.in_steps] = tries
         if all(one.compiled > budget for one in tries):
@@ -232,6 +223,23 @@ def _within(program: Known, budget: int, tried: Tried, thoroughly: bool = True) 
         return None
     plans, chosen, tries = min(fitted, key=lambda one: one[0].seconds[one[1].number])  # of equals the first
     return _without_a_plan(program, plans, chosen, tries, budget) or plan_of(program, plans, chosen, tries, budget)
+
+
+def _patience(program: Known, before: Sequence[Try], in_steps: bool, thoroughly: bool) -> Patience:
+    """How much a search may compile, where `before` was compiled of the backward pass that does not run in steps."""
+    if not program.is_part:
+        return Patience()
+    patience = OF_PARTS._replace(
+        most=MOST_TRIES if thoroughly else 1 if before else OF_PARTS.enough, over=math.inf if thoroughly else OF_ONE
+    )
+    if program.layout.devices > 1:
+        # Predictions are off by what is sent, in steps as well: a few corrections do more.
+        return patience._replace(enough=MOST_TRIES)
+    return patience._replace(
+        enough=max(OF_PARTS.enough - len(before), 1),
+        off=math.inf if in_steps else _OFF,
+        least_first=bool(before) and before[0].compiled > _FAR_OFF * before[0].predicted,
+    )
 
 
 def _leaner(plans: Plans, tries: Sequence[Try], budget: int) -> list[Try]:

@@ -40,7 +40,8 @@ class Patience(NamedTuple):
 
     Attributes:
       gain: of a step's time: what another try has to promise once a plan fits.
-      enough, most: so many tries will do if one of them fits, and if none does.
+      enough: so many tries will do if one of them fits, unless another promises a large gain.
+      most: so many will do if none fits.
       off: the search ends where the first try takes so many times the predicted bytes and does not fit.
       over: it ends where nothing fits and nothing is expected to take less than so many times the budget.
       least_first: the plan of number `least` is compiled first, as nothing is known to be predicted well.
@@ -79,7 +80,7 @@ def search(
     tries: list[Try] = []
     fits: Try | None = None
     over: Try | None = None
-    while len(tries) < (patience.most if fits is None else patience.enough):
+    while len(tries) < (patience.most if fits is None else MOST_TRIES):
         low = 0 if fits is None else fits.number + 1
         high = len(predicted) - 1 if over is None else over.number - 1
         if low > high:
@@ -105,7 +106,8 @@ def search(
             number = min(least, high)
         if fits is not None:
             gained = seconds[fits.number] - seconds[number]
-            if fits.compiled >= _FULL * budget or gained < patience.gain * seconds[number]:
+            wanted = patience.gain if len(tries) < patience.enough else LARGE_GAIN
+            if fits.compiled >= _FULL * budget or gained < wanted * seconds[number]:
                 fast = seconds[fits.number] / (1 + LARGE_GAIN)
                 doubtful = [i for i in expected if seconds[i] <= fast and expected[i] <= DOUBTFUL * budget]
                 if not doubtful:
