@@ -36,7 +36,7 @@ from memjax._core.meshes import parts_by
 from memjax._core.program.dataflow import is_literal
 from memjax._core.program.jaxpr import nbytes
 from memjax._core.program.primitives import ALIASES, CALLS, SOURCES
-from memjax._core.reasons import reason_of
+from memjax._core.program.reasons import reason_of
 
 # One operand in, the same elements out.
 _ALIASES = ALIASES | {"transpose", "sharding_constraint", "random_wrap", "random_unwrap"}

@@ -4,7 +4,7 @@ import math
 import re
 from typing import NamedTuple
 
-from memjax._core.hlo import Computation, Instruction, parse
+from memjax._core.program.hlo import Computation, Instruction, parse
 
 _TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")

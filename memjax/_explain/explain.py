@@ -13,10 +13,10 @@ from memjax._core import check
 from memjax._core.arrays import is_float
 from memjax._core.clear_errors import option_errors
 from memjax._core.compat import primitive_name
-from memjax._core.hlo import parse
 from memjax._core.program.costs import device
+from memjax._core.program.hlo import parse
+from memjax._core.program.reasons import asked_for_reasons
 from memjax._core.program.scopes import Paths
-from memjax._core.reasons import asked_for_reasons
 from memjax._explain.explanation import Explanation
 from memjax._explain.kept import Group, collapsed, groups, kept_arrays, template
 from memjax._explain.logits import fused_loss, logits_in

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from memjax._core.hlo import Computation, Instruction, Module, aliased_operands, elements
+from memjax._core.program.hlo import Computation, Instruction, Module, aliased_operands, elements
 
 _SAME = frozenset(("bitcast", "opt-barrier", "add-dependency", "all-reduce-done", "optimization-barrier"))
 _NO_SHARING_NAMES = """

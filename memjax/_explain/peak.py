@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from memjax._core.compat import Frame, user_frames
-from memjax._core.hlo import Instruction, Module, dtype_name, parse
+from memjax._core.program.hlo import Instruction, Module, dtype_name, parse
 from memjax._core.program.scopes import Paths, place, scopes
 from memjax._explain.kept import collapsed, template
 from memjax._explain.live import Buffer, Live, Made, live, roots

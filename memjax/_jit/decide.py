@@ -19,7 +19,8 @@ from memjax._core.compat import is_described, is_tracer
 from memjax._core.meshes import device_of, own_sharding, split_over
 from memjax._core.program import costs
 from memjax._jit.account import BudgetError, account, bytes_of_results
-from memjax._jit.body import Acting, Body
+from memjax._jit.batch.examples import batch_of
+from memjax._jit.batch.microbatches import in_microbatches
 from memjax._jit.cache import (
     directory,
     found_in_jax_cache,
@@ -31,17 +32,16 @@ from memjax._jit.cache import (
     save_program,
 )
 from memjax._jit.call import Pure, donated_values
-from memjax._jit.examples import batch_of
+from memjax._jit.derivatives.body import Acting, Body
+from memjax._jit.derivatives.passes import StepPasses
 from memjax._jit.fit import MAKE_ONE, DoesNotFitError, Fit, acting_by, held_bytes
-from memjax._jit.microbatches import in_microbatches
-from memjax._jit.passes import StepPasses
 from memjax._jit.processes import are_in_all_processes, compiler_options, plan_of_the_first
 from memjax._jit.progress import Progress
 from memjax._jit.step_plan import StepPlan, StepPoint
 from memjax._jit.ways import Ways, note_donated
 from memjax._measure import remat_compiler_options
 from memjax._plan.budget.search import OF_ONE
-from memjax._plan.layout import Layout, local_bytes
+from memjax._plan.memory.layout import Layout, local_bytes
 from memjax._plan.tile.passes import TileOn
 
 _ABOUT = 1.03  # times as slow: predictions are no better

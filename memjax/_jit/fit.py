@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 
 from memjax._core.meshes import device_of
 from memjax._core.program import costs
-from memjax._jit.body import Acting, Body
-from memjax._jit.passes import StepPasses
+from memjax._jit.derivatives.body import Acting, Body
+from memjax._jit.derivatives.passes import StepPasses
 from memjax._jit.step_plan import StepPlan, StepPoint
 from memjax._jit.together import Line
 from memjax._plan.acting import by_plan
 from memjax._plan.budget.decide import OF_PARTS, Plans, TooLittleError, decide, is_hopeless, plan_of
 from memjax._plan.budget.known import Allowed, Key, Known, Measure, key_of, known
 from memjax._plan.budget.search import LARGE_GAIN, OF_ONE, search
-from memjax._plan.layout import Layout
+from memjax._plan.memory.layout import Layout
 from memjax._plan.predicted import as_written
 from memjax._plan.result import Plan, Try
 from memjax._plan.run import Run

@@ -10,13 +10,13 @@ from typing import Any
 
 from memjax._core.program import costs
 from memjax._jit.account import donated_results
-from memjax._jit.body import Acting, Body
-from memjax._jit.examples import Batch, batch_of
+from memjax._jit.batch.examples import Batch, batch_of
+from memjax._jit.batch.microbatches import PASSES_OF_SUMS, counts, in_microbatches, sum_bytes
+from memjax._jit.derivatives.body import Acting, Body
+from memjax._jit.derivatives.inner import has_inner
 from memjax._jit.fit import Fit
-from memjax._jit.inner import has_inner
-from memjax._jit.microbatches import PASSES_OF_SUMS, counts, in_microbatches, sum_bytes
 from memjax._jit.step_plan import StepPoint
-from memjax._plan.layout import Layout
+from memjax._plan.memory.layout import Layout
 from memjax._plan.tile.passes import TileOn
 
 _TILES = 64  # the logits of a tile take such a part of the budget: beside them a tile has others as large

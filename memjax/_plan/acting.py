@@ -11,7 +11,7 @@ from memjax._plan.budget.checked import check_stretches, check_tiles
 from memjax._plan.budget.digest import digest
 from memjax._plan.budget.stretches import choices
 from memjax._plan.derivative import Passes
-from memjax._plan.layout import Layout, warn_of_guess
+from memjax._plan.memory.layout import Layout, warn_of_guess
 from memjax._plan.result import Plan
 from memjax._plan.run import KeepAll, Run
 from memjax._plan.solve.chain import Chain

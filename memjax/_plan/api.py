@@ -18,10 +18,10 @@ from memjax._explain.compared import PeakComparison, compared
 from memjax._explain.peak import alive_at_peak
 from memjax._plan.acting import Asked, acting, by_plan
 from memjax._plan.budget.checked import check_tiles
-from memjax._plan.compiled import compiled_step
 from memjax._plan.differentiable import differentiable
 from memjax._plan.flat import Flat
-from memjax._plan.layout import Layout, layout_of
+from memjax._plan.memory.compiled import compiled_step
+from memjax._plan.memory.layout import Layout, layout_of
 from memjax._plan.not_a_step import step_message
 from memjax._plan.predicted import predicted_at_peak
 from memjax._plan.result import Plan

@@ -24,7 +24,7 @@ from memjax._core.compat import eval_jaxpr
 from memjax._core.lists import Arrays, drop, merge, pick
 from memjax._core.program.dataflow import is_literal
 from memjax._plan.again import in_checkpoints
-from memjax._plan.layout import Layout, layout_of
+from memjax._plan.memory.layout import Layout, layout_of
 from memjax._plan.run import Run
 
 Act = Callable[[Sequence[Any], Sequence[bool], Sequence[bool], Layout], Any]

@@ -15,7 +15,7 @@ from memjax._plan.acting import chain_of
 from memjax._plan.budget.stretches import choices
 from memjax._plan.codes import codes_in
 from memjax._plan.derivative import LoopPair, Passes
-from memjax._plan.layout import Layout
+from memjax._plan.memory.layout import Layout
 from memjax._plan.result import Plan
 from memjax._plan.solve.chain import Chain, Choice
 from memjax._plan.solve.loops import carried, in_results, remade, turn_of

@@ -2,7 +2,7 @@
 
 import pytest
 
-from memjax._core.hlo import parse
+from memjax._core.program.hlo import parse
 from memjax._explain.live import live
 
 KIB = 1024

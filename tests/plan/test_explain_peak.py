@@ -10,7 +10,7 @@ from memjax._core.program.working import fullest_moment
 from memjax._explain.compared import compared
 from memjax._explain.parts import Alive
 from memjax._plan.derivative import Derivative
-from memjax._plan.layout import Layout
+from memjax._plan.memory.layout import Layout
 from memjax._plan.predicted import _in, alive_by
 from memjax._plan.solve.chain import Chain, peak_of
 from memjax._plan.solve.subsets import Subset

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import memjax
-from memjax._plan.layout import layout_of
+from memjax._plan.memory.layout import layout_of
 
 
 def mesh(name="d", kind=AxisType.Auto):

@@ -15,7 +15,7 @@ from memjax._plan.budget.stretches import stretches
 from memjax._plan.budget.too_little import what_moving_saves
 from memjax._plan.derivative import Derivative
 from memjax._plan.flat import Flat
-from memjax._plan.layout import Layout
+from memjax._plan.memory.layout import Layout
 from memjax._plan.solve.chain import Chain
 from tests.plan import networks
 

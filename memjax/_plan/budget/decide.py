@@ -22,7 +22,7 @@ from memjax._plan.budget.search import (
 )
 from memjax._plan.budget.too_little import too_little, what_moving_saves
 from memjax._plan.derivative import Passes, loop_pairs
-from memjax._plan.layout import Layout
+from memjax._plan.memory.layout import Layout
 from memjax._plan.result import Plan, Point, Try
 from memjax._plan.solve.chain import Choice, peak_of
 from memjax._plan.solve.leaner import leaner

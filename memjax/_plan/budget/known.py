@@ -11,9 +11,9 @@ from memjax._core.meshes import device_of, platform_of
 from memjax._core.program import costs
 from memjax._plan.budget.digest import digest
 from memjax._plan.budget.stretches import choices, stretches
-from memjax._plan.compiled import compiled_bytes
 from memjax._plan.derivative import Passes
-from memjax._plan.layout import Layout
+from memjax._plan.memory.compiled import compiled_bytes
+from memjax._plan.memory.layout import Layout
 from memjax._plan.result import Stretch
 from memjax._plan.run import KeepAll, Run
 from memjax._plan.solve.chain import Chain, Choice

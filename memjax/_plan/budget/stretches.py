@@ -11,7 +11,7 @@ from memjax._core.program.costs import array_bytes
 from memjax._core.program.jaxpr import Program
 from memjax._core.program.scopes import maker_of
 from memjax._plan.codes import BITS, codes_in
-from memjax._plan.layout import Layout
+from memjax._plan.memory.layout import Layout
 from memjax._plan.result import InBlocks, Kept, Stretch
 from memjax._plan.schedule.execute import LoopPlan
 from memjax._plan.schedule.schedule import schedule

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memjax._core.check import readable_bytes
 from memjax._core.program.scopes import place_of
-from memjax._plan.layout import Layout
+from memjax._plan.memory.layout import Layout
 from memjax._plan.solve.chain import Chain
 
 _WORTH_A_WORD = 0.95  # of the least bytes without: so many, or fewer

@@ -22,7 +22,7 @@ from memjax._core.program.primitives import expensive
 from memjax._plan.blocks import ends_of_blocks
 from memjax._plan.codes import Codes, codes_of, codes_of_loop
 from memjax._plan.derivative import LoopPair, Passes, loop_pairs
-from memjax._plan.lent import lent_to_pieces
+from memjax._plan.memory.lent import lent_to_pieces
 from memjax._plan.solve.loops import loop_options
 from memjax._plan.solve.phases import available_anywhere, backward_turns, cut_points
 from memjax._plan.solve.segment import Option, Segment, options

@@ -8,8 +8,8 @@ from typing import Any
 
 from memjax._plan.budget.decide import decide
 from memjax._plan.derivative import Derivative
-from memjax._plan.free import free_bytes
-from memjax._plan.layout import Layout
+from memjax._plan.memory.free import free_bytes
+from memjax._plan.memory.layout import Layout
 from memjax._plan.result import Plan, Tiled
 from memjax._plan.tile.chunks import chunk_sizes
 from memjax._plan.tile.rewrite import Tiling, described

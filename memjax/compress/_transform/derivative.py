@@ -20,7 +20,7 @@ from memjax._core.compat import scope
 from memjax._core.lists import Arrays, pick
 from memjax._core.program.dataflow import variables
 from memjax._core.program.jaxpr import Program, bind, read
-from memjax._core.reasons import Said, asked, with_reason
+from memjax._core.program.reasons import Said, asked, with_reason
 from memjax.compress._codecs.codec import Mask
 from memjax.compress._training.layers import Statistics, Weighed
 from memjax.compress._transform.array_codecs import ArrayCodecs, waits

@@ -27,8 +27,8 @@ from memjax._core.program.jaxpr import axis_sizes, calls_in_place, evaluate, nby
 from memjax._core.program.working import peak_bytes
 from memjax._core.timing import seconds
 from memjax._measure import remat_compiler_options
-from memjax._plan.alone import bytes_of, compile_alone, constants, temporary
 from memjax._plan.budget.digest import digest_of
+from memjax._plan.memory.alone import bytes_of, compile_alone, constants, temporary
 from memjax.remat._chain.solvers import BlockCost, Items, blocks_of
 
 

@@ -25,7 +25,7 @@ from memjax._plan.budget.decide import TooLittleError, decide
 from memjax._plan.budget.digest import digest
 from memjax._plan.derivative import Derivative
 from memjax._plan.differentiable import differentiable
-from memjax._plan.layout import Layout, layout_of, warn_of_guess
+from memjax._plan.memory.layout import Layout, layout_of, warn_of_guess
 from memjax._plan.result import Plan
 from memjax._plan.run import KeepAll
 from memjax.remat._chain.block import Block, estimates, run_items

@@ -20,10 +20,10 @@ from memjax._core.compat import names_an_axis
 from memjax._core.lists import Arrays, drop, pick
 from memjax._core.meshes import device_of
 from memjax._core.program.jaxpr import nbytes, trace
-from memjax._plan.alone import temporary
 from memjax._plan.budget.digest import digest_of
-from memjax._plan.compiled import compile_step
-from memjax._plan.layout import layout_of
+from memjax._plan.memory.alone import temporary
+from memjax._plan.memory.compiled import compile_step
+from memjax._plan.memory.layout import layout_of
 from memjax._plan.schedule.execute import Execution, LoopPlan
 from memjax.remat._scan.step import ScanBlocks, StepBackward
 

@@ -15,8 +15,8 @@ from memjax._core.compat import names_an_axis
 from memjax._core.lists import drop, pick
 from memjax._core.meshes import platform_of
 from memjax._measure import remat_compiler_options
-from memjax._plan.alone import compile_alone, temporary
-from memjax._plan.layout import Layout
+from memjax._plan.memory.alone import compile_alone, temporary
+from memjax._plan.memory.layout import Layout
 from memjax._plan.run import KeepAll, Run
 
 

@@ -27,7 +27,7 @@ from memjax._core.program.jaxpr import Program, as_closed, calls_in_place, trace
 from memjax._core.program.primitives import (
     CHECKPOINTS,
 )
-from memjax._jit.examples import Batch, rule, settled
+from memjax._jit.batch.examples import Batch, rule, settled
 from memjax._plan.tile.resized import Resized
 from memjax._plan.tile.rewrite import in_order
 

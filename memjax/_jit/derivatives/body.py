@@ -16,8 +16,8 @@ from memjax._core.lists import Arrays
 from memjax._core.program.costs import Device
 from memjax._core.program.dataflow import made_by, variables
 from memjax._core.program.jaxpr import Program, as_closed, axis_sizes, bind, calls_in_place, read, trace
-from memjax._jit.inner import computed_again
-from memjax._jit.passes import StepPasses, passes_of
+from memjax._jit.derivatives.inner import computed_again
+from memjax._jit.derivatives.passes import StepPasses, passes_of
 from memjax._plan.derivative import without_dead_equations
 from memjax._plan.result import Tiled
 from memjax._plan.run import Run

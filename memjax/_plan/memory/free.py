@@ -11,7 +11,7 @@ from memjax._core.meshes import device_of
 from memjax._core.program.costs import array_bytes
 from memjax._core.program.dataflow import variables
 from memjax._plan.derivative import Derivative
-from memjax._plan.layout import Layout, local_bytes
+from memjax._plan.memory.layout import Layout, local_bytes
 
 
 def free_bytes(types: Sequence[Any], derivative: Derivative, layout: Layout) -> int:

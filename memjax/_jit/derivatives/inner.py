@@ -24,7 +24,7 @@ from memjax._core.program.costs import Device
 from memjax._core.program.dataflow import is_literal, made_by, read_by, renamed, variables
 from memjax._core.program.jaxpr import trace
 from memjax._core.program.primitives import expensive
-from memjax._jit.passes import StepPasses, passes_of
+from memjax._jit.derivatives.passes import StepPasses, passes_of
 from memjax._plan.run import Run
 from memjax._plan.solve.chain import Chain
 

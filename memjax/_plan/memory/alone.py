@@ -10,9 +10,9 @@ import jax
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from memjax._core import hlo
 from memjax._core.compat import names_an_axis, varying
-from memjax._core.hlo import Array
+from memjax._core.program import hlo
+from memjax._core.program.hlo import Array
 from memjax._measure import remat_compiler_options
 
 _SAME_BYTES = frozenset(("bitcast", "tuple", "get-tuple-element", "opt-barrier"))

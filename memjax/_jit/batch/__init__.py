@@ -1,0 +1,1 @@
+"""A batch in a traced step, and microbatches of it."""

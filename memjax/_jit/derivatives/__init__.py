@@ -1,0 +1,1 @@
+"""The derivatives in a traced step: found, and run otherwise."""
