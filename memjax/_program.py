@@ -58,8 +58,8 @@ class Program:
         return given == [(aval.shape, aval.dtype) for aval in self.jaxpr.in_avals]
 
     def floats_of(self, positions: Sequence[int]) -> list[bool]:
-        """Which inputs are floats of the positional arguments at these positions, and of what `fn` is bound to; of NNX objects
-        the `nnx.Param`, as for `nnx.grad`."""
+        """For each input, whether it is a float array in the positional arguments at these positions, or in what `fn` is bound
+        to. In an NNX object only `nnx.Param`s count, as for `nnx.grad`."""
         marks = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in self.parts.arrays]
         args, _, _ = self.parts.rebuild(marks)
         bound = len(args) - self.given

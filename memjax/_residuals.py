@@ -58,15 +58,16 @@ class Value:
     """One buffer made by the forward pass, with the span of steps over which the backward pass needs it.
 
     Attributes:
-      nbytes, on_host: how large it is on a device, and where.
-      devices: over how many it is taken to be split under automatic axes.
+      nbytes: its size on one device.
+      devices: the number of devices that it is assumed to be split over under automatic mesh axes.
+      on_host: whether it is in host memory.
       made: the step that makes it.
-      made_by: the equation that makes it, the calls and loops around it before it.
+      made_by: the calls and loops around the equation that makes it, outermost first, and then this equation.
       index: which of that equation's outputs it is.
       program: all equations of the forward pass that it belongs to.
-      readers: the equations of the backward pass that read it, those around each before it, and which input of it this is.
-      last_read: the step of the last of them.
-      why: what a transform says of why it keeps this.
+      readers: for each read in the backward pass, the reading equation, as in `made_by`, and the index of the operand.
+      last_read: the step of the last read.
+      why: the reason that a transform gives for keeping it.
     """
 
     aval: Any

@@ -308,7 +308,7 @@ def sharded(name: str, value: Any, axis_name: str, along: str = "") -> None:
 
 
 def same(name: str, value: Any, axis_name: str) -> None:
-    """That `value` is the same on all devices of the axis, as far as JAX can tell: see `sharded`."""
+    """Raises if the type of `value` varies over the mesh axis. With `check_vma=False` no type does."""
     if is_array(value) and axis_name in varying(jax.typeof(value)):
         raise ValueError(
             f"{name} must be the same on all devices of the mesh axis {axis_name!r}, got {shown(value)} that JAX takes to"

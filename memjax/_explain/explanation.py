@@ -266,7 +266,7 @@ def _messages(explanation: Any) -> list[str]:
     return [*dropped, *warnings, *notes, *([_LINE] if explanation.rows else [])]
 
 
-# The memory of a compiled program over its instructions, stacked by module.
+# The plot: temporary memory at each instruction of the compiled program, stacked by module.
 
 _MIB = 2**20
 

@@ -36,14 +36,14 @@ def compiler_options(platform: str) -> dict[str, bool]:
 
 
 def plan_of_the_first(decide: Callable[[], StepPlan]) -> StepPlan:
-    """The plan that the first process decides on, in all processes.
+    """The plan of the first process, sent to all processes.
 
     Args:
-      decide: called in the first process alone.
+      decide: makes the plan; called in the first process only.
 
     Raises:
-      ValueError: in all processes, where it does in the first.
-      RuntimeError: `decide` fails otherwise, in all processes but the first, which raises what it is.
+      ValueError: in all processes, if `decide` raises it.
+      RuntimeError: in all processes but the first, if `decide` raises any other error. The first process raises that error.
     """
     said: dict[str, str] = {}
     failed: BaseException | None = None

@@ -158,9 +158,10 @@ def vocabulary_chunk(operands: Operands, options: Options, chunk: int | None) ->
 
 
 def for_chunks(body: Callable[[Any, Any, int], Any], carry: Any, stop: int, chunk: int) -> Any:
-    """Repeats `carry = body(carry, start, size)` over [0, stop): first the remainder, or one chunk, then equal chunks.
+    """Repeats `carry = body(carry, start, size)` over [0, stop), in chunks of size `chunk`. A smaller remainder comes first.
 
-    The equal chunks are one loop. Sums may start in the first step: only from then on the structure of the carry is fixed.
+    The chunks after the first run in one loop. The first call may add entries to the carry, such as sums; later calls must
+    keep its structure.
     """
     first = stop % chunk or min(chunk, stop)
     carry = body(carry, 0, first)

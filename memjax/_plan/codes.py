@@ -58,19 +58,19 @@ class Code(NamedTuple):
 class Codes:
     """The codes of a program's variables: what may be encoded, and how.
 
-    A value that is encoded is rounded, and so is what follows from it. What has to be exact may follow from exact values alone,
-    and from rounded ones only what is off by about as much as they are.
+    An encoded value is rounded, and so is everything that is recomputed from it. So variables in `exact` must be recomputed from
+    exact values only, and an equation may run on rounded values only if `keeps_errors_small`.
 
     Args:
-      program: the forward pass, with calls in place.
-      wanted: those of its variables that the backward pass reads and that are not there anyway.
+      program: the forward pass, with calls inlined.
+      wanted: variables of `program` that the backward pass reads, and does not have without a plan.
       pullback: the backward pass, a program that reads `wanted`.
-      cotangents: its other inputs that depend on a cotangent.
+      cotangents: the other inputs of `pullback` that depend on a cotangent.
       parameters: inputs of `program` that are parameters.
 
     Attributes:
-      exact: those in `wanted` that have to be exact.
-      statistics: those of them that are small beside what they are computed from.
+      exact: the variables in `wanted` that have to be exact.
+      statistics: the float variables in `exact` that are small, or reductions of much larger arrays.
     """
 
     def __init__(

@@ -276,17 +276,17 @@ class _Turns(Blocks):
 
 
 class _Body:
-    """The body of a loop of which something is kept.
+    """The body of a loop, and what is kept of each iteration. Variables that the backward pass does not read are left out.
 
     Attributes:
-      kept: variables that are kept as they are. Here and below, only those that are read.
-      codes: of variables that are kept in codes.
-      moved: variables that are kept on the host.
-      stack_count: how many stacks these three make.
-      again: equations that run again in the backward pass.
-      read: what `again` and the backward pass read.
-      missing: inputs that are gone in the backward pass.
-      steps: the equations of a turn of the backward pass in steps, or None.
+      kept: variables that are kept as they are.
+      codes: the codes of variables that are kept encoded.
+      moved: variables that are offloaded to the host.
+      stack_count: the number of entries in these three; the loop stacks each over its iterations.
+      again: equations that are recomputed in the backward pass.
+      read: variables that `again` and the backward pass read.
+      missing: inputs of the body that the backward pass does not have, unless it decodes them.
+      steps: the equations of one iteration of the backward pass, grouped into steps; None if the compiler orders them.
     """
 
     def __init__(self, pair: LoopPair, option: Option, codes: Sequence[Code], in_steps_on: str | None):
@@ -323,7 +323,7 @@ class _Body:
 
 
 def constants_in(programs: Iterable[Program]) -> dict[Any, list[Any]]:
-    """By variable that is one number everywhere, or an index, the equations that make it."""
+    """Maps each variable that is a broadcast literal or an iota, or a view of one, to the equations that make it."""
     found: dict[Any, list[Any]] = {}
     for eqn, reads in ((eqn, reads) for one in programs for eqn, reads in zip(one.eqns, one.flow.reads, strict=True)):
         if eqn.primitive.name in SOURCES | VIEWS | REPLICATIONS and all(var in found for var in reads):

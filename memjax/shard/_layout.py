@@ -22,15 +22,15 @@ def zigzag(a: Any, size: int, *, axis: int = 1) -> Any:
 
     Args:
       a: an array, or NumPy array, whose length along `axis` is a multiple of 2 size.
-      size: devices of the ring.
-      axis: that of the sequence.
+      size: the number of devices in the ring.
+      axis: the axis of the sequence.
 
     Returns:
       An array of the same kind, shape and dtype.
 
     Raises:
-      ValueError: a length that does not divide, or an axis that `a` does not have.
-      TypeError: something else than an array, or integers.
+      ValueError: the length is not a multiple of 2 size, `a` does not have the axis, or `size` is less than 1.
+      TypeError: `a` is not an array, or `size` or `axis` is not an integer.
     """
     axis, size = _checked(a, axis, size)
     return _take(a, _zigzag_order(a.shape[axis], size), axis)

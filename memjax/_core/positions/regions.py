@@ -152,7 +152,7 @@ class _Cut:
         return None if region.moved * _LARGE > self._seed_bytes * 2 else region
 
     def _narrowest(self) -> list[int]:
-        """The first equations of the growth, so many that the fewest bytes are read outside of them."""
+        """The prefix of the growth's equations for which the bytes that go in, plus those that come out, are fewest."""
         growth, flow, inside = self._growth, self._flow, self._growth.inside
         end, results = len(inside), set(variables(self._program.outvars))
         order = {i: k for k, i in enumerate(inside)}

@@ -66,9 +66,10 @@ def axis_sizes(jaxpr: Any) -> dict[str, int]:
 
 
 def trace(f: Callable[..., Any], types: Sequence[Any], axes: dict[str, int]) -> Any:
-    """The program of `f` for arguments of these types, wherever they lie, with the named axes `axes`.
+    """The jaxpr of `f` for arguments of these types, whose automatic meshes are ignored.
 
-    A rule of a custom derivative may run where the names of a surrounding `jax.vmap` or `jax.shard_map` are no longer known.
+    `axes` are named axes of a surrounding `jax.vmap` or `jax.shard_map`, with their sizes. A custom derivative rule may run
+    where JAX no longer knows them.
     """
     known = [(name, size) for name, size in axes.items() if not _is_known(name)]
     return jax.make_jaxpr(f, axis_env=known)(*jax.tree.map(anywhere, list(types)))

@@ -49,6 +49,6 @@ def with_reason(value: Any, reason: str) -> Any:
 
 
 def reason_of(eqn: Any) -> str:
-    """The reason in a name that `with_reason` gave; "" for all other equations."""
+    """The reason that `with_reason` recorded in this equation; "" if it recorded none."""
     name = eqn.params.get("name", "") if eqn.primitive.name == "name" else ""
     return name.removeprefix(_PREFIX) if name.startswith(_PREFIX) else ""

@@ -176,7 +176,10 @@ def _batch(
 
 
 def rule(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
-    """The states of an equation's outputs. Raises Mixed. Beside the usual rules it knows sums in loops, zeros and random bits."""
+    """The `State` of each output of an equation; raises `Mixed` if the equation mixes examples.
+
+    Operations that `apply_rule` does not cover come first, such as loops, scatters, sums with zeros, and random bits.
+    """
     name = eqn.primitive.name
     if name == "random_bits" and isinstance(states[0], Shared):
         shape = shape_of(eqn.outvars[0])

@@ -102,7 +102,7 @@ def gradient(chunk: Chunk, lse: Array, mass: Array | None, scale: Array, options
 
 
 def stats_and_gradient(chunk: Chunk, scale: Array, options: Options) -> tuple[Stats, Array]:
-    """Statistics and gradient of rows that are whole. The gradient is written over the products."""
+    """Row statistics and the gradient, for products that have all columns of the head. The gradient overwrites the products."""
     products, bias, labels, *_ = chunk
     tokens, width = products.shape
     block = _block(width, TILES.row_block)

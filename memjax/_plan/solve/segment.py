@@ -181,7 +181,7 @@ class BackwardTurn:
         segment, platform = self._segment, self._platform
         # A code is read where what it decodes to is.
         again = [*(code.decode for code in subset.coded), *again]
-        # On CPUs all that can run does, so that several operators may run at a time.
+        # XLA:CPU runs an operator as soon as its operands are there. So recomputation does not wait until it is needed.
         run = Dataflow([*again, *self._backward] if platform == "cpu" else in_time(again, self._backward))
         in_codes = [code.variable for code in subset.coded]
         here = [var for var in (*subset.kept, *in_codes, *segment.crossing) if var in run.read]

@@ -66,7 +66,7 @@ class Program:
 
     @property
     def chunks(self) -> list[Tiled]:
-        """The first recurrence in chunks of several sizes, the largest first."""
+        """The alternatives for the first recurrence: one for each chunk size, the largest first."""
         return [one._replace(tile=tile) for one in self.tiling.recurrences[:1] for tile in chunk_sizes(one.length)]
 
 

@@ -145,7 +145,7 @@ def expand(x: Words, moves: Moves, mask: Words) -> Words:
 # Each part of a level has a byte array of its own, a plane. A byte of a plane of 4 bits holds the parts of two values
 # that are half of the last axis apart: so neighbours read and write neighbouring bytes. One of 2 or 1 bits holds those
 # of neighbours: a kernel has these in the registers of one thread, where others would be in pieces too narrow to read.
-# Both ways are arithmetic on single values.
+# Apart from slices and reshapes, `pack_levels` and `unpack_levels` are elementwise.
 
 _APART = 4  # bits, of a plane whose bytes do not hold neighbours
 

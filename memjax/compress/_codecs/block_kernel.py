@@ -50,9 +50,10 @@ def inverse(x: Array, *, interpret: bool) -> Array:
 
 
 def rounded(x: Array, factor: Array, shift: Array, *, interpret: bool) -> Array:
-    """`x * factor + shift`, from 0 to 255, as the nearest integer, in the lowest bits of an int32.
+    """`x * factor + shift`, which is from 0 to 255, rounded to an integer in the lowest bits of an int32.
 
-    The sum with 1.5 * 2^23 has it in its last digits: no conversion, which takes as long as eight other instructions.
+    Adding 1.5 * 2^23 puts the integer into the lowest bits of the float. A conversion to an integer would take as long as
+    eight other instructions.
     """
     multiply_add = kernels.interpreted if interpret else kernels.nearest
     return lax.bitcast_convert_type(multiply_add(x.astype(jnp.float32), factor, shift) + _INTEGERS, jnp.int32)
@@ -154,7 +155,7 @@ def encode(
     return level, [one[:, None] for one in found[:count]], found[count] if with_sums else None
 
 
-# The decoder of blocks as a kernel for NVIDIA GPUs, for what reads decoded values from memory, as convolutions do.
+# A kernel for NVIDIA GPUs that decodes blocks for operations that read their operands from memory, such as convolutions.
 #
 # XLA's code loads the numbers of a channel anew for each value, and takes 1.5 to 1.7 times as long. It is the better
 # one where it is fused into what reads the values, for then no decoded array is written.

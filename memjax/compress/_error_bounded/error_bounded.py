@@ -156,7 +156,7 @@ class ErrorBounded(OptionalMembers):
         return 4 * self._capacity(aval) + tiles * (LANES + 4) + 4 + 4 * max(np.size(self.bound), 1)
 
     def ratio(self, x: Float[Array, "..."]) -> Float[Array, ""]:
-        """How many times smaller than `x` its code is, without the capacity that is not needed."""
+        """Bytes of `x` divided by the bytes of its code. Unused capacity of the code does not count."""
         check_floats(x)
         return x.size * x.dtype.itemsize / jnp.maximum(self.encode(x).needed_nbytes, 1)
 

@@ -118,7 +118,8 @@ def _encoded(inner: Any, old: Any, step: Int32[Array, ""]) -> Any:
     """A state in the codes of an old one."""
     tree: Any
     leaves, tree = jax.tree.flatten(old, is_leaf=_is_code)
-    # Counted apart: so the two moments of an array have one seed, and their random numbers are made of one hash.
+    # Signed and unsigned codes are numbered separately. So the two moments of an array get the same seed, and one hash
+    # gives the random numbers of both.
     seeds: list[Any] = []
     counts = {True: itertools.count(), False: itertools.count()}
 

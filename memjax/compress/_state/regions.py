@@ -177,7 +177,7 @@ def _has_inside(part: Any) -> bool:
 
 
 def _shape(eqn: Any) -> tuple[int, ...] | None:
-    """The shape of the arrays of an equation that a kernel can have."""
+    """The shape of the arrays of an equation that can run inside a kernel; None if it cannot."""
     params, avals = eqn.params, [atom.aval for atom in eqn.invars]
     if eqn.primitive is operations.ENCODE:
         shape = avals[0].shape

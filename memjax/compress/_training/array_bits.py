@@ -1,4 +1,4 @@
-"""`ArrayBits`: bits for each array that a call of `compressed` encodes, which an array may have, and the fewest that do."""
+"""`ArrayBits`: the bits of each array that `compressed` encodes. Also the allowed bits, and a search for the fewest."""
 
 from __future__ import annotations
 

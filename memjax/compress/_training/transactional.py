@@ -220,7 +220,7 @@ class Transactional:
         return [tuple(self._capacity(int(rung)) for rung in rungs) for rungs in highest]
 
     def _capacity(self, rung: int) -> float | None:
-        """The capacity for an array that needed this rung; None if it has to be stored raw."""
+        """The capacity, with the safety margin, for an array that needed `LADDER[rung]`; None if it has to be stored raw."""
         if not 0 <= rung < len(LADDER):
             return None
         # The need is at most a rung's capacity, and more than that of the rung below.

@@ -165,7 +165,8 @@ class Restored:
         return self.values[atom]
 
     def in_memory(self, atom: Any, wait: _Wait) -> Any:
-        """The value of a variable for a reader that fuses nothing; None where that is decoded as for others."""
+        """The value of a variable for an equation whose operands must be in memory. None if it has no decoder for this: then use
+        `value`."""
         if atom not in self._codes or (decode := self._codes[atom].to_memory) is None:
             return None
         if atom not in self._in_memory:
@@ -181,11 +182,12 @@ class Restored:
         return decoded
 
     def _operand(self, atom: Any, wait: _Wait) -> Any:
-        """An operand of what is recomputed. It passes a barrier: without, the compiler sees that the result has been computed
-        before, and keeps it.
+        """An operand of a recomputed equation. If the forward pass computed it, it passes an optimization barrier: without one,
+        the compiler replaces the recomputation by the result of the forward pass, and keeps that.
 
-        The barrier has no cotangents: what computes these could not be fused then. Only what is summed up for statistics
-        waits for them: otherwise a compiler normalises all such arrays before the backward pass begins.
+        The cotangent does not pass this barrier: if it did, the compiler could not fuse what computes it. Only variables
+        that statistics are recomputed from do wait for the cotangent: otherwise the compiler normalises all such arrays before
+        the backward pass begins.
         """
         value = self.value(atom, wait)
         if not is_literal(atom) and atom not in self.new:
