@@ -106,9 +106,10 @@ def members_optimizer(inner: optax.GradientTransformation, clip: float, members:
         scaled = jax.tree_util.tree_leaves_with_path(jax.tree.map(lambda g: g * members, updates))
         squares: dict[Any, Any] = {}
         for path, leaf in scaled:  # ("models", i, ...): (seeds, ...)
-            squares[path[1]] = squares.get(path[1], 0) + jnp.sum(leaf.reshape(len(leaf), -1) ** 2, -1)
+            wide = leaf.astype(jnp.float32).reshape(len(leaf), -1)
+            squares[path[1]] = squares.get(path[1], 0) + jnp.sum(wide**2, -1)
         factor = {kind: jnp.minimum(1, clip / jnp.sqrt(square)) for kind, square in squares.items()}
-        new = [leaf * factor[path[1]].reshape(-1, *[1] * (leaf.ndim - 1)) for path, leaf in scaled]
+        new = [leaf * factor[path[1]].astype(leaf.dtype).reshape(-1, *[1] * (leaf.ndim - 1)) for path, leaf in scaled]
         return jax.tree.unflatten(jax.tree.structure(updates), new)
 
     return optax.chain(optax.stateless(lambda updates, params: clipped(updates)), inner)

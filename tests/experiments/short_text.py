@@ -14,4 +14,4 @@ SHORT = Text(train=_BYTES[:-8192], test=_BYTES[-8192:])
 def read_short_text(monkeypatch, *modules) -> None:
     """Has experiments train on it."""
     for module in modules:
-        monkeypatch.setattr(module, "standard_library", lambda: SHORT)
+        monkeypatch.setattr(module, "standard_library", lambda folder=None: SHORT)
