@@ -7,7 +7,8 @@ import functools
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -93,9 +94,12 @@ class Step:
             return jax.jit(self._f, **self.options)
         return self.with_options(lambda *args, **kwargs: self._pure(args, kwargs))
 
-    def with_options(self, run: Callable[..., Any]) -> Any:
-        """`run`, a function of the same arguments, under `jax.jit` as the step is."""
-        return jax.jit(functools.wraps(self._f)(run), **self.options)
+    def with_options(self, run: Callable[..., Any], more: Mapping[str, Any] = MappingProxyType({})) -> Any:
+        """`run`, a function of the same arguments, under `jax.jit` as the step is, and with more options of the compiler."""
+        options = self.options
+        if more:
+            options = options | {"compiler_options": {**(options.get("compiler_options") or {}), **more}}
+        return jax.jit(functools.wraps(self._f)(run), **options)
 
     def trace(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The step as it is written, traced. What is donated and stays as it is becomes a result."""
@@ -155,6 +159,8 @@ def _decided_here(
             return Entry(as_written, program, lambda: step.plain)
     try:
         chosen, best = _fastest(*ways.within(room), room, ways.beside)
+        predicted = not fit.is_plain_compiled
+        chosen = dataclasses.replace(chosen, plain_nbytes=fit.plain_nbytes, plain_is_predicted=predicted)
     except DoesNotFitError as error:
         least = dataclasses.replace(error.plan, plain_nbytes=fit.plain_nbytes)
         message = account(least, error.program, traced, about=not fit.is_plain_compiled)
@@ -187,7 +193,7 @@ def _fastest(ways: Sequence[Fit], more: Iterator[Fit], room: int | str, beside: 
         except DoesNotFitError as error:
             refused.append(error)
             return None
-        return dataclasses.replace(plan, plain_nbytes=ways[0].plain_nbytes), program
+        return plan, program
 
     for some in (ways, more):
         ranks = {fit: fit.rank(room) for fit in some}
@@ -296,10 +302,10 @@ class _Planned:
             return jax.tree.unflatten(out_tree, body.evaluate(given, acting))
 
         changed = acting or body.is_changed
-        jitted = self._step.with_options(run) if changed else self._step.plain
         # Without them nothing is computed again. The step as it is written is that of jax.jit.
-        options: dict[str, Any] = dict(remat_compiler_options(self._platform)) if changed else {}
-        options |= compiler_options(self._platform)
+        own = dict(remat_compiler_options(self._platform)) if changed else {}
+        jitted = self._step.with_options(run, own) if changed else self._step.plain
+        options = own | compiler_options(self._platform)
         with option_errors(self._step.options.get("compiler_options") or {}):
             lowered, before = jitted.trace(*self._args, **self._kwargs).lower(), found_in_jax_cache()
             program = lowered.compile(compiler_options=options or None)

@@ -34,7 +34,8 @@ class StepPlan:
     Attributes:
       budget: bytes of a device that the step may hold: arguments, results that are no donated arguments, temporaries, code.
       nbytes: what it holds, compiled.
-      plain_nbytes: the same of the step as it is written; predicted, where that was so much more that it was not compiled.
+      plain_nbytes: the same of the step as it is written.
+      plain_is_predicted: whether this was predicted, and not compiled.
       passes: by derivative in the step, in the order of their equations, those in loops and branches after the others: the plan
         of its two passes, of which the bytes are temporary ones; None where it runs as it is written. None at all: the whole step
         does.
@@ -52,6 +53,7 @@ class StepPlan:
     tile_nbytes: int = 0
     inner_again: bool = False
     microbatches: int = 1
+    plain_is_predicted: bool = False
 
     @property
     def as_written(self) -> bool:
@@ -73,8 +75,8 @@ class StepPlan:
             return f"StepPlan: {readable_bytes(self.nbytes)} of {readable_bytes(self.budget)}, as it is written"
         more = self.seconds / self.plain_seconds - 1 if self.plain_seconds else 0.0
         head = (
-            f"StepPlan: {readable_bytes(self.nbytes)} of {readable_bytes(self.budget)}, {readable_bytes(self.plain_nbytes)} as "
-            f"it is written; predicted time {more:+.1%}"
+            f"StepPlan: {readable_bytes(self.nbytes)} of {readable_bytes(self.budget)}, {'about ' * self.plain_is_predicted}"
+            f"{readable_bytes(self.plain_nbytes)} as it is written; predicted time {more:+.1%}"
         )
         if self.microbatches > 1:
             head += f"; in {self.microbatches} microbatches"
@@ -96,8 +98,8 @@ class StepPlan:
                 name: check.integer(name, fields[name], least=0)
                 for name in ("budget", "nbytes", "plain_nbytes", "tile_nbytes")
             }
-            inner_again = check.flag("inner_again", fields["inner_again"])
+            flags = {name: check.flag(name, fields[name]) for name in ("inner_again", "plain_is_predicted")}
             numbers["microbatches"] = check.integer("microbatches", fields["microbatches"], least=1)
         except (TypeError, ValueError) as error:
             raise check.fail(ValueError, "text", "what StepPlan.to_json wrote", text, str(error)) from error
-        return cls(passes=passes, tiled=tiled, inner_again=inner_again, **numbers)
+        return cls(passes=passes, tiled=tiled, **flags, **numbers)

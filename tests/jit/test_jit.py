@@ -33,7 +33,7 @@ def test_keeps_the_budget_and_the_results(name):
     budget = within(step.share, step)
     jitted = memjax.jit(step.f, budget=budget, **step.options)
     plan = jitted.plan(*step.args)
-    compiled = jitted.lower(*step.args).compile(OPTIONS)
+    compiled = jitted.lower(*step.args).compile()
     assert plan.nbytes == held(compiled) <= budget < plan.plain_nbytes
     found, expected = (f(*copied(step.args)) for f in (jitted, jax.jit(step.f, **step.options)))
     close(found, expected)
