@@ -316,3 +316,15 @@ def test_feed_forward_layers_in_a_scan(reverse):
     assert memjax.Plan.from_json(plan.to_json()) == plan
     assert plan.nbytes < 0.5 * memjax.plan(loss, layers, x, budget="min").nbytes
     close(*(jax.jit(jax.grad(f))(layers, x) for f in (memjax.planned(loss, plan=plan), loss)))
+
+
+def test_the_body_of_a_loop_may_hold_constants():
+    table = np.arange(8.0)
+
+    def loss(x):
+        held = jax.checkpoint(lambda carry: carry + jnp.tanh(carry * table))
+        x, _ = jax.lax.scan(lambda carry, _: (jax.jit(held)(carry), None), x, None, length=3)
+        return jnp.mean(x**2)
+
+    with pytest.raises(ValueError, match="the least possible is"):
+        memjax.plan(loss, jnp.ones((64, 8)), budget=10, allow=ALLOW)

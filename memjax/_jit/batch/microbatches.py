@@ -18,7 +18,7 @@ from jax.extend import core
 from jax.extend.random import threefry2x32_p
 
 from memjax._core.arrays import is_float
-from memjax._core.compat import bodies, scan_counts
+from memjax._core.compat import scan_counts
 from memjax._core.lists import Arrays, pick
 from memjax._core.positions.bodies import row
 from memjax._core.positions.walk import Mixed, Positions, Shared, State, Summed, Walk, shared
@@ -118,14 +118,14 @@ class _Loop:
 
     def __init__(self, part: _Part, walk: Walk, eqn: Any, states: Sequence[State], platform: str):
         self._part, self._eqn, self._states = part, eqn, list(states)
-        (body,) = bodies(eqn)
+        body = as_closed(eqn.params["jaxpr"])
         self._consts, self._carried = scan_counts(eqn)
         self._carry, outs = settled(walk, eqn, states)
         rows = [*map(row, states[self._consts + self._carried :])]
-        program = calls_in_place(as_closed(body), differentiable=False)
+        program = calls_in_place(body, differentiable=False)
         inputs = [*states[: self._consts], *self._carry, *rows]
         self._body = _Part(program, inputs, [*self._carry, *outs[self._carried :]], walk.length, platform)
-        self._types = [var.aval for var in body.outvars]
+        self._types = body.out_avals
 
     def __call__(self, values: Arrays, size: int) -> Arrays:
         consts, rest = values[: self._consts], values[self._consts :]

@@ -11,7 +11,6 @@ from jax.extend import core
 
 from memjax._core.arrays import is_float
 from memjax._core.check import readable_bytes
-from memjax._core.compat import bodies
 from memjax._core.lists import Arrays
 from memjax._core.positions.regions import Region, regions
 from memjax._core.positions.walk import Mixed, shape_of
@@ -80,8 +79,7 @@ class Tiling:
         found = {}
         for i, eqn in enumerate(self._program.eqns):
             if eqn.primitive.name == "scan" and id(eqn) in leading:
-                (body,) = bodies(eqn)
-                closed = as_closed(body)
+                closed = as_closed(eqn.params["jaxpr"])
                 types = [*map(jax.typeof, closed.consts), *closed.in_avals]
                 outs = [is_float(aval) for aval in closed.out_avals]
                 tiling = Tiling(closed, types, outs, self._axes, self._platform, is_body=True)
