@@ -15,8 +15,9 @@ from memjax._jit.derivatives.passes import StepPasses
 from memjax._jit.step_plan import StepPlan, StepPoint
 from memjax._jit.together import Line
 from memjax._plan.acting import by_plan
-from memjax._plan.budget.decide import OF_PARTS, Plans, TooLittleError, decide, is_hopeless, plan_of
+from memjax._plan.budget.decide import OF_PARTS, TooLittleError, decide, is_hopeless, plan_of
 from memjax._plan.budget.known import Allowed, Key, Known, Measure, key_of, known
+from memjax._plan.budget.plans import Plans
 from memjax._plan.budget.search import LARGE_GAIN, OF_ONE, search
 from memjax._plan.memory.layout import Layout
 from memjax._plan.predicted import as_written
@@ -323,8 +324,10 @@ class Fit:
         if least is not None and isinstance(room, int):
             # Where the peak is elsewhere, compiling says nothing of these passes.
             self._elsewhere = min(self._step({**self._acting, passes: least}), room)
+        measure, before = self._measured(passes)
+        options: dict[str, Any] = {**self._allowed, "thoroughly": thoroughly}
         try:
-            plan = self._decided(passes, room, thoroughly)
+            plan = decide(*self._program(passes), room, measure=measure, before=before, **options)
         except TooLittleError as error:
             plan = error.least
         run = by_plan(passes, plan, self._layout) if plan.stretches else None
@@ -340,11 +343,6 @@ class Fit:
 
     def _known(self, passes: StepPasses) -> Known:
         return known(*self._program(passes), Allowed(**self._allowed), *self._measured(passes))
-
-    def _decided(self, passes: StepPasses, room: int | str, thoroughly: bool) -> Plan:
-        measure, before = self._measured(passes)
-        options: dict[str, Any] = {**self._allowed, "thoroughly": thoroughly}
-        return decide(*self._program(passes), room, measure=measure, before=before, **options)
 
     def _program(self, passes: StepPasses) -> tuple[StepPasses, list[Any], Layout]:
         return passes, [var.aval for var in passes.forward.invars], self._layout.within(passes.axes)

@@ -11,8 +11,9 @@ from __future__ import annotations
 import bisect
 from collections.abc import Hashable, Sequence
 
-from memjax._plan.budget.decide import Plans, plan_of
+from memjax._plan.budget.decide import plan_of
 from memjax._plan.budget.known import Key, Known, key_of
+from memjax._plan.budget.plans import Plans
 from memjax._plan.result import Plan, Try
 from memjax._plan.run import Run
 

@@ -11,8 +11,9 @@ import memjax
 from memjax._core.program import costs
 from memjax._core.program.jaxpr import calls_in_place
 from memjax._core.program.working import hoisted_bytes, peak_bytes
-from memjax._plan.budget.decide import Plans, _decide
+from memjax._plan.budget.decide import _decide
 from memjax._plan.budget.known import Known, key_of
+from memjax._plan.budget.plans import Plans
 from memjax._plan.derivative import Derivative
 from memjax._plan.memory.layout import Layout
 from memjax._plan.memory.lent import lent_to, lent_to_pieces

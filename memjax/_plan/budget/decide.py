@@ -5,11 +5,12 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from memjax._core.meshes import device_of
 from memjax._plan.budget.known import Allowed, Known, Measure, known
+from memjax._plan.budget.plans import Plans
 from memjax._plan.budget.search import (
     DOUBTFUL,
     LARGE_GAIN,
@@ -18,15 +19,11 @@ from memjax._plan.budget.search import (
     Patience,
     is_out_of_reach,
     search,
-    told_apart,
 )
 from memjax._plan.budget.too_little import too_little, what_moving_saves
 from memjax._plan.derivative import Passes, loop_pairs
 from memjax._plan.memory.layout import Layout
 from memjax._plan.result import Plan, Point, Try
-from memjax._plan.solve.chain import Choice, peak_of
-from memjax._plan.solve.leaner import leaner
-from memjax._plan.solve.segment import Option
 
 _MOST_POINTS = 100
 _AS_FAST = 1.005  # of a predicted time: a difference that the model of time does not tell
@@ -39,7 +36,6 @@ OF_PARTS = Patience(gain=5e-3, enough=3)
 """Plans of parts of a step: each try compiles the whole step."""
 _OFF = 1.1  # times the predicted bytes: the compiler orders the backward pass otherwise than the model has it
 _FAR_OFF = 1.4  # the same: the model may not know this program
-_LEANER = 1e-3  # of a step's time: what keeping less in a plan may cost
 
 
 class TooLittleError(ValueError):
@@ -263,100 +259,6 @@ def _faster_as_predicted(plans: Plans, chosen: Try, budget: int) -> bool:
     """Whether a plan would be faster than the one chosen by enough to notice, if the compiler took what was predicted."""
     fitting = plans.seconds[: bisect.bisect_right(plans.predicted, budget, hi=plans.count)]
     return bool(fitting) and plans.seconds[chosen.number] > _AS_FAST * min(fitting)
-
-
-class Plans:
-    """The plans that are worth a try, in a line.
-
-    The first two are those of the least memory: that which keeps the least, for the model may be wrong about what is kept for
-    nothing, and the fastest. After the line come plans that were made leaner.
-
-    Attributes:
-      predicted, seconds: of each; the seconds are a step's.
-      count: of the plans in the line, the last of which runs nothing again that is worth keeping.
-      in_steps: whether the backward pass runs in steps.
-    """
-
-    def __init__(self, program: Known, in_steps: bool = False):
-        self._program, chain = program, program.chain
-        self.in_steps = in_steps
-        points = program.frontier
-        chosen = told_apart([n for n, _ in points], [program.base_seconds + seconds for _, seconds in points])
-        most = sum(choice.option.seconds for choice in chain.least_choices()) / program.layout.devices
-        self._of_chain = [chain.frontier[i][0] for i in (0, *chosen)]
-        self.predicted = [points[i][0] for i in (0, *chosen)]
-        self.seconds = [program.base_seconds + seconds for seconds in (most, *(points[i][1] for i in chosen))]
-        self.count = len(self.predicted)
-        self._leaner: list[list[Choice]] = []
-        self._kinds: dict[int, Hashable] = {}
-
-    def choices(self, number: int) -> list[Choice]:
-        """The plan of this number."""
-        if number >= self.count:
-            return self._leaner[number - self.count]
-        chain = self._program.chain
-        return chain.choices(self._of_chain[number]) if number else chain.least_choices()
-
-    def add_leaner(self, number: int) -> int | None:
-        """The number of a new plan, which keeps less than one of the line; None if nothing costs little enough."""
-        before, layout = self.choices(number), self._program.layout
-        choices = leaner(self._program.chain, before, _LEANER * self.seconds[number] * layout.devices)
-        if choices == before:
-            return None
-        seconds = lambda found: sum(one.option.seconds for one in found) / layout.devices
-        self._leaner.append(choices)
-        self.predicted.append(layout.local(int(peak_of(choices))))
-        self.seconds.append(self.seconds[number] + seconds(choices) - seconds(before))
-        return len(self.predicted) - 1
-
-    def kind(self, number: int) -> Hashable:
-        """Equal for plans of which the loops alone differ, and these in the turns of their parts alone."""
-        if not self._program.chain.loops:
-            return number
-        if number not in self._kinds:
-            self._kinds[number] = tuple(
-                (
-                    *(one.start, one.stop, _kind_of_blocks(one.option)),
-                    *(_kept(part, turns) for turns, part in one.option.parts or ((0, one.option),)),
-                )
-                for one in self.choices(number)
-            )
-        return self._kinds[number]
-
-    def compiled(self, number: int) -> int:
-        """Its compiled bytes, or the predicted ones where there is nothing to compile."""
-        nbytes = self._program.step_bytes(self._program.stretches(self.choices(number)), self.in_steps)
-        return self.predicted[number] if nbytes is None else nbytes
-
-    def expected_least(self, tries: Sequence[Try]) -> tuple[float, bool]:
-        """Bytes of the plan that is predicted to take the least, by those of this way that were compiled, and whether it was."""
-        if not tries:
-            return 0.0, False
-        for one in tries:
-            if one.number <= 1:
-                return one.compiled, True
-        nearest = min(tries)
-        return nearest.compiled - (nearest.predicted - self.predicted[0]), False
-
-    def tried(self, number: int) -> Try:
-        """One that is predicted to take the least, compiled."""
-        return Try(number, self.predicted[0], self.predicted[0], self.compiled(number))
-
-    def least(self, alone: bool = False) -> list[Try]:
-        """The first two, or the faster one alone, compiled: first the one that takes less memory, or of equals the faster one."""
-        found = map(self.tried, (1,) if alone else (0, 1))
-        return sorted(found, key=lambda one: (one.compiled, -one.number))
-
-
-def _kind_of_blocks(option: Option) -> Hashable:
-    """Equal for loops whose turns run again in the same loops, of other lengths."""
-    plan = option.in_blocks
-    return None if plan is None else (len(plan.levels), plan.block > 1, plan.tail > plan.block)
-
-
-def _kept(option: Option, turns: int) -> Hashable:
-    """What is kept; a loop of one turn is none when it is compiled."""
-    return min(turns, 2), option.kept, option.coded, option.moved
 
 
 def _without_a_plan(program: Known, plans: Plans, chosen: Try, tries: Sequence[Try], budget: int) -> Plan | None:
