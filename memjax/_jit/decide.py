@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -35,17 +34,14 @@ from memjax._jit.cache import (
 from memjax._jit.call import Pure, donated_values
 from memjax._jit.derivatives.body import Acting, Body
 from memjax._jit.derivatives.passes import StepPasses
-from memjax._jit.fit import MAKE_ONE, DoesNotFitError, Fit, acting_by, held_bytes
+from memjax._jit.fit import MAKE_ONE, DoesNotFitError, acting_by, held_bytes
 from memjax._jit.processes import are_in_all_processes, compiler_options, plan_of_the_first
 from memjax._jit.progress import Progress
 from memjax._jit.step_plan import StepPlan, StepPoint
 from memjax._jit.ways import Ways, note_donated
 from memjax._measure import remat_compiler_options
-from memjax._plan.budget.search import OF_ONE
 from memjax._plan.memory.layout import Layout, local_bytes
 from memjax._plan.tile.passes import TileOn
-
-_ABOUT = 1.03  # times as slow: predictions are no better
 
 
 class Entry:
@@ -158,7 +154,7 @@ def _decided_here(
         if not body.has_passes or (isinstance(room, int) and nbytes <= room):
             return Entry(as_written, program, lambda: step.plain)
     try:
-        chosen, best = _fastest(*ways.within(room), room, ways.beside)
+        chosen, best = ways.fastest(room)
         predicted = not fit.is_plain_compiled
         chosen = dataclasses.replace(chosen, plain_nbytes=fit.plain_nbytes, plain_is_predicted=predicted)
     except DoesNotFitError as error:
@@ -167,62 +163,6 @@ def _decided_here(
         raise BudgetError(message, least) from None
     kept.put(planned, chosen, best)
     return Entry(chosen, best, lambda: planned.jitted_of(best))
-
-
-def _fastest(ways: Sequence[Fit], more: Iterator[Fit], room: int | str, beside: int) -> tuple[StepPlan, Any]:
-    """The plan of the way that is predicted to be the fastest, and the step compiled with it; of the next one if it does not fit.
-
-    Those that are predicted not to fit come last, the leanest first, until one is far from fitting; and with them those that
-    turn out to take far more than was predicted.
-
-    Args:
-      ways: the step as it is written, then others.
-      more: tried where none of these fits.
-      room: bytes of a device.
-      beside: of these, what no way changes.
-
-    Raises:
-      DoesNotFitError: no way fits; it is the one that takes the least.
-    """
-    refused: list[DoesNotFitError] = []
-    lean: list[Fit] = []
-
-    def tried(fit: Fit, thoroughly: bool) -> tuple[StepPlan, Any] | None:
-        try:
-            plan, program = fit.within(room, thoroughly)
-        except DoesNotFitError as error:
-            refused.append(error)
-            return None
-        return plan, program
-
-    for some in (ways, more):
-        ranks = {fit: fit.rank(room) for fit in some}
-        lean += [fit for fit, rank in ranks.items() if rank.cost == math.inf]
-        best = min((rank.cost for rank in ranks.values()), default=math.inf)
-        # What is about as fast as the best: rather what computes little again, of which more time is predicted wrongly.
-        order = lambda fit, ranks=ranks, best=best: (
-            ranks[fit].cost > _ABOUT * best and ranks[fit].cost,
-            ranks[fit].again,
-        )
-        for fit in sorted(ranks, key=order):
-            if ranks[fit].cost == math.inf:
-                continue
-            if (found := tried(fit, thoroughly=False)) is not None:
-                return found
-            lean.append(fit)
-    least = {fit: fit.rank("min").cost for fit in lean}
-    for fit in sorted(lean, key=lambda fit: least[fit]):
-        if least[fit] > OF_ONE * min(least.values()):
-            break
-        if (found := tried(fit, thoroughly=True)) is not None:
-            return found
-        if isinstance(room, int) and refused[-1].plan.nbytes - beside > OF_ONE * (room - beside):
-            break
-    error = min(reversed(refused), key=lambda error: error.plan.nbytes)  # the last of equals knows most
-    plan, program = ways[0].least_of(error.plan, error.program)
-    if isinstance(room, int) and plan.nbytes > room:
-        raise DoesNotFitError(plan, program)
-    return plan, program
 
 
 def frontier(traced: Any, asked: Asked, leaves: Sequence[Any]) -> list[StepPoint]:

@@ -14,11 +14,13 @@ from memjax._jit.batch.examples import Batch, batch_of
 from memjax._jit.batch.microbatches import PASSES_OF_SUMS, counts, in_microbatches, sum_bytes
 from memjax._jit.derivatives.body import Acting, Body
 from memjax._jit.derivatives.inner import has_inner
-from memjax._jit.fit import Fit
-from memjax._jit.step_plan import StepPoint
+from memjax._jit.fit import DoesNotFitError, Fit
+from memjax._jit.step_plan import StepPlan, StepPoint
+from memjax._plan.budget.search import OF_ONE
 from memjax._plan.memory.layout import Layout
 from memjax._plan.tile.passes import TileOn
 
+_ABOUT = 1.03  # times as slow: predictions are no better
 _TILES = 64  # the logits of a tile take such a part of the budget: beside them a tile has others as large
 _PARTS = 5  # numbers of microbatches that a frontier has, at most
 
@@ -69,6 +71,54 @@ class Ways:
         divisible = self.as_written.predicted_kept - self.beside
         first, others = counts(batch, divisible, room, self.beside + self._sums)
         return [*ways, *self._in_parts(first)], self._in_parts(others)
+
+    def fastest(self, room: int | str) -> tuple[StepPlan, Any]:
+        """The plan of the way that is predicted to be the fastest, and the step compiled with it; of the next if it does not fit.
+
+        Ways that are predicted not to fit come last, the leanest first, until one is far from fitting; and with them those that
+        turn out to take far more than was predicted.
+
+        Raises:
+          DoesNotFitError: no way fits; it is the one that takes the least.
+        """
+        refused: list[DoesNotFitError] = []
+        lean: list[Fit] = []
+
+        def tried(fit: Fit, thoroughly: bool) -> tuple[StepPlan, Any] | None:
+            try:
+                return fit.within(room, thoroughly)
+            except DoesNotFitError as error:
+                refused.append(error)
+                return None
+
+        for some in self.within(room):
+            ranks = {fit: fit.rank(room) for fit in some}
+            lean += [fit for fit, rank in ranks.items() if rank.cost == math.inf]
+            best = min((rank.cost for rank in ranks.values()), default=math.inf)
+            # What is about as fast as the best: rather what computes little again, of which more time is predicted wrongly.
+            order = lambda fit, ranks=ranks, best=best: (
+                ranks[fit].cost > _ABOUT * best and ranks[fit].cost,
+                ranks[fit].again,
+            )
+            for fit in sorted(ranks, key=order):
+                if ranks[fit].cost == math.inf:
+                    continue
+                if (found := tried(fit, thoroughly=False)) is not None:
+                    return found
+                lean.append(fit)
+        least = {fit: fit.rank("min").cost for fit in lean}
+        for fit in sorted(lean, key=lambda fit: least[fit]):
+            if least[fit] > OF_ONE * min(least.values()):
+                break
+            if (found := tried(fit, thoroughly=True)) is not None:
+                return found
+            if isinstance(room, int) and refused[-1].plan.nbytes - self.beside > OF_ONE * (room - self.beside):
+                break
+        error = min(reversed(refused), key=lambda error: error.plan.nbytes)  # the last of equals knows most
+        plan, program = self.as_written.least_of(error.plan, error.program)
+        if isinstance(room, int) and plan.nbytes > room:
+            raise DoesNotFitError(plan, program)
+        return plan, program
 
     def frontier(self) -> list[StepPoint]:
         """Bytes that the step is predicted to hold, and its seconds, from the least memory to the least time."""
