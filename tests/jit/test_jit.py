@@ -82,6 +82,12 @@ def test_many_derivatives_take_few_compilations_and_have_their_least(count):
     assert memjax.jit(step.f, budget=least, **step.options).plan(*step.args).nbytes <= least
 
 
+def test_the_least_can_be_had():
+    step = STEPS["alternating updates"]()
+    least = memjax.jit(step.f, budget="min", **step.options).plan(*step.args).nbytes
+    assert memjax.jit(step.f, budget=least, **step.options).plan(*step.args).nbytes <= least
+
+
 def test_the_least_is_no_more_than_the_step_takes_as_it_is_written():
     """Parameters outweigh what is kept: whatever is computed again takes more memory."""
 
