@@ -45,7 +45,7 @@ class Explain:
     factory: Factory
     """A function without arguments that returns (step, arguments): a loss or a training step, and a tuple."""
     argnums: tuple[int, ...] = (0,)
-    """Of a loss, the arguments to differentiate with respect to."""
+    """For a loss: which arguments to differentiate with respect to."""
     picture: File = None
     """Draw the memory over the step into this file."""
     json: bool = False

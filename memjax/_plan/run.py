@@ -125,7 +125,7 @@ class Run:
             here = [*read_by(again), *wanted]
             codes = codes_in(chain.codes, [var for var in coded if var in here])
             steps = None
-            # A loop that runs by the plan has steps of its own. It may read what is made before it, and run in that turn.
+            # A loop that runs by the plan has steps of its own. Its backward pass may run in the turn of an earlier stretch.
             is_in_order = any(id(eqn) in self._mirrors or is_ordered(eqn) for eqn in eqns)
             if in_steps_on is not None and not is_in_order:
                 steps = self._steps(again, eqns, in_steps_on)

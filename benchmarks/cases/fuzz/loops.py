@@ -143,7 +143,7 @@ def searched(m: Maker) -> Apply:
 
     @jax.custom_jvp
     def root(h):
-        """Of y + tanh(y) = h."""
+        """Solves y + tanh(y) = h for y."""
 
         def turn(_, ends):
             low, high = ends

@@ -14,7 +14,7 @@ Apply = Callable[[Params, jax.Array, Data], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Of a stream, which has the shape (batch * length, width)."""
+    """Sizes of the residual stream, which has the shape (batch * length, width)."""
 
     batch: int
     length: int

@@ -24,9 +24,7 @@ from memjax._core.positions.bodies import row
 from memjax._core.positions.walk import Mixed, Positions, Shared, State, Summed, Walk, shared
 from memjax._core.program.dataflow import is_literal, renamed
 from memjax._core.program.jaxpr import Program, as_closed, calls_in_place, trace
-from memjax._core.program.primitives import (
-    CHECKPOINTS,
-)
+from memjax._core.program.primitives import CHECKPOINTS
 from memjax._jit.batch.examples import Batch, rule, settled
 from memjax._plan.tile.resized import Resized
 from memjax._plan.tile.rewrite import in_order

@@ -201,7 +201,7 @@ def _signed_value(level: Any, bits: int, subnormals: bool) -> Float32[Array, "..
 
 
 def _square_level(x: Any, to_units: Any, noise: Any, bits: int, subnormals: bool) -> UInt32[Array, "..."]:
-    """Of two grids, of which one has a digit more, always the one with the larger level."""
+    """The level of a value that is never negative: the larger of its levels on two grids, one of which has a digit more."""
     drop, positive = 23 - _MANTISSA[bits], jnp.maximum(x, jnp.float32(0))
     digits = _digits(positive * to_units, subnormals)
     coarse = (digits + _noise(noise, drop + 1)) >> _i32(drop + 1)

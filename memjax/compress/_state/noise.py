@@ -12,7 +12,7 @@ _LAST = (0xC2B2AE35, 0x9E3779B1, 0x85EBCA77)  # multipliers, for each
 
 
 def seed(step: Int32[Array, ""], salt: int) -> UInt32[Array, ""]:
-    """Of the numbers of a step for an array, by which `salt` tells it from others with the same purpose."""
+    """The seed of an array's random bits in a step. `salt` tells arrays apart that are rounded for the same purpose."""
     return _mixed(_mixed(step.astype(jnp.uint32)) + u32(salt))
 
 
