@@ -187,7 +187,7 @@ class Fit:
         Raises:
           DoesNotFitError: the budget is less than the least possible.
         """
-        if isinstance(budget, int) and self.may_fit_plain(budget):
+        if isinstance(budget, int) and (self.is_plain_compiled or self.may_fit_plain(budget)):
             if self.plain.nbytes <= budget:
                 return self._plan(budget, self.plain.nbytes), self.plain.program
             if not thoroughly and self._expected_least() > OF_ONE * (budget - self._beside):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from memjax._core.program import costs
 from memjax._jit.account import donated_results
-from memjax._jit.batch.examples import Batch, batch_of
-from memjax._jit.batch.microbatches import PASSES_OF_SUMS, counts, in_microbatches, sum_bytes
+from memjax._jit.batch.examples import batch_of
+from memjax._jit.batch.microbatches import PASSES_OF_SUMS, in_microbatches, sum_bytes
+from memjax._jit.batch.numbers import Numbers
 from memjax._jit.derivatives.body import Acting, Body
 from memjax._jit.derivatives.inner import has_inner
 from memjax._jit.fit import DoesNotFitError, Fit
@@ -22,7 +23,6 @@ from memjax._plan.tile.passes import TileOn
 
 _ABOUT = 1.03  # times as slow: predictions are no better
 _TILES = 64  # the logits of a tile take such a part of the budget: beside them a tile has others as large
-_PARTS = 5  # numbers of microbatches that a frontier has, at most
 
 
 class Ways:
@@ -62,60 +62,68 @@ class Ways:
         compile_with = lambda acting: self._compile_with(body, acting)
         return Fit(body, self._layout, compile_with, self.beside + sums, **allowed, seconds_of_sums=seconds_of_sums)
 
-    def within(self, room: int | str) -> tuple[list[Fit], Iterator[Fit]]:
-        """The ways that are worth a try for so many bytes of a device, and more for the case that none of these fits."""
-        ways = [self.as_written, *self._changed(room)]
-        batch = self._batch
-        if batch is None:
-            return ways, iter(())
-        divisible = self.as_written.predicted_kept - self.beside
-        first, others = counts(batch, divisible, room, self.beside + self._sums)
-        return [*ways, *self._in_parts(first)], self._in_parts(others)
-
     def fastest(self, room: int | str) -> tuple[StepPlan, Any]:
         """The plan of the way that is predicted to be the fastest, and the step compiled with it; of the next if it does not fit.
 
-        Ways that are predicted not to fit come last, the leanest first, until one is far from fitting; and with them those that
-        turn out to take far more than was predicted.
+        Where none of these fits, the step runs in more microbatches, and then in the way that takes the least.
 
         Raises:
           DoesNotFitError: no way fits; it is the one that takes the least.
         """
+        ways = [self.as_written, *self._changed(room)]
+        if isinstance(room, str):
+            return self._leanest(ways, room, [])
         refused: list[DoesNotFitError] = []
-        lean: list[Fit] = []
+        numbers = self._numbers
+        for some in (ways + (numbers.worth_a_try(room) if numbers else []), self._in_more_parts(room)):
+            for fit in self._by_time(some, room):
+                try:
+                    return fit.within(room, thoroughly=False)
+                except DoesNotFitError as error:
+                    refused.append(error)
+        return self._leanest(ways, room, refused)
 
-        def tried(fit: Fit, thoroughly: bool) -> tuple[StepPlan, Any] | None:
+    def _in_more_parts(self, room: int) -> Iterator[Fit]:
+        """The step in so many microbatches that it fits, by what is compiled."""
+        fit = self._numbers.that_fits(room) if self._numbers else None
+        if fit is not None:
+            yield fit
+
+    def _by_time(self, ways: Iterable[Fit], room: int) -> list[Fit]:
+        """Those that are predicted to fit, the fastest first.
+
+        What is about as fast as that: rather what computes little again, of which more time is predicted wrongly.
+        """
+        ranks = {fit: fit.rank(room) for fit in ways}
+        best = min((rank.cost for rank in ranks.values()), default=math.inf)
+        order = lambda fit: (ranks[fit].cost > _ABOUT * best and ranks[fit].cost, ranks[fit].again)
+        may_fit = lambda fit: ranks[fit].cost < math.inf or (fit.is_plain_compiled and fit.plain.nbytes <= room)
+        return sorted(filter(may_fit, ranks), key=order)
+
+    def _leanest(self, ways: Sequence[Fit], room: int | str, refused: list[DoesNotFitError]) -> tuple[StepPlan, Any]:
+        """The plan that takes the least, or one that fits, and the step compiled with it.
+
+        What is predicted to take more than the least that was compiled is not compiled.
+        """
+        parts = self._numbers.leanest() if self._numbers else None
+        nbytes_of = {fit: fit.rank("min").cost for fit in ways}
+        if parts is not None:
+            nbytes_of[parts] = min(parts.plain.nbytes, parts.rank("min").cost)
+        found: list[tuple[StepPlan, Any]] = []
+        for fit in sorted(nbytes_of, key=lambda fit: nbytes_of[fit]):
+            if found and nbytes_of[fit] > min(plan.nbytes for plan, _ in found):
+                break
             try:
-                return fit.within(room, thoroughly)
+                found.append(fit.within(room))
+                if isinstance(room, int):
+                    return found[-1]
             except DoesNotFitError as error:
-                refused.append(error)
-                return None
-
-        for some in self.within(room):
-            ranks = {fit: fit.rank(room) for fit in some}
-            lean += [fit for fit, rank in ranks.items() if rank.cost == math.inf]
-            best = min((rank.cost for rank in ranks.values()), default=math.inf)
-            # What is about as fast as the best: rather what computes little again, of which more time is predicted wrongly.
-            order = lambda fit, ranks=ranks, best=best: (
-                ranks[fit].cost > _ABOUT * best and ranks[fit].cost,
-                ranks[fit].again,
-            )
-            for fit in sorted(ranks, key=order):
-                if ranks[fit].cost == math.inf:
-                    continue
-                if (found := tried(fit, thoroughly=False)) is not None:
-                    return found
-                lean.append(fit)
-        least = {fit: fit.rank("min").cost for fit in lean}
-        for fit in sorted(lean, key=lambda fit: least[fit]):
-            if least[fit] > OF_ONE * min(least.values()):
-                break
-            if (found := tried(fit, thoroughly=True)) is not None:
-                return found
-            if isinstance(room, int) and refused[-1].plan.nbytes - self.beside > OF_ONE * (room - self.beside):
-                break
-        error = min(reversed(refused), key=lambda error: error.plan.nbytes)  # the last of equals knows most
-        plan, program = self.as_written.least_of(error.plan, error.program)
+                found.append((error.plan, error.program))
+                assert isinstance(room, int)
+                if error.plan.nbytes - self.beside > OF_ONE * (room - self.beside):
+                    break
+        found += [(error.plan, error.program) for error in refused]
+        plan, program = self.as_written.least_of(*min(found, key=lambda one: one[0].nbytes))
         if isinstance(room, int) and plan.nbytes > room:
             raise DoesNotFitError(plan, program)
         return plan, program
@@ -123,9 +131,8 @@ class Ways:
     def frontier(self) -> list[StepPoint]:
         """Bytes that the step is predicted to hold, and its seconds, from the least memory to the least time."""
         ways = [self.as_written, *self._changed(sys.maxsize)]
-        if self._batch is not None:
-            possible = [count for count in range(2, self._batch.length + 1) if self._batch.length % count == 0]
-            ways += self._in_parts(possible[:_PARTS])
+        if self._numbers is not None:
+            ways += self._numbers.for_frontier()
         points = sorted((point for way in ways for point in way.frontier()), key=lambda point: point[:2])
         found: list[StepPoint] = []
         least = math.inf
@@ -136,13 +143,23 @@ class Ways:
         return found
 
     @functools.cached_property
-    def _batch(self) -> Batch | None:
-        return batch_of(self._traced.jaxpr) if "microbatch" in self._allow and self._layout.devices == 1 else None
+    def _numbers(self) -> Numbers | None:
+        """The step in microbatches, where it has a batch."""
+        if "microbatch" not in self._allow or self._layout.devices > 1:
+            return None
+        batch = batch_of(self._traced.jaxpr)
+        if batch is None:
+            return None
+        # Sums over microbatches lie where results will.
+        sums = max(sum_bytes(batch) - self._results, 0)
+        seconds = PASSES_OF_SUMS * sum_bytes(batch) / costs.device(self._device).nbytes
 
-    @functools.cached_property
-    def _sums(self) -> int:
-        """Bytes of sums over microbatches that do not lie where results will."""
-        return max(sum_bytes(self._batch) - self._results, 0) if self._batch is not None else 0
+        def fit_in(count: int) -> Fit | None:
+            parts = in_microbatches(self._traced.jaxpr, batch, count, self._device.platform)
+            return None if parts is None else self._fit_of(Body(parts, microbatches=count), sums, count * seconds)
+
+        divisible = self.as_written.predicted_kept - self.beside
+        return Numbers(batch.length, self.beside + sums, divisible, fit_in)
 
     def _changed(self, room: int | str) -> Iterator[Fit]:
         """The whole batch at once, by another program than as it is written."""
@@ -156,16 +173,6 @@ class Ways:
             again = Body(closed, inner_again_on=costs.device(self._device))
             if again.inner_again:
                 yield self._fit_of(again)
-
-    def _in_parts(self, numbers: Sequence[int]) -> Iterator[Fit]:
-        """The step in these numbers of microbatches, where it has them."""
-        assert self._batch is not None
-        rates = costs.device(self._device)
-        for count in numbers:
-            parts = in_microbatches(self._traced.jaxpr, self._batch, count, self._device.platform)
-            if parts is not None:
-                seconds = count * PASSES_OF_SUMS * sum_bytes(self._batch) / rates.nbytes
-                yield self._fit_of(Body(parts, microbatches=count), self._sums, seconds)
 
 
 def note_donated(body: Body, traced: Any, device: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from flax import linen as nn
 
 import memjax
+from memjax._jit.batch.numbers import Numbers
 from memjax._jit.step_plan import StepPlan
 from tests.jit.steps import network, parameters, scanned_loss
 
@@ -172,6 +175,55 @@ def test_a_plan_takes_them_where_the_step_does_not_fit():
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6), found, wanted)
     recomputed = memjax.jit(step, budget=room, allow=("recompute",)).plan(*args)
     assert recomputed.microbatches == 1
+
+
+def test_the_least_is_refused_by_name_and_more_memory_takes_fewer():
+    params = [jnp.full((32, 32), 0.01)] * 2 + [jnp.full((32, 1), 0.01)]
+    x, y = jnp.ones((256, 32)), jnp.ones((256, 1))
+
+    def step(params, x, y):
+        def loss(params):
+            return jnp.mean((jnp.tanh(jnp.tanh(x @ params[0]) @ params[1]) @ params[2] - y) ** 2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    planned = lambda budget: memjax.jit(step, budget=budget, donate_argnums=0).plan(params, x, y)
+    least = planned("min")
+    with pytest.raises(ValueError, match=f"the least possible is {least.nbytes:,} B"):
+        planned(least.nbytes - 1)
+    plans = [planned(int(share * least.nbytes)) for share in (1, 1.05, 1.2)]
+    assert all(plan.nbytes <= share * least.nbytes for plan, share in zip(plans, (1, 1.05, 1.2), strict=True))
+    assert least.microbatches >= plans[1].microbatches > plans[2].microbatches
+
+
+def _numbers(nbytes, length=1024):
+    """Numbers of microbatches of which those that are compiled take `nbytes`; and which these are."""
+    compiled = []
+
+    def fit_in(count):
+        compiled.append(count)
+        return SimpleNamespace(plain=SimpleNamespace(nbytes=nbytes(count)), count=count)
+
+    return Numbers(length, 1000, 80_000, fit_in), compiled
+
+
+@pytest.mark.parametrize("budget", [1100, 1500, 3000, 20_000])
+@pytest.mark.parametrize("factor", [0.5, 1, 1.3, 2])
+def test_the_fewest_that_fit_are_found(budget, factor):
+    nbytes = lambda count: 1000 + factor * 80_000 / count
+    numbers, compiled = _numbers(nbytes)
+    found = numbers.that_fits(budget)
+    wanted = next((count for count in (2**i for i in range(1, 11)) if nbytes(count) <= budget), None)
+    assert (found and found.count) == wanted
+    assert len(compiled) <= 4
+
+
+@pytest.mark.parametrize("least", [128, 512, 1024])
+def test_the_number_that_takes_the_least_need_not_be_the_largest(least):
+    """Microbatches of one example can take more than those of two: products of one row are others."""
+    numbers, compiled = _numbers(lambda count: 1000 + 80_000 // count + 10 * max(count - least, 0))
+    assert numbers.leanest().count == least
+    assert len(compiled) <= 6
 
 
 @pytest.mark.parametrize(

@@ -106,20 +106,21 @@ def test_a_derivative_that_takes_less_as_it_is_than_another_at_its_least_stays_s
 
 
 @pytest.mark.parametrize(
-    ("name", "share", "allow"),
+    ("name", "share", "allow", "most"),
     [
-        ("layers", 0.1, ("recompute",)),
-        ("layers", -0.05, ("recompute", "microbatch")),  # less than the arguments take
-        ("alternating updates", 0.1, ("recompute",)),
+        ("layers", 0.1, ("recompute",), 3),
+        # Less than the arguments take; one more, to see whether microbatches of one example take the least.
+        ("layers", -0.05, ("recompute", "microbatch"), 4),
+        ("alternating updates", 0.1, ("recompute",), 3),
     ],
 )
-def test_a_refusal_takes_few_compilations(name, share, allow, count):
+def test_a_refusal_takes_few_compilations(name, share, allow, most, count):
     step = STEPS[name]()
     budget = within(share, step)
     count.clear()
     with pytest.raises(ValueError, match="the least possible is"):
         memjax.jit(step.f, budget=budget, allow=allow, **step.options).plan(*step.args)
-    assert len(count) <= 3
+    assert len(count) <= most
 
 
 @pytest.mark.parametrize("name", ["layers", "a scan over layers", "alternating updates"])

@@ -39,25 +39,6 @@ def sum_bytes(batch: Batch) -> int:
     return sum(aval.size * dtype.itemsize for aval, dtype in map(_wide, sums))
 
 
-def counts(batch: Batch, nbytes: int, budget: int | str, beside: int) -> tuple[list[int], list[int]]:
-    """How many microbatches are worth a try, and more for the case that none of these fits.
-
-    Args:
-      batch: to be divided.
-      nbytes: that its part of the step holds at its peak with everything kept, and that become fewer with each microbatch.
-      budget: bytes of a device; "min": microbatches are as small as they can be.
-      beside: bytes that do not become fewer.
-    """
-    possible = [count for count in range(2, batch.length + 1) if batch.length % count == 0]
-    if isinstance(budget, str):
-        return possible[-1:], []
-    first = next((i for i, count in enumerate(possible) if beside + nbytes / count <= budget), len(possible) - 1)
-    # Fewer, with something computed again, may be as fast.
-    return possible[max(first - 1, 0) : first + 1], sorted(
-        {*possible[first + 1 : first + 2], *possible[first + 1 :][-1:]}
-    )
-
-
 class _Part(Resized):
     """Equations for any number of examples.
 
