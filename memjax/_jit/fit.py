@@ -27,11 +27,11 @@ from memjax._plan.run import Run
 Compile = Callable[[Acting], Any]
 """Compiles the step with these passes run otherwise than they are."""
 
-
 MAKE_ONE = "make it by step.plan(*args) of what you pass here"
 
 _MOST_ONE_BY_ONE = 3  # derivatives: each of them takes a few compilations then
 _SURELY = 1.2  # times the budget: a step that is predicted to hold so much is not compiled as it is
+_SURELY_IN_PARTS = 1.05  # the same in microbatches: more of them will fit
 _CERTAINLY = 1.5  # times the bytes of a plan: a step that is predicted to hold more takes more than that as it is
 
 Chosen = dict[StepPasses, tuple[Run, Key]]
@@ -141,7 +141,8 @@ class Fit:
 
     def may_fit_plain(self, budget: int) -> bool:
         """Whether the step with its passes as they are is worth compiling, by either prediction."""
-        return self.predicted_plain <= _SURELY * budget or self.predicted_kept <= budget
+        surely = (_SURELY if self._body.microbatches == 1 else _SURELY_IN_PARTS) * budget
+        return self.predicted_plain <= surely or self.predicted_kept <= budget
 
     @property
     def is_plain_compiled(self) -> bool:
@@ -190,7 +191,8 @@ class Fit:
         if isinstance(budget, int) and (self.is_plain_compiled or self.may_fit_plain(budget)):
             if self.plain.nbytes <= budget:
                 return self._plan(budget, self.plain.nbytes), self.plain.program
-            if not thoroughly and self._expected_least() > OF_ONE * (budget - self._beside):
+            is_far = self._expected_least() > OF_ONE * (budget - self._beside)
+            if not thoroughly and (is_far or self._body.microbatches > 1):  # more microbatches will do
                 raise DoesNotFitError(self._plan(budget, self.plain.nbytes), self.plain.program)
         room = budget if isinstance(budget, str) else budget - self._beside
         found: list[tuple[StepPlan, Any]] = []
@@ -214,8 +216,7 @@ class Fit:
             # What a search for this budget met by chance and is over it must not be called the least: others would not meet it.
             most = budget if isinstance(budget, int) else min(plan.nbytes for plan, _ in found) - 1
             found += self._met_on_the_way(most, budget)
-        fitting = [*filter(fits, found)]
-        if fitting:
+        if fitting := [*filter(fits, found)]:
             return min(fitting, key=lambda one: one[0].seconds - one[0].plain_seconds)
         # Of equals the one that was decided on last.
         best = min(reversed(found), key=lambda one: one[0].nbytes)
@@ -259,7 +260,7 @@ class Fit:
 
     def _planned(self, budget: int | str) -> tuple[StepPlan, Any]:
         """The step with what is decided on by now."""
-        now = self._now()
+        now = self._compiled_with(self._acting)
         return self._plan(budget, now.nbytes), now.program
 
     def least_of(self, plan: StepPlan, program: Any) -> tuple[StepPlan, Any]:
@@ -367,9 +368,6 @@ class Fit:
             program = self._compile_with({one: run for one, (run, _) in acting.items()})
             self._compiled[key] = Compiled(program, held_bytes(program), dict(acting))
         return self._compiled[key]
-
-    def _now(self) -> Compiled:
-        return self._compiled_with(self._acting)
 
     def _plan(self, budget: int | str, nbytes: int) -> StepPlan:
         plans = tuple(self._plans[one] if one in self._acting else None for one in self._passes)
