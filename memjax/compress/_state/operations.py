@@ -88,3 +88,4 @@ ENCODE, DECODE, NOISE = (
     for name, function in (("encode", minifloat.encode), ("decode", _decoded), ("noise", _random))
 )
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {ENCODE: minifloat.encode, DECODE: _decoded, NOISE: _random}
+OPERATIONS = (ENCODE, DECODE, NOISE)

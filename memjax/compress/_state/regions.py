@@ -15,17 +15,16 @@ from typing import Any
 import jax
 
 from memjax._core.compat import bodies, is_batched, is_tracer
-from memjax._core.program.dataflow import Walk, variables
+from memjax._core.program.dataflow import Walk, is_literal, variables
 from memjax._core.program.jaxpr import Program, bind, calls_in_place, read
 from memjax.compress._codecs.kernels import has_kernels, is_of_one_device
-from memjax.compress._state import kernel, operations
-
-OPERATIONS = (operations.ENCODE, operations.DECODE, operations.NOISE)
+from memjax.compress._state import kernel, kernel_call, operations
+from memjax.compress._state.operations import OPERATIONS
 
 Update = Callable[..., tuple[Any, ...]]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Region:
     """What a kernel computes of arrays of one shape.
 
@@ -42,6 +41,15 @@ class Region:
     inputs: list[Any]
     outputs: list[Any]
     old: list[Any]
+
+    def __repr__(self) -> str:
+        """Alike in all processes, as names of plans need it."""
+        names: dict[Any, str] = {}
+        name = lambda atom: str(atom.val) if is_literal(atom) else names.setdefault(atom, f"v{len(names)}")
+        lines = [f"{self.shape}, {[name(var) for var in self.inputs]}"]
+        for eqn in self.eqns:
+            lines.append(f"{eqn.primitive} {eqn.params} {[name(atom) for atom in (*eqn.invars, *eqn.outvars)]}")
+        return "; ".join([*lines, str([name(var) for var in self.outputs])])
 
 
 def by_kernels(update: Update) -> Update:
@@ -90,7 +98,7 @@ def by_kernels(update: Update) -> Update:
 
 def _run(part: Any, env: dict[Any, Any]) -> None:
     if isinstance(part, Region):
-        outs, results = part.outputs, kernel.run(part, read(env, part.inputs))
+        outs, results = part.outputs, kernel_call.call(part, read(env, part.inputs))
     elif part.primitive in OPERATIONS:
         outs, results = part.outvars, operations.run(part.primitive, *read(env, part.invars), **part.params)
     else:
