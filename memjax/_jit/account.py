@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -83,20 +82,17 @@ def bytes_of_results(traced: Any, local: Mapping[Any, int] | None = None, *, all
     return sum(local.get((aval.shape, aval.dtype), nbytes(aval)) for i, aval in enumerate(avals) if i not in donated)
 
 
-def donated_results(traced: Any, *, all_donated: bool = False) -> set[int]:
-    """The numbers of the results that lie in donated arguments: of each type as many as are donated, the first ones."""
-    given = Counter(
-        (info._aval.shape, info._aval.dtype)
-        for info in jax.tree.leaves(traced.args_info)
-        if info.donated or all_donated
+def donated_results(traced: Any, *, all_donated: bool = False) -> dict[int, int]:
+    """By number of a result that lies in a donated argument the number of that: of each type the first ones, in order."""
+    given: dict[Any, list[int]] = {}
+    for k, info in enumerate(jax.tree.leaves(traced.args_info)):
+        if info.donated or all_donated:
+            given.setdefault((info._aval.shape, info._aval.dtype), []).append(k)
+    lists = {kind: iter(numbers) for kind, numbers in given.items()}
+    pairs = (
+        (i, next(lists.get((aval.shape, aval.dtype), iter(())), None)) for i, aval in enumerate(traced.jaxpr.out_avals)
     )
-    found = set()
-    for i, aval in enumerate(traced.jaxpr.out_avals):
-        kind = aval.shape, aval.dtype
-        if given[kind] > 0:
-            found.add(i)
-        given[kind] -= 1
-    return found
+    return {i: k for i, k in pairs if k is not None}
 
 
 def _donation(traced: Any) -> str:

@@ -18,7 +18,7 @@ from memjax._core.clear_errors import option_errors
 from memjax._core.compat import is_described, is_tracer
 from memjax._core.meshes import device_of, own_sharding, split_over
 from memjax._core.program import costs
-from memjax._jit.account import BudgetError, account, bytes_of_results
+from memjax._jit.account import BudgetError, account, bytes_of_results, donated_results
 from memjax._jit.batch.examples import batch_of
 from memjax._jit.batch.microbatches import in_microbatches
 from memjax._jit.cache import (
@@ -38,6 +38,7 @@ from memjax._jit.fit import MAKE_ONE, DoesNotFitError, acting_by, held_bytes
 from memjax._jit.processes import are_in_all_processes, compiler_options, plan_of_the_first
 from memjax._jit.progress import Progress
 from memjax._jit.step_plan import StepPlan, StepPoint
+from memjax._jit.updates.in_loop import with_updates_in_loops
 from memjax._jit.ways import Ways, note_donated
 from memjax._measure import remat_compiler_options
 from memjax._plan.memory.layout import Layout, local_bytes
@@ -156,7 +157,9 @@ def _decided_here(
     try:
         chosen, best = ways.fastest(room)
         predicted = not fit.is_plain_compiled
-        chosen = dataclasses.replace(chosen, plain_nbytes=fit.plain_nbytes, plain_is_predicted=predicted)
+        chosen = dataclasses.replace(
+            chosen, plain_nbytes=fit.plain_nbytes, plain_is_predicted=predicted, notes=tuple(ways.notes)
+        )
     except DoesNotFitError as error:
         least = dataclasses.replace(error.plan, plain_nbytes=fit.plain_nbytes)
         message = account(least, error.program, traced, about=not fit.is_plain_compiled)
@@ -229,7 +232,7 @@ class _Planned:
 
     def __init__(self, step: Step, traced: Any, args: tuple, kwargs: dict[str, Any], platform: str):
         self._step, self._args, self._kwargs, self._platform = step, args, kwargs, platform
-        self._closed, self._out_tree = traced.jaxpr, jax.tree.structure(traced.out_info)
+        self._traced, self._closed, self._out_tree = traced, traced.jaxpr, jax.tree.structure(traced.out_info)
         self._jitted: dict[int, Any] = {}
         self._loaded: set[int] = set()  # programs
 
@@ -275,7 +278,13 @@ class _Planned:
                 what = f"{plan.microbatches} microbatches, which this one cannot run in"
                 raise ValueError(f"plan must be of this step, got one with {what}: {MAKE_ONE}")
             closed = divided
-        body = Body(closed, tile_on, inner_again_on=rates, microbatches=plan.microbatches)
+        if plan.updates_in_loops:
+            closed = with_updates_in_loops(closed, donated_results(self._traced), self._platform).closed
+            if closed is None:
+                what = "updates in the loops of backward passes, which this one cannot run there"
+                raise ValueError(f"plan must be of this step, got one with {what}: {MAKE_ONE}")
+        options: dict[str, Any] = {"microbatches": plan.microbatches, "updates_in_loops": plan.updates_in_loops}
+        body = Body(closed, tile_on, inner_again_on=rates, **options)
         if [one[:-2] for one in body.tiled] != [one[:-2] for one in plan.tiled]:
             what = ", ".join(one.what for one in plan.tiled)
             raise ValueError(f"plan must be of this step, got one with tiles of {what} that are not in it: {MAKE_ONE}")

@@ -373,9 +373,9 @@ class Fit:
         plans = tuple(self._plans[one] if one in self._acting else None for one in self._passes)
         tiles = (tuple(self._body.tiled), self._body.tile_on.nbytes) if self._body.tile_on else ((), 0)
         asked = nbytes if isinstance(budget, str) else budget
-        return StepPlan(
-            asked, nbytes, self.plain_nbytes, plans, *tiles, self._body.inner_again, self._body.microbatches
-        )
+        body = self._body
+        how = *tiles, body.inner_again, body.microbatches, body.updates_in_loops
+        return StepPlan(asked, nbytes, self.plain_nbytes, plans, *how)
 
 
 def _key(acting: Chosen) -> frozenset[Any]:

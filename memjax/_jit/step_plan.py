@@ -43,6 +43,9 @@ class StepPlan:
       tile_nbytes: what a tile may take, where that is more than usual.
       inner_again: whether derivatives inside of a derivative, such as forces in a loss, compute again what they read.
       microbatches: parts of the batch that the derivative goes through one after the other, adding up gradients.
+      updates_in_loops: whether updates of stacked weights run in the loops of backward passes, so that the gradients of one turn
+        exist at a time.
+      notes: what keeps gradients from that.
     """
 
     budget: int
@@ -53,12 +56,14 @@ class StepPlan:
     tile_nbytes: int = 0
     inner_again: bool = False
     microbatches: int = 1
+    updates_in_loops: bool = False
     plain_is_predicted: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def as_written(self) -> bool:
         """Whether the step runs as it is written."""
-        return not (any(self.passes) or self.tiled or self.microbatches > 1)
+        return not (any(self.passes) or self.tiled or self.microbatches > 1 or self.updates_in_loops)
 
     @property
     def seconds(self) -> float:
@@ -80,7 +85,11 @@ class StepPlan:
         )
         if self.microbatches > 1:
             head += f"; in {self.microbatches} microbatches"
-        return "\n".join([head, *map(str, self.tiled), *(str(plan) for plan in self.passes if plan is not None)])
+        if self.updates_in_loops:
+            head += "; updates in the loops of backward passes"
+        return "\n".join(
+            [head, *self.notes, *map(str, self.tiled), *(str(plan) for plan in self.passes if plan is not None)]
+        )
 
     def to_json(self) -> str:
         """The plan as JSON; `from_json` reads it back."""
@@ -90,7 +99,7 @@ class StepPlan:
     def from_json(cls, text: str) -> StepPlan:
         """The plan that `to_json` wrote; ValueError for any other text."""
         fields = check.json_fields("StepPlan", text, [field.name for field in dataclasses.fields(cls)])
-        check.lists("StepPlan", text, fields, ("passes", "tiled"))
+        check.lists("StepPlan", text, fields, ("passes", "tiled", "notes"))
         try:
             passes = tuple(None if one is None else Plan.from_json(json.dumps(one)) for one in fields["passes"])
             tiled = tuple(Tiled.of_fields(one) for one in fields["tiled"])
@@ -98,8 +107,11 @@ class StepPlan:
                 name: check.integer(name, fields[name], least=0)
                 for name in ("budget", "nbytes", "plain_nbytes", "tile_nbytes")
             }
-            flags = {name: check.flag(name, fields[name]) for name in ("inner_again", "plain_is_predicted")}
+            flags = {
+                name: check.flag(name, fields[name])
+                for name in ("inner_again", "plain_is_predicted", "updates_in_loops")
+            }
             numbers["microbatches"] = check.integer("microbatches", fields["microbatches"], least=1)
         except (TypeError, ValueError) as error:
             raise check.fail(ValueError, "text", "what StepPlan.to_json wrote", text, str(error)) from error
-        return cls(passes=passes, tiled=tiled, **flags, **numbers)
+        return cls(passes=passes, tiled=tiled, notes=tuple(map(str, fields["notes"])), **flags, **numbers)

@@ -17,6 +17,7 @@ from memjax._jit.derivatives.body import Acting, Body
 from memjax._jit.derivatives.inner import has_inner
 from memjax._jit.fit import DoesNotFitError, Fit
 from memjax._jit.step_plan import StepPlan, StepPoint
+from memjax._jit.updates.in_loop import with_updates_in_loops
 from memjax._plan.budget.search import OF_ONE
 from memjax._plan.memory.layout import Layout
 from memjax._plan.tile.passes import TileOn
@@ -38,6 +39,7 @@ class Ways:
 
     Attributes:
       body, as_written: the step as it is written.
+      notes: what keeps gradients: see `StepPlan`.
       beside: bytes of a device that no plan changes, about.
     """
 
@@ -53,7 +55,7 @@ class Ways:
     ):
         self._traced, self._allow, self._layout, self._device = traced, allow, layout, device
         self.beside, self._results, self._compile_with = arguments + results, results, compile_with
-        self.body = Body(traced.jaxpr)
+        self.body, self.notes = Body(traced.jaxpr), list[str]()
         self.as_written = self._fit_of(self.body)
 
     def _fit_of(self, body: Body, sums: int = 0, seconds_of_sums: float = 0.0) -> Fit:
@@ -164,13 +166,20 @@ class Ways:
     def _changed(self, room: int | str) -> Iterator[Fit]:
         """The whole batch at once, by another program than as it is written."""
         closed = self._traced.jaxpr
+        options: dict[str, Any] = {}
+        if self._layout.devices == 1:
+            moved = with_updates_in_loops(closed, donated_results(self._traced), self._device.platform)
+            self.notes = moved.notes
+            if moved.closed is not None:
+                closed, options = moved.closed, {"updates_in_loops": True}
+                yield self._fit_of(Body(closed, **options))
         if "tile" in self._allow:
             nbytes = room // _TILES if isinstance(room, int) else 0
             tile_on = TileOn(self._device.platform, nbytes, self._layout.devices > 1)
-            if (tiled := Body(closed, tile_on)).tiled:
+            if (tiled := Body(closed, tile_on, **options)).tiled:
                 yield self._fit_of(tiled)
         if any(map(has_inner, self.body.every())):
-            again = Body(closed, inner_again_on=costs.device(self._device))
+            again = Body(closed, inner_again_on=costs.device(self._device), **options)
             if again.inner_again:
                 yield self._fit_of(again)
 
@@ -182,4 +191,4 @@ def note_donated(body: Body, traced: Any, device: Any) -> None:
     predicted; with this it would be about 56.6.
     """
     if device.platform == "cpu":
-        body.put_in_use(donated_results(traced))
+        body.put_in_use(set(donated_results(traced)))

@@ -20,7 +20,7 @@ from memjax._core.arrays import strong
 from memjax._core.backward.passes import TracedPasses, vjp
 from memjax._core.compat import bodies, eval_jaxpr, primitive_name, scan_counts
 from memjax._core.lists import Arrays, pick
-from memjax._core.program.dataflow import is_literal, read_by, variables
+from memjax._core.program.dataflow import Dataflow, is_literal, read_by, variables
 from memjax._core.program.jaxpr import Program, as_closed, calls_in_place, instead, trace
 from memjax._core.program.primitives import CHECKPOINTS
 
@@ -151,6 +151,8 @@ class LoopPair(NamedTuple):
       again: positions, among the operands of `backward`, of what `pull` reads as such variables instead.
       free: inputs of `program` that are there again in the backward pass: all but what is carried.
       residuals: positions, among the outputs of `forward`, of what nothing but `backward` reads.
+      in_place: by operand of `backward` that it carries, its position among what is carried: a stacked array of which a turn
+        writes the slice that has its number. What the forward scan reads of such an operand is in what the other carries.
     """
 
     forward: Any
@@ -160,6 +162,21 @@ class LoopPair(NamedTuple):
     again: list[int]
     free: list[Any]
     residuals: list[int]
+    in_place: dict[Any, int]
+
+    @property
+    def numbers(self) -> int | None:
+        """Position, among what the backward loop scans over, of the number of a turn; None if it writes nothing in place."""
+        return (
+            _number_of(self.pull, scan_counts(self.backward), next(iter(self.in_place.values())))
+            if self.in_place
+            else None
+        )
+
+    @property
+    def writes(self) -> list[Any]:
+        """The equations of `pull` that write in place."""
+        return [self.pull.flow.makers[self.pull.outvars[k]] for k in self.in_place.values()]
 
 
 def loop_pairs(derivative: Passes) -> list[LoopPair]:
@@ -174,7 +191,7 @@ def loop_pairs(derivative: Passes) -> list[LoopPair]:
         for i in dict.fromkeys(i for out in eqn.outvars for i in readers.get(out, [])):
             if _mirrors(eqn, backward.eqns[i]):
                 only = {out for out in eqn.outvars if readers.get(out, [i]) == [i]} - elsewhere
-                pair = _pair(eqn, backward.eqns[i], only)
+                pair = _pair(eqn, backward.eqns[i], only, backward.flow)
                 if pair.again:
                     found.append(pair)
                     break
@@ -192,7 +209,7 @@ def _mirrors(forward: Any, backward: Any) -> bool:
     return same and backward.params["reverse"] != forward.params["reverse"]
 
 
-def _pair(forward: Any, backward: Any, only: set[Any]) -> LoopPair:
+def _pair(forward: Any, backward: Any, only: set[Any], flow: Dataflow) -> LoopPair:
     """The pair, of what the forward scan stacks those in `only` being residuals."""
     program = calls_in_place(as_closed(forward.params["jaxpr"]), differentiable=False)
     pull = without_dead_equations(calls_in_place(as_closed(backward.params["jaxpr"]), differentiable=False))
@@ -206,4 +223,33 @@ def _pair(forward: Any, backward: Any, only: set[Any]) -> LoopPair:
             residuals.add(position)
             again.append(i)
     free = [*program.constvars, *program.invars[:consts], *program.invars[consts + carried :]]
-    return LoopPair(forward, backward, program, instead(pull, names), again, free, sorted(residuals))
+    pull = instead(pull, names)
+    own = [atom for i, atom in enumerate(backward.invars) if i not in set(again)]
+    in_place = _in_place(own, scan_counts(backward), pull, flow)
+    return LoopPair(forward, backward, program, pull, again, free, sorted(residuals), in_place)
+
+
+def _in_place(own: Sequence[Any], counts: tuple[int, int], pull: Program, flow: Dataflow) -> dict[Any, int]:
+    """Which of the operands that `pull` reads are carried and written in place, a slice a turn: see `LoopPair`."""
+    consts, carried = counts
+    found = {}
+    for k, atom in enumerate(own[consts : consts + carried]):
+        number = None if is_literal(atom) else _number_of(pull, counts, k)
+        if number is not None:
+            maker = flow.makers.get(own[consts + carried + number])
+            if maker is not None and maker.primitive.name == "iota":
+                found[atom] = k
+    return found
+
+
+def _number_of(pull: Program, counts: tuple[int, int], k: int) -> int | None:
+    """Where, among what a loop scans over, the number is of the slice of the array carried at `k` that a turn writes."""
+    consts, carried = counts
+    out = pull.outvars[k]
+    eqn = None if is_literal(out) else pull.flow.makers.get(out)
+    rows = pull.invars[consts + carried :]
+    if eqn is None or eqn.primitive.name != "dynamic_update_slice" or eqn.invars[0] is not pull.invars[consts + k]:
+        return None
+    written, number, others = eqn.invars[1], eqn.invars[2], eqn.invars[3:]
+    is_whole = written.aval.shape == (1, *out.aval.shape[1:]) and all(is_literal(a) and not a.val for a in others)
+    return rows.index(number) if is_whole and number in rows else None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -71,6 +73,8 @@ class Loop:
         operands = list(zip(pair.forward.invars, pair.program.invars, strict=True))
         self._consts = [(atom, var) for atom, var in operands[:consts] if var in read_again]
         self._slices = [(atom, var) for atom, var in operands[consts + carried :] if var in read_again]
+        self._carried = [(pair.in_place[atom], var) for atom, var in self._slices if atom in pair.in_place]
+        self._slices = [(atom, var) for atom, var in self._slices if atom not in pair.in_place]
         self.replaced = [pair.forward.outvars[i] for i in pair.residuals]
         again = set(pair.again)
         self._own = [atom for i, atom in enumerate(pair.backward.invars) if i not in again]
@@ -137,6 +141,8 @@ class Loop:
         others = [(atom, var) for atom, var in self._slices if atom not in mine_too]
         slices = read(values, [atom for atom, _ in others])
 
+        number = self.pair.numbers
+
         def turn(body: _Body, carry: Arrays, xs: Any) -> tuple[Arrays, Arrays, Arrays]:
             mine, sliced, kept = xs
             fixed = self._here(self._own[:consts], own)
@@ -144,6 +150,8 @@ class Loop:
             inner |= zip((var for _, var in self._consts), self._here(atoms, again), strict=True)
             inner |= zip((var for _, var in others), sliced, strict=True)
             inner |= {var: mine[i] for i, var in known}
+            if number is not None:  # what the turn has not written yet
+                inner |= {var: at(carry[k], mine[number]) for k, var in self._carried}
             for var in body.missing:  # so that nothing is taken for known that is not
                 inner.pop(var, None)
             given = iter(kept)
@@ -181,7 +189,10 @@ class Loop:
         there = [a.val if is_literal(a) else value for a, value in zip(pair.forward.invars, there, strict=True)]
         states, tail = list(stacks[:carried]), list(stacks[carried:])
         again = self._forward_turn(there[:consts])
-        blocks = _Turns(pair.forward, body, again, states, there[consts + carried :], ())
+        written = {
+            i: pair.in_place[a] for i, a in enumerate(pair.forward.invars[consts + carried :]) if self._is_in_place(a)
+        }
+        blocks = _Turns(pair.forward, body, again, states, there[consts + carried :], (), written)
 
         def step(state: Any, kept: Arrays, i: Any) -> Any:
             carry, written = state
@@ -193,6 +204,9 @@ class Loop:
         none_yet = list(init), [zeros(var.aval, (blocks.length,)) for var in made]
         carry, written = Execution(plan, blocks).pull_back(((states, []), tail), none_yet, step)
         return [*carry, *written]
+
+    def _is_in_place(self, atom: Any) -> bool:
+        return not is_literal(atom) and atom in self.pair.in_place
 
     def _here(self, atoms: Sequence[Any], values: Sequence[Any]) -> Arrays:
         """The first of the values, those of `atoms`; the constants among these made anew."""
@@ -261,11 +275,27 @@ class _Turns(Blocks):
       carry: arrays like the state, or stacks of these.
       xs: what is scanned over; None: what no turn reads.
       stacked: variables that the loop stacks.
+      in_place: by position in `xs`, where the backward pass carries that as it is by then.
     """
 
-    def __init__(self, eqn: Any, body: _Body, turn: _Turn, carry: Arrays, xs: Arrays, stacked: Sequence[Any]):
+    def __init__(
+        self,
+        eqn: Any,
+        body: _Body,
+        turn: _Turn,
+        carry: Arrays,
+        xs: Arrays,
+        stacked: Sequence[Any],
+        in_place: Mapping[int, int] = MappingProxyType({}),
+    ):
         super().__init__(carry, [], eqn.params["length"], eqn.params["reverse"], eqn.params["unroll"])
-        self._body, self._turn, self._xs, self._stacked = body, turn, xs, stacked
+        self._body, self._turn, self._xs, self._stacked, self._in_place = body, turn, xs, stacked, in_place
+
+    def beside(self, cotangents: Any) -> _Turns:
+        carried, _ = cotangents
+        found = copy.copy(self)
+        found._xs = [carried[self._in_place[i]] if i in self._in_place else x for i, x in enumerate(self._xs)]
+        return found
 
     def outputs(self) -> Arrays:
         return [zeros(var.aval, (self.length,)) for var in self._stacked]

@@ -38,10 +38,11 @@ class Body:
       axes: sizes of the axes of a `jax.shard_map` around it; None: it is in none.
       inner_again_on: inner derivatives recompute their residuals, by the rates of that device; None: they do not.
       microbatches: how many microbatches the program processes one after the other.
+      updates_in_loops: whether updates were moved into loops of backward passes.
 
     Attributes:
       passes: the passes of each derivative, in order.
-      tile_on, microbatches: as given.
+      tile_on, microbatches, updates_in_loops: as given.
       tiled: the computations that run tile by tile, in bodies as well.
       inner: by index of an equation, its bodies if they contain derivatives.
       inner_again: whether any inner derivative recomputes its residuals.
@@ -54,9 +55,11 @@ class Body:
         axes: dict[str, int] | None = None,
         inner_again_on: Device | None = None,
         microbatches: int = 1,
+        updates_in_loops: bool = False,
     ):
         program = calls_in_place(closed, differentiable=False)
         self.tile_on, self.tiled, self.microbatches = tile_on, list[Tiled](), microbatches
+        self.updates_in_loops = updates_in_loops
         if tile_on is not None and (axes is not None or not tile_on.on_mesh):
             program, self.tiled = with_tiles(without_dead_equations(program), tile_on, axes or {})
         losses = _unread_losses(program)
@@ -83,7 +86,7 @@ class Body:
     @property
     def is_changed(self) -> bool:
         """Whether the program differs from the step's even if no pass is changed."""
-        return bool(self.tiled) or self.microbatches > 1
+        return bool(self.tiled) or self.microbatches > 1 or self.updates_in_loops
 
     @property
     def has_passes(self) -> bool:

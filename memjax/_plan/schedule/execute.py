@@ -190,6 +190,10 @@ class Blocks(abc.ABC):
     def step(self, carry: Arrays, i: Any, *, writes: bool, keeps: bool) -> tuple[Arrays, Arrays, Arrays]:
         """Step `i`: (carry, outputs if it `writes`, residuals if it `keeps`)."""
 
+    def beside(self, cotangents: Cotangents) -> Blocks:
+        """The blocks as they run again where the backward pass carries these."""
+        return self
+
     def row(self, i: Any) -> Any:
         """The row of stacked arrays that step `i` reads and writes."""
         return self.length - 1 - i if self.reverse else i
@@ -283,9 +287,9 @@ class Execution:
             cotangents = (self._nest if plan.schedule is None else self._table)(slots, cotangents, back)
         return cotangents
 
-    def _recomputed(self, carry: Arrays, start: Any) -> Arrays:
+    def _recomputed(self, blocks: Blocks, carry: Arrays, start: Any) -> Arrays:
         """The residuals of a block, from its first state."""
-        return self.blocks.run(carry, [], start, self.plan.block, keeps=True)[2]
+        return blocks.run(carry, [], start, self.plan.block, keeps=True)[2]
 
     def _nest(self, slots: Any, cotangents: Cotangents, back: Callable[..., Cotangents]) -> Cotangents:
         """Nested loops: each level finds the states its parts start from, then takes them from the last on."""
@@ -296,20 +300,21 @@ class Execution:
 
             def body(cotangents, i):
                 carry, first = [at(leaf, i) for leaf in starts], start + i * size * n
+                blocks = self.blocks.beside(cotangents)
                 if len(levels) == 1:
-                    return back(self._recomputed(carry, first), first, n, cotangents), None
+                    return back(self._recomputed(blocks, carry, first), first, n, cotangents), None
                 smaller = size // levels[1]
-                inner_starts = find(carry, first, levels[1], smaller)
+                inner_starts = find(blocks, carry, first, levels[1], smaller)
                 return parts(levels[1:], smaller, inner_starts, first, cotangents), None
 
             return lax.scan(body, cotangents, jnp.arange(levels[0], dtype=jnp.int32), reverse=True)[0]
 
-        def find(carry, start, count, size):
+        def find(blocks, carry, start, count, size):
             """The states that `count` parts of `size` blocks start from: what a part's last block leaves in its row."""
 
             def block(state, b):
                 carry, starts = state
-                carry = self.blocks.advance(carry, start + b * n, n)
+                carry = blocks.advance(carry, start + b * n, n)
                 starts = [put(stack, leaf, b // size + 1) for stack, leaf in zip(starts, carry, strict=True)]
                 return (carry, starts), None
 
@@ -329,11 +334,12 @@ class Execution:
             block, count, source, kept_row = (column.astype(jnp.int32) for column in row)
             first = block - count + (1 if keeps else 0)  # with rows for residuals the last move is the block itself
             carry = store.state(slots, source)
+            blocks = self.blocks.beside(cotangents)
 
             def move(i, state):
                 carry, slots = state
                 row, start = at(ahead, done + i).astype(jnp.int32), (first + i) * n
-                carry, _, kept = self.blocks.run(carry, [], start, n, keeps=keeps)
+                carry, _, kept = blocks.run(carry, [], start, n, keeps=keeps)
                 slots = store.put_state(slots, row, carry)
                 if keeps:
                     slots = store.put_kept(slots, at(ahead_kept, done + i).astype(jnp.int32), kept)
@@ -342,7 +348,7 @@ class Execution:
             if len(moves.ahead):
                 carry, slots = lax.fori_loop(0, count, move, (carry, slots))
             start = block * n
-            kept = store.kept(slots, kept_row) if keeps else self._recomputed(carry, start)
+            kept = store.kept(slots, kept_row) if keeps else self._recomputed(blocks, carry, start)
             return (slots, back(kept, start, n, cotangents), done + count), None
 
         columns = moves.turns, moves.source, moves.residuals

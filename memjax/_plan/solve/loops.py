@@ -162,13 +162,14 @@ def turn_of(pair: LoopPair, free: set[Any]) -> Segment:
     made = {*program.flow.place, *lost}
     read = pull.flow.read | dict.fromkeys(variables(pull.outvars))
     outs = [atom for i, atom in enumerate(program.outvars) if i not in pair.residuals]
+    writes, stacks = set(map(id, pair.writes)), {eqn.invars[0] for eqn in pair.writes}
     return Segment(
         eqns=program.eqns,
-        backward=pull.eqns,
+        backward=[eqn for eqn in pull.eqns if id(eqn) not in writes],
         wanted=[var for var in read if var in made],
         crossing=(),
-        entering=[var for var in pull.invars if var in read],
-        leaving=variables(pull.outvars),
+        entering=[var for var in pull.invars if var in read and var not in stacks],
+        leaving=[out for out in variables(pull.outvars) if id(pull.flow.makers.get(out)) not in writes],
         results=(),
         primal=program.flow.needed(outs, always=program.flow.acting),
         lost=lost,

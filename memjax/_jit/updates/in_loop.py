@@ -1,0 +1,215 @@
+"""A traced step in which updates of stacked weights run in the loop of their backward pass.
+
+The loop carries the stacked weights and state, and each turn writes its slice. So donated arguments are updated in place, and the
+gradients of one turn exist at a time. A turn reads slices of these arrays before it writes them: they are still as they were.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+
+from memjax._core.barriers import barrier
+from memjax._core.compat import eval_jaxpr, scan_counts
+from memjax._core.lists import Arrays
+from memjax._core.program.dataflow import is_literal, made_by, renamed, variables
+from memjax._core.program.jaxpr import Program, as_closed, calls_in_place, inside, nbytes, read, trace
+from memjax._jit.updates.found import TURNS, Update, elements_of_turn, reasons, updates
+from memjax._plan.derivative import without_dead_equations
+from memjax._plan.tile.rewrite import in_order
+from memjax.compress._state.kernel_call import UPDATE, arithmetic
+
+_SMALL = 2**16  # bytes
+
+
+class Moved(NamedTuple):
+    """A step with updates in loops.
+
+    Attributes:
+      closed: the step, a closed jaxpr; None if no update could be moved.
+      notes: what keeps gradients that are still stacked.
+    """
+
+    closed: Any | None
+    notes: list[str]
+
+
+def with_updates_in_loops(closed: Any, donated: Mapping[int, int], platform: str) -> Moved:
+    """The traced step, a closed jaxpr, with updates in the loops of backward passes where they can be.
+
+    Args:
+      closed: the step.
+      donated: by number of a result, that of the argument whose memory it gets.
+      platform: of the device, as JAX calls it.
+    """
+    program = without_dead_equations(calls_in_place(closed, differentiable=False))
+    pairs = {program.outvars[i]: program.invars[k] for i, k in donated.items() if not is_literal(program.outvars[i])}
+    try:
+        program, found = _found(program, pairs, platform)
+        moved = None if not found else _rewritten(closed, program, found, platform)
+    except (TypeError, ValueError):  # sizes that an equation names in a way not known here
+        program, found, moved = program, [], None
+    return Moved(moved, reasons(program, found, pairs, platform))
+
+
+def _rewritten(closed: Any, program: Program, found: Sequence[Update], platform: str) -> Any:
+    parts = [_InLoop(update, platform) for update in found]
+    eqns: list[Any] = []
+    constvars, consts = [*program.constvars], [*program.consts]
+    for step in in_order(program, parts):
+        if not isinstance(step, _InLoop):
+            eqns.append(step)
+            continue
+        loop = calls_in_place(step.traced(), differentiable=False)
+        eqns += _renamed(loop, step.reads, step.makes)
+        constvars += loop.constvars
+        consts += loop.consts
+    debug = closed.jaxpr.debug_info
+    jaxpr = core.Jaxpr(constvars, program.invars, program.outvars, eqns, closed.jaxpr.effects, debug)
+    return core.ClosedJaxpr(jaxpr, consts)
+
+
+def _found(program: Program, donated: Mapping[Any, Any], platform: str) -> tuple[Program, list[Update]]:
+    """The updates, and the program in which they are, of which kernels are arithmetic."""
+    kernels = [eqn for eqn in program.eqns if eqn.primitive is UPDATE]
+    while True:
+        opened = _with_arithmetic(program, kernels)
+        found = updates(opened, donated, platform)
+        moved = made_by(eqn for one in found for eqn in one.eqns)
+        staying = [eqn for eqn in kernels if not moved.keys() >= set(eqn.outvars)]
+        if not staying:
+            return opened, found
+        kernels = [eqn for eqn in kernels if eqn not in staying]
+
+
+def _with_arithmetic(program: Program, kernels: Sequence[Any]) -> Program:
+    """The program in which these equations are what their kernels compute."""
+    eqns: list[Any] = []
+    constvars, consts = [*program.constvars], [*program.consts]
+    chosen = set(map(id, kernels))
+    for eqn in program.eqns:
+        if id(eqn) not in chosen:
+            eqns.append(eqn)
+            continue
+        run = functools.partial(arithmetic, eqn.params["region"])
+        with inside(eqn):
+            closed = trace(lambda *values, run=run: run(values), [atom.aval for atom in eqn.invars], {})
+        inner = calls_in_place(closed, differentiable=False)
+        eqns += _renamed(inner, eqn.invars, eqn.outvars)
+        constvars += inner.constvars
+        consts += inner.consts
+    return Program(constvars, consts, program.invars, program.outvars, eqns)
+
+
+def _renamed(program: Program, reads: Sequence[Any], makes: Sequence[Any]) -> list[Any]:
+    """Its equations in a program that has other names for what they read and make."""
+    names = dict(zip(program.invars, reads, strict=True)) | dict(zip(program.outvars, makes, strict=True))
+    return [eqn.replace(invars=renamed(eqn.invars, names), outvars=renamed(eqn.outvars, names)) for eqn in program.eqns]
+
+
+class _InLoop:
+    """The loop of a backward pass with an update in it.
+
+    Attributes:
+      region: the equations that it stands for.
+      reads, makes: what these read and make.
+    """
+
+    def __init__(self, update: Update, platform: str):
+        self._update, loop = update, update.loop
+        self.region = Program([], [], [], [], [loop, *update.eqns])
+        self._left = [var for var in loop.outvars if var not in update.gradients or var in update.stays]
+        self.makes = [*self._left, *update.makes]
+        self.reads = [*dict.fromkeys([*variables(loop.invars), *update.reads])]
+        self._written = {old: out for old, out in zip(update.old, update.makes, strict=True) if old is not None}
+        # XLA:CPU copies what one fusion writes and another reads. It compiles a small loop as one function, without barriers.
+        self._waits = platform == "cpu" and sum(nbytes(var.aval) for var in self._written) >= _SMALL
+        of_turns = [var for var, state in zip(update.reads, update.states, strict=True) if state == TURNS]
+        self._slices = [var for var in of_turns if var not in self._written]
+        self._number: Any = 0  # of the turn that is being traced
+        for eqn in update.eqns:
+            if inner := elements_of_turn(eqn, loop.params["length"]):
+                update.run.calls[eqn.outvars[0]] = functools.partial(self._count, eqn.outvars[0].aval, inner)
+
+    def _count(self, aval: Any, inner: int, values: Arrays, size: int) -> Arrays:
+        first = jnp.asarray(self._number).astype(aval.dtype) * jnp.asarray(inner, aval.dtype)
+        return [first + lax.broadcasted_iota(aval.dtype, (inner * size, *aval.shape[1:]), 0)]
+
+    def traced(self) -> Any:
+        """The loop as a closed jaxpr, from what it reads to what it makes."""
+        with inside(self._update.loop, marked=True):
+            return trace(
+                lambda *values: self._run(dict(zip(self.reads, values, strict=True))), [v.aval for v in self.reads], {}
+            )
+
+    def _run(self, env: dict[Any, Any]) -> Arrays:
+        loop = self._update.loop
+        consts, carried = scan_counts(loop)
+        fixed, begin, rows = (
+            read(env, some)
+            for some in (
+                loop.invars[:consts],
+                loop.invars[consts : consts + carried],
+                [atom for atom in loop.invars[consts + carried :] if not self._is_written(atom)],
+            )
+        )
+        begin = [
+            lax.full((), v, var.aval.dtype) if is_literal(var) else v
+            for v, var in zip(begin, loop.invars[consts:], strict=False)
+        ]
+        state = begin, read(env, [*self._written])
+        numbers = jnp.arange(loop.params["length"], dtype=jnp.uint32)  # of signed ones a slice would ask the sign
+
+        def turn(state: Any, row: Any) -> Any:
+            return self._turn(env, fixed, state, row)
+
+        (carry, written), (left, others) = lax.scan(
+            turn,
+            state,
+            (numbers, rows, read(env, self._slices)),
+            length=loop.params["length"],
+            reverse=loop.params["reverse"],
+            unroll=loop.params["unroll"],
+        )
+        made = dict(zip(self._written.values(), written, strict=True))
+        made |= zip((out for out in self._update.makes if out not in made), others, strict=True)
+        return [*carry, *left, *(made[out] for out in self._update.makes)]
+
+    def _is_written(self, atom: Any) -> bool:
+        return not is_literal(atom) and atom in self._written
+
+    def _turn(self, env: dict[Any, Any], fixed: Arrays, state: Any, row: Any) -> Any:
+        """One turn: the state that the loop carries and the stacked arrays, and slices of what is stacked."""
+        update, loop = self._update, self._update.loop
+        (carry, stacks), (self._number, rows, slices) = state, row
+        consts, carried = scan_counts(loop)
+        here = {
+            var: lax.dynamic_slice(b, _place(b, self._number), (1, *b.shape[1:]))
+            for var, b in zip(self._written, stacks, strict=True)
+        }
+        others = iter(rows)
+        rows = [here[atom][0] if self._is_written(atom) else next(others) for atom in loop.invars[consts + carried :]]
+        body = as_closed(loop.params["jaxpr"])
+        outs = eval_jaxpr(body.jaxpr, body.consts, [*fixed, *carry, *rows])
+        made = dict(zip(loop.outvars, outs, strict=True))
+        here |= zip(self._slices, (one[None] for one in slices), strict=True)
+        operands = [here[var] if var in here else env[var] for var in update.reads]
+        results = update.run([*(made[var][None] for var in update.gradients), *operands])
+        new = dict(zip(update.makes, barrier(results) if self._waits else results, strict=True))
+        stacks = [
+            lax.dynamic_update_slice(b, new[out], _place(b, self._number))
+            for b, out in zip(stacks, self._written.values(), strict=True)
+        ]
+        left = [made[var] for var in self._left[carried:]]
+        kept = {*self._written.values()}
+        return (outs[:carried], stacks), (left, [new[out][0] for out in update.makes if out not in kept])
+
+
+def _place(stack: Any, number: Any) -> list[Any]:
+    """Where the slice of a turn begins."""
+    return [number, *(jnp.uint32(0) for _ in stack.shape[1:])]

@@ -1,0 +1,157 @@
+"""Updates of stacked weights in the loops of backward passes: the same results, and gradients of one layer at a time."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import memjax
+from memjax import compress
+from memjax._jit.account import donated_results
+from memjax._jit.step_plan import StepPlan
+from memjax._jit.updates.in_loop import with_updates_in_loops
+from memjax.compress._state import kernel, regions
+
+LAYERS, WIDTH = 12, 64
+FROZEN = {"embedding": "b", "layers": "a"}
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """optax mixes dtypes."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def step_of(tx, *, checkpoint=False, norm=False):
+    def layer(x, p):
+        return x + jnp.tanh((x * p["scale"]) @ p["up"]) @ p["down"], None
+
+    def loss(params, tokens):
+        run = jax.checkpoint(layer) if checkpoint else layer
+        x = jax.lax.scan(run, params["embedding"][tokens], params["layers"])[0]
+        return jnp.mean(jnp.square(x))
+
+    def step(params, state, tokens):
+        value, gradients = jax.value_and_grad(loss)(params, tokens)
+        updates, state = tx.update(gradients, state, params)
+        new = optax.apply_updates(params, updates)
+        squares = sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(gradients))
+        return (new, state, value, squares) if norm else (new, state, value)
+
+    return step
+
+
+def begin(tx, dtype, width=WIDTH):
+    """Weights, state and tokens."""
+    rng = np.random.default_rng(0)
+    shapes = {"scale": (LAYERS, width), "up": (LAYERS, width, 2 * width), "down": (LAYERS, 2 * width, width)}
+    of = lambda shape: jnp.asarray(0.1 * rng.normal(size=shape), dtype)
+    params = {"embedding": of((100, width)), "layers": {name: of(shape) for name, shape in shapes.items()}}
+    return params, jax.jit(tx.init)(params), jnp.arange(256) % 100
+
+
+def moved(step, args):
+    """The step with updates in loops, flat, under `jax.jit`; the leaves of arguments; what keeps gradients."""
+    traced = jax.jit(step, donate_argnums=(0, 1)).trace(*args)
+    found = with_updates_in_loops(traced.jaxpr, donated_results(traced), "cpu")
+    if found.closed is None:
+        return None, jax.tree.leaves(args), found.notes
+    leaves = jax.tree.leaves(args)
+    run = lambda *leaves: jax.core.eval_jaxpr(found.closed.jaxpr, found.closed.consts, *leaves)
+    count = len(jax.tree.leaves(args[:2]))
+    return jax.jit(run, donate_argnums=tuple(range(count))), leaves, found.notes
+
+
+def copied(tree):
+    return jax.tree.map(jnp.copy, tree)
+
+
+def close(one, other, **tolerance):
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    for a, b in pairs:
+        np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), **tolerance)
+
+
+@pytest.mark.parametrize(
+    ("tx", "checkpoint"),
+    [
+        (optax.adamw(optax.cosine_decay_schedule(1e-2, 10), weight_decay=0.1), True),
+        (optax.chain(optax.clip(1e-4), optax.lion(1e-3)), False),
+        (optax.multi_transform({"a": optax.sgd(0.1, momentum=0.9), "b": optax.set_to_zero()}, FROZEN), True),
+    ],
+)
+def test_results_are_the_same(tx, checkpoint):
+    with jax.enable_x64(True):
+        step, args = step_of(tx, checkpoint=checkpoint), begin(tx, jnp.float64)
+        run, leaves, notes = moved(step, args)
+        assert not notes
+        close(jax.jit(step)(*args), run(*copied(leaves)), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize(("wrap", "bits"), [(compress.split_master, 4), (compress.stochastic_round, 8)])
+def test_values_are_rounded_as_before(wrap, bits, kernels, monkeypatch):
+    """Which way a value goes follows from its place in the whole array: the same bits, by operations that round the same."""
+    if kernels:
+        monkeypatch.setattr(kernel, "_FEWEST", 1024)
+        monkeypatch.setattr(regions, "has_kernels", lambda: True)
+        monkeypatch.setattr(regions, "is_of_one_device", lambda aval: True)  # of the eight that tests have
+    tx = wrap(memjax.compressed(optax.sgd(2.0**-6, momentum=0.5), bits=bits))
+    args = begin(tx, jnp.bfloat16)
+    gradients = jax.tree.map(lambda p: jnp.ones_like(p), args[0])
+    _, state = tx.update(gradients, args[1], args[0])
+    args = args[0], state, args[2]
+    run, leaves, _ = moved(step_of(tx), args)
+    if kernels:
+        names = [str(eqn.primitive) for eqn in run.trace(*leaves).jaxpr.eqns]
+        assert names.count("memjax_update") == 1  # that of the embedding, which no loop has
+        monkeypatch.setattr(regions, "has_kernels", lambda: False)
+    close(jax.jit(step_of(tx))(*args), run(*copied(leaves)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("tx", "dtype"), [(optax.sgd(0.1, momentum=0.9), jnp.float32), (optax.adamw(1e-3), jnp.float32)]
+)
+def test_gradients_of_one_layer_exist_at_a_time(tx, dtype):
+    """All but an eighth of them is saved, and nothing that is donated is copied."""
+    step, args = step_of(tx, checkpoint=True), begin(tx, dtype, width=128)
+    run, leaves, _ = moved(step, args)
+    options = memjax.remat_compiler_options()
+    temp = lambda lowered: lowered.compile(compiler_options=options or None).memory_analysis().temp_size_in_bytes
+    plain = temp(jax.jit(step, donate_argnums=(0, 1)).lower(*args))
+    stacked = sum(leaf.nbytes for leaf in jax.tree.leaves(args[0]["layers"]))
+    assert temp(run.lower(*leaves)) < plain - 0.8 * stacked
+
+
+def test_a_plan_moves_them_and_runs_layers_again():
+    tx = optax.adamw(1e-2)
+    with jax.enable_x64(True):
+        args = begin(tx, jnp.float64)
+        plain = jax.jit(step_of(tx))(*args)
+        step = memjax.jit(step_of(tx), budget="min", donate_argnums=(0, 1))
+        plan = step.plan(*args)
+        assert plan.updates_in_loops
+        assert StepPlan.from_json(plan.to_json()) == plan
+        close(plain, step(*copied(args)), rtol=1e-12, atol=1e-14)
+        stacked = 8 * sum(leaf.size for leaf in jax.tree.leaves(args[0]["layers"]))
+        held = sum(leaf.nbytes for leaf in jax.tree.leaves(args))
+        assert plan.nbytes < held + stacked  # less than arguments and gradients
+        again = memjax.jit(step_of(tx), plan=plan, donate_argnums=(0, 1))
+        close(plain, again(*copied(args)), rtol=1e-12, atol=1e-14)
+        clipped = optax.chain(optax.clip_by_global_norm(1.0), tx)
+        with pytest.raises(ValueError, match="cannot run there"):
+            memjax.jit(step_of(clipped), plan=plan, donate_argnums=(0, 1)).plan(*begin(clipped, jnp.float64))
+
+
+def test_what_reads_all_gradients_keeps_them():
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+    args = begin(clipped, jnp.float32)
+    plan = memjax.jit(step_of(clipped), budget="min", donate_argnums=(0, 1)).plan(*args)
+    assert not plan.updates_in_loops
+    assert "of gradients: reduce_sum" in str(plan)
+    tx = optax.sgd(0.1)
+    run, _, [note] = moved(step_of(tx, norm=True), begin(tx, jnp.float32))
+    assert run is None
+    assert "reduce_sum" in note
