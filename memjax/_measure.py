@@ -43,7 +43,7 @@ def measure(fn: Callable, *args: Any, compiler_options: dict[str, Any] | None = 
     `measure(loss, params, batch)`, `measure(jax.value_and_grad(loss), params, batch)` and
     `measure(train_step, state, batch)` report the same residual bytes as long as they differentiate the same
     thing: if `fn` contains a backward pass, that one is measured; if not, its reverse-mode derivative with
-    respect to all of its float arguments is. If its result is a scalar float, or a tuple that begins with
+    respect to all float arrays in its arguments is. If its result is a scalar float, or a tuple that begins with
     one, that is the loss and the rest is auxiliary, as with `jax.grad(..., has_aux=True)`. The other figures
     are always those of `fn` itself: for the temporary memory of training, measure a function that computes
     gradients.
@@ -63,8 +63,9 @@ def measure(fn: Callable, *args: Any, compiler_options: dict[str, Any] | None = 
         variables, a method of either, or another callable pytree, whose arrays are then arguments too. The
         shardings, donation and compiler options of a jitted function are kept.
       *args: pytrees of arrays or `jax.ShapeDtypeStruct`s (also mixed), of any dtype, typed PRNG keys
-        included. Other leaves (texts, functions, Python's numbers, modules of Linen) stay as they are if `fn`
-        is not jitted; if it is, they have to be among its static arguments.
+        included. Python's int, float and complex are scalar arguments, as for `jax.jit`: bind one that `fn` needs as a
+        value with `functools.partial`. Other leaves (texts, functions, True and False, modules of Linen) stay as they are
+        if `fn` is not jitted; if it is, they have to be among its static arguments.
       compiler_options: passed to the compiler. None means `remat_compiler_options()`: on a CPU
         rematerialisation may save nothing without (see there), and a program compiled by plain `jax.jit`
         can then need more memory than is reported here.
@@ -87,7 +88,7 @@ def measure(fn: Callable, *args: Any, compiler_options: dict[str, Any] | None = 
     compile_seconds = time.perf_counter() - start
 
     executable = of_jax(compiled)
-    found = gradient(program)
+    found = gradient(program, program.float_arrays)
     if isinstance(found, str):
         notes.append(f"residual bytes unknown: {found}")
     held = None if isinstance(found, str) else found.residuals

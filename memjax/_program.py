@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import AxisType
 
 from memjax._core import check
-from memjax._core.arguments import Parts, is_jitted, is_nnx, of_arrays, unbound
+from memjax._core.arguments import Parts, is_array, is_array_or_number, is_jitted, is_nnx, of_arrays, unbound
 from memjax._core.arrays import is_float
 from memjax._core.clear_errors import call_errors, refuse_leaks, trace_errors
 from memjax._core.meshes import device_of, own_sharding, parts, split_over
@@ -24,7 +24,7 @@ class Program:
     Attributes:
       stage: the traced stage; Flax NNX may have wrapped it.
       args, kwargs: those of the jitted function that was traced.
-      parts: the arrays among the arguments.
+      parts: the arrays among the arguments, and Python's numbers, which are traced as scalars.
       given: how many positional arguments the caller gave. What `fn` is bound to comes before them.
       result: which of the program's flat results are differentiated if it has no backward pass of its own.
     """
@@ -45,7 +45,7 @@ class Program:
         """Those of the program's inputs, as their arrays have them; None where that is not known."""
         told: dict[Any, Any] = {}  # Flax NNX has inputs in an order of its own
         for array in self.parts.arrays:
-            kind, sharding = (tuple(array.shape), array.dtype), own_sharding(array)
+            kind, sharding = _kind(array), own_sharding(array)
             told[kind] = sharding if told.get(kind, sharding) == sharding else None
         if self.has_arrays_in_order:
             return [*map(own_sharding, self.parts.arrays)]
@@ -54,13 +54,12 @@ class Program:
     @property
     def has_arrays_in_order(self) -> bool:
         """Whether the program's inputs are the arrays of the arguments in their order, as far as types tell."""
-        given = [(tuple(array.shape), array.dtype) for array in self.parts.arrays]
-        return given == [(aval.shape, aval.dtype) for aval in self.jaxpr.in_avals]
+        return [*map(_kind, self.parts.arrays)] == [(aval.shape, aval.dtype) for aval in self.jaxpr.in_avals]
 
     def floats_of(self, positions: Sequence[int]) -> list[bool]:
         """For each input, whether it is a float array in the positional arguments at these positions, or in what `fn` is bound
         to. In an NNX object only `nnx.Param`s count, as for `nnx.grad`."""
-        marks = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in self.parts.arrays]
+        marks = [jax.ShapeDtypeStruct(*_kind(array)) for array in self.parts.arrays]
         args, _, _ = self.parts.rebuild(marks)
         bound = len(args) - self.given
         chosen = [*args[:bound], *(args[bound + position] for position in positions)]
@@ -68,6 +67,14 @@ class Program:
         for leaf in jax.tree.leaves(chosen, is_leaf=is_nnx):
             found.update(map(id, jax.tree.leaves(nnx.split(leaf, nnx.Param, ...)[1]) if is_nnx(leaf) else [leaf]))
         return [id(mark) in found and is_float(mark) for mark in marks]
+
+    @property
+    def float_arrays(self) -> list[bool] | None:
+        """For each input, whether it is a float array, and no number of Python; None if the order of inputs is not known."""
+        if not self.has_arrays_in_order:
+            return None
+        pairs = zip(self.parts.arrays, self.jaxpr.in_avals, strict=True)
+        return [is_array(leaf) and is_float(aval) for leaf, aval in pairs]
 
     @property
     def device(self) -> Any:
@@ -110,7 +117,7 @@ def traced(name: str, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Prog
         raise check.fail(TypeError, "fn", "a function", fn, f"pass what was jitted; {name} compiles it")
     given = len(args)
     fn, args, kwargs = unbound(fn, args, kwargs)
-    parts = Parts(args, kwargs)
+    parts = Parts(args, kwargs, is_array_or_number)
     if jitted := is_jitted(fn):
         program: Any = fn
     else:
@@ -118,6 +125,8 @@ def traced(name: str, fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Prog
     with call_errors("fn", fn, {"arguments": (*args, *kwargs.values())}), trace_errors("fn", fn):
         stage = program.trace(*args, **kwargs)
     refuse_leaks(fn, of_jax(stage))
+    if jitted and len(parts.arrays) != len(of_jax(stage).jaxpr.in_avals):
+        parts = Parts(args, kwargs)  # numbers are static arguments
     result = _differentiable(stage.out_info, has_updates=not jitted or of_jax(stage) is not stage)
     return Program(stage, args, kwargs, parts, given, result)
 
@@ -140,6 +149,12 @@ def gradient(program: Program, wrt: Sequence[bool] | None = None) -> Gradient | 
 def of_jax(stage: Any) -> Any:
     """JAX's own stage, which Flax NNX wraps in one of the same kind."""
     return getattr(stage, "traced", getattr(stage, "compiled", stage))
+
+
+def _kind(leaf: Any) -> tuple[tuple[int, ...], Any]:
+    """Shape and dtype of an array, the type of one, or a number."""
+    aval = leaf if hasattr(leaf, "dtype") else jax.typeof(leaf)
+    return tuple(aval.shape), aval.dtype
 
 
 def _differentiable(out: Any, *, has_updates: bool) -> list[bool]:

@@ -116,12 +116,11 @@ def test_only_what_changes_is_an_output_of_a_plain_function():
         lambda model, x: memjax.measure(nnx.jit(lambda m, x: m(x)), model, x),
         lambda model, x: memjax.measure(nnx.grad(lambda m, x: m(x).sum()), model, x),
         lambda model, x: memjax.measure(functools.partial(model.encode, depth=LAYERS), x),
-        lambda model, x: memjax.measure(model.encode, x, depth=LAYERS),
-        lambda model, x: memjax.measure(lambda m, x, depth: m["net"].encode(x, depth=depth), {"net": model}, x, LAYERS),
+        lambda model, x: memjax.measure(lambda m, x: m["net"].encode(x, depth=LAYERS), {"net": model}, x),
         lambda model, x: memjax.measure(functools.partial(nnx.jit(lambda m, x: m(x)), model), x),
         lambda model, x: memjax.measure(nnx.eval_shape(lambda: Net(nnx.Rngs(0))), x),
     ],
-    ids=["module", "call", "jit", "grad", "partial", "method", "dict", "bound", "abstract"],
+    ids=["module", "call", "jit", "grad", "partial", "dict", "bound", "abstract"],
 )
 def test_nnx_modules(measured):
     model, _, x = training()
@@ -195,7 +194,7 @@ class Tree:
     weights: list
     act: object = jnp.sin
     name: object = "tree"
-    depth: object = LAYERS
+    depth: object = None
     layout: str = "dense"
 
     def __call__(self, x, repeats=1):
@@ -212,18 +211,42 @@ class Tree:
     [
         lambda model, x: memjax.measure(lambda model, x: model(x), model, x),
         lambda model, x: memjax.measure(model, x),
-        lambda model, x: memjax.measure(model, x, repeats=1),
+        lambda model, x: memjax.measure(dataclasses.replace(model, depth=LAYERS), x),
+        lambda model, x: memjax.measure(functools.partial(model, repeats=1), x),
         lambda model, x: memjax.measure(model.loss, x),
         lambda model, x: memjax.measure(lambda model, x: (model(x).sum(), {"model": model, "name": "x"}), model, x),
         lambda model, x: memjax.measure(lambda *, how, model, x: how(model(x)), how=jnp.sum, model=model, x=x),
     ],
-    ids=["argument", "callable", "keyword", "method", "result", "keywords"],
+    ids=["argument", "callable", "number", "partial", "method", "result", "keywords"],
 )
 def test_static_leaves_stay_as_they_are(measured):
     weights, x = [jnp.full((WIDTH, WIDTH), 0.01)] * LAYERS, inputs()
     found = measured(Tree(weights), x)
     assert found.residual_bytes == RESIDUALS
     assert found.argument_bytes == WEIGHTS + ACTIVATION
+
+
+def test_numbers_are_scalar_arguments():
+    """As those of `jax.jit`, or the first step of a training state would be compiled as a constant, and divided by."""
+
+    def step(state, x):
+        loss = lambda w: jnp.sum(jnp.sin(x @ w)) * state["scale"]
+        return {**state, "w": state["w"] - jax.grad(loss)(state["w"]) / state["step"], "step": state["step"] + 1}
+
+    state = {"w": jnp.ones((WIDTH, WIDTH)), "step": 0, "scale": 0.5}
+    found, expected = (memjax.measure(f, state, inputs()) for f in (step, jax.jit(step)))
+    figures = ("residual_bytes", "argument_bytes", "output_bytes", "flops")
+    assert [getattr(found, name) for name in figures] == [getattr(expected, name) for name in figures]
+    assert memjax.explain(step, state, inputs()).residual_bytes == found.residual_bytes
+    # A loss that is scaled by one is not differentiated with respect to it.
+    loss = lambda w, x, scale: jnp.sum(jnp.sin(x @ w) * scale)
+    scaled = memjax.measure(loss, state["w"], inputs(), 0.5)
+    assert scaled.residual_bytes == memjax.measure(jax.grad(loss, (0, 1)), state["w"], inputs(), 0.5).residual_bytes
+    for needs_value in (lambda x, n: [x] * n, lambda x, n: x[:n], lambda x, n: f"{n:d}" and x):
+        with pytest.raises(TypeError, match=r"needs the value of an array or a number .* functools\.partial"):
+            memjax.measure(needs_value, inputs(), 2)
+    bound = functools.partial(lambda x, *, n: [x := jnp.sin(x) for _ in range(n)][-1], n=2)
+    assert memjax.measure(bound, inputs()).residual_bytes == 2 * ACTIVATION
 
 
 def test_static_arguments_of_jitted_functions():
@@ -293,11 +316,11 @@ def test_what_cannot_be_traced_says_so():
     left: list = []
     jax.jit(lambda x: left.append(x))(x)
     for fn, fix in [
-        (lambda x: x if x.sum() > 0 else -x, "give the value as a Python number"),
-        (lambda x: float(x.sum()), "give the value as a Python number"),
-        (lambda x: np.sin(np.asarray(x)), "give the value as a Python number"),
-        (lambda x: jnp.zeros(x.astype(int)[0, 0]), "give the value as a Python number"),
-        (lambda x: x[x > 0], "give the value as a Python number"),
+        (lambda x: x if x.sum() > 0 else -x, "bind the value with functools.partial"),
+        (lambda x: float(x.sum()), "bind the value with functools.partial"),
+        (lambda x: np.sin(np.asarray(x)), "bind the value with functools.partial"),
+        (lambda x: jnp.zeros(x.astype(int)[0, 0]), "bind the value with functools.partial"),
+        (lambda x: x[x > 0], "bind the value with functools.partial"),
         (lambda x: x + left[0], "an earlier trace left"),
         (lambda x: model(x), "make the object an argument"),
     ]:

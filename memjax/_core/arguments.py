@@ -23,8 +23,32 @@ def is_jitted(fn: Any) -> bool:
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether `leaf` is traced. Everything else is static, Python's numbers included."""
+    """Whether `leaf` is an array, or the type of one."""
     return check.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def is_array_or_number(leaf: Any) -> bool:
+    """Likewise, or a number of Python, which `jax.jit` traces as a scalar.
+
+    `jax.jit` traces True and False, too. Here they are not: mostly they are flags, as of dropout, that a function tests by `if`.
+    """
+    return is_array(leaf) or (isinstance(leaf, int | float | complex) and not isinstance(leaf, bool))
+
+
+class _Bound:
+    """A number of Python that a function is bound to, by `functools.partial` for instance. It is not traced."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
+def _bound(tree: Any) -> Any:
+    is_number = lambda leaf: is_array_or_number(leaf) and not is_array(leaf)
+    return jax.tree.map(lambda leaf: _Bound(leaf) if is_number(leaf) else leaf, tree, is_leaf=is_nnx)
+
+
+def _free(leaf: Any) -> Any:
+    return leaf.value if isinstance(leaf, _Bound) else leaf
 
 
 def is_nnx(value: Any) -> bool:
@@ -74,9 +98,15 @@ def put_changes(objects: Sequence[Any], changes: Sequence[Any]) -> None:
 
 
 class Parts:
-    """Arguments taken apart into `arrays` and what is static. A variable that several NNX objects share is there once."""
+    """Arguments taken apart into `arrays` and what is static. A variable that several NNX objects share is there once.
 
-    def __init__(self, args: tuple, kwargs: dict[str, Any]):
+    Args:
+      args, kwargs: the arguments.
+      is_dynamic: whether a leaf is one of `arrays`.
+    """
+
+    def __init__(self, args: tuple, kwargs: dict[str, Any], is_dynamic: Callable[[Any], bool] = is_array):
+        self._is_dynamic = is_dynamic
         self._structure: Any
         self._leaves, self._structure = jax.tree.flatten((args, kwargs), is_leaf=is_nnx)
         objects = [leaf for leaf in self._leaves if is_nnx(leaf)]
@@ -84,17 +114,17 @@ class Parts:
         plain = [leaf for leaf in self._leaves if not is_nnx(leaf)]
         self._value_structure: Any
         self._values, self._value_structure = jax.tree.flatten((plain, state))
-        self.arrays = [value for value in self._values if is_array(value)]
+        self.arrays = [value for value in self._values if is_dynamic(value)]
 
     def rebuild(self, arrays: Sequence) -> tuple[tuple, dict[str, Any], list]:
         """(args, kwargs, the NNX objects among them) with other arrays. The objects are new; the original ones do not change."""
         remaining = iter(arrays)
-        values = [next(remaining) if is_array(value) else value for value in self._values]
+        values = [next(remaining) if self._is_dynamic(value) else value for value in self._values]
         plain, state = self._value_structure.unflatten(values)
         objects = nnx.merge(self._graph, state)
         plain_left, objects_left = iter(plain), iter(objects)
         leaves = [next(objects_left if is_nnx(leaf) else plain_left) for leaf in self._leaves]
-        args, kwargs = self._structure.unflatten(leaves)
+        args, kwargs = self._structure.unflatten(map(_free, leaves))
         return args, kwargs, objects
 
 
@@ -127,7 +157,8 @@ def _arrays(tree: Any) -> Any:
 def unbound(fn: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Callable, tuple, dict[str, Any]]:
     """The function behind a module, a method or a `functools.partial`; what it is bound to joins the arguments.
 
-    Closed over, a module's variables would be constants of the program, and its updates would be lost.
+    Closed over, a module's variables would be constants of the program, and its updates would be lost. Numbers that it is
+    bound to stay as they are.
     """
     while True:
         if isinstance(fn, nn.Module):
@@ -136,13 +167,16 @@ def unbound(fn: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Callable, tup
             module: Any = fn.__self__
             fn, args, kwargs = _linen(module, fn.__name__, args, kwargs)
         elif isinstance(fn, types.MethodType) and (is_jitted(fn.__func__) or _has_state(fn.__self__)):
-            fn, args = fn.__func__, (fn.__self__, *args)
+            fn, args = fn.__func__, (_bound(fn.__self__), *args)
         elif isinstance(fn, functools.partial) and _binds_state(fn):
-            fn, args, kwargs = fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}
+            fn, args, kwargs = fn.func, (*_bound(fn.args), *args), {**_bound(fn.keywords), **kwargs}
         elif not is_jitted(fn) and _has_state(fn):
-            fn, args = type(fn).__call__, (fn, *args)
+            fn, args = type(fn).__call__, (_bound(fn), *args)
         else:
-            return fn, args, kwargs
+            break
+    if is_jitted(fn):
+        args, kwargs = jax.tree.map(_free, (args, kwargs), is_leaf=is_nnx)
+    return fn, args, kwargs
 
 
 def _has_state(value: Any) -> bool:

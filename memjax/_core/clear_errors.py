@@ -17,6 +17,9 @@ _NEEDS_VALUES = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
+_NEEDS_VALUES_TOO = re.compile(
+    r"(unhashable type|format string|'(list|tuple|str)' and|must be static integers).*Tracer"
+)  # of errors of Python's types
 _OWN = re.compile(
     r"[\w.\[\]']+ (must|cannot) |(budget is|give exactly one of|arguments of) "
 )  # how memjax's own errors begin
@@ -24,8 +27,8 @@ _SHAPES = "Shapes must be 1D sequences of concrete values"
 _WANTED = "a function that JAX can trace"
 _LEAK_FIX = "it uses an array that an earlier trace left in a list, an attribute or a global; return it instead"
 _VALUE_FIX = (
-    "it needs the value of an array for `if`, float(), np.asarray or a shape; use jax.numpy and jax.lax, or "
-    "give the value as a Python number (of a jitted function as a static argument)"
+    "it needs the value of an array or a number for `if`, range(), float(), np.asarray or a shape; use jax.numpy and "
+    "jax.lax, or bind the value with functools.partial (of a jitted function: name it in static_argnums)"
 )
 
 
@@ -41,8 +44,8 @@ def value_errors(name: str, fn: Any) -> Iterator[None]:
         yield
     except (TypeError, ValueError, IndexError) as error:  # which those of `_NEEDS_VALUES` are
         said = str(error)
-        is_unhashable = "unhashable type" in said and "Tracer" in said
-        if not (isinstance(error, _NEEDS_VALUES) or is_unhashable or said.startswith(_SHAPES)):
+        says_so = _NEEDS_VALUES_TOO.search(said) or said.startswith(_SHAPES)
+        if not (isinstance(error, _NEEDS_VALUES) or says_so):
             raise
         raise _because(error, check.fail(TypeError, name, _WANTED, fn, _VALUE_FIX)) from error
 
