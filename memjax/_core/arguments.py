@@ -11,6 +11,7 @@ import jax
 from flax import nnx
 
 from memjax._core import check
+from memjax._core.compat import jit_options
 
 _JAX_JIT = type(jax.jit(lambda: None))
 
@@ -20,6 +21,26 @@ def is_jitted(fn: Any) -> bool:
     kind = type(fn)
     alike = kind.__module__.startswith(("flax.nnx.", "memjax.")) and hasattr(kind, "trace") and hasattr(kind, "lower")
     return isinstance(fn, _JAX_JIT) or alike
+
+
+def options_of(f: Any) -> dict[str, Any]:
+    """The options of `jax.jit` with which `f` is jitted. Numbers of arguments do not count those that it is bound to."""
+    if isinstance(f, types.MethodType):
+        inner, bound, names = f.__func__, 1, {}
+    elif isinstance(f, functools.partial):
+        inner, bound, names = f.func, len(f.args), f.keywords
+    else:
+        return jit_options(f)
+    found = options_of(inner)
+    statics = found.get("static_argnums", ())
+    for name, value in found.items():
+        if name.endswith("_argnums"):
+            found[name] = tuple(i - bound for i in value if i >= bound)
+        elif name.endswith("_argnames"):
+            found[name] = tuple(one for one in value if one not in names)
+        elif name == "in_shardings" and isinstance(value, tuple):
+            found[name] = value[bound - sum(i < bound for i in statics) :]
+    return {name: value for name, value in found.items() if value}
 
 
 def is_array(leaf: Any) -> bool:
@@ -35,8 +56,8 @@ def is_array_or_number(leaf: Any) -> bool:
     return is_array(leaf) or (isinstance(leaf, int | float | complex) and not isinstance(leaf, bool))
 
 
-class _Bound:
-    """A number of Python that a function is bound to, by `functools.partial` for instance. It is not traced."""
+class Static:
+    """An argument that is not traced, whatever it is: a static one, or a number that a function is bound to."""
 
     def __init__(self, value: Any):
         self.value = value
@@ -44,11 +65,11 @@ class _Bound:
 
 def _bound(tree: Any) -> Any:
     is_number = lambda leaf: is_array_or_number(leaf) and not is_array(leaf)
-    return jax.tree.map(lambda leaf: _Bound(leaf) if is_number(leaf) else leaf, tree, is_leaf=is_nnx)
+    return jax.tree.map(lambda leaf: Static(leaf) if is_number(leaf) else leaf, tree, is_leaf=is_nnx)
 
 
-def _free(leaf: Any) -> Any:
-    return leaf.value if isinstance(leaf, _Bound) else leaf
+def _value(leaf: Any) -> Any:
+    return leaf.value if isinstance(leaf, Static) else leaf
 
 
 def is_nnx(value: Any) -> bool:
@@ -124,7 +145,7 @@ class Parts:
         objects = nnx.merge(self._graph, state)
         plain_left, objects_left = iter(plain), iter(objects)
         leaves = [next(objects_left if is_nnx(leaf) else plain_left) for leaf in self._leaves]
-        args, kwargs = self._structure.unflatten(map(_free, leaves))
+        args, kwargs = self._structure.unflatten(map(_value, leaves))
         return args, kwargs, objects
 
 
@@ -175,7 +196,7 @@ def unbound(fn: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Callable, tup
         else:
             break
     if is_jitted(fn):
-        args, kwargs = jax.tree.map(_free, (args, kwargs), is_leaf=is_nnx)
+        args, kwargs = jax.tree.map(_value, (args, kwargs), is_leaf=is_nnx)
     return fn, args, kwargs
 
 

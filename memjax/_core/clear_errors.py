@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import re
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import flax
 import jax
 
 from memjax._core import check
+from memjax._core.compat import is_memjax
 
 _NEEDS_VALUES = (
     jax.errors.ConcretizationTypeError,
@@ -32,9 +34,10 @@ _VALUE_FIX = (
 )
 
 
-def is_own(error: Exception) -> bool:
-    """Whether an error is one of memjax's own, which says what to change."""
-    return _OWN.match(str(error)) is not None
+def is_own(error: BaseException) -> bool:
+    """Whether an error is one of memjax's own, which says what to change: memjax has raised it, and it begins as these do."""
+    raised = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return _OWN.match(str(error)) is not None and is_memjax(raised[-1])
 
 
 @contextlib.contextmanager
@@ -61,7 +64,7 @@ def call_errors(name: str, f: Any, given: dict[str, Any]) -> Iterator[None]:
             yield
     except (TypeError, ValueError, AttributeError, IndexError) as error:
         said = str(error)
-        if type(error) not in (TypeError, ValueError, AttributeError, IndexError) or _OWN.match(said):
+        if type(error) not in (TypeError, ValueError, AttributeError, IndexError) or is_own(error):
             raise
         kind = ValueError if isinstance(error, ValueError) else TypeError
         takes = " and ".join(f"{what} of {_types(value)}" for what, value in given.items())

@@ -248,7 +248,36 @@ class Frame(NamedTuple):
 
 def user_frames(frames: Sequence[Frame]) -> list[Frame]:
     """Those that are not in JAX, Flax, optax or memjax."""
-    return [frame for frame in frames if not frame.file.startswith((*_LIBRARIES, "<frozen"))]
+    return [frame for frame in frames if is_users(frame.file)]
+
+
+def is_users(file: str) -> bool:
+    """Whether a file is not one of JAX, Flax, optax or memjax."""
+    return not file.startswith((*_LIBRARIES, "<frozen"))
+
+
+def is_memjax(file: str) -> bool:
+    """Whether a file is one of memjax."""
+    return file.startswith(_folder("memjax"))
+
+
+def jit_options(f: Any) -> dict[str, Any]:
+    """The options that a function under `jax.jit` or `nnx.jit` was given, but for the shardings of `nnx.jit`."""
+    info = getattr(getattr(f, "jitted_fn", f), "_jit_info", None)
+    if info is None:
+        return {}
+    parameters = [*info.fun_signature.parameters] if info.fun_signature is not None else []
+    found: dict[str, Any] = {"keep_unused": info.keep_unused, "compiler_options": dict(info.compiler_options_kvs)}
+    for kind in ("static", "donate"):
+        numbers = tuple(getattr(info, f"{kind}_argnums") or ())
+        known = {parameters[i] for i in numbers if i < len(parameters)}  # JAX has added the names of the numbers
+        names = tuple(name for name in getattr(info, f"{kind}_argnames") or () if name not in known)
+        found |= {f"{kind}_argnums": numbers, f"{kind}_argnames": names}
+    for name in ("in_shardings", "out_shardings") if hasattr(f, "_jit_info") else ():
+        leaves, tree = getattr(info, f"{name}_leaves"), getattr(info, f"{name}_treedef")
+        given = [None if type(leaf).__name__ == "UnspecifiedValue" else leaf for leaf in leaves]
+        found[name] = jax.tree.unflatten(tree, given) if any(leaf is not None for leaf in given) else None
+    return {name: value for name, value in found.items() if value}
 
 
 def frames(eqn: Any) -> list[Frame]:

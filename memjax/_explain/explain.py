@@ -10,6 +10,7 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 
 from memjax._core import check
+from memjax._core.arguments import options_of
 from memjax._core.arrays import is_float
 from memjax._core.clear_errors import option_errors
 from memjax._core.compat import primitive_name
@@ -19,6 +20,7 @@ from memjax._core.program.reasons import asked_for_reasons
 from memjax._core.program.scopes import Paths
 from memjax._explain.explanation import Explanation
 from memjax._explain.kept import Group, collapsed, groups, kept_arrays, template
+from memjax._explain.line import line
 from memjax._explain.logits import fused_loss, logits_in
 from memjax._explain.nnx_scopes import nnx_scopes
 from memjax._explain.parts import Peak, Remedy, Row, Timeline
@@ -102,6 +104,7 @@ def explain(
         warnings=warnings_of([program.jaxpr, found.jaxpr], alike, logits, paths, residual_bytes),
         notes=(*notes, *dict.fromkeys(said.notes)),
         dropped=tuple(dict.fromkeys(said.dropped)),
+        line=line(fn, options_of(fn) | {"budget": "40GiB"}) if found.is_own else line(),
     )
 
 

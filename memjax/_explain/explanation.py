@@ -9,6 +9,7 @@ from typing import Any
 
 from memjax._core import check
 from memjax._core.check import readable_bytes
+from memjax._explain.line import line
 from memjax._explain.parts import Peak, PeakRow, Remedy, Row, Timeline
 
 
@@ -28,6 +29,7 @@ class Explanation:
       warnings: what is probably not as it was meant.
       notes: what could not be found out, and why.
       dropped: what `memjax.compressed` does not keep, and from what it is recomputed; and where it encodes nothing.
+      line: the line that fits the step into a budget.
     """
 
     rows: tuple[Row, ...]
@@ -39,6 +41,7 @@ class Explanation:
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
+    line: str = line()
 
     def to_json(self) -> str:
         """All of it as JSON."""
@@ -58,8 +61,10 @@ class Explanation:
             for name in ("residual_bytes", "offloaded_bytes"):
                 check.integer(name, fields[name], least=0)
             for name in ("warnings", "notes", "dropped"):
-                if not all(isinstance(line, str) for line in fields[name]):
+                if not all(isinstance(one, str) for one in fields[name]):
                     raise TypeError(f"{name} must be texts")
+            if not isinstance(fields["line"], str):
+                raise TypeError("line must be a text")
             return cls(
                 rows=tuple(map(_row, fields["rows"])),
                 offloaded=tuple(map(_row, fields["offloaded"])),
@@ -70,6 +75,7 @@ class Explanation:
                 warnings=tuple(fields["warnings"]),
                 notes=tuple(fields["notes"]),
                 dropped=tuple(fields["dropped"]),
+                line=fields["line"],
             )
         except (TypeError, ValueError, KeyError) as error:
             raise check.fail(ValueError, "text", "what Explanation.to_json wrote", text, str(error)) from error
@@ -125,9 +131,7 @@ _ROWS = 12
 _NUMBERS = frozenset(("bytes", "share", "count", "predicted", "compiled", "difference"))
 _REMEDIES = 6
 _PATH = 40  # letters
-_LINE = (
-    'To fit a budget without changing the model: step = memjax.jit(train_step, budget="40GiB"), in place of jax.jit.'
-)
+_LINE = "To fit a budget without changing the model, in place of jax.jit"
 
 
 Table = tuple[str, list[str], list[list[str]]]
@@ -263,7 +267,7 @@ def _messages(explanation: Any) -> list[str]:
         dropped.append(f"not kept: {len(explanation.dropped) - _ROWS} more")
     warnings = [f"warning: {text}" for text in explanation.warnings]
     notes = [f"note: {text}" for text in explanation.notes]
-    return [*dropped, *warnings, *notes, *([_LINE] if explanation.rows else [])]
+    return [*dropped, *warnings, *notes, *([f"{_LINE}: {explanation.line}"] if explanation.rows else [])]
 
 
 # The plot: temporary memory at each instruction of the compiled program, stacked by module.

@@ -15,7 +15,7 @@ import jax
 from flax import nnx
 
 from memjax._core import check
-from memjax._core.arguments import is_nnx, objects_in, with_changes
+from memjax._core.arguments import Static, is_nnx, objects_in, with_changes
 
 
 @jax.tree_util.register_dataclass
@@ -101,6 +101,11 @@ class Statics:
         self._numbers = {number % count if number < 0 and count else number for number in numbers}
         self._numbers |= {parameters.index(name) for name in names if name in parameters}
         self._names = {*names, *(parameters[i] for i in self._numbers if i < count)}
+
+    def marked(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """The arguments, with the static ones marked as such."""
+        marked = tuple(Static(arg) if i in self._numbers else arg for i, arg in enumerate(args))
+        return marked, {name: Static(value) if name in self._names else value for name, value in kwargs.items()}
 
     def split(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, tuple, dict[str, Any]]:
         """(the static values, the other arguments)."""

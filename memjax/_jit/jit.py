@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import types
@@ -17,6 +18,7 @@ from memjax._core.compat import is_tracer
 from memjax._core.program.scopes import Paths
 from memjax._explain.compared import PeakComparison
 from memjax._explain.explain import explain
+from memjax._explain.line import line
 from memjax._jit.call import Statics, taken_apart
 from memjax._jit.decide import Asked, Entry, Step, decided, frontier, kind_of
 from memjax._jit.explained import explained_peak
@@ -151,7 +153,9 @@ class Jitted:
 
     def explain(self, *args: Any, **kwargs: Any) -> Any:
         """Where the memory of the step goes, as it is written: see `memjax.explain`."""
-        return explain(self._f, *args, **kwargs)
+        marked, named = self._statics.marked(args, kwargs)
+        found = explain(self._f, *marked, **named)
+        return dataclasses.replace(found, line=line(self._f, self.options | {"budget": "40GiB"}))
 
     def explain_peak(self, *args: Any, **kwargs: Any) -> PeakComparison:
         """Why the plan for these arguments takes other bytes than were predicted: see `memjax.explain_peak`.
@@ -164,6 +168,13 @@ class Jitted:
         _, dynamic, dynamic_named = self._statics.split(apart, named)
         leaves = jax.tree.leaves((dynamic, dynamic_named))
         return explained_peak(step, step.trace(apart, named), entry, apart, named, leaves, Paths(self._f))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those of `memjax.jit` that are not its defaults."""
+        default = Asked("device", ("recompute", "tile", "microbatch"), None, None)
+        own = {name: value for name, value in self._asked._asdict().items() if value != getattr(default, name)}
+        return self._options | own
 
     def asking(self, **changes: Any) -> Jitted:
         """The same step under other options of `memjax.jit`."""
