@@ -1,7 +1,10 @@
 """`python -m memjax explain PACKAGE.MODULE:FACTORY`, and `fit`: see docs/guides/command-line.md."""
 
 import importlib.util
+import os
 import sys
+
+_CLOSED = 141  # as a shell says of a program that a pipe has ended
 
 
 def main() -> int:
@@ -12,7 +15,13 @@ def main() -> int:
         return 2
     from memjax._commands import run
 
-    return run(sys.argv[1:])
+    try:
+        status = run(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:  # who reads the output has seen enough, as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _CLOSED
+    return status
 
 
 if __name__ == "__main__":
