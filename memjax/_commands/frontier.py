@@ -6,11 +6,14 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from memjax._core.check import readable_bytes
 from memjax._explain.explanation import Table
 from memjax._jit.step_plan import StepPlan, StepPoint
 
 _ROWS = 12  # of a frontier
+_TICKS = 8
 
 
 def table(points: Sequence[StepPoint]) -> list[Table]:
@@ -45,21 +48,27 @@ def plot(points: Sequence[StepPoint], plan: StepPlan, fits: bool, path: Any) -> 
     """Draws the frontier, and what the plan holds."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-    unit, name = (2**30, "GiB") if plan.plain_nbytes >= 2**30 else (2**20, "MiB")
     figure = Figure(figsize=(6, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
+    axes.set_xscale("log")
     if points:
-        sizes, times = zip(
-            *((point.nbytes / unit, point.seconds / points[-1].seconds) for point in points), strict=True
-        )
+        most = max(plan.plain_nbytes, points[-1].nbytes)  # more bytes make no plan faster
+        sizes = [*(point.nbytes for point in points), most]
+        times = [*(point.seconds / points[-1].seconds for point in points), 1.0]
         axes.step(sizes, times, where="post", label="fastest plan, predicted")
     for nbytes, colour, label in (
         (plan.nbytes, "black", "this plan, compiled" if fits else "the least, compiled"),
-        (plan.plain_nbytes, "0.6", "as it is written"),
+        (plan.plain_nbytes, "0.6", f"as it is written{', predicted' if plan.plain_is_predicted else ''}"),
     ):
-        axes.axvline(nbytes / unit, color=colour, linestyle=":", label=label)
+        axes.axvline(nbytes, color=colour, linestyle=":", label=label)
+    every = [plan.nbytes, plan.plain_nbytes, *(point.nbytes for point in points)]
+    unit, name = (2**30, "GiB") if max(every) >= 2**30 else (2**20, "MiB")
+    axes.xaxis.set_major_locator(FixedLocator(np.geomspace(min(every), max(every), _TICKS).tolist()))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda nbytes, _: f"{nbytes / unit:.3g}"))
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel(f"memory of a device, {name}")
     axes.set_ylabel("predicted time of the derivatives")
     axes.legend()

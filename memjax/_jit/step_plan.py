@@ -7,7 +7,7 @@ import json
 from typing import Any, NamedTuple
 
 from memjax._core import check
-from memjax._core.check import readable_bytes
+from memjax._jit.summary import summary
 from memjax._plan.result import Plan, Tiled
 
 
@@ -45,7 +45,7 @@ class StepPlan:
       microbatches: parts of the batch that the derivative goes through one after the other, adding up gradients.
       updates_in_loops: whether updates of stacked weights run in the loops of backward passes, so that the gradients of one turn
         exist at a time.
-      notes: what keeps gradients from that.
+      notes: what was allowed and cannot be done, why, and what to change.
     """
 
     budget: int
@@ -76,20 +76,8 @@ class StepPlan:
         return self.microbatches * sum(plan.plain_seconds for plan in self.passes if plan is not None)
 
     def __str__(self) -> str:
-        if self.as_written:
-            return f"StepPlan: {readable_bytes(self.nbytes)} of {readable_bytes(self.budget)}, as it is written"
-        more = self.seconds / self.plain_seconds - 1 if self.plain_seconds else 0.0
-        head = (
-            f"StepPlan: {readable_bytes(self.nbytes)} of {readable_bytes(self.budget)}, {'about ' * self.plain_is_predicted}"
-            f"{readable_bytes(self.plain_nbytes)} as it is written; predicted time {more:+.1%}"
-        )
-        if self.microbatches > 1:
-            head += f"; in {self.microbatches} microbatches"
-        if self.updates_in_loops:
-            head += "; updates in the loops of backward passes"
-        return "\n".join(
-            [head, *self.notes, *map(str, self.tiled), *(str(plan) for plan in self.passes if plan is not None)]
-        )
+        """A summary of at most 15 lines."""
+        return summary(self)
 
     def to_json(self) -> str:
         """The plan as JSON; `from_json` reads it back."""
@@ -112,6 +100,8 @@ class StepPlan:
                 for name in ("inner_again", "plain_is_predicted", "updates_in_loops")
             }
             numbers["microbatches"] = check.integer("microbatches", fields["microbatches"], least=1)
+            if not all(isinstance(note, str) for note in fields["notes"]):
+                raise ValueError(f"notes is {check.shown(fields['notes'])}")
         except (TypeError, ValueError) as error:
             raise check.fail(ValueError, "text", "what StepPlan.to_json wrote", text, str(error)) from error
-        return cls(passes=passes, tiled=tiled, notes=tuple(map(str, fields["notes"])), **flags, **numbers)
+        return cls(passes=passes, tiled=tiled, notes=tuple(fields["notes"]), **flags, **numbers)

@@ -34,6 +34,11 @@ class Kept(NamedTuple):
     bits: int | None = None
     on_host: bool = False
 
+    @property
+    def how(self) -> str:
+        """What is said of it behind `what`: nothing where it is kept as it is."""
+        return ", on the host" if self.on_host else "" if self.bits is None else f", in {self.bits} bits"
+
 
 class InBlocks(NamedTuple):
     """How the turns of a loop run again in the backward pass: in blocks, from states that are kept.
@@ -287,7 +292,7 @@ class Plan:
                 + f": hands on {readable_bytes(stretch.handed_on)}, runs {stretch.seconds * 1e3:.2f} ms again, keeps"
                 + ("" if stretch.kept else " nothing else")
             )
-            lines += [f"    {readable_bytes(kept.nbytes):>10}  {kept.what}{_how(kept)}" for kept in stretch.kept]
+            lines += [f"    {readable_bytes(kept.nbytes):>10}  {kept.what}{kept.how}" for kept in stretch.kept]
         return "\n".join(lines)
 
 
@@ -320,10 +325,6 @@ def _in_blocks(how: InBlocks | None) -> str:
         f" that run again in blocks of {how.block}, the last {how.tail} not, {over}, "
         f"each state {readable_bytes(how.state_nbytes)}"
     )
-
-
-def _how(kept: Kept) -> str:
-    return ", on the host" if kept.on_host else "" if kept.bits is None else f", in {kept.bits} bits"
 
 
 def _alike(stretches: Sequence[Stretch]) -> list[tuple[int, Stretch]]:

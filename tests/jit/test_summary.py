@@ -1,0 +1,45 @@
+"""What `print` shows of the plan of a step."""
+
+import pytest
+
+from memjax import StepPlan
+from memjax._plan.result import Kept, Plan, Stretch, Tiled
+
+KIB = 1024
+
+
+def derivative(layers, turns=None, **of_array):
+    """A plan that keeps an array of 1 KiB of each layer, and another of the network that is larger than all."""
+    kept = [Kept(i, 0, KIB, f"float32[16,16] exp Net/Block_{i}/mlp, net.py:7", **of_array) for i in range(layers)]
+    stretches = [Stretch(i, i + 1, (one,), 0, turns, 0.0, 0) for i, one in enumerate(kept)]
+    logits = Kept(layers, 0, KIB * KIB, "float32[512,512] dot_general net.py:9 (loss)")
+    stretches.append(Stretch(layers, layers + 1, (logits,), 0, None, 0.0, 0))
+    return Plan(0, 0, 0, None, 1.5, 1.0, tuple(stretches), (), (), "", "cpu")
+
+
+def test_arrays_of_layers_are_one_row():
+    plan = StepPlan(2 * KIB * KIB, KIB * KIB, 3 * KIB * KIB, (derivative(12, turns=2, bits=8), None), microbatches=4)
+    assert str(plan).splitlines() == [
+        "StepPlan: 1.00 MiB of 2.00 MiB, 3.00 MiB as it is written; predicted time +50.0%; in 4 microbatches",
+        "a derivative of 13 stretches, 12 of them loops: keeps 25 arrays of 1.02 MiB and what a stretch starts from",
+        "      1.00 MiB  float32[512,512] dot_general net.py:9 (loss)",
+        "     24.00 KiB  24 x float32[16,16] exp Net/Block[0..11]/mlp, net.py:7, in 8 bits",
+        "all of it: plan.passes, plan.to_json()",
+    ]
+    assert StepPlan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 9])
+def test_however_much_there_is_it_is_fifteen_lines_at_most(count):
+    kinds = tuple(Kept(i, 0, KIB + i, f"float32[{i}] exp net.py:{i}") for i in range(9 * count))
+    passes = (Plan(0, 0, 0, None, 1.5, 1.0, (Stretch(0, 1, kinds, 0, None, 0.0, 0),), (), (), "", "cpu"),) * count
+    tiles, notes = (Tiled(0, 0, 1, 8, KIB, "float32[8]"),) * count, ("because",) * count
+    lines = str(StepPlan(KIB, KIB, KIB, passes, tiles, microbatches=2, notes=notes)).splitlines()
+    assert len(lines) <= 15
+    if count > 1:
+        assert len(lines) == 15
+        rows = sum(line.startswith("    ") for line in lines)
+        assert f" more in {9 * count - rows} rows; all of it: plan.passes, plan.to_json()" in lines[-1]
+    assert ("... and 6 more" in lines) == (count == 9)
+    with pytest.raises(ValueError, match="notes"):
+        StepPlan.from_json(StepPlan(KIB, KIB, KIB).to_json().replace('"notes": []', '"notes": [1]'))
