@@ -12,6 +12,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import memjax
+from memjax._jit.derivatives.body import Body
+from memjax._plan.tile.passes import TileOn
 from tests.jit.steps import held
 from tests.jit.test_jit import close, copied
 
@@ -60,13 +62,16 @@ def batch(shape=(TOKENS,)):
 
 
 def step_of(of_logits):
+    """One metric is made in the loss, another of the logits that come with it: behind the backward pass."""
+
     def loss(ws, x, labels):
         logits = jnp.tanh(x @ ws[0]) @ ws[1] @ ws[2]
-        return of_logits(logits, labels), jnp.mean(logits.argmax(-1) == labels)
+        return of_logits(logits, labels), (logits, jnp.mean(logits.max(-1)))
 
     def step(ws, x, labels):
-        (value, accuracy), gradients = jax.value_and_grad(loss, has_aux=True)(ws, x, labels)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, ws, gradients), value, accuracy
+        (value, (logits, most)), gradients = jax.value_and_grad(loss, has_aux=True)(ws, x, labels)
+        new = jax.tree.map(lambda w, g: w - 0.1 * g, ws, gradients)
+        return new, value, {"accuracy": jnp.mean(logits.argmax(-1) == labels), "most": most}
 
     return step
 
@@ -93,6 +98,29 @@ def test_logits_are_never_whole(of_logits, shape):
     compiled = jitted.lower(*args).compile(memjax.remat_compiler_options())
     assert plan.nbytes == held(compiled) < plan.plain_nbytes - LOGITS
     close(jitted(*copied(args)), plain(*copied(args)))
+
+
+def test_metrics_of_logits_behind_the_gradient_of_a_deep_network_do_not_keep_them_whole():
+    """The region of the loss ends in the backward pass, once that reads more than the logits are, and before the metrics."""
+
+    def loss(ws, x, labels):
+        for w in ws[:-1]:
+            x = x + jnp.tanh(x @ w)
+        logits = x @ ws[-1]
+        return mean(logits, labels), logits
+
+    def step(ws, x, labels):
+        (value, logits), gradients = jax.value_and_grad(loss, has_aux=True)(ws, x, labels)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, ws, gradients), value, jnp.mean(logits.argmax(-1) == labels)
+
+    keys = jax.random.split(jax.random.key(0), 9)
+    ws = [jax.random.normal(key, (128, 128)) / 12 for key in keys[1:]] + [parameters()[2].repeat(4, 0)]
+    args = ws, jax.random.normal(keys[0], (TOKENS, 128)), batch()[1]
+    closed = jax.make_jaxpr(step)(*args)
+    body = Body(closed, TileOn("cpu"))
+    assert [one.nbytes for one in body.tiled] == [LOGITS]
+    out = jax.tree.unflatten(jax.tree.structure(jax.eval_shape(step, *args)), body.evaluate(jax.tree.leaves(args), {}))
+    close(out, jax.jit(step)(*args))
 
 
 def test_tiles_are_in_the_text_of_a_plan():

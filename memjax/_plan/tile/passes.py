@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-from memjax._core.compat import is_backward, name_stack, varying
+from memjax._core.compat import derivatives, is_backward, name_stack, varying
 from memjax._core.positions.regions import Region, regions
 from memjax._core.positions.walk import Mixed
-from memjax._core.program.dataflow import made_by, renamed
+from memjax._core.program.dataflow import made_by, renamed, variables
 from memjax._core.program.jaxpr import Program, calls_in_place, trace
 from memjax._plan.result import Tiled
 from memjax._plan.tile.region import TiledPasses
@@ -41,7 +41,8 @@ def with_tiles(program: Program, on: TileOn, axes: dict[str, int]) -> tuple[Prog
       on: how large tiles are.
       axes: sizes of the named axes around it.
     """
-    picked, found = [], []
+    picked, found, given = [], [], program
+    program = _metrics_first(program)
     for region in regions(program, gradients=True):
         what = tiled_of(program, region, on.platform, on.nbytes)
         marks = {is_backward(name_stack(eqn)) for eqn in region.eqns}
@@ -49,7 +50,7 @@ def with_tiles(program: Program, on: TileOn, axes: dict[str, int]) -> tuple[Prog
             picked.append(run)
             found.append(what)
     if not picked:
-        return program, []
+        return given, []
     eqns: list[Any] = []
     constvars, consts = [*program.constvars], [*program.consts]
     for step in in_order(program, picked):
@@ -61,6 +62,23 @@ def with_tiles(program: Program, on: TileOn, axes: dict[str, int]) -> tuple[Prog
         else:
             eqns.append(step)
     return dataclasses.replace(program, constvars=constvars, consts=consts, eqns=eqns), found
+
+
+def _metrics_first(program: Program) -> Program:
+    """The program with what follows from a forward pass alone before the backward pass.
+
+    A step that returns logits with its loss, and makes metrics of them once it has the gradient, is then one that makes them in
+    the loss: a region grows along the equations, and metrics behind the backward pass would keep logits whole.
+    """
+    stacks = [name_stack(eqn) for eqn in program.eqns]
+    start = next((i for i, stack in enumerate(stacks) if is_backward(stack)), len(stacks))
+    first, rest = program.eqns[:start], []
+    behind: set[Any] = set()
+    for eqn, stack in zip(program.eqns[start:], stacks[start:], strict=True):
+        stays = derivatives(stack) or eqn.effects or not behind.isdisjoint(variables(eqn.invars))
+        (rest if stays else first).append(eqn)
+        behind.update(eqn.outvars if stays else ())
+    return dataclasses.replace(program, eqns=[*first, *rest])
 
 
 def _tiled(region: Region, tile: int, axes: dict[str, int], platform: str) -> TiledPasses | None:
