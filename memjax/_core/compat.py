@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import os
 import re
@@ -120,11 +121,20 @@ def scope(eqn: Any) -> str:
 
 
 def nested(eqn: Any, outer: Any) -> Any:
-    """An equation of a call's body, put into the scopes of the call `outer` as well. `outer=None`: the equation as it is."""
+    """An equation of a call's body, put into the scopes of the call `outer` as well. `outer=None`: the equation as it is.
+
+    In functions of libraries it has the user's line that makes the call: the lines of a body begin where its trace began.
+    """
     if outer is None:
         return eqn
-    both = outer.source_info.name_stack + eqn.source_info.name_stack
-    return eqn.replace(source_info=eqn.source_info.replace(name_stack=both))
+    own, around = eqn.source_info, outer.source_info
+    traceback = own.traceback if _has_users_frames(own.traceback) else around.traceback
+    return eqn.replace(source_info=own.replace(name_stack=around.name_stack + own.name_stack, traceback=traceback))
+
+
+@functools.lru_cache(maxsize=4096)
+def _has_users_frames(traceback: Any) -> bool:
+    return traceback is not None and any(is_users(frame.file_name) for frame in traceback.frames)
 
 
 def settings(eqn: Any) -> contextlib.AbstractContextManager[Any]:
