@@ -11,15 +11,16 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
+import jax
 import tyro
 from rich.console import Console
 from rich.text import Text
 
 from memjax._commands.factory import CommandError, made, tell, users_errors
 from memjax._commands.frontier import as_data, plot, table
-from memjax._core.arguments import options_of
+from memjax._core.arguments import is_array_or_number, is_nnx, options_of
 from memjax._explain.explain import explain
-from memjax._explain.explanation import Table, as_rich, as_text
+from memjax._explain.explanation import Explanation, Table, as_rich, as_text
 from memjax._explain.line import line
 from memjax._jit.account import BudgetError
 from memjax._jit.jit import Jitted, jit
@@ -46,12 +47,8 @@ class Explain:
     def run(self, console: Console) -> int:
         _check_files(picture=self.picture)
         step, args = made(self.factory)
-        if self.static_argnums:
-            options = {"static_argnums": self.static_argnums}
-            step = step.asking(**options) if isinstance(step, Jitted) else jit(step, **options_of(step) | options)
         with users_errors(f"{self.factory} must return a step that runs; it"):
-            explained = step.explain if isinstance(step, Jitted) else functools.partial(explain, step)
-            found = explained(*args, argnums=self.argnums)
+            found = self._explained(step, args)
         if self.picture is not None:
             _written("picture", self.picture, found.plot)
         if self.json:
@@ -59,6 +56,18 @@ class Explain:
         else:
             console.print(found) if console.is_terminal else print(found)
         return 0
+
+    def _explained(self, step: Callable[..., Any], args: Sequence[Any]) -> Explanation:
+        """As a step under `memjax.jit`, which knows more of it, unless some arguments are none of `jax.jit`."""
+        options = options_of(step) | ({"static_argnums": self.static_argnums} if self.static_argnums else {})
+        leaves = jax.tree.leaves(args, is_leaf=is_nnx)
+        if isinstance(step, Jitted):
+            step = step.asking(**options)
+        elif options or all(is_nnx(leaf) or is_array_or_number(leaf) for leaf in leaves):
+            step = jit(step, **options)
+        return (step.explain if isinstance(step, Jitted) else functools.partial(explain, step))(
+            *args, argnums=self.argnums
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -52,7 +52,8 @@ def account(least: StepPlan, program: Any, traced: Any, *, about: bool = False, 
         rows.append(f"code: {readable_bytes(found.generated_code_size_in_bytes)}")
     hint = "Give a larger budget, a smaller batch, a narrower optimizer state, or shard the arguments over more devices"
     longer = "" if nothing_to_plan else '; budget="min" looks longer for the least'
-    return "\n  ".join([head + ":", *rows]) + f"\n{hint}{longer}."
+    notes = "".join(f"\nnote: {note}" for note in least.notes)
+    return "\n  ".join([head + ":", *rows]) + f"\n{hint}{longer}.{notes}"
 
 
 def _by_path(traced: Any) -> str:

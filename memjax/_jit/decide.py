@@ -17,6 +17,7 @@ from memjax._core.arrays import is_float
 from memjax._core.clear_errors import option_errors
 from memjax._core.compat import is_described, is_tracer
 from memjax._core.meshes import device_of, own_sharding, split_over
+from memjax._core.positions.walk import Mixed
 from memjax._core.program import costs
 from memjax._jit.account import BudgetError, account, bytes_of_results, donated_results
 from memjax._jit.batch.examples import batch_of
@@ -158,10 +159,10 @@ def _decided_here(
         chosen, best = ways.fastest(room)
         predicted = not fit.is_plain_compiled
         chosen = dataclasses.replace(
-            chosen, plain_nbytes=fit.plain_nbytes, plain_is_predicted=predicted, notes=tuple(ways.notes)
+            chosen, plain_nbytes=fit.plain_nbytes, plain_is_predicted=predicted, notes=ways.notes
         )
     except DoesNotFitError as error:
-        least = dataclasses.replace(error.plan, plain_nbytes=fit.plain_nbytes)
+        least = dataclasses.replace(error.plan, plain_nbytes=fit.plain_nbytes, notes=ways.notes)
         message = account(least, error.program, traced, about=not fit.is_plain_compiled)
         raise BudgetError(message, least) from None
     kept.put(planned, chosen, best)
@@ -170,12 +171,23 @@ def _decided_here(
 
 def frontier(traced: Any, asked: Asked, leaves: Sequence[Any]) -> list[StepPoint]:
     """What a step is predicted to hold and to take, by budget: see `Ways.frontier`. Nothing is compiled."""
+    return _predicted(traced, asked, leaves).frontier()
+
+
+def notes(traced: Any, asked: Asked, leaves: Sequence[Any]) -> tuple[str, ...]:
+    """Which of the ways that are allowed a step does not have, and why. Nothing is compiled."""
+    ways = _predicted(traced, asked, leaves)
+    return ways.notes if ways.body.has_passes else ()
+
+
+def _predicted(traced: Any, asked: Asked, leaves: Sequence[Any]) -> Ways:
+    """The ways of a step of which none is compiled."""
     layout, device = _layout(traced.jaxpr, leaves), _device(leaves)
 
     def compile_with(body: Body, acting: Acting) -> Any:
-        raise AssertionError("a frontier is predicted")
+        raise AssertionError("this is predicted")
 
-    return Ways(traced, asked.allow, layout, device, *beside(traced, layout), compile_with).frontier()
+    return Ways(traced, asked.allow, layout, device, *beside(traced, layout), compile_with)
 
 
 class _Kept:
@@ -271,13 +283,11 @@ class _Planned:
         rates = costs.device(device_of(layout.shardings)) if plan.inner_again else None
         closed = self._closed
         if plan.microbatches > 1:
-            batch, divided = batch_of(closed), None
-            if batch is not None and batch.length % plan.microbatches == 0:
-                divided = in_microbatches(closed, batch, plan.microbatches, self._platform)
-            if divided is None:
-                what = f"{plan.microbatches} microbatches, which this one cannot run in"
-                raise ValueError(f"plan must be of this step, got one with {what}: {MAKE_ONE}")
-            closed = divided
+            try:
+                closed = in_microbatches(closed, batch_of(closed), plan.microbatches, self._platform)
+            except Mixed as error:
+                what = f"{plan.microbatches} microbatches, which this one cannot run in ({error})"
+                raise ValueError(f"plan must be of this step, got one with {what}: {MAKE_ONE}") from error
         if plan.updates_in_loops:
             closed = with_updates_in_loops(closed, donated_results(self._traced), self._platform).closed
             if closed is None:

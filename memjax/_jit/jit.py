@@ -21,10 +21,12 @@ from memjax._explain.explain import explain
 from memjax._explain.line import line
 from memjax._jit.call import Statics, taken_apart
 from memjax._jit.decide import Asked, Entry, Step, decided, frontier, kind_of
+from memjax._jit.decide import notes as notes_of
 from memjax._jit.explained import explained_peak
 from memjax._jit.step_plan import StepPlan, StepPoint
 
 _ALLOWED = ("recompute", "tile", "microbatch", "offload", "compress")
+_OF_EXPLAIN = "argnums", "compiler_options"  # arguments that are not those of the step
 
 
 def jit(
@@ -137,10 +139,7 @@ class Jitted:
         Nothing is compiled, and bytes are those of a device. The budget does not matter. The list is empty for a step
         without derivatives.
         """
-        graph, apart, named = taken_apart(args, kwargs)
-        _, dynamic, dynamic_named = self._statics.split(apart, named)
-        traced = self._traced(self._step(graph), apart, named)
-        return frontier(traced, self._asked, jax.tree.leaves((dynamic, dynamic_named)))
+        return frontier(*self._to_predict(args, kwargs))
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """The step as planned, traced: a `jax.stages.Traced`."""
@@ -155,7 +154,9 @@ class Jitted:
         """Where the memory of the step goes, as it is written: see `memjax.explain`."""
         marked, named = self._statics.marked(args, kwargs)
         found = explain(self._f, *marked, **named)
-        return dataclasses.replace(found, line=line(self._f, self.options | {"budget": "40GiB"}))
+        given = {name: value for name, value in kwargs.items() if name not in _OF_EXPLAIN}
+        notes = (*found.notes, *notes_of(*self._to_predict(args, given)))
+        return dataclasses.replace(found, notes=notes, line=line(self._f, self.options | {"budget": "40GiB"}))
 
     def explain_peak(self, *args: Any, **kwargs: Any) -> PeakComparison:
         """Why the plan for these arguments takes other bytes than were predicted: see `memjax.explain_peak`.
@@ -207,6 +208,13 @@ class Jitted:
     def _traced(self, step: Step, args: tuple, kwargs: dict[str, Any]) -> Any:
         with call_errors("f", self._f, {"arguments": (*args, *kwargs.values())}), trace_errors("f", self._f):
             return step.trace(args, kwargs)
+
+    def _to_predict(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Asked, list[Any]]:
+        """The step traced, what is asked of it, and the leaves of its dynamic arguments."""
+        graph, apart, named = taken_apart(args, kwargs)
+        _, dynamic, dynamic_named = self._statics.split(apart, named)
+        traced = self._traced(self._step(graph), apart, named)
+        return traced, self._asked, jax.tree.leaves((dynamic, dynamic_named))
 
     def _updated(self, step: Step, args: tuple, kwargs: dict[str, Any], out: Any) -> Any:
         if step.graph is None:

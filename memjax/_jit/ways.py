@@ -8,16 +8,18 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from memjax._core.positions.walk import Mixed
 from memjax._core.program import costs
 from memjax._jit.account import donated_results
 from memjax._jit.batch.examples import batch_of
 from memjax._jit.batch.microbatches import PASSES_OF_SUMS, in_microbatches, sum_bytes
+from memjax._jit.batch.notes import no_microbatches
 from memjax._jit.batch.numbers import Numbers
 from memjax._jit.derivatives.body import Acting, Body
 from memjax._jit.derivatives.inner import has_inner
 from memjax._jit.fit import DoesNotFitError, Fit
 from memjax._jit.step_plan import StepPlan, StepPoint
-from memjax._jit.updates.in_loop import with_updates_in_loops
+from memjax._jit.updates.in_loop import Moved, with_updates_in_loops
 from memjax._plan.budget.search import OF_ONE
 from memjax._plan.memory.layout import Layout
 from memjax._plan.tile.passes import TileOn
@@ -39,7 +41,6 @@ class Ways:
 
     Attributes:
       body, as_written: the step as it is written.
-      notes: what keeps gradients: see `StepPlan`.
       beside: bytes of a device that no plan changes, about.
     """
 
@@ -55,7 +56,8 @@ class Ways:
     ):
         self._traced, self._allow, self._layout, self._device = traced, allow, layout, device
         self.beside, self._results, self._compile_with = arguments + results, results, compile_with
-        self.body, self.notes = Body(traced.jaxpr), list[str]()
+        self._no_microbatches: list[str] = []  # why
+        self.body = Body(traced.jaxpr)
         self.as_written = self._fit_of(self.body)
 
     def _fit_of(self, body: Body, sums: int = 0, seconds_of_sums: float = 0.0) -> Fit:
@@ -144,35 +146,58 @@ class Ways:
                 least = point.seconds
         return found
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Which of the ways that are allowed the step does not have, why, and what to change."""
+        found, _ = [], self._numbers
+        if "tile" in self._allow:
+            tile_on = TileOn(self._device.platform, 0, self._layout.devices > 1)
+            found += [f"tiles: {text}" for text in self.body.kept_whole(tile_on)]
+        return (*found, *self._no_microbatches, *(self._moved.notes if self._moved else ()))
+
     @functools.cached_property
     def _numbers(self) -> Numbers | None:
         """The step in microbatches, where it has a batch."""
-        if "microbatch" not in self._allow or self._layout.devices > 1:
+        if "microbatch" not in self._allow:
             return None
-        batch = batch_of(self._traced.jaxpr)
-        if batch is None:
+        if self._layout.devices > 1:
+            self._no_microbatches.append("microbatches: arrays lie on several devices; so far they are for one")
+            return None
+        try:
+            batch = batch_of(self._traced.jaxpr)
+        except Mixed as error:
+            self._no_microbatches.append(no_microbatches(error))
             return None
         # Sums over microbatches lie where results will.
         sums = max(sum_bytes(batch) - self._results, 0)
         seconds = PASSES_OF_SUMS * sum_bytes(batch) / costs.device(self._device).nbytes
 
         def fit_in(count: int) -> Fit | None:
-            parts = in_microbatches(self._traced.jaxpr, batch, count, self._device.platform)
-            return None if parts is None else self._fit_of(Body(parts, microbatches=count), sums, count * seconds)
+            try:
+                parts = in_microbatches(self._traced.jaxpr, batch, count, self._device.platform)
+            except Mixed as error:
+                self._no_microbatches[:] = [no_microbatches(error)]
+                return None
+            self._no_microbatches.clear()
+            return self._fit_of(Body(parts, microbatches=count), sums, count * seconds)
 
         divisible = self.as_written.predicted_kept - self.beside
         return Numbers(batch.length, self.beside + sums, divisible, fit_in)
+
+    @functools.cached_property
+    def _moved(self) -> Moved | None:
+        """The step with updates in loops of backward passes."""
+        if self._layout.devices > 1:
+            return None
+        return with_updates_in_loops(self._traced.jaxpr, donated_results(self._traced), self._device.platform)
 
     def _changed(self, room: int | str) -> Iterator[Fit]:
         """The whole batch at once, by another program than as it is written."""
         closed = self._traced.jaxpr
         options: dict[str, Any] = {}
-        if self._layout.devices == 1:
-            moved = with_updates_in_loops(closed, donated_results(self._traced), self._device.platform)
-            self.notes = moved.notes
-            if moved.closed is not None:
-                closed, options = moved.closed, {"updates_in_loops": True}
-                yield self._fit_of(Body(closed, **options))
+        if self._moved is not None and self._moved.closed is not None:
+            closed, options = self._moved.closed, {"updates_in_loops": True}
+            yield self._fit_of(Body(closed, **options))
         if "tile" in self._allow:
             nbytes = room // _TILES if isinstance(room, int) else 0
             tile_on = TileOn(self._device.platform, nbytes, self._layout.devices > 1)

@@ -65,11 +65,11 @@ class Mixed(Exception):
 
     def __init__(self, what: str, where: str = "", eqn: Any = None):
         super().__init__(what, where)
-        self.what, self._where, self._eqn = what, where, eqn
+        self.what, self._where, self.eqn = what, where, eqn
 
     @property
     def where(self) -> str:
-        return self._where if self._eqn is None else place_of(self._eqn)
+        return self._where if self.eqn is None else place_of(self.eqn)
 
     def __str__(self) -> str:
         return self.what + (f", at {self.where}" if self.where else "")

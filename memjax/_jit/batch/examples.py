@@ -21,7 +21,7 @@ from memjax._core.compat import bodies, derivatives, is_backward, makes_two_word
 from memjax._core.positions.bodies import join, row, stacked
 from memjax._core.positions.dimensions import windows
 from memjax._core.positions.rules import apply_rule
-from memjax._core.positions.walk import Mixed, Positions, Shared, State, Summed, Walk, reason, shape_of, shared
+from memjax._core.positions.walk import UNKNOWN, Mixed, Positions, Shared, State, Summed, Walk, reason, shape_of, shared
 from memjax._core.program.costs import array_bytes
 from memjax._core.program.dataflow import is_literal, made_by, read_by, variables
 from memjax._core.program.jaxpr import Program, calls_in_place
@@ -75,16 +75,22 @@ class Batch:
     makes: list[Any]
 
 
-def batch_of(closed: Any) -> Batch | None:
-    """The part of a traced step that can run in microbatches; None where its derivative is not within one."""
+def batch_of(closed: Any) -> Batch:
+    """The part of a traced step that can run in microbatches.
+
+    Raises:
+      Mixed: its derivative is not within one. The reason is that for the largest of what may be the batch.
+    """
     program = without_dead_equations(calls_in_place(closed, differentiable=False))
     if not any(is_backward(name_stack(eqn)) for eqn in program.eqns):
-        return None
+        raise Mixed("the step has no derivative outside of loops and branches")
+    mixed: list[Mixed] = []
     for length, inputs in _sizes(program):
-        found = _grown(program, length, inputs)
-        if found is not None:
-            return found
-    return None
+        try:
+            return _grown(program, length, inputs)
+        except Mixed as error:
+            mixed.append(error)
+    raise mixed[0] if mixed else Mixed("no argument has an axis of examples")
 
 
 def _sizes(program: Program) -> Iterator[tuple[int, list[Any]]]:
@@ -109,31 +115,36 @@ def _sizes(program: Program) -> Iterator[tuple[int, list[Any]]]:
             yield size, by_size[size]
 
 
-def _grown(program: Program, length: int, inputs: Sequence[Any]) -> Batch | None:
-    """What follows from the examples, as far as they are kept apart; None if a derivative goes further."""
+def _grown(program: Program, length: int, inputs: Sequence[Any]) -> Batch:
+    """What follows from the examples, as far as they are kept apart. Raises `Mixed` if a derivative goes further."""
     marks = [derivatives(name_stack(eqn)) for eqn in program.eqns]
     walk = Walk(length, True, rule)
     states: dict[Any, State] = {var: shared(shape_of(var)) for var in (*program.constvars, *program.invars)}
     states |= dict.fromkeys(inputs, Positions(0, 1))
     of_data = set(inputs)  # what follows from examples alone
-    behind: set[Any] = set()  # what follows from what is not kept apart
+    behind: dict[Any, Mixed] = {}  # what follows from what is not kept apart, by the reason
     inside: list[int] = []
     for i, eqn in enumerate(program.eqns):
         reads = program.flow.reads[i]
         read = [shared(np.shape(atom.val)) if is_literal(atom) else states.get(atom, _GONE) for atom in eqn.invars]
         is_apart = any(isinstance(state, Positions | Summed) for state in read)
-        outs = None if eqn.effects or not behind.isdisjoint(reads) else _outs(walk, eqn, read)
-        if outs is not None and any(isinstance(state, Summed) for state in read) and not marks[i]:
-            outs = None  # an update reads the sum of all gradients
+        mixed = next((behind[var] for var in reads if var in behind), None)
+        outs = None
+        if mixed is None:
+            try:
+                outs = _outs(walk, eqn, read, is_marked=bool(marks[i]))
+            except Mixed as error:
+                mixed = error
         # How many examples there are, by their mask: known before they are gone through.
         is_of_data = bool(reads) and of_data.issuperset(reads) and not expensive(eqn)
         if is_of_data and (outs is None or any(isinstance(state, Summed) for state in outs)):
             states |= ((var, shared(shape_of(var))) for var in eqn.outvars)
             continue
         if outs is None:
+            assert mixed is not None
             if marks[i] and expensive(eqn):
-                return None
-            behind.update(eqn.outvars)
+                raise mixed
+            behind |= dict.fromkeys(eqn.outvars, mixed)
             continue
         if is_of_data:
             of_data.update(eqn.outvars)
@@ -143,16 +154,17 @@ def _grown(program: Program, length: int, inputs: Sequence[Any]) -> Batch | None
     return _batch(program, length, states, inside, of_data)
 
 
-def _outs(walk: Walk, eqn: Any, states: list[State]) -> list[State] | None:
-    try:
-        return rule(walk, eqn, states)
-    except Mixed:
-        return None
+def _outs(walk: Walk, eqn: Any, states: list[State], *, is_marked: bool) -> list[State]:
+    """The states of what an equation makes; `is_marked`: of a derivative. Raises `Mixed` where examples do not stay apart."""
+    if eqn.effects:
+        raise reason(eqn, "has effects")
+    outs = rule(walk, eqn, states)
+    if any(isinstance(state, Summed) for state in states) and not is_marked:
+        raise reason(eqn, "reads the sum of all gradients")  # an update does
+    return outs
 
 
-def _batch(
-    program: Program, length: int, states: dict[Any, State], inside: Sequence[int], of_data: set[Any]
-) -> Batch | None:
+def _batch(program: Program, length: int, states: dict[Any, State], inside: Sequence[int], of_data: set[Any]) -> Batch:
     # What follows from data alone and is read elsewhere, by a sum over a mask for instance, is made there once more: that sum
     # is read here.
     chosen, results = set(inside), set(variables(program.outvars))
@@ -162,13 +174,13 @@ def _batch(
     makes = [var for var in made if isinstance(states[var], Positions | Summed) and is_read(var) and var not in of_data]
     needed = program.flow.reordered(list(inside)).needed(makes)
     if not any(is_backward(name_stack(eqn)) and expensive(eqn) for eqn in needed):
-        return None
+        raise Mixed(f"no backward pass goes through the {length} examples")
     for var in makes:
-        state = states[var]
+        state, maker = states[var], program.flow.makers[var]
         if isinstance(state, Positions) and shape_of(var)[state.dim] != length * state.inner:
-            return None
+            raise reason(maker, UNKNOWN)
         if isinstance(state, Summed) and not is_float(var.aval) and not jnp.issubdtype(var.aval.dtype, jnp.integer):
-            return None
+            raise reason(maker, "sums what is no number")
     eqns = list(needed)
     made = made_by(eqns)
     reads = [var for var in read_by(eqns) if var not in made]

@@ -21,7 +21,7 @@ from memjax._core.arrays import is_float
 from memjax._core.compat import scan_counts
 from memjax._core.lists import Arrays, pick
 from memjax._core.positions.bodies import row
-from memjax._core.positions.walk import Mixed, Positions, Shared, State, Summed, Walk, shared
+from memjax._core.positions.walk import Mixed, Positions, Shared, State, Summed, Walk, reason, shared
 from memjax._core.program.dataflow import is_literal, renamed
 from memjax._core.program.jaxpr import Program, as_closed, calls_in_place, trace
 from memjax._core.program.primitives import CHECKPOINTS
@@ -63,6 +63,12 @@ class _Part(Resized):
             elif eqn.primitive.name in CHECKPOINTS and not all(isinstance(state, Shared) for state in outs):
                 read = [shared(np.shape(a.val)) if is_literal(a) else self._states[a] for a in eqn.invars]
                 self.calls[eqn.outvars[0]] = _Checkpoint(self, eqn, read, outs, platform)
+
+    def bind(self, eqn: Any, values: Sequence[Any]) -> Arrays:
+        try:
+            return super().bind(eqn, values)
+        except (TypeError, ValueError) as error:
+            raise reason(eqn, "names sizes that are not known to follow the batch") from error
 
     def run(self, inputs: Arrays, first: Any, size: int) -> Arrays:
         """The outputs for `size` examples, from the one with number `first` on."""
@@ -234,12 +240,14 @@ def _wide(aval: Any) -> tuple[Any, Any]:
     return aval, jnp.dtype("float32") if narrow else aval.dtype
 
 
-def in_microbatches(closed: Any, batch: Batch, count: int, platform: str) -> Any | None:
-    """The traced step, a closed jaxpr, with that part of it in `count` microbatches; None where an equation cannot run so."""
+def in_microbatches(closed: Any, batch: Batch, count: int, platform: str) -> Any:
+    """The traced step, a closed jaxpr, with that part of it in `count` microbatches. Raises `Mixed` where it cannot run so."""
+    if batch.length % count:
+        raise Mixed(f"{count} does not divide the {batch.length} examples")
     try:
         return _in_microbatches(closed, batch, count, platform)
-    except (Mixed, TypeError, ValueError):  # the last two: sizes that an equation names in a way not known here
-        return None
+    except (TypeError, ValueError) as error:
+        raise Mixed("a loop or a result has sizes that are not known to follow the batch") from error
 
 
 def _in_microbatches(closed: Any, batch: Batch, count: int, platform: str) -> Any:

@@ -21,7 +21,7 @@ from memjax._jit.derivatives.passes import StepPasses, passes_of
 from memjax._plan.derivative import without_dead_equations
 from memjax._plan.result import Tiled
 from memjax._plan.run import Run
-from memjax._plan.tile.passes import TileOn, with_tiles
+from memjax._plan.tile.passes import TileOn, kept_whole, with_tiles
 
 _BODIES = ("scan", "cond", "while", "shard_map")
 Acting = Mapping[StepPasses, Run]
@@ -58,6 +58,7 @@ class Body:
         updates_in_loops: bool = False,
     ):
         program = calls_in_place(closed, differentiable=False)
+        self._axes = axes
         self.tile_on, self.tiled, self.microbatches = tile_on, list[Tiled](), microbatches
         self.updates_in_loops = updates_in_loops
         if tile_on is not None and (axes is not None or not tile_on.on_mesh):
@@ -98,6 +99,17 @@ class Body:
         for bodies in self.inner.values():
             for body in bodies:
                 yield from body.every()
+
+    def kept_whole(self, on: TileOn) -> list[str]:
+        """Why logits are whole in a program without tiles, as sentences: see `memjax._plan.tile.passes.kept_whole`."""
+        if self._axes is not None or not on.on_mesh:
+            found = kept_whole(self._program, on, self._axes or {})
+        elif with_tiles(self._program, on, {})[1]:
+            found = ["arrays lie on several devices: a loss within a jax.shard_map with check_vma=False has tiles"]
+        else:
+            found = []
+        inner = [body for bodies in self.inner.values() for body in bodies]
+        return found + [text for body in inner for text in body.kept_whole(on)]
 
     def put_in_use(self, numbers: Set[int]) -> None:
         """Note that the memory of the results with these indices holds other values until they are computed."""

@@ -9,11 +9,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-from memjax._core.compat import derivatives, is_backward, name_stack, varying
+from memjax._core.compat import derivatives, is_backward, name_stack, primitive_name, varying
 from memjax._core.positions.regions import Region, regions
 from memjax._core.positions.walk import Mixed
+from memjax._core.program.costs import array_bytes
 from memjax._core.program.dataflow import made_by, renamed, variables
 from memjax._core.program.jaxpr import Program, calls_in_place, trace
+from memjax._core.program.scopes import place_of
+from memjax._plan.derivative import without_dead_equations
 from memjax._plan.result import Tiled
 from memjax._plan.tile.region import TiledPasses
 from memjax._plan.tile.rewrite import in_order, tiled_of
@@ -41,16 +44,11 @@ def with_tiles(program: Program, on: TileOn, axes: dict[str, int]) -> tuple[Prog
       on: how large tiles are.
       axes: sizes of the named axes around it.
     """
-    picked, found, given = [], [], program
-    program = _metrics_first(program)
-    for region in regions(program, gradients=True):
-        what = tiled_of(program, region, on.platform, on.nbytes)
-        marks = {is_backward(name_stack(eqn)) for eqn in region.eqns}
-        if what.tile < what.length and marks == {False, True} and (run := _tiled(region, what.tile, axes, on.platform)):
-            picked.append(run)
-            found.append(what)
-    if not picked:
+    given, program = program, _metrics_first(program)
+    found = _found(program, on, axes)
+    if not found:
         return given, []
+    picked = [run for run, _ in found]
     eqns: list[Any] = []
     constvars, consts = [*program.constvars], [*program.consts]
     for step in in_order(program, picked):
@@ -61,7 +59,51 @@ def with_tiles(program: Program, on: TileOn, axes: dict[str, int]) -> tuple[Prog
             consts += inside.consts
         else:
             eqns.append(step)
-    return dataclasses.replace(program, constvars=constvars, consts=consts, eqns=eqns), found
+    return dataclasses.replace(program, constvars=constvars, consts=consts, eqns=eqns), [what for _, what in found]
+
+
+def kept_whole(program: Program, on: TileOn, axes: dict[str, int]) -> list[str]:
+    """Why logits are whole, as sentences: what reads them besides the loss. Arguments are those of `with_tiles`."""
+    program = _metrics_first(program)
+    tiled = {what.what for _, what in _found(program, on, axes)}
+    behind: set[Any] = set()
+    for eqn in program.eqns:
+        if is_backward(name_stack(eqn)) or not behind.isdisjoint(variables(eqn.invars)):
+            behind.update(eqn.outvars)
+    without = without_dead_equations(
+        dataclasses.replace(program, outvars=[var for var in variables(program.outvars) if var in behind])
+    )
+    told = [_besides(program, without, run.region, what.what) for run, what in _found(without, on, axes)]
+    return [text for text in told if text and not any(name in text for name in tiled)]
+
+
+def _besides(program: Program, without: Program, region: Region, what: str) -> str:
+    """What keeps the result of a region's product whole, that is in the program and not `without`; nothing if nothing does."""
+    least = array_bytes(region.product.outvars[0]) // 2
+    known = set(map(id, without.eqns))
+    large = {var for var in made_by(region.eqns) if array_bytes(var) >= least}
+    reader = None
+    for eqn in program.eqns:
+        if id(eqn) not in known and not large.isdisjoint(variables(eqn.invars)):
+            reader = eqn
+            large.update(var for var in eqn.outvars if array_bytes(var) >= least)
+    if not large.isdisjoint(variables(program.outvars)):
+        return f"the step returns {what}, or an array as large: return what you need of it, such as its argmax"
+    if reader is None:
+        return ""
+    where = f"`{primitive_name(reader)}` at {place_of(reader)}"
+    return f"{where} reads {what} outside of the loss: leave that out of the step, or make it for each token alone"
+
+
+def _found(program: Program, on: TileOn, axes: dict[str, int]) -> list[tuple[TiledPasses, Tiled]]:
+    """The parts of a program that run tile by tile, and what they are, the largest first."""
+    found = []
+    for region in regions(program, gradients=True):
+        what = tiled_of(program, region, on.platform, on.nbytes)
+        marks = {is_backward(name_stack(eqn)) for eqn in region.eqns}
+        if what.tile < what.length and marks == {False, True} and (run := _tiled(region, what.tile, axes, on.platform)):
+            found.append((run, what))
+    return found
 
 
 def _metrics_first(program: Program) -> Program:
@@ -72,7 +114,7 @@ def _metrics_first(program: Program) -> Program:
     """
     stacks = [name_stack(eqn) for eqn in program.eqns]
     start = next((i for i, stack in enumerate(stacks) if is_backward(stack)), len(stacks))
-    first, rest = program.eqns[:start], []
+    first, rest = program.eqns[:start], list[Any]()
     behind: set[Any] = set()
     for eqn, stack in zip(program.eqns[start:], stacks[start:], strict=True):
         stays = derivatives(stack) or eqn.effects or not behind.isdisjoint(variables(eqn.invars))
