@@ -131,7 +131,7 @@ class Tiles:
         made = [self._start(aval, axis) for aval, axis in zip(types, axes, strict=True)]
         # In the backward pass recomputation waits for the cotangents, or a compiler begins it as soon as the arguments exist.
         if is_backward or self._tile < self._length:
-            made, arrays = _made_after(made, arrays)
+            made, arrays = made_after(made, arrays)
         first = len(self._in_axes) if is_backward else 0
         over = _written_over(types, axes, arrays[first:], in_axes[first:])
         buffers = [arrays[first + over[i]] if i in over else filled(*new) for i, new in enumerate(made)]
@@ -167,7 +167,7 @@ class Tiles:
             state, _ = lax.scan(lambda state, start: (one(start, self._tile, state), None), state, starts)
         return one(full * self._tile, last, state) if last else state
 
-    def _start(self, aval: Any, axis: int | None) -> _New:
+    def _start(self, aval: Any, axis: int | None) -> New:
         """What results are written into, or sums begin with."""
         is_sum = axis is None and self._sum_dtype is not None and jnp.issubdtype(aval.dtype, jnp.floating)
         if is_sum and jnp.finfo(self._sum_dtype).bits > jnp.finfo(aval.dtype).bits:
@@ -175,10 +175,10 @@ class Tiles:
         return vary(jnp.zeros((), aval.dtype), varying(aval)), aval
 
 
-_New = tuple[jax.Array, Any]  # a zero, and the type of a buffer of it
+New = tuple[jax.Array, Any]  # a zero, and the type of a buffer of it
 
 
-def _made_after(made: Sequence[_New], arrays: Arrays) -> tuple[list[_New], Arrays]:
+def made_after(made: Sequence[New], arrays: Arrays) -> tuple[list[New], Arrays]:
     """Both again, so that buffers are made when the arrays are there: a compiler makes all that are alike at the first."""
     floats = [is_float(jax.typeof(array)) for array in arrays]
     starts, waited = barrier(([zero for zero, _ in made], pick(arrays, floats)))

@@ -20,8 +20,6 @@ from memjax._core.meshes import device_of, own_sharding, split_over
 from memjax._core.positions.walk import Mixed
 from memjax._core.program import costs
 from memjax._jit.account import BudgetError, account, bytes_of_results, donated_results
-from memjax._jit.batch.examples import batch_of
-from memjax._jit.batch.microbatches import in_microbatches
 from memjax._jit.cache import (
     directory,
     found_in_jax_cache,
@@ -42,6 +40,8 @@ from memjax._jit.step_plan import StepPlan, StepPoint
 from memjax._jit.updates.in_loop import with_updates_in_loops
 from memjax._jit.ways import Ways, note_donated
 from memjax._measure import remat_compiler_options
+from memjax._plan.batch.examples import batch_of
+from memjax._plan.batch.microbatches import in_microbatches
 from memjax._plan.memory.layout import Layout, local_bytes
 from memjax._plan.tile.passes import TileOn
 

@@ -11,15 +11,15 @@ from typing import Any
 from memjax._core.positions.walk import Mixed
 from memjax._core.program import costs
 from memjax._jit.account import donated_results
-from memjax._jit.batch.examples import batch_of
-from memjax._jit.batch.microbatches import PASSES_OF_SUMS, in_microbatches, sum_bytes
-from memjax._jit.batch.notes import no_microbatches
-from memjax._jit.batch.numbers import Numbers
 from memjax._jit.derivatives.body import Acting, Body
 from memjax._jit.derivatives.inner import has_inner
 from memjax._jit.fit import DoesNotFitError, Fit
+from memjax._jit.numbers import Numbers
 from memjax._jit.step_plan import StepPlan, StepPoint
 from memjax._jit.updates.in_loop import Moved, with_updates_in_loops
+from memjax._plan.batch.examples import batch_of
+from memjax._plan.batch.microbatches import PASSES_OF_SUMS, in_microbatches, sum_bytes
+from memjax._plan.batch.notes import no_microbatches
 from memjax._plan.budget.search import OF_ONE
 from memjax._plan.memory.layout import Layout
 from memjax._plan.tile.passes import TileOn

@@ -12,7 +12,7 @@ import pytest
 from flax import linen as nn
 
 import memjax
-from memjax._jit.batch.numbers import Numbers
+from memjax._jit.numbers import Numbers
 from memjax._jit.step_plan import StepPlan
 from tests.jit.steps import network, parameters, scanned_loss
 

@@ -19,10 +19,12 @@ from memjax._core.positions.walk import (
     Summed,
     Walk,
     fits,
+    is_zero,
     one_place,
     reason,
     shape_of,
 )
+from memjax._core.program.primitives import ADDING_SCATTERS
 
 _PLACE = "is at a place that depends on the position"
 
@@ -254,8 +256,16 @@ def gather(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
 
 
 def scatter(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
-    """Where each position has a part of the operand, of the indices and of the updates to itself."""
+    """Where each position has a part of the operand, of the indices and of the updates to itself; or adds to zeros."""
     operand, indices, updates = states
+    if _is_by_index(eqn, indices, updates):
+        if primitive_name(eqn) not in ADDING_SCATTERS:
+            raise reason(eqn, "combines all positions of an index otherwise than by a sum")
+        if not is_zero(eqn.invars[0], operand):
+            raise reason(eqn, "adds to a sum over positions what every tile would add again")
+        if not walk.may_sum:
+            raise reason(eqn, "sums over positions")
+        return [Summed()]
     for dim, where, into in scatter_places(eqn):
         is_indexed = isinstance(indices, Shared) if where is None else fits(indices, Positions(where, 1))
         is_apart = is_indexed and fits(operand, Positions(dim, 1)) and fits(updates, Positions(into, 1))
@@ -264,10 +274,26 @@ def scatter(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
     raise reason(eqn, UNKNOWN)
 
 
+def _is_by_index(eqn: Any, indices: State, updates: State) -> bool:
+    """Whether each position has its own index and update: sums over the edges that end in a node, rows of a table's gradient."""
+    numbers = eqn.params["dimension_numbers"]
+    if not isinstance(indices, Positions) or numbers.operand_batching_dims:
+        return False
+    if indices.dim == len(shape_of(eqn.invars[1])) - 1:
+        return False
+    return fits(updates, Positions(into_of_scatter(eqn)[indices.dim], indices.inner))
+
+
+def into_of_scatter(eqn: Any) -> list[int]:
+    """The dimensions of a scatter's updates that are those of its indices, in order."""
+    window = eqn.params["dimension_numbers"].update_window_dims
+    return [dim for dim in range(len(shape_of(eqn.invars[2]))) if dim not in window]
+
+
 def scatter_places(eqn: Any) -> list[tuple[int, int | None, int]]:
     """Dimensions of a scatter's operand that it does not mix, each with that of the indices, or None, and of the updates."""
     numbers, shape, updates = eqn.params["dimension_numbers"], shape_of(eqn.invars[0]), shape_of(eqn.invars[2])
-    into = [dim for dim in range(len(updates)) if dim not in numbers.update_window_dims]
+    into = into_of_scatter(eqn)
     batching = zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
     found: list[tuple[int, int | None, int]] = [(int(dim), int(where), into[where]) for dim, where in batching]
     dropped = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}

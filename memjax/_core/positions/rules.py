@@ -7,7 +7,7 @@ from typing import Any
 from memjax._core.compat import primitive_name
 from memjax._core.positions import bodies, dimensions
 from memjax._core.positions import without_positions as without
-from memjax._core.positions.walk import UNKNOWN, Rule, Shared, State, Summed, Walk, one_place, reason
+from memjax._core.positions.walk import UNKNOWN, Rule, Shared, State, Summed, Walk, Zeros, is_zero, one_place, reason
 from memjax._core.program.primitives import (
     ALIASES,
     CALLS_OF_ONE_BODY,
@@ -26,7 +26,9 @@ def apply_rule(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
     if all(isinstance(state, Shared) for state in states):
         if name not in _OF_ANY_SIZE and not (name in _CUTS and not any(states[0].uneven)):
             walk.seen.made.append(eqn)
-        return _FOR_SHARED.get(name, without.uneven_everywhere)(walk, eqn, states)
+        outs = _FOR_SHARED.get(name, without.uneven_everywhere)(walk, eqn, states)
+        stays_zero = name in without.ZEROS_STAY and is_zero(eqn.invars[0], states[0])
+        return [Zeros(state.uneven) if isinstance(state, Shared) else state for state in outs] if stays_zero else outs
     if any(isinstance(state, Summed) for state in states):
         return _FOR_SUMS.get(name, without.sum_refused)(walk, eqn, states)
     if name not in _FOR_POSITIONS:
@@ -75,6 +77,7 @@ _FOR_SHARED: dict[str, Rule] = {
 _FOR_SUMS: dict[str, Rule] = {
     **dict.fromkeys((*_RESHAPES, "broadcast_in_dim", "transpose", "reduce_sum", "rev", "slice"), without.sum_moved),
     "concatenate": without.sum_concatenate,
+    "pad": without.sum_padded,
     "dot_general": without.sum_product,
     **dict.fromkeys(_CALLS, bodies.call),
     **dict.fromkeys(_UNCHANGED, _unchanged),

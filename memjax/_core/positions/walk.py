@@ -32,6 +32,10 @@ class Shared:
     uneven: tuple[bool, ...]
 
 
+class Zeros(Shared):
+    """A shared value that is zero everywhere: a sum over positions as well."""
+
+
 @dataclass(frozen=True)
 class Positions:
     """A value with positions.
@@ -85,6 +89,11 @@ def shared(shape: Sequence[int]) -> Shared:
 
 def shape_of(atom: Any) -> tuple[int, ...]:
     return tuple(getattr(atom.aval, "shape", ()))
+
+
+def is_zero(atom: Any, state: State) -> bool:
+    """Whether a value is known to be zero everywhere."""
+    return not np.any(atom.val) if is_literal(atom) else isinstance(state, Zeros)
 
 
 def fits(state: State, place: Positions) -> bool:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from memjax._core.compat import primitive_name
 from memjax._core.positions.dimensions import scatter_places
-from memjax._core.positions.walk import Positions, Shared, State, Summed, Walk, reason, shape_of, shared
+from memjax._core.positions.walk import Positions, Shared, State, Summed, Walk, is_zero, reason, shape_of, shared
 
 
 def uneven_everywhere(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
@@ -113,6 +113,7 @@ def gather(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
 
 # Sums over positions. Each tile applies to its part what is applied to the sum, which must be linear.
 
+ZEROS_STAY = {"broadcast_in_dim", "convert_element_type", "reshape", "transpose", "neg", "copy"}
 _LINEAR = {"add", "sub", "add_any", "neg", "mul", "div", "convert_element_type", "copy", "reduce_precision"}
 
 
@@ -132,8 +133,15 @@ def sum_product(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
     return [Summed()] if sum(_summed(states)) == 1 and not _has_positions(states) else sum_refused(walk, eqn, states)
 
 
+def sum_padded(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
+    return [Summed()] if is_zero(eqn.invars[1], states[1]) else sum_refused(walk, eqn, states)
+
+
 def sum_elementwise(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
     name, summed = primitive_name(eqn), _summed(states)
+    zero = [is_zero(atom, state) for atom, state in zip(eqn.invars, states, strict=True)]
+    if name in ("add", "add_any") and all(a or b for a, b in zip(summed, zero, strict=True)):
+        return [Summed()]
     if name not in _LINEAR or _has_positions(states) or (name == "div" and summed[1]) or not _rounds_only(eqn, name):
         return sum_refused(walk, eqn, states)
     # A derivative rule adds its sums to zeros.

@@ -26,7 +26,8 @@ COLLECTIVES = frozenset(
 )
 RANDOM = frozenset(("random_bits", "threefry2x32"))
 WINDOWS = frozenset(("reduce_window", "reduce_window_sum", "select_and_scatter_add"))
-SCATTERS = frozenset(("scatter", "scatter-add", "scatter_add"))
+ADDING_SCATTERS = frozenset(("scatter-add", "scatter_add"))
+SCATTERS = ADDING_SCATTERS | {"scatter"}
 REDUCTIONS = frozenset(
     ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin")
 )

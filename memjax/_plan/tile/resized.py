@@ -16,9 +16,10 @@ from jax import lax
 
 from memjax._core.compat import primitive_name, scan_counts
 from memjax._core.lists import Arrays
-from memjax._core.positions.dimensions import scatter_places
+from memjax._core.positions.dimensions import into_of_scatter, scatter_places
 from memjax._core.positions.rules import apply_rule
 from memjax._core.positions.walk import Mixed, Positions, Rule, Shared, State, Summed, Walk, shape_of, shared
+from memjax._core.positions.without_positions import ZEROS_STAY
 from memjax._core.program.dataflow import is_literal
 from memjax._core.program.jaxpr import Program, bind, inside
 from memjax._core.program.primitives import ELEMENTWISE, SCATTERS
@@ -28,7 +29,6 @@ from memjax._plan.tile.one_hot import column_of, scattered
 from memjax._plan.tile.sums import with_wide_sums
 
 _TOGETHER = ELEMENTWISE | {"concatenate", "dynamic_update_slice", "sort"}
-ZEROS_STAY = {"broadcast_in_dim", "convert_element_type", "reshape", "transpose", "neg", "copy"}
 _SCATTERS = SCATTERS | {"scatter-mul", "scatter-min", "scatter-max"}
 
 
@@ -242,6 +242,10 @@ def _dims_to_narrow(eqn: Any, states: Sequence[State | None]) -> list[int | None
         for triple in scatter_places(eqn):
             if triple[index] == state.dim:
                 dims = list(triple)
+        if index == 1 and dims == [None] * len(
+            states
+        ):  # a sum by index of updates that are the same for every position
+            dims[2] = into_of_scatter(eqn)[state.dim]
     return [dim if _has_many(atom, s, dim) else None for atom, s, dim in zip(eqn.invars, states, dims, strict=True)]
 
 

@@ -17,15 +17,16 @@ from jax import lax
 from jax.extend import core
 from jax.extend.random import threefry2x32_p
 
-from memjax._core.arrays import is_float
+from memjax._core.arrays import filled, is_float
 from memjax._core.compat import scan_counts
-from memjax._core.lists import Arrays, pick
+from memjax._core.lists import Arrays
 from memjax._core.positions.bodies import row
 from memjax._core.positions.walk import Mixed, Positions, Shared, State, Summed, Walk, reason, shared
 from memjax._core.program.dataflow import is_literal, renamed
 from memjax._core.program.jaxpr import Program, as_closed, calls_in_place, trace
 from memjax._core.program.primitives import CHECKPOINTS
-from memjax._jit.batch.examples import Batch, rule, settled
+from memjax._core.tiles import made_after
+from memjax._plan.batch.examples import Batch, rule, settled
 from memjax._plan.tile.resized import Resized
 from memjax._plan.tile.rewrite import in_order
 
@@ -35,8 +36,8 @@ PASSES_OF_SUMS = 1
 
 def sum_bytes(batch: Batch) -> int:
     """Bytes of what is added up over microbatches."""
-    sums = [var.aval for var in batch.makes if isinstance(batch.states[var], Summed)]
-    return sum(aval.size * dtype.itemsize for aval, dtype in map(_wide, sums))
+    sums = [_wide(var.aval) for var in batch.makes if isinstance(batch.states[var], Summed)]
+    return sum(aval.size * aval.dtype.itemsize for aval in sums)
 
 
 class _Part(Resized):
@@ -178,94 +179,90 @@ def _fewer(value: Any, before: State, after: State, part: _Part, size: int) -> A
 
 
 class Microbatches:
-    """The part of a step, run for some examples after the others.
+    """A part of a program, run for some positions after the others.
 
     Args:
       batch: the part.
-      count: how many microbatches; it divides the number of examples.
+      size: how many positions run at a time; of the last ones there may be fewer.
       platform: of the device, as JAX calls it.
 
     Attributes:
       region: it.
       reads, makes: what it reads and makes.
 
-    Raises Mixed where examples turn out to be mixed.
+    Raises Mixed where positions turn out to be mixed.
     """
 
-    def __init__(self, batch: Batch, count: int, platform: str):
-        self.region, self.reads, self.makes, self._count = batch, batch.reads, batch.makes, count
+    def __init__(self, batch: Batch, size: int, platform: str):
+        self.region, self.reads, self.makes, self._size = batch, batch.reads, batch.makes, size
         program = Program([], [], batch.reads, batch.makes, batch.eqns)
-        states = [batch.states[var] for var in batch.reads]
-        self._states, self._outs = states, [batch.states[var] for var in batch.makes]
-        self._part = _Part(program, states, self._outs, batch.length, platform)
+        self._states = [batch.states[var] for var in batch.reads]
+        self._outs = [batch.states[var] for var in batch.makes]
+        self._part = _Part(program, self._states, self._outs, batch.length, platform)
 
     def __call__(self, values: Arrays) -> Arrays:
-        size = self.region.length // self._count
-        is_apart = [isinstance(state, Positions) for state in self._states]
-        dims = [state.dim for state in self._states if isinstance(state, Positions)]
-        apart, common = pick(values, is_apart), pick(values, [not one for one in is_apart])
-        is_sum = [isinstance(state, Summed) for state in self._outs]
-        axes = [state.dim for state in self._outs if isinstance(state, Positions)]
-        wide = [_wide(var.aval) for var in pick(self.makes, is_sum)]
+        def some(first: Any, size: int, made: Arrays) -> Arrays:
+            """`made` with what follows from `size` positions, from the one with number `first` on."""
+            inputs = [_cut(value, state, first, size) for value, state in zip(values, self._states, strict=True)]
+            outs = self._part.run(inputs, first, size)
+            return [_put(*one, first) for one in zip(made, outs, self._outs, strict=True)]
 
-        def microbatch(sums: Arrays, given: tuple[Any, Arrays]) -> tuple[Arrays, Arrays]:
-            first, rows = given
-            moved = iter([jnp.moveaxis(some, 0, dim) for some, dim in zip(rows, dims, strict=True)])
-            others = iter(common)
-            outs = self._part.run([next(moved) if one else next(others) for one in is_apart], first, size)
-            new = [a + out.astype(a.dtype) for a, out in zip(sums, pick(outs, is_sum), strict=True)]
-            rows = [out for out, one in zip(outs, is_sum, strict=True) if not one]
-            return new, [jnp.moveaxis(out, dim, 0) for out, dim in zip(rows, axes, strict=True)]
-
-        stacks = []
-        for value, dim in zip(apart, dims, strict=True):
-            first = jnp.moveaxis(value, dim, 0)
-            stacks.append(first.reshape(self._count, first.shape[0] // self._count, *first.shape[1:]))
-        starts = jnp.arange(self._count, dtype="uint32") * jnp.uint32(size)
-        sums, rows = lax.scan(microbatch, [jnp.zeros(aval.shape, dtype) for aval, dtype in wide], (starts, stacks))
-        totals, joint = iter(sums), iter(zip(rows, axes, strict=True))
-        outs = []
-        for var, one in zip(self.makes, is_sum, strict=True):
-            if one:
-                outs.append(next(totals).astype(var.aval.dtype))
-            else:
-                row_, axis = next(joint)
-                outs.append(jnp.moveaxis(row_.reshape(-1, *row_.shape[2:]), 0, axis))
-        return outs
+        types = [
+            _wide(var.aval) if isinstance(state, Summed) else var.aval
+            for var, state in zip(self.makes, self._outs, strict=True)
+        ]
+        starts, values = made_after([(jnp.zeros((), aval.dtype), aval) for aval in types], values)
+        made = [filled(*start) for start in starts]
+        count, last = divmod(self.region.length, self._size)
+        starts = jnp.arange(count, dtype="uint32") * jnp.uint32(self._size)
+        made, _ = lax.scan(lambda made, first: (some(first, self._size, made), None), made, starts)
+        if last:
+            made = some(jnp.uint32(count * self._size), last, made)
+        return [value.astype(var.aval.dtype) for value, var in zip(made, self.makes, strict=True)]
 
 
-def _wide(aval: Any) -> tuple[Any, Any]:
+def _cut(value: Any, state: State, first: Any, size: int) -> Any:
+    """The positions from `first` on of a value that has them."""
+    if not isinstance(state, Positions):
+        return value
+    start, of_each = first.astype("int32") * state.inner, size * state.inner
+    return lax.dynamic_slice_in_dim(value, start, of_each, axis=state.dim, allow_negative_indices=False)
+
+
+def _put(whole: Any, part: Any, state: State, first: Any) -> Any:
+    """A whole value with these positions written into it; a sum with theirs."""
+    if not isinstance(state, Positions):
+        return whole + part.astype(whole.dtype)
+    start = first.astype("int32") * state.inner
+    return lax.dynamic_update_slice_in_dim(whole, part, start, axis=state.dim, allow_negative_indices=False)
+
+
+def _wide(aval: Any) -> Any:
     """The type that sums over microbatches have: float32 at least."""
     narrow = is_float(aval) and jnp.dtype(aval.dtype).itemsize < 4
-    return aval, jnp.dtype("float32") if narrow else aval.dtype
+    return aval.update(dtype=jnp.dtype("float32")) if narrow else aval
 
 
 def in_microbatches(closed: Any, batch: Batch, count: int, platform: str) -> Any:
     """The traced step, a closed jaxpr, with that part of it in `count` microbatches. Raises `Mixed` where it cannot run so."""
     if batch.length % count:
         raise Mixed(f"{count} does not divide the {batch.length} examples")
+    program = batch.program
     try:
-        return _in_microbatches(closed, batch, count, platform)
+        run = Microbatches(batch, batch.length // count, platform)
+        inside = run_as_program(run)
     except (TypeError, ValueError) as error:
         raise Mixed("a loop or a result has sizes that are not known to follow the batch") from error
-
-
-def _in_microbatches(closed: Any, batch: Batch, count: int, platform: str) -> Any:
-    run, program = Microbatches(batch, count, platform), batch.program
-    eqns: list[Any] = []
-    constvars, consts = [*program.constvars], [*program.consts]
-    for step in in_order(program, [run]):
-        if step is not run:
-            eqns.append(step)
-            continue
-        loop = calls_in_place(
-            trace(lambda *values: run(list(values)), [var.aval for var in run.reads], {}), differentiable=False
-        )
-        names = dict(zip(loop.invars, run.reads, strict=True)) | dict(zip(loop.outvars, run.makes, strict=True))
-        eqns += [
-            eqn.replace(invars=renamed(eqn.invars, names), outvars=renamed(eqn.outvars, names)) for eqn in loop.eqns
-        ]
-        constvars += loop.constvars
-        consts += loop.consts
+    eqns = [eqn for step in in_order(program, [run]) for eqn in (inside.eqns if step is run else [step])]
+    constvars, consts = [*program.constvars, *inside.constvars], [*program.consts, *inside.consts]
     jaxpr = core.Jaxpr(constvars, program.invars, program.outvars, eqns, closed.jaxpr.effects, closed.jaxpr.debug_info)
     return core.ClosedJaxpr(jaxpr, consts)
+
+
+def run_as_program(run: Microbatches) -> Program:
+    """The equations that run a part, of its own variables."""
+    types = [var.aval for var in run.reads]
+    inside = calls_in_place(trace(lambda *values: run(list(values)), types, {}), differentiable=False)
+    names = dict(zip(inside.invars, run.reads, strict=True)) | dict(zip(inside.outvars, run.makes, strict=True))
+    eqns = [eqn.replace(invars=renamed(eqn.invars, names), outvars=renamed(eqn.outvars, names)) for eqn in inside.eqns]
+    return Program(inside.constvars, inside.consts, run.reads, run.makes, eqns)

@@ -21,7 +21,20 @@ from memjax._core.compat import bodies, derivatives, is_backward, makes_two_word
 from memjax._core.positions.bodies import join, row, stacked
 from memjax._core.positions.dimensions import windows
 from memjax._core.positions.rules import apply_rule
-from memjax._core.positions.walk import UNKNOWN, Mixed, Positions, Shared, State, Summed, Walk, reason, shape_of, shared
+from memjax._core.positions.walk import (
+    UNKNOWN,
+    Mixed,
+    Positions,
+    Shared,
+    State,
+    Summed,
+    Walk,
+    Zeros,
+    is_zero,
+    reason,
+    shape_of,
+    shared,
+)
 from memjax._core.program.costs import array_bytes
 from memjax._core.program.dataflow import is_literal, made_by, read_by, variables
 from memjax._core.program.jaxpr import Program, calls_in_place
@@ -32,23 +45,17 @@ from memjax._core.program.primitives import (
     CUSTOM_CALLS,
     LOOPS,
     PLAIN_CALLS,
-    SCATTERS,
     TRACED_CUSTOM_CALLS,
     expensive,
     is_attention,
 )
 from memjax._plan.derivative import without_dead_equations
-from memjax._plan.tile.resized import ZEROS_STAY
 
 # They hold programs, which are not run for fewer examples. Loops and checkpoints are; calls are in place.
 _WITH_BODIES = (LOOPS | CALLS | CALLS_OF_ONE_BODY | TRACED_CUSTOM_CALLS | {"custom_linear_solve"}) - {"scan"}
 _WITH_BODIES -= CHECKPOINTS | PLAIN_CALLS.keys() | CUSTOM_CALLS.keys()
 _MOST_SIZES = 3  # sizes of leading axes that are tried as the number of examples
 _MOST_ELEMENTS = 2**32  # of an array of random numbers: they are counted in one word here
-
-
-class Zeros(Shared):
-    """A shared value that is zero everywhere: a sum over positions as well."""
 
 
 _GONE = Shared(())  # of what follows from mixed examples, which is not looked at
@@ -190,7 +197,7 @@ def _batch(program: Program, length: int, states: dict[Any, State], inside: Sequ
 def rule(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
     """The `State` of each output of an equation; raises `Mixed` if the equation mixes examples.
 
-    Operations that `apply_rule` does not cover come first, such as loops, scatters, sums with zeros, and random bits.
+    Operations that `apply_rule` does not cover come first, such as loops and random bits.
     """
     name = eqn.primitive.name
     if name == "random_bits" and isinstance(states[0], Shared):
@@ -201,45 +208,13 @@ def rule(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
         raise reason(eqn, "is not run for some of the examples")
     elif name == "scan" and not all(isinstance(state, Shared) for state in states):
         return _loop(walk, eqn, states)
-    elif name in ("add", "add_any") and _sums_and_zeros(eqn, states):
-        return [Summed()]
-    elif name in SCATTERS and (found := _scattered(eqn, states)) is not None:
-        return found
-    elif name == "pad" and isinstance(states[0], Summed) and is_zero(eqn.invars[1], states[1]):
-        return [Summed()]
     elif name == "conv_general_dilated" and all(isinstance(state, Positions) for state in states):
         return _kernel_gradient(eqn, states)
     elif name == "select_and_scatter_add":
         return windows(walk, eqn, states)
     elif is_attention(name) and any(isinstance(state, Positions) for state in states):
         return _attention(walk, eqn, states)
-    outs = apply_rule(walk, eqn, states)
-    if name in ZEROS_STAY and is_zero(eqn.invars[0], states[0]):
-        outs = [Zeros(state.uneven) if isinstance(state, Shared) else state for state in outs]
-    return outs
-
-
-def is_zero(atom: Any, state: State) -> bool:
-    return not np.any(atom.val) if is_literal(atom) else isinstance(state, Zeros)
-
-
-def _sums_and_zeros(eqn: Any, states: Sequence[State]) -> bool:
-    pairs = list(zip(eqn.invars, states, strict=True))
-    sums = [isinstance(state, Summed) for _, state in pairs]
-    return any(sums) and all(a_sum or is_zero(*pair) for a_sum, pair in zip(sums, pairs, strict=True))
-
-
-def _scattered(eqn: Any, states: Sequence[State]) -> list[State] | None:
-    """Updates that every example adds to zeros: the gradient of a table that examples read rows of."""
-    (operand, indices, updates), numbers = states, eqn.params["dimension_numbers"]
-    if eqn.primitive.name == "scatter" or not is_zero(eqn.invars[0], operand):
-        return None
-    if not isinstance(indices, Positions) or not isinstance(updates, Positions):
-        return None
-    if numbers.operand_batching_dims or indices.dim == len(shape_of(eqn.invars[1])) - 1:
-        return None
-    into = [dim for dim in range(len(shape_of(eqn.invars[2]))) if dim not in numbers.update_window_dims]
-    return [Summed()] if updates == Positions(into[indices.dim], indices.inner) else None
+    return apply_rule(walk, eqn, states)
 
 
 def _kernel_gradient(eqn: Any, states: Sequence[State]) -> list[State]:

@@ -1,1 +1,0 @@
-"""A batch in a traced step, and microbatches of it."""
