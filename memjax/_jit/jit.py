@@ -55,7 +55,8 @@ def jit(
         other arrays take; if the device reports no limit, as CPUs do, every step fits; refused for devices of a
         topology, which are not there. "min": the least memory.
       allow: what a plan may do. "recompute": compute again what is not kept; always. "tile": go through a loss and its gradient
-        tile by tile, so that logits are never whole; on one device, or within a `jax.shard_map` with check_vma=False.
+        tile by tile, so that logits are never whole; on one device, or within a `jax.shard_map` with check_vma=False. Messages
+        between the nodes of a graph go some edges at a time, in both passes; on one device.
         "microbatch": run the derivative for some examples of the batch after the others, and add up gradients, where examples do
         not mix; on one device. "offload": move what loops keep to the memory of the host. "compress": keep what may be rounded
         in 8 bits; gradients are rounded then. As for `memjax.plan`.

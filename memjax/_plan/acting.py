@@ -65,7 +65,7 @@ def acting(
             warn_of_guess(layout, "planned", fix)
         plan = asked.known[key]
     elif plan.tiled:
-        check_tiles([*program.tiling.found, *program.tiling.recurrences], plan)
+        check_tiles(program.every, plan)
     return by_plan(program.derivative(plan.tiled), plan, layout)
 
 

@@ -57,7 +57,8 @@ def plan(
         beside arguments and results; "min": the least memory.
       allow: what the plan may do. "recompute": compute again what is not kept; always. "tile": run parts of the program tile by
         tile in both passes, where positions do not mix and something large is made on the way: a language model's head with
-        its loss, so that logits never exist as a whole. It does so where no plan fits otherwise, or none is as fast.
+        its loss, so that logits never exist as a whole; messages between the nodes of a graph, some edges at a time. It does
+        so where no plan fits otherwise, or none is as fast.
         "offload": move what the loops of `jax.lax.scan` keep to the pinned memory of the host and back, where no other plan
         fits, or where that takes less time than computing it again. It is exact. Outside of loops nothing is moved, for it frees
         no memory there, and on CPUs nothing at all; `Plan.notes` says so. It needs JAX 0.11.2: XLA:GPU of JAX 0.11.0 read
@@ -118,7 +119,7 @@ def explain_peak(
         raise check.fail(TypeError, "plan", "a Plan", plan, "memjax.plan makes one")
     program, layout = _problem(f, args, kwargs, argnums)
     if plan.tiled:
-        check_tiles(program.tiling.found, plan)
+        check_tiles(program.every, plan)
     derivative = program.derivative(plan.tiled)
     compiled = compiled_step(by_plan(derivative, plan, layout), program.types, layout)
     if compiled is None:

@@ -17,7 +17,8 @@ from memjax._core.program.costs import Device
 from memjax._core.program.dataflow import made_by, variables
 from memjax._core.program.jaxpr import Program, as_closed, axis_sizes, bind, calls_in_place, read, trace
 from memjax._jit.derivatives.inner import computed_again
-from memjax._jit.derivatives.passes import StepPasses, passes_of
+from memjax._jit.derivatives.passes import StepPasses, levels_of, passes_of
+from memjax._plan.batch.some_edges import with_some_edges
 from memjax._plan.derivative import without_dead_equations
 from memjax._plan.result import Tiled
 from memjax._plan.run import Run
@@ -63,6 +64,8 @@ class Body:
         self.updates_in_loops = updates_in_loops
         if tile_on is not None and (axes is not None or not tile_on.on_mesh):
             program, self.tiled = with_tiles(without_dead_equations(program), tile_on, axes or {})
+        if tile_on is not None and axes is None and not tile_on.on_mesh:
+            program = self._with_some_edges(without_dead_equations(program), tile_on)
         losses = _unread_losses(program)
         reached = dataclasses.replace(program, outvars=[*program.outvars, *losses])
         self._program = dataclasses.replace(without_dead_equations(reached), outvars=program.outvars)
@@ -83,6 +86,13 @@ class Body:
                     self.inner[i] = bodies
                     self.tiled += [what for body in bodies for what in body.tiled]
                     self.inner_again |= any(body.inner_again for body in bodies)
+
+    def _with_some_edges(self, program: Program, on: TileOn) -> Program:
+        """The program in which messages between nodes run for some edges at a time."""
+        levels = levels_of(program.flow, [derivatives(name_stack(eqn)) for eqn in program.eqns])
+        program, _, found = with_some_edges(program, levels, on.platform)
+        self.tiled += found
+        return program
 
     @property
     def is_changed(self) -> bool:

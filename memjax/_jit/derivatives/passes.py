@@ -81,7 +81,7 @@ def passes_of(
       outvars: what it is run for.
       axes: sizes of the axes of the `jax.shard_map`s around it.
     """
-    eqns, levels = flow.eqns, _levels(flow, marks)
+    eqns, levels = flow.eqns, levels_of(flow, marks)
     count = max(levels, default=0) // 2 + 1
     stages = [[i for i, level in enumerate(levels) if level // 2 == stage] for stage in range(count)]
     found: dict[int, StepPasses] = {}
@@ -93,7 +93,7 @@ def passes_of(
     return stages, found
 
 
-def _levels(flow: Dataflow, marks: Sequence[Sequence[str]]) -> list[int]:
+def levels_of(flow: Dataflow, marks: Sequence[Sequence[str]]) -> list[int]:
     """By equation: 0 in the first forward pass, 1 in the first backward pass and after it, 2 in the next forward pass, and so on.
 
     An order by levels is one in which every equation comes after those that it depends on.

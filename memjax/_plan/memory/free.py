@@ -10,11 +10,11 @@ from memjax._core.lists import pick
 from memjax._core.meshes import device_of
 from memjax._core.program.costs import array_bytes
 from memjax._core.program.dataflow import variables
-from memjax._plan.derivative import Derivative
+from memjax._plan.derivative import Passes
 from memjax._plan.memory.layout import Layout, local_bytes
 
 
-def free_bytes(types: Sequence[Any], derivative: Derivative, layout: Layout) -> int:
+def free_bytes(types: Sequence[Any], derivative: Passes, layout: Layout) -> int:
     """The device's memory less what is in use, or what the inputs take, and less value and gradients.
 
     Raises ValueError for a device that keeps no statistics, as CPUs do not.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
+from memjax._plan.batch.passes import with_edges_of
 from memjax._plan.budget.decide import decide
-from memjax._plan.derivative import Derivative
+from memjax._plan.derivative import Derivative, Passes
 from memjax._plan.memory.free import free_bytes
 from memjax._plan.memory.layout import Layout
 from memjax._plan.result import Plan, Tiled
@@ -42,7 +44,7 @@ class Program:
     ):
         self.types, self._arguments, self._platform = types, (closed, types, wrt, outs, axes), platform
         self._tiling: Tiling | None = None
-        self._derivatives: dict[tuple[Tiled, ...], Derivative] = {}
+        self._derivatives: dict[tuple[Tiled, ...], Passes] = {}
 
     @property
     def tiling(self) -> Tiling:
@@ -51,18 +53,40 @@ class Program:
             self._tiling = Tiling(closed, types, outs, axes, self._platform)
         return self._tiling
 
-    def derivative(self, tiled: Sequence[Tiled] = ()) -> Derivative:
+    def derivative(self, tiled: Sequence[Tiled] = ()) -> Passes:
         """The derivative, with these parts run tile by tile."""
         key = tuple(tiled)
         if key not in self._derivatives:
             closed, types, wrt, outs, axes = self._arguments
-            self._derivatives[key] = Derivative(self.tiling.rewritten(key) if key else closed, types, wrt, outs, axes)
+            others = [one for one in key if not self._is_edges(one)]
+            found = Derivative(self.tiling.rewritten(others) if others else closed, types, wrt, outs, axes)
+            of_edges = next((one.tile for one in key if self._is_edges(one)), None)
+            tiled_edges = None if of_edges is None else with_edges_of(found, self._platform, of_edges)
+            self._derivatives[key] = tiled_edges or found
         return self._derivatives[key]
 
-    def choices(self) -> list[tuple[Tiled, ...]]:
-        """What can be tiled: the largest alone, and all; and the first recurrence in chunks of several sizes."""
-        found = tuple(self.tiling.found)
-        return list(dict.fromkeys(part for part in (found[:1], found, *((one,) for one in self.chunks)) if part))
+    @functools.cached_property
+    def edges(self) -> list[Tiled]:
+        """The edges of a graph, if the program has some."""
+        closed, types, wrt, outs, axes = self._arguments
+        if axes:  # collectives over them would be in the tiles
+            return []
+        found = with_edges_of(Derivative(closed, types, wrt, outs, axes), self._platform)
+        return [] if found is None or found.tiled is None else [found.tiled]
+
+    def _is_edges(self, what: Tiled) -> bool:
+        return any(what._replace(tile=one.tile) == one for one in self.edges)
+
+    @property
+    def every(self) -> list[Tiled]:
+        """All that can run in parts."""
+        return [*self.tiling.found, *self.tiling.recurrences, *self.edges]
+
+    def choices(self, devices: int = 1) -> list[tuple[Tiled, ...]]:
+        """What can be tiled: edges; the largest alone, and all; and the first recurrence in chunks of several sizes."""
+        found, edges = tuple(self.tiling.found), tuple(self.edges) if devices == 1 else ()
+        chunks = [(one,) for one in self.chunks]
+        return list(dict.fromkeys(part for part in (edges, found[:1], found, *chunks) if part))
 
     @property
     def chunks(self) -> list[Tiled]:
@@ -98,7 +122,7 @@ def choose(program: Program, layout: Layout, budget: int | str, allow: Sequence[
         if best is not None:
             return best
         raise ValueError(f"{refused}{_hint(program, allow)}")
-    for tiled in program.choices():
+    for tiled in program.choices(layout.devices):
         if best is not None and budget != "min" and best.seconds <= _PAYS * best.plain_seconds:
             break
         plan, message = attempt(tiled)
