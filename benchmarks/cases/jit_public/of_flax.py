@@ -100,12 +100,12 @@ def seq2seq(public: pathlib.Path) -> Step:
     return Step(train.train_step.__wrapped__, (state, batch, _KEY, table.eos_id), {"donate_argnums": 0}, first)
 
 
-def ogbg(public: pathlib.Path) -> Step:
+def ogbg(public: pathlib.Path, config_name: str = "default") -> Step:
     """Linen, a graph network: gathers and sums by segments."""
     import jraph
 
     train = module(public / "flax/examples/ogbg_molpcba/train.py")
-    config: Any = module(public / "flax/examples/ogbg_molpcba/configs/default.py").get_config()
+    config: Any = module(public / f"flax/examples/ogbg_molpcba/configs/{config_name}.py").get_config()
     config.latent_size = 32
     net = train.create_model(config, deterministic=False)
     graphs, nodes, edges = 32, 32 * 16, 32 * 40
@@ -200,6 +200,7 @@ CASES: dict[str, Callable[[pathlib.Path], Step]] = {
     "flax wmt": wmt,
     "flax seq2seq": seq2seq,
     "flax ogbg_molpcba": ogbg,
+    "flax ogbg graph_net": lambda public: ogbg(public, "default_graph_net"),
     "flax ppo": ppo,
     "flax gemma": gemma,
     "flax nnx vae": nnx_vae,
