@@ -67,20 +67,24 @@ class Subset(NamedTuple):
 def exact_subsets(problem: Problem) -> list[Subset]:
     """The subsets without codes; the fewest bytes first."""
     names = problem.names
-    votes: dict[Any, int] = {}
     cuts = []
     for price in problem.prices():
         kept = _kept_at(price, problem, problem.wanted, problem.known)
         cuts.append(
             list(dict.fromkeys(names.get(var, var) for var in kept if names.get(var, var) not in problem.known))
         )
-        for var in cuts[-1]:
-            votes[var] = votes.get(var, 0) + 1
+    votes = {var: tuple(i for i, cut in enumerate(cuts) if var in cut) for cut in cuts for var in cut}
     # Sums over devices cannot run again. Those of statistics are many, and small: they are no choice.
     total = sum(map(array_bytes, problem.wanted))
+    is_small = lambda var: _SMALL * array_bytes(var) <= total
     once = made_by(problem.again.eqns[i] for i in problem.again.acting)
-    always = [var for var in votes if var in once and _SMALL * array_bytes(var) <= total]
-    candidates = sorted((var for var in votes if var not in always), key=lambda var: -votes[var])[:_MOST_CANDIDATES]
+    always = [var for var in votes if var in once and is_small(var)]
+    # Of statistics that the same cuts keep all are kept or none, so that there is room for what is large.
+    together: dict[Any, list[Any]] = {}
+    for var in votes:
+        if var not in always:
+            together.setdefault((votes[var],) if is_small(var) else var, []).append(var)
+    candidates = sorted(together.values(), key=lambda group: -len(votes[group[0]]))[:_MOST_CANDIDATES]
     wanted = [var for var in problem.wanted if var not in always]
     found = _on_frontier(problem._replace(wanted=wanted, known={*problem.known, *always}), candidates, [], None)
     # Where what has to be kept is not all among the candidates, no subset of them will do; each of the cuts does.
@@ -117,7 +121,7 @@ def coded_subsets(problem: Problem, codes: Codes) -> list[Subset]:
     coded = [codes.of(var) for var, is_coded in best if is_coded]
     if not coded:
         return []
-    found = _on_frontier(problem, [var for var, is_coded in best if not is_coded], coded, codes)
+    found = _on_frontier(problem, [[var] for var, is_coded in best if not is_coded], coded, codes)
     return [Subset([*small, *subset.kept], subset.coded) for subset in found]
 
 
@@ -171,12 +175,21 @@ def _kept_at(
     )
 
 
-def _on_frontier(problem: Problem, exact: Sequence[Any], coded: Sequence[Code], codes: Codes | None) -> list[Subset]:
-    """The subsets of candidates that are on the frontier of bytes and seconds."""
+def _on_frontier(
+    problem: Problem, exact: Sequence[Sequence[Any]], coded: Sequence[Code], codes: Codes | None
+) -> list[Subset]:
+    """The subsets of candidates that are on the frontier of bytes and seconds.
+
+    Args:
+      problem: the stretch.
+      exact: variables that may be kept uncoded, in groups of which all are kept or none.
+      coded: what may be kept in codes.
+      codes: of the program, if something is.
+    """
     masks = np.arange(1 << (len(exact) + len(coded)))
     bit = lambda i: (masks >> i & 1).astype(bool)
     nothing = np.zeros(len(masks), bool)
-    as_it_is = {var: bit(i) for i, var in enumerate(exact)}
+    as_it_is = {var: bit(i) for i, group in enumerate(exact) for var in group}
     in_code = {code.of: bit(len(exact) + i) for i, code in enumerate(coded)}
     there = dict(as_it_is)
     for var, mask in in_code.items():
@@ -208,7 +221,7 @@ def _on_frontier(problem: Problem, exact: Sequence[Any], coded: Sequence[Code], 
         times[_breaks(problem, running[::-1], there, in_code, codes)] = np.inf
     return [
         Subset(
-            [var for var in exact if as_it_is[var][i]],
+            [var for var, mask in as_it_is.items() if mask[i]],
             [code for code in coded if in_code[code.of][i]],
         )
         for i in _frontier(nbytes, times)
