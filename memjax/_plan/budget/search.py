@@ -92,7 +92,7 @@ def search(
             alike = [one for one in tries if kind(one.number) == kind(i)]
             below = max((one for one in alike if one.number < i), default=None)
             above = min((one for one in alike if one.number > i), default=None)
-            expected[i] = _expected(predicted[i], *((below, above) if alike else (fits, over)))
+            expected[i] = _expected(predicted[i], *((below, above) if alike else (fits, over)), alike or tries)
         if tries and fits is None:
             is_off = tries[0].compiled > patience.off * tries[0].predicted
             if is_off or min(expected.values()) > patience.over * budget:
@@ -135,19 +135,25 @@ def is_out_of_reach(one: Try, budget: int, unsure: float = OF_ONE) -> bool:
     return one.compiled > unsure * budget and one.compiled > _KNOWN * one.predicted
 
 
-def _expected(predicted: int, below: Try | None, above: Try | None) -> float:
-    """Estimates the compiled bytes of a plan from its predicted bytes and the tries of one or two other plans."""
+def _expected(predicted: int, below: Try | None, above: Try | None, tries: Sequence[Try]) -> float:
+    """Estimates the compiled bytes of a plan from its predicted bytes and the tries of other plans, two of which are next to it."""
     if below is not None and above is not None:
         part = (predicted - below.predicted) / max(above.predicted - below.predicted, 1)
         return below.compiled + part * (above.compiled - below.compiled)
     one = below or above
-    return predicted if one is None else one.compiled + (predicted - one.predicted) * _slope(one)
+    return predicted if one is None else one.compiled + (predicted - one.predicted) * _slope(one, tries)
 
 
-def _slope(one: Try) -> float:
-    """Compiled bytes per predicted byte: 1 if the model is off by an amount, as mostly; or a factor, as for a sharded step."""
+def _slope(one: Try, tries: Sequence[Try]) -> float:
+    """Compiled bytes per predicted byte next to a try: 1 if the model is off by an amount, as mostly; or a factor, as for a sharded
+    step. Where it is off by so much that it may be either, two tries tell: the slope is theirs, between these."""
     factor = max(one.compiled, 1) / max(one.predicted, 1)
-    return 1.0 if 2 / 3 < factor < 3 / 2 else factor
+    others = [other for other in tries if other.predicted != one.predicted]
+    if 2 / 3 < factor < 3 / 2 or not others:
+        return 1.0 if 2 / 3 < factor < 3 / 2 else factor
+    other = min(others, key=lambda other: abs(other.predicted - one.predicted))
+    told = (one.compiled - other.compiled) / (one.predicted - other.predicted)
+    return min(max(told, min(1.0, factor)), max(1.0, factor))
 
 
 def told_apart(predicted: Sequence[int], seconds: Sequence[float]) -> list[int]:
