@@ -18,7 +18,7 @@ from memjax._plan.derivative import LoopPair, Passes
 from memjax._plan.memory.layout import Layout
 from memjax._plan.result import Plan
 from memjax._plan.solve.chain import Chain, Choice
-from memjax._plan.solve.loops import carried, in_results, remade, turn_of
+from memjax._plan.solve.loops import carried, in_results, remade, turn_of, written
 from memjax._plan.solve.order import scattered_into_sums
 from memjax._plan.solve.phases import available_anywhere
 from memjax._plan.solve.segment import BackwardTurn, Option
@@ -98,7 +98,8 @@ def _of_loop(chain: Chain, choice: Choice) -> tuple[list[_Held], list[_Held]]:
     segment = chain.between(choice.start, choice.stop)
     free, codes = available_anywhere(pair.program, pair.free), chain.codes_of_loop(pair)
     turn = BackwardTurn(turn_of(pair, free), chain.rates, free, is_loop=True)
-    crossing, moving = [*map(_whole, segment.crossing)], [*map(_whole, segment.entering)]
+    crossing = [*map(_whole, segment.crossing)]
+    moving = [*map(_whole, (*segment.entering, *written(pair, segment)))]
     if chain.rates.platform != "cpu":
         moving += [_Held("carried in the memory of a result", -array_bytes(var)) for var in in_results(pair, segment)]
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from memjax._core.compat import scan_counts
 from memjax._core.program import costs
 from memjax._core.program.costs import array_bytes
-from memjax._core.program.dataflow import variables
+from memjax._core.program.dataflow import is_literal, variables
 from memjax._core.program.jaxpr import nbytes
 from memjax._plan.codes import Codes
 from memjax._plan.derivative import LoopPair, can_be_split
@@ -67,7 +67,8 @@ def loop_options(
             mixed += [((turns, less), (length - turns, more)) for turns in range(1, length)]
     if is_reverse:  # turns are numbered by what is scanned over; those that run first keep less
         mixed = [parts[::-1] for parts in mixed]
-    crossing, moving = sum(map(array_bytes, segment.crossing)), sum(map(array_bytes, segment.entering))
+    crossing = sum(map(array_bytes, segment.crossing))
+    moving = sum(map(array_bytes, (*segment.entering, *written(pair, segment))))
     if rates.platform != "cpu":
         moving -= sum(map(array_bytes, in_results(pair, segment)))
 
@@ -109,6 +110,15 @@ def loop_options(
 def in_results(pair: LoopPair, segment: Segment) -> set[Any]:
     """What the loop of the backward pass carries to a result: it lies in that from the loop's start."""
     return set(segment.results).intersection(pair.backward.outvars[: scan_counts(pair.backward)[1]])
+
+
+def written(pair: LoopPair, segment: Segment) -> list[Any]:
+    """What the loop of the backward pass writes that is no result of the program: stacks, there in whole from the loop's start,
+    and what it carries, unless that is in the memory of what enters."""
+    eqn, results, entering = pair.backward, set(segment.results), set(segment.entering)
+    starts = eqn.invars[slice(*carried(eqn))]
+    over = {out for out, start in zip(eqn.outvars, starts) if not is_literal(start) and start in entering}  # noqa: B905
+    return [out for out in eqn.outvars if out not in results and out not in over]
 
 
 def carried(eqn: Any) -> tuple[int, int]:
