@@ -188,6 +188,7 @@ class Fit:
         Raises:
           DoesNotFitError: the budget is less than the least possible.
         """
+        self._acting, self._plans, self._elsewhere = {}, {}, 0  # a search before, not as thorough, may have left some
         if isinstance(budget, int) and (self.is_plain_compiled or self.may_fit_plain(budget)):
             if self.plain.nbytes <= budget:
                 return self._plan(budget, self.plain.nbytes), self.plain.program
