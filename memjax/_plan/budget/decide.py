@@ -31,7 +31,7 @@ _AS_PREDICTED = (
     1.05  # of the predicted bytes: a plan that takes more may take less in steps, and leave room for a faster
 )
 _UNSURE = 1.1  # by as much more or less the compiled bytes of one plan may be off than those of another
-_STEPS_DOWN = (0.98, 0.95, 0.85)  # of the least bytes so far, to ask for where the least is wanted
+_STEPS_DOWN = (0.98, 0.95, 0.85, 0.98)  # of the least bytes so far, to ask for where the least is wanted
 OF_PARTS = Patience(gain=5e-3, enough=3)
 """Plans of parts of a step: each try compiles the whole step."""
 _OFF = 1.1  # times the predicted bytes: the compiler orders the backward pass otherwise than the model has it
