@@ -10,7 +10,9 @@ from memjax._explain.compared import PeakComparison, compared
 from memjax._explain.parts import Alive
 from memjax._explain.peak import alive_at_peak
 from memjax._jit.decide import Entry, Step, beside, passes_by
+from memjax._jit.derivatives.passes import StepPasses
 from memjax._plan.predicted import predicted_at_peak
+from memjax._plan.result import Plan
 
 
 def explained_peak(
@@ -26,7 +28,13 @@ def explained_peak(
     """
     passes, layout = passes_by(step, traced, entry.plan, args, kwargs, leaves)
     parts = entry.plan.passes or (None,) * len(passes)
-    every = [predicted_at_peak(one, part, layout.within(one.axes)) for one, part in zip(passes, parts, strict=True)]
+
+    def alive(one: StepPasses, part: Plan | None) -> list[Alive]:
+        here = layout.within(one.axes)
+        around = Alive("results of loops, branches or shard_maps around it", "", "", here.local(one.around))
+        return [*predicted_at_peak(one, part, here), *([around] if around.bytes else [])]
+
+    every = [alive(one, part) for one, part in zip(passes, parts, strict=True)]
     most = max(every, key=lambda alive: sum(one.bytes for one in alive), default=[])
     found = entry.program.memory_analysis()
     results = found.output_size_in_bytes - found.alias_size_in_bytes

@@ -13,7 +13,7 @@ import jax
 from memjax._core.arrays import is_float
 from memjax._core.compat import derivatives, name_stack, parameters
 from memjax._core.lists import Arrays
-from memjax._core.program.costs import Device
+from memjax._core.program.costs import Device, array_bytes
 from memjax._core.program.dataflow import made_by, variables
 from memjax._core.program.jaxpr import Program, as_closed, axis_sizes, bind, calls_in_place, read, trace
 from memjax._jit.derivatives.inner import computed_again
@@ -132,6 +132,26 @@ class Body:
             of_body = {k for k, out in enumerate(eqn.outvars) if is_loop or out in in_use}
             for body in bodies:
                 body.put_in_use(of_body)
+
+    def note_around(self, results: Set[int] | None = None, nbytes: int = 0) -> None:
+        """Note for all passes the bytes of what is returned around them: see `StepPasses`.
+
+        Args:
+          results: the indices of the program's results that are results of the step; None: all are.
+          nbytes: of what is returned around the program and is none.
+        """
+        outs = self._program.outvars
+        of_step = set(variables(outs if results is None else (outs[i] for i in results)))
+        for one in self.passes:
+            one.around = nbytes
+        for i, bodies in self.inner.items():
+            eqn = self._program.eqns[i]
+            of_body = {k for k, out in enumerate(eqn.outvars) if out in of_step}
+            for body in bodies:
+                # In a `jax.shard_map` types are those of a device's part; of a loop the stacks are there as a whole.
+                made = body._program.outvars if eqn.primitive.name == "shard_map" else eqn.outvars
+                own = sum(array_bytes(out) for k, out in enumerate(made) if k not in of_body)
+                body.note_around(of_body, max(nbytes, own))  # the one is made of the other
 
     def evaluate(self, inputs: Sequence[Any], acting: Acting) -> Arrays:
         """The outputs of the program for values of its inputs."""
