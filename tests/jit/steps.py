@@ -67,7 +67,9 @@ def of(loss: Any, params: Any, optimizer: Any = OPTIMIZER) -> Step:
     return Step(updating(loss, optimizer), (params, optimizer.init(params), batch()), {"donate_argnums": (0, 1)})
 
 
-def accumulation() -> Step:
+def accumulating(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """A step that sums the gradients of two halves of the batch in a loop."""
+
     def step(params, state, x):
         def one(total, x):
             return jax.tree.map(jnp.add, total, jax.grad(loss)(params, x)), None
@@ -76,8 +78,13 @@ def accumulation() -> Step:
         updates, state = OPTIMIZER.update(gradients, state, params)
         return optax.apply_updates(params, updates), state
 
+    return step
+
+
+def accumulation() -> Step:
     params = parameters()
-    return Step(step, (params, OPTIMIZER.init(params), batch(2 * EXAMPLES)), {"donate_argnums": (0, 1)})
+    args = params, OPTIMIZER.init(params), batch(2 * EXAMPLES)
+    return Step(accumulating(loss), args, {"donate_argnums": (0, 1)})
 
 
 def alternating() -> Step:

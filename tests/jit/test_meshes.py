@@ -2,12 +2,29 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import memjax
 from memjax._core.compat import scan_counts
-from tests.jit.steps import EXAMPLES, OPTIONS, STEPS, batch, held, layer, of, parameters, updating, within
+from tests.jit.steps import (
+    EXAMPLES,
+    OPTIMIZER,
+    OPTIONS,
+    STEPS,
+    Step,
+    accumulating,
+    batch,
+    held,
+    layer,
+    loss,
+    of,
+    parameters,
+    scanned_loss,
+    updating,
+    within,
+)
 from tests.jit.test_jit import close, copied
 
 
@@ -15,6 +32,19 @@ def test_bytes_within_a_shard_map_are_those_of_a_device():
     step = STEPS["shard_map"]()
     [plan] = memjax.jit(step.f, budget=within(0.6, step), **step.options).plan(*step.args).passes
     assert plan.first_nbytes > 0.5 * plan.nbytes
+
+
+@pytest.mark.parametrize(
+    ("step_of", "loss"), [(updating, scanned_loss), (accumulating, scanned_loss), (accumulating, loss)]
+)
+def test_gradients_and_their_sums_are_there_while_loops_run(step_of, loss):
+    """Each takes an eighth of all bytes here, or more."""
+    layers = parameters(8)
+    params = layers if loss is not scanned_loss else jnp.stack(layers)
+    step = Step(step_of(loss), (params, OPTIMIZER.init(params), batch(32)), {"donate_argnums": (0, 1)})
+    jitted = memjax.jit(step.f, budget=within(0.7, step), allow=("recompute",), **step.options)
+    found = jitted.explain_peak(*step.args)
+    assert found.predicted == pytest.approx(found.compiled, rel=0.06)
 
 
 def test_a_loop_reads_no_array_that_is_one_number():

@@ -130,6 +130,44 @@ def test_with_enough_memory_no_product_runs_again_and_with_little_one_of_each_la
     assert products(memjax.planned(unrolled_loss, budget="min")) in (plain + 2, plain + 3)
 
 
+def test_layers_with_many_statistics_keep_what_a_policy_by_hand_keeps():
+    """Two norms and a softmax have statistics of a few bytes: they take no place of a product among what may be kept."""
+    examples, tokens, width, hidden = 8, 32, 64, 192
+    norm = lambda x, scale: x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5) * scale
+
+    def decoder(p, x):
+        h = norm(x, p["norm1"])
+        heads = lambda a: a.reshape(examples, tokens, -1, 16)
+        attended = jax.nn.dot_product_attention(
+            *(heads(h @ p[name]) for name in ("query", "key", "value")), is_causal=True
+        )
+        x = x + attended.reshape(x.shape) @ p["out"]
+        h = norm(x, p["norm2"])
+        return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
+
+    def loss_with(decoder):
+        return lambda params, x: jnp.mean(jax.lax.scan(lambda x, p: (decoder(p, x), None), x, params)[0] ** 2)
+
+    def products(f):
+        return str(jax.make_jaxpr(jax.grad(f))(*args)).count("dot_general")
+
+    square = dict.fromkeys(("query", "out"), (width, width)) | dict.fromkeys(("key", "value"), (width, width // 2))
+    wide = {
+        "gate": (width, hidden),
+        "up": (width, hidden),
+        "down": (hidden, width),
+        "norm1": (width,),
+        "norm2": (width,),
+    }
+    params = {name: jax.ShapeDtypeStruct((4, *size), jnp.float32) for name, size in (square | wide).items()}
+    args = params, jax.ShapeDtypeStruct((examples, tokens, width), jnp.float32)
+    plain, policy = loss_with(decoder), jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    by_hand = loss_with(jax.checkpoint(decoder, policy=policy))
+    assert products(memjax.planned(plain, budget="1GiB", allow=("recompute",))) == products(plain)
+    budget = temp(by_hand, *args)
+    assert products(memjax.planned(plain, budget=budget, allow=("recompute",))) <= products(by_hand)
+
+
 def test_a_plan_is_data():
     args = arguments(2)
     plan = memjax.plan(unrolled_loss, *args, budget="min", argnums=(0, 1))

@@ -79,6 +79,17 @@ def test_what_is_expected_after_a_correction_is_what_is_compiled():
             assert abs(one.expected / one.compiled - 1) < 0.001
 
 
+def test_two_tries_tell_an_amount_from_a_factor():
+    """Twice the predicted bytes may be a factor, as of a sharded step, or an amount, as of what is gathered at once."""
+    predicted, seconds = frontier(100)
+    for factor, amount in ((2.0, 0), (1.0, predicted[-1])):
+        compiled = off_by(predicted, factor, amount).tolist()
+        tries = search(predicted, seconds, compiled[50], compiled.__getitem__)
+        assert max(one.compiled for one in tries if one.compiled <= compiled[50]) > 0.985 * compiled[50]
+        for one in tries[2:]:
+            assert abs(one.expected / one.compiled - 1) < 0.001
+
+
 def test_what_one_plan_of_a_kind_is_off_by_is_expected_of_all_of_its_kind():
     """Plans of two kinds in turn, of which one takes more than predicted and the other less."""
     predicted = list(range(10_000, 20_000, 100))

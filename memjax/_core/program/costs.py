@@ -72,8 +72,8 @@ _DEVICES = (
 )
 _OTHER_GPU = Device("gpu", 1.5e14, 1.0e14, 1.0e12, 4e-6, 1e10)
 _AMD_GPU = _OTHER_GPU._replace(platform="rocm")
-# Measured on a core: a product of 256 x 64 by 64 x 192 126 us; a softmax over 0.1 MB 40 to 110 us, an activation of 0.2 MB times another
-# array 70 us, over eight times as much 520 to 700 us and 690 to 920 us.
+# Measured on a core: a product of 256 x 64 by 64 x 192 126 us; a softmax over 0.1 MB 40 to 110 us, an activation of 0.2 MB times
+# another array 70 us; over eight times as much 520 to 700 us and 690 to 920 us.
 _CPU = Device("cpu", 5e10, 5e10, 2e10, 1e-6, 1e10, "cpu")
 
 

@@ -28,8 +28,8 @@ class StepPasses(Passes):
       axes: sizes of the axes of the `jax.shard_map`s around them.
 
     Attributes:
-      around: bytes, besides results of the step, of what the loops, branches and `jax.shard_map`s around them return: gradients, say,
-        and sums of them. They are there while the passes run.
+      around: bytes, besides results of the step, of what the loops, branches and `jax.shard_map`s around them return: gradients,
+        say, and sums of them. They are there while the passes run.
     """
 
     around: int = 0

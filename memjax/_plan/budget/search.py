@@ -136,7 +136,7 @@ def is_out_of_reach(one: Try, budget: int, unsure: float = OF_ONE) -> bool:
 
 
 def _expected(predicted: int, below: Try | None, above: Try | None, tries: Sequence[Try]) -> float:
-    """Estimates the compiled bytes of a plan from its predicted bytes and the tries of other plans, two of which are next to it."""
+    """Estimates the compiled bytes of a plan from its predicted bytes and the tries of others, one or two of which are next to it."""
     if below is not None and above is not None:
         part = (predicted - below.predicted) / max(above.predicted - below.predicted, 1)
         return below.compiled + part * (above.compiled - below.compiled)
@@ -145,8 +145,8 @@ def _expected(predicted: int, below: Try | None, above: Try | None, tries: Seque
 
 
 def _slope(one: Try, tries: Sequence[Try]) -> float:
-    """Compiled bytes per predicted byte next to a try: 1 if the model is off by an amount, as mostly; or a factor, as for a sharded
-    step. Where it is off by so much that it may be either, two tries tell: the slope is theirs, between these."""
+    """Compiled bytes per predicted byte next to a try: 1 if the model is off by an amount, as mostly; or a factor, as for a
+    sharded step. Where it is off by so much that it may be either, two tries tell: the slope is theirs, between these."""
     factor = max(one.compiled, 1) / max(one.predicted, 1)
     others = [other for other in tries if other.predicted != one.predicted]
     if 2 / 3 < factor < 3 / 2 or not others:
