@@ -35,10 +35,17 @@ def names_in(spec: Any) -> tuple[str, ...]:
 
 
 def split_over(shardings: Sequence[Any], likely: Sequence[bool]) -> int:
-    """Over how many devices what is computed is taken to be split: as the inputs in `likely` are, or else as any."""
+    """Over how many devices what is computed is taken to be split.
+
+    As the inputs in `likely` are, the batch, and along other axes of their mesh that parameters are split along: so are most
+    arrays that tensor parallelism makes. Or else as any input is.
+    """
     divided = list(map(parts, shardings))
-    found = max(pick(divided, likely), default=1)
-    return found if found > 1 else max(drop(divided, likely), default=1)
+    if max(pick(divided, likely), default=1) == 1:
+        return max(drop(divided, likely), default=1)
+    named = [one for one in shardings if isinstance(one, NamedSharding)]
+    mesh = max(pick(shardings, likely), key=parts).mesh
+    return parts_by(mesh, tuple({name for one in named for name in names_in(one.spec)}))
 
 
 def with_devices(mesh: Any) -> jax.sharding.Mesh | None:
