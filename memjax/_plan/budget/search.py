@@ -136,7 +136,7 @@ def is_out_of_reach(one: Try, budget: int, unsure: float = OF_ONE) -> bool:
 
 
 def _expected(predicted: int, below: Try | None, above: Try | None, tries: Sequence[Try]) -> float:
-    """Estimates the compiled bytes of a plan from its predicted bytes and the tries of others, one or two of which are next to it."""
+    """Estimates the compiled bytes of a plan from its predicted bytes and the tries of others: two are next to it."""
     if below is not None and above is not None:
         part = (predicted - below.predicted) / max(above.predicted - below.predicted, 1)
         return below.compiled + part * (above.compiled - below.compiled)
