@@ -81,7 +81,7 @@ class Config:
 
 
 def as_small(config: Config) -> Config:
-    sizes = {"layers": 4, "width": 128, "hidden": 256, "heads": 4, "key_heads": 2, "head": 32}
+    sizes: dict[str, Any] = {"layers": 4, "width": 128, "hidden": 256, "heads": 4, "key_heads": 2, "head": 32}
     return dataclasses.replace(config, small=True, **sizes, vocabulary=512, tokens=256, tile=min(config.tile, 128))
 
 
@@ -158,7 +158,8 @@ def layer(config: Config, p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
 
 def step_of(config: Config) -> Callable[..., Any]:
     """A step: from weights, state and tokens to new ones and the loss; or to the loss and gradients."""
-    f, tx = functools.partial(layer, config), optimizer(config)
+    f: Callable[..., Any] = functools.partial(layer, config)
+    tx = optimizer(config)
     if config.policy == "checkpoint":
         f = jax.checkpoint(f)
 
@@ -214,7 +215,7 @@ def compile_ahead(config: Config, count: int) -> dict[str, Any]:
     assert config.ahead is not None
     jax.devices()  # the backend of this machine has to exist first
     text = config.ahead.read_text()
-    topology = topologies.get_topology_desc(
+    topology: Any = topologies.get_topology_desc(
         platform="cuda", topology_name="described", topology="1x1x1", target_config=text
     )
     on = SingleDeviceSharding(topology.devices[0])
