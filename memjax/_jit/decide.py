@@ -38,7 +38,7 @@ from memjax._jit.processes import are_in_all_processes, compiler_options, plan_o
 from memjax._jit.progress import Progress
 from memjax._jit.step_plan import StepPlan, StepPoint
 from memjax._jit.updates.in_loop import with_updates_in_loops
-from memjax._jit.ways import Ways, note_memory
+from memjax._jit.ways.ways import Ways, note_memory
 from memjax._measure import remat_compiler_options
 from memjax._plan.batch.examples import batch_of
 from memjax._plan.batch.microbatches import in_microbatches

@@ -12,8 +12,8 @@ import pytest
 from flax import linen as nn
 
 import memjax
-from memjax._jit.numbers import Numbers
 from memjax._jit.step_plan import StepPlan
+from memjax._jit.ways.numbers import Numbers
 from tests.jit.steps import network, parameters, scanned_loss
 
 WIDTH, EXAMPLES = 32, 8

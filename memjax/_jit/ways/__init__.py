@@ -1,0 +1,1 @@
+"""The ways to run a step, among which one is chosen."""
