@@ -155,3 +155,64 @@ def test_what_reads_all_gradients_keeps_them():
     run, _, [note] = moved(step_of(tx, norm=True), begin(tx, jnp.float32))
     assert run is None
     assert "reduce_sum" in note
+
+
+def _two_networks(scaled_by):
+    """Two scans, whose updates are scaled by numbers that `scaled_by` makes of what their backward loops carry out."""
+    rng = np.random.default_rng(1)
+    params = {name: jnp.asarray(rng.normal(size=(LAYERS, 16, 16)) / 4) for name in "ab"}
+
+    def loss(w, x):
+        return jnp.mean(jnp.square(jax.lax.scan(lambda x, p: (x + jnp.tanh(x @ p), None), x, w)[0]))
+
+    def step(params, state, x):
+        grads, inputs = zip(*(jax.grad(loss, (0, 1))(params[name], x) for name in "ab"), strict=True)
+        scales = scaled_by(*(jnp.sum(jnp.square(one)) for one in inputs))
+        new = [params[name] - 0.1 * scale * g for name, scale, g in zip("ab", scales, grads, strict=True)]
+        return dict(zip("ab", new, strict=True)), state
+
+    return step, (params, (), jnp.asarray(rng.normal(size=(8, 16))))
+
+
+def _one_stack_twice(_):
+    """Two scans over the same weights."""
+    rng = np.random.default_rng(1)
+    params = {"w": jnp.asarray(rng.normal(size=(LAYERS, 16, 16)) / 4), "e": jnp.asarray(rng.normal(size=(8, 16)))}
+
+    def loss(params):
+        run = lambda x: jax.lax.scan(lambda x, p: (x + jnp.tanh(x @ p), None), x, params["w"])[0]
+        return jnp.mean(run(params["e"]) ** 2) + jnp.mean(run(2 * params["e"][::-1]) ** 4)
+
+    def step(params, state, _):
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params)), state
+
+    return step, (params, (), jnp.zeros(()))
+
+
+@pytest.mark.parametrize(
+    ("make", "scaled_by"),
+    [(_two_networks, lambda a, b: (b, a)), (_two_networks, lambda a, b: (1.0, a)), (_one_stack_twice, None)],
+    ids=["each waits for the other", "one waits", "one stack twice"],
+)
+def test_each_backward_loop_runs_once(make, scaled_by, x64):
+    step, args = make(scaled_by)
+    run, leaves, _ = moved(step, args)
+    assert run.trace(*leaves).jaxpr.pretty_print().count("scan[") == 4
+    wanted = jax.jit(step)(*args)
+    found = run(*map(jnp.copy, leaves))
+    for one, other in zip(found, jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-13)
+
+
+def test_a_norm_of_new_weights_leaves_the_update_in_the_loop():
+    step, args = step_of(optax.adamw(1e-3)), begin(optax.adamw(1e-3), jnp.float32)
+
+    def logged(params, state, tokens):
+        params, state, value = step(params, state, tokens)
+        return params, state, value, optax.tree.norm(params)
+
+    plain, _, _ = moved(step, args)
+    run, leaves, _ = moved(logged, args)
+    temporary = lambda run: run.lower(*leaves).compile().memory_analysis().temp_size_in_bytes
+    assert temporary(run) < temporary(plain) + 2 * args[0]["layers"]["up"].nbytes
+    np.testing.assert_allclose(run(*map(jnp.copy, leaves))[-1], jax.jit(logged)(*args)[-1], rtol=1e-6)

@@ -143,7 +143,8 @@ class _Growth:
 
     def update(self) -> Update | None:
         """The update of all gradients that have one; None if none has."""
-        good = [part for part in self._parts() if self._is_worth_it(part) and self._of([part]) is not None]
+        parts = map(self._without_others, self._parts())
+        good = [part for part in parts if self._is_worth_it(part) and self._of([part]) is not None]
         return self._of(good) if good else None
 
     def reason(self) -> str | None:
@@ -173,6 +174,16 @@ class _Growth:
             gradients = [var for var in self._flow.reads[i] if var in self._loop.outvars]
             group |= dict.fromkeys([*gradients, *self._program.eqns[i].outvars], merged)
         return {id(one): one for one in group.values()}.values()
+
+    def _without_others(self, part: Sequence[int]) -> list[int]:
+        """Those that lead to donated arrays, if any does: a norm of new weights, say, is no part of their update."""
+        own, needed = set(part), set[int]()
+        walk = dataflow.Walk(out for out in self._makes(part) if out in self._donated)
+        for var in walk:
+            if (i := self._flow.place.get(var)) in own:
+                needed.add(i)
+                walk.add(self._flow.reads[i])
+        return sorted(needed) or list(part)
 
     def _is_worth_it(self, part: Sequence[int]) -> bool:
         """Whether fewer bytes are stacked than were."""

@@ -79,12 +79,33 @@ def _found(program: Program, donated: Mapping[Any, Any], platform: str) -> tuple
     kernels = [eqn for eqn in program.eqns if eqn.primitive is UPDATE]
     while True:
         opened = _with_arithmetic(program, kernels)
-        found = updates(opened, donated, platform)
+        found = _apart(opened, updates(opened, donated, platform), platform)
         moved = made_by(eqn for one in found for eqn in one.eqns)
         staying = [eqn for eqn in kernels if not moved.keys() >= set(eqn.outvars)]
         if not staying:
             return opened, found
         kernels = [eqn for eqn in kernels if eqn not in staying]
+
+
+def _apart(program: Program, found: Sequence[Update], platform: str) -> list[Update]:
+    """Of the updates, one after another, those that can be moved beside those before.
+
+    What two loops make the gradient of is updated in one of them. And none may wait for another that waits for it.
+    """
+    taken: list[Update] = []
+    for one in found:
+        is_new = all(set(one.makes).isdisjoint(other.makes) for other in taken)
+        if is_new and _has_order(program, [_InLoop(update, platform) for update in (*taken, one)]):
+            taken.append(one)
+    return taken
+
+
+def _has_order(program: Program, parts: Sequence[_InLoop]) -> bool:
+    try:
+        in_order(program, parts)
+    except ValueError:
+        return False
+    return True
 
 
 def _with_arithmetic(program: Program, kernels: Sequence[Any]) -> Program:

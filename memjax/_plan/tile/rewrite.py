@@ -180,7 +180,11 @@ def described(chosen: Sequence[Tiled]) -> str:
 
 
 def in_order(program: Program, picked: Sequence[Any]) -> list[Any]:
-    """The equations of a program outside of regions, and the regions, each after what it reads; in their order otherwise."""
+    """The equations of a program outside of regions, and the regions, each after what it reads; in their order otherwise.
+
+    Raises:
+      ValueError: regions read each other.
+    """
     makers, parts = dict(program.flow.makers), set(map(id, picked))
     inside: set[int] = set()
     for one in picked:
@@ -189,6 +193,7 @@ def in_order(program: Program, picked: Sequence[Any]) -> list[Any]:
     # What is made inside and read by nobody outside but through the region's outputs is made there alone; cheap
     # equations that others read as well stay outside, too.
     done: set[int] = set()
+    waiting: set[int] = set()  # for what they read
     order: list[Any] = []
 
     def add(step: Any) -> None:
@@ -201,9 +206,13 @@ def in_order(program: Program, picked: Sequence[Any]) -> list[Any]:
                 done.add(id(one))
                 order.append(one)
                 continue
+            waiting.add(id(one))
             stack.append((one, True))
             reads = variables(one.reads if id(one) in parts else one.invars)
-            stack += [(makers[var], False) for var in reads if var in makers and id(makers[var]) not in done]
+            needed = [makers[var] for var in reads if var in makers and id(makers[var]) not in done]
+            if not waiting.isdisjoint(map(id, needed)):
+                raise ValueError("these regions read each other")
+            stack += [(maker, False) for maker in needed]
 
     for eqn in program.eqns:
         if id(eqn) not in inside or eqn.effects:
