@@ -30,4 +30,30 @@ def _time() -> str:
     return table(header, body, [environment], "update")
 
 
-GUIDE: Tables = {"update": _time}
+def _whole_step() -> str:
+    loaded = [load(f"finetune_large_{name}") for name in ("checkpoint", "ahead")]
+    ways = {"checkpoint": "`jax.checkpoint` a layer, `jax.jit`", "plan": "`memjax.jit`"}
+    body = [
+        [
+            ways[row["policy"]],
+            f"{row['arguments'] / 2**30:.1f}",
+            f"{row['temporaries'] / 2**30:.1f}",
+            f"{row['workspace'] / 2**30:.1f}",
+            f"{sum(row[name] for name in ('arguments', 'temporaries', 'results', 'code', 'workspace')) / 2**30:.1f}",
+            f"{row['predicted_time']:.2f}" if "predicted_time" in row else "",
+        ]
+        for _, rows in loaded
+        for row in rows
+    ]
+    header = [
+        "8.03 10^9 parameters, 131,072 tokens",
+        "weights and state, GiB",
+        "temporaries",
+        "cuDNN",
+        "all",
+        "predicted time",
+    ]
+    return table(header, body, [environment for environment, _ in loaded], "whole_step")
+
+
+GUIDE: Tables = {"update": _time, "whole_step": _whole_step}
