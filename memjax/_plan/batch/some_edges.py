@@ -39,13 +39,18 @@ def with_some_edges(
     try:
         runs = [Microbatches(part, tile, platform) for part in edges.parts]
         inside = {id(run): run_as_program(run) for run in runs}
-    except (Mixed, TypeError, ValueError):  # the last two: sizes that an equation names in a way not known here
+        order = in_order(program, runs)
+    except (
+        Mixed,
+        TypeError,
+        ValueError,
+    ):  # sizes that an equation names in a way not known here, or parts without an order
         return program, list(stages), []
     stage_of = {id(eqn): stage for eqn, stage in zip(program.eqns, stages, strict=True)}
     stage_of |= {id(run): stage for run, stage in zip(runs, edges.stages, strict=True)}
     eqns, new_stages = [], []
     constvars, consts = [*program.constvars], [*program.consts]
-    for step in in_order(program, runs):
+    for step in order:
         stage = stage_of[id(step)]
         if (loop := inside.get(id(step))) is None:
             eqns.append(step)
