@@ -82,9 +82,7 @@ class Branches(nn.Module):
     ids=["if", "float", "numpy", "shape", "static argument", "key", "nnx", "linen"],
 )
 def test_what_needs_the_value_of_an_array_is_refused_with_the_fix(call):
-    wanted = (
-        r"f_or_module must be a function that JAX can trace, got .*: it needs the value of an array or a number for `if`,.* says: "
-    )
+    wanted = r"f_or_module must be a function that JAX can trace, got .*: it needs the value of an array or a number for `if`,.* says: "
     with pytest.raises(TypeError, match=wanted):
         call()
 
