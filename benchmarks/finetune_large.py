@@ -51,17 +51,17 @@ class Config:
     """Width of a head."""
     vocabulary: int = 128256
     tokens: int = 131072
-    """Of the one sequence of a step."""
+    """Length of the sequence. A step has one."""
     tile: int = 8192
     """Tokens of a feed-forward layer at once, by `memjax.remat.tiled`; 0: all."""
     bits: int = 8
-    """Of a moment: 8, 4, or 32 for float32."""
+    """Bits of each value of AdamW's moments: 8 or 4 in codes, 32 for float32."""
     master: Literal["rounded", "split"] = "rounded"
     """bfloat16 weights alone, rounded at random, or float32 masters whose upper halves they are."""
     policy: Literal["plan", "checkpoint"] = "plan"
     """`memjax.jit`, or `jax.jit` with `jax.checkpoint` round each layer."""
     budget: str = "75GiB"
-    """Of the device, for the step; "device": what it has."""
+    """Memory that the step may hold, as for `memjax.jit`."""
     allow: tuple[str, ...] = ("recompute", "tile")
     """What plans may do."""
     steps: int = 3
@@ -187,7 +187,7 @@ def jitted(config: Config, budget: int | str) -> Any:
 
 
 def flops(config: Config) -> float:
-    """Of a step, nothing computed again: 6 for each weight of a product and token, and causal attention's."""
+    """FLOPs of a step that recomputes nothing: 6 for each token and each weight of a matrix, and those of causal attention."""
     tree = shapes(config)
     products = math.prod(tree["head"]) + sum(math.prod(s) for s in tree["layers"].values() if len(s) == 3)
     attention = 6 * config.layers * config.tokens**2 * config.heads * config.head

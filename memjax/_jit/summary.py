@@ -14,7 +14,7 @@ _MOST = 3  # tiles, derivatives and notes that have a line each
 
 
 def summary(plan: Any) -> str:
-    """Of a `StepPlan`, in at most 15 lines: what it holds, notes, the largest arrays that it keeps, and where the rest is."""
+    """A `StepPlan` in at most 15 lines: its bytes, its notes, the largest arrays that it keeps, and where to find the others."""
     lines = [_head(plan), *(f"note: {note}" for note in _first(plan.notes))]
     if plan.as_written:
         return "\n".join(lines)

@@ -104,9 +104,8 @@ class _Growth:
         self.states: dict[Any, State] = dict.fromkeys(loop.outvars[scan_counts(loop)[1] :], TURNS)
         self.following: list[int] = []
         self.before: set[int] = set()
-        after = self._flow.depending(
-            loop.outvars
-        )  # nothing of this can be read in the loop, but for what is in the update
+        # What depends on the loop exists after it. So the update can read such a value only if it makes the value itself.
+        after = self._flow.depending(loop.outvars)
         for i, eqn in enumerate(program.eqns):
             self._add(i, eqn, after)
 
@@ -128,7 +127,10 @@ class _Growth:
         self.states |= zip(eqn.outvars, outs, strict=True)
 
     def _is_of_stacks(self, eqn: Any) -> bool:
-        """Whether it makes a stacked array from such arrays and numbers. A slice of what is made from others is read as it is."""
+        """Whether an equation makes a stacked array from stacked arrays and numbers alone. Then the update may make it by turns.
+
+        Stacked arrays that are made from anything else stay outside, and the update reads slices of them.
+        """
         is_known = lambda atom: is_literal(atom) or not shape_of(atom) or self._is_stacked(atom) or atom in self.states
         is_made = elements_of_turn(eqn, self._length) > 0 or all(map(self._is_stacked, eqn.outvars))
         return is_made and all(map(is_known, eqn.invars))

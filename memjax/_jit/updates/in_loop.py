@@ -88,9 +88,9 @@ def _found(program: Program, donated: Mapping[Any, Any], platform: str) -> tuple
 
 
 def _apart(program: Program, found: Sequence[Update], platform: str) -> list[Update]:
-    """Of the updates, one after another, those that can be moved beside those before.
+    """Takes updates in order, and leaves out each that cannot be moved together with those taken.
 
-    What two loops make the gradient of is updated in one of them. And none may wait for another that waits for it.
+    If two loops contribute to one gradient, the first loop has its update. No two updates may need each other's results.
     """
     taken: list[Update] = []
     for one in found:

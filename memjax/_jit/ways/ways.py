@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from memjax._core.compat import primitive_name
 from memjax._core.positions.walk import Mixed
 from memjax._core.program import costs
 from memjax._jit.account import donated_results
@@ -19,7 +20,6 @@ from memjax._jit.updates.in_loop import Moved, with_updates_in_loops
 from memjax._jit.ways.numbers import Numbers
 from memjax._plan.batch.examples import batch_of
 from memjax._plan.batch.microbatches import PASSES_OF_SUMS, in_microbatches, sum_bytes
-from memjax._plan.batch.notes import no_microbatches
 from memjax._plan.budget.search import OF_ONE
 from memjax._plan.memory.layout import Layout
 from memjax._plan.tile.passes import TileOn
@@ -56,7 +56,7 @@ class Ways:
     ):
         self._traced, self._allow, self._layout, self._device = traced, allow, layout, device
         self.beside, self._results, self._compile_with = arguments + results, results, compile_with
-        self._no_microbatches: list[str] = []  # why
+        self._no_microbatches: str | None = None  # why
         self.body = Body(traced.jaxpr)
         self.as_written = self._fit_of(self.body)
 
@@ -64,6 +64,7 @@ class Ways:
         note_memory(body, self._traced, self._device)
         allowed = {"compress": "compress" in self._allow, "offload": "offload" in self._allow}
         compile_with = lambda acting: self._compile_with(body, acting)
+        # Sums over microbatches are all that their loop returns.
         beside = self.beside + (sums or around(body, self._layout))
         return Fit(body, self._layout, compile_with, beside, **allowed, seconds_of_sums=seconds_of_sums)
 
@@ -154,7 +155,8 @@ class Ways:
         if "tile" in self._allow:
             tile_on = TileOn(self._device.platform, 0, self._layout.devices > 1)
             found += [f"tiles: {text}" for text in self.body.kept_whole(tile_on)]
-        return (*found, *self._no_microbatches, *(self._moved.notes if self._moved else ()))
+        found += [self._no_microbatches] if self._no_microbatches else []
+        return (*found, *(self._moved.notes if self._moved else ()))
 
     @functools.cached_property
     def _numbers(self) -> Numbers | None:
@@ -162,12 +164,12 @@ class Ways:
         if "microbatch" not in self._allow:
             return None
         if self._layout.devices > 1:
-            self._no_microbatches.append("microbatches: arrays lie on several devices; so far they are for one")
+            self._no_microbatches = "microbatches: arrays lie on several devices; so far they are for one"
             return None
         try:
             batch = batch_of(self._traced.jaxpr)
         except Mixed as error:
-            self._no_microbatches.append(no_microbatches(error))
+            self._no_microbatches = no_microbatches(error)
             return None
         # Sums over microbatches lie where results will.
         sums = max(sum_bytes(batch) - self._results, 0)
@@ -177,9 +179,9 @@ class Ways:
             try:
                 parts = in_microbatches(self._traced.jaxpr, batch, count, self._device.platform)
             except Mixed as error:
-                self._no_microbatches[:] = [no_microbatches(error)]
+                self._no_microbatches = no_microbatches(error)
                 return None
-            self._no_microbatches.clear()
+            self._no_microbatches = None
             return self._fit_of(Body(parts, microbatches=count), sums, count * seconds)
 
         divisible = self.as_written.predicted_kept - self.beside
@@ -210,6 +212,19 @@ class Ways:
                 yield self._fit_of(again)
 
 
+def no_microbatches(mixed: Mixed) -> str:
+    """Why there are none, where, and what to change, in a sentence."""
+    if mixed.eqn is None:
+        return f"microbatches: {mixed}"
+    name, where = primitive_name(mixed.eqn), mixed.where or "a place that is not known"
+    if "not known" in mixed.what or "is not run" in mixed.what:
+        return f"microbatches: `{name}` at {where} is not known to keep examples apart: write it by operations of jax.numpy"
+    fix = "compute it for each example alone"
+    if "batchnorm" in where.lower().replace("_", ""):
+        fix = "a norm over groups or features keeps examples apart"
+    return f"microbatches: the batch is mixed by `{name}` at {where}: {fix}"
+
+
 def around(body: Body, layout: Layout) -> int:
     """Bytes of a device for what is there while any of the passes in a body run, and is no result of the step."""
     return min((layout.within(one.axes).local(one.around) for one in body.every()), default=0)
@@ -218,8 +233,8 @@ def around(body: Body, layout: Layout) -> int:
 def note_memory(body: Body, traced: Any, device: Any) -> None:
     """Notes for all passes what there is around them, and that donated arguments lend no memory.
 
-    On GPUs predictions are nearer without this: a decoder of 909M parameters took 53.5 GiB as it is written, where 53.3 were
-    predicted; with the second it would be about 56.6.
+    On GPUs donated arguments are not noted, as predictions are nearer then: a decoder of 909M parameters took 53.5 GiB as it is
+    written, where 53.3 were predicted; otherwise it would be about 56.6.
     """
     body.note_around()
     if device.platform == "cpu":

@@ -250,10 +250,10 @@ def in_microbatches(closed: Any, batch: Batch, count: int, platform: str) -> Any
     program = batch.program
     try:
         run = Microbatches(batch, batch.length // count, platform)
-        inside = run_as_program(run)
+        inside, order = run_as_program(run), in_order(program, [run])
     except (TypeError, ValueError) as error:
         raise Mixed("a loop or a result has sizes that are not known to follow the batch") from error
-    eqns = [eqn for step in in_order(program, [run]) for eqn in (inside.eqns if step is run else [step])]
+    eqns = [eqn for step in order for eqn in (inside.eqns if step is run else [step])]
     constvars, consts = [*program.constvars, *inside.constvars], [*program.consts, *inside.consts]
     jaxpr = core.Jaxpr(constvars, program.invars, program.outvars, eqns, closed.jaxpr.effects, closed.jaxpr.debug_info)
     return core.ClosedJaxpr(jaxpr, consts)
