@@ -1,6 +1,7 @@
 """`memjax.jit`: what is compiled holds no more than the budget and computes what `jax.jit` does."""
 
 import dataclasses
+import functools
 import itertools
 import json
 
@@ -15,6 +16,7 @@ from jax.experimental import io_callback
 import memjax
 from memjax._core.check import readable_bytes
 from memjax._jit.account import bytes_of_results
+from memjax._plan.solve import chain
 from tests.jit.steps import LAYERS, OPTIONS, STEPS, WIDTH, batch, held, loss, parameters, within
 
 
@@ -331,3 +333,28 @@ def test_codes_where_they_are_allowed():
     found, expected = jitted(ws, x), jax.jit(step)(ws, x)
     close(found[1], expected[1])  # values are exact
     close(found[0], expected[0], rtol=1e-3)
+
+
+def test_layers_are_solved_once_however_many_scalars_their_updates_make(monkeypatch):
+    """AdamW of bfloat16 weights makes scalars of its own for each of them, early in the backward pass."""
+    solved = []
+    options = chain.options
+    monkeypatch.setattr(chain, "options", lambda *args, **more: solved.append(1) or options(*args, **more))
+    tx = optax.adamw(1e-3)
+
+    def step(weights, state, x):
+        def loss(weights):
+            residual = lambda x, w: x + jnp.tanh(x @ w)
+            return jnp.sum(functools.reduce(residual, weights, x).astype(jnp.float32) ** 2)
+
+        updates, state = tx.update(jax.grad(loss)(weights), state, weights)
+        return optax.apply_updates(weights, updates), state
+
+    def count(layers):
+        solved.clear()
+        weights = [jnp.ones((16, 16), jnp.bfloat16)] * layers
+        with jax.numpy_dtype_promotion("standard"), pytest.raises(ValueError, match="the least possible"):
+            memjax.jit(step, budget=1000).plan(weights, tx.init(weights), jnp.ones((64, 16), jnp.bfloat16))
+        return len(solved)
+
+    assert count(7) == count(9) > 0

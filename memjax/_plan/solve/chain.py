@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -89,8 +90,10 @@ class Chain:
             for var in reads:
                 self.last_turn[var] = max(self.last_turn.get(var, -1), turn)
                 read[var] = min(read.get(var, n), turn)
-        # Cotangents alive between the turns of pieces `k` and `k` - 1.
-        self.alive = [[var for var, turn in made.items() if turn >= k > read.get(var, k)] for k in range(n + 1)]
+        # Cotangents alive between the turns of pieces `k` and `k` - 1. Not scalars: optimizers make some early for each layer, so
+        # that each would have other bytes passing by, and be solved by itself.
+        arrays = [(var, turn) for var, turn in made.items() if math.prod(getattr(var.aval, "shape", ())) > 1]
+        self.alive = [[var for var, turn in arrays if turn >= k > read.get(var, k)] for k in range(n + 1)]
         flow = program.flow
         self.primal = flow.needed(self.derivative.outputs, always=flow.acting)
         self._is_primal = set(map(id, self.primal))
