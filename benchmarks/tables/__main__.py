@@ -20,7 +20,7 @@ from benchmarks.tables.markdown import Tables
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES: dict[str, Tables] = {
-    "README.md": overview.README,
+    "README.md": overview.README | optimizer.README,
     "docs/benchmarks/index.md": overview.INDEX,
     "docs/benchmarks/dense-block.md": densenet.TABLES,
     "docs/benchmarks/scan.md": scan.TABLES,

@@ -109,24 +109,37 @@ def scheduler() -> str:
 
 def whole_decoder() -> str:
     """Llama 3 8B over four GPUs."""
-    loaded = [load(name) for name in ("jit_mesh_8b_2", "jit_mesh_8b_131072")]
+    loaded = [load(f"jit_mesh_8b{name}") for name in ("_2", "_131072", "", "_unrolled")]
+    gib = lambda row, name: f"{row[name] / 2**30:.2f}" if name in row else ""
+    seconds = lambda row, name: f"{row[name] / 1e3:.3f}" if name in row else ""
     body = []
-    for _, rows in loaded:
+    for environment, rows in loaded:
         for row in rows:
-            by_hand = "policy" in row
+            budget = row.get("budget", "")
             body.append(
                 [
-                    f"{row['tokens']:,}",
-                    row["policy"] if by_hand else "(the device's memory is the budget)",
-                    f"{row['held'] / 2**30:.2f}" if by_hand else "",
-                    f"{row['ms'] / 1e3:.3f}" if by_hand else "",
-                    f"{row['planned_held'] / 2**30:.2f}",
-                    f"{row['planned_ms'] / 1e3:.3f}",
-                    f"{row['time']:.3f}" if by_hand else "",
-                    f"{row['tries']}",
+                    f"{environment['accelerator'].split(', ')[0].split()[1]}, {row['tokens']:,}",
+                    row["mode"],
+                    row.get("policy", f"(budget {budget.replace('GiB', ' GiB')})"),
+                    gib(row, "held"),
+                    seconds(row, "ms"),
+                    gib(row, "planned_held"),
+                    seconds(row, "planned_ms"),
+                    f"{row['time']:.3f}" if "time" in row else "",
+                    f"{row['tries']}" if "tries" in row else "",
                 ]
             )
-    header = ["tokens of a device", "kept by hand", "GiB", "s", "`memjax.jit`, GiB", "s", "time to by hand", "compiled"]
+    header = [
+        "GPU, tokens of each",
+        "layers",
+        "by hand",
+        "GiB",
+        "s",
+        "`memjax.jit`, GiB",
+        "s",
+        "time to by hand",
+        "compiled",
+    ]
     return table(header, body, [environment for environment, _ in loaded], "jit_mesh_8b")
 
 

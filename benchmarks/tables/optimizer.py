@@ -1,4 +1,4 @@
-"""The table of `docs/guides/optimizer.md`: times and bytes of updates."""
+"""Tables of `docs/guides/optimizer.md`: times and bytes of updates, and of whole steps."""
 
 from benchmarks.tables.markdown import Tables, load, table
 
@@ -56,4 +56,51 @@ def _whole_step() -> str:
     return table(header, body, [environment for environment, _ in loaded], "whole_step")
 
 
-GUIDE: Tables = {"update": _time, "whole_step": _whole_step}
+def _eight_billion() -> str:
+    """Steps that ran."""
+    loaded = [load(f"finetune_large{name}") for name in ("", "_forward_backward", "_14b")]
+    body = []
+    for _, rows in loaded:
+        for row in rows:
+            body.append(
+                [
+                    f"{row['parameters'] / 1e9:.1f}",
+                    f"{row['tokens']:,}",
+                    "forward and backward alone" if row["forward_backward"] else "whole step",
+                    f"{row['held'] / 2**30:.1f}",
+                    f"{row['peak_bytes'] / 2**30:.1f}",
+                    f"{row['step_s']:.2f}",
+                    f"{row['tokens_per_s']:,}",
+                    f"{row['utilisation']:.0%}",
+                ]
+            )
+    header = [
+        "10^9 parameters",
+        "tokens",
+        "what",
+        "compiled, GiB",
+        "allocator's peak",
+        "s",
+        "tokens a second",
+        "utilisation",
+    ]
+    return table(header, body, [environment for environment, _ in loaded], "eight_billion")
+
+
+def _sentence() -> str:
+    """The same in a line, for README."""
+    rows = [load(f"finetune_large{name}")[1][0] for name in ("", "_14b")]
+    held, second_held = (f"{row['held'] / 2**30:.1f} GiB" for row in rows)
+    first, second = rows
+    billions = f"{second['parameters'] / 1e9:.1f} billion"
+    return "\n".join(
+        (
+            f"One H100 of 80 GB trains all weights of a model of Llama-3-8B's shape by AdamW, on a sequence of",
+            f"{first['tokens']:,} tokens and with nothing on the host: {held}, {first['step_s']:.0f} s a step. A model of {billions}",
+            f"parameters, {second['tokens']:,} tokens: {second_held}, {second['step_s']:.1f} s.",
+        )
+    )
+
+
+README: Tables = {"finetune": _sentence}
+GUIDE: Tables = {"update": _time, "whole_step": _whole_step, "eight_billion": _eight_billion}
