@@ -95,9 +95,9 @@ def _sentence() -> str:
     billions = f"{second['parameters'] / 1e9:.1f} billion"
     return "\n".join(
         (
-            f"One H100 of 80 GB trains all weights of a model of Llama-3-8B's shape by AdamW, on a sequence of",
-            f"{first['tokens']:,} tokens and with nothing on the host: {held}, {first['step_s']:.0f} s a step. A model of {billions}",
-            f"parameters, {second['tokens']:,} tokens: {second_held}, {second['step_s']:.1f} s.",
+            "One H100 of 80 GB trains all weights of a model of Llama-3-8B's shape by AdamW, on a sequence of",
+            f"{first['tokens']:,} tokens and with nothing on the host: {held}, {first['step_s']:.0f} s a step. A model of",
+            f"{billions} parameters, {second['tokens']:,} tokens: {second_held}, {second['step_s']:.1f} s.",
         )
     )
 
