@@ -16,6 +16,7 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
+from memjax._commands.devices import Gpus, described, placed
 from memjax._commands.factory import CommandError, made, tell, users_errors
 from memjax._commands.frontier import as_data, plot, table
 from memjax._core.arguments import is_array_or_number, is_nnx, options_of
@@ -26,6 +27,7 @@ from memjax._jit.account import BudgetError
 from memjax._jit.jit import Jitted, jit
 
 Factory = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PACKAGE.MODULE:FACTORY")]
+Devices = Annotated[str | None, tyro.conf.arg(metavar="NUMBERxGPU")]
 File = Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FILE")]
 
 
@@ -41,12 +43,14 @@ class Explain:
     """Arguments that the step needs as values of Python."""
     picture: File = None
     """Draw the memory over the step into this file."""
+    devices: Devices = None
+    """GPUs to compile for, which need not be there, such as 1xH100."""
     json: bool = False
     """Print JSON, which `memjax.Explanation.from_json` reads."""
 
     def run(self, console: Console) -> int:
         _check_files(picture=self.picture)
-        step, args = made(self.factory)
+        step, args, _ = _made(self.factory, self.devices)
         with users_errors(f"{self.factory} must return a step that runs; it"):
             found = self._explained(step, args)
         if self.picture is not None:
@@ -91,13 +95,15 @@ class Fit:
     """Write the plan into this file, for `memjax.StepPlan.from_json`."""
     picture: File = None
     """Draw bytes and predicted time of all plans into this file."""
+    devices: Devices = None
+    """GPUs to plan for, which need not be there, such as 1xH100 or 8xH200. For several the factory takes `devices`."""
     json: bool = False
     """Print JSON."""
 
     def run(self, console: Console) -> int:
         _check_files(picture=self.picture, plan=self.plan)
-        given, args = made(self.factory)
-        step, to_paste = _within(given, self)
+        given, args, gpus = _made(self.factory, self.devices)
+        step, to_paste = _within(given, self, gpus)
         refused = None
         with users_errors(f"{self.factory} must return a step that runs; it", but=(BudgetError,)):
             try:
@@ -110,13 +116,14 @@ class Fit:
         if self.plan is not None and refused is None:
             _written("plan", self.plan, lambda path: path.write_text(plan.to_json()))
         if self.json:
-            print(json.dumps(as_data(plan, points, refused)))
+            print(json.dumps(as_data(plan, points, refused, gpus)))
         else:
             said = [refused] if refused is not None else [str(plan), f"In your program: {to_paste}"]
             if isinstance(given, Jitted) and "plan" in given.options:
                 said.append(
                     "note: the step has a plan under memjax.jit(plan=), which is left aside: this one is made anew"
                 )
+            said += [f"note: {gpus}"] if gpus is not None else []
             _show(console, said, table(points))
         return int(refused is not None)
 
@@ -135,13 +142,24 @@ def run(argv: Sequence[str]) -> int:
         return 2
 
 
-def _within(step: Callable[..., Any], asked: Fit) -> tuple[Jitted, str]:
+def _made(factory: str, devices: str | None) -> tuple[Callable[..., Any], Sequence[Any], Gpus | None]:
+    """The step, its arguments, and the GPUs that are asked for."""
+    if devices is None:
+        return *made(factory), None
+    gpus = described(devices)
+    step, args = made(factory, gpus.devices)
+    return step, placed(args, gpus), gpus
+
+
+def _within(step: Callable[..., Any], asked: Fit, gpus: Gpus | None) -> tuple[Jitted, str]:
     """The step under `memjax.jit` with what is asked, and how to write that. Options that it is jitted with already stay."""
     asked_for = {name: getattr(asked, name) for name in ("donate_argnums", "static_argnums", "allow")}
     given = step.options if isinstance(step, Jitted) else options_of(step)
     options = given | {name: value for name, value in asked_for.items() if value} | {"budget": asked.budget}
     options.pop("plan", None)
-    found = step.asking(**options, plan=None) if isinstance(step, Jitted) else jit(step, **options)
+    budget = gpus.nbytes if gpus is not None and asked.budget == "device" else asked.budget
+    within = options | {"budget": budget}
+    found = step.asking(**within, plan=None) if isinstance(step, Jitted) else jit(step, **within)
     if asked.plan is None:
         return found, line(step, options)
     code = {"plan": f"memjax.StepPlan.from_json(open({str(asked.plan)!r}).read())"}

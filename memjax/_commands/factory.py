@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import importlib
+import inspect
 import os
 import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import jax
 
 from memjax._core import check
 from memjax._core.clear_errors import is_own
@@ -25,8 +29,8 @@ class CommandError(ValueError):
     """Something in a command that its user can put right."""
 
 
-def made(target: str) -> tuple[Callable[..., Any], Sequence[Any]]:
-    """The step and its arguments, by the factory of this name."""
+def made(target: str, devices: Sequence[Any] | None = None) -> tuple[Callable[..., Any], Sequence[Any]]:
+    """The step and its arguments, by the factory of this name. If it takes `devices`, it is given these, or those of JAX."""
     module, _, name = target.partition(":")
     if not name or module.endswith(".py") or not all(part.isidentifier() for part in module.split(".")):
         fix = "name the module, not its file, and the function, such as train:make_step"
@@ -37,7 +41,8 @@ def made(target: str) -> tuple[Callable[..., Any], Sequence[Any]]:
         own = [key for key, value in vars(found).items() if getattr(value, "__module__", None) == module]
         fix = f"did you mean {near[0]!r}?" if near else f"it defines {', '.join(own) or 'nothing'}"
         raise CommandError(f"FACTORY must be a function in {module}, got {name!r}: {fix}")
-    factory = check.function("FACTORY", getattr(found, name), f"it returns {_WANTED}", arguments=0)
+    factory = _with_devices(getattr(found, name), devices)
+    check.function("FACTORY", factory, f"it may take `devices`, and returns {_WANTED}", arguments=0)
     with users_errors(f"FACTORY must return {_WANTED}; {target}"):
         result = factory()
     if not (
@@ -48,6 +53,16 @@ def made(target: str) -> tuple[Callable[..., Any], Sequence[Any]]:
     ):
         raise CommandError(f"FACTORY must return {_WANTED}; {target} returned {check.shown(result)}")
     return result[0], result[1]
+
+
+def _with_devices(factory: Any, devices: Sequence[Any] | None) -> Any:
+    try:
+        parameter = inspect.signature(factory).parameters.get("devices")
+    except (TypeError, ValueError):  # no function, or a built-in one
+        return factory
+    if parameter is None or (devices is None and parameter.default is not inspect.Parameter.empty):
+        return factory
+    return functools.partial(factory, devices=jax.devices() if devices is None else list(devices))
 
 
 def _imported(module: str) -> Any:

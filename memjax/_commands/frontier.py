@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from memjax._commands.devices import Gpus
 from memjax._core.check import readable_bytes
 from memjax._explain.explanation import Table
 from memjax._jit.step_plan import StepPlan, StepPoint
@@ -31,11 +32,17 @@ def table(points: Sequence[StepPoint]) -> list[Table]:
     return [("What each budget is predicted to cost", ["bytes", "time", "microbatches"], cells)]
 
 
-def as_data(plan: StepPlan, points: Sequence[StepPoint], refused: str | None) -> dict[str, Any]:
+def as_data(plan: StepPlan, points: Sequence[StepPoint], refused: str | None, gpus: Gpus | None) -> dict[str, Any]:
     """What `fit --json` prints."""
+    devices = (
+        None
+        if gpus is None
+        else {"kind": gpus.devices[0].device_kind, "count": len(gpus.devices), "nbytes": gpus.total}
+    )
     return {
         "fits": refused is None,
         "account": refused,
+        "devices": devices,
         "budget": plan.budget,
         "nbytes": plan.nbytes,
         "plain_nbytes": plan.plain_nbytes,
