@@ -16,6 +16,7 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
+from memjax._commands.batch import batch_of, budget_for, largest
 from memjax._commands.devices import Gpus, described, placed
 from memjax._commands.factory import CommandError, made, tell, users_errors
 from memjax._commands.frontier import as_data, plot, table
@@ -91,6 +92,8 @@ class Fit:
     """Arguments whose memory results may take."""
     static_argnums: tuple[int, ...] = ()
     """Arguments that the step needs as values of Python. Those of a jitted step are known."""
+    batch_argnums: tuple[int, ...] = ()
+    """Arguments whose first axis is the batch: says how many examples are predicted to fit."""
     plan: File = None
     """Write the plan into this file, for `memjax.StepPlan.from_json`."""
     picture: File = None
@@ -104,6 +107,8 @@ class Fit:
         _check_files(picture=self.picture, plan=self.plan)
         given, args, gpus = _made(self.factory, self.devices)
         step, to_paste = _within(given, self, gpus)
+        to_fill = budget_for(self.budget, gpus) if self.batch_argnums else 0
+        examples = batch_of(args, self.batch_argnums) if self.batch_argnums else None
         refused = None
         with users_errors(f"{self.factory} must return a step that runs; it", but=(BudgetError,)):
             try:
@@ -111,18 +116,20 @@ class Fit:
             except BudgetError as error:
                 refused, plan = str(error), error.least
             points = step.frontier(*args)
+        batch = largest(step, args, self.batch_argnums, examples, to_fill) if examples is not None else None
         if self.picture is not None:
             _written("picture", self.picture, lambda path: plot(points, plan, refused is None, path))
         if self.plan is not None and refused is None:
             _written("plan", self.plan, lambda path: path.write_text(plan.to_json()))
         if self.json:
-            print(json.dumps(as_data(plan, points, refused, gpus)))
+            print(json.dumps(as_data(plan, points, refused, gpus, batch)))
         else:
             said = [refused] if refused is not None else [str(plan), f"In your program: {to_paste}"]
             if isinstance(given, Jitted) and "plan" in given.options:
                 said.append(
                     "note: the step has a plan under memjax.jit(plan=), which is left aside: this one is made anew"
                 )
+            said += [str(batch)] if batch is not None else []
             said += [f"note: {gpus}"] if gpus is not None else []
             _show(console, said, table(points))
         return int(refused is not None)

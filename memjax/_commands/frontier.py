@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from memjax._commands.batch import Largest
 from memjax._commands.devices import Gpus
 from memjax._core.check import readable_bytes
 from memjax._explain.explanation import Table
@@ -32,13 +33,13 @@ def table(points: Sequence[StepPoint]) -> list[Table]:
     return [("What each budget is predicted to cost", ["bytes", "time", "microbatches"], cells)]
 
 
-def as_data(plan: StepPlan, points: Sequence[StepPoint], refused: str | None, gpus: Gpus | None) -> dict[str, Any]:
+def as_data(
+    plan: StepPlan, points: Sequence[StepPoint], refused: str | None, gpus: Gpus | None, batch: Largest | None
+) -> dict[str, Any]:
     """What `fit --json` prints."""
-    devices = (
-        None
-        if gpus is None
-        else {"kind": gpus.devices[0].device_kind, "count": len(gpus.devices), "nbytes": gpus.total}
-    )
+    devices = None
+    if gpus is not None:
+        devices = {"kind": gpus.devices[0].device_kind, "count": len(gpus.devices), "nbytes": gpus.total}
     return {
         "fits": refused is None,
         "account": refused,
@@ -46,6 +47,7 @@ def as_data(plan: StepPlan, points: Sequence[StepPoint], refused: str | None, gp
         "budget": plan.budget,
         "nbytes": plan.nbytes,
         "plain_nbytes": plan.plain_nbytes,
+        "largest_batch": None if batch is None else batch._asdict(),
         "frontier": [point._asdict() for point in points],
         "plan": dataclasses.asdict(plan),
     }
