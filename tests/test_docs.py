@@ -58,6 +58,21 @@ def test_code_runs(page, capsys):
     assert "nan" not in capsys.readouterr().out.lower()
 
 
+NEEDED = [
+    (page, name)
+    for page in DOCS
+    for name in re.findall(r'^```python title="needs (\w+)"$', text_of(page), re.MULTILINE)
+]
+
+
+@pytest.mark.parametrize(("page", "library"), sorted(set(NEEDED)))
+@pytest.mark.filterwarnings("ignore")  # those of the library
+def test_code_for_other_libraries_runs_where_they_are_installed(page, library):
+    pytest.importorskip(library)
+    with jax.numpy_dtype_promotion("standard"):
+        run_page.run(ROOT / page, library=library)
+
+
 FIRST_SCREEN = 2000  # letters, about
 
 
