@@ -5,6 +5,7 @@ import pathlib
 from benchmarks.tables import (
     compress,
     densenet,
+    gallery,
     jit,
     long_context,
     loss,
@@ -22,6 +23,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 PAGES: dict[str, Tables] = {
     "README.md": overview.README | optimizer.README,
     "docs/benchmarks/index.md": overview.INDEX,
+    "docs/gallery.md": gallery.TABLES,
     "docs/benchmarks/dense-block.md": densenet.TABLES,
     "docs/benchmarks/scan.md": scan.TABLES,
     "docs/benchmarks/linear-cross-entropy.md": loss.TABLES,
