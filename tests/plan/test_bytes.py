@@ -1,5 +1,6 @@
 """What the model of memory counts, on GPUs, which need not be there."""
 
+import dataclasses
 import functools
 from itertools import pairwise
 
@@ -12,6 +13,7 @@ from memjax._core.program import costs
 from memjax._core.program.jaxpr import calls_in_place
 from memjax._core.program.working import hoisted_bytes, peak_bytes
 from memjax._plan.budget.decide import _decide
+from memjax._plan.budget.digest import digest
 from memjax._plan.budget.known import Known, key_of
 from memjax._plan.budget.plans import Plans
 from memjax._plan.derivative import Derivative
@@ -391,3 +393,13 @@ def test_no_budget_takes_less_than_the_least():
     for share in (0.995, 0.97, 0.9, 0.8):
         with pytest.raises(ValueError, match="but the least possible is"):
             memjax.plan(loss, *arguments, budget=int(share * least.nbytes))
+
+
+def test_a_name_is_that_of_the_passes_as_they_are_now():
+    passes = chain(lambda w, x: jnp.sum(jnp.tanh(x @ w)), array(WIDTH, WIDTH), array(ROWS, WIDTH)).derivative
+    before = digest(passes)
+    passes.wrt = tuple(not one for one in passes.wrt)
+    changed = digest(passes)
+    assert changed != before
+    passes.backward = dataclasses.replace(passes.backward, eqns=passes.backward.eqns[:-1])
+    assert digest(passes) not in (before, changed)

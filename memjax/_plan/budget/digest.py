@@ -7,7 +7,9 @@ mesh is called, changes no equation under automatic axes, and is left out.
 from __future__ import annotations
 
 import hashlib
+import operator
 import re
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,8 +25,22 @@ _ADDRESS = re.compile(r"0x[0-9a-f]+")
 _PLACES = (jax.sharding.Sharding, jax.sharding.Mesh, jax.sharding.AbstractMesh)
 
 
+# Of passes as they were: what a search asks for each of many budgets.
+_found: weakref.WeakKeyDictionary[Passes, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+
+
 def digest(derivative: Passes) -> str:
     """Equal for equal programs, however their variables are called and wherever their arrays lie."""
+    now = derivative.forward, derivative.backward, derivative.wrt, derivative.outs, derivative.of_blocks
+    *before, name = _found.get(derivative, (None,))
+    # Passes are changed by getting other programs.
+    if len(before) != len(now) or not all(map(operator.is_, before, now)):
+        name = _digest(derivative)
+        _found[derivative] = *now, name
+    return name
+
+
+def _digest(derivative: Passes) -> str:
     names: dict[Any, str] = {}
     parts: list[str] = [str(derivative.wrt), str(derivative.outs), *(["blocks"] if derivative.of_blocks else [])]
     for program in (derivative.forward, derivative.backward):
