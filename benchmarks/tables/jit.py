@@ -63,7 +63,7 @@ def layers() -> str:
 
 
 def ahead() -> str:
-    names = ("scan", "unrolled_8192", "unrolled_131072", "unrolled_139", "scan_tiled", "unrolled_tiled")
+    names = ("scan", "unrolled_8192", "unrolled_131072", "unrolled_80", "unrolled_139", "scan_tiled", "unrolled_tiled")
     loaded = [load(f"jit_ahead_{name}", failed=True) for name in names]
     machine = loaded[0][1][0]["machine"].replace(", not run", " and not run")
     found: dict[Any, dict[float | None, dict[str, Any]]] = {}

@@ -3,6 +3,11 @@
 Before a stretch has its turn, what it reads passes a barrier together with the cotangents that have arrived, so that the compiler
 cannot compute it earlier, nor find that it has been computed already and keep that instead. A plan without stretches keeps all
 that the backward pass reads: the two passes are those that JAX makes, so that the step is the program it is without a plan.
+
+On several devices the barrier also waits for what the turn before the last has made for later: gradients of weights, say. XLA's
+latency hiding scheduler hides sending behind computing as long as memory lasts, all that the device has and not the budget, and
+puts off the products that make gradients. Then what these read of many layers is alive at once: 64 GiB where 32 were predicted,
+in 8 unrolled layers of Llama-3-8B's shape. One turn is left to send a gradient in.
 """
 
 from __future__ import annotations
@@ -81,7 +86,8 @@ class Run:
       in_steps_on: the platform for which the turns of the backward pass run in steps; None: the compiler has its way.
       derivative: of which less is differentiated than of the chain's; None: that one.
       gathers_again: whether sharded inputs are gathered again for the backward pass of a stretch that runs again.
-        `jax.checkpoint` does so. Otherwise the compiler keeps them gathered from the forward pass on.
+        `jax.checkpoint` does so. Otherwise the compiler keeps them gathered from the forward pass on. With that, a turn waits
+        for what the turn before the last has made.
 
     Attributes:
       derivative: as given.
@@ -133,6 +139,7 @@ class Run:
             gathered = self._gathered(eqns) if gathers_again and (self.turns or len(stretches) == 1) else []
             self.turns.append(Turn(again, eqns, codes, gathered, steps))
             reads += here
+        self._for_later = self._made_for_later() if gathers_again else [[] for _ in self.turns]
         self.coded = [code for turn in self.turns for code in turn.codes]
         self.is_rounded = any(one.option.coded for one in choices) or any(
             loop.is_rounded for loop in self._loops.values()
@@ -171,6 +178,16 @@ class Run:
                 found[id(eqn)] = before
             before = next((var for var in eqn.outvars if var in kept and is_float(var.aval)), before)
         return found
+
+    def _made_for_later(self) -> list[list[Any]]:
+        """For each turn what it makes that the turn after it does not read, and that is a result or read later."""
+        found: list[list[Any]] = []
+        later, following = set(variables(self.derivative.backward.outvars)), set[Any]()
+        for turn in reversed(self.turns):
+            found.append([var for var in made_by(turn.backward) if var in later and var not in following])
+            following = {var for eqn in turn.backward for var in self._read_by(eqn)}
+            later |= following
+        return found[::-1]
 
     def _gathered(self, eqns: Sequence[Any]) -> list[Any]:
         """The arrays among the inputs that these equations read; loops gather slices, each in its turn."""
@@ -221,12 +238,15 @@ class Run:
                 at += loop.stack_count
         env = backward.given(cotangents)
         cts = set(backward.invars)
-        for again, eqns, codes, gathered, steps in self.turns:
+        late: list[Any] = []  # that no barrier has waited for
+        for number, (again, eqns, codes, gathered, steps) in enumerate(self.turns):
             mine = dict.fromkeys(var for eqn in eqns for var in self._read_by(eqn))
             leaves = [var for var in dict.fromkeys([*read_by(again), *gathered]) if var in known]
             turn = {var: known[var] for var in mine if var in known}
             waiting = [var for var in mine if var in cts]
+            late += self._for_later[number - 2] if number > 1 else []
             if again or codes:
+                waiting, late = [*dict.fromkeys((*waiting, *late))], []
                 planes, tree = jax.tree.flatten([code_of[code.of] for code in codes])
                 passed = barrier([*read(env, waiting), *read(known, leaves), *planes])
                 env |= zip(waiting, passed, strict=False)

@@ -120,6 +120,26 @@ def test_a_gathered_parameter_is_not_kept_for_the_backward_pass():
     assert found.cost_analysis()["flops"] <= 1.05 * by_hand.cost_analysis()["flops"]
 
 
+def test_gradients_are_not_put_off_until_the_end_of_the_backward_pass():
+    """On a mesh a layer waits for what came of the layer before the last, or XLA hides sending behind all products of weights."""
+
+    def step(params, x):
+        gradients = jax.grad(loss)(params, x)
+        return [w - 0.1 * g for w, g in zip(params, gradients, strict=True)]
+
+    def made_by(params, x):
+        jitted = memjax.jit(step, budget=held(jax.jit(step).lower(params, x).compile()) // 2, allow=("recompute",))
+        program = jitted.trace(params, x).jaxpr.jaxpr
+        names = {out: eqn.primitive.name for eqn in program.eqns for out in eqn.outvars}
+        return [names[out] for out in program.outvars]
+
+    params, x = parameters(), batch(8 * EXAMPLES)
+    sharded, _, x_there = fully_sharded(params, x, "d")
+    first, *_, last = made_by(sharded, x_there)
+    assert (first, last) == ("sub", "optimization_barrier")
+    assert "optimization_barrier" not in made_by(params, x)
+
+
 def test_a_sharded_step_that_fits_is_the_program_of_jax_jit():
     """Without donation as well: results are counted as a device's parts."""
     step = STEPS["fully sharded"]()
