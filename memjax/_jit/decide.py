@@ -34,6 +34,7 @@ from memjax._jit.call import Pure, donated_values
 from memjax._jit.derivatives.body import Acting, Body
 from memjax._jit.derivatives.passes import StepPasses
 from memjax._jit.fit import MAKE_ONE, DoesNotFitError, acting_by, held_bytes
+from memjax._jit.order import WORTH_IT, ordered_for_memory
 from memjax._jit.processes import are_in_all_processes, compiler_options, plan_of_the_first
 from memjax._jit.progress import Progress
 from memjax._jit.step_plan import StepPlan, StepPoint
@@ -163,8 +164,10 @@ def _decided_here(
         )
     except DoesNotFitError as error:
         least = dataclasses.replace(error.plan, plain_nbytes=fit.plain_nbytes, notes=ways.notes)
-        message = account(least, error.program, traced, about=not fit.is_plain_compiled)
-        raise BudgetError(message, least) from None
+        if (found := planned.ordered_for_memory(least, layout)) is None:
+            message = account(least, error.program, traced, about=not fit.is_plain_compiled)
+            raise BudgetError(message, least) from None
+        chosen, best = found.plan, found.program
     kept.put(planned, chosen, best)
     return Entry(chosen, best, lambda: planned.jitted_of(best))
 
@@ -248,17 +251,19 @@ class _Planned:
         self._jitted: dict[int, Any] = {}
         self._loaded: set[int] = set()  # programs
 
-    def compiled(self, body: Body, acting: Acting) -> Any:
-        """The step with the passes in `acting` run by these, compiled."""
+    def compiled(self, body: Body, acting: Acting, *, for_memory: bool = False) -> Any:
+        """The step with the passes in `acting` run by these, compiled, in the order of XLA or that of the least memory."""
         out_tree = self._out_tree
 
         def run(*args: Any, **kwargs: Any) -> Any:
             given = [leaf for leaf in jax.tree.leaves((args, kwargs)) if is_tracer(leaf)]  # the others are static
             return jax.tree.unflatten(out_tree, body.evaluate(given, acting))
 
-        changed = acting or body.is_changed
+        changed = acting or body.is_changed or for_memory
         # Without them nothing is computed again. The step as it is written is that of jax.jit.
         own = dict(remat_compiler_options(self._platform)) if changed else {}
+        if for_memory:
+            own |= ordered_for_memory(self._platform, (self._step.options.get("compiler_options") or {}) | own)
         jitted = self._step.with_options(run, own) if changed else self._step.plain
         options = own | compiler_options(self._platform)
         with option_errors(self._step.options.get("compiler_options") or {}):
@@ -303,8 +308,20 @@ class _Planned:
     def by(self, plan: StepPlan, layout: Layout) -> Entry:
         """The step by a plan that was made before."""
         body = self.body_by(plan, layout)
-        program = self.compiled(body, acting_by(body, plan, layout) if plan.passes else {})
+        acting = acting_by(body, plan, layout) if plan.passes else {}
+        program = self.compiled(body, acting, for_memory=plan.ordered_for_memory)
         return Entry(plan, program, lambda: self.jitted_of(program))
+
+    def ordered_for_memory(self, plan: StepPlan, layout: Layout) -> Entry | None:
+        """The step by a plan that takes a little more than its budget, ordered for the least memory, if it fits then."""
+        if plan.nbytes > WORTH_IT * plan.budget or not ordered_for_memory(self._platform, {}):
+            return None
+        found = self.by(dataclasses.replace(plan, ordered_for_memory=True), layout)
+        nbytes = held_bytes(found.program)
+        if nbytes > plan.budget:
+            return None
+        fitting = dataclasses.replace(found.plan, nbytes=nbytes)
+        return Entry(fitting, found.program, lambda: self.jitted_of(found.program))
 
 
 def passes_by(

@@ -45,6 +45,7 @@ class StepPlan:
       microbatches: parts of the batch that the derivative goes through one after the other, adding up gradients.
       updates_in_loops: whether updates of stacked weights run in the loops of backward passes, so that the gradients of one turn
         exist at a time.
+      ordered_for_memory: whether the compiler orders the step for the least memory. By default it is ordered for speed.
       notes: what was allowed and cannot be done, why, and what to change.
     """
 
@@ -58,12 +59,14 @@ class StepPlan:
     microbatches: int = 1
     updates_in_loops: bool = False
     plain_is_predicted: bool = False
+    ordered_for_memory: bool = False
     notes: tuple[str, ...] = ()
 
     @property
     def as_written(self) -> bool:
         """Whether the step runs as it is written."""
-        return not (any(self.passes) or self.tiled or self.microbatches > 1 or self.updates_in_loops)
+        changed = any(self.passes) or self.tiled or self.microbatches > 1 or self.updates_in_loops
+        return not (changed or self.ordered_for_memory)
 
     @property
     def seconds(self) -> float:
@@ -97,7 +100,7 @@ class StepPlan:
             }
             flags = {
                 name: check.flag(name, fields[name])
-                for name in ("inner_again", "plain_is_predicted", "updates_in_loops")
+                for name in ("inner_again", "plain_is_predicted", "updates_in_loops", "ordered_for_memory")
             }
             numbers["microbatches"] = check.integer("microbatches", fields["microbatches"], least=1)
             if not all(isinstance(note, str) for note in fields["notes"]):

@@ -39,7 +39,8 @@ def _head(plan: Any) -> str:
     about = "about " * plan.plain_is_predicted
     text = f"{of}{about}{readable_bytes(plan.plain_nbytes)} as it is written; predicted time {more:+.1%}"
     text += f"; in {plan.microbatches} microbatches" * (plan.microbatches > 1)
-    return text + "; updates in the loops of backward passes" * plan.updates_in_loops
+    text += "; updates in the loops of backward passes" * plan.updates_in_loops
+    return text + "; ordered by the compiler for the least memory" * plan.ordered_for_memory
 
 
 def _first(texts: Sequence[str]) -> Iterator[str]:
