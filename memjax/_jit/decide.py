@@ -284,7 +284,8 @@ class _Planned:
 
     def body_by(self, plan: StepPlan, layout: Layout) -> Body:
         """The derivatives in the step, as a plan has them that was made before."""
-        tile_on = TileOn(self._platform, plan.tile_nbytes, layout.devices > 1) if plan.tiled else None
+        how = self._platform, plan.tile_nbytes, layout.devices > 1, plan.chunks
+        tile_on = TileOn(*how) if plan.tiled else None
         rates = costs.device(device_of(layout.shardings)) if plan.inner_again else None
         closed = self._closed
         if plan.microbatches > 1:

@@ -372,7 +372,8 @@ class Fit:
 
     def _plan(self, budget: int | str, nbytes: int) -> StepPlan:
         plans = tuple(self._plans[one] if one in self._acting else None for one in self._passes)
-        tiles = (tuple(self._body.tiled), self._body.tile_on.nbytes) if self._body.tile_on else ((), 0)
+        on = self._body.tile_on
+        tiles = (tuple(self._body.tiled), on.nbytes, on.chunks) if on else ((), 0, 0)
         asked = nbytes if isinstance(budget, str) else budget
         body = self._body
         how = *tiles, body.inner_again, body.microbatches, body.updates_in_loops

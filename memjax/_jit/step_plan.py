@@ -18,7 +18,7 @@ class StepPoint(NamedTuple):
       nbytes: bytes of a device: arguments, results that are no donated arguments, temporaries.
       seconds: of its derivatives.
       microbatches: as of the plan.
-      tiled: whether a loss goes tile by tile.
+      tiled: whether a loss goes tile by tile, or a loop over time in chunks.
     """
 
     nbytes: int
@@ -39,8 +39,9 @@ class StepPlan:
       passes: by derivative in the step, in the order of their equations, those in loops and branches after the others: the plan
         of its two passes, of which the bytes are temporary ones; None where it runs as it is written. None at all: the whole step
         does.
-      tiled: what runs tile by tile, a loss and its gradient at once.
+      tiled: what runs tile by tile, a loss and its gradient at once, or in chunks of time.
       tile_nbytes: what a tile may take, where that is more than usual.
+      chunks: in how many chunks of time loops run, with what leads to them and follows: these are what is tiled. 0: in none.
       inner_again: whether derivatives inside of a derivative, such as forces in a loss, compute again what they read.
       microbatches: parts of the batch that the derivative goes through one after the other, adding up gradients.
       updates_in_loops: whether updates of stacked weights run in the loops of backward passes, so that the gradients of one turn
@@ -55,6 +56,7 @@ class StepPlan:
     passes: tuple[Plan | None, ...] = ()
     tiled: tuple[Tiled, ...] = ()
     tile_nbytes: int = 0
+    chunks: int = 0
     inner_again: bool = False
     microbatches: int = 1
     updates_in_loops: bool = False
@@ -96,7 +98,7 @@ class StepPlan:
             tiled = tuple(Tiled.of_fields(one) for one in fields["tiled"])
             numbers: dict[str, Any] = {
                 name: check.integer(name, fields[name], least=0)
-                for name in ("budget", "nbytes", "plain_nbytes", "tile_nbytes")
+                for name in ("budget", "nbytes", "plain_nbytes", "tile_nbytes", "chunks")
             }
             flags = {
                 name: check.flag(name, fields[name])

@@ -23,6 +23,7 @@ from memjax._plan.derivative import without_dead_equations
 from memjax._plan.result import Tiled
 from memjax._plan.run import Run
 from memjax._plan.tile.passes import TileOn, kept_whole, with_tiles
+from memjax._plan.tile.passes_in_chunks import with_chunks
 
 _BODIES = ("scan", "cond", "while", "shard_map")
 Acting = Mapping[StepPasses, Run]
@@ -62,9 +63,11 @@ class Body:
         self._axes = axes
         self.tile_on, self.tiled, self.microbatches = tile_on, list[Tiled](), microbatches
         self.updates_in_loops = updates_in_loops
-        if tile_on is not None and (axes is not None or not tile_on.on_mesh):
+        if tile_on is not None and tile_on.chunks:
+            program = self._with_chunks(without_dead_equations(program), tile_on)
+        elif tile_on is not None and (axes is not None or not tile_on.on_mesh):
             program, self.tiled = with_tiles(without_dead_equations(program), tile_on, axes or {})
-        if tile_on is not None and axes is None and not tile_on.on_mesh:
+        if tile_on is not None and axes is None and not (tile_on.on_mesh or tile_on.chunks):
             program = self._with_some_edges(without_dead_equations(program), tile_on)
         losses = _unread_losses(program)
         reached = dataclasses.replace(program, outvars=[*program.outvars, *losses])
@@ -86,6 +89,12 @@ class Body:
                     self.inner[i] = bodies
                     self.tiled += [what for body in bodies for what in body.tiled]
                     self.inner_again |= any(body.inner_again for body in bodies)
+
+    def _with_chunks(self, program: Program, on: TileOn) -> Program:
+        """The program in which loops over time run in chunks."""
+        levels = levels_of(program.flow, [derivatives(name_stack(eqn)) for eqn in program.eqns])
+        program, self.tiled = with_chunks(program, levels, on.chunks, on.platform, self._axes or {})
+        return program
 
     def _with_some_edges(self, program: Program, on: TileOn) -> Program:
         """The program in which messages between nodes run for some edges at a time."""

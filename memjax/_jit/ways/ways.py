@@ -23,6 +23,7 @@ from memjax._plan.batch.microbatches import PASSES_OF_SUMS, in_microbatches, sum
 from memjax._plan.budget.search import OF_ONE
 from memjax._plan.memory.layout import Layout
 from memjax._plan.tile.passes import TileOn
+from memjax._plan.tile.recurrences import CHUNKS
 
 _ABOUT = 1.03  # times as slow: predictions are no better
 _TILES = 64  # the logits of a tile take such a part of the budget: beside them a tile has others as large
@@ -204,8 +205,9 @@ class Ways:
         if "tile" in self._allow:
             nbytes = room // _TILES if isinstance(room, int) else 0
             tile_on = TileOn(self._device.platform, nbytes, self._layout.devices > 1)
-            if (tiled := Body(closed, tile_on, **options)).tiled:
-                yield self._fit_of(tiled)
+            for on in (tile_on, *(tile_on._replace(nbytes=0, chunks=count) for count in CHUNKS)):
+                if (tiled := Body(closed, on, **options)).tiled:
+                    yield self._fit_of(tiled)
         if any(map(has_inner, self.body.every())):
             again = Body(closed, inner_again_on=costs.device(self._device), **options)
             if again.inner_again:

@@ -13,7 +13,7 @@ from memjax._plan.derivative import Derivative, Passes
 from memjax._plan.memory.free import free_bytes
 from memjax._plan.memory.layout import Layout
 from memjax._plan.result import Plan, Tiled
-from memjax._plan.tile.chunks import chunk_sizes
+from memjax._plan.tile.recurrences import chunk_sizes
 from memjax._plan.tile.rewrite import Tiling, described
 
 _PAYS = 1.002  # times the time of keeping everything: a plan that takes less than this has nothing to gain from tiles

@@ -1,14 +1,13 @@
 """Recurrences chunk by chunk: a loop over time, with what is computed for each step before and after it.
 
-Steps mix through what the loop carries alone. So embeddings, projections, the loop, heads and losses may run for some steps at a
-time, and then for the next ones: nothing exists for all steps at once but what goes in. The chunks are a loop around the user's
-loop, which JAX differentiates and plans divide like any other: with the state between chunks kept, a chunk runs again in its
-iteration of the backward pass. What the chunks share, parameters that is, gets its gradients summed over chunks in float32.
+Nothing exists for all steps at once but what goes in. The chunks are a loop around the user's loop, which JAX differentiates and
+plans divide like any other: with the state between chunks kept, a chunk runs again in its iteration of the backward pass. What
+the chunks share, parameters that is, gets its gradients summed over chunks in float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,188 +19,29 @@ from memjax._core.arrays import as_array, is_float, strong, zeros
 from memjax._core.backward.passes import vjp
 from memjax._core.compat import primitive_name, scan_counts
 from memjax._core.lists import Arrays, merge, pick
-from memjax._core.positions.growth import Growth, Sources
 from memjax._core.positions.rules import apply_rule
 from memjax._core.positions.walk import Mixed, Positions, State, Summed, Walk, shape_of, shared
-from memjax._core.program.costs import array_bytes
-from memjax._core.program.dataflow import is_literal, made_by, variables
+from memjax._core.program.dataflow import is_literal
 from memjax._core.program.jaxpr import Program, axis_sizes, bind, calls_in_place, trace
 from memjax._core.program.primitives import CUSTOM_CALLS, TRACED_CUSTOM_CALLS
+from memjax._core.tiles import with_size
+from memjax._plan.tile.recurrences import Recurrence, carried, is_loop
 from memjax._plan.tile.resized import Resized
 
-_FEWEST_STEPS = 32
-_FEWEST_IN_CHUNK = 8
-_WORTH = 2  # times what goes in and comes out: less is not worth chunks
-_CHUNKS = (4, 16, 64)  # how many there are
 _CUSTOM = CUSTOM_CALLS.keys() | TRACED_CUSTOM_CALLS
-
-
-class Recurrence(NamedTuple):
-    """A part of a program that may run chunk by chunk.
-
-    Attributes:
-      seed: number of its first loop.
-      length: steps of its loops.
-      reverse: whether they begin with the last row.
-      eqns: in order.
-      shared: variables that all chunks read.
-      mapped: variables of which each chunk reads its steps, and in which dimension these are.
-      outs: variables that are read outside. The states that its loops end with are not among them.
-      axes: where these have their steps; None: sums.
-      nbytes: of what it makes.
-    """
-
-    seed: int
-    length: int
-    reverse: bool
-    eqns: list[Any]
-    shared: list[Any]
-    mapped: list[tuple[Any, int]]
-    outs: list[Any]
-    axes: list[int | None]
-    nbytes: int
-
-    @property
-    def loops(self) -> list[Any]:
-        return [eqn for eqn in self.eqns if _is_loop(eqn, self.length)]
-
-
-def recurrences(program: Program) -> list[Recurrence]:
-    """Those of a program, straight lines of equations, that do not overlap; in order."""
-    found: list[Recurrence] = []
-    sources, taken = Sources(program), set[int]()
-    for i, eqn in enumerate(program.eqns):
-        if id(eqn) in taken or not _is_loop(eqn) or eqn.params["length"] < _FEWEST_STEPS:
-            continue
-        region = _Grown(program, sources, i).recurrence()
-        if region is not None and taken.isdisjoint(map(id, region.eqns)):
-            taken.update(map(id, region.eqns))
-            found.append(region)
-    return found
-
-
-def chunk_sizes(length: int) -> Iterator[int]:
-    """Steps of a chunk that are worth a try, the largest first."""
-    for count in _CHUNKS:
-        if length // count >= _FEWEST_IN_CHUNK:
-            yield length // count
-
-
-def _is_loop(eqn: Any, length: int | None = None) -> bool:
-    """Whether the equation is a loop over arrays, of so many steps."""
-    if eqn.primitive.name != "scan" or eqn.effects:
-        return False
-    return len(eqn.invars) > sum(scan_counts(eqn)) and length in (None, eqn.params["length"])
-
-
-class _Grown(Growth):
-    """The equations around a loop that keep steps apart: those that follow from it, then those that lead to these alone."""
-
-    def __init__(self, program: Program, sources: Sources, seed: int):
-        first = program.eqns[seed]
-        self._begin(program, sources, seed, first.params["length"])
-        self._reverse = first.params["reverse"]
-        behind: set[Any] = set()  # what follows from the region outside of it
-        for i in range(seed, len(program.eqns)):
-            eqn, reads = program.eqns[i], program.flow.reads[i]
-            if not behind.isdisjoint(reads):
-                behind.update(eqn.outvars)
-            elif i == seed or any(var in self.states for var in reads):
-                is_mine = _is_loop(eqn, self.length) and eqn.params["reverse"] == self._reverse
-                if is_mine and self._add_loop(i):
-                    behind.update(eqn.outvars[: scan_counts(eqn)[1]])
-                elif is_mine or not self._add(i, None):
-                    behind.update(eqn.outvars)
-
-    def _add_loop(self, i: int) -> bool:
-        """Take a loop in, if it scans over steps and nothing else of it has steps."""
-        eqn = self.program.eqns[i]
-        first = sum(scan_counts(eqn))
-        rows = Positions(0, 1)
-        if any(not is_literal(atom) and atom in self.states for atom in eqn.invars[:first]):
-            return False
-        if any(self.states.get(atom, rows) != rows for atom in eqn.invars[first:] if not is_literal(atom)):
-            return False
-        others = [shared(shape_of(atom)) for atom in eqn.invars[:first]]
-        self.operands[i] = [*others, *[rows] * (len(eqn.invars) - first)]
-        self.states |= dict.fromkeys(eqn.outvars[scan_counts(eqn)[1] :], rows)
-        self.inside.append(i)
-        return True
-
-    def _add_what_leads_here(self) -> None:
-        """Take in what makes operands with steps, where nothing outside reads it."""
-        waiting = list(self.inside)
-        while waiting:
-            i = waiting.pop()
-            for atom, state in zip(self.program.eqns[i].invars, self.operands[i], strict=True):
-                j = None if is_literal(atom) else self.program.flow.place.get(atom)
-                if j is None or j in self.operands or not isinstance(state, Positions):
-                    continue
-                readers = {
-                    one for out in self.program.eqns[j].outvars for one in self.program.flow.readers.get(out, [])
-                }
-                results = set(variables(self.program.outvars))
-                if readers <= self.operands.keys() and results.isdisjoint(self.program.eqns[j].outvars):
-                    found = self.kept_apart(j, state) if len(self.program.eqns[j].outvars) == 1 else None
-                    if found is not None:
-                        self.operands[j], outs = found
-                        self.states |= zip(self.program.eqns[j].outvars, outs, strict=True)
-                        self.inside.append(j)
-                        waiting += [j, i]
-
-    def recurrence(self) -> Recurrence | None:
-        """None where it is no more than a loop, or not worth chunks."""
-        if not self.inside:
-            return None
-        self._add_what_leads_here()
-        numbers, program = sorted(self.operands), self.program
-        eqns = [program.eqns[i] for i in numbers]
-        made, results, chosen = made_by(eqns), set(variables(program.outvars)), set(numbers)
-        is_read = lambda var: var in results or not chosen.issuperset(program.flow.readers.get(var, ()))
-        outs = [var for var in made if var in self.states and is_read(var)]
-        states = [self.states[var] for var in outs]
-        if any(isinstance(state, Positions) and state.inner != 1 for state in states):
-            return None
-        mapped: dict[tuple[Any, int], None] = {}
-        common: dict[Any, None] = {}
-        for i in numbers:
-            count = _carried(program.eqns[i], self.length)
-            for k, (atom, state) in enumerate(zip(program.eqns[i].invars, self.operands[i], strict=True)):
-                if not is_literal(atom) and atom not in made and k not in count:
-                    if isinstance(state, Positions):
-                        mapped[atom, state.dim] = None
-                    else:
-                        common[atom] = None
-        if len({var for var, _ in mapped}) < len(mapped) or not common.keys().isdisjoint(var for var, _ in mapped):
-            return None
-        axes = [state.dim if isinstance(state, Positions) else None for state in states]
-        inside = sum(array_bytes(var) for var in made if isinstance(self.states.get(var), Positions))
-        moved = sum(array_bytes(var) for var, _ in mapped) + sum(map(array_bytes, outs))
-        if inside < _WORTH * moved:
-            return None
-        return Recurrence(self.seed, self.length, self._reverse, eqns, list(common), list(mapped), outs, axes, inside)
-
-
-def _carried(eqn: Any, length: int) -> range:
-    """Which operands of an equation are what a loop over steps starts from."""
-    if not _is_loop(eqn, length):
-        return range(0)
-    consts, carried = scan_counts(eqn)
-    return range(consts, consts + carried)
 
 
 def _rule(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
     """The states of an equation's outputs; loops over steps keep these apart. Raises Mixed."""
-    if not _is_loop(eqn, walk.length):
+    if not is_loop(eqn, walk.length):
         return apply_rule(walk, eqn, states)
     first = sum(scan_counts(eqn))
     if any(isinstance(state, Positions | Summed) for state in states[:first]):
         raise Mixed("a loop whose state has steps", eqn=eqn)
     if any(state != Positions(0, 1) for state in states[first:]):
         raise Mixed("a loop over what has its steps elsewhere", eqn=eqn)
-    carried = scan_counts(eqn)[1]
-    outs = eqn.outvars
-    return [*(shared(shape_of(out)) for out in outs[:carried]), *[Positions(0, 1)] * (len(outs) - carried)]
+    count, outs = scan_counts(eqn)[1], eqn.outvars
+    return [*(shared(shape_of(out)) for out in outs[:count]), *[Positions(0, 1)] * (len(outs) - count)]
 
 
 class _Chunk(Resized):
@@ -254,6 +94,34 @@ def _with_rule(
     return lambda values, _: run(values)
 
 
+class Parts(NamedTuple):
+    """Variables of what one pass makes for each step and another one reads, chunk by chunk: it is never there as a whole.
+
+    Attributes:
+      stacked: the chunks, one on another.
+      last: the steps that are left, fewer than a chunk has; None: there are none.
+      dim: where these have their steps.
+    """
+
+    stacked: Any
+    last: Any | None
+    dim: int
+
+    @classmethod
+    def of(cls, var: Any, dim: int, length: int, chunk: int) -> Parts:
+        """New ones, for a variable that has so many steps in that dimension."""
+        shape, left = shape_of(var), length % chunk
+        type_of = lambda shape: strong(var.aval).update(shape=shape)
+        first = with_size(shape, dim, chunk)
+        rows = first[dim : dim + 1] + first[:dim] + first[dim + 1 :]
+        last = core.Var(type_of((left, *rows[1:]))) if left else None
+        return cls(core.Var(type_of((length // chunk, *rows))), last, dim)
+
+    @property
+    def variables(self) -> list[Any]:
+        return [self.stacked] if self.last is None else [self.stacked, self.last]
+
+
 class InChunks:
     """A recurrence as a function of its shared and its mapped values and of what its loops start from.
 
@@ -261,23 +129,33 @@ class InChunks:
       region: the recurrence.
       chunk: steps of a chunk.
       platform: of the device, as JAX calls it.
+      parts: by variable with steps, those that stand for it. They are given, or returned, in its place.
+      differentiable: whether it is to be differentiated. Else it keeps the marks of derivatives.
 
     Raises Mixed where it mixes steps.
     """
 
-    def __init__(self, region: Recurrence, chunk: int, platform: str):
-        self.region, self._chunk = region, chunk
+    def __init__(
+        self,
+        region: Recurrence,
+        chunk: int,
+        platform: str,
+        parts: Collection[tuple[Any, Parts]] = (),
+        *,
+        differentiable: bool = True,
+    ):
+        self.region, self._chunk, self._parts = region, chunk, dict(parts)
         self.starts, self.ends = list[Any](), list[Any]()
         for eqn in region.loops:
-            where = _carried(eqn, region.length)
+            where = carried(eqn, region.length)
             self.starts += eqn.invars[where.start : where.stop]
             self.ends += eqn.outvars[: len(where)]
         states_in = [core.Var(strong(out.aval)) for out in self.ends]
         given = iter(states_in)
         eqns = []
         for eqn in region.eqns:
-            if _is_loop(eqn, region.length):
-                invars, where = list(eqn.invars), _carried(eqn, region.length)
+            if is_loop(eqn, region.length):
+                invars, where = list(eqn.invars), carried(eqn, region.length)
                 invars[where.start : where.stop] = [next(given) for _ in where]
                 eqn = eqn.replace(invars=invars)
             eqns.append(eqn)
@@ -288,35 +166,49 @@ class InChunks:
         states += [shared(shape_of(var)) for var in states_in]
         out_states: list[State] = [Summed() if axis is None else Positions(axis, 1) for axis in region.axes]
         out_states += [shared(shape_of(var)) for var in self.ends]
-        self._run = _Chunk(program, states, out_states, region.length, platform)
+        if differentiable:
+            self._run: Resized = _Chunk(program, states, out_states, region.length, platform)
+        else:
+            self._run = Resized(program, states, out_states, region.length, platform, _rule, marked=True)
 
     @property
     def reads(self) -> list[Any]:
         """What it is called with."""
-        return [*self.region.shared, *(var for var, _ in self.region.mapped), *self.starts]
+        return [*self.region.shared, *self._each(var for var, _ in self.region.mapped), *self.starts]
 
     @property
     def makes(self) -> list[Any]:
         """What it returns."""
-        return [*self.region.outs, *self.ends]
+        return [*self._each(self.region.outs), *self.ends]
+
+    def _each(self, some: Iterable[Any]) -> list[Any]:
+        return [one for var in some for one in (self._parts[var].variables if var in self._parts else [var])]
 
     def __call__(self, values: Arrays) -> Arrays:
         """The outputs, and what the loops end with."""
-        n, m = len(self.region.shared), len(self.region.shared) + len(self.region.mapped)
-        outs, ends = self._in_chunks(values[:n], values[n:m], values[m:])
-        return [*outs, *ends]
+        region, rest, whole = self.region, iter(values), self.region.length // self._chunk * self._chunk
+        common = [next(rest) for _ in region.shared]
+        stacked, last = [], []
+        for var, dim in region.mapped:
+            if (parts := self._parts.get(var)) is not None:
+                stacked.append(next(rest))
+                last.append(None if parts.last is None else next(rest))
+            else:
+                row = jnp.moveaxis(next(rest), dim, 0)
+                stacked.append(row[:whole].reshape(whole // self._chunk, self._chunk, *row.shape[1:]))
+                last.append(row[whole:])
+        return self._in_chunks(common, stacked, last, [as_array(start) for start in rest])
 
-    def _in_chunks(self, shared_values: Arrays, mapped: Arrays, starts: Arrays) -> tuple[Arrays, Arrays]:
-        region, chunk = self.region, self._chunk
-        whole = region.length // chunk * chunk
-        wide = [_wide(value) for value in shared_values]
+    def _in_chunks(self, common: Arrays, stacked: Arrays, last: Arrays, starts: Arrays) -> Arrays:
+        region, whole = self.region, self.region.length // self._chunk * self._chunk
+        wide = [_wide(value) for value in common]
         dims = [dim for _, dim in region.mapped]
         is_sum = [axis is None for axis in region.axes]
         count = len(is_sum)
 
         def steps(state: tuple[Arrays, Arrays], tiles: Arrays) -> tuple[tuple[Arrays, Arrays], Arrays]:
             carry, sums = state
-            values = [one.astype(value.dtype) for one, value in zip(wide, shared_values, strict=True)]
+            values = [one.astype(value.dtype) for one, value in zip(wide, common, strict=True)]
             tiles = [jnp.moveaxis(tile, 0, dim) for tile, dim in zip(tiles, dims, strict=True)]
             found = self._run([*values, *tiles, *carry])
             outs, ends = found[:count], found[count:]
@@ -325,28 +217,27 @@ class InChunks:
             ends = [end.astype(one.dtype) for end, one in zip(ends, carry, strict=True)]
             return (ends, new), rows
 
-        rows = [jnp.moveaxis(value, dim, 0) for value, dim in zip(mapped, dims, strict=True)]
-        stacked = [row[:whole].reshape(whole // chunk, chunk, *row.shape[1:]) for row in rows]
-        last = [row[whole:] for row in rows]
-        none_yet = [_wide(zeros(strong(out.aval))) for out in pick(region.outs, is_sum)]
-        state = [as_array(start) for start in starts], none_yet
-        parts: list[Arrays] = []
+        state = starts, [_wide(zeros(strong(out.aval))) for out in pick(region.outs, is_sum)]
+        of_last: Arrays | None = None
         if whole < region.length and region.reverse:
-            state, part = steps(state, last)
-            parts = [part]
-        state, part = lax.scan(steps, state, stacked, reverse=region.reverse)
-        parts = [[out.reshape(whole, *out.shape[2:]) for out in part], *parts]
+            state, of_last = steps(state, last)
+        state, of_chunks = lax.scan(steps, state, stacked, reverse=region.reverse)
         if whole < region.length and not region.reverse:
-            state, part = steps(state, last)
-            parts.append(part)
+            state, of_last = steps(state, last)
         ends, sums = state
-        joined = iter([jnp.concatenate(some) if len(some) > 1 else some[0] for some in zip(*parts, strict=True)])
-        totals = iter(sums)
-        outs = [
-            (next(totals) if axis is None else jnp.moveaxis(next(joined), 0, axis)).astype(var.aval.dtype)
-            for var, axis in zip(region.outs, region.axes, strict=True)
-        ]
-        return outs, ends
+        totals, rows = iter(sums), iter(zip(of_chunks, of_last or [None] * len(of_chunks), strict=True))
+        found: Arrays = []
+        for var, axis in zip(region.outs, region.axes, strict=True):
+            some = [next(totals)] if axis is None else self._joined(var, axis, *next(rows))
+            found += [one.astype(var.aval.dtype) for one in some]
+        return [*found, *ends]
+
+    def _joined(self, var: Any, axis: int, chunks: Any, last: Any | None) -> Arrays:
+        """What was made for each step: as a whole, or in its parts."""
+        if var in self._parts:
+            return [chunks] if last is None else [chunks, last]
+        row = chunks.reshape(-1, *chunks.shape[2:])
+        return [jnp.moveaxis(row if last is None else jnp.concatenate([row, last]), 0, axis)]
 
 
 def _wide(value: Any) -> Any:

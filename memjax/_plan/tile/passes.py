@@ -29,11 +29,13 @@ class TileOn(NamedTuple):
       platform: of the device, as JAX calls it.
       nbytes: what a tile of logits may take, where that is more than usual.
       on_mesh: whether arrays lie on several devices: tiles of a program for all of them would send sums for each tile.
+      chunks: in how many chunks of time loops run, with what leads to them and follows; 0: in none, and losses in tiles.
     """
 
     platform: str
     nbytes: int = 0
     on_mesh: bool = False
+    chunks: int = 0
 
 
 def with_tiles(program: Program, on: TileOn, axes: dict[str, int]) -> tuple[Program, list[Tiled]]:

@@ -181,9 +181,10 @@ class _Evaluation:
         if eqn is not None and eqn.primitive.name == "broadcast_in_dim":
             into = eqn.params["broadcast_dimensions"]
             (atom,) = eqn.invars
-            if dim not in into or shape_of(atom)[into.index(dim)] == 1:
-                shape = with_size(eqn.params["shape"], dim, size)
-                return self._of.bind(eqn.replace(params=eqn.params | {"shape": shape}), [self.value(atom)])[0]
+            is_wide = dim in into and shape_of(atom)[into.index(dim)] > 1
+            value = self.narrowed(atom, into.index(dim)) if is_wide else self.value(atom)
+            shape = with_size(eqn.params["shape"], dim, size)
+            return self._of.bind(eqn.replace(params=eqn.params | {"shape": shape}), [value])[0]
         if eqn is not None and primitive_name(eqn) in ELEMENTWISE and len(eqn.outvars) == 1:
             wide = lambda atom: len(shape_of(atom)) > dim and shape_of(atom)[dim] > 1 and not is_literal(atom)
             return self._of.bind(eqn, [self.narrowed(a, dim) if wide(a) else self.value(a) for a in eqn.invars])[0]

@@ -20,7 +20,8 @@ from memjax._core.program.jaxpr import Program, as_closed, calls_in_place, evalu
 from memjax._core.program.scopes import place_of
 from memjax._plan.derivative import without_checkpoints, without_dead_equations
 from memjax._plan.result import Tiled
-from memjax._plan.tile.chunks import InChunks, Recurrence, chunk_sizes, recurrences
+from memjax._plan.tile.chunks import InChunks
+from memjax._plan.tile.recurrences import Recurrence, chunk_sizes, recurrences
 from memjax._plan.tile.region import TiledPasses, TiledRegion
 from memjax._plan.tile.views import with_early_views
 
