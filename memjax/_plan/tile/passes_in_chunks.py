@@ -7,7 +7,7 @@ and the second reads is stacked by chunks: then the loops over chunks are a pair
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from memjax._core.compat import derivatives, name_stack, varying
@@ -84,7 +84,7 @@ def _recurrences(program: Program, levels: Sequence[int]) -> list[_Both]:
         if id(eqn) in taken or not is_forward or not is_loop(eqn) or eqn.params["length"] < FEWEST_STEPS:
             continue
         both = _both(program, sources, levels, i)
-        if both is not None and taken.isdisjoint(map(id, both.eqns)) and _is_worth(both):
+        if both is not None and taken.isdisjoint(map(id, both.eqns)) and _is_worth(program, both):
             taken.update(map(id, both.eqns))
             found.append(both)
     return found
@@ -149,17 +149,20 @@ def _backward(
         return grown
 
 
-def _is_worth(both: _Both) -> bool:
+def _is_worth(program: Program, both: _Both) -> bool:
+    """Whether the forward pass makes more than what loops alone keep: plans run these again in blocks."""
     between = {var for var, _ in both.between}
+    kept = {out for eqn in both.forward.loops for out in eqn.outvars} & between
+    inside = {program.flow.place[eqn.outvars[0]] for eqn in both.forward.eqns}
+    kept = {var for var in kept if inside.isdisjoint(program.flow.readers.get(var, ()))}
     read = {var for part in both[:2] for var, _ in part.mapped} - between
-    made = [
-        var
-        for part in both[:2]
-        for var, axis in zip(part.outs, part.axes, strict=True)
-        if axis is not None and var not in between
-    ]
-    moved = sum(map(array_bytes, read)) + sum(map(array_bytes, made))
-    return is_worth_chunks(both.forward.nbytes + both.backward.nbytes, moved)
+    outs = [pair for part in both[:2] for pair in zip(part.outs, part.axes, strict=True)]
+    made = [var for var, axis in outs if axis is not None and var not in between]
+    return is_worth_chunks(both.forward.nbytes - _bytes(kept), _bytes([*read, *made]))
+
+
+def _bytes(some: Iterable[Any]) -> int:
+    return sum(map(array_bytes, some))
 
 
 def _in_chunks(both: _Both, chunk: int, platform: str) -> list[InChunks]:
@@ -173,7 +176,9 @@ def _in_chunks(both: _Both, chunk: int, platform: str) -> list[InChunks]:
 def _as_program(run: InChunks, axes: dict[str, int]) -> Program:
     """The equations that run a pass, of its own variables, marked as a part of that pass."""
     reads, makes = run.reads, run.makes
-    inside = calls_in_place(trace(lambda *values: run(list(values)), [var.aval for var in reads], axes), differentiable=False)
+    inside = calls_in_place(
+        trace(lambda *values: run(list(values)), [var.aval for var in reads], axes), differentiable=False
+    )
     made = made_by(inside.eqns)
     if len(set(makes)) < len(makes) or len(set(variables(inside.outvars)) & made.keys()) < len(makes):
         raise Mixed("a result that chunks do not make")

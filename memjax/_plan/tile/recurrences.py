@@ -206,7 +206,7 @@ class Grown(Growth):
             found = self.kept_apart(i, state) if may and not (is_of_sums and self._is_update(i)) else None
             if found is None and is_of_sums and i not in leading:
                 continue  # it reads a sum when that is complete
-            if found is None or (isinstance(found[1][0], Positions) and eqn.outvars[0] in self._results):
+            if found is None or not self._may_be(eqn.outvars[0], found[1][0]):
                 for number in new:
                     del self.operands[number], self.states[self.program.eqns[number].outvars[0]]
                 return []
@@ -216,6 +216,14 @@ class Grown(Growth):
             waiting += [(reader, None) for reader in readers if reader in self._mine]
         self.inside += new
         return new
+
+    def _may_be(self, var: Any, state: State) -> bool:
+        """Whether a value may be made in chunks: it is no result for each step, and read as what it is."""
+        readers = [i for i in self.program.flow.readers.get(var, ()) if i in self.operands]
+        pairs = self._operands(readers)
+        return not (isinstance(state, Positions) and var in self._results) and all(
+            read is not var or one == state for read, one in pairs
+        )
 
     def recurrence(self) -> Recurrence | None:
         """None where it is no more than a loop."""
@@ -246,7 +254,8 @@ class Grown(Growth):
         if len({var for var, _ in mapped}) < len(mapped) or not common.keys().isdisjoint(var for var, _ in mapped):
             return None
         constants = self._constants(common)
-        common = {var: None for var in common if var not in constants}
+        read = variables(atom for i in constants.values() for atom in program.eqns[i].invars)
+        common = {var: None for var in (*common, *read) if var not in constants}
         eqns = [program.eqns[i] for i in sorted({*numbers, *constants.values()})]
         axes = [state.dim if isinstance(state, Positions) else None for state in states]
         inside = sum(array_bytes(var) for var in made if isinstance(self.states.get(var), Positions))
@@ -258,7 +267,7 @@ class Grown(Growth):
         if super().is_constant(atom):
             return True
         eqn = None if is_literal(atom) else self.program.flow.makers.get(atom)
-        if eqn is None or eqn.primitive.name not in _OF_CONSTANTS or len(eqn.outvars) > 1:
+        if eqn is None or not shape_of(atom) or eqn.primitive.name not in _OF_CONSTANTS or len(eqn.outvars) > 1:
             return False
         return all(self.is_constant(one) for one in eqn.invars if shape_of(one))
 
@@ -268,5 +277,5 @@ class Grown(Growth):
         for var in waiting:
             if var not in found and self.is_constant(var):
                 found[var] = self.program.flow.place[var]
-                waiting += [one for one in self.program.eqns[found[var]].invars if not is_literal(one)]
+                waiting += variables(self.program.eqns[found[var]].invars)
         return found
