@@ -13,7 +13,6 @@ from memjax._plan.derivative import Derivative, Passes
 from memjax._plan.memory.free import free_bytes
 from memjax._plan.memory.layout import Layout
 from memjax._plan.result import Plan, Tiled
-from memjax._plan.tile.recurrences import chunk_sizes
 from memjax._plan.tile.rewrite import Tiling, described
 
 _PAYS = 1.002  # times the time of keeping everything: a plan that takes less than this has nothing to gain from tiles
@@ -91,7 +90,7 @@ class Program:
     @property
     def chunks(self) -> list[Tiled]:
         """The alternatives for the first recurrence: one for each chunk size, the largest first."""
-        return [one._replace(tile=tile) for one in self.tiling.recurrences[:1] for tile in chunk_sizes(one.length)]
+        return [one._replace(tile=tile) for one in self.tiling.recurrences[:1] for tile in self.tiling.chunks_of(one)]
 
 
 def choose(program: Program, layout: Layout, budget: int | str, allow: Sequence[str]) -> Plan:

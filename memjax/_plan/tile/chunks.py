@@ -109,10 +109,12 @@ class Parts(NamedTuple):
 
     @classmethod
     def of(cls, var: Any, dim: int, length: int, chunk: int) -> Parts:
-        """New ones, for a variable that has so many steps in that dimension."""
-        shape, left = shape_of(var), length % chunk
+        """New ones, for a variable that has the steps of so many turns in that dimension."""
+        shape = shape_of(var)
+        of_turn = shape[dim] // length
+        left = length % chunk * of_turn
         type_of = lambda shape: strong(var.aval).update(shape=shape)
-        first = with_size(shape, dim, chunk)
+        first = with_size(shape, dim, chunk * of_turn)
         rows = first[dim : dim + 1] + first[:dim] + first[dim + 1 :]
         last = core.Var(type_of((left, *rows[1:]))) if left else None
         return cls(core.Var(type_of((length // chunk, *rows))), last, dim)
@@ -127,7 +129,7 @@ class InChunks:
 
     Args:
       region: the recurrence.
-      chunk: steps of a chunk.
+      chunk: turns of the user's loops in a chunk.
       platform: of the device, as JAX calls it.
       parts: by variable with steps, those that stand for it. They are given, or returned, in its place.
       differentiable: whether it is to be differentiated. Else it keeps the marks of derivatives.
@@ -162,9 +164,11 @@ class InChunks:
         invars = [*region.shared, *(var for var, _ in region.mapped), *states_in]
         program = Program([], [], invars, [*region.outs, *self.ends], eqns)
         states: list[State] = [shared(shape_of(var)) for var in region.shared]
-        states += [Positions(dim, 1) for _, dim in region.mapped]
+        place = lambda var, dim: Positions(dim, shape_of(var)[dim] // region.length)
+        states += [place(var, dim) for var, dim in region.mapped]
         states += [shared(shape_of(var)) for var in states_in]
-        out_states: list[State] = [Summed() if axis is None else Positions(axis, 1) for axis in region.axes]
+        outs = zip(region.outs, region.axes, strict=True)
+        out_states: list[State] = [Summed() if axis is None else place(var, axis) for var, axis in outs]
         out_states += [shared(shape_of(var)) for var in self.ends]
         if differentiable:
             self._run: Resized = _Chunk(program, states, out_states, region.length, platform)
@@ -186,7 +190,7 @@ class InChunks:
 
     def __call__(self, values: Arrays) -> Arrays:
         """The outputs, and what the loops end with."""
-        region, rest, whole = self.region, iter(values), self.region.length // self._chunk * self._chunk
+        region, rest, count = self.region, iter(values), self.region.length // self._chunk
         common = [next(rest) for _ in region.shared]
         stacked, last = [], []
         for var, dim in region.mapped:
@@ -195,8 +199,9 @@ class InChunks:
                 last.append(None if parts.last is None else next(rest))
             else:
                 row = jnp.moveaxis(next(rest), dim, 0)
-                stacked.append(row[:whole].reshape(whole // self._chunk, self._chunk, *row.shape[1:]))
-                last.append(row[whole:])
+                size = self._chunk * (shape_of(var)[dim] // region.length)
+                stacked.append(row[: count * size].reshape(count, size, *row.shape[1:]))
+                last.append(row[count * size :])
         return self._in_chunks(common, stacked, last, [as_array(start) for start in rest])
 
     def _in_chunks(self, common: Arrays, stacked: Arrays, last: Arrays, starts: Arrays) -> Arrays:
@@ -236,7 +241,7 @@ class InChunks:
         """What was made for each step: as a whole, or in its parts."""
         if var in self._parts:
             return [chunks] if last is None else [chunks, last]
-        row = chunks.reshape(-1, *chunks.shape[2:])
+        row = chunks.reshape(chunks.shape[0] * chunks.shape[1], *chunks.shape[2:])
         return [jnp.moveaxis(row if last is None else jnp.concatenate([row, last]), 0, axis)]
 
 

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 from memjax._core.compat import derivatives, name_stack, varying
 from memjax._core.positions.growth import Sources
-from memjax._core.positions.walk import Mixed, Positions
+from memjax._core.positions.walk import Mixed, Positions, shape_of
 from memjax._core.program.costs import array_bytes
 from memjax._core.program.dataflow import made_by, renamed, variables
 from memjax._core.program.jaxpr import Program, calls_in_place, trace
 from memjax._core.program.scopes import place_of
 from memjax._plan.result import Tiled
 from memjax._plan.tile.chunks import InChunks, Parts
-from memjax._plan.tile.recurrences import FEWEST_STEPS, Grown, Recurrence, chunk_size, is_loop, is_worth_chunks
+from memjax._plan.tile.recurrences import Grown, Recurrence, is_loop, is_outermost, is_worth_chunks
 from memjax._plan.tile.rewrite import in_order
 
 
@@ -51,7 +51,7 @@ def with_chunks(
     inside: dict[int, Program] = {}
     found: list[Tiled] = []
     for both in _recurrences(program, levels):
-        chunk = chunk_size(both.forward.length, count)
+        chunk = both.forward.chunk(count)
         try:
             runs = _in_chunks(both, chunk, platform) if chunk else []
             inside |= {id(run): _as_program(run, axes) for run in runs}
@@ -81,7 +81,7 @@ def _recurrences(program: Program, levels: Sequence[int]) -> list[_Both]:
     sources, taken = Sources(program), set[int]()
     for i, eqn in enumerate(program.eqns):
         is_forward = levels[i] % 2 == 0 and bool(derivatives(name_stack(eqn)))
-        if id(eqn) in taken or not is_forward or not is_loop(eqn) or eqn.params["length"] < FEWEST_STEPS:
+        if id(eqn) in taken or not is_forward or not is_loop(eqn):
             continue
         both = _both(program, sources, levels, i)
         if both is not None and taken.isdisjoint(map(id, both.eqns)) and _is_worth(program, both):
@@ -106,12 +106,14 @@ def _both(program: Program, sources: Sources, levels: Sequence[int], seed: int) 
     if not forward.inside:
         return None
     forward.add_what_leads_here()
-    of_steps = lambda: {var: state for var, state in forward.states.items() if isinstance(state, Positions)}
-    backward = _backward(program, sources, second, mirrors, of_steps())
+    is_known = lambda var, state: isinstance(state, Positions) and is_outermost(var, state, forward.length)
+    known = {var: state for var, state in forward.states.items() if is_known(var, state)}
+    backward = _backward(program, sources, second, mirrors, known)
     if backward is None or (back := backward.region()) is None:
         return None
     # What the forward pass makes for the backward pass alone may be made in its chunks, too.
-    forward.add_what_leads_here([(var, Positions(dim, 1)) for var, dim in back.mapped if var not in forward.states])
+    state_of = lambda var, dim: Positions(dim, shape_of(var)[dim] // forward.length)
+    forward.add_what_leads_here([(var, state_of(var, dim)) for var, dim in back.mapped if var not in forward.states])
     if (front := forward.region()) is None:
         return None
     readers = {id(eqn) for eqn in (*front.eqns, *back.eqns)}

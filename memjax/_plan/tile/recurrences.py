@@ -16,8 +16,9 @@ from memjax._core.program.dataflow import is_literal, made_by, variables
 from memjax._core.program.jaxpr import Program
 from memjax._core.program.primitives import ELEMENTWISE
 
-FEWEST_STEPS = 32
-_FEWEST_IN_CHUNK = 8
+_FEWEST_TURNS = 8
+_FEWEST_STEPS = 32
+_FEWEST_IN_CHUNK = 8  # steps
 _WORTH = 2  # times what goes in and comes out: less is not worth chunks
 CHUNKS = (4, 16, 64)
 """How many there are."""
@@ -29,11 +30,12 @@ class Recurrence(NamedTuple):
 
     Attributes:
       seed: number of its first loop.
-      length: steps of its loops.
+      length: turns of its loops.
       reverse: whether they begin with the last row.
       eqns: in order.
       shared: variables that all chunks read.
-      mapped: variables of which each chunk reads its steps, and in which dimension these are.
+      mapped: variables of which each chunk reads its steps, and in which dimension these are: one for a turn of the loops, or as
+        many for each.
       outs: variables that are read outside. The states that its loops end with are not among them.
       axes: where these have their steps; None: sums.
       nbytes: of what it makes.
@@ -53,13 +55,30 @@ class Recurrence(NamedTuple):
     def loops(self) -> list[Any]:
         return [eqn for eqn in self.eqns if is_loop(eqn, self.length)]
 
+    @property
+    def of_turn(self) -> int:
+        """Steps of a turn: a loop may go through a sequence in pieces."""
+        outs = [(var, dim) for var, dim in zip(self.outs, self.axes, strict=True) if dim is not None]
+        return max((shape_of(var)[dim] // self.length for var, dim in (*self.mapped, *outs)), default=1)
+
+    def chunk(self, count: int) -> int:
+        """Turns of a chunk where there are about so many; 0: these would be too few."""
+        turns = self.length // count
+        is_long = self.length * self.of_turn >= _FEWEST_STEPS
+        return turns if is_long and turns * self.of_turn >= _FEWEST_IN_CHUNK else 0
+
+    @property
+    def chunks(self) -> list[int]:
+        """Turns of a chunk that are worth a try, the largest first."""
+        return [turns for count in CHUNKS if (turns := self.chunk(count))]
+
 
 def recurrences(program: Program) -> list[Recurrence]:
     """Those of a program, straight lines of equations, that do not overlap; in order."""
     found: list[Recurrence] = []
     sources, taken = Sources(program), set[int]()
     for i, eqn in enumerate(program.eqns):
-        if id(eqn) in taken or not is_loop(eqn) or eqn.params["length"] < FEWEST_STEPS:
+        if id(eqn) in taken or not is_loop(eqn):
             continue
         region = Grown(program, sources, eqn, range(len(program.eqns)), first=i).recurrence()
         if region is None or not taken.isdisjoint(map(id, region.eqns)):
@@ -76,21 +95,16 @@ def is_worth_chunks(nbytes: int, moved: int) -> bool:
     return nbytes >= _WORTH * moved
 
 
-def chunk_sizes(length: int) -> Iterator[int]:
-    """Steps of a chunk that are worth a try, the largest first."""
-    return (size for count in CHUNKS if (size := chunk_size(length, count)))
-
-
-def chunk_size(length: int, count: int) -> int:
-    """Steps of a chunk where there are about so many; 0: these would be too few."""
-    return length // count if length // count >= _FEWEST_IN_CHUNK else 0
-
-
 def is_loop(eqn: Any, length: int | None = None) -> bool:
-    """Whether the equation is a loop over arrays, of so many steps."""
-    if eqn.primitive.name != "scan" or eqn.effects:
+    """Whether the equation is a loop over arrays, of so many turns."""
+    if eqn.primitive.name != "scan" or eqn.effects or eqn.params["length"] < _FEWEST_TURNS:
         return False
     return len(eqn.invars) > sum(scan_counts(eqn)) and length in (None, eqn.params["length"])
+
+
+def is_outermost(var: Any, state: State, length: int) -> bool:
+    """Whether the dimension that has steps has nothing but these, one turn after another; sums have none."""
+    return not isinstance(state, Positions) or shape_of(var)[state.dim] == length * state.inner
 
 
 def carried(eqn: Any, length: int) -> range:
@@ -239,8 +253,6 @@ class Grown(Growth):
         is_read = lambda var: var in self._results or not chosen.issuperset(program.flow.readers.get(var, ()))
         outs = [var for var in made if var in self.states and is_read(var)]
         states = [self.states[var] for var in outs]
-        if any(isinstance(state, Positions) and state.inner != 1 for state in states):
-            return None
         mapped: dict[tuple[Any, int], None] = {}
         common: dict[Any, None] = {}
         for i in numbers:
@@ -251,6 +263,8 @@ class Grown(Growth):
                         mapped[atom, state.dim] = None
                     else:
                         common[atom] = None
+        if not all(is_outermost(var, state, self.length) for var, state in zip(outs, states, strict=True)):
+            return None
         if len({var for var, _ in mapped}) < len(mapped) or not common.keys().isdisjoint(var for var, _ in mapped):
             return None
         constants = self._constants(common)
@@ -261,6 +275,13 @@ class Grown(Growth):
         inside = sum(array_bytes(var) for var in made if isinstance(self.states.get(var), Positions))
         seed = next((i for i in numbers if is_loop(program.eqns[i], self.length)), self.seed)
         return Recurrence(seed, self.length, self._reverse, eqns, list(common), list(mapped), outs, axes, inside)
+
+    def _possible(self, atom: Any) -> Iterator[State]:
+        yield from super()._possible(atom)
+        if not is_literal(atom) and not self.is_constant(atom):
+            for dim, size in enumerate(shape_of(atom)):
+                if size > self.length and size % self.length == 0:
+                    yield Positions(dim, size // self.length)
 
     def is_constant(self, atom: Any) -> bool:
         """Whether it is one number, repeated, or made of such."""

@@ -21,7 +21,7 @@ from memjax._core.program.scopes import place_of
 from memjax._plan.derivative import without_checkpoints, without_dead_equations
 from memjax._plan.result import Tiled
 from memjax._plan.tile.chunks import InChunks
-from memjax._plan.tile.recurrences import Recurrence, chunk_sizes, recurrences
+from memjax._plan.tile.recurrences import Recurrence, recurrences
 from memjax._plan.tile.region import TiledPasses, TiledRegion
 from memjax._plan.tile.views import with_early_views
 
@@ -90,11 +90,15 @@ class Tiling:
 
     def _in_chunks(self, region: Recurrence) -> Tiled | None:
         """A recurrence in the largest chunks, as data; None where it has none, or mixes steps."""
-        chunk = next(chunk_sizes(region.length), None)
+        chunk = next(iter(region.chunks), None)
         seed = self._program.eqns[region.seed]
         what = f"a loop over time with what leads to it and follows {place_of(seed)}".strip()
         found = Tiled(region.seed, 0, chunk or region.length, region.length, region.nbytes, what)
         return None if chunk is None or self._chunked(found) is None else found
+
+    def chunks_of(self, what: Tiled) -> list[int]:
+        """Turns of a chunk of a recurrence that are worth a try, the largest first."""
+        return self._recurrences[what.equation].chunks
 
     def _chunked(self, what: Tiled) -> InChunks | None:
         if (region := self._recurrences.get(what.equation)) is None:
