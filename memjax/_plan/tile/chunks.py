@@ -100,12 +100,10 @@ class Parts(NamedTuple):
     Attributes:
       stacked: the chunks, one on another.
       last: the steps that are left, fewer than a chunk has; None: there are none.
-      dim: where these have their steps.
     """
 
     stacked: Any
     last: Any | None
-    dim: int
 
     @classmethod
     def of(cls, var: Any, dim: int, length: int, chunk: int) -> Parts:
@@ -114,10 +112,8 @@ class Parts(NamedTuple):
         of_turn = shape[dim] // length
         left = length % chunk * of_turn
         type_of = lambda shape: strong(var.aval).update(shape=shape)
-        first = with_size(shape, dim, chunk * of_turn)
-        rows = first[dim : dim + 1] + first[:dim] + first[dim + 1 :]
-        last = core.Var(type_of((left, *rows[1:]))) if left else None
-        return cls(core.Var(type_of((length // chunk, *rows))), last, dim)
+        last = core.Var(type_of(with_size(shape, dim, left))) if left else None
+        return cls(core.Var(type_of((length // chunk, *with_size(shape, dim, chunk * of_turn)))), last)
 
     @property
     def variables(self) -> list[Any]:
@@ -146,7 +142,7 @@ class InChunks:
         *,
         differentiable: bool = True,
     ):
-        self.region, self._chunk, self._parts = region, chunk, dict(parts)
+        self.region, self._chunk, self._parts, self._differentiable = region, chunk, dict(parts), differentiable
         self.starts, self.ends = list[Any](), list[Any]()
         for eqn in region.loops:
             where = carried(eqn, region.length)
@@ -190,45 +186,70 @@ class InChunks:
 
     def __call__(self, values: Arrays) -> Arrays:
         """The outputs, and what the loops end with."""
-        region, rest, count = self.region, iter(values), self.region.length // self._chunk
+        region, rest = self.region, iter(values)
         common = [next(rest) for _ in region.shared]
-        stacked, last = [], []
-        for var, dim in region.mapped:
+        whole, stacked, last = dict[int, Any](), list[Any](), list[Any]()
+        for k, (var, dim) in enumerate(region.mapped):
             if (parts := self._parts.get(var)) is not None:
                 stacked.append(next(rest))
                 last.append(None if parts.last is None else next(rest))
+            elif dim and not self._differentiable:
+                whole[k] = next(rest)
             else:
                 row = jnp.moveaxis(next(rest), dim, 0)
-                size = self._chunk * (shape_of(var)[dim] // region.length)
+                size = self._chunk * self._of_turn(var, dim)
+                count = region.length // self._chunk
                 stacked.append(row[: count * size].reshape(count, size, *row.shape[1:]))
                 last.append(row[count * size :])
-        return self._in_chunks(common, stacked, last, [as_array(start) for start in rest])
+        return self._in_chunks(common, whole, (stacked, last), [as_array(start) for start in rest])
 
-    def _in_chunks(self, common: Arrays, stacked: Arrays, last: Arrays, starts: Arrays) -> Arrays:
-        region, whole = self.region, self.region.length // self._chunk * self._chunk
+    def _of_turn(self, var: Any, dim: int) -> int:
+        """Steps of a turn of the user's loops."""
+        return shape_of(var)[dim] // self.region.length
+
+    def _tiles(self, whole: dict[int, Any], rows: Arrays, number: Any, turns: int) -> Arrays:
+        """What is mapped, for a chunk of so many turns: what is there as a `whole` is cut."""
+        found, rest = list[Any](), iter(rows)
+        for k, (var, dim) in enumerate(self.region.mapped):
+            if k in whole:
+                of_turn = self._of_turn(var, dim)
+                found.append(lax.dynamic_slice_in_dim(whole[k], number * self._chunk * of_turn, turns * of_turn, dim))
+            else:
+                found.append(next(rest) if var in self._parts else jnp.moveaxis(next(rest), 0, dim))
+        return found
+
+    def _in_chunks(self, common: Arrays, whole: dict[int, Any], rows: tuple[Arrays, Arrays], starts: Arrays) -> Arrays:
+        """The outputs, by what chunks share, what is cut into chunks, and what comes in chunks and is left."""
+        region, (stacked, last) = self.region, rows
         wide = [_wide(value) for value in common]
-        dims = [dim for _, dim in region.mapped]
         is_sum = [axis is None for axis in region.axes]
-        count = len(is_sum)
+        (count, left), number = divmod(region.length, self._chunk), len(is_sum)
 
         def steps(state: tuple[Arrays, Arrays], tiles: Arrays) -> tuple[tuple[Arrays, Arrays], Arrays]:
             carry, sums = state
             values = [one.astype(value.dtype) for one, value in zip(wide, common, strict=True)]
-            tiles = [jnp.moveaxis(tile, 0, dim) for tile, dim in zip(tiles, dims, strict=True)]
             found = self._run([*values, *tiles, *carry])
-            outs, ends = found[:count], found[count:]
+            outs, ends = found[:number], found[number:]
             new = [a + b.astype(a.dtype) for a, b in zip(sums, pick(outs, is_sum), strict=True)]
-            rows = [jnp.moveaxis(out, axis, 0) for out, axis in zip(outs, region.axes, strict=True) if axis is not None]
+            made = [
+                out if var in self._parts else jnp.moveaxis(out, axis, 0)
+                for var, out, axis in zip(region.outs, outs, region.axes, strict=True)
+                if axis is not None
+            ]
             ends = [end.astype(one.dtype) for end, one in zip(ends, carry, strict=True)]
-            return (ends, new), rows
+            return (ends, new), made
+
+        def turn(state: Any, xs: tuple[Any, Arrays]) -> tuple[Any, Arrays]:
+            return steps(state, self._tiles(whole, xs[1], xs[0], self._chunk))
 
         state = starts, [_wide(zeros(strong(out.aval))) for out in pick(region.outs, is_sum)]
         of_last: Arrays | None = None
-        if whole < region.length and region.reverse:
-            state, of_last = steps(state, last)
-        state, of_chunks = lax.scan(steps, state, stacked, reverse=region.reverse)
-        if whole < region.length and not region.reverse:
-            state, of_last = steps(state, last)
+        if left and region.reverse:
+            state, of_last = steps(state, self._tiles(whole, last, count, left))
+        xs = jnp.arange(count) if whole else None, stacked
+        state, of_chunks = lax.scan(turn, state, xs, count, reverse=region.reverse)
+        if left and not region.reverse:
+            state, of_last = steps(state, self._tiles(whole, last, count, left))
         ends, sums = state
         totals, rows = iter(sums), iter(zip(of_chunks, of_last or [None] * len(of_chunks), strict=True))
         found: Arrays = []

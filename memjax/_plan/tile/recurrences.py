@@ -216,18 +216,21 @@ class Grown(Growth):
             eqn = self.program.eqns[i]
             reads = [self.states[var] for var in self.program.flow.reads[i] if var in self.states]
             is_of_sums = i != first and all(isinstance(one, Summed) for one in reads)
-            may = len(eqn.outvars) == 1 and self.behind.isdisjoint(self.program.flow.reads[i])
-            found = self.kept_apart(i, state) if may and not (is_of_sums and self._is_update(i)) else None
+            may = self.behind.isdisjoint(self.program.flow.reads[i]) and not (is_of_sums and self._is_update(i))
+            found = self.kept_apart(i, state) if may else None
             if found is None and is_of_sums and i not in leading:
                 continue  # it reads a sum when that is complete
-            if found is None or not self._may_be(eqn.outvars[0], found[1][0]):
+            if found is None or not all(map(self._may_be, eqn.outvars, found[1])):
                 for number in new:
-                    del self.operands[number], self.states[self.program.eqns[number].outvars[0]]
+                    del self.operands[number]
+                    for out in self.program.eqns[number].outvars:
+                        del self.states[out]
                 return []
-            self.operands[i], (self.states[eqn.outvars[0]],) = found
+            self.operands[i] = found[0]
+            self.states |= zip(eqn.outvars, found[1], strict=True)
             new.append(i)
-            readers = self.program.flow.readers.get(eqn.outvars[0], [])
-            waiting += [(reader, None) for reader in readers if reader in self._mine]
+            readers = {reader for out in eqn.outvars for reader in self.program.flow.readers.get(out, [])}
+            waiting += [(reader, None) for reader in sorted(readers & self._mine)]
         self.inside += new
         return new
 
