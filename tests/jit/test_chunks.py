@@ -12,7 +12,18 @@ from jax import lax
 import memjax
 from memjax._jit.derivatives.body import Body
 from memjax._plan.tile.passes import TileOn
-from tests.plan.test_chunks import ALLOW, batch_first, data, equal, head, loop, one_loop, parameters, two_loops
+from tests.plan.test_chunks import (
+    ALLOW,
+    batch_first,
+    data,
+    equal,
+    head,
+    in_pieces,
+    loop,
+    one_loop,
+    parameters,
+    two_loops,
+)
 
 ADAM = optax.adam(0.1)
 
@@ -55,10 +66,11 @@ def initial(dtype=float):
         functools.partial(step, functools.partial(one_loop, reverse=True)),
         functools.partial(step, two_loops, has_aux=True),
         functools.partial(step, batch_first),
+        functools.partial(step, in_pieces),
         functools.partial(step, normalized),
         accumulated,
     ],
-    ids=["reverse", "two", "batch first", "normalized", "accumulated"],
+    ids=["reverse", "two", "batch first", "pieces", "normalized", "accumulated"],
 )
 def test_steps_are_those_of_the_whole(f, count):
     """Whether chunks divide the number of steps, 70, or not."""
@@ -66,6 +78,7 @@ def test_steps_are_those_of_the_whole(f, count):
     closed = jax.make_jaxpr(f)(*args)
     body = Body(closed, TileOn("cpu", chunks=count))
     [chunks] = body.tiled
+    assert chunks.length == (35 if "pieces" in str(f) else 70)
     assert chunks.tile == chunks.length // count
     equal(jax.jit(lambda *args: body.evaluate(args, {}))(*jax.tree.leaves(args)), jax.tree.leaves(jax.jit(f)(*args)))
 

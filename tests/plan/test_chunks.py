@@ -59,6 +59,21 @@ def batch_first(p, x, labels):
     return head(p, jnp.swapaxes(h, 0, 1), jnp.swapaxes(labels, 0, 1)).mean()
 
 
+def in_pieces(p, x, labels):
+    """Linear attention: a turn goes through two steps of a sequence, whose axis is the second, and what it reads is split."""
+    pieces = lambda a: jnp.moveaxis(a.reshape(a.shape[0], -1, 2, WIDTH), 1, 0)
+
+    def turn(s, qkv):
+        q, k, v = qkv
+        y = jnp.einsum("bid,bde->bie", q, s) + jnp.einsum("bid,bjd,bje->bie", q, k, v)
+        return s + jnp.einsum("bid,bie->bde", k, v), y
+
+    h = jnp.swapaxes(x, 0, 1) @ p["embed"]
+    q, k = jnp.split(jax.nn.sigmoid(h @ jnp.concatenate([p["in"], p["second"]], 1)), 2, -1)
+    _, y = lax.scan(turn, jnp.zeros((x.shape[1], WIDTH, WIDTH)), tuple(map(pieces, (q, k, h))))
+    return head(p, h + jnp.moveaxis(y, 0, 1).reshape(h.shape), jnp.swapaxes(labels, 0, 1)).mean()
+
+
 def in_chunks(f, *args, tile=None):
     """`f` with its one recurrence in chunks of so many steps, or in the largest that plans try."""
     flat = Flat(f, args, {})
@@ -81,7 +96,9 @@ def equal(found, wanted):
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
-    "f", [functools.partial(one_loop, reverse=True), two_loops, batch_first], ids=["reverse", "two", "batch first"]
+    "f",
+    [functools.partial(one_loop, reverse=True), two_loops, batch_first, in_pieces],
+    ids=["reverse", "two", "batch first", "pieces"],
 )
 def test_gradients_are_those_of_the_whole(f):
     args, has_aux = (parameters(), *data()), f is two_loops

@@ -48,8 +48,8 @@ class Program:
     @property
     def tiling(self) -> Tiling:
         if self._tiling is None:
-            closed, types, _, outs, axes = self._arguments
-            self._tiling = Tiling(closed, types, outs, axes, self._platform)
+            closed, types, wrt, outs, axes = self._arguments
+            self._tiling = Tiling(closed, types, outs, axes, self._platform, wrt=wrt)
         return self._tiling
 
     def derivative(self, tiled: Sequence[Tiled] = ()) -> Passes:

@@ -128,7 +128,7 @@ class InChunks:
       chunk: turns of the user's loops in a chunk.
       platform: of the device, as JAX calls it.
       parts: by variable with steps, those that stand for it. They are given, or returned, in its place.
-      differentiable: whether it is to be differentiated. Else it keeps the marks of derivatives.
+      fixed: variables that it is not differentiated with respect to. None: it is not at all, and keeps the marks of derivatives.
 
     Raises Mixed where it mixes steps.
     """
@@ -140,9 +140,10 @@ class InChunks:
         platform: str,
         parts: Collection[tuple[Any, Parts]] = (),
         *,
-        differentiable: bool = True,
+        fixed: Collection[Any] | None = None,
     ):
-        self.region, self._chunk, self._parts, self._differentiable = region, chunk, dict(parts), differentiable
+        self.region, self._chunk, self._parts = region, chunk, dict(parts)
+        self._fixed = {var for var, _ in region.mapped} if fixed is None else set(fixed)
         self.starts, self.ends = list[Any](), list[Any]()
         for eqn in region.loops:
             where = carried(eqn, region.length)
@@ -166,7 +167,7 @@ class InChunks:
         outs = zip(region.outs, region.axes, strict=True)
         out_states: list[State] = [Summed() if axis is None else place(var, axis) for var, axis in outs]
         out_states += [shared(shape_of(var)) for var in self.ends]
-        if differentiable:
+        if fixed is not None:
             self._run: Resized = _Chunk(program, states, out_states, region.length, platform)
         else:
             self._run = Resized(program, states, out_states, region.length, platform, _rule, marked=True)
@@ -193,7 +194,7 @@ class InChunks:
             if (parts := self._parts.get(var)) is not None:
                 stacked.append(next(rest))
                 last.append(None if parts.last is None else next(rest))
-            elif dim and not self._differentiable:
+            elif dim and var in self._fixed:
                 whole[k] = next(rest)
             else:
                 row = jnp.moveaxis(next(rest), dim, 0)
@@ -251,10 +252,10 @@ class InChunks:
         if left and not region.reverse:
             state, of_last = steps(state, self._tiles(whole, last, count, left))
         ends, sums = state
-        totals, rows = iter(sums), iter(zip(of_chunks, of_last or [None] * len(of_chunks), strict=True))
+        totals, made = iter(sums), zip(of_chunks, of_last or [None] * len(of_chunks), strict=True)
         found: Arrays = []
         for var, axis in zip(region.outs, region.axes, strict=True):
-            some = [next(totals)] if axis is None else self._joined(var, axis, *next(rows))
+            some = [next(totals)] if axis is None else self._joined(var, axis, *next(made))
             found += [one.astype(var.aval.dtype) for one in some]
         return [*found, *ends]
 

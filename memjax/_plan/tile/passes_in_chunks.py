@@ -172,7 +172,7 @@ def _in_chunks(both: _Both, chunk: int, platform: str) -> list[InChunks]:
     if any(varying(var.aval) for var in made_by(both.eqns)):
         return []
     parts = [(var, Parts.of(var, dim, both.forward.length, chunk)) for var, dim in both.between]
-    return [InChunks(part, chunk, platform, parts, differentiable=False) for part in both[:2]]
+    return [InChunks(part, chunk, platform, parts) for part in both[:2]]
 
 
 def _as_program(run: InChunks, axes: dict[str, int]) -> Program:

@@ -11,11 +11,11 @@ from jax.extend import core
 
 from memjax._core.arrays import is_float
 from memjax._core.check import readable_bytes
-from memjax._core.lists import Arrays
+from memjax._core.lists import Arrays, pick
 from memjax._core.positions.regions import Region, regions
 from memjax._core.positions.walk import Mixed, shape_of
 from memjax._core.program.costs import array_bytes, rows_of_tile
-from memjax._core.program.dataflow import Dataflow, read_by, variables
+from memjax._core.program.dataflow import Dataflow, made_by, read_by, variables
 from memjax._core.program.jaxpr import Program, as_closed, calls_in_place, evaluate_in, read, trace
 from memjax._core.program.scopes import place_of
 from memjax._plan.derivative import without_checkpoints, without_dead_equations
@@ -38,6 +38,7 @@ class Tiling:
       outs: which outputs are differentiated.
       axes: sizes of the named axes that its collectives run over.
       platform: of the device, as JAX calls it.
+      wrt: which inputs it is differentiated with respect to; all, if that is not given.
       is_body: whether it is the body of a loop; loops inside of it are left as they are.
 
     Attributes:
@@ -53,6 +54,7 @@ class Tiling:
         axes: dict[str, int],
         platform: str,
         *,
+        wrt: Sequence[bool] | None = None,
         is_body: bool = False,
     ):
         self._closed, self._types, self._axes = closed, list(types), axes
@@ -68,6 +70,8 @@ class Tiling:
             self._regions[what.equation, what.dim] = region
             if what.tile < what.length and self._tiled(what) is not None:
                 self.found.append(what)
+        moving = self._program.flow.depending(pick(self._program.invars, wrt or [True] * len(self._types)))
+        self._fixed = {var for var in (*self._program.invars, *made_by(self._program.eqns)) if var not in moving}
         self._recurrences = {} if is_body else {one.seed: one for one in recurrences(self._program)}
         self.recurrences = [one for one in map(self._in_chunks, self._recurrences.values()) if one is not None]
         self._bodies = {} if is_body else self._tilings_of_bodies()
@@ -104,7 +108,7 @@ class Tiling:
         if (region := self._recurrences.get(what.equation)) is None:
             return None
         try:
-            return InChunks(region, what.tile, self._platform)
+            return InChunks(region, what.tile, self._platform, fixed=self._fixed)
         except Mixed:
             return None
 
