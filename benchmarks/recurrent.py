@@ -9,7 +9,7 @@ import functools
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -77,13 +77,17 @@ def by_hand(chunk: int, p: Parameters, batch: tuple[Any, Any, Any]) -> Any:
     return sums.sum() / batch[1].size
 
 
-def ways(config: Config, nbytes: int) -> Iterator[tuple[dict[str, Any], Callable[..., Any]]]:
+def ways(config: Config, nbytes: int, beside: int) -> Iterator[tuple[dict[str, Any], Any]]:
+    """Gradients, jitted: `nbytes` are temporary ones of the plain one, and `beside` those of its arguments and results."""
+    jitted = lambda f: jax.jit(jax.value_and_grad(f), compiler_options=memjax.remat_compiler_options())
     for chunk in config.chunks:
-        yield {"way": "by hand", "chunk": chunk}, functools.partial(by_hand, chunk)
+        yield {"way": "by hand", "chunk": chunk}, jitted(functools.partial(by_hand, chunk))
+    allow = "recompute", "tile"
     for share in config.shares:
         budget = int(share * nbytes)
-        row = {"way": "planned", "share": share, "budget": budget}
-        yield row, memjax.planned(plain, budget=budget, allow=("recompute", "tile"))
+        row = {"share": share, "budget": budget}
+        yield {"way": "planned", **row}, jitted(memjax.planned(plain, budget=budget, allow=allow))
+        yield {"way": "jit", **row}, memjax.jit(jax.value_and_grad(plain), budget=beside + budget, allow=allow)
 
 
 def main(config: Config) -> None:
@@ -102,18 +106,15 @@ def main(config: Config) -> None:
     steps = config.length, config.batch
     actions = jax.random.randint(next(keys), steps, 0, config.actions)
     batch = normal(*steps, config.observation), actions, normal(*steps)
-    options: dict[str, Any] = {**memjax.remat_compiler_options()}
-
-    def compiled(f: Callable[..., Any]) -> Any:
-        return jax.jit(jax.value_and_grad(f)).lower(p, batch).compile(options)
-
-    first = compiled(plain)
-    nbytes = first.memory_analysis().temp_size_in_bytes
+    options = {**memjax.remat_compiler_options()}
+    first = jax.jit(jax.value_and_grad(plain)).lower(p, batch).compile(options)
+    memory = first.memory_analysis()
+    nbytes, beside = memory.temp_size_in_bytes, memory.argument_size_in_bytes + memory.output_size_in_bytes
     runs: list[tuple[dict[str, Any], Any]] = [({"way": "plain", "temp": nbytes}, first)]
-    for row, f in ways(config, nbytes):
+    for row, f in ways(config, nbytes, beside):
         begun = time.perf_counter()
         try:
-            program = compiled(f)
+            program = f.lower(p, batch).compile()
         except ValueError as error:
             print(row, str(error)[:300])
             continue

@@ -81,8 +81,8 @@ def recurrent_table() -> str:
         for row in rows:
             if row["way"] == "plain":
                 way = "`jax.lax.scan`"
-            elif row["way"] == "planned":
-                way = f"planned, budget {row['share']:.0%}"
+            elif row["way"] in ("planned", "jit"):
+                way = f"{'planned' if row['way'] == 'planned' else '`memjax.jit`'}, budget {row['share']:.0%}"
             else:
                 way = f"by hand, chunks of {row['chunk']} steps"
             body.append([what, way, f"{row['temp'] / 2**20:,.0f}", f"{row['of_plain']:.1%}", f"{row['ratio']:.2f}"])

@@ -205,9 +205,12 @@ class Ways:
         if "tile" in self._allow:
             nbytes = room // _TILES if isinstance(room, int) else 0
             tile_on = TileOn(self._device.platform, nbytes, self._layout.devices > 1)
-            for on in (tile_on, *(tile_on._replace(nbytes=0, chunks=count) for count in CHUNKS)):
-                if (tiled := Body(closed, on, **options)).tiled:
-                    yield self._fit_of(tiled)
+            if (tiled := Body(closed, tile_on, **options)).tiled:
+                yield self._fit_of(tiled)
+            for count in CHUNKS:
+                if not (chunks := Body(closed, tile_on._replace(nbytes=0, chunks=count), **options)).tiled:
+                    break
+                yield self._fit_of(chunks)
         if any(map(has_inner, self.body.every())):
             again = Body(closed, inner_again_on=costs.device(self._device), **options)
             if again.inner_again:
