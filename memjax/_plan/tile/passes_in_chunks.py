@@ -141,7 +141,7 @@ def _backward(
         missing = [i for i in mirrors if i not in grown.operands]
         if len(missing) == len(mirrors):
             led = flow.needed([var for i in missing for var in flow.reads[i]])
-            mixing = [var for eqn in led for var in eqn.outvars if var in grown.behind]
+            mixing = [var for var in made_by(led) if var in grown.behind]
             more = {flow.place[eqn.outvars[0]] for eqn in flow.needed(mixing)}.intersection(numbers) - before
             if more:
                 before |= more
@@ -154,9 +154,9 @@ def _backward(
 def _is_worth(program: Program, both: _Both) -> bool:
     """Whether the forward pass makes more than what loops alone keep: plans run these again in blocks."""
     between = {var for var, _ in both.between}
-    kept = {out for eqn in both.forward.loops for out in eqn.outvars} & between
     inside = {program.flow.place[eqn.outvars[0]] for eqn in both.forward.eqns}
-    kept = {var for var in kept if inside.isdisjoint(program.flow.readers.get(var, ()))}
+    is_read = lambda var: not inside.isdisjoint(program.flow.readers.get(var, ()))
+    kept = [var for var in made_by(both.forward.loops) if var in between and not is_read(var)]
     read = {var for part in both[:2] for var, _ in part.mapped} - between
     outs = [pair for part in both[:2] for pair in zip(part.outs, part.axes, strict=True)]
     made = [var for var, axis in outs if axis is not None and var not in between]
