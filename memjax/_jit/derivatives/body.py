@@ -63,10 +63,12 @@ class Body:
         self._axes = axes
         self.tile_on, self.tiled, self.microbatches = tile_on, list[Tiled](), microbatches
         self.updates_in_loops = updates_in_loops
-        if tile_on is not None and tile_on.chunks:
-            program = self._with_chunks(without_dead_equations(program), tile_on)
-        elif tile_on is not None and (axes is not None or not tile_on.on_mesh):
-            program, self.tiled = with_tiles(without_dead_equations(program), tile_on, axes or {})
+        if tile_on is not None and (axes is not None or not tile_on.on_mesh):
+            program = without_dead_equations(program)
+            if tile_on.chunks:
+                program = self._with_chunks(program, tile_on)
+            else:
+                program, self.tiled = with_tiles(program, tile_on, axes or {})
         if tile_on is not None and axes is None and not (tile_on.on_mesh or tile_on.chunks):
             program = self._with_some_edges(without_dead_equations(program), tile_on)
         losses = _unread_losses(program)
