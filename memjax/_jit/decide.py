@@ -33,7 +33,7 @@ from memjax._jit.cache import (
 from memjax._jit.call import Pure, donated_values
 from memjax._jit.derivatives.body import Acting, Body
 from memjax._jit.derivatives.passes import StepPasses
-from memjax._jit.fit import MAKE_ONE, DoesNotFitError, acting_by, held_bytes
+from memjax._jit.fit import DoesNotFitError, held_bytes
 from memjax._jit.order import WORTH_IT, ordered_for_memory
 from memjax._jit.processes import are_in_all_processes, compiler_options, plan_of_the_first
 from memjax._jit.progress import Progress
@@ -41,10 +41,14 @@ from memjax._jit.step_plan import StepPlan, StepPoint
 from memjax._jit.updates.in_loop import with_updates_in_loops
 from memjax._jit.ways.ways import Ways, note_memory
 from memjax._measure import remat_compiler_options
+from memjax._plan.acting import by_plan
 from memjax._plan.batch.examples import batch_of
 from memjax._plan.batch.microbatches import in_microbatches
 from memjax._plan.memory.layout import Layout, local_bytes
+from memjax._plan.run import Run
 from memjax._plan.tile.passes import TileOn
+
+MAKE_ONE = "make it by step.plan(*args) of what you pass here"
 
 
 class Entry:
@@ -150,8 +154,8 @@ def _decided_here(
     body, fit = ways.body, ways.as_written
     limit = room if isinstance(room, int) and room < sys.maxsize else None
     if limit is None or not body.has_passes or fit.may_fit_plain(limit):
-        program, nbytes, _ = fit.plain
-        as_written = StepPlan(nbytes if limit is None else limit, nbytes, nbytes)
+        program, nbytes, predicted, _ = fit.plain
+        as_written = StepPlan(nbytes if limit is None else limit, nbytes, nbytes, predicted_nbytes=predicted)
         if not body.has_passes and nbytes > as_written.budget:
             raise BudgetError(account(as_written, program, traced, nothing_to_plan=True), as_written)
         if not body.has_passes or (isinstance(room, int) and nbytes <= room):
@@ -323,6 +327,22 @@ class _Planned:
             return None
         fitting = dataclasses.replace(found.plan, nbytes=nbytes)
         return Entry(fitting, found.program, lambda: self.jitted_of(found.program))
+
+
+def acting_by(body: Body, plan: StepPlan, layout: Layout) -> Acting:
+    """How the passes of a step run by a plan that was made for it.
+
+    Raises:
+      ValueError: it was made for another step.
+    """
+    passes = list(body.every())
+    if len(passes) != len(plan.passes):
+        raise ValueError(
+            f"plan must be of this step, got one for {len(plan.passes)} derivatives where this step has {len(passes)}: {MAKE_ONE}"
+        )
+    pairs = zip(passes, plan.passes, strict=True)
+    found = {one: by_plan(one, part, layout) for one, part in pairs if part is not None and part.stretches}
+    return {one: run for one, run in found.items() if isinstance(run, Run)}
 
 
 def passes_by(

@@ -12,6 +12,7 @@ from memjax._core.meshes import device_of
 from memjax._core.program import costs
 from memjax._jit.derivatives.body import Acting, Body
 from memjax._jit.derivatives.passes import StepPasses
+from memjax._jit.predictions import Predictions, plain_bytes, way_of
 from memjax._jit.step_plan import StepPlan, StepPoint
 from memjax._jit.together import Line
 from memjax._plan.acting import by_plan
@@ -20,14 +21,11 @@ from memjax._plan.budget.known import Allowed, Key, Known, Measure, key_of, know
 from memjax._plan.budget.plans import Plans
 from memjax._plan.budget.search import LARGE_GAIN, OF_ONE, search
 from memjax._plan.memory.layout import Layout
-from memjax._plan.predicted import as_written
 from memjax._plan.result import Plan, Try
 from memjax._plan.run import Run
 
 Compile = Callable[[Acting], Any]
 """Compiles the step with these passes run otherwise than they are."""
-
-MAKE_ONE = "make it by step.plan(*args) of what you pass here"
 
 _MOST_ONE_BY_ONE = 3  # derivatives: each of them takes a few compilations then
 _SURELY = 1.2  # times the budget: a step that is predicted to hold so much is not compiled as it is
@@ -64,11 +62,13 @@ class Compiled(NamedTuple):
     Attributes:
       program: the executable.
       nbytes: what it holds on a device: see `held_bytes`.
+      predicted: the same, as it was predicted before it was compiled.
       acting: how its passes are run.
     """
 
     program: Any
     nbytes: int
+    predicted: int
     acting: Chosen
 
 
@@ -89,6 +89,7 @@ class Fit:
       beside: bytes of a device that no plan changes, about: arguments and results, sums over microbatches.
       compress, offload: what plans may do besides computing again.
       seconds_of_sums: what adding up the gradients of microbatches takes.
+      predictions: of the step in this way and others; None: nothing else is compiled of it.
     """
 
     def __init__(
@@ -101,10 +102,11 @@ class Fit:
         compress: bool,
         offload: bool,
         seconds_of_sums: float = 0.0,
+        predictions: Predictions | None = None,
     ):
         self._passes, self._body = list(body.every()), body
         self._layout, self._beside, self._compile_with = layout, beside, compile_with
-        self._seconds_of_sums = seconds_of_sums
+        self._seconds_of_sums, self._predictions = seconds_of_sums, predictions or Predictions()
         self._allowed: dict[str, Any] = {"compress": compress, "offload": offload}
         self._acting: Chosen = {}
         self._plans: dict[StepPasses, Plan] = {}
@@ -120,14 +122,7 @@ class Fit:
     @functools.cached_property
     def predicted_plain(self) -> int:
         """Bytes that the step with its passes as they are is predicted to hold."""
-        return self._beside + max(map(self._plain_bytes, self._passes), default=0)
-
-    def _plain_bytes(self, passes: StepPasses) -> int:
-        """Temporary bytes of the passes as they are."""
-        layout = self._layout.within(passes.axes)
-        platform = costs.device(device_of(layout.shardings)).platform
-        moment, hoisted = as_written(passes, platform)
-        return layout.local(moment.nbytes + hoisted)
+        return self._beside + self._by_model({})
 
     @functools.cached_property
     def predicted_kept(self) -> int:
@@ -366,9 +361,23 @@ class Fit:
     def _compiled_with(self, acting: Chosen) -> Compiled:
         key = _key(acting)
         if key not in self._compiled:
+            way, model = way_of(self._body, [key for _, key in acting.values()]), self._by_model(acting)
+            predicted = self._beside + self._predictions.corrected(way, model)
             program = self._compile_with({one: run for one, (run, _) in acting.items()})
-            self._compiled[key] = Compiled(program, held_bytes(program), dict(acting))
+            nbytes = held_bytes(program)
+            self._predictions.note(way, model, nbytes - self._beside)
+            self._compiled[key] = Compiled(program, nbytes, predicted, dict(acting))
         return self._compiled[key]
+
+    def _by_model(self, acting: Chosen) -> int:
+        """Temporary bytes that the model predicts of the passes run so."""
+        each = (
+            self._known(one).predicted(acting[one][1])
+            if one in acting
+            else plain_bytes(one, self._layout.within(one.axes))
+            for one in self._passes
+        )
+        return max(each, default=0)
 
     def _plan(self, budget: int | str, nbytes: int) -> StepPlan:
         plans = tuple(self._plans[one] if one in self._acting else None for one in self._passes)
@@ -377,24 +386,9 @@ class Fit:
         asked = nbytes if isinstance(budget, str) else budget
         body = self._body
         how = *tiles, body.inner_again, body.microbatches, body.updates_in_loops
-        return StepPlan(asked, nbytes, self.plain_nbytes, plans, *how)
+        predicted = self._compiled_with(self._acting).predicted
+        return StepPlan(asked, nbytes, self.plain_nbytes, plans, *how, predicted_nbytes=predicted)
 
 
 def _key(acting: Chosen) -> frozenset[Any]:
     return frozenset((one, key) for one, (_, key) in acting.items())
-
-
-def acting_by(body: Body, plan: StepPlan, layout: Layout) -> Acting:
-    """How the passes of a step run by a plan that was made for it.
-
-    Raises:
-      ValueError: it was made for another step.
-    """
-    passes = list(body.every())
-    if len(passes) != len(plan.passes):
-        raise ValueError(
-            f"plan must be of this step, got one for {len(plan.passes)} derivatives where this step has {len(passes)}: {MAKE_ONE}"
-        )
-    pairs = zip(passes, plan.passes, strict=True)
-    found = {one: by_plan(one, part, layout) for one, part in pairs if part is not None and part.stretches}
-    return {one: run for one, run in found.items() if isinstance(run, Run)}

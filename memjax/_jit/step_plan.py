@@ -48,6 +48,8 @@ class StepPlan:
         exist at a time.
       ordered_for_memory: whether the compiler orders the step for the least memory. By default it is ordered for speed.
       notes: what was allowed and cannot be done, why, and what to change.
+      predicted_nbytes: what it holds as that was predicted before it was compiled, by the model and by what had been compiled of
+        the step until then.
     """
 
     budget: int
@@ -63,6 +65,7 @@ class StepPlan:
     plain_is_predicted: bool = False
     ordered_for_memory: bool = False
     notes: tuple[str, ...] = ()
+    predicted_nbytes: int = 0
 
     @property
     def as_written(self) -> bool:
@@ -98,7 +101,7 @@ class StepPlan:
             tiled = tuple(Tiled.of_fields(one) for one in fields["tiled"])
             numbers: dict[str, Any] = {
                 name: check.integer(name, fields[name], least=0)
-                for name in ("budget", "nbytes", "plain_nbytes", "tile_nbytes", "chunks")
+                for name in ("budget", "nbytes", "plain_nbytes", "tile_nbytes", "chunks", "predicted_nbytes")
             }
             flags = {
                 name: check.flag(name, fields[name])

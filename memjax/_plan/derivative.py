@@ -37,6 +37,7 @@ class Passes:
       of_blocks: they are those of a chain of blocks inside of a larger program: outputs and cotangents are temporary.
       in_use: results whose memory holds something else until they are made: donated arguments, what a loop carries.
       constants: by position, inputs that are NumPy arrays which the function holds.
+      around: bytes of temporary memory that hold something else while the passes run: of a step, see `Body.note_around`.
     """
 
     forward: Program
@@ -47,6 +48,7 @@ class Passes:
     of_blocks: bool = False
     in_use: Set[Any] = frozenset()
     constants: Mapping[int, np.ndarray] = MappingProxyType({})
+    around: int = 0
 
     def of_fewer(self, wrt: Sequence[bool]) -> Passes:
         """Those with respect to some of the inputs only: the same forward pass, and less of the backward pass."""

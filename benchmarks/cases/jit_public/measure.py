@@ -146,15 +146,9 @@ def planned(step: Step, budget: Any, compiled: Compiled) -> tuple[Any, Any, Any,
     return jitted, plan, program, {"seconds": round(seconds, 2), "compilations": len(compiled.programs)}
 
 
-def predicted(plan: Any, program: Any) -> int | None:
-    """What the step was predicted to hold: what no plan changes, and the temporaries of that derivative that takes the most."""
-    parts = [part.first_nbytes for part in plan.passes if part is not None and part.stretches]
-    return held_bytes(program) - program.memory_analysis().temp_size_in_bytes + max(parts) if parts else None
-
-
 def row_of(step: Step, budget: Any, plain: dict[str, Any], compiled: Compiled) -> dict[str, Any]:
     jitted, plan, program, row = planned(step, budget, compiled)
-    row |= {"budget": plan.budget, "compiled": held_bytes(program), "predicted": predicted(plan, program)}
+    row |= {"budget": plan.budget, "compiled": held_bytes(program), "predicted": plan.predicted_nbytes}
     row["kept_budget"] = row["compiled"] <= plan.budget
     row["tiles"], row["microbatches"] = len(plan.tiled), plan.microbatches
     row["passes"] = len(plan.passes)

@@ -13,8 +13,8 @@ import jax
 from memjax._core.arrays import is_float
 from memjax._core.compat import derivatives, name_stack, parameters
 from memjax._core.lists import Arrays
-from memjax._core.program.costs import Device, array_bytes
-from memjax._core.program.dataflow import made_by, variables
+from memjax._core.program.costs import Device, array_bytes, kind_of
+from memjax._core.program.dataflow import made_by, read_by, variables
 from memjax._core.program.jaxpr import Program, as_closed, axis_sizes, bind, calls_in_place, read, trace
 from memjax._jit.derivatives.inner import computed_again
 from memjax._jit.derivatives.passes import StepPasses, levels_of, passes_of
@@ -25,6 +25,7 @@ from memjax._plan.run import Run
 from memjax._plan.tile.passes import TileOn, kept_whole, with_tiles
 from memjax._plan.tile.passes_in_chunks import with_chunks
 
+_PARTS = frozenset(("slice", "dynamic_slice", "split", "unstack", "rev"))
 _BODIES = ("scan", "cond", "while", "shard_map")
 Acting = Mapping[StepPasses, Run]
 """How passes are run; those that are not there run as they are."""
@@ -145,7 +146,10 @@ class Body:
                 body.put_in_use(of_body)
 
     def note_around(self, results: Set[int] | None = None, nbytes: int = 0) -> None:
-        """Note for all passes the bytes of what is returned around them: see `StepPasses`.
+        """Note for all passes the bytes of what is there while they run and is neither an argument nor a result of the step.
+
+        So are what the loops, branches and `jax.shard_map`s around them return, as gradients and sums of them; and what the
+        derivatives before them have made for them or for later ones, as parameters between two updates.
 
         Args:
           results: the indices of the program's results that are results of the step; None: all are.
@@ -153,8 +157,8 @@ class Body:
         """
         outs = self._program.outvars
         of_step = set(variables(outs if results is None else (outs[i] for i in results)))
-        for one in self.passes:
-            one.around = nbytes
+        for stage, one in self._of_stage.items():
+            one.around = nbytes + sum(map(array_bytes, self._made_before(stage) - of_step))
         for i, bodies in self.inner.items():
             eqn = self._program.eqns[i]
             of_body = {k for k, out in enumerate(eqn.outvars) if out in of_step}
@@ -163,6 +167,14 @@ class Body:
                 made = body._program.outvars if eqn.primitive.name == "shard_map" else eqn.outvars
                 own = sum(array_bytes(out) for k, out in enumerate(made) if k not in of_body)
                 body.note_around(of_body, max(nbytes, own))  # the one is made of the other
+
+    def _made_before(self, stage: int) -> set[Any]:
+        """The values that stages before make for this one or for later ones; parts of inputs are made when they are needed."""
+        eqns, flow = self._program.eqns, self._program.flow
+        parts = flow.following((*self._program.invars, *self._program.constvars), _is_part)
+        of = lambda stages: [eqns[i] for numbers in stages for i in numbers]
+        read = {flow.names.get(var, var) for var in read_by(of(self._stages[stage:]))}
+        return (read & made_by(of(self._stages[:stage])).keys()) - parts
 
     def evaluate(self, inputs: Sequence[Any], acting: Acting) -> Arrays:
         """The outputs of the program for values of its inputs."""
@@ -195,6 +207,11 @@ class Body:
 
     def _evaluating(self, body: Body, acting: Acting) -> Callable[..., Arrays]:
         return lambda *inputs: body.evaluate(inputs, acting)
+
+
+def _is_part(eqn: Any) -> bool:
+    """Whether what an equation makes is part of its operand, or costs nothing."""
+    return eqn.primitive.name in _PARTS or kind_of(eqn.primitive.name).is_free
 
 
 def _unread_losses(program: Program) -> list[Any]:

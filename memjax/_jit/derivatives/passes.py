@@ -26,13 +26,7 @@ class StepPasses(Passes):
       forward, backward: their equations.
       others: what is read elsewhere: variables.
       axes: sizes of the axes of the `jax.shard_map`s around them.
-
-    Attributes:
-      around: bytes, besides results of the step, of what the loops, branches and `jax.shard_map`s around them return: gradients,
-        say, and sums of them. They are there while the passes run.
     """
-
-    around: int = 0
 
     def __init__(self, forward: Sequence[Any], backward: Sequence[Any], others: set[Any], axes: Mapping[str, int]):
         self.axes = axes

@@ -15,6 +15,7 @@ from memjax._jit.account import donated_results
 from memjax._jit.derivatives.body import Acting, Body
 from memjax._jit.derivatives.inner import has_inner
 from memjax._jit.fit import DoesNotFitError, Fit
+from memjax._jit.predictions import Predictions
 from memjax._jit.step_plan import StepPlan, StepPoint
 from memjax._jit.updates.in_loop import Moved, with_updates_in_loops
 from memjax._jit.ways.numbers import Numbers
@@ -58,16 +59,19 @@ class Ways:
         self._traced, self._allow, self._layout, self._device = traced, allow, layout, device
         self.beside, self._results, self._compile_with = arguments + results, results, compile_with
         self._no_microbatches: str | None = None  # why
+        self._predictions = Predictions()
         self.body = Body(traced.jaxpr)
         self.as_written = self._fit_of(self.body)
 
     def _fit_of(self, body: Body, sums: int = 0, seconds_of_sums: float = 0.0) -> Fit:
         note_memory(body, self._traced, self._device)
-        allowed = {"compress": "compress" in self._allow, "offload": "offload" in self._allow}
+        allowed: dict[str, Any] = {"compress": "compress" in self._allow, "offload": "offload" in self._allow}
         compile_with = lambda acting: self._compile_with(body, acting)
-        # Sums over microbatches are all that their loop returns.
-        beside = self.beside + (sums or around(body, self._layout))
-        return Fit(body, self._layout, compile_with, beside, **allowed, seconds_of_sums=seconds_of_sums)
+        if sums:  # they are all that the loop over microbatches returns
+            for one in body.every():
+                one.around = 0
+        options = allowed | {"seconds_of_sums": seconds_of_sums, "predictions": self._predictions}
+        return Fit(body, self._layout, compile_with, self.beside + sums, **options)
 
     def fastest(self, room: int | str) -> tuple[StepPlan, Any]:
         """The plan of the way that is predicted to be the fastest, and the step compiled with it; of the next if it does not fit.
@@ -228,11 +232,6 @@ def no_microbatches(mixed: Mixed) -> str:
     if "batchnorm" in where.lower().replace("_", ""):
         fix = "a norm over groups or features keeps examples apart"
     return f"microbatches: the batch is mixed by `{name}` at {where}: {fix}"
-
-
-def around(body: Body, layout: Layout) -> int:
-    """Bytes of a device for what is there while any of the passes in a body run, and is no result of the step."""
-    return min((layout.within(one.axes).local(one.around) for one in body.every()), default=0)
 
 
 def note_memory(body: Body, traced: Any, device: Any) -> None:

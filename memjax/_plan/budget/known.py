@@ -16,7 +16,7 @@ from memjax._plan.memory.compiled import compiled_bytes
 from memjax._plan.memory.layout import Layout
 from memjax._plan.result import Stretch
 from memjax._plan.run import KeepAll, Run
-from memjax._plan.solve.chain import Chain, Choice
+from memjax._plan.solve.chain import Chain, Choice, peak_of
 
 _MOST_PROGRAMS = 16
 
@@ -63,6 +63,7 @@ class Known:
         self.digest = digest
         self._types, self.layout = types, layout
         self.compiled, self._measure = compiled, measure
+        self._predicted: dict[Key, int] = {}
 
     @property
     def is_part(self) -> bool:
@@ -82,11 +83,25 @@ class Known:
     @property
     def frontier(self) -> list[tuple[int, float]]:
         """Predicted bytes, and seconds on top of `base_seconds`, of the plans that solve the chain."""
-        return [(self.layout.local(nbytes), seconds / self.layout.devices) for nbytes, seconds in self.chain.frontier]
+        around = self.chain.derivative.around
+        return [
+            (self.layout.local(nbytes + around), seconds / self.layout.devices)
+            for nbytes, seconds in self.chain.frontier
+        ]
+
+    def nbytes_of(self, way: Sequence[Choice]) -> int:
+        """Predicted bytes of a way through the chain."""
+        return self.layout.local(int(peak_of(way)) + self.chain.derivative.around)
 
     def stretches(self, way: Sequence[Choice]) -> tuple[Stretch, ...]:
         """A way through the chain as data."""
-        return stretches(self.chain, way, self.layout)
+        found = stretches(self.chain, way, self.layout)
+        self._predicted[key_of(found, False)] = self.nbytes_of(way)
+        return found
+
+    def predicted(self, key: Key) -> int:
+        """Temporary bytes of a plan as the model alone has them; `stretches` was called for it."""
+        return self._predicted[(False, *key[1:])]
 
     @property
     def knows_all_kept(self) -> bool:

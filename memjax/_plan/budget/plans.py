@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from memjax._plan.budget.known import Known
 from memjax._plan.budget.search import told_apart
 from memjax._plan.result import Try
-from memjax._plan.solve.chain import Choice, peak_of
+from memjax._plan.solve.chain import Choice
 from memjax._plan.solve.leaner import leaner
 from memjax._plan.solve.segment import Option
 
@@ -54,7 +54,7 @@ class Plans:
             return None
         seconds = lambda found: sum(one.option.seconds for one in found) / layout.devices
         self._leaner.append(choices)
-        self.predicted.append(layout.local(int(peak_of(choices))))
+        self.predicted.append(self._program.nbytes_of(choices))
         self.seconds.append(self.seconds[number] + seconds(choices) - seconds(before))
         return len(self.predicted) - 1
 

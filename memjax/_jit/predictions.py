@@ -1,0 +1,79 @@
+"""What a step is predicted to hold, by the model and by what was compiled of it before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from memjax._core.meshes import device_of
+from memjax._core.program import costs
+from memjax._jit.derivatives.body import Body
+from memjax._jit.derivatives.passes import StepPasses
+from memjax._plan.budget.known import Key
+from memjax._plan.memory.layout import Layout
+from memjax._plan.predicted import as_written
+
+
+class Way(NamedTuple):
+    """What tells ways to run a step apart of which the model is off by different amounts.
+
+    Attributes:
+      body: the step: how many microbatches, what is in tiles, and so on. None: it is compiled by jax.jit, with other options.
+      is_planned: whether any of its passes runs by a plan.
+      in_steps: whether a backward pass runs in steps.
+    """
+
+    body: tuple | None
+    is_planned: bool = False
+    in_steps: bool = False
+
+
+def way_of(body: Body, keys: Sequence[Key]) -> Way:
+    """How a step runs, the keys being those of the plans of some of its passes."""
+    how = body.microbatches, tuple(body.tiled), body.inner_again, body.updates_in_loops
+    in_steps = any(in_steps for in_steps, *_ in keys)
+    return Way(how if keys or body.is_changed else None, bool(keys), in_steps)
+
+
+def plain_bytes(passes: StepPasses, layout: Layout) -> int:
+    """Temporary bytes that the model predicts of passes as they are."""
+    moment, hoisted = as_written(passes, costs.device(device_of(layout.shardings)).platform)
+    return layout.local(moment.nbytes + hoisted + passes.around)
+
+
+class _Seen(NamedTuple):
+    """A step that was compiled: temporary bytes as the model alone has them, and as the compiler took them."""
+
+    way: Way
+    model: int
+    compiled: int
+
+
+class Predictions:
+    """Predictions of temporary bytes, each corrected by those compiled before that are most alike.
+
+    In plans of one program the model is off by an amount, as by an array that is there a little longer than it has it. Between
+    programs of which one runs for fewer examples at a time it is off by a factor.
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[_Seen] = []
+
+    def corrected(self, way: Way, model: int) -> int:
+        """Bytes that are predicted by now, `model` being what the model alone predicts."""
+        comparable = lambda one: (
+            one.way._replace(body=way.body, in_steps=way.in_steps) == way and None not in (one.way.body, way.body)
+        )
+        seen = [one for one in reversed(self._seen) if comparable(one)]
+        if not seen:
+            return model
+        # Of those that are equally alike the nearest, and of these the last.
+        unlike = lambda one: (one.way.body != way.body, one.way != way, abs(one.model - model))
+        one = min(seen, key=unlike)
+        if one.way.body != way.body:
+            return round(model * one.compiled / max(one.model, 1))
+        return max(model + one.compiled - one.model, 0)
+
+    def note(self, way: Way, model: int, compiled: int) -> None:
+        """Note what the compiler took where the model had predicted `model` bytes."""
+        self._seen.append(_Seen(way, model, compiled))
