@@ -24,21 +24,38 @@ def standard_promotion():
         yield
 
 
-def step_of(tx, *, checkpoint=False, norm=False):
-    def layer(x, p):
-        return x + jnp.tanh((x * p["scale"]) @ p["up"]) @ p["down"], None
+def layer(x, p):
+    return x + jnp.tanh((x * p["scale"]) @ p["up"]) @ p["down"], None
+
+
+def step_of(tx, *, checkpoint="", logged=(), parts=0, picked=False):
+    """A step of `checkpoint`ed "layers" or "loss", that returns norms of what is `logged`, adds up gradients of so many parts of
+    the batch in a loop, and runs its layers by a scan, or those `picked` by index."""
 
     def loss(params, tokens):
-        run = jax.checkpoint(layer) if checkpoint else layer
-        x = jax.lax.scan(run, params["embedding"][tokens], params["layers"])[0]
+        run = jax.checkpoint(layer) if checkpoint == "layers" else layer
+        x = params["embedding"][tokens]
+        if picked:
+            for i in range(LAYERS):
+                x, _ = run(x, jax.tree.map(lambda w, i=i: w[i], params["layers"]))
+        else:
+            x, _ = jax.lax.scan(run, x, params["layers"])
         return jnp.mean(jnp.square(x))
 
+    derivative = jax.value_and_grad(jax.checkpoint(loss) if checkpoint == "loss" else loss)
+
+    def accumulated(params, tokens):
+        zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
+        add = lambda sums, some: (jax.tree.map(jnp.add, sums, derivative(params, some)), None)
+        sums, _ = jax.lax.scan(add, zeros, tokens.reshape(parts, -1))
+        return jax.tree.map(lambda x: x / parts, sums)
+
     def step(params, state, tokens):
-        value, gradients = jax.value_and_grad(loss)(params, tokens)
+        value, gradients = (accumulated if parts else derivative)(params, tokens)
         updates, state = tx.update(gradients, state, params)
         new = optax.apply_updates(params, updates)
-        squares = sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(gradients))
-        return (new, state, value, squares) if norm else (new, state, value)
+        all_of = {"gradients": gradients, "old": params, "new": new}
+        return new, state, value, [optax.tree.norm(all_of[name]) for name in logged]
 
     return step
 
@@ -74,20 +91,31 @@ def close(one, other, **tolerance):
         np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), **tolerance)
 
 
-@pytest.mark.parametrize(
-    ("tx", "checkpoint"),
-    [
-        (optax.adamw(optax.cosine_decay_schedule(1e-2, 10), weight_decay=0.1), True),
-        (optax.chain(optax.clip(1e-4), optax.lion(1e-3)), False),
-        (optax.multi_transform({"a": optax.sgd(0.1, momentum=0.9), "b": optax.set_to_zero()}, FROZEN), True),
-    ],
-)
-def test_results_are_the_same(tx, checkpoint):
-    with jax.enable_x64(True):
-        step, args = step_of(tx, checkpoint=checkpoint), begin(tx, jnp.float64)
-        run, leaves, notes = moved(step, args)
-        assert not notes
-        close(jax.jit(step)(*args), run(*copied(leaves)), rtol=1e-12, atol=1e-14)
+ADAMW = optax.adamw(optax.cosine_decay_schedule(1e-2, 10), weight_decay=0.1)
+LOGGED = "gradients", "old", "new"
+STEPS = {
+    "AdamW": (ADAMW, {"checkpoint": "layers"}),
+    "clipped Lion": (optax.chain(optax.clip(1e-4), optax.lion(1e-3)), {}),
+    "frozen": (optax.multi_transform({"a": optax.sgd(0.1, momentum=0.9), "b": optax.set_to_zero()}, FROZEN), {}),
+    "norms": (ADAMW, {"checkpoint": "layers", "logged": LOGGED}),
+    "checkpoint round the loss": (ADAMW, {"checkpoint": "loss"}),
+    "MultiSteps": (optax.MultiSteps(ADAMW, 2), {"checkpoint": "layers"}),
+    "accumulation": (ADAMW, {"checkpoint": "layers", "parts": 4}),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_results_are_the_same(name, x64):
+    tx, options = STEPS[name]
+    step, args = step_of(tx, **options), begin(tx, jnp.float64)
+    run, leaves, notes = moved(step, args)
+    assert not notes
+    wanted = jax.jit(step)(*args)
+    found = jax.tree.unflatten(jax.tree.structure(wanted), run(*copied(leaves)))
+    close(wanted, found, rtol=1e-12, atol=1e-14)
+    if "MultiSteps" in name:  # the first step only adds
+        found = run(*copied(jax.tree.leaves((*wanted[:2], args[2]))))
+        close(jax.jit(step)(*wanted[:2], args[2]), found, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("kernels", [False, True])
@@ -112,11 +140,12 @@ def test_values_are_rounded_as_before(wrap, bits, kernels, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("tx", "dtype"), [(optax.sgd(0.1, momentum=0.9), jnp.float32), (optax.adamw(1e-3), jnp.float32)]
+    "name", ["AdamW", "frozen", "norms", "checkpoint round the loss", "MultiSteps", "accumulation"]
 )
-def test_gradients_of_one_layer_exist_at_a_time(tx, dtype):
-    """All but an eighth of them is saved, and nothing that is donated is copied."""
-    step, args = step_of(tx, checkpoint=True), begin(tx, dtype, width=128)
+def test_gradients_of_one_layer_exist_at_a_time(name):
+    """All but a fifth of them is saved, and nothing that is donated is copied."""
+    tx, options = STEPS[name]
+    step, args = step_of(tx, **options), begin(tx, jnp.float32, width=128)
     run, leaves, _ = moved(step, args)
     options = memjax.remat_compiler_options()
     temp = lambda lowered: lowered.compile(compiler_options=options or None).memory_analysis().temp_size_in_bytes
@@ -145,16 +174,26 @@ def test_a_plan_moves_them_and_runs_layers_again():
             memjax.jit(step_of(clipped), plan=plan, donate_argnums=(0, 1)).plan(*begin(clipped, jnp.float64))
 
 
-def test_what_reads_all_gradients_keeps_them():
+def notes_of(tx, donated=(0, 1), **options):
+    args = begin(tx, jnp.float32)
+    traced = jax.jit(step_of(tx, **options), donate_argnums=donated).trace(*args)
+    found = with_updates_in_loops(traced.jaxpr, donated_results(traced), "cpu")
+    assert found.closed is None
+    size = 4 * LAYERS * (WIDTH + 4 * WIDTH * WIDTH) / 2**10
+    [note] = found.notes
+    assert note.startswith(f"keeps {size:.2f} KiB of gradients: ")
+    return note
+
+
+def test_what_keeps_gradients_is_said():
     clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
     args = begin(clipped, jnp.float32)
     plan = memjax.jit(step_of(clipped), budget="min", donate_argnums=(0, 1)).plan(*args)
     assert not plan.updates_in_loops
     assert "of gradients: reduce_sum" in str(plan)
-    tx = optax.sgd(0.1)
-    run, _, [note] = moved(step_of(tx, norm=True), begin(tx, jnp.float32))
-    assert run is None
-    assert "reduce_sum" in note
+    assert "reduce_and at test_updates.py:" in notes_of(optax.apply_if_finite(optax.sgd(0.1), 3))
+    assert "donate weights and state (donate_argnums)" in notes_of(optax.adamw(1e-2), donated=())
+    assert "picked by index from stacked weights at test_updates.py:" in notes_of(optax.adamw(1e-2), picked=True)
 
 
 def _two_networks(scaled_by):
@@ -202,17 +241,3 @@ def test_each_backward_loop_runs_once(make, scaled_by, x64):
     found = run(*map(jnp.copy, leaves))
     for one, other in zip(found, jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-13)
-
-
-def test_a_norm_of_new_weights_leaves_the_update_in_the_loop():
-    step, args = step_of(optax.adamw(1e-3)), begin(optax.adamw(1e-3), jnp.float32)
-
-    def logged(params, state, tokens):
-        params, state, value = step(params, state, tokens)
-        return params, state, value, optax.tree.norm(params)
-
-    plain, _, _ = moved(step, args)
-    run, leaves, _ = moved(logged, args)
-    temporary = lambda run: run.lower(*leaves).compile().memory_analysis().temp_size_in_bytes
-    assert temporary(run) < temporary(plain) + 2 * args[0]["layers"]["up"].nbytes
-    np.testing.assert_allclose(run(*map(jnp.copy, leaves))[-1], jax.jit(logged)(*args)[-1], rtol=1e-6)

@@ -11,18 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from memjax._core.check import readable_bytes
-from memjax._core.compat import is_backward, name_stack, primitive_name, scan_counts
 from memjax._core.positions.rules import apply_rule
 from memjax._core.positions.walk import Mixed, Positions, State, Summed, Walk, shape_of, shared
 from memjax._core.program import dataflow
 from memjax._core.program.dataflow import is_literal, made_by, read_by
 from memjax._core.program.jaxpr import Program, nbytes
 from memjax._core.program.primitives import expensive
-from memjax._core.program.scopes import place_of
+from memjax._jit.updates.loops import backward_loops, gradients_of
 from memjax._plan.tile.resized import Resized
 
 TURNS = Positions(0, 1)
+_LITTLE = 16  # times less than gradients
 
 
 class Update(NamedTuple):
@@ -59,19 +58,8 @@ def updates(program: Program, donated: Mapping[Any, Any], platform: str) -> list
       donated: by result of the program, the input whose memory it gets.
       platform: of the device, as JAX calls it.
     """
-    found = (_Growth(program, loop, donated, platform).update() for loop in _loops(program))
+    found = (Growth(program, loop, donated, platform).update() for loop in backward_loops(program))
     return [one for one in found if one is not None]
-
-
-def reasons(program: Program, found: Sequence[Update], donated: Mapping[Any, Any], platform: str) -> list[str]:
-    """For people, what keeps the stacked gradients of loops whose updates are not found."""
-    moved = {id(one.loop) for one in found}
-    others = (loop for loop in _loops(program) if id(loop) not in moved)
-    return [note for loop in others if (note := _Growth(program, loop, donated, platform).reason())]
-
-
-def _loops(program: Program) -> list[Any]:
-    return [eqn for eqn in program.eqns if eqn.primitive.name == "scan" and is_backward(name_stack(eqn))]
 
 
 def rule(walk: Walk, eqn: Any, states: list[Any]) -> list[State]:
@@ -88,7 +76,7 @@ def elements_of_turn(eqn: Any, length: int) -> int:
     return 0 if rest else inner
 
 
-class _Growth:
+class Growth:
     """What grows from the gradients that a loop stacks.
 
     Attributes:
@@ -101,7 +89,7 @@ class _Growth:
         self._program, self._flow, self._loop = program, program.flow, loop
         self._donated, self._platform, self._length = donated, platform, loop.params["length"]
         self._walk = Walk(self._length, False, rule)
-        self.states: dict[Any, State] = dict.fromkeys(loop.outvars[scan_counts(loop)[1] :], TURNS)
+        self.states: dict[Any, State] = dict.fromkeys(gradients_of(loop), TURNS)
         self.following: list[int] = []
         self.before: set[int] = set()
         # What depends on the loop exists after it. So the update can read such a value only if it makes the value itself.
@@ -149,19 +137,11 @@ class _Growth:
         good = [part for part in parts if self._is_worth_it(part) and self._of([part]) is not None]
         return self._of(good) if good else None
 
-    def reason(self) -> str | None:
-        """What reads all gradients at once, before or beside an update of them."""
-        updated = {var for i in self.following for var in self._flow.reads[i]}
-        kept = [var for var in self._loop.outvars if var in updated and var not in self._program.outvars]
-        if not kept:
-            return None
-        following, depending = set(self.following), self._flow.depending(kept)
-        for i, eqn in enumerate(self._program.eqns):
-            if i not in following and not depending.isdisjoint(self._flow.reads[i]):
-                size = readable_bytes(sum(nbytes(var.aval) for var in kept))
-                place = place_of(eqn)
-                return f"keeps {size} of gradients: {primitive_name(eqn)}{place and ' at ' + place} reads those of all turns"
-        return None
+    def would_make(self) -> list[Any]:
+        """Of what the update of its gradients makes, what is no donated array, where that is why it is not moved."""
+        parts = [part for part in self._parts() if any(self._is_read_by(var, part) for var in self._given(part))]
+        makes = (out for part in parts if self._of([part]) is not None for out in self._makes(part))
+        return [out for out in makes if out not in self._donated]
 
     def _parts(self) -> Iterable[list[int]]:
         """The equations that follow, in groups that share arrays: each has the update of one array of weights, mostly."""
@@ -178,9 +158,10 @@ class _Growth:
         return {id(one): one for one in group.values()}.values()
 
     def _without_others(self, part: Sequence[int]) -> list[int]:
-        """Those that lead to donated arrays, if any does: a norm of new weights, say, is no part of their update."""
+        """Those that lead to donated arrays or to little, such as sums of turns, if any does: others are no part of an update."""
         own, needed = set(part), set[int]()
-        walk = dataflow.Walk(out for out in self._makes(part) if out in self._donated)
+        little = sum(nbytes(var.aval) for var in self._given(part)) / _LITTLE
+        walk = dataflow.Walk(out for out in self._makes(part) if out in self._donated or nbytes(out.aval) <= little)
         for var in walk:
             if (i := self._flow.place.get(var)) in own:
                 needed.add(i)

@@ -6,20 +6,25 @@ gradients of one turn exist at a time. A turn reads slices of these arrays befor
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from memjax._core.barriers import barrier
-from memjax._core.compat import eval_jaxpr, scan_counts
+from memjax._core.barriers import barrier, joint_barrier
+from memjax._core.check import readable_bytes
+from memjax._core.compat import derivatives, eval_jaxpr, name_stack, scan_counts
 from memjax._core.lists import Arrays
-from memjax._core.program.dataflow import is_literal, made_by, renamed, variables
+from memjax._core.program.dataflow import Dataflow, is_literal, made_by, read_by, renamed, variables
 from memjax._core.program.jaxpr import Program, as_closed, calls_in_place, inside, nbytes, read, trace
-from memjax._jit.updates.found import TURNS, Update, elements_of_turn, reasons, updates
+from memjax._jit.updates.found import TURNS, Update, elements_of_turn, updates
+from memjax._jit.updates.loops import backward_loops, gradients_of
+from memjax._jit.updates.ready import ready, with_others
+from memjax._jit.updates.reasons import reasons
 from memjax._plan.derivative import without_dead_equations
 from memjax._plan.tile.rewrite import in_order
 from memjax.compress._state.kernel_call import UPDATE, arithmetic
@@ -42,23 +47,56 @@ class Moved(NamedTuple):
 def with_updates_in_loops(closed: Any, donated: Mapping[int, int], platform: str) -> Moved:
     """The traced step, a closed jaxpr, with updates in the loops of backward passes where they can be.
 
+    A loop that accumulates gradients has them as well: each of its turns adds to what it carries, as donated arguments are.
+
     Args:
       closed: the step.
       donated: by number of a result, that of the argument whose memory it gets.
       platform: of the device, as JAX calls it.
     """
-    program = without_dead_equations(calls_in_place(closed, differentiable=False))
+    program, within = _with_bodies(calls_in_place(closed, differentiable=False), platform)
+    program = without_dead_equations(ready(without_dead_equations(program)))
     pairs = {program.outvars[i]: program.invars[k] for i, k in donated.items() if not is_literal(program.outvars[i])}
-    try:
-        program, found = _found(program, pairs, platform)
-        moved = None if not found else _rewritten(closed, program, found, platform)
-    except (TypeError, ValueError):  # sizes that an equation names in a way not known here
-        program, found, moved = program, [], None
-    return Moved(moved, reasons(program, found, pairs, platform))
+    failed: dict[int, str] = {}  # by loop, why
+    while True:
+        program, found = _found(program, pairs, platform, failed)
+        try:
+            is_changed = found or any(one.closed is not None for one in within)
+            moved = _rewritten(closed, program, found, platform) if is_changed else None
+        except _NotMovedError as error:
+            failed[id(error.loop)] = str(error)
+            continue
+        notes = [note for one in within for note in one.notes]
+        return Moved(moved, [*notes, *failed.values(), *reasons(program, found, failed, pairs, platform)])
+
+
+def _with_bodies(program: Program, platform: str) -> tuple[Program, list[Moved]]:
+    """The program with updates moved in the bodies of loops that take derivatives; what was moved in each of these."""
+    eqns, within = [], []
+    for eqn in program.eqns:
+        if eqn.primitive.name == "scan" and not derivatives(name_stack(eqn)):
+            consts, carried = scan_counts(eqn)
+            body = as_closed(eqn.params["jaxpr"])
+            moved = with_updates_in_loops(body, {i: consts + i for i in range(carried)}, platform)
+            within.append(moved)
+            if moved.closed is not None:
+                eqn = eqn.replace(params=eqn.params | {"jaxpr": moved.closed})
+        eqns.append(eqn)
+    return dataclasses.replace(program, eqns=eqns), within
+
+
+class _NotMovedError(Exception):
+    """An update cannot run for one turn of this loop."""
+
+    def __init__(self, loop: Any, error: Exception):
+        size = readable_bytes(sum(nbytes(var.aval) for var in gradients_of(loop)))
+        said = str(error).partition("\n")[0]
+        super().__init__(f"keeps {size} of gradients: their update is not known to run for one turn of a loop ({said})")
+        self.loop = loop
 
 
 def _rewritten(closed: Any, program: Program, found: Sequence[Update], platform: str) -> Any:
-    parts = [_InLoop(update, platform) for update in found]
+    parts = [_InLoop(update, platform, program) for update in found]
     eqns: list[Any] = []
     constvars, consts = [*program.constvars], [*program.consts]
     for step in in_order(program, parts):
@@ -66,7 +104,10 @@ def _rewritten(closed: Any, program: Program, found: Sequence[Update], platform:
             eqns.append(step)
             continue
         loop = calls_in_place(step.traced(), differentiable=False)
-        eqns += _renamed(loop, step.reads, step.makes)
+        names = dict(zip(loop.invars, step.reads, strict=True)) | dict(zip(loop.outvars, step.makes, strict=True))
+        eqns += [
+            one.replace(invars=renamed(one.invars, names), outvars=renamed(one.outvars, names)) for one in loop.eqns
+        ]
         constvars += loop.constvars
         consts += loop.consts
     debug = closed.jaxpr.debug_info
@@ -74,12 +115,15 @@ def _rewritten(closed: Any, program: Program, found: Sequence[Update], platform:
     return core.ClosedJaxpr(jaxpr, consts)
 
 
-def _found(program: Program, donated: Mapping[Any, Any], platform: str) -> tuple[Program, list[Update]]:
-    """The updates, and the program in which they are, of which kernels are arithmetic."""
+def _found(
+    program: Program, donated: Mapping[Any, Any], platform: str, failed: Collection[int]
+) -> tuple[Program, list[Update]]:
+    """The updates but those of loops that failed, and the program in which they are, of which kernels are arithmetic."""
     kernels = [eqn for eqn in program.eqns if eqn.primitive is UPDATE]
     while True:
         opened = _with_arithmetic(program, kernels)
-        found = _apart(opened, updates(opened, donated, platform), platform)
+        all_found = [one for one in updates(opened, donated, platform) if id(one.loop) not in failed]
+        found = _apart(opened, all_found, platform)
         moved = made_by(eqn for one in found for eqn in one.eqns)
         staying = [eqn for eqn in kernels if not moved.keys() >= set(eqn.outvars)]
         if not staying:
@@ -95,7 +139,7 @@ def _apart(program: Program, found: Sequence[Update], platform: str) -> list[Upd
     taken: list[Update] = []
     for one in found:
         is_new = all(set(one.makes).isdisjoint(other.makes) for other in taken)
-        if is_new and _has_order(program, [_InLoop(update, platform) for update in (*taken, one)]):
+        if is_new and _has_order(program, [_InLoop(update, platform, program) for update in (*taken, one)]):
             taken.append(one)
     return taken
 
@@ -110,27 +154,9 @@ def _has_order(program: Program, parts: Sequence[_InLoop]) -> bool:
 
 def _with_arithmetic(program: Program, kernels: Sequence[Any]) -> Program:
     """The program in which these equations are what their kernels compute."""
-    eqns: list[Any] = []
-    constvars, consts = [*program.constvars], [*program.consts]
     chosen = set(map(id, kernels))
-    for eqn in program.eqns:
-        if id(eqn) not in chosen:
-            eqns.append(eqn)
-            continue
-        run = functools.partial(arithmetic, eqn.params["region"])
-        with inside(eqn):
-            closed = trace(lambda *values, run=run: run(values), [atom.aval for atom in eqn.invars], {})
-        inner = calls_in_place(closed, differentiable=False)
-        eqns += _renamed(inner, eqn.invars, eqn.outvars)
-        constvars += inner.constvars
-        consts += inner.consts
-    return Program(constvars, consts, program.invars, program.outvars, eqns)
-
-
-def _renamed(program: Program, reads: Sequence[Any], makes: Sequence[Any]) -> list[Any]:
-    """Its equations in a program that has other names for what they read and make."""
-    names = dict(zip(program.invars, reads, strict=True)) | dict(zip(program.outvars, makes, strict=True))
-    return [eqn.replace(invars=renamed(eqn.invars, names), outvars=renamed(eqn.outvars, names)) for eqn in program.eqns]
+    run = lambda eqn: lambda *values: arithmetic(eqn.params["region"], values)
+    return with_others(program, lambda eqn: run(eqn) if id(eqn) in chosen else None)
 
 
 class _InLoop:
@@ -141,13 +167,14 @@ class _InLoop:
       reads, makes: what these read and make.
     """
 
-    def __init__(self, update: Update, platform: str):
+    def __init__(self, update: Update, platform: str, program: Program):
         self._update, loop = update, update.loop
         self.region = Program([], [], [], [], [loop, *update.eqns])
         self._left = [var for var in loop.outvars if var not in update.gradients or var in update.stays]
         self.makes = [*self._left, *update.makes]
-        self.reads = [*dict.fromkeys([*variables(loop.invars), *update.reads])]
         self._written = {old: out for old, out in zip(update.old, update.makes, strict=True) if old is not None}
+        self._first = _first(program, self.region.eqns, self._written)
+        self.reads = [*dict.fromkeys([*variables(loop.invars), *update.reads, *self._first])]
         # XLA:CPU copies what one fusion writes and another reads. It compiles a small loop as one function, without barriers.
         self._waits = platform == "cpu" and sum(nbytes(var.aval) for var in self._written) >= _SMALL
         of_turns = [var for var, state in zip(update.reads, update.states, strict=True) if state == TURNS]
@@ -183,6 +210,7 @@ class _InLoop:
             lax.full((), v, var.aval.dtype) if is_literal(var) else v
             for v, var in zip(begin, loop.invars[consts:], strict=False)
         ]
+        begin = _waiting(begin, read(env, self._first))
         state = begin, read(env, [*self._written])
         numbers = jnp.arange(loop.params["length"], dtype=jnp.uint32)  # of signed ones a slice would ask the sign
 
@@ -220,7 +248,10 @@ class _InLoop:
         made = dict(zip(loop.outvars, outs, strict=True))
         here |= zip(self._slices, (one[None] for one in slices), strict=True)
         operands = [here[var] if var in here else env[var] for var in update.reads]
-        results = update.run([*(made[var][None] for var in update.gradients), *operands])
+        try:
+            results = update.run([*(made[var][None] for var in update.gradients), *operands])
+        except (TypeError, ValueError) as error:  # sizes that an equation names in a way not known there
+            raise _NotMovedError(loop, error) from error
         new = dict(zip(update.makes, barrier(results) if self._waits else results, strict=True))
         stacks = [
             lax.dynamic_update_slice(b, new[out], _place(b, self._number))
@@ -229,6 +260,29 @@ class _InLoop:
         left = [made[var] for var in self._left[carried:]]
         kept = {*self._written.values()}
         return (outs[:carried], stacks), (left, [new[out][0] for out in update.makes if out not in kept])
+
+
+def _first(program: Program, inside: Sequence[Any], written: Collection[Any]) -> list[Any]:
+    """What is made of arrays before the loop writes them: a norm of old weights. Read later, they would be copied before.
+
+    What leads to the loop comes before it anyway, and what depends on a loop of a backward pass comes after.
+    """
+    flow, own = program.flow, set(map(id, inside))
+    after = flow.depending(out for loop in backward_loops(program) for out in loop.outvars)
+    before = set(map(id, flow.needed(read_by(inside))))
+    others = [eqn for eqn in program.eqns if id(eqn) not in own and id(eqn) not in before]
+    others = [eqn for eqn in others if after.isdisjoint(eqn.outvars)]
+    made = Dataflow(others).depending(written).intersection(made_by(others))
+    kept = {*variables(program.outvars), *read_by(eqn for eqn in program.eqns if made.isdisjoint(eqn.outvars))}
+    return [var for var in made_by(others) if var in made and var in kept]
+
+
+def _waiting(begin: Arrays, first: Arrays) -> Arrays:
+    """What a loop begins with, so that it waits for `first`."""
+    if not begin or not first:
+        return begin
+    waited, *_ = joint_barrier([begin[0], *first])
+    return [waited, *begin[1:]]
 
 
 def _place(stack: Any, number: Any) -> list[Any]:
