@@ -299,11 +299,12 @@ class _Planned:
                 what = f"{plan.microbatches} microbatches, which this one cannot run in ({error})"
                 raise ValueError(f"plan must be of this step, got one with {what}: {MAKE_ONE}") from error
         if plan.updates_in_loops:
-            closed = with_updates_in_loops(closed, donated_results(self._traced), self._platform).closed
+            donated = donated_results(self._traced)
+            closed = with_updates_in_loops(closed, donated, self._platform, two_passes=plan.two_passes).closed
             if closed is None:
                 what = "updates in the loops of backward passes, which this one cannot run there"
                 raise ValueError(f"plan must be of this step, got one with {what}: {MAKE_ONE}")
-        options: dict[str, Any] = {"microbatches": plan.microbatches, "updates_in_loops": plan.updates_in_loops}
+        options = {name: getattr(plan, name) for name in ("microbatches", "updates_in_loops", "two_passes")}
         body = Body(closed, tile_on, inner_again_on=rates, **options)
         if [one[:-2] for one in body.tiled] != [one[:-2] for one in plan.tiled]:
             what = ", ".join(one.what for one in plan.tiled)

@@ -385,7 +385,7 @@ class Fit:
         tiles = (tuple(self._body.tiled), on.nbytes, on.chunks) if on else ((), 0, 0)
         asked = nbytes if isinstance(budget, str) else budget
         body = self._body
-        how = *tiles, body.inner_again, body.microbatches, body.updates_in_loops
+        how = *tiles, body.inner_again, body.microbatches, body.updates_in_loops, body.two_passes
         predicted = self._compiled_with(self._acting).predicted
         return StepPlan(asked, nbytes, self.plain_nbytes, plans, *how, predicted_nbytes=predicted)
 

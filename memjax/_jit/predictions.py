@@ -30,7 +30,7 @@ class Way(NamedTuple):
 
 def way_of(body: Body, keys: Sequence[Key]) -> Way:
     """How a step runs, the keys being those of the plans of some of its passes."""
-    how = body.microbatches, tuple(body.tiled), body.inner_again, body.updates_in_loops
+    how = body.microbatches, tuple(body.tiled), body.inner_again, body.updates_in_loops, body.two_passes
     in_steps = any(in_steps for in_steps, *_ in keys)
     return Way(how if keys or body.is_changed else None, bool(keys), in_steps)
 

@@ -10,6 +10,8 @@ from memjax._core import check
 from memjax._jit.summary import summary
 from memjax._plan.result import Plan, Tiled
 
+_FLAGS = "inner_again", "plain_is_predicted", "updates_in_loops", "two_passes", "ordered_for_memory"
+
 
 class StepPoint(NamedTuple):
     """What a step is predicted to hold and to take, by one of its plans.
@@ -46,6 +48,7 @@ class StepPlan:
       microbatches: parts of the batch that the derivative goes through one after the other, adding up gradients.
       updates_in_loops: whether updates of stacked weights run in the loops of backward passes, so that the gradients of one turn
         exist at a time.
+      two_passes: whether the derivative is taken twice for that, the first time for numbers that updates need of all gradients.
       ordered_for_memory: whether the compiler orders the step for the least memory. By default it is ordered for speed.
       notes: what was allowed and cannot be done, why, and what to change.
       predicted_nbytes: what it holds as that was predicted before it was compiled, by the model and by what had been compiled of
@@ -62,6 +65,7 @@ class StepPlan:
     inner_again: bool = False
     microbatches: int = 1
     updates_in_loops: bool = False
+    two_passes: bool = False
     plain_is_predicted: bool = False
     ordered_for_memory: bool = False
     notes: tuple[str, ...] = ()
@@ -103,10 +107,7 @@ class StepPlan:
                 name: check.integer(name, fields[name], least=0)
                 for name in ("budget", "nbytes", "plain_nbytes", "tile_nbytes", "chunks", "predicted_nbytes")
             }
-            flags = {
-                name: check.flag(name, fields[name])
-                for name in ("inner_again", "plain_is_predicted", "updates_in_loops", "ordered_for_memory")
-            }
+            flags = {name: check.flag(name, fields[name]) for name in _FLAGS}
             numbers["microbatches"] = check.integer("microbatches", fields["microbatches"], least=1)
             if not all(isinstance(note, str) for note in fields["notes"]):
                 raise ValueError(f"notes is {check.shown(fields['notes'])}")

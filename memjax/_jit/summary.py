@@ -40,6 +40,7 @@ def _head(plan: Any) -> str:
     text = f"{of}{about}{readable_bytes(plan.plain_nbytes)} as it is written; predicted time {more:+.1%}"
     text += f"; in {plan.microbatches} microbatches" * (plan.microbatches > 1)
     text += "; updates in the loops of backward passes" * plan.updates_in_loops
+    text += "; the derivative is taken twice, first for what updates need of all gradients" * plan.two_passes
     return text + "; ordered by the compiler for the least memory" * plan.ordered_for_memory
 
 

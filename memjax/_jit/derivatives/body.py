@@ -42,10 +42,11 @@ class Body:
       inner_again_on: inner derivatives recompute their residuals, by the rates of that device; None: they do not.
       microbatches: how many microbatches the program processes one after the other.
       updates_in_loops: whether updates were moved into loops of backward passes.
+      two_passes: whether the program takes a derivative twice for that.
 
     Attributes:
       passes: the passes of each derivative, in order.
-      tile_on, microbatches, updates_in_loops: as given.
+      tile_on, microbatches, updates_in_loops, two_passes: as given.
       tiled: the computations that run tile by tile, in bodies as well.
       inner: by index of an equation, its bodies if they contain derivatives.
       inner_again: whether any inner derivative recomputes its residuals.
@@ -59,11 +60,12 @@ class Body:
         inner_again_on: Device | None = None,
         microbatches: int = 1,
         updates_in_loops: bool = False,
+        two_passes: bool = False,
     ):
         program = calls_in_place(closed, differentiable=False)
         self._axes = axes
         self.tile_on, self.tiled, self.microbatches = tile_on, list[Tiled](), microbatches
-        self.updates_in_loops = updates_in_loops
+        self.updates_in_loops, self.two_passes = updates_in_loops, two_passes
         if tile_on is not None and (axes is not None or not tile_on.on_mesh):
             program = without_dead_equations(program)
             if tile_on.chunks:

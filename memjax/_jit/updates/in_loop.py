@@ -25,11 +25,15 @@ from memjax._jit.updates.found import TURNS, Update, elements_of_turn, updates
 from memjax._jit.updates.loops import backward_loops, gradients_of
 from memjax._jit.updates.ready import ready, with_others
 from memjax._jit.updates.reasons import reasons
+from memjax._jit.updates.twice import twice
 from memjax._plan.derivative import without_dead_equations
 from memjax._plan.tile.rewrite import in_order
 from memjax.compress._state.kernel_call import UPDATE, arithmetic
 
 _SMALL = 2**16  # bytes
+_PROPOSAL = (
+    'with "two_passes" in allow the derivative is taken twice, first for what is read of all, and no gradients are kept'
+)
 
 
 class Moved(NamedTuple):
@@ -44,7 +48,7 @@ class Moved(NamedTuple):
     notes: list[str]
 
 
-def with_updates_in_loops(closed: Any, donated: Mapping[int, int], platform: str) -> Moved:
+def with_updates_in_loops(closed: Any, donated: Mapping[int, int], platform: str, *, two_passes: bool = False) -> Moved:
     """The traced step, a closed jaxpr, with updates in the loops of backward passes where they can be.
 
     A loop that accumulates gradients has them as well: each of its turns adds to what it carries, as donated arguments are.
@@ -53,21 +57,34 @@ def with_updates_in_loops(closed: Any, donated: Mapping[int, int], platform: str
       closed: the step.
       donated: by number of a result, that of the argument whose memory it gets.
       platform: of the device, as JAX calls it.
+      two_passes: take the derivative twice where updates need numbers of all gradients first: see `twice`.
     """
     program, within = _with_bodies(calls_in_place(closed, differentiable=False), platform)
     program = without_dead_equations(ready(without_dead_equations(program)))
+    is_changed = any(one.closed is not None for one in within)
+    moved = _moved(closed, program, donated, platform, is_changed)
+    notes = [note for one in within for note in one.notes]
+    other = twice(program, {program.invars[k] for k in donated.values()}) if moved.notes else None
+    both = None if other is None else _moved(closed, other, donated, platform, is_changed)
+    if both is None or both.closed is None or both.notes:
+        return Moved(moved.closed, [*notes, *moved.notes])
+    if two_passes:
+        return Moved(both.closed, notes)
+    return Moved(moved.closed, [*notes, *(f"{note}; {_PROPOSAL}" for note in moved.notes)])
+
+
+def _moved(closed: Any, program: Program, donated: Mapping[int, int], platform: str, is_changed: bool) -> Moved:
+    """The same for the step as this program, which may be changed already."""
     pairs = {program.outvars[i]: program.invars[k] for i, k in donated.items() if not is_literal(program.outvars[i])}
     failed: dict[int, str] = {}  # by loop, why
     while True:
         program, found = _found(program, pairs, platform, failed)
         try:
-            is_changed = found or any(one.closed is not None for one in within)
-            moved = _rewritten(closed, program, found, platform) if is_changed else None
+            moved = _rewritten(closed, program, found, platform) if found or is_changed else None
         except _NotMovedError as error:
             failed[id(error.loop)] = str(error)
             continue
-        notes = [note for one in within for note in one.notes]
-        return Moved(moved, [*notes, *failed.values(), *reasons(program, found, failed, pairs, platform)])
+        return Moved(moved, [*failed.values(), *reasons(program, found, failed, pairs, platform)])
 
 
 def _with_bodies(program: Program, platform: str) -> tuple[Program, list[Moved]]:

@@ -26,6 +26,7 @@ from memjax._plan.memory.layout import Layout
 from memjax._plan.tile.passes import TileOn
 from memjax._plan.tile.recurrences import CHUNKS
 
+_IN_LOOPS: dict[str, Any] = {"updates_in_loops": True}
 _ABOUT = 1.03  # times as slow: predictions are no better
 _TILES = 64  # the logits of a tile take such a part of the budget: beside them a tile has others as large
 
@@ -161,7 +162,8 @@ class Ways:
             tile_on = TileOn(self._device.platform, 0, self._layout.devices > 1)
             found += [f"tiles: {text}" for text in self.body.kept_whole(tile_on)]
         found += [self._no_microbatches] if self._no_microbatches else []
-        return (*found, *(self._moved.notes if self._moved else ()))
+        moved = self._moved_twice or self._moved
+        return (*found, *(moved.notes if moved else ()))
 
     @functools.cached_property
     def _numbers(self) -> Numbers | None:
@@ -199,13 +201,32 @@ class Ways:
             return None
         return with_updates_in_loops(self._traced.jaxpr, donated_results(self._traced), self._device.platform)
 
+    @functools.cached_property
+    def _moved_twice(self) -> Moved | None:
+        """The same where its derivative is taken twice for that."""
+        if "two_passes" not in self._allow or self._moved is None or not self._moved.notes:
+            return None
+        donated = donated_results(self._traced)
+        return with_updates_in_loops(self._traced.jaxpr, donated, self._device.platform, two_passes=True)
+
     def _changed(self, room: int | str) -> Iterator[Fit]:
         """The whole batch at once, by another program than as it is written."""
         closed = self._traced.jaxpr
         options: dict[str, Any] = {}
         if self._moved is not None and self._moved.closed is not None:
-            closed, options = self._moved.closed, {"updates_in_loops": True}
+            closed, options = self._moved.closed, _IN_LOOPS
             yield self._fit_of(Body(closed, **options))
+        yield from self._tiled(closed, room, options)
+        if self._moved_twice is not None and self._moved_twice.closed is not None:
+            twice, of_twice = self._moved_twice.closed, {**_IN_LOOPS, "two_passes": True}
+            yield self._fit_of(Body(twice, **of_twice))
+            yield from self._tiled(twice, room, of_twice)
+        if any(map(has_inner, self.body.every())):
+            again = Body(closed, inner_again_on=costs.device(self._device), **options)
+            if again.inner_again:
+                yield self._fit_of(again)
+
+    def _tiled(self, closed: Any, room: int | str, options: dict[str, Any]) -> Iterator[Fit]:
         if "tile" in self._allow:
             nbytes = room // _TILES if isinstance(room, int) else 0
             tile_on = TileOn(self._device.platform, nbytes, self._layout.devices > 1)
@@ -215,10 +236,6 @@ class Ways:
                 if not (chunks := Body(closed, tile_on._replace(nbytes=0, chunks=count), **options)).tiled:
                     break
                 yield self._fit_of(chunks)
-        if any(map(has_inner, self.body.every())):
-            again = Body(closed, inner_again_on=costs.device(self._device), **options)
-            if again.inner_again:
-                yield self._fit_of(again)
 
 
 def no_microbatches(mixed: Mixed) -> str:
