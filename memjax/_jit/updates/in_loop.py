@@ -285,7 +285,7 @@ def _first(program: Program, inside: Sequence[Any], written: Collection[Any]) ->
     What leads to the loop comes before it anyway, and what depends on a loop of a backward pass comes after.
     """
     flow, own = program.flow, set(map(id, inside))
-    after = flow.depending(out for loop in backward_loops(program) for out in loop.outvars)
+    after = flow.depending(made_by(backward_loops(program)))
     before = set(map(id, flow.needed(read_by(inside))))
     others = [eqn for eqn in program.eqns if id(eqn) not in own and id(eqn) not in before]
     others = [eqn for eqn in others if after.isdisjoint(eqn.outvars)]

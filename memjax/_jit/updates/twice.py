@@ -46,5 +46,5 @@ def _numbers(program: Program) -> list[Any]:
     """Scalars that depend on stacked gradients, and that arrays are made of."""
     stacked = [var for loop in backward_loops(program) for var in gradients_of(loop)]
     after = program.flow.depending(stacked)
-    reading = [eqn for eqn in program.eqns if any(shape_of(out) for out in eqn.outvars)]
+    reading = [eqn for eqn in program.eqns if any(map(shape_of, eqn.outvars))]
     return [var for var in read_by(reading) if var in after and not shape_of(var)]
