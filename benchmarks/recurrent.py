@@ -106,9 +106,9 @@ def main(config: Config) -> None:
     steps = config.length, config.batch
     actions = jax.random.randint(next(keys), steps, 0, config.actions)
     batch = normal(*steps, config.observation), actions, normal(*steps)
-    options = {**memjax.remat_compiler_options()}
+    options: dict[str, Any] = {**memjax.remat_compiler_options()}
     first = jax.jit(jax.value_and_grad(plain)).lower(p, batch).compile(options)
-    memory = first.memory_analysis()
+    memory: Any = first.memory_analysis()
     nbytes, beside = memory.temp_size_in_bytes, memory.argument_size_in_bytes + memory.output_size_in_bytes
     runs: list[tuple[dict[str, Any], Any]] = [({"way": "plain", "temp": nbytes}, first)]
     for row, f in ways(config, nbytes, beside):

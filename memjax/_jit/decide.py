@@ -31,24 +31,21 @@ from memjax._jit.cache import (
     save_program,
 )
 from memjax._jit.call import Pure, donated_values
+from memjax._jit.derivatives.acting import MAKE_ONE, acting_by
 from memjax._jit.derivatives.body import Acting, Body
 from memjax._jit.derivatives.passes import StepPasses
 from memjax._jit.fit import DoesNotFitError, held_bytes
-from memjax._jit.order import WORTH_IT, ordered_for_memory
 from memjax._jit.processes import are_in_all_processes, compiler_options, plan_of_the_first
 from memjax._jit.progress import Progress
 from memjax._jit.step_plan import StepPlan, StepPoint
 from memjax._jit.updates.in_loop import with_updates_in_loops
+from memjax._jit.ways.order import WORTH_IT, ordered_for_memory
 from memjax._jit.ways.ways import Ways, note_memory
 from memjax._measure import remat_compiler_options
-from memjax._plan.acting import by_plan
 from memjax._plan.batch.examples import batch_of
 from memjax._plan.batch.microbatches import in_microbatches
 from memjax._plan.memory.layout import Layout, local_bytes
-from memjax._plan.run import Run
 from memjax._plan.tile.passes import TileOn
-
-MAKE_ONE = "make it by step.plan(*args) of what you pass here"
 
 
 class Entry:
@@ -328,22 +325,6 @@ class _Planned:
             return None
         fitting = dataclasses.replace(found.plan, nbytes=nbytes)
         return Entry(fitting, found.program, lambda: self.jitted_of(found.program))
-
-
-def acting_by(body: Body, plan: StepPlan, layout: Layout) -> Acting:
-    """How the passes of a step run by a plan that was made for it.
-
-    Raises:
-      ValueError: it was made for another step.
-    """
-    passes = list(body.every())
-    if len(passes) != len(plan.passes):
-        raise ValueError(
-            f"plan must be of this step, got one for {len(plan.passes)} derivatives where this step has {len(passes)}: {MAKE_ONE}"
-        )
-    pairs = zip(passes, plan.passes, strict=True)
-    found = {one: by_plan(one, part, layout) for one, part in pairs if part is not None and part.stretches}
-    return {one: run for one, run in found.items() if isinstance(run, Run)}
 
 
 def passes_by(

@@ -12,9 +12,9 @@ from memjax._core.meshes import device_of
 from memjax._core.program import costs
 from memjax._jit.derivatives.body import Acting, Body
 from memjax._jit.derivatives.passes import StepPasses
-from memjax._jit.predictions import Predictions, plain_bytes, way_of
 from memjax._jit.step_plan import StepPlan, StepPoint
 from memjax._jit.together import Line
+from memjax._jit.ways.predictions import Predictions, plain_bytes, way_of
 from memjax._plan.acting import by_plan
 from memjax._plan.budget.decide import OF_PARTS, TooLittleError, decide, is_hopeless, plan_of
 from memjax._plan.budget.known import Allowed, Key, Known, Measure, key_of, known

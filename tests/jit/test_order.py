@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 
 import memjax
-from memjax._jit.order import ordered_for_memory
+from memjax._jit.ways.order import ordered_for_memory
 from tests.jit.steps import OPTIONS, held
 from tests.jit.test_jit import close, copied
 

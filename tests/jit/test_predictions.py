@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 
 from memjax._jit.derivatives.body import Body
-from memjax._jit.predictions import Predictions, Way
+from memjax._jit.ways.predictions import Predictions, Way
 
 WIDE = jax.ShapeDtypeStruct((64, 256), jnp.float32)
 

@@ -15,10 +15,10 @@ from memjax._jit.account import donated_results
 from memjax._jit.derivatives.body import Acting, Body
 from memjax._jit.derivatives.inner import has_inner
 from memjax._jit.fit import DoesNotFitError, Fit
-from memjax._jit.predictions import Predictions
 from memjax._jit.step_plan import StepPlan, StepPoint
 from memjax._jit.updates.in_loop import Moved, with_updates_in_loops
 from memjax._jit.ways.numbers import Numbers
+from memjax._jit.ways.predictions import Predictions
 from memjax._plan.batch.examples import batch_of
 from memjax._plan.batch.microbatches import PASSES_OF_SUMS, in_microbatches, sum_bytes
 from memjax._plan.budget.search import OF_ONE
