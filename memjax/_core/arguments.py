@@ -110,10 +110,14 @@ def _split(objects: Sequence[Any]) -> tuple[Any, list[Any]]:
     return graph, jax.tree.leaves(state)
 
 
-def put_changes(objects: Sequence[Any], changes: Sequence[Any]) -> None:
-    """Changes the objects as `with_changes` tells. What stays may be a value of an outer trace, and is not written to."""
+def put_changes(objects: Sequence[Any], changes: Sequence[Any], state: Any = None) -> None:
+    """Changes the objects as `with_changes` tells. What stays may be a value of an outer trace, and is not written to.
+
+    Args:
+      state: of the objects, by `nnx.split`, where the caller has it: splitting takes as long as a small step.
+    """
     if any(change is not None for change in changes):
-        leaves, tree = jax.tree.flatten(nnx.split(objects)[1])
+        leaves, tree = jax.tree.flatten(nnx.split(objects)[1] if state is None else state)
         new = [old if change is None else change for old, change in zip(leaves, changes, strict=True)]
         nnx.update(objects, jax.tree.unflatten(tree, new))
 

@@ -30,6 +30,12 @@ def _is_values(value: Any) -> bool:
     return isinstance(value, Values)
 
 
+def state_of(apart: tuple, named: dict[str, Any]) -> nnx.State:
+    """The values of all objects, from arguments that are taken apart."""
+    leaves = jax.tree.leaves((apart, named), is_leaf=_is_values)
+    return nnx.State(dict(enumerate(leaf.state for leaf in leaves if _is_values(leaf))))
+
+
 def taken_apart(args: tuple, kwargs: dict[str, Any]) -> tuple[Any, tuple, dict[str, Any]]:
     """(structure of the NNX objects, arguments with `Values` in place of each). The structure is None if there is no object."""
     objects = objects_in((args, kwargs))

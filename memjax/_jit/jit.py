@@ -19,7 +19,7 @@ from memjax._core.program.scopes import Paths
 from memjax._explain.compared import PeakComparison
 from memjax._explain.explain import explain
 from memjax._explain.line import line
-from memjax._jit.call import Statics, taken_apart
+from memjax._jit.call import Statics, state_of, taken_apart
 from memjax._jit.decide import Asked, Entry, Step, decided, frontier, kind_of
 from memjax._jit.decide import notes as notes_of
 from memjax._jit.explained import explained_peak
@@ -107,25 +107,26 @@ class Jitted:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         graph, apart, named = taken_apart(args, kwargs)
-        step = self._step(graph)
         static, dynamic, dynamic_named = self._statics.split(apart, named)
-        if any(map(is_tracer, jax.tree.leaves((dynamic, dynamic_named)))):
-            return self._updated(step, args, kwargs, step.plain(*apart, **named))
         of_call = graph, static, _context()
+        put = functools.partial(_put, args, kwargs, apart, named) if graph is not None else _as_it_is
+        if any(map(is_tracer, jax.tree.leaves((dynamic, dynamic_named)))):
+            return put(self._step(graph).plain(*apart, **named))
         if self._last is not None and self._last[0] == of_call:
             try:
-                return self._updated(step, args, kwargs, self._last[1].program(*dynamic, **dynamic_named))
+                return put(self._last[1].program(*dynamic, **dynamic_named))
             except (TypeError, ValueError):  # of other types, or on other devices
                 pass
         leaves = jax.tree.leaves((dynamic, dynamic_named))
         if structs := [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]:
             fix = "plan, trace, lower and explain take types"
             raise check.fail(TypeError, "arguments", "arrays", structs[0], fix)
+        step = self._step(graph)
         entry = self._entry(step, of_call, apart, named, dynamic, dynamic_named)
         if entry is None:
-            return self._updated(step, args, kwargs, step.plain(*apart, **named))
+            return put(step.plain(*apart, **named))
         self._last = of_call, entry
-        return self._updated(step, args, kwargs, entry.program(*dynamic, **dynamic_named))
+        return put(entry.program(*dynamic, **dynamic_named))
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """The step as a method, of which `self` is the first argument, as with `jax.jit`."""
@@ -218,13 +219,6 @@ class Jitted:
         traced = self._traced(self._step(graph), apart, named)
         return traced, self._asked, jax.tree.leaves((dynamic, dynamic_named))
 
-    def _updated(self, step: Step, args: tuple, kwargs: dict[str, Any], out: Any) -> Any:
-        if step.graph is None:
-            return out
-        result, changes = out
-        put_changes(objects_in((args, kwargs)), changes)
-        return result
-
     def _entry(
         self, step: Step, of_call: Any, args: tuple, kwargs: dict[str, Any], dynamic: tuple, named: dict[str, Any]
     ) -> Entry | None:
@@ -236,6 +230,17 @@ class Jitted:
                 return None
             self._entries[key] = decided(step, traced, self._asked, args, kwargs, leaves)
         return self._entries[key]
+
+
+def _as_it_is(out: Any) -> Any:
+    return out
+
+
+def _put(args: tuple, kwargs: dict[str, Any], apart: tuple, named: dict[str, Any], out: Any) -> Any:
+    """The result of a step with NNX objects among its arguments, which get their new values."""
+    result, changes = out
+    put_changes(objects_in((args, kwargs)), changes, state_of(apart, named))
+    return result
 
 
 def _check_options(f: Callable[..., Any], options: dict[str, Any]) -> None:
