@@ -58,7 +58,7 @@ def main(config: Config) -> None:
         results[str(case)] = [{**case, **row} for row in found["rows"]] if "rows" in found else [found]
         print(json.dumps(found), flush=True)
         rows = [row for one in cases for row in results.get(str(one), ())]
-        record.save(config.name, rows)
+        record.save(config.name, rows, on_cpu=True)
     show(rows)
 
 

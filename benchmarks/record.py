@@ -34,10 +34,10 @@ def _accelerator() -> str | None:
     return ", ".join(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")).strip(", ")
 
 
-def environment() -> dict:
+def environment(*, on_cpu: bool = False) -> dict:
     """Machine, versions, date and command."""
     return {
-        "accelerator": _accelerator(),
+        "accelerator": None if on_cpu else _accelerator(),
         "cpu_cores": os.cpu_count(),
         "python": platform.python_version(),
         "versions": {p: v for p in _PACKAGES if (v := _version(p)) is not None},
@@ -46,11 +46,15 @@ def environment() -> dict:
     }
 
 
-def save(name: str, rows: list[dict], directory: pathlib.Path = RESULTS) -> pathlib.Path:
-    """Write `rows` with the environment they were measured in to `directory/name.json`."""
+def save(name: str, rows: list[dict], directory: pathlib.Path = RESULTS, *, on_cpu: bool = False) -> pathlib.Path:
+    """Write `rows` with the environment they were measured in to `directory/name.json`.
+
+    Args:
+      on_cpu: whether everything ran on the CPU, also if the machine has GPUs.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name}.json"
-    path.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+    path.write_text(json.dumps({"environment": environment(on_cpu=on_cpu), "rows": rows}, indent=1) + "\n")
     return path
 
 
