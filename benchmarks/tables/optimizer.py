@@ -31,11 +31,12 @@ def _time() -> str:
 
 
 def _whole_step() -> str:
-    loaded = [load(f"finetune_large_{name}") for name in ("checkpoint", "ahead")]
+    loaded = [load(f"finetune_large_{name}") for name in ("checkpoint", "ahead", "8b_h200")]
     ways = {"checkpoint": "`jax.checkpoint` a layer, `jax.jit`", "plan": "`memjax.jit`"}
     body = [
         [
             ways[row["policy"]],
+            f"{row['device'].split()[1]}, {row['tokens']:,}",
             f"{row['arguments'] / 2**30:.1f}",
             f"{row['temporaries'] / 2**30:.1f}",
             f"{row['workspace'] / 2**30:.1f}",
@@ -46,7 +47,8 @@ def _whole_step() -> str:
         for row in rows
     ]
     header = [
-        "8.03 10^9 parameters, 131,072 tokens",
+        "8.03 10^9 parameters",
+        "GPU, tokens",
         "weights and state, GiB",
         "temporaries",
         "cuDNN",
