@@ -163,6 +163,15 @@ class Program:
         inputs = [*self.constvars[:consts], *self.invars]
         return dataclasses.replace(self, constvars=self.constvars[consts:], consts=self.consts[consts:], invars=inputs)
 
+    def between(self, reads: Sequence[Any], makes: Sequence[Any], **changes: Any) -> Program:
+        """The program from these variables to those, in place of its own, with changes to fields of each equation."""
+        names = dict(zip(self.invars, reads, strict=True)) | dict(zip(self.outvars, makes, strict=True))
+        eqns = [
+            eqn.replace(invars=renamed(eqn.invars, names), outvars=renamed(eqn.outvars, names), **changes)
+            for eqn in self.eqns
+        ]
+        return Program(self.constvars, self.consts, [*reads], [*makes], eqns)
+
 
 def instead(program: Program, names: dict[Any, Any]) -> Program:
     """The program that reads other variables, or literals, in place of some of its inputs, which it has no more."""

@@ -19,7 +19,7 @@ from memjax._core.barriers import barrier, joint_barrier
 from memjax._core.check import readable_bytes
 from memjax._core.compat import derivatives, eval_jaxpr, name_stack, scan_counts
 from memjax._core.lists import Arrays
-from memjax._core.program.dataflow import Dataflow, is_literal, made_by, read_by, renamed, variables
+from memjax._core.program.dataflow import Dataflow, is_literal, made_by, read_by, variables
 from memjax._core.program.jaxpr import Program, as_closed, calls_in_place, inside, nbytes, read, trace
 from memjax._jit.updates.found import TURNS, Update, elements_of_turn, updates
 from memjax._jit.updates.loops import backward_loops, gradients_of
@@ -120,11 +120,8 @@ def _rewritten(closed: Any, program: Program, found: Sequence[Update], platform:
         if not isinstance(step, _InLoop):
             eqns.append(step)
             continue
-        loop = calls_in_place(step.traced(), differentiable=False)
-        names = dict(zip(loop.invars, step.reads, strict=True)) | dict(zip(loop.outvars, step.makes, strict=True))
-        eqns += [
-            one.replace(invars=renamed(one.invars, names), outvars=renamed(one.outvars, names)) for one in loop.eqns
-        ]
+        loop = calls_in_place(step.traced(), differentiable=False).between(step.reads, step.makes)
+        eqns += loop.eqns
         constvars += loop.constvars
         consts += loop.consts
     debug = closed.jaxpr.debug_info

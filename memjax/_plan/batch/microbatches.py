@@ -22,7 +22,7 @@ from memjax._core.compat import scan_counts
 from memjax._core.lists import Arrays
 from memjax._core.positions.bodies import row
 from memjax._core.positions.walk import Mixed, Positions, Shared, State, Summed, Walk, reason, shared
-from memjax._core.program.dataflow import is_literal, renamed
+from memjax._core.program.dataflow import is_literal
 from memjax._core.program.jaxpr import Program, as_closed, calls_in_place, trace
 from memjax._core.program.primitives import CHECKPOINTS
 from memjax._core.tiles import made_after
@@ -263,6 +263,4 @@ def run_as_program(run: Microbatches) -> Program:
     """The equations that run a part, of its own variables."""
     types = [var.aval for var in run.reads]
     inside = calls_in_place(trace(lambda *values: run(list(values)), types, {}), differentiable=False)
-    names = dict(zip(inside.invars, run.reads, strict=True)) | dict(zip(inside.outvars, run.makes, strict=True))
-    eqns = [eqn.replace(invars=renamed(eqn.invars, names), outvars=renamed(eqn.outvars, names)) for eqn in inside.eqns]
-    return Program(inside.constvars, inside.consts, run.reads, run.makes, eqns)
+    return inside.between(run.reads, run.makes)

@@ -13,7 +13,7 @@ from memjax._core.compat import derivatives, is_backward, name_stack, primitive_
 from memjax._core.positions.regions import Region, regions
 from memjax._core.positions.walk import Mixed
 from memjax._core.program.costs import array_bytes
-from memjax._core.program.dataflow import made_by, renamed, variables
+from memjax._core.program.dataflow import made_by, variables
 from memjax._core.program.jaxpr import Program, calls_in_place, trace
 from memjax._core.program.scopes import place_of
 from memjax._plan.derivative import without_dead_equations
@@ -139,10 +139,5 @@ def _as_program(run: TiledPasses, axes: dict[str, int]) -> Program:
     region, inputs = run.region, run.reads
     call = lambda *values: run(list(values))
     inside = calls_in_place(trace(call, [var.aval for var in inputs], axes), differentiable=False)
-    names = dict(zip(inside.invars, inputs, strict=True)) | dict(zip(inside.outvars, region.outs, strict=True))
     info = next(eqn.source_info for eqn in reversed(region.eqns) if is_backward(name_stack(eqn)))
-    eqns = [
-        eqn.replace(invars=renamed(eqn.invars, names), outvars=renamed(eqn.outvars, names), source_info=info)
-        for eqn in inside.eqns
-    ]
-    return Program(inside.constvars, inside.consts, inputs, region.outs, eqns)
+    return inside.between(inputs, region.outs, source_info=info)

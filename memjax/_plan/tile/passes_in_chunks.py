@@ -14,7 +14,7 @@ from memjax._core.compat import derivatives, name_stack, varying
 from memjax._core.positions.growth import Sources
 from memjax._core.positions.walk import Mixed, Positions, shape_of
 from memjax._core.program.costs import array_bytes
-from memjax._core.program.dataflow import made_by, renamed, variables
+from memjax._core.program.dataflow import made_by, variables
 from memjax._core.program.jaxpr import Program, calls_in_place, trace
 from memjax._core.program.scopes import place_of
 from memjax._plan.result import Tiled
@@ -184,10 +184,4 @@ def _as_program(run: InChunks, axes: dict[str, int]) -> Program:
     made = made_by(inside.eqns)
     if len(set(makes)) < len(makes) or len(set(variables(inside.outvars)) & made.keys()) < len(makes):
         raise Mixed("a result that chunks do not make")
-    names = dict(zip(inside.invars, reads, strict=True)) | dict(zip(inside.outvars, makes, strict=True))
-    info = run.region.loops[0].source_info
-    eqns = [
-        eqn.replace(invars=renamed(eqn.invars, names), outvars=renamed(eqn.outvars, names), source_info=info)
-        for eqn in inside.eqns
-    ]
-    return Program(inside.constvars, inside.consts, reads, makes, eqns)
+    return inside.between(reads, makes, source_info=run.region.loops[0].source_info)
