@@ -371,30 +371,6 @@ def test_a_gradient_penalty_takes_no_more_than_with_a_checkpoint():
     assert ours <= nbytes(jax.checkpoint(unrolled_loss))
 
 
-def test_no_budget_takes_less_than_the_least():
-    """A plan that is predicted to take more may take less when compiled, as between layers of unlike widths."""
-    attention = lambda x: jax.nn.softmax(x @ x.T) @ x
-    widths = (256, 16, 256, 64, 64, 128, 32)
-    layers = (jnp.tanh, jax.nn.gelu, jax.nn.relu, attention, jax.nn.relu, jnp.tanh)
-    weights = [jax.ShapeDtypeStruct(pair, jnp.float32) for pair in pairwise(widths)]
-
-    def loss(weights, x):
-        total = 0.0
-        for w, layer in zip(weights, layers, strict=True):
-            y = layer(x @ w)
-            x = x + y if x.shape == y.shape else y
-            total = total + jnp.mean(x**2)
-        return total
-
-    arguments = weights, jax.ShapeDtypeStruct((512, 256), jnp.float32)
-    least = memjax.plan(loss, *arguments, budget="min")
-    assert least.nbytes == least.budget == least.compiled_nbytes
-    assert memjax.plan(loss, *arguments, budget=least.nbytes).nbytes == least.nbytes
-    for share in (0.995, 0.97, 0.9, 0.8):
-        with pytest.raises(ValueError, match="but the least possible is"):
-            memjax.plan(loss, *arguments, budget=int(share * least.nbytes))
-
-
 def test_a_name_is_that_of_the_passes_as_they_are_now():
     passes = chain(lambda w, x: jnp.sum(jnp.tanh(x @ w)), array(WIDTH, WIDTH), array(ROWS, WIDTH)).derivative
     before = digest(passes)

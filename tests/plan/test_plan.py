@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+from itertools import pairwise
 
 import chex
 import jax
@@ -263,3 +264,27 @@ def test_a_kept_mask_is_kept_and_not_what_it_is_made_from():
     kept = [one for stretch in plan.stretches for one in stretch.kept]
     assert sum("bool[512,1024]" in one.what for one in kept) > 1
     assert plan.compiled_nbytes < 3 * 512 * 1024 * 4
+
+
+def test_no_budget_takes_less_than_the_least():
+    """A plan that is predicted to take more may take less when compiled, as between layers of unlike widths."""
+    attention = lambda x: jax.nn.softmax(x @ x.T) @ x
+    widths = (256, 16, 256, 64, 64, 128, 32)
+    layers = (jnp.tanh, jax.nn.gelu, jax.nn.relu, attention, jax.nn.relu, jnp.tanh)
+    weights = [jax.ShapeDtypeStruct(pair, jnp.float32) for pair in pairwise(widths)]
+
+    def loss(weights, x):
+        total = 0.0
+        for w, act in zip(weights, layers, strict=True):
+            y = act(x @ w)
+            x = x + y if x.shape == y.shape else y
+            total = total + jnp.mean(x**2)
+        return total
+
+    args = weights, jax.ShapeDtypeStruct((512, 256), jnp.float32)
+    least = memjax.plan(loss, *args, budget="min")
+    assert least.nbytes == least.budget == least.compiled_nbytes
+    assert memjax.plan(loss, *args, budget=least.nbytes).nbytes == least.nbytes
+    for share in (0.995, 0.97, 0.9, 0.8):
+        with pytest.raises(ValueError, match="but the least possible is"):
+            memjax.plan(loss, *args, budget=int(share * least.nbytes))
