@@ -6,8 +6,8 @@ that the backward pass reads: the two passes are those that JAX makes, so that t
 
 On several devices the barrier also waits for what the turn before the last has made for later: gradients of weights, say. XLA's
 latency hiding scheduler hides sending behind computing as long as memory lasts, all that the device has and not the budget, and
-puts off the products that make gradients. Then what these read of many layers is alive at once: 64 GiB where 32 were predicted,
-in 8 unrolled layers of Llama-3-8B's shape. One turn is left to send a gradient in.
+puts off the products that make gradients. Then what these read of many layers is alive at once. One turn is
+left to send a gradient in.
 """
 
 from __future__ import annotations
