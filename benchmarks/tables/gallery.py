@@ -21,7 +21,7 @@ _SHOWN = {
 
 
 def steps() -> str:
-    """Of each step the plan with the fewest bytes."""
+    """A row for each step: its plan that holds the fewest bytes."""
     environment, rows = load("jit_public", failed=True)
     by_name = {row["name"]: row for row in rows}
     body = []

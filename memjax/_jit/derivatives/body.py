@@ -148,9 +148,9 @@ class Body:
                 body.put_in_use(of_body)
 
     def note_around(self, results: Set[int] | None = None, nbytes: int = 0) -> None:
-        """Note for all passes the bytes of what is there while they run and is neither an argument nor a result of the step.
+        """Note for all passes how many bytes lie beside them while they run, but for arguments and results of the step.
 
-        So are what the loops, branches and `jax.shard_map`s around them return, as gradients and sums of them; and what the
+        These are what the loops, branches and `jax.shard_map`s around them return, as gradients and sums of them; and what the
         derivatives before them have made for them or for later ones, as parameters between two updates.
 
         Args:

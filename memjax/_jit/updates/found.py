@@ -138,7 +138,7 @@ class Growth:
         return self._of(good) if good else None
 
     def would_make(self) -> list[Any]:
-        """Of what the update of its gradients makes, what is no donated array, where that is why it is not moved."""
+        """What the update makes that gets no donated memory, if that alone keeps it out of the loop; else nothing."""
         parts = [part for part in self._parts() if any(self._is_read_by(var, part) for var in self._given(part))]
         makes = (out for part in parts if self._of([part]) is not None for out in self._makes(part))
         return [out for out in makes if out not in self._donated]

@@ -56,7 +56,7 @@ def _not_donated(growth: Growth, loop: Any) -> str | None:
 
 
 def _of_picked(program: Program) -> list[str]:
-    """Of layers that are picked by index from stacked weights: their gradients are added up as whole stacks."""
+    """A note on layers that are picked by index from stacked weights. The gradient of each is a whole stack, mostly zeros."""
     makers, inner = program.flow.makers, set[Any]()
     sums = [eqn for eqn in program.eqns if primitive_name(eqn) == "add_any" and is_backward(name_stack(eqn))]
     for eqn in sums:

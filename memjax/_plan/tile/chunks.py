@@ -209,7 +209,7 @@ class InChunks:
         return shape_of(var)[dim] // self.region.length
 
     def _tiles(self, whole: dict[int, Any], rows: Arrays, number: Any, turns: int) -> Arrays:
-        """What is mapped, for a chunk of so many turns: what is there as a `whole` is cut."""
+        """The mapped values of one chunk. Those in `whole` are arrays of all steps, of which it cuts the chunk's."""
         found, rest = list[Any](), iter(rows)
         for k, (var, dim) in enumerate(self.region.mapped):
             if k in whole:

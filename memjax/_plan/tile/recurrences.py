@@ -91,7 +91,7 @@ def recurrences(program: Program) -> list[Recurrence]:
 
 
 def is_worth_chunks(nbytes: int, moved: int) -> bool:
-    """Whether what is made for each step is large beside what goes in and comes out, in bytes."""
+    """Whether a recurrence makes enough bytes for its steps, compared with the bytes that go in and come out."""
     return nbytes >= _WORTH * moved
 
 
