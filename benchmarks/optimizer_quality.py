@@ -162,12 +162,14 @@ class _Programs:
         batches = _stack(itertools.islice(self._case.train(seed), self._case.steps))
         rows = []
         for kind in self._kinds:
+            started = time.monotonic()
             run = lambda part, *args, kind=kind: self._compiled[part, kind](*args)
             # Copies: what is donated may be the weights themselves.
             (weights, _), losses = run("train", jax.tree.map(jnp.copy, run("start", first)), batches)
             row = {"seed": seed, "kind": kind, "test_loss": float(run("test", weights))}
             row["train_loss"] = float(jnp.mean(losses[-min(64, self._case.steps // 4) :]))
             rows.append(row)
+            print(json.dumps(row | {"seconds": round(time.monotonic() - started, 1)}), flush=True)
         return rows
 
 
@@ -223,7 +225,6 @@ def main(config: Config) -> None:
                     rows.extend(found)
                     rows.sort(key=lambda row: row["seed"])
                     record.save(f"{config.name}_{config.model}", [about | row for row in [*_summary(rows), *rows]])
-                    print(json.dumps({"seconds": round(time.monotonic() - started, 1), "rows": found}), flush=True)
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         list(pool.map(train, jax.devices()))

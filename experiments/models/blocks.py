@@ -58,15 +58,17 @@ class GPT(nnx.Module):
 
     def __init__(self, config: BlocksConfig, *, vocabulary: int, length: int, rngs: nnx.Rngs):
         dtype, init = jnp.dtype(config.dtype), nnx.initializers.normal(0.02)
-        self.tokens = nnx.Embed(vocabulary, config.dim, dtype=dtype, embedding_init=init, rngs=rngs)
+        # Read in float32: its gradient adds up many tokens of few kinds, which GPUs do slowly, and roughly, in bfloat16.
+        self.tokens = nnx.Embed(vocabulary, config.dim, embedding_init=init, rngs=rngs)
         self.positions = nnx.Param(init(rngs.params(), (length, config.dim)))
         self.blocks = nnx.List([Block(config, causal=True, rngs=rngs) for _ in range(config.layers)])
         self.norm = nnx.LayerNorm(config.dim, dtype=dtype, rngs=rngs)
         self.head = nnx.Linear(config.dim, vocabulary, use_bias=False, dtype=dtype, rngs=rngs)
+        self._dtype = dtype
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """(B, T) int32 -> (B, T, vocabulary) float32."""
-        x = self.tokens(tokens)
+        x = self.tokens(tokens).astype(self._dtype)
         x = x + self.positions[...][: x.shape[1]].astype(x.dtype)
         for block in self.blocks:
             x = block(x)
